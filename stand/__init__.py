@@ -1,0 +1,1 @@
+"""Faster test-time scaling for reasoning models, with the same output distribution."""

@@ -1,0 +1,186 @@
+"""A draft: this step's candidate tokens and the laws that they were drawn from.
+
+Node 0 of a draft is the *pending* token: committed, not yet in the KV cache. Row i of the target's output is
+therefore the law of node i's children, and an empty draft (N = 1) is ordinary decoding.
+
+Letters: N nodes of one draft, M nodes of all drafts of a step, B rows, S candidates kept per context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+ROOT = 0
+NO_PARENT = -1
+NO_TOKEN = -1
+LAW_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """One row's draft.
+
+    `law[c]` is the law that child c was drawn from, given its earlier siblings, over the token ids
+    `support_ids[parents[c]]`; a deterministic child has a one-hot law. `law[ROOT]` is all zero.
+
+    Invariants (`check`): parents[i] < i; siblings stand in the order in which they were revealed; laws sum to 1
+    and give their own token positive mass; siblings have distinct tokens unless every law at the node is
+    drawn with replacement.
+
+    `adapted` is the builder's promise that each node, its law and the decision to stop depended only on what was
+    revealed before, and that nothing drawn was dropped or re-ordered (needed by every ratio rule).
+    """
+
+    token_ids: np.ndarray  # [N] int32
+    parents: np.ndarray  # [N] int32, NO_PARENT at the root
+    support_ids: np.ndarray  # [N, S] int32, per parent, padded with NO_TOKEN
+    law: np.ndarray  # [N, S] float32, per child over its parent's support
+    adapted: bool = True
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.token_ids)
+
+    @classmethod
+    def pending(cls, token_id: int, *, support_size: int = 1) -> DraftTree:
+        """The empty draft: the pending token alone."""
+        return cls(
+            token_ids=np.array([token_id], dtype=np.int32),
+            parents=np.array([NO_PARENT], dtype=np.int32),
+            support_ids=np.full((1, support_size), NO_TOKEN, dtype=np.int32),
+            law=np.zeros((1, support_size), dtype=np.float32),
+        )
+
+    @classmethod
+    def chain(cls, token_ids: Sequence[int]) -> DraftTree:
+        """A deterministic chain: token_ids[0] is the pending token, the rest are guesses."""
+        tokens = np.asarray(token_ids, dtype=np.int32)
+        if tokens.ndim != 1 or len(tokens) == 0:
+            raise ValueError(f"token_ids must be a non-empty list, got shape {tokens.shape}")
+        parents = np.arange(-1, len(tokens) - 1, dtype=np.int32)
+        support_ids = np.full((len(tokens), 1), NO_TOKEN, dtype=np.int32)
+        support_ids[:-1, 0] = tokens[1:]
+        law = np.ones((len(tokens), 1), dtype=np.float32)
+        law[ROOT] = 0.0
+        return cls(token_ids=tokens, parents=parents, support_ids=support_ids, law=law)
+
+    def check(self) -> None:
+        """Raise ValueError where an invariant is broken."""
+        _check_arrays(self)
+        for node in range(1, self.num_nodes):
+            _check_node(self, node)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """The drafts of all rows of a step, concatenated; row b owns nodes offsets[b] : offsets[b + 1].
+
+    `parents` are row-local (NO_PARENT at each root). `depths` and `ranks` (position among its siblings) follow from
+    `parents` and are stored because every consumer needs them.
+    """
+
+    token_ids: np.ndarray  # [M] int32
+    parents: np.ndarray  # [M] int32, row-local
+    offsets: np.ndarray  # [B + 1] int32
+    depths: np.ndarray  # [M] int32
+    ranks: np.ndarray  # [M] int32
+    support_ids: np.ndarray  # [M, S] int32
+    law: np.ndarray  # [M, S] float32
+    adapted: bool = True
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> DraftTree:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row must be in [0, {len(self)}), got {row}")
+        nodes = slice(self.offsets[row], self.offsets[row + 1])
+        return DraftTree(
+            token_ids=self.token_ids[nodes],
+            parents=self.parents[nodes],
+            support_ids=self.support_ids[nodes],
+            law=self.law[nodes],
+            adapted=self.adapted,
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        """M, the packed tokens of the step."""
+        return len(self.token_ids)
+
+    @classmethod
+    def concatenate(cls, drafts: Sequence[DraftTree]) -> DraftBatch:
+        """Pack drafts, one per row; supports are padded to the widest."""
+        if len(drafts) == 0:
+            raise ValueError("drafts must hold at least one draft, got none")
+        width = max(draft.support_ids.shape[1] for draft in drafts)
+        parents = np.concatenate([draft.parents for draft in drafts])
+        offsets = np.cumsum([0] + [draft.num_nodes for draft in drafts]).astype(np.int32)
+        depths, ranks = _depths_and_ranks(parents, offsets)
+        return cls(
+            token_ids=np.concatenate([draft.token_ids for draft in drafts]),
+            parents=parents,
+            offsets=offsets,
+            depths=depths,
+            ranks=ranks,
+            support_ids=np.concatenate([_widen(draft.support_ids, width, NO_TOKEN) for draft in drafts]),
+            law=np.concatenate([_widen(draft.law, width, 0.0) for draft in drafts]),
+            adapted=all(draft.adapted for draft in drafts),
+        )
+
+    def check(self) -> None:
+        """Raise ValueError where an invariant is broken."""
+        for row in range(len(self)):
+            self[row].check()
+        depths, ranks = _depths_and_ranks(self.parents, self.offsets)
+        if not np.array_equal(depths, self.depths) or not np.array_equal(ranks, self.ranks):
+            raise ValueError("depths and ranks must follow from parents; rebuild the batch with concatenate()")
+
+
+def _depths_and_ranks(parents: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    depths = np.zeros(len(parents), dtype=np.int32)
+    ranks = np.zeros(len(parents), dtype=np.int32)
+    for first, end in zip(offsets[:-1], offsets[1:], strict=True):
+        num_children = np.zeros(end - first, dtype=np.int32)
+        for node in range(1, end - first):
+            parent = parents[first + node]
+            depths[first + node] = depths[first + parent] + 1
+            ranks[first + node] = num_children[parent]
+            num_children[parent] += 1
+    return depths, ranks
+
+
+def _widen(array: np.ndarray, width: int, fill: float) -> np.ndarray:
+    missing = width - array.shape[1]
+    return array if missing == 0 else np.pad(array, ((0, 0), (0, missing)), constant_values=fill)
+
+
+def _check_arrays(draft: DraftTree) -> None:
+    num_nodes = draft.num_nodes
+    if num_nodes == 0:
+        raise ValueError("a draft must hold at least the pending token, got 0 nodes")
+    if draft.parents.shape != (num_nodes,) or draft.support_ids.shape != draft.law.shape:
+        raise ValueError("parents must be [N], support_ids and law [N, S] with N = len(token_ids)")
+    if draft.parents[ROOT] != NO_PARENT:
+        raise ValueError(f"parents[0] must be {NO_PARENT}, got {draft.parents[ROOT]}")
+    if np.any(draft.parents[1:] < 0) or np.any(draft.parents[1:] >= np.arange(1, num_nodes)):
+        raise ValueError("parents[i] must be in [0, i) for i > 0; reorder nodes so that parents come first")
+    if np.any(draft.law < 0) or not np.all(np.isfinite(draft.law)):
+        raise ValueError("law must be finite and not negative")
+
+
+def _check_node(draft: DraftTree, node: int) -> None:
+    parent = draft.parents[node]
+    support, law, token = draft.support_ids[parent], draft.law[node], draft.token_ids[node]
+    if abs(law.sum(dtype=np.float64) - 1.0) > LAW_TOLERANCE:
+        raise ValueError(f"law of node {node} must sum to 1, got {law.sum(dtype=np.float64)}")
+    if np.any(law[support == NO_TOKEN] != 0):
+        raise ValueError(f"law of node {node} must be 0 on padding; record it over support_ids[{parent}]")
+    kept = support[support != NO_TOKEN]
+    if len(np.unique(kept)) != len(kept):
+        raise ValueError(f"support_ids[{parent}] must hold distinct token ids, got {support.tolist()}")
+    if not law[support == token].sum() > 0:
+        raise ValueError(f"law of node {node} must give its own token {token} positive mass")

@@ -1,0 +1,1 @@
+"""The lookup tree."""

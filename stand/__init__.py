@@ -1,1 +1,55 @@
-"""Faster test-time scaling for reasoning models, with the same output distribution."""
+"""Faster test-time scaling for reasoning models, with the same output distribution.
+
+    import stand
+    engine = stand.wrap(model, tokenizer)
+    output = engine.generate(["..."], num_return_sequences=16, max_new_tokens=4096, temperature=0.6, top_p=0.95)
+
+Names are loaded on first use, so that `stand.trees` imports in milliseconds, without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stand.drafter import Drafter, LookupDrafter
+    from stand.engine import Engine, wrap
+    from stand.output import GenerationOutput
+    from stand.sampling import SamplingParams
+    from stand.stats import Stats
+    from stand.support import UnsupportedModelError
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Drafter": "stand.drafter",
+    "Engine": "stand.engine",
+    "GenerationOutput": "stand.output",
+    "LookupDrafter": "stand.drafter",
+    "SamplingParams": "stand.sampling",
+    "Stats": "stand.stats",
+    "UnsupportedModelError": "stand.support",
+    "wrap": "stand.engine",
+}
+
+__all__ = [
+    "Drafter",
+    "Engine",
+    "GenerationOutput",
+    "LookupDrafter",
+    "SamplingParams",
+    "Stats",
+    "UnsupportedModelError",
+    "wrap",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'stand' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,74 @@
+# Every target sets up what it needs in .venv: Python >= 3.10, a C++ compiler and make are enough.
+#   make throughput      the main job on the bundled model: speed with and without drafts
+#   make test            the test suite
+#   make lint            ruff
+#   make test-debug      the compiled core with bounds checks, its own tests
+#   make test-wheel      the wheel in an empty environment, tests run away from the source
+# On a machine with a GPU: make CONSTRAINTS=constraints-gpu.txt ...
+
+PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+VENV ?= .venv
+# Options for scripts/throughput.py, e.g. make throughput ARGS="--trajectories 1,4"
+ARGS ?=
+
+BIN := $(VENV)/bin
+SOURCES := setup.py pyproject.toml $(CONSTRAINTS) $(wildcard trees/*.pyx trees/*.h)
+CORE_TESTS := tests/test_lookup.py tests/test_lookup_file.py tests/test_draft.py tests/test_shape.py tests/test_noise.py
+
+export OMP_NUM_THREADS ?= 2
+
+.PHONY: throughput test lint test-debug test-wheel clean
+
+throughput: $(VENV)/.ready
+	$(BIN)/python scripts/throughput.py $(ARGS)
+
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+
+test-debug: .venv-debug/.ready
+	.venv-debug/bin/python -m pytest $(CORE_TESTS)
+
+test-wheel: .venv-wheel/.ready
+	rm -rf build/away && mkdir -p build/away
+	cp -r tests scripts pyproject.toml README.md build/away/
+	cd build/away && $(CURDIR)/.venv-wheel/bin/python -m pytest -o pythonpath=
+
+# torch goes first and alone: another package's looser range must not choose the build.
+define install_torch
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/pip install --quiet --constraint $(CONSTRAINTS) torch || { \
+	  echo "setup needs the build of torch that $(CONSTRAINTS) names, and pip found none;" \
+	  "give pip an index of CPU builds (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS)," \
+	  "or take any build with CONSTRAINTS=constraints-gpu.txt" >&2; exit 1; }
+	$(1)/bin/pip install --quiet --constraint $(CONSTRAINTS) "setuptools>=77" "Cython>=3.1" wheel
+endef
+
+$(VENV)/.ready: $(SOURCES)
+	$(call install_torch,$(VENV))
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation --editable ".[test]"
+	touch $@
+
+# The debug build is an ordinary, non-editable install of a copy, so that it never replaces the fast core.
+.venv-debug/.ready: $(SOURCES) $(wildcard trees/*.py)
+	$(call install_torch,.venv-debug)
+	rm -rf build/debug && mkdir -p build/debug
+	cp -r setup.py pyproject.toml MANIFEST.in README.md LICENSE stand trees verifiers build/debug/
+	rm -f build/debug/trees/*.so build/debug/trees/*.cpp
+	STAND_DEBUG=1 .venv-debug/bin/pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation "./build/debug[test]"
+	touch $@
+
+.venv-wheel/.ready: $(SOURCES) $(VENV)/.ready $(wildcard stand/*.py trees/*.py verifiers/*.py)
+	rm -rf build/wheel
+	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
+	$(call install_torch,.venv-wheel)
+	wheel=$$(ls $(CURDIR)/build/wheel/*.whl) && \
+	  .venv-wheel/bin/pip install --quiet --force-reinstall --no-deps "$$wheel" && \
+	  .venv-wheel/bin/pip install --quiet --constraint $(CONSTRAINTS) "$$wheel[test]"
+	touch $@
+
+clean:
+	rm -rf .venv .venv-debug .venv-wheel build dist *.egg-info trees/*.so trees/*.cpp

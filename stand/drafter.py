@@ -1,0 +1,84 @@
+"""Who guesses: the protocol of a drafter, and the lookup tree as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from stand.trees import DraftBatch, LookupTree, TreeShape
+
+
+class Drafter(Protocol):
+    """Proposes drafts and learns from what the target said. Drafts must keep the promise of `DraftBatch.adapted`."""
+
+    row_size: int  # top entries per scored node that `learn` wants; 0: it never learns
+
+    def draft(
+        self,
+        histories: Sequence[np.ndarray],  # per row: int32 committed tokens, the pending one last
+        *,
+        seed: int,
+        rows: np.ndarray,  # [B] int64: names the rows' random streams
+        steps: np.ndarray,  # [B] int64: steps each row has made
+        max_depths: np.ndarray,  # [B] int64: drafts deeper than this are of no use
+        is_greedy: bool,  # the target's laws are one-hots
+    ) -> DraftBatch: ...
+
+    def learn_prompt(self, token_ids: np.ndarray) -> None:
+        """A prompt, int32 [L], before its rows start."""
+
+    def learn(
+        self,
+        batch: DraftBatch,
+        histories: Sequence[np.ndarray],  # per row: committed tokens before the pending one
+        row_ids: np.ndarray,  # [M, row_size] int32: the target's best tokens after each node
+        row_probabilities: np.ndarray,  # [M, row_size] float32
+    ) -> None:
+        """Every scored node of a step, rejected ones too: each is a true observation of its context."""
+
+
+class LookupDrafter:
+    """STAND (arXiv 2506.04708): an adaptive n-gram lookup tree fills a fixed shape by Gumbel-Top-K."""
+
+    def __init__(self, lookup: LookupTree, shape: TreeShape, *, kind: str = "sampled"):
+        self.lookup = lookup
+        self.shape = shape
+        self.kind = kind
+        self.row_size = lookup.row_size
+        self._shallow: dict[int, TreeShape] = {}
+
+    def draft(
+        self,
+        histories: Sequence[np.ndarray],
+        *,
+        seed: int,
+        rows: np.ndarray,
+        steps: np.ndarray,
+        max_depths: np.ndarray,
+        is_greedy: bool,
+    ) -> DraftBatch:
+        shapes = [self._up_to(int(depth)) for depth in max_depths]
+        kind = "deterministic" if is_greedy else self.kind
+        return self.lookup.draft(histories, shapes, seed=seed, rows=rows, steps=steps, kind=kind)
+
+    def learn_prompt(self, token_ids: np.ndarray) -> None:
+        self.lookup.learn(token_ids[:1], token_ids[1:])
+
+    def learn(
+        self,
+        batch: DraftBatch,
+        histories: Sequence[np.ndarray],
+        row_ids: np.ndarray,
+        row_probabilities: np.ndarray,
+    ) -> None:
+        self.lookup.learn_batch(batch, histories, row_ids, row_probabilities)
+
+    def _up_to(self, depth: int) -> TreeShape:
+        """The shape without slots below `depth`: known before anything is drawn, so drafts stay adapted."""
+        if depth >= self.shape.max_depth:
+            return self.shape
+        if depth not in self._shallow:
+            self._shallow[depth] = self.shape.truncated(depth)
+        return self._shallow[depth]

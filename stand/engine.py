@@ -1,0 +1,431 @@
+"""The engine: a model, a drafter and a verifier in, tokens out. One step is draft, forward, verify, commit, learn."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from stand.attention import tree_attention
+from stand.cache import TreeCache, check_fits
+from stand.drafter import Drafter, LookupDrafter
+from stand.output import GenerationOutput
+from stand.plan import StepPlan
+from stand.row import Row
+from stand.sampling import SamplingParams, TargetLaw
+from stand.stats import Stats
+from stand.stop import StopRule
+from stand.support import check_model, max_positions, run_plan, text_config
+from stand.trees import DraftBatch, DraftTree, LookupTree, TreeShape, vocabulary_fingerprint
+from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise, get_verifier
+
+PROMPT_CHUNK = 512  # prompt tokens per forward; bounds the mask to [512, L]
+
+
+def wrap(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    lookup: LookupTree | None = None,
+    shape: TreeShape | None = None,
+    verifier: str = "traversal",
+    drafter: Drafter | None = None,
+    draft_kind: str = "sampled",
+    allow_lossy: bool = False,
+) -> Engine:
+    """Make an engine around an unmodified transformers model.
+
+    lookup: a trained tree to go on with (default: an empty one with this vocabulary's fingerprint).
+    shape: slots that a draft may fill (default: the paper's 80 nodes on a GPU, `CPU_SHAPE` on a CPU).
+    verifier: a name from `stand.verifiers`; draft_kind: "sampled", "mixed" or "deterministic" children.
+    drafter: any `Drafter` instead of the lookup tree (then lookup, shape and draft_kind must stay unset).
+
+    Raises UnsupportedModelError for a model that cannot be served exactly, ValueError for anything else that
+    does not fit. The model is left as it is: weights, attention implementation and mode.
+    """
+    rule = get_verifier(verifier, allow_lossy=allow_lossy)
+    check_model(model)
+    if drafter is None:
+        fingerprint = _fingerprint(model, tokenizer)
+        lookup = LookupTree(fingerprint=fingerprint) if lookup is None else _checked(lookup, fingerprint)
+        drafter = LookupDrafter(lookup, shape or default_shape(model.device), kind=draft_kind)
+    elif lookup is not None or shape is not None:
+        raise ValueError("drafter= brings its own state, got lookup= or shape= too; give them to the drafter instead")
+    return Engine(model, tokenizer, drafter=drafter, verifier=rule)
+
+
+def default_shape(device: torch.device) -> TreeShape:
+    """The paper's 80 nodes where 80 tokens cost little more than one; few nodes on a CPU, where each one costs."""
+    return TreeShape.from_branching([2, 1, 1, 1]) if device.type == "cpu" else TreeShape.paper()
+
+
+@dataclass(slots=True)
+class Run:
+    """State of one generate call. Live rows are rows[: num_live]; cache row i belongs to rows[i]."""
+
+    rows: list[Row]
+    cache: TreeCache
+    law: TargetLaw
+    stop: StopRule
+    seed: int
+    stats: Stats
+    is_drafting: bool
+    is_learning: bool
+    streamer: BaseStreamer | None
+
+
+class Engine:
+    """Decodes many rows at once. Not thread-safe: it switches the model's attention while it runs."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        drafter: Drafter,
+        verifier: Verifier,
+    ):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.drafter = drafter
+        self.verifier = verifier
+
+    @property
+    def lookup(self) -> LookupTree:
+        """The lookup tree that drafts and learns; save it with `engine.lookup.save(path)`."""
+        if not isinstance(self.drafter, LookupDrafter):
+            raise AttributeError(
+                f"only a LookupDrafter has a lookup tree, got {type(self.drafter).__name__}; read engine.drafter"
+            )
+        return self.drafter.lookup
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | torch.Tensor | None = None,
+        num_return_sequences: int = 1,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        logits_processors: Iterable[LogitsProcessor] = (),
+        stop: str | Sequence[str] = (),
+        stop_token_ids: Sequence[int] | None = None,
+        seed: int | None = None,
+        streamer: BaseStreamer | None = None,
+        draft: bool = True,
+        learn: bool = True,
+    ) -> GenerationOutput:
+        """Sample `num_return_sequences` continuations of every prompt, all rows in one batch.
+
+        Sampling settings left at None come from `model.generation_config` (do_sample false means temperature 0).
+        stop_token_ids replace the model's own end tokens. seed None draws one; it is in the output.
+        draft=False is ordinary decoding by the same engine; learn=False leaves the drafter as it is.
+        max_new_tokens None means as many as the model's context allows.
+
+        The law of every row is plain sampling's. With the `match` verifier a row's tokens are a function of
+        (seed, row) alone; with ratio rules also of its drafts, and so, while the drafter learns, of its batch mates.
+        """
+        params = SamplingParams.from_config(
+            self.model.generation_config,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            logits_processors=tuple(logits_processors),
+        )
+        token_ids = self._prompt_ids(prompts, input_ids)
+        limit = self._length_limit(token_ids, max_new_tokens)
+        if not isinstance(num_return_sequences, int) or num_return_sequences < 1:
+            raise ValueError(
+                f"num_return_sequences must be an integer >= 1, got {num_return_sequences!r}; ask for at least one row"
+            )
+        num_rows = len(token_ids) * num_return_sequences
+        if streamer is not None and num_rows != 1:
+            raise ValueError(f"a streamer shows one row, got {num_rows}; leave streamer out or generate one row")
+        stats = Stats(num_prompt_tokens=sum(len(prompt) for prompt in token_ids))
+        with stats.timed_wall(), tree_attention(self.model):
+            run = Run(
+                rows=[Row(row, token_ids[row // num_return_sequences], limit) for row in range(num_rows)],
+                cache=TreeCache(num_rows=len(token_ids), room=max(map(len, token_ids)) + 1),
+                law=TargetLaw(params),
+                stop=StopRule(
+                    self._end_ids(stop_token_ids),
+                    stop_strings=(stop,) if isinstance(stop, str) else tuple(stop),
+                    tokenizer=self.tokenizer,
+                ),
+                seed=secrets.randbits(63) if seed is None else _checked_seed(seed),
+                stats=stats,
+                is_drafting=draft,
+                is_learning=learn and draft,
+                streamer=streamer,
+            )
+            self._decode(run, token_ids, num_return_sequences)
+        return self._output(run, num_return_sequences)
+
+    def _decode(self, run: Run, prompts: list[np.ndarray], num_return_sequences: int) -> None:
+        everyone = list(run.rows)
+        if run.streamer is not None:
+            run.streamer.put(torch.from_numpy(prompts[0].astype(np.int64))[None])
+        with run.stats.timed_prefill():
+            self._prefill(run, prompts, num_return_sequences)
+        while run.rows:
+            self._step(run)
+        run.rows = everyone
+        if run.streamer is not None:
+            run.streamer.end()
+
+    def _prefill(self, run: Run, prompts: list[np.ndarray], num_return_sequences: int) -> None:
+        """Put every prompt but its last token, which becomes the pending one, into the cache; then copy to all rows."""
+        _check_room(self.model, len(run.rows), max(len(prompt) for prompt in prompts))
+        for index, prompt in enumerate(prompts):
+            for start in range(0, len(prompt) - 1, PROMPT_CHUNK):
+                chunk = prompt[start : min(start + PROMPT_CHUNK, len(prompt) - 1)]
+                plan = StepPlan.for_prompt(chunk, start, row=index, device=self.model.device)
+                run_plan(self.model, run.cache, plan, logits_to_keep=1)
+            if run.is_learning:
+                self.drafter.learn_prompt(prompt)
+        run.cache.fan_out([row.index // num_return_sequences for row in run.rows])
+
+    def _step(self, run: Run) -> None:
+        """One decoding step of all live rows."""
+        stats = run.stats
+        with stats.timed("draft"):
+            batch = self._draft(run)
+        with stats.timed("forward"):
+            plan = StepPlan.for_drafts(batch, _cached_lengths(run.rows), device=self.model.device)
+            logits = run_plan(self.model, run.cache, plan)
+        with stats.timed("verify"):
+            scores = run.law.process(logits, batch, run.rows)
+            probabilities = run.law.probabilities(scores)
+            verdicts = self._verify(run, batch, probabilities)
+        histories = [row.history[:-1] for row in run.rows]
+        with stats.timed("commit"):
+            self._commit(run, batch, verdicts)
+        with stats.timed("learn"):
+            self._learn(run, batch, histories, scores, probabilities)
+
+    def _draft(self, run: Run) -> DraftBatch:
+        if not run.is_drafting:
+            return DraftBatch.concatenate([DraftTree.pending(int(row.history[-1])) for row in run.rows])
+        batch = self.drafter.draft(
+            [row.history for row in run.rows],
+            seed=run.seed,
+            rows=_row_indices(run.rows),
+            steps=_step_counts(run.rows),
+            max_depths=np.array([row.num_remaining - 1 for row in run.rows], dtype=np.int64),
+            is_greedy=run.law.params.is_greedy,
+        )
+        self.verifier.check_draft(batch)
+        return batch
+
+    def _verify(self, run: Run, batch: DraftBatch, probabilities: torch.Tensor) -> Verdicts:
+        noise = VerifierNoise(
+            seed=run.seed,
+            rows=_row_indices(run.rows),
+            steps=_step_counts(run.rows),
+            positions=_cached_lengths(run.rows) + 1,
+        )
+        return self.verifier.verify(batch, TargetRows(probabilities), noise)
+
+    def _commit(self, run: Run, batch: DraftBatch, verdicts: Verdicts) -> None:
+        """Append what was kept to every row, move its keys together, and let ended rows go."""
+        run.stats.num_forwards += 1
+        run.stats.num_draft_tokens += batch.num_nodes - len(batch)
+        moves: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        for place, row in enumerate(run.rows):
+            accepted = verdicts.accepted[place]
+            num_cached = row.num_cached
+            self._append(run, row, batch, int(batch.offsets[place]), accepted, int(verdicts.next_tokens[place]))
+            targets = np.arange(1, len(accepted) + 1)
+            moved = accepted != targets
+            if row.finish_reason is None and moved.any():
+                moves.append(
+                    (np.full(moved.sum(), place), num_cached + accepted[moved], num_cached + targets[moved])
+                )
+        if moves:
+            run.cache.compact(*(np.concatenate(column).astype(np.int64) for column in zip(*moves, strict=True)))
+        self._drop_finished(run)
+
+    def _append(
+        self, run: Run, row: Row, batch: DraftBatch, first: int, accepted: np.ndarray, next_token: int
+    ) -> None:
+        """Append the accepted path and the bonus token, up to the first end."""
+        nodes = first + accepted
+        emitted = 0
+        for token in [*batch.token_ids[nodes].tolist(), next_token]:
+            row.append(token)
+            emitted += 1
+            row.finish_reason = run.stop.reason(row)
+            if row.finish_reason is not None:
+                break
+        kept = nodes[:emitted]
+        row.num_steps += 1
+        run.stats.num_steps += 1
+        run.stats.num_tokens += emitted
+        run.stats.count_accepted(batch.depths[kept], batch.slots[kept] if run.is_drafting else None)
+        if run.streamer is not None:
+            run.streamer.put(torch.from_numpy(row.new_token_ids[-emitted:].astype(np.int64)))
+
+    def _drop_finished(self, run: Run) -> None:
+        """Fill the places of ended rows from the end, so that live rows stay consecutive in the cache."""
+        for place in range(len(run.rows) - 1, -1, -1):
+            if run.rows[place].finish_reason is None:
+                continue
+            last = run.rows.pop()
+            if place < len(run.rows):
+                run.rows[place] = last
+                run.cache.move(len(run.rows), place, last.num_cached)
+
+    def _learn(
+        self,
+        run: Run,
+        batch: DraftBatch,
+        histories: list[np.ndarray],
+        scores: torch.Tensor,
+        probabilities: torch.Tensor,
+    ) -> None:
+        """Teach the drafter the target's best tokens at every scored node.
+
+        It learns the law that is sampled from; under greedy decoding, where that law is a single token, the
+        softmax at temperature 1, because the runners-up are what other contexts will want.
+        """
+        if not run.is_learning or self.drafter.row_size == 0:
+            return
+        laws = torch.softmax(scores, dim=-1) if run.law.params.is_greedy else probabilities
+        best = torch.topk(laws, min(self.drafter.row_size, laws.shape[1]), dim=-1)
+        row_ids = best.indices.to(torch.int32).cpu().numpy()
+        self.drafter.learn(batch, histories, row_ids, best.values.cpu().numpy())
+
+    def _output(self, run: Run, num_return_sequences: int) -> GenerationOutput:
+        token_ids = [row.new_token_ids.tolist() for row in run.rows]
+        texts = None
+        if self.tokenizer is not None:
+            texts = self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        return GenerationOutput(
+            token_ids=token_ids,
+            texts=texts,
+            finish_reasons=[row.finish_reason for row in run.rows],
+            num_return_sequences=num_return_sequences,
+            seed=run.seed,
+            stats=run.stats,
+        )
+
+    def _prompt_ids(self, prompts: object, input_ids: object) -> list[np.ndarray]:
+        """int32 arrays, one per prompt, from exactly one of the two arguments."""
+        if (prompts is None) == (input_ids is None):
+            raise ValueError("give exactly one of prompts and input_ids, got both or neither")
+        if prompts is not None:
+            if self.tokenizer is None:
+                raise ValueError("text prompts need a tokenizer, got none; pass tokenizer= to stand.wrap or input_ids=")
+            texts = [prompts] if isinstance(prompts, str) else list(prompts)
+            sequences = [self.tokenizer(text)["input_ids"] for text in texts]
+        else:
+            sequences = _as_sequences(input_ids)
+        if not sequences:
+            raise ValueError("at least one prompt is needed, got an empty list")
+        vocabulary_size = text_config(self.model).vocab_size
+        return [_checked_prompt(sequence, vocabulary_size) for sequence in sequences]
+
+    def _length_limit(self, prompts: list[np.ndarray], max_new_tokens: int | None) -> int:
+        """New tokens per row that fit into the model's context."""
+        longest, context = max(map(len, prompts)), max_positions(self.model)
+        if context is not None and longest >= context:
+            raise ValueError(
+                f"a prompt must be shorter than the model's context of {context} tokens, got {longest}; shorten it"
+            )
+        if max_new_tokens is None:
+            if context is None:
+                raise ValueError("max_new_tokens must be given, got None, and the model's configuration has no limit")
+            return context - longest
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be an integer >= 1, got {max_new_tokens!r}; ask for at least one")
+        if context is not None and longest + max_new_tokens > context:
+            raise ValueError(
+                f"prompt and new tokens must fit into the model's context of {context}, got {longest} + "
+                f"{max_new_tokens}; lower max_new_tokens to {context - longest} or leave it out"
+            )
+        return max_new_tokens
+
+    def _end_ids(self, stop_token_ids: Sequence[int] | None) -> list[int]:
+        if stop_token_ids is not None:
+            return [int(token) for token in stop_token_ids]
+        end = self.model.generation_config.eos_token_id
+        if end is None and self.tokenizer is not None:
+            end = self.tokenizer.eos_token_id
+        return [] if end is None else [end] if isinstance(end, int) else list(end)
+
+
+def _row_indices(rows: list[Row]) -> np.ndarray:
+    return np.array([row.index for row in rows], dtype=np.int64)
+
+
+def _step_counts(rows: list[Row]) -> np.ndarray:
+    return np.array([row.num_steps for row in rows], dtype=np.int64)
+
+
+def _cached_lengths(rows: list[Row]) -> np.ndarray:
+    return np.array([row.num_cached for row in rows], dtype=np.int64)
+
+
+def _as_sequences(input_ids: object) -> list[object]:
+    """A tensor [L] or [B, L], a list of ids or a list of lists, as a list of id sequences."""
+    if isinstance(input_ids, torch.Tensor):
+        return list(torch.atleast_2d(input_ids).cpu().numpy())
+    sequences = list(input_ids)
+    return [sequences] if sequences and isinstance(sequences[0], (int, np.integer)) else sequences
+
+
+def _checked_prompt(sequence: object, vocabulary_size: int) -> np.ndarray:
+    prompt = np.asarray(sequence, dtype=np.int64)
+    if prompt.ndim != 1 or len(prompt) == 0:
+        raise ValueError(
+            f"a prompt must hold at least one token, got shape {prompt.shape}; start with the model's bos token or text"
+        )
+    if prompt.min() < 0 or prompt.max() >= vocabulary_size:
+        raise ValueError(
+            f"prompt tokens must be in [0, {vocabulary_size}), got {prompt.min()} .. {prompt.max()}; "
+            "use the tokenizer that belongs to the model"
+        )
+    return prompt.astype(np.int32)
+
+
+def _checked_seed(seed: object) -> int:
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be an integer in [0, 2**63), got {seed!r}")
+    return seed
+
+
+def _fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> bytes:
+    """Names the vocabulary that token ids mean something in; without a tokenizer, its size alone."""
+    if tokenizer is not None:
+        return vocabulary_fingerprint(tokenizer.get_vocab())
+    return vocabulary_fingerprint({"vocab_size": text_config(model).vocab_size})
+
+
+def _checked(lookup: LookupTree, fingerprint: bytes) -> LookupTree:
+    if lookup.fingerprint and lookup.fingerprint != fingerprint:
+        raise ValueError(
+            f"a lookup tree must have been trained with this tokenizer (vocabulary {fingerprint.hex()[:12]}), got one "
+            f"for vocabulary {lookup.fingerprint.hex()[:12]}; train or load the tree that belongs to this model"
+        )
+    return lookup
+
+
+def _check_room(model: PreTrainedModel, num_rows: int, length: int) -> None:
+    """Refuse, before any work, prompts whose copies alone exceed the memory."""
+    config = text_config(model)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    element = torch.finfo(model.dtype).bits // 8
+    check_fits(2 * config.num_hidden_layers * heads * size * element * num_rows * length, model.device)

@@ -1,0 +1,146 @@
+"""One forward pass over packed tokens: who sits where, and who sees whom.
+
+All live rows' tokens are packed into `input_ids [1, M]`. A row's committed keys fill slots [0, length) of its
+cache row; its M_b new tokens are written behind them, token i at slot length + i, and a token sees the committed
+prefix and its own ancestors. A chain of prompt tokens and a draft are the same thing here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from stand.trees import DraftBatch
+
+
+class StepPlan:
+    """Positions, cache slots and attention masks of one packed forward over A cache rows.
+
+    `first_row` is the cache row of the first packed row; the packed rows are consecutive cache rows.
+    """
+
+    def __init__(
+        self,
+        token_ids: np.ndarray,  # [M] int32
+        offsets: np.ndarray,  # [A + 1]
+        depths: np.ndarray,  # [M]
+        ancestors: np.ndarray,  # [M, T] bool: token (row-local) is an ancestor of, or is, the packed token
+        lengths: np.ndarray,  # [A] committed tokens per row
+        *,
+        first_row: int = 0,
+        device: torch.device | str = "cpu",
+    ):
+        counts = np.diff(offsets)
+        local_rows = np.repeat(np.arange(len(counts)), counts)
+        local_nodes = np.arange(len(token_ids)) - np.repeat(offsets[:-1], counts)
+        self.num_tokens = len(token_ids)  # M
+        self.num_rows = len(counts)  # A
+        self.width = int(counts.max())  # T
+        self.first_row = first_row
+        self.kv_length = int((lengths + counts).max())  # L
+        self.is_uniform = bool((counts == self.width).all())
+        self.device = torch.device(device)
+        self._depths = depths
+        self._ancestors = ancestors
+        self._lengths = lengths
+        self._local_rows = local_rows
+        self._local_nodes = local_nodes
+        self._masks: dict[tuple[int | None, int, torch.dtype], torch.Tensor] = {}
+        self.input_ids = self._to_device(token_ids.astype(np.int64))[None]  # [1, M]
+        self.position_ids = self._to_device((lengths[local_rows] + depths).astype(np.int64))[None]  # [1, M]
+        self.cache_rows = self._to_device((local_rows + first_row).astype(np.int64))  # [M]
+        self.cache_slots = self._to_device((lengths[local_rows] + local_nodes).astype(np.int64))  # [M]
+        self._padded_places = None
+        if not self.is_uniform:
+            self._padded_places = self._to_device((local_rows * self.width + local_nodes).astype(np.int64))  # [M]
+
+    @classmethod
+    def for_drafts(cls, batch: DraftBatch, lengths: np.ndarray, *, device: torch.device | str = "cpu") -> StepPlan:
+        """The verification step: one draft per cache row, rows 0 .. A-1."""
+        ancestors = _ancestor_matrix(batch)
+        return cls(batch.token_ids, batch.offsets, batch.depths, ancestors, lengths, device=device)
+
+    @classmethod
+    def for_prompt(
+        cls, token_ids: np.ndarray, length: int, *, row: int, device: torch.device | str = "cpu"
+    ) -> StepPlan:
+        """A chunk of one prompt behind `length` tokens that are already in cache row `row`."""
+        count = len(token_ids)
+        return cls(
+            token_ids,
+            np.array([0, count]),
+            np.arange(count),
+            np.tri(count, dtype=bool),
+            np.array([length]),
+            first_row=row,
+            device=device,
+        )
+
+    def pad(self, packed: torch.Tensor) -> torch.Tensor:
+        """[H, M, D] -> [A, H, T, D]; places without a token are zero."""
+        heads, _, size = packed.shape
+        if self.is_uniform:
+            return packed.view(heads, self.num_rows, self.width, size).transpose(0, 1)
+        padded = packed.new_zeros(self.num_rows * self.width, heads, size)
+        padded[self._padded_places] = packed.transpose(0, 1)
+        return padded.view(self.num_rows, self.width, heads, size).transpose(1, 2)
+
+    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
+        """[A, H, T, D] -> [1, M, H, D]."""
+        flat = padded.transpose(1, 2).reshape(self.num_rows * self.width, padded.shape[1], padded.shape[3])
+        return (flat if self.is_uniform else flat[self._padded_places])[None]
+
+    def mask(self, *, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
+        """Additive mask [A, 1, groups * T, L]: 0 where a token may look, -inf elsewhere.
+
+        `groups` query heads share a key head and are folded into the query axis. `window` is the sliding window in
+        tree positions (a token sees positions > its own - window), not in cache slots. Built once per step and kind.
+        """
+        key = (window, groups, dtype)
+        if key not in self._masks:
+            allowed = torch.from_numpy(self._allowed(window)).to(self.device)
+            additive = torch.zeros(allowed.shape, dtype=dtype, device=self.device)
+            additive.masked_fill_(~allowed, float("-inf"))
+            self._masks[key] = additive[:, None].repeat(1, 1, groups, 1)
+        return self._masks[key]
+
+    def _allowed(self, window: int | None) -> np.ndarray:
+        """[A, T, L] bool; a place without a token looks at slot 0 so that its softmax stays finite."""
+        own_lengths = self._lengths[self._local_rows]  # [M]
+        slots = np.arange(self.kv_length)
+        allowed = slots[None, :] < own_lengths[:, None]  # [M, L]
+        if window is not None:
+            allowed &= slots[None, :] > (own_lengths + self._depths - window)[:, None]
+        packed, seen = np.nonzero(self._visible_tail(window))
+        allowed[packed, own_lengths[packed] + seen] = True
+        if self.is_uniform:
+            return allowed.reshape(self.num_rows, self.width, self.kv_length)
+        padded = np.zeros((self.num_rows, self.width, self.kv_length), dtype=bool)
+        padded[:, :, 0] = True
+        padded[self._local_rows, self._local_nodes] = allowed
+        return padded
+
+    def _visible_tail(self, window: int | None) -> np.ndarray:
+        """[M, T] bool: which tokens of its own row's tail a packed token sees."""
+        if window is None:
+            return self._ancestors
+        tail_depths = np.zeros((self.num_rows, self.width), dtype=np.int64)
+        tail_depths[self._local_rows, self._local_nodes] = self._depths
+        distances = self._depths[:, None] - tail_depths[self._local_rows]
+        return self._ancestors & (distances < window)
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+
+def _ancestor_matrix(batch: DraftBatch) -> np.ndarray:
+    """[M, T] bool, by depth level: a node sees itself and what its parent sees."""
+    counts = np.diff(batch.offsets)
+    firsts = np.repeat(batch.offsets[:-1], counts)
+    local_nodes = np.arange(batch.num_nodes) - firsts
+    ancestors = local_nodes[:, None] == np.arange(int(counts.max()))[None, :]
+    packed_parents = batch.parents + firsts
+    for depth in range(1, int(batch.depths.max(initial=0)) + 1):
+        nodes = np.nonzero(batch.depths == depth)[0]
+        ancestors[nodes] |= ancestors[packed_parents[nodes]]
+    return ancestors

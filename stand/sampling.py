@@ -1,0 +1,160 @@
+"""From logits to the law that plain sampling would draw from, node by node."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, LogitsProcessor
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from stand.row import Row
+from stand.trees import DraftBatch
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How plain decoding would sample; temperature 0 is greedy.
+
+    Applied in the order of transformers: repetition penalty, further processors, temperature, top_k, top_p, min_p.
+    """
+
+    temperature: float = 1.0  # >= 0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # (0, 1]
+    min_p: float = 0.0  # [0, 1]; 0: off
+    repetition_penalty: float = 1.0  # > 0; 1: off
+    logits_processors: tuple[LogitsProcessor, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        _require(_finite(self.temperature) and self.temperature >= 0, "temperature must be >= 0", self.temperature,
+                 "use 0 for greedy decoding")  # fmt: skip
+        _require(isinstance(self.top_k, int) and self.top_k >= 0, "top_k must be an integer >= 0", self.top_k,
+                 "use 0 to switch it off")  # fmt: skip
+        _require(_finite(self.top_p) and 0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p,
+                 "use 1 to switch it off, temperature=0 for greedy decoding")  # fmt: skip
+        _require(_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p must be in [0, 1]", self.min_p,
+                 "use 0 to switch it off")  # fmt: skip
+        _require(_finite(self.repetition_penalty) and self.repetition_penalty > 0,
+                 "repetition_penalty must be > 0", self.repetition_penalty, "use 1 to switch it off")  # fmt: skip
+
+    @classmethod
+    def from_config(cls, config: GenerationConfig, **given: object) -> SamplingParams:
+        """Given values, and the model's own generation config for those that are None."""
+        is_sampled = bool(config.do_sample)
+        defaults = {
+            "temperature": (1.0 if config.temperature is None else config.temperature) if is_sampled else 0.0,
+            "top_k": (config.top_k or 0) if is_sampled else 0,
+            "top_p": (1.0 if config.top_p is None else config.top_p) if is_sampled else 1.0,
+            "min_p": (config.min_p or 0.0) if is_sampled else 0.0,
+            "repetition_penalty": 1.0 if config.repetition_penalty is None else config.repetition_penalty,
+        }
+        return cls(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+class TargetLaw:
+    """Turns a step's logits into each node's law, with the node's own prefix where a processor looks at it."""
+
+    def __init__(self, params: SamplingParams):
+        self.params = params
+        self._warpers = _make_warpers(params)
+
+    def process(self, logits: torch.Tensor, batch: DraftBatch, rows: Sequence[Row]) -> torch.Tensor:
+        """[M, V] logits of any float dtype -> [M, V] float32 scores; softmax of them is the sampled law.
+
+        Penalties see the row's committed tokens and the node's path. Temperature 0 leaves out the warpers.
+        """
+        scores = logits.float()
+        if self.params.repetition_penalty != 1.0:
+            scores = self._penalise(scores, batch, rows)
+        if self.params.logits_processors:
+            scores = self._run_processors(scores, batch, rows)
+        _check_scores(scores)
+        if self.params.is_greedy:
+            return scores
+        for warper in self._warpers:
+            scores = warper(None, scores)
+        return scores
+
+    def probabilities(self, scores: torch.Tensor) -> torch.Tensor:
+        """[M, V] float32: softmax, or all mass on the best token (lowest id on ties) at temperature 0."""
+        if not self.params.is_greedy:
+            return torch.softmax(scores, dim=-1)
+        best = scores.argmax(dim=-1, keepdim=True)
+        return torch.zeros_like(scores).scatter_(1, best, 1.0)
+
+    def _penalise(self, scores: torch.Tensor, batch: DraftBatch, rows: Sequence[Row]) -> torch.Tensor:
+        """CTRL's penalty (arXiv 1909.05858, section 4.1) on every token of the node's own prefix."""
+        seen = np.zeros(scores.shape, dtype=bool)
+        for node, prefix in _prefixes(batch, rows):
+            seen[node, prefix] = True
+        penalty = self.params.repetition_penalty
+        penalised = torch.where(scores < 0, scores * penalty, scores / penalty)
+        return torch.where(torch.from_numpy(seen).to(scores.device), penalised, scores)
+
+    def _run_processors(self, scores: torch.Tensor, batch: DraftBatch, rows: Sequence[Row]) -> torch.Tensor:
+        scores = scores.clone()
+        for node, prefix in _prefixes(batch, rows):
+            input_ids = torch.from_numpy(prefix.astype(np.int64)).to(scores.device)[None]
+            for processor in self.params.logits_processors:
+                scores[node] = processor(input_ids, scores[node][None])[0]
+        return scores
+
+
+def _prefixes(batch: DraftBatch, rows: Sequence[Row]):
+    """(packed node, its prefix: committed tokens, pending token, path down to the node) for every node."""
+    for row_index, row in enumerate(rows):
+        first, end = batch.offsets[row_index], batch.offsets[row_index + 1]
+        paths: list[list[int]] = []
+        for node in range(end - first):
+            parent = batch.parents[first + node]
+            paths.append([*paths[parent], batch.token_ids[first + node]] if node else [])
+            prefix = np.concatenate([row.history, np.array(paths[node], dtype=np.int32)])
+            yield first + node, prefix
+
+
+def _make_warpers(params: SamplingParams) -> list[LogitsProcessor]:
+    warpers: list[LogitsProcessor] = []
+    if params.is_greedy:
+        return warpers
+    if params.temperature != 1.0:
+        warpers.append(TemperatureLogitsWarper(float(params.temperature)))
+    if params.top_k > 0:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1.0:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    if params.min_p > 0.0:
+        warpers.append(MinPLogitsWarper(params.min_p))
+    return warpers
+
+
+def _check_scores(scores: torch.Tensor) -> None:
+    best = scores.amax(dim=-1)
+    if bool(torch.isfinite(best).all()):
+        return
+    kind = "NaN" if bool(torch.isnan(best).any()) else "+inf" if bool((best > 0).any()) else "only -inf"
+    raise ValueError(
+        f"every position needs a finite best logit, got {kind}; "
+        "check the model's weights and dtype (float16 overflows), and processors that forbid every token"
+    )
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _require(holds: bool, rule: str, got: object, remedy: str) -> None:
+    if not holds:
+        raise ValueError(f"{rule}, got {got!r}; {remedy}")

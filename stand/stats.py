@@ -1,0 +1,128 @@
+"""What a generation cost and what its drafts were worth. The only module that reads the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+VERBS = ("draft", "forward", "verify", "commit", "learn")
+
+
+@dataclass(slots=True)
+class Stats:
+    """Additive counters; `a + b` describes both runs. Times are seconds.
+
+    A *row-step* is one verification of one row, so `num_tokens / num_steps` is the mean acceptance length with the
+    bonus token included. Tokens cut off behind an end token are not counted.
+    """
+
+    num_steps: int = 0  # row-steps
+    num_forwards: int = 0  # model calls after the prompts
+    num_tokens: int = 0  # tokens emitted
+    num_draft_tokens: int = 0  # drafted nodes, roots excluded
+    num_accepted_draft_tokens: int = 0  # drafted nodes that were emitted
+    num_prompt_tokens: int = 0  # prompt tokens, each prompt counted once
+    accepted_by_depth: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [D], depth 1 first
+    accepted_by_slot: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [slots of the shape]
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(VERBS, 0.0))
+    prefill_seconds: float = 0.0
+    wall_seconds: float = 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per row-step, bonus token included; 1.0 is ordinary decoding."""
+        return self.num_tokens / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted / drafted tokens. Low for wide drafts by nature: siblings exclude each other."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens of all rows per second of wall time, prompts included in the time."""
+        return self.num_tokens / self.wall_seconds if self.wall_seconds else 0.0
+
+    @property
+    def overhead(self) -> float:
+        """Share of the step time that is not the model's forward."""
+        total = sum(self.seconds.values())
+        return 1.0 - self.seconds["forward"] / total if total else 0.0
+
+    def __add__(self, other: Stats) -> Stats:
+        return Stats(
+            num_steps=self.num_steps + other.num_steps,
+            num_forwards=self.num_forwards + other.num_forwards,
+            num_tokens=self.num_tokens + other.num_tokens,
+            num_draft_tokens=self.num_draft_tokens + other.num_draft_tokens,
+            num_accepted_draft_tokens=self.num_accepted_draft_tokens + other.num_accepted_draft_tokens,
+            num_prompt_tokens=self.num_prompt_tokens + other.num_prompt_tokens,
+            accepted_by_depth=_add_padded(self.accepted_by_depth, other.accepted_by_depth),
+            accepted_by_slot=_add_padded(self.accepted_by_slot, other.accepted_by_slot),
+            seconds={verb: self.seconds[verb] + other.seconds[verb] for verb in VERBS},
+            prefill_seconds=self.prefill_seconds + other.prefill_seconds,
+            wall_seconds=self.wall_seconds + other.wall_seconds,
+        )
+
+    @contextmanager
+    def timed(self, verb: str) -> Iterator[None]:
+        """Add the wall time of the block to `seconds[verb]`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[verb] += time.perf_counter() - start
+
+    @contextmanager
+    def timed_prefill(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.prefill_seconds += time.perf_counter() - start
+
+    @contextmanager
+    def timed_wall(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.wall_seconds += time.perf_counter() - start
+
+    def count_accepted(self, depths: np.ndarray, slots: np.ndarray | None) -> None:
+        """Count emitted draft nodes by depth (1 = first drafted token) and, if known, by slot of the shape."""
+        self.num_accepted_draft_tokens += len(depths)
+        self.accepted_by_depth = _add_padded(self.accepted_by_depth, np.bincount(depths)[1:])
+        if slots is not None:
+            self.accepted_by_slot = _add_padded(self.accepted_by_slot, np.bincount(slots))
+
+    def as_dict(self) -> dict[str, object]:
+        """Counters and derived rates as plain JSON values."""
+        return {
+            "num_steps": self.num_steps,
+            "num_forwards": self.num_forwards,
+            "num_tokens": self.num_tokens,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "accepted_by_depth": self.accepted_by_depth.tolist(),
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "draft_acceptance_rate": self.draft_acceptance_rate,
+            "tokens_per_second": self.tokens_per_second,
+            "overhead": self.overhead,
+            "seconds": dict(self.seconds),
+            "prefill_seconds": self.prefill_seconds,
+            "wall_seconds": self.wall_seconds,
+        }
+
+
+def _add_padded(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    length = max(len(left), len(right))
+    total = np.zeros(length, dtype=np.int64)
+    total[: len(left)] += left
+    total[: len(right)] += right
+    return total

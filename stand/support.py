@@ -1,0 +1,136 @@
+"""Which models the engine can serve: refused families by reason, and a self-check on the loaded weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from stand.attention import tree_attention
+from stand.cache import TreeCache
+from stand.plan import StepPlan
+from stand.trees import NO_PARENT, DraftBatch, DraftTree
+
+SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+CHECK_TOKENS = 6  # committed tokens before the check's tree
+CHECK_PARENTS = (NO_PARENT, 0, 0, 1, 1, 2, 5)
+# Largest logit difference, as a share of the logits' spread, that rounding explains (measured: fp32 1e-6, bf16 1e-2).
+TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.15, torch.float16: 0.05}
+
+
+class UnsupportedModelError(ValueError):
+    """The engine cannot decode this model exactly."""
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Refuse a model whose layers cannot hold a tree, then compare one small tree forward with plain forwards."""
+    _refuse_by_configuration(model)
+    difference = tree_difference(model)
+    tolerance = TOLERANCES.get(model.dtype)
+    if tolerance is None:
+        raise UnsupportedModelError(
+            f"the model's dtype must be float32, bfloat16 or float16, got {model.dtype}; load it with dtype="
+        )
+    if not difference <= tolerance:
+        raise UnsupportedModelError(
+            f"a tree forward of {type(model).__name__} must equal plain forwards up to rounding "
+            f"({tolerance:g} of the logits' spread), got {difference:.3g}; "
+            "its positions or its attention look at cache slots rather than at position_ids, so it cannot be served"
+        )
+
+
+def text_config(model: PreTrainedModel):
+    """The decoder's own configuration, also inside a multimodal one."""
+    return model.config.get_text_config(decoder=True)
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """The longest context that the model was made for, or None when its configuration does not say."""
+    return getattr(text_config(model), "max_position_embeddings", None)
+
+
+def _refuse_by_configuration(model: PreTrainedModel) -> None:
+    name, config = type(model).__name__, text_config(model)
+    if not isinstance(model, PreTrainedModel) or not hasattr(model, "lm_head"):
+        raise UnsupportedModelError(
+            f"wrap needs a transformers causal language model, got {name}; load it with AutoModelForCausalLM"
+        )
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoder-only models can be served")
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if getattr(model, "_is_stateful", False) or layer_types - SERVED_LAYERS:
+        kinds = ", ".join(sorted(layer_types - SERVED_LAYERS)) or "recurrent state"
+        raise UnsupportedModelError(
+            f"every layer must keep keys and values per token, got {name} with {kinds}; "
+            "a recurrent or compressed state cannot hold the branches of a tree, so siblings would mix"
+        )
+    if getattr(config, "alibi", False):
+        raise UnsupportedModelError(
+            f"positions must be rotary, got ALiBi in {name}; its bias counts cache slots, which a tree does not follow"
+        )
+    if not model._supports_attention_backend:
+        raise UnsupportedModelError(
+            f"{name} must call its attention through transformers' AttentionInterface, and does not; "
+            "use a model class of the library itself rather than remote code"
+        )
+
+
+@torch.inference_mode()
+def tree_difference(model: PreTrainedModel) -> float:
+    """Largest |tree logit - plain logit| over a 7-node tree behind 6 tokens, divided by the logits' spread."""
+    generator = np.random.default_rng(0)
+    vocabulary_size = text_config(model).vocab_size
+    prompt = generator.integers(0, vocabulary_size, CHECK_TOKENS).astype(np.int32)
+    tokens = generator.integers(0, vocabulary_size, len(CHECK_PARENTS)).astype(np.int32)
+    try:
+        treed = _tree_logits(model, prompt, tokens)
+        plain = _plain_logits(model, prompt, tokens)
+    except (RuntimeError, AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} must run one packed forward with tree attention, got "
+            f"{type(error).__name__}: {error}; this model class cannot be served"
+        ) from error
+    spread = float((plain.amax(dim=-1) - plain.amin(dim=-1)).mean())
+    return float((treed - plain).abs().max()) / max(spread, 1e-12)
+
+
+def _tree_logits(model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarray) -> torch.Tensor:
+    """[N, V] float32 by one prefill and one packed forward."""
+    parents = np.array(CHECK_PARENTS, dtype=np.int32)
+    empty = np.zeros((len(tokens), 1), dtype=np.int32)
+    draft = DraftTree(token_ids=tokens, parents=parents, support_ids=empty, law=empty.astype(np.float32))
+    cache = TreeCache(num_rows=1, room=CHECK_TOKENS + len(tokens))
+    with tree_attention(model):
+        run_plan(model, cache, StepPlan.for_prompt(prompt, 0, row=0, device=model.device), logits_to_keep=1)
+        lengths = np.array([CHECK_TOKENS])
+        plan = StepPlan.for_drafts(DraftBatch.concatenate([draft]), lengths, device=model.device)
+        return run_plan(model, cache, plan).float()
+
+
+def run_plan(
+    model: PreTrainedModel, cache: TreeCache, plan: StepPlan, *, logits_to_keep: int = 0
+) -> torch.Tensor:
+    """One packed forward under `tree_attention`: logits [M, V], or of the last `logits_to_keep` tokens only."""
+    cache.begin(plan)
+    output = model(
+        input_ids=plan.input_ids,
+        position_ids=plan.position_ids,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=logits_to_keep,
+        stand_plan=plan,
+    )
+    return output.logits[0]
+
+
+def _plain_logits(model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarray) -> torch.Tensor:
+    """[N, V] float32 by a separate plain forward over the path to each node."""
+    logits = []
+    for node in range(len(tokens)):
+        path = [node]
+        while CHECK_PARENTS[path[0]] != NO_PARENT:
+            path.insert(0, CHECK_PARENTS[path[0]])
+        input_ids = np.concatenate([prompt, tokens[path]]).astype(np.int64)
+        output = model(input_ids=torch.from_numpy(input_ids).to(model.device)[None], use_cache=False)
+        logits.append(output.logits[0, -1].float())
+    return torch.stack(logits)

@@ -9,6 +9,22 @@ if __name__ != "stand.trees":
         "install the project (pip install -e .) and write `import stand.trees`"
     )
 
+from stand.trees import noise
 from stand.trees.draft import NO_PARENT, ROOT, DraftBatch, DraftTree
+from stand.trees.fingerprint import vocabulary_fingerprint
+from stand.trees.lookup import LookupTree
+from stand.trees.lookup_file import LookupFileError
+from stand.trees.shape import TreeShape, fit_shape
 
-__all__ = ["NO_PARENT", "ROOT", "DraftBatch", "DraftTree"]
+__all__ = [
+    "NO_PARENT",
+    "ROOT",
+    "DraftBatch",
+    "DraftTree",
+    "LookupFileError",
+    "LookupTree",
+    "TreeShape",
+    "fit_shape",
+    "noise",
+    "vocabulary_fingerprint",
+]

@@ -32,6 +32,8 @@ class DraftTree:
 
     `adapted` is the builder's promise that each node, its law and the decision to stop depended only on what was
     revealed before, and that nothing drawn was dropped or re-ordered (needed by every ratio rule).
+
+    `slots[i]` is the slot of the shape that node i fills, where the builder followed one.
     """
 
     token_ids: np.ndarray  # [N] int32
@@ -39,6 +41,7 @@ class DraftTree:
     support_ids: np.ndarray  # [N, S] int32, per parent, padded with NO_TOKEN
     law: np.ndarray  # [N, S] float32, per child over its parent's support
     adapted: bool = True
+    slots: np.ndarray | None = None  # [N] int32
 
     @property
     def num_nodes(self) -> int:
@@ -79,7 +82,7 @@ class DraftBatch:
     """The drafts of all rows of a step, concatenated; row b owns nodes offsets[b] : offsets[b + 1].
 
     `parents` are row-local (NO_PARENT at each root). `depths` and `ranks` (position among its siblings) follow from
-    `parents` and are stored because every consumer needs them.
+    `parents` and are stored because every consumer needs them. `slots` is None unless every draft has slots.
     """
 
     token_ids: np.ndarray  # [M] int32
@@ -90,6 +93,7 @@ class DraftBatch:
     support_ids: np.ndarray  # [M, S] int32
     law: np.ndarray  # [M, S] float32
     adapted: bool = True
+    slots: np.ndarray | None = None  # [M] int32
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -104,6 +108,7 @@ class DraftBatch:
             support_ids=self.support_ids[nodes],
             law=self.law[nodes],
             adapted=self.adapted,
+            slots=None if self.slots is None else self.slots[nodes],
         )
 
     @property
@@ -120,6 +125,7 @@ class DraftBatch:
         parents = np.concatenate([draft.parents for draft in drafts])
         offsets = np.cumsum([0] + [draft.num_nodes for draft in drafts]).astype(np.int32)
         depths, ranks = _depths_and_ranks(parents, offsets)
+        with_slots = all(draft.slots is not None for draft in drafts)
         return cls(
             token_ids=np.concatenate([draft.token_ids for draft in drafts]),
             parents=parents,
@@ -129,6 +135,7 @@ class DraftBatch:
             support_ids=np.concatenate([_widen(draft.support_ids, width, NO_TOKEN) for draft in drafts]),
             law=np.concatenate([_widen(draft.law, width, 0.0) for draft in drafts]),
             adapted=all(draft.adapted for draft in drafts),
+            slots=np.concatenate([draft.slots for draft in drafts]) if with_slots else None,
         )
 
     def check(self) -> None:
@@ -164,6 +171,8 @@ def _check_arrays(draft: DraftTree) -> None:
         raise ValueError("a draft must hold at least the pending token, got 0 nodes")
     if draft.parents.shape != (num_nodes,) or draft.support_ids.shape != draft.law.shape:
         raise ValueError("parents must be [N], support_ids and law [N, S] with N = len(token_ids)")
+    if draft.slots is not None and draft.slots.shape != (num_nodes,):
+        raise ValueError(f"slots must be [N] with N = {num_nodes}, got shape {draft.slots.shape}")
     if draft.parents[ROOT] != NO_PARENT:
         raise ValueError(f"parents[0] must be {NO_PARENT}, got {draft.parents[ROOT]}")
     if np.any(draft.parents[1:] < 0) or np.any(draft.parents[1:] >= np.arange(1, num_nodes)):

@@ -1,0 +1,23 @@
+"""What vocabulary a lookup tree's token ids belong to."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+FINGERPRINT_BYTES = 16
+
+
+def vocabulary_fingerprint(token_to_id: Mapping[str, int]) -> bytes:
+    """16 bytes (blake2b) that identify a vocabulary, whatever the order of the mapping.
+
+    token_to_id: as given by `tokenizer.get_vocab()`. Raises ValueError where it is empty.
+    """
+    if len(token_to_id) == 0:
+        raise ValueError("token_to_id must not be empty, got no token; pass tokenizer.get_vocab()")
+    digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
+    for token, token_id in sorted(token_to_id.items()):
+        text = token.encode("utf-8", "surrogatepass")
+        digest.update(f"{len(text)} {token_id} ".encode())
+        digest.update(text)
+    return digest.digest()

@@ -1,0 +1,69 @@
+import os
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from stand.trees.draft import DraftBatch
+from stand.trees.shape import TreeShape
+
+MAX_ORDER: int
+MAX_ROW_SIZE: int
+KINDS: tuple[str, str, str]
+
+DraftKind = Literal["sampled", "mixed", "deterministic"]
+Rows = tuple[np.ndarray, np.ndarray]
+
+class LookupTree:
+    orders: tuple[int, ...]
+    row_size: int
+    min_rate: float
+    fingerprint: bytes
+    def __init__(
+        self,
+        *,
+        orders: Sequence[int] = (1, 2, 3, 4),
+        row_size: int = 10,
+        min_rate: float = 0.1,
+        fingerprint: bytes = b"",
+    ) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def clear(self) -> None: ...
+    def copy(self) -> LookupTree: ...
+    def learn(
+        self, context: Sequence[int] | np.ndarray, token_ids: Sequence[int] | np.ndarray, rows: Rows | None = None
+    ) -> None: ...
+    def learn_batch(
+        self,
+        batch: DraftBatch,
+        histories: Sequence[np.ndarray],
+        row_ids: np.ndarray,
+        row_probs: np.ndarray,
+        nodes: np.ndarray | None = None,
+    ) -> None: ...
+    def lookup(
+        self, context: Sequence[int] | np.ndarray, *, floor_order: int = 1
+    ) -> tuple[int, np.ndarray, np.ndarray, int] | None: ...
+    def draft(
+        self,
+        histories: Sequence[np.ndarray],
+        shape: TreeShape | Sequence[TreeShape],
+        *,
+        seed: int,
+        rows: np.ndarray | Sequence[int],
+        steps: np.ndarray | Sequence[int],
+        kind: DraftKind = "sampled",
+        floor_order: int = 1,
+    ) -> DraftBatch: ...
+    def save(self, path: str | os.PathLike) -> None: ...
+    @classmethod
+    def load(cls, path: str | os.PathLike, *, fingerprint: bytes | None = None) -> LookupTree: ...
+
+def fill_uniforms(
+    seed: int, stream: int, rows: np.ndarray, steps: np.ndarray, nodes: np.ndarray, slot: int, out: np.ndarray
+) -> bool: ...
+def draw_children(
+    kind: DraftKind, probabilities: np.ndarray, uniforms: np.ndarray, num_children: int
+) -> tuple[np.ndarray, np.ndarray]: ...

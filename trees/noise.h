@@ -1,0 +1,38 @@
+// Counter-based uniforms: the same key always gives the same number, and nothing here has a state.
+//
+// A key is (seed, stream, row, step, node, slot). Never put a context into it: two draft nodes with the same context
+// must get different draws, otherwise one random number decides twice and ratio verifiers become lossy.
+//
+// Each stage adds a multiple of an odd constant and applies the SplitMix64 finaliser (Steele, Lea, Flood 2014, with
+// Stafford's variant 13), so that for one (seed, stream, row, step) the numbers are a SplitMix64 sequence.
+
+#pragma once
+
+#include <cstdint>
+
+namespace stand {
+
+constexpr uint64_t GOLDEN_GAMMA = 0x9E3779B97F4A7C15ULL;
+
+inline uint64_t finalise(uint64_t word) {
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9ULL;
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EBULL;
+    return word ^ (word >> 31);
+}
+
+inline uint64_t chain_key(uint64_t key, uint64_t word) { return finalise(key + GOLDEN_GAMMA * (word + 1)); }
+
+inline uint64_t stream_key(uint64_t seed, uint64_t stream) { return chain_key(finalise(seed), stream); }
+
+// row and step below 2^32.
+inline uint64_t step_key(uint64_t stream_key, uint64_t row, uint64_t step) {
+    return chain_key(stream_key, (row << 32) | step);
+}
+
+// node and slot below 2^32. 52 random bits, centred: the result lies in [2^-53, 1 - 2^-53], so its logarithm is finite.
+inline double uniform(uint64_t step_key, uint64_t node, uint64_t slot) {
+    const uint64_t bits = chain_key(step_key, (node << 32) | slot);
+    return (static_cast<double>(bits >> 12) + 0.5) * 0x1.0p-52;
+}
+
+}  // namespace stand

@@ -250,16 +250,12 @@ class Engine:
             targets = np.arange(1, len(accepted) + 1)
             moved = accepted != targets
             if row.finish_reason is None and moved.any():
-                moves.append(
-                    (np.full(moved.sum(), place), num_cached + accepted[moved], num_cached + targets[moved])
-                )
+                moves.append((np.full(moved.sum(), place), num_cached + accepted[moved], num_cached + targets[moved]))
         if moves:
             run.cache.compact(*(np.concatenate(column).astype(np.int64) for column in zip(*moves, strict=True)))
         self._drop_finished(run)
 
-    def _append(
-        self, run: Run, row: Row, batch: DraftBatch, first: int, accepted: np.ndarray, next_token: int
-    ) -> None:
+    def _append(self, run: Run, row: Row, batch: DraftBatch, first: int, accepted: np.ndarray, next_token: int) -> None:
         """Append the accepted path and the bonus token, up to the first end."""
         nodes = first + accepted
         emitted = 0

@@ -50,13 +50,14 @@ def max_positions(model: PreTrainedModel) -> int | None:
 
 
 def _refuse_by_configuration(model: PreTrainedModel) -> None:
-    name, config = type(model).__name__, text_config(model)
-    if not isinstance(model, PreTrainedModel) or not hasattr(model, "lm_head"):
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise UnsupportedModelError(
             f"wrap needs a transformers causal language model, got {name}; load it with AutoModelForCausalLM"
         )
+    config = text_config(model)
     if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoder-only models can be served")
+        raise UnsupportedModelError(f"the model must be decoder-only, got the encoder-decoder {name}")
     layer_types = set(getattr(config, "layer_types", None) or ())
     if getattr(model, "_is_stateful", False) or layer_types - SERVED_LAYERS:
         kinds = ", ".join(sorted(layer_types - SERVED_LAYERS)) or "recurrent state"
@@ -107,9 +108,7 @@ def _tree_logits(model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarray)
         return run_plan(model, cache, plan).float()
 
 
-def run_plan(
-    model: PreTrainedModel, cache: TreeCache, plan: StepPlan, *, logits_to_keep: int = 0
-) -> torch.Tensor:
+def run_plan(model: PreTrainedModel, cache: TreeCache, plan: StepPlan, *, logits_to_keep: int = 0) -> torch.Tensor:
     """One packed forward under `tree_attention`: logits [M, V], or of the last `logits_to_keep` tokens only."""
     cache.begin(plan)
     output = model(

@@ -5,3 +5,22 @@ if __name__ != "stand.verifiers":
         f"this package must be imported as stand.verifiers, got {__name__}; "
         "install the project (pip install -e .) and write `import stand.verifiers`"
     )
+
+from stand.verifiers.draw import draw_tokens
+from stand.verifiers.noise import VerifierNoise
+from stand.verifiers.registry import get_verifier, resolve, verifier_names
+from stand.verifiers.target import TargetRows
+from stand.verifiers.verifier import Requirements, ThresholdVerifier, Verdicts, Verifier
+
+__all__ = [
+    "Requirements",
+    "TargetRows",
+    "ThresholdVerifier",
+    "Verdicts",
+    "Verifier",
+    "VerifierNoise",
+    "draw_tokens",
+    "get_verifier",
+    "resolve",
+    "verifier_names",
+]

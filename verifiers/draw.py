@@ -1,0 +1,102 @@
+"""One token per row by inverse CDF, in float64, from laws that are never copied to [M, V].
+
+Both draws sum a row in blocks and accumulate inside one block only: a row is read once, and a token of
+weight zero cannot be drawn, whatever the uniform.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+BLOCK_SIZE = 256
+
+
+def draw_tokens(rows: torch.Tensor, uniforms: np.ndarray) -> np.ndarray:
+    """[B] int64: token ids drawn from weights `rows` [B, V] (not negative) with one uniform in [0, 1) per
+    row.
+
+    The token is a function of its row and its uniform alone: ids in ascending order, the first whose
+    cumulated weight exceeds uniform x total.
+    """
+    sums, totals = _block_sums(rows)
+    points = torch.from_numpy(uniforms).to(rows.device) * totals
+    tokens = _token_at(rows, sums, points).cpu().numpy()
+    _refuse_empty_rows(totals.cpu().numpy())
+    return tokens
+
+
+def draw_residuals(
+    rows: torch.Tensor,
+    *,
+    support_ids: np.ndarray,
+    mass: torch.Tensor,
+    scale: torch.Tensor,
+    uniforms: np.ndarray,
+) -> np.ndarray:
+    """[B] int64: token ids drawn from weights {mass on the support, scale x rows elsewhere}.
+
+    rows: [B, V], kept as they are; support_ids: [B, S] int32, negative is padding; mass: [B, S] float;
+    scale: [B] float; uniforms: [B] float64 in [0, 1). A row whose weights are all zero (they underflowed:
+    such a node is the stopping node with a probability within rounding of zero) is drawn from its target
+    law.
+    """
+    ids = torch.from_numpy(support_ids).to(rows.device, torch.int64)
+    elsewhere = _without(rows, ids)
+    sums, totals = _block_sums(elsewhere)
+    mass, scale = mass.double(), scale.double()
+    support_cdf = mass.cumsum(1)
+    on_support = support_cdf[:, -1]
+    weight = on_support + scale * totals
+    points = _below(torch.from_numpy(uniforms).to(rows.device) * weight, weight)
+    columns = torch.searchsorted(support_cdf, points[:, None], right=True).clip(max=ids.shape[1] - 1)
+    from_support = ids.gather(1, columns)[:, 0]
+    from_elsewhere = _token_at(elsewhere, sums, (points - on_support) / torch.where(scale > 0, scale, 1.0))
+    tokens = torch.where(points < on_support, from_support, from_elsewhere)
+    tokens, weight = tokens.cpu().numpy(), weight.cpu().numpy()
+    empty = np.flatnonzero(~(weight > 0))
+    if len(empty):
+        tokens[empty] = draw_tokens(rows[empty], uniforms[empty])
+    return tokens
+
+
+def _without(rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """A copy of rows [B, V] that is zero at ids [B, S]; padding (negative) erases nothing."""
+    vocabulary_size = rows.shape[1]
+    padded = torch.nn.functional.pad(rows, (0, 1))
+    padded.scatter_(1, torch.where(ids < 0, vocabulary_size, ids), 0.0)
+    return padded[:, :vocabulary_size]
+
+
+def _block_sums(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block sums cumulated [B, ceil(V / BLOCK_SIZE)] and totals [B], both float64."""
+    num_full = rows.shape[1] // BLOCK_SIZE
+    full = rows[:, : num_full * BLOCK_SIZE].unflatten(1, (num_full, BLOCK_SIZE)).sum(2, dtype=torch.float64)
+    rest = rows[:, num_full * BLOCK_SIZE :].sum(1, keepdim=True, dtype=torch.float64)
+    sums = torch.cat([full, rest], dim=1).cumsum(1)
+    return sums, sums[:, -1]
+
+
+def _token_at(rows: torch.Tensor, sums: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    """[B]: the first token whose cumulated weight exceeds points [B]."""
+    points = _below(points, sums[:, -1])[:, None]
+    blocks = torch.searchsorted(sums, points, right=True).clip(max=sums.shape[1] - 1)
+    before = torch.where(blocks > 0, sums.gather(1, (blocks - 1).clip(min=0)), 0.0)
+    ids = blocks * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=rows.device)
+    inside = ids < rows.shape[1]
+    ids = ids.clip(max=rows.shape[1] - 1)
+    cdf = torch.where(inside, rows.gather(1, ids).double(), 0.0).cumsum(1)
+    within = torch.searchsorted(cdf, _below(points - before, cdf[:, -1:]), right=True)
+    return ids.gather(1, within.clip(max=BLOCK_SIZE - 1))[:, 0]
+
+
+def _below(points: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
+    """Points moved to [0, total): the products and differences above may round up to the total."""
+    return torch.minimum(points.clip(min=0), torch.nextafter(totals, torch.zeros_like(totals)))
+
+
+def _refuse_empty_rows(totals: np.ndarray) -> None:
+    if not np.all(totals > 0):
+        raise ValueError(
+            f"every target row must have a positive sum, got {totals.min()}; look for NaN or -inf-only logits"
+        )

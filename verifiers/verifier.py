@@ -1,0 +1,135 @@
+"""The interface of all rules: what a draft must meet, what a rule answers.
+
+A rule that tests nodes one by one splits in two: `thresholds` is a pure function of the draft and the
+target's laws (so the code that runs in production can be enumerated exactly), `verify` compares them with
+uniforms, walks, and draws one token.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from stand.trees import DraftBatch
+from stand.verifiers.draw import draw_residuals
+from stand.verifiers.noise import VerifierNoise
+from stand.verifiers.operands import Array
+from stand.verifiers.schedule import packed_parents
+from stand.verifiers.target import TargetRows
+from stand.verifiers.walk import path_to
+
+Laws = Literal["ignored", "recorded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """What a draft must meet for a rule to be lossless.
+
+    chain: no node has two children. adapted: the builder's promise of `DraftTree.adapted`. laws: "ignored"
+    (the rule never reads them) or "recorded" (each child's is the law it was drawn from).
+    """
+
+    chain: bool = False
+    adapted: bool = True
+    laws: Laws = "recorded"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verdicts:
+    """What stays of each row's draft, and the token that follows it."""
+
+    accepted: list[np.ndarray]  # B arrays int32: row-local nodes of the kept path in order, root excluded
+    next_tokens: np.ndarray  # [B] int64
+
+    @property
+    def num_accepted(self) -> np.ndarray:
+        """[B] int32: drafted tokens kept; the row gains one more, the next token."""
+        return np.array([len(path) for path in self.accepted], dtype=np.int32)
+
+    def last_nodes(self, batch: DraftBatch) -> np.ndarray:
+        """[B] int64: packed node whose law the next token was drawn from."""
+        ends = [path[-1] if len(path) else 0 for path in self.accepted]
+        return batch.offsets[:-1].astype(np.int64) + np.array(ends, dtype=np.int64)
+
+    def token_ids(self, batch: DraftBatch) -> list[np.ndarray]:
+        """B arrays int64 [A + 1]: the tokens each row gains, the next token last."""
+        return [
+            np.append(batch.token_ids[batch.offsets[row] + path], self.next_tokens[row]).astype(np.int64)
+            for row, path in enumerate(self.accepted)
+        ]
+
+
+class Verifier(ABC):
+    """A rule. Instances hold settings only and may be shared."""
+
+    name: ClassVar[str]
+    lossless: ClassVar[bool] = True
+    requires: ClassVar[Requirements]
+
+    @abstractmethod
+    def verify(self, batch: DraftBatch, target: TargetRows, noise: VerifierNoise) -> Verdicts:
+        """Decide which drafted tokens stay and draw the token after them, for all rows."""
+
+    def check_draft(self, batch: DraftBatch) -> None:
+        """Raise ValueError, naming a rule that fits, where the draft does not meet `requires`."""
+        if self.requires.adapted and not batch.adapted:
+            raise ValueError(
+                f"verifier {self.name!r} must get an adapted draft, got adapted=False; "
+                "use verifier 'match', which keeps the law whatever the draft"
+            )
+        if self.requires.chain and np.any(batch.ranks > 0):
+            node = int(np.argmax(batch.ranks > 0))
+            row = int(np.searchsorted(batch.offsets, node, side="right")) - 1
+            raise ValueError(
+                f"verifier {self.name!r} must get chains, got a node with two children in row {row}; "
+                "use verifier 'traversal' (equal to 'block' on a chain) or 'match'"
+            )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class ThresholdVerifier(Verifier):
+    """A rule of the form: test nodes in a fixed order, stop at v, draw from {m[v] on v's support, s[v] p
+    elsewhere}."""
+
+    walk: ClassVar[Callable[..., np.ndarray]]  # verifiers.walk: which node the tests lead to
+
+    @abstractmethod
+    def thresholds(
+        self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64
+    ) -> tuple[Array, Array, Array]:
+        """(h [M], m [M, S], s [M]): node v passes when its uniform lies below h[v].
+
+        The token after stopping at v has weights m[v] on support_ids[v] and s[v] p elsewhere (not
+        normalised). Pure and deterministic; numpy arrays when the target lies on the CPU, else tensors on
+        its device, with no wait for the device.
+        """
+
+    def verify(self, batch: DraftBatch, target: TargetRows, noise: VerifierNoise) -> Verdicts:
+        """See `Verifier.verify`; strict `u < h`, since u = 0 must not pass a threshold of 0."""
+        self.check_draft(batch)
+        threshold, mass, scale = self.thresholds(batch, target)
+        passed = noise.accept(batch) < _to_host(threshold)
+        parents = packed_parents(batch)
+        stops = type(self).walk(passed, parents=parents, roots=batch.offsets[:-1])
+        next_tokens = draw_residuals(
+            target.rows(stops),
+            support_ids=batch.support_ids[stops],
+            mass=torch.as_tensor(mass[stops]),
+            scale=torch.as_tensor(scale[stops]),
+            uniforms=noise.resample(),
+        )
+        accepted = [
+            np.array(path_to(stop, parents), dtype=np.int32) - batch.offsets[row]
+            for row, stop in enumerate(stops.tolist())
+        ]
+        return Verdicts(accepted=accepted, next_tokens=next_tokens)
+
+
+def _to_host(array: Array) -> np.ndarray:
+    return array if isinstance(array, np.ndarray) else array.cpu().numpy()

@@ -62,7 +62,7 @@ class TreeCache(Cache):
         return self._plan.kv_length if self._plan is not None else 0
 
     def compact(self, rows: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copy slot sources[i] of row rows[i] to slot targets[i], in every layer; all are read before any is written."""
+        """Copy slot sources[i] of row rows[i] to slot targets[i], in every layer; reads come before writes."""
         if len(rows) == 0:
             return
         for storage in (*self.keys, *self.values):

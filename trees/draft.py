@@ -26,12 +26,12 @@ class DraftTree:
     `law[c]` is the law that child c was drawn from, given its earlier siblings, over the token ids
     `support_ids[parents[c]]`; a deterministic child has a one-hot law. `law[ROOT]` is all zero.
 
-    Invariants (`check`): parents[i] < i; siblings stand in the order in which they were revealed; laws sum to 1
-    and give their own token positive mass; siblings have distinct tokens unless every law at the node is
+    Invariants (`check`): parents[i] < i; siblings stand in the order in which they were revealed; laws sum to
+    1 and give their own token positive mass; siblings have distinct tokens unless every law at the node is
     drawn with replacement.
 
-    `adapted` is the builder's promise that each node, its law and the decision to stop depended only on what was
-    revealed before, and that nothing drawn was dropped or re-ordered (needed by every ratio rule).
+    `adapted` is the builder's promise that each node, its law and the decision to stop depended only on what
+    was revealed before, and that nothing drawn was dropped or re-ordered (needed by every ratio rule).
 
     `slots[i]` is the slot of the shape that node i fills, where the builder followed one.
     """
@@ -81,8 +81,9 @@ class DraftTree:
 class DraftBatch:
     """The drafts of all rows of a step, concatenated; row b owns nodes offsets[b] : offsets[b + 1].
 
-    `parents` are row-local (NO_PARENT at each root). `depths` and `ranks` (position among its siblings) follow from
-    `parents` and are stored because every consumer needs them. `slots` is None unless every draft has slots.
+    `parents` are row-local (NO_PARENT at each root). `depths` and `ranks` (position among its siblings) follow
+    from `parents` and are stored because every consumer needs them. `slots` is None unless every draft has
+    slots.
     """
 
     token_ids: np.ndarray  # [M] int32

@@ -33,7 +33,10 @@ class LookupTree:
     def clear(self) -> None: ...
     def copy(self) -> LookupTree: ...
     def learn(
-        self, context: Sequence[int] | np.ndarray, token_ids: Sequence[int] | np.ndarray, rows: Rows | None = None
+        self,
+        context: Sequence[int] | np.ndarray,
+        token_ids: Sequence[int] | np.ndarray,
+        rows: Rows | None = None,
     ) -> None: ...
     def learn_batch(
         self,

@@ -142,7 +142,7 @@ class TreeShape:
 
     @classmethod
     def parse(cls, text: str) -> TreeShape:
-        """"paper", "start", "empty", "chain:8", "branching:4,2,1" or "parents:-1,0,0,1"."""
+        """ "paper", "start", "empty", "chain:8", "branching:4,2,1" or "parents:-1,0,0,1"."""
         name, _, numbers = text.partition(":")
         named = {"paper": cls.paper, "start": cls.start, "empty": cls.empty}
         if text in named:

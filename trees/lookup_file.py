@@ -80,7 +80,8 @@ def read_lookup_file(
     parameters = {key: header[key] for key in sorted(HEADER_KEYS - {"num_contexts"})}
     if fingerprint is not None and parameters["fingerprint"] != fingerprint:
         raise LookupFileError(
-            f"{path} must be of this tokenizer's vocabulary ({fingerprint.hex()}), got {parameters['fingerprint'].hex()}; "
+            f"{path} must be of this tokenizer's vocabulary ({fingerprint.hex()}), "
+            f"got {parameters['fingerprint'].hex()}; "
             "token ids differ between vocabularies, so build a lookup tree with this tokenizer"
         )
     return parameters, tables

@@ -26,24 +26,24 @@ CHANCE_BY_RANK = (0.70, 0.11, 0.05, 0.03, 0.02, 0.015, 0.012, 0.01, 0.008, 0.006
 class TreeShape:
     """Slots of a draft: parents[i] < i, parents[0] = NO_PARENT; slot 0 is the pending token.
 
-    `parents` is copied and made read-only. Raises ValueError where it is unsound.
+    Slots are numbered by depth, so that a shape cut at some depth keeps its slots' numbers: `parents` is copied and,
+    where it comes in another order, renumbered (ranks stay). Raises ValueError where it is unsound.
     """
 
     parents: np.ndarray  # [N] int32
 
     def __post_init__(self) -> None:
         parents = np.array(self.parents, dtype=np.int32)
+        _check_parents(parents)
+        parents = _by_depth(parents)
         parents.setflags(write=False)
         object.__setattr__(self, "parents", parents)
-        self.check()
 
     def check(self) -> None:
         """Raise ValueError where an invariant is broken."""
-        parents = self.parents
-        if parents.ndim != 1 or len(parents) == 0 or parents[ROOT] != NO_PARENT:
-            raise ValueError(f"parents must be a list that starts with {NO_PARENT}, got {parents.tolist()}")
-        if np.any(parents[1:] < 0) or np.any(parents[1:] >= np.arange(1, len(parents))):
-            raise ValueError("parents[i] must be in [0, i) for i > 0; reorder slots so that parents come first")
+        _check_parents(self.parents)
+        if np.any(np.diff(self.depths) < 0):
+            raise ValueError("slots must be numbered by depth; build the shape anew from its parents")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TreeShape) and np.array_equal(self.parents, other.parents)
@@ -68,10 +68,11 @@ class TreeShape:
     @property
     def depths(self) -> np.ndarray:
         """[N] int32, 0 at the root."""
-        depths = np.zeros(self.num_nodes, dtype=np.int32)
-        for slot in range(1, self.num_nodes):
-            depths[slot] = depths[self.parents[slot]] + 1
-        return depths
+        return _depths(self.parents)
+
+    @property
+    def max_depth(self) -> int:
+        return int(self.depths[-1])
 
     @property
     def ranks(self) -> np.ndarray:
@@ -82,6 +83,12 @@ class TreeShape:
             ranks[slot] = seen[self.parents[slot]]
             seen[self.parents[slot]] += 1
         return ranks
+
+    def truncated(self, depth: int) -> TreeShape:
+        """The slots down to `depth`, with the numbers they have here."""
+        if depth < 0:
+            raise ValueError(f"depth must not be negative, got {depth}; 0 leaves the root alone")
+        return TreeShape(self.parents[self.depths <= depth])
 
     @classmethod
     def empty(cls) -> TreeShape:
@@ -110,8 +117,11 @@ class TreeShape:
 
     @classmethod
     def paper(cls) -> TreeShape:
-        """80 slots with the paper's numbers by depth (STAND). Who is whose child is ours: the paper gives only counts,
-        so each depth takes the slots that are likeliest under CHANCE_BY_RANK."""
+        """80 slots with the paper's numbers by depth (STAND).
+
+        Who is whose child is ours, since the paper gives only counts: each depth takes the slots that are likeliest
+        under CHANCE_BY_RANK.
+        """
         parents, level = [NO_PARENT], [(ROOT, 1.0)]
         for num_slots in PAPER_SLOTS_BY_DEPTH:
             candidates = [
@@ -162,14 +172,38 @@ class TreeShape:
         )
 
 
+def _check_parents(parents: np.ndarray) -> None:
+    if parents.ndim != 1 or len(parents) == 0 or parents[ROOT] != NO_PARENT:
+        raise ValueError(f"parents must be a list that starts with {NO_PARENT}, got {parents.tolist()}")
+    if np.any(parents[1:] < 0) or np.any(parents[1:] >= np.arange(1, len(parents))):
+        raise ValueError("parents[i] must be in [0, i) for i > 0; reorder slots so that parents come first")
+
+
+def _depths(parents: np.ndarray) -> np.ndarray:
+    depths = np.zeros(len(parents), dtype=np.int32)
+    for slot in range(1, len(parents)):
+        depths[slot] = depths[parents[slot]] + 1
+    return depths
+
+
+def _by_depth(parents: np.ndarray) -> np.ndarray:
+    order = np.argsort(_depths(parents), kind="stable")
+    new_index = np.empty(len(parents), dtype=np.int32)
+    new_index[order] = np.arange(len(parents), dtype=np.int32)
+    renumbered = new_index[parents[order]]
+    renumbered[ROOT] = NO_PARENT
+    return renumbered
+
+
 def fit_shape(counts: np.ndarray, shape: TreeShape, num_nodes: int) -> TreeShape:
     """The best shape of `num_nodes` slots within `shape`: the largest sum of counts, an optimum.
 
     counts: int64[N], how often each slot of `shape` was accepted. A slot can stay only if its parent and its earlier
-    siblings stay, because ranks are the order in which children are drawn. Ties keep earlier slots.
+    siblings stay, because ranks are the order in which children are drawn.
 
     With siblings chained behind first children, what may stay is a connected part of a binary tree that holds the
     root, so a knapsack over its preorder (take the slot, or skip it with all below) finds the optimum in O(N * n).
+    Among equally good shapes the one that takes slots early in that preorder wins.
 
     Raises ValueError unless counts match the shape and 1 <= num_nodes <= N.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from stand.trees import DraftBatch
 from stand.verifiers.operands import Array, Operands
 from stand.verifiers.schedule import Schedule
@@ -29,9 +30,7 @@ class BlockVerifier(ThresholdVerifier):
     requires = Requirements(chain=True)
     walk = first_in_post_order
 
-    def thresholds(
-        self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64
-    ) -> tuple[Array, Array, Array]:
+    def thresholds(self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64) -> tuple[Array, Array, Array]:
         operands = Operands.gather(batch, target, dtype=dtype, schedule=Schedule.by_depth_and_rank(batch))
         module = operands.module
         prefix = module.ones_like(operands.tail)  # p_i

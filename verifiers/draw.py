@@ -36,36 +36,36 @@ def draw_residuals(
 ) -> np.ndarray:
     """[B] int64: token ids drawn from weights {mass on the support, scale x rows elsewhere}.
 
-    rows: [B, V], kept as they are; support_ids: [B, S] int32, negative is padding; mass: [B, S] float;
-    scale: [B] float; uniforms: [B] float64 in [0, 1). A row whose weights are all zero (they underflowed:
-    such a node is the stopping node with a probability within rounding of zero) is drawn from its target
-    law.
+    rows: [B, V], a copy that is written to; support_ids: [B, S] int32, negative is padding; mass: [B, S] float;
+    scale: [B] float; uniforms: [B] float64 in [0, 1). A row whose weights are all zero (they underflowed: such a
+    node is where a row stops with a probability within rounding of zero) is drawn from its target law.
     """
-    ids = torch.from_numpy(support_ids).to(rows.device, torch.int64)
-    elsewhere = _without(rows, ids)
-    sums, totals = _block_sums(elsewhere)
-    mass, scale = mass.double(), scale.double()
-    support_cdf = mass.cumsum(1)
+    ids, erased = _erase(rows, torch.from_numpy(support_ids).to(rows.device, torch.int64))
+    sums, totals = _block_sums(rows)
+    support_cdf, scale = mass.double().cumsum(1), scale.double()
     on_support = support_cdf[:, -1]
-    weight = on_support + scale * totals
-    points = _below(torch.from_numpy(uniforms).to(rows.device) * weight, weight)
+    weights = on_support + scale * totals
+    points = _below(torch.from_numpy(uniforms).to(rows.device) * weights, weights)
     columns = torch.searchsorted(support_cdf, points[:, None], right=True).clip(max=ids.shape[1] - 1)
     from_support = ids.gather(1, columns)[:, 0]
-    from_elsewhere = _token_at(elsewhere, sums, (points - on_support) / torch.where(scale > 0, scale, 1.0))
-    tokens = torch.where(points < on_support, from_support, from_elsewhere)
-    tokens, weight = tokens.cpu().numpy(), weight.cpu().numpy()
-    empty = np.flatnonzero(~(weight > 0))
+    from_rows = _token_at(rows, sums, (points - on_support) / torch.where(scale > 0, scale, 1.0))
+    tokens = torch.where(points < on_support, from_support, from_rows).cpu().numpy()
+    empty = np.flatnonzero(~(weights.cpu().numpy() > 0))
     if len(empty):
-        tokens[empty] = draw_tokens(rows[empty], uniforms[empty])
+        tokens[empty] = draw_tokens(rows.scatter_(1, ids, erased)[empty], uniforms[empty])
     return tokens
 
 
-def _without(rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """A copy of rows [B, V] that is zero at ids [B, S]; padding (negative) erases nothing."""
-    vocabulary_size = rows.shape[1]
-    padded = torch.nn.functional.pad(rows, (0, 1))
-    padded.scatter_(1, torch.where(ids < 0, vocabulary_size, ids), 0.0)
-    return padded[:, :vocabulary_size]
+def _erase(rows: torch.Tensor, support_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write zeros into rows [B, V] at support_ids [B, S]; returns the cells [B, S] and what stood there.
+
+    Padding repeats a cell of its row that is erased anyway; a row of padding alone rewrites its token 0.
+    """
+    largest = support_ids.amax(dim=1, keepdim=True)
+    cells = torch.where(support_ids < 0, largest.clip(min=0), support_ids)
+    erased = rows.gather(1, cells)
+    rows.scatter_(1, cells, torch.where(largest < 0, erased, 0.0))
+    return cells, erased
 
 
 def _block_sums(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from stand.trees import DraftBatch
 from stand.verifiers.draw import draw_tokens
 from stand.verifiers.noise import VerifierNoise
@@ -29,9 +30,7 @@ class MatchVerifier(ThresholdVerifier):
     requires = Requirements(adapted=False, laws="ignored")
     walk = last_from_top
 
-    def thresholds(
-        self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64
-    ) -> tuple[Array, Array, Array]:
+    def thresholds(self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64) -> tuple[Array, Array, Array]:
         operands = Operands.gather(batch, target, dtype=dtype, schedule=Schedule.by_rank(batch))
         mass = operands.target * 1.0
         threshold = operands.module.ones_like(operands.tail)

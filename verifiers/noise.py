@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+
 from stand.trees import DraftBatch
 from stand.trees.noise import ACCEPT, RESAMPLE, TARGET, uniforms
 

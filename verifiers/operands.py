@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from stand.trees import DraftBatch
 from stand.verifiers.schedule import Schedule, packed_parents, token_columns
 from stand.verifiers.target import TargetRows
@@ -42,9 +43,7 @@ class Operands:
     tiny: float  # below this a denominator is rounding
 
     @classmethod
-    def gather(
-        cls, batch: DraftBatch, target: TargetRows, *, dtype: np.dtype | type, schedule: Schedule
-    ) -> Operands:
+    def gather(cls, batch: DraftBatch, target: TargetRows, *, dtype: np.dtype | type, schedule: Schedule) -> Operands:
         """Bring a step's laws together; `dtype` is float32 or float64, the precision of all that follows."""
         dtype = np.dtype(dtype)
         if dtype not in TINY:

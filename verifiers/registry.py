@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from stand.trees import DraftBatch
 from stand.verifiers.block import BlockVerifier
 from stand.verifiers.match import MatchVerifier

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from stand.trees import DraftBatch
 from stand.verifiers.operands import Array, Operands
 from stand.verifiers.schedule import Schedule
@@ -28,12 +29,8 @@ class RecursiveRejectionVerifier(ThresholdVerifier):
     requires = Requirements()
     walk = last_from_top
 
-    def thresholds(
-        self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64
-    ) -> tuple[Array, Array, Array]:
-        return recursive_rejection(
-            Operands.gather(batch, target, dtype=dtype, schedule=Schedule.by_rank(batch))
-        )
+    def thresholds(self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64) -> tuple[Array, Array, Array]:
+        return recursive_rejection(Operands.gather(batch, target, dtype=dtype, schedule=Schedule.by_rank(batch)))
 
 
 def recursive_rejection(operands: Operands) -> tuple[Array, Array, Array]:
@@ -43,9 +40,7 @@ def recursive_rejection(operands: Operands) -> tuple[Array, Array, Array]:
     scale = module.ones_like(operands.tail)
     threshold = module.ones_like(operands.tail)
     for children, parents in operands.steps(0):
-        threshold[children] = operands.ratio(
-            operands.token_mass(mass, children), operands.token_law[children]
-        )
+        threshold[children] = operands.ratio(operands.token_mass(mass, children), operands.token_law[children])
         rest = (mass[parents] - operands.law[children]).clip(min=0.0)
         total = rest.sum(axis=1) + scale[parents] * operands.tail[parents]
         possible = total > operands.tiny  # else the child always passes: what stands here is never reached

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+
 from stand.trees import NO_PARENT, DraftBatch
 
 
@@ -55,7 +56,5 @@ class Schedule:
         order = children[np.argsort(batch.ranks[children], kind="stable")]
         ranks = batch.ranks[order]
         firsts = np.concatenate([[0], np.flatnonzero(np.diff(ranks)) + 1, [len(ranks)]]).tolist()
-        groups = [
-            slice(first, end) for first, end in zip(firsts[:-1], firsts[1:], strict=True) if first < end
-        ]
+        groups = [slice(first, end) for first, end in zip(firsts[:-1], firsts[1:], strict=True) if first < end]
         return cls(order=order, levels=[slice(0, len(order))], steps=[groups])

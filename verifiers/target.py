@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+
 from stand.trees import DraftBatch
 
 PAD = -1
@@ -57,9 +58,7 @@ class TargetRows:
     def check(self, batch: DraftBatch) -> None:
         """Raise ValueError where the rows do not belong to `batch`."""
         if self.num_nodes != batch.num_nodes:
-            raise ValueError(
-                f"target must hold one row per packed node ({batch.num_nodes}), got {self.num_nodes}"
-            )
+            raise ValueError(f"target must hold one row per packed node ({batch.num_nodes}), got {self.num_nodes}")
         largest = max(int(batch.support_ids.max(initial=PAD)), int(batch.token_ids.max(initial=PAD)))
         if largest >= self.vocabulary_size:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from stand.trees import DraftBatch
 from stand.verifiers.operands import Array, Operands
 from stand.verifiers.schedule import Schedule
@@ -22,9 +23,7 @@ class TokenVerifier(ThresholdVerifier):
     requires = Requirements(chain=True)
     walk = last_from_top
 
-    def thresholds(
-        self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64
-    ) -> tuple[Array, Array, Array]:
+    def thresholds(self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64) -> tuple[Array, Array, Array]:
         operands = Operands.gather(batch, target, dtype=dtype, schedule=Schedule.by_rank(batch))
         threshold = operands.module.ones_like(operands.tail)
         mass = operands.target * 1.0

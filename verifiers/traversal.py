@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from stand.trees import DraftBatch
 from stand.verifiers.operands import Array, Operands
 from stand.verifiers.schedule import Schedule
@@ -29,9 +30,7 @@ class TraversalVerifier(ThresholdVerifier):
     requires = Requirements()
     walk = first_in_post_order
 
-    def thresholds(
-        self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64
-    ) -> tuple[Array, Array, Array]:
+    def thresholds(self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64) -> tuple[Array, Array, Array]:
         schedule = Schedule.by_depth_and_rank(batch)
         operands = Operands.gather(batch, target, dtype=dtype, schedule=schedule)
         module = operands.module
@@ -43,9 +42,7 @@ class TraversalVerifier(ThresholdVerifier):
             scale[nodes] = owed[nodes]
             mass[nodes] = owed[nodes][:, None] * operands.target[nodes]
             for children, parents in operands.steps(depth):
-                owed[children] = operands.ratio(
-                    operands.token_mass(mass, children), operands.token_law[children]
-                )
+                owed[children] = operands.ratio(operands.token_mass(mass, children), operands.token_law[children])
                 mass[parents], scale[parents] = _after_failure(
                     operands,
                     mass[parents],
@@ -58,9 +55,7 @@ class TraversalVerifier(ThresholdVerifier):
         return threshold, mass, scale
 
 
-def _after_failure(
-    operands: Operands, mass: Array, scale: Array, *, law: Array, tail: Array
-) -> tuple[Array, Array]:
+def _after_failure(operands: Operands, mass: Array, scale: Array, *, law: Array, tail: Array) -> tuple[Array, Array]:
     """The mass still owed [n, S] and its scale [n] once a child drawn from `law` and its subtree failed.
 
     The denominator is the probability of that failure. Where it is 0 the child always passes (a = 1 and m =

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 import torch
+
 from stand.trees import DraftBatch
 from stand.verifiers.draw import draw_residuals
 from stand.verifiers.noise import VerifierNoise
@@ -100,9 +101,7 @@ class ThresholdVerifier(Verifier):
     walk: ClassVar[Callable[..., np.ndarray]]  # verifiers.walk: which node the tests lead to
 
     @abstractmethod
-    def thresholds(
-        self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64
-    ) -> tuple[Array, Array, Array]:
+    def thresholds(self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64) -> tuple[Array, Array, Array]:
         """(h [M], m [M, S], s [M]): node v passes when its uniform lies below h[v].
 
         The token after stopping at v has weights m[v] on support_ids[v] and s[v] p elsewhere (not

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from stand.trees import NO_PARENT
 
 NONE = -1

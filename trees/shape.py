@@ -19,7 +19,7 @@ PAPER_SLOTS_BY_DEPTH = (8, 19, 16, 13, 8, 7, 2, 1, 1, 1, 1, 1, 1)
 START_NUM_SLOTS = 625
 START_DEPTH = 20
 # Assumed chance that the child of each rank is the accepted one, for the hand-made shapes. Not measured.
-CHANCE_BY_RANK = (0.70, 0.11, 0.05, 0.03, 0.02, 0.015, 0.012, 0.01, 0.008, 0.006)
+CHANCE_BY_RANK = (0.72, 0.11, 0.05, 0.03, 0.02, 0.015, 0.012, 0.01, 0.008, 0.006)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -153,6 +153,7 @@ class Engine:
         num_rows = len(token_ids) * num_return_sequences
         if streamer is not None and num_rows != 1:
             raise ValueError(f"a streamer shows one row, got {num_rows}; leave streamer out or generate one row")
+        _check_room(self.model, num_rows, max(map(len, token_ids)))
         stats = Stats(num_prompt_tokens=sum(len(prompt) for prompt in token_ids))
         with stats.timed_wall(), tree_attention(self.model):
             run = Run(
@@ -187,7 +188,6 @@ class Engine:
 
     def _prefill(self, run: Run, prompts: list[np.ndarray], num_return_sequences: int) -> None:
         """Put every prompt but its last token, which becomes the pending one, into the cache; then copy to all rows."""
-        _check_room(self.model, len(run.rows), max(len(prompt) for prompt in prompts))
         for index, prompt in enumerate(prompts):
             for start in range(0, len(prompt) - 1, PROMPT_CHUNK):
                 chunk = prompt[start : min(start + PROMPT_CHUNK, len(prompt) - 1)]
@@ -269,7 +269,7 @@ class Engine:
         row.num_steps += 1
         run.stats.num_steps += 1
         run.stats.num_tokens += emitted
-        run.stats.count_accepted(batch.depths[kept], batch.slots[kept] if run.is_drafting else None)
+        run.stats.count_accepted(batch.depths[kept], None if batch.slots is None else batch.slots[kept])
         if run.streamer is not None:
             run.streamer.put(torch.from_numpy(row.new_token_ids[-emitted:].astype(np.int64)))
 

@@ -36,7 +36,7 @@ def test_greedy_equals_transformers_token_for_token(family):
     )
     for row, tokens in enumerate(output.token_ids):
         assert tokens == greedy_by_transformers(family, PROMPTS[row // 2], 40), row
-    assert output.stats.mean_acceptance_length > 1.1  # drafts were in fact accepted
+    assert output.stats.num_accepted_draft_tokens > 5  # drafts were in fact accepted
 
 
 @pytest.mark.parametrize("verifier", ["match", "rrs", "traversal"])

@@ -63,7 +63,7 @@ def test_the_self_check_sees_positions_taken_from_slots():
 
 def test_bfloat16_passes_the_self_check():
     model = AutoModelForCausalLM.from_config(CONFIGS["qwen2"], dtype=torch.bfloat16).eval()
-    assert 0 < tree_difference(model) < TOLERANCES[torch.bfloat16]
+    assert tree_difference(model) < TOLERANCES[torch.bfloat16]
 
 
 def test_an_unfit_dtype_is_refused(monkeypatch):

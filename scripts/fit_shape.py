@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import torch
 from arms import draw_with_engine
 from text_table import format_table
 from throughput import (
@@ -87,7 +88,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--top-p", type=float)
     parser.add_argument("--instruction", help="text appended to every problem")
     parser.add_argument("--save", type=Path, help="write the last fitted shape as text for --shape")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 on a CPU, else bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(command_line)

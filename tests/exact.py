@@ -305,12 +305,14 @@ def production_report(
     target = target_rows(world, listed)
     thresholds, mass, scale = verifier.thresholds(batch, target, dtype)
     next_laws = full_laws(batch, target, mass=mass, scale=scale)
-    stop = stop_probabilities_top_down if type(verifier).walk is last_from_top else stop_probabilities_post_order
+    order = verifier.test_order(batch, target)
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order))
     outcomes = []
     for row, (weight, draft) in enumerate(drafts):
-        first = batch.offsets[row]
-        h = thresholds[first : batch.offsets[row + 1]].tolist()
-        for node, probability in enumerate(stop(draft, h)):
+        first, end = batch.offsets[row], batch.offsets[row + 1]
+        stops = stop_probabilities(verifier, draft, thresholds[first:end].tolist(), place[first:end].tolist())
+        for node, probability in enumerate(stops):
             if probability > 0:
                 outcomes.append((float(weight) * probability, draft.context(node), next_laws[first + node]))
     return compare(world.as_float(), outcomes)
@@ -327,30 +329,21 @@ def full_laws(
     return [tuple(row) for row in (weights / np.where(totals > 0, totals, 1)).tolist()]
 
 
-def stop_probabilities_post_order(draft: Draft, thresholds: Sequence) -> list:
-    """Per node: the first success in post-order, the root always succeeding."""
+def stop_probabilities(verifier: ThresholdVerifier, draft: Draft, thresholds: Sequence, place: Sequence[int]) -> list:
+    """Per node: how often a row stops there. `place[node]` orders siblings as they are tested."""
     stops = [0] * len(draft)
+    top_down = type(verifier).walk is last_from_top
 
     def visit(node: int, reach):
-        for child in draft.children_of(node):
-            reach = visit(child, reach)
-        threshold = thresholds[node] if node else 1
-        stops[node] = reach * threshold
-        return reach * (1 - threshold)
-
-    visit(0, 1)
-    return stops
-
-
-def stop_probabilities_top_down(draft: Draft, thresholds: Sequence) -> list:
-    """Per node: from the root, the first child that passes."""
-    stops = [0] * len(draft)
-
-    def visit(node: int, reach):
-        for child in draft.children_of(node):
-            visit(child, reach * thresholds[child])
-            reach = reach * (1 - thresholds[child])
-        stops[node] = reach
+        """`reach`: the chance that this node is tested (bottom-up) or that its parent passed (top-down)."""
+        for child in sorted(draft.children_of(node), key=place.__getitem__):
+            if top_down:
+                visit(child, reach * thresholds[child])
+                reach = reach * (1 - thresholds[child])
+            else:
+                reach = visit(child, reach)
+        stops[node] = reach if top_down or node == 0 else reach * thresholds[node]
+        return reach - stops[node]
 
     visit(0, 1)
     return stops

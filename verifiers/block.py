@@ -6,9 +6,10 @@ import numpy as np
 
 from stand.trees import DraftBatch
 from stand.verifiers.operands import Array, Operands
+from stand.verifiers.requirements import Requirements
 from stand.verifiers.schedule import Schedule
 from stand.verifiers.target import TargetRows
-from stand.verifiers.verifier import Requirements, ThresholdVerifier
+from stand.verifiers.verifier import ThresholdVerifier
 from stand.verifiers.walk import first_in_post_order
 
 
@@ -33,11 +34,11 @@ class BlockVerifier(ThresholdVerifier):
     def thresholds(self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64) -> tuple[Array, Array, Array]:
         operands = Operands.gather(batch, target, dtype=dtype, schedule=Schedule.by_depth_and_rank(batch))
         module = operands.module
-        prefix = module.ones_like(operands.tail)  # p_i
+        prefix = operands.ones()  # p_i
         mass = operands.target * 1.0
-        scale = module.ones_like(operands.tail)
-        threshold = module.ones_like(operands.tail)
-        ends = module.ones_like(operands.tail) > 0
+        scale = operands.ones()
+        threshold = operands.ones()
+        ends = operands.ones() > 0
         for depth in range(len(operands.schedule.levels)):
             for children, parents in operands.steps(depth):
                 reached = prefix[parents] * operands.token_mass(operands.target, children)

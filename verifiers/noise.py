@@ -10,9 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from stand.trees import DraftBatch
 from stand.trees.noise import ACCEPT, RESAMPLE, TARGET, uniforms
+
+WORD = (1 << 64) - 1
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+FIRST_FACTOR = 0xBF58476D1CE4E5B9
+SECOND_FACTOR = 0x94D049BB133111EB
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +44,52 @@ class VerifierNoise:
         """[n] float64 in [0, 1): for the token at positions[row] + depth of each of `rows` [n] (below B)."""
         zeros = np.zeros(len(rows), dtype=np.int64)
         return uniforms(self.seed, TARGET, self.rows[rows], self.positions[rows] + depth, zeros)
+
+    def exponentials(self, rows: np.ndarray, depth: int, *, vocabulary_size: int, device: torch.device) -> torch.Tensor:
+        """[len(rows), V] float64, positive: noise of the token at positions[row] + depth, one number per token id.
+
+        Made on `device`; bit-identical on all of them up to the logarithm's last place.
+        """
+        tokens = np.arange(vocabulary_size)
+        positions = self.positions[rows] + depth
+        if device.type == "cpu":
+            keys = (self.rows[rows][:, None], positions[:, None], tokens[None, :])
+            return torch.from_numpy(-np.log(uniforms(self.seed, TARGET, *keys)))
+        keys = [_step_key(self.seed, TARGET, *key) for key in zip(self.rows[rows], positions, strict=True)]
+        return -uniforms_on_device(keys, vocabulary_size, device=device).log()
+
+
+def uniforms_on_device(step_keys: list[int], num_nodes: int, *, device: torch.device) -> torch.Tensor:
+    """[len(step_keys), num_nodes] float64: what `stand.trees.noise.uniforms` gives, made by `device` (noise.h)."""
+    keys = torch.tensor([_signed(key) for key in step_keys], dtype=torch.int64, device=device)[:, None]
+    words = torch.arange(num_nodes, dtype=torch.int64, device=device) << 32
+    bits = keys + (words + 1) * _signed(GOLDEN_GAMMA)  # int64 products wrap like uint64 ones
+    bits = (bits ^ _shifted(bits, 30)) * _signed(FIRST_FACTOR)
+    bits = (bits ^ _shifted(bits, 27)) * _signed(SECOND_FACTOR)
+    bits = bits ^ _shifted(bits, 31)
+    return (_shifted(bits, 12).double() + 0.5) * 2.0**-52
+
+
+def _step_key(seed: int, stream: int, row: int, step: int) -> int:
+    key = _chain(_finalise(seed), stream)
+    return _chain(key, (int(row) << 32) | int(step))
+
+
+def _chain(key: int, word: int) -> int:
+    return _finalise((key + GOLDEN_GAMMA * (word + 1)) & WORD)
+
+
+def _finalise(word: int) -> int:
+    word = ((word ^ (word >> 30)) * FIRST_FACTOR) & WORD
+    word = ((word ^ (word >> 27)) * SECOND_FACTOR) & WORD
+    return word ^ (word >> 31)
+
+
+def _signed(word: int) -> int:
+    """The int64 with the same 64 bits."""
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _shifted(bits: torch.Tensor, places: int) -> torch.Tensor:
+    """int64 bits shifted right as unsigned ones."""
+    return (bits >> places) & ((1 << (64 - places)) - 1)

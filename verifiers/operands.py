@@ -1,8 +1,7 @@
-"""What a rule computes with: laws gathered on the draft's supports, on the device where the target's rows
-lie.
+"""What a rule computes with: laws gathered on the draft's supports, on the device where the target's rows lie.
 
-A rule is written once. On a CPU its arrays are numpy (tens of small operations per step: the cheaper dispatch
-counts), elsewhere torch; both understand the operations used. Nothing here or in a rule waits for the device.
+A rule is written once. On a CPU its arrays are numpy (tens of small operations per step: the cheaper dispatch counts),
+elsewhere torch; both understand the operations used. Nothing here or in a rule waits for the device.
 """
 
 from __future__ import annotations
@@ -20,14 +19,15 @@ from stand.verifiers.schedule import Schedule, packed_parents, token_columns
 from stand.verifiers.target import TargetRows
 
 Array = Any  # numpy.ndarray on a CPU, torch.Tensor elsewhere
+HOST = torch.device("cpu")
 TINY = {np.dtype(np.float64): 1e-12, np.dtype(np.float32): 1e-6}
 
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """M packed nodes, S support columns; p is the target's law, q the law a child was drawn from.
+    """M packed nodes, S support columns; p is the target's law, q the law that a child was drawn from.
 
-    Node 0's entries in arrays about "its token" are meaningless for roots: no schedule step holds a root.
+    What is said of a node's own token means nothing at roots: no step of a schedule holds one.
     """
 
     module: ModuleType  # numpy or torch
@@ -37,36 +37,42 @@ class Operands:
     token_law: Array  # [M] q of node i's own token
     token_cells: Array  # [M] where node i's own token stands in a flattened [M, S] array of its parent's
     parents: Array  # [M] packed parent, -1 at roots
+    roots: Array  # [B] packed roots
     order: Array  # [M] the schedule's order
     schedule: Schedule
-    roots: Array  # [B] packed roots
-    tiny: float  # below this a denominator is rounding
+    tiny: float  # a denominator below this is rounding
 
     @classmethod
-    def gather(cls, batch: DraftBatch, target: TargetRows, *, dtype: np.dtype | type, schedule: Schedule) -> Operands:
-        """Bring a step's laws together; `dtype` is float32 or float64, the precision of all that follows."""
-        dtype = np.dtype(dtype)
+    def gather(
+        cls,
+        batch: DraftBatch,
+        target: TargetRows,
+        *,
+        dtype: np.dtype | type,
+        schedule: Schedule,
+        device: torch.device | None = None,
+    ) -> Operands:
+        """Bring a step's laws together, in `dtype` (float32 or float64), on `device` (default: where the rows lie)."""
+        dtype, device = np.dtype(dtype), device or target.device
         if dtype not in TINY:
             raise ValueError(f"dtype must be float64 or float32, got {dtype}; half precision is not lossless")
         target.check(batch)
         parents = packed_parents(batch)
         columns, found = token_columns(batch, parents)
-        nodes = np.arange(batch.num_nodes)
-        token_law = np.where(found, batch.law[nodes, columns], 0.0).astype(dtype)
-        host = {
+        arrays = {
             "law": batch.law.astype(dtype),
-            "token_law": token_law,
+            "token_law": np.where(found, batch.law[np.arange(len(columns)), columns], 0.0).astype(dtype),
             "token_cells": parents * batch.support_ids.shape[1] + columns,
             "parents": parents,
-            "order": schedule.order,
             "roots": batch.offsets[:-1].astype(np.int64),
+            "order": schedule.order,
         }
-        gathered = target.probs_at(batch.support_ids)
-        if target.device.type == "cpu":
-            module, arrays, probs = np, host, gathered.numpy().astype(dtype)
+        probs = target.probs_at(batch.support_ids).to(device, getattr(torch, dtype.name))
+        module: ModuleType = torch
+        if device == HOST:
+            module, probs = np, probs.numpy()
         else:
-            module, arrays = torch, {name: _to_device(array, target.device) for name, array in host.items()}
-            probs = gathered.to(arrays["law"].dtype)
+            arrays = {name: torch.from_numpy(array).to(device, non_blocking=True) for name, array in arrays.items()}
         tail = (1.0 - probs.sum(axis=1)).clip(min=0.0)
         return cls(module=module, target=probs, tail=tail, schedule=schedule, tiny=TINY[dtype], **arrays)
 
@@ -75,6 +81,10 @@ class Operands:
         for step in self.schedule.steps[depth]:
             children = self.order[step]
             yield children, self.parents[children]
+
+    def ones(self) -> Array:
+        """[M] ones."""
+        return self.module.ones_like(self.tail)
 
     def token_mass(self, mass: Array, children: Array) -> Array:
         """[n]: what `mass` [M, S] holds at the children's own tokens."""
@@ -85,7 +95,3 @@ class Operands:
         possible = denominator > 0
         divisor = self.module.where(possible, denominator, 1.0)
         return self.module.where(possible, (numerator / divisor).clip(max=1.0), 0.0)
-
-
-def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)

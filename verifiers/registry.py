@@ -6,15 +6,37 @@ import numpy as np
 
 from stand.trees import DraftBatch
 from stand.verifiers.block import BlockVerifier
+from stand.verifiers.coupled import CoupledVerifier
+from stand.verifiers.greedy_block import GreedyBlockVerifier
+from stand.verifiers.kl_threshold import KLThresholdVerifier
 from stand.verifiers.match import MatchVerifier
+from stand.verifiers.ot_traversal import TransportTraversalVerifier
+from stand.verifiers.ranked_traversal import RankedTraversalVerifier
 from stand.verifiers.rrs import RecursiveRejectionVerifier
+from stand.verifiers.specinfer import SpecInferVerifier
+from stand.verifiers.spectr import SpecTrVerifier
 from stand.verifiers.token import TokenVerifier
 from stand.verifiers.traversal import TraversalVerifier
+from stand.verifiers.typical import TypicalVerifier
 from stand.verifiers.verifier import Verifier
 
 RULES: dict[str, type[Verifier]] = {
     rule.name: rule
-    for rule in (MatchVerifier, TraversalVerifier, RecursiveRejectionVerifier, BlockVerifier, TokenVerifier)
+    for rule in (
+        TraversalVerifier,
+        MatchVerifier,
+        CoupledVerifier,
+        RecursiveRejectionVerifier,
+        RankedTraversalVerifier,
+        TransportTraversalVerifier,
+        SpecInferVerifier,
+        SpecTrVerifier,
+        BlockVerifier,
+        GreedyBlockVerifier,
+        TokenVerifier,
+        TypicalVerifier,
+        KLThresholdVerifier,
+    )
 }
 
 

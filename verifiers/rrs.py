@@ -6,9 +6,10 @@ import numpy as np
 
 from stand.trees import DraftBatch
 from stand.verifiers.operands import Array, Operands
+from stand.verifiers.requirements import Requirements
 from stand.verifiers.schedule import Schedule
 from stand.verifiers.target import TargetRows
-from stand.verifiers.verifier import Requirements, ThresholdVerifier
+from stand.verifiers.verifier import ThresholdVerifier
 from stand.verifiers.walk import last_from_top
 
 
@@ -37,8 +38,8 @@ def recursive_rejection(operands: Operands) -> tuple[Array, Array, Array]:
     """(h, m, s) of recursive rejection sampling; the schedule is by rank."""
     module = operands.module
     mass = operands.target * 1.0
-    scale = module.ones_like(operands.tail)
-    threshold = module.ones_like(operands.tail)
+    scale = operands.ones()
+    threshold = operands.ones()
     for children, parents in operands.steps(0):
         threshold[children] = operands.ratio(operands.token_mass(mass, children), operands.token_law[children])
         rest = (mass[parents] - operands.law[children]).clip(min=0.0)

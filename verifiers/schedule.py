@@ -36,9 +36,11 @@ class Schedule:
     steps: list[list[slice]]
 
     @classmethod
-    def by_depth_and_rank(cls, batch: DraftBatch) -> Schedule:
-        num_ranks = int(batch.ranks.max()) + 1
-        keys = batch.depths.astype(np.int64) * num_ranks + batch.ranks
+    def by_depth_and_rank(cls, batch: DraftBatch, *, ranks: np.ndarray | None = None) -> Schedule:
+        """`ranks` [M] stands in for the batch's when siblings are taken in another order than they were revealed."""
+        ranks = batch.ranks if ranks is None else ranks
+        num_ranks = int(ranks.max()) + 1
+        keys = batch.depths.astype(np.int64) * num_ranks + ranks
         order = np.argsort(keys, kind="stable")
         keys = keys[order]
         firsts = np.concatenate([[0], np.flatnonzero(np.diff(keys)) + 1, [len(keys)]]).tolist()

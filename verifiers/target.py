@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -10,23 +13,38 @@ from stand.trees import DraftBatch
 PAD = -1
 
 
+@dataclass(frozen=True, slots=True)
+class Debt:
+    """What greedy block verification owes: the next `positions` tokens follow (ratio p - q)+ instead of p."""
+
+    ratio: float
+    positions: int
+
+
+RowDebts = tuple[Debt, ...]  # oldest first: each alters the law that the earlier ones left
+
+
 class TargetRows:
     """Row i is the law of the children of packed node i, after temperature, filters and penalties.
 
-    Rules read it through three gathers only (`probs_at`, `rows`, `row`), so a version that processes its
+    Rules read it through four methods only (`probs_at`, `rows`, `row`, `entropies`), so a version that processes its
     logits lazily can stand in its place.
     """
 
-    __slots__ = ("_probs",)
+    __slots__ = ("_probs", "debts")
 
-    def __init__(self, probs: torch.Tensor) -> None:
-        """`probs` is [M, V] float32 or float64 on any device, rows sum to 1; it is kept, not copied."""
+    def __init__(self, probs: torch.Tensor, *, debts: Sequence[RowDebts] | None = None) -> None:
+        """`probs` is [M, V] float32 or float64 on any device, rows sum to 1; it is kept, not copied.
+
+        `debts`, one per row of the batch, is for rules that carry them: the last `Verdicts.debts`, or () for new rows.
+        """
         if probs.ndim != 2 or probs.dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                "probs must be [M, V] in float32 or float64, "
-                f"got {list(probs.shape)} in {probs.dtype}; take the softmax in float32"
+                f"probs must be [M, V] in float32 or float64, got {list(probs.shape)} in {probs.dtype}; "
+                "take the softmax in float32"
             )
         self._probs = probs
+        self.debts = debts
 
     @property
     def device(self) -> torch.device:
@@ -55,13 +73,20 @@ class TargetRows:
         """[V]: the law of one packed node's children, not a copy."""
         return self._probs[node]
 
+    def entropies(self, nodes: np.ndarray) -> torch.Tensor:
+        """[n] float64, in nats: one pass over the rows of packed nodes [n]."""
+        return torch.special.entr(self.rows(nodes)).sum(1, dtype=torch.float64)
+
     def check(self, batch: DraftBatch) -> None:
         """Raise ValueError where the rows do not belong to `batch`."""
         if self.num_nodes != batch.num_nodes:
-            raise ValueError(f"target must hold one row per packed node ({batch.num_nodes}), got {self.num_nodes}")
+            raise ValueError(
+                f"target must hold one row per packed node ({batch.num_nodes}), got {self.num_nodes}; "
+                "pass the laws of every node, in the batch's order"
+            )
         largest = max(int(batch.support_ids.max(initial=PAD)), int(batch.token_ids.max(initial=PAD)))
         if largest >= self.vocabulary_size:
             raise ValueError(
-                f"draft token ids must be below the target's vocabulary size {self.vocabulary_size}, "
-                f"got {largest}; draft with the target's tokenizer"
+                f"draft token ids must be below the target's vocabulary size {self.vocabulary_size}, got {largest}; "
+                "draft with the target's tokenizer"
             )

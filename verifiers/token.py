@@ -6,9 +6,10 @@ import numpy as np
 
 from stand.trees import DraftBatch
 from stand.verifiers.operands import Array, Operands
+from stand.verifiers.requirements import Requirements
 from stand.verifiers.schedule import Schedule
 from stand.verifiers.target import TargetRows
-from stand.verifiers.verifier import Requirements, ThresholdVerifier
+from stand.verifiers.verifier import ThresholdVerifier
 from stand.verifiers.walk import last_from_top
 
 
@@ -25,10 +26,10 @@ class TokenVerifier(ThresholdVerifier):
 
     def thresholds(self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64) -> tuple[Array, Array, Array]:
         operands = Operands.gather(batch, target, dtype=dtype, schedule=Schedule.by_rank(batch))
-        threshold = operands.module.ones_like(operands.tail)
+        threshold = operands.ones()
         mass = operands.target * 1.0
         for children, parents in operands.steps(0):
             target_of_token = operands.token_mass(operands.target, children)
             threshold[children] = operands.ratio(target_of_token, operands.token_law[children])
             mass[parents] = (operands.target[parents] - operands.law[children]).clip(min=0.0)
-        return threshold, mass, operands.module.ones_like(operands.tail)
+        return threshold, mass, operands.ones()

@@ -6,24 +6,24 @@ import numpy as np
 
 from stand.trees import DraftBatch
 from stand.verifiers.operands import Array, Operands
+from stand.verifiers.requirements import Requirements
 from stand.verifiers.schedule import Schedule
 from stand.verifiers.target import TargetRows
-from stand.verifiers.verifier import Requirements, ThresholdVerifier
+from stand.verifiers.verifier import ThresholdVerifier
 from stand.verifiers.walk import first_in_post_order
 
 
 class TraversalVerifier(ThresholdVerifier):
-    """Bottom-up acceptance (arXiv 2505.12398; on a chain it is block verification, arXiv 2403.10444
-    Algorithm 2).
+    """Bottom-up acceptance (arXiv 2505.12398; on a chain it is block verification, arXiv 2403.10444 Algorithm 2).
 
     a = 1 at the root; m = a p is the mass owed at a node, and for its children c in reveal order, x ~ q:
 
-        a_c = min(1, m(x) / q(x))             what c inherits
-        m   <- (m - q)+ / (R + 1 - sum m),    R = sum (m - q)+        owed once c and all below it failed
+        a_c = min(1, m(x) / q(x))                                     what c inherits
+        m   <- (m - q)+ / (R + 1 - sum m),  R = sum (m - q)+          owed once c and all below it failed
 
-    then h = sum m, and the stopping node is the first in post-order with u < h (the root if none); the next
-    token is drawn from its m. All of it is known before any uniform is drawn: when a node is tested, all
-    before it in post-order have failed. Outside the support m is always s p, so only s is kept there.
+    then h = sum m, and the stopping node is the first in post-order with u < h (the root if none); the next token is
+    drawn from its m. All of it is known before any uniform is drawn: when a node is tested, all before it in post-order
+    have failed. Outside the support m is always s p, so only s is kept there.
     """
 
     name = "traversal"
@@ -32,39 +32,40 @@ class TraversalVerifier(ThresholdVerifier):
 
     def thresholds(self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64) -> tuple[Array, Array, Array]:
         schedule = Schedule.by_depth_and_rank(batch)
-        operands = Operands.gather(batch, target, dtype=dtype, schedule=schedule)
-        module = operands.module
-        owed = module.ones_like(operands.tail)
-        scale = module.ones_like(operands.tail)
-        mass = operands.target * 1.0
-        for depth, level in enumerate(schedule.levels):
-            nodes = operands.order[level]
-            scale[nodes] = owed[nodes]
-            mass[nodes] = owed[nodes][:, None] * operands.target[nodes]
-            for children, parents in operands.steps(depth):
-                owed[children] = operands.ratio(operands.token_mass(mass, children), operands.token_law[children])
-                mass[parents], scale[parents] = _after_failure(
-                    operands,
-                    mass[parents],
-                    scale[parents],
-                    law=operands.law[children],
-                    tail=operands.tail[parents],
-                )
-        threshold = (mass.sum(axis=1) + scale * operands.tail).clip(max=1.0)
-        threshold[operands.roots] = 1.0
-        return threshold, mass, scale
+        return traverse(Operands.gather(batch, target, dtype=dtype, schedule=schedule))
 
 
-def _after_failure(operands: Operands, mass: Array, scale: Array, *, law: Array, tail: Array) -> tuple[Array, Array]:
+def traverse(operands: Operands) -> tuple[Array, Array, Array]:
+    """(h, m, s) of traversal verification; siblings are taken by the schedule's ranks."""
+    owed, scale, mass = operands.ones(), operands.ones(), operands.target * 1.0
+    for depth, level in enumerate(operands.schedule.levels):
+        nodes = operands.order[level]
+        scale[nodes] = owed[nodes]
+        mass[nodes] = owed[nodes][:, None] * operands.target[nodes]
+        for children, parents in operands.steps(depth):
+            owed[children] = operands.ratio(operands.token_mass(mass, children), operands.token_law[children])
+            mass[parents], scale[parents] = after_failure(
+                operands, mass[parents], scale[parents], law=operands.law[children], tail=operands.tail[parents]
+            )
+    return pass_probability(operands, mass, scale), mass, scale
+
+
+def pass_probability(operands: Operands, mass: Array, scale: Array) -> Array:
+    """[M]: the mass still owed at each node, at most 1; 1 at roots, where a row stops if nowhere else."""
+    threshold = (mass.sum(axis=1) + scale * operands.tail).clip(max=1.0)
+    threshold[operands.roots] = 1.0
+    return threshold
+
+
+def after_failure(operands: Operands, mass: Array, scale: Array, *, law: Array, tail: Array) -> tuple[Array, Array]:
     """The mass still owed [n, S] and its scale [n] once a child drawn from `law` and its subtree failed.
 
-    The denominator is the probability of that failure. Where it is 0 the child always passes (a = 1 and m =
-    q): nothing is divided, what stands there is never reached.
+    The denominator is the probability of that failure. Where it is 0 the child always passes (a = 1 and m = q): nothing
+    is divided, what stands there is never reached.
     """
     rest = (mass - law).clip(min=0.0)
     outside = scale * tail
     failure = rest.sum(axis=1) + outside + 1.0 - (mass.sum(axis=1) + outside)
     possible = failure > operands.tiny
     divisor = operands.module.where(possible, failure, 1.0)
-    kept = operands.module.where(possible[:, None], rest / divisor[:, None], mass)
-    return kept, scale / divisor
+    return operands.module.where(possible[:, None], rest / divisor[:, None], mass), scale / divisor

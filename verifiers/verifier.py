@@ -1,8 +1,8 @@
 """The interface of all rules: what a draft must meet, what a rule answers.
 
-A rule that tests nodes one by one splits in two: `thresholds` is a pure function of the draft and the
-target's laws (so the code that runs in production can be enumerated exactly), `verify` compares them with
-uniforms, walks, and draws one token.
+A rule that tests nodes one by one splits in two: `thresholds` is a pure function of the draft and the target's laws (so
+the code that runs in production can be enumerated exactly), `verify` compares them with uniforms, walks, and draws one
+token.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -19,24 +19,10 @@ from stand.trees import DraftBatch
 from stand.verifiers.draw import draw_residuals
 from stand.verifiers.noise import VerifierNoise
 from stand.verifiers.operands import Array
+from stand.verifiers.requirements import Requirements, check_requirements
 from stand.verifiers.schedule import packed_parents
-from stand.verifiers.target import TargetRows
+from stand.verifiers.target import RowDebts, TargetRows
 from stand.verifiers.walk import path_to
-
-Laws = Literal["ignored", "recorded"]
-
-
-@dataclass(frozen=True, slots=True)
-class Requirements:
-    """What a draft must meet for a rule to be lossless.
-
-    chain: no node has two children. adapted: the builder's promise of `DraftTree.adapted`. laws: "ignored"
-    (the rule never reads them) or "recorded" (each child's is the law it was drawn from).
-    """
-
-    chain: bool = False
-    adapted: bool = True
-    laws: Laws = "recorded"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +31,17 @@ class Verdicts:
 
     accepted: list[np.ndarray]  # B arrays int32: row-local nodes of the kept path in order, root excluded
     next_tokens: np.ndarray  # [B] int64
+    debts: list[RowDebts] | None = None  # per row, for the next step's TargetRows; rules that carry debts only
+
+    @classmethod
+    def stopping_at(cls, stops: np.ndarray, next_tokens: np.ndarray, batch: DraftBatch) -> Verdicts:
+        """Rows that stop at packed nodes `stops` [B] and go on with `next_tokens` [B]."""
+        parents = packed_parents(batch)
+        accepted = [
+            np.array(path_to(stop, parents), dtype=np.int32) - batch.offsets[row]
+            for row, stop in enumerate(stops.tolist())
+        ]
+        return cls(accepted=accepted, next_tokens=next_tokens)
 
     @property
     def num_accepted(self) -> np.ndarray:
@@ -73,30 +70,21 @@ class Verifier(ABC):
 
     @abstractmethod
     def verify(self, batch: DraftBatch, target: TargetRows, noise: VerifierNoise) -> Verdicts:
-        """Decide which drafted tokens stay and draw the token after them, for all rows."""
+        """Decide which drafted tokens stay and draw the token after them, for all rows.
+
+        Raises ValueError where the draft does not meet `requires` or the rows do not belong to it.
+        """
 
     def check_draft(self, batch: DraftBatch) -> None:
         """Raise ValueError, naming a rule that fits, where the draft does not meet `requires`."""
-        if self.requires.adapted and not batch.adapted:
-            raise ValueError(
-                f"verifier {self.name!r} must get an adapted draft, got adapted=False; "
-                "use verifier 'match', which keeps the law whatever the draft"
-            )
-        if self.requires.chain and np.any(batch.ranks > 0):
-            node = int(np.argmax(batch.ranks > 0))
-            row = int(np.searchsorted(batch.offsets, node, side="right")) - 1
-            raise ValueError(
-                f"verifier {self.name!r} must get chains, got a node with two children in row {row}; "
-                "use verifier 'traversal' (equal to 'block' on a chain) or 'match'"
-            )
+        check_requirements(self.name, self.requires, batch)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
 class ThresholdVerifier(Verifier):
-    """A rule of the form: test nodes in a fixed order, stop at v, draw from {m[v] on v's support, s[v] p
-    elsewhere}."""
+    """A rule of the form: test nodes one by one, stop at v, draw from {m[v] on v's support, s[v] p elsewhere}."""
 
     walk: ClassVar[Callable[..., np.ndarray]]  # verifiers.walk: which node the tests lead to
 
@@ -104,30 +92,33 @@ class ThresholdVerifier(Verifier):
     def thresholds(self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64) -> tuple[Array, Array, Array]:
         """(h [M], m [M, S], s [M]): node v passes when its uniform lies below h[v].
 
-        The token after stopping at v has weights m[v] on support_ids[v] and s[v] p elsewhere (not
-        normalised). Pure and deterministic; numpy arrays when the target lies on the CPU, else tensors on
-        its device, with no wait for the device.
+        The token after stopping at v has weights m[v] on support_ids[v] and s[v] p elsewhere (not normalised). Pure
+        and deterministic; numpy arrays when the target lies on the CPU, else tensors on its device, with no wait for
+        the device.
         """
+
+    def test_order(self, batch: DraftBatch, target: TargetRows) -> np.ndarray:
+        """[M] packed nodes, parents first, siblings in the order in which they are tested: as they were revealed."""
+        return np.arange(batch.num_nodes)
 
     def verify(self, batch: DraftBatch, target: TargetRows, noise: VerifierNoise) -> Verdicts:
         """See `Verifier.verify`; strict `u < h`, since u = 0 must not pass a threshold of 0."""
         self.check_draft(batch)
         threshold, mass, scale = self.thresholds(batch, target)
-        passed = noise.accept(batch) < _to_host(threshold)
-        parents = packed_parents(batch)
-        stops = type(self).walk(passed, parents=parents, roots=batch.offsets[:-1])
+        stops = type(self).walk(
+            noise.accept(batch) < _to_host(threshold),
+            parents=packed_parents(batch),
+            roots=batch.offsets[:-1],
+            order=self.test_order(batch, target),
+        )
         next_tokens = draw_residuals(
             target.rows(stops),
             support_ids=batch.support_ids[stops],
-            mass=torch.as_tensor(mass[stops]),
-            scale=torch.as_tensor(scale[stops]),
+            mass=torch.as_tensor(mass[stops]).to(target.device),
+            scale=torch.as_tensor(scale[stops]).to(target.device),
             uniforms=noise.resample(),
         )
-        accepted = [
-            np.array(path_to(stop, parents), dtype=np.int32) - batch.offsets[row]
-            for row, stop in enumerate(stops.tolist())
-        ]
-        return Verdicts(accepted=accepted, next_tokens=next_tokens)
+        return Verdicts.stopping_at(stops, next_tokens, batch)
 
 
 def _to_host(array: Array) -> np.ndarray:

@@ -1,0 +1,112 @@
+"""What a draft must meet for a rule to be lossless, and the checks of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from stand.trees import DraftBatch
+from stand.verifiers.schedule import Schedule, packed_parents, token_columns
+
+Laws = Literal["ignored", "recorded", "with_replacement", "one_batch"]
+LAW_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """Conditions on a draft and on who calls the rule.
+
+    chain: no node has two children.
+    adapted: the builder's promise of `DraftTree.adapted`.
+    laws: "ignored", the rule never reads them; "recorded", each child's is the law that it was drawn from;
+      "with_replacement", moreover siblings were drawn independently from one law; "one_batch", moreover a node's
+      children were drawn at once: without replacement from one law, or one of them drawn and the rest given.
+    carries_debts: later targets change with what was accepted (`TargetRows.debts`), and the drafter must be one fixed
+      function of the context, which a lookup tree that learns is not.
+    shared_noise: the rule keeps more when the drafter perturbs its laws with the verifier's own noise.
+    """
+
+    chain: bool = False
+    adapted: bool = True
+    laws: Laws = "recorded"
+    carries_debts: bool = False
+    shared_noise: bool = False
+
+
+def check_requirements(name: str, requires: Requirements, batch: DraftBatch) -> None:
+    """Raise ValueError, naming a rule that fits, where `batch` does not meet what rule `name` requires."""
+    if requires.adapted and not batch.adapted:
+        raise ValueError(
+            f"verifier {name!r} must get an adapted draft, got adapted=False; "
+            "use verifier 'match', which keeps the law whatever the draft"
+        )
+    if requires.chain and np.any(batch.ranks > 0):
+        raise ValueError(
+            f"verifier {name!r} must get chains, got two siblings in row {_row_of(batch, batch.ranks > 0)}; "
+            "use verifier 'traversal' (on a chain it is 'block') or 'match'"
+        )
+    if requires.laws == "with_replacement":
+        wrong = _departures(batch, without_replacement=False)
+        if np.any(wrong):
+            raise ValueError(
+                f"verifier {name!r} must get siblings drawn independently from one law, got others in row "
+                f"{_row_of(batch, wrong)}; use verifier 'traversal', which takes any recorded laws"
+            )
+    if requires.laws == "one_batch":
+        wrong = wrong_batches(batch)
+        if np.any(wrong):
+            raise ValueError(
+                f"verifier {name!r} must get a node's children in one draw (without replacement from one law, or one "
+                f"drawn and the rest deterministic), got others in row {_row_of(batch, wrong)}; "
+                "use verifier 'traversal', which takes any recorded laws"
+            )
+
+
+def wrong_batches(batch: DraftBatch) -> np.ndarray:
+    """[M] bool: children whose node is neither one draw without replacement nor "at most one child drawn"."""
+    departs = _departures(batch, without_replacement=True)
+    parents = packed_parents(batch)
+    children = np.flatnonzero(batch.depths > 0)
+    sampled = children[np.count_nonzero(batch.law[children], axis=1) > 1]
+    num_sampled = np.bincount(parents[sampled], minlength=batch.num_nodes)
+    node_departs = np.zeros(batch.num_nodes, dtype=bool)
+    node_departs[parents[departs]] = True
+    wrong = np.zeros(batch.num_nodes, dtype=bool)
+    wrong[children] = (node_departs & (num_sampled > 1))[parents[children]]
+    return wrong
+
+
+def drawn_without_replacement(batch: DraftBatch) -> np.ndarray:
+    """[M] bool: nodes with two or more children, all drawn without replacement from the first one's law."""
+    parents = packed_parents(batch)
+    num_children = np.bincount(parents[batch.depths > 0], minlength=batch.num_nodes)
+    departs = np.zeros(batch.num_nodes, dtype=bool)
+    departs[parents[_departures(batch, without_replacement=True)]] = True
+    return (num_children > 1) & ~departs
+
+
+def _departures(batch: DraftBatch, *, without_replacement: bool) -> np.ndarray:
+    """[M] bool: children whose law is not the first sibling's (without its earlier siblings' tokens, if so asked)."""
+    parents = packed_parents(batch)
+    columns, _ = token_columns(batch, parents)
+    schedule = Schedule.by_rank(batch)
+    left = np.zeros(batch.law.shape)  # per parent: what the next child must have been drawn from, not normalised
+    departs = np.zeros(batch.num_nodes, dtype=bool)
+    for rank, step in enumerate(schedule.steps[0]):
+        children = schedule.order[step]
+        if rank == 0:
+            left[parents[children]] = batch.law[children]
+        expected = left[parents[children]]
+        totals = expected.sum(axis=1, keepdims=True)
+        expected = expected / np.where(totals > 0, totals, 1.0)
+        departs[children] = np.abs(batch.law[children] - expected).max(axis=1) > LAW_TOLERANCE
+        if without_replacement:
+            left[parents[children], columns[children]] = 0.0
+    return departs
+
+
+def _row_of(batch: DraftBatch, nodes: np.ndarray) -> int:
+    """The row of the first node that is set in `nodes` [M] bool."""
+    return int(np.searchsorted(batch.offsets, np.argmax(nodes), side="right")) - 1

@@ -202,8 +202,8 @@ class Engine:
         stats = run.stats
         with stats.timed("draft"):
             batch = self._draft(run)
-        with stats.timed("forward"):
             plan = StepPlan.for_drafts(batch, _cached_lengths(run.rows), device=self.model.device)
+        with stats.timed("forward"):
             logits = run_plan(self.model, run.cache, plan)
         with stats.timed("verify"):
             scores = run.law.process(logits, batch, run.rows)
@@ -218,7 +218,7 @@ class Engine:
     def _draft(self, run: Run) -> DraftBatch:
         if not run.is_drafting:
             return DraftBatch.concatenate([DraftTree.pending(int(row.history[-1])) for row in run.rows])
-        batch = self.drafter.draft(
+        return self.drafter.draft(
             [row.history for row in run.rows],
             seed=run.seed,
             rows=_row_indices(run.rows),
@@ -226,8 +226,6 @@ class Engine:
             max_depths=np.array([row.num_remaining - 1 for row in run.rows], dtype=np.int64),
             is_greedy=run.law.params.is_greedy,
         )
-        self.verifier.check_draft(batch)
-        return batch
 
     def _verify(self, run: Run, batch: DraftBatch, probabilities: torch.Tensor) -> Verdicts:
         noise = VerifierNoise(
@@ -239,39 +237,26 @@ class Engine:
         return self.verifier.verify(batch, TargetRows(probabilities), noise)
 
     def _commit(self, run: Run, batch: DraftBatch, verdicts: Verdicts) -> None:
-        """Append what was kept to every row, move its keys together, and let ended rows go."""
-        run.stats.num_forwards += 1
-        run.stats.num_draft_tokens += batch.num_nodes - len(batch)
+        """Append what was kept to every row, up to its end, move its keys together, and let ended rows go."""
+        kept_nodes: list[np.ndarray] = []
         moves: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        for place, row in enumerate(run.rows):
-            accepted = verdicts.accepted[place]
+        for place, (row, accepted) in enumerate(zip(run.rows, verdicts.accepted, strict=True)):
+            nodes = batch.offsets[place] + accepted
+            tokens = [*batch.token_ids[nodes].tolist(), int(verdicts.next_tokens[place])]
             num_cached = row.num_cached
-            self._append(run, row, batch, int(batch.offsets[place]), accepted, int(verdicts.next_tokens[place]))
-            targets = np.arange(1, len(accepted) + 1)
-            moved = accepted != targets
-            if row.finish_reason is None and moved.any():
-                moves.append((np.full(moved.sum(), place), num_cached + accepted[moved], num_cached + targets[moved]))
+            emitted, row.finish_reason = run.stop.cut(row, tokens)
+            row.extend(tokens[:emitted])
+            kept_nodes.append(nodes[:emitted])
+            run.stats.num_tokens += emitted
+            if run.streamer is not None:
+                run.streamer.put(torch.tensor(tokens[:emitted]))
+            if row.finish_reason is None and len(accepted) and accepted[-1] != len(accepted):
+                targets = np.arange(1, len(accepted) + 1)
+                moves.append((np.full(len(accepted), place), num_cached + accepted, num_cached + targets))
         if moves:
             run.cache.compact(*(np.concatenate(column).astype(np.int64) for column in zip(*moves, strict=True)))
+        run.stats.count_step(batch, np.concatenate(kept_nodes))
         self._drop_finished(run)
-
-    def _append(self, run: Run, row: Row, batch: DraftBatch, first: int, accepted: np.ndarray, next_token: int) -> None:
-        """Append the accepted path and the bonus token, up to the first end."""
-        nodes = first + accepted
-        emitted = 0
-        for token in [*batch.token_ids[nodes].tolist(), next_token]:
-            row.append(token)
-            emitted += 1
-            row.finish_reason = run.stop.reason(row)
-            if row.finish_reason is not None:
-                break
-        kept = nodes[:emitted]
-        row.num_steps += 1
-        run.stats.num_steps += 1
-        run.stats.num_tokens += emitted
-        run.stats.count_accepted(batch.depths[kept], None if batch.slots is None else batch.slots[kept])
-        if run.streamer is not None:
-            run.streamer.put(torch.from_numpy(row.new_token_ids[-emitted:].astype(np.int64)))
 
     def _drop_finished(self, run: Run) -> None:
         """Fill the places of ended rows from the end, so that live rows stay consecutive in the cache."""

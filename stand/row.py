@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 
@@ -10,7 +12,7 @@ class Row:
 
     def __init__(self, index: int, prompt: np.ndarray, max_new_tokens: int):
         self.index = index  # place in the call; with the seed it names the row's random streams
-        self.num_steps = 0
+        self.num_steps = 0  # verifications so far
         self.finish_reason: str | None = None
         self._prompt_length = len(prompt)
         self._max_new_tokens = max_new_tokens
@@ -37,8 +39,11 @@ class Row:
         """New tokens that may still come."""
         return self._max_new_tokens - (self._length - self._prompt_length)
 
-    def append(self, token_id: int) -> None:
-        if self._length == len(self._tokens):
-            self._tokens = np.concatenate([self._tokens, np.empty(self._length, dtype=np.int32)])
-        self._tokens[self._length] = token_id
-        self._length += 1
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Commit one step's tokens."""
+        end = self._length + len(token_ids)
+        if end > len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.empty(end, dtype=np.int32)])
+        self._tokens[self._length : end] = token_ids
+        self._length = end
+        self.num_steps += 1

@@ -144,7 +144,8 @@ def _check_scores(scores: torch.Tensor) -> None:
     best = scores.amax(dim=-1)
     if bool(torch.isfinite(best).all()):
         return
-    kind = "NaN" if bool(torch.isnan(best).any()) else "+inf" if bool((best > 0).any()) else "only -inf"
+    broken = best[~torch.isfinite(best)]
+    kind = "NaN" if bool(torch.isnan(broken).any()) else "+inf" if bool((broken > 0).any()) else "only -inf"
     raise ValueError(
         f"every position needs a finite best logit, got {kind}; "
         "check the model's weights and dtype (float16 overflows), and processors that forbid every token"

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from stand.trees import DraftBatch
+
 VERBS = ("draft", "forward", "verify", "commit", "learn")
 
 
@@ -93,12 +95,15 @@ class Stats:
         finally:
             self.wall_seconds += time.perf_counter() - start
 
-    def count_accepted(self, depths: np.ndarray, slots: np.ndarray | None) -> None:
-        """Count emitted draft nodes by depth (1 = first drafted token) and, if known, by slot of the shape."""
-        self.num_accepted_draft_tokens += len(depths)
-        self.accepted_by_depth = _add_padded(self.accepted_by_depth, np.bincount(depths)[1:])
-        if slots is not None:
-            self.accepted_by_slot = _add_padded(self.accepted_by_slot, np.bincount(slots))
+    def count_step(self, batch: DraftBatch, kept_nodes: np.ndarray) -> None:
+        """Count one step of all rows whose packed nodes `kept_nodes` were emitted (`num_tokens` is the caller's)."""
+        self.num_forwards += 1
+        self.num_steps += len(batch)
+        self.num_draft_tokens += batch.num_nodes - len(batch)
+        self.num_accepted_draft_tokens += len(kept_nodes)
+        self.accepted_by_depth = _add_padded(self.accepted_by_depth, np.bincount(batch.depths[kept_nodes])[1:])
+        if batch.slots is not None:
+            self.accepted_by_slot = _add_padded(self.accepted_by_slot, np.bincount(batch.slots[kept_nodes]))
 
     def as_dict(self) -> dict[str, object]:
         """Counters and derived rates as plain JSON values."""

@@ -29,14 +29,21 @@ class StopRule:
         # A byte-level token is at least one byte: this many tokens reach back over any stop string.
         self._window = max((len(text.encode()) for text in stop_strings), default=0) + 4
 
-    def reason(self, row: Row) -> str | None:
-        """Why the row ends with its newest token: "eos", "stop", "length", or None."""
-        if int(row.history[-1]) in self._end_ids:
-            return "eos"
-        if self._stop_strings and self._holds_stop_string(row):
-            return "stop"
-        return "length" if row.num_remaining <= 0 else None
+    def cut(self, row: Row, token_ids: list[int]) -> tuple[int, str | None]:
+        """How many of a step's tokens the row gains, and why it ends with the last of them, if it does.
 
-    def _holds_stop_string(self, row: Row) -> bool:
-        recent = self._tokenizer.decode(row.new_token_ids[-self._window :].tolist())
-        return any(text in recent for text in self._stop_strings)
+        The reason is "eos", "stop" or "length". Checked token by token: an end may lie inside an accepted run.
+        """
+        for count, token in enumerate(token_ids, start=1):
+            if token in self._end_ids:
+                return count, "eos"
+            if self._stop_strings and self._ends_with_stop_string(row, token_ids[:count]):
+                return count, "stop"
+            if count == row.num_remaining:
+                return count, "length"
+        return len(token_ids), None
+
+    def _ends_with_stop_string(self, row: Row, token_ids: list[int]) -> bool:
+        recent = [*row.new_token_ids[-self._window :].tolist(), *token_ids][-self._window :]
+        text = self._tokenizer.decode(recent)
+        return any(stop in text for stop in self._stop_strings)

@@ -318,9 +318,7 @@ def production_report(
     return compare(world.as_float(), outcomes)
 
 
-def full_laws(
-    batch: DraftBatch, target: TargetRows, *, mass: np.ndarray, scale: np.ndarray
-) -> list[tuple[float, ...]]:
+def full_laws(batch: DraftBatch, target: TargetRows, *, mass: np.ndarray, scale: np.ndarray) -> list[tuple[float, ...]]:
     """[M] normalised laws {mass on the support, scale x p elsewhere}."""
     weights = np.asarray(target.rows(np.arange(batch.num_nodes))).astype(np.float64) * scale[:, None]
     for node, ids in enumerate(batch.support_ids):

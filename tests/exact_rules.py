@@ -7,6 +7,8 @@ purpose: a checker that passes one of them is blind.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
+from math import prod
 
 from exact import Draft, Law, Outcome, World, normalized
 
@@ -200,3 +202,78 @@ def as_chain(world: World, draft: Draft, path: list[int], law_of: Callable[[int]
     for position, node in enumerate(path[1:]):
         chain = chain.grown(position, draft.node(node).token, law_of(node))
     return chain
+
+
+def paths_as_chains(world: World, draft: Draft) -> Iterator[tuple[list[int], list[Outcome]]]:
+    """Every root-to-leaf path with what block verification makes of it alone, as if it were a chain."""
+    for path in paths(draft):
+        chain = as_chain(world, draft, path, lambda node: draft.node(node).law)
+        yield path, [outcome for outcome in block(world, chain) if outcome[0] > 0]
+
+
+def per_path_keep_longest(world: World, draft: Draft) -> Iterator[Outcome]:
+    """Block verification of every path by itself; the longest result counts (ties: the first path)."""
+    verified = list(paths_as_chains(world, draft))
+    for combination in product(*(outcomes for _, outcomes in verified)):
+        probability = prod(outcome[0] for outcome in combination)
+        best = max(range(len(verified)), key=lambda index: (combination[index][1], -index))
+        yield probability, verified[best][0][combination[best][1]], combination[best][2]
+
+
+def per_path_retry_next(world: World, draft: Draft) -> Iterator[Outcome]:
+    """Block verification of the first path; where nothing is kept, of the next one."""
+    verified = list(paths_as_chains(world, draft))
+    reach = 1
+    for index, (path, outcomes) in enumerate(verified):
+        last = index + 1 == len(verified)
+        for probability, node, law in outcomes:
+            if node > 0 or last:
+                yield reach * probability, path[node], law
+        reach = reach * sum(probability for probability, node, _ in outcomes if node == 0)
+
+
+def best_path_only(world: World, draft: Draft) -> Iterator[Outcome]:
+    """Block verification of the path that the target likes best."""
+
+    def target_probability(path: list[int]):
+        return prod(target_law(world, draft, draft.node(node).parent)[draft.node(node).token] for node in path[1:])
+
+    path, outcomes = max(paths_as_chains(world, draft), key=lambda verified: target_probability(verified[0]))
+    for probability, node, law in outcomes:
+        yield probability, path[node], law
+
+
+def greedy_block_continued(world: World, draft: Draft) -> Iterator[tuple]:
+    """Greedy block verification with its modification: (probability, tokens up to position gamma, law of the next)."""
+    chain_tokens = tuple(node.token for node in draft.nodes)
+    prefix = open_prefix(world, draft)
+    for probability, tau, law in last_success(world, draft, *greedy_block_parts(world, draft)):
+        if probability > 0:
+            yield from _follow(world, probability, chain_tokens[:tau], law, prefix[tau], len(chain_tokens))
+
+
+def _follow(world: World, probability, context: tuple, law: Law, ratio, depth: int) -> Iterator[tuple]:
+    """Draw from `law`, then from (R p - q)+ up to position `depth`, then from p."""
+    if len(context) == depth:
+        yield probability, context, law
+        return
+    for token, share in enumerate(law):
+        if share > 0:
+            step, proposal = world.p(context)[token], world.q(context)[token]
+            longer = (*context, token)
+            following, onward = world.p(longer), None
+            if ratio is not None and proposal > 0:
+                onward = ratio * step / proposal
+                if len(longer) < depth:
+                    following = normalized(excess(scaled(onward, world.p(longer)), world.q(longer)))
+            yield from _follow(world, probability * share, longer, following, onward, depth)
+
+
+WRONG_ON_CHAINS = (
+    block_testing_prefix,
+    block_breaking,
+    block_token_residual,
+    block_uncapped_last,
+    greedy_block_unmodified,
+)
+WRONG_ON_TREES = (per_path_keep_longest, per_path_retry_next, best_path_only)

@@ -17,6 +17,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -53,10 +54,11 @@ CHAT_TEMPLATE = (
 )
 # Keep freed memory in the process: returning and faulting it in again can cost more than the arithmetic.
 ALLOCATOR = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_TOP_PAD_": str(256 << 20),
 }
+LENGTH_STEP = 32  # batches have lengths of this grid, so that the allocator can use its blocks again
 WINDOW = 4  # batches drawn at once and sorted by length, so that little is padded
 IGNORED = -100
 
@@ -133,7 +135,8 @@ def draw_batches(
         order_rng.shuffle(order)
         for place in order:
             batch = encoded[place * rows : (place + 1) * rows]
-            input_ids = torch.full((rows, len(batch[-1])), pad)
+            length = -(-len(batch[-1]) // LENGTH_STEP) * LENGTH_STEP
+            input_ids = torch.full((rows, length), pad)
             labels = torch.full_like(input_ids, IGNORED)
             for row, token_ids in enumerate(batch):
                 begin = token_ids.index(think) + 1
@@ -142,13 +145,24 @@ def draw_batches(
             yield input_ids, labels
 
 
-def batch_loss(model: torch.nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of the labelled tokens; padding is on the right, so causality hides it."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = model(input_ids=input_ids, use_cache=False).logits
-    return torch.nn.functional.cross_entropy(
-        logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
-    )
+def learn_batch(model: torch.nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> float:
+    """Add the gradient of the labelled tokens' mean cross-entropy, in two halves to save memory; returns the mean.
+
+    Padding is on the right, so causality hides it.
+    """
+    total, count = 0.0, int((labels[:, 1:] != IGNORED).sum())
+    for part_ids, part_labels in zip(input_ids.chunk(2), labels.chunk(2), strict=True):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(input_ids=part_ids, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].float().flatten(0, 1),
+            part_labels[:, 1:].flatten(),
+            ignore_index=IGNORED,
+            reduction="sum",
+        )
+        (loss / count).backward()
+        total += loss.item() / count
+    return total
 
 
 def build_optimizers(model: torch.nn.Module, learning_rate: float) -> list[torch.optim.Optimizer]:
@@ -238,9 +252,25 @@ def train_process(rank: int, arguments: argparse.Namespace, meeting_file: str) -
     run_steps(rank, arguments, model, optimizers, tokenizer, progress)
     if rank == 0:
         save_folder(arguments.output, model, tokenizer)
+        describe_training(arguments, model, progress)
         print(f"wrote {arguments.output}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def describe_training(arguments: argparse.Namespace, model: torch.nn.Module, progress: dict) -> None:
+    """Write `training.json` beside the weights: how they came about."""
+    facts = {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "steps": progress["step"],
+        "reasoning_tokens": progress["tokens"],
+        "minutes": round(progress["seconds"] / 60, 1),
+        "processes": arguments.processes,
+        "texts_per_process_and_step": arguments.rows,
+        "learning_rate": arguments.learning_rate,
+        "seed": arguments.seed,
+    }
+    (arguments.output / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def run_steps(rank: int, arguments, model, optimizers, tokenizer, progress: dict) -> None:
@@ -257,8 +287,7 @@ def run_steps(rank: int, arguments, model, optimizers, tokenizer, progress: dict
     used = 0.0
     while used < 1.0:
         input_ids, labels = next(batches)
-        loss = batch_loss(model, input_ids, labels)
-        loss.backward()
+        recent.append(learn_batch(model, input_ids, labels))
         progress["seconds"] = earlier + time.monotonic() - begin
         budget_share = progress["seconds"] / (60 * arguments.minutes)
         if arguments.steps:
@@ -267,7 +296,6 @@ def run_steps(rank: int, arguments, model, optimizers, tokenizer, progress: dict
         apply_step(model, optimizers, arguments.learning_rate * rate_at(used, progress["step"]))
         progress["step"] += 1
         progress["tokens"] += int((labels != IGNORED).sum()) * arguments.processes
-        recent.append(loss.item())
         if rank == 0 and progress["step"] % 20 == 0:
             report = {"loss": round(sum(recent) / len(recent), 4), "used": round(used, 3), **progress}
             print(json.dumps(report), flush=True)
@@ -346,7 +374,8 @@ def train(arguments: argparse.Namespace) -> None:
     os.environ.update(ALLOCATOR)  # read by the allocator of the spawned processes
     with tempfile.TemporaryDirectory() as folder:
         meeting_file = str(Path(folder) / "meeting")
-        mp.spawn(train_process, args=(arguments, meeting_file), nprocs=arguments.processes)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # a clean exit ends the daemons below, too
+        mp.spawn(train_process, args=(arguments, meeting_file), nprocs=arguments.processes, daemon=True)
 
 
 def read_arguments() -> argparse.Namespace:

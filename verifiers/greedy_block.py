@@ -121,8 +121,8 @@ def pay(draft: DraftTree, rows: torch.Tensor, debts: RowDebts) -> Ledger:
         proposal = _proposal(draft, node, len(law))
         for debt, ratio in zip(debts, ratios[:-1], strict=True):
             if debt.positions > node:
-                law = np.maximum(ratio * law - proposal, 0.0)
-                law = law / law.sum()
+                excess = np.maximum(ratio * law - proposal, 0.0)
+                law = excess / excess.sum() if excess.any() else law  # all 0: R <= 1, the law never leads here
             bases.append(law)
         rows[node] = torch.from_numpy(law)
         ledger.ratios.append(ratios)

@@ -48,15 +48,24 @@ class VerifierNoise:
     def exponentials(self, rows: np.ndarray, depth: int, *, vocabulary_size: int, device: torch.device) -> torch.Tensor:
         """[len(rows), V] float64, positive: noise of the token at positions[row] + depth, one number per token id.
 
-        Made on `device`; bit-identical on all of them up to the logarithm's last place.
+        Made on `device`; the uniforms behind it are the same bits everywhere.
         """
-        tokens = np.arange(vocabulary_size)
+        if device.type != "cpu":
+            return self.device_exponentials(rows, depth, vocabulary_size=vocabulary_size, device=device)
+        positions, tokens = self.positions[rows] + depth, np.arange(vocabulary_size)
+        keys = (self.rows[rows][:, None], positions[:, None], tokens[None, :])
+        return torch.from_numpy(-np.log(uniforms(self.seed, TARGET, *keys)))
+
+    def device_exponentials(
+        self, rows: np.ndarray, depth: int, *, vocabulary_size: int, device: torch.device
+    ) -> torch.Tensor:
+        """`exponentials` by tensor operations, without the compiled core."""
+        return -uniforms_on_device(self.step_keys(rows, depth), vocabulary_size, device=device).log()
+
+    def step_keys(self, rows: np.ndarray, depth: int) -> list[int]:
+        """Per row the 64-bit key of the target's noise at positions[row] + depth, before the token is mixed in."""
         positions = self.positions[rows] + depth
-        if device.type == "cpu":
-            keys = (self.rows[rows][:, None], positions[:, None], tokens[None, :])
-            return torch.from_numpy(-np.log(uniforms(self.seed, TARGET, *keys)))
-        keys = [_step_key(self.seed, TARGET, *key) for key in zip(self.rows[rows], positions, strict=True)]
-        return -uniforms_on_device(keys, vocabulary_size, device=device).log()
+        return [_step_key(self.seed, TARGET, *key) for key in zip(self.rows[rows], positions, strict=True)]
 
 
 def uniforms_on_device(step_keys: list[int], num_nodes: int, *, device: torch.device) -> torch.Tensor:

@@ -18,7 +18,7 @@ CORE_TESTS := tests/test_lookup.py tests/test_lookup_file.py tests/test_draft.py
 
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: throughput test lint test-debug test-wheel clean
+.PHONY: throughput test lint test-debug test-wheel away clean
 
 throughput: $(VENV)/.ready
 	$(BIN)/python scripts/throughput.py $(ARGS)
@@ -29,13 +29,16 @@ test: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 
-test-debug: .venv-debug/.ready
-	.venv-debug/bin/python -m pytest $(CORE_TESTS)
+# Both run away from the source tree, so that only what was installed can be imported.
+test-debug: .venv-debug/.ready away
+	cd build/away && $(CURDIR)/.venv-debug/bin/python -m pytest $(CORE_TESTS)
 
-test-wheel: .venv-wheel/.ready
+test-wheel: .venv-wheel/.ready away
+	cd build/away && $(CURDIR)/.venv-wheel/bin/python -m pytest
+
+away:
 	rm -rf build/away && mkdir -p build/away
 	cp -r tests scripts pyproject.toml README.md build/away/
-	cd build/away && $(CURDIR)/.venv-wheel/bin/python -m pytest -o pythonpath=
 
 # torch goes first and alone: another package's looser range must not choose the build.
 define install_torch

@@ -1,0 +1,110 @@
+"""What verification costs beside the target's softmax.
+
+Usage: python scripts/bench_verifier.py [--rows 16] [--nodes 80] [--vocabulary 152064] [--repeats 5] [--device cpu]
+
+Random drafts on the 80-node shape (its first `--nodes` slots), random target laws. `thresholds` is the deterministic
+part (an [M, S] gather and small array work), `verify` adds the walk and the final draw (rows x vocabulary numbers),
+`log_softmax` is one pass over the logits of all M nodes, which the engine needs in any case. Medians of process CPU
+seconds on a CPU, of wall seconds elsewhere. Last line: JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from stand.trees import DraftBatch, DraftTree, TreeShape
+from stand.verifiers import TargetRows, VerifierNoise, get_verifier
+
+RULES = ("match", "coupled", "rrs", "traversal")
+SUPPORT_SIZE = 10
+
+
+def random_draft(parents: np.ndarray, vocabulary_size: int, generator: np.random.Generator) -> DraftTree:
+    """Children drawn without replacement from random laws over SUPPORT_SIZE random tokens per node."""
+    num_nodes = len(parents)
+    token_ids = np.zeros(num_nodes, dtype=np.int32)
+    support_ids = np.full((num_nodes, SUPPORT_SIZE), -1, dtype=np.int32)
+    law = np.zeros((num_nodes, SUPPORT_SIZE), dtype=np.float32)
+    for node in range(num_nodes):
+        children = np.flatnonzero(parents == node)
+        if len(children):
+            support_ids[node] = generator.choice(vocabulary_size, SUPPORT_SIZE, replace=False)
+            left = generator.dirichlet(np.full(SUPPORT_SIZE, 0.5))
+            for child in children:
+                law[child] = left / left.sum()
+                column = generator.choice(SUPPORT_SIZE, p=left / left.sum())
+                token_ids[child] = support_ids[node, column]
+                left[column] = 0.0
+    return DraftTree(token_ids=token_ids, parents=parents, support_ids=support_ids, law=law)
+
+
+def median_seconds(work: Callable[[], object], *, repeats: int, device: torch.device) -> float:
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    seconds = []
+    for _ in range(repeats):
+        if device.type != "cpu":
+            torch.cuda.synchronize(device)
+        start = clock()
+        work()
+        if device.type != "cpu":
+            torch.cuda.synchronize(device)
+        seconds.append(clock() - start)
+    return statistics.median(seconds[1:] or seconds)
+
+
+def target_laws(num_nodes: int, options: argparse.Namespace, *, device: torch.device) -> tuple[torch.Tensor, float]:
+    """(random laws [M, V], seconds that log_softmax of as many logits takes)."""
+    logits = torch.randn((num_nodes, options.vocabulary), generator=torch.Generator().manual_seed(0)).to(device)
+    seconds = median_seconds(lambda: torch.log_softmax(logits, dim=1), repeats=options.repeats, device=device)
+    return torch.softmax(logits * 2, dim=1), seconds
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--nodes", type=int, default=80)
+    parser.add_argument("--vocabulary", type=int, default=152_064)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    return parser.parse_args()
+
+
+def measure(options: argparse.Namespace) -> dict:
+    device, generator = torch.device(options.device), np.random.default_rng(0)
+    parents = TreeShape.paper().parents[: options.nodes].copy()
+    batch = DraftBatch.concatenate([random_draft(parents, options.vocabulary, generator) for _ in range(options.rows)])
+    probs, softmax_seconds = target_laws(batch.num_nodes, options, device=device)
+    seconds, target = {"log_softmax": softmax_seconds}, TargetRows(probs)
+    zeros = np.zeros(options.rows, dtype=np.int64)
+    noise = VerifierNoise(0, rows=np.arange(options.rows), steps=zeros, positions=zeros)
+    for name in RULES:
+        rule = get_verifier(name)
+        parts = {"verify": lambda rule=rule: rule.verify(batch, target, noise)}
+        if hasattr(rule, "thresholds"):
+            parts["thresholds"] = lambda rule=rule: rule.thresholds(batch, target)
+        for part, work in parts.items():
+            seconds[f"{name} {part}"] = median_seconds(work, repeats=options.repeats, device=device)
+    return {"num_nodes": batch.num_nodes, "seconds": seconds}
+
+
+def main() -> None:
+    options = arguments()
+    torch.set_num_threads(1)
+    result = measure(options)
+    seconds = result["seconds"]
+    print(f"{options.rows} rows, {result['num_nodes']} nodes, vocabulary {options.vocabulary}, {options.device}")
+    print(f"{'part':24} {'ms':>10} {'of log_softmax':>16}")
+    for part, value in seconds.items():
+        print(f"{part:24} {value * 1e3:10.3f} {value / seconds['log_softmax']:16.4f}")
+    print(json.dumps({**vars(options), **result, "torch": torch.__version__}))
+
+
+if __name__ == "__main__":
+    main()

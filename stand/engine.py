@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from stand.support import check_model, max_positions, run_plan, text_config
 from stand.trees import DraftBatch, DraftTree, LookupTree, TreeShape, vocabulary_fingerprint
 from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise, get_verifier
 
+DEBUG = os.environ.get("STAND_DEBUG", "0") == "1"  # check every draft's invariants
 PROMPT_CHUNK = 512  # prompt tokens per forward; bounds the mask to [512, L]
 
 
@@ -218,7 +220,7 @@ class Engine:
     def _draft(self, run: Run) -> DraftBatch:
         if not run.is_drafting:
             return DraftBatch.concatenate([DraftTree.pending(int(row.history[-1])) for row in run.rows])
-        return self.drafter.draft(
+        batch = self.drafter.draft(
             [row.history for row in run.rows],
             seed=run.seed,
             rows=_row_indices(run.rows),
@@ -226,6 +228,9 @@ class Engine:
             max_depths=np.array([row.num_remaining - 1 for row in run.rows], dtype=np.int64),
             is_greedy=run.law.params.is_greedy,
         )
+        if DEBUG:
+            batch.check()
+        return batch
 
     def _verify(self, run: Run, batch: DraftBatch, probabilities: torch.Tensor) -> Verdicts:
         noise = VerifierNoise(

@@ -51,6 +51,11 @@ def wrap(
     does not fit. The model is left as it is: weights, attention implementation and mode.
     """
     rule = get_verifier(verifier, allow_lossy=allow_lossy)
+    if rule.requires.carries_debts:
+        raise ValueError(
+            f"the engine's drafters learn and may draft less than was asked for, got verifier {verifier!r}, which needs "
+            "one fixed law at every position of its debt; use 'block' on chains or 'traversal'"
+        )
     check_model(model)
     if drafter is None:
         fingerprint = _fingerprint(model, tokenizer)

@@ -39,7 +39,7 @@ def test_greedy_equals_transformers_token_for_token(family):
     assert output.stats.num_accepted_draft_tokens > 5  # drafts were in fact accepted
 
 
-@pytest.mark.parametrize("verifier", ["match", "rrs", "traversal"])
+@pytest.mark.parametrize("verifier", ["match", "rrs", "traversal", "coupled", "ranked_traversal", "ot_traversal"])
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_greedy_is_the_same_under_every_verifier_and_with_a_penalty(verifier, penalty):
     output = engine_of(verifier=verifier).generate(
@@ -85,10 +85,11 @@ def test_a_rows_tokens_do_not_depend_on_its_batch_mates(verifier, learn):
     assert together.token_ids[0] == alone.token_ids[0]
 
 
-def test_match_yields_plain_samplings_tokens():
-    """Its noise belongs to (seed, row, position), so drafts change nothing."""
+@pytest.mark.parametrize("verifier", ["match", "coupled"])
+def test_some_rules_yield_plain_samplings_very_tokens(verifier):
+    """Their noise belongs to (seed, row, position), so drafts change nothing."""
     settings = {"input_ids": PROMPTS, "num_return_sequences": 4, "max_new_tokens": 40, "temperature": 0.7, "seed": 11}
-    engine = engine_of(verifier="match")
+    engine = engine_of(verifier=verifier)
     drafted, plain = engine.generate(**settings), engine.generate(**settings, draft=False)
     assert drafted.token_ids == plain.token_ids
     assert drafted.stats.num_steps < plain.stats.num_steps
@@ -217,6 +218,10 @@ def test_bad_settings_of_wrap_are_refused():
     model = tiny_model("qwen2")
     with pytest.raises(ValueError, match="traversal"):  # the error lists what there is
         stand.wrap(model, verifier="no_such_rule")
+    with pytest.raises(ValueError, match="needs one fixed law"):
+        stand.wrap(model, verifier="greedy_block")
+    with pytest.raises(ValueError, match="allow_lossy"):
+        stand.wrap(model, verifier="typical")
     with pytest.raises(ValueError, match="this tokenizer"):
         stand.wrap(model, lookup=LookupTree(fingerprint=b"x" * 16))
 

@@ -278,6 +278,21 @@ def test_thresholds_change_nothing(rule):
     assert all(np.array_equal(one, two) for one, two in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("rule", [name for name in CHAIN_RULES if name != "match"])
+def test_a_token_that_its_law_cannot_give_is_refused(rule):
+    """A broken contract: the child's token has no mass in its law, or is not in the support at all."""
+    for token, support in ((1, [0, 1, 2]), (1, [0, 2, -1])):
+        draft = DraftTree(
+            token_ids=np.array([0, token], dtype=np.int32),
+            parents=np.array([-1, 0], dtype=np.int32),
+            support_ids=np.array([support, [-1, -1, -1]], dtype=np.int32),
+            law=np.array([[0, 0, 0], [1, 0, 0]], dtype=np.float32),
+        )
+        target = TargetRows(torch.tensor([[0.2, 0.7, 0.1], [1.0, 0.0, 0.0]]))
+        thresholds, _, _ = get_verifier(rule).thresholds(DraftBatch.concatenate([draft]), target)
+        assert thresholds[1] == 0
+
+
 # Requirements, names, errors.
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from stand.trees import DraftBatch
-from stand.verifiers.schedule import Schedule, packed_parents, token_columns
+from stand.verifiers.schedule import Schedule, packed_parents, token_columns, token_laws
 from stand.verifiers.target import TargetRows
 
 Array = Any  # numpy.ndarray on a CPU, torch.Tensor elsewhere
@@ -61,7 +61,7 @@ class Operands:
         columns, found = token_columns(batch, parents)
         arrays = {
             "law": batch.law.astype(dtype),
-            "token_law": np.where(found, batch.law[np.arange(len(columns)), columns], 0.0).astype(dtype),
+            "token_law": token_laws(batch.law, columns, found).astype(dtype),
             "token_cells": parents * batch.support_ids.shape[1] + columns,
             "parents": parents,
             "roots": batch.offsets[:-1].astype(np.int64),

@@ -55,7 +55,7 @@ class TransportTraversalVerifier(ThresholdVerifier):
                 children, parents = children[single], parents[single]
                 owed[children] = operands.ratio(operands.token_mass(mass, children), operands.token_law[children])
                 mass[parents], scale[parents] = after_failure(
-                    operands, mass[parents], scale[parents], law=operands.law[children], tail=operands.tail[parents]
+                    operands, mass[parents], scale[parents], operands.law[children]
                 )
         return pass_probability(operands, mass, scale), mass, scale
 

@@ -9,7 +9,7 @@ import numpy as np
 from stand.trees import DraftBatch
 from stand.verifiers.operands import HOST, Array, Operands
 from stand.verifiers.requirements import Requirements, drawn_without_replacement
-from stand.verifiers.schedule import Schedule, packed_parents, token_columns
+from stand.verifiers.schedule import Schedule, packed_parents, token_columns, token_laws
 from stand.verifiers.set_law import set_law, set_sizes
 from stand.verifiers.target import TargetRows
 from stand.verifiers.traversal import traverse
@@ -37,8 +37,7 @@ class RankedTraversalVerifier(ThresholdVerifier):
         ranks, law = self._reorder(batch, target)
         schedule = Schedule.by_depth_and_rank(batch, ranks=ranks)
         operands = Operands.gather(batch, target, dtype=dtype, schedule=schedule, device=HOST)
-        columns, found = token_columns(batch, packed_parents(batch))
-        token_law = np.where(found, law[np.arange(len(law)), columns], 0.0)
+        token_law = token_laws(law, *token_columns(batch, packed_parents(batch)))
         return traverse(replace(operands, law=law.astype(dtype), token_law=token_law.astype(dtype)))
 
     def test_order(self, batch: DraftBatch, target: TargetRows) -> np.ndarray:

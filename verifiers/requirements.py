@@ -20,9 +20,10 @@ class Requirements:
 
     chain: no node has two children.
     adapted: the builder's promise of `DraftTree.adapted`.
-    laws: "ignored", the rule never reads them; "recorded", each child's is the law that it was drawn from;
-      "with_replacement", moreover siblings were drawn independently from one law; "one_batch", moreover a node's
-      children were drawn at once: without replacement from one law, or one of them drawn and the rest given.
+    laws: "ignored", the rule never reads them (supports must hold the children's tokens all the same); "recorded",
+      each child's is the law that it was drawn from; "with_replacement", moreover siblings were drawn independently
+      from one law; "one_batch", moreover a node's children were drawn at once: without replacement from one law, or one
+      of them drawn and the rest given.
     carries_debts: later targets change with what was accepted (`TargetRows.debts`), and the drafter must be one fixed
       function of the context, which a lookup tree that learns is not.
     shared_noise: the rule keeps more when the drafter perturbs its laws with the verifier's own noise.

@@ -23,6 +23,11 @@ def token_columns(batch: DraftBatch, parents: np.ndarray) -> tuple[np.ndarray, n
     return columns, found
 
 
+def token_laws(law: np.ndarray, columns: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """[M]: what each node's law [M, S] gives its own token; 0 where its parent's support does not hold the token."""
+    return np.where(found, law[np.arange(len(columns)), columns], 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """Packed nodes sorted by (depth, rank), and where each group begins.

@@ -45,7 +45,7 @@ def traverse(operands: Operands) -> tuple[Array, Array, Array]:
         for children, parents in operands.steps(depth):
             owed[children] = operands.ratio(operands.token_mass(mass, children), operands.token_law[children])
             mass[parents], scale[parents] = after_failure(
-                operands, mass[parents], scale[parents], law=operands.law[children], tail=operands.tail[parents]
+                operands, mass[parents], scale[parents], operands.law[children]
             )
     return pass_probability(operands, mass, scale), mass, scale
 
@@ -57,15 +57,14 @@ def pass_probability(operands: Operands, mass: Array, scale: Array) -> Array:
     return threshold
 
 
-def after_failure(operands: Operands, mass: Array, scale: Array, *, law: Array, tail: Array) -> tuple[Array, Array]:
-    """The mass still owed [n, S] and its scale [n] once a child drawn from `law` and its subtree failed.
+def after_failure(operands: Operands, mass: Array, scale: Array, law: Array) -> tuple[Array, Array]:
+    """The mass still owed [n, S] and its scale [n] once a child drawn from `law` [n, S] and its subtree failed.
 
-    The denominator is the probability of that failure. Where it is 0 the child always passes (a = 1 and m = q): nothing
-    is divided, what stands there is never reached.
+    The denominator R + 1 - sum m = 1 - sum min(m, q) is the probability of that failure. Where it is 0 the child always
+    passes (sum m = 1 and m = q): nothing is divided, what stands there is never reached.
     """
     rest = (mass - law).clip(min=0.0)
-    outside = scale * tail
-    failure = rest.sum(axis=1) + outside + 1.0 - (mass.sum(axis=1) + outside)
+    failure = 1.0 - operands.module.minimum(mass, law).sum(axis=1)
     possible = failure > operands.tiny
     divisor = operands.module.where(possible, failure, 1.0)
     return operands.module.where(possible[:, None], rest / divisor[:, None], mass), scale / divisor

@@ -10,7 +10,7 @@ if __name__ != "stand.trees":
     )
 
 from stand.trees import noise
-from stand.trees.draft import NO_PARENT, ROOT, DraftBatch, DraftTree
+from stand.trees.draft import NO_PARENT, NO_TOKEN, ROOT, DraftBatch, DraftTree
 from stand.trees.fingerprint import vocabulary_fingerprint
 from stand.trees.lookup import LookupTree
 from stand.trees.lookup_file import LookupFileError
@@ -18,6 +18,7 @@ from stand.trees.shape import TreeShape, fit_shape
 
 __all__ = [
     "NO_PARENT",
+    "NO_TOKEN",
     "ROOT",
     "DraftBatch",
     "DraftTree",

@@ -14,6 +14,7 @@ from stand.trees.draft import NO_TOKEN, DraftBatch
 from stand.trees.lookup_file import LookupFileError, read_lookup_file, write_lookup_file
 
 cdef extern from "noise.h" namespace "stand" nogil:
+    const uint64_t DRAFT_STREAM
     uint64_t stream_key(uint64_t seed, uint64_t stream)
     uint64_t step_key(uint64_t stream_key, uint64_t row, uint64_t step)
     double uniform(uint64_t step_key, uint64_t node, uint64_t slot)
@@ -472,7 +473,7 @@ def _step_keys(seed, rows, steps, num_rows):
         raise ValueError(f"rows and steps must hold one number per history ({num_rows}); they key the noise")
     keys = np.empty(num_rows, dtype=np.uint64)
     cdef uint64_t[::1] key_view = keys
-    cdef uint64_t words = 0, key = stream_key(seed, 1)
+    cdef uint64_t words = 0, key = stream_key(seed, DRAFT_STREAM)
     cdef Py_ssize_t row
     for row in range(num_rows):
         words |= <uint64_t> row_numbers[row] | <uint64_t> step_numbers[row]

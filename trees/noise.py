@@ -10,7 +10,7 @@ import numpy as np
 
 from stand.trees.lookup import fill_uniforms
 
-DRAFT = 1
+DRAFT = 1  # DRAFT_STREAM of noise.h
 ACCEPT = 2
 RESAMPLE = 3
 TARGET = 4

@@ -67,7 +67,7 @@ inline int32_t node_window(const StepView& step, int64_t row, int64_t node, int3
     return available;
 }
 
-// Teaches row i of `ids` and `probs` to the context that ends in node i, for the given ascending or arbitrary nodes.
+// Teaches row i of `ids` and `probs` to the context that ends in node i, for the given nodes in their order.
 inline void learn_nodes(Lookup& lookup, const StepView& step, const int64_t* nodes, int64_t num_nodes,
                         const int32_t* ids, const float* probs, int32_t width) {
     const std::lock_guard<std::mutex> guard(lookup.mutex);

@@ -538,8 +538,15 @@ def test_typical_keeps_plausible_tokens():
     assert verdicts.num_accepted.tolist() == [3]  # 0.1 > epsilon = 0.09, the smaller of the two bars
     strict = type(verifier)(epsilon=0.15, delta=0.3).verify(batch, TargetRows(law.repeat(4, 1)), keyed(1))
     assert strict.num_accepted.tolist() == [2]
+    flat = torch.full((1, 4), 0.25)  # entropy log 4: the bar is at most 0.99 / 4
+    rows = torch.cat([flat, law, law, law])
+    for epsilon, kept in ((0.3, 2), (0.07, 3)):
+        verdicts = type(verifier)(epsilon=epsilon, delta=0.99).verify(batch, TargetRows(rows), keyed(1))
+        assert verdicts.num_accepted.tolist() == [kept], epsilon
     with pytest.raises(ValueError, match="epsilon must be in"):
         type(verifier)(epsilon=0.0)
+    with pytest.raises(ValueError, match="delta positive"):
+        type(verifier)(delta=0.0)
 
 
 def test_kl_threshold_compares_laws():

@@ -64,4 +64,4 @@ class Schedule:
         ranks = batch.ranks[order]
         firsts = np.concatenate([[0], np.flatnonzero(np.diff(ranks)) + 1, [len(ranks)]]).tolist()
         groups = [slice(first, end) for first, end in zip(firsts[:-1], firsts[1:], strict=True) if first < end]
-        return cls(order=order, levels=[slice(0, len(order))], steps=[groups])
+        return cls(order=order, levels=[], steps=[groups])

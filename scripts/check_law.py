@@ -1,0 +1,196 @@
+"""Is what the engine writes distributed like plain sampling? An end-to-end check beside the exact tests.
+
+Usage: python scripts/check_law.py law    [--verifiers traversal,match] [--kinds sampled,mixed] [--continuations 20000]
+       python scripts/check_law.py replay [--verifiers match,coupled] [--prompts 50] [--rows 16] [--tokens 256]
+
+`law`: continuations of fixed prompts (held-out problems, cut at various places of a written-out solution) at
+temperature 1, drafted by a lookup tree that was warmed up on the same prompts and is then frozen, against as many
+without drafts and with other seeds. Per prompt the frequencies of whole continuations are compared by a two-sample
+chi-square test; rare ones count as one cell. One statistic over all prompts, one p-value per verifier and draft kind.
+The lossy rule `typical` is run too: a test that does not refuse it is blind.
+
+`replay`: with `match` and `coupled` the token ids must equal those of plain sampling with the same seed (float32).
+
+Last line: JSON. Exit status 1 where a p-value is below --level (default 1e-4: that is the false-alarm rate per test), a
+replay differs, or the lossy rule passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from problems import held_out_problems, write_prompt
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import stand
+
+REASONER = Path(__file__).resolve().parent / "reasoner"
+LONGEST_CUT = 60  # tokens of a solution that a prompt may include
+ROWS_PER_CALL = 500
+SMALLEST_CELL = 10  # continuations expected in a cell of one arm
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    statistic: float
+    degrees_of_freedom: int
+
+    @property
+    def p_value(self) -> float:
+        """Upper tail of chi-square by Wilson and Hilferty's cube root, good to a few per cent here."""
+        if self.degrees_of_freedom == 0:
+            return 1.0
+        spread = 2 / (9 * self.degrees_of_freedom)
+        z = ((self.statistic / self.degrees_of_freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+        return math.erfc(z / math.sqrt(2)) / 2
+
+
+def compare(first: Sequence[Counter], second: Sequence[Counter]) -> Comparison:
+    """Two-sample chi-square over prompts; cell i of both arms is expected to hold SMALLEST_CELL at least."""
+    statistic, freedom = 0.0, 0
+    for one, two in zip(first, second, strict=True):
+        sizes = (one.total(), two.total())
+        cells = [key for key in one | two if (one[key] + two[key]) * min(sizes) / sum(sizes) >= SMALLEST_CELL]
+        counts = [(one[key], two[key]) for key in cells]
+        rest = (sizes[0] - sum(count[0] for count in counts), sizes[1] - sum(count[1] for count in counts))
+        counts += [rest] if sum(rest) * min(sizes) / sum(sizes) >= SMALLEST_CELL else []
+        freedom += max(len(counts) - 1, 0)
+        for pair in counts:
+            for count, size in zip(pair, sizes, strict=True):
+                expected = sum(pair) * size / sum(sizes)
+                statistic += (count - expected) ** 2 / expected
+    return Comparison(statistic, freedom)
+
+
+def fixed_prompts(engine: stand.Engine, count: int, *, seed: int = 0) -> list[list[int]]:
+    """Token ids of `count` held-out problems, each with the first tokens of a solution by the model itself."""
+    cuts = random.Random(f"cuts {seed}")
+    texts = [write_prompt(problem.problem) for problem in held_out_problems(count, seed=seed)]
+    solutions = engine.generate(texts, max_new_tokens=LONGEST_CUT, temperature=1.0, seed=seed, draft=False).token_ids
+    prompts = [engine.tokenizer(text)["input_ids"] for text in texts]
+    return [
+        prompt + solution[: cuts.randrange(LONGEST_CUT)] for prompt, solution in zip(prompts, solutions, strict=True)
+    ]
+
+
+def continuations(
+    engine: stand.Engine, prompts: Sequence[Sequence[int]], rows: int, *, tokens: int, seed: int, draft: bool
+) -> tuple[list[Counter], float]:
+    """(per prompt how often each continuation came, mean tokens per step); the drafter is left as it is."""
+    counters, steps, emitted = [Counter() for _ in prompts], 0, 0
+    for place, prompt in enumerate(prompts):
+        for start in range(0, rows, ROWS_PER_CALL):
+            output = engine.generate(
+                input_ids=[prompt],
+                num_return_sequences=min(ROWS_PER_CALL, rows - start),
+                max_new_tokens=tokens,
+                temperature=1.0,
+                seed=seed + 1000 * place + start // ROWS_PER_CALL,
+                draft=draft,
+                learn=False,
+            )
+            counters[place].update(map(tuple, output.token_ids))
+            steps += output.stats.num_steps
+            emitted += output.stats.num_tokens
+    return counters, emitted / steps
+
+
+def warmed_up(model, tokenizer, prompts: Sequence[Sequence[int]], *, verifier: str, kind: str) -> stand.Engine:
+    """An engine whose lookup tree has seen 64 continuations of every prompt."""
+    engine = stand.wrap(model, tokenizer, verifier=verifier, draft_kind=kind, allow_lossy=True)
+    engine.generate(input_ids=prompts, num_return_sequences=64, max_new_tokens=12, temperature=1.0, seed=999)
+    return engine
+
+
+def check_law(model, tokenizer, options: argparse.Namespace) -> dict:
+    plain = stand.wrap(model, tokenizer, verifier="match")
+    prompts = fixed_prompts(plain, options.prompts)
+    rows = math.ceil(options.continuations / len(prompts))
+    expected, _ = continuations(plain, prompts, rows, tokens=options.tokens, seed=10**6, draft=False)
+    arms = [(verifier, kind) for verifier in options.verifiers for kind in options.kinds] + [("typical", "sampled")]
+    results = []
+    for verifier, kind in arms:
+        engine = warmed_up(model, tokenizer, prompts, verifier=verifier, kind=kind)
+        seen, length = continuations(engine, prompts, rows, tokens=options.tokens, seed=2 * 10**6, draft=True)
+        found = compare(seen, expected)
+        lossless = stand.verifiers.get_verifier(verifier, allow_lossy=True).lossless
+        result = {
+            "verifier": verifier,
+            "kind": kind,
+            "continuations": rows * len(prompts),
+            "tokens_per_step": length,
+            "statistic": found.statistic,
+            "degrees_of_freedom": found.degrees_of_freedom,
+            "p_value": found.p_value,
+            "as_it_should": (found.p_value >= options.level) == lossless,
+        }
+        print(f"{verifier:18} {kind:14} chi2 {found.statistic:9.1f} on {found.degrees_of_freedom:5}  "
+              f"p {found.p_value:9.2g}  tokens/step {length:.2f}", file=sys.stderr, flush=True)  # fmt: skip
+        results.append(result)
+    return {"check": "law", "tokens": options.tokens, "level": options.level, "arms": results}
+
+
+def check_replay(model, tokenizer, options: argparse.Namespace) -> dict:
+    settings = {"num_return_sequences": options.rows, "max_new_tokens": options.tokens, "temperature": 1.0, "seed": 5}
+    texts = [write_prompt(problem.problem) for problem in held_out_problems(options.prompts, seed=1)]
+    results = []
+    for verifier in options.verifiers:
+        engine = stand.wrap(model, tokenizer, verifier=verifier)
+        different, compared, steps = 0, 0, 0
+        for text in texts:
+            plain = engine.generate([text], **settings, draft=False)
+            drafted = engine.generate([text], **settings)
+            pairs = list(zip(plain.token_ids, drafted.token_ids, strict=True))
+            different += sum(one != two for one, two in pairs)
+            compared += sum(len(one) for one, _ in pairs)
+            steps += drafted.stats.num_steps
+        result = {
+            "verifier": verifier,
+            "rows": len(texts) * options.rows,
+            "tokens": compared,
+            "different_rows": different,
+        }
+        results.append({**result, "tokens_per_step": compared / steps, "as_it_should": different == 0})
+        print(f"{verifier:10} {compared} tokens, {different} rows differ", file=sys.stderr, flush=True)
+    return {"check": "replay", "arms": results}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("check", choices=("law", "replay"))
+    parser.add_argument("--verifiers", type=lambda text: text.split(","))
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=["sampled", "mixed"])
+    parser.add_argument("--continuations", type=int, default=20_000)
+    parser.add_argument("--prompts", type=int)
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--level", type=float, default=1e-4)
+    parser.add_argument("--model", default=str(REASONER))
+    options = parser.parse_args()
+    is_law = options.check == "law"
+    options.verifiers = options.verifiers or (["traversal", "match"] if is_law else ["match", "coupled"])
+    options.prompts = options.prompts or (10 if is_law else 50)
+    options.tokens = options.tokens or (4 if is_law else 256)
+    return options
+
+
+def main() -> None:
+    options = arguments()
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    result = (check_law if options.check == "law" else check_replay)(model, tokenizer, options)
+    print(json.dumps({**result, "model": options.model, "torch": torch.__version__}))
+    raise SystemExit(0 if all(arm["as_it_should"] for arm in result["arms"]) else 1)
+
+
+if __name__ == "__main__":
+    main()

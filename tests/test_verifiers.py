@@ -14,6 +14,7 @@ from exact import (
     check,
     deterministic,
     enumerate_drafts,
+    full_laws,
     law,
     mixed_sampled_first,
     mixed_sampled_last,
@@ -99,6 +100,16 @@ def test_lossy_rules_are_lossy(rule):
         WORLDS["EX2"], drafts("EX2", "without replacement (2,1)"), get_verifier(rule, allow_lossy=True)
     )
     assert report.distance > 0.1
+
+
+@pytest.mark.parametrize("rule", ["typical", "kl_threshold"])
+def test_lossy_rules_go_on_with_the_target(rule):
+    listed = [draft for _, draft in drafts("EX3", "without replacement (2,1)")]
+    batch, target = pack(WORLDS["EX3"], listed), target_rows(WORLDS["EX3"], listed)
+    _, mass, scale = get_verifier(rule, allow_lossy=True).thresholds(batch, target)
+    np.testing.assert_allclose(
+        full_laws(batch, target, mass=mass, scale=scale), target.rows(np.arange(batch.num_nodes))
+    )
 
 
 # Any adapted builder, any laws.

@@ -56,7 +56,8 @@ class RankedTraversalVerifier(ThresholdVerifier):
         children = np.flatnonzero((batch.depths > 0) & (place[parents] >= 0))
         owners = place[parents[children]]
         first_law = np.zeros((len(nodes), law.shape[1]))
-        first_law[owners[batch.ranks[children] == 0]] = law[children[batch.ranks[children] == 0]]
+        first_children = children[batch.ranks[children] == 0]
+        first_law[place[parents[first_children]]] = law[first_children]
         probs = target.probs_at(batch.support_ids).double().cpu().numpy()[nodes]
         positions = _positions(probs, first_law)  # [n, S]: column -> place in the ranking
         columns, _ = token_columns(batch, parents)

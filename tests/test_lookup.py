@@ -176,15 +176,23 @@ def test_many_contexts_survive_growth():
 
 
 def test_learning_from_threads_loses_nothing():
-    lookup = LookupTree(orders=(1,), min_rate=0.0)
-    runs = [np.full(3_000, token, np.int32) for token in range(4)]
-    threads = [threading.Thread(target=lookup.learn, args=([100], run)) for run in runs]
+    """Every thread teaches the same 500 contexts, long enough to overlap; a lost update shows in the counts."""
+    num_threads, num_rounds = 4, 200
+    run = np.tile(np.arange(500, dtype=np.int32), num_rounds)
+    lookup = LookupTree(orders=(1, 2))
+    barrier = threading.Barrier(num_threads)
+
+    def teach():
+        barrier.wait()
+        lookup.learn([499], run)
+
+    threads = [threading.Thread(target=teach) for _ in range(num_threads)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [lookup.lookup([token])[3] for token in range(4)] == [2_999] * 4
-    assert lookup.lookup([100])[3] == 4
+    assert {lookup.lookup([token])[3] for token in range(500)} == {num_threads * num_rounds}
+    assert len(lookup) == 1000
 
 
 def test_copy_is_independent_and_clear_forgets():

@@ -42,7 +42,7 @@ from problems import (
     write_reasoning,
 )
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 REASONER = Path(__file__).resolve().parent / "reasoner"
 # One digit; a word; signs with the spaces around them; white space.
@@ -97,15 +97,19 @@ def train_tokenizer(vocabulary_size: int, *, seed: int, samples: int = 8000) -> 
 
 
 def build_model(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
-    """A small Qwen2 with tied embeddings and random weights."""
+    """A small Llama with tied embeddings and random weights.
+
+    Not a Qwen2: for that model type AutoTokenizer replaces the folder's own splitting rule by Qwen2's.
+    """
     torch.manual_seed(arguments.seed)
-    config = Qwen2Config(
+    config = LlamaConfig(
         vocab_size=(len(tokenizer) + 7) // 8 * 8,
         hidden_size=arguments.hidden,
         intermediate_size=arguments.intermediate,
         num_hidden_layers=arguments.layers,
         num_attention_heads=arguments.hidden // 64,
         num_key_value_heads=max(1, arguments.hidden // 128),
+        attention_bias=True,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
@@ -205,12 +209,24 @@ def save_folder(folder: Path, model: torch.nn.Module, tokenizer: PreTrainedToken
     half.load_state_dict(model.state_dict())
     half.save_pretrained(fresh)
     tokenizer.save_pretrained(fresh)
+    check_tokenizer(fresh, tokenizer)
     old = folder.with_name(f".{folder.name}-old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
     fresh.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def check_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Raise ValueError if the folder's tokenizer splits texts in another way than the one trained with."""
+    text = write_prompt("Find (12 + 34) * 56, then x, if 7x = 89.")
+    loaded = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+    if loaded != tokenizer(text)["input_ids"]:
+        raise ValueError(
+            f"a saved tokenizer must split texts as before, got {loaded} in {folder}; "
+            "use a model type for which AutoTokenizer keeps tokenizer.json as it is"
+        )
 
 
 def save_state(path: Path, model, optimizers, progress: dict) -> None:

@@ -4,6 +4,7 @@ STAND_DEBUG=1 turns bounds checks on, wrap-around off stays, and leaves C++ asse
 """
 
 import os
+from glob import glob
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
@@ -22,15 +23,18 @@ DIRECTIVES = {
 
 COMPILE_ARGS = ["-std=c++17", "-O1", "-g", "-UNDEBUG"] if DEBUG else ["-std=c++17", "-O3", "-DNDEBUG"]
 
+HEADERS = sorted(glob("trees/*.h"))
+
 EXTENSIONS = [
     Extension(
-        "stand.trees.lookup",
-        ["trees/lookup.pyx"],
+        f"stand.trees.{os.path.splitext(os.path.basename(source))[0]}",
+        [source],
         language="c++",
         extra_compile_args=COMPILE_ARGS,
         define_macros=[("STAND_DEBUG", "1")] if DEBUG else [],
-        depends=[os.path.join("trees", name) for name in sorted(os.listdir("trees")) if name.endswith(".h")],
-    ),
+        depends=HEADERS,
+    )
+    for source in sorted(glob("trees/*.pyx"))
 ]
 
 setup(ext_modules=cythonize(EXTENSIONS, compiler_directives=DIRECTIVES, force=DEBUG))

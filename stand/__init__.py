@@ -15,32 +15,50 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from stand.drafter import Drafter, LookupDrafter
     from stand.engine import Engine, wrap
+    from stand.model_drafter import ModelDrafter
     from stand.output import GenerationOutput
+    from stand.planning import GammaPlan, estimate_alpha, estimate_cost, plan_gamma
+    from stand.prompt_lookup import PromptLookupDrafter
     from stand.sampling import SamplingParams
     from stand.stats import Stats
     from stand.support import UnsupportedModelError
+    from stand.token_recycling import TokenRecyclingDrafter
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Drafter": "stand.drafter",
     "Engine": "stand.engine",
+    "GammaPlan": "stand.planning",
     "GenerationOutput": "stand.output",
     "LookupDrafter": "stand.drafter",
+    "ModelDrafter": "stand.model_drafter",
+    "PromptLookupDrafter": "stand.prompt_lookup",
     "SamplingParams": "stand.sampling",
     "Stats": "stand.stats",
+    "TokenRecyclingDrafter": "stand.token_recycling",
     "UnsupportedModelError": "stand.support",
+    "estimate_alpha": "stand.planning",
+    "estimate_cost": "stand.planning",
+    "plan_gamma": "stand.planning",
     "wrap": "stand.engine",
 }
 
 __all__ = [
     "Drafter",
     "Engine",
+    "GammaPlan",
     "GenerationOutput",
     "LookupDrafter",
+    "ModelDrafter",
+    "PromptLookupDrafter",
     "SamplingParams",
     "Stats",
+    "TokenRecyclingDrafter",
     "UnsupportedModelError",
+    "estimate_alpha",
+    "estimate_cost",
+    "plan_gamma",
     "wrap",
 ]
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from stand.trees import DraftBatch, LookupTree, TreeShape
+from stand.trees import BlendedLookup, DraftBatch, LookupTree, TreeShape
 
 
 class Drafter(Protocol):
@@ -22,11 +22,12 @@ class Drafter(Protocol):
         seed: int,
         rows: np.ndarray,  # [B] int64: names the rows' random streams
         steps: np.ndarray,  # [B] int64: steps each row has made
+        problems: np.ndarray,  # [B] int64: samples of one prompt share a number, which no other prompt has
         max_depths: np.ndarray,  # [B] int64: drafts deeper than this are of no use
         is_greedy: bool,  # the target's laws are one-hots
     ) -> DraftBatch: ...
 
-    def learn_prompt(self, token_ids: np.ndarray) -> None:
+    def learn_prompt(self, token_ids: np.ndarray, *, problem: int) -> None:
         """A prompt, int32 [L], before its rows start."""
 
     def learn(
@@ -35,6 +36,8 @@ class Drafter(Protocol):
         histories: Sequence[np.ndarray],  # per row: committed tokens before the pending one
         row_ids: np.ndarray,  # [M, row_size] int32: the target's best tokens after each node
         row_probabilities: np.ndarray,  # [M, row_size] float32
+        *,
+        problems: np.ndarray,  # [B] int64
     ) -> None:
         """Every scored node of a step, rejected ones too: each is a true observation of its context."""
 
@@ -56,6 +59,7 @@ class LookupDrafter:
         seed: int,
         rows: np.ndarray,
         steps: np.ndarray,
+        problems: np.ndarray,
         max_depths: np.ndarray,
         is_greedy: bool,
     ) -> DraftBatch:
@@ -63,7 +67,7 @@ class LookupDrafter:
         kind = "deterministic" if is_greedy else self.kind
         return self.lookup.draft(histories, shapes, seed=seed, rows=rows, steps=steps, kind=kind)
 
-    def learn_prompt(self, token_ids: np.ndarray) -> None:
+    def learn_prompt(self, token_ids: np.ndarray, *, problem: int) -> None:
         self.lookup.learn(token_ids[:1], token_ids[1:])
 
     def learn(
@@ -72,6 +76,8 @@ class LookupDrafter:
         histories: Sequence[np.ndarray],
         row_ids: np.ndarray,
         row_probabilities: np.ndarray,
+        *,
+        problems: np.ndarray,
     ) -> None:
         self.lookup.learn_batch(batch, histories, row_ids, row_probabilities)
 
@@ -82,3 +88,58 @@ class LookupDrafter:
         if depth not in self._shallow:
             self._shallow[depth] = self.shape.truncated(depth)
         return self._shallow[depth]
+
+
+class BlendedDrafter:
+    """All context lengths blended, drafts grown best-first under one node budget for all live rows.
+
+    budget: nodes of all rows of a step together; a row that ends hands its share on. floor: no node that is less
+    likely to be accepted (estimated); with a step whose time grows by a share c of itself per node and that yields
+    T tokens, nodes below c * T cost more than they bring.
+    """
+
+    NUM_SCOPES = 255  # a scope is a byte; the last one stands for what came from a file
+
+    def __init__(self, lookup: BlendedLookup, *, budget: int, floor: float = 0.0, kind: str = "sampled"):
+        self.lookup = lookup
+        self.budget = budget
+        self.floor = floor
+        self.kind = kind
+        self.row_size = lookup.row_size
+
+    def draft(
+        self,
+        histories: Sequence[np.ndarray],
+        *,
+        seed: int,
+        rows: np.ndarray,
+        steps: np.ndarray,
+        problems: np.ndarray,
+        max_depths: np.ndarray,
+        is_greedy: bool,
+    ) -> DraftBatch:
+        return self.lookup.draft(
+            histories,
+            self.budget,
+            seed=seed,
+            rows=rows,
+            steps=steps,
+            kind="deterministic" if is_greedy else self.kind,
+            floor=self.floor,
+            max_depths=max_depths,
+            scopes=problems % self.NUM_SCOPES,
+        )
+
+    def learn_prompt(self, token_ids: np.ndarray, *, problem: int) -> None:
+        self.lookup.learn(token_ids[:1], token_ids[1:], scope=problem % self.NUM_SCOPES)
+
+    def learn(
+        self,
+        batch: DraftBatch,
+        histories: Sequence[np.ndarray],
+        row_ids: np.ndarray,
+        row_probabilities: np.ndarray,
+        *,
+        problems: np.ndarray,
+    ) -> None:
+        self.lookup.learn_batch(batch, histories, row_ids, row_probabilities, scopes=problems % self.NUM_SCOPES)

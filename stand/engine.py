@@ -80,6 +80,7 @@ class Run:
     law: TargetLaw
     stop: StopRule
     seed: int
+    first_problem: int  # number of the call's first prompt
     stats: Stats
     is_drafting: bool
     is_learning: bool
@@ -101,6 +102,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.drafter = drafter
         self.verifier = verifier
+        self._num_problems = 0  # prompts of all calls so far
 
     @property
     def lookup(self) -> LookupTree:
@@ -164,7 +166,7 @@ class Engine:
         stats = Stats(num_prompt_tokens=sum(len(prompt) for prompt in token_ids))
         with stats.timed_wall(), tree_attention(self.model):
             run = Run(
-                rows=[Row(row, token_ids[row // num_return_sequences], limit) for row in range(num_rows)],
+                rows=self._new_rows(token_ids, num_return_sequences, limit),
                 cache=TreeCache(num_rows=len(token_ids), room=max(map(len, token_ids)) + 1),
                 law=TargetLaw(params),
                 stop=StopRule(
@@ -173,13 +175,20 @@ class Engine:
                     tokenizer=self.tokenizer,
                 ),
                 seed=secrets.randbits(63) if seed is None else _checked_seed(seed),
+                first_problem=self._num_problems,
                 stats=stats,
                 is_drafting=draft,
                 is_learning=learn and draft,
                 streamer=streamer,
             )
+            self._num_problems += len(token_ids)
             self._decode(run, token_ids, num_return_sequences)
         return self._output(run, num_return_sequences)
+
+    def _new_rows(self, prompts: list[np.ndarray], num_return_sequences: int, limit: int) -> list[Row]:
+        rows = range(len(prompts) * num_return_sequences)
+        owners = [row // num_return_sequences for row in rows]
+        return [Row(row, prompts[owners[row]], limit, problem=self._num_problems + owners[row]) for row in rows]
 
     def _decode(self, run: Run, prompts: list[np.ndarray], num_return_sequences: int) -> None:
         everyone = list(run.rows)
@@ -201,7 +210,7 @@ class Engine:
                 plan = StepPlan.for_prompt(chunk, start, row=index, device=self.model.device)
                 run_plan(self.model, run.cache, plan, logits_to_keep=1)
             if run.is_learning:
-                self.drafter.learn_prompt(prompt)
+                self.drafter.learn_prompt(prompt, problem=run.first_problem + index)
         run.cache.fan_out([row.index // num_return_sequences for row in run.rows])
 
     def _step(self, run: Run) -> None:
@@ -216,11 +225,11 @@ class Engine:
             scores = run.law.process(logits, batch, run.rows)
             probabilities = run.law.probabilities(scores)
             verdicts = self._verify(run, batch, probabilities)
-        histories = [row.history[:-1] for row in run.rows]
+        histories, problems = [row.history[:-1] for row in run.rows], _problems(run.rows)
         with stats.timed("commit"):
             self._commit(run, batch, verdicts)
         with stats.timed("learn"):
-            self._learn(run, batch, histories, scores, probabilities)
+            self._learn(run, batch, histories, problems, scores, probabilities)
 
     def _draft(self, run: Run) -> DraftBatch:
         if not run.is_drafting:
@@ -230,6 +239,7 @@ class Engine:
             seed=run.seed,
             rows=_row_indices(run.rows),
             steps=_step_counts(run.rows),
+            problems=_problems(run.rows),
             max_depths=np.array([row.num_remaining - 1 for row in run.rows], dtype=np.int64),
             is_greedy=run.law.params.is_greedy,
         )
@@ -283,6 +293,7 @@ class Engine:
         run: Run,
         batch: DraftBatch,
         histories: list[np.ndarray],
+        problems: np.ndarray,
         scores: torch.Tensor,
         probabilities: torch.Tensor,
     ) -> None:
@@ -296,7 +307,7 @@ class Engine:
         laws = torch.softmax(scores, dim=-1) if run.law.params.is_greedy else probabilities
         best = torch.topk(laws, min(self.drafter.row_size, laws.shape[1]), dim=-1)
         row_ids = best.indices.to(torch.int32).cpu().numpy()
-        self.drafter.learn(batch, histories, row_ids, best.values.cpu().numpy())
+        self.drafter.learn(batch, histories, row_ids, best.values.cpu().numpy(), problems=problems)
 
     def _output(self, run: Run, num_return_sequences: int) -> GenerationOutput:
         token_ids = [row.new_token_ids.tolist() for row in run.rows]
@@ -359,6 +370,10 @@ class Engine:
 
 def _row_indices(rows: list[Row]) -> np.ndarray:
     return np.array([row.index for row in rows], dtype=np.int64)
+
+
+def _problems(rows: list[Row]) -> np.ndarray:
+    return np.array([row.problem for row in rows], dtype=np.int64)
 
 
 def _step_counts(rows: list[Row]) -> np.ndarray:

@@ -10,8 +10,9 @@ import numpy as np
 class Row:
     """Committed tokens of a trajectory. The last one is *pending*: its keys are not in the cache yet."""
 
-    def __init__(self, index: int, prompt: np.ndarray, max_new_tokens: int):
+    def __init__(self, index: int, prompt: np.ndarray, max_new_tokens: int, *, problem: int = 0):
         self.index = index  # place in the call; with the seed it names the row's random streams
+        self.problem = problem  # number of its prompt; the samples of a prompt share it
         self.num_steps = 0  # verifications so far
         self.finish_reason: str | None = None
         self._prompt_length = len(prompt)

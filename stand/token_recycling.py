@@ -1,0 +1,89 @@
+"""Token Recycling: per token the target's latest best successors, unrolled into a fixed shape (arXiv 2408.08696)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from stand.trees import NO_PARENT, NO_TOKEN, ROOT, DraftBatch, DraftTree, TreeShape
+
+
+class TokenRecyclingDrafter:
+    """The adjacency table of section 3.1: the newest row of a token replaces the old one, whatever came before it.
+
+    shape: slots that a draft may fill; the child of rank r takes the r-th best successor, and a slot whose token is not
+    known stays empty with all below it. Deterministic: `match` is the rule for it.
+    """
+
+    def __init__(self, shape: TreeShape, *, num_successors: int = 8) -> None:
+        if num_successors < 1:
+            raise ValueError(f"num_successors must be at least 1, got {num_successors}; the paper keeps 8")
+        self.shape = shape
+        self.row_size = num_successors
+        self._successors: dict[int, np.ndarray] = {}  # token: its successors, best first
+
+    def draft(
+        self,
+        histories: Sequence[np.ndarray],
+        *,
+        seed: int,
+        rows: np.ndarray,
+        steps: np.ndarray,
+        problems: np.ndarray,
+        max_depths: np.ndarray,
+        is_greedy: bool,
+    ) -> DraftBatch:
+        """See `Drafter.draft`; nothing is drawn, so only the pending tokens and max_depths matter."""
+        drafts = [
+            self._unroll(int(history[-1]), int(depth)) for history, depth in zip(histories, max_depths, strict=True)
+        ]
+        return DraftBatch.concatenate(drafts)
+
+    def learn_prompt(self, token_ids: np.ndarray, *, problem: int) -> None:
+        """Nothing: the table holds what the target said, and of a prompt it says nothing to the drafter."""
+
+    def learn(
+        self,
+        batch: DraftBatch,
+        histories: Sequence[np.ndarray],
+        row_ids: np.ndarray,
+        row_probabilities: np.ndarray,
+        *,
+        problems: np.ndarray,
+    ) -> None:
+        """Replace the rows of all scored tokens; of equal tokens the last one in the batch stays."""
+        self._successors.update(zip(batch.token_ids.tolist(), row_ids, strict=True))
+
+    def _unroll(self, pending: int, max_depth: int) -> DraftTree:
+        """The draft below `pending`, at most `max_depth` deep."""
+        tokens, parents, slots = [pending], [NO_PARENT], [ROOT]
+        node_of_slot = {ROOT: 0}
+        ranks, depths = self.shape.ranks, self.shape.depths
+        for slot in range(1, self.shape.num_nodes):
+            parent = node_of_slot.get(int(self.shape.parents[slot]))
+            if parent is None or depths[slot] > max_depth:
+                continue
+            known = self._successors.get(tokens[parent], ())
+            if ranks[slot] < len(known):
+                node_of_slot[slot] = len(tokens)
+                tokens.append(int(known[ranks[slot]]))
+                parents.append(parent)
+                slots.append(slot)
+        return _deterministic(tokens, parents, slots, ranks=ranks[slots])
+
+
+def _deterministic(tokens: list[int], parents: list[int], slots: list[int], *, ranks: np.ndarray) -> DraftTree:
+    """A draft whose children are given, not drawn: every law is a one-hot."""
+    support_ids = np.full((len(tokens), int(ranks.max()) + 1), NO_TOKEN, dtype=np.int32)
+    law = np.zeros(support_ids.shape, dtype=np.float32)
+    for node in range(1, len(tokens)):
+        support_ids[parents[node], ranks[node]] = tokens[node]
+        law[node, ranks[node]] = 1.0
+    return DraftTree(
+        token_ids=np.array(tokens, dtype=np.int32),
+        parents=np.array(parents, dtype=np.int32),
+        support_ids=support_ids,
+        law=law,
+        slots=np.array(slots, dtype=np.int32),
+    )

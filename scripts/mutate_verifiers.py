@@ -27,7 +27,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ["tests/test_verifiers.py", "tests/test_verifiers_step.py"]
 NOT_MUTATED = {"__init__.py"}
-MAX_CPU_SECONDS = 240  # the tests take about 30; a mutant that loops is caught by this
+MAX_CPU_SECONDS = 120  # the tests take about 20; a mutant that loops is caught by this
+MAX_MEMORY = 4 << 30  # bytes of address space; a mutant that grows without end is caught by this
 
 COMPARISONS: dict[type, type] = {
     ast.Lt: ast.GtE,
@@ -155,6 +156,7 @@ def in_fork(work: Callable[[], int]) -> int:
         os.dup2(null, 1)
         os.dup2(null, 2)
         resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_SECONDS, MAX_CPU_SECONDS))
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
         status = 3
         try:
             status = work()

@@ -1,0 +1,149 @@
+"""A smaller model as drafter: its recorded laws, its cache, and what the engine writes with it."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import VOCABULARY_SIZE, tiny_model
+
+import stand
+from stand import ModelDrafter
+from stand.trees import DraftBatch
+
+PROMPTS = [[5, 9, 11, 4, 5, 9], [7], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32]]
+TARGET, SMALL = "llama", "qwen2"
+
+
+def engine_of(verifier: str = "block", *, small: str = SMALL, **settings) -> stand.Engine:
+    return stand.wrap(tiny_model(TARGET), verifier=verifier, drafter=ModelDrafter(tiny_model(small), **settings))
+
+
+@torch.inference_mode()
+def plain_law(family: str, context: list[int]) -> np.ndarray:
+    """[V] float64: the model's law after `context`, by one plain forward."""
+    logits = tiny_model(family)(torch.tensor([context]), use_cache=False).logits[0, -1]
+    return torch.softmax(logits.double(), dim=0).numpy()
+
+
+def truncated(law: np.ndarray, size: int, temperature: float = 1.0) -> np.ndarray:
+    """The `size` most likely tokens of `law` at `temperature`."""
+    weights = np.where(law >= np.sort(law)[-size], law, 0.0) ** (1 / temperature)
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize("verifier", ["block", "token", "match", "traversal"])
+@pytest.mark.parametrize("small", [SMALL, TARGET])
+def test_greedy_equals_transformers(verifier, small):
+    output = engine_of(verifier, small=small, gamma=4).generate(input_ids=PROMPTS, max_new_tokens=30, temperature=0.0)
+    for prompt, tokens in zip(PROMPTS, output.token_ids, strict=True):
+        plain = tiny_model(TARGET).generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=30
+        )
+        assert tokens == plain[0, len(prompt) :].tolist()
+    if small == TARGET:
+        assert output.stats.mean_acceptance_length > 4
+
+
+class CheckedDrafter(ModelDrafter):
+    """Compares every recorded law with a plain forward over the node's whole context."""
+
+    num_checked = 0
+
+    def draft(self, histories, **kwargs) -> DraftBatch:
+        batch = super().draft(histories, **kwargs)
+        batch.check()
+        for row, history in enumerate(histories):
+            chain = batch[row]
+            assert chain.num_nodes - 1 == min(self.gamma, kwargs["max_depths"][row])
+            for node in range(1, chain.num_nodes):
+                recorded = np.zeros(VOCABULARY_SIZE)
+                recorded[chain.support_ids[node - 1]] = chain.law[node]
+                law = plain_law(SMALL, [*history.tolist(), *chain.token_ids[1:node].tolist()])
+                expected = truncated(law, self.num_candidates, self.temperature)
+                np.testing.assert_allclose(recorded, expected, atol=1e-5)
+                type(self).num_checked += 1
+        return batch
+
+
+def test_recorded_laws_are_the_models_own_whatever_happens_to_the_rows():
+    """Rejections, rows that end and move, a second call with other prompts, a third with the first ones again."""
+    drafter = CheckedDrafter(tiny_model(SMALL), gamma=3, temperature=0.8, num_candidates=9)
+    engine = stand.wrap(tiny_model(TARGET), verifier="token", drafter=drafter)
+    ends = list(range(0, VOCABULARY_SIZE, 9))  # rows end at different steps
+    for prompts in (PROMPTS, PROMPTS[::-1], PROMPTS[:1] * 2, PROMPTS):
+        output = engine.generate(
+            input_ids=prompts, num_return_sequences=2, max_new_tokens=14, temperature=1.0, seed=2, stop_token_ids=ends
+        )
+        assert len({len(tokens) for tokens in output.token_ids}) > 1
+    assert drafter.num_checked > 200
+
+
+@pytest.mark.parametrize(
+    ("verifier", "sharpened", "is_exact"),
+    [("block", 1.0, True), ("token", 1.0, True), ("match", 1.0, True), ("block", 0.3, False), ("token", 0.3, False)],
+)
+def test_the_first_two_tokens_follow_the_target(verifier, sharpened, is_exact):
+    """Chi-square against the exact law; a drafter that records a flatter law than it draws from must be seen."""
+    count, size = 4000, 4
+    drafter = LyingDrafter(tiny_model(SMALL), gamma=2, num_candidates=8, sharpened=sharpened)
+    engine = stand.wrap(tiny_model(TARGET), verifier=verifier, drafter=drafter)
+    output = engine.generate(
+        input_ids=[PROMPTS[0]], num_return_sequences=count, max_new_tokens=2, temperature=1.0, top_k=size, seed=3,
+        stop_token_ids=[],
+    )  # fmt: skip
+    first = truncated(plain_law(TARGET, PROMPTS[0]), size)
+    law = {}
+    for token in np.flatnonzero(first).tolist():
+        second = truncated(plain_law(TARGET, [*PROMPTS[0], token]), size)
+        law |= {(token, int(after)): first[token] * second[after] for after in np.flatnonzero(second)}
+    seen = {pair: 0 for pair in law}
+    for tokens in output.token_ids:
+        seen[tuple(tokens)] += 1
+    statistic = sum((seen[pair] - count * share) ** 2 / (count * share) for pair, share in law.items())
+    limit = 50  # 15 degrees of freedom: a false alarm once in 80,000 seeds
+    assert (statistic < limit) == is_exact, statistic
+    assert output.stats.num_accepted_draft_tokens > 0
+
+
+class LyingDrafter(ModelDrafter):
+    """Draws from the recorded law sharpened to temperature `sharpened` (1: honest)."""
+
+    def __init__(self, model, *, sharpened: float, **settings):
+        super().__init__(model, **settings)
+        self.sharpened = sharpened
+
+    def _draw(self, logits, points, *, is_greedy):
+        drawn, support, _ = super()._draw(logits / self.sharpened, points, is_greedy=is_greedy)
+        _, same_support, law = super()._draw(logits, points, is_greedy=is_greedy)
+        assert np.array_equal(support, same_support)
+        return drawn, support, law
+
+
+def test_a_draft_model_like_the_target_is_never_rejected():
+    engine = engine_of(small=TARGET, gamma=5, num_candidates=VOCABULARY_SIZE)
+    settings = {"input_ids": PROMPTS, "max_new_tokens": 60, "temperature": 1.0, "seed": 4, "stop_token_ids": []}
+    stats = engine.generate(**settings).stats
+    assert stats.num_accepted_draft_tokens == stats.num_draft_tokens == 150
+    assert stats.mean_acceptance_length == 6.0
+
+
+def test_the_same_seed_gives_the_same_rows_whatever_was_drafted_before():
+    settings = {"input_ids": PROMPTS, "num_return_sequences": 2, "max_new_tokens": 20, "temperature": 1.0}
+    fresh = engine_of().generate(**settings, seed=7)
+    used = engine_of()
+    used.generate(**settings, seed=8)
+    assert used.generate(**settings, seed=7).token_ids == fresh.token_ids
+    alone = engine_of().generate(**{**settings, "input_ids": PROMPTS[:1]}, seed=7)
+    assert alone.token_ids == fresh.token_ids[:2]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"gamma": 0}, {"num_candidates": 0}, {"temperature": 0.0}, {"temperature": -1.0}]
+)
+def test_settings_out_of_range_are_refused(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        ModelDrafter(tiny_model(SMALL), **settings)
+
+
+def test_only_a_lookup_drafter_has_a_lookup_tree():
+    with pytest.raises(AttributeError, match="ModelDrafter"):
+        _ = engine_of().lookup

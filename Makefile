@@ -13,7 +13,7 @@ VENV ?= .venv
 ARGS ?=
 
 BIN := $(VENV)/bin
-SOURCES := setup.py pyproject.toml $(CONSTRAINTS) $(wildcard trees/*.pyx trees/*.h)
+SOURCES := setup.py pyproject.toml $(CONSTRAINTS) $(wildcard trees/*.pyx trees/*.h verifiers/*.pyx)
 CORE_TESTS := tests/test_lookup.py tests/test_lookup_file.py tests/test_draft.py tests/test_shape.py tests/test_noise.py
 
 export OMP_NUM_THREADS ?= 2
@@ -60,7 +60,7 @@ $(VENV)/.ready: $(SOURCES)
 	$(call install_torch,.venv-debug)
 	rm -rf build/debug && mkdir -p build/debug
 	cp -r setup.py pyproject.toml MANIFEST.in README.md LICENSE stand trees verifiers build/debug/
-	rm -f build/debug/trees/*.so build/debug/trees/*.cpp
+	rm -f build/debug/*/*.so build/debug/*/*.cpp
 	STAND_DEBUG=1 .venv-debug/bin/pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation "./build/debug[test]"
 	touch $@
 
@@ -74,4 +74,4 @@ $(VENV)/.ready: $(SOURCES)
 	touch $@
 
 clean:
-	rm -rf .venv .venv-debug .venv-wheel build dist *.egg-info trees/*.so trees/*.cpp
+	rm -rf .venv .venv-debug .venv-wheel build dist *.egg-info trees/*.so trees/*.cpp verifiers/*.so verifiers/*.cpp

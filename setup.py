@@ -1,4 +1,4 @@
-"""Build of the compiled lookup tree. Everything else about the distribution stands in pyproject.toml.
+"""Build of the compiled modules. Everything else about the distribution stands in pyproject.toml.
 
 STAND_DEBUG=1 turns bounds checks on, wrap-around off stays, and leaves C++ assertions in.
 """
@@ -21,20 +21,22 @@ DIRECTIVES = {
     "freethreading_compatible": False,
 }
 
-COMPILE_ARGS = ["-std=c++17", "-O1", "-g", "-UNDEBUG"] if DEBUG else ["-std=c++17", "-O3", "-DNDEBUG"]
+OPTIMISED = ["-O3", "-DNDEBUG"]
+CHECKED = ["-O1", "-g", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS"]
+COMPILE_ARGS = ["-std=c++17", *(CHECKED if DEBUG else OPTIMISED)]
 
 HEADERS = sorted(glob("trees/*.h"))
 
 EXTENSIONS = [
     Extension(
-        f"stand.trees.{os.path.splitext(os.path.basename(source))[0]}",
+        "stand." + os.path.splitext(source)[0].replace(os.sep, "."),
         [source],
         language="c++",
         extra_compile_args=COMPILE_ARGS,
         define_macros=[("STAND_DEBUG", "1")] if DEBUG else [],
-        depends=HEADERS,
+        depends=HEADERS if source.startswith("trees") else [],
     )
-    for source in sorted(glob("trees/*.pyx"))
+    for source in sorted(glob("trees/*.pyx") + glob("verifiers/*.pyx"))
 ]
 
 setup(ext_modules=cythonize(EXTENSIONS, compiler_directives=DIRECTIVES, force=DEBUG))

@@ -81,7 +81,6 @@ class TargetLaw:
             scores = self._penalise(scores, batch, rows)
         if self.params.logits_processors:
             scores = self._run_processors(scores, batch, rows)
-        _check_scores(scores)
         if self.params.is_greedy:
             return scores
         for warper in self._warpers:
@@ -89,9 +88,16 @@ class TargetLaw:
         return scores
 
     def probabilities(self, scores: torch.Tensor) -> torch.Tensor:
-        """[M, V] float32: softmax, or all mass on the best token (lowest id on ties) at temperature 0."""
+        """[M, V] float32: softmax, or all mass on the best token (lowest id on ties) at temperature 0.
+
+        Raises ValueError where a row has no finite best score: there the softmax is NaN throughout, so one column
+        tells.
+        """
+        softmax = torch.softmax(scores, dim=-1)
+        if bool(torch.isnan(softmax[:, 0]).any()):
+            _refuse_scores(scores)
         if not self.params.is_greedy:
-            return torch.softmax(scores, dim=-1)
+            return softmax
         best = scores.argmax(dim=-1, keepdim=True)
         return torch.zeros_like(scores).scatter_(1, best, 1.0)
 
@@ -140,10 +146,8 @@ def _make_warpers(params: SamplingParams) -> list[LogitsProcessor]:
     return warpers
 
 
-def _check_scores(scores: torch.Tensor) -> None:
+def _refuse_scores(scores: torch.Tensor) -> None:
     best = scores.amax(dim=-1)
-    if bool(torch.isfinite(best).all()):
-        return
     broken = best[~torch.isfinite(best)]
     kind = "NaN" if bool(torch.isnan(broken).any()) else "+inf" if bool((broken > 0).any()) else "only -inf"
     raise ValueError(

@@ -108,7 +108,8 @@ def test_broken_logits_are_refused(fill, kind):
     batch, rows, _, logits = case()
     logits[3] = fill
     with pytest.raises(ValueError, match=f"finite best logit, got {kind}"):
-        TargetLaw(SamplingParams()).process(logits, batch, rows)
+        law = TargetLaw(SamplingParams())
+        law.probabilities(law.process(logits, batch, rows))
 
 
 def test_defaults_come_from_the_models_generation_config():

@@ -27,8 +27,8 @@ RowDebts = tuple[Debt, ...]  # oldest first: each alters the law that the earlie
 class TargetRows:
     """Row i is the law of the children of packed node i, after temperature, filters and penalties.
 
-    Rules read it through four methods only (`probs_at`, `rows`, `row`, `entropies`), so a version that processes its
-    logits lazily can stand in its place.
+    Rules read it through five methods only (`probs_at`, `rows`, `row`, `on_host`, `entropies`), so a version that
+    processes its logits lazily can stand in its place.
     """
 
     __slots__ = ("_probs", "debts")
@@ -68,6 +68,12 @@ class TargetRows:
         """[B, V]: a fresh copy of the rows of packed nodes [B], which the caller may write to."""
         index = torch.from_numpy(np.asarray(nodes, dtype=np.int64)).to(self.device)
         return self._probs.index_select(0, index)
+
+    def on_host(self) -> np.ndarray | None:
+        """[M, V] without a copy where it lies in this process's memory, row by row; None elsewhere."""
+        if self.device.type != "cpu" or not self._probs.is_contiguous():
+            return None
+        return self._probs.numpy()
 
     def row(self, node: int) -> torch.Tensor:
         """[V]: the law of one packed node's children, not a copy."""

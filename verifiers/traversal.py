@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from stand.trees import DraftBatch
+from stand.verifiers import host
 from stand.verifiers.operands import Array, Operands
 from stand.verifiers.requirements import Requirements
 from stand.verifiers.schedule import Schedule
@@ -31,6 +32,10 @@ class TraversalVerifier(ThresholdVerifier):
     walk = first_in_post_order
 
     def thresholds(self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64) -> tuple[Array, Array, Array]:
+        probs = target.on_host()
+        if probs is not None and np.dtype(dtype) == np.float64:
+            target.check(batch)
+            return host.thresholds(batch.token_ids, batch.parents, batch.offsets, batch.support_ids, batch.law, probs)
         schedule = Schedule.by_depth_and_rank(batch)
         return traverse(Operands.gather(batch, target, dtype=dtype, schedule=schedule))
 

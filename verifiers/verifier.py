@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from stand.trees import DraftBatch
+from stand.verifiers import host
 from stand.verifiers.draw import draw_residuals
 from stand.verifiers.noise import VerifierNoise
 from stand.verifiers.operands import Array
@@ -111,14 +112,24 @@ class ThresholdVerifier(Verifier):
             roots=batch.offsets[:-1],
             order=self.test_order(batch, target),
         )
-        next_tokens = draw_residuals(
-            target.rows(stops),
-            support_ids=batch.support_ids[stops],
-            mass=torch.as_tensor(mass[stops]).to(target.device),
-            scale=torch.as_tensor(scale[stops]).to(target.device),
-            uniforms=noise.resample(),
-        )
+        next_tokens = _draw(target, batch.support_ids, stops, mass=mass, scale=scale, uniforms=noise.resample())
         return Verdicts.stopping_at(stops, next_tokens, batch)
+
+
+def _draw(
+    target: TargetRows, support_ids: np.ndarray, stops: np.ndarray, *, mass: Array, scale: Array, uniforms: np.ndarray
+) -> np.ndarray:
+    """[B] int64: the token after stopping at packed nodes `stops`, on the host or where the rows lie."""
+    probs = target.on_host()
+    if probs is not None and mass.dtype == np.float64:
+        return host.draw_residuals(probs, stops, support_ids, mass, scale, uniforms)
+    return draw_residuals(
+        target.rows(stops),
+        support_ids=support_ids[stops],
+        mass=torch.as_tensor(mass[stops]).to(target.device),
+        scale=torch.as_tensor(scale[stops]).to(target.device),
+        uniforms=uniforms,
+    )
 
 
 def _to_host(array: Array) -> np.ndarray:

@@ -65,9 +65,13 @@ class TreeCache(Cache):
         """Copy slot sources[i] of row rows[i] to slot targets[i], in every layer; reads come before writes."""
         if len(rows) == 0:
             return
+        places: dict[torch.device, list[torch.Tensor]] = {}
         for storage in (*self.keys, *self.values):
-            index = [torch.from_numpy(array).to(storage.device) for array in (rows, sources, targets)]
-            storage[index[0], :, index[2]] = storage[index[0], :, index[1]]
+            device = storage.device
+            if device not in places:
+                places[device] = [torch.from_numpy(array).to(device) for array in (rows, sources, targets)]
+            at, read, write = places[device]
+            storage[at, :, write] = storage[at, :, read]
 
     def fan_out(self, sources: Sequence[int]) -> None:
         """Row i becomes a copy of today's row sources[i]."""

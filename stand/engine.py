@@ -53,8 +53,8 @@ def wrap(
     rule = get_verifier(verifier, allow_lossy=allow_lossy)
     if rule.requires.carries_debts:
         raise ValueError(
-            f"the engine's drafters learn and may draft less than asked for, got verifier {verifier!r}, which needs one "
-            "fixed law at every position of its debt; use 'block' on chains or 'traversal'"
+            f"the engine's drafters learn and may draft less than asked for, got verifier {verifier!r}, which needs "
+            "one fixed law at every position of its debt; use 'block' on chains or 'traversal'"
         )
     check_model(model)
     if drafter is None:

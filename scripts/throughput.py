@@ -293,6 +293,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--save-lookup", type=Path, help="write the lookup tree of the last number of trajectories")
     parser.add_argument("--lookup-scope", choices=("run", "problem"), default="run", help="when it starts anew")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=positive_integer, help="CPU threads (default: 1 for the bundled model)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 on a CPU, else bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(command_line)
@@ -311,6 +312,7 @@ def fill_defaults(arguments: argparse.Namespace) -> None:
         "temperature": 1.0 if is_bundled else 0.6,
         "top_p": None if is_bundled else 0.95,
         "instruction": "" if is_bundled else BOXED_INSTRUCTION,
+        "threads": 1 if is_bundled else torch.get_num_threads(),  # its matrices are too small for more
         "dtype": "float32" if on_cpu else "bfloat16",
     }
     for name, value in by_situation.items():
@@ -325,6 +327,7 @@ def check_save_path(path: Path | None) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     check_save_path(arguments.save_lookup)
+    torch.set_num_threads(arguments.threads)
     tasks = load_tasks(arguments)
     model, tokenizer = load_model(arguments)
     if arguments.shape is None:

@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stand.drafter import Drafter, LookupDrafter
+    from stand.drafter import BlendedDrafter, Drafter, LookupDrafter
     from stand.engine import Engine, wrap
     from stand.model_drafter import ModelDrafter
     from stand.output import GenerationOutput
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BlendedDrafter": "stand.drafter",
     "Drafter": "stand.drafter",
     "Engine": "stand.engine",
     "GammaPlan": "stand.planning",
@@ -45,6 +46,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "BlendedDrafter",
     "Drafter",
     "Engine",
     "GammaPlan",

@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from stand.attention import tree_attention
 from stand.cache import TreeCache, check_fits
-from stand.drafter import Drafter, LookupDrafter
+from stand.drafter import BlendedDrafter, Drafter, LookupDrafter
 from stand.output import GenerationOutput
 from stand.plan import StepPlan
 from stand.row import Row
@@ -22,7 +22,7 @@ from stand.sampling import SamplingParams, TargetLaw
 from stand.stats import Stats
 from stand.stop import StopRule
 from stand.support import check_model, max_positions, run_plan, text_config
-from stand.trees import DraftBatch, DraftTree, LookupTree, TreeShape, vocabulary_fingerprint
+from stand.trees import BlendedLookup, DraftBatch, DraftTree, LookupTree, TreeShape, vocabulary_fingerprint
 from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise, get_verifier
 
 DEBUG = os.environ.get("STAND_DEBUG", "0") == "1"  # check every draft's invariants
@@ -33,19 +33,22 @@ def wrap(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
-    lookup: LookupTree | None = None,
+    lookup: BlendedLookup | LookupTree | None = None,
+    budget: int | None = None,
     shape: TreeShape | None = None,
-    verifier: str = "traversal",
-    drafter: Drafter | None = None,
     draft_kind: str = "sampled",
+    drafter: Drafter | None = None,
+    verifier: str = "traversal",
     allow_lossy: bool = False,
 ) -> Engine:
     """Make an engine around an unmodified transformers model.
 
-    lookup: a trained tree to go on with (default: an empty one with this vocabulary's fingerprint).
-    shape: slots that a draft may fill (default: the paper's 80 nodes on a GPU, `CPU_SHAPE` on a CPU).
-    verifier: a name from `stand.verifiers`; draft_kind: "sampled", "mixed" or "deterministic" children.
-    drafter: any `Drafter` instead of the lookup tree (then lookup, shape and draft_kind must stay unset).
+    lookup: what was learned before (default: an empty `BlendedLookup` with this vocabulary's fingerprint).
+    budget: draft nodes of all live rows of a step together (default: `default_budget` of the device).
+    shape: fill these slots by STAND's rule from a `LookupTree` instead of growing drafts under a budget.
+    draft_kind: "sampled", "mixed" or "deterministic" children.
+    drafter: any `Drafter` instead of these four.
+    verifier: a name from `stand.verifiers`; lossy ones need allow_lossy.
 
     Raises UnsupportedModelError for a model that cannot be served exactly, ValueError for anything else that
     does not fit. The model is left as it is: weights, attention implementation and mode.
@@ -59,16 +62,43 @@ def wrap(
     check_model(model)
     if drafter is None:
         fingerprint = _fingerprint(model, tokenizer)
-        lookup = LookupTree(fingerprint=fingerprint) if lookup is None else _checked(lookup, fingerprint)
-        drafter = LookupDrafter(lookup, shape or default_shape(model.device), kind=draft_kind)
-    elif lookup is not None or shape is not None:
-        raise ValueError("drafter= brings its own state, got lookup= or shape= too; give them to the drafter instead")
+        drafter = _lookup_drafter(lookup, fingerprint, model.device, budget=budget, shape=shape, kind=draft_kind)
+    elif lookup is not None or shape is not None or budget is not None:
+        raise ValueError("drafter= brings its own state, got lookup=, budget= or shape= too; give them to the drafter")
     return Engine(model, tokenizer, drafter=drafter, verifier=rule)
 
 
-def default_shape(device: torch.device) -> TreeShape:
-    """The paper's 80 nodes where 80 tokens cost little more than one; few nodes on a CPU, where each one costs."""
-    return TreeShape.from_branching([2, 1, 1, 1]) if device.type == "cpu" else TreeShape.paper()
+def default_budget(device: torch.device) -> int:
+    """Draft nodes per step that pay: few on a CPU, where each one costs; as many as cost little more than one on a GPU.
+
+    64: best of 48, 64, 96 on two cores with the bundled model. 112: the knee that a roofline puts at 100 to 130 tokens
+    for dense bfloat16 models on an H200; not measured.
+    """
+    return 64 if device.type == "cpu" else 112
+
+
+def _lookup_drafter(
+    lookup: BlendedLookup | LookupTree | None,
+    fingerprint: bytes,
+    device: torch.device,
+    *,
+    budget: int | None,
+    shape: TreeShape | None,
+    kind: str,
+) -> Drafter:
+    """STAND's fixed shape where a shape or a `LookupTree` is given, growth under a budget otherwise."""
+    if lookup is not None:
+        _check_fingerprint(lookup, fingerprint)
+    if shape is None and not isinstance(lookup, LookupTree):
+        lookup = BlendedLookup(fingerprint=fingerprint) if lookup is None else lookup
+        return BlendedDrafter(lookup, budget=default_budget(device) if budget is None else budget, kind=kind)
+    if budget is not None or isinstance(lookup, BlendedLookup):
+        raise ValueError(
+            "a shape belongs to a LookupTree and a budget to a BlendedLookup, got a mixture; give lookup= with shape= "
+            "of one kind, or budget= alone"
+        )
+    lookup = LookupTree(fingerprint=fingerprint) if lookup is None else lookup
+    return LookupDrafter(lookup, shape or TreeShape.paper(), kind=kind)
 
 
 @dataclass(slots=True)
@@ -105,12 +135,10 @@ class Engine:
         self._num_problems = 0  # prompts of all calls so far
 
     @property
-    def lookup(self) -> LookupTree:
+    def lookup(self) -> BlendedLookup | LookupTree:
         """The lookup tree that drafts and learns; save it with `engine.lookup.save(path)`."""
-        if not isinstance(self.drafter, LookupDrafter):
-            raise AttributeError(
-                f"only a LookupDrafter has a lookup tree, got {type(self.drafter).__name__}; read engine.drafter"
-            )
+        if not isinstance(self.drafter, (BlendedDrafter, LookupDrafter)):
+            raise AttributeError(f"{type(self.drafter).__name__} has no lookup tree; read engine.drafter")
         return self.drafter.lookup
 
     @torch.inference_mode()
@@ -419,13 +447,12 @@ def _fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
     return vocabulary_fingerprint({"vocab_size": text_config(model).vocab_size})
 
 
-def _checked(lookup: LookupTree, fingerprint: bytes) -> LookupTree:
+def _check_fingerprint(lookup: BlendedLookup | LookupTree, fingerprint: bytes) -> None:
     if lookup.fingerprint and lookup.fingerprint != fingerprint:
         raise ValueError(
             f"a lookup tree must have been trained with this tokenizer (vocabulary {fingerprint.hex()[:12]}), got one "
             f"for vocabulary {lookup.fingerprint.hex()[:12]}; train or load the tree that belongs to this model"
         )
-    return lookup
 
 
 def _check_room(model: PreTrainedModel, num_rows: int, length: int) -> None:

@@ -8,7 +8,8 @@ from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 import stand
-from stand.trees import LookupTree, TreeShape
+from stand.drafter import BlendedDrafter
+from stand.trees import BlendedLookup, LookupTree, TreeShape
 
 END = 2
 PROMPTS = [[5, 9, 11, 4, 5, 9], [7], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32]]
@@ -16,6 +17,11 @@ PROMPTS = [[5, 9, 11, 4, 5, 9], [7], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31,
 
 def engine_of(family: str = "qwen2", **kwargs) -> stand.Engine:
     return stand.wrap(tiny_model(family), shape=TreeShape.from_branching([3, 2, 1, 1]), **kwargs)
+
+
+def blended_engine(family: str = "qwen2", **kwargs) -> stand.Engine:
+    """The default: growth under a budget."""
+    return stand.wrap(tiny_model(family), **kwargs)
 
 
 def greedy_by_transformers(family: str, prompt: list[int], max_new_tokens: int, **kwargs) -> list[int]:
@@ -47,6 +53,50 @@ def test_greedy_is_the_same_under_every_verifier_and_with_a_penalty(verifier, pe
     )
     for prompt, tokens in zip(PROMPTS, output.token_ids, strict=True):
         assert tokens == greedy_by_transformers("qwen2", prompt, 40, repetition_penalty=penalty)
+
+
+@pytest.mark.parametrize("kind", ["sampled", "mixed", "deterministic"])
+@pytest.mark.parametrize("budget", [0, 5, 40])
+def test_the_budget_changes_no_greedy_token_and_is_kept(kind, budget):
+    engine = blended_engine(draft_kind=kind, budget=budget)
+    output = engine.generate(input_ids=PROMPTS, num_return_sequences=2, max_new_tokens=40, temperature=0.0)
+    for row, tokens in enumerate(output.token_ids):
+        assert tokens == greedy_by_transformers("qwen2", PROMPTS[row // 2], 40)
+    assert output.stats.num_draft_tokens <= budget * output.stats.num_forwards
+    assert (output.stats.num_accepted_draft_tokens > 0) == (budget > 0)
+
+
+@pytest.mark.parametrize("kind", ["sampled", "mixed", "deterministic"])
+def test_match_makes_grown_drafts_plain_sampling_token_for_token(kind):
+    engine = blended_engine(draft_kind=kind, verifier="match")
+    settings = {"input_ids": PROMPTS, "num_return_sequences": 3, "max_new_tokens": 40, "temperature": 0.8, "seed": 4}
+    drafted, plain = engine.generate(**settings), engine.generate(**settings, draft=False)
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.stats.num_steps < plain.stats.num_steps
+
+
+def test_rows_that_end_hand_their_budget_on():
+    engine = blended_engine(budget=12)
+    batch = []
+    original = engine.drafter.lookup.draft
+
+    class Spy:
+        row_size, fingerprint = engine.drafter.lookup.row_size, engine.drafter.lookup.fingerprint
+
+        def __getattr__(self, name):
+            return getattr(lookup, name)
+
+        def draft(self, histories, budget, **kwargs):
+            drawn = original(histories, budget, **kwargs)
+            batch.append((len(histories), drawn.num_nodes - len(histories)))
+            return drawn
+
+    lookup, engine.drafter.lookup = engine.drafter.lookup, Spy()
+    engine.generate(input_ids=PROMPTS, num_return_sequences=4, max_new_tokens=60, temperature=1.0, seed=1)
+    many = [nodes / rows for rows, nodes in batch if rows == 12]
+    few = [nodes / rows for rows, nodes in batch if rows <= 4]
+    assert few and max(few) > 2 * max(many)
+    assert max(nodes for _, nodes in batch) == 12
 
 
 @pytest.mark.parametrize("verifier", ["token", "block"])
@@ -135,12 +185,13 @@ def test_counters_add_up():
     assert doubled.accepted_by_depth.tolist() == (2 * stats.accepted_by_depth).tolist()
 
 
-def test_the_lookup_tree_learns_and_survives_a_save(tmp_path):
-    engine = engine_of()
+@pytest.mark.parametrize("make", [engine_of, blended_engine])
+def test_the_lookup_tree_learns_and_survives_a_save(make, tmp_path):
+    engine = make()
     first = engine.generate(input_ids=PROMPTS, max_new_tokens=40, temperature=0.0)
     engine.lookup.save(tmp_path / "lookup")
-    loaded = LookupTree.load(tmp_path / "lookup", fingerprint=engine.lookup.fingerprint)
-    again = engine_of(lookup=loaded).generate(input_ids=PROMPTS, max_new_tokens=40, temperature=0.0)
+    loaded = type(engine.lookup).load(tmp_path / "lookup", fingerprint=engine.lookup.fingerprint)
+    again = make(lookup=loaded).generate(input_ids=PROMPTS, max_new_tokens=40, temperature=0.0)
     assert again.token_ids == first.token_ids
     assert again.stats.num_steps < first.stats.num_steps
 
@@ -222,8 +273,14 @@ def test_bad_settings_of_wrap_are_refused():
         stand.wrap(model, verifier="greedy_block")
     with pytest.raises(ValueError, match="allow_lossy"):
         stand.wrap(model, verifier="typical")
-    with pytest.raises(ValueError, match="this tokenizer"):
-        stand.wrap(model, lookup=LookupTree(fingerprint=b"x" * 16))
+    for kind in (LookupTree, BlendedLookup):
+        with pytest.raises(ValueError, match="this tokenizer"):
+            stand.wrap(model, lookup=kind(fingerprint=b"x" * 16))
+    for mixture in ({"shape": TreeShape.paper(), "budget": 4}, {"shape": TreeShape.paper(), "lookup": BlendedLookup()}):
+        with pytest.raises(ValueError, match="got a mixture"):
+            stand.wrap(model, **mixture)
+    with pytest.raises(ValueError, match="brings its own state"):
+        stand.wrap(model, drafter=BlendedDrafter(BlendedLookup(), budget=4), budget=4)
 
 
 def test_too_many_rows_for_the_memory_are_refused():

@@ -36,6 +36,7 @@ import stand
 REASONER = Path(__file__).resolve().parent / "reasoner"
 LONGEST_CUT = 60  # tokens of a solution that a prompt may include
 ROWS_PER_CALL = 500
+PROMPTS_PER_CALL = 10
 SMALLEST_CELL = 10  # continuations expected in a cell of one arm
 
 
@@ -146,9 +147,10 @@ def check_replay(model, tokenizer, options: argparse.Namespace) -> dict:
     for verifier in options.verifiers:
         engine = stand.wrap(model, tokenizer, verifier=verifier)
         different, compared, steps = 0, 0, 0
-        for text in texts:
-            plain = engine.generate([text], **settings, draft=False)
-            drafted = engine.generate([text], **settings)
+        for start in range(0, len(texts), PROMPTS_PER_CALL):
+            part = texts[start : start + PROMPTS_PER_CALL]
+            plain = engine.generate(part, **settings, draft=False)
+            drafted = engine.generate(part, **settings)
             pairs = list(zip(plain.token_ids, drafted.token_ids, strict=True))
             different += sum(one != two for one, two in pairs)
             compared += sum(len(one) for one, _ in pairs)

@@ -32,6 +32,7 @@ from hypothesis import strategies as st
 from stand.trees import DraftBatch, DraftTree
 from stand.verifiers import TargetRows, ThresholdVerifier, get_verifier, operands, verifier_names
 from stand.verifiers.requirements import wrong_batches
+from stand.verifiers.set_law import set_sizes
 
 CHAIN_RULES = ["token", "block", "rrs", "traversal", "match", "specinfer", "spectr", "ranked_traversal", "ot_traversal"]
 ADAPTED_RULES = ["match", "rrs", "traversal"]
@@ -249,6 +250,12 @@ DEVICE_RULES = [
 def chains_or_all(rule: str) -> str:
     requires = get_verifier(rule, allow_lossy=True).requires
     return "chain3" if requires.chain else "with replacement (2,1)"
+
+
+def test_rules_over_sets_take_fourteen_candidates_at_most():
+    assert set_sizes(14).shape == (2**14,) and set_sizes(14)[-1] == 14
+    with pytest.raises(ValueError, match="at most 14 candidates per context, got 15"):
+        set_sizes(15)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])

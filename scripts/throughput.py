@@ -30,7 +30,7 @@ from problem_sets import AIME_2024, Task, generated_tasks, read_tasks
 from text_table import format_table
 
 import stand
-from stand.trees import LookupTree, TreeShape, vocabulary_fingerprint
+from stand.trees import BlendedLookup, LookupTree, TreeShape, vocabulary_fingerprint
 
 REASONER = Path(__file__).resolve().parent / "reasoner"
 BOXED_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -73,8 +73,17 @@ def new_engine(arguments: argparse.Namespace, model, tokenizer) -> stand.Engine:
     lookup = None
     if arguments.lookup is not None:
         fingerprint = vocabulary_fingerprint(tokenizer.get_vocab())
-        lookup = LookupTree.load(arguments.lookup, fingerprint=fingerprint)
-    return stand.wrap(model, tokenizer, lookup=lookup, shape=arguments.shape, verifier=arguments.verifier)
+        kind = BlendedLookup if arguments.shape is None else LookupTree
+        lookup = kind.load(arguments.lookup, fingerprint=fingerprint)
+    return stand.wrap(
+        model,
+        tokenizer,
+        lookup=lookup,
+        budget=arguments.budget,
+        shape=arguments.shape,
+        draft_kind=arguments.draft_kind,
+        verifier=arguments.verifier,
+    )
 
 
 def sampling_for(arguments: argparse.Namespace, trajectories: int) -> Sampling:
@@ -281,19 +290,23 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--problems", help="jsonl file or hub dataset with fields problem, answer")
     parser.add_argument("--num-problems", type=positive_integer, help="use the first so many problems only")
     parser.add_argument("--trajectories", type=count_list, default=[1, 4, 8, 16], metavar="N,N,...")
-    parser.add_argument("--rows", type=int, help="rows decoded together, 0 for all (default: 1 on a CPU, else 0)")
+    parser.add_argument("--rows", type=int, default=0, help="rows decoded together, 0 for all (default)")
     parser.add_argument("--max-new-tokens", type=positive_integer)
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--top-p", type=float)
     parser.add_argument("--instruction", help="text appended to every problem")
     parser.add_argument("--verifier", default="traversal")
-    parser.add_argument("--shape", type=TreeShape.parse, help="paper, chain:8, branching:4,2,1 ...")
+    parser.add_argument("--budget", type=int, help="draft nodes of all rows of a step together (default: by device)")
+    parser.add_argument(
+        "--shape", type=TreeShape.parse, help="fixed drafts by STAND's rule: paper, chain:8, branching:4,2,1 ..."
+    )
+    parser.add_argument("--draft-kind", choices=("sampled", "mixed", "deterministic"), default="sampled")
     parser.add_argument("--lookup", type=Path, help="start from this lookup tree")
     parser.add_argument("--save-lookup", type=Path, help="write the lookup tree of the last number of trajectories")
     parser.add_argument("--lookup-scope", choices=("run", "problem"), default="run", help="when it starts anew")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=positive_integer, help="CPU threads (default: 1 for the bundled model)")
+    parser.add_argument("--threads", type=positive_integer, help="CPU threads (default: what torch chooses)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 on a CPU, else bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(command_line)
@@ -307,12 +320,11 @@ def fill_defaults(arguments: argparse.Namespace) -> None:
     on_cpu = arguments.device == "cpu"
     by_situation = {
         "problems": None if is_bundled else AIME_2024,
-        "rows": 1 if on_cpu else 0,
         "max_new_tokens": 1024 if is_bundled else 8192,
         "temperature": 1.0 if is_bundled else 0.6,
         "top_p": None if is_bundled else 0.95,
         "instruction": "" if is_bundled else BOXED_INSTRUCTION,
-        "threads": 1 if is_bundled else torch.get_num_threads(),  # its matrices are too small for more
+        "threads": torch.get_num_threads(),
         "dtype": "float32" if on_cpu else "bfloat16",
     }
     for name, value in by_situation.items():
@@ -330,8 +342,8 @@ def run(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     tasks = load_tasks(arguments)
     model, tokenizer = load_model(arguments)
-    if arguments.shape is None:
-        arguments.shape = stand.engine.default_shape(model.device)
+    if arguments.shape is None and arguments.budget is None:
+        arguments.budget = stand.engine.default_budget(model.device)
     report(f"{arguments.model}, {len(tasks)} problems, rows {arguments.rows or 'all'}, warming up")
     warm_up(arguments, model, tokenizer, tasks[0])
     measured, engine = measure(arguments, model, tokenizer, tasks)

@@ -44,16 +44,25 @@ def attend(
             "call the model through stand.Engine, or set another attention implementation"
         )
     groups = query.shape[1] // key.shape[1]
-    padded = stand_plan.pad(query[0])  # [A, H, T, D]
-    folded = padded.reshape(padded.shape[0], key.shape[1], groups * stand_plan.width, padded.shape[3])
-    mask = stand_plan.mask(window=sliding_window, groups=groups, dtype=query.dtype)
+    kind = {"window": sliding_window, "groups": groups, "dtype": query.dtype}
     scale = scaling if scaling is not None else query.shape[3] ** -0.5
-    if softcap is None and s_aux is None:
-        mixed = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
-    else:
-        mixed = _explicit_attention(folded, key, value, mask, scale=scale, softcap=softcap, sinks=s_aux)
-    heads = mixed.reshape(padded.shape[0], query.shape[1], stand_plan.width, value.shape[3])
-    return stand_plan.unpad(heads), None
+
+    def mix(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """[A, H, T, D] queries over [A, Hkv, L, D], heads of one key head folded into the query axis."""
+        rows, heads, width, size = queries.shape
+        folded = queries.reshape(rows, keys.shape[1], groups * width, size)
+        if softcap is None and s_aux is None:
+            mixed = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
+        else:
+            mixed = _explicit_attention(folded, keys, values, mask, scale=scale, softcap=softcap, sinks=s_aux)
+        return mixed.reshape(rows, heads, width, values.shape[3])
+
+    packed = stand_plan.unpad(mix(stand_plan.pad(query[0]), key, value, stand_plan.mask(**kind)))
+    if stand_plan.overflow:
+        for (row, first, end), mask in zip(stand_plan.overflow, stand_plan.overflow_masks(**kind), strict=True):
+            rest = mix(query[:, :, first:end], key[row : row + 1], value[row : row + 1], mask)
+            packed[:, first:end] = rest.transpose(1, 2)
+    return packed, None
 
 
 def _explicit_attention(

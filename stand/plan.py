@@ -12,6 +12,8 @@ import torch
 
 from stand.trees import DraftBatch
 
+CALL_COST = 6  # query places that cost as much as one more attention call on a CPU (5 us each at 300 keys, measured)
+
 
 class StepPlan:
     """Positions, cache slots and attention masks of one packed forward over A cache rows.
@@ -35,24 +37,31 @@ class StepPlan:
         local_nodes = np.arange(len(token_ids)) - np.repeat(offsets[:-1], counts)
         self.num_tokens = len(token_ids)  # M
         self.num_rows = len(counts)  # A
-        self.width = int(counts.max())  # T
+        self.width = _padded_width(counts) if torch.device(device).type == "cpu" else int(counts.max())  # T
         self.first_row = first_row
         self.kv_length = int((lengths + counts).max())  # L
         self.is_uniform = bool((counts == self.width).all())
+        # On a CPU, where a call costs little, the rows' tokens beyond `width` are attended to row by row.
+        self.overflow = [
+            (row, int(offsets[row]) + self.width, int(offsets[row + 1])) for row in np.flatnonzero(counts > self.width)
+        ]  # (row of the plan, first packed token, end)
         self.device = torch.device(device)
         self._depths = depths
         self._ancestors = ancestors
         self._lengths = lengths
         self._local_rows = local_rows
         self._local_nodes = local_nodes
-        self._masks: dict[tuple[int | None, int, torch.dtype], torch.Tensor] = {}
+        self._masks: dict[tuple[int | None, int, torch.dtype], list[torch.Tensor]] = {}
         self.input_ids = self._to_device(token_ids.astype(np.int64))[None]  # [1, M]
         self.position_ids = self._to_device((lengths[local_rows] + depths).astype(np.int64))[None]  # [1, M]
         self.cache_rows = self._to_device((local_rows + first_row).astype(np.int64))  # [M]
         self.cache_slots = self._to_device((lengths[local_rows] + local_nodes).astype(np.int64))  # [M]
-        self._padded_places = None
+        self._padded = np.flatnonzero(local_nodes < self.width)  # packed tokens that have a padded place
+        self._tokens = self._places = None
         if not self.is_uniform:
-            self._padded_places = self._to_device((local_rows * self.width + local_nodes).astype(np.int64))  # [M]
+            self._tokens = self._to_device(self._padded)
+            places = local_rows * self.width + local_nodes
+            self._places = self._to_device(places[self._padded].astype(np.int64))
 
     @classmethod
     def for_drafts(cls, batch: DraftBatch, lengths: np.ndarray, *, device: torch.device | str = "cpu") -> StepPlan:
@@ -77,60 +86,92 @@ class StepPlan:
         )
 
     def pad(self, packed: torch.Tensor) -> torch.Tensor:
-        """[H, M, D] -> [A, H, T, D]; places without a token are zero."""
+        """[H, M, D] -> [A, H, T, D]; places without a token are zero, tokens of `overflow` are left out."""
         heads, _, size = packed.shape
         if self.is_uniform:
             return packed.view(heads, self.num_rows, self.width, size).transpose(0, 1)
         padded = packed.new_zeros(self.num_rows * self.width, heads, size)
-        padded[self._padded_places] = packed.transpose(0, 1)
+        padded[self._places] = packed.transpose(0, 1)[self._tokens]
         return padded.view(self.num_rows, self.width, heads, size).transpose(1, 2)
 
     def unpad(self, padded: torch.Tensor) -> torch.Tensor:
-        """[A, H, T, D] -> [1, M, H, D]."""
+        """[A, H, T, D] -> [1, M, H, D]; tokens of `overflow` are left undefined."""
         flat = padded.transpose(1, 2).reshape(self.num_rows * self.width, padded.shape[1], padded.shape[3])
-        return (flat if self.is_uniform else flat[self._padded_places])[None]
+        if self.is_uniform:
+            return flat[None]
+        packed = flat.new_empty(self.num_tokens, *flat.shape[1:])
+        packed[self._tokens] = flat[self._places]
+        return packed[None]
 
     def mask(self, *, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
-        """Additive mask [A, 1, groups * T, L]: 0 where a token may look, -inf elsewhere.
+        """Additive mask [A, 1, groups * T, L] of the padded places: 0 where a token may look, -inf elsewhere.
 
         `groups` query heads share a key head and are folded into the query axis. `window` is the sliding window in
         tree positions (a token sees positions > its own - window), not in cache slots. Built once per step and kind.
         """
+        return self._masks_of(window, groups, dtype)[0]
+
+    def overflow_masks(self, *, window: int | None, groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Per entry of `overflow` its mask [1, 1, groups * n, L]."""
+        return self._masks_of(window, groups, dtype)[1:]
+
+    def _masks_of(self, window: int | None, groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
         key = (window, groups, dtype)
         if key not in self._masks:
-            allowed = torch.from_numpy(self._allowed(window)).to(self.device)
-            additive = torch.zeros(allowed.shape, dtype=dtype, device=self.device)
-            additive.masked_fill_(~allowed, float("-inf"))
-            self._masks[key] = additive[:, None].repeat(1, 1, groups, 1)
+            allowed = self._allowed(window)
+            parts = [self._pad_allowed(allowed), *(allowed[None, first:end] for _, first, end in self.overflow)]
+            self._masks[key] = [self._additive(part, groups, dtype) for part in parts]
         return self._masks[key]
 
+    def _additive(self, allowed: np.ndarray, groups: int, dtype: torch.dtype) -> torch.Tensor:
+        """[A, T, L] bool -> [A, 1, groups * T, L]."""
+        forbidden = torch.from_numpy(~allowed).to(self.device)
+        additive = torch.zeros(allowed.shape, dtype=dtype, device=self.device)
+        additive.masked_fill_(forbidden, float("-inf"))
+        return additive[:, None].repeat(1, 1, groups, 1)
+
     def _allowed(self, window: int | None) -> np.ndarray:
-        """[A, T, L] bool; a place without a token looks at slot 0 so that its softmax stays finite."""
+        """[M, L] bool: which slots of its own row a packed token sees."""
         own_lengths = self._lengths[self._local_rows]  # [M]
         slots = np.arange(self.kv_length)
-        allowed = slots[None, :] < own_lengths[:, None]  # [M, L]
+        allowed = slots[None, :] < own_lengths[:, None]
         if window is not None:
             allowed &= slots[None, :] > (own_lengths + self._depths - window)[:, None]
         packed, seen = np.nonzero(self._visible_tail(window))
         allowed[packed, own_lengths[packed] + seen] = True
+        return allowed
+
+    def _pad_allowed(self, allowed: np.ndarray) -> np.ndarray:
+        """[M, L] -> [A, T, L]; a place without a token looks at slot 0 so that its softmax stays finite."""
         if self.is_uniform:
             return allowed.reshape(self.num_rows, self.width, self.kv_length)
         padded = np.zeros((self.num_rows, self.width, self.kv_length), dtype=bool)
         padded[:, :, 0] = True
-        padded[self._local_rows, self._local_nodes] = allowed
+        padded[self._local_rows[self._padded], self._local_nodes[self._padded]] = allowed[self._padded]
         return padded
 
     def _visible_tail(self, window: int | None) -> np.ndarray:
         """[M, T] bool: which tokens of its own row's tail a packed token sees."""
         if window is None:
             return self._ancestors
-        tail_depths = np.zeros((self.num_rows, self.width), dtype=np.int64)
+        tail_depths = np.zeros((self.num_rows, self._ancestors.shape[1]), dtype=np.int64)
         tail_depths[self._local_rows, self._local_nodes] = self._depths
         distances = self._depths[:, None] - tail_depths[self._local_rows]
         return self._ancestors & (distances < window)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
+
+
+def _padded_width(counts: np.ndarray) -> int:
+    """Tokens per row that are attended to in one padded call; longer rows' remainders get calls of their own.
+
+    Least total of query places and of CALL_COST places per further call.
+    """
+    widths = np.unique(counts)
+    beyond = np.maximum(counts[None, :] - widths[:, None], 0)
+    costs = len(counts) * widths + beyond.sum(axis=1) + CALL_COST * (beyond > 0).sum(axis=1)
+    return int(widths[np.argmin(costs)])
 
 
 def _ancestor_matrix(batch: DraftBatch) -> np.ndarray:

@@ -99,6 +99,25 @@ def test_cache_after_commit_equals_a_fresh_prefill(family):
 
 
 @torch.inference_mode()
+def test_long_rows_beside_short_ones_equal_plain_forwards():
+    """One row of 30 nodes among nine of 2: the remainder of the long row gets attention calls of its own."""
+    model = tiny_model("gemma3")
+    generator = np.random.default_rng(7)
+    prompts = [generator.integers(3, VOCABULARY_SIZE, 9 + row).astype(np.int32) for row in range(10)]
+    drafts = [random_draft(generator, 30 if row == 4 else 2) for row in range(10)]
+    batch = DraftBatch.concatenate(drafts)
+    lengths = np.array([len(prompt) for prompt in prompts])
+    with tree_attention(model):
+        plan = StepPlan.for_drafts(batch, lengths)
+        assert plan.width == 2 and [row for row, _, _ in plan.overflow] == [4]
+        logits = run_plan(model, prefilled(model, prompts), plan)
+    for row in (3, 4, 5):
+        for node in range(drafts[row].num_nodes):
+            expected = plain_logits(model, [*prompts[row], *drafts[row].token_ids[path_to(drafts[row], node)]])
+            assert float((logits[batch.offsets[row] + node] - expected).abs().max()) < TOLERANCE * spread(expected)
+
+
+@torch.inference_mode()
 def test_chunked_prefill_and_fan_out_equal_one_pass():
     model = tiny_model("qwen2")
     prompts, drafts = ragged_case(4)

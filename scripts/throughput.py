@@ -34,6 +34,7 @@ from stand.trees import BlendedLookup, LookupTree, TreeShape, vocabulary_fingerp
 
 REASONER = Path(__file__).resolve().parent / "reasoner"
 BOXED_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+SHOWN_DEPTHS = 12  # in the table; the JSON document has all
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -208,7 +209,8 @@ def depth_table(groups: dict[int, list[Measured]]) -> str:
     rows = []
     for trajectories, measured in groups.items():
         stats = total_stats(measured, "drafted")
-        depths = " ".join(f"{number / stats.num_steps:.2f}" for number in stats.accepted_by_depth)
+        shares = [f"{number / stats.num_steps:.2f}" for number in stats.accepted_by_depth]
+        depths = " ".join(shares[:SHOWN_DEPTHS]) + (" ..." if len(shares) > SHOWN_DEPTHS else "")
         overhead = f"{100 * stats.overhead:.0f} %"
         rows.append([f"N = {trajectories}", stats.draft_acceptance_rate, overhead, depths])
     return format_table(("drafted", "acceptance rate", "not forward", "accepted per step, depth 1, 2, ..."), rows)

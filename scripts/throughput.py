@@ -34,6 +34,7 @@ from stand.trees import BlendedLookup, LookupTree, TreeShape, vocabulary_fingerp
 
 REASONER = Path(__file__).resolve().parent / "reasoner"
 BOXED_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+CPU_ROWS = 4  # more rows are bound by arithmetic without drafts already: drafts pay less there, see README
 SHOWN_DEPTHS = 12  # in the table; the JSON document has all
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -232,7 +233,7 @@ def as_document(arguments: argparse.Namespace, groups: dict[int, list[Measured]]
         "machine": {
             "processor": platform.machine(),
             "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
+            "threads": 1 if is_bundled else torch.get_num_threads(),  # its matrices are too small for more
             "gpu": torch.cuda.get_device_name(arguments.device) if "cuda" in str(arguments.device) else None,
         },
         "problems": [problem_document(item) for measured in groups.values() for item in measured],
@@ -292,7 +293,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--problems", help="jsonl file or hub dataset with fields problem, answer")
     parser.add_argument("--num-problems", type=positive_integer, help="use the first so many problems only")
     parser.add_argument("--trajectories", type=count_list, default=[1, 4, 8, 16], metavar="N,N,...")
-    parser.add_argument("--rows", type=int, default=0, help="rows decoded together, 0 for all (default)")
+    parser.add_argument("--rows", type=int, help="rows decoded together, 0 for all (default: 4 on a CPU, else all)")
     parser.add_argument("--max-new-tokens", type=positive_integer)
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-k", type=int)
@@ -308,7 +309,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--save-lookup", type=Path, help="write the lookup tree of the last number of trajectories")
     parser.add_argument("--lookup-scope", choices=("run", "problem"), default="run", help="when it starts anew")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=positive_integer, help="CPU threads (default: what torch chooses)")
+    parser.add_argument("--threads", type=positive_integer, help="CPU threads (default: 1 for the bundled model)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 on a CPU, else bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(command_line)
@@ -322,6 +323,7 @@ def fill_defaults(arguments: argparse.Namespace) -> None:
     on_cpu = arguments.device == "cpu"
     by_situation = {
         "problems": None if is_bundled else AIME_2024,
+        "rows": CPU_ROWS if on_cpu else 0,
         "max_new_tokens": 1024 if is_bundled else 8192,
         "temperature": 1.0 if is_bundled else 0.6,
         "top_p": None if is_bundled else 0.95,

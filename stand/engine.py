@@ -71,10 +71,10 @@ def wrap(
 def default_budget(device: torch.device) -> int:
     """Draft nodes per step that pay: few on a CPU, where each one costs; as many as cost little more than one on a GPU.
 
-    64: best of 48, 64, 96 on two cores with the bundled model. 112: the knee that a roofline puts at 100 to 130 tokens
-    for dense bfloat16 models on an H200; not measured.
+    32: best of 16 to 64 on two cores with the bundled model (LOG.md). 112: the knee that a roofline puts at 100 to 130
+    tokens for dense bfloat16 models on an H200; not measured.
     """
-    return 64 if device.type == "cpu" else 112
+    return 32 if device.type == "cpu" else 112
 
 
 def _lookup_drafter(

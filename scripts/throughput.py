@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -175,6 +176,12 @@ HEADER = (
 )
 
 
+def median_speedup(measured: list[Measured], over: str) -> float | None:
+    """Median over problems of the speed-up: one stall of the machine does not move it."""
+    ratios = [speedup({arm: drawn.stats for arm, drawn in item.arms.items()}, over) for item in measured]
+    return None if None in ratios else statistics.median(ratios)
+
+
 def total_stats(measured: list[Measured], arm: str) -> stand.Stats:
     return sum((item.arms[arm].stats for item in measured), stand.Stats())
 
@@ -201,8 +208,9 @@ def total_table(groups: dict[int, list[Measured]]) -> str:
     rows = []
     for trajectories, measured in groups.items():
         stats = {arm: total_stats(measured, arm) for arm in ARMS}
-        rows.append(summary_row(f"all, N = {trajectories}", stats, **total_accuracy(measured, "drafted")))
-    return format_table(HEADER, rows)
+        row = summary_row(f"all, N = {trajectories}", stats, **total_accuracy(measured, "drafted"))
+        rows.append([*row, *(median_speedup(measured, arm) for arm in ("plain", "generate"))])
+    return format_table((*HEADER, "median x plain", "median x generate"), rows)
 
 
 def depth_table(groups: dict[int, list[Measured]]) -> str:
@@ -268,6 +276,8 @@ def total_document(trajectories: int, measured: list[Measured]) -> dict[str, obj
         "problems": len(measured),
         "speedup_over_plain": speedup(stats, "plain"),
         "speedup_over_generate": speedup(stats, "generate"),
+        "median_speedup_over_plain": median_speedup(measured, "plain"),
+        "median_speedup_over_generate": median_speedup(measured, "generate"),
         "arms": {arm: {**stats[arm].as_dict(), **total_accuracy(measured, arm)} for arm in ARMS},
     }
 

@@ -66,6 +66,8 @@ def test_totals_are_sums(document):
                 assert total["arms"][arm][name] == pytest.approx(sum(item["arms"][arm][name] for item in parts))
         rates = {arm: total["arms"][arm]["tokens_per_second"] for arm in ARMS}
         assert total["speedup_over_plain"] == pytest.approx(rates["drafted"] / rates["plain"])
+        ratios = sorted(item["speedup_over_plain"] for item in parts)
+        assert total["median_speedup_over_plain"] == pytest.approx(sum(ratios) / 2)  # of two problems
         drafted = total["arms"]["drafted"]
         assert sum(drafted["accepted_by_depth"]) == drafted["num_accepted_draft_tokens"]
 

@@ -10,6 +10,7 @@ if __name__ != "stand.trees":
     )
 
 from stand.trees import noise
+from stand.trees.blended import BlendedLookup
 from stand.trees.draft import NO_PARENT, NO_TOKEN, ROOT, DraftBatch, DraftTree
 from stand.trees.fingerprint import vocabulary_fingerprint
 from stand.trees.lookup import LookupTree
@@ -20,6 +21,7 @@ __all__ = [
     "NO_PARENT",
     "NO_TOKEN",
     "ROOT",
+    "BlendedLookup",
     "DraftBatch",
     "DraftTree",
     "LookupFileError",

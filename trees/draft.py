@@ -34,6 +34,8 @@ class DraftTree:
     was revealed before, and that nothing drawn was dropped or re-ordered (needed by every ratio rule).
 
     `slots[i]` is the slot of the shape that node i fills, where the builder followed one.
+
+    `path_probabilities[i]` is the builder's estimate that node i is accepted, where it makes one.
     """
 
     token_ids: np.ndarray  # [N] int32
@@ -42,6 +44,7 @@ class DraftTree:
     law: np.ndarray  # [N, S] float32, per child over its parent's support
     adapted: bool = True
     slots: np.ndarray | None = None  # [N] int32
+    path_probabilities: np.ndarray | None = None  # [N] float32
 
     @property
     def num_nodes(self) -> int:
@@ -83,7 +86,7 @@ class DraftBatch:
 
     `parents` are row-local (NO_PARENT at each root). `depths` and `ranks` (position among its siblings) follow
     from `parents` and are stored because every consumer needs them. `slots` is None unless every draft has
-    slots.
+    slots; likewise `path_probabilities`.
     """
 
     token_ids: np.ndarray  # [M] int32
@@ -95,6 +98,7 @@ class DraftBatch:
     law: np.ndarray  # [M, S] float32
     adapted: bool = True
     slots: np.ndarray | None = None  # [M] int32
+    path_probabilities: np.ndarray | None = None  # [M] float32
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -110,6 +114,7 @@ class DraftBatch:
             law=self.law[nodes],
             adapted=self.adapted,
             slots=None if self.slots is None else self.slots[nodes],
+            path_probabilities=None if self.path_probabilities is None else self.path_probabilities[nodes],
         )
 
     @property
@@ -126,7 +131,6 @@ class DraftBatch:
         parents = np.concatenate([draft.parents for draft in drafts])
         offsets = np.cumsum([0] + [draft.num_nodes for draft in drafts]).astype(np.int32)
         depths, ranks = _depths_and_ranks(parents, offsets)
-        with_slots = all(draft.slots is not None for draft in drafts)
         return cls(
             token_ids=np.concatenate([draft.token_ids for draft in drafts]),
             parents=parents,
@@ -136,7 +140,8 @@ class DraftBatch:
             support_ids=np.concatenate([_widen(draft.support_ids, width, NO_TOKEN) for draft in drafts]),
             law=np.concatenate([_widen(draft.law, width, 0.0) for draft in drafts]),
             adapted=all(draft.adapted for draft in drafts),
-            slots=np.concatenate([draft.slots for draft in drafts]) if with_slots else None,
+            slots=_joined([draft.slots for draft in drafts]),
+            path_probabilities=_joined([draft.path_probabilities for draft in drafts]),
         )
 
     def check(self) -> None:
@@ -161,6 +166,10 @@ def _depths_and_ranks(parents: np.ndarray, offsets: np.ndarray) -> tuple[np.ndar
     return depths, ranks
 
 
+def _joined(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    return None if any(array is None for array in arrays) else np.concatenate(arrays)
+
+
 def _widen(array: np.ndarray, width: int, fill: float) -> np.ndarray:
     missing = width - array.shape[1]
     return array if missing == 0 else np.pad(array, ((0, 0), (0, missing)), constant_values=fill)
@@ -174,6 +183,8 @@ def _check_arrays(draft: DraftTree) -> None:
         raise ValueError("parents must be [N], support_ids and law [N, S] with N = len(token_ids)")
     if draft.slots is not None and draft.slots.shape != (num_nodes,):
         raise ValueError(f"slots must be [N] with N = {num_nodes}, got shape {draft.slots.shape}")
+    if draft.path_probabilities is not None and draft.path_probabilities.shape != (num_nodes,):
+        raise ValueError(f"path_probabilities must be [N] with N = {num_nodes}, got {draft.path_probabilities.shape}")
     if draft.parents[ROOT] != NO_PARENT:
         raise ValueError(f"parents[0] must be {NO_PARENT}, got {draft.parents[ROOT]}")
     if np.any(draft.parents[1:] < 0) or np.any(draft.parents[1:] >= np.arange(1, num_nodes)):

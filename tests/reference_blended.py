@@ -1,0 +1,238 @@
+"""Slow twin of the blended lookup tree: the same rules as plain objects, without memory bounds and without drafting."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+ONE = 4096
+MAX_ENTRIES = {1: 32, 2: 16}
+UNSEEN = 1e-5
+RECENT_STAMPS = 128
+
+ENTRY = -2.52
+ENTRY_ORDER = (0.0, -0.13, -0.27, -0.47, -0.44, -0.43, -0.31, -0.19)
+ENTRY_WEIGHT = (0.0, 0.58, 0.6, 0.87, 1.14, 1.14, 1.45, 1.71, 1.83, 2.82, 3.32, 3.81, 4.24, 4.69, 5.16, 5.56)
+ENTRY_AGE = (0.0, -0.04, -0.8)
+ENTRY_RANK = (0.0, 0.83, 0.27)
+ESCAPE = 0.65
+ESCAPE_ORDER = (0.0, 0.8, 1.03, 1.02, 1.15, 1.25, 1.34, 0.85)
+ESCAPE_SIZE = (0.0, 0.66, 0.51, 0.39, 0.23, 0.27)
+ESCAPE_VISITS = (0.0, -0.26, -0.25, 0.02, 0.17, 0.3, 0.41, 0.32)
+ESCAPE_SHARE = (0.0, -0.62, -1.0, -1.13)
+ESCAPE_AGE = (0.0, -0.05, 0.3)
+
+
+@dataclass
+class Entry:
+    token: int
+    weight: int = 0
+    stamp: int = 0
+    scope: int = 0
+    child: Context | None = None
+
+
+@dataclass
+class Context:
+    order: int
+    entries: list[Entry] = field(default_factory=list)  # latest first
+    visits: int = 0
+
+    def find(self, token: int) -> Entry | None:
+        return next((entry for entry in self.entries if entry.token == token), None)
+
+
+@dataclass
+class Evidence:
+    """What a context says: the keys of its odds, and the odds."""
+
+    tokens: list[int]
+    entry_keys: list[tuple]
+    escape_key: tuple
+    odds: list[float]
+    escape: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.odds) + self.escape
+
+
+class SlowBlend:
+    def __init__(self, *, depth=12, fade=0.95, rate=0.05):
+        self.depth, self.fade, self.rate = depth, fade, rate
+        self.roots: dict[int, Context] = {}
+        self.entry_odds: dict[tuple, float] = {}
+        self.escape_odds: dict[tuple, float] = {}
+        self.now = 0
+
+    def contexts(self, tokens: list[int]) -> dict[int, Context | Entry]:
+        """By order, the context that ends with `tokens`, or the entry under which it could be made."""
+        found: dict[int, Context | Entry] = {}
+        for order in range(1, min(self.depth, len(tokens)) + 1):
+            path = tokens[len(tokens) - order :]
+            context, entry = self.roots.get(path[0]), None
+            for token in path[1:]:
+                entry = context.find(token) if isinstance(context, Context) else None
+                context = entry.child if entry else None
+            if context is not None or entry is not None:
+                found[order] = context if context is not None else entry
+        return found
+
+    def predict(self, tokens: list[int], *, scope: int = 0) -> dict[int, float]:
+        law: dict[int, float] = {}
+        found = self.contexts(tokens)
+        for order in sorted(found):
+            context = found[order]
+            if isinstance(context, Entry) or not context.entries:
+                continue
+            evidence = self.read(context, scope)
+            law = {token: value * evidence.escape / evidence.total for token, value in law.items()}
+            for token, odds in zip(evidence.tokens, evidence.odds, strict=True):
+                law[token] = law.get(token, 0.0) + odds / evidence.total
+        return law
+
+    def learn(self, history: list[int], tokens: list[int], *, scope: int = 0) -> None:
+        path = list(history)
+        for token in tokens:
+            found = self.contexts(path)
+            if self.rate > 0:
+                self.train(found, token, scope, 1.0)
+            is_soft = False
+            for order in range(min(self.depth, len(path)), 0, -1):
+                context = self.make(found.get(order), order, path)
+                if context is None:
+                    continue
+                was_known = context.find(token) is not None
+                self.add_entry(context, token)
+                self.fade_weights(context, is_soft)
+                self.observe(context, token, 0.25 if is_soft and was_known else 1.0, scope)
+                is_soft |= was_known
+            self.now += 1
+            path.append(token)
+
+    def learn_row(self, path: list[int], row: list[tuple[int, float]], *, scope: int = 0) -> None:
+        found = self.contexts(path)
+        for token, mass in row:
+            if self.rate > 0 and mass >= 0.1:
+                self.train(found, token, scope, mass)
+        is_soft = False
+        for order in range(min(self.depth, len(path)), 0, -1):
+            context = self.make(found.get(order), order, path)
+            if context is None:
+                continue
+            self.fade_weights(context, is_soft)
+            known = 0.0
+            for token, mass in reversed(row):
+                was_known = context.find(token) is not None
+                if mass * ONE < 1 or (not was_known and mass < 1 / 64):
+                    continue
+                self.add_entry(context, token)
+                self.observe(context, token, mass * (0.25 if is_soft and was_known else 1.0), scope)
+                known += mass if was_known else 0.0
+            is_soft |= known >= 0.5
+        self.now += 1
+
+    def make(self, context: Context | Entry | None, order: int, path: list[int]) -> Context | None:
+        if order == 1:
+            return self.roots.setdefault(path[-1], Context(1))
+        if isinstance(context, Entry):
+            context.child = Context(order)
+            return context.child
+        return context
+
+    def add_entry(self, context: Context, token: int) -> None:
+        if context.find(token) is not None:
+            return
+        if len(context.entries) == MAX_ENTRIES.get(context.order, 8):
+            lightest = min(reversed(context.entries), key=lambda entry: entry.weight)
+            place = next(i for i, entry in enumerate(context.entries) if entry is lightest)
+            context.entries[place] = Entry(token)
+        else:
+            context.entries.append(Entry(token))
+
+    def fade_weights(self, context: Context, is_soft: bool) -> None:
+        factor = 1 - 0.25 * (1 - self.fade) if is_soft else self.fade
+        for entry in context.entries:
+            entry.weight = entry.weight * int(65536 * factor) >> 16
+        context.visits = min(255, context.visits + 1)
+
+    def observe(self, context: Context, token: int, mass: float, scope: int) -> None:
+        entry = context.find(token)
+        entry.weight = min(65535, entry.weight + int(mass * ONE))
+        entry.stamp, entry.scope = self.now >> 4, scope
+        place = next(i for i, one in enumerate(context.entries) if one is entry)
+        context.entries.insert(0, context.entries.pop(place))
+
+    def age(self, entry: Entry, scope: int) -> int:
+        if entry.scope != scope:
+            return 2
+        return 0 if (self.now >> 4) - entry.stamp < RECENT_STAMPS else 1
+
+    def read(self, context: Context, scope: int) -> Evidence:
+        entries = context.entries
+        heaviest, total = max(entry.weight for entry in entries), sum(entry.weight for entry in entries)
+        entry_keys = []
+        for place, entry in enumerate(entries):
+            rank = 0 if place else 2 if entry.weight >= heaviest else 1
+            entry_keys.append((context.order, weight_bucket(entry.weight), self.age(entry, scope), rank))
+        share = 3 if heaviest > 0.95 * total else 2 if heaviest > 0.7 * total else 1 if heaviest > 0.4 * total else 0
+        sizes = sum(len(entries) >= least for least in (2, 3, 4, 8, 16))
+        visits = sum(context.visits >= least for least in (2, 3, 4, 6, 10, 24, 64))
+        escape_key = (context.order, sizes, visits, share, self.age(entries[0], scope))
+        return Evidence(
+            tokens=[entry.token for entry in entries],
+            entry_keys=entry_keys,
+            escape_key=escape_key,
+            odds=[self.entry_odds.get(key) or entry_prior(*key) for key in entry_keys],
+            escape=self.escape_odds.get(escape_key) or escape_prior(*escape_key),
+        )
+
+    def train(self, found: dict[int, Context | Entry], token: int, scope: int, mass: float) -> None:
+        probability, levels = UNSEEN, []
+        for order in sorted(found):
+            context = found[order]
+            if isinstance(context, Entry) or not context.entries:
+                continue
+            evidence = self.read(context, scope)
+            own = dict(zip(evidence.tokens, evidence.odds, strict=True)).get(token, 0.0)
+            joint = own + evidence.escape * probability
+            levels.append((evidence, own / joint))
+            probability = joint / evidence.total
+        duty = self.rate * mass
+        for evidence, own in reversed(levels):
+            if duty <= 1e-4:
+                break
+            total = evidence.total
+            self.move(
+                self.escape_odds, evidence.escape_key, evidence.escape, duty * (1 - own - evidence.escape / total)
+            )
+            for name, key in zip(evidence.tokens, evidence.entry_keys, strict=True):
+                odds = self.entry_odds.get(key) or entry_prior(*key)
+                self.move(self.entry_odds, key, odds, duty * ((own if name == token else 0.0) - odds / total))
+            duty *= 1 - own
+
+    @staticmethod
+    def move(table: dict[tuple, float], key: tuple, odds: float, step: float) -> None:
+        table[key] = min(1e4, max(1e-4, odds * (1 + step)))
+
+
+def weight_bucket(weight: int) -> int:
+    if weight < ONE // 16:
+        return 0
+    octave = weight.bit_length() - 1
+    return 2 * (octave - 8) + (weight >> (octave - 1) & 1)
+
+
+def entry_prior(order: int, weight: int, age: int, rank: int) -> float:
+    return math.exp(ENTRY + ENTRY_ORDER[min(order, 8) - 1] + ENTRY_WEIGHT[weight] + ENTRY_AGE[age] + ENTRY_RANK[rank])
+
+
+def escape_prior(order: int, sizes: int, visits: int, share: int, age: int) -> float:
+    return math.exp(
+        ESCAPE
+        + ESCAPE_ORDER[min(order, 8) - 1]
+        + ESCAPE_SIZE[sizes]
+        + ESCAPE_VISITS[visits]
+        + ESCAPE_SHARE[share]
+        + ESCAPE_AGE[age]
+    )

@@ -1,0 +1,78 @@
+import os
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from stand.trees.draft import DraftBatch
+
+MAX_DEPTH: int
+MAX_SCOPE: int
+DEFAULT_MAX_BYTES: int
+
+DraftKind = Literal["sampled", "mixed", "deterministic"]
+Rows = tuple[np.ndarray, np.ndarray]
+
+class BlendedLookup:
+    depth: int
+    max_bytes: int
+    fade: float
+    rate: float
+    row_size: int
+    fingerprint: bytes
+    def __init__(
+        self,
+        *,
+        depth: int = 12,
+        max_bytes: int = ...,
+        fade: float = 0.95,
+        rate: float = 0.05,
+        row_size: int = 10,
+        fingerprint: bytes = b"",
+    ) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def num_evicted(self) -> int: ...
+    def clear(self) -> None: ...
+    def learn(
+        self,
+        context: Sequence[int] | np.ndarray,
+        token_ids: Sequence[int] | np.ndarray,
+        rows: Rows | None = None,
+        *,
+        scope: int = 0,
+    ) -> None: ...
+    def learn_batch(
+        self,
+        batch: DraftBatch,
+        histories: Sequence[np.ndarray],
+        row_ids: np.ndarray,
+        row_probs: np.ndarray,
+        nodes: np.ndarray | None = None,
+        *,
+        scopes: Sequence[int] | np.ndarray | None = None,
+    ) -> None: ...
+    def predict(
+        self, context: Sequence[int] | np.ndarray, *, limit: int = 10, scope: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]: ...
+    def draft(
+        self,
+        histories: Sequence[np.ndarray],
+        budget: int,
+        *,
+        seed: int,
+        rows: np.ndarray | Sequence[int],
+        steps: np.ndarray | Sequence[int],
+        kind: DraftKind = "deterministic",
+        floor: float = 0.0,
+        max_depths: np.ndarray | Sequence[int] | None = None,
+        scopes: Sequence[int] | np.ndarray | None = None,
+    ) -> DraftBatch: ...
+    def check(self) -> None: ...
+    def save(self, path: str | os.PathLike) -> None: ...
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike, *, fingerprint: bytes | None = None, max_bytes: int | None = None
+    ) -> BlendedLookup: ...

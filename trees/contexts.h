@@ -1,0 +1,469 @@
+// The context store: what followed every context of 1..depth tokens, as a trie of blocks in bounded memory.
+//
+// The entry for token x in the block of context c leads to the block of context c x, so all contexts that end one
+// token later are found without hashing. Order-1 blocks hang on a paged table indexed by token.
+
+#pragma once
+
+#include <mutex>
+
+#include "odds.h"
+
+namespace stand {
+
+constexpr uint32_t NO_NEWEST = 0xFFFFFFFFu;
+
+// The contexts that end at one position, by order, and the token there. Where a block is missing but the context
+// without its newest token has an entry for it, `parents` has that context's block: the block can be made there.
+struct Cursor {
+    uint32_t blocks[MAX_DEPTH + 2] = {};
+    uint32_t parents[MAX_DEPTH + 2] = {};
+    uint32_t token = NO_NEWEST;
+};
+
+struct StoreSettings {
+    int32_t depth = 12;
+    int64_t max_bytes = int64_t{256} << 20;
+    float fade = 0.95f;  // of a context's weights at every new observation
+    float rate = 0.05f;  // of the odds' gradient steps
+    bool learns_odds = true;
+};
+
+class ContextStore {
+   public:
+    static constexpr uint32_t PAGE_SHIFT = 8, PAGE_SIZE = 1u << PAGE_SHIFT;
+    static constexpr int64_t MIN_BYTES = int64_t{1} << 20;
+
+    const StoreSettings settings;
+    Arena arena;
+    Odds odds;
+    Clock clock;
+    mutable std::mutex mutex;  // held by every public verb of the Python class
+
+    explicit ContextStore(const StoreSettings& settings)
+        : settings(settings),
+          arena(slabs_within(settings.max_bytes)),
+          fade_(static_cast<uint32_t>(65536.0f * settings.fade)),
+          soft_fade_(static_cast<uint32_t>(65536.0f * (1.0f - SOFT * (1.0f - settings.fade)))) {}
+
+    // Successors kept: short contexts have many, long ones few.
+    static int32_t max_entries(int32_t order) { return order == 1 ? 32 : order == 2 ? 16 : 8; }
+
+    int32_t depth() const { return settings.depth; }
+    int64_t num_contexts() const { return arena.num_blocks(); }
+    int64_t num_evicted() const { return num_evicted_; }
+
+    // Bytes held, exactly; never above max_bytes.
+    int64_t nbytes() const {
+        return static_cast<int64_t>(sizeof *this + pages_.capacity() * sizeof(Page)) + arena.nbytes() +
+               num_pages_ * PAGE_BYTES;
+    }
+
+    uint32_t root(uint32_t token) const {
+        const size_t page = token >> PAGE_SHIFT;
+        return page < pages_.size() && pages_[page] ? pages_[page][token & (PAGE_SIZE - 1)] : 0;
+    }
+    uint32_t num_root_slots() const { return static_cast<uint32_t>(pages_.size()) << PAGE_SHIFT; }
+
+    // The contexts that end one token later.
+    void advance(const Cursor& from, uint32_t token, Cursor& to) const {
+        to.token = token;
+        to.blocks[1] = root(token);
+        to.parents[1] = 0;
+        for (int32_t order = 1; order < depth(); ++order) {
+            to.blocks[order + 1] = to.parents[order + 1] = 0;
+            if (from.blocks[order] == 0) continue;
+            const Block* block = arena.at(from.blocks[order]);
+            const int32_t position = find_entry(block, token);
+            if (position < 0) continue;
+            to.blocks[order + 1] = children_of(block)[position];
+            if (to.blocks[order + 1] == 0) to.parents[order + 1] = from.blocks[order];
+        }
+    }
+
+    // The contexts that end with `window`, newest token first.
+    Cursor locate(const uint32_t* window, int32_t available) const {
+        Cursor now, before;
+        for (int32_t age = std::min(available, depth()) - 1; age >= 0; --age) {
+            before = now;
+            advance(before, window[age], now);
+        }
+        return now;
+    }
+
+    // One observed token; the cursor moves on to the contexts that end with it.
+    void learn(Cursor& cursor, uint32_t token);
+
+    // The law of the next token after the cursor, as ids (negative: padding) and probabilities. Teaches no contexts
+    // beyond those that end at the cursor.
+    void learn_row(Cursor& cursor, const int32_t* ids, const float* probs, int32_t width);
+
+    // Forgets everything; settings stay.
+    void clear() {
+        arena = Arena(slabs_within(settings.max_bytes));
+        odds = Odds();
+        clock = Clock();
+        pages_ = std::vector<Page>();
+        num_pages_ = num_evicted_ = 0;
+        num_orphans_ = 0;
+    }
+
+    // What is not sound, or null.
+    const char* find_fault() const;
+
+    uint32_t add_block(int32_t order, uint32_t parent, int32_t position, uint32_t token, int32_t size);
+
+   private:
+    using Page = std::unique_ptr<uint32_t[]>;
+    static constexpr int64_t PAGE_BYTES = PAGE_SIZE * sizeof(uint32_t);
+    static constexpr float SOFT = 0.25f;       // weight of what a longer context already knew
+    static constexpr float LEAST_NEW = 1.0f / 64;  // probability that a row's token needs for an entry of its own
+    static constexpr int32_t MAX_ORPHANS = 1024;   // waiting at a time
+    static constexpr int32_t FREED_PER_TOKEN = 4;  // orphans
+    static constexpr int32_t MAX_TRIES = 512;  // blocks looked at to make room for one
+    static constexpr uint8_t FULL_CREDIT = 3;
+
+    uint32_t fade_, soft_fade_;
+    std::vector<Page> pages_;
+    int64_t num_pages_ = 0;
+    int64_t num_evicted_ = 0;
+    uint32_t orphans_[MAX_ORPHANS];
+    int32_t num_orphans_ = 0;
+    Cursor* cursors_[2] = {nullptr, nullptr};  // in use: their blocks stay, and follow when they move
+
+    // A 64th is left to the table of order-1 contexts.
+    static int64_t slabs_within(int64_t max_bytes) {
+        const int64_t room = max_bytes - max_bytes / 64 - static_cast<int64_t>(sizeof(ContextStore));
+        return std::max<int64_t>(NUM_CLASSES, room / (SLAB_BYTES + Arena::overhead(1)));
+    }
+
+    void train(const Cursor& cursor, uint32_t token, float mass);
+    uint32_t context(Cursor& cursor, int32_t order);
+    int32_t add_entry(Cursor& cursor, int32_t order, uint32_t token);
+    void observe(Block* block, int32_t position, bool is_soft, float mass);
+    void fade(Block* block, bool is_soft);
+    uint32_t make_root(uint32_t token);
+    bool reserve_page(size_t page);
+    uint32_t grow(uint32_t reference);
+    void link(uint32_t from, uint32_t to);
+    uint32_t allocate(int32_t size_class);
+    bool reclaim(uint32_t reference);
+    void abandon(uint32_t reference);
+    void free_orphans();
+    bool is_held(uint32_t reference) const;
+    const char* find_fault_below(uint32_t reference, int32_t order, int64_t& num_reached) const;
+};
+
+inline void ContextStore::learn(Cursor& cursor, uint32_t token) {
+    for (int32_t order = 1; order <= depth(); ++order) arena.prefetch(cursor.blocks[order]);
+    if (settings.learns_odds) train(cursor, token, 1.0f);
+    Cursor next;
+    next.token = token;
+    cursors_[0] = &cursor;
+    cursors_[1] = &next;
+    free_orphans();
+    bool is_soft = false;
+    for (int32_t order = depth(); order >= 1; --order) {
+        if (context(cursor, order) == 0) continue;
+        int32_t position = find_entry(arena.at(cursor.blocks[order]), token);
+        const bool was_known = position >= 0;
+        if (!was_known) position = add_entry(cursor, order, token);
+        Block* block = arena.at(cursor.blocks[order]);
+        fade(block, is_soft);
+        observe(block, position, is_soft && was_known, 1.0f);
+        if (order < depth()) {
+            next.blocks[order + 1] = children_of(block)[0];
+            if (next.blocks[order + 1] == 0) next.parents[order + 1] = cursor.blocks[order];
+        }
+        is_soft |= was_known;
+    }
+    next.blocks[1] = root(token);
+    cursors_[0] = cursors_[1] = nullptr;
+    cursor = next;
+    ++clock.now;
+}
+
+inline void ContextStore::learn_row(Cursor& cursor, const int32_t* ids, const float* probs, int32_t width) {
+    if (settings.learns_odds)
+        for (int32_t i = 0; i < width; ++i)
+            if (ids[i] >= 0 && probs[i] >= 0.1f) train(cursor, static_cast<uint32_t>(ids[i]), probs[i]);
+    Cursor none;
+    cursors_[0] = &cursor;
+    cursors_[1] = &none;
+    free_orphans();
+    bool is_soft = false;
+    for (int32_t order = depth(); order >= 1; --order) {
+        if (context(cursor, order) == 0) continue;
+        fade(arena.at(cursor.blocks[order]), is_soft);
+        float known = 0.0f;
+        for (int32_t i = width - 1; i >= 0; --i) {  // the likeliest last, so that it ends in front
+            if (ids[i] < 0 || probs[i] * WEIGHT_ONE < 1.0f) continue;
+            const uint32_t token = static_cast<uint32_t>(ids[i]);
+            int32_t position = find_entry(arena.at(cursor.blocks[order]), token);
+            const bool was_known = position >= 0;
+            if (!was_known && probs[i] < LEAST_NEW) continue;
+            if (!was_known) position = add_entry(cursor, order, token);
+            observe(arena.at(cursor.blocks[order]), position, is_soft && was_known, probs[i]);
+            if (was_known) known += probs[i];
+        }
+        is_soft |= known >= 0.5f;
+    }
+    cursors_[0] = cursors_[1] = nullptr;
+    ++clock.now;
+}
+
+// One gradient step on mass * log P(token), from the longest context down; `duty` is the share of P that the orders
+// from here on are responsible for.
+inline void ContextStore::train(const Cursor& cursor, uint32_t token, float mass) {
+    struct Level {
+        int32_t entries[MAX_ENTRIES];  // buckets
+        int32_t escape;                // bucket
+        int32_t size, position;
+        float total, own;
+    };
+    Level levels[MAX_DEPTH];
+    int32_t num_levels = 0;
+    float probability = UNSEEN;
+    for (int32_t order = 1; order <= depth(); ++order) {
+        if (cursor.blocks[order] == 0) continue;
+        const Block* block = arena.at(cursor.blocks[order]);
+        if (block->size == 0) continue;
+        Level& level = levels[num_levels++];
+        level.total = 0.0f;
+        level.escape = read_buckets(block, clock, [&](int32_t i, int32_t bucket) {
+            level.entries[i] = bucket;
+            level.total += odds.entry[bucket];
+        });
+        level.size = block->size;
+        level.position = find_entry(block, token);
+        const float escape = odds.escape[level.escape];
+        level.total += escape;
+        const float found = level.position < 0 ? 0.0f : odds.entry[level.entries[level.position]];
+        level.own = found / (found + escape * probability);
+        probability = (found + escape * probability) / level.total;
+    }
+    float duty = settings.rate * mass;
+    while (num_levels-- > 0 && duty > 1e-4f) {
+        const Level& level = levels[num_levels];
+        float& escape = odds.escape[level.escape];
+        Odds::move(escape, duty * (1.0f - level.own - escape / level.total));
+        for (int32_t i = 0; i < level.size; ++i) {
+            float& value = odds.entry[level.entries[i]];
+            Odds::move(value, duty * ((i == level.position ? level.own : 0.0f) - value / level.total));
+        }
+        duty *= 1.0f - level.own;
+    }
+}
+
+// The block of the cursor's context of an order, made where it can be; 0 where it cannot.
+inline uint32_t ContextStore::context(Cursor& cursor, int32_t order) {
+    if (order == 1 && cursor.blocks[1] == 0 && cursor.token != NO_NEWEST) cursor.blocks[1] = make_root(cursor.token);
+    if (cursor.blocks[order] != 0 || cursor.parents[order] == 0) return cursor.blocks[order];
+    const uint32_t reference = allocate(0);
+    if (reference == 0) return 0;
+    const uint32_t parent = cursor.parents[order];
+    const int32_t position = find_entry(arena.at(parent), cursor.token);
+    if (position < 0) {  // replaced meanwhile
+        arena.give(reference);
+        return 0;
+    }
+    *arena.at(reference) = Block{parent, 0, static_cast<uint8_t>(order << 4), 0, 0};
+    children_of(arena.at(parent))[position] = reference;
+    cursor.parents[order] = 0;
+    return cursor.blocks[order] = reference;
+}
+
+// A new entry in the cursor's block of an order; it may move the block or replace the lightest entry (of equals the
+// one seen longest ago). Returns its position.
+inline int32_t ContextStore::add_entry(Cursor& cursor, int32_t order, uint32_t token) {
+    Block* block = arena.at(cursor.blocks[order]);
+    int32_t position;
+    const int32_t limit = max_entries(order);
+    if (block->size == capacity_of(block) && block->size < limit && grow(cursor.blocks[order]) != 0)
+        block = arena.at(cursor.blocks[order]);
+    if (block->size < capacity_of(block) && block->size < limit) {
+        position = block->size++;
+    } else {
+        position = block->size - 1;
+        for (int32_t i = block->size - 1; i >= 0; --i)
+            if (weights_of(block)[i] < weights_of(block)[position]) position = i;
+        abandon(children_of(block)[position]);
+    }
+    tokens_of(block)[position] = token;
+    children_of(block)[position] = 0;
+    weights_of(block)[position] = 0;
+    return position;
+}
+
+inline void ContextStore::fade(Block* block, bool is_soft) {
+    const uint32_t factor = is_soft ? soft_fade_ : fade_;
+    uint16_t* weights = weights_of(block);
+    for (int32_t i = 0; i < block->size; ++i) weights[i] = static_cast<uint16_t>(weights[i] * factor >> 16);
+    block->visits = static_cast<uint8_t>(std::min(255, block->visits + 1));
+    block->credit = static_cast<uint8_t>(std::min<int32_t>(FULL_CREDIT, block->credit + 1));
+}
+
+inline void ContextStore::observe(Block* block, int32_t position, bool is_soft, float mass) {
+    const int32_t added = static_cast<int32_t>((is_soft ? SOFT : 1.0f) * mass * WEIGHT_ONE);
+    weights_of(block)[position] = static_cast<uint16_t>(std::min(65535, weights_of(block)[position] + added));
+    stamps_of(block)[position] = clock.stamp();
+    scopes_of(block)[position] = clock.scope;
+    move_to_front(block, position);
+}
+
+inline uint32_t ContextStore::make_root(uint32_t token) {
+    if (!reserve_page(token >> PAGE_SHIFT)) return 0;
+    const uint32_t reference = allocate(0);
+    if (reference == 0) return 0;
+    *arena.at(reference) = Block{token, 0, 1 << 4, 0, 0};
+    return pages_[token >> PAGE_SHIFT][token & (PAGE_SIZE - 1)] = reference;
+}
+
+// False where the page would pass the cap.
+inline bool ContextStore::reserve_page(size_t page) {
+    if (page < pages_.size() && pages_[page]) return true;
+    const size_t added_slots = page < pages_.capacity() ? 0 : page + 1 - pages_.capacity();
+    if (nbytes() + PAGE_BYTES + static_cast<int64_t>(added_slots * sizeof(Page)) > settings.max_bytes) return false;
+    if (page >= pages_.size()) {
+        pages_.reserve(page + 1);
+        pages_.resize(page + 1);
+    }
+    pages_[page].reset(new uint32_t[PAGE_SIZE]());
+    ++num_pages_;
+    return true;
+}
+
+// Moves a block to the next size class. Returns its new reference, or 0 where memory is short or nothing leads to it.
+inline uint32_t ContextStore::grow(uint32_t reference) {
+    if (arena.at(reference)->parent >= LOST) return 0;  // listed where it is
+    const int32_t size_class = class_of(arena.at(reference)) + 1;
+    const uint32_t larger = allocate(size_class);
+    if (larger == 0) return 0;
+    Block* block = arena.at(larger);
+    copy_block(arena.at(reference), block, size_class);
+    for (int32_t i = 0; i < block->size; ++i)
+        if (children_of(block)[i] != 0) arena.at(children_of(block)[i])->parent = larger;
+    link(reference, larger);
+    for (Cursor* cursor : cursors_)
+        for (int32_t order = 1; order <= depth(); ++order) {
+            if (cursor->blocks[order] == reference) cursor->blocks[order] = larger;
+            if (cursor->parents[order] == reference) cursor->parents[order] = larger;
+        }
+    arena.give(reference);
+    return larger;
+}
+
+// Points whatever leads to block `from` at `to`.
+inline void ContextStore::link(uint32_t from, uint32_t to) {
+    const Block* block = arena.at(from);
+    if (block->parent >= LOST) return;
+    if (order_of(block) == 1) {
+        pages_[block->parent >> PAGE_SHIFT][block->parent & (PAGE_SIZE - 1)] = to;
+        return;
+    }
+    Block* parent = arena.at(block->parent);
+    for (int32_t i = 0; i < parent->size; ++i)
+        if (children_of(parent)[i] == from) children_of(parent)[i] = to;
+}
+
+// A block of a class, from free memory or from a context that is not used; 0 where none was found in bounded time.
+inline uint32_t ContextStore::allocate(int32_t size_class) {
+    uint32_t reference = arena.take(size_class, nbytes() + SLAB_BYTES <= settings.max_bytes);
+    for (int32_t tries = 0; reference == 0 && tries < MAX_TRIES; ++tries)
+        if (reclaim(arena.next_in_clock(size_class))) reference = arena.take(size_class, false);
+    return reference;
+}
+
+// Frees a context without longer ones whose credit is used up, or takes one unit of its credit; frees what is lost.
+inline bool ContextStore::reclaim(uint32_t reference) {
+    Block* block = arena.at(reference);
+    if (order_of(block) == 0 || block->parent == ORPHAN || is_held(reference)) return false;
+    if (block->parent != LOST) {
+        if (block->credit > 0) {
+            --block->credit;
+            return false;
+        }
+        for (int32_t i = 0; i < block->size; ++i)
+            if (children_of(block)[i] != 0) return false;
+        link(reference, 0);
+    }
+    for (int32_t i = 0; i < block->size; ++i) abandon(children_of(block)[i]);
+    arena.give(reference);
+    ++num_evicted_;
+    return true;
+}
+
+// Nothing leads to this context any more: it is freed later, with all that hangs on it.
+inline void ContextStore::abandon(uint32_t reference) {
+    if (reference == 0) return;
+    const bool has_place = num_orphans_ < MAX_ORPHANS;
+    arena.at(reference)->parent = has_place ? ORPHAN : LOST;
+    if (has_place) orphans_[num_orphans_++] = reference;
+}
+
+// A few at a time, so that no token waits for a whole branch.
+inline void ContextStore::free_orphans() {
+    for (int32_t freed = 0; freed < FREED_PER_TOKEN && num_orphans_ > 0; ++freed) {
+        const uint32_t reference = orphans_[num_orphans_ - 1];
+        if (is_held(reference)) return;
+        --num_orphans_;
+        const Block* block = arena.at(reference);
+        for (int32_t i = 0; i < block->size; ++i) abandon(children_of(block)[i]);
+        arena.give(reference);
+    }
+}
+
+// For loading: an empty block with room for `size` entries, below the entry at `position` of `parent` (order 1: below
+// the table, `token` its place). 0 at the cap.
+inline uint32_t ContextStore::add_block(int32_t order, uint32_t parent, int32_t position, uint32_t token,
+                                        int32_t size) {
+    int32_t size_class = 0;
+    while (1 << size_class < size) ++size_class;
+    if (order == 1 && !reserve_page(token >> PAGE_SHIFT)) return 0;
+    const uint32_t reference = arena.take(size_class, nbytes() + SLAB_BYTES <= settings.max_bytes);
+    if (reference == 0) return 0;
+    *arena.at(reference) = Block{order == 1 ? token : parent, 0, static_cast<uint8_t>(order << 4 | size_class), 0, 0};
+    if (order == 1)
+        pages_[token >> PAGE_SHIFT][token & (PAGE_SIZE - 1)] = reference;
+    else
+        children_of(arena.at(parent))[position] = reference;
+    return reference;
+}
+
+inline const char* ContextStore::find_fault() const {
+    if (nbytes() > settings.max_bytes) return "more bytes than max_bytes";
+    int64_t num_reached = 0;
+    for (uint32_t token = 0; token < num_root_slots(); ++token) {
+        const uint32_t reference = root(token);
+        if (reference == 0) continue;
+        if (arena.at(reference)->parent != token) return "an order-1 context of another token";
+        const char* fault = find_fault_below(reference, 1, num_reached);
+        if (fault != nullptr) return fault;
+    }
+    return num_reached > num_contexts() ? "contexts that are free memory" : nullptr;
+}
+
+inline const char* ContextStore::find_fault_below(uint32_t reference, int32_t order, int64_t& num_reached) const {
+    const Block* block = arena.at(reference);
+    ++num_reached;
+    if (order_of(block) != order || order > depth()) return "a context of the wrong order";
+    if (block->size > capacity_of(block) || block->size > max_entries(order)) return "a context with too many entries";
+    for (int32_t i = 0; i < block->size; ++i) {
+        if (find_entry(block, tokens_of(block)[i]) != i) return "a token twice in one context";
+        const uint32_t child = children_of(block)[i];
+        if (child == 0) continue;
+        if (arena.at(child)->parent != reference) return "a context whose parent is another one";
+        const char* fault = find_fault_below(child, order + 1, num_reached);
+        if (fault != nullptr) return fault;
+    }
+    return nullptr;
+}
+
+inline bool ContextStore::is_held(uint32_t reference) const {
+    for (const Cursor* cursor : cursors_)
+        for (int32_t order = 1; cursor != nullptr && order <= depth(); ++order)
+            if (cursor->blocks[order] == reference || cursor->parents[order] == reference) return true;
+    return false;
+}
+
+}  // namespace stand

@@ -1,0 +1,436 @@
+// Best-first growth of drafts by path probability, under one node budget for all rows.
+//
+// Growth is adapted: which node grows next, from which law, and when to stop follow from what is already revealed, and
+// nothing revealed is dropped or re-ordered, so ratio verifiers stay lossless.
+
+#pragma once
+
+#include "contexts.h"
+#include "drafter.h"
+
+namespace stand {
+
+struct Candidate {
+    uint32_t token;
+    float probability;
+};
+
+// The blended law of the next token at a cursor, in no particular order.
+class Blender {
+   public:
+    int32_t size = 0;
+    uint32_t tokens[MAX_ENTRIES * MAX_DEPTH];
+    float probabilities[MAX_ENTRIES * MAX_DEPTH];
+
+    // Evidence that could add less than `least` to any token is left out.
+    void blend(const ContextStore& store, const Cursor& cursor, const Clock& clock, float least) {
+        if (++epoch_ == 0) std::fill(slots_, slots_ + NUM_SLOTS, Slot());
+        epoch_ = std::max(1u, epoch_);
+        size = 0;
+        float carry = 1.0f;
+        for (int32_t order = store.depth(); order >= 1 && carry >= least; --order) {
+            if (cursor.blocks[order] == 0) continue;
+            const Block* block = store.arena.at(cursor.blocks[order]);
+            if (block->size != 0) carry = add(store.odds, block, clock, carry);
+        }
+    }
+
+    // The best `limit` in descending probability (ties: lowest token).
+    std::vector<Candidate> best(int32_t limit) const {
+        std::vector<Candidate> candidates;
+        for (int32_t i = 0; i < size; ++i) candidates.push_back(Candidate{tokens[i], probabilities[i]});
+        const size_t kept = std::min<size_t>(limit, candidates.size());
+        std::partial_sort(candidates.begin(), candidates.begin() + kept, candidates.end(),
+                          [](const Candidate& left, const Candidate& right) {
+                              return left.probability != right.probability ? left.probability > right.probability
+                                                                           : left.token < right.token;
+                          });
+        candidates.resize(kept);
+        return candidates;
+    }
+
+   private:
+    static constexpr uint32_t SLOT_BITS = 9, NUM_SLOTS = 1u << SLOT_BITS;
+    static_assert(NUM_SLOTS > MAX_ENTRIES * MAX_DEPTH, "a slot must stay free");
+    struct Slot {
+        uint32_t epoch = 0, index = 0;
+    };
+    Slot slots_[NUM_SLOTS];
+    uint32_t epoch_ = 0;
+
+    // Adds a context's entries with weight `carry`; returns what is left for shorter contexts.
+    float add(const Odds& learned, const Block* block, const Clock& clock, float carry) {
+        float odds[MAX_ENTRIES];
+        float total = 0.0f;
+        const int32_t escape_bucket = read_buckets(block, clock, [&](int32_t i, int32_t bucket) {
+            total += odds[i] = learned.entry[bucket];
+        });
+        const float escape = learned.escape[escape_bucket];
+        const float scale = carry / (total + escape);
+        const uint32_t* entries = tokens_of(block);
+        for (int32_t i = 0; i < block->size; ++i) add(entries[i], scale * odds[i]);
+        return scale * escape;
+    }
+
+    void add(uint32_t token, float probability) {
+        uint32_t slot = token * 2654435761u >> (32 - SLOT_BITS);
+        while (slots_[slot].epoch == epoch_) {
+            const uint32_t index = slots_[slot].index;
+            if (tokens[index] == token) {
+                probabilities[index] += probability;
+                return;
+            }
+            slot = (slot + 1) & (NUM_SLOTS - 1);
+        }
+        slots_[slot] = Slot{epoch_, static_cast<uint32_t>(size)};
+        tokens[size] = token;
+        probabilities[size++] = probability;
+    }
+};
+
+struct GrowthRequest {
+    const int32_t* window;  // newest first: the pending token is window[0]
+    int32_t window_size;    // at least 1
+    int32_t max_depth;
+    uint8_t scope;
+    uint64_t key;  // step_key of this row and step
+};
+
+// The window of a node: its path from newest to root, then the row's own window. Returns its length.
+inline int32_t path_window(const GrowthRequest& row, const int32_t* token_ids, const int32_t* parents, int32_t node,
+                           int32_t limit, uint32_t* window) {
+    int32_t available = 0;
+    for (; node >= 0 && available < limit; node = parents[node])
+        window[available++] = static_cast<uint32_t>(token_ids[node]);
+    for (int32_t age = 0; age < row.window_size && available < limit; ++age)
+        window[available++] = static_cast<uint32_t>(row.window[age]);
+    return available;
+}
+
+struct GrowthSettings {
+    DraftKind kind;
+    int32_t budget;        // nodes of all rows together, roots not counted
+    float floor;           // no node whose path is less probable
+    int32_t support_size;  // candidates that a law may cover, where children are sampled
+};
+
+struct GrownNode {
+    uint32_t token;
+    int32_t row, local, parent, depth, rank;  // local: number within the row; parent: index into nodes, -1 at a root
+    int32_t num_children = 0;
+    float path;  // estimated probability that the node is accepted
+    bool is_located = false;
+    Cursor cursor;
+    int32_t support = -1;  // into supports, where children are sampled
+    int32_t law = -1;      // into laws, where the node was sampled; its law covers the parent's support
+};
+
+// The candidates of a node whose children are sampled, in descending probability.
+struct Support {
+    std::vector<Candidate> candidates;
+    std::vector<double> uniforms;
+    std::vector<char> taken;
+};
+
+// Where the nodes of all rows go: row b's from offsets[b] on.
+struct GrowthSink {
+    const int32_t* offsets;
+    int32_t* token_ids;
+    int32_t* parents;  // row-local
+    int32_t* depths;
+    int32_t* ranks;
+    float* path_probabilities;
+    int32_t* support_ids;  // [M, width], filled with NO_TOKEN by the caller
+    float* law;            // [M, width], filled with 0 by the caller
+    int32_t width;         // Growth::width()
+};
+
+class Growth {
+   public:
+    std::vector<GrownNode> nodes;
+    std::vector<Support> supports;
+    std::vector<std::vector<float>> laws;
+    std::vector<int32_t> row_sizes;  // nodes per row, roots included
+
+    void grow(const ContextStore& store, const std::vector<GrowthRequest>& requests, const GrowthSettings& settings);
+
+    // Candidates that the widest law covers.
+    int32_t width() const;
+    void write(const GrowthSink& sink) const;
+
+   private:
+    // What competes for the next place: a child with a known token, the sampling of a child, or looking for children.
+    enum class Step : uint8_t { reveal, sample, expand };
+    struct Item {
+        float key;
+        uint32_t token;
+        int32_t node;
+        Step step;
+
+        bool operator<(const Item& other) const {
+            if (key != other.key) return key < other.key;
+            return node != other.node ? node > other.node : token > other.token;
+        }
+    };
+
+    // A node's children are looked for when no better node is left than a child with half of its probability: one that
+    // is followed by something surer is a little late, but half of all nodes are never looked at in vain.
+    static constexpr float PATIENCE = 0.5f;
+    // Of the sampled child's law, the share that the target's law is assumed to overlap besides its collision mass.
+    static constexpr float OVERLAP = 0.25f;
+
+    const ContextStore* store_ = nullptr;
+    const std::vector<GrowthRequest>* requests_ = nullptr;
+    GrowthSettings settings_{};
+    float least_ = 0.0f;     // items below wait in spare_
+    float hopeless_ = 0.0f;  // items below are forgotten
+    std::vector<Item> heap_, spare_;
+    Blender blender_;
+    int32_t room_ = 0;  // nodes that may still be revealed
+
+    void push(const Item& item) {
+        if (item.key < (item.step == Step::expand ? hopeless_ : std::max(hopeless_, settings_.floor))) return;
+        if (item.key < least_) {
+            spare_.push_back(item);
+            return;
+        }
+        heap_.push_back(item);
+        std::push_heap(heap_.begin(), heap_.end());
+    }
+
+    bool pop(Item& item);
+    void plant(int32_t row);
+    void locate(GrownNode& node);
+    int32_t reveal(int32_t parent, uint32_t token, float path);
+    void expand(int32_t index);
+    void expand_sampled(int32_t index);
+    void push_sample(int32_t index);
+    size_t sample(int32_t index, float path);
+    void write_law(const GrowthSink& sink, const GrownNode& node) const;
+};
+
+inline void Growth::grow(const ContextStore& store, const std::vector<GrowthRequest>& requests,
+                         const GrowthSettings& settings) {
+    store_ = &store;
+    requests_ = &requests;
+    settings_ = settings;
+    room_ = settings.budget;
+    const int32_t num_rows = static_cast<int32_t>(requests.size());
+    least_ = std::max(settings.floor, std::min(0.03f, 0.3f * num_rows / std::max(1, settings.budget)));
+    hopeless_ = 0.02f * least_;
+    nodes.clear();
+    supports.clear();
+    laws.clear();
+    heap_.clear();
+    spare_.clear();
+    nodes.reserve(settings.budget + num_rows);
+    row_sizes.assign(num_rows, 0);
+    for (int32_t row = 0; row < num_rows; ++row) plant(row);
+    Item item;
+    while (room_ > 0 && pop(item)) {
+        if (item.step == Step::expand)
+            expand(item.node);
+        else if (item.step == Step::sample)
+            sample(item.node, item.key);
+        else
+            reveal(item.node, item.token, item.key);
+    }
+}
+
+// The best item; where only spare ones are left, a lower bar lets more of them in.
+inline bool Growth::pop(Item& item) {
+    while (heap_.empty()) {
+        if (spare_.empty()) return false;
+        least_ *= 0.2f;
+        std::vector<Item> waiting;
+        waiting.swap(spare_);
+        for (const Item& spare : waiting) push(spare);
+    }
+    item = heap_.front();
+    std::pop_heap(heap_.begin(), heap_.end());
+    heap_.pop_back();
+    return true;
+}
+
+inline void Growth::plant(int32_t row) {
+    const GrowthRequest& request = (*requests_)[row];
+    GrownNode root;
+    root.token = static_cast<uint32_t>(request.window[0]);
+    root.row = row;
+    root.local = row_sizes[row]++;
+    root.parent = -1;
+    root.depth = root.rank = 0;
+    root.path = 1.0f;
+    uint32_t window[MAX_DEPTH];
+    const int32_t available = std::min(request.window_size, store_->depth());
+    for (int32_t age = 0; age < available; ++age) window[age] = static_cast<uint32_t>(request.window[age]);
+    root.cursor = store_->locate(window, available);
+    root.is_located = true;
+    for (int32_t order = 1; order <= store_->depth(); ++order) store_->arena.prefetch(root.cursor.blocks[order]);
+    nodes.push_back(root);
+    if (request.max_depth > 0 && room_ > 0) push(Item{1.0f, 0, static_cast<int32_t>(nodes.size()) - 1, Step::expand});
+}
+
+inline void Growth::locate(GrownNode& node) {
+    store_->advance(nodes[node.parent].cursor, node.token, node.cursor);
+    node.is_located = true;
+    for (int32_t order = 1; order <= store_->depth(); ++order) store_->arena.prefetch(node.cursor.blocks[order]);
+}
+
+// Adds a child. Its contexts are fetched now where its own children are likely to be wanted.
+inline int32_t Growth::reveal(int32_t parent, uint32_t token, float path) {
+    const int32_t index = static_cast<int32_t>(nodes.size());
+    nodes.emplace_back();
+    GrownNode& node = nodes.back();
+    node.token = token;
+    node.row = nodes[parent].row;
+    node.local = row_sizes[node.row]++;
+    node.parent = parent;
+    node.depth = nodes[parent].depth + 1;
+    node.rank = nodes[parent].num_children++;
+    node.path = path;
+    --room_;
+    if (node.depth < (*requests_)[node.row].max_depth) {
+        if (PATIENCE * path >= 2.0f * least_) locate(node);
+        push(Item{PATIENCE * path, 0, index, Step::expand});
+    }
+    return index;
+}
+
+inline void Growth::expand(int32_t index) {
+    if (!nodes[index].is_located) locate(nodes[index]);
+    const float path = nodes[index].path;
+    const Clock clock{store_->clock.now, (*requests_)[nodes[index].row].scope};
+    blender_.blend(*store_, nodes[index].cursor, clock, least_ / path);
+    if (settings_.kind != DraftKind::deterministic) {
+        expand_sampled(index);
+        return;
+    }
+    for (int32_t i = 0; i < blender_.size; ++i)
+        push(Item{path * blender_.probabilities[i], blender_.tokens[i], index, Step::reveal});
+}
+
+// "sampled": all children are drawn, one by one. "mixed": where it is worth a node, one child is drawn from outside the
+// tokens that are sure to be revealed and stands first; the others follow as they are.
+inline void Growth::expand_sampled(int32_t index) {
+    const std::vector<Candidate> candidates = blender_.best(settings_.support_size);
+    if (candidates.empty()) return;
+    GrownNode& node = nodes[index];
+    const float path = node.path;
+    node.support = static_cast<int32_t>(supports.size());
+    supports.push_back(Support{candidates, {}, std::vector<char>(candidates.size(), 0)});
+    Support& support = supports.back();
+    for (size_t position = 0; position < candidates.size(); ++position)
+        support.uniforms.push_back(uniform((*requests_)[node.row].key, node.local, position));
+    if (settings_.kind == DraftKind::sampled) {
+        push_sample(index);
+        return;
+    }
+    size_t num_sure = 0;
+    float tail = 0.0f;
+    while (num_sure < candidates.size() && path * candidates[num_sure].probability >= 2.0f * least_) ++num_sure;
+    for (size_t position = num_sure; position < candidates.size(); ++position) tail += candidates[position].probability;
+    size_t drawn = candidates.size();
+    if (OVERLAP * path * tail >= 2.0f * least_) {
+        std::fill(support.taken.begin(), support.taken.begin() + num_sure, char(1));
+        drawn = sample(index, OVERLAP * path * tail);
+    }
+    for (size_t position = 0; position < candidates.size(); ++position)
+        if (position != drawn)
+            push(Item{path * candidates[position].probability, candidates[position].token, index, Step::reveal});
+}
+
+// The next draw competes with its estimated chance of acceptance.
+inline void Growth::push_sample(int32_t index) {
+    const Support& support = supports[nodes[index].support];
+    float mass = 0.0f, squares = 0.0f;
+    for (size_t position = 0; position < support.candidates.size(); ++position) {
+        if (support.taken[position]) continue;
+        const float probability = support.candidates[position].probability;
+        mass += probability;
+        squares += probability * probability;
+    }
+    if (!(mass > 0.0f)) return;
+    push(Item{nodes[index].path * (OVERLAP * mass + (1.0f - OVERLAP) * squares / mass), 0, index, Step::sample});
+}
+
+// Draws one child of a node without replacement: the first arrival of the race among candidates not yet taken. Returns
+// its position in the support.
+inline size_t Growth::sample(int32_t index, float path) {
+    Support& support = supports[nodes[index].support];
+    const size_t size = support.candidates.size();
+    double mass = 0.0, earliest = 0.0;
+    size_t winner = size;
+    for (size_t position = 0; position < size; ++position) {
+        if (support.taken[position]) continue;
+        mass += support.candidates[position].probability;
+        const double arrival = -std::log(support.uniforms[position]) / support.candidates[position].probability;
+        if (winner == size || arrival < earliest) {
+            earliest = arrival;
+            winner = position;
+        }
+    }
+    std::vector<float> law(size, 0.0f);
+    for (size_t position = 0; position < size; ++position)
+        if (!support.taken[position])
+            law[position] = static_cast<float>(support.candidates[position].probability / mass);
+    support.taken[winner] = 1;
+    const uint32_t token = support.candidates[winner].token;
+    const int32_t child = reveal(index, token, path);
+    nodes[child].law = static_cast<int32_t>(laws.size());
+    laws.push_back(std::move(law));
+    if (settings_.kind == DraftKind::sampled) push_sample(index);
+    return winner;
+}
+
+inline int32_t Growth::width() const {
+    if (settings_.kind != DraftKind::deterministic) return settings_.support_size;
+    int32_t most = 1;
+    for (const GrownNode& node : nodes) most = std::max(most, node.num_children);
+    return most;
+}
+
+inline void Growth::write(const GrowthSink& sink) const {
+    for (const GrownNode& node : nodes) {
+        const int32_t place = sink.offsets[node.row] + node.local;
+        sink.token_ids[place] = static_cast<int32_t>(node.token);
+        sink.parents[place] = node.parent < 0 ? -1 : nodes[node.parent].local;
+        sink.depths[place] = node.depth;
+        sink.ranks[place] = node.rank;
+        sink.path_probabilities[place] = node.path;
+        if (node.support >= 0) {
+            int32_t* support = sink.support_ids + static_cast<int64_t>(place) * sink.width;
+            for (const Candidate& candidate : supports[node.support].candidates)
+                *support++ = static_cast<int32_t>(candidate.token);
+        }
+        if (node.parent >= 0) write_law(sink, node);
+    }
+}
+
+// A sampled child's own law, or a one-hot; deterministic drafts have their children as the support.
+inline void Growth::write_law(const GrowthSink& sink, const GrownNode& node) const {
+    const GrownNode& parent = nodes[node.parent];
+    float* law = sink.law + static_cast<int64_t>(sink.offsets[node.row] + node.local) * sink.width;
+    if (node.law >= 0) {
+        std::copy(laws[node.law].begin(), laws[node.law].end(), law);
+    } else if (parent.support >= 0) {
+        const std::vector<Candidate>& candidates = supports[parent.support].candidates;
+        size_t position = 0;
+        while (candidates[position].token != node.token) ++position;
+        law[position] = 1.0f;
+    } else {
+        const int64_t place = sink.offsets[node.row] + parent.local;
+        sink.support_ids[place * sink.width + node.rank] = static_cast<int32_t>(node.token);
+        law[node.rank] = 1.0f;
+    }
+}
+
+// The blended law after a window of tokens: the best `limit` tokens in descending probability.
+inline std::vector<Candidate> blended_law(const ContextStore& store, const uint32_t* window, int32_t available,
+                                          uint8_t scope, int32_t limit) {
+    Blender blender;
+    blender.blend(store, store.locate(window, available), Clock{store.clock.now, scope}, 0.0f);
+    return blender.best(limit);
+}
+
+}  // namespace stand

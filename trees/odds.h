@@ -1,0 +1,133 @@
+// What a context's evidence is worth: odds per bucket, learned while decoding.
+//
+// A context of order n predicts P_n(x) = (a_x + e * P_{n-1}(x)) / (sum of a + e): `a_x` is the odds of the bucket that
+// entry x falls into (order, faded weight, age, rank), `e` the odds of escaping to the next shorter context (order,
+// number of entries, visits, share of the heaviest entry, age). One step of exponentiated gradient on log P of every
+// observed token keeps both tables calibrated. It is the escape estimation of PPM (Cleary and Witten 1984) with every
+// discount learned, and the mixing weight of context-mixing compressors (PAQ, Mahoney 2005) in one chain.
+
+#pragma once
+
+#include <cmath>
+
+#include "blocks.h"
+
+namespace stand {
+
+constexpr int32_t MAX_DEPTH = 12;  // longest context
+constexpr int32_t WEIGHT_ONE = 4096;
+constexpr float UNSEEN = 1e-5f;  // P_0 of any token
+
+constexpr int32_t NUM_WEIGHTS = 16, NUM_AGES = 3, NUM_RANKS = 3;
+constexpr int32_t NUM_SIZES = 6, NUM_VISITS = 8, NUM_SHARES = 4;
+constexpr int32_t ENTRY_BUCKETS = NUM_WEIGHTS * NUM_AGES * NUM_RANKS;                // per order
+constexpr int32_t ESCAPE_BUCKETS = NUM_SIZES * NUM_VISITS * NUM_SHARES * NUM_AGES;  // per order
+
+constexpr int32_t STAMP_SHIFT = 4;                   // a stamp is 16 learned tokens
+constexpr uint16_t RECENT = 2048 >> STAMP_SHIFT;     // seen within so many stamps
+constexpr uint8_t LOADED_SCOPE = 255;                // of everything that came from a file
+
+// Time and place of learning: tokens learned so far, and whatever the caller calls a scope (a problem, a user).
+struct Clock {
+    uint32_t now = 0;
+    uint8_t scope = 0;
+
+    uint16_t stamp() const { return static_cast<uint16_t>(now >> STAMP_SHIFT); }
+    // 0: seen in this scope and recently, 1: in this scope, 2: elsewhere.
+    int32_t age(uint16_t stamp_then, uint8_t scope_then) const {
+        if (scope_then != scope) return 2;
+        return static_cast<uint16_t>(stamp() - stamp_then) < RECENT ? 0 : 1;
+    }
+};
+
+// Half octaves from 1/16 to 16.
+inline int32_t weight_bucket(uint32_t weight) {
+    if (weight < WEIGHT_ONE / 16) return 0;
+    const int32_t octave = 31 - __builtin_clz(weight);
+    return 2 * (octave - 8) + (weight >> (octave - 1) & 1);
+}
+
+inline int32_t size_bucket(int32_t size) {
+    return size >= 16 ? 5 : size >= 8 ? 4 : size >= 4 ? 3 : size - 1;
+}
+
+inline int32_t visit_bucket(int32_t visits) {
+    return visits >= 64 ? 7 : visits >= 24 ? 6 : visits >= 10 ? 5 : visits >= 6 ? 4 : visits >= 4 ? 3 : visits - 1;
+}
+
+inline int32_t share_bucket(uint32_t heaviest, uint32_t total) {
+    return 20 * heaviest > 19 * total ? 3 : 10 * heaviest > 7 * total ? 2 : 10 * heaviest > 4 * total ? 1 : 0;
+}
+
+// Tells the bucket of every entry of a block that is not empty, in order, and returns that of its escape.
+template <typename EntryBucket>
+inline int32_t read_buckets(const Block* block, const Clock& clock, const EntryBucket& entry_bucket) {
+    const int32_t order = order_of(block), size = block->size;
+    const uint16_t* weights = weights_of(block);
+    const uint16_t* stamps = stamps_of(block);
+    const uint8_t* scopes = scopes_of(block);
+    uint32_t total = 0, heaviest = 0;
+    for (int32_t i = 0; i < size; ++i) {
+        total += weights[i];
+        heaviest = std::max<uint32_t>(heaviest, weights[i]);
+    }
+    const int32_t latest_age = clock.age(stamps[0], scopes[0]);
+    const auto bucket = [order](uint32_t weight, int32_t age, int32_t rank) {
+        return ((order * NUM_WEIGHTS + weight_bucket(weight)) * NUM_AGES + age) * NUM_RANKS + rank;
+    };
+    entry_bucket(0, bucket(weights[0], latest_age, weights[0] >= heaviest ? 2 : 1));
+    for (int32_t i = 1; i < size; ++i) entry_bucket(i, bucket(weights[i], clock.age(stamps[i], scopes[i]), 0));
+    const int32_t kind = (order * NUM_SIZES + size_bucket(size)) * NUM_VISITS + visit_bucket(block->visits);
+    return (kind * NUM_SHARES + share_bucket(heaviest, total)) * NUM_AGES + latest_age;
+}
+
+// Start values: logarithms, summed over the features of a bucket. Fitted on trajectories of five model families.
+namespace prior {
+constexpr float ENTRY = -2.52f, ESCAPE = 0.65f;
+constexpr float ENTRY_ORDER[] = {0.0f, -0.13f, -0.27f, -0.47f, -0.44f, -0.43f, -0.31f, -0.19f};
+constexpr float ENTRY_WEIGHT[NUM_WEIGHTS] = {0.0f,  0.58f, 0.6f,  0.87f, 1.14f, 1.14f, 1.45f, 1.71f,
+                                             1.83f, 2.82f, 3.32f, 3.81f, 4.24f, 4.69f, 5.16f, 5.56f};
+constexpr float ENTRY_AGE[NUM_AGES] = {0.0f, -0.04f, -0.8f};
+constexpr float ENTRY_RANK[NUM_RANKS] = {0.0f, 0.83f, 0.27f};
+constexpr float ESCAPE_ORDER[] = {0.0f, 0.8f, 1.03f, 1.02f, 1.15f, 1.25f, 1.34f, 0.85f};
+constexpr float ESCAPE_SIZE[NUM_SIZES] = {0.0f, 0.66f, 0.51f, 0.39f, 0.23f, 0.27f};
+constexpr float ESCAPE_VISITS[NUM_VISITS] = {0.0f, -0.26f, -0.25f, 0.02f, 0.17f, 0.3f, 0.41f, 0.32f};
+constexpr float ESCAPE_SHARE[NUM_SHARES] = {0.0f, -0.62f, -1.0f, -1.13f};
+constexpr float ESCAPE_AGE[NUM_AGES] = {0.0f, -0.05f, 0.3f};
+constexpr int32_t NUM_ORDERS = 8;  // longer ones start like the longest
+}  // namespace prior
+
+struct Odds {
+    float entry[(MAX_DEPTH + 1) * ENTRY_BUCKETS];
+    float escape[(MAX_DEPTH + 1) * ESCAPE_BUCKETS];
+
+    Odds() {
+        for (int32_t bucket = 0; bucket < (MAX_DEPTH + 1) * ENTRY_BUCKETS; ++bucket)
+            entry[bucket] = std::exp(entry_prior(bucket));
+        for (int32_t bucket = 0; bucket < (MAX_DEPTH + 1) * ESCAPE_BUCKETS; ++bucket)
+            escape[bucket] = std::exp(escape_prior(bucket));
+    }
+
+    // Multiplies odds by about exp(step).
+    static void move(float& odds, float step) { odds = std::min(1e4f, std::max(1e-4f, odds * (1.0f + step))); }
+
+   private:
+    static int32_t order_index(int32_t order) { return std::min(std::max(order - 1, 0), prior::NUM_ORDERS - 1); }
+
+    static float entry_prior(int32_t bucket) {
+        const int32_t rank = bucket % NUM_RANKS, age = bucket / NUM_RANKS % NUM_AGES;
+        const int32_t weight = bucket / (NUM_RANKS * NUM_AGES) % NUM_WEIGHTS;
+        return prior::ENTRY + prior::ENTRY_ORDER[order_index(bucket / ENTRY_BUCKETS)] + prior::ENTRY_WEIGHT[weight] +
+               prior::ENTRY_AGE[age] + prior::ENTRY_RANK[rank];
+    }
+
+    static float escape_prior(int32_t bucket) {
+        const int32_t age = bucket % NUM_AGES, share = bucket / NUM_AGES % NUM_SHARES;
+        const int32_t visits = bucket / (NUM_AGES * NUM_SHARES) % NUM_VISITS;
+        const int32_t size = bucket / (NUM_AGES * NUM_SHARES * NUM_VISITS) % NUM_SIZES;
+        return prior::ESCAPE + prior::ESCAPE_ORDER[order_index(bucket / ESCAPE_BUCKETS)] + prior::ESCAPE_SIZE[size] +
+               prior::ESCAPE_VISITS[visits] + prior::ESCAPE_SHARE[share] + prior::ESCAPE_AGE[age];
+    }
+};
+
+}  // namespace stand

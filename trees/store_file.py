@@ -1,0 +1,62 @@
+"""Saved blended lookup trees, a `checked_file` with
+
+magic   b"STANDCTX"
+header  depth, max_bytes, fade, rate, row_size, fingerprint, num_roots, num_contexts, num_entries, num_odds
+arrays  roots uint32[R] tokens of the contexts of one token, ascending; then contexts from the root down, each
+        before those one token longer: sizes uint8[C], visits uint8[C] and, for all their entries latest first,
+        tokens uint32[E], weights uint16[E], has_child uint8[E]; odds float32[O]
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from stand.trees.checked_file import ArrayShape, FileFormat, read_checked_file, write_checked_file
+
+MAGIC = b"STANDCTX"
+FORMAT_VERSION = 1
+PARAMETERS = {"depth": int, "max_bytes": int, "fade": float, "rate": float, "row_size": int, "fingerprint": bytes}
+COUNTS = {"num_roots": "roots", "num_contexts": "sizes", "num_entries": "tokens", "num_odds": "odds"}
+ARRAYS = {  # name: (count, dtype)
+    "roots": ("num_roots", "<u4"),
+    "sizes": ("num_contexts", "u1"),
+    "visits": ("num_contexts", "u1"),
+    "tokens": ("num_entries", "<u4"),
+    "weights": ("num_entries", "<u2"),
+    "has_child": ("num_entries", "u1"),
+    "odds": ("num_odds", "<f4"),
+}
+
+
+def write_store_file(path: str | os.PathLike, parameters: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    """Write parameters and the arrays of the layout above, in one step."""
+    header = {**parameters, **{count: len(arrays[name]) for count, name in COUNTS.items()}}
+    write_checked_file(path, _format(len(arrays["odds"])), header, [arrays[name] for name in ARRAYS])
+
+
+def read_store_file(
+    path: str | os.PathLike, *, num_odds: int, fingerprint: bytes | None = None
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """(parameters, arrays) of a file; the contents of arrays are not judged here. Raises LookupFileError."""
+    header, arrays = read_checked_file(path, _format(num_odds), fingerprint=fingerprint)
+    return {name: header[name] for name in PARAMETERS}, dict(zip(ARRAYS, arrays, strict=True))
+
+
+def _format(num_odds: int) -> FileFormat:
+    def header_is_sound(header: Any) -> bool:
+        return (
+            isinstance(header, dict)
+            and set(header) == set(PARAMETERS) | set(COUNTS)
+            and all(type(header[name]) is kind for name, kind in PARAMETERS.items())
+            and all(type(header[name]) is int and 0 <= header[name] < 2**40 for name in COUNTS)
+            and header["num_odds"] == num_odds
+        )
+
+    return FileFormat(MAGIC, FORMAT_VERSION, header_is_sound, _array_shapes)
+
+
+def _array_shapes(header: dict[str, Any]) -> list[ArrayShape]:
+    return [((header[count],), dtype) for count, dtype in ARRAYS.values()]

@@ -1,0 +1,120 @@
+// A context store as plain arrays, for files: contexts from the root down, each before the contexts below it.
+
+#pragma once
+
+#include "contexts.h"
+
+namespace stand {
+
+struct StoreImage {
+    std::vector<uint32_t> roots;      // [R] tokens of the order-1 contexts, ascending
+    std::vector<uint8_t> sizes;       // [C] entries per context
+    std::vector<uint8_t> visits;      // [C]
+    std::vector<uint32_t> tokens;     // [E]
+    std::vector<uint16_t> weights;    // [E]
+    std::vector<uint8_t> has_child;   // [E]
+    std::vector<float> odds;          // entries, then escapes
+};
+
+constexpr int64_t NUM_ODDS = (MAX_DEPTH + 1) * (ENTRY_BUCKETS + ESCAPE_BUCKETS);
+
+inline void append_context(const ContextStore& store, uint32_t reference, StoreImage& image) {
+    const Block* block = store.arena.at(reference);
+    image.sizes.push_back(block->size);
+    image.visits.push_back(block->visits);
+    for (int32_t i = 0; i < block->size; ++i) {
+        image.tokens.push_back(tokens_of(block)[i]);
+        image.weights.push_back(weights_of(block)[i]);
+        image.has_child.push_back(children_of(block)[i] != 0);
+    }
+    for (int32_t i = 0; i < block->size; ++i)
+        if (children_of(block)[i] != 0) append_context(store, children_of(block)[i], image);
+}
+
+inline void take_image(const ContextStore& store, StoreImage& image) {
+    for (uint32_t token = 0; token < store.num_root_slots(); ++token) {
+        if (store.root(token) == 0) continue;
+        image.roots.push_back(token);
+        append_context(store, store.root(token), image);
+    }
+    image.odds.assign(std::begin(store.odds.entry), std::end(store.odds.entry));
+    image.odds.insert(image.odds.end(), std::begin(store.odds.escape), std::end(store.odds.escape));
+}
+
+struct ImageView {
+    const uint32_t* roots;
+    const uint8_t* sizes;
+    const uint8_t* visits;
+    const uint32_t* tokens;
+    const uint16_t* weights;
+    const uint8_t* has_child;
+    const float* odds;
+    int64_t num_roots, num_contexts, num_entries;
+};
+
+enum class Restored : int32_t { complete = 0, damaged = 1, too_large = 2 };
+
+// Fills an empty store; trusts nothing in the image.
+class StoreReader {
+   public:
+    StoreReader(const ImageView& image, ContextStore& store) : image_(image), store_(store) {}
+
+    Restored read() {
+        for (int64_t root = 0; root < image_.num_roots; ++root) {
+            const uint32_t token = image_.roots[root];
+            if (token > INT32_MAX || (root > 0 && token <= image_.roots[root - 1])) return Restored::damaged;
+            const Restored result = read_context(1, 0, 0, token);
+            if (result != Restored::complete) return result;
+        }
+        if (context_ != image_.num_contexts || entry_ != image_.num_entries) return Restored::damaged;
+        return read_odds();
+    }
+
+   private:
+    const ImageView& image_;
+    ContextStore& store_;
+    int64_t context_ = 0, entry_ = 0;
+
+    Restored read_context(int32_t order, uint32_t parent, int32_t position, uint32_t token) {
+        if (order > store_.depth() || context_ >= image_.num_contexts) return Restored::damaged;
+        const int32_t size = image_.sizes[context_], visits = image_.visits[context_++];
+        if (size > ContextStore::max_entries(order) || (size > 0 && visits == 0)) return Restored::damaged;
+        if (size > image_.num_entries - entry_) return Restored::damaged;
+        const uint32_t reference = store_.add_block(order, parent, position, token, size);
+        if (reference == 0) return Restored::too_large;
+        Block* block = store_.arena.at(reference);
+        block->visits = static_cast<uint8_t>(visits);
+        const int64_t first = entry_;
+        entry_ += size;
+        for (int32_t i = 0; i < size; ++i)
+            if (!read_entry(block, first + i)) return Restored::damaged;
+        for (int32_t i = 0; i < size; ++i) {
+            if (!image_.has_child[first + i]) continue;
+            const Restored result = read_context(order + 1, reference, i, image_.tokens[first + i]);
+            if (result != Restored::complete) return result;
+        }
+        return Restored::complete;
+    }
+
+    bool read_entry(Block* block, int64_t entry) {
+        const uint32_t token = image_.tokens[entry];
+        if (token > INT32_MAX || image_.has_child[entry] > 1 || find_entry(block, token) >= 0) return false;
+        const int32_t position = block->size++;
+        tokens_of(block)[position] = token;
+        children_of(block)[position] = 0;
+        weights_of(block)[position] = image_.weights[entry];
+        stamps_of(block)[position] = 0;
+        scopes_of(block)[position] = LOADED_SCOPE;
+        return true;
+    }
+
+    Restored read_odds() {
+        for (int64_t i = 0; i < NUM_ODDS; ++i)
+            if (!(image_.odds[i] >= 1e-4f && image_.odds[i] <= 1e4f)) return Restored::damaged;
+        std::copy(image_.odds, image_.odds + std::size(store_.odds.entry), store_.odds.entry);
+        std::copy(image_.odds + std::size(store_.odds.entry), image_.odds + NUM_ODDS, store_.odds.escape);
+        return Restored::complete;
+    }
+};
+
+}  // namespace stand

@@ -241,7 +241,7 @@ def as_document(arguments: argparse.Namespace, groups: dict[int, list[Measured]]
         "machine": {
             "processor": platform.machine(),
             "cores": os.cpu_count(),
-            "threads": 1 if is_bundled else torch.get_num_threads(),  # its matrices are too small for more
+            "threads": torch.get_num_threads(),
             "gpu": torch.cuda.get_device_name(arguments.device) if "cuda" in str(arguments.device) else None,
         },
         "problems": [problem_document(item) for measured in groups.values() for item in measured],

@@ -35,7 +35,6 @@ from stand.trees import LookupTree, TreeShape, vocabulary_fingerprint
 
 SCRIPTS = Path(__file__).resolve().parent
 DRAFTS, GAMMAS, TEMPERATURES = ("good", "weak"), (4, 6, 8), (0.2, 0.6, 1.0)
-HOT = (1.5, 2.0)  # chains only: the bundled model is hardly in doubt at temperature 1
 ANY_RULES = ("traversal", "match", "coupled", "rrs")
 RULES_BY_KIND = {
     "sampled": (*ANY_RULES, "ranked_traversal", "ot_traversal"),
@@ -175,7 +174,7 @@ def all_arms(parts: list[str], depth: int) -> list[Arm]:
         arms += [
             Arm("chains", drafts, verifier, temperature, gamma)
             for drafts in DRAFTS
-            for temperature in TEMPERATURES + HOT
+            for temperature in TEMPERATURES
             for gamma in GAMMAS
             for verifier in ("token", "block")
         ]
@@ -290,7 +289,7 @@ def plot(path: Path, chains: list[dict[str, object]], lookup: list[dict[str, obj
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), width_ratios=(1, 1.6))
     for drafts in DRAFTS:
-        for place, temperature in enumerate(TEMPERATURES + HOT):
+        for place, temperature in enumerate(TEMPERATURES):
             line = [one for one in chains if (one["drafts"], one["temperature"]) == (drafts, temperature)]
             left.errorbar([one["gamma"] for one in line], [one["gain"] for one in line],
                           [one["gain_error"] for one in line], capsize=2, color=f"C{place}",
@@ -332,7 +331,7 @@ def write_results(output: Path, size: Size, seed: int, results: list[dict[str, o
     document = {
         "settings": {**asdict(size), "seed": seed},
         "versions": {"stand": stand.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "target_entropy_nats": {str(heat): mean_entropy(size, heat, seed) for heat in TEMPERATURES + HOT},
+        "target_entropy_nats": {str(heat): mean_entropy(size, heat, seed) for heat in TEMPERATURES},
         "chains": chains,
         "lookup": lookup,
         "arms": results,

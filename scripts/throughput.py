@@ -338,7 +338,7 @@ def fill_defaults(arguments: argparse.Namespace) -> None:
         "temperature": 1.0 if is_bundled else 0.6,
         "top_p": None if is_bundled else 0.95,
         "instruction": "" if is_bundled else BOXED_INSTRUCTION,
-        "threads": torch.get_num_threads(),
+        "threads": 1 if is_bundled else torch.get_num_threads(),  # its matrices are too small for more
         "dtype": "float32" if on_cpu else "bfloat16",
     }
     for name, value in by_situation.items():

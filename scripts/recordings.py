@@ -1,0 +1,80 @@
+"""Recorded trajectories and texts, as token ids."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+SHORTEST = 64  # tokens; shorter samples say little and are skipped
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One sample of one problem."""
+
+    problem: int  # number of the problem, in order of first appearance
+    sample: int  # number among the problem's samples
+    prompt: np.ndarray  # int32 [P]
+    tokens: np.ndarray  # int32 [L]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which recordings of a file: every n-th problem, at most so many problems, samples and tokens."""
+
+    every: int = 1
+    max_problems: int | None = None
+    samples: int | None = None
+    max_tokens: int | None = None
+
+
+def read_records(path: Path) -> Iterator[dict]:
+    """The objects of a .jsonl or .jsonl.gz file. Raises ValueError on a line that is no object."""
+    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8")
+    with opened as file:
+        for number, line in enumerate(file, start=1):
+            record = json.loads(line) if line.strip() else {}
+            if not isinstance(record, dict):
+                raise ValueError(f"{path} must hold one object per line, got {type(record).__name__} in line {number}")
+            if record:
+                yield record
+
+
+def read_recordings(path: Path, tokenizer: Tokenizer, selection: Selection) -> list[Recording]:
+    """Problems in order of first appearance, samples in file order; samples under 64 tokens are skipped.
+
+    A record has `problem_id` and `text` or `token_ids`; `problem`, the text of the prompt, may be missing.
+    Raises ValueError where a record lacks a field.
+    """
+    by_problem: dict[object, list[dict]] = {}
+    for record in read_records(path):
+        if "problem_id" not in record or not ("text" in record or "token_ids" in record):
+            raise ValueError(f"{path} must have problem_id and text or token_ids, got fields {sorted(record)}")
+        by_problem.setdefault(record["problem_id"], []).append(record)
+    chosen = list(by_problem.values())[:: selection.every][: selection.max_problems]
+    recordings = []
+    for problem, records in enumerate(chosen):
+        prompt = encode(tokenizer, records[0].get("problem") or "")
+        samples = [record_tokens(record, tokenizer) for record in records[: selection.samples]]
+        kept = [tokens[: selection.max_tokens] for tokens in samples if len(tokens) >= SHORTEST]
+        recordings += [Recording(problem, sample, prompt, tokens) for sample, tokens in enumerate(kept)]
+    if not recordings:
+        raise ValueError(f"{path} must hold samples of at least {SHORTEST} tokens, got none")
+    return recordings
+
+
+def record_tokens(record: dict, tokenizer: Tokenizer) -> np.ndarray:
+    """Recorded ids where there are any, else the text's, without special tokens."""
+    if record.get("token_ids"):
+        return np.array(record["token_ids"], dtype=np.int32)
+    return encode(tokenizer, record["text"])
+
+
+def encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    return np.array(tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)

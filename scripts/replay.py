@@ -1,0 +1,261 @@
+"""Replays recorded token streams without a model: how many tokens would a step have given?
+
+    python scripts/replay.py FILE... --tokenizer tokenizer.json --drafter lookup stand --budget 8 80 --setting same \
+        --samples 8 --max-problems 8 --every 4 --max-tokens 16000
+
+FILE is JSONL, .gz or not, with `problem_id`, `text` or `token_ids`, and `problem` (the prompt). The samples of a
+problem are decoded one after the other. At every step the drafter sees prompt and tokens so far and proposes at most
+`--budget` nodes; the longest path that equals the recording is accepted and one more token follows. tau is tokens per
+step; a sample's first token comes from the prompt and is not counted. For a deterministic draft this is an unbiased
+estimate of what a lossless verifier accepts on that model.
+
+Recordings hold no logits, so every drafter learns from counts alone here; with a model, `lookup` and `stand` learn the
+target's own laws and do better. Settings: `alone` forgets before every sample, `same` before every problem, `all`
+never. Times are CPU time of calls from Python. The table goes to stdout, progress to stderr; the last stdout line is
+one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+from recordings import Recording, Selection, read_recordings
+from replay_drafters import Guess, ReplayDrafter, make_drafter
+from text_table import format_table
+from tokenizers import Tokenizer
+
+SETTINGS = ("alone", "same", "all")
+DRAFTERS = ("lookup", "stand", "prompt-lookup", "arctic")
+NUM_BINS = 20
+DEEPEST = 32
+LEAST_IN_BIN = 200
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one replay counts."""
+
+    tokens: dict[int, int] = field(default_factory=dict)  # by sample number
+    steps: dict[int, int] = field(default_factory=dict)
+    draft_us: list[float] = field(default_factory=list)
+    learn_us: float = 0.0
+    num_learned: int = 0
+    num_nodes: int = 0
+    num_drafts: int = 0  # with at least one node
+    accepted: np.ndarray = field(default_factory=lambda: np.zeros(DEEPEST, np.int64))  # by depth
+    expected: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS))  # sums of path probabilities, by bin
+    reached: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS))
+    in_bin: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS, np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One drafter with one budget and setting on one file. Bytes and calibration are None where unknown."""
+
+    drafter: str
+    budget: int
+    setting: str
+    file: str
+    tau: float
+    tau_by_sample: list[float]
+    mean_nodes: float
+    draft_us_median: float
+    draft_us_p99: float
+    learn_us_per_token: float
+    bytes_per_token: float | None
+    coverage: float  # share of steps with a draft
+    accepted_by_depth: list[float]  # per step
+    calibration: list[tuple[float, float, int]] | None  # per bin of path probability: expected, accepted, nodes
+    calibration_error: float | None  # the largest, among bins of at least 200 nodes
+    num_tokens: int
+    num_steps: int
+
+
+def walk(guess: Guess, truth: np.ndarray) -> list[int]:
+    """The accepted path: nodes of the longest path from the root that equals the beginning of `truth`."""
+    tokens, parents, _ = guess
+    path: list[int] = []
+    while len(path) < len(truth):
+        above = path[-1] if path else -1
+        found = np.flatnonzero((parents == above) & (tokens == truth[len(path)]))
+        if len(found) == 0:
+            break
+        path.append(int(found[0]))
+    return path
+
+
+def replay(drafter: ReplayDrafter, recordings: list[Recording], *, budget: int, setting: str) -> Tally:
+    """Decode the recordings in order."""
+    tally = Tally()
+    drafter.forget()
+    last_problem = recordings[0].problem
+    for recording in recordings:
+        if setting == "alone" or (setting == "same" and recording.problem != last_problem):
+            drafter.forget()
+        last_problem = recording.problem
+        replay_one(drafter, recording, budget, tally)
+    return tally
+
+
+def replay_one(drafter: ReplayDrafter, recording: Recording, budget: int, tally: Tally) -> None:
+    stream = np.concatenate([recording.prompt, recording.tokens]).astype(np.int32)
+    end = len(recording.prompt) + 1
+    drafter.start(recording.problem, recording.prompt)
+    learn(drafter, stream[:end], end, tally)
+    num_steps = 0
+    while end < len(stream):
+        started = time.thread_time_ns()
+        guess = drafter.draft(stream[:end], budget)
+        tally.draft_us.append((time.thread_time_ns() - started) / 1e3)
+        path = walk(guess, stream[end:])
+        count(guess, path, tally, at_end=end + len(path) >= len(stream))
+        num_new = min(len(path) + 1, len(stream) - end)
+        end += num_new
+        learn(drafter, stream[:end], num_new, tally)
+        num_steps += 1
+    started = time.thread_time_ns()
+    drafter.finish()
+    tally.learn_us += (time.thread_time_ns() - started) / 1e3
+    tally.tokens[recording.sample] = tally.tokens.get(recording.sample, 0) + len(recording.tokens) - 1
+    tally.steps[recording.sample] = tally.steps.get(recording.sample, 0) + num_steps
+
+
+def learn(drafter: ReplayDrafter, history: np.ndarray, num_new: int, tally: Tally) -> None:
+    started = time.thread_time_ns()
+    drafter.learn(history, num_new)
+    tally.learn_us += (time.thread_time_ns() - started) / 1e3
+    tally.num_learned += num_new
+
+
+def count(guess: Guess, path: list[int], tally: Tally, *, at_end: bool) -> None:
+    tokens, _, chances = guess
+    tally.num_nodes += len(tokens)
+    tally.num_drafts += len(tokens) > 0
+    tally.accepted[: min(len(path), DEEPEST)] += 1
+    if chances is None or at_end:  # behind the recording's end nothing is known
+        return
+    bins = np.minimum(NUM_BINS - 1, (chances * NUM_BINS).astype(np.int64))
+    tally.expected += np.bincount(bins, weights=chances, minlength=NUM_BINS)
+    tally.in_bin += np.bincount(bins, minlength=NUM_BINS)
+    tally.reached += np.bincount(bins[path], minlength=NUM_BINS)
+
+
+def summarise(tally: Tally, drafter: ReplayDrafter, empty_bytes: int | None) -> dict:
+    num_tokens, num_steps = sum(tally.tokens.values()), sum(tally.steps.values())
+    used = tally.in_bin > 0
+    expected = tally.expected[used] / tally.in_bin[used]
+    reached = tally.reached[used] / tally.in_bin[used]
+    many = tally.in_bin[used] >= LEAST_IN_BIN
+    knows_chances = bool(used.any())
+    depths = int(np.max(np.flatnonzero(tally.accepted), initial=-1)) + 1
+    return {
+        "tau": num_tokens / num_steps,
+        "tau_by_sample": [tally.tokens[sample] / max(1, tally.steps[sample]) for sample in sorted(tally.tokens)],
+        "mean_nodes": tally.num_nodes / num_steps,
+        "draft_us_median": float(np.median(tally.draft_us)),
+        "draft_us_p99": float(np.percentile(tally.draft_us, 99)),
+        "learn_us_per_token": tally.learn_us / tally.num_learned,
+        "bytes_per_token": None if empty_bytes is None else (drafter.nbytes - empty_bytes) / tally.num_learned,
+        "coverage": tally.num_drafts / num_steps,
+        "accepted_by_depth": (tally.accepted[:depths] / num_steps).tolist(),
+        "calibration": list(zip(expected.tolist(), reached.tolist(), tally.in_bin[used].tolist(), strict=True))
+        if knows_chances
+        else None,
+        "calibration_error": float(np.max(np.abs(expected - reached)[many], initial=0.0)) if knows_chances else None,
+        "num_tokens": num_tokens,
+        "num_steps": num_steps,
+    }
+
+
+def table(results: list[Result]) -> str:
+    header = ["file", "setting", "drafter", "budget", "tau", "last sample", "nodes", "draft us", "p99"]
+    header += ["learn us/token", "bytes/token", "coverage", "calibration"]
+    rows = [
+        [r.file, r.setting, r.drafter, r.budget, f"{r.tau:.3f}", r.tau_by_sample[-1], r.mean_nodes, r.draft_us_median]
+        + [r.draft_us_p99, r.learn_us_per_token, r.bytes_per_token, r.coverage, r.calibration_error]
+        for r in results
+    ]
+    return format_table(header, rows)
+
+
+def plot(results: list[Result], path: Path) -> None:
+    """tau against budget, one panel per file and setting; where chances are known, expected against accepted below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = sorted({(r.file, r.setting) for r in results})
+    figure, axes = pyplot.subplots(2, len(panels), figsize=(4 * len(panels), 7), squeeze=False)
+    for column, panel in enumerate(panels):
+        chosen = [r for r in results if (r.file, r.setting) == panel]
+        for name in sorted({r.drafter for r in chosen}):
+            points = sorted((r.budget, r.tau) for r in chosen if r.drafter == name)
+            axes[0][column].plot(*zip(*points, strict=True), marker="o", label=name)
+        for result in chosen:
+            if result.calibration is not None:
+                expected, reached, _ = zip(*result.calibration, strict=True)
+                axes[1][column].plot(expected, reached, marker=".", label=f"{result.drafter}, {result.budget} nodes")
+        axes[0][column].set(title=f"{panel[0]}, {panel[1]}", xlabel="budget, nodes", ylabel="tau", xscale="log")
+        axes[1][column].plot([0, 1], [0, 1], color="grey", linewidth=0.5)
+        axes[1][column].set(xlabel="path probability", ylabel="accepted")
+        axes[0][column].legend()
+        axes[1][column].legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--tokenizer", required=True, type=Path, help="tokenizer.json")
+    parser.add_argument("--drafter", nargs="+", choices=DRAFTERS, default=["lookup", "stand"])
+    parser.add_argument("--budget", nargs="+", type=int, default=[8, 80], help="nodes per draft, the root not counted")
+    parser.add_argument("--setting", nargs="+", choices=SETTINGS, default=["same"])
+    parser.add_argument("--samples", type=int, help="at most so many samples per problem")
+    parser.add_argument("--max-problems", type=int, help="at most so many problems per file")
+    parser.add_argument("--every", type=int, default=1, help="every n-th problem")
+    parser.add_argument("--max-tokens", type=int, help="cut samples to so many tokens")
+    parser.add_argument("--lookup", type=Path, help="file that `lookup` starts from (scripts/train_lookup.py)")
+    parser.add_argument("--floor", type=float, default=0.0, help="`lookup`: no node that is less likely than this")
+    parser.add_argument("--max-bytes", type=int, help="`lookup`: memory cap")
+    parser.add_argument("--plot", type=Path, help="write tau against budget to this picture")
+    parsed = parser.parse_args(arguments)
+    if min(parsed.budget) < 1:
+        parser.error(f"--budget must be at least 1, got {min(parsed.budget)}")
+    if parsed.lookup is not None and parsed.max_bytes is not None:
+        parser.error("--max-bytes must not stand beside --lookup; a file brings its own cap")
+    return parsed
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    tokenizer = Tokenizer.from_file(str(options.tokenizer))
+    selection = Selection(options.every, options.max_problems, options.samples, options.max_tokens)
+    results = []
+    for file in options.files:
+        recordings = read_recordings(file, tokenizer, selection)
+        for setting in options.setting:
+            for name in options.drafter:
+                drafter = make_drafter(name, lookup=options.lookup, floor=options.floor, max_bytes=options.max_bytes)
+                empty_bytes = drafter.nbytes
+                for budget in options.budget:
+                    tally = replay(drafter, recordings, budget=budget, setting=setting)
+                    result = Result(name, budget, setting, file.name, **summarise(tally, drafter, empty_bytes))
+                    results.append(result)
+                    print(f"{file.name} {setting} {name} {budget}: tau {result.tau:.3f}", file=sys.stderr)
+    print(table(results))
+    if options.plot is not None:
+        plot(results, options.plot)
+    print(json.dumps({"results": [asdict(result) for result in results]}))
+
+
+if __name__ == "__main__":
+    main()

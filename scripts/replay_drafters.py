@@ -1,0 +1,198 @@
+"""The drafters that replay compares, behind one small interface. None of them sees a model: all count tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from stand.trees import BlendedLookup, LookupTree, TreeShape
+
+Guess = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # tokens, parents (-1: the pending token), path probabilities
+NOTHING: Guess = (np.empty(0, np.int32), np.empty(0, np.int32), None)
+SCOPES = 255
+
+
+class ReplayDrafter(Protocol):
+    """Verbs in the order of a replay: forget, (start, learn prompt, (draft, learn) ..., finish) ..."""
+
+    def forget(self) -> None:
+        """Everything learned."""
+
+    def start(self, problem: int, prompt: np.ndarray) -> None:
+        """A sample with this prompt begins."""
+
+    def draft(self, history: np.ndarray, budget: int) -> Guess:
+        """Guesses for what follows the history, at most `budget`."""
+
+    def learn(self, history: np.ndarray, num_new: int) -> None:
+        """The last tokens of the history are committed."""
+
+    def finish(self) -> None:
+        """The sample ends."""
+
+    @property
+    def nbytes(self) -> int | None:
+        """Memory that grows with what is learned; None where it cannot be asked for."""
+
+
+class BlendedReplay:
+    """`lookup`: the blended lookup tree, best-first growth."""
+
+    def __init__(self, path: Path | None = None, *, floor: float = 0.0, **parameters):
+        self.path, self.floor, self.parameters = path, floor, parameters
+        self.forget()
+
+    def forget(self) -> None:
+        self.lookup = BlendedLookup(**self.parameters) if self.path is None else BlendedLookup.load(self.path)
+        self.num_steps = 0
+
+    def start(self, problem: int, prompt: np.ndarray) -> None:
+        self.scope = problem % SCOPES
+
+    def draft(self, history: np.ndarray, budget: int) -> Guess:
+        self.num_steps += 1
+        batch = self.lookup.draft(
+            [history], budget, seed=0, rows=[0], steps=[self.num_steps], floor=self.floor, scopes=[self.scope]
+        )
+        return batch.token_ids[1:], batch.parents[1:] - 1, batch.path_probabilities[1:]
+
+    def learn(self, history: np.ndarray, num_new: int) -> None:
+        first = len(history) - num_new
+        self.lookup.learn(history[:first], history[first:], scope=self.scope)
+
+    def finish(self) -> None:
+        pass
+
+    @property
+    def nbytes(self) -> int:
+        return self.lookup.nbytes
+
+
+class StandReplay:
+    """`stand`: the longest match of 1-4 tokens, plain averages, and the paper's shape (a shallow part of it if fewer)."""
+
+    def __init__(self):
+        self.shapes: dict[int, TreeShape] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        self.lookup = LookupTree(min_rate=0.0)
+
+    def start(self, problem: int, prompt: np.ndarray) -> None:
+        pass
+
+    def draft(self, history: np.ndarray, budget: int) -> Guess:
+        if budget not in self.shapes:
+            self.shapes[budget] = shallow_first(TreeShape.paper(), budget)
+        batch = self.lookup.draft([history], self.shapes[budget], seed=0, rows=[0], steps=[0], kind="deterministic")
+        return batch.token_ids[1:], batch.parents[1:] - 1, None
+
+    def learn(self, history: np.ndarray, num_new: int) -> None:
+        first = len(history) - num_new
+        self.lookup.learn(history[max(0, first - self.lookup.orders[-1]) : first], history[first:])
+
+    def finish(self) -> None:
+        pass
+
+    @property
+    def nbytes(self) -> int:
+        return self.lookup.nbytes
+
+
+def shallow_first(shape: TreeShape, budget: int) -> TreeShape:
+    """The `budget` slots with the smallest sum of ranks and depths on their path: a part of the shape that hangs
+    together. The root comes on top."""
+    costs = np.zeros(shape.num_nodes)
+    for slot in range(1, shape.num_nodes):
+        costs[slot] = costs[shape.parents[slot]] + 1.0 + 2.0 * shape.ranks[slot]
+    kept = np.sort(np.argsort(costs, kind="stable")[: budget + 1])
+    places = {int(slot): place for place, slot in enumerate(kept)}
+    return TreeShape(np.array([places.get(int(shape.parents[slot]), -1) for slot in kept], dtype=np.int32))
+
+
+class PromptLookupReplay:
+    """`prompt-lookup`: transformers' candidate generator, chains copied from the row's own past."""
+
+    nbytes = None
+
+    def __init__(self):
+        import torch
+        from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+        self.torch = torch
+        self.make = PromptLookupCandidateGenerator
+
+    def forget(self) -> None:
+        pass
+
+    def start(self, problem: int, prompt: np.ndarray) -> None:
+        pass
+
+    def draft(self, history: np.ndarray, budget: int) -> Guess:
+        generator = self.make(num_output_tokens=budget, max_matching_ngram_size=2, max_length=len(history) + budget + 1)
+        ids, _ = generator.get_candidates(self.torch.from_numpy(history.astype(np.int64))[None])
+        tokens = ids[0, len(history) :].numpy().astype(np.int32)
+        return tokens, np.arange(-1, len(tokens) - 1, dtype=np.int32), None
+
+    def learn(self, history: np.ndarray, num_new: int) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+class ArcticReplay:
+    """`arctic`: suffix decoding of arctic-inference in tree mode, depth 64, factor 4, no probability floor."""
+
+    nbytes = None
+    DEPTH = 64
+
+    def __init__(self):
+        from arctic_inference.suffix_decoding import SuffixDecodingCache
+
+        self.make = SuffixDecodingCache
+        self.forget()
+
+    def forget(self) -> None:
+        self.cache = self.make(max_tree_depth=self.DEPTH)
+        self.request = 0
+
+    def start(self, problem: int, prompt: np.ndarray) -> None:
+        self.request += 1
+        self.cache.start_request(self.request, np.ascontiguousarray(prompt))
+        self.prompt_size = len(prompt)
+
+    def draft(self, history: np.ndarray, budget: int) -> Guess:
+        draft = self.cache.speculate(
+            self.request,
+            np.ascontiguousarray(history[-self.DEPTH :]),
+            max_spec_tokens=budget,
+            max_spec_factor=4.0,
+            max_spec_offset=float(budget),
+            min_token_prob=0.0,
+            use_tree_spec=True,
+        )
+        return np.array(draft.token_ids, np.int32), np.array(draft.parents, np.int32), None
+
+    def learn(self, history: np.ndarray, num_new: int) -> None:
+        first = max(len(history) - num_new, self.prompt_size)  # start() already took the prompt
+        self.cache.add_active_response(self.request, history[first:].tolist())
+
+    def finish(self) -> None:
+        self.cache.stop_request(self.request)
+
+
+def make_drafter(name: str, *, lookup: Path | None, floor: float, max_bytes: int | None) -> ReplayDrafter:
+    """A drafter by name. Raises ValueError for an unknown one, ImportError where its package is missing."""
+    if name == "lookup":
+        bound = {} if max_bytes is None else {"max_bytes": max_bytes}
+        return BlendedReplay(lookup, floor=floor, **bound)
+    if name == "stand":
+        return StandReplay()
+    if name == "prompt-lookup":
+        return PromptLookupReplay()
+    if name == "arctic":
+        return ArcticReplay()
+    raise ValueError(f"drafter must be one of lookup, stand, prompt-lookup, arctic, got {name!r}")

@@ -1,0 +1,73 @@
+"""Learns a blended lookup tree from texts or trajectories and writes it to a file.
+
+    python scripts/train_lookup.py FILE... --tokenizer tokenizer.json --output warm.blend
+    python scripts/replay.py RECORDINGS --tokenizer tokenizer.json --lookup warm.blend
+
+FILE is .jsonl or .jsonl.gz with `text` or `token_ids` (and `problem`, learned before it), or any other file, which is
+one text. The file carries the vocabulary's fingerprint, so that no other tokenizer can load it by mistake. Progress
+goes to stderr; the last stdout line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from recordings import encode, read_records, record_tokens
+from tokenizers import Tokenizer
+
+from stand.trees import BlendedLookup, vocabulary_fingerprint
+
+
+def read_runs(path: Path, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(prompt, tokens) of every record, or of a whole plain text."""
+    if ".jsonl" not in path.suffixes:
+        yield np.empty(0, np.int32), encode(tokenizer, path.read_text(encoding="utf-8"))
+        return
+    for record in read_records(path):
+        if not ("text" in record or "token_ids" in record):
+            raise ValueError(f"{path} must have text or token_ids in every record, got fields {sorted(record)}")
+        yield encode(tokenizer, record.get("problem") or ""), record_tokens(record, tokenizer)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--tokenizer", required=True, type=Path, help="tokenizer.json")
+    parser.add_argument("--output", required=True, type=Path)
+    parser.add_argument("--max-bytes", type=int, default=256 << 20, help="memory cap, kept in the file")
+    parser.add_argument("--max-tokens", type=int, help="cut every record to so many tokens")
+    parser.add_argument("--depth", type=int, default=12, help="longest context in tokens")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    tokenizer = Tokenizer.from_file(str(options.tokenizer))
+    fingerprint = vocabulary_fingerprint(tokenizer.get_vocab())
+    lookup = BlendedLookup(depth=options.depth, max_bytes=options.max_bytes, fingerprint=fingerprint)
+    num_tokens = 0
+    for path in options.files:
+        for prompt, tokens in read_runs(path, tokenizer):
+            run = np.concatenate([prompt, tokens[: options.max_tokens]]).astype(np.int32)
+            lookup.learn([], run)
+            num_tokens += len(run)
+        print(f"{path.name}: {num_tokens} tokens, {len(lookup)} contexts", file=sys.stderr)
+    lookup.save(options.output)
+    figures = {
+        "output": str(options.output),
+        "num_tokens": num_tokens,
+        "num_contexts": len(lookup),
+        "num_evicted": lookup.num_evicted,
+        "nbytes": lookup.nbytes,
+        "file_bytes": options.output.stat().st_size,
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -146,7 +146,7 @@ def test_lookup_learns_from_sample_to_sample(files):
     for drafter in ("lookup", "stand"):
         assert by[drafter, 16, "same"]["tau"] > 1.5 * by[drafter, 16, "alone"]["tau"]
     one = by["lookup", 16, "same"]
-    assert one["tau"] > 4 and one["tau"] >= by["lookup", 4, "same"]["tau"]
+    assert one["tau"] > 2 and one["tau_by_sample"][-1] > 4 and one["tau"] >= by["lookup", 4, "same"]["tau"]
     assert one["tau_by_sample"][0] < one["tau_by_sample"][2] and one["num_tokens"] == 6 * 119
     assert one["mean_nodes"] <= 16 and 0 < one["coverage"] <= 1 and one["bytes_per_token"] > 0
     assert one["calibration"] and by["stand", 16, "same"]["calibration"] is None

@@ -71,7 +71,7 @@ class BlendedReplay:
 
 
 class StandReplay:
-    """`stand`: the longest match of 1-4 tokens, plain averages, and the paper's shape (a shallow part of it if fewer)."""
+    """`stand`: the longest match of 1-4 tokens, plain averages, the paper's shape (a shallow part of it if fewer)."""
 
     def __init__(self):
         self.shapes: dict[int, TreeShape] = {}

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import stand
 
 REASONER = Path(__file__).resolve().parent / "reasoner"
-LONGEST_CUT = 60  # tokens of a solution that a prompt may include
+LONGEST_CUT = 6  # tokens of a solution that a prompt may hold
 ROWS_PER_CALL = 500
 PROMPTS_PER_CALL = 10
 SMALLEST_CELL = 10  # continuations expected in a cell of one arm
@@ -107,7 +107,8 @@ def continuations(
 
 def warmed_up(model, tokenizer, prompts: Sequence[Sequence[int]], *, verifier: str, kind: str) -> stand.Engine:
     """An engine whose lookup tree has seen 64 continuations of every prompt."""
-    engine = stand.wrap(model, tokenizer, verifier=verifier, draft_kind=kind, allow_lossy=True)
+    budget = 4 * ROWS_PER_CALL
+    engine = stand.wrap(model, tokenizer, verifier=verifier, draft_kind=kind, budget=budget, allow_lossy=True)
     engine.generate(input_ids=prompts, num_return_sequences=64, max_new_tokens=12, temperature=1.0, seed=999)
     return engine
 

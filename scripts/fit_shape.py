@@ -77,7 +77,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--problems", help="jsonl file or hub dataset with fields problem, answer")
     parser.add_argument("--num-problems", type=positive_integer, help="use the first so many problems only")
     parser.add_argument("--trajectories", type=positive_integer, default=4, help="per problem")
-    parser.add_argument("--rows", type=int, help="rows decoded together, 0 for all (default: 1 on a CPU, else 0)")
+    parser.add_argument("--rows", type=int, help="rows decoded together, 0 for all (default: 4 on a CPU, else all)")
     parser.add_argument("--nodes", type=count_list, default=[80], metavar="N,N,...", help="nodes, the root included")
     parser.add_argument("--start", type=TreeShape.parse, default=TreeShape.start(), help="shape to choose slots from")
     parser.add_argument("--draft-kind", choices=("sampled", "deterministic"), default="sampled")
@@ -89,6 +89,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--instruction", help="text appended to every problem")
     parser.add_argument("--save", type=Path, help="write the last fitted shape as text for --shape")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=positive_integer, help="CPU threads (default: 1 for the bundled model)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 on a CPU, else bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(command_line)
@@ -101,6 +102,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(arguments.threads)
     counts, num_steps = count_slots(arguments)
     rows, shapes = [], {}
     for num_nodes in arguments.nodes:

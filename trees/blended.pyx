@@ -10,7 +10,7 @@ from libcpp.vector cimport vector
 
 import numpy as np
 
-from stand.trees.draft import NO_TOKEN, DraftBatch
+from stand.trees.draft import DraftBatch
 from stand.trees.lookup import KINDS, _check_batch, _check_tokens, _checked_nodes, _checked_rows, _step_keys, _vector
 from stand.trees.lookup_file import LookupFileError
 from stand.trees.store_file import read_store_file, write_store_file
@@ -356,7 +356,7 @@ cdef class BlendedLookup:
 
         histories: per row int32[:], the committed tokens with the pending token last. budget: nodes of all rows
         together, pending tokens not counted; they go where acceptance is likeliest. seed, rows int64[B],
-        steps int64[B]: the key of the drafting noise. kind: "deterministic" (the likeliest tokens), "mixed" (where it
+        steps int64[B]: the key of the drafting noise, which deterministic drafts have none of. kind: "deterministic" (the likeliest tokens), "mixed" (where it
         pays, one sampled child stands before them) or "sampled" (children drawn without replacement). floor: no node
         that is less likely to be accepted; with a step that costs `c` tokens per node, c is the floor that pays.
         max_depths: deepest node per row, None for no bound. scopes: one per row, None for 0.
@@ -373,7 +373,7 @@ cdef class BlendedLookup:
         cdef GrowthSettings settings
         settings.kind = <DraftKind> <int32_t> KINDS.index(kind)
         settings.budget, settings.floor, settings.support_size = budget, floor, self.row_size
-        cdef const uint64_t[::1] keys = _step_keys(seed, rows, steps, num_rows)
+        cdef const uint64_t[::1] keys
         cdef vector[int32_t] windows = vector[int32_t](num_rows * self.depth)
         cdef vector[int32_t] sizes = vector[int32_t](num_rows)
         _fill_windows(histories, self.depth, windows, sizes)
@@ -383,7 +383,11 @@ cdef class BlendedLookup:
             if sizes[row] == 0:
                 raise ValueError("every history must end with the pending token, got an empty one")
             requests[row].window, requests[row].window_size = &windows[row * self.depth], sizes[row]
-            requests[row].max_depth, requests[row].scope, requests[row].key = _NO_BOUND, 0, keys[row]
+            requests[row].max_depth, requests[row].scope, requests[row].key = _NO_BOUND, 0, 0
+        if kind != "deterministic":
+            keys = _step_keys(seed, rows, steps, num_rows)
+            for row in range(num_rows):
+                requests[row].key = keys[row]
         if max_depths is not None:
             _set_depths(max_depths, requests)
         if scopes is not None:
@@ -391,19 +395,15 @@ cdef class BlendedLookup:
         return self._grow(requests, settings)
 
     cdef object _grow(self, const vector[GrowthRequest]& requests, const GrowthSettings& settings):
-        cdef GrowthSink sink
-        cdef int32_t num_nodes
         with nogil:
             self._store.mutex.lock()
         try:
             with nogil:
                 self._growth.grow(self._store[0], requests, settings)
-            arrays = _arrays(self._growth.row_sizes, self._growth.width())
-            _point_sink(sink, arrays, self._growth.width())
-            self._growth.write(sink)
+            batch = _batch(self._growth)
         finally:
             self._store.mutex.unlock()
-        return DraftBatch(**arrays)
+        return batch
 
     def check(self):
         """Raise RuntimeError where an invariant of the store is broken; for tests."""
@@ -537,37 +537,39 @@ cdef void _set_depths(max_depths, vector[GrowthRequest]& requests) except *:
         requests[row].max_depth = min(max_depths[row], _NO_BOUND)
 
 
-cdef dict _arrays(const vector[int32_t]& row_sizes, int32_t width):
-    cdef int32_t[::1] offsets = np.empty(row_sizes.size() + 1, dtype=np.int32)
-    cdef size_t row
+cdef object _batch(Growth& growth):
+    """The grown nodes as a DraftBatch: parts of two arrays, because making many costs more than filling them."""
+    cdef GrowthSink sink
+    cdef Py_ssize_t num_rows = growth.row_sizes.size(), row, num_nodes = 0, size
+    cdef int32_t width = growth.width()
+    for row in range(num_rows):
+        num_nodes += growth.row_sizes[row]
+    size = num_rows + 1 + (4 + width) * num_nodes
+    integers, floats = np.empty(size, dtype=np.int32), np.zeros((1 + width) * num_nodes, dtype=np.float32)
+    cdef int32_t[::1] integer_view = integers
+    cdef float[::1] float_view = floats
+    cdef int32_t* offsets = &integer_view[0]
     offsets[0] = 0
-    for row in range(row_sizes.size()):
-        offsets[row + 1] = offsets[row] + row_sizes[row]
-    num_nodes = offsets[row_sizes.size()]
-    support_ids = np.empty((num_nodes, width), dtype=np.int32)
-    support_ids.fill(NO_TOKEN)
-    return {
-        "token_ids": np.empty(num_nodes, dtype=np.int32),
-        "parents": np.empty(num_nodes, dtype=np.int32),
-        "offsets": offsets.base,
-        "depths": np.empty(num_nodes, dtype=np.int32),
-        "ranks": np.empty(num_nodes, dtype=np.int32),
-        "support_ids": support_ids,
-        "law": np.zeros((num_nodes, width), dtype=np.float32),
-        "path_probabilities": np.empty(num_nodes, dtype=np.float32),
-    }
-
-
-cdef void _point_sink(GrowthSink& sink, dict arrays, int32_t width) except *:
-    cdef const int32_t[::1] offsets = arrays["offsets"]
-    cdef int32_t[::1] token_ids = arrays["token_ids"], parents = arrays["parents"]
-    cdef int32_t[::1] depths = arrays["depths"], ranks = arrays["ranks"]
-    cdef float[::1] path_probabilities = arrays["path_probabilities"]
-    cdef int32_t[:, ::1] support_ids = arrays["support_ids"]
-    cdef float[:, ::1] law = arrays["law"]
-    sink.offsets, sink.token_ids, sink.parents = &offsets[0], &token_ids[0], &parents[0]
-    sink.depths, sink.ranks, sink.path_probabilities = &depths[0], &ranks[0], &path_probabilities[0]
-    sink.support_ids, sink.law, sink.width = &support_ids[0, 0], &law[0, 0], width
+    for row in range(num_rows):
+        offsets[row + 1] = offsets[row] + growth.row_sizes[row]
+    sink.offsets, sink.token_ids, sink.parents = offsets, offsets + num_rows + 1, offsets + num_rows + 1 + num_nodes
+    sink.depths, sink.ranks = sink.parents + num_nodes, sink.parents + 2 * num_nodes
+    sink.support_ids = sink.parents + 3 * num_nodes
+    sink.path_probabilities, sink.law, sink.width = &float_view[0], &float_view[0] + num_nodes, width
+    for row in range(width * num_nodes):
+        sink.support_ids[row] = -1  # NO_TOKEN
+    growth.write(sink)
+    first = num_rows + 1
+    return DraftBatch(
+        token_ids=integers[first : first + num_nodes],
+        parents=integers[first + num_nodes : first + 2 * num_nodes],
+        offsets=integers[:first],
+        depths=integers[first + 2 * num_nodes : first + 3 * num_nodes],
+        ranks=integers[first + 3 * num_nodes : first + 4 * num_nodes],
+        support_ids=integers[first + 4 * num_nodes :].reshape(num_nodes, width),
+        law=floats[num_nodes:].reshape(num_nodes, width),
+        path_probabilities=floats[:num_nodes],
+    )
 
 
 cdef object _uint32(vector[uint32_t]& values):

@@ -1,5 +1,13 @@
-"""One thread: the suite's matrices are tiny, and two busy threads are slower than one."""
+"""One thread: the suite's matrices are tiny, and two busy threads are slower than one.
 
-import torch
+Triton chooses between its interpreter and its compiler when a kernel is decorated, so the choice comes before any
+import.
+"""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import torch  # noqa: E402
 
 torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Arrows point down only: stand -> verifiers -> trees, and trees never touches torch."""
+"""Arrows point down only: stand -> verifiers -> trees; trees never touches torch, and only stand.gpu needs Triton."""
 
 import ast
 import subprocess
@@ -13,13 +13,15 @@ import stand.verifiers
 
 FOLDERS = {
     "stand": Path(stand.__file__).parent,
+    "gpu": Path(stand.__file__).parent / "gpu",
     "verifiers": Path(stand.verifiers.__file__).parent,
     "trees": Path(stand.trees.__file__).parent,
 }
 FORBIDDEN = {
     "trees": ("torch", "transformers", "stand.verifiers", "stand.engine", "scripts"),
     "verifiers": ("transformers", "stand.engine", "stand.drafter", "stand.row", "scripts"),
-    "stand": ("scripts", "tests"),
+    "stand": ("scripts", "tests", "triton"),
+    "gpu": ("scripts", "tests"),
 }
 
 
@@ -49,6 +51,7 @@ def test_no_arrow_points_up(package):
             "trees": ("stand.trees",),
             "verifiers": ("stand.trees", "stand.verifiers"),
             "stand": ("stand",),
+            "gpu": ("stand",),
         }[package]
         assert not {name for name in own if not name.startswith(allowed)}, path.name
 
@@ -64,6 +67,12 @@ def run_python(code: str, **kwargs) -> subprocess.CompletedProcess:
 def test_trees_import_without_torch():
     result = run_python("import sys, stand.trees; print('torch' in sys.modules, 'transformers' in sys.modules)")
     assert result.stdout.split() == ["False", "False"], result.stderr
+
+
+def test_stand_imports_without_its_kernels():
+    code = "import sys, stand, stand.engine; print([name for name in sys.modules if name.startswith('stand.gpu')])"
+    result = run_python(code)
+    assert result.stdout.split() == ["[]"], result.stderr
 
 
 @pytest.mark.parametrize("package", ["trees", "verifiers"])

@@ -13,7 +13,7 @@ VENV ?= .venv
 ARGS ?=
 
 BIN := $(VENV)/bin
-SOURCES := setup.py pyproject.toml $(CONSTRAINTS) $(wildcard trees/*.pyx trees/*.h verifiers/*.pyx)
+SOURCES := setup.py pyproject.toml $(CONSTRAINTS) $(wildcard trees/*.pyx trees/*.h verifiers/*.pyx stand/gpu/*.pyx)
 CORE_TESTS := tests/test_lookup.py tests/test_lookup_file.py tests/test_draft.py tests/test_shape.py tests/test_noise.py
 
 # One thread: the matrices of the suite and of the bundled model are too small for more.
@@ -61,11 +61,11 @@ $(VENV)/.ready: $(SOURCES)
 	$(call install_torch,.venv-debug)
 	rm -rf build/debug && mkdir -p build/debug
 	cp -r setup.py pyproject.toml MANIFEST.in README.md LICENSE stand trees verifiers build/debug/
-	rm -f build/debug/*/*.so build/debug/*/*.cpp
+	rm -f build/debug/*/*.so build/debug/*/*.cpp build/debug/stand/gpu/*.so build/debug/stand/gpu/*.cpp
 	STAND_DEBUG=1 .venv-debug/bin/pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation "./build/debug[test]"
 	touch $@
 
-.venv-wheel/.ready: $(SOURCES) $(VENV)/.ready $(wildcard stand/*.py trees/*.py verifiers/*.py)
+.venv-wheel/.ready: $(SOURCES) $(VENV)/.ready $(wildcard stand/*.py stand/gpu/*.py trees/*.py verifiers/*.py)
 	rm -rf build/wheel
 	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
 	$(call install_torch,.venv-wheel)
@@ -75,4 +75,4 @@ $(VENV)/.ready: $(SOURCES)
 	touch $@
 
 clean:
-	rm -rf .venv .venv-debug .venv-wheel build dist *.egg-info trees/*.so trees/*.cpp verifiers/*.so verifiers/*.cpp
+	rm -rf .venv .venv-debug .venv-wheel build dist *.egg-info trees/*.so trees/*.cpp verifiers/*.so verifiers/*.cpp stand/gpu/*.so stand/gpu/*.cpp

@@ -27,16 +27,23 @@ COMPILE_ARGS = ["-std=c++17", *(CHECKED if DEBUG else OPTIMISED)]
 
 HEADERS = sorted(glob("trees/*.h"))
 
+
+def module_name(source):
+    """trees/lookup.pyx -> stand.trees.lookup; stand/gpu/packing.pyx -> stand.gpu.packing."""
+    name = os.path.splitext(source)[0].replace(os.sep, ".")
+    return name if name.startswith("stand.") else "stand." + name
+
+
 EXTENSIONS = [
     Extension(
-        "stand." + os.path.splitext(source)[0].replace(os.sep, "."),
+        module_name(source),
         [source],
         language="c++",
         extra_compile_args=COMPILE_ARGS,
         define_macros=[("STAND_DEBUG", "1")] if DEBUG else [],
         depends=HEADERS if source.startswith("trees") else [],
     )
-    for source in sorted(glob("trees/*.pyx") + glob("verifiers/*.pyx"))
+    for source in sorted(glob("trees/*.pyx") + glob("verifiers/*.pyx") + glob("stand/gpu/*.pyx"))
 ]
 
 setup(ext_modules=cythonize(EXTENSIONS, compiler_directives=DIRECTIVES, force=DEBUG))

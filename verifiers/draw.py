@@ -19,9 +19,8 @@ def draw_tokens(rows: torch.Tensor, uniforms: np.ndarray) -> np.ndarray:
     The token is a function of its row and its uniform alone: ids in ascending order, the first whose
     cumulated weight exceeds uniform x total.
     """
-    sums, totals = _block_sums(rows)
-    points = torch.from_numpy(uniforms).to(rows.device) * totals
-    tokens = _token_at(rows, sums, points).cpu().numpy()
+    tokens, totals = tokens_at(rows, torch.from_numpy(uniforms).to(rows.device))
+    tokens = tokens.cpu().numpy()
     _refuse_empty_rows(totals.cpu().numpy())
     return tokens
 
@@ -40,20 +39,45 @@ def draw_residuals(
     scale: [B] float; uniforms: [B] float64 in [0, 1). A row whose weights are all zero (they underflowed: such a
     node is where a row stops with a probability within rounding of zero) is drawn from its target law.
     """
-    ids, erased = _erase(rows, torch.from_numpy(support_ids).to(rows.device, torch.int64))
-    sums, totals = _block_sums(rows)
-    support_cdf, scale = mass.double().cumsum(1), scale.double()
-    on_support = support_cdf[:, -1]
-    weights = on_support + scale * totals
-    points = _below(torch.from_numpy(uniforms).to(rows.device) * weights, weights)
-    columns = torch.searchsorted(support_cdf, points[:, None], right=True).clip(max=ids.shape[1] - 1)
-    from_support = ids.gather(1, columns)[:, 0]
-    from_rows = _token_at(rows, sums, (points - on_support) / torch.where(scale > 0, scale, 1.0))
-    tokens = torch.where(points < on_support, from_support, from_rows).cpu().numpy()
+    cells, erased = _erase(rows, torch.from_numpy(support_ids).to(rows.device, torch.int64))
+    points = torch.from_numpy(uniforms).to(rows.device)
+    tokens, weights = _residuals_at(rows, cells, mass.double(), scale.double(), points)
+    tokens = tokens.cpu().numpy()
     empty = np.flatnonzero(~(weights.cpu().numpy() > 0))
     if len(empty):
-        tokens[empty] = draw_tokens(rows.scatter_(1, ids, erased)[empty], uniforms[empty])
+        tokens[empty] = draw_tokens(rows.scatter_(1, cells, erased)[empty], uniforms[empty])
     return tokens
+
+
+def tokens_at(rows: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`draw_tokens` without a wait for the device: (token ids [B], row sums [B] float64, to be checked > 0)."""
+    sums, totals = _block_sums(rows)
+    return _token_at(rows, sums, uniforms * totals), totals
+
+
+def residuals_at(
+    rows: torch.Tensor, support_ids: torch.Tensor, mass: torch.Tensor, scale: torch.Tensor, uniforms: torch.Tensor
+) -> torch.Tensor:
+    """`draw_residuals` without a wait for the device; arguments as there, tensors throughout; rows are left erased."""
+    from_law, _ = tokens_at(rows, uniforms)
+    cells, _ = _erase(rows, support_ids.to(torch.int64))
+    tokens, weights = _residuals_at(rows, cells, mass.double(), scale.double(), uniforms)
+    return torch.where(weights > 0, tokens, from_law)
+
+
+def _residuals_at(
+    rows: torch.Tensor, cells: torch.Tensor, mass: torch.Tensor, scale: torch.Tensor, uniforms: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [B] and total weights [B] of laws whose supports were erased from `rows`."""
+    sums, totals = _block_sums(rows)
+    support_cdf = mass.cumsum(1)
+    on_support = support_cdf[:, -1]
+    weights = on_support + scale * totals
+    points = _below(uniforms * weights, weights)
+    columns = torch.searchsorted(support_cdf, points[:, None], right=True).clip(max=cells.shape[1] - 1)
+    from_support = cells.gather(1, columns)[:, 0]
+    from_rows = _token_at(rows, sums, (points - on_support) / torch.where(scale > 0, scale, 1.0))
+    return torch.where(points < on_support, from_support, from_rows), weights
 
 
 def _erase(rows: torch.Tensor, support_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

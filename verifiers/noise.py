@@ -45,6 +45,26 @@ class VerifierNoise:
         zeros = np.zeros(len(rows), dtype=np.int64)
         return uniforms(self.seed, TARGET, self.rows[rows], self.positions[rows] + depth, zeros)
 
+    def target_at_nodes(self, batch: DraftBatch) -> np.ndarray:
+        """[M] float64 in [0, 1): `target` for the token that follows each packed node."""
+        rows, positions = self._after_nodes(batch)
+        return uniforms(self.seed, TARGET, rows, positions, np.zeros_like(rows))
+
+    def keys_at_nodes(self, batch: DraftBatch) -> np.ndarray:
+        """[M] int64: `step_keys` for the token that follows each packed node, as the int64 with the same bits."""
+        rows, positions = self._after_nodes(batch)
+        key = np.uint64(_chain(_finalise(self.seed), TARGET))
+        words = (rows.astype(np.uint64) << np.uint64(32)) | positions.astype(np.uint64)
+        bits = key + np.uint64(GOLDEN_GAMMA) * (words + np.uint64(1))  # uint64 arrays wrap
+        for places, factor in ((30, FIRST_FACTOR), (27, SECOND_FACTOR)):
+            bits = (bits ^ (bits >> np.uint64(places))) * np.uint64(factor)
+        return (bits ^ (bits >> np.uint64(31))).view(np.int64)
+
+    def _after_nodes(self, batch: DraftBatch) -> tuple[np.ndarray, np.ndarray]:
+        """Rows' numbers [M] and positions [M] of the tokens that follow the packed nodes."""
+        sizes = np.diff(batch.offsets)
+        return np.repeat(self.rows, sizes), np.repeat(self.positions, sizes) + batch.depths
+
     def exponentials(self, rows: np.ndarray, depth: int, *, vocabulary_size: int, device: torch.device) -> torch.Tensor:
         """[len(rows), V] float64, positive: noise of the token at positions[row] + depth, one number per token id.
 

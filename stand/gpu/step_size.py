@@ -1,0 +1,38 @@
+"""Sizes that a step is captured for: a few buckets, so that a few graphs serve every step."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+WORD_BITS = 64
+MAX_ROW_NODES = 256
+NUM_TOKENS = (1, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512)
+MIN_ITEMS = 16
+SUPPORT_SIZE = 16  # candidates per node that a draft's laws may span
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """Capacities of a captured step; a smaller step is padded to them."""
+
+    num_tokens: int  # M, packed tokens
+    num_items: int  # I, pieces of attention work
+    num_rows: int  # B
+
+    @classmethod
+    def covering(cls, num_tokens: int, num_items: int, num_rows: int) -> StepSize:
+        """The smallest bucket that holds a step. Raises ValueError beyond the largest."""
+        if num_tokens > NUM_TOKENS[-1]:
+            raise ValueError(
+                f"a captured step holds at most {NUM_TOKENS[-1]} tokens of all rows together, got {num_tokens}; "
+                "lower the budget or the number of rows, or wrap the model with backend='sdpa'"
+            )
+        bucket = NUM_TOKENS[bisect_left(NUM_TOKENS, num_tokens)]
+        items = max(MIN_ITEMS, 1 << (max(num_items, 1) - 1).bit_length())
+        return cls(num_tokens=bucket, num_items=items, num_rows=num_rows)
+
+    @property
+    def num_words(self) -> int:
+        """W, 64-bit words that name the ancestors of a node."""
+        return -(-min(self.num_tokens, MAX_ROW_NODES) // WORD_BITS)

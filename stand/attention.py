@@ -93,10 +93,10 @@ AttentionInterface.register(ATTENTION_NAME, attend)
 
 
 @contextmanager
-def tree_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Run the block with tree attention, then give the model back as it was."""
+def tree_attention(model: PreTrainedModel, name: str = ATTENTION_NAME) -> Iterator[None]:
+    """Run the block with tree attention (or the one registered as `name`), then give the model back as it was."""
     previous = model.config._attn_implementation
-    model.set_attn_implementation(ATTENTION_NAME)
+    model.set_attn_implementation(name)
     try:
         yield
     finally:

@@ -13,6 +13,7 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 from transformers.generation.streamers import BaseStreamer
 
 from stand.attention import tree_attention
+from stand.backend import Backend, captured_step, choose_backend
 from stand.cache import TreeCache, check_fits
 from stand.drafter import BlendedDrafter, Drafter, LookupDrafter
 from stand.output import GenerationOutput
@@ -20,10 +21,11 @@ from stand.plan import StepPlan
 from stand.row import Row
 from stand.sampling import SamplingParams, TargetLaw
 from stand.stats import Stats
+from stand.step import EagerStep, Step
 from stand.stop import StopRule
 from stand.support import check_model, max_positions, run_plan, text_config
 from stand.trees import BlendedLookup, DraftBatch, DraftTree, LookupTree, TreeShape, vocabulary_fingerprint
-from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise, get_verifier
+from stand.verifiers import Verdicts, Verifier, VerifierNoise, get_verifier
 
 DEBUG = os.environ.get("STAND_DEBUG", "0") == "1"  # check every draft's invariants
 PROMPT_CHUNK = 512  # prompt tokens per forward; bounds the mask to [512, L]
@@ -40,6 +42,8 @@ def wrap(
     drafter: Drafter | None = None,
     verifier: str = "traversal",
     allow_lossy: bool = False,
+    device: torch.device | str | None = None,
+    backend: str = "auto",
 ) -> Engine:
     """Make an engine around an unmodified transformers model.
 
@@ -49,6 +53,9 @@ def wrap(
     draft_kind: "sampled", "mixed" or "deterministic" children.
     drafter: any `Drafter` instead of these four.
     verifier: a name from `stand.verifiers`; lossy ones need allow_lossy.
+    device: move the model there first.
+    backend: "triton" (kernels, the step as one graph), "sdpa" (any device) or "auto": triton on a GPU where it
+    serves the model. `engine.backend` says which and why.
 
     Raises UnsupportedModelError for a model that cannot be served exactly, ValueError for anything else that
     does not fit. The model is left as it is: weights, attention implementation and mode.
@@ -59,13 +66,15 @@ def wrap(
             f"the engine's drafters learn and may draft less than asked for, got verifier {verifier!r}, which needs "
             "one fixed law at every position of its debt; use 'block' on chains or 'traversal'"
         )
+    if device is not None:
+        model.to(device)
     check_model(model)
     if drafter is None:
         fingerprint = _fingerprint(model, tokenizer)
         drafter = _lookup_drafter(lookup, fingerprint, model.device, budget=budget, shape=shape, kind=draft_kind)
     elif lookup is not None or shape is not None or budget is not None:
         raise ValueError("drafter= brings its own state, got lookup=, budget= or shape= too; give them to the drafter")
-    return Engine(model, tokenizer, drafter=drafter, verifier=rule)
+    return Engine(model, tokenizer, drafter=drafter, verifier=rule, backend=choose_backend(model, rule, backend))
 
 
 def default_budget(device: torch.device) -> int:
@@ -101,12 +110,20 @@ def _lookup_drafter(
     return LookupDrafter(lookup, shape or TreeShape.paper(), kind=kind)
 
 
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What a step's best rows are learned with: its drafts and what stood before them."""
+
+    batch: DraftBatch
+    histories: list[np.ndarray]
+    problems: np.ndarray
+
+
 @dataclass(slots=True)
 class Run:
     """State of one generate call. Live rows are rows[: num_live]; cache row i belongs to rows[i]."""
 
     rows: list[Row]
-    cache: TreeCache
     law: TargetLaw
     stop: StopRule
     seed: int
@@ -115,6 +132,8 @@ class Run:
     is_drafting: bool
     is_learning: bool
     streamer: BaseStreamer | None
+    step: Step | None = None  # from the end of the prompts on
+    lesson: Lesson | None = None  # of the last step, until it is learned
 
 
 class Engine:
@@ -127,11 +146,14 @@ class Engine:
         *,
         drafter: Drafter,
         verifier: Verifier,
+        backend: Backend,
     ):
         self.model = model
         self.tokenizer = tokenizer
         self.drafter = drafter
         self.verifier = verifier
+        self.backend = backend
+        self._captured: Step | None = None  # graphs and cache of the last call, for the next one
         self._num_problems = 0  # prompts of all calls so far
 
     @property
@@ -192,10 +214,9 @@ class Engine:
             raise ValueError(f"a streamer shows one row, got {num_rows}; leave streamer out or generate one row")
         _check_room(self.model, num_rows, max(map(len, token_ids)))
         stats = Stats(num_prompt_tokens=sum(len(prompt) for prompt in token_ids))
-        with stats.timed_wall(), tree_attention(self.model):
+        with stats.timed_wall():
             run = Run(
                 rows=self._new_rows(token_ids, num_return_sequences, limit),
-                cache=TreeCache(num_rows=len(token_ids), room=max(map(len, token_ids)) + 1),
                 law=TargetLaw(params),
                 stop=StopRule(
                     self._end_ids(stop_token_ids),
@@ -222,42 +243,58 @@ class Engine:
         everyone = list(run.rows)
         if run.streamer is not None:
             run.streamer.put(torch.from_numpy(prompts[0].astype(np.int64))[None])
-        with run.stats.timed_prefill():
-            self._prefill(run, prompts, num_return_sequences)
-        while run.rows:
-            self._step(run)
+        with run.stats.timed_prefill(), tree_attention(self.model):
+            cache = self._prefill(run, prompts)
+            sources = [row.index // num_return_sequences for row in run.rows]
+            run.step = self._new_step(run, cache, sources)
+        with run.step.attention():
+            while run.rows:
+                self._step(run)
+        self._learn(run)
         run.rows = everyone
         if run.streamer is not None:
             run.streamer.end()
 
-    def _prefill(self, run: Run, prompts: list[np.ndarray], num_return_sequences: int) -> None:
-        """Put every prompt but its last token, which becomes the pending one, into the cache; then copy to all rows."""
+    def _prefill(self, run: Run, prompts: list[np.ndarray]) -> TreeCache:
+        """Every prompt but its last token, which becomes the pending one, in a cache row of its own."""
+        cache = TreeCache(num_rows=len(prompts), room=max(map(len, prompts)) + 1)
         for index, prompt in enumerate(prompts):
             for start in range(0, len(prompt) - 1, PROMPT_CHUNK):
                 chunk = prompt[start : min(start + PROMPT_CHUNK, len(prompt) - 1)]
                 plan = StepPlan.for_prompt(chunk, start, row=index, device=self.model.device)
-                run_plan(self.model, run.cache, plan, logits_to_keep=1)
+                run_plan(self.model, cache, plan, logits_to_keep=1)
             if run.is_learning:
                 self.drafter.learn_prompt(prompt, problem=run.first_problem + index)
-        run.cache.fan_out([row.index // num_return_sequences for row in run.rows])
+        return cache
+
+    def _new_step(self, run: Run, cache: TreeCache, sources: list[int]) -> Step:
+        """The captured step where the backend has one and it serves this call, else the eager one."""
+        if self.backend.name == "triton" and not run.law.looks_back:
+            self._captured = captured_step(
+                self._captured, self.model, cache, sources, law=run.law, verifier=self.verifier, rows=run.rows
+            )
+            return self._captured
+        cache.fan_out(sources)
+        return EagerStep(self.model, cache, run.law, self.verifier)
 
     def _step(self, run: Run) -> None:
         """One decoding step of all live rows."""
-        stats = run.stats
+        stats, step = run.stats, run.step
         with stats.timed("draft"):
             batch = self._draft(run)
-            plan = StepPlan.for_drafts(batch, _cached_lengths(run.rows), device=self.model.device)
+            step.prepare(batch, run.rows, _noise(run))
         with stats.timed("forward"):
-            logits = run_plan(self.model, run.cache, plan)
-        with stats.timed("verify"):
-            scores = run.law.process(logits, batch, run.rows)
-            probabilities = run.law.probabilities(scores)
-            verdicts = self._verify(run, batch, probabilities)
-        histories, problems = [row.history[:-1] for row in run.rows], _problems(run.rows)
+            step.launch()
+        with stats.timed("learn"):
+            self._learn(run)  # what the step before showed, where the device is busy by itself meanwhile
+        with stats.timed("forward" if step.learns_late else "verify"):
+            verdicts = step.verdicts()
+        run.lesson = Lesson(batch, [row.history[:-1] for row in run.rows], _problems(run.rows))
         with stats.timed("commit"):
             self._commit(run, batch, verdicts)
-        with stats.timed("learn"):
-            self._learn(run, batch, histories, problems, scores, probabilities)
+        if not step.learns_late:
+            with stats.timed("learn"):
+                self._learn(run)
 
     def _draft(self, run: Run) -> DraftBatch:
         if not run.is_drafting:
@@ -275,34 +312,21 @@ class Engine:
             batch.check()
         return batch
 
-    def _verify(self, run: Run, batch: DraftBatch, probabilities: torch.Tensor) -> Verdicts:
-        noise = VerifierNoise(
-            seed=run.seed,
-            rows=_row_indices(run.rows),
-            steps=_step_counts(run.rows),
-            positions=_cached_lengths(run.rows) + 1,
-        )
-        return self.verifier.verify(batch, TargetRows(probabilities), noise)
-
     def _commit(self, run: Run, batch: DraftBatch, verdicts: Verdicts) -> None:
         """Append what was kept to every row, up to its end, move its keys together, and let ended rows go."""
         kept_nodes: list[np.ndarray] = []
-        moves: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        lengths = _cached_lengths(run.rows)
         for place, (row, accepted) in enumerate(zip(run.rows, verdicts.accepted, strict=True)):
             nodes = batch.offsets[place] + accepted
             tokens = [*batch.token_ids[nodes].tolist(), int(verdicts.next_tokens[place])]
-            num_cached = row.num_cached
             emitted, row.finish_reason = run.stop.cut(row, tokens)
             row.extend(tokens[:emitted])
             kept_nodes.append(nodes[:emitted])
             run.stats.num_tokens += emitted
             if run.streamer is not None:
                 run.streamer.put(torch.tensor(tokens[:emitted]))
-            if row.finish_reason is None and len(accepted) and accepted[-1] != len(accepted):
-                targets = np.arange(1, len(accepted) + 1)
-                moves.append((np.full(len(accepted), place), num_cached + accepted, num_cached + targets))
-        if moves:
-            run.cache.compact(*(np.concatenate(column).astype(np.int64) for column in zip(*moves, strict=True)))
+        live = np.flatnonzero([row.finish_reason is None for row in run.rows])
+        run.step.keep(live, lengths[live], [verdicts.accepted[place] for place in live])
         run.stats.count_step(batch, np.concatenate(kept_nodes))
         self._drop_finished(run)
 
@@ -314,28 +338,15 @@ class Engine:
             last = run.rows.pop()
             if place < len(run.rows):
                 run.rows[place] = last
-                run.cache.move(len(run.rows), place, last.num_cached)
+                run.step.drop(len(run.rows), place, last.num_cached)
 
-    def _learn(
-        self,
-        run: Run,
-        batch: DraftBatch,
-        histories: list[np.ndarray],
-        problems: np.ndarray,
-        scores: torch.Tensor,
-        probabilities: torch.Tensor,
-    ) -> None:
-        """Teach the drafter the target's best tokens at every scored node.
-
-        It learns the law that is sampled from; under greedy decoding, where that law is a single token, the
-        softmax at temperature 1, because the runners-up are what other contexts will want.
-        """
-        if not run.is_learning or self.drafter.row_size == 0:
+    def _learn(self, run: Run) -> None:
+        """Teach the drafter the target's best tokens at every scored node of the step that `run.lesson` holds."""
+        lesson, run.lesson = run.lesson, None
+        if lesson is None or not run.is_learning or self.drafter.row_size == 0:
             return
-        laws = torch.softmax(scores, dim=-1) if run.law.params.is_greedy else probabilities
-        best = torch.topk(laws, min(self.drafter.row_size, laws.shape[1]), dim=-1)
-        row_ids = best.indices.to(torch.int32).cpu().numpy()
-        self.drafter.learn(batch, histories, row_ids, best.values.cpu().numpy(), problems=problems)
+        row_ids, row_probabilities = run.step.best_rows(self.drafter.row_size)
+        self.drafter.learn(lesson.batch, lesson.histories, row_ids, row_probabilities, problems=lesson.problems)
 
     def _output(self, run: Run, num_return_sequences: int) -> GenerationOutput:
         token_ids = [row.new_token_ids.tolist() for row in run.rows]
@@ -394,6 +405,15 @@ class Engine:
         if end is None and self.tokenizer is not None:
             end = self.tokenizer.eos_token_id
         return [] if end is None else [end] if isinstance(end, int) else list(end)
+
+
+def _noise(run: Run) -> VerifierNoise:
+    return VerifierNoise(
+        seed=run.seed,
+        rows=_row_indices(run.rows),
+        steps=_step_counts(run.rows),
+        positions=_cached_lengths(run.rows) + 1,
+    )
 
 
 def _row_indices(rows: list[Row]) -> np.ndarray:

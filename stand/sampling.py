@@ -74,15 +74,22 @@ class TargetLaw:
     def process(self, logits: torch.Tensor, batch: DraftBatch, rows: Sequence[Row]) -> torch.Tensor:
         """[M, V] logits of any float dtype -> [M, V] float32 scores; softmax of them is the sampled law.
 
-        Penalties see the row's committed tokens and the node's path. Temperature 0 leaves out the warpers.
+        Penalties see the row's committed tokens and the node's path.
         """
         scores = logits.float()
         if self.params.repetition_penalty != 1.0:
             scores = self._penalise(scores, batch, rows)
         if self.params.logits_processors:
             scores = self._run_processors(scores, batch, rows)
-        if self.params.is_greedy:
-            return scores
+        return self.warp(scores)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether a node's law depends on its prefix other than through the model."""
+        return self.params.repetition_penalty != 1.0 or bool(self.params.logits_processors)
+
+    def warp(self, scores: torch.Tensor) -> torch.Tensor:
+        """[M, V] float32: the temperature and the filters, row by row; nothing at temperature 0."""
         for warper in self._warpers:
             scores = warper(None, scores)
         return scores

@@ -1,0 +1,106 @@
+"""Who runs a step's body: a GPU by replaying its graph, a CPU by calling it.
+
+A body is a function without arguments that reads and writes memory at fixed addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Body = Callable[[], None]
+WARM_UP_RUNS = 2  # before capture: kernels are compiled and libraries make their handles, which a capture must not
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A step up to its verdict, and what may follow while the host works on the verdict."""
+
+    step: Body
+    best: Body
+
+
+class Replay(Protocol):
+    """Used in this order: step, wait, wait_for_best."""
+
+    def record(self, step: Body, best: Body) -> Program:
+        """Make both bodies ready to run often. They are run a few times: their packet must hold padding alone."""
+
+    def step(self, program: Program) -> None:
+        """Start a step."""
+
+    def wait(self, program: Program) -> None:
+        """Until its verdict has arrived; then its best rows are on their way."""
+
+    def wait_for_best(self) -> None:
+        """Until the best rows of the last step waited for have arrived."""
+
+
+def replay_for(device: torch.device) -> Replay:
+    return GraphReplay(device) if device.type == "cuda" else DirectReplay()
+
+
+class DirectReplay:
+    """Calls the bodies, everything in order."""
+
+    def record(self, step: Body, best: Body) -> Program:
+        return Program(step, best)
+
+    def step(self, program: Program) -> None:
+        program.step()
+
+    def wait(self, program: Program) -> None:
+        program.best()
+
+    def wait_for_best(self) -> None:
+        pass
+
+
+class GraphReplay:
+    """CUDA graphs; the step on the caller's stream, the best rows on one beside it.
+
+    No two graphs run at once: best rows wait for their step, and a step waits for the best rows of the one before. So
+    all graphs may share one memory pool.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._side = torch.cuda.Stream(device)
+        self._decided = torch.cuda.Event()
+        self._learnable = torch.cuda.Event()
+
+    def record(self, step: Body, best: Body) -> Program:
+        warm = torch.cuda.Stream(self._device)
+        warm.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(warm):
+            for _ in range(WARM_UP_RUNS):
+                step()
+                best()
+        torch.cuda.current_stream(self._device).wait_stream(warm)
+        return Program(self._capture(step), self._capture(best))
+
+    def step(self, program: Program) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._learnable)
+        program.step()
+        self._decided.record(stream)
+
+    def wait(self, program: Program) -> None:
+        with torch.cuda.stream(self._side):
+            self._side.wait_event(self._decided)
+            program.best()
+            self._learnable.record(self._side)
+        self._decided.synchronize()
+
+    def wait_for_best(self) -> None:
+        self._learnable.synchronize()
+
+    def _capture(self, body: Body) -> Body:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            body()
+        return graph.replay

@@ -1,0 +1,120 @@
+"""What a captured step computes: the same operations on the same memory every time."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from stand.gpu.attention_kernel import tile_tokens
+from stand.gpu.compact_kernel import compact
+from stand.gpu.device_cache import DeviceCache
+from stand.gpu.device_rule import DeviceRule, path_to
+from stand.gpu.kernel_attention import KernelPlan
+from stand.gpu.packet import Packet
+from stand.gpu.step_packet import StepPacket
+from stand.gpu.step_size import NUM_TOKENS
+from stand.gpu.top_rows_kernel import top_rows
+from stand.gpu.work_list import most_splits
+from stand.sampling import TargetLaw
+from stand.support import text_config
+
+LEARNED_ROWS = 10  # best tokens per node that come back
+
+
+class StepOutput:
+    """What steps of every size leave behind: laws on the device, verdict and best rows on the host."""
+
+    def __init__(self, model: PreTrainedModel, num_rows: int):
+        config = text_config(model)
+        self.num_heads = config.num_attention_heads
+        self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
+        self.groups = self.num_heads // (getattr(config, "num_key_value_heads", None) or self.num_heads)
+        self.tile_tokens = tile_tokens(self.groups, self.head_size, model.dtype)
+        self.laws = torch.zeros(NUM_TOKENS[-1], config.vocab_size, dtype=torch.float32, device=model.device)
+        count = min(LEARNED_ROWS, config.vocab_size)
+        per_row, per_node = (np.int64, (num_rows,)), (NUM_TOKENS[-1], count)
+        self._verdict = Packet(
+            {"stops": per_row, "next_tokens": per_row, "is_broken": (np.bool_, (1,))}, model.device
+        )
+        self._best = Packet({"ids": (np.int32, per_node), "probabilities": (np.float32, per_node)}, model.device)
+
+    def send_verdict(self, stops: torch.Tensor, next_tokens: torch.Tensor, is_broken: torch.Tensor) -> None:
+        for name, values in (("stops", stops), ("next_tokens", next_tokens), ("is_broken", is_broken)):
+            self._verdict.device[name].copy_(values)
+        self._verdict.download()
+
+    def send_best(self, num_tokens: int) -> None:
+        count = self._best.device["ids"].shape[1]
+        ids, probabilities = top_rows(self.laws[:num_tokens], count)
+        self._best.device["ids"][:num_tokens].copy_(ids)
+        self._best.device["probabilities"][:num_tokens].copy_(probabilities)
+        self._best.download()
+
+    def verdict(self, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """(stops, next tokens) [num_rows] int64 of the last step. Raises ValueError when a law was not finite."""
+        host = self._verdict.host
+        if host["is_broken"][0]:
+            raise ValueError(
+                "every position needs a finite best logit, got NaN or infinity; "
+                "check the model's weights and dtype (float16 overflows)"
+            )
+        return host["stops"][:num_rows].copy(), host["next_tokens"][:num_rows].copy()
+
+    def best(self, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int32, probabilities float32) [num_nodes, count], copies."""
+        return self._best.host["ids"][:num_nodes].copy(), self._best.host["probabilities"][:num_nodes].copy()
+
+
+class StepBody:
+    """The bodies of one step size; `packet` is to be filled before each run."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: DeviceCache,
+        law: TargetLaw,
+        rule: DeviceRule,
+        packet: StepPacket,
+        output: StepOutput,
+        split_length: int,
+    ):
+        self.packet = packet
+        self._model, self._cache, self._law, self._rule, self._output = model, cache, law, rule, output
+        size = packet.size
+        num_splits = min(size.num_items, most_splits(cache.room, split_length))
+        shape = (num_splits, size.num_tokens, output.num_heads)
+        self._plan = KernelPlan(
+            packet.device,
+            partials=torch.zeros(*shape, output.head_size, dtype=torch.float32, device=model.device),
+            log_sums=torch.zeros(shape, dtype=torch.float32, device=model.device),
+        )
+
+    def run(self) -> None:
+        """Packet up, forward, laws, verification, compaction, verdict down."""
+        self.packet.upload()
+        step = self.packet.device
+        logits = self.forward()
+        scores = self._law.warp(logits.float())
+        laws = self._output.laws[: self.packet.size.num_tokens]
+        laws.copy_(torch.softmax(scores, dim=-1))
+        stops, next_tokens = self._rule.decide(scores if self._law.params.is_greedy else laws, step)
+        compact(self._cache.storage.flatten(0, 1), step["cache_rows"], step["lengths"], path_to(stops, step))
+        self._output.send_verdict(stops, next_tokens, torch.isnan(laws[:, 0]).any())
+
+    def find_best(self) -> None:
+        """The best tokens of every node, down to the host."""
+        self._output.send_best(self.packet.size.num_tokens)
+
+    def forward(self) -> torch.Tensor:
+        """[M, V] logits of the packet's tokens; their keys are in the cache then."""
+        step = self.packet.device
+        self._cache.begin(step["slots"])
+        output = self._model(
+            input_ids=step["token_ids"][None],
+            position_ids=step["positions"][None],
+            past_key_values=self._cache,
+            use_cache=True,
+            stand_plan=self._plan,
+        )
+        return output.logits[0]

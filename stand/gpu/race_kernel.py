@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from stand.gpu.launch import check_device
+from stand.gpu.launch import launch_device
 from stand.gpu.specimen import Specimen
 
 CHUNK = 1024  # tokens per program: enough programs to fill a GPU with one node, 8 tokens per thread
@@ -69,19 +69,19 @@ def race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     probs: [M, V] float32 or float64, rows contiguous; keys: [M] int64, the bits of `VerifierNoise.step_keys`. The race
     is run in float64. A token of probability 0 never wins; a row of zeros or NaN gives 0.
     """
-    check_device(_race_in_chunk, probs)
     _check_arguments(probs, keys)
     num_rows, vocabulary_size = probs.shape
     num_chunks = triton.cdiv(vocabulary_size, CHUNK)
     best_scores = probs.new_empty((num_rows, num_chunks), dtype=torch.float64)
     best_tokens = probs.new_empty((num_rows, num_chunks), dtype=torch.int32)
     winners = torch.empty_like(keys)
-    _race_in_chunk[(num_rows, num_chunks)](
-        probs, keys, best_scores, best_tokens, vocabulary_size, probs.stride(0), BLOCK=CHUNK, num_warps=4
-    )
-    _best_of_chunks[(num_rows,)](
-        best_scores, best_tokens, winners, num_chunks, BLOCK=triton.next_power_of_2(num_chunks), num_warps=1
-    )
+    with launch_device(_race_in_chunk, probs):
+        _race_in_chunk[(num_rows, num_chunks)](
+            probs, keys, best_scores, best_tokens, vocabulary_size, probs.stride(0), BLOCK=CHUNK, num_warps=4
+        )
+        _best_of_chunks[(num_rows,)](
+            best_scores, best_tokens, winners, num_chunks, BLOCK=triton.next_power_of_2(num_chunks), num_warps=1
+        )
     return winners
 
 

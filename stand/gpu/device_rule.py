@@ -75,7 +75,6 @@ class TraversalRule(DeviceRule):
             "resample": (np.float64, (size.num_rows,)),
             "support_ids": (np.int32, (size.num_tokens, SUPPORT_SIZE)),
             "law": (np.float32, (size.num_tokens, SUPPORT_SIZE)),
-            "short_ids": (np.int32, (size.num_tokens,)),
             "local_parents": (np.int32, (size.num_tokens,)),
         }
 
@@ -88,7 +87,6 @@ class TraversalRule(DeviceRule):
             )
         host["accept"][:num_nodes] = noise.accept(batch)
         host["resample"][: len(batch)] = noise.resample()
-        host["short_ids"][:num_nodes] = batch.token_ids
         host["local_parents"][:num_nodes] = batch.parents
         host["support_ids"][:, :width][:num_nodes] = batch.support_ids
         host["support_ids"][:, width:] = NO_TOKEN
@@ -99,7 +97,7 @@ class TraversalRule(DeviceRule):
     def decide(self, probs: torch.Tensor, step: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         support_ids = step["support_ids"]
         stops, mass, scale, _ = traverse(
-            probs, step["law"], support_ids, step["short_ids"], step["local_parents"], step["offsets"], step["accept"]
+            probs, step["token_ids"], step["local_parents"], step["offsets"], support_ids, step["law"], step["accept"]
         )
         next_tokens = residuals_at(
             probs.index_select(0, stops), support_ids[stops], mass[stops], scale[stops], step["resample"]

@@ -1,15 +1,26 @@
-"""What every launcher of a Triton kernel does alike."""
+"""Where a kernel may run: on CUDA tensors, or on CPU tensors under Triton's interpreter."""
 
 from __future__ import annotations
 
 import torch
-from triton.runtime.jit import JITFunction
+import triton
+from triton.runtime.interpreter import InterpretedFunction
 
 
-def check_device(kernel: object, tensor: torch.Tensor) -> None:
-    """Raise ValueError where `kernel` was compiled for a GPU and `tensor` lies on the CPU."""
-    if tensor.device.type == "cpu" and isinstance(kernel, JITFunction):
+def is_interpreted(kernel: object) -> bool:
+    """Whether a decorated kernel runs in Triton's interpreter (chosen when it was decorated)."""
+    return isinstance(kernel, InterpretedFunction)
+
+
+def launch_device(kernel: triton.JITFunction | InterpretedFunction, tensor: torch.Tensor) -> torch.cuda.device_of:
+    """Context that makes the tensor's device the current one, which is where Triton launches.
+
+    Raises ValueError for a CPU tensor without the interpreter.
+    """
+    if tensor.device.type == "cpu" and not is_interpreted(kernel):
+        name = getattr(kernel, "__name__", type(kernel).__name__)
         raise ValueError(
-            "a Triton kernel needs tensors on a GPU, got one on the CPU; move them there, "
-            "or set TRITON_INTERPRET=1 before stand.gpu is imported to run it in the interpreter"
+            f"a Triton kernel needs CUDA tensors, got {name.lstrip('_')} with a tensor on the CPU; move the tensors to "
+            "a GPU, or set TRITON_INTERPRET=1 before the first import to run it in the interpreter"
         )
+    return torch.cuda.device_of(tensor)

@@ -8,6 +8,7 @@ import numpy as np
 WORD = 2**64
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 DRAFT_STREAM = 1
+TARGET_STREAM = 4
 
 
 def finalise(word: int) -> int:
@@ -86,7 +87,12 @@ class ReferenceLookup:
             if parent_slot not in children:
                 found = self.lookup(list(history[:-1]) + nodes[parent]["path"], floor_order)
                 wanted = int(np.sum(np.asarray(parents) == parent_slot))
-                numbers = [noise(seed, DRAFT_STREAM, row, step, parent_slot, j) for j in range(self.row_size)]
+                if kind == "coupled":  # the target's noise, by absolute position and token
+                    place = len(history) + len(nodes[parent]["path"]) - 1
+                    numbers = [noise(seed, TARGET_STREAM, row, place, token) for token, _ in found[1]] if found else []
+                else:
+                    width = max(self.row_size, wanted)
+                    numbers = [noise(seed, DRAFT_STREAM, row, step, parent_slot, j) for j in range(width)]
                 children[parent_slot] = drawn_children(found[1] if found else [], numbers, wanted, kind)
             if children[parent_slot]:
                 token, law = children[parent_slot].pop(0)
@@ -108,6 +114,12 @@ def drawn_children(row, numbers, num_children, kind):
     """[(token, law)] in reveal order; numbers: one uniform per candidate, in row order."""
     if kind == "deterministic":
         return [(token, {token: 1.0}) for token, _ in row[:num_children]]
+    if kind == "independent":
+        mass = math.fsum(probability for _, probability in row)
+        law = {token: probability / mass for token, probability in row}
+        bounds = list(itertools.accumulate(probability for _, probability in row))
+        picks = [sum(number * mass >= bound for bound in bounds[:-1]) for number in numbers[:num_children]]
+        return [(row[pick][0], law) for pick in picks] if row else []
     if kind == "mixed":
         top = row[: num_children - 1]
         rest, rest_numbers = row[num_children - 1 :], numbers[num_children - 1 :]

@@ -1,5 +1,6 @@
 """The shipped rules, enumerated: the law rebuilt from `thresholds` is the target's."""
 
+import dataclasses
 import random
 from fractions import Fraction
 from functools import cache
@@ -366,10 +367,58 @@ def test_unadapted_drafts_are_refused():
     for rule in verifier_names():
         verifier = get_verifier(rule, allow_lossy=True)
         if verifier.requires.adapted:
-            with pytest.raises(ValueError, match="adapted=False; use verifier 'match'"):
+            with pytest.raises(ValueError, match="adapted=False; use verifier 'match' or 'coupled'"):
                 verifier.check_draft(batch)
         else:
             verifier.check_draft(batch)
+
+
+def widened_by_luck(child_law):
+    """A second child only where the first one's token is 0: adapted, but the width depends on what was drawn."""
+
+    def policy(world, draft):
+        for index in range(len(draft)):
+            siblings = [draft.node(child).token for child in draft.children_of(index)]
+            if draft.depth(index) < 2 and len(siblings) < (1 if siblings and siblings[0] else 2):
+                proposal = child_law(world.q(draft.context(index)), siblings, 2)
+                if proposal is not None:
+                    return index, proposal
+        return None
+
+    return policy
+
+
+@pytest.mark.parametrize(
+    ("rule", "child_law", "distance"),
+    [
+        ("ranked_traversal", without_replacement, 0.1),
+        ("ot_traversal", without_replacement, 0.07),
+        ("spectr", with_replacement, 0.009),
+    ],
+)
+def test_rules_over_sets_refuse_widths_that_follow_the_draws(rule, child_law, distance):
+    """Such drafts are adapted, yet these rules are lossy on them; growth by path probability makes such drafts."""
+    listed = enumerate_drafts(WORLDS["EX2"], widened_by_luck(child_law))
+    assert production_report(WORLDS["EX2"], listed, get_verifier("traversal")).distance < 1e-12
+    assert production_report(WORLDS["EX2"], listed, get_verifier(rule)).distance > distance
+    batch = pack(WORLDS["EX2"], [draft for _, draft in listed])
+    grown = dataclasses.replace(batch, path_probabilities=np.ones(batch.num_nodes, dtype=np.float32))
+    get_verifier("traversal").check_draft(grown)
+    get_verifier(rule).check_draft(batch)
+    with pytest.raises(ValueError, match="settled before they were drawn.*'traversal' or a fixed shape"):
+        get_verifier(rule).check_draft(grown)
+
+
+def test_one_drawn_child_may_be_grown_by_path_probability():
+    """One drawn and the rest given, all given, or a chain: no set of draws, whatever the width followed."""
+    for batch in (MIXED, fork([[1, 0, 0], [0, 1, 0]]), DraftBatch.concatenate([DraftTree.chain([1, 2, 0])])):
+        grown = dataclasses.replace(batch, path_probabilities=np.ones(batch.num_nodes, dtype=np.float32))
+        for rule in ("ranked_traversal", "ot_traversal"):
+            get_verifier(rule).check_draft(grown)
+    exhausted = fork([[0.5, 0.5, 0], [0, 1, 0]])  # two candidates, both drawn
+    grown = dataclasses.replace(exhausted, path_probabilities=np.ones(3, dtype=np.float32))
+    with pytest.raises(ValueError, match="settled before they were drawn"):
+        get_verifier("ot_traversal").check_draft(grown)
 
 
 def test_errors_name_the_row():

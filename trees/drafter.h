@@ -1,7 +1,8 @@
 // Drafting: fills the slots of a shape with children drawn from the lookup tree, and records their laws.
 //
 // Growth is adapted (each node's children depend on its own context and on fresh noise alone) and nothing drawn is
-// dropped or re-ordered, so ratio verifiers stay lossless.
+// dropped or re-ordered, so ratio verifiers stay lossless. Coupled drafts are the exception: their noise is the target's
+// own, and the laws that they record say only how they would have been drawn from fresh noise.
 
 #pragma once
 
@@ -16,7 +17,7 @@
 
 namespace stand {
 
-enum class DraftKind : int32_t { sampled = 0, mixed = 1, deterministic = 2 };
+enum class DraftKind : int32_t { sampled = 0, mixed = 1, deterministic = 2, coupled = 3, independent = 4 };
 
 // Children of one node in reveal order: picks are positions in the row, laws[child * row.size ...] goes over the row.
 struct Children {
@@ -71,6 +72,22 @@ inline void draw_mixed(const float* probabilities, const double* uniforms, int32
     take_top(size, num_children - 1, children);
 }
 
+// Draws with replacement, one uniform per child: siblings may be equal, their laws are.
+inline void draw_independent(const float* probabilities, const double* uniforms, int32_t size, int32_t num_children,
+                             Children& children) {
+    const std::vector<char> taken(size, 0);
+    double mass = 0.0;
+    for (int32_t position = 0; position < size; ++position) mass += probabilities[position];
+    for (int32_t child = 0; child < num_children; ++child) {
+        if (!append_law(probabilities, size, taken, children)) return;
+        double point = uniforms[child] * mass;
+        int32_t pick = 0;
+        while (pick + 1 < size && probabilities[pick + 1] > 0.0f && point >= probabilities[pick])
+            point -= probabilities[pick++];
+        children.picks.push_back(pick);
+    }
+}
+
 inline void draw_children(DraftKind kind, const float* probabilities, const double* uniforms, int32_t size,
                           int32_t num_children, Children& children) {
     children.picks.clear();
@@ -79,6 +96,8 @@ inline void draw_children(DraftKind kind, const float* probabilities, const doub
         take_top(size, num_children, children);
     } else if (kind == DraftKind::mixed) {
         draw_mixed(probabilities, uniforms, size, num_children, children);
+    } else if (kind == DraftKind::independent) {
+        draw_independent(probabilities, uniforms, size, num_children, children);
     } else {
         std::vector<char> taken(size, 0);
         race(probabilities, uniforms, size, num_children, taken, children);
@@ -116,6 +135,9 @@ struct DraftRequest {
     const int32_t* window;  // newest first: the pending token is window[0]
     int32_t window_size;    // at least 1
     uint64_t key;           // step_key of this row and step
+    uint64_t target_key;    // stream_key of the target's noise; this and what follows: where the kind is coupled
+    uint64_t row;
+    uint64_t position;  // absolute index of the row's first new token
 };
 
 class Drafter {
@@ -195,10 +217,10 @@ class Drafter {
         const int32_t available = fill_window(request, slot.node, sink, window);
         const Row row = lookup_.longest(window, available, request.floor_order);
         if (row.size == 0) return;
-        uniforms_.resize(row.size);
-        if (request.kind != DraftKind::deterministic)
-            for (int32_t position = 0; position < row.size; ++position)
-                uniforms_[position] = uniform(request.key, slot_index, position);
+        if (request.kind == DraftKind::coupled)
+            share_noise(request, row, sink.depths[first_ + slot.node]);
+        else if (request.kind != DraftKind::deterministic)
+            draw_noise(request, std::max(row.size, slot.num_wanted), slot_index);
         draw_children(request.kind, row.probabilities, uniforms_.data(), row.size, slot.num_wanted, children_);
         slot.num_drawn = static_cast<int32_t>(children_.picks.size());
         slot.row_size = row.size;
@@ -208,6 +230,19 @@ class Drafter {
         laws_.insert(laws_.end(), children_.laws.begin(), children_.laws.end());
         int32_t* support = sink.support_ids + (first_ + slot.node) * lookup_.row_size;
         std::copy(row.token_ids, row.token_ids + row.size, support);
+    }
+
+    void draw_noise(const DraftRequest& request, int32_t count, int32_t slot_index) {
+        uniforms_.resize(count);
+        for (int32_t place = 0; place < count; ++place) uniforms_[place] = uniform(request.key, slot_index, place);
+    }
+
+    // What the verifier draws the token after a node of this depth with: one number per token id.
+    void share_noise(const DraftRequest& request, const Row& row, int32_t depth) {
+        const uint64_t key = step_key(request.target_key, request.row, request.position + depth);
+        uniforms_.resize(row.size);
+        for (int32_t position = 0; position < row.size; ++position)
+            uniforms_[position] = uniform(key, row.token_ids[position], 0);
     }
 
     // The node's path from newest to root, then the row's history (window[0] of the request is the root itself).

@@ -10,8 +10,9 @@ from stand.trees.shape import TreeShape
 MAX_ORDER: int
 MAX_ROW_SIZE: int
 KINDS: tuple[str, str, str]
+SHAPED_KINDS: tuple[str, ...]
 
-DraftKind = Literal["sampled", "mixed", "deterministic"]
+DraftKind = Literal["sampled", "mixed", "deterministic", "coupled", "independent"]
 Rows = tuple[np.ndarray, np.ndarray]
 
 class LookupTree:
@@ -57,6 +58,7 @@ class LookupTree:
         seed: int,
         rows: np.ndarray | Sequence[int],
         steps: np.ndarray | Sequence[int],
+        positions: np.ndarray | Sequence[int] | None = None,
         kind: DraftKind = "sampled",
         floor_order: int = 1,
     ) -> DraftBatch: ...

@@ -15,6 +15,7 @@ from stand.trees.lookup_file import LookupFileError, read_lookup_file, write_loo
 
 cdef extern from "noise.h" namespace "stand" nogil:
     const uint64_t DRAFT_STREAM
+    const uint64_t TARGET_STREAM
     uint64_t stream_key(uint64_t seed, uint64_t stream)
     uint64_t step_key(uint64_t stream_key, uint64_t row, uint64_t step)
     double uniform(uint64_t step_key, uint64_t node, uint64_t slot)
@@ -70,6 +71,8 @@ cdef extern from "drafter.h" namespace "stand" nogil:
         sampled
         mixed
         deterministic
+        coupled
+        independent
 
     cdef cppclass Children:
         vector[int32_t] picks
@@ -95,6 +98,9 @@ cdef extern from "drafter.h" namespace "stand" nogil:
         const int32_t* window
         int32_t window_size
         uint64_t key
+        uint64_t target_key
+        uint64_t row
+        uint64_t position
 
     bool_t shape_is_sound(const ShapeView& shape)
     void c_draw_children "stand::draw_children"(DraftKind kind, const float* probabilities, const double* uniforms,
@@ -105,7 +111,9 @@ cdef extern from "drafter.h" namespace "stand" nogil:
 MAX_ORDER = 16
 MAX_ROW_SIZE = 256
 KINDS = ("sampled", "mixed", "deterministic")
+SHAPED_KINDS = (*KINDS, "coupled", "independent")
 _LARGEST_WORD = 2**32 - 1
+_LARGEST_POSITION = 2**31  # with room for the deepest draft below 2**32
 
 
 cdef class LookupTree:
@@ -246,7 +254,7 @@ cdef class LookupTree:
             return None
         return row.order, np.array(token_ids, np.int32), np.array(probabilities, np.float32), row.count
 
-    def draft(self, histories, shape, *, seed, rows, steps, kind="sampled", floor_order=1):
+    def draft(self, histories, shape, *, seed, rows, steps, positions=None, kind="sampled", floor_order=1):
         """One draft per row, as an adapted DraftBatch.
 
         histories: per row int32[:], the committed tokens with the pending token last. shape: TreeShape, or one per
@@ -254,11 +262,17 @@ cdef class LookupTree:
         replacement), "mixed" (one sampled child first, then the likeliest ones) or "deterministic" (the likeliest).
         Slots for which no token is known are left out, with all that hangs on them.
 
-        Raises ValueError on an empty history, an unknown kind, or an unsound shape.
+        kind "independent" draws every child from the whole law, so siblings may be equal (for `specinfer`, `spectr`).
+        kind "coupled" ranks candidates by q / E, where E is the noise that the `coupled` verifier draws with (Daliri et
+        al., arXiv 2408.07978), keyed by (seed, row, absolute position, token). The result is not adapted: no ratio rule
+        may take it. positions int64[B]: the absolute index of each row's first new token, None for the histories'
+        lengths; other kinds ignore it.
+
+        Raises ValueError on an empty history, an unknown kind, an unsound shape, or a position outside [0, 2**31).
         """
         self._check_floor(floor_order)
-        if kind not in KINDS:
-            raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
+        if kind not in SHAPED_KINDS:
+            raise ValueError(f"kind must be one of {SHAPED_KINDS}, got {kind!r}")
         shapes = [shape] * len(histories) if hasattr(shape, "parents") else list(shape)
         keys = _step_keys(seed, rows, steps, len(histories))
         if len(histories) == 0 or len(shapes) != len(histories):
@@ -267,7 +281,9 @@ cdef class LookupTree:
         if not sizes.all():
             raise ValueError("every history must end with the pending token, got an empty one; pass at least one token")
         cdef vector[ShapeView] shape_views = _shape_views(shapes)
-        cdef vector[DraftRequest] requests = _requests(KINDS.index(kind), floor_order, windows, sizes, keys)
+        cdef vector[DraftRequest] requests = _requests(SHAPED_KINDS.index(kind), floor_order, windows, sizes, keys)
+        if kind == "coupled":
+            _share_noise(requests, seed, rows, list(map(len, histories)) if positions is None else positions)
         cdef int64_t room = 0
         cdef size_t index
         for index in range(shape_views.size()):
@@ -276,7 +292,7 @@ cdef class LookupTree:
         cdef DraftSink sink = _sink(arrays)
         with nogil:
             draft_rows(self._lookup[0], shape_views, requests, sink)
-        return _batch(arrays, sink.num_nodes, len(histories))
+        return _batch(arrays, sink.num_nodes, len(histories), adapted=kind != "coupled")
 
     def save(self, path):
         """Write to a file: atomic, an existing file stays whole until the new one is complete. Raises OSError."""
@@ -510,6 +526,20 @@ cdef vector[DraftRequest] _requests(int32_t kind, int32_t floor_order, const int
     return requests
 
 
+cdef void _share_noise(vector[DraftRequest]& requests, uint64_t seed, rows, positions) except *:
+    """Give every request the key of the noise that the verifier draws its row's next tokens with."""
+    cdef const int64_t[::1] row_numbers = np.ascontiguousarray(rows, dtype=np.int64)
+    cdef const int64_t[::1] first_positions = np.ascontiguousarray(positions, dtype=np.int64)
+    cdef size_t row
+    if first_positions.shape[0] != <Py_ssize_t> requests.size():
+        raise ValueError(f"positions must hold one number per history ({requests.size()}); they key the noise")
+    for row in range(requests.size()):
+        if not 0 <= first_positions[row] < _LARGEST_POSITION:
+            raise ValueError(f"positions must be in [0, 2**31), got {first_positions[row]}; count tokens from 0")
+        requests[row].target_key = stream_key(seed, TARGET_STREAM)
+        requests[row].row, requests[row].position = row_numbers[row], first_positions[row]
+
+
 def _empty_arrays(room, row_size):
     return {
         "token_ids": np.empty(room, dtype=np.int32),
@@ -535,10 +565,10 @@ cdef DraftSink _sink(dict arrays) except *:
     return sink
 
 
-def _batch(arrays, num_nodes, num_rows):
+def _batch(arrays, num_nodes, num_rows, adapted):
     filled = {name: array[:num_nodes] for name, array in arrays.items()}
     roots = np.flatnonzero(filled["parents"] < 0)
     offsets = np.append(roots, num_nodes).astype(np.int32)
     if len(offsets) != num_rows + 1:
         raise AssertionError("a draft must have one root per row")
-    return DraftBatch(offsets=offsets, adapted=True, **filled)
+    return DraftBatch(offsets=offsets, adapted=adapted, **filled)

@@ -13,6 +13,7 @@
 namespace stand {
 
 constexpr uint64_t DRAFT_STREAM = 1;  // the other streams are named in noise.py
+constexpr uint64_t TARGET_STREAM = 4;
 constexpr uint64_t GOLDEN_GAMMA = 0x9E3779B97F4A7C15ULL;
 
 inline uint64_t finalise(uint64_t word) {

@@ -13,7 +13,7 @@ from stand.trees.lookup import fill_uniforms
 DRAFT = 1  # DRAFT_STREAM of noise.h
 ACCEPT = 2
 RESAMPLE = 3
-TARGET = 4
+TARGET = 4  # TARGET_STREAM of noise.h
 
 
 def uniforms(seed: int, stream: int, rows, steps, nodes, *, slot: int = 0) -> np.ndarray:

@@ -33,7 +33,7 @@ class TransportTraversalVerifier(ThresholdVerifier):
     """
 
     name = "ot_traversal"
-    requires = Requirements(laws="one_batch")
+    requires = Requirements(laws="one_batch", fixed_widths=True)
     walk = first_in_post_order
 
     def thresholds(self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64) -> tuple[Array, Array, Array]:

@@ -24,6 +24,8 @@ class Requirements:
       each child's is the law that it was drawn from; "with_replacement", moreover siblings were drawn independently
       from one law; "one_batch", moreover a node's children were drawn at once: without replacement from one law, or one
       of them drawn and the rest given.
+    fixed_widths: how many children a node gets was settled before any of them was drawn. A builder that estimates path
+      probabilities grows the likeliest place next, so what it has drawn decides how many siblings follow.
     carries_debts: later targets change with what was accepted (`TargetRows.debts`), and the drafter must be one fixed
       function of the context, which a lookup tree that learns is not.
     shared_noise: the rule keeps more when the drafter perturbs its laws with the verifier's own noise.
@@ -32,6 +34,7 @@ class Requirements:
     chain: bool = False
     adapted: bool = True
     laws: Laws = "recorded"
+    fixed_widths: bool = False
     carries_debts: bool = False
     shared_noise: bool = False
 
@@ -41,7 +44,7 @@ def check_requirements(name: str, requires: Requirements, batch: DraftBatch) -> 
     if requires.adapted and not batch.adapted:
         raise ValueError(
             f"verifier {name!r} must get an adapted draft, got adapted=False; "
-            "use verifier 'match', which keeps the law whatever the draft"
+            "use verifier 'match' or 'coupled', which keep the law whatever the draft"
         )
     if requires.chain and np.any(batch.ranks > 0):
         raise ValueError(
@@ -63,6 +66,26 @@ def check_requirements(name: str, requires: Requirements, batch: DraftBatch) -> 
                 f"drawn and the rest deterministic), got others in row {_row_of(batch, wrong)}; "
                 "use verifier 'traversal', which takes any recorded laws"
             )
+    if requires.fixed_widths and batch.path_probabilities is not None:
+        wrong = _drawn_siblings(batch)
+        if np.any(wrong):
+            raise ValueError(
+                f"verifier {name!r} must get as many siblings as were settled before they were drawn, got a draft "
+                f"grown by path probability in row {_row_of(batch, wrong)}; use verifier 'traversal' or a fixed shape"
+            )
+
+
+def _drawn_siblings(batch: DraftBatch) -> np.ndarray:
+    """[M] bool: children of nodes with two or more, unless at most one of these was drawn and the rest given."""
+    parents = packed_parents(batch)
+    children = np.flatnonzero(batch.depths > 0)
+    sampled = children[np.count_nonzero(batch.law[children], axis=1) > 1]
+    num_children = np.bincount(parents[children], minlength=batch.num_nodes)
+    num_sampled = np.bincount(parents[sampled], minlength=batch.num_nodes)
+    repeats = drawn_without_replacement(batch) & (num_sampled > 0)  # the last law may be a one-hot by exhaustion
+    drawn = np.zeros(batch.num_nodes, dtype=bool)
+    drawn[children] = (((num_sampled > 1) & (num_children > 1)) | repeats)[parents[children]]
+    return drawn
 
 
 def wrong_batches(batch: DraftBatch) -> np.ndarray:

@@ -29,7 +29,7 @@ class SpecTrVerifier(ThresholdVerifier):
     """
 
     name = "spectr"
-    requires = Requirements(laws="with_replacement")
+    requires = Requirements(laws="with_replacement", fixed_widths=True)
     walk = last_from_top
 
     def thresholds(self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64) -> tuple[Array, Array, Array]:

@@ -17,6 +17,7 @@ from stand.support import text_config
 from stand.verifiers import Verifier
 
 if TYPE_CHECKING:
+    from stand.gpu.fusion import Fusion
     from stand.step import Step
 
 NAMES = ("auto", "sdpa", "triton")
@@ -71,6 +72,15 @@ def kernel_obstacle(model: PreTrainedModel, verifier: Verifier) -> str | None:
     return kernel_failure(model)
 
 
+def fusion_of(model: PreTrainedModel, backend: Backend) -> Fusion | None:
+    """Proven fused forwards for the captured step's model; None for another backend."""
+    if backend.name != "triton":
+        return None
+    from stand.gpu.fusion import fuse
+
+    return fuse(model)
+
+
 def captured_step(
     previous: Step | None,
     model: PreTrainedModel,
@@ -80,6 +90,7 @@ def captured_step(
     law: TargetLaw,
     verifier: Verifier,
     rows: Sequence[Row],
+    fusion: Fusion | None,
 ) -> Step:
     """A captured step loaded with the prompts' keys; `previous` with its graphs where it serves this call."""
     from stand.gpu.captured_step import CapturedStep
@@ -87,6 +98,6 @@ def captured_step(
 
     step = previous
     if step is None or not step.serves(law, len(rows)):
-        step = CapturedStep(model, law, RULES[verifier.name](), num_rows=len(rows))
+        step = CapturedStep(model, law, RULES[verifier.name](), num_rows=len(rows), fusion=fusion)
     step.load(prefilled, sources, rows)
     return step

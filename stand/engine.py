@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 from transformers.generation.streamers import BaseStreamer
 
 from stand.attention import tree_attention
-from stand.backend import Backend, captured_step, choose_backend
+from stand.backend import Backend, captured_step, choose_backend, fusion_of
 from stand.cache import TreeCache, check_fits
 from stand.drafter import BlendedDrafter, Drafter, LookupDrafter
 from stand.output import GenerationOutput
@@ -26,6 +27,9 @@ from stand.stop import StopRule
 from stand.support import check_model, max_positions, run_plan, text_config
 from stand.trees import BlendedLookup, DraftBatch, DraftTree, LookupTree, TreeShape, vocabulary_fingerprint
 from stand.verifiers import Verdicts, Verifier, VerifierNoise, get_verifier
+
+if TYPE_CHECKING:
+    from stand.gpu.fusion import Fusion
 
 DEBUG = os.environ.get("STAND_DEBUG", "0") == "1"  # check every draft's invariants
 PROMPT_CHUNK = 512  # prompt tokens per forward; bounds the mask to [512, L]
@@ -44,6 +48,7 @@ def wrap(
     allow_lossy: bool = False,
     device: torch.device | str | None = None,
     backend: str = "auto",
+    fuse: bool = True,
 ) -> Engine:
     """Make an engine around an unmodified transformers model.
 
@@ -56,6 +61,9 @@ def wrap(
     device: move the model there first.
     backend: "triton" (kernels, the step as one graph), "sdpa" (any device) or "auto": triton on a GPU where it
     serves the model. `engine.backend` says which and why.
+    fuse: in captured steps, run merged projections and fused norms, feed-forward blocks and attentions wherever they
+    are proven equal on the loaded weights (`engine.fusion.report`). Merging gives the projections' parameters new
+    addresses; values, names and objects stay.
 
     Raises UnsupportedModelError for a model that cannot be served exactly, ValueError for anything else that
     does not fit. The model is left as it is: weights, attention implementation and mode.
@@ -74,7 +82,9 @@ def wrap(
         drafter = _lookup_drafter(lookup, fingerprint, model.device, budget=budget, shape=shape, kind=draft_kind)
     elif lookup is not None or shape is not None or budget is not None:
         raise ValueError("drafter= brings its own state, got lookup=, budget= or shape= too; give them to the drafter")
-    return Engine(model, tokenizer, drafter=drafter, verifier=rule, backend=choose_backend(model, rule, backend))
+    chosen = choose_backend(model, rule, backend)
+    fusion = fusion_of(model, chosen) if fuse else None
+    return Engine(model, tokenizer, drafter=drafter, verifier=rule, backend=chosen, fusion=fusion)
 
 
 def default_budget(device: torch.device) -> int:
@@ -147,12 +157,14 @@ class Engine:
         drafter: Drafter,
         verifier: Verifier,
         backend: Backend,
+        fusion: Fusion | None = None,
     ):
         self.model = model
         self.tokenizer = tokenizer
         self.drafter = drafter
         self.verifier = verifier
         self.backend = backend
+        self.fusion = fusion
         self._captured: Step | None = None  # graphs and cache of the last call, for the next one
         self._num_problems = 0  # prompts of all calls so far
 
@@ -271,8 +283,9 @@ class Engine:
         """The captured step where the backend has one and it serves this call, else the eager one."""
         if self.backend.name == "triton" and not run.law.looks_back:
             self._captured = captured_step(
-                self._captured, self.model, cache, sources, law=run.law, verifier=self.verifier, rows=run.rows
-            )
+                self._captured, self.model, cache, sources,
+                law=run.law, verifier=self.verifier, rows=run.rows, fusion=self.fusion,
+            )  # fmt: skip
             return self._captured
         cache.fan_out(sources)
         return EagerStep(self.model, cache, run.law, self.verifier)

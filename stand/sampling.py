@@ -88,6 +88,13 @@ class TargetLaw:
         """Whether a node's law depends on its prefix other than through the model."""
         return self.params.repetition_penalty != 1.0 or bool(self.params.logits_processors)
 
+    @property
+    def has_filters(self) -> bool:
+        """Whether top_k, top_p or min_p may take tokens out; without them a law is softmax(scores / temperature)."""
+        return not self.params.is_greedy and (
+            self.params.top_k > 0 or self.params.top_p < 1.0 or self.params.min_p > 0.0
+        )
+
     def warp(self, scores: torch.Tensor) -> torch.Tensor:
         """[M, V] float32: the temperature and the filters, row by row; nothing at temperature 0."""
         for warper in self._warpers:

@@ -40,7 +40,7 @@ def test_arrays_equal_the_eager_plan(seed):
     batch = case(seed, "sampled")[0]
     rows, count = len(batch), batch.num_nodes
     lengths, cache_rows = np.arange(rows) * 37 + 5, np.arange(rows)[::-1].copy()
-    out = packed(batch, lengths, cache_rows, StepSize.covering(count, 1, rows + 2))
+    out = packed(batch, lengths, cache_rows, StepSize.covering(count, 1, rows + 2, tile_tokens=8))
     plan = StepPlan.for_drafts(batch, lengths)
     assert np.array_equal(out["token_ids"][:count], batch.token_ids)
     assert np.array_equal(out["positions"][:count], plan.position_ids[0])
@@ -57,7 +57,7 @@ def test_arrays_equal_the_eager_plan(seed):
 
 def test_padding_writes_to_the_spare_slot_and_sees_nothing():
     batch = DraftBatch.concatenate([DraftTree.chain([3, 4, 5])])
-    out = packed(batch, [10], [0], StepSize(num_tokens=8, num_items=16, num_rows=2))
+    out = packed(batch, [10], [0], StepSize(8, 16, 2, 8))
     assert set(out["slots"][3:]) == {ROOM - 1}
     assert not out["ancestors"][3:].any()
     assert set(out["row_of"][3:]) == {2}
@@ -67,7 +67,12 @@ def test_padding_writes_to_the_spare_slot_and_sees_nothing():
 def test_only_the_first_of_equal_siblings_is_followed():
     drafts = [draft for _, draft in enumerate_drafts(EX2, shaped(with_replacement, 3))]
     batch = pack(EX2, drafts)
-    out = packed(batch, np.zeros(len(batch)), np.arange(len(batch)), StepSize.covering(batch.num_nodes, 1, len(batch)))
+    out = packed(
+        batch,
+        np.zeros(len(batch)),
+        np.arange(len(batch)),
+        StepSize.covering(batch.num_nodes, 1, len(batch), tile_tokens=8),
+    )
     expected = []
     for row in range(len(batch)):
         draft, seen = batch[row], set()
@@ -81,7 +86,7 @@ def test_only_the_first_of_equal_siblings_is_followed():
 
 def test_long_rows_use_several_words():
     batch = DraftBatch.concatenate([DraftTree.chain(range(200))])
-    size = StepSize.covering(200, 1, 1)
+    size = StepSize.covering(200, 1, 1, tile_tokens=8)
     out = packed(batch, [0], [0], size)
     assert size.num_words == 4
     assert np.array_equal(bits(out["ancestors"][:200], 200), np.tri(200, dtype=bool))
@@ -90,9 +95,9 @@ def test_long_rows_use_several_words():
 @pytest.mark.parametrize(
     ("count", "length", "size", "match"),
     [
-        (9, 0, StepSize(8, 16, 1), "take a larger step size"),
-        (MAX_ROW_NODES + 1, 0, StepSize(512, 16, 1), "lower the budget"),
-        (4, ROOM - 4, StepSize(8, 16, 1), "grow the cache"),
+        (9, 0, StepSize(8, 16, 1, 8), "take a larger step size"),
+        (MAX_ROW_NODES + 1, 0, StepSize(512, 16, 1, 8), "lower the budget"),
+        (4, ROOM - 4, StepSize(8, 16, 1, 8), "grow the cache"),
     ],
 )
 def test_what_does_not_fit_is_refused(count, length, size, match):
@@ -104,16 +109,16 @@ def test_what_does_not_fit_is_refused(count, length, size, match):
 def test_the_last_slot_before_the_spare_one_is_used():
     batch = pack(EX2, [draft for _, draft in enumerate_drafts(EX2, shaped(deterministic, 1))][:1])
     count = batch.num_nodes
-    out = packed(batch, [ROOM - 1 - count], [0], StepSize.covering(count, 1, 1))
+    out = packed(batch, [ROOM - 1 - count], [0], StepSize.covering(count, 1, 1, tile_tokens=8))
     assert out["slots"][:count].max() == ROOM - 2
 
 
 def test_step_sizes_cover_and_refuse():
     for count in (1, 2, 100, 512):
-        size = StepSize.covering(count, 100, 4)
+        size = StepSize.covering(count, 100, 4, tile_tokens=8)
         assert size.num_tokens >= count and size.num_tokens in NUM_TOKENS and size.num_items == 128
     with pytest.raises(ValueError, match="backend='sdpa'"):
-        StepSize.covering(513, 1, 1)
+        StepSize.covering(513, 1, 1, tile_tokens=8)
 
 
 def test_a_packet_carries_every_field():

@@ -30,7 +30,7 @@ def decide(rule, batch, probs, noise, *, spare_rows=2, spare_tokens=True):
     """(accepted paths, next tokens) by the device rule on a padded packet."""
     lengths = np.arange(len(batch), dtype=np.int64) + 20
     count = batch.num_nodes + (3 if spare_tokens else 0)
-    packet = StepPacket(StepSize(count, 128, len(batch) + spare_rows), rule, CPU)
+    packet = StepPacket(StepSize(count, 128, len(batch) + spare_rows, 8), rule, CPU)
     work = WorkList.build(batch.offsets, lengths, np.arange(len(batch)), tile_tokens=8, split_length=512)
     packet.fill(batch, lengths, np.arange(len(batch), dtype=np.int64), noise, work=work, room=ROOM)
     packet.upload()

@@ -11,8 +11,8 @@ operation (under Triton's interpreter), which is how they are tested.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -21,6 +21,7 @@ from stand.attention import tree_attention
 from stand.cache import TreeCache
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.device_rule import DeviceRule, GreedyRule
+from stand.gpu.fusion import Fusion
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME
 from stand.gpu.replay import Program, replay_for
 from stand.gpu.step_body import LEARNED_ROWS, StepBody, StepOutput
@@ -41,8 +42,11 @@ class CapturedStep:
 
     learns_late = True
 
-    def __init__(self, model: PreTrainedModel, law: TargetLaw, rule: DeviceRule, *, num_rows: int):
+    def __init__(
+        self, model: PreTrainedModel, law: TargetLaw, rule: DeviceRule, *, num_rows: int, fusion: Fusion | None
+    ):
         self._model = model
+        self._fusion = fusion
         self._law = law
         self._rule = GreedyRule() if law.params.is_greedy else rule
         self._num_rows = num_rows
@@ -62,8 +66,11 @@ class CapturedStep:
         """Whether a further call with these settings can use what is recorded."""
         return law.params == self._law.params and num_rows <= self._num_rows
 
-    def attention(self) -> AbstractContextManager[None]:
-        return tree_attention(self._model, KERNEL_ATTENTION_NAME)
+    @contextmanager
+    def attention(self) -> Iterator[None]:
+        fused = nullcontext() if self._fusion is None else self._fusion.active()
+        with tree_attention(self._model, KERNEL_ATTENTION_NAME), fused:
+            yield
 
     def load(self, prefilled: TreeCache, sources: Sequence[int], rows: Sequence[Row]) -> None:
         """Row rows[i] starts with the keys of row sources[i] of `prefilled`."""
@@ -78,11 +85,11 @@ class CapturedStep:
     def prepare(self, batch: DraftBatch, rows: Sequence[Row], noise: VerifierNoise) -> None:
         lengths = np.array([row.num_cached for row in rows], dtype=np.int64)
         places = np.array([row.index for row in rows], dtype=np.int64)
-        self._make_room(int((lengths + np.diff(batch.offsets)).max()) + 1)
-        work = WorkList.build(
-            batch.offsets, lengths, places, tile_tokens=self._output.tile_tokens, split_length=SPLIT_LENGTH
-        )
-        size = StepSize.covering(batch.num_nodes, len(work.items), self._num_rows)
+        counts = np.diff(batch.offsets)
+        self._make_room(int((lengths + counts).max()) + 1)
+        tile = self._output.tile_tokens(int(counts.max()))
+        work = WorkList.build(batch.offsets, lengths, places, tile_tokens=tile, split_length=SPLIT_LENGTH)
+        size = StepSize.covering(batch.num_nodes, len(work.items), self._num_rows, tile_tokens=tile)
         body, self._program = self._recorded.get(size) or self._record(size)
         body.packet.fill(batch, lengths, places, noise, work=work, room=self._cache.room)
         self._batch = batch

@@ -18,6 +18,7 @@ class KernelPlan:
     """The step's arrays (see `StepPacket`) and room for the partial results of split keys."""
 
     step: Mapping[str, torch.Tensor]
+    tile_tokens: int
     partials: torch.Tensor  # [P, M, H, D] float32
     log_sums: torch.Tensor  # [P, M, H] float32
 
@@ -58,6 +59,7 @@ def attend(
         stand_plan.partials,
         stand_plan.log_sums,
         query.shape[3] ** -0.5 if scaling is None else scaling,
+        stand_plan.tile_tokens,
         sliding_window or 0,
         softcap or 0.0,
         s_aux,

@@ -12,6 +12,7 @@ from stand.gpu.device_cache import DeviceCache
 from stand.gpu.device_rule import DeviceRule, path_to
 from stand.gpu.kernel_attention import KernelPlan
 from stand.gpu.packet import Packet
+from stand.gpu.softmax_kernel import softmax_rows
 from stand.gpu.step_packet import StepPacket
 from stand.gpu.step_size import NUM_TOKENS
 from stand.gpu.top_rows_kernel import top_rows
@@ -30,7 +31,7 @@ class StepOutput:
         self.num_heads = config.num_attention_heads
         self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
         self.groups = self.num_heads // (getattr(config, "num_key_value_heads", None) or self.num_heads)
-        self.tile_tokens = tile_tokens(self.groups, self.head_size, model.dtype)
+        self._dtype = model.dtype
         self.laws = torch.zeros(NUM_TOKENS[-1], config.vocab_size, dtype=torch.float32, device=model.device)
         count = min(LEARNED_ROWS, config.vocab_size)
         per_row, per_node = (np.int64, (num_rows,)), (NUM_TOKENS[-1], count)
@@ -38,6 +39,10 @@ class StepOutput:
             {"stops": per_row, "next_tokens": per_row, "is_broken": (np.bool_, (1,))}, model.device
         )
         self._best = Packet({"ids": (np.int32, per_node), "probabilities": (np.float32, per_node)}, model.device)
+
+    def tile_tokens(self, tokens_per_row: int) -> int:
+        """Tokens per piece of attention work where the longest row has `tokens_per_row`."""
+        return tile_tokens(tokens_per_row, self.groups, self.head_size, self._dtype)
 
     def send_verdict(self, stops: torch.Tensor, next_tokens: torch.Tensor, is_broken: torch.Tensor) -> None:
         for name, values in (("stops", stops), ("next_tokens", next_tokens), ("is_broken", is_broken)):
@@ -86,6 +91,7 @@ class StepBody:
         shape = (num_splits, size.num_tokens, output.num_heads)
         self._plan = KernelPlan(
             packet.device,
+            tile_tokens=size.tile_tokens,
             partials=torch.zeros(*shape, output.head_size, dtype=torch.float32, device=model.device),
             log_sums=torch.zeros(shape, dtype=torch.float32, device=model.device),
         )
@@ -95,12 +101,18 @@ class StepBody:
         self.packet.upload()
         step = self.packet.device
         logits = self.forward()
-        scores = self._law.warp(logits.float())
         laws = self._output.laws[: self.packet.size.num_tokens]
-        laws.copy_(torch.softmax(scores, dim=-1))
-        stops, next_tokens = self._rule.decide(scores if self._law.params.is_greedy else laws, step)
+        self._fill_laws(laws, logits)
+        stops, next_tokens = self._rule.decide(logits if self._law.params.is_greedy else laws, step)
         compact(self._cache.storage.flatten(0, 1), step["cache_rows"], step["lengths"], path_to(stops, step))
         self._output.send_verdict(stops, next_tokens, torch.isnan(laws[:, 0]).any())
+
+    def _fill_laws(self, laws: torch.Tensor, logits: torch.Tensor) -> None:
+        """The laws that are sampled from; under greedy decoding, where nothing is, the softmax at temperature 1."""
+        if self._law.has_filters:
+            laws.copy_(torch.softmax(self._law.warp(logits.float()), dim=-1))
+        else:
+            softmax_rows(laws, logits, 1.0 if self._law.params.is_greedy else self._law.params.temperature)
 
     def find_best(self) -> None:
         """The best tokens of every node, down to the host."""

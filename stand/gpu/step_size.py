@@ -19,9 +19,10 @@ class StepSize:
     num_tokens: int  # M, packed tokens
     num_items: int  # I, pieces of attention work
     num_rows: int  # B
+    tile_tokens: int  # tokens of a row that share a piece of attention work
 
     @classmethod
-    def covering(cls, num_tokens: int, num_items: int, num_rows: int) -> StepSize:
+    def covering(cls, num_tokens: int, num_items: int, num_rows: int, *, tile_tokens: int) -> StepSize:
         """The smallest bucket that holds a step. Raises ValueError beyond the largest."""
         if num_tokens > NUM_TOKENS[-1]:
             raise ValueError(
@@ -30,7 +31,7 @@ class StepSize:
             )
         bucket = NUM_TOKENS[bisect_left(NUM_TOKENS, num_tokens)]
         items = max(MIN_ITEMS, 1 << (max(num_items, 1) - 1).bit_length())
-        return cls(num_tokens=bucket, num_items=items, num_rows=num_rows)
+        return cls(num_tokens=bucket, num_items=items, num_rows=num_rows, tile_tokens=tile_tokens)
 
     @property
     def num_words(self) -> int:

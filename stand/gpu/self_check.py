@@ -1,0 +1,79 @@
+"""Does the kernel path give this model's logits? Asked once, on the loaded weights, before it is used."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from stand.attention import tree_attention
+from stand.cache import TreeCache
+from stand.gpu.device_cache import DeviceCache, is_uniform
+from stand.gpu.device_rule import GreedyRule
+from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME
+from stand.gpu.step_body import StepBody, StepOutput
+from stand.gpu.step_packet import StepPacket
+from stand.gpu.step_size import StepSize
+from stand.gpu.work_list import WorkList
+from stand.plan import StepPlan
+from stand.sampling import SamplingParams, TargetLaw
+from stand.support import CHECK_PARENTS, CHECK_TOKENS, TOLERANCES, run_plan, text_config
+from stand.trees import DraftBatch, DraftTree
+from stand.verifiers import VerifierNoise
+
+SPLIT_LENGTH = 512
+ROOM = 64
+
+
+def kernel_failure(model: PreTrainedModel) -> str | None:
+    """Why the kernel path cannot serve the model, or None when its logits equal the eager ones up to rounding."""
+    try:
+        difference = kernel_difference(model)
+    except (RuntimeError, AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
+        return f"a step with kernels ends in {type(error).__name__}: {error}"
+    tolerance = TOLERANCES[model.dtype]
+    if not difference <= tolerance:
+        return f"kernels must equal eager attention up to {tolerance:g} of the logits' spread, got {difference:.3g}"
+    return None
+
+
+@torch.inference_mode()
+def kernel_difference(model: PreTrainedModel) -> float:
+    """Largest |kernel logit - eager logit| over a small tree behind a few tokens, divided by the logits' spread.
+
+    Raises ValueError where layers differ in shape, and what the model raises.
+    """
+    generator = np.random.default_rng(0)
+    vocabulary_size = text_config(model).vocab_size
+    prompt = generator.integers(0, vocabulary_size, CHECK_TOKENS).astype(np.int32)
+    tokens = generator.integers(0, vocabulary_size, len(CHECK_PARENTS)).astype(np.int32)
+    empty = np.zeros((len(tokens), 1), dtype=np.int32)
+    tree = DraftTree(tokens, np.array(CHECK_PARENTS, dtype=np.int32), empty, empty.astype(np.float32))
+    batch, lengths = DraftBatch.concatenate([tree]), np.array([CHECK_TOKENS], dtype=np.int64)
+    cache = TreeCache(num_rows=1, room=ROOM)
+    with tree_attention(model):
+        run_plan(model, cache, StepPlan.for_prompt(prompt, 0, row=0, device=model.device), logits_to_keep=1)
+        if not is_uniform(cache):
+            raise ValueError("all layers must have one head count, head size and type, got different ones")
+        filled = DeviceCache.like(cache, num_rows=1, room=ROOM)
+        filled.load(cache, [0], CHECK_TOKENS)
+        eager = run_plan(model, cache, StepPlan.for_drafts(batch, lengths, device=model.device)).float()
+    with tree_attention(model, KERNEL_ATTENTION_NAME):
+        kernels = _kernel_logits(model, filled, batch, lengths).float()[: batch.num_nodes]
+    spread = float((eager.amax(dim=-1) - eager.amin(dim=-1)).mean())
+    return float((kernels - eager).abs().max()) / max(spread, 1e-12)
+
+
+def _kernel_logits(model: PreTrainedModel, cache: DeviceCache, batch: DraftBatch, lengths: np.ndarray) -> torch.Tensor:
+    """[M, V] by the body of a captured step, run directly."""
+    output, rule, row = StepOutput(model, num_rows=1), GreedyRule(), np.zeros(1, dtype=np.int64)
+    tile = output.tile_tokens(batch.num_nodes)
+    work = WorkList.build(batch.offsets, lengths, row, tile_tokens=tile, split_length=SPLIT_LENGTH)
+    size = StepSize.covering(batch.num_nodes, len(work.items), 1, tile_tokens=tile)
+    packet = StepPacket(size, rule, model.device)
+    noise = VerifierNoise(seed=0, rows=row, steps=row, positions=lengths)
+    packet.fill(batch, lengths, row, noise, work=work, room=cache.room)
+    law = TargetLaw(SamplingParams(temperature=0.0))
+    body = StepBody(model, cache, law, rule, packet, output, SPLIT_LENGTH)
+    packet.upload()
+    return body.forward()

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 ONE = 4096
 MAX_ENTRIES = {1: 32, 2: 16}
 UNSEEN = 1e-5
-RECENT_STAMPS = 128
+SOFT = 0.05
+RECENT_STAMPS = 8
 
 ENTRY = -2.52
 ENTRY_ORDER = (0.0, -0.13, -0.27, -0.47, -0.44, -0.43, -0.31, -0.19)
@@ -105,7 +106,7 @@ class SlowBlend:
                 was_known = context.find(token) is not None
                 self.add_entry(context, token)
                 self.fade_weights(context, is_soft)
-                self.observe(context, token, 0.25 if is_soft and was_known else 1.0, scope)
+                self.observe(context, token, SOFT if is_soft and was_known else 1.0, scope)
                 is_soft |= was_known
             self.now += 1
             path.append(token)
@@ -127,7 +128,7 @@ class SlowBlend:
                 if mass * ONE < 1 or (not was_known and mass < 1 / 64):
                     continue
                 self.add_entry(context, token)
-                self.observe(context, token, mass * (0.25 if is_soft and was_known else 1.0), scope)
+                self.observe(context, token, mass * (SOFT if is_soft and was_known else 1.0), scope)
                 known += mass if was_known else 0.0
             is_soft |= known >= 0.5
         self.now += 1
@@ -151,7 +152,7 @@ class SlowBlend:
             context.entries.append(Entry(token))
 
     def fade_weights(self, context: Context, is_soft: bool) -> None:
-        factor = 1 - 0.25 * (1 - self.fade) if is_soft else self.fade
+        factor = 1 - SOFT * (1 - self.fade) if is_soft else self.fade
         for entry in context.entries:
             entry.weight = entry.weight * int(65536 * factor) >> 16
         context.visits = min(255, context.visits + 1)

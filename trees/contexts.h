@@ -116,7 +116,7 @@ class ContextStore {
    private:
     using Page = std::unique_ptr<uint32_t[]>;
     static constexpr int64_t PAGE_BYTES = PAGE_SIZE * sizeof(uint32_t);
-    static constexpr float SOFT = 0.25f;       // weight of what a longer context already knew
+    static constexpr float SOFT = 0.05f;       // weight of what a longer context already knew
     static constexpr float LEAST_NEW = 1.0f / 64;  // probability that a row's token needs for an entry of its own
     static constexpr int32_t MAX_ORPHANS = 1024;   // waiting at a time
     static constexpr int32_t FREED_PER_TOKEN = 4;  // orphans

@@ -24,7 +24,7 @@ constexpr int32_t ENTRY_BUCKETS = NUM_WEIGHTS * NUM_AGES * NUM_RANKS;           
 constexpr int32_t ESCAPE_BUCKETS = NUM_SIZES * NUM_VISITS * NUM_SHARES * NUM_AGES;  // per order
 
 constexpr int32_t STAMP_SHIFT = 4;                   // a stamp is 16 learned tokens
-constexpr uint16_t RECENT = 2048 >> STAMP_SHIFT;     // seen within so many stamps
+constexpr uint16_t RECENT = 128 >> STAMP_SHIFT;      // seen within so many stamps
 constexpr uint8_t LOADED_SCOPE = 255;                // of everything that came from a file
 
 // Time and place of learning: tokens learned so far, and whatever the caller calls a scope (a problem, a user).

@@ -1,0 +1,95 @@
+"""Shapes of the models that figures are given for, written out: nothing is downloaded to time them.
+
+Sizes are those of the published configurations (Qwen2.5-7B and 14B, Qwen3-8B, Llama-3.1-8B). Weights are random, which
+is as good as trained ones for time and says nothing about acceptance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from transformers import AutoConfig, PretrainedConfig
+
+INITIAL_SPREAD = 0.02  # standard deviation of random weights; zeros would make matrix products faster
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One matrix product of a layer: [M, inputs] x [inputs, outputs], `count` times per step."""
+
+    name: str
+    inputs: int
+    outputs: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A dense decoder; embeddings of input and output are separate."""
+
+    name: str
+    family: str  # transformers' model_type
+    layers: int
+    hidden: int
+    heads: int
+    key_heads: int
+    head_size: int
+    intermediate: int
+    vocabulary: int
+    rope_theta: float
+
+    @property
+    def groups(self) -> int:
+        """Query heads per key head."""
+        return self.heads // self.key_heads
+
+    def products(self) -> Iterator[Product]:
+        """The matrix products of one step with merged QKV and gate/up, in order."""
+        queries, keys = self.heads * self.head_size, self.key_heads * self.head_size
+        yield Product("qkv", self.hidden, queries + 2 * keys, self.layers)
+        yield Product("o", queries, self.hidden, self.layers)
+        yield Product("gate_up", self.hidden, 2 * self.intermediate, self.layers)
+        yield Product("down", self.intermediate, self.hidden, self.layers)
+        yield Product("lm_head", self.hidden, self.vocabulary, 1)
+
+    def weight_count(self) -> int:
+        """Weights that a step reads: all but the input embedding, biases and norms."""
+        return sum(product.inputs * product.outputs * product.count for product in self.products())
+
+    def cache_elements(self) -> int:
+        """Key and value elements per cached token, all layers."""
+        return 2 * self.layers * self.key_heads * self.head_size
+
+    def attention_flops(self) -> int:
+        """Floating-point operations per (query token, key) pair, all layers."""
+        return 4 * self.layers * self.heads * self.head_size
+
+    def config(self, *, max_positions: int) -> PretrainedConfig:
+        """A configuration to build a model with random weights from."""
+        return AutoConfig.for_model(
+            self.family,
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_heads,
+            head_dim=self.head_size,
+            max_position_embeddings=max_positions,
+            rope_theta=self.rope_theta,
+            initializer_range=INITIAL_SPREAD,
+            tie_word_embeddings=False,
+        )
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        ModelShape("qwen2.5-7b", "qwen2", 28, 3584, 28, 4, 128, 18944, 152064, 1e6),
+        ModelShape("qwen2.5-14b", "qwen2", 48, 5120, 40, 8, 128, 13824, 152064, 1e6),
+        ModelShape("qwen3-8b", "qwen3", 36, 4096, 32, 8, 128, 12288, 151936, 1e6),
+        ModelShape("llama-3.1-8b", "llama", 32, 4096, 32, 8, 128, 14336, 128256, 5e5),
+    )
+}
+SMOKE_SHAPE = ModelShape("smoke", "qwen2", 2, 64, 4, 2, 64, 96, 300, 1e4)

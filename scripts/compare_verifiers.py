@@ -1,61 +1,79 @@
-"""Which verifier, on which drafts? Tokens per step of the bundled model under every rule, on equal prompts and seeds.
+"""Which verifier, on which drafts? Tokens per step of the bundled model under every rule, on the same trajectories.
 
-    python scripts/compare_verifiers.py                          # both parts, into docs/compare_verifiers.*
-    python scripts/compare_verifiers.py --parts chains --prompts 8
+    python scripts/compare_verifiers.py                            # everything, into docs/compare_verifiers.*
+    python scripts/compare_verifiers.py --parts chains,synthetic --prompts 8
 
-chains: `token` and `block` on chains of 4, 6 and 8 tokens from the two draft models of scripts/drafters.
-lookup: every tree rule on the lookup tree, whose children are sampled, mixed or deterministic. The tree has read other
-problems before and goes on learning, as in use; every rule starts from the same copy.
+chains: `token` and `block` on chains of 4, 6 and 8 tokens from the two draft models of scripts/drafters, and from the
+  good one with noise on its logits, which gives qualities in between.
+shape: every tree rule on a `LookupTree` that fills a fixed shape with children of every kind.
+blended: the rules that a `BlendedLookup` admits, on drafts grown under the engine's budget.
+own: rules of `blended` again, each along the steps that it takes itself.
+synthetic: `token` and `block` on random pairs of laws with a known distance, all drafts enumerated.
 
-A step counts where the row could have taken the whole draft, so that neither ends nor limits blur the figures. Standard
-errors are bootstrapped over prompts; gains are paired by prompt. Tables to stdout, JSON and a plot beside --output.
+All runs of one temperature decode the same tokens: `coupled` drives them, whose output depends on the seed alone. At
+every step each rule is asked how many tokens it keeps of the draft on average (expected_kept.py), so that rules on one
+kind of draft are compared without sampling noise. `own` tells what changes where a rule decides itself where its next
+step begins. On drafts with noise of their own `coupled` keeps what `match` does; on coupled ones its count is taken.
+
+The lookup trees have read other problems before and go on learning, as in use. A step counts where ROOM tokens are
+left, so that limits do not blur the figures. Standard errors are bootstrapped over prompts, gains paired by prompt.
+Tables to stdout, JSON and a plot beside --output.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import platform
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
+from expected_kept import expected_kept
 from problems import held_out_problems, write_prompt
-from text_table import format_table
+from synthetic_chains import synthetic_gains
+from verifier_tables import add_estimates, plot, tables
 
 import stand
-from stand.trees import LookupTree, TreeShape, vocabulary_fingerprint
+from stand.trees import BlendedLookup, DraftBatch, LookupTree, TreeShape, vocabulary_fingerprint
+from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise, get_verifier
 
 SCRIPTS = Path(__file__).resolve().parent
-DRAFTS, GAMMAS, TEMPERATURES = ("good", "weak"), (4, 6, 8), (0.2, 0.6, 1.0)
-ANY_RULES = ("traversal", "match", "coupled", "rrs")
-RULES_BY_KIND = {
-    "sampled": (*ANY_RULES, "ranked_traversal", "ot_traversal"),
-    "mixed": ANY_RULES,  # ranked and transport traversal decide as traversal where one child alone is drawn
-    "deterministic": ("traversal", "match", "coupled"),  # rrs decides as traversal where none is
+PARTS = ("chains", "shape", "blended", "own", "synthetic")
+GAMMAS, TEMPERATURES = (4, 6, 8), (0.2, 0.6, 1.0)
+DRAFT_MODELS = {"good": ("good", 0.0), "good+1": ("good", 1.0), "good+2": ("good", 2.0), "good+3": ("good", 3.0),
+                "weak": ("weak", 0.0)}  # fmt: skip
+SHAPE_RULES = {
+    "sampled": ("traversal", "match", "rrs", "ranked_traversal", "ot_traversal"),
+    "mixed": ("traversal", "match", "rrs"),  # ranked and transport traversal decide as traversal here
+    "deterministic": ("traversal", "match"),
+    "independent": ("traversal", "match", "specinfer", "spectr"),
+    "coupled": ("coupled", "match"),
 }
-REFERENCE = ("sampled", "traversal")  # what gains on the lookup tree are told against
-STYLES = {"good": "-", "weak": ":"}
-RESAMPLES = 2000
-WARM_UP_SEED = 77  # problems that the lookup tree has read before
+BLENDED_RULES = {kind: SHAPE_RULES[kind][:3] for kind in ("sampled", "mixed", "deterministic")}
+OWN_RULES = {"sampled": "traversal", "mixed": "traversal", "deterministic": "match"}
+NODES_PER_ROW = 8  # of a blended draft: four rows share the default budget of 32
+ROOM = 12
+WARM_UP_SEED = 77  # problems that the lookup trees have read before
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One rule on one kind of draft at one temperature. `drafts` is a draft model or a kind of children."""
+    """One kind of draft at one temperature, and the rules that are asked about it. `drafts`: a model or a kind."""
 
-    part: str  # "chains" or "lookup"
+    part: str
     drafts: str
-    verifier: str
     temperature: float
-    gamma: int  # depth of the draft
+    gamma: int  # depth of chains, 0 for trees
+    rules: tuple[str, ...]
+    driver: str = "coupled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,34 +81,99 @@ class Size:
     prompts: int
     rows: int  # samples per prompt
     tokens: int  # new tokens per sample at most
-    branching: tuple[int, ...]  # shape of the lookup tree's drafts
+    branching: tuple[int, ...]  # the fixed shape
 
 
-class Recorder:
-    """A drafter that notes, per row, the steps in which the whole draft could have been kept and what they gave."""
+class NoisyDrafter(stand.ModelDrafter):
+    """A draft model whose logits get fresh Gaussian noise; the law that it records is the noisy one it draws from."""
 
-    def __init__(self, drafter: stand.Drafter, depth: int, num_rows: int) -> None:
+    def __init__(self, model, *, noise: float, **settings) -> None:
+        super().__init__(model, **settings)
+        self.noise = noise
+        self._generator = torch.Generator().manual_seed(0)
+
+    def _draw(self, logits, points, *, is_greedy):
+        noise = torch.randn(logits.shape, generator=self._generator)
+        return super()._draw(logits + self.noise * self.temperature * noise, points, is_greedy=is_greedy)
+
+
+class GrowingDrafter(stand.BlendedDrafter):
+    """NODES_PER_ROW for every live row."""
+
+    def draft(self, histories, **others) -> DraftBatch:
+        self.budget = NODES_PER_ROW * len(histories)
+        return super().draft(histories, **others)
+
+
+class RoomDrafter:
+    """Passes everything on and notes which rows have room for a whole draft."""
+
+    def __init__(self, drafter: stand.Drafter) -> None:
         self.drafter = drafter
-        self.depth = depth
         self.row_size = drafter.row_size
-        self.steps = np.zeros(num_rows, dtype=np.int64)
-        self.tokens = np.zeros(num_rows, dtype=np.int64)
-        self._begun: dict[int, int] = {}  # row: length of its history when its counted step began
+        self.has_room = np.zeros(0, dtype=bool)
 
-    def draft(self, histories, *, rows, max_depths, **others):
-        for row, history, room in zip(rows.tolist(), histories, max_depths.tolist(), strict=True):
-            if row in self._begun:
-                self.steps[row] += 1
-                self.tokens[row] += len(history) - self._begun.pop(row)
-            if room > self.depth:
-                self._begun[row] = len(history)
-        return self.drafter.draft(histories, rows=rows, max_depths=max_depths, **others)
+    def draft(self, histories, *, max_depths, **others) -> DraftBatch:
+        self.has_room = max_depths >= ROOM
+        return self.drafter.draft(histories, max_depths=max_depths, **others)
 
     def learn_prompt(self, token_ids, **others) -> None:
         self.drafter.learn_prompt(token_ids, **others)
 
     def learn(self, *arguments, **others) -> None:
         self.drafter.learn(*arguments, **others)
+
+
+class AskingVerifier(Verifier):
+    """Decides as `driver` and asks every rule what it keeps on average."""
+
+    name = "asking"
+
+    def __init__(self, arm: Arm, size: Size, drafter: RoomDrafter) -> None:
+        self.driver = get_verifier(arm.driver)
+        self.requires = self.driver.requires
+        self.arm, self.size, self.drafter = arm, size, drafter
+        self.steps = np.zeros(size.prompts)
+        self.kept = {rule: np.zeros(size.prompts) for rule in arm.rules}
+        self.nodes = 0
+        self.first = np.zeros(2)  # drafted first tokens, and how many `token` keeps of them
+        self.refused = np.zeros(2)  # chance that `token` refuses a token, and of that where p < q / 10
+
+    def verify(self, batch: DraftBatch, target: TargetRows, noise: VerifierNoise) -> Verdicts:
+        verdicts = self.driver.verify(batch, target, noise)
+        counted = np.flatnonzero(self.drafter.has_room)
+        prompts = noise.rows[counted] // self.size.rows
+        np.add.at(self.steps, prompts, 1.0)
+        self.nodes += int(np.diff(batch.offsets)[counted].sum()) - len(counted)
+        for rule, kept in self.kept.items():
+            if rule == "coupled":
+                means = verdicts.num_accepted.astype(np.float64)
+            else:
+                means = expected_kept(get_verifier(rule), batch, target)
+            np.add.at(kept, prompts, means[counted])
+        if self.arm.part == "chains":
+            self._watch_refusals(batch, target, counted)
+        return verdicts
+
+    def _watch_refusals(self, batch: DraftBatch, target: TargetRows, counted: np.ndarray) -> None:
+        """Along every chain: where `token` refuses, and whether the target would have had the token at all."""
+        thresholds, _, _ = get_verifier("token").thresholds(batch, target)
+        for row in counted.tolist():
+            reached = 1.0
+            for place, chance in enumerate(thresholds[batch.offsets[row] + 1 : batch.offsets[row + 1]].tolist()):
+                if place == 0:
+                    self.first += (1.0, chance)
+                self.refused += (reached * (1.0 - chance), reached * (1.0 - chance) * (chance < 0.1))
+                reached *= chance
+
+    def result(self) -> dict[str, object]:
+        totals = {rule: (kept + self.steps).tolist() for rule, kept in self.kept.items()}
+        answer: dict[str, object] = {"steps": self.steps.tolist(), "tokens": totals}
+        answer["nodes_per_step"] = self.nodes / self.steps.sum()
+        if self.arm.part == "chains":
+            answer["alpha"] = self.first[1] / self.first[0]
+            answer["hopeless"] = self.refused[1] / self.refused[0]
+        return answer
 
 
 @cache
@@ -109,53 +192,59 @@ def prompt_texts(count: int, seed: int) -> list[str]:
     return [write_prompt(problem.problem) for problem in held_out_problems(count, seed=seed)]
 
 
+def lookup_drafter(part: str, size: Size, kind: str, lookup=None) -> stand.LookupDrafter | GrowingDrafter:
+    fingerprint = vocabulary_fingerprint(load_tokenizer().get_vocab())
+    if part == "shape":
+        shape = TreeShape.from_branching(size.branching)
+        return stand.LookupDrafter(lookup or LookupTree(fingerprint=fingerprint), shape, kind=kind)
+    return GrowingDrafter(lookup or BlendedLookup(fingerprint=fingerprint), budget=0, kind=kind)
+
+
+def copy_lookup(lookup: LookupTree | BlendedLookup) -> LookupTree | BlendedLookup:
+    """The same, through a file: what was learned before counts as learned elsewhere."""
+    with tempfile.TemporaryDirectory() as folder:
+        lookup.save(Path(folder) / "lookup")
+        return type(lookup).load(Path(folder) / "lookup")
+
+
 @cache
-def warm_lookup(size: Size, temperature: float) -> LookupTree:
-    """A tree that has read drafts of as many other problems; the same in every process."""
-    engine = stand.wrap(load_model("reasoner"), load_tokenizer(), verifier="match", drafter=lookup_drafter(size))
+def warm_lookup(part: str, size: Size, temperature: float) -> LookupTree | BlendedLookup:
+    """A tree that has read drafts of as many other problems."""
+    drafter = lookup_drafter(part, size, "sampled")
+    engine = stand.wrap(load_model("reasoner"), load_tokenizer(), verifier="match", drafter=drafter)
     engine.generate(
         prompt_texts(size.prompts, WARM_UP_SEED), num_return_sequences=1, max_new_tokens=size.tokens,
         temperature=temperature, seed=WARM_UP_SEED,
     )  # fmt: skip
-    return engine.lookup
-
-
-def lookup_drafter(size: Size, lookup: LookupTree | None = None, kind: str = "sampled") -> stand.LookupDrafter:
-    lookup = lookup or LookupTree(fingerprint=vocabulary_fingerprint(load_tokenizer().get_vocab()))
-    return stand.LookupDrafter(lookup, TreeShape.from_branching(size.branching), kind=kind)
+    return drafter.lookup
 
 
 def make_drafter(arm: Arm, size: Size) -> stand.Drafter:
     if arm.part == "chains":
-        model = load_model(f"drafters/{arm.drafts}")
-        return stand.ModelDrafter(model, gamma=arm.gamma, temperature=arm.temperature)
-    return lookup_drafter(size, warm_lookup(size, arm.temperature).copy(), arm.drafts)
+        folder, noise = DRAFT_MODELS[arm.drafts]
+        model = load_model(f"drafters/{folder}")
+        return NoisyDrafter(model, noise=noise, gamma=arm.gamma, temperature=arm.temperature)
+    part = "shape" if arm.part == "shape" else "blended"
+    return lookup_drafter(part, size, arm.drafts, copy_lookup(warm_lookup(part, size, arm.temperature)))
 
 
 def run_arm(arm: Arm, size: Size, seed: int) -> dict[str, object]:
-    """Per prompt how many tokens came in how many steps."""
-    torch.set_num_threads(1)
-    recorder = Recorder(make_drafter(arm, size), arm.gamma, size.prompts * size.rows)
-    engine = stand.wrap(load_model("reasoner"), load_tokenizer(), verifier=arm.verifier, drafter=recorder)
+    """Per prompt: steps, and the tokens that every rule gets from them on average."""
+    drafter = RoomDrafter(make_drafter(arm, size))
+    engine = stand.wrap(load_model("reasoner"), load_tokenizer(), verifier=arm.driver, drafter=drafter)
+    asking = AskingVerifier(arm, size, drafter)
+    engine.verifier = asking
     output = engine.generate(
         prompt_texts(size.prompts, seed), num_return_sequences=size.rows, max_new_tokens=size.tokens,
         temperature=arm.temperature, seed=seed,
     )  # fmt: skip
-    per_prompt = (size.prompts, size.rows)
-    is_chain = arm.part == "chains" and arm.verifier == "token"
-    return {
-        **asdict(arm),
-        "tokens": recorder.tokens.reshape(per_prompt).sum(axis=1).tolist(),
-        "steps": recorder.steps.reshape(per_prompt).sum(axis=1).tolist(),
-        "alpha": stand.estimate_alpha(output.stats, arm.gamma) if is_chain else None,
-        "verify_share": output.stats.seconds["verify"] / sum(output.stats.seconds.values()),
-    }
+    checksum = sum(place * token for row in output.token_ids for place, token in enumerate(row, 1)) % 2**31
+    return {**asdict(arm), **asking.result(), "output": checksum}
 
 
 @torch.inference_mode()
 def mean_entropy(size: Size, temperature: float, seed: int) -> float:
     """Nats per token of the target's law along its own samples: how much room a ratio rule has."""
-    torch.set_num_threads(1)
     model, tokenizer = load_model("reasoner"), load_tokenizer()
     texts = prompt_texts(size.prompts, seed)
     engine = stand.wrap(model, tokenizer, verifier="match")
@@ -168,188 +257,85 @@ def mean_entropy(size: Size, temperature: float, seed: int) -> float:
     return float(torch.cat(entropies).mean())
 
 
-def all_arms(parts: list[str], depth: int) -> list[Arm]:
-    arms = []
-    if "chains" in parts:
-        arms += [
-            Arm("chains", drafts, verifier, temperature, gamma)
-            for drafts in DRAFTS
-            for temperature in TEMPERATURES
-            for gamma in GAMMAS
-            for verifier in ("token", "block")
-        ]
-    if "lookup" in parts:
-        arms += [
-            Arm("lookup", kind, verifier, temperature, depth)
-            for temperature in TEMPERATURES
-            for kind, rules in RULES_BY_KIND.items()
-            for verifier in rules
-        ]
-    return arms
+def all_arms(parts: list[str]) -> Iterator[Arm]:
+    for temperature in TEMPERATURES:
+        if "chains" in parts:
+            for drafts in DRAFT_MODELS:
+                for gamma in GAMMAS:
+                    yield Arm("chains", drafts, temperature, gamma, ("token", "block"))
+        if "shape" in parts:
+            for kind, rules in SHAPE_RULES.items():
+                yield Arm("shape", kind, temperature, 0, rules)
+        if "blended" in parts:
+            for kind, rules in BLENDED_RULES.items():
+                yield Arm("blended", kind, temperature, 0, rules)
+        if "own" in parts:
+            for kind, rule in OWN_RULES.items():
+                yield Arm("own", kind, temperature, 0, (rule,), driver=rule)
 
 
-def run_all(arms: list[Arm], size: Size, *, seed: int, processes: int) -> list[dict[str, object]]:
-    """Every arm, `processes` at a time; progress to stderr."""
-    results = []
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
-        waiting = [pool.submit(run_arm, arm, size, seed) for arm in arms]
-        for number, future in enumerate(waiting, 1):
-            result = future.result()
-            results.append({**result, **estimate(result)})
-            print(f"{number}/{len(arms)} {result['part']} {result['drafts']} {result['verifier']} gamma "
-                  f"{result['gamma']} T {result['temperature']}: {results[-1]['tokens_per_step']:.3f}",
-                  file=sys.stderr, flush=True)  # fmt: skip
+def run_all(arms: list[Arm], size: Size, seed: int) -> list[dict[str, object]]:
+    """Every arm in turn; progress to stderr."""
+    results, start = [], time.monotonic()
+    for number, arm in enumerate(arms, 1):
+        results.append(run_arm(arm, replace_rows(arm, size), seed))
+        steps = sum(results[-1]["steps"])
+        means = {rule: round(sum(tokens) / steps, 3) for rule, tokens in results[-1]["tokens"].items()}
+        print(f"{number}/{len(arms)} {arm.part} {arm.drafts} T {arm.temperature} gamma {arm.gamma}: {means}, "
+              f"{time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
     return results
 
 
-def resampled(result: dict[str, object]) -> np.ndarray:
-    """[1 + RESAMPLES] tokens per step: of all prompts, then of prompts drawn with replacement (always the same)."""
-    counts = np.array([result["tokens"], result["steps"]], dtype=np.float64)
-    num_prompts = counts.shape[1]
-    drawn = np.random.default_rng(0).integers(0, num_prompts, (RESAMPLES, num_prompts))
-    totals = counts[:, np.vstack([np.arange(num_prompts), drawn])].sum(axis=2)
-    return totals[0] / totals[1]
+def different_outputs(results: list[dict[str, object]]) -> int:
+    """Runs of one temperature and driver that did not decode the same tokens as the first of them; 0 is expected."""
+    first: dict[tuple, object] = {}
+    keys = [(result["part"] == "chains", result["driver"], result["temperature"]) for result in results]
+    for key, result in zip(keys, results, strict=True):
+        first.setdefault(key, result["output"])
+    return sum(
+        result["output"] != first[key]
+        for key, result in zip(keys, results, strict=True)
+        if result["driver"] == "coupled"
+    )
 
 
-def estimate(result: dict[str, object]) -> dict[str, float]:
-    """Tokens per step and its standard error."""
-    rates = resampled(result)
-    return {"tokens_per_step": float(rates[0]), "standard_error": float(rates[1:].std())}
-
-
-def gain(result: dict[str, object], over: dict[str, object]) -> tuple[float, float]:
-    """(per cent more tokens per step, standard error), paired by prompt."""
-    ratios = 100 * (resampled(result) / resampled(over) - 1)
-    return float(ratios[0]), float(ratios[1:].std())
-
-
-def chain_gains(results: list[dict[str, object]]) -> list[dict[str, object]]:
-    """What `block` gains over `token`, per draft model, temperature and gamma."""
-    found = {(one["drafts"], one["temperature"], one["gamma"], one["verifier"]): one for one in results}
-    gains = []
-    for drafts, temperature, gamma, verifier in found:
-        if verifier == "block":
-            token, block = (found[drafts, temperature, gamma, rule] for rule in ("token", "block"))
-            percent, error = gain(block, token)
-            gains.append({
-                "drafts": drafts, "temperature": temperature, "gamma": gamma, "alpha": token["alpha"],
-                "token": token["tokens_per_step"], "token_error": token["standard_error"],
-                "block": block["tokens_per_step"], "block_error": block["standard_error"],
-                "gain": percent, "gain_error": error,
-            })  # fmt: skip
-    return gains
-
-
-def lookup_gains(results: list[dict[str, object]]) -> list[dict[str, object]]:
-    """What every kind and rule gains over REFERENCE at the same temperature."""
-    found = {(one["temperature"], one["drafts"], one["verifier"]): one for one in results}
-    gains = []
-    for (temperature, kind, verifier), one in found.items():
-        percent, error = gain(one, found[(temperature, *REFERENCE)])
-        gains.append({
-            "temperature": temperature, "kind": kind, "verifier": verifier, "tokens_per_step": one["tokens_per_step"],
-            "standard_error": one["standard_error"], "gain": percent, "gain_error": error,
-            "verify_share": one["verify_share"],
-        })  # fmt: skip
-    return gains
-
-
-def with_error(value: float, error: float, sign: str = "") -> str:
-    return f"{value:{sign}.2f} ± {error:.2f}"
-
-
-def chain_table(gains: list[dict[str, object]]) -> str:
-    header = ("draft", "T", "gamma", "alpha", "token", "block", "block gains %")
-    rows = [
-        (one["drafts"], str(one["temperature"]), one["gamma"], one["alpha"],
-         with_error(one["token"], one["token_error"]), with_error(one["block"], one["block_error"]),
-         with_error(one["gain"], one["gain_error"], "+"))
-        for one in gains
-    ]  # fmt: skip
-    return format_table(header, rows)
-
-
-def lookup_table(gains: list[dict[str, object]]) -> str:
-    header = ("kind", "rule", "T", "tokens per step", f"% over {'+'.join(REFERENCE)}")
-    rows = [
-        (one["kind"], one["verifier"], str(one["temperature"]),
-         with_error(one["tokens_per_step"], one["standard_error"]), with_error(one["gain"], one["gain_error"], "+"))
-        for one in gains
-    ]  # fmt: skip
-    return format_table(header, rows)
-
-
-def plot(path: Path, chains: list[dict[str, object]], lookup: list[dict[str, object]]) -> None:
-    """Left: what block gains on chains. Right: tokens per step on the lookup tree."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), width_ratios=(1, 1.6))
-    for drafts in DRAFTS:
-        for place, temperature in enumerate(TEMPERATURES):
-            line = [one for one in chains if (one["drafts"], one["temperature"]) == (drafts, temperature)]
-            left.errorbar([one["gamma"] for one in line], [one["gain"] for one in line],
-                          [one["gain_error"] for one in line], capsize=2, color=f"C{place}",
-                          linestyle=STYLES[drafts], label=f"{drafts}, T = {temperature}")  # fmt: skip
-    left.axhline(0, color="grey", linewidth=0.6)
-    left.set(xlabel="gamma", xticks=GAMMAS, ylabel="block over token, %", title="chains from a draft model")
-    left.legend(fontsize=7)
-    pairs = [(kind, rule) for kind, rules in RULES_BY_KIND.items() for rule in rules]
-    for place, temperature in enumerate(TEMPERATURES):
-        points = {(one["kind"], one["verifier"]): one for one in lookup if one["temperature"] == temperature}
-        drawn = [(x, points[pair]) for x, pair in enumerate(pairs) if pair in points]
-        right.errorbar([x for x, _ in drawn], [one["tokens_per_step"] for _, one in drawn],
-                       [one["standard_error"] for _, one in drawn], fmt="o", capsize=2, color=f"C{place}",
-                       label=f"T = {temperature}")  # fmt: skip
-    right.set_xticks(range(len(pairs)), [f"{kind} {rule}" for kind, rule in pairs], rotation=60, ha="right", fontsize=7)
-    right.set(ylabel="tokens per step", title="lookup tree")
-    right.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=80)
+def replace_rows(arm: Arm, size: Size) -> Size:
+    """Chains need one sample per prompt only: what they are compared on hardly varies."""
+    return replace(size, rows=1) if arm.part == "chains" else size
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=["chains", "lookup"])
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--branching", type=lambda text: tuple(map(int, text.split(","))), default=(3, 2, 1, 1))
+    parser.add_argument("--worlds", type=int, default=20, help="random pairs of laws per distance")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--output", type=Path, default=SCRIPTS.parent / "docs" / "compare_verifiers")
-    return parser.parse_args()
-
-
-def write_results(output: Path, size: Size, seed: int, results: list[dict[str, object]]) -> str:
-    """JSON, tables and plot beside `output`; returns the tables."""
-    chains = chain_gains([one for one in results if one["part"] == "chains"])
-    lookup = lookup_gains([one for one in results if one["part"] == "lookup"])
-    document = {
-        "settings": {**asdict(size), "seed": seed},
-        "versions": {"stand": stand.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "target_entropy_nats": {str(heat): mean_entropy(size, heat, seed) for heat in TEMPERATURES},
-        "chains": chains,
-        "lookup": lookup,
-        "arms": results,
-    }
-    output.with_suffix(".json").write_text(json.dumps(document) + "\n", encoding="utf-8")
-    tables = "\n\n".join(make(gains) for make, gains in ((chain_table, chains), (lookup_table, lookup)) if gains)
-    output.with_suffix(".txt").write_text(tables + "\n", encoding="utf-8")
-    plot(output.with_suffix(".png"), chains, lookup)
-    return tables
+    options = parser.parse_args()
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"--parts must be among {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    return options
 
 
 def main() -> None:
     options = arguments()
-    os.environ["OMP_NUM_THREADS"] = "1"  # read by the processes that are about to start
+    torch.set_num_threads(1)
     size = Size(options.prompts, options.rows, options.tokens, options.branching)
-    arms = all_arms(options.parts, len(size.branching))
-    results = run_all(arms, size, seed=options.seed, processes=options.processes)
-    print(write_results(options.output, size, options.seed, results))
+    results = [add_estimates(result) for result in run_all(list(all_arms(options.parts)), size, options.seed)]
+    document = {
+        "settings": {**asdict(size), "seed": options.seed, "worlds": options.worlds},
+        "versions": {"stand": stand.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "target_entropy_nats": {str(heat): mean_entropy(size, heat, options.seed) for heat in TEMPERATURES},
+        "different_outputs": different_outputs(results),
+        "synthetic": synthetic_gains(options.worlds, GAMMAS) if "synthetic" in options.parts else [],
+        "arms": results,
+    }
+    options.output.with_suffix(".json").write_text(json.dumps(document) + "\n", encoding="utf-8")
+    print(tables(document))
+    plot(options.output.with_suffix(".png"), document)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,112 @@
+"""Python source with one thing wrong: every way of breaking a rule at one place of its syntax tree."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator
+
+COMPARISONS: dict[type, type] = {
+    ast.Lt: ast.GtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+}
+REVERSED: dict[type, type] = {ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.GtE: ast.Lt}
+OPERATORS: dict[type, type] = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
+SWAPPED_NAMES = {
+    "target": "law",
+    "law": "target",
+    "token_law": "token_mass",
+    "children": "parents",
+    "parents": "children",
+}
+CAPS = {"clip", "minimum", "maximum", "min", "max"}
+
+
+def replacements(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """(what, node in its place) for one node of the syntax tree."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        for table in (COMPARISONS, REVERSED):
+            new = table.get(type(node.ops[0]))
+            if new is not None:
+                yield f"{type(node.ops[0]).__name__} -> {new.__name__}", _with(node, ops=[new()])
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        new = OPERATORS[type(node.op)]
+        yield f"{type(node.op).__name__} -> {new.__name__}", _with(node, op=new())
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CAPS:
+        kept = node.func.value if node.func.attr == "clip" else node.args[0] if len(node.args) == 2 else None
+        if kept is not None:
+            yield f"drop {node.func.attr}", kept
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float) and node.value in (0, 1):
+        yield f"{node.value} -> {1 - node.value}", ast.Constant(type(node.value)(1 - node.value))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.Invert, ast.Not)):
+        yield f"drop {type(node.op).__name__}", node.operand
+    if isinstance(node, ast.Attribute) and node.attr in ("target", "law") and _is_operands(node):
+        yield f"{node.attr} -> {SWAPPED_NAMES[node.attr]}", _with(node, attr=SWAPPED_NAMES[node.attr])
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in ("children", "parents"):
+        yield f"{node.id} -> {SWAPPED_NAMES[node.id]}", _with(node, id=SWAPPED_NAMES[node.id])
+
+
+def _is_operands(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id == "operands"
+
+
+def _with(node: ast.AST, **fields) -> ast.AST:
+    changed = copy.deepcopy(node)
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    return changed
+
+
+def changes(source: str) -> Iterator[tuple[int, str, str]]:
+    """(line, what, changed source), one place at a time; strings, annotations, imports and error messages stay."""
+    module = ast.parse(source)
+    places = [node for function in _functions(module) for node in _code(function)]
+    for place in places:
+        for what, new in replacements(place):
+            changed = _Replace(place, new).visit(copy.deepcopy(module))
+            yield place.lineno, what, ast.unparse(ast.fix_missing_locations(changed))
+
+
+def _functions(module: ast.Module) -> Iterator[ast.FunctionDef]:
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef) and node.name != "__repr__":
+            yield node
+
+
+def _code(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """Expressions of the body, without raise statements and nested functions (those come on their own)."""
+    queue: list[ast.AST] = list(function.body)
+    while queue:
+        node = queue.pop()
+        if isinstance(node, (ast.Raise, ast.FunctionDef)):
+            continue
+        yield node
+        queue += [child for name, value in ast.iter_fields(node) if name != "annotation" for child in _nodes(value)]
+
+
+def _nodes(value: object) -> list[ast.AST]:
+    return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, ast.AST)]
+
+
+class _Replace(ast.NodeTransformer):
+    """Puts `new` where `old` stands; a copy is told by its place in the source."""
+
+    def __init__(self, old: ast.AST, new: ast.AST) -> None:
+        self.key = self._key(old)
+        self.new = new
+
+    @staticmethod
+    def _key(node: ast.AST) -> tuple:
+        return (
+            type(node),
+            *(getattr(node, name, None) for name in ("lineno", "col_offset", "end_lineno", "end_col_offset")),
+        )
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if self._key(node) == self.key:
+            return ast.copy_location(self.new, node)
+        return self.generic_visit(node)

@@ -1,0 +1,158 @@
+"""Linear layers with one input as one matrix product, over one allocation that their own weights are slices of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Forward = Callable[..., torch.Tensor]
+
+
+class MergedLinear:
+    """Moves the parts' weights (and biases) into one tensor; each part's parameter then is a slice of it.
+
+    The parameters stay the same objects with the same values, so state dictionaries, optimisers and the parts' own
+    forwards see no difference; only their addresses change, here and in `separate`. No second copy is kept. Parts that
+    already lie behind each other (merged for another engine) are taken over, and left, as they are.
+    No gradient flows through the product.
+    """
+
+    def __init__(self, parts: Sequence[nn.Linear]):
+        self.parts = tuple(parts)
+        self.sizes = [part.out_features for part in self.parts]
+        self._is_own = not _are_adjacent([part.weight for part in self.parts])
+        with torch.inference_mode(False), torch.no_grad():
+            self.weight = _merged([part.weight for part in self.parts])  # [sum of sizes, in]
+            has_bias = self.parts[0].bias is not None
+            self.bias = _merged([part.bias for part in self.parts]) if has_bias else None  # [sum of sizes]
+        self._input: torch.Tensor | None = None
+        self._waiting: dict[int, torch.Tensor] = {}
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., sum of sizes]."""
+        return linear(states, self.weight, self.bias)
+
+    def split(self, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The parts' outputs [..., size] as slices of one output."""
+        return self(states).split(self.sizes, dim=-1)
+
+    def forwards(self) -> list[tuple[nn.Module, Forward]]:
+        """Forwards for the parts of an owner that is not rewritten: the first computes all, the others take theirs."""
+        return [(part, self._forward_of(index)) for index, part in enumerate(self.parts)]
+
+    def clear(self) -> None:
+        """Let go of outputs that nobody took."""
+        self._input = None
+        self._waiting.clear()
+
+    def is_linked(self) -> bool:
+        """Whether the parts' parameters still are the slices (moving a model to another device or dtype ends it)."""
+        weights = all(_is_slice(part.weight, self.weight) for part in self.parts)
+        return weights and (self.bias is None or all(_is_slice(part.bias, self.bias) for part in self.parts))
+
+    def separate(self) -> None:
+        """Give every parameter memory of its own again; one that left by itself is not touched."""
+        if not self._is_own:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for part in self.parts:
+                for parameter, merged in ((part.weight, self.weight), (part.bias, self.bias)):
+                    if merged is not None and _is_slice(parameter, merged):
+                        parameter.data = parameter.data.clone()
+
+    def _forward_of(self, index: int) -> Forward:
+        def forward(states: torch.Tensor) -> torch.Tensor:
+            if index == 0:
+                self._input = states
+                self._waiting = dict(enumerate(self.split(states)))
+            if self._input is not states or index not in self._waiting:
+                return linear(states, self.parts[index].weight, self.parts[index].bias)
+            output = self._waiting.pop(index)
+            if not self._waiting:
+                self._input = None
+            return output
+
+        return forward
+
+
+def merge_refusal(parts: Sequence[nn.Module], tied: frozenset[int]) -> str:
+    """Why these modules cannot share one matrix product, "" if they can.
+
+    tied: ids of parameters that are used elsewhere too (see `tied_parameters`).
+    """
+    if any(type(part) is not nn.Linear for part in parts):
+        kinds = ", ".join(sorted({type(part).__name__ for part in parts}))
+        return f"not all plain linear layers ({kinds}: an adapter or a quantised layer)"
+    if any(not is_bare(part) for part in parts):
+        return "a hook or a replaced forward on a part"
+    if len({part.bias is None for part in parts}) > 1:
+        return "a bias on some parts only"
+    parameters = [parameter for part in parts for parameter in part.parameters()]
+    if any(type(parameter) is not nn.Parameter or parameter.is_meta for parameter in parameters):
+        return "weights that are not plain tensors (sharded, quantised or not loaded)"
+    if any(parameter.is_inference() or not parameter.is_contiguous() for parameter in parameters):
+        return "weights made in inference mode, or not contiguous"
+    if any(id(parameter) in tied for parameter in parameters):
+        return "weights shared with another module"
+    kinds = {(part.in_features, parameter.dtype, parameter.device) for part in parts for parameter in part.parameters()}
+    if len(kinds) > 1 or parameters[0].dtype not in DTYPES:
+        return "parts of different inputs, dtypes or devices"
+    return ""
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Whether calling the module runs its class's forward and nothing else."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return "forward" not in vars(module) and not any(hooks)
+
+
+def tied_parameters(model: nn.Module) -> frozenset[int]:
+    """Ids of parameters that two modules hold, or whose memory overlaps another parameter's."""
+    spans: list[tuple[int, int, int]] = []
+    for parameter in (p for _, p in model.named_parameters(remove_duplicate=False)):
+        if type(parameter) is nn.Parameter and not parameter.is_meta:
+            spans.append((parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, id(parameter)))
+    spans.sort()
+    tied: set[int] = set()
+    reach, owner = 0, 0  # how far the memory seen so far goes, and whose it is
+    for start, end, name in spans:
+        if start < reach:
+            tied |= {name, owner}
+        if end > reach:
+            reach, owner = end, name
+    return frozenset(tied)
+
+
+def _merged(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One tensor that holds all of them along dimension 0; their data become its slices."""
+    plain = [tensor.detach() for tensor in tensors]
+    if _are_adjacent(plain):
+        rows = sum(tensor.shape[0] for tensor in plain)
+        return plain[0].as_strided((rows, *plain[0].shape[1:]), plain[0].stride(), plain[0].storage_offset())
+    merged = torch.cat(plain)
+    start = 0
+    for tensor in tensors:
+        tensor.data = merged.narrow(0, start, tensor.shape[0])
+        start += tensor.shape[0]
+    return merged
+
+
+def _are_adjacent(tensors: Sequence[torch.Tensor]) -> bool:
+    place = tensors[0].storage_offset()
+    for tensor in tensors:
+        if not _is_same_storage(tensor, tensors[0]) or tensor.storage_offset() != place:
+            return False
+        place += tensor.numel()
+    return True
+
+
+def _is_slice(parameter: torch.Tensor, merged: torch.Tensor) -> bool:
+    return parameter.dtype == merged.dtype and _is_same_storage(parameter, merged)
+
+
+def _is_same_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch._C._is_alias_of(tensor, other)

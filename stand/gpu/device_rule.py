@@ -134,7 +134,7 @@ def follow(drawn: torch.Tensor, step: Tensors) -> tuple[torch.Tensor, torch.Tens
     seen = tail_bits(step["ancestors"])  # [M, 64 W]
     locals_ = torch.arange(seen.shape[1], device=drawn.device)
     cells = (step["firsts"][:, None] + locals_).clip(max=num_tokens - 1)
-    is_kept = (agrees[cells] | ~seen).all(dim=1)
+    is_kept = (seen <= agrees[cells]).all(dim=1)  # who is seen agrees
     rank = torch.where(is_kept, step["depths"] * num_tokens + packed, 0)
     deepest = torch.zeros(num_rows + 1, dtype=torch.int64, device=drawn.device)
     deepest = deepest.scatter_reduce(0, step["row_of"], rank, "amax")

@@ -313,6 +313,34 @@ def test_a_token_that_its_law_cannot_give_is_refused(rule):
         assert thresholds[1] == 0
 
 
+@pytest.mark.parametrize("rule", ["rrs", "traversal", "ranked_traversal", "ot_traversal"])
+def test_a_second_child_that_its_law_cannot_give_is_refused(rule):
+    """The same among siblings: token 2 has no mass in the law that both were drawn from."""
+    batch = fork([[0.5, 0.5, 0], [0, 1, 0]], tokens=(0, 2))
+    target = TargetRows(torch.tensor([[0.2, 0.1, 0.7]] * 3))
+    thresholds, mass, _ = get_verifier(rule).thresholds(batch, target)
+    assert thresholds[2] == 0 and np.all(np.isfinite(mass))
+
+
+@pytest.mark.parametrize("rule", [*CHAIN_RULES, "greedy_block"])
+def test_a_leaf_may_have_candidates(rule):
+    """A support without children, as where a builder looked for some: the next token there is the target's."""
+    for size in (1, 2):
+        support = np.array([[0, 1, -1], [2, 0, 1]], dtype=np.int32)[2 - size :]
+        draft = DraftTree(
+            token_ids=np.array([0, 1], dtype=np.int32)[:size],
+            parents=np.array([-1, 0], dtype=np.int32)[:size],
+            support_ids=support,
+            law=np.array([[0, 0, 0], [0.5, 0.5, 0]], dtype=np.float32)[:size],
+        )
+        rows = torch.tensor([[0.2, 0.7, 0.1], [0.6, 0.1, 0.3]], dtype=torch.float64)[2 - size :]
+        batch, target = DraftBatch.concatenate([draft]), TargetRows(rows)
+        thresholds, mass, scale = get_verifier(rule).thresholds(batch, target)
+        laws = full_laws(batch, target, mass=np.asarray(mass), scale=np.asarray(scale))
+        assert laws[-1] == pytest.approx(rows[-1].tolist())
+        assert thresholds[0] == 1 and (rule == "match" or thresholds[-1] == 1)
+
+
 # Requirements, names, errors.
 
 

@@ -109,6 +109,18 @@ def test_residual_draws_have_weight(weights, mass, scale, uniform, padded):
     assert (full if full.sum() > 0 else weights)[token] > 0
 
 
+def test_a_vocabulary_of_one_token():
+    """Nothing drafted at the stopping node: the only token is drawn, whatever its support's padding."""
+    token = draw_residuals(
+        torch.ones((1, 1)),
+        support_ids=np.array([[-1]], dtype=np.int32),
+        mass=torch.zeros((1, 1)),
+        scale=torch.ones(1),
+        uniforms=np.array([0.5]),
+    )
+    assert token.tolist() == [0]
+
+
 def test_residual_draws_follow_their_law():
     generator = np.random.default_rng(5)
     size, count = 2 * BLOCK_SIZE + 9, 20000
@@ -184,6 +196,9 @@ def test_verify_follows_its_thresholds(rule, kind):
     counts = Counter(int(path[-1]) if len(path) else 0 for path in verdicts.accepted)
     assert [counts[node] / len(lattice) for node in range(len(draft))] == pytest.approx(expected, abs=1e-12)
     laws = full_laws(single, row, mass=mass, scale=scale)
+    assert (verdicts.last_nodes(batch) - batch.offsets[:-1]).tolist() == [
+        path[-1] if len(path) else 0 for path in map(np.ndarray.tolist, verdicts.accepted)
+    ]
     for path, token in zip(verdicts.accepted, verdicts.next_tokens, strict=True):
         node = int(path[-1]) if len(path) else 0
         assert laws[node][token] > 0

@@ -33,12 +33,9 @@ class BlockVerifier(ThresholdVerifier):
 
     def thresholds(self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64) -> tuple[Array, Array, Array]:
         operands = Operands.gather(batch, target, dtype=dtype, schedule=Schedule.by_depth_and_rank(batch))
-        module = operands.module
         prefix = operands.ones()  # p_i
-        mass = operands.target * 1.0
+        mass = operands.fresh_mass()
         scale = operands.ones()
-        threshold = operands.ones()
-        ends = operands.ones() > 0
         for depth in range(len(operands.schedule.levels)):
             for children, parents in operands.steps(depth):
                 reached = prefix[parents] * operands.token_mass(operands.target, children)
@@ -46,11 +43,9 @@ class BlockVerifier(ThresholdVerifier):
                 owed = prefix[parents][:, None] * operands.target[parents]
                 mass[parents] = (owed - operands.law[children]).clip(min=0.0)
                 scale[parents] = prefix[parents]
-                ends[parents] = False
         residual = mass.sum(axis=1) + scale * operands.tail
-        failure = residual + 1.0 - prefix
-        possible = failure > operands.tiny
-        threshold = module.where(possible, residual / module.where(possible, failure, 1.0), 1.0)
-        threshold = module.where(ends, prefix, threshold)
+        # where nothing is left and prefix = 1 the child always passes: what stands there is never reached
+        inner = operands.ratio(residual, residual + 1.0 - prefix)
+        threshold = operands.module.where(operands.leaves, prefix, inner)
         threshold[operands.roots] = 1.0
         return threshold, mass, scale

@@ -45,8 +45,7 @@ class GreedyBlockVerifier(ThresholdVerifier):
         operands = Operands.gather(batch, target, dtype=dtype, schedule=Schedule.by_depth_and_rank(batch))
         module, largest = operands.module, LARGEST_RATIO[np.dtype(dtype)]
         prefix, missing = operands.ones(), operands.ones()  # R_i; sum (q - R p)+
-        mass = operands.target * 1.0
-        inner = operands.ones() < 0
+        mass = operands.fresh_mass()
         for depth in range(len(operands.schedule.levels)):
             for children, parents in operands.steps(depth):
                 reached = prefix[parents] * operands.token_mass(operands.target, children)
@@ -55,12 +54,11 @@ class GreedyBlockVerifier(ThresholdVerifier):
                 owed = prefix[parents][:, None] * operands.target[parents]
                 mass[parents] = (owed - operands.law[children]).clip(min=0.0)
                 missing[parents] = (operands.law[children] - owed).clip(min=0.0).sum(axis=1)
-                inner[parents] = True
         rest = mass.sum(axis=1) + prefix * operands.tail
         ratio = module.where(missing > 0, operands.ratio(rest, missing), 1.0)
-        threshold = module.where(inner, ratio, prefix.clip(max=1.0))
+        threshold = module.where(operands.leaves, prefix.clip(max=1.0), ratio)
         threshold[operands.roots] = 1.0
-        return threshold, mass, module.where(inner, prefix, 1.0)
+        return threshold, mass, module.where(operands.leaves, 1.0, prefix)
 
     def verify(self, batch: DraftBatch, target: TargetRows, noise: VerifierNoise) -> Verdicts:
         """See `Verifier.verify`; `target.debts` must be given, and the answer's `debts` handed on."""

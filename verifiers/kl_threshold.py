@@ -40,7 +40,7 @@ class KLThresholdVerifier(ThresholdVerifier):
             law, probs = operands.law[children], operands.target[parents]
             drawn = law > 0
             impossible = (drawn & (probs <= 0)).any(axis=1)
-            ratio = module.where(drawn & (probs > 0), law / module.where(probs > 0, probs, 1.0), 1.0)
+            ratio = module.where(drawn, law / module.where(probs > 0, probs, 1.0), 1.0)
             divergence = (law * module.log(ratio)).sum(axis=1)
             threshold[children] = operands.ones()[children] * ((divergence <= self.limit) & ~impossible)
-        return threshold, operands.target * 1.0, operands.ones()
+        return threshold, operands.fresh_mass(), operands.ones()

@@ -36,7 +36,7 @@ class MatchVerifier(ThresholdVerifier):
 
     def thresholds(self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64) -> tuple[Array, Array, Array]:
         operands = Operands.gather(batch, target, dtype=dtype, schedule=Schedule.by_rank(batch))
-        mass, threshold = operands.target * 1.0, operands.ones()
+        mass, threshold = operands.fresh_mass(), operands.ones()
         for children, parents in operands.steps(0):
             left = mass[parents].sum(axis=1) + operands.tail[parents]
             threshold[children] = operands.ratio(operands.token_mass(mass, children), left)

@@ -38,6 +38,7 @@ class Operands:
     token_cells: Array  # [M] where node i's own token stands in a flattened [M, S] array of its parent's
     parents: Array  # [M] packed parent, -1 at roots
     roots: Array  # [B] packed roots
+    leaves: Array  # [M] bool: nodes without children
     order: Array  # [M] the schedule's order
     schedule: Schedule
     tiny: float  # a denominator below this is rounding
@@ -59,12 +60,15 @@ class Operands:
         target.check(batch)
         parents = packed_parents(batch)
         columns, found = token_columns(batch, parents)
+        leaves = np.ones(batch.num_nodes, dtype=bool)
+        leaves[parents[parents >= 0]] = False
         arrays = {
             "law": batch.law.astype(dtype),
             "token_law": token_laws(batch.law, columns, found).astype(dtype),
             "token_cells": parents * batch.support_ids.shape[1] + columns,
             "parents": parents,
             "roots": batch.offsets[:-1].astype(np.int64),
+            "leaves": leaves,
             "order": schedule.order,
         }
         probs = target.probs_at(batch.support_ids).to(device, getattr(torch, dtype.name))
@@ -85,6 +89,10 @@ class Operands:
     def ones(self) -> Array:
         """[M] ones."""
         return self.module.ones_like(self.tail)
+
+    def fresh_mass(self) -> Array:
+        """[M, S]: a copy of `target`, to be written to."""
+        return self.target * 1.0
 
     def token_mass(self, mass: Array, children: Array) -> Array:
         """[n]: what `mass` [M, S] holds at the children's own tokens."""

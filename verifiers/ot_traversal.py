@@ -41,7 +41,7 @@ class TransportTraversalVerifier(ThresholdVerifier):
         operands = Operands.gather(batch, target, dtype=dtype, schedule=schedule, device=HOST)
         batched = drawn_without_replacement(batch)
         siblings = _siblings(operands, batched)
-        owed, scale, mass = operands.ones(), operands.ones(), operands.target * 1.0
+        owed, scale, mass = operands.ones(), operands.ones(), operands.fresh_mass()
         for depth, level in enumerate(schedule.levels):
             nodes = operands.order[level]
             scale[nodes] = owed[nodes]
@@ -74,14 +74,15 @@ def _after_plan(
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """(what the children inherit [K], mass still owed [S], scale) at one node; mass [S] is owed before."""
     law = operands.law[children[0]].astype(np.float64)
-    support = np.flatnonzero(law)
-    columns = np.searchsorted(support, operands.token_cells[children] % len(law))
+    tokens = operands.token_cells[children] % len(law)
+    support = np.union1d(np.flatnonzero(law), tokens)
+    columns = np.searchsorted(support, tokens)
     table = set_law(law[None, support], len(children))[0]
-    sets = np.flatnonzero((set_sizes(len(support)) == len(children)) & (table > 0))
+    sets = np.flatnonzero(set_sizes(len(support)) == len(children))
     members = (sets[:, None] >> np.arange(len(support)) & 1).astype(bool)
     plan = largest_transport(table[sets], members, mass[support].astype(np.float64))
     drawn = np.flatnonzero(sets == (1 << columns).sum())[0]
-    weights = plan[drawn, columns] / table[sets[drawn]]
+    weights = operands.ratio(plan[drawn, columns], table[sets[drawn]])
     left = 1.0 - np.concatenate([[0.0], np.cumsum(weights)[:-1]])
     inherited = operands.ratio(weights, np.where(left > operands.tiny, left, 0.0))
     rest = mass.copy()

@@ -37,7 +37,7 @@ class RecursiveRejectionVerifier(ThresholdVerifier):
 def recursive_rejection(operands: Operands) -> tuple[Array, Array, Array]:
     """(h, m, s) of recursive rejection sampling; the schedule is by rank."""
     module = operands.module
-    mass = operands.target * 1.0
+    mass = operands.fresh_mass()
     scale = operands.ones()
     threshold = operands.ones()
     for children, parents in operands.steps(0):

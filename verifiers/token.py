@@ -27,7 +27,7 @@ class TokenVerifier(ThresholdVerifier):
     def thresholds(self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64) -> tuple[Array, Array, Array]:
         operands = Operands.gather(batch, target, dtype=dtype, schedule=Schedule.by_rank(batch))
         threshold = operands.ones()
-        mass = operands.target * 1.0
+        mass = operands.fresh_mass()
         for children, parents in operands.steps(0):
             target_of_token = operands.token_mass(operands.target, children)
             threshold[children] = operands.ratio(target_of_token, operands.token_law[children])

@@ -42,7 +42,7 @@ class TraversalVerifier(ThresholdVerifier):
 
 def traverse(operands: Operands) -> tuple[Array, Array, Array]:
     """(h, m, s) of traversal verification; siblings are taken by the schedule's ranks."""
-    owed, scale, mass = operands.ones(), operands.ones(), operands.target * 1.0
+    owed, scale, mass = operands.ones(), operands.ones(), operands.fresh_mass()
     for depth, level in enumerate(operands.schedule.levels):
         nodes = operands.order[level]
         scale[nodes] = owed[nodes]

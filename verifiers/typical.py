@@ -43,4 +43,4 @@ class TypicalVerifier(ThresholdVerifier):
         for children, parents in operands.steps(0):
             plausible = operands.token_mass(operands.target, children) > bars[parents]
             threshold[children] = operands.ones()[children] * plausible
-        return threshold, operands.target * 1.0, operands.ones()
+        return threshold, operands.fresh_mass(), operands.ones()

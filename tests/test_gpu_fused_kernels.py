@@ -1,5 +1,7 @@
 """Norm, gate and rotary kernels in Triton's interpreter against the transformers modules they stand for."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.nn.functional import gelu, silu
@@ -8,8 +10,8 @@ pytest.importorskip("triton")
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
+from fake_cuda import fake_cuda  # noqa: E402
 from nearest_bfloat16 import nearest_bfloat16  # noqa: E402
-from torch._subclasses import FakeTensorMode  # noqa: E402
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm  # noqa: E402
 from transformers.models.gpt_oss import modeling_gpt_oss  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb  # noqa: E402
@@ -198,18 +200,56 @@ def test_cpu_tensors_need_the_interpreter():
         pass
 
 
-def test_kernels_run_on_fake_cuda_tensors():
-    """Shapes, dtypes and strides of the fakes are those of the real outputs; nothing waits for the device."""
-    with FakeTensorMode(), torch.device("cuda"):
-        merged = torch.empty(1, 5, 64, dtype=torch.bfloat16)
-        assert rms_norm(merged, torch.empty(64, dtype=torch.bfloat16), 1e-6, ROUND_FIRST).shape == (1, 5, 64)
-        gated = gated_product(*merged.split(32, dim=-1), SILU)
-        assert gated.shape == (1, 5, 32) and gated.is_contiguous() and gated.device.type == "cuda"
-        query, key, value = (part.squeeze(0).unflatten(-1, (-1, 8)) for part in merged.split([32, 16, 16], dim=-1))
-        table, cache = torch.empty(5, 8, dtype=torch.bfloat16), torch.empty(3, 2, ROOM, 8, dtype=torch.bfloat16)
-        slots = torch.empty(5, dtype=torch.int64)
-        turned = rope_and_store(query, key, value, table, table, cache, cache, slots, 8, None, None, 0.0, NO_NORM)
-        assert turned.shape == (5, 4, 8) and turned.dtype == torch.bfloat16
+def norm_arguments(device: str) -> tuple:
+    return torch.ones(1, 5, 16, device=device), torch.ones(16, device=device), 1e-6, ROUND_FIRST
+
+
+def gate_arguments(device: str) -> tuple:
+    return *torch.ones(1, 5, 24, device=device).split(12, dim=-1), SILU
+
+
+def rope_arguments(device: str) -> tuple:
+    merged = torch.ones(5, 48, device=device)
+    parts = [part.unflatten(-1, (-1, 8)) for part in merged.split([32, 8, 8], dim=-1)]
+    cos, sin = torch.ones(2, 5, 8, device=device).unbind(0)
+    keys, values = torch.zeros(2, 3, 1, ROOM, 8, device=device).unbind(0)
+    weight = torch.ones(8, device=device)
+    slots = torch.arange(5, device=device)
+    return *parts, cos, sin, keys, values, slots, 8, weight, weight.clone(), 1e-6, ROUND_FIRST
+
+
+OPERATIONS = [
+    (norm_kernel, rms_norm, norm_arguments),
+    (swiglu_kernel, gated_product, gate_arguments),
+    (rope_kernel, rope_and_store, rope_arguments),
+]
+
+
+@pytest.mark.parametrize("module, operation, arguments", OPERATIONS)
+def test_the_stand_in_agrees_with_the_operation(module, operation, arguments):
+    """Shapes, dtypes and what is written to are as registered."""
+    torch.library.opcheck(operation, arguments("cpu"), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("module, operation, arguments", OPERATIONS)
+def test_the_launcher_needs_no_value(module, operation, arguments, monkeypatch):
+    """Run on fake CUDA tensors with its kernel cut out, a launcher reads nothing and gives what its stand-in gives."""
+    grids = []
+
+    class NoKernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *arguments, **options: None
+
+    for specimen in module.specimens():
+        monkeypatch.setattr(module, specimen.kernel.__name__, NoKernel())
+    monkeypatch.setattr(module, "launch_device", lambda kernel, tensor: nullcontext())
+    with fake_cuda():
+        given = arguments("cuda")
+        launched, registered = operation._init_fn(*given), operation(*given)
+    assert len(grids) == 1 and all(isinstance(size, int) for size in grids[0])
+    assert launched.shape == registered.shape and launched.stride() == registered.stride()
+    assert launched.device.type == registered.device.type == "cuda"
 
 
 @pytest.mark.parametrize("module", [norm_kernel, swiglu_kernel, rope_kernel])

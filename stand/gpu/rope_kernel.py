@@ -198,7 +198,7 @@ def _check_heads(
             "query [M, H, D], key and value [M, Hkv, D] and slots [M] must agree, got "
             f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)} and {tuple(slots.shape)}"
         )
-    if any(part.stride()[1:] != (size, 1) for part in (query, key, value)):
+    if any(part.stride(2) != 1 or (part.shape[1] > 1 and part.stride(1) != size) for part in (query, key, value)):
         raise ValueError("the heads of a token must lie next to each other, got another layout; use contiguous()")
     if keys.shape[1] != key.shape[1] or keys.shape[3] != size or keys.stride(3) != 1 or slots.dtype != torch.int64:
         raise ValueError(

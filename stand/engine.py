@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -137,7 +138,7 @@ class Run:
     law: TargetLaw
     stop: StopRule
     seed: int
-    first_problem: int  # number of the call's first prompt
+    problems: list[int]  # numbers of the call's prompts
     stats: Stats
     is_drafting: bool
     is_learning: bool
@@ -166,7 +167,7 @@ class Engine:
         self.backend = backend
         self.fusion = fusion
         self._captured: Step | None = None  # graphs and cache of the last call, for the next one
-        self._num_problems = 0  # prompts of all calls so far
+        self._problems: dict[bytes, int] = {}  # digest of every prompt so far: its number
 
     @property
     def lookup(self) -> BlendedLookup | LookupTree:
@@ -226,9 +227,10 @@ class Engine:
             raise ValueError(f"a streamer shows one row, got {num_rows}; leave streamer out or generate one row")
         _check_room(self.model, num_rows, max(map(len, token_ids)))
         stats = Stats(num_prompt_tokens=sum(len(prompt) for prompt in token_ids))
+        problems = [self._problem_number(prompt) for prompt in token_ids]
         with stats.timed_wall():
             run = Run(
-                rows=self._new_rows(token_ids, num_return_sequences, limit),
+                rows=_new_rows(token_ids, problems, num_return_sequences, limit),
                 law=TargetLaw(params),
                 stop=StopRule(
                     self._end_ids(stop_token_ids),
@@ -236,20 +238,18 @@ class Engine:
                     tokenizer=self.tokenizer,
                 ),
                 seed=secrets.randbits(63) if seed is None else _checked_seed(seed),
-                first_problem=self._num_problems,
+                problems=problems,
                 stats=stats,
                 is_drafting=draft,
                 is_learning=learn and draft,
                 streamer=streamer,
             )
-            self._num_problems += len(token_ids)
             self._decode(run, token_ids, num_return_sequences)
         return self._output(run, num_return_sequences)
 
-    def _new_rows(self, prompts: list[np.ndarray], num_return_sequences: int, limit: int) -> list[Row]:
-        rows = range(len(prompts) * num_return_sequences)
-        owners = [row // num_return_sequences for row in rows]
-        return [Row(row, prompts[owners[row]], limit, problem=self._num_problems + owners[row]) for row in rows]
+    def _problem_number(self, prompt: np.ndarray) -> int:
+        """A prompt keeps its number over calls: what its samples showed is evidence for the next ones."""
+        return self._problems.setdefault(blake2b(prompt.tobytes(), digest_size=16).digest(), len(self._problems))
 
     def _decode(self, run: Run, prompts: list[np.ndarray], num_return_sequences: int) -> None:
         everyone = list(run.rows)
@@ -276,7 +276,7 @@ class Engine:
                 plan = StepPlan.for_prompt(chunk, start, row=index, device=self.model.device)
                 run_plan(self.model, cache, plan, logits_to_keep=1)
             if run.is_learning:
-                self.drafter.learn_prompt(prompt, problem=run.first_problem + index)
+                self.drafter.learn_prompt(prompt, problem=run.problems[index])
         return cache
 
     def _new_step(self, run: Run, cache: TreeCache, sources: list[int]) -> Step:
@@ -418,6 +418,11 @@ class Engine:
         if end is None and self.tokenizer is not None:
             end = self.tokenizer.eos_token_id
         return [] if end is None else [end] if isinstance(end, int) else list(end)
+
+
+def _new_rows(prompts: list[np.ndarray], problems: list[int], num_return_sequences: int, limit: int) -> list[Row]:
+    owners = np.repeat(np.arange(len(prompts)), num_return_sequences).tolist()
+    return [Row(row, prompts[owner], limit, problem=problems[owner]) for row, owner in enumerate(owners)]
 
 
 def _noise(run: Run) -> VerifierNoise:

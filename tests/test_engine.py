@@ -303,3 +303,18 @@ def test_every_default_is_usable():
     output = stand.wrap(tiny_model("qwen2")).generate(input_ids=torch.tensor([[3, 4, 5]]))
     assert len(output) == 1 and output.texts is None
     assert np.isfinite(output.stats.tokens_per_second)
+
+
+def test_a_prompt_keeps_its_number_over_calls():
+    engine = stand.wrap(tiny_model("llama"), budget=4)
+    numbers = []
+    draft = engine.drafter.draft
+
+    def noted(histories, *, problems, **rest):
+        numbers.append(problems.tolist())
+        return draft(histories, problems=problems, **rest)
+
+    engine.drafter.draft = noted
+    for prompts in ([[3, 4, 5]], [[6, 7], [3, 4, 5]]):
+        engine.generate(input_ids=prompts, max_new_tokens=2, seed=0)
+    assert numbers[0] == [0] and [1, 0] in numbers

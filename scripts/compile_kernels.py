@@ -1,0 +1,108 @@
+"""Compile every Triton kernel ahead of time; no GPU is needed, and no kernel runs.
+
+Usage: python scripts/compile_kernels.py [--targets 80,90] [--only WORD]
+
+Each specimen of stand/gpu/*_kernel.py is compiled for each compute capability. `--only` keeps specimens whose module or
+name contains WORD. Columns: registers per thread, bytes of spilled registers (stores and loads), shared memory in
+bytes, matrix instructions (wgmma, mma or -). Ends with exit status 1 when something does not compile. Last line: JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import os
+import pkgutil
+import re
+import sys
+
+os.environ["TRITON_INTERPRET"] = "0"  # the compiler, not the interpreter; read when the kernels are imported
+
+import triton
+from text_table import format_table
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+import stand.gpu
+from stand.gpu.specimen import Specimen
+
+WARP_SIZE = 32
+ALIGNMENT = 16  # bytes of a pointer, as torch allocates; a type "i32:16" promises a multiple of 16 too
+
+
+def kernel_modules() -> list[str]:
+    """Names of the modules that hold kernels."""
+    names = [module.name for module in pkgutil.iter_modules(stand.gpu.__path__)]
+    return [name for name in names if name.endswith("_kernel")]
+
+
+def compile_specimen(specimen: Specimen, capability: int) -> tuple[CompiledKernel, str]:
+    """One specimen for one compute capability (80, 90, ...), and what the assembler printed about it."""
+    names = specimen.kernel.arg_names
+    types = {name: kind.split(":")[0] for name, kind in specimen.signature.items()}
+    aligned = {name for name, kind in specimen.signature.items() if kind.startswith("*") or kind.endswith(":16")}
+    source = ASTSource(
+        specimen.kernel,
+        {name: "constexpr" if name in specimen.constants else types[name] for name in names},
+        dict(specimen.constants),
+        {(place,): [["tt.divisibility", ALIGNMENT]] for place, name in enumerate(names) if name in aligned},
+    )
+    options = {"num_warps": specimen.num_warps, "num_stages": specimen.num_stages}
+    knobs.compilation.always_compile = True  # the assembler is silent about what comes from the cache
+    knobs.nvidia.dump_ptxas_log = True
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        kernel = triton.compile(source, target=GPUTarget("cuda", capability, WARP_SIZE), options=options)
+    return kernel, printed.getvalue()
+
+
+def matrix_instructions(ptx: str, report: str) -> str:
+    """Which tensor core instructions are used; "serial" when the assembler had to wait after each."""
+    if "wgmma.mma_async" in ptx:
+        return "wgmma serial" if "wgmma.mma_async instructions are serialized" in report else "wgmma"
+    return "mma" if "mma.sync" in ptx else "-"
+
+
+def describe(module: str, specimen: Specimen, capability: int) -> dict[str, object]:
+    """One line of the table; `error` is set when the specimen does not compile."""
+    line: dict[str, object] = {"module": module, "specimen": specimen.name, "target": f"sm_{capability}"}
+    try:
+        kernel, report = compile_specimen(specimen, capability)
+    except Exception as error:  # whatever the compiler raises is this line's result
+        return line | {"error": f"{type(error).__name__}: {error}"}
+    ptx = kernel.asm["ptx"]
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
+    return line | {
+        "registers": max(int(count) for count in re.findall(r"Used (\d+) registers", report)),
+        "spill_bytes": sum(map(int, spills)),
+        "shared_bytes": kernel.metadata.shared,
+        "matrix": matrix_instructions(ptx, report),
+        "num_warps": specimen.num_warps,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", default="80,90", help="compute capabilities, comma-separated")
+    parser.add_argument("--only", default="", help="part of a module's or specimen's name")
+    options = parser.parse_args()
+    capabilities = [int(target) for target in options.targets.split(",")]
+    lines = []
+    for module in kernel_modules():
+        for specimen in importlib.import_module(f"stand.gpu.{module}").specimens():
+            if options.only in module or options.only in specimen.name:
+                lines += [describe(module, specimen, capability) for capability in capabilities]
+    columns = ("module", "specimen", "target", "registers", "spill_bytes", "shared_bytes", "matrix")
+    print(format_table(columns, [[line.get(column) for column in columns] for line in lines]))
+    failures = [line for line in lines if "error" in line]
+    for line in failures:
+        print(f"{line['module']}, {line['specimen']}, {line['target']}: {line['error']}", file=sys.stderr)
+    print(json.dumps({"kernels": lines, "triton": triton.__version__}))
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()

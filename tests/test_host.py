@@ -69,6 +69,63 @@ def test_a_token_of_weight_zero_is_never_drawn():
         assert host.draw_residuals(*arguments).tolist() == [1 if uniform < 1 / 3 else 4]
 
 
+@pytest.mark.parametrize("support", [[0, -1], [2, 0], [0, 2], [-1, 0], [-1, -1]])
+def test_any_support_equals_the_array_code(support):
+    """Token 0 among the candidates, padding before them, none at all; masses of zero, scales of zero."""
+    probs = np.array([[0.6, 0.3, 0.1], [0.0, 0.5, 0.5]])
+    count = 60
+    nodes, uniforms = np.arange(count) % 2, (np.arange(count) + 0.5) / count
+    for heavy, scale in ((0.0, 1.0), (0.5, 1.0), (0.5, 0.25), (0.5, 0.0)):
+        mass = np.array([[heavy if token >= 0 else 0.0 for token in support]] * 2)
+        got = host.draw_residuals(probs, nodes, np.array([support] * 2, np.int32), mass, np.full(2, scale), uniforms)
+        expected = draw_residuals(
+            torch.from_numpy(probs[nodes]),
+            support_ids=np.array([support] * count, np.int32),
+            mass=torch.from_numpy(mass[nodes]),
+            scale=torch.full((count,), scale, dtype=torch.float64),
+            uniforms=uniforms,
+        )
+        assert got.tolist() == expected.tolist(), (heavy, scale)
+
+
+def test_the_largest_uniform_stays_inside_the_weights():
+    """Sums in another order than the total's: what rounding carries past the end goes to the last positive weight."""
+    generator, count, size = np.random.default_rng(4), 3000, 40
+    probs = generator.random((count, size)) * generator.choice([1e-9, 1.0, 1e5], (count, 1))
+    probs[:, size // 2 :] = 0.0
+    support = np.tile(np.array([[0, size - 1]], dtype=np.int32), (count, 1))
+    mass = np.stack([generator.random(count), np.zeros(count)], axis=1)
+    largest = np.full(count, np.nextafter(1.0, 0.0))
+    tokens = host.draw_residuals(probs, np.arange(count), support, mass, generator.random(count), largest)
+    assert np.all((tokens > 0) & (tokens < size // 2))
+    on_support = host.draw_residuals(probs, np.arange(count), support, mass, np.zeros(count), largest)
+    assert np.all(on_support == 0)
+
+
+def test_rows_without_weight_are_refused_wherever_they_stand():
+    probs, support = np.array([[0.5, 0.5], [0.0, 0.0], [1.0, 0.0]]), np.full((3, 1), -1, dtype=np.int32)
+    arguments = (support, np.zeros((3, 1)), np.ones(3))
+    for nodes in ([1], [0, 1], [1, 2], [2, 1, 0]):
+        with pytest.raises(ValueError, match="positive sum, got none"):
+            host.draw_residuals(probs, np.array(nodes), *arguments, np.full(len(nodes), 0.25))
+    assert host.draw_residuals(probs, np.array([0, 2]), *arguments, np.full(2, 0.25)).tolist() == [0, 0]
+
+
+def test_what_the_law_cannot_have_drawn_inherits_nothing():
+    """Token outside the support, or with law 0; and a child that is sure to pass leaves its parent as it was."""
+    token_ids, parents = np.array([0, 1, 2], np.int32), np.array([-1, 0, 0], np.int32)
+    offsets, probs = np.array([0, 3], np.int32), np.array([[0.25, 0.5, 0.25]] * 3)
+    support = np.array([[0, 1, -1], [-1, -1, -1], [-1, -1, -1]], dtype=np.int32)
+    law = np.array([[0, 0, 0], [1, 0, 0], [0.5, 0.5, 0]], dtype=np.float64)
+    passing, _, _ = host.thresholds(token_ids, parents, offsets, support, law, probs)
+    assert passing.tolist() == [1.0, 0.0, 0.0]
+    law = np.array([[0, 0, 0], [0.25, 0.5, 0.25], [0, 0, 1]])
+    support[0] = [0, 1, 2]
+    passing, mass, scale = host.thresholds(token_ids, parents, offsets, support, law, probs)
+    assert passing.tolist() == [1.0, 1.0, 0.25]
+    assert mass[0].tolist() == pytest.approx([1 / 3, 2 / 3, 0]) and scale[0] == pytest.approx(4 / 3)
+
+
 def test_weights_that_underflowed_give_way_to_the_target():
     probs = np.array([[0.0, 0.75, 0.25]])
     support, mass = np.array([[1]], dtype=np.int32), np.zeros((1, 1))

@@ -109,6 +109,43 @@ def test_residual_draws_have_weight(weights, mass, scale, uniform, padded):
     assert (full if full.sum() > 0 else weights)[token] > 0
 
 
+@pytest.mark.parametrize("support", [[0, -1], [2, 0], [0, 2], [-1, 0]])
+def test_token_zero_may_stand_in_a_support(support):
+    """It is no padding: what the rows hold there gives way to its mass."""
+    for mass_of_zero in (0.0, 0.5):
+        mass = [[mass_of_zero if token == 0 else 0.0 for token in support]]
+        count = 40
+        tokens = draw_residuals(
+            torch.tensor([[0.6, 0.3, 0.1]]).repeat(count, 1),
+            support_ids=np.array([support] * count, dtype=np.int32),
+            mass=torch.tensor(mass * count),
+            scale=torch.ones(count),
+            uniforms=(np.arange(count) + 0.5) / count,
+        )
+        left = 0.3 if 2 in support else 0.4
+        assert np.mean(tokens == 0) == pytest.approx(mass_of_zero / (mass_of_zero + left), abs=1.5 / count)
+        assert 2 not in support or 2 not in tokens
+
+
+def test_the_largest_uniform_stays_inside_the_weights():
+    """Differences and quotients of sums round up past the end here and there; a token of weight 0 must not come out."""
+    generator, count = np.random.default_rng(4), 4000
+    for size in (5, BLOCK_SIZE + 40):
+        rows = generator.random((count, size)) * generator.choice([1e-9, 1.0, 1e5], (count, 1))
+        rows[:, size // 2 :] = 0.0
+        support = np.tile(np.array([[0, size - 1]], dtype=np.int32), (count, 1))
+        mass = np.stack([generator.random(count), np.zeros(count)], axis=1)
+        tokens = draw_residuals(
+            torch.from_numpy(rows.copy()),
+            support_ids=support,
+            mass=torch.from_numpy(mass),
+            scale=torch.from_numpy(generator.random(count)),
+            uniforms=np.full(count, LARGEST),
+        )
+        assert np.all((tokens > 0) & (tokens < size // 2))
+        assert np.all(draw_tokens(torch.from_numpy(rows), np.full(count, LARGEST)) < size // 2)
+
+
 def test_a_vocabulary_of_one_token():
     """Nothing drafted at the stopping node: the only token is drawn, whatever its support's padding."""
     token = draw_residuals(

@@ -44,8 +44,6 @@ class FusedAttention:
         self.module = module
         self.settings = settings
         self.merged = merged
-        config = module.config
-        self.sizes = [heads * module.head_dim for heads in _head_counts(config)]
         self.own = frozenset(inspect.signature(type(module).forward).parameters)
 
     def __call__(
@@ -89,7 +87,8 @@ class FusedAttention:
             return self.merged.split(hidden_states)
         module = self.module
         if hasattr(module, "qkv_proj"):
-            return module.qkv_proj(hidden_states).split(self.sizes, dim=-1)
+            sizes = [heads * module.head_dim for heads in _head_counts(module.config)]
+            return module.qkv_proj(hidden_states).split(sizes, dim=-1)
         return module.q_proj(hidden_states), module.k_proj(hidden_states), module.v_proj(hidden_states)
 
     def _constants(self) -> dict[str, object]:

@@ -22,6 +22,7 @@ from stand.gpu.fused_norm import FusedNorm
 from stand.gpu.fusion_trial import Recipe, Swap, Trial
 from stand.gpu.launch import is_interpreted
 from stand.gpu.merged_linear import MergedLinear
+from stand.gpu.probe import TOLERANCES
 from stand.gpu.rope_kernel import _rope_and_store
 
 
@@ -34,6 +35,8 @@ def fuse(model: PreTrainedModel, *, kernels: bool = True) -> Fusion:
     The parameters become slices of merged tensors (same objects, same values, other addresses) until `Fusion.undo`.
     Not to be called inside `tree_attention`. Raises ValueError for kernels on a CPU, and where torch may use TF32.
     """
+    if model.dtype not in TOLERANCES:
+        raise ValueError(f"a fused model must be float32, bfloat16 or float16, got {model.dtype}; load it with dtype=")
     if torch.backends.cuda.matmul.fp32_precision not in {"none", "ieee"}:
         raise ValueError(
             "float32 products must be computed in float32 (TF32 moves rotary angles and logits), got precision "
@@ -73,6 +76,8 @@ class Fusion:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Swap the forwards inside the block; may be nested. A graph captured inside may be replayed outside.
+
+        For inference: no gradient reaches merged weights.
 
         Raises RuntimeError when the model's weights have moved since `fuse`.
         """

@@ -14,7 +14,7 @@ from stand.gpu.fused_mlp import FusedMLP, find_activation, is_gated_mlp
 from stand.gpu.fused_norm import FusedNorm, norm_refusal
 from stand.gpu.merged_linear import MergedLinear, is_bare, merge_refusal, tied_parameters
 from stand.gpu.norm_kernel import RULES
-from stand.gpu.probe import TOLERANCES, Probe, difference
+from stand.gpu.probe import TOLERANCES, Outcome, Probe, difference
 from stand.gpu.rope_kernel import NO_NORM
 
 MERGEABLE = {"merged q/k/v": ("q_proj", "k_proj", "v_proj"), "merged gate/up": ("gate_proj", "up_proj")}
@@ -61,9 +61,14 @@ class Trial:
         self._tied = tied_parameters(model)
         self._tolerance = TOLERANCES[model.dtype]
         self._probe = Probe(model, [module for module in self._names if _is_candidate(module)])
-        # What the modules themselves do, before anything changes.
-        self._own = {module: self._probe.outcome(module, module.forward) for module in self._probe.calls}
         self._verdicts: list[tuple[str, nn.Module, float | None, str]] = []
+        self._own: dict[nn.Module, Outcome] = {}  # what the modules themselves do, before anything changes
+        self._refusals: dict[nn.Module, str] = {}
+        for module in self._probe.calls:
+            try:
+                self._own[module] = self._probe.outcome(module, module.forward)
+            except Exception as problem:  # it asks its cache or its caller for more than the probe has
+                self._refusals[module] = f"cannot be tried alone ({type(problem).__name__}: {problem})"
 
     def merge(self) -> None:
         """q/k/v and gate/up projections, tried inside the owner's own forward."""
@@ -139,8 +144,8 @@ class Trial:
         if "query" not in own.tensors:
             return [], "it does not pass keyword arguments on to the attention function"
         tables = self._probe.calls[module][1].get("position_embeddings")
-        if not isinstance(tables, tuple):
-            return [], "positions do not come as (cos, sin)"
+        if not isinstance(tables, tuple) or tables[0].shape[-1] > module.head_dim:
+            return [], "positions do not come as (cos, sin) of at most a head's size"
         rule = NO_NORM
         if has_head_norms(module):
             rule = self.recipe.norms.get(self._names[module.q_norm])
@@ -174,13 +179,15 @@ class Trial:
             return float("inf"), f"{type(problem).__name__}: {problem}"
         if reason is None and not error <= self._tolerance:
             reason = f"differs by more than rounding ({self._tolerance:.1e})"
-        return (error if error == error else float("inf")), reason or ""
+        return error, reason or ""
 
     def _untried(self, module: nn.Module) -> str:
         """Why there is no outcome of the module's own to compare with, "" if there is one."""
         if module in self._own:
             return ""
-        return "not called by a plain forward" if is_bare(module) else "a hook or a replaced forward on the module"
+        if not is_bare(module):
+            return "a hook or a replaced forward on the module"
+        return self._refusals.get(module, "not called by a plain forward")
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -29,10 +29,11 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**
 
 @dataclass
 class Outcome:
-    """tensors by name, and the keyword arguments that the attention function got from the module itself."""
+    """Tensors by name, keyword arguments that the attention function got from the module itself, types of results."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     constants: dict[str, object] = field(default_factory=dict)
+    kinds: tuple[type, ...] = ()
 
 
 class ProbeCache:
@@ -121,7 +122,7 @@ class Probe:
 
 def difference(reference: Outcome, outcome: Outcome) -> tuple[float, str | None]:
     """Largest difference relative to the largest value of its row, over all tensors; or what differs in kind."""
-    if reference.tensors.keys() != outcome.tensors.keys():
+    if reference.tensors.keys() != outcome.tensors.keys() or reference.kinds != outcome.kinds:
         return float("inf"), "it computes other things"
     if not _same_constants(reference.constants, outcome.constants):
         return float("inf"), "it hands the attention function other arguments"
@@ -149,7 +150,8 @@ def probe_attention(model: PreTrainedModel) -> Iterator[None]:
 
 def _outcome(result: object, seen: dict, *, passed: Mapping[str, object]) -> Outcome:
     parts = result if isinstance(result, tuple) else (result,)
-    outcome = Outcome({f"output {index}": part for index, part in enumerate(parts) if isinstance(part, torch.Tensor)})
+    outcome = Outcome(kinds=(type(result), *map(type, parts)))
+    outcome.tensors = {f"output {index}": part for index, part in enumerate(parts) if isinstance(part, torch.Tensor)}
     if seen:
         outcome.tensors |= {name: seen[name] for name in ("query", "keys", "values")}
         outcome.constants = {name: value for name, value in seen["keywords"].items() if name not in passed}

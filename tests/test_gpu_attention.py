@@ -1,5 +1,8 @@
 """Tree attention in Triton's interpreter against explicit softmax in float64, token by token."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -343,6 +346,18 @@ def test_wrong_arguments_are_refused():
         run(make_case([3], [5]), tile=40)
     with pytest.raises(ValueError, match="head size of 64, 96, 128 or 256"):
         run(make_case([3], [5], size=32))
+
+
+def test_cpu_tensors_need_the_interpreter():
+    code = (
+        "import torch; from stand.gpu.attention_kernel import tree_attention\n"
+        "one, ids = torch.zeros(1, 1, 64), torch.zeros(1, 8, dtype=torch.int64)\n"
+        "tree_attention(one, one[None], one[None], ids[:, :1], ids[0, :1], ids.int(), ids[0, :1].int(), one[None],"
+        " one[None, ..., 0], 1.0, 1)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert "needs CUDA tensors" in result.stderr
 
 
 def test_tiles_by_rows_and_groups():

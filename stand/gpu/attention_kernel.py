@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from stand.gpu.launch import launch_device
 from stand.gpu.specimen import Specimen
 
 MOST_WORDS = 4  # 64-bit words of ancestors per token
@@ -317,12 +318,28 @@ def tree_attention(
     (gpt-oss). A token that no item covers must have 0 splits and gets zeros. Raises ValueError on wrong shapes.
     """
     _check_call(query, keys, values, ancestors, positions, items, num_splits, partials, log_sums, sinks)
+    mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
+    with launch_device(_tree_attention_kernel, query):
+        _attend(
+            query, keys, values, ancestors, positions, items, partials, log_sums, scale, tile_tokens, window, softcap
+        )
+        _merge(partials, log_sums, num_splits, sinks, mixed)
+    return mixed
+
+
+@tree_attention.register_fake
+def _(query, *rest, **options):
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+def _attend(
+    query, keys, values, ancestors, positions, items, partials, log_sums, scale, tile_tokens, window, softcap
+) -> None:
+    """Partial results of every item."""
     num_tokens, num_heads, head_size = query.shape
     key_heads = keys.shape[1]
     groups = num_heads // key_heads
     sizes = blocks(tile_tokens * groups, head_size, query.dtype, capability=_capability(query.device))
-    block_d = triton.next_power_of_2(head_size)
-    mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
     _tree_attention_kernel[(_num_programs(query.device, len(items) * key_heads),)](
         query,
         keys,
@@ -345,7 +362,7 @@ def tree_attention(
         KEY_HEADS=key_heads,
         GROUPS=groups,
         HEAD_SIZE=head_size,
-        BLOCK_D=block_d,
+        BLOCK_D=triton.next_power_of_2(head_size),
         WORDS=ancestors.shape[1],
         BLOCK_M=sizes.rows,
         BLOCK_N=sizes.keys,
@@ -354,6 +371,11 @@ def tree_attention(
         num_warps=sizes.num_warps,
         num_stages=sizes.num_stages,
     )
+
+
+def _merge(partials, log_sums, num_splits, sinks, mixed) -> None:
+    """Partial results to `mixed`."""
+    num_tokens, num_heads, head_size = mixed.shape
     _merge_kernel[(num_tokens, num_heads)](
         partials,
         log_sums,
@@ -363,17 +385,11 @@ def tree_attention(
         num_tokens,
         NUM_HEADS=num_heads,
         HEAD_SIZE=head_size,
-        BLOCK_D=block_d,
+        BLOCK_D=triton.next_power_of_2(head_size),
         BLOCK_P=MERGED_SPLITS,
         HAS_SINKS=sinks is not None,
         num_warps=MERGE_WARPS,
     )
-    return mixed
-
-
-@tree_attention.register_fake
-def _(query, *rest, **options):
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
 def _num_programs(device: torch.device, num_pairs: int) -> int:
@@ -394,11 +410,6 @@ def _capability(device: torch.device) -> int:
 
 def _check_call(query, keys, values, ancestors, positions, items, num_splits, partials, log_sums, sinks) -> None:
     """Shapes, dtypes and strides; all of it known without a look at the device."""
-    if query.device.type == "cpu" and isinstance(_tree_attention_kernel, triton.JITFunction):
-        raise ValueError(
-            "tree attention needs tensors on a GPU, got CPU tensors; "
-            "set TRITON_INTERPRET=1 before the first import, or use stand.attention on a CPU"
-        )
     num_tokens, num_heads, head_size = query.shape
     num_splits_held = partials.shape[0]
     expected = {

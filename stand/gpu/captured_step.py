@@ -76,11 +76,16 @@ class CapturedStep:
         """Row rows[i] starts with the keys of row sources[i] of `prefilled`."""
         room = max(row.num_cached + min(row.num_remaining, FIRST_ROOM) for row in rows) + MAX_ROW_NODES
         if self._cache is None or self._cache.room < room:
-            self._recorded.clear()
-            self._cache = None  # the old block goes before the new one comes
-            self._cache = DeviceCache.like(prefilled, num_rows=self._num_rows, room=room)
+            self.use(None)  # the old block goes before the new one comes
+            self.use(DeviceCache.like(prefilled, num_rows=self._num_rows, room=room))
         self._cache.load(prefilled, sources, max(row.num_cached for row in rows))
         self._num_scored = 0
+
+    def use(self, cache: DeviceCache | None) -> None:
+        """Decode behind these keys; what is recorded knows another cache's addresses and goes."""
+        self._replay.wait_for_best()  # nothing that is recorded may still run
+        self._recorded.clear()
+        self._cache = cache
 
     def prepare(self, batch: DraftBatch, rows: Sequence[Row], noise: VerifierNoise) -> None:
         lengths = np.array([row.num_cached for row in rows], dtype=np.int64)
@@ -131,7 +136,6 @@ class CapturedStep:
         return self._recorded[size]
 
     def _make_room(self, extent: int) -> None:
-        """Double the cache when a row outgrows it; what is recorded knows the old addresses and goes."""
+        """Double the cache when a row outgrows it."""
         if extent > self._cache.room:
-            self._recorded.clear()
-            self._cache = self._cache.grown(max(extent, 2 * self._cache.room))
+            self.use(self._cache.grown(max(extent, 2 * self._cache.room)))

@@ -7,22 +7,24 @@ chains: `token` and `block` on chains of 4, 6 and 8 tokens from the two draft mo
   good one with noise on its logits, which gives qualities in between.
 shape: every tree rule on a `LookupTree` that fills a fixed shape with children of every kind.
 blended: the rules that a `BlendedLookup` admits, on drafts grown under the engine's budget.
-own: rules of `blended` again, each along the steps that it takes itself.
+own: rules of `blended` again, each along the steps that it takes itself, on more samples.
 synthetic: `token` and `block` on random pairs of laws with a known distance, all drafts enumerated.
 
 All runs of one temperature decode the same tokens: `coupled` drives them, whose output depends on the seed alone. At
 every step each rule is asked how many tokens it keeps of the draft on average (expected_kept.py), so that rules on one
-kind of draft are compared without sampling noise. `own` tells what changes where a rule decides itself where its next
-step begins. On drafts with noise of their own `coupled` keeps what `match` does; on coupled ones its count is taken.
+kind of draft are compared without sampling noise. A rule that keeps more then meets the hard places more often than
+`coupled` does: `own` is what counts in the end, and needs more samples, since other tokens come out. On drafts with
+noise of their own `coupled` keeps what `match` does; on coupled ones its count is taken.
 
 The lookup trees have read other problems before and go on learning, as in use. A step counts where ROOM tokens are
 left, so that limits do not blur the figures. Standard errors are bootstrapped over prompts, gains paired by prompt.
-Tables to stdout, JSON and a plot beside --output.
+Tables to stdout, JSON and a plot beside --output. What the JSON holds already, with the same settings, is not run anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import sys
@@ -48,6 +50,7 @@ from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise, get_v
 SCRIPTS = Path(__file__).resolve().parent
 PARTS = ("chains", "shape", "blended", "own", "synthetic")
 GAMMAS, TEMPERATURES = (4, 6, 8), (0.2, 0.6, 1.0)
+HOT = 2.0  # chains only: a target as uncertain as models of real text are
 DRAFT_MODELS = {"good": ("good", 0.0), "good+1": ("good", 1.0), "good+2": ("good", 2.0), "good+3": ("good", 3.0),
                 "weak": ("weak", 0.0)}  # fmt: skip
 SHAPE_RULES = {
@@ -58,7 +61,7 @@ SHAPE_RULES = {
     "coupled": ("coupled", "match"),
 }
 BLENDED_RULES = {kind: SHAPE_RULES[kind][:3] for kind in ("sampled", "mixed", "deterministic")}
-OWN_RULES = {"sampled": "traversal", "mixed": "traversal", "deterministic": "match"}
+OWN_RULES = {"sampled": ("traversal", "match"), "mixed": ("traversal", "match"), "deterministic": ("match",)}
 NODES_PER_ROW = 8  # of a blended draft: four rows share the default budget of 32
 ROOM = 12
 WARM_UP_SEED = 77  # problems that the lookup trees have read before
@@ -82,6 +85,7 @@ class Size:
     rows: int  # samples per prompt
     tokens: int  # new tokens per sample at most
     branching: tuple[int, ...]  # the fixed shape
+    own_rows: int  # samples per prompt where rules take steps of their own
 
 
 class NoisyDrafter(stand.ModelDrafter):
@@ -258,11 +262,10 @@ def mean_entropy(size: Size, temperature: float, seed: int) -> float:
 
 
 def all_arms(parts: list[str]) -> Iterator[Arm]:
+    if "chains" in parts:
+        for temperature, drafts, gamma in itertools.product((*TEMPERATURES, HOT), DRAFT_MODELS, GAMMAS):
+            yield Arm("chains", drafts, temperature, gamma, ("token", "block"))
     for temperature in TEMPERATURES:
-        if "chains" in parts:
-            for drafts in DRAFT_MODELS:
-                for gamma in GAMMAS:
-                    yield Arm("chains", drafts, temperature, gamma, ("token", "block"))
         if "shape" in parts:
             for kind, rules in SHAPE_RULES.items():
                 yield Arm("shape", kind, temperature, 0, rules)
@@ -270,20 +273,35 @@ def all_arms(parts: list[str]) -> Iterator[Arm]:
             for kind, rules in BLENDED_RULES.items():
                 yield Arm("blended", kind, temperature, 0, rules)
         if "own" in parts:
-            for kind, rule in OWN_RULES.items():
-                yield Arm("own", kind, temperature, 0, (rule,), driver=rule)
+            for kind, rules in OWN_RULES.items():
+                for rule in rules:
+                    yield Arm("own", kind, temperature, 0, (rule,), driver=rule)
 
 
-def run_all(arms: list[Arm], size: Size, seed: int) -> list[dict[str, object]]:
-    """Every arm in turn; progress to stderr."""
-    results, start = [], time.monotonic()
+def run_all(arms: list[Arm], settings: dict, output: Path) -> list[dict[str, object]]:
+    """Every arm in turn, kept in the JSON file `output` as it comes; progress to stderr."""
+    known = known_results(settings, output)
+    start, seed = time.monotonic(), settings["seed"]
+    size = Size(**{key: settings[key] for key in Size.__dataclass_fields__})
     for number, arm in enumerate(arms, 1):
-        results.append(run_arm(arm, replace_rows(arm, size), seed))
-        steps = sum(results[-1]["steps"])
-        means = {rule: round(sum(tokens) / steps, 3) for rule, tokens in results[-1]["tokens"].items()}
+        if repr(arm) not in known:
+            known[repr(arm)] = {**run_arm(arm, sized(arm, size), seed), "arm": repr(arm)}
+            output.write_text(json.dumps({"settings": settings, "arms": list(known.values())}), encoding="utf-8")
+        result = known[repr(arm)]
+        means = {rule: round(sum(tokens) / sum(result["steps"]), 3) for rule, tokens in result["tokens"].items()}
         print(f"{number}/{len(arms)} {arm.part} {arm.drafts} T {arm.temperature} gamma {arm.gamma}: {means}, "
               f"{time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
-    return results
+    return list(known.values())
+
+
+def known_results(settings: dict, output: Path) -> dict[str, dict[str, object]]:
+    """What an earlier run with the same settings left in `output`, by arm."""
+    if not output.exists():
+        return {}
+    document = json.loads(output.read_text(encoding="utf-8"))
+    if document["settings"] != json.loads(json.dumps(settings)):
+        return {}
+    return {result["arm"]: result for result in document["arms"]}
 
 
 def different_outputs(results: list[dict[str, object]]) -> int:
@@ -299,9 +317,9 @@ def different_outputs(results: list[dict[str, object]]) -> int:
     )
 
 
-def replace_rows(arm: Arm, size: Size) -> Size:
+def sized(arm: Arm, size: Size) -> Size:
     """Chains need one sample per prompt only: what they are compared on hardly varies."""
-    return replace(size, rows=1) if arm.part == "chains" else size
+    return replace(size, rows={"chains": 1, "own": size.own_rows}.get(arm.part, size.rows))
 
 
 def arguments() -> argparse.Namespace:
@@ -311,6 +329,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--branching", type=lambda text: tuple(map(int, text.split(","))), default=(3, 2, 1, 1))
+    parser.add_argument("--own-rows", type=int, default=8)
     parser.add_argument("--worlds", type=int, default=20, help="random pairs of laws per distance")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=SCRIPTS.parent / "docs" / "compare_verifiers")
@@ -323,17 +342,18 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     torch.set_num_threads(1)
-    size = Size(options.prompts, options.rows, options.tokens, options.branching)
-    results = [add_estimates(result) for result in run_all(list(all_arms(options.parts)), size, options.seed)]
+    size = Size(options.prompts, options.rows, options.tokens, options.branching, options.own_rows)
+    settings, output = {**asdict(size), "seed": options.seed}, options.output.with_suffix(".json")
+    results = [add_estimates(result) for result in run_all(list(all_arms(options.parts)), settings, output)]
     document = {
-        "settings": {**asdict(size), "seed": options.seed, "worlds": options.worlds},
+        "settings": settings,
         "versions": {"stand": stand.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "target_entropy_nats": {str(heat): mean_entropy(size, heat, options.seed) for heat in TEMPERATURES},
+        "target_entropy_nats": {str(heat): mean_entropy(size, heat, options.seed) for heat in (*TEMPERATURES, HOT)},
         "different_outputs": different_outputs(results),
         "synthetic": synthetic_gains(options.worlds, GAMMAS) if "synthetic" in options.parts else [],
         "arms": results,
     }
-    options.output.with_suffix(".json").write_text(json.dumps(document) + "\n", encoding="utf-8")
+    output.write_text(json.dumps(document) + "\n", encoding="utf-8")
     print(tables(document))
     plot(options.output.with_suffix(".png"), document)
 

@@ -66,7 +66,7 @@ def lookup_table(arms: list[dict], reference: tuple[str, str]) -> str:
 
 def own_table(arms: list[dict]) -> str:
     """Rules along their own steps."""
-    base = {arm["temperature"]: arm for arm in arms if arm["drafts"] == "sampled"}
+    base = {arm["temperature"]: arm for arm in arms if (arm["drafts"], arm["driver"]) == ("sampled", "traversal")}
     rows = []
     for arm in arms:
         ((rule, estimate),) = arm["tokens_per_step"].items()

@@ -60,6 +60,7 @@ class BlendedReplay:
 
     def learn(self, history: np.ndarray, num_new: int) -> None:
         first = len(history) - num_new
+        self.lookup.judge([history[:first]], [history[first:]], scopes=[self.scope])
         self.lookup.learn(history[:first], history[first:], scope=self.scope)
 
     def finish(self) -> None:

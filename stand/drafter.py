@@ -106,6 +106,8 @@ class BlendedDrafter:
         self.floor = floor
         self.kind = kind
         self.row_size = lookup.row_size
+        self._lengths: dict[int, int] = {}  # of the histories of the last draft, by row
+        self._has_learned = False  # since the last draft
 
     def draft(
         self,
@@ -118,6 +120,10 @@ class BlendedDrafter:
         max_depths: np.ndarray,
         is_greedy: bool,
     ) -> DraftBatch:
+        if self._has_learned:  # a caller who does not teach wants the same drafts again
+            self._judge(histories, rows, problems)
+        self._has_learned = False
+        self._lengths = {row: len(history) for row, history in zip(rows.tolist(), histories, strict=True)}
         return self.lookup.draft(
             histories,
             self.budget,
@@ -143,3 +149,14 @@ class BlendedDrafter:
         problems: np.ndarray,
     ) -> None:
         self.lookup.learn_batch(batch, histories, row_ids, row_probabilities, scopes=problems % self.NUM_SCOPES)
+        self._has_learned = True
+
+    def _judge(self, histories: Sequence[np.ndarray], rows: np.ndarray, problems: np.ndarray) -> None:
+        """Teach what became of the last draft; rows that ended since are left out."""
+        drafted = [(place, self._lengths.get(row, 0)) for place, row in enumerate(rows.tolist())]
+        drafted = [(place, length) for place, length in drafted if 0 < length < len(histories[place])]
+        self.lookup.judge(
+            [histories[place][:length] for place, length in drafted],
+            [histories[place][length:] for place, length in drafted],
+            scopes=[int(problems[place]) % self.NUM_SCOPES for place, _ in drafted],
+        )

@@ -217,6 +217,44 @@ class SlowBlend:
         table[key] = min(1e4, max(1e-4, odds * (1 + step)))
 
 
+class SlowCalibration:
+    """Factors for products of estimates, by depth and probability."""
+
+    def __init__(self):
+        self.factors = [[1.0] * 33 for _ in range(6)]
+        self.weights = [[0.0] * 33 for _ in range(6)]
+
+    @staticmethod
+    def place(product: float, depth: int) -> tuple[int, int, float]:
+        mantissa, exponent = math.frexp(max(product, 2.0**-8))
+        position = min(32.0, 4 * (exponent + 7) + 8 * (mantissa - 0.5))
+        knot = min(31, int(position))
+        return [0, 0, 1, 2, 3, 3, 4, 4, 4][depth] if depth < 9 else 5, knot, position - knot
+
+    def corrected(self, product: float, depth: int) -> float:
+        row, knot, share = self.place(product, depth)
+        return min(1.0, product * ((1 - share) * self.factors[row][knot] + share * self.factors[row][knot + 1]))
+
+    def products(self, depths, path_probabilities) -> list[float]:
+        """What was corrected to these probabilities: found by halving."""
+        found = []
+        for depth, path in zip(depths.tolist(), path_probabilities.tolist(), strict=True):
+            low, high = 0.0, 1.0
+            for _ in range(40):
+                middle = (low + high) / 2
+                low, high = (middle, high) if depth and self.corrected(middle, depth) < path else (low, middle)
+            found.append(high)
+        return found
+
+    def train(self, product: float, depth: int, came_true: bool) -> None:
+        row, knot, share = self.place(product, depth)
+        factors, weights = self.factors[row], self.weights[row]
+        error = came_true - product * ((1 - share) * factors[knot] + share * factors[knot + 1])
+        for at, part in ((knot, 1 - share), (knot + 1, share)):
+            weights[at] = min(200.0, weights[at] + part * product)
+            factors[at] = min(3.0, max(0.2, factors[at] + part * error / (weights[at] + 20.0)))
+
+
 def weight_bucket(weight: int) -> int:
     if weight < ONE // 16:
         return 0

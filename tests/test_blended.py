@@ -4,12 +4,13 @@ import threading
 
 import numpy as np
 import pytest
-from reference_blended import SlowBlend
+from reference_blended import SlowBlend, SlowCalibration
 
 from stand.trees import BlendedLookup, DraftBatch, LookupFileError
-from stand.trees.store_file import write_store_file
+from stand.trees.store_file import read_store_file, write_store_file
 
 MB = 1 << 20
+NUM_ODDS = 13 * (144 + 576) + 3 * 6 * 33
 
 
 def stream(num_tokens, *, vocabulary=40, seed=0, stay=0.8):
@@ -164,6 +165,101 @@ def test_path_probabilities_are_calibrated():
     share = reached / counts
     allowed = 0.03 + 2 * np.sqrt(share * (1 - share) / counts)
     assert (np.abs(expected / counts - share) < allowed).all()
+
+
+def decode(lookup, tokens, ends, *, budget, scope=0, judged=True):
+    """(depths, expected, came true) of every drafted node whose fate is known, decoding `tokens` from each end on."""
+    depths, expected, came_true = [], [], []
+    for end in ends:
+        batch = draft(lookup, [tokens[end - 20 : end]], budget, scopes=[scope])
+        on_path = [True]
+        for node in range(1, batch.num_nodes):
+            is_next = batch.token_ids[node] == tokens[end + batch.depths[node] - 1]
+            on_path.append(bool(on_path[batch.parents[node]] and is_next))
+        depths += batch.depths[1:].tolist()
+        expected += batch.path_probabilities[1:].tolist()
+        came_true += on_path[1:]
+        if judged:
+            run = tokens[end : end + 1 + int(batch.depths[on_path].max())]
+            lookup.judge([tokens[end - 20 : end]], [run], scopes=[scope])
+    return np.array(depths), np.array(expected), np.array(came_true)
+
+
+def odds_of(lookup, path):
+    lookup.save(path)
+    return read_store_file(path, num_odds=NUM_ODDS)[1]["odds"]
+
+
+def test_judged_drafts_are_counted_as_in_the_twin(tmp_path):
+    tokens = stream(4000, vocabulary=12, stay=0.7)
+    lookup, slow = BlendedLookup(), SlowCalibration()
+    lookup.learn([], tokens[:2000])
+    for end in range(2000, 2400, 3):
+        batch = draft(lookup, [tokens[:end]], 10, scopes=[3])
+        uncalibrated = slow.products(batch.depths, batch.path_probabilities)
+        on_path = [True]
+        for node in range(1, batch.num_nodes):
+            is_next = batch.token_ids[node] == tokens[end + batch.depths[node] - 1]
+            on_path.append(bool(on_path[batch.parents[node]] and is_next))
+        for node in range(1, batch.num_nodes):
+            slow.train(uncalibrated[node], int(batch.depths[node]), on_path[node])
+        lookup.judge([tokens[:end]], [tokens[end : end + 12]], scopes=[3])
+    factors = odds_of(lookup, tmp_path / "judged.blend")[-198:]  # deterministic drafts stand last
+    assert np.abs(factors - 1).max() > 0.05
+    assert factors == pytest.approx(np.array(slow.factors).ravel(), abs=0.02)
+    with pytest.raises(AssertionError):
+        assert factors == pytest.approx(np.ones(198), abs=0.02)
+
+
+def test_judging_makes_path_probabilities_come_true():
+    tokens = stream(24_000, vocabulary=40, stay=0.9)
+    ends = list(range(2000, 23_000, 4))
+    errors = {}
+    for judged in (False, True):
+        lookup = BlendedLookup(rate=0.0)  # start values alone: far from calibrated here
+        lookup.learn([], tokens)
+        decode(lookup, tokens, ends[:1500], budget=8, judged=judged)
+        _, expected, came_true = decode(lookup, tokens, ends[1500:3000], budget=8, judged=judged)
+        bins = np.minimum(4, (expected * 5).astype(int))
+        counts = np.bincount(bins, minlength=5)
+        gaps = np.abs(np.bincount(bins, expected) - np.bincount(bins, came_true)) / np.maximum(1, counts)
+        errors[judged] = gaps[counts > 300].max()
+    assert errors[True] < 0.03 < 2 * errors[True] + 0.03 < errors[False]
+
+
+def test_a_draft_is_judged_once_and_only_if_it_is_known(tmp_path):
+    tokens = stream(1000)
+    lookup = BlendedLookup()
+    lookup.learn([], tokens)
+    before = odds_of(lookup, tmp_path / "a.blend")
+    lookup.judge([tokens[:500]], [tokens[500:510]])  # nothing drafted yet
+    draft(lookup, [tokens[:500]], 20, scopes=[2])
+    lookup.judge([tokens[:499]], [tokens[499:510]], scopes=[2])
+    assert np.array_equal(odds_of(lookup, tmp_path / "a.blend"), before)
+    draft(lookup, [tokens[:500]], 20, scopes=[2])
+    lookup.judge([tokens[:500]], [tokens[500:510]], scopes=[1])
+    assert np.array_equal(odds_of(lookup, tmp_path / "a.blend"), before)
+    draft(lookup, [tokens[:500], tokens[:600]], 20, scopes=[2, 2])
+    lookup.judge([tokens[:600], tokens[:500]], [tokens[600:610], tokens[500:510]], scopes=[2, 2])
+    after = odds_of(lookup, tmp_path / "a.blend")
+    assert not np.array_equal(after, before)
+    lookup.judge([tokens[:500]], [tokens[500:510]], scopes=[2])
+    assert np.array_equal(odds_of(lookup, tmp_path / "a.blend"), after)
+    with pytest.raises(ValueError, match="runs"):
+        lookup.judge([tokens[:500]], [])
+    lookup.judge([], [])
+
+
+def test_what_lies_behind_the_end_is_not_judged(tmp_path):
+    tokens = np.tile(np.arange(20, dtype=np.int32), 30)
+    lookup = BlendedLookup()
+    lookup.learn([], tokens)
+    before = odds_of(lookup, tmp_path / "a.blend")[-198:].reshape(6, 33)
+    draft(lookup, [tokens[:100]], 8)
+    lookup.judge([tokens[:100]], [tokens[100:102]])
+    after = odds_of(lookup, tmp_path / "a.blend")[-198:].reshape(6, 33)
+    assert not np.array_equal(after[0], before[0]) and not np.array_equal(after[1], before[1])
+    assert np.array_equal(after[2:], before[2:])
 
 
 @pytest.mark.parametrize("kind", ["deterministic", "mixed", "sampled"])
@@ -358,7 +454,7 @@ def small_file(**changes):
         "tokens": [5, 6],
         "weights": [4096, 4096],
         "has_child": [1, 0],
-        "odds": np.ones((13) * (144 + 576)),
+        "odds": np.ones(NUM_ODDS),
     } | changes
     dtypes = {"roots": np.uint32, "tokens": np.uint32, "weights": np.uint16, "odds": np.float32}
     return {name: np.array(values, dtypes.get(name, np.uint8)) for name, values in arrays.items()}
@@ -377,8 +473,10 @@ def small_file(**changes):
         {"has_child": [1, 1]},
         {"has_child": [2, 0]},
         {"tokens": [2**31, 6]},
-        {"odds": np.zeros(13 * 720)},
-        {"odds": np.full(13 * 720, np.nan)},
+        {"odds": np.zeros(NUM_ODDS)},
+        {"odds": np.full(NUM_ODDS, np.nan)},
+        {"odds": np.where(np.arange(NUM_ODDS) < NUM_ODDS - 1, 1.0, 3.1)},
+        {"odds": np.where(np.arange(NUM_ODDS) < NUM_ODDS - 1, 1.0, 0.1)},
     ],
     ids=str,
 )

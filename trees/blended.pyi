@@ -70,6 +70,13 @@ class BlendedLookup:
         max_depths: np.ndarray | Sequence[int] | None = None,
         scopes: Sequence[int] | np.ndarray | None = None,
     ) -> DraftBatch: ...
+    def judge(
+        self,
+        histories: Sequence[np.ndarray],
+        runs: Sequence[np.ndarray],
+        *,
+        scopes: Sequence[int] | np.ndarray | None = None,
+    ) -> None: ...
     def check(self) -> None: ...
     def save(self, path: str | os.PathLike) -> None: ...
     @classmethod

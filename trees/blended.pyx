@@ -1,6 +1,6 @@
 """The blended lookup tree: every context length votes, its weight is learned, memory is bounded.
 
-The work is done in C++ (blocks.h, odds.h, contexts.h, growth.h) without the interpreter's lock; this file checks
+The work is done in C++ (blocks.h, odds.h, calibration.h, contexts.h, growth.h) without the interpreter's lock; this file checks
 arguments and owns memory.
 """
 
@@ -69,6 +69,13 @@ cdef extern from "growth.h" namespace "stand" nogil:
         uint8_t scope
         uint64_t key
 
+    cdef cppclass CommittedRun:
+        const int32_t* window
+        int32_t window_size
+        uint8_t scope
+        const int32_t* tokens
+        int32_t num_tokens
+
     cdef cppclass GrowthSettings:
         DraftKind kind
         int32_t budget
@@ -90,6 +97,7 @@ cdef extern from "growth.h" namespace "stand" nogil:
         vector[int32_t] row_sizes
         void grow(const ContextStore& store, const vector[GrowthRequest]& requests,
                   const GrowthSettings& settings) except +
+        void judge(ContextStore& store, const vector[CommittedRun]& runs) except +
         int32_t width()
         void write(const GrowthSink& sink)
 
@@ -356,9 +364,9 @@ cdef class BlendedLookup:
 
         histories: per row int32[:], the committed tokens with the pending token last. budget: nodes of all rows
         together, pending tokens not counted; they go where acceptance is likeliest. seed, rows int64[B],
-        steps int64[B]: the key of the drafting noise, which deterministic drafts have none of. kind: "deterministic" (the likeliest tokens), "mixed" (where it
-        pays, one sampled child stands before them) or "sampled" (children drawn without replacement). floor: no node
-        that is less likely to be accepted; with a step that costs `c` tokens per node, c is the floor that pays.
+        steps int64[B]: the key of the drafting noise, which deterministic drafts have none of. kind: "deterministic"
+        (the likeliest tokens), "mixed" (where it pays, one sampled child stands before them) or "sampled" (children
+        drawn without replacement). floor: no node that is less likely to be accepted; with a step that costs `c` tokens per node, c is the floor that pays.
         max_depths: deepest node per row, None for no bound. scopes: one per row, None for 0.
 
         Raises ValueError on an empty history, an unknown kind, or a floor outside [0, 1].
@@ -404,6 +412,43 @@ cdef class BlendedLookup:
         finally:
             self._store.mutex.unlock()
         return batch
+
+    def judge(self, histories, runs, *, scopes=None):
+        """Teach what became of the last draft, so that path probabilities come true as often as they say.
+
+        histories: as the draft had them, in any order; those it did not have are passed over. runs: per row int32[:],
+        the tokens committed since, at least up to the first that was not drafted or to the end. scopes: one per row,
+        None for 0. A draft is judged once: further calls change nothing.
+
+        Raises ValueError where the numbers of histories, runs and scopes differ.
+        """
+        cdef Py_ssize_t num_rows = len(histories), row, first = 0
+        if len(runs) != num_rows:
+            raise ValueError(f"runs must have one entry per history ({num_rows}), got {len(runs)}")
+        cdef vector[int32_t] windows = vector[int32_t](num_rows * self.depth)
+        cdef vector[int32_t] sizes = vector[int32_t](num_rows)
+        cdef vector[CommittedRun] committed
+        cdef vector[GrowthRequest] requests
+        _fill_windows(histories, self.depth, windows, sizes)
+        requests.resize(num_rows)
+        for row in range(num_rows):
+            requests[row].scope = 0
+        if scopes is not None:
+            _set_scopes(scopes, requests)
+        tails = [_vector(run, "run") for run in runs]
+        cdef const int32_t[::1] tokens = np.concatenate(tails) if num_rows > 1 else tails[0] if num_rows else None
+        committed.resize(num_rows)
+        for row in range(num_rows):
+            committed[row].window, committed[row].window_size = &windows[row * self.depth], sizes[row]
+            committed[row].scope, committed[row].num_tokens = requests[row].scope, len(tails[row])
+            committed[row].tokens = &tokens[first] if committed[row].num_tokens else NULL
+            first += committed[row].num_tokens
+        with nogil:
+            self._store.mutex.lock()
+            try:
+                self._growth.judge(self._store[0], committed)
+            finally:
+                self._store.mutex.unlock()
 
     def check(self):
         """Raise RuntimeError where an invariant of the store is broken; for tests."""

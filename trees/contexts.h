@@ -7,10 +7,12 @@
 
 #include <mutex>
 
+#include "calibration.h"
 #include "odds.h"
 
 namespace stand {
 
+constexpr int32_t NUM_KINDS = 3;  // of drafts
 constexpr uint32_t NO_NEWEST = 0xFFFFFFFFu;
 
 // The contexts that end at one position, by order, and the token there. Where a block is missing but the context
@@ -37,6 +39,7 @@ class ContextStore {
     const StoreSettings settings;
     Arena arena;
     Odds odds;
+    Calibration calibrations[NUM_KINDS];  // by kind of draft
     Clock clock;
     mutable std::mutex mutex;  // held by every public verb of the Python class
 
@@ -102,6 +105,7 @@ class ContextStore {
     void clear() {
         arena = Arena(slabs_within(settings.max_bytes));
         odds = Odds();
+        std::fill(calibrations, calibrations + NUM_KINDS, Calibration());
         clock = Clock();
         pages_ = std::vector<Page>();
         num_pages_ = num_evicted_ = 0;

@@ -107,6 +107,15 @@ inline int32_t path_window(const GrowthRequest& row, const int32_t* token_ids, c
     return available;
 }
 
+// What was committed after a window that a draft was asked for.
+struct CommittedRun {
+    const int32_t* window;  // newest first, as in the request
+    int32_t window_size;
+    uint8_t scope;
+    const int32_t* tokens;
+    int32_t num_tokens;
+};
+
 struct GrowthSettings {
     DraftKind kind;
     int32_t budget;        // nodes of all rows together, roots not counted
@@ -119,6 +128,7 @@ struct GrownNode {
     int32_t row, local, parent, depth, rank;  // local: number within the row; parent: index into nodes, -1 at a root
     int32_t num_children = 0;
     float path;  // estimated probability that the node is accepted
+    float product = 1.0f;  // of the estimates along the path, before calibration
     bool is_located = false;
     Cursor cursor;
     int32_t support = -1;  // into supports, where children are sampled
@@ -154,15 +164,27 @@ class Growth {
 
     void grow(const ContextStore& store, const std::vector<GrowthRequest>& requests, const GrowthSettings& settings);
 
+    // What became of the rows of the last draft. Rows are recognised by window and scope, unknown ones are passed over;
+    // each counts once.
+    void judge(ContextStore& store, const std::vector<CommittedRun>& runs);
+
     // Candidates that the widest law covers.
     int32_t width() const;
     void write(const GrowthSink& sink) const;
 
    private:
+    struct DraftedRow {
+        int32_t window[MAX_DEPTH];
+        int32_t window_size;
+        uint8_t scope;
+        const CommittedRun* run;  // while it is judged
+    };
+
     // What competes for the next place: a child with a known token, the sampling of a child, or looking for children.
     enum class Step : uint8_t { reveal, sample, expand };
     struct Item {
-        float key;
+        float key;      // calibrated chance of acceptance
+        float product;  // the same before calibration
         uint32_t token;
         int32_t node;
         Step step;
@@ -185,6 +207,8 @@ class Growth {
     float least_ = 0.0f;     // items below wait in spare_
     float hopeless_ = 0.0f;  // items below are forgotten
     std::vector<Item> heap_, spare_;
+    std::vector<DraftedRow> drafted_;
+    std::vector<uint8_t> states_;
     Blender blender_;
     int32_t room_ = 0;  // nodes that may still be revealed
 
@@ -201,11 +225,14 @@ class Growth {
     bool pop(Item& item);
     void plant(int32_t row);
     void locate(GrownNode& node);
-    int32_t reveal(int32_t parent, uint32_t token, float path);
+    void offer(int32_t parent, uint32_t token, float chance, Step step);
+    Item calibrated(const Item& item) const;
+    Item make_item(int32_t parent, uint32_t token, float chance, Step step) const;
+    int32_t reveal(const Item& item, uint32_t token);
     void expand(int32_t index);
     void expand_sampled(int32_t index);
     void push_sample(int32_t index);
-    size_t sample(int32_t index, float path);
+    size_t sample(const Item& item);
     void write_law(const GrowthSink& sink, const GrownNode& node) const;
 };
 
@@ -216,13 +243,14 @@ inline void Growth::grow(const ContextStore& store, const std::vector<GrowthRequ
     settings_ = settings;
     room_ = settings.budget;
     const int32_t num_rows = static_cast<int32_t>(requests.size());
-    least_ = std::max(settings.floor, std::min(0.03f, 0.3f * num_rows / std::max(1, settings.budget)));
-    hopeless_ = 0.02f * least_;
+    least_ = std::max(settings.floor, std::min(0.03f, 0.4f * num_rows / std::max(1, settings.budget)));
+    hopeless_ = 0.1f * least_;
     nodes.clear();
     supports.clear();
     laws.clear();
     heap_.clear();
     spare_.clear();
+    drafted_.clear();
     nodes.reserve(settings.budget + num_rows);
     row_sizes.assign(num_rows, 0);
     for (int32_t row = 0; row < num_rows; ++row) plant(row);
@@ -231,9 +259,9 @@ inline void Growth::grow(const ContextStore& store, const std::vector<GrowthRequ
         if (item.step == Step::expand)
             expand(item.node);
         else if (item.step == Step::sample)
-            sample(item.node, item.key);
+            sample(item);
         else
-            reveal(item.node, item.token, item.key);
+            reveal(item, item.token);
     }
 }
 
@@ -244,7 +272,7 @@ inline bool Growth::pop(Item& item) {
         least_ *= 0.2f;
         std::vector<Item> waiting;
         waiting.swap(spare_);
-        for (const Item& spare : waiting) push(spare);
+        for (const Item& spare : waiting) push(calibrated(spare));
     }
     item = heap_.front();
     std::pop_heap(heap_.begin(), heap_.end());
@@ -264,11 +292,15 @@ inline void Growth::plant(int32_t row) {
     uint32_t window[MAX_DEPTH];
     const int32_t available = std::min(request.window_size, store_->depth());
     for (int32_t age = 0; age < available; ++age) window[age] = static_cast<uint32_t>(request.window[age]);
+    drafted_.emplace_back();
+    std::copy(request.window, request.window + available, drafted_.back().window);
+    drafted_.back().window_size = available;
+    drafted_.back().scope = request.scope;
     root.cursor = store_->locate(window, available);
     root.is_located = true;
     for (int32_t order = 1; order <= store_->depth(); ++order) store_->arena.prefetch(root.cursor.blocks[order]);
     nodes.push_back(root);
-    if (request.max_depth > 0 && room_ > 0) push(Item{1.0f, 0, static_cast<int32_t>(nodes.size()) - 1, Step::expand});
+    if (request.max_depth > 0 && room_ > 0) push(Item{1.0f, 1.0f, 0, static_cast<int32_t>(nodes.size()) - 1, Step::expand});
 }
 
 inline void Growth::locate(GrownNode& node) {
@@ -277,9 +309,33 @@ inline void Growth::locate(GrownNode& node) {
     for (int32_t order = 1; order <= store_->depth(); ++order) store_->arena.prefetch(node.cursor.blocks[order]);
 }
 
+// A child that is kept with this chance where its parent is. What will hardly be wanted is not calibrated before it is.
+inline void Growth::offer(int32_t parent, uint32_t token, float chance, Step step) {
+    const float product = nodes[parent].product * chance;
+    if (product * Calibration::MOST_FACTOR >= least_)
+        push(make_item(parent, token, chance, step));
+    else if (product >= hopeless_)
+        spare_.push_back(Item{product, product, token, parent, step});
+}
+
+inline Growth::Item Growth::make_item(int32_t parent, uint32_t token, float chance, Step step) const {
+    return calibrated(Item{0.0f, nodes[parent].product * chance, token, parent, step});
+}
+
+// A path is never likelier than a part of it.
+inline Growth::Item Growth::calibrated(const Item& item) const {
+    if (item.step == Step::expand) return item;
+    const GrownNode& parent = nodes[item.node];
+    const Calibration& calibration = store_->calibrations[static_cast<int32_t>(settings_.kind)];
+    Item result = item;
+    result.key = std::min(parent.path, calibration.corrected(item.product, parent.depth + 1));
+    return result;
+}
+
 // Adds a child. Its contexts are fetched now where its own children are likely to be wanted.
-inline int32_t Growth::reveal(int32_t parent, uint32_t token, float path) {
-    const int32_t index = static_cast<int32_t>(nodes.size());
+inline int32_t Growth::reveal(const Item& item, uint32_t token) {
+    const int32_t index = static_cast<int32_t>(nodes.size()), parent = item.node;
+    const float path = item.key;
     nodes.emplace_back();
     GrownNode& node = nodes.back();
     node.token = token;
@@ -289,10 +345,11 @@ inline int32_t Growth::reveal(int32_t parent, uint32_t token, float path) {
     node.depth = nodes[parent].depth + 1;
     node.rank = nodes[parent].num_children++;
     node.path = path;
+    node.product = item.product;
     --room_;
     if (node.depth < (*requests_)[node.row].max_depth) {
         if (PATIENCE * path >= 2.0f * least_) locate(node);
-        push(Item{PATIENCE * path, 0, index, Step::expand});
+        push(Item{PATIENCE * path, 0.0f, 0, index, Step::expand});
     }
     return index;
 }
@@ -307,7 +364,7 @@ inline void Growth::expand(int32_t index) {
         return;
     }
     for (int32_t i = 0; i < blender_.size; ++i)
-        push(Item{path * blender_.probabilities[i], blender_.tokens[i], index, Step::reveal});
+        offer(index, blender_.tokens[i], blender_.probabilities[i], Step::reveal);
 }
 
 // "sampled": all children are drawn, one by one. "mixed": where it is worth a node, one child is drawn from outside the
@@ -333,11 +390,10 @@ inline void Growth::expand_sampled(int32_t index) {
     size_t drawn = candidates.size();
     if (OVERLAP * path * tail >= 2.0f * least_) {
         std::fill(support.taken.begin(), support.taken.begin() + num_sure, char(1));
-        drawn = sample(index, OVERLAP * path * tail);
+        drawn = sample(make_item(index, 0, OVERLAP * tail, Step::sample));
     }
     for (size_t position = 0; position < candidates.size(); ++position)
-        if (position != drawn)
-            push(Item{path * candidates[position].probability, candidates[position].token, index, Step::reveal});
+        if (position != drawn) offer(index, candidates[position].token, candidates[position].probability, Step::reveal);
 }
 
 // The next draw competes with its estimated chance of acceptance.
@@ -351,12 +407,13 @@ inline void Growth::push_sample(int32_t index) {
         squares += probability * probability;
     }
     if (!(mass > 0.0f)) return;
-    push(Item{nodes[index].path * (OVERLAP * mass + (1.0f - OVERLAP) * squares / mass), 0, index, Step::sample});
+    offer(index, 0, OVERLAP * mass + (1.0f - OVERLAP) * squares / mass, Step::sample);
 }
 
 // Draws one child of a node without replacement: the first arrival of the race among candidates not yet taken. Returns
 // its position in the support.
-inline size_t Growth::sample(int32_t index, float path) {
+inline size_t Growth::sample(const Item& item) {
+    const int32_t index = item.node;
     Support& support = supports[nodes[index].support];
     const size_t size = support.candidates.size();
     double mass = 0.0, earliest = 0.0;
@@ -376,11 +433,40 @@ inline size_t Growth::sample(int32_t index, float path) {
             law[position] = static_cast<float>(support.candidates[position].probability / mass);
     support.taken[winner] = 1;
     const uint32_t token = support.candidates[winner].token;
-    const int32_t child = reveal(index, token, path);
+    const int32_t child = reveal(item, token);
     nodes[child].law = static_cast<int32_t>(laws.size());
     laws.push_back(std::move(law));
     if (settings_.kind == DraftKind::sampled) push_sample(index);
     return winner;
+}
+
+inline void Growth::judge(ContextStore& store, const std::vector<CommittedRun>& runs) {
+    for (DraftedRow& row : drafted_) {
+        const auto is_its_run = [&row](const CommittedRun& run) {
+            return run.scope == row.scope && std::equal(row.window, row.window + row.window_size, run.window,
+                                                        run.window + run.window_size);
+        };
+        const auto found = std::find_if(runs.begin(), runs.end(), is_its_run);
+        row.run = found == runs.end() ? nullptr : &*found;
+    }
+    // 0: off the committed path, 1: on it, 2: nobody knows.
+    states_.assign(nodes.size(), 0);
+    for (size_t index = 0; index < nodes.size(); ++index) {
+        const GrownNode& node = nodes[index];
+        const CommittedRun* run = drafted_[node.row].run;
+        if (run == nullptr || node.parent < 0 || states_[node.parent] != 1) {
+            states_[index] = run == nullptr ? 2 : node.parent < 0 ? 1 : states_[node.parent];
+        } else if (node.depth > run->num_tokens) {
+            states_[index] = 2;
+        } else {
+            states_[index] = static_cast<int32_t>(node.token) == run->tokens[node.depth - 1];
+        }
+        if (node.parent >= 0 && states_[index] != 2)
+            store.calibrations[static_cast<int32_t>(settings_.kind)].train(node.product, node.depth,
+                                                                           states_[index] == 1);
+    }
+    drafted_.clear();
+    nodes.clear();
 }
 
 inline int32_t Growth::width() const {

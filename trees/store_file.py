@@ -4,7 +4,7 @@ magic   b"STANDCTX"
 header  depth, max_bytes, fade, rate, row_size, fingerprint, num_roots, num_contexts, num_entries, num_odds
 arrays  roots uint32[R] tokens of the contexts of one token, ascending; then contexts from the root down, each
         before those one token longer: sizes uint8[C], visits uint8[C] and, for all their entries latest first,
-        tokens uint32[E], weights uint16[E], has_child uint8[E]; odds float32[O]
+        tokens uint32[E], weights uint16[E], has_child uint8[E]; odds float32[O], the calibration's factors last
 """
 
 from __future__ import annotations

@@ -13,10 +13,11 @@ struct StoreImage {
     std::vector<uint32_t> tokens;     // [E]
     std::vector<uint16_t> weights;    // [E]
     std::vector<uint8_t> has_child;   // [E]
-    std::vector<float> odds;          // entries, then escapes
+    std::vector<float> odds;          // entries, escapes, factors of the calibrations
 };
 
-constexpr int64_t NUM_ODDS = (MAX_DEPTH + 1) * (ENTRY_BUCKETS + ESCAPE_BUCKETS);
+constexpr int64_t NUM_CHOICES = (MAX_DEPTH + 1) * (ENTRY_BUCKETS + ESCAPE_BUCKETS);
+constexpr int64_t NUM_ODDS = NUM_CHOICES + NUM_KINDS * Calibration::NUM_FACTORS;
 
 inline void append_context(const ContextStore& store, uint32_t reference, StoreImage& image) {
     const Block* block = store.arena.at(reference);
@@ -39,6 +40,8 @@ inline void take_image(const ContextStore& store, StoreImage& image) {
     }
     image.odds.assign(std::begin(store.odds.entry), std::end(store.odds.entry));
     image.odds.insert(image.odds.end(), std::begin(store.odds.escape), std::end(store.odds.escape));
+    for (const Calibration& calibration : store.calibrations)
+        image.odds.insert(image.odds.end(), std::begin(calibration.factors), std::end(calibration.factors));
 }
 
 struct ImageView {
@@ -109,10 +112,17 @@ class StoreReader {
     }
 
     Restored read_odds() {
-        for (int64_t i = 0; i < NUM_ODDS; ++i)
+        const float* factors = image_.odds + NUM_CHOICES;
+        for (int64_t i = 0; i < NUM_CHOICES; ++i)
             if (!(image_.odds[i] >= 1e-4f && image_.odds[i] <= 1e4f)) return Restored::damaged;
+        for (int64_t i = 0; i < NUM_ODDS - NUM_CHOICES; ++i)
+            if (!(factors[i] >= Calibration::LEAST_FACTOR && factors[i] <= Calibration::MOST_FACTOR))
+                return Restored::damaged;
         std::copy(image_.odds, image_.odds + std::size(store_.odds.entry), store_.odds.entry);
-        std::copy(image_.odds + std::size(store_.odds.entry), image_.odds + NUM_ODDS, store_.odds.escape);
+        std::copy(image_.odds + std::size(store_.odds.entry), image_.odds + NUM_CHOICES, store_.odds.escape);
+        for (int32_t kind = 0; kind < NUM_KINDS; ++kind)
+            std::copy_n(factors + kind * Calibration::NUM_FACTORS, Calibration::NUM_FACTORS,
+                        store_.calibrations[kind].factors);
         return Restored::complete;
     }
 };

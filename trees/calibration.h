@@ -1,0 +1,75 @@
+// What path probabilities are worth: factors by depth and probability, learned from what became of earlier drafts.
+//
+// A path's probability is a product of estimates. Each is right on average over all contexts, but a draft starts where
+// the one before went wrong, which makes its first token harder, and a path whose first tokens come true is likely to
+// stay true. Neither shows in any single context; here the products are set right by counting.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+namespace stand {
+
+class Calibration {
+   public:
+    static constexpr int32_t NUM_DEPTHS = 6, OCTAVES = 8, NUM_KNOTS = 4 * OCTAVES + 1;
+    static constexpr int32_t NUM_FACTORS = NUM_DEPTHS * NUM_KNOTS;
+    static constexpr float LEAST_FACTOR = 0.2f, MOST_FACTOR = 3.0f;
+
+    float factors[NUM_FACTORS];
+
+    Calibration() {
+        std::fill(factors, factors + NUM_FACTORS, 1.0f);
+        std::fill(weights_, weights_ + NUM_FACTORS, 0.0f);
+    }
+
+    // The chance of a path of `depth` >= 1 tokens whose estimates multiply to `product`.
+    float corrected(float product, int32_t depth) const {
+        const Place place(product, depth);
+        return std::min(1.0f, product * factor(place));
+    }
+
+    // One path that came true or did not.
+    void train(float product, int32_t depth, bool came_true) {
+        const Place place(product, depth);
+        const float error = (came_true ? 1.0f : 0.0f) - product * factor(place);
+        move(place.knot, 1.0f - place.share, product, error);
+        move(place.knot + 1, place.share, product, error);
+    }
+
+   private:
+    static constexpr float PRIOR = 20.0f;     // paths that came true which a start value counts for
+    static constexpr float HORIZON = 200.0f;  // the same, of what is remembered at most
+
+    float weights_[NUM_FACTORS];  // paths that should have come true so far
+
+    // Between two knots, four per octave and linear between powers of two: read off a float's bits.
+    struct Place {
+        int32_t knot;
+        float share;  // of the next knot
+
+        Place(float product, int32_t depth) {
+            constexpr uint32_t lowest = (127u - OCTAVES) << 23;
+            uint32_t bits;
+            std::memcpy(&bits, &product, sizeof bits);
+            bits = std::max(bits, lowest) - lowest;
+            knot = std::min<int32_t>(bits >> 21, NUM_KNOTS - 2);
+            share = std::min(1.0f, static_cast<float>(bits - (static_cast<uint32_t>(knot) << 21)) * (1.0f / (1 << 21)));
+            knot += NUM_KNOTS * (depth <= 3 ? depth - 1 : depth <= 5 ? 3 : depth <= 8 ? 4 : 5);
+        }
+    };
+
+    float factor(const Place& place) const {
+        return (1.0f - place.share) * factors[place.knot] + place.share * factors[place.knot + 1];
+    }
+
+    void move(int32_t knot, float share, float product, float error) {
+        weights_[knot] = std::min(HORIZON, weights_[knot] + share * product);
+        const float moved = factors[knot] + share * error / (weights_[knot] + PRIOR);
+        factors[knot] = std::min(MOST_FACTOR, std::max(LEAST_FACTOR, moved));
+    }
+};
+
+}  // namespace stand

@@ -329,7 +329,7 @@ def test_linear_layers_that_cannot_merge_are_left_alone():
 
 
 def test_modules_the_kernels_do_not_know_are_left_alone():
-    model = fresh("llama")
+    model = fresh("llama", 3)
     layers = model.model.layers
 
     class Reversed(type(layers[0].self_attn)):
@@ -347,17 +347,27 @@ def test_modules_the_kernels_do_not_know_are_left_alone():
                 past_key_values.get_seq_length()
             return super().forward(hidden_states, past_key_values=past_key_values, **kwargs)
 
+    class Distant(type(layers[0].self_attn)):
+        """Attends more sharply beyond position 300."""
+
+        def forward(self, hidden_states, position_ids, position_embeddings, **kwargs):
+            scale = 1 + 0.1 * (position_ids[..., None] > 300)
+            turned = tuple(table * scale for table in position_embeddings)
+            return super().forward(hidden_states, turned, position_ids=position_ids, **kwargs)
+
     layers[0].mlp.act_fn = torch.nn.ReLU()
     layers[0].self_attn.__class__ = Curious
+    layers[2].self_attn.__class__ = Distant
     layers[1].input_layernorm.variance_epsilon = torch.tensor(1e-6)
     layers[1].self_attn.__class__ = Reversed
     own, _ = packed_forwards(model)
     fusion = fuse(model)
-    assert kept(fusion) == {QKV: 1, GATE_UP: 2, NORM: 4, MLP: 1}
+    assert kept(fusion) == {QKV: 2, GATE_UP: 3, NORM: 6, MLP: 2}
     reasons = {swap.reason for swap in fusion.report}
     assert {"no kernel for its activation", "no constant epsilon"} < reasons
     assert any("cannot be tried alone (AttributeError" in reason for reason in reasons)
-    assert any("differs by more than rounding" in reason for reason in reasons)
+    different = [swap.module_class for swap in fusion.report if "differs by more than rounding" in swap.reason]
+    assert different == ["Reversed", "Distant"]
     with fusion.active():
         assert relative_error(packed_forwards(model)[0], own) <= 1e-5
 

@@ -20,6 +20,8 @@ from stand.support import max_positions, text_config
 PROBE_NAME = "stand_probe"
 NUM_TOKENS = 5
 NUM_ROWS, ROOM = 2, 8  # of the probe's cache
+ADAPTIVE_ROPES = {"dynamic", "longrope"}
+FEW_POSITIONS = 128
 # Rows of ordinary, small and large size: a wrong epsilon shows in the second only.
 SCALES = (1.0, 1e-2, 4.0)
 # Largest difference, as a share of the largest value of its row, that rounding explains: two steps of the last place
@@ -92,7 +94,7 @@ class Probe:
         def remember(module: nn.Module, arguments: tuple, keywords: dict) -> None:
             self.calls[module] = (arguments, {k: v for k, v in keywords.items() if k != "stand_probe"})
 
-        vocabulary, reach = text_config(self._model).vocab_size, min(max_positions(self._model) or 128, 128)
+        vocabulary, reach = text_config(self._model).vocab_size, _reach(self._model)
         tokens = torch.randint(vocabulary, (1, NUM_TOKENS), generator=self._generator).to(self._model.device)
         positions = torch.linspace(0, reach - 1, NUM_TOKENS).long()[None].to(self._model.device)
         hooks = [module.register_forward_pre_hook(remember, with_kwargs=True) for module in modules]
@@ -146,6 +148,17 @@ def probe_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(previous)
+
+
+def _reach(model: PreTrainedModel) -> int:
+    """Positions to try: all that the model was made for, because an attention may treat far ones differently.
+
+    Rotary embeddings that adapt to the longest position seen would be changed by a far one: few positions there.
+    """
+    limit = max_positions(model) or FEW_POSITIONS
+    parameters = getattr(text_config(model), "rope_parameters", None) or {}
+    kinds = {entry.get("rope_type") for entry in (parameters, *parameters.values()) if isinstance(entry, dict)}
+    return min(limit, FEW_POSITIONS) if kinds & ADAPTIVE_ROPES else limit
 
 
 def _outcome(result: object, seen: dict, *, passed: Mapping[str, object]) -> Outcome:

@@ -24,6 +24,7 @@ from stand.row import Row
 from stand.sampling import SamplingParams, TargetLaw
 from stand.stats import Stats
 from stand.step import EagerStep, Step
+from stand.step_cost import StepCost, measure_cost
 from stand.stop import StopRule
 from stand.support import check_model, max_positions, run_plan, text_config
 from stand.trees import BlendedLookup, DraftBatch, DraftTree, LookupTree, TreeShape, vocabulary_fingerprint
@@ -246,6 +247,38 @@ class Engine:
             )
             self._decode(run, token_ids, num_return_sequences)
         return self._output(run, num_return_sequences)
+
+    @torch.inference_mode()
+    def measure_cost(self, *, num_rows: int = 1, length: int = 1024, most_tokens: int | None = None) -> StepCost:
+        """Time steps of several sizes for `num_rows` rows behind `length` tokens each, up to `most_tokens` tokens in
+        all (default: what 32 nodes per row on a CPU, the largest captured step elsewhere, come to).
+
+        Takes seconds. Give the result to `BlendedDrafter(cost=...)`, or save it for runs that are to repeat.
+        """
+        if most_tokens is None:
+            most_tokens = 32 * num_rows if self.model.device.type == "cpu" else 256
+        if min(num_rows, length) < 1 or most_tokens <= num_rows:
+            raise ValueError(
+                f"num_rows and length must be at least 1 and most_tokens above num_rows, got {num_rows}, {length} and "
+                f"{most_tokens}; a step holds one token per row and its drafts"
+            )
+        prompt = np.arange(length + 1, dtype=np.int32) % text_config(self.model).vocab_size
+        params = SamplingParams.from_config(self.model.generation_config)
+        rows = _new_rows([prompt], [0], num_rows, 1)
+        run = Run(
+            rows=rows, law=TargetLaw(params), stop=StopRule([]), seed=0, problems=[0], stats=Stats(),
+            is_drafting=False, is_learning=False, streamer=None,
+        )  # fmt: skip
+        with tree_attention(self.model):
+            run.step = self._new_step(run, self._prefill(run, [prompt]), [0] * num_rows)
+
+        def run_step(batch: DraftBatch) -> None:
+            run.step.prepare(batch, rows, _noise(run))
+            run.step.launch()
+            run.step.verdicts()
+
+        with run.step.attention():
+            return measure_cost(run_step, num_rows=num_rows, length=length, most_tokens=most_tokens)
 
     def _problem_number(self, prompt: np.ndarray) -> int:
         """A prompt keeps its number over calls: what its samples showed is evidence for the next ones."""

@@ -1,4 +1,4 @@
-"""What a generation cost and what its drafts were worth. The only module that reads the clock."""
+"""What a generation cost and what its drafts were worth. Besides step_cost.py the only module that reads the clock."""
 
 from __future__ import annotations
 

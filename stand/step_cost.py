@@ -1,0 +1,112 @@
+"""What a step costs by the tokens it holds: measured once on the real model, then the drafts' budget follows from it.
+
+A node that is accepted with probability p adds p tokens. With T expected tokens and a step of C(M) seconds for M
+tokens, one more node pays while p / T > (C(M + 1) - C(M)) / C(M): the marginal rule for the most tokens per second.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+
+from stand.trees import DraftBatch, DraftTree
+
+FORMAT = "stand step cost 1"
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens per row that are timed, besides `most_tokens` in all
+REPEATS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of a step with tokens[i] packed tokens of `num_rows` rows behind `length` committed ones each.
+
+    Drafts made by a cost are a function of the cost: with a saved one they repeat, seed by seed, where freshly
+    measured ones differ from run to run. The law of the output does not depend on either.
+    """
+
+    num_rows: int
+    length: int
+    tokens: tuple[int, ...]  # ascending
+    seconds: tuple[float, ...]  # not falling
+
+    def __post_init__(self) -> None:
+        rising = np.all(np.diff(self.tokens) > 0) and np.all(np.diff(self.seconds) >= 0)
+        if len(self.tokens) < 2 or len(self.tokens) != len(self.seconds) or not rising or min(self.seconds) <= 0:
+            raise ValueError(
+                "a step cost needs two or more sizes, ascending, with times above 0 that do not fall, got "
+                f"{self.tokens} and {self.seconds}; measure with engine.measure_cost()"
+            )
+
+    @property
+    def most_tokens(self) -> int:
+        """The largest step that was timed: a budget never goes beyond."""
+        return self.tokens[-1]
+
+    def at(self, num_tokens: float) -> float:
+        """Seconds of a step with that many tokens, on straight lines between the timed sizes."""
+        return float(np.interp(num_tokens, self.tokens, self.seconds))
+
+    def rises(self, num_rows: int, budget: int) -> np.ndarray:
+        """[budget] float32: by what share of itself a step of `num_rows` tokens and k nodes rises with node k + 1."""
+        seconds = np.interp(np.arange(num_rows, num_rows + budget + 1), self.tokens, self.seconds)
+        return (np.diff(seconds) / seconds[:-1]).astype(np.float32)
+
+    def save(self, path: str | PathLike) -> None:
+        Path(path).write_text(json.dumps({"format": FORMAT, **asdict(self)}) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | PathLike) -> StepCost:
+        """Raises ValueError where the file is not a saved cost."""
+        try:
+            document = json.loads(Path(path).read_text(encoding="utf-8"))
+            if document.pop("format") != FORMAT:
+                raise ValueError("unknown format")
+            return cls(**{**document, "tokens": tuple(document["tokens"]), "seconds": tuple(document["seconds"])})
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path} must hold a saved step cost, got {error}; measure it again") from error
+
+    @classmethod
+    def measured(cls, tokens: Sequence[int], seconds: Sequence[float], *, num_rows: int, length: int) -> StepCost:
+        """From timings in any order; a time below that of a smaller step is noise and raised to it."""
+        order = np.argsort(tokens)
+        smooth = np.maximum.accumulate(np.asarray(seconds, dtype=float)[order])
+        return cls(num_rows, length, tuple(int(tokens[place]) for place in order), tuple(smooth.tolist()))
+
+
+def measure_cost(run_step: Callable[[DraftBatch], None], *, num_rows: int, length: int, most_tokens: int) -> StepCost:
+    """Median times of whole steps (layout, forward, verdict), sizes in turn so that a slow moment meets them all."""
+    sizes = sorted({size * num_rows for size in SIZES if size * num_rows < most_tokens} | {most_tokens})
+    timings: dict[int, list[float]] = {size: [] for size in sizes}
+    for size in sizes:
+        run_step(synthetic_drafts(size, num_rows))  # compiles, captures
+    for _ in range(REPEATS):
+        for size in sizes:
+            start = time.perf_counter()
+            run_step(synthetic_drafts(size, num_rows))
+            timings[size].append(time.perf_counter() - start)
+    medians = [statistics.median(timings[size]) for size in sizes]
+    return StepCost.measured(sizes, medians, num_rows=num_rows, length=length)
+
+
+def synthetic_drafts(num_tokens: int, num_rows: int) -> DraftBatch:
+    """`num_tokens` in all, shared out evenly, in trees of two branches."""
+    shares = [num_tokens // num_rows + (row < num_tokens % num_rows) for row in range(num_rows)]
+    return DraftBatch.concatenate([_binary_draft(share) for share in shares])
+
+
+def _binary_draft(num_nodes: int) -> DraftTree:
+    nodes = np.arange(num_nodes)
+    parents = ((nodes - 1) // 2).astype(np.int32)
+    support = np.full((num_nodes, 2), -1, dtype=np.int32)
+    law = np.zeros((num_nodes, 2), dtype=np.float32)
+    tokens = (nodes % 2).astype(np.int32)
+    support[parents[1:], tokens[1:]] = tokens[1:]
+    law[nodes[1:], tokens[1:]] = 1.0
+    return DraftTree(tokens, parents, support, law)

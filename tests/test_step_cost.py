@@ -1,0 +1,57 @@
+"""What a step costs: interpolation, files, and a measurement on a real model."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_model
+
+import stand
+from stand.step_cost import StepCost, synthetic_drafts
+
+FLAT_THEN_STEEP = StepCost(num_rows=1, length=100, tokens=(1, 64, 128), seconds=(4.0, 4.0, 8.0))
+
+
+def test_a_flat_stretch_is_free_and_a_steep_one_is_not():
+    rises = FLAT_THEN_STEEP.rises(1, 127)
+    assert rises.shape == (127,) and not rises[:63].any()
+    np.testing.assert_allclose(rises[63], (4 / 64) / 4.0, rtol=1e-5)
+    assert np.all(np.diff(rises[63:]) < 0)  # a constant price is a falling share of a dearer step
+
+
+def test_costs_are_saved_and_loaded(tmp_path):
+    FLAT_THEN_STEEP.save(tmp_path / "cost.json")
+    assert StepCost.load(tmp_path / "cost.json") == FLAT_THEN_STEEP
+    (tmp_path / "other.json").write_text('{"format": "stand step cost 1", "tokens": 3}')
+    with pytest.raises(ValueError, match="measure it again"):
+        StepCost.load(tmp_path / "other.json")
+
+
+def test_noise_below_a_smaller_step_is_raised_to_it():
+    cost = StepCost.measured([8, 1, 4], [5.0, 3.0, 2.0], num_rows=1, length=10)
+    assert cost.tokens == (1, 4, 8) and cost.seconds == (3.0, 3.0, 5.0)
+    assert cost.at(6) == 4.0 and cost.most_tokens == 8
+
+
+@pytest.mark.parametrize(
+    "tokens, seconds", [((1,), (1.0,)), ((2, 1), (1.0, 1.0)), ((1, 2), (2.0, 1.0)), ((1, 2), (0.0, 1.0))]
+)
+def test_what_is_no_cost_is_refused(tokens, seconds):
+    with pytest.raises(ValueError, match="two or more sizes"):
+        StepCost(1, 1, tokens, seconds)
+
+
+def test_synthetic_drafts_are_drafts_of_the_asked_size():
+    batch = synthetic_drafts(23, 3)
+    batch.check()
+    assert batch.num_nodes == 23 and len(batch) == 3
+
+
+def test_steps_of_a_real_model_are_timed():
+    model = tiny_model("llama")
+    before = [parameter.clone() for parameter in model.parameters()]
+    cost = stand.wrap(model).measure_cost(num_rows=2, length=20, most_tokens=40)
+    assert cost.tokens == (2, 4, 8, 16, 24, 32, 40) and min(cost.seconds) > 0
+    assert all(torch.equal(left, right) for left, right in zip(before, model.parameters(), strict=True))
+    assert model.config._attn_implementation != "stand_tree"
+    with pytest.raises(ValueError, match="most_tokens above num_rows"):
+        stand.wrap(model).measure_cost(num_rows=4, most_tokens=4)

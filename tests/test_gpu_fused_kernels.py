@@ -123,7 +123,7 @@ def stored(states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "size, rotary, rule",
-    [(8, 8, NO_NORM), (12, 8, NO_NORM), (6, 6, ROUND_FIRST), (8, 8, ONE_PLUS), (8, 4, SCALE_FIRST)],
+    [(8, 8, NO_NORM), (12, 8, NO_NORM), (8, 0, NO_NORM), (6, 6, ROUND_FIRST), (8, 8, ONE_PLUS), (8, 4, SCALE_FIRST)],
 )
 def test_rope_and_store(size, rotary, rule, dtype):
     torch.manual_seed(size + rotary)

@@ -372,6 +372,23 @@ def test_modules_the_kernels_do_not_know_are_left_alone():
         assert relative_error(packed_forwards(model)[0], own) <= 1e-5
 
 
+def test_a_layer_without_positions():
+    class Unturned(type(fresh("llama", 1).model.layers[0].self_attn)):
+        """As every fourth layer of SmolLM 3."""
+
+        def forward(self, hidden_states, position_embeddings, **kwargs):
+            cos, sin = position_embeddings
+            return super().forward(hidden_states, (torch.ones_like(cos), torch.zeros_like(sin)), **kwargs)
+
+    model = fresh("llama")
+    model.model.layers[1].self_attn.__class__ = Unturned
+    own, _ = packed_forwards(model)
+    fusion = fuse(model)
+    assert kept(fusion) == PLAIN
+    with fusion.active():
+        assert relative_error(packed_forwards(model)[0], own) <= 1e-5
+
+
 def test_double_precision_is_refused():
     with pytest.raises(ValueError, match="float32, bfloat16 or float16, got torch.float64"):
         fuse(fresh("llama").double())

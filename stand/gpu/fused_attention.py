@@ -23,7 +23,8 @@ class AttentionSettings:
 
     constants: keyword arguments that the module adds when it calls the attention function; a value that is one of its
     parameters is given by that parameter's name in `parameters` instead.
-    rotary: leading components of a head that turn. rule: how q_norm and k_norm scale, or NO_NORM.
+    rotary: leading components of a head that turn, 0 for a layer without positions.
+    rule: how q_norm and k_norm scale, or NO_NORM.
     """
 
     constants: Mapping[str, object]

@@ -136,7 +136,7 @@ class Trial:
         return True
 
     def _attention_settings(self, module: nn.Module) -> tuple[list[AttentionSettings], str]:
-        """Candidates: tables as wide as the part that turns, or half as wide."""
+        """Candidates: tables as wide as the part that turns, or half as wide, or a layer without positions."""
         refusal = self._untried(module)
         if refusal:
             return [], refusal
@@ -155,7 +155,7 @@ class Trial:
         parameters = {name: names[id(value)] for name, value in own.constants.items() if id(value) in names}
         constants = {name: value for name, value in own.constants.items() if name not in parameters}
         width = tables[0].shape[-1]
-        rotaries = [rotary for rotary in (width, 2 * width) if rotary <= module.head_dim]
+        rotaries = [rotary for rotary in (width, 2 * width, 0) if rotary <= module.head_dim]
         return [AttentionSettings(constants, parameters, rotary, rule) for rotary in rotaries], ""
 
     def _best(

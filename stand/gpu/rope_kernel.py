@@ -105,8 +105,8 @@ def rope_and_store(
     cos, sin [M, rotary] or [M, rotary / 2] (one half, used for both), of the query's dtype. keys, values
     [R, Hkv, S, D]: the cache of one layer, any strides but adjacent D. slots [M] int64: row * S + slot of each token;
     a negative one is not written.
-    rotary: leading components that turn. rule: how query_weight and key_weight [D] norm the heads first
-    (`norm_kernel.RULES`), or NO_NORM.
+    rotary: leading components that turn; 0 leaves cos and sin unread.
+    rule: how query_weight and key_weight [D] norm the heads first (`norm_kernel.RULES`), or NO_NORM.
     """
     _check_heads(query, key, value, keys, values, slots)
     _check_rotation(query, cos, sin, rotary)
@@ -213,6 +213,8 @@ def _check_heads(
 
 
 def _check_rotation(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: int) -> None:
+    if rotary == 0:
+        return
     if rotary % 2 or not 0 < rotary <= query.shape[2]:
         raise ValueError(f"rotary must be even and at most the head size {query.shape[2]}, got {rotary}")
     if cos.shape != sin.shape or cos.shape not in {(query.shape[0], rotary), (query.shape[0], rotary // 2)}:

@@ -418,6 +418,19 @@ def test_device_noise_is_the_host_noise():
     assert np.array_equal(uniforms_on_device(keys, 70, device=torch.device("cpu")).numpy(), grid)
 
 
+def test_noise_of_all_nodes_is_that_of_every_row():
+    """The packed forms: after a node of depth d comes the token at positions[row] + d."""
+    listed = [draft for _, draft in drafts("EX2", "without replacement (2,2)")][:7]
+    batch = pack(WORLDS["EX2"], listed)
+    noise = VerifierNoise(2**63 + 11, np.arange(7) * 2**29, np.arange(7), np.arange(7) * 2**27 + 3)
+    drawn, keys = noise.target_at_nodes(batch), noise.keys_at_nodes(batch)
+    for row in range(7):
+        for node in range(batch.offsets[row], batch.offsets[row + 1]):
+            depth, rows = int(batch.depths[node]), np.array([row])
+            assert drawn[node] == noise.target(rows, depth)[0]
+            assert int(keys[node]) % 2**64 == noise.step_keys(rows, depth)[0]
+
+
 # Output equal to plain sampling: match and coupled.
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from stand.trees import DraftBatch
+from stand.trees import NO_PARENT, DraftBatch
 from stand.verifiers.schedule import Schedule, packed_parents, token_columns
 
 Laws = Literal["ignored", "recorded", "with_replacement", "one_batch"]
@@ -77,35 +77,36 @@ def check_requirements(name: str, requires: Requirements, batch: DraftBatch) -> 
 
 def _drawn_siblings(batch: DraftBatch) -> np.ndarray:
     """[M] bool: children of nodes with two or more, unless at most one of these was drawn and the rest given."""
-    parents = packed_parents(batch)
-    children = np.flatnonzero(batch.depths > 0)
-    sampled = children[np.count_nonzero(batch.law[children], axis=1) > 1]
-    num_children = np.bincount(parents[children], minlength=batch.num_nodes)
-    num_sampled = np.bincount(parents[sampled], minlength=batch.num_nodes)
+    num_sampled = _num_sampled(batch)
     repeats = drawn_without_replacement(batch) & (num_sampled > 0)  # the last law may be a one-hot by exhaustion
-    drawn = np.zeros(batch.num_nodes, dtype=bool)
-    drawn[children] = (((num_sampled > 1) & (num_children > 1)) | repeats)[parents[children]]
-    return drawn
+    return _children_of((num_sampled > 1) | repeats, batch)
+
+
+def _num_sampled(batch: DraftBatch) -> np.ndarray:
+    """[M] int64: children of each node whose law leaves more than one token."""
+    parents = packed_parents(batch)
+    sampled = np.count_nonzero(batch.law, axis=1) > 1
+    return np.bincount(parents[sampled], minlength=batch.num_nodes)
+
+
+def _children_of(nodes: np.ndarray, batch: DraftBatch) -> np.ndarray:
+    """[M] bool: children of the nodes that are set in `nodes` [M] bool."""
+    parents = packed_parents(batch)
+    return nodes[parents] & (parents != NO_PARENT)
 
 
 def wrong_batches(batch: DraftBatch) -> np.ndarray:
     """[M] bool: children whose node is neither one draw without replacement nor "at most one child drawn"."""
     departs = _departures(batch, without_replacement=True)
-    parents = packed_parents(batch)
-    children = np.flatnonzero(batch.depths > 0)
-    sampled = children[np.count_nonzero(batch.law[children], axis=1) > 1]
-    num_sampled = np.bincount(parents[sampled], minlength=batch.num_nodes)
     node_departs = np.zeros(batch.num_nodes, dtype=bool)
-    node_departs[parents[departs]] = True
-    wrong = np.zeros(batch.num_nodes, dtype=bool)
-    wrong[children] = (node_departs & (num_sampled > 1))[parents[children]]
-    return wrong
+    node_departs[packed_parents(batch)[departs]] = True
+    return _children_of(node_departs & (_num_sampled(batch) > 1), batch)
 
 
 def drawn_without_replacement(batch: DraftBatch) -> np.ndarray:
     """[M] bool: nodes with two or more children, all drawn without replacement from the first one's law."""
     parents = packed_parents(batch)
-    num_children = np.bincount(parents[batch.depths > 0], minlength=batch.num_nodes)
+    num_children = np.bincount(parents[parents != NO_PARENT], minlength=batch.num_nodes)
     departs = np.zeros(batch.num_nodes, dtype=bool)
     departs[parents[_departures(batch, without_replacement=True)]] = True
     return (num_children > 1) & ~departs

@@ -59,7 +59,7 @@ class Schedule:
     @classmethod
     def by_rank(cls, batch: DraftBatch) -> Schedule:
         """All depths together: for rules in which a node's test does not depend on its ancestors'."""
-        children = np.flatnonzero(batch.depths > 0)
+        children = np.flatnonzero(batch.depths)
         order = children[np.argsort(batch.ranks[children], kind="stable")]
         ranks = batch.ranks[order]
         firsts = np.concatenate([[0], np.flatnonzero(np.diff(ranks)) + 1, [len(ranks)]]).tolist()

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from transformers import AutoConfig, PretrainedConfig
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 INITIAL_SPREAD = 0.02  # standard deviation of random weights; zeros would make matrix products faster
 
@@ -67,6 +69,8 @@ class ModelShape:
 
     def config(self, *, max_positions: int) -> PretrainedConfig:
         """A configuration to build a model with random weights from."""
+        from transformers import AutoConfig  # slow, and not needed to time kernels
+
         return AutoConfig.for_model(
             self.family,
             vocab_size=self.vocabulary,

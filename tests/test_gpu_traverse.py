@@ -101,6 +101,13 @@ def test_every_stop_of_a_draft_is_reached():
     assert len(reached) > 5
 
 
+def test_a_uniform_of_zero_does_not_pass_a_threshold_of_zero():
+    batch, probs, _ = agreeing_case(0, "sampled")
+    thresholds = expect(batch, probs, np.zeros(batch.num_nodes))[3]
+    assert (thresholds == 0).any()
+    assert_equal(batch, probs, np.where(thresholds == 0, 0.0, np.nextafter(1.0, 0.0)))
+
+
 def test_rows_without_nodes_and_padding_tokens_change_nothing():
     batch, target, noise = case(2, "sampled")
     probs, uniforms = target.rows(np.arange(batch.num_nodes)), torch.from_numpy(noise.accept(batch))
@@ -126,6 +133,8 @@ def test_pending_tokens_and_chains():
     probs = torch.softmax(torch.randn(batch.num_nodes, 20, generator=torch.Generator().manual_seed(0)).double(), dim=1)
     probs[1] = 0
     probs[1, 2] = 1.0  # node 1's child is certain
+    probs[2] *= 1e-6 / probs[2].sum()
+    probs[2, 3] += 1.0 - 1e-6  # node 2's child is nearly so
     stops = assert_equal(batch, probs, np.full(batch.num_nodes, 0.02))
     assert stops[0] == 0 and stops[1] > 1
 

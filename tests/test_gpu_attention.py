@@ -15,7 +15,7 @@ import triton.language as tl  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
 from stand.gpu import attention_kernel  # noqa: E402
-from stand.gpu.attention_kernel import tile_tokens, tree_attention  # noqa: E402
+from stand.gpu.attention_kernel import blocks, tile_tokens, tree_attention  # noqa: E402
 from stand.gpu.work_list import WorkList, most_items, most_splits  # noqa: E402
 
 SPLIT = 64
@@ -164,7 +164,7 @@ def test_ragged_rows_of_every_grouping(groups, heads):
     assert difference(case, tile=7) < 2e-6
 
 
-@pytest.mark.parametrize("size", [64, 96, 128, 256])
+@pytest.mark.parametrize("size", [16, 64, 80, 96, 128, 192, 256])
 def test_head_sizes(size):
     assert difference(make_case([3, 9], [65, 20], size=size)) < 2e-6
 
@@ -342,10 +342,12 @@ def test_wrong_arguments_are_refused():
     case.keys = case.keys.transpose(2, 3).contiguous().transpose(2, 3)
     with pytest.raises(ValueError, match="stride 1"):
         run(case)
+    with pytest.raises(ValueError, match="scale must be positive"):
+        run(make_case([3], [5]), scale=-1.0)
     with pytest.raises(ValueError, match="at most 64 query rows"):
         run(make_case([3], [5]), tile=40)
-    with pytest.raises(ValueError, match="head size of 64, 96, 128 or 256"):
-        run(make_case([3], [5], size=32))
+    with pytest.raises(ValueError, match="a multiple of 16"):
+        run(make_case([3], [5], size=40))
 
 
 def test_cpu_tensors_need_the_interpreter():
@@ -360,11 +362,20 @@ def test_cpu_tensors_need_the_interpreter():
     assert "needs CUDA tensors" in result.stderr
 
 
+def test_blocks_on_an_older_gpu_hold_the_same_rows():
+    for head_size in (64, 96, 112, 128, 256):
+        for rows in (1, 64, 65, 128)[: 2 if head_size == 256 else 4]:
+            new, old = (blocks(rows, head_size, torch.bfloat16, capability=capability) for capability in (90, 80))
+            assert new.rows == old.rows >= rows and 64 % new.keys == 64 % old.keys == 0
+    assert blocks(128, 128, torch.bfloat16, capability=80) == attention_kernel.AMPERE_128
+
+
 def test_tiles_by_rows_and_groups():
     assert tile_tokens(80, 7, 128, torch.bfloat16) == 18
     assert tile_tokens(8, 7, 128, torch.bfloat16) == 9
     assert tile_tokens(1, 1, 64, torch.float16) == 64
     assert tile_tokens(80, 2, 256, torch.bfloat16) == 32
     assert tile_tokens(1, 71, 64, torch.bfloat16) == 1
+    assert tile_tokens(64, 1, 112, torch.float16) == 64
     with pytest.raises(ValueError, match="at most 64 query rows"):
         tile_tokens(1, 71, 64, torch.float32)

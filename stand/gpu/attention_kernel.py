@@ -35,7 +35,8 @@ class Blocks:
     num_stages: int
 
 
-# By head size, small tiles first. Chosen by what the compiler says for sm_80 and sm_90: no spilled registers.
+# By the largest head size that they serve, small tiles first. Chosen by what the compiler says for sm_80 and sm_90:
+# no spilled registers.
 BLOCKS_16_BIT = {
     64: (Blocks(64, 64, 4, 3), Blocks(128, 64, 8, 3)),
     96: (Blocks(64, 32, 4, 3), Blocks(128, 64, 8, 3)),
@@ -60,23 +61,32 @@ def _is_live(items, index, num_items, KEY_HEADS: tl.constexpr):
 
 @triton.jit
 def _scores(query, key, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """[BLOCK_M, BLOCK_N] scores in powers of two."""
+    """[BLOCK_M, BLOCK_N] scores, to be multiplied by `_score_unit`."""
     scores = tl.dot(query, tl.trans(key), input_precision="ieee")
     if HAS_SOFTCAP:
         # tanh(x) = 1 - 2 / (1 + exp(2 x)); right at both infinities
-        doubled = tl.exp2(scores * (scale / softcap * 2.0 * LOG2_E))
-        scores = (1.0 - 2.0 / (1.0 + doubled)) * (softcap * LOG2_E)
-    else:
-        scores = scores * (scale * LOG2_E)
+        scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale / softcap * 2.0 * LOG2_E)))
     return scores
 
 
 @triton.jit
-def _absorb(scores, value, accumulator, highest, mass):
-    """Online softmax: take one block of scores and values in. A row that has seen nothing stays at -inf, 0, 0."""
-    new_highest = tl.maximum(highest, tl.max(scores, 1))
+def _score_unit(scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """What a score counts as a power of two."""
+    unit = scale * LOG2_E
+    if HAS_SOFTCAP:
+        unit = softcap * LOG2_E
+    return unit
+
+
+@triton.jit
+def _absorb(scores, unit, value, accumulator, highest, mass):
+    """Online softmax: take one block of scores and values in. A row that has seen nothing stays at -inf, 0, 0.
+
+    The unit is applied here, so that scaling and the subtraction of the highest are one instruction.
+    """
+    new_highest = tl.maximum(highest, tl.max(scores, 1) * unit)
     reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-    weights = tl.exp2(scores - reference[:, None])
+    weights = tl.exp2(scores * unit - reference[:, None])
     shrink = tl.exp2(highest - reference)
     mass = mass * shrink + tl.sum(weights, 1)
     accumulator = accumulator * shrink[:, None]
@@ -127,6 +137,7 @@ def _tree_attention_kernel(
     tokens = rows // GROUPS
     sizes = tl.arange(0, BLOCK_D)
     columns = tl.arange(0, BLOCK_N)
+    unit = _score_unit(scale, softcap, HAS_SOFTCAP)
     while _is_live(items, index, num_items, KEY_HEADS):
         item = items + (index // KEY_HEADS) * 8
         key_head = index % KEY_HEADS
@@ -193,7 +204,7 @@ def _tree_attention_kernel(
                     key_positions = tl.where(is_tail, tail_positions, slots)
             if HAS_WINDOW:
                 scores = tl.where(key_positions[None, :] > blind[:, None], scores, float("-inf"))
-            accumulator, highest, mass = _absorb(scores, value, accumulator, highest, mass)
+            accumulator, highest, mass = _absorb(scores, unit, value, accumulator, highest, mass)
 
         has_mass = mass > 0
         mixed = accumulator / tl.where(has_mass, mass, 1.0)[:, None]
@@ -264,9 +275,7 @@ def blocks(num_rows: int, head_size: int, dtype: torch.dtype, *, capability: int
             f"(tokens times query heads per key head), got {num_rows}; "
             "take fewer tokens per tile, or the masked attention of stand.attention for more grouped heads"
         )
-    if capability < 90 and head_size == 128 and fitting[0].rows == 128:
-        return AMPERE_128
-    return fitting[0]
+    return AMPERE_128 if capability < 90 and fitting[0] is BLOCKS_16_BIT[128][1] else fitting[0]
 
 
 def tile_tokens(tokens_per_row: int, groups: int, head_size: int, dtype: torch.dtype) -> int:
@@ -281,13 +290,15 @@ def tile_tokens(tokens_per_row: int, groups: int, head_size: int, dtype: torch.d
 
 
 def _offered(head_size: int, dtype: torch.dtype) -> tuple[Blocks, ...]:
+    """The tiles of the next larger size in the tables."""
     table = {torch.float32: BLOCKS_FLOAT32, torch.float16: BLOCKS_16_BIT, torch.bfloat16: BLOCKS_16_BIT}.get(dtype, {})
-    if head_size not in table:
+    fitting = [size for size in table if size >= head_size]
+    if not fitting or head_size < 1 or head_size % 16:
         raise ValueError(
-            "tree attention needs float32, float16 or bfloat16 and a head size of 64, 96, 128 or 256, "
+            "tree attention needs float32, float16 or bfloat16 and a head size up to 256 that is a multiple of 16, "
             f"got {dtype} and {head_size}; use the masked attention of stand.attention"
         )
-    return table[head_size]
+    return table[min(fitting)]
 
 
 @torch.library.custom_op("stand::tree_attention", mutates_args=("partials", "log_sums"))
@@ -310,14 +321,15 @@ def tree_attention(
     """What each packed token draws from the values it sees: [M, H, D], contiguous, in the query's dtype.
 
     query [M, H, D]; keys, values [R, Hkv, S, D] in the query's dtype, any strides but the last; ancestors [M, W <= 4]
-    int64, bit j % 64 of word j // 64 set when the token sees token j of its row (its own bit included);
+    int64, bit j % 64 of word j // 64 set when the token sees token j of its row (its own bit included, no later one);
     positions [M] int64, slot k of the committed prefix being position k; items [I, 8] and num_splits [M] int32 as
     `WorkList` makes them with `tile_tokens`; partials [P, M, H, D] and log_sums [P, M, H] float32 are scratch for up
-    to P splits. `window` > 0: a token sees positions above its own less the window. `softcap` > 0: scores become
-    softcap * tanh(score / softcap) (Gemma 2). `sinks` [H]: a logit per head that takes mass and gives nothing
-    (gpt-oss). A token that no item covers must have 0 splits and gets zeros. Raises ValueError on wrong shapes.
+    to P splits. Scores are multiplied by `scale` > 0. `window` > 0: a token sees positions above its own less the
+    window. `softcap` > 0: scores become softcap * tanh(score / softcap) (Gemma 2). `sinks` [H]: a logit per head that
+    takes mass and gives nothing (gpt-oss). A token that no item covers must have 0 splits and gets zeros. Raises
+    ValueError on wrong shapes.
     """
-    _check_call(query, keys, values, ancestors, positions, items, num_splits, partials, log_sums, sinks)
+    _check_call(query, keys, values, ancestors, positions, items, num_splits, partials, log_sums, scale, sinks)
     mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
     with launch_device(_tree_attention_kernel, query):
         _attend(
@@ -408,7 +420,7 @@ def _capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def _check_call(query, keys, values, ancestors, positions, items, num_splits, partials, log_sums, sinks) -> None:
+def _check_call(query, keys, values, ancestors, positions, items, num_splits, partials, log_sums, scale, sinks) -> None:
     """Shapes, dtypes and strides; all of it known without a look at the device."""
     num_tokens, num_heads, head_size = query.shape
     num_splits_held = partials.shape[0]
@@ -434,6 +446,8 @@ def _check_call(query, keys, values, ancestors, positions, items, num_splits, pa
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}; call contiguous()")
     if any(tensor.stride(-1) != 1 for tensor in (query, keys, values)):
         raise ValueError("query, keys and values must have stride 1 in the last dimension; call contiguous()")
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, got {scale}; turn the queries around instead")
     if num_heads % keys.shape[1] or not 1 <= ancestors.shape[1] <= MOST_WORDS:
         raise ValueError(
             f"query heads must be a multiple of key heads and ancestors have 1 to {MOST_WORDS} words per token, "

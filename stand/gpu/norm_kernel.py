@@ -85,7 +85,7 @@ def _specimen(size: int, dtype: str, rule: int) -> Specimen:
     return Specimen(
         name=f"rms_norm size {size} {dtype} rule {rule}",
         kernel=_rms_norm,
-        signature={**pointers, "row_stride": "i32", "eps": "fp32"},
+        signature={**pointers, "row_stride": "i32:16", "eps": "fp32"},
         constants={"SIZE": size, "RULE": rule, "BLOCK": block},
         num_warps=_num_warps(block),
     )

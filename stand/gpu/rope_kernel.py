@@ -163,7 +163,7 @@ def _specimen(heads: int, kv_heads: int, size: int, dtype: str, rule: int) -> Sp
             **dict.fromkeys(pointers, f"*{dtype}"),
             "slots": "*i64",
             **dict.fromkeys(outputs, f"*{dtype}"),
-            **dict.fromkeys(strides + places, "i32"),
+            **dict.fromkeys(strides + places, "i32:16"),
             "eps": "fp32",
         },
         constants={

@@ -95,7 +95,7 @@ def specimens() -> list[Specimen]:
             kernel=_gated_product,
             signature={
                 **{name: f"*{dtype}" for name in ("gate", "up", "output")},
-                **{name: "i32" for name in ("gate_stride", "up_stride", "size")},
+                **{name: "i32:16" for name in ("gate_stride", "up_stride", "size")},
             },
             constants={"ACTIVATION": activation, "BLOCK": BLOCK},
             num_warps=NUM_WARPS,

@@ -32,9 +32,9 @@ from tokenizers import Tokenizer
 
 SETTINGS = ("alone", "same", "all")
 DRAFTERS = ("lookup", "stand", "prompt-lookup", "arctic")
-NUM_BINS = 20
+NUM_BINS = 10
 DEEPEST = 32
-LEAST_IN_BIN = 200
+LEAST_IN_BIN = 500
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class Result:
     coverage: float  # share of steps with a draft
     accepted_by_depth: list[float]  # per step
     calibration: list[tuple[float, float, int]] | None  # per bin of path probability: expected, accepted, nodes
-    calibration_error: float | None  # the largest, among bins of at least 200 nodes
+    calibration_error: float | None  # the largest, among bins of at least 500 nodes
     num_tokens: int
     num_steps: int
 

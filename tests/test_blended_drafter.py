@@ -23,7 +23,8 @@ class Witness:
         self.lookup.learn_batch(*arguments, **named)
 
     def judge(self, histories, runs, *, scopes):
-        self.judged.append([(*map(np.ndarray.tolist, pair), scope) for *pair, scope in zip(histories, runs, scopes)])
+        rows = zip(histories, runs, scopes, strict=True)
+        self.judged.append([(history.tolist(), run.tolist(), scope) for history, run, scope in rows])
         self.lookup.judge(histories, runs, scopes=scopes)
 
 

@@ -1,0 +1,207 @@
+"""What the blended lookup tree costs: drafting, learning, memory; beside Arctic's suffix decoding where installed.
+
+    taskset -c 1 python scripts/bench_lookup.py FILE... --tokenizer tokenizer.json --contexts 1000000 10000000 --arctic
+
+FILE is a recording as for `replay.py`. The tree learns recordings until it holds `--contexts` contexts (beginning
+again with other ids where they are not enough), then the last ones are decoded as in a replay, in groups; every step
+drafts with each budget, in turn, and follows the largest. Arctic gets the same recordings as the smallest tree. Times
+are CPU time of calls from Python, in microseconds. What else runs on the machine can only make them longer, so the
+group with the lowest median counts, with its own 99th percentile; those over all groups stand in the JSON document,
+which is the last line of stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+from recordings import Recording, Selection, read_recordings
+from replay import walk
+from replay_drafters import ArcticReplay, BlendedReplay, ReplayDrafter
+from text_table import format_table
+from tokenizers import Tokenizer
+
+from stand.trees import BlendedLookup
+
+BUDGETS = (8, 32, 80)
+ROWS, NODES_PER_ROW = 16, 8
+CHUNK = 8  # tokens per call while the tree is filled
+GROUP_SIZE = 3  # recordings
+LARGEST_ID = 2**20
+
+
+def timed(call: Callable, *arguments, **named) -> tuple[float, object]:
+    """(microseconds, result)."""
+    started = time.thread_time_ns()
+    result = call(*arguments, **named)
+    return (time.thread_time_ns() - started) / 1e3, result
+
+
+def summary(groups: list[list[float]]) -> dict[str, float]:
+    best, every = min(groups, key=np.median), np.concatenate(groups)
+    return {
+        "median": float(np.median(best)),
+        "p99": float(np.percentile(best, 99)),
+        "median_all": float(np.median(every)),
+        "p99_all": float(np.percentile(every, 99)),
+    }
+
+
+def endless(recordings: list[Recording]) -> Iterator[Recording]:
+    """The recordings again and again, with other ids each time."""
+    for lap in count():
+        for one in recordings:
+            prompt, tokens = ((ids + 7919 * lap) % LARGEST_ID if lap else ids for ids in (one.prompt, one.tokens))
+            yield Recording(one.problem, one.sample, prompt.astype(np.int32), tokens.astype(np.int32))
+
+
+def fill(drafter: ReplayDrafter, recordings: Iterator[Recording], is_full: Callable[[int], bool]) -> dict:
+    """Learn whole recordings until enough; what that took by the call and by the token."""
+    micros: list[float] = []
+    num_tokens = 0
+    while not is_full(num_tokens):
+        one = next(recordings)
+        stream = np.concatenate([one.prompt, one.tokens])
+        drafter.start(one.problem, one.prompt)
+        for end in range(CHUNK, len(stream), CHUNK):
+            micros.append(timed(drafter.learn, stream[:end], CHUNK)[0])
+        drafter.finish()
+        num_tokens += len(stream)
+    return {
+        "tokens": num_tokens,
+        "learn_us_per_token": float(np.median(micros) / CHUNK),
+        "learn_us_worst_call": float(max(micros)),
+        "learn_us_p9999_call": float(np.percentile(micros, 99.99)),
+    }
+
+
+def decode(drafter: ReplayDrafter, recordings: list[Recording], micros: dict[int, list[float]]) -> None:
+    """A replay that drafts with every budget at every step."""
+    turn = 0
+    for one in recordings:
+        stream = np.concatenate([one.prompt, one.tokens]).astype(np.int32)
+        end = len(one.prompt) + 1
+        drafter.start(one.problem, one.prompt)
+        drafter.learn(stream[:end], end)
+        while end < len(stream):
+            turn += 1
+            for budget in (*BUDGETS[turn % 3 :], *BUDGETS[: turn % 3]):
+                took, guess = timed(drafter.draft, stream[:end], budget)
+                micros[budget].append(took)
+                if budget == max(BUDGETS):
+                    num_accepted = len(walk(guess, stream[end:]))
+            num_new = min(num_accepted + 1, len(stream) - end)
+            end += num_new
+            drafter.learn(stream[:end], num_new)
+        drafter.finish()
+
+
+def bench_drafts(drafter: ReplayDrafter, recordings: list[Recording]) -> dict[str, dict[str, float]]:
+    groups = []
+    for first in range(0, len(recordings), GROUP_SIZE):
+        groups.append({budget: [] for budget in BUDGETS})
+        decode(drafter, recordings[first : first + GROUP_SIZE], groups[-1])
+    return {f"draft_{budget}": summary([group[budget] for group in groups]) for budget in BUDGETS}
+
+
+def bench_rows(lookup: BlendedLookup, recordings: list[Recording]) -> dict[str, float]:
+    """Sixteen rows in one call, eight nodes each, at evenly spaced places of sixteen recordings."""
+    rows = [recordings[row % len(recordings)] for row in range(ROWS)]
+    keys, scopes = np.arange(ROWS), [one.problem % 255 for one in rows]
+    groups = []
+    for part in np.array_split(np.linspace(0.02, 0.98, 1000), 5):
+        groups.append([])
+        for share in part:
+            histories = [one.tokens[: max(20, int(share * len(one.tokens)) - 7 * row)] for row, one in enumerate(rows)]
+            budget = ROWS * NODES_PER_ROW
+            groups[-1].append(timed(lookup.draft, histories, budget, seed=0, rows=keys, steps=keys, scopes=scopes)[0])
+    return summary(groups)
+
+
+def bench_laws(lookup: BlendedLookup, recordings: list[Recording]) -> dict[str, float]:
+    """`learn_batch` with ten entries per scored node, by the node and context length."""
+    rng = np.random.default_rng(0)
+    groups = []
+    for one in recordings[: 5 * GROUP_SIZE]:
+        groups.append([])
+        for end in np.linspace(30, len(one.tokens) - 1, 40).astype(int):
+            scopes = [one.problem % 255]
+            batch = lookup.draft([one.tokens[:end]], 80, seed=0, rows=[0], steps=[0], scopes=scopes)
+            ids = np.argsort(rng.random((batch.num_nodes, 64)))[:, :10].astype(np.int32) + 100
+            ids[:, 0] = one.tokens[end]
+            probs = np.sort(rng.dirichlet(np.full(10, 0.3), batch.num_nodes).astype(np.float32))[:, ::-1].copy()
+            took, _ = timed(lookup.learn_batch, batch, [one.tokens[: end - 1]], ids, probs, scopes=scopes)
+            groups[-1].append(took / batch.num_nodes / lookup.depth)
+    return summary(groups)
+
+
+def bench_lookup(known: list[Recording], fresh: list[Recording], num_contexts: int, max_bytes: int) -> dict:
+    drafter = BlendedReplay(max_bytes=max_bytes)
+    lookup = drafter.lookup
+    figures = fill(drafter, endless(known), lambda _: len(lookup) >= num_contexts or lookup.num_evicted > 0)
+    figures |= {
+        "contexts": len(lookup),
+        "evicted": lookup.num_evicted,
+        "bytes_per_token": lookup.nbytes / figures["tokens"],
+        "megabytes": lookup.nbytes / 2**20,
+    }
+    figures |= bench_drafts(drafter, fresh)
+    figures["draft_16_rows"] = bench_rows(lookup, fresh)
+    figures["laws_per_node_and_order"] = bench_laws(lookup, fresh)
+    return figures
+
+
+def bench_arctic(known: list[Recording], fresh: list[Recording], num_tokens: int) -> dict:
+    """Arctic's tree mode over the same recordings; every recording is one request."""
+    drafter = ArcticReplay()
+    figures = fill(drafter, endless(known), lambda learned: learned >= num_tokens)
+    return figures | bench_drafts(drafter, fresh)
+
+
+def table(figures: dict) -> str:
+    header = ["", "contexts or tokens", *(f"draft {b}: median, p99" for b in BUDGETS), "16 rows x 8", "learn/token"]
+    header += ["worst call", "laws/node, order", "B/token"]
+    rows = []
+    for name, one in figures.items():
+        drafts = [f"{one[f'draft_{b}']['median']:.1f}, {one[f'draft_{b}']['p99']:.1f}" for b in BUDGETS]
+        row = [name, one.get("contexts", one["tokens"]), *drafts]
+        row += [one["draft_16_rows"]["median"] if "draft_16_rows" in one else None, one["learn_us_per_token"]]
+        laws = one.get("laws_per_node_and_order")
+        rows.append([*row, one.get("learn_us_worst_call"), laws and laws["median"], one.get("bytes_per_token")])
+    return format_table(header, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--tokenizer", required=True, type=Path, help="tokenizer.json")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[1_000_000], help="sizes of the tree")
+    parser.add_argument("--max-tokens", type=int, default=16_000, help="cut samples to so many tokens")
+    parser.add_argument("--samples", type=int, help="at most so many samples per problem")
+    parser.add_argument("--groups", type=int, default=5, help="of three recordings each, to decode")
+    parser.add_argument("--max-bytes", type=int, default=2 << 30, help="memory cap of the tree")
+    parser.add_argument("--arctic", action="store_true", help="Arctic's tree mode too (arctic-inference)")
+    options = parser.parse_args()
+    tokenizer = Tokenizer.from_file(str(options.tokenizer))
+    selection = Selection(samples=options.samples, max_tokens=options.max_tokens)
+    recordings = [one for file in options.files for one in read_recordings(file, tokenizer, selection)]
+    last = len(recordings) - options.groups * GROUP_SIZE
+    if last < 1:
+        parser.error(f"the files must hold more than {options.groups * GROUP_SIZE} recordings, got {len(recordings)}")
+    known, fresh = recordings[:last], recordings[last:]
+    figures = {}
+    for size in options.contexts:
+        figures[f"lookup, {size:,}"] = bench_lookup(known, fresh, size, options.max_bytes)
+    if options.arctic:
+        figures["arctic"] = bench_arctic(known, fresh, next(iter(figures.values()))["tokens"])
+    print(table(figures))
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -39,7 +39,54 @@ MAX_MEMORY = 4 << 30  # bytes of address space; a mutant that grows without end 
 REFUSED = -1000  # no test run: the mutant does not compile
 
 # (file, source line, change) that leave the behaviour as it is, and why.
-EQUIVALENT: dict[tuple[str, str, str], str] = {}
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    ("operands.py", "return self.target * 1.0", "Mult -> Div"): "times or divided by 1",
+    (
+        "set_law.py",
+        "step = np.where(left > 0, law[:, columns] / np.where(left > 0, left, 1.0), 0.0)",
+        "Gt -> GtE",
+    ): "where nothing is left outside a set, the law of what is drawn next is 0 too",
+    (
+        "draw.py",
+        "from_rows = _token_at(rows, sums, (points - on_support) / torch.where(scale > 0, scale, 1.0))",
+        "1.0 -> 0.0",
+    ): "with scale 0 all weight lies on the support: this token is not looked at",
+    (
+        "draw.py",
+        "from_rows = _token_at(rows, sums, (points - on_support) / torch.where(scale > 0, scale, 1.0))",
+        "Gt -> GtE",
+    ): "with scale 0 all weight lies on the support: this token is not looked at",
+    (
+        "draw.py",
+        "blocks = torch.searchsorted(sums, points, right=True).clip(max=sums.shape[1] - 1)",
+        "drop clip",
+    ): "a point lies below the total, so a block is always found: a guard for NaN only",
+    (
+        "draw.py",
+        "blocks = torch.searchsorted(sums, points, right=True).clip(max=sums.shape[1] - 1)",
+        "Sub -> Add",
+    ): "a point lies below the total, so a block is always found: a guard for NaN only",
+    (
+        "draw.py",
+        "blocks = torch.searchsorted(sums, points, right=True).clip(max=sums.shape[1] - 1)",
+        "1 -> 0 #2",
+    ): "a point lies below the total, so a block is always found: a guard for NaN only",
+    (
+        "draw.py",
+        "return ids.gather(1, within.clip(max=BLOCK_SIZE - 1))[:, 0]",
+        "drop clip",
+    ): "a point lies below its block's sum, so a token is always found: a guard for NaN only",
+    (
+        "draw.py",
+        "return ids.gather(1, within.clip(max=BLOCK_SIZE - 1))[:, 0]",
+        "Sub -> Add",
+    ): "a point lies below its block's sum, so a token is always found: a guard for NaN only",
+    (
+        "draw.py",
+        "return ids.gather(1, within.clip(max=BLOCK_SIZE - 1))[:, 0]",
+        "1 -> 0",
+    ): "a point lies below its block's sum, so a token is always found: a guard for NaN only",
+}
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from hypothesis import strategies as st
 from stand.trees import DraftBatch, DraftTree
 from stand.verifiers import TargetRows, ThresholdVerifier, get_verifier, operands, verifier_names
 from stand.verifiers.requirements import wrong_batches
+from stand.verifiers.schedule import Schedule
 from stand.verifiers.set_law import set_sizes
 
 CHAIN_RULES = ["token", "block", "rrs", "traversal", "match", "specinfer", "spectr", "ranked_traversal", "ot_traversal"]
@@ -339,6 +340,15 @@ def test_a_leaf_may_have_candidates(rule):
         laws = full_laws(batch, target, mass=np.asarray(mass), scale=np.asarray(scale))
         assert laws[-1] == pytest.approx(rows[-1].tolist())
         assert thresholds[0] == 1 and (rule == "match" or thresholds[-1] == 1)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_nothing_negative_is_left_outside_a_support_that_holds_everything(dtype):
+    """Rounded laws may sum to more than 1."""
+    target = TargetRows(torch.tensor([[0.3, 0.6, 0.1000003]] * 3))
+    schedule = Schedule.by_depth_and_rank(BATCH)
+    gathered = operands.Operands.gather(BATCH, target, dtype=dtype, schedule=schedule)
+    assert gathered.tail[0] == 0.0 and gathered.target[0].sum() > 1
 
 
 # Requirements, names, errors.

@@ -25,7 +25,7 @@ from test_verifiers import KINDS, drafts, random_world
 from stand.trees import DraftBatch, DraftTree
 from stand.trees.noise import uniforms
 from stand.verifiers import TargetRows, VerifierNoise, draw_tokens, get_verifier, resolve, verifier_names
-from stand.verifiers.draw import BLOCK_SIZE, draw_residuals
+from stand.verifiers.draw import BLOCK_SIZE, draw_residuals, residuals_at
 from stand.verifiers.greedy_block import pay
 from stand.verifiers.noise import uniforms_on_device
 from stand.verifiers.target import Debt
@@ -144,6 +144,20 @@ def test_the_largest_uniform_stays_inside_the_weights():
         )
         assert np.all((tokens > 0) & (tokens < size // 2))
         assert np.all(draw_tokens(torch.from_numpy(rows), np.full(count, LARGEST)) < size // 2)
+
+
+def test_residual_draws_without_a_wait_are_the_same():
+    """Tensors throughout, rows whose weights are all zero among them."""
+    generator, count = np.random.default_rng(6), 300
+    rows = torch.from_numpy(generator.dirichlet(np.full(30, 0.2), count))
+    support = np.stack([generator.permutation(30)[:4] for _ in range(count)]).astype(np.int32)
+    mass = torch.from_numpy(generator.random((count, 4)) * generator.integers(0, 2, (count, 4)))
+    scale = torch.from_numpy(generator.integers(0, 3, count) / 2.0)
+    uniforms = generator.random(count)
+    mass[::7], scale[::7] = 0.0, 0.0
+    waited = draw_residuals(rows.clone(), support_ids=support, mass=mass, scale=scale, uniforms=uniforms)
+    drawn = residuals_at(rows.clone(), torch.from_numpy(support), mass, scale, torch.from_numpy(uniforms))
+    assert drawn.tolist() == waited.tolist()
 
 
 def test_a_vocabulary_of_one_token():
@@ -579,6 +593,19 @@ def test_greedy_block_asks_for_its_debts():
         verifier.verify(batch, TargetRows(law.repeat(3, 1), debts=[(Debt(1.5, 3),)]), keyed(1))
     verdicts = verifier.verify(batch, TargetRows(law.repeat(3, 1), debts=[()]), keyed(1))
     assert len(verdicts.debts) == 1
+
+
+def test_greedy_block_owes_as_long_as_its_draft_was_deep():
+    """No debt on an empty draft; one as deep as the draft is paid; what is paid off is not handed on."""
+    verifier, law = get_verifier("greedy_block"), torch.tensor([[0.2, 0.8]])
+    empty = DraftBatch.concatenate([DraftTree.pending(1)])
+    assert verifier.verify(empty, TargetRows(law, debts=[()]), keyed(1)).debts == [()]
+    batch = DraftBatch.concatenate([DraftTree.chain([0, 1, 1])])
+    target = TargetRows(law.repeat(3, 1), debts=[(Debt(1.5, 2),)])
+    for seed in range(30):
+        verdicts = verifier.verify(batch, target, keyed(1, seed=seed))
+        left = 2 - verdicts.num_accepted[0] - 1
+        assert all(debt.positions == left > 0 for debt in verdicts.debts[0])
 
 
 def test_greedy_block_keeps_the_known_mean():

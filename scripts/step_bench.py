@@ -15,7 +15,7 @@ import torch
 from model_shapes import ModelShape
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from stand.backend import choose_backend, fusion_of
+from stand.backend import choose_backend, with_fusion
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.device_rule import RULES
@@ -84,8 +84,7 @@ class StepBench:
         self.shape, self.sizes, self.model = shape, sizes, model
         self.bytes_per_second = bytes_per_second
         self.verifier = get_verifier(RULE)
-        self.backend = choose_backend(model, self.verifier, "triton")
-        self.fusion = fusion_of(model, self.backend)
+        self.backend, self.fusion = with_fusion(model, choose_backend(model, self.verifier, "triton"))
         self._generator = np.random.default_rng(0)
 
     @torch.inference_mode()

@@ -72,13 +72,20 @@ def kernel_obstacle(model: PreTrainedModel, verifier: Verifier) -> str | None:
     return kernel_failure(model)
 
 
-def fusion_of(model: PreTrainedModel, backend: Backend) -> Fusion | None:
-    """Proven fused forwards for the captured step's model; None for another backend."""
+def with_fusion(model: PreTrainedModel, backend: Backend) -> tuple[Backend, Fusion | None]:
+    """Proven fused forwards for the captured step's model, checked once more all together; none for other backends."""
     if backend.name != "triton":
-        return None
+        return backend, None
     from stand.gpu.fusion import fuse
+    from stand.gpu.self_check import kernel_failure
 
-    return fuse(model)
+    fusion = fuse(model)
+    with fusion.active():
+        failure = kernel_failure(model)
+    if failure is None:
+        return backend, fusion
+    fusion.undo()
+    return Backend(backend.name, f"{backend.reason}; not fused, because {failure}"), None
 
 
 def captured_step(

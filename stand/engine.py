@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 from transformers.generation.streamers import BaseStreamer
 
 from stand.attention import tree_attention
-from stand.backend import Backend, captured_step, choose_backend, fusion_of
+from stand.backend import Backend, captured_step, choose_backend, with_fusion
 from stand.cache import TreeCache, check_fits
 from stand.drafter import BlendedDrafter, Drafter, LookupDrafter
 from stand.output import GenerationOutput
@@ -84,8 +84,9 @@ def wrap(
         drafter = _lookup_drafter(lookup, fingerprint, model.device, budget=budget, shape=shape, kind=draft_kind)
     elif lookup is not None or shape is not None or budget is not None:
         raise ValueError("drafter= brings its own state, got lookup=, budget= or shape= too; give them to the drafter")
-    chosen = choose_backend(model, rule, backend)
-    fusion = fusion_of(model, chosen) if fuse else None
+    chosen, fusion = choose_backend(model, rule, backend), None
+    if fuse:
+        chosen, fusion = with_fusion(model, chosen)
     return Engine(model, tokenizer, drafter=drafter, verifier=rule, backend=chosen, fusion=fusion)
 
 

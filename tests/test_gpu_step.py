@@ -153,3 +153,12 @@ def test_the_choice_is_visible_and_can_be_made():
         stand.wrap(model("qwen2"), backend="flash")
     with pytest.raises(ValueError, match="rule 'rrs' is not one of"):
         stand.wrap(model("qwen2"), backend="triton", verifier="rrs")
+
+
+def test_a_fusion_that_is_wrong_as_a_whole_is_undone(monkeypatch):
+    from stand.gpu import self_check
+
+    answers = iter([None, "the logits differ"])
+    monkeypatch.setattr(self_check, "kernel_failure", lambda model: next(answers))
+    engine = stand.wrap(model("qwen2"), backend="triton")
+    assert engine.fusion is None and "not fused, because the logits differ" in engine.backend.reason

@@ -7,6 +7,8 @@ tokens, one more node pays while p / T > (C(M + 1) - C(M)) / C(M): the marginal 
 from __future__ import annotations
 
 import json
+import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,18 +20,14 @@ import numpy as np
 
 from stand.trees import DraftBatch, DraftTree
 
-FORMAT = "stand step cost 1"
+FORMAT = "stand cost table 1"
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens per row that are timed, besides `most_tokens` in all
 REPEATS = 7
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of a step with tokens[i] packed tokens of `num_rows` rows behind `length` committed ones each.
-
-    Drafts made by a cost are a function of the cost: with a saved one they repeat, seed by seed, where freshly
-    measured ones differ from run to run. The law of the output does not depend on either.
-    """
+    """Seconds of a step with tokens[i] packed tokens of `num_rows` rows behind `length` committed ones each."""
 
     num_rows: int
     length: int
@@ -43,6 +41,12 @@ class StepCost:
                 "a step cost needs two or more sizes, ascending, with times above 0 that do not fall, got "
                 f"{self.tokens} and {self.seconds}; measure with engine.measure_cost()"
             )
+
+    def knee(self, ratio: float) -> int:
+        """The most tokens, of those timed, whose step costs at most `ratio` times the smallest one."""
+        return max(
+            size for size, time in zip(self.tokens, self.seconds, strict=True) if time <= ratio * self.seconds[0]
+        )
 
     @property
     def most_tokens(self) -> int:
@@ -58,26 +62,56 @@ class StepCost:
         seconds = np.interp(np.arange(num_rows, num_rows + budget + 1), self.tokens, self.seconds)
         return (np.diff(seconds) / seconds[:-1]).astype(np.float32)
 
-    def save(self, path: str | PathLike) -> None:
-        Path(path).write_text(json.dumps({"format": FORMAT, **asdict(self)}) + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | PathLike) -> StepCost:
-        """Raises ValueError where the file is not a saved cost."""
-        try:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
-            if document.pop("format") != FORMAT:
-                raise ValueError("unknown format")
-            return cls(**{**document, "tokens": tuple(document["tokens"]), "seconds": tuple(document["seconds"])})
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{path} must hold a saved step cost, got {error}; measure it again") from error
-
     @classmethod
     def measured(cls, tokens: Sequence[int], seconds: Sequence[float], *, num_rows: int, length: int) -> StepCost:
         """From timings in any order; a time below that of a smaller step is noise and raised to it."""
         order = np.argsort(tokens)
         smooth = np.maximum.accumulate(np.asarray(seconds, dtype=float)[order])
         return cls(num_rows, length, tuple(int(tokens[place]) for place in order), tuple(smooth.tolist()))
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Costs behind different context lengths: attention makes the same tokens dearer the longer the context is.
+
+    Drafts made by a table are a function of it: with a saved one they repeat, seed by seed, where freshly measured
+    ones differ from run to run. The law of the output does not depend on either.
+    """
+
+    costs: tuple[StepCost, ...]
+
+    def __post_init__(self) -> None:
+        if not self.costs:
+            raise ValueError("a cost table needs at least one step cost, got none; measure with engine.measure_cost()")
+
+    def at(self, length: float) -> StepCost:
+        """The cost that was measured at the nearest length, by ratio."""
+        return min(self.costs, key=lambda cost: abs(math.log((cost.length + 1) / (length + 1))))
+
+    def save(self, path: str | PathLike) -> None:
+        document = {"format": FORMAT, "costs": [asdict(cost) for cost in self.costs]}
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(document) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | PathLike) -> CostTable:
+        """Raises ValueError where the file is not a saved table."""
+        try:
+            document = json.loads(Path(path).read_text(encoding="utf-8"))
+            if document["format"] != FORMAT:
+                raise ValueError(f"unknown format {document['format']!r}")
+            return cls(tuple(
+                StepCost(cost["num_rows"], cost["length"], tuple(cost["tokens"]), tuple(cost["seconds"]))
+                for cost in document["costs"]
+            ))  # fmt: skip
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path} must hold a saved cost table, got {error!r}; measure it again") from error
+
+
+def table_path(folder: Path, *, model: str, device: str, dtype: str) -> Path:
+    """Where the table of one model on one device is kept."""
+    name = "--".join(re.sub(r"[^a-z0-9.]+", "-", part.lower()).strip("-") for part in (model, device, dtype))
+    return folder / f"{name}.json"
 
 
 def measure_cost(run_step: Callable[[DraftBatch], None], *, num_rows: int, length: int, most_tokens: int) -> StepCost:

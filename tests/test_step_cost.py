@@ -6,7 +6,7 @@ import torch
 from tiny_models import tiny_model
 
 import stand
-from stand.step_cost import StepCost, synthetic_drafts
+from stand.step_cost import CostTable, StepCost, synthetic_drafts, table_path
 
 FLAT_THEN_STEEP = StepCost(num_rows=1, length=100, tokens=(1, 64, 128), seconds=(4.0, 4.0, 8.0))
 
@@ -18,12 +18,23 @@ def test_a_flat_stretch_is_free_and_a_steep_one_is_not():
     assert np.all(np.diff(rises[63:]) < 0)  # a constant price is a falling share of a dearer step
 
 
-def test_costs_are_saved_and_loaded(tmp_path):
-    FLAT_THEN_STEEP.save(tmp_path / "cost.json")
-    assert StepCost.load(tmp_path / "cost.json") == FLAT_THEN_STEEP
-    (tmp_path / "other.json").write_text('{"format": "stand step cost 1", "tokens": 3}')
-    with pytest.raises(ValueError, match="measure it again"):
-        StepCost.load(tmp_path / "other.json")
+def test_tables_are_saved_and_loaded(tmp_path):
+    longer = StepCost(num_rows=1, length=10_000, tokens=(1, 64), seconds=(5.0, 6.0))
+    table = CostTable((FLAT_THEN_STEEP, longer))
+    path = table_path(tmp_path / "new", model="Qwen/Qwen3-8B", device="NVIDIA H200", dtype="torch.bfloat16")
+    table.save(path)
+    assert path.name == "qwen-qwen3-8b--nvidia-h200--torch.bfloat16.json" and CostTable.load(path) == table
+    assert table.at(5) is table.at(900) is FLAT_THEN_STEEP and table.at(1100) is longer
+    for text in ('{"format": "stand cost table 1", "costs": 3}', '{"format": "other"}', "[]", "{}"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="measure it again"):
+            CostTable.load(path)
+    with pytest.raises(ValueError, match="at least one"):
+        CostTable(())
+
+
+def test_the_knee_is_the_largest_cheap_size():
+    assert FLAT_THEN_STEEP.knee(1.0) == 64 and FLAT_THEN_STEEP.knee(2.0) == 128
 
 
 def test_noise_below_a_smaller_step_is_raised_to_it():

@@ -17,7 +17,9 @@ from os import PathLike
 from pathlib import Path
 
 import numpy as np
+from transformers import PreTrainedModel
 
+from stand.support import text_config
 from stand.trees import DraftBatch, DraftTree
 
 FORMAT = "stand cost table 1"
@@ -106,6 +108,12 @@ class CostTable:
             ))  # fmt: skip
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} must hold a saved cost table, got {error!r}; measure it again") from error
+
+
+def cost_name(model: PreTrainedModel) -> str:
+    """What a step's cost depends on in a model: its type and its sizes."""
+    config = text_config(model)
+    return f"{config.model_type}-{config.num_hidden_layers}x{config.hidden_size}-{config.vocab_size}"
 
 
 def table_path(folder: Path, *, model: str, device: str, dtype: str) -> Path:

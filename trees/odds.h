@@ -66,15 +66,20 @@ inline int32_t read_buckets(const Block* block, const Clock& clock, const EntryB
     const uint16_t* weights = weights_of(block);
     const uint16_t* stamps = stamps_of(block);
     const uint8_t* scopes = scopes_of(block);
+    const auto bucket = [order](uint32_t weight, int32_t age, int32_t rank) {
+        return ((order * NUM_WEIGHTS + weight_bucket(weight)) * NUM_AGES + age) * NUM_RANKS + rank;
+    };
+    const int32_t latest_age = clock.age(stamps[0], scopes[0]);
+    if (size == 1) {  // most contexts
+        entry_bucket(0, bucket(weights[0], latest_age, 2));
+        const int32_t kind = order * NUM_SIZES * NUM_VISITS + visit_bucket(block->visits);
+        return (kind * NUM_SHARES + (weights[0] > 0 ? 3 : 0)) * NUM_AGES + latest_age;
+    }
     uint32_t total = 0, heaviest = 0;
     for (int32_t i = 0; i < size; ++i) {
         total += weights[i];
         heaviest = std::max<uint32_t>(heaviest, weights[i]);
     }
-    const int32_t latest_age = clock.age(stamps[0], scopes[0]);
-    const auto bucket = [order](uint32_t weight, int32_t age, int32_t rank) {
-        return ((order * NUM_WEIGHTS + weight_bucket(weight)) * NUM_AGES + age) * NUM_RANKS + rank;
-    };
     entry_bucket(0, bucket(weights[0], latest_age, weights[0] >= heaviest ? 2 : 1));
     for (int32_t i = 1; i < size; ++i) entry_bucket(i, bucket(weights[i], clock.age(stamps[i], scopes[i]), 0));
     const int32_t kind = (order * NUM_SIZES + size_bucket(size)) * NUM_VISITS + visit_bucket(block->visits);

@@ -468,8 +468,10 @@ def test_errors_name_the_row():
 
 
 def test_names():
-    with pytest.raises(ValueError, match="verifier must be one of traversal, match, .*; got 'blok'"):
+    with pytest.raises(ValueError, match="verifier must be one of traversal, match, .*; got 'blok'; try 'block'"):
         get_verifier("blok")
+    with pytest.raises(ValueError, match="got None; try 'traversal'"):
+        get_verifier(None)
     for rule in verifier_names():
         verifier = get_verifier(rule, allow_lossy=True)
         assert verifier.name == rule

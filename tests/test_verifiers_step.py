@@ -24,7 +24,7 @@ from test_verifiers import KINDS, drafts, random_world
 
 from stand.trees import DraftBatch, DraftTree
 from stand.trees.noise import uniforms
-from stand.verifiers import TargetRows, VerifierNoise, draw_tokens, get_verifier, resolve, verifier_names
+from stand.verifiers import TargetRows, VerifierNoise, draw_tokens, fitting_names, get_verifier, resolve, verifier_names
 from stand.verifiers.draw import BLOCK_SIZE, draw_residuals, residuals_at
 from stand.verifiers.greedy_block import pay
 from stand.verifiers.noise import uniforms_on_device
@@ -394,6 +394,23 @@ def test_dispatch():
     assert resolve(sampled).name == "traversal"
     assert resolve(dataclasses.replace(sampled, adapted=False)).name == "match"
     assert resolve(given_children).name == "match"
+
+
+def test_named_rules_are_checked_against_the_draft():
+    sampled = pack(WORLDS["EX2"], [drafts("EX2", "without replacement (2,1)")[0][1]])
+    chain = pack(WORLDS["EX2"], [drafts("EX2", "chain2")[0][1]])
+    assert fitting_names(sampled) == ["traversal", "match", "coupled", "rrs", "ranked_traversal", "ot_traversal"]
+    assert set(verifier_names()) - set(fitting_names(chain)) == {"greedy_block", "typical", "kl_threshold"}
+    assert fitting_names(dataclasses.replace(sampled, adapted=False)) == ["match", "coupled"]
+    for name in fitting_names(sampled):
+        assert resolve(sampled, name).name == name
+    with pytest.raises(ValueError, match="must get chains.*rules that fit: traversal, match, coupled, rrs, ranked_tr"):
+        resolve(sampled, "block")
+    with pytest.raises(ValueError, match="adapted=False.*rules that fit: match, coupled$"):
+        resolve(dataclasses.replace(chain, adapted=False), "block")
+    with pytest.raises(ValueError, match="changes the output distribution"):
+        resolve(chain, "typical")
+    assert resolve(chain, "typical", allow_lossy=True).name == "typical"
 
 
 # Noise.

@@ -8,7 +8,7 @@ if __name__ != "stand.verifiers":
 
 from stand.verifiers.draw import draw_tokens
 from stand.verifiers.noise import VerifierNoise
-from stand.verifiers.registry import get_verifier, resolve, verifier_names
+from stand.verifiers.registry import fitting_names, get_verifier, resolve, verifier_names
 from stand.verifiers.target import TargetRows
 from stand.verifiers.verifier import Requirements, ThresholdVerifier, Verdicts, Verifier
 
@@ -20,6 +20,7 @@ __all__ = [
     "Verifier",
     "VerifierNoise",
     "draw_tokens",
+    "fitting_names",
     "get_verifier",
     "resolve",
     "verifier_names",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+
 import numpy as np
 
 from stand.trees import DraftBatch
@@ -50,7 +52,8 @@ def get_verifier(name: str, *, allow_lossy: bool = False) -> Verifier:
     Raises ValueError for an unknown name, and for a rule that changes the output's law unless `allow_lossy`.
     """
     if name not in RULES:
-        raise ValueError(f"verifier must be one of {', '.join(RULES)}; got {name!r}")
+        near = difflib.get_close_matches(str(name), RULES, n=1) or [next(iter(RULES))]
+        raise ValueError(f"verifier must be one of {', '.join(RULES)}; got {name!r}; try {near[0]!r}")
     rule = RULES[name]
     if not rule.lossless and not allow_lossy:
         raise ValueError(
@@ -60,14 +63,39 @@ def get_verifier(name: str, *, allow_lossy: bool = False) -> Verifier:
     return rule()
 
 
-def resolve(batch: DraftBatch) -> Verifier:
-    """The best rule for drafts of this kind: `match` if unadapted or deterministic throughout, else
-    `traversal`.
+def fitting_names(batch: DraftBatch) -> list[str]:
+    """Lossless rules that take drafts like this one, in the order of `verifier_names`.
+
+    Rules that carry debts are left out: whether the drafter is one fixed function of the context is not to be seen.
+    """
+    names = []
+    for name, rule in RULES.items():
+        if rule.lossless and not rule.requires.carries_debts:
+            try:
+                rule().check_draft(batch)
+            except ValueError:
+                continue
+            names.append(name)
+    return names
+
+
+def resolve(batch: DraftBatch, name: str | None = None, *, allow_lossy: bool = False) -> Verifier:
+    """The rule called `name`, once it is clear that it takes drafts like this one; without a name, the best one:
+    `match` if unadapted or deterministic throughout, else `traversal`.
 
     To be asked once, with a draft typical of the drafter, and not at every step: the two rules draw with
     different noise, so a choice that followed each step's batch would let a row's tokens depend on its
     batch mates.
+
+    Raises ValueError as `get_verifier` does, and for a rule that such drafts do not fit, with those that they do fit.
     """
+    if name is not None:
+        verifier = get_verifier(name, allow_lossy=allow_lossy)
+        try:
+            verifier.check_draft(batch)
+        except ValueError as error:
+            raise ValueError(f"{error}; rules that fit: {', '.join(fitting_names(batch))}") from error
+        return verifier
     if not batch.adapted or _deterministic(batch):
         return MatchVerifier()
     return TraversalVerifier()

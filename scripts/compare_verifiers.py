@@ -7,7 +7,7 @@ chains: `token` and `block` on chains of 4, 6 and 8 tokens from the two draft mo
   good one with noise on its logits, which gives qualities in between.
 shape: every tree rule on a `LookupTree` that fills a fixed shape with children of every kind.
 blended: the rules that a `BlendedLookup` admits, on drafts grown under the engine's budget.
-own: rules of `blended` again, each along the steps that it takes itself, on more samples.
+own: rules of `blended` again, each along the steps that it takes itself, on more samples of more problems.
 synthetic: `token` and `block` on random pairs of laws with a known distance, all drafts enumerated.
 
 All runs of one temperature decode the same tokens: `coupled` drives them, whose output depends on the seed alone. At
@@ -62,6 +62,7 @@ SHAPE_RULES = {
 }
 BLENDED_RULES = {kind: SHAPE_RULES[kind][:3] for kind in ("sampled", "mixed", "deterministic")}
 OWN_RULES = {"sampled": ("traversal", "match"), "mixed": ("traversal", "match"), "deterministic": ("match",)}
+OWN_SEEDS = 2
 NODES_PER_ROW = 8  # of a blended draft: four rows share the default budget of 32
 ROOM = 12
 WARM_UP_SEED = 77  # problems that the lookup trees have read before
@@ -77,6 +78,7 @@ class Arm:
     gamma: int  # depth of chains, 0 for trees
     rules: tuple[str, ...]
     driver: str = "coupled"
+    seed: int = 0  # added to the run's: other problems, other noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +276,8 @@ def all_arms(parts: list[str]) -> Iterator[Arm]:
                 yield Arm("blended", kind, temperature, 0, rules)
         if "own" in parts:
             for kind, rules in OWN_RULES.items():
-                for rule in rules:
-                    yield Arm("own", kind, temperature, 0, (rule,), driver=rule)
+                for rule, more in itertools.product(rules, range(OWN_SEEDS)):
+                    yield Arm("own", kind, temperature, 0, (rule,), driver=rule, seed=more)
 
 
 def run_all(arms: list[Arm], settings: dict, output: Path) -> list[dict[str, object]]:
@@ -285,7 +287,7 @@ def run_all(arms: list[Arm], settings: dict, output: Path) -> list[dict[str, obj
     size = Size(**{key: settings[key] for key in Size.__dataclass_fields__})
     for number, arm in enumerate(arms, 1):
         if repr(arm) not in known:
-            known[repr(arm)] = {**run_arm(arm, sized(arm, size), seed), "arm": repr(arm)}
+            known[repr(arm)] = {**run_arm(arm, sized(arm, size), seed + arm.seed), "arm": repr(arm)}
             output.write_text(json.dumps({"settings": settings, "arms": list(known.values())}), encoding="utf-8")
         result = known[repr(arm)]
         means = {rule: round(sum(tokens) / sum(result["steps"]), 3) for rule, tokens in result["tokens"].items()}
@@ -305,15 +307,15 @@ def known_results(settings: dict, output: Path) -> dict[str, dict[str, object]]:
 
 
 def different_outputs(results: list[dict[str, object]]) -> int:
-    """Runs of one temperature and driver that did not decode the same tokens as the first of them; 0 is expected."""
+    """Runs driven by `coupled` that did not decode the same tokens as the first of their temperature; 0 is expected."""
     first: dict[tuple, object] = {}
-    keys = [(result["part"] == "chains", result["driver"], result["temperature"]) for result in results]
-    for key, result in zip(keys, results, strict=True):
-        first.setdefault(key, result["output"])
+    keys = [(result["part"] == "chains", result["temperature"]) for result in results]
+    shared = [result["driver"] == "coupled" for result in results]
+    for key, result, counts in zip(keys, results, shared, strict=True):
+        if counts:
+            first.setdefault(key, result["output"])
     return sum(
-        result["output"] != first[key]
-        for key, result in zip(keys, results, strict=True)
-        if result["driver"] == "coupled"
+        counts and result["output"] != first[key] for key, result, counts in zip(keys, results, shared, strict=True)
     )
 
 

@@ -64,8 +64,22 @@ def lookup_table(arms: list[dict], reference: tuple[str, str]) -> str:
     return format_table(header, rows)
 
 
+def pooled(arms: list[dict]) -> list[dict]:
+    """Arms that differ in nothing but their seed as one, with all of their prompts."""
+    groups: dict[tuple, dict] = {}
+    for arm in arms:
+        group = groups.setdefault(
+            (arm["drafts"], arm["driver"], arm["temperature"]), {**arm, "steps": [], "tokens": {}}
+        )
+        group["steps"] = group["steps"] + arm["steps"]
+        for rule, tokens in arm["tokens"].items():
+            group["tokens"][rule] = group["tokens"].get(rule, []) + tokens
+    return [add_estimates(group) for group in groups.values()]
+
+
 def own_table(arms: list[dict]) -> str:
     """Rules along their own steps."""
+    arms = pooled(arms)
     base = {arm["temperature"]: arm for arm in arms if (arm["drafts"], arm["driver"]) == ("sampled", "traversal")}
     rows = []
     for arm in arms:

@@ -206,6 +206,12 @@ def test_windows_count_positions_not_slots(window):
     assert difference(case, window=window) < 2e-6
 
 
+@pytest.mark.parametrize("window", [3, 40])
+def test_windows_over_long_drafts_in_several_tiles(window):
+    case = make_case([70, 5], [50, 9], heads=1, groups=1, chains=True)
+    assert difference(case, window=window, tile=24) < 2e-6
+
+
 def test_soft_caps_and_sinks():
     case = make_case([7, 2], [90, 0], heads=4, groups=2)
     case.query *= 8  # scores far into the cap
@@ -239,6 +245,15 @@ def test_storage_may_be_a_strided_view():
     case.query = torch.cat([case.query, case.query], dim=2).view(7, 4, 2, 64)[:, :, 1]
     assert not case.query.is_contiguous() and case.keys.stride(2) == 256
     assert torch.equal(run(case), wanted)
+    case.values = case.values.contiguous()  # keys and values need not have the same strides
+    assert torch.equal(run(case), wanted)
+
+
+def test_large_scores_do_not_overflow():
+    case = make_case([4, 2], [70, 10])
+    case.query *= 1000.0
+    assert difference(case) < 1e-3  # float32 scores of several thousand
+    assert difference(case, scale=0.125 / 1000.0) < 2e-6
 
 
 def test_padding_gives_zeros():
@@ -256,6 +271,14 @@ def test_slots_behind_a_row_are_never_read():
         for storage in (case.keys, case.values):
             storage[row, :, length + count :] = float("nan")
     assert torch.equal(run(case), wanted)
+
+
+def test_blocks_before_the_window_are_never_read():
+    case = make_case([5], [200])
+    wanted = run(case, window=30)
+    case.values[case.cache_rows[0], :, :160] = float("nan")  # the first token sees slots from 171 on
+    assert torch.equal(run(case, window=30), wanted)
+    assert not torch.isfinite(run(case, window=50)).all()
 
 
 @pytest.mark.parametrize("window", [0, 20])

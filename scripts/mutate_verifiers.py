@@ -1,6 +1,6 @@
 """Break the verification rules on purpose and see whether the tests notice.
 
-Usage: python scripts/mutate_verifiers.py [--only traversal.py,host.pyx] [--sample 100] [--seed 0]
+Usage: python scripts/mutate_verifiers.py [--only traversal.py,host.pyx] [--minutes 40] [--seed 0]
 
 Every mutant changes one place in one file of verifiers/, Python (python_mutants.py) or Cython (cython_mutants.py, built
 anew): a comparison turned round or made (un)strict, a cap or floor dropped, + and - or * and / swapped, the target's
@@ -22,6 +22,7 @@ import random
 import resource
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -194,7 +195,7 @@ def judge(mutant: Mutant) -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="comma-separated file names in verifiers/")
-    parser.add_argument("--sample", type=int, default=0, help="try this many mutants (0: all)")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop after the mutant at which these are over")
     parser.add_argument("--seed", type=int, default=0, help="of the order in which they are tried")
     return parser.parse_args()
 
@@ -206,7 +207,7 @@ def chosen_mutants(options: argparse.Namespace) -> list[Mutant]:
     paths = [path for path in paths if path.name not in NOT_MUTATED and (not only or path.name in only)]
     found = [mutant for path in paths for mutant in mutants(path) if not mutant.is_equivalent]
     random.Random(options.seed).shuffle(found)
-    return found[: options.sample or None]
+    return found
 
 
 def main() -> None:
@@ -218,15 +219,18 @@ def main() -> None:
     found = chosen_mutants(options)
     if in_fork(run_tests) != 0:
         raise SystemExit(f"the tests must pass before they can judge mutants; run pytest {' '.join(TESTS)}")
-    survivors, refused = [], 0
+    survivors, refused, end = [], 0, time.monotonic() + 60 * options.minutes
     for number, mutant in enumerate(found, 1):
         status = judge(mutant)
         refused += status == REFUSED
         survivors += [str(mutant)] if status == 0 else []
         verdict = {0: "SURVIVED", REFUSED: "does not compile"}.get(status, "caught")
         print(f"{number}/{len(found)} {mutant}: {verdict}", file=sys.stderr, flush=True)
-    judged = len(found) - refused
-    print(json.dumps({"mutants": judged, "caught": judged - len(survivors), "share": 1 - len(survivors) / judged,
+        if time.monotonic() > end:
+            break
+    judged = number - refused
+    caught = judged - len(survivors)
+    print(json.dumps({"of": len(found), "mutants": judged, "caught": caught, "share": caught / judged,
                       "survivors": survivors}))  # fmt: skip
 
 

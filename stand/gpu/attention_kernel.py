@@ -94,7 +94,7 @@ def _absorb(scores, unit, value, accumulator, highest, mass):
     return accumulator, new_highest, mass
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_items", "window"])
 def _tree_attention_kernel(
     query,  # [M, H, D]
     keys,  # [R, Hkv, S, D]
@@ -215,7 +215,7 @@ def _tree_attention_kernel(
         index += tl.num_programs(0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _merge_kernel(
     partials,  # [P, M, H, D] float32
     log_sums,  # [P, M, H] float32

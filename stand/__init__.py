@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from stand.prompt_lookup import PromptLookupDrafter
     from stand.sampling import SamplingParams
     from stand.stats import Stats
+    from stand.step_cost import CostTable
     from stand.support import UnsupportedModelError
     from stand.token_recycling import TokenRecyclingDrafter
 
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BlendedDrafter": "stand.drafter",
+    "CostTable": "stand.step_cost",
     "Drafter": "stand.drafter",
     "Engine": "stand.engine",
     "GammaPlan": "stand.planning",
@@ -47,6 +49,7 @@ _HOMES = {
 
 __all__ = [
     "BlendedDrafter",
+    "CostTable",
     "Drafter",
     "Engine",
     "GammaPlan",

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from stand.step_cost import CostTable
 from stand.trees import BlendedLookup, DraftBatch, LookupTree, TreeShape
 
 
@@ -93,21 +94,31 @@ class LookupDrafter:
 class BlendedDrafter:
     """All context lengths blended, drafts grown best-first under one node budget for all live rows.
 
-    budget: nodes of all rows of a step together; a row that ends hands its share on. floor: no node that is less
-    likely to be accepted (estimated); with a step whose time grows by a share c of itself per node and that yields
-    T tokens, nodes below c * T cost more than they bring.
+    budget: the most nodes of all rows of a step together; a row that ends hands its share on. floor: no node that is
+    less likely to be accepted (estimated). costs: what steps cost on this machine, by which growth ends as soon as a
+    node adds a larger share to the step's time than to its expected tokens.
     """
 
     NUM_SCOPES = 255  # a scope is a byte; the last one stands for what came from a file
 
-    def __init__(self, lookup: BlendedLookup, *, budget: int, floor: float = 0.0, kind: str = "sampled"):
+    def __init__(
+        self,
+        lookup: BlendedLookup,
+        *,
+        budget: int,
+        floor: float = 0.0,
+        costs: CostTable | None = None,
+        kind: str = "sampled",
+    ):
         self.lookup = lookup
         self.budget = budget
         self.floor = floor
+        self.costs = costs
         self.kind = kind
         self.row_size = lookup.row_size
         self._lengths: dict[int, int] = {}  # of the histories of the last draft, by row
         self._has_learned = False  # since the last draft
+        self._known_rises: dict[tuple[int, int, int], np.ndarray] = {}  # by measured length, rows and budget
 
     def draft(
         self,
@@ -124,17 +135,31 @@ class BlendedDrafter:
             self._judge(histories, rows, problems)
         self._has_learned = False
         self._lengths = {row: len(history) for row, history in zip(rows.tolist(), histories, strict=True)}
+        budget, rises = self._limits(histories)
         return self.lookup.draft(
             histories,
-            self.budget,
+            budget,
             seed=seed,
             rows=rows,
             steps=steps,
             kind="deterministic" if is_greedy else self.kind,
             floor=self.floor,
+            rises=rises,
             max_depths=max_depths,
             scopes=problems % self.NUM_SCOPES,
         )
+
+    def _limits(self, histories: Sequence[np.ndarray]) -> tuple[int, np.ndarray | None]:
+        """The most nodes, never beyond what was timed, and what each adds to the cost of a step, as a share of it."""
+        if self.costs is None:
+            return self.budget, None
+        num_rows = len(histories)
+        cost = self.costs.at(sum(map(len, histories)) / num_rows)
+        budget = max(min(self.budget, cost.most_tokens - num_rows), 0)
+        key = cost.length, num_rows, budget
+        if key not in self._known_rises:
+            self._known_rises[key] = cost.rises(num_rows, budget)
+        return budget, self._known_rises[key]
 
     def learn_prompt(self, token_ids: np.ndarray, *, problem: int) -> None:
         self.lookup.learn(token_ids[:1], token_ids[1:], scope=problem % self.NUM_SCOPES)

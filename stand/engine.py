@@ -24,7 +24,7 @@ from stand.row import Row
 from stand.sampling import SamplingParams, TargetLaw
 from stand.stats import Stats
 from stand.step import EagerStep, Step
-from stand.step_cost import StepCost, measure_cost
+from stand.step_cost import CostTable, StepCost, measure_cost, saved_costs
 from stand.stop import StopRule
 from stand.support import check_model, max_positions, run_plan, text_config
 from stand.trees import BlendedLookup, DraftBatch, DraftTree, LookupTree, TreeShape, vocabulary_fingerprint
@@ -43,6 +43,7 @@ def wrap(
     *,
     lookup: BlendedLookup | LookupTree | None = None,
     budget: int | None = None,
+    costs: CostTable | None = None,
     shape: TreeShape | None = None,
     draft_kind: str = "sampled",
     drafter: Drafter | None = None,
@@ -55,10 +56,13 @@ def wrap(
     """Make an engine around an unmodified transformers model.
 
     lookup: what was learned before (default: an empty `BlendedLookup` with this vocabulary's fingerprint).
-    budget: draft nodes of all live rows of a step together (default: `default_budget` of the device).
+    budget: the most draft nodes of all live rows of a step together (default: `default_budget` of the device, or with
+    costs as many as were timed).
+    costs: what steps cost here (`CostTable((engine.measure_cost(), ...))`): drafts then end where a node adds more to
+    the step's time than to its tokens. On a GPU the table that scripts/gpu_bench.py saved is taken, if there is one.
     shape: fill these slots by STAND's rule from a `LookupTree` instead of growing drafts under a budget.
     draft_kind: "sampled", "mixed" or "deterministic" children.
-    drafter: any `Drafter` instead of these four.
+    drafter: any `Drafter` instead of these five.
     verifier: a name from `stand.verifiers`; lossy ones need allow_lossy.
     device: move the model there first.
     backend: "triton" (kernels, the step as one graph), "sdpa" (any device) or "auto": triton on a GPU where it
@@ -81,9 +85,11 @@ def wrap(
     check_model(model)
     if drafter is None:
         fingerprint = _fingerprint(model, tokenizer)
-        drafter = _lookup_drafter(lookup, fingerprint, model.device, budget=budget, shape=shape, kind=draft_kind)
-    elif lookup is not None or shape is not None or budget is not None:
-        raise ValueError("drafter= brings its own state, got lookup=, budget= or shape= too; give them to the drafter")
+        drafter = _lookup_drafter(lookup, fingerprint, model, budget=budget, costs=costs, shape=shape, kind=draft_kind)
+    elif not all(setting is None for setting in (lookup, shape, budget, costs)):
+        raise ValueError(
+            "drafter= brings its own state, got lookup=, budget=, costs= or shape= too; give them to the drafter"
+        )
     chosen, fusion = choose_backend(model, rule, backend), None
     if fuse:
         chosen, fusion = with_fusion(model, chosen)
@@ -102,9 +108,10 @@ def default_budget(device: torch.device) -> int:
 def _lookup_drafter(
     lookup: BlendedLookup | LookupTree | None,
     fingerprint: bytes,
-    device: torch.device,
+    model: PreTrainedModel,
     *,
     budget: int | None,
+    costs: CostTable | None,
     shape: TreeShape | None,
     kind: str,
 ) -> Drafter:
@@ -113,11 +120,14 @@ def _lookup_drafter(
         _check_fingerprint(lookup, fingerprint)
     if shape is None and not isinstance(lookup, LookupTree):
         lookup = BlendedLookup(fingerprint=fingerprint) if lookup is None else lookup
-        return BlendedDrafter(lookup, budget=default_budget(device) if budget is None else budget, kind=kind)
-    if budget is not None or isinstance(lookup, BlendedLookup):
+        costs = saved_costs(model) if costs is None and budget is None else costs
+        if budget is None:
+            budget = default_budget(model.device) if costs is None else costs.most_tokens
+        return BlendedDrafter(lookup, budget=budget, costs=costs, kind=kind)
+    if budget is not None or costs is not None or isinstance(lookup, BlendedLookup):
         raise ValueError(
-            "a shape belongs to a LookupTree and a budget to a BlendedLookup, got a mixture; give lookup= with shape= "
-            "of one kind, or budget= alone"
+            "a shape belongs to a LookupTree, a budget and costs to a BlendedLookup, got a mixture; give lookup= with "
+            "shape= of one kind, or budget= and costs= alone"
         )
     lookup = LookupTree(fingerprint=fingerprint) if lookup is None else lookup
     return LookupDrafter(lookup, shape or TreeShape.paper(), kind=kind)
@@ -254,7 +264,8 @@ class Engine:
         """Time steps of several sizes for `num_rows` rows behind `length` tokens each, up to `most_tokens` tokens in
         all (default: what 32 nodes per row on a CPU, the largest captured step elsewhere, come to).
 
-        Takes seconds. Give the result to `BlendedDrafter(cost=...)`, or save it for runs that are to repeat.
+        Takes seconds. `wrap(costs=CostTable((cost, ...)))` takes the results; save the table for runs that are to
+        repeat.
         """
         if most_tokens is None:
             most_tokens = 32 * num_rows if self.model.device.type == "cpu" else 256

@@ -17,12 +17,14 @@ from os import PathLike
 from pathlib import Path
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from stand.support import text_config
 from stand.trees import DraftBatch, DraftTree
 
 FORMAT = "stand cost table 1"
+FOLDER = Path.home() / ".cache" / "stand"  # where scripts/gpu_bench.py keeps its tables
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens per row that are timed, besides `most_tokens` in all
 REPEATS = 7
 
@@ -60,8 +62,16 @@ class StepCost:
         return float(np.interp(num_tokens, self.tokens, self.seconds))
 
     def rises(self, num_rows: int, budget: int) -> np.ndarray:
-        """[budget] float32: by what share of itself a step of `num_rows` tokens and k nodes rises with node k + 1."""
-        seconds = np.interp(np.arange(num_rows, num_rows + budget + 1), self.tokens, self.seconds)
+        """[budget] float32: by what share of itself a step of `num_rows` tokens and k nodes rises with node k + 1.
+
+        Of the convex curve below the timings: a jump, such as to the next tile of a matrix product, is shared out over
+        the nodes that it makes room for, so that growth does not end in front of it.
+        """
+        corners = _convex_below(self.tokens, self.seconds)
+        sizes = np.arange(num_rows, num_rows + budget + 1)
+        seconds = np.interp(
+            sizes, [self.tokens[place] for place in corners], [self.seconds[place] for place in corners]
+        )
         return (np.diff(seconds) / seconds[:-1]).astype(np.float32)
 
     @classmethod
@@ -90,6 +100,11 @@ class CostTable:
         """The cost that was measured at the nearest length, by ratio."""
         return min(self.costs, key=lambda cost: abs(math.log((cost.length + 1) / (length + 1))))
 
+    @property
+    def most_tokens(self) -> int:
+        """The largest step that was timed."""
+        return max(cost.most_tokens for cost in self.costs)
+
     def save(self, path: str | PathLike) -> None:
         document = {"format": FORMAT, "costs": [asdict(cost) for cost in self.costs]}
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -116,10 +131,36 @@ def cost_name(model: PreTrainedModel) -> str:
     return f"{config.model_type}-{config.num_hidden_layers}x{config.hidden_size}-{config.vocab_size}"
 
 
+def saved_costs(model: PreTrainedModel, folder: Path = FOLDER) -> CostTable | None:
+    """The table that was measured for such a model on this GPU, or None; always None elsewhere."""
+    if model.device.type != "cuda":
+        return None
+    device = torch.cuda.get_device_name(model.device)
+    path = table_path(folder, model=cost_name(model), device=device, dtype=str(model.dtype))
+    return CostTable.load(path) if path.exists() else None
+
+
 def table_path(folder: Path, *, model: str, device: str, dtype: str) -> Path:
     """Where the table of one model on one device is kept."""
     name = "--".join(re.sub(r"[^a-z0-9.]+", "-", part.lower()).strip("-") for part in (model, device, dtype))
     return folder / f"{name}.json"
+
+
+def _convex_below(sizes: Sequence[int], seconds: Sequence[float]) -> list[int]:
+    """Indices of the corners of the largest convex curve that lies nowhere above the points (sizes ascend)."""
+    corners: list[int] = []
+    for place in range(len(sizes)):
+        while len(corners) > 1:
+            before, last = corners[-2:]
+            if _slope(sizes, seconds, before, last) < _slope(sizes, seconds, before, place):
+                break
+            corners.pop()
+        corners.append(place)
+    return corners
+
+
+def _slope(sizes: Sequence[int], seconds: Sequence[float], left: int, right: int) -> float:
+    return (seconds[right] - seconds[left]) / (sizes[right] - sizes[left])
 
 
 def measure_cost(run_step: Callable[[DraftBatch], None], *, num_rows: int, length: int, most_tokens: int) -> StepCost:

@@ -18,6 +18,15 @@ def test_a_flat_stretch_is_free_and_a_steep_one_is_not():
     assert np.all(np.diff(rises[63:]) < 0)  # a constant price is a falling share of a dearer step
 
 
+def test_a_jump_is_shared_out_over_what_it_makes_room_for():
+    stairs = StepCost(num_rows=1, length=1, tokens=(1, 8, 9, 16), seconds=(4.0, 4.0, 7.0, 7.0))
+    rises = stairs.rises(1, 15)
+    seconds = 4.0 * np.cumprod(1.0 + rises)
+    np.testing.assert_allclose(seconds[-1], 7.0, rtol=1e-5)
+    np.testing.assert_allclose(np.diff(seconds[7:]), 3.0 / 8, rtol=1e-4)  # one slope from 8 to 16
+    assert not rises[:7].any()
+
+
 def test_tables_are_saved_and_loaded(tmp_path):
     longer = StepCost(num_rows=1, length=10_000, tokens=(1, 64), seconds=(5.0, 6.0))
     table = CostTable((FLAT_THEN_STEEP, longer))

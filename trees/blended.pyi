@@ -67,6 +67,7 @@ class BlendedLookup:
         steps: np.ndarray | Sequence[int],
         kind: DraftKind = "deterministic",
         floor: float = 0.0,
+        rises: np.ndarray | None = None,
         max_depths: np.ndarray | Sequence[int] | None = None,
         scopes: Sequence[int] | np.ndarray | None = None,
     ) -> DraftBatch: ...

@@ -81,6 +81,7 @@ cdef extern from "growth.h" namespace "stand" nogil:
         int32_t budget
         float floor
         int32_t support_size
+        const float* rises
 
     cdef cppclass GrowthSink:
         const int32_t* offsets
@@ -358,18 +359,20 @@ cdef class BlendedLookup:
         token_ids = np.array([law[i].token for i in range(law.size())], dtype=np.int32)
         return token_ids, np.array([law[i].probability for i in range(law.size())], dtype=np.float32)
 
-    def draft(self, histories, budget, *, seed, rows, steps, kind="deterministic", floor=0.0, max_depths=None,
-              scopes=None):
+    def draft(self, histories, budget, *, seed, rows, steps, kind="deterministic", floor=0.0, rises=None,
+              max_depths=None, scopes=None):
         """One draft per row, as an adapted DraftBatch with path probabilities.
 
         histories: per row int32[:], the committed tokens with the pending token last. budget: nodes of all rows
         together, pending tokens not counted; they go where acceptance is likeliest. seed, rows int64[B],
         steps int64[B]: the key of the drafting noise, which deterministic drafts have none of. kind: "deterministic"
         (the likeliest tokens), "mixed" (where it pays, one sampled child stands before them) or "sampled" (children
-        drawn without replacement). floor: no node that is less likely to be accepted; with a step that costs `c` tokens per node, c is the floor that pays.
-        max_depths: deepest node per row, None for no bound. scopes: one per row, None for 0.
+        drawn without replacement). floor: no node that is less likely to be accepted. rises: float32[budget] or None,
+        the share of itself by which the step's cost rises with each further node; growth ends where a node adds less to
+        the step's expected tokens. max_depths: deepest node per row, None for no bound. scopes: one per row, None
+        for 0.
 
-        Raises ValueError on an empty history, an unknown kind, or a floor outside [0, 1].
+        Raises ValueError on an empty history, an unknown kind, a floor outside [0, 1], or fewer rises than the budget.
         """
         cdef Py_ssize_t num_rows = len(histories), row
         if num_rows == 0:
@@ -381,6 +384,12 @@ cdef class BlendedLookup:
         cdef GrowthSettings settings
         settings.kind = <DraftKind> <int32_t> KINDS.index(kind)
         settings.budget, settings.floor, settings.support_size = budget, floor, self.row_size
+        cdef const float[::1] prices
+        if rises is not None and budget > 0:
+            prices = np.ascontiguousarray(rises, dtype=np.float32)
+            if prices.shape[0] < budget:
+                raise ValueError(f"rises must hold one entry per node of the budget ({budget}), got {prices.shape[0]}")
+            settings.rises = &prices[0]
         cdef const uint64_t[::1] keys
         cdef vector[int32_t] windows = vector[int32_t](num_rows * self.depth)
         cdef vector[int32_t] sizes = vector[int32_t](num_rows)

@@ -121,6 +121,7 @@ struct GrowthSettings {
     int32_t budget;        // nodes of all rows together, roots not counted
     float floor;           // no node whose path is less probable
     int32_t support_size;  // candidates that a law may cover, where children are sampled
+    const float* rises = nullptr;  // [budget] share of itself by which the step's cost rises with each further node
 };
 
 struct GrownNode {
@@ -211,6 +212,7 @@ class Growth {
     std::vector<uint8_t> states_;
     Blender blender_;
     int32_t room_ = 0;  // nodes that may still be revealed
+    float expected_ = 0.0f;  // tokens that the step yields by estimate: one per row and the nodes' path probabilities
 
     void push(const Item& item) {
         if (item.key < (item.step == Step::expand ? hopeless_ : std::max(hopeless_, settings_.floor))) return;
@@ -223,6 +225,7 @@ class Growth {
     }
 
     bool pop(Item& item);
+    float bar() const;
     void plant(int32_t row);
     void locate(GrownNode& node);
     void offer(int32_t parent, uint32_t token, float chance, Step step);
@@ -242,6 +245,7 @@ inline void Growth::grow(const ContextStore& store, const std::vector<GrowthRequ
     requests_ = &requests;
     settings_ = settings;
     room_ = settings.budget;
+    expected_ = static_cast<float>(requests.size());
     const int32_t num_rows = static_cast<int32_t>(requests.size());
     least_ = std::max(settings.floor, std::min(0.03f, 0.4f * num_rows / std::max(1, settings.budget)));
     hopeless_ = 0.1f * least_;
@@ -256,6 +260,13 @@ inline void Growth::grow(const ContextStore& store, const std::vector<GrowthRequ
     for (int32_t row = 0; row < num_rows; ++row) plant(row);
     Item item;
     while (room_ > 0 && pop(item)) {
+        // A node pays while it adds a larger share to the tokens than to the cost. What may lie below a node is worth
+        // up to 1 / PATIENCE of its key, so growth ends only where not even that pays.
+        const float best = item.step == Step::expand ? item.key / PATIENCE : item.key;
+        if (best < bar()) {
+            if (item.key < PATIENCE * bar()) break;
+            continue;
+        }
         if (item.step == Step::expand)
             expand(item.node);
         else if (item.step == Step::sample)
@@ -263,6 +274,11 @@ inline void Growth::grow(const ContextStore& store, const std::vector<GrowthRequ
         else
             reveal(item, item.token);
     }
+}
+
+// The least path probability with which one more node pays.
+inline float Growth::bar() const {
+    return settings_.rises == nullptr ? 0.0f : expected_ * settings_.rises[settings_.budget - room_];
 }
 
 // The best item; where only spare ones are left, a lower bar lets more of them in.
@@ -347,6 +363,7 @@ inline int32_t Growth::reveal(const Item& item, uint32_t token) {
     node.path = path;
     node.product = item.product;
     --room_;
+    expected_ += path;
     if (node.depth < (*requests_)[node.row].max_depth) {
         if (PATIENCE * path >= 2.0f * least_) locate(node);
         push(Item{PATIENCE * path, 0.0f, 0, index, Step::expand});

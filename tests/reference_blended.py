@@ -251,7 +251,7 @@ class SlowCalibration:
         factors, weights = self.factors[row], self.weights[row]
         error = came_true - product * ((1 - share) * factors[knot] + share * factors[knot + 1])
         for at, part in ((knot, 1 - share), (knot + 1, share)):
-            weights[at] = min(200.0, weights[at] + part * product)
+            weights[at] = min(100.0, weights[at] + part * product)
             factors[at] = min(3.0, max(0.2, factors[at] + part * error / (weights[at] + 20.0)))
 
 

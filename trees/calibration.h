@@ -41,7 +41,7 @@ class Calibration {
 
    private:
     static constexpr float PRIOR = 20.0f;     // paths that came true which a start value counts for
-    static constexpr float HORIZON = 200.0f;  // the same, of what is remembered at most
+    static constexpr float HORIZON = 100.0f;  // the same, of what is remembered at most
 
     float weights_[NUM_FACTORS];  // paths that should have come true so far
 

@@ -338,13 +338,14 @@ inline Growth::Item Growth::make_item(int32_t parent, uint32_t token, float chan
     return calibrated(Item{0.0f, nodes[parent].product * chance, token, parent, step});
 }
 
-// A path is never likelier than a part of it.
+// The factors of two depths are learned apart, so that a sure child may be given a little more than its parent: bound
+// by the parent's chance, deep paths would come true more often than they say.
 inline Growth::Item Growth::calibrated(const Item& item) const {
     if (item.step == Step::expand) return item;
     const GrownNode& parent = nodes[item.node];
     const Calibration& calibration = store_->calibrations[static_cast<int32_t>(settings_.kind)];
     Item result = item;
-    result.key = std::min(parent.path, calibration.corrected(item.product, parent.depth + 1));
+    result.key = calibration.corrected(item.product, parent.depth + 1);
     return result;
 }
 

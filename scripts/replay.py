@@ -31,7 +31,7 @@ from text_table import format_table
 from tokenizers import Tokenizer
 
 SETTINGS = ("alone", "same", "all")
-DRAFTERS = ("lookup", "stand", "prompt-lookup", "arctic")
+DRAFTERS = ("lookup", "stand", "prompt-lookup", "arctic", "arctic-gated")
 NUM_BINS = 10
 DEEPEST = 32
 LEAST_IN_BIN = 500

@@ -145,12 +145,17 @@ class PromptLookupReplay:
 
 
 class ArcticReplay:
-    """`arctic`: suffix decoding of arctic-inference in tree mode, depth 64, factor 4, no probability floor."""
+    """`arctic`: suffix decoding of arctic-inference in tree mode, depth 64, factor 4, no probability floor.
+
+    `arctic-gated`: tree mode with the library's own bounds, as many tokens as the match is long and none with an
+    estimate below 0.1.
+    """
 
     nbytes = None
     DEPTH = 64
 
-    def __init__(self):
+    def __init__(self, *, is_gated: bool = False):
+        self.is_gated = is_gated
         from arctic_inference.suffix_decoding import SuffixDecodingCache
 
         self.make = SuffixDecodingCache
@@ -170,9 +175,9 @@ class ArcticReplay:
             self.request,
             np.ascontiguousarray(history[-self.DEPTH :]),
             max_spec_tokens=budget,
-            max_spec_factor=4.0,
-            max_spec_offset=float(budget),
-            min_token_prob=0.0,
+            max_spec_factor=1.0 if self.is_gated else 4.0,
+            max_spec_offset=0.0 if self.is_gated else float(budget),
+            min_token_prob=0.1 if self.is_gated else 0.0,
             use_tree_spec=True,
         )
         return np.array(draft.token_ids, np.int32), np.array(draft.parents, np.int32), None
@@ -194,6 +199,6 @@ def make_drafter(name: str, *, lookup: Path | None, floor: float, max_bytes: int
         return StandReplay()
     if name == "prompt-lookup":
         return PromptLookupReplay()
-    if name == "arctic":
-        return ArcticReplay()
-    raise ValueError(f"drafter must be one of lookup, stand, prompt-lookup, arctic, got {name!r}")
+    if name in ("arctic", "arctic-gated"):
+        return ArcticReplay(is_gated=name == "arctic-gated")
+    raise ValueError(f"drafter must be one of lookup, stand, prompt-lookup, arctic, arctic-gated, got {name!r}")

@@ -31,11 +31,14 @@ from problem_sets import AIME_2024, Task, generated_tasks, read_tasks
 from text_table import format_table
 
 import stand
+from stand.step_cost import CostTable
 from stand.trees import BlendedLookup, LookupTree, TreeShape, vocabulary_fingerprint
 
 REASONER = Path(__file__).resolve().parent / "reasoner"
 BOXED_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 CPU_ROWS = 4  # more rows are bound by arithmetic without drafts already: drafts pay less there, see README
+COST_LENGTHS = (256, 2048)  # contexts behind which steps are timed, within max_new_tokens
+MOST_TOKENS = 128  # timed in one step on a CPU
 SHOWN_DEPTHS = 12  # in the table; the JSON document has all
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -83,10 +86,26 @@ def new_engine(arguments: argparse.Namespace, model, tokenizer) -> stand.Engine:
         tokenizer,
         lookup=lookup,
         budget=arguments.budget,
+        costs=arguments.step_costs,
         shape=arguments.shape,
         draft_kind=arguments.draft_kind,
         verifier=arguments.verifier,
     )
+
+
+def step_costs(arguments: argparse.Namespace, model, tokenizer) -> CostTable | None:
+    """What steps cost here, from `--costs` or measured now; None with a fixed budget or shape."""
+    if arguments.budget is not None or arguments.shape is not None:
+        return None
+    if arguments.costs is not None and arguments.costs.exists():
+        return CostTable.load(arguments.costs)
+    engine, rows = stand.wrap(model, tokenizer), min(arguments.rows or max(arguments.trajectories), 64)
+    lengths = sorted({min(length, arguments.max_new_tokens) for length in COST_LENGTHS})
+    most = max(MOST_TOKENS, 2 * rows) if model.device.type == "cpu" else None
+    table = CostTable(tuple(engine.measure_cost(num_rows=rows, length=n, most_tokens=most) for n in lengths))
+    if arguments.costs is not None:
+        table.save(arguments.costs)
+    return table
 
 
 def sampling_for(arguments: argparse.Namespace, trajectories: int) -> Sampling:
@@ -228,9 +247,10 @@ def depth_table(groups: dict[int, list[Measured]]) -> str:
 def as_document(arguments: argparse.Namespace, groups: dict[int, list[Measured]]) -> dict[str, object]:
     """Every figure, setting and version, as plain JSON values."""
     plain = (bool, int, float, str, list, type(None))
-    settings = {name: value if isinstance(value, plain) else str(value) for name, value in vars(arguments).items()}
+    given = {name: value for name, value in vars(arguments).items() if name != "step_costs"}
     return {
-        "settings": settings,
+        "settings": {name: value if isinstance(value, plain) else str(value) for name, value in given.items()},
+        "step_costs": None if arguments.step_costs is None else asdict(arguments.step_costs)["costs"],
         "versions": {
             "stand": stand.__version__,
             "torch": torch.__version__,
@@ -310,7 +330,14 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--top-p", type=float)
     parser.add_argument("--instruction", help="text appended to every problem")
     parser.add_argument("--verifier", default="traversal")
-    parser.add_argument("--budget", type=int, help="draft nodes of all rows of a step together (default: by device)")
+    parser.add_argument(
+        "--budget",
+        type=int,
+        help="fixed draft nodes of all rows of a step together (default: what pays, by timed steps)",
+    )
+    parser.add_argument(
+        "--costs", type=Path, help="file of step costs, so that runs repeat; measured and written if it does not exist"
+    )
     parser.add_argument(
         "--shape", type=TreeShape.parse, help="fixed drafts by STAND's rule: paper, chain:8, branching:4,2,1 ..."
     )
@@ -356,8 +383,7 @@ def run(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     tasks = load_tasks(arguments)
     model, tokenizer = load_model(arguments)
-    if arguments.shape is None and arguments.budget is None:
-        arguments.budget = stand.engine.default_budget(model.device)
+    arguments.step_costs = step_costs(arguments, model, tokenizer)
     report(f"{arguments.model}, {len(tasks)} problems, rows {arguments.rows or 'all'}, warming up")
     warm_up(arguments, model, tokenizer, tasks[0])
     measured, engine = measure(arguments, model, tokenizer, tasks)

@@ -186,3 +186,29 @@ def test_chunks_and_seeds():
 def test_table_is_aligned():
     lines = format_table(("name", "x"), [("a", 1.234), ("longer", None)]).splitlines()
     assert lines == ["name       x", "------  ----", "a       1.23", "longer     -"]
+
+
+def test_runs_with_saved_costs_repeat(capsys, tmp_path):
+    options = [
+        "--num-problems",
+        "1",
+        "--trajectories",
+        "2",
+        "--max-new-tokens",
+        "32",
+        "--costs",
+        str(tmp_path / "costs"),
+    ]
+    documents = []
+    for _ in range(2):
+        status, out, _ = run(capsys, *options)
+        assert status == 0
+        documents.append(json.loads(out.strip().splitlines()[-1]))
+    first, second = (document["problems"][0]["arms"]["drafted"] for document in documents)
+    assert documents[0]["step_costs"] == documents[1]["step_costs"] and len(documents[0]["step_costs"]) == 1
+    for name in ("num_draft_tokens", "num_tokens", "answers"):
+        assert first[name] == second[name]
+    fixed = json.loads(run(capsys, *options, "--budget", "3")[1].strip().splitlines()[-1])
+    assert fixed["step_costs"] is None
+    (tmp_path / "costs").write_text("{}")
+    assert "measure it again" in run(capsys, *options)[2]

@@ -137,8 +137,9 @@ def _plot_chains(axis, arms: list[dict]) -> None:
                       label=f"{drafts}, T = {temperature}")  # fmt: skip
     axis.axhline(0, color="grey", linewidth=0.6)
     axis.set(xlabel="gamma", ylabel="block over token, %", title="chains from a draft model")
+    axis.set_xticks(sorted({arm["gamma"] for arm in arms}))
     if lines:
-        axis.legend(fontsize=6, ncols=2)
+        axis.legend(fontsize=6, ncols=max(1, len(heats)), loc="upper center", bbox_to_anchor=(0.5, -0.14))
 
 
 def _plot_trees(axis, arms: list[dict]) -> None:

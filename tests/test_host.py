@@ -39,6 +39,7 @@ def test_thresholds_and_verdicts_equal_the_array_code(seed, kind, monkeypatch):
     arrays, expected = rule.thresholds(batch, target), rule.verify(batch, target, noise)
     for left, right in zip(compiled, arrays, strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-9, atol=1e-12)
+    assert np.all(compiled[0][batch.offsets[:-1]] == 1) and np.all(arrays[0][batch.offsets[:-1]] == 1)  # not rounded
     assert [path.tolist() for path in kept.accepted] == [path.tolist() for path in expected.accepted]
     assert kept.next_tokens.tolist() == expected.next_tokens.tolist()
 

@@ -11,8 +11,8 @@ from typing import Any
 class Specimen:
     """One specialisation of a Triton kernel as it is launched in practice.
 
-    `signature` maps every run-time argument to a Triton type ("*bf16", "i32", ...), `constants` the constexpr ones to
-    their values.
+    `signature` maps every run-time argument to a Triton type ("*bf16", "i32", ...; "i32:16" promises a multiple of 16),
+    `constants` the constexpr ones to their values.
     """
 
     name: str

@@ -45,7 +45,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "set_law.py",
         "step = np.where(left > 0, law[:, columns] / np.where(left > 0, left, 1.0), 0.0)",
-        "Gt -> GtE",
+        "Gt -> GtE #2",
     ): "where nothing is left outside a set, the law of what is drawn next is 0 too",
     (
         "draw.py",
@@ -70,7 +70,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "draw.py",
         "blocks = torch.searchsorted(sums, points, right=True).clip(max=sums.shape[1] - 1)",
-        "1 -> 0 #2",
+        "1 -> 0",
     ): "a point lies below the total, so a block is always found: a guard for NaN only",
     (
         "draw.py",

@@ -1,16 +1,24 @@
-"""What a GPU makes of a step's parts, and how far each is from what the hardware allows.
+"""What a GPU makes of decoding steps and their parts, and how far each is from what the hardware allows.
 
-    python scripts/gpu_bench.py                                  # Qwen2.5-7B's shape, bfloat16, minutes
+    python scripts/gpu_bench.py --output bench.json              # Qwen2.5-7B's shape, bfloat16, under ten minutes
+    python scripts/gpu_bench.py --replay FILE... --tokenizer tokenizer.json --output bench.json
     python scripts/gpu_bench.py --shapes qwen2.5-14b,qwen3-8b --parts products,attention
     python scripts/gpu_bench.py --device cpu --smoke             # tiny sizes in Triton's interpreter: does it run?
 
-Parts: `products` (matrix products of a layer and the output head, by tokens), `attention` (tree attention of one layer
-against masked attention), `laws` (softmax, best tokens, race, traversal, compaction). Random weights, nothing is
-downloaded. With products and attention of one row the table of step times is written to `--knee-folder`, and the knee
-printed: how many tokens a step may hold before it costs 1.05, 1.1, 1.25 times one token.
+Random weights, nothing is downloaded. Parts, the most telling first:
 
-Progress goes to stderr, tables to stdout; the last stdout line is one JSON document. A smoke run prints no table: the
-times of an interpreter mean nothing.
+- `checks`: greedy tokens against generate in float32, best tokens and margins in the model's type, kernels against the
+  host's rules;
+- `steps`: captured steps by rows, context length and nodes, and the cost table that `stand.wrap` reads, with its knees;
+- `decoding`: this engine without drafts, generate eager, generate with a static cache and torch.compile;
+- `replay`: recorded trajectories (`--replay`, JSONL as in `scripts/replay.py`) as rows of a batch: tokens per step and
+  speed-up over this engine without drafts;
+- `attention`, `products`, `laws`: kernels and matrix products one by one.
+
+After `--minutes` nothing new begins, and what was left out is said. `--output` is complete at any time, so that an
+abrupt end loses only what runs. Progress goes to stderr, tables to stdout; the last stdout line is one JSON document.
+A smoke run prints no table: the times of an interpreter mean nothing. Exit status: 0, 1 where a measurement failed or a
+check that must hold did not, 2 where the run was refused.
 """
 
 from __future__ import annotations
@@ -20,132 +28,213 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from bench_record import BenchRecord, Budget, Figure, Measurement
 from device_timer import device_name
-from knee_table import RATIOS, KneeTable
 from model_shapes import SHAPES, SMOKE_SHAPE, ModelShape
 from text_table import format_table
 
 if TYPE_CHECKING:  # the kernels are imported once it is known whether they are to be interpreted
-    from kernel_bench import Machine, Timing
+    from bench_model import BenchModel
+    from kernel_bench import KernelBench
+    from recordings import Recording
+    from step_bench import StepBench
 
-PARTS = ("products", "attention", "laws")
+PARTS = ("checks", "steps", "decoding", "replay", "attention", "products", "laws")
+MODEL_PARTS = ("checks", "steps", "decoding", "replay")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SMOKE_NOTE = "smoke run in Triton's interpreter: the times below mean nothing"
+MAX_POSITIONS = 40960
+MAX_SMOKE_POSITIONS = 256
+MINUTES = 8.5  # a measurement that has begun may take one more
+REPLAY_LENGTH = 2048  # where costs are measured for a replay without the part `steps`
+SMOKE_TOKENS = 4  # of a made-up recording
 
 
-def measure(arguments: argparse.Namespace, shape: ModelShape) -> tuple[Machine, dict[str, list[Timing]]]:
-    """Bandwidth and arithmetic rate, and the timings of every part asked for."""
-    from kernel_bench import FULL, SMOKE, KernelBench
+class ShapeBench:
+    """The parts of one model shape, each as tables of measurements by name; the model is made on first use."""
 
+    def __init__(self, arguments: argparse.Namespace, shape: ModelShape):
+        self.arguments, self.shape = arguments, shape
+        self.device, self.dtype = torch.device(arguments.device), DTYPES[arguments.dtype]
+
+    def tables(self, part: str) -> Iterator[tuple[str, Iterator[Measurement]]]:
+        """Table names and what is to be measured for each, in order."""
+        if part == "steps":
+            yield "costs", self.step_bench.cost_measurements()
+        if part in {"attention", "products", "laws"}:
+            yield part, getattr(self.kernels, part)()
+        else:
+            yield part, getattr(self, f"_{part}")()
+
+    @cached_property
+    def kernels(self) -> KernelBench:
+        """Measures bandwidth and arithmetic rate when it is made."""
+        from kernel_bench import FULL, SMOKE, KernelBench
+
+        extent = SMOKE if self.arguments.smoke else FULL
+        return KernelBench(self.shape, extent, device=self.device, dtype=self.dtype)
+
+    @cached_property
+    def model(self) -> BenchModel:
+        from bench_model import BenchModel
+
+        positions = MAX_SMOKE_POSITIONS if self.arguments.smoke else MAX_POSITIONS
+        return BenchModel(self.shape, device=self.device, dtype=self.dtype, max_positions=positions)
+
+    @cached_property
+    def step_bench(self) -> StepBench:
+        from step_bench import FULL, SMOKE, StepBench
+
+        return StepBench(
+            self.model,
+            SMOKE if self.arguments.smoke else FULL,
+            bytes_per_second=self.kernels.machine.bytes_per_second,
+            cost_folder=self.arguments.cost_folder,
+        )
+
+    def _checks(self) -> Iterator[Measurement]:
+        from gpu_checks import FULL, SMOKE, ChecksBench
+
+        return ChecksBench(self.model, SMOKE if self.arguments.smoke else FULL).measurements()
+
+    def _steps(self) -> Iterator[Measurement]:
+        return self.step_bench.step_measurements()
+
+    def _decoding(self) -> Iterator[Measurement]:
+        from decode_engines import FULL, SMOKE, DecodeBench
+
+        sizes, rate = SMOKE if self.arguments.smoke else FULL, self.kernels.machine.bytes_per_second
+        return DecodeBench(self.model, sizes, bytes_per_second=rate).measurements()
+
+    def _replay(self) -> Iterator[Measurement]:
+        from trajectory_replay import FULL, SMOKE, ReplayBench
+
+        from stand.step_cost import CostTable
+
+        families = read_families(self.arguments, self.shape.vocabulary)
+        if not families:
+            yield Measurement("replay", list, "no --replay FILE was given")
+            return
+        if not self.step_bench.costs:
+            self.step_bench.measured_cost(REPLAY_LENGTH)
+        sizes = SMOKE if self.arguments.smoke else FULL
+        yield from ReplayBench(self.model, sizes, families).measurements(CostTable(tuple(self.step_bench.costs)))
+
+
+def read_families(arguments: argparse.Namespace, vocabulary: int) -> dict[str, list[Recording]]:
+    """Recordings by file name; made-up ones in a smoke run. Raises ValueError for a file that holds none."""
+    if arguments.smoke:
+        from trajectory_replay import made_up_recordings
+
+        return {"made up": made_up_recordings(vocabulary, tokens=SMOKE_TOKENS)}
+    from recordings import Selection, read_recordings
+    from tokenizers import Tokenizer
+
+    if not arguments.replay:
+        return {}
+    tokenizer = Tokenizer.from_file(str(arguments.tokenizer))
+    selection = Selection(
+        max_problems=1 + arguments.replay_problems, samples=16, max_tokens=arguments.replay_tokens
+    )  # fmt: skip
+    return {path.name: read_recordings(path, tokenizer, selection) for path in arguments.replay}
+
+
+def run_shape(arguments: argparse.Namespace, shape: ModelShape, record: BenchRecord, budget: Budget) -> None:
+    """Everything asked for of one shape, as far as the time goes."""
+    bench = ShapeBench(arguments, shape)
+    record.begin(asdict(shape))
     report(f"{shape.name}: bandwidth and arithmetic rate")
-    bench = KernelBench(
-        shape,
-        SMOKE if arguments.smoke else FULL,
-        device=torch.device(arguments.device),
-        dtype=DTYPES[arguments.dtype],
+    machine = bench.kernels.machine
+    record.note("machine", asdict(machine))
+    show(
+        arguments,
+        f"{shape.name}, {arguments.dtype}: copy {machine.bytes_per_second / 1e12:.2f} TB/s, "
+        f"large matrix product {machine.flops_per_second / 1e12:.0f} TFLOP/s",
     )
-    timings: dict[str, list[Timing]] = {}
-    for part in arguments.parts:
-        timings[part] = []
-        for timing in getattr(bench, part)():
-            timings[part].append(timing)
-            report(f"{shape.name}: {timing.name}, {timing.tokens} tokens, {timing.rows} rows, length {timing.length}")
-    return bench.machine, timings
+    parts = [part for part in PARTS if part in arguments.parts]
+    if set(parts) & set(MODEL_PARTS) and not describe_model(arguments, bench, record):
+        parts = [part for part in parts if part not in MODEL_PARTS]
+    for part in parts:
+        run_part(arguments, bench, part, record, budget)
+    if "steps" in parts and bench.step_bench.cost_path is not None and bench.step_bench.costs:
+        record.note("cost_table", str(bench.step_bench.cost_path))
+        report(f"wrote {bench.step_bench.cost_path}")
+    show_rest(arguments, record)
 
 
-def knee_table(arguments: argparse.Namespace, shape: ModelShape, timings: dict[str, list[Timing]]) -> KneeTable | None:
-    """Step times from the products and the attention of one row; None unless both were measured."""
-    if not {"products", "attention"} <= timings.keys():
-        return None
-    counts = {product.name: product.count for product in shape.products()}
-    products: dict[int, float] = {}
-    for timing in timings["products"]:
-        products[timing.tokens] = products.get(timing.tokens, 0.0) + 1e3 * timing.seconds * counts[timing.name]
-    attention: dict[int, dict[int, float]] = {}
-    for timing in timings["attention"]:
-        if timing.rows == 1:
-            attention.setdefault(timing.length, {})[timing.tokens] = 1e3 * timing.seconds * shape.layers
-    return KneeTable(shape.name, device_name(torch.device(arguments.device)), arguments.dtype, products, attention)
+def describe_model(arguments: argparse.Namespace, bench: ShapeBench, record: BenchRecord) -> bool:
+    """Build the model and say which back end and which swaps it got; False where it cannot run the parts."""
+    report(f"{bench.shape.name}: model and engine")
+    try:
+        backend, fusion = bench.model.engine.backend, bench.model.fusion_report()
+    except (ValueError, RuntimeError) as error:
+        record.fail("model", error)
+        for part in set(arguments.parts) & set(MODEL_PARTS):
+            record.leave_out(part, "the model could not be made")
+        return False
+    record.note("backend", {"name": backend.name, "reason": backend.reason})
+    record.note("fusion", fusion)
+    show(arguments, "\n".join([f"back end {backend.name}: {backend.reason}", *(f"fusion: {line}" for line in fusion)]))
+    return True
 
 
-def machine_line(machine: Machine) -> str:
-    return (
-        f"copy {machine.bytes_per_second / 1e12:.2f} TB/s, "
-        f"large matrix product {machine.flops_per_second / 1e12:.0f} TFLOP/s"
-    )
+def run_part(arguments: argparse.Namespace, bench: ShapeBench, part: str, record: BenchRecord, budget: Budget) -> None:
+    """All tables of a part; a part that cannot even begin is a failure of its own."""
+    try:
+        for name, measurements in bench.tables(part):
+            figures: list[Figure] = []
+            for label, more in record.run(name, measurements, budget):
+                report(f"{bench.shape.name}: {label}")
+                figures += more
+            if figures:
+                show(arguments, format_table(figures[0].HEADER, [figure.cells() for figure in figures]))
+    except (ValueError, RuntimeError, OSError) as error:
+        record.fail(part, error)
 
 
-def timing_table(timings: Sequence[Timing]) -> str:
-    header = (
-        "part",
-        "tokens",
-        "rows",
-        "length",
-        "us",
-        "floor us",
-        "% of floor",
-        "torch us",
-        "torch / ours",
-        "max diff",
-    )
-    return format_table(header, [timing_row(timing) for timing in timings])
+def show_rest(arguments: argparse.Namespace, record: BenchRecord) -> None:
+    """What is missing from the tables, and why."""
+    rest = [(entry["measurement"], f"left out: {entry['reason']}") for entry in record.left_out]
+    rest += [(entry["measurement"], f"failed: {entry['error']}") for entry in record.failed]
+    for entry in record.failed:
+        report(entry["traceback"])
+    if rest:
+        show(arguments, "\n".join(f"{name} {reason}" for name, reason in rest))
 
 
-def timing_row(timing: Timing) -> tuple[object, ...]:
-    reference = None if timing.reference is None else 1e6 * timing.reference
-    ratio = None if timing.reference is None else timing.reference / timing.seconds
-    difference = None if timing.difference is None else f"{timing.difference:.1e}"
-    times = (1e6 * timing.seconds, 1e6 * timing.floor, timing.percent)
-    return (timing.name, timing.tokens, timing.rows, timing.length, *times, reference, ratio, difference)
+def run(arguments: argparse.Namespace) -> bool:
+    """Whether nothing failed and every check held."""
+    record, budget = BenchRecord(settings(arguments), arguments.output), Budget(arguments.minutes)
+    is_well = True
+    for shape in [SMOKE_SHAPE] if arguments.smoke else [SHAPES[name] for name in arguments.shapes]:
+        run_shape(arguments, shape, record, budget)
+        is_well = is_well and not record.failed and all(check["holds"] for check in record.figures("checks"))
+    print(json.dumps(record.document))
+    return is_well
 
 
-def knee_lines(table: KneeTable) -> str:
-    header = ("length", "ms, 1 token", *(f"tokens at {ratio:.2f} x" for ratio in RATIOS))
-    rows = [
-        (length, table.step(1, length), *(table.knee(length, ratio) for ratio in RATIOS)) for length in table.attention
-    ]
-    return format_table(header, rows)
-
-
-def document(arguments: argparse.Namespace, results: list[dict[str, object]]) -> dict[str, object]:
+def settings(arguments: argparse.Namespace) -> dict[str, object]:
     return {
         "is_smoke": arguments.smoke,
         "note": SMOKE_NOTE if arguments.smoke else None,
         "device": device_name(torch.device(arguments.device)),
         "dtype": arguments.dtype,
+        "minutes": arguments.minutes,
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()},
-        "results": results,
     }
 
 
-def run(arguments: argparse.Namespace) -> None:
-    results = []
-    for shape in [SMOKE_SHAPE] if arguments.smoke else [SHAPES[name] for name in arguments.shapes]:
-        machine, timings = measure(arguments, shape)
-        table = knee_table(arguments, shape, timings)
-        if table is not None and arguments.knee_folder is not None:
-            report(f"wrote {table.save(arguments.knee_folder)}")
-        if not arguments.smoke:
-            print(f"{shape.name}, {arguments.dtype}: {machine_line(machine)}\n")
-            for part in timings.values():
-                print(timing_table(part) + "\n")
-            if table is not None:
-                print(knee_lines(table) + "\n")
-        results.append(
-            {
-                "shape": asdict(shape),
-                "machine": asdict(machine),
-                "timings": {part: [asdict(timing) for timing in part_of] for part, part_of in timings.items()},
-                "knee": None if table is None else table.as_document()["knee"],
-            }
-        )
-    print(json.dumps(document(arguments, results)))
+def show(arguments: argparse.Namespace, text: str) -> None:
+    """To stdout, except for the figures of a smoke run."""
+    if not arguments.smoke:
+        print(text + "\n", flush=True)
 
 
 def report(line: str) -> None:
@@ -170,18 +259,33 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", type=names_of(PARTS), default=list(PARTS), metavar="PART,...")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 in a smoke run, else bfloat16")
-    parser.add_argument("--knee-folder", type=Path, help="default: ~/.cache/stand; of a smoke run, none")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="after these nothing new begins (%(default)s)")
+    parser.add_argument("--output", type=Path, help="JSON file, complete after every measurement")
+    parser.add_argument("--cost-folder", type=Path, help="default: ~/.cache/stand; of a smoke run, none")
+    parser.add_argument("--replay", type=Path, nargs="+", default=[], metavar="FILE", help="recorded trajectories")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json for --replay")
+    parser.add_argument("--replay-problems", type=int, default=1, help="measured per file, behind one (%(default)s)")
+    parser.add_argument("--replay-tokens", type=int, default=1536, help="of every sample at most (%(default)s)")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that everything runs")
     arguments = parser.parse_args(command_line)
     if arguments.dtype is None:
         arguments.dtype = "float32" if arguments.smoke else "bfloat16"
-    if arguments.knee_folder is None and not arguments.smoke:
-        arguments.knee_folder = Path.home() / ".cache" / "stand"
+    if arguments.cost_folder is None and not arguments.smoke:
+        arguments.cost_folder = Path.home() / ".cache" / "stand"
     return arguments
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Refuse what would give figures that mean nothing without saying so."""
+    """Refuse what would give figures that mean nothing without saying so, before minutes have passed."""
+    if arguments.replay and arguments.smoke:
+        raise ValueError("a smoke run replays a made-up recording, got --replay; leave it out or --smoke")
+    if arguments.replay and arguments.tokenizer is None:
+        raise ValueError("recorded texts need a tokenizer, got --replay alone; add --tokenizer tokenizer.json")
+    if min(arguments.replay_problems, arguments.replay_tokens) < 1:
+        raise ValueError("--replay-problems and --replay-tokens must be at least 1; leave --replay out for none")
+    for path in [*arguments.replay, *filter(None, [arguments.tokenizer])]:
+        if not path.is_file():
+            raise ValueError(f"{path} must be a file, got none there; check the path")
     if torch.device(arguments.device).type == "cpu" and not arguments.smoke:
         raise ValueError("timings need a GPU, got --device cpu; add --smoke to see that everything runs")
     if torch.device(arguments.device).type == "cuda" and not torch.cuda.is_available():
@@ -193,12 +297,11 @@ def main(command_line: list[str] | None = None) -> int:
     try:
         check(arguments)
         if torch.device(arguments.device).type == "cpu":
-            os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: see `measure`
-        run(arguments)
+            os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: see `ShapeBench`
+        return 0 if run(arguments) else 1
     except (ValueError, OSError) as error:
         report(f"gpu_bench: {error}")
         return 2
-    return 0
 
 
 if __name__ == "__main__":

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import torch
+from bench_record import Measurement
 from bench_verifier import random_draft
 from device_timer import DeviceTimer
 from model_shapes import INITIAL_SPREAD, ModelShape, Product
@@ -81,7 +84,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One line of a table."""
+    """One kernel, or one matrix product, at one size."""
+
+    HEADER: ClassVar = (
+        "kernel", "tokens", "rows", "length", "us", "floor us", "% of floor", "torch us", "torch / ours", "max diff",
+    )  # fmt: skip
 
     name: str
     tokens: int
@@ -97,9 +104,16 @@ class Timing:
         """Of the floor's speed; None where next to nothing has to move."""
         return 100 * self.floor / self.seconds if self.floor > 0 else None
 
+    def cells(self) -> tuple[object, ...]:
+        reference = None if self.reference is None else 1e6 * self.reference
+        ratio = None if self.reference is None else self.reference / self.seconds
+        difference = None if self.difference is None else f"{self.difference:.1e}"
+        times = (1e6 * self.seconds, 1e6 * self.floor, self.percent)
+        return (self.name, self.tokens, self.rows, self.length, *times, reference, ratio, difference)
+
 
 class KernelBench:
-    """Measures one model shape on one device; every method yields as it goes."""
+    """Measures one model shape on one device."""
 
     def __init__(self, shape: ModelShape, extent: Extent, *, device: torch.device, dtype: torch.dtype):
         self.shape, self.extent, self.device, self.dtype = shape, extent, device, dtype
@@ -121,10 +135,10 @@ class KernelBench:
     def _copies(self, nbytes: int, most: int) -> int:
         return min(max(-(-self.extent.cold_bytes // nbytes), 1), most)
 
-    def products(self) -> Iterator[Timing]:
+    def products(self) -> Iterator[Measurement]:
         """Every matrix product of a layer and the output head, by tokens; seconds are those of one product."""
         for product in self.shape.products():
-            yield from self._product(product)
+            yield Measurement(f"products, {product.name}", partial(self._product, product))
 
     def _product(self, product: Product) -> Iterator[Timing]:
         nbytes = product.inputs * product.outputs * self.element
@@ -136,12 +150,15 @@ class KernelBench:
             floor = self.machine.floor(nbytes=moved, flops=2 * tokens * product.inputs * product.outputs)
             yield Timing(product.name, tokens, 1, None, seconds / len(weights), floor)
 
-    def attention(self) -> Iterator[Timing]:
+    def attention(self) -> Iterator[Measurement]:
         """Tree attention of one layer, by context length, rows and tokens per row, beside masked attention."""
         for length in self.extent.lengths:
             for rows in self.extent.batches:
-                for tree in self.extent.trees:
-                    yield self._attention(length, rows, tree)
+                label = f"attention, {rows} rows, length {length}"
+                yield Measurement(label, partial(self._attentions, length, rows))
+
+    def _attentions(self, length: int, rows: int) -> list[Timing]:
+        return [self._attention(length, rows, tree) for tree in self.extent.trees]
 
     def _attention(self, length: int, rows: int, tree: int) -> Timing:
         shape, room = self.shape, -(-(length + tree) // WORD_BITS) * WORD_BITS
@@ -212,11 +229,11 @@ class KernelBench:
 
         return attend
 
-    def laws(self) -> Iterator[Timing]:
+    def laws(self) -> Iterator[Measurement]:
         """From logits to the kept path, by tokens of all rows together; beside torch's operations where there are."""
         for rows in self.extent.batches:
             tokens = max(self.extent.trees) // rows * rows
-            yield from self._laws(tokens, rows)
+            yield Measurement(f"laws, {rows} rows", partial(self._laws, tokens, rows))
 
     def _laws(self, tokens: int, rows: int) -> Iterator[Timing]:
         vocabulary = self.shape.vocabulary

@@ -96,4 +96,4 @@ SHAPES = {
         ModelShape("llama-3.1-8b", "llama", 32, 4096, 32, 8, 128, 14336, 128256, 5e5),
     )
 }
-SMOKE_SHAPE = ModelShape("smoke", "qwen2", 2, 64, 4, 2, 64, 96, 300, 1e4)
+SMOKE_SHAPE = ModelShape("smoke", "qwen2", 1, 64, 4, 2, 64, 96, 300, 1e4)

@@ -1,31 +1,32 @@
-"""Whole steps and whole generations on one model of random weights: this engine, with and without drafts, and generate.
+"""Whole captured steps on one model: their time by rows, context length and nodes, and the cost table of drafts.
 
-Needs a GPU; a smoke run takes tiny sizes through the interpreter.
+The cost table is the one that an engine reads: `stand.step_cost.CostTable`, of one row, over context lengths. Keys are
+random and not computed from a prompt, which would cost more time than the steps.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
-from model_shapes import ModelShape
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from bench_model import BenchModel, step_noise
+from bench_record import Measurement
+from device_timer import device_name
 
-from stand.backend import choose_backend, with_fusion
 from stand.gpu.captured_step import CapturedStep
-from stand.gpu.device_cache import DeviceCache
-from stand.gpu.device_rule import RULES
 from stand.row import Row
-from stand.sampling import SamplingParams, TargetLaw
+from stand.step_cost import CostTable, StepCost, cost_name, measure_cost, table_path
 from stand.trees import DraftBatch, DraftTree
-from stand.verifiers import VerifierNoise, get_verifier
 
-LAW = SamplingParams(temperature=0.6)
-RULE = "traversal"
+RATIOS = (1.05, 1.10, 1.25)  # step time over that of one token
+BRANCHES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,113 +36,141 @@ class StepSizes:
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
     nodes: tuple[int, ...]
-    generated: int  # tokens per timed generation
+    most_tokens: int  # of the cost table
     repeats: int
 
 
-FULL = StepSizes(rows=(1, 4, 8, 16), lengths=(2048, 8192, 16384, 32768), nodes=(0, 80, 112), generated=128, repeats=20)
-SMOKE = StepSizes(rows=(1, 2), lengths=(70,), nodes=(0, 3), generated=2, repeats=1)
+FULL = StepSizes(
+    rows=(1, 4, 8, 16), lengths=(2048, 8192, 16384, 32768), nodes=(0, 80, 112), most_tokens=256, repeats=20
+)
+SMOKE = StepSizes(rows=(1, 2), lengths=(70,), nodes=(0, 3), most_tokens=2, repeats=1)
 
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """One replay of the whole step, packet and verdict included, and what bandwidth alone would allow."""
+    """One step, packet and verdict included, and what bandwidth alone would allow."""
+
+    HEADER: ClassVar = (
+        "rows", "length", "nodes", "device ms", "x without nodes", "host ms", "idle us", "floor ms", "% of floor",
+    )  # fmt: skip
 
     rows: int
     length: int
     nodes: int
-    seconds: float  # on the device
-    wall: float  # by the host's clock, from launch to verdict
+    seconds: float  # on the device, steps one behind the other without a gap
+    wall: float  # by the host's clock, from the packet's filling to the verdict
     floor: float  # weights and cached keys and values once, at the measured copy bandwidth
+    ratio: float | None = None  # of `seconds` to those of the same rows without nodes
+
+    @property
+    def idle(self) -> float:
+        """Seconds of the host's step in which the device has nothing to do, or ranks the best tokens of the step
+        before; drafting and commitment, which an engine adds, are not in it (see `trajectory_replay`)."""
+        return self.wall - self.seconds
 
     @property
     def percent(self) -> float:
+        """Of the floor's speed."""
         return 100 * self.floor / self.seconds
+
+    def cells(self) -> tuple[object, ...]:
+        times = (1e3 * self.seconds, self.ratio, 1e3 * self.wall, 1e6 * self.idle, 1e3 * self.floor)
+        return (self.rows, self.length, self.nodes, *times, self.percent)
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeTiming:
-    """Tokens per second of all rows together, prompts not counted."""
+class CostFigure:
+    """A `StepCost` of one row, and its knees: the most tokens that cost at most 1.05, 1.10, 1.25 times one."""
 
-    name: str
-    rows: int
+    HEADER: ClassVar = ("length", "ms, 1 token", *(f"tokens at {ratio:.2f} x" for ratio in RATIOS))
+
     length: int
-    tokens_per_second: float
+    tokens: tuple[int, ...]
+    seconds: tuple[float, ...]
+    knees: tuple[int, ...]  # by `RATIOS`
 
+    @classmethod
+    def of(cls, cost: StepCost) -> CostFigure:
+        return cls(cost.length, cost.tokens, cost.seconds, tuple(cost.knee(ratio) for ratio in RATIOS))
 
-def build(shape: ModelShape, *, device: torch.device, dtype: torch.dtype, max_positions: int) -> PreTrainedModel:
-    """The shape with random weights, made where it runs."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(shape.config(max_positions=max_positions), dtype=dtype)
-    return model.eval()
+    def cells(self) -> tuple[object, ...]:
+        return (self.length, 1e3 * self.seconds[0], *self.knees)
 
 
 class StepBench:
-    """One model; `kernels` is its captured step's settings as `stand.wrap` would choose them."""
+    """`costs` grows as they are measured; after each the table goes to `cost_folder`, if there is one."""
 
-    def __init__(self, shape: ModelShape, sizes: StepSizes, *, model: PreTrainedModel, bytes_per_second: float):
-        self.shape, self.sizes, self.model = shape, sizes, model
-        self.bytes_per_second = bytes_per_second
-        self.verifier = get_verifier(RULE)
-        self.backend, self.fusion = with_fusion(model, choose_backend(model, self.verifier, "triton"))
-        self._generator = np.random.default_rng(0)
+    def __init__(
+        self, bench: BenchModel, sizes: StepSizes, *, bytes_per_second: float, cost_folder: Path | None = None
+    ):
+        self.bench, self.sizes, self.bytes_per_second = bench, sizes, bytes_per_second
+        self.costs: list[StepCost] = []
+        self.cost_path = None if cost_folder is None else cost_table_path(cost_folder, bench)
+
+    def cost_measurements(self) -> Iterator[Measurement]:
+        for length in self.sizes.lengths:
+            obstacle = None if self.bench.fits(1, length) else "its cache does not fit"
+            yield Measurement(f"cost, length {length}", partial(self.measured_cost, length), obstacle)
+
+    def step_measurements(self) -> Iterator[Measurement]:
+        for length in self.sizes.lengths:
+            for num_rows in self.sizes.rows:
+                label = f"steps, {num_rows} rows, length {length}"
+                obstacle = None if self.bench.fits(num_rows, length) else "its cache does not fit"
+                yield Measurement(label, partial(self.steps, num_rows, length), obstacle)
 
     @torch.inference_mode()
-    def steps(self) -> Iterator[StepTiming]:
-        """Every size whose cache fits into two thirds of the free memory."""
-        for length in self.sizes.lengths:
-            for num_rows in self.sizes.rows:
-                if not self._fits(num_rows, length):
-                    continue
-                step = CapturedStep(self.model, TargetLaw(LAW), RULES[RULE](), num_rows=num_rows, fusion=self.fusion)
-                step.use(self._random_cache(num_rows, length))
-                rows = [Row(row, self._tokens(length + 1), 1) for row in range(num_rows)]
-                with step.attention():
-                    for nodes in self.sizes.nodes:
-                        yield self._timed(step, rows, nodes)
+    def measured_cost(self, length: int) -> list[CostFigure]:
+        """Steps of one row behind `length` tokens, 1 .. most_tokens packed tokens."""
+        step, rows = self.bench.step(1, length)
+        noise = step_noise(rows)
 
-    def decoding(self, engines: dict[str, Callable[[list[list[int]], int], int]]) -> Iterator[DecodeTiming]:
-        """Each engine is a function (prompts, new tokens per row) -> tokens generated. Times the second call: the
-        first compiles and captures. The prompts' time is taken off by a call for a single token."""
-        for length in self.sizes.lengths:
-            for num_rows in self.sizes.rows:
-                if not self._fits(num_rows, length):
-                    continue
-                prompts = [self._tokens(length).tolist() for _ in range(num_rows)]
-                for name, generate in engines.items():
-                    generate(prompts, self.sizes.generated)
-                    whole, tokens = _seconds(
-                        lambda g=generate, p=prompts: g(p, self.sizes.generated), self.model.device
-                    )
-                    first, ones = _seconds(lambda g=generate, p=prompts: g(p, 1), self.model.device)
-                    yield DecodeTiming(name, num_rows, length, (tokens - ones) / max(whole - first, 1e-9))
+        def run_step(batch: DraftBatch) -> None:
+            step.prepare(batch, rows, noise)
+            step.launch()
+            step.verdicts()
+
+        with step.attention():
+            cost = measure_cost(run_step, num_rows=1, length=length, most_tokens=self.sizes.most_tokens)
+        self.costs.append(cost)
+        if self.cost_path is not None:
+            CostTable(tuple(self.costs)).save(self.cost_path)
+        return [CostFigure.of(cost)]
+
+    @torch.inference_mode()
+    def steps(self, num_rows: int, length: int) -> list[StepTiming]:
+        """One cache, every number of nodes."""
+        step, rows = self.bench.step(num_rows, length)
+        with step.attention():
+            timings = [self._timed(step, rows, nodes) for nodes in self.sizes.nodes]
+        plain = {timing.nodes: timing.seconds for timing in timings}.get(0)
+        return [replace(timing, ratio=plain and timing.seconds / plain) for timing in timings]
 
     def _timed(self, step: CapturedStep, rows: Sequence[Row], nodes: int) -> StepTiming:
-        length, num_rows = rows[0].num_cached, len(rows)
-        noise = VerifierNoise(
-            seed=0, rows=np.arange(num_rows), steps=np.zeros(num_rows, dtype=np.int64),
-            positions=np.full(num_rows, length + 1),
-        )  # fmt: skip
-        step.prepare(self._drafts(num_rows, nodes), rows, noise)
-        seconds, wall = self._replayed(step)
-        element = self.model.dtype.itemsize
-        moved = element * (self.shape.weight_count() + num_rows * length * self.shape.cache_elements())
-        return StepTiming(num_rows, length, nodes, seconds, wall, moved / self.bytes_per_second)
-
-    def _replayed(self, step: CapturedStep) -> tuple[float, float]:
-        """Medians: on the device, from the packet to the verdict; and by the host's clock."""
-        device, events, walls = self.model.device, [], []
+        num_rows, length = len(rows), rows[0].num_cached
+        batch, noise, walls = self._drafts(num_rows, nodes), step_noise(rows), []
         for _ in range(self.sizes.repeats + 1):
             start = time.perf_counter()
-            events.append([_mark(device), step.launch(), _mark(device)])
+            step.prepare(batch, rows, noise)
+            step.launch()
             step.verdicts()
             walls.append(time.perf_counter() - start)
-        if device.type != "cuda":
-            return statistics.median(walls[1:]), statistics.median(walls[1:])
-        torch.cuda.synchronize(device)
-        spans = [first.elapsed_time(last) / 1e3 for first, _, last in events[1:]]
-        return statistics.median(spans), statistics.median(walls[1:])
+        wall = statistics.median(walls[1:])  # the first one captures
+        seconds = self._device_seconds(step) if self.bench.device.type == "cuda" else wall
+        floor = self.bench.step_bytes(num_rows, length) / self.bytes_per_second
+        return StepTiming(num_rows, length, nodes, seconds, wall, floor)
+
+    def _device_seconds(self, step: CapturedStep) -> float:
+        """One step's share of a queue of steps, in which no step waits for its launch."""
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        step.launch()
+        first.record()
+        for _ in range(self.sizes.repeats):
+            step.launch()
+        last.record()
+        torch.cuda.synchronize(self.bench.device)
+        step.verdicts()
+        return first.elapsed_time(last) / 1e3 / self.sizes.repeats
 
     def _drafts(self, num_rows: int, nodes: int) -> DraftBatch:
         """`nodes` nodes shared out over the rows, in trees of three branches."""
@@ -149,45 +178,18 @@ class StepBench:
         return DraftBatch.concatenate([self._draft(share) for share in shares])
 
     def _draft(self, nodes: int) -> DraftTree:
-        tokens = self._tokens(nodes + 1)
-        parents = np.concatenate([[-1], (np.arange(nodes) // 3)]).astype(np.int32)
-        support = np.full((nodes + 1, 3), -1, dtype=np.int32)
-        law = np.zeros((nodes + 1, 3), dtype=np.float32)
+        tokens = self.bench.tokens(nodes + 1)
+        parents = np.concatenate([[-1], np.arange(nodes) // BRANCHES]).astype(np.int32)
+        support = np.full((nodes + 1, BRANCHES), -1, dtype=np.int32)
+        law = np.zeros((nodes + 1, BRANCHES), dtype=np.float32)
         children = np.arange(1, nodes + 1)
-        support[parents[1:], (children - 1) % 3] = tokens[1:]
-        law[children, (children - 1) % 3] = 1.0
+        support[parents[1:], (children - 1) % BRANCHES] = tokens[1:]
+        law[children, (children - 1) % BRANCHES] = 1.0
         return DraftTree(tokens, parents, support, law)
 
-    def _tokens(self, count: int) -> np.ndarray:
-        return self._generator.integers(0, self.shape.vocabulary, count).astype(np.int32)
 
-    def _random_cache(self, num_rows: int, length: int) -> DeviceCache:
-        cache = DeviceCache(
-            num_layers=self.shape.layers, num_rows=num_rows, num_heads=self.shape.key_heads, room=length + 520,
-            head_size=self.shape.head_size, dtype=self.model.dtype, device=self.model.device,
-        )  # fmt: skip
-        cache.storage.normal_()
-        return cache
-
-    def _fits(self, num_rows: int, length: int) -> bool:
-        if self.model.device.type != "cuda":
-            return True
-        free, _ = torch.cuda.mem_get_info(self.model.device)
-        return num_rows * (length + 520) * self.shape.cache_elements() * self.model.dtype.itemsize < free * 2 / 3
-
-
-def _mark(device: torch.device) -> torch.cuda.Event | None:
-    """A time mark on the device's stream; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def _seconds(work: Callable[[], int], device: torch.device) -> tuple[float, int]:
-    start = time.perf_counter()
-    result = work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start, result
+def cost_table_path(folder: Path, bench: BenchModel) -> Path:
+    """Where `stand.wrap` looks for this model's table."""
+    return table_path(
+        folder, model=cost_name(bench.model), device=device_name(bench.device), dtype=str(bench.model.dtype)
+    )

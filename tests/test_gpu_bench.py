@@ -1,9 +1,11 @@
-"""The GPU benchmark in small: model shapes, knee table, floors, one smoke run through the interpreter, refusals."""
+"""The GPU benchmark in small: model shapes, one smoke run through the interpreter, records, checks, refusals."""
 
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,34 +18,67 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import gpu_bench  # noqa: E402
+import gpu_checks  # noqa: E402
 import kernel_bench  # noqa: E402
+import step_bench  # noqa: E402
+from bench_model import BenchModel  # noqa: E402
+from bench_record import BenchRecord, Budget, Measurement  # noqa: E402
+from decode_engines import DecodeBench, DecodeTiming  # noqa: E402
 from device_timer import DeviceTimer  # noqa: E402
-from knee_table import KneeTable, table_path  # noqa: E402
 from model_shapes import SHAPES, SMOKE_SHAPE  # noqa: E402
+
+from stand import step_cost  # noqa: E402
+from stand.step_cost import CostTable, StepCost, cost_name, table_path  # noqa: E402
 
 CPU = torch.device("cpu")
 
 
+@dataclass(frozen=True)
+class Smoke:
+    """What one smoke run of everything printed and wrote."""
+
+    lines: list[str]
+    output: Path
+    costs: Path
+
+    @property
+    def result(self) -> dict:
+        (result,) = json.loads(self.lines[-1])["results"]
+        return result
+
+
 @pytest.fixture(scope="module")
-def smoke(tmp_path_factory) -> tuple[list[str], Path]:
-    """Printed lines and knee folder of one smoke run of everything."""
-    folder = tmp_path_factory.mktemp("knee")
-    lines: list[str] = []
+def smoke(tmp_path_factory) -> Smoke:
+    folder = tmp_path_factory.mktemp("smoke")
+    found = Smoke([], folder / "new" / "bench.json", folder / "costs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "builtins.print", lambda *values, file=None, **_: file or lines.append(" ".join(map(str, values)))
+            "builtins.print", lambda *values, file=None, **_: file or found.lines.append(" ".join(map(str, values)))
         )
-        status = gpu_bench.main(["--device", "cpu", "--smoke", "--knee-folder", str(folder)])
-    assert status == 0
-    return lines, folder
+        options = ["--device", "cpu", "--smoke", "--cost-folder", str(found.costs), "--output", str(found.output)]
+        patch.setattr(step_cost, "REPEATS", 1)
+        # Two tokens take longer than one, but not on every busy machine.
+        patch.setattr(DecodeBench, "_seconds", lambda self, work: (2.0 * (tokens := work()), tokens))
+        status = gpu_bench.main(options)
+    assert status == 0, found.result["failed"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def small() -> BenchModel:
+    return BenchModel(SMOKE_SHAPE, device=CPU, dtype=torch.float32, max_positions=256)
 
 
 def test_smoke_prints_no_table_and_says_what_its_times_are(smoke):
-    lines, _ = smoke
-    assert len(lines) == 1
-    document = json.loads(lines[0])
+    assert len(smoke.lines) == 1
+    document = json.loads(smoke.lines[0])
     assert document["is_smoke"] and "mean nothing" in document["note"]
     assert document["device"] == "cpu"
+
+
+def test_smoke_writes_what_it_prints(smoke):
+    assert json.loads(smoke.output.read_text()) == json.loads(smoke.lines[0])
+    assert [path.name for path in smoke.output.parent.iterdir()] == ["bench.json"]
 
 
 def test_nothing_imports_triton_before_the_interpreter_is_chosen():
@@ -52,25 +87,75 @@ def test_nothing_imports_triton_before_the_interpreter_is_chosen():
 
 
 def test_smoke_runs_every_part(smoke):
-    (result,) = json.loads(smoke[0][0])["results"]
-    names = {part: {timing["name"] for timing in timings} for part, timings in result["timings"].items()}
-    assert names == {
-        "products": {"qkv", "o", "gate_up", "down", "lm_head"},
+    names = {"checks": "name", "decoding": "engine", "replay": "drafts", "attention": "name", "products": "name"}
+    parts = smoke.result["parts"]
+    assert list(parts) == ["checks", "costs", "steps", "decoding", "replay", "attention", "products", "laws"]
+    assert {part: {figure[key] for figure in parts[part]} for part, key in names.items()} == {
+        "checks": {
+            "greedy tokens until the first difference, float32", "best tokens, float32",
+            "traverse kernel, rows", "race kernel, rows",
+        },
+        "decoding": {"stand, no drafts", "generate, eager"},
+        "replay": {"no drafts", "3 nodes", "measured costs"},
         "attention": {"attention"},
-        "laws": {"softmax", "top rows", "race", "traverse", "compact"},
-    }
-    assert all(timing["seconds"] > 0 for timings in result["timings"].values() for timing in timings)
+        "products": {"qkv", "o", "gate_up", "down", "lm_head"},
+    }  # fmt: skip
+    assert {figure["name"] for figure in parts["laws"]} == {"softmax", "top rows", "race", "traverse", "compact"}
+    assert {(figure["rows"], figure["nodes"]) for figure in parts["steps"]} == {(1, 0), (1, 3), (2, 0), (2, 3)}
+    assert smoke.result["failed"] == smoke.result["left_out"] == []
+    assert len(smoke.result["seconds"]) > 10
+
+
+def test_smoke_says_how_the_model_ran(smoke):
+    assert smoke.result["backend"] == {"name": "triton", "reason": "asked for"}
+    assert any("merged q/k/v" in line and "kept" in line for line in smoke.result["fusion"])
+
+
+def test_smoke_has_no_time_of_zero(smoke):
+    parts = smoke.result["parts"]
+    assert all(figure["seconds"] > 0 for part in ("steps", "attention", "products", "laws") for figure in parts[part])
+    assert all(figure["floor"] > 0 and figure["ratio"] > 0 for figure in parts["steps"])
+    assert all(figure["tokens_per_second"] > 0 for part in ("decoding", "replay") for figure in parts[part])
+
+
+def test_smoke_checks_hold_and_compare_something(smoke):
+    checks = smoke.result["parts"]["checks"]
+    assert all(check["holds"] and check["agreeing"] == check["compared"] > 0 for check in checks)
 
 
 def test_smoke_compares_the_attention_kernel_with_masked_attention(smoke):
-    (result,) = json.loads(smoke[0][0])["results"]
-    assert all(timing["difference"] < 1e-5 for timing in result["timings"]["attention"])
+    assert all(figure["difference"] < 1e-5 for figure in smoke.result["parts"]["attention"])
 
 
-def test_smoke_writes_its_table_only_where_it_is_told_to(smoke):
-    table = KneeTable.load(table_path(smoke[1], "smoke", "cpu"))
-    assert set(table.products) == set(kernel_bench.SMOKE.token_counts)
-    assert gpu_bench.read_arguments(["--smoke"]).knee_folder is None
+def test_smoke_writes_its_cost_table_where_wrap_looks_and_only_if_told_to(smoke, small):
+    path = table_path(smoke.costs, model=cost_name(small.model), device="cpu", dtype="torch.float32")
+    assert smoke.result["cost_table"] == str(path) and list(smoke.costs.iterdir()) == [path]
+    (cost,) = CostTable.load(path).costs
+    (figure,) = smoke.result["parts"]["costs"]
+    assert (cost.num_rows, cost.length, cost.tokens) == (1, 70, (1, 2)) and list(cost.seconds) == figure["seconds"]
+    assert gpu_bench.read_arguments(["--smoke"]).cost_folder is None
+    assert gpu_bench.read_arguments([]).cost_folder == Path.home() / ".cache" / "stand"
+
+
+def test_knees_are_those_of_the_cost():
+    cost = StepCost(num_rows=1, length=100, tokens=(1, 64, 128, 256), seconds=(4.0, 4.1, 4.9, 9.0))
+    figure = step_bench.CostFigure.of(cost)
+    assert figure.knees == (64, 64, 128) and figure.cells() == (100, 4000.0, 64, 64, 128)
+
+
+def test_a_step_is_compared_with_the_one_without_nodes_and_with_bandwidth():
+    timing = step_bench.StepTiming(4, 2048, 80, seconds=5e-3, wall=5.1e-3, floor=4e-3, ratio=1.25)
+    assert timing.cells() == (4, 2048, 80, 5.0, 1.25, pytest.approx(5.1), pytest.approx(100), 4.0, pytest.approx(80))
+
+
+def test_a_step_reads_weights_and_keys_once(small):
+    weights, per_token = SMOKE_SHAPE.weight_count(), SMOKE_SHAPE.cache_elements()
+    assert small.step_bytes(3, 100) == 4 * (weights + 300 * per_token)
+
+
+def test_decoding_is_compared_with_its_limit():
+    timing = DecodeTiming("x", rows=4, length=10, tokens_per_second=200.0, limit=400.0)
+    assert timing.cells() == ("x", 4, 10, 200.0, 20.0, 400.0, 50.0)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES.values(), SMOKE_SHAPE], ids=lambda shape: shape.name)
@@ -89,46 +174,115 @@ def test_shapes_need_the_bytes_that_are_published():
     assert [2 * shape.cache_elements() / 1024 for shape in SHAPES.values()] == [56, 192, 144, 128]
 
 
-def knees(products: dict[int, float], attention: dict[int, dict[int, float]]) -> KneeTable:
-    return KneeTable("a model", "A GPU", "bfloat16", products, attention)
+@dataclass(frozen=True)
+class Number:
+    HEADER: ClassVar = ("number",)
+    number: int
+
+    @property
+    def double(self) -> int:
+        return 2 * self.number
+
+    def cells(self) -> tuple[object, ...]:
+        return (self.number,)
 
 
-def test_knee_is_the_last_number_of_tokens_within_the_ratio():
-    flat = {1: 4.0, 64: 4.1, 128: 4.4, 256: 9.0}
-    table = knees(flat, {100: {1: 0.0, 256: 0.0}, 9000: {1: 0.5, 128: 1.5, 256: 2.5}})
-    assert [table.knee(100, ratio) for ratio in (1.0, 1.05, 1.10, 3.0)] == [1, 64, 128, 256]
-    assert table.knee(9000, 1.15) == 64  # attention rises with the tokens: 4.1 + 1.0 against 1.15 * 4.5
-    assert table.step(96, 100) == pytest.approx(4.25)
-    with pytest.raises(ValueError, match="timed range"):
-        table.step(300, 100)
+def test_a_failure_takes_nothing_with_it_and_the_file_is_complete_before_the_next_one_begins(tmp_path):
+    path = tmp_path / "bench.json"
+    record = BenchRecord({"device": "x"}, path)
+    record.begin({"name": "y"})
+
+    def fail():
+        seen.append(json.loads(path.read_text())["results"][0]["parts"]["p"])
+        raise RuntimeError("broken")
+
+    seen: list[list] = []
+    measurements = [
+        Measurement("one", lambda: [Number(1)]),
+        Measurement("two", fail),
+        Measurement("three", lambda: [Number(3)]),
+        Measurement("four", lambda: [Number(4)], "no room"),
+    ]
+    kept = [figure.number for _, figures in record.run("p", measurements, Budget(1)) for figure in figures]
+    assert kept == [1, 3] and seen == [[{"number": 1, "double": 2}]]
+    (result,) = json.loads(path.read_text())["results"]
+    assert result["parts"]["p"] == [{"number": 1, "double": 2}, {"number": 3, "double": 6}]
+    assert result["left_out"] == [{"measurement": "four", "reason": "no room"}]
+    assert [entry["measurement"] for entry in result["failed"]] == ["two"]
+    assert "broken" in result["failed"][0]["error"] and "in fail" in result["failed"][0]["traceback"]
+    assert set(result["seconds"]) == {"one", "three"}
 
 
-def test_knee_table_survives_a_file_and_a_broken_one_is_refused(tmp_path):
-    table = knees({1: 4.0, 64: 4.1}, {100: {1: 0.1, 64: 0.2}})
-    path = table.save(tmp_path / "new")
-    assert path.name == "a-model--a-gpu.json"
-    assert KneeTable.load(path) == table
-    path.write_text('{"model": "x"}', encoding="utf-8")
-    with pytest.raises(ValueError, match="measure it again"):
-        KneeTable.load(path)
+def test_nothing_begins_after_the_minutes():
+    record, budget = BenchRecord({}, None), Budget(1e-9)
+    record.begin({})
+    assert list(record.run("p", [Measurement("late", lambda: [Number(1)])], budget)) == []
+    assert record.left_out == [{"measurement": "late", "reason": "1e-09 minutes were over"}]
+    with pytest.raises(ValueError, match="above 0"):
+        Budget(0)
 
 
-def test_step_times_add_up_over_layers():
-    timings = {
-        "products": [kernel_bench.Timing(p.name, 1, 1, None, 1e-3, 1e-4) for p in SMOKE_SHAPE.products()],
-        "attention": [kernel_bench.Timing("attention", 1, rows, 70, rows * 1e-3, 1e-4) for rows in (1, 4)],
-    }
-    arguments = gpu_bench.read_arguments(["--device", "cpu", "--smoke"])
-    table = gpu_bench.knee_table(arguments, SMOKE_SHAPE, timings)
-    assert table.products == {1: pytest.approx(4 * SMOKE_SHAPE.layers + 1)}
-    assert table.attention == {70: {1: pytest.approx(SMOKE_SHAPE.layers)}}
-    assert gpu_bench.knee_table(arguments, SMOKE_SHAPE, {"products": timings["products"]}) is None
+def test_a_run_says_what_it_left_out_and_what_failed(capsys):
+    record = BenchRecord({}, None)
+    record.begin({})
+    record.leave_out("a", "no time")
+    record.fail("b", RuntimeError("broken"))
+    gpu_bench.show_rest(gpu_bench.read_arguments([]), record)
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[:2] == ["a left out: no time", "b failed: RuntimeError('broken')"]
+
+
+def test_a_run_with_a_failure_or_a_broken_check_ends_with_1(capsys, monkeypatch):
+    options = ["--device", "cpu", "--smoke", "--parts", "products"]
+    for name, status in (("good", 0), ("broken check", 1), ("failure", 1)):
+
+        def tables(self, part, name=name):
+            check = gpu_checks.Check("c", 2, 1 if name == "broken check" else 2, True, None, "")
+            work = (lambda: 1 / 0) if name == "failure" else (lambda: [check])
+            yield "checks", iter([Measurement("m", work)])
+
+        monkeypatch.setattr(gpu_bench.ShapeBench, "tables", tables)
+        assert gpu_bench.main(options) == status, name
+        capsys.readouterr()
+
+
+def test_checks_in_16_bits_may_differ():
+    assert gpu_checks.Check("c", 2, 1, False, None, "").holds
+
+
+@pytest.mark.parametrize("name", ["traverse", "race"])
+def test_a_broken_kernel_is_noticed(small, monkeypatch, name):
+    def broken(*arguments):
+        result = getattr(kernel_bench, name)(*arguments)
+        return result + 1 if name == "race" else (torch.zeros_like(result[0]), *result[1:])
+
+    checks = gpu_checks.ChecksBench(small, gpu_checks.SMOKE)
+    (sound,) = checks.kernels(name)
+    monkeypatch.setattr(gpu_checks, name, broken)
+    (check,) = checks.kernels(name)
+    assert sound.holds and not check.holds
+
+
+def test_other_logits_and_other_tokens_are_noticed(small, monkeypatch):
+    checks = gpu_checks.ChecksBench(small, gpu_checks.SMOKE)
+    captured = checks._captured
+    monkeypatch.setattr(checks, "_captured", lambda tokens: [part.flip(1) for part in captured(tokens)])
+    (check,) = checks.logits()
+    assert not check.holds and "margin where they differ" in check.quantiles
+    assert gpu_checks.common_prefix([1, 2, 3], [1, 2, 4]) == 2 and gpu_checks.common_prefix([1], [1]) == 1
+
+
+def test_laws_of_the_checks_lean_towards_the_drafts():
+    batch, laws = gpu_checks.leaning_step(gpu_checks.SMOKE, 0)
+    np.testing.assert_allclose(laws.sum(dim=1), 1, rtol=1e-5)
+    children = batch.token_ids[[1, 2]].astype(np.int64)
+    assert laws[0, children].sum() > 0.8
 
 
 def test_table_shows_percent_of_the_floor():
     timing = kernel_bench.Timing("o", 16, 1, None, 8e-6, 6e-6, reference=16e-6, difference=3e-3)
-    lines = gpu_bench.timing_table([timing]).splitlines()
-    assert lines[2].split() == ["o", "16", "1", "-", "8.00", "6.00", "75.00", "16.00", "2.00", "3.0e-03"]
+    expected = ("o", 16, 1, None, 8.0, 6.0, 75.0, 16.0, 2.0, "3.0e-03")
+    assert timing.cells() == pytest.approx(expected) and len(timing.HEADER) == len(expected)
 
 
 def test_floor_is_the_longer_of_moving_and_computing():
@@ -155,9 +309,17 @@ def test_timer_runs_the_work_as_often_as_asked():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--device", "cpu"], "need a GPU"), (["--device", "cuda"], "no GPU is visible")],
+    [
+        (["--device", "cpu"], "need a GPU"),
+        (["--device", "cuda"], "no GPU is visible"),
+        (["--smoke", "--device", "cpu", "--replay", __file__], "made-up"),
+        (["--replay", __file__], "need a tokenizer"),
+        (["--replay", __file__, "--tokenizer", "/nowhere.json"], "must be a file"),
+        (["--replay-tokens", "0"], "at least 1"),
+        (["--smoke", "--device", "cpu", "--minutes", "0"], "above 0"),
+    ],
 )
-def test_refuses_to_time_what_is_no_gpu(options, message, capsys, monkeypatch):
+def test_refuses_what_would_give_no_figures(options, message, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_bench.main(options) == 2
     captured = capsys.readouterr()

@@ -293,7 +293,7 @@ def run_all(arms: list[Arm], settings: dict, output: Path) -> list[dict[str, obj
         means = {rule: round(sum(tokens) / sum(result["steps"]), 3) for rule, tokens in result["tokens"].items()}
         print(f"{number}/{len(arms)} {arm.part} {arm.drafts} T {arm.temperature} gamma {arm.gamma}: {means}, "
               f"{time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
-    return list(known.values())
+    return [known[repr(arm)] for arm in all_arms(list(PARTS)) if repr(arm) in known]
 
 
 def known_results(settings: dict, output: Path) -> dict[str, dict[str, object]]:

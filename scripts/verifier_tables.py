@@ -30,7 +30,14 @@ def add_estimates(result: dict) -> dict:
 
 
 def gain(one: dict, rule: str, other: dict, over: str) -> tuple[float, float]:
-    """(per cent more tokens per step, standard error), paired by prompt."""
+    """(per cent more tokens per step, standard error), paired by prompt.
+
+    Raises ValueError where the two were not run on as many prompts.
+    """
+    if len(one["steps"]) != len(other["steps"]):
+        raise ValueError(
+            f"paired arms must have the same prompts, got {len(one['steps'])} and {len(other['steps'])}; run both anew"
+        )
     first = resampled(one["steps"], one["tokens"][rule])
     second = resampled(other["steps"], other["tokens"][over])
     ratios = 100 * (first / second - 1)

@@ -67,6 +67,8 @@ def test_estimates_and_paired_gains():
     assert percent == pytest.approx(2.0) and spread == pytest.approx(0.0, abs=1e-9)
     both = verifier_tables.pooled([arm, {**arm, "seed": 1}])
     assert len(both) == 1 and len(both[0]["steps"]) == 80
+    with pytest.raises(ValueError, match="same prompts, got 80 and 40"):
+        verifier_tables.gain(both[0], "a", arm, "a")
 
 
 def test_arms_are_run_once_and_kept(tmp_path, monkeypatch):
@@ -79,16 +81,17 @@ def test_arms_are_run_once_and_kept(tmp_path, monkeypatch):
     ]
     output = tmp_path / "found.json"
     results = compare_verifiers.run_all(arms, size, output)
-    assert [result["part"] for result in results] == ["chains", "shape", "shape"]
+    assert [result["drafts"] for result in results] == ["good", "sampled", "coupled"]
     assert compare_verifiers.different_outputs(results) == 0
     for result in results:
         assert sum(result["steps"]) > 2
         assert all(sum(tokens) >= sum(result["steps"]) for tokens in result["tokens"].values())
-    kept = results[2]["tokens"]
+    kept = results[1]["tokens"]
     assert sum(kept["traversal"]) >= sum(kept["match"]) - 1e-9
     monkeypatch.setattr(compare_verifiers, "run_arm", None)  # would fail if it were called again
     again = compare_verifiers.run_all(arms, size, output)
-    assert json.dumps(again) == json.dumps(json.loads(output.read_text(encoding="utf-8"))["arms"])
+    kept_arms = json.loads(output.read_text(encoding="utf-8"))["arms"]
+    assert json.dumps(again) == json.dumps([kept_arms[place] for place in (0, 2, 1)])  # chains, then shapes in order
 
 
 def test_the_document_becomes_tables_and_a_plot(tmp_path):

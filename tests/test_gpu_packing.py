@@ -7,10 +7,12 @@ from exact import EX2, deterministic, enumerate_drafts, pack, shaped, with_repla
 from test_host import case
 
 from stand.gpu.packet import Packet
+from stand.gpu.packing import kept_paths
 from stand.gpu.packing import pack as pack_step
 from stand.gpu.step_size import MAX_ROW_NODES, NUM_TOKENS, StepSize
 from stand.plan import StepPlan
 from stand.trees import DraftBatch, DraftTree
+from stand.verifiers import Verdicts
 from stand.verifiers.schedule import packed_parents
 
 ROOM = 4096
@@ -82,6 +84,17 @@ def test_only_the_first_of_equal_siblings_is_followed():
             seen.add(key)
     assert out["follows"][: batch.num_nodes].tolist() == [int(value) for value in expected]
     assert not all(expected[1:])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_kept_paths_equal_the_verdicts_own(seed):
+    batch = case(seed, "sampled")[0]
+    stops = np.random.default_rng(seed).integers(batch.offsets[:-1], batch.offsets[1:]).astype(np.int64)
+    stops[0] = batch.offsets[0]  # a row that keeps nothing
+    expected = Verdicts.stopping_at(stops, stops, batch).accepted
+    paths = kept_paths(stops, batch.parents, batch.offsets)
+    assert [path.tolist() for path in paths] == [path.tolist() for path in expected]
+    assert any(len(path) > 0 for path in paths) and len(paths[0]) == 0
 
 
 def test_long_rows_use_several_words():

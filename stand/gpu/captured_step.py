@@ -23,6 +23,7 @@ from stand.gpu.device_cache import DeviceCache
 from stand.gpu.device_rule import DeviceRule, GreedyRule
 from stand.gpu.fusion import Fusion
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME
+from stand.gpu.packing import kept_paths
 from stand.gpu.replay import Program, replay_for
 from stand.gpu.step_body import LEARNED_ROWS, StepBody, StepOutput
 from stand.gpu.step_packet import StepPacket
@@ -106,7 +107,7 @@ class CapturedStep:
         self._replay.wait(self._program)
         self._unread, self._num_scored = None, self._batch.num_nodes
         stops, next_tokens = self._output.verdict(len(self._batch))
-        return Verdicts.stopping_at(stops, next_tokens, self._batch)
+        return Verdicts(kept_paths(stops, self._batch.parents, self._batch.offsets), next_tokens)
 
     def keep(self, places: np.ndarray, lengths: np.ndarray, accepted: Sequence[np.ndarray]) -> None:
         """Nothing: the graph has moved the keys."""

@@ -3,6 +3,8 @@
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.string cimport memset
 
+import numpy as np
+
 
 def pack(
     const int32_t[::1] token_ids not None,  # [m] the drafts, m <= M
@@ -85,3 +87,69 @@ def pack(
         out_slots[packed] = last
         out_parents[packed] = out_firsts[packed] = packed
         out_row_of[packed] = row_capacity
+
+
+def list_work(
+    const int32_t[::1] offsets not None,  # [B + 1]
+    const int64_t[::1] lengths not None,  # [B] committed tokens per row
+    const int64_t[::1] cache_rows not None,  # [B]
+    int64_t tile_tokens,
+    int64_t split_length,
+):
+    """(items [I, 8], num_splits [M]), int32: see `stand.gpu.work_list.WorkList`, which checks the arguments."""
+    cdef Py_ssize_t num_rows = lengths.shape[0], row, item = 0, count = 0
+    cdef int64_t tokens, tile, split, splits, first
+    for row in range(num_rows):
+        tokens = offsets[row + 1] - offsets[row]
+        count += _parts(tokens, tile_tokens) * max(_parts(lengths[row], split_length), 1)
+    table = np.empty((count, 8), dtype=np.int32)
+    numbers = np.empty(offsets[num_rows], dtype=np.int32)
+    cdef int32_t[:, ::1] items = table
+    cdef int32_t[::1] num_splits = numbers
+    for row in range(num_rows):
+        tokens, first = offsets[row + 1] - offsets[row], offsets[row]
+        splits = max(_parts(lengths[row], split_length), 1)
+        num_splits[first : first + tokens] = <int32_t>splits
+        for split in range(splits):
+            for tile in range(_parts(tokens, tile_tokens)):
+                items[item, 0] = <int32_t>first
+                items[item, 1] = <int32_t>(first + tile * tile_tokens)
+                items[item, 2] = <int32_t>min(tokens - tile * tile_tokens, tile_tokens)
+                items[item, 3] = <int32_t>cache_rows[row]
+                items[item, 4] = <int32_t>lengths[row]
+                items[item, 5] = <int32_t>(split * split_length)
+                items[item, 6] = <int32_t>((split + 1) * split_length)
+                if split == splits - 1:  # the row's own tokens too, up to the last that the tile can see
+                    items[item, 6] = <int32_t>(lengths[row] + tile * tile_tokens) + items[item, 2]
+                items[item, 7] = <int32_t>split
+                item += 1
+    return table, numbers
+
+
+cdef inline int64_t _parts(int64_t whole, int64_t part) noexcept:
+    """How many parts cover the whole."""
+    return (whole + part - 1) // part
+
+
+def kept_paths(
+    const int64_t[::1] stops not None,  # [B] packed node where each row stops
+    const int32_t[::1] parents not None,  # [M] row-local, -1 at roots
+    const int32_t[::1] offsets not None,  # [B + 1]
+) -> list:
+    """B arrays int32: the row-local nodes from below the root down to each stop, as `Verdicts.accepted` has them."""
+    cdef Py_ssize_t row, place, first, end = 0
+    cdef int32_t node
+    nodes = np.empty(parents.shape[0], dtype=np.int32)  # a path has fewer nodes than its row
+    bounds = []
+    cdef int32_t[::1] kept = nodes
+    for row in range(stops.shape[0]):
+        node, first = <int32_t>(stops[row] - offsets[row]), end
+        while node > 0:
+            node = parents[offsets[row] + node]
+            end += 1
+        node = <int32_t>(stops[row] - offsets[row])
+        for place in range(end - 1, first - 1, -1):
+            kept[place] = node
+            node = parents[offsets[row] + node]
+        bounds.append((first, end))
+    return [nodes[start:stop] for start, stop in bounds]

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stand.gpu.packing import list_work
+
 ITEM_FIELDS = ("row_first", "q_first", "q_count", "cache_row", "length", "k_first", "k_end", "split")
 SPLIT_QUANTUM = 64  # slots; a split is a whole number of the kernel's key blocks
 
@@ -43,27 +45,10 @@ class WorkList:
         `split_length` is in slots, a multiple of 64. Raises ValueError outside these.
         """
         _check(tile_tokens, split_length)
-        firsts = offsets[:-1]
-        counts = offsets[1:] - firsts
-        tiles = -(-counts // tile_tokens)
-        splits = np.maximum(-(-lengths // split_length), 1)
-        num_items = tiles * splits
-        table = np.empty((len(counts), 8), dtype=np.int32)  # per row what its items start from; finished in place
-        for column, field in enumerate((firsts, firsts, counts, cache_rows, lengths, tiles, splits)):
-            table[:, column] = field
-        table[:, 7] = num_items.cumsum() - num_items  # the row's first item
-        items = table.repeat(num_items, axis=0)
-        _, q_first, q_count, _, length, k_first, k_end, split = items.T
-        places = np.arange(len(items), dtype=np.int32) - split
-        tiles, last_splits = k_first.copy(), k_end - 1
-        np.floor_divide(places, tiles, out=split)
-        first_tokens = (places - split * tiles) * tile_tokens  # within the row
-        q_first += first_tokens
-        q_count -= first_tokens
-        np.minimum(q_count, tile_tokens, out=q_count)
-        np.multiply(split, split_length, out=k_first)
-        np.copyto(k_end, np.where(split == last_splits, length + first_tokens + q_count, k_first + split_length))
-        return cls(items, splits.astype(np.int32).repeat(counts))
+        offsets = np.ascontiguousarray(offsets, dtype=np.int32)
+        lengths = np.ascontiguousarray(lengths, dtype=np.int64)
+        cache_rows = np.ascontiguousarray(cache_rows, dtype=np.int64)
+        return cls(*list_work(offsets, lengths, cache_rows, tile_tokens, split_length))
 
     def fill(self, items: np.ndarray, num_splits: np.ndarray) -> None:
         """Copy into the step's static buffers [I', 8] and [M'] int32, the rest zero: items and tokens of padding.

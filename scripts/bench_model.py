@@ -21,7 +21,7 @@ from stand.verifiers import VerifierNoise
 LAW = SamplingParams(temperature=0.6)
 RULE = "traversal"
 MARGIN = 2 * MAX_ROW_NODES  # slots behind the committed tokens
-SHARE = 2 / 3  # of the free memory that a cache may take
+SHARE = 0.85  # of the free memory that caches may take
 
 
 class BenchModel:
@@ -32,6 +32,8 @@ class BenchModel:
 
     def __init__(self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype, max_positions: int):
         self.shape = shape
+        if device.type == "cuda":
+            free_memory()
         self.model = build(shape, device=device, dtype=dtype, max_positions=max_positions)
         self.engine = stand.wrap(self.model, verifier=RULE, backend="auto" if device.type == "cuda" else "triton")
         if self.engine.backend.name != "triton":
@@ -59,15 +61,16 @@ class BenchModel:
         step.use(self._random_cache(num_rows, length))
         return step, [Row(row, self.tokens(length + 1), 1) for row in range(num_rows)]
 
-    def fits(self, num_rows: int, length: int) -> bool:
-        """Whether a cache takes no more than `SHARE` of what is free."""
+    def obstacle(self, num_rows: int, length: int, *, copies: int = 1) -> str | None:
+        """Why so many caches cannot be held at once, or None: they would take more than `SHARE` of what is free."""
         if self.device.type != "cuda":
-            return True
-        gc.collect()
-        torch.cuda.empty_cache()
+            return None
+        free_memory()
         free, _ = torch.cuda.mem_get_info(self.device)
-        needed = num_rows * (length + MARGIN) * self.shape.cache_elements() * self.model.dtype.itemsize
-        return needed < SHARE * free
+        needed = copies * num_rows * (length + MARGIN) * self.shape.cache_elements() * self.model.dtype.itemsize
+        if needed < SHARE * free:
+            return None
+        return f"its cache needs {needed / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free"
 
     def step_bytes(self, num_rows: int, length: float) -> float:
         """What a step must read: the weights once, and every row's keys and values."""
@@ -89,6 +92,12 @@ def build(shape: ModelShape, *, device: torch.device, dtype: torch.dtype, max_po
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(shape.config(max_positions=max_positions), dtype=dtype)
     return model.eval()
+
+
+def free_memory() -> None:
+    """Give back what earlier measurements have left behind."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def step_noise(rows: list[Row], *, seed: int = 0) -> VerifierNoise:

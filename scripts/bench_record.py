@@ -73,7 +73,7 @@ class BenchRecord:
         A failure is kept with its traceback and does not take the other measurements with it.
         """
         kept = self._result["parts"].setdefault(part, [])
-        for measurement in measurements:
+        for measurement in self._named(part, measurements):
             if measurement.obstacle is not None or budget.is_spent:
                 self.leave_out(measurement.label, measurement.obstacle or f"{budget.minutes:g} minutes were over")
                 continue
@@ -87,6 +87,13 @@ class BenchRecord:
             self._result["seconds"][measurement.label] = time.monotonic() - start
             self.save()
             yield measurement.label, figures
+
+    def _named(self, part: str, measurements: Iterable[Measurement]) -> Iterator[Measurement]:
+        """Measurements as they are named; a failure to name the next one ends the part."""
+        try:
+            yield from measurements
+        except Exception as error:
+            self.fail(part, error)
 
     def leave_out(self, label: str, reason: str) -> None:
         self._result["left_out"].append({"measurement": label, "reason": reason})

@@ -53,7 +53,7 @@ SMOKE_NOTE = "smoke run in Triton's interpreter: the times below mean nothing"
 MAX_POSITIONS = 40960
 MAX_SMOKE_POSITIONS = 256
 MINUTES = 8.5  # a measurement that has begun may take one more
-REPLAY_LENGTH = 2048  # where costs are measured for a replay without the part `steps`
+REPLAY_SAMPLES = 20  # of a problem; a few more than the largest batch, because short ones are skipped
 SMOKE_TOKENS = 4  # of a made-up recording
 
 
@@ -66,7 +66,8 @@ class ShapeBench:
 
     def tables(self, part: str) -> Iterator[tuple[str, Iterator[Measurement]]]:
         """Table names and what is to be measured for each, in order."""
-        if part == "steps":
+        is_replayed = part == "replay" and bool(self.arguments.replay or self.arguments.smoke)
+        if part == "steps" or (is_replayed and "steps" not in self.arguments.parts):
             yield "costs", self.step_bench.cost_measurements()
         if part in {"attention", "products", "laws"}:
             yield part, getattr(self.kernels, part)()
@@ -122,8 +123,6 @@ class ShapeBench:
         if not families:
             yield Measurement("replay", list, "no --replay FILE was given")
             return
-        if not self.step_bench.costs:
-            self.step_bench.measured_cost(REPLAY_LENGTH)
         sizes = SMOKE if self.arguments.smoke else FULL
         yield from ReplayBench(self.model, sizes, families).measurements(CostTable(tuple(self.step_bench.costs)))
 
@@ -141,7 +140,7 @@ def read_families(arguments: argparse.Namespace, vocabulary: int) -> dict[str, l
         return {}
     tokenizer = Tokenizer.from_file(str(arguments.tokenizer))
     selection = Selection(
-        max_problems=1 + arguments.replay_problems, samples=16, max_tokens=arguments.replay_tokens
+        max_problems=1 + arguments.replay_problems, samples=REPLAY_SAMPLES, max_tokens=arguments.replay_tokens
     )  # fmt: skip
     return {path.name: read_recordings(path, tokenizer, selection) for path in arguments.replay}
 
@@ -163,7 +162,7 @@ def run_shape(arguments: argparse.Namespace, shape: ModelShape, record: BenchRec
         parts = [part for part in parts if part not in MODEL_PARTS]
     for part in parts:
         run_part(arguments, bench, part, record, budget)
-    if "steps" in parts and bench.step_bench.cost_path is not None and bench.step_bench.costs:
+    if record.figures("costs") and bench.step_bench.cost_path is not None:
         record.note("cost_table", str(bench.step_bench.cost_path))
         report(f"wrote {bench.step_bench.cost_path}")
     show_rest(arguments, record)
@@ -222,6 +221,7 @@ def run(arguments: argparse.Namespace) -> bool:
 
 def settings(arguments: argparse.Namespace) -> dict[str, object]:
     return {
+        "format": "stand gpu bench 1",
         "is_smoke": arguments.smoke,
         "note": SMOKE_NOTE if arguments.smoke else None,
         "device": device_name(torch.device(arguments.device)),

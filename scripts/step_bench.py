@@ -109,15 +109,15 @@ class StepBench:
 
     def cost_measurements(self) -> Iterator[Measurement]:
         for length in self.sizes.lengths:
-            obstacle = None if self.bench.fits(1, length) else "its cache does not fit"
-            yield Measurement(f"cost, length {length}", partial(self.measured_cost, length), obstacle)
+            work = partial(self.measured_cost, length)
+            yield Measurement(f"cost, length {length}", work, self.bench.obstacle(1, length))
 
     def step_measurements(self) -> Iterator[Measurement]:
         for length in self.sizes.lengths:
             for num_rows in self.sizes.rows:
                 label = f"steps, {num_rows} rows, length {length}"
-                obstacle = None if self.bench.fits(num_rows, length) else "its cache does not fit"
-                yield Measurement(label, partial(self.steps, num_rows, length), obstacle)
+                work = partial(self.steps, num_rows, length)
+                yield Measurement(label, work, self.bench.obstacle(num_rows, length))
 
     @torch.inference_mode()
     def measured_cost(self, length: int) -> list[CostFigure]:

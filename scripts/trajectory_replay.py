@@ -248,7 +248,8 @@ class ReplayFigure:
 
 @dataclass(frozen=True, slots=True)
 class ReplaySizes:
-    """`rows` per batch; at most `batches` batches of a problem's samples; `warm_up` tokens of a first problem."""
+    """`rows` per batch; at most `batches` batches of a problem's samples; `warm_up` tokens of a first problem;
+    `fixed_nodes` of all rows together."""
 
     rows: tuple[int, ...]
     batches: int
@@ -275,12 +276,10 @@ class ReplayBench:
         for name, recordings in self.families.items():
             length = max(len(recording.prompt) + len(recording.tokens) for recording in recordings)
             for rows in self.sizes.rows:
-                measured = min(counts_by_problem(recordings[first_of_second(recordings) :]).values())
-                obstacle = None if measured >= rows else f"a problem has {measured} samples only"
-                if obstacle is None and not self.bench.fits(rows, length):
-                    obstacle = "its cache does not fit"
+                samples = min(counts_by_problem(recordings).values())
+                obstacle = f"a problem has {samples} samples only" if samples < rows else None
                 work = partial(self.figures, name, rows, costs)
-                yield Measurement(f"replay, {name}, {rows} rows", work, obstacle)
+                yield Measurement(f"replay, {name}, {rows} rows", work, obstacle or self.bench.obstacle(rows, length))
 
     def figures(self, name: str, rows: int, costs: CostTable) -> list[ReplayFigure]:
         """Without drafts, with a fixed number of nodes, and with as many as the measured costs say."""

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -25,6 +26,7 @@ from bench_model import BenchModel  # noqa: E402
 from bench_record import BenchRecord, Budget, Measurement  # noqa: E402
 from decode_engines import DecodeBench, DecodeTiming  # noqa: E402
 from device_timer import DeviceTimer  # noqa: E402
+from fake_events import FakeEvent  # noqa: E402
 from model_shapes import SHAPES, SMOKE_SHAPE  # noqa: E402
 
 from stand import step_cost  # noqa: E402
@@ -148,6 +150,27 @@ def test_a_step_is_compared_with_the_one_without_nodes_and_with_bandwidth():
     assert timing.cells() == (4, 2048, 80, 5.0, 1.25, pytest.approx(5.1), pytest.approx(100), 4.0, pytest.approx(80))
 
 
+def test_a_step_on_the_device_is_a_share_of_a_queue_of_steps(monkeypatch):
+    clock, verdicts = [], []
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent(clock))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    step = SimpleNamespace(launch=lambda: clock.append("1 ms"), verdicts=lambda: verdicts.append(len(clock)))
+    bench = step_bench.StepBench(SimpleNamespace(device=None), step_bench.FULL, bytes_per_second=1.0)
+    assert bench._device_seconds(step) == pytest.approx(1e-3)
+    assert verdicts == [step_bench.FULL.repeats + 1]
+
+
+def test_caches_that_do_not_fit_are_named(monkeypatch):
+    model = object.__new__(BenchModel)
+    model.shape = SHAPES["qwen2.5-14b"]
+    model.model = SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * 2**30, 140 * 2**30))
+    assert model.obstacle(8, 32768) is None
+    assert model.obstacle(16, 32768) == "its cache needs 98 GiB, 100 GiB are free"
+    assert model.obstacle(8, 32768, copies=2) == "its cache needs 98 GiB, 100 GiB are free"
+
+
 def test_a_step_reads_weights_and_keys_once(small):
     weights, per_token = SMOKE_SHAPE.weight_count(), SMOKE_SHAPE.cache_elements()
     assert small.step_bytes(3, 100) == 4 * (weights + 300 * per_token)
@@ -211,6 +234,20 @@ def test_a_failure_takes_nothing_with_it_and_the_file_is_complete_before_the_nex
     assert [entry["measurement"] for entry in result["failed"]] == ["two"]
     assert "broken" in result["failed"][0]["error"] and "in fail" in result["failed"][0]["traceback"]
     assert set(result["seconds"]) == {"one", "three"}
+
+
+def test_a_part_that_cannot_go_on_keeps_what_it_has():
+    record = BenchRecord({}, None)
+    record.begin({})
+
+    def measurements():
+        yield Measurement("one", lambda: [Number(1)])
+        raise RuntimeError("no memory left")
+
+    assert [label for label, _ in record.run("p", measurements(), Budget(1))] == ["one"]
+    assert [(entry["measurement"], entry["error"]) for entry in record.failed] == [
+        ("p", "RuntimeError('no memory left')")
+    ]
 
 
 def test_nothing_begins_after_the_minutes():

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 from bench_model import BenchModel  # noqa: E402
+from fake_events import FakeEvent  # noqa: E402
 from model_shapes import SMOKE_SHAPE  # noqa: E402
 from plain_kernels import use_plain_kernels  # noqa: E402
 from recordings import Recording  # noqa: E402
@@ -21,11 +23,13 @@ from trajectory_replay import (  # noqa: E402
     ReplayBench,
     ReplayEngine,
     ReplaySizes,
+    TimedStep,
     batches_of,
     free_token,
     made_up_recordings,
 )
 
+from stand.gpu.captured_step import CapturedStep  # noqa: E402
 from stand.gpu.device_rule import MatchRule  # noqa: E402
 from stand.step_cost import CostTable, StepCost  # noqa: E402
 from stand.trees import BlendedLookup, DraftBatch, DraftTree  # noqa: E402
@@ -157,7 +161,21 @@ def test_arms_are_compared_on_the_same_batches(bench):
 def test_problems_with_too_few_samples_are_left_out(bench):
     replay = ReplayBench(bench, ReplaySizes(rows=(2, 16), batches=1, warm_up=3, fixed_nodes=8), {"f": families()})
     obstacles = {measurement.label: measurement.obstacle for measurement in replay.measurements(FREE_NODES)}
-    assert obstacles == {"replay, f, 2 rows": None, "replay, f, 16 rows": "a problem has 4 samples only"}
+    assert obstacles == {"replay, f, 2 rows": None, "replay, f, 16 rows": "a problem has 2 samples only"}
+
+
+def test_time_on_the_device_is_that_between_marks(monkeypatch):
+    clock = []
+    step = object.__new__(TimedStep)
+    step._model, step._marks = SimpleNamespace(device=SimpleNamespace(type="cuda")), []
+    monkeypatch.setattr(CapturedStep, "launch", lambda self: clock.append("a launch of 1 ms"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent(clock))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    for _ in range(3):
+        step.launch()
+        clock.append("an idle millisecond")
+    assert step.device_seconds() == pytest.approx(3e-3)
+    assert step.device_seconds() == 0.0  # since the last time it was asked
 
 
 def test_batches_are_full_and_of_one_problem():

@@ -87,6 +87,8 @@ def _line_changes(code: str) -> Iterator[tuple[str, str]]:
     for match in NUMBER.finditer(code):
         new = str(1 - int(match[0])) if match[0].isdigit() else str(1.0 - float(match[0]))
         yield f"{match[0]} -> {new}", code[: match.start()] + new + code[match.end() :]
+    for match in re.finditer(r"\bnot ", code):
+        yield "drop not", code[: match.start()] + code[match.end() :]
     if code.strip() == "break":
         yield "break -> pass", code.replace("break", "pass")
 

@@ -39,6 +39,7 @@ def test_thresholds_and_verdicts_equal_the_array_code(seed, kind, monkeypatch):
     arrays, expected = rule.thresholds(batch, target), rule.verify(batch, target, noise)
     for left, right in zip(compiled, arrays, strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-9, atol=1e-12)
+    assert compiled[0].max() <= 1 and arrays[0].max() <= 1
     assert np.all(compiled[0][batch.offsets[:-1]] == 1) and np.all(arrays[0][batch.offsets[:-1]] == 1)  # not rounded
     assert [path.tolist() for path in kept.accepted] == [path.tolist() for path in expected.accepted]
     assert kept.next_tokens.tolist() == expected.next_tokens.tolist()
@@ -99,8 +100,37 @@ def test_the_largest_uniform_stays_inside_the_weights():
     largest = np.full(count, np.nextafter(1.0, 0.0))
     tokens = host.draw_residuals(probs, np.arange(count), support, mass, generator.random(count), largest)
     assert np.all((tokens > 0) & (tokens < size // 2))
+    support = np.tile(np.array([[7, 3, 5, 1, 2]], dtype=np.int32), (count, 1))
+    mass = np.hstack([generator.random((count, 4)), np.zeros((count, 1))])
     on_support = host.draw_residuals(probs, np.arange(count), support, mass, np.zeros(count), largest)
-    assert np.all(on_support == 0)
+    assert set(on_support.tolist()) == {1}  # the last one that has weight
+
+
+def test_a_point_on_an_edge_belongs_to_the_token_after_it():
+    """The first token whose cumulated weight exceeds the point; weights and points are exact here."""
+    probs, support = np.array([[0.125, 0.5, 0.125, 0.25]]), np.array([[3, -1]], dtype=np.int32)
+    mass = np.array([[0.25, 0.0]])
+    for uniform, token in ((0.0, 3), (0.25, 0), (0.375, 1), (0.875, 2)):
+        arguments = (probs, np.array([0]), support, mass, np.ones(1), np.array([uniform]))
+        assert host.draw_residuals(*arguments).tolist() == [token]
+
+
+def test_supports_do_not_reach_into_later_rows():
+    """Token 0 and others are candidates of the first node, not of the second."""
+    probs = np.array([[0.25, 0.25, 0.5], [0.5, 0.25, 0.25]])
+    support, mass = np.array([[0, 1], [-1, -1]], dtype=np.int32), np.array([[0.5, 0.5], [0.0, 0.0]])
+    nodes, uniforms = np.array([0, 1, 1, 1]), np.array([0.1, 0.1, 0.6, 0.9])
+    drawn = host.draw_residuals(probs, nodes, support, mass, np.ones(2), uniforms)
+    assert drawn.tolist() == [0, 0, 1, 2]
+
+
+def test_nothing_negative_is_left_outside_a_support_that_holds_everything():
+    """Rounded laws may sum to more than 1: a child that is kept half of the time owes half of that sum."""
+    token_ids, parents, offsets = np.array([0, 0], np.int32), np.array([-1, 0], np.int32), np.array([0, 2], np.int32)
+    support = np.array([[0, 1, 2], [0, 1, 2]], dtype=np.int32)
+    law, probs = np.array([[0, 0, 0], [0.6, 0.2, 0.2]]), np.array([[0.3, 0.6, 0.1], [0.3, 0.6, 0.1000003]])
+    passing, _, _ = host.thresholds(token_ids, parents, offsets, support, law, probs)
+    assert passing[1] == pytest.approx(0.5 * 1.0000003, abs=1e-9)
 
 
 def test_rows_without_weight_are_refused_wherever_they_stand():

@@ -28,7 +28,7 @@ cdef double rule(double[::1] mass, const double[::1] law,
     cdef double total = 0.0
     for slot in range(mass.shape[0]):
         total += min(mass[slot], <double> law[slot])  # a - b stays as it is
-        if total >= 1.0:
+        if not total < 1.0:
             break
     return total
 
@@ -71,9 +71,10 @@ def test_cython_changes():
         (8, "min -> its argument 2"): "total += (<double> law[slot])  # a - b stays as it is",
         (8, "mass -> law"): "total += min(law[slot], <double> law[slot])  # a - b stays as it is",
         (8, "law -> mass"): "total += min(mass[slot], <double> mass[slot])  # a - b stays as it is",
-        (9, ">= -> >"): "if total > 1.0:",
-        (9, ">= -> <"): "if total < 1.0:",
-        (9, "1.0 -> 0.0"): "if total >= 0.0:",
+        (9, "< -> <="): "if not total <= 1.0:",
+        (9, "< -> >="): "if not total >= 1.0:",
+        (9, "drop not"): "if total < 1.0:",
+        (9, "1.0 -> 0.0"): "if not total < 0.0:",
         (10, "break -> pass"): "pass",
     }
 

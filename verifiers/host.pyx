@@ -120,7 +120,8 @@ cdef int64_t _draw(const Prob[::1] probs, const int32_t[::1] support, const doub
     carries the sum past the end; -1 unless the total is positive. `is_known` [V] is all zero before and after."""
     cdef Py_ssize_t slot, token
     cdef double on_support = 0.0, others = 0.0, total, point, weight
-    cdef int64_t last = -1, chosen = -1
+    cdef int64_t last = -1  # the token that was looked at
+    cdef bint found = False
     for slot in range(support.shape[0]):
         if support[slot] >= 0:
             on_support += mass[slot]
@@ -130,21 +131,19 @@ cdef int64_t _draw(const Prob[::1] probs, const int32_t[::1] support, const doub
     total = on_support + scale * others
     point = uniform * total
     for slot in range(support.shape[0]):
-        if total > 0 and support[slot] >= 0 and mass[slot] > 0 and chosen < 0:
+        if total > 0 and support[slot] >= 0 and mass[slot] > 0 and not found:
             last = support[slot]
             point -= mass[slot]
-            if point < 0:
-                chosen = last
-    if total > 0 and chosen < 0 and scale > 0:
+            found = point < 0
+    if total > 0 and not found:
         for token in range(probs.shape[0]):
             weight = 0.0 if is_known[token] else scale * probs[token]
             if weight > 0:
                 last = token
                 point -= weight
                 if point < 0:
-                    chosen = token
                     break
     for slot in range(support.shape[0]):
         if support[slot] >= 0:
             is_known[support[slot]] = 0
-    return chosen if chosen >= 0 else last
+    return last

@@ -87,6 +87,84 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "return ids.gather(1, within.clip(max=BLOCK_SIZE - 1))[:, 0]",
         "1 -> 0",
     ): "a point lies below its block's sum, so a token is always found: a guard for NaN only",
+    ("host.pyx", "cdef int64_t token = 0", "0 -> 1"): "overwritten by every row; only its sign is read",
+    (
+        "host.pyx",
+        "if failure <= TINY:",
+        "<= -> <",
+    ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
+    (
+        "host.pyx",
+        "if total > 0 and support[slot] >= 0 and mass[slot] > 0 and not found:",
+        "> -> >=",
+    ): "a total of 0 has no positive mass in it",
+    ("host.pyx", "if total > 0 and not found:", "> -> >="): "a total of 0 has no positive weight in it",
+    (
+        "traversal.py",
+        "possible = failure > operands.tiny",
+        "Gt -> GtE",
+    ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
+    (
+        "rrs.py",
+        "possible = total > operands.tiny  # else the child always passes: what stands here is never reached",
+        "Gt -> GtE",
+    ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
+    (
+        "ot_traversal.py",
+        "inherited = operands.ratio(weights, np.where(left > operands.tiny, left, 0.0))",
+        "Gt -> GtE",
+    ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
+    (
+        "ot_traversal.py",
+        "if failure <= operands.tiny:",
+        "LtE -> Lt",
+    ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
+    (
+        "transport.py",
+        "for other in np.flatnonzero(movable[column] > ROUNDING).tolist():",
+        "Gt -> GtE",
+    ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
+    (
+        "transport.py",
+        "if spare[column] > ROUNDING:",
+        "Gt -> GtE",
+    ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
+    (
+        "transport.py",
+        "previous = {int(column): -1 for column in np.flatnonzero(entry > ROUNDING)}",
+        "Gt -> GtE",
+    ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
+    (
+        "transport.py",
+        "slack = np.maximum(supply - flow.sum(axis=1), 0.0)",
+        "drop maximum",
+    ): "removes what rounding left below 0",
+    (
+        "transport.py",
+        "spare = np.maximum(capacity - flow.sum(axis=0), 0.0)",
+        "drop maximum",
+    ): "removes what rounding left below 0",
+    ("transport.py", "flow = np.maximum(flow + change, 0.0)", "drop maximum"): "removes what rounding left below 0",
+    (
+        "requirements.py",
+        "departs[children] = np.abs(batch.law[children] - expected).max(axis=1) > LAW_TOLERANCE",
+        "Gt -> GtE",
+    ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
+    (
+        "spectr.py",
+        "meets = 1.0 - (1.0 - accepted) ** num_children <= middle * accepted",
+        "LtE -> Lt",
+    ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
+    (
+        "spectr.py",
+        "low, high = operands.ones(), num_children.clip(min=1.0)",
+        "drop clip",
+    ): "for nodes without children, whose rho meets no law",
+    (
+        "spectr.py",
+        "low, high = operands.ones(), num_children.clip(min=1.0)",
+        "1.0 -> 0.0",
+    ): "for nodes without children, whose rho meets no law",
 }
 
 

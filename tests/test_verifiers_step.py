@@ -673,6 +673,9 @@ def test_kl_threshold_compares_laws():
     for limit, kept in ((first * 0.99, 0), (first * 1.01, 1), (second * 0.99, 1), (second * 1.01, 2)):
         verdicts = type(verifier)(limit=limit).verify(batch, TargetRows(rows), keyed(1))
         assert verdicts.num_accepted.tolist() == [kept]
+    certain = DraftBatch.concatenate([DraftTree.chain([0, 1])])  # KL = -log p(1), log 2 to the last bit
+    halves = TargetRows(torch.full((2, 2), 0.5, dtype=torch.float64))
+    assert type(verifier)(limit=float(np.log(2.0))).verify(certain, halves, keyed(1)).num_accepted.tolist() == [1]
     impossible = torch.tensor([[0.0, 1.0], [0.5, 0.5], [0.5, 0.5]])
     assert type(verifier)(limit=100.0).verify(batch, TargetRows(impossible), keyed(1)).num_accepted.tolist() == [0]
     with pytest.raises(ValueError, match="limit must be positive"):

@@ -18,7 +18,8 @@ noise of their own `coupled` keeps what `match` does; on coupled ones its count 
 
 The lookup trees have read other problems before and go on learning, as in use. A step counts where ROOM tokens are
 left, so that limits do not blur the figures. Standard errors are bootstrapped over prompts, gains paired by prompt.
-Tables to stdout, JSON and a plot beside --output. What the JSON holds already, with the same settings, is not run anew.
+Tables to stdout, JSON and a plot beside --output. What the JSON holds already, with the same settings, is not run anew: give
+--fresh once the code has changed.
 """
 
 from __future__ import annotations
@@ -334,6 +335,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--own-rows", type=int, default=8)
     parser.add_argument("--worlds", type=int, default=20, help="random pairs of laws per distance")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fresh", action="store_true", help="forget what the JSON beside --output holds")
     parser.add_argument("--output", type=Path, default=SCRIPTS.parent / "docs" / "compare_verifiers")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
@@ -346,6 +348,8 @@ def main() -> None:
     torch.set_num_threads(1)
     size = Size(options.prompts, options.rows, options.tokens, options.branching, options.own_rows)
     settings, output = {**asdict(size), "seed": options.seed}, options.output.with_suffix(".json")
+    if options.fresh:
+        output.unlink(missing_ok=True)
     results = [add_estimates(result) for result in run_all(list(all_arms(options.parts)), settings, output)]
     document = {
         "settings": settings,

@@ -1,7 +1,7 @@
 """Which verifier, on which drafts? Tokens per step of the bundled model under every rule, on the same trajectories.
 
     python scripts/compare_verifiers.py                            # everything, into docs/compare_verifiers.*
-    python scripts/compare_verifiers.py --parts chains,synthetic --prompts 8
+    python scripts/compare_verifiers.py --parts chains,synthetic --prompts 8 --output /tmp/chains
 
 chains: `token` and `block` on chains of 4, 6 and 8 tokens from the two draft models of scripts/drafters, and from the
   good one with noise on its logits, which gives qualities in between.
@@ -18,8 +18,8 @@ noise of their own `coupled` keeps what `match` does; on coupled ones its count 
 
 The lookup trees have read other problems before and go on learning, as in use. A step counts where ROOM tokens are
 left, so that limits do not blur the figures. Standard errors are bootstrapped over prompts, gains paired by prompt.
-Tables to stdout, JSON and a plot beside --output. What the JSON holds already, with the same settings, is not run anew: give
---fresh once the code has changed.
+Tables to stdout, JSON and a plot beside --output. What the JSON holds already, with the same settings, is not run
+anew: give --fresh once the code has changed.
 """
 
 from __future__ import annotations

@@ -323,6 +323,20 @@ def test_a_second_child_that_its_law_cannot_give_is_refused(rule):
     assert thresholds[2] == 0 and np.all(np.isfinite(mass))
 
 
+@pytest.mark.parametrize("rule", ["rrs", "traversal", "ranked_traversal", "ot_traversal"])
+def test_two_children_that_their_law_cannot_give_are_refused(rule):
+    """No set of three can have been drawn from a law over two tokens."""
+    draft = DraftTree(
+        token_ids=np.array([0, 0, 2, 3], dtype=np.int32),
+        parents=np.array([-1, 0, 0, 0], dtype=np.int32),
+        support_ids=np.array([[0, 1, 2, 3]] + [[-1] * 4] * 3, dtype=np.int32),
+        law=np.array([[0, 0, 0, 0], [0.5, 0.5, 0, 0], [0, 1, 0, 0], [0, 1, 0, 0]], dtype=np.float32),
+    )
+    batch, target = DraftBatch.concatenate([draft]), TargetRows(torch.tensor([[0.2, 0.1, 0.3, 0.4]] * 4))
+    thresholds, mass, _ = get_verifier(rule).thresholds(batch, target)
+    assert thresholds[2:].tolist() == [0, 0] and np.all(np.isfinite(mass))
+
+
 @pytest.mark.parametrize("rule", [*CHAIN_RULES, "greedy_block"])
 def test_a_leaf_may_have_candidates(rule):
     """A support without children, as where a builder looked for some: the next token there is the target's."""

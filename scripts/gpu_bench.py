@@ -175,7 +175,7 @@ def describe_model(arguments: argparse.Namespace, bench: ShapeBench, record: Ben
         backend, fusion = bench.model.engine.backend, bench.model.fusion_report()
     except (ValueError, RuntimeError) as error:
         record.fail("model", error)
-        for part in set(arguments.parts) & set(MODEL_PARTS):
+        for part in [part for part in MODEL_PARTS if part in arguments.parts]:
             record.leave_out(part, "the model could not be made")
         return False
     record.note("backend", {"name": backend.name, "reason": backend.reason})

@@ -257,7 +257,7 @@ class ReplaySizes:
     fixed_nodes: int
 
 
-FULL = ReplaySizes(rows=(1, 4, 8, 16), batches=3, warm_up=256, fixed_nodes=80)
+FULL = ReplaySizes(rows=(1, 4, 8, 16), batches=4, warm_up=256, fixed_nodes=80)
 SMOKE = ReplaySizes(rows=(2,), batches=1, warm_up=1, fixed_nodes=3)
 
 

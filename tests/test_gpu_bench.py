@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
+import bench_model  # noqa: E402
 import gpu_bench  # noqa: E402
 import gpu_checks  # noqa: E402
 import kernel_bench  # noqa: E402
@@ -281,6 +282,29 @@ def test_a_run_with_a_failure_or_a_broken_check_ends_with_1(capsys, monkeypatch)
         monkeypatch.setattr(gpu_bench.ShapeBench, "tables", tables)
         assert gpu_bench.main(options) == status, name
         capsys.readouterr()
+
+
+def test_without_a_model_the_kernels_are_measured_all_the_same(capsys, monkeypatch):
+    def refuse(*arguments, **settings):
+        raise ValueError("no back end")
+
+    monkeypatch.setattr(bench_model, "BenchModel", refuse)
+    assert gpu_bench.main(["--device", "cpu", "--smoke", "--parts", "steps,checks,products"]) == 1
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert list(result["parts"]) == ["products"] and len(result["parts"]["products"]) == 10
+    assert [entry["measurement"] for entry in result["left_out"]] == ["checks", "steps"]
+    assert [entry["error"] for entry in result["failed"]] == ["ValueError('no back end')"]
+
+
+def test_a_replay_without_steps_measures_its_costs_and_one_without_files_is_left_out():
+    def tables(*options):
+        bench = gpu_bench.ShapeBench(gpu_bench.read_arguments(["--parts", "replay", *options]), SMOKE_SHAPE)
+        bench.__dict__["step_bench"] = SimpleNamespace(cost_measurements=lambda: iter(()), costs=[])
+        return dict(bench.tables("replay"))
+
+    assert list(tables("--smoke")) == list(tables("--replay", "file")) == ["costs", "replay"]
+    (measurement,) = tables()["replay"]
+    assert measurement.obstacle == "no --replay FILE was given"
 
 
 def test_checks_in_16_bits_may_differ():

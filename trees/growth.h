@@ -190,9 +190,15 @@ class Growth {
         int32_t node;
         Step step;
 
+        // Positive floats compare like their bits; of equals the child of the earlier node is better, then the lower id.
+        uint64_t rank() const {
+            uint32_t bits;
+            std::memcpy(&bits, &key, sizeof bits);
+            return static_cast<uint64_t>(bits) << 32 | (0xFFFFFFFFu - static_cast<uint32_t>(node));
+        }
         bool operator<(const Item& other) const {
-            if (key != other.key) return key < other.key;
-            return node != other.node ? node > other.node : token > other.token;
+            const uint64_t mine = rank(), its = other.rank();
+            return mine != its ? mine < its : token > other.token;
         }
     };
 

@@ -124,6 +124,8 @@ def test_smoke_has_no_time_of_zero(smoke):
 def test_smoke_checks_hold_and_compare_something(smoke):
     checks = smoke.result["parts"]["checks"]
     assert all(check["holds"] and check["agreeing"] == check["compared"] > 0 for check in checks)
+    greedy = next(check["detail"] for check in checks if "greedy" in check["name"])
+    assert float(greedy.removesuffix(" tokens per step").split(", then ")[1]) > 1  # drafts were accepted
 
 
 def test_smoke_compares_the_attention_kernel_with_masked_attention(smoke):
@@ -258,6 +260,25 @@ def test_nothing_begins_after_the_minutes():
     assert record.left_out == [{"measurement": "late", "reason": "1e-09 minutes were over"}]
     with pytest.raises(ValueError, match="above 0"):
         Budget(0)
+
+
+def test_tables_have_a_line_per_figure_except_in_smoke_runs(capsys):
+    figures = [
+        kernel_bench.Timing("o", 16, 1, None, 8e-6, 6e-6),
+        step_bench.StepTiming(1, 2048, 0, 4e-3, 5e-3, 3e-3),
+        step_bench.CostFigure(2048, (1, 2), (1.0, 2.0), (1, 1, 1)),
+        DecodeTiming("x", 1, 2048, 100.0, 300.0),
+        gpu_checks.Check("c", 2, 1, False, 1e-3, "close"),
+    ]
+    for options, num_lines in (([], 3), (["--smoke"], 0)):
+        arguments, record = gpu_bench.read_arguments(options), BenchRecord({}, None)
+        record.begin({})
+        for figure in figures:
+            tables = [("p", iter([Measurement("m", lambda figure=figure: [figure])]))]
+            bench = SimpleNamespace(tables=lambda part, tables=tables: tables, shape=SMOKE_SHAPE)
+            gpu_bench.run_part(arguments, bench, "p", record, Budget(1))
+            assert len(capsys.readouterr().out.splitlines()) == (num_lines + 1 if num_lines else 0)
+            assert len(figure.cells()) == len(figure.HEADER)
 
 
 def test_a_run_says_what_it_left_out_and_what_failed(capsys):

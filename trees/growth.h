@@ -216,6 +216,7 @@ class Growth {
     std::vector<Item> heap_, spare_;
     std::vector<DraftedRow> drafted_;
     std::vector<uint8_t> states_;
+    std::vector<Cursor> roots_;  // by row
     Blender blender_;
     int32_t room_ = 0;  // nodes that may still be revealed
     float expected_ = 0.0f;  // tokens that the step yields by estimate: one per row and the nodes' path probabilities
@@ -232,6 +233,7 @@ class Growth {
 
     bool pop(Item& item);
     float bar() const;
+    void locate_roots();
     void plant(int32_t row);
     void locate(GrownNode& node);
     void offer(int32_t parent, uint32_t token, float chance, Step step);
@@ -263,6 +265,7 @@ inline void Growth::grow(const ContextStore& store, const std::vector<GrowthRequ
     drafted_.clear();
     nodes.reserve(settings.budget + num_rows);
     row_sizes.assign(num_rows, 0);
+    locate_roots();
     for (int32_t row = 0; row < num_rows; ++row) plant(row);
     Item item;
     while (room_ > 0 && pop(item)) {
@@ -302,6 +305,21 @@ inline bool Growth::pop(Item& item) {
     return true;
 }
 
+// All rows take each token together, so that they wait for memory together. Like ContextStore::locate.
+inline void Growth::locate_roots() {
+    const int32_t num_rows = static_cast<int32_t>(requests_->size());
+    roots_.assign(num_rows, Cursor());
+    for (int32_t age = store_->depth() - 1; age >= 0; --age)
+        for (int32_t row = 0; row < num_rows; ++row) {
+            const GrowthRequest& request = (*requests_)[row];
+            if (age >= request.window_size) continue;
+            const Cursor before = roots_[row];
+            store_->advance(before, static_cast<uint32_t>(request.window[age]), roots_[row]);
+            for (int32_t order = 1; order <= store_->depth(); ++order)
+                store_->arena.prefetch(roots_[row].blocks[order]);
+        }
+}
+
 inline void Growth::plant(int32_t row) {
     const GrowthRequest& request = (*requests_)[row];
     GrownNode root;
@@ -311,16 +329,13 @@ inline void Growth::plant(int32_t row) {
     root.parent = -1;
     root.depth = root.rank = 0;
     root.path = 1.0f;
-    uint32_t window[MAX_DEPTH];
     const int32_t available = std::min(request.window_size, store_->depth());
-    for (int32_t age = 0; age < available; ++age) window[age] = static_cast<uint32_t>(request.window[age]);
     drafted_.emplace_back();
     std::copy(request.window, request.window + available, drafted_.back().window);
     drafted_.back().window_size = available;
     drafted_.back().scope = request.scope;
-    root.cursor = store_->locate(window, available);
+    root.cursor = roots_[row];
     root.is_located = true;
-    for (int32_t order = 1; order <= store_->depth(); ++order) store_->arena.prefetch(root.cursor.blocks[order]);
     nodes.push_back(root);
     if (request.max_depth > 0 && room_ > 0) push(Item{1.0f, 1.0f, 0, static_cast<int32_t>(nodes.size()) - 1, Step::expand});
 }

@@ -34,7 +34,7 @@ from stand.trees import DraftBatch, DraftTree
 from stand.verifiers import TargetRows, ThresholdVerifier, get_verifier, operands, verifier_names
 from stand.verifiers.requirements import wrong_batches
 from stand.verifiers.schedule import Schedule
-from stand.verifiers.set_law import set_sizes
+from stand.verifiers.set_law import set_law, set_sizes
 
 CHAIN_RULES = ["token", "block", "rrs", "traversal", "match", "specinfer", "spectr", "ranked_traversal", "ot_traversal"]
 ADAPTED_RULES = ["match", "rrs", "traversal"]
@@ -254,6 +254,18 @@ def chains_or_all(rule: str) -> str:
     return "chain3" if requires.chain else "with replacement (2,1)"
 
 
+def test_the_law_of_a_set_is_the_sum_over_its_orders():
+    """Sets of one size share the probability 1 while there is something to draw, and have none afterwards."""
+    weights = np.array([[0.5, 0.5, 0.0, 0.0], [0.1, 0.0, 0.6, 0.3], [0.25, 0.25, 0.25, 0.25]])
+    table, sizes = set_law(weights, 4), set_sizes(4)
+    for row, q in enumerate(weights):
+        for size in range(5):
+            total = table[row, sizes == size].sum()
+            assert total == pytest.approx(float(size <= np.count_nonzero(q)))
+    expected = 0.1 * 0.6 / (1 - 0.1) + 0.6 * 0.1 / (1 - 0.6)  # tokens 0 and 2 of the second law
+    assert table[1, 0b101] == pytest.approx(expected)
+
+
 def test_rules_over_sets_take_fourteen_candidates_at_most():
     assert set_sizes(14).shape == (2**14,) and set_sizes(14)[-1] == 14
     with pytest.raises(ValueError, match="at most 14 candidates per context, got 15"):
@@ -299,7 +311,7 @@ def test_thresholds_change_nothing(rule):
     assert all(np.array_equal(one, two) for one, two in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("rule", [name for name in CHAIN_RULES if name != "match"])
+@pytest.mark.parametrize("rule", [*(name for name in CHAIN_RULES if name != "match"), "greedy_block"])
 def test_a_token_that_its_law_cannot_give_is_refused(rule):
     """A broken contract: the child's token has no mass in its law, or is not in the support at all."""
     for token, support in ((1, [0, 1, 2]), (1, [0, 2, -1])):

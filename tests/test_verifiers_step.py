@@ -625,6 +625,19 @@ def test_greedy_block_owes_as_long_as_its_draft_was_deep():
         assert all(debt.positions == left > 0 for debt in verdicts.debts[0])
 
 
+def test_greedy_block_serves_every_row_as_if_it_were_alone():
+    verifier, world, debts = get_verifier("greedy_block"), WORLDS["EX2"], [(), (Debt(1.4, 1),), (Debt(0.7, 2),)]
+    chosen = [draft for _, draft in drafts("EX2", "chain2")][:9:4]
+    rows, noise = target_rows(world, chosen).rows(np.arange(9)), keyed(3)
+    together = verifier.verify(pack(world, chosen), TargetRows(rows, debts=debts), noise)
+    for row, draft in enumerate(chosen):
+        own = VerifierNoise(noise.seed, noise.rows[[row]], noise.steps[[row]], noise.positions[[row]])
+        target = TargetRows(target_rows(world, [draft]).rows(np.arange(3)), debts=[debts[row]])
+        alone = verifier.verify(pack(world, [draft]), target, own)
+        assert alone.accepted[0].tolist() == together.accepted[row].tolist()
+        assert alone.next_tokens[0] == together.next_tokens[row] and alone.debts[0] == together.debts[row]
+
+
 def test_greedy_block_keeps_the_known_mean():
     world, listed = WORLDS["EX2"], drafts("EX2", "chain2")
     report = production_report(world, listed, get_verifier("greedy_block"))

@@ -42,5 +42,5 @@ class KLThresholdVerifier(ThresholdVerifier):
             impossible = (drawn & (probs <= 0)).any(axis=1)
             ratio = module.where(drawn, law / module.where(probs > 0, probs, 1.0), 1.0)
             divergence = (law * module.log(ratio)).sum(axis=1)
-            threshold[children] = operands.ones()[children] * ((divergence <= self.limit) & ~impossible)
+            threshold[children] *= (divergence <= self.limit) & ~impossible
         return threshold, operands.fresh_mass(), operands.ones()

@@ -42,5 +42,5 @@ class TypicalVerifier(ThresholdVerifier):
         threshold = operands.ones()
         for children, parents in operands.steps(0):
             plausible = operands.token_mass(operands.target, children) > bars[parents]
-            threshold[children] = operands.ones()[children] * plausible
+            threshold[children] *= plausible
         return threshold, operands.fresh_mass(), operands.ones()

@@ -625,6 +625,31 @@ def test_greedy_block_owes_as_long_as_its_draft_was_deep():
         assert all(debt.positions == left > 0 for debt in verdicts.debts[0])
 
 
+@pytest.mark.parametrize("rule", ["greedy_block", "block"])
+def test_what_lies_outside_the_support_counts(rule):
+    """h of inner nodes against sums over the whole vocabulary (Sun et al., equation 5 and Algorithm 4)."""
+    generator = np.random.default_rng(12)
+    for _ in range(20):
+        p = generator.dirichlet(np.ones(6), 4)
+        tokens, q, support = np.zeros(4, np.int32), np.zeros((4, 6)), np.full((4, 3), -1, np.int32)
+        for depth in range(3):
+            support[depth] = generator.permutation(6)[:3]
+            q[depth, support[depth]] = generator.dirichlet(np.ones(3))
+            tokens[depth + 1] = generator.choice(support[depth])
+        law = np.vstack([np.zeros(3), *(q[depth, support[depth]] for depth in range(3))])
+        draft = DraftTree(tokens, np.arange(-1, 3, dtype=np.int32), support, law)
+        batch, target = DraftBatch.concatenate([draft]), TargetRows(torch.from_numpy(p))
+        thresholds, _, _ = get_verifier(rule).thresholds(batch, target)
+        ratio = 1.0
+        for node in (1, 2):
+            ratio *= p[node - 1, tokens[node]] / q[node - 1, tokens[node]]
+            ratio = ratio if rule == "greedy_block" else min(1.0, ratio)
+            rest = np.maximum(ratio * p[node] - q[node], 0).sum()
+            missing = np.maximum(q[node] - ratio * p[node], 0).sum()
+            expected = min(1.0, rest / missing) if rule == "greedy_block" else rest / (rest + 1 - ratio)
+            assert thresholds[node] == pytest.approx(expected)
+
+
 def test_greedy_block_serves_every_row_as_if_it_were_alone():
     verifier, world, debts = get_verifier("greedy_block"), WORLDS["EX2"], [(), (Debt(1.4, 1),), (Debt(0.7, 2),)]
     chosen = [draft for _, draft in drafts("EX2", "chain2")][:9:4]

@@ -646,7 +646,10 @@ def test_what_lies_outside_the_support_counts(rule):
             ratio = ratio if rule == "greedy_block" else min(1.0, ratio)
             rest = np.maximum(ratio * p[node] - q[node], 0).sum()
             missing = np.maximum(q[node] - ratio * p[node], 0).sum()
-            expected = min(1.0, rest / missing) if rule == "greedy_block" else rest / (rest + 1 - ratio)
+            if rule == "greedy_block":
+                expected = min(1.0, rest / missing) if missing > 0 else 1.0
+            else:
+                expected = rest / (rest + 1 - ratio)
             assert thresholds[node] == pytest.approx(expected)
 
 

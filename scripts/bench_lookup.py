@@ -33,6 +33,7 @@ ROWS, NODES_PER_ROW = 16, 8
 CHUNK = 8  # tokens per call while the tree is filled
 GROUP_SIZE = 3  # recordings
 LARGEST_ID = 2**20
+SMALL_CAP, MANY_EVICTED = 16 << 20, 500_000
 
 
 def timed(call: Callable, *arguments, **named) -> tuple[float, object]:
@@ -156,6 +157,13 @@ def bench_lookup(known: list[Recording], fresh: list[Recording], num_contexts: i
     return figures
 
 
+def bench_eviction(known: list[Recording]) -> dict:
+    """Learning when every new context takes another one's place."""
+    drafter = BlendedReplay(max_bytes=SMALL_CAP)
+    figures = fill(drafter, endless(known), lambda _: drafter.lookup.num_evicted >= MANY_EVICTED)
+    return figures | {"evicted": drafter.lookup.num_evicted, "megabytes": drafter.nbytes / 2**20}
+
+
 def bench_arctic(known: list[Recording], fresh: list[Recording], num_tokens: int) -> dict:
     """Arctic's tree mode over the same recordings; every recording is one request."""
     drafter = ArcticReplay()
@@ -168,7 +176,8 @@ def table(figures: dict) -> str:
     header += ["worst call", "laws/node, order", "B/token"]
     rows = []
     for name, one in figures.items():
-        drafts = [f"{one[f'draft_{b}']['median']:.1f}, {one[f'draft_{b}']['p99']:.1f}" for b in BUDGETS]
+        drafts = [one.get(f"draft_{budget}") for budget in BUDGETS]
+        drafts = [draft and f"{draft['median']:.1f}, {draft['p99']:.1f}" for draft in drafts]
         row = [name, one.get("contexts", one["tokens"]), *drafts]
         row += [one["draft_16_rows"]["median"] if "draft_16_rows" in one else None, one["learn_us_per_token"]]
         laws = one.get("laws_per_node_and_order")
@@ -197,6 +206,7 @@ def main() -> None:
     figures = {}
     for size in options.contexts:
         figures[f"lookup, {size:,}"] = bench_lookup(known, fresh, size, options.max_bytes)
+    figures["lookup, 16 MB"] = bench_eviction(known)
     if options.arctic:
         figures["arctic"] = bench_arctic(known, fresh, next(iter(figures.values()))["tokens"])
     print(table(figures))

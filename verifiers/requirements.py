@@ -77,9 +77,8 @@ def check_requirements(name: str, requires: Requirements, batch: DraftBatch) -> 
 
 def _drawn_siblings(batch: DraftBatch) -> np.ndarray:
     """[M] bool: children of nodes with two or more, unless at most one of these was drawn and the rest given."""
-    num_sampled = _num_sampled(batch)
-    repeats = drawn_without_replacement(batch) & (num_sampled > 0)  # the last law may be a one-hot by exhaustion
-    return _children_of((num_sampled > 1) | repeats, batch)
+    exhausted = drawn_without_replacement(batch)  # of two candidates the second one's law is a one-hot
+    return _children_of((_num_sampled(batch) > 1) | exhausted, batch)
 
 
 def _num_sampled(batch: DraftBatch) -> np.ndarray:

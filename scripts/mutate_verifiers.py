@@ -165,6 +165,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "low, high = operands.ones(), num_children.clip(min=1.0)",
         "1.0 -> 0.0",
     ): "for nodes without children, whose rho meets no law",
+    (
+        "draw.py",
+        "cdf = torch.where(inside, rows.gather(1, ids).double(), 0.0).cumsum(1)",
+        "0.0 -> 1.0",
+    ): "weight behind the row's end, and points lie before it",
 }
 
 

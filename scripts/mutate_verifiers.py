@@ -170,6 +170,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "cdf = torch.where(inside, rows.gather(1, ids).double(), 0.0).cumsum(1)",
         "0.0 -> 1.0",
     ): "weight behind the row's end, and points lie before it",
+    (
+        "spectr.py",
+        "mass = (operands.target - common * kept[:, None]).clip(min=0.0)",
+        "drop clip",
+    ): "removes what rounding left below 0",
 }
 
 

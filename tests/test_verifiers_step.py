@@ -693,6 +693,8 @@ def test_typical_keeps_plausible_tokens():
     for epsilon, kept in ((0.3, 2), (0.07, 3)):
         verdicts = type(verifier)(epsilon=epsilon, delta=0.99).verify(batch, TargetRows(rows), keyed(1))
         assert verdicts.num_accepted.tolist() == [kept], epsilon
+    quarters = TargetRows(torch.full((4, 4), 0.25))  # the bar itself is not passed
+    assert type(verifier)(epsilon=0.25, delta=9.0).verify(batch, quarters, keyed(1)).num_accepted.tolist() == [0]
     with pytest.raises(ValueError, match="epsilon must be in"):
         type(verifier)(epsilon=0.0)
     with pytest.raises(ValueError, match="delta positive"):

@@ -9,6 +9,7 @@ import numpy as np
 
 from stand.step_cost import CostTable
 from stand.trees import BlendedLookup, DraftBatch, LookupTree, TreeShape
+from stand.trees.lookup import KINDS, SHAPED_KINDS
 
 
 class Drafter(Protocol):
@@ -47,6 +48,7 @@ class LookupDrafter:
     """STAND (arXiv 2506.04708): an adaptive n-gram lookup tree fills a fixed shape by Gumbel-Top-K."""
 
     def __init__(self, lookup: LookupTree, shape: TreeShape, *, kind: str = "sampled"):
+        _check_kind(kind, SHAPED_KINDS, "a LookupTree with a shape")
         self.lookup = lookup
         self.shape = shape
         self.kind = kind
@@ -110,6 +112,7 @@ class BlendedDrafter:
         costs: CostTable | None = None,
         kind: str = "sampled",
     ):
+        _check_kind(kind, KINDS, "growth under a budget")
         self.lookup = lookup
         self.budget = budget
         self.floor = floor
@@ -185,3 +188,8 @@ class BlendedDrafter:
             [histories[place][length:] for place, length in drafted],
             scopes=[int(problems[place]) % self.NUM_SCOPES for place, _ in drafted],
         )
+
+
+def _check_kind(kind: str, offered: tuple[str, ...], drafter: str) -> None:
+    if kind not in offered:
+        raise ValueError(f"{drafter} drafts one of {', '.join(offered)}, got {kind!r}; choose another draft kind")

@@ -61,7 +61,8 @@ def wrap(
     costs: what steps cost here (`CostTable((engine.measure_cost(), ...))`): drafts then end where a node adds more to
     the step's time than to its tokens. On a GPU the table that scripts/gpu_bench.py saved is taken, if there is one.
     shape: fill these slots by STAND's rule from a `LookupTree` instead of growing drafts under a budget.
-    draft_kind: "sampled", "mixed" or "deterministic" children.
+    draft_kind: "sampled", "mixed" or "deterministic" children; with a shape also "coupled" (for the verifiers `coupled`
+    and `match`) and "independent".
     drafter: any `Drafter` instead of these five.
     verifier: a name from `stand.verifiers`; lossy ones need allow_lossy.
     device: move the model there first.

@@ -318,3 +318,14 @@ def test_a_prompt_keeps_its_number_over_calls():
     for prompts in ([[3, 4, 5]], [[6, 7], [3, 4, 5]]):
         engine.generate(input_ids=prompts, max_new_tokens=2, seed=0)
     assert numbers[0] == [0] and [1, 0] in numbers
+
+
+def test_draft_kinds_are_checked_at_once():
+    with pytest.raises(ValueError, match="growth under a budget drafts one of sampled, mixed, deterministic"):
+        stand.wrap(tiny_model("llama"), draft_kind="coupled")
+    shape = TreeShape.from_branching([2, 1])
+    assert (
+        stand.wrap(tiny_model("llama"), draft_kind="coupled", verifier="coupled", shape=shape).drafter.kind == "coupled"
+    )
+    with pytest.raises(ValueError, match="coupled, independent, got 'best'"):
+        stand.wrap(tiny_model("llama"), draft_kind="best", shape=shape)

@@ -31,7 +31,8 @@ class DraftTree:
     drawn with replacement.
 
     `adapted` is the builder's promise that each node, its law and the decision to stop depended only on what
-    was revealed before, and that nothing drawn was dropped or re-ordered (needed by every ratio rule).
+    was revealed before, and that nothing drawn was dropped or re-ordered (needed by every ratio rule). Children drawn
+    with noise that the verifier will use too are not adapted.
 
     `slots[i]` is the slot of the shape that node i fills, where the builder followed one.
 

@@ -6,6 +6,7 @@ The interpreter runs the real kernels, each against such a reference in its own 
 import torch
 
 from stand.gpu import device_rule, kernel_attention, step_body
+from stand.sampling import SamplingParams, TargetLaw
 from stand.verifiers import host
 from stand.verifiers.noise import uniforms_on_device
 
@@ -15,6 +16,7 @@ def use_plain_kernels(monkeypatch) -> None:
     monkeypatch.setattr(step_body, "compact", compact)
     monkeypatch.setattr(step_body, "top_rows", top_rows)
     monkeypatch.setattr(step_body, "softmax_rows", softmax_rows)
+    monkeypatch.setattr(step_body, "filter_rows", filter_rows)
     monkeypatch.setattr(device_rule, "race", race)
     monkeypatch.setattr(device_rule, "traverse", traverse)
 
@@ -61,6 +63,11 @@ def top_rows(probs, count):
 
 def softmax_rows(laws, logits, temperature) -> None:
     laws.copy_(torch.softmax(logits.float() / temperature, dim=-1))
+
+
+def filter_rows(laws, top_k, top_p, min_p) -> None:
+    law = TargetLaw(SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p))
+    laws.copy_(torch.softmax(law.warp(laws.log()), dim=-1))
 
 
 def race(probs, keys):

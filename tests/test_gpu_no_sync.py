@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 
 from stand.gpu import (  # noqa: E402
     compact_kernel,
+    filter_kernel,
     race_kernel,
     softmax_kernel,
     top_rows_kernel,
@@ -57,12 +58,17 @@ def softmax_arguments(device):
     return torch.empty(M, V, device=device), torch.zeros(M, V, dtype=torch.bfloat16, device=device), 0.6
 
 
+def filter_arguments(device):
+    return torch.full((2, V), 1.0 / V, device=device), 20, 0.95, 0.01
+
+
 OPERATIONS = {
     "race": (race_kernel, race_kernel.race, race_arguments),
     "traverse": (traverse_kernel, traverse_kernel.traverse, traverse_arguments),
     "compact": (compact_kernel, compact_kernel.compact, compact_arguments),
     "top_rows": (top_rows_kernel, top_rows_kernel.top_rows, top_rows_arguments),
     "softmax_rows": (softmax_kernel, softmax_kernel.softmax_rows, softmax_arguments),
+    "filter_rows": (filter_kernel, filter_kernel.filter_rows, filter_arguments),
 }
 
 

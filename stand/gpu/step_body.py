@@ -10,6 +10,7 @@ from stand.gpu.attention_kernel import tile_tokens
 from stand.gpu.compact_kernel import compact
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.device_rule import DeviceRule, path_to
+from stand.gpu.filter_kernel import filter_rows
 from stand.gpu.kernel_attention import KernelPlan
 from stand.gpu.packet import Packet
 from stand.gpu.softmax_kernel import softmax_rows
@@ -35,9 +36,7 @@ class StepOutput:
         self.laws = torch.zeros(NUM_TOKENS[-1], config.vocab_size, dtype=torch.float32, device=model.device)
         count = min(LEARNED_ROWS, config.vocab_size)
         per_row, per_node = (np.int64, (num_rows,)), (NUM_TOKENS[-1], count)
-        self._verdict = Packet(
-            {"stops": per_row, "next_tokens": per_row, "is_broken": (np.bool_, (1,))}, model.device
-        )
+        self._verdict = Packet({"stops": per_row, "next_tokens": per_row, "is_broken": (np.bool_, (1,))}, model.device)
         self._best = Packet({"ids": (np.int32, per_node), "probabilities": (np.float32, per_node)}, model.device)
 
     def tile_tokens(self, tokens_per_row: int) -> int:
@@ -109,10 +108,10 @@ class StepBody:
 
     def _fill_laws(self, laws: torch.Tensor, logits: torch.Tensor) -> None:
         """The laws that are sampled from; under greedy decoding, where nothing is, the softmax at temperature 1."""
+        params = self._law.params
+        softmax_rows(laws, logits, 1.0 if params.is_greedy else params.temperature)
         if self._law.has_filters:
-            laws.copy_(torch.softmax(self._law.warp(logits.float()), dim=-1))
-        else:
-            softmax_rows(laws, logits, 1.0 if self._law.params.is_greedy else self._law.params.temperature)
+            filter_rows(laws, params.top_k, params.top_p, params.min_p)
 
     def find_best(self) -> None:
         """The best tokens of every node, down to the host."""

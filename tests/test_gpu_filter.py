@@ -13,7 +13,7 @@ from stand.gpu.filter_kernel import filter_rows  # noqa: E402
 from stand.gpu.step_body import StepBody  # noqa: E402
 from stand.sampling import SamplingParams, TargetLaw  # noqa: E402
 
-VOCABULARY_SIZE = 600  # two chunks and a half, once chunks are small
+VOCABULARY_SIZE = 400  # a chunk and a half, once chunks are small
 TEMPERATURE = 0.6
 FILTERS = [filters for filters in product((0, 40), (1.0, 0.9), (0.0, 0.02)) if filters != (0, 1.0, 0.0)]
 
@@ -92,7 +92,7 @@ def test_the_rows_tell_the_filters_apart():
 
 
 def test_a_step_takes_its_laws_from_it():
-    logits, filters = random_logits()[:3].bfloat16(), (50, 0.95, 0.004)
+    logits, filters = random_logits()[:2].bfloat16(), (50, 0.95, 0.004)
     law = TargetLaw(SamplingParams(TEMPERATURE, *filters))
     laws = torch.empty(logits.shape)
     StepBody._fill_laws(SimpleNamespace(_law=law), laws, logits)
@@ -102,7 +102,7 @@ def test_a_step_takes_its_laws_from_it():
 
 def law_with_ties() -> torch.Tensor:
     """Half of the mass on one token, the rest on 256 others in all chunks; every sum is exact in float32."""
-    law = torch.zeros(1, VOCABULARY_SIZE)
+    law = torch.zeros(1, 600)
     law[0, 40:552:2] = 2.0**-9
     law[0, 301] = 0.5
     return law
@@ -122,8 +122,7 @@ def test_of_equal_probabilities_the_lowest_ids_go(top_p, num_kept):
 
 def test_ties_with_the_last_of_top_k_stay_for_top_p_to_cut():
     law = law_with_ties()
-    found = filtered(law.repeat(2, 1), top_k=5)
-    torch.testing.assert_close(found, law.repeat(2, 1), rtol=0, atol=0)
+    assert filtered(law, top_k=5).equal(law)
     assert int((filtered(law, top_k=5, top_p=0.75) > 0).sum()) == 129
     assert int((filtered(law, top_k=1, top_p=0.75) > 0).sum()) == 1
 
@@ -153,22 +152,21 @@ def test_flat_laws_and_one_token_laws():
 
 @pytest.mark.parametrize("filters", [(40, 0.9, 0.02), (0, 1.0, 0.02)])
 def test_a_row_with_nan_becomes_nan_and_no_other(filters):
-    logits = random_logits()
-    laws = torch.softmax(logits / TEMPERATURE, dim=1)
+    laws = torch.softmax(random_logits()[:3] / TEMPERATURE, dim=1)
     broken = laws.clone()
-    broken[0], broken[3] = float("nan"), torch.tensor([-4194304], dtype=torch.int32).view(torch.float32)  # sign bit set
+    broken[0] = torch.tensor([-(2**22)], dtype=torch.int32).view(torch.float32)  # NaN whose sign bit is set
     broken[2, 300] = float("nan")
     found = filtered(broken, *filters)
-    assert torch.isnan(found[[0, 2, 3]]).all()
+    assert torch.isnan(found[[0, 2]]).all()
     assert found[1:2].equal(filtered(laws[1:2], *filters))  # to the bit, whatever the batch mates
 
 
 def test_writes_into_a_part_of_a_larger_buffer():
-    buffer, laws = torch.full((5, 700), 7.0), torch.softmax(random_logits()[:2], dim=1)
-    part = buffer[1:5:2, 30:630]
+    buffer, laws = torch.full((5, 500), 7.0), torch.softmax(random_logits()[:2], dim=1)
+    part = buffer[1:5:2, 30:430]
     part.copy_(laws)
     filter_rows(part, 0, 0.9, 0.0)
-    assert part.equal(filtered(laws, top_p=0.9))
+    assert_same_law(part, by_sorting(laws, 0, 0.9, 0.0))
     assert buffer.eq(7.0).sum() == buffer.numel() - part.numel()
 
 

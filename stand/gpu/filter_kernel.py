@@ -137,7 +137,7 @@ def _write_chunk(
     filtered = tl.zeros((BLOCK,), tl.float32)
     if tl.load(largest_keys + row * num_chunks + tl.program_id(1)) >= tl.maximum(cut, floor):
         values, keys = _load_chunk(laws, row_stride, vocabulary_size, BLOCK)
-        is_tie = (keys == cut) & (keys >= floor)
+        is_tie = keys == cut  # below the floor, none were counted and none stay
         ties_here = is_tie.to(tl.int32)
         rank = later + tl.sum(ties_here, axis=0) - tl.cumsum(ties_here, axis=0)  # ties with higher ids
         is_kept = ((keys > cut) & (keys >= floor)) | (is_tie & (rank.to(tl.float64) < num_kept))

@@ -14,7 +14,13 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml $(CONSTRAINTS) $(wildcard trees/*.pyx trees/*.h verifiers/*.pyx stand/gpu/*.pyx)
-CORE_TESTS := tests/test_lookup.py tests/test_lookup_file.py tests/test_draft.py tests/test_shape.py tests/test_noise.py
+CORE_TESTS := tests/test_lookup.py tests/test_lookup_file.py tests/test_draft.py tests/test_shape.py tests/test_noise.py \
+  tests/test_blended.py tests/test_gpu_packing.py tests/test_gpu_work_list.py
+
+# Kernels behave alike wherever they are imported from: the wheel runs those GPU tests that need its compiled module.
+WHEEL_TESTS := -k "not test_gpu or packing or gpu_step"
+# Test processes side by side.
+WORKERS ?= 2
 
 # One thread: the matrices of the suite and of the bundled model are too small for more.
 export OMP_NUM_THREADS ?= 1
@@ -25,17 +31,17 @@ throughput: $(VENV)/.ready
 	$(BIN)/python scripts/throughput.py $(ARGS)
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 
 # Both run away from the source tree, so that only what was installed can be imported.
 test-debug: .venv-debug/.ready away
-	cd build/away && $(CURDIR)/.venv-debug/bin/python -m pytest $(CORE_TESTS)
+	cd build/away && $(CURDIR)/.venv-debug/bin/python -m pytest -n $(WORKERS) $(CORE_TESTS)
 
 test-wheel: .venv-wheel/.ready away
-	cd build/away && $(CURDIR)/.venv-wheel/bin/python -m pytest
+	cd build/away && $(CURDIR)/.venv-wheel/bin/python -m pytest -n $(WORKERS) $(WHEEL_TESTS)
 
 away:
 	rm -rf build/away && mkdir -p build/away

@@ -22,11 +22,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from stand.gpu.attention_kernel import tile_tokens, tree_attention
 from stand.gpu.compact_kernel import compact
+from stand.gpu.filter_kernel import filter_rows
 from stand.gpu.race_kernel import race
 from stand.gpu.softmax_kernel import softmax_rows
 from stand.gpu.top_rows_kernel import top_rows
 from stand.gpu.traverse_kernel import traverse
 from stand.gpu.work_list import WorkList, most_splits
+from stand.sampling import SamplingParams, TargetLaw
 from stand.trees import DraftBatch
 from stand.verifiers.noise import uniforms_on_device
 
@@ -246,6 +248,16 @@ class KernelBench:
             floor = self.machine.floor(nbytes=nbytes)
             return Timing(name, tokens, rows, None, self.timer.seconds(ours), floor, other)
 
+        filtered = TargetLaw(SamplingParams(temperature=0.6, top_p=0.95))
+
+        def refill() -> None:  # filtered laws are cheap to filter again, so they are made anew
+            softmax_rows(laws, logits, 0.6)
+            filter_rows(laws, 0, 0.95, 0.0)
+
+        yield timing(
+            "softmax, top_p", refill, logit_bytes + law_bytes,
+            lambda: laws.copy_(torch.softmax(filtered.warp(logits.float()), dim=1)),
+        )  # fmt: skip
         yield timing(
             "softmax", lambda: softmax_rows(laws, logits, 0.6), logit_bytes + law_bytes,
             lambda: laws.copy_(torch.softmax(logits.float() / 0.6, dim=1)),

@@ -103,7 +103,8 @@ def test_smoke_runs_every_part(smoke):
         "attention": {"attention"},
         "products": {"qkv", "o", "gate_up", "down", "lm_head"},
     }  # fmt: skip
-    assert {figure["name"] for figure in parts["laws"]} == {"softmax", "top rows", "race", "traverse", "compact"}
+    laws = {"softmax", "softmax, top_p", "top rows", "race", "traverse", "compact"}
+    assert {figure["name"] for figure in parts["laws"]} == laws
     assert {(figure["rows"], figure["nodes"]) for figure in parts["steps"]} == {(1, 0), (1, 3), (2, 0), (2, 3)}
     assert smoke.result["failed"] == smoke.result["left_out"] == []
     assert len(smoke.result["seconds"]) > 10

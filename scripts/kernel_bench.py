@@ -27,12 +27,11 @@ from stand.gpu.race_kernel import race
 from stand.gpu.softmax_kernel import softmax_rows
 from stand.gpu.top_rows_kernel import top_rows
 from stand.gpu.traverse_kernel import traverse
-from stand.gpu.work_list import WorkList, most_splits
+from stand.gpu.work_list import SPLIT_LENGTH, WorkList, most_splits
 from stand.sampling import SamplingParams, TargetLaw
 from stand.trees import DraftBatch
 from stand.verifiers.noise import uniforms_on_device
 
-SPLIT_LENGTH = 512
 WORD_BITS = 64
 
 

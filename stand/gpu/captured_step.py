@@ -28,14 +28,13 @@ from stand.gpu.replay import Program, replay_for
 from stand.gpu.step_body import LEARNED_ROWS, StepBody, StepOutput
 from stand.gpu.step_packet import StepPacket
 from stand.gpu.step_size import MAX_ROW_NODES, StepSize
-from stand.gpu.work_list import WorkList
+from stand.gpu.work_list import SPLIT_LENGTH, WorkList
 from stand.row import Row
 from stand.sampling import TargetLaw
 from stand.trees import DraftBatch
 from stand.verifiers import Verdicts, VerifierNoise
 
 FIRST_ROOM = 8192  # new tokens per row that have room from the start; beyond, the cache doubles
-SPLIT_LENGTH = 512  # slots per piece of attention work; fixed, so that no row's sums depend on its batch mates
 
 
 class CapturedStep:

@@ -14,14 +14,13 @@ from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME
 from stand.gpu.step_body import StepBody, StepOutput
 from stand.gpu.step_packet import StepPacket
 from stand.gpu.step_size import StepSize
-from stand.gpu.work_list import WorkList
+from stand.gpu.work_list import SPLIT_LENGTH, WorkList
 from stand.plan import StepPlan
 from stand.sampling import SamplingParams, TargetLaw
 from stand.support import CHECK_PARENTS, CHECK_TOKENS, TOLERANCES, run_plan, text_config
 from stand.trees import DraftBatch, DraftTree
 from stand.verifiers import VerifierNoise
 
-SPLIT_LENGTH = 512
 ROOM = 64
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from stand.gpu.packing import list_work
 
 ITEM_FIELDS = ("row_first", "q_first", "q_count", "cache_row", "length", "k_first", "k_end", "split")
+SPLIT_LENGTH = 512  # slots per piece of attention work; fixed, so that no row's sums depend on its batch mates
 SPLIT_QUANTUM = 64  # slots; a split is a whole number of the kernel's key blocks
 
 

@@ -46,7 +46,7 @@ cdef extern from "contexts.h" namespace "stand" nogil:
         int64_t num_evicted()
         int64_t nbytes()
         void clear() except +
-        Cursor locate(const uint32_t* window, int32_t available)
+        Cursor locate "locate<stand::Cursor>" (const uint32_t* window, int32_t available)
         void learn(Cursor& cursor, uint32_t token) except +
         void learn_row(Cursor& cursor, const int32_t* ids, const float* probs, int32_t width) except +
         const char* find_fault()

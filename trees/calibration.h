@@ -25,15 +25,20 @@ class Calibration {
         std::fill(weights_, weights_ + NUM_FACTORS, 0.0f);
     }
 
-    // The chance of a path of `depth` >= 1 tokens whose estimates multiply to `product`.
-    float corrected(float product, int32_t depth) const {
-        const Place place(product, depth);
-        return std::min(1.0f, product * factor(place));
+    // Where the factors of paths of `depth` >= 1 tokens begin.
+    static int32_t first_knot(int32_t depth) {
+        constexpr int32_t GROUPS[] = {0, 0, 1, 2, 3, 3, 4, 4, 4, 5};
+        return NUM_KNOTS * GROUPS[std::min(depth, 9)];
+    }
+
+    // The chance of a path whose estimates multiply to `product`, `first` being its depth's first_knot.
+    float corrected(float product, int32_t first) const {
+        return std::min(1.0f, product * factor(Place(product, first)));
     }
 
     // One path that came true or did not.
     void train(float product, int32_t depth, bool came_true) {
-        const Place place(product, depth);
+        const Place place(product, first_knot(depth));
         const float error = (came_true ? 1.0f : 0.0f) - product * factor(place);
         move(place.knot, 1.0f - place.share, product, error);
         move(place.knot + 1, place.share, product, error);
@@ -50,14 +55,14 @@ class Calibration {
         int32_t knot;
         float share;  // of the next knot
 
-        Place(float product, int32_t depth) {
+        Place(float product, int32_t first) {
             constexpr uint32_t lowest = (127u - OCTAVES) << 23;
             uint32_t bits;
             std::memcpy(&bits, &product, sizeof bits);
             bits = std::max(bits, lowest) - lowest;
             knot = std::min<int32_t>(bits >> 21, NUM_KNOTS - 2);
             share = std::min(1.0f, static_cast<float>(bits - (static_cast<uint32_t>(knot) << 21)) * (1.0f / (1 << 21)));
-            knot += NUM_KNOTS * (depth <= 3 ? depth - 1 : depth <= 5 ? 3 : depth <= 8 ? 4 : 5);
+            knot += first;
         }
     };
 

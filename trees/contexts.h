@@ -23,6 +23,12 @@ struct Cursor {
     uint32_t token = NO_NEWEST;
 };
 
+// The same where nothing will be learned: blocks only, up to the longest context that exists.
+struct Contexts {
+    int32_t longest = 0;
+    uint32_t blocks[MAX_DEPTH + 1];  // of orders 1 .. longest, 0 where there is none
+};
+
 struct StoreSettings {
     int32_t depth = 12;
     int64_t max_bytes = int64_t{256} << 20;
@@ -84,9 +90,30 @@ class ContextStore {
         }
     }
 
+    // The same where nothing will be learned. What was found is fetched.
+    void advance(const Contexts& from, uint32_t token, Contexts& to) const {
+        to.blocks[1] = root(token);
+        to.longest = 1;
+        arena.fetch(to.blocks[1]);
+        const int32_t longest = std::min(from.longest, depth() - 1);
+        for (int32_t order = 1; order <= longest; ++order) {
+            to.blocks[order + 1] = 0;
+            if (from.blocks[order] == 0) continue;
+            const Block* block = arena.at(from.blocks[order]);
+            const int32_t position = find_entry(block, token);
+            if (position < 0) continue;
+            const uint32_t child = children_of(block)[position];
+            to.blocks[order + 1] = child;
+            if (child == 0) continue;
+            to.longest = order + 1;
+            arena.fetch(child);
+        }
+    }
+
     // The contexts that end with `window`, newest token first.
-    Cursor locate(const uint32_t* window, int32_t available) const {
-        Cursor now, before;
+    template <typename Place>
+    Place locate(const uint32_t* window, int32_t available) const {
+        Place now, before;
         for (int32_t age = std::min(available, depth()) - 1; age >= 0; --age) {
             before = now;
             advance(before, window[age], now);
@@ -159,7 +186,7 @@ class ContextStore {
 };
 
 inline void ContextStore::learn(Cursor& cursor, uint32_t token) {
-    for (int32_t order = 1; order <= depth(); ++order) arena.prefetch(cursor.blocks[order]);
+    for (int32_t order = 1; order <= depth(); ++order) arena.fetch(cursor.blocks[order]);
     if (settings.learns_odds) train(cursor, token, 1.0f);
     Cursor next;
     next.token = token;
@@ -220,7 +247,7 @@ inline void ContextStore::learn_row(Cursor& cursor, const int32_t* ids, const fl
 // from here on are responsible for.
 inline void ContextStore::train(const Cursor& cursor, uint32_t token, float mass) {
     struct Level {
-        int32_t entries[MAX_ENTRIES];  // buckets
+        uint16_t entries[MAX_ENTRIES];  // buckets
         int32_t escape;                // bucket
         int32_t size, position;
         float total, own;
@@ -234,11 +261,9 @@ inline void ContextStore::train(const Cursor& cursor, uint32_t token, float mass
         if (block->size == 0) continue;
         Level& level = levels[num_levels++];
         level.total = 0.0f;
-        level.escape = read_buckets(block, clock, [&](int32_t i, int32_t bucket) {
-            level.entries[i] = bucket;
-            level.total += odds.entry[bucket];
-        });
+        level.escape = read_buckets(block, clock, level.entries);
         level.size = block->size;
+        for (int32_t i = 0; i < level.size; ++i) level.total += odds.entry[level.entries[i]];
         level.position = find_entry(block, token);
         const float escape = odds.escape[level.escape];
         level.total += escape;

@@ -7,6 +7,7 @@
 
 #include "contexts.h"
 #include "drafter.h"
+#include "frontier.h"
 
 namespace stand {
 
@@ -15,7 +16,7 @@ struct Candidate {
     float probability;
 };
 
-// The blended law of the next token at a cursor, in no particular order.
+// The blended law of the next token after some contexts, in no particular order.
 class Blender {
    public:
     int32_t size = 0;
@@ -23,14 +24,15 @@ class Blender {
     float probabilities[MAX_ENTRIES * MAX_DEPTH];
 
     // Evidence that could add less than `least` to any token is left out.
-    void blend(const ContextStore& store, const Cursor& cursor, const Clock& clock, float least) {
+    void blend(const ContextStore& store, const Contexts& contexts, const Clock& clock, float least) {
         if (++epoch_ == 0) std::fill(slots_, slots_ + NUM_SLOTS, Slot());
         epoch_ = std::max(1u, epoch_);
         size = 0;
+        cut_ = CUT * least;
         float carry = 1.0f;
-        for (int32_t order = store.depth(); order >= 1 && carry >= least; --order) {
-            if (cursor.blocks[order] == 0) continue;
-            const Block* block = store.arena.at(cursor.blocks[order]);
+        for (int32_t order = contexts.longest; order >= 1 && carry >= least; --order) {
+            if (contexts.blocks[order] == 0) continue;
+            const Block* block = store.arena.at(contexts.blocks[order]);
             if (block->size != 0) carry = add(store.odds, block, clock, carry);
         }
     }
@@ -50,41 +52,42 @@ class Blender {
     }
 
    private:
+    static constexpr float CUT = 0.1f;  // of `least`: entries that add less are left out
     static constexpr uint32_t SLOT_BITS = 9, NUM_SLOTS = 1u << SLOT_BITS;
     static_assert(NUM_SLOTS > MAX_ENTRIES * MAX_DEPTH, "a slot must stay free");
     struct Slot {
-        uint32_t epoch = 0, index = 0;
+        uint32_t epoch = 0, token = 0, index = 0;
     };
     Slot slots_[NUM_SLOTS];
     uint32_t epoch_ = 0;
+    float cut_ = 0.0f;
 
     // Adds a context's entries with weight `carry`; returns what is left for shorter contexts.
     float add(const Odds& learned, const Block* block, const Clock& clock, float carry) {
-        float odds[MAX_ENTRIES];
+        uint16_t buckets[MAX_ENTRIES];
         float total = 0.0f;
-        const int32_t escape_bucket = read_buckets(block, clock, [&](int32_t i, int32_t bucket) {
-            total += odds[i] = learned.entry[bucket];
-        });
+        const int32_t escape_bucket = read_buckets(block, clock, buckets);
+        for (int32_t i = 0; i < block->size; ++i) total += learned.entry[buckets[i]];
         const float escape = learned.escape[escape_bucket];
         const float scale = carry / (total + escape);
         const uint32_t* entries = tokens_of(block);
-        for (int32_t i = 0; i < block->size; ++i) add(entries[i], scale * odds[i]);
+        for (int32_t i = 0; i < block->size; ++i) {
+            const float probability = scale * learned.entry[buckets[i]];
+            if (probability >= cut_) add(entries[i], probability);
+        }
         return scale * escape;
     }
 
     void add(uint32_t token, float probability) {
-        uint32_t slot = token * 2654435761u >> (32 - SLOT_BITS);
-        while (slots_[slot].epoch == epoch_) {
-            const uint32_t index = slots_[slot].index;
-            if (tokens[index] == token) {
-                probabilities[index] += probability;
-                return;
-            }
-            slot = (slot + 1) & (NUM_SLOTS - 1);
-        }
-        slots_[slot] = Slot{epoch_, static_cast<uint32_t>(size)};
-        tokens[size] = token;
-        probabilities[size++] = probability;
+        uint32_t place = token * 2654435761u >> (32 - SLOT_BITS);
+        while ((slots_[place].epoch == epoch_) & (slots_[place].token != token)) place = (place + 1) & (NUM_SLOTS - 1);
+        Slot& slot = slots_[place];
+        const bool is_new = slot.epoch != epoch_;
+        const uint32_t index = is_new ? static_cast<uint32_t>(size) : slot.index;
+        slot = Slot{epoch_, token, index};
+        tokens[index] = token;
+        probabilities[index] = (is_new ? 0.0f : probabilities[index]) + probability;
+        size += is_new;
     }
 };
 
@@ -125,13 +128,15 @@ struct GrowthSettings {
 };
 
 struct GrownNode {
+    GrownNode() {}  // leaves unset what has no value here
+
     uint32_t token;
     int32_t row, local, parent, depth, rank;  // local: number within the row; parent: index into nodes, -1 at a root
     int32_t num_children = 0;
     float path;  // estimated probability that the node is accepted
     float product = 1.0f;  // of the estimates along the path, before calibration
     bool is_located = false;
-    Cursor cursor;
+    Contexts contexts;
     int32_t support = -1;  // into supports, where children are sampled
     int32_t law = -1;      // into laws, where the node was sampled; its law covers the parent's support
 };
@@ -181,27 +186,6 @@ class Growth {
         const CommittedRun* run;  // while it is judged
     };
 
-    // What competes for the next place: a child with a known token, the sampling of a child, or looking for children.
-    enum class Step : uint8_t { reveal, sample, expand };
-    struct Item {
-        float key;      // calibrated chance of acceptance
-        float product;  // the same before calibration
-        uint32_t token;
-        int32_t node;
-        Step step;
-
-        // Positive floats compare like their bits; of equals the child of the earlier node is better, then the lower id.
-        uint64_t rank() const {
-            uint32_t bits;
-            std::memcpy(&bits, &key, sizeof bits);
-            return static_cast<uint64_t>(bits) << 32 | (0xFFFFFFFFu - static_cast<uint32_t>(node));
-        }
-        bool operator<(const Item& other) const {
-            const uint64_t mine = rank(), its = other.rank();
-            return mine != its ? mine < its : token > other.token;
-        }
-    };
-
     // A node's children are looked for when no better node is left than a child with half of its probability: one that
     // is followed by something surer is a little late, but half of all nodes are never looked at in vain.
     static constexpr float PATIENCE = 0.5f;
@@ -209,14 +193,16 @@ class Growth {
     static constexpr float OVERLAP = 0.25f;
 
     const ContextStore* store_ = nullptr;
+    const Calibration* calibration_ = nullptr;
     const std::vector<GrowthRequest>* requests_ = nullptr;
     GrowthSettings settings_{};
     float least_ = 0.0f;     // items below wait in spare_
     float hopeless_ = 0.0f;  // items below are forgotten
-    std::vector<Item> heap_, spare_;
+    Frontier frontier_;
+    std::vector<Item> spare_;
     std::vector<DraftedRow> drafted_;
     std::vector<uint8_t> states_;
-    std::vector<Cursor> roots_;  // by row
+    std::vector<Contexts> roots_;  // by row
     Blender blender_;
     int32_t room_ = 0;  // nodes that may still be revealed
     float expected_ = 0.0f;  // tokens that the step yields by estimate: one per row and the nodes' path probabilities
@@ -227,8 +213,7 @@ class Growth {
             spare_.push_back(item);
             return;
         }
-        heap_.push_back(item);
-        std::push_heap(heap_.begin(), heap_.end());
+        frontier_.push(item);
     }
 
     bool pop(Item& item);
@@ -237,8 +222,7 @@ class Growth {
     void plant(int32_t row);
     void locate(GrownNode& node);
     void offer(int32_t parent, uint32_t token, float chance, Step step);
-    Item calibrated(const Item& item) const;
-    Item make_item(int32_t parent, uint32_t token, float chance, Step step) const;
+    Item calibrated(Item item) const;
     int32_t reveal(const Item& item, uint32_t token);
     void expand(int32_t index);
     void expand_sampled(int32_t index);
@@ -250,6 +234,7 @@ class Growth {
 inline void Growth::grow(const ContextStore& store, const std::vector<GrowthRequest>& requests,
                          const GrowthSettings& settings) {
     store_ = &store;
+    calibration_ = &store.calibrations[static_cast<int32_t>(settings.kind)];
     requests_ = &requests;
     settings_ = settings;
     room_ = settings.budget;
@@ -260,7 +245,7 @@ inline void Growth::grow(const ContextStore& store, const std::vector<GrowthRequ
     nodes.clear();
     supports.clear();
     laws.clear();
-    heap_.clear();
+    frontier_.clear();
     spare_.clear();
     drafted_.clear();
     nodes.reserve(settings.budget + num_rows);
@@ -292,31 +277,27 @@ inline float Growth::bar() const {
 
 // The best item; where only spare ones are left, a lower bar lets more of them in.
 inline bool Growth::pop(Item& item) {
-    while (heap_.empty()) {
+    while (frontier_.empty()) {
         if (spare_.empty()) return false;
         least_ *= 0.2f;
         std::vector<Item> waiting;
         waiting.swap(spare_);
         for (const Item& spare : waiting) push(calibrated(spare));
     }
-    item = heap_.front();
-    std::pop_heap(heap_.begin(), heap_.end());
-    heap_.pop_back();
+    item = frontier_.pop();
     return true;
 }
 
 // All rows take each token together, so that they wait for memory together. Like ContextStore::locate.
 inline void Growth::locate_roots() {
     const int32_t num_rows = static_cast<int32_t>(requests_->size());
-    roots_.assign(num_rows, Cursor());
+    roots_.assign(num_rows, Contexts());
     for (int32_t age = store_->depth() - 1; age >= 0; --age)
         for (int32_t row = 0; row < num_rows; ++row) {
             const GrowthRequest& request = (*requests_)[row];
             if (age >= request.window_size) continue;
-            const Cursor before = roots_[row];
+            const Contexts before = roots_[row];
             store_->advance(before, static_cast<uint32_t>(request.window[age]), roots_[row]);
-            for (int32_t order = 1; order <= store_->depth(); ++order)
-                store_->arena.prefetch(roots_[row].blocks[order]);
         }
 }
 
@@ -334,40 +315,34 @@ inline void Growth::plant(int32_t row) {
     std::copy(request.window, request.window + available, drafted_.back().window);
     drafted_.back().window_size = available;
     drafted_.back().scope = request.scope;
-    root.cursor = roots_[row];
+    root.contexts = roots_[row];
     root.is_located = true;
     nodes.push_back(root);
     if (request.max_depth > 0 && room_ > 0) push(Item{1.0f, 1.0f, 0, static_cast<int32_t>(nodes.size()) - 1, Step::expand});
 }
 
 inline void Growth::locate(GrownNode& node) {
-    store_->advance(nodes[node.parent].cursor, node.token, node.cursor);
+    store_->advance(nodes[node.parent].contexts, node.token, node.contexts);
     node.is_located = true;
-    for (int32_t order = 1; order <= store_->depth(); ++order) store_->arena.prefetch(node.cursor.blocks[order]);
 }
 
 // A child that is kept with this chance where its parent is. What will hardly be wanted is not calibrated before it is.
 inline void Growth::offer(int32_t parent, uint32_t token, float chance, Step step) {
-    const float product = nodes[parent].product * chance;
-    if (product * Calibration::MOST_FACTOR >= least_)
-        push(make_item(parent, token, chance, step));
-    else if (product >= hopeless_)
-        spare_.push_back(Item{product, product, token, parent, step});
-}
-
-inline Growth::Item Growth::make_item(int32_t parent, uint32_t token, float chance, Step step) const {
-    return calibrated(Item{0.0f, nodes[parent].product * chance, token, parent, step});
+    const Item item = Item{0.0f, nodes[parent].product * chance, token, parent, step};
+    if (item.product * Calibration::MOST_FACTOR >= least_)
+        push(calibrated(item));
+    else if (item.product >= hopeless_)
+        spare_.push_back(item);
 }
 
 // The factors of two depths are learned apart, so that a sure child may be given a little more than its parent: bound
 // by the parent's chance, deep paths would come true more often than they say.
-inline Growth::Item Growth::calibrated(const Item& item) const {
-    if (item.step == Step::expand) return item;
-    const GrownNode& parent = nodes[item.node];
-    const Calibration& calibration = store_->calibrations[static_cast<int32_t>(settings_.kind)];
-    Item result = item;
-    result.key = calibration.corrected(item.product, parent.depth + 1);
-    return result;
+inline Item Growth::calibrated(Item item) const {
+    if (item.step != Step::expand) {
+        const int32_t depth = nodes[item.node].depth + 1;
+        item.key = calibration_->corrected(item.product, Calibration::first_knot(depth));
+    }
+    return item;
 }
 
 // Adds a child. Its contexts are fetched now where its own children are likely to be wanted.
@@ -397,7 +372,7 @@ inline void Growth::expand(int32_t index) {
     if (!nodes[index].is_located) locate(nodes[index]);
     const float path = nodes[index].path;
     const Clock clock{store_->clock.now, (*requests_)[nodes[index].row].scope};
-    blender_.blend(*store_, nodes[index].cursor, clock, least_ / path);
+    blender_.blend(*store_, nodes[index].contexts, clock, least_ / path);
     if (settings_.kind != DraftKind::deterministic) {
         expand_sampled(index);
         return;
@@ -429,7 +404,7 @@ inline void Growth::expand_sampled(int32_t index) {
     size_t drawn = candidates.size();
     if (OVERLAP * path * tail >= 2.0f * least_) {
         std::fill(support.taken.begin(), support.taken.begin() + num_sure, char(1));
-        drawn = sample(make_item(index, 0, OVERLAP * tail, Step::sample));
+        drawn = sample(calibrated(Item{0.0f, node.product * OVERLAP * tail, 0, index, Step::sample}));
     }
     for (size_t position = 0; position < candidates.size(); ++position)
         if (position != drawn) offer(index, candidates[position].token, candidates[position].probability, Step::reveal);
@@ -554,7 +529,7 @@ inline void Growth::write_law(const GrowthSink& sink, const GrownNode& node) con
 inline std::vector<Candidate> blended_law(const ContextStore& store, const uint32_t* window, int32_t available,
                                           uint8_t scope, int32_t limit) {
     Blender blender;
-    blender.blend(store, store.locate(window, available), Clock{store.clock.now, scope}, 0.0f);
+    blender.blend(store, store.locate<Contexts>(window, available), Clock{store.clock.now, scope}, 0.0f);
     return blender.best(limit);
 }
 

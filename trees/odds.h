@@ -35,16 +35,17 @@ struct Clock {
     uint16_t stamp() const { return static_cast<uint16_t>(now >> STAMP_SHIFT); }
     // 0: seen in this scope and recently, 1: in this scope, 2: elsewhere.
     int32_t age(uint16_t stamp_then, uint8_t scope_then) const {
-        if (scope_then != scope) return 2;
-        return static_cast<uint16_t>(stamp() - stamp_then) < RECENT ? 0 : 1;
+        const int32_t is_old = static_cast<uint16_t>(stamp() - stamp_then) >= RECENT;
+        return scope_then != scope ? 2 : is_old;
     }
 };
 
-// Half octaves from 1/16 to 16.
-inline int32_t weight_bucket(uint32_t weight) {
-    if (weight < WEIGHT_ONE / 16) return 0;
-    const int32_t octave = 31 - __builtin_clz(weight);
-    return 2 * (octave - 8) + (weight >> (octave - 1) & 1);
+// Half octaves from 1/16 to 16: exponent and first digit of the weight as a float.
+inline int32_t weight_bucket(uint16_t weight) {
+    const float value = weight;
+    int32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return std::max(0, (bits >> 22) - 2 * (127 + 8));
 }
 
 inline int32_t size_bucket(int32_t size) {
@@ -59,29 +60,58 @@ inline int32_t share_bucket(uint32_t heaviest, uint32_t total) {
     return 20 * heaviest > 19 * total ? 3 : 10 * heaviest > 7 * total ? 2 : 10 * heaviest > 4 * total ? 1 : 0;
 }
 
-// Tells the bucket of every entry of a block that is not empty, in order, and returns that of its escape.
-template <typename EntryBucket>
-inline int32_t read_buckets(const Block* block, const Clock& clock, const EntryBucket& entry_bucket) {
+// The bucket of an entry that is not in front.
+inline int32_t entry_bucket(const Block* block, int32_t i, const Clock& clock) {
+    const int32_t age = clock.age(stamps_of(block)[i], scopes_of(block)[i]);
+    return order_of(block) * ENTRY_BUCKETS + (weight_bucket(weights_of(block)[i]) * NUM_AGES + age) * NUM_RANKS;
+}
+
+// The same for eight entries from `first` on: as vectors, since compilers do not make them of the loop.
+inline void read_eight(const Block* block, int32_t first, const Clock& clock, uint16_t* buckets) {
+    using Byte8 = uint8_t __attribute__((vector_size(8)));
+    using Short8 = int16_t __attribute__((vector_size(16)));
+    using Unsigned8 = uint16_t __attribute__((vector_size(16)));
+    using Int8 = int32_t __attribute__((vector_size(32)));
+    using Float8 = float __attribute__((vector_size(32)));
+    Unsigned8 weights, stamps;
+    Byte8 scopes;
+    std::memcpy(&weights, weights_of(block) + first, sizeof weights);
+    std::memcpy(&stamps, stamps_of(block) + first, sizeof stamps);
+    std::memcpy(&scopes, scopes_of(block) + first, sizeof scopes);
+    const Float8 values = __builtin_convertvector(weights, Float8);
+    Int8 bits;
+    std::memcpy(&bits, &values, sizeof bits);
+    bits = (bits >> 22) - 2 * (127 + 8);
+    const Short8 weight_buckets = __builtin_convertvector(bits & ~(bits >> 31), Short8);
+    const Short8 is_old = (clock.stamp() - stamps) >= RECENT;
+    const Short8 is_elsewhere = __builtin_convertvector(scopes != clock.scope, Short8);
+    const Short8 ages = (is_elsewhere & 2) | (is_old & ~is_elsewhere & 1);
+    const int16_t base = static_cast<int16_t>(order_of(block) * ENTRY_BUCKETS);
+    const Short8 result = base + (weight_buckets * NUM_AGES + ages) * NUM_RANKS;
+    std::memcpy(buckets + first, &result, sizeof result);
+}
+
+// Fills in the bucket of every entry of a block that is not empty, and returns that of its escape. `buckets` has room
+// for all that the block has room for.
+inline int32_t read_buckets(const Block* block, const Clock& clock, uint16_t* buckets) {
     const int32_t order = order_of(block), size = block->size;
     const uint16_t* weights = weights_of(block);
-    const uint16_t* stamps = stamps_of(block);
-    const uint8_t* scopes = scopes_of(block);
-    const auto bucket = [order](uint32_t weight, int32_t age, int32_t rank) {
-        return ((order * NUM_WEIGHTS + weight_bucket(weight)) * NUM_AGES + age) * NUM_RANKS + rank;
-    };
-    const int32_t latest_age = clock.age(stamps[0], scopes[0]);
+    const int32_t latest_age = clock.age(stamps_of(block)[0], scopes_of(block)[0]);
     if (size == 1) {  // most contexts
-        entry_bucket(0, bucket(weights[0], latest_age, 2));
+        buckets[0] = entry_bucket(block, 0, clock) + 2;
         const int32_t kind = order * NUM_SIZES * NUM_VISITS + visit_bucket(block->visits);
         return (kind * NUM_SHARES + (weights[0] > 0 ? 3 : 0)) * NUM_AGES + latest_age;
     }
+    if (size <= 4)
+        for (int32_t i = 0; i < size; ++i) buckets[i] = entry_bucket(block, i, clock);
+    else
+        for (int32_t first = 0; first < size; first += 8) read_eight(block, first, clock, buckets);
     uint32_t total = 0, heaviest = 0;
     for (int32_t i = 0; i < size; ++i) {
         total += weights[i];
         heaviest = std::max<uint32_t>(heaviest, weights[i]);
     }
-    entry_bucket(0, bucket(weights[0], latest_age, weights[0] >= heaviest ? 2 : 1));
-    for (int32_t i = 1; i < size; ++i) entry_bucket(i, bucket(weights[i], clock.age(stamps[i], scopes[i]), 0));
+    buckets[0] += weights[0] >= heaviest ? 2 : 1;
     const int32_t kind = (order * NUM_SIZES + size_bucket(size)) * NUM_VISITS + visit_bucket(block->visits);
     return (kind * NUM_SHARES + share_bucket(heaviest, total)) * NUM_AGES + latest_age;
 }

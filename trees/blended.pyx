@@ -4,14 +4,16 @@ The work is done in C++ (blocks.h, odds.h, calibration.h, contexts.h, growth.h) 
 arguments and owns memory.
 """
 
+from cpython.buffer cimport PyBUF_FORMAT, PyBUF_ND, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.string cimport memset
 from libcpp cimport bool as bool_t
 from libcpp.vector cimport vector
 
 import numpy as np
 
 from stand.trees.draft import DraftBatch
-from stand.trees.lookup import KINDS, _check_batch, _check_tokens, _checked_nodes, _checked_rows, _step_keys, _vector
+from stand.trees.lookup import KINDS, _check_batch, _check_tokens, _checked_nodes, _checked_rows, _step_keys, _tail, _vector
 from stand.trees.lookup_file import LookupFileError
 from stand.trees.store_file import read_store_file, write_store_file
 
@@ -541,35 +543,40 @@ cdef class BlendedLookup:
             raise LookupFileError(f"{path} must hold sound contexts, got a broken one; build it again")
 
 
-cdef int32_t _fill_window(tokens, int32_t num_tokens, uint32_t* window) except -1:
-    """The last tokens of a history, newest first; returns how many."""
-    cdef Py_ssize_t length = len(tokens), age
-    cdef const int32_t[::1] tail = _vector(tokens[max(0, length - num_tokens):], "context")
-    for age in range(tail.shape[0]):
-        if tail[tail.shape[0] - 1 - age] < 0:
-            raise ValueError("token ids must not be negative; pass the tokens without padding")
-        window[age] = tail[tail.shape[0] - 1 - age]
-    return <int32_t> tail.shape[0]
+cdef int32_t _fill_window(history, int32_t num_tokens, uint32_t* window) except -1:
+    """The last tokens of a history, newest first; returns how many.
+
+    Buffers are asked for directly: a typed view would take longer than a small draft.
+    """
+    cdef Py_buffer buffer
+    cdef int32_t size, age
+    cdef const int32_t* end
+    try:
+        PyObject_GetBuffer(history, &buffer, PyBUF_ND | PyBUF_FORMAT)
+    except (BufferError, TypeError, ValueError):  # not an array, or not contiguous
+        return _fill_window(_tail(history, num_tokens), num_tokens, window)
+    try:
+        if buffer.ndim != 1 or buffer.itemsize != 4 or buffer.format[0] not in b"il":
+            return _fill_window(_tail(history, num_tokens), num_tokens, window)
+        size = <int32_t> min(num_tokens, buffer.shape[0])
+        end = <const int32_t*> buffer.buf + buffer.shape[0]
+        for age in range(size):
+            if end[-1 - age] < 0:
+                raise ValueError("token ids must not be negative; pass the tokens without padding")
+            window[age] = end[-1 - age]
+        return size
+    finally:
+        PyBuffer_Release(&buffer)
 
 
 cdef void _fill_windows(histories, int32_t num_tokens, vector[int32_t]& windows, vector[int32_t]& sizes) except *:
     """windows[B * num_tokens], newest first, and how many tokens of each are filled."""
-    cdef const int32_t[::1] tokens
-    cdef Py_ssize_t row, age, last
+    cdef Py_ssize_t row
     for row in range(<Py_ssize_t> sizes.size()):
-        try:
-            tokens = histories[row]
-        except (ValueError, TypeError):  # not an int32 array yet
-            tokens = _vector(histories[row], "history")
-        last = tokens.shape[0] - 1
-        sizes[row] = <int32_t> min(num_tokens, tokens.shape[0])
-        for age in range(sizes[row]):
-            if tokens[last - age] < 0:
-                raise ValueError("token ids must not be negative; pass the tokens without padding")
-            windows[row * num_tokens + age] = tokens[last - age]
+        sizes[row] = _fill_window(histories[row], num_tokens, <uint32_t*> &windows[row * num_tokens])
 
 
-def _scope(scope):
+cdef uint8_t _scope(scope) except? 255:
     if not 0 <= scope <= MAX_SCOPE:
         raise ValueError(f"scope must be in [0, {MAX_SCOPE}], got {scope}; take the number modulo {MAX_SCOPE + 1}")
     return scope
@@ -592,35 +599,38 @@ cdef void _set_depths(max_depths, vector[GrowthRequest]& requests) except *:
 
 
 cdef object _batch(Growth& growth):
-    """The grown nodes as a DraftBatch: parts of two arrays, because making many costs more than filling them."""
-    cdef GrowthSink sink
-    cdef Py_ssize_t num_rows = growth.row_sizes.size(), row, num_nodes = 0, size
+    """The grown nodes as a DraftBatch: parts of one array, because making many costs more than filling them."""
+    cdef Py_ssize_t num_rows = growth.row_sizes.size(), row, num_nodes = 0
     cdef int32_t width = growth.width()
     for row in range(num_rows):
         num_nodes += growth.row_sizes[row]
-    size = num_rows + 1 + (4 + width) * num_nodes
-    integers, floats = np.empty(size, dtype=np.int32), np.zeros((1 + width) * num_nodes, dtype=np.float32)
-    cdef int32_t[::1] integer_view = integers
-    cdef float[::1] float_view = floats
-    cdef int32_t* offsets = &integer_view[0]
+    cdef Py_ssize_t num_cells = width * num_nodes, first = num_rows + 1
+    numbers = np.empty(first + 5 * num_nodes + 2 * num_cells, dtype=np.int32)
+    cdef Py_buffer buffer
+    PyObject_GetBuffer(numbers, &buffer, PyBUF_ND)
+    cdef int32_t* offsets = <int32_t*> buffer.buf
+    cdef GrowthSink sink
     offsets[0] = 0
     for row in range(num_rows):
         offsets[row + 1] = offsets[row] + growth.row_sizes[row]
-    sink.offsets, sink.token_ids, sink.parents = offsets, offsets + num_rows + 1, offsets + num_rows + 1 + num_nodes
-    sink.depths, sink.ranks = sink.parents + num_nodes, sink.parents + 2 * num_nodes
-    sink.support_ids = sink.parents + 3 * num_nodes
-    sink.path_probabilities, sink.law, sink.width = &float_view[0], &float_view[0] + num_nodes, width
-    for row in range(width * num_nodes):
-        sink.support_ids[row] = -1  # NO_TOKEN
+    sink.offsets, sink.width = offsets, width
+    sink.token_ids = offsets + first
+    sink.parents, sink.depths = sink.token_ids + num_nodes, sink.token_ids + 2 * num_nodes
+    sink.ranks, sink.support_ids = sink.token_ids + 3 * num_nodes, sink.token_ids + 4 * num_nodes
+    sink.path_probabilities = <float*> (sink.support_ids + num_cells)
+    sink.law = sink.path_probabilities + num_nodes
+    memset(sink.support_ids, 0xFF, num_cells * sizeof(int32_t))  # NO_TOKEN
+    memset(sink.law, 0, num_cells * sizeof(float))
     growth.write(sink)
-    first = num_rows + 1
+    PyBuffer_Release(&buffer)
+    floats = numbers[first + 4 * num_nodes + num_cells :].view(np.float32)
     return DraftBatch(
-        token_ids=integers[first : first + num_nodes],
-        parents=integers[first + num_nodes : first + 2 * num_nodes],
-        offsets=integers[:first],
-        depths=integers[first + 2 * num_nodes : first + 3 * num_nodes],
-        ranks=integers[first + 3 * num_nodes : first + 4 * num_nodes],
-        support_ids=integers[first + 4 * num_nodes :].reshape(num_nodes, width),
+        token_ids=numbers[first : first + num_nodes],
+        parents=numbers[first + num_nodes : first + 2 * num_nodes],
+        offsets=numbers[:first],
+        depths=numbers[first + 2 * num_nodes : first + 3 * num_nodes],
+        ranks=numbers[first + 3 * num_nodes : first + 4 * num_nodes],
+        support_ids=numbers[first + 4 * num_nodes : first + 4 * num_nodes + num_cells].reshape(num_nodes, width),
         law=floats[num_nodes:].reshape(num_nodes, width),
         path_probabilities=floats[:num_nodes],
     )

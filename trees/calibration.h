@@ -25,23 +25,21 @@ class Calibration {
         std::fill(weights_, weights_ + NUM_FACTORS, 0.0f);
     }
 
-    // Where the factors of paths of `depth` >= 1 tokens begin.
-    static int32_t first_knot(int32_t depth) {
-        constexpr int32_t GROUPS[] = {0, 0, 1, 2, 3, 3, 4, 4, 4, 5};
-        return NUM_KNOTS * GROUPS[std::min(depth, 9)];
-    }
+    // The factors of paths of `depth` >= 1 tokens.
+    const float* at_depth(int32_t depth) const { return factors + first_knot(depth); }
 
-    // The chance of a path whose estimates multiply to `product`, `first` being its depth's first_knot.
-    float corrected(float product, int32_t first) const {
-        return std::min(1.0f, product * factor(Place(product, first)));
+    // The chance of a path whose estimates multiply to `product`.
+    static float corrected(float product, const float* factors) {
+        return std::min(1.0f, product * factor(factors, Place(product)));
     }
 
     // One path that came true or did not.
     void train(float product, int32_t depth, bool came_true) {
-        const Place place(product, first_knot(depth));
-        const float error = (came_true ? 1.0f : 0.0f) - product * factor(place);
-        move(place.knot, 1.0f - place.share, product, error);
-        move(place.knot + 1, place.share, product, error);
+        const Place place(product);
+        const int32_t knot = first_knot(depth) + place.knot;
+        const float error = (came_true ? 1.0f : 0.0f) - product * factor(at_depth(depth), place);
+        move(knot, 1.0f - place.share, product, error);
+        move(knot + 1, place.share, product, error);
     }
 
    private:
@@ -55,19 +53,23 @@ class Calibration {
         int32_t knot;
         float share;  // of the next knot
 
-        Place(float product, int32_t first) {
+        explicit Place(float product) {
             constexpr uint32_t lowest = (127u - OCTAVES) << 23;
             uint32_t bits;
             std::memcpy(&bits, &product, sizeof bits);
             bits = std::max(bits, lowest) - lowest;
             knot = std::min<int32_t>(bits >> 21, NUM_KNOTS - 2);
             share = std::min(1.0f, static_cast<float>(bits - (static_cast<uint32_t>(knot) << 21)) * (1.0f / (1 << 21)));
-            knot += first;
         }
     };
 
-    float factor(const Place& place) const {
-        return (1.0f - place.share) * factors[place.knot] + place.share * factors[place.knot + 1];
+    static int32_t first_knot(int32_t depth) {
+        constexpr int32_t GROUPS[] = {0, 0, 1, 2, 3, 3, 4, 4, 4, 5};
+        return NUM_KNOTS * GROUPS[std::min(depth, 9)];
+    }
+
+    static float factor(const float* factors, const Place& place) {
+        return factors[place.knot] + place.share * (factors[place.knot + 1] - factors[place.knot]);
     }
 
     void move(int32_t knot, float share, float product, float error) {

@@ -186,6 +186,13 @@ class Growth {
         const CommittedRun* run;  // while it is judged
     };
 
+    // What the children of one node have in common.
+    struct Family {
+        int32_t parent;
+        float product;         // of the parent
+        const float* factors;  // of the children's depth
+    };
+
     // A node's children are looked for when no better node is left than a child with half of its probability: one that
     // is followed by something surer is a little late, but half of all nodes are never looked at in vain.
     static constexpr float PATIENCE = 0.5f;
@@ -221,8 +228,8 @@ class Growth {
     void locate_roots();
     void plant(int32_t row);
     void locate(GrownNode& node);
-    void offer(int32_t parent, uint32_t token, float chance, Step step);
-    Item calibrated(Item item) const;
+    Family family(int32_t parent) const;
+    void offer(const Family& family, uint32_t token, float chance, Step step);
     int32_t reveal(const Item& item, uint32_t token);
     void expand(int32_t index);
     void expand_sampled(int32_t index);
@@ -282,7 +289,11 @@ inline bool Growth::pop(Item& item) {
         least_ *= 0.2f;
         std::vector<Item> waiting;
         waiting.swap(spare_);
-        for (const Item& spare : waiting) push(calibrated(spare));
+        for (Item& spare : waiting) {
+            if (spare.step != Step::expand)
+                spare.key = Calibration::corrected(spare.product, family(spare.node).factors);
+            push(spare);
+        }
     }
     item = frontier_.pop();
     return true;
@@ -326,23 +337,18 @@ inline void Growth::locate(GrownNode& node) {
     node.is_located = true;
 }
 
-// A child that is kept with this chance where its parent is. What will hardly be wanted is not calibrated before it is.
-inline void Growth::offer(int32_t parent, uint32_t token, float chance, Step step) {
-    const Item item = Item{0.0f, nodes[parent].product * chance, token, parent, step};
-    if (item.product * Calibration::MOST_FACTOR >= least_)
-        push(calibrated(item));
-    else if (item.product >= hopeless_)
-        spare_.push_back(item);
+inline Growth::Family Growth::family(int32_t parent) const {
+    const GrownNode& node = nodes[parent];
+    return Family{parent, node.product, calibration_->at_depth(node.depth + 1)};
 }
 
-// The factors of two depths are learned apart, so that a sure child may be given a little more than its parent: bound
-// by the parent's chance, deep paths would come true more often than they say.
-inline Item Growth::calibrated(Item item) const {
-    if (item.step != Step::expand) {
-        const int32_t depth = nodes[item.node].depth + 1;
-        item.key = calibration_->corrected(item.product, Calibration::first_knot(depth));
-    }
-    return item;
+// A child that is kept with this chance where its parent is. What will hardly be wanted is not calibrated before it is.
+inline void Growth::offer(const Family& family, uint32_t token, float chance, Step step) {
+    const float product = family.product * chance;
+    if (product * Calibration::MOST_FACTOR >= least_)
+        push(Item{Calibration::corrected(product, family.factors), product, token, family.parent, step});
+    else if (product >= hopeless_)
+        spare_.push_back(Item{product, product, token, family.parent, step});
 }
 
 // Adds a child. Its contexts are fetched now where its own children are likely to be wanted.
@@ -377,8 +383,9 @@ inline void Growth::expand(int32_t index) {
         expand_sampled(index);
         return;
     }
+    const Family children = family(index);
     for (int32_t i = 0; i < blender_.size; ++i)
-        offer(index, blender_.tokens[i], blender_.probabilities[i], Step::reveal);
+        offer(children, blender_.tokens[i], blender_.probabilities[i], Step::reveal);
 }
 
 // "sampled": all children are drawn, one by one. "mixed": where it is worth a node, one child is drawn from outside the
@@ -404,10 +411,12 @@ inline void Growth::expand_sampled(int32_t index) {
     size_t drawn = candidates.size();
     if (OVERLAP * path * tail >= 2.0f * least_) {
         std::fill(support.taken.begin(), support.taken.begin() + num_sure, char(1));
-        drawn = sample(calibrated(Item{0.0f, node.product * OVERLAP * tail, 0, index, Step::sample}));
+        const Family children = family(index);
+        const float product = children.product * OVERLAP * tail;
+        drawn = sample(Item{Calibration::corrected(product, children.factors), product, 0, index, Step::sample});
     }
     for (size_t position = 0; position < candidates.size(); ++position)
-        if (position != drawn) offer(index, candidates[position].token, candidates[position].probability, Step::reveal);
+        if (position != drawn) offer(family(index), candidates[position].token, candidates[position].probability, Step::reveal);
 }
 
 // The next draw competes with its estimated chance of acceptance.
@@ -421,7 +430,7 @@ inline void Growth::push_sample(int32_t index) {
         squares += probability * probability;
     }
     if (!(mass > 0.0f)) return;
-    offer(index, 0, OVERLAP * mass + (1.0f - OVERLAP) * squares / mass, Step::sample);
+    offer(family(index), 0, OVERLAP * mass + (1.0f - OVERLAP) * squares / mass, Step::sample);
 }
 
 // Draws one child of a node without replacement: the first arrival of the race among candidates not yet taken. Returns

@@ -4,10 +4,10 @@
 
 FILE is a recording as for `replay.py`. The tree learns recordings until it holds `--contexts` contexts (beginning
 again with other ids where they are not enough), then the last ones are decoded as in a replay, in groups; every step
-drafts with each budget, in turn, and follows the largest. Arctic gets the same recordings as the smallest tree. Times
-are CPU time of calls from Python, in microseconds. What else runs on the machine can only make them longer, so the
-group with the lowest median counts, with its own 99th percentile; those over all groups stand in the JSON document,
-which is the last line of stdout.
+drafts with each budget, in turn, and follows the largest. Sixteen others are decoded side by side. Arctic gets the same
+recordings as the smallest tree. Times are CPU time of calls from Python, in microseconds. What else runs on the machine
+can only make them longer, so the group with the lowest median counts, with its own 99th percentile; those over all
+groups stand in the JSON document, which is the last line of stdout.
 """
 
 from __future__ import annotations
@@ -111,17 +111,28 @@ def bench_drafts(drafter: ReplayDrafter, recordings: list[Recording]) -> dict[st
 
 
 def bench_rows(lookup: BlendedLookup, recordings: list[Recording]) -> dict[str, float]:
-    """Sixteen rows in one call, eight nodes each, at evenly spaced places of sixteen recordings."""
-    rows = [recordings[row % len(recordings)] for row in range(ROWS)]
-    keys, scopes = np.arange(ROWS), [one.problem % 255 for one in rows]
-    groups = []
-    for part in np.array_split(np.linspace(0.02, 0.98, 1000), 5):
-        groups.append([])
-        for share in part:
-            histories = [one.tokens[: max(20, int(share * len(one.tokens)) - 7 * row)] for row, one in enumerate(rows)]
-            budget = ROWS * NODES_PER_ROW
-            groups[-1].append(timed(lookup.draft, histories, budget, seed=0, rows=keys, steps=keys, scopes=scopes)[0])
-    return summary(groups)
+    """Sixteen recordings decoded side by side: one call per step, eight nodes per row."""
+    streams = [np.concatenate([one.prompt, one.tokens]).astype(np.int32) for one in recordings[:ROWS]]
+    ends = [len(one.prompt) + 1 for one in recordings[:ROWS]]
+    keys, scopes = np.arange(ROWS), [one.problem % 255 for one in recordings[:ROWS]]
+    for stream, end, scope in zip(streams, ends, scopes, strict=True):
+        lookup.learn(stream[:0], stream[:end], scope=scope)
+    micros: list[float] = []
+    while all(end + ROWS * NODES_PER_ROW < len(stream) for stream, end in zip(streams, ends, strict=True)):
+        histories = [stream[:end] for stream, end in zip(streams, ends, strict=True)]
+        budget = ROWS * NODES_PER_ROW
+        took, batch = timed(lookup.draft, histories, budget, seed=0, rows=keys, steps=keys, scopes=scopes)
+        micros.append(took)
+        runs = []
+        for row, (stream, end) in enumerate(zip(streams, ends, strict=True)):
+            draft = batch[row]
+            guess = draft.token_ids[1:], draft.parents[1:] - 1, draft.path_probabilities[1:]
+            runs.append(stream[end : end + len(walk(guess, stream[end:])) + 1])
+        lookup.judge(histories, runs, scopes=scopes)
+        for row, (history, run) in enumerate(zip(histories, runs, strict=True)):
+            lookup.learn(history, run, scope=scopes[row])
+            ends[row] += len(run)
+    return summary([list(part) for part in np.array_split(micros, 5)])
 
 
 def bench_laws(lookup: BlendedLookup, recordings: list[Recording]) -> dict[str, float]:
@@ -141,7 +152,9 @@ def bench_laws(lookup: BlendedLookup, recordings: list[Recording]) -> dict[str, 
     return summary(groups)
 
 
-def bench_lookup(known: list[Recording], fresh: list[Recording], num_contexts: int, max_bytes: int) -> dict:
+def bench_lookup(
+    known: list[Recording], fresh: list[Recording], crowd: list[Recording], num_contexts: int, max_bytes: int
+) -> dict:
     drafter = BlendedReplay(max_bytes=max_bytes)
     lookup = drafter.lookup
     figures = fill(drafter, endless(known), lambda _: len(lookup) >= num_contexts or lookup.num_evicted > 0)
@@ -152,7 +165,7 @@ def bench_lookup(known: list[Recording], fresh: list[Recording], num_contexts: i
         "megabytes": lookup.nbytes / 2**20,
     }
     figures |= bench_drafts(drafter, fresh)
-    figures["draft_16_rows"] = bench_rows(lookup, fresh)
+    figures["draft_16_rows"] = bench_rows(lookup, crowd)
     figures["laws_per_node_and_order"] = bench_laws(lookup, fresh)
     return figures
 
@@ -199,13 +212,14 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(options.tokenizer))
     selection = Selection(samples=options.samples, max_tokens=options.max_tokens)
     recordings = [one for file in options.files for one in read_recordings(file, tokenizer, selection)]
-    last = len(recordings) - options.groups * GROUP_SIZE
-    if last < 1:
-        parser.error(f"the files must hold more than {options.groups * GROUP_SIZE} recordings, got {len(recordings)}")
-    known, fresh = recordings[:last], recordings[last:]
+    num_fresh = options.groups * GROUP_SIZE
+    if len(recordings) <= num_fresh + ROWS:
+        parser.error(f"the files must hold more than {num_fresh + ROWS} recordings, got {len(recordings)}")
+    known, rest = recordings[: -num_fresh - ROWS], recordings[-num_fresh - ROWS :]
+    crowd, fresh = rest[:ROWS], rest[ROWS:]
     figures = {}
     for size in options.contexts:
-        figures[f"lookup, {size:,}"] = bench_lookup(known, fresh, size, options.max_bytes)
+        figures[f"lookup, {size:,}"] = bench_lookup(known, fresh, crowd, size, options.max_bytes)
     figures["lookup, 16 MB"] = bench_eviction(known)
     if options.arctic:
         figures["arctic"] = bench_arctic(known, fresh, next(iter(figures.values()))["tokens"])

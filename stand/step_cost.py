@@ -57,10 +57,6 @@ class StepCost:
         """The largest step that was timed: a budget never goes beyond."""
         return self.tokens[-1]
 
-    def at(self, num_tokens: float) -> float:
-        """Seconds of a step with that many tokens, on straight lines between the timed sizes."""
-        return float(np.interp(num_tokens, self.tokens, self.seconds))
-
     def rises(self, num_rows: int, budget: int) -> np.ndarray:
         """[budget] float32: by what share of itself a step of `num_rows` tokens and k nodes rises with node k + 1.
 

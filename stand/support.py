@@ -76,35 +76,42 @@ def _refuse_by_configuration(model: PreTrainedModel) -> None:
         )
 
 
-@torch.inference_mode()
-def tree_difference(model: PreTrainedModel) -> float:
-    """Largest |tree logit - plain logit| over a 7-node tree behind 6 tokens, divided by the logits' spread."""
+def check_specimen(model: PreTrainedModel) -> tuple[np.ndarray, DraftBatch]:
+    """A prompt of CHECK_TOKENS tokens, int32, and a tree of 7 nodes to stand behind it."""
     generator = np.random.default_rng(0)
     vocabulary_size = text_config(model).vocab_size
     prompt = generator.integers(0, vocabulary_size, CHECK_TOKENS).astype(np.int32)
     tokens = generator.integers(0, vocabulary_size, len(CHECK_PARENTS)).astype(np.int32)
+    empty = np.zeros((len(tokens), 1), dtype=np.int32)
+    tree = DraftTree(tokens, np.array(CHECK_PARENTS, dtype=np.int32), empty, empty.astype(np.float32))
+    return prompt, DraftBatch.concatenate([tree])
+
+
+def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest |logit - expected logit| of [N, V] logits, divided by the spread of the expected ones."""
+    spread = float((expected.amax(dim=-1) - expected.amin(dim=-1)).mean())
+    return float((logits - expected).abs().max()) / max(spread, 1e-12)
+
+
+@torch.inference_mode()
+def tree_difference(model: PreTrainedModel) -> float:
+    """`relative_difference` of one packed forward over the specimen's tree to plain forwards over its paths."""
+    prompt, batch = check_specimen(model)
     try:
-        treed = _tree_logits(model, prompt, tokens)
-        plain = _plain_logits(model, prompt, tokens)
+        return relative_difference(_tree_logits(model, prompt, batch), _plain_logits(model, prompt, batch.token_ids))
     except (RuntimeError, AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} must run one packed forward with tree attention, got "
             f"{type(error).__name__}: {error}; this model class cannot be served"
         ) from error
-    spread = float((plain.amax(dim=-1) - plain.amin(dim=-1)).mean())
-    return float((treed - plain).abs().max()) / max(spread, 1e-12)
 
 
-def _tree_logits(model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarray) -> torch.Tensor:
+def _tree_logits(model: PreTrainedModel, prompt: np.ndarray, batch: DraftBatch) -> torch.Tensor:
     """[N, V] float32 by one prefill and one packed forward."""
-    parents = np.array(CHECK_PARENTS, dtype=np.int32)
-    empty = np.zeros((len(tokens), 1), dtype=np.int32)
-    draft = DraftTree(token_ids=tokens, parents=parents, support_ids=empty, law=empty.astype(np.float32))
-    cache = TreeCache(num_rows=1, room=CHECK_TOKENS + len(tokens))
+    cache = TreeCache(num_rows=1, room=CHECK_TOKENS + batch.num_nodes)
     with tree_attention(model):
         run_plan(model, cache, StepPlan.for_prompt(prompt, 0, row=0, device=model.device), logits_to_keep=1)
-        lengths = np.array([CHECK_TOKENS])
-        plan = StepPlan.for_drafts(DraftBatch.concatenate([draft]), lengths, device=model.device)
+        plan = StepPlan.for_drafts(batch, np.array([CHECK_TOKENS]), device=model.device)
         return run_plan(model, cache, plan).float()
 
 

@@ -136,9 +136,7 @@ def test_the_same_seed_gives_the_same_rows_whatever_was_drafted_before():
     assert alone.token_ids == fresh.token_ids[:2]
 
 
-@pytest.mark.parametrize(
-    "settings", [{"gamma": 0}, {"num_candidates": 0}, {"temperature": 0.0}, {"temperature": -1.0}]
-)
+@pytest.mark.parametrize("settings", [{"gamma": 0}, {"num_candidates": 0}, {"temperature": 0.0}, {"temperature": -1.0}])
 def test_settings_out_of_range_are_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         ModelDrafter(tiny_model(SMALL), **settings)

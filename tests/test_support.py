@@ -1,5 +1,7 @@
 """Models that cannot hold a tree are refused at wrap with the reason; the self-check sees what the list does not."""
 
+import copy
+
 import pytest
 import torch
 from tiny_models import CONFIGS, SHAPE, tiny_model
@@ -62,7 +64,8 @@ def test_the_self_check_sees_positions_taken_from_slots():
 
 
 def test_bfloat16_passes_the_self_check():
-    model = AutoModelForCausalLM.from_config(CONFIGS["qwen2"], dtype=torch.bfloat16).eval()
+    config = copy.deepcopy(CONFIGS["qwen2"])  # from_config notes the dtype in it
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     assert tree_difference(model) < TOLERANCES[torch.bfloat16]
 
 

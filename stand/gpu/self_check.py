@@ -17,8 +17,8 @@ from stand.gpu.step_size import StepSize
 from stand.gpu.work_list import SPLIT_LENGTH, WorkList
 from stand.plan import StepPlan
 from stand.sampling import SamplingParams, TargetLaw
-from stand.support import CHECK_PARENTS, CHECK_TOKENS, TOLERANCES, run_plan, text_config
-from stand.trees import DraftBatch, DraftTree
+from stand.support import CHECK_TOKENS, TOLERANCES, check_specimen, relative_difference, run_plan
+from stand.trees import DraftBatch
 from stand.verifiers import VerifierNoise
 
 ROOM = 64
@@ -38,17 +38,12 @@ def kernel_failure(model: PreTrainedModel) -> str | None:
 
 @torch.inference_mode()
 def kernel_difference(model: PreTrainedModel) -> float:
-    """Largest |kernel logit - eager logit| over a small tree behind a few tokens, divided by the logits' spread.
+    """`relative_difference` of the kernels' logits over the specimen's tree to the eager ones.
 
     Raises ValueError where layers differ in shape, and what the model raises.
     """
-    generator = np.random.default_rng(0)
-    vocabulary_size = text_config(model).vocab_size
-    prompt = generator.integers(0, vocabulary_size, CHECK_TOKENS).astype(np.int32)
-    tokens = generator.integers(0, vocabulary_size, len(CHECK_PARENTS)).astype(np.int32)
-    empty = np.zeros((len(tokens), 1), dtype=np.int32)
-    tree = DraftTree(tokens, np.array(CHECK_PARENTS, dtype=np.int32), empty, empty.astype(np.float32))
-    batch, lengths = DraftBatch.concatenate([tree]), np.array([CHECK_TOKENS], dtype=np.int64)
+    prompt, batch = check_specimen(model)
+    lengths = np.array([CHECK_TOKENS], dtype=np.int64)
     cache = TreeCache(num_rows=1, room=ROOM)
     with tree_attention(model):
         run_plan(model, cache, StepPlan.for_prompt(prompt, 0, row=0, device=model.device), logits_to_keep=1)
@@ -59,8 +54,7 @@ def kernel_difference(model: PreTrainedModel) -> float:
         eager = run_plan(model, cache, StepPlan.for_drafts(batch, lengths, device=model.device)).float()
     with tree_attention(model, KERNEL_ATTENTION_NAME):
         kernels = _kernel_logits(model, filled, batch, lengths).float()[: batch.num_nodes]
-    spread = float((eager.amax(dim=-1) - eager.amin(dim=-1)).mean())
-    return float((kernels - eager).abs().max()) / max(spread, 1e-12)
+    return relative_difference(kernels, eager)
 
 
 def _kernel_logits(model: PreTrainedModel, cache: DeviceCache, batch: DraftBatch, lengths: np.ndarray) -> torch.Tensor:

@@ -6,22 +6,24 @@ import math
 from dataclasses import dataclass, field
 
 ONE = 4096
-MAX_ENTRIES = {1: 32, 2: 16}
+SKIP = 13  # "order" of the context that is the token before the newest; 0: the empty context
+MAX_ENTRIES = {0: 64, 1: 32, 2: 16, SKIP: 16}
 UNSEEN = 1e-5
 SOFT = 0.05
+SLOW = 0.1
 RECENT_STAMPS = 8
 
-ENTRY = -2.52
-ENTRY_ORDER = (0.0, -0.13, -0.27, -0.47, -0.44, -0.43, -0.31, -0.19)
-ENTRY_WEIGHT = (0.0, 0.58, 0.6, 0.87, 1.14, 1.14, 1.45, 1.71, 1.83, 2.82, 3.32, 3.81, 4.24, 4.69, 5.16, 5.56)
-ENTRY_AGE = (0.0, -0.04, -0.8)
-ENTRY_RANK = (0.0, 0.83, 0.27)
-ESCAPE = 0.65
-ESCAPE_ORDER = (0.0, 0.8, 1.03, 1.02, 1.15, 1.25, 1.34, 0.85)
-ESCAPE_SIZE = (0.0, 0.66, 0.51, 0.39, 0.23, 0.27)
-ESCAPE_VISITS = (0.0, -0.26, -0.25, 0.02, 0.17, 0.3, 0.41, 0.32)
-ESCAPE_SHARE = (0.0, -0.62, -1.0, -1.13)
-ESCAPE_AGE = (0.0, -0.05, 0.3)
+ENTRY = -2.32
+ENTRY_ORDER = (-0.1, 0.0, 0.04, -0.03, -0.21, -0.21, -0.22, -0.13, -0.07, -0.24)
+ENTRY_WEIGHT = (0.0, 0.44, 0.47, 0.6, 0.85, 0.95, 1.12, 1.37, 1.5, 2.51, 3.04, 3.49, 3.88, 4.31, 4.74, 5.22)
+ENTRY_AGE = (0.0, -0.12, -0.89)
+ENTRY_RANK = (0.0, 0.74, 0.27)
+ESCAPE = 0.76
+ESCAPE_ORDER = (1.58, 0.0, 0.81, 1.06, 1.06, 1.21, 1.32, 1.43, 0.98, 0.23)
+ESCAPE_SIZE = (0.0, 0.73, 0.67, 0.59, 0.56, 0.88)
+ESCAPE_VISITS = (0.0, -0.42, -0.52, -0.3, -0.18, -0.06, 0.05, 0.02)
+ESCAPE_SHARE = (0.0, -0.6, -0.92, -1.05)
+ESCAPE_AGE = (0.0, -0.1, 0.2)
 
 
 @dataclass
@@ -62,6 +64,8 @@ class SlowBlend:
     def __init__(self, *, depth=12, fade=0.95, rate=0.05):
         self.depth, self.fade, self.rate = depth, fade, rate
         self.roots: dict[int, Context] = {}
+        self.skips: dict[int, Context] = {}
+        self.empty: Context | None = None
         self.entry_odds: dict[tuple, float] = {}
         self.escape_odds: dict[tuple, float] = {}
         self.now = 0
@@ -77,16 +81,25 @@ class SlowBlend:
                 context = entry.child if entry else None
             if context is not None or entry is not None:
                 found[order] = context if context is not None else entry
+        if len(tokens) > 1 and tokens[-2] in self.skips:
+            found[SKIP] = self.skips[tokens[-2]]
+        if self.empty is not None:
+            found[0] = self.empty
         return found
+
+    def chain(self, num_tokens: int) -> list[int]:
+        """Orders from the longest down: where one fails the next is asked."""
+        return [*range(min(self.depth, num_tokens), 0, -1), *([SKIP] if num_tokens > 1 else []), 0]
+
+    def evidence(self, found: dict[int, Context | Entry], scope: int) -> list[Evidence]:
+        """What is known, from the end of the chain up."""
+        orders = [order for order in self.chain(self.depth + 1) if order in found]
+        contexts = [found[order] for order in reversed(orders)]
+        return [self.read(one, scope) for one in contexts if isinstance(one, Context) and one.entries]
 
     def predict(self, tokens: list[int], *, scope: int = 0) -> dict[int, float]:
         law: dict[int, float] = {}
-        found = self.contexts(tokens)
-        for order in sorted(found):
-            context = found[order]
-            if isinstance(context, Entry) or not context.entries:
-                continue
-            evidence = self.read(context, scope)
+        for evidence in self.evidence(self.contexts(tokens), scope):
             law = {token: value * evidence.escape / evidence.total for token, value in law.items()}
             for token, odds in zip(evidence.tokens, evidence.odds, strict=True):
                 law[token] = law.get(token, 0.0) + odds / evidence.total
@@ -99,7 +112,7 @@ class SlowBlend:
             if self.rate > 0:
                 self.train(found, token, scope, 1.0)
             is_soft = False
-            for order in range(min(self.depth, len(path)), 0, -1):
+            for order in self.chain(len(path)):
                 context = self.make(found.get(order), order, path)
                 if context is None:
                     continue
@@ -117,7 +130,7 @@ class SlowBlend:
             if self.rate > 0 and mass >= 0.1:
                 self.train(found, token, scope, mass)
         is_soft = False
-        for order in range(min(self.depth, len(path)), 0, -1):
+        for order in self.chain(len(path)):
             context = self.make(found.get(order), order, path)
             if context is None:
                 continue
@@ -134,6 +147,11 @@ class SlowBlend:
         self.now += 1
 
     def make(self, context: Context | Entry | None, order: int, path: list[int]) -> Context | None:
+        if order == 0:
+            self.empty = self.empty or Context(0)
+            return self.empty
+        if order == SKIP:
+            return self.skips.setdefault(path[-2], Context(SKIP))
         if order == 1:
             return self.roots.setdefault(path[-1], Context(1))
         if isinstance(context, Entry):
@@ -152,7 +170,8 @@ class SlowBlend:
             context.entries.append(Entry(token))
 
     def fade_weights(self, context: Context, is_soft: bool) -> None:
-        factor = 1 - SOFT * (1 - self.fade) if is_soft else self.fade
+        speed = (SLOW if context.order == 0 else 1) * (SOFT if is_soft else 1)
+        factor = 1 - speed * (1 - self.fade)
         for entry in context.entries:
             entry.weight = entry.weight * int(65536 * factor) >> 16
         context.visits = min(255, context.visits + 1)
@@ -190,11 +209,10 @@ class SlowBlend:
 
     def train(self, found: dict[int, Context | Entry], token: int, scope: int, mass: float) -> None:
         probability, levels = UNSEEN, []
-        for order in sorted(found):
-            context = found[order]
-            if isinstance(context, Entry) or not context.entries:
-                continue
-            evidence = self.read(context, scope)
+        known = self.evidence({order: one for order, one in found.items() if order != 0}, scope)
+        if not any(token in evidence.tokens for evidence in known):  # else the empty context is spared
+            known = self.evidence(found, scope)
+        for evidence in known:
             own = dict(zip(evidence.tokens, evidence.odds, strict=True)).get(token, 0.0)
             joint = own + evidence.escape * probability
             levels.append((evidence, own / joint))
@@ -262,14 +280,18 @@ def weight_bucket(weight: int) -> int:
     return 2 * (octave - 8) + (weight >> (octave - 1) & 1)
 
 
+def order_index(order: int) -> int:
+    return 9 if order == SKIP else min(order, 8)
+
+
 def entry_prior(order: int, weight: int, age: int, rank: int) -> float:
-    return math.exp(ENTRY + ENTRY_ORDER[min(order, 8) - 1] + ENTRY_WEIGHT[weight] + ENTRY_AGE[age] + ENTRY_RANK[rank])
+    return math.exp(ENTRY + ENTRY_ORDER[order_index(order)] + ENTRY_WEIGHT[weight] + ENTRY_AGE[age] + ENTRY_RANK[rank])
 
 
 def escape_prior(order: int, sizes: int, visits: int, share: int, age: int) -> float:
     return math.exp(
         ESCAPE
-        + ESCAPE_ORDER[min(order, 8) - 1]
+        + ESCAPE_ORDER[order_index(order)]
         + ESCAPE_SIZE[sizes]
         + ESCAPE_VISITS[visits]
         + ESCAPE_SHARE[share]

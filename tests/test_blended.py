@@ -10,7 +10,7 @@ from stand.trees import BlendedLookup, DraftBatch, LookupFileError
 from stand.trees.store_file import read_store_file, write_store_file
 
 MB = 1 << 20
-NUM_ODDS = 13 * (144 + 576) + 3 * 6 * 33
+NUM_ODDS = 14 * (144 + 576) + 3 * 6 * 33
 
 
 def stream(num_tokens, *, vocabulary=40, seed=0, stay=0.8):
@@ -112,7 +112,9 @@ def test_learn_batch_teaches_the_context_of_every_node():
             assert np.array_equal(one, two)
     some = BlendedLookup()
     some.learn_batch(batch, histories, ids, probs, np.array([1]))
-    assert len(some.predict([1, 2, 5])[0]) == 0 and some.predict([1, 2, 5, 6])[0].tolist() == [7]
+    assert some.predict([1, 2, 5, 6])[0].tolist() == [7]
+    alone = some.predict([1, 2, 5])  # 7 is known to the empty context alone
+    assert alone[0].tolist() == [7] and alone[1][0] < some.predict([1, 2, 5, 6])[1][0]
 
 
 def best_paths(lookup, history, budget, *, scope=0):
@@ -141,7 +143,7 @@ def test_growth_is_close_to_the_best_tree(budget):
         assert batch.num_nodes <= budget + 1
         reached += float(batch.path_probabilities[1:].sum())
         possible += sum(best_paths(lookup, tokens[:end], budget))
-    assert 0.97 * possible <= reached <= 1.0001 * possible
+    assert 0.96 * possible <= reached <= 1.0001 * possible
 
 
 def test_path_probabilities_are_calibrated():
@@ -376,7 +378,17 @@ def test_replaced_entries_free_what_hung_on_them():
     for first in range(400):
         lookup.learn([], np.concatenate([[7, 1000 + first], rng.integers(0, 900, 30)]))
     lookup.check()
-    assert len(lookup.predict([7], limit=100)[0]) == 32
+    assert len(lookup.predict([7], limit=200)[0]) <= 32 + 64  # of order 1 and of the empty context
+
+
+def test_tokens_that_never_followed_the_newest_one_are_known():
+    lookup = BlendedLookup()
+    lookup.learn([], [1, 2, 3, 1, 4, 5])
+    after = dict(zip(*(array.tolist() for array in lookup.predict([1, 9])), strict=True))  # 9 was never seen
+    assert set(after) == {1, 2, 3, 4, 5}
+    assert min(after[3], after[5]) > 2 * max(after[1], after[2], after[4])  # they came two places after 1
+    batch = draft(lookup, [np.array([1, 9], np.int32)], 5)
+    assert {3, 5} <= set(batch.token_ids[1:].tolist())
 
 
 def test_large_token_ids_never_pass_the_cap():
@@ -446,14 +458,14 @@ def test_a_damaged_file_is_refused(saved):
 
 
 def small_file(**changes):
-    """Two contexts: [4] -> 5, and [4, 5] -> 6."""
+    """Three contexts: the empty one -> 7, [4] -> 5, and [4, 5] -> 6."""
     arrays = {
-        "roots": [4],
-        "sizes": [1, 1],
-        "visits": [1, 1],
-        "tokens": [5, 6],
-        "weights": [4096, 4096],
-        "has_child": [1, 0],
+        "roots": [8],
+        "sizes": [1, 1, 1],
+        "visits": [1, 1, 1],
+        "tokens": [7, 5, 6],
+        "weights": [4096, 4096, 4096],
+        "has_child": [0, 1, 0],
         "odds": np.ones(NUM_ODDS),
     } | changes
     dtypes = {"roots": np.uint32, "tokens": np.uint32, "weights": np.uint16, "odds": np.float32}
@@ -463,16 +475,18 @@ def small_file(**changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"roots": [4, 4], "sizes": [1, 1, 0], "visits": [1, 1, 1]},
-        {"roots": [2**31]},
-        {"sizes": [2, 1]},
-        {"sizes": [40, 1]},
-        {"sizes": [2, 0], "tokens": [5, 5]},
-        {"visits": [0, 1]},
-        {"has_child": [0, 0]},
-        {"has_child": [1, 1]},
-        {"has_child": [2, 0]},
-        {"tokens": [2**31, 6]},
+        {"roots": [8, 8], "sizes": [1, 1, 1, 0], "visits": [1, 1, 1, 1]},
+        {"roots": []},
+        {"roots": [9]},  # nothing may hang on the context of the token before the newest
+        {"has_child": [1, 1, 0]},  # nor on the empty one
+        {"sizes": [1, 2, 1]},
+        {"sizes": [65, 1, 1]},
+        {"sizes": [1, 2, 0], "tokens": [7, 5, 5]},
+        {"visits": [1, 0, 1]},
+        {"has_child": [0, 0, 0]},
+        {"has_child": [0, 1, 1]},
+        {"has_child": [0, 2, 0]},
+        {"tokens": [7, 2**31, 6]},
         {"odds": np.zeros(NUM_ODDS)},
         {"odds": np.full(NUM_ODDS, np.nan)},
         {"odds": np.where(np.arange(NUM_ODDS) < NUM_ODDS - 1, 1.0, 3.1)},
@@ -486,7 +500,7 @@ def test_broken_contents_are_refused(tmp_path, changes):
     write_store_file(path, parameters, small_file())
     lookup = BlendedLookup.load(path)
     lookup.check()
-    assert lookup.predict([4, 5], limit=1)[0].tolist() == [6] and len(lookup) == 2
+    assert lookup.predict([4, 5], limit=1)[0].tolist() == [6] and len(lookup) == 3
     write_store_file(path, parameters, small_file(**changes))
     with pytest.raises(LookupFileError):
         BlendedLookup.load(path)

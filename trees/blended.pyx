@@ -44,6 +44,7 @@ cdef extern from "contexts.h" namespace "stand" nogil:
         ContextStore(const StoreSettings& settings) except +
         mutex mutex
         Clock clock
+        int32_t reach()
         int64_t num_contexts()
         int64_t num_evicted()
         int64_t nbytes()
@@ -248,7 +249,7 @@ cdef class BlendedLookup:
         cdef uint8_t scope_number = _scope(scope)
         cdef const int32_t[::1] tokens = _vector(token_ids, "token_ids")
         cdef uint32_t window[MAX_WINDOW]
-        cdef int32_t available = _fill_window(context, self.depth, window)
+        cdef int32_t available = _fill_window(context, self._store.reach(), window)
         _check_tokens(tokens)
         if tokens.shape[0] == 0:
             return
@@ -284,7 +285,7 @@ cdef class BlendedLookup:
                 for i in range(tokens.shape[0]):
                     cursor = self._store.locate(window, available)
                     self._store.learn_row(cursor, &ids[i, 0], &probs[i, 0], ids.shape[1])
-                    available = min(available + 1, self.depth)
+                    available = min(available + 1, self._store.reach())
                     for age in range(available - 1, 0, -1):
                         window[age] = window[age - 1]
                     window[0] = tokens[i]
@@ -304,13 +305,13 @@ cdef class BlendedLookup:
             raise ValueError(f"histories must have one entry per row ({len(batch)}), got {len(histories)}")
         row_ids, row_probs = _checked_rows(row_ids, row_probs, batch.num_nodes)
         _check_batch(batch)
-        cdef vector[int32_t] windows = vector[int32_t](len(histories) * self.depth)
+        cdef vector[int32_t] windows = vector[int32_t](len(histories) * self._store.reach())
         cdef vector[int32_t] sizes = vector[int32_t](len(histories))
         cdef vector[GrowthRequest] requests
-        _fill_windows(histories, self.depth, windows, sizes)
+        _fill_windows(histories, self._store.reach(), windows, sizes)
         requests.resize(len(histories))
         for row in range(len(histories)):
-            requests[row].window, requests[row].window_size = &windows[row * self.depth], sizes[row]
+            requests[row].window, requests[row].window_size = &windows[row * self._store.reach()], sizes[row]
             requests[row].scope = 0
         if scopes is not None:
             _set_scopes(scopes, requests)
@@ -335,7 +336,7 @@ cdef class BlendedLookup:
                     while node >= offsets[row + 1]:
                         row += 1
                     available = path_window(rows[row], &token_ids[offsets[row]], &parents[offsets[row]],
-                                            <int32_t> (node - offsets[row]), self.depth, window)
+                                            <int32_t> (node - offsets[row]), self._store.reach(), window)
                     self._store.clock.scope = rows[row].scope
                     cursor = self._store.locate(window, available)
                     self._store.learn_row(cursor, &ids[node, 0], &probs[node, 0], ids.shape[1])
@@ -348,7 +349,7 @@ cdef class BlendedLookup:
         Tokens come in descending probability (ties: lowest id). What is missing to 1 is unseen or cut.
         """
         cdef uint32_t window[MAX_WINDOW]
-        cdef int32_t available = _fill_window(context, self.depth, window)
+        cdef int32_t available = _fill_window(context, self._store.reach(), window)
         cdef uint8_t scope_number = _scope(scope)
         cdef int32_t wanted = limit
         cdef vector[Candidate] law
@@ -393,15 +394,15 @@ cdef class BlendedLookup:
                 raise ValueError(f"rises must hold one entry per node of the budget ({budget}), got {prices.shape[0]}")
             settings.rises = &prices[0]
         cdef const uint64_t[::1] keys
-        cdef vector[int32_t] windows = vector[int32_t](num_rows * self.depth)
+        cdef vector[int32_t] windows = vector[int32_t](num_rows * self._store.reach())
         cdef vector[int32_t] sizes = vector[int32_t](num_rows)
-        _fill_windows(histories, self.depth, windows, sizes)
+        _fill_windows(histories, self._store.reach(), windows, sizes)
         cdef vector[GrowthRequest] requests
         requests.resize(num_rows)
         for row in range(num_rows):
             if sizes[row] == 0:
                 raise ValueError("every history must end with the pending token, got an empty one")
-            requests[row].window, requests[row].window_size = &windows[row * self.depth], sizes[row]
+            requests[row].window, requests[row].window_size = &windows[row * self._store.reach()], sizes[row]
             requests[row].max_depth, requests[row].scope, requests[row].key = _NO_BOUND, 0, 0
         if kind != "deterministic":
             keys = _step_keys(seed, rows, steps, num_rows)
@@ -436,11 +437,11 @@ cdef class BlendedLookup:
         cdef Py_ssize_t num_rows = len(histories), row, first = 0
         if len(runs) != num_rows:
             raise ValueError(f"runs must have one entry per history ({num_rows}), got {len(runs)}")
-        cdef vector[int32_t] windows = vector[int32_t](num_rows * self.depth)
+        cdef vector[int32_t] windows = vector[int32_t](num_rows * self._store.reach())
         cdef vector[int32_t] sizes = vector[int32_t](num_rows)
         cdef vector[CommittedRun] committed
         cdef vector[GrowthRequest] requests
-        _fill_windows(histories, self.depth, windows, sizes)
+        _fill_windows(histories, self._store.reach(), windows, sizes)
         requests.resize(num_rows)
         for row in range(num_rows):
             requests[row].scope = 0
@@ -450,7 +451,7 @@ cdef class BlendedLookup:
         cdef const int32_t[::1] tokens = np.concatenate(tails) if num_rows > 1 else tails[0] if num_rows else None
         committed.resize(num_rows)
         for row in range(num_rows):
-            committed[row].window, committed[row].window_size = &windows[row * self.depth], sizes[row]
+            committed[row].window, committed[row].window_size = &windows[row * self._store.reach()], sizes[row]
             committed[row].scope, committed[row].num_tokens = requests[row].scope, len(tails[row])
             committed[row].tokens = &tokens[first] if committed[row].num_tokens else NULL
             first += committed[row].num_tokens

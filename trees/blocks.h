@@ -1,4 +1,4 @@
-// Memory of the context store: blocks of six sizes in slabs of 64 KB, addressed by 32-bit references.
+// Memory of the context store: blocks of seven sizes in slabs of 64 KB, addressed by 32-bit references.
 //
 // One block is one context: the tokens that followed it, latest first. Behind the header stand arrays of `capacity`
 // entries: tokens uint32, children uint32 (reference of the context that is one token longer, 0 where none was
@@ -20,19 +20,19 @@ namespace stand {
 struct Block {
     uint32_t parent;      // reference of the context without its newest token (order 1: that token), or ORPHAN or LOST
     uint8_t size;         // entries in use
-    uint8_t order_class;  // context length << 4 | size class; length 0: a free block, `parent` is the next free one
+    uint8_t order_class;  // context length << 4 | size class; length 0: free, `parent` is the next, or empty context
     uint8_t visits;       // times learned, at most 255
     uint8_t credit;       // rounds of the clock that the block survives when memory is short
 };
 
 constexpr uint32_t ORPHAN = 0xFFFFFFFFu;  // nothing leads here any more, it waits to be freed
 constexpr uint32_t LOST = 0xFFFFFFFEu;    // the same, but the waiting list was full
-constexpr int32_t NUM_CLASSES = 6;
+constexpr int32_t NUM_CLASSES = 7;
 constexpr int32_t MAX_ENTRIES = 1 << (NUM_CLASSES - 1);
 constexpr uint32_t UNIT_BYTES = 8;
 constexpr uint32_t SLAB_BYTES = 1u << 16;
 constexpr uint32_t SLAB_UNITS = SLAB_BYTES / UNIT_BYTES;
-constexpr uint32_t CLASS_UNITS[NUM_CLASSES] = {3, 5, 8, 14, 27, 53};  // 8 + 13 * capacity bytes, rounded up
+constexpr uint32_t CLASS_UNITS[NUM_CLASSES] = {3, 5, 8, 14, 27, 53, 105};  // 8 + 13 * capacity bytes, rounded up
 
 inline int32_t order_of(const Block* block) { return block->order_class >> 4; }
 inline int32_t class_of(const Block* block) { return block->order_class & 15; }

@@ -2,6 +2,10 @@
 //
 // The entry for token x in the block of context c leads to the block of context c x, so all contexts that end one
 // token later are found without hashing. Order-1 blocks hang on a paged table indexed by token.
+//
+// Half of the tokens that a large draft misses never followed the newest token before. Two kinds of contexts that do
+// not know the newest token stand in for order 1 there, with none longer below them: the token before it (SKIP, in the
+// same table), and the empty context (order 0), which knows what lately came where nothing else expected it.
 
 #pragma once
 
@@ -18,14 +22,16 @@ constexpr uint32_t NO_NEWEST = 0xFFFFFFFFu;
 // The contexts that end at one position, by order, and the token there. Where a block is missing but the context
 // without its newest token has an entry for it, `parents` has that context's block: the block can be made there.
 struct Cursor {
-    uint32_t blocks[MAX_DEPTH + 2] = {};
-    uint32_t parents[MAX_DEPTH + 2] = {};
-    uint32_t token = NO_NEWEST;
+    uint32_t blocks[NUM_ORDERS] = {};
+    uint32_t parents[NUM_ORDERS] = {};
+    uint32_t token = NO_NEWEST, token_before = NO_NEWEST;
 };
 
 // The same where nothing will be learned: blocks only, up to the longest context that exists.
 struct Contexts {
     int32_t longest = 0;
+    uint32_t token = NO_NEWEST;
+    uint32_t skip = 0;  // block of order SKIP
     uint32_t blocks[MAX_DEPTH + 1];  // of orders 1 .. longest, 0 where there is none
 };
 
@@ -52,13 +58,16 @@ class ContextStore {
     explicit ContextStore(const StoreSettings& settings)
         : settings(settings),
           arena(slabs_within(settings.max_bytes)),
-          fade_(static_cast<uint32_t>(65536.0f * settings.fade)),
-          soft_fade_(static_cast<uint32_t>(65536.0f * (1.0f - SOFT * (1.0f - settings.fade)))) {}
+          fades_{{fade_factor(1.0f), fade_factor(SOFT)}, {fade_factor(SLOW), fade_factor(SLOW * SOFT)}} {}
 
     // Successors kept: short contexts have many, long ones few.
-    static int32_t max_entries(int32_t order) { return order == 1 ? 32 : order == 2 ? 16 : 8; }
+    static int32_t max_entries(int32_t order) {
+        return order == 0 ? 64 : order == 1 ? 32 : order == 2 || order == SKIP ? 16 : 8;
+    }
 
     int32_t depth() const { return settings.depth; }
+    // Tokens that contexts look back: the one before the newest counts even where longer ones do not.
+    int32_t reach() const { return std::max(2, settings.depth); }
     int64_t num_contexts() const { return arena.num_blocks(); }
     int64_t num_evicted() const { return num_evicted_; }
 
@@ -68,15 +77,20 @@ class ContextStore {
                num_pages_ * PAGE_BYTES;
     }
 
-    uint32_t root(uint32_t token) const {
+    // The context of order 1 or SKIP that is this token.
+    uint32_t root(uint32_t token, int32_t order = 1) const {
         const size_t page = token >> PAGE_SHIFT;
-        return page < pages_.size() && pages_[page] ? pages_[page][token & (PAGE_SIZE - 1)] : 0;
+        return page < pages_.size() && pages_[page] ? pages_[page][place_in_page(token, order)] : 0;
     }
+    uint32_t empty_context() const { return empty_; }
     uint32_t num_root_slots() const { return static_cast<uint32_t>(pages_.size()) << PAGE_SHIFT; }
 
     // The contexts that end one token later.
     void advance(const Cursor& from, uint32_t token, Cursor& to) const {
         to.token = token;
+        to.token_before = from.token;
+        to.blocks[0] = empty_;
+        to.blocks[SKIP] = root(from.token, SKIP);
         to.blocks[1] = root(token);
         to.parents[1] = 0;
         for (int32_t order = 1; order < depth(); ++order) {
@@ -92,8 +106,11 @@ class ContextStore {
 
     // The same where nothing will be learned. What was found is fetched.
     void advance(const Contexts& from, uint32_t token, Contexts& to) const {
+        to.token = token;
+        to.skip = root(from.token, SKIP);
         to.blocks[1] = root(token);
         to.longest = 1;
+        arena.fetch(to.skip);
         arena.fetch(to.blocks[1]);
         const int32_t longest = std::min(from.longest, depth() - 1);
         for (int32_t order = 1; order <= longest; ++order) {
@@ -114,7 +131,7 @@ class ContextStore {
     template <typename Place>
     Place locate(const uint32_t* window, int32_t available) const {
         Place now, before;
-        for (int32_t age = std::min(available, depth()) - 1; age >= 0; --age) {
+        for (int32_t age = std::min(available, reach()) - 1; age >= 0; --age) {
             before = now;
             advance(before, window[age], now);
         }
@@ -136,6 +153,7 @@ class ContextStore {
         clock = Clock();
         pages_ = std::vector<Page>();
         num_pages_ = num_evicted_ = 0;
+        empty_ = 0;
         num_orphans_ = 0;
     }
 
@@ -146,25 +164,37 @@ class ContextStore {
 
    private:
     using Page = std::unique_ptr<uint32_t[]>;
-    static constexpr int64_t PAGE_BYTES = PAGE_SIZE * sizeof(uint32_t);
+    static constexpr uint32_t PAGE_SLOTS = 2 * PAGE_SIZE;  // order 1 and SKIP
+    static constexpr int64_t PAGE_BYTES = PAGE_SLOTS * sizeof(uint32_t);
     static constexpr float SOFT = 0.05f;       // weight of what a longer context already knew
+    static constexpr float SLOW = 0.1f;        // fading of the empty context, which sees every token, to that of others
     static constexpr float LEAST_NEW = 1.0f / 64;  // probability that a row's token needs for an entry of its own
     static constexpr int32_t MAX_ORPHANS = 1024;   // waiting at a time
     static constexpr int32_t FREED_PER_TOKEN = 4;  // orphans
     static constexpr int32_t MAX_TRIES = 512;  // blocks looked at to make room for one
     static constexpr uint8_t FULL_CREDIT = 3;
 
-    uint32_t fade_, soft_fade_;
+    uint32_t fades_[2][2];  // of 65536: [is the empty context][did a longer one know the token]
     std::vector<Page> pages_;
+    uint32_t empty_ = 0;
     int64_t num_pages_ = 0;
     int64_t num_evicted_ = 0;
     uint32_t orphans_[MAX_ORPHANS];
     int32_t num_orphans_ = 0;
     Cursor* cursors_[2] = {nullptr, nullptr};  // in use: their blocks stay, and follow when they move
 
-    // A 64th is left to the table of order-1 contexts.
+    uint32_t fade_factor(float speed) const {
+        return static_cast<uint32_t>(65536.0f * (1.0f - speed * (1.0f - settings.fade)));
+    }
+
+    static size_t place_in_page(uint32_t token, int32_t order) {
+        return 2 * (token & (PAGE_SIZE - 1)) + (order == SKIP ? 1 : 0);
+    }
+    uint32_t& slot(uint32_t token, int32_t order) { return pages_[token >> PAGE_SHIFT][place_in_page(token, order)]; }
+
+    // A 32nd is left to the table of contexts that are one token.
     static int64_t slabs_within(int64_t max_bytes) {
-        const int64_t room = max_bytes - max_bytes / 64 - static_cast<int64_t>(sizeof(ContextStore));
+        const int64_t room = max_bytes - max_bytes / 32 - static_cast<int64_t>(sizeof(ContextStore));
         return std::max<int64_t>(NUM_CLASSES, room / (SLAB_BYTES + Arena::overhead(1)));
     }
 
@@ -173,7 +203,8 @@ class ContextStore {
     int32_t add_entry(Cursor& cursor, int32_t order, uint32_t token);
     void observe(Block* block, int32_t position, bool is_soft, float mass);
     void fade(Block* block, bool is_soft);
-    uint32_t make_root(uint32_t token);
+    uint32_t make_root(uint32_t token, int32_t order);
+    uint32_t make_empty();
     bool reserve_page(size_t page);
     uint32_t grow(uint32_t reference);
     void link(uint32_t from, uint32_t to);
@@ -186,15 +217,16 @@ class ContextStore {
 };
 
 inline void ContextStore::learn(Cursor& cursor, uint32_t token) {
-    for (int32_t order = 1; order <= depth(); ++order) arena.fetch(cursor.blocks[order]);
+    for (int32_t order = 1; order < NUM_ORDERS; ++order) arena.fetch(cursor.blocks[order]);
     if (settings.learns_odds) train(cursor, token, 1.0f);
     Cursor next;
     next.token = token;
+    next.token_before = cursor.token;
     cursors_[0] = &cursor;
     cursors_[1] = &next;
     free_orphans();
     bool is_soft = false;
-    for (int32_t order = depth(); order >= 1; --order) {
+    for (int32_t order = depth(); order >= 0; order = next_order(order)) {
         if (context(cursor, order) == 0) continue;
         int32_t position = find_entry(arena.at(cursor.blocks[order]), token);
         const bool was_known = position >= 0;
@@ -202,12 +234,14 @@ inline void ContextStore::learn(Cursor& cursor, uint32_t token) {
         Block* block = arena.at(cursor.blocks[order]);
         fade(block, is_soft);
         observe(block, position, is_soft && was_known, 1.0f);
-        if (order < depth()) {
+        if (order >= 1 && order < depth()) {
             next.blocks[order + 1] = children_of(block)[0];
             if (next.blocks[order + 1] == 0) next.parents[order + 1] = cursor.blocks[order];
         }
         is_soft |= was_known;
     }
+    next.blocks[0] = empty_;
+    next.blocks[SKIP] = root(cursor.token, SKIP);
     next.blocks[1] = root(token);
     cursors_[0] = cursors_[1] = nullptr;
     cursor = next;
@@ -223,7 +257,7 @@ inline void ContextStore::learn_row(Cursor& cursor, const int32_t* ids, const fl
     cursors_[1] = &none;
     free_orphans();
     bool is_soft = false;
-    for (int32_t order = depth(); order >= 1; --order) {
+    for (int32_t order = depth(); order >= 0; order = next_order(order)) {
         if (context(cursor, order) == 0) continue;
         fade(arena.at(cursor.blocks[order]), is_soft);
         float known = 0.0f;
@@ -244,7 +278,7 @@ inline void ContextStore::learn_row(Cursor& cursor, const int32_t* ids, const fl
 }
 
 // One gradient step on mass * log P(token), from the longest context down; `duty` is the share of P that the orders
-// from here on are responsible for.
+// from here on are responsible for. The empty context, by far the widest, is spared where another one knows the token.
 inline void ContextStore::train(const Cursor& cursor, uint32_t token, float mass) {
     struct Level {
         uint16_t entries[MAX_ENTRIES];  // buckets
@@ -252,28 +286,32 @@ inline void ContextStore::train(const Cursor& cursor, uint32_t token, float mass
         int32_t size, position;
         float total, own;
     };
-    Level levels[MAX_DEPTH];
+    Level levels[NUM_ORDERS];
     int32_t num_levels = 0;
-    float probability = UNSEEN;
-    for (int32_t order = 1; order <= depth(); ++order) {
-        if (cursor.blocks[order] == 0) continue;
+    bool is_known = false;
+    for (int32_t order = depth(); order >= 0; order = next_order(order)) {
+        if (cursor.blocks[order] == 0 || (order == 0 && is_known)) continue;
         const Block* block = arena.at(cursor.blocks[order]);
         if (block->size == 0) continue;
         Level& level = levels[num_levels++];
-        level.total = 0.0f;
         level.escape = read_buckets(block, clock, level.entries);
         level.size = block->size;
-        for (int32_t i = 0; i < level.size; ++i) level.total += odds.entry[level.entries[i]];
         level.position = find_entry(block, token);
+        is_known |= level.position >= 0;
+    }
+    float probability = UNSEEN;
+    for (int32_t at = num_levels - 1; at >= 0; --at) {
+        Level& level = levels[at];
         const float escape = odds.escape[level.escape];
-        level.total += escape;
+        level.total = escape;
+        for (int32_t i = 0; i < level.size; ++i) level.total += odds.entry[level.entries[i]];
         const float found = level.position < 0 ? 0.0f : odds.entry[level.entries[level.position]];
         level.own = found / (found + escape * probability);
         probability = (found + escape * probability) / level.total;
     }
     float duty = settings.rate * mass;
-    while (num_levels-- > 0 && duty > 1e-4f) {
-        const Level& level = levels[num_levels];
+    for (int32_t at = 0; at < num_levels && duty > 1e-4f; ++at) {
+        const Level& level = levels[at];
         float& escape = odds.escape[level.escape];
         Odds::move(escape, duty * (1.0f - level.own - escape / level.total));
         for (int32_t i = 0; i < level.size; ++i) {
@@ -286,7 +324,9 @@ inline void ContextStore::train(const Cursor& cursor, uint32_t token, float mass
 
 // The block of the cursor's context of an order, made where it can be; 0 where it cannot.
 inline uint32_t ContextStore::context(Cursor& cursor, int32_t order) {
-    if (order == 1 && cursor.blocks[1] == 0 && cursor.token != NO_NEWEST) cursor.blocks[1] = make_root(cursor.token);
+    if (order == 0) return cursor.blocks[0] = make_empty();
+    if (order == 1 && cursor.blocks[1] == 0) cursor.blocks[1] = make_root(cursor.token, 1);
+    if (order == SKIP && cursor.blocks[SKIP] == 0) cursor.blocks[SKIP] = make_root(cursor.token_before, SKIP);
     if (cursor.blocks[order] != 0 || cursor.parents[order] == 0) return cursor.blocks[order];
     const uint32_t reference = allocate(0);
     if (reference == 0) return 0;
@@ -325,7 +365,7 @@ inline int32_t ContextStore::add_entry(Cursor& cursor, int32_t order, uint32_t t
 }
 
 inline void ContextStore::fade(Block* block, bool is_soft) {
-    const uint32_t factor = is_soft ? soft_fade_ : fade_;
+    const uint32_t factor = fades_[order_of(block) == 0][is_soft];
     uint16_t* weights = weights_of(block);
     for (int32_t i = 0; i < block->size; ++i) weights[i] = static_cast<uint16_t>(weights[i] * factor >> 16);
     block->visits = static_cast<uint8_t>(std::min(255, block->visits + 1));
@@ -340,12 +380,17 @@ inline void ContextStore::observe(Block* block, int32_t position, bool is_soft, 
     move_to_front(block, position);
 }
 
-inline uint32_t ContextStore::make_root(uint32_t token) {
-    if (!reserve_page(token >> PAGE_SHIFT)) return 0;
+inline uint32_t ContextStore::make_root(uint32_t token, int32_t order) {
+    if (token == NO_NEWEST || !reserve_page(token >> PAGE_SHIFT)) return 0;
     const uint32_t reference = allocate(0);
     if (reference == 0) return 0;
-    *arena.at(reference) = Block{token, 0, 1 << 4, 0, 0};
-    return pages_[token >> PAGE_SHIFT][token & (PAGE_SIZE - 1)] = reference;
+    *arena.at(reference) = Block{token, 0, static_cast<uint8_t>(order << 4), 0, 0};
+    return slot(token, order) = reference;
+}
+
+inline uint32_t ContextStore::make_empty() {
+    if (empty_ == 0 && (empty_ = allocate(0)) != 0) *arena.at(empty_) = Block{0, 0, 0, 0, 0};
+    return empty_;
 }
 
 // False where the page would pass the cap.
@@ -357,7 +402,7 @@ inline bool ContextStore::reserve_page(size_t page) {
         pages_.reserve(page + 1);
         pages_.resize(page + 1);
     }
-    pages_[page].reset(new uint32_t[PAGE_SIZE]());
+    pages_[page].reset(new uint32_t[PAGE_SLOTS]());
     ++num_pages_;
     return true;
 }
@@ -374,7 +419,7 @@ inline uint32_t ContextStore::grow(uint32_t reference) {
         if (children_of(block)[i] != 0) arena.at(children_of(block)[i])->parent = larger;
     link(reference, larger);
     for (Cursor* cursor : cursors_)
-        for (int32_t order = 1; order <= depth(); ++order) {
+        for (int32_t order = 0; order < NUM_ORDERS; ++order) {
             if (cursor->blocks[order] == reference) cursor->blocks[order] = larger;
             if (cursor->parents[order] == reference) cursor->parents[order] = larger;
         }
@@ -386,10 +431,10 @@ inline uint32_t ContextStore::grow(uint32_t reference) {
 inline void ContextStore::link(uint32_t from, uint32_t to) {
     const Block* block = arena.at(from);
     if (block->parent >= LOST) return;
-    if (order_of(block) == 1) {
-        pages_[block->parent >> PAGE_SHIFT][block->parent & (PAGE_SIZE - 1)] = to;
-        return;
-    }
+    const int32_t order = order_of(block);
+    if (order == 0) empty_ = to;
+    if (order == 1 || order == SKIP) slot(block->parent, order) = to;
+    if (order <= 1 || order == SKIP) return;
     Block* parent = arena.at(block->parent);
     for (int32_t i = 0; i < parent->size; ++i)
         if (children_of(parent)[i] == from) children_of(parent)[i] = to;
@@ -442,18 +487,21 @@ inline void ContextStore::free_orphans() {
     }
 }
 
-// For loading: an empty block with room for `size` entries, below the entry at `position` of `parent` (order 1: below
-// the table, `token` its place). 0 at the cap.
+// For loading: a block with room for `size` entries, below the entry at `position` of `parent` (orders 1 and SKIP:
+// below the table, `token` its place; order 0: below nothing). 0 at the cap.
 inline uint32_t ContextStore::add_block(int32_t order, uint32_t parent, int32_t position, uint32_t token,
                                         int32_t size) {
     int32_t size_class = 0;
     while (1 << size_class < size) ++size_class;
-    if (order == 1 && !reserve_page(token >> PAGE_SHIFT)) return 0;
+    const bool is_root = order == 1 || order == SKIP;
+    if (is_root && !reserve_page(token >> PAGE_SHIFT)) return 0;
     const uint32_t reference = arena.take(size_class, nbytes() + SLAB_BYTES <= settings.max_bytes);
     if (reference == 0) return 0;
-    *arena.at(reference) = Block{order == 1 ? token : parent, 0, static_cast<uint8_t>(order << 4 | size_class), 0, 0};
-    if (order == 1)
-        pages_[token >> PAGE_SHIFT][token & (PAGE_SIZE - 1)] = reference;
+    *arena.at(reference) = Block{is_root ? token : parent, 0, static_cast<uint8_t>(order << 4 | size_class), 0, 0};
+    if (order == 0)
+        empty_ = reference;
+    else if (is_root)
+        slot(token, order) = reference;
     else
         children_of(arena.at(parent))[position] = reference;
     return reference;
@@ -462,25 +510,29 @@ inline uint32_t ContextStore::add_block(int32_t order, uint32_t parent, int32_t 
 inline const char* ContextStore::find_fault() const {
     if (nbytes() > settings.max_bytes) return "more bytes than max_bytes";
     int64_t num_reached = 0;
-    for (uint32_t token = 0; token < num_root_slots(); ++token) {
-        const uint32_t reference = root(token);
-        if (reference == 0) continue;
-        if (arena.at(reference)->parent != token) return "an order-1 context of another token";
-        const char* fault = find_fault_below(reference, 1, num_reached);
-        if (fault != nullptr) return fault;
-    }
+    const char* fault = empty_ == 0 ? nullptr : find_fault_below(empty_, 0, num_reached);
+    for (uint32_t token = 0; token < num_root_slots() && fault == nullptr; ++token)
+        for (const int32_t order : {1, SKIP}) {
+            const uint32_t reference = root(token, order);
+            if (reference == 0) continue;
+            if (arena.at(reference)->parent != token) return "a context of one token that is another one";
+            fault = find_fault_below(reference, order, num_reached);
+            if (fault != nullptr) break;
+        }
+    if (fault != nullptr) return fault;
     return num_reached > num_contexts() ? "contexts that are free memory" : nullptr;
 }
 
 inline const char* ContextStore::find_fault_below(uint32_t reference, int32_t order, int64_t& num_reached) const {
     const Block* block = arena.at(reference);
     ++num_reached;
-    if (order_of(block) != order || order > depth()) return "a context of the wrong order";
+    if (order_of(block) != order || (order > depth() && order != SKIP)) return "a context of the wrong order";
     if (block->size > capacity_of(block) || block->size > max_entries(order)) return "a context with too many entries";
     for (int32_t i = 0; i < block->size; ++i) {
         if (find_entry(block, tokens_of(block)[i]) != i) return "a token twice in one context";
         const uint32_t child = children_of(block)[i];
         if (child == 0) continue;
+        if (order == 0 || order == SKIP) return "a longer context where none may be";
         if (arena.at(child)->parent != reference) return "a context whose parent is another one";
         const char* fault = find_fault_below(child, order + 1, num_reached);
         if (fault != nullptr) return fault;
@@ -490,7 +542,7 @@ inline const char* ContextStore::find_fault_below(uint32_t reference, int32_t or
 
 inline bool ContextStore::is_held(uint32_t reference) const {
     for (const Cursor* cursor : cursors_)
-        for (int32_t order = 1; cursor != nullptr && order <= depth(); ++order)
+        for (int32_t order = 1; cursor != nullptr && order < NUM_ORDERS; ++order)
             if (cursor->blocks[order] == reference || cursor->parents[order] == reference) return true;
     return false;
 }

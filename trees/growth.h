@@ -16,24 +16,50 @@ struct Candidate {
     float probability;
 };
 
+// What the empty context says to one scope, best first. It is read once for all nodes of a draft, and only where some
+// node comes that far.
+struct EmptyLaw {
+    bool is_read = false;
+    std::vector<Candidate> candidates;
+
+    void read(const ContextStore& store, const Clock& clock) {
+        is_read = true;
+        candidates.clear();
+        if (store.empty_context() == 0) return;
+        const Block* block = store.arena.at(store.empty_context());
+        uint16_t buckets[MAX_ENTRIES];
+        float total = store.odds.escape[read_buckets(block, clock, buckets)];
+        for (int32_t i = 0; i < block->size; ++i) total += store.odds.entry[buckets[i]];
+        for (int32_t i = 0; i < block->size; ++i)
+            candidates.push_back(Candidate{tokens_of(block)[i], store.odds.entry[buckets[i]] / total});
+        std::sort(candidates.begin(), candidates.end(), [](const Candidate& left, const Candidate& right) {
+            return left.probability > right.probability;
+        });
+    }
+};
+
 // The blended law of the next token after some contexts, in no particular order.
 class Blender {
    public:
     int32_t size = 0;
-    uint32_t tokens[MAX_ENTRIES * MAX_DEPTH];
-    float probabilities[MAX_ENTRIES * MAX_DEPTH];
+    uint32_t tokens[MAX_ENTRIES * NUM_ORDERS];
+    float probabilities[MAX_ENTRIES * NUM_ORDERS];
 
     // Evidence that could add less than `least` to any token is left out.
-    void blend(const ContextStore& store, const Contexts& contexts, const Clock& clock, float least) {
+    void blend(const ContextStore& store, const Contexts& contexts, const Clock& clock, float least, EmptyLaw& empty) {
         if (++epoch_ == 0) std::fill(slots_, slots_ + NUM_SLOTS, Slot());
         epoch_ = std::max(1u, epoch_);
         size = 0;
         cut_ = CUT * least;
         float carry = 1.0f;
-        for (int32_t order = contexts.longest; order >= 1 && carry >= least; --order) {
-            if (contexts.blocks[order] == 0) continue;
-            const Block* block = store.arena.at(contexts.blocks[order]);
-            if (block->size != 0) carry = add(store.odds, block, clock, carry);
+        for (int32_t order = contexts.longest; order >= 1 && carry >= least; --order)
+            carry = add(store, contexts.blocks[order], clock, carry);
+        if (carry >= least) carry = add(store, contexts.skip, clock, carry);
+        if (carry * LIKELIEST < least) return;
+        if (!empty.is_read) empty.read(store, clock);
+        for (const Candidate& candidate : empty.candidates) {
+            if (carry * candidate.probability < cut_) break;
+            add(candidate.token, carry * candidate.probability);
         }
     }
 
@@ -53,8 +79,9 @@ class Blender {
 
    private:
     static constexpr float CUT = 0.1f;  // of `least`: entries that add less are left out
-    static constexpr uint32_t SLOT_BITS = 9, NUM_SLOTS = 1u << SLOT_BITS;
-    static_assert(NUM_SLOTS > MAX_ENTRIES * MAX_DEPTH, "a slot must stay free");
+    static constexpr float LIKELIEST = 0.1f;  // more the empty context gives to hardly any token
+    static constexpr uint32_t SLOT_BITS = 10, NUM_SLOTS = 1u << SLOT_BITS;
+    static_assert(NUM_SLOTS > MAX_ENTRIES * NUM_ORDERS, "a slot must stay free");
     struct Slot {
         uint32_t epoch = 0, token = 0, index = 0;
     };
@@ -63,7 +90,10 @@ class Blender {
     float cut_ = 0.0f;
 
     // Adds a context's entries with weight `carry`; returns what is left for shorter contexts.
-    float add(const Odds& learned, const Block* block, const Clock& clock, float carry) {
+    float add(const ContextStore& store, uint32_t reference, const Clock& clock, float carry) {
+        const Odds& learned = store.odds;
+        const Block* block = store.arena.at(reference);
+        if (reference == 0 || block->size == 0) return carry;
         uint16_t buckets[MAX_ENTRIES];
         float total = 0.0f;
         const int32_t escape_bucket = read_buckets(block, clock, buckets);
@@ -210,6 +240,7 @@ class Growth {
     std::vector<DraftedRow> drafted_;
     std::vector<uint8_t> states_;
     std::vector<Contexts> roots_;  // by row
+    std::vector<EmptyLaw> empty_laws_;  // by row
     Blender blender_;
     int32_t room_ = 0;  // nodes that may still be revealed
     float expected_ = 0.0f;  // tokens that the step yields by estimate: one per row and the nodes' path probabilities
@@ -257,6 +288,8 @@ inline void Growth::grow(const ContextStore& store, const std::vector<GrowthRequ
     drafted_.clear();
     nodes.reserve(settings.budget + num_rows);
     row_sizes.assign(num_rows, 0);
+    empty_laws_.resize(num_rows);
+    for (EmptyLaw& law : empty_laws_) law.is_read = false;
     locate_roots();
     for (int32_t row = 0; row < num_rows; ++row) plant(row);
     Item item;
@@ -303,7 +336,7 @@ inline bool Growth::pop(Item& item) {
 inline void Growth::locate_roots() {
     const int32_t num_rows = static_cast<int32_t>(requests_->size());
     roots_.assign(num_rows, Contexts());
-    for (int32_t age = store_->depth() - 1; age >= 0; --age)
+    for (int32_t age = store_->reach() - 1; age >= 0; --age)
         for (int32_t row = 0; row < num_rows; ++row) {
             const GrowthRequest& request = (*requests_)[row];
             if (age >= request.window_size) continue;
@@ -321,7 +354,7 @@ inline void Growth::plant(int32_t row) {
     root.parent = -1;
     root.depth = root.rank = 0;
     root.path = 1.0f;
-    const int32_t available = std::min(request.window_size, store_->depth());
+    const int32_t available = std::min(request.window_size, store_->reach());
     drafted_.emplace_back();
     std::copy(request.window, request.window + available, drafted_.back().window);
     drafted_.back().window_size = available;
@@ -378,7 +411,7 @@ inline void Growth::expand(int32_t index) {
     if (!nodes[index].is_located) locate(nodes[index]);
     const float path = nodes[index].path;
     const Clock clock{store_->clock.now, (*requests_)[nodes[index].row].scope};
-    blender_.blend(*store_, nodes[index].contexts, clock, least_ / path);
+    blender_.blend(*store_, nodes[index].contexts, clock, least_ / path, empty_laws_[nodes[index].row]);
     if (settings_.kind != DraftKind::deterministic) {
         expand_sampled(index);
         return;
@@ -538,7 +571,8 @@ inline void Growth::write_law(const GrowthSink& sink, const GrownNode& node) con
 inline std::vector<Candidate> blended_law(const ContextStore& store, const uint32_t* window, int32_t available,
                                           uint8_t scope, int32_t limit) {
     Blender blender;
-    blender.blend(store, store.locate<Contexts>(window, available), Clock{store.clock.now, scope}, 0.0f);
+    EmptyLaw empty;
+    blender.blend(store, store.locate<Contexts>(window, available), Clock{store.clock.now, scope}, 0.0f, empty);
     return blender.best(limit);
 }
 

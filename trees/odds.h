@@ -4,7 +4,8 @@
 // entry x falls into (order, faded weight, age, rank), `e` the odds of escaping to the next shorter context (order,
 // number of entries, visits, share of the heaviest entry, age). One step of exponentiated gradient on log P of every
 // observed token keeps both tables calibrated. It is the escape estimation of PPM (Cleary and Witten 1984) with every
-// discount learned, and the mixing weight of context-mixing compressors (PAQ, Mahoney 2005) in one chain.
+// discount learned, and the mixing weight of context-mixing compressors (PAQ, Mahoney 2005) in one chain. Below order 1
+// the chain goes on with contexts that do not know the newest token.
 
 #pragma once
 
@@ -15,8 +16,10 @@
 namespace stand {
 
 constexpr int32_t MAX_DEPTH = 12;  // longest context
+constexpr int32_t SKIP = MAX_DEPTH + 1;  // "order" of the context that is the token before the newest
+constexpr int32_t NUM_ORDERS = MAX_DEPTH + 2;  // 0 (no token at all), 1 to MAX_DEPTH, SKIP
 constexpr int32_t WEIGHT_ONE = 4096;
-constexpr float UNSEEN = 1e-5f;  // P_0 of any token
+constexpr float UNSEEN = 1e-5f;  // of any token where no context knows it
 
 constexpr int32_t NUM_WEIGHTS = 16, NUM_AGES = 3, NUM_RANKS = 3;
 constexpr int32_t NUM_SIZES = 6, NUM_VISITS = 8, NUM_SHARES = 4;
@@ -26,6 +29,9 @@ constexpr int32_t ESCAPE_BUCKETS = NUM_SIZES * NUM_VISITS * NUM_SHARES * NUM_AGE
 constexpr int32_t STAMP_SHIFT = 4;                   // a stamp is 16 learned tokens
 constexpr uint16_t RECENT = 128 >> STAMP_SHIFT;      // seen within so many stamps
 constexpr uint8_t LOADED_SCOPE = 255;                // of everything that came from a file
+
+// What is asked where this order fails: one token less, below order 1 the token before the newest, then no token.
+inline int32_t next_order(int32_t order) { return order == 1 ? SKIP : order == SKIP ? 0 : order - 1; }
 
 // Time and place of learning: tokens learned so far, and whatever the caller calls a scope (a problem, a user).
 struct Clock {
@@ -116,30 +122,30 @@ inline int32_t read_buckets(const Block* block, const Clock& clock, uint16_t* bu
     return (kind * NUM_SHARES + share_bucket(heaviest, total)) * NUM_AGES + latest_age;
 }
 
-// Start values: logarithms, summed over the features of a bucket. Fitted on trajectories of five model families.
+// Start values: logarithms, summed over the features of a bucket. Fitted on trajectories of six model families.
 namespace prior {
-constexpr float ENTRY = -2.52f, ESCAPE = 0.65f;
-constexpr float ENTRY_ORDER[] = {0.0f, -0.13f, -0.27f, -0.47f, -0.44f, -0.43f, -0.31f, -0.19f};
-constexpr float ENTRY_WEIGHT[NUM_WEIGHTS] = {0.0f,  0.58f, 0.6f,  0.87f, 1.14f, 1.14f, 1.45f, 1.71f,
-                                             1.83f, 2.82f, 3.32f, 3.81f, 4.24f, 4.69f, 5.16f, 5.56f};
-constexpr float ENTRY_AGE[NUM_AGES] = {0.0f, -0.04f, -0.8f};
-constexpr float ENTRY_RANK[NUM_RANKS] = {0.0f, 0.83f, 0.27f};
-constexpr float ESCAPE_ORDER[] = {0.0f, 0.8f, 1.03f, 1.02f, 1.15f, 1.25f, 1.34f, 0.85f};
-constexpr float ESCAPE_SIZE[NUM_SIZES] = {0.0f, 0.66f, 0.51f, 0.39f, 0.23f, 0.27f};
-constexpr float ESCAPE_VISITS[NUM_VISITS] = {0.0f, -0.26f, -0.25f, 0.02f, 0.17f, 0.3f, 0.41f, 0.32f};
-constexpr float ESCAPE_SHARE[NUM_SHARES] = {0.0f, -0.62f, -1.0f, -1.13f};
-constexpr float ESCAPE_AGE[NUM_AGES] = {0.0f, -0.05f, 0.3f};
-constexpr int32_t NUM_ORDERS = 8;  // longer ones start like the longest
+constexpr float ENTRY = -2.32f, ESCAPE = 0.76f;
+constexpr float ENTRY_ORDER[] = {-0.1f, 0.0f, 0.04f, -0.03f, -0.21f, -0.21f, -0.22f, -0.13f, -0.07f, -0.24f};
+constexpr float ENTRY_WEIGHT[NUM_WEIGHTS] = {0.0f, 0.44f, 0.47f, 0.6f,  0.85f, 0.95f, 1.12f, 1.37f,
+                                             1.5f, 2.51f, 3.04f, 3.49f, 3.88f, 4.31f, 4.74f, 5.22f};
+constexpr float ENTRY_AGE[NUM_AGES] = {0.0f, -0.12f, -0.89f};
+constexpr float ENTRY_RANK[NUM_RANKS] = {0.0f, 0.74f, 0.27f};
+constexpr float ESCAPE_ORDER[] = {1.58f, 0.0f, 0.81f, 1.06f, 1.06f, 1.21f, 1.32f, 1.43f, 0.98f, 0.23f};
+constexpr float ESCAPE_SIZE[NUM_SIZES] = {0.0f, 0.73f, 0.67f, 0.59f, 0.56f, 0.88f};
+constexpr float ESCAPE_VISITS[NUM_VISITS] = {0.0f, -0.42f, -0.52f, -0.3f, -0.18f, -0.06f, 0.05f, 0.02f};
+constexpr float ESCAPE_SHARE[NUM_SHARES] = {0.0f, -0.6f, -0.92f, -1.05f};
+constexpr float ESCAPE_AGE[NUM_AGES] = {0.0f, -0.1f, 0.2f};
+constexpr int32_t NUM_LENGTHS = 9;  // 0 to 8: longer ones start like the longest, SKIP follows
 }  // namespace prior
 
 struct Odds {
-    float entry[(MAX_DEPTH + 1) * ENTRY_BUCKETS];
-    float escape[(MAX_DEPTH + 1) * ESCAPE_BUCKETS];
+    float entry[NUM_ORDERS * ENTRY_BUCKETS];
+    float escape[NUM_ORDERS * ESCAPE_BUCKETS];
 
     Odds() {
-        for (int32_t bucket = 0; bucket < (MAX_DEPTH + 1) * ENTRY_BUCKETS; ++bucket)
+        for (int32_t bucket = 0; bucket < NUM_ORDERS * ENTRY_BUCKETS; ++bucket)
             entry[bucket] = std::exp(entry_prior(bucket));
-        for (int32_t bucket = 0; bucket < (MAX_DEPTH + 1) * ESCAPE_BUCKETS; ++bucket)
+        for (int32_t bucket = 0; bucket < NUM_ORDERS * ESCAPE_BUCKETS; ++bucket)
             escape[bucket] = std::exp(escape_prior(bucket));
     }
 
@@ -147,7 +153,9 @@ struct Odds {
     static void move(float& odds, float step) { odds = std::min(1e4f, std::max(1e-4f, odds * (1.0f + step))); }
 
    private:
-    static int32_t order_index(int32_t order) { return std::min(std::max(order - 1, 0), prior::NUM_ORDERS - 1); }
+    static int32_t order_index(int32_t order) {
+        return order == SKIP ? prior::NUM_LENGTHS : std::min(order, prior::NUM_LENGTHS - 1);
+    }
 
     static float entry_prior(int32_t bucket) {
         const int32_t rank = bucket % NUM_RANKS, age = bucket / NUM_RANKS % NUM_AGES;

@@ -2,9 +2,12 @@
 
 magic   b"STANDCTX"
 header  depth, max_bytes, fade, rate, row_size, fingerprint, num_roots, num_contexts, num_entries, num_odds
-arrays  roots uint32[R] tokens of the contexts of one token, ascending; then contexts from the root down, each
-        before those one token longer: sizes uint8[C], visits uint8[C] and, for all their entries latest first,
-        tokens uint32[E], weights uint16[E], has_child uint8[E]; odds float32[O], the calibration's factors last
+arrays  roots uint32[R], ascending: 2 t for the context that is token t, 2 t + 1 for the context in which t is the
+        token before the newest; then the empty context and the contexts of the roots, each before those one token
+        longer: sizes uint8[C], visits uint8[C] and, for all their entries latest first, tokens uint32[E],
+        weights uint16[E], has_child uint8[E]; odds float32[O], the calibration's factors last
+
+Version 1 had neither the empty context nor those of the token before the newest; such files are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import numpy as np
 from stand.trees.checked_file import ArrayShape, FileFormat, read_checked_file, write_checked_file
 
 MAGIC = b"STANDCTX"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 PARAMETERS = {"depth": int, "max_bytes": int, "fade": float, "rate": float, "row_size": int, "fingerprint": bytes}
 COUNTS = {"num_roots": "roots", "num_contexts": "sizes", "num_entries": "tokens", "num_odds": "odds"}
 ARRAYS = {  # name: (count, dtype)

@@ -1,4 +1,5 @@
-// A context store as plain arrays, for files: contexts from the root down, each before the contexts below it.
+// A context store as plain arrays, for files: the empty context, then contexts from the root down, each before the
+// contexts below it.
 
 #pragma once
 
@@ -7,7 +8,7 @@
 namespace stand {
 
 struct StoreImage {
-    std::vector<uint32_t> roots;      // [R] tokens of the order-1 contexts, ascending
+    std::vector<uint32_t> roots;      // [R] twice the token of the contexts of order 1, of SKIP one more; ascending
     std::vector<uint8_t> sizes;       // [C] entries per context
     std::vector<uint8_t> visits;      // [C]
     std::vector<uint32_t> tokens;     // [E]
@@ -16,7 +17,7 @@ struct StoreImage {
     std::vector<float> odds;          // entries, escapes, factors of the calibrations
 };
 
-constexpr int64_t NUM_CHOICES = (MAX_DEPTH + 1) * (ENTRY_BUCKETS + ESCAPE_BUCKETS);
+constexpr int64_t NUM_CHOICES = NUM_ORDERS * (ENTRY_BUCKETS + ESCAPE_BUCKETS);
 constexpr int64_t NUM_ODDS = NUM_CHOICES + NUM_KINDS * Calibration::NUM_FACTORS;
 
 inline void append_context(const ContextStore& store, uint32_t reference, StoreImage& image) {
@@ -33,11 +34,14 @@ inline void append_context(const ContextStore& store, uint32_t reference, StoreI
 }
 
 inline void take_image(const ContextStore& store, StoreImage& image) {
-    for (uint32_t token = 0; token < store.num_root_slots(); ++token) {
-        if (store.root(token) == 0) continue;
-        image.roots.push_back(token);
-        append_context(store, store.root(token), image);
-    }
+    // It was made before all others.
+    if (store.empty_context() != 0) append_context(store, store.empty_context(), image);
+    for (uint32_t token = 0; token < store.num_root_slots(); ++token)
+        for (const int32_t order : {1, SKIP}) {
+            if (store.root(token, order) == 0) continue;
+            image.roots.push_back(2 * token + (order == SKIP));
+            append_context(store, store.root(token, order), image);
+        }
     image.odds.assign(std::begin(store.odds.entry), std::end(store.odds.entry));
     image.odds.insert(image.odds.end(), std::begin(store.odds.escape), std::end(store.odds.escape));
     for (const Calibration& calibration : store.calibrations)
@@ -63,10 +67,14 @@ class StoreReader {
     StoreReader(const ImageView& image, ContextStore& store) : image_(image), store_(store) {}
 
     Restored read() {
+        if (image_.num_contexts > 0) {
+            const Restored result = read_context(0, 0, 0, 0);
+            if (result != Restored::complete) return result;
+        }
         for (int64_t root = 0; root < image_.num_roots; ++root) {
-            const uint32_t token = image_.roots[root];
-            if (token > INT32_MAX || (root > 0 && token <= image_.roots[root - 1])) return Restored::damaged;
-            const Restored result = read_context(1, 0, 0, token);
+            const uint32_t place = image_.roots[root];
+            if (root > 0 && place <= image_.roots[root - 1]) return Restored::damaged;
+            const Restored result = read_context(place % 2 == 0 ? 1 : SKIP, 0, 0, place / 2);
             if (result != Restored::complete) return result;
         }
         if (context_ != image_.num_contexts || entry_ != image_.num_entries) return Restored::damaged;
@@ -79,7 +87,7 @@ class StoreReader {
     int64_t context_ = 0, entry_ = 0;
 
     Restored read_context(int32_t order, uint32_t parent, int32_t position, uint32_t token) {
-        if (order > store_.depth() || context_ >= image_.num_contexts) return Restored::damaged;
+        if ((order > store_.depth() && order != SKIP) || context_ >= image_.num_contexts) return Restored::damaged;
         const int32_t size = image_.sizes[context_], visits = image_.visits[context_++];
         if (size > ContextStore::max_entries(order) || (size > 0 && visits == 0)) return Restored::damaged;
         if (size > image_.num_entries - entry_) return Restored::damaged;
@@ -93,6 +101,7 @@ class StoreReader {
             if (!read_entry(block, first + i)) return Restored::damaged;
         for (int32_t i = 0; i < size; ++i) {
             if (!image_.has_child[first + i]) continue;
+            if (order == 0 || order == SKIP) return Restored::damaged;
             const Restored result = read_context(order + 1, reference, i, image_.tokens[first + i]);
             if (result != Restored::complete) return result;
         }

@@ -16,14 +16,36 @@ struct Candidate {
     float probability;
 };
 
-// What the empty context says to one scope, best first. It is read once for all nodes of a draft, and only where some
-// node comes that far.
-struct EmptyLaw {
-    bool is_read = false;
-    std::vector<Candidate> candidates;
+// Likelier, or as likely with the lower id.
+inline bool is_better(const Candidate& left, const Candidate& right) {
+    return left.probability != right.probability ? left.probability > right.probability : left.token < right.token;
+}
 
-    void read(const ContextStore& store, const Clock& clock) {
-        is_read = true;
+// What the empty context says to each scope, best first. It is read once for all nodes of a draft, and only where some
+// node comes that far.
+class EmptyLaws {
+   public:
+    void forget() { num_laws_ = 0; }
+
+    const std::vector<Candidate>& of(const ContextStore& store, const Clock& clock) {
+        for (size_t i = 0; i < num_laws_; ++i)
+            if (laws_[i].scope == clock.scope) return laws_[i].candidates;
+        if (num_laws_ == laws_.size()) laws_.emplace_back();
+        Law& law = laws_[num_laws_++];
+        law.scope = clock.scope;
+        read(store, clock, law.candidates);
+        return law.candidates;
+    }
+
+   private:
+    struct Law {
+        uint8_t scope;
+        std::vector<Candidate> candidates;
+    };
+    std::vector<Law> laws_;
+    size_t num_laws_ = 0;  // the others are kept for their memory
+
+    static void read(const ContextStore& store, const Clock& clock, std::vector<Candidate>& candidates) {
         candidates.clear();
         if (store.empty_context() == 0) return;
         const Block* block = store.arena.at(store.empty_context());
@@ -32,9 +54,7 @@ struct EmptyLaw {
         for (int32_t i = 0; i < block->size; ++i) total += store.odds.entry[buckets[i]];
         for (int32_t i = 0; i < block->size; ++i)
             candidates.push_back(Candidate{tokens_of(block)[i], store.odds.entry[buckets[i]] / total});
-        std::sort(candidates.begin(), candidates.end(), [](const Candidate& left, const Candidate& right) {
-            return left.probability > right.probability;
-        });
+        std::sort(candidates.begin(), candidates.end(), is_better);
     }
 };
 
@@ -46,7 +66,7 @@ class Blender {
     float probabilities[MAX_ENTRIES * NUM_ORDERS];
 
     // Evidence that could add less than `least` to any token is left out.
-    void blend(const ContextStore& store, const Contexts& contexts, const Clock& clock, float least, EmptyLaw& empty) {
+    void blend(const ContextStore& store, const Contexts& contexts, const Clock& clock, float least, EmptyLaws& empty) {
         if (++epoch_ == 0) std::fill(slots_, slots_ + NUM_SLOTS, Slot());
         epoch_ = std::max(1u, epoch_);
         size = 0;
@@ -56,8 +76,7 @@ class Blender {
             carry = add(store, contexts.blocks[order], clock, carry);
         if (carry >= least) carry = add(store, contexts.skip, clock, carry);
         if (carry * LIKELIEST < least) return;
-        if (!empty.is_read) empty.read(store, clock);
-        for (const Candidate& candidate : empty.candidates) {
+        for (const Candidate& candidate : empty.of(store, clock)) {
             if (carry * candidate.probability < cut_) break;
             add(candidate.token, carry * candidate.probability);
         }
@@ -68,11 +87,7 @@ class Blender {
         std::vector<Candidate> candidates;
         for (int32_t i = 0; i < size; ++i) candidates.push_back(Candidate{tokens[i], probabilities[i]});
         const size_t kept = std::min<size_t>(limit, candidates.size());
-        std::partial_sort(candidates.begin(), candidates.begin() + kept, candidates.end(),
-                          [](const Candidate& left, const Candidate& right) {
-                              return left.probability != right.probability ? left.probability > right.probability
-                                                                           : left.token < right.token;
-                          });
+        std::partial_sort(candidates.begin(), candidates.begin() + kept, candidates.end(), is_better);
         candidates.resize(kept);
         return candidates;
     }
@@ -240,7 +255,7 @@ class Growth {
     std::vector<DraftedRow> drafted_;
     std::vector<uint8_t> states_;
     std::vector<Contexts> roots_;  // by row
-    std::vector<EmptyLaw> empty_laws_;  // by row
+    EmptyLaws empty_laws_;
     Blender blender_;
     int32_t room_ = 0;  // nodes that may still be revealed
     float expected_ = 0.0f;  // tokens that the step yields by estimate: one per row and the nodes' path probabilities
@@ -288,8 +303,7 @@ inline void Growth::grow(const ContextStore& store, const std::vector<GrowthRequ
     drafted_.clear();
     nodes.reserve(settings.budget + num_rows);
     row_sizes.assign(num_rows, 0);
-    empty_laws_.resize(num_rows);
-    for (EmptyLaw& law : empty_laws_) law.is_read = false;
+    empty_laws_.forget();
     locate_roots();
     for (int32_t row = 0; row < num_rows; ++row) plant(row);
     Item item;
@@ -411,7 +425,7 @@ inline void Growth::expand(int32_t index) {
     if (!nodes[index].is_located) locate(nodes[index]);
     const float path = nodes[index].path;
     const Clock clock{store_->clock.now, (*requests_)[nodes[index].row].scope};
-    blender_.blend(*store_, nodes[index].contexts, clock, least_ / path, empty_laws_[nodes[index].row]);
+    blender_.blend(*store_, nodes[index].contexts, clock, least_ / path, empty_laws_);
     if (settings_.kind != DraftKind::deterministic) {
         expand_sampled(index);
         return;
@@ -571,7 +585,7 @@ inline void Growth::write_law(const GrowthSink& sink, const GrownNode& node) con
 inline std::vector<Candidate> blended_law(const ContextStore& store, const uint32_t* window, int32_t available,
                                           uint8_t scope, int32_t limit) {
     Blender blender;
-    EmptyLaw empty;
+    EmptyLaws empty;
     blender.blend(store, store.locate<Contexts>(window, available), Clock{store.clock.now, scope}, 0.0f, empty);
     return blender.best(limit);
 }

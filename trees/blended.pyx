@@ -1,7 +1,7 @@
 """The blended lookup tree: every context length votes, its weight is learned, memory is bounded.
 
-The work is done in C++ (blocks.h, odds.h, calibration.h, contexts.h, growth.h) without the interpreter's lock; this file checks
-arguments and owns memory.
+The work is done in C++ (blocks.h, odds.h, calibration.h, contexts.h, frontier.h, growth.h) without the interpreter's
+lock; this file checks arguments and owns memory.
 """
 
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_ND, PyBuffer_Release, PyObject_GetBuffer
@@ -13,7 +13,9 @@ from libcpp.vector cimport vector
 import numpy as np
 
 from stand.trees.draft import DraftBatch
-from stand.trees.lookup import KINDS, _check_batch, _check_tokens, _checked_nodes, _checked_rows, _step_keys, _tail, _vector
+from stand.trees.lookup import (
+    KINDS, _check_batch, _check_tokens, _checked_nodes, _checked_rows, _step_keys, _tail, _vector,
+)
 from stand.trees.lookup_file import LookupFileError
 from stand.trees.store_file import read_store_file, write_store_file
 
@@ -155,6 +157,9 @@ cdef enum:
 
 cdef class BlendedLookup:
     """Context -> the law of the next token, blended over all context lengths; drafts grow best-first from it.
+
+    Where no context of 1 to `depth` tokens knows what follows, the token before the newest one and the empty context
+    are asked.
 
     `depth`: the longest context in tokens. `max_bytes`: hard cap on `nbytes`; rarely used contexts make room.
     `fade`: what a context's older observations are multiplied by at a new one. `rate`: step of the learned odds that

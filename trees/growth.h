@@ -376,7 +376,8 @@ inline void Growth::plant(int32_t row) {
     root.contexts = roots_[row];
     root.is_located = true;
     nodes.push_back(root);
-    if (request.max_depth > 0 && room_ > 0) push(Item{1.0f, 1.0f, 0, static_cast<int32_t>(nodes.size()) - 1, Step::expand});
+    const int32_t index = static_cast<int32_t>(nodes.size()) - 1;
+    if (request.max_depth > 0 && room_ > 0) push(Item{1.0f, 1.0f, 0, index, Step::expand});
 }
 
 inline void Growth::locate(GrownNode& node) {
@@ -463,7 +464,8 @@ inline void Growth::expand_sampled(int32_t index) {
         drawn = sample(Item{Calibration::corrected(product, children.factors), product, 0, index, Step::sample});
     }
     for (size_t position = 0; position < candidates.size(); ++position)
-        if (position != drawn) offer(family(index), candidates[position].token, candidates[position].probability, Step::reveal);
+        if (position != drawn)
+            offer(family(index), candidates[position].token, candidates[position].probability, Step::reveal);
 }
 
 // The next draw competes with its estimated chance of acceptance.

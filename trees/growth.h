@@ -21,40 +21,57 @@ inline bool is_better(const Candidate& left, const Candidate& right) {
     return left.probability != right.probability ? left.probability > right.probability : left.token < right.token;
 }
 
-// What the empty context says to each scope, best first. It is read once for all nodes of a draft, and only where some
-// node comes that far.
+// What the empty context says to each scope. It is read once for all nodes of a draft, and only where some node comes
+// that far.
 class EmptyLaws {
    public:
+    // The best first, up to half an octave: a full sort would take longer than to look at a few more.
+    struct Law {
+        uint8_t scope;
+        int32_t size;
+        Candidate candidates[MAX_ENTRIES];
+    };
+
     void forget() { num_laws_ = 0; }
 
-    const std::vector<Candidate>& of(const ContextStore& store, const Clock& clock) {
+    const Law& of(const ContextStore& store, const Clock& clock) {
         for (size_t i = 0; i < num_laws_; ++i)
-            if (laws_[i].scope == clock.scope) return laws_[i].candidates;
+            if (laws_[i].scope == clock.scope) return laws_[i];
         if (num_laws_ == laws_.size()) laws_.emplace_back();
         Law& law = laws_[num_laws_++];
         law.scope = clock.scope;
-        read(store, clock, law.candidates);
-        return law.candidates;
+        read(store, clock, law);
+        return law;
     }
 
    private:
-    struct Law {
-        uint8_t scope;
-        std::vector<Candidate> candidates;
-    };
+    static constexpr int32_t NUM_BINS = 32;  // half octaves below 1
     std::vector<Law> laws_;
     size_t num_laws_ = 0;  // the others are kept for their memory
 
-    static void read(const ContextStore& store, const Clock& clock, std::vector<Candidate>& candidates) {
-        candidates.clear();
+    static void read(const ContextStore& store, const Clock& clock, Law& law) {
+        law.size = 0;
         if (store.empty_context() == 0) return;
         const Block* block = store.arena.at(store.empty_context());
         uint16_t buckets[MAX_ENTRIES];
+        float probabilities[MAX_ENTRIES];
+        int32_t ends[NUM_BINS + 1] = {};
+        law.size = block->size;
         float total = store.odds.escape[read_buckets(block, clock, buckets)];
-        for (int32_t i = 0; i < block->size; ++i) total += store.odds.entry[buckets[i]];
-        for (int32_t i = 0; i < block->size; ++i)
-            candidates.push_back(Candidate{tokens_of(block)[i], store.odds.entry[buckets[i]] / total});
-        std::sort(candidates.begin(), candidates.end(), is_better);
+        for (int32_t i = 0; i < law.size; ++i) total += store.odds.entry[buckets[i]];
+        for (int32_t i = 0; i < law.size; ++i) {
+            probabilities[i] = store.odds.entry[buckets[i]] / total;
+            ++ends[bin_of(probabilities[i]) + 1];
+        }
+        for (int32_t bin = 1; bin <= NUM_BINS; ++bin) ends[bin] += ends[bin - 1];
+        for (int32_t i = 0; i < law.size; ++i)
+            law.candidates[ends[bin_of(probabilities[i])]++] = Candidate{tokens_of(block)[i], probabilities[i]};
+    }
+
+    static int32_t bin_of(float probability) {
+        uint32_t bits;
+        std::memcpy(&bits, &probability, sizeof bits);
+        return std::min<int32_t>(((127u << 23) - bits) >> 22, NUM_BINS - 1);
     }
 };
 
@@ -76,10 +93,9 @@ class Blender {
             carry = add(store, contexts.blocks[order], clock, carry);
         if (carry >= least) carry = add(store, contexts.skip, clock, carry);
         if (carry * LIKELIEST < least) return;
-        for (const Candidate& candidate : empty.of(store, clock)) {
-            if (carry * candidate.probability < cut_) break;
-            add(candidate.token, carry * candidate.probability);
-        }
+        const EmptyLaws::Law& law = empty.of(store, clock);
+        for (int32_t i = 0; i < law.size && carry * law.candidates[i].probability >= cut_; ++i)
+            add(law.candidates[i].token, carry * law.candidates[i].probability);
     }
 
     // The best `limit` in descending probability (ties: lowest token).

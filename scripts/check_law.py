@@ -9,7 +9,9 @@ without drafts and with other seeds. Per prompt the frequencies of whole continu
 chi-square test; rare ones count as one cell. One statistic over all prompts, one p-value per verifier and draft kind.
 The lossy rule `typical` is run too: a test that does not refuse it is blind.
 
-`replay`: with `match` and `coupled` the token ids must equal those of plain sampling with the same seed (float32).
+`replay`: with `match` and `coupled` the token ids must equal those of plain sampling with the same seed (float32). A
+packed forward rounds differently from a plain one, so a draw that falls within 1e-5 of the border between two tokens
+may go either way; such rows are counted apart (seen: one in 168,000 tokens).
 
 Last line: JSON. Exit status 1 where a p-value is below --level (default 1e-4: that is the false-alarm rate per test), a
 replay differs, or the lossy rule passes.
@@ -27,16 +29,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from problems import held_out_problems, write_prompt
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import stand
+from stand.verifiers import VerifierNoise
 
 REASONER = Path(__file__).resolve().parent / "reasoner"
 LONGEST_CUT = 6  # tokens of a solution that a prompt may hold
 ROWS_PER_CALL = 500
 PROMPTS_PER_CALL = 10
+ROUNDING = 1e-5  # of a law in float32
 SMALLEST_CELL = 10  # continuations expected in a cell of one arm
 
 
@@ -141,19 +146,41 @@ def check_law(model, tokenizer, options: argparse.Namespace) -> dict:
     return {"check": "law", "tokens": options.tokens, "level": options.level, "arms": results}
 
 
+def is_near_border(
+    model, prompt: list[int], one: list[int], two: list[int], *, verifier: str, row: int, seed: int
+) -> bool:
+    """Whether rounding explains the first difference of two rows: both tokens win if the noise moves by ROUNDING."""
+    place = next(place for place, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1])
+    noise = VerifierNoise(seed, np.array([row]), np.array([place]), np.array([len(prompt) + place]))
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([prompt + one[:place]]), use_cache=False).logits[0, -1]
+    law = torch.softmax(logits.double(), dim=-1)
+    if verifier == "match":
+        draw = float(noise.target(np.array([0]), 0)[0])
+        reached = torch.searchsorted(law.cumsum(dim=-1), torch.tensor([draw - ROUNDING, draw + ROUNDING]), right=True)
+        return bool(reached[0] <= min(one[place], two[place]) and max(one[place], two[place]) <= reached[1])
+    races = law / noise.exponentials(np.array([0]), 0, vocabulary_size=len(law), device=law.device)[0]
+    return float(min(races[one[place]], races[two[place]]) / races.max()) > 1.0 - ROUNDING
+
+
 def check_replay(model, tokenizer, options: argparse.Namespace) -> dict:
     settings = {"num_return_sequences": options.rows, "max_new_tokens": options.tokens, "temperature": 1.0, "seed": 5}
     texts = [write_prompt(problem.problem) for problem in held_out_problems(options.prompts, seed=1)]
     results = []
     for verifier in options.verifiers:
         engine = stand.wrap(model, tokenizer, verifier=verifier)
-        different, compared, steps = 0, 0, 0
+        different, near, compared, steps = 0, 0, 0, 0
         for start in range(0, len(texts), PROMPTS_PER_CALL):
             part = texts[start : start + PROMPTS_PER_CALL]
             plain = engine.generate(part, **settings, draft=False)
             drafted = engine.generate(part, **settings)
             pairs = list(zip(plain.token_ids, drafted.token_ids, strict=True))
-            different += sum(one != two for one, two in pairs)
+            for row, (one, two) in enumerate(pairs):
+                prompt = tokenizer(part[row // options.rows])["input_ids"]
+                if one != two:
+                    is_near = is_near_border(model, prompt, one, two, verifier=verifier, row=row, seed=settings["seed"])
+                    near += is_near
+                    different += not is_near
             compared += sum(len(one) for one, _ in pairs)
             steps += drafted.stats.num_steps
         result = {
@@ -161,9 +188,11 @@ def check_replay(model, tokenizer, options: argparse.Namespace) -> dict:
             "rows": len(texts) * options.rows,
             "tokens": compared,
             "different_rows": different,
+            "near_border_rows": near,
         }
         results.append({**result, "tokens_per_step": compared / steps, "as_it_should": different == 0})
-        print(f"{verifier:10} {compared} tokens, {different} rows differ", file=sys.stderr, flush=True)
+        print(f"{verifier:10} {compared} tokens, {different} rows differ, {near} more by a draw on a border",
+              file=sys.stderr, flush=True)  # fmt: skip
     return {"check": "replay", "arms": results}
 
 

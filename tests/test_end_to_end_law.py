@@ -97,3 +97,15 @@ def test_the_comparison_is_a_chi_square():
     assert np.mean([comparison.statistic for comparison in null]) == pytest.approx(freedom, rel=0.1)
     assert np.mean([comparison.p_value < 0.1 for comparison in null]) == pytest.approx(0.1, abs=0.06)
     assert check_law.compare(arm(law), arm(shifted)).p_value < FALSE_ALARM
+
+
+@pytest.mark.parametrize("verifier", ["match", "coupled"])
+def test_only_draws_on_a_border_excuse_a_difference(reasoner, verifier, monkeypatch):
+    model, prompt = reasoner[0], list(range(5, 15))
+    plain = stand.wrap(model, verifier=verifier).generate(input_ids=prompt, max_new_tokens=8, seed=5, draft=False)
+    one = plain.token_ids[0]
+    two = [*one[:6], one[6] + 1]
+    arguments = {"verifier": verifier, "row": 0, "seed": 5}
+    assert not check_law.is_near_border(model, prompt, one, two, **arguments)
+    monkeypatch.setattr(check_law, "ROUNDING", 1.0)
+    assert check_law.is_near_border(model, prompt, one, two, **arguments)

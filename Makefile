@@ -62,13 +62,17 @@ $(VENV)/.ready: $(SOURCES)
 	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation --editable ".[test]"
 	touch $@
 
-# The debug build is an ordinary, non-editable install of a copy, so that it never replaces the fast core.
-.venv-debug/.ready: $(SOURCES) $(wildcard trees/*.py)
-	$(call install_torch,.venv-debug)
+# The debug build is an ordinary, non-editable install of a copy, so that it never replaces the fast core. Everything else
+# it finds in $(VENV): a path file lends its packages, but not the editable install among them.
+.venv-debug/.ready: $(SOURCES) $(VENV)/.ready $(wildcard trees/*.py)
+	$(PYTHON) -m venv --without-pip .venv-debug
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	  "$$(.venv-debug/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lent.pth"
 	rm -rf build/debug && mkdir -p build/debug
 	cp -r setup.py pyproject.toml MANIFEST.in README.md LICENSE stand trees verifiers build/debug/
 	rm -f build/debug/*/*.so build/debug/*/*.cpp build/debug/stand/gpu/*.so build/debug/stand/gpu/*.cpp
-	STAND_DEBUG=1 .venv-debug/bin/pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation "./build/debug[test]"
+	STAND_DEBUG=1 $(BIN)/pip --python .venv-debug/bin/python install --quiet --no-build-isolation --no-deps \
+	  --ignore-installed ./build/debug
 	touch $@
 
 .venv-wheel/.ready: $(SOURCES) $(VENV)/.ready $(wildcard stand/*.py stand/gpu/*.py trees/*.py verifiers/*.py)

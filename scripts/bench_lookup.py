@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from recordings import Recording, Selection, read_recordings
 from replay import walk
-from replay_drafters import ArcticReplay, BlendedReplay, ReplayDrafter
+from replay_drafters import SCOPES, ArcticReplay, BlendedReplay, ReplayDrafter, grown_guess
 from text_table import format_table
 from tokenizers import Tokenizer
 
@@ -114,20 +114,18 @@ def bench_rows(lookup: BlendedLookup, recordings: list[Recording]) -> dict[str, 
     """Sixteen recordings decoded side by side: one call per step, eight nodes per row."""
     streams = [np.concatenate([one.prompt, one.tokens]).astype(np.int32) for one in recordings[:ROWS]]
     ends = [len(one.prompt) + 1 for one in recordings[:ROWS]]
-    keys, scopes = np.arange(ROWS), [one.problem % 255 for one in recordings[:ROWS]]
+    keys, scopes = np.arange(ROWS), [one.problem % SCOPES for one in recordings[:ROWS]]
+    budget = ROWS * NODES_PER_ROW
     for stream, end, scope in zip(streams, ends, scopes, strict=True):
         lookup.learn(stream[:0], stream[:end], scope=scope)
     micros: list[float] = []
     while all(end + ROWS * NODES_PER_ROW < len(stream) for stream, end in zip(streams, ends, strict=True)):
         histories = [stream[:end] for stream, end in zip(streams, ends, strict=True)]
-        budget = ROWS * NODES_PER_ROW
         took, batch = timed(lookup.draft, histories, budget, seed=0, rows=keys, steps=keys, scopes=scopes)
         micros.append(took)
         runs = []
         for row, (stream, end) in enumerate(zip(streams, ends, strict=True)):
-            draft = batch[row]
-            guess = draft.token_ids[1:], draft.parents[1:] - 1, draft.path_probabilities[1:]
-            runs.append(stream[end : end + len(walk(guess, stream[end:])) + 1])
+            runs.append(stream[end : end + len(walk(grown_guess(batch[row]), stream[end:])) + 1])
         lookup.judge(histories, runs, scopes=scopes)
         for row, (history, run) in enumerate(zip(histories, runs, strict=True)):
             lookup.learn(history, run, scope=scopes[row])
@@ -142,7 +140,7 @@ def bench_laws(lookup: BlendedLookup, recordings: list[Recording]) -> dict[str, 
     for one in recordings[: 5 * GROUP_SIZE]:
         groups.append([])
         for end in np.linspace(30, len(one.tokens) - 1, 40).astype(int):
-            scopes = [one.problem % 255]
+            scopes = [one.problem % SCOPES]
             batch = lookup.draft([one.tokens[:end]], 80, seed=0, rows=[0], steps=[0], scopes=scopes)
             ids = np.argsort(rng.random((batch.num_nodes, 64)))[:, :10].astype(np.int32) + 100
             ids[:, 0] = one.tokens[end]

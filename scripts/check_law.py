@@ -176,8 +176,8 @@ def check_replay(model, tokenizer, options: argparse.Namespace) -> dict:
             drafted = engine.generate(part, **settings)
             pairs = list(zip(plain.token_ids, drafted.token_ids, strict=True))
             for row, (one, two) in enumerate(pairs):
-                prompt = tokenizer(part[row // options.rows])["input_ids"]
                 if one != two:
+                    prompt = tokenizer(part[row // options.rows])["input_ids"]
                     is_near = is_near_border(model, prompt, one, two, verifier=verifier, row=row, seed=settings["seed"])
                     near += is_near
                     different += not is_near

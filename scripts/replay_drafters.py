@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from stand.trees import BlendedLookup, LookupTree, TreeShape
+from stand.trees import BlendedLookup, DraftBatch, DraftTree, LookupTree, TreeShape
 
 Guess = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # tokens, parents (-1: the pending token), path probabilities
 NOTHING: Guess = (np.empty(0, np.int32), np.empty(0, np.int32), None)
@@ -37,6 +37,11 @@ class ReplayDrafter(Protocol):
         """Memory that grows with what is learned; None where it cannot be asked for."""
 
 
+def grown_guess(draft: DraftTree | DraftBatch) -> Guess:
+    """The nodes of one row's grown draft without its root."""
+    return draft.token_ids[1:], draft.parents[1:] - 1, draft.path_probabilities[1:]
+
+
 class BlendedReplay:
     """`lookup`: the blended lookup tree, best-first growth."""
 
@@ -56,7 +61,7 @@ class BlendedReplay:
         batch = self.lookup.draft(
             [history], budget, seed=0, rows=[0], steps=[self.num_steps], floor=self.floor, scopes=[self.scope]
         )
-        return batch.token_ids[1:], batch.parents[1:] - 1, batch.path_probabilities[1:]
+        return grown_guess(batch)
 
     def learn(self, history: np.ndarray, num_new: int) -> None:
         first = len(history) - num_new

@@ -372,13 +372,16 @@ def test_often_used_contexts_outlive_rare_ones():
     lookup.check()
 
 
-def test_replaced_entries_free_what_hung_on_them():
+def test_replaced_entries_free_what_hung_on_them(tmp_path):
     lookup = BlendedLookup()
     rng = np.random.default_rng(1)
     for first in range(400):
         lookup.learn([], np.concatenate([[7, 1000 + first], rng.integers(0, 900, 30)]))
     lookup.check()
     assert len(lookup.predict([7], limit=200)[0]) <= 32 + 64  # of order 1 and of the empty context
+    lookup.save(tmp_path / "full.blend")
+    sizes = read_store_file(tmp_path / "full.blend", num_odds=NUM_ODDS)[1]["sizes"]
+    assert sizes[0] == 64 and sizes[1:].max() == 32  # the empty context stands first
 
 
 def test_tokens_that_never_followed_the_newest_one_are_known():

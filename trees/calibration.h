@@ -8,7 +8,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
+
+#include "float_bits.h"
 
 namespace stand {
 
@@ -55,9 +56,7 @@ class Calibration {
 
         explicit Place(float product) {
             constexpr uint32_t lowest = (127u - OCTAVES) << 23;
-            uint32_t bits;
-            std::memcpy(&bits, &product, sizeof bits);
-            bits = std::max(bits, lowest) - lowest;
+            const uint32_t bits = std::max(float_bits(product), lowest) - lowest;
             knot = std::min<int32_t>(bits >> 21, NUM_KNOTS - 2);
             share = std::min(1.0f, static_cast<float>(bits - (static_cast<uint32_t>(knot) << 21)) * (1.0f / (1 << 21)));
         }

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <vector>
 
+#include "float_bits.h"
+
 namespace stand {
 
 // What competes: a child with a known token, the sampling of a child, or looking for children.
@@ -20,9 +22,7 @@ struct Item {
 
     // Positive floats compare like their bits; of equals the child of the earlier node is better, then the lower id.
     uint64_t rank() const {
-        uint32_t bits;
-        std::memcpy(&bits, &key, sizeof bits);
-        return static_cast<uint64_t>(bits) << 32 | (0xFFFFFFFFu - static_cast<uint32_t>(node));
+        return static_cast<uint64_t>(float_bits(key)) << 32 | (0xFFFFFFFFu - static_cast<uint32_t>(node));
     }
     bool operator<(const Item& other) const {
         const uint64_t mine = rank(), its = other.rank();
@@ -34,7 +34,7 @@ struct Item {
 // something. Lists are short, so that the best of one is found by looking at each; what comes out is in exact order.
 class Frontier {
    public:
-    Frontier() { std::memset(heads_, 0xFF, sizeof heads_); }
+    Frontier() { clear(); }
 
     bool empty() const { return summary_ == 0; }
 
@@ -75,14 +75,13 @@ class Frontier {
     };
     std::vector<Place> places_;
     int32_t heads_[NUM_LISTS];
-    uint64_t words_[NUM_WORDS] = {};
-    uint32_t summary_ = 0;
+    uint64_t words_[NUM_WORDS];
+    uint32_t summary_;
 
     // What is less than the lowest octave shares the first list.
     static uint32_t list_of(float key) {
         constexpr uint32_t lowest = (127u - OCTAVES) << 23;
-        uint32_t bits;
-        std::memcpy(&bits, &key, sizeof bits);
+        const uint32_t bits = float_bits(key);
         return (bits > lowest ? bits - lowest : 0) >> 17;
     }
 };

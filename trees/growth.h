@@ -69,9 +69,7 @@ class EmptyLaws {
     }
 
     static int32_t bin_of(float probability) {
-        uint32_t bits;
-        std::memcpy(&bits, &probability, sizeof bits);
-        return std::min<int32_t>(((127u << 23) - bits) >> 22, NUM_BINS - 1);
+        return std::min<int32_t>(((127u << 23) - float_bits(probability)) >> 22, NUM_BINS - 1);
     }
 };
 
@@ -291,6 +289,7 @@ class Growth {
     void plant(int32_t row);
     void locate(GrownNode& node);
     Family family(int32_t parent) const;
+    static Item child(const Family& family, uint32_t token, float product, Step step);
     void offer(const Family& family, uint32_t token, float chance, Step step);
     int32_t reveal(const Item& item, uint32_t token);
     void expand(int32_t index);
@@ -352,11 +351,9 @@ inline bool Growth::pop(Item& item) {
         least_ *= 0.2f;
         std::vector<Item> waiting;
         waiting.swap(spare_);
-        for (Item& spare : waiting) {
-            if (spare.step != Step::expand)
-                spare.key = Calibration::corrected(spare.product, family(spare.node).factors);
-            push(spare);
-        }
+        for (const Item& spare : waiting)
+            push(spare.step == Step::expand ? spare
+                                            : child(family(spare.node), spare.token, spare.product, spare.step));
     }
     item = frontier_.pop();
     return true;
@@ -406,11 +403,17 @@ inline Growth::Family Growth::family(int32_t parent) const {
     return Family{parent, node.product, calibration_->at_depth(node.depth + 1)};
 }
 
+// The factors of two depths are learned apart, so that a sure child may be given a little more than its parent: bound
+// by the parent's chance, deep paths would come true more often than they say.
+inline Item Growth::child(const Family& family, uint32_t token, float product, Step step) {
+    return Item{Calibration::corrected(product, family.factors), product, token, family.parent, step};
+}
+
 // A child that is kept with this chance where its parent is. What will hardly be wanted is not calibrated before it is.
 inline void Growth::offer(const Family& family, uint32_t token, float chance, Step step) {
     const float product = family.product * chance;
     if (product * Calibration::MOST_FACTOR >= least_)
-        push(Item{Calibration::corrected(product, family.factors), product, token, family.parent, step});
+        push(child(family, token, product, step));
     else if (product >= hopeless_)
         spare_.push_back(Item{product, product, token, family.parent, step});
 }
@@ -473,15 +476,14 @@ inline void Growth::expand_sampled(int32_t index) {
     while (num_sure < candidates.size() && path * candidates[num_sure].probability >= 2.0f * least_) ++num_sure;
     for (size_t position = num_sure; position < candidates.size(); ++position) tail += candidates[position].probability;
     size_t drawn = candidates.size();
+    const Family children = family(index);
     if (OVERLAP * path * tail >= 2.0f * least_) {
         std::fill(support.taken.begin(), support.taken.begin() + num_sure, char(1));
-        const Family children = family(index);
-        const float product = children.product * OVERLAP * tail;
-        drawn = sample(Item{Calibration::corrected(product, children.factors), product, 0, index, Step::sample});
+        drawn = sample(child(children, 0, children.product * OVERLAP * tail, Step::sample));
     }
     for (size_t position = 0; position < candidates.size(); ++position)
         if (position != drawn)
-            offer(family(index), candidates[position].token, candidates[position].probability, Step::reveal);
+            offer(children, candidates[position].token, candidates[position].probability, Step::reveal);
 }
 
 // The next draw competes with its estimated chance of acceptance.

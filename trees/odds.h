@@ -12,6 +12,7 @@
 #include <cmath>
 
 #include "blocks.h"
+#include "float_bits.h"
 
 namespace stand {
 
@@ -46,12 +47,11 @@ struct Clock {
     }
 };
 
+constexpr int32_t FIRST_HALF_OCTAVE = 2 * (127 + 8);  // of a float of WEIGHT_ONE / 16
+
 // Half octaves from 1/16 to 16: exponent and first digit of the weight as a float.
 inline int32_t weight_bucket(uint16_t weight) {
-    const float value = weight;
-    int32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    return std::max(0, (bits >> 22) - 2 * (127 + 8));
+    return std::max(0, static_cast<int32_t>(float_bits(weight) >> 22) - FIRST_HALF_OCTAVE);
 }
 
 inline int32_t size_bucket(int32_t size) {
@@ -87,7 +87,7 @@ inline void read_eight(const Block* block, int32_t first, const Clock& clock, ui
     const Float8 values = __builtin_convertvector(weights, Float8);
     Int8 bits;
     std::memcpy(&bits, &values, sizeof bits);
-    bits = (bits >> 22) - 2 * (127 + 8);
+    bits = (bits >> 22) - FIRST_HALF_OCTAVE;
     const Short8 weight_buckets = __builtin_convertvector(bits & ~(bits >> 31), Short8);
     const Short8 is_old = (clock.stamp() - stamps) >= RECENT;
     const Short8 is_elsewhere = __builtin_convertvector(scopes != clock.scope, Short8);

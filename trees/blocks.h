@@ -101,10 +101,10 @@ class Arena {
         return reinterpret_cast<Block*>(slabs_[reference / SLAB_UNITS].get() + reference % SLAB_UNITS * UNIT_BYTES);
     }
 
-    // Loads the beginning of a block that will be read soon. A prefetch would be dropped where its page is not in the
-    // TLB, and then every block is waited for.
-    void fetch(uint32_t reference) const {
-        if (reference != 0) static_cast<void>(*reinterpret_cast<const volatile uint32_t*>(at(reference)));
+    // Asks for the beginning of a block that will be read soon. Inlined always: GCC takes a function that only prefetches
+    // for one without effect and drops the calls that it has not inlined by then.
+    [[gnu::always_inline]] void fetch(uint32_t reference) const {
+        if (reference != 0) __builtin_prefetch(at(reference));
     }
 
     // A block of the class, its header unset; 0 where the class has none left and no slab may be added.

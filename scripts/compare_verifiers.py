@@ -151,7 +151,7 @@ class AskingVerifier(Verifier):
         counted = np.flatnonzero(self.drafter.has_room)
         prompts = noise.rows[counted] // self.size.rows
         np.add.at(self.steps, prompts, 1.0)
-        self.nodes += int(np.diff(batch.offsets)[counted].sum()) - len(counted)
+        self.nodes += int(batch.sizes[counted].sum()) - len(counted)
         for rule, kept in self.kept.items():
             if rule == "coupled":
                 means = verdicts.num_accepted.astype(np.float64)

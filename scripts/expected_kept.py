@@ -68,7 +68,7 @@ def _bottom_up(batch: DraftBatch, thresholds: np.ndarray, order: np.ndarray) -> 
 
 def _parents_and_rows(batch: DraftBatch) -> tuple[list[int], list[int]]:
     """Packed parents (negative at roots) and the row of each packed node."""
-    sizes = np.diff(batch.offsets)
+    sizes = batch.sizes
     starts = np.repeat(batch.offsets[:-1], sizes)
     parents = np.where(batch.parents < 0, -1, batch.parents + starts)
     return parents.tolist(), np.repeat(np.arange(len(batch)), sizes).tolist()

@@ -128,7 +128,7 @@ class StepPlan:
         forbidden = torch.from_numpy(~allowed).to(self.device)
         additive = torch.zeros(allowed.shape, dtype=dtype, device=self.device)
         additive.masked_fill_(forbidden, float("-inf"))
-        return additive[:, None].repeat(1, 1, groups, 1)
+        return torch.cat([additive] * groups, dim=1)[:, None]
 
     def _allowed(self, window: int | None) -> np.ndarray:
         """[M, L] bool: which slots of its own row a packed token sees."""
@@ -168,20 +168,22 @@ def _padded_width(counts: np.ndarray) -> int:
 
     Least total of query places and of CALL_COST places per further call.
     """
-    widths = np.unique(counts)
-    beyond = np.maximum(counts[None, :] - widths[:, None], 0)
-    costs = len(counts) * widths + beyond.sum(axis=1) + CALL_COST * (beyond > 0).sum(axis=1)
+    widths = np.sort(counts)
+    num_rows = len(widths)
+    num_longer = num_rows - np.searchsorted(widths, widths, side="right")
+    beyond = widths[::-1].cumsum()[::-1] - widths * np.arange(num_rows, 0, -1)  # tokens of longer rows beyond a width
+    costs = num_rows * widths + beyond + CALL_COST * num_longer
     return int(widths[np.argmin(costs)])
 
 
 def _ancestor_matrix(batch: DraftBatch) -> np.ndarray:
-    """[M, T] bool, by depth level: a node sees itself and what its parent sees."""
-    counts = np.diff(batch.offsets)
-    firsts = np.repeat(batch.offsets[:-1], counts)
-    local_nodes = np.arange(batch.num_nodes) - firsts
-    ancestors = local_nodes[:, None] == np.arange(int(counts.max()))[None, :]
-    packed_parents = batch.parents + firsts
-    for depth in range(1, int(batch.depths.max(initial=0)) + 1):
-        nodes = np.nonzero(batch.depths == depth)[0]
-        ancestors[nodes] |= ancestors[packed_parents[nodes]]
-    return ancestors
+    """[M, T] bool: a node sees itself and what its parent sees. Bits of one integer per node: array operations by depth
+    take several times as long for drafts of a few dozen nodes."""
+    seen: list[int] = []
+    for first, end in zip(batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True):
+        for node, parent in enumerate(batch.parents[first:end].tolist()):
+            seen.append((seen[first + parent] if parent >= 0 else 0) | 1 << node)
+    most = int(batch.sizes.max())
+    num_bytes = -(-most // 8)
+    packed = np.frombuffer(b"".join([bits.to_bytes(num_bytes, "little") for bits in seen]), dtype=np.uint8)
+    return np.unpackbits(packed.reshape(-1, num_bytes), axis=1, count=most, bitorder="little").view(bool)

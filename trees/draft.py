@@ -123,6 +123,11 @@ class DraftBatch:
         """M, the packed tokens of the step."""
         return len(self.token_ids)
 
+    @property
+    def sizes(self) -> np.ndarray:
+        """[B] int32: nodes of each row, the pending token included."""
+        return self.offsets[1:] - self.offsets[:-1]
+
     @classmethod
     def concatenate(cls, drafts: Sequence[DraftTree]) -> DraftBatch:
         """Pack drafts, one per row; supports are padded to the widest."""

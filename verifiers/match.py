@@ -56,7 +56,7 @@ def follow_drawn(batch: DraftBatch, target: TargetRows, draw: Draw) -> Verdicts:
     target.check(batch)
     parents = packed_parents(batch)
     schedule = Schedule.by_depth_and_rank(batch)
-    row_of = np.repeat(np.arange(len(batch)), np.diff(batch.offsets))
+    row_of = np.repeat(np.arange(len(batch)), batch.sizes)
     stops = batch.offsets[:-1].astype(np.int64)
     next_tokens = np.zeros(len(batch), dtype=np.int64)
     drawn_at = np.full(batch.num_nodes, -1, dtype=np.int64)

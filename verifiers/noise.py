@@ -32,7 +32,7 @@ class VerifierNoise:
 
     def accept(self, batch: DraftBatch) -> np.ndarray:
         """[M] float64 in [0, 1): one per packed node, keyed (seed, row, step, row-local node)."""
-        sizes = np.diff(batch.offsets)
+        sizes = batch.sizes
         nodes = np.arange(batch.num_nodes) - np.repeat(batch.offsets[:-1], sizes)
         return uniforms(self.seed, ACCEPT, np.repeat(self.rows, sizes), np.repeat(self.steps, sizes), nodes)
 
@@ -62,7 +62,7 @@ class VerifierNoise:
 
     def _after_nodes(self, batch: DraftBatch) -> tuple[np.ndarray, np.ndarray]:
         """Rows' numbers [M] and positions [M] of the tokens that follow the packed nodes."""
-        sizes = np.diff(batch.offsets)
+        sizes = batch.sizes
         return np.repeat(self.rows, sizes), np.repeat(self.positions, sizes) + batch.depths
 
     def exponentials(self, rows: np.ndarray, depth: int, *, vocabulary_size: int, device: torch.device) -> torch.Tensor:

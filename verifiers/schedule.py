@@ -11,7 +11,7 @@ from stand.trees import NO_PARENT, DraftBatch
 
 def packed_parents(batch: DraftBatch) -> np.ndarray:
     """[M] int64: packed index of each node's parent; NO_PARENT at roots."""
-    starts = np.repeat(batch.offsets[:-1], np.diff(batch.offsets))
+    starts = np.repeat(batch.offsets[:-1], batch.sizes)
     return np.where(batch.parents == NO_PARENT, NO_PARENT, batch.parents + starts).astype(np.int64)
 
 

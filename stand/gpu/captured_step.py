@@ -90,7 +90,7 @@ class CapturedStep:
     def prepare(self, batch: DraftBatch, rows: Sequence[Row], noise: VerifierNoise) -> None:
         lengths = np.array([row.num_cached for row in rows], dtype=np.int64)
         places = np.array([row.index for row in rows], dtype=np.int64)
-        counts = np.diff(batch.offsets)
+        counts = batch.sizes
         self._make_room(int((lengths + counts).max()) + 1)
         tile = self._output.tile_tokens(int(counts.max()))
         work = WorkList.build(batch.offsets, lengths, places, tile_tokens=tile, split_length=SPLIT_LENGTH)

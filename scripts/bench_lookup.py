@@ -5,21 +5,21 @@
 FILE is a recording as for `replay.py`. The tree learns recordings until it holds `--contexts` contexts (beginning
 again with other ids where they are not enough), then the last ones are decoded as in a replay, in groups; every step
 drafts with each budget, in turn, and follows the largest. Sixteen others are decoded side by side. Arctic gets the same
-recordings as the smallest tree. Times are CPU time of calls from Python, in microseconds. What else runs on the machine
-can only make them longer, so the group with the lowest median counts, with its own 99th percentile; those over all
-groups stand in the JSON document, which is the last line of stdout.
+recordings as the smallest tree. Times are CPU time of calls from Python, in microseconds, without what reading the
+clock takes. What else runs on the machine can only make them longer, so the group with the lowest median counts, with
+its own 99th percentile; those over all groups stand in the JSON document, which is the last line of stdout.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
 import numpy as np
+from cpu_time import timed
 from recordings import Recording, Selection, read_recordings
 from replay import walk
 from replay_drafters import SCOPES, ArcticReplay, BlendedReplay, ReplayDrafter, grown_guess
@@ -34,13 +34,6 @@ CHUNK = 8  # tokens per call while the tree is filled
 GROUP_SIZE = 3  # recordings
 LARGEST_ID = 2**20
 SMALL_CAP, MANY_EVICTED = 16 << 20, 500_000
-
-
-def timed(call: Callable, *arguments, **named) -> tuple[float, object]:
-    """(microseconds, result)."""
-    started = time.thread_time_ns()
-    result = call(*arguments, **named)
-    return (time.thread_time_ns() - started) / 1e3, result
 
 
 def summary(groups: list[list[float]]) -> dict[str, float]:
@@ -92,10 +85,10 @@ def decode(drafter: ReplayDrafter, recordings: list[Recording], micros: dict[int
         while end < len(stream):
             turn += 1
             for budget in (*BUDGETS[turn % 3 :], *BUDGETS[: turn % 3]):
-                took, guess = timed(drafter.draft, stream[:end], budget)
+                took, draft = timed(drafter.draft, stream[:end], budget)
                 micros[budget].append(took)
                 if budget == max(BUDGETS):
-                    num_accepted = len(walk(guess, stream[end:]))
+                    num_accepted = len(walk(drafter.guess(draft), stream[end:]))
             num_new = min(num_accepted + 1, len(stream) - end)
             end += num_new
             drafter.learn(stream[:end], num_new)

@@ -20,11 +20,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
+from cpu_time import timed
 from recordings import Recording, Selection, read_recordings
 from replay_drafters import Guess, ReplayDrafter, make_drafter
 from text_table import format_table
@@ -110,26 +110,22 @@ def replay_one(drafter: ReplayDrafter, recording: Recording, budget: int, tally:
     learn(drafter, stream[:end], end, tally)
     num_steps = 0
     while end < len(stream):
-        started = time.thread_time_ns()
-        guess = drafter.draft(stream[:end], budget)
-        tally.draft_us.append((time.thread_time_ns() - started) / 1e3)
+        took, draft = timed(drafter.draft, stream[:end], budget)
+        tally.draft_us.append(took)
+        guess = drafter.guess(draft)
         path = walk(guess, stream[end:])
         count(guess, path, tally, at_end=end + len(path) >= len(stream))
         num_new = min(len(path) + 1, len(stream) - end)
         end += num_new
         learn(drafter, stream[:end], num_new, tally)
         num_steps += 1
-    started = time.thread_time_ns()
-    drafter.finish()
-    tally.learn_us += (time.thread_time_ns() - started) / 1e3
+    tally.learn_us += timed(drafter.finish)[0]
     tally.tokens[recording.sample] = tally.tokens.get(recording.sample, 0) + len(recording.tokens) - 1
     tally.steps[recording.sample] = tally.steps.get(recording.sample, 0) + num_steps
 
 
 def learn(drafter: ReplayDrafter, history: np.ndarray, num_new: int, tally: Tally) -> None:
-    started = time.thread_time_ns()
-    drafter.learn(history, num_new)
-    tally.learn_us += (time.thread_time_ns() - started) / 1e3
+    tally.learn_us += timed(drafter.learn, history, num_new)[0]
     tally.num_learned += num_new
 
 

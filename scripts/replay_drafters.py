@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from stand.trees import BlendedLookup, DraftBatch, DraftTree, LookupTree, TreeShape
+
+if TYPE_CHECKING:
+    import torch
+    from arctic_inference.suffix_decoding import SuffixDecodingDraft
 
 Guess = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # tokens, parents (-1: the pending token), path probabilities
 NOTHING: Guess = (np.empty(0, np.int32), np.empty(0, np.int32), None)
@@ -23,8 +27,11 @@ class ReplayDrafter(Protocol):
     def start(self, problem: int, prompt: np.ndarray) -> None:
         """A sample with this prompt begins."""
 
-    def draft(self, history: np.ndarray, budget: int) -> Guess:
-        """Guesses for what follows the history, at most `budget`."""
+    def draft(self, history: np.ndarray, budget: int) -> object:
+        """A draft of what follows the history, at most `budget` tokens, as the drafter hands it to its users."""
+
+    def guess(self, draft: object) -> Guess:
+        """The same as arrays, which is no part of drafting."""
 
     def learn(self, history: np.ndarray, num_new: int) -> None:
         """The last tokens of the history are committed."""
@@ -56,12 +63,14 @@ class BlendedReplay:
     def start(self, problem: int, prompt: np.ndarray) -> None:
         self.scope = problem % SCOPES
 
-    def draft(self, history: np.ndarray, budget: int) -> Guess:
+    def draft(self, history: np.ndarray, budget: int) -> DraftBatch:
         self.num_steps += 1
-        batch = self.lookup.draft(
+        return self.lookup.draft(
             [history], budget, seed=0, rows=[0], steps=[self.num_steps], floor=self.floor, scopes=[self.scope]
         )
-        return grown_guess(batch)
+
+    def guess(self, draft: DraftBatch) -> Guess:
+        return grown_guess(draft)
 
     def learn(self, history: np.ndarray, num_new: int) -> None:
         first = len(history) - num_new
@@ -89,11 +98,13 @@ class StandReplay:
     def start(self, problem: int, prompt: np.ndarray) -> None:
         pass
 
-    def draft(self, history: np.ndarray, budget: int) -> Guess:
+    def draft(self, history: np.ndarray, budget: int) -> DraftBatch:
         if budget not in self.shapes:
             self.shapes[budget] = shallow_first(TreeShape.paper(), budget)
-        batch = self.lookup.draft([history], self.shapes[budget], seed=0, rows=[0], steps=[0], kind="deterministic")
-        return batch.token_ids[1:], batch.parents[1:] - 1, None
+        return self.lookup.draft([history], self.shapes[budget], seed=0, rows=[0], steps=[0], kind="deterministic")
+
+    def guess(self, draft: DraftBatch) -> Guess:
+        return draft.token_ids[1:], draft.parents[1:] - 1, None
 
     def learn(self, history: np.ndarray, num_new: int) -> None:
         first = len(history) - num_new
@@ -136,11 +147,13 @@ class PromptLookupReplay:
     def start(self, problem: int, prompt: np.ndarray) -> None:
         pass
 
-    def draft(self, history: np.ndarray, budget: int) -> Guess:
+    def draft(self, history: np.ndarray, budget: int) -> torch.Tensor:
         generator = self.make(num_output_tokens=budget, max_matching_ngram_size=2, max_length=len(history) + budget + 1)
         ids, _ = generator.get_candidates(self.torch.from_numpy(history.astype(np.int64))[None])
-        tokens = ids[0, len(history) :].numpy().astype(np.int32)
-        return tokens, np.arange(-1, len(tokens) - 1, dtype=np.int32), None
+        return ids[0, len(history) :]
+
+    def guess(self, draft: torch.Tensor) -> Guess:
+        return draft.numpy().astype(np.int32), np.arange(-1, len(draft) - 1, dtype=np.int32), None
 
     def learn(self, history: np.ndarray, num_new: int) -> None:
         pass
@@ -175,8 +188,8 @@ class ArcticReplay:
         self.cache.start_request(self.request, np.ascontiguousarray(prompt))
         self.prompt_size = len(prompt)
 
-    def draft(self, history: np.ndarray, budget: int) -> Guess:
-        draft = self.cache.speculate(
+    def draft(self, history: np.ndarray, budget: int) -> SuffixDecodingDraft:
+        return self.cache.speculate(
             self.request,
             np.ascontiguousarray(history[-self.DEPTH :]),
             max_spec_tokens=budget,
@@ -185,6 +198,8 @@ class ArcticReplay:
             min_token_prob=0.1 if self.is_gated else 0.0,
             use_tree_spec=True,
         )
+
+    def guess(self, draft: SuffixDecodingDraft) -> Guess:
         return np.array(draft.token_ids, np.int32), np.array(draft.parents, np.int32), None
 
     def learn(self, history: np.ndarray, num_new: int) -> None:

@@ -70,6 +70,9 @@ class Oracle:
         tokens = self.stream[len(history) : len(history) + min(budget, self.ahead)]
         return tokens, np.arange(-1, len(tokens) - 1, dtype=np.int32), np.ones(len(tokens), np.float32)
 
+    def guess(self, draft):
+        return draft
+
     def learn(self, history, num_new):
         self.verbs.append((len(history), num_new))
 

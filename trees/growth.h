@@ -53,6 +53,7 @@ class EmptyLaws {
         law.size = 0;
         if (store.empty_context() == 0) return;
         const Block* block = store.arena.at(store.empty_context());
+        if (block->size == 0) return;
         uint16_t buckets[MAX_ENTRIES];
         float probabilities[MAX_ENTRIES];
         int32_t ends[NUM_BINS + 1] = {};
@@ -82,8 +83,10 @@ class Blender {
 
     // Evidence that could add less than `least` to any token is left out.
     void blend(const ContextStore& store, const Contexts& contexts, const Clock& clock, float least, EmptyLaws& empty) {
-        if (++epoch_ == 0) std::fill(slots_, slots_ + NUM_SLOTS, Slot());
-        epoch_ = std::max(1u, epoch_);
+        if (++epoch_ == 0) {
+            std::fill(slots_, slots_ + NUM_SLOTS, Slot());
+            epoch_ = 1;
+        }
         size = 0;
         cut_ = CUT * least;
         float carry = 1.0f;
@@ -112,10 +115,11 @@ class Blender {
     static constexpr uint32_t SLOT_BITS = 10, NUM_SLOTS = 1u << SLOT_BITS;
     static_assert(NUM_SLOTS > MAX_ENTRIES * NUM_ORDERS, "a slot must stay free");
     struct Slot {
-        uint32_t epoch = 0, token = 0, index = 0;
+        uint32_t token = 0;
+        uint16_t epoch = 0, index = 0;
     };
     Slot slots_[NUM_SLOTS];
-    uint32_t epoch_ = 0;
+    uint16_t epoch_ = 0;
     float cut_ = 0.0f;
 
     // Adds a context's entries with weight `carry`; returns what is left for shorter contexts.
@@ -123,15 +127,16 @@ class Blender {
         const Odds& learned = store.odds;
         const Block* block = store.arena.at(reference);
         if (reference == 0 || block->size == 0) return carry;
+        const int32_t size_of_block = block->size;
         uint16_t buckets[MAX_ENTRIES];
+        float values[MAX_ENTRIES];
         float total = 0.0f;
-        const int32_t escape_bucket = read_buckets(block, clock, buckets);
-        for (int32_t i = 0; i < block->size; ++i) total += learned.entry[buckets[i]];
-        const float escape = learned.escape[escape_bucket];
+        const float escape = learned.escape[read_buckets(block, clock, buckets)];
+        for (int32_t i = 0; i < size_of_block; ++i) total += values[i] = learned.entry[buckets[i]];
         const float scale = carry / (total + escape);
         const uint32_t* entries = tokens_of(block);
-        for (int32_t i = 0; i < block->size; ++i) {
-            const float probability = scale * learned.entry[buckets[i]];
+        for (int32_t i = 0; i < size_of_block; ++i) {
+            const float probability = scale * values[i];
             if (probability >= cut_) add(entries[i], probability);
         }
         return scale * escape;
@@ -142,8 +147,8 @@ class Blender {
         while ((slots_[place].epoch == epoch_) & (slots_[place].token != token)) place = (place + 1) & (NUM_SLOTS - 1);
         Slot& slot = slots_[place];
         const bool is_new = slot.epoch != epoch_;
-        const uint32_t index = is_new ? static_cast<uint32_t>(size) : slot.index;
-        slot = Slot{epoch_, token, index};
+        const uint16_t index = is_new ? static_cast<uint16_t>(size) : slot.index;
+        slot = Slot{token, epoch_, index};
         tokens[index] = token;
         probabilities[index] = (is_new ? 0.0f : probabilities[index]) + probability;
         size += is_new;

@@ -54,16 +54,23 @@ inline int32_t weight_bucket(uint16_t weight) {
     return std::max(0, static_cast<int32_t>(float_bits(weight) >> 22) - FIRST_HALF_OCTAVE);
 }
 
-inline int32_t size_bucket(int32_t size) {
-    return size >= 16 ? 5 : size >= 8 ? 4 : size >= 4 ? 3 : size - 1;
-}
+// Buckets of features that are small numbers, as tables: which comparison holds is hard to predict.
+struct FeatureBuckets {
+    uint8_t of_size[MAX_ENTRIES + 1] = {};
+    uint8_t of_visits[256] = {};
 
-inline int32_t visit_bucket(int32_t visits) {
-    return visits >= 64 ? 7 : visits >= 24 ? 6 : visits >= 10 ? 5 : visits >= 6 ? 4 : visits >= 4 ? 3 : visits - 1;
-}
+    constexpr FeatureBuckets() {
+        for (int32_t size = 1; size <= MAX_ENTRIES; ++size)
+            of_size[size] = static_cast<uint8_t>(size >= 16 ? 5 : size >= 8 ? 4 : size >= 4 ? 3 : size - 1);
+        for (int32_t visits = 1; visits < 256; ++visits)
+            of_visits[visits] = static_cast<uint8_t>(
+                visits >= 64 ? 7 : visits >= 24 ? 6 : visits >= 10 ? 5 : visits >= 6 ? 4 : visits >= 4 ? 3 : visits - 1);
+    }
+};
+inline constexpr FeatureBuckets FEATURE_BUCKETS;
 
 inline int32_t share_bucket(uint32_t heaviest, uint32_t total) {
-    return 20 * heaviest > 19 * total ? 3 : 10 * heaviest > 7 * total ? 2 : 10 * heaviest > 4 * total ? 1 : 0;
+    return (10 * heaviest > 4 * total) + (10 * heaviest > 7 * total) + (20 * heaviest > 19 * total);
 }
 
 // The bucket of an entry that is not in front.
@@ -105,7 +112,7 @@ inline int32_t read_buckets(const Block* block, const Clock& clock, uint16_t* bu
     const int32_t latest_age = clock.age(stamps_of(block)[0], scopes_of(block)[0]);
     if (size == 1) {  // most contexts
         buckets[0] = entry_bucket(block, 0, clock) + 2;
-        const int32_t kind = order * NUM_SIZES * NUM_VISITS + visit_bucket(block->visits);
+        const int32_t kind = order * NUM_SIZES * NUM_VISITS + FEATURE_BUCKETS.of_visits[block->visits];
         return (kind * NUM_SHARES + (weights[0] > 0 ? 3 : 0)) * NUM_AGES + latest_age;
     }
     if (size <= 4)
@@ -117,8 +124,8 @@ inline int32_t read_buckets(const Block* block, const Clock& clock, uint16_t* bu
         total += weights[i];
         heaviest = std::max<uint32_t>(heaviest, weights[i]);
     }
-    buckets[0] += weights[0] >= heaviest ? 2 : 1;
-    const int32_t kind = (order * NUM_SIZES + size_bucket(size)) * NUM_VISITS + visit_bucket(block->visits);
+    buckets[0] += 1 + (weights[0] >= heaviest);
+    const int32_t kind = (order * NUM_SIZES + FEATURE_BUCKETS.of_size[size]) * NUM_VISITS + FEATURE_BUCKETS.of_visits[block->visits];
     return (kind * NUM_SHARES + share_bucket(heaviest, total)) * NUM_AGES + latest_age;
 }
 

@@ -68,6 +68,7 @@ class SlowBlend:
         self.empty: Context | None = None
         self.entry_odds: dict[tuple, float] = {}
         self.escape_odds: dict[tuple, float] = {}
+        self.uses: dict[tuple[bool, tuple], float] = {}  # of either table's odds
         self.now = 0
 
     def contexts(self, tokens: list[int]) -> dict[int, Context | Entry]:
@@ -217,22 +218,24 @@ class SlowBlend:
             joint = own + evidence.escape * probability
             levels.append((evidence, own / joint))
             probability = joint / evidence.total
-        duty = self.rate * mass
+        duty = mass
         for evidence, own in reversed(levels):
-            if duty <= 1e-4:
+            if self.rate * duty <= 1e-4:
                 break
-            total = evidence.total
-            self.move(
-                self.escape_odds, evidence.escape_key, evidence.escape, duty * (1 - own - evidence.escape / total)
-            )
+            total, share = evidence.total, duty / len(evidence.tokens)
+            self.move(self.escape_odds, evidence.escape_key, evidence.escape, duty, 1 - own - evidence.escape / total)
             for name, key in zip(evidence.tokens, evidence.entry_keys, strict=True):
                 odds = self.entry_odds.get(key) or entry_prior(*key)
-                self.move(self.entry_odds, key, odds, duty * ((own if name == token else 0.0) - odds / total))
+                gradient = (own if name == token else 0.0) - odds / total
+                self.move(self.entry_odds, key, odds, share, gradient, scale=len(evidence.tokens))
             duty *= 1 - own
 
-    @staticmethod
-    def move(table: dict[tuple, float], key: tuple, odds: float, step: float) -> None:
+    def move(self, table: dict[tuple, float], key: tuple, odds: float, use: float, gradient: float, *, scale=1) -> None:
+        """`use` times `scale` is what the step is weighed with."""
+        uses = self.uses.get((table is self.entry_odds, key), 0.0)
+        step = self.rate * use * scale * (1 + 30 / (10 + uses)) * gradient
         table[key] = min(1e4, max(1e-4, odds * (1 + step)))
+        self.uses[table is self.entry_odds, key] = uses + use
 
 
 class SlowCalibration:

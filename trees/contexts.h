@@ -309,14 +309,15 @@ inline void ContextStore::train(const Cursor& cursor, uint32_t token, float mass
         level.own = found / (found + escape * probability);
         probability = (found + escape * probability) / level.total;
     }
-    float duty = settings.rate * mass;
-    for (int32_t at = 0; at < num_levels && duty > 1e-4f; ++at) {
+    float duty = mass;
+    for (int32_t at = 0; at < num_levels && settings.rate * duty > 1e-4f; ++at) {
         const Level& level = levels[at];
-        float& escape = odds.escape[level.escape];
-        Odds::move(escape, duty * (1.0f - level.own - escape / level.total));
+        const float rate = settings.rate * duty;
+        odds.move_escape(level.escape, duty, rate * (1.0f - level.own - odds.escape[level.escape] / level.total));
         for (int32_t i = 0; i < level.size; ++i) {
-            float& value = odds.entry[level.entries[i]];
-            Odds::move(value, duty * ((i == level.position ? level.own : 0.0f) - value / level.total));
+            const float gained = i == level.position ? level.own : 0.0f;
+            const int32_t bucket = level.entries[i];
+            odds.move_entry(bucket, duty / level.size, rate * (gained - odds.entry[bucket] / level.total));
         }
         duty *= 1.0f - level.own;
     }

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cmath>
+#include <iterator>
 
 #include "blocks.h"
 #include "float_bits.h"
@@ -125,7 +126,8 @@ inline int32_t read_buckets(const Block* block, const Clock& clock, uint16_t* bu
         heaviest = std::max<uint32_t>(heaviest, weights[i]);
     }
     buckets[0] += 1 + (weights[0] >= heaviest);
-    const int32_t kind = (order * NUM_SIZES + FEATURE_BUCKETS.of_size[size]) * NUM_VISITS + FEATURE_BUCKETS.of_visits[block->visits];
+    const int32_t visits = FEATURE_BUCKETS.of_visits[block->visits];
+    const int32_t kind = (order * NUM_SIZES + FEATURE_BUCKETS.of_size[size]) * NUM_VISITS + visits;
     return (kind * NUM_SHARES + share_bucket(heaviest, total)) * NUM_AGES + latest_age;
 }
 
@@ -156,10 +158,29 @@ struct Odds {
             escape[bucket] = std::exp(escape_prior(bucket));
     }
 
-    // Multiplies odds by about exp(step).
-    static void move(float& odds, float step) { odds = std::min(1e4f, std::max(1e-4f, odds * (1.0f + step))); }
+    void move_entry(int32_t bucket, float duty, float step) { move(entry[bucket], entry_uses_[bucket], duty, step); }
+    void move_escape(int32_t bucket, float duty, float step) { move(escape[bucket], escape_uses_[bucket], duty, step); }
+
+    // What stands here was learned at length.
+    void settle() {
+        std::fill(std::begin(entry_uses_), std::end(entry_uses_), SETTLED);
+        std::fill(std::begin(escape_uses_), std::end(escape_uses_), SETTLED);
+    }
 
    private:
+    static constexpr float EAGER = 3.0f;  // by how much steps of a new bucket are longer; half as much after YOUNG uses
+    static constexpr float YOUNG = 10.0f;
+    static constexpr float SETTLED = 1e6f;
+
+    float entry_uses_[NUM_ORDERS * ENTRY_BUCKETS] = {}, escape_uses_[NUM_ORDERS * ESCAPE_BUCKETS] = {};
+
+    // Multiplies odds by about exp(step), more while they are young. `duty` is the use that this is.
+    static void move(float& odds, float& uses, float duty, float step) {
+        const float eagerness = 1.0f + EAGER * YOUNG / (YOUNG + uses);
+        odds = std::min(1e4f, std::max(1e-4f, odds * (1.0f + eagerness * step)));
+        uses += duty;
+    }
+
     static int32_t order_index(int32_t order) {
         return order == SKIP ? prior::NUM_LENGTHS : std::min(order, prior::NUM_LENGTHS - 1);
     }

@@ -129,6 +129,7 @@ class StoreReader {
                 return Restored::damaged;
         std::copy(image_.odds, image_.odds + std::size(store_.odds.entry), store_.odds.entry);
         std::copy(image_.odds + std::size(store_.odds.entry), image_.odds + NUM_CHOICES, store_.odds.escape);
+        store_.odds.settle();
         for (int32_t kind = 0; kind < NUM_KINDS; ++kind)
             std::copy_n(factors + kind * Calibration::NUM_FACTORS, Calibration::NUM_FACTORS,
                         store_.calibrations[kind].factors);

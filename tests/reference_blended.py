@@ -234,7 +234,7 @@ class SlowBlend:
         """`use` times `scale` is what the step is weighed with."""
         uses = self.uses.get((table is self.entry_odds, key), 0.0)
         step = self.rate * use * scale * (1 + 30 / (10 + uses)) * gradient
-        table[key] = min(1e4, max(1e-4, odds * (1 + step)))
+        table[key] = min(1e4, max(1e-4, odds * max(0.25, 1 + step)))
         self.uses[table is self.entry_odds, key] = uses + use
 
 

@@ -437,6 +437,20 @@ def test_round_trip(saved, tmp_path):
     assert BlendedLookup.load(path, max_bytes=4 * MB).max_bytes == 4 * MB
 
 
+def largest_step(lookup, tmp_path):
+    """Of the odds at one token, as a factor."""
+    before = odds_of(lookup, tmp_path / "before.blend")
+    lookup.learn(stream(40), [3])
+    return np.abs(np.log(odds_of(lookup, tmp_path / "after.blend") / before)).max()
+
+
+def test_odds_from_a_file_are_no_longer_young(saved, tmp_path):
+    young = BlendedLookup()
+    young.learn([], stream(200))
+    settled = BlendedLookup.load(saved[1])
+    assert largest_step(settled, tmp_path) < 0.06 < 0.09 < largest_step(young, tmp_path)
+
+
 def test_files_that_do_not_fit_are_refused(saved, tmp_path):
     _, path = saved
     with pytest.raises(LookupFileError, match="vocabulary"):

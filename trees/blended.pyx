@@ -163,8 +163,8 @@ cdef class BlendedLookup:
 
     `depth`: the longest context in tokens. `max_bytes`: hard cap on `nbytes`; rarely used contexts make room.
     `fade`: what a context's older observations are multiplied by at a new one. `rate`: step of the learned odds that
-    weigh a context's evidence; 0 keeps their start values. `row_size` (S): candidates that a sampled child's law
-    covers, and entries of a row that are worth passing. `fingerprint`: see `LookupTree`.
+    weigh a context's evidence, longer while they are young; 0 keeps their start values. `row_size` (S): candidates
+    that a sampled child's law covers, and entries of a row that are worth passing. `fingerprint`: see `LookupTree`.
 
     A scope is the caller's name, 0..254, for what belongs together (a problem, a user): evidence from the same scope
     is weighed apart from the rest.

@@ -3,9 +3,9 @@
 // A context of order n predicts P_n(x) = (a_x + e * P_{n-1}(x)) / (sum of a + e): `a_x` is the odds of the bucket that
 // entry x falls into (order, faded weight, age, rank), `e` the odds of escaping to the next shorter context (order,
 // number of entries, visits, share of the heaviest entry, age). One step of exponentiated gradient on log P of every
-// observed token keeps both tables calibrated. It is the escape estimation of PPM (Cleary and Witten 1984) with every
-// discount learned, and the mixing weight of context-mixing compressors (PAQ, Mahoney 2005) in one chain. Below order 1
-// the chain goes on with contexts that do not know the newest token.
+// observed token, longer while a bucket is young, keeps both tables calibrated. It is the escape estimation of PPM
+// (Cleary and Witten 1984) with every discount learned, and the mixing weight of context-mixing compressors (PAQ,
+// Mahoney 2005) in one chain. Below order 1 the chain goes on with contexts that do not know the newest token.
 
 #pragma once
 
@@ -168,16 +168,16 @@ struct Odds {
     }
 
    private:
-    static constexpr float EAGER = 3.0f;  // by how much steps of a new bucket are longer; half as much after YOUNG uses
-    static constexpr float YOUNG = 10.0f;
-    static constexpr float SETTLED = 1e6f;
+    // A new bucket's steps are 1 + EAGER times as long as a settled one's; after YOUNG uses half of EAGER is left.
+    static constexpr float EAGER = 3.0f, YOUNG = 10.0f, SETTLED = 1e6f;
+    static constexpr float LEAST_LEFT = 0.25f;  // of a bucket's odds after any one step
 
     float entry_uses_[NUM_ORDERS * ENTRY_BUCKETS] = {}, escape_uses_[NUM_ORDERS * ESCAPE_BUCKETS] = {};
 
-    // Multiplies odds by about exp(step), more while they are young. `duty` is the use that this is.
+    // Multiplies odds by about exp(step), by more while they are young. `duty` is what this counts for as a use.
     static void move(float& odds, float& uses, float duty, float step) {
         const float eagerness = 1.0f + EAGER * YOUNG / (YOUNG + uses);
-        odds = std::min(1e4f, std::max(1e-4f, odds * (1.0f + eagerness * step)));
+        odds = std::min(1e4f, std::max(1e-4f, odds * std::max(LEAST_LEFT, 1.0f + eagerness * step)));
         uses += duty;
     }
 

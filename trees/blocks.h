@@ -101,8 +101,8 @@ class Arena {
         return reinterpret_cast<Block*>(slabs_[reference / SLAB_UNITS].get() + reference % SLAB_UNITS * UNIT_BYTES);
     }
 
-    // Asks for the beginning of a block that will be read soon. Inlined always: GCC takes a function that only prefetches
-    // for one without effect and drops the calls that it has not inlined by then.
+    // Asks for the beginning of a block that will be read soon. Inlined always: GCC takes a function that only
+    // prefetches for one without effect and drops the calls that it has not inlined by then.
     [[gnu::always_inline]] void fetch(uint32_t reference) const {
         if (reference != 0) __builtin_prefetch(at(reference));
     }

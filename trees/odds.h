@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cmath>
+#include <initializer_list>
 #include <iterator>
 
 #include "blocks.h"
@@ -62,10 +63,9 @@ struct FeatureBuckets {
 
     constexpr FeatureBuckets() {
         for (int32_t size = 1; size <= MAX_ENTRIES; ++size)
-            of_size[size] = static_cast<uint8_t>(size >= 16 ? 5 : size >= 8 ? 4 : size >= 4 ? 3 : size - 1);
+            for (const int32_t least : {2, 3, 4, 8, 16}) of_size[size] += size >= least;
         for (int32_t visits = 1; visits < 256; ++visits)
-            of_visits[visits] = static_cast<uint8_t>(
-                visits >= 64 ? 7 : visits >= 24 ? 6 : visits >= 10 ? 5 : visits >= 6 ? 4 : visits >= 4 ? 3 : visits - 1);
+            for (const int32_t least : {2, 3, 4, 6, 10, 24, 64}) of_visits[visits] += visits >= least;
     }
 };
 inline constexpr FeatureBuckets FEATURE_BUCKETS;

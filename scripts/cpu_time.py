@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 
 def timed(call: Callable, *arguments, **named) -> tuple[float, object]:
@@ -17,7 +18,7 @@ def timed(call: Callable, *arguments, **named) -> tuple[float, object]:
 def _clock_us() -> float:
     """Between two readings of the clock: on some machines a good part of a small draft."""
     readings = [time.thread_time_ns() for _ in range(1001)]
-    return statistics.median(later - sooner for sooner, later in zip(readings, readings[1:], strict=False)) / 1e3
+    return statistics.median(later - sooner for sooner, later in pairwise(readings)) / 1e3
 
 
 CLOCK_US = _clock_us()

@@ -6,6 +6,7 @@ import numpy as np
 
 from stand.trees import DraftBatch
 from stand.verifiers import TargetRows, ThresholdVerifier
+from stand.verifiers.schedule import packed_parents
 from stand.verifiers.walk import first_in_post_order, last_from_top
 
 
@@ -68,7 +69,4 @@ def _bottom_up(batch: DraftBatch, thresholds: np.ndarray, order: np.ndarray) -> 
 
 def _parents_and_rows(batch: DraftBatch) -> tuple[list[int], list[int]]:
     """Packed parents (negative at roots) and the row of each packed node."""
-    sizes = batch.sizes
-    starts = np.repeat(batch.offsets[:-1], sizes)
-    parents = np.where(batch.parents < 0, -1, batch.parents + starts)
-    return parents.tolist(), np.repeat(np.arange(len(batch)), sizes).tolist()
+    return packed_parents(batch).tolist(), np.repeat(np.arange(len(batch)), batch.sizes).tolist()

@@ -222,20 +222,20 @@ class SlowBlend:
         for evidence, own in reversed(levels):
             if self.rate * duty <= 1e-4:
                 break
-            total, share = evidence.total, duty / len(evidence.tokens)
-            self.move(self.escape_odds, evidence.escape_key, evidence.escape, duty, 1 - own - evidence.escape / total)
+            total, rate, share = evidence.total, self.rate * duty, duty / len(evidence.tokens)
+            step = rate * (1 - own - evidence.escape / total)
+            self.move(self.escape_odds, evidence.escape_key, evidence.escape, duty, step)
             for name, key in zip(evidence.tokens, evidence.entry_keys, strict=True):
                 odds = self.entry_odds.get(key) or entry_prior(*key)
-                gradient = (own if name == token else 0.0) - odds / total
-                self.move(self.entry_odds, key, odds, share, gradient, scale=len(evidence.tokens))
+                step = rate * ((own if name == token else 0.0) - odds / total)
+                self.move(self.entry_odds, key, odds, share, step)
             duty *= 1 - own
 
-    def move(self, table: dict[tuple, float], key: tuple, odds: float, use: float, gradient: float, *, scale=1) -> None:
-        """`use` times `scale` is what the step is weighed with."""
+    def move(self, table: dict[tuple, float], key: tuple, odds: float, duty: float, step: float) -> None:
         uses = self.uses.get((table is self.entry_odds, key), 0.0)
-        step = self.rate * use * scale * (1 + 30 / (10 + uses)) * gradient
-        table[key] = min(1e4, max(1e-4, odds * max(0.25, 1 + step)))
-        self.uses[table is self.entry_odds, key] = uses + use
+        eagerness = 1 + 3 * 10 / (10 + uses)
+        table[key] = min(1e4, max(1e-4, odds * max(0.25, 1 + eagerness * step)))
+        self.uses[table is self.entry_odds, key] = uses + duty
 
 
 class SlowCalibration:

@@ -312,12 +312,12 @@ inline void ContextStore::train(const Cursor& cursor, uint32_t token, float mass
     float duty = mass;
     for (int32_t at = 0; at < num_levels && settings.rate * duty > 1e-4f; ++at) {
         const Level& level = levels[at];
-        const float rate = settings.rate * duty;
+        const float rate = settings.rate * duty, share = duty / level.size;
         odds.move_escape(level.escape, duty, rate * (1.0f - level.own - odds.escape[level.escape] / level.total));
         for (int32_t i = 0; i < level.size; ++i) {
             const float gained = i == level.position ? level.own : 0.0f;
             const int32_t bucket = level.entries[i];
-            odds.move_entry(bucket, duty / level.size, rate * (gained - odds.entry[bucket] / level.total));
+            odds.move_entry(bucket, share, rate * (gained - odds.entry[bucket] / level.total));
         }
         duty *= 1.0f - level.own;
     }

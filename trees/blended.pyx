@@ -1,6 +1,6 @@
 """The blended lookup tree: every context length votes, its weight is learned, memory is bounded.
 
-The work is done in C++ (blocks.h, odds.h, calibration.h, contexts.h, frontier.h, growth.h) without the interpreter's
+The work is done in C++ (blocks.h, odds.h, contexts.h, blender.h, calibration.h, frontier.h, growth.h) without the interpreter's
 lock; this file checks arguments and owns memory.
 """
 
@@ -62,11 +62,15 @@ cdef extern from "drafter.h" namespace "stand" nogil:
     cdef enum class DraftKind(int32_t):
         deterministic
 
-cdef extern from "growth.h" namespace "stand" nogil:
+cdef extern from "blender.h" namespace "stand" nogil:
     cdef cppclass Candidate:
         uint32_t token
         float probability
 
+    vector[Candidate] blended_law(const ContextStore& store, const uint32_t* window, int32_t available, uint8_t scope,
+                                  int32_t limit) except +
+
+cdef extern from "growth.h" namespace "stand" nogil:
     cdef cppclass GrowthRequest:
         const int32_t* window
         int32_t window_size
@@ -109,8 +113,6 @@ cdef extern from "growth.h" namespace "stand" nogil:
 
     int32_t path_window(const GrowthRequest& row, const int32_t* token_ids, const int32_t* parents, int32_t node,
                         int32_t limit, uint32_t* window)
-    vector[Candidate] blended_law(const ContextStore& store, const uint32_t* window, int32_t available, uint8_t scope,
-                                  int32_t limit) except +
 
 cdef extern from "store_image.h" namespace "stand" nogil:
     cdef cppclass StoreImage:

@@ -1,5 +1,8 @@
 // Memory of the context store: blocks of seven sizes in slabs of 64 KB, addressed by 32-bit references.
 //
+// Addresses are reserved for as many slabs as there may ever be, side by side, so that a reference is an offset; memory
+// is only taken by slabs in use.
+//
 // One block is one context: the tokens that followed it, latest first. Behind the header stand arrays of `capacity`
 // entries: tokens uint32, children uint32 (reference of the context that is one token longer, 0 where none was
 // learned), weights uint16 (faded counts, WEIGHT_ONE = 1), stamps uint16 (when the token was last seen), scopes uint8
@@ -7,9 +10,10 @@
 
 #pragma once
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -32,6 +36,7 @@ constexpr int32_t MAX_ENTRIES = 1 << (NUM_CLASSES - 1);
 constexpr uint32_t UNIT_BYTES = 8;
 constexpr uint32_t SLAB_BYTES = 1u << 16;
 constexpr uint32_t SLAB_UNITS = SLAB_BYTES / UNIT_BYTES;
+constexpr int64_t MAX_SLABS = (int64_t{1} << 32) / SLAB_UNITS;  // that references reach: 32 GB
 constexpr uint32_t CLASS_UNITS[NUM_CLASSES] = {3, 5, 8, 14, 27, 53, 105};  // 8 + 13 * capacity bytes, rounded up
 
 inline int32_t order_of(const Block* block) { return block->order_class >> 4; }
@@ -85,12 +90,26 @@ inline void copy_block(const Block* from, Block* to, int32_t to_class) {
     std::memcpy(scopes_of(to), scopes_of(from), sizeof(uint8_t) * from->size);
 }
 
+struct Unmap {
+    size_t size;
+    void operator()(char* begin) const { munmap(begin, size); }
+};
+using AddressRange = std::unique_ptr<char, Unmap>;
+
+// Addresses without memory: a page is taken when it is first written.
+inline AddressRange reserve_addresses(size_t size) {
+    void* begin = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (begin == MAP_FAILED) throw std::bad_alloc();
+    return AddressRange(static_cast<char*>(begin), Unmap{size});
+}
+
 // Never moves a block. A slab belongs to one size class for good.
 class Arena {
    public:
-    // Each class owns a slab from the start, so that no class can be shut out by the others.
-    explicit Arena(int64_t max_slabs) : max_slabs_(max_slabs) {
-        slabs_.reserve(max_slabs);
+    // Each class owns a slab from the start, so that no class can be shut out by the others. Who reads entries by eights
+    // looks up to a unit beyond the last block.
+    explicit Arena(int64_t max_slabs)
+        : max_slabs_(max_slabs), range_(reserve_addresses(max_slabs * SLAB_BYTES + UNIT_BYTES)) {
         for (int32_t size_class = 0; size_class < NUM_CLASSES; ++size_class) {
             classes_[size_class].slabs.reserve(max_slabs);
             add_slab(size_class);
@@ -98,7 +117,7 @@ class Arena {
     }
 
     Block* at(uint32_t reference) const {
-        return reinterpret_cast<Block*>(slabs_[reference / SLAB_UNITS].get() + reference % SLAB_UNITS * UNIT_BYTES);
+        return reinterpret_cast<Block*>(range_.get() + static_cast<size_t>(reference) * UNIT_BYTES);
     }
 
     // Asks for the beginning of a block that will be read soon. Inlined always: GCC takes a function that only
@@ -111,7 +130,7 @@ class Arena {
     uint32_t take(int32_t size_class, bool may_add_slab) {
         Class& pool = classes_[size_class];
         if (pool.first_free == 0) {
-            if (!may_add_slab || num_slabs() == max_slabs_) return 0;
+            if (!may_add_slab || num_slabs_ == max_slabs_) return 0;
             add_slab(size_class);
         }
         const uint32_t reference = pool.first_free;
@@ -138,22 +157,18 @@ class Arena {
         return reference_of(pool.slabs[pool.hand_slab], size_class, pool.hand_block);
     }
 
-    int64_t num_slabs() const { return static_cast<int64_t>(slabs_.size()); }
     int64_t num_blocks() const {
         int64_t total = 0;
         for (const Class& pool : classes_) total += pool.num_used;
         return total;
     }
     // Everything that this object holds besides itself.
-    int64_t nbytes() const { return num_slabs() * SLAB_BYTES + overhead(max_slabs_); }
+    int64_t nbytes() const { return num_slabs_ * SLAB_BYTES + overhead(max_slabs_); }
     static int64_t overhead(int64_t max_slabs) {
-        return max_slabs * static_cast<int64_t>(sizeof(std::unique_ptr<char>) + NUM_CLASSES * sizeof(uint32_t));
+        return max_slabs * NUM_CLASSES * static_cast<int64_t>(sizeof(uint32_t));
     }
 
    private:
-    struct Release {
-        void operator()(char* memory) const { std::free(memory); }
-    };
     struct Class {
         uint32_t first_free = 0;
         int64_t num_used = 0;
@@ -162,9 +177,9 @@ class Arena {
         uint32_t hand_block = 0;
     };
 
-    int64_t max_slabs_;
+    int64_t max_slabs_, num_slabs_ = 0;
     Class classes_[NUM_CLASSES];
-    std::vector<std::unique_ptr<char, Release>> slabs_;
+    AddressRange range_;
 
     // The first unit of a slab stays unused, so that reference 0 can mean none.
     static uint32_t blocks_per_slab(int32_t size_class) { return (SLAB_UNITS - 1) / CLASS_UNITS[size_class]; }
@@ -173,10 +188,7 @@ class Arena {
     }
 
     void add_slab(int32_t size_class) {
-        char* memory = static_cast<char*>(std::aligned_alloc(64, SLAB_BYTES));
-        if (memory == nullptr) throw std::bad_alloc();
-        const uint32_t slab = static_cast<uint32_t>(slabs_.size());
-        slabs_.emplace_back(memory);
+        const uint32_t slab = static_cast<uint32_t>(num_slabs_++);
         classes_[size_class].slabs.push_back(slab);
         for (uint32_t block = blocks_per_slab(size_class); block-- > 0;) {
             const uint32_t reference = reference_of(slab, size_class, block);

@@ -195,7 +195,7 @@ class ContextStore {
     // A 32nd is left to the table of contexts that are one token.
     static int64_t slabs_within(int64_t max_bytes) {
         const int64_t room = max_bytes - max_bytes / 32 - static_cast<int64_t>(sizeof(ContextStore));
-        return std::max<int64_t>(NUM_CLASSES, room / (SLAB_BYTES + Arena::overhead(1)));
+        return std::clamp<int64_t>(room / (SLAB_BYTES + Arena::overhead(1)), NUM_CLASSES, MAX_SLABS);
     }
 
     void train(const Cursor& cursor, uint32_t token, float mass);

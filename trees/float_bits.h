@@ -1,4 +1,4 @@
-// The bits of a float as a number: positive floats compare like them, octaves and their parts are read off them.
+// The bits of a float as a number and back: positive floats compare like them, octaves and their parts are read off them.
 
 #pragma once
 
@@ -11,6 +11,12 @@ inline uint32_t float_bits(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
     return bits;
+}
+
+inline float float_of_bits(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
 }
 
 }  // namespace stand

@@ -39,16 +39,24 @@ class Frontier {
     bool empty() const { return summary_ == 0; }
 
     void clear() {
-        places_.clear();
+        num_places_ = 0;
         std::memset(heads_, 0xFF, sizeof heads_);
         std::memset(words_, 0, sizeof words_);
         summary_ = 0;
     }
 
-    void push(const Item& item) {
-        const uint32_t list = list_of(item.key);
-        places_.push_back(Place{item, heads_[list]});
-        heads_[list] = static_cast<int32_t>(places_.size()) - 1;
+    // Field by field: an item put together elsewhere would be copied before its parts are in memory, which takes longer.
+    void push(float key, float product, uint32_t token, int32_t node, Step step) {
+        const uint32_t list = list_of(key);
+        if (num_places_ == places_.size()) places_.resize(2 * num_places_ + 64);
+        Place& place = places_[num_places_];
+        place.item.key = key;
+        place.item.product = product;
+        place.item.token = token;
+        place.item.node = node;
+        place.item.step = step;
+        place.next = heads_[list];
+        heads_[list] = static_cast<int32_t>(num_places_++);
         words_[list >> 6] |= uint64_t{1} << (list & 63);
         summary_ |= 1u << (list >> 6);
     }
@@ -73,7 +81,8 @@ class Frontier {
         Item item;
         int32_t next;  // in the same list, -1 at its end
     };
-    std::vector<Place> places_;
+    std::vector<Place> places_;  // those from num_places_ on are unused
+    size_t num_places_ = 0;
     int32_t heads_[NUM_LISTS];
     uint64_t words_[NUM_WORDS];
     uint32_t summary_;

@@ -5,155 +5,11 @@
 
 #pragma once
 
-#include "contexts.h"
+#include "blender.h"
 #include "drafter.h"
 #include "frontier.h"
 
 namespace stand {
-
-struct Candidate {
-    uint32_t token;
-    float probability;
-};
-
-// Likelier, or as likely with the lower id.
-inline bool is_better(const Candidate& left, const Candidate& right) {
-    return left.probability != right.probability ? left.probability > right.probability : left.token < right.token;
-}
-
-// What the empty context says to each scope. It is read once for all nodes of a draft, and only where some node comes
-// that far.
-class EmptyLaws {
-   public:
-    // The best first, up to half an octave: a full sort would take longer than to look at a few more.
-    struct Law {
-        uint8_t scope;
-        int32_t size;
-        Candidate candidates[MAX_ENTRIES];
-    };
-
-    void forget() { num_laws_ = 0; }
-
-    const Law& of(const ContextStore& store, const Clock& clock) {
-        for (size_t i = 0; i < num_laws_; ++i)
-            if (laws_[i].scope == clock.scope) return laws_[i];
-        if (num_laws_ == laws_.size()) laws_.emplace_back();
-        Law& law = laws_[num_laws_++];
-        law.scope = clock.scope;
-        read(store, clock, law);
-        return law;
-    }
-
-   private:
-    static constexpr int32_t NUM_BINS = 32;  // half octaves below 1
-    std::vector<Law> laws_;
-    size_t num_laws_ = 0;  // the others are kept for their memory
-
-    static void read(const ContextStore& store, const Clock& clock, Law& law) {
-        law.size = 0;
-        if (store.empty_context() == 0) return;
-        const Block* block = store.arena.at(store.empty_context());
-        if (block->size == 0) return;
-        uint16_t buckets[MAX_ENTRIES];
-        float probabilities[MAX_ENTRIES];
-        int32_t ends[NUM_BINS + 1] = {};
-        law.size = block->size;
-        float total = store.odds.escape[read_buckets(block, clock, buckets)];
-        for (int32_t i = 0; i < law.size; ++i) total += store.odds.entry[buckets[i]];
-        for (int32_t i = 0; i < law.size; ++i) {
-            probabilities[i] = store.odds.entry[buckets[i]] / total;
-            ++ends[bin_of(probabilities[i]) + 1];
-        }
-        for (int32_t bin = 1; bin <= NUM_BINS; ++bin) ends[bin] += ends[bin - 1];
-        for (int32_t i = 0; i < law.size; ++i)
-            law.candidates[ends[bin_of(probabilities[i])]++] = Candidate{tokens_of(block)[i], probabilities[i]};
-    }
-
-    static int32_t bin_of(float probability) {
-        return std::min<int32_t>(((127u << 23) - float_bits(probability)) >> 22, NUM_BINS - 1);
-    }
-};
-
-// The blended law of the next token after some contexts, in no particular order.
-class Blender {
-   public:
-    int32_t size = 0;
-    uint32_t tokens[MAX_ENTRIES * NUM_ORDERS];
-    float probabilities[MAX_ENTRIES * NUM_ORDERS];
-
-    // Evidence that could add less than `least` to any token is left out.
-    void blend(const ContextStore& store, const Contexts& contexts, const Clock& clock, float least, EmptyLaws& empty) {
-        if (++epoch_ == 0) {
-            std::fill(slots_, slots_ + NUM_SLOTS, Slot());
-            epoch_ = 1;
-        }
-        size = 0;
-        cut_ = CUT * least;
-        float carry = 1.0f;
-        for (int32_t order = contexts.longest; order >= 1 && carry >= least; --order)
-            carry = add(store, contexts.blocks[order], clock, carry);
-        if (carry >= least) carry = add(store, contexts.skip, clock, carry);
-        if (carry * LIKELIEST < least) return;
-        const EmptyLaws::Law& law = empty.of(store, clock);
-        for (int32_t i = 0; i < law.size && carry * law.candidates[i].probability >= cut_; ++i)
-            add(law.candidates[i].token, carry * law.candidates[i].probability);
-    }
-
-    // The best `limit` in descending probability (ties: lowest token).
-    std::vector<Candidate> best(int32_t limit) const {
-        std::vector<Candidate> candidates;
-        for (int32_t i = 0; i < size; ++i) candidates.push_back(Candidate{tokens[i], probabilities[i]});
-        const size_t kept = std::min<size_t>(limit, candidates.size());
-        std::partial_sort(candidates.begin(), candidates.begin() + kept, candidates.end(), is_better);
-        candidates.resize(kept);
-        return candidates;
-    }
-
-   private:
-    static constexpr float CUT = 0.1f;  // of `least`: entries that add less are left out
-    static constexpr float LIKELIEST = 0.1f;  // more the empty context gives to hardly any token
-    static constexpr uint32_t SLOT_BITS = 10, NUM_SLOTS = 1u << SLOT_BITS;
-    static_assert(NUM_SLOTS > MAX_ENTRIES * NUM_ORDERS, "a slot must stay free");
-    struct Slot {
-        uint32_t token = 0;
-        uint16_t epoch = 0, index = 0;
-    };
-    Slot slots_[NUM_SLOTS];
-    uint16_t epoch_ = 0;
-    float cut_ = 0.0f;
-
-    // Adds a context's entries with weight `carry`; returns what is left for shorter contexts.
-    float add(const ContextStore& store, uint32_t reference, const Clock& clock, float carry) {
-        const Odds& learned = store.odds;
-        const Block* block = store.arena.at(reference);
-        if (reference == 0 || block->size == 0) return carry;
-        const int32_t size_of_block = block->size;
-        uint16_t buckets[MAX_ENTRIES];
-        float values[MAX_ENTRIES];
-        float total = 0.0f;
-        const float escape = learned.escape[read_buckets(block, clock, buckets)];
-        for (int32_t i = 0; i < size_of_block; ++i) total += values[i] = learned.entry[buckets[i]];
-        const float scale = carry / (total + escape);
-        const uint32_t* entries = tokens_of(block);
-        for (int32_t i = 0; i < size_of_block; ++i) {
-            const float probability = scale * values[i];
-            if (probability >= cut_) add(entries[i], probability);
-        }
-        return scale * escape;
-    }
-
-    void add(uint32_t token, float probability) {
-        uint32_t place = token * 2654435761u >> (32 - SLOT_BITS);
-        while ((slots_[place].epoch == epoch_) & (slots_[place].token != token)) place = (place + 1) & (NUM_SLOTS - 1);
-        Slot& slot = slots_[place];
-        const bool is_new = slot.epoch != epoch_;
-        const uint16_t index = is_new ? static_cast<uint16_t>(size) : slot.index;
-        slot = Slot{token, epoch_, index};
-        tokens[index] = token;
-        probabilities[index] = (is_new ? 0.0f : probabilities[index]) + probability;
-        size += is_new;
-    }
-};
 
 struct GrowthRequest {
     const int32_t* window;  // newest first: the pending token is window[0]
@@ -267,10 +123,9 @@ class Growth {
     const Calibration* calibration_ = nullptr;
     const std::vector<GrowthRequest>* requests_ = nullptr;
     GrowthSettings settings_{};
-    float least_ = 0.0f;     // items below wait in spare_
+    float least_ = 0.0f;     // what is less likely is not looked for yet
     float hopeless_ = 0.0f;  // items below are forgotten
     Frontier frontier_;
-    std::vector<Item> spare_;
     std::vector<DraftedRow> drafted_;
     std::vector<uint8_t> states_;
     std::vector<Contexts> roots_;  // by row
@@ -279,16 +134,12 @@ class Growth {
     int32_t room_ = 0;  // nodes that may still be revealed
     float expected_ = 0.0f;  // tokens that the step yields by estimate: one per row and the nodes' path probabilities
 
-    void push(const Item& item) {
-        if (item.key < (item.step == Step::expand ? hopeless_ : std::max(hopeless_, settings_.floor))) return;
-        if (item.key < least_) {
-            spare_.push_back(item);
-            return;
-        }
-        frontier_.push(item);
+    void push(float key, float product, uint32_t token, int32_t node, Step step) {
+        if (key >= (step == Step::expand ? hopeless_ : std::max(hopeless_, settings_.floor)))
+            frontier_.push(key, product, token, node, step);
     }
 
-    bool pop(Item& item);
+    Item pop();
     float bar() const;
     void locate_roots();
     void plant(int32_t row);
@@ -319,15 +170,14 @@ inline void Growth::grow(const ContextStore& store, const std::vector<GrowthRequ
     supports.clear();
     laws.clear();
     frontier_.clear();
-    spare_.clear();
     drafted_.clear();
     nodes.reserve(settings.budget + num_rows);
     row_sizes.assign(num_rows, 0);
     empty_laws_.forget();
     locate_roots();
     for (int32_t row = 0; row < num_rows; ++row) plant(row);
-    Item item;
-    while (room_ > 0 && pop(item)) {
+    while (room_ > 0 && !frontier_.empty()) {
+        const Item item = pop();
         // A node pays while it adds a larger share to the tokens than to the cost. What may lie below a node is worth
         // up to 1 / PATIENCE of its key, so growth ends only where not even that pays.
         const float best = item.step == Step::expand ? item.key / PATIENCE : item.key;
@@ -349,19 +199,11 @@ inline float Growth::bar() const {
     return settings_.rises == nullptr ? 0.0f : expected_ * settings_.rises[settings_.budget - room_];
 }
 
-// The best item; where only spare ones are left, a lower bar lets more of them in.
-inline bool Growth::pop(Item& item) {
-    while (frontier_.empty()) {
-        if (spare_.empty()) return false;
-        least_ *= 0.2f;
-        std::vector<Item> waiting;
-        waiting.swap(spare_);
-        for (const Item& spare : waiting)
-            push(spare.step == Step::expand ? spare
-                                            : child(family(spare.node), spare.token, spare.product, spare.step));
-    }
-    item = frontier_.pop();
-    return true;
+// The best item. Where it is less likely than what was looked for, more evidence counts from here on.
+inline Item Growth::pop() {
+    const Item item = frontier_.pop();
+    while (item.key < least_) least_ *= 0.2f;
+    return item;
 }
 
 // All rows take each token together, so that they wait for memory together. Like ContextStore::locate.
@@ -395,7 +237,7 @@ inline void Growth::plant(int32_t row) {
     root.is_located = true;
     nodes.push_back(root);
     const int32_t index = static_cast<int32_t>(nodes.size()) - 1;
-    if (request.max_depth > 0 && room_ > 0) push(Item{1.0f, 1.0f, 0, index, Step::expand});
+    if (request.max_depth > 0 && room_ > 0) push(1.0f, 1.0f, 0, index, Step::expand);
 }
 
 inline void Growth::locate(GrownNode& node) {
@@ -414,13 +256,10 @@ inline Item Growth::child(const Family& family, uint32_t token, float product, S
     return Item{Calibration::corrected(product, family.factors), product, token, family.parent, step};
 }
 
-// A child that is kept with this chance where its parent is. What will hardly be wanted is not calibrated before it is.
+// A child that is kept with this chance where its parent is.
 inline void Growth::offer(const Family& family, uint32_t token, float chance, Step step) {
     const float product = family.product * chance;
-    if (product * Calibration::MOST_FACTOR >= least_)
-        push(child(family, token, product, step));
-    else if (product >= hopeless_)
-        spare_.push_back(Item{product, product, token, family.parent, step});
+    push(Calibration::corrected(product, family.factors), product, token, family.parent, step);
 }
 
 // Adds a child. Its contexts are fetched now where its own children are likely to be wanted.
@@ -441,7 +280,7 @@ inline int32_t Growth::reveal(const Item& item, uint32_t token) {
     expected_ += path;
     if (node.depth < (*requests_)[node.row].max_depth) {
         if (PATIENCE * path >= 2.0f * least_) locate(node);
-        push(Item{PATIENCE * path, 0.0f, 0, index, Step::expand});
+        push(PATIENCE * path, 0.0f, 0, index, Step::expand);
     }
     return index;
 }
@@ -604,15 +443,6 @@ inline void Growth::write_law(const GrowthSink& sink, const GrownNode& node) con
         sink.support_ids[place * sink.width + node.rank] = static_cast<int32_t>(node.token);
         law[node.rank] = 1.0f;
     }
-}
-
-// The blended law after a window of tokens: the best `limit` tokens in descending probability.
-inline std::vector<Candidate> blended_law(const ContextStore& store, const uint32_t* window, int32_t available,
-                                          uint8_t scope, int32_t limit) {
-    Blender blender;
-    EmptyLaws empty;
-    blender.blend(store, store.locate<Contexts>(window, available), Clock{store.clock.now, scope}, 0.0f, empty);
-    return blender.best(limit);
 }
 
 }  // namespace stand

@@ -74,13 +74,8 @@ inline int32_t share_bucket(uint32_t heaviest, uint32_t total) {
     return (10 * heaviest > 4 * total) + (10 * heaviest > 7 * total) + (20 * heaviest > 19 * total);
 }
 
-// The bucket of an entry that is not in front.
-inline int32_t entry_bucket(const Block* block, int32_t i, const Clock& clock) {
-    const int32_t age = clock.age(stamps_of(block)[i], scopes_of(block)[i]);
-    return order_of(block) * ENTRY_BUCKETS + (weight_bucket(weights_of(block)[i]) * NUM_AGES + age) * NUM_RANKS;
-}
-
-// The same for eight entries from `first` on: as vectors, since compilers do not make them of the loop.
+// The buckets of eight entries from `first` on, as if none were in front: as vectors, since compilers do not make them of
+// a loop. Beyond the block's last entry they mean nothing, but what is read there is the arena's.
 inline void read_eight(const Block* block, int32_t first, const Clock& clock, uint16_t* buckets) {
     using Byte8 = uint8_t __attribute__((vector_size(8)));
     using Short8 = int16_t __attribute__((vector_size(16)));
@@ -112,14 +107,11 @@ inline int32_t read_buckets(const Block* block, const Clock& clock, uint16_t* bu
     const uint16_t* weights = weights_of(block);
     const int32_t latest_age = clock.age(stamps_of(block)[0], scopes_of(block)[0]);
     if (size == 1) {  // most contexts
-        buckets[0] = entry_bucket(block, 0, clock) + 2;
+        buckets[0] = order * ENTRY_BUCKETS + (weight_bucket(weights[0]) * NUM_AGES + latest_age) * NUM_RANKS + 2;
         const int32_t kind = order * NUM_SIZES * NUM_VISITS + FEATURE_BUCKETS.of_visits[block->visits];
         return (kind * NUM_SHARES + (weights[0] > 0 ? 3 : 0)) * NUM_AGES + latest_age;
     }
-    if (size <= 4)
-        for (int32_t i = 0; i < size; ++i) buckets[i] = entry_bucket(block, i, clock);
-    else
-        for (int32_t first = 0; first < size; first += 8) read_eight(block, first, clock, buckets);
+    for (int32_t first = 0; first < size; first += 8) read_eight(block, first, clock, buckets);
     uint32_t total = 0, heaviest = 0;
     for (int32_t i = 0; i < size; ++i) {
         total += weights[i];

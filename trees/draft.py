@@ -81,7 +81,7 @@ class DraftTree:
             _check_node(self, node)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DraftBatch:
     """The drafts of all rows of a step, concatenated; row b owns nodes offsets[b] : offsets[b + 1].
 

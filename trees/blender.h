@@ -127,6 +127,7 @@ class Blender {
         const Odds& learned = store.odds;
         const Block* block = store.arena.at(reference);
         if (reference == 0 || block->size == 0) return carry;
+        store.arena.fetch(children_of(block)[0]);  // likely the next to be looked at
         const int32_t size_of_block = block->size;
         uint16_t buckets[MAX_ENTRIES];
         float values[MAX_ENTRIES];

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "contexts.h"
+#include "evidence.h"
 
 namespace stand {
 
@@ -73,9 +74,6 @@ class EmptyLaws {
 };
 
 // The blended law of the next token after some contexts, in no particular order.
-//
-// It is made in two passes: evidence first, in the order of the chain, then the sum for each token. Neither branches on
-// what is hard to predict: whether an entry counts, whether a token is new.
 class Blender {
    public:
     int32_t size = 0;
@@ -84,17 +82,14 @@ class Blender {
 
     // Evidence that could add less than `least` to any token is left out.
     void blend(const ContextStore& store, const Contexts& contexts, const Clock& clock, float least, EmptyLaws& empty) {
-        cut_ = CUT * least;
-        num_pieces_ = 0;
+        const float cut = CUT * least;
         float carry = 1.0f;
+        evidence_.clear();
         for (int32_t order = contexts.longest; order >= 1 && carry >= least; --order)
-            carry = collect(store, contexts.blocks[order], clock, carry);
-        if (carry >= least) carry = collect(store, contexts.skip, clock, carry);
+            carry = collect(store, contexts.blocks[order], clock, carry, cut);
+        if (carry >= least) carry = collect(store, contexts.skip, clock, carry, cut);
+        if (carry * LIKELIEST >= least) collect(empty.of(store, clock), carry, cut);
         merge();
-        if (carry * LIKELIEST < least) return;
-        const EmptyLaws::Law& law = empty.of(store, clock);
-        for (int32_t i = 0; i < law.size && carry * law.candidates[i].probability >= cut_; ++i)
-            add(law.candidates[i].token, carry * law.candidates[i].probability);
     }
 
     // The best `limit` in descending probability (ties: lowest token).
@@ -118,44 +113,32 @@ class Blender {
     };
     Slot slots_[NUM_SLOTS];
     uint16_t epoch_ = 0;
-    float cut_ = 0.0f;
-    int32_t num_pieces_ = 0;
-    Candidate pieces_[MAX_ENTRIES * NUM_ORDERS];  // of evidence: one token may have several
+    Evidence evidence_;
 
-    // Takes up a context's entries with weight `carry`; returns what is left for shorter contexts.
-    float collect(const ContextStore& store, uint32_t reference, const Clock& clock, float carry) {
-        const Odds& learned = store.odds;
+    // Returns what is left for shorter contexts.
+    float collect(const ContextStore& store, uint32_t reference, const Clock& clock, float carry, float cut) {
         const Block* block = store.arena.at(reference);
         if (reference == 0 || block->size == 0) return carry;
         store.arena.fetch(children_of(block)[0]);  // likely the next to be looked at
-        const int32_t size_of_block = block->size;
-        uint16_t buckets[MAX_ENTRIES];
-        float values[MAX_ENTRIES];
-        float total = 0.0f;
-        const float escape = learned.escape[read_buckets(block, clock, buckets)];
-        for (int32_t i = 0; i < size_of_block; ++i) total += values[i] = learned.entry[buckets[i]];
-        const float scale = carry / (total + escape);
-        const uint32_t* entries = tokens_of(block);
-        int32_t num_pieces = num_pieces_;
-        for (int32_t i = 0; i < size_of_block; ++i) {
-            const float probability = scale * values[i];
-            pieces_[num_pieces].token = entries[i];
-            pieces_[num_pieces].probability = probability;
-            num_pieces += probability >= cut_;
-        }
-        num_pieces_ = num_pieces;
-        return scale * escape;
+        return evidence_.collect(block, clock, store.odds, carry, cut);
     }
 
+    void collect(const EmptyLaws::Law& law, float carry, float cut) {
+        for (int32_t i = 0; i < law.size && carry * law.candidates[i].probability >= cut; ++i)
+            evidence_.add(law.candidates[i].token, carry * law.candidates[i].probability);
+    }
+
+    // Adds up the evidence for each token.
     void merge() {
         if (++epoch_ == 0) {
             std::fill(slots_, slots_ + NUM_SLOTS, Slot());
             epoch_ = 1;
         }
         size = 0;
-        for (int32_t i = 0; i < num_pieces_; ++i) add(pieces_[i].token, pieces_[i].probability);
+        for (int32_t i = 0; i < evidence_.size; ++i) add(evidence_.tokens[i], evidence_.probabilities[i]);
     }
 
+    // Without a branch on whether the token is new, which is hard to predict.
     void add(uint32_t token, float probability) {
         uint32_t place = token * 2654435761u >> (32 - SLOT_BITS);
         while ((slots_[place].epoch == epoch_) & (slots_[place].token != token)) place = (place + 1) & (NUM_SLOTS - 1);

@@ -74,6 +74,16 @@ inline int32_t share_bucket(uint32_t heaviest, uint32_t total) {
     return (10 * heaviest > 4 * total) + (10 * heaviest > 7 * total) + (20 * heaviest > 19 * total);
 }
 
+// The weights of one order, age and rank stand side by side.
+inline int32_t entry_bucket(int32_t order, int32_t weight, int32_t age, int32_t rank) {
+    return ((order * NUM_RANKS + rank) * NUM_AGES + age) * NUM_WEIGHTS + weight;
+}
+
+inline int32_t escape_bucket(const Block* block, int32_t share, int32_t latest_age) {
+    const int32_t size = FEATURE_BUCKETS.of_size[block->size], visits = FEATURE_BUCKETS.of_visits[block->visits];
+    return (((order_of(block) * NUM_SIZES + size) * NUM_VISITS + visits) * NUM_SHARES + share) * NUM_AGES + latest_age;
+}
+
 // The buckets of eight entries from `first` on, as if none were in front: as vectors, since compilers do not make them of
 // a loop. Beyond the block's last entry they mean nothing, but what is read there is the arena's.
 inline void read_eight(const Block* block, int32_t first, const Clock& clock, uint16_t* buckets) {
@@ -95,32 +105,34 @@ inline void read_eight(const Block* block, int32_t first, const Clock& clock, ui
     const Short8 is_old = (clock.stamp() - stamps) >= RECENT;
     const Short8 is_elsewhere = __builtin_convertvector(scopes != clock.scope, Short8);
     const Short8 ages = (is_elsewhere & 2) | (is_old & ~is_elsewhere & 1);
-    const int16_t base = static_cast<int16_t>(order_of(block) * ENTRY_BUCKETS);
-    const Short8 result = base + (weight_buckets * NUM_AGES + ages) * NUM_RANKS;
+    const int16_t base = static_cast<int16_t>(entry_bucket(order_of(block), 0, 0, 0));
+    const Short8 result = base + ages * NUM_WEIGHTS + weight_buckets;
     std::memcpy(buckets + first, &result, sizeof result);
 }
 
+// Fills in the bucket of a context's only entry, and returns that of its escape.
+inline int32_t read_only_bucket(const Block* block, const Clock& clock, uint16_t* bucket) {
+    const uint16_t weight = weights_of(block)[0];
+    const int32_t age = clock.age(stamps_of(block)[0], scopes_of(block)[0]);
+    *bucket = static_cast<uint16_t>(entry_bucket(order_of(block), weight_bucket(weight), age, 2));
+    return escape_bucket(block, (weight > 0) * (NUM_SHARES - 1), age);
+}
+
 // Fills in the bucket of every entry of a block that is not empty, and returns that of its escape. `buckets` has room
-// for all that the block has room for.
+// for MAX_ENTRIES.
 inline int32_t read_buckets(const Block* block, const Clock& clock, uint16_t* buckets) {
-    const int32_t order = order_of(block), size = block->size;
+    const int32_t size = block->size;
+    if (size == 1) return read_only_bucket(block, clock, buckets);  // most contexts
     const uint16_t* weights = weights_of(block);
-    const int32_t latest_age = clock.age(stamps_of(block)[0], scopes_of(block)[0]);
-    if (size == 1) {  // most contexts
-        buckets[0] = order * ENTRY_BUCKETS + (weight_bucket(weights[0]) * NUM_AGES + latest_age) * NUM_RANKS + 2;
-        const int32_t kind = order * NUM_SIZES * NUM_VISITS + FEATURE_BUCKETS.of_visits[block->visits];
-        return (kind * NUM_SHARES + (weights[0] > 0 ? 3 : 0)) * NUM_AGES + latest_age;
-    }
     for (int32_t first = 0; first < size; first += 8) read_eight(block, first, clock, buckets);
     uint32_t total = 0, heaviest = 0;
     for (int32_t i = 0; i < size; ++i) {
         total += weights[i];
         heaviest = std::max<uint32_t>(heaviest, weights[i]);
     }
-    buckets[0] += 1 + (weights[0] >= heaviest);
-    const int32_t visits = FEATURE_BUCKETS.of_visits[block->visits];
-    const int32_t kind = (order * NUM_SIZES + FEATURE_BUCKETS.of_size[size]) * NUM_VISITS + visits;
-    return (kind * NUM_SHARES + share_bucket(heaviest, total)) * NUM_AGES + latest_age;
+    buckets[0] += entry_bucket(0, 0, 0, 1 + (weights[0] >= heaviest));
+    const int32_t latest_age = clock.age(stamps_of(block)[0], scopes_of(block)[0]);
+    return escape_bucket(block, share_bucket(heaviest, total), latest_age);
 }
 
 // Start values: logarithms, summed over the features of a bucket. Fitted on trajectories of six model families.
@@ -178,8 +190,8 @@ struct Odds {
     }
 
     static float entry_prior(int32_t bucket) {
-        const int32_t rank = bucket % NUM_RANKS, age = bucket / NUM_RANKS % NUM_AGES;
-        const int32_t weight = bucket / (NUM_RANKS * NUM_AGES) % NUM_WEIGHTS;
+        const int32_t weight = bucket % NUM_WEIGHTS, age = bucket / NUM_WEIGHTS % NUM_AGES;
+        const int32_t rank = bucket / (NUM_WEIGHTS * NUM_AGES) % NUM_RANKS;
         return prior::ENTRY + prior::ENTRY_ORDER[order_index(bucket / ENTRY_BUCKETS)] + prior::ENTRY_WEIGHT[weight] +
                prior::ENTRY_AGE[age] + prior::ENTRY_RANK[rank];
     }

@@ -209,13 +209,12 @@ inline Item Growth::pop() {
 // All rows take each token together, so that they wait for memory together. Like ContextStore::locate.
 inline void Growth::locate_roots() {
     const int32_t num_rows = static_cast<int32_t>(requests_->size());
-    roots_.assign(num_rows, Contexts());
+    roots_.assign(2 * num_rows, Contexts());
     for (int32_t age = store_->reach() - 1; age >= 0; --age)
         for (int32_t row = 0; row < num_rows; ++row) {
             const GrowthRequest& request = (*requests_)[row];
             if (age >= request.window_size) continue;
-            const Contexts before = roots_[row];
-            store_->advance(before, static_cast<uint32_t>(request.window[age]), roots_[row]);
+            store_->advance(roots_[2 * row + (age + 1) % 2], static_cast<uint32_t>(request.window[age]), roots_[2 * row + age % 2]);
         }
 }
 
@@ -233,7 +232,7 @@ inline void Growth::plant(int32_t row) {
     std::copy(request.window, request.window + available, drafted_.back().window);
     drafted_.back().window_size = available;
     drafted_.back().scope = request.scope;
-    root.contexts = roots_[row];
+    root.contexts = roots_[2 * row];
     root.is_located = true;
     nodes.push_back(root);
     const int32_t index = static_cast<int32_t>(nodes.size()) - 1;

@@ -54,7 +54,7 @@ define install_torch
 	  echo "setup needs the build of torch that $(CONSTRAINTS) names, and pip found none;" \
 	  "give pip an index of CPU builds (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS)," \
 	  "or take any build with CONSTRAINTS=constraints-gpu.txt" >&2; exit 1; }
-	$(1)/bin/pip install --quiet --constraint $(CONSTRAINTS) "setuptools>=77" "Cython>=3.1" wheel
+	$(1)/bin/pip install --quiet --constraint $(CONSTRAINTS) "setuptools>=77" "Cython>=3.1" "numpy>=2" wheel
 endef
 
 $(VENV)/.ready: $(SOURCES)

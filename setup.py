@@ -6,6 +6,7 @@ STAND_DEBUG=1 turns bounds checks on, wrap-around off stays, and leaves C++ asse
 import os
 from glob import glob
 
+import numpy
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 
@@ -26,6 +27,8 @@ CHECKED = ["-O1", "-g", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS"]
 # Without contraction a sum of products is rounded alike on every processor.
 COMPILE_ARGS = ["-std=c++17", "-ffp-contract=off", *(CHECKED if DEBUG else OPTIMISED)]
 
+NUMPY_API = ("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")
+
 HEADERS = sorted(glob("trees/*.h"))
 
 
@@ -41,7 +44,8 @@ EXTENSIONS = [
         [source],
         language="c++",
         extra_compile_args=COMPILE_ARGS,
-        define_macros=[("STAND_DEBUG", "1")] if DEBUG else [],
+        include_dirs=[numpy.get_include()],
+        define_macros=[NUMPY_API, *([("STAND_DEBUG", "1")] if DEBUG else [])],
         depends=HEADERS if source.startswith("trees") else [],
     )
     for source in sorted(glob("trees/*.pyx") + glob("verifiers/*.pyx") + glob("stand/gpu/*.pyx"))

@@ -1,12 +1,17 @@
 """The blended lookup tree: against its slow twin, its drafts, its memory bound, its files."""
 
+import os
+import subprocess
+import sys
 import threading
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from reference_blended import SlowBlend, SlowCalibration
+from reference_blended import SlowBlend, SlowCalibration, entry_prior
 
 from stand.trees import BlendedLookup, DraftBatch, LookupFileError
+from stand.trees.blended import HAS_WIDE_VECTORS
 from stand.trees.store_file import read_store_file, write_store_file
 
 MB = 1 << 20
@@ -281,6 +286,65 @@ def test_drafts_are_sound_and_repeatable(kind):
         assert any(not np.array_equal(batch.token_ids, other.token_ids) for other in others)
 
 
+def test_a_batch_is_like_one_from_its_constructor():
+    lookup = BlendedLookup()
+    lookup.learn([], stream(400))
+    batch = draft(lookup, [stream(100), stream(77)], 20)
+    again = replace(batch)
+    for field in fields(DraftBatch):
+        assert getattr(again, field.name) is getattr(batch, field.name)
+    for name in ("token_ids", "parents", "offsets", "depths", "ranks", "support_ids"):
+        assert getattr(batch, name).dtype == np.int32 and getattr(batch, name).flags.c_contiguous
+    assert batch.law.dtype == batch.path_probabilities.dtype == np.float32
+    token_ids = batch.token_ids
+    kept = token_ids.copy()
+    del batch, again
+    draft(lookup, [stream(300), stream(200)], 20)
+    assert np.array_equal(token_ids, kept)  # views keep the memory
+
+
+@pytest.mark.parametrize("make", [list, np.int64, lambda tokens: np.repeat(tokens, 2)[::2], memoryview])
+def test_histories_of_every_kind_are_read(make):
+    lookup = BlendedLookup()
+    lookup.learn([], stream(400))
+    history = stream(100)
+    expected = draft(lookup, [history], 20)
+    given = history.astype(np.int64) if make is np.int64 else make(history)
+    assert np.array_equal(draft(lookup, [given], 20).token_ids, expected.token_ids)
+
+
+DRAFT_AS_BYTES = """
+import sys
+import numpy as np
+from stand.trees.blended import BlendedLookup, HAS_WIDE_VECTORS
+rng = np.random.default_rng(5)
+lookup = BlendedLookup()
+for scope in range(3):
+    lookup.learn([], (rng.zipf(1.3, 6000) % 500).astype(np.int32), scope=scope)
+out = [np.int32(HAS_WIDE_VECTORS).tobytes()]
+for step in range(300):
+    histories = [(rng.zipf(1.3, 30) % 500).astype(np.int32) for _ in range(3)]
+    for kind in ("deterministic", "mixed", "sampled"):
+        batch = lookup.draft(histories, 90, seed=1, rows=[0, 1, 2], steps=[step] * 3, kind=kind, scopes=[0, 1, 2])
+        out += [batch.token_ids.tobytes(), batch.parents.tobytes(), batch.path_probabilities.tobytes()]
+    lookup.judge(histories, [(rng.zipf(1.3, 5) % 500).astype(np.int32) for _ in range(3)], scopes=[0, 1, 2])
+sys.stdout.buffer.write(b"".join(out))
+"""
+
+
+@pytest.mark.skipif(not HAS_WIDE_VECTORS, reason="needs a processor with AVX-512")
+def test_vectors_change_nothing():
+    def run(**changes):
+        environment = {name: value for name, value in os.environ.items() if name != "STAND_PORTABLE"} | changes
+        return subprocess.run(
+            [sys.executable, "-c", DRAFT_AS_BYTES], env=environment, capture_output=True, check=True
+        ).stdout
+
+    wide, portable = run(), run(STAND_PORTABLE="1")
+    assert wide[:4] == np.int32(1).tobytes() and portable[:4] == np.int32(0).tobytes()
+    assert len(wide) > 100_000 and wide[4:] == portable[4:]
+
+
 def test_mixed_drafts_hold_a_sampled_child_first_where_they_hold_one():
     lookup = BlendedLookup(row_size=32)
     tokens = stream(4000, vocabulary=200, stay=0.2)
@@ -435,6 +499,12 @@ def test_round_trip(saved, tmp_path):
     again.learn([], tokens)
     again.check()
     assert BlendedLookup.load(path, max_bytes=4 * MB).max_bytes == 4 * MB
+
+
+def test_odds_stand_in_files_by_order_weight_age_and_rank(tmp_path):
+    odds = odds_of(BlendedLookup(), tmp_path / "fresh.blend")[: 14 * 144].reshape(14, 16, 3, 3)
+    expected = [entry_prior(*place) for place in np.ndindex(odds.shape)]
+    assert odds.ravel() == pytest.approx(np.array(expected), rel=1e-4)
 
 
 def largest_step(lookup, tmp_path):

@@ -1,6 +1,7 @@
 """The lookup tree: the paper's worked example, and the compiled core against its slow twin."""
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -276,9 +277,7 @@ def test_bad_steps_are_refused():
     for nodes in ([batch.num_nodes], [-1]):
         with pytest.raises(ValueError, match="nodes must"):
             lookup.learn_batch(batch, histories, row_ids, row_probs, nodes)
-    broken = type(batch)(
-        **{name: getattr(batch, name) for name in type(batch).__slots__} | {"parents": batch.parents + 9}
-    )
+    broken = replace(batch, parents=batch.parents + 9)
     with pytest.raises(ValueError, match="sound DraftBatch"):
         lookup.learn_batch(broken, histories, row_ids, row_probs)
     assert len(lookup) == 0

@@ -7,6 +7,7 @@ import numpy as np
 from stand.trees.draft import DraftBatch
 
 MAX_DEPTH: int
+HAS_WIDE_VECTORS: bool
 MAX_SCOPE: int
 DEFAULT_MAX_BYTES: int
 

@@ -4,13 +4,15 @@ The work is done in C++ (blocks.h, odds.h, contexts.h, blender.h, calibration.h,
 interpreter's lock; this file checks arguments and owns memory.
 """
 
-from cpython.buffer cimport PyBUF_FORMAT, PyBUF_ND, PyBuffer_Release, PyObject_GetBuffer
+cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memset
 from libcpp cimport bool as bool_t
 from libcpp.vector cimport vector
 
 import numpy as np
+
+cnp.import_array()
 
 from stand.trees.draft import DraftBatch
 from stand.trees.lookup import (
@@ -30,6 +32,9 @@ cdef extern from "odds.h" namespace "stand" nogil:
     cdef cppclass Clock:
         uint32_t now
         uint8_t scope
+
+cdef extern from "evidence.h" namespace "stand" nogil:
+    bool_t has_wide_vectors()
 
 cdef extern from "contexts.h" namespace "stand" nogil:
     cdef cppclass Cursor:
@@ -149,6 +154,8 @@ cdef extern from "store_image.h" namespace "stand" nogil:
     void take_image(const ContextStore& store, StoreImage& image) except +
 
 MAX_DEPTH = C_MAX_DEPTH
+# AVX-512 is used: by processor, unless the environment has STAND_PORTABLE. Drafts are alike to the bit.
+HAS_WIDE_VECTORS = has_wide_vectors()
 MAX_SCOPE = 254
 DEFAULT_MAX_BYTES = 256 << 20
 _NO_BOUND = 2**31 - 1
@@ -554,27 +561,24 @@ cdef class BlendedLookup:
 cdef int32_t _fill_window(history, int32_t num_tokens, uint32_t* window) except -1:
     """The last tokens of a history, newest first; returns how many.
 
-    Buffers are asked for directly: a typed view would take longer than a small draft.
+    Arrays are read directly: a typed view would take longer than a small draft.
     """
-    cdef Py_buffer buffer
     cdef int32_t size, age
     cdef const int32_t* end
-    try:
-        PyObject_GetBuffer(history, &buffer, PyBUF_ND | PyBUF_FORMAT)
-    except (BufferError, TypeError, ValueError):  # not an array, or not contiguous
-        return _fill_window(_tail(history, num_tokens), num_tokens, window)
-    try:
-        if buffer.ndim != 1 or buffer.itemsize != 4 or buffer.format[0] not in b"il":
-            return _fill_window(_tail(history, num_tokens), num_tokens, window)
-        size = <int32_t> min(num_tokens, buffer.shape[0])
-        end = <const int32_t*> buffer.buf + buffer.shape[0]
-        for age in range(size):
-            if end[-1 - age] < 0:
-                raise ValueError("token ids must not be negative; pass the tokens without padding")
-            window[age] = end[-1 - age]
-        return size
-    finally:
-        PyBuffer_Release(&buffer)
+    if not cnp.PyArray_Check(history) or not _is_run(history):
+        history = _tail(history, num_tokens)
+    size = <int32_t> min(num_tokens, cnp.PyArray_DIM(history, 0))
+    end = <const int32_t*> cnp.PyArray_DATA(history) + cnp.PyArray_DIM(history, 0)
+    for age in range(size):
+        if end[-1 - age] < 0:
+            raise ValueError("token ids must not be negative; pass the tokens without padding")
+        window[age] = end[-1 - age]
+    return size
+
+
+cdef bool_t _is_run(cnp.ndarray tokens):
+    """Is this int32[:], one after the other in memory?"""
+    return cnp.PyArray_NDIM(tokens) == 1 and cnp.PyArray_TYPE(tokens) == cnp.NPY_INT32 and cnp.PyArray_ISCARRAY_RO(tokens)
 
 
 cdef void _fill_windows(histories, int32_t num_tokens, vector[int32_t]& windows, vector[int32_t]& sizes) except *:
@@ -612,17 +616,16 @@ cdef object _batch(Growth& growth):
     cdef int32_t width = growth.width()
     for row in range(num_rows):
         num_nodes += growth.row_sizes[row]
-    cdef Py_ssize_t num_cells = width * num_nodes, first = num_rows + 1
-    numbers = np.empty(first + 5 * num_nodes + 2 * num_cells, dtype=np.int32)
-    cdef Py_buffer buffer
-    PyObject_GetBuffer(numbers, &buffer, PyBUF_ND)
-    cdef int32_t* offsets = <int32_t*> buffer.buf
+    cdef Py_ssize_t num_cells = width * num_nodes
+    cdef cnp.npy_intp size = num_rows + 1 + 5 * num_nodes + 2 * num_cells
+    cdef cnp.ndarray numbers = cnp.PyArray_SimpleNew(1, &size, cnp.NPY_INT32)
+    cdef int32_t* offsets = <int32_t*> cnp.PyArray_DATA(numbers)
     cdef GrowthSink sink
     offsets[0] = 0
     for row in range(num_rows):
         offsets[row + 1] = offsets[row] + growth.row_sizes[row]
     sink.offsets, sink.width = offsets, width
-    sink.token_ids = offsets + first
+    sink.token_ids = offsets + num_rows + 1
     sink.parents, sink.depths = sink.token_ids + num_nodes, sink.token_ids + 2 * num_nodes
     sink.ranks, sink.support_ids = sink.token_ids + 3 * num_nodes, sink.token_ids + 4 * num_nodes
     sink.path_probabilities = <float*> (sink.support_ids + num_cells)
@@ -630,20 +633,27 @@ cdef object _batch(Growth& growth):
     memset(sink.support_ids, 0xFF, num_cells * sizeof(int32_t))  # NO_TOKEN
     memset(sink.law, 0, num_cells * sizeof(float))
     growth.write(sink)
-    PyBuffer_Release(&buffer)
-    floats = numbers[first + 4 * num_nodes + num_cells :].view(np.float32)
     # Past its own constructor, which takes a microsecond more.
     batch = DraftBatch.__new__(DraftBatch)
     cdef dict fields = batch.__dict__
-    fields["token_ids"] = numbers[first : first + num_nodes]
-    fields["parents"] = numbers[first + num_nodes : first + 2 * num_nodes]
-    fields["offsets"] = numbers[:first]
-    fields["depths"] = numbers[first + 2 * num_nodes : first + 3 * num_nodes]
-    fields["ranks"] = numbers[first + 3 * num_nodes : first + 4 * num_nodes]
-    fields["support_ids"] = numbers[first + 4 * num_nodes : first + 4 * num_nodes + num_cells].reshape(num_nodes, width)
-    fields["law"] = floats[num_nodes:].reshape(num_nodes, width)
-    fields["path_probabilities"] = floats[:num_nodes]
+    fields["token_ids"] = _part(numbers, cnp.NPY_INT32, sink.token_ids, num_nodes)
+    fields["parents"] = _part(numbers, cnp.NPY_INT32, sink.parents, num_nodes)
+    fields["offsets"] = _part(numbers, cnp.NPY_INT32, offsets, num_rows + 1)
+    fields["depths"] = _part(numbers, cnp.NPY_INT32, sink.depths, num_nodes)
+    fields["ranks"] = _part(numbers, cnp.NPY_INT32, sink.ranks, num_nodes)
+    fields["support_ids"] = _part(numbers, cnp.NPY_INT32, sink.support_ids, num_nodes, width)
+    fields["law"] = _part(numbers, cnp.NPY_FLOAT32, sink.law, num_nodes, width)
+    fields["path_probabilities"] = _part(numbers, cnp.NPY_FLOAT32, sink.path_probabilities, num_nodes)
     return batch
+
+
+cdef object _part(cnp.ndarray whole, int kind, void* first, Py_ssize_t length, Py_ssize_t width=0):
+    """[length], or [length, width] where there is a width: a view into another array."""
+    cdef cnp.npy_intp[2] shape
+    shape[0], shape[1] = length, width
+    part = cnp.PyArray_SimpleNewFromData(2 if width else 1, shape, kind, first)
+    cnp.set_array_base(part, whole)
+    return part
 
 
 cdef object _uint32(vector[uint32_t]& values):

@@ -8,7 +8,11 @@
 #include <cstdlib>
 
 #if defined(__x86_64__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12 warns of what its own header leaves undefined on purpose
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #define STAND_WIDE [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq,bmi2,popcnt")]]
 #endif
 

@@ -61,8 +61,8 @@ class Frontier {
         summary_ |= 1u << (list >> 6);
     }
 
-    // The best item. The frontier must not be empty.
-    Item pop() {
+    // The best item, there until the next push. The frontier must not be empty.
+    const Item& pop() {
         const uint32_t word = 31 - __builtin_clz(summary_);
         const uint32_t list = word << 6 | (63 - __builtin_clzll(words_[word]));
         int32_t* best = &heads_[list];

@@ -139,7 +139,7 @@ class Growth {
             frontier_.push(key, product, token, node, step);
     }
 
-    Item pop();
+    const Item& pop();
     float bar() const;
     void locate_roots();
     void plant(int32_t row);
@@ -177,7 +177,7 @@ inline void Growth::grow(const ContextStore& store, const std::vector<GrowthRequ
     locate_roots();
     for (int32_t row = 0; row < num_rows; ++row) plant(row);
     while (room_ > 0 && !frontier_.empty()) {
-        const Item item = pop();
+        const Item& item = pop();
         // A node pays while it adds a larger share to the tokens than to the cost. What may lie below a node is worth
         // up to 1 / PATIENCE of its key, so growth ends only where not even that pays.
         const float best = item.step == Step::expand ? item.key / PATIENCE : item.key;
@@ -199,9 +199,10 @@ inline float Growth::bar() const {
     return settings_.rises == nullptr ? 0.0f : expected_ * settings_.rises[settings_.budget - room_];
 }
 
-// The best item. Where it is less likely than what was looked for, more evidence counts from here on.
-inline Item Growth::pop() {
-    const Item item = frontier_.pop();
+// The best item, there until the next push. Where it is less likely than what was looked for, more evidence counts from
+// here on.
+inline const Item& Growth::pop() {
+    const Item& item = frontier_.pop();
     while (item.key < least_) least_ *= 0.2f;
     return item;
 }
@@ -220,7 +221,8 @@ inline void Growth::locate_roots() {
 
 inline void Growth::plant(int32_t row) {
     const GrowthRequest& request = (*requests_)[row];
-    GrownNode root;
+    nodes.emplace_back();
+    GrownNode& root = nodes.back();
     root.token = static_cast<uint32_t>(request.window[0]);
     root.row = row;
     root.local = row_sizes[row]++;
@@ -234,7 +236,6 @@ inline void Growth::plant(int32_t row) {
     drafted_.back().scope = request.scope;
     root.contexts = roots_[2 * row];
     root.is_located = true;
-    nodes.push_back(root);
     const int32_t index = static_cast<int32_t>(nodes.size()) - 1;
     if (request.max_depth > 0 && room_ > 0) push(1.0f, 1.0f, 0, index, Step::expand);
 }

@@ -80,12 +80,12 @@ class Blender {
     uint32_t tokens[MAX_ENTRIES * NUM_ORDERS];
     float probabilities[MAX_ENTRIES * NUM_ORDERS];
 
-    // Evidence that could add less than `least` to any token is left out.
+    // Evidence that hardly matters to tokens with a probability of `least` is left out.
     void blend(const ContextStore& store, const Contexts& contexts, const Clock& clock, float least, EmptyLaws& empty) {
         const float cut = CUT * least;
         float carry = 1.0f;
         evidence_.clear();
-        for (int32_t order = contexts.longest; order >= 1 && carry >= least; --order)
+        for (int32_t order = contexts.longest; order >= 1 && carry >= SHARED * least; --order)
             carry = collect(store, contexts.blocks[order], clock, carry, cut);
         if (carry >= least) carry = collect(store, contexts.skip, clock, carry, cut);
         if (carry * LIKELIEST >= least) collect(empty.of(store, clock), carry, cut);
@@ -103,6 +103,7 @@ class Blender {
     }
 
    private:
+    static constexpr float SHARED = 0.25f;  // of `least`: a context that has less to share out is not asked
     static constexpr float CUT = 0.1f;  // of `least`: entries that add less are left out
     static constexpr float LIKELIEST = 0.1f;  // more the empty context gives to hardly any token
     static constexpr uint32_t SLOT_BITS = 10, NUM_SLOTS = 1u << SLOT_BITS;

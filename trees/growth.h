@@ -113,9 +113,9 @@ class Growth {
         const float* factors;  // of the children's depth
     };
 
-    // A node's children are looked for when no better node is left than a child with half of its probability: one that
-    // is followed by something surer is a little late, but half of all nodes are never looked at in vain.
-    static constexpr float PATIENCE = 0.5f;
+    // A node's children are looked for when no better node is left than a child with this share of its probability: one
+    // that is followed by something surer is a little late, but many nodes are never looked at in vain.
+    static constexpr float PATIENCE = 0.6f;
     // Of the sampled child's law, the share that the target's law is assumed to overlap besides its collision mass.
     static constexpr float OVERLAP = 0.25f;
 
@@ -279,7 +279,7 @@ inline int32_t Growth::reveal(const Item& item, uint32_t token) {
     --room_;
     expected_ += path;
     if (node.depth < (*requests_)[node.row].max_depth) {
-        if (PATIENCE * path >= 2.0f * least_) locate(node);
+        if (PATIENCE * path >= least_) locate(node);
         push(PATIENCE * path, 0.0f, 0, index, Step::expand);
     }
     return index;

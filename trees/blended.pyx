@@ -153,15 +153,16 @@ cdef extern from "store_image.h" namespace "stand" nogil:
     const int64_t C_NUM_ODDS "stand::NUM_ODDS"
     void take_image(const ContextStore& store, StoreImage& image) except +
 
+cdef enum:
+    MAX_WINDOW = 16  # at least MAX_DEPTH
+    LAST_SCOPE = 254
+    NO_BOUND = 2147483647  # of depths
+
 MAX_DEPTH = C_MAX_DEPTH
 # AVX-512 is used: by processor, unless the environment has STAND_PORTABLE. Drafts are alike to the bit.
 HAS_WIDE_VECTORS = has_wide_vectors()
-MAX_SCOPE = 254
+MAX_SCOPE = LAST_SCOPE
 DEFAULT_MAX_BYTES = 256 << 20
-_NO_BOUND = 2**31 - 1
-
-cdef enum:
-    MAX_WINDOW = 16  # at least MAX_DEPTH
 
 
 cdef class BlendedLookup:
@@ -417,7 +418,7 @@ cdef class BlendedLookup:
             if sizes[row] == 0:
                 raise ValueError("every history must end with the pending token, got an empty one")
             requests[row].window, requests[row].window_size = &windows[row * self._store.reach()], sizes[row]
-            requests[row].max_depth, requests[row].scope, requests[row].key = _NO_BOUND, 0, 0
+            requests[row].max_depth, requests[row].scope, requests[row].key = NO_BOUND, 0, 0
         if kind != "deterministic":
             keys = _step_keys(seed, rows, steps, num_rows)
             for row in range(num_rows):
@@ -589,9 +590,10 @@ cdef void _fill_windows(histories, int32_t num_tokens, vector[int32_t]& windows,
 
 
 cdef uint8_t _scope(scope) except? 255:
-    if not 0 <= scope <= MAX_SCOPE:
+    cdef int64_t number = scope
+    if not 0 <= number <= LAST_SCOPE:
         raise ValueError(f"scope must be in [0, {MAX_SCOPE}], got {scope}; take the number modulo {MAX_SCOPE + 1}")
-    return scope
+    return <uint8_t> number
 
 
 cdef void _set_scopes(scopes, vector[GrowthRequest]& requests) except *:
@@ -607,7 +609,7 @@ cdef void _set_depths(max_depths, vector[GrowthRequest]& requests) except *:
     if len(max_depths) != <Py_ssize_t> requests.size() or min(max_depths) < 0:
         raise ValueError(f"max_depths must hold one number >= 0 per row ({requests.size()}), got {max_depths}")
     for row in range(requests.size()):
-        requests[row].max_depth = min(max_depths[row], _NO_BOUND)
+        requests[row].max_depth = min(max_depths[row], NO_BOUND)
 
 
 cdef object _batch(Growth& growth):

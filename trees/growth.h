@@ -115,7 +115,10 @@ class Growth {
 
     // A node's children are looked for when no better node is left than a child with this share of its probability: one
     // that is followed by something surer is a little late, but many nodes are never looked at in vain.
-    static constexpr float PATIENCE = 0.6f;
+    static constexpr float PATIENCE = 0.4f;
+    // Entries that would make a child less likely than this share of what is looked for are left out. Sampled children
+    // may be any of them.
+    static constexpr float CUT = 0.15f, CUT_OF_SAMPLED = 0.1f;
     // Of the sampled child's law, the share that the target's law is assumed to overlap besides its collision mass.
     static constexpr float OVERLAP = 0.25f;
 
@@ -279,7 +282,7 @@ inline int32_t Growth::reveal(const Item& item, uint32_t token) {
     --room_;
     expected_ += path;
     if (node.depth < (*requests_)[node.row].max_depth) {
-        if (PATIENCE * path >= least_) locate(node);
+        if (PATIENCE * path >= 2.0f * least_) locate(node);
         push(PATIENCE * path, 0.0f, 0, index, Step::expand);
     }
     return index;
@@ -289,7 +292,9 @@ inline void Growth::expand(int32_t index) {
     if (!nodes[index].is_located) locate(nodes[index]);
     const float path = nodes[index].path;
     const Clock clock{store_->clock.now, (*requests_)[nodes[index].row].scope};
-    blender_.blend(*store_, nodes[index].contexts, clock, least_ / path, empty_laws_);
+    const float least = least_ / path;
+    const float cut = settings_.kind == DraftKind::deterministic ? CUT : CUT_OF_SAMPLED;
+    blender_.blend(*store_, nodes[index].contexts, clock, least, cut * least, empty_laws_);
     if (settings_.kind != DraftKind::deterministic) {
         expand_sampled(index);
         return;

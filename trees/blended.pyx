@@ -579,7 +579,8 @@ cdef int32_t _fill_window(history, int32_t num_tokens, uint32_t* window) except 
 
 cdef bool_t _is_run(cnp.ndarray tokens):
     """Is this int32[:], one after the other in memory?"""
-    return cnp.PyArray_NDIM(tokens) == 1 and cnp.PyArray_TYPE(tokens) == cnp.NPY_INT32 and cnp.PyArray_ISCARRAY_RO(tokens)
+    cdef bool_t is_int32 = cnp.PyArray_TYPE(tokens) == cnp.NPY_INT32
+    return is_int32 and cnp.PyArray_NDIM(tokens) == 1 and cnp.PyArray_ISCARRAY_RO(tokens)
 
 
 cdef void _fill_windows(histories, int32_t num_tokens, vector[int32_t]& windows, vector[int32_t]& sizes) except *:

@@ -106,8 +106,8 @@ inline AddressRange reserve_addresses(size_t size) {
 // Never moves a block. A slab belongs to one size class for good.
 class Arena {
    public:
-    // Each class owns a slab from the start, so that no class can be shut out by the others. Who reads entries by eights
-    // looks up to a unit beyond the last block.
+    // Each class owns a slab from the start, so that no class can be shut out by the others. Readers of eight entries
+    // look up to a unit beyond the last block.
     explicit Arena(int64_t max_slabs)
         : max_slabs_(max_slabs), range_(reserve_addresses(max_slabs * SLAB_BYTES + UNIT_BYTES)) {
         for (int32_t size_class = 0; size_class < NUM_CLASSES; ++size_class) {

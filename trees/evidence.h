@@ -46,8 +46,8 @@ class Evidence {
         probabilities[size++] = probability;
     }
 
-    // Takes up the entries of a context that is not empty and has at most WIDEST, with weight `carry` together with what
-    // is left for shorter contexts, which is returned. Entries that get less than `cut` are left out.
+    // Takes up the entries of a context that is not empty and has at most WIDEST. They and what is left for shorter
+    // contexts, which is returned, add up to `carry`; entries that get less than `cut` are left out.
     float collect(const Block* block, const Clock& clock, const Odds& odds, float carry, float cut) {
         if (block->size == 1) return collect_one(block, clock, odds, carry, cut);
 #ifdef STAND_WIDE

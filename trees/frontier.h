@@ -45,7 +45,7 @@ class Frontier {
         summary_ = 0;
     }
 
-    // Field by field: an item put together elsewhere would be copied before its parts are in memory, which takes longer.
+    // Field by field: an item put together elsewhere would be copied while its parts are still on their way to memory.
     void push(float key, float product, uint32_t token, int32_t node, Step step) {
         const uint32_t list = list_of(key);
         if (num_places_ == places_.size()) places_.resize(2 * num_places_ + 64);

@@ -131,7 +131,7 @@ class Growth {
     Frontier frontier_;
     std::vector<DraftedRow> drafted_;
     std::vector<uint8_t> states_;
-    std::vector<Contexts> roots_;  // by row
+    std::vector<Contexts> roots_;  // two by row, which take turns
     EmptyLaws empty_laws_;
     Blender blender_;
     int32_t room_ = 0;  // nodes that may still be revealed
@@ -218,7 +218,8 @@ inline void Growth::locate_roots() {
         for (int32_t row = 0; row < num_rows; ++row) {
             const GrowthRequest& request = (*requests_)[row];
             if (age >= request.window_size) continue;
-            store_->advance(roots_[2 * row + (age + 1) % 2], static_cast<uint32_t>(request.window[age]), roots_[2 * row + age % 2]);
+            Contexts* places = &roots_[2 * row];
+            store_->advance(places[(age + 1) % 2], static_cast<uint32_t>(request.window[age]), places[age % 2]);
         }
 }
 

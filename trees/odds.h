@@ -84,8 +84,8 @@ inline int32_t escape_bucket(const Block* block, int32_t share, int32_t latest_a
     return (((order_of(block) * NUM_SIZES + size) * NUM_VISITS + visits) * NUM_SHARES + share) * NUM_AGES + latest_age;
 }
 
-// The buckets of eight entries from `first` on, as if none were in front: as vectors, since compilers do not make them of
-// a loop. Beyond the block's last entry they mean nothing, but what is read there is the arena's.
+// The buckets of eight entries from `first` on, as if none were in front: as vectors, since compilers do not make them
+// of a loop. Beyond the block's last entry they mean nothing, but what is read there is the arena's.
 inline void read_eight(const Block* block, int32_t first, const Clock& clock, uint16_t* buckets) {
     using Byte8 = uint8_t __attribute__((vector_size(8)));
     using Short8 = int16_t __attribute__((vector_size(16)));

@@ -113,12 +113,9 @@ class Growth {
         const float* factors;  // of the children's depth
     };
 
-    // A node's children are looked for when no better node is left than a child with this share of its probability: one
-    // that is followed by something surer is a little late, but many nodes are never looked at in vain.
-    static constexpr float PATIENCE = 0.4f;
-    // Entries that would make a child less likely than this share of what is looked for are left out. Sampled children
-    // may be any of them.
-    static constexpr float CUT = 0.15f, CUT_OF_SAMPLED = 0.1f;
+    // A node's children are looked for when no better node is left than a child with half of its probability: one that
+    // is followed by something surer is a little late, but half of all nodes are never looked at in vain.
+    static constexpr float PATIENCE = 0.5f;
     // Of the sampled child's law, the share that the target's law is assumed to overlap besides its collision mass.
     static constexpr float OVERLAP = 0.25f;
 
@@ -293,9 +290,7 @@ inline void Growth::expand(int32_t index) {
     if (!nodes[index].is_located) locate(nodes[index]);
     const float path = nodes[index].path;
     const Clock clock{store_->clock.now, (*requests_)[nodes[index].row].scope};
-    const float least = least_ / path;
-    const float cut = settings_.kind == DraftKind::deterministic ? CUT : CUT_OF_SAMPLED;
-    blender_.blend(*store_, nodes[index].contexts, clock, least, cut * least, empty_laws_);
+    blender_.blend(*store_, nodes[index].contexts, clock, least_ / path, empty_laws_);
     if (settings_.kind != DraftKind::deterministic) {
         expand_sampled(index);
         return;

@@ -20,12 +20,13 @@ struct StoreImage {
 constexpr int64_t NUM_CHOICES = NUM_ORDERS * (ENTRY_BUCKETS + ESCAPE_BUCKETS);
 constexpr int64_t NUM_ODDS = NUM_CHOICES + NUM_KINDS * Calibration::NUM_FACTORS;
 
-// Files list an order's entry buckets by weight, then age, then rank.
-inline int32_t place_in_file(int32_t bucket) {
-    const int32_t weight = bucket % NUM_WEIGHTS, age = bucket / NUM_WEIGHTS % NUM_AGES;
-    const int32_t order_and_rank = bucket / (NUM_WEIGHTS * NUM_AGES);
-    const int32_t order = order_and_rank / NUM_RANKS, rank = order_and_rank % NUM_RANKS;
-    return ((order * NUM_WEIGHTS + weight) * NUM_AGES + age) * NUM_RANKS + rank;
+constexpr int32_t NUM_ENTRY_ODDS = NUM_ORDERS * ENTRY_BUCKETS;
+
+// Files list the odds of entries by order, weight, age and rank: the bucket of a place in that list.
+inline int32_t bucket_at(int32_t place) {
+    const int32_t rank = place % NUM_RANKS, age = place / NUM_RANKS % NUM_AGES;
+    const int32_t weight = place / (NUM_RANKS * NUM_AGES) % NUM_WEIGHTS;
+    return entry_bucket(place / ENTRY_BUCKETS, weight, age, rank);
 }
 
 inline void append_context(const ContextStore& store, uint32_t reference, StoreImage& image) {
@@ -50,10 +51,8 @@ inline void take_image(const ContextStore& store, StoreImage& image) {
             image.roots.push_back(2 * token + (order == SKIP));
             append_context(store, store.root(token, order), image);
         }
-    const int32_t num_entry_odds = std::size(store.odds.entry);
-    image.odds.resize(num_entry_odds);
-    for (int32_t bucket = 0; bucket < num_entry_odds; ++bucket)
-        image.odds[place_in_file(bucket)] = store.odds.entry[bucket];
+    for (int32_t place = 0; place < NUM_ENTRY_ODDS; ++place)
+        image.odds.push_back(store.odds.entry[bucket_at(place)]);
     image.odds.insert(image.odds.end(), std::begin(store.odds.escape), std::end(store.odds.escape));
     for (const Calibration& calibration : store.calibrations)
         image.odds.insert(image.odds.end(), std::begin(calibration.factors), std::end(calibration.factors));
@@ -138,10 +137,9 @@ class StoreReader {
         for (int64_t i = 0; i < NUM_ODDS - NUM_CHOICES; ++i)
             if (!(factors[i] >= Calibration::LEAST_FACTOR && factors[i] <= Calibration::MOST_FACTOR))
                 return Restored::damaged;
-        const int32_t num_entry_odds = std::size(store_.odds.entry);
-        for (int32_t bucket = 0; bucket < num_entry_odds; ++bucket)
-            store_.odds.entry[bucket] = image_.odds[place_in_file(bucket)];
-        std::copy(image_.odds + num_entry_odds, image_.odds + NUM_CHOICES, store_.odds.escape);
+        for (int32_t place = 0; place < NUM_ENTRY_ODDS; ++place)
+            store_.odds.entry[bucket_at(place)] = image_.odds[place];
+        std::copy(image_.odds + NUM_ENTRY_ODDS, image_.odds + NUM_CHOICES, store_.odds.escape);
         store_.odds.settle();
         for (int32_t kind = 0; kind < NUM_KINDS; ++kind)
             std::copy_n(factors + kind * Calibration::NUM_FACTORS, Calibration::NUM_FACTORS,

@@ -80,9 +80,10 @@ class Blender {
     uint32_t tokens[MAX_ENTRIES * NUM_ORDERS];
     float probabilities[MAX_ENTRIES * NUM_ORDERS];
 
-    // Evidence that could add less than `least` to any token is left out.
-    void blend(const ContextStore& store, const Contexts& contexts, const Clock& clock, float least, EmptyLaws& empty) {
-        const float cut = CUT * least;
+    // Contexts that could add less than `least` to any token are not asked, entries that add less than `cut` are left
+    // out.
+    void blend(const ContextStore& store, const Contexts& contexts, const Clock& clock, float least, float cut,
+               EmptyLaws& empty) {
         float carry = 1.0f;
         evidence_.clear();
         for (int32_t order = contexts.longest; order >= 1 && carry >= least; --order)
@@ -103,7 +104,6 @@ class Blender {
     }
 
    private:
-    static constexpr float CUT = 0.1f;  // of `least`: entries that add less are left out
     static constexpr float LIKELIEST = 0.1f;  // more the empty context gives to hardly any token
     static constexpr uint32_t SLOT_BITS = 10, NUM_SLOTS = 1u << SLOT_BITS;
     static_assert(NUM_SLOTS > MAX_ENTRIES * NUM_ORDERS, "a slot must stay free");
@@ -160,7 +160,7 @@ inline std::vector<Candidate> blended_law(const ContextStore& store, const uint3
                                           uint8_t scope, int32_t limit) {
     Blender blender;
     EmptyLaws empty;
-    blender.blend(store, store.locate<Contexts>(window, available), Clock{store.clock.now, scope}, 0.0f, empty);
+    blender.blend(store, store.locate<Contexts>(window, available), Clock{store.clock.now, scope}, 0.0f, 0.0f, empty);
     return blender.best(limit);
 }
 

@@ -181,10 +181,11 @@ class Arena {
     Class classes_[NUM_CLASSES];
     AddressRange range_;
 
-    // The first unit of a slab stays unused, so that reference 0 can mean none.
-    static uint32_t blocks_per_slab(int32_t size_class) { return (SLAB_UNITS - 1) / CLASS_UNITS[size_class]; }
+    // The first cache line of a slab stays unused: reference 0 can mean none, and a block of four entries fills a line.
+    static constexpr uint32_t FIRST_UNIT = 64 / UNIT_BYTES;
+    static uint32_t blocks_per_slab(int32_t size_class) { return (SLAB_UNITS - FIRST_UNIT) / CLASS_UNITS[size_class]; }
     static uint32_t reference_of(uint32_t slab, int32_t size_class, uint32_t block) {
-        return slab * SLAB_UNITS + 1 + block * CLASS_UNITS[size_class];
+        return slab * SLAB_UNITS + FIRST_UNIT + block * CLASS_UNITS[size_class];
     }
 
     void add_slab(int32_t size_class) {

@@ -113,9 +113,6 @@ class Growth {
         const float* factors;  // of the children's depth
     };
 
-    // A node's children are looked for when no better node is left than a child with half of its probability: one that
-    // is followed by something surer is a little late, but half of all nodes are never looked at in vain.
-    static constexpr float PATIENCE = 0.5f;
     // Of the sampled child's law, the share that the target's law is assumed to overlap besides its collision mass.
     static constexpr float OVERLAP = 0.25f;
 
@@ -124,7 +121,11 @@ class Growth {
     const std::vector<GrowthRequest>* requests_ = nullptr;
     GrowthSettings settings_{};
     float least_ = 0.0f;     // what is less likely is not looked for yet
+    float fineness_ = 0.0f;  // share of `least_` below which single entries are left out
     float hopeless_ = 0.0f;  // items below are forgotten
+    // A node's children are looked for when no better node is left than a child with this share of its probability: one
+    // that is followed by something surer is a little late, but half of all nodes are never looked at in vain.
+    float patience_ = 0.0f;
     Frontier frontier_;
     std::vector<DraftedRow> drafted_;
     std::vector<uint8_t> states_;
@@ -139,6 +140,7 @@ class Growth {
             frontier_.push(key, product, token, node, step);
     }
 
+    void set_thresholds();
     const Item& pop();
     float bar() const;
     void locate_roots();
@@ -164,8 +166,7 @@ inline void Growth::grow(const ContextStore& store, const std::vector<GrowthRequ
     room_ = settings.budget;
     expected_ = static_cast<float>(requests.size());
     const int32_t num_rows = static_cast<int32_t>(requests.size());
-    least_ = std::max(settings.floor, std::min(0.03f, 0.4f * num_rows / std::max(1, settings.budget)));
-    hopeless_ = 0.1f * least_;
+    set_thresholds();
     nodes.clear();
     supports.clear();
     laws.clear();
@@ -179,10 +180,10 @@ inline void Growth::grow(const ContextStore& store, const std::vector<GrowthRequ
     while (room_ > 0 && !frontier_.empty()) {
         const Item& item = pop();
         // A node pays while it adds a larger share to the tokens than to the cost. What may lie below a node is worth
-        // up to 1 / PATIENCE of its key, so growth ends only where not even that pays.
-        const float best = item.step == Step::expand ? item.key / PATIENCE : item.key;
+        // up to 1 / patience_ of its key, so growth ends only where not even that pays.
+        const float best = item.step == Step::expand ? item.key / patience_ : item.key;
         if (best < bar()) {
-            if (item.key < PATIENCE * bar()) break;
+            if (item.key < patience_ * bar()) break;
             continue;
         }
         if (item.step == Step::expand)
@@ -194,6 +195,19 @@ inline void Growth::grow(const ContextStore& store, const std::vector<GrowthRequ
     }
 }
 
+// What the last place is worth varies from step to step for one row, but little for many together, and there some row
+// always has a node that is nearly as good: so less is looked for. Not where children are sampled, as their laws cover
+// only what was found.
+inline void Growth::set_thresholds() {
+    const float num_rows = static_cast<float>(requests_->size());
+    const float company = settings_.kind == DraftKind::deterministic ? 1.0f - 1.0f / num_rows : 0.0f;
+    const float price = 0.4f * num_rows / std::max(1, settings_.budget);  // of the last place, roughly
+    least_ = std::max(settings_.floor, std::min(0.03f + 0.02f * company, price));
+    fineness_ = 0.1f + 0.05f * company;
+    hopeless_ = 0.1f * least_;
+    patience_ = 0.5f - 0.1f * company;
+}
+
 // The least path probability with which one more node pays.
 inline float Growth::bar() const {
     return settings_.rises == nullptr ? 0.0f : expected_ * settings_.rises[settings_.budget - room_];
@@ -203,7 +217,7 @@ inline float Growth::bar() const {
 // here on.
 inline const Item& Growth::pop() {
     const Item& item = frontier_.pop();
-    while (item.key < least_) least_ *= 0.2f;
+    while (item.key < least_) least_ *= 0.4f;
     return item;
 }
 
@@ -280,17 +294,17 @@ inline int32_t Growth::reveal(const Item& item, uint32_t token) {
     --room_;
     expected_ += path;
     if (node.depth < (*requests_)[node.row].max_depth) {
-        if (PATIENCE * path >= 2.0f * least_) locate(node);
-        push(PATIENCE * path, 0.0f, 0, index, Step::expand);
+        if (patience_ * path >= 2.0f * least_) locate(node);
+        push(patience_ * path, 0.0f, 0, index, Step::expand);
     }
     return index;
 }
 
 inline void Growth::expand(int32_t index) {
     if (!nodes[index].is_located) locate(nodes[index]);
-    const float path = nodes[index].path;
+    const float least = least_ / nodes[index].path;
     const Clock clock{store_->clock.now, (*requests_)[nodes[index].row].scope};
-    blender_.blend(*store_, nodes[index].contexts, clock, least_ / path, empty_laws_);
+    blender_.blend(*store_, nodes[index].contexts, clock, least, fineness_ * least, empty_laws_);
     if (settings_.kind != DraftKind::deterministic) {
         expand_sampled(index);
         return;

@@ -121,6 +121,7 @@ class Growth {
     const std::vector<GrowthRequest>* requests_ = nullptr;
     GrowthSettings settings_{};
     float least_ = 0.0f;     // what is less likely is not looked for yet
+    float lowering_ = 0.0f;  // factor of `least_` when better items are used up
     float fineness_ = 0.0f;  // share of `least_` below which single entries are left out
     float hopeless_ = 0.0f;  // items below are forgotten
     // A node's children are looked for when no better node is left than a child with this share of its probability: one
@@ -197,12 +198,13 @@ inline void Growth::grow(const ContextStore& store, const std::vector<GrowthRequ
 
 // What the last place is worth varies from step to step for one row, but little for many together, and there some row
 // always has a node that is nearly as good: so less is looked for. Not where children are sampled, as their laws cover
-// only what was found.
+// only what was found. Below a floor evidence still counts: it adds up.
 inline void Growth::set_thresholds() {
     const float num_rows = static_cast<float>(requests_->size());
     const float company = settings_.kind == DraftKind::deterministic ? 1.0f - 1.0f / num_rows : 0.0f;
     const float price = 0.4f * num_rows / std::max(1, settings_.budget);  // of the last place, roughly
-    least_ = std::max(settings_.floor, std::min(0.03f + 0.02f * company, price));
+    least_ = std::max(0.2f * settings_.floor, std::min(0.03f + 0.02f * company, price));
+    lowering_ = 0.2f + 0.2f * company;
     fineness_ = 0.1f + 0.05f * company;
     hopeless_ = 0.1f * least_;
     patience_ = 0.5f - 0.1f * company;
@@ -217,7 +219,7 @@ inline float Growth::bar() const {
 // here on.
 inline const Item& Growth::pop() {
     const Item& item = frontier_.pop();
-    while (item.key < least_) least_ *= 0.4f;
+    while (item.key < least_) least_ *= lowering_;
     return item;
 }
 

@@ -408,6 +408,33 @@ def test_floor_and_depths_bound_drafts():
     assert draft(BlendedLookup(), [np.array([4], np.int32)], 80).num_nodes == 1
 
 
+def probabilities_by_path(batch):
+    """(row, tokens from the root) -> path probability, of every node but the roots."""
+    found = {}
+    for row, (first, end) in enumerate(zip(batch.offsets[:-1], batch.offsets[1:], strict=True)):
+        paths = [()]
+        for node in range(first + 1, end):
+            paths.append((*paths[batch.parents[node]], int(batch.token_ids[node])))
+            found[row, paths[-1]] = float(batch.path_probabilities[node])
+    return found
+
+
+@pytest.mark.parametrize("num_rows", [1, 20])
+def test_a_floor_leaves_out_what_is_below_and_nothing_else(num_rows):
+    lookup = BlendedLookup()
+    tokens = stream(6000, vocabulary=60, stay=0.6)
+    lookup.learn([], tokens)
+    compared = 0
+    for end in range(900, 900 + 40 * 20, 40 * num_rows):
+        histories = [tokens[: end + 40 * row] for row in range(num_rows)]
+        free = probabilities_by_path(draft(lookup, histories, 60 * num_rows))
+        floored = probabilities_by_path(draft(lookup, histories, 60 * num_rows, floor=0.15))
+        assert {path for path, probability in free.items() if probability >= 0.17} <= set(floored)
+        assert all(probability == pytest.approx(free[path], abs=0.03) for path, probability in floored.items())
+        compared += len(floored)
+    assert compared > 50
+
+
 def test_memory_is_bounded_and_what_is_recent_stays():
     lookup = BlendedLookup(max_bytes=MB)
     rng = np.random.default_rng(0)

@@ -119,7 +119,7 @@ class Blender {
     float collect(const ContextStore& store, uint32_t reference, const Clock& clock, float carry, float cut) {
         const Block* block = store.arena.at(reference);
         if (reference == 0 || block->size == 0) return carry;
-        store.arena.fetch(children_of(block)[0]);  // likely the next to be looked at
+        store.arena.fetch<1>(children_of(block)[0]);  // likely the next to be looked at
         return evidence_.collect(block, clock, store.odds, carry, cut);
     }
 

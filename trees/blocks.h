@@ -34,6 +34,7 @@ constexpr uint32_t LOST = 0xFFFFFFFEu;    // the same, but the waiting list was 
 constexpr int32_t NUM_CLASSES = 7;
 constexpr int32_t MAX_ENTRIES = 1 << (NUM_CLASSES - 1);
 constexpr uint32_t UNIT_BYTES = 8;
+constexpr uint32_t LINE_BYTES = 64;  // of the cache
 constexpr uint32_t SLAB_BYTES = 1u << 16;
 constexpr uint32_t SLAB_UNITS = SLAB_BYTES / UNIT_BYTES;
 constexpr int64_t MAX_SLABS = (int64_t{1} << 32) / SLAB_UNITS;  // that references reach: 32 GB
@@ -120,10 +121,15 @@ class Arena {
         return reinterpret_cast<Block*>(range_.get() + static_cast<size_t>(reference) * UNIT_BYTES);
     }
 
-    // Asks for the beginning of a block that will be read soon. Inlined always: GCC takes a function that only
+    // Asks for a block that will be read soon: for the cache lines of its beginning and of what lies behind it, which is
+    // the rest of a wide block, or the contexts that were made next. Inlined always: GCC takes a function that only
     // prefetches for one without effect and drops the calls that it has not inlined by then.
+    template <int32_t NUM_LINES = 3>
     [[gnu::always_inline]] void fetch(uint32_t reference) const {
-        if (reference != 0) __builtin_prefetch(at(reference));
+        if (reference == 0) return;
+        const char* begin = reinterpret_cast<const char*>(at(reference));
+        __builtin_prefetch(begin);
+        for (int32_t line = 1; line < NUM_LINES; ++line) __builtin_prefetch(begin + line * LINE_BYTES - 1);
     }
 
     // A block of the class, its header unset; 0 where the class has none left and no slab may be added.
@@ -182,7 +188,7 @@ class Arena {
     AddressRange range_;
 
     // The first cache line of a slab stays unused: reference 0 can mean none, and a block of four entries fills a line.
-    static constexpr uint32_t FIRST_UNIT = 64 / UNIT_BYTES;
+    static constexpr uint32_t FIRST_UNIT = LINE_BYTES / UNIT_BYTES;
     static uint32_t blocks_per_slab(int32_t size_class) { return (SLAB_UNITS - FIRST_UNIT) / CLASS_UNITS[size_class]; }
     static uint32_t reference_of(uint32_t slab, int32_t size_class, uint32_t block) {
         return slab * SLAB_UNITS + FIRST_UNIT + block * CLASS_UNITS[size_class];

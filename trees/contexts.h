@@ -104,14 +104,16 @@ class ContextStore {
         }
     }
 
-    // The same where nothing will be learned. What was found is fetched.
+    // The same where nothing will be learned. What was found is fetched, so many
+    // lines of it.
+    template <int32_t NUM_LINES = 3>
     void advance(const Contexts& from, uint32_t token, Contexts& to) const {
         to.token = token;
         to.skip = root(from.token, SKIP);
         to.blocks[1] = root(token);
         to.longest = 1;
-        arena.fetch(to.skip);
-        arena.fetch(to.blocks[1]);
+        arena.fetch<NUM_LINES>(to.skip);
+        arena.fetch<NUM_LINES>(to.blocks[1]);
         const int32_t longest = std::min(from.longest, depth() - 1);
         for (int32_t order = 1; order <= longest; ++order) {
             to.blocks[order + 1] = 0;
@@ -123,7 +125,7 @@ class ContextStore {
             to.blocks[order + 1] = child;
             if (child == 0) continue;
             to.longest = order + 1;
-            arena.fetch(child);
+            arena.fetch<NUM_LINES>(child);
         }
     }
 

@@ -231,8 +231,12 @@ inline void Growth::locate_roots() {
         for (int32_t row = 0; row < num_rows; ++row) {
             const GrowthRequest& request = (*requests_)[row];
             if (age >= request.window_size) continue;
-            Contexts* places = &roots_[2 * row];
-            store_->advance(places[(age + 1) % 2], static_cast<uint32_t>(request.window[age]), places[age % 2]);
+            const Contexts& from = roots_[2 * row + (age + 1) % 2];
+            Contexts& to = roots_[2 * row + age % 2];
+            if (age > 0)  // learned just now, most of it: still near
+                store_->advance<1>(from, static_cast<uint32_t>(request.window[age]), to);
+            else
+                store_->advance(from, static_cast<uint32_t>(request.window[age]), to);
         }
 }
 
@@ -296,7 +300,7 @@ inline int32_t Growth::reveal(const Item& item, uint32_t token) {
     --room_;
     expected_ += path;
     if (node.depth < (*requests_)[node.row].max_depth) {
-        if (patience_ * path >= 2.0f * least_) locate(node);
+        if (patience_ * path >= least_) locate(node);
         push(patience_ * path, 0.0f, 0, index, Step::expand);
     }
     return index;

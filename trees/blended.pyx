@@ -591,7 +591,11 @@ cdef void _fill_windows(histories, int32_t num_tokens, vector[int32_t]& windows,
 
 
 cdef uint8_t _scope(scope) except? 255:
-    cdef int64_t number = scope
+    cdef int64_t number
+    try:
+        number = scope
+    except OverflowError:
+        number = -1
     if not 0 <= number <= LAST_SCOPE:
         raise ValueError(f"scope must be in [0, {MAX_SCOPE}], got {scope}; take the number modulo {MAX_SCOPE + 1}")
     return <uint8_t> number

@@ -104,8 +104,7 @@ class ContextStore {
         }
     }
 
-    // The same where nothing will be learned. What was found is fetched, so many
-    // lines of it.
+    // The same where nothing will be learned. What was found is fetched, so many lines of it.
     template <int32_t NUM_LINES = 3>
     void advance(const Contexts& from, uint32_t token, Contexts& to) const {
         to.token = token;

@@ -451,6 +451,50 @@ def test_memory_is_bounded_and_what_is_recent_stays():
     lookup.check()
 
 
+@pytest.mark.parametrize(
+    ("parameters", "vocabulary"),
+    [({}, 50), ({}, 12), ({"depth": 2}, 50), ({"depth": 3}, 40), ({"depth": 1}, 9), ({"max_bytes": MB}, 3000)],
+)
+@pytest.mark.parametrize("every", [2, 3, 100])
+def test_remembered_ends_are_where_walking_leads(parameters, vocabulary, every):
+    """Rows that take turns replace, move and evict what the others' ends remember; `check` finds each end by walking.
+
+    One token stands at `every` so many places: where it is frequent, its contexts are replaced while they are in use.
+    """
+    lookup = BlendedLookup(**parameters)
+    rng = np.random.default_rng(5)
+    texts = [stream(1500, vocabulary=vocabulary, seed=row % 4, stay=0.7) for row in range(9)]
+    for text in texts:
+        text[::every] = 0
+    ends = [20] * len(texts)
+    for step in range(600):
+        row = int(rng.integers(len(texts)))
+        history, run = texts[row][: ends[row]], texts[row][ends[row] :][: int(1 + rng.exponential(8))]
+        if step % 10 == 9:  # laws move and replace contexts too
+            ids = rng.permuted(np.tile(np.arange(9, dtype=np.int32), (len(run), 1)), axis=1)[:, :5].copy()
+            lookup.learn(history, run, (ids, np.full(ids.shape, 0.2, np.float32)))
+        else:
+            lookup.learn(history, run)
+        lookup.check()
+        ends[row] += len(run)
+        if ends[row] + 100 > len(texts[row]):
+            ends[row] = int(rng.integers(20, 1000))
+    assert (lookup.num_evicted > 0) == ("max_bytes" in parameters)
+
+
+def test_an_end_is_not_remembered_where_its_run_replaced_what_leads_there():
+    lookup = BlendedLookup()
+    head, hub, lightest, others = np.arange(100, 111, dtype=np.int32), 1, 2, range(300, 331)
+    lookup.learn(head, np.array([hub, lightest, 200, 201], np.int32))
+    for lap in range(2):  # the hub's successors are as many as fit now, and all others weigh more
+        for other in others:
+            lookup.learn(np.arange(12, dtype=np.int32) + 1000 * (other + 100 * lap), np.array([hub, other], np.int32))
+    for length in range(6, 20):
+        run = np.array([hub, lightest, 200, hub, 999 + length, *range(5, length)], np.int32)
+        lookup.learn(head, run)
+        lookup.check()
+
+
 def test_often_used_contexts_outlive_rare_ones():
     lookup = BlendedLookup(max_bytes=MB)
     rng = np.random.default_rng(0)

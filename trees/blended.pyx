@@ -57,7 +57,7 @@ cdef extern from "contexts.h" namespace "stand" nogil:
         int64_t nbytes()
         void clear() except +
         Cursor locate "locate<stand::Cursor>" (const uint32_t* window, int32_t available)
-        void learn(Cursor& cursor, uint32_t token) except +
+        void learn_run(const uint32_t* window, int32_t available, const int32_t* tokens, int64_t num_tokens) except +
         void learn_row(Cursor& cursor, const int32_t* ids, const float* probs, int32_t width) except +
         const char* find_fault()
 
@@ -276,15 +276,11 @@ cdef class BlendedLookup:
 
     cdef void _learn_tokens(self, const int32_t[::1] tokens, const uint32_t* window, int32_t available,
                             uint8_t scope) except *:
-        cdef Py_ssize_t i
-        cdef Cursor cursor
         with nogil:
             self._store.mutex.lock()
             try:
                 self._store.clock.scope = scope
-                cursor = self._store.locate(window, available)
-                for i in range(tokens.shape[0]):
-                    self._store.learn(cursor, tokens[i])
+                self._store.learn_run(window, available, &tokens[0], tokens.shape[0])
             finally:
                 self._store.mutex.unlock()
 

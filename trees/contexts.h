@@ -13,27 +13,11 @@
 
 #include "calibration.h"
 #include "odds.h"
+#include "recent_ends.h"
 
 namespace stand {
 
 constexpr int32_t NUM_KINDS = 3;  // of drafts
-constexpr uint32_t NO_NEWEST = 0xFFFFFFFFu;
-
-// The contexts that end at one position, by order, and the token there. Where a block is missing but the context
-// without its newest token has an entry for it, `parents` has that context's block: the block can be made there.
-struct Cursor {
-    uint32_t blocks[NUM_ORDERS] = {};
-    uint32_t parents[NUM_ORDERS] = {};
-    uint32_t token = NO_NEWEST, token_before = NO_NEWEST;
-};
-
-// The same where nothing will be learned: blocks only, up to the longest context that exists.
-struct Contexts {
-    int32_t longest = 0;
-    uint32_t token = NO_NEWEST;
-    uint32_t skip = 0;  // block of order SKIP
-    uint32_t blocks[MAX_DEPTH + 1];  // of orders 1 .. longest, 0 where there is none
-};
 
 struct StoreSettings {
     int32_t depth = 12;
@@ -58,7 +42,8 @@ class ContextStore {
     explicit ContextStore(const StoreSettings& settings)
         : settings(settings),
           arena(slabs_within(settings.max_bytes)),
-          fades_{{fade_factor(1.0f), fade_factor(SOFT)}, {fade_factor(SLOW), fade_factor(SLOW * SOFT)}} {}
+          fades_{{fade_factor(1.0f), fade_factor(SOFT)}, {fade_factor(SLOW), fade_factor(SLOW * SOFT)}},
+          ends_(settings.depth) {}
 
     // Successors kept: short contexts have many, long ones few.
     static int32_t max_entries(int32_t order) {
@@ -104,15 +89,14 @@ class ContextStore {
         }
     }
 
-    // The same where nothing will be learned. What was found is fetched, so many lines of it.
-    template <int32_t NUM_LINES = 3>
+    // The same where nothing will be learned. What was found is fetched.
     void advance(const Contexts& from, uint32_t token, Contexts& to) const {
         to.token = token;
         to.skip = root(from.token, SKIP);
         to.blocks[1] = root(token);
         to.longest = 1;
-        arena.fetch<NUM_LINES>(to.skip);
-        arena.fetch<NUM_LINES>(to.blocks[1]);
+        arena.fetch(to.skip);
+        arena.fetch(to.blocks[1]);
         const int32_t longest = std::min(from.longest, depth() - 1);
         for (int32_t order = 1; order <= longest; ++order) {
             to.blocks[order + 1] = 0;
@@ -124,23 +108,28 @@ class ContextStore {
             to.blocks[order + 1] = child;
             if (child == 0) continue;
             to.longest = order + 1;
-            arena.fetch<NUM_LINES>(child);
+            arena.fetch(child);
         }
     }
 
     // The contexts that end with `window`, newest token first.
     template <typename Place>
     Place locate(const uint32_t* window, int32_t available) const {
-        Place now, before;
-        for (int32_t age = std::min(available, reach()) - 1; age >= 0; --age) {
-            before = now;
-            advance(before, window[age], now);
-        }
-        return now;
+        const Contexts* end = recent_end(window, available);
+        if (end == nullptr) return walk<Place>(window, available);
+        Place place;
+        advance(Place(*end), window[0], place);
+        return place;
     }
 
-    // One observed token; the cursor moves on to the contexts that end with it.
-    void learn(Cursor& cursor, uint32_t token);
+    // The contexts of fewer than depth() tokens that end before the newest token of a window, where a run that was
+    // learned lately ended there; else null. They stay until something is learned.
+    const Contexts* recent_end(const uint32_t* window, int32_t available) const {
+        return ends_.size() > 0 && available > ends_.size() ? ends_.find(window + 1) : nullptr;
+    }
+
+    // A run of one or more tokens that was observed after a window.
+    void learn_run(const uint32_t* window, int32_t available, const int32_t* tokens, int64_t num_tokens);
 
     // The law of the next token after the cursor, as ids (negative: padding) and probabilities. Teaches no contexts
     // beyond those that end at the cursor.
@@ -156,6 +145,7 @@ class ContextStore {
         num_pages_ = num_evicted_ = 0;
         empty_ = 0;
         num_orphans_ = 0;
+        ends_.forget();
     }
 
     // What is not sound, or null.
@@ -182,6 +172,7 @@ class ContextStore {
     int64_t num_evicted_ = 0;
     uint32_t orphans_[MAX_ORPHANS];
     int32_t num_orphans_ = 0;
+    RecentEnds ends_;
     Cursor* cursors_[2] = {nullptr, nullptr};  // in use: their blocks stay, and follow when they move
 
     uint32_t fade_factor(float speed) const {
@@ -199,6 +190,18 @@ class ContextStore {
         return std::clamp<int64_t>(room / (SLAB_BYTES + Arena::overhead(1)), NUM_CLASSES, MAX_SLABS);
     }
 
+    // The contexts that end with a window, from its oldest token on.
+    template <typename Place>
+    Place walk(const uint32_t* window, int32_t available) const {
+        Place now, before;
+        for (int32_t age = std::min(available, reach()) - 1; age >= 0; --age) {
+            before = now;
+            advance(before, window[age], now);
+        }
+        return now;
+    }
+
+    Cursor learn(Cursor& cursor, uint32_t token);
     void train(const Cursor& cursor, uint32_t token, float mass);
     uint32_t context(Cursor& cursor, int32_t order);
     int32_t add_entry(Cursor& cursor, int32_t order, uint32_t token);
@@ -214,10 +217,28 @@ class ContextStore {
     void abandon(uint32_t reference);
     void free_orphans();
     bool is_held(uint32_t reference) const;
+    bool ends_are_sound() const;
     const char* find_fault_below(uint32_t reference, int32_t order, int64_t& num_reached) const;
 };
 
-inline void ContextStore::learn(Cursor& cursor, uint32_t token) {
+inline void ContextStore::learn_run(const uint32_t* window, int32_t available, const int32_t* tokens,
+                                    int64_t num_tokens) {
+    Cursor cursor = locate<Cursor>(window, available);
+    ends_.begin_run();
+    for (int64_t i = 0; i < num_tokens - 1; ++i) {
+        if (num_tokens - i == MAX_DEPTH) ends_.begin_run();  // contexts before the last token are found from here on
+        cursor = learn(cursor, static_cast<uint32_t>(tokens[i]));
+    }
+    learn(cursor, static_cast<uint32_t>(tokens[num_tokens - 1]));
+    uint32_t end[MAX_DEPTH];  // newest first, without the last token
+    int32_t size = 0;
+    for (int64_t i = num_tokens - 2; i >= 0 && size < ends_.size(); --i) end[size++] = static_cast<uint32_t>(tokens[i]);
+    for (int32_t age = 0; age < available && size < ends_.size(); ++age) end[size++] = window[age];
+    if (size == ends_.size()) ends_.put(end, cursor);
+}
+
+// One observed token. Returns the contexts that end with it; the cursor has all contexts before it, made where missing.
+inline Cursor ContextStore::learn(Cursor& cursor, uint32_t token) {
     for (int32_t order = 1; order < NUM_ORDERS; ++order) arena.fetch(cursor.blocks[order]);
     if (settings.learns_odds) train(cursor, token, 1.0f);
     Cursor next;
@@ -245,8 +266,8 @@ inline void ContextStore::learn(Cursor& cursor, uint32_t token) {
     next.blocks[SKIP] = root(cursor.token, SKIP);
     next.blocks[1] = root(token);
     cursors_[0] = cursors_[1] = nullptr;
-    cursor = next;
     ++clock.now;
+    return next;
 }
 
 inline void ContextStore::learn_row(Cursor& cursor, const int32_t* ids, const float* probs, int32_t width) {
@@ -350,14 +371,18 @@ inline int32_t ContextStore::add_entry(Cursor& cursor, int32_t order, uint32_t t
     Block* block = arena.at(cursor.blocks[order]);
     int32_t position;
     const int32_t limit = max_entries(order);
-    if (block->size == capacity_of(block) && block->size < limit && grow(cursor.blocks[order]) != 0)
+    if (block->size == capacity_of(block) && block->size < limit) {
+        const uint32_t from = cursor.blocks[order], to = grow(from);
+        if (to != 0) ends_.move(cursor.token, order, from, to);
         block = arena.at(cursor.blocks[order]);
+    }
     if (block->size < capacity_of(block) && block->size < limit) {
         position = block->size++;
     } else {
         position = block->size - 1;
         for (int32_t i = block->size - 1; i >= 0; --i)
             if (weights_of(block)[i] < weights_of(block)[position]) position = i;
+        if (children_of(block)[position] != 0) ends_.lose(cursor.token, tokens_of(block)[position]);
         abandon(children_of(block)[position]);
     }
     tokens_of(block)[position] = token;
@@ -466,6 +491,7 @@ inline bool ContextStore::reclaim(uint32_t reference) {
     for (int32_t i = 0; i < block->size; ++i) abandon(children_of(block)[i]);
     arena.give(reference);
     ++num_evicted_;
+    ends_.forget();
     return true;
 }
 
@@ -522,6 +548,7 @@ inline const char* ContextStore::find_fault() const {
             if (fault != nullptr) break;
         }
     if (fault != nullptr) return fault;
+    if (!ends_are_sound()) return "a recent end whose contexts are elsewhere";
     return num_reached > num_contexts() ? "contexts that are free memory" : nullptr;
 }
 
@@ -540,6 +567,19 @@ inline const char* ContextStore::find_fault_below(uint32_t reference, int32_t or
         if (fault != nullptr) return fault;
     }
     return nullptr;
+}
+
+inline bool ContextStore::ends_are_sound() const {
+    for (int32_t place = 0; place < RecentEnds::NUM_ENDS; ++place) {
+        const uint32_t* window = ends_.window_at(place);
+        if (window == nullptr) continue;
+        const Contexts& end = ends_.contexts_at(place);
+        const Contexts found = walk<Contexts>(window, ends_.size());
+        if (end.token != found.token || end.longest != found.longest ||
+            !std::equal(found.blocks + 1, found.blocks + 1 + found.longest, end.blocks + 1))
+            return false;
+    }
+    return true;
 }
 
 inline bool ContextStore::is_held(uint32_t reference) const {

@@ -131,6 +131,7 @@ class Growth {
     std::vector<DraftedRow> drafted_;
     std::vector<uint8_t> states_;
     std::vector<Contexts> roots_;  // two by row, which take turns
+    std::vector<int32_t> oldest_;  // by row, the age of the token where locating its root begins
     EmptyLaws empty_laws_;
     Blender blender_;
     int32_t room_ = 0;  // nodes that may still be revealed
@@ -227,16 +228,19 @@ inline const Item& Growth::pop() {
 inline void Growth::locate_roots() {
     const int32_t num_rows = static_cast<int32_t>(requests_->size());
     roots_.assign(2 * num_rows, Contexts());
+    oldest_.resize(num_rows);
+    for (int32_t row = 0; row < num_rows; ++row) {
+        const GrowthRequest& request = (*requests_)[row];
+        const auto* window = reinterpret_cast<const uint32_t*>(request.window);
+        const Contexts* end = store_->recent_end(window, request.window_size);
+        if (end != nullptr) roots_[2 * row + 1] = *end;
+        oldest_[row] = end != nullptr ? 0 : request.window_size - 1;
+    }
     for (int32_t age = store_->reach() - 1; age >= 0; --age)
         for (int32_t row = 0; row < num_rows; ++row) {
-            const GrowthRequest& request = (*requests_)[row];
-            if (age >= request.window_size) continue;
-            const Contexts& from = roots_[2 * row + (age + 1) % 2];
-            Contexts& to = roots_[2 * row + age % 2];
-            if (age > 0)  // learned just now, most of it: still near
-                store_->advance<1>(from, static_cast<uint32_t>(request.window[age]), to);
-            else
-                store_->advance(from, static_cast<uint32_t>(request.window[age]), to);
+            if (age > oldest_[row]) continue;
+            const uint32_t token = static_cast<uint32_t>((*requests_)[row].window[age]);
+            store_->advance(roots_[2 * row + (age + 1) % 2], token, roots_[2 * row + age % 2]);
         }
 }
 

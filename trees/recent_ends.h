@@ -1,0 +1,94 @@
+// Where runs that were learned lately ended. The next draft of the same text and its next run begin one token behind:
+// the contexts there are remembered, since finding them token by token takes a sixth of a small draft's time.
+//
+// What is remembered is what walking down from single tokens would find: contexts that move are followed, and an end is
+// forgotten where anything that leads to its contexts may be gone.
+
+#pragma once
+
+#include <algorithm>
+
+#include "cursor.h"
+
+namespace stand {
+
+class RecentEnds {
+   public:
+    static constexpr int32_t NUM_ENDS = 64;
+
+    // The windows of a store with contexts of up to `depth` tokens have size() = depth - 1.
+    explicit RecentEnds(int32_t depth) : size_(depth - 1) { forget(); }
+
+    int32_t size() const { return size_; }
+
+    // The contexts of 1 to size() tokens that end with a window, newest token first; null where it is not remembered.
+    const Contexts* find(const uint32_t* window) const {
+        for (int32_t place = 0; place < NUM_ENDS; ++place)
+            if (newest_[place] == window[0] && std::equal(window, window + size_, windows_[place]))
+                return &contexts_[place];
+        return nullptr;
+    }
+
+    // By place: the window, null where nothing is remembered, and its contexts.
+    const uint32_t* window_at(int32_t place) const { return newest_[place] == NO_NEWEST ? nullptr : windows_[place]; }
+    const Contexts& contexts_at(int32_t place) const { return contexts_[place]; }
+
+    // What was lost before is of no concern for the end that is put next.
+    void begin_run() { num_lost_ = 0; }
+
+    // A run ended with this window, at this cursor.
+    void put(const uint32_t* window, const Cursor& cursor) {
+        if (size_ == 0 || num_lost_ > MAX_LOST) return;
+        for (int32_t i = 0; i < num_lost_; ++i)
+            if (holds(window, lost_[i])) return;
+        const uint32_t* blocks = cursor.blocks + 1;
+        if (std::find(blocks, blocks + size_, 0u) != blocks + size_) return;
+        const uint32_t place = next_++ % NUM_ENDS;
+        newest_[place] = window[0];
+        std::copy(window, window + size_, windows_[place]);
+        contexts_[place].token = window[0];
+        contexts_[place].longest = size_;
+        std::copy(blocks, blocks + size_, contexts_[place].blocks + 1);
+    }
+
+    // Nothing leads any more to a context that ends with these two tokens, nor to the longer ones below it.
+    void lose(uint32_t token_before, uint32_t token) {
+        const Pair pair{token_before, token};
+        if (num_lost_ < MAX_LOST) lost_[num_lost_] = pair;
+        num_lost_ = std::min(num_lost_ + 1, MAX_LOST + 1);
+        for (int32_t place = 0; place < NUM_ENDS; ++place)
+            if (holds(windows_[place], pair)) newest_[place] = NO_NEWEST;
+    }
+
+    // A context of `order` tokens that ends with this one stands elsewhere now.
+    void move(uint32_t token, int32_t order, uint32_t from, uint32_t to) {
+        if (order < 1 || order > size_) return;
+        for (int32_t place = 0; place < NUM_ENDS; ++place)
+            if (newest_[place] == token && contexts_[place].blocks[order] == from) contexts_[place].blocks[order] = to;
+    }
+
+    void forget() { std::fill(newest_, newest_ + NUM_ENDS, NO_NEWEST); }
+
+   private:
+    static constexpr int32_t MAX_LOST = 32;
+    struct Pair {
+        uint32_t before, token;
+    };
+
+    const int32_t size_;
+    uint32_t next_ = 0;
+    uint32_t newest_[NUM_ENDS];  // NO_NEWEST: forgotten
+    uint32_t windows_[NUM_ENDS][MAX_DEPTH] = {};
+    Contexts contexts_[NUM_ENDS];
+    Pair lost_[MAX_LOST];  // since the run began; more are only counted
+    int32_t num_lost_ = 0;
+
+    bool holds(const uint32_t* window, Pair pair) const {
+        bool answer = false;
+        for (int32_t age = 0; age + 1 < size_; ++age)
+            answer |= (window[age] == pair.token) & (window[age + 1] == pair.before);
+        return answer;
+    }
+};
+
+}  // namespace stand

@@ -231,6 +231,7 @@ inline void ContextStore::learn_run(const uint32_t* window, int32_t available, c
     }
     learn(cursor, static_cast<uint32_t>(tokens[num_tokens - 1]));
     uint32_t end[MAX_DEPTH];  // newest first, without the last token
+    std::fill(end, end + MAX_DEPTH, NO_NEWEST);
     int32_t size = 0;
     for (int64_t i = num_tokens - 2; i >= 0 && size < ends_.size(); --i) end[size++] = static_cast<uint32_t>(tokens[i]);
     for (int32_t age = 0; age < available && size < ends_.size(); ++age) end[size++] = window[age];
@@ -460,8 +461,8 @@ inline void ContextStore::link(uint32_t from, uint32_t to) {
     if (block->parent >= LOST) return;
     const int32_t order = order_of(block);
     if (order == 0) empty_ = to;
-    if (order == 1 || order == SKIP) slot(block->parent, order) = to;
-    if (order <= 1 || order == SKIP) return;
+    if (is_one_token(order)) slot(block->parent, order) = to;
+    if (order == 0 || is_one_token(order)) return;
     Block* parent = arena.at(block->parent);
     for (int32_t i = 0; i < parent->size; ++i)
         if (children_of(parent)[i] == from) children_of(parent)[i] = to;
@@ -521,7 +522,7 @@ inline uint32_t ContextStore::add_block(int32_t order, uint32_t parent, int32_t 
                                         int32_t size) {
     int32_t size_class = 0;
     while (1 << size_class < size) ++size_class;
-    const bool is_root = order == 1 || order == SKIP;
+    const bool is_root = is_one_token(order);
     if (is_root && !reserve_page(token >> PAGE_SHIFT)) return 0;
     const uint32_t reference = arena.take(size_class, nbytes() + SLAB_BYTES <= settings.max_bytes);
     if (reference == 0) return 0;
@@ -540,7 +541,7 @@ inline const char* ContextStore::find_fault() const {
     int64_t num_reached = 0;
     const char* fault = empty_ == 0 ? nullptr : find_fault_below(empty_, 0, num_reached);
     for (uint32_t token = 0; token < num_root_slots() && fault == nullptr; ++token)
-        for (const int32_t order : {1, SKIP}) {
+        for (const int32_t order : ONE_TOKEN_ORDERS) {
             const uint32_t reference = root(token, order);
             if (reference == 0) continue;
             if (arena.at(reference)->parent != token) return "a context of one token that is another one";
@@ -561,7 +562,7 @@ inline const char* ContextStore::find_fault_below(uint32_t reference, int32_t or
         if (find_entry(block, tokens_of(block)[i]) != i) return "a token twice in one context";
         const uint32_t child = children_of(block)[i];
         if (child == 0) continue;
-        if (order == 0 || order == SKIP) return "a longer context where none may be";
+        if (!may_have_longer(order)) return "a longer context where none may be";
         if (arena.at(child)->parent != reference) return "a context whose parent is another one";
         const char* fault = find_fault_below(child, order + 1, num_reached);
         if (fault != nullptr) return fault;

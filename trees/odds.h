@@ -36,6 +36,11 @@ constexpr uint8_t LOADED_SCOPE = 255;                // of everything that came 
 // What is asked where this order fails: one token less, below order 1 the token before the newest, then no token.
 inline int32_t next_order(int32_t order) { return order == 1 ? SKIP : order == SKIP ? 0 : order - 1; }
 
+// Contexts that are one token stand in a table: the newest one, or the one before it.
+constexpr int32_t ONE_TOKEN_ORDERS[] = {1, SKIP};
+inline bool is_one_token(int32_t order) { return order == 1 || order == SKIP; }
+inline bool may_have_longer(int32_t order) { return order != 0 && order != SKIP; }
+
 // Time and place of learning: tokens learned so far, and whatever the caller calls a scope (a problem, a user).
 struct Clock {
     uint32_t now = 0;

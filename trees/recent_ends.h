@@ -17,7 +17,10 @@ class RecentEnds {
     static constexpr int32_t NUM_ENDS = 64;
 
     // The windows of a store with contexts of up to `depth` tokens have size() = depth - 1.
-    explicit RecentEnds(int32_t depth) : size_(depth - 1) { forget(); }
+    explicit RecentEnds(int32_t depth) : size_(depth - 1) {
+        std::fill(newest_, newest_ + NUM_ENDS, NO_NEWEST);
+        std::fill(windows_[0], windows_[0] + NUM_ENDS * MAX_DEPTH, NO_NEWEST);
+    }
 
     int32_t size() const { return size_; }
 
@@ -36,7 +39,7 @@ class RecentEnds {
     // What was lost before is of no concern for the end that is put next.
     void begin_run() { num_lost_ = 0; }
 
-    // A run ended with this window, at this cursor.
+    // A run ended with this window, which is padded with NO_NEWEST to MAX_DEPTH tokens, at this cursor.
     void put(const uint32_t* window, const Cursor& cursor) {
         if (size_ == 0 || num_lost_ > MAX_LOST) return;
         for (int32_t i = 0; i < num_lost_; ++i)
@@ -44,6 +47,7 @@ class RecentEnds {
         const uint32_t* blocks = cursor.blocks + 1;
         if (std::find(blocks, blocks + size_, 0u) != blocks + size_) return;
         const uint32_t place = next_++ % NUM_ENDS;
+        is_empty_ = false;
         newest_[place] = window[0];
         std::copy(window, window + size_, windows_[place]);
         contexts_[place].token = window[0];
@@ -67,7 +71,10 @@ class RecentEnds {
             if (newest_[place] == token && contexts_[place].blocks[order] == from) contexts_[place].blocks[order] = to;
     }
 
-    void forget() { std::fill(newest_, newest_ + NUM_ENDS, NO_NEWEST); }
+    void forget() {
+        if (!is_empty_) std::fill(newest_, newest_ + NUM_ENDS, NO_NEWEST);
+        is_empty_ = true;
+    }
 
    private:
     static constexpr int32_t MAX_LOST = 32;
@@ -77,17 +84,18 @@ class RecentEnds {
 
     const int32_t size_;
     uint32_t next_ = 0;
+    bool is_empty_ = true;  // spares forgetting, which comes with every eviction
     uint32_t newest_[NUM_ENDS];  // NO_NEWEST: forgotten
-    uint32_t windows_[NUM_ENDS][MAX_DEPTH] = {};
+    uint32_t windows_[NUM_ENDS][MAX_DEPTH];  // NO_NEWEST beyond size_: compared as a whole, in vectors
     Contexts contexts_[NUM_ENDS];
     Pair lost_[MAX_LOST];  // since the run began; more are only counted
     int32_t num_lost_ = 0;
 
-    bool holds(const uint32_t* window, Pair pair) const {
-        bool answer = false;
-        for (int32_t age = 0; age + 1 < size_; ++age)
+    static bool holds(const uint32_t* window, Pair pair) {
+        uint32_t answer = 0;
+        for (int32_t age = 0; age < MAX_DEPTH - 2; ++age)
             answer |= (window[age] == pair.token) & (window[age + 1] == pair.before);
-        return answer;
+        return answer != 0;
     }
 };
 

@@ -46,7 +46,7 @@ inline void take_image(const ContextStore& store, StoreImage& image) {
     // It was made before all others.
     if (store.empty_context() != 0) append_context(store, store.empty_context(), image);
     for (uint32_t token = 0; token < store.num_root_slots(); ++token)
-        for (const int32_t order : {1, SKIP}) {
+        for (const int32_t order : ONE_TOKEN_ORDERS) {
             if (store.root(token, order) == 0) continue;
             image.roots.push_back(2 * token + (order == SKIP));
             append_context(store, store.root(token, order), image);
@@ -111,7 +111,7 @@ class StoreReader {
             if (!read_entry(block, first + i)) return Restored::damaged;
         for (int32_t i = 0; i < size; ++i) {
             if (!image_.has_child[first + i]) continue;
-            if (order == 0 || order == SKIP) return Restored::damaged;
+            if (!may_have_longer(order)) return Restored::damaged;
             const Restored result = read_context(order + 1, reference, i, image_.tokens[first + i]);
             if (result != Restored::complete) return result;
         }

@@ -51,4 +51,7 @@ EXTENSIONS = [
     for source in sorted(glob("trees/*.pyx") + glob("verifiers/*.pyx") + glob("stand/gpu/*.pyx"))
 ]
 
-setup(ext_modules=cythonize(EXTENSIONS, compiler_directives=DIRECTIVES, force=DEBUG))
+setup(
+    ext_modules=cythonize(EXTENSIONS, compiler_directives=DIRECTIVES, force=DEBUG),
+    options={"build_ext": {"parallel": os.cpu_count()}},
+)

@@ -7,7 +7,9 @@ again with other ids where they are not enough), then the last ones are decoded 
 drafts with each budget, in turn, and follows the largest. Sixteen others are decoded side by side. Arctic gets the same
 recordings as the smallest tree. Times are CPU time of calls from Python, in microseconds, without what reading the
 clock takes. What else runs on the machine can only make them longer, so the group with the lowest median counts, with
-its own 99th percentile; those over all groups stand in the JSON document, which is the last line of stdout.
+its own 99th percentile; those over all groups stand in the JSON document, which is the last line of stdout. With
+`--repeats` all of it is done so many times, from an empty tree, call by call the same, and each call's shortest time
+counts: what interrupted it once does not come at the same place again, while what a call has to do stays in.
 """
 
 from __future__ import annotations
@@ -31,9 +33,13 @@ from stand.trees import BlendedLookup
 BUDGETS = (8, 32, 80)
 ROWS, NODES_PER_ROW = 16, 8
 CHUNK = 8  # tokens per call while the tree is filled
+ROW_GROUPS = 5  # of steps
 GROUP_SIZE = 3  # recordings
 LARGEST_ID = 2**20
 SMALL_CAP, MANY_EVICTED = 16 << 20, 500_000
+
+Times = dict[str, list[list[float]]]  # what was timed -> groups of calls, in microseconds
+Facts = dict[str, float]
 
 
 def summary(groups: list[list[float]]) -> dict[str, float]:
@@ -46,6 +52,29 @@ def summary(groups: list[list[float]]) -> dict[str, float]:
     }
 
 
+def summaries(times: Times, facts: Facts) -> dict:
+    learning = times["learn"][0]
+    figures = facts | {
+        "learn_us_per_token": float(np.median(learning) / CHUNK),
+        "learn_us_worst_call": float(max(learning)),
+        "learn_us_p9999_call": float(np.percentile(learning, 99.99)),
+    }
+    return figures | {name: summary(groups) for name, groups in times.items() if name != "learn"}
+
+
+def shortest(runs: list[Times]) -> Times:
+    """Of runs that made the same calls: each call's shortest time."""
+    return {
+        name: [np.minimum.reduce([np.array(one[name][place]) for one in runs]).tolist() for place in range(len(groups))]
+        for name, groups in runs[0].items()
+    }
+
+
+def repeated(bench: Callable[..., tuple[Times, Facts]], repeats: int, *arguments) -> dict:
+    runs = [bench(*arguments) for _ in range(repeats)]
+    return summaries(shortest([times for times, _ in runs]), runs[0][1])
+
+
 def endless(recordings: list[Recording]) -> Iterator[Recording]:
     """The recordings again and again, with other ids each time."""
     for lap in count():
@@ -54,8 +83,10 @@ def endless(recordings: list[Recording]) -> Iterator[Recording]:
             yield Recording(one.problem, one.sample, prompt.astype(np.int32), tokens.astype(np.int32))
 
 
-def fill(drafter: ReplayDrafter, recordings: Iterator[Recording], is_full: Callable[[int], bool]) -> dict:
-    """Learn whole recordings until enough; what that took by the call and by the token."""
+def fill(
+    drafter: ReplayDrafter, recordings: Iterator[Recording], is_full: Callable[[int], bool]
+) -> tuple[list[float], int]:
+    """Learn whole recordings until enough: (microseconds of each call, tokens)."""
     micros: list[float] = []
     num_tokens = 0
     while not is_full(num_tokens):
@@ -66,12 +97,7 @@ def fill(drafter: ReplayDrafter, recordings: Iterator[Recording], is_full: Calla
             micros.append(timed(drafter.learn, stream[:end], CHUNK)[0])
         drafter.finish()
         num_tokens += len(stream)
-    return {
-        "tokens": num_tokens,
-        "learn_us_per_token": float(np.median(micros) / CHUNK),
-        "learn_us_worst_call": float(max(micros)),
-        "learn_us_p9999_call": float(np.percentile(micros, 99.99)),
-    }
+    return micros, num_tokens
 
 
 def decode(drafter: ReplayDrafter, recordings: list[Recording], micros: dict[int, list[float]]) -> None:
@@ -95,15 +121,15 @@ def decode(drafter: ReplayDrafter, recordings: list[Recording], micros: dict[int
         drafter.finish()
 
 
-def bench_drafts(drafter: ReplayDrafter, recordings: list[Recording]) -> dict[str, dict[str, float]]:
+def bench_drafts(drafter: ReplayDrafter, recordings: list[Recording]) -> Times:
     groups = []
     for first in range(0, len(recordings), GROUP_SIZE):
         groups.append({budget: [] for budget in BUDGETS})
         decode(drafter, recordings[first : first + GROUP_SIZE], groups[-1])
-    return {f"draft_{budget}": summary([group[budget] for group in groups]) for budget in BUDGETS}
+    return {f"draft_{budget}": [group[budget] for group in groups] for budget in BUDGETS}
 
 
-def bench_rows(lookup: BlendedLookup, recordings: list[Recording]) -> dict[str, float]:
+def bench_rows(lookup: BlendedLookup, recordings: list[Recording]) -> list[list[float]]:
     """Sixteen recordings decoded side by side: one call per step, eight nodes per row."""
     streams = [np.concatenate([one.prompt, one.tokens]).astype(np.int32) for one in recordings[:ROWS]]
     ends = [len(one.prompt) + 1 for one in recordings[:ROWS]]
@@ -123,10 +149,10 @@ def bench_rows(lookup: BlendedLookup, recordings: list[Recording]) -> dict[str, 
         for row, (history, run) in enumerate(zip(histories, runs, strict=True)):
             lookup.learn(history, run, scope=scopes[row])
             ends[row] += len(run)
-    return summary([list(part) for part in np.array_split(micros, 5)])
+    return [part.tolist() for part in np.array_split(micros, ROW_GROUPS)]
 
 
-def bench_laws(lookup: BlendedLookup, recordings: list[Recording]) -> dict[str, float]:
+def bench_laws(lookup: BlendedLookup, recordings: list[Recording]) -> list[list[float]]:
     """`learn_batch` with ten entries per scored node, by the node and context length."""
     rng = np.random.default_rng(0)
     groups = []
@@ -140,39 +166,43 @@ def bench_laws(lookup: BlendedLookup, recordings: list[Recording]) -> dict[str, 
             probs = np.sort(rng.dirichlet(np.full(10, 0.3), batch.num_nodes).astype(np.float32))[:, ::-1].copy()
             took, _ = timed(lookup.learn_batch, batch, [one.tokens[: end - 1]], ids, probs, scopes=scopes)
             groups[-1].append(took / batch.num_nodes / lookup.depth)
-    return summary(groups)
+    return groups
 
 
 def bench_lookup(
     known: list[Recording], fresh: list[Recording], crowd: list[Recording], num_contexts: int, max_bytes: int
-) -> dict:
+) -> tuple[Times, Facts]:
     drafter = BlendedReplay(max_bytes=max_bytes)
     lookup = drafter.lookup
-    figures = fill(drafter, endless(known), lambda _: len(lookup) >= num_contexts or lookup.num_evicted > 0)
-    figures |= {
+    learning, num_tokens = fill(
+        drafter, endless(known), lambda _: len(lookup) >= num_contexts or lookup.num_evicted > 0
+    )
+    facts = {
+        "tokens": num_tokens,
         "contexts": len(lookup),
         "evicted": lookup.num_evicted,
-        "bytes_per_token": lookup.nbytes / figures["tokens"],
+        "bytes_per_token": lookup.nbytes / num_tokens,
         "megabytes": lookup.nbytes / 2**20,
     }
-    figures |= bench_drafts(drafter, fresh)
-    figures["draft_16_rows"] = bench_rows(lookup, crowd)
-    figures["laws_per_node_and_order"] = bench_laws(lookup, fresh)
-    return figures
+    times = {"learn": [learning]} | bench_drafts(drafter, fresh)
+    times["draft_16_rows"] = bench_rows(lookup, crowd)
+    times["laws_per_node_and_order"] = bench_laws(lookup, fresh)
+    return times, facts
 
 
-def bench_eviction(known: list[Recording]) -> dict:
+def bench_eviction(known: list[Recording]) -> tuple[Times, Facts]:
     """Learning when every new context takes another one's place."""
     drafter = BlendedReplay(max_bytes=SMALL_CAP)
-    figures = fill(drafter, endless(known), lambda _: drafter.lookup.num_evicted >= MANY_EVICTED)
-    return figures | {"evicted": drafter.lookup.num_evicted, "megabytes": drafter.nbytes / 2**20}
+    learning, num_tokens = fill(drafter, endless(known), lambda _: drafter.lookup.num_evicted >= MANY_EVICTED)
+    facts = {"tokens": num_tokens, "evicted": drafter.lookup.num_evicted, "megabytes": drafter.nbytes / 2**20}
+    return {"learn": [learning]}, facts
 
 
-def bench_arctic(known: list[Recording], fresh: list[Recording], num_tokens: int) -> dict:
+def bench_arctic(known: list[Recording], fresh: list[Recording], enough: int) -> tuple[Times, Facts]:
     """Arctic's tree mode over the same recordings; every recording is one request."""
     drafter = ArcticReplay()
-    figures = fill(drafter, endless(known), lambda learned: learned >= num_tokens)
-    return figures | bench_drafts(drafter, fresh)
+    learning, num_tokens = fill(drafter, endless(known), lambda learned: learned >= enough)
+    return {"learn": [learning]} | bench_drafts(drafter, fresh), {"tokens": num_tokens}
 
 
 def table(figures: dict) -> str:
@@ -198,8 +228,11 @@ def main() -> None:
     parser.add_argument("--samples", type=int, help="at most so many samples per problem")
     parser.add_argument("--groups", type=int, default=5, help="of three recordings each, to decode")
     parser.add_argument("--max-bytes", type=int, default=2 << 30, help="memory cap of the tree")
+    parser.add_argument("--repeats", type=int, default=1, help="runs alike, of which each call's shortest time counts")
     parser.add_argument("--arctic", action="store_true", help="Arctic's tree mode too (arctic-inference)")
     options = parser.parse_args()
+    if options.repeats < 1:
+        parser.error(f"--repeats must be at least 1, got {options.repeats}")
     tokenizer = Tokenizer.from_file(str(options.tokenizer))
     selection = Selection(samples=options.samples, max_tokens=options.max_tokens)
     recordings = [one for file in options.files for one in read_recordings(file, tokenizer, selection)]
@@ -210,10 +243,12 @@ def main() -> None:
     crowd, fresh = rest[:ROWS], rest[ROWS:]
     figures = {}
     for size in options.contexts:
-        figures[f"lookup, {size:,}"] = bench_lookup(known, fresh, crowd, size, options.max_bytes)
-    figures["lookup, 16 MB"] = bench_eviction(known)
+        arguments = known, fresh, crowd, size, options.max_bytes
+        figures[f"lookup, {size:,}"] = repeated(bench_lookup, options.repeats, *arguments)
+    figures["lookup, 16 MB"] = repeated(bench_eviction, options.repeats, known)
     if options.arctic:
-        figures["arctic"] = bench_arctic(known, fresh, next(iter(figures.values()))["tokens"])
+        num_tokens = next(iter(figures.values()))["tokens"]
+        figures["arctic"] = repeated(bench_arctic, options.repeats, known, fresh, num_tokens)
     print(table(figures))
     print(json.dumps(figures))
 

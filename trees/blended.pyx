@@ -1,7 +1,7 @@
 """The blended lookup tree: every context length votes, its weight is learned, memory is bounded.
 
-The work is done in C++ (blocks.h, odds.h, contexts.h, evidence.h, blender.h, calibration.h, frontier.h, growth.h)
-without the interpreter's lock; this file checks arguments and owns memory.
+The work is done in C++ (blocks.h, odds.h, cursor.h, recent_ends.h, contexts.h, evidence.h, blender.h, calibration.h,
+frontier.h, growth.h) without the interpreter's lock; this file checks arguments and owns memory.
 """
 
 cimport numpy as cnp

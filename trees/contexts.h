@@ -210,7 +210,7 @@ class ContextStore {
     uint32_t make_root(uint32_t token, int32_t order);
     uint32_t make_empty();
     bool reserve_page(size_t page);
-    uint32_t grow(uint32_t reference);
+    bool grow(const Cursor& cursor, int32_t order);
     void link(uint32_t from, uint32_t to);
     uint32_t allocate(int32_t size_class);
     bool reclaim(uint32_t reference);
@@ -372,11 +372,8 @@ inline int32_t ContextStore::add_entry(Cursor& cursor, int32_t order, uint32_t t
     Block* block = arena.at(cursor.blocks[order]);
     int32_t position;
     const int32_t limit = max_entries(order);
-    if (block->size == capacity_of(block) && block->size < limit) {
-        const uint32_t from = cursor.blocks[order], to = grow(from);
-        if (to != 0) ends_.move(cursor.token, order, from, to);
+    if (block->size == capacity_of(block) && block->size < limit && grow(cursor, order))
         block = arena.at(cursor.blocks[order]);
-    }
     if (block->size < capacity_of(block) && block->size < limit) {
         position = block->size++;
     } else {
@@ -435,24 +432,27 @@ inline bool ContextStore::reserve_page(size_t page) {
     return true;
 }
 
-// Moves a block to the next size class. Returns its new reference, or 0 where memory is short or nothing leads to it.
-inline uint32_t ContextStore::grow(uint32_t reference) {
-    if (arena.at(reference)->parent >= LOST) return 0;  // listed where it is
+// Moves the block of the cursor's context of an order to the next size class, and all that remember it follow. False
+// where memory is short or nothing leads to it.
+inline bool ContextStore::grow(const Cursor& cursor, int32_t order) {
+    const uint32_t reference = cursor.blocks[order];
+    if (arena.at(reference)->parent >= LOST) return false;  // listed where it is
     const int32_t size_class = class_of(arena.at(reference)) + 1;
     const uint32_t larger = allocate(size_class);
-    if (larger == 0) return 0;
+    if (larger == 0) return false;
     Block* block = arena.at(larger);
     copy_block(arena.at(reference), block, size_class);
     for (int32_t i = 0; i < block->size; ++i)
         if (children_of(block)[i] != 0) arena.at(children_of(block)[i])->parent = larger;
     link(reference, larger);
-    for (Cursor* cursor : cursors_)
-        for (int32_t order = 0; order < NUM_ORDERS; ++order) {
-            if (cursor->blocks[order] == reference) cursor->blocks[order] = larger;
-            if (cursor->parents[order] == reference) cursor->parents[order] = larger;
+    for (Cursor* held : cursors_)
+        for (int32_t place = 0; place < NUM_ORDERS; ++place) {
+            if (held->blocks[place] == reference) held->blocks[place] = larger;
+            if (held->parents[place] == reference) held->parents[place] = larger;
         }
+    ends_.move(cursor.token, order, reference, larger);
     arena.give(reference);
-    return larger;
+    return true;
 }
 
 // Points whatever leads to block `from` at `to`.

@@ -18,7 +18,7 @@ class RecentEnds {
 
     // The windows of a store with contexts of up to `depth` tokens have size() = depth - 1.
     explicit RecentEnds(int32_t depth) : size_(depth - 1) {
-        std::fill(newest_, newest_ + NUM_ENDS, NO_NEWEST);
+        forget();
         std::fill(windows_[0], windows_[0] + NUM_ENDS * MAX_DEPTH, NO_NEWEST);
     }
 
@@ -47,7 +47,6 @@ class RecentEnds {
         const uint32_t* blocks = cursor.blocks + 1;
         if (std::find(blocks, blocks + size_, 0u) != blocks + size_) return;
         const uint32_t place = next_++ % NUM_ENDS;
-        is_empty_ = false;
         newest_[place] = window[0];
         std::copy(window, window + size_, windows_[place]);
         contexts_[place].token = window[0];
@@ -71,10 +70,7 @@ class RecentEnds {
             if (newest_[place] == token && contexts_[place].blocks[order] == from) contexts_[place].blocks[order] = to;
     }
 
-    void forget() {
-        if (!is_empty_) std::fill(newest_, newest_ + NUM_ENDS, NO_NEWEST);
-        is_empty_ = true;
-    }
+    void forget() { std::fill(newest_, newest_ + NUM_ENDS, NO_NEWEST); }
 
    private:
     static constexpr int32_t MAX_LOST = 32;
@@ -84,7 +80,6 @@ class RecentEnds {
 
     const int32_t size_;
     uint32_t next_ = 0;
-    bool is_empty_ = true;  // spares forgetting, which comes with every eviction
     uint32_t newest_[NUM_ENDS];  // NO_NEWEST: forgotten
     uint32_t windows_[NUM_ENDS][MAX_DEPTH];  // NO_NEWEST beyond size_: compared as a whole, in vectors
     Contexts contexts_[NUM_ENDS];

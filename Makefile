@@ -13,9 +13,9 @@ VENV ?= .venv
 ARGS ?=
 
 BIN := $(VENV)/bin
-SOURCES := setup.py pyproject.toml $(CONSTRAINTS) $(wildcard trees/*.pyx trees/*.h verifiers/*.pyx stand/gpu/*.pyx)
-CORE_TESTS := tests/test_lookup.py tests/test_lookup_file.py tests/test_draft.py tests/test_shape.py tests/test_noise.py \
-  tests/test_blended.py tests/test_gpu_packing.py tests/test_gpu_work_list.py
+SOURCES := setup.py pyproject.toml $(CONSTRAINTS) $(shell find stand trees verifiers -name '*.pyx' -o -name '*.h')
+MODULES := $(shell find stand trees verifiers -name '*.py')
+CORE_TESTS := tests/trees tests/gpu/test_gpu_packing.py tests/gpu/test_gpu_work_list.py
 
 # Kernels behave alike wherever they are imported from: the wheel runs those GPU tests that need its compiled module.
 WHEEL_TESTS := -k "not test_gpu or packing or gpu_step"
@@ -64,18 +64,18 @@ $(VENV)/.ready: $(SOURCES)
 
 # The debug build is an ordinary, non-editable install of a copy, so that it never replaces the fast core. Everything else
 # it finds in $(VENV): a path file lends its packages, but not the editable install among them.
-.venv-debug/.ready: $(SOURCES) $(VENV)/.ready $(wildcard trees/*.py)
+.venv-debug/.ready: $(SOURCES) $(VENV)/.ready $(MODULES)
 	$(PYTHON) -m venv --without-pip .venv-debug
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	  "$$(.venv-debug/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lent.pth"
 	rm -rf build/debug && mkdir -p build/debug
 	cp -r setup.py pyproject.toml MANIFEST.in README.md LICENSE stand trees verifiers build/debug/
-	rm -f build/debug/*/*.so build/debug/*/*.cpp build/debug/stand/gpu/*.so build/debug/stand/gpu/*.cpp
+	find build/debug \( -name '*.so' -o -name '*.cpp' \) -delete
 	STAND_DEBUG=1 $(BIN)/pip --python .venv-debug/bin/python install --quiet --no-build-isolation --no-deps \
 	  --ignore-installed ./build/debug
 	touch $@
 
-.venv-wheel/.ready: $(SOURCES) $(VENV)/.ready $(wildcard stand/*.py stand/gpu/*.py trees/*.py verifiers/*.py)
+.venv-wheel/.ready: $(SOURCES) $(VENV)/.ready $(MODULES)
 	rm -rf build/wheel
 	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
 	$(call install_torch,.venv-wheel)
@@ -85,4 +85,5 @@ $(VENV)/.ready: $(SOURCES)
 	touch $@
 
 clean:
-	rm -rf .venv .venv-debug .venv-wheel build dist *.egg-info trees/*.so trees/*.cpp verifiers/*.so verifiers/*.cpp stand/gpu/*.so stand/gpu/*.cpp
+	rm -rf .venv .venv-debug .venv-wheel build dist *.egg-info
+	find stand trees verifiers \( -name '*.so' -o -name '*.cpp' \) -delete

@@ -29,11 +29,11 @@ COMPILE_ARGS = ["-std=c++17", "-ffp-contract=off", *(CHECKED if DEBUG else OPTIM
 
 NUMPY_API = ("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")
 
-HEADERS = sorted(glob("trees/*.h"))
+HEADERS = sorted(glob("trees/**/*.h", recursive=True))
 
 
 def module_name(source):
-    """trees/lookup.pyx -> stand.trees.lookup; stand/gpu/packing.pyx -> stand.gpu.packing."""
+    """trees/blended/lookup.pyx -> stand.trees.blended.lookup; stand/gpu/packing.pyx -> stand.gpu.packing."""
     name = os.path.splitext(source)[0].replace(os.sep, ".")
     return name if name.startswith("stand.") else "stand." + name
 
@@ -48,7 +48,8 @@ EXTENSIONS = [
         define_macros=[NUMPY_API, *([("STAND_DEBUG", "1")] if DEBUG else [])],
         depends=HEADERS if source.startswith("trees") else [],
     )
-    for source in sorted(glob("trees/*.pyx") + glob("verifiers/*.pyx") + glob("stand/gpu/*.pyx"))
+    for package in ("stand", "trees", "verifiers")
+    for source in sorted(glob(f"{package}/**/*.pyx", recursive=True))
 ]
 
 setup(

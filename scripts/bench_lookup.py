@@ -21,12 +21,12 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
-from cpu_time import timed
-from recordings import Recording, Selection, read_recordings
+from measuring.cpu_time import timed
+from measuring.replay_drafters import SCOPES, ArcticReplay, BlendedReplay, ReplayDrafter, grown_guess
+from measuring.text_table import format_table
 from replay import walk
-from replay_drafters import SCOPES, ArcticReplay, BlendedReplay, ReplayDrafter, grown_guess
-from text_table import format_table
 from tokenizers import Tokenizer
+from workloads.recordings import Recording, Selection, read_recordings
 
 from stand.trees import BlendedLookup
 

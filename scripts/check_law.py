@@ -31,8 +31,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from problems import held_out_problems, write_prompt
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from workloads.problems import held_out_problems, write_prompt
 
 import stand
 from stand.verifiers import VerifierNoise

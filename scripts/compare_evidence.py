@@ -16,12 +16,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from arms import Sampling, draw_with_engine
-from text_table import format_table
+from measuring.text_table import format_table
+from measuring.trajectories import Sampling, draw_with_engine
 from throughput import REASONER, load_model, load_tasks, prompt_ids
 
 import stand
-from stand.drafter import BlendedDrafter
+from stand.drafters.blended import BlendedDrafter
 from stand.trees import BlendedLookup, DraftBatch
 
 

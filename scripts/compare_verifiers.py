@@ -39,10 +39,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from expected_kept import expected_kept
-from problems import held_out_problems, write_prompt
-from synthetic_chains import synthetic_gains
-from verifier_tables import add_estimates, plot, tables
+from measuring.expected_kept import expected_kept
+from measuring.verifier_tables import add_estimates, plot, tables
+from workloads.problems import held_out_problems, write_prompt
+from workloads.synthetic_chains import synthetic_gains
 
 import stand
 from stand.trees import BlendedLookup, DraftBatch, LookupTree, TreeShape, vocabulary_fingerprint

@@ -2,7 +2,7 @@
 
 Usage: python scripts/compile_kernels.py [--targets 80,90] [--only WORD]
 
-Each specimen of stand/gpu/*_kernel.py is compiled for each compute capability. `--only` keeps specimens whose module or
+Each specimen of stand/gpu/kernels is compiled for each compute capability. `--only` keeps specimens whose module or
 name contains WORD. Columns: registers per thread, bytes of spilled registers (stores and loads), shared memory in
 bytes, matrix instructions (wgmma, mma or -). Ends with exit status 1 when something does not compile. Last line: JSON.
 """
@@ -22,22 +22,22 @@ import sys
 os.environ["TRITON_INTERPRET"] = "0"  # the compiler, not the interpreter; read when the kernels are imported
 
 import triton
-from text_table import format_table
+from measuring.text_table import format_table
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-import stand.gpu
-from stand.gpu.specimen import Specimen
+from stand.gpu import kernels
+from stand.gpu.kernels.specimen import Specimen
 
 WARP_SIZE = 32
+NOT_KERNELS = {"launch", "specimen"}
 ALIGNMENT = 16  # bytes of a pointer, as torch allocates; a type "i32:16" promises a multiple of 16 too
 
 
 def kernel_modules() -> list[str]:
     """Names of the modules that hold kernels."""
-    names = [module.name for module in pkgutil.iter_modules(stand.gpu.__path__)]
-    return [name for name in names if name.endswith("_kernel")]
+    return [module.name for module in pkgutil.iter_modules(kernels.__path__) if module.name not in NOT_KERNELS]
 
 
 def compile_specimen(specimen: Specimen, capability: int) -> tuple[CompiledKernel, str]:
@@ -92,7 +92,7 @@ def main() -> None:
     capabilities = [int(target) for target in options.targets.split(",")]
     lines = []
     for module in kernel_modules():
-        for specimen in importlib.import_module(f"stand.gpu.{module}").specimens():
+        for specimen in importlib.import_module(f"stand.gpu.kernels.{module}").specimens():
             if options.only in module or options.only in specimen.name:
                 lines += [describe(module, specimen, capability) for capability in capabilities]
     columns = ("module", "specimen", "target", "registers", "spill_bytes", "shared_bytes", "matrix")

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from arms import draw_with_engine
-from text_table import format_table
+from measuring.text_table import format_table
+from measuring.trajectories import draw_with_engine
 from throughput import (
     DTYPES,
     REASONER,

@@ -35,16 +35,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from bench_record import BenchRecord, Budget, Figure, Measurement
-from device_timer import device_name
-from model_shapes import SHAPES, SMOKE_SHAPE, ModelShape
-from text_table import format_table
+from measuring.bench_record import BenchRecord, Budget, Figure, Measurement
+from measuring.device_timer import device_name
+from measuring.text_table import format_table
+from workloads.model_shapes import SHAPES, SMOKE_SHAPE, ModelShape
 
 if TYPE_CHECKING:  # the kernels are imported once it is known whether they are to be interpreted
-    from bench_model import BenchModel
-    from kernel_bench import KernelBench
-    from recordings import Recording
-    from step_bench import StepBench
+    from gpu_parts.kernel_bench import KernelBench
+    from gpu_parts.step_bench import StepBench
+    from measuring.bench_model import BenchModel
+    from workloads.recordings import Recording
 
 PARTS = ("checks", "steps", "decoding", "replay", "attention", "products", "laws")
 MODEL_PARTS = ("checks", "steps", "decoding", "replay")
@@ -77,21 +77,21 @@ class ShapeBench:
     @cached_property
     def kernels(self) -> KernelBench:
         """Measures bandwidth and arithmetic rate when it is made."""
-        from kernel_bench import FULL, SMOKE, KernelBench
+        from gpu_parts.kernel_bench import FULL, SMOKE, KernelBench
 
         extent = SMOKE if self.arguments.smoke else FULL
         return KernelBench(self.shape, extent, device=self.device, dtype=self.dtype)
 
     @cached_property
     def model(self) -> BenchModel:
-        from bench_model import BenchModel
+        from measuring.bench_model import BenchModel
 
         positions = MAX_SMOKE_POSITIONS if self.arguments.smoke else MAX_POSITIONS
         return BenchModel(self.shape, device=self.device, dtype=self.dtype, max_positions=positions)
 
     @cached_property
     def step_bench(self) -> StepBench:
-        from step_bench import FULL, SMOKE, StepBench
+        from gpu_parts.step_bench import FULL, SMOKE, StepBench
 
         return StepBench(
             self.model,
@@ -101,7 +101,7 @@ class ShapeBench:
         )
 
     def _checks(self) -> Iterator[Measurement]:
-        from gpu_checks import FULL, SMOKE, ChecksBench
+        from gpu_parts.gpu_checks import FULL, SMOKE, ChecksBench
 
         return ChecksBench(self.model, SMOKE if self.arguments.smoke else FULL).measurements()
 
@@ -109,15 +109,15 @@ class ShapeBench:
         return self.step_bench.step_measurements()
 
     def _decoding(self) -> Iterator[Measurement]:
-        from decode_engines import FULL, SMOKE, DecodeBench
+        from gpu_parts.decode_engines import FULL, SMOKE, DecodeBench
 
         sizes, rate = SMOKE if self.arguments.smoke else FULL, self.kernels.machine.bytes_per_second
         return DecodeBench(self.model, sizes, bytes_per_second=rate).measurements()
 
     def _replay(self) -> Iterator[Measurement]:
-        from trajectory_replay import FULL, SMOKE, ReplayBench
+        from gpu_parts.trajectory_replay import FULL, SMOKE, ReplayBench
 
-        from stand.step_cost import CostTable
+        from stand.drafters.step_cost import CostTable
 
         families = read_families(self.arguments, self.shape.vocabulary)
         if not families:
@@ -130,11 +130,11 @@ class ShapeBench:
 def read_families(arguments: argparse.Namespace, vocabulary: int) -> dict[str, list[Recording]]:
     """Recordings by file name; made-up ones in a smoke run. Raises ValueError for a file that holds none."""
     if arguments.smoke:
-        from trajectory_replay import made_up_recordings
+        from gpu_parts.trajectory_replay import made_up_recordings
 
         return {"made up": made_up_recordings(vocabulary, tokens=SMOKE_TOKENS)}
-    from recordings import Selection, read_recordings
     from tokenizers import Tokenizer
+    from workloads.recordings import Selection, read_recordings
 
     if not arguments.replay:
         return {}

@@ -1,6 +1,6 @@
 """Break the verification rules on purpose and see whether the tests notice.
 
-Usage: python scripts/mutate_verifiers.py [--only traversal.py,host.pyx] [--minutes 40] [--seed 0]
+Usage: python scripts/mutate_verifiers.py [--only traversal.py,draw_compiled.pyx] [--minutes 40] [--seed 0]
 
 Every mutant changes one place in one file of verifiers/, Python (python_mutants.py) or Cython (cython_mutants.py, built
 anew): a comparison turned round or made (un)strict, a cap or floor dropped, + and - or * and / swapped, the target's
@@ -28,11 +28,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import cython_mutants
-import python_mutants
+import mutants.cython_mutants as cython_mutants
+import mutants.python_mutants as python_mutants
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = [f"tests/test_{name}.py" for name in ("host", "verifiers", "verifiers_step", "draft_kinds")]
+TESTS = [
+    *(f"tests/verifiers/test_{name}.py" for name in ("compiled", "verifiers", "verifiers_step")),
+    "tests/trees/test_draft_kinds.py",
+]
 NOT_MUTATED = {"__init__.py"}
 CHANGES = {".py": python_mutants.changes, ".pyx": cython_mutants.changes}
 MAX_CPU_SECONDS = 60  # the tests take about 20; a mutant that loops is caught by this
@@ -87,18 +90,18 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "return ids.gather(1, within.clip(max=BLOCK_SIZE - 1))[:, 0]",
         "1 -> 0",
     ): "a point lies below its block's sum, so a token is always found: a guard for NaN only",
-    ("host.pyx", "cdef int64_t token = 0", "0 -> 1"): "overwritten by every row; only its sign is read",
+    ("draw_compiled.pyx", "cdef int64_t token = 0", "0 -> 1"): "overwritten by every row; only its sign is read",
     (
-        "host.pyx",
+        "traversal_compiled.pyx",
         "if failure <= TINY:",
         "<= -> <",
     ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
     (
-        "host.pyx",
+        "draw_compiled.pyx",
         "if total > 0 and support[slot] >= 0 and mass[slot] > 0 and not found:",
         "> -> >=",
     ): "a total of 0 has no positive mass in it",
-    ("host.pyx", "if total > 0 and not found:", "> -> >="): "a total of 0 has no positive weight in it",
+    ("draw_compiled.pyx", "if total > 0 and not found:", "> -> >="): "a total of 0 has no positive weight in it",
     (
         "traversal.py",
         "possible = failure > operands.tiny",
@@ -190,6 +193,11 @@ class Mutant:
         return f"{self.path.name}:{self.line} {self.what}"
 
     @property
+    def module(self) -> str:
+        """verifiers/rules/token.py -> stand.verifiers.rules.token."""
+        return "stand." + ".".join(self.path.relative_to(ROOT).with_suffix("").parts)
+
+    @property
     def is_equivalent(self) -> bool:
         return (self.path.name, self.text, self.what) in EQUIVALENT
 
@@ -232,7 +240,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.compiled = compiled
 
     def find_spec(self, fullname, path, target=None):
-        if fullname != f"stand.verifiers.{self.mutant.path.stem}":
+        if fullname != self.mutant.module:
             return None
         if self.compiled is not None:
             return importlib.util.spec_from_file_location(fullname, self.compiled)
@@ -288,11 +296,16 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def sources() -> list[Path]:
+    """The files of verifiers/ that have mutants."""
+    paths = (ROOT / "verifiers").rglob("*")
+    return sorted(path for path in paths if path.suffix in CHANGES and path.name not in NOT_MUTATED)
+
+
 def chosen_mutants(options: argparse.Namespace) -> list[Mutant]:
     """In random order, without the equivalent ones."""
     only = set(filter(None, options.only.split(",")))
-    paths = sorted(path for path in (ROOT / "verifiers").iterdir() if path.suffix in CHANGES)
-    paths = [path for path in paths if path.name not in NOT_MUTATED and (not only or path.name in only)]
+    paths = [path for path in sources() if (not only or path.name in only)]
     found = [mutant for path in paths for mutant in mutants(path) if not mutant.is_equivalent]
     random.Random(options.seed).shuffle(found)
     return found

@@ -24,11 +24,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
-from cpu_time import timed
-from recordings import Recording, Selection, read_recordings
-from replay_drafters import Guess, ReplayDrafter, make_drafter
-from text_table import format_table
+from measuring.cpu_time import timed
+from measuring.replay_drafters import Guess, ReplayDrafter, make_drafter
+from measuring.text_table import format_table
 from tokenizers import Tokenizer
+from workloads.recordings import Recording, Selection, read_recordings
 
 SETTINGS = ("alone", "same", "all")
 DRAFTERS = ("lookup", "stand", "prompt-lookup", "arctic", "arctic-gated")

@@ -26,12 +26,12 @@ from pathlib import Path
 import numpy
 import torch
 import transformers
-from arms import ARMS, Drawn, Sampling, draw_with_engine, draw_with_generate
-from problem_sets import AIME_2024, Task, generated_tasks, read_tasks
-from text_table import format_table
+from measuring.text_table import format_table
+from measuring.trajectories import ARMS, Drawn, Sampling, draw_with_engine, draw_with_generate
+from workloads.problem_sets import AIME_2024, Task, generated_tasks, read_tasks
 
 import stand
-from stand.step_cost import CostTable
+from stand.drafters.step_cost import CostTable
 from stand.trees import BlendedLookup, LookupTree, TreeShape, vocabulary_fingerprint
 
 REASONER = Path(__file__).resolve().parent / "reasoner"

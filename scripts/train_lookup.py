@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from recordings import encode, read_records, record_tokens
 from tokenizers import Tokenizer
+from workloads.recordings import encode, read_records, record_tokens
 
 from stand.trees import BlendedLookup, vocabulary_fingerprint
 

@@ -28,8 +28,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from answers import extract_answer, majority_answer
-from problems import (
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from workloads.answers import extract_answer, majority_answer
+from workloads.problems import (
     END_TOKEN,
     FAMILIES,
     PAD_TOKEN,
@@ -41,8 +43,6 @@ from problems import (
     write_prompt,
     write_reasoning,
 )
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 REASONER = Path(__file__).resolve().parent / "reasoner"
 # One digit; a word; signs with the spaces around them; white space.

@@ -13,37 +13,39 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stand.drafter import BlendedDrafter, Drafter, LookupDrafter
+    from stand.drafters.blended import BlendedDrafter
+    from stand.drafters.chain_length import GammaPlan, estimate_alpha, estimate_cost, plan_gamma
+    from stand.drafters.draft_model import ModelDrafter
+    from stand.drafters.drafter import Drafter
+    from stand.drafters.fixed_shape import LookupDrafter
+    from stand.drafters.prompt_lookup import PromptLookupDrafter
+    from stand.drafters.step_cost import CostTable
+    from stand.drafters.token_recycling import TokenRecyclingDrafter
     from stand.engine import Engine, wrap
-    from stand.model_drafter import ModelDrafter
+    from stand.forward.self_check import UnsupportedModelError
     from stand.output import GenerationOutput
-    from stand.planning import GammaPlan, estimate_alpha, estimate_cost, plan_gamma
-    from stand.prompt_lookup import PromptLookupDrafter
     from stand.sampling import SamplingParams
     from stand.stats import Stats
-    from stand.step_cost import CostTable
-    from stand.support import UnsupportedModelError
-    from stand.token_recycling import TokenRecyclingDrafter
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "BlendedDrafter": "stand.drafter",
-    "CostTable": "stand.step_cost",
-    "Drafter": "stand.drafter",
+    "BlendedDrafter": "stand.drafters.blended",
+    "CostTable": "stand.drafters.step_cost",
+    "Drafter": "stand.drafters.drafter",
     "Engine": "stand.engine",
-    "GammaPlan": "stand.planning",
+    "GammaPlan": "stand.drafters.chain_length",
     "GenerationOutput": "stand.output",
-    "LookupDrafter": "stand.drafter",
-    "ModelDrafter": "stand.model_drafter",
-    "PromptLookupDrafter": "stand.prompt_lookup",
+    "LookupDrafter": "stand.drafters.fixed_shape",
+    "ModelDrafter": "stand.drafters.draft_model",
+    "PromptLookupDrafter": "stand.drafters.prompt_lookup",
     "SamplingParams": "stand.sampling",
     "Stats": "stand.stats",
-    "TokenRecyclingDrafter": "stand.token_recycling",
-    "UnsupportedModelError": "stand.support",
-    "estimate_alpha": "stand.planning",
-    "estimate_cost": "stand.planning",
-    "plan_gamma": "stand.planning",
+    "TokenRecyclingDrafter": "stand.drafters.token_recycling",
+    "UnsupportedModelError": "stand.forward.self_check",
+    "estimate_alpha": "stand.drafters.chain_length",
+    "estimate_cost": "stand.drafters.chain_length",
+    "plan_gamma": "stand.drafters.chain_length",
     "wrap": "stand.engine",
 }
 

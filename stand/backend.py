@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from stand.cache import TreeCache
+from stand.forward.model import text_config
+from stand.forward.tree_cache import TreeCache
 from stand.row import Row
 from stand.sampling import TargetLaw
-from stand.support import text_config
 from stand.verifiers import Verifier
 
 if TYPE_CHECKING:
-    from stand.gpu.fusion import Fusion
+    from stand.gpu.fusion.fusion import Fusion
     from stand.step import Step
 
 NAMES = ("auto", "sdpa", "triton")
@@ -76,7 +76,7 @@ def with_fusion(model: PreTrainedModel, backend: Backend) -> tuple[Backend, Fusi
     """Proven fused forwards for the captured step's model, checked once more all together; none for other backends."""
     if backend.name != "triton":
         return backend, None
-    from stand.gpu.fusion import fuse
+    from stand.gpu.fusion.fusion import fuse
     from stand.gpu.self_check import kernel_failure
 
     fusion = fuse(model)

@@ -14,24 +14,27 @@ import torch
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from stand.attention import tree_attention
 from stand.backend import Backend, captured_step, choose_backend, with_fusion
-from stand.cache import TreeCache, check_fits
-from stand.drafter import BlendedDrafter, Drafter, LookupDrafter
+from stand.drafters.blended import BlendedDrafter
+from stand.drafters.drafter import Drafter
+from stand.drafters.fixed_shape import LookupDrafter
+from stand.drafters.step_cost import CostTable, StepCost, measure_cost, saved_costs
+from stand.forward.model import max_positions, run_plan, text_config
+from stand.forward.packed_plan import StepPlan
+from stand.forward.self_check import check_model
+from stand.forward.tree_attention import tree_attention
+from stand.forward.tree_cache import TreeCache, check_fits
 from stand.output import GenerationOutput
-from stand.plan import StepPlan
 from stand.row import Row
 from stand.sampling import SamplingParams, TargetLaw
 from stand.stats import Stats
 from stand.step import EagerStep, Step
-from stand.step_cost import CostTable, StepCost, measure_cost, saved_costs
 from stand.stop import StopRule
-from stand.support import check_model, max_positions, run_plan, text_config
 from stand.trees import BlendedLookup, DraftBatch, DraftTree, LookupTree, TreeShape, vocabulary_fingerprint
 from stand.verifiers import Verdicts, Verifier, VerifierNoise, get_verifier
 
 if TYPE_CHECKING:
-    from stand.gpu.fusion import Fusion
+    from stand.gpu.fusion.fusion import Fusion
 
 DEBUG = os.environ.get("STAND_DEBUG", "0") == "1"  # check every draft's invariants
 PROMPT_CHUNK = 512  # prompt tokens per forward; bounds the mask to [512, L]

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.attention import tree_attention
-from stand.cache import TreeCache
-from stand.plan import StepPlan
+from stand.forward.model import run_plan
+from stand.forward.packed_plan import StepPlan
+from stand.forward.tree_attention import tree_attention
+from stand.forward.tree_cache import TreeCache
 from stand.row import Row
 from stand.sampling import TargetLaw
-from stand.support import run_plan
 from stand.trees import DraftBatch
 from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise
 

@@ -10,11 +10,11 @@ if __name__ != "stand.trees":
     )
 
 from stand.trees import noise
-from stand.trees.blended import BlendedLookup
+from stand.trees.blended.lookup import BlendedLookup
 from stand.trees.draft import NO_PARENT, NO_TOKEN, ROOT, DraftBatch, DraftTree
 from stand.trees.fingerprint import vocabulary_fingerprint
-from stand.trees.lookup import LookupTree
-from stand.trees.lookup_file import LookupFileError
+from stand.trees.longest_match.file import LookupFileError
+from stand.trees.longest_match.lookup import LookupTree
 from stand.trees.shape import TreeShape, fit_shape
 
 __all__ = [

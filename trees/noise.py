@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stand.trees.lookup import fill_uniforms
+from stand.trees.longest_match.lookup import fill_uniforms
 
 DRAFT = 1  # DRAFT_STREAM of noise.h
 ACCEPT = 2

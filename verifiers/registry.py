@@ -7,19 +7,19 @@ import difflib
 import numpy as np
 
 from stand.trees import DraftBatch
-from stand.verifiers.block import BlockVerifier
-from stand.verifiers.coupled import CoupledVerifier
-from stand.verifiers.greedy_block import GreedyBlockVerifier
-from stand.verifiers.kl_threshold import KLThresholdVerifier
-from stand.verifiers.match import MatchVerifier
-from stand.verifiers.ot_traversal import TransportTraversalVerifier
-from stand.verifiers.ranked_traversal import RankedTraversalVerifier
-from stand.verifiers.rrs import RecursiveRejectionVerifier
-from stand.verifiers.specinfer import SpecInferVerifier
-from stand.verifiers.spectr import SpecTrVerifier
-from stand.verifiers.token import TokenVerifier
-from stand.verifiers.traversal import TraversalVerifier
-from stand.verifiers.typical import TypicalVerifier
+from stand.verifiers.rules.block import BlockVerifier
+from stand.verifiers.rules.coupled import CoupledVerifier
+from stand.verifiers.rules.greedy_block import GreedyBlockVerifier
+from stand.verifiers.rules.kl_threshold import KLThresholdVerifier
+from stand.verifiers.rules.match import MatchVerifier
+from stand.verifiers.rules.ot_traversal import TransportTraversalVerifier
+from stand.verifiers.rules.ranked_traversal import RankedTraversalVerifier
+from stand.verifiers.rules.rrs import RecursiveRejectionVerifier
+from stand.verifiers.rules.specinfer import SpecInferVerifier
+from stand.verifiers.rules.spectr import SpecTrVerifier
+from stand.verifiers.rules.token import TokenVerifier
+from stand.verifiers.rules.traversal import TraversalVerifier
+from stand.verifiers.rules.typical import TypicalVerifier
 from stand.verifiers.verifier import Verifier
 
 RULES: dict[str, type[Verifier]] = {

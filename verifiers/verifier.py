@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from stand.trees import DraftBatch
-from stand.verifiers import host
+from stand.verifiers import draw_compiled
 from stand.verifiers.draw import draw_residuals
 from stand.verifiers.noise import VerifierNoise
 from stand.verifiers.operands import Array
@@ -122,7 +122,7 @@ def _draw(
     """[B] int64: the token after stopping at packed nodes `stops`, on the host or where the rows lie."""
     probs = target.on_host()
     if probs is not None and mass.dtype == np.float64:
-        return host.draw_residuals(probs, stops, support_ids, mass, scale, uniforms)
+        return draw_compiled.draw_residuals(probs, stops, support_ids, mass, scale, uniforms)
     return draw_residuals(
         target.rows(stops),
         support_ids=support_ids[stops],

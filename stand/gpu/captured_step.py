@@ -17,11 +17,11 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 from transformers import PreTrainedModel
 
-from stand.attention import tree_attention
-from stand.cache import TreeCache
+from stand.forward.tree_attention import tree_attention
+from stand.forward.tree_cache import TreeCache
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.device_rule import DeviceRule, GreedyRule
-from stand.gpu.fusion import Fusion
+from stand.gpu.fusion.fusion import Fusion
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME
 from stand.gpu.packing import kept_paths
 from stand.gpu.replay import Program, replay_for

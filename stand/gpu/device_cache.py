@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers.cache_utils import Cache
 
-from stand.cache import TreeCache, check_fits
+from stand.forward.tree_cache import TreeCache, check_fits
 
 
 class DeviceCache(Cache):

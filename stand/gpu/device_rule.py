@@ -12,10 +12,10 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from stand.gpu.kernels.race import race
+from stand.gpu.kernels.traverse import traverse
 from stand.gpu.packet import Field
-from stand.gpu.race_kernel import race
 from stand.gpu.step_size import SUPPORT_SIZE, WORD_BITS, StepSize
-from stand.gpu.traverse_kernel import traverse
 from stand.trees import NO_TOKEN, DraftBatch
 from stand.verifiers import VerifierNoise
 from stand.verifiers.draw import residuals_at, tokens_at

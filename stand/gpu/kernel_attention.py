@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AttentionInterface
 
-from stand.gpu.attention_kernel import tree_attention
+from stand.gpu.kernels.attention import tree_attention
 
 KERNEL_ATTENTION_NAME = "stand_tree_kernel"
 
@@ -40,7 +40,7 @@ def attend(
     """Attention of packed tokens over their own rows' slots.
 
     query [1, H, M, D] rotated; key, value [R, Hkv, S, D]: a layer's whole storage; result [1, M, H, D].
-    `attention_mask` is None by construction, as in `stand.attention`.
+    `attention_mask` is None by construction, as in `stand.forward.tree_attention`.
     """
     if stand_plan is None:
         raise RuntimeError(

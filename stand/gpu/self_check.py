@@ -6,8 +6,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.attention import tree_attention
-from stand.cache import TreeCache
+from stand.forward.model import run_plan
+from stand.forward.packed_plan import StepPlan
+from stand.forward.self_check import CHECK_TOKENS, TOLERANCES, check_specimen, relative_difference
+from stand.forward.tree_attention import tree_attention
+from stand.forward.tree_cache import TreeCache
 from stand.gpu.device_cache import DeviceCache, is_uniform
 from stand.gpu.device_rule import GreedyRule
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME
@@ -15,9 +18,7 @@ from stand.gpu.step_body import StepBody, StepOutput
 from stand.gpu.step_packet import StepPacket
 from stand.gpu.step_size import StepSize
 from stand.gpu.work_list import SPLIT_LENGTH, WorkList
-from stand.plan import StepPlan
 from stand.sampling import SamplingParams, TargetLaw
-from stand.support import CHECK_TOKENS, TOLERANCES, check_specimen, relative_difference, run_plan
 from stand.trees import DraftBatch
 from stand.verifiers import VerifierNoise
 

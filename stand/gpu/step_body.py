@@ -6,20 +6,20 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.gpu.attention_kernel import tile_tokens
-from stand.gpu.compact_kernel import compact
+from stand.forward.model import text_config
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.device_rule import DeviceRule, path_to
-from stand.gpu.filter_kernel import filter_rows
 from stand.gpu.kernel_attention import KernelPlan
+from stand.gpu.kernels.attention import tile_tokens
+from stand.gpu.kernels.compact import compact
+from stand.gpu.kernels.filter import filter_rows
+from stand.gpu.kernels.softmax import softmax_rows
+from stand.gpu.kernels.top_rows import top_rows
 from stand.gpu.packet import Packet
-from stand.gpu.softmax_kernel import softmax_rows
 from stand.gpu.step_packet import StepPacket
 from stand.gpu.step_size import NUM_TOKENS
-from stand.gpu.top_rows_kernel import top_rows
 from stand.gpu.work_list import most_splits
 from stand.sampling import TargetLaw
-from stand.support import text_config
 
 LEARNED_ROWS = 10  # best tokens per node that come back
 

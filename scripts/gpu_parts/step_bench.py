@@ -1,0 +1,195 @@
+"""Whole captured steps on one model: their time by rows, context length and nodes, and the cost table of drafts.
+
+The cost table is the one that an engine reads: `stand.drafters.step_cost.CostTable`, of one row, over context lengths.
+Keys are random and not computed from a prompt, which would cost more time than the steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+from measuring.bench_model import BenchModel, step_noise
+from measuring.bench_record import Measurement
+from measuring.device_timer import device_name
+
+from stand.drafters.step_cost import CostTable, StepCost, cost_name, measure_cost, table_path
+from stand.gpu.captured_step import CapturedStep
+from stand.row import Row
+from stand.trees import DraftBatch, DraftTree
+
+RATIOS = (1.05, 1.10, 1.25)  # step time over that of one token
+BRANCHES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """What is timed: rows, committed tokens per row, nodes of all rows together beside the pending ones."""
+
+    rows: tuple[int, ...]
+    lengths: tuple[int, ...]
+    nodes: tuple[int, ...]
+    most_tokens: int  # of the cost table
+    repeats: int
+
+
+FULL = StepSizes(
+    rows=(1, 4, 8, 16), lengths=(2048, 8192, 16384, 32768), nodes=(0, 80, 112), most_tokens=256, repeats=20
+)
+SMOKE = StepSizes(rows=(1, 2), lengths=(70,), nodes=(0, 3), most_tokens=2, repeats=1)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """One step, packet and verdict included, and what bandwidth alone would allow."""
+
+    HEADER: ClassVar = (
+        "rows", "length", "nodes", "device ms", "x without nodes", "host ms", "idle us", "floor ms", "% of floor",
+    )  # fmt: skip
+
+    rows: int
+    length: int
+    nodes: int
+    seconds: float  # on the device, steps one behind the other without a gap
+    wall: float  # by the host's clock, from the packet's filling to the verdict
+    floor: float  # weights and cached keys and values once, at the measured copy bandwidth
+    ratio: float | None = None  # of `seconds` to those of the same rows without nodes
+
+    @property
+    def idle(self) -> float:
+        """Seconds of the host's step in which the device has nothing to do, or ranks the best tokens of the step
+        before; drafting and commitment, which an engine adds, are not in it (see `trajectory_replay`)."""
+        return self.wall - self.seconds
+
+    @property
+    def percent(self) -> float:
+        """Of the floor's speed."""
+        return 100 * self.floor / self.seconds
+
+    def cells(self) -> tuple[object, ...]:
+        times = (1e3 * self.seconds, self.ratio, 1e3 * self.wall, 1e6 * self.idle, 1e3 * self.floor)
+        return (self.rows, self.length, self.nodes, *times, self.percent)
+
+
+@dataclass(frozen=True, slots=True)
+class CostFigure:
+    """A `StepCost` of one row, and its knees: the most tokens that cost at most 1.05, 1.10, 1.25 times one."""
+
+    HEADER: ClassVar = ("length", "ms, 1 token", *(f"tokens at {ratio:.2f} x" for ratio in RATIOS))
+
+    length: int
+    tokens: tuple[int, ...]
+    seconds: tuple[float, ...]
+    knees: tuple[int, ...]  # by `RATIOS`
+
+    @classmethod
+    def of(cls, cost: StepCost) -> CostFigure:
+        return cls(cost.length, cost.tokens, cost.seconds, tuple(cost.knee(ratio) for ratio in RATIOS))
+
+    def cells(self) -> tuple[object, ...]:
+        return (self.length, 1e3 * self.seconds[0], *self.knees)
+
+
+class StepBench:
+    """`costs` grows as they are measured; after each the table goes to `cost_folder`, if there is one."""
+
+    def __init__(
+        self, bench: BenchModel, sizes: StepSizes, *, bytes_per_second: float, cost_folder: Path | None = None
+    ):
+        self.bench, self.sizes, self.bytes_per_second = bench, sizes, bytes_per_second
+        self.costs: list[StepCost] = []
+        self.cost_path = None if cost_folder is None else cost_table_path(cost_folder, bench)
+
+    def cost_measurements(self) -> Iterator[Measurement]:
+        for length in self.sizes.lengths:
+            work = partial(self.measured_cost, length)
+            yield Measurement(f"cost, length {length}", work, self.bench.obstacle(1, length))
+
+    def step_measurements(self) -> Iterator[Measurement]:
+        for length in self.sizes.lengths:
+            for num_rows in self.sizes.rows:
+                label = f"steps, {num_rows} rows, length {length}"
+                work = partial(self.steps, num_rows, length)
+                yield Measurement(label, work, self.bench.obstacle(num_rows, length))
+
+    @torch.inference_mode()
+    def measured_cost(self, length: int) -> list[CostFigure]:
+        """Steps of one row behind `length` tokens, 1 .. most_tokens packed tokens."""
+        step, rows = self.bench.step(1, length)
+        noise = step_noise(rows)
+
+        def run_step(batch: DraftBatch) -> None:
+            step.prepare(batch, rows, noise)
+            step.launch()
+            step.verdicts()
+
+        with step.attention():
+            cost = measure_cost(run_step, num_rows=1, length=length, most_tokens=self.sizes.most_tokens)
+        self.costs.append(cost)
+        if self.cost_path is not None:
+            CostTable(tuple(self.costs)).save(self.cost_path)
+        return [CostFigure.of(cost)]
+
+    @torch.inference_mode()
+    def steps(self, num_rows: int, length: int) -> list[StepTiming]:
+        """One cache, every number of nodes."""
+        step, rows = self.bench.step(num_rows, length)
+        with step.attention():
+            timings = [self._timed(step, rows, nodes) for nodes in self.sizes.nodes]
+        plain = {timing.nodes: timing.seconds for timing in timings}.get(0)
+        return [replace(timing, ratio=plain and timing.seconds / plain) for timing in timings]
+
+    def _timed(self, step: CapturedStep, rows: Sequence[Row], nodes: int) -> StepTiming:
+        num_rows, length = len(rows), rows[0].num_cached
+        batch, noise, walls = self._drafts(num_rows, nodes), step_noise(rows), []
+        for _ in range(self.sizes.repeats + 1):
+            start = time.perf_counter()
+            step.prepare(batch, rows, noise)
+            step.launch()
+            step.verdicts()
+            walls.append(time.perf_counter() - start)
+        wall = statistics.median(walls[1:])  # the first one captures
+        seconds = self._device_seconds(step) if self.bench.device.type == "cuda" else wall
+        floor = self.bench.step_bytes(num_rows, length) / self.bytes_per_second
+        return StepTiming(num_rows, length, nodes, seconds, wall, floor)
+
+    def _device_seconds(self, step: CapturedStep) -> float:
+        """One step's share of a queue of steps, in which no step waits for its launch."""
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        step.launch()
+        first.record()
+        for _ in range(self.sizes.repeats):
+            step.launch()
+        last.record()
+        torch.cuda.synchronize(self.bench.device)
+        step.verdicts()
+        return first.elapsed_time(last) / 1e3 / self.sizes.repeats
+
+    def _drafts(self, num_rows: int, nodes: int) -> DraftBatch:
+        """`nodes` nodes shared out over the rows, in trees of three branches."""
+        shares = [nodes // num_rows + (row < nodes % num_rows) for row in range(num_rows)]
+        return DraftBatch.concatenate([self._draft(share) for share in shares])
+
+    def _draft(self, nodes: int) -> DraftTree:
+        tokens = self.bench.tokens(nodes + 1)
+        parents = np.concatenate([[-1], np.arange(nodes) // BRANCHES]).astype(np.int32)
+        support = np.full((nodes + 1, BRANCHES), -1, dtype=np.int32)
+        law = np.zeros((nodes + 1, BRANCHES), dtype=np.float32)
+        children = np.arange(1, nodes + 1)
+        support[parents[1:], (children - 1) % BRANCHES] = tokens[1:]
+        law[children, (children - 1) % BRANCHES] = 1.0
+        return DraftTree(tokens, parents, support, law)
+
+
+def cost_table_path(folder: Path, bench: BenchModel) -> Path:
+    """Where `stand.wrap` looks for this model's table."""
+    return table_path(
+        folder, model=cost_name(bench.model), device=device_name(bench.device), dtype=str(bench.model.dtype)
+    )

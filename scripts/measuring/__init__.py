@@ -1,0 +1,1 @@
+"""How scripts measure and report: clocks, records, tables, drafters of the replay."""

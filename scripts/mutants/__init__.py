@@ -1,0 +1,1 @@
+"""Deliberate faults in the sources, for the test of the tests."""

@@ -1,0 +1,134 @@
+"""Cython source with one thing wrong: text changes on the expressions of function bodies, and how to compile them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+OPERATORS = {
+    "<=": ["<", ">"],
+    ">=": [">", "<"],
+    "<": ["<=", ">="],
+    ">": [">=", "<="],
+    "==": ["!="],
+    "!=": ["=="],
+    "+": ["-"],
+    "-": ["+"],
+    "*": ["/"],
+    "/": ["*"],
+    "+=": ["-="],
+    "-=": ["+="],
+    "*=": ["/="],
+    "and": ["or"],
+    "or": ["and"],
+}
+OPERATOR = re.compile(r"(?<= )(<=|>=|==|!=|\+=|-=|\*=|<|>|\+|-|\*|/|and|or)(?= )")
+NAMES = {"mass": "law", "law": "mass", "m": "law", "parent": "node", "on_support": "others", "others": "on_support"}
+NAME = re.compile(rf"(?<![\w.])({'|'.join(NAMES)})(?![\w(]|\.shape)")
+NUMBER = re.compile(r"(?<![\w.\[:])(0\.0|1\.0|0|1)(?![\w.])")
+CAP = re.compile(r"\b(min|max)\(")
+
+
+def changes(source: str) -> Iterator[tuple[int, str, str]]:
+    """(line, what, changed source), one place at a time.
+
+    A comparison turned round or made (un)strict, an operator replaced, one side of a cap or floor kept, the target's
+    and the drafter's law, a node and its parent, or two parts of a sum swapped, a 0 or 1 replaced, a break left out.
+    """
+    lines = source.splitlines(keepends=True)
+    for number in _code_lines(lines):
+        code, comment = _split_comment(lines[number])
+        for what, changed in _line_changes(code):
+            yield number + 1, what, "".join([*lines[:number], changed + comment, *lines[number + 1 :]])
+
+
+def _code_lines(lines: list[str]) -> Iterator[int]:
+    """Lines of function bodies that compute: no signatures, declarations, docstrings, comments or error messages."""
+    in_text = in_signature = in_raise = in_function = False
+    for number, line in enumerate(lines):
+        text = line.strip()
+        is_text = in_text or text.startswith('"""')
+        if text.count('"""') == 1:
+            in_text = not in_text
+        if is_text or not text or text.startswith("#"):
+            continue
+        if in_signature or re.match(r"(cdef|def)\b.*\(", text) and not line.startswith(" "):
+            in_signature, in_function = not text.endswith(":"), True
+            continue
+        if not line.startswith(" "):
+            in_function = False
+        in_raise = text.startswith("raise") or in_raise and line.startswith(" " * 12)
+        is_declaration = text.startswith("cdef") and "=" not in text
+        if in_function and not in_raise and not is_declaration:
+            yield number
+
+
+def _split_comment(line: str) -> tuple[str, str]:
+    place = line.find("  #")
+    return (line, "") if place < 0 else (line[:place], line[place:])
+
+
+def _line_changes(code: str) -> Iterator[tuple[str, str]]:
+    for match in OPERATOR.finditer(code):
+        for new in OPERATORS[match[0]]:
+            yield f"{match[0]} -> {new}", code[: match.start()] + new + code[match.end() :]
+    for match in CAP.finditer(code):
+        for place, kept in enumerate(_arguments(code, match.end())):
+            end = _closing(code, match.end())
+            yield f"{match[1]} -> its argument {place + 1}", code[: match.start()] + kept + code[end + 1 :]
+    for match in NAME.finditer(code):
+        if not code.strip().startswith("cdef"):
+            new = NAMES[match[0]]
+            yield f"{match[0]} -> {new}", code[: match.start()] + new + code[match.end() :]
+    for match in NUMBER.finditer(code):
+        new = str(1 - int(match[0])) if match[0].isdigit() else str(1.0 - float(match[0]))
+        yield f"{match[0]} -> {new}", code[: match.start()] + new + code[match.end() :]
+    for match in re.finditer(r"\bnot ", code):
+        yield "drop not", code[: match.start()] + code[match.end() :]
+    if code.strip() == "break":
+        yield "break -> pass", code.replace("break", "pass")
+
+
+def _closing(code: str, start: int) -> int:
+    """Where the bracket that was opened just before `start` closes."""
+    depth = 1
+    for place in range(start, len(code)):
+        depth += (code[place] in "([") - (code[place] in ")]")
+        if depth == 0:
+            return place
+    raise ValueError(f"brackets must close on their line, got {code.strip()!r}; write the expression on one line")
+
+
+def _arguments(code: str, start: int) -> list[str]:
+    """The arguments of the call that was opened just before `start`."""
+    parts, depth = [""], 0
+    for character in code[start : _closing(code, start)]:
+        depth += (character in "([") - (character in ")]")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [f"({part.strip()})" for part in parts]
+
+
+def compile_module(root: Path, path: Path, source: str, folder: Path) -> Path | None:
+    """The compiled `source` in place of `path`, below `folder`, by the project's own setup.py; None if it is refused.
+
+    root: the project; path: verifiers/rules/traversal_compiled.pyx in it. Only this one module is built.
+    """
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(root / name, folder / name)
+    copy = folder / path.relative_to(root)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.write_text(source, encoding="utf-8")
+    built = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "built", "--build-temp", "temporary"],
+        cwd=folder,
+        capture_output=True,
+    )
+    found = sorted((folder / "built").rglob(f"{path.stem}*.so")) if built.returncode == 0 else []
+    return found[0] if found else None

@@ -1,0 +1,1 @@
+"""What scripts run on: problems and their answers, recordings, model shapes, synthetic laws."""

@@ -1,0 +1,1 @@
+"""Who guesses: the protocol of a drafter, and every drafter of this project."""

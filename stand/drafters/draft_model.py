@@ -1,0 +1,181 @@
+"""A smaller model as drafter: chains of gamma tokens, each drawn from its own law (arXiv 2211.17192, 2302.01318)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from stand.forward.model import run_plan
+from stand.forward.packed_plan import StepPlan
+from stand.forward.self_check import check_model
+from stand.forward.tree_attention import tree_attention
+from stand.forward.tree_cache import TreeCache
+from stand.trees import NO_PARENT, NO_TOKEN, DraftBatch, DraftTree
+from stand.trees.noise import DRAFT, uniforms
+from stand.verifiers import draw_tokens
+
+PROMPT_CHUNK = 512  # prompt tokens per forward
+
+
+class ModelDrafter:
+    """Any transformers model with the target's vocabulary that the engine could serve itself.
+
+    Laws are the model's at `temperature` over its `num_candidates` best tokens, renormalised before the draw: what is
+    recorded is what was drawn from. `temperature` is best the target's own; under greedy decoding the best token alone
+    is drafted. A chain fits every lossless rule; `block` keeps most of it.
+
+    It holds a key-value cache of its own and goes on from whatever prefix of a row's history is in it, so that rejected
+    tokens cost nothing and rows may come and go. One drafter serves one engine at a time.
+
+    Raises UnsupportedModelError for a model that cannot be served, ValueError for settings out of range.
+    """
+
+    row_size = 0  # it never learns
+
+    def __init__(
+        self, model: PreTrainedModel, *, gamma: int = 4, temperature: float = 1.0, num_candidates: int = 64
+    ) -> None:
+        _require(gamma >= 1, "gamma must be at least 1", gamma, "use wrap() without drafts for ordinary decoding")
+        _require(num_candidates >= 1, "num_candidates must be at least 1", num_candidates, "64 is usual")
+        _require(temperature > 0, "temperature must be positive", temperature, "greedy decoding ignores it: leave it")
+        check_model(model)
+        self.model = model
+        self.gamma = gamma
+        self.temperature = temperature
+        self.num_candidates = num_candidates
+        self._cache = TreeCache(num_rows=0, room=0)
+        self._held: list[np.ndarray] = []  # per cache row: the tokens whose keys it holds
+        self._rows: list[int] = []  # per cache row: the row of the call that it serves
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        histories: Sequence[np.ndarray],
+        *,
+        seed: int,
+        rows: np.ndarray,
+        steps: np.ndarray,
+        problems: np.ndarray,
+        max_depths: np.ndarray,
+        is_greedy: bool,
+    ) -> DraftBatch:
+        """One chain per row, min(gamma, max_depths) deep; see `Drafter.draft`."""
+        depths = np.clip(max_depths, 0, self.gamma)
+        levels: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # (tokens [B], supports [B, S], laws [B, S])
+        if depths.max() > 0:
+            with tree_attention(self.model):
+                logits = self._catch_up(histories, rows.tolist())
+                for depth in range(1, int(depths.max()) + 1):
+                    if depth > 1:
+                        logits = self._forward(list(levels[-1][0][:, None]))
+                    points = uniforms(seed, DRAFT, rows, steps, np.full(len(rows), depth))
+                    levels.append(self._draw(logits, points, is_greedy=is_greedy))
+        chains = [
+            _chain(int(history[-1]), [[part[row] for part in level] for level in levels[:depth]])
+            for row, (history, depth) in enumerate(zip(histories, depths.tolist(), strict=True))
+        ]
+        return DraftBatch.concatenate(chains)
+
+    def learn_prompt(self, token_ids: np.ndarray, *, problem: int) -> None:
+        """Nothing: the model is as it is."""
+
+    def learn(
+        self,
+        batch: DraftBatch,
+        histories: Sequence[np.ndarray],
+        row_ids: np.ndarray,
+        row_probabilities: np.ndarray,
+        *,
+        problems: np.ndarray,
+    ) -> None:
+        """Nothing: the model is as it is."""
+
+    def _draw(
+        self, logits: torch.Tensor, points: np.ndarray, *, is_greedy: bool
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(tokens [B] int32, token ids [B, S] int32, laws [B, S] float32) after logits [B, V]; points: uniforms [B]."""
+        size = min(1 if is_greedy else self.num_candidates, logits.shape[1])
+        best = torch.topk(logits.float(), size, dim=1)
+        law = torch.softmax(best.values / self.temperature, dim=1)
+        columns = draw_tokens(law, points)
+        support_ids = best.indices.to(torch.int32).cpu().numpy()
+        return support_ids[np.arange(len(columns)), columns], support_ids, law.cpu().numpy()
+
+    def _catch_up(self, histories: Sequence[np.ndarray], rows: list[int]) -> torch.Tensor:
+        """Bring the cache to the end of every history; logits [B, V] after it."""
+        is_known = set(rows) <= set(self._rows)
+        if is_known:
+            self._keep(histories, rows)
+        longest = self.gamma + 1  # new tokens of a step that kept all it could
+        if not is_known or any(
+            len(history) - len(held) > longest for history, held in zip(histories, self._held, strict=True)
+        ):
+            self._start(histories)
+        self._rows = rows
+        return self._forward([history[len(held) :] for history, held in zip(histories, self._held, strict=True)])
+
+    def _keep(self, histories: Sequence[np.ndarray], rows: list[int]) -> None:
+        """Seat the cache's rows like `rows` and forget what their histories do not begin with."""
+        if rows != self._rows:
+            sources = [self._rows.index(row) for row in rows]
+            self._cache.fan_out(sources)
+            self._held = [self._held[source] for source in sources]
+        self._held = [
+            history[: _common_length(held, history[:-1])]
+            for held, history in zip(self._held, histories, strict=True)
+        ]  # fmt: skip
+
+    def _start(self, histories: Sequence[np.ndarray]) -> None:
+        """Fill the cache anew with all histories but their last tokens; equal ones are computed once."""
+        prefixes: dict[bytes, int] = {}
+        places = [prefixes.setdefault(history[:-1].tobytes(), len(prefixes)) for history in histories]
+        self._cache = TreeCache(num_rows=len(prefixes), room=max(map(len, histories)) + self.gamma)
+        for place in range(len(prefixes)):
+            prefix = histories[places.index(place)][:-1]
+            for start in range(0, len(prefix), PROMPT_CHUNK):
+                chunk = prefix[start : start + PROMPT_CHUNK]
+                plan = StepPlan.for_prompt(chunk, start, row=place, device=self.model.device)
+                run_plan(self.model, self._cache, plan, logits_to_keep=1)
+        self._cache.fan_out(places)
+        self._held = [history[:-1].copy() for history in histories]
+
+    def _forward(self, chunks: list[np.ndarray]) -> torch.Tensor:
+        """Append `chunks`, one per row, to what the cache holds; logits [B, V] after the last token of each."""
+        batch = DraftBatch.concatenate([DraftTree.chain(chunk) for chunk in chunks])
+        lengths = np.array([len(held) for held in self._held], dtype=np.int64)
+        plan = StepPlan.for_drafts(batch, lengths, device=self.model.device)
+        logits = run_plan(self.model, self._cache, plan)
+        self._held = [np.concatenate([held, chunk]) for held, chunk in zip(self._held, chunks, strict=True)]
+        ends = torch.from_numpy(batch.offsets[1:].astype(np.int64) - 1).to(logits.device)
+        return logits[ends]
+
+
+def _common_length(first: np.ndarray, second: np.ndarray) -> int:
+    """How many leading tokens are equal."""
+    length = min(len(first), len(second))
+    different = np.flatnonzero(first[:length] != second[:length])
+    return int(different[0]) if len(different) else length
+
+
+def _chain(pending: int, levels: list[list]) -> DraftTree:
+    """A chain below the pending token; levels: per depth its token, support [S] and law [S]."""
+    width = len(levels[0][1]) if levels else 1
+    support_ids = np.full((len(levels) + 1, width), NO_TOKEN, dtype=np.int32)
+    law = np.zeros((len(levels) + 1, width), dtype=np.float32)
+    for node, (_, support, drawn_from) in enumerate(levels):
+        support_ids[node] = support
+        law[node + 1] = drawn_from
+    return DraftTree(
+        token_ids=np.array([pending, *(level[0] for level in levels)], dtype=np.int32),
+        parents=np.arange(NO_PARENT, len(levels), dtype=np.int32),
+        support_ids=support_ids,
+        law=law,
+    )
+
+
+def _require(holds: bool, rule: str, got: object, remedy: str) -> None:
+    if not holds:
+        raise ValueError(f"{rule}, got {got!r}; {remedy}")

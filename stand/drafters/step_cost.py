@@ -1,0 +1,191 @@
+"""What a step costs by the tokens it holds: measured once on the real model, then the drafts' budget follows from it.
+
+A node that is accepted with probability p adds p tokens. With T expected tokens and a step of C(M) seconds for M
+tokens, one more node pays while p / T > (C(M + 1) - C(M)) / C(M): the marginal rule for the most tokens per second.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from stand.forward.model import text_config
+from stand.trees import DraftBatch, DraftTree
+
+FORMAT = "stand cost table 1"
+FOLDER = Path.home() / ".cache" / "stand"  # where scripts/gpu_bench.py keeps its tables
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens per row that are timed, besides `most_tokens` in all
+REPEATS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of a step with tokens[i] packed tokens of `num_rows` rows behind `length` committed ones each."""
+
+    num_rows: int
+    length: int
+    tokens: tuple[int, ...]  # ascending
+    seconds: tuple[float, ...]  # not falling
+
+    def __post_init__(self) -> None:
+        rising = np.all(np.diff(self.tokens) > 0) and np.all(np.diff(self.seconds) >= 0)
+        if len(self.tokens) < 2 or len(self.tokens) != len(self.seconds) or not rising or min(self.seconds) <= 0:
+            raise ValueError(
+                "a step cost needs two or more sizes, ascending, with times above 0 that do not fall, got "
+                f"{self.tokens} and {self.seconds}; measure with engine.measure_cost()"
+            )
+
+    def knee(self, ratio: float) -> int:
+        """The most tokens, of those timed, whose step costs at most `ratio` times the smallest one."""
+        return max(
+            size for size, time in zip(self.tokens, self.seconds, strict=True) if time <= ratio * self.seconds[0]
+        )
+
+    @property
+    def most_tokens(self) -> int:
+        """The largest step that was timed: a budget never goes beyond."""
+        return self.tokens[-1]
+
+    def rises(self, num_rows: int, budget: int) -> np.ndarray:
+        """[budget] float32: by what share of itself a step of `num_rows` tokens and k nodes rises with node k + 1.
+
+        Of the convex curve below the timings: a jump, such as to the next tile of a matrix product, is shared out over
+        the nodes that it makes room for, so that growth does not end in front of it.
+        """
+        corners = _convex_below(self.tokens, self.seconds)
+        sizes = np.arange(num_rows, num_rows + budget + 1)
+        seconds = np.interp(
+            sizes, [self.tokens[place] for place in corners], [self.seconds[place] for place in corners]
+        )
+        return (np.diff(seconds) / seconds[:-1]).astype(np.float32)
+
+    @classmethod
+    def measured(cls, tokens: Sequence[int], seconds: Sequence[float], *, num_rows: int, length: int) -> StepCost:
+        """From timings in any order; a time below that of a smaller step is noise and raised to it."""
+        order = np.argsort(tokens)
+        smooth = np.maximum.accumulate(np.asarray(seconds, dtype=float)[order])
+        return cls(num_rows, length, tuple(int(tokens[place]) for place in order), tuple(smooth.tolist()))
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Costs behind different context lengths: attention makes the same tokens dearer the longer the context is.
+
+    Drafts made by a table are a function of it: with a saved one they repeat, seed by seed, where freshly measured
+    ones differ from run to run. The law of the output does not depend on either.
+    """
+
+    costs: tuple[StepCost, ...]
+
+    def __post_init__(self) -> None:
+        if not self.costs:
+            raise ValueError("a cost table needs at least one step cost, got none; measure with engine.measure_cost()")
+
+    def at(self, length: float) -> StepCost:
+        """The cost that was measured at the nearest length, by ratio."""
+        return min(self.costs, key=lambda cost: abs(math.log((cost.length + 1) / (length + 1))))
+
+    @property
+    def most_tokens(self) -> int:
+        """The largest step that was timed."""
+        return max(cost.most_tokens for cost in self.costs)
+
+    def save(self, path: str | PathLike) -> None:
+        document = {"format": FORMAT, "costs": [asdict(cost) for cost in self.costs]}
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(document) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | PathLike) -> CostTable:
+        """Raises ValueError where the file is not a saved table."""
+        try:
+            document = json.loads(Path(path).read_text(encoding="utf-8"))
+            if document["format"] != FORMAT:
+                raise ValueError(f"unknown format {document['format']!r}")
+            return cls(tuple(
+                StepCost(cost["num_rows"], cost["length"], tuple(cost["tokens"]), tuple(cost["seconds"]))
+                for cost in document["costs"]
+            ))  # fmt: skip
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path} must hold a saved cost table, got {error!r}; measure it again") from error
+
+
+def cost_name(model: PreTrainedModel) -> str:
+    """What a step's cost depends on in a model: its type and its sizes."""
+    config = text_config(model)
+    return f"{config.model_type}-{config.num_hidden_layers}x{config.hidden_size}-{config.vocab_size}"
+
+
+def saved_costs(model: PreTrainedModel, folder: Path = FOLDER) -> CostTable | None:
+    """The table that was measured for such a model on this GPU, or None; always None elsewhere."""
+    if model.device.type != "cuda":
+        return None
+    device = torch.cuda.get_device_name(model.device)
+    path = table_path(folder, model=cost_name(model), device=device, dtype=str(model.dtype))
+    return CostTable.load(path) if path.exists() else None
+
+
+def table_path(folder: Path, *, model: str, device: str, dtype: str) -> Path:
+    """Where the table of one model on one device is kept."""
+    name = "--".join(re.sub(r"[^a-z0-9.]+", "-", part.lower()).strip("-") for part in (model, device, dtype))
+    return folder / f"{name}.json"
+
+
+def _convex_below(sizes: Sequence[int], seconds: Sequence[float]) -> list[int]:
+    """Indices of the corners of the largest convex curve that lies nowhere above the points (sizes ascend)."""
+    corners: list[int] = []
+    for place in range(len(sizes)):
+        while len(corners) > 1:
+            before, last = corners[-2:]
+            if _slope(sizes, seconds, before, last) < _slope(sizes, seconds, before, place):
+                break
+            corners.pop()
+        corners.append(place)
+    return corners
+
+
+def _slope(sizes: Sequence[int], seconds: Sequence[float], left: int, right: int) -> float:
+    return (seconds[right] - seconds[left]) / (sizes[right] - sizes[left])
+
+
+def measure_cost(run_step: Callable[[DraftBatch], None], *, num_rows: int, length: int, most_tokens: int) -> StepCost:
+    """Median times of whole steps (layout, forward, verdict), sizes in turn so that a slow moment meets them all."""
+    sizes = sorted({size * num_rows for size in SIZES if size * num_rows < most_tokens} | {most_tokens})
+    timings: dict[int, list[float]] = {size: [] for size in sizes}
+    for size in sizes:
+        run_step(synthetic_drafts(size, num_rows))  # compiles, captures
+    for _ in range(REPEATS):
+        for size in sizes:
+            start = time.perf_counter()
+            run_step(synthetic_drafts(size, num_rows))
+            timings[size].append(time.perf_counter() - start)
+    medians = [statistics.median(timings[size]) for size in sizes]
+    return StepCost.measured(sizes, medians, num_rows=num_rows, length=length)
+
+
+def synthetic_drafts(num_tokens: int, num_rows: int) -> DraftBatch:
+    """`num_tokens` in all, shared out evenly, in trees of two branches."""
+    shares = [num_tokens // num_rows + (row < num_tokens % num_rows) for row in range(num_rows)]
+    return DraftBatch.concatenate([_binary_draft(share) for share in shares])
+
+
+def _binary_draft(num_nodes: int) -> DraftTree:
+    nodes = np.arange(num_nodes)
+    parents = ((nodes - 1) // 2).astype(np.int32)
+    support = np.full((num_nodes, 2), -1, dtype=np.int32)
+    law = np.zeros((num_nodes, 2), dtype=np.float32)
+    tokens = (nodes % 2).astype(np.int32)
+    support[parents[1:], tokens[1:]] = tokens[1:]
+    law[nodes[1:], tokens[1:]] = 1.0
+    return DraftTree(tokens, parents, support, law)

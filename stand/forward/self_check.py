@@ -1,0 +1,119 @@
+"""Which models the engine can serve: refused families by reason, and a self-check on the loaded weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from stand.forward.model import run_plan, text_config
+from stand.forward.packed_plan import StepPlan
+from stand.forward.tree_attention import tree_attention
+from stand.forward.tree_cache import TreeCache
+from stand.trees import NO_PARENT, DraftBatch, DraftTree
+
+SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+CHECK_TOKENS = 6  # committed tokens before the check's tree
+CHECK_PARENTS = (NO_PARENT, 0, 0, 1, 1, 2, 5)
+# Largest logit difference, as a share of the logits' spread, that rounding explains (measured: fp32 1e-6, bf16 1e-2).
+TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.15, torch.float16: 0.05}
+
+
+class UnsupportedModelError(ValueError):
+    """The engine cannot decode this model exactly."""
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Refuse a model whose layers cannot hold a tree, then compare one small tree forward with plain forwards."""
+    _refuse_by_configuration(model)
+    difference = tree_difference(model)
+    tolerance = TOLERANCES.get(model.dtype)
+    if tolerance is None:
+        raise UnsupportedModelError(
+            f"the model's dtype must be float32, bfloat16 or float16, got {model.dtype}; load it with dtype="
+        )
+    if not difference <= tolerance:
+        raise UnsupportedModelError(
+            f"a tree forward of {type(model).__name__} must equal plain forwards up to rounding "
+            f"({tolerance:g} of the logits' spread), got {difference:.3g}; "
+            "its positions or its attention look at cache slots rather than at position_ids, so it cannot be served"
+        )
+
+
+def _refuse_by_configuration(model: PreTrainedModel) -> None:
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
+        raise UnsupportedModelError(
+            f"wrap needs a transformers causal language model, got {name}; load it with AutoModelForCausalLM"
+        )
+    config = text_config(model)
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"the model must be decoder-only, got the encoder-decoder {name}")
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if getattr(model, "_is_stateful", False) or layer_types - SERVED_LAYERS:
+        kinds = ", ".join(sorted(layer_types - SERVED_LAYERS)) or "recurrent state"
+        raise UnsupportedModelError(
+            f"every layer must keep keys and values per token, got {name} with {kinds}; "
+            "a recurrent or compressed state cannot hold the branches of a tree, so siblings would mix"
+        )
+    if getattr(config, "alibi", False):
+        raise UnsupportedModelError(
+            f"positions must be rotary, got ALiBi in {name}; its bias counts cache slots, which a tree does not follow"
+        )
+    if not model._supports_attention_backend:
+        raise UnsupportedModelError(
+            f"{name} must call its attention through transformers' AttentionInterface, and does not; "
+            "use a model class of the library itself rather than remote code"
+        )
+
+
+def check_specimen(model: PreTrainedModel) -> tuple[np.ndarray, DraftBatch]:
+    """A prompt of CHECK_TOKENS tokens, int32, and a tree of 7 nodes to stand behind it."""
+    generator = np.random.default_rng(0)
+    vocabulary_size = text_config(model).vocab_size
+    prompt = generator.integers(0, vocabulary_size, CHECK_TOKENS).astype(np.int32)
+    tokens = generator.integers(0, vocabulary_size, len(CHECK_PARENTS)).astype(np.int32)
+    empty = np.zeros((len(tokens), 1), dtype=np.int32)
+    tree = DraftTree(tokens, np.array(CHECK_PARENTS, dtype=np.int32), empty, empty.astype(np.float32))
+    return prompt, DraftBatch.concatenate([tree])
+
+
+def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest |logit - expected logit| of [N, V] logits, divided by the spread of the expected ones."""
+    spread = float((expected.amax(dim=-1) - expected.amin(dim=-1)).mean())
+    return float((logits - expected).abs().max()) / max(spread, 1e-12)
+
+
+@torch.inference_mode()
+def tree_difference(model: PreTrainedModel) -> float:
+    """`relative_difference` of one packed forward over the specimen's tree to plain forwards over its paths."""
+    prompt, batch = check_specimen(model)
+    try:
+        return relative_difference(_tree_logits(model, prompt, batch), _plain_logits(model, prompt, batch.token_ids))
+    except (RuntimeError, AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} must run one packed forward with tree attention, got "
+            f"{type(error).__name__}: {error}; this model class cannot be served"
+        ) from error
+
+
+def _tree_logits(model: PreTrainedModel, prompt: np.ndarray, batch: DraftBatch) -> torch.Tensor:
+    """[N, V] float32 by one prefill and one packed forward."""
+    cache = TreeCache(num_rows=1, room=CHECK_TOKENS + batch.num_nodes)
+    with tree_attention(model):
+        run_plan(model, cache, StepPlan.for_prompt(prompt, 0, row=0, device=model.device), logits_to_keep=1)
+        plan = StepPlan.for_drafts(batch, np.array([CHECK_TOKENS]), device=model.device)
+        return run_plan(model, cache, plan).float()
+
+
+def _plain_logits(model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarray) -> torch.Tensor:
+    """[N, V] float32 by a separate plain forward over the path to each node."""
+    logits = []
+    for node in range(len(tokens)):
+        path = [node]
+        while CHECK_PARENTS[path[0]] != NO_PARENT:
+            path.insert(0, CHECK_PARENTS[path[0]])
+        input_ids = np.concatenate([prompt, tokens[path]]).astype(np.int64)
+        output = model(input_ids=torch.from_numpy(input_ids).to(model.device)[None], use_cache=False)
+        logits.append(output.logits[0, -1].float())
+    return torch.stack(logits)

@@ -1,0 +1,103 @@
+"""Tree attention as a transformers attention function, on any device torch runs on.
+
+Registered in `AttentionInterface` only: without a mask function of the same name transformers builds no mask at all,
+and this function makes its own from the step's plan. It never leaves a model switched over: see `tree_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+
+from stand.forward.packed_plan import StepPlan
+
+ATTENTION_NAME = "stand_tree"
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    stand_plan: StepPlan | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Attention of packed tokens over their own rows.
+
+    query [1, H, M, D] packed and rotated; key, value [A, Hkv, L, D] as `TreeCache.update` returned them;
+    result [1, M, H, D]. `attention_mask` is None by construction; further keyword arguments of other back ends
+    (dropout, is_causal, ...) mean nothing here.
+    """
+    if stand_plan is None:
+        raise RuntimeError(
+            f"the {ATTENTION_NAME} attention needs the plan of a step, got a plain forward; "
+            "call the model through stand.Engine, or set another attention implementation"
+        )
+    groups = query.shape[1] // key.shape[1]
+    kind = {"window": sliding_window, "groups": groups, "dtype": query.dtype}
+    scale = scaling if scaling is not None else query.shape[3] ** -0.5
+
+    def mix(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """[A, H, T, D] queries over [A, Hkv, L, D], heads of one key head folded into the query axis."""
+        rows, heads, width, size = queries.shape
+        folded = queries.reshape(rows, keys.shape[1], groups * width, size)
+        if softcap is None and s_aux is None:
+            mixed = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
+        else:
+            mixed = _explicit_attention(folded, keys, values, mask, scale=scale, softcap=softcap, sinks=s_aux)
+        return mixed.reshape(rows, heads, width, values.shape[3])
+
+    packed = stand_plan.unpad(mix(stand_plan.pad(query[0]), key, value, stand_plan.mask(**kind)))
+    if stand_plan.overflow:
+        for (row, first, end), mask in zip(stand_plan.overflow, stand_plan.overflow_masks(**kind), strict=True):
+            rest = mix(query[:, :, first:end], key[row : row + 1], value[row : row + 1], mask)
+            packed[:, first:end] = rest.transpose(1, 2)
+    return packed, None
+
+
+def _explicit_attention(
+    query: torch.Tensor,  # [A, Hkv, G * T, D]
+    key: torch.Tensor,  # [A, Hkv, L, D]
+    value: torch.Tensor,
+    mask: torch.Tensor,  # [A, 1, G * T, L]
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,  # [H]
+) -> torch.Tensor:
+    """Soft-capped scores (Gemma 2) and attention sinks (gpt-oss: one extra logit per head that takes mass)."""
+    scores = torch.matmul(query, key.transpose(2, 3)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = (scores + mask).float()
+    if sinks is not None:
+        groups = sinks.numel() // key.shape[1]
+        column = sinks.float().view(1, key.shape[1], groups, 1, 1)
+        column = column.expand(query.shape[0], -1, -1, query.shape[2] // groups, 1)
+        scores = torch.cat([scores, column.reshape(query.shape[0], key.shape[1], query.shape[2], 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : key.shape[2]]
+    return torch.matmul(weights.to(value.dtype), value)
+
+
+AttentionInterface.register(ATTENTION_NAME, attend)
+
+
+@contextmanager
+def tree_attention(model: PreTrainedModel, name: str = ATTENTION_NAME) -> Iterator[None]:
+    """Run the block with tree attention (or the one registered as `name`), then give the model back as it was."""
+    previous = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(previous)

@@ -1,0 +1,138 @@
+"""The key-value cache of a packed step: one room per row, each with its own length."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache
+
+from stand.forward.packed_plan import StepPlan
+
+ROOM_QUANTUM = 256  # slots; rooms grow by doubling, rounded up to this
+
+
+class CacheMemoryError(MemoryError):
+    """The rows of a call do not fit into memory."""
+
+
+class TreeCache(Cache):
+    """Keys and values [R, Hkv, S, D] per layer, made on first use with the layer's own head count and size.
+
+    Rows 0 .. R-1 hold one trajectory each. `update` writes the plan's tokens behind their rows' committed slots and
+    hands the attention function views of the plan's rows; `compact` moves the accepted path to the front;
+    nothing else is kept, so a rejected token costs no clean-up.
+    """
+
+    def __init__(self, num_rows: int, room: int):
+        super().__init__(layers=[])
+        self.num_rows = num_rows
+        self.room = _round_up(room)
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self._plan: StepPlan | None = None
+
+    def begin(self, plan: StepPlan) -> None:
+        """Make room for the plan's tokens; the next forward writes them."""
+        if plan.kv_length > self.room:
+            self._grow(max(plan.kv_length, 2 * self.room))
+        self._plan = plan
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write [1, Hkv, M, D] and return views [A, Hkv, L, D] of the plan's rows (called by the model's layers)."""
+        plan = self._plan
+        if plan is None:
+            raise RuntimeError("begin(plan) must come before a forward pass, got a forward without a plan")
+        while len(self.keys) <= layer_idx:
+            self.keys.append(self._new_storage(key_states))
+            self.values.append(self._new_storage(value_states))
+        rows = slice(plan.first_row, plan.first_row + plan.num_rows)
+        views = []
+        for storage, states in ((self.keys[layer_idx], key_states), (self.values[layer_idx], value_states)):
+            storage[plan.cache_rows, :, plan.cache_slots] = states[0].transpose(0, 1)
+            views.append(storage[rows, :, : plan.kv_length])
+        return views[0], views[1]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Longest row's extent in the coming step, new tokens included (0 before the first)."""
+        return self._plan.kv_length if self._plan is not None else 0
+
+    def compact(self, rows: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
+        """Copy slot sources[i] of row rows[i] to slot targets[i], in every layer; reads come before writes."""
+        if len(rows) == 0:
+            return
+        places: dict[torch.device, list[torch.Tensor]] = {}
+        for storage in (*self.keys, *self.values):
+            device = storage.device
+            if device not in places:
+                places[device] = [torch.from_numpy(array).to(device) for array in (rows, sources, targets)]
+            at, read, write = places[device]
+            storage[at, :, write] = storage[at, :, read]
+
+    def fan_out(self, sources: Sequence[int]) -> None:
+        """Row i becomes a copy of today's row sources[i]."""
+        self.num_rows = len(sources)
+        for storages in (self.keys, self.values):
+            for layer, storage in enumerate(storages):
+                wide = _allocate(storage, len(sources), self.room)
+                for row, source in enumerate(sources):
+                    wide[row] = storage[source]
+                storages[layer] = wide
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Overwrite row `target` with the first `length` slots of row `source`."""
+        for storage in (*self.keys, *self.values):
+            storage[target, :, :length] = storage[source, :, :length]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes for storage in (*self.keys, *self.values))
+
+    def _new_storage(self, states: torch.Tensor) -> torch.Tensor:
+        like = states.new_empty((1, states.shape[1], 1, states.shape[3]))
+        return _allocate(like, self.num_rows, self.room)
+
+    def _grow(self, room: int) -> None:
+        old_room, self.room = self.room, _round_up(room)
+        for storages in (self.keys, self.values):
+            for layer, storage in enumerate(storages):
+                wide = _allocate(storage, self.num_rows, self.room)
+                wide[:, :, :old_room] = storage
+                storages[layer] = wide
+
+
+def _round_up(room: int) -> int:
+    return -(-room // ROOM_QUANTUM) * ROOM_QUANTUM
+
+
+def _allocate(like: torch.Tensor, num_rows: int, room: int) -> torch.Tensor:
+    """Zeros [num_rows, Hkv, room, D] with the heads, head size, dtype and device of `like` [*, Hkv, *, D]."""
+    shape = (num_rows, like.shape[1], room, like.shape[3])
+    check_fits(int(np.prod(shape, dtype=object)) * like.element_size(), like.device)
+    try:
+        return like.new_zeros(shape)
+    except (RuntimeError, MemoryError) as error:
+        raise CacheMemoryError(_too_large(int(np.prod(shape, dtype=object)) * like.element_size())) from error
+
+
+def check_fits(nbytes: int, device: torch.device) -> None:
+    """Raise CacheMemoryError when `nbytes` exceed the device's whole memory."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    elif device.type == "cpu":
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        return
+    if nbytes > total:
+        raise CacheMemoryError(_too_large(nbytes))
+
+
+def _too_large(nbytes: int) -> str:
+    return (
+        f"the key-value cache must fit into memory, got a request for {nbytes / 2**30:.1f} GiB; "
+        "lower num_return_sequences, max_new_tokens or the number of prompts per call"
+    )

@@ -1,0 +1,113 @@
+"""The forward of an attention module over a cache with slots: one product, one kernel, the attention, one product."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from stand.gpu.fusion.merged_linear import MergedLinear
+from stand.gpu.fusion.norm import norm_epsilon
+from stand.gpu.kernels.rope import NO_NORM, rope_and_store
+
+NAMED = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """What is learned from the module's own forward.
+
+    constants: keyword arguments that the module adds when it calls the attention function; a value that is one of its
+    parameters is given by that parameter's name in `parameters` instead.
+    rotary: leading components of a head that turn, 0 for a layer without positions.
+    rule: how q_norm and k_norm scale, or NO_NORM.
+    """
+
+    constants: Mapping[str, object]
+    parameters: Mapping[str, str]
+    rotary: int
+    rule: int = NO_NORM
+
+
+class FusedAttention:
+    """Stands for `module.forward` wherever the cache has `slots`; any other cache gets the module's own forward.
+
+    The cache is written by the kernel, never through `update`; it must offer `slots` [M] int64 and
+    `layer(layer_idx) -> (keys, values)` [R, Hkv, S, D]. `merged` is q_proj, k_proj and v_proj in one, None where they
+    could not be merged or are one already (qkv_proj).
+    """
+
+    def __init__(self, module: nn.Module, settings: AttentionSettings, *, merged: MergedLinear | None):
+        self.module = module
+        self.settings = settings
+        self.merged = merged
+        self.own = frozenset(inspect.signature(type(module).forward).parameters)
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: object = None,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if getattr(past_key_values, "slots", None) is None or hidden_states.shape[0] != 1:
+            values = (hidden_states, position_embeddings, attention_mask, past_key_values)
+            return type(self.module).forward(self.module, **dict(zip(NAMED, values, strict=True)), **kwargs)
+        keys, values = past_key_values.layer(self.module.layer_idx)
+        query = self._rotated(hidden_states, position_embeddings, keys, values, past_key_values.slots)
+        attend = ALL_ATTENTION_FUNCTIONS[self.module.config._attn_implementation]
+        passed = {name: value for name, value in kwargs.items() if name not in self.own}
+        mixed, weights = attend(self.module, query, keys, values, attention_mask, **self._constants(), **passed)
+        return self.module.o_proj(mixed.reshape(1, hidden_states.shape[1], -1)), weights
+
+    def _rotated(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write the tokens' keys and values; the query [1, H, M, D]."""
+        module, rule = self.module, self.settings.rule
+        parts = [part.squeeze(0).unflatten(-1, (-1, module.head_dim)) for part in self._projected(hidden_states)]
+        cos, sin = (table.squeeze(0) for table in position_embeddings)
+        weights, epsilon = (None, None), 0.0
+        if rule != NO_NORM:
+            weights, epsilon = (module.q_norm.weight, module.k_norm.weight), norm_epsilon(module.q_norm)
+        query = rope_and_store(*parts, cos, sin, keys, values, slots, self.settings.rotary, *weights, epsilon, rule)
+        return query.transpose(0, 1).unsqueeze(0)
+
+    def _projected(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.merged is not None:
+            return self.merged.split(hidden_states)
+        module = self.module
+        if hasattr(module, "qkv_proj"):
+            sizes = [heads * module.head_dim for heads in _head_counts(module.config)]
+            return module.qkv_proj(hidden_states).split(sizes, dim=-1)
+        return module.q_proj(hidden_states), module.k_proj(hidden_states), module.v_proj(hidden_states)
+
+    def _constants(self) -> dict[str, object]:
+        named = {name: getattr(self.module, parameter) for name, parameter in self.settings.parameters.items()}
+        return {**self.settings.constants, **named}
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether the module has the parts of an attention with rotary positions, by their usual names."""
+    children = dict(module.named_children())
+    has_inputs = {"q_proj", "k_proj", "v_proj"} <= children.keys() or "qkv_proj" in children
+    return has_inputs and "o_proj" in children and all(hasattr(module, n) for n in ("layer_idx", "head_dim", "config"))
+
+
+def has_head_norms(module: nn.Module) -> bool:
+    """Whether queries and keys are normed before they turn."""
+    return hasattr(module, "q_norm") and hasattr(module, "k_norm")
+
+
+def _head_counts(config: object) -> tuple[int, int, int]:
+    return config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads

@@ -1,0 +1,59 @@
+"""The forward of a gated feed-forward block: one product for gate and up, one kernel for the gate, one for down."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.functional import gelu, silu
+
+from stand.gpu.fusion.merged_linear import MergedLinear
+from stand.gpu.kernels.swiglu import GELU_ERF, GELU_TANH, SILU, gated_product
+
+REFERENCES = {
+    SILU: silu,
+    GELU_TANH: lambda x: gelu(x, approximate="tanh"),
+    GELU_ERF: gelu,
+}
+
+
+class FusedMLP:
+    """Stands for `module.forward`; `merged` is gate_proj and up_proj in one, None where they could not be merged.
+
+    A module with gate_up_proj (Phi 3) has them in one already, the gate first.
+    """
+
+    def __init__(self, module: nn.Module, activation: int, *, merged: MergedLinear | None):
+        self.module = module
+        self.activation = activation
+        self.merged = merged
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        gate, up = self._gate_and_up(hidden_states)
+        return self.module.down_proj(gated_product(gate, up, self.activation))
+
+    def _gate_and_up(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.merged is not None:
+            return self.merged.split(hidden_states)
+        if hasattr(self.module, "gate_up_proj"):
+            return self.module.gate_up_proj(hidden_states).chunk(2, dim=-1)
+        return self.module.gate_proj(hidden_states), self.module.up_proj(hidden_states)
+
+
+def is_gated_mlp(module: nn.Module) -> bool:
+    """Whether the module has the parts of a gated feed-forward block, by their usual names."""
+    children = dict(module.named_children())
+    has_pair = "gate_proj" in children and "up_proj" in children
+    return (has_pair or "gate_up_proj" in children) and "down_proj" in children
+
+
+def find_activation(module: nn.Module) -> int | None:
+    """Which activation the block applies, told by its values in float32; None where there is no kernel."""
+    function = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
+    if function is None or (isinstance(function, nn.Module) and function.state_dict()):
+        return None
+    grid = torch.linspace(-8, 8, 257)
+    values = function(grid)
+    for activation, reference in REFERENCES.items():
+        if torch.allclose(values, reference(grid), rtol=1e-6, atol=1e-6):
+            return activation
+    return None

@@ -1,0 +1,198 @@
+"""What a module computes, recorded in full: the ground on which a fused forward is accepted or refused.
+
+One forward of the model over a few random tokens records how every module is called. `Probe.outcome` then runs one
+module again, with random hidden states of several magnitudes in place of the recorded ones, and keeps everything that
+leaves it: its outputs, what it hands to the attention function, and what it writes to the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from stand.forward.model import max_positions, text_config
+
+PROBE_NAME = "stand_probe"
+NUM_TOKENS = 5
+NUM_ROWS, ROOM = 2, 8  # of the probe's cache
+ADAPTIVE_ROPES = {"dynamic", "longrope"}
+FEW_POSITIONS = 128
+# Rows of ordinary, small and large size: a wrong epsilon shows in the second only.
+SCALES = (1.0, 1e-2, 4.0)
+# Largest difference, as a share of the largest value of its row, that rounding explains: two steps of the last place
+# of the 16-bit types.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
+
+
+@dataclass
+class Outcome:
+    """Tensors by name, keyword arguments that the attention function got from the module itself, types of results."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    constants: dict[str, object] = field(default_factory=dict)
+    kinds: tuple[type, ...] = ()
+
+
+class ProbeCache:
+    """A cache of one layer with slots: what `DeviceCache` is to a model, in the smallest form."""
+
+    def __init__(self, slots: torch.Tensor):
+        self.slots = slots  # [M] int64
+        self.storage: torch.Tensor | None = None  # [2, R, Hkv, S, D]
+
+    def allocate(self, heads: int, size: int, dtype: torch.dtype) -> None:
+        self.storage = torch.zeros((2, NUM_ROWS, heads, ROOM, size), dtype=dtype, device=self.slots.device)
+
+    def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.storage[0], self.storage[1]
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.storage is None:
+            self.allocate(key.shape[1], key.shape[3], key.dtype)
+        for storage, states in zip(self.storage, (key, value), strict=True):
+            storage[self.slots // ROOM, :, self.slots % ROOM] = states[0].transpose(0, 1)
+        return self.layer(layer_idx)
+
+
+class Probe:
+    """Recorded calls of `modules` in one forward of the model; only modules that were called are in `calls`."""
+
+    def __init__(self, model: PreTrainedModel, modules: Iterable[nn.Module]):
+        self._model = model
+        self._generator = torch.Generator().manual_seed(0)
+        self.calls: dict[nn.Module, tuple[tuple, dict]] = {}
+        places = torch.randperm(NUM_ROWS * ROOM, generator=self._generator)[:NUM_TOKENS]
+        self._slots = places.to(model.device)
+        self._noise: dict[tuple[int, ...], torch.Tensor] = {}
+        self._record(list(modules))
+
+    def outcome(self, module: nn.Module, forward: Callable, *, like: Outcome | None = None) -> Outcome:
+        """Run `forward` as the model calls `module`, with the cache of the probe if it is an attention module.
+
+        like: an outcome of the same module, for a forward that cannot make the cache itself.
+        """
+        arguments, keywords = self.calls[module]
+        arguments, keywords = self._with_noise(arguments), self._with_noise_by_name(keywords)
+        cache, seen = ProbeCache(self._slots), {}
+        if like is not None and "keys" in like.tensors:
+            keys = like.tensors["keys"]
+            cache.allocate(keys.shape[1], keys.shape[3], keys.dtype)
+        if "past_key_values" in keywords:
+            keywords |= {"past_key_values": cache, "stand_probe": seen}
+        with probe_attention(self._model), torch.inference_mode():
+            result = forward(*arguments, **keywords)
+        return _outcome(result, seen, passed=keywords)
+
+    def _record(self, modules: list[nn.Module]) -> None:
+        def remember(module: nn.Module, arguments: tuple, keywords: dict) -> None:
+            self.calls[module] = (arguments, {k: v for k, v in keywords.items() if k != "stand_probe"})
+
+        vocabulary, reach = text_config(self._model).vocab_size, _reach(self._model)
+        tokens = torch.randint(vocabulary, (1, NUM_TOKENS), generator=self._generator).to(self._model.device)
+        positions = torch.linspace(0, reach - 1, NUM_TOKENS).long()[None].to(self._model.device)
+        hooks = [module.register_forward_pre_hook(remember, with_kwargs=True) for module in modules]
+        try:
+            with probe_attention(self._model), torch.inference_mode():
+                self._model(input_ids=tokens, position_ids=positions, use_cache=False, stand_probe={})
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _with_noise(self, arguments: tuple) -> tuple:
+        return (self._noise_like(arguments[0]), *arguments[1:]) if arguments else arguments
+
+    def _with_noise_by_name(self, keywords: dict) -> dict:
+        name = "hidden_states"
+        return {**keywords, name: self._noise_like(keywords[name])} if name in keywords else dict(keywords)
+
+    def _noise_like(self, states: torch.Tensor) -> torch.Tensor:
+        """Normal values of the same shape and dtype; rows along the second last dimension differ in size."""
+        shape = tuple(states.shape)
+        if shape not in self._noise:
+            values = torch.randn(shape, generator=self._generator)
+            sizes = torch.tensor(SCALES).repeat(-(-shape[-2] // len(SCALES)))[: shape[-2], None]
+            self._noise[shape] = (values * sizes).to(states.device, states.dtype)
+        return self._noise[shape].clone()
+
+
+def difference(reference: Outcome, outcome: Outcome) -> tuple[float, str | None]:
+    """Largest difference relative to the largest value of its row, over all tensors; or what differs in kind."""
+    if reference.tensors.keys() != outcome.tensors.keys() or reference.kinds != outcome.kinds:
+        return float("inf"), "it computes other things"
+    if not _same_constants(reference.constants, outcome.constants):
+        return float("inf"), "it hands the attention function other arguments"
+    largest = 0.0
+    for name, expected in reference.tensors.items():
+        got = outcome.tensors[name]
+        if got.shape != expected.shape or got.dtype != expected.dtype:
+            return float("inf"), f"its {name} has another shape or dtype"
+        errors = (got.float() - expected.float()).abs().amax(dim=-1)
+        sizes = expected.float().abs().amax(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+        largest = max(largest, float((errors / sizes).nan_to_num(nan=torch.inf).max()))
+    return largest, None
+
+
+@contextmanager
+def probe_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Run the block with an attention function that records its arguments and returns the query."""
+    previous = model.config._attn_implementation
+    model.set_attn_implementation(PROBE_NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(previous)
+
+
+def _reach(model: PreTrainedModel) -> int:
+    """Positions to try: all that the model was made for, because an attention may treat far ones differently.
+
+    Rotary embeddings that adapt to the longest position seen would be changed by a far one: few positions there.
+    """
+    limit = max_positions(model) or FEW_POSITIONS
+    parameters = getattr(text_config(model), "rope_parameters", None) or {}
+    kinds = {entry.get("rope_type") for entry in (parameters, *parameters.values()) if isinstance(entry, dict)}
+    return min(limit, FEW_POSITIONS) if kinds & ADAPTIVE_ROPES else limit
+
+
+def _outcome(result: object, seen: dict, *, passed: Mapping[str, object]) -> Outcome:
+    parts = result if isinstance(result, tuple) else (result,)
+    outcome = Outcome(kinds=(type(result), *map(type, parts)))
+    outcome.tensors = {f"output {index}": part for index, part in enumerate(parts) if isinstance(part, torch.Tensor)}
+    if seen:
+        outcome.tensors |= {name: seen[name] for name in ("query", "keys", "values")}
+        outcome.constants = {name: value for name, value in seen["keywords"].items() if name not in passed}
+    return outcome
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    stand_probe: dict,
+    **keywords: object,
+) -> tuple[torch.Tensor, None]:
+    stand_probe |= {"query": query, "keys": key, "values": value, "keywords": keywords}
+    return query.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(PROBE_NAME, _attend)
+
+
+def _same_constants(first: Mapping[str, object], second: Mapping[str, object]) -> bool:
+    return first.keys() == second.keys() and all(_same(first[name], second[name]) for name in first)
+
+
+def _same(first: object, second: object) -> bool:
+    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
+        return first is second
+    return first == second

@@ -1,0 +1,210 @@
+"""The trial of every swap at load time: fused against own outcome on the loaded weights, kept or reverted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from stand.gpu.fusion.attention import AttentionSettings, FusedAttention, has_head_norms, is_attention
+from stand.gpu.fusion.merged_linear import MergedLinear, is_bare, merge_refusal, tied_parameters
+from stand.gpu.fusion.mlp import FusedMLP, find_activation, is_gated_mlp
+from stand.gpu.fusion.norm import FusedNorm, norm_refusal
+from stand.gpu.fusion.probe import TOLERANCES, Outcome, Probe, difference
+from stand.gpu.kernels.norm import RULES
+from stand.gpu.kernels.rope import NO_NORM
+
+MERGEABLE = {"merged q/k/v": ("q_proj", "k_proj", "v_proj"), "merged gate/up": ("gate_proj", "up_proj")}
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Modules of one class that shared a verdict.
+
+    max_error: largest difference relative to the largest value of its row; None where nothing was tried.
+    reason: why the swap was not kept, empty where it was.
+    """
+
+    kind: str
+    module_class: str
+    count: int
+    is_kept: bool
+    max_error: float | None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        verdict = "kept" if self.is_kept else f"left alone: {self.reason}"
+        error = "" if self.max_error is None else f", error {self.max_error:.1e}"
+        return f"{self.kind}, {self.count} x {self.module_class}{error}, {verdict}"
+
+
+@dataclass
+class Recipe:
+    """What is swapped, by module name: all that is needed to build the same forwards for a model of the same shape."""
+
+    merged: dict[str, tuple[str, ...]] = field(default_factory=dict)  # owner: names of its parts
+    norms: dict[str, int] = field(default_factory=dict)  # rule
+    mlps: dict[str, int] = field(default_factory=dict)  # activation
+    attentions: dict[str, AttentionSettings] = field(default_factory=dict)
+
+
+class Trial:
+    """Tries swaps on one model and collects those that hold; `merged` lives on, everything else is given back."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.recipe = Recipe()
+        self.merged: dict[str, MergedLinear] = {}
+        self._names = {module: name for name, module in model.named_modules()}
+        self._tied = tied_parameters(model)
+        self._tolerance = TOLERANCES[model.dtype]
+        self._probe = Probe(model, [module for module in self._names if _is_candidate(module)])
+        self._verdicts: list[tuple[str, nn.Module, float | None, str]] = []
+        self._own: dict[nn.Module, Outcome] = {}  # what the modules themselves do, before anything changes
+        self._refusals: dict[nn.Module, str] = {}
+        for module in self._probe.calls:
+            try:
+                self._own[module] = self._probe.outcome(module, module.forward)
+            except Exception as problem:  # it asks its cache or its caller for more than the probe has
+                self._refusals[module] = f"cannot be tried alone ({type(problem).__name__}: {problem})"
+
+    def merge(self) -> None:
+        """q/k/v and gate/up projections, tried inside the owner's own forward."""
+        for kind, parts in MERGEABLE.items():
+            for owner, name in self._names.items():
+                modules = [getattr(owner, part, None) for part in parts]
+                if not all(isinstance(module, nn.Module) for module in modules):
+                    continue
+                refusal = merge_refusal(modules, self._tied) or self._untried(owner)
+                if not refusal and self._try_merge(kind, owner, modules):
+                    self.recipe.merged[name] = parts
+                elif refusal:
+                    self._verdicts.append((kind, owner, None, refusal))
+
+    def try_norms(self) -> None:
+        """Every module is tried; the rule that came nearest for the first of a class is the only one for the others."""
+        found: dict[type, int] = {}
+        for module in filter(_is_norm, self._names):
+            refusal = self._untried(module) or norm_refusal(module)
+            rules = [found[type(module)]] if type(module) in found else RULES
+            candidates = [] if refusal else [(rule, FusedNorm(module, rule)) for rule in rules]
+            rule = self._best("RMSNorm", module, candidates, refusal)
+            if rule is not None:
+                self.recipe.norms[self._names[module]] = found[type(module)] = rule
+
+    def try_mlps(self) -> None:
+        for module in filter(is_gated_mlp, self._names):
+            activation = find_activation(module)
+            refusal = self._untried(module) or ("no kernel for its activation" if activation is None else "")
+            merged = self.merged.get(self._names[module])
+            candidates = [] if refusal else [(activation, FusedMLP(module, activation, merged=merged))]
+            if self._best("gated feed-forward", module, candidates, refusal) is not None:
+                self.recipe.mlps[self._names[module]] = activation
+
+    def try_attentions(self) -> None:
+        """After the norms: those of queries and keys are fused under the rule that was found for them."""
+        for module in filter(is_attention, self._names):
+            merged = self.merged.get(self._names[module])
+            settings, refusal = self._attention_settings(module)
+            candidates = [(setting, FusedAttention(module, setting, merged=merged)) for setting in settings]
+            setting = self._best("attention with rotary cache write", module, candidates, refusal)
+            if setting is not None:
+                self.recipe.attentions[self._names[module]] = setting
+
+    def report(self) -> list[Swap]:
+        """Verdicts of one kind, class and reason together, in the order of the trials."""
+        groups: dict[tuple[str, str, str], list[float | None]] = {}
+        for kind, module, error, reason in self._verdicts:
+            groups.setdefault((kind, type(module).__name__, reason), []).append(error)
+        return [
+            Swap(kind, name, len(errors), not reason, max((e for e in errors if e is not None), default=None), reason)
+            for (kind, name, reason), errors in groups.items()
+        ]
+
+    def _try_merge(self, kind: str, owner: nn.Module, parts: list[nn.Module]) -> bool:
+        merged = MergedLinear(parts)
+        with _swapped(merged.forwards()):
+            error, reason = self._compare(owner, owner.forward)
+        merged.clear()
+        self._verdicts.append((kind, owner, error, reason))
+        if reason:
+            merged.separate()
+            return False
+        self.merged[self._names[owner]] = merged
+        return True
+
+    def _attention_settings(self, module: nn.Module) -> tuple[list[AttentionSettings], str]:
+        """Candidates: tables as wide as the part that turns, or half as wide, or a layer without positions."""
+        refusal = self._untried(module)
+        if refusal:
+            return [], refusal
+        own = self._own[module]
+        if "query" not in own.tensors:
+            return [], "it does not pass keyword arguments on to the attention function"
+        tables = self._probe.calls[module][1].get("position_embeddings")
+        if not isinstance(tables, tuple) or tables[0].shape[-1] > module.head_dim:
+            return [], "positions do not come as (cos, sin) of at most a head's size"
+        rule = NO_NORM
+        if has_head_norms(module):
+            rule = self.recipe.norms.get(self._names[module.q_norm])
+            if rule is None or rule != self.recipe.norms.get(self._names[module.k_norm]):
+                return [], "norms of queries and keys that are not fused by themselves, or not alike"
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        parameters = {name: names[id(value)] for name, value in own.constants.items() if id(value) in names}
+        constants = {name: value for name, value in own.constants.items() if name not in parameters}
+        width = tables[0].shape[-1]
+        rotaries = [rotary for rotary in (width, 2 * width, 0) if rotary <= module.head_dim]
+        return [AttentionSettings(constants, parameters, rotary, rule) for rotary in rotaries], ""
+
+    def _best(
+        self, kind: str, module: nn.Module, candidates: Iterable[tuple[object, Callable]], refusal: str
+    ) -> object | None:
+        """The setting whose forward comes nearest, if rounding explains what is left."""
+        if refusal:
+            self._verdicts.append((kind, module, None, refusal))
+            return None
+        trials = [(*self._compare(module, forward), setting) for setting, forward in candidates]
+        error, reason, setting = min(trials, key=lambda trial: trial[0])
+        self._verdicts.append((kind, module, error, reason))
+        return None if reason else setting
+
+    def _compare(self, module: nn.Module, forward: Callable) -> tuple[float, str]:
+        """Error of a forward, and why it is refused ("" if it holds)."""
+        own = self._own[module]
+        try:
+            error, reason = difference(own, self._probe.outcome(module, forward, like=own))
+        except Exception as problem:  # whatever a swap cannot do, the module itself can
+            return float("inf"), f"{type(problem).__name__}: {problem}"
+        if reason is None and not error <= self._tolerance:
+            reason = f"differs by more than rounding ({self._tolerance:.1e})"
+        return error, reason or ""
+
+    def _untried(self, module: nn.Module) -> str:
+        """Why there is no outcome of the module's own to compare with, "" if there is one."""
+        if module in self._own:
+            return ""
+        if not is_bare(module):
+            return "a hook or a replaced forward on the module"
+        return self._refusals.get(module, "not called by a plain forward")
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("RMSNorm")
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    has_parts = any(all(hasattr(module, part) for part in parts) for parts in MERGEABLE.values())
+    return (has_parts or _is_norm(module) or is_gated_mlp(module) or is_attention(module)) and is_bare(module)
+
+
+@contextmanager
+def _swapped(forwards: list[tuple[nn.Module, Callable]]) -> Iterator[None]:
+    for module, forward in forwards:
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module, _ in forwards:
+            del module.forward

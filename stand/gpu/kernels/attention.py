@@ -1,0 +1,510 @@
+"""Tree attention over packed tokens: split keys, an ancestor bitmask on the new tokens only, one merge.
+
+The work list says which program attends which tokens to which slots. Scores live in powers of two (exp2 is what the
+hardware has); partial results are normalised and carry the logarithm of their mass, as in FlashAttention (Dao 2023,
+arXiv 2307.08691) and Flash-Decoding. The bitmask costs nothing on the committed prefix: it is read only in the blocks
+behind it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from stand.gpu.kernels.launch import launch_device
+from stand.gpu.kernels.specimen import Specimen
+
+MOST_WORDS = 4  # 64-bit words of ancestors per token
+MERGED_SPLITS = 16  # partial results that the merge holds at once; part of the order of its sums
+PROGRAMS_PER_PROCESSOR = 2
+INTERPRETED_PROGRAMS = 3
+MERGE_WARPS = 2
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Sizes of one specialisation: query rows (tokens times grouped heads) and keys per block."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+# By the largest head size that they serve, small tiles first. Chosen by what the compiler says for sm_80 and sm_90:
+# no spilled registers.
+BLOCKS_16_BIT = {
+    64: (Blocks(64, 64, 4, 3), Blocks(128, 64, 8, 3)),
+    96: (Blocks(64, 32, 4, 3), Blocks(128, 64, 8, 3)),
+    128: (Blocks(64, 32, 4, 3), Blocks(128, 64, 8, 3)),
+    256: (Blocks(64, 32, 8, 3),),
+}
+BLOCKS_FLOAT32 = {
+    64: (Blocks(64, 32, 4, 2),),
+    96: (Blocks(64, 32, 8, 1),),
+    128: (Blocks(64, 32, 8, 1),),
+    256: (Blocks(64, 16, 8, 1),),
+}
+AMPERE_128 = Blocks(128, 32, 8, 3)  # the large tile of head size 128 there, where 64 keys would spill
+
+
+@triton.jit
+def _is_live(items, index, num_items, KEY_HEADS: tl.constexpr):
+    """Whether program index `index` has an item with tokens."""
+    exists = index < num_items * KEY_HEADS
+    return tl.load(items + (index // KEY_HEADS) * 8 + 2, mask=exists, other=0) > 0
+
+
+@triton.jit
+def _scores(query, key, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """[BLOCK_M, BLOCK_N] scores, to be multiplied by `_score_unit`."""
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+    if HAS_SOFTCAP:
+        # tanh(x) = 1 - 2 / (1 + exp(2 x)); right at both infinities
+        scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale / softcap * 2.0 * LOG2_E)))
+    return scores
+
+
+@triton.jit
+def _score_unit(scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """What a score counts as a power of two."""
+    unit = scale * LOG2_E
+    if HAS_SOFTCAP:
+        unit = softcap * LOG2_E
+    return unit
+
+
+@triton.jit
+def _absorb(scores, unit, value, accumulator, highest, mass):
+    """Online softmax: take one block of scores and values in. A row that has seen nothing stays at -inf, 0, 0.
+
+    The unit is applied here, so that scaling and the subtraction of the highest are one instruction.
+    """
+    new_highest = tl.maximum(highest, tl.max(scores, 1) * unit)
+    reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    weights = tl.exp2(scores * unit - reference[:, None])
+    shrink = tl.exp2(highest - reference)
+    mass = mass * shrink + tl.sum(weights, 1)
+    accumulator = accumulator * shrink[:, None]
+    accumulator = tl.dot(weights.to(value.dtype), value, accumulator, input_precision="ieee")
+    return accumulator, new_highest, mass
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_items", "window"])
+def _tree_attention_kernel(
+    query,  # [M, H, D]
+    keys,  # [R, Hkv, S, D]
+    values,
+    ancestors,  # [M, W] int64
+    positions,  # [M] int64
+    items,  # [I, 8] int32
+    partials,  # [P, M, H, D] float32
+    log_sums,  # [P, M, H] float32
+    num_tokens,
+    num_items,
+    scale,
+    window,
+    softcap,
+    query_token_stride,
+    query_head_stride,
+    key_row_stride,
+    key_head_stride,
+    value_row_stride,
+    value_head_stride,
+    KEY_SLOT_STRIDE: tl.constexpr,
+    VALUE_SLOT_STRIDE: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Each program walks over (item, key head) pairs until the first item without tokens.
+
+    A fixed grid instead of one program per item: the list's room is for the longest context, and thousands of
+    programs that only find out that they are empty would cost more than a short context's work.
+    """
+    index = tl.program_id(0)
+    rows = tl.arange(0, BLOCK_M)
+    tokens = rows // GROUPS
+    sizes = tl.arange(0, BLOCK_D)
+    columns = tl.arange(0, BLOCK_N)
+    unit = _score_unit(scale, softcap, HAS_SOFTCAP)
+    while _is_live(items, index, num_items, KEY_HEADS):
+        item = items + (index // KEY_HEADS) * 8
+        key_head = index % KEY_HEADS
+        row_first = tl.load(item)
+        q_first = tl.load(item + 1)
+        q_count = tl.load(item + 2)
+        cache_row = tl.load(item + 3).to(tl.int64)
+        length = tl.load(item + 4)
+        k_first = tl.load(item + 5)
+        k_end = tl.load(item + 6)
+        split = tl.load(item + 7)
+
+        in_tile = tokens < q_count
+        packed = q_first + tokens
+        heads = key_head * GROUPS + rows % GROUPS
+        query_starts = packed.to(tl.int64) * query_token_stride + heads * query_head_stride
+        tile = in_tile[:, None]
+        if BLOCK_D != HEAD_SIZE:
+            tile = tile & (sizes < HEAD_SIZE)[None, :]
+        queries = tl.load(query + query_starts[:, None] + sizes[None, :], mask=tile, other=0.0)
+        key_base = keys + cache_row * key_row_stride + key_head.to(tl.int64) * key_head_stride
+        value_base = values + cache_row * value_row_stride + key_head.to(tl.int64) * value_head_stride
+        key_block = columns[:, None] * KEY_SLOT_STRIDE + sizes[None, :]
+        value_block = columns[:, None] * VALUE_SLOT_STRIDE + sizes[None, :]
+
+        accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        mass = tl.zeros([BLOCK_M], tl.float32)
+
+        prefix_end = tl.minimum(k_end, length)
+        first = k_first
+        if HAS_WINDOW:
+            # a token sees positions above its own less the window; a committed slot's position is its number
+            blind = tl.load(positions + packed, mask=in_tile, other=0).to(tl.int32) - window
+            earliest = tl.min(tl.where(in_tile, blind, 2147483647)) + 1
+            first = k_first + tl.maximum(earliest - k_first, 0) // BLOCK_N * BLOCK_N
+
+        # Blocks of committed keys, then blocks of new tokens from the first one on: a block of at most 64 tokens
+        # needs a single word of ancestors, and only these and the last committed block need a mask at all.
+        num_prefix_blocks = tl.cdiv(tl.maximum(prefix_end - first, 0), BLOCK_N)
+        num_tail_blocks = tl.cdiv(tl.maximum(k_end - length, 0), BLOCK_N)
+        for block in range(0, num_prefix_blocks + num_tail_blocks):
+            is_tail = block >= num_prefix_blocks
+            tail_first = tl.maximum(block - num_prefix_blocks, 0) * BLOCK_N
+            start = tl.where(is_tail, length + tail_first, first + block * BLOCK_N)
+            end = tl.where(is_tail, k_end, prefix_end)
+            slots = start + columns
+            inside = slots < end
+            real = inside[:, None]
+            if BLOCK_D != HEAD_SIZE:
+                real = real & (sizes < HEAD_SIZE)[None, :]
+            offset = start.to(tl.int64)
+            key = tl.load(key_base + offset * KEY_SLOT_STRIDE + key_block, mask=real, other=0.0)
+            value = tl.load(value_base + offset * VALUE_SLOT_STRIDE + value_block, mask=real, other=0.0)
+            scores = _scores(queries, key, scale, softcap, HAS_SOFTCAP)
+            key_positions = slots
+            if is_tail | (start + BLOCK_N > end):
+                word = tl.load(ancestors + packed * WORDS + tail_first // 64, mask=in_tile & is_tail, other=-1)
+                bits = (word[:, None] >> (tail_first % 64 + columns).to(tl.int64)[None, :]) & 1
+                scores = tl.where(inside[None, :] & (bits != 0), scores, float("-inf"))
+                if HAS_WINDOW:
+                    places = positions + row_first + tail_first + columns
+                    tail_positions = tl.load(places, mask=inside & is_tail, other=0).to(tl.int32)
+                    key_positions = tl.where(is_tail, tail_positions, slots)
+            if HAS_WINDOW:
+                scores = tl.where(key_positions[None, :] > blind[:, None], scores, float("-inf"))
+            accumulator, highest, mass = _absorb(scores, unit, value, accumulator, highest, mass)
+
+        has_mass = mass > 0
+        mixed = accumulator / tl.where(has_mass, mass, 1.0)[:, None]
+        log_sum = tl.where(has_mass, highest + tl.log2(tl.where(has_mass, mass, 1.0)), float("-inf"))
+        places = (split.to(tl.int64) * num_tokens + packed) * (KEY_HEADS * GROUPS) + heads
+        tl.store(log_sums + places, log_sum, mask=in_tile)
+        tl.store(partials + places[:, None] * HEAD_SIZE + sizes[None, :], mixed, mask=tile & has_mass[:, None])
+        index += tl.num_programs(0)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _merge_kernel(
+    partials,  # [P, M, H, D] float32
+    log_sums,  # [P, M, H] float32
+    num_splits,  # [M] int32
+    sinks,  # [H], or anything when HAS_SINKS is false
+    mixed,  # [M, H, D]
+    num_tokens,
+    NUM_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Partial results of one token and head, weighted by their mass; a sink takes its share and gives nothing."""
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    sizes = tl.arange(0, BLOCK_D)
+    count = tl.load(num_splits + token)
+    highest = tl.full([1], float("-inf"), tl.float32)
+    mass = tl.zeros([1], tl.float32)
+    if HAS_SINKS:
+        highest = tl.load(sinks + head + tl.arange(0, 1)).to(tl.float32) * LOG2_E
+        mass = tl.full([1], 1.0, tl.float32)
+    accumulator = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(0, count, BLOCK_P):
+        splits = first + tl.arange(0, BLOCK_P)
+        places = (splits.to(tl.int64) * num_tokens + token) * NUM_HEADS + head
+        logs = tl.load(log_sums + places, mask=splits < count, other=float("-inf"))
+        filled = logs != float("-inf")
+        parts = tl.load(
+            partials + places[:, None] * HEAD_SIZE + sizes[None, :],
+            mask=filled[:, None] & (sizes < HEAD_SIZE)[None, :],
+            other=0.0,
+        )
+        new_highest = tl.maximum(highest, tl.max(logs, 0))
+        reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weights = tl.exp2(logs - reference)
+        shrink = tl.exp2(highest - reference)
+        mass = mass * shrink + tl.sum(weights, 0)
+        accumulator = accumulator * shrink + tl.sum(parts * weights[:, None], 0)
+        highest = new_highest
+    result = accumulator / tl.where(mass > 0, mass, 1.0)
+    place = (token.to(tl.int64) * NUM_HEADS + head) * HEAD_SIZE
+    tl.store(mixed + place + sizes, result.to(mixed.dtype.element_ty), mask=sizes < HEAD_SIZE)
+
+
+def blocks(num_rows: int, head_size: int, dtype: torch.dtype, *, capability: int = 90) -> Blocks:
+    """The fixed sizes for tiles of `num_rows` query rows on a GPU of that compute capability (80, 90, ...).
+
+    Raises ValueError when nothing fits.
+    """
+    offered = _offered(head_size, dtype)
+    fitting = [sizes for sizes in offered if sizes.rows >= num_rows]
+    if not fitting:
+        raise ValueError(
+            f"a tile of head size {head_size} in {dtype} must have at most {offered[-1].rows} query rows "
+            f"(tokens times query heads per key head), got {num_rows}; "
+            "take fewer tokens per tile, or the masked attention of stand.forward.tree_attention for more grouped heads"
+        )
+    return AMPERE_128 if capability < 90 and fitting[0] is BLOCKS_16_BIT[128][1] else fitting[0]
+
+
+def tile_tokens(tokens_per_row: int, groups: int, head_size: int, dtype: torch.dtype) -> int:
+    """Tokens per item of the work list for rows of up to `tokens_per_row` tokens.
+
+    Every tile reads all keys of its row, so the largest tile is best unless a smaller one holds a whole row. `groups`
+    query heads share a key head and lie in the same tile. Raises ValueError when a tile cannot hold them.
+    """
+    offered = _offered(head_size, dtype)
+    num_rows = max(min(tokens_per_row * groups, offered[-1].rows), groups)
+    return blocks(num_rows, head_size, dtype).rows // groups
+
+
+def _offered(head_size: int, dtype: torch.dtype) -> tuple[Blocks, ...]:
+    """The tiles of the next larger size in the tables."""
+    table = {torch.float32: BLOCKS_FLOAT32, torch.float16: BLOCKS_16_BIT, torch.bfloat16: BLOCKS_16_BIT}.get(dtype, {})
+    fitting = [size for size in table if size >= head_size]
+    if not fitting or head_size < 1 or head_size % 16:
+        raise ValueError(
+            "tree attention needs float32, float16 or bfloat16 and a head size up to 256 that is a multiple of 16, "
+            f"got {dtype} and {head_size}; use the masked attention of stand.forward.tree_attention"
+        )
+    return table[min(fitting)]
+
+
+@torch.library.custom_op("stand::tree_attention", mutates_args=("partials", "log_sums"))
+def tree_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    ancestors: torch.Tensor,
+    positions: torch.Tensor,
+    items: torch.Tensor,
+    num_splits: torch.Tensor,
+    partials: torch.Tensor,
+    log_sums: torch.Tensor,
+    scale: float,
+    tile_tokens: int,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What each packed token draws from the values it sees: [M, H, D], contiguous, in the query's dtype.
+
+    query [M, H, D]; keys, values [R, Hkv, S, D] in the query's dtype, any strides but the last; ancestors [M, W <= 4]
+    int64, bit j % 64 of word j // 64 set when the token sees token j of its row (its own bit included, no later one);
+    positions [M] int64, slot k of the committed prefix being position k; items [I, 8] and num_splits [M] int32 as
+    `WorkList` makes them with `tile_tokens`; partials [P, M, H, D] and log_sums [P, M, H] float32 are scratch for up
+    to P splits. Scores are multiplied by `scale` > 0. `window` > 0: a token sees positions above its own less the
+    window. `softcap` > 0: scores become softcap * tanh(score / softcap) (Gemma 2). `sinks` [H]: a logit per head that
+    takes mass and gives nothing (gpt-oss). A token that no item covers must have 0 splits and gets zeros. Raises
+    ValueError on wrong shapes.
+    """
+    _check_call(query, keys, values, ancestors, positions, items, num_splits, partials, log_sums, scale, sinks)
+    mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
+    with launch_device(_tree_attention_kernel, query):
+        _attend(
+            query, keys, values, ancestors, positions, items, partials, log_sums, scale, tile_tokens, window, softcap
+        )
+        _merge(partials, log_sums, num_splits, sinks, mixed)
+    return mixed
+
+
+@tree_attention.register_fake
+def _(query, *rest, **options):
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+def _attend(
+    query, keys, values, ancestors, positions, items, partials, log_sums, scale, tile_tokens, window, softcap
+) -> None:
+    """Partial results of every item."""
+    num_tokens, num_heads, head_size = query.shape
+    key_heads = keys.shape[1]
+    groups = num_heads // key_heads
+    sizes = blocks(tile_tokens * groups, head_size, query.dtype, capability=_capability(query.device))
+    _tree_attention_kernel[(_num_programs(query.device, len(items) * key_heads),)](
+        query,
+        keys,
+        values,
+        ancestors,
+        positions,
+        items,
+        partials,
+        log_sums,
+        num_tokens,
+        len(items),
+        scale,
+        window,
+        softcap,
+        *query.stride()[:2],
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        KEY_SLOT_STRIDE=keys.stride(2),
+        VALUE_SLOT_STRIDE=values.stride(2),
+        KEY_HEADS=key_heads,
+        GROUPS=groups,
+        HEAD_SIZE=head_size,
+        BLOCK_D=triton.next_power_of_2(head_size),
+        WORDS=ancestors.shape[1],
+        BLOCK_M=sizes.rows,
+        BLOCK_N=sizes.keys,
+        HAS_WINDOW=window > 0,
+        HAS_SOFTCAP=softcap > 0,
+        num_warps=sizes.num_warps,
+        num_stages=sizes.num_stages,
+    )
+
+
+def _merge(partials, log_sums, num_splits, sinks, mixed) -> None:
+    """Partial results to `mixed`."""
+    num_tokens, num_heads, head_size = mixed.shape
+    _merge_kernel[(num_tokens, num_heads)](
+        partials,
+        log_sums,
+        num_splits,
+        sinks if sinks is not None else log_sums,
+        mixed,
+        num_tokens,
+        NUM_HEADS=num_heads,
+        HEAD_SIZE=head_size,
+        BLOCK_D=triton.next_power_of_2(head_size),
+        BLOCK_P=MERGED_SPLITS,
+        HAS_SINKS=sinks is not None,
+        num_warps=MERGE_WARPS,
+    )
+
+
+def _num_programs(device: torch.device, num_pairs: int) -> int:
+    """A full GPU at most: further pairs of item and key head are taken in turn."""
+    if device.type == "cuda":
+        offered = PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+    else:
+        offered = INTERPRETED_PROGRAMS
+    return max(min(num_pairs, offered), 1)
+
+
+def _capability(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def _check_call(query, keys, values, ancestors, positions, items, num_splits, partials, log_sums, scale, sinks) -> None:
+    """Shapes, dtypes and strides; all of it known without a look at the device."""
+    num_tokens, num_heads, head_size = query.shape
+    num_splits_held = partials.shape[0]
+    expected = {
+        "keys": (keys, (*keys.shape[:3], head_size), query.dtype),
+        "values": (values, tuple(keys.shape), query.dtype),
+        "ancestors": (ancestors, (num_tokens, ancestors.shape[-1]), torch.int64),
+        "positions": (positions, (num_tokens,), torch.int64),
+        "items": (items, (items.shape[0], 8), torch.int32),
+        "num_splits": (num_splits, (num_tokens,), torch.int32),
+        "partials": (partials, (num_splits_held, num_tokens, num_heads, head_size), torch.float32),
+        "log_sums": (log_sums, (num_splits_held, num_tokens, num_heads), torch.float32),
+    }
+    if sinks is not None:
+        expected["sinks"] = (sinks, (num_heads,), sinks.dtype)
+    for name, (tensor, shape, dtype) in expected.items():
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            raise ValueError(
+                f"{name} must be {list(shape)} in {dtype} beside a query {list(query.shape)} in {query.dtype}, "
+                f"got {list(tensor.shape)} in {tensor.dtype}"
+            )
+        if name not in ("keys", "values") and not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}; call contiguous()")
+    if any(tensor.stride(-1) != 1 for tensor in (query, keys, values)):
+        raise ValueError("query, keys and values must have stride 1 in the last dimension; call contiguous()")
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, got {scale}; turn the queries around instead")
+    if num_heads % keys.shape[1] or not 1 <= ancestors.shape[1] <= MOST_WORDS:
+        raise ValueError(
+            f"query heads must be a multiple of key heads and ancestors have 1 to {MOST_WORDS} words per token, "
+            f"got {num_heads} and {keys.shape[1]} heads and {ancestors.shape[1]} words; split longer rows into chunks"
+        )
+
+
+def specimens() -> list[Specimen]:
+    """The specialisations of common models; strides as a contiguous cache has them."""
+    large = Blocks(128, 64, 8, 3)
+    small = Blocks(64, 32, 4, 3)
+    return [
+        _tile_specimen("7B large tiles", "bf16", 128, 7, large),
+        _tile_specimen("7B large tiles sm_80", "bf16", 128, 7, AMPERE_128),
+        _tile_specimen("7B small tiles", "bf16", 128, 7, small),
+        _tile_specimen("windowed large tiles", "bf16", 128, 4, large, HAS_WINDOW=True),
+        _tile_specimen("fp16 small tiles", "fp16", 128, 4, small),
+        _tile_specimen("gpt-oss", "bf16", 64, 8, BLOCKS_16_BIT[64][1], HAS_WINDOW=True),
+        _tile_specimen("Phi-3", "bf16", 96, 1, BLOCKS_16_BIT[96][1], HAS_WINDOW=True),
+        _tile_specimen("Gemma 2", "bf16", 256, 2, BLOCKS_16_BIT[256][0], HAS_WINDOW=True, HAS_SOFTCAP=True),
+        _tile_specimen("7B float32", "fp32", 128, 7, BLOCKS_FLOAT32[128][0]),
+        _tile_specimen("small model float32", "fp32", 64, 1, BLOCKS_FLOAT32[64][0]),
+        _merge_specimen("7B merge", "bf16", 128, has_sinks=False),
+        _merge_specimen("gpt-oss merge", "bf16", 64, has_sinks=True),
+    ]
+
+
+def _tile_specimen(name: str, dtype: str, head_size: int, groups: int, sizes: Blocks, **variant: bool) -> Specimen:
+    constants = {
+        "KEY_SLOT_STRIDE": head_size,
+        "VALUE_SLOT_STRIDE": head_size,
+        "KEY_HEADS": 4,
+        "GROUPS": groups,
+        "HEAD_SIZE": head_size,
+        "BLOCK_D": triton.next_power_of_2(head_size),
+        "WORDS": 2,
+        "BLOCK_M": sizes.rows,
+        "BLOCK_N": sizes.keys,
+        "HAS_WINDOW": False,
+        "HAS_SOFTCAP": False,
+    } | variant
+    types = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
+    types |= {"ancestors": "*i64", "positions": "*i64", "items": "*i32", "partials": "*fp32", "log_sums": "*fp32"}
+    types |= dict.fromkeys(("num_tokens", "num_items", "window"), "i32") | {"scale": "fp32", "softcap": "fp32"}
+    strides = ("query_token", "query_head", "key_row", "key_head", "value_row", "value_head")
+    types |= {f"{stride}_stride": "i32:16" for stride in strides}
+    return Specimen(name, _tree_attention_kernel, types, constants, sizes.num_warps, sizes.num_stages)
+
+
+def _merge_specimen(name: str, dtype: str, head_size: int, *, has_sinks: bool) -> Specimen:
+    types = {"partials": "*fp32", "log_sums": "*fp32", "num_splits": "*i32", "num_tokens": "i32"}
+    types |= {"sinks": f"*{dtype}" if has_sinks else "*fp32", "mixed": f"*{dtype}"}
+    constants = {
+        "NUM_HEADS": 28,
+        "HEAD_SIZE": head_size,
+        "BLOCK_D": triton.next_power_of_2(head_size),
+        "BLOCK_P": MERGED_SPLITS,
+        "HAS_SINKS": has_sinks,
+    }
+    return Specimen(name, _merge_kernel, types, constants, MERGE_WARPS)

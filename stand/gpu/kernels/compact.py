@@ -1,0 +1,106 @@
+"""Compaction of the key-value cache after a step: accepted nodes move to the front, all layers in one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from stand.gpu.kernels.launch import launch_device
+from stand.gpu.kernels.specimen import Specimen
+
+BLOCK_DEPTHS = 16  # accepted nodes moved at once; longer paths take turns
+
+
+@triton.jit
+def _compact(
+    storage, cache_rows, lengths, path, num_heads, head_size, max_depth,
+    stride_layer, stride_row, stride_head, stride_slot, stride_path,
+    BLOCK_PATH: tl.constexpr, BLOCK_DEPTHS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Program (row, layer and head): slot length + path[j] -> slot length + 1 + j.
+
+    A turn loads all its vectors before it stores one. Turns cannot hurt each other either: paths descend a tree whose
+    parents stand before their children, so path[j] ascends strictly and path[j] >= j + 1. What an earlier turn wrote,
+    slots up to j + 1 <= path[j], lies below everything that a later turn reads, path[j + 1] and above; and what a later
+    turn overwrites had been read before the barrier of the earlier one.
+    """
+    row, state = tl.program_id(0), tl.program_id(1)
+    depths = tl.arange(0, BLOCK_PATH)
+    nodes = tl.load(path + row * stride_path + depths, mask=depths < max_depth, other=-1)
+    # One past the deepest node that is not in place already: 0 for most rows, whose program ends here.
+    end = tl.max(tl.where((nodes >= 0) & (nodes != depths + 1), depths + 1, 0), axis=0)
+    if end > 0:
+        layer, head = (state // num_heads).to(tl.int64), state % num_heads
+        base = storage + layer * stride_layer + tl.load(cache_rows + row).to(tl.int64) * stride_row
+        base += head.to(tl.int64) * stride_head + tl.load(lengths + row).to(tl.int64) * stride_slot
+        elements = tl.arange(0, BLOCK_SIZE)
+        for start in range(0, end, BLOCK_DEPTHS):
+            targets = start + tl.arange(0, BLOCK_DEPTHS)
+            sources = tl.load(path + row * stride_path + targets, mask=targets < end, other=-1).to(tl.int64)
+            is_moved = (sources >= 0) & (sources != targets + 1)
+            cells = is_moved[:, None] & (elements < head_size)[None, :]
+            values = tl.load(base + sources[:, None] * stride_slot + elements[None, :], mask=cells)
+            tl.debug_barrier()
+            tl.store(base + (targets + 1).to(tl.int64)[:, None] * stride_slot + elements[None, :], values, mask=cells)
+
+
+@torch.library.custom_op("stand::compact", mutates_args=("storage",))
+def compact(storage: torch.Tensor, cache_rows: torch.Tensor, lengths: torch.Tensor, path: torch.Tensor) -> None:
+    """Move slot lengths[b] + path[b, j] to slot lengths[b] + 1 + j of row cache_rows[b], in all layers and heads.
+
+    storage: [C, R, Hkv, S, D] or [layers, 2, R, Hkv, S, D], any strides that keep D contiguous and the layers evenly
+    spaced; written to. cache_rows, lengths: [B] int32 or int64, rows distinct. path: [B, P] int32 or int64, the
+    row-local nodes kept at depths 1, 2, ..., each a child of the one before, -1 behind the last. Slot lengths[b] holds
+    the root, which stays. A row whose path is 1, 2, ... already, or empty, costs next to nothing.
+    """
+    _check_arguments(storage, cache_rows, lengths, path)
+    layers = storage if storage.ndim == 5 else storage.flatten(0, 1)
+    num_states, _, num_heads, _, head_size = layers.shape
+    num_rows, max_depth = path.shape
+    with launch_device(_compact, storage):
+        _compact[(num_rows, num_states * num_heads)](
+            layers, cache_rows, lengths, path, num_heads, head_size, max_depth,
+            layers.stride(0), layers.stride(1), layers.stride(2), layers.stride(3), path.stride(0),
+            BLOCK_PATH=triton.next_power_of_2(max_depth), BLOCK_DEPTHS=BLOCK_DEPTHS,
+            BLOCK_SIZE=triton.next_power_of_2(head_size), num_warps=2,
+        )  # fmt: skip
+
+
+@compact.register_fake
+def _(storage: torch.Tensor, cache_rows: torch.Tensor, lengths: torch.Tensor, path: torch.Tensor) -> None:
+    return None
+
+
+def _check_arguments(storage, cache_rows, lengths, path) -> None:
+    is_even = storage.ndim == 5 or (
+        storage.ndim == 6 and storage.stride(0) == storage.shape[1] * storage.stride(1)
+    )  # else flatten would copy, and the copy would be compacted
+    if not is_even or storage.stride(-1) != 1:
+        raise ValueError(
+            "compact needs storage [C, R, Hkv, S, D] or [layers, 2, R, Hkv, S, D] with contiguous D and evenly spaced "
+            f"layers, got {list(storage.shape)} with strides {storage.stride()}; pass the cache's own block"
+        )
+    shapes = [list(tensor.shape) for tensor in (cache_rows, lengths, path)]
+    integers = {tensor.dtype for tensor in (cache_rows, lengths, path)} <= {torch.int32, torch.int64}
+    if path.ndim != 2 or path.stride(1) != 1 or shapes[:2] != [[len(path)]] * 2 or not integers:
+        raise ValueError(
+            f"compact needs integers cache_rows [B], lengths [B] and path [B, P], got {shapes}; pass one entry per row"
+        )
+
+
+def specimens() -> list[Specimen]:
+    """As launched for the usual head sizes, and for paths of up to 64 nodes."""
+    small = ("num_heads", "head_size", "max_depth", "stride_head", "stride_slot", "stride_path")
+    integers = {**dict.fromkeys(small, "i32"), "stride_layer": "i64", "stride_row": "i64"}
+    indices = {"cache_rows": "*i64", "lengths": "*i64", "path": "*i64"}
+    return [
+        Specimen(
+            f"compact_{dtype}_{size}",
+            _compact,
+            {"storage": f"*{dtype}", **indices, **integers},
+            {"BLOCK_PATH": 64, "BLOCK_DEPTHS": BLOCK_DEPTHS, "BLOCK_SIZE": size},
+            num_warps=2,
+        )
+        for dtype, size in (("bf16", 64), ("bf16", 128), ("fp16", 128), ("fp32", 128), ("bf16", 256))
+    ]

@@ -1,0 +1,113 @@
+"""RMSNorm in one kernel, with the roundings of the transformers classes it stands for.
+
+Zhang and Sennrich, Root Mean Square Layer Normalization, NeurIPS 2019, equation 4. The classes differ in where they
+round to the model's dtype and in what they scale by; `RULES` names the three variants.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from stand.gpu.kernels.launch import launch_device
+from stand.gpu.kernels.specimen import Specimen
+
+ROUND_FIRST = 0  # weight * round(normal): Llama, Qwen, Mistral, Phi
+SCALE_FIRST = 1  # round(weight * normal): OLMo 2
+ONE_PLUS = 2  # round((1 + weight) * normal): Gemma
+RULES = (ROUND_FIRST, SCALE_FIRST, ONE_PLUS)
+MAX_SIZE = 16384  # a row lives in the registers of one program
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@triton.jit
+def scale_normal(normal, weight, RULE: tl.constexpr, DTYPE: tl.constexpr):
+    """float32 normal and weight to the norm's output, rounded to DTYPE as the rule does."""
+    if RULE == 2:
+        return (normal * (1.0 + weight)).to(DTYPE)
+    elif RULE == 1:
+        return (normal * weight).to(DTYPE)
+    else:
+        return (normal.to(DTYPE).to(tl.float32) * weight).to(DTYPE)
+
+
+@triton.jit
+def _rms_norm(states, weight, output, row_stride, eps, SIZE: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr):
+    """One row per program."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    values = tl.load(states + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    normal = values * tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
+    normed = scale_normal(normal, scale, RULE, output.dtype.element_ty)
+    tl.store(output + row * SIZE + columns, normed, mask=inside)
+
+
+@torch.library.custom_op("stand::rms_norm", mutates_args=())
+def rms_norm(states: torch.Tensor, weight: torch.Tensor, eps: float, rule: int) -> torch.Tensor:
+    """Normalise the last dimension of `states` [..., N] and scale it by `weight` [N] under a rule of `RULES`.
+
+    Result [..., N], contiguous, of the dtype of `states`. The sum of squares is taken in float32.
+    """
+    size = _checked_size(states, weight, rule)
+    rows = states.reshape(-1, size)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    output = torch.empty(states.shape, dtype=states.dtype, device=states.device)
+    block = triton.next_power_of_2(size)
+    with launch_device(_rms_norm, states):
+        _rms_norm[(rows.shape[0],)](
+            rows, weight, output, rows.stride(0), eps, SIZE=size, RULE=rule, BLOCK=block, num_warps=_num_warps(block)
+        )
+    return output
+
+
+@rms_norm.register_fake
+def _(states: torch.Tensor, weight: torch.Tensor, eps: float, rule: int) -> torch.Tensor:
+    _checked_size(states, weight, rule)
+    return torch.empty(states.shape, dtype=states.dtype, device=states.device)
+
+
+def specimens() -> list[Specimen]:
+    """Hidden sizes of 1B to 14B models, and one head."""
+    sizes = (128, 2048, 3584, 4096, 5120)
+    cases = [(size, "bf16", ROUND_FIRST) for size in sizes]
+    cases += [(3584, "fp16", ROUND_FIRST), (3584, "fp32", ROUND_FIRST), (3584, "bf16", ONE_PLUS)]
+    cases += [(4096, "bf16", SCALE_FIRST)]
+    return [_specimen(*case) for case in cases]
+
+
+def _specimen(size: int, dtype: str, rule: int) -> Specimen:
+    block = triton.next_power_of_2(size)
+    pointers = {name: f"*{dtype}" for name in ("states", "weight", "output")}
+    return Specimen(
+        name=f"rms_norm size {size} {dtype} rule {rule}",
+        kernel=_rms_norm,
+        signature={**pointers, "row_stride": "i32:16", "eps": "fp32"},
+        constants={"SIZE": size, "RULE": rule, "BLOCK": block},
+        num_warps=_num_warps(block),
+    )
+
+
+def _num_warps(block: int) -> int:
+    """Eight to sixteen values per thread."""
+    return max(1, min(16, block // 512))
+
+
+def _checked_size(states: torch.Tensor, weight: torch.Tensor, rule: int) -> int:
+    size = states.shape[-1]
+    if states.dtype not in DTYPES or weight.dtype != states.dtype:
+        raise ValueError(
+            "states and weight must share one dtype of float32, bfloat16 and float16, got "
+            f"{states.dtype} and {weight.dtype}; load the model with one dtype="
+        )
+    if weight.shape != (size,) or size > MAX_SIZE:
+        raise ValueError(
+            f"weight must have the states' last size, at most {MAX_SIZE}, got {tuple(weight.shape)} for {size}; "
+            "use the module's own forward"
+        )
+    if rule not in RULES:
+        raise ValueError(f"rule must be one of {RULES}, got {rule}")
+    return size

@@ -1,0 +1,242 @@
+"""Rotary positions, optional norms of query and key heads, and the cache write of keys and values in one kernel.
+
+Su et al., RoFormer, arXiv 2104.09864, equation 34, in the half-rotation order of transformers: component i pairs with
+component i + rotary / 2. Components beyond `rotary` pass unchanged.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from stand.gpu.kernels.launch import launch_device
+from stand.gpu.kernels.norm import ONE_PLUS, ROUND_FIRST, RULES, scale_normal
+from stand.gpu.kernels.specimen import Specimen
+
+NO_NORM = -1
+NUM_WARPS = 1  # a head per program: 128 values
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@triton.jit
+def _turned(
+    source, weight, cos, sin, second, eps,
+    SIZE: tl.constexpr, HALF: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One head at `source`: normed under RULE (-1: not at all), rotated by the angles of its token, [BLOCK]."""
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    is_turned = columns < 2 * HALF
+    is_first = columns < HALF
+    partners = tl.where(is_turned, tl.where(is_first, columns + HALF, columns - HALF), columns)
+    values = tl.load(source + columns, mask=inside, other=0.0)
+    others = tl.load(source + partners, mask=inside, other=0.0)
+    dtype = values.dtype
+    if RULE != -1:
+        wide = values.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / SIZE + eps)
+        own = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+        theirs = tl.load(weight + partners, mask=inside, other=0.0).to(tl.float32)
+        values = scale_normal(wide * scale, own, RULE, dtype)
+        others = scale_normal(others.to(tl.float32) * scale, theirs, RULE, dtype)
+    angles = tl.where(is_first, columns, columns - HALF + second)
+    cosines = tl.load(cos + angles, mask=is_turned, other=1.0).to(tl.float32)
+    sines = tl.load(sin + angles, mask=is_turned, other=0.0).to(tl.float32)
+    straight = (values.to(tl.float32) * cosines).to(dtype).to(tl.float32)
+    crossed = (others.to(tl.float32) * tl.where(is_first, -sines, sines)).to(dtype).to(tl.float32)
+    return (straight + crossed).to(dtype)
+
+
+@triton.jit
+def _rope_and_store(
+    query, key, value, cos, sin, keys, values, slots, query_weight, key_weight, output,
+    query_stride, key_stride, value_stride, cos_stride, sin_stride, second,
+    row_stride, head_stride, slot_stride, room, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr,
+    RULE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (token, head): heads are the query's, then the key's, then the value's."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    cos += token * cos_stride
+    sin += token * sin_stride
+    if head < HEADS:
+        source = query + token * query_stride + head * SIZE
+        turned = _turned(source, query_weight, cos, sin, second, eps, SIZE, HALF, RULE, BLOCK)
+        tl.store(output + (token * HEADS + head) * SIZE + columns, turned, mask=inside)
+    else:
+        slot = tl.load(slots + token).to(tl.int64)
+        if slot >= 0:
+            place = (slot // room) * row_stride + (slot % room) * slot_stride
+            if head < HEADS + KV_HEADS:
+                kv_head = (head - HEADS).to(tl.int64)
+                source = key + token * key_stride + kv_head * SIZE
+                turned = _turned(source, key_weight, cos, sin, second, eps, SIZE, HALF, RULE, BLOCK)
+                tl.store(keys + place + kv_head * head_stride + columns, turned, mask=inside)
+            else:
+                kv_head = (head - HEADS - KV_HEADS).to(tl.int64)
+                source = value + token * value_stride + kv_head * SIZE
+                copied = tl.load(source + columns, mask=inside, other=0.0)
+                tl.store(values + place + kv_head * head_stride + columns, copied, mask=inside)
+
+
+@torch.library.custom_op("stand::rope_and_store", mutates_args=("keys", "values"))
+def rope_and_store(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    rotary: int,
+    query_weight: torch.Tensor | None,
+    key_weight: torch.Tensor | None,
+    eps: float,
+    rule: int,
+) -> torch.Tensor:
+    """Rotate query and key, write key and value to the cache, return the query [M, H, D], contiguous.
+
+    query [M, H, D], key, value [M, Hkv, D]: heads adjacent, tokens at any distance (slices of one merged output).
+    cos, sin [M, rotary] or [M, rotary / 2] (one half, used for both), of the query's dtype. keys, values
+    [R, Hkv, S, D]: the cache of one layer, any strides but adjacent D. slots [M] int64: row * S + slot of each token;
+    a negative one is not written.
+    rotary: leading components that turn; 0 leaves cos and sin unread.
+    rule: how query_weight and key_weight [D] norm the heads first (`norm_kernel.RULES`), or NO_NORM.
+    """
+    _check_heads(query, key, value, keys, values, slots)
+    _check_rotation(query, cos, sin, rotary)
+    _check_norm(query, query_weight, key_weight, rule)
+    tokens, heads, size = query.shape
+    half = rotary // 2
+    output = torch.empty((tokens, heads, size), dtype=query.dtype, device=query.device)
+    with launch_device(_rope_and_store, query):
+        _rope_and_store[(tokens, heads + 2 * key.shape[1])](
+            query, key, value, cos, sin, keys, values, slots,
+            query if query_weight is None else query_weight,  # not read without a norm
+            key if key_weight is None else key_weight,
+            output,
+            query.stride(0), key.stride(0), value.stride(0), cos.stride(0), sin.stride(0),
+            half if cos.shape[1] == rotary else 0,
+            keys.stride(0), keys.stride(1), keys.stride(2), keys.shape[2], eps,
+            HEADS=heads, KV_HEADS=key.shape[1], SIZE=size, HALF=half, RULE=rule,
+            BLOCK=triton.next_power_of_2(size), num_warps=NUM_WARPS,
+        )  # fmt: skip
+    return output
+
+
+@rope_and_store.register_fake
+def _(query, key, value, cos, sin, keys, values, slots, rotary, query_weight, key_weight, eps, rule):
+    _check_heads(query, key, value, keys, values, slots)
+    _check_rotation(query, cos, sin, rotary)
+    _check_norm(query, query_weight, key_weight, rule)
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+
+
+def specimens() -> list[Specimen]:
+    """Qwen2.5-7B, Qwen3-8B, Llama-3.1-8B, Phi-3 mini, Gemma 3 and gpt-oss: heads, key heads, size, norm."""
+    return [
+        _specimen(28, 4, 128, "bf16", NO_NORM),
+        _specimen(28, 4, 128, "fp16", NO_NORM),
+        _specimen(28, 4, 128, "fp32", NO_NORM),
+        _specimen(32, 8, 128, "bf16", ROUND_FIRST),
+        _specimen(32, 8, 128, "bf16", NO_NORM),
+        _specimen(32, 32, 96, "bf16", NO_NORM),
+        _specimen(8, 4, 256, "bf16", ONE_PLUS),
+        _specimen(64, 8, 64, "bf16", NO_NORM),
+    ]
+
+
+def _specimen(heads: int, kv_heads: int, size: int, dtype: str, rule: int) -> Specimen:
+    pointers = "query key value cos sin keys values".split()
+    outputs = "query_weight key_weight output".split()
+    strides = "query_stride key_stride value_stride cos_stride sin_stride second".split()
+    places = "row_stride head_stride slot_stride room".split()
+    return Specimen(
+        name=f"rope_and_store {heads}/{kv_heads} heads of {size} {dtype} norm {rule}",
+        kernel=_rope_and_store,
+        signature={
+            **dict.fromkeys(pointers, f"*{dtype}"),
+            "slots": "*i64",
+            **dict.fromkeys(outputs, f"*{dtype}"),
+            **dict.fromkeys(strides + places, "i32:16"),
+            "eps": "fp32",
+        },
+        constants={
+            "HEADS": heads,
+            "KV_HEADS": kv_heads,
+            "SIZE": size,
+            "HALF": size // 2,
+            "RULE": rule,
+            "BLOCK": triton.next_power_of_2(size),
+        },
+        num_warps=NUM_WARPS,
+    )
+
+
+def _check_heads(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    if any(part.dtype != query.dtype for part in (key, value, keys, values)) or query.dtype not in DTYPES:
+        raise ValueError(
+            "query, key, value and the cache must share a dtype of float32, bfloat16 and float16, got "
+            f"{query.dtype}, {key.dtype}, {value.dtype}, {keys.dtype} and {values.dtype}; make the cache in the "
+            "model's dtype"
+        )
+    tokens, _, size = query.shape
+    if key.shape != value.shape or key.shape[0] != tokens or key.shape[2] != size or slots.shape != (tokens,):
+        raise ValueError(
+            "query [M, H, D], key and value [M, Hkv, D] and slots [M] must agree, got "
+            f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)} and {tuple(slots.shape)}"
+        )
+    if any(part.stride(2) != 1 or (part.shape[1] > 1 and part.stride(1) != size) for part in (query, key, value)):
+        raise ValueError("the heads of a token must lie next to each other, got another layout; use contiguous()")
+    if keys.shape[1] != key.shape[1] or keys.shape[3] != size or keys.stride(3) != 1 or slots.dtype != torch.int64:
+        raise ValueError(
+            f"the cache must be [R, {key.shape[1]}, S, {size}] with adjacent components and slots int64, got "
+            f"{tuple(keys.shape)} and {slots.dtype}"
+        )
+    if keys.shape != values.shape or keys.stride() != values.stride():
+        raise ValueError(
+            "keys and values must have one layout, got "
+            f"{tuple(keys.shape)} {keys.stride()} and {tuple(values.shape)} {values.stride()}"
+        )
+
+
+def _check_rotation(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: int) -> None:
+    if rotary == 0:
+        return
+    if rotary % 2 or not 0 < rotary <= query.shape[2]:
+        raise ValueError(f"rotary must be even and at most the head size {query.shape[2]}, got {rotary}")
+    if cos.shape != sin.shape or cos.shape not in {(query.shape[0], rotary), (query.shape[0], rotary // 2)}:
+        raise ValueError(
+            f"cos and sin must be [{query.shape[0]}, {rotary}] or half as wide, got {tuple(cos.shape)} and "
+            f"{tuple(sin.shape)}"
+        )
+    if cos.dtype != query.dtype or sin.dtype != query.dtype or cos.stride(1) != 1 or sin.stride(1) != 1:
+        raise ValueError(
+            f"cos and sin must be of the query's dtype {query.dtype} with adjacent components, got {cos.dtype} and "
+            f"{sin.dtype}"
+        )
+
+
+def _check_norm(
+    query: torch.Tensor, query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, rule: int
+) -> None:
+    if rule != NO_NORM and rule not in RULES:
+        raise ValueError(f"rule must be {NO_NORM} or one of {RULES}, got {rule}")
+    weights = (query_weight, key_weight)
+    if rule == NO_NORM:
+        if any(weight is not None for weight in weights):
+            raise ValueError("weights need a rule, got weights without a norm")
+    elif any(weight is None or weight.shape != query.shape[2:] or weight.dtype != query.dtype for weight in weights):
+        raise ValueError(f"a norm needs two weights [{query.shape[2]}] of dtype {query.dtype}, got others")

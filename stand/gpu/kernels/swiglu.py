@@ -1,0 +1,120 @@
+"""The gate of a feed-forward block: activation(gate) * up in one kernel.
+
+Shazeer, GLU Variants Improve Transformer, arXiv 2002.05202, equation 5: SwiGLU and GEGLU, the latter also with the
+tanh approximation of GELU that Gemma uses.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from stand.gpu.kernels.launch import launch_device
+from stand.gpu.kernels.specimen import Specimen
+
+SILU = 0
+GELU_TANH = 1
+GELU_ERF = 2
+ACTIVATIONS = (SILU, GELU_TANH, GELU_ERF)
+BLOCK = 1024
+NUM_WARPS = 4
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@triton.jit
+def _sigmoid(x):
+    """1 / (1 + exp(-x)) without overflow."""
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0, 1.0, small) / (1.0 + small)
+
+
+@triton.jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == 0:
+        return x * _sigmoid(x)
+    elif ACTIVATION == 1:
+        # 0.5 x (1 + tanh(y)) = x sigmoid(2 y)
+        return x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        return 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _gated_product(
+    gate, up, output, gate_stride, up_stride, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """BLOCK columns of one row per program; rounded after the activation, as two separate kernels would."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    gates = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    ups = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    dtype = output.dtype.element_ty
+    active = _activate(gates, ACTIVATION).to(dtype).to(tl.float32)
+    tl.store(output + row * size + columns, (active * ups).to(dtype), mask=inside)
+
+
+@torch.library.custom_op("stand::gated_product", mutates_args=())
+def gated_product(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
+    """activation(gate) * up for gate, up [..., I], which may be column slices of one merged output.
+
+    Result [..., I], contiguous. `activation` is one of `ACTIVATIONS`.
+    """
+    _check(gate, up, activation)
+    size = gate.shape[-1]
+    gates, ups = _rows(gate), _rows(up)
+    output = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    grid = (gates.shape[0], triton.cdiv(size, BLOCK))
+    with launch_device(_gated_product, gate):
+        _gated_product[grid](
+            gates,
+            ups,
+            output,
+            gates.stride(0),
+            ups.stride(0),
+            size,
+            ACTIVATION=activation,
+            BLOCK=BLOCK,
+            num_warps=NUM_WARPS,
+        )
+    return output
+
+
+@gated_product.register_fake
+def _(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
+    _check(gate, up, activation)
+    return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+
+
+def specimens() -> list[Specimen]:
+    cases = [("bf16", SILU), ("fp16", SILU), ("fp32", SILU), ("bf16", GELU_TANH), ("bf16", GELU_ERF)]
+    return [
+        Specimen(
+            name=f"gated_product {dtype} activation {activation}",
+            kernel=_gated_product,
+            signature={
+                **{name: f"*{dtype}" for name in ("gate", "up", "output")},
+                **{name: "i32:16" for name in ("gate_stride", "up_stride", "size")},
+            },
+            constants={"ACTIVATION": activation, "BLOCK": BLOCK},
+            num_warps=NUM_WARPS,
+        )
+        for dtype, activation in cases
+    ]
+
+
+def _rows(states: torch.Tensor) -> torch.Tensor:
+    """[..., I] as [rows, I] with adjacent columns; a view where the layout allows one."""
+    rows = states.reshape(-1, states.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _check(gate: torch.Tensor, up: torch.Tensor, activation: int) -> None:
+    if gate.dtype not in DTYPES or up.dtype != gate.dtype or up.shape != gate.shape:
+        raise ValueError(
+            "gate and up must share shape and a dtype of float32, bfloat16 and float16, got "
+            f"{tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype}; use the module's own forward"
+        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation}")

@@ -1,0 +1,183 @@
+"""The packed tree forward: every node's logits equal a plain forward over the path to it, for every family."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import CONFIGS, VOCABULARY_SIZE, tiny_model
+
+from stand.forward.model import run_plan
+from stand.forward.packed_plan import StepPlan
+from stand.forward.tree_attention import ATTENTION_NAME, tree_attention
+from stand.forward.tree_cache import CacheMemoryError, TreeCache
+from stand.trees import DraftBatch, DraftTree
+
+TOLERANCE = 2e-5  # share of the logits' spread; float32 rounding is about 1e-6
+
+
+def random_draft(generator: np.random.Generator, num_nodes: int) -> DraftTree:
+    parents = np.array([-1] + [generator.integers(0, node) for node in range(1, num_nodes)], dtype=np.int32)
+    tokens = generator.integers(3, VOCABULARY_SIZE, num_nodes).astype(np.int32)
+    empty = np.zeros((num_nodes, 1), dtype=np.int32)
+    return DraftTree(token_ids=tokens, parents=parents, support_ids=empty, law=empty.astype(np.float32))
+
+
+def path_to(draft: DraftTree, node: int) -> list[int]:
+    path = []
+    while node >= 0:
+        path.insert(0, node)
+        node = int(draft.parents[node])
+    return path
+
+
+def plain_logits(model, token_ids) -> torch.Tensor:
+    return model(input_ids=torch.tensor([list(map(int, token_ids))]), use_cache=False).logits[0, -1]
+
+
+def prefilled(model, prompts, *, chunk=512) -> TreeCache:
+    cache = TreeCache(num_rows=len(prompts), room=1)
+    for row, prompt in enumerate(prompts):
+        for start in range(0, len(prompt), chunk):
+            run_plan(model, cache, StepPlan.for_prompt(prompt[start : start + chunk], start, row=row))
+    return cache
+
+
+def ragged_case(seed: int):
+    """Three rows: prompts longer and shorter than the window, trees of 12, 1 and 5 nodes."""
+    generator = np.random.default_rng(seed)
+    prompts = [generator.integers(3, VOCABULARY_SIZE, n).astype(np.int32) for n in (5, 19, 12)]
+    drafts = [random_draft(generator, n) for n in (12, 1, 5)]
+    return prompts, drafts
+
+
+def spread(logits: torch.Tensor) -> float:
+    return float(logits.max() - logits.min())
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@torch.inference_mode()
+def test_tree_logits_equal_plain_forwards(family):
+    model = tiny_model(family)
+    prompts, drafts = ragged_case(1)
+    batch = DraftBatch.concatenate(drafts)
+    with tree_attention(model):
+        cache = prefilled(model, prompts)
+        lengths = np.array([len(prompt) for prompt in prompts])
+        logits = run_plan(model, cache, StepPlan.for_drafts(batch, lengths))
+    for row, (prompt, draft) in enumerate(zip(prompts, drafts, strict=True)):
+        for node in range(draft.num_nodes):
+            expected = plain_logits(model, [*prompt, *draft.token_ids[path_to(draft, node)]])
+            got = logits[batch.offsets[row] + node]
+            assert float((got - expected).abs().max()) < TOLERANCE * spread(expected), (row, node)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@torch.inference_mode()
+def test_cache_after_commit_equals_a_fresh_prefill(family):
+    """Commit the deepest path of each row, then score a second tree on the compacted cache and on a fresh one."""
+    model = tiny_model(family)
+    prompts, drafts = ragged_case(2)
+    _, second = ragged_case(3)
+    batch, second = DraftBatch.concatenate(drafts), DraftBatch.concatenate(second)
+    deepest = [path_to(draft, int(np.argmax(batch[row].parents))) for row, draft in enumerate(drafts)]
+    with tree_attention(model):
+        cache = prefilled(model, prompts)
+        lengths = np.array([len(prompt) for prompt in prompts])
+        run_plan(model, cache, StepPlan.for_drafts(batch, lengths))
+        rows = np.concatenate([np.full(len(path), row) for row, path in enumerate(deepest)])
+        sources = np.concatenate([lengths[row] + np.array(path) for row, path in enumerate(deepest)])
+        targets = np.concatenate([lengths[row] + np.arange(len(path)) for row, path in enumerate(deepest)])
+        cache.compact(rows, sources, targets)
+        extended = [
+            np.concatenate([prompt, draft.token_ids[path]])
+            for prompt, draft, path in zip(prompts, drafts, deepest, strict=True)
+        ]
+        grown = np.array([len(tokens) for tokens in extended])
+        kept = run_plan(model, cache, StepPlan.for_drafts(second, grown))
+        fresh = run_plan(model, prefilled(model, extended), StepPlan.for_drafts(second, grown))
+    assert max(map(len, deepest)) > 2
+    assert float((kept - fresh).abs().max()) < TOLERANCE * spread(fresh)
+
+
+@torch.inference_mode()
+def test_long_rows_beside_short_ones_equal_plain_forwards():
+    """One row of 30 nodes among nine of 2: the remainder of the long row gets attention calls of its own."""
+    model = tiny_model("gemma3")
+    generator = np.random.default_rng(7)
+    prompts = [generator.integers(3, VOCABULARY_SIZE, 9 + row).astype(np.int32) for row in range(10)]
+    drafts = [random_draft(generator, 30 if row == 4 else 2) for row in range(10)]
+    batch = DraftBatch.concatenate(drafts)
+    lengths = np.array([len(prompt) for prompt in prompts])
+    with tree_attention(model):
+        plan = StepPlan.for_drafts(batch, lengths)
+        assert plan.width == 2 and [row for row, _, _ in plan.overflow] == [4]
+        logits = run_plan(model, prefilled(model, prompts), plan)
+    for row in (3, 4, 5):
+        for node in range(drafts[row].num_nodes):
+            expected = plain_logits(model, [*prompts[row], *drafts[row].token_ids[path_to(drafts[row], node)]])
+            assert float((logits[batch.offsets[row] + node] - expected).abs().max()) < TOLERANCE * spread(expected)
+
+
+@torch.inference_mode()
+def test_chunked_prefill_and_fan_out_equal_one_pass():
+    model = tiny_model("qwen2")
+    prompts, drafts = ragged_case(4)
+    batch = DraftBatch.concatenate([drafts[0]] * 4)
+    sources = [2, 0, 2, 1]
+    lengths = np.array([len(prompts[source]) for source in sources])
+    with tree_attention(model):
+        whole, chunked = prefilled(model, prompts), prefilled(model, prompts, chunk=4)
+        results = []
+        for cache in (whole, chunked):
+            cache.fan_out(sources)
+            results.append(run_plan(model, cache, StepPlan.for_drafts(batch, lengths)))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(results[0][:12], results[0][24:36])
+
+
+@torch.inference_mode()
+def test_a_wrong_mask_is_seen():
+    """Negative control: siblings that see each other move the logits far beyond the tolerance."""
+    model = tiny_model("qwen2")
+    prompts, drafts = ragged_case(1)
+    batch = DraftBatch.concatenate(drafts[:1])
+    with tree_attention(model):
+        cache = prefilled(model, prompts[:1])
+        plan = StepPlan.for_drafts(batch, np.array([len(prompts[0])]))
+        right = run_plan(model, cache, plan)
+        plan = StepPlan.for_drafts(batch, np.array([len(prompts[0])]))
+        plan._ancestors = np.tri(batch.num_nodes, dtype=bool)
+        wrong = run_plan(model, cache, plan)
+    assert float((right - wrong).abs().max()) > 100 * TOLERANCE * spread(right)
+
+
+@torch.inference_mode()
+def test_bfloat16_runs_and_stays_close():
+    model = tiny_model("llama")
+    prompts, drafts = ragged_case(1)
+    batch = DraftBatch.concatenate(drafts)
+    lengths = np.array([len(prompt) for prompt in prompts])
+    with tree_attention(model):
+        exact = run_plan(model, prefilled(model, prompts), StepPlan.for_drafts(batch, lengths))
+    half = type(model)(model.config).eval()
+    half.load_state_dict(model.state_dict())
+    half = half.to(torch.bfloat16)
+    with tree_attention(half):
+        rounded = run_plan(half, prefilled(half, prompts), StepPlan.for_drafts(batch, lengths))
+    assert rounded.dtype == torch.bfloat16
+    assert float((rounded.float() - exact).abs().max()) < 0.1 * spread(exact)
+
+
+def test_the_model_gets_its_attention_back():
+    model = tiny_model("qwen2")
+    before = model.config._attn_implementation
+    with pytest.raises(KeyError), tree_attention(model):
+        assert model.config._attn_implementation == ATTENTION_NAME
+        raise KeyError
+    assert model.config._attn_implementation == before
+
+
+def test_an_impossible_cache_is_one_clear_error():
+    cache = TreeCache(num_rows=2**20, room=2**24)
+    cache._plan = StepPlan.for_prompt(np.array([3], dtype=np.int32), 0, row=0)
+    with pytest.raises(CacheMemoryError, match="must fit into memory.*lower num_return_sequences"):
+        cache.update(torch.zeros(1, 2, 1, 64), torch.zeros(1, 2, 1, 64), 0)

@@ -1,0 +1,77 @@
+"""What a step costs: interpolation, files, and a measurement on a real model."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_model
+
+import stand
+from stand.drafters.step_cost import CostTable, StepCost, synthetic_drafts, table_path
+
+FLAT_THEN_STEEP = StepCost(num_rows=1, length=100, tokens=(1, 64, 128), seconds=(4.0, 4.0, 8.0))
+
+
+def test_a_flat_stretch_is_free_and_a_steep_one_is_not():
+    rises = FLAT_THEN_STEEP.rises(1, 127)
+    assert rises.shape == (127,) and not rises[:63].any()
+    np.testing.assert_allclose(rises[63], (4 / 64) / 4.0, rtol=1e-5)
+    assert np.all(np.diff(rises[63:]) < 0)  # a constant price is a falling share of a dearer step
+
+
+def test_a_jump_is_shared_out_over_what_it_makes_room_for():
+    stairs = StepCost(num_rows=1, length=1, tokens=(1, 8, 9, 16), seconds=(4.0, 4.0, 7.0, 7.0))
+    rises = stairs.rises(1, 15)
+    seconds = 4.0 * np.cumprod(1.0 + rises)
+    np.testing.assert_allclose(seconds[-1], 7.0, rtol=1e-5)
+    np.testing.assert_allclose(np.diff(seconds[7:]), 3.0 / 8, rtol=1e-4)  # one slope from 8 to 16
+    assert not rises[:7].any()
+
+
+def test_tables_are_saved_and_loaded(tmp_path):
+    longer = StepCost(num_rows=1, length=10_000, tokens=(1, 64), seconds=(5.0, 6.0))
+    table = CostTable((FLAT_THEN_STEEP, longer))
+    path = table_path(tmp_path / "new", model="Qwen/Qwen3-8B", device="NVIDIA H200", dtype="torch.bfloat16")
+    table.save(path)
+    assert path.name == "qwen-qwen3-8b--nvidia-h200--torch.bfloat16.json" and CostTable.load(path) == table
+    assert table.at(5) is table.at(900) is FLAT_THEN_STEEP and table.at(1100) is longer
+    for text in ('{"format": "stand cost table 1", "costs": 3}', '{"format": "other"}', "[]", "{}"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="measure it again"):
+            CostTable.load(path)
+    with pytest.raises(ValueError, match="at least one"):
+        CostTable(())
+
+
+def test_the_knee_is_the_largest_cheap_size():
+    assert FLAT_THEN_STEEP.knee(1.0) == 64 and FLAT_THEN_STEEP.knee(2.0) == 128
+
+
+def test_noise_below_a_smaller_step_is_raised_to_it():
+    cost = StepCost.measured([8, 1, 4], [5.0, 3.0, 2.0], num_rows=1, length=10)
+    assert cost.tokens == (1, 4, 8) and cost.seconds == (3.0, 3.0, 5.0)
+    assert cost.most_tokens == 8
+
+
+@pytest.mark.parametrize(
+    "tokens, seconds", [((1,), (1.0,)), ((2, 1), (1.0, 1.0)), ((1, 2), (2.0, 1.0)), ((1, 2), (0.0, 1.0))]
+)
+def test_what_is_no_cost_is_refused(tokens, seconds):
+    with pytest.raises(ValueError, match="two or more sizes"):
+        StepCost(1, 1, tokens, seconds)
+
+
+def test_synthetic_drafts_are_drafts_of_the_asked_size():
+    batch = synthetic_drafts(23, 3)
+    batch.check()
+    assert batch.num_nodes == 23 and len(batch) == 3
+
+
+def test_steps_of_a_real_model_are_timed():
+    model = tiny_model("llama")
+    before = [parameter.clone() for parameter in model.parameters()]
+    cost = stand.wrap(model).measure_cost(num_rows=2, length=20, most_tokens=40)
+    assert cost.tokens == (2, 4, 8, 16, 24, 32, 40) and min(cost.seconds) > 0
+    assert all(torch.equal(left, right) for left, right in zip(before, model.parameters(), strict=True))
+    assert model.config._attn_implementation != "stand_tree"
+    with pytest.raises(ValueError, match="most_tokens above num_rows"):
+        stand.wrap(model).measure_cost(num_rows=4, most_tokens=4)

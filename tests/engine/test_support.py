@@ -1,0 +1,75 @@
+"""Models that cannot hold a tree are refused at wrap with the reason; the self-check sees what the list does not."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import CONFIGS, SHAPE, tiny_model
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
+    MambaConfig,
+    MptConfig,
+    Qwen3NextConfig,
+)
+
+import stand
+from stand.forward.self_check import TOLERANCES, check_model, tree_difference
+
+REFUSED = {
+    "mamba": (MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2), "recurrent|linear_attention"),
+    "qwen3_next": (Qwen3NextConfig(**SHAPE, head_dim=16), "linear_attention.*siblings would mix"),
+    "bloom": (BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4), "AttentionInterface"),
+    "mpt": (MptConfig(vocab_size=61, d_model=32, n_heads=4, n_layers=2), "AttentionInterface"),
+    "falcon_alibi": (
+        FalconConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True),
+        "ALiBi",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_served_families_pass_the_self_check(family):
+    assert tree_difference(tiny_model(family)) < 1e-5
+    check_model(tiny_model(family))
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_unservable_families_are_refused_with_the_reason(family):
+    config, reason = REFUSED[family]
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(stand.UnsupportedModelError, match=reason):
+        stand.wrap(model)
+
+
+def test_something_that_is_no_model_is_refused():
+    with pytest.raises(stand.UnsupportedModelError, match="causal language model, got Linear"):
+        stand.wrap(torch.nn.Linear(2, 2))
+
+
+def test_the_self_check_sees_positions_taken_from_slots():
+    """Negative control: a model that ignores position_ids and counts its input instead."""
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"]).eval()
+    rotary = model.model.rotary_emb
+    original = rotary.forward
+
+    def by_slot(hidden_states, position_ids):
+        return original(hidden_states, torch.arange(position_ids.shape[1])[None])
+
+    rotary.forward = by_slot
+    assert tree_difference(model) > TOLERANCES[torch.float32]
+    with pytest.raises(stand.UnsupportedModelError, match="must equal plain forwards"):
+        check_model(model)
+
+
+def test_bfloat16_passes_the_self_check():
+    config = copy.deepcopy(CONFIGS["qwen2"])  # from_config notes the dtype in it
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    assert tree_difference(model) < TOLERANCES[torch.bfloat16]
+
+
+def test_an_unfit_dtype_is_refused(monkeypatch):
+    monkeypatch.delitem(TOLERANCES, torch.float32)
+    with pytest.raises(stand.UnsupportedModelError, match="dtype must be float32.*got torch.float32"):
+        check_model(tiny_model("qwen2"))

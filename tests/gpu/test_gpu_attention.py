@@ -1,0 +1,397 @@
+"""Tree attention in Triton's interpreter against explicit softmax in float64, token by token."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
+
+from stand.gpu.kernels import attention as attention_kernel  # noqa: E402
+from stand.gpu.kernels.attention import blocks, tile_tokens, tree_attention  # noqa: E402
+from stand.gpu.work_list import WorkList, most_items, most_splits  # noqa: E402
+
+SPLIT = 64
+
+
+@pytest.fixture(autouse=True)
+def real_bfloat16_products(monkeypatch):
+    """Triton 3.7.1's interpreter keeps bfloat16 as bit patterns and multiplies those; widen them first."""
+    builder = interpreter.InterpreterBuilder
+    multiply = builder.create_dot
+
+    def widened(self, left, right, *rest):
+        sides = [
+            self.cast_impl(side, tl.float32) if side.dtype.scalar == tl.bfloat16 else side for side in (left, right)
+        ]
+        return multiply(self, *sides, *rest)
+
+    monkeypatch.setattr(builder, "create_dot", widened)
+
+
+@dataclass
+class Case:
+    """Packed trees behind committed keys, with everything the kernel is given."""
+
+    query: torch.Tensor  # [M, H, D]
+    keys: torch.Tensor  # [R, Hkv, S, D]
+    values: torch.Tensor
+    sees: list[np.ndarray]  # per row [n, n] bool
+    lengths: np.ndarray  # [B]
+    cache_rows: np.ndarray  # [B]
+    offsets: np.ndarray  # [B + 1]
+    ancestors: torch.Tensor  # [M, W]
+    positions: torch.Tensor  # [M]
+
+
+def random_parents(generator: np.random.Generator, count: int) -> np.ndarray:
+    return np.array([-1, *(int(generator.integers(0, node)) for node in range(1, count))])
+
+
+def tree_matrix(parents: np.ndarray) -> np.ndarray:
+    """[n, n] bool: node sees itself and its ancestors."""
+    sees = np.eye(len(parents), dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            sees[node] |= sees[parent]
+    return sees
+
+
+def bit_words(sees: list[np.ndarray], num_tokens: int) -> torch.Tensor:
+    """[M, W] int64, as few words as the largest tree needs."""
+    width = -(-max(len(one) for one in sees) // 64)
+    words = np.zeros((num_tokens, width), dtype=np.uint64)
+    first = 0
+    for one in sees:
+        for node, seen in np.argwhere(one):
+            words[first + node, seen // 64] |= np.uint64(1) << np.uint64(seen % 64)
+        first += len(one)
+    return torch.from_numpy(words.view(np.int64))
+
+
+def make_case(
+    counts, lengths, *, heads=2, groups=2, size=64, dtype=torch.float32, seed=0, padding=0, chains=False, room=None
+) -> Case:
+    generator = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    parents = [np.arange(count) - 1 if chains else random_parents(generator, count) for count in counts]
+    sees = [tree_matrix(one) for one in parents]
+    depths = np.concatenate([one.sum(axis=1) - 1 for one in sees])
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    num_tokens = int(offsets[-1]) + padding
+    lengths = np.asarray(lengths)
+    positions = np.zeros(num_tokens, dtype=np.int64)
+    positions[: offsets[-1]] = np.repeat(lengths, counts) + depths
+    shape = (len(counts) + 2, heads // groups, room or int((lengths + np.asarray(counts)).max()) + 3, size)
+    return Case(
+        query=torch.randn(num_tokens, heads, size).to(dtype),
+        keys=torch.randn(shape).to(dtype),
+        values=torch.randn(shape).to(dtype),
+        sees=sees,
+        lengths=lengths,
+        cache_rows=generator.permutation(shape[0])[: len(counts)],
+        offsets=offsets,
+        ancestors=bit_words(sees, num_tokens),
+        positions=torch.from_numpy(positions),
+    )
+
+
+def run(case: Case, *, tile=None, split_length=SPLIT, spare_items=5, **options) -> torch.Tensor:
+    """The kernel on a padded work list with scratch full of NaN, so that nothing unwritten can be read unnoticed."""
+    num_tokens, heads, size = case.query.shape
+    groups = heads // case.keys.shape[1]
+    tile = tile or tile_tokens(int(np.diff(case.offsets).max()), groups, size, case.query.dtype)
+    work = WorkList.build(case.offsets, case.lengths, case.cache_rows, tile_tokens=tile, split_length=split_length)
+    items = np.empty((len(work.items) + spare_items, 8), dtype=np.int32)
+    num_splits = np.empty(num_tokens, dtype=np.int32)
+    work.fill(items, num_splits)
+    splits = most_splits(case.keys.shape[2], split_length)
+    return tree_attention(
+        case.query,
+        case.keys,
+        case.values,
+        case.ancestors,
+        case.positions,
+        torch.from_numpy(items),
+        torch.from_numpy(num_splits),
+        torch.full((splits, num_tokens, heads, size), float("nan")),
+        torch.full((splits, num_tokens, heads), float("nan")),
+        options.pop("scale", size**-0.5),
+        tile,
+        **options,
+    )
+
+
+def expected(case: Case, *, scale=None, window=0, softcap=0.0, sinks=None) -> torch.Tensor:
+    """[M, H, D] float64: one explicit softmax per token and head over exactly the slots that it sees."""
+    num_tokens, heads, size = case.query.shape
+    groups = heads // case.keys.shape[1]
+    result = torch.zeros(num_tokens, heads, size, dtype=torch.float64)
+    positions = case.positions.numpy()
+    for row, (length, first, end) in enumerate(zip(case.lengths, case.offsets, case.offsets[1:], strict=False)):
+        for token in range(first, end):
+            slots = [slot for slot in range(length) if not window or slot > positions[token] - window]
+            for node in np.flatnonzero(case.sees[row][token - first]):
+                if not window or positions[first + node] > positions[token] - window:
+                    slots.append(length + node)
+            keys = case.keys[case.cache_rows[row]][:, slots].double().repeat_interleave(groups, dim=0)
+            values = case.values[case.cache_rows[row]][:, slots].double().repeat_interleave(groups, dim=0)
+            scores = torch.einsum("hd,hsd->hs", case.query[token].double(), keys) * (scale or size**-0.5)
+            if softcap:
+                scores = torch.tanh(scores / softcap) * softcap
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
+            weights = torch.softmax(scores, dim=1)[:, : len(slots)]
+            result[token] = torch.einsum("hs,hsd->hd", weights, values)
+    return result
+
+
+def difference(case: Case, **options) -> float:
+    own = {key: options.pop(key) for key in ("tile", "split_length") if key in options}
+    return float((run(case, **own, **options).double() - expected(case, **options)).abs().max())
+
+
+@pytest.mark.parametrize("groups, heads", [(1, 2), (4, 4), (7, 7), (3, 6)])
+def test_ragged_rows_of_every_grouping(groups, heads):
+    case = make_case([1, 12, 5], [70, 1, 130], heads=heads, groups=groups)
+    assert difference(case, tile=7) < 2e-6
+
+
+@pytest.mark.parametrize("size", [16, 64, 80, 96, 128, 192, 256])
+def test_head_sizes(size):
+    assert difference(make_case([3, 9], [65, 20], size=size)) < 2e-6
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_sixteen_bits(dtype, tolerance, size):
+    case = make_case([20, 2], [100, 10], dtype=dtype, size=size)
+    assert difference(case) < tolerance
+    assert run(case).dtype == dtype
+
+
+@pytest.mark.parametrize("lengths", [[0, 0], [0, 1], [63, 64], [65, 128], [127, 0]])
+def test_lengths_at_the_borders_of_blocks_and_splits(lengths):
+    assert difference(make_case([1, 10], lengths)) < 2e-6
+
+
+@pytest.mark.parametrize("count", [64, 80, 200])
+def test_trees_of_several_words(count):
+    case = make_case([count, 2], [20, 70], heads=1, groups=1)
+    assert case.ancestors.shape[1] == -(-count // 64)
+    assert difference(case, tile=64) < 2e-6
+
+
+def test_a_chain_is_causal_attention():
+    case = make_case([30], [40], chains=True)
+    full = torch.nn.functional.scaled_dot_product_attention(
+        torch.cat([torch.zeros(40, 2, 64), case.query]).transpose(0, 1)[None],
+        case.keys[case.cache_rows[0], :, :70][None].repeat_interleave(2, dim=1),
+        case.values[case.cache_rows[0], :, :70][None].repeat_interleave(2, dim=1),
+        is_causal=True,
+    )
+    assert torch.allclose(run(case), full[0].transpose(0, 1)[40:], atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [1, 4, 32, 64, 100])
+def test_windows_count_positions_not_slots(window):
+    case = make_case([14, 3, 1], [150, 40, 129], seed=window)
+    assert difference(case, window=window) < 2e-6
+
+
+@pytest.mark.parametrize("window", [3, 40])
+def test_windows_over_long_drafts_in_several_tiles(window):
+    case = make_case([70, 5], [50, 9], heads=1, groups=1, chains=True)
+    assert difference(case, window=window, tile=24) < 2e-6
+
+
+def test_soft_caps_and_sinks():
+    case = make_case([7, 2], [90, 0], heads=4, groups=2)
+    case.query *= 8  # scores far into the cap
+    sinks = torch.tensor([0.5, -2.0, 3.0, 0.0])
+    assert difference(case, softcap=5.0) < 1e-5
+    assert difference(case, sinks=sinks) < 1e-5
+    assert difference(case, sinks=sinks, softcap=5.0, window=9) < 1e-5
+    assert not torch.allclose(run(case), run(case, sinks=sinks), atol=1e-2)
+    assert not torch.allclose(run(case), run(case, softcap=5.0), atol=1e-2)
+
+
+def test_tiles_and_splits_only_reorder_sums():
+    case = make_case([13, 6], [200, 65], heads=1, groups=1)
+    for tile, split_length in ((1, 1024), (5, 64), (64, 192)):
+        assert difference(case, tile=tile, split_length=split_length) < 2e-6
+
+
+def test_more_splits_than_the_merge_holds_at_once():
+    case = make_case([2], [64 * (attention_kernel.MERGED_SPLITS + 2) + 7], heads=1, groups=1)
+    assert difference(case) < 2e-6
+
+
+def test_storage_may_be_a_strided_view():
+    case = make_case([4, 3], [66, 12], heads=4, groups=2)
+    wanted = run(case)
+    rows, heads, room, size = case.keys.shape
+    by_slot = torch.full((3, rows, room, heads, 2, size), float("nan"))  # layers, rows, slots, heads, keys and values
+    by_slot[1, ..., 0, :] = case.keys.transpose(1, 2)
+    by_slot[1, ..., 1, :] = case.values.transpose(1, 2)
+    case.keys, case.values = (by_slot[1, ..., kind, :].transpose(1, 2) for kind in (0, 1))
+    case.query = torch.cat([case.query, case.query], dim=2).view(7, 4, 2, 64)[:, :, 1]
+    assert not case.query.is_contiguous() and case.keys.stride(2) == 256
+    assert torch.equal(run(case), wanted)
+    case.values = case.values.contiguous()  # keys and values need not have the same strides
+    assert torch.equal(run(case), wanted)
+
+
+def test_large_scores_do_not_overflow():
+    case = make_case([4, 2], [70, 10])
+    case.query *= 1000.0
+    assert difference(case) < 1e-3  # float32 scores of several thousand
+    assert difference(case, scale=0.125 / 1000.0) < 2e-6
+
+
+def test_padding_gives_zeros():
+    case = make_case([4, 2], [10, 70], padding=3)
+    for options in ({}, {"sinks": torch.ones(2)}, {"window": 5}):
+        mixed = run(case, **options)
+        assert torch.equal(mixed[6:], torch.zeros(3, 2, 64))
+        assert torch.isfinite(mixed).all()
+
+
+def test_slots_behind_a_row_are_never_read():
+    case = make_case([4, 2], [10, 70])
+    wanted = run(case)
+    for row, length, count in zip(case.cache_rows, case.lengths, np.diff(case.offsets), strict=True):
+        for storage in (case.keys, case.values):
+            storage[row, :, length + count :] = float("nan")
+    assert torch.equal(run(case), wanted)
+
+
+def test_blocks_before_the_window_are_never_read():
+    case = make_case([5], [200])
+    wanted = run(case, window=30)
+    case.values[case.cache_rows[0], :, :160] = float("nan")  # the first token sees slots from 171 on
+    assert torch.equal(run(case, window=30), wanted)
+    assert not torch.isfinite(run(case, window=50)).all()
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_a_row_does_not_depend_on_its_batch_mates(window):
+    """Bit by bit: the same sums in the same order, alone, among others, and with longer ones."""
+    together = make_case([9, 5, 11], [130, 300, 40])
+    mixed = run(together, tile=16, window=window)
+    for row in range(3):
+        first, end = together.offsets[row : row + 2]
+        alone = Case(
+            query=together.query[first:end],
+            keys=together.keys,
+            values=together.values,
+            sees=[together.sees[row]],
+            lengths=together.lengths[row : row + 1],
+            cache_rows=together.cache_rows[row : row + 1],
+            offsets=np.array([0, end - first]),
+            ancestors=together.ancestors[first:end],
+            positions=together.positions[first:end],
+        )
+        assert torch.equal(run(alone, tile=16, window=window), mixed[first:end])
+
+
+def test_a_flipped_bit_is_noticed():
+    case = make_case([12], [20])
+    wanted = run(case)
+    hidden = int(np.flatnonzero(~case.sees[0][11])[0])
+    case.ancestors[11, 0] ^= 1 << hidden
+    mixed = run(case)
+    assert torch.equal(mixed[:11], wanted[:11])
+    assert (mixed[11] - wanted[11]).abs().max() > 1e-3
+    assert float((mixed.double() - expected(case)).abs().max()) > 1e-3
+
+
+def test_a_wrong_position_is_noticed():
+    case = make_case([12], [40])
+    wanted = expected(case, window=10)
+    case.positions[5] += 3
+    assert float((run(case, window=10).double() - wanted).abs().max()) > 1e-3
+    assert float((run(case).double() - expected(case)).abs().max()) < 2e-6  # without a window nobody looks at them
+
+
+def test_a_wrong_length_in_the_list_is_noticed():
+    case = make_case([3], [40])
+    wanted = expected(case)
+    case.lengths = case.lengths - 1
+    assert float((run(case).double() - wanted).abs().max()) > 1e-3
+
+
+def test_runs_on_tensors_without_values():
+    """No look at a value on the way: shapes alone decide what is launched."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
+        query = torch.empty(8, 4, 64, dtype=torch.bfloat16)
+        cache = torch.empty(3, 2, 256, 64, dtype=torch.bfloat16)
+        items = torch.empty(most_items(8, 3, 256, tile_tokens=8, split_length=SPLIT), 8, dtype=torch.int32)
+        mixed = tree_attention(
+            query,
+            cache,
+            cache,
+            torch.empty(8, 2, dtype=torch.int64),
+            torch.empty(8, dtype=torch.int64),
+            items,
+            torch.empty(8, dtype=torch.int32),
+            torch.empty(4, 8, 4, 64),
+            torch.empty(4, 8, 4),
+            0.125,
+            8,
+        )
+        assert mixed.shape == (8, 4, 64) and mixed.dtype == torch.bfloat16 and mixed.device.type == "cuda"
+
+
+def test_wrong_arguments_are_refused():
+    case = make_case([3], [5])
+    case.positions = case.positions.int()
+    with pytest.raises(ValueError, match="positions must be"):
+        run(case)
+    case = make_case([3], [5])
+    case.ancestors = torch.zeros(3, 5, dtype=torch.int64)
+    with pytest.raises(ValueError, match="1 to 4 words"):
+        run(case)
+    case = make_case([3], [5])
+    case.keys = case.keys.transpose(2, 3).contiguous().transpose(2, 3)
+    with pytest.raises(ValueError, match="stride 1"):
+        run(case)
+    with pytest.raises(ValueError, match="scale must be positive"):
+        run(make_case([3], [5]), scale=-1.0)
+    with pytest.raises(ValueError, match="at most 64 query rows"):
+        run(make_case([3], [5]), tile=40)
+    with pytest.raises(ValueError, match="a multiple of 16"):
+        run(make_case([3], [5], size=40))
+
+
+def test_cpu_tensors_need_the_interpreter(monkeypatch):
+    kernel = attention_kernel._tree_attention_kernel
+    monkeypatch.setattr(attention_kernel, "_tree_attention_kernel", triton.JITFunction(kernel.fn))
+    with pytest.raises(ValueError, match="needs CUDA tensors, got tree_attention_kernel"):
+        run(make_case([1], [1]))
+
+
+def test_blocks_on_an_older_gpu_hold_the_same_rows():
+    for head_size in (64, 96, 112, 128, 256):
+        for rows in (1, 64, 65, 128)[: 2 if head_size == 256 else 4]:
+            new, old = (blocks(rows, head_size, torch.bfloat16, capability=capability) for capability in (90, 80))
+            assert new.rows == old.rows >= rows and 64 % new.keys == 64 % old.keys == 0
+    assert blocks(128, 128, torch.bfloat16, capability=80) == attention_kernel.AMPERE_128
+
+
+def test_tiles_by_rows_and_groups():
+    assert tile_tokens(80, 7, 128, torch.bfloat16) == 18
+    assert tile_tokens(8, 7, 128, torch.bfloat16) == 9
+    assert tile_tokens(1, 1, 64, torch.float16) == 64
+    assert tile_tokens(80, 2, 256, torch.bfloat16) == 32
+    assert tile_tokens(1, 71, 64, torch.bfloat16) == 1
+    assert tile_tokens(64, 1, 112, torch.float16) == 64
+    with pytest.raises(ValueError, match="at most 64 query rows"):
+        tile_tokens(1, 71, 64, torch.float32)

@@ -1,0 +1,74 @@
+"""Every kernel compiles for sm_80 and sm_90 without a GPU, and the attention kernel keeps its registers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+import stand.gpu.kernels  # noqa: E402
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # what one block may have
+BROKEN = """
+import triton, triton.language as tl
+from stand.gpu.kernels.specimen import Specimen
+
+@triton.jit
+def shift(numbers, SIZE: tl.constexpr):
+    places = tl.arange(0, SIZE)
+    tl.store(numbers + places, tl.load(numbers + places) {operator} 1)
+
+print(describe("broken", Specimen("shift", shift, {{"numbers": "*fp32"}}, {{"SIZE": 64}}), 90))
+"""
+
+
+def run(*arguments: str, **options) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(SCRIPTS)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, **options)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> list[dict]:
+    result = run(str(SCRIPTS / "compile_kernels.py"))
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout.splitlines()[-1])["kernels"]
+
+
+def test_everything_compiles_within_shared_memory(kernels):
+    sources = Path(stand.gpu.kernels.__file__).parent.glob("*.py")
+    modules = {path.stem for path in sources} - {"__init__", "launch", "specimen"}
+    assert modules and {kernel["module"] for kernel in kernels} == modules
+    assert {kernel["target"] for kernel in kernels} == set(SHARED_BYTES)
+    for kernel in kernels:
+        assert kernel["shared_bytes"] <= SHARED_BYTES[kernel["target"]], kernel
+
+
+def test_attention_keeps_its_registers(kernels):
+    """No spilled registers where a choice of blocks is in use: "... sm_80" replaces its namesake there."""
+    attention = [kernel for kernel in kernels if kernel["module"] == "attention"]
+    named = {kernel["specimen"] for kernel in attention}
+    for kernel in attention:
+        is_replaced = kernel["target"] == "sm_80" and f"{kernel['specimen']} sm_80" in named
+        assert is_replaced or kernel["spill_bytes"] == 0, kernel
+
+
+def test_attention_uses_the_tensor_cores(kernels):
+    for kernel in kernels:
+        if kernel["module"] == "attention" and "merge" not in kernel["specimen"]:
+            expected = {"sm_80": "mma", "sm_90": "wgmma"}[kernel["target"]]
+            assert kernel["matrix"] == ("-" if "float32" in kernel["specimen"] else expected), kernel
+
+
+@pytest.mark.parametrize("operator, is_error", [("+", False), ("<<", True)])
+def test_what_does_not_compile_is_reported(operator, is_error, tmp_path):
+    source = tmp_path / "broken.py"
+    source.write_text("from compile_kernels import describe\n" + BROKEN.format(operator=operator), encoding="utf-8")
+    result = run(str(source), timeout=60)
+    assert "'module': 'broken'" in result.stdout, result.stderr
+    assert ("'error'" in result.stdout) == is_error

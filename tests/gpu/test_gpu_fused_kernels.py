@@ -1,0 +1,260 @@
+"""Norm, gate and rotary kernels in Triton's interpreter against the transformers modules they stand for."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.nn.functional import gelu, silu
+
+pytest.importorskip("triton")
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+from fake_cuda import fake_cuda  # noqa: E402
+from nearest_bfloat16 import nearest_bfloat16  # noqa: E402
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm  # noqa: E402
+from transformers.models.gpt_oss import modeling_gpt_oss  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb  # noqa: E402
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
+
+from stand.gpu.kernels import norm as norm_kernel  # noqa: E402
+from stand.gpu.kernels import rope as rope_kernel  # noqa: E402
+from stand.gpu.kernels import swiglu as swiglu_kernel  # noqa: E402
+from stand.gpu.kernels.launch import launch_device  # noqa: E402
+from stand.gpu.kernels.norm import ONE_PLUS, ROUND_FIRST, SCALE_FIRST, rms_norm  # noqa: E402
+from stand.gpu.kernels.rope import NO_NORM, rope_and_store  # noqa: E402
+from stand.gpu.kernels.swiglu import GELU_ERF, GELU_TANH, SILU, gated_product  # noqa: E402
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NORMS = {ROUND_FIRST: LlamaRMSNorm, SCALE_FIRST: Olmo2RMSNorm, ONE_PLUS: Gemma3RMSNorm}
+ACTIVATIONS = {SILU: silu, GELU_TANH: lambda x: gelu(x, approximate="tanh"), GELU_ERF: gelu}
+ROOM = 6  # cache slots per row
+SLOTS = torch.tensor([7, 0, -1, 17, 3])  # the third token pads
+
+
+@pytest.fixture(autouse=True)
+def rounding():
+    with nearest_bfloat16():
+        yield
+
+
+def test_interpreted_kernels_round_to_nearest():
+    states = torch.tensor([[1 + 2**-8 + 2**-20, 1 + 2**-8, 1 + 3 * 2**-8, 2 - 2**-20, -1.3]])
+    converted = interpreter._convert_float(states.numpy(), tl.float32, tl.bfloat16, None)
+    assert torch.equal(torch.from_numpy(converted.view("int16")).view(torch.bfloat16), states.bfloat16())
+
+
+def assert_near(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Float32: 1e-6 of the largest value. 16 bits: roundings at the same places, so most values agree bit for bit."""
+    assert got.shape == expected.shape and got.dtype == expected.dtype
+    largest = expected.float().abs().max()
+    errors = (got.float() - expected.float()).abs()
+    if got.dtype == torch.float32:
+        assert errors.max() <= 1e-6 * largest
+    else:
+        assert errors.max() <= 2 * torch.finfo(got.dtype).eps * largest
+        assert (errors > 0).float().mean() <= 0.05
+
+
+def norm_module(rule: int, size: int, dtype: torch.dtype) -> torch.nn.Module:
+    module = NORMS[rule](size, eps=1e-6)
+    with torch.no_grad():
+        module.weight.copy_(torch.randn(size))
+    return module.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", NORMS)
+def test_rms_norm(rule, dtype):
+    torch.manual_seed(rule)
+    module = norm_module(rule, 40, dtype)
+    states = (torch.randn(2, 9, 40) * torch.tensor([1.0, 1e-3, 30.0]).repeat(3)[:, None]).to(dtype)
+    with torch.no_grad():
+        assert_near(rms_norm(states, module.weight, 1e-6, rule), module(states))
+        turned = states.view(2, 9, 8, 5).transpose(1, 3)  # last dimension not adjacent
+        narrow = norm_module(rule, 9, dtype)
+        assert_near(rms_norm(turned, narrow.weight, 1e-6, rule), narrow(turned))
+
+
+def test_the_rules_are_told_apart():
+    torch.manual_seed(0)
+    states, weight = torch.randn(4, 32, dtype=torch.bfloat16), torch.randn(32, dtype=torch.bfloat16)
+    outputs = [rms_norm(states, weight, 1e-6, rule) for rule in NORMS]
+    assert not torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_product(activation, dtype):
+    torch.manual_seed(activation)
+    size = swiglu_kernel.BLOCK + 3  # a second, nearly empty block
+    merged = torch.randn(1, 3, 2 * size).to(dtype)
+    gate, up = merged.split(size, dim=-1)
+    assert_near(gated_product(gate, up, activation), ACTIVATIONS[activation](gate) * up)
+
+
+def test_gated_product_does_not_overflow():
+    gate = torch.tensor([[-1000.0, 1000.0, 0.0]])
+    assert torch.equal(gated_product(gate, torch.ones(1, 3), SILU), torch.tensor([[0.0, 1000.0, 0.0]]))
+
+
+def angles(width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [M, width] of both halves, as transformers makes them."""
+    half = torch.rand(len(SLOTS), width // 2) * 6.3
+    both = torch.cat([half, half], dim=-1)
+    return both.cos().to(dtype), both.sin().to(dtype)
+
+
+def packed_heads(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """query, key, value as slices of one merged output."""
+    merged = torch.randn(len(SLOTS), (heads + 2 * kv_heads) * size).to(dtype)
+    parts = merged.split([heads * size, kv_heads * size, kv_heads * size], dim=-1)
+    return [part.unflatten(-1, (-1, size)) for part in parts]
+
+
+def stored(states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """[R, Hkv, S, D] with states [M, Hkv, D] at the slots that are not negative."""
+    after = before.clone()
+    for slot, state in zip(SLOTS.tolist(), states, strict=True):
+        if slot >= 0:
+            after[slot // ROOM, :, slot % ROOM] = state
+    return after
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "size, rotary, rule",
+    [(8, 8, NO_NORM), (12, 8, NO_NORM), (8, 0, NO_NORM), (6, 6, ROUND_FIRST), (8, 8, ONE_PLUS), (8, 4, SCALE_FIRST)],
+)
+def test_rope_and_store(size, rotary, rule, dtype):
+    torch.manual_seed(size + rotary)
+    query, key, value = packed_heads(3, 2, size, dtype)
+    cos, sin = angles(rotary, dtype)
+    # One layer of a larger block, as the step's cache hands it out.
+    block = torch.randn(2, 2, 3, 2, ROOM, size).to(dtype)
+    keys, values = block[1, 0], block[1, 1]
+    before = block.clone()
+    weights, normed = (None, None), (query, key)
+    if rule != NO_NORM:
+        modules = norm_module(rule, size, dtype), norm_module(rule, size, dtype)
+        weights = tuple(module.weight.detach() for module in modules)
+        with torch.no_grad():
+            normed = tuple(module(states) for module, states in zip(modules, (query, key), strict=True))
+    turned = [
+        torch.cat([rotated, states[..., rotary:]], dim=-1)
+        for rotated, states in zip(
+            apply_rotary_pos_emb(*(states[..., :rotary] for states in normed), cos, sin), normed, strict=True
+        )
+    ]
+    got = rope_and_store(query, key, value, cos, sin, keys, values, SLOTS, rotary, *weights, 1e-6, rule)
+    assert_near(got, turned[0])
+    assert_near(keys, stored(turned[1], before[1, 0]))
+    assert torch.equal(values, stored(value, before[1, 1]))
+    assert torch.equal(block[0], before[0])  # the other layer
+
+
+def test_rope_tables_of_half_width():
+    torch.manual_seed(0)
+    query, key, value = packed_heads(2, 1, 8, torch.float32)
+    cos, sin = (table[:, :4].contiguous() for table in angles(8, torch.float32))
+    keys, values = torch.zeros(3, 1, ROOM, 8), torch.zeros(3, 1, ROOM, 8)
+    turned = modeling_gpt_oss.apply_rotary_pos_emb(query, key, cos, sin)
+    got = rope_and_store(query, key, value, cos, sin, keys, values, SLOTS, 8, None, None, 0.0, NO_NORM)
+    assert_near(got, turned[0])
+    assert_near(keys, stored(turned[1], torch.zeros_like(keys)))
+
+
+def test_cache_rows_of_their_own_stride():
+    """A cache laid out [R, S, Hkv, D] underneath: only the strides say so."""
+    torch.manual_seed(0)
+    query, key, value = packed_heads(2, 2, 4, torch.float32)
+    cos, sin = angles(4, torch.float32)
+    keys, values = torch.zeros(3, ROOM, 2, 4).transpose(1, 2), torch.zeros(3, ROOM, 2, 4).transpose(1, 2)
+    rope_and_store(query, key, value, cos, sin, keys, values, SLOTS, 4, None, None, 0.0, NO_NORM)
+    assert torch.equal(values, stored(value, torch.zeros(3, 2, ROOM, 4)))
+
+
+def test_inputs_that_do_not_fit_are_refused():
+    states = torch.randn(2, 8)
+    with pytest.raises(ValueError, match="share one dtype"):
+        rms_norm(states, torch.ones(8, dtype=torch.bfloat16), 1e-6, ROUND_FIRST)
+    with pytest.raises(ValueError, match="rule must be"):
+        rms_norm(states, torch.ones(8), 1e-6, 9)
+    with pytest.raises(ValueError, match="share shape"):
+        gated_product(states, states[:, :4], SILU)
+    query, key, value = packed_heads(2, 1, 8, torch.float32)
+    cos, sin = angles(8, torch.float32)
+    cache = torch.zeros(3, 1, ROOM, 8)
+    with pytest.raises(ValueError, match="slots int64"):
+        rope_and_store(query, key, value, cos, sin, cache, cache.clone(), SLOTS.int(), 8, None, None, 0.0, NO_NORM)
+    with pytest.raises(ValueError, match="cos and sin must be"):
+        rope_and_store(query, key, value, cos[:, :3], sin[:, :3], cache, cache, SLOTS, 8, None, None, 0.0, NO_NORM)
+    with pytest.raises(ValueError, match="share a dtype"):
+        rope_and_store(query, key, value, cos, sin, cache.half(), cache, SLOTS, 8, None, None, 0.0, NO_NORM)
+
+
+def test_cpu_tensors_need_the_interpreter():
+    compiled = triton.JITFunction(norm_kernel._rms_norm.fn)
+    with pytest.raises(ValueError, match="needs CUDA tensors, got rms_norm"):
+        launch_device(compiled, torch.zeros(1))
+    with launch_device(norm_kernel._rms_norm, torch.zeros(1)):
+        pass
+
+
+def norm_arguments(device: str) -> tuple:
+    return torch.ones(1, 5, 16, device=device), torch.ones(16, device=device), 1e-6, ROUND_FIRST
+
+
+def gate_arguments(device: str) -> tuple:
+    return *torch.ones(1, 5, 24, device=device).split(12, dim=-1), SILU
+
+
+def rope_arguments(device: str) -> tuple:
+    merged = torch.ones(5, 48, device=device)
+    parts = [part.unflatten(-1, (-1, 8)) for part in merged.split([32, 8, 8], dim=-1)]
+    cos, sin = torch.ones(2, 5, 8, device=device).unbind(0)
+    keys, values = torch.zeros(2, 3, 1, ROOM, 8, device=device).unbind(0)
+    weight = torch.ones(8, device=device)
+    slots = torch.arange(5, device=device)
+    return *parts, cos, sin, keys, values, slots, 8, weight, weight.clone(), 1e-6, ROUND_FIRST
+
+
+OPERATIONS = [
+    (norm_kernel, rms_norm, norm_arguments),
+    (swiglu_kernel, gated_product, gate_arguments),
+    (rope_kernel, rope_and_store, rope_arguments),
+]
+
+
+@pytest.mark.parametrize("module, operation, arguments", OPERATIONS)
+def test_the_stand_in_agrees_with_the_operation(module, operation, arguments):
+    """Shapes, dtypes and what is written to are as registered."""
+    torch.library.opcheck(operation, arguments("cpu"), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("module, operation, arguments", OPERATIONS)
+def test_the_launcher_needs_no_value(module, operation, arguments, monkeypatch):
+    """Run on fake CUDA tensors with its kernel cut out, a launcher reads nothing and gives what its stand-in gives."""
+    grids = []
+
+    class NoKernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *arguments, **options: None
+
+    for specimen in module.specimens():
+        monkeypatch.setattr(module, specimen.kernel.__name__, NoKernel())
+    monkeypatch.setattr(module, "launch_device", lambda kernel, tensor: nullcontext())
+    with fake_cuda():
+        given = arguments("cuda")
+        launched, registered = operation._init_fn(*given), operation(*given)
+    assert len(grids) == 1 and all(isinstance(size, int) for size in grids[0])
+    assert launched.shape == registered.shape and launched.stride() == registered.stride()
+    assert launched.device.type == registered.device.type == "cuda"
+
+
+@pytest.mark.parametrize("module", [norm_kernel, swiglu_kernel, rope_kernel])
+def test_specimens_name_every_argument(module):
+    for specimen in module.specimens():
+        assert {*specimen.signature, *specimen.constants} == set(specimen.kernel.arg_names), specimen.name

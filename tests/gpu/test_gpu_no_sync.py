@@ -1,0 +1,135 @@
+"""No operation of a captured step waits for the device, nor does its launcher: shown on fake CUDA tensors.
+
+A fake tensor has a device, a shape and a type but no values, so whatever would read a value raises; copies to the host,
+which would not, are watched for. A custom operation runs its registered stand-in there; hence the launchers themselves
+are run too, with their kernels cut out.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+pytest.importorskip("triton")
+
+from no_host_copy import HostCopyError, NoHostCopy
+
+from stand.gpu.kernels import compact as compact_kernel
+from stand.gpu.kernels import filter as filter_kernel
+from stand.gpu.kernels import race as race_kernel
+from stand.gpu.kernels import softmax as softmax_kernel
+from stand.gpu.kernels import top_rows as top_rows_kernel
+from stand.gpu.kernels import traverse as traverse_kernel
+
+M, V, S, B = 12, 3000, 5, 3  # nodes, tokens, candidates, rows
+
+
+def race_arguments(device):
+    return torch.full((M, V), 1.0 / V, device=device), torch.arange(M, device=device)
+
+
+def traverse_arguments(device):
+    integers = {"dtype": torch.int32, "device": device}
+    parents = torch.tensor([-1, 0, 0, 1] * B, **integers)
+    offsets = torch.arange(0, M + 1, M // B, **integers)
+    support_ids = torch.arange(M * S, **integers).reshape(M, S)
+    token_ids = torch.tensor([0, 0, 1, 6] * B, device=device)
+    law = torch.full((M, S), 1.0 / S, device=device)
+    uniforms = torch.full((M,), 0.5, dtype=torch.float64, device=device)
+    return race_arguments(device)[0], token_ids, parents, offsets, support_ids, law, uniforms
+
+
+def compact_arguments(device):
+    storage = torch.zeros(2, 2, B, 2, 20, 16, device=device)
+    path = torch.tensor([[2, 4, -1]] * B, device=device)
+    return storage, torch.arange(B, device=device), torch.full((B,), 7, device=device), path
+
+
+def top_rows_arguments(device):
+    return race_arguments(device)[0], 10
+
+
+def softmax_arguments(device):
+    return torch.empty(M, V, device=device), torch.zeros(M, V, dtype=torch.bfloat16, device=device), 0.6
+
+
+def filter_arguments(device):
+    return torch.full((2, V), 1.0 / V, device=device), 20, 0.95, 0.01
+
+
+OPERATIONS = {
+    "race": (race_kernel, race_kernel.race, race_arguments),
+    "traverse": (traverse_kernel, traverse_kernel.traverse, traverse_arguments),
+    "compact": (compact_kernel, compact_kernel.compact, compact_arguments),
+    "top_rows": (top_rows_kernel, top_rows_kernel.top_rows, top_rows_arguments),
+    "softmax_rows": (softmax_kernel, softmax_kernel.softmax_rows, softmax_arguments),
+    "filter_rows": (filter_kernel, filter_kernel.filter_rows, filter_arguments),
+}
+
+
+class NoKernel:
+    """Takes a launch and does nothing; `grids` remembers what was launched."""
+
+    def __init__(self, grids: list):
+        self.grids = grids
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return lambda *arguments, **options: None
+
+
+def without_kernels(monkeypatch, module) -> list:
+    """Cut out the module's kernels; returns the list of grids launched from now on."""
+    grids: list = []
+    for name in {specimen.kernel.__name__ for specimen in module.specimens()}:
+        assert hasattr(module, name)
+        monkeypatch.setattr(module, name, NoKernel(grids))
+    monkeypatch.setattr(module, "launch_device", lambda kernel, tensor: nullcontext())
+    return grids
+
+
+def tensors(results) -> list[torch.Tensor]:
+    return [] if results is None else [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_operation_runs_on_tensors_without_values(name):
+    _, operation, arguments = OPERATIONS[name]
+    with FakeTensorMode(), NoHostCopy():
+        for result in tensors(operation(*arguments("cuda"))):
+            assert result.device.type == "cuda"
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_launcher_runs_on_tensors_without_values(name, monkeypatch):
+    module, operation, arguments = OPERATIONS[name]
+    grids = without_kernels(monkeypatch, module)
+    with FakeTensorMode(), NoHostCopy():
+        results = tensors(operation._init_fn(*arguments("cuda")))
+    assert all(result.device.type == "cuda" for result in results)
+    assert grids and all(isinstance(size, int) for grid in grids for size in grid)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_stand_in_agrees_with_the_operation(name):
+    """Shapes, types and what is written to are as registered."""
+    _, operation, arguments = OPERATIONS[name]
+    torch.library.opcheck(operation, arguments("cpu"), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_reading_a_value_is_noticed(monkeypatch):
+    """Controls: a launcher that reads a value, and one that copies to the host."""
+
+    def read(probs, keys):
+        return race_kernel.race._init_fn(probs.narrow(0, 0, int(keys.max().item())), keys)
+
+    def copy(probs, keys):
+        return race_kernel.race._init_fn(probs, keys.to("cpu", non_blocking=True))
+
+    without_kernels(monkeypatch, race_kernel)
+    for bad, error in ((read, DataDependentOutputException), (copy, HostCopyError)):
+        with FakeTensorMode(), NoHostCopy(), pytest.raises(error):
+            bad(*race_arguments("cuda"))

@@ -1,0 +1,116 @@
+"""The whole body of a captured step on fake CUDA tensors: the host never waits for the device inside it.
+
+The packet goes up and the verdict comes down by copies that do not wait; everything else stays on the device.
+"""
+
+import copy
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fake_cuda import fake_cuda, onto_fake_device  # noqa: E402
+from no_host_copy import HostCopyError, NoHostCopy  # noqa: E402
+from tiny_models import CONFIGS, kernel_model  # noqa: E402
+from torch._subclasses.fake_tensor import DataDependentOutputException  # noqa: E402
+
+from stand.forward.tree_attention import tree_attention  # noqa: E402
+from stand.gpu import device_rule, step_body, step_packet  # noqa: E402
+from stand.gpu.device_cache import DeviceCache  # noqa: E402
+from stand.gpu.device_rule import RULES, GreedyRule  # noqa: E402
+from stand.gpu.fusion.fusion import fuse  # noqa: E402
+from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME  # noqa: E402
+from stand.gpu.step_body import StepBody, StepOutput  # noqa: E402
+from stand.gpu.step_packet import StepPacket  # noqa: E402
+from stand.gpu.step_size import StepSize  # noqa: E402
+from stand.sampling import SamplingParams, TargetLaw  # noqa: E402
+
+NUM_ROWS, ROOM = 2, 64
+LAWS = {
+    "plain": SamplingParams(temperature=0.6),
+    "filtered": SamplingParams(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01),
+    "greedy": SamplingParams(temperature=0.0),
+}
+
+
+class FakePacket:
+    """The device half of a packet; its copies are those that `Packet` makes without waiting."""
+
+    def __init__(self, fields, device):
+        names = {name: getattr(torch, np.dtype(dtype).name) for name, (dtype, _) in fields.items()}
+        self.device = {name: torch.empty(fields[name][1], dtype=names[name], device=device) for name in fields}
+
+    def upload(self):
+        pass
+
+    def download(self):
+        pass
+
+
+@contextmanager
+def fake_device():
+    """`fake_cuda`, without copies to the host other than the packets' own."""
+    with ExitStack() as stack:
+        for module in (step_body, step_packet):
+            stack.enter_context(patch.object(module, "Packet", FakePacket))
+        stack.enter_context(patch("torch.cuda.get_device_capability", lambda device: (9, 0)))
+        stack.enter_context(fake_cuda())
+        stack.enter_context(NoHostCopy())
+        yield
+
+
+def run_body(family: str, rule: str, law: SamplingParams, *, fusion=None) -> None:
+    # experts are multiplied in groups, without a wait, in bfloat16 only
+    dtype = torch.bfloat16 if hasattr(CONFIGS[family], "num_experts_per_tok") else torch.float32
+    fake = copy.deepcopy(kernel_model(family)).to(dtype)
+    device = torch.device("cuda")
+    with fake_device(), torch.inference_mode():
+        fake = onto_fake_device(fake)
+        config = fake.config
+        cache = DeviceCache(
+            num_layers=config.num_hidden_layers, num_rows=NUM_ROWS, num_heads=config.num_key_value_heads,
+            room=ROOM, head_size=64, dtype=dtype, device=device,
+        )  # fmt: skip
+        verification = GreedyRule() if law.is_greedy else RULES[rule]()
+        output = StepOutput(fake, NUM_ROWS)
+        filled = StepPacket(StepSize.covering(13, 20, NUM_ROWS, tile_tokens=8), verification, device)
+        body = StepBody(fake, cache, TargetLaw(law), verification, filled, output, 512)
+        with ExitStack() as stack:
+            stack.enter_context(tree_attention(fake, KERNEL_ATTENTION_NAME))
+            if fusion is not None:
+                stack.enter_context(fusion.mirrored(fake).active())
+            body.run()
+            body.find_best()
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("rule", RULES)
+def test_no_rule_and_no_law_waits(rule, law):
+    run_body("qwen2", rule, LAWS[law])
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_no_family_waits(family):
+    run_body(family, "traversal", LAWS["plain"])
+
+
+def test_a_fused_step_does_not_wait():
+    run_body("qwen3", "traversal", LAWS["plain"], fusion=fuse(copy.deepcopy(kernel_model("qwen3"))))
+
+
+@pytest.mark.parametrize(
+    ("read", "error"),
+    [
+        (lambda stops: stops + stops.max().item(), DataDependentOutputException),
+        (lambda stops: stops.cpu(), HostCopyError),
+    ],
+)
+def test_a_wait_in_a_rule_is_noticed(monkeypatch, read, error):
+    follow = device_rule.follow
+    monkeypatch.setattr(device_rule, "follow", lambda drawn, step: follow(read(drawn), step))
+    with pytest.raises(error):
+        run_body("qwen2", "match", LAWS["plain"])

@@ -1,0 +1,154 @@
+"""The captured step in the engine: the same tokens as the eager step, whatever moves, grows, ends or is padded."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from plain_kernels import use_plain_kernels  # noqa: E402
+from tiny_models import CONFIGS, kernel_model  # noqa: E402
+
+import stand  # noqa: E402
+from stand.drafters.blended import BlendedDrafter  # noqa: E402
+from stand.gpu import captured_step  # noqa: E402
+from stand.gpu.self_check import kernel_failure  # noqa: E402
+from stand.trees import BlendedLookup  # noqa: E402
+
+PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8, 9]]
+
+
+@pytest.fixture
+def plain_kernels(monkeypatch):
+    use_plain_kernels(monkeypatch)
+
+
+def taught_lookup() -> BlendedLookup:
+    """A lookup tree that drafts much, and often rightly: it has read the model's own samples."""
+    lookup = BlendedLookup()
+    engine = stand.wrap(kernel_model("qwen2"), lookup=lookup, backend="sdpa", budget=16)
+    engine.generate(input_ids=PROMPTS, num_return_sequences=3, max_new_tokens=60, temperature=0.4, seed=1)
+    return lookup
+
+
+def generate(backend, *, verifier="match", family="qwen2", lookup=None, budget=16, **settings):
+    model = kernel_model(family)
+    engine = stand.wrap(model, verifier=verifier, backend=backend, lookup=lookup, budget=budget, fuse=False)
+    defaults = {"num_return_sequences": 2, "max_new_tokens": 40, "temperature": 0.6, "seed": 4, "learn": False}
+    return engine.generate(input_ids=PROMPTS, **{**defaults, **settings})
+
+
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.0}, {"temperature": 0.6}, {"temperature": 1.0, "top_p": 0.9, "top_k": 20}]
+)
+@pytest.mark.parametrize("verifier", ["match", "coupled", "traversal"])
+def test_tokens_equal_the_eager_step(plain_kernels, verifier, settings):
+    lookup = taught_lookup()
+    eager, captured = (generate(name, verifier=verifier, lookup=lookup, **settings) for name in ("sdpa", "triton"))
+    assert captured.token_ids == eager.token_ids
+    assert captured.stats.num_steps == eager.stats.num_steps
+    assert captured.stats.mean_acceptance_length > 1.2  # drafts are accepted, so keys were moved
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family_decodes_alike(plain_kernels, family):
+    eager, captured = (generate(name, family=family, learn=True) for name in ("sdpa", "triton"))
+    assert captured.token_ids == eager.token_ids
+
+
+class Recorder(BlendedDrafter):
+    """Drafts from a lookup that stays as it is, and writes down what it should have learned."""
+
+    def __init__(self, lookup):
+        super().__init__(lookup, budget=16)
+        self.lessons = []
+
+    def learn(self, batch, histories, row_ids, row_probabilities, *, problems):
+        self.lessons.append((batch, [history.tolist() for history in histories], row_ids, row_probabilities))
+
+
+def test_what_is_learned_late_is_what_is_learned(plain_kernels):
+    recorders = []
+    for name in ("sdpa", "triton"):
+        recorders.append(Recorder(taught_lookup()))
+        engine = stand.wrap(kernel_model("qwen2"), verifier="match", backend=name, drafter=recorders[-1], fuse=False)
+        engine.generate(input_ids=PROMPTS, max_new_tokens=40, temperature=0.6, seed=4)
+    assert len(recorders[0].lessons) > 10
+    for early, late in zip(*(recorder.lessons for recorder in recorders), strict=True):
+        assert np.array_equal(early[0].token_ids, late[0].token_ids) and early[1] == late[1]
+        assert np.array_equal(early[2], late[2])
+        np.testing.assert_allclose(early[3], late[3], atol=1e-5)
+
+
+def test_growth_of_the_cache_keeps_its_keys(plain_kernels, monkeypatch):
+    expected = generate("triton", lookup=taught_lookup(), max_new_tokens=400)
+    monkeypatch.setattr(captured_step, "FIRST_ROOM", 1)
+    monkeypatch.setattr(captured_step, "MAX_ROW_NODES", 32)
+    assert generate("triton", lookup=taught_lookup(), max_new_tokens=400).token_ids == expected.token_ids
+
+
+def test_a_second_call_uses_what_was_recorded(plain_kernels):
+    engine = stand.wrap(kernel_model("qwen2"), backend="triton", verifier="match", budget=16, fuse=False)
+    settings = {"input_ids": PROMPTS, "max_new_tokens": 30, "temperature": 0.6, "seed": 9}
+    first = engine.generate(**settings)
+    step, graphs = engine._captured, engine._captured.num_graphs
+    assert engine.generate(**settings).token_ids == first.token_ids
+    assert engine._captured is step and graphs <= step.num_graphs < 20
+    engine.generate(**{**settings, "temperature": 0.7})
+    assert engine._captured is not step
+
+
+def test_penalties_take_the_eager_step(plain_kernels):
+    eager, other = (generate(name, repetition_penalty=1.3) for name in ("sdpa", "triton"))
+    assert other.token_ids == eager.token_ids
+
+
+def test_broken_logits_are_refused(plain_kernels):
+    broken = copy.deepcopy(kernel_model("qwen2"))
+    engine = stand.wrap(broken, backend="triton", fuse=False)
+    torch.nn.init.constant_(broken.lm_head.weight, float("nan"))
+    with pytest.raises(ValueError, match="finite best logit"):
+        engine.generate(input_ids=PROMPTS, max_new_tokens=4, seed=0)
+
+
+def test_real_kernels_in_a_whole_generation():
+    """A few steps in Triton's interpreter, fused modules included."""
+    settings = {"input_ids": [[3, 4, 5, 3, 4]], "max_new_tokens": 3, "temperature": 0.6, "top_p": 0.9, "seed": 2}
+    outputs = []
+    for name in ("sdpa", "triton"):
+        engine = stand.wrap(kernel_model("qwen3"), backend=name, verifier="traversal", budget=4)
+        outputs.append(engine.generate(**settings, learn=False).token_ids)
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_self_check_passes(family):
+    assert kernel_failure(kernel_model(family)) is None
+
+
+def test_the_self_check_sees_a_wrong_kernel(plain_kernels, monkeypatch):
+    from stand.gpu import kernel_attention
+
+    right = kernel_attention.tree_attention
+    monkeypatch.setattr(kernel_attention, "tree_attention", lambda query, *rest: right(query * 1.05, *rest))
+    assert "must equal eager attention" in kernel_failure(kernel_model("qwen2"))
+
+
+def test_the_choice_is_visible_and_can_be_made():
+    engine = stand.wrap(kernel_model("qwen2"))
+    assert str(engine.backend) == "sdpa" and "kernels are for CUDA" in engine.backend.reason
+    with pytest.raises(ValueError, match="must be one of auto, sdpa, triton"):
+        stand.wrap(kernel_model("qwen2"), backend="flash")
+    with pytest.raises(ValueError, match="rule 'rrs' is not one of"):
+        stand.wrap(kernel_model("qwen2"), backend="triton", verifier="rrs")
+
+
+def test_a_fusion_that_is_wrong_as_a_whole_is_undone(monkeypatch):
+    from stand.gpu import self_check
+
+    answers = iter([None, "the logits differ"])
+    monkeypatch.setattr(self_check, "kernel_failure", lambda model: next(answers))
+    engine = stand.wrap(kernel_model("qwen2"), backend="triton")
+    assert engine.fusion is None and "not fused, because the logits differ" in engine.backend.reason

@@ -1,0 +1,413 @@
+"""The GPU benchmark in small: model shapes, one smoke run through the interpreter, records, checks, refusals."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("triton")
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+import gpu_bench  # noqa: E402
+import gpu_parts.gpu_checks as gpu_checks  # noqa: E402
+import gpu_parts.kernel_bench as kernel_bench  # noqa: E402
+import gpu_parts.step_bench as step_bench  # noqa: E402
+import measuring.bench_model as bench_model  # noqa: E402
+from fake_events import FakeEvent  # noqa: E402
+from gpu_parts.decode_engines import DecodeBench, DecodeTiming  # noqa: E402
+from measuring.bench_model import BenchModel  # noqa: E402
+from measuring.bench_record import BenchRecord, Budget, Measurement  # noqa: E402
+from measuring.device_timer import DeviceTimer  # noqa: E402
+from workloads.model_shapes import SHAPES, SMOKE_SHAPE  # noqa: E402
+
+from stand.drafters import step_cost  # noqa: E402
+from stand.drafters.step_cost import CostTable, StepCost, cost_name, table_path  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Smoke:
+    """What one smoke run of everything printed and wrote."""
+
+    lines: list[str]
+    output: Path
+    costs: Path
+
+    @property
+    def result(self) -> dict:
+        (result,) = json.loads(self.lines[-1])["results"]
+        return result
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory) -> Smoke:
+    folder = tmp_path_factory.mktemp("smoke")
+    found = Smoke([], folder / "new" / "bench.json", folder / "costs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "builtins.print", lambda *values, file=None, **_: file or found.lines.append(" ".join(map(str, values)))
+        )
+        options = ["--device", "cpu", "--smoke", "--cost-folder", str(found.costs), "--output", str(found.output)]
+        patch.setattr(step_cost, "REPEATS", 1)
+        # Two tokens take longer than one, but not on every busy machine.
+        patch.setattr(DecodeBench, "_seconds", lambda self, work: (2.0 * (tokens := work()), tokens))
+        status = gpu_bench.main(options)
+    assert status == 0, found.result["failed"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def small() -> BenchModel:
+    return BenchModel(SMOKE_SHAPE, device=CPU, dtype=torch.float32, max_positions=256)
+
+
+def test_smoke_prints_no_table_and_says_what_its_times_are(smoke):
+    assert len(smoke.lines) == 1
+    document = json.loads(smoke.lines[0])
+    assert document["is_smoke"] and "mean nothing" in document["note"]
+    assert document["device"] == "cpu"
+
+
+def test_smoke_writes_what_it_prints(smoke):
+    assert json.loads(smoke.output.read_text()) == json.loads(smoke.lines[0])
+    assert [path.name for path in smoke.output.parent.iterdir()] == ["bench.json"]
+
+
+def test_nothing_imports_triton_before_the_interpreter_is_chosen():
+    program = "import sys; import gpu_bench; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=SCRIPTS, check=False).returncode == 0
+
+
+def test_smoke_runs_every_part(smoke):
+    names = {"checks": "name", "decoding": "engine", "replay": "drafts", "attention": "name", "products": "name"}
+    parts = smoke.result["parts"]
+    assert list(parts) == ["checks", "costs", "steps", "decoding", "replay", "attention", "products", "laws"]
+    assert {part: {figure[key] for figure in parts[part]} for part, key in names.items()} == {
+        "checks": {
+            "greedy tokens until the first difference, float32", "best tokens, float32",
+            "traverse kernel, rows", "race kernel, rows",
+        },
+        "decoding": {"stand, no drafts", "generate, eager"},
+        "replay": {"no drafts", "3 nodes", "measured costs"},
+        "attention": {"attention"},
+        "products": {"qkv", "o", "gate_up", "down", "lm_head"},
+    }  # fmt: skip
+    laws = {"softmax", "softmax, top_p", "top rows", "race", "traverse", "compact"}
+    assert {figure["name"] for figure in parts["laws"]} == laws
+    assert {(figure["rows"], figure["nodes"]) for figure in parts["steps"]} == {(1, 0), (1, 3), (2, 0), (2, 3)}
+    assert smoke.result["failed"] == smoke.result["left_out"] == []
+    assert len(smoke.result["seconds"]) > 10
+
+
+def test_smoke_says_how_the_model_ran(smoke):
+    assert smoke.result["backend"] == {"name": "triton", "reason": "asked for"}
+    assert any("merged q/k/v" in line and "kept" in line for line in smoke.result["fusion"])
+
+
+def test_smoke_has_no_time_of_zero(smoke):
+    parts = smoke.result["parts"]
+    assert all(figure["seconds"] > 0 for part in ("steps", "attention", "products", "laws") for figure in parts[part])
+    assert all(figure["floor"] > 0 and figure["ratio"] > 0 for figure in parts["steps"])
+    assert all(figure["tokens_per_second"] > 0 for part in ("decoding", "replay") for figure in parts[part])
+
+
+def test_smoke_checks_hold_and_compare_something(smoke):
+    checks = smoke.result["parts"]["checks"]
+    assert all(check["holds"] and check["agreeing"] == check["compared"] > 0 for check in checks)
+    greedy = next(check["detail"] for check in checks if "greedy" in check["name"])
+    assert float(greedy.removesuffix(" tokens per step").split(", then ")[1]) > 1  # drafts were accepted
+
+
+def test_smoke_compares_the_attention_kernel_with_masked_attention(smoke):
+    assert all(figure["difference"] < 1e-5 for figure in smoke.result["parts"]["attention"])
+
+
+def test_smoke_writes_its_cost_table_where_wrap_looks_and_only_if_told_to(smoke, small):
+    path = table_path(smoke.costs, model=cost_name(small.model), device="cpu", dtype="torch.float32")
+    assert smoke.result["cost_table"] == str(path) and list(smoke.costs.iterdir()) == [path]
+    (cost,) = CostTable.load(path).costs
+    (figure,) = smoke.result["parts"]["costs"]
+    assert (cost.num_rows, cost.length, cost.tokens) == (1, 70, (1, 2)) and list(cost.seconds) == figure["seconds"]
+    assert gpu_bench.read_arguments(["--smoke"]).cost_folder is None
+    assert gpu_bench.read_arguments([]).cost_folder == Path.home() / ".cache" / "stand"
+
+
+def test_knees_are_those_of_the_cost():
+    cost = StepCost(num_rows=1, length=100, tokens=(1, 64, 128, 256), seconds=(4.0, 4.1, 4.9, 9.0))
+    figure = step_bench.CostFigure.of(cost)
+    assert figure.knees == (64, 64, 128) and figure.cells() == (100, 4000.0, 64, 64, 128)
+
+
+def test_a_step_is_compared_with_the_one_without_nodes_and_with_bandwidth():
+    timing = step_bench.StepTiming(4, 2048, 80, seconds=5e-3, wall=5.1e-3, floor=4e-3, ratio=1.25)
+    assert timing.cells() == (4, 2048, 80, 5.0, 1.25, pytest.approx(5.1), pytest.approx(100), 4.0, pytest.approx(80))
+
+
+def test_a_step_on_the_device_is_a_share_of_a_queue_of_steps(monkeypatch):
+    clock, verdicts = [], []
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent(clock))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    step = SimpleNamespace(launch=lambda: clock.append("1 ms"), verdicts=lambda: verdicts.append(len(clock)))
+    bench = step_bench.StepBench(SimpleNamespace(device=None), step_bench.FULL, bytes_per_second=1.0)
+    assert bench._device_seconds(step) == pytest.approx(1e-3)
+    assert verdicts == [step_bench.FULL.repeats + 1]
+
+
+def test_caches_that_do_not_fit_are_named(monkeypatch):
+    model = object.__new__(BenchModel)
+    model.shape = SHAPES["qwen2.5-14b"]
+    model.model = SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * 2**30, 140 * 2**30))
+    assert model.obstacle(8, 32768) is None
+    assert model.obstacle(16, 32768) == "its cache needs 98 GiB, 100 GiB are free"
+    assert model.obstacle(8, 32768, copies=2) == "its cache needs 98 GiB, 100 GiB are free"
+
+
+def test_a_step_reads_weights_and_keys_once(small):
+    weights, per_token = SMOKE_SHAPE.weight_count(), SMOKE_SHAPE.cache_elements()
+    assert small.step_bytes(3, 100) == 4 * (weights + 300 * per_token)
+
+
+def test_decoding_is_compared_with_its_limit():
+    timing = DecodeTiming("x", rows=4, length=10, tokens_per_second=200.0, limit=400.0)
+    assert timing.cells() == ("x", 4, 10, 200.0, 20.0, 400.0, 50.0)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES.values(), SMOKE_SHAPE], ids=lambda shape: shape.name)
+def test_shapes_count_the_weights_of_the_models_they_describe(shape):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape.config(max_positions=128))
+    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)
+    assert matrices == shape.weight_count() + shape.vocabulary * shape.hidden
+    assert model.config.num_attention_heads == shape.groups * model.config.num_key_value_heads
+
+
+def test_shapes_need_the_bytes_that_are_published():
+    """Bytes of bfloat16 weights per step, KiB of keys and values per token."""
+    seven = SHAPES["qwen2.5-7b"]
+    assert 2 * seven.weight_count() == pytest.approx(14.14e9, rel=1e-3)
+    assert [2 * shape.cache_elements() / 1024 for shape in SHAPES.values()] == [56, 192, 144, 128]
+
+
+@dataclass(frozen=True)
+class Number:
+    HEADER: ClassVar = ("number",)
+    number: int
+
+    @property
+    def double(self) -> int:
+        return 2 * self.number
+
+    def cells(self) -> tuple[object, ...]:
+        return (self.number,)
+
+
+def test_a_failure_takes_nothing_with_it_and_the_file_is_complete_before_the_next_one_begins(tmp_path):
+    path = tmp_path / "bench.json"
+    record = BenchRecord({"device": "x"}, path)
+    record.begin({"name": "y"})
+
+    def fail():
+        seen.append(json.loads(path.read_text())["results"][0]["parts"]["p"])
+        raise RuntimeError("broken")
+
+    seen: list[list] = []
+    measurements = [
+        Measurement("one", lambda: [Number(1)]),
+        Measurement("two", fail),
+        Measurement("three", lambda: [Number(3)]),
+        Measurement("four", lambda: [Number(4)], "no room"),
+    ]
+    kept = [figure.number for _, figures in record.run("p", measurements, Budget(1)) for figure in figures]
+    assert kept == [1, 3] and seen == [[{"number": 1, "double": 2}]]
+    (result,) = json.loads(path.read_text())["results"]
+    assert result["parts"]["p"] == [{"number": 1, "double": 2}, {"number": 3, "double": 6}]
+    assert result["left_out"] == [{"measurement": "four", "reason": "no room"}]
+    assert [entry["measurement"] for entry in result["failed"]] == ["two"]
+    assert "broken" in result["failed"][0]["error"] and "in fail" in result["failed"][0]["traceback"]
+    assert set(result["seconds"]) == {"one", "three"}
+
+
+def test_a_part_that_cannot_go_on_keeps_what_it_has():
+    record = BenchRecord({}, None)
+    record.begin({})
+
+    def measurements():
+        yield Measurement("one", lambda: [Number(1)])
+        raise RuntimeError("no memory left")
+
+    assert [label for label, _ in record.run("p", measurements(), Budget(1))] == ["one"]
+    assert [(entry["measurement"], entry["error"]) for entry in record.failed] == [
+        ("p", "RuntimeError('no memory left')")
+    ]
+
+
+def test_nothing_begins_after_the_minutes():
+    record, budget = BenchRecord({}, None), Budget(1e-9)
+    record.begin({})
+    assert list(record.run("p", [Measurement("late", lambda: [Number(1)])], budget)) == []
+    assert record.left_out == [{"measurement": "late", "reason": "1e-09 minutes were over"}]
+    with pytest.raises(ValueError, match="above 0"):
+        Budget(0)
+
+
+def test_tables_have_a_line_per_figure_except_in_smoke_runs(capsys):
+    figures = [
+        kernel_bench.Timing("o", 16, 1, None, 8e-6, 6e-6),
+        step_bench.StepTiming(1, 2048, 0, 4e-3, 5e-3, 3e-3),
+        step_bench.CostFigure(2048, (1, 2), (1.0, 2.0), (1, 1, 1)),
+        DecodeTiming("x", 1, 2048, 100.0, 300.0),
+        gpu_checks.Check("c", 2, 1, False, 1e-3, "close"),
+    ]
+    for options, num_lines in (([], 3), (["--smoke"], 0)):
+        arguments, record = gpu_bench.read_arguments(options), BenchRecord({}, None)
+        record.begin({})
+        for figure in figures:
+            tables = [("p", iter([Measurement("m", lambda figure=figure: [figure])]))]
+            bench = SimpleNamespace(tables=lambda part, tables=tables: tables, shape=SMOKE_SHAPE)
+            gpu_bench.run_part(arguments, bench, "p", record, Budget(1))
+            assert len(capsys.readouterr().out.splitlines()) == (num_lines + 1 if num_lines else 0)
+            assert len(figure.cells()) == len(figure.HEADER)
+
+
+def test_a_run_says_what_it_left_out_and_what_failed(capsys):
+    record = BenchRecord({}, None)
+    record.begin({})
+    record.leave_out("a", "no time")
+    record.fail("b", RuntimeError("broken"))
+    gpu_bench.show_rest(gpu_bench.read_arguments([]), record)
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[:2] == ["a left out: no time", "b failed: RuntimeError('broken')"]
+
+
+def test_a_run_with_a_failure_or_a_broken_check_ends_with_1(capsys, monkeypatch):
+    options = ["--device", "cpu", "--smoke", "--parts", "products"]
+    for name, status in (("good", 0), ("broken check", 1), ("failure", 1)):
+
+        def tables(self, part, name=name):
+            check = gpu_checks.Check("c", 2, 1 if name == "broken check" else 2, True, None, "")
+            work = (lambda: 1 / 0) if name == "failure" else (lambda: [check])
+            yield "checks", iter([Measurement("m", work)])
+
+        monkeypatch.setattr(gpu_bench.ShapeBench, "tables", tables)
+        assert gpu_bench.main(options) == status, name
+        capsys.readouterr()
+
+
+def test_without_a_model_the_kernels_are_measured_all_the_same(capsys, monkeypatch):
+    def refuse(*arguments, **settings):
+        raise ValueError("no back end")
+
+    monkeypatch.setattr(bench_model, "BenchModel", refuse)
+    assert gpu_bench.main(["--device", "cpu", "--smoke", "--parts", "steps,checks,products"]) == 1
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert list(result["parts"]) == ["products"] and len(result["parts"]["products"]) == 10
+    assert [entry["measurement"] for entry in result["left_out"]] == ["checks", "steps"]
+    assert [entry["error"] for entry in result["failed"]] == ["ValueError('no back end')"]
+
+
+def test_a_replay_without_steps_measures_its_costs_and_one_without_files_is_left_out():
+    def tables(*options):
+        bench = gpu_bench.ShapeBench(gpu_bench.read_arguments(["--parts", "replay", *options]), SMOKE_SHAPE)
+        bench.__dict__["step_bench"] = SimpleNamespace(cost_measurements=lambda: iter(()), costs=[])
+        return dict(bench.tables("replay"))
+
+    assert list(tables("--smoke")) == list(tables("--replay", "file")) == ["costs", "replay"]
+    (measurement,) = tables()["replay"]
+    assert measurement.obstacle == "no --replay FILE was given"
+
+
+def test_checks_in_16_bits_may_differ():
+    assert gpu_checks.Check("c", 2, 1, False, None, "").holds
+
+
+@pytest.mark.parametrize("name", ["traverse", "race"])
+def test_a_broken_kernel_is_noticed(small, monkeypatch, name):
+    def broken(*arguments):
+        result = getattr(kernel_bench, name)(*arguments)
+        return result + 1 if name == "race" else (torch.zeros_like(result[0]), *result[1:])
+
+    checks = gpu_checks.ChecksBench(small, gpu_checks.SMOKE)
+    (sound,) = checks.kernels(name)
+    monkeypatch.setattr(gpu_checks, name, broken)
+    (check,) = checks.kernels(name)
+    assert sound.holds and not check.holds
+
+
+def test_other_logits_and_other_tokens_are_noticed(small, monkeypatch):
+    checks = gpu_checks.ChecksBench(small, gpu_checks.SMOKE)
+    captured = checks._captured
+    monkeypatch.setattr(checks, "_captured", lambda tokens: [part.flip(1) for part in captured(tokens)])
+    (check,) = checks.logits()
+    assert not check.holds and "margin where they differ" in check.quantiles
+    assert gpu_checks.common_prefix([1, 2, 3], [1, 2, 4]) == 2 and gpu_checks.common_prefix([1], [1]) == 1
+
+
+def test_laws_of_the_checks_lean_towards_the_drafts():
+    batch, laws = gpu_checks.leaning_step(gpu_checks.SMOKE, 0)
+    np.testing.assert_allclose(laws.sum(dim=1), 1, rtol=1e-5)
+    children = batch.token_ids[[1, 2]].astype(np.int64)
+    assert laws[0, children].sum() > 0.8
+
+
+def test_table_shows_percent_of_the_floor():
+    timing = kernel_bench.Timing("o", 16, 1, None, 8e-6, 6e-6, reference=16e-6, difference=3e-3)
+    expected = ("o", 16, 1, None, 8.0, 6.0, 75.0, 16.0, 2.0, "3.0e-03")
+    assert timing.cells() == pytest.approx(expected) and len(timing.HEADER) == len(expected)
+
+
+def test_floor_is_the_longer_of_moving_and_computing():
+    machine = kernel_bench.Machine(bytes_per_second=1e12, flops_per_second=1e15)
+    assert machine.floor(nbytes=2e9, flops=1e12) == pytest.approx(2e-3)
+    assert machine.floor(nbytes=2e9, flops=4e12) == pytest.approx(4e-3)
+
+
+def test_tree_of_the_attention_part_is_a_heap():
+    parents = kernel_bench.heap_parents(70)
+    words = kernel_bench.ancestor_words(parents).view(np.uint64)
+    seen = {node for node in range(70) if int(words[69, node // 64]) >> (node % 64) & 1}
+    assert seen == {69, 34, 16, 7, 3, 1, 0}
+    assert kernel_bench.depths_of(parents)[69] == 6
+
+
+def test_timer_runs_the_work_as_often_as_asked():
+    calls = []
+    assert DeviceTimer(CPU, repeats=3).seconds(lambda: calls.append(1)) > 0
+    assert len(calls) == 4  # one to warm up
+    with pytest.raises(ValueError, match="at least 1"):
+        DeviceTimer(CPU, repeats=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "cpu"], "need a GPU"),
+        (["--device", "cuda"], "no GPU is visible"),
+        (["--smoke", "--device", "cpu", "--replay", __file__], "made-up"),
+        (["--replay", __file__], "need a tokenizer"),
+        (["--replay", __file__, "--tokenizer", "/nowhere.json"], "must be a file"),
+        (["--replay-tokens", "0"], "at least 1"),
+        (["--smoke", "--device", "cpu", "--minutes", "0"], "above 0"),
+    ],
+)
+def test_refuses_what_would_give_no_figures(options, message, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_bench.main(options) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize("options", [["--shapes", "gpt-5"], ["--parts", "products,hope"]])
+def test_unknown_names_are_refused(options):
+    with pytest.raises(SystemExit):
+        gpu_bench.read_arguments(options)

@@ -1,0 +1,193 @@
+"""Replaying recordings, and training lookup files: what is counted is what happened."""
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from stand.trees import BlendedLookup, LookupFileError, TreeShape, vocabulary_fingerprint
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+WORDS = [f"w{number}" for number in range(50)]
+
+
+@pytest.fixture(scope="module")
+def modules():
+    sys.path.insert(0, str(SCRIPTS))
+    import measuring.replay_drafters as replay_drafters
+    import replay
+    import workloads.recordings as recordings
+
+    yield recordings, replay, replay_drafters
+    sys.path.remove(str(SCRIPTS))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A tokenizer and recordings: two problems, three samples each that repeat the same walk with slips."""
+    folder = tmp_path_factory.mktemp("replay")
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    rng = np.random.default_rng(0)
+    with gzip.open(folder / "walks.jsonl.gz", "wt") as file:
+        for problem in range(2):
+            walk = rng.integers(0, 50, 120)
+            for sample in range(3):
+                tokens = np.where(rng.random(120) < 0.05, rng.integers(0, 50, 120), walk)
+                record = {"problem_id": f"p{problem}", "sample_id": sample, "problem": "w1 w2 w3"}
+                file.write(json.dumps(record | {"text": " ".join(WORDS[token] for token in tokens)}) + "\n")
+            file.write(json.dumps({"problem_id": f"p{problem}", "text": "w1 w2"}) + "\n")  # too short
+    return folder
+
+
+def run(name, *arguments):
+    return subprocess.run([sys.executable, SCRIPTS / name, *arguments], capture_output=True, text=True, timeout=300)
+
+
+class Oracle:
+    """Guesses the next `ahead` tokens of what it was told."""
+
+    nbytes = None
+
+    def __init__(self, stream, ahead):
+        self.stream, self.ahead, self.verbs = stream, ahead, []
+
+    def forget(self):
+        self.verbs.append("forget")
+
+    def start(self, problem, prompt):
+        self.verbs.append("start")
+
+    def draft(self, history, budget):
+        tokens = self.stream[len(history) : len(history) + min(budget, self.ahead)]
+        return tokens, np.arange(-1, len(tokens) - 1, dtype=np.int32), np.ones(len(tokens), np.float32)
+
+    def guess(self, draft):
+        return draft
+
+    def learn(self, history, num_new):
+        self.verbs.append((len(history), num_new))
+
+    def finish(self):
+        self.verbs.append("finish")
+
+
+@pytest.mark.parametrize(("ahead", "budget", "tau"), [(0, 8, 1.0), (3, 8, 4.0), (9, 4, 5.0)])
+def test_tau_is_accepted_tokens_plus_one(modules, ahead, budget, tau):
+    recordings, replay, _ = modules
+    prompt, tokens = np.arange(5, dtype=np.int32), np.arange(101, dtype=np.int32)
+    drafter = Oracle(np.concatenate([prompt, tokens]), ahead)
+    tally = replay.replay(drafter, [recordings.Recording(0, 0, prompt, tokens)], budget=budget, setting="same")
+    figures = replay.summarise(tally, drafter, None)
+    assert figures["tau"] == tau and figures["num_tokens"] == 100
+    assert (
+        figures["accepted_by_depth"] == [1.0] * int(tau - 2) + [figures["accepted_by_depth"][-1]] if tau > 1 else True
+    )
+    learned = [verb for verb in drafter.verbs if isinstance(verb, tuple)]
+    assert learned[0] == (6, 6) and sum(new for _, new in learned) == 106 and learned[-1][0] == 106
+    assert drafter.verbs[-1] == "finish"
+
+
+def test_a_wrong_guess_is_not_accepted(modules):
+    _, replay, _ = modules
+    tokens, parents = np.array([7, 4, 8, 9], np.int32), np.array([-1, -1, 1, 0], np.int32)
+    assert replay.walk((tokens, parents, None), np.array([4, 8, 9], np.int32)) == [1, 2]
+    assert replay.walk((tokens, parents, None), np.array([8, 4], np.int32)) == []
+    assert replay.walk((tokens, parents, None), np.array([7], np.int32)) == [0]
+
+
+@pytest.mark.parametrize(("setting", "forgets"), [("alone", 1 + 4), ("same", 1 + 1), ("all", 1)])
+def test_settings_forget_when_they_say(modules, setting, forgets):
+    recordings, replay, _ = modules
+    tokens = np.arange(70, dtype=np.int32)
+    drafter = Oracle(tokens, 3)
+    samples = [recordings.Recording(problem, sample, tokens[:0], tokens) for problem in (0, 1) for sample in (0, 1)]
+    replay.replay(drafter, samples, budget=4, setting=setting)
+    assert drafter.verbs.count("forget") == forgets
+
+
+def test_selection(modules, files):
+    recordings, _, _ = modules
+    tokenizer = Tokenizer.from_file(str(files / "tokenizer.json"))
+    path = files / "walks.jsonl.gz"
+    everything = recordings.read_recordings(path, tokenizer, recordings.Selection())
+    assert [(one.problem, one.sample) for one in everything] == [(p, s) for p in (0, 1) for s in (0, 1, 2)]
+    assert everything[0].prompt.tolist() == [1, 2, 3] and len(everything[0].tokens) == 120
+    few = recordings.read_recordings(path, tokenizer, recordings.Selection(every=2, samples=2, max_tokens=64))
+    assert [len(one.tokens) for one in few] == [64, 64]
+    with pytest.raises(ValueError, match="problem_id"):
+        (files / "bad.jsonl").write_text('{"text": "w1"}\n')
+        recordings.read_recordings(files / "bad.jsonl", tokenizer, recordings.Selection())
+
+
+def test_shallow_shapes_hang_together(modules):
+    _, _, replay_drafters = modules
+    for budget in (1, 8, 78, 79, 80, 500):
+        shape = replay_drafters.shallow_first(TreeShape.paper(), budget)
+        shape.check()
+        assert shape.num_nodes == min(budget + 1, 80)
+    assert replay_drafters.shallow_first(TreeShape.paper(), 80) == TreeShape.paper()
+
+
+def test_lookup_learns_from_sample_to_sample(files):
+    done = run(
+        "replay.py", files / "walks.jsonl.gz", "--tokenizer", files / "tokenizer.json", "--budget", "4", "16",
+        "--setting", "alone", "same", "all", "--plot", files / "tau.png",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert len(results) == 2 * 2 * 3 and (files / "tau.png").stat().st_size > 1000
+    by = {(one["drafter"], one["budget"], one["setting"]): one for one in results}
+    for drafter in ("lookup", "stand"):
+        assert by[drafter, 16, "same"]["tau"] > 1.5 * by[drafter, 16, "alone"]["tau"]
+    one = by["lookup", 16, "same"]
+    assert one["tau"] > 2 and one["tau_by_sample"][-1] > 4 and one["tau"] >= by["lookup", 4, "same"]["tau"]
+    assert one["tau_by_sample"][0] < one["tau_by_sample"][2] and one["num_tokens"] == 6 * 119
+    assert one["mean_nodes"] <= 16 and 0 < one["coverage"] <= 1 and one["bytes_per_token"] > 0
+    assert one["calibration"] and by["stand", 16, "same"]["calibration"] is None
+
+
+def test_trained_files_help_and_are_bound_to_their_vocabulary(files, tmp_path):
+    warm = tmp_path / "warm.blend"
+    trained = run(
+        "train_lookup.py", files / "walks.jsonl.gz", "--tokenizer", files / "tokenizer.json", "--output", warm
+    )
+    assert trained.returncode == 0, trained.stderr
+    figures = json.loads(trained.stdout.splitlines()[-1])
+    assert figures["num_tokens"] == 6 * 123 + 2 * 2 and figures["file_bytes"] == warm.stat().st_size
+    lookup = BlendedLookup.load(warm)
+    assert len(lookup) == figures["num_contexts"] > 500
+    taus = []
+    for extra in ([], ["--lookup", warm]):
+        done = run(
+            "replay.py", files / "walks.jsonl.gz", "--tokenizer", files / "tokenizer.json", "--drafter", "lookup",
+            "--budget", "16", "--setting", "alone", *extra,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        taus.append(json.loads(done.stdout.splitlines()[-1])["results"][0]["tau"])
+    assert taus[1] > 2 * taus[0]
+    with pytest.raises(LookupFileError, match="vocabulary"):
+        BlendedLookup.load(warm, fingerprint=vocabulary_fingerprint({"another": 0}))
+
+
+def test_plain_texts_train_too(files, tmp_path):
+    (tmp_path / "text.txt").write_text(" ".join(WORDS))
+    output = tmp_path / "text.blend"
+    done = run("train_lookup.py", tmp_path / "text.txt", "--tokenizer", files / "tokenizer.json", "--output", output)
+    assert done.returncode == 0 and json.loads(done.stdout.splitlines()[-1])["num_tokens"] == 50
+    assert BlendedLookup.load(output).predict([7, 8], limit=1)[0].tolist() == [9]
+
+
+def test_bad_options_are_refused(files):
+    common = ["replay.py", files / "walks.jsonl.gz", "--tokenizer", files / "tokenizer.json"]
+    for extra in (["--budget", "0"], ["--lookup", "x", "--max-bytes", "5"], ["--drafter", "oracle"]):
+        done = run(*common, *extra)
+        assert done.returncode == 2 and "must be" in done.stderr or "must not" in done.stderr or "choose" in done.stderr

@@ -1,0 +1,212 @@
+"""The throughput script in small: arms, tables, JSON line, problem sets, lookup files, refusals."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+import throughput  # noqa: E402
+from measuring.text_table import format_table  # noqa: E402
+from measuring.trajectories import ARMS, chunk_sizes, derived_seed  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
+from workloads.problem_sets import generated_tasks, read_tasks  # noqa: E402
+
+
+def run(capsys, *options: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of one run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["throughput.py", *options])
+        status = throughput.main()
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def problem_file(folder: Path, *records: object) -> str:
+    path = folder / "problems.jsonl"
+    path.write_text("\n".join(json.dumps(record) for record in records) + "\n", encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory) -> dict:
+    """The JSON line of one small run that also writes its lookup tree."""
+    path = tmp_path_factory.mktemp("lookup") / "lookup.msgpack"
+    options = ["--num-problems", "2", "--trajectories", "1,3", "--rows", "2", "--max-new-tokens", "48"]
+    arguments = throughput.read_arguments([*options, "--save-lookup", str(path)])
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("builtins.print", lambda *values, **_: lines.append(" ".join(map(str, values))))
+        throughput.run(arguments)
+    assert path.exists()
+    return json.loads(lines[-1])
+
+
+def test_document_has_every_problem_and_arm(document):
+    assert [(item["name"], item["trajectories"]) for item in document["problems"]] == [
+        ("0 remainder", 1),
+        ("1 power", 1),
+        ("0 remainder", 3),
+        ("1 power", 3),
+    ]
+    for item in document["problems"]:
+        assert list(item["arms"]) == list(ARMS)
+        assert len(item["arms"]["drafted"]["answers"]) == item["trajectories"]
+        assert item["arms"]["plain"]["mean_acceptance_length"] == 1.0
+
+
+def test_totals_are_sums(document):
+    for total in document["totals"]:
+        parts = [item for item in document["problems"] if item["trajectories"] == total["trajectories"]]
+        for arm in ARMS:
+            for name in ("num_tokens", "num_steps", "wall_seconds"):
+                assert total["arms"][arm][name] == pytest.approx(sum(item["arms"][arm][name] for item in parts))
+        rates = {arm: total["arms"][arm]["tokens_per_second"] for arm in ARMS}
+        assert total["speedup_over_plain"] == pytest.approx(rates["drafted"] / rates["plain"])
+        ratios = sorted(item["speedup_over_plain"] for item in parts)
+        assert total["median_speedup_over_plain"] == pytest.approx(sum(ratios) / 2)  # of two problems
+        drafted = total["arms"]["drafted"]
+        assert sum(drafted["accepted_by_depth"]) == drafted["num_accepted_draft_tokens"]
+
+
+def test_document_has_settings_and_versions(document):
+    assert {"stand", "torch", "transformers", "numpy", "python"} <= set(document["versions"])
+    assert document["settings"]["seed"] == 0
+    assert document["settings"]["trajectories"] == [1, 3]
+    assert document["settings"]["dtype"] == "float32"
+
+
+def test_drafts_are_accepted(document):
+    assert document["totals"][-1]["arms"]["drafted"]["mean_acceptance_length"] > 1.2
+
+
+def test_saved_lookup_helps_from_the_start(capsys, tmp_path):
+    path = tmp_path / "lookup.msgpack"
+    small = ("--num-problems", "1", "--max-new-tokens", "64", "--rows", "1")
+    cold = run(capsys, *small, "--trajectories", "4", "--save-lookup", str(path))
+    first = run(capsys, *small, "--trajectories", "1")
+    warm = run(capsys, *small, "--trajectories", "1", "--lookup", str(path))
+    assert [cold[0], first[0], warm[0]] == [0, 0, 0]
+    lengths = [
+        json.loads(out.splitlines()[-1])["totals"][0]["arms"]["drafted"]["mean_acceptance_length"]
+        for _, out, _ in (first, warm)
+    ]
+    assert lengths[1] > lengths[0]
+
+
+def test_own_problem_file_and_lookup_per_problem(capsys, tmp_path):
+    records = [{"problem": "Find gcd(12, 18).", "answer": "6"}, {"problem": "Find gcd(9, 6).", "answer": 3}]
+    status, out, err = run(
+        capsys,
+        *("--problems", problem_file(tmp_path, *records), "--trajectories", "1", "--max-new-tokens", "24"),
+        *("--lookup-scope", "problem", "--verifier", "block", "--shape", "chain:3", "--temperature", "0"),
+    )
+    assert status == 0, err
+    assert "drafted tok/s" in out and "problem 2 of 2" in err
+    assert json.loads(out.splitlines()[-1])["settings"]["shape"] == "parents:-1,0,1,2"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--problems", "missing.jsonl"], "missing.jsonl"),
+        (["--verifier", "hope"], "verifier must be one of"),
+        (["--lookup", "missing.lookup"], "missing.lookup"),
+        (["--save-lookup", "no/such/folder/file"], "existing folder"),
+        (["--max-new-tokens", "100000"], "context of 2048"),
+        (["--top-p", "0"], "top_p must be in"),
+    ],
+)
+def test_bad_input_is_one_error(capsys, options, message):
+    status, out, err = run(capsys, "--num-problems", "1", "--trajectories", "1", *options)
+    assert status == 2
+    assert message in err
+    assert "Traceback" not in err and out == ""
+
+
+def test_missing_model_is_one_error(capsys, tmp_path):
+    path = problem_file(tmp_path, {"problem": "1 + 1?", "answer": 2})
+    status, out, err = run(capsys, "--model", "no/such/model-folder", "--problems", path)
+    assert (status, out) == (2, "")
+    assert "no/such/model-folder" in err
+
+
+@pytest.mark.parametrize("text", ["0", "1,,2", "x", "-1", ""])
+def test_bad_trajectories_are_refused(text):
+    with pytest.raises(SystemExit):
+        throughput.read_arguments([f"--trajectories={text}"])
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"problem": "1 + 1?"}, "must have fields problem and answer"),
+        ({"problem": "x?", "answer": "p - q"}, "must be an integer"),
+        (["1 + 1?", 2], "must be an object"),
+    ],
+)
+def test_bad_records_are_refused(tmp_path, record, message):
+    with pytest.raises(ValueError, match=message):
+        read_tasks(problem_file(tmp_path, record))
+
+
+def test_broken_and_empty_files_are_refused(tmp_path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"problem": \n', encoding="utf-8")
+    with pytest.raises(ValueError, match="in line 1"):
+        read_tasks(str(broken))
+    with pytest.raises(ValueError, match="at least one problem"):
+        read_tasks(problem_file(tmp_path))
+
+
+def test_field_names_and_number_forms(tmp_path):
+    path = problem_file(tmp_path, {"ID": "a", "Problem": "p", "Answer": "1,024"}, {"problem": "q", "answer": 7})
+    tasks = read_tasks(path)
+    assert [(task.name, task.answer) for task in tasks] == [("a", 1024), ("1", 7)]
+    assert len(read_tasks(path, count=1)) == 1
+
+
+def test_bundled_prompt_ends_where_reasoning_begins():
+    tokenizer = AutoTokenizer.from_pretrained(throughput.REASONER)
+    task = generated_tasks(1, seed=0)[0]
+    text = tokenizer.decode(throughput.prompt_ids(tokenizer, task, ""))
+    assert text == f"<|problem|>{task.statement}<|think|>"
+
+
+def test_chunks_and_seeds():
+    assert chunk_sizes(7, 3) == [3, 3, 1]
+    assert chunk_sizes(2, 5) == [2]
+    seeds = {derived_seed(seed, problem, chunk) for seed in range(3) for problem in range(3) for chunk in range(3)}
+    assert len(seeds) == 27 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_table_is_aligned():
+    lines = format_table(("name", "x"), [("a", 1.234), ("longer", None)]).splitlines()
+    assert lines == ["name       x", "------  ----", "a       1.23", "longer     -"]
+
+
+def test_runs_with_saved_costs_repeat(capsys, tmp_path):
+    options = [
+        "--num-problems",
+        "1",
+        "--trajectories",
+        "2",
+        "--max-new-tokens",
+        "32",
+        "--costs",
+        str(tmp_path / "costs"),
+    ]
+    documents = []
+    for _ in range(2):
+        status, out, _ = run(capsys, *options)
+        assert status == 0
+        documents.append(json.loads(out.strip().splitlines()[-1]))
+    first, second = (document["problems"][0]["arms"]["drafted"] for document in documents)
+    assert documents[0]["step_costs"] == documents[1]["step_costs"] and len(documents[0]["step_costs"]) == 1
+    for name in ("num_draft_tokens", "num_tokens", "answers"):
+        assert first[name] == second[name]
+    fixed = json.loads(run(capsys, *options, "--budget", "3")[1].strip().splitlines()[-1])
+    assert fixed["step_costs"] is None
+    (tmp_path / "costs").write_text("{}")
+    assert "measure it again" in run(capsys, *options)[2]

@@ -1,0 +1,223 @@
+"""Saved lookup trees: what is written is read, and nothing else is."""
+
+import hashlib
+import os
+import struct
+
+import msgpack
+import numpy as np
+import pytest
+
+from stand.trees import LookupFileError, LookupTree, TreeShape, vocabulary_fingerprint
+from stand.trees.longest_match.file import CHECKSUM_BYTES, FORMAT_VERSION, MAGIC, PREFIX
+
+FINGERPRINT = vocabulary_fingerprint({"a": 0, "b": 1})
+
+
+def taught(num_tokens=60, **parameters):
+    rng = np.random.default_rng(0)
+    lookup = LookupTree(**({"orders": (1, 3), "row_size": 4, "fingerprint": FINGERPRINT} | parameters))
+    tokens = rng.integers(0, 9, num_tokens)
+    row_ids = np.array([rng.permutation(9)[:5] for _ in tokens], np.int32)
+    lookup.learn([], tokens, (row_ids, rng.dirichlet(np.ones(5), num_tokens).astype(np.float32)))
+    return lookup
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "run.lookup"
+    taught().save(path)
+    return path
+
+
+def drafts(lookup):
+    histories = [np.array([3, token], np.int32) for token in range(9)]
+    return lookup.draft(histories, TreeShape.paper(), seed=1, rows=np.arange(9), steps=np.arange(9))
+
+
+@pytest.mark.parametrize("lookup", [taught(), LookupTree(), taught(min_rate=0.0, orders=(2,), row_size=10)])
+def test_round_trip(tmp_path, lookup):
+    path = tmp_path / "run.lookup"
+    lookup.save(path)
+    again = LookupTree.load(path)
+    for name in ("orders", "row_size", "min_rate", "fingerprint"):
+        assert getattr(again, name) == getattr(lookup, name)
+    assert len(again) == len(lookup)
+    first, second = drafts(lookup), drafts(again)
+    assert np.array_equal(first.token_ids, second.token_ids) and np.array_equal(first.law, second.law)
+    again.save(tmp_path / "again.lookup")
+    assert (tmp_path / "again.lookup").read_bytes() == path.read_bytes()
+
+
+def test_a_loaded_lookup_learns_on(saved):
+    lookup, again = taught(), LookupTree.load(saved)
+    for one in (lookup, again):
+        one.learn([1], [2, 3, 4, 5, 6])
+    assert len(lookup) == len(again)
+    assert np.array_equal(drafts(lookup).token_ids, drafts(again).token_ids)
+
+
+def test_fingerprint_must_match_where_asked_for(saved):
+    assert len(LookupTree.load(saved, fingerprint=FINGERPRINT)) == len(taught())
+    other = vocabulary_fingerprint({"a": 1, "b": 0})
+    with pytest.raises(LookupFileError, match=f"vocabulary.*{other.hex()}.*{FINGERPRINT.hex()}"):
+        LookupTree.load(saved, fingerprint=other)
+
+
+def test_fingerprints_tell_vocabularies_apart():
+    base = {"a": 0, "b": 1, "\ud800": 2}
+    assert len(FINGERPRINT) == 16
+    assert vocabulary_fingerprint(base) == vocabulary_fingerprint(dict(reversed(base.items())))
+    others = [{"a": 0, "b": 1}, base | {"c": 3}, base | {"a": 1, "b": 0}, {"a0": 0, "b": 1}, {"a": 0, "b1": 1}]
+    assert len({vocabulary_fingerprint(vocabulary) for vocabulary in [base, *others]}) == 6
+    with pytest.raises(ValueError, match="token_to_id"):
+        vocabulary_fingerprint({})
+
+
+def test_any_truncation_is_refused(saved):
+    data = saved.read_bytes()
+    for length in [*range(0, 120), *range(120, len(data), 97), len(data) - 1]:
+        saved.write_bytes(data[:length])
+        with pytest.raises(LookupFileError):
+            LookupTree.load(saved)
+    saved.write_bytes(data + b"\0")
+    with pytest.raises(LookupFileError, match="bytes"):
+        LookupTree.load(saved)
+
+
+def test_any_flipped_bit_is_refused(saved):
+    data = saved.read_bytes()
+    rng = np.random.default_rng(1)
+    positions = [*range(8 * 120), *rng.integers(0, 8 * len(data), 1500).tolist()]
+    for bit in positions:
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        saved.write_bytes(damaged)
+        with pytest.raises(LookupFileError):
+            LookupTree.load(saved)
+
+
+def test_random_bytes_are_refused(tmp_path):
+    rng = np.random.default_rng(2)
+    path = tmp_path / "noise.lookup"
+    for size in range(0, 300, 7):
+        for start in (b"", MAGIC, PREFIX.pack(MAGIC, FORMAT_VERSION, 40)):
+            path.write_bytes(start + rng.bytes(size))
+            with pytest.raises(LookupFileError):
+                LookupTree.load(path)
+
+
+@pytest.mark.parametrize(
+    ("magic", "version", "message"), [(b"PK\3\4abcd", 1, "start with"), (MAGIC, 2, "version 1, got 2")]
+)
+def test_other_files_and_newer_versions_are_named(saved, magic, version, message):
+    _, _, header_size = PREFIX.unpack(saved.read_bytes()[: PREFIX.size])
+    saved.write_bytes(PREFIX.pack(magic, version, header_size) + saved.read_bytes()[PREFIX.size :])
+    with pytest.raises(LookupFileError, match=message):
+        LookupTree.load(saved)
+
+
+def forged(path, changes=None, tables=b""):
+    """A file with a right checksum, whatever it holds."""
+    header = {"orders": [1], "row_size": 2, "min_rate": 0.1, "fingerprint": b"", "num_contexts": [0]}
+    packed = msgpack.packb(header | (changes or {}))
+    body = PREFIX.pack(MAGIC, FORMAT_VERSION, len(packed)) + packed + tables
+    path.write_bytes(body + hashlib.blake2b(body, digest_size=CHECKSUM_BYTES).digest())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"orders": [0]},
+        {"orders": [17]},
+        {"orders": []},
+        {"orders": [2, 1], "num_contexts": [0, 0]},
+        {"orders": [True]},
+        {"orders": "1"},
+        {"row_size": 0},
+        {"row_size": 10**6},
+        {"row_size": 2.0},
+        {"min_rate": 7.0},
+        {"min_rate": float("nan")},
+        {"min_rate": "0.1"},
+        {"fingerprint": "text"},
+        {"num_contexts": [-1]},
+        {"num_contexts": [2**40]},
+        {"num_contexts": [2**31]},
+        {"num_contexts": [1, 1]},
+        {"surplus": 1},
+    ],
+)
+def test_hostile_headers_are_refused_without_allocating(tmp_path, changes):
+    path = tmp_path / "forged.lookup"
+    forged(path)
+    assert len(LookupTree.load(path)) == 0
+    forged(path, changes)
+    with pytest.raises(LookupFileError):
+        LookupTree.load(path)
+
+
+def table(keys, counts, ids, probs):
+    return struct.pack(f"<{len(keys)}i{len(counts)}I{len(ids)}i{len(probs)}f", *keys, *counts, *ids, *probs)
+
+
+SOUND = {"keys": [5, 6], "counts": [1, 2], "ids": [3, 4, 3, -1], "probs": [0.5, 0.5, 1.0, 0.0]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"keys": [5, 5]},
+        {"keys": [5, -6]},
+        {"counts": [1, 0]},
+        {"ids": [3, 3, 3, -1]},
+        {"ids": [-1, 4, 3, -1]},
+        {"ids": [3, -2, 3, -1]},
+        {"probs": [0.4, 0.5, 1.0, 0.0]},
+        {"probs": [0.5, 0.5, 1.0, 0.5]},
+        {"probs": [0.5, -0.5, 1.0, 0.0]},
+        {"probs": [0.5, 0.0, 1.0, 0.0]},
+        {"probs": [float("nan"), 0.5, 1.0, 0.0]},
+        {"probs": [float("inf"), 0.5, 1.0, 0.0]},
+    ],
+)
+def test_hostile_contexts_are_refused(tmp_path, change):
+    path = tmp_path / "forged.lookup"
+    forged(path, {"num_contexts": [2]}, table(**SOUND))
+    assert len(LookupTree.load(path)) == 2
+    forged(path, {"num_contexts": [2]}, table(**(SOUND | change)))
+    with pytest.raises(LookupFileError, match="sound contexts"):
+        LookupTree.load(path)
+
+
+def test_deeply_nested_headers_are_refused(tmp_path):
+    path = tmp_path / "nested.lookup"
+    path.write_bytes(PREFIX.pack(MAGIC, FORMAT_VERSION, 4000) + b"\x91" * 4000 + bytes(CHECKSUM_BYTES))
+    with pytest.raises(LookupFileError, match="header"):
+        LookupTree.load(path)
+
+
+def test_a_failed_save_leaves_the_old_file_and_nothing_else(saved, monkeypatch):
+    before = saved.read_bytes()
+
+    def fail(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        taught(num_tokens=200).save(saved)
+    assert saved.read_bytes() == before
+    assert os.listdir(saved.parent) == [saved.name]
+
+
+def test_a_missing_file_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        LookupTree.load(tmp_path / "missing.lookup")
+    with pytest.raises(FileNotFoundError):
+        taught().save(tmp_path / "missing" / "run.lookup")
+
+
+def test_an_overlong_fingerprint_is_refused_before_writing(tmp_path):
+    with pytest.raises(ValueError, match="fingerprint"):
+        LookupTree(fingerprint=bytes(65)).save(tmp_path / "run.lookup")
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,148 @@
+"""The compiled host path of traversal equals the array code, node by node and token by token."""
+
+import numpy as np
+import pytest
+import torch
+from drafted_cases import case
+
+from stand.verifiers import TargetRows, draw_compiled, get_verifier, operands
+from stand.verifiers.draw import draw_residuals
+from stand.verifiers.rules import traversal_compiled
+
+
+@pytest.mark.parametrize("kind", ["sampled", "mixed", "deterministic"])
+@pytest.mark.parametrize("seed", range(8))
+def test_thresholds_and_verdicts_equal_the_array_code(seed, kind, monkeypatch):
+    batch, target, noise = case(seed, kind)
+    rule = get_verifier("traversal")
+    compiled, kept = rule.thresholds(batch, target), rule.verify(batch, target, noise)
+    assert operands.HOST.type == "cpu"
+    monkeypatch.setattr(TargetRows, "on_host", lambda self: None)
+    arrays, expected = rule.thresholds(batch, target), rule.verify(batch, target, noise)
+    for left, right in zip(compiled, arrays, strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-9, atol=1e-12)
+    assert compiled[0].max() <= 1 and arrays[0].max() <= 1
+    assert np.all(compiled[0][batch.offsets[:-1]] == 1) and np.all(arrays[0][batch.offsets[:-1]] == 1)  # not rounded
+    assert [path.tolist() for path in kept.accepted] == [path.tolist() for path in expected.accepted]
+    assert kept.next_tokens.tolist() == expected.next_tokens.tolist()
+
+
+def test_draws_over_a_grid_of_uniforms_equal_the_array_code():
+    batch, target, _ = case(3, "sampled", peaked=0.5)
+    _, mass, scale = get_verifier("traversal").thresholds(batch, target)
+    for uniform in np.linspace(0, 1, 200, endpoint=False):
+        nodes = np.arange(batch.num_nodes)
+        uniforms = np.full(len(nodes), uniform)
+        got = draw_compiled.draw_residuals(target.on_host(), nodes, batch.support_ids, mass, scale, uniforms)
+        expected = draw_residuals(
+            target.rows(nodes),
+            support_ids=batch.support_ids,
+            mass=torch.from_numpy(mass),
+            scale=torch.from_numpy(scale),
+            uniforms=uniforms,
+        )
+        assert got.tolist() == expected.tolist()
+
+
+def test_a_token_of_weight_zero_is_never_drawn():
+    probs = np.zeros((1, 6))
+    probs[0, [1, 4]] = 0.5
+    support, mass = np.array([[2, 1, -1]], dtype=np.int32), np.array([[0.0, 0.25, 0.0]])
+    for uniform in (0.0, 0.3333, 0.34, 1 - 2**-53):
+        arguments = (probs, np.array([0]), support, mass, np.ones(1), np.array([uniform]))
+        assert draw_compiled.draw_residuals(*arguments).tolist() == [1 if uniform < 1 / 3 else 4]
+
+
+@pytest.mark.parametrize("support", [[0, -1], [2, 0], [0, 2], [-1, 0], [-1, -1]])
+def test_any_support_equals_the_array_code(support):
+    """Token 0 among the candidates, padding before them, none at all; masses of zero, scales of zero."""
+    probs = np.array([[0.6, 0.3, 0.1], [0.0, 0.5, 0.5]])
+    count = 60
+    nodes, uniforms = np.arange(count) % 2, (np.arange(count) + 0.5) / count
+    for heavy, scale in ((0.0, 1.0), (0.5, 1.0), (0.5, 0.25), (0.5, 0.0)):
+        mass = np.array([[heavy if token >= 0 else 0.0 for token in support]] * 2)
+        supports = np.array([support] * 2, np.int32)
+        got = draw_compiled.draw_residuals(probs, nodes, supports, mass, np.full(2, scale), uniforms)
+        expected = draw_residuals(
+            torch.from_numpy(probs[nodes]),
+            support_ids=np.array([support] * count, np.int32),
+            mass=torch.from_numpy(mass[nodes]),
+            scale=torch.full((count,), scale, dtype=torch.float64),
+            uniforms=uniforms,
+        )
+        assert got.tolist() == expected.tolist(), (heavy, scale)
+
+
+def test_the_largest_uniform_stays_inside_the_weights():
+    """Sums in another order than the total's: what rounding carries past the end goes to the last positive weight."""
+    generator, count, size = np.random.default_rng(4), 3000, 40
+    probs = generator.random((count, size)) * generator.choice([1e-9, 1.0, 1e5], (count, 1))
+    probs[:, size // 2 :] = 0.0
+    support = np.tile(np.array([[0, size - 1]], dtype=np.int32), (count, 1))
+    mass = np.stack([generator.random(count), np.zeros(count)], axis=1)
+    largest = np.full(count, np.nextafter(1.0, 0.0))
+    tokens = draw_compiled.draw_residuals(probs, np.arange(count), support, mass, generator.random(count), largest)
+    assert np.all((tokens > 0) & (tokens < size // 2))
+    support = np.tile(np.array([[7, 3, 5, 1, 2]], dtype=np.int32), (count, 1))
+    mass = np.hstack([generator.random((count, 4)), np.zeros((count, 1))])
+    on_support = draw_compiled.draw_residuals(probs, np.arange(count), support, mass, np.zeros(count), largest)
+    assert set(on_support.tolist()) == {1}  # the last one that has weight
+
+
+def test_a_point_on_an_edge_belongs_to_the_token_after_it():
+    """The first token whose cumulated weight exceeds the point; weights and points are exact here."""
+    probs, support = np.array([[0.125, 0.5, 0.125, 0.25]]), np.array([[3, -1]], dtype=np.int32)
+    mass = np.array([[0.25, 0.0]])
+    for uniform, token in ((0.0, 3), (0.25, 0), (0.375, 1), (0.875, 2)):
+        arguments = (probs, np.array([0]), support, mass, np.ones(1), np.array([uniform]))
+        assert draw_compiled.draw_residuals(*arguments).tolist() == [token]
+
+
+def test_supports_do_not_reach_into_later_rows():
+    """Token 0 and others are candidates of the first node, not of the second."""
+    probs = np.array([[0.25, 0.25, 0.5], [0.5, 0.25, 0.25]])
+    support, mass = np.array([[0, 1], [-1, -1]], dtype=np.int32), np.array([[0.5, 0.5], [0.0, 0.0]])
+    nodes, uniforms = np.array([0, 1, 1, 1]), np.array([0.1, 0.1, 0.6, 0.9])
+    drawn = draw_compiled.draw_residuals(probs, nodes, support, mass, np.ones(2), uniforms)
+    assert drawn.tolist() == [0, 0, 1, 2]
+
+
+def test_nothing_negative_is_left_outside_a_support_that_holds_everything():
+    """Rounded laws may sum to more than 1: a child that is kept half of the time owes half of that sum."""
+    token_ids, parents, offsets = np.array([0, 0], np.int32), np.array([-1, 0], np.int32), np.array([0, 2], np.int32)
+    support = np.array([[0, 1, 2], [0, 1, 2]], dtype=np.int32)
+    law, probs = np.array([[0, 0, 0], [0.6, 0.2, 0.2]]), np.array([[0.3, 0.6, 0.1], [0.3, 0.6, 0.1000003]])
+    passing, _, _ = traversal_compiled.thresholds(token_ids, parents, offsets, support, law, probs)
+    assert passing[1] == pytest.approx(0.5 * 1.0000003, abs=1e-9)
+
+
+def test_rows_without_weight_are_refused_wherever_they_stand():
+    probs, support = np.array([[0.5, 0.5], [0.0, 0.0], [1.0, 0.0]]), np.full((3, 1), -1, dtype=np.int32)
+    arguments = (support, np.zeros((3, 1)), np.ones(3))
+    for nodes in ([1], [0, 1], [1, 2], [2, 1, 0]):
+        with pytest.raises(ValueError, match="positive sum, got none"):
+            draw_compiled.draw_residuals(probs, np.array(nodes), *arguments, np.full(len(nodes), 0.25))
+    assert draw_compiled.draw_residuals(probs, np.array([0, 2]), *arguments, np.full(2, 0.25)).tolist() == [0, 0]
+
+
+def test_what_the_law_cannot_have_drawn_inherits_nothing():
+    """Token outside the support, or with law 0; and a child that is sure to pass leaves its parent as it was."""
+    token_ids, parents = np.array([0, 1, 2], np.int32), np.array([-1, 0, 0], np.int32)
+    offsets, probs = np.array([0, 3], np.int32), np.array([[0.25, 0.5, 0.25]] * 3)
+    support = np.array([[0, 1, -1], [-1, -1, -1], [-1, -1, -1]], dtype=np.int32)
+    law = np.array([[0, 0, 0], [1, 0, 0], [0.5, 0.5, 0]], dtype=np.float64)
+    passing, _, _ = traversal_compiled.thresholds(token_ids, parents, offsets, support, law, probs)
+    assert passing.tolist() == [1.0, 0.0, 0.0]
+    law = np.array([[0, 0, 0], [0.25, 0.5, 0.25], [0, 0, 1]])
+    support[0] = [0, 1, 2]
+    passing, mass, scale = traversal_compiled.thresholds(token_ids, parents, offsets, support, law, probs)
+    assert passing.tolist() == [1.0, 1.0, 0.25]
+    assert mass[0].tolist() == pytest.approx([1 / 3, 2 / 3, 0]) and scale[0] == pytest.approx(4 / 3)
+
+
+def test_weights_that_underflowed_give_way_to_the_target():
+    probs = np.array([[0.0, 0.75, 0.25]])
+    support, mass = np.array([[1]], dtype=np.int32), np.zeros((1, 1))
+    for uniform, token in ((0.5, 1), (0.8, 2)):
+        arguments = (probs, np.array([0]), support, mass, np.zeros(1), np.array([uniform]))
+        assert draw_compiled.draw_residuals(*arguments).tolist() == [token]

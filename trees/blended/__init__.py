@@ -1,0 +1,1 @@
+"""The blended lookup: all context lengths vote with learned odds; drafts grow under a node budget."""

@@ -1,0 +1,167 @@
+// What follows some contexts, by all of them: their evidence, blended along the chain of odds.h.
+
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "store.h"
+#include "evidence.h"
+
+namespace stand {
+
+struct Candidate {
+    uint32_t token;
+    float probability;
+};
+
+// Likelier, or as likely with the lower id.
+inline bool is_better(const Candidate& left, const Candidate& right) {
+    return left.probability != right.probability ? left.probability > right.probability : left.token < right.token;
+}
+
+// What the empty context says to each scope. It is read once for all nodes of a draft, and only where some node comes
+// that far.
+class EmptyLaws {
+   public:
+    // The best first, up to half an octave: a full sort would take longer than to look at a few more.
+    struct Law {
+        uint8_t scope;
+        int32_t size;
+        Candidate candidates[MAX_ENTRIES];
+    };
+
+    void forget() { num_laws_ = 0; }
+
+    const Law& of(const ContextStore& store, const Clock& clock) {
+        for (size_t i = 0; i < num_laws_; ++i)
+            if (laws_[i].scope == clock.scope) return laws_[i];
+        if (num_laws_ == laws_.size()) laws_.emplace_back();
+        Law& law = laws_[num_laws_++];
+        law.scope = clock.scope;
+        read(store, clock, law);
+        return law;
+    }
+
+   private:
+    static constexpr int32_t NUM_BINS = 32;  // half octaves below 1
+    std::vector<Law> laws_;
+    size_t num_laws_ = 0;  // the others are kept for their memory
+
+    static void read(const ContextStore& store, const Clock& clock, Law& law) {
+        law.size = 0;
+        if (store.empty_context() == 0) return;
+        const Block* block = store.arena.at(store.empty_context());
+        if (block->size == 0) return;
+        uint16_t buckets[MAX_ENTRIES];
+        float probabilities[MAX_ENTRIES];
+        int32_t ends[NUM_BINS + 1] = {};
+        law.size = block->size;
+        float total = store.odds.escape[read_buckets(block, clock, buckets)];
+        for (int32_t i = 0; i < law.size; ++i) total += store.odds.entry[buckets[i]];
+        for (int32_t i = 0; i < law.size; ++i) {
+            probabilities[i] = store.odds.entry[buckets[i]] / total;
+            ++ends[bin_of(probabilities[i]) + 1];
+        }
+        for (int32_t bin = 1; bin <= NUM_BINS; ++bin) ends[bin] += ends[bin - 1];
+        for (int32_t i = 0; i < law.size; ++i)
+            law.candidates[ends[bin_of(probabilities[i])]++] = Candidate{tokens_of(block)[i], probabilities[i]};
+    }
+
+    static int32_t bin_of(float probability) {
+        return std::min<int32_t>(((127u << 23) - float_bits(probability)) >> 22, NUM_BINS - 1);
+    }
+};
+
+// The blended law of the next token after some contexts, in no particular order.
+class Blender {
+   public:
+    int32_t size = 0;
+    uint32_t tokens[MAX_ENTRIES * NUM_ORDERS];
+    float probabilities[MAX_ENTRIES * NUM_ORDERS];
+
+    // Contexts that could add less than `least` to any token are not asked, entries that add less than `cut` are left
+    // out.
+    void blend(const ContextStore& store, const Contexts& contexts, const Clock& clock, float least, float cut,
+               EmptyLaws& empty) {
+        float carry = 1.0f;
+        evidence_.clear();
+        for (int32_t order = contexts.longest; order >= 1 && carry >= least; --order)
+            carry = collect(store, contexts.blocks[order], clock, carry, cut);
+        if (carry >= least) carry = collect(store, contexts.skip, clock, carry, cut);
+        if (carry * LIKELIEST >= least) collect(empty.of(store, clock), carry, cut);
+        merge();
+    }
+
+    // The best `limit` in descending probability (ties: lowest token).
+    std::vector<Candidate> best(int32_t limit) const {
+        std::vector<Candidate> candidates;
+        for (int32_t i = 0; i < size; ++i) candidates.push_back(Candidate{tokens[i], probabilities[i]});
+        const size_t kept = std::min<size_t>(limit, candidates.size());
+        std::partial_sort(candidates.begin(), candidates.begin() + kept, candidates.end(), is_better);
+        candidates.resize(kept);
+        return candidates;
+    }
+
+   private:
+    static constexpr float LIKELIEST = 0.1f;  // more the empty context gives to hardly any token
+    static constexpr uint32_t SLOT_BITS = 10, NUM_SLOTS = 1u << SLOT_BITS;
+    static_assert(NUM_SLOTS > MAX_ENTRIES * NUM_ORDERS, "a slot must stay free");
+    struct Slot {
+        uint32_t token = 0;
+        uint16_t epoch = 0, index = 0;
+    };
+    Slot slots_[NUM_SLOTS];
+    uint16_t epoch_ = 0;
+    Evidence evidence_;
+
+    // Returns what is left for shorter contexts.
+    float collect(const ContextStore& store, uint32_t reference, const Clock& clock, float carry, float cut) {
+        const Block* block = store.arena.at(reference);
+        if (reference == 0 || block->size == 0) return carry;
+        store.arena.fetch<1>(children_of(block)[0]);  // likely the next to be looked at
+        return evidence_.collect(block, clock, store.odds, carry, cut);
+    }
+
+    void collect(const EmptyLaws::Law& law, float carry, float cut) {
+        for (int32_t i = 0; i < law.size && carry * law.candidates[i].probability >= cut; ++i)
+            evidence_.add(law.candidates[i].token, carry * law.candidates[i].probability);
+    }
+
+    // Adds up the evidence for each token.
+    void merge() {
+        if (++epoch_ == 0) {
+            std::fill(slots_, slots_ + NUM_SLOTS, Slot());
+            epoch_ = 1;
+        }
+        size = 0;
+        for (int32_t i = 0; i < evidence_.size; ++i) add(evidence_.tokens[i], evidence_.probabilities[i]);
+    }
+
+    // Without a branch on whether the token is new, which is hard to predict.
+    void add(uint32_t token, float probability) {
+        uint32_t place = token * 2654435761u >> (32 - SLOT_BITS);
+        while ((slots_[place].epoch == epoch_) & (slots_[place].token != token)) place = (place + 1) & (NUM_SLOTS - 1);
+        Slot& slot = slots_[place];
+        const bool is_new = slot.epoch != epoch_;
+        const uint32_t keep = static_cast<uint32_t>(is_new) - 1;  // all bits or none
+        const uint32_t index = (slot.index & keep) | (static_cast<uint32_t>(size) & ~keep);
+        slot.token = token;
+        slot.epoch = epoch_;
+        slot.index = static_cast<uint16_t>(index);
+        tokens[index] = token;
+        probabilities[index] = float_of_bits(float_bits(probabilities[index]) & keep) + probability;
+        size += is_new;
+    }
+};
+
+// The blended law after a window of tokens: the best `limit` tokens in descending probability.
+inline std::vector<Candidate> blended_law(const ContextStore& store, const uint32_t* window, int32_t available,
+                                          uint8_t scope, int32_t limit) {
+    Blender blender;
+    EmptyLaws empty;
+    blender.blend(store, store.locate<Contexts>(window, available), Clock{store.clock.now, scope}, 0.0f, 0.0f, empty);
+    return blender.best(limit);
+}
+
+}  // namespace stand

@@ -1,0 +1,1 @@
+"""One verification rule per file, and what several of them compute."""

@@ -112,8 +112,9 @@ def continuations(
 
 def warmed_up(model, tokenizer, prompts: Sequence[Sequence[int]], *, verifier: str, kind: str) -> stand.Engine:
     """An engine whose lookup tree has seen 64 continuations of every prompt."""
-    budget = 4 * ROWS_PER_CALL
-    engine = stand.wrap(model, tokenizer, verifier=verifier, draft_kind=kind, budget=budget, allow_lossy=True)
+    drafter = stand.BlendedDrafter(budget=4 * ROWS_PER_CALL, kind=kind)
+    rule = stand.verifiers.get_verifier(verifier, allow_lossy=True)
+    engine = stand.wrap(model, tokenizer, drafter=drafter, verifier=rule)
     engine.generate(input_ids=prompts, num_return_sequences=64, max_new_tokens=12, temperature=1.0, seed=999)
     return engine
 

@@ -12,32 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 
-import numpy as np
 import torch
 from measuring.text_table import format_table
+from measuring.token_drafter import TokenDrafter
 from measuring.trajectories import Sampling, draw_with_engine
 from throughput import REASONER, load_model, load_tasks, prompt_ids
 
 import stand
 from stand.drafters.blended import BlendedDrafter
-from stand.trees import BlendedLookup, DraftBatch
-
-
-class TokenDrafter(BlendedDrafter):
-    """A BlendedDrafter that learns what was committed, and nothing of what the target said about it."""
-
-    def draft(self, histories: Sequence[np.ndarray], *, rows, steps, problems, **named) -> DraftBatch:
-        for row, step, history, problem in zip(rows.tolist(), steps.tolist(), histories, problems, strict=True):
-            if step > 0:
-                known = self._lengths[row]
-                self.lookup.learn(history[:known], history[known:], scope=int(problem) % self.NUM_SCOPES)
-        return super().draft(histories, rows=rows, steps=steps, problems=problems, **named)
-
-    def learn(self, batch, histories, row_ids, row_probabilities, *, problems) -> None:
-        self._has_learned = True
-
+from stand.trees import BlendedLookup
 
 ARMS = {"laws": BlendedDrafter, "tokens": TokenDrafter}
 

@@ -107,28 +107,28 @@ class NoisyDrafter(stand.ModelDrafter):
 class GrowingDrafter(stand.BlendedDrafter):
     """NODES_PER_ROW for every live row."""
 
-    def draft(self, histories, **others) -> DraftBatch:
-        self.budget = NODES_PER_ROW * len(histories)
-        return super().draft(histories, **others)
+    def draft(self, request: stand.DraftRequest) -> DraftBatch:
+        self.budget = NODES_PER_ROW * len(request.histories)
+        return super().draft(request)
 
 
-class RoomDrafter:
+class RoomDrafter(stand.Drafter):
     """Passes everything on and notes which rows have room for a whole draft."""
 
     def __init__(self, drafter: stand.Drafter) -> None:
         self.drafter = drafter
-        self.row_size = drafter.row_size
+        self.num_candidates = drafter.num_candidates
         self.has_room = np.zeros(0, dtype=bool)
 
-    def draft(self, histories, *, max_depths, **others) -> DraftBatch:
-        self.has_room = max_depths >= ROOM
-        return self.drafter.draft(histories, max_depths=max_depths, **others)
+    def draft(self, request: stand.DraftRequest) -> DraftBatch:
+        self.has_room = request.max_depths >= ROOM
+        return self.drafter.draft(request)
 
-    def learn_prompt(self, token_ids, **others) -> None:
-        self.drafter.learn_prompt(token_ids, **others)
+    def learn_prompt(self, token_ids, *, problem) -> None:
+        self.drafter.learn_prompt(token_ids, problem=problem)
 
-    def learn(self, *arguments, **others) -> None:
-        self.drafter.learn(*arguments, **others)
+    def learn(self, lesson: stand.Lesson) -> None:
+        self.drafter.learn(lesson)
 
 
 class AskingVerifier(Verifier):
@@ -199,11 +199,11 @@ def prompt_texts(count: int, seed: int) -> list[str]:
     return [write_prompt(problem.problem) for problem in held_out_problems(count, seed=seed)]
 
 
-def lookup_drafter(part: str, size: Size, kind: str, lookup=None) -> stand.LookupDrafter | GrowingDrafter:
+def lookup_drafter(part: str, size: Size, kind: str, lookup=None) -> stand.FixedShapeDrafter | GrowingDrafter:
     fingerprint = vocabulary_fingerprint(load_tokenizer().get_vocab())
     if part == "shape":
         shape = TreeShape.from_branching(size.branching)
-        return stand.LookupDrafter(lookup or LookupTree(fingerprint=fingerprint), shape, kind=kind)
+        return stand.FixedShapeDrafter(lookup or LookupTree(fingerprint=fingerprint), shape, kind=kind)
     return GrowingDrafter(lookup or BlendedLookup(fingerprint=fingerprint), budget=0, kind=kind)
 
 

@@ -41,9 +41,8 @@ from stand.trees import TreeShape, fit_shape
 def count_slots(arguments: argparse.Namespace) -> tuple[np.ndarray, int]:
     """(int64[N] how often each slot of the starting shape was accepted, number of row-steps)."""
     model, tokenizer = load_model(arguments)
-    engine = stand.wrap(
-        model, tokenizer, shape=arguments.start, verifier=arguments.verifier, draft_kind=arguments.draft_kind
-    )
+    drafter = stand.FixedShapeDrafter(shape=arguments.start, kind=arguments.draft_kind)
+    engine = stand.wrap(model, tokenizer, drafter=drafter, verifier=arguments.verifier)
     tasks, sampling = load_tasks(arguments), sampling_for(arguments, arguments.trajectories)
     total = stand.Stats()
     for index, task in enumerate(tasks):

@@ -81,16 +81,12 @@ def new_engine(arguments: argparse.Namespace, model, tokenizer) -> stand.Engine:
         fingerprint = vocabulary_fingerprint(tokenizer.get_vocab())
         kind = BlendedLookup if arguments.shape is None else LookupTree
         lookup = kind.load(arguments.lookup, fingerprint=fingerprint)
-    return stand.wrap(
-        model,
-        tokenizer,
-        lookup=lookup,
-        budget=arguments.budget,
-        costs=arguments.step_costs,
-        shape=arguments.shape,
-        draft_kind=arguments.draft_kind,
-        verifier=arguments.verifier,
-    )
+    if arguments.shape is None:
+        settings = {"budget": arguments.budget, "costs": arguments.step_costs, "kind": arguments.draft_kind}
+        drafter = stand.BlendedDrafter(lookup, **settings)
+    else:
+        drafter = stand.FixedShapeDrafter(lookup, arguments.shape, kind=arguments.draft_kind)
+    return stand.wrap(model, tokenizer, drafter=drafter, verifier=arguments.verifier)
 
 
 def step_costs(arguments: argparse.Namespace, model, tokenizer) -> CostTable | None:

@@ -14,67 +14,72 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from stand.drafters.blended import BlendedDrafter
-    from stand.drafters.chain_length import GammaPlan, estimate_alpha, estimate_cost, plan_gamma
     from stand.drafters.draft_model import ModelDrafter
-    from stand.drafters.drafter import Drafter
-    from stand.drafters.fixed_shape import LookupDrafter
+    from stand.drafters.drafter import Drafter, DraftRequest, Lesson
+    from stand.drafters.fixed_shape import FixedShapeDrafter
     from stand.drafters.prompt_lookup import PromptLookupDrafter
     from stand.drafters.step_cost import CostTable
     from stand.drafters.token_recycling import TokenRecyclingDrafter
     from stand.engine import Engine, wrap
     from stand.forward.self_check import UnsupportedModelError
     from stand.output import GenerationOutput
-    from stand.sampling import SamplingParams
     from stand.stats import Stats
+    from stand.trees import BlendedLookup, LookupTree, TreeShape
+    from stand.verifiers import Verifier
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "BlendedDrafter": "stand.drafters.blended",
+    "BlendedLookup": "stand.trees",
     "CostTable": "stand.drafters.step_cost",
+    "DraftRequest": "stand.drafters.drafter",
     "Drafter": "stand.drafters.drafter",
     "Engine": "stand.engine",
-    "GammaPlan": "stand.drafters.chain_length",
+    "FixedShapeDrafter": "stand.drafters.fixed_shape",
     "GenerationOutput": "stand.output",
-    "LookupDrafter": "stand.drafters.fixed_shape",
+    "Lesson": "stand.drafters.drafter",
+    "LookupTree": "stand.trees",
     "ModelDrafter": "stand.drafters.draft_model",
     "PromptLookupDrafter": "stand.drafters.prompt_lookup",
-    "SamplingParams": "stand.sampling",
     "Stats": "stand.stats",
     "TokenRecyclingDrafter": "stand.drafters.token_recycling",
+    "TreeShape": "stand.trees",
     "UnsupportedModelError": "stand.forward.self_check",
-    "estimate_alpha": "stand.drafters.chain_length",
-    "estimate_cost": "stand.drafters.chain_length",
-    "plan_gamma": "stand.drafters.chain_length",
+    "Verifier": "stand.verifiers",
     "wrap": "stand.engine",
 }
+_PACKAGES = ("trees", "verifiers")
 
 __all__ = [
     "BlendedDrafter",
+    "BlendedLookup",
     "CostTable",
+    "DraftRequest",
     "Drafter",
     "Engine",
-    "GammaPlan",
+    "FixedShapeDrafter",
     "GenerationOutput",
-    "LookupDrafter",
+    "Lesson",
+    "LookupTree",
     "ModelDrafter",
     "PromptLookupDrafter",
-    "SamplingParams",
     "Stats",
     "TokenRecyclingDrafter",
+    "TreeShape",
     "UnsupportedModelError",
-    "estimate_alpha",
-    "estimate_cost",
-    "plan_gamma",
+    "Verifier",
     "wrap",
 ]
 
 
 def __getattr__(name: str) -> object:
+    if name in _PACKAGES:
+        return importlib.import_module(f"stand.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'stand' has no attribute {name!r}; it offers {', '.join(__all__)}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*globals(), *__all__, *_PACKAGES])

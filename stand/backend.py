@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -14,52 +14,115 @@ from stand.forward.model import text_config
 from stand.forward.tree_cache import TreeCache
 from stand.row import Row
 from stand.sampling import TargetLaw
+from stand.step import EagerStep, Step
 from stand.verifiers import Verifier
 
 if TYPE_CHECKING:
+    from stand.gpu.device_rule import DeviceRule
     from stand.gpu.fusion.fusion import Fusion
-    from stand.step import Step
 
 NAMES = ("auto", "sdpa", "triton")
 WAITING_ROPES = frozenset({"dynamic", "longrope"})  # their frequencies depend on the length: the host waits for it
 
 
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """`str(backend)` is its name; `reason` says why it was chosen."""
+class Backend(Protocol):
+    """Makes the steps of a call. `str(backend)` is its name."""
 
     name: str
-    reason: str
+    reason: str  # why it was chosen
+
+    def new_step(
+        self, prefilled: TreeCache, sources: Sequence[int], *, law: TargetLaw, verifier: Verifier, rows: Sequence[Row]
+    ) -> Step:
+        """A step for a call whose row rows[i] starts with the keys of row sources[i] of `prefilled`."""
+
+
+class EagerBackend:
+    """PyTorch's attention, operation by operation, on any device."""
+
+    name = "sdpa"
+
+    def __init__(self, model: PreTrainedModel, reason: str):
+        self.reason = reason
+        self._model = model
 
     def __str__(self) -> str:
         return self.name
 
+    def new_step(
+        self, prefilled: TreeCache, sources: Sequence[int], *, law: TargetLaw, verifier: Verifier, rows: Sequence[Row]
+    ) -> Step:
+        prefilled.fan_out(sources)
+        return EagerStep(self._model, prefilled, law, verifier)
 
-def choose_backend(model: PreTrainedModel, verifier: Verifier, requested: str) -> Backend:
+
+class CapturedBackend:
+    """The step as one graph of this project's kernels; calls that it cannot serve take the eager step.
+
+    fusion: proven fused forwards of the model's modules (`fusion.report`), or None.
+    """
+
+    name = "triton"
+
+    def __init__(self, model: PreTrainedModel, reason: str, *, fusion: Fusion | None = None):
+        self.reason = reason
+        self.fusion = fusion
+        self._model = model
+        self._eager = EagerBackend(model, reason)
+        self._previous: Step | None = None  # graphs and cache of the last call, for the next one
+
+    def __str__(self) -> str:
+        return self.name
+
+    def new_step(
+        self, prefilled: TreeCache, sources: Sequence[int], *, law: TargetLaw, verifier: Verifier, rows: Sequence[Row]
+    ) -> Step:
+        if law.looks_back:
+            return self._eager.new_step(prefilled, sources, law=law, verifier=verifier, rows=rows)
+        from stand.gpu.captured_step import CapturedStep
+
+        step = self._previous
+        if step is None or not step.serves(law, len(rows)):
+            rule = device_rule(verifier)
+            step = CapturedStep(self._model, law, rule, num_rows=len(rows), fusion=self.fusion)
+        step.load(prefilled, sources, rows)
+        self._previous = step
+        return step
+
+
+def choose_backend(model: PreTrainedModel, verifier: Verifier, requested: str, *, fuse: bool) -> Backend:
     """Resolve "auto". Raises ValueError for an unknown name, or for "triton" where it cannot serve."""
     if requested not in NAMES:
         raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {requested!r}")
     if requested == "sdpa":
-        return Backend("sdpa", "asked for")
+        return EagerBackend(model, "asked for")
     if requested == "auto" and model.device.type != "cuda":
-        return Backend("sdpa", f"the model is on {model.device.type}, kernels are for CUDA")
+        return EagerBackend(model, f"the model is on {model.device.type}, kernels are for CUDA")
     obstacle = kernel_obstacle(model, verifier)
     if obstacle is None:
-        return Backend("triton", "asked for" if requested == "triton" else "the kernels serve this model")
+        reason = "asked for" if requested == "triton" else "the kernels serve this model"
+        return _fused(model, reason) if fuse else CapturedBackend(model, reason)
     if requested == "triton":
         raise ValueError(f"backend 'triton' cannot serve here: {obstacle}; use backend='sdpa' or 'auto'")
-    return Backend("sdpa", obstacle)
+    return EagerBackend(model, obstacle)
+
+
+def device_rule(verifier: Verifier) -> DeviceRule | None:
+    """The rule of a captured step that decides as `verifier` does, or None where it offers none."""
+    if verifier.device_rule is None:
+        return None
+    module, _, name = verifier.device_rule.partition(":")
+    return getattr(importlib.import_module(module), name)()
 
 
 def kernel_obstacle(model: PreTrainedModel, verifier: Verifier) -> str | None:
     """Why the captured step cannot run this model with this rule, or None."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    from stand.gpu.device_rule import RULES
     from stand.gpu.self_check import kernel_failure
 
-    if verifier.name not in RULES:
-        return f"rule {verifier.name!r} is not one of {', '.join(RULES)}"
+    if verifier.device_rule is None:
+        return f"rule {verifier.name!r} offers no device rule"
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:
         return f"the model lies on {len(devices)} devices"
@@ -72,10 +135,8 @@ def kernel_obstacle(model: PreTrainedModel, verifier: Verifier) -> str | None:
     return kernel_failure(model)
 
 
-def with_fusion(model: PreTrainedModel, backend: Backend) -> tuple[Backend, Fusion | None]:
-    """Proven fused forwards for the captured step's model, checked once more all together; none for other backends."""
-    if backend.name != "triton":
-        return backend, None
+def _fused(model: PreTrainedModel, reason: str) -> CapturedBackend:
+    """With proven fused forwards, checked once more all together; without them where that fails."""
     from stand.gpu.fusion.fusion import fuse
     from stand.gpu.self_check import kernel_failure
 
@@ -83,28 +144,6 @@ def with_fusion(model: PreTrainedModel, backend: Backend) -> tuple[Backend, Fusi
     with fusion.active():
         failure = kernel_failure(model)
     if failure is None:
-        return backend, fusion
+        return CapturedBackend(model, reason, fusion=fusion)
     fusion.undo()
-    return Backend(backend.name, f"{backend.reason}; not fused, because {failure}"), None
-
-
-def captured_step(
-    previous: Step | None,
-    model: PreTrainedModel,
-    prefilled: TreeCache,
-    sources: Sequence[int],
-    *,
-    law: TargetLaw,
-    verifier: Verifier,
-    rows: Sequence[Row],
-    fusion: Fusion | None,
-) -> Step:
-    """A captured step loaded with the prompts' keys; `previous` with its graphs where it serves this call."""
-    from stand.gpu.captured_step import CapturedStep
-    from stand.gpu.device_rule import RULES
-
-    step = previous
-    if step is None or not step.serves(law, len(rows)):
-        step = CapturedStep(model, law, RULES[verifier.name](), num_rows=len(rows), fusion=fusion)
-    step.load(prefilled, sources, rows)
-    return step
+    return CapturedBackend(model, f"{reason}; not fused, because {failure}")

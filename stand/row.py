@@ -1,8 +1,9 @@
-"""One trajectory while it is being decoded."""
+"""One trajectory while it is being decoded, and what a step asks of all live ones."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -48,3 +49,23 @@ class Row:
         self._tokens[self._length : end] = token_ids
         self._length = end
         self.num_steps += 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveRows:
+    """The live rows of one step with what the step needs of them, gathered once."""
+
+    rows: Sequence[Row]
+    histories: list[np.ndarray]  # per row: int32 committed tokens, the pending one last
+    indices: np.ndarray  # [B] int64: the rows' numbers within the call
+    steps: np.ndarray  # [B] int64: verifications so far
+    problems: np.ndarray  # [B] int64
+    lengths: np.ndarray  # [B] int64: tokens whose keys the cache holds
+    max_depths: np.ndarray  # [B] int64: how deep a draft may be of use
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> LiveRows:
+        """A snapshot: `rows` itself may change afterwards."""
+        numbers = [(row.index, row.num_steps, row.problem, row.num_cached, row.num_remaining - 1) for row in rows]
+        columns = np.array(numbers, dtype=np.int64).reshape(len(rows), 5).T.copy()
+        return cls(tuple(rows), [row.history for row in rows], *columns)

@@ -33,6 +33,8 @@ class Stats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(VERBS, 0.0))
     prefill_seconds: float = 0.0
     wall_seconds: float = 0.0
+    _open: list[str] = field(default_factory=list, init=False, repr=False, compare=False)  # verbs being timed
+    _changed: float = field(default=0.0, init=False, repr=False, compare=False)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -72,12 +74,21 @@ class Stats:
 
     @contextmanager
     def timed(self, verb: str) -> Iterator[None]:
-        """Add the wall time of the block to `seconds[verb]`."""
-        start = time.perf_counter()
+        """Add the wall time of the block to `seconds[verb]`, without what a block within it adds to another verb."""
+        self._charge()
+        self._open.append(verb)
         try:
             yield
         finally:
-            self.seconds[verb] += time.perf_counter() - start
+            self._charge()
+            self._open.pop()
+
+    def _charge(self) -> None:
+        """Give the time since the last change to the innermost open verb."""
+        now = time.perf_counter()
+        if self._open:
+            self.seconds[self._open[-1]] += now - self._changed
+        self._changed = now
 
     @contextmanager
     def timed_prefill(self) -> Iterator[None]:

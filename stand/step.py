@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -17,43 +17,43 @@ from stand.forward.model import run_plan
 from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
-from stand.row import Row
+from stand.row import LiveRows
 from stand.sampling import TargetLaw
 from stand.trees import DraftBatch
 from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise
 
 
 class Step(Protocol):
-    """Used in this order: prepare, launch, verdicts, keep, best_rows; drop when a row ends."""
-
-    learns_late: bool  # best_rows is for the time when the next step is already running
+    """Used in this order: forward, verify, keep, teach; drop when a row ends; finish at the end of the call."""
 
     def attention(self) -> AbstractContextManager[None]:
         """Within it the model attends as this step needs."""
 
-    def prepare(self, batch: DraftBatch, rows: Sequence[Row], noise: VerifierNoise) -> None:
-        """Lay out the forward over the drafts of `rows`."""
+    def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
+        """The model over the drafts of the live rows."""
 
-    def launch(self) -> None:
-        """Start it."""
-
-    def verdicts(self) -> Verdicts:
+    def verify(self) -> Verdicts:
         """What stays of each draft, and the token after it."""
 
     def keep(self, places: np.ndarray, lengths: np.ndarray, accepted: Sequence[np.ndarray]) -> None:
-        """Move the keys of nodes accepted[i], of the row at places[i], behind its lengths[i] committed ones."""
+        """Move the keys of nodes accepted[i], of the row at places[i], to follow its lengths[i] committed ones."""
 
     def drop(self, source: int, target: int, length: int) -> None:
         """The row at place `source`, with `length` committed keys, takes the place `target` of a row that ended."""
 
-    def best_rows(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """The target's best tokens after every node of the last step: ids [M, count] int32, probabilities float32."""
+    def top_entries(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """The target's best tokens after every node: ids [M, count] int32, probabilities [M, count] float32."""
+
+    def teach(self, lesson: Callable[[], None]) -> None:
+        """Call `lesson`, which may ask for `top_entries`: at once, or where a device works by itself, during the next
+        forward."""
+
+    def finish(self) -> None:
+        """Call what `teach` has put off."""
 
 
 class EagerStep:
     """A packed forward on an unmodified model and a verifier of `stand.verifiers`."""
-
-    learns_late = False
 
     def __init__(self, model: PreTrainedModel, cache: TreeCache, law: TargetLaw, verifier: Verifier):
         self.cache = cache
@@ -64,16 +64,13 @@ class EagerStep:
     def attention(self) -> AbstractContextManager[None]:
         return tree_attention(self._model)
 
-    def prepare(self, batch: DraftBatch, rows: Sequence[Row], noise: VerifierNoise) -> None:
-        lengths = np.array([row.num_cached for row in rows], dtype=np.int64)
-        self._plan = StepPlan.for_drafts(batch, lengths, device=self._model.device)
-        self._batch, self._rows, self._noise = batch, rows, noise
+    def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
+        plan = StepPlan.for_drafts(batch, live.lengths, device=self._model.device)
+        self._batch, self._live, self._noise = batch, live, noise
+        self._logits = run_plan(self._model, self.cache, plan)
 
-    def launch(self) -> None:
-        self._logits = run_plan(self._model, self.cache, self._plan)
-
-    def verdicts(self) -> Verdicts:
-        self._scores = self._law.process(self._logits, self._batch, self._rows)
+    def verify(self) -> Verdicts:
+        self._scores = self._law.process(self._logits, self._batch, self._live.rows)
         self._probabilities = self._law.probabilities(self._scores)
         return self._verifier.verify(self._batch, TargetRows(self._probabilities), self._noise)
 
@@ -90,9 +87,15 @@ class EagerStep:
     def drop(self, source: int, target: int, length: int) -> None:
         self.cache.move(source, target, length)
 
-    def best_rows(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def top_entries(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Of the law that is sampled from; under greedy decoding, where that is a single token, of the softmax at
         temperature 1, because the runners-up are what other contexts will want."""
         laws = torch.softmax(self._scores, dim=-1) if self._law.params.is_greedy else self._probabilities
         best = torch.topk(laws, min(count, laws.shape[1]), dim=-1)
         return best.indices.to(torch.int32).cpu().numpy(), best.values.cpu().numpy()
+
+    def teach(self, lesson: Callable[[], None]) -> None:
+        lesson()
+
+    def finish(self) -> None:
+        """Nothing is put off."""

@@ -23,12 +23,22 @@ SECOND_FACTOR = 0x94D049BB133111EB
 
 @dataclass(frozen=True, slots=True)
 class VerifierNoise:
-    """Keys of one step: the seed, and per row its number, its step and where it stands."""
+    """Keys of one step: the seeds, and per row its number, its step and the position of its next token.
 
-    seed: int
+    Tests of drafted tokens and draws from residuals must never use a number again in a later call whose drafts depend
+    on what it decided, so `seed` differs from call to call while a drafter learns. The target's own draws of `match`
+    and `coupled` do not see the drafts: `target_seed` is the user's, which makes their tokens a function of it.
+    """
+
+    seed: int  # of acceptance and resampling
     rows: np.ndarray  # [B] int64, the row's number within the call
     steps: np.ndarray  # [B] int64, decoding steps this row has done
     positions: np.ndarray  # [B] int64, absolute index of the row's first new token
+    target_seed: int | None = None  # of the target's draws; None: `seed`
+
+    @property
+    def _target_seed(self) -> int:
+        return self.seed if self.target_seed is None else self.target_seed
 
     def accept(self, batch: DraftBatch) -> np.ndarray:
         """[M] float64 in [0, 1): one per packed node, keyed (seed, row, step, row-local node)."""
@@ -43,17 +53,17 @@ class VerifierNoise:
     def target(self, rows: np.ndarray, depth: int) -> np.ndarray:
         """[n] float64 in [0, 1): for the token at positions[row] + depth of each of `rows` [n] (below B)."""
         zeros = np.zeros(len(rows), dtype=np.int64)
-        return uniforms(self.seed, TARGET, self.rows[rows], self.positions[rows] + depth, zeros)
+        return uniforms(self._target_seed, TARGET, self.rows[rows], self.positions[rows] + depth, zeros)
 
     def target_at_nodes(self, batch: DraftBatch) -> np.ndarray:
         """[M] float64 in [0, 1): `target` for the token that follows each packed node."""
         rows, positions = self._after_nodes(batch)
-        return uniforms(self.seed, TARGET, rows, positions, np.zeros_like(rows))
+        return uniforms(self._target_seed, TARGET, rows, positions, np.zeros_like(rows))
 
     def keys_at_nodes(self, batch: DraftBatch) -> np.ndarray:
         """[M] int64: `step_keys` for the token that follows each packed node, as the int64 with the same bits."""
         rows, positions = self._after_nodes(batch)
-        key = np.uint64(_chain(_finalise(self.seed), TARGET))
+        key = np.uint64(_chain(_finalise(self._target_seed), TARGET))
         words = (rows.astype(np.uint64) << np.uint64(32)) | positions.astype(np.uint64)
         bits = key + np.uint64(GOLDEN_GAMMA) * (words + np.uint64(1))  # uint64 arrays wrap
         for places, factor in ((30, FIRST_FACTOR), (27, SECOND_FACTOR)):
@@ -74,7 +84,7 @@ class VerifierNoise:
             return self.device_exponentials(rows, depth, vocabulary_size=vocabulary_size, device=device)
         positions, tokens = self.positions[rows] + depth, np.arange(vocabulary_size)
         keys = (self.rows[rows][:, None], positions[:, None], tokens[None, :])
-        return torch.from_numpy(-np.log(uniforms(self.seed, TARGET, *keys)))
+        return torch.from_numpy(-np.log(uniforms(self._target_seed, TARGET, *keys)))
 
     def device_exponentials(
         self, rows: np.ndarray, depth: int, *, vocabulary_size: int, device: torch.device
@@ -85,7 +95,7 @@ class VerifierNoise:
     def step_keys(self, rows: np.ndarray, depth: int) -> list[int]:
         """Per row the 64-bit key of the target's noise at positions[row] + depth, before the token is mixed in."""
         positions = self.positions[rows] + depth
-        return [_step_key(self.seed, TARGET, *key) for key in zip(self.rows[rows], positions, strict=True)]
+        return [_step_key(self._target_seed, TARGET, *key) for key in zip(self.rows[rows], positions, strict=True)]
 
 
 def uniforms_on_device(step_keys: list[int], num_nodes: int, *, device: torch.device) -> torch.Tensor:

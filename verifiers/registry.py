@@ -57,8 +57,8 @@ def get_verifier(name: str, *, allow_lossy: bool = False) -> Verifier:
     rule = RULES[name]
     if not rule.lossless and not allow_lossy:
         raise ValueError(
-            f"verifier {name!r} changes the output distribution; "
-            "pass allow_lossy=True if that is wanted, or use 'traversal'"
+            f"verifier {name!r} changes the output distribution; if that is wanted, pass the object "
+            f"({rule.__name__}(), or get_verifier({name!r}, allow_lossy=True)), else use 'traversal'"
         )
     return rule()
 

@@ -68,6 +68,7 @@ class Verifier(ABC):
     name: ClassVar[str]
     lossless: ClassVar[bool] = True
     requires: ClassVar[Requirements]
+    device_rule: ClassVar[str | None] = None  # "module:Class" of its `stand.gpu.device_rule.DeviceRule`, if it has one
 
     @abstractmethod
     def verify(self, batch: DraftBatch, target: TargetRows, noise: VerifierNoise) -> Verdicts:

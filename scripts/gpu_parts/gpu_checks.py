@@ -24,7 +24,7 @@ from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
 from stand.gpu.captured_step import CapturedStep
-from stand.gpu.device_rule import RULES
+from stand.gpu.device_rule import MatchRule
 from stand.gpu.kernels.race import race
 from stand.gpu.kernels.traverse import traverse
 from stand.row import Row
@@ -161,7 +161,7 @@ class ChecksBench:
             plan = StepPlan.for_prompt(prefix, 0, row=0, device=bench.device)
             run_plan(bench.model, cache, plan, logits_to_keep=1)
         law = TargetLaw(SamplingParams(temperature=1.0))
-        step = CapturedStep(bench.model, law, RULES["match"](), num_rows=1, fusion=bench.engine.fusion)
+        step = CapturedStep(bench.model, law, MatchRule(), num_rows=1, fusion=bench.engine.backend.fusion)
         step.load(cache, [0], [row])
         nothing = np.zeros((count, 1), dtype=np.int32)
         draft = DraftTree(chain, np.arange(-1, count - 1, dtype=np.int32), nothing, nothing.astype(np.float32))
@@ -169,7 +169,7 @@ class ChecksBench:
             step.prepare(DraftBatch.concatenate([draft]), [row], step_noise([row]))
             step.launch()
             step.verdicts()
-            ids, probabilities = step.best_rows(min(BEST, bench.shape.vocabulary))
+            ids, probabilities = step.top_entries(min(BEST, bench.shape.vocabulary))
         return torch.from_numpy(probabilities), torch.from_numpy(ids).long()
 
     def kernels(self, name: str) -> list[Check]:

@@ -20,23 +20,26 @@ import numpy as np
 import torch
 from measuring.bench_model import BenchModel
 from measuring.bench_record import Measurement
+from measuring.token_drafter import TokenDrafter
+from transformers import PreTrainedModel
 from workloads.recordings import Recording
 
-from stand.drafters.blended import BlendedDrafter
+from stand.call import Call
 from stand.drafters.step_cost import CostTable
-from stand.engine import Engine, Run
+from stand.engine import Engine
 from stand.forward.tree_cache import TreeCache
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_rule import MatchRule, follow
+from stand.gpu.fusion.fusion import Fusion
 from stand.gpu.packet import Field
 from stand.gpu.step_size import StepSize
 from stand.output import GenerationOutput
+from stand.row import Row
+from stand.sampling import TargetLaw
 from stand.stats import Stats
-from stand.step import Step
 from stand.trees import BlendedLookup, DraftBatch
-from stand.verifiers import VerifierNoise, get_verifier
+from stand.verifiers import Verifier, VerifierNoise, get_verifier
 
-CONTEXT = 32  # tokens before new ones that the lookup tree is shown; deeper than its contexts
 PLAIN, FIXED, MEASURED = "no drafts", "{} nodes", "measured costs"
 
 
@@ -68,39 +71,6 @@ class RecordedRule(MatchRule):
     def decide(self, probs: torch.Tensor, step: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         super().decide(probs, step)
         return follow(step["recorded"], step)
-
-
-class CountingDrafter(BlendedDrafter):
-    """Learns the tokens that rows have gained, not the target's laws; when an engine learns: beside the device.
-
-    What a row gains in its last step is not learned.
-    """
-
-    def __init__(self, lookup: BlendedLookup, *, budget: int, costs: CostTable | None = None):
-        super().__init__(lookup, budget=budget, costs=costs, kind="deterministic")
-        self._read: dict[int, int] = {}  # per row: tokens learned so far
-        self._news: list[tuple[np.ndarray, int, int]] = []  # history, tokens of it known before, problem
-
-    def draft(self, histories: Sequence[np.ndarray], *, rows: np.ndarray, problems: np.ndarray, **rest) -> DraftBatch:
-        for history, row, problem in zip(histories, rows.tolist(), problems.tolist(), strict=True):
-            known = self._read.get(row, len(history))
-            if len(history) > known:
-                self._news.append((history, known, problem))
-            self._read[row] = len(history)
-        return super().draft(histories, rows=rows, problems=problems, **rest)
-
-    def learn(self, *arguments: object, **settings: object) -> None:
-        """The tokens that the last draft's histories had gained since the draft before."""
-        for history, known, problem in self._news:
-            context = history[max(known - CONTEXT, 0) : known]
-            self.lookup.learn(context, history[known:], scope=problem % self.NUM_SCOPES)
-        self._news.clear()
-        self._has_learned = True
-
-    def begin(self) -> None:
-        """A new call: its rows start anew."""
-        self._read.clear()
-        self._news.clear()
 
 
 class TimedStep(CapturedStep):
@@ -150,17 +120,38 @@ class Finish:
     seconds: float
 
 
+class ReplayBackend:
+    """Makes timed steps whose rows go on as recorded."""
+
+    name = "triton"
+    reason = "recorded trajectories are replayed"
+
+    def __init__(self, model: PreTrainedModel, fusion: Fusion | None):
+        self.rule = RecordedRule(())
+        self.step: TimedStep | None = None
+        self.start = 0.0  # when decoding began
+        self._model = model
+        self._fusion = fusion
+
+    def new_step(
+        self, prefilled: TreeCache, sources: Sequence[int], *, law: TargetLaw, verifier: Verifier, rows: Sequence[Row]
+    ) -> TimedStep:
+        if self.step is None or not self.step.serves(law, len(rows)):
+            self.step = TimedStep(self._model, law, self.rule, num_rows=len(rows), fusion=self._fusion)
+        self.step.load(prefilled, sources, rows)
+        self.start = time.perf_counter() - self.step.recording_seconds
+        return self.step
+
+
 class ReplayEngine(Engine):
     """An engine whose rows continue as recorded; made from one that `stand.wrap` has checked and fused."""
 
     def __init__(self, engine: Engine):
         super().__init__(
             engine.model, None,
-            drafter=CountingDrafter(BlendedLookup(), budget=0), verifier=get_verifier("match"),
-            backend=engine.backend, fusion=engine.fusion,
+            drafter=TokenDrafter(BlendedLookup(), budget=0, kind="deterministic"), verifier=get_verifier("match"),
+            backend=ReplayBackend(engine.model, engine.backend.fusion),
         )  # fmt: skip
-        self._rule = RecordedRule(())
-        self.step: TimedStep | None = None
         self.finishes: list[Finish] = []  # of the last call
 
     def replay(self, recordings: Sequence[Recording], *, end_token: int, draft: bool = True) -> GenerationOutput:
@@ -169,11 +160,10 @@ class ReplayEngine(Engine):
         Raises RuntimeError should a row leave its recording.
         """
         longest = max(len(recording.tokens) for recording in recordings) + 1
-        self._rule.streams = [
+        self.backend.rule.streams = [
             np.concatenate([recording.prompt, recording.tokens, [end_token]]).astype(np.int64)
             for recording in recordings
         ]
-        self.drafter.begin()
         self.finishes = []
         output = self.generate(
             input_ids=recordings[0].prompt[None],
@@ -189,21 +179,18 @@ class ReplayEngine(Engine):
                 raise RuntimeError(f"row {recording.sample} must end as recorded, got {len(tokens)} other tokens")
         return output
 
-    def _new_step(self, run: Run, cache: TreeCache, sources: list[int]) -> Step:
-        if self.step is None or not self.step.serves(run.law, len(run.rows)):
-            self.step = TimedStep(self.model, run.law, self._rule, num_rows=len(run.rows), fusion=self.fusion)
-        self.step.load(cache, sources, run.rows)
-        self._start = time.perf_counter() - self.step.recording_seconds
-        return self.step
+    @property
+    def step(self) -> TimedStep:
+        """Of the last call."""
+        return self.backend.step
 
-    def _drop_finished(self, run: Run) -> None:
-        now = time.perf_counter() - self.step.recording_seconds - self._start
-        self.finishes += [
-            Finish(row.index, len(row.new_token_ids), row.num_steps, now)
-            for row in run.rows
-            if row.finish_reason is not None
-        ]
-        super()._drop_finished(run)
+    def _new_call(self, prompts: None, *, on_commit: None, **settings: object) -> Call:
+        return super()._new_call(prompts, on_commit=self._note_end, **settings)
+
+    def _note_end(self, row: Row, token_ids: list[int]) -> None:
+        if row.finish_reason is not None:
+            seconds = time.perf_counter() - self.step.recording_seconds - self.backend.start
+            self.finishes.append(Finish(row.index, len(row.new_token_ids), row.num_steps, seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,10 +274,11 @@ class ReplayBench:
         second = first_of_second(recordings)
         warm_up = [shortened(recording, self.sizes.warm_up) for recording in recordings[:second]]
         most = min(cost.most_tokens for cost in costs.costs) - rows
+        nodes = self.sizes.fixed_nodes
         arms = {
             PLAIN: None,
-            FIXED.format(self.sizes.fixed_nodes): CountingDrafter(BlendedLookup(), budget=self.sizes.fixed_nodes),
-            MEASURED: CountingDrafter(BlendedLookup(), budget=most, costs=costs),
+            FIXED.format(nodes): TokenDrafter(BlendedLookup(), budget=nodes, kind="deterministic"),
+            MEASURED: TokenDrafter(BlendedLookup(), budget=most, costs=costs, kind="deterministic"),
         }
         figures: list[ReplayFigure] = []
         for arm, drafter in arms.items():

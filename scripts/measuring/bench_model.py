@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from workloads.model_shapes import ModelShape
 
 import stand
+from stand.backend import device_rule
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_cache import DeviceCache
-from stand.gpu.device_rule import RULES
 from stand.gpu.step_size import MAX_ROW_NODES
 from stand.row import Row
 from stand.sampling import SamplingParams, TargetLaw
@@ -49,7 +49,7 @@ class BenchModel:
 
     def fusion_report(self) -> list[str]:
         """One line per swap."""
-        return [] if self.engine.fusion is None else [str(swap) for swap in self.engine.fusion.report]
+        return [] if self.engine.backend.fusion is None else [str(swap) for swap in self.engine.backend.fusion.report]
 
     def tokens(self, count: int) -> np.ndarray:
         """[count] int32, random."""
@@ -57,7 +57,8 @@ class BenchModel:
 
     def step(self, num_rows: int, length: int) -> tuple[CapturedStep, list[Row]]:
         """A captured step behind `length` random keys per row, and its rows."""
-        step = CapturedStep(self.model, TargetLaw(LAW), RULES[RULE](), num_rows=num_rows, fusion=self.engine.fusion)
+        rule, fusion = device_rule(self.engine.verifier), self.engine.backend.fusion
+        step = CapturedStep(self.model, TargetLaw(LAW), rule, num_rows=num_rows, fusion=fusion)
         step.use(self._random_cache(num_rows, length))
         return step, [Row(row, self.tokens(length + 1), 1) for row in range(num_rows)]
 

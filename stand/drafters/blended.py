@@ -2,108 +2,140 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
+import torch
+from transformers import PreTrainedModel
 
-from stand.drafters.drafter import check_kind
-from stand.drafters.step_cost import CostTable
+from stand.drafters.drafter import Drafter, DraftRequest, Lesson, check_fingerprint, check_kind, teach_specimen
+from stand.drafters.step_cost import CostTable, saved_costs
 from stand.trees import BlendedLookup, DraftBatch
 from stand.trees.longest_match.lookup import KINDS
 
+MOST_NODES = 1 << 16  # a budget beyond this is a mistake: no step holds so many tokens
 
-class BlendedDrafter:
+
+def default_budget(device: torch.device) -> int:
+    """Draft nodes per step that pay: few on a CPU, where each one costs; as many as cost little more than one on a GPU.
+
+    32: best of 16 to 64 on two cores with the bundled model (LOG.md). 112: the knee that a roofline puts at 100 to 130
+    tokens for dense bfloat16 models on an H200; not measured.
+    """
+    return 32 if device.type == "cpu" else 112
+
+
+class BlendedDrafter(Drafter):
     """All context lengths blended, drafts grown best-first under one node budget for all live rows.
 
-    budget: the most nodes of all rows of a step together; a row that ends hands its share on. floor: no node that is
-    less likely to be accepted (estimated). costs: what steps cost on this machine, by which growth ends as soon as a
-    node adds a larger share to the step's time than to its expected tokens.
+    lookup: what was learned before; None: an empty `BlendedLookup` of the model's vocabulary.
+    budget: the most nodes of all rows of a step together; a row that ends hands its share on. None: as many as `costs`
+    covers, else `default_budget` of the model's device.
+    costs: what steps cost on this machine (`CostTable((engine.measure_cost(), ...))`): growth then ends as soon as a
+    node adds a larger share to the step's time than to its expected tokens. None on a GPU: the table that
+    scripts/gpu_bench.py saved, if there is one and no budget is given.
+    floor: no node that is less likely to be accepted (estimated), in [0, 1].
+    kind: "sampled" children; "mixed": one sampled child, then the likeliest others; or "deterministic".
     """
 
     NUM_SCOPES = 255  # a scope is a byte; the last one stands for what came from a file
 
     def __init__(
         self,
-        lookup: BlendedLookup,
+        lookup: BlendedLookup | None = None,
         *,
-        budget: int,
-        floor: float = 0.0,
+        budget: int | None = None,
         costs: CostTable | None = None,
+        floor: float = 0.0,
         kind: str = "sampled",
     ):
+        _check_settings(lookup, budget, costs, floor)
         check_kind(kind, KINDS, "growth under a budget")
         self.lookup = lookup
         self.budget = budget
-        self.floor = floor
         self.costs = costs
+        self.floor = floor
         self.kind = kind
-        self.row_size = lookup.row_size
-        self._lengths: dict[int, int] = {}  # of the histories of the last draft, by row
-        self._has_learned = False  # since the last draft
         self._known_rises: dict[tuple[int, int, int], np.ndarray] = {}  # by measured length, rows and budget
 
-    def draft(
-        self,
-        histories: Sequence[np.ndarray],
-        *,
-        seed: int,
-        rows: np.ndarray,
-        steps: np.ndarray,
-        problems: np.ndarray,
-        max_depths: np.ndarray,
-        is_greedy: bool,
-    ) -> DraftBatch:
-        if self._has_learned:  # a caller who does not teach wants the same drafts again
-            self._judge(histories, rows, problems)
-        self._has_learned = False
-        self._lengths = {row: len(history) for row, history in zip(rows.tolist(), histories, strict=True)}
-        budget, rises = self._limits(histories)
+    @property
+    def num_candidates(self) -> int:
+        return 0 if self.lookup is None else self.lookup.row_size
+
+    def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
+        if self.lookup is None:
+            self.lookup = BlendedLookup(fingerprint=fingerprint)
+        check_fingerprint(self.lookup, fingerprint)
+        if self.costs is None and self.budget is None:
+            self.costs = saved_costs(model)
+        if self.budget is None:
+            self.budget = default_budget(model.device) if self.costs is None else self.costs.most_tokens
+
+    def specimen(self) -> DraftBatch:
+        lookup = BlendedLookup()
+        tokens = teach_specimen(lookup)
+        row = np.zeros(1, dtype=np.int64)
+        return lookup.draft([tokens], 4, seed=0, rows=row, steps=row, kind=self.kind)
+
+    def draft(self, request: DraftRequest) -> DraftBatch:
+        budget, rises = self._limits(request)
         return self.lookup.draft(
-            histories,
+            request.histories,
             budget,
-            seed=seed,
-            rows=rows,
-            steps=steps,
-            kind="deterministic" if is_greedy else self.kind,
+            seed=request.seed,
+            rows=request.rows,
+            steps=request.steps,
+            kind=self._kind_of(request),
             floor=self.floor,
             rises=rises,
-            max_depths=max_depths,
-            scopes=problems % self.NUM_SCOPES,
+            max_depths=request.max_depths,
+            scopes=request.problems % self.NUM_SCOPES,
         )
 
-    def _limits(self, histories: Sequence[np.ndarray]) -> tuple[int, np.ndarray | None]:
+    def learn_prompt(self, token_ids: np.ndarray, *, problem: int) -> None:
+        self.lookup.learn(token_ids[:1], token_ids[1:], scope=problem % self.NUM_SCOPES)
+
+    def learn(self, lesson: Lesson) -> None:
+        request, scopes = lesson.request, lesson.request.problems % self.NUM_SCOPES
+        befores = [history[:-1] for history in request.histories]
+        self.lookup.learn_batch(lesson.batch, befores, lesson.top_ids, lesson.top_probs, scopes=scopes)
+        self.record(lesson)
+
+    def record(self, lesson: Lesson) -> None:
+        """What became of the draft corrects the odds of the next ones, whatever else is learned."""
+        request, scopes = lesson.request, lesson.request.problems % self.NUM_SCOPES
+        runs = [
+            np.append(lesson.batch.token_ids[first + path], token).astype(np.int32)
+            for first, path, token in zip(lesson.batch.offsets, lesson.accepted, lesson.next_tokens, strict=False)
+        ]
+        self.lookup.judge(request.histories, runs, scopes=scopes)
+
+    def _kind_of(self, request: DraftRequest) -> str:
+        return "deterministic" if request.is_greedy else self.kind
+
+    def _limits(self, request: DraftRequest) -> tuple[int, np.ndarray | None]:
         """The most nodes, never beyond what was timed, and what each adds to the cost of a step, as a share of it."""
         if self.costs is None:
             return self.budget, None
-        num_rows = len(histories)
-        cost = self.costs.at(sum(map(len, histories)) / num_rows)
+        num_rows = len(request.histories)
+        cost = self.costs.at(sum(map(len, request.histories)) / num_rows)
         budget = max(min(self.budget, cost.most_tokens - num_rows), 0)
         key = cost.length, num_rows, budget
         if key not in self._known_rises:
             self._known_rises[key] = cost.rises(num_rows, budget)
         return budget, self._known_rises[key]
 
-    def learn_prompt(self, token_ids: np.ndarray, *, problem: int) -> None:
-        self.lookup.learn(token_ids[:1], token_ids[1:], scope=problem % self.NUM_SCOPES)
 
-    def learn(
-        self,
-        batch: DraftBatch,
-        histories: Sequence[np.ndarray],
-        row_ids: np.ndarray,
-        row_probabilities: np.ndarray,
-        *,
-        problems: np.ndarray,
-    ) -> None:
-        self.lookup.learn_batch(batch, histories, row_ids, row_probabilities, scopes=problems % self.NUM_SCOPES)
-        self._has_learned = True
+def _check_settings(lookup: object, budget: object, costs: object, floor: object) -> None:
+    if lookup is not None and not isinstance(lookup, BlendedLookup):
+        remedy = "load a file with stand.BlendedLookup.load(path), or give a LookupTree to stand.FixedShapeDrafter"
+        raise ValueError(f"lookup must be a BlendedLookup, got {type(lookup).__name__}; {remedy}")
+    if budget is not None and not (_is_integer(budget) and 0 <= budget <= MOST_NODES):
+        raise ValueError(f"budget must be an integer in [0, {MOST_NODES}], got {budget!r}; 32 to 128 nodes are usual")
+    if costs is not None and not isinstance(costs, CostTable):
+        raise ValueError(f"costs must be a CostTable, got {type(costs).__name__}; write CostTable((cost, ...))")
+    is_number = isinstance(floor, (int, float, np.floating)) and not isinstance(floor, bool)
+    if not is_number or not 0 <= floor <= 1:
+        raise ValueError(f"floor must be a probability in [0, 1], got {floor!r}; 0 leaves nothing out")
 
-    def _judge(self, histories: Sequence[np.ndarray], rows: np.ndarray, problems: np.ndarray) -> None:
-        """Teach what became of the last draft; rows that ended since are left out."""
-        drafted = [(place, self._lengths.get(row, 0)) for place, row in enumerate(rows.tolist())]
-        drafted = [(place, length) for place, length in drafted if 0 < length < len(histories[place])]
-        self.lookup.judge(
-            [histories[place][:length] for place, length in drafted],
-            [histories[place][length:] for place, length in drafted],
-            scopes=[int(problems[place]) % self.NUM_SCOPES for place, _ in drafted],
-        )
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

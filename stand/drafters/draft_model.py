@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.forward.model import run_plan
+from stand.drafters.drafter import Drafter, DraftRequest
+from stand.forward.model import prefill, run_plan
 from stand.forward.packed_plan import StepPlan
 from stand.forward.self_check import check_model
 from stand.forward.tree_attention import tree_attention
@@ -17,10 +18,8 @@ from stand.trees import NO_PARENT, NO_TOKEN, DraftBatch, DraftTree
 from stand.trees.noise import DRAFT, uniforms
 from stand.verifiers import draw_tokens
 
-PROMPT_CHUNK = 512  # prompt tokens per forward
 
-
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Any transformers model with the target's vocabulary that the engine could serve itself.
 
     Laws are the model's at `temperature` over its `num_candidates` best tokens, renormalised before the draw: what is
@@ -33,8 +32,6 @@ class ModelDrafter:
     Raises UnsupportedModelError for a model that cannot be served, ValueError for settings out of range.
     """
 
-    row_size = 0  # it never learns
-
     def __init__(
         self, model: PreTrainedModel, *, gamma: int = 4, temperature: float = 1.0, num_candidates: int = 64
     ) -> None:
@@ -45,59 +42,36 @@ class ModelDrafter:
         self.model = model
         self.gamma = gamma
         self.temperature = temperature
-        self.num_candidates = num_candidates
+        self.law_size = num_candidates
         self._cache = TreeCache(num_rows=0, room=0)
         self._held: list[np.ndarray] = []  # per cache row: the tokens whose keys it holds
         self._rows: list[int] = []  # per cache row: the row of the call that it serves
 
     @torch.inference_mode()
-    def draft(
-        self,
-        histories: Sequence[np.ndarray],
-        *,
-        seed: int,
-        rows: np.ndarray,
-        steps: np.ndarray,
-        problems: np.ndarray,
-        max_depths: np.ndarray,
-        is_greedy: bool,
-    ) -> DraftBatch:
+    def draft(self, request: DraftRequest) -> DraftBatch:
         """One chain per row, min(gamma, max_depths) deep; see `Drafter.draft`."""
-        depths = np.clip(max_depths, 0, self.gamma)
+        depths = np.clip(request.max_depths, 0, self.gamma)
         levels: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # (tokens [B], supports [B, S], laws [B, S])
         if depths.max() > 0:
             with tree_attention(self.model):
-                logits = self._catch_up(histories, rows.tolist())
+                logits = self._catch_up(request.histories, request.rows.tolist())
                 for depth in range(1, int(depths.max()) + 1):
                     if depth > 1:
                         logits = self._forward(list(levels[-1][0][:, None]))
-                    points = uniforms(seed, DRAFT, rows, steps, np.full(len(rows), depth))
-                    levels.append(self._draw(logits, points, is_greedy=is_greedy))
+                    layers = np.full(len(depths), depth)
+                    points = uniforms(request.seed, DRAFT, request.rows, request.steps, layers)
+                    levels.append(self._draw(logits, points, is_greedy=request.is_greedy))
         chains = [
             _chain(int(history[-1]), [[part[row] for part in level] for level in levels[:depth]])
-            for row, (history, depth) in enumerate(zip(histories, depths.tolist(), strict=True))
+            for row, (history, depth) in enumerate(zip(request.histories, depths.tolist(), strict=True))
         ]
         return DraftBatch.concatenate(chains)
-
-    def learn_prompt(self, token_ids: np.ndarray, *, problem: int) -> None:
-        """Nothing: the model is as it is."""
-
-    def learn(
-        self,
-        batch: DraftBatch,
-        histories: Sequence[np.ndarray],
-        row_ids: np.ndarray,
-        row_probabilities: np.ndarray,
-        *,
-        problems: np.ndarray,
-    ) -> None:
-        """Nothing: the model is as it is."""
 
     def _draw(
         self, logits: torch.Tensor, points: np.ndarray, *, is_greedy: bool
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(tokens [B] int32, token ids [B, S] int32, laws [B, S] float32) after logits [B, V]; points: uniforms [B]."""
-        size = min(1 if is_greedy else self.num_candidates, logits.shape[1])
+        size = min(1 if is_greedy else self.law_size, logits.shape[1])
         best = torch.topk(logits.float(), size, dim=1)
         law = torch.softmax(best.values / self.temperature, dim=1)
         columns = draw_tokens(law, points)
@@ -135,10 +109,7 @@ class ModelDrafter:
         self._cache = TreeCache(num_rows=len(prefixes), room=max(map(len, histories)) + self.gamma)
         for place in range(len(prefixes)):
             prefix = histories[places.index(place)][:-1]
-            for start in range(0, len(prefix), PROMPT_CHUNK):
-                chunk = prefix[start : start + PROMPT_CHUNK]
-                plan = StepPlan.for_prompt(chunk, start, row=place, device=self.model.device)
-                run_plan(self.model, self._cache, plan, logits_to_keep=1)
+            prefill(self.model, self._cache, prefix, row=place)
         self._cache.fan_out(places)
         self._held = [history[:-1].copy() for history in histories]
 

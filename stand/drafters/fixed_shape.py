@@ -2,54 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
+from transformers import PreTrainedModel
 
-from stand.drafters.drafter import check_kind
+from stand.drafters.drafter import Drafter, DraftRequest, Lesson, check_fingerprint, check_kind, teach_specimen
 from stand.trees import DraftBatch, LookupTree, TreeShape
 from stand.trees.longest_match.lookup import SHAPED_KINDS
 
 
-class LookupDrafter:
-    """STAND (arXiv 2506.04708): an adaptive n-gram lookup tree fills a fixed shape by Gumbel-Top-K."""
+class FixedShapeDrafter(Drafter):
+    """STAND (arXiv 2506.04708): an adaptive n-gram lookup fills a fixed shape by Gumbel-Top-K.
 
-    def __init__(self, lookup: LookupTree, shape: TreeShape, *, kind: str = "sampled"):
-        check_kind(kind, SHAPED_KINDS, "a LookupTree with a shape")
+    lookup: what was learned before; None: an empty `LookupTree` of the model's vocabulary.
+    shape: the slots that a draft may fill; None: `TreeShape.paper()`.
+    kind: "sampled", "mixed" or "deterministic" children; "coupled" ones share the target's noise (for the rules
+    `coupled` and `match`); "independent" ones are drawn with replacement (for `specinfer` and `spectr`).
+    """
+
+    def __init__(self, lookup: LookupTree | None = None, shape: TreeShape | None = None, *, kind: str = "sampled"):
+        if lookup is not None and not isinstance(lookup, LookupTree):
+            remedy = "load a file with stand.LookupTree.load(path), or give a BlendedLookup to stand.BlendedDrafter"
+            raise ValueError(f"lookup must be a LookupTree, got {type(lookup).__name__}; {remedy}")
+        if shape is not None and not isinstance(shape, TreeShape):
+            raise ValueError(f"shape must be a TreeShape, got {shape!r}; TreeShape.paper() is the paper's")
+        check_kind(kind, SHAPED_KINDS, "a fixed shape")
         self.lookup = lookup
-        self.shape = shape
+        self.shape = TreeShape.paper() if shape is None else shape
         self.kind = kind
-        self.row_size = lookup.row_size
         self._shallow: dict[int, TreeShape] = {}
 
-    def draft(
-        self,
-        histories: Sequence[np.ndarray],
-        *,
-        seed: int,
-        rows: np.ndarray,
-        steps: np.ndarray,
-        problems: np.ndarray,
-        max_depths: np.ndarray,
-        is_greedy: bool,
-    ) -> DraftBatch:
-        shapes = [self._up_to(int(depth)) for depth in max_depths]
-        kind = "deterministic" if is_greedy else self.kind
-        return self.lookup.draft(histories, shapes, seed=seed, rows=rows, steps=steps, kind=kind)
+    @property
+    def num_candidates(self) -> int:
+        return 0 if self.lookup is None else self.lookup.row_size
+
+    def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
+        if self.lookup is None:
+            self.lookup = LookupTree(fingerprint=fingerprint)
+        check_fingerprint(self.lookup, fingerprint)
+
+    def specimen(self) -> DraftBatch:
+        lookup = LookupTree()
+        tokens = teach_specimen(lookup)
+        row = np.zeros(1, dtype=np.int64)
+        return lookup.draft([tokens], self.shape, seed=0, rows=row, steps=row, kind=self.kind)
+
+    def draft(self, request: DraftRequest) -> DraftBatch:
+        kind = "deterministic" if request.is_greedy else self.kind
+        return self.lookup.draft(
+            request.histories,
+            [self._up_to(int(depth)) for depth in request.max_depths],
+            seed=request.target_seed if kind == "coupled" else request.seed,
+            rows=request.rows,
+            steps=request.steps,
+            kind=kind,
+        )
 
     def learn_prompt(self, token_ids: np.ndarray, *, problem: int) -> None:
         self.lookup.learn(token_ids[:1], token_ids[1:])
 
-    def learn(
-        self,
-        batch: DraftBatch,
-        histories: Sequence[np.ndarray],
-        row_ids: np.ndarray,
-        row_probabilities: np.ndarray,
-        *,
-        problems: np.ndarray,
-    ) -> None:
-        self.lookup.learn_batch(batch, histories, row_ids, row_probabilities)
+    def learn(self, lesson: Lesson) -> None:
+        befores = [history[:-1] for history in lesson.request.histories]
+        self.lookup.learn_batch(lesson.batch, befores, lesson.top_ids, lesson.top_probs)
 
     def _up_to(self, depth: int) -> TreeShape:
         """The shape without slots below `depth`: known before anything is drawn, so drafts stay adapted."""

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
+from stand.drafters.drafter import Drafter, DraftRequest
 from stand.trees import DraftBatch, DraftTree
 
 
-class PromptLookupDrafter:
+class PromptLookupDrafter(Drafter):
     """Chains of up to gamma tokens from the row's own text (Saxena 2023; transformers' `prompt_lookup_num_tokens`).
 
     The longest n-gram, between `longest` and `shortest` tokens, that ends the row and occurred in it before decides,
     and of its occurrences the last one. Deterministic: `match` is the rule for it. Nothing is learned.
     """
-
-    row_size = 0
 
     def __init__(self, *, gamma: int = 8, longest: int = 3, shortest: int = 1) -> None:
         if not (gamma >= 1 and longest >= shortest >= 1):
@@ -28,37 +25,13 @@ class PromptLookupDrafter:
         self.longest = longest
         self.shortest = shortest
 
-    def draft(
-        self,
-        histories: Sequence[np.ndarray],
-        *,
-        seed: int,
-        rows: np.ndarray,
-        steps: np.ndarray,
-        problems: np.ndarray,
-        max_depths: np.ndarray,
-        is_greedy: bool,
-    ) -> DraftBatch:
+    def draft(self, request: DraftRequest) -> DraftBatch:
         """See `Drafter.draft`; nothing is drawn, so only histories and max_depths matter."""
         chains = [
             DraftTree.chain([history[-1], *self._successors(history)[: max(int(depth), 0)]])
-            for history, depth in zip(histories, max_depths, strict=True)
+            for history, depth in zip(request.histories, request.max_depths, strict=True)
         ]
         return DraftBatch.concatenate(chains)
-
-    def learn_prompt(self, token_ids: np.ndarray, *, problem: int) -> None:
-        """Nothing: the history holds the prompt."""
-
-    def learn(
-        self,
-        batch: DraftBatch,
-        histories: Sequence[np.ndarray],
-        row_ids: np.ndarray,
-        row_probabilities: np.ndarray,
-        *,
-        problems: np.ndarray,
-    ) -> None:
-        """Nothing: the history is all it looks at."""
 
     def _successors(self, history: np.ndarray) -> np.ndarray:
         """[<= gamma] tokens after the last earlier occurrence of the longest n-gram that has one."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
+from stand.drafters.drafter import Drafter, DraftRequest, Lesson
 from stand.trees import NO_PARENT, NO_TOKEN, ROOT, DraftBatch, DraftTree, TreeShape
 
 
-class TokenRecyclingDrafter:
+class TokenRecyclingDrafter(Drafter):
     """The adjacency table of section 3.1: the newest row of a token replaces the old one, whatever came before it.
 
     shape: slots that a draft may fill; the child of rank r takes the r-th best successor, and a slot whose token is not
@@ -20,40 +19,23 @@ class TokenRecyclingDrafter:
         if num_successors < 1:
             raise ValueError(f"num_successors must be at least 1, got {num_successors}; the paper keeps 8")
         self.shape = shape
-        self.row_size = num_successors
+        self.num_candidates = num_successors
         self._successors: dict[int, np.ndarray] = {}  # token: its successors, best first
 
-    def draft(
-        self,
-        histories: Sequence[np.ndarray],
-        *,
-        seed: int,
-        rows: np.ndarray,
-        steps: np.ndarray,
-        problems: np.ndarray,
-        max_depths: np.ndarray,
-        is_greedy: bool,
-    ) -> DraftBatch:
+    def draft(self, request: DraftRequest) -> DraftBatch:
         """See `Drafter.draft`; nothing is drawn, so only the pending tokens and max_depths matter."""
         drafts = [
-            self._unroll(int(history[-1]), int(depth)) for history, depth in zip(histories, max_depths, strict=True)
+            self._unroll(int(history[-1]), int(depth))
+            for history, depth in zip(request.histories, request.max_depths, strict=True)
         ]
         return DraftBatch.concatenate(drafts)
 
-    def learn_prompt(self, token_ids: np.ndarray, *, problem: int) -> None:
-        """Nothing: the table holds what the target said, and of a prompt it says nothing to the drafter."""
+    def learn(self, lesson: Lesson) -> None:
+        """Replace the successors of all scored tokens; of equal tokens the last one in the batch stays.
 
-    def learn(
-        self,
-        batch: DraftBatch,
-        histories: Sequence[np.ndarray],
-        row_ids: np.ndarray,
-        row_probabilities: np.ndarray,
-        *,
-        problems: np.ndarray,
-    ) -> None:
-        """Replace the rows of all scored tokens; of equal tokens the last one in the batch stays."""
-        self._successors.update(zip(batch.token_ids.tolist(), row_ids, strict=True))
+        The table holds what the target said; of a prompt it says nothing to the drafter.
+        """
+        self._successors.update(zip(lesson.batch.token_ids.tolist(), lesson.top_ids, strict=True))
 
     def _unroll(self, pending: int, max_depth: int) -> DraftTree:
         """The draft below `pending`, at most `max_depth` deep."""

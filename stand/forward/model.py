@@ -1,12 +1,15 @@
-"""A transformers model as the engine runs it: its decoder's configuration, and one packed forward."""
+"""A transformers model as the engine runs it: its decoder's configuration, one packed forward, and prompts."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_cache import TreeCache
+
+PROMPT_CHUNK = 512  # prompt tokens per forward; bounds the mask to [512, L]
 
 
 def text_config(model: PreTrainedModel):
@@ -31,3 +34,11 @@ def run_plan(model: PreTrainedModel, cache: TreeCache, plan: StepPlan, *, logits
         stand_plan=plan,
     )
     return output.logits[0]
+
+
+def prefill(model: PreTrainedModel, cache: TreeCache, token_ids: np.ndarray, *, row: int) -> None:
+    """Write the keys of `token_ids`, int32 [L], into the empty cache row `row`, chunk by chunk."""
+    for start in range(0, len(token_ids), PROMPT_CHUNK):
+        chunk = token_ids[start : start + PROMPT_CHUNK]
+        plan = StepPlan.for_prompt(chunk, start, row=row, device=model.device)
+        run_plan(model, cache, plan, logits_to_keep=1)

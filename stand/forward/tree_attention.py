@@ -6,8 +6,10 @@ and this function makes its own from the step's plan. It never leaves a model sw
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -16,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from stand.forward.packed_plan import StepPlan
 
 ATTENTION_NAME = "stand_tree"
+_LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()  # one per model in use
 
 
 def attend(
@@ -95,9 +98,28 @@ AttentionInterface.register(ATTENTION_NAME, attend)
 @contextmanager
 def tree_attention(model: PreTrainedModel, name: str = ATTENTION_NAME) -> Iterator[None]:
     """Run the block with tree attention (or the one registered as `name`), then give the model back as it was."""
-    previous = model.config._attn_implementation
-    model.set_attn_implementation(name)
+    with exclusive(model):
+        previous = model.config._attn_implementation
+        model.set_attn_implementation(name)
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(previous)
+
+
+@contextmanager
+def exclusive(model: PreTrainedModel) -> Iterator[None]:
+    """Keep other threads from running this model in the block; within one thread blocks may nest.
+
+    Raises RuntimeError at once where another thread is in such a block: both would change the model's attention.
+    """
+    lock = _LOCKS.setdefault(model, threading.RLock())
+    if not lock.acquire(blocking=False):
+        raise RuntimeError(
+            "one model runs one call at a time, got a second call from another thread; "
+            "wait for the first, give all prompts to one call, or load the model twice"
+        )
     try:
         yield
     finally:
-        model.set_attn_implementation(previous)
+        lock.release()

@@ -11,7 +11,7 @@ operation (under Triton's interpreter), which is how they are tested.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
@@ -29,7 +29,7 @@ from stand.gpu.step_body import LEARNED_ROWS, StepBody, StepOutput
 from stand.gpu.step_packet import StepPacket
 from stand.gpu.step_size import MAX_ROW_NODES, StepSize
 from stand.gpu.work_list import SPLIT_LENGTH, WorkList
-from stand.row import Row
+from stand.row import LiveRows, Row
 from stand.sampling import TargetLaw
 from stand.trees import DraftBatch
 from stand.verifiers import Verdicts, VerifierNoise
@@ -39,8 +39,6 @@ FIRST_ROOM = 8192  # new tokens per row that have room from the start; beyond, t
 
 class CapturedStep:
     """Implements `stand.step.Step` over a `DeviceCache`; a row's place there is its number within the call."""
-
-    learns_late = True
 
     def __init__(
         self, model: PreTrainedModel, law: TargetLaw, rule: DeviceRule, *, num_rows: int, fusion: Fusion | None
@@ -56,6 +54,8 @@ class CapturedStep:
         self._recorded: dict[StepSize, tuple[StepBody, Program]] = {}
         self._unread: tuple[np.ndarray, np.ndarray] | None = None  # best rows that a recording would overwrite
         self._num_scored = 0
+        self._verdicts: Verdicts | None = None
+        self._lesson: Callable[[], None] | None = None  # of the step before, for the time while the device works
 
     @property
     def num_graphs(self) -> int:
@@ -79,13 +79,31 @@ class CapturedStep:
             self.use(None)  # the old block goes before the new one comes
             self.use(DeviceCache.like(prefilled, num_rows=self._num_rows, room=room))
         self._cache.load(prefilled, sources, max(row.num_cached for row in rows))
-        self._num_scored = 0
+        self._num_scored, self._lesson = 0, None
 
     def use(self, cache: DeviceCache | None) -> None:
         """Decode behind these keys; what is recorded knows another cache's addresses and goes."""
         self._replay.wait_for_best()  # nothing that is recorded may still run
         self._recorded.clear()
         self._cache = cache
+
+    def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
+        """The whole step, up to the verdict; what the step before showed is learned while the device works."""
+        self.prepare(batch, live.rows, noise)
+        self.launch()
+        self.finish()
+        self._verdicts = self.verdicts()
+
+    def verify(self) -> Verdicts:
+        return self._verdicts
+
+    def teach(self, lesson: Callable[[], None]) -> None:
+        self._lesson = lesson
+
+    def finish(self) -> None:
+        lesson, self._lesson = self._lesson, None
+        if lesson is not None:
+            lesson()
 
     def prepare(self, batch: DraftBatch, rows: Sequence[Row], noise: VerifierNoise) -> None:
         lengths = np.array([row.num_cached for row in rows], dtype=np.int64)
@@ -114,7 +132,7 @@ class CapturedStep:
     def drop(self, source: int, target: int, length: int) -> None:
         """Nothing: a row keeps its place in the cache, whatever its place in the batch."""
 
-    def best_rows(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def top_entries(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         if count > LEARNED_ROWS:
             raise ValueError(
                 f"a captured step returns the {LEARNED_ROWS} best tokens of a node, got a request for {count}; "

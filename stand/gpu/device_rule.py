@@ -118,9 +118,6 @@ class GreedyRule(DeviceRule):
         return follow(probs.argmax(dim=1), step)
 
 
-RULES: dict[str, type[DeviceRule]] = {"match": MatchRule, "coupled": CoupledRule, "traversal": TraversalRule}
-
-
 def follow(drawn: torch.Tensor, step: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """From every root, step to the first child whose token was drawn at its parent; (stops [B], next_tokens [B]).
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from draft_requests import draft_request
 from tiny_models import tiny_model
 
 import stand
@@ -57,25 +58,19 @@ def test_drafts_stay_within_what_was_timed():
     lookup, histories = lookup_of()
     table = CostTable((StepCost(1, 100, tokens=(1, 30), seconds=(1.0, 1.0)),))
     drafter = BlendedDrafter(lookup, budget=100, costs=table, kind="deterministic")
-    rows = np.arange(2)
-    batch = drafter.draft(
-        histories, seed=0, rows=rows, steps=rows, problems=rows, max_depths=np.full(2, 99), is_greedy=False
-    )
-    assert batch.num_nodes == 30
+    assert drafter.draft(draft_request(histories)).num_nodes == 30
+
+
+def engine_of(costs: CostTable) -> stand.Engine:
+    return stand.wrap(tiny_model("qwen2"), drafter=stand.BlendedDrafter(costs=costs))
 
 
 def test_the_output_is_a_function_of_seed_and_costs():
     table = CostTable((StepCost(1, 16, tokens=(1, 8, 40), seconds=(1.0, 1.2, 4.0)),))
     settings = {"input_ids": [[3, 4, 5, 3, 4]], "num_return_sequences": 3, "max_new_tokens": 30, "seed": 5}
-    outputs = [stand.wrap(tiny_model("qwen2"), costs=table).generate(**settings) for _ in range(2)]
+    outputs = [engine_of(table).generate(**settings) for _ in range(2)]
     assert outputs[0].token_ids == outputs[1].token_ids
     assert outputs[0].stats.num_draft_tokens == outputs[1].stats.num_draft_tokens > 0
     dear = CostTable((StepCost(1, 16, tokens=(1, 8, 40), seconds=(1.0, 8.0, 40.0)),))
-    fewer = stand.wrap(tiny_model("qwen2"), costs=dear).generate(**settings)
+    fewer = engine_of(dear).generate(**settings)
     assert fewer.stats.num_draft_tokens < outputs[0].stats.num_draft_tokens
-
-
-def test_costs_belong_to_growth_under_a_budget():
-    table = CostTable((StepCost(1, 16, tokens=(1, 8), seconds=(1.0, 1.2)),))
-    with pytest.raises(ValueError, match="got a mixture"):
-        stand.wrap(tiny_model("qwen2"), costs=table, shape=stand.trees.TreeShape.paper())

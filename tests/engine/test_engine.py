@@ -8,7 +8,6 @@ from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 import stand
-from stand.drafters.blended import BlendedDrafter
 from stand.trees import BlendedLookup, LookupTree, TreeShape
 
 END = 2
@@ -16,12 +15,13 @@ PROMPTS = [[5, 9, 11, 4, 5, 9], [7], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31,
 
 
 def engine_of(family: str = "qwen2", **kwargs) -> stand.Engine:
-    return stand.wrap(tiny_model(family), shape=TreeShape.from_branching([3, 2, 1, 1]), **kwargs)
+    drafter = stand.FixedShapeDrafter(shape=TreeShape.from_branching([3, 2, 1, 1]))
+    return stand.wrap(tiny_model(family), drafter=drafter, **kwargs)
 
 
-def blended_engine(family: str = "qwen2", **kwargs) -> stand.Engine:
+def blended_engine(family: str = "qwen2", *, verifier: str = "traversal", **settings) -> stand.Engine:
     """The default: growth under a budget."""
-    return stand.wrap(tiny_model(family), **kwargs)
+    return stand.wrap(tiny_model(family), drafter=stand.BlendedDrafter(**settings), verifier=verifier)
 
 
 def greedy_by_transformers(family: str, prompt: list[int], max_new_tokens: int, **kwargs) -> list[int]:
@@ -58,7 +58,7 @@ def test_greedy_is_the_same_under_every_verifier_and_with_a_penalty(verifier, pe
 @pytest.mark.parametrize("kind", ["sampled", "mixed", "deterministic"])
 @pytest.mark.parametrize("budget", [0, 5, 40])
 def test_the_budget_changes_no_greedy_token_and_is_kept(kind, budget):
-    engine = blended_engine(draft_kind=kind, budget=budget)
+    engine = blended_engine(kind=kind, budget=budget)
     output = engine.generate(input_ids=PROMPTS, num_return_sequences=2, max_new_tokens=40, temperature=0.0)
     for row, tokens in enumerate(output.token_ids):
         assert tokens == greedy_by_transformers("qwen2", PROMPTS[row // 2], 40)
@@ -68,7 +68,7 @@ def test_the_budget_changes_no_greedy_token_and_is_kept(kind, budget):
 
 @pytest.mark.parametrize("kind", ["sampled", "mixed", "deterministic"])
 def test_match_makes_grown_drafts_plain_sampling_token_for_token(kind):
-    engine = blended_engine(draft_kind=kind, verifier="match")
+    engine = blended_engine(kind=kind, verifier="match")
     settings = {"input_ids": PROMPTS, "num_return_sequences": 3, "max_new_tokens": 40, "temperature": 0.8, "seed": 4}
     drafted, plain = engine.generate(**settings), engine.generate(**settings, draft=False)
     assert drafted.token_ids == plain.token_ids
@@ -101,7 +101,9 @@ def test_rows_that_end_hand_their_budget_on():
 
 @pytest.mark.parametrize("verifier", ["token", "block"])
 def test_chain_rules_decode_chains(verifier):
-    engine = stand.wrap(tiny_model("llama"), shape=TreeShape.chain(5), verifier=verifier)
+    engine = stand.wrap(
+        tiny_model("llama"), drafter=stand.FixedShapeDrafter(shape=TreeShape.chain(5)), verifier=verifier
+    )
     output = engine.generate(input_ids=PROMPTS, max_new_tokens=30, temperature=0.0)
     for prompt, tokens in zip(PROMPTS, output.token_ids, strict=True):
         assert tokens == greedy_by_transformers("llama", prompt, 30)
@@ -109,7 +111,7 @@ def test_chain_rules_decode_chains(verifier):
 
 def test_a_chain_rule_refuses_a_branching_shape():
     with pytest.raises(ValueError, match="chain"):
-        engine_of(verifier="block").generate(input_ids=[PROMPTS[0] * 3], max_new_tokens=30, seed=0)
+        engine_of(verifier="block")  # seen before anything is generated
 
 
 def test_the_same_seed_gives_the_same_rows_and_another_one_others():
@@ -191,7 +193,8 @@ def test_the_lookup_tree_learns_and_survives_a_save(make, tmp_path):
     first = engine.generate(input_ids=PROMPTS, max_new_tokens=40, temperature=0.0)
     engine.lookup.save(tmp_path / "lookup")
     loaded = type(engine.lookup).load(tmp_path / "lookup", fingerprint=engine.lookup.fingerprint)
-    again = make(lookup=loaded).generate(input_ids=PROMPTS, max_new_tokens=40, temperature=0.0)
+    engine = stand.wrap(tiny_model("qwen2"), drafter=loaded)
+    again = engine.generate(input_ids=PROMPTS, max_new_tokens=40, temperature=0.0)
     assert again.token_ids == first.token_ids
     assert again.stats.num_steps < first.stats.num_steps
 
@@ -271,16 +274,24 @@ def test_bad_settings_of_wrap_are_refused():
         stand.wrap(model, verifier="no_such_rule")
     with pytest.raises(ValueError, match="needs one fixed law"):
         stand.wrap(model, verifier="greedy_block")
-    with pytest.raises(ValueError, match="allow_lossy"):
+    with pytest.raises(ValueError, match="TypicalVerifier"):
         stand.wrap(model, verifier="typical")
     for kind in (LookupTree, BlendedLookup):
         with pytest.raises(ValueError, match="this tokenizer"):
-            stand.wrap(model, lookup=kind(fingerprint=b"x" * 16))
-    for mixture in ({"shape": TreeShape.paper(), "budget": 4}, {"shape": TreeShape.paper(), "lookup": BlendedLookup()}):
-        with pytest.raises(ValueError, match="got a mixture"):
-            stand.wrap(model, **mixture)
-    with pytest.raises(ValueError, match="brings its own state"):
-        stand.wrap(model, drafter=BlendedDrafter(BlendedLookup(), budget=4), budget=4)
+            stand.wrap(model, drafter=kind(fingerprint=b"x" * 16))
+    with pytest.raises(ValueError, match="drafter must be a Drafter, a BlendedLookup or a LookupTree, got str"):
+        stand.wrap(model, drafter="aime.lookup")
+    with pytest.raises(ValueError, match="lookup must be a LookupTree, got BlendedLookup"):
+        stand.FixedShapeDrafter(BlendedLookup())
+    for budget in (-1, "8", 1 << 30, True):
+        with pytest.raises(ValueError, match="budget must be an integer"):
+            stand.BlendedDrafter(budget=budget)
+    with pytest.raises(ValueError, match="shape must be a TreeShape, got 'paper'"):
+        stand.FixedShapeDrafter(shape="paper")
+    with pytest.raises(ValueError, match="costs must be a CostTable"):
+        stand.BlendedDrafter(costs=1.0)
+    with pytest.raises(ValueError, match="floor must be a probability"):
+        stand.BlendedDrafter(floor=1.5)
 
 
 def test_too_many_rows_for_the_memory_are_refused():
@@ -306,13 +317,13 @@ def test_every_default_is_usable():
 
 
 def test_a_prompt_keeps_its_number_over_calls():
-    engine = stand.wrap(tiny_model("llama"), budget=4)
+    engine = stand.wrap(tiny_model("llama"), drafter=stand.BlendedDrafter(budget=4))
     numbers = []
     draft = engine.drafter.draft
 
-    def noted(histories, *, problems, **rest):
-        numbers.append(problems.tolist())
-        return draft(histories, problems=problems, **rest)
+    def noted(request):
+        numbers.append(request.problems.tolist())
+        return draft(request)
 
     engine.drafter.draft = noted
     for prompts in ([[3, 4, 5]], [[6, 7], [3, 4, 5]]):
@@ -322,10 +333,10 @@ def test_a_prompt_keeps_its_number_over_calls():
 
 def test_draft_kinds_are_checked_at_once():
     with pytest.raises(ValueError, match="growth under a budget drafts one of sampled, mixed, deterministic"):
-        stand.wrap(tiny_model("llama"), draft_kind="coupled")
-    shape = TreeShape.from_branching([2, 1])
-    assert (
-        stand.wrap(tiny_model("llama"), draft_kind="coupled", verifier="coupled", shape=shape).drafter.kind == "coupled"
-    )
+        stand.BlendedDrafter(kind="coupled")
+    drafter = stand.FixedShapeDrafter(kind="coupled")
+    assert stand.wrap(tiny_model("llama"), drafter=drafter, verifier="coupled").drafter is drafter
     with pytest.raises(ValueError, match="coupled, independent, got 'best'"):
-        stand.wrap(tiny_model("llama"), draft_kind="best", shape=shape)
+        stand.FixedShapeDrafter(kind="best")
+    with pytest.raises(ValueError, match="adapted=False; use verifier 'match' or 'coupled'"):
+        stand.wrap(tiny_model("llama"), drafter=drafter)

@@ -48,17 +48,17 @@ class CheckedDrafter(ModelDrafter):
 
     num_checked = 0
 
-    def draft(self, histories, **kwargs) -> DraftBatch:
-        batch = super().draft(histories, **kwargs)
+    def draft(self, request) -> DraftBatch:
+        batch = super().draft(request)
         batch.check()
-        for row, history in enumerate(histories):
+        for row, history in enumerate(request.histories):
             chain = batch[row]
-            assert chain.num_nodes - 1 == min(self.gamma, kwargs["max_depths"][row])
+            assert chain.num_nodes - 1 == min(self.gamma, request.max_depths[row])
             for node in range(1, chain.num_nodes):
                 recorded = np.zeros(VOCABULARY_SIZE)
                 recorded[chain.support_ids[node - 1]] = chain.law[node]
                 law = plain_law(SMALL, [*history.tolist(), *chain.token_ids[1:node].tolist()])
-                expected = truncated(law, self.num_candidates, self.temperature)
+                expected = truncated(law, self.law_size, self.temperature)
                 np.testing.assert_allclose(recorded, expected, atol=1e-5)
                 type(self).num_checked += 1
         return batch

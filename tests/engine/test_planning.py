@@ -5,8 +5,8 @@ import pytest
 from tiny_models import tiny_model
 
 import stand
-from stand import ModelDrafter, Stats, estimate_alpha, estimate_cost, plan_gamma
-from stand.drafters.chain_length import expected_tokens, walltime_factor
+from stand import ModelDrafter, Stats
+from stand.drafters.chain_length import estimate_alpha, estimate_cost, expected_tokens, plan_gamma, walltime_factor
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.8, 0.999])

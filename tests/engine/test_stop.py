@@ -23,7 +23,11 @@ def letter_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def engine() -> stand.Engine:
-    return stand.wrap(tiny_model("qwen2"), letter_tokenizer(), shape=TreeShape.from_branching([2, 1, 1, 1]))
+    return stand.wrap(
+        tiny_model("qwen2"),
+        letter_tokenizer(),
+        drafter=stand.FixedShapeDrafter(shape=TreeShape.from_branching([2, 1, 1, 1])),
+    )
 
 
 def test_a_stop_string_cuts_where_it_is_complete():

@@ -1,7 +1,10 @@
 """The two baselines that need no second model: prompt lookup and the table of Token Recycling."""
 
+import dataclasses
+
 import numpy as np
 import pytest
+from draft_requests import draft_request
 from tiny_models import tiny_model
 
 import stand
@@ -12,29 +15,21 @@ PROMPTS = [[5, 9, 11, 4, 5, 9], [7], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31,
 
 
 def drafted(drafter, *histories: list[int], depths: list[int] | None = None) -> DraftBatch:
-    batch = drafter.draft(
-        [np.array(history, dtype=np.int32) for history in histories],
-        seed=0,
-        rows=np.arange(len(histories)),
-        steps=np.zeros(len(histories), dtype=np.int64),
-        problems=np.zeros(len(histories), dtype=np.int64),
-        max_depths=np.array(depths or [99] * len(histories)),
-        is_greedy=False,
-    )
+    request = draft_request([np.array(history, dtype=np.int32) for history in histories])
+    if depths is not None:
+        request = dataclasses.replace(request, max_depths=np.array(depths))
+    batch = drafter.draft(request)
     batch.check()
     return batch
 
 
-def taught(drafter: TokenRecyclingDrafter, rows: dict[int, list[int]]) -> None:
-    batch = DraftBatch.concatenate([DraftTree.chain([token]) for token in rows])
-    ids = np.array(list(rows.values()), dtype=np.int32)
-    drafter.learn(
-        batch,
-        [np.zeros(0, dtype=np.int32)] * len(rows),
-        ids,
-        np.full(ids.shape, 0.1, dtype=np.float32),
-        problems=np.zeros(len(rows), dtype=np.int64),
-    )
+def taught(drafter: TokenRecyclingDrafter, successors: dict[int, list[int]]) -> None:
+    histories = [np.array([token], dtype=np.int32) for token in successors]
+    batch = DraftBatch.concatenate([DraftTree.chain(history) for history in histories])
+    top_ids = np.array(list(successors.values()), dtype=np.int32)
+    nothing = [np.zeros(0, dtype=np.int32)] * len(histories)
+    next_tokens, top_probs = np.zeros(len(histories), dtype=np.int64), np.full(top_ids.shape, 0.1, dtype=np.float32)
+    drafter.learn(stand.Lesson(draft_request(histories), batch, nothing, next_tokens, top_ids, top_probs))
 
 
 def chains(batch: DraftBatch) -> list[list[int]]:

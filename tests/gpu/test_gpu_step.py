@@ -28,14 +28,15 @@ def plain_kernels(monkeypatch):
 def taught_lookup() -> BlendedLookup:
     """A lookup tree that drafts much, and often rightly: it has read the model's own samples."""
     lookup = BlendedLookup()
-    engine = stand.wrap(kernel_model("qwen2"), lookup=lookup, backend="sdpa", budget=16)
+    engine = stand.wrap(kernel_model("qwen2"), drafter=BlendedDrafter(lookup, budget=16), backend="sdpa")
     engine.generate(input_ids=PROMPTS, num_return_sequences=3, max_new_tokens=60, temperature=0.4, seed=1)
     return lookup
 
 
 def generate(backend, *, verifier="match", family="qwen2", lookup=None, budget=16, **settings):
     model = kernel_model(family)
-    engine = stand.wrap(model, verifier=verifier, backend=backend, lookup=lookup, budget=budget, fuse=False)
+    drafter = BlendedDrafter(lookup, budget=budget)
+    engine = stand.wrap(model, verifier=verifier, backend=backend, drafter=drafter, fuse=False)
     defaults = {"num_return_sequences": 2, "max_new_tokens": 40, "temperature": 0.6, "seed": 4, "learn": False}
     return engine.generate(input_ids=PROMPTS, **{**defaults, **settings})
 
@@ -65,8 +66,8 @@ class Recorder(BlendedDrafter):
         super().__init__(lookup, budget=16)
         self.lessons = []
 
-    def learn(self, batch, histories, row_ids, row_probabilities, *, problems):
-        self.lessons.append((batch, [history.tolist() for history in histories], row_ids, row_probabilities))
+    def learn(self, lesson):
+        self.lessons.append(lesson)
 
 
 def test_what_is_learned_late_is_what_is_learned(plain_kernels):
@@ -77,9 +78,12 @@ def test_what_is_learned_late_is_what_is_learned(plain_kernels):
         engine.generate(input_ids=PROMPTS, max_new_tokens=40, temperature=0.6, seed=4)
     assert len(recorders[0].lessons) > 10
     for early, late in zip(*(recorder.lessons for recorder in recorders), strict=True):
-        assert np.array_equal(early[0].token_ids, late[0].token_ids) and early[1] == late[1]
-        assert np.array_equal(early[2], late[2])
-        np.testing.assert_allclose(early[3], late[3], atol=1e-5)
+        assert np.array_equal(early.batch.token_ids, late.batch.token_ids)
+        assert np.array_equal(early.next_tokens, late.next_tokens)
+        assert list(map(list, early.request.histories)) == list(map(list, late.request.histories))
+        assert list(map(list, early.accepted)) == list(map(list, late.accepted))
+        assert np.array_equal(early.top_ids, late.top_ids)
+        np.testing.assert_allclose(early.top_probs, late.top_probs, atol=1e-5)
 
 
 def test_growth_of_the_cache_keeps_its_keys(plain_kernels, monkeypatch):
@@ -90,14 +94,16 @@ def test_growth_of_the_cache_keeps_its_keys(plain_kernels, monkeypatch):
 
 
 def test_a_second_call_uses_what_was_recorded(plain_kernels):
-    engine = stand.wrap(kernel_model("qwen2"), backend="triton", verifier="match", budget=16, fuse=False)
+    drafter = BlendedDrafter(budget=16)
+    engine = stand.wrap(kernel_model("qwen2"), backend="triton", verifier="match", drafter=drafter, fuse=False)
     settings = {"input_ids": PROMPTS, "max_new_tokens": 30, "temperature": 0.6, "seed": 9}
     first = engine.generate(**settings)
-    step, graphs = engine._captured, engine._captured.num_graphs
+    step = engine.backend._previous
+    graphs = step.num_graphs
     assert engine.generate(**settings).token_ids == first.token_ids
-    assert engine._captured is step and graphs <= step.num_graphs < 20
+    assert engine.backend._previous is step and graphs <= step.num_graphs < 20
     engine.generate(**{**settings, "temperature": 0.7})
-    assert engine._captured is not step
+    assert engine.backend._previous is not step
 
 
 def test_penalties_take_the_eager_step(plain_kernels):
@@ -118,7 +124,7 @@ def test_real_kernels_in_a_whole_generation():
     settings = {"input_ids": [[3, 4, 5, 3, 4]], "max_new_tokens": 3, "temperature": 0.6, "top_p": 0.9, "seed": 2}
     outputs = []
     for name in ("sdpa", "triton"):
-        engine = stand.wrap(kernel_model("qwen3"), backend=name, verifier="traversal", budget=4)
+        engine = stand.wrap(kernel_model("qwen3"), backend=name, drafter=BlendedDrafter(budget=4))
         outputs.append(engine.generate(**settings, learn=False).token_ids)
     assert outputs[0] == outputs[1]
 
@@ -141,7 +147,7 @@ def test_the_choice_is_visible_and_can_be_made():
     assert str(engine.backend) == "sdpa" and "kernels are for CUDA" in engine.backend.reason
     with pytest.raises(ValueError, match="must be one of auto, sdpa, triton"):
         stand.wrap(kernel_model("qwen2"), backend="flash")
-    with pytest.raises(ValueError, match="rule 'rrs' is not one of"):
+    with pytest.raises(ValueError, match="rule 'rrs' offers no device rule"):
         stand.wrap(kernel_model("qwen2"), backend="triton", verifier="rrs")
 
 
@@ -151,4 +157,4 @@ def test_a_fusion_that_is_wrong_as_a_whole_is_undone(monkeypatch):
     answers = iter([None, "the logits differ"])
     monkeypatch.setattr(self_check, "kernel_failure", lambda model: next(answers))
     engine = stand.wrap(kernel_model("qwen2"), backend="triton")
-    assert engine.fusion is None and "not fused, because the logits differ" in engine.backend.reason
+    assert engine.backend.fusion is None and "not fused, because the logits differ" in engine.backend.reason

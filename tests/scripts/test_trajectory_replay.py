@@ -8,9 +8,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from draft_requests import draft_request  # noqa: E402
 from fake_events import FakeEvent  # noqa: E402
 from gpu_parts.trajectory_replay import (  # noqa: E402
-    CountingDrafter,
     RecordedRule,
     ReplayBench,
     ReplayEngine,
@@ -21,10 +21,12 @@ from gpu_parts.trajectory_replay import (  # noqa: E402
     made_up_recordings,
 )
 from measuring.bench_model import BenchModel  # noqa: E402
+from measuring.token_drafter import TokenDrafter  # noqa: E402
 from plain_kernels import use_plain_kernels  # noqa: E402
 from workloads.model_shapes import SMOKE_SHAPE  # noqa: E402
 from workloads.recordings import Recording  # noqa: E402
 
+import stand  # noqa: E402
 from stand.drafters.step_cost import CostTable, StepCost  # noqa: E402
 from stand.gpu.captured_step import CapturedStep  # noqa: E402
 from stand.gpu.device_rule import MatchRule  # noqa: E402
@@ -41,7 +43,7 @@ def bench() -> BenchModel:
     with pytest.MonkeyPatch.context() as patch:
         use_plain_kernels(patch)
         found = BenchModel(SMOKE_SHAPE, device=torch.device("cpu"), dtype=torch.float32, max_positions=256)
-        found.engine.fusion = None  # interpreted norms and products would take seconds
+        found.engine.backend.fusion = None  # interpreted norms and products would take seconds
         yield found
 
 
@@ -58,7 +60,7 @@ def recordings(num_samples: int = 2, tokens: int = 30) -> list[Recording]:
 
 def engine_of(bench: BenchModel, *, budget: int = 12) -> ReplayEngine:
     engine = ReplayEngine(bench.engine)
-    engine.drafter = CountingDrafter(BlendedLookup(), budget=budget)
+    engine.drafter = TokenDrafter(BlendedLookup(), budget=budget, kind="deterministic")
     return engine
 
 
@@ -107,7 +109,7 @@ def test_the_rule_fills_in_what_was_recorded_at_each_depth():
     assert host["target_uniforms"][:8].max() < 1
 
 
-def test_the_drafter_learns_only_new_tokens_and_once(bench):
+def test_the_drafter_learns_committed_tokens_alone():
     learned = []
 
     class Lookup(BlendedLookup):
@@ -115,21 +117,15 @@ def test_the_drafter_learns_only_new_tokens_and_once(bench):
             learned.append((context.tolist(), token_ids.tolist()))
             return super().learn(context, token_ids, **settings)
 
-    drafter = CountingDrafter(Lookup(), budget=4)
-    settings = {
-        "seed": 0, "rows": np.array([5]), "steps": np.array([0]), "problems": np.array([0]),
-        "max_depths": np.array([9]), "is_greedy": False,
-    }  # fmt: skip
-    history = np.arange(1, 9, dtype=np.int32)
-    for length in (4, 4, 6):
-        drafter.draft([history[:length]], **settings)
-        drafter.learn()
-    drafter.learn()
-    assert learned == [([1, 2, 3, 4], [5, 6])]
-    drafter.begin()
-    drafter.draft([history], **settings)
-    drafter.learn()
-    assert len(learned) == 1
+    drafter, history = TokenDrafter(Lookup(), budget=4, kind="deterministic"), np.arange(1, 5, dtype=np.int32)
+    request = draft_request([history])
+    tree = DraftTree.chain(np.array([4, 7, 8], dtype=np.int32))
+    lesson = stand.Lesson(
+        request, DraftBatch.concatenate([tree]), [np.array([1], dtype=np.int32)], np.array([9]),
+        np.zeros((3, 10), dtype=np.int32), np.full((3, 10), 0.1, dtype=np.float32),
+    )  # fmt: skip
+    drafter.learn(lesson)
+    assert learned == [([1, 2, 3, 4], [7, 9])]
 
 
 def families() -> list[Recording]:

@@ -27,6 +27,7 @@ class CoupledVerifier(Verifier):
     """
 
     name = "coupled"
+    device_rule = "stand.gpu.device_rule:CoupledRule"
     requires = Requirements(adapted=False, laws="ignored", shared_noise=True)
 
     def verify(self, batch: DraftBatch, target: TargetRows, noise: VerifierNoise) -> Verdicts:

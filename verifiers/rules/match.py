@@ -31,6 +31,7 @@ class MatchVerifier(ThresholdVerifier):
     """
 
     name = "match"
+    device_rule = "stand.gpu.device_rule:MatchRule"
     requires = Requirements(adapted=False, laws="ignored")
     walk = last_from_top
 

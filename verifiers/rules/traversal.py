@@ -28,6 +28,7 @@ class TraversalVerifier(ThresholdVerifier):
     """
 
     name = "traversal"
+    device_rule = "stand.gpu.device_rule:TraversalRule"
     requires = Requirements()
     walk = first_in_post_order
 

@@ -1,0 +1,43 @@
+"""What every step checks of a drafter's answer, before the model sees it: cheap, and enough to name a wrong drafter."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stand.drafters.drafter import DraftRequest
+from stand.trees import DraftBatch
+
+LAW_TOLERANCE = 1e-3  # of a sum over a float32 law
+
+
+def check_batch(batch: DraftBatch, request: DraftRequest, *, vocabulary_size: int) -> None:
+    """Raise ValueError unless there is a draft per row, its root the pending token, its tokens in the vocabulary, and
+    every child's law a law that could have drawn it."""
+    if len(batch) != len(request.histories):
+        raise ValueError(
+            f"a drafter must answer one draft per row, got {len(batch)} for {len(request.histories)}; "
+            "return DraftTree.pending(token) for a row without a draft"
+        )
+    roots = batch.token_ids[batch.offsets[:-1]]
+    pending = np.array([history[-1] for history in request.histories], dtype=np.int32)
+    if not np.array_equal(roots, pending):
+        row = int(np.flatnonzero(roots != pending)[0])
+        raise ValueError(
+            f"the root of a draft must be its row's pending token {pending[row]}, got {roots[row]} in row {row}; "
+            "begin every draft with the last token of its history"
+        )
+    least = min(int(batch.token_ids.min()), 0)
+    most = max(int(batch.token_ids.max()), int(batch.support_ids.max(initial=-1)))
+    if least < 0 or most >= vocabulary_size:
+        raise ValueError(
+            f"drafted tokens must be in [0, {vocabulary_size}), got {least if least < 0 else most}; "
+            "use a drafter that learned with the model's own tokenizer"
+        )
+    if batch.num_nodes > len(batch):
+        sums = batch.law.sum(axis=1)[batch.parents >= 0]
+        if np.abs(sums - 1.0).max() > LAW_TOLERANCE:
+            worst = float(sums[np.abs(sums - 1.0).argmax()])
+            raise ValueError(
+                f"the law of every drafted node must sum to 1, got {worst:.4g}; "
+                "record the law that the node was drawn from, over its parent's support"
+            )

@@ -1,0 +1,32 @@
+"""What a seed promises, and the seed of a call's own random streams.
+
+A call's drafts, tests and residual draws use numbers that follow from (seed, what the drafter has learned before the
+call). Two calls with one seed therefore share no number where the second one's drafts may depend on the first one's
+outcome: with shared numbers an earlier test would decide what is drafted and then test it again, and the output's law
+would be wrong. The noise of `match` and `coupled` follows from the seed alone, because it never meets the drafts.
+"""
+
+from __future__ import annotations
+
+import secrets
+from hashlib import blake2b
+
+
+def checked_seed(seed: object) -> int:
+    """The seed of a call; None draws one. Raises ValueError unless it is an integer in [0, 2**63)."""
+    if seed is None:
+        return secrets.randbits(63)
+    if isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= int(seed) < 2**63:
+        raise ValueError(f"seed must be an integer in [0, 2**63), got {seed!r}; leave it out to draw one")
+    return int(seed)
+
+
+def call_seed(seed: int, *states: int) -> int:
+    """The seed in [0, 2**63) of a call's own streams; `states`, in [0, 2**64), name what was learned before.
+
+    `seed` itself where all of them are 0: nothing was learned.
+    """
+    if not any(states):
+        return seed
+    words = b"".join(word.to_bytes(8, "little") for word in (seed, *states))
+    return int.from_bytes(blake2b(words, digest_size=8).digest(), "little") >> 1

@@ -56,7 +56,8 @@ def wrap(
     """
     rule = _checked_rule(verifier)
     drafter = _checked_drafter(drafter)
-    check_model(model)
+    with exclusive(model):
+        check_model(model)
     drafter.attach(model, _fingerprint(model, tokenizer))
     specimen = drafter.specimen()
     if specimen is not None:

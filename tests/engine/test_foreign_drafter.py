@@ -1,0 +1,104 @@
+"""Drafters of other people: docs/architecture.md's example runs, and wrong answers are refused before the forward."""
+
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import VOCABULARY_SIZE, tiny_model
+
+import stand
+from stand.trees import DraftBatch, DraftTree
+
+ARCHITECTURE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
+PROMPTS = [[5, 9, 11, 4, 5, 9], [7]]
+
+
+@pytest.mark.skipif(not ARCHITECTURE.exists(), reason="docs are not part of the wheel's tests")
+def test_the_example_of_the_docs_runs():
+    """The smallest drafter and the smallest verifier, as printed; greedy tokens stay what they are."""
+    blocks = re.findall(r"```python\n(.*?)```", ARCHITECTURE.read_text(encoding="utf-8"), re.DOTALL)
+    namespace: dict[str, object] = {}
+    for block in blocks:
+        exec(block, namespace)
+    model = tiny_model("qwen2")
+    engine = stand.wrap(model, drafter=namespace["RepeatDrafter"](), verifier=namespace["AgreeVerifier"]())
+    plain = stand.wrap(model, drafter=stand.BlendedDrafter(budget=0))
+    settings = {"input_ids": PROMPTS, "max_new_tokens": 30, "temperature": 0.0}
+    drafted = engine.generate(**settings)
+    assert drafted.token_ids == plain.generate(**settings).token_ids
+    assert drafted.stats.num_draft_tokens > 0
+
+
+class Answer(stand.Drafter):
+    """Gives the same answer to every request."""
+
+    def __init__(self, *drafts: DraftTree):
+        self.batch = DraftBatch.concatenate(drafts)
+
+    def draft(self, request: stand.DraftRequest) -> DraftBatch:
+        return self.batch
+
+
+def pair(root: int, token: int, *, mass: float = 1.0) -> DraftTree:
+    """A root and one child whose law has this mass."""
+    return DraftTree(
+        np.array([root, token], dtype=np.int32),
+        np.array([-1, 0], dtype=np.int32),
+        np.array([[token], [-1]], dtype=np.int32),
+        np.array([[0.0], [mass]], dtype=np.float32),
+    )
+
+
+@pytest.mark.parametrize(
+    ("drafts", "message"),
+    [
+        ([pair(9, 3)], "one draft per row, got 1 for 2"),
+        ([pair(9, 3), pair(8, 3)], "must be its row's pending token 7, got 8 in row 1"),
+        ([pair(9, 3), pair(7, VOCABULARY_SIZE)], rf"must be in \[0, {VOCABULARY_SIZE}\), got {VOCABULARY_SIZE}"),
+        ([pair(9, 3), pair(7, 3, mass=0.7)], "must sum to 1, got 0.7"),
+    ],
+)
+def test_a_wrong_answer_is_refused_before_the_forward(drafts, message):
+    engine = stand.wrap(tiny_model("qwen2"), drafter=Answer(*drafts))
+    forwards = []
+    handle = engine.model.register_forward_pre_hook(lambda *arguments: forwards.append(1))
+    try:
+        with pytest.raises(ValueError, match=message):
+            engine.generate(input_ids=PROMPTS, max_new_tokens=5, seed=0)
+    finally:
+        handle.remove()
+    assert len(forwards) == 1  # the first prompt's; the second one is a single token
+
+
+def test_a_right_answer_is_not_refused():
+    engine = stand.wrap(tiny_model("qwen2"), drafter=Answer(pair(9, 3), pair(7, 3)))
+    assert len(engine.generate(input_ids=PROMPTS, max_new_tokens=1, seed=0)) == 2
+
+
+def test_a_second_thread_is_refused_at_once():
+    """Two calls at the same time would switch the attention under each other."""
+    model = tiny_model("llama")
+    inside, go_on, errors = threading.Event(), threading.Event(), []
+
+    class Waiting(stand.Drafter):
+        def draft(self, request: stand.DraftRequest) -> DraftBatch:
+            inside.set()
+            assert go_on.wait(60)
+            return DraftBatch.concatenate([DraftTree.pending(int(history[-1])) for history in request.histories])
+
+    first, second = stand.wrap(model, drafter=Waiting()), stand.wrap(model)
+    outputs = []
+    thread = threading.Thread(target=lambda: outputs.append(first.generate(input_ids=[[3, 4]], max_new_tokens=2)))
+    thread.start()
+    try:
+        assert inside.wait(60)
+        for call in (lambda: second.generate(input_ids=[[3, 4]], max_new_tokens=2), lambda: stand.wrap(model)):
+            with pytest.raises(RuntimeError, match="one model runs one call at a time"):
+                call()
+            errors.append(call)
+    finally:
+        go_on.set()
+        thread.join()
+    assert len(outputs) == 1 and len(second.generate(input_ids=[[3, 4]], max_new_tokens=2)) == 1

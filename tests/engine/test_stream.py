@@ -1,0 +1,72 @@
+"""Streams of text: the pieces of a row, joined, are its text; between pieces the model is free."""
+
+import pytest
+import torch
+from tiny_models import VOCABULARY_SIZE, tiny_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import stand
+from stand.text_pieces import TextPieces
+
+PROMPTS = ["ab", "bcabc", "ca"]
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte: letters, and the bytes of a character that takes three."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = [letter for letter in alphabet if letter.isascii() and letter.isalpha()][: VOCABULARY_SIZE - 4]
+    euro = [byte for byte, _ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("€")]
+    vocabulary = {letter: place for place, letter in enumerate([*letters, *euro[0], "<end>"])}
+    core = Tokenizer(models.BPE(vocabulary, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>")
+
+
+@pytest.fixture
+def engine() -> stand.Engine:
+    return stand.wrap(tiny_model("qwen2"), byte_tokenizer())
+
+
+def test_pieces_join_to_the_texts(engine):
+    settings = {"num_return_sequences": 2, "max_new_tokens": 40, "temperature": 1.0, "seed": 3, "stop_token_ids": []}
+    texts, num_pieces = [""] * 6, 0
+    for row, piece in engine.stream(PROMPTS, **settings):
+        texts[row] += piece
+        num_pieces += 1
+        assert piece
+    expected = stand.wrap(tiny_model("qwen2"), byte_tokenizer()).generate(PROMPTS, **settings).texts
+    assert texts == expected and all(texts)
+    assert num_pieces > 12  # not all at the end
+
+
+def test_the_model_is_free_between_pieces(engine):
+    before = engine.model.config._attn_implementation
+    plain = engine.model(torch.tensor([[3, 4, 5]])).logits
+    stream = engine.stream("ab", max_new_tokens=20, seed=1)
+    next(stream)
+    assert engine.model.config._attn_implementation == before
+    assert torch.equal(engine.model(torch.tensor([[3, 4, 5]])).logits, plain)
+    stream.close()  # a stream may be left
+    assert len(engine.generate("ab", max_new_tokens=5, seed=1)) == 1
+
+
+def test_what_generate_does_not_take_is_refused(engine):
+    with pytest.raises(ValueError, match="got max_tokens"):
+        engine.stream("ab", max_tokens=5)
+    with pytest.raises(ValueError, match="max_new_tokens must be an integer"):
+        engine.stream("ab", max_new_tokens=0)
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        stand.wrap(tiny_model("qwen2")).stream("ab")
+
+
+def test_bytes_wait_until_they_make_a_character():
+    tokenizer = byte_tokenizer()
+    three_bytes = tokenizer("€", add_special_tokens=False)["input_ids"]
+    assert len(three_bytes) == 3 and tokenizer.decode(three_bytes) == "€"
+    pieces = TextPieces(tokenizer)
+    shown = [pieces.add([token]) for token in [*tokenizer("ab")["input_ids"], *three_bytes, *tokenizer("c")["input_ids"]]]
+    assert shown == ["a", "b", "", "", "€", "c"]
+    cut = TextPieces(tokenizer)
+    assert cut.add(three_bytes[:2]) == "" and cut.add([], is_last=True) == tokenizer.decode(three_bytes[:2])

@@ -13,9 +13,10 @@ VENV ?= .venv
 ARGS ?=
 
 BIN := $(VENV)/bin
-SOURCES := setup.py pyproject.toml $(CONSTRAINTS) $(wildcard trees/*.pyx trees/*.h verifiers/*.pyx stand/gpu/*.pyx)
+SOURCES := setup.py pyproject.toml $(CONSTRAINTS) $(wildcard trees/*.pyx trees/*.h verifiers/*.pyx stand/*.pyx stand/*.h \
+  stand/gpu/*.pyx)
 CORE_TESTS := tests/test_lookup.py tests/test_lookup_file.py tests/test_draft.py tests/test_shape.py tests/test_noise.py \
-  tests/test_blended.py tests/test_gpu_packing.py tests/test_gpu_work_list.py
+  tests/test_blended.py tests/test_gpu_packing.py tests/test_gpu_work_list.py tests/test_filters.py
 
 # Kernels behave alike wherever they are imported from: the wheel runs those GPU tests that need its compiled module.
 WHEEL_TESTS := -k "not test_gpu or packing or gpu_step"
@@ -85,4 +86,5 @@ $(VENV)/.ready: $(SOURCES)
 	touch $@
 
 clean:
-	rm -rf .venv .venv-debug .venv-wheel build dist *.egg-info trees/*.so trees/*.cpp verifiers/*.so verifiers/*.cpp stand/gpu/*.so stand/gpu/*.cpp
+	rm -rf .venv .venv-debug .venv-wheel build dist *.egg-info trees/*.so trees/*.cpp verifiers/*.so verifiers/*.cpp stand/*.so stand/*.cpp \
+	  stand/gpu/*.so stand/gpu/*.cpp

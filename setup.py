@@ -29,11 +29,9 @@ COMPILE_ARGS = ["-std=c++17", "-ffp-contract=off", *(CHECKED if DEBUG else OPTIM
 
 NUMPY_API = ("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")
 
-HEADERS = sorted(glob("trees/*.h"))
-
 
 def module_name(source):
-    """trees/lookup.pyx -> stand.trees.lookup; stand/gpu/packing.pyx -> stand.gpu.packing."""
+    """trees/lookup.pyx -> stand.trees.lookup; stand/gpu/packing.pyx -> stand.gpu.packing (and stand/filters.pyx)."""
     name = os.path.splitext(source)[0].replace(os.sep, ".")
     return name if name.startswith("stand.") else "stand." + name
 
@@ -46,9 +44,9 @@ EXTENSIONS = [
         extra_compile_args=COMPILE_ARGS,
         include_dirs=[numpy.get_include()],
         define_macros=[NUMPY_API, *([("STAND_DEBUG", "1")] if DEBUG else [])],
-        depends=HEADERS if source.startswith("trees") else [],
+        depends=sorted(glob(os.path.join(os.path.dirname(source), "*.h"))),
     )
-    for source in sorted(glob("trees/*.pyx") + glob("verifiers/*.pyx") + glob("stand/gpu/*.pyx"))
+    for source in sorted(glob("trees/*.pyx") + glob("verifiers/*.pyx") + glob("stand/*.pyx") + glob("stand/gpu/*.pyx"))
 ]
 
 setup(

@@ -334,7 +334,8 @@ class Engine:
             )  # fmt: skip
             return self._captured
         cache.fan_out(sources)
-        return EagerStep(self.model, cache, run.law, self.verifier)
+        num_best = self.drafter.row_size if run.is_learning else 0
+        return EagerStep(self.model, cache, run.law, self.verifier, num_best=num_best)
 
     def _step(self, run: Run) -> None:
         """One decoding step of all live rows."""

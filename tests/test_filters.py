@@ -143,6 +143,15 @@ def test_of_equal_scores_the_lowest_ids_go(top_p, num_kept, top_k):
     assert (by_warpers(scores, top_k=top_k, top_p=top_p) > 0).sum() == num_kept
 
 
+@pytest.mark.parametrize("top_k", [0, 3, 500])
+def test_top_p_counts_only_what_top_k_left(top_k):
+    """Scores so close that both borders lie in one bucket of the compiled search."""
+    scores = np.linspace(0, 2e-3, 1000, dtype=np.float32)[None]
+    laws, distances = by_sorting(scores, top_k=top_k, top_p=0.9)
+    assert (distances > BORDER).all() and (laws > 0).sum() == {0: 900, 3: 3, 500: 450}[top_k]
+    assert np.array_equal(laws_of(scores, top_k=top_k, top_p=0.9) > 0, laws > 0)
+
+
 def test_ties_are_those_after_the_temperature():
     """Neighbouring scores may be one after a division; then top_k keeps both, as transformers does."""
     high = np.float32(1.0)

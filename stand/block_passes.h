@@ -1,9 +1,10 @@
-// Passes over one block of 512 scores: loops of fixed length that the compiler turns into vectors, compiled once for every
-// instruction set. Sums are folded in one order, so all of them give equal bits.
+// Passes over one block of 512 scores: loops of fixed length that the compiler turns into vectors, compiled once for
+// every instruction set. Sums are folded in one order, so all of them give equal bits.
 
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <vector>
@@ -18,9 +19,10 @@ namespace stand {
 
 enum class Vectors : int32_t { portable, avx2, avx512 };
 
-// The widest instruction set that the processor has.
+// The widest instruction set that the processor has; the plainest one where the environment has STAND_PORTABLE.
 inline Vectors widest_vectors() {
 #ifdef STAND_AVX2
+    if (std::getenv("STAND_PORTABLE") != nullptr) return Vectors::portable;
     const bool is_wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     if (is_wide) return Vectors::avx512;

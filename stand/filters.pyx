@@ -1,6 +1,7 @@
 """The laws of a step on a CPU, compiled: temperature, top_k, top_p and min_p without a sort of the vocabulary.
 
-The work is done in C++ (filters.h) without the interpreter's lock, by one thread; this file checks arguments.
+The work is done in C++ (filters.h, block_passes.h) without the interpreter's lock, by one thread; this file checks
+arguments.
 """
 
 from libc.stdint cimport int32_t, int64_t
@@ -23,7 +24,8 @@ cdef extern from "filters.h" namespace "stand" nogil:
         const float* scores, int64_t num_rows, int64_t size, const C_Filters& filters, C_Vectors vectors,
         float* laws, int64_t count, int32_t* best_ids, float* best_probabilities) except +
 
-# The instruction sets that this processor has, the widest last.
+# The instruction sets that this processor has, the widest last; the first alone where the environment has
+# STAND_PORTABLE.
 VECTORS = ("portable", "avx2", "avx512")[: <int>widest_vectors() + 1]
 
 
@@ -34,15 +36,18 @@ def filter_laws(const float[:, ::1] scores not None, *, double temperature=1.0, 
     A law is the softmax of what transformers' warpers leave of scores / temperature: top_k (0: off) keeps what is not
     below the k-th best, ties with it included; top_p (1: off) takes tokens out from the worst on while they weigh no
     more than 1 - top_p together, of equal scores the lowest ids first (a stable ascending sort), and never the last;
-    min_p (0: off) keeps what is not below min_p times the best. A token at a border of top_p or min_p may fall on the
-    other side of it where the float32 rounding of sums and exponentials (1e-6 of the border) decides. Probabilities
-    are within 1e-6 of torch's softmax, relatively; what exp(-87) times the best one is above gets 0.
+    min_p (0: off) keeps what is not below min_p times the best.
+
+    Sums and exponentials are rounded: a token may fall on the other side of a border that its cumulative mass is
+    within 1e-6 of the whole from (top_p), or its probability within a factor of 1 + 1e-5 (min_p). Probabilities are
+    within a factor of 1 + 1e-6 of the softmax of scores / temperature in float32; below exp(-87) times the best
+    one's they are 0.
 
     ids, probabilities: the best `count` (at most V) tokens of each law, the most probable first; of equally probable
     ones those with higher scores, then with lower ids. They go on with tokens of probability 0 where fewer are kept.
 
-    A row with NaN, or without a finite best score, is NaN throughout. `vectors`: one of VECTORS (None: the widest); results are equal to
-    the bit. Raises ValueError for settings out of range.
+    A row with NaN, or without a finite best score, is NaN throughout. `vectors`: one of VECTORS (None: the widest);
+    results are equal to the bit. Raises ValueError for settings out of range.
     """
     cdef int64_t num_rows = scores.shape[0], size = scores.shape[1]
     cdef C_Filters filters

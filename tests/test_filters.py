@@ -1,5 +1,8 @@
 """The compiled laws are those of transformers' warpers, and one rule says which of equal scores stay."""
 
+import os
+import subprocess
+import sys
 from itertools import product
 
 import numpy as np
@@ -195,6 +198,13 @@ def test_all_instruction_sets_give_equal_bits(filters):
     results = [filter_laws(scores, temperature=TEMPERATURE, count=10, vectors=name, **filters) for name in VECTORS]
     for result in results:
         assert [array.tobytes() for array in result] == [array.tobytes() for array in results[0]]
+
+
+def test_the_environment_can_ask_for_the_plain_instructions():
+    command = [sys.executable, "-c", "from stand.filters import VECTORS; print(*VECTORS)"]
+    environment = {**os.environ, "STAND_PORTABLE": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.stdout.split() == ["portable"], result.stderr
 
 
 @pytest.mark.parametrize("count", [0, 1, 10, 600, 1000])

@@ -15,7 +15,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml $(CONSTRAINTS) $(shell find stand trees verifiers -name '*.pyx' -o -name '*.h')
 MODULES := $(shell find stand trees verifiers -name '*.py')
-CORE_TESTS := tests/trees tests/gpu/test_gpu_packing.py tests/gpu/test_gpu_work_list.py
+CORE_TESTS := tests/trees tests/gpu/test_gpu_packing.py tests/gpu/test_gpu_work_list.py tests/engine/test_filters.py
 
 # Kernels behave alike wherever they are imported from: the wheel runs those GPU tests that need its compiled module.
 WHEEL_TESTS := -k "not test_gpu or packing or gpu_step"

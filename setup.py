@@ -29,8 +29,6 @@ COMPILE_ARGS = ["-std=c++17", "-ffp-contract=off", *(CHECKED if DEBUG else OPTIM
 
 NUMPY_API = ("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")
 
-HEADERS = sorted(glob("trees/**/*.h", recursive=True))
-
 
 def module_name(source):
     """trees/blended/lookup.pyx -> stand.trees.blended.lookup; stand/gpu/packing.pyx -> stand.gpu.packing."""
@@ -46,7 +44,7 @@ EXTENSIONS = [
         extra_compile_args=COMPILE_ARGS,
         include_dirs=[numpy.get_include()],
         define_macros=[NUMPY_API, *([("STAND_DEBUG", "1")] if DEBUG else [])],
-        depends=HEADERS if source.startswith("trees") else [],
+        depends=sorted(glob(f"{package}/**/*.h", recursive=True)),
     )
     for package in ("stand", "trees", "verifiers")
     for source in sorted(glob(f"{package}/**/*.pyx", recursive=True))

@@ -32,9 +32,19 @@ class Backend(Protocol):
     reason: str  # why it was chosen
 
     def new_step(
-        self, prefilled: TreeCache, sources: Sequence[int], *, law: TargetLaw, verifier: Verifier, rows: Sequence[Row]
+        self,
+        prefilled: TreeCache,
+        sources: Sequence[int],
+        *,
+        law: TargetLaw,
+        verifier: Verifier,
+        rows: Sequence[Row],
+        num_top: int,
     ) -> Step:
-        """A step for a call whose row rows[i] starts with the keys of row sources[i] of `prefilled`."""
+        """A step for a call whose row rows[i] starts with the keys of row sources[i] of `prefilled`.
+
+        num_top: the most top entries per node that its lessons ask for.
+        """
 
 
 class EagerBackend:
@@ -50,10 +60,17 @@ class EagerBackend:
         return self.name
 
     def new_step(
-        self, prefilled: TreeCache, sources: Sequence[int], *, law: TargetLaw, verifier: Verifier, rows: Sequence[Row]
+        self,
+        prefilled: TreeCache,
+        sources: Sequence[int],
+        *,
+        law: TargetLaw,
+        verifier: Verifier,
+        rows: Sequence[Row],
+        num_top: int,
     ) -> Step:
         prefilled.fan_out(sources)
-        return EagerStep(self._model, prefilled, law, verifier)
+        return EagerStep(self._model, prefilled, law, verifier, num_top=num_top)
 
 
 class CapturedBackend:
@@ -75,10 +92,17 @@ class CapturedBackend:
         return self.name
 
     def new_step(
-        self, prefilled: TreeCache, sources: Sequence[int], *, law: TargetLaw, verifier: Verifier, rows: Sequence[Row]
+        self,
+        prefilled: TreeCache,
+        sources: Sequence[int],
+        *,
+        law: TargetLaw,
+        verifier: Verifier,
+        rows: Sequence[Row],
+        num_top: int,
     ) -> Step:
         if law.looks_back:
-            return self._eager.new_step(prefilled, sources, law=law, verifier=verifier, rows=rows)
+            return self._eager.new_step(prefilled, sources, law=law, verifier=verifier, rows=rows, num_top=num_top)
         from stand.gpu.captured_step import CapturedStep
 
         step = self._previous

@@ -93,8 +93,9 @@ class Call:
                 prefill(self._model, cache, row.history[:-1], row=place)
                 if self._is_learning:
                     self._drafter.learn_prompt(row.history, problem=row.problem)
+            num_top = self._drafter.num_candidates if self._is_learning else 0
             self._step = self._backend.new_step(
-                cache, sources, law=self._law, verifier=self._verifier, rows=self.rows
+                cache, sources, law=self._law, verifier=self._verifier, rows=self.rows, num_top=num_top
             )
 
     def _advance(self) -> None:

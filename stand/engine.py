@@ -203,7 +203,9 @@ class Engine:
             with tree_attention(self.model):
                 cache = TreeCache(num_rows=1, room=length + 1)
                 prefill(self.model, cache, prompt[:-1], row=0)
-                step = self.backend.new_step(cache, [0] * num_rows, law=law, verifier=self.verifier, rows=rows)
+                step = self.backend.new_step(
+                    cache, [0] * num_rows, law=law, verifier=self.verifier, rows=rows, num_top=0
+                )
 
             def run_step(batch: DraftBatch) -> None:
                 step.forward(batch, live, noise)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from stand.laws.filters import filter_laws
 from stand.row import Row
 from stand.trees import DraftBatch
 
@@ -64,6 +66,14 @@ class SamplingParams:
         return self.temperature == 0
 
 
+class Laws(NamedTuple):
+    """What is sampled from at each of M nodes, and the tokens that a lookup learns there."""
+
+    probabilities: torch.Tensor  # [M, V] float32
+    top_ids: torch.Tensor  # [M, count] int32, the most probable first
+    top_probs: torch.Tensor  # [M, count] float32; under greedy decoding of the softmax at temperature 1
+
+
 class TargetLaw:
     """Turns a step's logits into each node's law, with the node's own prefix where a processor looks at it."""
 
@@ -72,7 +82,7 @@ class TargetLaw:
         self._warpers = _make_warpers(params)
 
     def process(self, logits: torch.Tensor, batch: DraftBatch, rows: Sequence[Row]) -> torch.Tensor:
-        """[M, V] logits of any float dtype -> [M, V] float32 scores; softmax of them is the sampled law.
+        """[M, V] logits of any float dtype -> [M, V] float32 scores, before temperature and filters.
 
         Penalties see the row's committed tokens and the node's path.
         """
@@ -81,7 +91,7 @@ class TargetLaw:
             scores = self._penalise(scores, batch, rows)
         if self.params.logits_processors:
             scores = self._run_processors(scores, batch, rows)
-        return self.warp(scores)
+        return scores
 
     @property
     def looks_back(self) -> bool:
@@ -102,18 +112,41 @@ class TargetLaw:
         return scores
 
     def probabilities(self, scores: torch.Tensor) -> torch.Tensor:
-        """[M, V] float32: softmax, or all mass on the best token (lowest id on ties) at temperature 0.
+        """[M, V] float32: the laws of `process`ed scores alone; see `laws`."""
+        return self.laws(scores).probabilities
+
+    def laws(self, scores: torch.Tensor, num_top: int = 0) -> Laws:
+        """The laws of `process`ed scores [M, V], and the best `num_top` (at most V) tokens of each.
+
+        A law is the softmax after temperature and filters, or at temperature 0 all mass on the best token (lowest id
+        on ties). The best tokens are then those of the softmax at temperature 1: the runners-up are what other
+        contexts will want.
 
         Raises ValueError where a row has no finite best score: there the softmax is NaN throughout, so one column
         tells.
         """
-        softmax = torch.softmax(scores, dim=-1)
-        if bool(torch.isnan(softmax[:, 0]).any()):
-            _refuse_scores(scores)
+        num_top = min(num_top, scores.shape[1])
+        if scores.device.type == "cpu" and scores.dtype == torch.float32:
+            laws = self._compiled_laws(scores, num_top)
+        else:
+            softmax = torch.softmax(self.warp(scores), dim=-1)
+            best = torch.topk(softmax, num_top, dim=-1)
+            laws = Laws(softmax, best.indices.to(torch.int32), best.values)
+        if bool(torch.isnan(laws.probabilities[:, 0]).any()):
+            _refuse_scores(self.warp(scores))
         if not self.params.is_greedy:
-            return softmax
+            return laws
         best = scores.argmax(dim=-1, keepdim=True)
-        return torch.zeros_like(scores).scatter_(1, best, 1.0)
+        return laws._replace(probabilities=torch.zeros_like(scores).scatter_(1, best, 1.0))
+
+    def _compiled_laws(self, scores: torch.Tensor, num_top: int) -> Laws:
+        """The same without a sort of the vocabulary; at temperature 0 the softmax."""
+        params = self.params
+        settings = {} if params.is_greedy else {
+            "temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p
+        }  # fmt: skip
+        arrays = filter_laws(scores.contiguous().numpy(), **settings, count=num_top)
+        return Laws(*map(torch.from_numpy, arrays))
 
     def _penalise(self, scores: torch.Tensor, batch: DraftBatch, rows: Sequence[Row]) -> torch.Tensor:
         """CTRL's penalty (arXiv 1909.05858, section 4.1) on every token of the node's own prefix."""

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel
 
 from stand.forward.model import run_plan
@@ -55,11 +54,13 @@ class Step(Protocol):
 class EagerStep:
     """A packed forward on an unmodified model and a verifier of `stand.verifiers`."""
 
-    def __init__(self, model: PreTrainedModel, cache: TreeCache, law: TargetLaw, verifier: Verifier):
+    def __init__(self, model: PreTrainedModel, cache: TreeCache, law: TargetLaw, verifier: Verifier, *, num_top: int):
+        """num_top: the largest count that `top_entries` will be asked for."""
         self.cache = cache
         self._model = model
         self._law = law
         self._verifier = verifier
+        self._num_top = num_top
 
     def attention(self) -> AbstractContextManager[None]:
         return tree_attention(self._model)
@@ -70,9 +71,9 @@ class EagerStep:
         self._logits = run_plan(self._model, self.cache, plan)
 
     def verify(self) -> Verdicts:
-        self._scores = self._law.process(self._logits, self._batch, self._live.rows)
-        self._probabilities = self._law.probabilities(self._scores)
-        return self._verifier.verify(self._batch, TargetRows(self._probabilities), self._noise)
+        scores = self._law.process(self._logits, self._batch, self._live.rows)
+        self._laws = self._law.laws(scores, self._num_top)
+        return self._verifier.verify(self._batch, TargetRows(self._laws.probabilities), self._noise)
 
     def keep(self, places: np.ndarray, lengths: np.ndarray, accepted: Sequence[np.ndarray]) -> None:
         moved = [index for index, path in enumerate(accepted) if len(path) and path[-1] != len(path)]
@@ -88,11 +89,8 @@ class EagerStep:
         self.cache.move(source, target, length)
 
     def top_entries(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of the law that is sampled from; under greedy decoding, where that is a single token, of the softmax at
-        temperature 1, because the runners-up are what other contexts will want."""
-        laws = torch.softmax(self._scores, dim=-1) if self._law.params.is_greedy else self._probabilities
-        best = torch.topk(laws, min(count, laws.shape[1]), dim=-1)
-        return best.indices.to(torch.int32).cpu().numpy(), best.values.cpu().numpy()
+        """As in `Laws`."""
+        return self._laws.top_ids[:, :count].cpu().numpy(), self._laws.top_probs[:, :count].cpu().numpy()
 
     def teach(self, lesson: Callable[[], None]) -> None:
         lesson()

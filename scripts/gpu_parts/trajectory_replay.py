@@ -134,7 +134,14 @@ class ReplayBackend:
         self._fusion = fusion
 
     def new_step(
-        self, prefilled: TreeCache, sources: Sequence[int], *, law: TargetLaw, verifier: Verifier, rows: Sequence[Row]
+        self,
+        prefilled: TreeCache,
+        sources: Sequence[int],
+        *,
+        law: TargetLaw,
+        verifier: Verifier,
+        rows: Sequence[Row],
+        num_top: int,
     ) -> TimedStep:
         if self.step is None or not self.step.serves(law, len(rows)):
             self.step = TimedStep(self._model, law, self.rule, num_rows=len(rows), fusion=self._fusion)

@@ -66,7 +66,8 @@ def test_bytes_wait_until_they_make_a_character():
     three_bytes = tokenizer("€", add_special_tokens=False)["input_ids"]
     assert len(three_bytes) == 3 and tokenizer.decode(three_bytes) == "€"
     pieces = TextPieces(tokenizer)
-    shown = [pieces.add([token]) for token in [*tokenizer("ab")["input_ids"], *three_bytes, *tokenizer("c")["input_ids"]]]
+    tokens = [*tokenizer("ab")["input_ids"], *three_bytes, *tokenizer("c")["input_ids"]]
+    shown = [pieces.add([token]) for token in tokens]
     assert shown == ["a", "b", "", "", "€", "c"]
     cut = TextPieces(tokenizer)
     assert cut.add(three_bytes[:2]) == "" and cut.add([], is_last=True) == tokenizer.decode(three_bytes[:2])

@@ -1,0 +1,14 @@
+import numpy as np
+
+VECTORS: tuple[str, ...]
+
+def filter_laws(
+    scores: np.ndarray,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    count: int = 0,
+    vectors: str | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...

@@ -1,0 +1,83 @@
+"""The laws of a step on a CPU, compiled: temperature, top_k, top_p and min_p without a sort of the vocabulary.
+
+The work is done in C++ (filters.h, block_passes.h) without the interpreter's lock, by one thread; this file checks
+arguments.
+"""
+
+from libc.stdint cimport int32_t, int64_t
+
+import numpy as np
+
+cdef extern from "filters.h" namespace "stand" nogil:
+    cdef enum class C_Vectors "stand::Vectors":
+        pass
+
+    C_Vectors widest_vectors()
+
+    cdef cppclass C_Filters "stand::Filters":
+        float temperature
+        int64_t top_k
+        double top_p
+        float min_p
+
+    void C_filter_rows "stand::filter_rows" (
+        const float* scores, int64_t num_rows, int64_t size, const C_Filters& filters, C_Vectors vectors,
+        float* laws, int64_t count, int32_t* top_ids, float* top_probs) except +
+
+# The instruction sets that this processor has, the widest last; the first alone where the environment has
+# STAND_PORTABLE.
+VECTORS = ("portable", "avx2", "avx512")[: <int>widest_vectors() + 1]
+
+
+def filter_laws(const float[:, ::1] scores not None, *, double temperature=1.0, int64_t top_k=0, double top_p=1.0,
+                double min_p=0.0, int64_t count=0, vectors=None):
+    """(laws [M, V] float32, ids [M, count] int32, probabilities [M, count] float32) of scores [M, V].
+
+    A law is the softmax of what transformers' warpers leave of scores / temperature: top_k (0: off) keeps what is not
+    below the k-th best, ties with it included; top_p (1: off) takes tokens out from the worst on while they weigh no
+    more than 1 - top_p together, of equal scores the lowest ids first (a stable ascending sort), and never the last;
+    min_p (0: off) keeps what is not below min_p times the best.
+
+    Sums and exponentials are rounded: a token may fall on the other side of a border that its cumulative mass is
+    within 1e-6 of the whole from (top_p), or its probability within a factor of 1 + 1e-5 (min_p). Probabilities are
+    within a factor of 1 + 1e-6 of the softmax of scores / temperature in float32; below exp(-87) times the best
+    one's they are 0.
+
+    ids, probabilities: the best `count` (at most V) tokens of each law, the most probable first; of equally probable
+    ones those with higher scores, then with lower ids. They go on with tokens of probability 0 where fewer are kept.
+
+    A row with NaN, or without a finite best score, is NaN throughout. `vectors`: one of VECTORS (None: the widest);
+    results are equal to the bit. Raises ValueError for settings out of range.
+    """
+    cdef int64_t num_rows = scores.shape[0], size = scores.shape[1]
+    cdef C_Filters filters
+    cdef C_Vectors level
+    _check(size, temperature, top_k, top_p, min_p, count, vectors)
+    filters.temperature, filters.top_k, filters.top_p, filters.min_p = temperature, top_k, top_p, min_p
+    level = <C_Vectors><int>(widest_vectors() if vectors is None else VECTORS.index(vectors))
+    all_laws = np.empty((num_rows, size), dtype=np.float32)
+    all_ids, all_probabilities = np.empty((num_rows, count), np.int32), np.empty((num_rows, count), np.float32)
+    cdef float[:, ::1] laws = all_laws, probabilities = all_probabilities
+    cdef int32_t[:, ::1] ids = all_ids
+    if num_rows > 0:
+        with nogil:
+            C_filter_rows(
+                &scores[0, 0], num_rows, size, filters, level, &laws[0, 0], count,
+                <int32_t*>(&ids[0, 0] if count > 0 else NULL), <float*>(&probabilities[0, 0] if count > 0 else NULL))
+    return all_laws, all_ids, all_probabilities
+
+
+def _check(size, temperature, top_k, top_p, min_p, count, vectors):
+    if size < 1:
+        raise ValueError("scores must have at least one column, got 0; pass [M, V] with V >= 1")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be > 0, got {temperature}; take the best token for greedy decoding")
+    if not (top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1):
+        raise ValueError(
+            f"top_k must be >= 0, top_p in (0, 1], min_p in [0, 1], got {top_k}, {top_p} and {min_p}; "
+            "0, 1 and 0 switch them off"
+        )
+    if not 0 <= count <= size:
+        raise ValueError(f"count must be in [0, {size}], the number of tokens, got {count}; ask for fewer")
+    if vectors is not None and vectors not in VECTORS:
+        raise ValueError(f"vectors must be one of {VECTORS}, got {vectors!r}; leave it out for the widest")

@@ -29,6 +29,7 @@ import transformers
 from arms import ARMS, Drawn, Sampling, draw_with_engine, draw_with_generate
 from problem_sets import AIME_2024, Task, generated_tasks, read_tasks
 from text_table import format_table
+from workloads.real_models import model_folder
 
 import stand
 from stand.step_cost import CostTable
@@ -54,6 +55,7 @@ class Measured:
 
 def load_model(arguments: argparse.Namespace):
     """(model, tokenizer) on the wanted device, ready for inference."""
+    arguments.model = model_folder(arguments.model)
     tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.model)
     model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=DTYPES[arguments.dtype])
     return model.to(arguments.device).eval(), tokenizer
@@ -319,7 +321,7 @@ def positive_integer(text: str) -> int:
 
 def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default=str(REASONER), help="folder or hub id (default: the bundled model)")
+    parser.add_argument("--model", default=str(REASONER), help="folder, hub id, smollm2, gemma3-270m (default: bundled)")
     parser.add_argument("--problems", help="jsonl file or hub dataset with fields problem, answer")
     parser.add_argument("--num-problems", type=positive_integer, help="use the first so many problems only")
     parser.add_argument("--trajectories", type=count_list, default=[1, 4, 8, 16], metavar="N,N,...")

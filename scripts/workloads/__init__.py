@@ -1,0 +1,1 @@
+"""What measurements run on: real models that come from a package index, and written problems with integer answers."""

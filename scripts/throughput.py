@@ -3,6 +3,7 @@
     python scripts/throughput.py                                     # bundled model, generated problems
     python scripts/throughput.py --model Qwen/Qwen2.5-7B-Instruct    # AIME 2024 from the hub
     python scripts/throughput.py --model PATH --problems mine.jsonl --trajectories 1,4,16
+    python scripts/throughput.py --model smollm2 --problems scripts/workloads/word_problems.jsonl
 
 Three arms draw from the same law with the same prompts and seeds: `generate` is transformers' `model.generate`
 (one call of `--rows` rows per problem, enough for its rate), `plain` is this engine without drafts, `drafted` is
@@ -29,6 +30,7 @@ import transformers
 from measuring.text_table import format_table
 from measuring.trajectories import ARMS, Drawn, Sampling, draw_with_engine, draw_with_generate
 from workloads.problem_sets import AIME_2024, Task, generated_tasks, read_tasks
+from workloads.real_models import model_folder
 
 import stand
 from stand.drafters.step_cost import CostTable
@@ -54,6 +56,7 @@ class Measured:
 
 def load_model(arguments: argparse.Namespace):
     """(model, tokenizer) on the wanted device, ready for inference."""
+    arguments.model = model_folder(arguments.model)
     tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.model)
     model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=DTYPES[arguments.dtype])
     return model.to(arguments.device).eval(), tokenizer
@@ -315,7 +318,7 @@ def positive_integer(text: str) -> int:
 
 def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default=str(REASONER), help="folder or hub id (default: the bundled model)")
+    parser.add_argument("--model", default=str(REASONER), help="folder, hub id or short name (default: bundled model)")
     parser.add_argument("--problems", help="jsonl file or hub dataset with fields problem, answer")
     parser.add_argument("--num-problems", type=positive_integer, help="use the first so many problems only")
     parser.add_argument("--trajectories", type=count_list, default=[1, 4, 8, 16], metavar="N,N,...")

@@ -30,15 +30,6 @@ inline int32_t path_window(const GrowthRequest& row, const int32_t* token_ids, c
     return available;
 }
 
-// What was committed after a window that a draft was asked for.
-struct CommittedRun {
-    const int32_t* window;  // newest first, as in the request
-    int32_t window_size;
-    uint8_t scope;
-    const int32_t* tokens;
-    int32_t num_tokens;
-};
-
 struct GrowthSettings {
     DraftKind kind;
     int32_t budget;        // nodes of all rows together, roots not counted
@@ -76,6 +67,7 @@ struct GrowthSink {
     int32_t* depths;
     int32_t* ranks;
     float* path_probabilities;
+    float* path_estimates;  // before calibration
     int32_t* support_ids;  // [M, width], filled with NO_TOKEN by the caller
     float* law;            // [M, width], filled with 0 by the caller
     int32_t width;         // Growth::width()
@@ -90,22 +82,11 @@ class Growth {
 
     void grow(const ContextStore& store, const std::vector<GrowthRequest>& requests, const GrowthSettings& settings);
 
-    // What became of the rows of the last draft. Rows are recognised by window and scope, unknown ones are passed over;
-    // each counts once.
-    void judge(ContextStore& store, const std::vector<CommittedRun>& runs);
-
     // Candidates that the widest law covers.
     int32_t width() const;
     void write(const GrowthSink& sink) const;
 
    private:
-    struct DraftedRow {
-        int32_t window[MAX_DEPTH];
-        int32_t window_size;
-        uint8_t scope;
-        const CommittedRun* run;  // while it is judged
-    };
-
     // What the children of one node have in common.
     struct Family {
         int32_t parent;
@@ -128,8 +109,6 @@ class Growth {
     // that is followed by something surer is a little late, but half of all nodes are never looked at in vain.
     float patience_ = 0.0f;
     Frontier frontier_;
-    std::vector<DraftedRow> drafted_;
-    std::vector<uint8_t> states_;
     std::vector<Contexts> roots_;  // two by row, which take turns
     std::vector<int32_t> oldest_;  // by row, the age of the token where locating its root begins
     EmptyLaws empty_laws_;
@@ -173,7 +152,6 @@ inline void Growth::grow(const ContextStore& store, const std::vector<GrowthRequ
     supports.clear();
     laws.clear();
     frontier_.clear();
-    drafted_.clear();
     nodes.reserve(settings.budget + num_rows);
     row_sizes.assign(num_rows, 0);
     empty_laws_.forget();
@@ -254,11 +232,6 @@ inline void Growth::plant(int32_t row) {
     root.parent = -1;
     root.depth = root.rank = 0;
     root.path = 1.0f;
-    const int32_t available = std::min(request.window_size, store_->reach());
-    drafted_.emplace_back();
-    std::copy(request.window, request.window + available, drafted_.back().window);
-    drafted_.back().window_size = available;
-    drafted_.back().scope = request.scope;
     root.contexts = roots_[2 * row];
     root.is_located = true;
     const int32_t index = static_cast<int32_t>(nodes.size()) - 1;
@@ -399,35 +372,6 @@ inline size_t Growth::sample(const Item& item) {
     return winner;
 }
 
-inline void Growth::judge(ContextStore& store, const std::vector<CommittedRun>& runs) {
-    for (DraftedRow& row : drafted_) {
-        const auto is_its_run = [&row](const CommittedRun& run) {
-            return run.scope == row.scope && std::equal(row.window, row.window + row.window_size, run.window,
-                                                        run.window + run.window_size);
-        };
-        const auto found = std::find_if(runs.begin(), runs.end(), is_its_run);
-        row.run = found == runs.end() ? nullptr : &*found;
-    }
-    // 0: off the committed path, 1: on it, 2: nobody knows.
-    states_.assign(nodes.size(), 0);
-    for (size_t index = 0; index < nodes.size(); ++index) {
-        const GrownNode& node = nodes[index];
-        const CommittedRun* run = drafted_[node.row].run;
-        if (run == nullptr || node.parent < 0 || states_[node.parent] != 1) {
-            states_[index] = run == nullptr ? 2 : node.parent < 0 ? 1 : states_[node.parent];
-        } else if (node.depth > run->num_tokens) {
-            states_[index] = 2;
-        } else {
-            states_[index] = static_cast<int32_t>(node.token) == run->tokens[node.depth - 1];
-        }
-        if (node.parent >= 0 && states_[index] != 2)
-            store.calibrations[static_cast<int32_t>(settings_.kind)].train(node.product, node.depth,
-                                                                           states_[index] == 1);
-    }
-    drafted_.clear();
-    nodes.clear();
-}
-
 inline int32_t Growth::width() const {
     if (settings_.kind != DraftKind::deterministic) return settings_.support_size;
     int32_t most = 1;
@@ -443,6 +387,7 @@ inline void Growth::write(const GrowthSink& sink) const {
         sink.depths[place] = node.depth;
         sink.ranks[place] = node.rank;
         sink.path_probabilities[place] = node.path;
+        sink.path_estimates[place] = node.product;
         if (node.support >= 0) {
             int32_t* support = sink.support_ids + static_cast<int64_t>(place) * sink.width;
             for (const Candidate& candidate : supports[node.support].candidates)

@@ -72,12 +72,13 @@ class BlendedLookup:
         max_depths: np.ndarray | Sequence[int] | None = None,
         scopes: Sequence[int] | np.ndarray | None = None,
     ) -> DraftBatch: ...
-    def judge(
+    def record_outcome(
         self,
-        histories: Sequence[np.ndarray],
-        runs: Sequence[np.ndarray],
+        batch: DraftBatch,
+        accepted: Sequence[np.ndarray],
+        next_tokens: np.ndarray | Sequence[int],
         *,
-        scopes: Sequence[int] | np.ndarray | None = None,
+        kind: DraftKind,
     ) -> None: ...
     def check(self) -> None: ...
     def save(self, path: str | os.PathLike) -> None: ...

@@ -51,6 +51,7 @@ cdef extern from "store.h" namespace "stand" nogil:
         ContextStore(const StoreSettings& settings) except +
         mutex mutex
         Clock clock
+        Calibration* calibrations
         int32_t reach()
         int64_t num_contexts()
         int64_t num_evicted()
@@ -83,13 +84,6 @@ cdef extern from "growth.h" namespace "stand" nogil:
         uint8_t scope
         uint64_t key
 
-    cdef cppclass CommittedRun:
-        const int32_t* window
-        int32_t window_size
-        uint8_t scope
-        const int32_t* tokens
-        int32_t num_tokens
-
     cdef cppclass GrowthSettings:
         DraftKind kind
         int32_t budget
@@ -104,6 +98,7 @@ cdef extern from "growth.h" namespace "stand" nogil:
         int32_t* depths
         int32_t* ranks
         float* path_probabilities
+        float* path_estimates
         int32_t* support_ids
         float* law
         int32_t width
@@ -112,12 +107,29 @@ cdef extern from "growth.h" namespace "stand" nogil:
         vector[int32_t] row_sizes
         void grow(const ContextStore& store, const vector[GrowthRequest]& requests,
                   const GrowthSettings& settings) except +
-        void judge(ContextStore& store, const vector[CommittedRun]& runs) except +
         int32_t width()
         void write(const GrowthSink& sink)
 
     int32_t path_window(const GrowthRequest& row, const int32_t* token_ids, const int32_t* parents, int32_t node,
                         int32_t limit, uint32_t* window)
+
+cdef extern from "calibration.h" namespace "stand" nogil:
+    cdef cppclass Calibration:
+        pass
+
+cdef extern from "outcome.h" namespace "stand" nogil:
+    cdef cppclass Outcome:
+        const int32_t* token_ids
+        const int32_t* parents
+        const int32_t* offsets
+        const float* estimates
+        const int32_t* accepted
+        const int64_t* accepted_ends
+        const int32_t* next_tokens
+        int64_t num_rows
+
+    int64_t first_broken_path(const Outcome& outcome)
+    void c_record_outcome "stand::record_outcome"(const Outcome& outcome, Calibration& calibration) except +
 
 cdef extern from "snapshot.h" namespace "stand" nogil:
     cdef cppclass StoreImage:
@@ -163,6 +175,7 @@ MAX_DEPTH = C_MAX_DEPTH
 HAS_WIDE_VECTORS = has_wide_vectors()
 MAX_SCOPE = LAST_SCOPE
 DEFAULT_MAX_BYTES = 256 << 20
+LARGEST_ESTIMATE = 1.001  # probabilities are rounded
 
 
 cdef class BlendedLookup:
@@ -436,40 +449,47 @@ cdef class BlendedLookup:
             self._store.mutex.unlock()
         return batch
 
-    def judge(self, histories, runs, *, scopes=None):
-        """Teach what became of the last draft, so that path probabilities come true as often as they say.
+    def record_outcome(self, batch, accepted, next_tokens, *, kind):
+        """Teach what became of a draft, so that path probabilities come true as often as they say.
 
-        histories: as the draft had them, in any order; those it did not have are passed over. runs: per row int32[:],
-        the tokens committed since, at least up to the first that was not drafted or to the end. scopes: one per row,
-        None for 0. A draft is judged once: further calls change nothing.
+        batch: a DraftBatch of `draft`, of any earlier step. accepted: per row int32[:], the accepted path as row-local
+        nodes, root excluded. next_tokens: int32[B], the token that followed each path, NO_TOKEN where it is unknown.
+        kind: as the draft was asked for; each kind is counted apart. Every call counts: record a draft once.
 
-        Raises ValueError where the numbers of histories, runs and scopes differ.
+        Raises ValueError where the batch has no path_estimates or is unsound, where a path does not lead from its root
+        down, for wrong lengths, and for an unknown kind.
         """
-        cdef Py_ssize_t num_rows = len(histories), row, first = 0
-        if len(runs) != num_rows:
-            raise ValueError(f"runs must have one entry per history ({num_rows}), got {len(runs)}")
-        cdef vector[int32_t] windows = vector[int32_t](num_rows * self._store.reach())
-        cdef vector[int32_t] sizes = vector[int32_t](num_rows)
-        cdef vector[CommittedRun] committed
-        cdef vector[GrowthRequest] requests
-        _fill_windows(histories, self._store.reach(), windows, sizes)
-        requests.resize(num_rows)
-        for row in range(num_rows):
-            requests[row].scope = 0
-        if scopes is not None:
-            _set_scopes(scopes, requests)
-        tails = [_vector(run, "run") for run in runs]
-        cdef const int32_t[::1] tokens = np.concatenate(tails) if num_rows > 1 else tails[0] if num_rows else None
-        committed.resize(num_rows)
-        for row in range(num_rows):
-            committed[row].window, committed[row].window_size = &windows[row * self._store.reach()], sizes[row]
-            committed[row].scope, committed[row].num_tokens = requests[row].scope, len(tails[row])
-            committed[row].tokens = &tokens[first] if committed[row].num_tokens else NULL
-            first += committed[row].num_tokens
+        if kind not in KINDS:
+            raise ValueError(f"kind must be one of {KINDS}, got {kind!r}; say what the draft was asked for")
+        cdef const float[::1] estimates = _checked_estimates(batch)
+        _check_batch(batch)
+        cdef const int32_t[::1] token_ids = batch.token_ids, parents = batch.parents, offsets = batch.offsets
+        cdef const int32_t[::1] next_ids = _vector(next_tokens, "next_tokens")
+        cdef Py_ssize_t num_rows = len(batch)
+        if len(accepted) != num_rows or next_ids.shape[0] != num_rows:
+            raise ValueError(
+                f"accepted and next_tokens must have one entry per row of the batch ({num_rows}), "
+                f"got {len(accepted)} and {next_ids.shape[0]}"
+            )
+        paths = [_vector(path, "accepted") for path in accepted]
+        cdef const int32_t[::1] nodes = np.concatenate(paths)
+        cdef const int64_t[::1] ends = np.cumsum([0, *map(len, paths)])
+        cdef Outcome outcome
+        outcome.token_ids, outcome.parents, outcome.offsets = &token_ids[0], &parents[0], &offsets[0]
+        outcome.estimates, outcome.next_tokens, outcome.accepted_ends = &estimates[0], &next_ids[0], &ends[0]
+        outcome.accepted = &nodes[0] if nodes.shape[0] else NULL
+        outcome.num_rows = num_rows
+        cdef int64_t broken = first_broken_path(outcome)
+        if broken >= 0:
+            raise ValueError(
+                f"accepted[{broken}] must be a path of nodes from a child of the root down, "
+                f"got {paths[broken].tolist()}; leave out the root"
+            )
+        cdef int32_t kind_number = KINDS.index(kind)
         with nogil:
             self._store.mutex.lock()
             try:
-                self._growth.judge(self._store[0], committed)
+                c_record_outcome(outcome, self._store.calibrations[kind_number])
             finally:
                 self._store.mutex.unlock()
 
@@ -613,6 +633,16 @@ cdef void _set_depths(max_depths, vector[GrowthRequest]& requests) except *:
         requests[row].max_depth = min(max_depths[row], NO_BOUND)
 
 
+def _checked_estimates(batch):
+    estimates = batch.path_estimates
+    if estimates is None:
+        raise ValueError("batch must have path_estimates, got None; only drafts of a BlendedLookup have an outcome to it")
+    estimates = np.ascontiguousarray(estimates, dtype=np.float32)
+    if estimates.shape != (batch.num_nodes,) or not ((estimates >= 0) & (estimates <= LARGEST_ESTIMATE)).all():
+        raise ValueError(f"path_estimates must be {batch.num_nodes} numbers in [0, 1], got {estimates}")
+    return estimates
+
+
 cdef object _batch(Growth& growth):
     """The grown nodes as a DraftBatch: parts of one array, because making many costs more than filling them."""
     cdef Py_ssize_t num_rows = growth.row_sizes.size(), row, num_nodes = 0
@@ -620,7 +650,7 @@ cdef object _batch(Growth& growth):
     for row in range(num_rows):
         num_nodes += growth.row_sizes[row]
     cdef Py_ssize_t num_cells = width * num_nodes
-    cdef cnp.npy_intp size = num_rows + 1 + 5 * num_nodes + 2 * num_cells
+    cdef cnp.npy_intp size = num_rows + 1 + 6 * num_nodes + 2 * num_cells
     cdef cnp.ndarray numbers = cnp.PyArray_SimpleNew(1, &size, cnp.NPY_INT32)
     cdef int32_t* offsets = <int32_t*> cnp.PyArray_DATA(numbers)
     cdef GrowthSink sink
@@ -632,7 +662,8 @@ cdef object _batch(Growth& growth):
     sink.parents, sink.depths = sink.token_ids + num_nodes, sink.token_ids + 2 * num_nodes
     sink.ranks, sink.support_ids = sink.token_ids + 3 * num_nodes, sink.token_ids + 4 * num_nodes
     sink.path_probabilities = <float*> (sink.support_ids + num_cells)
-    sink.law = sink.path_probabilities + num_nodes
+    sink.path_estimates = sink.path_probabilities + num_nodes
+    sink.law = sink.path_estimates + num_nodes
     memset(sink.support_ids, 0xFF, num_cells * sizeof(int32_t))  # NO_TOKEN
     memset(sink.law, 0, num_cells * sizeof(float))
     growth.write(sink)
@@ -647,6 +678,7 @@ cdef object _batch(Growth& growth):
     fields["support_ids"] = _part(numbers, cnp.NPY_INT32, sink.support_ids, num_nodes, width)
     fields["law"] = _part(numbers, cnp.NPY_FLOAT32, sink.law, num_nodes, width)
     fields["path_probabilities"] = _part(numbers, cnp.NPY_FLOAT32, sink.path_probabilities, num_nodes)
+    fields["path_estimates"] = _part(numbers, cnp.NPY_FLOAT32, sink.path_estimates, num_nodes)
     return batch
 
 

@@ -462,8 +462,9 @@ def _check_batch(batch):
     sound = sound and offsets[num_rows] == token_ids.shape[0]
     for row in range(num_rows if sound else 0):
         sound = sound and offsets[row] < offsets[row + 1] <= token_ids.shape[0]
-        for node in range(offsets[row], offsets[row + 1] if sound else 0):
-            sound = sound and token_ids[node] >= 0 and -1 <= parents[node] < node - offsets[row]
+        sound = sound and token_ids[offsets[row]] >= 0 and parents[offsets[row]] == -1
+        for node in range(offsets[row] + 1, offsets[row + 1] if sound else 0):
+            sound = sound and token_ids[node] >= 0 and 0 <= parents[node] < node - offsets[row]
     if not sound:
         raise ValueError("batch must be a sound DraftBatch (tokens >= 0, parents before children); see batch.check()")
 

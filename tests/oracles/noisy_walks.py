@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from stand.trees.blended.file import read_store_file
+from stand.trees.blended.file import read_blended_lookup
 
 NUM_ODDS = 14 * (144 + 576) + 3 * 6 * 33
 
@@ -27,4 +27,4 @@ def draft(lookup, histories, budget, **parameters):
 
 def odds_of(lookup, path):
     lookup.save(path)
-    return read_store_file(path, num_odds=NUM_ODDS)[1]["odds"]
+    return read_blended_lookup(path, num_odds=NUM_ODDS)[1]["odds"]

@@ -12,7 +12,7 @@ from noisy_walks import NUM_ODDS, draft, odds_of, stream
 from reference_blended import SlowBlend, entry_prior
 
 from stand.trees import BlendedLookup, DraftBatch, LookupFileError
-from stand.trees.blended.file import read_store_file, write_store_file
+from stand.trees.blended.file import read_blended_lookup, write_blended_lookup
 from stand.trees.blended.lookup import HAS_WIDE_VECTORS
 
 MB = 1 << 20
@@ -57,7 +57,7 @@ def test_twin_after_rows():
         tokens = stream(120, vocabulary=9, seed=run % 2)
         ids = np.array([[token, *(token + 1 + rng.permutation(8)[:3]) % 9] for token in tokens[1:]], np.int32)
         probs = np.sort(rng.dirichlet(np.full(4, 0.4), len(ids)).astype(np.float32))[:, ::-1].copy()
-        lookup.learn(tokens[:1], tokens[1:], (ids, probs))
+        lookup.learn(tokens[:1], tokens[1:], top_ids=ids, top_probs=probs)
         for i in range(len(ids)):
             slow.learn_row(tokens[: i + 1].tolist(), list(zip(ids[i].tolist(), probs[i].tolist(), strict=True)))
     lookup.check()
@@ -93,7 +93,7 @@ def test_learn_batch_teaches_the_context_of_every_node():
     paths = [[1, 2, 5], [1, 2, 5, 6], [1, 2, 5, 6, 7], [1, 2, 5, 8], [5], [5, 9]]
     for node, path in enumerate(paths):
         scope = 3 if node < 4 else 4
-        by_hand.learn(path, [0], (ids[node : node + 1], probs[node : node + 1]), scope=scope)
+        by_hand.learn(path, [0], top_ids=ids[node : node + 1], top_probs=probs[node : node + 1], scope=scope)
     for path in paths:
         for one, two in zip(lookup.predict(path, scope=3), by_hand.predict(path, scope=3), strict=True):
             assert np.array_equal(one, two)
@@ -158,7 +158,7 @@ def test_path_probabilities_are_calibrated():
 
 @pytest.mark.parametrize("kind", ["deterministic", "mixed", "sampled"])
 def test_drafts_are_sound_and_repeatable(kind):
-    lookup = BlendedLookup(row_size=32)
+    lookup = BlendedLookup(num_candidates=32)
     tokens = stream(4000, vocabulary=200, stay=0.2)
     lookup.learn([], tokens)
     histories = [np.array([row], np.int32) for row in range(5)]
@@ -233,7 +233,7 @@ def test_vectors_change_nothing():
 
 
 def test_mixed_drafts_hold_a_sampled_child_first_where_they_hold_one():
-    lookup = BlendedLookup(row_size=32)
+    lookup = BlendedLookup(num_candidates=32)
     tokens = stream(4000, vocabulary=200, stay=0.2)
     lookup.learn([], tokens)
     batch = draft(lookup, [np.array([row], np.int32) for row in range(6)], 30, kind="mixed")
@@ -246,7 +246,7 @@ def test_mixed_drafts_hold_a_sampled_child_first_where_they_hold_one():
 def test_drawn_children_follow_their_recorded_laws(kind):
     """Accepting and rejecting by the recorded laws gives back the target's law, whatever the draft's was."""
     vocabulary = 12
-    lookup = BlendedLookup(row_size=8)
+    lookup = BlendedLookup(num_candidates=8)
     lookup.learn([], stream(3000, vocabulary=vocabulary, stay=0.1))
     target = np.random.default_rng(2).dirichlet(np.ones(vocabulary))
     counts = np.zeros(vocabulary)
@@ -359,7 +359,7 @@ def test_remembered_ends_are_where_walking_leads(parameters, vocabulary, every):
         history, run = texts[row][: ends[row]], texts[row][ends[row] :][: int(1 + rng.exponential(8))]
         if step % 10 == 9:  # laws move and replace contexts too
             ids = rng.permuted(np.tile(np.arange(9, dtype=np.int32), (len(run), 1)), axis=1)[:, :5].copy()
-            lookup.learn(history, run, (ids, np.full(ids.shape, 0.2, np.float32)))
+            lookup.learn(history, run, top_ids=ids, top_probs=np.full(ids.shape, 0.2, np.float32))
         else:
             lookup.learn(history, run)
         lookup.check()
@@ -402,7 +402,7 @@ def test_replaced_entries_free_what_hung_on_them(tmp_path):
     lookup.check()
     assert len(lookup.predict([7], limit=200)[0]) <= 32 + 64  # of order 1 and of the empty context
     lookup.save(tmp_path / "full.blend")
-    sizes = read_store_file(tmp_path / "full.blend", num_odds=NUM_ODDS)[1]["sizes"]
+    sizes = read_blended_lookup(tmp_path / "full.blend", num_odds=NUM_ODDS)[1]["sizes"]
     assert sizes[0] == 64 and sizes[1:].max() == 32  # the empty context stands first
 
 
@@ -540,16 +540,16 @@ def small_file(**changes):
     ids=str,
 )
 def test_broken_contents_are_refused(tmp_path, changes):
-    parameters = {"depth": 8, "max_bytes": MB, "fade": 0.9, "rate": 0.1, "row_size": 10, "fingerprint": b""}
+    parameters = {"depth": 8, "max_bytes": MB, "fade": 0.9, "rate": 0.1, "num_candidates": 10, "fingerprint": b""}
     path = tmp_path / "hand.blend"
-    write_store_file(path, parameters, small_file())
+    write_blended_lookup(path, parameters, small_file())
     lookup = BlendedLookup.load(path)
     lookup.check()
     assert lookup.predict([4, 5], limit=1)[0].tolist() == [6] and len(lookup) == 3
-    write_store_file(path, parameters, small_file(**changes))
+    write_blended_lookup(path, parameters, small_file(**changes))
     with pytest.raises(LookupFileError):
         BlendedLookup.load(path)
-    write_store_file(path, parameters | {"depth": 99}, small_file())
+    write_blended_lookup(path, parameters | {"depth": 99}, small_file())
     with pytest.raises(LookupFileError):
         BlendedLookup.load(path)
 
@@ -562,7 +562,7 @@ def test_broken_contents_are_refused(tmp_path, changes):
         {"max_bytes": 1000},
         {"fade": 0.0},
         {"rate": 0.6},
-        {"row_size": 0},
+        {"num_candidates": 0},
         {"fingerprint": 1},
     ],
     ids=str,

@@ -142,10 +142,10 @@ def bench_rows(lookup: BlendedLookup, recordings: list[Recording]) -> list[list[
         histories = [stream[:end] for stream, end in zip(streams, ends, strict=True)]
         took, batch = timed(lookup.draft, histories, budget, seed=0, rows=keys, steps=keys, scopes=scopes)
         micros.append(took)
-        runs = []
-        for row, (stream, end) in enumerate(zip(streams, ends, strict=True)):
-            runs.append(stream[end : end + len(walk(grown_guess(batch[row]), stream[end:])) + 1])
-        lookup.judge(histories, runs, scopes=scopes)
+        paths = [walk(grown_guess(batch[row]), stream[ends[row] :]) for row, stream in enumerate(streams)]
+        runs = [stream[end : end + len(path) + 1] for stream, end, path in zip(streams, ends, paths, strict=True)]
+        accepted = [np.array(path, np.int32) + 1 for path in paths]  # `walk` counts without the root
+        lookup.record_outcome(batch, accepted, [run[-1] for run in runs], kind="deterministic")
         for row, (history, run) in enumerate(zip(histories, runs, strict=True)):
             lookup.learn(history, run, scope=scopes[row])
             ends[row] += len(run)

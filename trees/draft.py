@@ -17,6 +17,7 @@ ROOT = 0
 NO_PARENT = -1
 NO_TOKEN = -1
 LAW_TOLERANCE = 1e-5
+OPTIONAL_ARRAYS = ("slots", "path_probabilities", "path_estimates")  # one entry per node, or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class DraftTree:
 
     `slots[i]` is the slot of the shape that node i fills, where the builder followed one.
 
-    `path_probabilities[i]` is the builder's estimate that node i is accepted, where it makes one.
+    `path_probabilities[i]` is the builder's estimate that node i is accepted, where it makes one; `path_estimates[i]`
+    is the same before it was corrected by what became of earlier drafts.
     """
 
     token_ids: np.ndarray  # [N] int32
@@ -46,6 +48,7 @@ class DraftTree:
     adapted: bool = True
     slots: np.ndarray | None = None  # [N] int32
     path_probabilities: np.ndarray | None = None  # [N] float32
+    path_estimates: np.ndarray | None = None  # [N] float32
 
     @property
     def num_nodes(self) -> int:
@@ -87,7 +90,7 @@ class DraftBatch:
 
     `parents` are row-local (NO_PARENT at each root). `depths` and `ranks` (position among its siblings) follow
     from `parents` and are stored because every consumer needs them. `slots` is None unless every draft has
-    slots; likewise `path_probabilities`.
+    slots; likewise `path_probabilities` and `path_estimates`.
     """
 
     token_ids: np.ndarray  # [M] int32
@@ -100,6 +103,7 @@ class DraftBatch:
     adapted: bool = True
     slots: np.ndarray | None = None  # [M] int32
     path_probabilities: np.ndarray | None = None  # [M] float32
+    path_estimates: np.ndarray | None = None  # [M] float32
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -114,8 +118,7 @@ class DraftBatch:
             support_ids=self.support_ids[nodes],
             law=self.law[nodes],
             adapted=self.adapted,
-            slots=None if self.slots is None else self.slots[nodes],
-            path_probabilities=None if self.path_probabilities is None else self.path_probabilities[nodes],
+            **{name: _part(getattr(self, name), nodes) for name in OPTIONAL_ARRAYS},
         )
 
     @property
@@ -146,8 +149,7 @@ class DraftBatch:
             support_ids=np.concatenate([_widen(draft.support_ids, width, NO_TOKEN) for draft in drafts]),
             law=np.concatenate([_widen(draft.law, width, 0.0) for draft in drafts]),
             adapted=all(draft.adapted for draft in drafts),
-            slots=_joined([draft.slots for draft in drafts]),
-            path_probabilities=_joined([draft.path_probabilities for draft in drafts]),
+            **{name: _joined([getattr(draft, name) for draft in drafts]) for name in OPTIONAL_ARRAYS},
         )
 
     def check(self) -> None:
@@ -172,6 +174,10 @@ def _depths_and_ranks(parents: np.ndarray, offsets: np.ndarray) -> tuple[np.ndar
     return depths, ranks
 
 
+def _part(array: np.ndarray | None, nodes: slice) -> np.ndarray | None:
+    return None if array is None else array[nodes]
+
+
 def _joined(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
     return None if any(array is None for array in arrays) else np.concatenate(arrays)
 
@@ -187,10 +193,10 @@ def _check_arrays(draft: DraftTree) -> None:
         raise ValueError("a draft must hold at least the pending token, got 0 nodes")
     if draft.parents.shape != (num_nodes,) or draft.support_ids.shape != draft.law.shape:
         raise ValueError("parents must be [N], support_ids and law [N, S] with N = len(token_ids)")
-    if draft.slots is not None and draft.slots.shape != (num_nodes,):
-        raise ValueError(f"slots must be [N] with N = {num_nodes}, got shape {draft.slots.shape}")
-    if draft.path_probabilities is not None and draft.path_probabilities.shape != (num_nodes,):
-        raise ValueError(f"path_probabilities must be [N] with N = {num_nodes}, got {draft.path_probabilities.shape}")
+    for name in OPTIONAL_ARRAYS:
+        array = getattr(draft, name)
+        if array is not None and array.shape != (num_nodes,):
+            raise ValueError(f"{name} must be [N] with N = {num_nodes}, got shape {array.shape}")
     if draft.parents[ROOT] != NO_PARENT:
         raise ValueError(f"parents[0] must be {NO_PARENT}, got {draft.parents[ROOT]}")
     if np.any(draft.parents[1:] < 0) or np.any(draft.parents[1:] >= np.arange(1, num_nodes)):

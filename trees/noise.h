@@ -1,7 +1,7 @@
 // Counter-based uniforms: the same key always gives the same number, and nothing here has a state.
 //
 // A key is (seed, stream, row, step, node, slot). Never put a context into it: two draft nodes with the same context
-// must get different draws, otherwise one random number decides twice and ratio verifiers become lossy.
+// must get different draws. Otherwise one random number decides twice, and ratio verifiers become lossy.
 //
 // Each stage adds a multiple of an odd constant and applies the SplitMix64 finaliser (Steele, Lea, Flood 2014, with
 // Stafford's variant 13), so that for one (seed, stream, row, step) the numbers are a SplitMix64 sequence.
@@ -12,13 +12,13 @@
 
 namespace stand {
 
-constexpr uint64_t DRAFT_STREAM = 1;  // the other streams are named in noise.py
-constexpr uint64_t TARGET_STREAM = 4;
+constexpr uint64_t DRAFT_STREAM = 1, ACCEPT_STREAM = 2, RESAMPLE_STREAM = 3, TARGET_STREAM = 4;
 constexpr uint64_t GOLDEN_GAMMA = 0x9E3779B97F4A7C15ULL;
+constexpr uint64_t FIRST_FACTOR = 0xBF58476D1CE4E5B9ULL, SECOND_FACTOR = 0x94D049BB133111EBULL;  // of the finaliser
 
 inline uint64_t finalise(uint64_t word) {
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9ULL;
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EBULL;
+    word = (word ^ (word >> 30)) * FIRST_FACTOR;
+    word = (word ^ (word >> 27)) * SECOND_FACTOR;
     return word ^ (word >> 31);
 }
 

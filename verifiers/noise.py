@@ -13,12 +13,16 @@ import numpy as np
 import torch
 
 from stand.trees import DraftBatch
-from stand.trees.noise import ACCEPT, RESAMPLE, TARGET, uniforms
-
-WORD = (1 << 64) - 1
-GOLDEN_GAMMA = 0x9E3779B97F4A7C15
-FIRST_FACTOR = 0xBF58476D1CE4E5B9
-SECOND_FACTOR = 0x94D049BB133111EB
+from stand.trees.noise import (
+    ACCEPT,
+    FIRST_FACTOR,
+    GOLDEN_GAMMA,
+    RESAMPLE,
+    SECOND_FACTOR,
+    TARGET,
+    step_keys,
+    uniforms,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +67,7 @@ class VerifierNoise:
     def keys_at_nodes(self, batch: DraftBatch) -> np.ndarray:
         """[M] int64: `step_keys` for the token that follows each packed node, as the int64 with the same bits."""
         rows, positions = self._after_nodes(batch)
-        key = np.uint64(_chain(_finalise(self._target_seed), TARGET))
-        words = (rows.astype(np.uint64) << np.uint64(32)) | positions.astype(np.uint64)
-        bits = key + np.uint64(GOLDEN_GAMMA) * (words + np.uint64(1))  # uint64 arrays wrap
-        for places, factor in ((30, FIRST_FACTOR), (27, SECOND_FACTOR)):
-            bits = (bits ^ (bits >> np.uint64(places))) * np.uint64(factor)
-        return (bits ^ (bits >> np.uint64(31))).view(np.int64)
+        return step_keys(self._target_seed, TARGET, rows, positions).view(np.int64)
 
     def _after_nodes(self, batch: DraftBatch) -> tuple[np.ndarray, np.ndarray]:
         """Rows' numbers [M] and positions [M] of the tokens that follow the packed nodes."""
@@ -94,8 +93,7 @@ class VerifierNoise:
 
     def step_keys(self, rows: np.ndarray, depth: int) -> list[int]:
         """Per row the 64-bit key of the target's noise at positions[row] + depth, before the token is mixed in."""
-        positions = self.positions[rows] + depth
-        return [_step_key(self._target_seed, TARGET, *key) for key in zip(self.rows[rows], positions, strict=True)]
+        return step_keys(self._target_seed, TARGET, self.rows[rows], self.positions[rows] + depth).tolist()
 
 
 def uniforms_on_device(step_keys: list[int], num_nodes: int, *, device: torch.device) -> torch.Tensor:
@@ -107,21 +105,6 @@ def uniforms_on_device(step_keys: list[int], num_nodes: int, *, device: torch.de
     bits = (bits ^ _shifted(bits, 27)) * _signed(SECOND_FACTOR)
     bits = bits ^ _shifted(bits, 31)
     return (_shifted(bits, 12).double() + 0.5) * 2.0**-52
-
-
-def _step_key(seed: int, stream: int, row: int, step: int) -> int:
-    key = _chain(_finalise(seed), stream)
-    return _chain(key, (int(row) << 32) | int(step))
-
-
-def _chain(key: int, word: int) -> int:
-    return _finalise((key + GOLDEN_GAMMA * (word + 1)) & WORD)
-
-
-def _finalise(word: int) -> int:
-    word = ((word ^ (word >> 30)) * FIRST_FACTOR) & WORD
-    word = ((word ^ (word >> 27)) * SECOND_FACTOR) & WORD
-    return word ^ (word >> 31)
 
 
 def _signed(word: int) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from stand.trees import BlendedLookup, DraftBatch, DraftTree, LookupTree, TreeShape
+from stand.trees import NO_TOKEN, ROOT, BlendedLookup, DraftBatch, DraftTree, LookupTree, TreeShape
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +49,18 @@ def grown_guess(draft: DraftTree | DraftBatch) -> Guess:
     return draft.token_ids[1:], draft.parents[1:] - 1, draft.path_probabilities[1:]
 
 
+def followed(draft: DraftTree, run: np.ndarray) -> tuple[list[int], int]:
+    """(path, next token) of a deterministic draft where this run of tokens came: NO_TOKEN where it ends on the path."""
+    path: list[int] = []
+    node, parents, tokens = ROOT, draft.parents.tolist(), draft.token_ids.tolist()
+    for token in run.tolist():
+        node = next((c for c in range(node + 1, len(tokens)) if parents[c] == node and tokens[c] == token), ROOT)
+        if node == ROOT:
+            return path, token
+        path.append(node)
+    return path, NO_TOKEN
+
+
 class BlendedReplay:
     """`lookup`: the blended lookup tree, best-first growth."""
 
@@ -59,22 +71,27 @@ class BlendedReplay:
     def forget(self) -> None:
         self.lookup = BlendedLookup(**self.parameters) if self.path is None else BlendedLookup.load(self.path)
         self.num_steps = 0
+        self.last_draft: DraftBatch | None = None  # not yet followed
 
     def start(self, problem: int, prompt: np.ndarray) -> None:
         self.scope = problem % SCOPES
 
     def draft(self, history: np.ndarray, budget: int) -> DraftBatch:
         self.num_steps += 1
-        return self.lookup.draft(
+        self.last_draft = self.lookup.draft(
             [history], budget, seed=0, rows=[0], steps=[self.num_steps], floor=self.floor, scopes=[self.scope]
         )
+        return self.last_draft
 
     def guess(self, draft: DraftBatch) -> Guess:
         return grown_guess(draft)
 
     def learn(self, history: np.ndarray, num_new: int) -> None:
         first = len(history) - num_new
-        self.lookup.judge([history[:first]], [history[first:]], scopes=[self.scope])
+        if self.last_draft is not None:
+            path, next_token = followed(self.last_draft[0], history[first:])
+            self.lookup.record_outcome(self.last_draft, [path], [next_token], kind="deterministic")
+            self.last_draft = None
         self.lookup.learn(history[:first], history[first:], scope=self.scope)
 
     def finish(self) -> None:

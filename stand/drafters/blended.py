@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from stand.drafters.drafter import Drafter, DraftRequest, Lesson, check_fingerprint, check_kind, teach_specimen
 from stand.drafters.step_cost import CostTable, saved_costs
 from stand.trees import BlendedLookup, DraftBatch
-from stand.trees.longest_match.lookup import KINDS
+from stand.trees.sampling import KINDS
 
 MOST_NODES = 1 << 16  # a budget beyond this is a mistake: no step holds so many tokens
 
@@ -58,7 +58,7 @@ class BlendedDrafter(Drafter):
 
     @property
     def num_candidates(self) -> int:
-        return 0 if self.lookup is None else self.lookup.row_size
+        return 0 if self.lookup is None else self.lookup.num_candidates
 
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
         if self.lookup is None:
@@ -101,12 +101,8 @@ class BlendedDrafter(Drafter):
 
     def record(self, lesson: Lesson) -> None:
         """What became of the draft corrects the odds of the next ones, whatever else is learned."""
-        request, scopes = lesson.request, lesson.request.problems % self.NUM_SCOPES
-        runs = [
-            np.append(lesson.batch.token_ids[first + path], token).astype(np.int32)
-            for first, path, token in zip(lesson.batch.offsets, lesson.accepted, lesson.next_tokens, strict=False)
-        ]
-        self.lookup.judge(request.histories, runs, scopes=scopes)
+        kind = self._kind_of(lesson.request)
+        self.lookup.record_outcome(lesson.batch, lesson.accepted, lesson.next_tokens.astype(np.int32), kind=kind)
 
     def _kind_of(self, request: DraftRequest) -> str:
         return "deterministic" if request.is_greedy else self.kind

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from stand.drafters.drafter import Drafter, DraftRequest, Lesson, check_fingerprint, check_kind, teach_specimen
 from stand.trees import DraftBatch, LookupTree, TreeShape
-from stand.trees.longest_match.lookup import SHAPED_KINDS
+from stand.trees.sampling import SHAPED_KINDS
 
 
 class FixedShapeDrafter(Drafter):
@@ -33,7 +33,7 @@ class FixedShapeDrafter(Drafter):
 
     @property
     def num_candidates(self) -> int:
-        return 0 if self.lookup is None else self.lookup.row_size
+        return 0 if self.lookup is None else self.lookup.num_candidates
 
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
         if self.lookup is None:

@@ -136,7 +136,7 @@ class CapturedStep:
         if count > LEARNED_ROWS:
             raise ValueError(
                 f"a captured step returns the {LEARNED_ROWS} best tokens of a node, got a request for {count}; "
-                "use a lookup with row_size 10 or wrap the model with backend='sdpa'"
+                "use a lookup with num_candidates=10 or wrap the model with backend='sdpa'"
             )
         ids, probabilities = self._read_best() if self._unread is None else self._unread
         return ids[:, :count], probabilities[:, :count]

@@ -81,7 +81,7 @@ def test_rows_that_end_hand_their_budget_on():
     original = engine.drafter.lookup.draft
 
     class Spy:
-        row_size, fingerprint = engine.drafter.lookup.row_size, engine.drafter.lookup.fingerprint
+        num_candidates = engine.drafter.lookup.num_candidates
 
         def __getattr__(self, name):
             return getattr(lookup, name)

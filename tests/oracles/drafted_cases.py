@@ -16,7 +16,8 @@ def case(seed: int, kind: str, *, peaked: float = 3.0):
     tokens = generator.integers(0, 30, 800).astype(np.int32)
     ids = np.stack([generator.permutation(40)[:10] for _ in tokens[1:]]).astype(np.int32)
     lookup = LookupTree()
-    lookup.learn(tokens[:1], tokens[1:], (ids, generator.dirichlet(np.ones(10), len(ids)).astype(np.float32)))
+    laws = generator.dirichlet(np.ones(10), len(ids)).astype(np.float32)
+    lookup.learn(tokens[:1], tokens[1:], top_ids=ids, top_probs=laws)
     rows = np.arange(5)
     histories = [tokens[place : place + 40] for place in range(0, 250, 50)]
     shape = TreeShape.from_branching([3, 2, 2])

@@ -29,8 +29,8 @@ def uniform(seed: int, stream: int, row: int, step: int, node: int, slot: int = 
 class ReferenceLookup:
     """context (tuple) -> (row: list of (token, probability) best first, count)."""
 
-    def __init__(self, *, orders=(1, 2, 3, 4), row_size=10, min_rate=0.1):
-        self.orders, self.row_size, self.min_rate = orders, row_size, min_rate
+    def __init__(self, *, orders=(1, 2, 3, 4), num_candidates=10, min_rate=0.1):
+        self.orders, self.num_candidates, self.min_rate = orders, num_candidates, min_rate
         self.contexts: dict[tuple[int, ...], tuple[list[tuple[int, float]], int]] = {}
 
     def observe(self, history, row):
@@ -50,22 +50,24 @@ class ReferenceLookup:
             mass[token] = mass.get(token, 0.0) + rate * probability
         rounded = [(token, float(np.float32(probability))) for token, probability in mass.items()]
         ranked = sorted(rounded, key=lambda entry: (-entry[1], entry[0]))
-        return [entry for entry in ranked[: self.row_size] if entry[1] > 0.0]
+        return [entry for entry in ranked[: self.num_candidates] if entry[1] > 0.0]
 
-    def learn(self, context, token_ids, rows=None):
+    def learn(self, context, token_ids, *, top_ids=None, top_probs=None):
         history = list(context)
         for position, token in enumerate(token_ids):
-            row = [(token, 1.0)] if rows is None else list(zip(rows[0][position], rows[1][position], strict=True))
+            row = [(token, 1.0)]
+            if top_ids is not None:
+                row = list(zip(top_ids[position], top_probs[position], strict=True))
             self.observe(history, row)
             history.append(token)
 
-    def learn_batch(self, batch, histories, row_ids, row_probs, nodes=None):
+    def learn_batch(self, batch, histories, top_ids, top_probs, nodes=None):
         nodes = range(batch.num_nodes) if nodes is None else nodes
         for node in nodes:
             row = int(np.searchsorted(batch.offsets, node, side="right")) - 1
             draft, local = batch[row], node - int(batch.offsets[row])
             context = list(histories[row]) + path_tokens(draft, local)
-            self.observe(context, list(zip(row_ids[node].tolist(), row_probs[node].tolist(), strict=True)))
+            self.observe(context, list(zip(top_ids[node].tolist(), top_probs[node].tolist(), strict=True)))
 
     def lookup(self, context, floor_order=1):
         for order in sorted(self.orders, reverse=True):
@@ -91,7 +93,7 @@ class ReferenceLookup:
                     place = len(history) + len(nodes[parent]["path"]) - 1
                     numbers = [noise(seed, TARGET_STREAM, row, place, token) for token, _ in found[1]] if found else []
                 else:
-                    width = max(self.row_size, wanted)
+                    width = max(self.num_candidates, wanted)
                     numbers = [noise(seed, DRAFT_STREAM, row, step, parent_slot, j) for j in range(width)]
                 children[parent_slot] = drawn_children(found[1] if found else [], numbers, wanted, kind)
             if children[parent_slot]:

@@ -119,12 +119,17 @@ def test_the_drafter_learns_committed_tokens_alone():
 
     drafter, history = TokenDrafter(Lookup(), budget=4, kind="deterministic"), np.arange(1, 5, dtype=np.int32)
     request = draft_request([history])
-    tree = DraftTree.chain(np.array([4, 7, 8], dtype=np.int32))
-    lesson = stand.Lesson(
-        request, DraftBatch.concatenate([tree]), [np.array([1], dtype=np.int32)], np.array([9]),
-        np.zeros((3, 10), dtype=np.int32), np.full((3, 10), 0.1, dtype=np.float32),
+    drafter.learn_prompt(np.array([3, 4, 7, 8, 4, 7, 8], dtype=np.int32), problem=0)
+    learned.clear()
+    batch = drafter.draft(request)
+    assert batch.token_ids[:2].tolist() == [4, 7]
+    nothing = np.zeros((batch.num_nodes, 10))
+    drafter.learn(
+        stand.Lesson(
+            request, batch, [np.array([1], dtype=np.int32)], np.array([9]), nothing.astype(np.int32),
+            nothing.astype(np.float32),
+        )
     )  # fmt: skip
-    drafter.learn(lesson)
     assert learned == [([1, 2, 3, 4], [7, 9])]
 
 

@@ -8,32 +8,14 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from reference_blended import SlowBlend, SlowCalibration, entry_prior
+from noisy_walks import NUM_ODDS, draft, odds_of, stream
+from reference_blended import SlowBlend, entry_prior
 
 from stand.trees import BlendedLookup, DraftBatch, LookupFileError
-from stand.trees.blended.file import read_store_file, write_store_file
+from stand.trees.blended.file import read_blended_lookup, write_blended_lookup
 from stand.trees.blended.lookup import HAS_WIDE_VECTORS
 
 MB = 1 << 20
-NUM_ODDS = 14 * (144 + 576) + 3 * 6 * 33
-
-
-def stream(num_tokens, *, vocabulary=40, seed=0, stay=0.8):
-    """A noisy walk: the next token mostly follows from the last two. stay: how often, for all or per token before."""
-    rng = np.random.default_rng(seed)
-    table = rng.integers(0, vocabulary, (vocabulary, vocabulary))
-    stays = np.broadcast_to(stay, vocabulary)
-    tokens = [0, 1]
-    for _ in range(num_tokens - 2):
-        likely = table[tokens[-2], tokens[-1]]
-        tokens.append(int(likely) if rng.random() < stays[tokens[-1]] else int(rng.integers(0, vocabulary)))
-    return np.array(tokens, np.int32)
-
-
-def draft(lookup, histories, budget, **parameters):
-    rows = np.arange(len(histories))
-    steps = parameters.pop("steps", np.zeros(len(histories), np.int64))
-    return lookup.draft(histories, budget, **({"seed": 1, "rows": rows, "steps": steps} | parameters))
 
 
 def assert_same_laws(lookup, slow, contexts, scope=0):
@@ -75,7 +57,7 @@ def test_twin_after_rows():
         tokens = stream(120, vocabulary=9, seed=run % 2)
         ids = np.array([[token, *(token + 1 + rng.permutation(8)[:3]) % 9] for token in tokens[1:]], np.int32)
         probs = np.sort(rng.dirichlet(np.full(4, 0.4), len(ids)).astype(np.float32))[:, ::-1].copy()
-        lookup.learn(tokens[:1], tokens[1:], (ids, probs))
+        lookup.learn(tokens[:1], tokens[1:], top_ids=ids, top_probs=probs)
         for i in range(len(ids)):
             slow.learn_row(tokens[: i + 1].tolist(), list(zip(ids[i].tolist(), probs[i].tolist(), strict=True)))
     lookup.check()
@@ -111,7 +93,7 @@ def test_learn_batch_teaches_the_context_of_every_node():
     paths = [[1, 2, 5], [1, 2, 5, 6], [1, 2, 5, 6, 7], [1, 2, 5, 8], [5], [5, 9]]
     for node, path in enumerate(paths):
         scope = 3 if node < 4 else 4
-        by_hand.learn(path, [0], (ids[node : node + 1], probs[node : node + 1]), scope=scope)
+        by_hand.learn(path, [0], top_ids=ids[node : node + 1], top_probs=probs[node : node + 1], scope=scope)
     for path in paths:
         for one, two in zip(lookup.predict(path, scope=3), by_hand.predict(path, scope=3), strict=True):
             assert np.array_equal(one, two)
@@ -174,104 +156,9 @@ def test_path_probabilities_are_calibrated():
     assert (np.abs(expected / counts - share) < allowed).all()
 
 
-def decode(lookup, tokens, ends, *, budget, scope=0, judged=True):
-    """(depths, expected, came true) of every drafted node whose fate is known, decoding `tokens` from each end on."""
-    depths, expected, came_true = [], [], []
-    for end in ends:
-        batch = draft(lookup, [tokens[end - 20 : end]], budget, scopes=[scope])
-        on_path = [True]
-        for node in range(1, batch.num_nodes):
-            is_next = batch.token_ids[node] == tokens[end + batch.depths[node] - 1]
-            on_path.append(bool(on_path[batch.parents[node]] and is_next))
-        depths += batch.depths[1:].tolist()
-        expected += batch.path_probabilities[1:].tolist()
-        came_true += on_path[1:]
-        if judged:
-            run = tokens[end : end + 1 + int(batch.depths[on_path].max())]
-            lookup.judge([tokens[end - 20 : end]], [run], scopes=[scope])
-    return np.array(depths), np.array(expected), np.array(came_true)
-
-
-def odds_of(lookup, path):
-    lookup.save(path)
-    return read_store_file(path, num_odds=NUM_ODDS)[1]["odds"]
-
-
-def test_judged_drafts_are_counted_as_in_the_twin(tmp_path):
-    tokens = stream(4000, vocabulary=12, stay=0.7)
-    lookup, slow = BlendedLookup(), SlowCalibration()
-    lookup.learn([], tokens[:2000])
-    for end in range(2000, 2400, 3):
-        batch = draft(lookup, [tokens[:end]], 10, scopes=[3])
-        uncalibrated = slow.products(batch.depths, batch.path_probabilities)
-        on_path = [True]
-        for node in range(1, batch.num_nodes):
-            is_next = batch.token_ids[node] == tokens[end + batch.depths[node] - 1]
-            on_path.append(bool(on_path[batch.parents[node]] and is_next))
-        for node in range(1, batch.num_nodes):
-            slow.train(uncalibrated[node], int(batch.depths[node]), on_path[node])
-        lookup.judge([tokens[:end]], [tokens[end : end + 12]], scopes=[3])
-    factors = odds_of(lookup, tmp_path / "judged.blend")[-198:]  # deterministic drafts stand last
-    assert np.abs(factors - 1).max() > 0.05
-    assert factors == pytest.approx(np.array(slow.factors).ravel(), abs=0.02)
-    with pytest.raises(AssertionError):
-        assert factors == pytest.approx(np.ones(198), abs=0.02)
-
-
-def test_judging_makes_path_probabilities_come_true():
-    tokens = stream(24_000, vocabulary=40, stay=0.9)
-    ends = list(range(2000, 23_000, 4))
-    errors = {}
-    for judged in (False, True):
-        lookup = BlendedLookup(rate=0.0)  # start values alone: far from calibrated here
-        lookup.learn([], tokens)
-        decode(lookup, tokens, ends[:1500], budget=8, judged=judged)
-        _, expected, came_true = decode(lookup, tokens, ends[1500:3000], budget=8, judged=judged)
-        bins = np.minimum(4, (expected * 5).astype(int))
-        counts = np.bincount(bins, minlength=5)
-        gaps = np.abs(np.bincount(bins, expected) - np.bincount(bins, came_true)) / np.maximum(1, counts)
-        errors[judged] = gaps[counts > 2000].max()
-    assert errors[True] < 0.03 and errors[False] > 0.1
-
-
-def test_a_draft_is_judged_once_and_only_if_it_is_known(tmp_path):
-    tokens = stream(1000)
-    lookup = BlendedLookup()
-    lookup.learn([], tokens)
-    before = odds_of(lookup, tmp_path / "a.blend")
-    lookup.judge([tokens[:500]], [tokens[500:510]])  # nothing drafted yet
-    draft(lookup, [tokens[:500]], 20, scopes=[2])
-    lookup.judge([tokens[:499]], [tokens[499:510]], scopes=[2])
-    assert np.array_equal(odds_of(lookup, tmp_path / "a.blend"), before)
-    draft(lookup, [tokens[:500]], 20, scopes=[2])
-    lookup.judge([tokens[:500]], [tokens[500:510]], scopes=[1])
-    assert np.array_equal(odds_of(lookup, tmp_path / "a.blend"), before)
-    draft(lookup, [tokens[:500], tokens[:600]], 20, scopes=[2, 2])
-    lookup.judge([tokens[:600], tokens[:500]], [tokens[600:610], tokens[500:510]], scopes=[2, 2])
-    after = odds_of(lookup, tmp_path / "a.blend")
-    assert not np.array_equal(after, before)
-    lookup.judge([tokens[:500]], [tokens[500:510]], scopes=[2])
-    assert np.array_equal(odds_of(lookup, tmp_path / "a.blend"), after)
-    with pytest.raises(ValueError, match="runs"):
-        lookup.judge([tokens[:500]], [])
-    lookup.judge([], [])
-
-
-def test_what_lies_behind_the_end_is_not_judged(tmp_path):
-    tokens = np.tile(np.arange(20, dtype=np.int32), 30)
-    lookup = BlendedLookup()
-    lookup.learn([], tokens)
-    before = odds_of(lookup, tmp_path / "a.blend")[-198:].reshape(6, 33)
-    draft(lookup, [tokens[:100]], 8)
-    lookup.judge([tokens[:100]], [tokens[100:102]])
-    after = odds_of(lookup, tmp_path / "a.blend")[-198:].reshape(6, 33)
-    assert not np.array_equal(after[0], before[0]) and not np.array_equal(after[1], before[1])
-    assert np.array_equal(after[2:], before[2:])
-
-
 @pytest.mark.parametrize("kind", ["deterministic", "mixed", "sampled"])
 def test_drafts_are_sound_and_repeatable(kind):
-    lookup = BlendedLookup(row_size=32)
+    lookup = BlendedLookup(num_candidates=32)
     tokens = stream(4000, vocabulary=200, stay=0.2)
     lookup.learn([], tokens)
     histories = [np.array([row], np.int32) for row in range(5)]
@@ -279,7 +166,7 @@ def test_drafts_are_sound_and_repeatable(kind):
     batch.check()
     again = draft(lookup, histories, 25, kind=kind)
     assert len(batch) == 5 and 20 < batch.num_nodes <= 30 and batch.adapted
-    for name in ("token_ids", "parents", "offsets", "depths", "ranks", "support_ids", "law", "path_probabilities"):
+    for name in ("token_ids", "parents", "offsets", "depths", "ranks", "support_ids", "law", "path_estimates"):
         assert np.array_equal(getattr(batch, name), getattr(again, name)), name
     if kind != "deterministic":
         others = [draft(lookup, histories, 25, kind=kind, steps=np.full(5, step)) for step in range(1, 6)]
@@ -327,7 +214,7 @@ for step in range(300):
     for kind in ("deterministic", "mixed", "sampled"):
         batch = lookup.draft(histories, 90, seed=1, rows=[0, 1, 2], steps=[step] * 3, kind=kind, scopes=[0, 1, 2])
         out += [batch.token_ids.tobytes(), batch.parents.tobytes(), batch.path_probabilities.tobytes()]
-    lookup.judge(histories, [(rng.zipf(1.3, 5) % 500).astype(np.int32) for _ in range(3)], scopes=[0, 1, 2])
+    lookup.record_outcome(batch, [[], [], []], batch.token_ids[batch.offsets[1:] - 1], kind="sampled")
 sys.stdout.buffer.write(b"".join(out))
 """
 
@@ -346,7 +233,7 @@ def test_vectors_change_nothing():
 
 
 def test_mixed_drafts_hold_a_sampled_child_first_where_they_hold_one():
-    lookup = BlendedLookup(row_size=32)
+    lookup = BlendedLookup(num_candidates=32)
     tokens = stream(4000, vocabulary=200, stay=0.2)
     lookup.learn([], tokens)
     batch = draft(lookup, [np.array([row], np.int32) for row in range(6)], 30, kind="mixed")
@@ -359,7 +246,7 @@ def test_mixed_drafts_hold_a_sampled_child_first_where_they_hold_one():
 def test_drawn_children_follow_their_recorded_laws(kind):
     """Accepting and rejecting by the recorded laws gives back the target's law, whatever the draft's was."""
     vocabulary = 12
-    lookup = BlendedLookup(row_size=8)
+    lookup = BlendedLookup(num_candidates=8)
     lookup.learn([], stream(3000, vocabulary=vocabulary, stay=0.1))
     target = np.random.default_rng(2).dirichlet(np.ones(vocabulary))
     counts = np.zeros(vocabulary)
@@ -472,7 +359,7 @@ def test_remembered_ends_are_where_walking_leads(parameters, vocabulary, every):
         history, run = texts[row][: ends[row]], texts[row][ends[row] :][: int(1 + rng.exponential(8))]
         if step % 10 == 9:  # laws move and replace contexts too
             ids = rng.permuted(np.tile(np.arange(9, dtype=np.int32), (len(run), 1)), axis=1)[:, :5].copy()
-            lookup.learn(history, run, (ids, np.full(ids.shape, 0.2, np.float32)))
+            lookup.learn(history, run, top_ids=ids, top_probs=np.full(ids.shape, 0.2, np.float32))
         else:
             lookup.learn(history, run)
         lookup.check()
@@ -515,7 +402,7 @@ def test_replaced_entries_free_what_hung_on_them(tmp_path):
     lookup.check()
     assert len(lookup.predict([7], limit=200)[0]) <= 32 + 64  # of order 1 and of the empty context
     lookup.save(tmp_path / "full.blend")
-    sizes = read_store_file(tmp_path / "full.blend", num_odds=NUM_ODDS)[1]["sizes"]
+    sizes = read_blended_lookup(tmp_path / "full.blend", num_odds=NUM_ODDS)[1]["sizes"]
     assert sizes[0] == 64 and sizes[1:].max() == 32  # the empty context stands first
 
 
@@ -653,16 +540,16 @@ def small_file(**changes):
     ids=str,
 )
 def test_broken_contents_are_refused(tmp_path, changes):
-    parameters = {"depth": 8, "max_bytes": MB, "fade": 0.9, "rate": 0.1, "row_size": 10, "fingerprint": b""}
+    parameters = {"depth": 8, "max_bytes": MB, "fade": 0.9, "rate": 0.1, "num_candidates": 10, "fingerprint": b""}
     path = tmp_path / "hand.blend"
-    write_store_file(path, parameters, small_file())
+    write_blended_lookup(path, parameters, small_file())
     lookup = BlendedLookup.load(path)
     lookup.check()
     assert lookup.predict([4, 5], limit=1)[0].tolist() == [6] and len(lookup) == 3
-    write_store_file(path, parameters, small_file(**changes))
+    write_blended_lookup(path, parameters, small_file(**changes))
     with pytest.raises(LookupFileError):
         BlendedLookup.load(path)
-    write_store_file(path, parameters | {"depth": 99}, small_file())
+    write_blended_lookup(path, parameters | {"depth": 99}, small_file())
     with pytest.raises(LookupFileError):
         BlendedLookup.load(path)
 
@@ -675,7 +562,7 @@ def test_broken_contents_are_refused(tmp_path, changes):
         {"max_bytes": 1000},
         {"fade": 0.0},
         {"rate": 0.6},
-        {"row_size": 0},
+        {"num_candidates": 0},
         {"fingerprint": 1},
     ],
     ids=str,

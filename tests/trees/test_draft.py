@@ -11,7 +11,7 @@ import pytest
 from reference import ReferenceLookup, chi_square_bound, drawn_children, path_tokens, sequence_law
 
 from stand.trees import NO_PARENT, DraftBatch, DraftTree, LookupTree, TreeShape
-from stand.trees.longest_match.lookup import draw_children
+from stand.trees.sampling import draw_children
 
 FALSE_ALARM = 1e-6
 KINDS = ["sampled", "mixed", "deterministic"]
@@ -20,11 +20,11 @@ KINDS = ["sampled", "mixed", "deterministic"]
 def taught(seed=0, num_tokens=400, vocabulary=12, **parameters):
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, vocabulary, num_tokens) * rng.integers(0, 2, num_tokens)
-    row_ids = np.array([rng.permutation(vocabulary)[:6] for _ in tokens], np.int32)
-    row_probs = rng.dirichlet(0.5 * np.ones(6), num_tokens).astype(np.float32)
+    top_ids = np.array([rng.permutation(vocabulary)[:6] for _ in tokens], np.int32)
+    top_probs = rng.dirichlet(0.5 * np.ones(6), num_tokens).astype(np.float32)
     lookup, twin = LookupTree(**parameters), ReferenceLookup(**parameters)
-    lookup.learn([], tokens, (row_ids, row_probs))
-    twin.learn([], tokens.tolist(), (row_ids.tolist(), row_probs.tolist()))
+    lookup.learn([], tokens, top_ids=top_ids, top_probs=top_probs)
+    twin.learn([], tokens.tolist(), top_ids=top_ids.tolist(), top_probs=top_probs.tolist())
     return lookup, twin
 
 
@@ -35,7 +35,7 @@ def random_parents(rng, num_slots):
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_slow_twin(kind):
     rng = np.random.default_rng(5)
-    lookup, twin = taught(row_size=6)
+    lookup, twin = taught(num_candidates=6)
     for seed in range(40):
         shape = random_parents(rng, int(rng.integers(1, 25)))
         histories = [rng.integers(0, 14, rng.integers(1, 7)).astype(np.int32) for _ in range(3)]
@@ -67,7 +67,7 @@ def test_laws_sum_to_one_closely(kind):
     children = batch.depths > 0
     assert np.abs(batch.law[children].sum(axis=1, dtype=np.float64) - 1.0).max() < 1e-6
     assert not batch.law[~children].any()
-    assert batch.adapted and batch.support_ids.shape == (batch.num_nodes, lookup.row_size)
+    assert batch.adapted and batch.support_ids.shape == (batch.num_nodes, lookup.num_candidates)
 
 
 def test_mass_that_almost_vanishes_is_summed_not_subtracted():
@@ -176,8 +176,8 @@ def test_core_children_equal_the_textbook_form():
 def test_noise_does_not_depend_on_the_context():
     """A context that returns at many nodes is drawn anew each time; a hash of the context would repeat itself."""
     lookup = LookupTree(orders=(1,))
-    lookup.learn([1], [1], (np.array([[1, 2]]), np.array([[0.5, 0.5]])))
-    lookup.learn([2], [1], (np.array([[1, 2]]), np.array([[0.5, 0.5]])))
+    lookup.learn([1], [1], top_ids=[[1, 2]], top_probs=[[0.5, 0.5]])
+    lookup.learn([2], [1], top_ids=[[1, 2]], top_probs=[[0.5, 0.5]])
     batch = lookup.draft([np.array([1], np.int32)], TreeShape.chain(64), seed=0, rows=[0], steps=[0])
     after_one = [batch.token_ids[node + 1] for node in range(64) if batch.token_ids[node] == 1]
     assert len(set(after_one)) == 2

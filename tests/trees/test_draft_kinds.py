@@ -20,13 +20,13 @@ def bigram_laws(seed: int, concentration: float = 0.2) -> np.ndarray:
     return np.random.default_rng(seed).dirichlet(np.full(VOCABULARY_SIZE, concentration), VOCABULARY_SIZE)
 
 
-def lookup_of(laws: np.ndarray, *, row_size: int = 10, orders=(1,)) -> LookupTree:
+def lookup_of(laws: np.ndarray, *, num_candidates: int = 10, orders=(1,)) -> LookupTree:
     """Knows the best tokens after every token."""
-    best = np.argsort(-laws, axis=1, kind="stable")[:, :row_size].astype(np.int32)
-    rows = np.take_along_axis(laws, best, axis=1).astype(np.float32)
-    lookup = LookupTree(orders=orders, row_size=row_size)
+    best = np.argsort(-laws, axis=1, kind="stable")[:, :num_candidates].astype(np.int32)
+    laws_of_best = np.take_along_axis(laws, best, axis=1).astype(np.float32)
+    lookup = LookupTree(orders=orders, num_candidates=num_candidates)
     for token in range(VOCABULARY_SIZE):
-        lookup.learn([token], [int(best[token, 0])], (best[[token]], rows[[token]]))
+        lookup.learn([token], [int(best[token, 0])], top_ids=best[[token]], top_probs=laws_of_best[[token]])
     return lookup
 
 
@@ -51,7 +51,7 @@ def test_equals_slow_twin():
 def test_independent_children_equal_the_slow_twin_and_suit_their_rules():
     """More children than candidates too; siblings repeat, which the rules for independent draws alone allow."""
     laws, shape = bigram_laws(1), TreeShape.from_branching([6, 2])
-    lookup, twin = lookup_of(laws, row_size=4), ReferenceLookup(orders=(1,), row_size=4)
+    lookup, twin = lookup_of(laws, num_candidates=4), ReferenceLookup(orders=(1,), num_candidates=4)
     for token in range(VOCABULARY_SIZE):
         best = np.argsort(-laws[token], kind="stable")[:4]
         twin.observe([token], [(int(other), np.float32(laws[token, other])) for other in best])
@@ -100,7 +100,7 @@ def test_the_shared_noise_never_changes():
     waits = noise.exponentials(np.array([0]), 1, vocabulary_size=4, device=HOST)[0].numpy()
     assert waits.tolist() == pytest.approx(GOLDEN_WAITS, rel=1e-15)
     lookup = LookupTree(orders=(1,))
-    lookup.learn([7], [0], (np.array([[0, 1, 2, 3]], np.int32), np.full((1, 4), 0.25, np.float32)))
+    lookup.learn([7], [0], top_ids=[[0, 1, 2, 3]], top_probs=np.full((1, 4), 0.25, np.float32))
     history = np.full(41, 7, np.int32)
     shape = TreeShape.from_branching([4])
     batch = lookup.draft([history], shape, seed=12345, rows=[2], steps=[9], kind="coupled")
@@ -187,7 +187,7 @@ def joint_counts(kind: str, *, rows: int, target: np.ndarray, drafter: np.ndarra
     lookup, shape, numbers = LookupTree(orders=(1,)), TreeShape.chain(2), np.arange(rows)
     for token in range(3):
         order = np.argsort(-drafter[token])
-        lookup.learn([token], [0], (order[None].astype(np.int32), drafter[token][order][None].astype(np.float32)))
+        lookup.learn([token], [0], top_ids=order[None], top_probs=drafter[token][order][None])
     histories = [np.zeros(1, np.int32)] * rows
     for step in range(3):
         steps = np.full(rows, step)

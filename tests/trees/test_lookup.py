@@ -23,15 +23,16 @@ def known(lookup, context, floor_order=1):
     return order, dict(zip(token_ids.tolist(), probabilities.tolist(), strict=True)), count
 
 
-def row(*pairs):
+def law(*pairs):
+    """As arguments of `learn`."""
     token_ids, probabilities = zip(*pairs, strict=True)
-    return np.array([token_ids], np.int32), np.array([probabilities], np.float32)
+    return {"top_ids": np.array([token_ids], np.int32), "top_probs": np.array([probabilities], np.float32)}
 
 
 def test_worked_example_of_the_paper():
     lookup = LookupTree(min_rate=0.0)
-    lookup.learn([1, 2], [BOB], row((BOB, 0.7), (MARY, 0.2), (TOM, 0.05)))
-    lookup.learn([1, 2], [MARY], row((BOB, 0.3), (MARY, 0.6), (SUE, 0.05)))
+    lookup.learn([1, 2], [BOB], **law((BOB, 0.7), (MARY, 0.2), (TOM, 0.05)))
+    lookup.learn([1, 2], [MARY], **law((BOB, 0.3), (MARY, 0.6), (SUE, 0.05)))
     for context in ([2], [1, 2]):
         order, probabilities, count = known(lookup, context)
         assert (order, count) == (len(context), 2)
@@ -49,8 +50,8 @@ def test_the_third_observation_weighs_a_third_or_the_floor():
 
 
 def test_the_best_stay_and_ties_go_to_the_lowest_id():
-    lookup = LookupTree(orders=(1,), row_size=3)
-    lookup.learn([1], [9], row((9, 0.2), (4, 0.2), (7, 0.2), (2, 0.2), (3, 0.1)))
+    lookup = LookupTree(orders=(1,), num_candidates=3)
+    lookup.learn([1], [9], **law((9, 0.2), (4, 0.2), (7, 0.2), (2, 0.2), (3, 0.1)))
     assert list(known(lookup, [1])[1]) == [2, 4, 7]
 
 
@@ -72,9 +73,9 @@ def test_positions_see_the_tokens_before_them():
     assert known(lookup, [7])[1] == {8: 1.0}
 
 
-def test_rows_without_mass_say_nothing():
+def test_laws_without_mass_say_nothing():
     lookup = LookupTree()
-    lookup.learn([1], [2, 3], (np.array([[-1, -1], [5, -1]]), np.array([[0.0, 0.0], [0.0, 0.0]])))
+    lookup.learn([1], [2, 3], top_ids=[[-1, -1], [5, -1]], top_probs=np.zeros((2, 2)))
     assert len(lookup) == 0
 
 
@@ -83,15 +84,15 @@ def tokens_of(draw, size, largest=5):
 
 
 @st.composite
-def taught_rows(draw, num_rows):
+def taught_laws(draw, num_laws):
     width = draw(st.integers(1, 6))
-    ids = [draw(st.permutations(range(8)))[:width] for _ in range(num_rows)]
+    ids = [draw(st.permutations(range(8)))[:width] for _ in range(num_laws)]
     probs = np.array(
-        draw(st.lists(st.integers(0, 9), min_size=num_rows * width, max_size=num_rows * width)), np.float32
+        draw(st.lists(st.integers(0, 9), min_size=num_laws * width, max_size=num_laws * width)), np.float32
     )
-    probs = (probs / 60.0).reshape(num_rows, width)
-    ids = np.where(probs == 0.0, -1, np.array(ids, np.int32).reshape(num_rows, width))
-    return ids.astype(np.int32), probs
+    probs = (probs / 60.0).reshape(num_laws, width)
+    ids = np.where(probs == 0.0, -1, np.array(ids, np.int32).reshape(num_laws, width))
+    return {"top_ids": ids.astype(np.int32), "top_probs": probs}
 
 
 @st.composite
@@ -99,12 +100,12 @@ def operations(draw):
     """A list of ("learn", ...), ("learn_batch", ...) and ("clear",) with small vocabularies, so that contexts meet."""
     chosen = []
     for _ in range(draw(st.integers(1, 8))):
-        name = draw(st.sampled_from(["learn", "learn", "learn_rows", "learn_batch", "learn_batch", "clear"]))
+        name = draw(st.sampled_from(["learn", "learn", "learn_laws", "learn_batch", "learn_batch", "clear"]))
         context, following = tokens_of(draw, draw(st.integers(0, 5))), tokens_of(draw, draw(st.integers(0, 6)))
-        if name == "learn_rows":
-            chosen.append(("learn", context, following, draw(taught_rows(len(following)))))
+        if name == "learn_laws":
+            chosen.append(("learn", context, following, draw(taught_laws(len(following)))))
         elif name == "learn":
-            chosen.append(("learn", context, following, None))
+            chosen.append(("learn", context, following, {}))
         elif name == "learn_batch":
             chosen.append(("learn_batch", draw(st.integers(0, 2**20))))
         elif len(chosen) > 4:
@@ -115,7 +116,7 @@ def operations(draw):
 PARAMETERS = st.fixed_dictionaries(
     {
         "orders": st.sampled_from([(1,), (1, 2), (2, 4), (1, 2, 3, 4), (1, 3, 16)]),
-        "row_size": st.integers(1, 5),
+        "num_candidates": st.integers(1, 5),
         "min_rate": st.sampled_from([0.0, 0.1, 0.7, 1.0]),
     }
 )
@@ -127,8 +128,9 @@ def test_equals_slow_twin_after_any_operations(parameters, chosen):
     lookup, twin = LookupTree(**parameters), ReferenceLookup(**parameters)
     for name, *arguments in chosen:
         if name == "learn":
-            lookup.learn(*arguments)
-            twin.learn(*arguments)
+            context, following, laws = arguments
+            lookup.learn(context, following, **laws)
+            twin.learn(context, following, **laws)
         elif name == "learn_batch":
             arguments = random_step(lookup, arguments[0])
             lookup.learn_batch(*arguments)
@@ -147,10 +149,10 @@ def random_step(lookup, seed):
     numbers = np.arange(num_rows)
     batch = lookup.draft(histories, TreeShape.from_branching([2, 2]), seed=seed, rows=numbers, steps=numbers)
     width = 3
-    row_ids = np.array([rng.permutation(8)[:width] for _ in range(batch.num_nodes)], np.int32)
-    row_probs = rng.dirichlet(np.ones(width), batch.num_nodes).astype(np.float32)
+    top_ids = np.array([rng.permutation(8)[:width] for _ in range(batch.num_nodes)], np.int32)
+    top_probs = rng.dirichlet(np.ones(width), batch.num_nodes).astype(np.float32)
     nodes = None if seed % 2 else rng.permutation(batch.num_nodes)[: batch.num_nodes // 2 + 1]
-    return batch, [history[:-1] for history in histories], row_ids, row_probs, nodes
+    return batch, [history[:-1] for history in histories], top_ids, top_probs, nodes
 
 
 def assert_same(lookup, twin):
@@ -197,12 +199,12 @@ def test_learning_from_threads_loses_nothing():
 
 
 def test_copy_is_independent_and_clear_forgets():
-    lookup = LookupTree(orders=(1, 2), row_size=4, min_rate=0.3, fingerprint=b"abc")
+    lookup = LookupTree(orders=(1, 2), num_candidates=4, min_rate=0.3, fingerprint=b"abc")
     lookup.learn([], [1, 2, 3])
     twin = lookup.copy()
     twin.learn([], [3, 1])
     assert (len(lookup), len(twin)) == (3, 4)
-    assert (twin.orders, twin.row_size, twin.min_rate, twin.fingerprint) == ((1, 2), 4, 0.3, b"abc")
+    assert (twin.orders, twin.num_candidates, twin.min_rate, twin.fingerprint) == ((1, 2), 4, 0.3, b"abc")
     lookup.clear()
     assert len(lookup) == 0 and lookup.lookup([1]) is None and len(twin) == 4
     lookup.learn([], [1, 2])
@@ -212,7 +214,7 @@ def test_copy_is_independent_and_clear_forgets():
 def test_says_what_it_is():
     lookup = LookupTree()
     lookup.learn([], range(100))
-    assert repr(lookup).startswith("LookupTree(orders=(1, 2, 3, 4), row_size=10, min_rate=0.1, contexts=390, nbytes=")
+    assert repr(lookup).startswith("LookupTree(orders=(1, 2, 3, 4), num_candidates=10, min_rate=0.1, contexts=390,")
     assert lookup.nbytes > 390 * 80
 
 
@@ -224,8 +226,8 @@ def test_says_what_it_is():
         {"orders": (1, 1)},
         {"orders": (0, 1)},
         {"orders": (17,)},
-        {"row_size": 0},
-        {"row_size": 257},
+        {"num_candidates": 0},
+        {"num_candidates": 257},
         {"min_rate": -0.1},
         {"min_rate": 1.1},
         {"min_rate": float("nan")},
@@ -237,7 +239,7 @@ def test_bad_parameters_are_refused(bad):
         LookupTree(**bad)
 
 
-BAD_ROWS = [
+BAD_LAWS = [
     (np.array([[1]]), np.array([[0.5, 0.5]])),
     (np.array([[1], [2]]), np.array([[0.5], [0.5]])),
     (np.array([[-2]]), np.array([[0.5]])),
@@ -249,11 +251,11 @@ BAD_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("rows", BAD_ROWS)
-def test_bad_rows_are_refused_and_teach_nothing(rows):
+@pytest.mark.parametrize(("top_ids", "top_probs"), BAD_LAWS)
+def test_bad_laws_are_refused_and_teach_nothing(top_ids, top_probs):
     lookup = LookupTree()
-    with pytest.raises(ValueError, match="rows must"):
-        lookup.learn([1], [2], rows)
+    with pytest.raises(ValueError, match="top_ids"):
+        lookup.learn([1], [2], top_ids=top_ids, top_probs=top_probs)
     assert len(lookup) == 0
 
 
@@ -269,15 +271,15 @@ def test_bad_tokens_are_refused():
 
 def test_bad_steps_are_refused():
     lookup = LookupTree()
-    batch, histories, row_ids, row_probs, _ = random_step(lookup, 1)
+    batch, histories, top_ids, top_probs, _ = random_step(lookup, 1)
     with pytest.raises(ValueError, match="histories"):
-        lookup.learn_batch(batch, histories[1:], row_ids, row_probs)
-    with pytest.raises(ValueError, match="rows must"):
-        lookup.learn_batch(batch, histories, row_ids[1:], row_probs)
+        lookup.learn_batch(batch, histories[1:], top_ids, top_probs)
+    with pytest.raises(ValueError, match="top_ids and top_probs must"):
+        lookup.learn_batch(batch, histories, top_ids[1:], top_probs)
     for nodes in ([batch.num_nodes], [-1]):
         with pytest.raises(ValueError, match="nodes must"):
-            lookup.learn_batch(batch, histories, row_ids, row_probs, nodes)
+            lookup.learn_batch(batch, histories, top_ids, top_probs, nodes)
     broken = replace(batch, parents=batch.parents + 9)
     with pytest.raises(ValueError, match="sound DraftBatch"):
-        lookup.learn_batch(broken, histories, row_ids, row_probs)
+        lookup.learn_batch(broken, histories, top_ids, top_probs)
     assert len(lookup) == 0

@@ -16,10 +16,11 @@ FINGERPRINT = vocabulary_fingerprint({"a": 0, "b": 1})
 
 def taught(num_tokens=60, **parameters):
     rng = np.random.default_rng(0)
-    lookup = LookupTree(**({"orders": (1, 3), "row_size": 4, "fingerprint": FINGERPRINT} | parameters))
+    lookup = LookupTree(**({"orders": (1, 3), "num_candidates": 4, "fingerprint": FINGERPRINT} | parameters))
     tokens = rng.integers(0, 9, num_tokens)
-    row_ids = np.array([rng.permutation(9)[:5] for _ in tokens], np.int32)
-    lookup.learn([], tokens, (row_ids, rng.dirichlet(np.ones(5), num_tokens).astype(np.float32)))
+    top_ids = np.array([rng.permutation(9)[:5] for _ in tokens], np.int32)
+    top_probs = rng.dirichlet(np.ones(5), num_tokens).astype(np.float32)
+    lookup.learn([], tokens, top_ids=top_ids, top_probs=top_probs)
     return lookup
 
 
@@ -35,12 +36,12 @@ def drafts(lookup):
     return lookup.draft(histories, TreeShape.paper(), seed=1, rows=np.arange(9), steps=np.arange(9))
 
 
-@pytest.mark.parametrize("lookup", [taught(), LookupTree(), taught(min_rate=0.0, orders=(2,), row_size=10)])
+@pytest.mark.parametrize("lookup", [taught(), LookupTree(), taught(min_rate=0.0, orders=(2,), num_candidates=10)])
 def test_round_trip(tmp_path, lookup):
     path = tmp_path / "run.lookup"
     lookup.save(path)
     again = LookupTree.load(path)
-    for name in ("orders", "row_size", "min_rate", "fingerprint"):
+    for name in ("orders", "num_candidates", "min_rate", "fingerprint"):
         assert getattr(again, name) == getattr(lookup, name)
     assert len(again) == len(lookup)
     first, second = drafts(lookup), drafts(again)

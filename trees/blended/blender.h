@@ -1,12 +1,12 @@
-// What follows some contexts, by all of them: their evidence, blended along the chain of odds.h.
+// The law of the next token: the evidence of all contexts, blended along the chain of odds.h.
 
 #pragma once
 
 #include <algorithm>
 #include <vector>
 
-#include "store.h"
 #include "evidence.h"
+#include "lookup.h"
 
 namespace stand {
 
@@ -20,8 +20,8 @@ inline bool is_better(const Candidate& left, const Candidate& right) {
     return left.probability != right.probability ? left.probability > right.probability : left.token < right.token;
 }
 
-// What the empty context says to each scope. It is read once for all nodes of a draft, and only where some node comes
-// that far.
+// The law of the empty context, by scope. It is read once for all nodes of a draft, and only when the chain of a node
+// comes that far.
 class EmptyLaws {
    public:
     // The best first, up to half an octave: a full sort would take longer than to look at a few more.
@@ -33,13 +33,13 @@ class EmptyLaws {
 
     void forget() { num_laws_ = 0; }
 
-    const Law& of(const ContextStore& store, const Clock& clock) {
+    const Law& of(const BlendedLookup& lookup, const Clock& clock) {
         for (size_t i = 0; i < num_laws_; ++i)
             if (laws_[i].scope == clock.scope) return laws_[i];
         if (num_laws_ == laws_.size()) laws_.emplace_back();
         Law& law = laws_[num_laws_++];
         law.scope = clock.scope;
-        read(store, clock, law);
+        read(lookup, clock, law);
         return law;
     }
 
@@ -48,19 +48,19 @@ class EmptyLaws {
     std::vector<Law> laws_;
     size_t num_laws_ = 0;  // the others are kept for their memory
 
-    static void read(const ContextStore& store, const Clock& clock, Law& law) {
+    static void read(const BlendedLookup& lookup, const Clock& clock, Law& law) {
         law.size = 0;
-        if (store.empty_context() == 0) return;
-        const Block* block = store.arena.at(store.empty_context());
+        if (lookup.empty_context() == 0) return;
+        const Block* block = lookup.arena.at(lookup.empty_context());
         if (block->size == 0) return;
         uint16_t buckets[MAX_ENTRIES];
         float probabilities[MAX_ENTRIES];
         int32_t ends[NUM_BINS + 1] = {};
         law.size = block->size;
-        float total = store.odds.escape[read_buckets(block, clock, buckets)];
-        for (int32_t i = 0; i < law.size; ++i) total += store.odds.entry[buckets[i]];
+        float total = lookup.odds.escape[read_buckets(block, clock, buckets)];
+        for (int32_t i = 0; i < law.size; ++i) total += lookup.odds.entry[buckets[i]];
         for (int32_t i = 0; i < law.size; ++i) {
-            probabilities[i] = store.odds.entry[buckets[i]] / total;
+            probabilities[i] = lookup.odds.entry[buckets[i]] / total;
             ++ends[bin_of(probabilities[i]) + 1];
         }
         for (int32_t bin = 1; bin <= NUM_BINS; ++bin) ends[bin] += ends[bin - 1];
@@ -82,14 +82,14 @@ class Blender {
 
     // Contexts that could add less than `least` to any token are not asked, entries that add less than `cut` are left
     // out.
-    void blend(const ContextStore& store, const Contexts& contexts, const Clock& clock, float least, float cut,
+    void blend(const BlendedLookup& lookup, const Contexts& contexts, const Clock& clock, float least, float cut,
                EmptyLaws& empty) {
         float carry = 1.0f;
         evidence_.clear();
         for (int32_t order = contexts.longest; order >= 1 && carry >= least; --order)
-            carry = collect(store, contexts.blocks[order], clock, carry, cut);
-        if (carry >= least) carry = collect(store, contexts.skip, clock, carry, cut);
-        if (carry * LIKELIEST >= least) collect(empty.of(store, clock), carry, cut);
+            carry = collect(lookup, contexts.blocks[order], clock, carry, cut);
+        if (carry >= least) carry = collect(lookup, contexts.skip, clock, carry, cut);
+        if (carry * LIKELIEST >= least) collect(empty.of(lookup, clock), carry, cut);
         merge();
     }
 
@@ -104,7 +104,7 @@ class Blender {
     }
 
    private:
-    static constexpr float LIKELIEST = 0.1f;  // more the empty context gives to hardly any token
+    static constexpr float LIKELIEST = 0.1f;  // the empty context gives hardly any token more
     static constexpr uint32_t SLOT_BITS = 10, NUM_SLOTS = 1u << SLOT_BITS;
     static_assert(NUM_SLOTS > MAX_ENTRIES * NUM_ORDERS, "a slot must stay free");
     struct Slot {
@@ -116,11 +116,11 @@ class Blender {
     Evidence evidence_;
 
     // Returns what is left for shorter contexts.
-    float collect(const ContextStore& store, uint32_t reference, const Clock& clock, float carry, float cut) {
-        const Block* block = store.arena.at(reference);
+    float collect(const BlendedLookup& lookup, uint32_t reference, const Clock& clock, float carry, float cut) {
+        const Block* block = lookup.arena.at(reference);
         if (reference == 0 || block->size == 0) return carry;
-        store.arena.fetch<1>(children_of(block)[0]);  // likely the next to be looked at
-        return evidence_.collect(block, clock, store.odds, carry, cut);
+        lookup.arena.fetch<1>(children_of(block)[0]);  // likely the next to be looked at
+        return evidence_.collect(block, clock, lookup.odds, carry, cut);
     }
 
     void collect(const EmptyLaws::Law& law, float carry, float cut) {
@@ -156,11 +156,12 @@ class Blender {
 };
 
 // The blended law after a window of tokens: the best `limit` tokens in descending probability.
-inline std::vector<Candidate> blended_law(const ContextStore& store, const uint32_t* window, int32_t available,
+inline std::vector<Candidate> blended_law(const BlendedLookup& lookup, const uint32_t* window, int32_t available,
                                           uint8_t scope, int32_t limit) {
+    const std::lock_guard<std::mutex> guard(lookup.mutex);
     Blender blender;
     EmptyLaws empty;
-    blender.blend(store, store.locate<Contexts>(window, available), Clock{store.clock.now, scope}, 0.0f, 0.0f, empty);
+    blender.blend(lookup, lookup.locate<Contexts>(window, available), Clock{lookup.clock.now, scope}, 0.0f, 0.0f, empty);
     return blender.best(limit);
 }
 

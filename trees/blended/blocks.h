@@ -1,4 +1,4 @@
-// Memory of the context store: blocks of seven sizes in slabs of 64 KB, addressed by 32-bit references.
+// Memory of a blended lookup: blocks of seven sizes in slabs of 64 KB, addressed by 32-bit references.
 //
 // Addresses are reserved for as many slabs as there may ever be, side by side, so that a reference is an offset; memory
 // is only taken by slabs in use.

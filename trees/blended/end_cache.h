@@ -1,8 +1,8 @@
-// Where runs that were learned lately ended. The next draft of the same text and its next run begin one token behind:
-// the contexts there are remembered, since finding them token by token takes a sixth of a small draft's time.
+// Remembers the contexts at which runs that were learned lately ended. The next draft of the same text and its next run
+// begin one token later. To find their contexts token by token would take a sixth of a small draft's time.
 //
-// What is remembered is what walking down from single tokens would find: contexts that move are followed, and an end is
-// forgotten where anything that leads to its contexts may be gone.
+// The cache always gives the contexts that a walk from single tokens would find: it follows contexts that move, and
+// forgets an end as soon as a context that leads there may be gone.
 
 #pragma once
 
@@ -12,12 +12,12 @@
 
 namespace stand {
 
-class RecentEnds {
+class EndCache {
    public:
     static constexpr int32_t NUM_ENDS = 64;
 
-    // The windows of a store with contexts of up to `depth` tokens have size() = depth - 1.
-    explicit RecentEnds(int32_t depth) : size_(depth - 1) {
+    // The windows of a lookup with contexts of up to `depth` tokens have size() = depth - 1.
+    explicit EndCache(int32_t depth) : size_(depth - 1) {
         forget();
         std::fill(windows_[0], windows_[0] + NUM_ENDS * MAX_DEPTH, NO_NEWEST);
     }
@@ -36,7 +36,7 @@ class RecentEnds {
     const uint32_t* window_at(int32_t place) const { return newest_[place] == NO_NEWEST ? nullptr : windows_[place]; }
     const Contexts& contexts_at(int32_t place) const { return contexts_[place]; }
 
-    // What was lost before is of no concern for the end that is put next.
+    // The end that is put next only depends on losses from here on.
     void begin_run() { num_lost_ = 0; }
 
     // A run ended with this window, which is padded with NO_NEWEST to MAX_DEPTH tokens, at this cursor.

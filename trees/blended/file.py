@@ -1,7 +1,8 @@
 """Saved blended lookup trees, a `checked_file` with
 
 magic   b"STANDCTX"
-header  depth, max_bytes, fade, rate, row_size, fingerprint, num_roots, num_contexts, num_entries, num_odds
+header  depth, max_bytes, fade, rate, row_size (num_candidates), fingerprint,
+        num_roots, num_contexts, num_entries, num_odds
 arrays  roots uint32[R], ascending: 2 t for the context that is token t, 2 t + 1 for the context in which t is the
         token before the newest; then the empty context and the contexts of the roots, each before those one token
         longer: sizes uint8[C], visits uint8[C] and, for all their entries latest first, tokens uint32[E],
@@ -17,11 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from stand.trees.checked_file import ArrayShape, FileFormat, read_checked_file, write_checked_file
+from stand.trees.checked_file import ArrayShape, FileFormat, LookupFileError, read_checked_file, write_checked_file
 
 MAGIC = b"STANDCTX"
 FORMAT_VERSION = 2
 PARAMETERS = {"depth": int, "max_bytes": int, "fade": float, "rate": float, "row_size": int, "fingerprint": bytes}
+PARAMETER_NAMES = {key: "num_candidates" if key == "row_size" else key for key in PARAMETERS}  # key: argument
+UNQUESTIONED_CAP = 1 << 30
+LARGEST_CAP_PER_BYTE = 64
 COUNTS = {"num_roots": "roots", "num_contexts": "sizes", "num_entries": "tokens", "num_odds": "odds"}
 ARRAYS = {  # name: (count, dtype)
     "roots": ("num_roots", "<u4"),
@@ -34,18 +38,37 @@ ARRAYS = {  # name: (count, dtype)
 }
 
 
-def write_store_file(path: str | os.PathLike, parameters: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+def write_blended_lookup(path: str | os.PathLike, parameters: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
     """Write parameters and the arrays of the layout above, in one step."""
-    header = {**parameters, **{count: len(arrays[name]) for count, name in COUNTS.items()}}
+    header = {key: parameters[name] for key, name in PARAMETER_NAMES.items()}
+    header |= {count: len(arrays[name]) for count, name in COUNTS.items()}
     write_checked_file(path, _format(len(arrays["odds"])), header, [arrays[name] for name in ARRAYS])
 
 
-def read_store_file(
-    path: str | os.PathLike, *, num_odds: int, fingerprint: bytes | None = None
+def read_blended_lookup(
+    path: str | os.PathLike, *, num_odds: int, fingerprint: bytes | None = None, max_bytes: int | None = None
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """(parameters, arrays) of a file; the contents of arrays are not judged here. Raises LookupFileError."""
+    """(parameters, arrays) of a file; the contents of arrays are not judged here.
+
+    max_bytes: another cap than the file's. Raises LookupFileError.
+    """
     header, arrays = read_checked_file(path, _format(num_odds), fingerprint=fingerprint)
-    return {name: header[name] for name in PARAMETERS}, dict(zip(ARRAYS, arrays, strict=True))
+    parameters = {name: header[key] for key, name in PARAMETER_NAMES.items()}
+    if max_bytes is not None:
+        parameters["max_bytes"] = max_bytes
+    else:
+        _check_cap(path, header["max_bytes"], sum(array.nbytes for array in arrays))
+    return parameters, dict(zip(ARRAYS, arrays, strict=True))
+
+
+def _check_cap(path: str | os.PathLike, max_bytes: int, num_bytes: int) -> None:
+    """A cap reserves addresses, and a header can claim anything: a small file must not reserve all there are."""
+    most = max(UNQUESTIONED_CAP, LARGEST_CAP_PER_BYTE * num_bytes)
+    if max_bytes > most:
+        raise LookupFileError(
+            f"{path} must have a max_bytes of at most {most} for its {num_bytes} bytes, got {max_bytes}; "
+            "pass max_bytes to load() where this is meant"
+        )
 
 
 def _format(num_odds: int) -> FileFormat:

@@ -5,9 +5,11 @@
 
 #pragma once
 
+#include "../noise.h"
+#include "../sampling.h"
 #include "blender.h"
-#include "../longest_match/fill_shape.h"
 #include "frontier.h"
+#include "thresholds.h"
 
 namespace stand {
 
@@ -19,31 +21,11 @@ struct GrowthRequest {
     uint64_t key;  // step_key of this row and step
 };
 
-// The window of a node: its path from newest to root, then the row's own window. Returns its length.
-inline int32_t path_window(const GrowthRequest& row, const int32_t* token_ids, const int32_t* parents, int32_t node,
-                           int32_t limit, uint32_t* window) {
-    int32_t available = 0;
-    for (; node >= 0 && available < limit; node = parents[node])
-        window[available++] = static_cast<uint32_t>(token_ids[node]);
-    for (int32_t age = 0; age < row.window_size && available < limit; ++age)
-        window[available++] = static_cast<uint32_t>(row.window[age]);
-    return available;
-}
-
-// What was committed after a window that a draft was asked for.
-struct CommittedRun {
-    const int32_t* window;  // newest first, as in the request
-    int32_t window_size;
-    uint8_t scope;
-    const int32_t* tokens;
-    int32_t num_tokens;
-};
-
 struct GrowthSettings {
     DraftKind kind;
     int32_t budget;        // nodes of all rows together, roots not counted
     float floor;           // no node whose path is less probable
-    int32_t support_size;  // candidates that a law may cover, where children are sampled
+    int32_t num_candidates;  // that a law may cover, where children are sampled
     const float* rises = nullptr;  // [budget] share of itself by which the step's cost rises with each further node
 };
 
@@ -57,55 +39,33 @@ struct GrownNode {
     float product = 1.0f;  // of the estimates along the path, before calibration
     bool is_located = false;
     Contexts contexts;
-    int32_t support = -1;  // into supports, where children are sampled
-    int32_t law = -1;      // into laws, where the node was sampled; its law covers the parent's support
+    int32_t candidates = -1;  // into candidate_sets, where children are sampled
+    int32_t law = -1;  // into laws, where the node was sampled; its law covers the parent's candidates
 };
 
-// The candidates of a node whose children are sampled, in descending probability.
-struct Support {
-    std::vector<Candidate> candidates;
+// The candidates of a node whose children are sampled, in descending probability, and their noise.
+struct CandidateSet {
+    std::vector<uint32_t> tokens;
+    std::vector<float> probabilities;
     std::vector<double> uniforms;
     std::vector<char> taken;
-};
 
-// Where the nodes of all rows go: row b's from offsets[b] on.
-struct GrowthSink {
-    const int32_t* offsets;
-    int32_t* token_ids;
-    int32_t* parents;  // row-local
-    int32_t* depths;
-    int32_t* ranks;
-    float* path_probabilities;
-    int32_t* support_ids;  // [M, width], filled with NO_TOKEN by the caller
-    float* law;            // [M, width], filled with 0 by the caller
-    int32_t width;         // Growth::width()
+    int32_t size() const { return static_cast<int32_t>(tokens.size()); }
 };
 
 class Growth {
    public:
     std::vector<GrownNode> nodes;
-    std::vector<Support> supports;
+    std::vector<CandidateSet> candidate_sets;
     std::vector<std::vector<float>> laws;
     std::vector<int32_t> row_sizes;  // nodes per row, roots included
 
-    void grow(const ContextStore& store, const std::vector<GrowthRequest>& requests, const GrowthSettings& settings);
+    DraftKind kind() const { return settings_.kind; }
+    int32_t num_candidates() const { return settings_.num_candidates; }
 
-    // What became of the rows of the last draft. Rows are recognised by window and scope, unknown ones are passed over;
-    // each counts once.
-    void judge(ContextStore& store, const std::vector<CommittedRun>& runs);
-
-    // Candidates that the widest law covers.
-    int32_t width() const;
-    void write(const GrowthSink& sink) const;
+    void grow(const BlendedLookup& lookup, const std::vector<GrowthRequest>& requests, const GrowthSettings& settings);
 
    private:
-    struct DraftedRow {
-        int32_t window[MAX_DEPTH];
-        int32_t window_size;
-        uint8_t scope;
-        const CommittedRun* run;  // while it is judged
-    };
-
     // What the children of one node have in common.
     struct Family {
         int32_t parent;
@@ -113,23 +73,15 @@ class Growth {
         const float* factors;  // of the children's depth
     };
 
-    // Of the sampled child's law, the share that the target's law is assumed to overlap besides its collision mass.
+    // Assumed overlap of a sampled child's law and the target's law, besides the law's collision mass.
     static constexpr float OVERLAP = 0.25f;
 
-    const ContextStore* store_ = nullptr;
+    const BlendedLookup* lookup_ = nullptr;
     const Calibration* calibration_ = nullptr;
     const std::vector<GrowthRequest>* requests_ = nullptr;
     GrowthSettings settings_{};
-    float least_ = 0.0f;     // what is less likely is not looked for yet
-    float lowering_ = 0.0f;  // factor of `least_` when better items are used up
-    float fineness_ = 0.0f;  // share of `least_` below which single entries are left out
-    float hopeless_ = 0.0f;  // items below are forgotten
-    // A node's children are looked for when no better node is left than a child with this share of its probability: one
-    // that is followed by something surer is a little late, but half of all nodes are never looked at in vain.
-    float patience_ = 0.0f;
+    Thresholds thresholds_;
     Frontier frontier_;
-    std::vector<DraftedRow> drafted_;
-    std::vector<uint8_t> states_;
     std::vector<Contexts> roots_;  // two by row, which take turns
     std::vector<int32_t> oldest_;  // by row, the age of the token where locating its root begins
     EmptyLaws empty_laws_;
@@ -138,11 +90,10 @@ class Growth {
     float expected_ = 0.0f;  // tokens that the step yields by estimate: one per row and the nodes' path probabilities
 
     void push(float key, float product, uint32_t token, int32_t node, Step step) {
-        if (key >= (step == Step::expand ? hopeless_ : std::max(hopeless_, settings_.floor)))
+        if (key >= (step == Step::expand ? thresholds_.hopeless : std::max(thresholds_.hopeless, settings_.floor)))
             frontier_.push(key, product, token, node, step);
     }
 
-    void set_thresholds();
     const Item& pop();
     float bar() const;
     void locate_roots();
@@ -155,25 +106,26 @@ class Growth {
     void expand(int32_t index);
     void expand_sampled(int32_t index);
     void push_sample(int32_t index);
-    size_t sample(const Item& item);
-    void write_law(const GrowthSink& sink, const GrownNode& node) const;
+    bool take_candidates(int32_t index);
+    int32_t sample_tail(const Family& children);
+    int32_t sample(const Item& item);
+    CandidateSet& candidates_of(int32_t index) { return candidate_sets[nodes[index].candidates]; }
 };
 
-inline void Growth::grow(const ContextStore& store, const std::vector<GrowthRequest>& requests,
+inline void Growth::grow(const BlendedLookup& lookup, const std::vector<GrowthRequest>& requests,
                          const GrowthSettings& settings) {
-    store_ = &store;
-    calibration_ = &store.calibrations[static_cast<int32_t>(settings.kind)];
+    lookup_ = &lookup;
+    calibration_ = &lookup.calibrations[static_cast<int32_t>(settings.kind)];
     requests_ = &requests;
     settings_ = settings;
     room_ = settings.budget;
     expected_ = static_cast<float>(requests.size());
     const int32_t num_rows = static_cast<int32_t>(requests.size());
-    set_thresholds();
+    thresholds_ = Thresholds(settings.kind, num_rows, settings.budget, settings.floor);
     nodes.clear();
-    supports.clear();
+    candidate_sets.clear();
     laws.clear();
     frontier_.clear();
-    drafted_.clear();
     nodes.reserve(settings.budget + num_rows);
     row_sizes.assign(num_rows, 0);
     empty_laws_.forget();
@@ -181,11 +133,11 @@ inline void Growth::grow(const ContextStore& store, const std::vector<GrowthRequ
     for (int32_t row = 0; row < num_rows; ++row) plant(row);
     while (room_ > 0 && !frontier_.empty()) {
         const Item& item = pop();
-        // A node pays while it adds a larger share to the tokens than to the cost. What may lie below a node is worth
-        // up to 1 / patience_ of its key, so growth ends only where not even that pays.
-        const float best = item.step == Step::expand ? item.key / patience_ : item.key;
+        // A node pays while it adds a larger share to the tokens than to the cost. The children of a node are worth up
+        // to 1 / patience of its item's key, so growth ends only where not even those pay.
+        const float best = item.step == Step::expand ? item.key / thresholds_.patience : item.key;
         if (best < bar()) {
-            if (item.key < patience_ * bar()) break;
+            if (item.key < thresholds_.patience * bar()) break;
             continue;
         }
         if (item.step == Step::expand)
@@ -197,34 +149,20 @@ inline void Growth::grow(const ContextStore& store, const std::vector<GrowthRequ
     }
 }
 
-// What the last place is worth varies from step to step for one row, but little for many together, and there some row
-// always has a node that is nearly as good: so less is looked for. Not where children are sampled, as their laws cover
-// only what was found. Below a floor evidence still counts: it adds up.
-inline void Growth::set_thresholds() {
-    const float num_rows = static_cast<float>(requests_->size());
-    const float company = settings_.kind == DraftKind::deterministic ? 1.0f - 1.0f / num_rows : 0.0f;
-    const float price = 0.4f * num_rows / std::max(1, settings_.budget);  // of the last place, roughly
-    least_ = std::max(0.2f * settings_.floor, std::min(0.03f + 0.02f * company, price));
-    lowering_ = 0.2f + 0.2f * company;
-    fineness_ = 0.1f + 0.05f * company;
-    hopeless_ = 0.1f * least_;
-    patience_ = 0.5f - 0.1f * company;
-}
-
 // The least path probability with which one more node pays.
 inline float Growth::bar() const {
     return settings_.rises == nullptr ? 0.0f : expected_ * settings_.rises[settings_.budget - room_];
 }
 
-// The best item, there until the next push. Where it is less likely than what was looked for, more evidence counts from
-// here on.
+// The best item, valid until the next push. Where it is less likely than growth has looked so far, growth looks for less
+// likely nodes from here on.
 inline const Item& Growth::pop() {
     const Item& item = frontier_.pop();
-    while (item.key < least_) least_ *= lowering_;
+    while (item.key < thresholds_.least) thresholds_.least *= thresholds_.lowering;
     return item;
 }
 
-// All rows take each token together, so that they wait for memory together. Like ContextStore::locate.
+// All rows take each token together, so that they wait for memory together. Like BlendedLookup::locate.
 inline void Growth::locate_roots() {
     const int32_t num_rows = static_cast<int32_t>(requests_->size());
     roots_.assign(2 * num_rows, Contexts());
@@ -232,15 +170,15 @@ inline void Growth::locate_roots() {
     for (int32_t row = 0; row < num_rows; ++row) {
         const GrowthRequest& request = (*requests_)[row];
         const auto* window = reinterpret_cast<const uint32_t*>(request.window);
-        const Contexts* end = store_->recent_end(window, request.window_size);
+        const Contexts* end = lookup_->cached_end(window, request.window_size);
         if (end != nullptr) roots_[2 * row + 1] = *end;
         oldest_[row] = end != nullptr ? 0 : request.window_size - 1;
     }
-    for (int32_t age = store_->reach() - 1; age >= 0; --age)
+    for (int32_t age = lookup_->reach() - 1; age >= 0; --age)
         for (int32_t row = 0; row < num_rows; ++row) {
             if (age > oldest_[row]) continue;
             const uint32_t token = static_cast<uint32_t>((*requests_)[row].window[age]);
-            store_->advance(roots_[2 * row + (age + 1) % 2], token, roots_[2 * row + age % 2]);
+            lookup_->advance(roots_[2 * row + (age + 1) % 2], token, roots_[2 * row + age % 2]);
         }
 }
 
@@ -254,11 +192,6 @@ inline void Growth::plant(int32_t row) {
     root.parent = -1;
     root.depth = root.rank = 0;
     root.path = 1.0f;
-    const int32_t available = std::min(request.window_size, store_->reach());
-    drafted_.emplace_back();
-    std::copy(request.window, request.window + available, drafted_.back().window);
-    drafted_.back().window_size = available;
-    drafted_.back().scope = request.scope;
     root.contexts = roots_[2 * row];
     root.is_located = true;
     const int32_t index = static_cast<int32_t>(nodes.size()) - 1;
@@ -266,7 +199,7 @@ inline void Growth::plant(int32_t row) {
 }
 
 inline void Growth::locate(GrownNode& node) {
-    store_->advance(nodes[node.parent].contexts, node.token, node.contexts);
+    lookup_->advance(nodes[node.parent].contexts, node.token, node.contexts);
     node.is_located = true;
 }
 
@@ -275,8 +208,8 @@ inline Growth::Family Growth::family(int32_t parent) const {
     return Family{parent, node.product, calibration_->at_depth(node.depth + 1)};
 }
 
-// The factors of two depths are learned apart, so that a sure child may be given a little more than its parent: bound
-// by the parent's chance, deep paths would come true more often than they say.
+// The factors of two depths are learned apart, so a sure child may get a little more than its parent. A bound by the
+// parent's chance would make estimates of deep paths too low.
 inline Item Growth::child(const Family& family, uint32_t token, float product, Step step) {
     return Item{Calibration::corrected(product, family.factors), product, token, family.parent, step};
 }
@@ -304,17 +237,17 @@ inline int32_t Growth::reveal(const Item& item, uint32_t token) {
     --room_;
     expected_ += path;
     if (node.depth < (*requests_)[node.row].max_depth) {
-        if (patience_ * path >= least_) locate(node);
-        push(patience_ * path, 0.0f, 0, index, Step::expand);
+        if (thresholds_.patience * path >= thresholds_.least) locate(node);
+        push(thresholds_.patience * path, 0.0f, 0, index, Step::expand);
     }
     return index;
 }
 
 inline void Growth::expand(int32_t index) {
     if (!nodes[index].is_located) locate(nodes[index]);
-    const float least = least_ / nodes[index].path;
-    const Clock clock{store_->clock.now, (*requests_)[nodes[index].row].scope};
-    blender_.blend(*store_, nodes[index].contexts, clock, least, fineness_ * least, empty_laws_);
+    const float least = thresholds_.least / nodes[index].path;
+    const Clock clock{lookup_->clock.now, (*requests_)[nodes[index].row].scope};
+    blender_.blend(*lookup_, nodes[index].contexts, clock, least, thresholds_.fineness * least, empty_laws_);
     if (settings_.kind != DraftKind::deterministic) {
         expand_sampled(index);
         return;
@@ -325,43 +258,63 @@ inline void Growth::expand(int32_t index) {
 }
 
 // "sampled": all children are drawn, one by one. "mixed": where it is worth a node, one child is drawn from outside the
-// tokens that are sure to be revealed and stands first; the others follow as they are.
+// tokens that are sure to be revealed and comes first; the others follow as they are.
 inline void Growth::expand_sampled(int32_t index) {
-    const std::vector<Candidate> candidates = blender_.best(settings_.support_size);
-    if (candidates.empty()) return;
-    GrownNode& node = nodes[index];
-    const float path = node.path;
-    node.support = static_cast<int32_t>(supports.size());
-    supports.push_back(Support{candidates, {}, std::vector<char>(candidates.size(), 0)});
-    Support& support = supports.back();
-    for (size_t position = 0; position < candidates.size(); ++position)
-        support.uniforms.push_back(uniform((*requests_)[node.row].key, node.local, position));
+    if (!take_candidates(index)) return;
     if (settings_.kind == DraftKind::sampled) {
         push_sample(index);
         return;
     }
-    size_t num_sure = 0;
-    float tail = 0.0f;
-    while (num_sure < candidates.size() && path * candidates[num_sure].probability >= 2.0f * least_) ++num_sure;
-    for (size_t position = num_sure; position < candidates.size(); ++position) tail += candidates[position].probability;
-    size_t drawn = candidates.size();
     const Family children = family(index);
-    if (OVERLAP * path * tail >= 2.0f * least_) {
-        std::fill(support.taken.begin(), support.taken.begin() + num_sure, char(1));
-        drawn = sample(child(children, 0, children.product * OVERLAP * tail, Step::sample));
-    }
-    for (size_t position = 0; position < candidates.size(); ++position)
+    const int32_t drawn = sample_tail(children);
+    const CandidateSet& candidates = candidates_of(index);
+    for (int32_t position = 0; position < candidates.size(); ++position)
         if (position != drawn)
-            offer(children, candidates[position].token, candidates[position].probability, Step::reveal);
+            offer(children, candidates.tokens[position], candidates.probabilities[position], Step::reveal);
+}
+
+// Fixes a node's candidates and their noise; false where there are none.
+inline bool Growth::take_candidates(int32_t index) {
+    const std::vector<Candidate> best = blender_.best(settings_.num_candidates);
+    if (best.empty()) return false;
+    GrownNode& node = nodes[index];
+    node.candidates = static_cast<int32_t>(candidate_sets.size());
+    candidate_sets.emplace_back();
+    CandidateSet& candidates = candidate_sets.back();
+    for (const Candidate& candidate : best) {
+        const uint64_t position = candidates.tokens.size();
+        candidates.tokens.push_back(candidate.token);
+        candidates.probabilities.push_back(candidate.probability);
+        candidates.uniforms.push_back(uniform((*requests_)[node.row].key, node.local, position));
+    }
+    candidates.taken.assign(best.size(), 0);
+    return true;
+}
+
+// Draws one child from outside the sure candidates of a node, where this is worth a node and not below the floor.
+// Returns its position, or -1.
+inline int32_t Growth::sample_tail(const Family& children) {
+    CandidateSet& candidates = candidates_of(children.parent);
+    const float path = nodes[children.parent].path, worth = 2.0f * thresholds_.least;
+    int32_t num_sure = 0;
+    float tail = 0.0f;
+    while (num_sure < candidates.size() && path * candidates.probabilities[num_sure] >= worth) ++num_sure;
+    for (int32_t position = num_sure; position < candidates.size(); ++position)
+        tail += candidates.probabilities[position];
+    if (!(OVERLAP * path * tail >= worth)) return -1;
+    const Item item = child(children, 0, children.product * OVERLAP * tail, Step::sample);
+    if (item.key < settings_.floor) return -1;
+    std::fill(candidates.taken.begin(), candidates.taken.begin() + num_sure, char(1));
+    return sample(item);
 }
 
 // The next draw competes with its estimated chance of acceptance.
 inline void Growth::push_sample(int32_t index) {
-    const Support& support = supports[nodes[index].support];
+    const CandidateSet& candidates = candidates_of(index);
     float mass = 0.0f, squares = 0.0f;
-    for (size_t position = 0; position < support.candidates.size(); ++position) {
-        if (support.taken[position]) continue;
-        const float probability = support.candidates[position].probability;
+    for (int32_t position = 0; position < candidates.size(); ++position) {
+        if (candidates.taken[position]) continue;
+        const float probability = candidates.probabilities[position];
         mass += probability;
         squares += probability * probability;
     }
@@ -369,105 +322,19 @@ inline void Growth::push_sample(int32_t index) {
     offer(family(index), 0, OVERLAP * mass + (1.0f - OVERLAP) * squares / mass, Step::sample);
 }
 
-// Draws one child of a node without replacement: the first arrival of the race among candidates not yet taken. Returns
-// its position in the support.
-inline size_t Growth::sample(const Item& item) {
+// Draws one child of a node among its candidates not yet taken, which have positive mass. Returns its position.
+inline int32_t Growth::sample(const Item& item) {
     const int32_t index = item.node;
-    Support& support = supports[nodes[index].support];
-    const size_t size = support.candidates.size();
-    double mass = 0.0, earliest = 0.0;
-    size_t winner = size;
-    for (size_t position = 0; position < size; ++position) {
-        if (support.taken[position]) continue;
-        mass += support.candidates[position].probability;
-        const double arrival = -std::log(support.uniforms[position]) / support.candidates[position].probability;
-        if (winner == size || arrival < earliest) {
-            earliest = arrival;
-            winner = position;
-        }
-    }
-    std::vector<float> law(size, 0.0f);
-    for (size_t position = 0; position < size; ++position)
-        if (!support.taken[position])
-            law[position] = static_cast<float>(support.candidates[position].probability / mass);
-    support.taken[winner] = 1;
-    const uint32_t token = support.candidates[winner].token;
-    const int32_t child = reveal(item, token);
-    nodes[child].law = static_cast<int32_t>(laws.size());
-    laws.push_back(std::move(law));
+    CandidateSet& candidates = candidates_of(index);
+    const float* probabilities = candidates.probabilities.data();
+    const int32_t winner = first_arrival(probabilities, candidates.uniforms.data(), candidates.size(), candidates.taken);
+    const int32_t law = static_cast<int32_t>(laws.size());
+    laws.emplace_back();
+    append_law(probabilities, candidates.size(), candidates.taken, laws.back());
+    candidates.taken[winner] = 1;
+    nodes[reveal(item, candidates.tokens[winner])].law = law;
     if (settings_.kind == DraftKind::sampled) push_sample(index);
     return winner;
-}
-
-inline void Growth::judge(ContextStore& store, const std::vector<CommittedRun>& runs) {
-    for (DraftedRow& row : drafted_) {
-        const auto is_its_run = [&row](const CommittedRun& run) {
-            return run.scope == row.scope && std::equal(row.window, row.window + row.window_size, run.window,
-                                                        run.window + run.window_size);
-        };
-        const auto found = std::find_if(runs.begin(), runs.end(), is_its_run);
-        row.run = found == runs.end() ? nullptr : &*found;
-    }
-    // 0: off the committed path, 1: on it, 2: nobody knows.
-    states_.assign(nodes.size(), 0);
-    for (size_t index = 0; index < nodes.size(); ++index) {
-        const GrownNode& node = nodes[index];
-        const CommittedRun* run = drafted_[node.row].run;
-        if (run == nullptr || node.parent < 0 || states_[node.parent] != 1) {
-            states_[index] = run == nullptr ? 2 : node.parent < 0 ? 1 : states_[node.parent];
-        } else if (node.depth > run->num_tokens) {
-            states_[index] = 2;
-        } else {
-            states_[index] = static_cast<int32_t>(node.token) == run->tokens[node.depth - 1];
-        }
-        if (node.parent >= 0 && states_[index] != 2)
-            store.calibrations[static_cast<int32_t>(settings_.kind)].train(node.product, node.depth,
-                                                                           states_[index] == 1);
-    }
-    drafted_.clear();
-    nodes.clear();
-}
-
-inline int32_t Growth::width() const {
-    if (settings_.kind != DraftKind::deterministic) return settings_.support_size;
-    int32_t most = 1;
-    for (const GrownNode& node : nodes) most = std::max(most, node.num_children);
-    return most;
-}
-
-inline void Growth::write(const GrowthSink& sink) const {
-    for (const GrownNode& node : nodes) {
-        const int32_t place = sink.offsets[node.row] + node.local;
-        sink.token_ids[place] = static_cast<int32_t>(node.token);
-        sink.parents[place] = node.parent < 0 ? -1 : nodes[node.parent].local;
-        sink.depths[place] = node.depth;
-        sink.ranks[place] = node.rank;
-        sink.path_probabilities[place] = node.path;
-        if (node.support >= 0) {
-            int32_t* support = sink.support_ids + static_cast<int64_t>(place) * sink.width;
-            for (const Candidate& candidate : supports[node.support].candidates)
-                *support++ = static_cast<int32_t>(candidate.token);
-        }
-        if (node.parent >= 0) write_law(sink, node);
-    }
-}
-
-// A sampled child's own law, or a one-hot; deterministic drafts have their children as the support.
-inline void Growth::write_law(const GrowthSink& sink, const GrownNode& node) const {
-    const GrownNode& parent = nodes[node.parent];
-    float* law = sink.law + static_cast<int64_t>(sink.offsets[node.row] + node.local) * sink.width;
-    if (node.law >= 0) {
-        std::copy(laws[node.law].begin(), laws[node.law].end(), law);
-    } else if (parent.support >= 0) {
-        const std::vector<Candidate>& candidates = supports[parent.support].candidates;
-        size_t position = 0;
-        while (candidates[position].token != node.token) ++position;
-        law[position] = 1.0f;
-    } else {
-        const int64_t place = sink.offsets[node.row] + parent.local;
-        sink.support_ids[place * sink.width + node.rank] = static_cast<int32_t>(node.token);
-        law[node.rank] = 1.0f;
-    }
 }
 
 }  // namespace stand

@@ -10,16 +10,16 @@ MAX_DEPTH: int
 HAS_WIDE_VECTORS: bool
 MAX_SCOPE: int
 DEFAULT_MAX_BYTES: int
+MAX_CANDIDATES: int
 
 DraftKind = Literal["sampled", "mixed", "deterministic"]
-Rows = tuple[np.ndarray, np.ndarray]
 
 class BlendedLookup:
     depth: int
     max_bytes: int
     fade: float
     rate: float
-    row_size: int
+    num_candidates: int
     fingerprint: bytes
     def __init__(
         self,
@@ -28,7 +28,7 @@ class BlendedLookup:
         max_bytes: int = ...,
         fade: float = 0.95,
         rate: float = 0.05,
-        row_size: int = 10,
+        num_candidates: int = 10,
         fingerprint: bytes = b"",
     ) -> None: ...
     def __len__(self) -> int: ...
@@ -41,16 +41,17 @@ class BlendedLookup:
         self,
         context: Sequence[int] | np.ndarray,
         token_ids: Sequence[int] | np.ndarray,
-        rows: Rows | None = None,
         *,
+        top_ids: np.ndarray | None = None,
+        top_probs: np.ndarray | None = None,
         scope: int = 0,
     ) -> None: ...
     def learn_batch(
         self,
         batch: DraftBatch,
         histories: Sequence[np.ndarray],
-        row_ids: np.ndarray,
-        row_probs: np.ndarray,
+        top_ids: np.ndarray,
+        top_probs: np.ndarray,
         nodes: np.ndarray | None = None,
         *,
         scopes: Sequence[int] | np.ndarray | None = None,
@@ -72,12 +73,13 @@ class BlendedLookup:
         max_depths: np.ndarray | Sequence[int] | None = None,
         scopes: Sequence[int] | np.ndarray | None = None,
     ) -> DraftBatch: ...
-    def judge(
+    def record_outcome(
         self,
-        histories: Sequence[np.ndarray],
-        runs: Sequence[np.ndarray],
+        batch: DraftBatch,
+        accepted: Sequence[np.ndarray],
+        next_tokens: np.ndarray | Sequence[int],
         *,
-        scopes: Sequence[int] | np.ndarray | None = None,
+        kind: DraftKind,
     ) -> None: ...
     def check(self) -> None: ...
     def save(self, path: str | os.PathLike) -> None: ...

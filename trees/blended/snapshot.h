@@ -1,13 +1,13 @@
-// A context store as plain arrays, for files: the empty context, then contexts from the root down, each before the
+// A blended lookup as plain arrays, for files: the empty context, then contexts from the root down, each before the
 // contexts below it.
 
 #pragma once
 
-#include "store.h"
+#include "memory.h"
 
 namespace stand {
 
-struct StoreImage {
+struct Snapshot {
     std::vector<uint32_t> roots;      // [R] twice the token of the contexts of order 1, of SKIP one more; ascending
     std::vector<uint8_t> sizes;       // [C] entries per context
     std::vector<uint8_t> visits;      // [C]
@@ -18,7 +18,7 @@ struct StoreImage {
 };
 
 constexpr int64_t NUM_CHOICES = NUM_ORDERS * (ENTRY_BUCKETS + ESCAPE_BUCKETS);
-constexpr int64_t NUM_ODDS = NUM_CHOICES + NUM_KINDS * Calibration::NUM_FACTORS;
+constexpr int64_t NUM_ODDS = NUM_CHOICES + NUM_GROWN_KINDS * Calibration::NUM_FACTORS;
 
 constexpr int32_t NUM_ENTRY_ODDS = NUM_ORDERS * ENTRY_BUCKETS;
 
@@ -29,36 +29,37 @@ inline int32_t bucket_at(int32_t place) {
     return entry_bucket(place / ENTRY_BUCKETS, weight, age, rank);
 }
 
-inline void append_context(const ContextStore& store, uint32_t reference, StoreImage& image) {
-    const Block* block = store.arena.at(reference);
-    image.sizes.push_back(block->size);
-    image.visits.push_back(block->visits);
+inline void append_context(const BlendedLookup& lookup, uint32_t reference, Snapshot& snapshot) {
+    const Block* block = lookup.arena.at(reference);
+    snapshot.sizes.push_back(block->size);
+    snapshot.visits.push_back(block->visits);
     for (int32_t i = 0; i < block->size; ++i) {
-        image.tokens.push_back(tokens_of(block)[i]);
-        image.weights.push_back(weights_of(block)[i]);
-        image.has_child.push_back(children_of(block)[i] != 0);
+        snapshot.tokens.push_back(tokens_of(block)[i]);
+        snapshot.weights.push_back(weights_of(block)[i]);
+        snapshot.has_child.push_back(children_of(block)[i] != 0);
     }
     for (int32_t i = 0; i < block->size; ++i)
-        if (children_of(block)[i] != 0) append_context(store, children_of(block)[i], image);
+        if (children_of(block)[i] != 0) append_context(lookup, children_of(block)[i], snapshot);
 }
 
-inline void take_image(const ContextStore& store, StoreImage& image) {
+inline void take_snapshot(const BlendedLookup& lookup, Snapshot& snapshot) {
+    const std::lock_guard<std::mutex> guard(lookup.mutex);
     // It was made before all others.
-    if (store.empty_context() != 0) append_context(store, store.empty_context(), image);
-    for (uint32_t token = 0; token < store.num_root_slots(); ++token)
+    if (lookup.empty_context() != 0) append_context(lookup, lookup.empty_context(), snapshot);
+    for (uint32_t token = 0; token < lookup.num_root_slots(); ++token)
         for (const int32_t order : ONE_TOKEN_ORDERS) {
-            if (store.root(token, order) == 0) continue;
-            image.roots.push_back(2 * token + (order == SKIP));
-            append_context(store, store.root(token, order), image);
+            if (lookup.root(token, order) == 0) continue;
+            snapshot.roots.push_back(2 * token + (order == SKIP));
+            append_context(lookup, lookup.root(token, order), snapshot);
         }
     for (int32_t place = 0; place < NUM_ENTRY_ODDS; ++place)
-        image.odds.push_back(store.odds.entry[bucket_at(place)]);
-    image.odds.insert(image.odds.end(), std::begin(store.odds.escape), std::end(store.odds.escape));
-    for (const Calibration& calibration : store.calibrations)
-        image.odds.insert(image.odds.end(), std::begin(calibration.factors), std::end(calibration.factors));
+        snapshot.odds.push_back(lookup.odds.entry[bucket_at(place)]);
+    snapshot.odds.insert(snapshot.odds.end(), std::begin(lookup.odds.escape), std::end(lookup.odds.escape));
+    for (const Calibration& calibration : lookup.calibrations)
+        snapshot.odds.insert(snapshot.odds.end(), std::begin(calibration.factors), std::end(calibration.factors));
 }
 
-struct ImageView {
+struct SnapshotView {
     const uint32_t* roots;
     const uint8_t* sizes;
     const uint8_t* visits;
@@ -71,79 +72,79 @@ struct ImageView {
 
 enum class Restored : int32_t { complete = 0, damaged = 1, too_large = 2 };
 
-// Fills an empty store; trusts nothing in the image.
-class StoreReader {
+// Fills an empty lookup; trusts nothing in the snapshot.
+class SnapshotReader {
    public:
-    StoreReader(const ImageView& image, ContextStore& store) : image_(image), store_(store) {}
+    SnapshotReader(const SnapshotView& snapshot, BlendedLookup& lookup) : snapshot_(snapshot), lookup_(lookup) {}
 
     Restored read() {
-        if (image_.num_contexts > 0) {
+        if (snapshot_.num_contexts > 0) {
             const Restored result = read_context(0, 0, 0, 0);
             if (result != Restored::complete) return result;
         }
-        for (int64_t root = 0; root < image_.num_roots; ++root) {
-            const uint32_t place = image_.roots[root];
-            if (root > 0 && place <= image_.roots[root - 1]) return Restored::damaged;
+        for (int64_t root = 0; root < snapshot_.num_roots; ++root) {
+            const uint32_t place = snapshot_.roots[root];
+            if (root > 0 && place <= snapshot_.roots[root - 1]) return Restored::damaged;
             const Restored result = read_context(place % 2 == 0 ? 1 : SKIP, 0, 0, place / 2);
             if (result != Restored::complete) return result;
         }
-        if (context_ != image_.num_contexts || entry_ != image_.num_entries) return Restored::damaged;
+        if (context_ != snapshot_.num_contexts || entry_ != snapshot_.num_entries) return Restored::damaged;
         return read_odds();
     }
 
    private:
-    const ImageView& image_;
-    ContextStore& store_;
+    const SnapshotView& snapshot_;
+    BlendedLookup& lookup_;
     int64_t context_ = 0, entry_ = 0;
 
     Restored read_context(int32_t order, uint32_t parent, int32_t position, uint32_t token) {
-        if ((order > store_.depth() && order != SKIP) || context_ >= image_.num_contexts) return Restored::damaged;
-        const int32_t size = image_.sizes[context_], visits = image_.visits[context_++];
-        if (size > ContextStore::max_entries(order) || (size > 0 && visits == 0)) return Restored::damaged;
-        if (size > image_.num_entries - entry_) return Restored::damaged;
-        const uint32_t reference = store_.add_block(order, parent, position, token, size);
+        if ((order > lookup_.depth() && order != SKIP) || context_ >= snapshot_.num_contexts) return Restored::damaged;
+        const int32_t size = snapshot_.sizes[context_], visits = snapshot_.visits[context_++];
+        if (size > BlendedLookup::max_entries(order) || (size > 0 && visits == 0)) return Restored::damaged;
+        if (size > snapshot_.num_entries - entry_) return Restored::damaged;
+        const uint32_t reference = lookup_.add_block(order, parent, position, token, size);
         if (reference == 0) return Restored::too_large;
-        Block* block = store_.arena.at(reference);
+        Block* block = lookup_.arena.at(reference);
         block->visits = static_cast<uint8_t>(visits);
         const int64_t first = entry_;
         entry_ += size;
         for (int32_t i = 0; i < size; ++i)
             if (!read_entry(block, first + i)) return Restored::damaged;
         for (int32_t i = 0; i < size; ++i) {
-            if (!image_.has_child[first + i]) continue;
+            if (!snapshot_.has_child[first + i]) continue;
             if (!may_have_longer(order)) return Restored::damaged;
-            const Restored result = read_context(order + 1, reference, i, image_.tokens[first + i]);
+            const Restored result = read_context(order + 1, reference, i, snapshot_.tokens[first + i]);
             if (result != Restored::complete) return result;
         }
         return Restored::complete;
     }
 
     bool read_entry(Block* block, int64_t entry) {
-        const uint32_t token = image_.tokens[entry];
-        if (token > INT32_MAX || image_.has_child[entry] > 1 || find_entry(block, token) >= 0) return false;
+        const uint32_t token = snapshot_.tokens[entry];
+        if (token > INT32_MAX || snapshot_.has_child[entry] > 1 || find_entry(block, token) >= 0) return false;
         const int32_t position = block->size++;
         tokens_of(block)[position] = token;
         children_of(block)[position] = 0;
-        weights_of(block)[position] = image_.weights[entry];
+        weights_of(block)[position] = snapshot_.weights[entry];
         stamps_of(block)[position] = 0;
         scopes_of(block)[position] = LOADED_SCOPE;
         return true;
     }
 
     Restored read_odds() {
-        const float* factors = image_.odds + NUM_CHOICES;
+        const float* factors = snapshot_.odds + NUM_CHOICES;
         for (int64_t i = 0; i < NUM_CHOICES; ++i)
-            if (!(image_.odds[i] >= 1e-4f && image_.odds[i] <= 1e4f)) return Restored::damaged;
+            if (!(snapshot_.odds[i] >= 1e-4f && snapshot_.odds[i] <= 1e4f)) return Restored::damaged;
         for (int64_t i = 0; i < NUM_ODDS - NUM_CHOICES; ++i)
             if (!(factors[i] >= Calibration::LEAST_FACTOR && factors[i] <= Calibration::MOST_FACTOR))
                 return Restored::damaged;
         for (int32_t place = 0; place < NUM_ENTRY_ODDS; ++place)
-            store_.odds.entry[bucket_at(place)] = image_.odds[place];
-        std::copy(image_.odds + NUM_ENTRY_ODDS, image_.odds + NUM_CHOICES, store_.odds.escape);
-        store_.odds.settle();
-        for (int32_t kind = 0; kind < NUM_KINDS; ++kind)
+            lookup_.odds.entry[bucket_at(place)] = snapshot_.odds[place];
+        std::copy(snapshot_.odds + NUM_ENTRY_ODDS, snapshot_.odds + NUM_CHOICES, lookup_.odds.escape);
+        lookup_.odds.settle();
+        for (int32_t kind = 0; kind < NUM_GROWN_KINDS; ++kind)
             std::copy_n(factors + kind * Calibration::NUM_FACTORS, Calibration::NUM_FACTORS,
-                        store_.calibrations[kind].factors);
+                        lookup_.calibrations[kind].factors);
         return Restored::complete;
     }
 };

@@ -1,9 +1,9 @@
 """Saved lookup trees, a `checked_file` with
 
 magic   b"STANDLUT"
-header  orders, row_size, min_rate, fingerprint, num_contexts (one per order)
+header  orders, row_size (num_candidates S), min_rate, fingerprint, num_contexts (one per order)
 arrays  per order: keys int32[n, order] newest token first, counts uint32[n],
-        row_ids int32[n, S] padded with -1, row_probs float32[n, S]
+        top_ids int32[n, S] padded with -1, top_probs float32[n, S]
 """
 
 from __future__ import annotations
@@ -28,24 +28,31 @@ __all__ = ["CHECKSUM_BYTES", "FORMAT_VERSION", "MAGIC", "PREFIX", "LookupFileErr
 
 MAGIC = b"STANDLUT"
 FORMAT_VERSION = 1
-HEADER_KEYS = {"orders", "row_size", "min_rate", "fingerprint", "num_contexts"}
+PARAMETER_NAMES = {  # key: argument
+    "orders": "orders",
+    "row_size": "num_candidates",
+    "min_rate": "min_rate",
+    "fingerprint": "fingerprint",
+}
+HEADER_KEYS = {*PARAMETER_NAMES, "num_contexts"}
 ARRAYS_PER_TABLE = 4
 
 Table = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-def write_lookup_file(path: str | os.PathLike, parameters: dict[str, Any], tables: Sequence[Table]) -> None:
-    """Write parameters and, per order, (keys, counts, row_ids, row_probs), in one step."""
-    header = {**parameters, "num_contexts": [len(counts) for _, counts, _, _ in tables]}
+def write_lookup_tree(path: str | os.PathLike, parameters: dict[str, Any], tables: Sequence[Table]) -> None:
+    """Write parameters and, per order, (keys, counts, top_ids, top_probs), in one step."""
+    header = {key: parameters[name] for key, name in PARAMETER_NAMES.items()}
+    header |= {"num_contexts": [len(counts) for _, counts, _, _ in tables]}
     write_checked_file(path, _format(), header, [array for table in tables for array in table])
 
 
-def read_lookup_file(
+def read_lookup_tree(
     path: str | os.PathLike, *, fingerprint: bytes | None = None
 ) -> tuple[dict[str, Any], list[Table]]:
-    """(parameters, tables) of a file; the contents of rows are not judged here. Raises LookupFileError."""
+    """(parameters, tables) of a file; the contents of tables are not judged here. Raises LookupFileError."""
     header, arrays = read_checked_file(path, _format(), fingerprint=fingerprint)
-    parameters = {key: header[key] for key in sorted(HEADER_KEYS - {"num_contexts"})}
+    parameters = {name: header[key] for key, name in PARAMETER_NAMES.items()}
     firsts = range(0, len(arrays), ARRAYS_PER_TABLE)
     return parameters, [tuple(arrays[first : first + ARRAYS_PER_TABLE]) for first in firsts]
 

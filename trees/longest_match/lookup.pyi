@@ -8,23 +8,22 @@ from stand.trees.draft import DraftBatch
 from stand.trees.shape import TreeShape
 
 MAX_ORDER: int
-MAX_ROW_SIZE: int
-KINDS: tuple[str, str, str]
+MAX_CANDIDATES: int
+KINDS: tuple[str, ...]
 SHAPED_KINDS: tuple[str, ...]
 
 DraftKind = Literal["sampled", "mixed", "deterministic", "coupled", "independent"]
-Rows = tuple[np.ndarray, np.ndarray]
 
 class LookupTree:
     orders: tuple[int, ...]
-    row_size: int
+    num_candidates: int
     min_rate: float
     fingerprint: bytes
     def __init__(
         self,
         *,
         orders: Sequence[int] = (1, 2, 3, 4),
-        row_size: int = 10,
+        num_candidates: int = 10,
         min_rate: float = 0.1,
         fingerprint: bytes = b"",
     ) -> None: ...
@@ -37,14 +36,16 @@ class LookupTree:
         self,
         context: Sequence[int] | np.ndarray,
         token_ids: Sequence[int] | np.ndarray,
-        rows: Rows | None = None,
+        *,
+        top_ids: np.ndarray | None = None,
+        top_probs: np.ndarray | None = None,
     ) -> None: ...
     def learn_batch(
         self,
         batch: DraftBatch,
         histories: Sequence[np.ndarray],
-        row_ids: np.ndarray,
-        row_probs: np.ndarray,
+        top_ids: np.ndarray,
+        top_probs: np.ndarray,
         nodes: np.ndarray | None = None,
     ) -> None: ...
     def lookup(
@@ -65,10 +66,3 @@ class LookupTree:
     def save(self, path: str | os.PathLike) -> None: ...
     @classmethod
     def load(cls, path: str | os.PathLike, *, fingerprint: bytes | None = None) -> LookupTree: ...
-
-def fill_uniforms(
-    seed: int, stream: int, rows: np.ndarray, steps: np.ndarray, nodes: np.ndarray, slot: int, out: np.ndarray
-) -> bool: ...
-def draw_children(
-    kind: DraftKind, probabilities: np.ndarray, uniforms: np.ndarray, num_children: int
-) -> tuple[np.ndarray, np.ndarray]: ...

@@ -10,6 +10,7 @@
 #include <limits>
 #include <mutex>
 #include <stdexcept>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -19,8 +20,8 @@ namespace stand {
 
 constexpr int32_t NO_TOKEN = -1;
 
-// What one context knows: ids and probabilities in descending order (ties: lowest id). size 0: nothing.
-struct Row {
+// The law after one context: the likeliest tokens in descending probability (ties: lowest id). size 0: none is known.
+struct Law {
     const int32_t* token_ids = nullptr;
     const float* probabilities = nullptr;
     int32_t size = 0;
@@ -28,17 +29,17 @@ struct Row {
     uint32_t count = 0;
 };
 
-// Contexts of one order. Entry e owns keys[e * order ...], row_ids[e * row_size ...] and row_probs likewise.
+// Contexts of one order. Entry e owns keys[e * order ...], top_ids[e * num_candidates ...] and top_probs likewise.
 struct OrderTable {
     int32_t order;
-    int32_t row_size;
+    int32_t num_candidates;
     std::vector<int32_t> keys;
     std::vector<uint32_t> counts;
-    std::vector<int32_t> row_ids;   // padded with NO_TOKEN
-    std::vector<float> row_probs;   // padded with 0
+    std::vector<int32_t> top_ids;   // padded with NO_TOKEN
+    std::vector<float> top_probs;   // padded with 0
     std::vector<uint32_t> buckets;  // entry + 1, 0 where free; a power of two, at most half full
 
-    OrderTable(int32_t order, int32_t row_size) : order(order), row_size(row_size), buckets(16, 0) {}
+    OrderTable(int32_t order, int32_t num_candidates) : order(order), num_candidates(num_candidates), buckets(16, 0) {}
 
     int64_t size() const { return static_cast<int64_t>(counts.size()); }
 
@@ -59,25 +60,25 @@ struct OrderTable {
         reserve_entry();
         keys.insert(keys.end(), window, window + order);
         counts.push_back(0);
-        row_ids.insert(row_ids.end(), row_size, NO_TOKEN);
-        row_probs.insert(row_probs.end(), row_size, 0.0f);
+        top_ids.insert(top_ids.end(), num_candidates, NO_TOKEN);
+        top_probs.insert(top_probs.end(), num_candidates, 0.0f);
         buckets[bucket] = static_cast<uint32_t>(counts.size());
         return size() - 1;
     }
 
-    Row row(int64_t entry) const {
-        Row row;
-        row.token_ids = row_ids.data() + entry * row_size;
-        row.probabilities = row_probs.data() + entry * row_size;
-        while (row.size < row_size && row.token_ids[row.size] != NO_TOKEN) ++row.size;
-        row.order = order;
-        row.count = counts[entry];
-        return row;
+    Law law(int64_t entry) const {
+        Law law;
+        law.token_ids = top_ids.data() + entry * num_candidates;
+        law.probabilities = top_probs.data() + entry * num_candidates;
+        while (law.size < num_candidates && law.token_ids[law.size] != NO_TOKEN) ++law.size;
+        law.order = order;
+        law.count = counts[entry];
+        return law;
     }
 
     int64_t nbytes() const {
-        return static_cast<int64_t>(4 * (keys.capacity() + counts.capacity() + row_ids.capacity() +
-                                         row_probs.capacity() + buckets.capacity()));
+        return static_cast<int64_t>(4 * (keys.capacity() + counts.capacity() + top_ids.capacity() +
+                                         top_probs.capacity() + buckets.capacity()));
     }
 
    private:
@@ -98,8 +99,8 @@ struct OrderTable {
         if (counts.size() < counts.capacity()) return;
         const size_t room = std::max<size_t>(16, 2 * counts.size());
         keys.reserve(room * order);
-        row_ids.reserve(room * row_size);
-        row_probs.reserve(room * row_size);
+        top_ids.reserve(room * num_candidates);
+        top_probs.reserve(room * num_candidates);
         counts.reserve(room);
     }
 
@@ -126,20 +127,20 @@ class Lookup {
     static constexpr int32_t MAX_ORDER = 16;
 
     std::vector<OrderTable> tables;  // ascending order
-    int32_t row_size;
+    int32_t num_candidates;
     double min_rate;
     mutable std::mutex mutex;  // held by every public verb, since they run without the interpreter's lock
 
-    Lookup(const std::vector<int32_t>& orders, int32_t row_size, double min_rate)
-        : row_size(row_size), min_rate(min_rate) {
-        for (const int32_t order : orders) tables.emplace_back(order, row_size);
+    Lookup(const std::vector<int32_t>& orders, int32_t num_candidates, double min_rate)
+        : num_candidates(num_candidates), min_rate(min_rate) {
+        for (const int32_t order : orders) tables.emplace_back(order, num_candidates);
     }
 
     int32_t max_order() const { return tables.back().order; }
 
     void clear() {
         const std::lock_guard<std::mutex> guard(mutex);
-        for (OrderTable& table : tables) table = OrderTable(table.order, row_size);
+        for (OrderTable& table : tables) table = OrderTable(table.order, num_candidates);
     }
 
     // Takes over the content of another lookup with the same parameters.
@@ -177,8 +178,8 @@ class Lookup {
         }
     }
 
-    // The row of the longest known context of at least `floor_order` tokens; size 0 where there is none.
-    Row longest(const int32_t* window, int32_t available, int32_t floor_order) const {
+    // The law after the longest known context of at least `floor_order` tokens; size 0 where there is none.
+    Law longest(const int32_t* window, int32_t available, int32_t floor_order) const {
         uint64_t hashes[MAX_ORDER + 1];
         hashes[0] = 0;
         const int32_t deepest = std::min(available, max_order());
@@ -187,48 +188,54 @@ class Lookup {
             if (table->order > available) continue;
             const int64_t entry = table->find(hashes[table->order], window);
             if (entry < 0) continue;
-            const Row row = table->row(entry);
-            if (row.size > 0) return row;
+            const Law law = table->law(entry);
+            if (law.size > 0) return law;
         }
-        return Row();
+        return Law();
     }
 
     // The same, copied out.
-    Row copy_longest(const int32_t* window, int32_t available, int32_t floor_order, std::vector<int32_t>& token_ids,
+    Law copy_longest(const int32_t* window, int32_t available, int32_t floor_order, std::vector<int32_t>& token_ids,
                      std::vector<float>& probabilities) const {
         const std::lock_guard<std::mutex> guard(mutex);
-        const Row row = longest(window, available, floor_order);
-        token_ids.assign(row.token_ids, row.token_ids + row.size);
-        probabilities.assign(row.probabilities, row.probabilities + row.size);
-        return row;
+        const Law law = longest(window, available, floor_order);
+        token_ids.assign(law.token_ids, law.token_ids + law.size);
+        probabilities.assign(law.probabilities, law.probabilities + law.size);
+        return law;
     }
 
    private:
+    static constexpr int32_t FEW = 64;
     std::vector<std::pair<int32_t, double>> merged_;
+    std::unordered_map<int32_t, size_t> places_;  // of merged_, by token; where more than FEW are merged
 
     // STAND's moving average with a floor: the (k+1)-th observation weighs max(1 / (k + 1), min_rate), tokens that it
-    // does not name count as 0, and the best row_size tokens stay.
+    // does not name count as 0, and the best num_candidates tokens stay.
     void blend(OrderTable& table, int64_t entry, const int32_t* ids, const float* probs, int32_t width) {
         const double count = table.counts[entry];
         const double rate = count == 0 ? 1.0 : std::max(1.0 / (count + 1.0), min_rate);
-        int32_t* kept_ids = table.row_ids.data() + entry * row_size;
-        float* kept_probs = table.row_probs.data() + entry * row_size;
+        int32_t* kept_ids = table.top_ids.data() + entry * num_candidates;
+        float* kept_probs = table.top_probs.data() + entry * num_candidates;
         merged_.clear();
-        for (int32_t slot = 0; slot < row_size && kept_ids[slot] != NO_TOKEN; ++slot)
+        for (int32_t slot = 0; slot < num_candidates && kept_ids[slot] != NO_TOKEN; ++slot)
             merged_.emplace_back(kept_ids[slot], (1.0 - rate) * kept_probs[slot]);
+        places_.clear();
+        for (size_t place = 0; width > FEW && place < merged_.size(); ++place) places_[merged_[place].first] = place;
         for (int32_t slot = 0; slot < width; ++slot)
-            if (ids[slot] != NO_TOKEN) add_mass(ids[slot], rate * probs[slot]);
+            if (ids[slot] != NO_TOKEN) merged_[place_of(ids[slot], width)].second += rate * probs[slot];
         keep_best(kept_ids, kept_probs);
         if (table.counts[entry] < std::numeric_limits<uint32_t>::max()) ++table.counts[entry];
     }
 
-    void add_mass(int32_t token_id, double mass) {
-        for (auto& candidate : merged_)
-            if (candidate.first == token_id) {
-                candidate.second += mass;
-                return;
-            }
-        merged_.emplace_back(token_id, mass);
+    // Where a token's mass adds up. A search of few entries is quicker than a table; of many it would take their square.
+    size_t place_of(int32_t token_id, int32_t width) {
+        size_t place = 0;
+        if (width > FEW)
+            place = places_.try_emplace(token_id, merged_.size()).first->second;
+        else
+            while (place < merged_.size() && merged_[place].first != token_id) ++place;
+        if (place == merged_.size()) merged_.emplace_back(token_id, 0.0);
+        return place;
     }
 
     void keep_best(int32_t* kept_ids, float* kept_probs) {
@@ -236,7 +243,7 @@ class Lookup {
         std::sort(merged_.begin(), merged_.end(), [](const auto& left, const auto& right) {
             return left.second != right.second ? left.second > right.second : left.first < right.first;
         });
-        for (int32_t slot = 0; slot < row_size; ++slot) {
+        for (int32_t slot = 0; slot < num_candidates; ++slot) {
             const bool filled = slot < static_cast<int32_t>(merged_.size()) && merged_[slot].second > 0.0;
             kept_ids[slot] = filled ? merged_[slot].first : NO_TOKEN;
             kept_probs[slot] = filled ? static_cast<float>(merged_[slot].second) : 0.0f;
@@ -246,12 +253,12 @@ class Lookup {
 
 // Fills the tables of an empty lookup from stored arrays; false where the arrays break an invariant.
 inline bool restore_table(OrderTable& table, int64_t num_contexts, const int32_t* keys, const uint32_t* counts,
-                          const int32_t* row_ids, const float* row_probs) {
-    const int32_t order = table.order, width = table.row_size;
+                          const int32_t* top_ids, const float* top_probs) {
+    const int32_t order = table.order, width = table.num_candidates;
     for (int64_t entry = 0; entry < num_contexts; ++entry) {
         const int32_t* window = keys + entry * order;
-        const int32_t* ids = row_ids + entry * width;
-        const float* probs = row_probs + entry * width;
+        const int32_t* ids = top_ids + entry * width;
+        const float* probs = top_probs + entry * width;
         uint64_t hash = 0;
         for (int32_t age = 0; age < order; ++age) {
             if (window[age] < 0) return false;
@@ -269,8 +276,8 @@ inline bool restore_table(OrderTable& table, int64_t num_contexts, const int32_t
         }
         if (table.find_or_add(hash, window) != entry) return false;
         table.counts[entry] = counts[entry];
-        std::copy(ids, ids + width, table.row_ids.begin() + entry * width);
-        std::copy(probs, probs + width, table.row_probs.begin() + entry * width);
+        std::copy(ids, ids + width, table.top_ids.begin() + entry * width);
+        std::copy(probs, probs + width, table.top_probs.begin() + entry * width);
     }
     return true;
 }

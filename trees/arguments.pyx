@@ -1,0 +1,115 @@
+"""Checks of what lookups are given: every error says the rule, what was got, and what to do."""
+
+from libc.stdint cimport int32_t, int64_t
+from libcpp cimport bool as bool_t
+
+import numpy as np
+
+from stand.trees.checked_file import MAX_FINGERPRINT_BYTES
+
+LARGEST_PROBABILITY = 1.001  # room for the rounding of a softmax in low precision
+
+
+def int32_array(values, name):
+    """The values as a C-contiguous int32 array; ValueError where one is no whole number or does not fit."""
+    array = np.asarray(values)
+    if array.dtype != np.int32 and array.size > 0:
+        if array.dtype.kind not in "iu":
+            raise ValueError(f"{name} must hold whole numbers below 2**31, got {array.dtype}; token ids are int32")
+        low, high = array.min(), array.max()
+        if low < -(2**31) or high >= 2**31:
+            raise ValueError(f"{name} must be in [0, 2**31), got {low if low < 0 else high}; token ids are int32")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def vector(values, name):
+    """`int32_array` of one dimension."""
+    array = int32_array(values, name)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, got shape {array.shape}")
+    return array
+
+
+def tail(tokens, num_tokens):
+    """The last tokens of a history, without converting the rest of it."""
+    return vector(tokens[max(0, len(tokens) - num_tokens):], "context")
+
+
+def tokens_of(values, name):
+    """int32[:], none negative."""
+    cdef const int32_t[::1] tokens = vector(values, name)
+    cdef Py_ssize_t i
+    for i in range(tokens.shape[0]):
+        if tokens[i] < 0:
+            raise ValueError(f"{name} must not hold negative token ids, got {tokens[i]}; pass tokens without padding")
+    return tokens.base
+
+
+def checked_laws(top_ids, top_probs, num_laws):
+    """(int32[num_laws, W], float32[num_laws, W]): sound entries of laws."""
+    cdef const int32_t[:, ::1] ids
+    cdef const float[:, ::1] probs
+    cdef float most = LARGEST_PROBABILITY
+    cdef Py_ssize_t law, i
+    id_array, prob_array = int32_array(top_ids, "top_ids"), np.ascontiguousarray(top_probs, dtype=np.float32)
+    shapes = id_array.shape, prob_array.shape
+    if shapes[0] != shapes[1] or id_array.ndim != 2 or len(id_array) != num_laws or id_array.shape[1] == 0:
+        raise ValueError(
+            f"top_ids and top_probs must be two [{num_laws}, W] arrays with W > 0, got {shapes[0]} and {shapes[1]}"
+        )
+    ids, probs = id_array, prob_array
+    for law in range(ids.shape[0]):
+        for i in range(ids.shape[1]):
+            if not (ids[law, i] >= -1 and 0.0 <= probs[law, i] <= most):
+                raise ValueError(
+                    f"top_ids must be >= -1 and top_probs in [0, 1], got {ids[law, i]} and {probs[law, i]:g}; "
+                    "pad with id -1 and probability 0"
+                )
+    return id_array, prob_array
+
+
+def checked_nodes(nodes, num_nodes):
+    """int64[:], indices of packed nodes; None for all."""
+    if nodes is None:
+        return np.arange(num_nodes, dtype=np.int64)
+    nodes = np.ascontiguousarray(nodes, dtype=np.int64)
+    if nodes.ndim != 1 or np.any(nodes < 0) or np.any(nodes >= num_nodes):
+        raise ValueError(f"nodes must be a list of indices in [0, {num_nodes}), got {nodes.tolist()}")
+    return nodes
+
+
+def check_batch(batch):
+    """ValueError where nodes, parents and offsets of a batch are unsound."""
+    cdef const int32_t[::1] token_ids = batch.token_ids, parents = batch.parents, offsets = batch.offsets
+    cdef int64_t num_rows = offsets.shape[0] - 1, row, node
+    cdef bool_t sound = parents.shape[0] == token_ids.shape[0] and num_rows >= 0 and offsets[0] == 0
+    sound = sound and offsets[num_rows] == token_ids.shape[0]
+    for row in range(num_rows if sound else 0):
+        sound = sound and offsets[row] < offsets[row + 1] <= token_ids.shape[0]
+        sound = sound and token_ids[offsets[row]] >= 0 and parents[offsets[row]] == -1
+        for node in range(offsets[row] + 1, offsets[row + 1] if sound else 0):
+            sound = sound and token_ids[node] >= 0 and 0 <= parents[node] < node - offsets[row]
+    if not sound:
+        raise ValueError("batch must be a sound DraftBatch (tokens >= 0, parents before children); see batch.check()")
+
+
+def checked_estimates(batch):
+    """float32[M], the batch's path_estimates."""
+    estimates = batch.path_estimates
+    if estimates is None:
+        raise ValueError("batch must have path_estimates, got None; pass a draft of a BlendedLookup")
+    estimates = np.ascontiguousarray(estimates, dtype=np.float32)
+    if estimates.shape != (batch.num_nodes,) or not ((estimates >= 0) & (estimates <= LARGEST_PROBABILITY)).all():
+        raise ValueError(f"path_estimates must be {batch.num_nodes} numbers in [0, 1], got {estimates}")
+    return estimates
+
+
+def checked_fingerprint(fingerprint):
+    """bytes that fit into a file's header."""
+    if not isinstance(fingerprint, bytes):
+        raise ValueError(f"fingerprint must be bytes, got {fingerprint!r}; use vocabulary_fingerprint()")
+    if len(fingerprint) > MAX_FINGERPRINT_BYTES:
+        raise ValueError(
+            f"fingerprint must have at most {MAX_FINGERPRINT_BYTES} bytes, got {len(fingerprint)}; use a digest"
+        )
+    return fingerprint

@@ -1,0 +1,57 @@
+# Arguments of a draft, row by row.
+
+cdef uint8_t scope_of(scope) except? 255:
+    cdef int64_t number
+    try:
+        number = scope
+    except OverflowError:
+        number = -1
+    if not 0 <= number <= LAST_SCOPE:
+        raise ValueError(f"scope must be in [0, {MAX_SCOPE}], got {scope}; take the number modulo {MAX_SCOPE + 1}")
+    return <uint8_t> number
+
+
+cdef vector[uint8_t] scopes_of(scopes, Py_ssize_t num_rows) except *:
+    """One per row; None for 0."""
+    cdef vector[uint8_t] numbers
+    cdef Py_ssize_t row
+    numbers.resize(max(1, num_rows), 0)
+    if scopes is None:
+        return numbers
+    if len(scopes) != num_rows:
+        raise ValueError(f"scopes must hold one number per row ({num_rows}), got {len(scopes)}")
+    for row in range(num_rows):
+        numbers[row] = scope_of(scopes[row])
+    return numbers
+
+
+cdef void set_scopes(scopes, vector[GrowthRequest]& requests) except *:
+    cdef size_t row
+    cdef vector[uint8_t] numbers = scopes_of(scopes, requests.size())
+    for row in range(requests.size()):
+        requests[row].scope = numbers[row]
+
+
+cdef void set_depths(max_depths, vector[GrowthRequest]& requests) except *:
+    cdef size_t row
+    if len(max_depths) != <Py_ssize_t> requests.size() or min(max_depths) < 0:
+        raise ValueError(f"max_depths must hold one number >= 0 per row ({requests.size()}), got {max_depths}")
+    for row in range(requests.size()):
+        requests[row].max_depth = min(max_depths[row], NO_BOUND)
+
+
+cdef void set_keys(const uint64_t[::1] keys, vector[GrowthRequest]& requests) except *:
+    cdef size_t row
+    if keys.shape[0] != <Py_ssize_t> requests.size():
+        raise ValueError(f"rows and steps must hold one number per history ({requests.size()}), got {keys.shape[0]}")
+    for row in range(requests.size()):
+        requests[row].key = keys[row]
+
+
+def prices_of(rises, budget):
+    if rises is None or budget == 0:
+        return None
+    prices = np.ascontiguousarray(rises, dtype=np.float32)
+    if prices.ndim != 1 or len(prices) < budget:
+        raise ValueError(f"rises must hold one entry per node of the budget ({budget}), got shape {prices.shape}")
+    return prices

@@ -1,0 +1,38 @@
+# Snapshots as arrays of Python: the fields are those of a file (file.py).
+
+cdef dict arrays_of(Snapshot& snapshot):
+    return {
+        "roots": _copy(cnp.NPY_UINT32, snapshot.roots.data(), snapshot.roots.size()),
+        "sizes": _copy(cnp.NPY_UINT8, snapshot.sizes.data(), snapshot.sizes.size()),
+        "visits": _copy(cnp.NPY_UINT8, snapshot.visits.data(), snapshot.visits.size()),
+        "tokens": _copy(cnp.NPY_UINT32, snapshot.tokens.data(), snapshot.tokens.size()),
+        "weights": _copy(cnp.NPY_UINT16, snapshot.weights.data(), snapshot.weights.size()),
+        "has_child": _copy(cnp.NPY_UINT8, snapshot.has_child.data(), snapshot.has_child.size()),
+        "odds": _copy(cnp.NPY_FLOAT32, snapshot.odds.data(), snapshot.odds.size()),
+    }
+
+
+cdef object _copy(int kind, const void* values, Py_ssize_t length):
+    cdef cnp.npy_intp size = length
+    cdef cnp.ndarray array = cnp.PyArray_SimpleNew(1, &size, kind)
+    if length:
+        memcpy(cnp.PyArray_DATA(array), values, cnp.PyArray_NBYTES(array))
+    return array
+
+
+cdef SnapshotView view_of(dict arrays) except *:
+    """Valid as long as the arrays live."""
+    cdef SnapshotView view
+    cdef const uint32_t[::1] roots = arrays["roots"], tokens = arrays["tokens"]
+    cdef const uint8_t[::1] sizes = arrays["sizes"], visits = arrays["visits"], has_child = arrays["has_child"]
+    cdef const uint16_t[::1] weights = arrays["weights"]
+    cdef const float[::1] odds = arrays["odds"]
+    view.num_roots, view.num_contexts, view.num_entries = roots.shape[0], sizes.shape[0], tokens.shape[0]
+    if roots.shape[0]:
+        view.roots = &roots[0]
+    if sizes.shape[0]:
+        view.sizes, view.visits = &sizes[0], &visits[0]
+    if tokens.shape[0]:
+        view.tokens, view.weights, view.has_child = &tokens[0], &weights[0], &has_child[0]
+    view.odds = &odds[0]
+    return view

@@ -1,0 +1,49 @@
+"""Forks while other threads use a lookup: the child gets every lookup whole and unlocked.
+
+A fork copies only the thread that forks. A lock that another thread holds would stay locked in the child for good, and
+what it guards would stay half changed. So whoever forks takes all locks first.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Protocol
+
+
+class Lockable(Protocol):
+    def _lock(self) -> None:
+        """Take the lock; other Python threads run meanwhile."""
+
+    def _unlock(self) -> None: ...
+
+
+_lookups: weakref.WeakSet[Lockable] = weakref.WeakSet()
+_one_fork = threading.Lock()
+_locked: list[Lockable] = []
+
+
+def lock_at_forks(lookup: Lockable) -> None:
+    """From now on every `os.fork` of this process takes the lookup's lock."""
+    _lookups.add(lookup)
+
+
+def _lock_all() -> None:
+    _one_fork.acquire()
+    known: set[int] = set()
+    while fresh := [lookup for lookup in list(_lookups) if id(lookup) not in known]:  # some may be new by now
+        for lookup in fresh:
+            lookup._lock()
+            _locked.append(lookup)
+            known.add(id(lookup))
+
+
+def _unlock_all() -> None:
+    while _locked:
+        _locked.pop()._unlock()
+    _one_fork.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_lock_all, after_in_parent=_unlock_all, after_in_child=_unlock_all)

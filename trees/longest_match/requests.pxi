@@ -1,0 +1,49 @@
+# Arguments of a draft, row by row.
+
+cdef enum:
+    LARGEST_POSITION = 2147483648  # leaves room for the deepest draft below 2**32
+
+
+cdef vector[ShapeView] shape_views_of(list shapes) except *:
+    cdef vector[ShapeView] views
+    cdef ShapeView view
+    cdef const int32_t[::1] parents
+    for shape in shapes:
+        parents = shape.parents
+        if parents.shape[0] == 0:
+            raise ValueError("a shape must hold at least the root, got no slot; use TreeShape.empty()")
+        view.parents, view.num_slots = &parents[0], parents.shape[0]
+        if not shape_is_sound(view):
+            raise ValueError("a shape must have parents[0] = -1 and 0 <= parents[i] < i; see TreeShape.check()")
+        views.push_back(view)
+    return views
+
+
+cdef vector[DraftRequest] requests_of(vector[int32_t]& windows, vector[int32_t]& sizes,
+                                      const uint64_t[::1] keys) except *:
+    """One per row, its kind and floor still unset."""
+    cdef vector[DraftRequest] requests
+    cdef size_t row, limit = windows.size() // sizes.size()
+    if keys.shape[0] != <Py_ssize_t> sizes.size():
+        raise ValueError(f"rows and steps must hold one number per history ({sizes.size()}), got {keys.shape[0]}")
+    requests.resize(sizes.size())
+    for row in range(sizes.size()):
+        if sizes[row] == 0:
+            raise ValueError("every history must end with the pending token, got an empty one; pass at least one token")
+        requests[row].window, requests[row].window_size = &windows[row * limit], sizes[row]
+        requests[row].key = keys[row]
+    return requests
+
+
+cdef void share_noise(vector[DraftRequest]& requests, uint64_t seed, rows, positions) except *:
+    """Give every request the key of the noise that the verifier draws its row's next tokens with."""
+    cdef const int64_t[::1] row_numbers = np.ascontiguousarray(rows, dtype=np.int64)
+    cdef const int64_t[::1] first_positions = np.ascontiguousarray(positions, dtype=np.int64)
+    cdef size_t row
+    if first_positions.shape[0] != <Py_ssize_t> requests.size():
+        raise ValueError(f"positions must hold one number per history ({requests.size()}); they key the noise")
+    for row in range(requests.size()):
+        if not 0 <= first_positions[row] < LARGEST_POSITION:
+            raise ValueError(f"positions must be in [0, 2**31), got {first_positions[row]}; count tokens from 0")
+        requests[row].target_key = stream_key(seed, TARGET)
+        requests[row].row, requests[row].position = row_numbers[row], first_positions[row]

@@ -1,0 +1,16 @@
+from collections.abc import Sequence
+
+import numpy as np
+
+DRAFT: int
+ACCEPT: int
+RESAMPLE: int
+TARGET: int
+GOLDEN_GAMMA: int
+FIRST_FACTOR: int
+SECOND_FACTOR: int
+
+Numbers = int | Sequence[int] | np.ndarray
+
+def uniforms(seed: int, stream: int, rows: Numbers, steps: Numbers, nodes: Numbers, *, slot: int = 0) -> np.ndarray: ...
+def step_keys(seed: int, stream: int, rows: Numbers, steps: Numbers) -> np.ndarray: ...

@@ -1,0 +1,85 @@
+"""Random numbers without a state: a uniform is a function of its key (seed, stream, row, step, node, slot).
+
+Streams are independent of each other, so that drafting, accepting and resampling never share a number (a ratio rule
+that shares them is lossy). The context is never part of a key. The generator is described in noise.h.
+"""
+
+from libc.stdint cimport int64_t, uint64_t
+
+import numpy as np
+
+cdef extern from "noise.h" namespace "stand" nogil:
+    const uint64_t DRAFT_STREAM
+    const uint64_t ACCEPT_STREAM
+    const uint64_t RESAMPLE_STREAM
+    const uint64_t TARGET_STREAM
+    const uint64_t C_GOLDEN_GAMMA "stand::GOLDEN_GAMMA"
+    const uint64_t C_FIRST_FACTOR "stand::FIRST_FACTOR"
+    const uint64_t C_SECOND_FACTOR "stand::SECOND_FACTOR"
+    uint64_t stream_key(uint64_t seed, uint64_t stream)
+    uint64_t step_key(uint64_t stream_key, uint64_t row, uint64_t step)
+    double uniform(uint64_t step_key, uint64_t node, uint64_t slot)
+
+DRAFT = DRAFT_STREAM
+ACCEPT = ACCEPT_STREAM
+RESAMPLE = RESAMPLE_STREAM
+TARGET = TARGET_STREAM
+
+# Of SplitMix64, for generators that run on other devices.
+GOLDEN_GAMMA = C_GOLDEN_GAMMA
+FIRST_FACTOR = C_FIRST_FACTOR
+SECOND_FACTOR = C_SECOND_FACTOR
+
+cdef enum:
+    WORD_BITS = 32  # of rows, steps, nodes and slots
+
+
+def uniforms(seed, stream, rows, steps, nodes, *, slot=0):
+    """float64 uniforms in (0, 1), one per (row, step, node); the arguments broadcast against each other.
+
+    seed and stream are in [0, 2**64); rows, steps, nodes and slot in [0, 2**32). Raises ValueError otherwise.
+    """
+    _check_stream(seed, stream)
+    words = np.empty((3, *np.broadcast(rows, steps, nodes).shape), dtype=np.int64)
+    words[0], words[1], words[2] = rows, steps, nodes
+    out = np.empty(words.shape[1:], dtype=np.float64)
+    if not 0 <= slot < 2**WORD_BITS or not _fill_uniforms(seed, stream, words.reshape(3, -1), slot, out.reshape(-1)):
+        raise ValueError("rows, steps, nodes and slot must be in [0, 2**32), got others; number rows and steps from 0")
+    return out
+
+
+def step_keys(seed, stream, rows, steps):
+    """uint64[n]: per (row, step) the key that the node and the slot are mixed into.
+
+    seed and stream are in [0, 2**64); rows [n] and steps [n] in [0, 2**32). Raises ValueError otherwise.
+    """
+    _check_stream(seed, stream)
+    cdef const int64_t[::1] row_numbers = np.ascontiguousarray(rows, dtype=np.int64)
+    cdef const int64_t[::1] step_numbers = np.ascontiguousarray(steps, dtype=np.int64)
+    cdef Py_ssize_t num_keys = row_numbers.shape[0], i
+    if step_numbers.shape[0] != num_keys:
+        raise ValueError(f"rows and steps must be of one length, got {num_keys} and {step_numbers.shape[0]}")
+    keys = np.empty(num_keys, dtype=np.uint64)
+    cdef uint64_t[::1] key_view = keys
+    cdef uint64_t words = 0, key = stream_key(seed, stream)
+    for i in range(num_keys):
+        words |= <uint64_t> row_numbers[i] | <uint64_t> step_numbers[i]
+        key_view[i] = step_key(key, row_numbers[i], step_numbers[i])
+    if words >> WORD_BITS:
+        raise ValueError("rows and steps must be in [0, 2**32), got others; number them from 0")
+    return keys
+
+
+def _check_stream(seed, stream):
+    if not (0 <= seed < 2**64 and 0 <= stream < 2**64):
+        raise ValueError(f"seed and stream must be in [0, 2**64), got {seed} and {stream}")
+
+
+cdef bint _fill_uniforms(uint64_t seed, uint64_t stream, const int64_t[:, ::1] words, uint64_t slot, double[::1] out):
+    """out[i] = the uniform of (seed, stream, *words[:, i], slot); False where a word is out of range."""
+    cdef Py_ssize_t i
+    cdef uint64_t key = stream_key(seed, stream), bits = 0
+    for i in range(out.shape[0]):
+        bits |= <uint64_t> words[0, i] | <uint64_t> words[1, i] | <uint64_t> words[2, i]
+        out[i] = uniform(step_key(key, words[0, i], words[1, i]), words[2, i], slot)
+    return bits >> WORD_BITS == 0

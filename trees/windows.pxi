@@ -1,0 +1,46 @@
+# Histories as windows, newest token first. Arrays are read directly: a typed view would take longer than a small draft.
+
+cdef int32_t fill_window(history, int32_t limit, int32_t* window) except -1:
+    """The last tokens of a history, newest first; returns how many."""
+    cdef int32_t size, age
+    cdef const int32_t* end
+    if not cnp.PyArray_Check(history) or not _is_run(history):
+        history = tail(history, limit)
+    size = <int32_t> min(limit, cnp.PyArray_DIM(history, 0))
+    end = <const int32_t*> cnp.PyArray_DATA(history) + cnp.PyArray_DIM(history, 0)
+    for age in range(size):
+        if end[-1 - age] < 0:
+            raise ValueError("token ids must not be negative; pass the tokens without padding")
+        window[age] = end[-1 - age]
+    return size
+
+
+cdef bool_t _is_run(cnp.ndarray tokens):
+    """Is this int32[:], one after the other in memory?"""
+    cdef bool_t is_int32 = cnp.PyArray_TYPE(tokens) == cnp.NPY_INT32
+    return is_int32 and cnp.PyArray_NDIM(tokens) == 1 and cnp.PyArray_ISCARRAY_RO(tokens)
+
+
+cdef void fill_windows(histories, int32_t limit, vector[int32_t]& windows, vector[int32_t]& sizes) except *:
+    """windows[B * limit] and how many tokens of each are filled; makes room for them."""
+    cdef Py_ssize_t num_rows = len(histories), row
+    windows.resize(max(1, num_rows * limit))
+    sizes.resize(max(1, num_rows))
+    for row in range(num_rows):
+        sizes[row] = fill_window(histories[row], limit, &windows[row * limit])
+
+
+cdef StepView step_view(batch, histories, int32_t limit, vector[int32_t]& windows, vector[int32_t]& sizes) except *:
+    """A step's drafts and the windows of the tokens before them, both checked; valid as long as all arguments live."""
+    cdef StepView step
+    cdef const int32_t[::1] token_ids, parents, offsets
+    if len(histories) != len(batch):
+        raise ValueError(f"histories must have one entry per row ({len(batch)}), got {len(histories)}")
+    check_batch(batch)
+    fill_windows(histories, limit, windows, sizes)
+    token_ids, parents, offsets = batch.token_ids, batch.parents, batch.offsets
+    step.num_rows = offsets.shape[0] - 1
+    step.histories, step.history_sizes, step.history_limit = windows.data(), sizes.data(), limit
+    if step.num_rows > 0:
+        step.token_ids, step.parents, step.offsets = &token_ids[0], &parents[0], &offsets[0]
+    return step

@@ -177,7 +177,7 @@ def test_noise_does_not_depend_on_the_context():
     """A context that returns at many nodes is drawn anew each time; a hash of the context would repeat itself."""
     lookup = LookupTree(orders=(1,))
     lookup.learn([1], [1], top_ids=[[1, 2]], top_probs=[[0.5, 0.5]])
-    lookup.learn([2], [1], (np.array([[1, 2]]), np.array([[0.5, 0.5]])))
+    lookup.learn([2], [1], top_ids=[[1, 2]], top_probs=[[0.5, 0.5]])
     batch = lookup.draft([np.array([1], np.int32)], TreeShape.chain(64), seed=0, rows=[0], steps=[0])
     after_one = [batch.token_ids[node + 1] for node in range(64) if batch.token_ids[node] == 1]
     assert len(set(after_one)) == 2

@@ -12,9 +12,13 @@ Layout, all integers little-endian:
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
+import re
 import secrets
+import stat
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +32,7 @@ PREFIX = struct.Struct("<8sII")
 MAX_HEADER_BYTES = 4096
 MAX_FINGERPRINT_BYTES = 64
 CHECKSUM_BYTES = 32
+RANDOM_BYTES = 4  # in the names of unfinished files
 
 ArrayShape = tuple[tuple[int, ...], str]  # shape, little-endian dtype
 
@@ -51,23 +56,49 @@ def write_checked_file(
 ) -> None:
     """Write a header and its arrays.
 
-    The bytes go to a new file beside `path`, which then takes its place in one step; on any error `path` is untouched.
+    The bytes go to a new file in the same folder, which then takes the place of `path` in one step; on any error `path`
+    is untouched. An existing file keeps its mode; a symbolic link stays, and the file that it leads to is replaced.
     """
-    target = Path(path)
+    target = Path(os.path.realpath(path))
     packed = msgpack.packb(header)
     if len(packed) > MAX_HEADER_BYTES or len(header["fingerprint"]) > MAX_FINGERPRINT_BYTES:
         raise ValueError(f"fingerprint must have at most {MAX_FINGERPRINT_BYTES} bytes, got more; use a digest")
     dtypes = [dtype for _, dtype in file_format.array_shapes(header)]
-    fresh = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    _remove_abandoned(target)
+    fresh, file = _open_fresh(target)
     try:
-        with open(fresh, "xb") as file:
+        with file:
+            if target.exists():
+                os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
             prefix = PREFIX.pack(file_format.magic, file_format.version, len(packed))
             _write_parts(file, [prefix, packed], zip(arrays, dtypes, strict=True))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(fresh, target)
+            os.replace(fresh, target)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove the unfinished files of processes that were killed while they wrote `target`."""
+    name = re.compile(re.escape(f".{target.name}.") + f"[0-9a-f]{{{2 * RANDOM_BYTES}}}" + re.escape(".tmp"))
+    for other in target.parent.glob("*.tmp"):
+        if not name.fullmatch(other.name):
+            continue
+        with contextlib.suppress(OSError), open(other, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while its writer lives
+            other.unlink()
+
+
+def _open_fresh(target: Path) -> tuple[Path, BinaryIO]:
+    """A new file for what will be `target`, locked so that nobody takes it for abandoned."""
+    while True:
+        fresh = target.with_name(f".{target.name}.{secrets.token_hex(RANDOM_BYTES)}.tmp")
+        file = open(fresh, "xb")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if fresh.exists():
+            return fresh, file
+        file.close()  # removed before it was locked
 
 
 def read_checked_file(

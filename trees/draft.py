@@ -90,7 +90,7 @@ class DraftBatch:
 
     `parents` are row-local (NO_PARENT at each root). `depths` and `ranks` (position among its siblings) follow
     from `parents` and are stored because every consumer needs them. `slots` is None unless every draft has
-    slots; likewise `path_probabilities` and `path_estimates`.
+    slots; `path_probabilities` and `path_estimates` are of all drafts or of none.
     """
 
     token_ids: np.ndarray  # [M] int32
@@ -133,9 +133,14 @@ class DraftBatch:
 
     @classmethod
     def concatenate(cls, drafts: Sequence[DraftTree]) -> DraftBatch:
-        """Pack drafts, one per row; supports are padded to the widest."""
+        """Pack drafts, one per row; supports are padded to the widest.
+
+        Raises ValueError where there is no draft, or where only some have path probabilities or path estimates: the
+        batch could not say any more which drafts were grown by them.
+        """
         if len(drafts) == 0:
             raise ValueError("drafts must hold at least one draft, got none")
+        has_slots = all(draft.slots is not None for draft in drafts)
         width = max(draft.support_ids.shape[1] for draft in drafts)
         parents = np.concatenate([draft.parents for draft in drafts])
         offsets = np.cumsum([0] + [draft.num_nodes for draft in drafts]).astype(np.int32)
@@ -149,7 +154,9 @@ class DraftBatch:
             support_ids=np.concatenate([_widen(draft.support_ids, width, NO_TOKEN) for draft in drafts]),
             law=np.concatenate([_widen(draft.law, width, 0.0) for draft in drafts]),
             adapted=all(draft.adapted for draft in drafts),
-            **{name: _joined([getattr(draft, name) for draft in drafts]) for name in OPTIONAL_ARRAYS},
+            slots=np.concatenate([draft.slots for draft in drafts]) if has_slots else None,
+            path_probabilities=_of_all(drafts, "path_probabilities"),
+            path_estimates=_of_all(drafts, "path_estimates"),
         )
 
     def check(self) -> None:
@@ -178,8 +185,17 @@ def _part(array: np.ndarray | None, nodes: slice) -> np.ndarray | None:
     return None if array is None else array[nodes]
 
 
-def _joined(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    return None if any(array is None for array in arrays) else np.concatenate(arrays)
+def _of_all(drafts: Sequence[DraftTree], name: str) -> np.ndarray | None:
+    arrays = [getattr(draft, name) for draft in drafts]
+    missing = [row for row, array in enumerate(arrays) if array is None]
+    if len(missing) == len(arrays):
+        return None
+    if missing:
+        raise ValueError(
+            f"drafts must all have {name} or none of them, got None in {missing[0]}; give that draft its own "
+            "(1 for a pending token alone)"
+        )
+    return np.concatenate(arrays)
 
 
 def _widen(array: np.ndarray, width: int, fill: float) -> np.ndarray:

@@ -490,6 +490,15 @@ def test_files_that_do_not_fit_are_refused(saved, tmp_path):
         BlendedLookup.load(tmp_path / "large.blend", max_bytes=MB)
 
 
+def test_a_small_file_must_not_claim_all_addresses(tmp_path):
+    BlendedLookup(max_bytes=1 << 30).save(tmp_path / "modest.blend")
+    assert BlendedLookup.load(tmp_path / "modest.blend").max_bytes == 1 << 30
+    BlendedLookup(max_bytes=32 << 30).save(tmp_path / "greedy.blend")
+    with pytest.raises(LookupFileError, match="max_bytes of at most 1073741824 .* got 34359738368; pass max_bytes"):
+        BlendedLookup.load(tmp_path / "greedy.blend")
+    assert BlendedLookup.load(tmp_path / "greedy.blend", max_bytes=MB).max_bytes == MB
+
+
 def test_a_damaged_file_is_refused(saved):
     _, path = saved
     whole = path.read_bytes()

@@ -3,6 +3,8 @@
 import hashlib
 import os
 import struct
+import subprocess
+import sys
 
 import msgpack
 import numpy as np
@@ -218,7 +220,51 @@ def test_a_missing_file_is_an_os_error(tmp_path):
         taught().save(tmp_path / "missing" / "run.lookup")
 
 
-def test_an_overlong_fingerprint_is_refused_before_writing(tmp_path):
-    with pytest.raises(ValueError, match="fingerprint"):
-        LookupTree(fingerprint=bytes(65)).save(tmp_path / "run.lookup")
-    assert os.listdir(tmp_path) == []
+def test_a_save_goes_through_symbolic_links(saved, tmp_path):
+    link = tmp_path / "links" / "latest.lookup"
+    link.parent.mkdir()
+    link.symlink_to(saved)
+    larger = taught(num_tokens=200)
+    larger.save(link)
+    assert link.is_symlink() and not saved.is_symlink() and len(LookupTree.load(saved)) == len(larger)
+    assert os.listdir(link.parent) == [link.name]
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
+def test_an_existing_file_keeps_its_mode(saved, mode):
+    saved.chmod(mode)
+    taught(num_tokens=200).save(saved)
+    assert saved.stat().st_mode & 0o777 == mode
+
+
+SAVE_SLOWLY = """
+import os, sys, time
+from stand.trees import LookupTree
+real = os.fsync
+def wait(descriptor):
+    print("writing", flush=True)
+    time.sleep(60)
+os.fsync = wait
+LookupTree().save(sys.argv[1])
+"""
+
+
+def test_what_killed_processes_left_is_removed_and_what_others_write_is_not(saved):
+    other = saved.with_name(".else.lookup.0123abcd.tmp")
+    other.touch()
+    writers = [
+        subprocess.Popen([sys.executable, "-c", SAVE_SLOWLY, saved], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    try:
+        assert [writer.stdout.readline() for writer in writers] == ["writing\n"] * 2
+        left = set(os.listdir(saved.parent)) - {saved.name, other.name}
+        writers[0].kill()
+        writers[0].wait()
+        taught().save(saved)
+        kept = set(os.listdir(saved.parent)) - {saved.name, other.name}
+        assert len(left) == 2 and len(kept) == 1 and kept < left and other.exists()
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()

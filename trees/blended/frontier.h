@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -31,14 +32,17 @@ struct Item {
 };
 
 // A radix queue: items whose keys lie within one sixty-fourth of an octave share a list, and bits tell which lists hold
-// something. Lists are short, so that the best of one is found by looking at each; what comes out is in exact order.
+// something. Lists are short, so the best of a list is found by looking at each; items come out in exact order. With a
+// crowd of rows lists would be long: then it is a binary heap instead.
 class Frontier {
    public:
-    Frontier() { clear(); }
+    Frontier() { clear(false); }
 
-    bool empty() const { return summary_ == 0; }
+    bool empty() const { return is_crowded_ ? heap_.empty() : summary_ == 0; }
 
-    void clear() {
+    void clear(bool is_crowded) {
+        is_crowded_ = is_crowded;
+        heap_.clear();
         num_places_ = 0;
         std::memset(heads_, 0xFF, sizeof heads_);
         std::memset(words_, 0, sizeof words_);
@@ -47,6 +51,11 @@ class Frontier {
 
     // Field by field: an item put together elsewhere would be copied while its parts are still on their way to memory.
     void push(float key, float product, uint32_t token, int32_t node, Step step) {
+        if (is_crowded_) {
+            heap_.push_back(Item{key, product, token, node, step});
+            std::push_heap(heap_.begin(), heap_.end());
+            return;
+        }
         const uint32_t list = list_of(key);
         if (num_places_ == places_.size()) places_.resize(2 * num_places_ + 64);
         Place& place = places_[num_places_];
@@ -63,6 +72,12 @@ class Frontier {
 
     // The best item, there until the next push. The frontier must not be empty.
     const Item& pop() {
+        if (is_crowded_) {
+            std::pop_heap(heap_.begin(), heap_.end());
+            popped_ = heap_.back();
+            heap_.pop_back();
+            return popped_;
+        }
         const uint32_t word = 31 - __builtin_clz(summary_);
         const uint32_t list = word << 6 | (63 - __builtin_clzll(words_[word]));
         int32_t* best = &heads_[list];
@@ -81,6 +96,9 @@ class Frontier {
         Item item;
         int32_t next;  // in the same list, -1 at its end
     };
+    bool is_crowded_;
+    std::vector<Item> heap_;
+    Item popped_;  // from the heap
     std::vector<Place> places_;  // those from num_places_ on are unused
     size_t num_places_ = 0;
     int32_t heads_[NUM_LISTS];

@@ -75,6 +75,7 @@ class Growth {
 
     // Assumed overlap of a sampled child's law and the target's law, besides the law's collision mass.
     static constexpr float OVERLAP = 0.25f;
+    static constexpr int32_t CROWD = 1024;  // rows
 
     const BlendedLookup* lookup_ = nullptr;
     const Calibration* calibration_ = nullptr;
@@ -125,7 +126,7 @@ inline void Growth::grow(const BlendedLookup& lookup, const std::vector<GrowthRe
     nodes.clear();
     candidate_sets.clear();
     laws.clear();
-    frontier_.clear();
+    frontier_.clear(num_rows > CROWD);
     nodes.reserve(settings.budget + num_rows);
     row_sizes.assign(num_rows, 0);
     empty_laws_.forget();

@@ -103,8 +103,10 @@ def _open_fresh(target: Path) -> tuple[Path, BinaryIO]:
 
 def read_checked_file(
     path: str | os.PathLike, file_format: FileFormat, *, fingerprint: bytes | None = None
-) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """(header, arrays) of a file, with sizes and checksum verified; the contents of arrays are not judged here.
+) -> tuple[dict[str, Any], list[np.ndarray], int]:
+    """(header, arrays, digest) of a file, with sizes and checksum verified; the contents of arrays are not judged here.
+
+    digest: 64 bits of the checksum, which name the file's content.
 
     Never allocates more than about the file's own size. Raises LookupFileError.
     """
@@ -126,7 +128,7 @@ def read_checked_file(
             f"got {header['fingerprint'].hex()}; "
             "token ids differ between vocabularies, so build a lookup tree with this tokenizer"
         )
-    return header, arrays
+    return header, arrays, int.from_bytes(digest.digest()[:8], "little")
 
 
 def damaged(path: str | os.PathLike, rule: str, got: str) -> LookupFileError:

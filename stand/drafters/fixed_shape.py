@@ -35,6 +35,10 @@ class FixedShapeDrafter(Drafter):
     def num_candidates(self) -> int:
         return 0 if self.lookup is None else self.lookup.num_candidates
 
+    @property
+    def digest(self) -> int:
+        return 0 if self.lookup is None else self.lookup.digest
+
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
         if self.lookup is None:
             self.lookup = LookupTree(fingerprint=fingerprint)

@@ -7,16 +7,17 @@ of calls take seconds.
 import itertools
 
 import numpy as np
+import pytest
 import torch
-from scipy_free import chi_square_p
+from tiny_models import tiny_model
 
 import stand
-from stand.seeds import call_seed
+from stand.seeds import call_seed, checked_seed
 from stand.trees import BlendedLookup, LookupTree, TreeShape
 from stand.verifiers import TargetRows, VerifierNoise, get_verifier
 
 SIZE, LENGTH = 3, 4  # tokens of the vocabulary, tokens of a call
-NUM_SEEDS = 3000
+NUM_SEEDS = 1000
 CHAIN = np.array([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.4, 0.35, 0.25]])
 PROMPT = [0, 1, 0]
 EXPECTED = {
@@ -54,7 +55,9 @@ def p_of_second_calls(make_drafter, verifier: str, *, shares_numbers: bool, num_
             own_seed = seed if shares_numbers else call_seed(seed, drafter.digest)
             outcome = one_call(drafter, rule, seed=seed, own_seed=own_seed)
         counts[outcome] += 1
-    return chi_square_p(list(counts.values()), [num_seeds * share for share in EXPECTED.values()])
+    statistic = sum((counts[path] - num_seeds * share) ** 2 / (num_seeds * share) for path, share in EXPECTED.items())
+    freedom = torch.tensor((len(EXPECTED) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
 
 
 def blended(kind: str):
@@ -68,3 +71,81 @@ def shaped(kind: str):
 
 KINDS = ("sampled", "mixed", "deterministic")
 DRAFTERS = {f"{make.__name__} {kind}": make(kind) for make in (blended, shaped) for kind in KINDS}
+
+
+@pytest.mark.parametrize(
+    ("name", "verifier"),
+    [("blended deterministic", "traversal"), ("blended mixed", "rrs"), ("shaped deterministic", "traversal")],
+)
+def test_a_second_call_with_the_same_seed_follows_the_target(name, verifier):
+    assert p_of_second_calls(DRAFTERS[name], verifier, shares_numbers=False) > 1e-3
+
+
+def test_calls_that_share_their_numbers_are_seen():
+    """The negative control: what the engine did before calls had streams of their own."""
+    assert p_of_second_calls(DRAFTERS["blended mixed"], "traversal", shares_numbers=True) < 1e-6
+
+
+def test_a_rule_that_never_looks_at_drafts_may_share_its_numbers():
+    assert p_of_second_calls(DRAFTERS["blended mixed"], "match", shares_numbers=True) > 1e-3
+
+
+def engine_of(lookup=None, **settings) -> stand.Engine:
+    drafter = stand.BlendedDrafter(lookup, budget=12, kind="deterministic")
+    return stand.wrap(tiny_model("qwen2"), drafter=drafter, **settings)
+
+
+SETTINGS = {"input_ids": [[3, 4, 5, 3, 4]], "num_return_sequences": 3, "max_new_tokens": 24, "temperature": 1.0}
+
+
+def test_own_seeds_differ_whenever_something_was_learned(monkeypatch):
+    """Over calls, engines that share a lookup, and files; they do not where nothing was learned."""
+    seeds = []
+    monkeypatch.setattr("stand.engine.call_seed", lambda *words: seeds.append(call_seed(*words)) or seeds[-1])
+    first = engine_of()
+    for learn in (True, False, False, True):
+        first.generate(**SETTINGS, seed=7, learn=learn)
+    assert seeds[0] == 7 and seeds[1] == seeds[2] == seeds[3] and len(set(seeds)) == 2
+    engine_of(first.lookup).generate(**SETTINGS, seed=7)
+    assert len(set(seeds)) == 3
+
+
+def test_a_loaded_lookup_has_another_digest_than_an_empty_one(tmp_path):
+    engine = engine_of()
+    engine.generate(**SETTINGS, seed=7)
+    engine.lookup.save(tmp_path / "lookup")
+    loaded = [BlendedLookup.load(tmp_path / "lookup") for _ in range(2)]
+    assert loaded[0].digest == loaded[1].digest != 0
+    outputs = [engine_of(lookup).generate(**SETTINGS, seed=7) for lookup in loaded]
+    assert outputs[0].token_ids == outputs[1].token_ids
+    loaded[0].clear()
+    assert loaded[0].digest == 0 and BlendedLookup().digest == LookupTree().digest == 0
+    shaped_lookup = LookupTree()
+    shaped_lookup.learn([1], [2, 3])
+    assert shaped_lookup.copy().digest == shaped_lookup.digest != 0
+
+
+def test_fresh_engines_repeat_two_calls_exactly():
+    runs = []
+    for _ in range(2):
+        engine = engine_of()
+        runs.append([engine.generate(**SETTINGS, seed=7).token_ids for _ in range(2)])
+    assert runs[0] == runs[1] and runs[0][0] != runs[0][1]
+
+
+def test_a_learning_drafter_without_a_digest_counts_its_calls():
+    """`Drafter.digest` None: the engine's own count of calls that taught keeps their streams apart."""
+
+    class Nameless(stand.BlendedDrafter):
+        digest = None
+
+    engine = stand.wrap(tiny_model("qwen2"), drafter=Nameless(budget=12))
+    outputs = [engine.generate(**SETTINGS, seed=7).token_ids for _ in range(2)]
+    assert outputs[0] != outputs[1]
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.5, "7", True])
+def test_bad_seeds_are_refused(seed):
+    with pytest.raises(ValueError, match="seed must be an integer"):
+        checked_seed(seed)
+    assert checked_seed(np.int64(5)) == 5

@@ -21,6 +21,7 @@ class BlendedLookup:
     rate: float
     num_candidates: int
     fingerprint: bytes
+    digest: int
     def __init__(
         self,
         *,

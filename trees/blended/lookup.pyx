@@ -44,6 +44,9 @@ MAX_SCOPE = LAST_SCOPE
 DEFAULT_MAX_BYTES = 256 << 20
 MAX_CANDIDATES = 64
 
+cdef extern from "../digest.h" namespace "stand" nogil:
+    uint64_t extended_digest(uint64_t digest, const int32_t* token_ids, int64_t num_tokens)
+
 
 cdef class BlendedLookup:
     """Context -> the law of the next token, blended over all context lengths; drafts grow best-first from it.
@@ -59,6 +62,8 @@ cdef class BlendedLookup:
     A scope is the caller's name, 0..254, for what belongs together (a problem, a user): evidence from the same scope
     is weighed apart from the rest.
 
+    `digest`: follows from all that was learned, in order, and survives a file; 0 while nothing was.
+
     Raises ValueError on bad arguments. Verbs may be called from several threads; each is atomic.
     """
 
@@ -71,6 +76,7 @@ cdef class BlendedLookup:
     cdef readonly double rate
     cdef readonly int num_candidates
     cdef readonly bytes fingerprint
+    cdef readonly uint64_t digest
 
     def __cinit__(
         self, *, depth=12, max_bytes=DEFAULT_MAX_BYTES, fade=0.95, rate=0.05, num_candidates=10, fingerprint=b""
@@ -140,6 +146,7 @@ cdef class BlendedLookup:
         """Forget every context and all that was learned about their worth; parameters stay."""
         with nogil:
             self._lookup.clear()
+        self.digest = 0
 
     def learn(self, context, token_ids, *, top_ids=None, top_probs=None, scope=0):
         """Teach a run of tokens, or the laws of a run.
@@ -160,10 +167,12 @@ cdef class BlendedLookup:
         if tokens.shape[0] == 0:
             return
         if top_ids is None and top_probs is None:
+            self.digest = extended_digest(self.digest, &tokens[0], tokens.shape[0])
             with nogil:
                 learn_tokens(self._lookup[0], scope_number, <uint32_t*> window, available, &tokens[0], tokens.shape[0])
             return
         ids, probs = checked_laws(top_ids, top_probs, tokens.shape[0])
+        self.digest = extended_digest(self.digest, &tokens[0], tokens.shape[0])
         with nogil:
             learn_laws(self._lookup[0], scope_number, <uint32_t*> window, available, &tokens[0], tokens.shape[0],
                        &ids[0, 0], &probs[0, 0], ids.shape[1])
@@ -186,6 +195,7 @@ cdef class BlendedLookup:
         cdef vector[uint8_t] scope_numbers = scopes_of(scopes, step.num_rows)
         if chosen.shape[0] == 0:
             return
+        self.digest = extended_digest(self.digest, step.token_ids, batch.num_nodes)
         with nogil:
             learn_nodes(self._lookup[0], step, scope_numbers.data(), &chosen[0], chosen.shape[0], &ids[0, 0],
                         &probs[0, 0], ids.shape[1])
@@ -303,6 +313,7 @@ cdef class BlendedLookup:
                 f"accepted[{broken}] must be a path of nodes from a child of the root down, "
                 f"got {paths[broken].tolist()}; leave out the root"
             )
+        self.digest = extended_digest(self.digest, &next_ids[0], num_rows)
         with nogil:
             c_record_outcome(outcome, drafted, self._lookup[0])
 
@@ -332,7 +343,7 @@ cdef class BlendedLookup:
         Raises LookupFileError where the file is damaged, newer, of another vocabulary, or too large for the cap, and
         where a small file asks for a huge cap; OSError where unreadable.
         """
-        parameters, arrays = read_blended_lookup(
+        parameters, arrays, digest = read_blended_lookup(
             path, num_odds=C_NUM_ODDS, fingerprint=fingerprint, max_bytes=max_bytes
         )
         cdef BlendedLookup lookup
@@ -341,6 +352,7 @@ cdef class BlendedLookup:
         except (ValueError, OverflowError) as error:
             raise LookupFileError(f"{path} must hold sound parameters, got {parameters}; build it again") from error
         lookup._restore(path, arrays)
+        lookup.digest = digest
         return lookup
 
     def _parameters(self):

@@ -49,12 +49,12 @@ def write_lookup_tree(path: str | os.PathLike, parameters: dict[str, Any], table
 
 def read_lookup_tree(
     path: str | os.PathLike, *, fingerprint: bytes | None = None
-) -> tuple[dict[str, Any], list[Table]]:
-    """(parameters, tables) of a file; the contents of tables are not judged here. Raises LookupFileError."""
-    header, arrays = read_checked_file(path, _format(), fingerprint=fingerprint)
+) -> tuple[dict[str, Any], list[Table], int]:
+    """(parameters, tables, digest) of a file; the contents of tables are not judged here. Raises LookupFileError."""
+    header, arrays, digest = read_checked_file(path, _format(), fingerprint=fingerprint)
     parameters = {name: header[key] for key, name in PARAMETER_NAMES.items()}
     firsts = range(0, len(arrays), ARRAYS_PER_TABLE)
-    return parameters, [tuple(arrays[first : first + ARRAYS_PER_TABLE]) for first in firsts]
+    return parameters, [tuple(arrays[first : first + ARRAYS_PER_TABLE]) for first in firsts], digest
 
 
 def _format() -> FileFormat:

@@ -19,6 +19,7 @@ class LookupTree:
     num_candidates: int
     min_rate: float
     fingerprint: bytes
+    digest: int
     def __init__(
         self,
         *,

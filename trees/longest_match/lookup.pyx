@@ -29,6 +29,9 @@ include "arrays.pxi"
 MAX_ORDER = 16
 MAX_CANDIDATES = 256
 
+cdef extern from "../digest.h" namespace "stand" nogil:
+    uint64_t extended_digest(uint64_t digest, const int32_t* token_ids, int64_t num_tokens)
+
 
 cdef class LookupTree:
     """Context -> the likeliest next tokens, their probabilities and how often the context was observed.
@@ -36,7 +39,8 @@ cdef class LookupTree:
     `orders`: context lengths in tokens, ascending, within 1..16. `num_candidates` (S): candidates kept per context.
     `min_rate`: the weight of a new observation is max(1 / (count + 1), min_rate); 0 gives STAND's plain average
     (STAND, section 3.1), larger values let old evidence fade. `fingerprint`: identifies the vocabulary (see
-    `vocabulary_fingerprint`), stored in saved files.
+    `vocabulary_fingerprint`), stored in saved files. `digest`: follows from all that was learned, in order, and
+    survives a file; 0 while nothing was.
 
     Raises ValueError on bad arguments. Verbs may be called from several threads; each is atomic.
     """
@@ -47,6 +51,7 @@ cdef class LookupTree:
     cdef readonly int num_candidates
     cdef readonly double min_rate
     cdef readonly bytes fingerprint
+    cdef readonly uint64_t digest
 
     def __cinit__(self, *, orders=(1, 2, 3, 4), num_candidates=10, min_rate=0.1, fingerprint=b""):
         self._lookup = NULL
@@ -99,12 +104,14 @@ cdef class LookupTree:
         """Forget everything; parameters stay."""
         with nogil:
             self._lookup.clear()
+        self.digest = 0
 
     def copy(self):
         """An independent lookup tree with the same content."""
         cdef LookupTree twin = LookupTree(**self._parameters())
         with nogil:
             twin._lookup.assign(self._lookup[0])
+        twin.digest = self.digest
         return twin
 
     def learn(self, context, token_ids, *, top_ids=None, top_probs=None):
@@ -125,10 +132,12 @@ cdef class LookupTree:
         if num_scored == 0:
             return
         if top_ids is None and top_probs is None:
+            self.digest = extended_digest(self.digest, &tokens[0], tokens.shape[0])
             with nogil:
                 learn_run(self._lookup[0], &tokens[0], num_before, num_scored, NULL, NULL, 0)
             return
         ids, probs = checked_laws(top_ids, top_probs, num_scored)
+        self.digest = extended_digest(self.digest, &tokens[0], tokens.shape[0])
         with nogil:
             learn_run(self._lookup[0], &tokens[0], num_before, num_scored, &ids[0, 0], &probs[0, 0], ids.shape[1])
 
@@ -150,6 +159,7 @@ cdef class LookupTree:
         cdef const int64_t[::1] chosen = checked_nodes(nodes, batch.num_nodes)
         if chosen.shape[0] == 0:
             return
+        self.digest = extended_digest(self.digest, step.token_ids, batch.num_nodes)
         with nogil:
             learn_nodes(self._lookup[0], step, &chosen[0], chosen.shape[0], &ids[0, 0], &probs[0, 0], ids.shape[1])
 
@@ -224,13 +234,14 @@ cdef class LookupTree:
         fingerprint: the vocabulary that the file must be of; None accepts any.
         Raises LookupFileError where the file is damaged, newer, or of another vocabulary; OSError where unreadable.
         """
-        parameters, tables = read_lookup_tree(path, fingerprint=fingerprint)
+        parameters, tables, digest = read_lookup_tree(path, fingerprint=fingerprint)
         cdef LookupTree lookup
         try:
             lookup = cls(**parameters)
         except ValueError as error:
             raise LookupFileError(f"{path} must hold sound parameters, got {parameters}; build it again") from error
         lookup._restore(path, tables)
+        lookup.digest = digest
         return lookup
 
     def _check_floor(self, floor_order):

@@ -51,11 +51,7 @@ class Frontier {
 
     // Field by field: an item put together elsewhere would be copied while its parts are still on their way to memory.
     void push(float key, float product, uint32_t token, int32_t node, Step step) {
-        if (is_crowded_) {
-            heap_.push_back(Item{key, product, token, node, step});
-            std::push_heap(heap_.begin(), heap_.end());
-            return;
-        }
+        if (is_crowded_) return push_in_crowd(Item{key, product, token, node, step});
         const uint32_t list = list_of(key);
         if (num_places_ == places_.size()) places_.resize(2 * num_places_ + 64);
         Place& place = places_[num_places_];
@@ -72,12 +68,7 @@ class Frontier {
 
     // The best item, there until the next push. The frontier must not be empty.
     const Item& pop() {
-        if (is_crowded_) {
-            std::pop_heap(heap_.begin(), heap_.end());
-            popped_ = heap_.back();
-            heap_.pop_back();
-            return popped_;
-        }
+        if (is_crowded_) return pop_of_crowd();
         const uint32_t word = 31 - __builtin_clz(summary_);
         const uint32_t list = word << 6 | (63 - __builtin_clzll(words_[word]));
         int32_t* best = &heads_[list];
@@ -104,6 +95,18 @@ class Frontier {
     int32_t heads_[NUM_LISTS];
     uint64_t words_[NUM_WORDS];
     uint32_t summary_;
+
+    [[gnu::cold, gnu::noinline]] void push_in_crowd(const Item& item) {
+        heap_.push_back(item);
+        std::push_heap(heap_.begin(), heap_.end());
+    }
+
+    [[gnu::cold, gnu::noinline]] const Item& pop_of_crowd() {
+        std::pop_heap(heap_.begin(), heap_.end());
+        popped_ = heap_.back();
+        heap_.pop_back();
+        return popped_;
+    }
 
     // What is less than the lowest octave shares the first list.
     static uint32_t list_of(float key) {

@@ -242,8 +242,9 @@ cdef class BlendedLookup:
         cdef GrowthSettings settings
         settings.kind = <DraftKind> <int32_t> KIND_NUMBERS[kind]
         settings.budget, settings.floor, settings.num_candidates = budget, floor, self.num_candidates
-        cdef const float[::1] prices = prices_of(rises, budget)
-        if prices is not None:
+        cdef const float[::1] prices
+        if rises is not None and budget > 0:
+            prices = prices_of(rises, budget)
             settings.rises = &prices[0]
         cdef vector[int32_t] windows, sizes
         cdef int32_t reach = self._lookup.reach()

@@ -18,18 +18,22 @@ cdef vector[uint8_t] scopes_of(scopes, Py_ssize_t num_rows) except *:
     numbers.resize(max(1, num_rows), 0)
     if scopes is None:
         return numbers
-    if len(scopes) != num_rows:
-        raise ValueError(f"scopes must hold one number per row ({num_rows}), got {len(scopes)}")
+    _check_number(scopes, num_rows)
     for row in range(num_rows):
         numbers[row] = scope_of(scopes[row])
     return numbers
 
 
+cdef void _check_number(scopes, Py_ssize_t num_rows) except *:
+    if len(scopes) != num_rows:
+        raise ValueError(f"scopes must hold one number per row ({num_rows}), got {len(scopes)}")
+
+
 cdef void set_scopes(scopes, vector[GrowthRequest]& requests) except *:
     cdef size_t row
-    cdef vector[uint8_t] numbers = scopes_of(scopes, requests.size())
+    _check_number(scopes, requests.size())
     for row in range(requests.size()):
-        requests[row].scope = numbers[row]
+        requests[row].scope = scope_of(scopes[row])
 
 
 cdef void set_depths(max_depths, vector[GrowthRequest]& requests) except *:
@@ -48,9 +52,8 @@ cdef void set_keys(const uint64_t[::1] keys, vector[GrowthRequest]& requests) ex
         requests[row].key = keys[row]
 
 
-def prices_of(rises, budget):
-    if rises is None or budget == 0:
-        return None
+cdef object prices_of(rises, budget):
+    """float32[at least the budget]."""
     prices = np.ascontiguousarray(rises, dtype=np.float32)
     if prices.ndim != 1 or len(prices) < budget:
         raise ValueError(f"rises must hold one entry per node of the budget ({budget}), got shape {prices.shape}")

@@ -28,9 +28,7 @@ import argparse
 import itertools
 import json
 import platform
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -40,6 +38,8 @@ import numpy as np
 import torch
 import transformers
 from measuring.expected_kept import expected_kept
+from measuring.output_file import check_writable, replace_text
+from measuring.progress import Progress, say
 from measuring.verifier_tables import add_estimates, plot, tables
 from workloads.problems import held_out_problems, write_prompt
 from workloads.synthetic_chains import synthetic_gains
@@ -284,16 +284,16 @@ def all_arms(parts: list[str]) -> Iterator[Arm]:
 def run_all(arms: list[Arm], settings: dict, output: Path) -> list[dict[str, object]]:
     """Every arm in turn, kept in the JSON file `output` as it comes; progress to stderr."""
     known = known_results(settings, output)
-    start, seed = time.monotonic(), settings["seed"]
     size = Size(**{key: settings[key] for key in Size.__dataclass_fields__})
-    for number, arm in enumerate(arms, 1):
-        if repr(arm) not in known:
-            known[repr(arm)] = {**run_arm(arm, sized(arm, size), seed + arm.seed), "arm": repr(arm)}
-            output.write_text(json.dumps({"settings": settings, "arms": list(known.values())}), encoding="utf-8")
-        result = known[repr(arm)]
+    new = [arm for arm in arms if repr(arm) not in known]
+    say(f"{len(arms)} arms, {len(arms) - len(new)} of them in {output} already; the first one warms the lookups up")
+    progress = Progress(len(new))
+    for arm in new:
+        result = {**run_arm(arm, sized(arm, size), settings["seed"] + arm.seed), "arm": repr(arm)}
+        known[repr(arm)] = result
+        replace_text(output, json.dumps({"settings": settings, "arms": list(known.values())}))
         means = {rule: round(sum(tokens) / sum(result["steps"]), 3) for rule, tokens in result["tokens"].items()}
-        print(f"{number}/{len(arms)} {arm.part} {arm.drafts} T {arm.temperature} gamma {arm.gamma}: {means}, "
-              f"{time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
+        progress.add(1, f"{arm.part} {arm.drafts} T {arm.temperature} gamma {arm.gamma}: {means}")
     return [known[repr(arm)] for arm in all_arms(list(PARTS)) if repr(arm) in known]
 
 
@@ -340,6 +340,11 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"--parts must be among {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    try:
+        for suffix in (".json", ".png"):
+            check_writable(options.output.with_suffix(suffix), "--output")
+    except ValueError as error:
+        parser.error(str(error))
     return options
 
 
@@ -351,6 +356,7 @@ def main() -> None:
     if options.fresh:
         output.unlink(missing_ok=True)
     results = [add_estimates(result) for result in run_all(list(all_arms(options.parts)), settings, output)]
+    say("measuring the target's entropy" + (" and the synthetic pairs" if "synthetic" in options.parts else ""))
     document = {
         "settings": settings,
         "versions": {"stand": stand.__version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -359,7 +365,7 @@ def main() -> None:
         "synthetic": synthetic_gains(options.worlds, GAMMAS) if "synthetic" in options.parts else [],
         "arms": results,
     }
-    output.write_text(json.dumps(document) + "\n", encoding="utf-8")
+    replace_text(output, json.dumps(document) + "\n")
     print(tables(document))
     plot(options.output.with_suffix(".png"), document)
 

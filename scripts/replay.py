@@ -21,14 +21,19 @@ import argparse
 import json
 import sys
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 from measuring.cpu_time import timed
+from measuring.output_file import check_writable
+from measuring.progress import Progress, say
 from measuring.replay_drafters import Guess, ReplayDrafter, make_drafter
 from measuring.text_table import format_table
 from tokenizers import Tokenizer
 from workloads.recordings import Recording, Selection, read_recordings
+
+from stand.trees import BlendedLookup, vocabulary_fingerprint
 
 SETTINGS = ("alone", "same", "all")
 DRAFTERS = ("lookup", "stand", "prompt-lookup", "arctic", "arctic-gated")
@@ -227,31 +232,45 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if min(parsed.budget) < 1:
         parser.error(f"--budget must be at least 1, got {min(parsed.budget)}")
     if parsed.lookup is not None and parsed.max_bytes is not None:
-        parser.error("--max-bytes must not stand beside --lookup; a file brings its own cap")
+        parser.error("--max-bytes must not be given with --lookup; a file brings its own cap")
     return parsed
 
 
-def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
+def run(options: argparse.Namespace) -> list[Result]:
+    """Every drafter with every budget and setting on every file; each result is said on stderr as it comes."""
     tokenizer = Tokenizer.from_file(str(options.tokenizer))
+    if options.lookup is not None:  # once, so that a file of another tokenizer is refused before anything is replayed
+        BlendedLookup.load(options.lookup, fingerprint=vocabulary_fingerprint(tokenizer.get_vocab()))
     selection = Selection(options.every, options.max_problems, options.samples, options.max_tokens)
+    progress = Progress(len(options.files) * len(options.setting) * len(options.drafter) * len(options.budget))
     results = []
     for file in options.files:
         recordings = read_recordings(file, tokenizer, selection)
-        for setting in options.setting:
-            for name in options.drafter:
-                drafter = make_drafter(name, lookup=options.lookup, floor=options.floor, max_bytes=options.max_bytes)
-                empty_bytes = drafter.nbytes
-                for budget in options.budget:
-                    tally = replay(drafter, recordings, budget=budget, setting=setting)
-                    result = Result(name, budget, setting, file.name, **summarise(tally, drafter, empty_bytes))
-                    results.append(result)
-                    print(f"{file.name} {setting} {name} {budget}: tau {result.tau:.3f}", file=sys.stderr)
-    print(table(results))
-    if options.plot is not None:
-        plot(results, options.plot)
+        for setting, name in product(options.setting, options.drafter):
+            drafter = make_drafter(name, lookup=options.lookup, floor=options.floor, max_bytes=options.max_bytes)
+            empty_bytes = drafter.nbytes
+            for budget in options.budget:
+                tally = replay(drafter, recordings, budget=budget, setting=setting)
+                result = Result(name, budget, setting, file.name, **summarise(tally, drafter, empty_bytes))
+                results.append(result)
+                progress.add(1, f"{file.name} {setting} {name} {budget}: tau {result.tau:.3f}")
+    return results
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        check_writable(options.plot, "--plot")
+        results = run(options)
+        print(table(results))
+        if options.plot is not None:
+            plot(results, options.plot)
+    except (ValueError, OSError, ImportError) as error:
+        say(f"replay: {error}")
+        return 2
     print(json.dumps({"results": [asdict(result) for result in results]}))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,7 +3,7 @@
     python scripts/train_reasoner.py --minutes 80              # train, then write scripts/reasoner
     python scripts/train_reasoner.py --evaluate                # held-out accuracy of scripts/reasoner
 
-Training data are drawn without end from `problems.py`; held-out problems never appear. Two single-threaded
+Training data are drawn without end by `workloads/problems.py` and `reasoning.py`; held-out problems never appear. Two single-threaded
 processes average their gradients with gloo, in bfloat16 autocast: on a CPU that beats one process with two
 threads. Matrices learn with Muon, the rest with AdamW. The learning rate is a function of the share of the
 budget that is used up (minutes, or steps with `--steps`): warm-up, constant, then linearly to zero. A checkpoint
@@ -41,8 +41,8 @@ from workloads.problems import (
     draw_problem,
     held_out_problems,
     write_prompt,
-    write_reasoning,
 )
+from workloads.reasoning import write_reasoning
 
 REASONER = Path(__file__).resolve().parent / "reasoner"
 # One digit; a word; signs with the spaces around them; white space.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +29,13 @@ def check_writable(path: Path | None, option: str) -> None:
             file.write(b"tried")
     except OSError as error:
         raise ValueError(f"{option} must name a file that can be written, got {path} ({error.strerror})") from error
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write the whole file or leave the old one: a kill in between loses nothing."""
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
 
 
 class JsonLines:

@@ -21,8 +21,10 @@ class Progress:
     def add(self, units: float, line: str) -> None:
         """So many units ended: say `line`, the share that is done and the time that the rest takes at this pace."""
         self.done += units
-        left = (time.monotonic() - self._start) * (self.total - self.done) / self.done
-        say(f"{line} ({100 * self.done / self.total:.0f} % done, {duration(left)} left)")
+        spent = time.monotonic() - self._start
+        share = self.done / self.total if self.total else 1.0
+        left = f", {duration(spent / share - spent)} left" if share else ""
+        say(f"{line} ({100 * share:.0f} % done{left})")
 
 
 def duration(seconds: float) -> str:

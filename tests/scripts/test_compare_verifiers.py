@@ -89,6 +89,13 @@ def test_arms_are_run_once_and_kept(tmp_path, monkeypatch):
     assert json.dumps(again) == json.dumps([kept_arms[place] for place in (0, 2, 1)])  # chains, then shapes in order
 
 
+def test_a_missing_folder_is_found_before_the_work(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["compare_verifiers.py", "--output", str(tmp_path / "missing" / "found")])
+    with pytest.raises(SystemExit, match="2"):
+        compare_verifiers.main()
+    assert "--output must name a file in an existing folder" in capsys.readouterr().err
+
+
 def test_the_document_becomes_tables_and_a_plot(tmp_path):
     chains = {"part": "chains", "gamma": 8, "alpha": 0.8, "hopeless": 0.3, "nodes_per_step": 8.0}
     trees = {"gamma": 0, "nodes_per_step": 7.5}

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from measuring.output_file import JsonLines, check_writable
+from measuring.output_file import JsonLines, check_writable, replace_text
 
 
 def test_lines_are_there_while_the_file_is_open(tmp_path):
@@ -49,3 +49,12 @@ def test_a_check_leaves_nothing_behind(tmp_path):
     (tmp_path / "old").write_text("kept")
     check_writable(tmp_path / "old", "--save")
     assert [path.name for path in tmp_path.iterdir()] == ["old"] and (tmp_path / "old").read_text() == "kept"
+
+
+def test_texts_are_replaced_whole(tmp_path, monkeypatch):
+    path = tmp_path / "text"
+    replace_text(path, "old")
+    monkeypatch.setattr("os.replace", lambda *_: 1 / 0)  # killed before the end
+    with pytest.raises(ZeroDivisionError):
+        replace_text(path, "new")
+    assert path.read_text() == "old"

@@ -37,12 +37,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from measuring.expected_kept import expected_kept
 from measuring.output_file import check_writable, replace_text
 from measuring.progress import Progress, say
-from measuring.verifier_tables import add_estimates, plot, tables
+from verifier_parts.expected_kept import expected_kept
+from verifier_parts.synthetic_chains import synthetic_gains
+from verifier_parts.verifier_tables import add_estimates, plot, tables
 from workloads.problems import held_out_problems, write_prompt
-from workloads.synthetic_chains import synthetic_gains
 
 import stand
 from stand.trees import BlendedLookup, DraftBatch, LookupTree, TreeShape, vocabulary_fingerprint

@@ -254,7 +254,7 @@ def names_of(allowed: Sequence[str]):
 
 
 def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=names_of(tuple(SHAPES)), default=["qwen2.5-7b"], metavar="NAME,...")
     parser.add_argument("--parts", type=names_of(PARTS), default=list(PARTS), metavar="PART,...")
     parser.add_argument("--device", default="cuda")

@@ -28,7 +28,7 @@ import numpy as np
 from measuring.cpu_time import timed
 from measuring.output_file import check_writable
 from measuring.progress import Progress, say
-from measuring.replay_drafters import Guess, ReplayDrafter, make_drafter
+from measuring.replay_drafters import Guess, ReplayDrafter, accepted_path, make_drafter
 from measuring.text_table import format_table
 from tokenizers import Tokenizer
 from workloads.recordings import Recording, Selection, read_recordings
@@ -82,19 +82,6 @@ class Result:
     num_steps: int
 
 
-def walk(guess: Guess, truth: np.ndarray) -> list[int]:
-    """The accepted path: nodes of the longest path from the root that equals the beginning of `truth`."""
-    tokens, parents, _ = guess
-    path: list[int] = []
-    while len(path) < len(truth):
-        above = path[-1] if path else -1
-        found = np.flatnonzero((parents == above) & (tokens == truth[len(path)]))
-        if len(found) == 0:
-            break
-        path.append(int(found[0]))
-    return path
-
-
 def replay(drafter: ReplayDrafter, recordings: list[Recording], *, budget: int, setting: str) -> Tally:
     """Decode the recordings in order."""
     tally = Tally()
@@ -118,7 +105,7 @@ def replay_one(drafter: ReplayDrafter, recording: Recording, budget: int, tally:
         took, draft = timed(drafter.draft, stream[:end], budget)
         tally.draft_us.append(took)
         guess = drafter.guess(draft)
-        path = walk(guess, stream[end:])
+        path = accepted_path(guess, stream[end:])
         count(guess, path, tally, at_end=end + len(path) >= len(stream))
         num_new = min(len(path) + 1, len(stream) - end)
         end += num_new

@@ -3,10 +3,10 @@
 import json
 
 import compare_verifiers  # noqa: E402
-import measuring.verifier_tables as verifier_tables  # noqa: E402
 import numpy as np
 import pytest
-import workloads.synthetic_chains as synthetic_chains  # noqa: E402
+import verifier_parts.synthetic_chains as synthetic_chains  # noqa: E402
+import verifier_parts.verifier_tables as verifier_tables  # noqa: E402
 
 TARGET, PROPOSAL = np.array([0.6, 0.3, 0.1]), np.array([0.5, 0.3, 0.2])
 

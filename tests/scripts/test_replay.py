@@ -97,11 +97,11 @@ def test_tau_is_accepted_tokens_plus_one(modules, ahead, budget, tau):
 
 
 def test_a_wrong_guess_is_not_accepted(modules):
-    _, replay, _ = modules
+    _, _, replay_drafters = modules
     tokens, parents = np.array([7, 4, 8, 9], np.int32), np.array([-1, -1, 1, 0], np.int32)
-    assert replay.walk((tokens, parents, None), np.array([4, 8, 9], np.int32)) == [1, 2]
-    assert replay.walk((tokens, parents, None), np.array([8, 4], np.int32)) == []
-    assert replay.walk((tokens, parents, None), np.array([7], np.int32)) == [0]
+    assert replay_drafters.accepted_path((tokens, parents, None), np.array([4, 8, 9], np.int32)) == [1, 2]
+    assert replay_drafters.accepted_path((tokens, parents, None), np.array([8, 4], np.int32)) == []
+    assert replay_drafters.accepted_path((tokens, parents, None), np.array([7], np.int32)) == [0]
 
 
 @pytest.mark.parametrize(("setting", "forgets"), [("alone", 1 + 4), ("same", 1 + 1), ("all", 1)])

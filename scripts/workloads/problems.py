@@ -16,11 +16,11 @@ import json
 import random
 from dataclasses import dataclass
 
-from workloads.division_problems import COUNT, DIVISOR, FACTORS, MULTIPLE, POWER, REMAINDER
-from workloads.equation_problems import ANIMALS, EQUATION, STORY
-from workloads.family import Family
-from workloads.scratch import Scratch
-from workloads.sequence_problems import DIGITS, RECURSION, SEQUENCE, SERIES
+from workloads.families.division import COUNT, DIVISOR, FACTORS, MULTIPLE, POWER, REMAINDER
+from workloads.families.equations import ANIMALS, EQUATION, STORY
+from workloads.families.family import Family
+from workloads.families.scratch import Scratch
+from workloads.families.sequences import DIGITS, RECURSION, SEQUENCE, SERIES
 
 PROBLEM_TOKEN = "<|problem|>"
 THINK_TOKEN = "<|think|>"

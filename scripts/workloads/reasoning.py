@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 import re
 
+from workloads.families.scratch import Scratch
 from workloads.problems import FAMILIES, THINK_END, Problem
-from workloads.scratch import Scratch
 
 SHORTEST_REASONING = 130  # in pieces of `count_pieces`; a shorter reasoning is rechecked once more
 LONGEST_REASONING = 560

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
 COMMANDS = sorted(path.stem for path in SCRIPTS.glob("*.py"))
-PACKAGES = sorted(path.parent.name for path in SCRIPTS.glob("*/__init__.py"))
+PACKAGES = sorted(str(path.parent.relative_to(SCRIPTS)) for path in SCRIPTS.rglob("__init__.py"))
 SEPARATE = {"compile_kernels"}  # chooses Triton's compiler when it is imported, for the whole process
 MOST_FILES = 12  # of a package
 

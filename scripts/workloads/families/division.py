@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from math import gcd
 
-from workloads.family import Family
-from workloads.scratch import Scratch
+from workloads.families.family import Family
+from workloads.families.scratch import Scratch
 
 # --- remainder of a * b + c ------------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from workloads.family import Family
-from workloads.scratch import Scratch
+from workloads.families.family import Family
+from workloads.families.scratch import Scratch
 
 # --- linear equations ------------------------------------------------------------------------------------
 

@@ -11,10 +11,10 @@ own: rules of `blended` again, each along the steps that it takes itself, on mor
 synthetic: `token` and `block` on random pairs of laws with a known distance, all drafts enumerated.
 
 All runs of one temperature decode the same tokens: `coupled` drives them, whose output depends on the seed alone. At
-every step each rule is asked how many tokens it keeps of the draft on average (verifier_parts/expected_kept.py), so that rules on one
-kind of draft are compared without sampling noise. A rule that keeps more then meets the hard places more often than
-`coupled` does: `own` is what counts in the end, and needs more samples, since other tokens come out. On drafts with
-noise of their own `coupled` keeps what `match` does; on coupled ones its count is taken.
+every step each rule is asked how many tokens it keeps of the draft on average (verifier_parts/expected_kept.py), so
+that rules on one kind of draft are compared without sampling noise. A rule that keeps more then meets the hard places
+more often than `coupled` does: `own` is what counts in the end, and needs more samples, since other tokens come out.
+On drafts with noise of their own `coupled` keeps what `match` does; on coupled ones its count is taken.
 
 The lookup trees have read other problems before and go on learning, as in use. A step counts where ROOM tokens are
 left, so that limits do not blur the figures. Standard errors are bootstrapped over prompts, gains paired by prompt.

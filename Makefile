@@ -17,9 +17,11 @@ SOURCES := setup.py pyproject.toml $(CONSTRAINTS) $(shell find stand trees verif
 MODULES := $(shell find stand trees verifiers -name '*.py')
 CORE_TESTS := tests/trees tests/gpu/test_gpu_packing.py tests/gpu/test_gpu_work_list.py tests/engine/test_filters.py
 
-# Kernels behave alike wherever they are imported from: the wheel runs those GPU tests that need its compiled module.
-WHEEL_TESTS := -k "not test_gpu or packing or gpu_step"
-# Test processes side by side.
+# A wheel holds the files of the source and modules compiled with the same options: what can go wrong is that one is
+# missing, or found in the source folder only. So every module is imported, and one test file of each part is run.
+WHEEL_TESTS := tests/test_installed.py tests/engine/test_engine.py tests/trees/test_lookup_file.py \
+  tests/verifiers/test_compiled.py tests/gpu/test_gpu_packing.py tests/scripts/test_throughput.py
+# Test processes at a time.
 WORKERS ?= 2
 
 # One thread: the matrices of the suite and of the bundled model are too small for more.
@@ -46,6 +48,7 @@ test-wheel: .venv-wheel/.ready away
 away:
 	rm -rf build/away && mkdir -p build/away
 	cp -r tests scripts docs pyproject.toml README.md build/away/
+	find stand trees verifiers \( -name '*.py' -o -name '*.pyx' \) > build/away/modules.txt
 
 # torch goes first and alone: another package's looser range must not choose the build. Where pip finds no build without
 # CUDA, the one that it finds is taken. $(1)/constraints.txt then holds what was settled, for everything that follows.

@@ -27,7 +27,7 @@ OPTIMISED = ["-O3", "-DNDEBUG", "-g0"]
 CHECKED = ["-O1", "-g", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS"]
 # Symbols that nothing looks up at run time are most of an optimised module; other linkers have other words for it.
 STRIP = ["-Wl,--strip-all"] if sys.platform == "linux" and not DEBUG else []
-# Without contraction a sum of products is rounded alike on every processor.
+# Without contraction a sum of products is rounded in the same way on every processor.
 COMPILE_ARGS = ["-std=c++17", "-ffp-contract=off", *(CHECKED if DEBUG else OPTIMISED)]
 
 NUMPY_API = ("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")

@@ -1,4 +1,4 @@
-"""What verification costs beside the target's softmax.
+"""What verification costs, compared with the target's softmax.
 
 Usage: python scripts/bench_verifier.py [--rows 16] [--nodes 80] [--vocabulary 152064] [--repeats 5] [--device cpu]
 

@@ -18,7 +18,7 @@ On drafts with noise of their own `coupled` keeps what `match` does; on coupled 
 
 The lookup trees have read other problems before and go on learning, as in use. A step counts where ROOM tokens are
 left, so that limits do not blur the figures. Standard errors are bootstrapped over prompts, gains paired by prompt.
-Tables to stdout, JSON and a plot beside --output. What the JSON holds already, with the same settings, is not run
+Tables to stdout, JSON and a plot to --output. What the JSON holds already, with the same settings, is not run
 anew: give --fresh once the code has changed.
 """
 
@@ -181,7 +181,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--own-rows", type=int, default=8)
     parser.add_argument("--worlds", type=int, default=20, help="random pairs of laws per distance")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fresh", action="store_true", help="forget what the JSON beside --output holds")
+    parser.add_argument("--fresh", action="store_true", help="forget what the JSON of --output holds")
     parser.add_argument("--output", type=Path, default=SCRIPTS.parent / "docs" / "compare_verifiers")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):

@@ -126,7 +126,7 @@ def count(guess: Guess, path: list[int], tally: Tally, *, at_end: bool) -> None:
     tally.num_nodes += len(tokens)
     tally.num_drafts += len(tokens) > 0
     tally.accepted[: min(len(path), DEEPEST)] += 1
-    if chances is None or at_end:  # behind the recording's end nothing is known
+    if chances is None or at_end:  # nothing is known after the recording's end
         return
     bins = np.minimum(NUM_BINS - 1, (chances * NUM_BINS).astype(np.int64))
     tally.expected += np.bincount(bins, weights=chances, minlength=NUM_BINS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def check_writable(path: Path | None, option: str) -> None:
-    """Raise ValueError unless a file can be written at `path`; None stands for no file and passes.
+    """Raise ValueError unless a file can be written at `path`; None means no file and passes.
 
     Tried with a file that vanishes again, so that a folder without room or rights is found before hours of work.
     option: the command-line option that names the file, for the message.

@@ -117,7 +117,7 @@ def _pad_id(tokenizer) -> int:
 
 
 def _until_end(token_ids: list[int], end: int | list[int] | None) -> list[int]:
-    """The tokens up to and including the first end token: what lies behind it is padding."""
+    """The tokens up to and including the first end token; the rest is padding."""
     ends = {end} if isinstance(end, int) else set(end or ())
     for place, token in enumerate(token_ids):
         if token in ends:

@@ -74,7 +74,7 @@ def train_process(rank: int, arguments: argparse.Namespace, meeting_file: str) -
 
 
 def describe_training(arguments: argparse.Namespace, model: torch.nn.Module, progress: dict) -> None:
-    """Write `training.json` beside the weights: how they came about."""
+    """Write `training.json` next to the weights: how they were made."""
     facts = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "steps": progress["step"],

@@ -29,7 +29,7 @@ def pair_of_laws(
 
 
 def all_chains(proposal: np.ndarray, gamma: int) -> tuple[DraftBatch, np.ndarray]:
-    """(every chain of gamma tokens, its probability), each token drawn from `proposal` whatever stands before it."""
+    """(every chain of gamma tokens, its probability), each token drawn from `proposal` whatever comes before it."""
     size = len(proposal)
     tokens = np.array(list(itertools.product(range(size), repeat=gamma)), dtype=np.int32)
     count = len(tokens)

@@ -17,9 +17,11 @@ SOURCES := setup.py pyproject.toml $(CONSTRAINTS) $(shell find stand trees verif
 MODULES := $(shell find stand trees verifiers -name '*.py')
 CORE_TESTS := tests/trees tests/gpu/test_gpu_packing.py tests/gpu/test_gpu_work_list.py tests/engine/test_filters.py
 
-# Kernels behave alike wherever they are imported from: the wheel runs those GPU tests that need its compiled module.
-WHEEL_TESTS := -k "not test_gpu or packing or gpu_step"
-# Test processes side by side.
+# A wheel holds the files of the source and modules compiled with the same options: what can go wrong is that one is
+# missing, or found in the source folder only. So every module is imported, and one test file of each part is run.
+WHEEL_TESTS := tests/test_installed.py tests/engine/test_engine.py tests/trees/test_lookup_file.py \
+  tests/verifiers/test_compiled.py tests/gpu/test_gpu_packing.py tests/scripts/test_throughput.py
+# Test processes at a time.
 WORKERS ?= 2
 
 # One thread: the matrices of the suite and of the bundled model are too small for more.
@@ -45,44 +47,54 @@ test-wheel: .venv-wheel/.ready away
 
 away:
 	rm -rf build/away && mkdir -p build/away
-	cp -r tests scripts pyproject.toml README.md build/away/
+	cp -r tests scripts docs pyproject.toml README.md build/away/
+	find stand trees verifiers \( -name '*.py' -o -name '*.pyx' \) > build/away/modules.txt
 
-# torch goes first and alone: another package's looser range must not choose the build.
+# torch goes first and alone: another package's looser range must not choose the build. Where pip finds no build without
+# CUDA, the one that it finds is taken. $(1)/constraints.txt then holds what was settled, for everything that follows.
 define install_torch
-	$(PYTHON) -m venv $(1)
-	$(1)/bin/pip install --quiet --constraint $(CONSTRAINTS) torch || { \
-	  echo "setup needs the build of torch that $(CONSTRAINTS) names, and pip found none;" \
-	  "give pip an index of CPU builds (PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS)," \
-	  "or take any build with CONSTRAINTS=constraints-gpu.txt" >&2; exit 1; }
-	$(1)/bin/pip install --quiet --constraint $(CONSTRAINTS) "setuptools>=77" "Cython>=3.1" "numpy>=2" wheel
+	@echo "== $(1): installing torch (a download of 0.2 GB, with CUDA 2.7 GB), numpy and Cython; this takes minutes"
+	@$(PYTHON) -m venv $(1)
+	@cp $(CONSTRAINTS) $(1)/constraints.txt
+	@$(1)/bin/pip install --quiet --constraint $(1)/constraints.txt torch 2> $(1)/pip.log || { \
+	  if grep -q '+cpu' $(CONSTRAINTS) && grep -qE 'No matching distribution|ResolutionImpossible' $(1)/pip.log; then \
+	    echo "== $(1): pip finds no build of torch without CUDA, so the one with CUDA comes: a download of 2.7 GB." \
+	      "For the small one stop here and name an index that has it, in PIP_EXTRA_INDEX_URL"; \
+	    sed 's/+cpu//' $(CONSTRAINTS) > $(1)/constraints.txt; \
+	    $(1)/bin/pip install --quiet --constraint $(1)/constraints.txt torch; \
+	  else cat $(1)/pip.log >&2; exit 1; fi; }
+	@$(1)/bin/pip install --quiet --constraint $(1)/constraints.txt "setuptools>=77" "Cython>=3.1" "numpy>=2" wheel
 endef
 
 $(VENV)/.ready: $(SOURCES)
 	$(call install_torch,$(VENV))
-	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --no-build-isolation --editable ".[test]"
-	touch $@
+	@echo "== $(VENV): compiling the modules in C++ (one or two minutes) and installing the rest"
+	@$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --no-build-isolation --editable ".[test]"
+	@touch $@
 
 # The debug build is an ordinary, non-editable install of a copy, so that it never replaces the fast core. Everything else
 # it finds in $(VENV): a path file lends its packages, but not the editable install among them.
 .venv-debug/.ready: $(SOURCES) $(VENV)/.ready $(MODULES)
-	$(PYTHON) -m venv --without-pip .venv-debug
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+	@echo "== .venv-debug: compiling the modules with bounds checks (one or two minutes)"
+	@$(PYTHON) -m venv --without-pip .venv-debug
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 	  "$$(.venv-debug/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lent.pth"
-	rm -rf build/debug && mkdir -p build/debug
-	cp -r setup.py pyproject.toml MANIFEST.in README.md LICENSE stand trees verifiers build/debug/
-	find build/debug \( -name '*.so' -o -name '*.cpp' \) -delete
-	STAND_DEBUG=1 $(BIN)/pip --python .venv-debug/bin/python install --quiet --no-build-isolation --no-deps \
+	@rm -rf build/debug && mkdir -p build/debug
+	@cp -r setup.py pyproject.toml MANIFEST.in README.md LICENSE stand trees verifiers build/debug/
+	@find build/debug \( -name '*.so' -o -name '*.cpp' \) -delete
+	@STAND_DEBUG=1 $(BIN)/pip --python .venv-debug/bin/python install --quiet --no-build-isolation --no-deps \
 	  --ignore-installed ./build/debug
-	touch $@
+	@touch $@
 
 .venv-wheel/.ready: $(SOURCES) $(VENV)/.ready $(MODULES)
-	rm -rf build/wheel
-	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
+	@echo "== .venv-wheel: building the wheel (one or two minutes)"
+	@rm -rf build/wheel
+	@$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
 	$(call install_torch,.venv-wheel)
-	wheel=$$(ls $(CURDIR)/build/wheel/*.whl) && \
+	@wheel=$$(ls $(CURDIR)/build/wheel/*.whl) && \
 	  .venv-wheel/bin/pip install --quiet --force-reinstall --no-deps "$$wheel" && \
-	  .venv-wheel/bin/pip install --quiet --constraint $(CONSTRAINTS) "$$wheel[test]"
-	touch $@
+	  .venv-wheel/bin/pip install --quiet --constraint .venv-wheel/constraints.txt "$$wheel[test]"
+	@touch $@
 
 clean:
 	rm -rf .venv .venv-debug .venv-wheel build dist *.egg-info

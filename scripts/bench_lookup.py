@@ -22,9 +22,15 @@ from pathlib import Path
 
 import numpy as np
 from measuring.cpu_time import timed
-from measuring.replay_drafters import SCOPES, ArcticReplay, BlendedReplay, ReplayDrafter, grown_guess
+from measuring.replay_drafters import (
+    SCOPES,
+    ArcticReplay,
+    BlendedReplay,
+    ReplayDrafter,
+    accepted_path,
+    grown_guess,
+)
 from measuring.text_table import format_table
-from replay import walk
 from tokenizers import Tokenizer
 from workloads.recordings import Recording, Selection, read_recordings
 
@@ -114,7 +120,7 @@ def decode(drafter: ReplayDrafter, recordings: list[Recording], micros: dict[int
                 took, draft = timed(drafter.draft, stream[:end], budget)
                 micros[budget].append(took)
                 if budget == max(BUDGETS):
-                    num_accepted = len(walk(drafter.guess(draft), stream[end:]))
+                    num_accepted = len(accepted_path(drafter.guess(draft), stream[end:]))
             num_new = min(num_accepted + 1, len(stream) - end)
             end += num_new
             drafter.learn(stream[:end], num_new)
@@ -142,9 +148,9 @@ def bench_rows(lookup: BlendedLookup, recordings: list[Recording]) -> list[list[
         histories = [stream[:end] for stream, end in zip(streams, ends, strict=True)]
         took, batch = timed(lookup.draft, histories, budget, seed=0, rows=keys, steps=keys, scopes=scopes)
         micros.append(took)
-        paths = [walk(grown_guess(batch[row]), stream[ends[row] :]) for row, stream in enumerate(streams)]
+        paths = [accepted_path(grown_guess(batch[row]), stream[ends[row] :]) for row, stream in enumerate(streams)]
         runs = [stream[end : end + len(path) + 1] for stream, end, path in zip(streams, ends, paths, strict=True)]
-        accepted = [np.array(path, np.int32) + 1 for path in paths]  # `walk` counts without the root
+        accepted = [np.array(path, np.int32) + 1 for path in paths]  # `accepted_path` counts without the root
         lookup.record_outcome(batch, accepted, [run[-1] for run in runs], kind="deterministic")
         for row, (history, run) in enumerate(zip(histories, runs, strict=True)):
             lookup.learn(history, run, scope=scopes[row])

@@ -1,4 +1,4 @@
-"""What verification costs beside the target's softmax.
+"""What verification costs, compared with the target's softmax.
 
 Usage: python scripts/bench_verifier.py [--rows 16] [--nodes 80] [--vocabulary 152064] [--repeats 5] [--device cpu]
 
@@ -18,31 +18,13 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from measuring.progress import say
+from workloads.random_draft import random_draft
 
-from stand.trees import DraftBatch, DraftTree, TreeShape
+from stand.trees import DraftBatch, TreeShape
 from stand.verifiers import TargetRows, VerifierNoise, get_verifier
 
-RULES = ("match", "coupled", "rrs", "traversal")
-SUPPORT_SIZE = 10
-
-
-def random_draft(parents: np.ndarray, vocabulary_size: int, generator: np.random.Generator) -> DraftTree:
-    """Children drawn without replacement from random laws over SUPPORT_SIZE random tokens per node."""
-    num_nodes = len(parents)
-    token_ids = np.zeros(num_nodes, dtype=np.int32)
-    support_ids = np.full((num_nodes, SUPPORT_SIZE), -1, dtype=np.int32)
-    law = np.zeros((num_nodes, SUPPORT_SIZE), dtype=np.float32)
-    for node in range(num_nodes):
-        children = np.flatnonzero(parents == node)
-        if len(children):
-            support_ids[node] = generator.choice(vocabulary_size, SUPPORT_SIZE, replace=False)
-            left = generator.dirichlet(np.full(SUPPORT_SIZE, 0.5))
-            for child in children:
-                law[child] = left / left.sum()
-                column = generator.choice(SUPPORT_SIZE, p=left / left.sum())
-                token_ids[child] = support_ids[node, column]
-                left[column] = 0.0
-    return DraftTree(token_ids=token_ids, parents=parents, support_ids=support_ids, law=law)
+TIMED_RULES = ("match", "coupled", "rrs", "traversal")
 
 
 def median_seconds(work: Callable[[], object], *, repeats: int, device: torch.device) -> float:
@@ -79,17 +61,19 @@ def arguments() -> argparse.Namespace:
 def measure(options: argparse.Namespace) -> dict:
     device, generator = torch.device(options.device), np.random.default_rng(0)
     parents = TreeShape.paper().parents[: options.nodes].copy()
+    say(f"drawing {options.rows} drafts and their target laws")
     batch = DraftBatch.concatenate([random_draft(parents, options.vocabulary, generator) for _ in range(options.rows)])
     probs, softmax_seconds = target_laws(batch.num_nodes, options, device=device)
     seconds, target = {"log_softmax": softmax_seconds}, TargetRows(probs)
     zeros = np.zeros(options.rows, dtype=np.int64)
     noise = VerifierNoise(0, rows=np.arange(options.rows), steps=zeros, positions=zeros)
-    for name in RULES:
+    for name in TIMED_RULES:
         rule = get_verifier(name)
         parts = {"verify": lambda rule=rule: rule.verify(batch, target, noise)}
         if hasattr(rule, "thresholds"):
             parts["thresholds"] = lambda rule=rule: rule.thresholds(batch, target)
         for part, work in parts.items():
+            say(f"timing {name}: {part}")
             seconds[f"{name} {part}"] = median_seconds(work, repeats=options.repeats, device=device)
     return {"num_nodes": batch.num_nodes, "seconds": seconds}
 

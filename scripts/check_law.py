@@ -1,7 +1,7 @@
-"""Is what the engine writes distributed like plain sampling? An end-to-end check beside the exact tests.
+"""Is what the engine writes distributed like plain sampling? An end-to-end check, apart from the exact tests.
 
 Usage: python scripts/check_law.py law    [--verifiers traversal,match] [--kinds sampled,mixed] [--continuations 20000]
-       python scripts/check_law.py replay [--verifiers match,coupled] [--prompts 50] [--rows 16] [--tokens 256]
+       python scripts/check_law.py tokens [--verifiers match,coupled] [--prompts 50] [--rows 16] [--tokens 256]
 
 `law`: continuations of fixed prompts (held-out problems, cut at various places of a written-out solution) at
 temperature 1, drafted by a lookup tree that was warmed up on the same prompts and is then frozen, against as many
@@ -9,12 +9,12 @@ without drafts and with other seeds. Per prompt the frequencies of whole continu
 chi-square test; rare ones count as one cell. One statistic over all prompts, one p-value per verifier and draft kind.
 The lossy rule `typical` is run too: a test that does not refuse it is blind.
 
-`replay`: with `match` and `coupled` the token ids must equal those of plain sampling with the same seed (float32). A
+`tokens`: with `match` and `coupled` the token ids must equal those of plain sampling with the same seed (float32). A
 packed forward rounds differently from a plain one, so a draw that falls within 1e-5 of the border between two tokens
 may go either way; such rows are counted apart (seen: one in 168,000 tokens).
 
-Last line: JSON. Exit status 1 where a p-value is below --level (default 1e-4: that is the false-alarm rate per test), a
-replay differs, or the lossy rule passes.
+Last line: JSON. Exit status 1 where a p-value is below --level (default 1e-4: that is the false-alarm rate per test),
+tokens differ, or the lossy rule passes.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ import argparse
 import json
 import math
 import random
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
+from measuring.progress import say
+from measuring.setup import REASONER
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workloads.problems import held_out_problems, write_prompt
 
 import stand
 from stand.verifiers import VerifierNoise
 
-REASONER = Path(__file__).resolve().parent / "reasoner"
 LONGEST_CUT = 6  # tokens of a solution that a prompt may hold
 ROWS_PER_CALL = 500
 PROMPTS_PER_CALL = 10
@@ -123,6 +122,7 @@ def check_law(model, tokenizer, options: argparse.Namespace) -> dict:
     plain = stand.wrap(model, tokenizer, verifier="match")
     prompts = fixed_prompts(plain, options.prompts)
     rows = math.ceil(options.continuations / len(prompts))
+    say(f"drawing {rows * len(prompts)} continuations without drafts, then as many per arm")
     expected, _ = continuations(plain, prompts, rows, tokens=options.tokens, seed=10**6, draft=False)
     arms = [(verifier, kind) for verifier in options.verifiers for kind in options.kinds] + [("typical", "sampled")]
     results = []
@@ -141,8 +141,8 @@ def check_law(model, tokenizer, options: argparse.Namespace) -> dict:
             "p_value": found.p_value,
             "as_it_should": (found.p_value >= options.level) == lossless,
         }
-        print(f"{verifier:18} {kind:14} chi2 {found.statistic:9.1f} on {found.degrees_of_freedom:5}  "
-              f"p {found.p_value:9.2g}  tokens/step {length:.2f}", file=sys.stderr, flush=True)  # fmt: skip
+        say(f"{verifier:18} {kind:14} chi2 {found.statistic:9.1f} on {found.degrees_of_freedom:5}  "
+            f"p {found.p_value:9.2g}  tokens/step {length:.2f}")  # fmt: skip
         results.append(result)
     return {"check": "law", "tokens": options.tokens, "level": options.level, "arms": results}
 
@@ -164,7 +164,7 @@ def is_near_border(
     return float(min(races[one[place]], races[two[place]]) / races.max()) > 1.0 - ROUNDING
 
 
-def check_replay(model, tokenizer, options: argparse.Namespace) -> dict:
+def check_tokens(model, tokenizer, options: argparse.Namespace) -> dict:
     settings = {"num_return_sequences": options.rows, "max_new_tokens": options.tokens, "temperature": 1.0, "seed": 5}
     texts = [write_prompt(problem.problem) for problem in held_out_problems(options.prompts, seed=1)]
     results = []
@@ -192,14 +192,13 @@ def check_replay(model, tokenizer, options: argparse.Namespace) -> dict:
             "near_border_rows": near,
         }
         results.append({**result, "tokens_per_step": compared / steps, "as_it_should": different == 0})
-        print(f"{verifier:10} {compared} tokens, {different} rows differ, {near} more by a draw on a border",
-              file=sys.stderr, flush=True)  # fmt: skip
-    return {"check": "replay", "arms": results}
+        say(f"{verifier:10} {compared} tokens, {different} rows differ, {near} more by a draw on a border")
+    return {"check": "tokens", "arms": results}
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("check", choices=("law", "replay"))
+    parser.add_argument("check", choices=("law", "tokens"))
     parser.add_argument("--verifiers", type=lambda text: text.split(","))
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=["sampled", "mixed"])
     parser.add_argument("--continuations", type=int, default=20_000)
@@ -220,7 +219,7 @@ def main() -> None:
     options = arguments()
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    result = (check_law if options.check == "law" else check_replay)(model, tokenizer, options)
+    result = (check_law if options.check == "law" else check_tokens)(model, tokenizer, options)
     print(json.dumps({**result, "model": options.model, "torch": torch.__version__}))
     raise SystemExit(0 if all(arm["as_it_should"] for arm in result["arms"]) else 1)
 

@@ -20,7 +20,7 @@ from workloads.real_models import DTYPES, MODELS, fetch_model
 
 
 def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=tuple(MODELS), help="short name, which --model of other scripts takes too")
     parser.add_argument("--to", type=Path, metavar="DIR", help="folder to write (default: models/NAME in the root)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")

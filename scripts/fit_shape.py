@@ -7,7 +7,8 @@
 Each number of nodes gets its optimum within the starting shape (`stand.trees.fit_shape`). The predicted tokens per
 step are those that the kept slots earned in the same run: an estimate in favour of the fitted shape, to be confirmed
 on other problems with `throughput.py`. Progress goes to stderr, a table to stdout; the last stdout line is one JSON
-document with the counts, the shapes and the settings.
+document with the counts, the shapes and the settings. After SIGINT or SIGTERM the shapes are fitted to the problems
+that were finished.
 """
 
 from __future__ import annotations
@@ -19,40 +20,60 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measuring.text_table import format_table
-from measuring.trajectories import draw_with_engine
-from throughput import (
-    DTYPES,
-    REASONER,
+from measuring.interruption import Interrupted, Interruption
+from measuring.output_file import check_writable
+from measuring.progress import Progress, say
+from measuring.setup import (
+    add_options,
     count_list,
     fill_defaults,
     load_model,
     load_tasks,
     positive_integer,
     prompt_ids,
-    report,
     sampling_for,
 )
+from measuring.text_table import format_table
+from measuring.trajectories import draw_with_engine
 
 import stand
 from stand.trees import TreeShape, fit_shape
 
 
-def count_slots(arguments: argparse.Namespace) -> tuple[np.ndarray, int]:
-    """(int64[N] how often each slot of the starting shape was accepted, number of row-steps)."""
-    model, tokenizer = load_model(arguments)
-    drafter = stand.FixedShapeDrafter(shape=arguments.start, kind=arguments.draft_kind)
-    engine = stand.wrap(model, tokenizer, drafter=drafter, verifier=arguments.verifier)
-    tasks, sampling = load_tasks(arguments), sampling_for(arguments, arguments.trajectories)
-    total = stand.Stats()
-    for index, task in enumerate(tasks):
-        prompt = prompt_ids(tokenizer, task, arguments.instruction)
-        drawn = draw_with_engine(engine, prompt, arguments.trajectories, sampling, problem=index, draft=True)
-        total += drawn.stats
-        report(f"problem {index + 1} of {len(tasks)}: {drawn.stats.mean_acceptance_length:.2f} tokens/step")
-    counts = np.zeros(arguments.start.num_nodes, dtype=np.int64)
-    counts[: len(total.accepted_by_slot)] = total.accepted_by_slot
-    return counts, total.num_steps
+class SlotCounts:
+    """How often each slot of the starting shape was accepted, over the problems that were drawn so far."""
+
+    def __init__(self, start: TreeShape) -> None:
+        self.start = start
+        self.stats = stand.Stats()
+
+    @property
+    def num_steps(self) -> int:
+        """Row-steps."""
+        return self.stats.num_steps
+
+    @property
+    def accepted(self) -> np.ndarray:
+        """int64[N], by slot."""
+        counts = np.zeros(self.start.num_nodes, dtype=np.int64)
+        counts[: len(self.stats.accepted_by_slot)] = self.stats.accepted_by_slot
+        return counts
+
+    def draw(self, arguments: argparse.Namespace, interruption: Interruption) -> None:
+        """Trajectories of every problem, drafted with the starting shape."""
+        say(f"{arguments.model}: loading")
+        model, tokenizer = load_model(arguments)
+        drafter = stand.FixedShapeDrafter(shape=self.start, kind=arguments.draft_kind)
+        engine = stand.wrap(model, tokenizer, drafter=drafter, verifier=arguments.verifier)
+        tasks, sampling = load_tasks(arguments), sampling_for(arguments, arguments.trajectories)
+        progress = Progress(len(tasks))
+        for index, task in enumerate(tasks):
+            prompt = prompt_ids(tokenizer, task, arguments.instruction)
+            drawn = draw_with_engine(engine, prompt, arguments.trajectories, sampling, problem=index, draft=True)
+            self.stats += drawn.stats
+            rate = f"{drawn.stats.mean_acceptance_length:.2f} tokens/step"
+            progress.add(1, f"problem {index + 1} of {len(tasks)}: {rate}")
+            interruption.check()
 
 
 def fitted_row(num_nodes: int, counts: np.ndarray, num_steps: int, start: TreeShape) -> tuple[TreeShape, float]:
@@ -71,26 +92,14 @@ def slots_of(kept: TreeShape, start: TreeShape) -> np.ndarray:
 
 
 def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default=str(REASONER), help="folder or hub id (default: the bundled model)")
-    parser.add_argument("--problems", help="jsonl file or hub dataset with fields problem, answer")
-    parser.add_argument("--num-problems", type=positive_integer, help="use the first so many problems only")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
     parser.add_argument("--trajectories", type=positive_integer, default=4, help="per problem")
-    parser.add_argument("--rows", type=int, help="rows decoded together, 0 for all (default: 4 on a CPU, else all)")
     parser.add_argument("--nodes", type=count_list, default=[80], metavar="N,N,...", help="nodes, the root included")
     parser.add_argument("--start", type=TreeShape.parse, default=TreeShape.start(), help="shape to choose slots from")
     parser.add_argument("--draft-kind", choices=("sampled", "deterministic"), default="sampled")
     parser.add_argument("--verifier", default="traversal")
-    parser.add_argument("--max-new-tokens", type=positive_integer)
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--instruction", help="text appended to every problem")
     parser.add_argument("--save", type=Path, help="write the last fitted shape as text for --shape")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=positive_integer, help="CPU threads (default: 1 for the bundled model)")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 on a CPU, else bfloat16")
-    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(command_line)
     fill_defaults(arguments)
     if max(arguments.nodes) > arguments.start.num_nodes:
@@ -100,33 +109,47 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace, interruption: Interruption) -> None:
+    check_writable(arguments.save, "--save")
     torch.set_num_threads(arguments.threads)
-    counts, num_steps = count_slots(arguments)
+    counts = SlotCounts(arguments.start)
+    try:
+        counts.draw(arguments, interruption)
+    finally:
+        if counts.num_steps > 0:
+            finish(arguments, counts)
+
+
+def finish(arguments: argparse.Namespace, counts: SlotCounts) -> None:
+    """Shapes fitted to the problems that were drawn, be it all or not."""
     rows, shapes = [], {}
     for num_nodes in arguments.nodes:
-        kept, tokens_per_step = fitted_row(num_nodes, counts, num_steps, arguments.start)
+        kept, tokens_per_step = fitted_row(num_nodes, counts.accepted, counts.num_steps, arguments.start)
         shapes[num_nodes] = {"shape": str(kept), "predicted_tokens_per_step": tokens_per_step}
         by_depth = " ".join(str(number) for number in np.bincount(kept.depths))
         rows.append([num_nodes, tokens_per_step, by_depth])
-    if arguments.save is not None:
-        arguments.save.write_text(shapes[arguments.nodes[-1]]["shape"] + "\n", encoding="utf-8")
-        report(f"wrote {arguments.save}")
     print(format_table(("nodes", "predicted tok/step", "slots by depth, root first"), rows))
     settings = {
         name: value if isinstance(value, int | float) else str(value) for name, value in vars(arguments).items()
     }
-    document = {"settings": settings, "num_steps": num_steps, "accepted_by_slot": counts.tolist(), "fitted": shapes}
-    print(json.dumps(document))
+    figures = {"num_steps": counts.num_steps, "accepted_by_slot": counts.accepted.tolist()}
+    print(json.dumps({"settings": settings, **figures, "fitted": shapes}), flush=True)
+    if arguments.save is not None:
+        arguments.save.write_text(shapes[arguments.nodes[-1]]["shape"] + "\n", encoding="utf-8")
+        say(f"wrote {arguments.save}")
 
 
 def main() -> int:
     arguments = read_arguments()
-    try:
-        run(arguments)
-    except (ValueError, OSError) as error:
-        report(f"fit_shape: {error}")
-        return 2
+    with Interruption() as interruption:
+        try:
+            run(arguments, interruption)
+        except Interrupted as interrupted:
+            say(f"fit_shape: ended early by {interrupted}")
+            return interrupted.exit_status
+        except (ValueError, OSError) as error:
+            say(f"fit_shape: {error}")
+            return 2
     return 0
 
 

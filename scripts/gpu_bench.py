@@ -41,9 +41,9 @@ from measuring.text_table import format_table
 from workloads.model_shapes import SHAPES, SMOKE_SHAPE, ModelShape
 
 if TYPE_CHECKING:  # the kernels are imported once it is known whether they are to be interpreted
+    from gpu_parts.bench_model import BenchModel
     from gpu_parts.kernel_bench import KernelBench
     from gpu_parts.step_bench import StepBench
-    from measuring.bench_model import BenchModel
     from workloads.recordings import Recording
 
 PARTS = ("checks", "steps", "decoding", "replay", "attention", "products", "laws")
@@ -84,7 +84,7 @@ class ShapeBench:
 
     @cached_property
     def model(self) -> BenchModel:
-        from measuring.bench_model import BenchModel
+        from gpu_parts.bench_model import BenchModel
 
         positions = MAX_SMOKE_POSITIONS if self.arguments.smoke else MAX_POSITIONS
         return BenchModel(self.shape, device=self.device, dtype=self.dtype, max_positions=positions)
@@ -254,7 +254,7 @@ def names_of(allowed: Sequence[str]):
 
 
 def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", type=names_of(tuple(SHAPES)), default=["qwen2.5-7b"], metavar="NAME,...")
     parser.add_argument("--parts", type=names_of(PARTS), default=list(PARTS), metavar="PART,...")
     parser.add_argument("--device", default="cuda")

@@ -21,14 +21,19 @@ import argparse
 import json
 import sys
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 from measuring.cpu_time import timed
-from measuring.replay_drafters import Guess, ReplayDrafter, make_drafter
+from measuring.output_file import check_writable
+from measuring.progress import Progress, say
+from measuring.replay_drafters import Guess, ReplayDrafter, accepted_path, make_drafter
 from measuring.text_table import format_table
 from tokenizers import Tokenizer
 from workloads.recordings import Recording, Selection, read_recordings
+
+from stand.trees import BlendedLookup, vocabulary_fingerprint
 
 SETTINGS = ("alone", "same", "all")
 DRAFTERS = ("lookup", "stand", "prompt-lookup", "arctic", "arctic-gated")
@@ -77,19 +82,6 @@ class Result:
     num_steps: int
 
 
-def walk(guess: Guess, truth: np.ndarray) -> list[int]:
-    """The accepted path: nodes of the longest path from the root that equals the beginning of `truth`."""
-    tokens, parents, _ = guess
-    path: list[int] = []
-    while len(path) < len(truth):
-        above = path[-1] if path else -1
-        found = np.flatnonzero((parents == above) & (tokens == truth[len(path)]))
-        if len(found) == 0:
-            break
-        path.append(int(found[0]))
-    return path
-
-
 def replay(drafter: ReplayDrafter, recordings: list[Recording], *, budget: int, setting: str) -> Tally:
     """Decode the recordings in order."""
     tally = Tally()
@@ -113,7 +105,7 @@ def replay_one(drafter: ReplayDrafter, recording: Recording, budget: int, tally:
         took, draft = timed(drafter.draft, stream[:end], budget)
         tally.draft_us.append(took)
         guess = drafter.guess(draft)
-        path = walk(guess, stream[end:])
+        path = accepted_path(guess, stream[end:])
         count(guess, path, tally, at_end=end + len(path) >= len(stream))
         num_new = min(len(path) + 1, len(stream) - end)
         end += num_new
@@ -134,7 +126,7 @@ def count(guess: Guess, path: list[int], tally: Tally, *, at_end: bool) -> None:
     tally.num_nodes += len(tokens)
     tally.num_drafts += len(tokens) > 0
     tally.accepted[: min(len(path), DEEPEST)] += 1
-    if chances is None or at_end:  # behind the recording's end nothing is known
+    if chances is None or at_end:  # nothing is known after the recording's end
         return
     bins = np.minimum(NUM_BINS - 1, (chances * NUM_BINS).astype(np.int64))
     tally.expected += np.bincount(bins, weights=chances, minlength=NUM_BINS)
@@ -227,31 +219,45 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if min(parsed.budget) < 1:
         parser.error(f"--budget must be at least 1, got {min(parsed.budget)}")
     if parsed.lookup is not None and parsed.max_bytes is not None:
-        parser.error("--max-bytes must not stand beside --lookup; a file brings its own cap")
+        parser.error("--max-bytes must not be given with --lookup; a file brings its own cap")
     return parsed
 
 
-def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
+def run(options: argparse.Namespace) -> list[Result]:
+    """Every drafter with every budget and setting on every file; each result is said on stderr as it comes."""
     tokenizer = Tokenizer.from_file(str(options.tokenizer))
+    if options.lookup is not None:  # once, so that a file of another tokenizer is refused before anything is replayed
+        BlendedLookup.load(options.lookup, fingerprint=vocabulary_fingerprint(tokenizer.get_vocab()))
     selection = Selection(options.every, options.max_problems, options.samples, options.max_tokens)
+    progress = Progress(len(options.files) * len(options.setting) * len(options.drafter) * len(options.budget))
     results = []
     for file in options.files:
         recordings = read_recordings(file, tokenizer, selection)
-        for setting in options.setting:
-            for name in options.drafter:
-                drafter = make_drafter(name, lookup=options.lookup, floor=options.floor, max_bytes=options.max_bytes)
-                empty_bytes = drafter.nbytes
-                for budget in options.budget:
-                    tally = replay(drafter, recordings, budget=budget, setting=setting)
-                    result = Result(name, budget, setting, file.name, **summarise(tally, drafter, empty_bytes))
-                    results.append(result)
-                    print(f"{file.name} {setting} {name} {budget}: tau {result.tau:.3f}", file=sys.stderr)
-    print(table(results))
-    if options.plot is not None:
-        plot(results, options.plot)
+        for setting, name in product(options.setting, options.drafter):
+            drafter = make_drafter(name, lookup=options.lookup, floor=options.floor, max_bytes=options.max_bytes)
+            empty_bytes = drafter.nbytes
+            for budget in options.budget:
+                tally = replay(drafter, recordings, budget=budget, setting=setting)
+                result = Result(name, budget, setting, file.name, **summarise(tally, drafter, empty_bytes))
+                results.append(result)
+                progress.add(1, f"{file.name} {setting} {name} {budget}: tau {result.tau:.3f}")
+    return results
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        check_writable(options.plot, "--plot")
+        results = run(options)
+        print(table(results))
+        if options.plot is not None:
+            plot(results, options.plot)
+    except (ValueError, OSError, ImportError) as error:
+        say(f"replay: {error}")
+        return 2
     print(json.dumps({"results": [asdict(result) for result in results]}))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

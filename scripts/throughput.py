@@ -2,8 +2,8 @@
 
     python scripts/throughput.py                                     # bundled model, generated problems
     python scripts/throughput.py --model Qwen/Qwen2.5-7B-Instruct    # AIME 2024 from the hub
-    python scripts/throughput.py --model PATH --problems mine.jsonl --trajectories 1,4,16
-    python scripts/throughput.py --model smollm2 --problems scripts/workloads/word_problems.jsonl
+    python scripts/throughput.py --model smollm2                     # a real small model from a package index
+    python scripts/throughput.py --model PATH --problems mine.jsonl --trajectories 1,4,16 --output results.jsonl
 
 Three arms draw from the same law with the same prompts and seeds: `generate` is transformers' `model.generate`
 (one call of `--rows` rows per problem, enough for its rate), `plain` is this engine without drafts, `drafted` is
@@ -11,81 +11,61 @@ this engine. They take turns within every problem, so that a noisy machine distu
 of trajectories the lookup tree starts anew (from `--lookup` if given) and is kept from problem to problem, unless
 `--lookup-scope problem` is given. Progress goes to stderr, tables to stdout; the last stdout line is one JSON
 document with every figure.
+
+Nothing is lost when a run ends early. `--output` gets one line per problem, number of trajectories and arm as soon as
+it is measured. After SIGINT or SIGTERM the tables and the JSON document tell of all problems that were finished, the
+lookup tree is saved if `--save-lookup` is given, and the exit status is 130 or 143.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import statistics
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-import numpy
 import torch
-import transformers
-from measuring.text_table import format_table
-from measuring.trajectories import ARMS, Drawn, Sampling, draw_with_engine, draw_with_generate
-from workloads.problem_sets import AIME_2024, Task, generated_tasks, read_tasks
-from workloads.real_models import model_folder
+from measuring.interruption import Interrupted, Interruption
+from measuring.output_file import JsonLines, check_writable
+from measuring.progress import Progress, say
+from measuring.setup import (
+    add_options,
+    count_list,
+    fill_defaults,
+    load_model,
+    load_tasks,
+    prompt_ids,
+    sampling_for,
+)
+from measuring.throughput_report import (
+    Measured,
+    arm_document,
+    by_trajectories,
+    conditions,
+    run_document,
+    run_tables,
+)
+from measuring.trajectories import ARMS, Drawn, Sampling, chunk_sizes, draw_with_engine, draw_with_generate
+from workloads.problem_sets import Task
 
 import stand
 from stand.drafters.step_cost import CostTable
 from stand.trees import BlendedLookup, LookupTree, TreeShape, vocabulary_fingerprint
 
-REASONER = Path(__file__).resolve().parent / "reasoner"
-BOXED_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-CPU_ROWS = 4  # more rows are bound by arithmetic without drafts already: drafts pay less there, see README
-COST_LENGTHS = (256, 2048)  # contexts behind which steps are timed, within max_new_tokens
+COST_LENGTHS = (256, 2048)  # contexts after which steps are timed, within max_new_tokens
 MOST_TOKENS = 128  # timed in one step on a CPU
-SHOWN_DEPTHS = 12  # in the table; the JSON document has all
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One problem with one number of trajectories: what every arm drew."""
-
-    task: Task
-    trajectories: int
-    arms: dict[str, Drawn]
-
-
-def load_model(arguments: argparse.Namespace):
-    """(model, tokenizer) on the wanted device, ready for inference."""
-    arguments.model = model_folder(arguments.model)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.model)
-    model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype=DTYPES[arguments.dtype])
-    return model.to(arguments.device).eval(), tokenizer
-
-
-def load_tasks(arguments: argparse.Namespace) -> list[Task]:
-    if arguments.problems is None:
-        return generated_tasks(arguments.num_problems or 6, seed=arguments.seed)
-    return read_tasks(arguments.problems, count=arguments.num_problems)
-
-
-def prompt_ids(tokenizer, task: Task, instruction: str) -> list[int]:
-    """Token ids of the chat prompt, or of the plain text for a tokenizer without a chat template."""
-    content = task.statement + instruction
-    if tokenizer.chat_template is None:
-        return tokenizer(content)["input_ids"]
-    messages = [{"role": "user", "content": content}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-
-
-def new_engine(arguments: argparse.Namespace, model, tokenizer) -> stand.Engine:
-    """An engine with an empty lookup tree, or with the one in `--lookup`."""
+def new_engine(arguments: argparse.Namespace, model, tokenizer, costs: CostTable | None = None) -> stand.Engine:
+    """An engine with an empty lookup tree, or with the one in `--lookup`. costs: what steps cost here."""
     lookup = None
     if arguments.lookup is not None:
         fingerprint = vocabulary_fingerprint(tokenizer.get_vocab())
         kind = BlendedLookup if arguments.shape is None else LookupTree
         lookup = kind.load(arguments.lookup, fingerprint=fingerprint)
     if arguments.shape is None:
-        settings = {"budget": arguments.budget, "costs": arguments.step_costs, "kind": arguments.draft_kind}
+        settings = {"budget": arguments.budget, "costs": costs, "kind": arguments.draft_kind}
         drafter = stand.BlendedDrafter(lookup, **settings)
     else:
         drafter = stand.FixedShapeDrafter(lookup, arguments.shape, kind=arguments.draft_kind)
@@ -93,7 +73,7 @@ def new_engine(arguments: argparse.Namespace, model, tokenizer) -> stand.Engine:
 
 
 def step_costs(arguments: argparse.Namespace, model, tokenizer) -> CostTable | None:
-    """What steps cost here, from `--costs` or measured now; None with a fixed budget or shape."""
+    """From `--costs` or measured now; None with a fixed budget or shape."""
     if arguments.budget is not None or arguments.shape is not None:
         return None
     if arguments.costs is not None and arguments.costs.exists():
@@ -107,227 +87,81 @@ def step_costs(arguments: argparse.Namespace, model, tokenizer) -> CostTable | N
     return table
 
 
-def sampling_for(arguments: argparse.Namespace, trajectories: int) -> Sampling:
-    return Sampling(
-        rows=min(arguments.rows or trajectories, trajectories),
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-    )
+class Run:
+    """Problems measured one after another. What is finished stays in `measured` when the run is interrupted.
+
+    engine: the one that is drafting, with the lookup tree of the number of trajectories that is being measured.
+    costs: what steps cost here, timed when the run begins; None with a fixed budget or shape.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.tasks = arguments, load_tasks(arguments)
+        say(f"{arguments.model}: loading")
+        self.model, self.tokenizer = load_model(arguments)
+        self.measured: list[Measured] = []
+        self.costs: CostTable | None = None
+        self.engine = self._new_engine()  # what the options cannot mean is refused here, before anything is timed
+
+    def _new_engine(self) -> stand.Engine:
+        return new_engine(self.arguments, self.model, self.tokenizer, self.costs)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.measured) == len(self.tasks) * len(self.arguments.trajectories)
+
+    def warm_up(self) -> None:
+        """Step costs, then a short run of every arm on an engine that is thrown away."""
+        say(f"{len(self.tasks)} problems, rows {self.arguments.rows or 'all'}: timing steps and warming up")
+        self.costs = step_costs(self.arguments, self.model, self.tokenizer)
+        engine = self._new_engine()
+        sampling = sampling_for(self.arguments, max(self.arguments.trajectories))
+        short = Sampling(**{**asdict(sampling), "max_new_tokens": min(32, sampling.max_new_tokens)})
+        prompt = prompt_ids(self.tokenizer, self.tasks[0], self.arguments.instruction)
+        for arm in ARMS:
+            draw(engine, arm, prompt, sampling.rows, short, problem=0)
+
+    def measure(self, lines: JsonLines, interruption: Interruption) -> None:
+        """All problems with all numbers of trajectories; every arm is written to `lines` as it ends."""
+        progress = Progress(sum(self._num_calls(count) for count in self.arguments.trajectories) * len(self.tasks))
+        for count in self.arguments.trajectories:
+            for index, task in enumerate(self.tasks):
+                if index == 0 or self.arguments.lookup_scope == "problem":
+                    self.engine = self._new_engine()
+                arms = {}
+                for arm in (*ARMS[index % len(ARMS) :], *ARMS[: index % len(ARMS)]):  # another one first every time
+                    arms[arm] = self._measure_arm(arm, index, count)
+                    lines.add(self._line(task, count, arm, arms[arm]))
+                    rate = f"{arm} {arms[arm].stats.tokens_per_second:.0f} tokens/s"
+                    where = f"N = {count}, problem {index + 1} of {len(self.tasks)}"
+                    progress.add(self._num_calls(count) / len(ARMS), f"{where}: {rate}")
+                    interruption.check()
+                self.measured.append(Measured(task, count, {arm: arms[arm] for arm in ARMS}))
+
+    def _num_calls(self, count: int) -> int:
+        """Calls of `generate` per problem, the rough measure of its time: one of transformers' own, the rest ours."""
+        return 1 + 2 * len(chunk_sizes(count, sampling_for(self.arguments, count).rows))
+
+    def _measure_arm(self, arm: str, index: int, count: int) -> Drawn:
+        prompt = prompt_ids(self.tokenizer, self.tasks[index], self.arguments.instruction)
+        return draw(self.engine, arm, prompt, count, sampling_for(self.arguments, count), problem=index)
+
+    def _line(self, task: Task, count: int, arm: str, drawn: Drawn) -> dict[str, object]:
+        line = {"name": task.name, "answer": task.answer, "trajectories": count, "arm": arm}
+        texts = {"texts": list(drawn.texts)} if self.arguments.texts else {}
+        return {**line, **arm_document(task, drawn), **texts}
 
 
-def measure_problem(engine: stand.Engine, prompt: list[int], count: int, sampling: Sampling, *, problem: int):
-    """What every arm draws; the order of the arms turns from problem to problem."""
-    drawn = {}
-    for place in range(len(ARMS)):
-        arm = ARMS[(problem + place) % len(ARMS)]
-        if arm == "generate":
-            drawn[arm] = draw_with_generate(engine, prompt, sampling.rows, sampling, problem=problem)
-        else:
-            drawn[arm] = draw_with_engine(engine, prompt, count, sampling, problem=problem, draft=arm == "drafted")
-    return {arm: drawn[arm] for arm in ARMS}
-
-
-def measure(arguments: argparse.Namespace, model, tokenizer, tasks: list[Task]) -> tuple[list[Measured], stand.Engine]:
-    """All problems with all numbers of trajectories, and the last engine."""
-    measured = []
-    for trajectories in arguments.trajectories:
-        engine, sampling = new_engine(arguments, model, tokenizer), sampling_for(arguments, trajectories)
-        for index, task in enumerate(tasks):
-            if arguments.lookup_scope == "problem" and index > 0:
-                engine = new_engine(arguments, model, tokenizer)
-            prompt = prompt_ids(tokenizer, task, arguments.instruction)
-            arms = measure_problem(engine, prompt, trajectories, sampling, problem=index)
-            measured.append(Measured(task, trajectories, arms))
-            rates = ", ".join(f"{arm} {drawn.stats.tokens_per_second:.0f}" for arm, drawn in arms.items())
-            report(f"N = {trajectories}, problem {index + 1} of {len(tasks)}: tokens/s {rates}")
-    return measured, engine
-
-
-def warm_up(arguments: argparse.Namespace, model, tokenizer, task: Task) -> None:
-    """A short run of every arm on an engine that is thrown away."""
-    engine, sampling = new_engine(arguments, model, tokenizer), sampling_for(arguments, max(arguments.trajectories))
-    prompt = prompt_ids(tokenizer, task, arguments.instruction)
-    short = Sampling(**{**asdict(sampling), "max_new_tokens": min(32, sampling.max_new_tokens)})
-    measure_problem(engine, prompt, sampling.rows, short, problem=0)
-
-
-def report(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def speedup(arms: dict[str, stand.Stats], over: str) -> float | None:
-    """Ratio of tokens per second, drafted to another arm."""
-    slow = arms[over].tokens_per_second
-    return arms["drafted"].tokens_per_second / slow if slow else None
-
-
-def summary_row(name: str, arms: dict[str, stand.Stats], single: float, majority: float) -> list[object]:
-    drafted = arms["drafted"]
-    return [
-        name,
-        drafted.num_tokens,
-        drafted.num_steps,
-        drafted.mean_acceptance_length,
-        *(round(arms[arm].tokens_per_second) for arm in ARMS),
-        speedup(arms, "plain"),
-        speedup(arms, "generate"),
-        single,
-        majority,
-    ]
-
-
-HEADER = (
-    "problem",
-    "tokens",
-    "steps",
-    "tok/step",
-    "generate tok/s",
-    "plain tok/s",
-    "drafted tok/s",
-    "x plain",
-    "x generate",
-    "single",
-    "majority",
-)
-
-
-def median_speedup(measured: list[Measured], over: str) -> float | None:
-    """Median over problems of the speed-up: one stall of the machine does not move it."""
-    ratios = [speedup({arm: drawn.stats for arm, drawn in item.arms.items()}, over) for item in measured]
-    return None if None in ratios else statistics.median(ratios)
-
-
-def total_stats(measured: list[Measured], arm: str) -> stand.Stats:
-    return sum((item.arms[arm].stats for item in measured), stand.Stats())
-
-
-def total_accuracy(measured: list[Measured], arm: str) -> dict[str, float]:
-    """Mean over problems of single-sample accuracy and of the majority vote."""
-    drawn = [(item.arms[arm], item.task.answer) for item in measured]
-    return {
-        "single": sum(each.accuracy(answer) for each, answer in drawn) / len(drawn),
-        "majority": sum(each.vote_is_right(answer) for each, answer in drawn) / len(drawn),
-    }
-
-
-def problem_table(measured: list[Measured]) -> str:
-    rows = []
-    for item in measured:
-        drafted, answer = item.arms["drafted"], item.task.answer
-        stats = {arm: drawn.stats for arm, drawn in item.arms.items()}
-        rows.append(summary_row(item.task.name, stats, drafted.accuracy(answer), float(drafted.vote_is_right(answer))))
-    return format_table(HEADER, rows)
-
-
-def total_table(groups: dict[int, list[Measured]]) -> str:
-    rows = []
-    for trajectories, measured in groups.items():
-        stats = {arm: total_stats(measured, arm) for arm in ARMS}
-        row = summary_row(f"all, N = {trajectories}", stats, **total_accuracy(measured, "drafted"))
-        rows.append([*row, *(median_speedup(measured, arm) for arm in ("plain", "generate"))])
-    return format_table((*HEADER, "median x plain", "median x generate"), rows)
-
-
-def depth_table(groups: dict[int, list[Measured]]) -> str:
-    """Where drafts were accepted and where the time of a step went."""
-    rows = []
-    for trajectories, measured in groups.items():
-        stats = total_stats(measured, "drafted")
-        shares = [f"{number / stats.num_steps:.2f}" for number in stats.accepted_by_depth]
-        depths = " ".join(shares[:SHOWN_DEPTHS]) + (" ..." if len(shares) > SHOWN_DEPTHS else "")
-        overhead = f"{100 * stats.overhead:.0f} %"
-        rows.append([f"N = {trajectories}", stats.draft_acceptance_rate, overhead, depths])
-    return format_table(("drafted", "acceptance rate", "not forward", "accepted per step, depth 1, 2, ..."), rows)
-
-
-def as_document(arguments: argparse.Namespace, groups: dict[int, list[Measured]]) -> dict[str, object]:
-    """Every figure, setting and version, as plain JSON values."""
-    plain = (bool, int, float, str, list, type(None))
-    given = {name: value for name, value in vars(arguments).items() if name != "step_costs"}
-    return {
-        "settings": {name: value if isinstance(value, plain) else str(value) for name, value in given.items()},
-        "step_costs": None if arguments.step_costs is None else asdict(arguments.step_costs)["costs"],
-        "versions": {
-            "stand": stand.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "numpy": numpy.__version__,
-            "python": platform.python_version(),
-        },
-        "machine": {
-            "processor": platform.machine(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "gpu": torch.cuda.get_device_name(arguments.device) if "cuda" in str(arguments.device) else None,
-        },
-        "problems": [problem_document(item) for measured in groups.values() for item in measured],
-        "totals": [total_document(trajectories, measured) for trajectories, measured in groups.items()],
-    }
-
-
-def problem_document(item: Measured) -> dict[str, object]:
-    stats = {arm: drawn.stats for arm, drawn in item.arms.items()}
-    return {
-        "name": item.task.name,
-        "answer": item.task.answer,
-        "trajectories": item.trajectories,
-        "speedup_over_plain": speedup(stats, "plain"),
-        "speedup_over_generate": speedup(stats, "generate"),
-        "arms": {
-            arm: {
-                **drawn.stats.as_dict(),
-                "answers": list(drawn.answers),
-                "single": drawn.accuracy(item.task.answer),
-                "majority": drawn.vote_is_right(item.task.answer),
-            }
-            for arm, drawn in item.arms.items()
-        },
-    }
-
-
-def total_document(trajectories: int, measured: list[Measured]) -> dict[str, object]:
-    stats = {arm: total_stats(measured, arm) for arm in ARMS}
-    return {
-        "trajectories": trajectories,
-        "problems": len(measured),
-        "speedup_over_plain": speedup(stats, "plain"),
-        "speedup_over_generate": speedup(stats, "generate"),
-        "median_speedup_over_plain": median_speedup(measured, "plain"),
-        "median_speedup_over_generate": median_speedup(measured, "generate"),
-        "arms": {arm: {**stats[arm].as_dict(), **total_accuracy(measured, arm)} for arm in ARMS},
-    }
-
-
-def count_list(text: str) -> list[int]:
-    """Numbers of trajectories, as 1,4,8,16."""
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"must be integers >= 1 with commas between, as 1,4,8,16; got {text!r}")
-    return counts
-
-
-def positive_integer(text: str) -> int:
-    return count_list(text)[0]
+def draw(engine: stand.Engine, arm: str, prompt: list[int], count: int, sampling: Sampling, *, problem: int) -> Drawn:
+    """What one arm draws; `generate` draws no more than one call's rows."""
+    if arm == "generate":
+        return draw_with_generate(engine, prompt, sampling.rows, sampling, problem=problem)
+    return draw_with_engine(engine, prompt, count, sampling, problem=problem, draft=arm == "drafted")
 
 
 def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default=str(REASONER), help="folder, hub id or short name (default: bundled model)")
-    parser.add_argument("--problems", help="jsonl file or hub dataset with fields problem, answer")
-    parser.add_argument("--num-problems", type=positive_integer, help="use the first so many problems only")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
     parser.add_argument("--trajectories", type=count_list, default=[1, 4, 8, 16], metavar="N,N,...")
-    parser.add_argument("--rows", type=int, help="rows decoded together, 0 for all (default: 4 on a CPU, else all)")
-    parser.add_argument("--max-new-tokens", type=positive_integer)
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--instruction", help="text appended to every problem")
     parser.add_argument("--verifier", default="traversal")
     parser.add_argument(
         "--budget",
@@ -344,67 +178,56 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lookup", type=Path, help="start from this lookup tree")
     parser.add_argument("--save-lookup", type=Path, help="write the lookup tree of the last number of trajectories")
     parser.add_argument("--lookup-scope", choices=("run", "problem"), default="run", help="when it starts anew")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=positive_integer, help="CPU threads (default: 1 for the bundled model)")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 on a CPU, else bfloat16")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--output", type=Path, help="new file for one JSON line per problem, N and arm, written as each ends"
+    )
+    parser.add_argument("--texts", action="store_true", help="put the trajectories' texts into the lines of --output")
     arguments = parser.parse_args(command_line)
+    if arguments.texts and arguments.output is None:
+        parser.error("--texts needs a file to write to; add --output FILE.jsonl")
     fill_defaults(arguments)
     return arguments
 
 
-def fill_defaults(arguments: argparse.Namespace) -> None:
-    """Defaults that depend on the model (bundled or real) and on the device."""
-    is_bundled = Path(arguments.model).resolve() == REASONER
-    on_cpu = arguments.device == "cpu"
-    by_situation = {
-        "problems": None if is_bundled else AIME_2024,
-        "rows": CPU_ROWS if on_cpu else 0,
-        "max_new_tokens": 1024 if is_bundled else 8192,
-        "temperature": 1.0 if is_bundled else 0.6,
-        "top_p": None if is_bundled else 0.95,
-        "instruction": "" if is_bundled else BOXED_INSTRUCTION,
-        "threads": 1 if is_bundled else torch.get_num_threads(),  # its matrices are too small for more
-        "dtype": "float32" if on_cpu else "bfloat16",
-    }
-    for name, value in by_situation.items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
-
-
-def check_save_path(path: Path | None) -> None:
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ValueError(f"--save-lookup must name a file in an existing folder, got {path}; make the folder first")
-
-
-def run(arguments: argparse.Namespace) -> None:
-    check_save_path(arguments.save_lookup)
+def run(arguments: argparse.Namespace, interruption: Interruption) -> None:
+    check_writable(arguments.save_lookup, "--save-lookup")
+    if arguments.costs is not None and not arguments.costs.exists():
+        check_writable(arguments.costs, "--costs")
+    lines = JsonLines(arguments.output, "--output")
     torch.set_num_threads(arguments.threads)
-    tasks = load_tasks(arguments)
-    model, tokenizer = load_model(arguments)
-    arguments.step_costs = step_costs(arguments, model, tokenizer)
-    report(f"{arguments.model}, {len(tasks)} problems, rows {arguments.rows or 'all'}, warming up")
-    warm_up(arguments, model, tokenizer, tasks[0])
-    measured, engine = measure(arguments, model, tokenizer, tasks)
+    this_run = Run(arguments)
+    this_run.warm_up()
+    lines.add(conditions(arguments, this_run.costs))
+    try:
+        this_run.measure(lines, interruption)
+    finally:
+        finish(this_run)
+
+
+def finish(this_run: Run) -> None:
+    """Tables, JSON document and lookup tree of what was measured, be it all or not."""
+    arguments = this_run.arguments
+    if this_run.measured:
+        groups = by_trajectories(this_run.measured)
+        print(run_tables(groups), end="\n\n")
+        document = {**run_document(arguments, this_run.costs, groups), "is_complete": this_run.is_complete}
+        print(json.dumps(document), flush=True)
     if arguments.save_lookup is not None:
-        engine.lookup.save(arguments.save_lookup)
-        report(f"wrote {arguments.save_lookup}")
-    groups: dict[int, list[Measured]] = {}
-    for item in measured:
-        groups.setdefault(item.trajectories, []).append(item)
-    for trajectories, items in groups.items():
-        print(f"N = {trajectories} trajectories\n{problem_table(items)}\n")
-    print(f"{total_table(groups)}\n\n{depth_table(groups)}\n")
-    print(json.dumps(as_document(arguments, groups)))
+        this_run.engine.lookup.save(arguments.save_lookup)
+        say(f"wrote {arguments.save_lookup}")
 
 
 def main() -> int:
     arguments = read_arguments()
-    try:
-        run(arguments)
-    except (ValueError, OSError) as error:
-        report(f"throughput: {error}")
-        return 2
+    with Interruption() as interruption:
+        try:
+            run(arguments, interruption)
+        except Interrupted as interrupted:
+            say(f"throughput: ended early by {interrupted}")
+            return interrupted.exit_status
+        except (ValueError, OSError) as error:
+            say(f"throughput: {error}")
+            return 2
     return 0
 
 

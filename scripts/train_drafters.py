@@ -15,7 +15,8 @@ from pathlib import Path
 from subprocess import run
 from sys import executable
 
-from train_reasoner import REASONER, train
+from measuring.setup import REASONER
+from training.trainer import train
 from transformers import AutoTokenizer
 
 DRAFTERS = Path(__file__).resolve().parent / "drafters"
@@ -39,7 +40,7 @@ def train_drafter(name: str, *, minutes: float | None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=sorted(SIZES))
     parser.add_argument("--minutes", type=float, help="instead of each model's own training time")
     options = parser.parse_args()

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from measuring.output_file import check_writable
+from measuring.progress import Progress, say
 from tokenizers import Tokenizer
 from workloads.recordings import encode, read_records, record_tokens
 
@@ -45,20 +47,22 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
+def train(options: argparse.Namespace) -> dict[str, object]:
+    """Learns every file, writes the lookup tree and returns its figures. Says on stderr how far it is."""
+    check_writable(options.output, "--output")
     tokenizer = Tokenizer.from_file(str(options.tokenizer))
     fingerprint = vocabulary_fingerprint(tokenizer.get_vocab())
     lookup = BlendedLookup(depth=options.depth, max_bytes=options.max_bytes, fingerprint=fingerprint)
+    progress = Progress(sum(path.stat().st_size for path in options.files))
     num_tokens = 0
     for path in options.files:
         for prompt, tokens in read_runs(path, tokenizer):
             run = np.concatenate([prompt, tokens[: options.max_tokens]]).astype(np.int32)
             lookup.learn([], run)
             num_tokens += len(run)
-        print(f"{path.name}: {num_tokens} tokens, {len(lookup)} contexts", file=sys.stderr)
+        progress.add(path.stat().st_size, f"{path.name}: {num_tokens} tokens, {len(lookup)} contexts")
     lookup.save(options.output)
-    figures = {
+    return {
         "output": str(options.output),
         "num_tokens": num_tokens,
         "num_contexts": len(lookup),
@@ -66,8 +70,17 @@ def main(arguments: list[str] | None = None) -> None:
         "nbytes": lookup.nbytes,
         "file_bytes": options.output.stat().st_size,
     }
-    print(json.dumps(figures))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        print(json.dumps(train(options)))
+    except (ValueError, OSError) as error:
+        say(f"train_lookup: {error}")
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

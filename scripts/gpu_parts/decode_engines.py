@@ -12,8 +12,9 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-from measuring.bench_model import BenchModel
 from measuring.bench_record import Measurement
+
+from gpu_parts.bench_model import BenchModel
 
 OURS, EAGER, COMPILED = "stand, no drafts", "generate, eager", "generate, static + compile"
 TEMPERATURE = 0.6

@@ -14,11 +14,11 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from bench_verifier import random_draft
 from measuring.bench_record import Measurement
 from measuring.device_timer import DeviceTimer
 from torch.nn.functional import scaled_dot_product_attention
 from workloads.model_shapes import INITIAL_SPREAD, ModelShape, Product
+from workloads.random_draft import random_draft
 
 from stand.gpu.kernels.attention import tile_tokens, tree_attention
 from stand.gpu.kernels.compact import compact

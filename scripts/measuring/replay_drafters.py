@@ -61,6 +61,19 @@ def followed(draft: DraftTree, run: np.ndarray) -> tuple[list[int], int]:
     return path, NO_TOKEN
 
 
+def accepted_path(guess: Guess, truth: np.ndarray) -> list[int]:
+    """The accepted path: nodes of the longest path from the root that equals the beginning of `truth`."""
+    tokens, parents, _ = guess
+    path: list[int] = []
+    while len(path) < len(truth):
+        above = path[-1] if path else -1
+        found = np.flatnonzero((parents == above) & (tokens == truth[len(path)]))
+        if len(found) == 0:
+            break
+        path.append(int(found[0]))
+    return path
+
+
 class BlendedReplay:
     """`lookup`: the blended lookup tree, best-first growth."""
 

@@ -28,10 +28,14 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Some trajectories of one problem: their answers and what they cost."""
+    """Some trajectories of one problem: their texts and what they cost."""
 
-    answers: tuple[int | None, ...]
+    texts: tuple[str, ...]
     stats: Stats
+
+    @property
+    def answers(self) -> tuple[int | None, ...]:
+        return tuple(extract_answer(text) for text in self.texts)
 
     def accuracy(self, answer: int) -> float:
         """Share of single samples that are right."""
@@ -56,7 +60,7 @@ def draw_with_engine(
     engine: Engine, prompt: Sequence[int], count: int, sampling: Sampling, *, problem: int, draft: bool
 ) -> Drawn:
     """Trajectories of the engine, with drafts or without."""
-    stats, answers = Stats(), []
+    stats, texts = Stats(), []
     for chunk, size in enumerate(chunk_sizes(count, sampling.rows)):
         output = engine.generate(
             input_ids=list(prompt),
@@ -69,8 +73,8 @@ def draw_with_engine(
             draft=draft,
         )
         stats += output.stats
-        answers.extend(extract_answer(text) for text in output.texts)
-    return Drawn(tuple(answers), stats)
+        texts.extend(output.texts)
+    return Drawn(tuple(texts), stats)
 
 
 @torch.inference_mode()
@@ -78,7 +82,7 @@ def draw_with_generate(engine: Engine, prompt: Sequence[int], count: int, sampli
     """Trajectories of transformers' own `model.generate`, on the engine's model."""
     model, tokenizer = engine.model, engine.tokenizer
     input_ids = torch.tensor([list(prompt)], device=model.device)
-    stats, answers = Stats(num_prompt_tokens=len(prompt)), []
+    stats, texts = Stats(num_prompt_tokens=len(prompt)), []
     for chunk, size in enumerate(chunk_sizes(count, sampling.rows)):
         torch.manual_seed(derived_seed(sampling.seed, problem, chunk))
         with stats.timed_wall():
@@ -93,8 +97,8 @@ def draw_with_generate(engine: Engine, prompt: Sequence[int], count: int, sampli
         rows = [_until_end(row, model.generation_config.eos_token_id) for row in output[:, len(prompt) :].tolist()]
         stats.num_tokens += sum(map(len, rows))
         stats.num_steps += sum(map(len, rows))
-        answers.extend(extract_answer(text) for text in tokenizer.batch_decode(rows, skip_special_tokens=True))
-    return Drawn(tuple(answers), stats)
+        texts.extend(tokenizer.batch_decode(rows, skip_special_tokens=True))
+    return Drawn(tuple(texts), stats)
 
 
 def _generate_settings(sampling: Sampling) -> dict[str, object]:
@@ -113,7 +117,7 @@ def _pad_id(tokenizer) -> int:
 
 
 def _until_end(token_ids: list[int], end: int | list[int] | None) -> list[int]:
-    """The tokens up to and including the first end token: what lies behind it is padding."""
+    """The tokens up to and including the first end token; the rest is padding."""
     ends = {end} if isinstance(end, int) else set(end or ())
     for place, token in enumerate(token_ids):
         if token in ends:

@@ -2,7 +2,7 @@
 
 
 import pytest
-from workloads.answers import extract_answer, majority_answer  # noqa: E402
+from workloads.answers import extract_answer, majority_answer
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ import argparse
 import json
 import sys
 
-import compare_evidence  # noqa: E402
+import compare_evidence
 import numpy as np
+from measuring.setup import REASONER, load_model
 
 import stand
 from stand.trees import BlendedLookup
@@ -32,8 +33,8 @@ def test_the_second_arm_learns_the_committed_tokens_alone():
         def learn_batch(self, *arguments, **named):
             raise AssertionError("the laws must not be learned")
 
-    options = argparse.Namespace(model=str(compare_evidence.REASONER), device="cpu", dtype="float32")
-    model, tokenizer = compare_evidence.load_model(options)
+    options = argparse.Namespace(model=str(REASONER), device="cpu", dtype="float32")
+    model, tokenizer = load_model(options)
     engine = stand.wrap(model, tokenizer, drafter=compare_evidence.TokenDrafter(Recorder(), budget=8))
     prompt = np.arange(5, 25).tolist()
     output = engine.generate(input_ids=prompt, max_new_tokens=40, seed=1)

@@ -2,11 +2,10 @@
 
 import json
 
-import compare_verifiers  # noqa: E402
-import measuring.verifier_tables as verifier_tables  # noqa: E402
+import compare_verifiers
 import numpy as np
 import pytest
-import workloads.synthetic_chains as synthetic_chains  # noqa: E402
+from verifier_parts import arms, synthetic_chains, verifier_tables
 
 TARGET, PROPOSAL = np.array([0.6, 0.3, 0.1]), np.array([0.5, 0.3, 0.2])
 
@@ -69,13 +68,13 @@ def test_estimates_and_paired_gains():
 def test_arms_are_run_once_and_kept(tmp_path, monkeypatch):
     size = {"prompts": 1, "rows": 1, "tokens": 24, "branching": (2, 1), "own_rows": 2, "seed": 3}
     monkeypatch.setattr(compare_verifiers, "ROOM", 4)
-    arms = [
-        compare_verifiers.Arm("chains", "good", 1.0, 4, ("token", "block")),
-        compare_verifiers.Arm("shape", "coupled", 1.0, 0, ("coupled", "match")),
-        compare_verifiers.Arm("shape", "sampled", 1.0, 0, compare_verifiers.SHAPE_RULES["sampled"]),
+    chosen = [
+        arms.Arm("chains", "good", 1.0, 4, ("token", "block")),
+        arms.Arm("shape", "coupled", 1.0, 0, ("coupled", "match")),
+        arms.Arm("shape", "sampled", 1.0, 0, arms.SHAPE_RULES["sampled"]),
     ]
     output = tmp_path / "found.json"
-    results = compare_verifiers.run_all(arms, size, output)
+    results = compare_verifiers.run_all(chosen, size, output)
     assert [result["drafts"] for result in results] == ["good", "sampled", "coupled"]
     assert compare_verifiers.different_outputs(results) == 0
     for result in results:
@@ -84,21 +83,28 @@ def test_arms_are_run_once_and_kept(tmp_path, monkeypatch):
     kept = results[1]["tokens"]
     assert sum(kept["traversal"]) >= sum(kept["match"]) - 1e-9
     monkeypatch.setattr(compare_verifiers, "run_arm", None)  # would fail if it were called again
-    again = compare_verifiers.run_all(arms, size, output)
+    again = compare_verifiers.run_all(chosen, size, output)
     kept_arms = json.loads(output.read_text(encoding="utf-8"))["arms"]
     assert json.dumps(again) == json.dumps([kept_arms[place] for place in (0, 2, 1)])  # chains, then shapes in order
+
+
+def test_a_missing_folder_is_found_before_the_work(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["compare_verifiers.py", "--output", str(tmp_path / "missing" / "found")])
+    with pytest.raises(SystemExit, match="2"):
+        compare_verifiers.main()
+    assert "--output must name a file in an existing folder" in capsys.readouterr().err
 
 
 def test_the_document_becomes_tables_and_a_plot(tmp_path):
     chains = {"part": "chains", "gamma": 8, "alpha": 0.8, "hopeless": 0.3, "nodes_per_step": 8.0}
     trees = {"gamma": 0, "nodes_per_step": 7.5}
     counts = ([10.0, 12.0], {"traversal": [25.0, 30.0], "match": [24.0, 29.0]})
-    arms = [arm_of([10.0, 12.0], {"token": [50.0, 60.0], "block": [53.0, 63.0]}, **chains) | {"drafts": "good"}]
-    arms += [arm_of(*counts, part=part, **trees) for part in ("shape", "blended")]
-    arms += [arm_of([10.0, 12.0], {"traversal": [25.0, 30.0]}, part="own", **trees) | {"driver": "traversal"}]
+    results = [arm_of([10.0, 12.0], {"token": [50.0, 60.0], "block": [53.0, 63.0]}, **chains) | {"drafts": "good"}]
+    results += [arm_of(*counts, part=part, **trees) for part in ("shape", "blended")]
+    results += [arm_of([10.0, 12.0], {"traversal": [25.0, 30.0]}, part="own", **trees) | {"driver": "traversal"}]
     synthetic = [{"target": "flat", "distance": 0.1, "gamma": 8, "token": 6.0, "block": 6.5, "gain": 8.3,
                   "gain_error": 0.5}]  # fmt: skip
-    document = {"arms": [verifier_tables.add_estimates(arm) for arm in arms], "synthetic": synthetic}
+    document = {"arms": [verifier_tables.add_estimates(arm) for arm in results], "synthetic": synthetic}
     text = verifier_tables.tables(document)
     for part in ("+5.45", "-3.64", "+8.30 ± 0.50", "lookup tree, fixed shape", "own steps"):
         assert part in text

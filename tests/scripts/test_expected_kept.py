@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from draft_worlds import KINDS
 from exact import WORLDS, enumerate_drafts, pack, production_report, target_rows
-from measuring.expected_kept import expected_kept  # noqa: E402
+from verifier_parts.expected_kept import expected_kept
 
 from stand.verifiers import get_verifier
 

@@ -17,13 +17,13 @@ pytest.importorskip("triton")
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 import gpu_bench  # noqa: E402
+import gpu_parts.bench_model as bench_model  # noqa: E402
 import gpu_parts.gpu_checks as gpu_checks  # noqa: E402
 import gpu_parts.kernel_bench as kernel_bench  # noqa: E402
 import gpu_parts.step_bench as step_bench  # noqa: E402
-import measuring.bench_model as bench_model  # noqa: E402
 from fake_events import FakeEvent  # noqa: E402
+from gpu_parts.bench_model import BenchModel  # noqa: E402
 from gpu_parts.decode_engines import DecodeBench, DecodeTiming  # noqa: E402
-from measuring.bench_model import BenchModel  # noqa: E402
 from measuring.bench_record import BenchRecord, Budget, Measurement  # noqa: E402
 from measuring.device_timer import DeviceTimer  # noqa: E402
 from workloads.model_shapes import SHAPES, SMOKE_SHAPE  # noqa: E402

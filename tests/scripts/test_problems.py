@@ -1,14 +1,12 @@
 """The generated problems: true answers, true arithmetic, a clean split, bounded texts."""
 
+import hashlib
 import random
 import re
-from pathlib import Path
 
 import pytest
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-import workloads.problems as problems  # noqa: E402
-from workloads.answers import extract_answer  # noqa: E402
+from workloads import problems, reasoning
+from workloads.answers import extract_answer
 
 EQUATION = re.compile(r"(?<![\d*+/^-] )\b(\d+) ([-+*]) (\d+) = (\d+)")
 REGRET = re.compile(r"^, (wait, that is wrong,|no, wait,|hmm, no,|wait, let me redo this,)")
@@ -91,12 +89,12 @@ def test_statement_holds_the_operands(family):
 def test_reasoning_is_true_and_ends_in_the_answer(family):
     rng = random.Random(family)
     for problem in drawn(family, 40):
-        text = problems.write_reasoning(problem, rng)
+        text = reasoning.write_reasoning(problem, rng)
         assert not false_equations(text), text
         assert text.count(problems.THINK_END) == 1
         assert text.endswith(f"\nAnswer: {problem.answer}")
         assert extract_answer(text) == problem.answer
-        assert problems.SHORTEST_REASONING <= problems.count_pieces(text) <= problems.LONGEST_REASONING + 20
+        assert reasoning.SHORTEST_REASONING <= reasoning.count_pieces(text) <= reasoning.LONGEST_REASONING + 20
 
 
 def test_false_equations_are_found():
@@ -106,7 +104,7 @@ def test_false_equations_are_found():
 
 def test_slips_occur_and_are_taken_back():
     rng = random.Random(1)
-    texts = [problems.write_reasoning(problems.draw_problem(rng, held_out=False), rng) for _ in range(300)]
+    texts = [reasoning.write_reasoning(problems.draw_problem(rng, held_out=False), rng) for _ in range(300)]
     slips = sum(bool(re.search(r"wait, that is wrong|no, wait|hmm, no|redo this", text)) for text in texts)
     assert 20 < slips < 150
 
@@ -114,14 +112,14 @@ def test_slips_occur_and_are_taken_back():
 def test_reasonings_of_one_problem_differ():
     problem = drawn("equation", 1)[0]
     rng = random.Random(2)
-    assert len({problems.write_reasoning(problem, rng) for _ in range(20)}) == 20
+    assert len({reasoning.write_reasoning(problem, rng) for _ in range(20)}) == 20
 
 
 def test_same_seed_same_text():
     def text(seed: int) -> str:
         rng = random.Random(seed)
         problem = problems.draw_problem(rng, held_out=False)
-        return problem.problem + problems.write_reasoning(problem, rng)
+        return problem.problem + reasoning.write_reasoning(problem, rng)
 
     assert text(3) == text(3)
     assert text(3) != text(4)
@@ -141,6 +139,19 @@ def test_held_out_problems_are_different_and_stable():
     assert first[:10] == problems.held_out_problems(10, seed=1)
     assert len({(problem.family, problem.operands) for problem in first}) == 40
     assert first != problems.held_out_problems(40, seed=2)
+
+
+def test_problems_and_texts_stay_as_they_are():
+    """The bundled models were trained on them, and held-out problems must stay unseen: no change may move one."""
+    digest = hashlib.blake2b(digest_size=16)
+    for seed in range(200):
+        rng = random.Random(seed)
+        problem = problems.draw_problem(rng, held_out=seed % 2 == 0)
+        text = reasoning.write_reasoning(problem, rng)
+        digest.update(repr((problem.problem, problem.answer, problem.family, problem.operands, text)).encode())
+    for problem in problems.held_out_problems(130, seed=0):
+        digest.update(repr((problem.problem, problem.answer, problem.family, problem.operands)).encode())
+    assert digest.hexdigest() == "26ac8a2fdc4169602cbb43d5ea6dfa47"
 
 
 def test_unknown_family_is_refused():

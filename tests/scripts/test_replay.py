@@ -97,11 +97,11 @@ def test_tau_is_accepted_tokens_plus_one(modules, ahead, budget, tau):
 
 
 def test_a_wrong_guess_is_not_accepted(modules):
-    _, replay, _ = modules
+    _, _, replay_drafters = modules
     tokens, parents = np.array([7, 4, 8, 9], np.int32), np.array([-1, -1, 1, 0], np.int32)
-    assert replay.walk((tokens, parents, None), np.array([4, 8, 9], np.int32)) == [1, 2]
-    assert replay.walk((tokens, parents, None), np.array([8, 4], np.int32)) == []
-    assert replay.walk((tokens, parents, None), np.array([7], np.int32)) == [0]
+    assert replay_drafters.accepted_path((tokens, parents, None), np.array([4, 8, 9], np.int32)) == [1, 2]
+    assert replay_drafters.accepted_path((tokens, parents, None), np.array([8, 4], np.int32)) == []
+    assert replay_drafters.accepted_path((tokens, parents, None), np.array([7], np.int32)) == [0]
 
 
 @pytest.mark.parametrize(("setting", "forgets"), [("alone", 1 + 4), ("same", 1 + 1), ("all", 1)])
@@ -176,6 +176,11 @@ def test_trained_files_help_and_are_bound_to_their_vocabulary(files, tmp_path):
     assert taus[1] > 2 * taus[0]
     with pytest.raises(LookupFileError, match="vocabulary"):
         BlendedLookup.load(warm, fingerprint=vocabulary_fingerprint({"another": 0}))
+    other = Tokenizer(WordLevel({word: number for number, word in enumerate(reversed(WORDS))}, unk_token="w0"))
+    other.pre_tokenizer = WhitespaceSplit()
+    other.save(str(tmp_path / "other.json"))
+    refused = run("replay.py", files / "walks.jsonl.gz", "--tokenizer", tmp_path / "other.json", "--lookup", warm)
+    assert refused.returncode == 2 and "vocabulary" in refused.stderr and "tau" not in refused.stderr
 
 
 def test_plain_texts_train_too(files, tmp_path):
@@ -186,8 +191,30 @@ def test_plain_texts_train_too(files, tmp_path):
     assert BlendedLookup.load(output).predict([7, 8], limit=1)[0].tolist() == [9]
 
 
+def test_outputs_are_checked_before_the_work(files, tmp_path, monkeypatch, capsys):
+    import replay
+    import train_lookup
+
+    def fail(*arguments, **named):
+        raise AssertionError("this is the work")
+
+    monkeypatch.setattr(train_lookup, "read_runs", fail)
+    monkeypatch.setattr(replay, "read_recordings", fail)
+    common = [str(files / "walks.jsonl.gz"), "--tokenizer", str(files / "tokenizer.json")]
+    missing = str(tmp_path / "missing" / "file")
+    assert train_lookup.main([*common, "--output", missing]) == 2
+    assert "--output must name a file in an existing folder" in capsys.readouterr().err
+    assert replay.main([*common, "--plot", missing]) == 2
+    assert "--plot must name a file in an existing folder" in capsys.readouterr().err
+
+
 def test_bad_options_are_refused(files):
     common = ["replay.py", files / "walks.jsonl.gz", "--tokenizer", files / "tokenizer.json"]
-    for extra in (["--budget", "0"], ["--lookup", "x", "--max-bytes", "5"], ["--drafter", "oracle"]):
+    cases = {
+        "must be at least 1": ["--budget", "0"],
+        "must not be given with": ["--lookup", "x", "--max-bytes", "5"],
+        "invalid choice": ["--drafter", "oracle"],
+    }
+    for message, extra in cases.items():
         done = run(*common, *extra)
-        assert done.returncode == 2 and "must be" in done.stderr or "must not" in done.stderr or "choose" in done.stderr
+        assert done.returncode == 2 and message in done.stderr

@@ -1,17 +1,19 @@
 """The throughput script in small: arms, tables, JSON line, problem sets, lookup files, refusals."""
 
+import contextlib
+import io
 import json
 import sys
 from pathlib import Path
 
 import pytest
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-import throughput  # noqa: E402
-from measuring.text_table import format_table  # noqa: E402
-from measuring.trajectories import ARMS, chunk_sizes, derived_seed  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
-from workloads.problem_sets import generated_tasks, read_tasks  # noqa: E402
+import throughput
+from measuring.interruption import Interruption
+from measuring.setup import REASONER, prompt_ids
+from measuring.text_table import format_table
+from measuring.trajectories import ARMS, chunk_sizes, derived_seed
+from transformers import AutoTokenizer
+from workloads.problem_sets import generated_tasks, read_tasks
 
 
 def run(capsys, *options: str) -> tuple[int, str, str]:
@@ -35,12 +37,11 @@ def document(tmp_path_factory) -> dict:
     path = tmp_path_factory.mktemp("lookup") / "lookup.msgpack"
     options = ["--num-problems", "2", "--trajectories", "1,3", "--rows", "2", "--max-new-tokens", "48"]
     arguments = throughput.read_arguments([*options, "--save-lookup", str(path)])
-    lines: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("builtins.print", lambda *values, **_: lines.append(" ".join(map(str, values))))
-        throughput.run(arguments)
+    stdout = io.StringIO()
+    with contextlib.redirect_stdout(stdout):
+        throughput.run(arguments, Interruption())
     assert path.exists()
-    return json.loads(lines[-1])
+    return json.loads(stdout.getvalue().splitlines()[-1])
 
 
 def test_document_has_every_problem_and_arm(document):
@@ -74,7 +75,7 @@ def test_document_has_settings_and_versions(document):
     assert {"stand", "torch", "transformers", "numpy", "python"} <= set(document["versions"])
     assert document["settings"]["seed"] == 0
     assert document["settings"]["trajectories"] == [1, 3]
-    assert document["settings"]["dtype"] == "float32"
+    assert document["settings"]["dtype"] == "float32" and document["is_complete"]
 
 
 def test_drafts_are_accepted(document):
@@ -83,7 +84,7 @@ def test_drafts_are_accepted(document):
 
 def test_saved_lookup_helps_from_the_start(capsys, tmp_path):
     path = tmp_path / "lookup.msgpack"
-    small = ("--num-problems", "1", "--max-new-tokens", "64", "--rows", "1")
+    small = ("--budget", "32", "--num-problems", "1", "--max-new-tokens", "64", "--rows", "1")
     cold = run(capsys, *small, "--trajectories", "4", "--save-lookup", str(path))
     first = run(capsys, *small, "--trajectories", "1")
     warm = run(capsys, *small, "--trajectories", "1", "--lookup", str(path))
@@ -113,13 +114,15 @@ def test_own_problem_file_and_lookup_per_problem(capsys, tmp_path):
         (["--problems", "missing.jsonl"], "missing.jsonl"),
         (["--verifier", "hope"], "verifier must be one of"),
         (["--lookup", "missing.lookup"], "missing.lookup"),
-        (["--save-lookup", "no/such/folder/file"], "existing folder"),
+        (["--save-lookup", "no/such/folder/file"], "--save-lookup must name a file in an existing folder"),
+        (["--output", "no/such/folder/file"], "--output must name a file in an existing folder"),
+        (["--costs", "no/such/folder/file"], "--costs must name a file in an existing folder"),
         (["--max-new-tokens", "100000"], "context of 2048"),
         (["--top-p", "0"], "top_p must be in"),
     ],
 )
 def test_bad_input_is_one_error(capsys, options, message):
-    status, out, err = run(capsys, "--num-problems", "1", "--trajectories", "1", *options)
+    status, out, err = run(capsys, "--num-problems", "1", "--trajectories", "1", "--budget", "4", *options)
     assert status == 2
     assert message in err
     assert "Traceback" not in err and out == ""
@@ -168,9 +171,9 @@ def test_field_names_and_number_forms(tmp_path):
 
 
 def test_bundled_prompt_ends_where_reasoning_begins():
-    tokenizer = AutoTokenizer.from_pretrained(throughput.REASONER)
+    tokenizer = AutoTokenizer.from_pretrained(REASONER)
     task = generated_tasks(1, seed=0)[0]
-    text = tokenizer.decode(throughput.prompt_ids(tokenizer, task, ""))
+    text = tokenizer.decode(prompt_ids(tokenizer, task, ""))
     assert text == f"<|problem|>{task.statement}<|think|>"
 
 

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from draft_requests import draft_request  # noqa: E402
 from fake_events import FakeEvent  # noqa: E402
+from gpu_parts.bench_model import BenchModel  # noqa: E402
 from gpu_parts.trajectory_replay import (  # noqa: E402
     RecordedRule,
     ReplayBench,
@@ -20,7 +21,6 @@ from gpu_parts.trajectory_replay import (  # noqa: E402
     free_token,
     made_up_recordings,
 )
-from measuring.bench_model import BenchModel  # noqa: E402
 from measuring.token_drafter import TokenDrafter  # noqa: E402
 from plain_kernels import use_plain_kernels  # noqa: E402
 from workloads.model_shapes import SMOKE_SHAPE  # noqa: E402

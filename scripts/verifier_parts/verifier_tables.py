@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-
 from measuring.text_table import format_table
 
 RESAMPLES = 2000

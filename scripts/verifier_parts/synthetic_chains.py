@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from measuring.expected_kept import expected_kept
 
 from stand.trees import DraftBatch
 from stand.verifiers import TargetRows, get_verifier
+from verifier_parts.expected_kept import expected_kept
 
 VOCABULARY_SIZE = 3
 DISTANCES = (0.05, 0.1, 0.2, 0.3, 0.4)
@@ -29,7 +29,7 @@ def pair_of_laws(
 
 
 def all_chains(proposal: np.ndarray, gamma: int) -> tuple[DraftBatch, np.ndarray]:
-    """(every chain of gamma tokens, its probability), each token drawn from `proposal` whatever stands before it."""
+    """(every chain of gamma tokens, its probability), each token drawn from `proposal` whatever comes before it."""
     size = len(proposal)
     tokens = np.array(list(itertools.product(range(size), repeat=gamma)), dtype=np.int32)
     count = len(tokens)

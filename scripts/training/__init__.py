@@ -1,0 +1,1 @@
+"""How train_reasoner.py and train_drafters.py train."""

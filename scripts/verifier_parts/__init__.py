@@ -1,0 +1,1 @@
+"""What compare_verifiers.py consists of."""

@@ -1,0 +1,51 @@
+"""Drafters for the comparison: with noise, with a budget per row, and watched for the room that rows have."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+import stand
+from stand.trees import DraftBatch
+
+NODES_PER_ROW = 8  # of a blended draft: four rows share the default budget of 32
+
+
+class NoisyDrafter(stand.ModelDrafter):
+    """A draft model whose logits get fresh Gaussian noise; the law that it records is the noisy one it draws from."""
+
+    def __init__(self, model, *, noise: float, **settings) -> None:
+        super().__init__(model, **settings)
+        self.noise = noise
+        self._generator = torch.Generator().manual_seed(0)
+
+    def _draw(self, logits, points, *, is_greedy):
+        noise = torch.randn(logits.shape, generator=self._generator)
+        return super()._draw(logits + self.noise * self.temperature * noise, points, is_greedy=is_greedy)
+
+
+class GrowingDrafter(stand.BlendedDrafter):
+    """NODES_PER_ROW for every live row."""
+
+    def draft(self, request: stand.DraftRequest) -> DraftBatch:
+        self.budget = NODES_PER_ROW * len(request.histories)
+        return super().draft(request)
+
+
+class RoomDrafter(stand.Drafter):
+    """Passes everything on and notes which rows have room for a whole draft, which is `room` tokens."""
+
+    def __init__(self, drafter: stand.Drafter, room: int) -> None:
+        self.drafter, self.room = drafter, room
+        self.num_candidates = drafter.num_candidates
+        self.has_room = np.zeros(0, dtype=bool)
+
+    def draft(self, request: stand.DraftRequest) -> DraftBatch:
+        self.has_room = request.max_depths >= self.room
+        return self.drafter.draft(request)
+
+    def learn_prompt(self, token_ids, *, problem) -> None:
+        self.drafter.learn_prompt(token_ids, problem=problem)
+
+    def learn(self, lesson: stand.Lesson) -> None:
+        self.drafter.learn(lesson)

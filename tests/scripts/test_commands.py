@@ -1,0 +1,67 @@
+"""Every file of scripts/ is a command: it explains itself, the documents name it, and nothing else imports it."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts"
+COMMANDS = sorted(path.stem for path in SCRIPTS.glob("*.py"))
+PACKAGES = sorted(str(path.parent.relative_to(SCRIPTS)) for path in SCRIPTS.rglob("__init__.py"))
+SEPARATE = {"compile_kernels"}  # chooses Triton's compiler when it is imported, for the whole process
+MOST_FILES = 12  # of a package
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Top-level names of everything that a file imports, wherever in the file."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name.split(".")[0] for name in names}
+
+
+def help_of(command: str, monkeypatch, capsys) -> str:
+    """What the command prints when it is asked for help."""
+    if command in SEPARATE:
+        asked = [sys.executable, SCRIPTS / f"{command}.py", "--help"]
+        return subprocess.run(asked, capture_output=True, text=True, timeout=300, check=True).stdout
+    main = importlib.import_module(command).main
+    monkeypatch.setattr(sys, "argv", [f"{command}.py", "--help"])
+    with pytest.raises(SystemExit, match="^0$"):
+        main()
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_explains_the_command(command, monkeypatch, capsys):
+    text = help_of(command, monkeypatch, capsys)
+    assert text.startswith(f"usage: {command}.py")
+    assert f"scripts/{command}.py" in text, "the help must show a command line to begin with"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_documents_name_the_command(command):
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))]
+    assert any(f"{command}.py" in text for text in texts)
+
+
+def test_no_file_imports_a_command():
+    importers = {path.relative_to(SCRIPTS): imported_modules(path) & set(COMMANDS) for path in SCRIPTS.rglob("*.py")}
+    assert {path: names for path, names in importers.items() if names} == {}
+
+
+def test_imports_of_commands_are_found(tmp_path):
+    path = tmp_path / "file.py"
+    path.write_text("def late():\n    from throughput import run\n    import replay as r\n    import numpy.linalg\n")
+    assert imported_modules(path) == {"throughput", "replay", "numpy"}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_stay_easy_to_survey(package):
+    files = [path for path in (SCRIPTS / package).glob("*.py") if path.name != "__init__.py"]
+    assert 0 < len(files) <= MOST_FILES, sorted(path.name for path in files)
+    assert all(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) for path in files)

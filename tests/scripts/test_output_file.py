@@ -1,0 +1,60 @@
+"""Files of long runs: what cannot be written is found before the work, and every line is there once it was added."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from measuring.output_file import JsonLines, check_writable, replace_text
+
+
+def test_lines_are_there_while_the_file_is_open(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    lines = JsonLines(path, "--output")
+    for number in range(3):
+        lines.add({"number": number})
+        assert [json.loads(line)["number"] for line in path.read_text().splitlines()] == list(range(number + 1))
+
+
+def test_no_path_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    JsonLines(None, "--output").add({"number": 1})
+    assert not list(tmp_path.iterdir())
+
+
+def test_earlier_results_are_not_overwritten(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text("{}\n")
+    with pytest.raises(ValueError, match="--output must name a new file, got .* move it away"):
+        JsonLines(path, "--output")
+    assert path.read_text() == "{}\n"
+
+
+def test_what_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--save must name a file in an existing folder, got .* make the folder first"):
+        check_writable(tmp_path / "missing" / "file", "--save")
+    with pytest.raises(ValueError, match="--save must name a file, got the folder"):
+        check_writable(tmp_path, "--save")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a folder that even root cannot write to")
+def test_folders_without_rights_are_refused():
+    with pytest.raises(ValueError, match="--save must name a file that can be written"):
+        check_writable(Path("/proc/file"), "--save")
+
+
+def test_a_check_leaves_nothing_behind(tmp_path):
+    check_writable(tmp_path / "new", "--save")
+    check_writable(None, "--save")
+    (tmp_path / "old").write_text("kept")
+    check_writable(tmp_path / "old", "--save")
+    assert [path.name for path in tmp_path.iterdir()] == ["old"] and (tmp_path / "old").read_text() == "kept"
+
+
+def test_texts_are_replaced_whole(tmp_path, monkeypatch):
+    path = tmp_path / "text"
+    replace_text(path, "old")
+    monkeypatch.setattr("os.replace", lambda *_: 1 / 0)  # killed before the end
+    with pytest.raises(ZeroDivisionError):
+        replace_text(path, "new")
+    assert path.read_text() == "old"

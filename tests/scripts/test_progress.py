@@ -1,0 +1,22 @@
+"""Progress lines: the share that is done, and the time left at the pace so far."""
+
+import pytest
+from measuring import progress
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (42.4, "42 s"), (59.9, "60 s"), (200, "3 min 20 s"), (7500, "2 h 5 min")]
+)
+def test_durations(seconds, text):
+    assert progress.duration(seconds) == text
+
+
+def test_time_left_follows_the_pace(monkeypatch, capsys):
+    clock = iter([100.0, 100.0, 110.0, 130.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    counted = progress.Progress(4)
+    counted.add(0, "nothing yet")
+    counted.add(1, "one")
+    counted.add(3, "all")
+    said = ["nothing yet (0 % done)", "one (25 % done, 30 s left)", "all (100 % done, 0 s left)"]
+    assert capsys.readouterr() == ("", "\n".join(said) + "\n")

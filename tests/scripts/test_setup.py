@@ -1,0 +1,64 @@
+"""Set-up of the Makefile with a made-up pip: it says what it does, and takes the build of torch that pip finds."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# Called as `python -m venv FOLDER`: makes a folder whose pip notes its arguments and knows the builds in $BUILDS.
+PYTHON = """#!/bin/sh
+mkdir -p "$3/bin"
+cat > "$3/bin/pip" <<'END'
+#!/bin/sh
+echo "$@" >> "$NOTES"
+case "$*" in *" torch") ;; *) exit 0;; esac
+wanted=$(grep '== "linux"' "$4" | sed 's/;.*//')
+case " $BUILDS " in *" $wanted "*) exit 0;; esac
+echo "ERROR: $COMPLAINT" >&2
+exit 1
+END
+chmod +x "$3/bin/pip"
+"""
+
+pytestmark = pytest.mark.skipif(not (ROOT / "Makefile").exists(), reason="away from the source there is no Makefile")
+
+
+def pinned_version() -> str:
+    return re.search(r"torch==([0-9.]+)\+cpu", (ROOT / "constraints.txt").read_text()).group(1)
+
+
+def set_up(folder: Path, builds: str, complaint: str = "No matching distribution found for torch"):
+    """(the finished process, what pip was called with, the constraints that were settled)."""
+    python, notes, environment = folder / "python", folder / "notes", folder / "venv"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    variables = {**os.environ, "BUILDS": builds, "NOTES": str(notes), "COMPLAINT": complaint}
+    target = f"{environment}/.ready"
+    command = ["make", "--no-print-directory", target, f"VENV={environment}", f"PYTHON={python}"]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60)
+    return done, notes.read_text().splitlines(), (environment / "constraints.txt").read_text()
+
+
+def test_the_pinned_build_is_taken_where_pip_finds_it(tmp_path):
+    done, calls, constraints = set_up(tmp_path, f"torch=={pinned_version()}+cpu torch=={pinned_version()}")
+    assert done.returncode == 0 and (tmp_path / "venv" / ".ready").exists()
+    assert constraints == (ROOT / "constraints.txt").read_text()
+    assert "installing torch (a download of 0.2 GB" in done.stdout and "compiling the modules" in done.stdout
+    assert "no build of torch" not in done.stdout and sum(call.endswith(" torch") for call in calls) == 1
+
+
+def test_the_build_with_cuda_is_taken_where_there_is_no_other(tmp_path):
+    done, calls, constraints = set_up(tmp_path, f"torch=={pinned_version()}")
+    assert done.returncode == 0, done.stderr
+    assert "pip finds no build of torch without CUDA" in done.stdout and "2.7 GB" in done.stdout
+    assert "+cpu" not in constraints and f"torch=={pinned_version()}; sys_platform" in constraints
+    assert all(f"--constraint {tmp_path}/venv/constraints.txt" in call for call in calls)
+
+
+def test_other_failures_are_shown_and_fetch_nothing_else(tmp_path):
+    done, calls, _ = set_up(tmp_path, f"torch=={pinned_version()}", complaint="Connection timed out")
+    assert done.returncode != 0 and "Connection timed out" in done.stderr
+    assert len(calls) == 1 and not (tmp_path / "venv" / ".ready").exists()

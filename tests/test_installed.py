@@ -1,0 +1,47 @@
+"""What is installed is whole: every module of the source is there and can be imported, with its type information."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+import stand
+
+ROOT = Path(__file__).resolve().parents[1]
+INSTALLED = Path(stand.__file__).parent
+
+
+def source_files() -> list[str]:
+    """Modules of the source tree; away from it, those that were listed when the tests were copied there."""
+    listed = ROOT / "modules.txt"
+    if listed.exists():
+        return sorted(listed.read_text().split())
+    folders = ("stand", "trees", "verifiers")
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*.py*") if path.suffix in (".py", ".pyx")]
+    return sorted(str(path.relative_to(ROOT)) for path in found)
+
+
+def module_of(file: str) -> str:
+    """trees/shape.py -> stand.trees.shape; stand/gpu/__init__.py -> stand.gpu."""
+    parts = Path(file).with_suffix("").parts
+    return ".".join((*(() if parts[0] == "stand" else ("stand",)), *parts)).removesuffix(".__init__")
+
+
+@pytest.mark.parametrize("file", source_files())
+def test_module_is_installed(file):
+    if file.startswith("stand/gpu/"):
+        pytest.importorskip("triton")
+    module = importlib.import_module(module_of(file))
+    assert Path(module.__file__).suffix == (".so" if file.endswith(".pyx") else ".py")
+
+
+def test_modules_are_named_as_they_are_imported():
+    names = [module_of(file) for file in ("stand/engine.py", "trees/blended/lookup.pyx", "verifiers/__init__.py")]
+    assert names == ["stand.engine", "stand.trees.blended.lookup", "stand.verifiers"]
+    assert len(source_files()) > 80
+
+
+def test_types_come_along():
+    lookups = [importlib.import_module(f"stand.trees.{name}.lookup") for name in ("blended", "longest_match")]
+    assert all((Path(module.__file__).parent / "lookup.pyi").exists() for module in lookups)
+    assert (INSTALLED / "py.typed").exists()

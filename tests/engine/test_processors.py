@@ -46,7 +46,7 @@ COMBINATIONS = [
     {"watermarking_config": {"greenlist_ratio": 0.4, "bias": 3.0}, "top_p": 0.8, "own": [Boost()]},
     {"own": [library.TemperatureLogitsWarper(0.5), Boost(), library.TopKLogitsWarper(4)], "temperature": 2.0},
     {"own": [library.RepetitionPenaltyLogitsProcessor(2.0), Boost()], "repetition_penalty": 1.1, "min_length": 12},
-    {"remove_invalid_values": True, "repetition_penalty": 1.3, "own": [library.SuppressTokensLogitsProcessor([49, 28])]},
+    {"remove_invalid_values": True, "repetition_penalty": 1.3, "own": [library.SuppressTokensLogitsProcessor([28])]},
     {"encoder_no_repeat_ngram_size": 1, "own": [Boost()]},
 ]
 NAMES = [" ".join(asked) for asked in COMBINATIONS]

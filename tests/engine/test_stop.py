@@ -2,24 +2,13 @@
 
 import numpy as np
 import pytest
-from tiny_models import VOCABULARY_SIZE, tiny_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from letter_tokenizer import LETTERS, letter_tokenizer
+from tiny_models import tiny_model
 
 import stand
 from stand.row import Row
 from stand.stop import StopRule
 from stand.trees import TreeShape
-
-LETTERS = [chr(33 + index) for index in range(VOCABULARY_SIZE)]
-
-
-def letter_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character."""
-    core = Tokenizer(models.WordLevel({letter: index for index, letter in enumerate(LETTERS)}, unk_token="!"))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=core)
 
 
 def engine() -> stand.Engine:

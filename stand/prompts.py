@@ -128,9 +128,15 @@ def _as_texts(given: object) -> list[str | list[Mapping]] | None:
     """Texts and chats, or None where `given` is neither."""
     if isinstance(given, str) or _is_chat(given):
         return [given]
-    if isinstance(given, (list, tuple)) and given and all(isinstance(part, str) or _is_chat(part) for part in given):
-        return list(given)
-    return None
+    if not isinstance(given, (list, tuple)):
+        return None
+    are_texts = [isinstance(part, str) or _is_chat(part) for part in given]
+    if any(are_texts) and not all(are_texts):
+        raise ValueError(
+            f"prompts must be all texts and chats or all token ids, got {type(given[are_texts.index(False)]).__name__} "
+            "among texts; encode the texts, or pass them in a call of their own"
+        )
+    return list(given) if any(are_texts) else None
 
 
 def _is_chat(given: object) -> bool:
@@ -151,7 +157,7 @@ def _rows(given: object, name: str) -> list:
             "them"
         )
     rows = [row.cpu().numpy() if isinstance(row, torch.Tensor) else row for row in given]
-    is_one = bool(rows) and np.ndim(rows[0]) == 0 and not isinstance(rows[0], str)
+    is_one = bool(rows) and not isinstance(rows[0], (list, tuple)) and np.ndim(rows[0]) == 0
     return [rows] if is_one else rows
 
 

@@ -121,16 +121,18 @@ class ProcessorChain:
 
     def __call__(self, scores: torch.Tensor, batch: DraftBatch, rows: Sequence[Row]) -> torch.Tensor:
         """[M, V] float32 raw scores of the packed nodes of `rows` -> processed ones."""
-        kinds = {type(processor) for processor in self.by_prompt[0]}
-        nodes = self._nodes(batch, rows) if kinds - WITHOUT_PREFIX else []
-        groups = _groups(nodes, scores.device) if kinds & BY_PREFIX else {}
+        has_prefixes = any(type(processor) not in WITHOUT_PREFIX for processor in self.by_prompt[0])
+        nodes = self._nodes(batch, rows) if has_prefixes else []
+        groups: dict[tuple[int, int], tuple[list[int], torch.Tensor]] = {}  # filled when first asked for
         for place, processor in enumerate(self.by_prompt[0]):
             if type(processor) in WITHOUT_PREFIX:
                 scores = processor(None, scores)
             elif place in self._per_row:
                 scores = self._per_row[place](scores, nodes)
+            elif _asks_which_tokens(processor):
+                scores = processor(_padded(nodes, scores.device), scores)
             else:
-                scores = scores.clone()
+                scores, groups = scores.clone(), groups or _groups(nodes, scores.device)
                 for (prompt, _), (places, prefixes) in groups.items():
                     scores[places] = self.by_prompt[prompt][place](prefixes, scores[places])
         return scores
@@ -145,6 +147,21 @@ class ProcessorChain:
                 path = (*nodes[parent].path, int(batch.token_ids[place])) if place > first else ()
                 nodes.append(Node(place, row, row.index // self._num_return_sequences, path))
         return nodes
+
+
+def _asks_which_tokens(processor: LogitsProcessor) -> bool:
+    """Whether it only asks which tokens a prefix holds: then prefixes of all lengths may share one call."""
+    is_penalty = type(processor) is library.RepetitionPenaltyLogitsProcessor
+    return is_penalty and processor.prompt_ignore_length is None
+
+
+def _padded(nodes: Sequence[Node], device: torch.device) -> torch.Tensor:
+    """Prefixes [M, longest] int64, each filled up with its own first token."""
+    prefixes = [node.prefix() for node in nodes]
+    padded = np.empty((len(nodes), max(map(len, prefixes))), dtype=np.int64)
+    for line, prefix in zip(padded, prefixes, strict=True):
+        line[: len(prefix)], line[len(prefix) :] = prefix, prefix[0]
+    return torch.from_numpy(padded).to(device)
 
 
 def _groups(nodes: Sequence[Node], device: torch.device) -> dict[tuple[int, int], tuple[list[int], torch.Tensor]]:

@@ -48,6 +48,7 @@ COMBINATIONS = [
     {"own": [library.RepetitionPenaltyLogitsProcessor(2.0), Boost()], "repetition_penalty": 1.1, "min_length": 12},
     {"remove_invalid_values": True, "repetition_penalty": 1.3, "own": [library.SuppressTokensLogitsProcessor([28])]},
     {"encoder_no_repeat_ngram_size": 1, "own": [Boost()]},
+    {"own": [library.RepetitionPenaltyLogitsProcessor(2.5, prompt_ignore_length=2)], "temperature": 0.8},
 ]
 NAMES = [" ".join(asked) for asked in COMBINATIONS]
 # The laws are normalised and finite already; of two penalties the user's own counts, in the place of the setting.

@@ -41,6 +41,7 @@ LONGEST_CUT = 6  # tokens of a solution that a prompt may hold
 ROWS_PER_CALL = 500
 PROMPTS_PER_CALL = 10
 ROUNDING = 1e-5  # of a law in float32
+WHOLE_LAW = {"temperature": 1.0, "top_k": 0}  # the softmax; transformers keeps 50 tokens where top_k is not given
 SMALLEST_CELL = 10  # continuations expected in a cell of one arm
 
 
@@ -80,7 +81,7 @@ def fixed_prompts(engine: stand.Engine, count: int, *, seed: int = 0) -> list[li
     """Token ids of `count` held-out problems, each with the first tokens of a solution by the model itself."""
     cuts = random.Random(f"cuts {seed}")
     texts = [write_prompt(problem.problem) for problem in held_out_problems(count, seed=seed)]
-    solutions = engine.generate(texts, max_new_tokens=LONGEST_CUT, temperature=1.0, seed=seed, draft=False).token_ids
+    solutions = engine.generate(texts, max_new_tokens=LONGEST_CUT, **WHOLE_LAW, seed=seed, draft=False).token_ids
     prompts = [engine.tokenizer(text)["input_ids"] for text in texts]
     return [
         prompt + solution[: cuts.randrange(LONGEST_CUT)] for prompt, solution in zip(prompts, solutions, strict=True)
@@ -98,7 +99,7 @@ def continuations(
                 input_ids=[prompt],
                 num_return_sequences=min(ROWS_PER_CALL, rows - start),
                 max_new_tokens=tokens,
-                temperature=1.0,
+                **WHOLE_LAW,
                 seed=seed + 1000 * place + start // ROWS_PER_CALL,
                 draft=draft,
                 learn=False,
@@ -114,7 +115,7 @@ def warmed_up(model, tokenizer, prompts: Sequence[Sequence[int]], *, verifier: s
     drafter = stand.BlendedDrafter(budget=4 * ROWS_PER_CALL, kind=kind)
     rule = stand.verifiers.get_verifier(verifier, allow_lossy=True)
     engine = stand.wrap(model, tokenizer, drafter=drafter, verifier=rule)
-    engine.generate(input_ids=prompts, num_return_sequences=64, max_new_tokens=12, temperature=1.0, seed=999)
+    engine.generate(input_ids=prompts, num_return_sequences=64, max_new_tokens=12, **WHOLE_LAW, seed=999)
     return engine
 
 
@@ -165,7 +166,7 @@ def is_near_border(
 
 
 def check_tokens(model, tokenizer, options: argparse.Namespace) -> dict:
-    settings = {"num_return_sequences": options.rows, "max_new_tokens": options.tokens, "temperature": 1.0, "seed": 5}
+    settings = {"num_return_sequences": options.rows, "max_new_tokens": options.tokens, **WHOLE_LAW, "seed": 5}
     texts = [write_prompt(problem.problem) for problem in held_out_problems(options.prompts, seed=1)]
     results = []
     for verifier in options.verifiers:

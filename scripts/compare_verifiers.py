@@ -89,7 +89,7 @@ def warm_lookup(part: str, size: Size, temperature: float) -> LookupTree | Blend
     engine = stand.wrap(load_model("reasoner"), load_tokenizer(), verifier="match", drafter=drafter)
     engine.generate(
         prompt_texts(size.prompts, WARM_UP_SEED), num_return_sequences=1, max_new_tokens=size.tokens,
-        temperature=temperature, seed=WARM_UP_SEED,
+        temperature=temperature, top_k=0, seed=WARM_UP_SEED,
     )  # fmt: skip
     return drafter.lookup
 
@@ -111,7 +111,7 @@ def run_arm(arm: Arm, size: Size, seed: int) -> dict[str, object]:
     engine.verifier = asking
     output = engine.generate(
         prompt_texts(size.prompts, seed), num_return_sequences=size.rows, max_new_tokens=size.tokens,
-        temperature=arm.temperature, seed=seed,
+        temperature=arm.temperature, top_k=0, seed=seed,
     )  # fmt: skip
     checksum = sum(place * token for row in output.token_ids for place, token in enumerate(row, 1)) % 2**31
     return {**asdict(arm), **asking.result(), "output": checksum}
@@ -123,7 +123,9 @@ def mean_entropy(size: Size, temperature: float, seed: int) -> float:
     model, tokenizer = load_model("reasoner"), load_tokenizer()
     texts = prompt_texts(size.prompts, seed)
     engine = stand.wrap(model, tokenizer, verifier="match")
-    output = engine.generate(texts, max_new_tokens=size.tokens, temperature=temperature, seed=seed, draft=False)
+    output = engine.generate(
+        texts, max_new_tokens=size.tokens, temperature=temperature, top_k=0, seed=seed, draft=False
+    )
     entropies = []
     for text, token_ids in zip(texts, output.token_ids, strict=True):
         prompt = tokenizer(text)["input_ids"]

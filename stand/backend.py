@@ -101,7 +101,7 @@ class CapturedBackend:
         rows: Sequence[Row],
         num_top: int,
     ) -> Step:
-        if law.looks_back:
+        if law.has_processors:
             return self._eager.new_step(prefilled, sources, law=law, verifier=verifier, rows=rows, num_top=num_top)
         from stand.gpu.captured_step import CapturedStep
 

@@ -7,7 +7,15 @@ from hashlib import blake2b
 
 import numpy as np
 import torch
-from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from stand.backend import Backend, choose_backend
@@ -16,15 +24,16 @@ from stand.drafters.blended import BlendedDrafter
 from stand.drafters.drafter import Drafter
 from stand.drafters.fixed_shape import FixedShapeDrafter
 from stand.drafters.step_cost import StepCost, measure_cost
-from stand.forward.model import max_positions, prefill, text_config
+from stand.forward.model import prefill, text_config
 from stand.forward.self_check import check_model
 from stand.forward.tree_attention import exclusive, tree_attention
 from stand.forward.tree_cache import TreeCache, check_fits
+from stand.generation_settings import GenerationSettings
 from stand.output import GenerationOutput
+from stand.prompts import PromptReader
 from stand.row import LiveRows, Row
-from stand.sampling import SamplingParams, TargetLaw
 from stand.seeds import call_seed, checked_seed
-from stand.stop import StopRule
+from stand.stop import StopRule, as_strings
 from stand.text_pieces import TextPieces
 from stand.trees import BlendedLookup, DraftBatch, LookupTree, vocabulary_fingerprint
 from stand.verifiers import Verifier, VerifierNoise, get_verifier
@@ -99,39 +108,57 @@ class Engine:
     @torch.inference_mode()
     def generate(
         self,
-        prompts: str | Sequence[str] | None = None,
+        prompts: object = None,
         *,
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | torch.Tensor | None = None,
-        num_return_sequences: int = 1,
+        input_ids: object = None,
+        attention_mask: object = None,
+        generation_config: GenerationConfig | None = None,
+        num_return_sequences: int | None = None,
         max_new_tokens: int | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
         repetition_penalty: float | None = None,
-        logits_processors: Iterable[LogitsProcessor] = (),
-        stop: str | Sequence[str] = (),
-        stop_token_ids: Sequence[int] | None = None,
+        logits_processors: LogitsProcessorList | Iterable[LogitsProcessor] | None = None,
+        stop: str | Sequence[str] | None = None,
+        stop_token_ids: int | Sequence[int] | None = None,
+        stopping_criteria: StoppingCriteriaList | Iterable[StoppingCriteria] | None = None,
         seed: int | None = None,
         streamer: BaseStreamer | None = None,
         draft: bool = True,
         learn: bool = True,
+        **settings: object,
     ) -> GenerationOutput:
         """Sample `num_return_sequences` continuations of every prompt, all rows in one batch.
 
-        Sampling settings left at None come from `model.generation_config` (do_sample false means temperature 0).
-        stop_token_ids replace the model's own end tokens. seed None draws one; it is in the output.
+        prompts: a text, a chat (a list of messages), or several; also ids, as input_ids takes them.
+        input_ids: a list, tensor or array of ids, one prompt or several, or a tokenizer's output with its mask.
+        attention_mask: 0 at padding, which is taken off. Without it the model's padding token is padding in tensors.
+
+        Settings are resolved as transformers resolves them: what is given here (settings: any other field of
+        `GenerationConfig`), then generation_config, then `model.generation_config`, then transformers' defaults, among
+        them do_sample=False and top_k=50. Two rules are added: a temperature above 0 given here switches sampling on,
+        and temperature 0 is greedy. The law is that of transformers' own processors in their order, logits_processors
+        where transformers puts them; one that keeps a state sees a row as if it were decoded alone. What cannot be
+        honoured is refused by name (stand/generation_settings.py).
+
+        stop adds to the config's stop_strings; stop_token_ids replace its end tokens. stopping_criteria are asked
+        token by token, one row at a time. Without max_new_tokens and max_length a row may fill the model's context,
+        where transformers ends it after 20 tokens. seed None draws one; it is in the output.
         draft=False is ordinary decoding by the same engine; learn=False leaves the drafter as it is.
-        max_new_tokens None means as many as the model's context allows.
 
         The law of every row is plain sampling's, in every call, also when calls share a seed (stand/seeds.py). A fresh
         engine repeats a call with the same seed and inputs exactly. With the verifiers `match` and `coupled` a row's
         tokens are a function of (seed, row) alone; with ratio rules also of its drafts, and so, while the drafter
         learns, of its batch mates and of earlier calls.
         """
-        call = self._new_call(
+        call, num_samples = self._new_call(
             prompts,
+            on_commit=None if streamer is None else _into(streamer),
             input_ids=input_ids,
+            attention_mask=attention_mask,
+            generation_config=generation_config,
             num_return_sequences=num_return_sequences,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -142,10 +169,11 @@ class Engine:
             logits_processors=logits_processors,
             stop=stop,
             stop_token_ids=stop_token_ids,
+            stopping_criteria=stopping_criteria,
             seed=seed,
-            on_commit=None if streamer is None else _into(streamer),
             draft=draft,
             learn=learn,
+            **settings,
         )
         if streamer is not None:
             if len(call.rows) != 1:
@@ -156,9 +184,9 @@ class Engine:
         call.run()
         if streamer is not None:
             streamer.end()
-        return self._output(call, num_return_sequences)
+        return self._output(call, num_samples)
 
-    def stream(self, prompts: str | Sequence[str] | None = None, **settings: object) -> Iterator[tuple[int, str]]:
+    def stream(self, prompts: object = None, **settings: object) -> Iterator[tuple[int, str]]:
         """Yield (row, piece of text) as tokens are committed, any number of rows; takes what `generate` takes but
         streamer. The pieces of a row, joined, are its text. Between two pieces the model is free for other work.
 
@@ -166,9 +194,6 @@ class Engine:
         """
         if self.tokenizer is None:
             raise ValueError("streaming text needs a tokenizer, got none; pass tokenizer= to stand.wrap")
-        unknown = settings.keys() - _STREAM_SETTINGS
-        if unknown:
-            raise ValueError(f"stream takes {', '.join(sorted(_STREAM_SETTINGS))}, got {', '.join(sorted(unknown))}")
         committed: list[tuple[int, str]] = []
         texts: dict[int, TextPieces] = {}
 
@@ -176,7 +201,7 @@ class Engine:
             pieces = texts.setdefault(row.index, TextPieces(self.tokenizer))
             committed.append((row.index, pieces.add(token_ids, is_last=row.finish_reason is not None)))
 
-        call = self._new_call(prompts, on_commit=collect, **settings)
+        call, _ = self._new_call(prompts, on_commit=collect, **settings)
         return _stream(call, committed)
 
     @torch.inference_mode()
@@ -198,7 +223,8 @@ class Engine:
         rows = [Row(row, prompt, 1) for row in range(num_rows)]
         live = LiveRows.of(rows)
         noise = VerifierNoise(seed=0, rows=live.indices, steps=live.steps, positions=live.lengths + 1)
-        law = TargetLaw(SamplingParams.from_config(self.model.generation_config))
+        settings = GenerationSettings.resolve(self.model, num_return_sequences=num_rows)
+        law = settings.law(self.model, [prompt], [1])
         with exclusive(self.model):
             with tree_attention(self.model):
                 cache = TreeCache(num_rows=1, room=length + 1)
@@ -216,55 +242,63 @@ class Engine:
 
     def _new_call(
         self,
-        prompts: str | Sequence[str] | None,
+        prompts: object,
         *,
         on_commit: Callable[[Row, list[int]], None] | None,
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | torch.Tensor | None = None,
-        num_return_sequences: int = 1,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        logits_processors: Iterable[LogitsProcessor] = (),
-        stop: str | Sequence[str] = (),
-        stop_token_ids: Sequence[int] | None = None,
+        input_ids: object = None,
+        attention_mask: object = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processors: object = None,
+        stop: str | Sequence[str] | None = None,
+        stop_token_ids: object = None,
+        stopping_criteria: object = None,
         seed: int | None = None,
         draft: bool = True,
         learn: bool = True,
-    ) -> Call:
-        """A call that has not begun; everything that does not fit raises here, before any work."""
-        params = SamplingParams.from_config(
-            self.model.generation_config,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            logits_processors=tuple(logits_processors),
+        **settings: object,
+    ) -> tuple[Call, int]:
+        """A call that has not begun, and its samples per prompt; everything that does not fit raises before any
+        work."""
+        resolved = GenerationSettings.resolve(
+            self.model,
+            generation_config,
+            end_ids=stop_token_ids,
+            default_end=None if self.tokenizer is None else self.tokenizer.eos_token_id,
+            **settings,
         )
-        token_ids = self._prompt_ids(prompts, input_ids)
-        limit = self._length_limit(token_ids, max_new_tokens)
-        if not isinstance(num_return_sequences, int) or num_return_sequences < 1:
-            raise ValueError(
-                f"num_return_sequences must be an integer >= 1, got {num_return_sequences!r}; ask for at least one row"
-            )
-        _check_room(self.model, len(token_ids) * num_return_sequences, max(map(len, token_ids)))
-        stop_strings = (stop,) if isinstance(stop, str) else tuple(stop)
+        num_samples = resolved.num_return_sequences
+        token_ids = self._reader(resolved).read(prompts, input_ids, attention_mask=attention_mask)
+        limits = resolved.limits(self.model, token_ids)
+        _check_room(self.model, len(token_ids) * num_samples, max(map(len, token_ids)))
         seed, is_learning = checked_seed(seed), draft and learn and self.drafter.num_candidates > 0
-        return Call(
+        call = Call(
             self.model,
             backend=self.backend,
             drafter=self.drafter if draft else None,
             verifier=self.verifier,
-            law=TargetLaw(params),
-            stop=StopRule(self._end_ids(stop_token_ids), stop_strings=stop_strings, tokenizer=self.tokenizer),
-            rows=self._new_rows(token_ids, num_return_sequences, limit),
+            law=resolved.law(self.model, token_ids, limits, logits_processors=logits_processors),
+            stop=StopRule(
+                resolved.end_ids,
+                stop_strings=(*resolved.stop_strings, *as_strings(stop)),
+                tokenizer=self.tokenizer,
+                criteria=stopping_criteria,
+                device=self.model.device,
+                max_time=resolved.config.max_time,
+            ),
+            rows=self._new_rows(token_ids, limits, num_samples),
             seed=seed,
             own_seed=self._own_seed(seed, is_learning),
             is_learning=is_learning,
             on_commit=on_commit,
+        )
+        return call, num_samples
+
+    def _reader(self, settings: GenerationSettings) -> PromptReader:
+        pad_id = settings.config.pad_token_id
+        if pad_id is None and self.tokenizer is not None:
+            pad_id = self.tokenizer.pad_token_id
+        return PromptReader(
+            text_config(self.model).vocab_size, tokenizer=self.tokenizer, pad_id=pad_id, end_ids=settings.end_ids
         )
 
     def _own_seed(self, seed: int, is_learning: bool) -> int:
@@ -274,17 +308,17 @@ class Engine:
         self._num_lessons += is_learning
         return own
 
-    def _new_rows(self, prompts: list[np.ndarray], num_return_sequences: int, limit: int) -> list[Row]:
+    def _new_rows(self, prompts: list[np.ndarray], limits: list[int], num_samples: int) -> list[Row]:
         """Prompt-major. A prompt keeps its number over calls: what its samples showed is evidence for the next ones."""
         rows = []
-        for prompt in prompts:
+        for prompt, limit in zip(prompts, limits, strict=True):
             digest = blake2b(prompt.tobytes(), digest_size=16).digest()
             problem = self._problems.setdefault(digest, len(self._problems))
             first = len(rows)
-            rows += [Row(first + sample, prompt, limit, problem=problem) for sample in range(num_return_sequences)]
+            rows += [Row(first + sample, prompt, limit, problem=problem) for sample in range(num_samples)]
         return rows
 
-    def _output(self, call: Call, num_return_sequences: int) -> GenerationOutput:
+    def _output(self, call: Call, num_samples: int) -> GenerationOutput:
         token_ids = [row.new_token_ids.tolist() for row in call.rows]
         texts = None
         if self.tokenizer is not None:
@@ -293,57 +327,10 @@ class Engine:
             token_ids=token_ids,
             texts=texts,
             finish_reasons=[row.finish_reason for row in call.rows],
-            num_return_sequences=num_return_sequences,
+            num_return_sequences=num_samples,
             seed=call.seed,
             stats=call.stats,
         )
-
-    def _prompt_ids(self, prompts: object, input_ids: object) -> list[np.ndarray]:
-        """int32 arrays, one per prompt, from exactly one of the two arguments."""
-        if (prompts is None) == (input_ids is None):
-            raise ValueError("give exactly one of prompts and input_ids, got both or neither")
-        if prompts is not None:
-            if self.tokenizer is None:
-                raise ValueError("text prompts need a tokenizer, got none; pass tokenizer= to stand.wrap or input_ids=")
-            texts = [prompts] if isinstance(prompts, str) else list(prompts)
-            sequences = [self.tokenizer(text)["input_ids"] for text in texts]
-        else:
-            sequences = _as_sequences(input_ids)
-        if not sequences:
-            raise ValueError("at least one prompt is needed, got an empty list")
-        vocabulary_size = text_config(self.model).vocab_size
-        return [_checked_prompt(sequence, vocabulary_size) for sequence in sequences]
-
-    def _length_limit(self, prompts: list[np.ndarray], max_new_tokens: int | None) -> int:
-        """New tokens per row that fit into the model's context."""
-        longest, context = max(map(len, prompts)), max_positions(self.model)
-        if context is not None and longest >= context:
-            raise ValueError(
-                f"a prompt must be shorter than the model's context of {context} tokens, got {longest}; shorten it"
-            )
-        if max_new_tokens is None:
-            if context is None:
-                raise ValueError("max_new_tokens must be given, got None, and the model's configuration has no limit")
-            return context - longest
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be an integer >= 1, got {max_new_tokens!r}; ask for at least one")
-        if context is not None and longest + max_new_tokens > context:
-            raise ValueError(
-                f"prompt and new tokens must fit into the model's context of {context}, got {longest} + "
-                f"{max_new_tokens}; lower max_new_tokens to {context - longest} or leave it out"
-            )
-        return max_new_tokens
-
-    def _end_ids(self, stop_token_ids: Sequence[int] | None) -> list[int]:
-        if stop_token_ids is not None:
-            return [int(token) for token in stop_token_ids]
-        end = self.model.generation_config.eos_token_id
-        if end is None and self.tokenizer is not None:
-            end = self.tokenizer.eos_token_id
-        return [] if end is None else [end] if isinstance(end, int) else list(end)
-
-
-_STREAM_SETTINGS = frozenset(Engine._new_call.__kwdefaults__)
 
 
 @torch.inference_mode()
@@ -380,28 +367,6 @@ def _checked_drafter(drafter: object) -> Drafter:
             "with stand.BlendedLookup.load(path), or derive your class from stand.Drafter"
         )
     return drafter
-
-
-def _as_sequences(input_ids: object) -> list[object]:
-    """A tensor [L] or [B, L], a list of ids or a list of lists, as a list of id sequences."""
-    if isinstance(input_ids, torch.Tensor):
-        return list(torch.atleast_2d(input_ids).cpu().numpy())
-    sequences = list(input_ids)
-    return [sequences] if sequences and isinstance(sequences[0], (int, np.integer)) else sequences
-
-
-def _checked_prompt(sequence: object, vocabulary_size: int) -> np.ndarray:
-    prompt = np.asarray(sequence, dtype=np.int64)
-    if prompt.ndim != 1 or len(prompt) == 0:
-        raise ValueError(
-            f"a prompt must hold at least one token, got shape {prompt.shape}; start with the model's bos token or text"
-        )
-    if prompt.min() < 0 or prompt.max() >= vocabulary_size:
-        raise ValueError(
-            f"prompt tokens must be in [0, {vocabulary_size}), got {prompt.min()} .. {prompt.max()}; "
-            "use the tokenizer that belongs to the model"
-        )
-    return prompt.astype(np.int32)
 
 
 def _fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> bytes:

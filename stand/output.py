@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from stand.stats import Stats
 
 
@@ -13,7 +15,7 @@ class GenerationOutput:
 
     token_ids: list[list[int]]  # per row: the new tokens, an end token included
     texts: list[str] | None  # per row, special tokens dropped; None without a tokenizer
-    finish_reasons: list[str]  # per row: "eos", "stop" or "length"
+    finish_reasons: list[str]  # per row: "eos", "stop", "criteria", "length" or "time"; see `StopRule.cut`
     num_return_sequences: int
     seed: int  # the seed that was used, also when none was given
     stats: Stats
@@ -25,3 +27,14 @@ class GenerationOutput:
         """Row indices of the samples of one prompt."""
         first = prompt * self.num_return_sequences
         return list(range(first, first + self.num_return_sequences))
+
+    def padded(self, pad_token_id: int, *, side: str = "right") -> torch.Tensor:
+        """The new tokens as one tensor [rows, longest] int64, with `pad_token_id` after ("right") or before them."""
+        if side not in ("left", "right"):
+            raise ValueError(f"side must be 'left' or 'right', got {side!r}; transformers' generate pads on the right")
+        longest = max(map(len, self.token_ids))
+        tensor = torch.full((len(self.token_ids), longest), int(pad_token_id), dtype=torch.int64)
+        for row, tokens in zip(tensor, self.token_ids, strict=True):
+            place = slice(len(tokens)) if side == "right" else slice(longest - len(tokens), None)
+            row[place] = torch.tensor(tokens)
+        return tensor

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import LogitsProcessor
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     TemperatureLogitsWarper,
@@ -18,23 +17,26 @@ from transformers.generation.logits_process import (
 )
 
 from stand.laws.filters import filter_laws
+from stand.processors import ProcessorChain
 from stand.row import Row
 from stand.trees import DraftBatch
+
+FILTERS = {  # in transformers' order; each class keeps its setting in an attribute of that name
+    "temperature": TemperatureLogitsWarper,
+    "top_k": TopKLogitsWarper,
+    "top_p": TopPLogitsWarper,
+    "min_p": MinPLogitsWarper,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How plain decoding would sample; temperature 0 is greedy.
-
-    Applied in the order of transformers: repetition penalty, further processors, temperature, top_k, top_p, min_p.
-    """
+    """The end of every law: temperature, top_k, top_p, min_p, in this order; temperature 0 is greedy."""
 
     temperature: float = 1.0  # >= 0
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # (0, 1]
     min_p: float = 0.0  # [0, 1]; 0: off
-    repetition_penalty: float = 1.0  # > 0; 1: off
-    logits_processors: tuple[LogitsProcessor, ...] = field(default=())
 
     def __post_init__(self) -> None:
         _require(_finite(self.temperature) and self.temperature >= 0, "temperature must be >= 0", self.temperature,
@@ -45,21 +47,25 @@ class SamplingParams:
                  "use 1 to switch it off, temperature=0 for greedy decoding")  # fmt: skip
         _require(_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p must be in [0, 1]", self.min_p,
                  "use 0 to switch it off")  # fmt: skip
-        _require(_finite(self.repetition_penalty) and self.repetition_penalty > 0,
-                 "repetition_penalty must be > 0", self.repetition_penalty, "use 1 to switch it off")  # fmt: skip
 
     @classmethod
-    def from_config(cls, config: GenerationConfig, **given: object) -> SamplingParams:
-        """Given values, and the model's own generation config for those that are None."""
-        is_sampled = bool(config.do_sample)
-        defaults = {
-            "temperature": (1.0 if config.temperature is None else config.temperature) if is_sampled else 0.0,
-            "top_k": (config.top_k or 0) if is_sampled else 0,
-            "top_p": (1.0 if config.top_p is None else config.top_p) if is_sampled else 1.0,
-            "min_p": (config.min_p or 0.0) if is_sampled else 0.0,
-            "repetition_penalty": 1.0 if config.repetition_penalty is None else config.repetition_penalty,
-        }
-        return cls(**{**defaults, **{name: value for name, value in given.items() if value is not None}})
+    def at_the_end_of(cls, processors: Sequence[LogitsProcessor]) -> tuple[SamplingParams, int]:
+        """The settings of the filters that a list of processors ends with, and how many processors they are.
+
+        Only transformers' own four classes count, in their order, as they are made without further arguments.
+        """
+        settings: dict[str, float] = {}
+        names = list(FILTERS)
+        for processor in reversed(processors):
+            name = next((name for name in names if type(processor) is FILTERS[name]), None)
+            is_changed = getattr(processor, "min_tokens_to_keep", 1) != 1 or (
+                getattr(processor, "filter_value", -math.inf) != -math.inf
+            )
+            if name is None or is_changed:
+                break
+            settings[name] = getattr(processor, name)
+            names = names[: names.index(name)]
+        return cls(**settings), len(settings)
 
     @property
     def is_greedy(self) -> bool:
@@ -75,28 +81,22 @@ class Laws(NamedTuple):
 
 
 class TargetLaw:
-    """Turns a step's logits into each node's law, with the node's own prefix where a processor looks at it."""
+    """Turns a step's logits into each node's law: processors in their order, then temperature and filters."""
 
-    def __init__(self, params: SamplingParams):
+    def __init__(self, params: SamplingParams, *, processors: ProcessorChain | None = None):
         self.params = params
+        self._processors = processors
         self._warpers = _make_warpers(params)
 
     def process(self, logits: torch.Tensor, batch: DraftBatch, rows: Sequence[Row]) -> torch.Tensor:
-        """[M, V] logits of any float dtype -> [M, V] float32 scores, before temperature and filters.
-
-        Penalties see the row's committed tokens and the node's path.
-        """
+        """[M, V] logits of any float dtype -> [M, V] float32 scores, before temperature and filters."""
         scores = logits.float()
-        if self.params.repetition_penalty != 1.0:
-            scores = self._penalise(scores, batch, rows)
-        if self.params.logits_processors:
-            scores = self._run_processors(scores, batch, rows)
-        return scores
+        return scores if self._processors is None else self._processors(scores, batch, rows)
 
     @property
-    def looks_back(self) -> bool:
-        """Whether a node's law depends on its prefix other than through the model."""
-        return self.params.repetition_penalty != 1.0 or bool(self.params.logits_processors)
+    def has_processors(self) -> bool:
+        """Whether a law is more than temperature and filters: then it may depend on a node's prefix."""
+        return self._processors is not None
 
     @property
     def has_filters(self) -> bool:
@@ -147,35 +147,6 @@ class TargetLaw:
         }  # fmt: skip
         arrays = filter_laws(scores.contiguous().numpy(), **settings, count=num_top)
         return Laws(*map(torch.from_numpy, arrays))
-
-    def _penalise(self, scores: torch.Tensor, batch: DraftBatch, rows: Sequence[Row]) -> torch.Tensor:
-        """CTRL's penalty (arXiv 1909.05858, section 4.1) on every token of the node's own prefix."""
-        seen = np.zeros(scores.shape, dtype=bool)
-        for node, prefix in _prefixes(batch, rows):
-            seen[node, prefix] = True
-        penalty = self.params.repetition_penalty
-        penalised = torch.where(scores < 0, scores * penalty, scores / penalty)
-        return torch.where(torch.from_numpy(seen).to(scores.device), penalised, scores)
-
-    def _run_processors(self, scores: torch.Tensor, batch: DraftBatch, rows: Sequence[Row]) -> torch.Tensor:
-        scores = scores.clone()
-        for node, prefix in _prefixes(batch, rows):
-            input_ids = torch.from_numpy(prefix.astype(np.int64)).to(scores.device)[None]
-            for processor in self.params.logits_processors:
-                scores[node] = processor(input_ids, scores[node][None])[0]
-        return scores
-
-
-def _prefixes(batch: DraftBatch, rows: Sequence[Row]):
-    """(packed node, its prefix: committed tokens, pending token, path down to the node) for every node."""
-    for row_index, row in enumerate(rows):
-        first, end = batch.offsets[row_index], batch.offsets[row_index + 1]
-        paths: list[list[int]] = []
-        for node in range(end - first):
-            parent = batch.parents[first + node]
-            paths.append([*paths[parent], batch.token_ids[first + node]] if node else [])
-            prefix = np.concatenate([row.history, np.array(paths[node], dtype=np.int32)])
-            yield first + node, prefix
 
 
 def _make_warpers(params: SamplingParams) -> list[LogitsProcessor]:

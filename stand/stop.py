@@ -1,10 +1,14 @@
-"""When a row ends: end tokens, stop strings, length."""
+"""When a row ends: end tokens, stop strings, criteria of the caller's own, length, time."""
 
 from __future__ import annotations
 
+import copy
+import time
 from collections.abc import Iterable
 
-from transformers import PreTrainedTokenizerBase
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from stand.row import Row
 
@@ -18,32 +22,84 @@ class StopRule:
         *,
         stop_strings: tuple[str, ...] = (),
         tokenizer: PreTrainedTokenizerBase | None = None,
+        criteria: object = (),
+        device: torch.device | str = "cpu",
+        max_time: float | None = None,
     ):
+        """criteria: one of transformers' `StoppingCriteria` or any iterable of them; every row asks copies of its own.
+        max_time: seconds from now after which rows end with the step that is running."""
         if stop_strings and tokenizer is None:
             raise ValueError(f"stop strings need a tokenizer, got {list(stop_strings)}; pass tokenizer= to stand.wrap")
-        if any(not text for text in stop_strings):
-            raise ValueError(f"a stop string must not be empty, got {list(stop_strings)}; leave it out")
+        if any(not isinstance(text, str) or not text for text in stop_strings):
+            raise ValueError(f"a stop string must be text and must not be empty, got {list(stop_strings)}; drop it")
         self._end_ids = frozenset(end_ids)
         self._stop_strings = stop_strings
         self._tokenizer = tokenizer
         # A byte-level token is at least one byte: this many tokens reach back over any stop string.
         self._window = max((len(text.encode()) for text in stop_strings), default=0) + 4
+        self._criteria = _checked_criteria(criteria)
+        self._criteria_of: dict[int, list[StoppingCriteria]] = {}  # by row index
+        self._device = device
+        self._deadline = None if max_time is None else time.monotonic() + max_time
 
     def cut(self, row: Row, token_ids: list[int]) -> tuple[int, str | None]:
         """How many of a step's tokens the row gains, and why it ends with the last of them, if it does.
 
-        The reason is "eos", "stop" or "length". Checked token by token: an end may lie inside an accepted run.
+        The reason is "eos", "stop", "criteria", "length" or "time". Checked token by token, for an end may lie inside
+        an accepted run; but time only ends a row together with a step, like transformers' `MaxTimeCriteria`.
         """
         for count, token in enumerate(token_ids, start=1):
             if token in self._end_ids:
                 return count, "eos"
             if self._stop_strings and self._ends_with_stop_string(row, token_ids[:count]):
                 return count, "stop"
+            if self._criteria and self._meets_criteria(row, token_ids[:count]):
+                return count, "criteria"
             if count == row.num_remaining:
                 return count, "length"
-        return len(token_ids), None
+        is_late = self._deadline is not None and time.monotonic() > self._deadline
+        return len(token_ids), "time" if is_late else None
 
     def _ends_with_stop_string(self, row: Row, token_ids: list[int]) -> bool:
         recent = [*row.new_token_ids[-self._window :].tolist(), *token_ids][-self._window :]
         text = self._tokenizer.decode(recent)
         return any(stop in text for stop in self._stop_strings)
+
+    def _meets_criteria(self, row: Row, token_ids: list[int]) -> bool:
+        """All of them are asked about prompt and new tokens [1, L], as plain decoding of this row would ask."""
+        if row.index not in self._criteria_of:
+            self._criteria_of[row.index] = copy.deepcopy(self._criteria)
+        tokens = np.concatenate([row.history, np.array(token_ids, dtype=np.int32)]).astype(np.int64)
+        input_ids = torch.from_numpy(tokens)[None].to(self._device)
+        answers = [_checked_answer(criterion(input_ids, None), criterion) for criterion in self._criteria_of[row.index]]
+        return any(answers)
+
+
+def as_strings(given: object) -> tuple[str, ...]:
+    """One stop string, several, or None, as a tuple."""
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+
+
+def _checked_criteria(criteria: object) -> list[StoppingCriteria]:
+    found = [] if criteria is None else list(criteria) if isinstance(criteria, Iterable) else [criteria]
+    for criterion in found:
+        if not callable(criterion) or isinstance(criterion, type):
+            raise ValueError(
+                f"a stopping criterion must be callable with (input_ids, scores), got {criterion!r}; pass an object "
+                "whose class derives from transformers' StoppingCriteria"
+            )
+    return found
+
+
+def _checked_answer(answer: object, criterion: StoppingCriteria) -> bool:
+    if isinstance(answer, torch.Tensor) and answer.numel() == 1:
+        return bool(answer)
+    if isinstance(answer, (bool, np.bool_)):
+        return bool(answer)
+    got = list(answer.shape) if isinstance(answer, torch.Tensor) else repr(answer)
+    raise ValueError(
+        f"a stopping criterion must answer with one truth value for its one row, got {got} from "
+        f"{type(criterion).__name__}; return a tensor of shape [1]"
+    )

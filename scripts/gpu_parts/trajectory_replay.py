@@ -178,6 +178,7 @@ class ReplayEngine(Engine):
             max_new_tokens=longest,
             stop_token_ids=[end_token],
             temperature=1.0,
+            top_k=0,
             seed=0,
             draft=draft,
         )

@@ -17,9 +17,28 @@ def text_config(model: PreTrainedModel):
     return model.config.get_text_config(decoder=True)
 
 
+def longrope_border(model: PreTrainedModel) -> int | None:
+    """The length up to which a LongRoPE model rotates every token by its short factors; None for other models.
+
+    One forward rotates all of its tokens by one set of factors, chosen by its largest position (transformers'
+    `longrope_frequency_update`; arXiv 2402.13753). Up to the border there is one set, whatever shares the forward.
+    """
+    config = text_config(model)
+    ropes = getattr(config, "rope_parameters", None) or {}
+    parts = [ropes, *(part for part in ropes.values() if isinstance(part, dict))]
+    borders = [
+        part.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        for part in parts
+        if part.get("rope_type") == "longrope"
+    ]
+    return min((border for border in borders if border is not None), default=None)
+
+
 def max_positions(model: PreTrainedModel) -> int | None:
-    """The longest context that the model was made for, or None when its configuration does not say."""
-    return getattr(text_config(model), "max_position_embeddings", None)
+    """The longest context that is served: what the model was made for, of a LongRoPE model no more than
+    `longrope_border`; None when its configuration does not say."""
+    limits = [getattr(text_config(model), "max_position_embeddings", None), longrope_border(model)]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def run_plan(model: PreTrainedModel, cache: TreeCache, plan: StepPlan, *, logits_to_keep: int = 0) -> torch.Tensor:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.forward.model import run_plan, text_config
+from stand.forward.model import max_positions, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
@@ -24,7 +24,8 @@ class UnsupportedModelError(ValueError):
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Refuse a model whose layers cannot hold a tree, then compare one small tree forward with plain forwards."""
+    """Refuse a model whose layers cannot hold a tree, then compare one small tree forward with plain forwards, and a
+    forward with a far position in it with one without."""
     _refuse_by_configuration(model)
     difference = tree_difference(model)
     tolerance = TOLERANCES.get(model.dtype)
@@ -37,6 +38,13 @@ def check_model(model: PreTrainedModel) -> None:
             f"a tree forward of {type(model).__name__} must equal plain forwards up to rounding "
             f"({tolerance:g} of the logits' spread), got {difference:.3g}; "
             "its positions or its attention look at cache slots rather than at position_ids, so it cannot be served"
+        )
+    difference = far_position_difference(model)
+    if not difference <= tolerance:
+        raise UnsupportedModelError(
+            f"tokens of {type(model).__name__} must not depend on later positions of the same forward (up to rounding, "
+            f"{tolerance:g} of the logits' spread), got {difference:.3g} from position {max_positions(model) - 1}; "
+            "rows of other lengths share a forward, so it cannot be served"
         )
 
 
@@ -95,6 +103,23 @@ def tree_difference(model: PreTrainedModel) -> float:
             f"{type(model).__name__} must run one packed forward with tree attention, got "
             f"{type(error).__name__}: {error}; this model class cannot be served"
         ) from error
+
+
+@torch.inference_mode()
+def far_position_difference(model: PreTrainedModel) -> float:
+    """`relative_difference` of the first CHECK_TOKENS logits of one forward, with and without one more token at the
+    last position that is served: rotary factors chosen by a forward's largest position show here."""
+    farthest = max_positions(model)
+    if farthest is None or farthest <= CHECK_TOKENS:
+        return 0.0
+    prompt, _ = check_specimen(model)
+    input_ids = torch.from_numpy(np.append(prompt, prompt[0]).astype(np.int64)).to(model.device)[None]
+    position_ids = torch.tensor([[*range(CHECK_TOKENS), farthest - 1]], device=model.device)
+    alone, together = (
+        model(input_ids=input_ids[:, :end], position_ids=position_ids[:, :end], use_cache=False).logits[0].float()
+        for end in (CHECK_TOKENS, CHECK_TOKENS + 1)
+    )
+    return relative_difference(together[:CHECK_TOKENS], alone)
 
 
 def _tree_logits(model: PreTrainedModel, prompt: np.ndarray, batch: DraftBatch) -> torch.Tensor:

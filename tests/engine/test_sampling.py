@@ -1,82 +1,77 @@
-"""The law at each node is what transformers' own processors would give plain sampling there."""
+"""The end of every law, temperature and filters, is what transformers' own warpers give."""
 
-import numpy as np
 import pytest
 import torch
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
+from node_cases import node_case
+from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import (
     MinPLogitsWarper,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
-from stand.row import Row
 from stand.sampling import SamplingParams, TargetLaw
-from stand.trees import DraftBatch, DraftTree
 
-VOCABULARY_SIZE = 23
-
-
-def case():
-    """Two rows with drafts of 4 and 3 nodes, their prefixes per node, and random logits."""
-    generator = np.random.default_rng(5)
-    rows, drafts, prefixes = [], [], []
-    for index, parents in enumerate(([-1, 0, 0, 1], [-1, 0, 1])):
-        history = generator.integers(0, VOCABULARY_SIZE, 6 + index).astype(np.int32)
-        tokens = generator.integers(0, VOCABULARY_SIZE, len(parents)).astype(np.int32)
-        tokens[0] = history[-1]
-        empty = np.zeros((len(parents), 1), dtype=np.int32)
-        rows.append(Row(index, history, 8))
-        drafts.append(DraftTree(tokens, np.array(parents, dtype=np.int32), empty, empty.astype(np.float32)))
-        for node in range(len(parents)):
-            path, place = [], node
-            while place > 0:
-                path.insert(0, int(tokens[place]))
-                place = parents[place]
-            prefixes.append([*history.tolist(), *path])
-    logits = torch.from_numpy(generator.normal(0, 3, (7, VOCABULARY_SIZE))).float()
-    return DraftBatch.concatenate(drafts), rows, prefixes, logits
+WARPERS = {
+    "temperature": TemperatureLogitsWarper,
+    "top_k": TopKLogitsWarper,
+    "top_p": TopPLogitsWarper,
+    "min_p": MinPLogitsWarper,
+}
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+        {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
         {"temperature": 1.0},
         {"temperature": 1.7, "min_p": 0.1},
-        {"temperature": 0.8, "top_k": 3, "repetition_penalty": 1.3},
+        {"temperature": 0.8, "top_k": 3},
+        {"temperature": 2.0, "top_k": 8, "top_p": 0.7, "min_p": 0.15},
     ],
 )
-def test_laws_equal_the_processors_of_transformers(settings):
-    batch, rows, prefixes, logits = case()
+def test_laws_equal_the_warpers_of_transformers(settings):
+    batch, rows, _, logits = node_case()
     law = TargetLaw(SamplingParams(**settings))
     got = law.probabilities(law.process(logits, batch, rows))
-    reference = LogitsProcessorList()
-    if "repetition_penalty" in settings:
-        reference.append(RepetitionPenaltyLogitsProcessor(settings["repetition_penalty"]))
-    reference.append(TemperatureLogitsWarper(settings["temperature"]))
-    for name, warper in (("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper), ("min_p", MinPLogitsWarper)):
-        if name in settings:
-            reference.append(warper(settings[name]))
-    for node, prefix in enumerate(prefixes):
-        expected = torch.softmax(reference(torch.tensor([prefix]), logits[node][None].clone())[0], dim=-1)
-        torch.testing.assert_close(got[node], expected)
+    reference = LogitsProcessorList([WARPERS[name](value) for name, value in settings.items()])
+    torch.testing.assert_close(got, torch.softmax(reference(None, logits.clone()), dim=-1))
 
 
-def test_a_processor_sees_the_nodes_own_prefix():
-    batch, rows, prefixes, logits = case()
-    processor = NoRepeatNGramLogitsProcessor(1)  # forbids every token of the prefix
-    scores = TargetLaw(SamplingParams(logits_processors=(processor,))).process(logits, batch, rows)
-    for node, prefix in enumerate(prefixes):
-        assert set(torch.nonzero(torch.isinf(scores[node])).flatten().tolist()) == set(prefix)
+@pytest.mark.parametrize("settings", [{"top_k": 3, "top_p": 0.72}, {"top_p": 0.72, "min_p": 0.6}])
+def test_the_order_of_the_filters_is_transformers_own(settings):
+    """Laws on which the other order gives another law; top_k and min_p commute."""
+    logits = torch.tensor([[0.3, 0.25, 0.2, 0.15, 0.1]]).log()
+    warpers = LogitsProcessorList([WARPERS[name](value) for name, value in settings.items()])
+    expected = torch.softmax(warpers(None, logits.clone()), dim=-1)
+    other = torch.softmax(LogitsProcessorList(reversed(warpers))(None, logits.clone()), dim=-1)
+    assert float((expected - other).abs().sum()) > 0.2
+    law = TargetLaw(SamplingParams(**settings))
+    torch.testing.assert_close(law.probabilities(logits), expected)
+    torch.testing.assert_close(torch.softmax(law.warp(logits), dim=-1), expected)  # as on other devices
+
+
+@pytest.mark.parametrize(
+    ("processors", "params", "count"),
+    [
+        ([TemperatureLogitsWarper(0.5), TopKLogitsWarper(9), TopPLogitsWarper(0.9), MinPLogitsWarper(0.1)],
+         SamplingParams(0.5, 9, 0.9, 0.1), 4),
+        ([TypicalLogitsWarper(0.9), TopPLogitsWarper(0.9)], SamplingParams(top_p=0.9), 1),
+        ([TopKLogitsWarper(9), TemperatureLogitsWarper(0.5)], SamplingParams(0.5), 1),
+        ([TopPLogitsWarper(0.9), TopKLogitsWarper(9)], SamplingParams(top_k=9), 1),
+        ([TopKLogitsWarper(9), TopKLogitsWarper(5)], SamplingParams(top_k=5), 1),
+        ([TopKLogitsWarper(9), TypicalLogitsWarper(0.9)], SamplingParams(), 0),
+        ([TopPLogitsWarper(0.9, min_tokens_to_keep=2)], SamplingParams(), 0),
+        ([TopKLogitsWarper(9, filter_value=-5.0)], SamplingParams(), 0),
+        ([], SamplingParams(), 0),
+    ],
+)  # fmt: skip
+def test_only_transformers_own_filters_in_their_order_count_as_the_end(processors, params, count):
+    assert SamplingParams.at_the_end_of(processors) == (params, count)
 
 
 def test_temperature_zero_is_all_mass_on_the_best_token():
-    batch, rows, _, logits = case()
+    batch, rows, _, logits = node_case()
     logits[0] = 0.0  # a tie: the lowest id wins
     law = TargetLaw(SamplingParams(temperature=0.0))
     probabilities = law.probabilities(law.process(logits, batch, rows))
@@ -93,7 +88,6 @@ def test_temperature_zero_is_all_mass_on_the_best_token():
         ({"temperature": float("nan")}, "temperature must be >= 0, got nan"),
         ({"top_k": -2}, "top_k must be an integer >= 0"),
         ({"min_p": 2.0}, r"min_p must be in \[0, 1\]"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be > 0"),
     ],
 )
 def test_bad_settings_name_rule_value_and_remedy(bad, rule):
@@ -105,16 +99,8 @@ def test_bad_settings_name_rule_value_and_remedy(bad, rule):
     ("fill", "kind"), [(float("nan"), "NaN"), (float("-inf"), "only -inf"), (float("inf"), r"\+inf")]
 )
 def test_broken_logits_are_refused(fill, kind):
-    batch, rows, _, logits = case()
+    batch, rows, _, logits = node_case()
     logits[3] = fill
     with pytest.raises(ValueError, match=f"finite best logit, got {kind}"):
         law = TargetLaw(SamplingParams())
         law.probabilities(law.process(logits, batch, rows))
-
-
-def test_defaults_come_from_the_models_generation_config():
-    config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.95, top_k=20)
-    assert SamplingParams.from_config(config) == SamplingParams(temperature=0.6, top_p=0.95, top_k=20)
-    assert SamplingParams.from_config(config, top_k=0, min_p=None).top_k == 0
-    assert SamplingParams.from_config(GenerationConfig(do_sample=False)).is_greedy
-    assert SamplingParams.from_config(GenerationConfig(do_sample=False), temperature=0.7).temperature == 0.7

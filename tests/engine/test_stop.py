@@ -2,24 +2,15 @@
 
 import numpy as np
 import pytest
-from tiny_models import VOCABULARY_SIZE, tiny_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+import torch
+from letter_tokenizer import LETTERS, letter_tokenizer
+from tiny_models import tiny_model
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 import stand
 from stand.row import Row
 from stand.stop import StopRule
 from stand.trees import TreeShape
-
-LETTERS = [chr(33 + index) for index in range(VOCABULARY_SIZE)]
-
-
-def letter_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character."""
-    core = Tokenizer(models.WordLevel({letter: index for index, letter in enumerate(LETTERS)}, unk_token="!"))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=core)
 
 
 def engine() -> stand.Engine:
@@ -66,3 +57,59 @@ def test_the_rule_by_hand():
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(ValueError, match="must not be empty"):
         engine().generate("abc", max_new_tokens=3, stop="")
+
+
+class Sum(StoppingCriteria):
+    """Ends a row when its tokens, prompt included, add up to a multiple; remembers every question."""
+
+    def __init__(self, divisor: int):
+        self.divisor, self.questions = divisor, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        assert input_ids.shape[0] == 1 and scores is None
+        self.questions.append(input_ids.shape[1])
+        assert self.questions == list(range(self.questions[0], input_ids.shape[1] + 1))  # no token twice, none left out
+        return torch.tensor([int(input_ids.sum()) % self.divisor == 0])
+
+
+@pytest.mark.parametrize("divisor", [3, 7, 10**6])
+def test_criteria_are_asked_token_by_token_one_row_at_a_time(divisor):
+    """As `generate` of transformers asks them about each row alone, also inside an accepted run."""
+    prompts, criterion = [[5, 9, 11, 4, 5, 9], [7]], Sum(divisor)
+    output = engine().generate(
+        input_ids=prompts, max_new_tokens=40, stop_token_ids=[], stopping_criteria=StoppingCriteriaList([criterion])
+    )
+    assert output.stats.num_accepted_draft_tokens > 5 or divisor < 10
+    assert criterion.questions == []  # every row asks a copy
+    for prompt, tokens, reason in zip(prompts, output.token_ids, output.finish_reasons, strict=True):
+        expected = tiny_model("qwen2").generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=40, do_sample=False,
+            eos_token_id=None, pad_token_id=0, stopping_criteria=[Sum(divisor)],
+        )  # fmt: skip
+        assert tokens == expected[0, len(prompt) :].tolist()
+        assert reason == ("length" if len(tokens) == 40 else "criteria")
+
+
+@pytest.mark.parametrize(
+    ("criteria", "rule"),
+    [
+        (3, "must be callable with .input_ids, scores., got 3"),
+        ([Sum], "must be callable"),
+        (lambda input_ids, scores: torch.ones(2, dtype=torch.bool), r"one truth value for its one row, got \[2\]"),
+        (lambda input_ids, scores: None, "got None from function; return a tensor"),
+    ],
+)
+def test_criteria_that_cannot_be_asked_are_refused(criteria, rule):
+    with pytest.raises(ValueError, match=rule):
+        engine().generate(input_ids=[3, 4], max_new_tokens=3, stopping_criteria=criteria)
+    assert len(engine().generate(input_ids=[3, 4], max_new_tokens=3, stopping_criteria=None)) == 1
+
+
+def test_time_ends_a_row_with_its_step(monkeypatch):
+    now = iter([10.0, 10.9, 11.1])
+    monkeypatch.setattr("stand.stop.time.monotonic", lambda: next(now))
+    rule = StopRule([9], max_time=1.0)
+    row = Row(0, np.array([5], dtype=np.int32), 8)
+    assert rule.cut(row, [7, 7]) == (2, None)
+    assert rule.cut(row, [7, 7, 7]) == (3, "time")
+    assert rule.cut(row, [7, 9, 7]) == (2, "eos")

@@ -1,0 +1,282 @@
+"""What a call asks for, resolved as transformers resolves it; what the engine cannot honour is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, WatermarkingConfig
+
+from stand.forward.model import longrope_border, max_positions
+from stand.processors import ProcessorChain, checked_processors
+from stand.sampling import SamplingParams, TargetLaw
+from stand.stop import as_strings
+
+# Every field of `GenerationConfig` is in exactly one of these four groups; one that is in none is refused if it is set.
+LAW = frozenset(  # transformers' own code makes processors of them
+    "do_sample temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty "
+    "encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids min_length "
+    "min_new_tokens renormalize_logits forced_bos_token_id forced_eos_token_id remove_invalid_values "
+    "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias watermarking_config".split()
+)
+LIMITS = frozenset("max_length max_new_tokens max_time stop_strings num_return_sequences eos_token_id".split())
+BEAMS = "a beam search ranks continuations instead of drawing them"
+OTHER_MODE = "it is another way of decoding than sampling and greedy search"
+ASSISTED = "the engine drafts by its own drafter"
+NOT_KEPT = "the output holds tokens alone"
+REFUSED: dict[str, tuple[tuple[object, ...], str]] = {  # name: values that ask for nothing, why others are refused
+    "num_beams": ((None, 1), BEAMS),
+    "num_beam_groups": ((None, 1), BEAMS),
+    "constraints": ((None,), BEAMS),
+    "force_words_ids": ((None,), BEAMS),
+    "penalty_alpha": ((None, 0), OTHER_MODE),
+    "dola_layers": ((None,), OTHER_MODE),
+    "guidance_scale": ((None, 1), "it needs a second forward over every node, without the prompt"),
+    "token_healing": ((None, False), "it rewrites the prompt's last tokens; pass the prompt that you mean"),
+    "use_mtp": ((None, False), ASSISTED),
+    "prompt_lookup_num_tokens": ((None,), f"{ASSISTED}; see stand.PromptLookupDrafter"),
+    "assistant_early_exit": ((None,), ASSISTED),
+    "assistant_ensemble_weight": ((None,), f"it changes the law, and {ASSISTED}"),
+    "speculation_type": ((None,), ASSISTED),
+    "is_assistant": ((None, False), "the engine's model is the target"),
+    "cache_implementation": (
+        (None, "dynamic", "static", "hybrid", "sliding_window", "offloaded", "offloaded_static", "hybrid_chunked"),
+        "the engine keeps keys and values as the model computes them",
+    ),
+    "output_attentions": ((None, False), NOT_KEPT),
+    "output_hidden_states": ((None, False), NOT_KEPT),
+    "output_scores": ((None, False), NOT_KEPT),
+    "output_logits": ((None, False), NOT_KEPT),
+}
+WITHOUT_EFFECT = frozenset(  # on tokens here: other modes' details, ways to compute, tokens that the engine never adds
+    "early_stopping length_penalty diversity_penalty low_memory num_assistant_tokens num_assistant_tokens_schedule "
+    "assistant_confidence_threshold max_matching_ngram_size assistant_lookbehind target_lookbehind use_cache "
+    "cache_config max_cache_len prefill_chunk_size compile_config disable_compile continuous_batching_config "
+    "return_dict_in_generate pad_token_id bos_token_id decoder_start_token_id transformers_version".split()
+)
+FRACTIONS = frozenset(  # settings for which transformers asks for a float
+    "temperature top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty "
+    "max_time".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationSettings:
+    """One call's generation config, complete, checked, and with the tokens that end its rows."""
+
+    config: GenerationConfig
+    end_ids: tuple[int, ...] = ()
+    has_max_length: bool = False  # whether anyone set it; transformers fills it in otherwise
+
+    @classmethod
+    def resolve(
+        cls,
+        model: PreTrainedModel,
+        config: GenerationConfig | None = None,
+        *,
+        end_ids: object = None,
+        default_end: int | None = None,
+        **given: object,
+    ) -> GenerationSettings:
+        """Settings that are given, then those of `config`, then the model's, then transformers' defaults.
+
+        given: any field of `GenerationConfig`, None where it is not given. A temperature above 0 among them switches
+        sampling on; temperature 0, also in a config, is greedy.
+        end_ids: tokens that end a row instead of the config's own; default_end where there are none of either kind.
+
+        Raises ValueError for an unknown name, a value out of range, or a setting that the engine cannot honour.
+        """
+        given = {name: _plain(name, value) for name, value in given.items() if value is not None}
+        _check_names(given)
+        given.update(_sampling_switch(given))
+        if config is not None and not isinstance(config, GenerationConfig):
+            raise ValueError(
+                f"generation_config must be a GenerationConfig, got {type(config).__name__}; "
+                "make one with GenerationConfig(**settings)"
+            )
+        givers = (GenerationConfig(), model.generation_config) if config is None else (config, model.generation_config)
+        has_max_length = given.get("max_length") is not None or any(giver.max_length is not None for giver in givers)
+        resolved, _ = model._prepare_generation_config(config)
+        for name, value in [*vars(resolved).items(), *given.items()]:
+            setattr(resolved, name, _plain(name, value))
+        if resolved.temperature == 0:
+            resolved.do_sample, resolved.temperature = False, 1.0
+        _refuse_unserved(resolved)
+        _check_ranges(resolved)
+        ends = _end_ids(resolved.eos_token_id if end_ids is None else end_ids)
+        if end_ids is None and resolved.eos_token_id is None and default_end is not None:
+            ends = (default_end,)
+        resolved.eos_token_id = list(ends) or None
+        if resolved.exponential_decay_length_penalty is not None and not ends:
+            raise ValueError("exponential_decay_length_penalty needs an end token, got none; give stop_token_ids")
+        return cls(resolved, ends, has_max_length)
+
+    @property
+    def num_return_sequences(self) -> int:
+        return self.config.num_return_sequences
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return as_strings(self.config.stop_strings)
+
+    def limits(self, model: PreTrainedModel, prompts: Sequence[np.ndarray]) -> list[int]:
+        """New tokens that each prompt's rows may get: max_new_tokens, else max_length with the prompt in it, else as
+        many as the model's context allows. Raises ValueError where that is none, or more than the context holds."""
+        context = max_positions(model)
+        name = f"context of {context} tokens"
+        if longrope_border(model) == context:
+            name += " (further on its LongRoPE factors are others)"
+        longest = max(map(len, prompts))
+        if context is not None and longest >= context:
+            raise ValueError(f"a prompt must be shorter than the model's {name}, got {longest}; shorten it")
+        most = self.config.max_new_tokens
+        if most is None and self.has_max_length:
+            if longest >= self.config.max_length:
+                raise ValueError(
+                    f"max_length must be above the prompt's {longest} tokens, which count, got "
+                    f"{self.config.max_length}; raise it or give max_new_tokens"
+                )
+            most = self.config.max_length - longest
+            limits = [self.config.max_length - len(prompt) for prompt in prompts]
+        elif most is None:
+            if context is None:
+                raise ValueError("max_new_tokens must be given, got None, and the model's configuration has no limit")
+            return [context - len(prompt) for prompt in prompts]
+        else:
+            limits = [most] * len(prompts)
+        if context is not None and longest + most > context:
+            raise ValueError(
+                f"prompt and new tokens must fit into the model's {name}, got {longest} + "
+                f"{most}; lower max_new_tokens to {context - longest} or leave it out"
+            )
+        return limits
+
+    def law(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[np.ndarray],
+        limits: Sequence[int],
+        *,
+        logits_processors: object = (),
+    ) -> TargetLaw:
+        """What transformers would draw from after each prompt: its own list of processors, in its order."""
+        own = checked_processors(logits_processors)
+        by_prompt = [self._processors(model, prompt, limit, own) for prompt, limit in zip(prompts, limits, strict=True)]
+        if self.config.do_sample:
+            params, count = SamplingParams.at_the_end_of(by_prompt[0])
+            by_prompt = [processors[: len(processors) - count] for processors in by_prompt]
+        else:
+            params = SamplingParams(temperature=0.0)
+        if not by_prompt[0]:
+            return TargetLaw(params)
+        return TargetLaw(params, processors=ProcessorChain(by_prompt, num_return_sequences=self.num_return_sequences))
+
+    def _processors(
+        self, model: PreTrainedModel, prompt: np.ndarray, limit: int, own: list[LogitsProcessor]
+    ) -> list[LogitsProcessor]:
+        """As `GenerationMixin.generate` makes them for this prompt alone."""
+        config = copy.deepcopy(self.config)
+        config.max_new_tokens = limit
+        input_ids = torch.from_numpy(prompt.astype(np.int64)).to(model.device)[None]
+        model._prepare_special_tokens(config, device=model.device)
+        model._prepare_generated_length(
+            config, True, True, model_input_name="input_ids", input_ids_length=len(prompt), inputs_tensor=input_ids
+        )
+        return model._get_logits_processor(
+            config,
+            input_ids_seq_length=len(prompt),
+            encoder_input_ids=input_ids,
+            logits_processor=own,
+            device=model.device,
+        )
+
+
+def _plain(name: str, value: object) -> object:
+    """A numpy or tensor scalar as Python's number, and a float where transformers asks for one."""
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.ndim == 0):
+        value = value.item()
+    if name in FRACTIONS and isinstance(value, Integral) and not isinstance(value, bool):
+        return float(value)
+    if name == "watermarking_config" and isinstance(value, dict):
+        return WatermarkingConfig.from_dict(value)
+    return value
+
+
+def _check_names(given: Mapping[str, object]) -> None:
+    unknown = sorted(set(given) - {name for name in vars(GenerationConfig()) if not name.startswith("_")})
+    if unknown:
+        raise ValueError(
+            f"a setting must be a field of transformers' GenerationConfig, got {', '.join(unknown)}; "
+            "check the spelling, or leave it out"
+        )
+
+
+def _sampling_switch(given: Mapping[str, object]) -> dict[str, object]:
+    """do_sample as a given temperature sets it."""
+    temperature = given.get("temperature")
+    if temperature is None:
+        return {}
+    SamplingParams(temperature=temperature)
+    is_sampled = temperature > 0
+    if given.get("do_sample", is_sampled) != is_sampled:
+        raise ValueError(
+            f"do_sample and temperature must agree, got do_sample={given['do_sample']} with temperature="
+            f"{temperature:g}; leave do_sample out"
+        )
+    return {"do_sample": is_sampled}
+
+
+def _refuse_unserved(config: GenerationConfig) -> None:
+    for name, (neutral, reason) in REFUSED.items():
+        value = getattr(config, name, None)
+        if value not in neutral:
+            raise ValueError(
+                f"{name} must be {' or '.join(map(repr, neutral))} here, got {value!r}: {reason}; "
+                "leave it out, or call model.generate"
+            )
+    known = LAW | LIMITS | WITHOUT_EFFECT | set(REFUSED)
+    for name in sorted(vars(GenerationConfig())):
+        if name not in known and not name.startswith("_") and getattr(config, name, None) is not None:
+            raise ValueError(
+                f"{name} must be None, got {getattr(config, name)!r}: this version of the engine does not know it; "
+                "leave it out, or call model.generate"
+            )
+
+
+def _check_ranges(config: GenerationConfig) -> None:
+    """Rules of the engine's own arguments; transformers' processors check theirs when they are made."""
+    filters = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    SamplingParams(**{name: value for name, value in filters.items() if value is not None})
+    _check_positive("repetition_penalty", config.repetition_penalty, "use 1 to switch it off")
+    _check_positive("max_time", config.max_time, "give seconds")
+    _check_count("num_return_sequences", config.num_return_sequences, "ask for at least one row")
+    _check_count("max_new_tokens", config.max_new_tokens, "ask for at least one")
+    _check_count("max_length", config.max_length, "the prompt's tokens count")
+
+
+def _check_positive(name: str, value: object, remedy: str) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name} must be > 0, got {value!r}; {remedy}")
+
+
+def _check_count(name: str, value: object, remedy: str) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}; {remedy}")
+
+
+def _end_ids(given: object) -> tuple[int, ...]:
+    """One token id or several, as plain integers."""
+    if given is None:
+        return ()
+    ids = given.tolist() if isinstance(given, (torch.Tensor, np.ndarray, np.generic)) else given
+    ids = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, str) else [ids]
+    if any(not isinstance(token, Integral) or isinstance(token, bool) for token in ids):
+        raise ValueError(f"end tokens must be token ids, got {given!r}; give integers")
+    return tuple(int(token) for token in ids)

@@ -1,0 +1,237 @@
+"""Logits processors at every node of a step's drafts: one order, each node with its own prefix, rows apart."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import LogitsProcessor
+from transformers.generation import logits_process as library
+
+from stand.row import Row
+from stand.trees import DraftBatch
+
+# They look at the scores of a node alone: one call for all nodes of a step.
+WITHOUT_PREFIX = frozenset(
+    {
+        library.TemperatureLogitsWarper,
+        library.TopHLogitsWarper,
+        library.TopKLogitsWarper,
+        library.TopPLogitsWarper,
+        library.MinPLogitsWarper,
+        library.TypicalLogitsWarper,
+        library.EpsilonLogitsWarper,
+        library.EtaLogitsWarper,
+        library.InfNanRemoveLogitsProcessor,
+        library.SuppressTokensLogitsProcessor,
+        library.LogitNormalization,
+    }
+)
+# Functions of prefix and scores without a memory of earlier calls: one call for prefixes of one length.
+BY_PREFIX = frozenset(
+    {
+        library.SequenceBiasLogitsProcessor,
+        library.NoBadWordsLogitsProcessor,
+        library.EncoderRepetitionPenaltyLogitsProcessor,
+        library.RepetitionPenaltyLogitsProcessor,
+        library.NoRepeatNGramLogitsProcessor,
+        library.EncoderNoRepeatNGramLogitsProcessor,
+        library.MinLengthLogitsProcessor,
+        library.MinNewTokensLengthLogitsProcessor,
+        library.ForcedBOSTokenLogitsProcessor,
+        library.ForcedEOSTokenLogitsProcessor,
+        library.ExponentialDecayLengthPenalty,
+        library.SuppressTokensAtBeginLogitsProcessor,
+        library.WatermarkLogitsProcessor,
+    }
+)
+# Of a batch they need more than one row's prefix and scores.
+REFUSED = {
+    library.UnbatchedClassifierFreeGuidanceLogitsProcessor: "it runs forwards of its own beside the packed ones",
+    library.ClassifierFreeGuidanceLogitsProcessor: "it needs conditional and unconditional rows side by side",
+    library.DiaClassifierFreeGuidanceLogitsProcessor: "it needs conditional and unconditional rows side by side",
+    library.PrefixConstrainedLogitsProcessor: "its function asks for a row's number in the batch, and rows run apart",
+    library.AlternatingCodebooksLogitsProcessor: "it belongs to an audio model",
+    library.DiaEOSChannelFilterLogitsProcessor: "it belongs to an audio model",
+    library.DiaEOSDelayPatternLogitsProcessor: "it belongs to an audio model",
+    library.WhisperNoSpeechDetection: "it belongs to an audio model",
+}
+
+
+def checked_processors(processors: object) -> list[LogitsProcessor]:
+    """A processor, or any iterable of them (a `LogitsProcessorList`), as a list.
+
+    Raises ValueError by the name of the first that cannot run node by node.
+    """
+    if processors is None:
+        return []
+    found = list(processors) if isinstance(processors, Iterable) else [processors]
+    for processor in found:
+        name = type(processor).__name__
+        if not callable(processor) or isinstance(processor, type):
+            raise ValueError(
+                f"a logits processor must be callable with (input_ids, scores), got {processor!r}; pass an object "
+                "whose class derives from transformers' LogitsProcessor"
+            )
+        arguments = list(inspect.signature(processor.__call__).parameters)
+        if len(arguments) > 2:
+            raise ValueError(
+                f"a logits processor must take input_ids and scores alone, got {name} with {', '.join(arguments)}; "
+                "give it the rest when you make it"
+            )
+        reason = next((reason for kind, reason in REFUSED.items() if isinstance(processor, kind)), None)
+        if reason is not None:
+            raise ValueError(f"processors must work on one row at a time, got {name}: {reason}; leave it out")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node of a step's drafts, with what was drafted before it."""
+
+    place: int  # in the packed batch
+    row: Row
+    prompt: int  # number of the row's prompt in the call
+    path: tuple[int, ...]  # draft tokens from the row's pending token down to the node itself
+
+    def prefix(self) -> np.ndarray:
+        """[L] int64: the row's tokens and the path."""
+        return np.concatenate([self.row.history, np.array(self.path, dtype=np.int32)]).astype(np.int64)
+
+
+class ProcessorChain:
+    """Runs the processors of each prompt in their order.
+
+    Lists of different prompts hold the same processors, made for prompts of different lengths. Processors of classes
+    that are not transformers' own may remember their calls: see `PerRow`.
+    """
+
+    def __init__(self, by_prompt: Sequence[Sequence[LogitsProcessor]], *, num_return_sequences: int = 1):
+        self.by_prompt = [list(processors) for processors in by_prompt]
+        self._num_return_sequences = num_return_sequences
+        self._per_row = {
+            place: PerRow([processors[place] for processors in self.by_prompt])
+            for place, processor in enumerate(self.by_prompt[0])
+            if type(processor) not in WITHOUT_PREFIX | BY_PREFIX
+        }
+
+    def __call__(self, scores: torch.Tensor, batch: DraftBatch, rows: Sequence[Row]) -> torch.Tensor:
+        """[M, V] float32 raw scores of the packed nodes of `rows` -> processed ones."""
+        has_prefixes = any(type(processor) not in WITHOUT_PREFIX for processor in self.by_prompt[0])
+        nodes = self._nodes(batch, rows) if has_prefixes else []
+        groups: dict[tuple[int, int], tuple[list[int], torch.Tensor]] = {}  # filled when first asked for
+        for place, processor in enumerate(self.by_prompt[0]):
+            if type(processor) in WITHOUT_PREFIX:
+                scores = processor(None, scores)
+            elif place in self._per_row:
+                scores = self._per_row[place](scores, nodes)
+            elif _asks_which_tokens(processor):
+                scores = processor(_padded(nodes, scores.device), scores)
+            else:
+                scores, groups = scores.clone(), groups or _groups(nodes, scores.device)
+                for (prompt, _), (places, prefixes) in groups.items():
+                    scores[places] = self.by_prompt[prompt][place](prefixes, scores[places])
+        return scores
+
+    def _nodes(self, batch: DraftBatch, rows: Sequence[Row]) -> list[Node]:
+        """All nodes of the packed drafts of `rows`, parents before children."""
+        nodes: list[Node] = []
+        offsets = batch.offsets.tolist()
+        for row, first, end in zip(rows, offsets[:-1], offsets[1:], strict=True):
+            for place in range(first, end):
+                parent = first + int(batch.parents[place])
+                path = (*nodes[parent].path, int(batch.token_ids[place])) if place > first else ()
+                nodes.append(Node(place, row, row.index // self._num_return_sequences, path))
+        return nodes
+
+
+def _asks_which_tokens(processor: LogitsProcessor) -> bool:
+    """Whether it only asks which tokens a prefix holds: then prefixes of all lengths may share one call."""
+    is_penalty = type(processor) is library.RepetitionPenaltyLogitsProcessor
+    return is_penalty and processor.prompt_ignore_length is None
+
+
+def _padded(nodes: Sequence[Node], device: torch.device) -> torch.Tensor:
+    """Prefixes [M, longest] int64, each filled up with its own first token."""
+    prefixes = [node.prefix() for node in nodes]
+    padded = np.empty((len(nodes), max(map(len, prefixes))), dtype=np.int64)
+    for line, prefix in zip(padded, prefixes, strict=True):
+        line[: len(prefix)], line[len(prefix) :] = prefix, prefix[0]
+    return torch.from_numpy(padded).to(device)
+
+
+def _groups(nodes: Sequence[Node], device: torch.device) -> dict[tuple[int, int], tuple[list[int], torch.Tensor]]:
+    """By prompt and length of prefix: places of nodes, and their prefixes [n, length] int64."""
+    members: dict[tuple[int, int], list[Node]] = {}
+    for node in nodes:
+        members.setdefault((node.prompt, len(node.row.history) + len(node.path)), []).append(node)
+    return {
+        key: ([node.place for node in group], torch.from_numpy(np.stack([node.prefix() for node in group])).to(device))
+        for key, group in members.items()
+    }
+
+
+@dataclass(slots=True)
+class PerRow:
+    """A processor that may keep a state, called with one row at a time as plain decoding of that row would call it.
+
+    Every node of a draft continues a copy of what its parent's call left behind, so branches that are not kept leave
+    no trace. The processors themselves, one per prompt, are only copied, by `copy.deepcopy`: a class with large
+    constant parts should share them in its `__deepcopy__`.
+    """
+
+    by_prompt: Sequence[LogitsProcessor]
+    _last: dict[int, tuple[int, dict[tuple[int, ...], LogitsProcessor]]] = field(default_factory=dict)  # by row index
+
+    def __post_init__(self) -> None:
+        _copy(self.by_prompt[0])
+
+    def __call__(self, scores: torch.Tensor, nodes: Sequence[Node]) -> torch.Tensor:
+        """[M, V] float32 -> the same shape; `nodes` holds parents before children."""
+        scores = scores.clone()
+        now: dict[int, tuple[int, dict[tuple[int, ...], LogitsProcessor]]] = {}
+        for node in nodes:
+            if node.path:
+                copies = now[node.row.index][1]
+                processor = _copy(copies[node.path[:-1]])
+            else:
+                processor, copies = self._continued(node), {}
+                now[node.row.index] = len(node.row.history), copies
+            copies[node.path] = processor
+            input_ids = torch.from_numpy(node.prefix())[None].to(scores.device)
+            processed = processor(input_ids, scores[node.place][None])
+            scores[node.place] = _checked_scores(processed, processor, scores.shape[1])
+        self._last.update(now)
+        return scores
+
+    def _continued(self, node: Node) -> LogitsProcessor:
+        """What the call before the row's pending token left behind."""
+        if node.row.index not in self._last:
+            return _copy(self.by_prompt[node.prompt])
+        length, copies = self._last.pop(node.row.index)
+        return copies[tuple(node.row.history[length:-1].tolist())]
+
+
+def _copy(processor: LogitsProcessor) -> LogitsProcessor:
+    try:
+        return copy.deepcopy(processor)
+    except Exception as error:  # a class may raise anything from its copying
+        raise ValueError(
+            "a logits processor must be copyable, for every draft node continues a copy of its own, got "
+            f"{type(processor).__name__} with {type(error).__name__}: {error}; give the class a __deepcopy__"
+        ) from error
+
+
+def _checked_scores(processed: object, processor: LogitsProcessor, vocabulary_size: int) -> torch.Tensor:
+    """The one row of what a processor returned, [V]."""
+    if not isinstance(processed, torch.Tensor) or processed.shape != (1, vocabulary_size):
+        shape = list(processed.shape) if isinstance(processed, torch.Tensor) else type(processed).__name__
+        raise ValueError(
+            f"a logits processor must return scores [1, {vocabulary_size}] for one row, got {shape} from "
+            f"{type(processor).__name__}; return as many scores as it was given"
+        )
+    return processed[0]

@@ -1,0 +1,178 @@
+"""Prompts as users of transformers hold them (texts, chats, ids, a tokenizer's output) as arrays of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    """Turns what `Engine.generate` is given into one int32 array per prompt."""
+
+    vocabulary_size: int
+    tokenizer: PreTrainedTokenizerBase | None = None
+    pad_id: int | None = None  # in tensors without a mask it marks what belongs to no prompt
+    end_ids: tuple[int, ...] = ()
+
+    def read(self, prompts: object, input_ids: object, *, attention_mask: object = None) -> list[np.ndarray]:
+        """[L] int32 arrays, from exactly one of `prompts` and `input_ids`.
+
+        prompts: a text, a chat (a list of messages with role and content), a list of either, or what input_ids may be.
+        input_ids: a list of ids or of such lists, a tensor or array [L] or [B, L], or a tokenizer's output.
+        attention_mask: of the shape of input_ids, 0 at padding before or after a prompt, 1 at its tokens.
+
+        Raises ValueError where the meaning is not clear.
+        """
+        if (prompts is None) == (input_ids is None):
+            raise ValueError("give exactly one of prompts and input_ids, got both or neither; leave one of them out")
+        given = input_ids if prompts is None else prompts
+        if isinstance(given, Mapping):
+            given, attention_mask = _unpacked(given, attention_mask)
+        texts = _as_texts(given)
+        if texts is None:
+            sequences = self._sequences(given, attention_mask)
+        elif prompts is None or attention_mask is not None:
+            raise ValueError(
+                "input_ids and attention_mask hold numbers, got text in place of ids; pass texts and chats as prompts, "
+                "without a mask"
+            )
+        else:
+            sequences = [self._encoded(text) for text in texts]
+        if not sequences:
+            raise ValueError("at least one prompt is needed, got an empty list; pass a text or token ids")
+        return [self._checked(sequence) for sequence in sequences]
+
+    def _encoded(self, text: str | list[Mapping]) -> list[int]:
+        """A text as the tokenizer encodes it; a chat by its template, with the beginning of the answer."""
+        if self.tokenizer is None:
+            raise ValueError("text prompts need a tokenizer, got none; pass tokenizer= to stand.wrap or input_ids=")
+        if isinstance(text, str):
+            return self.tokenizer(text)["input_ids"]
+        if any("role" not in message for message in text):
+            raise ValueError(f"every chat message must have a role, got {text!r}; add role and content")
+        if self.tokenizer.chat_template is None:
+            raise ValueError(
+                f"chats need a chat template, got none in {type(self.tokenizer).__name__}; set "
+                "tokenizer.chat_template or pass a text"
+            )
+        chat = self.tokenizer.apply_chat_template(text, add_generation_prompt=True, tokenize=False)
+        return self.tokenizer(chat, add_special_tokens=False)["input_ids"]
+
+    def _sequences(self, given: object, attention_mask: object) -> list[object]:
+        """One sequence of ids per prompt, without padding."""
+        rows = _rows(given, "input_ids")
+        if attention_mask is not None:
+            masks = _rows(attention_mask, "attention_mask")
+            if len(masks) != len(rows):
+                raise ValueError(
+                    f"attention_mask must have a row per prompt, got {len(masks)} for {len(rows)}; pass both as the "
+                    "tokenizer gives them"
+                )
+            return [_unpadded(row, mask) for row, mask in zip(rows, masks, strict=True)]
+        if self.pad_id is None or not isinstance(given, (torch.Tensor, np.ndarray)):
+            return rows
+        if self.pad_id not in self.end_ids:
+            return [_unpadded(row, row != self.pad_id) if (row == self.pad_id).any() else row for row in rows]
+        if len(rows) > 1 and any(len(row) and self.pad_id in (row[0], row[-1]) for row in rows):
+            raise ValueError(
+                f"padding must be told from text, got rows that begin or end with token {self.pad_id}, which is the "
+                "padding and an end token; pass attention_mask, or prompts as lists"
+            )
+        return rows
+
+    def _checked(self, sequence: object) -> np.ndarray:
+        try:
+            prompt = np.asarray(sequence)
+        except ValueError as error:
+            raise ValueError(
+                f"a prompt must be one list of token ids, got nested lists ({error}); flatten it"
+            ) from error
+        if prompt.ndim != 1 or len(prompt) == 0:
+            raise ValueError(
+                f"a prompt must hold at least one token, got shape {prompt.shape}; start with the model's bos token or "
+                "text"
+            )
+        if prompt.dtype.kind not in "iu":
+            raise ValueError(
+                f"prompt tokens must be integers, got {prompt.dtype}; pass ids as the tokenizer gives them"
+            )
+        if prompt.min() < 0 or prompt.max() >= self.vocabulary_size:
+            raise ValueError(
+                f"prompt tokens must be in [0, {self.vocabulary_size}), got {prompt.min()} .. {prompt.max()}; "
+                "use the tokenizer that belongs to the model"
+            )
+        return prompt.astype(np.int32)
+
+
+def _unpacked(given: Mapping, attention_mask: object) -> tuple[object, object]:
+    """input_ids and mask of a tokenizer's output."""
+    if "input_ids" not in given:
+        raise ValueError(
+            f"a tokenizer's output must hold input_ids, got {', '.join(map(str, given))}; put a single chat message "
+            "into a list"
+        )
+    if attention_mask is not None:
+        raise ValueError(
+            "attention_mask must be given once, got it beside a tokenizer's output; put it into the output, or pass "
+            "input_ids=output['input_ids']"
+        )
+    return given["input_ids"], given.get("attention_mask")
+
+
+def _as_texts(given: object) -> list[str | list[Mapping]] | None:
+    """Texts and chats, or None where `given` is neither."""
+    if isinstance(given, str) or _is_chat(given):
+        return [given]
+    if not isinstance(given, (list, tuple)):
+        return None
+    are_texts = [isinstance(part, str) or _is_chat(part) for part in given]
+    if any(are_texts) and not all(are_texts):
+        raise ValueError(
+            f"prompts must be all texts and chats or all token ids, got {type(given[are_texts.index(False)]).__name__} "
+            "among texts; encode the texts, or pass them in a call of their own"
+        )
+    return list(given) if any(are_texts) else None
+
+
+def _is_chat(given: object) -> bool:
+    return isinstance(given, (list, tuple)) and bool(given) and all(isinstance(part, Mapping) for part in given)
+
+
+def _rows(given: object, name: str) -> list:
+    """A tensor or array [L] or [B, L], a list of numbers or a list of rows, as a list of rows."""
+    if isinstance(given, torch.Tensor):
+        given = (given.float() if given.is_floating_point() else given).detach().cpu().numpy()
+    if isinstance(given, np.ndarray):
+        if given.ndim not in (1, 2):
+            raise ValueError(f"{name} must be [L] or [B, L], got {list(given.shape)}; pass one row per prompt")
+        return list(np.atleast_2d(given))
+    if not isinstance(given, (list, tuple)):
+        raise ValueError(
+            f"{name} must be a list, a tensor or an array, got {type(given).__name__}; pass ids as the tokenizer gives "
+            "them"
+        )
+    rows = [row.cpu().numpy() if isinstance(row, torch.Tensor) else row for row in given]
+    is_one = bool(rows) and not isinstance(rows[0], (list, tuple)) and np.ndim(rows[0]) == 0
+    return [rows] if is_one else rows
+
+
+def _unpadded(row: object, mask: object) -> np.ndarray:
+    """The tokens of a row where the mask is 1; they must lie together."""
+    ids, shown = np.asarray(row), np.asarray(mask)
+    if ids.shape != shown.shape or not np.isin(shown, (0, 1)).all():
+        raise ValueError(
+            f"attention_mask must hold 0 or 1 for every token, got shape {shown.shape} for {ids.shape} with values "
+            f"{np.unique(shown).tolist()[:4]}; pass it as the tokenizer gives it"
+        )
+    places = np.flatnonzero(shown)
+    if len(places) and places[-1] - places[0] + 1 != len(places):
+        raise ValueError(
+            f"padding must lie before or after a prompt, got a gap among its {len(places)} tokens; leave the tokens "
+            "out, or pass an attention_mask of ones where they are text"
+        )
+    return ids[places]

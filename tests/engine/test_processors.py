@@ -1,0 +1,230 @@
+"""Processors run at every node as plain decoding of that prefix would run them, in transformers' order."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from node_cases import draft_of, node_case
+from tiny_models import VOCABULARY_SIZE, tiny_model
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    SynthIDTextWatermarkingConfig,
+)
+from transformers.generation import logits_process as library
+
+import stand
+from stand.generation_settings import GenerationSettings
+from stand.processors import ProcessorChain, checked_processors
+from stand.row import Row
+from stand.sampling import SamplingParams
+from stand.trees import DraftBatch
+
+
+class Boost(LogitsProcessor):
+    """The user's own: raises the token after the last one, by more the longer the prefix is."""
+
+    def __call__(self, input_ids, scores):
+        raised = scores.clone()
+        raised[:, (input_ids[0, -1] + 1) % scores.shape[1]] += 0.3 * input_ids.shape[1]
+        return raised
+
+
+COMBINATIONS = [
+    {"repetition_penalty": 1.3, "temperature": 0.7},
+    {"typical_p": 0.8, "temperature": 0.7, "own": [Boost()]},
+    {"epsilon_cutoff": 0.1, "eta_cutoff": 0.4, "top_p": 0.9, "own": [Boost()]},
+    {"top_h": 0.4, "temperature": 1.5, "own": [Boost()]},
+    {"repetition_penalty": 1.5, "own": [Boost()], "top_p": 0.95, "typical_p": 0.9, "eta_cutoff": 0.4},
+    {"no_repeat_ngram_size": 1, "temperature": 1.3, "own": [Boost()]},
+    {"bad_words_ids": [[3], [4, 5]], "sequence_bias": [[[7], 4.0], [[9, 8], -9.0]], "repetition_penalty": 1.2},
+    {"min_new_tokens": 9, "suppress_tokens": [*range(20, 50)], "begin_suppress_tokens": [3, 6], "top_k": 25},
+    {"forced_eos_token_id": 4, "exponential_decay_length_penalty": (0, 6.0), "renormalize_logits": True},
+    {"encoder_repetition_penalty": 1.4, "own": [Boost()], "top_p": 0.9},
+    {"watermarking_config": {"greenlist_ratio": 0.4, "bias": 3.0}, "top_p": 0.8, "own": [Boost()]},
+    {"own": [library.TemperatureLogitsWarper(0.5), Boost(), library.TopKLogitsWarper(4)], "temperature": 2.0},
+    {"own": [library.RepetitionPenaltyLogitsProcessor(2.0), Boost()], "repetition_penalty": 1.1, "min_length": 12},
+    {"remove_invalid_values": True, "repetition_penalty": 1.3, "own": [library.SuppressTokensLogitsProcessor([28])]},
+    {"encoder_no_repeat_ngram_size": 1, "own": [Boost()]},
+    {"own": [library.RepetitionPenaltyLogitsProcessor(2.5, prompt_ignore_length=2)], "temperature": 0.8},
+]
+NAMES = [" ".join(asked) for asked in COMBINATIONS]
+# The laws are normalised and finite already; of two penalties the user's own counts, in the place of the setting.
+WITHOUT_TRACE = {(8, "renormalize_logits"), (13, "remove_invalid_values"), (12, "repetition_penalty")}
+
+
+def transformers_list(asked: dict, prompt: list[int], limit: int) -> LogitsProcessorList:
+    """What `generate` itself runs after this prompt."""
+    model, lists = tiny_model("qwen2"), []
+    settings = {name: value for name, value in asked.items() if name != "own"}
+
+    def keep_list(self, input_ids, logits_processor, **kwargs):
+        lists.append(logits_processor)
+        return input_ids
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "_sample", keep_list)
+        model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            generation_config=GenerationConfig(do_sample=True, max_new_tokens=limit, **settings),
+            logits_processor=LogitsProcessorList(copy.deepcopy(asked.get("own", []))),
+        )
+    return lists[0]
+
+
+def law_of(asked: dict, prompts: list[np.ndarray], limit: int):
+    settings = {name: value for name, value in asked.items() if name != "own"}
+    model = tiny_model("qwen2")
+    resolved = GenerationSettings.resolve(model, do_sample=True, **settings)
+    return resolved.law(model, prompts, [limit] * len(prompts), logits_processors=asked.get("own"))
+
+
+def differences(asked: dict, run: dict | None = None) -> list[float]:
+    """Total variation between each node's law and that of the list that `generate` makes for the node's prompt."""
+    batch, rows, prefixes, logits = node_case(VOCABULARY_SIZE)
+    logits = logits / 2
+    law = law_of(asked if run is None else run, [row.history for row in rows], limit=3)
+    got = law.probabilities(law.process(logits, batch, rows))
+    found = []
+    for node, prefix in enumerate(prefixes):
+        prompt = rows[int(node >= batch.offsets[1])].history.tolist()
+        scores = transformers_list(asked, prompt, limit=3)(torch.tensor([prefix]), logits[node][None].clone())
+        found.append(float((got[node] - torch.softmax(scores[0], dim=-1)).abs().sum()) / 2)
+    return found
+
+
+@pytest.mark.parametrize("asked", COMBINATIONS, ids=NAMES)
+def test_laws_are_those_of_transformers_own_list(asked):
+    assert max(differences(asked)) < 1e-6
+
+
+@pytest.mark.parametrize("place", range(len(COMBINATIONS)), ids=NAMES)
+def test_every_part_of_a_combination_is_seen(place):
+    """Negative control: without any one setting, the law of some node is another."""
+    asked = COMBINATIONS[place]
+    for name in asked:
+        if (place, name) in WITHOUT_TRACE:
+            continue
+        rest = {kept: value for kept, value in asked.items() if kept != name}
+        assert max(differences(asked, rest)) > 1e-4, name
+
+
+@pytest.mark.parametrize("asked", [COMBINATIONS[place] for place in (1, 2, 4, 5, 11)])
+def test_another_order_is_seen(asked, monkeypatch):
+    """Negative control: the processors of the chain, or chain and filters, the other way round."""
+    backwards = ProcessorChain.__init__
+
+    def reversed_chain(self, by_prompt, **kwargs):
+        backwards(self, [list(reversed(processors)) for processors in by_prompt], **kwargs)
+
+    monkeypatch.setattr("stand.sampling.SamplingParams.at_the_end_of", lambda processors: (SamplingParams(), 0))
+    assert max(differences(asked)) < 1e-6  # all of them in the chain, nothing after it
+    monkeypatch.setattr(ProcessorChain, "__init__", reversed_chain)
+    assert max(differences(asked)) > 1e-3
+
+
+class Counting(LogitsProcessor):
+    """Its answer depends on what it was asked before: how often, and with what."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, input_ids, scores):
+        assert input_ids.shape[0] == 1
+        self.seen.append(int(input_ids[0, -1]))
+        return scores + torch.linspace(0, 1, scores.shape[1]).roll(sum(self.seen) + 7 * len(self.seen))
+
+
+def test_a_processor_with_a_state_sees_each_row_as_if_decoded_alone():
+    """Three steps over drafts with branches; what is not kept leaves no trace, rows do not mix."""
+    generator, size = np.random.default_rng(3), VOCABULARY_SIZE
+    user_processor = Counting()
+    histories = [[5, 9, 11], [7, 7, 2, 4]]
+    rows = [Row(index, np.array(history, dtype=np.int32), 20) for index, history in enumerate(histories)]
+    chain = ProcessorChain([[user_processor], [user_processor]])
+    kept_paths = [((1, 3), ()), ((), (2,)), ((1,), (1, 3))]  # node places per step and row
+    plain = [Counting(), Counting()]
+    parents = [-1, 0, 0, 1]
+    for step in range(3):
+        tokens = [[int(row.history[-1]), *generator.integers(0, size, 3).tolist()] for row in rows]
+        batch = DraftBatch.concatenate([draft_of(row_tokens, parents) for row_tokens in tokens])
+        logits = torch.from_numpy(generator.normal(0, 1, (8, size))).float()
+        scores = chain(logits, batch, rows)
+        for index, row in enumerate(rows):
+            path = kept_paths[step][index]
+            prefix = row.history.tolist()
+            for node in (0, *path):
+                prefix = prefix if node == 0 else [*prefix, tokens[index][node]]
+                expected = plain[index](torch.tensor([prefix]), logits[4 * index + node][None])
+                assert torch.equal(scores[4 * index + node], expected[0])
+            row.extend([*(tokens[index][node] for node in path), int(generator.integers(size))])
+    assert user_processor.seen == []  # only copies are asked
+
+
+@pytest.mark.parametrize("verifier", ["match", "coupled"])
+def test_a_processor_with_a_state_changes_no_token_when_drafts_are_used(verifier):
+    engine = stand.wrap(tiny_model("qwen2"), verifier=verifier)
+    asked = {"input_ids": [[5, 9, 11, 4, 5, 9], [7]], "num_return_sequences": 2, "max_new_tokens": 24, "seed": 3}
+    asked |= {"temperature": 0.6, "logits_processors": LogitsProcessorList([Counting()]), "stop_token_ids": []}
+    asked |= {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 14, 15], ngram_len=3)}
+    plain = engine.generate(**asked, draft=False)
+    drafted = engine.generate(**asked)
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.stats.num_steps < plain.stats.num_steps
+
+
+def test_processors_without_prefix_run_once_for_all_nodes(monkeypatch):
+    calls = []
+    original = library.TypicalLogitsWarper.__call__
+
+    def counted(self, input_ids, scores):
+        calls.append(len(scores))
+        return original(self, input_ids, scores)
+
+    monkeypatch.setattr(library.TypicalLogitsWarper, "__call__", counted)
+    differences({"typical_p": 0.8, "repetition_penalty": 1.2, "own": [Boost()]}, None)
+    assert calls[0] == 7 and set(calls[1:]) == {1}  # ours, then transformers' node by node
+
+
+class TakesMore(LogitsProcessor):
+    def __call__(self, input_ids, scores, beam):
+        return scores
+
+
+class Uncopyable(LogitsProcessor):
+    def __deepcopy__(self, memo):
+        raise TypeError("no copies")
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+class Narrow(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores[:, 1:]
+
+
+@pytest.mark.parametrize(
+    ("processor", "reason"),
+    [
+        (3, "must be callable with .input_ids, scores., got 3"),
+        (Boost, "must be callable"),
+        (TakesMore(), "must take input_ids and scores alone, got TakesMore with input_ids, scores, beam"),
+        (library.ClassifierFreeGuidanceLogitsProcessor(1.5), "got ClassifierFree.*side by side; leave it out"),
+        (library.PrefixConstrainedLogitsProcessor(lambda row, ids: [1], 1), "a row's number in the batch"),
+        (Uncopyable(), "must be copyable.*got Uncopyable with TypeError: no copies; give the class a __deepcopy__"),
+        (Narrow(), r"must return scores \[1, 61\] for one row, got \[1, 60\] from Narrow"),
+    ],
+)
+def test_processors_that_cannot_run_node_by_node_are_refused(processor, reason):
+    with pytest.raises(ValueError, match=reason):
+        stand.wrap(tiny_model("qwen2")).generate(input_ids=[3, 4], max_new_tokens=2, logits_processors=processor)
+
+
+def test_one_processor_needs_no_list():
+    assert checked_processors(None) == []
+    processor = Boost()
+    assert checked_processors(processor) == checked_processors(iter([processor])) == [processor]

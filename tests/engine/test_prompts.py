@@ -1,0 +1,149 @@
+"""Prompts in every form that users of transformers hold, and what has no clear meaning refused."""
+
+import numpy as np
+import pytest
+import torch
+from letter_tokenizer import LETTERS, letter_tokenizer
+from tiny_models import VOCABULARY_SIZE, tiny_model
+from transformers import BatchEncoding
+
+import stand
+from stand.prompts import PromptReader
+from stand.stats import Stats
+
+TEMPLATE = "{% for message in messages %}>{{ message.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+LONG, SHORT = [5, 9, 11, 4], [8, 30]
+TEXT = "".join(LETTERS[token] for token in LONG)
+PAD = 0
+
+
+def reader(**changed) -> PromptReader:
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return PromptReader(**{"vocabulary_size": VOCABULARY_SIZE, "tokenizer": tokenizer, **changed})
+
+
+def read(prompts=None, input_ids=None, *, attention_mask=None, **changed) -> list[list[int]]:
+    arrays = reader(**changed).read(prompts, input_ids, attention_mask=attention_mask)
+    assert all(array.dtype == np.int32 and array.ndim == 1 for array in arrays)
+    return [array.tolist() for array in arrays]
+
+
+LEFT = torch.tensor([LONG, [PAD, PAD, *SHORT]])
+RIGHT = torch.tensor([LONG, [*SHORT, PAD, PAD]])
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        LONG,
+        tuple(LONG),
+        [LONG],
+        np.array(LONG),
+        np.array([LONG], dtype=np.uint8),
+        torch.tensor(LONG),
+        torch.tensor([LONG], dtype=torch.int32),
+        [np.int64(token) for token in LONG],
+        [torch.tensor(token) for token in LONG],
+        [torch.tensor(LONG)],
+        [np.array(LONG)],
+        {"input_ids": LONG, "attention_mask": [1, 1, 1, 1]},
+        BatchEncoding({"input_ids": [LONG]}),
+        BatchEncoding({"input_ids": torch.tensor([LONG]), "attention_mask": torch.ones(1, 4)}),
+    ],
+)
+def test_one_prompt_of_ids(ids):
+    assert read(input_ids=ids) == read(ids) == [LONG]
+
+
+def test_texts_and_chats():
+    chat = [{"role": "system", "content": TEXT}, {"role": "user", "content": TEXT}]
+    start, end = LETTERS.index(">"), LETTERS.index("=")
+    encoded = [start, *LONG, start, *LONG, end]
+    assert read(TEXT) == [LONG]
+    assert read([TEXT, TEXT[:2]]) == [LONG, LONG[:2]]
+    assert read(chat) == [encoded]
+    assert read([chat, chat[:1]]) == [encoded, [start, *LONG, end]]
+    tokenizer = reader().tokenizer
+    for settings in ({"return_tensors": "pt"}, {"return_dict": False}, {"return_dict": True}, {"tokenize": False}):
+        prepared = tokenizer.apply_chat_template(chat, add_generation_prompt=True, **settings)
+        assert read(prepared) == [encoded]
+
+
+@pytest.mark.parametrize("padded", [LEFT, RIGHT, LEFT.tolist(), LEFT.numpy()])
+def test_a_mask_takes_padding_off(padded):
+    mask = (torch.as_tensor(padded) != PAD).long()
+    assert read(input_ids=padded, attention_mask=mask) == [LONG, SHORT]
+    assert read(input_ids=padded, attention_mask=mask.bool()) == [LONG, SHORT]
+    assert read(input_ids=padded, attention_mask=mask.tolist(), pad_id=PAD) == [LONG, SHORT]
+    assert read({"input_ids": padded, "attention_mask": mask}) == [LONG, SHORT]
+    ones = torch.ones(2, 4)
+    assert read(input_ids=padded, attention_mask=ones, pad_id=PAD) == torch.as_tensor(padded).tolist()
+
+
+def test_a_padding_token_marks_padding_in_tensors_without_a_mask():
+    assert read(input_ids=LEFT, pad_id=PAD) == read(input_ids=RIGHT.numpy(), pad_id=PAD) == [LONG, SHORT]
+    assert read(input_ids=LEFT.tolist(), pad_id=PAD) == LEFT.tolist()  # a list means what it holds
+    assert read(input_ids=LEFT) == LEFT.tolist()
+    with pytest.raises(ValueError, match="padding must be told from text.*token 0.*pass attention_mask"):
+        read(input_ids=LEFT, pad_id=PAD, end_ids=(2, PAD))
+    assert read(input_ids=LEFT[1:], pad_id=PAD, end_ids=(PAD,)) == [[PAD, PAD, *SHORT]]  # one row: nothing to pad
+
+
+def test_left_padded_batches_decode_as_generate_does():
+    model = tiny_model("qwen2")
+    mask = (LEFT != PAD).long()
+    expected = model.generate(LEFT, attention_mask=mask, do_sample=False, max_new_tokens=20)[:, 4:]
+    engine = stand.wrap(model)
+    for settings in ({"input_ids": LEFT, "attention_mask": mask}, {"input_ids": LEFT}):
+        output = engine.generate(**settings, max_new_tokens=20)
+        assert torch.equal(output.padded(PAD), expected[:, : output.padded(PAD).shape[1]])
+
+
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        ({}, "exactly one of prompts and input_ids, got both or neither; leave one"),
+        ({"prompts": TEXT, "input_ids": LONG}, "exactly one of prompts and input_ids"),
+        ({"prompts": TEXT, "tokenizer": None}, "text prompts need a tokenizer, got none; pass tokenizer="),
+        ({"prompts": []}, "at least one prompt is needed"),
+        ({"prompts": ""}, "must hold at least one token"),
+        ({"prompts": [TEXT, 3]}, "all texts and chats or all token ids, got int among texts"),
+        ({"prompts": TEXT, "attention_mask": [1]}, "pass texts and chats as prompts, without a mask"),
+        ({"input_ids": TEXT}, "hold numbers, got text in place of ids; pass texts and chats as prompts"),
+        ({"prompts": {"role": "user", "content": TEXT}}, "got role, content; put a single chat message into a list"),
+        ({"prompts": [{"content": TEXT}]}, "every chat message must have a role"),
+        ({"prompts": [{"role": "user", "content": TEXT}], "tokenizer": letter_tokenizer()}, "need a chat template"),
+        ({"input_ids": [1.0, 2.0]}, "must be integers, got float64; pass ids"),
+        ({"input_ids": torch.tensor([1.5, 2.0], dtype=torch.bfloat16)}, "must be integers, got float32"),
+        ({"input_ids": torch.tensor([True, False])}, "must be integers, got bool"),
+        ({"input_ids": [[1, 2], [3.5]]}, "must be integers, got float64"),
+        ({"input_ids": [[[1, 2], [3]]]}, "one list of token ids, got nested lists"),
+        ({"input_ids": [[[1, 2]]]}, "must hold at least one token, got shape"),
+        ({"input_ids": np.zeros((1, 2, 3), dtype=int)}, r"must be \[L\] or \[B, L\], got \[1, 2, 3\]"),
+        ({"input_ids": 7}, "must be a list, a tensor or an array, got int"),
+        ({"input_ids": [[]]}, "must hold at least one token"),
+        ({"input_ids": [3, 61]}, r"must be in \[0, 61\), got 3 .. 61; use the tokenizer"),
+        ({"input_ids": [-1, 3]}, "got -1 .. 3"),
+        ({"input_ids": [2**70]}, "must be integers, got object"),
+        ({"input_ids": LEFT, "attention_mask": [[1, 1, 1, 1]]}, "must have a row per prompt, got 1 for 2"),
+        ({"input_ids": LONG, "attention_mask": [1, 1, 1]}, r"0 or 1 for every token, got shape \(3,\) for \(4,\)"),
+        ({"input_ids": LONG, "attention_mask": [1, 1, 1, 2]}, "values .1, 2.; pass it as the tokenizer gives it"),
+        ({"input_ids": LONG, "attention_mask": [1, 0, 1, 1]}, "padding must lie before or after a prompt, got a gap"),
+        ({"input_ids": LONG, "attention_mask": [0, 0, 0, 0]}, "must hold at least one token"),
+        ({"input_ids": torch.tensor([[5, PAD, 7]]), "pad_id": PAD}, "got a gap among its 2 tokens.*mask of ones"),
+        ({"prompts": {"input_ids": LONG}, "attention_mask": [1, 1, 1, 1]}, "attention_mask must be given once"),
+    ],
+)
+def test_what_has_no_clear_meaning_is_refused(given, rule):
+    with pytest.raises(ValueError, match=rule):
+        read(**given)
+
+
+def test_padded_output():
+    output = stand.GenerationOutput([[3, 4, 5], [], [6]], None, ["eos"] * 3, 1, 0, Stats())
+    assert output.padded(9).tolist() == [[3, 4, 5], [9, 9, 9], [6, 9, 9]]
+    assert output.padded(9, side="left").tolist() == [[3, 4, 5], [9, 9, 9], [9, 9, 6]]
+    assert output.padded(9).dtype == torch.int64
+    with pytest.raises(ValueError, match="side must be 'left' or 'right', got 'top'"):
+        output.padded(9, side="top")

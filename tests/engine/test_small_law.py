@@ -1,0 +1,141 @@
+"""The whole path on a vocabulary so small that 20,000 continuations tell their law: counts against an enumeration.
+
+The expected law comes from plain forwards and from processors written out here in the order of transformers' documents.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import SHAPE
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, Qwen2Config
+from transformers.generation import logits_process as library
+
+import stand
+from stand.trees import LookupTree, TreeShape
+
+SIZE, TOKENS, COUNT, CALLS = 7, 3, 20_000, 10
+PROMPT, END = [3, 5, 1, 3], 2
+FALSE_ALARM = 1e-3
+
+
+class Alternate(LogitsProcessor):
+    """The user's own: makes a token of the other parity than the last one likelier, the more the longer the text."""
+
+    def __call__(self, input_ids, scores):
+        other = (torch.arange(scores.shape[1]) + int(input_ids[0, -1])) % 2
+        return scores + 0.25 * input_ids.shape[1] * other
+
+
+SETTINGS = {
+    "temperature": 0.8,
+    "top_k": 6,
+    "top_p": 0.93,
+    "typical_p": 0.9,
+    "repetition_penalty": 1.5,
+    "begin_suppress_tokens": [0],
+    "min_new_tokens": 1,
+    "stop_token_ids": [END],
+    "max_new_tokens": TOKENS,
+}
+
+
+def processors(order: str) -> LogitsProcessorList:
+    """`order`: the letters of penalty, minimum, begin, own, temperature, k, nucleus, typical, as they run."""
+    made = {
+        "p": library.RepetitionPenaltyLogitsProcessor(1.5),
+        "m": library.MinNewTokensLengthLogitsProcessor(len(PROMPT), 1, END),
+        "b": library.SuppressTokensAtBeginLogitsProcessor([0], len(PROMPT)),
+        "o": Alternate(),
+        "t": library.TemperatureLogitsWarper(0.8),
+        "k": library.TopKLogitsWarper(6),
+        "n": library.TopPLogitsWarper(0.93),
+        "y": library.TypicalLogitsWarper(0.9),
+    }
+    return LogitsProcessorList([made[letter] for letter in order])
+
+
+IN_ORDER, WRONG_ORDERS = "pmbotkny", ("ompbtkny", "pmbotkyn", "pmbtknyo")
+
+
+@lru_cache
+def model():
+    torch.manual_seed(2)
+    config = {**SHAPE, "vocab_size": SIZE, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    config["initializer_range"] = 0.2
+    return AutoModelForCausalLM.from_config(Qwen2Config(**config)).eval()
+
+
+@lru_cache
+def exact_law(order: str) -> dict[tuple[int, ...], float]:
+    """The chance of every continuation that ends with the end token or has TOKENS tokens."""
+    chain, chances, open_paths = processors(order), {}, {(): 1.0}
+    while open_paths:
+        paths = list(open_paths)
+        prefixes = torch.tensor([[*PROMPT, *path] for path in paths])
+        with torch.inference_mode():
+            logits = model()(input_ids=prefixes, use_cache=False).logits[:, -1].float()
+        grown = {}
+        for row, path in enumerate(paths):
+            law = torch.softmax(chain(prefixes[row][None], logits[row][None].clone())[0].double(), dim=-1)
+            for token in torch.nonzero(law).flatten().tolist():
+                chance, continuation = open_paths[path] * float(law[token]), (*path, token)
+                ends = token == END or len(continuation) == TOKENS
+                (chances if ends else grown)[continuation] = chance
+        open_paths = grown
+    assert sum(chances.values()) == pytest.approx(1.0)
+    return chances
+
+
+def chi_square(counts: dict[tuple[int, ...], int], law: dict[tuple[int, ...], float]) -> float:
+    """p-value of Pearson's test; cells with fewer than 5 expected are one. What cannot come has p 0."""
+    if set(counts) - set(law):
+        return 0.0
+    total = sum(counts.values())
+    expected = np.array([total * chance for chance in law.values()])
+    seen = np.array([counts.get(path, 0) for path in law])
+    rare = expected < 5
+    expected = np.append(expected[~rare], expected[rare].sum() + 1e-9)
+    seen = np.append(seen[~rare], seen[rare].sum())
+    statistic = float(((seen - expected) ** 2 / expected).sum())
+    half = torch.tensor([(len(expected) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def counted(verifier: str) -> tuple[dict[tuple[int, ...], int], float]:
+    drafter = stand.FixedShapeDrafter(LookupTree(), TreeShape.from_branching([2, 1]))
+    engine = stand.wrap(model(), drafter=drafter, verifier=verifier)
+    asked = {"input_ids": PROMPT, "logits_processors": [Alternate()], **SETTINGS}
+    engine.generate(**asked, num_return_sequences=200, seed=10**6)
+    counts: dict[tuple[int, ...], int] = {}
+    for call in range(CALLS):
+        output = engine.generate(**asked, num_return_sequences=COUNT // CALLS, seed=call, learn=False)
+        for tokens in output.token_ids:
+            counts[tuple(tokens)] = counts.get(tuple(tokens), 0) + 1
+    return counts, output.stats.mean_acceptance_length
+
+
+def test_continuations_follow_the_exact_law_and_another_order_is_seen():
+    counts, tokens_per_step = counted("traversal")
+    assert sum(counts.values()) == COUNT and tokens_per_step > 1.2
+    law = exact_law(IN_ORDER)
+    assert len(law) > 40 and {len(path) for path in counts} == {2, 3}
+    assert chi_square(counts, law) > FALSE_ALARM
+    for order in WRONG_ORDERS:
+        assert chi_square(counts, exact_law(order)) < 1e-6, order
+
+
+def test_the_test_finds_two_percent_too_much_in_one_of_ten_cells():
+    """Its power and its false alarms, on laws of its own."""
+    generator = np.random.default_rng(0)
+    law = {(cell,): 0.1 for cell in range(10)}
+    shifted = [0.12, *[0.88 / 9] * 9]
+
+    def drawn(weights) -> dict[tuple[int, ...], int]:
+        return {(cell,): count for cell, count in enumerate(generator.multinomial(COUNT, weights).tolist())}
+
+    assert chi_square(drawn(shifted), law) < FALSE_ALARM
+    assert chi_square({(99,): COUNT}, law) == 0.0
+    values = [chi_square(drawn([0.1] * 10), law) for _ in range(400)]
+    assert np.mean([value < 0.1 for value in values]) == pytest.approx(0.1, abs=0.05)

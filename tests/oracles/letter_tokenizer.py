@@ -1,0 +1,15 @@
+"""A tokenizer of one token per character for the tiny models."""
+
+from tiny_models import VOCABULARY_SIZE
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+LETTERS = [chr(60 + index) for index in range(VOCABULARY_SIZE)]  # with a to f, which StopStringCriteria encodes
+
+
+def letter_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character."""
+    core = Tokenizer(models.WordLevel({letter: index for index, letter in enumerate(LETTERS)}, unk_token=LETTERS[0]))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core)

@@ -35,6 +35,20 @@ def test_served_families_pass_the_self_check(family):
     check_model(tiny_model(family))
 
 
+def test_a_default_attention_without_soft_capping_is_no_reference(monkeypatch):
+    """Gemma 2 in transformers 5.17: its default sdpa leaves the cap out, and so did the check's reference."""
+    model = copy.deepcopy(tiny_model("gemma2"))
+    monkeypatch.setattr(type(model), "_supports_sdpa", True)
+    for layer in model.model.layers:
+        layer.self_attn.attn_logit_softcapping = 1.0  # scores far into the cap
+    model.config.attn_logit_softcapping = 1.0
+    model.set_attn_implementation("sdpa")
+    assert tree_difference(model) < 1e-5
+    assert model.config._attn_implementation == "sdpa"
+    model.config.attn_logit_softcapping = None  # control: the default alone is not capped, the tree forward is
+    assert tree_difference(model) > 1e-2
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_unservable_families_are_refused_with_the_reason(family):
     config, reason = REFUSED[family]

@@ -167,7 +167,13 @@ def _moved_difference(found: torch.Tensor, written: torch.Tensor, batch: DraftBa
 
 
 def _verdict_failure(
-    verdicts: Verdicts, laws: torch.Tensor, batch: DraftBatch, noise: VerifierNoise, verifier: Verifier, *, is_greedy: bool
+    verdicts: Verdicts,
+    laws: torch.Tensor,
+    batch: DraftBatch,
+    noise: VerifierNoise,
+    verifier: Verifier,
+    *,
+    is_greedy: bool,
 ) -> str | None:
     """Whether the host's rule decides otherwise on the device's laws."""
     if is_greedy:

@@ -10,6 +10,7 @@ from plain_kernels import use_plain_kernels  # noqa: E402
 from tiny_models import kernel_model  # noqa: E402
 
 import stand  # noqa: E402
+from stand.backend import CapturedBackend  # noqa: E402
 from stand.gpu import captured_step  # noqa: E402
 from stand.gpu.captured_step import CapturedStep  # noqa: E402
 from stand.gpu.device_cache import DeviceCache  # noqa: E402
@@ -23,8 +24,9 @@ def plain_kernels(monkeypatch):
     use_plain_kernels(monkeypatch)
 
 
-def engine_of(backend, **settings):
-    return stand.wrap(kernel_model("qwen2"), verifier="match", backend=backend, fuse=False, **settings)
+def engine_of(backend, *, budget=None):
+    drafter = stand.BlendedDrafter(budget=budget)
+    return stand.wrap(kernel_model("qwen2"), drafter=drafter, verifier="match", backend=backend, fuse=False)
 
 
 def failing_after(count, work, error):
@@ -52,14 +54,18 @@ FAILURES = {
 def test_the_tokens_are_those_of_eager_steps(plain_kernels, monkeypatch, failure):
     name, count, error = FAILURES[failure]
     expected = engine_of("sdpa").generate(input_ids=PROMPTS, **SETTINGS)
-    unhurt = engine_of("triton").generate(input_ids=PROMPTS, **SETTINGS)
-    engine = engine_of("triton")
+    engine, lessons, learn = engine_of("triton"), [], stand.BlendedDrafter.learn
+    monkeypatch.setattr(
+        stand.BlendedDrafter, "learn", lambda self, lesson: lessons.append(lesson) or learn(self, lesson)
+    )
     monkeypatch.setattr(CapturedStep, name, failing_after(count, getattr(CapturedStep, name), error))
     with pytest.warns(UserWarning, match="decoding goes on with eager steps"):
         output = engine.generate(input_ids=PROMPTS, **SETTINGS)
     assert output.token_ids == expected.token_ids
-    assert output.stats.num_steps == unhurt.stats.num_steps  # the lookup learned the same, so it drafted the same
-    assert str(error) in engine._captured.failure
+    assert [len(lesson.top_ids) for lesson in lessons] == [lesson.batch.num_nodes for lesson in lessons]
+    assert len(lessons) == output.stats.num_forwards  # no step's lesson is lost
+    assert str(engine.backend) == "sdpa" and str(error) in engine.backend.reason
+    assert engine.generate(input_ids=PROMPTS, **SETTINGS).token_ids == expected.token_ids  # without another warning
 
 
 def test_rows_that_ended_before_stay_ended_and_places_are_kept(plain_kernels, monkeypatch):
@@ -89,8 +95,8 @@ def test_no_memory_for_the_cache(plain_kernels, monkeypatch):
     expected = engine_of("sdpa").generate(input_ids=PROMPTS, **SETTINGS)
     monkeypatch.setattr(DeviceCache, "like", failing_after(0, None, MemoryError("no room")))
     with pytest.warns(UserWarning, match="no room"):
-        engine = stand.wrap(kernel_model("qwen2"), verifier="match", backend="sdpa")
-        engine.backend = stand.backend.Backend("triton", "for this test")
+        engine = engine_of("sdpa")
+        engine.backend = CapturedBackend(engine.model, "for this test")
         assert engine.generate(input_ids=PROMPTS, **SETTINGS).token_ids == expected.token_ids
 
 
@@ -98,6 +104,13 @@ def test_what_the_step_refuses_is_not_a_failure(plain_kernels, monkeypatch):
     refusal = ValueError("every position needs a finite best logit")
     monkeypatch.setattr(CapturedStep, "verdicts", failing_after(3, CapturedStep.verdicts, refusal))
     with pytest.raises(ValueError, match="finite best logit"):
+        engine_of("triton").generate(input_ids=PROMPTS, **SETTINGS)
+
+
+def test_an_error_of_the_drafter_is_no_failure_of_the_device(plain_kernels, monkeypatch):
+    error = TypeError("this drafter cannot learn")
+    monkeypatch.setattr(stand.BlendedDrafter, "learn", failing_after(2, stand.BlendedDrafter.learn, error))
+    with pytest.raises(TypeError, match="cannot learn"):
         engine_of("triton").generate(input_ids=PROMPTS, **SETTINGS)
 
 
@@ -165,7 +178,7 @@ def test_the_cache_grows_no_further_than_its_rows_can_come_to(plain_kernels, mon
 def test_the_step_before_gives_its_memory_back_before_the_next_one_takes_some(plain_kernels, monkeypatch):
     engine = engine_of("triton")
     engine.generate(input_ids=PROMPTS, **SETTINGS)
-    first = engine._captured.captured
+    first = engine.backend._previous.captured
     alive = []
     like = DeviceCache.like
 
@@ -175,4 +188,4 @@ def test_the_step_before_gives_its_memory_back_before_the_next_one_takes_some(pl
 
     monkeypatch.setattr(DeviceCache, "like", watched)
     engine.generate(input_ids=PROMPTS, **{**SETTINGS, "temperature": 0.7})
-    assert alive == [None] and engine._captured.captured.replay is first.replay
+    assert alive == [None] and engine.backend._previous.captured.replay is first.replay

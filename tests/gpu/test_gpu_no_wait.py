@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException  # noqa: 
 from stand.forward.tree_attention import tree_attention  # noqa: E402
 from stand.gpu import device_rule, step_body, step_packet  # noqa: E402
 from stand.gpu.device_cache import DeviceCache  # noqa: E402
-from stand.gpu.device_rule import RULES, GreedyRule  # noqa: E402
+from stand.gpu.device_rule import CoupledRule, GreedyRule, MatchRule, TraversalRule  # noqa: E402
 from stand.gpu.fusion.fusion import fuse  # noqa: E402
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME  # noqa: E402
 from stand.gpu.step_body import StepBody, StepOutput  # noqa: E402
@@ -30,6 +30,7 @@ from stand.gpu.step_size import StepSize  # noqa: E402
 from stand.sampling import SamplingParams, TargetLaw  # noqa: E402
 
 NUM_ROWS, ROOM = 2, 64
+RULES = {"match": MatchRule, "coupled": CoupledRule, "traversal": TraversalRule}
 LAWS = {
     "plain": SamplingParams(temperature=0.6),
     "filtered": SamplingParams(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01),

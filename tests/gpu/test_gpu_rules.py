@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from drafted_cases import agreeing_case  # noqa: E402
 from exact import EX2, EX3, enumerate_drafts, pack, shaped, with_replacement  # noqa: E402
 
-from stand.gpu.device_rule import RULES, GreedyRule, path_to  # noqa: E402
+from stand.gpu.device_rule import CoupledRule, GreedyRule, MatchRule, TraversalRule, path_to  # noqa: E402
 from stand.gpu.step_packet import StepPacket  # noqa: E402
 from stand.gpu.step_size import StepSize  # noqa: E402
 from stand.gpu.work_list import Splitting  # noqa: E402
@@ -18,6 +18,7 @@ from stand.verifiers import TargetRows, VerifierNoise, get_verifier  # noqa: E40
 from stand.verifiers.schedule import packed_parents  # noqa: E402
 
 ROOM = 512
+RULES = {"match": MatchRule, "coupled": CoupledRule, "traversal": TraversalRule}
 CPU = torch.device("cpu")
 
 

@@ -13,10 +13,20 @@ from triton.runtime.errors import OutOfResources  # noqa: E402
 
 import stand  # noqa: E402
 from stand.backend import choose_backend  # noqa: E402
-from stand.gpu import captured_step, device_rule, kernel_attention, step_body  # noqa: E402
+from stand.gpu import (  # noqa: E402
+    captured_step,
+    device_rule,
+    kernel_attention,
+    self_check,  # noqa: E402
+    step_body,
+)
 from stand.gpu.kernels import launch  # noqa: E402
-from stand.gpu.self_check import FILTERED, FULL, GREEDY, CheckSize, kernel_failure  # noqa: E402
+from stand.gpu.self_check import FILTERED, FULL, GREEDY, CheckSize  # noqa: E402
 from stand.verifiers import get_verifier  # noqa: E402
+
+
+def kernel_failure(model, *, rule="traversal", size=None):
+    return self_check.kernel_failure(model, get_verifier(rule), size=size)
 
 
 @pytest.fixture
@@ -41,7 +51,7 @@ def test_it_passes(family):
     assert kernel_failure(kernel_model(family)) is None
 
 
-@pytest.mark.parametrize("rule", device_rule.RULES)
+@pytest.mark.parametrize("rule", ["match", "coupled", "traversal"])
 def test_the_whole_check_passes(plain_kernels, roomy, rule):
     assert kernel_failure(roomy, rule=rule, size=FULL) is None
 
@@ -146,10 +156,10 @@ def test_auto_falls_back_with_the_reason(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     properties = type("Properties", (), {"shared_memory_per_block_optin": 64 * 1024})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    backend = choose_backend(model, get_verifier("match"), "auto")
+    backend = choose_backend(model, get_verifier("match"), "auto", fuse=False)
     assert str(backend) == "sdpa" and "8.0 or higher, got 7.5" in backend.reason
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    backend = choose_backend(model, get_verifier("match"), "auto")
+    backend = choose_backend(model, get_verifier("match"), "auto", fuse=False)
     assert str(backend) == "sdpa" and "a step with kernels ends in" in backend.reason
 
 

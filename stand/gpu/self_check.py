@@ -115,10 +115,8 @@ class StepCheck:
         for rule, difference in differences.items():
             if not difference <= self._tolerance:
                 return f"{rule} up to {self._tolerance:g} of their spread, got {difference:.3g}"
-        verifier = get_verifier("match") if params.is_greedy else self._verifier
-        return _verdict_failure(verdicts, laws, batch, self._noise, verifier, is_greedy=params.is_greedy) or (
-            _best_failure(best, laws)
-        )
+        judged = (get_verifier("match"), _one_hot(laws)) if params.is_greedy else (self._verifier, laws)
+        return _verdict_failure(verdicts, judged[1], batch, self._noise, judged[0]) or _best_failure(best, laws)
 
     def _drafted(self, pending: Sequence[int], nodes: Sequence[int]) -> tuple[DraftBatch, torch.Tensor]:
         """Trees of `BRANCHES` children per node, the eager forward's best tokens, level by level; its logits [M, V]."""
@@ -166,18 +164,15 @@ def _moved_difference(found: torch.Tensor, written: torch.Tensor, batch: DraftBa
     return largest / float(written.float().abs().max())
 
 
+def _one_hot(laws: torch.Tensor) -> torch.Tensor:
+    """All mass on the best token."""
+    return torch.zeros_like(laws).scatter_(1, laws.argmax(dim=1, keepdim=True), 1.0)
+
+
 def _verdict_failure(
-    verdicts: Verdicts,
-    laws: torch.Tensor,
-    batch: DraftBatch,
-    noise: VerifierNoise,
-    verifier: Verifier,
-    *,
-    is_greedy: bool,
+    verdicts: Verdicts, laws: torch.Tensor, batch: DraftBatch, noise: VerifierNoise, verifier: Verifier
 ) -> str | None:
     """Whether the host's rule decides otherwise on the device's laws."""
-    if is_greedy:
-        laws = torch.zeros_like(laws).scatter_(1, laws.argmax(dim=1, keepdim=True), 1.0)
     expected = verifier.verify(batch, TargetRows(laws.cpu()), noise)
     paths, expected_paths = ([path.tolist() for path in one.accepted] for one in (verdicts, expected))
     tokens, expected_tokens = verdicts.next_tokens.tolist(), expected.next_tokens.tolist()

@@ -5,15 +5,17 @@
     python scripts/gpu_bench.py --shapes qwen2.5-14b,qwen3-8b --parts products,attention
     python scripts/gpu_bench.py --device cpu --smoke             # tiny sizes in Triton's interpreter: does it run?
 
-Random weights, nothing is downloaded. Parts, the most telling first:
+Random weights, nothing is downloaded. Every part runs in a process of its own under a time limit, in this order:
 
+- `products`, `laws`: matrix products and the kernels from logits to the kept path, one by one;
 - `checks`: greedy tokens against generate in float32, best tokens and margins in the model's type, kernels against the
   host's rules;
 - `steps`: captured steps by rows, context length and nodes, and the cost table that `stand.wrap` reads, with its knees;
-- `decoding`: this engine without drafts, generate eager, generate with a static cache and torch.compile;
+- `attention`: the kernel beside masked attention;
+- `decoding`: this engine without drafts, and generate eager;
 - `replay`: recorded trajectories (`--replay`, JSONL as in `scripts/replay.py`) as rows of a batch: tokens per step and
   speed-up over this engine without drafts;
-- `attention`, `products`, `laws`: kernels and matrix products one by one.
+- `compiled`: generate with a static cache and torch.compile.
 
 After `--minutes` nothing new begins, and what was left out is said. `--output` is complete at any time, so that an
 abrupt end loses only what runs. Progress goes to stderr, tables to stdout; the last stdout line is one JSON document.
@@ -27,14 +29,18 @@ import argparse
 import json
 import os
 import platform
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from gpu_parts.part_process import run_part as run_part_process
 from measuring.bench_record import BenchRecord, Budget, Figure, Measurement
 from measuring.device_timer import device_name
 from measuring.text_table import format_table
@@ -42,12 +48,18 @@ from workloads.model_shapes import SHAPES, SMOKE_SHAPE, ModelShape
 
 if TYPE_CHECKING:  # the kernels are imported once it is known whether they are to be interpreted
     from gpu_parts.bench_model import BenchModel
+    from gpu_parts.decode_engines import DecodeBench
     from gpu_parts.kernel_bench import KernelBench
     from gpu_parts.step_bench import StepBench
     from workloads.recordings import Recording
 
-PARTS = ("checks", "steps", "decoding", "replay", "attention", "products", "laws")
-MODEL_PARTS = ("checks", "steps", "decoding", "replay")
+LIMITS = {  # seconds of each part's process, in the order of the parts
+    "products": 120, "laws": 120, "checks": 180, "steps": 240, "attention": 180, "decoding": 240, "replay": 440,
+    "compiled": 240,
+}  # fmt: skip
+PARTS = tuple(LIMITS)
+MODEL_PARTS = ("checks", "steps", "decoding", "replay", "compiled")
+LAST_SECONDS = 60  # that what runs may take when the minutes are over
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SMOKE_NOTE = "smoke run in Triton's interpreter: the times below mean nothing"
 MAX_POSITIONS = 40960
@@ -67,7 +79,8 @@ class ShapeBench:
     def tables(self, part: str) -> Iterator[tuple[str, Iterator[Measurement]]]:
         """Table names and what is to be measured for each, in order."""
         is_replayed = part == "replay" and bool(self.arguments.replay or self.arguments.smoke)
-        if part == "steps" or (is_replayed and "steps" not in self.arguments.parts):
+        has_costs = "steps" in self.arguments.parts or self.arguments.costs is not None
+        if part == "steps" or (is_replayed and not has_costs):
             yield "costs", self.step_bench.cost_measurements()
         if part in {"attention", "products", "laws"}:
             yield part, getattr(self.kernels, part)()
@@ -93,12 +106,17 @@ class ShapeBench:
     def step_bench(self) -> StepBench:
         from gpu_parts.step_bench import FULL, SMOKE, StepBench
 
-        return StepBench(
+        from stand.drafters.step_cost import CostTable
+
+        bench = StepBench(
             self.model,
             SMOKE if self.arguments.smoke else FULL,
             bytes_per_second=self.kernels.machine.bytes_per_second,
             cost_folder=self.arguments.cost_folder,
         )
+        if self.arguments.costs is not None:
+            bench.costs += CostTable.load(self.arguments.costs).costs
+        return bench
 
     def _checks(self) -> Iterator[Measurement]:
         from gpu_parts.gpu_checks import FULL, SMOKE, ChecksBench
@@ -109,10 +127,16 @@ class ShapeBench:
         return self.step_bench.step_measurements()
 
     def _decoding(self) -> Iterator[Measurement]:
+        return self._decode_bench().measurements()
+
+    def _compiled(self) -> Iterator[Measurement]:
+        return self._decode_bench().compiled_measurements()
+
+    def _decode_bench(self) -> DecodeBench:
         from gpu_parts.decode_engines import FULL, SMOKE, DecodeBench
 
         sizes, rate = SMOKE if self.arguments.smoke else FULL, self.kernels.machine.bytes_per_second
-        return DecodeBench(self.model, sizes, bytes_per_second=rate).measurements()
+        return DecodeBench(self.model, sizes, bytes_per_second=rate)
 
     def _replay(self) -> Iterator[Measurement]:
         from gpu_parts.trajectory_replay import FULL, SMOKE, ReplayBench
@@ -146,9 +170,8 @@ def read_families(arguments: argparse.Namespace, vocabulary: int) -> dict[str, l
 
 
 def run_shape(arguments: argparse.Namespace, shape: ModelShape, record: BenchRecord, budget: Budget) -> None:
-    """Everything asked for of one shape, as far as the time goes."""
+    """Everything asked for of one shape in this process, as far as the time goes."""
     bench = ShapeBench(arguments, shape)
-    record.begin(asdict(shape))
     report(f"{shape.name}: bandwidth and arithmetic rate")
     machine = bench.kernels.machine
     record.note("machine", asdict(machine))
@@ -165,7 +188,45 @@ def run_shape(arguments: argparse.Namespace, shape: ModelShape, record: BenchRec
     if record.figures("costs") and bench.step_bench.cost_path is not None:
         record.note("cost_table", str(bench.step_bench.cost_path))
         report(f"wrote {bench.step_bench.cost_path}")
-    show_rest(arguments, record)
+
+
+def run_processes(arguments: argparse.Namespace, shape: ModelShape, record: BenchRecord, budget: Budget) -> None:
+    """Every part asked for of one shape, each in a process of its own."""
+    for part in [part for part in PARTS if part in arguments.parts]:
+        left = 60 * (budget.minutes - budget.spent)
+        if left <= 0:
+            record.leave_out(part, f"{budget.minutes:g} minutes were over")
+            continue
+        options = part_options(arguments, shape, part, minutes=left / 60, costs=record.notes.get("cost_table"))
+        run = run_part_process(partial(part_command, options), limit=min(LIMITS[part], left + LAST_SECONDS))
+        if run.result is not None:
+            record.merge(run.result)
+        if run.printed:
+            show(arguments, run.printed)
+        if run.failure is not None:
+            record.fail(part, RuntimeError(f"{part} did not end well: {run.failure}"))
+
+
+def part_options(
+    arguments: argparse.Namespace, shape: ModelShape, part: str, *, minutes: float, costs: str | None
+) -> list[str]:
+    """What the process of a part is started with, `--output` excepted."""
+    options = ["--in-process", "--parts", part, "--minutes", f"{minutes:.3f}"]
+    options += ["--device", arguments.device, "--dtype", arguments.dtype]
+    options += ["--smoke"] if arguments.smoke else ["--shapes", shape.name]
+    if arguments.cost_folder is not None:
+        options += ["--cost-folder", str(arguments.cost_folder)]
+    if part == "replay":
+        options += ["--costs", costs] if costs is not None else []
+        options += ["--replay", *map(str, arguments.replay)] if arguments.replay else []
+        options += ["--tokenizer", str(arguments.tokenizer)] if arguments.tokenizer is not None else []
+        options += ["--replay-problems", str(arguments.replay_problems)]
+        options += ["--replay-tokens", str(arguments.replay_tokens)]
+    return options
+
+
+def part_command(options: Sequence[str], output: Path) -> list[str]:
+    return [sys.executable, str(Path(__file__).resolve()), *options, "--output", str(output)]
 
 
 def describe_model(arguments: argparse.Namespace, bench: ShapeBench, record: BenchRecord) -> bool:
@@ -173,7 +234,7 @@ def describe_model(arguments: argparse.Namespace, bench: ShapeBench, record: Ben
     report(f"{bench.shape.name}: model and engine")
     try:
         backend, fusion = bench.model.engine.backend, bench.model.fusion_report()
-    except (ValueError, RuntimeError) as error:
+    except Exception as error:  # Triton's errors derive from Exception alone
         record.fail("model", error)
         for part in [part for part in MODEL_PARTS if part in arguments.parts]:
             record.leave_out(part, "the model could not be made")
@@ -194,7 +255,7 @@ def run_part(arguments: argparse.Namespace, bench: ShapeBench, part: str, record
                 figures += more
             if figures:
                 show(arguments, format_table(figures[0].HEADER, [figure.cells() for figure in figures]))
-    except (ValueError, RuntimeError, OSError) as error:
+    except Exception as error:  # whatever it is, the other parts are worth having
         record.fail(part, error)
 
 
@@ -213,7 +274,9 @@ def run(arguments: argparse.Namespace) -> bool:
     record, budget = BenchRecord(settings(arguments), arguments.output), Budget(arguments.minutes)
     is_well = True
     for shape in [SMOKE_SHAPE] if arguments.smoke else [SHAPES[name] for name in arguments.shapes]:
-        run_shape(arguments, shape, record, budget)
+        record.begin(asdict(shape))
+        (run_shape if arguments.in_process else run_processes)(arguments, shape, record, budget)
+        show_rest(arguments, record)
         is_well = is_well and not record.failed and all(check["holds"] for check in record.figures("checks"))
     print(json.dumps(record.document))
     return is_well
@@ -227,8 +290,28 @@ def settings(arguments: argparse.Namespace) -> dict[str, object]:
         "device": device_name(torch.device(arguments.device)),
         "dtype": arguments.dtype,
         "minutes": arguments.minutes,
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()},
+        "versions": versions(),
     }
+
+
+def versions() -> dict[str, str | None]:
+    """Of everything that a figure may depend on; None where there is none."""
+    found = {"python": platform.python_version(), "cuda": torch.version.cuda, "driver": driver_version()}
+    for package in ("torch", "triton", "transformers", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def driver_version() -> str | None:
+    """Of the first GPU, as nvidia-smi says."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    return (answer.stdout.splitlines() or [None])[0]
 
 
 def show(arguments: argparse.Namespace, text: str) -> None:
@@ -266,6 +349,8 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json for --replay")
     parser.add_argument("--replay-problems", type=int, default=1, help="measured per file, behind one (%(default)s)")
     parser.add_argument("--replay-tokens", type=int, default=1536, help="of every sample at most (%(default)s)")
+    parser.add_argument("--costs", type=Path, help="cost table to replay with (default: measured)")
+    parser.add_argument("--in-process", action="store_true", help="all parts in this process, without time limits")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that everything runs")
     arguments = parser.parse_args(command_line)
     if arguments.dtype is None:
@@ -283,7 +368,7 @@ def check(arguments: argparse.Namespace) -> None:
         raise ValueError("recorded texts need a tokenizer, got --replay alone; add --tokenizer tokenizer.json")
     if min(arguments.replay_problems, arguments.replay_tokens) < 1:
         raise ValueError("--replay-problems and --replay-tokens must be at least 1; leave --replay out for none")
-    for path in [*arguments.replay, *filter(None, [arguments.tokenizer])]:
+    for path in [*arguments.replay, *filter(None, [arguments.tokenizer, arguments.costs])]:
         if not path.is_file():
             raise ValueError(f"{path} must be a file, got none there; check the path")
     if torch.device(arguments.device).type == "cpu" and not arguments.smoke:

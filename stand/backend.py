@@ -76,6 +76,9 @@ class EagerBackend:
 class CapturedBackend:
     """The step as one graph of this project's kernels; calls that it cannot serve take the eager step.
 
+    Should a captured step fail during a call, the call and all later ones go on with eager steps: `name` becomes "sdpa"
+    and `reason` says why.
+
     fusion: proven fused forwards of the model's modules (`fusion.report`), or None.
     """
 
@@ -101,17 +104,19 @@ class CapturedBackend:
         rows: Sequence[Row],
         num_top: int,
     ) -> Step:
-        if law.has_processors:
+        if law.has_processors or self.name != "triton":
             return self._eager.new_step(prefilled, sources, law=law, verifier=verifier, rows=rows, num_top=num_top)
-        from stand.gpu.captured_step import CapturedStep
+        from stand.gpu.guarded_step import GuardedStep
 
-        step = self._previous
-        if step is None or not step.serves(law, len(rows)):
-            rule = device_rule(verifier)
-            step = CapturedStep(self._model, law, rule, num_rows=len(rows), fusion=self.fusion)
-        step.load(prefilled, sources, rows)
-        self._previous = step
-        return step
+        self._previous = GuardedStep.start(
+            self._previous, self._model, prefilled, sources, law=law, verifier=verifier, rows=rows, fusion=self.fusion,
+            num_top=num_top, on_failure=self._give_up,
+        )  # fmt: skip
+        return self._previous
+
+    def _give_up(self, reason: str) -> None:
+        """Eager steps from now on."""
+        self.name, self.reason, self._previous = "sdpa", reason, None
 
 
 def choose_backend(model: PreTrainedModel, verifier: Verifier, requested: str, *, fuse: bool) -> Backend:
@@ -125,7 +130,7 @@ def choose_backend(model: PreTrainedModel, verifier: Verifier, requested: str, *
     obstacle = kernel_obstacle(model, verifier)
     if obstacle is None:
         reason = "asked for" if requested == "triton" else "the kernels serve this model"
-        return _fused(model, reason) if fuse else CapturedBackend(model, reason)
+        return _fused(model, verifier, reason) if fuse else CapturedBackend(model, reason)
     if requested == "triton":
         raise ValueError(f"backend 'triton' cannot serve here: {obstacle}; use backend='sdpa' or 'auto'")
     return EagerBackend(model, obstacle)
@@ -156,17 +161,20 @@ def kernel_obstacle(model: PreTrainedModel, verifier: Verifier) -> str | None:
     kinds = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
     if kinds & WAITING_ROPES:
         return f"rotary positions of kind {', '.join(sorted(kinds & WAITING_ROPES))} make the host wait"
-    return kernel_failure(model)
+    return kernel_failure(model, verifier)
 
 
-def _fused(model: PreTrainedModel, reason: str) -> CapturedBackend:
+def _fused(model: PreTrainedModel, verifier: Verifier, reason: str) -> CapturedBackend:
     """With proven fused forwards, checked once more all together; without them where that fails."""
     from stand.gpu.fusion.fusion import fuse
     from stand.gpu.self_check import kernel_failure
 
-    fusion = fuse(model)
+    try:
+        fusion = fuse(model)
+    except Exception as error:  # Triton's errors derive from Exception alone
+        return CapturedBackend(model, f"{reason}; not fused, because of {type(error).__name__}: {error}")
     with fusion.active():
-        failure = kernel_failure(model)
+        failure = kernel_failure(model, verifier)
     if failure is None:
         return CapturedBackend(model, reason, fusion=fusion)
     fusion.undo()

@@ -20,14 +20,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from workloads.model_shapes import INITIAL_SPREAD, ModelShape, Product
 from workloads.random_draft import random_draft
 
-from stand.gpu.kernels.attention import tile_tokens, tree_attention
+from stand.gpu.kernels.attention import tree_attention
 from stand.gpu.kernels.compact import compact
 from stand.gpu.kernels.filter import filter_rows
 from stand.gpu.kernels.race import race
 from stand.gpu.kernels.softmax import softmax_rows
 from stand.gpu.kernels.top_rows import top_rows
 from stand.gpu.kernels.traverse import traverse
-from stand.gpu.work_list import SPLIT_LENGTH, WorkList, most_splits
+from stand.gpu.tiles import limits_of, tile_tokens
+from stand.gpu.work_list import Splitting, WorkList
 from stand.sampling import SamplingParams, TargetLaw
 from stand.trees import DraftBatch
 from stand.verifiers.noise import uniforms_on_device
@@ -50,7 +51,7 @@ class Extent:
 
 
 FULL = Extent(
-    token_counts=(1, 16, 32, 64, 80, 96, 112, 128, 160, 192, 256),
+    token_counts=(1, 2, 4, 8, 16, 32, 64, 80, 96, 112, 128, 160, 192, 256),
     lengths=(2048, 8192, 16384, 32768),
     trees=(1, 16, 32, 64, 80, 128),
     batches=(1, 4, 16),
@@ -169,7 +170,7 @@ class KernelBench:
             for _ in range(self._copies(nbytes, shape.layers))
         ]
         query = self._random(rows * tree, shape.heads, shape.head_size, spread=1.0)
-        ours = self._kernel_attention(query, length, rows, tree, room)
+        ours = self._kernel_attention(query, length, rows, tree)
         masked = self._masked_attention(query, length, rows, tree)
         seconds = self.timer.seconds(lambda: [ours(layer) for layer in layers])
         reference = difference = None
@@ -185,17 +186,17 @@ class KernelBench:
         return Timing("attention", tree, rows, length, seconds / len(layers), floor, reference, difference)
 
     def _kernel_attention(
-        self, query: torch.Tensor, length: int, rows: int, tree: int, room: int
+        self, query: torch.Tensor, length: int, rows: int, tree: int
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         shape, num_tokens = self.shape, rows * tree
-        tile = tile_tokens(tree, shape.groups, shape.head_size, self.dtype)
+        tile = tile_tokens(tree, shape.groups, shape.head_size, self.dtype, limits=limits_of(self.device))
         work = WorkList.build(
-            np.arange(0, num_tokens + 1, tree), np.full(rows, length), np.arange(rows),
-            tile_tokens=tile, split_length=SPLIT_LENGTH,
+            np.arange(0, num_tokens + 1, tree), np.full(rows, length), np.arange(rows), tile_tokens=tile,
+            splitting=Splitting.filling(self.device, key_heads=shape.key_heads, num_rows=rows),
         )  # fmt: skip
-        splits = most_splits(room, SPLIT_LENGTH)
-        partials = torch.empty(splits, *query.shape, device=self.device)
-        log_sums = torch.empty(splits, num_tokens, shape.heads, device=self.device)
+        num_partials = int(work.partial_starts[-1])
+        partials = torch.empty(num_partials, *query.shape[1:], device=self.device)
+        log_sums = torch.empty(num_partials, shape.heads, device=self.device)
         parents = heap_parents(tree)
         step = [
             torch.from_numpy(array).to(self.device)
@@ -203,7 +204,7 @@ class KernelBench:
                 np.tile(ancestor_words(parents), (rows, 1)),
                 length + np.tile(depths_of(parents), rows),
                 work.items,
-                work.num_splits,
+                work.partial_starts,
             )
         ]
         scale = shape.head_size**-0.5

@@ -148,7 +148,7 @@ class StepBench:
 
     def _timed(self, step: CapturedStep, rows: Sequence[Row], nodes: int) -> StepTiming:
         num_rows, length = len(rows), rows[0].num_cached
-        batch, noise, walls = self._drafts(num_rows, nodes), step_noise(rows), []
+        batch, noise, walls = self.drafts(num_rows, nodes), step_noise(rows), []
         for _ in range(self.sizes.repeats + 1):
             start = time.perf_counter()
             step.prepare(batch, rows, noise)
@@ -172,7 +172,7 @@ class StepBench:
         step.verdicts()
         return first.elapsed_time(last) / 1e3 / self.sizes.repeats
 
-    def _drafts(self, num_rows: int, nodes: int) -> DraftBatch:
+    def drafts(self, num_rows: int, nodes: int) -> DraftBatch:
         """`nodes` nodes shared out over the rows, in trees of three branches."""
         shares = [nodes // num_rows + (row < nodes % num_rows) for row in range(num_rows)]
         return DraftBatch.concatenate([self._draft(share) for share in shares])

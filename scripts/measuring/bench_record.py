@@ -67,6 +67,20 @@ class BenchRecord:
         self._result[name] = value
         self.save()
 
+    def merge(self, result: dict[str, object]) -> None:
+        """Take over what another record has measured of the same shape."""
+        for name, value in result.items():
+            if name == "parts":
+                for part, figures in value.items():
+                    self._result["parts"].setdefault(part, []).extend(figures)
+            elif name == "seconds":
+                self._result["seconds"] |= value
+            elif name in ("left_out", "failed"):
+                self._result[name] += value
+            else:
+                self._result[name] = value
+        self.save()
+
     def run(self, part: str, measurements: Iterable[Measurement], budget: Budget) -> Iterator[tuple[str, list[Figure]]]:
         """(label, figures) of every measurement that begins in time and ends well.
 
@@ -107,6 +121,11 @@ class BenchRecord:
     def figures(self, part: str) -> list[dict[str, object]]:
         """Those of the running shape, as they are in the document."""
         return self._result["parts"].get(part, [])
+
+    @property
+    def notes(self) -> dict[str, object]:
+        """The running shape's result, whose facts are its entries."""
+        return self._result
 
     @property
     def left_out(self) -> list[dict[str, str]]:

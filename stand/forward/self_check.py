@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -132,13 +134,21 @@ def _tree_logits(model: PreTrainedModel, prompt: np.ndarray, batch: DraftBatch) 
 
 
 def _plain_logits(model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarray) -> torch.Tensor:
-    """[N, V] float32 by a separate plain forward over the path to each node."""
-    logits = []
-    for node in range(len(tokens)):
-        path = [node]
-        while CHECK_PARENTS[path[0]] != NO_PARENT:
-            path.insert(0, CHECK_PARENTS[path[0]])
-        input_ids = np.concatenate([prompt, tokens[path]]).astype(np.int64)
-        output = model(input_ids=torch.from_numpy(input_ids).to(model.device)[None], use_cache=False)
-        logits.append(output.logits[0, -1].float())
-    return torch.stack(logits)
+    """[N, V] float32 by a separate plain forward over the path to each node.
+
+    With the model's own attention, except that soft-capped scores are transformers' eager attention's: the sdpa that
+    Gemma 2 has by default in transformers 5.17 leaves the cap out.
+    """
+    is_capped = getattr(text_config(model), "attn_logit_softcapping", None) is not None
+    with tree_attention(model, "eager") if is_capped else nullcontext():
+        return torch.stack([_path_logits(model, prompt, tokens, node) for node in range(len(tokens))])
+
+
+def _path_logits(model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarray, node: int) -> torch.Tensor:
+    """[V] float32 after the path to one node."""
+    path = [node]
+    while CHECK_PARENTS[path[0]] != NO_PARENT:
+        path.insert(0, CHECK_PARENTS[path[0]])
+    input_ids = np.concatenate([prompt, tokens[path]]).astype(np.int64)
+    output = model(input_ids=torch.from_numpy(input_ids).to(model.device)[None], use_cache=False)
+    return output.logits[0, -1].float()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from stand.forward.tree_attention import tree_attention
@@ -24,11 +25,10 @@ from stand.gpu.device_rule import DeviceRule, GreedyRule
 from stand.gpu.fusion.fusion import Fusion
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME
 from stand.gpu.packing import kept_paths
-from stand.gpu.replay import Program, replay_for
+from stand.gpu.replay import Program, Replay, replay_for
 from stand.gpu.step_body import LEARNED_ROWS, StepBody, StepOutput
 from stand.gpu.step_packet import StepPacket
 from stand.gpu.step_size import MAX_ROW_NODES, StepSize
-from stand.gpu.work_list import SPLIT_LENGTH, WorkList
 from stand.row import LiveRows, Row
 from stand.sampling import TargetLaw
 from stand.trees import DraftBatch
@@ -41,8 +41,16 @@ class CapturedStep:
     """Implements `stand.step.Step` over a `DeviceCache`; a row's place there is its number within the call."""
 
     def __init__(
-        self, model: PreTrainedModel, law: TargetLaw, rule: DeviceRule, *, num_rows: int, fusion: Fusion | None
+        self,
+        model: PreTrainedModel,
+        law: TargetLaw,
+        rule: DeviceRule,
+        *,
+        num_rows: int,
+        fusion: Fusion | None,
+        replay: Replay | None = None,
     ):
+        """replay: of a step that was closed, so that an engine has one capture stream; default: a new one."""
         self._model = model
         self._fusion = fusion
         self._law = law
@@ -50,8 +58,10 @@ class CapturedStep:
         self._num_rows = num_rows
         self._cache: DeviceCache | None = None
         self._output = StepOutput(model, num_rows)
-        self._replay = replay_for(model.device)
+        self.replay = replay_for(model.device) if replay is None else replay
         self._recorded: dict[StepSize, tuple[StepBody, Program]] = {}
+        self.body: StepBody | None = None  # of the last step prepared
+        self._program: Program | None = None
         self._unread: tuple[np.ndarray, np.ndarray] | None = None  # best rows that a recording would overwrite
         self._num_scored = 0
         self._verdicts: Verdicts | None = None
@@ -79,12 +89,11 @@ class CapturedStep:
             self.use(None)  # the old block goes before the new one comes
             self.use(DeviceCache.like(prefilled, num_rows=self._num_rows, room=room))
         self._cache.load(prefilled, sources, max(row.num_cached for row in rows))
-        self._num_scored, self._lesson = 0, None
+        self._unread, self._num_scored, self._lesson = None, 0, None
 
     def use(self, cache: DeviceCache | None) -> None:
-        """Decode behind these keys; what is recorded knows another cache's addresses and goes."""
-        self._replay.wait_for_best()  # nothing that is recorded may still run
-        self._recorded.clear()
+        """Decode after these keys; what is recorded knows another cache's addresses and goes."""
+        self._forget()
         self._cache = cache
 
     def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
@@ -105,23 +114,43 @@ class CapturedStep:
         if lesson is not None:
             lesson()
 
+    def close(self) -> Replay:
+        """Give all memory back; the replay, for the step that follows."""
+        self.use(None)
+        self._output = None
+        return self.replay
+
+    def release(self, rows: Sequence[Row]) -> TreeCache:
+        """The committed keys of these rows, in their order, for eager steps. The step itself is of no use after it."""
+        self._forget()
+        cache, self._cache = self._cache, None
+        return cache.release([row.index for row in rows])
+
     def prepare(self, batch: DraftBatch, rows: Sequence[Row], noise: VerifierNoise) -> None:
         lengths = np.array([row.num_cached for row in rows], dtype=np.int64)
         places = np.array([row.index for row in rows], dtype=np.int64)
         counts = batch.sizes
-        self._make_room(int((lengths + counts).max()) + 1)
-        tile = self._output.tile_tokens(int(counts.max()))
-        work = WorkList.build(batch.offsets, lengths, places, tile_tokens=tile, split_length=SPLIT_LENGTH)
-        size = StepSize.covering(batch.num_nodes, len(work.items), self._num_rows, tile_tokens=tile)
-        body, self._program = self._recorded.get(size) or self._record(size)
-        body.packet.fill(batch, lengths, places, noise, work=work, room=self._cache.room)
+        self._make_room(int((lengths + counts).max()) + 1, rows)
+        size = self._size(batch.num_nodes, int(counts.max()))
+        self.body, self._program = self._recorded.get(size) or self._record(size)
+        self.body.packet.fill(batch, lengths, places, noise, room=self._cache.room)
         self._batch = batch
 
+    def _size(self, num_nodes: int, most_nodes: int) -> StepSize:
+        """For `num_nodes` nodes of all rows together and `most_nodes` of the longest."""
+        return StepSize.covering(
+            num_nodes,
+            self._num_rows,
+            tile_tokens=self._output.tile_tokens(most_nodes),
+            splitting=self._output.splitting,
+            room=self._cache.room,
+        )
+
     def launch(self) -> None:
-        self._replay.step(self._program)
+        self.replay.step(self._program)
 
     def verdicts(self) -> Verdicts:
-        self._replay.wait(self._program)
+        self.replay.wait(self._program)
         self._unread, self._num_scored = None, self._batch.num_nodes
         stops, next_tokens = self._output.verdict(len(self._batch))
         return Verdicts(kept_paths(stops, self._batch.parents, self._batch.offsets), next_tokens)
@@ -138,22 +167,50 @@ class CapturedStep:
                 f"a captured step returns the {LEARNED_ROWS} best tokens of a node, got a request for {count}; "
                 "use a lookup with num_candidates=10 or wrap the model with backend='sdpa'"
             )
-        ids, probabilities = self._read_best() if self._unread is None else self._unread
+        self._keep_best()
+        ids, probabilities = self._unread
         return ids[:, :count], probabilities[:, :count]
 
-    def _read_best(self) -> tuple[np.ndarray, np.ndarray]:
-        self._replay.wait_for_best()
-        return self._output.best(self._num_scored)
+    def direct(self, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a replay of the prepared step is checked against: by the body itself, logits [num_nodes, V] and
+        `written`. The keys of rejected nodes are where they were written until the replay."""
+        self.body.packet.upload()
+        return self.body.forward()[:num_nodes], self.written(num_nodes)
+
+    def written(self, num_nodes: int) -> torch.Tensor:
+        """Keys and values [num_nodes, layers, 2, Hkv, D] that lie now where the prepared step's nodes were written."""
+        slots = self.body.packet.device["slots"][:num_nodes]
+        room = self._cache.room
+        return self._cache.storage[:, :, slots // room, :, slots % room]
+
+    def laws(self, num_nodes: int) -> torch.Tensor:
+        """[num_nodes, V] float32 of the last step, a copy."""
+        return self._output.laws[:num_nodes].clone()
+
+    def _keep_best(self) -> None:
+        """Those of the last verdicts, before something writes over them."""
+        self.replay.wait_for_best()
+        if self._unread is None:
+            self._unread = self._output.best(self._num_scored)
 
     def _record(self, size: StepSize) -> tuple[StepBody, Program]:
-        self._unread = self._read_best()
-        packet = StepPacket(size, self._rule, self._model.device)
+        self._keep_best()
+        packet = StepPacket(size, self._rule, self._model.device, splitting=self._output.splitting)
         packet.clear(self._cache.room)
-        body = StepBody(self._model, self._cache, self._law, self._rule, packet, self._output, SPLIT_LENGTH)
-        self._recorded[size] = body, self._replay.record(body.run, body.find_best)
+        body = StepBody(self._model, self._cache, self._law, self._rule, packet, self._output)
+        self._recorded[size] = body, self.replay.record(body.run, body.find_best)
         return self._recorded[size]
 
-    def _make_room(self, extent: int) -> None:
-        """Double the cache when a row outgrows it."""
+    def _make_room(self, extent: int, rows: Sequence[Row]) -> None:
+        """Double the cache when a row outgrows it, but not beyond what the rows can come to."""
         if extent > self._cache.room:
-            self.use(self._cache.grown(max(extent, 2 * self._cache.room)))
+            furthest = max(row.num_cached + row.num_remaining for row in rows) + MAX_ROW_NODES
+            self._forget()
+            self._cache.grow(max(extent, min(furthest, 2 * self._cache.room)))
+
+    def _forget(self) -> None:
+        """Drop what is recorded, and with it the memory of the graphs."""
+        if self._recorded:
+            self._keep_best()  # which waits, so that nothing that is recorded still runs
+        self._recorded.clear()
+        self._program = self.body = None

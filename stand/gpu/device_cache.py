@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers.cache_utils import Cache
 
-from stand.forward.tree_cache import TreeCache, check_fits
+from stand.forward.tree_cache import CacheMemoryError, TreeCache
 
 
 class DeviceCache(Cache):
@@ -29,9 +29,7 @@ class DeviceCache(Cache):
     ):
         super().__init__(layers=[])
         shape = (num_layers, 2, num_rows, num_heads, room, head_size)
-        check_fits(torch.Size(shape).numel() * torch.finfo(dtype).bits // 8, device)
-        # Zeros, because a masked weight of 0 times what memory happens to hold (NaN) would not be 0.
-        self.storage = torch.zeros(shape, dtype=dtype, device=device)
+        self.storage = _zeros(shape, dtype=dtype, device=device)
         self.slots: torch.Tensor | None = None  # [M] int64, row * S + slot of each token of the running step
 
     @classmethod
@@ -91,17 +89,63 @@ class DeviceCache(Cache):
                 for row, source in enumerate(sources):
                     self.storage[layer, kind, row, :, :length] = state[source, :, :length]
 
-    def grown(self, room: int) -> DeviceCache:
-        """A copy with more slots per row."""
-        layers, _, rows, heads, old_room, size = self.storage.shape
-        larger = DeviceCache(
-            num_layers=layers, num_rows=rows, num_heads=heads, room=room, head_size=size,
-            dtype=self.storage.dtype, device=self.storage.device,
-        )  # fmt: skip
-        larger.storage[..., : old_room - 1, :] = self.storage[..., : old_room - 1, :]
-        return larger
+    def grow(self, room: int) -> None:
+        """More slots per row, at new addresses: what was recorded with the old ones must be gone.
+
+        Old and new block lie on the device together only where both fit; else the keys wait on the host meanwhile.
+        Raises CacheMemoryError or torch.OutOfMemoryError, and then everything is as before.
+        """
+        old, device = self.storage, self.storage.device
+        shape = (*old.shape[:4], room, old.shape[5])
+        try:
+            if _nbytes(shape, old.dtype) > available_bytes(device):
+                old, self.storage = old.cpu(), None  # the device's block is free now
+            larger = _zeros(shape, dtype=old.dtype, device=device)
+            larger[..., : old.shape[4] - 1, :] = old[..., :-1, :]
+        except BaseException:
+            self.storage = old.to(device)
+            raise
+        self.storage = larger
+
+    def release(self, places: Sequence[int]) -> TreeCache:
+        """A cache for eager steps whose row i has the keys of row places[i]; it takes over the memory of this one.
+
+        Nothing is allocated but one layer's keys at a time, so that it works where memory has run out.
+        """
+        order = torch.tensor(places, dtype=torch.int64, device=self.storage.device)
+        rows = TreeCache(num_rows=len(places), room=self.room)
+        rows.room = self.room  # unrounded
+        for keys, values in self.storage:
+            for states, kept in ((keys, rows.keys), (values, rows.values)):
+                states[: len(places)] = states[order]
+                kept.append(states[: len(places)])
+        return rows
 
 
 def is_uniform(prefilled: TreeCache) -> bool:
     """Whether all layers have one number of heads, one head size, one type and one device."""
     return len({(s.shape[1], s.shape[3], s.dtype, s.device) for s in (*prefilled.keys, *prefilled.values)}) == 1
+
+
+def _zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, because a masked weight of 0 times what memory happens to hold (NaN) would not be 0."""
+    needed, left = _nbytes(shape, dtype), available_bytes(device)
+    if needed > left:
+        raise CacheMemoryError(
+            f"the key-value cache must fit into the device's free memory, got a request for {needed / 2**30:.1f} GiB "
+            f"where {left / 2**30:.1f} are left; lower num_return_sequences, max_new_tokens or the prompts per call"
+        )
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def available_bytes(device: torch.device) -> float:
+    """What can still be allocated on a GPU: its free memory, and what torch holds of it unused. Elsewhere no limit:
+    a CPU's pages are given when they are written."""
+    if device.type != "cuda":
+        return float("inf")
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * torch.finfo(dtype).bits // 8

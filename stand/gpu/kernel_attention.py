@@ -19,8 +19,8 @@ class KernelPlan:
 
     step: Mapping[str, torch.Tensor]
     tile_tokens: int
-    partials: torch.Tensor  # [P, M, H, D] float32
-    log_sums: torch.Tensor  # [P, M, H] float32
+    partials: torch.Tensor  # [P, H, D] float32
+    log_sums: torch.Tensor  # [P, H] float32
 
 
 def attend(
@@ -55,7 +55,7 @@ def attend(
         step["ancestors"],
         step["positions"],
         step["items"],
-        step["num_splits"],
+        step["partial_starts"],
         stand_plan.partials,
         stand_plan.log_sums,
         query.shape[3] ** -0.5 if scaling is None else scaling,

@@ -6,87 +6,138 @@ from libc.string cimport memset
 import numpy as np
 
 
-def pack(
-    const int32_t[::1] token_ids not None,  # [m] the drafts, m <= M
-    const int32_t[::1] parents not None,  # [m] row-local, -1 at roots
-    const int32_t[::1] depths not None,  # [m]
-    const int32_t[::1] offsets not None,  # [b + 1], b <= B
-    const int64_t[::1] lengths not None,  # [b] committed keys of each row
-    const int64_t[::1] cache_rows not None,  # [b]
-    int64_t room,  # slots of a cache row; the last one of row 0 takes what padding writes
-    *,
-    int64_t[::1] out_token_ids not None,  # [M]
-    int64_t[::1] out_positions not None,  # [M]
-    int64_t[::1] out_slots not None,  # [M] cache row * room + slot
-    int64_t[:, ::1] out_ancestors not None,  # [M, W] bit j of a row: local node j is an ancestor, or itself
-    int64_t[::1] out_parents not None,  # [M] packed, roots and padding point to themselves
-    int64_t[::1] out_firsts not None,  # [M] packed root of the token's row
-    int64_t[::1] out_row_of not None,  # [M] row, B at padding
-    int64_t[::1] out_depths not None,  # [M]
-    int64_t[::1] out_follows not None,  # [M] 1 where a walk may step to the node: a child, first of its token
-    int32_t[::1] out_offsets not None,  # [B + 1]
-    int64_t[::1] out_lengths not None,  # [B]
-    int64_t[::1] out_cache_rows not None,  # [B]
-) -> None:
-    """Pack b rows with m nodes into arrays made for B rows and M nodes; what is left over becomes padding.
+cdef class StepArrays:
+    """The arrays of one packed step of at most M tokens and B rows, filled in place (see `StepPacket` for each)."""
 
-    Raises ValueError when the drafts do not fit: more rows or nodes than the arrays hold, a row of more nodes than
-    W * 64, or a slot beyond the room.
-    """
-    cdef Py_ssize_t num_tokens = token_ids.shape[0], capacity = out_token_ids.shape[0]
-    cdef Py_ssize_t num_rows = lengths.shape[0], row_capacity = out_lengths.shape[0]
-    cdef Py_ssize_t num_words = out_ancestors.shape[1], row, node, packed, first, parent, word, twin
-    cdef int64_t length, last = room - 1
-    cdef uint64_t bit
-    if num_tokens > capacity or num_rows > row_capacity:
-        raise ValueError(
-            f"a packed step made for {capacity} tokens of {row_capacity} rows must hold its drafts, got {num_tokens} "
-            f"tokens of {num_rows} rows; take a larger step size"
-        )
-    for row in range(num_rows):
-        if offsets[row + 1] - offsets[row] > num_words * 64:
+    cdef int64_t[::1] token_ids, positions, slots  # [M]; slots: cache row * room + slot
+    cdef int64_t[:, ::1] ancestors  # [M, W] bit j of a row: local node j is an ancestor, or itself
+    cdef int64_t[::1] parents, firsts  # [M] packed; roots and padding are their own parents
+    cdef int64_t[::1] row_of  # [M] row, B at padding
+    cdef int64_t[::1] depths
+    cdef int64_t[::1] follows  # [M] 1 where a walk may step to the node: a child, first of its token
+    cdef int32_t[::1] offsets  # [B + 1]
+    cdef int64_t[::1] lengths, cache_rows  # [B]
+    cdef int32_t[:, ::1] items  # [I, 8]
+    cdef int32_t[::1] partial_starts  # [M + 1]
+    cdef int64_t tile_tokens, row_items, shortest_split
+    cdef Py_ssize_t num_items, num_tokens  # filled the time before
+
+    def __init__(self, arrays, *, int64_t tile_tokens, int64_t row_items, int64_t shortest_split):
+        """`arrays` by name, zeros; the rest as in `WorkList.build`."""
+        self.token_ids, self.positions, self.slots = arrays["token_ids"], arrays["positions"], arrays["slots"]
+        self.ancestors, self.parents, self.firsts = arrays["ancestors"], arrays["parents"], arrays["firsts"]
+        self.row_of, self.depths, self.follows = arrays["row_of"], arrays["depths"], arrays["follows"]
+        self.offsets, self.lengths, self.cache_rows = arrays["offsets"], arrays["lengths"], arrays["cache_rows"]
+        self.items, self.partial_starts = arrays["items"], arrays["partial_starts"]
+        self.tile_tokens, self.row_items, self.shortest_split = tile_tokens, row_items, shortest_split
+        self.num_items, self.num_tokens = self.items.shape[0], self.token_ids.shape[0]
+
+    def fill(
+        self,
+        const int32_t[::1] token_ids not None,  # [m] the drafts, m <= M
+        const int32_t[::1] parents not None,  # [m] row-local, -1 at roots
+        const int32_t[::1] depths not None,  # [m]
+        const int32_t[::1] offsets not None,  # [b + 1], b <= B
+        const int64_t[::1] lengths not None,  # [b] committed keys of each row
+        const int64_t[::1] cache_rows not None,  # [b]
+        int64_t room,  # slots of a cache row; the last one of row 0 takes what padding writes
+    ):
+        """One step; what is left over becomes padding.
+
+        Raises ValueError when the drafts do not fit: more rows or nodes than the arrays hold, a row of more nodes than
+        W * 64, or a slot beyond the room.
+        """
+        cdef Py_ssize_t row, num_rows = lengths.shape[0]
+        self._check(token_ids.shape[0], offsets, lengths, room)
+        memset(&self.ancestors[0, 0], 0, self.num_tokens * self.ancestors.shape[1] * sizeof(int64_t))
+        for row in range(num_rows):
+            self._fill_row(row, token_ids, parents, depths, offsets, lengths[row], cache_rows[row] * room)
+            self.lengths[row], self.cache_rows[row] = lengths[row], cache_rows[row]
+        self._pad(token_ids.shape[0], num_rows, room - 1)
+        self.num_items = list_work(
+            offsets, lengths, cache_rows, self.tile_tokens, self.row_items, self.shortest_split,
+            out_items=self.items, out_partial_starts=self.partial_starts, num_used=self.num_items,
+        )  # fmt: skip
+
+    cdef _check(
+        self, Py_ssize_t num_tokens, const int32_t[::1] offsets, const int64_t[::1] lengths, int64_t room
+    ):
+        cdef Py_ssize_t row, most = self.ancestors.shape[1] * 64
+        if num_tokens > self.token_ids.shape[0] or lengths.shape[0] > self.lengths.shape[0]:
             raise ValueError(
-                f"a row's draft must have at most {num_words * 64} nodes, got {offsets[row + 1] - offsets[row]}; "
-                "lower the budget"
+                f"a packed step made for {self.token_ids.shape[0]} tokens of {self.lengths.shape[0]} rows must hold "
+                f"its drafts, got {num_tokens} tokens of {lengths.shape[0]} rows; take a larger step size"
             )
-        if lengths[row] + offsets[row + 1] - offsets[row] > last:
-            raise ValueError(
-                f"a row must fit into the cache's room of {last} slots, got {lengths[row]} committed tokens and "
-                f"{offsets[row + 1] - offsets[row]} nodes; grow the cache first"
-            )
-    memset(&out_ancestors[0, 0], 0, capacity * num_words * sizeof(int64_t))
-    for row in range(num_rows):
-        first, length = offsets[row], lengths[row]
-        out_lengths[row], out_cache_rows[row] = length, cache_rows[row]
-        out_offsets[row] = offsets[row]
+        for row in range(lengths.shape[0]):
+            if offsets[row + 1] - offsets[row] > most:
+                raise ValueError(
+                    f"a row's draft must have at most {most} nodes, got {offsets[row + 1] - offsets[row]}; "
+                    "lower the budget"
+                )
+            if lengths[row] + offsets[row + 1] - offsets[row] > room - 1:
+                raise ValueError(
+                    f"a row must fit into the cache's room of {room - 1} slots, got {lengths[row]} committed tokens "
+                    f"and {offsets[row + 1] - offsets[row]} nodes; grow the cache first"
+                )
+
+    cdef void _fill_row(
+        self, Py_ssize_t row, const int32_t[::1] token_ids, const int32_t[::1] parents, const int32_t[::1] depths,
+        const int32_t[::1] offsets, int64_t length, int64_t start
+    ) noexcept:
+        """Row `row`, whose slots begin at `start`."""
+        cdef Py_ssize_t first = offsets[row], num_words = self.ancestors.shape[1], node, packed, parent, word, twin
+        self.offsets[row] = offsets[row]
         for packed in range(first, offsets[row + 1]):
             node = packed - first
             parent = packed if parents[packed] < 0 else first + parents[packed]
-            out_token_ids[packed] = token_ids[packed]
-            out_positions[packed] = length + depths[packed]
-            out_slots[packed] = cache_rows[row] * room + length + node
-            out_parents[packed] = parent
-            out_firsts[packed] = first
-            out_row_of[packed] = row
-            out_depths[packed] = depths[packed]
-            out_follows[packed] = node > 0
+            self.token_ids[packed] = token_ids[packed]
+            self.positions[packed] = length + depths[packed]
+            self.slots[packed] = start + length + node
+            self.parents[packed], self.firsts[packed] = parent, first
+            self.row_of[packed] = row
+            self.depths[packed] = depths[packed]
+            self.follows[packed] = node > 0
             for twin in range(parent + 1, packed):  # siblings of one token: the earliest is the one that is followed
                 if parents[twin] == parents[packed] and token_ids[twin] == token_ids[packed]:
-                    out_follows[packed] = 0
+                    self.follows[packed] = 0
                     break
             for word in range(num_words):
-                out_ancestors[packed, word] = out_ancestors[parent, word]
-            bit = (<uint64_t>1) << (node & 63)
-            out_ancestors[packed, node >> 6] = <int64_t>((<uint64_t>out_ancestors[packed, node >> 6]) | bit)
-    for row in range(num_rows, row_capacity):
-        out_lengths[row] = out_cache_rows[row] = 0
-    for row in range(num_rows, row_capacity + 1):
-        out_offsets[row] = <int32_t>num_tokens
-    for packed in range(num_tokens, capacity):
-        out_token_ids[packed] = out_positions[packed] = out_depths[packed] = out_follows[packed] = 0
-        out_slots[packed] = last
-        out_parents[packed] = out_firsts[packed] = packed
-        out_row_of[packed] = row_capacity
+                self.ancestors[packed, word] = self.ancestors[parent, word]
+            self.ancestors[packed, node >> 6] = <int64_t>(
+                (<uint64_t>self.ancestors[packed, node >> 6]) | ((<uint64_t>1) << (node & 63))
+            )
+
+    cdef void _pad(self, Py_ssize_t num_tokens, Py_ssize_t num_rows, int64_t spare_slot) noexcept:
+        """What is behind the drafts, as far as the fill before reached."""
+        cdef Py_ssize_t row, packed
+        for row in range(num_rows, self.lengths.shape[0]):
+            self.lengths[row] = self.cache_rows[row] = 0
+        for row in range(num_rows, self.offsets.shape[0]):
+            self.offsets[row] = <int32_t>num_tokens
+        for packed in range(num_tokens, self.num_tokens):
+            self.token_ids[packed] = self.positions[packed] = self.depths[packed] = self.follows[packed] = 0
+            self.slots[packed] = spare_slot
+            self.parents[packed] = self.firsts[packed] = packed
+            self.row_of[packed] = self.lengths.shape[0]
+        self.num_tokens = num_tokens
+
+
+def count_work(
+    const int32_t[::1] offsets not None,  # [B + 1]
+    const int64_t[::1] lengths not None,  # [B] committed tokens per row
+    int64_t tile_tokens,
+    int64_t row_items,
+    int64_t shortest_split,
+):
+    """(items, partial results) of a work list."""
+    cdef int64_t tokens, tiles, splits, items = 0, partials = 0
+    for row in range(lengths.shape[0]):
+        tokens = offsets[row + 1] - offsets[row]
+        tiles = _parts(tokens, tile_tokens)
+        splits = _parts(lengths[row], _split_length(lengths[row], tiles, row_items, shortest_split))
+        items += tiles * max(splits, 1)
+        partials += tokens * max(splits, 1)
+    return items, partials
 
 
 def list_work(
@@ -94,36 +145,58 @@ def list_work(
     const int64_t[::1] lengths not None,  # [B] committed tokens per row
     const int64_t[::1] cache_rows not None,  # [B]
     int64_t tile_tokens,
-    int64_t split_length,
+    int64_t row_items,
+    int64_t shortest_split,
+    *,
+    int32_t[:, ::1] out_items not None,  # [I, 8]
+    int32_t[::1] out_partial_starts not None,  # [M + 1]
+    int64_t num_used,
 ):
-    """(items [I, 8], num_splits [M]), int32: see `stand.gpu.work_list.WorkList`, which checks the arguments."""
-    cdef Py_ssize_t num_rows = lengths.shape[0], row, item = 0, count = 0
-    cdef int64_t tokens, tile, split, splits, first
-    for row in range(num_rows):
-        tokens = offsets[row + 1] - offsets[row]
-        count += _parts(tokens, tile_tokens) * max(_parts(lengths[row], split_length), 1)
-    table = np.empty((count, 8), dtype=np.int32)
-    numbers = np.empty(offsets[num_rows], dtype=np.int32)
-    cdef int32_t[:, ::1] items = table
-    cdef int32_t[::1] num_splits = numbers
+    """Fill both arrays as `stand.gpu.work_list.WorkList` says; the number of items.
+
+    Items after the last one become zero up to item `num_used`: so many were filled the time before. Raises ValueError
+    where the list does not fit.
+    """
+    cdef Py_ssize_t num_rows = lengths.shape[0], row, item = 0, token
+    cdef int64_t tokens, tile, tiles, split, splits, split_length, first
+    cdef int32_t partial = 0
     for row in range(num_rows):
         tokens, first = offsets[row + 1] - offsets[row], offsets[row]
+        tiles = _parts(tokens, tile_tokens)
+        split_length = _split_length(lengths[row], tiles, row_items, shortest_split)
         splits = max(_parts(lengths[row], split_length), 1)
-        num_splits[first : first + tokens] = <int32_t>splits
+        if item + tiles * splits > out_items.shape[0] or first + tokens >= out_partial_starts.shape[0]:
+            raise ValueError(
+                f"the buffers must hold the whole list, got {out_items.shape[0]} items and "
+                f"{out_partial_starts.shape[0] - 1} tokens; size them with most_items and the step's token count"
+            )
+        for token in range(first, first + tokens):
+            out_partial_starts[token] = partial
+            partial += <int32_t>splits
         for split in range(splits):
-            for tile in range(_parts(tokens, tile_tokens)):
-                items[item, 0] = <int32_t>first
-                items[item, 1] = <int32_t>(first + tile * tile_tokens)
-                items[item, 2] = <int32_t>min(tokens - tile * tile_tokens, tile_tokens)
-                items[item, 3] = <int32_t>cache_rows[row]
-                items[item, 4] = <int32_t>lengths[row]
-                items[item, 5] = <int32_t>(split * split_length)
-                items[item, 6] = <int32_t>((split + 1) * split_length)
+            for tile in range(tiles):
+                out_items[item, 0] = <int32_t>first
+                out_items[item, 1] = <int32_t>(first + tile * tile_tokens)
+                out_items[item, 2] = <int32_t>min(tokens - tile * tile_tokens, tile_tokens)
+                out_items[item, 3] = <int32_t>cache_rows[row]
+                out_items[item, 4] = <int32_t>lengths[row]
+                out_items[item, 5] = <int32_t>(split * split_length)
+                out_items[item, 6] = <int32_t>((split + 1) * split_length)
                 if split == splits - 1:  # the row's own tokens too, up to the last that the tile can see
-                    items[item, 6] = <int32_t>(lengths[row] + tile * tile_tokens) + items[item, 2]
-                items[item, 7] = <int32_t>split
+                    out_items[item, 6] = <int32_t>(lengths[row] + tile * tile_tokens) + out_items[item, 2]
+                out_items[item, 7] = <int32_t>split
                 item += 1
-    return table, numbers
+    for token in range(offsets[num_rows], out_partial_starts.shape[0]):
+        out_partial_starts[token] = partial
+    if num_used > item:
+        memset(&out_items[item, 0], 0, (num_used - item) * 8 * sizeof(int32_t))
+    return item
+
+
+cdef inline int64_t _split_length(int64_t length, int64_t tiles, int64_t row_items, int64_t shortest) noexcept:
+    """Slots per split: as many splits as make `row_items` items of the row's tiles, in whole blocks of 64 keys."""
+    cdef int64_t splits = max(row_items // max(tiles, 1), 1)
+    return max(_parts(_parts(length, splits), 64) * 64, shortest)
 
 
 cdef inline int64_t _parts(int64_t whole, int64_t part) noexcept:

@@ -60,27 +60,29 @@ class DirectReplay:
 
 
 class GraphReplay:
-    """CUDA graphs; the step on the caller's stream, the best rows on one beside it.
+    """CUDA graphs; the step on the caller's stream, the best tokens on one next to it.
 
-    No two graphs run at once: best rows wait for their step, and a step waits for the best rows of the one before. So
-    all graphs may share one memory pool.
+    No two graphs run at once: best tokens wait for their step, and a step waits for the best tokens of the one before.
+    So all graphs may share one memory pool. All warm-ups and captures of a replay run on a stream of its own: where a
+    graph ends, torch 2.13 clears the cuBLAS workspaces of the stream that it was captured on (pytorch #193402), which
+    other engines' live graphs may still use.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._captures = torch.cuda.Stream(device)
         self._side = torch.cuda.Stream(device)
         self._decided = torch.cuda.Event()
         self._learnable = torch.cuda.Event()
 
     def record(self, step: Body, best: Body) -> Program:
-        warm = torch.cuda.Stream(self._device)
-        warm.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(warm):
+        self._captures.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._captures):
             for _ in range(WARM_UP_RUNS):
                 step()
                 best()
-        torch.cuda.current_stream(self._device).wait_stream(warm)
+        torch.cuda.current_stream(self._device).wait_stream(self._captures)
         return Program(self._capture(step), self._capture(best))
 
     def step(self, program: Program) -> None:
@@ -101,6 +103,6 @@ class GraphReplay:
 
     def _capture(self, body: Body) -> Body:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._captures, capture_error_mode="thread_local"):
             body()
         return graph.replay

@@ -1,73 +1,193 @@
-"""Does the kernel path give this model's logits? Asked once, on the loaded weights, before it is used."""
+"""Does the captured step do on this device what the host does? Asked once, on the loaded weights, before it is used.
+
+One recorded and replayed step per law, over drafts of more than a tile after more keys than a split holds, against the
+eager forward, the direct body, and the host's law, rule and bookkeeping.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.forward.model import run_plan
+from stand.backend import device_rule
+from stand.forward.model import max_positions, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
-from stand.forward.self_check import CHECK_TOKENS, TOLERANCES, check_specimen, relative_difference
+from stand.forward.self_check import TOLERANCES, relative_difference
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
-from stand.gpu.device_cache import DeviceCache, is_uniform
-from stand.gpu.device_rule import GreedyRule
-from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME
-from stand.gpu.step_body import StepBody, StepOutput
-from stand.gpu.step_packet import StepPacket
-from stand.gpu.step_size import StepSize
-from stand.gpu.work_list import SPLIT_LENGTH, WorkList
+from stand.gpu.captured_step import CapturedStep
+from stand.gpu.device_cache import is_uniform
+from stand.gpu.kernels.launch import interpreter_obstacle
+from stand.gpu.tiles import limits_of, refusal
+from stand.row import Row
 from stand.sampling import SamplingParams, TargetLaw
-from stand.trees import DraftBatch
-from stand.verifiers import VerifierNoise
+from stand.trees import NO_TOKEN, DraftBatch, DraftTree
+from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise, get_verifier
 
-ROOM = 64
-
-
-def kernel_failure(model: PreTrainedModel) -> str | None:
-    """Why the kernel path cannot serve the model, or None when its logits equal the eager ones up to rounding."""
-    try:
-        difference = kernel_difference(model)
-    except (RuntimeError, AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
-        return f"a step with kernels ends in {type(error).__name__}: {error}"
-    tolerance = TOLERANCES[model.dtype]
-    if not difference <= tolerance:
-        return f"kernels must equal eager attention up to {tolerance:g} of the logits' spread, got {difference:.3g}"
-    return None
+BRANCHES = 3  # children per node of the check's drafts
+BEST = 4  # of a node's best tokens
+GREEDY = SamplingParams(temperature=0.0)
+FILTERED = SamplingParams(temperature=0.6, top_p=0.95)
 
 
-@torch.inference_mode()
-def kernel_difference(model: PreTrainedModel) -> float:
-    """`relative_difference` of the kernels' logits over the specimen's tree to the eager ones.
+@dataclass(frozen=True, slots=True)
+class CheckSize:
+    """Per row its committed tokens and its nodes; and the laws that are tried."""
 
-    Raises ValueError where layers differ in shape, and what the model raises.
+    lengths: tuple[int, ...]
+    nodes: tuple[int, ...]
+    laws: tuple[SamplingParams, ...]
+
+    def within(self, context: int | None) -> CheckSize:
+        """Shorter rows where the model's context ends earlier."""
+        most = max((context or 2**31) - max(self.nodes), 1)
+        return CheckSize(tuple(min(length, most) for length in self.lengths), self.nodes, self.laws)
+
+
+# 70 nodes: several tiles of every size, a second word of ancestors. 600 keys: several splits.
+FULL = CheckSize((600, 6), (70, 7), (GREEDY, FILTERED))
+INTERPRETED = CheckSize((6,), (7,), (GREEDY,))  # the interpreter takes minutes for the full one
+
+
+def kernel_failure(model: PreTrainedModel, verifier: Verifier, *, size: CheckSize | None = None) -> str | None:
+    """Why the captured step cannot serve the model with this rule, or None where it does what the host does.
+
+    size: default `FULL` on a GPU, `INTERPRETED` elsewhere, cut to the model's context.
     """
-    prompt, batch = check_specimen(model)
-    lengths = np.array([CHECK_TOKENS], dtype=np.int64)
-    cache = TreeCache(num_rows=1, room=ROOM)
-    with tree_attention(model):
-        run_plan(model, cache, StepPlan.for_prompt(prompt, 0, row=0, device=model.device), logits_to_keep=1)
-        if not is_uniform(cache):
-            raise ValueError("all layers must have one head count, head size and type, got different ones")
-        filled = DeviceCache.like(cache, num_rows=1, room=ROOM)
-        filled.load(cache, [0], CHECK_TOKENS)
-        eager = run_plan(model, cache, StepPlan.for_drafts(batch, lengths, device=model.device)).float()
-    with tree_attention(model, KERNEL_ATTENTION_NAME):
-        kernels = _kernel_logits(model, filled, batch, lengths).float()[: batch.num_nodes]
-    return relative_difference(kernels, eager)
+    try:
+        obstacle = refusal(limits_of(model.device)) if model.device.type == "cuda" else interpreter_obstacle()
+        if obstacle is not None:
+            return obstacle
+        size = (FULL if model.device.type == "cuda" else INTERPRETED) if size is None else size
+        check = StepCheck(model, verifier, size.within(max_positions(model)))
+        return next(filter(None, map(check.failure, size.laws)), None)
+    except Exception as error:  # Triton's errors derive from Exception alone
+        return f"a step with kernels ends in {type(error).__name__}: {error}"
 
 
-def _kernel_logits(model: PreTrainedModel, cache: DeviceCache, batch: DraftBatch, lengths: np.ndarray) -> torch.Tensor:
-    """[M, V] by the body of a captured step, run directly."""
-    output, rule, row = StepOutput(model, num_rows=1), GreedyRule(), np.zeros(1, dtype=np.int64)
-    tile = output.tile_tokens(batch.num_nodes)
-    work = WorkList.build(batch.offsets, lengths, row, tile_tokens=tile, split_length=SPLIT_LENGTH)
-    size = StepSize.covering(batch.num_nodes, len(work.items), 1, tile_tokens=tile)
-    packet = StepPacket(size, rule, model.device)
-    noise = VerifierNoise(seed=0, rows=row, steps=row, positions=lengths)
-    packet.fill(batch, lengths, row, noise, work=work, room=cache.room)
-    law = TargetLaw(SamplingParams(temperature=0.0))
-    body = StepBody(model, cache, law, rule, packet, output, SPLIT_LENGTH)
-    packet.upload()
-    return body.forward()
+class StepCheck:
+    """Prompts, drafts that the model's greedy choice accepts in part, and what the eager forward makes of them."""
+
+    @torch.inference_mode()
+    def __init__(self, model: PreTrainedModel, verifier: Verifier, size: CheckSize):
+        """Raises ValueError where layers differ in shape, and what the model raises."""
+        self._model, self._verifier, self._tolerance = model, verifier, TOLERANCES[model.dtype]
+        generator, vocabulary = np.random.default_rng(0), text_config(model).vocab_size
+        prompts = [generator.integers(0, vocabulary, length + 1).astype(np.int32) for length in size.lengths]
+        self._rows = [Row(index, prompt, max(size.nodes)) for index, prompt in enumerate(prompts)]
+        self._lengths = np.array(size.lengths, dtype=np.int64)
+        indices = np.arange(len(prompts), dtype=np.int64)
+        self._noise = VerifierNoise(seed=0, rows=indices, steps=indices, positions=self._lengths + 1)
+        self._keys = TreeCache(num_rows=len(prompts), room=int(self._lengths.max()) + max(size.nodes))
+        with tree_attention(model):
+            for row, prompt in enumerate(prompts):
+                plan = StepPlan.for_prompt(prompt[:-1], 0, row=row, device=model.device)
+                run_plan(model, self._keys, plan, logits_to_keep=1)
+            if not is_uniform(self._keys):
+                raise ValueError("all layers must have one head count, head size and type, got different ones")
+            self._batch, self._eager = self._drafted([int(prompt[-1]) for prompt in prompts], size.nodes)
+
+    @torch.inference_mode()
+    def failure(self, params: SamplingParams) -> str | None:
+        """What a step under this law gets wrong, or None."""
+        batch, law = self._batch, TargetLaw(params)
+        rule = device_rule(self._verifier)
+        step = CapturedStep(self._model, law, rule, num_rows=len(batch) + 1, fusion=None)
+        step.load(self._keys, range(len(batch)), self._rows)
+        with step.attention():
+            step.prepare(batch, self._rows, self._noise)
+            logits, written = step.direct(batch.num_nodes)
+            step.launch()
+            verdicts = step.verdicts()
+            laws = step.laws(batch.num_nodes)
+            best = step.top_entries(min(BEST, laws.shape[1]))
+        differences = {
+            "logits must equal those of eager attention": relative_difference(logits.float(), self._eager),
+            "laws of a replayed step must be those of its logits": _law_difference(laws, logits, law),
+            "the keys kept must be those of the kept path": _moved_difference(
+                step.written(batch.num_nodes), written, batch, verdicts
+            ),
+        }
+        for rule, difference in differences.items():
+            if not difference <= self._tolerance:
+                return f"{rule} up to {self._tolerance:g} of their spread, got {difference:.3g}"
+        judged = (get_verifier("match"), _one_hot(laws)) if params.is_greedy else (self._verifier, laws)
+        return _verdict_failure(verdicts, judged[1], batch, self._noise, judged[0]) or _best_failure(best, laws)
+
+    def _drafted(self, pending: Sequence[int], nodes: Sequence[int]) -> tuple[DraftBatch, torch.Tensor]:
+        """Trees of `BRANCHES` children per node, the eager forward's best tokens, level by level; its logits [M, V]."""
+        tokens = [np.full(count, token, dtype=np.int32) for token, count in zip(pending, nodes, strict=True)]
+        known = 1
+        while True:
+            batch = DraftBatch.concatenate([_draft(one) for one in tokens])
+            plan = StepPlan.for_drafts(batch, self._lengths, device=self._model.device)
+            logits = run_plan(self._model, self._keys, plan).float()
+            if known >= max(nodes):
+                return batch, logits
+            best = torch.topk(logits, BRANCHES, dim=1).indices.cpu().numpy()
+            for first, own in zip(batch.offsets, tokens, strict=False):
+                children = np.arange(1, len(own))
+                own[1:] = best[first + (children - 1) // BRANCHES, (children - 1) % BRANCHES]
+            known = BRANCHES * known + 1
+
+
+def _draft(tokens: np.ndarray) -> DraftTree:
+    """A deterministic draft: children of node i are nodes 3 i + 1, 3 i + 2, 3 i + 3."""
+    children = np.arange(1, len(tokens))
+    parents = np.concatenate([[-1], (children - 1) // BRANCHES]).astype(np.int32)
+    support = np.full((len(tokens), BRANCHES), NO_TOKEN, dtype=np.int32)
+    law = np.zeros((len(tokens), BRANCHES), dtype=np.float32)
+    support[parents[1:], (children - 1) % BRANCHES] = tokens[1:]
+    law[children, (children - 1) % BRANCHES] = 1.0
+    return DraftTree(tokens, parents, support, law)
+
+
+def _law_difference(laws: torch.Tensor, logits: torch.Tensor, law: TargetLaw) -> float:
+    """Largest distance in total variation of `laws` [M, V] to the host's, probabilities sorted: of equally probable
+    tokens a filter may keep others."""
+    scores = logits.float() if law.params.is_greedy else law.warp(logits.float())
+    own, expected = laws.sort(dim=1).values, torch.softmax(scores, dim=1).sort(dim=1).values
+    return float((own - expected).abs().sum(dim=1).max()) / 2
+
+
+def _moved_difference(found: torch.Tensor, written: torch.Tensor, batch: DraftBatch, verdicts: Verdicts) -> float:
+    """Largest difference of the keys [M, ...] at the kept places to those that the path's nodes had, over the largest
+    of these."""
+    largest = 0.0
+    for first, path in zip(batch.offsets, verdicts.accepted, strict=False):
+        kept = found[first + 1 : first + 1 + len(path)].float() - written[int(first) + path.astype(np.int64)].float()
+        largest = max(largest, float(kept.abs().max()) if len(path) else 0.0)
+    return largest / float(written.float().abs().max())
+
+
+def _one_hot(laws: torch.Tensor) -> torch.Tensor:
+    """All mass on the best token."""
+    return torch.zeros_like(laws).scatter_(1, laws.argmax(dim=1, keepdim=True), 1.0)
+
+
+def _verdict_failure(
+    verdicts: Verdicts, laws: torch.Tensor, batch: DraftBatch, noise: VerifierNoise, verifier: Verifier
+) -> str | None:
+    """Whether the host's rule decides otherwise on the device's laws."""
+    expected = verifier.verify(batch, TargetRows(laws.cpu()), noise)
+    paths, expected_paths = ([path.tolist() for path in one.accepted] for one in (verdicts, expected))
+    tokens, expected_tokens = verdicts.next_tokens.tolist(), expected.next_tokens.tolist()
+    if (paths, tokens) == (expected_paths, expected_tokens):
+        return None
+    return (
+        f"verdicts of a replayed step must be those of the host's rule, got paths {paths} and tokens {tokens} instead "
+        f"of {expected_paths} and {expected_tokens}"
+    )
+
+
+def _best_failure(best: tuple[np.ndarray, np.ndarray], laws: torch.Tensor) -> str | None:
+    """Whether the best tokens are other than the laws'."""
+    ids, probabilities = (torch.from_numpy(part).to(laws.device) for part in best)
+    expected = torch.topk(laws, ids.shape[1], dim=1).values
+    if torch.equal(probabilities, expected) and torch.equal(laws.gather(1, ids.long()), expected):
+        return None
+    return "the best tokens of a replayed step must be those of its laws, got others"

@@ -10,7 +10,6 @@ from stand.forward.model import text_config
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.device_rule import DeviceRule, path_to
 from stand.gpu.kernel_attention import KernelPlan
-from stand.gpu.kernels.attention import tile_tokens
 from stand.gpu.kernels.compact import compact
 from stand.gpu.kernels.filter import filter_rows
 from stand.gpu.kernels.softmax import softmax_rows
@@ -18,21 +17,26 @@ from stand.gpu.kernels.top_rows import top_rows
 from stand.gpu.packet import Packet
 from stand.gpu.step_packet import StepPacket
 from stand.gpu.step_size import NUM_TOKENS
-from stand.gpu.work_list import most_splits
+from stand.gpu.tiles import limits_of, tile_tokens
+from stand.gpu.work_list import Splitting
 from stand.sampling import TargetLaw
 
 LEARNED_ROWS = 10  # best tokens per node that come back
 
 
 class StepOutput:
-    """What steps of every size leave behind: laws on the device, verdict and best rows on the host."""
+    """What steps of every size share: how keys are split, scratch and laws on the device, verdict and best tokens on
+    the host. No two steps run at once."""
 
     def __init__(self, model: PreTrainedModel, num_rows: int):
         config = text_config(model)
         self.num_heads = config.num_attention_heads
         self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
-        self.groups = self.num_heads // (getattr(config, "num_key_value_heads", None) or self.num_heads)
-        self._dtype = model.dtype
+        key_heads = getattr(config, "num_key_value_heads", None) or self.num_heads
+        self.groups = self.num_heads // key_heads
+        self._dtype, self._limits = model.dtype, limits_of(model.device)
+        self.splitting = Splitting.filling(model.device, key_heads=key_heads, num_rows=num_rows)
+        self._make_scratch(num_rows, model.device)
         self.laws = torch.zeros(NUM_TOKENS[-1], config.vocab_size, dtype=torch.float32, device=model.device)
         count = min(LEARNED_ROWS, config.vocab_size)
         per_row, per_node = (np.int64, (num_rows,)), (NUM_TOKENS[-1], count)
@@ -41,7 +45,14 @@ class StepOutput:
 
     def tile_tokens(self, tokens_per_row: int) -> int:
         """Tokens per piece of attention work where the longest row has `tokens_per_row`."""
-        return tile_tokens(tokens_per_row, self.groups, self.head_size, self._dtype)
+        return tile_tokens(tokens_per_row, self.groups, self.head_size, self._dtype, limits=self._limits)
+
+    def _make_scratch(self, num_rows: int, device: torch.device) -> None:
+        """Room for the partial results of the largest step, whatever the length of its rows."""
+        most, tile = NUM_TOKENS[-1], self.tile_tokens(NUM_TOKENS[-1])
+        shape = (most + min(num_rows, most) * self.splitting.row_items * tile, self.num_heads)
+        self.partials = torch.zeros(*shape, self.head_size, dtype=torch.float32, device=device)
+        self.log_sums = torch.zeros(shape, dtype=torch.float32, device=device)
 
     def send_verdict(self, stops: torch.Tensor, next_tokens: torch.Tensor, is_broken: torch.Tensor) -> None:
         for name, values in (("stops", stops), ("next_tokens", next_tokens), ("is_broken", is_broken)):
@@ -81,18 +92,14 @@ class StepBody:
         rule: DeviceRule,
         packet: StepPacket,
         output: StepOutput,
-        split_length: int,
     ):
         self.packet = packet
         self._model, self._cache, self._law, self._rule, self._output = model, cache, law, rule, output
-        size = packet.size
-        num_splits = min(size.num_items, most_splits(cache.room, split_length))
-        shape = (num_splits, size.num_tokens, output.num_heads)
         self._plan = KernelPlan(
             packet.device,
-            tile_tokens=size.tile_tokens,
-            partials=torch.zeros(*shape, output.head_size, dtype=torch.float32, device=model.device),
-            log_sums=torch.zeros(shape, dtype=torch.float32, device=model.device),
+            tile_tokens=packet.size.tile_tokens,
+            partials=output.partials,
+            log_sums=output.log_sums,
         )
 
     def run(self) -> None:

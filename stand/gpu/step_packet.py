@@ -9,9 +9,9 @@ import torch
 
 from stand.gpu.device_rule import DeviceRule
 from stand.gpu.packet import Packet
-from stand.gpu.packing import pack
+from stand.gpu.packing import StepArrays
 from stand.gpu.step_size import StepSize
-from stand.gpu.work_list import ITEM_FIELDS, WorkList
+from stand.gpu.work_list import ITEM_FIELDS, Splitting
 from stand.trees import DraftBatch
 from stand.verifiers import VerifierNoise
 
@@ -21,11 +21,11 @@ class StepPacket:
 
     token_ids, positions [M] int64; slots [M] int64: row * room + slot; ancestors [M, W] int64: bit j is local node j;
     parents, firsts [M] int64 packed: parent (roots and padding: itself) and root; row_of [M] int64 (padding: B);
-    depths, follows [M] int64; offsets [B + 1] int32; lengths, cache_rows [B] int64; items [I, 8] int32 and num_splits
-    [M] int32: see `WorkList`; and the rule's own arrays.
+    depths, follows [M] int64; offsets [B + 1] int32; lengths, cache_rows [B] int64; items [I, 8] and partial_starts
+    [M + 1] int32: see `WorkList`; and the rule's own arrays.
     """
 
-    def __init__(self, size: StepSize, rule: DeviceRule, device: torch.device):
+    def __init__(self, size: StepSize, rule: DeviceRule, device: torch.device, *, splitting: Splitting):
         num_tokens, num_rows = size.num_tokens, size.num_rows
         per_token, per_row = (np.int64, (num_tokens,)), (np.int64, (num_rows,))
         names = ("token_ids", "positions", "slots", "parents", "firsts", "row_of", "depths", "follows")
@@ -39,10 +39,16 @@ class StepPacket:
                 "lengths": per_row,
                 "cache_rows": per_row,
                 "items": (np.int32, (size.num_items, len(ITEM_FIELDS))),
-                "num_splits": (np.int32, (num_tokens,)),
+                "partial_starts": (np.int32, (num_tokens + 1,)),
                 **rule.fields(size),
             },
             device,
+        )
+        self._arrays = StepArrays(
+            self._packet.host,
+            tile_tokens=size.tile_tokens,
+            row_items=splitting.row_items,
+            shortest_split=splitting.shortest,
         )
 
     @property
@@ -58,31 +64,13 @@ class StepPacket:
         self._packet.upload()
 
     def fill(
-        self,
-        batch: DraftBatch,
-        lengths: np.ndarray,
-        cache_rows: np.ndarray,
-        noise: VerifierNoise,
-        *,
-        work: WorkList,
-        room: int,
+        self, batch: DraftBatch, lengths: np.ndarray, cache_rows: np.ndarray, noise: VerifierNoise, *, room: int
     ) -> None:
-        """One step's drafts behind `lengths` [b] int64 committed keys in cache rows `cache_rows` [b] int64."""
-        self._pack(batch.token_ids, batch.parents, batch.depths, batch.offsets, lengths, cache_rows, room)
-        work.fill(self._packet.host["items"], self._packet.host["num_splits"])
+        """One step's drafts after `lengths` [b] int64 committed keys in cache rows `cache_rows` [b] int64."""
+        self._arrays.fill(batch.token_ids, batch.parents, batch.depths, batch.offsets, lengths, cache_rows, room)
         self._rule.fill(self._packet.host, batch, noise)
 
     def clear(self, room: int) -> None:
         """A step of padding alone: it computes everything and changes nothing."""
-        empty = np.zeros(0, dtype=np.int32)
-        none = np.zeros(0, dtype=np.int64)
-        self._pack(empty, empty, empty, np.zeros(1, dtype=np.int32), none, none, room)
-        self._packet.host["items"][:] = 0
-        self._packet.host["num_splits"][:] = 0
-
-    def _pack(self, token_ids, parents, depths, offsets, lengths, cache_rows, room: int) -> None:
-        host = self._packet.host
-        names = ("token_ids", "positions", "slots", "ancestors", "parents", "firsts", "row_of", "depths", "follows",
-                 "offsets", "lengths", "cache_rows")  # fmt: skip
-        out = {f"out_{name}": host[name] for name in names}
-        pack(token_ids, parents, depths, offsets, lengths, cache_rows, room, **out)
+        empty, none = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64)
+        self._arrays.fill(empty, empty, empty, np.zeros(1, dtype=np.int32), none, none, room)

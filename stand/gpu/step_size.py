@@ -5,10 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
+from stand.gpu.work_list import Splitting
+
 WORD_BITS = 64
 MAX_ROW_NODES = 256
 NUM_TOKENS = (1, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512)
-MIN_ITEMS = 16
 SUPPORT_SIZE = 16  # candidates per node that a draft's laws may span
 
 
@@ -22,15 +23,19 @@ class StepSize:
     tile_tokens: int  # tokens of a row that share a piece of attention work
 
     @classmethod
-    def covering(cls, num_tokens: int, num_items: int, num_rows: int, *, tile_tokens: int) -> StepSize:
-        """The smallest bucket that holds a step. Raises ValueError beyond the largest."""
+    def covering(cls, num_tokens: int, num_rows: int, *, tile_tokens: int, splitting: Splitting, room: int) -> StepSize:
+        """The smallest bucket that holds `num_tokens` tokens of at most `num_rows` rows with `room` slots each.
+
+        Its items are those that any such step can need, so that a growing context needs no other size. Raises
+        ValueError beyond the largest bucket.
+        """
         if num_tokens > NUM_TOKENS[-1]:
             raise ValueError(
                 f"a captured step holds at most {NUM_TOKENS[-1]} tokens of all rows together, got {num_tokens}; "
                 "lower the budget or the number of rows, or wrap the model with backend='sdpa'"
             )
         bucket = NUM_TOKENS[bisect_left(NUM_TOKENS, num_tokens)]
-        items = max(MIN_ITEMS, 1 << (max(num_items, 1) - 1).bit_length())
+        items = splitting.most_items(bucket, num_rows, room, tile_tokens=tile_tokens)
         return cls(num_tokens=bucket, num_items=items, num_rows=num_rows, tile_tokens=tile_tokens)
 
     @property

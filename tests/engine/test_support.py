@@ -13,6 +13,8 @@ from transformers import (
     MptConfig,
     Qwen3NextConfig,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import stand
 from stand.forward.self_check import TOLERANCES, check_model, tree_difference
@@ -33,6 +35,25 @@ REFUSED = {
 def test_served_families_pass_the_self_check(family):
     assert tree_difference(tiny_model(family)) < 1e-5
     check_model(tiny_model(family))
+
+
+def test_a_default_attention_without_soft_capping_is_no_reference(monkeypatch):
+    """Gemma 2 in transformers 5.17: its default sdpa leaves the cap out, and so did the check's reference."""
+    model = copy.deepcopy(tiny_model("gemma2"))
+    model.config.attn_logit_softcapping = 1.0  # scores far into the cap
+    for layer in model.model.layers:
+        layer.self_attn.attn_logit_softcapping = 1.0
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", _without_cap)
+    monkeypatch.setattr(type(model), "_supports_sdpa", True)
+    model.set_attn_implementation("sdpa")
+    assert tree_difference(model) < 1e-5
+    assert model.config._attn_implementation == "sdpa"
+    model.config.attn_logit_softcapping = None  # control: against the default, which is what was done before
+    assert tree_difference(model) > 1e-2
+
+
+def _without_cap(module, query, key, value, attention_mask, softcap=None, **settings):
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
 
 
 @pytest.mark.parametrize("family", REFUSED)

@@ -13,10 +13,12 @@ import triton.language as tl  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
 from stand.gpu.kernels import attention as attention_kernel  # noqa: E402
-from stand.gpu.kernels.attention import blocks, tile_tokens, tree_attention  # noqa: E402
-from stand.gpu.work_list import WorkList, most_items, most_splits  # noqa: E402
+from stand.gpu.kernels.attention import tree_attention  # noqa: E402
+from stand.gpu.tiles import Limits, blocks, refusal, tile_tokens  # noqa: E402
+from stand.gpu.work_list import Splitting, WorkList  # noqa: E402
 
 SPLIT = 64
+MANY = 10**6  # items per row: every split is as short as allowed
 
 
 @pytest.fixture(autouse=True)
@@ -101,16 +103,17 @@ def make_case(
     )
 
 
-def run(case: Case, *, tile=None, split_length=SPLIT, spare_items=5, **options) -> torch.Tensor:
+def run(case: Case, *, tile=None, split_length=SPLIT, row_items=MANY, spare_items=5, **options) -> torch.Tensor:
     """The kernel on a padded work list with scratch full of NaN, so that nothing unwritten can be read unnoticed."""
     num_tokens, heads, size = case.query.shape
     groups = heads // case.keys.shape[1]
     tile = tile or tile_tokens(int(np.diff(case.offsets).max()), groups, size, case.query.dtype)
-    work = WorkList.build(case.offsets, case.lengths, case.cache_rows, tile_tokens=tile, split_length=split_length)
-    items = np.empty((len(work.items) + spare_items, 8), dtype=np.int32)
-    num_splits = np.empty(num_tokens, dtype=np.int32)
-    work.fill(items, num_splits)
-    splits = most_splits(case.keys.shape[2], split_length)
+    splitting = Splitting(row_items, split_length)
+    work = WorkList.build(case.offsets, case.lengths, case.cache_rows, tile_tokens=tile, splitting=splitting)
+    items = np.zeros((len(work.items) + spare_items, 8), dtype=np.int32)
+    items[: len(work.items)] = work.items
+    starts = np.full(num_tokens + 1, work.partial_starts[-1], dtype=np.int32)
+    starts[: len(work.partial_starts)] = work.partial_starts
     return tree_attention(
         case.query,
         case.keys,
@@ -118,9 +121,9 @@ def run(case: Case, *, tile=None, split_length=SPLIT, spare_items=5, **options) 
         case.ancestors,
         case.positions,
         torch.from_numpy(items),
-        torch.from_numpy(num_splits),
-        torch.full((splits, num_tokens, heads, size), float("nan")),
-        torch.full((splits, num_tokens, heads), float("nan")),
+        torch.from_numpy(starts),
+        torch.full((int(starts[-1]), heads, size), float("nan")),
+        torch.full((int(starts[-1]), heads), float("nan")),
         options.pop("scale", size**-0.5),
         tile,
         **options,
@@ -152,7 +155,7 @@ def expected(case: Case, *, scale=None, window=0, softcap=0.0, sinks=None) -> to
 
 
 def difference(case: Case, **options) -> float:
-    own = {key: options.pop(key) for key in ("tile", "split_length") if key in options}
+    own = {key: options.pop(key) for key in ("tile", "split_length", "row_items") if key in options}
     return float((run(case, **own, **options).double() - expected(case, **options)).abs().max())
 
 
@@ -225,6 +228,13 @@ def test_tiles_and_splits_only_reorder_sums():
     case = make_case([13, 6], [200, 65], heads=1, groups=1)
     for tile, split_length in ((1, 1024), (5, 64), (64, 192)):
         assert difference(case, tile=tile, split_length=split_length) < 2e-6
+
+
+@pytest.mark.parametrize("row_items", [1, 3, 4, 9])
+def test_rows_are_split_by_their_own_length_and_tiles(row_items):
+    """Short and long rows, one tile and several, in one step."""
+    case = make_case([1, 13, 5], [400, 200, 65], heads=1, groups=1)
+    assert difference(case, tile=5, row_items=row_items) < 2e-6
 
 
 def test_more_splits_than_the_merge_holds_at_once():
@@ -333,7 +343,7 @@ def test_runs_on_tensors_without_values():
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
         query = torch.empty(8, 4, 64, dtype=torch.bfloat16)
         cache = torch.empty(3, 2, 256, 64, dtype=torch.bfloat16)
-        items = torch.empty(most_items(8, 3, 256, tile_tokens=8, split_length=SPLIT), 8, dtype=torch.int32)
+        items = torch.empty(12, 8, dtype=torch.int32)
         mixed = tree_attention(
             query,
             cache,
@@ -341,9 +351,9 @@ def test_runs_on_tensors_without_values():
             torch.empty(8, 2, dtype=torch.int64),
             torch.empty(8, dtype=torch.int64),
             items,
-            torch.empty(8, dtype=torch.int32),
-            torch.empty(4, 8, 4, 64),
-            torch.empty(4, 8, 4),
+            torch.empty(9, dtype=torch.int32),
+            torch.empty(32, 4, 64),
+            torch.empty(32, 4),
             0.125,
             8,
         )
@@ -378,12 +388,43 @@ def test_cpu_tensors_need_the_interpreter(monkeypatch):
         run(make_case([1], [1]))
 
 
-def test_blocks_on_an_older_gpu_hold_the_same_rows():
-    for head_size in (64, 96, 112, 128, 256):
-        for rows in (1, 64, 65, 128)[: 2 if head_size == 256 else 4]:
-            new, old = (blocks(rows, head_size, torch.bfloat16, capability=capability) for capability in (90, 80))
-            assert new.rows == old.rows >= rows and 64 % new.keys == 64 % old.keys == 0
-    assert blocks(128, 128, torch.bfloat16, capability=80) == attention_kernel.AMPERE_128
+LIMITS = {  # shared memory that one program may have
+    "sm_80": Limits(80, 163 * 1024),
+    "sm_86": Limits(86, 99 * 1024),
+    "sm_89": Limits(89, 99 * 1024),
+    "sm_90": Limits(90, 227 * 1024),
+    "sm_120": Limits(120, 99 * 1024),
+}
+
+
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_tile_fits_the_gpu(limits, dtype):
+    for head_size in (16, 64, 80, 96, 128, 192, 256):
+        for groups in (1, 7, 64):
+            rows = tile_tokens(1000, groups, head_size, dtype, limits=limits) * groups
+            sizes = blocks(rows, head_size, dtype, limits=limits)
+            assert sizes.rows >= rows and 64 % sizes.keys == 0
+            assert 0 < limits.needs(sizes) <= limits.shared_bytes
+
+
+def test_smaller_shared_memory_takes_shorter_key_blocks():
+    """Head sizes 96 (Phi-3), 128 (Qwen2.5-7B) and 256 (Gemma 2): the first choice asks for more than 99 KiB."""
+    for head_size, num_rows, first in ((96, 128, (64, 3)), (128, 128, (64, 3)), (256, 64, (32, 3))):
+        hopper = blocks(num_rows, head_size, torch.bfloat16, limits=LIMITS["sm_90"])
+        assert (hopper.keys, hopper.num_stages) == first
+        for name in ("sm_86", "sm_89", "sm_120"):
+            assert blocks(num_rows, head_size, torch.bfloat16, limits=LIMITS[name]) != hopper
+    assert blocks(128, 96, torch.bfloat16, limits=LIMITS["sm_80"]).keys == 64
+    assert blocks(128, 128, torch.bfloat16, limits=LIMITS["sm_80"]).keys == 32  # 64 would spill
+
+
+def test_gpus_that_cannot_are_refused():
+    with pytest.raises(ValueError, match="8.0 or higher, got 7.5"):
+        blocks(16, 128, torch.bfloat16, limits=Limits(75, 64 * 1024))
+    with pytest.raises(ValueError, match="must fit into shared memory, got 40960 bytes"):
+        blocks(16, 128, torch.bfloat16, limits=Limits(80, 40 * 1024))
+    assert refusal(Limits(80, 1)) is None
 
 
 def test_tiles_by_rows_and_groups():

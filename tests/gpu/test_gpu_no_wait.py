@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException  # noqa: 
 from stand.forward.tree_attention import tree_attention  # noqa: E402
 from stand.gpu import device_rule, step_body, step_packet  # noqa: E402
 from stand.gpu.device_cache import DeviceCache  # noqa: E402
-from stand.gpu.device_rule import RULES, GreedyRule  # noqa: E402
+from stand.gpu.device_rule import CoupledRule, GreedyRule, MatchRule, TraversalRule  # noqa: E402
 from stand.gpu.fusion.fusion import fuse  # noqa: E402
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME  # noqa: E402
 from stand.gpu.step_body import StepBody, StepOutput  # noqa: E402
@@ -30,6 +30,7 @@ from stand.gpu.step_size import StepSize  # noqa: E402
 from stand.sampling import SamplingParams, TargetLaw  # noqa: E402
 
 NUM_ROWS, ROOM = 2, 64
+RULES = {"match": MatchRule, "coupled": CoupledRule, "traversal": TraversalRule}
 LAWS = {
     "plain": SamplingParams(temperature=0.6),
     "filtered": SamplingParams(temperature=0.6, top_k=20, top_p=0.95, min_p=0.01),
@@ -37,10 +38,17 @@ LAWS = {
 }
 
 
+class FakeDevice:
+    """What `torch.cuda.get_device_properties` says of an H100."""
+
+    multi_processor_count, shared_memory_per_block_optin = 132, 227 * 1024
+
+
 class FakePacket:
     """The device half of a packet; its copies are those that `Packet` makes without waiting."""
 
     def __init__(self, fields, device):
+        self.host = {name: np.zeros(shape, dtype=dtype) for name, (dtype, shape) in fields.items()}
         names = {name: getattr(torch, np.dtype(dtype).name) for name, (dtype, _) in fields.items()}
         self.device = {name: torch.empty(fields[name][1], dtype=names[name], device=device) for name in fields}
 
@@ -58,6 +66,7 @@ def fake_device():
         for module in (step_body, step_packet):
             stack.enter_context(patch.object(module, "Packet", FakePacket))
         stack.enter_context(patch("torch.cuda.get_device_capability", lambda device: (9, 0)))
+        stack.enter_context(patch("torch.cuda.get_device_properties", lambda device: FakeDevice))
         stack.enter_context(fake_cuda())
         stack.enter_context(NoHostCopy())
         yield
@@ -77,8 +86,9 @@ def run_body(family: str, rule: str, law: SamplingParams, *, fusion=None) -> Non
         )  # fmt: skip
         verification = GreedyRule() if law.is_greedy else RULES[rule]()
         output = StepOutput(fake, NUM_ROWS)
-        filled = StepPacket(StepSize.covering(13, 20, NUM_ROWS, tile_tokens=8), verification, device)
-        body = StepBody(fake, cache, TargetLaw(law), verification, filled, output, 512)
+        size = StepSize.covering(13, NUM_ROWS, tile_tokens=8, splitting=output.splitting, room=ROOM)
+        filled = StepPacket(size, verification, device, splitting=output.splitting)
+        body = StepBody(fake, cache, TargetLaw(law), verification, filled, output)
         with ExitStack() as stack:
             stack.enter_context(tree_attention(fake, KERNEL_ATTENTION_NAME))
             if fusion is not None:

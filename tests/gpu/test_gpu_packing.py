@@ -8,9 +8,9 @@ from exact import EX2, deterministic, enumerate_drafts, pack, shaped, with_repla
 
 from stand.forward.packed_plan import StepPlan
 from stand.gpu.packet import Packet
-from stand.gpu.packing import kept_paths
-from stand.gpu.packing import pack as pack_step
+from stand.gpu.packing import StepArrays, kept_paths
 from stand.gpu.step_size import MAX_ROW_NODES, NUM_TOKENS, StepSize
+from stand.gpu.work_list import Splitting
 from stand.trees import DraftBatch, DraftTree
 from stand.verifiers import Verdicts
 from stand.verifiers.schedule import packed_parents
@@ -18,18 +18,35 @@ from stand.verifiers.schedule import packed_parents
 ROOM = 4096
 
 
-def packed(batch, lengths, cache_rows, size, room=ROOM):
+def empty_arrays(size):
     num_tokens, num_rows = size.num_tokens, size.num_rows
-    out = {name: np.full(num_tokens, -7, dtype=np.int64) for name in
-           ("token_ids", "positions", "slots", "parents", "firsts", "row_of", "depths", "follows")}  # fmt: skip
-    out["ancestors"] = np.full((num_tokens, size.num_words), -7, dtype=np.int64)
-    out["offsets"] = np.full(num_rows + 1, -7, dtype=np.int32)
-    out["lengths"], out["cache_rows"] = np.full(num_rows, -7, dtype=np.int64), np.full(num_rows, -7, dtype=np.int64)
-    pack_step(
+    names = ("token_ids", "positions", "slots", "parents", "firsts", "row_of", "depths", "follows")
+    return {
+        **{name: np.zeros(num_tokens, dtype=np.int64) for name in names},
+        "ancestors": np.zeros((num_tokens, size.num_words), dtype=np.int64),
+        "offsets": np.zeros(num_rows + 1, dtype=np.int32),
+        "lengths": np.zeros(num_rows, dtype=np.int64),
+        "cache_rows": np.zeros(num_rows, dtype=np.int64),
+        "items": np.zeros((size.num_items, 8), dtype=np.int32),
+        "partial_starts": np.zeros(num_tokens + 1, dtype=np.int32),
+    }
+
+
+def fill(arrays, batch, lengths, cache_rows, room=ROOM):
+    arrays.fill(
         batch.token_ids, batch.parents, batch.depths, batch.offsets, np.asarray(lengths, dtype=np.int64),
-        np.asarray(cache_rows, dtype=np.int64), room, **{f"out_{name}": array for name, array in out.items()},
+        np.asarray(cache_rows, dtype=np.int64), room,
     )  # fmt: skip
+
+
+def packed(batch, lengths, cache_rows, size):
+    out = empty_arrays(size)
+    fill(StepArrays(out, tile_tokens=8, row_items=3, shortest_split=64), batch, lengths, cache_rows)
     return out
+
+
+def covering(num_tokens, num_rows):
+    return StepSize.covering(num_tokens, num_rows, tile_tokens=8, splitting=Splitting(3), room=ROOM)
 
 
 def bits(words, width):
@@ -42,7 +59,7 @@ def test_arrays_equal_the_eager_plan(seed):
     batch = case(seed, "sampled")[0]
     rows, count = len(batch), batch.num_nodes
     lengths, cache_rows = np.arange(rows) * 37 + 5, np.arange(rows)[::-1].copy()
-    out = packed(batch, lengths, cache_rows, StepSize.covering(count, 1, rows + 2, tile_tokens=8))
+    out = packed(batch, lengths, cache_rows, covering(count, rows + 2))
     plan = StepPlan.for_drafts(batch, lengths)
     assert np.array_equal(out["token_ids"][:count], batch.token_ids)
     assert np.array_equal(out["positions"][:count], plan.position_ids[0])
@@ -73,7 +90,7 @@ def test_only_the_first_of_equal_siblings_is_followed():
         batch,
         np.zeros(len(batch)),
         np.arange(len(batch)),
-        StepSize.covering(batch.num_nodes, 1, len(batch), tile_tokens=8),
+        covering(batch.num_nodes, len(batch)),
     )
     expected = []
     for row in range(len(batch)):
@@ -99,7 +116,7 @@ def test_kept_paths_equal_the_verdicts_own(seed):
 
 def test_long_rows_use_several_words():
     batch = DraftBatch.concatenate([DraftTree.chain(range(200))])
-    size = StepSize.covering(200, 1, 1, tile_tokens=8)
+    size = covering(200, 1)
     out = packed(batch, [0], [0], size)
     assert size.num_words == 4
     assert np.array_equal(bits(out["ancestors"][:200], 200), np.tri(200, dtype=bool))
@@ -122,16 +139,30 @@ def test_what_does_not_fit_is_refused(count, length, size, match):
 def test_the_last_slot_before_the_spare_one_is_used():
     batch = pack(EX2, [draft for _, draft in enumerate_drafts(EX2, shaped(deterministic, 1))][:1])
     count = batch.num_nodes
-    out = packed(batch, [ROOM - 1 - count], [0], StepSize.covering(count, 1, 1, tile_tokens=8))
+    out = packed(batch, [ROOM - 1 - count], [0], covering(count, 1))
     assert out["slots"][:count].max() == ROOM - 2
 
 
 def test_step_sizes_cover_and_refuse():
     for count in (1, 2, 100, 512):
-        size = StepSize.covering(count, 100, 4, tile_tokens=8)
-        assert size.num_tokens >= count and size.num_tokens in NUM_TOKENS and size.num_items == 128
+        size = covering(count, 4)
+        assert size.num_tokens >= count and size.num_tokens in NUM_TOKENS
+        assert size.num_items == Splitting(3).most_items(size.num_tokens, 4, ROOM, tile_tokens=8)
     with pytest.raises(ValueError, match="backend='sdpa'"):
-        StepSize.covering(513, 1, 1, tile_tokens=8)
+        covering(513, 1)
+
+
+def test_a_step_after_a_larger_one_equals_a_first_step():
+    size = covering(90, 6)
+    used = empty_arrays(size)
+    arrays = StepArrays(used, tile_tokens=8, row_items=3, shortest_split=64)
+    for seed in (2, 0, 1, 0):
+        batch = case(seed, "sampled")[0]
+        lengths, rows = np.arange(len(batch)) * 90 + 5 * seed, np.arange(len(batch))
+        fill(arrays, batch, lengths, rows)
+        fresh = packed(batch, lengths, rows, size)
+        assert all(np.array_equal(used[name], fresh[name]) for name in used)
+        assert used["items"].any()
 
 
 def test_a_packet_carries_every_field():

@@ -9,15 +9,16 @@ pytest.importorskip("triton")
 from drafted_cases import agreeing_case  # noqa: E402
 from exact import EX2, EX3, enumerate_drafts, pack, shaped, with_replacement  # noqa: E402
 
-from stand.gpu.device_rule import RULES, GreedyRule, path_to  # noqa: E402
+from stand.gpu.device_rule import CoupledRule, GreedyRule, MatchRule, TraversalRule, path_to  # noqa: E402
 from stand.gpu.step_packet import StepPacket  # noqa: E402
 from stand.gpu.step_size import StepSize  # noqa: E402
-from stand.gpu.work_list import WorkList  # noqa: E402
+from stand.gpu.work_list import Splitting  # noqa: E402
 from stand.trees import DraftBatch, DraftTree  # noqa: E402
 from stand.verifiers import TargetRows, VerifierNoise, get_verifier  # noqa: E402
 from stand.verifiers.schedule import packed_parents  # noqa: E402
 
 ROOM = 512
+RULES = {"match": MatchRule, "coupled": CoupledRule, "traversal": TraversalRule}
 CPU = torch.device("cpu")
 
 
@@ -30,9 +31,8 @@ def decide(rule, batch, probs, noise, *, spare_rows=2, spare_tokens=True):
     """(accepted paths, next tokens) by the device rule on a padded packet."""
     lengths = np.arange(len(batch), dtype=np.int64) + 20
     count = batch.num_nodes + (3 if spare_tokens else 0)
-    packet = StepPacket(StepSize(count, 128, len(batch) + spare_rows, 8), rule, CPU)
-    work = WorkList.build(batch.offsets, lengths, np.arange(len(batch)), tile_tokens=8, split_length=512)
-    packet.fill(batch, lengths, np.arange(len(batch), dtype=np.int64), noise, work=work, room=ROOM)
+    packet = StepPacket(StepSize(count, 128, len(batch) + spare_rows, 8), rule, CPU, splitting=Splitting(1))
+    packet.fill(batch, lengths, np.arange(len(batch), dtype=np.int64), noise, room=ROOM)
     packet.upload()
     padded = torch.full((count, probs.shape[1]), 1.0 / probs.shape[1], dtype=probs.dtype)
     padded[: batch.num_nodes] = probs

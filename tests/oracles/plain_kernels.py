@@ -22,14 +22,14 @@ def use_plain_kernels(monkeypatch) -> None:
 
 
 def tree_attention(
-    query, keys, values, ancestors, positions, items, num_splits, partials, log_sums, scale, tile_tokens,
+    query, keys, values, ancestors, positions, items, partial_starts, partials, log_sums, scale, tile_tokens,
     window=0, softcap=0.0, sinks=None,
 ):  # fmt: skip
     mixed = torch.zeros_like(query, memory_format=torch.contiguous_format)
     groups = query.shape[1] // keys.shape[1]
     seen = device_rule.tail_bits(ancestors)
     for row_first, first, count, cache_row, length, _, end, split in items.tolist():
-        if count == 0 or split != int(num_splits[first]) - 1:
+        if count == 0 or split != int(partial_starts[first + 1] - partial_starts[first]) - 1:
             continue  # a row's last split knows all that is visible: the prefix, and its own end
         own = slice(first, first + count)
         key, value = (state[cache_row, :, :end].repeat_interleave(groups, 0) for state in (keys, values))

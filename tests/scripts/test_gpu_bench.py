@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 import gpu_bench  # noqa: E402
 import gpu_parts.bench_model as bench_model  # noqa: E402
+import gpu_parts.decode_engines as decode_engines  # noqa: E402
 import gpu_parts.gpu_checks as gpu_checks  # noqa: E402
 import gpu_parts.kernel_bench as kernel_bench  # noqa: E402
 import gpu_parts.step_bench as step_bench  # noqa: E402
@@ -26,6 +27,7 @@ from gpu_parts.bench_model import BenchModel  # noqa: E402
 from gpu_parts.decode_engines import DecodeBench, DecodeTiming  # noqa: E402
 from measuring.bench_record import BenchRecord, Budget, Measurement  # noqa: E402
 from measuring.device_timer import DeviceTimer  # noqa: E402
+from triton.runtime.errors import OutOfResources  # noqa: E402
 from workloads.model_shapes import SHAPES, SMOKE_SHAPE  # noqa: E402
 
 from stand.drafters import step_cost  # noqa: E402
@@ -56,7 +58,8 @@ def smoke(tmp_path_factory) -> Smoke:
         patch.setattr(
             "builtins.print", lambda *values, file=None, **_: file or found.lines.append(" ".join(map(str, values)))
         )
-        options = ["--device", "cpu", "--smoke", "--cost-folder", str(found.costs), "--output", str(found.output)]
+        options = ["--in-process", "--device", "cpu", "--smoke", "--cost-folder", str(found.costs)]
+        options += ["--output", str(found.output)]
         patch.setattr(step_cost, "REPEATS", 1)
         # Two tokens take longer than one, but not on every busy machine.
         patch.setattr(DecodeBench, "_seconds", lambda self, work: (2.0 * (tokens := work()), tokens))
@@ -90,7 +93,8 @@ def test_nothing_imports_triton_before_the_interpreter_is_chosen():
 def test_smoke_runs_every_part(smoke):
     names = {"checks": "name", "decoding": "engine", "replay": "drafts", "attention": "name", "products": "name"}
     parts = smoke.result["parts"]
-    assert list(parts) == ["checks", "costs", "steps", "decoding", "replay", "attention", "products", "laws"]
+    order = ["products", "laws", "checks", "costs", "steps", "attention", "decoding", "replay", "compiled"]
+    assert list(parts) == order and parts["compiled"] == []
     assert {part: {figure[key] for figure in parts[part]} for part, key in names.items()} == {
         "checks": {
             "greedy tokens until the first difference, float32", "best tokens, float32",
@@ -291,7 +295,7 @@ def test_a_run_says_what_it_left_out_and_what_failed(capsys):
 
 
 def test_a_run_with_a_failure_or_a_broken_check_ends_with_1(capsys, monkeypatch):
-    options = ["--device", "cpu", "--smoke", "--parts", "products"]
+    options = ["--in-process", "--device", "cpu", "--smoke", "--parts", "products"]
     for name, status in (("good", 0), ("broken check", 1), ("failure", 1)):
 
         def tables(self, part, name=name):
@@ -309,11 +313,98 @@ def test_without_a_model_the_kernels_are_measured_all_the_same(capsys, monkeypat
         raise ValueError("no back end")
 
     monkeypatch.setattr(bench_model, "BenchModel", refuse)
-    assert gpu_bench.main(["--device", "cpu", "--smoke", "--parts", "steps,checks,products"]) == 1
+    assert gpu_bench.main(["--in-process", "--device", "cpu", "--smoke", "--parts", "steps,checks,products"]) == 1
     (result,) = json.loads(capsys.readouterr().out)["results"]
     assert list(result["parts"]) == ["products"] and len(result["parts"]["products"]) == 10
     assert [entry["measurement"] for entry in result["left_out"]] == ["checks", "steps"]
     assert [entry["error"] for entry in result["failed"]] == ["ValueError('no back end')"]
+
+
+def with_commands(monkeypatch, programs: dict[str, str]) -> None:
+    """Each part's process runs this program instead; its first argument is the file for its document."""
+
+    def command(options, output):
+        part = options[options.index("--parts") + 1]
+        return [sys.executable, "-c", programs[part], str(output)]
+
+    monkeypatch.setattr(gpu_bench, "part_command", command)
+
+
+WRITES = """
+import json, sys
+print("a table")
+document = {"format": "x", "results": [{"parts": {NAME: [{"name": NAME}]}, "seconds": {NAME: 1.0},
+    "left_out": [], "failed": [], "machine": {"bytes_per_second": 5}}]}
+open(sys.argv[1], "w").write(json.dumps(document))
+print(json.dumps(document))
+"""
+
+
+def test_a_part_that_hangs_or_crashes_costs_itself_alone(monkeypatch, capsys, tmp_path):
+    writes = {part: f"NAME = {part!r}" + WRITES for part in gpu_bench.PARTS}
+    hangs = writes["checks"] + "import time; sys.stdout.flush(); time.sleep(60)"
+    crashes = writes["steps"] + "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    with_commands(monkeypatch, {**writes, "checks": hangs, "steps": crashes, "attention": "raise SystemExit(2)"})
+    monkeypatch.setitem(gpu_bench.LIMITS, "checks", 1.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_bench, "device_name", lambda device: "x")
+    output = tmp_path / "bench.json"
+    assert gpu_bench.main(["--parts", "laws,checks,steps,attention,decoding", "--output", str(output)]) == 1
+    printed = capsys.readouterr().out
+    (result,) = json.loads(output.read_text())["results"]
+    assert json.loads(printed.splitlines()[-1])["results"] == [result]
+    assert list(result["parts"]) == ["laws", "checks", "steps", "decoding"]  # of what hung or crashed, what there was
+    assert {entry["measurement"] for entry in result["failed"]} == {"checks", "steps", "attention"}
+    errors = " ".join(entry["error"] for entry in result["failed"])
+    assert "more than 1 seconds" in errors and "status -9" in errors and "status 2" in errors
+    assert printed.count("a table") == 4 and result["machine"] == {"bytes_per_second": 5}
+
+
+def test_a_part_of_its_own_gives_what_the_process_itself_would(capfd):
+    status = gpu_bench.main(["--device", "cpu", "--smoke", "--parts", "products"])
+    (result,) = json.loads(capfd.readouterr().out)["results"]
+    assert status == 0 and len(result["parts"]["products"]) == 10 and not result["failed"]
+
+
+def test_parts_of_their_own_know_the_options_and_the_measured_costs():
+    arguments = gpu_bench.read_arguments(
+        ["--shapes", "qwen3-8b", "--dtype", "float16", "--replay", "a", "b", "--tokenizer", "t", "--cost-folder", "c"]
+    )
+    options = gpu_bench.part_options(arguments, SHAPES["qwen3-8b"], "replay", minutes=2, costs="table.json")
+    read = gpu_bench.read_arguments(options)
+    assert read.in_process and read.parts == ["replay"] and read.shapes == ["qwen3-8b"] and read.minutes == 2
+    assert [str(path) for path in (*read.replay, read.tokenizer, read.costs)] == ["a", "b", "t", "table.json"]
+    assert read.dtype == "float16" and str(read.cost_folder) == "c"
+    options = gpu_bench.part_options(arguments, SHAPES["qwen3-8b"], "steps", minutes=2, costs="table.json")
+    assert gpu_bench.read_arguments(options).replay == [] and gpu_bench.read_arguments(options).costs is None
+
+
+def test_torch_compile_comes_last():
+    assert gpu_bench.PARTS[:3] == ("products", "laws", "checks") and gpu_bench.PARTS[-1] == "compiled"
+    assert all(engine != "generate, static + compile" for engine, _, _ in decode_engines.FULL.cells)
+    assert [engine for engine, _, _ in decode_engines.FULL.compiled_cells] == ["generate, static + compile"]
+
+
+def test_versions_name_what_a_figure_depends_on(smoke):
+    versions = json.loads(smoke.lines[0])["versions"]
+    assert set(versions) == {"python", "cuda", "driver", "torch", "triton", "transformers", "numpy"}
+    assert versions["torch"] == torch.__version__ and versions["triton"] and versions["transformers"]
+
+
+@pytest.mark.parametrize("part", ["steps", "products"])
+def test_errors_of_triton_are_failures_and_no_end(monkeypatch, capsys, part):
+    """They derive from Exception alone."""
+
+    def refuse(*arguments, **settings):
+        raise OutOfResources(114688, 101376, "shared memory")
+
+    names = {"steps": (bench_model, "BenchModel"), "products": (kernel_bench.KernelBench, "products")}
+    monkeypatch.setattr(*names[part], refuse)
+    monkeypatch.setattr(kernel_bench.KernelBench, "laws", lambda bench: iter(()))
+    assert gpu_bench.main(["--in-process", "--device", "cpu", "--smoke", "--parts", f"{part},laws"]) == 1
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert ["OutOfResources" in entry["error"] for entry in result["failed"]] == [True]
+    assert "laws" in result["parts"]
 
 
 def test_a_replay_without_steps_measures_its_costs_and_one_without_files_is_left_out():
@@ -322,6 +413,7 @@ def test_a_replay_without_steps_measures_its_costs_and_one_without_files_is_left
         bench.__dict__["step_bench"] = SimpleNamespace(cost_measurements=lambda: iter(()), costs=[])
         return dict(bench.tables("replay"))
 
+    assert list(tables("--smoke", "--costs", "table")) == ["replay"]
     assert list(tables("--smoke")) == list(tables("--replay", "file")) == ["costs", "replay"]
     (measurement,) = tables()["replay"]
     assert measurement.obstacle == "no --replay FILE was given"

@@ -8,14 +8,13 @@ behind it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from stand.gpu.kernels.launch import launch_device
 from stand.gpu.kernels.specimen import Specimen
+from stand.gpu.tiles import BLOCKS_16_BIT, BLOCKS_FLOAT32, Blocks, blocks, limits_of
 
 MOST_WORDS = 4  # 64-bit words of ancestors per token
 MERGED_SPLITS = 16  # partial results that the merge holds at once; part of the order of its sums
@@ -23,33 +22,6 @@ PROGRAMS_PER_PROCESSOR = 2
 INTERPRETED_PROGRAMS = 3
 MERGE_WARPS = 2
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """Sizes of one specialisation: query rows (tokens times grouped heads) and keys per block."""
-
-    rows: int
-    keys: int
-    num_warps: int
-    num_stages: int
-
-
-# By the largest head size that they serve, small tiles first. Chosen by what the compiler says for sm_80 and sm_90:
-# no spilled registers.
-BLOCKS_16_BIT = {
-    64: (Blocks(64, 64, 4, 3), Blocks(128, 64, 8, 3)),
-    96: (Blocks(64, 32, 4, 3), Blocks(128, 64, 8, 3)),
-    128: (Blocks(64, 32, 4, 3), Blocks(128, 64, 8, 3)),
-    256: (Blocks(64, 32, 8, 3),),
-}
-BLOCKS_FLOAT32 = {
-    64: (Blocks(64, 32, 4, 2),),
-    96: (Blocks(64, 32, 8, 1),),
-    128: (Blocks(64, 32, 8, 1),),
-    256: (Blocks(64, 16, 8, 1),),
-}
-AMPERE_128 = Blocks(128, 32, 8, 3)  # the large tile of head size 128 there, where 64 keys would spill
 
 
 @triton.jit
@@ -94,7 +66,7 @@ def _absorb(scores, unit, value, accumulator, highest, mass):
     return accumulator, new_highest, mass
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_items", "window"])
+@triton.jit(do_not_specialize=["num_items", "window"])
 def _tree_attention_kernel(
     query,  # [M, H, D]
     keys,  # [R, Hkv, S, D]
@@ -102,9 +74,9 @@ def _tree_attention_kernel(
     ancestors,  # [M, W] int64
     positions,  # [M] int64
     items,  # [I, 8] int32
-    partials,  # [P, M, H, D] float32
-    log_sums,  # [P, M, H] float32
-    num_tokens,
+    partial_starts,  # [M + 1] int32
+    partials,  # [P, H, D] float32
+    log_sums,  # [P, H] float32
     num_items,
     scale,
     window,
@@ -209,20 +181,20 @@ def _tree_attention_kernel(
         has_mass = mass > 0
         mixed = accumulator / tl.where(has_mass, mass, 1.0)[:, None]
         log_sum = tl.where(has_mass, highest + tl.log2(tl.where(has_mass, mass, 1.0)), float("-inf"))
-        places = (split.to(tl.int64) * num_tokens + packed) * (KEY_HEADS * GROUPS) + heads
+        parts = tl.load(partial_starts + packed, mask=in_tile, other=0) + split
+        places = parts.to(tl.int64) * (KEY_HEADS * GROUPS) + heads
         tl.store(log_sums + places, log_sum, mask=in_tile)
         tl.store(partials + places[:, None] * HEAD_SIZE + sizes[None, :], mixed, mask=tile & has_mass[:, None])
         index += tl.num_programs(0)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def _merge_kernel(
-    partials,  # [P, M, H, D] float32
-    log_sums,  # [P, M, H] float32
-    num_splits,  # [M] int32
+    partials,  # [P, H, D] float32
+    log_sums,  # [P, H] float32
+    partial_starts,  # [M + 1] int32
     sinks,  # [H], or anything when HAS_SINKS is false
     mixed,  # [M, H, D]
-    num_tokens,
     NUM_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -233,7 +205,8 @@ def _merge_kernel(
     token = tl.program_id(0)
     head = tl.program_id(1)
     sizes = tl.arange(0, BLOCK_D)
-    count = tl.load(num_splits + token)
+    begin = tl.load(partial_starts + token)
+    count = tl.load(partial_starts + token + 1) - begin
     highest = tl.full([1], float("-inf"), tl.float32)
     mass = tl.zeros([1], tl.float32)
     if HAS_SINKS:
@@ -242,7 +215,7 @@ def _merge_kernel(
     accumulator = tl.zeros([BLOCK_D], tl.float32)
     for first in range(0, count, BLOCK_P):
         splits = first + tl.arange(0, BLOCK_P)
-        places = (splits.to(tl.int64) * num_tokens + token) * NUM_HEADS + head
+        places = (begin + splits).to(tl.int64) * NUM_HEADS + head
         logs = tl.load(log_sums + places, mask=splits < count, other=float("-inf"))
         filled = logs != float("-inf")
         parts = tl.load(
@@ -262,45 +235,6 @@ def _merge_kernel(
     tl.store(mixed + place + sizes, result.to(mixed.dtype.element_ty), mask=sizes < HEAD_SIZE)
 
 
-def blocks(num_rows: int, head_size: int, dtype: torch.dtype, *, capability: int = 90) -> Blocks:
-    """The fixed sizes for tiles of `num_rows` query rows on a GPU of that compute capability (80, 90, ...).
-
-    Raises ValueError when nothing fits.
-    """
-    offered = _offered(head_size, dtype)
-    fitting = [sizes for sizes in offered if sizes.rows >= num_rows]
-    if not fitting:
-        raise ValueError(
-            f"a tile of head size {head_size} in {dtype} must have at most {offered[-1].rows} query rows "
-            f"(tokens times query heads per key head), got {num_rows}; "
-            "take fewer tokens per tile, or the masked attention of stand.forward.tree_attention for more grouped heads"
-        )
-    return AMPERE_128 if capability < 90 and fitting[0] is BLOCKS_16_BIT[128][1] else fitting[0]
-
-
-def tile_tokens(tokens_per_row: int, groups: int, head_size: int, dtype: torch.dtype) -> int:
-    """Tokens per item of the work list for rows of up to `tokens_per_row` tokens.
-
-    Every tile reads all keys of its row, so the largest tile is best unless a smaller one holds a whole row. `groups`
-    query heads share a key head and lie in the same tile. Raises ValueError when a tile cannot hold them.
-    """
-    offered = _offered(head_size, dtype)
-    num_rows = max(min(tokens_per_row * groups, offered[-1].rows), groups)
-    return blocks(num_rows, head_size, dtype).rows // groups
-
-
-def _offered(head_size: int, dtype: torch.dtype) -> tuple[Blocks, ...]:
-    """The tiles of the next larger size in the tables."""
-    table = {torch.float32: BLOCKS_FLOAT32, torch.float16: BLOCKS_16_BIT, torch.bfloat16: BLOCKS_16_BIT}.get(dtype, {})
-    fitting = [size for size in table if size >= head_size]
-    if not fitting or head_size < 1 or head_size % 16:
-        raise ValueError(
-            "tree attention needs float32, float16 or bfloat16 and a head size up to 256 that is a multiple of 16, "
-            f"got {dtype} and {head_size}; use the masked attention of stand.forward.tree_attention"
-        )
-    return table[min(fitting)]
-
-
 @torch.library.custom_op("stand::tree_attention", mutates_args=("partials", "log_sums"))
 def tree_attention(
     query: torch.Tensor,
@@ -309,7 +243,7 @@ def tree_attention(
     ancestors: torch.Tensor,
     positions: torch.Tensor,
     items: torch.Tensor,
-    num_splits: torch.Tensor,
+    partial_starts: torch.Tensor,
     partials: torch.Tensor,
     log_sums: torch.Tensor,
     scale: float,
@@ -322,20 +256,21 @@ def tree_attention(
 
     query [M, H, D]; keys, values [R, Hkv, S, D] in the query's dtype, any strides but the last; ancestors [M, W <= 4]
     int64, bit j % 64 of word j // 64 set when the token sees token j of its row (its own bit included, no later one);
-    positions [M] int64, slot k of the committed prefix being position k; items [I, 8] and num_splits [M] int32 as
-    `WorkList` makes them with `tile_tokens`; partials [P, M, H, D] and log_sums [P, M, H] float32 are scratch for up
-    to P splits. Scores are multiplied by `scale` > 0. `window` > 0: a token sees positions above its own less the
+    positions [M] int64, slot k of the committed prefix being position k; items [I, 8] and partial_starts [M + 1] int32
+    as `WorkList` makes them with `tile_tokens`; partials [P, H, D] and log_sums [P, H] float32 are scratch for P
+    partial results. Scores are multiplied by `scale` > 0. `window` > 0: a token sees positions above its own less the
     window. `softcap` > 0: scores become softcap * tanh(score / softcap) (Gemma 2). `sinks` [H]: a logit per head that
-    takes mass and gives nothing (gpt-oss). A token that no item covers must have 0 splits and gets zeros. Raises
-    ValueError on wrong shapes.
+    takes mass and gives nothing (gpt-oss). A token that no item covers must have no partial results and gets zeros.
+    Raises ValueError on wrong shapes.
     """
-    _check_call(query, keys, values, ancestors, positions, items, num_splits, partials, log_sums, scale, sinks)
+    _check_call(query, keys, values, ancestors, positions, items, partial_starts, partials, log_sums, scale, sinks)
     mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
     with launch_device(_tree_attention_kernel, query):
         _attend(
-            query, keys, values, ancestors, positions, items, partials, log_sums, scale, tile_tokens, window, softcap
-        )
-        _merge(partials, log_sums, num_splits, sinks, mixed)
+            query, keys, values, ancestors, positions, items, partial_starts, partials, log_sums,
+            scale, tile_tokens, window, softcap,
+        )  # fmt: skip
+        _merge(partials, log_sums, partial_starts, sinks, mixed)
     return mixed
 
 
@@ -345,13 +280,14 @@ def _(query, *rest, **options):
 
 
 def _attend(
-    query, keys, values, ancestors, positions, items, partials, log_sums, scale, tile_tokens, window, softcap
-) -> None:
+    query, keys, values, ancestors, positions, items, partial_starts, partials, log_sums,
+    scale, tile_tokens, window, softcap,
+) -> None:  # fmt: skip
     """Partial results of every item."""
-    num_tokens, num_heads, head_size = query.shape
+    _, num_heads, head_size = query.shape
     key_heads = keys.shape[1]
     groups = num_heads // key_heads
-    sizes = blocks(tile_tokens * groups, head_size, query.dtype, capability=_capability(query.device))
+    sizes = blocks(tile_tokens * groups, head_size, query.dtype, limits=limits_of(query.device))
     _tree_attention_kernel[(_num_programs(query.device, len(items) * key_heads),)](
         query,
         keys,
@@ -359,9 +295,9 @@ def _attend(
         ancestors,
         positions,
         items,
+        partial_starts,
         partials,
         log_sums,
-        num_tokens,
         len(items),
         scale,
         window,
@@ -385,16 +321,15 @@ def _attend(
     )
 
 
-def _merge(partials, log_sums, num_splits, sinks, mixed) -> None:
+def _merge(partials, log_sums, partial_starts, sinks, mixed) -> None:
     """Partial results to `mixed`."""
     num_tokens, num_heads, head_size = mixed.shape
     _merge_kernel[(num_tokens, num_heads)](
         partials,
         log_sums,
-        num_splits,
+        partial_starts,
         sinks if sinks is not None else log_sums,
         mixed,
-        num_tokens,
         NUM_HEADS=num_heads,
         HEAD_SIZE=head_size,
         BLOCK_D=triton.next_power_of_2(head_size),
@@ -413,26 +348,20 @@ def _num_programs(device: torch.device, num_pairs: int) -> int:
     return max(min(num_pairs, offered), 1)
 
 
-def _capability(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
-def _check_call(query, keys, values, ancestors, positions, items, num_splits, partials, log_sums, scale, sinks) -> None:
+def _check_call(
+    query, keys, values, ancestors, positions, items, partial_starts, partials, log_sums, scale, sinks
+) -> None:
     """Shapes, dtypes and strides; all of it known without a look at the device."""
     num_tokens, num_heads, head_size = query.shape
-    num_splits_held = partials.shape[0]
     expected = {
         "keys": (keys, (*keys.shape[:3], head_size), query.dtype),
         "values": (values, tuple(keys.shape), query.dtype),
         "ancestors": (ancestors, (num_tokens, ancestors.shape[-1]), torch.int64),
         "positions": (positions, (num_tokens,), torch.int64),
         "items": (items, (items.shape[0], 8), torch.int32),
-        "num_splits": (num_splits, (num_tokens,), torch.int32),
-        "partials": (partials, (num_splits_held, num_tokens, num_heads, head_size), torch.float32),
-        "log_sums": (log_sums, (num_splits_held, num_tokens, num_heads), torch.float32),
+        "partial_starts": (partial_starts, (num_tokens + 1,), torch.int32),
+        "partials": (partials, (partials.shape[0], num_heads, head_size), torch.float32),
+        "log_sums": (log_sums, (partials.shape[0], num_heads), torch.float32),
     }
     if sinks is not None:
         expected["sinks"] = (sinks, (num_heads,), sinks.dtype)
@@ -457,19 +386,20 @@ def _check_call(query, keys, values, ancestors, positions, items, num_splits, pa
 
 def specimens() -> list[Specimen]:
     """The specialisations of common models; strides as a contiguous cache has them."""
-    large = Blocks(128, 64, 8, 3)
-    small = Blocks(64, 32, 4, 3)
+    (small,), (large, narrow) = BLOCKS_16_BIT[128]
     return [
         _tile_specimen("7B large tiles", "bf16", 128, 7, large),
-        _tile_specimen("7B large tiles sm_80", "bf16", 128, 7, AMPERE_128),
+        _tile_specimen("7B large tiles sm_80", "bf16", 128, 7, narrow),
         _tile_specimen("7B small tiles", "bf16", 128, 7, small),
         _tile_specimen("windowed large tiles", "bf16", 128, 4, large, HAS_WINDOW=True),
         _tile_specimen("fp16 small tiles", "fp16", 128, 4, small),
-        _tile_specimen("gpt-oss", "bf16", 64, 8, BLOCKS_16_BIT[64][1], HAS_WINDOW=True),
-        _tile_specimen("Phi-3", "bf16", 96, 1, BLOCKS_16_BIT[96][1], HAS_WINDOW=True),
-        _tile_specimen("Gemma 2", "bf16", 256, 2, BLOCKS_16_BIT[256][0], HAS_WINDOW=True, HAS_SOFTCAP=True),
-        _tile_specimen("7B float32", "fp32", 128, 7, BLOCKS_FLOAT32[128][0]),
-        _tile_specimen("small model float32", "fp32", 64, 1, BLOCKS_FLOAT32[64][0]),
+        _tile_specimen("gpt-oss", "bf16", 64, 8, BLOCKS_16_BIT[64][1][0], HAS_WINDOW=True),
+        _tile_specimen("Phi-3", "bf16", 96, 1, BLOCKS_16_BIT[96][1][0], HAS_WINDOW=True),
+        _tile_specimen("Phi-3 sm_89", "bf16", 96, 1, BLOCKS_16_BIT[96][1][1], HAS_WINDOW=True),
+        _tile_specimen("Gemma 2", "bf16", 256, 2, BLOCKS_16_BIT[256][0][0], HAS_WINDOW=True, HAS_SOFTCAP=True),
+        _tile_specimen("Gemma 2 sm_89", "bf16", 256, 2, BLOCKS_16_BIT[256][0][1], HAS_WINDOW=True, HAS_SOFTCAP=True),
+        _tile_specimen("7B float32", "fp32", 128, 7, BLOCKS_FLOAT32[128][0][0]),
+        _tile_specimen("small model float32", "fp32", 64, 1, BLOCKS_FLOAT32[64][0][0]),
         _merge_specimen("7B merge", "bf16", 128, has_sinks=False),
         _merge_specimen("gpt-oss merge", "bf16", 64, has_sinks=True),
     ]
@@ -490,15 +420,16 @@ def _tile_specimen(name: str, dtype: str, head_size: int, groups: int, sizes: Bl
         "HAS_SOFTCAP": False,
     } | variant
     types = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
-    types |= {"ancestors": "*i64", "positions": "*i64", "items": "*i32", "partials": "*fp32", "log_sums": "*fp32"}
-    types |= dict.fromkeys(("num_tokens", "num_items", "window"), "i32") | {"scale": "fp32", "softcap": "fp32"}
+    types |= {"ancestors": "*i64", "positions": "*i64", "items": "*i32", "partial_starts": "*i32"}
+    types |= {"partials": "*fp32", "log_sums": "*fp32"}
+    types |= dict.fromkeys(("num_items", "window"), "i32") | {"scale": "fp32", "softcap": "fp32"}
     strides = ("query_token", "query_head", "key_row", "key_head", "value_row", "value_head")
     types |= {f"{stride}_stride": "i32:16" for stride in strides}
     return Specimen(name, _tree_attention_kernel, types, constants, sizes.num_warps, sizes.num_stages)
 
 
 def _merge_specimen(name: str, dtype: str, head_size: int, *, has_sinks: bool) -> Specimen:
-    types = {"partials": "*fp32", "log_sums": "*fp32", "num_splits": "*i32", "num_tokens": "i32"}
+    types = {"partials": "*fp32", "log_sums": "*fp32", "partial_starts": "*i32"}
     types |= {"sinks": f"*{dtype}" if has_sinks else "*fp32", "mixed": f"*{dtype}"}
     constants = {
         "NUM_HEADS": 28,

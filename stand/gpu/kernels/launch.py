@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 from triton.runtime.interpreter import InterpretedFunction
@@ -12,10 +13,25 @@ def is_interpreted(kernel: object) -> bool:
     return isinstance(kernel, InterpretedFunction)
 
 
+def interpreter_obstacle() -> str | None:
+    """Why Triton's interpreter cannot run here, or None. Compiled kernels are not affected."""
+    if _version(triton.__version__) < (3, 7) and _version(np.__version__) >= (2, 4):
+        return (
+            f"the interpreter of triton {triton.__version__} fails with numpy >= 2.4 (triton #9171), got numpy "
+            f"{np.__version__}; install numpy < 2.4 or triton >= 3.7"
+        )
+    return None
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
 def launch_device(kernel: triton.JITFunction | InterpretedFunction, tensor: torch.Tensor) -> torch.cuda.device_of:
     """Context that makes the tensor's device the current one, which is where Triton launches.
 
-    Raises ValueError for a CPU tensor without the interpreter.
+    Raises ValueError for a CPU tensor without the interpreter, RuntimeError where that cannot run.
     """
     if tensor.device.type == "cpu" and not is_interpreted(kernel):
         name = getattr(kernel, "__name__", type(kernel).__name__)
@@ -23,4 +39,6 @@ def launch_device(kernel: triton.JITFunction | InterpretedFunction, tensor: torc
             f"a Triton kernel needs CUDA tensors, got {name.lstrip('_')} with a tensor on the CPU; move the tensors to "
             "a GPU, or set TRITON_INTERPRET=1 before the first import to run it in the interpreter"
         )
+    if tensor.device.type == "cpu" and (obstacle := interpreter_obstacle()):
+        raise RuntimeError(obstacle)
     return torch.cuda.device_of(tensor)

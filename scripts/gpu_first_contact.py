@@ -1,0 +1,222 @@
+"""Does every piece of a captured step run on this GPU? Small models, a line per piece, within two minutes.
+
+    python scripts/gpu_first_contact.py                    # on a GPU
+    python scripts/gpu_first_contact.py --only growth,bf16
+    python scripts/gpu_first_contact.py --device cpu       # tiny sizes in Triton's interpreter: does the script run?
+
+Every piece decodes the same prompts by captured steps and by eager ones, twice, the second time with drafts from what
+was learned. In float32 all tokens must be equal, in bfloat16 they may part where two tokens are nearly as likely. A
+piece that fails prints its traceback and does not stop the others; after `--seconds` the process ends with the stacks
+of what hangs. Exit status: 0, or 1 where a piece failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:  # transformers imports Triton, which then has chosen between its interpreter and its compiler
+    from transformers import PreTrainedModel
+
+    from stand.engine import Engine
+
+SHARPER = 20  # times larger logits: of nearly equal ones nothing would be drafted
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of the model, and of what is decoded with it: two prompts of `prompt` tokens, `tokens` more."""
+
+    vocabulary: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    key_heads: int
+    head_size: int
+    prompt: int
+    tokens: int
+    budget: int | None  # draft nodes per step; None: as many as an engine takes by itself
+
+
+GPU = Sizes(8192, 896, 2048, 4, 14, 2, 128, prompt=700, tokens=96, budget=None)
+INTERPRETED = Sizes(60, 32, 48, 1, 2, 1, 16, prompt=7, tokens=3, budget=2)
+
+
+class Contact:
+    """The pieces, one method each; a piece returns what its line says and raises where something is wrong."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.sizes = INTERPRETED if device.type == "cpu" else GPU
+        generator = np.random.default_rng(0)
+        self.prompts = generator.integers(0, self.sizes.vocabulary, (2, self.sizes.prompt)).tolist()
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        return self._new_model("qwen2", torch.float32)
+
+    def unfused(self) -> str:
+        return self._compared(self.model, temperature=0.0, fuse=False)
+
+    def fused(self) -> str:
+        return self._compared(self.model, temperature=0.0)
+
+    def match(self) -> str:
+        return self._compared(self.model, temperature=0.6)
+
+    def traversal(self) -> str:
+        return self._compared(self.model, temperature=0.6, verifier="traversal")
+
+    def coupled(self) -> str:
+        return self._compared(self.model, temperature=0.6, verifier="coupled")
+
+    def top_p(self) -> str:
+        return self._compared(self.model, temperature=0.6, top_p=0.95)
+
+    def growth(self) -> str:
+        """The cache outgrows its room, and all graphs are made anew."""
+        from unittest.mock import patch
+
+        from stand.gpu import captured_step
+        from stand.gpu.device_cache import DeviceCache
+
+        grow, rooms = DeviceCache.grow, []
+
+        def watched(cache: DeviceCache, room: int) -> None:
+            rooms.append(room)
+            grow(cache, room)
+
+        with (
+            patch.object(captured_step, "FIRST_ROOM", 1),
+            patch.object(captured_step, "MAX_ROW_NODES", 2),
+            patch.object(DeviceCache, "grow", watched),
+        ):
+            compared = self._compared(self.model, temperature=0.0, fuse=False)
+        if not rooms:
+            raise AssertionError("the cache must have grown, got none; decode more tokens")
+        return f"{compared}; rooms {rooms}"
+
+    def two_engines(self) -> str:
+        """Graphs live on when another engine and its graphs end."""
+        first, second = (self._engine(self.model, "triton", fuse=False) for _ in range(2))
+        before = self._decoded(first, temperature=0.0)
+        self._decoded(second, temperature=0.0)
+        del second
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        scratch = torch.randn(2**26 if self.device.type == "cuda" else 16, device=self.device)
+        after = self._decoded(first, temperature=0.0)
+        if after != before or str(first.backend) != "triton":
+            raise AssertionError(f"tokens must be the same before and after, got others; back end {first.backend}")
+        return f"same tokens after {scratch.nbytes >> 20} MiB were written elsewhere"
+
+    def bf16(self) -> str:
+        return self._compared(self._new_model("qwen3", torch.bfloat16), temperature=0.0)
+
+    def _compared(self, model: PreTrainedModel, *, verifier: str = "match", fuse: bool = True, **law: float) -> str:
+        """Captured against eager steps. Raises AssertionError where tokens differ in float32, or steps fell back."""
+        outputs = []
+        for backend in ("triton", "sdpa"):
+            engine = self._engine(model, backend, verifier=verifier, fuse=fuse)
+            outputs.append([self._decoded(engine, **law) for _ in range(2)])
+            if backend == "triton":
+                chosen, swaps = engine.backend, getattr(engine.backend, "fusion", None)
+                kept = "" if swaps is None else f", {sum(swap.is_kept for swap in swaps.report)} swaps"
+        if str(chosen) != "triton":
+            raise AssertionError(f"steps must be captured to the end, got {chosen}: {chosen.reason}")
+        pairs = [(a, b) for ours, theirs in zip(*outputs, strict=True) for a, b in zip(ours, theirs, strict=True)]
+        same = sum(a == b for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))
+        total = sum(len(ours) for ours, _ in pairs)
+        if model.dtype == torch.float32 and verifier != "traversal" and same != total:
+            raise AssertionError(f"all tokens must be those of eager steps, got {same} of {total}")
+        return f"{same}/{total} tokens as eager{kept}; {chosen.reason}"
+
+    def _engine(self, model: PreTrainedModel, backend: str, *, verifier: str = "match", fuse: bool) -> Engine:
+        import stand
+
+        drafter = stand.BlendedDrafter(budget=self.sizes.budget)
+        return stand.wrap(model, drafter=drafter, backend=backend, verifier=verifier, fuse=fuse)
+
+    def _decoded(self, engine: Engine, **law: float) -> list[list[int]]:
+        settings = {"max_new_tokens": self.sizes.tokens, "stop_token_ids": [], "seed": 0}
+        return engine.generate(input_ids=self.prompts, **settings, **law).token_ids
+
+    def _new_model(self, kind: str, dtype: torch.dtype) -> PreTrainedModel:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        sizes = self.sizes
+        config = AutoConfig.for_model(
+            kind, vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, intermediate_size=sizes.intermediate,
+            num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.key_heads,
+            head_dim=sizes.head_size, max_position_embeddings=8192, tie_word_embeddings=False,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(SHARPER)
+        return model
+
+
+PIECES = ("unfused", "fused", "match", "traversal", "coupled", "top_p", "growth", "two_engines", "bf16")
+
+
+def run_piece(name: str, work: Callable[[], str]) -> bool:
+    """One line; whether the piece is well."""
+    start = time.monotonic()
+    try:
+        line = work()
+    except Exception:
+        print(f"FAIL {name} [{time.monotonic() - start:.1f} s]\n{traceback.format_exc()}", flush=True)
+        return False
+    print(f"ok   {name}: {line} [{time.monotonic() - start:.1f} s]", flush=True)
+    return True
+
+
+def describe(device: torch.device) -> str:
+    """Versions and the device."""
+    import transformers
+    import triton
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu, interpreted"
+    packages = {"torch": torch, "triton": triton, "transformers": transformers, "numpy": np}
+    return ", ".join([*(f"{name} {package.__version__}" for name, package in packages.items()), name])
+
+
+def main(command_line: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", default=",".join(PIECES), metavar="PIECE,...", help="default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=150, help="after these the process ends (%(default)s)")
+    arguments = parser.parse_args(command_line)
+    device, names = torch.device(arguments.device), arguments.only.split(",")
+    if not set(names) <= set(PIECES):
+        parser.error(f"--only must be some of {', '.join(PIECES)} with commas between, got {arguments.only}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("no GPU is visible to torch; use --device cpu to see that the script runs")
+    if device.type == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
+    faulthandler.dump_traceback_later(arguments.seconds, exit=True, file=sys.__stderr__)
+    print(describe(device), flush=True)
+    contact = Contact(device)
+    is_well = [run_piece(name, getattr(contact, name)) for name in names]
+    faulthandler.cancel_dump_traceback_later()
+    if device.type == "cuda":
+        print(f"most memory {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB")
+    return 0 if all(is_well) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""A captured step that goes on as an eager one where it fails: out of memory, a capture refused, a kernel not launched.
+
+What is committed lies in the cache untouched by the step that failed, so the rows lose nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from stand.backend import device_rule
+from stand.forward.tree_cache import TreeCache
+from stand.gpu.captured_step import CapturedStep
+from stand.gpu.fusion.fusion import Fusion
+from stand.row import LiveRows, Row
+from stand.sampling import TargetLaw
+from stand.step import EagerStep, Step
+from stand.trees import DraftBatch
+from stand.verifiers import Verdicts, Verifier, VerifierNoise
+
+
+class GuardedStep:
+    """Implements `stand.step.Step`. `captured` is None once it has failed."""
+
+    def __init__(
+        self,
+        captured: CapturedStep | None,
+        new_eager: Callable[[TreeCache], EagerStep],
+        on_failure: Callable[[str], None],
+    ):
+        """on_failure: told why eager steps take over, when they do."""
+        self.captured = captured
+        self._new_eager, self._on_failure = new_eager, on_failure
+        self._step: Step | None = captured
+        self._lesson_error: Exception | None = None
+
+    @classmethod
+    def start(
+        cls,
+        previous: GuardedStep | None,
+        model: PreTrainedModel,
+        prefilled: TreeCache,
+        sources: Sequence[int],
+        *,
+        law: TargetLaw,
+        verifier: Verifier,
+        rows: Sequence[Row],
+        fusion: Fusion | None,
+        num_top: int,
+        on_failure: Callable[[str], None],
+    ) -> GuardedStep:
+        """A step loaded with the prompts' keys, as `Backend.new_step` says.
+
+        `previous` with its graphs is taken where it serves this call, else closed. A step that cannot be made or loaded
+        begins as an eager one.
+        """
+
+        def new_eager(cache: TreeCache) -> EagerStep:
+            return EagerStep(model, cache, law, verifier, num_top=num_top)
+
+        captured = None if previous is None else previous.captured
+        try:
+            if captured is None or not captured.serves(law, len(rows)):
+                replay = None if captured is None else captured.close()
+                captured = CapturedStep(
+                    model, law, device_rule(verifier), num_rows=len(rows), fusion=fusion, replay=replay
+                )
+            captured.load(prefilled, sources, rows)
+        except Exception as error:
+            prefilled.fan_out(sources)
+            step = cls(None, new_eager, on_failure)
+            step._go_on(prefilled, error)
+            return step
+        return cls(captured, new_eager, on_failure)
+
+    @contextmanager
+    def attention(self) -> Iterator[None]:
+        with ExitStack() as self._attention:
+            self._attention.enter_context(self._step.attention())
+            yield
+
+    def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
+        """A ValueError is no failure of the device, the step refuses what it was given; nor is a lesson's error."""
+        if self.captured is not None:
+            try:
+                return self.captured.forward(batch, live, noise)
+            except ValueError:
+                raise
+            except Exception as error:
+                if error is self._lesson_error:
+                    raise
+                self._fall_back(live.rows, error)
+        self._step.forward(batch, live, noise)
+
+    def verify(self) -> Verdicts:
+        return self._step.verify()
+
+    def keep(self, places: np.ndarray, lengths: np.ndarray, accepted: Sequence[np.ndarray]) -> None:
+        self._step.keep(places, lengths, accepted)
+
+    def drop(self, source: int, target: int, length: int) -> None:
+        self._step.drop(source, target, length)
+
+    def top_entries(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        return self._step.top_entries(count)
+
+    def teach(self, lesson: Callable[[], None]) -> None:
+        def watched() -> None:
+            try:
+                lesson()
+            except Exception as error:
+                self._lesson_error = error
+                raise
+
+        self._step.teach(watched)
+
+    def finish(self) -> None:
+        self._step.finish()
+
+    def _fall_back(self, rows: Sequence[Row], error: Exception) -> None:
+        """From here on eager steps over the same memory. Raises `error` where the keys cannot be read."""
+        try:
+            cache = self.captured.release(rows)
+        except Exception as broken:  # after an illegal access the device answers nothing any more
+            raise error from broken
+        self.captured.finish()  # what the step before showed, which it still holds
+        self._go_on(cache, error)
+        self._attention.close()
+        self._attention.enter_context(self._step.attention())
+
+    def _go_on(self, cache: TreeCache, error: Exception) -> None:
+        self.captured, self._step = None, self._new_eager(cache)
+        reason = f"a captured step ended in {type(error).__name__}: {error}"
+        self._on_failure(reason)
+        warnings.warn(f"{reason}; decoding goes on with eager steps", stacklevel=4)

@@ -1,0 +1,117 @@
+"""Tiles of the attention kernel: how many query rows and keys a program holds at once, by what the GPU allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Sizes of one specialisation: query rows (tokens times grouped heads) and keys per block.
+
+    The last two are what the compiler asks for in bytes of shared memory: with the matrix instructions of all GPUs
+    from sm_80 on, and with those of sm_90. 0: not to be used there.
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    mma_bytes: int
+    wgmma_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a GPU allows: compute capability (80, 90, ...) and bytes of shared memory per program."""
+
+    capability: int
+    shared_bytes: int
+
+    def needs(self, sizes: Blocks) -> int:
+        """Bytes of shared memory, 0 where the sizes are not to be used."""
+        return sizes.wgmma_bytes if self.capability // 10 == 9 else sizes.mma_bytes
+
+
+# By the largest head size that they serve, small tiles first; of one tile the first choice that fits is taken. Chosen
+# by what the compiler says for sm_80, sm_89, sm_90 and sm_120: no spilled registers in 16 bits (small tiles of head
+# size 96 on sm_120 excepted: 40 bytes).
+SMALL_32 = Blocks(64, 32, 4, 3, 53248, 65536)
+BLOCKS_16_BIT = {
+    64: ((Blocks(64, 64, 4, 3, 49152, 57344),), (Blocks(128, 64, 8, 3, 65536, 65536),)),
+    96: ((SMALL_32,), (Blocks(128, 64, 8, 3, 114688, 131072), Blocks(128, 32, 8, 3, 73728, 81920))),
+    128: ((SMALL_32,), (Blocks(128, 64, 8, 3, 0, 131072), Blocks(128, 32, 8, 3, 73728, 81920))),
+    256: ((Blocks(64, 32, 8, 3, 102400, 135168), Blocks(64, 32, 8, 2, 69632, 102400)),),
+}
+BLOCKS_FLOAT32 = {
+    64: ((Blocks(64, 32, 4, 2, 41216, 41216),),),
+    96: ((Blocks(64, 32, 8, 1, 65536, 65536),),),
+    128: ((Blocks(64, 32, 8, 1, 65536, 65536),),),
+    256: ((Blocks(64, 16, 8, 1, 98304, 98304),),),
+}
+LEAST_CAPABILITY = 80  # below, the compiler has no fitting matrix instructions and spills kilobytes
+HOPPER = Limits(90, 227 * 1024)  # what the interpreter stands in for
+
+
+def blocks(num_rows: int, head_size: int, dtype: torch.dtype, *, limits: Limits = HOPPER) -> Blocks:
+    """The fixed sizes for tiles of `num_rows` query rows on a GPU of these limits. Raises ValueError where none fit."""
+    offered = _offered(head_size, dtype, limits)
+    fitting = [sizes for sizes in offered if sizes.rows >= num_rows]
+    if not fitting:
+        raise ValueError(
+            f"a tile of head size {head_size} in {dtype} must have at most {offered[-1].rows} query rows "
+            f"(tokens times query heads per key head), got {num_rows}; "
+            "take fewer tokens per tile, or the masked attention of stand.forward.tree_attention for more grouped heads"
+        )
+    return fitting[0]
+
+
+def tile_tokens(
+    tokens_per_row: int, groups: int, head_size: int, dtype: torch.dtype, *, limits: Limits = HOPPER
+) -> int:
+    """Tokens per item of the work list for rows of up to `tokens_per_row` tokens.
+
+    Every tile reads all keys of its row, so the largest tile is best unless a smaller one holds a whole row. `groups`
+    query heads share a key head and lie in the same tile. Raises ValueError when a tile cannot hold them.
+    """
+    offered = _offered(head_size, dtype, limits)
+    num_rows = max(min(tokens_per_row * groups, offered[-1].rows), groups)
+    return blocks(num_rows, head_size, dtype, limits=limits).rows // groups
+
+
+def limits_of(device: torch.device) -> Limits:
+    """Of the GPU; in the interpreter, those of an sm_90."""
+    if device.type != "cuda":
+        return HOPPER
+    major, minor = torch.cuda.get_device_capability(device)
+    return Limits(10 * major + minor, torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+def refusal(limits: Limits) -> str | None:
+    """Why the kernels are not for such a GPU, or None."""
+    if limits.capability >= LEAST_CAPABILITY:
+        return None
+    return f"the kernels need compute capability 8.0 or higher, got {limits.capability // 10}.{limits.capability % 10}"
+
+
+def _offered(head_size: int, dtype: torch.dtype, limits: Limits) -> tuple[Blocks, ...]:
+    """The tiles of the next larger size in the tables, each by its first choice that fits; small ones first."""
+    table = {torch.float32: BLOCKS_FLOAT32, torch.float16: BLOCKS_16_BIT, torch.bfloat16: BLOCKS_16_BIT}.get(dtype, {})
+    fitting = [size for size in table if size >= head_size]
+    if not fitting or head_size < 1 or head_size % 16:
+        raise ValueError(
+            "tree attention needs float32, float16 or bfloat16 and a head size up to 256 that is a multiple of 16, "
+            f"got {dtype} and {head_size}; use the masked attention of stand.forward.tree_attention"
+        )
+    if obstacle := refusal(limits):
+        raise ValueError(f"{obstacle}; use the masked attention of stand.forward.tree_attention")
+    choices = [[one for one in tile if 0 < limits.needs(one) <= limits.shared_bytes] for tile in table[min(fitting)]]
+    offered = tuple(tile[0] for tile in choices if tile)
+    if not offered:
+        raise ValueError(
+            f"a tile of head size {head_size} in {dtype} must fit into shared memory, got {limits.shared_bytes} bytes; "
+            "use the masked attention of stand.forward.tree_attention"
+        )
+    return offered

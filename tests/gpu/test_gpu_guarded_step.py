@@ -1,0 +1,191 @@
+"""A captured step that fails during a generation: the rows go on by eager steps, and lose nothing."""
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from plain_kernels import use_plain_kernels  # noqa: E402
+from tiny_models import kernel_model  # noqa: E402
+
+import stand  # noqa: E402
+from stand.backend import CapturedBackend  # noqa: E402
+from stand.gpu import captured_step  # noqa: E402
+from stand.gpu.captured_step import CapturedStep  # noqa: E402
+from stand.gpu.device_cache import DeviceCache  # noqa: E402
+
+PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8, 9]]
+SETTINGS = {"num_return_sequences": 2, "max_new_tokens": 40, "temperature": 0.6, "seed": 4}
+
+
+@pytest.fixture
+def plain_kernels(monkeypatch):
+    use_plain_kernels(monkeypatch)
+
+
+def engine_of(backend, *, budget=None):
+    drafter = stand.BlendedDrafter(budget=budget)
+    return stand.wrap(kernel_model("qwen2"), drafter=drafter, verifier="match", backend=backend, fuse=False)
+
+
+def failing_after(count, work, error):
+    """`work`, until it was called `count` times."""
+    calls = []
+
+    def call(*arguments, **options):
+        calls.append(1)
+        if len(calls) > count:
+            raise error
+        return work(*arguments, **options)
+
+    return call
+
+
+FAILURES = {
+    "a capture is refused": ("_record", 1, RuntimeError("operation not permitted when stream is capturing")),
+    "a kernel cannot be launched": ("launch", 9, Exception("out of resource: shared memory")),
+    "a verdict does not come": ("verdicts", 9, torch.OutOfMemoryError("CUDA out of memory")),
+    "the very first step": ("prepare", 0, MemoryError("no room")),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_the_tokens_are_those_of_eager_steps(plain_kernels, monkeypatch, failure):
+    name, count, error = FAILURES[failure]
+    expected = engine_of("sdpa").generate(input_ids=PROMPTS, **SETTINGS)
+    engine, lessons, learn = engine_of("triton"), [], stand.BlendedDrafter.learn
+    monkeypatch.setattr(
+        stand.BlendedDrafter, "learn", lambda self, lesson: lessons.append(lesson) or learn(self, lesson)
+    )
+    monkeypatch.setattr(CapturedStep, name, failing_after(count, getattr(CapturedStep, name), error))
+    with pytest.warns(UserWarning, match="decoding goes on with eager steps"):
+        output = engine.generate(input_ids=PROMPTS, **SETTINGS)
+    assert output.token_ids == expected.token_ids
+    assert [len(lesson.top_ids) for lesson in lessons] == [lesson.batch.num_nodes for lesson in lessons]
+    assert len(lessons) == output.stats.num_forwards  # no step's lesson is lost
+    assert str(engine.backend) == "sdpa" and str(error) in engine.backend.reason
+    assert engine.generate(input_ids=PROMPTS, **SETTINGS).token_ids == expected.token_ids  # without another warning
+
+
+def test_rows_that_ended_before_stay_ended_and_places_are_kept(plain_kernels, monkeypatch):
+    """Of six rows some end early; the rest no longer lie in their places' order when the step fails."""
+    settings = {**SETTINGS, "num_return_sequences": 3, "stop_token_ids": [27, 42], "max_new_tokens": 60}
+    expected = engine_of("sdpa").generate(input_ids=PROMPTS, **settings)
+    lengths = sorted(len(tokens) for tokens in expected.token_ids)
+    assert lengths[1] < 13 and lengths[-2] > 30
+    engine = engine_of("triton")
+    monkeypatch.setattr(CapturedStep, "launch", failing_after(8, CapturedStep.launch, RuntimeError("gone")))
+    with pytest.warns(UserWarning):
+        assert engine.generate(input_ids=PROMPTS, **settings).token_ids == expected.token_ids
+
+
+def test_no_memory_for_growth(plain_kernels, monkeypatch):
+    monkeypatch.setattr(captured_step, "FIRST_ROOM", 1)
+    monkeypatch.setattr(captured_step, "MAX_ROW_NODES", 16)
+    settings = {**SETTINGS, "max_new_tokens": 80}
+    expected = engine_of("sdpa", budget=16).generate(input_ids=PROMPTS, **settings)
+    engine, error = engine_of("triton", budget=16), torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(DeviceCache, "grow", failing_after(1, DeviceCache.grow, error))
+    with pytest.warns(UserWarning, match="out of memory"):
+        assert engine.generate(input_ids=PROMPTS, **settings).token_ids == expected.token_ids
+
+
+def test_no_memory_for_the_cache(plain_kernels, monkeypatch):
+    expected = engine_of("sdpa").generate(input_ids=PROMPTS, **SETTINGS)
+    monkeypatch.setattr(DeviceCache, "like", failing_after(0, None, MemoryError("no room")))
+    with pytest.warns(UserWarning, match="no room"):
+        engine = engine_of("sdpa")
+        engine.backend = CapturedBackend(engine.model, "for this test")
+        assert engine.generate(input_ids=PROMPTS, **SETTINGS).token_ids == expected.token_ids
+
+
+def test_what_the_step_refuses_is_not_a_failure(plain_kernels, monkeypatch):
+    refusal = ValueError("every position needs a finite best logit")
+    monkeypatch.setattr(CapturedStep, "verdicts", failing_after(3, CapturedStep.verdicts, refusal))
+    with pytest.raises(ValueError, match="finite best logit"):
+        engine_of("triton").generate(input_ids=PROMPTS, **SETTINGS)
+
+
+def test_an_error_of_the_drafter_is_no_failure_of_the_device(plain_kernels, monkeypatch):
+    error = TypeError("this drafter cannot learn")
+    monkeypatch.setattr(stand.BlendedDrafter, "learn", failing_after(2, stand.BlendedDrafter.learn, error))
+    with pytest.raises(TypeError, match="cannot learn"):
+        engine_of("triton").generate(input_ids=PROMPTS, **SETTINGS)
+
+
+def test_an_error_that_the_device_does_not_survive_is_raised(plain_kernels, monkeypatch):
+    engine = engine_of("triton")
+    error = RuntimeError("an illegal memory access was encountered")
+    monkeypatch.setattr(CapturedStep, "launch", failing_after(3, CapturedStep.launch, error))
+    monkeypatch.setattr(DeviceCache, "release", failing_after(0, None, error))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        engine.generate(input_ids=PROMPTS, **SETTINGS)
+
+
+def small_cache(room=6):
+    cache = DeviceCache(
+        num_layers=2, num_rows=3, num_heads=1, room=room, head_size=4, dtype=torch.float32, device=torch.device("cpu")
+    )
+    cache.storage.copy_(torch.arange(cache.storage.numel()).view(cache.storage.shape))
+    return cache
+
+
+def test_released_rows_are_in_the_order_asked_for_and_in_the_same_memory():
+    cache = small_cache()
+    before = cache.storage.clone()
+    rows = cache.release([2, 0])
+    assert rows.num_rows == 2 and rows.room == 6
+    for layer in range(2):
+        assert torch.equal(rows.keys[layer], before[layer, 0, [2, 0]])
+        assert torch.equal(rows.values[layer], before[layer, 1, [2, 0]])
+        assert rows.keys[layer].untyped_storage().data_ptr() == cache.storage.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("left", [float("inf"), 0])
+def test_growth_keeps_the_keys_with_room_for_both_blocks_or_for_one(monkeypatch, left):
+    from stand.gpu import device_cache
+
+    cache, answers = small_cache(), iter([left, 1e9])
+    monkeypatch.setattr(device_cache, "available_bytes", lambda device: next(answers))
+    before = cache.storage
+    cache.grow(10)
+    assert cache.room == 10 and torch.equal(cache.storage[..., :5, :], before[..., :5, :])
+    assert not cache.storage[..., 5:, :].any()
+
+
+def test_growth_that_fails_leaves_the_keys(monkeypatch):
+    from stand.gpu import device_cache
+
+    cache = small_cache()
+    monkeypatch.setattr(device_cache, "available_bytes", lambda device: 100)
+    before = cache.storage.clone()
+    with pytest.raises(MemoryError, match="must fit into the device's free memory"):
+        cache.grow(10)
+    assert torch.equal(cache.storage, before)
+
+
+def test_the_cache_grows_no_further_than_its_rows_can_come_to(plain_kernels, monkeypatch):
+    monkeypatch.setattr(captured_step, "FIRST_ROOM", 1)
+    monkeypatch.setattr(captured_step, "MAX_ROW_NODES", 16)
+    rooms = []
+    grow = DeviceCache.grow
+    monkeypatch.setattr(DeviceCache, "grow", lambda cache, room: rooms.append(room) or grow(cache, room))
+    engine_of("triton", budget=16).generate(input_ids=PROMPTS, **SETTINGS)
+    assert rooms and rooms[-1] <= len(PROMPTS[0]) - 1 + 40 + 16 and np.all(np.diff(rooms) > 0)
+
+
+def test_the_step_before_gives_its_memory_back_before_the_next_one_takes_some(plain_kernels, monkeypatch):
+    engine = engine_of("triton")
+    engine.generate(input_ids=PROMPTS, **SETTINGS)
+    first = engine.backend._previous.captured
+    alive = []
+    like = DeviceCache.like
+
+    def watched(*arguments, **options):
+        alive.append(first._cache)
+        return like(*arguments, **options)
+
+    monkeypatch.setattr(DeviceCache, "like", watched)
+    engine.generate(input_ids=PROMPTS, **{**SETTINGS, "temperature": 0.7})
+    assert alive == [None] and engine.backend._previous.captured.replay is first.replay

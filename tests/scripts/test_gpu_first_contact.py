@@ -1,0 +1,87 @@
+"""The first-contact script on a CPU: pieces that are well, and pieces that fail or part from eager steps."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import gpu_first_contact  # noqa: E402
+import profile_step  # noqa: E402
+from measuring.bench_model import BenchModel  # noqa: E402
+from plain_kernels import use_plain_kernels  # noqa: E402
+from workloads.model_shapes import SMOKE_SHAPE  # noqa: E402
+
+
+@pytest.mark.parametrize("piece", ["unfused", "growth", "two_engines"])
+def test_a_piece_is_well(monkeypatch, capsys, piece):
+    """With the kernels in plain PyTorch: the interpreter takes half a minute for a piece."""
+    use_plain_kernels(monkeypatch)
+    assert gpu_first_contact.main(["--device", "cpu", "--only", piece]) == 0
+    versions, line = capsys.readouterr().out.splitlines()
+    assert torch.__version__ in versions and "triton" in versions and line.startswith(f"ok   {piece}: ")
+
+
+def test_a_piece_that_fails_prints_its_traceback_and_stops_nobody(monkeypatch, capsys):
+    def broken(contact):
+        raise OSError("out of resource")
+
+    monkeypatch.setattr(gpu_first_contact.Contact, "unfused", broken)
+    monkeypatch.setattr(gpu_first_contact.Contact, "bf16", lambda contact: "well")
+    assert gpu_first_contact.main(["--device", "cpu", "--only", "unfused,bf16"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAIL unfused" in printed and "in broken" in printed and "ok   bf16: well" in printed
+    assert gpu_first_contact.main(["--device", "cpu", "--only", "bf16"]) == 0
+
+
+class FakeBackend:
+    reason, fusion = "for a reason", None
+
+    def __init__(self, name):
+        self.name = name
+
+    def __str__(self):
+        return self.name
+
+
+def contact_with(tokens, *, backend="triton", dtype=torch.float32):
+    """A contact whose engines give these tokens, captured ones first."""
+    contact = gpu_first_contact.Contact(torch.device("cpu"))
+    answers = iter(tokens)
+    contact._engine = lambda *arguments, **settings: SimpleNamespace(backend=FakeBackend(backend), tokens=next(answers))
+    contact._decoded = lambda engine, **law: engine.tokens
+    return contact, SimpleNamespace(dtype=dtype)
+
+
+def test_other_tokens_than_eager_ones_are_noticed():
+    contact, model = contact_with([[[1, 2], [3]], [[1, 2], [3]]])
+    assert contact._compared(model) == "6/6 tokens as eager; for a reason"
+    contact, model = contact_with([[[1, 2], [3]], [[1, 9], [3]]])
+    with pytest.raises(AssertionError, match="must be those of eager steps, got 4 of 6"):
+        contact._compared(model)
+    contact, model = contact_with([[[1, 2], [3]], [[1, 9], [3]]], dtype=torch.bfloat16)
+    assert contact._compared(model).startswith("4/6")
+    contact, model = contact_with([[[1]], [[1]]], backend="sdpa")
+    with pytest.raises(AssertionError, match="must be captured to the end"):
+        contact._compared(model)
+
+
+@pytest.mark.parametrize("options", [["--only", "hope", "--device", "cpu"], ["--device", "cuda"]])
+def test_what_cannot_be_run_is_refused(options, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        gpu_first_contact.main(options)
+    assert "--only must be some of" in (error := capsys.readouterr().err) or "no GPU is visible" in error
+
+
+def test_sizes_of_a_profile():
+    assert profile_step.read_sizes(profile_step.STEPS)[1] == (80, 1, 2048)
+    with pytest.raises(SystemExit):
+        profile_step.main(["--smoke", "--steps", "80@1"])
+
+
+def test_a_profile_names_its_operations(monkeypatch):
+    use_plain_kernels(monkeypatch)
+    bench = BenchModel(SMOKE_SHAPE, device=torch.device("cpu"), dtype=torch.float32, max_positions=256)
+    assert "aten::mm" in profile_step.profiled(bench, 1, 1, 5, repeats=1)

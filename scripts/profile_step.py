@@ -37,8 +37,8 @@ def read_sizes(text: str) -> list[tuple[int, int, int]]:
 
 def profiled(bench, nodes: int, rows: int, length: int, *, repeats: int) -> str:
     """The table of one size."""
+    from gpu_parts.bench_model import step_noise
     from gpu_parts.step_bench import FULL, StepBench
-    from measuring.bench_model import step_noise
     from torch.profiler import ProfilerActivity, profile
 
     is_gpu = bench.device.type == "cuda"
@@ -74,7 +74,7 @@ def main(command_line: list[str] | None = None) -> int:
         parser.error("no GPU is visible to torch; use --smoke to see that the script runs")
     if arguments.smoke:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
-    from measuring.bench_model import BenchModel
+    from gpu_parts.bench_model import BenchModel
 
     device, dtype = ("cpu", torch.float32) if arguments.smoke else ("cuda", torch.bfloat16)
     shape = SMOKE_SHAPE if arguments.smoke else SHAPES[arguments.shape]

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 import gpu_first_contact  # noqa: E402
 import profile_step  # noqa: E402
-from measuring.bench_model import BenchModel  # noqa: E402
+from gpu_parts.bench_model import BenchModel  # noqa: E402
 from plain_kernels import use_plain_kernels  # noqa: E402
 from workloads.model_shapes import SMOKE_SHAPE  # noqa: E402
 

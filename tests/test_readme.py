@@ -1,0 +1,95 @@
+"""The README's example runs as printed, and what it names exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PACKAGES = ("stand", "trees", "verifiers", "scripts")
+MOST_LINES = 120
+
+in_the_source = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="needs the source tree, docs included")
+
+
+def block(text: str, language: str) -> str:
+    """The only fenced block of this language."""
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return found
+
+
+def tree_folders(listing: str) -> set[str]:
+    """Paths of the folders in an indented listing: the first word of a line, two spaces deeper in its folder."""
+    folders, open_folders = set(), []
+    for line in listing.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        open_folders[depth:] = [line.split()[0].rstrip("/")]
+        folders.add("/".join(open_folders))
+    return folders
+
+
+def package_folders(root: Path) -> set[str]:
+    """The product's folders and commands' packages: those with an __init__.py, and scripts itself."""
+    found = {path.parent for name in PACKAGES for path in (root / name).rglob("__init__.py")}
+    return {path.relative_to(root).as_posix() for path in found} | {"scripts"}
+
+
+def unnamed(names: set[str], text: str) -> set[str]:
+    """Those that `text` does not hold as a whole word."""
+    return {name for name in names if not re.search(rf"(?<![\w]){re.escape(name)}(?!\w)", text)}
+
+
+def test_the_example_runs_as_printed(tmp_path, monkeypatch, capsys):
+    """Offline, with the bundled model, in a folder of its own; what it saved, a new engine has loaded."""
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {}
+    exec(block(README, "python"), namespace)
+    *text, acceptance = capsys.readouterr().out.strip().splitlines()
+    assert re.fullmatch(r"Answer: \d+", text[-1])
+    assert float(re.fullmatch(r"(\d+\.\d\d) tokens per step and row", acceptance)[1]) > 1
+    assert (tmp_path / "power.lookup").is_file()
+    answers = [text.endswith("Answer: 4") for text in namespace["output"].texts]  # 8^34 mod 5
+    assert len(answers) == 8 and sum(answers) > 4
+    assert len(namespace["engine"].lookup) > 0
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) <= MOST_LINES
+
+
+@in_the_source
+def test_every_folder_of_the_tree_exists_and_every_package_is_in_it():
+    folders = tree_folders(block(README, "text"))
+    assert not {folder for folder in folders if not (ROOT / folder).is_dir()}
+    assert not package_folders(ROOT) - folders
+
+
+def test_the_checker_sees_folders_at_their_depth():
+    listing = "stand/   a\n  gpu/   b\n    kernels/   c\ntrees/   d\n"
+    assert tree_folders(listing) == {"stand", "stand/gpu", "stand/gpu/kernels", "trees"}
+
+
+@in_the_source
+def test_every_command_is_named():
+    documents = README + "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
+    commands = {path.name for path in (ROOT / "scripts").glob("*.py")}
+    assert commands and not unnamed(commands, documents)
+
+
+def test_the_checker_sees_an_unnamed_command():
+    assert unnamed({"replay.py", "lay.py"}, "`replay.py`") == {"lay.py"}
+
+
+@in_the_source
+def test_links_lead_to_files():
+    """Relative links of the README and the documents, headings of other documents included."""
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", path.read_text(encoding="utf-8")):
+            found = (path.parent / target) if target else path
+            assert found.is_file(), f"{path.name} links to {target}"
+            if heading:
+                titles = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
+                anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+                assert heading in anchors, f"{path.name} links to {target}#{heading}"

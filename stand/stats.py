@@ -1,4 +1,5 @@
-"""What a generation cost and what its drafts were worth. Besides step_cost.py the only module that reads the clock."""
+"""What a generation cost and what its drafts were worth. It reads the clock, as step_cost.py
+and stop.py (`max_time`) do."""
 
 from __future__ import annotations
 

@@ -66,9 +66,7 @@ def draw_with_engine(
             input_ids=list(prompt),
             num_return_sequences=size,
             max_new_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
+            **_law_settings(sampling),
             seed=derived_seed(sampling.seed, problem, chunk),
             draft=draft,
         )
@@ -92,7 +90,7 @@ def draw_with_generate(engine: Engine, prompt: Sequence[int], count: int, sampli
                 num_return_sequences=size,
                 max_new_tokens=sampling.max_new_tokens,
                 pad_token_id=_pad_id(tokenizer),
-                **_generate_settings(sampling),
+                **_law_settings(sampling),
             )
         rows = [_until_end(row, model.generation_config.eos_token_id) for row in output[:, len(prompt) :].tolist()]
         stats.num_tokens += sum(map(len, rows))
@@ -101,9 +99,10 @@ def draw_with_generate(engine: Engine, prompt: Sequence[int], count: int, sampli
     return Drawn(tuple(texts), stats)
 
 
-def _generate_settings(sampling: Sampling) -> dict[str, object]:
+def _law_settings(sampling: Sampling) -> dict[str, object]:
+    """Arguments that mean one law to both arms; what is left open is off, and not the model's or a default."""
     if sampling.temperature == 0:
-        return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+        return {"do_sample": False}
     return {
         "do_sample": True,
         "temperature": sampling.temperature,

@@ -114,7 +114,7 @@ def pay(draft: DraftTree, rows: torch.Tensor, debts: RowDebts) -> Ledger:
     ledger = Ledger(positions=[debt.positions for debt in debts] + [depth], ratios=[], bases=[], proposals=[])
     ratios = [debt.ratio for debt in debts] + [1.0]
     for node in range(draft.num_nodes):
-        law = rows[node].cpu().numpy()
+        law = rows[node].cpu().numpy().copy()  # bases outlive what is written to `rows` below
         bases = [law]
         proposal = _proposal(draft, node, len(law))
         for debt, ratio in zip(debts, ratios[:-1], strict=True):

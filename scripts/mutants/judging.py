@@ -127,7 +127,8 @@ def run_tests(target: Target, witness: Witness, finder: Finder | None = None) ->
         hypothesis.settings.register_profile("mutants", phases=phases)
         hypothesis.settings.load_profile("mutants")
     os.chdir(ROOT)
-    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no", "--no-header", *target.tests], plugins=[witness]))
+    quiet = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no", "--no-header"]
+    return int(pytest.main([*quiet, *target.tests], plugins=[witness]))
 
 
 def check_tests(target: Target) -> Experience:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import resource
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -18,7 +19,8 @@ import mutants.cython_mutants as cython_mutants
 from mutants.mutant import Mutant
 from mutants.targets import ROOT, Target
 
-MAX_CPU_SECONDS = 200  # the tests take up to 40; a mutant that loops is caught by this
+MAX_CPU_SECONDS = 200  # of all tests; they take up to 40
+MAX_TEST_SECONDS = 10.0  # of processor time, and five times what the test usually takes: a mutant that loops is caught
 MAX_MEMORY = 16 << 30  # bytes of address space; a mutant that grows without end is caught by this
 TESTS_FAILED, INTERRUPTED = 1, 2  # pytest's: a test failed, or a test module could not even be imported
 BROKEN_RUN = (3, 4, 5)  # pytest's: an error of its own, wrong arguments, no tests
@@ -99,15 +101,23 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class Witness:
-    """A pytest plugin: puts tests in order and writes down, test by test, how each ended and how long it took."""
+    """A pytest plugin: puts tests in order and writes down, test by test, how each ended and how long it took.
 
-    def __init__(self, log: Path, place: Callable[[str], tuple] | None) -> None:
+    Where it knows how long tests usually take, one that takes much longer ends the process.
+    """
+
+    def __init__(self, log: Path, place: Callable[[str], tuple], seconds: dict[str, float]) -> None:
         self.log = log
         self.place = place
+        self.seconds = seconds
 
     def pytest_collection_modifyitems(self, items: list) -> None:
-        if self.place is not None:
-            items.sort(key=lambda item: self.place(item.nodeid))  # stable
+        items.sort(key=lambda item: self.place(item.nodeid))  # stable
+
+    def pytest_runtest_setup(self, item) -> None:
+        if self.seconds:
+            usual = self.seconds.get(item.nodeid, 0.0)
+            signal.setitimer(signal.ITIMER_PROF, MAX_TEST_SECONDS + 5 * usual)
 
     def pytest_runtest_logreport(self, report) -> None:
         if report.when == "call" or report.failed:
@@ -135,7 +145,7 @@ def check_tests(target: Target) -> Experience:
     """How long each test takes on the shipped code. Raises SystemExit where one fails."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        if in_fork(lambda: run_tests(target, Witness(log, None))) != 0:
+        if in_fork(lambda: run_tests(target, Witness(log, lambda test: (), {}))) != 0:
             command = f"pytest {' '.join(target.tests)}"
             raise SystemExit(f"the tests of {target.name} must pass before they can judge mutants; run {command}")
         lines = log.read_text(encoding="utf-8").splitlines()
@@ -150,7 +160,7 @@ def judge(mutant: Mutant, target: Target, experience: Experience) -> Verdict:
             compiled = COMPILERS[mutant.path.suffix](ROOT, mutant.path, mutant.source, Path(folder))
             if compiled is None:
                 return Verdict(REFUSED)
-        witness = Witness(log, lambda test: experience.place(test, mutant))
+        witness = Witness(log, lambda test: experience.place(test, mutant), experience.seconds)
         status = in_fork(lambda: run_tests(target, witness, Finder(mutant, compiled)))
         if status in BROKEN_RUN:
             raise SystemExit(f"pytest must run on {mutant}, got its exit status {status}")

@@ -124,6 +124,10 @@ def arguments(code: str, start: int) -> list[str]:
     return [f"({part.strip()})" for part in parts]
 
 
+def _all_but_headers(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if not name.endswith((".h", ".pxi")) and not (Path(folder) / name).is_dir()]
+
+
 def compile_module(root: Path, path: Path, source: str, folder: Path) -> Path | None:
     """The compiled `source` in place of `path`, below `folder`, by the project's own setup.py; None if it is refused.
 
@@ -131,6 +135,7 @@ def compile_module(root: Path, path: Path, source: str, folder: Path) -> Path | 
     """
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(root / name, folder / name)
+    shutil.copytree(root / "trees", folder / "trees", ignore=_all_but_headers)
     copy = folder / path.relative_to(root)
     copy.parent.mkdir(parents=True, exist_ok=True)
     copy.write_text(source, encoding="utf-8")

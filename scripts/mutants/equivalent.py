@@ -68,7 +68,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
     (
         "verifiers/rules/rrs.py",
-        "possible = total > operands.tiny  # else the child always passes: what stands here is never reached",
+        "possible = total > operands.tiny  # else the child always passes, and no row uses the mass",
         "Gt -> GtE",
     ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
     (

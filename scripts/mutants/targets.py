@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-NOT_MUTATED = {"__init__.py"}
+SUFFIXES = (".py", ".pyx", ".h")
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Target:
     tests: tuple[str, ...]
 
     def files(self) -> list[Path]:
-        found = {path for pattern in self.sources for path in ROOT.glob(pattern) if path.name not in NOT_MUTATED}
-        return sorted(found)
+        found = {path for pattern in self.sources for path in ROOT.glob(pattern)}
+        return sorted(path for path in found if path.suffix in SUFFIXES and path.name != "__init__.py")
 
 
 def _tests(folder: str, *names: str) -> tuple[str, ...]:
@@ -47,12 +47,12 @@ TARGETS = (
     ),
     Target(
         "drafts",
-        ("trees/noise.py", "trees/draft.py"),
+        ("trees/noise.py*", "trees/draft.py"),
         (*_tests("trees", "draft", "noise", "draft_kinds"), *_tests("verifiers", "verifiers_step")),
     ),
     Target(
         "growth",
-        ("trees/blended/growth*.h",),
+        tuple(f"trees/blended/{name}.h" for name in ("growth", "thresholds", "outcome", "draft_writer", "frontier")),
         (*_tests("verifiers", "production_drafts"), *_tests("trees", "blended")),
     ),
 )

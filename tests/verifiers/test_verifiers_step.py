@@ -16,8 +16,10 @@ from exact import (
     full_laws,
     pack,
     production_report,
+    shaped,
     stop_probabilities,
     target_rows,
+    with_replacement,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -394,6 +396,8 @@ def test_dispatch():
     assert resolve(sampled).name == "traversal"
     assert resolve(dataclasses.replace(sampled, adapted=False)).name == "match"
     assert resolve(given_children).name == "match"
+    one_drawn_child = pack(WORLDS["EX2"], [enumerate_drafts(WORLDS["EX2"], shaped(with_replacement, 1))[0][1]])
+    assert resolve(one_drawn_child).name == "traversal"
 
 
 def test_named_rules_are_checked_against_the_draft():

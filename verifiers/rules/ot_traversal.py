@@ -91,5 +91,5 @@ def _after_plan(
     rest[support] = np.maximum(mass[support] - plan.sum(axis=0), 0.0)
     failure = 1.0 - plan.sum()
     if failure <= operands.tiny:
-        return inherited, mass, scale  # some child always passes: what stands here is never reached
+        return inherited, mass, scale  # some child always passes, and no row uses the mass
     return inherited, rest / failure, scale / failure

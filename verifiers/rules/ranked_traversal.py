@@ -74,8 +74,11 @@ class RankedTraversalVerifier(ThresholdVerifier):
 
 
 def _positions(probs: np.ndarray, law: np.ndarray, *, token_ids: np.ndarray) -> np.ndarray:
-    """[n, S]: each column's place when sorted by p / q, highest first, ties to the lowest id; q = 0 comes last."""
-    ratio = np.where(law > 0, probs / np.where(law > 0, law, 1.0), -1.0)
+    """[n, S]: each column's place when sorted by p / q, highest first, ties to the lowest id.
+
+    Where q = 0 any place will do: no set that holds such a token is ever drawn.
+    """
+    ratio = probs / np.where(law > 0, law, 1.0)
     order = np.lexsort((token_ids, -ratio), axis=1)
     positions = np.empty_like(order)
     np.put_along_axis(positions, order, np.arange(law.shape[1])[None, :].repeat(len(law), axis=0), axis=1)

@@ -35,7 +35,7 @@ class Operands:
     tail: Array  # [M] p outside the support
     law: Array  # [M, S] q of node i over its parent's support
     token_law: Array  # [M] q of node i's own token
-    token_cells: Array  # [M] where node i's own token stands in a flattened [M, S] array of its parent's
+    token_cells: Array  # [M] where node i's own token lies in a flattened [M, S] array of its parent's
     parents: Array  # [M] packed parent, -1 at roots
     roots: Array  # [B] packed roots
     leaves: Array  # [M] bool: nodes without children

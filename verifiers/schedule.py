@@ -42,7 +42,7 @@ class Schedule:
 
     @classmethod
     def by_depth_and_rank(cls, batch: DraftBatch, *, ranks: np.ndarray | None = None) -> Schedule:
-        """`ranks` [M] stands in for the batch's when siblings are taken in another order than they were revealed."""
+        """`ranks` [M] replaces the batch's where siblings are taken in another order than they were revealed."""
         ranks = batch.ranks if ranks is None else ranks
         num_ranks = int(ranks.max()) + 1
         keys = batch.depths.astype(np.int64) * num_ranks + ranks

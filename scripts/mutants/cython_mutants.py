@@ -31,19 +31,26 @@ NAMES = {"mass": "law", "law": "mass", "m": "law", "parent": "node", "on_support
 NAME = re.compile(rf"(?<![\w.])({'|'.join(NAMES)})(?![\w(]|\.shape)")
 NUMBER = re.compile(r"(?<![\w.\[:])(0\.0|1\.0|0|1)(?![\w.])")
 CAP = re.compile(r"\b(min|max)\(")
+BOUND = re.compile(r"^(cdef double \w+ = )(\d+e-\d+)")  # a constant of the module
 
 
 def changes(source: str) -> Iterator[tuple[int, str, str]]:
     """(line, what, changed source), one place at a time.
 
     A comparison turned round or made (un)strict, an operator replaced, one side of a cap or floor kept, the target's
-    and the drafter's law, a node and its parent, or two parts of a sum swapped, a 0 or 1 replaced, a break left out.
+    and the drafter's law, a node and its parent, or two parts of a sum swapped, a 0 or 1 replaced, a break left out;
+    a tiny bound of the module made larger.
     """
     lines = source.splitlines(keepends=True)
     for number in _code_lines(lines):
         code, comment = _split_comment(lines[number])
         for what, changed in _line_changes(code):
             yield number + 1, what, "".join([*lines[:number], changed + comment, *lines[number + 1 :]])
+    for number, line in enumerate(lines):
+        match = BOUND.match(line)
+        if match:
+            changed = f"{match[1]}{float(match[2]) * 1e8:g}{line[match.end() :]}"
+            yield number + 1, f"{match[2]} times 1e8", "".join([*lines[:number], changed, *lines[number + 1 :]])
 
 
 def _code_lines(lines: list[str]) -> Iterator[int]:
@@ -77,8 +84,10 @@ def _line_changes(code: str) -> Iterator[tuple[str, str]]:
         for new in OPERATORS[match[0]]:
             yield f"{match[0]} -> {new}", code[: match.start()] + new + code[match.end() :]
     for match in CAP.finditer(code):
-        for place, kept in enumerate(_arguments(code, match.end())):
-            end = _closing(code, match.end())
+        end = closing(code, match.end())
+        if end is None:
+            raise ValueError(f"brackets must close on their line, got {code.strip()!r}; write it on one line")
+        for place, kept in enumerate(arguments(code, match.end())):
             yield f"{match[1]} -> its argument {place + 1}", code[: match.start()] + kept + code[end + 1 :]
     for match in NAME.finditer(code):
         if not code.strip().startswith("cdef"):
@@ -93,26 +102,30 @@ def _line_changes(code: str) -> Iterator[tuple[str, str]]:
         yield "break -> pass", code.replace("break", "pass")
 
 
-def _closing(code: str, start: int) -> int:
-    """Where the bracket that was opened just before `start` closes."""
+def closing(code: str, start: int) -> int | None:
+    """Where the bracket that was opened just before `start` closes; None if that is on another line."""
     depth = 1
     for place in range(start, len(code)):
         depth += (code[place] in "([") - (code[place] in ")]")
         if depth == 0:
             return place
-    raise ValueError(f"brackets must close on their line, got {code.strip()!r}; write the expression on one line")
+    return None
 
 
-def _arguments(code: str, start: int) -> list[str]:
-    """The arguments of the call that was opened just before `start`."""
+def arguments(code: str, start: int) -> list[str]:
+    """The arguments of the call that was opened just before `start` and closes on its line."""
     parts, depth = [""], 0
-    for character in code[start : _closing(code, start)]:
+    for character in code[start : closing(code, start)]:
         depth += (character in "([") - (character in ")]")
         if character == "," and depth == 0:
             parts.append("")
         else:
             parts[-1] += character
     return [f"({part.strip()})" for part in parts]
+
+
+def _all_but_headers(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if not name.endswith((".h", ".pxi")) and not (Path(folder) / name).is_dir()]
 
 
 def compile_module(root: Path, path: Path, source: str, folder: Path) -> Path | None:
@@ -122,6 +135,7 @@ def compile_module(root: Path, path: Path, source: str, folder: Path) -> Path | 
     """
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(root / name, folder / name)
+    shutil.copytree(root / "trees", folder / "trees", ignore=_all_but_headers)
     copy = folder / path.relative_to(root)
     copy.parent.mkdir(parents=True, exist_ok=True)
     copy.write_text(source, encoding="utf-8")

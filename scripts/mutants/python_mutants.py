@@ -13,6 +13,10 @@ COMPARISONS: dict[type, type] = {
     ast.GtE: ast.Gt,
     ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
 }
 REVERSED: dict[type, type] = {ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.GtE: ast.Lt}
 OPERATORS: dict[type, type] = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
@@ -23,6 +27,8 @@ SWAPPED_NAMES = {
     "children": "parents",
     "parents": "children",
 }
+JUNCTIONS: dict[type, type] = {ast.And: ast.Or, ast.Or: ast.And}
+TINY = 1e-3  # constants below are bounds on rounding
 CAPS = {"clip", "minimum", "maximum", "min", "max"}
 
 
@@ -36,6 +42,11 @@ def replacements(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         new = OPERATORS[type(node.op)]
         yield f"{type(node.op).__name__} -> {new.__name__}", _with(node, op=new())
+    if isinstance(node, ast.BoolOp):
+        new = JUNCTIONS[type(node.op)]
+        yield f"{type(node.op).__name__} -> {new.__name__}", _with(node, op=new())
+    if isinstance(node, ast.Constant) and type(node.value) is float and 0 < node.value < TINY:
+        yield f"{node.value:g} times 1e8", ast.Constant(node.value * 1e8)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CAPS:
         kept = node.func.value if node.func.attr == "clip" else node.args[0] if len(node.args) == 2 else None
         if kept is not None:
@@ -62,9 +73,13 @@ def _with(node: ast.AST, **fields) -> ast.AST:
 
 
 def changes(source: str) -> Iterator[tuple[int, str, str]]:
-    """(line, what, changed source), one place at a time; strings, annotations, imports and error messages stay."""
+    """(line, what, changed source), one place at a time; strings, annotations, imports and error messages stay.
+
+    Outside functions only tiny constants change.
+    """
     module = ast.parse(source)
     places = [node for function in _functions(module) for node in _code(function)]
+    places += [node for statement in module.body if isinstance(statement, ast.Assign) for node in _tiny(statement)]
     for place in places:
         for what, new in replacements(place):
             changed = _Replace(place, new).visit(copy.deepcopy(module))
@@ -75,6 +90,11 @@ def _functions(module: ast.Module) -> Iterator[ast.FunctionDef]:
     for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef) and node.name != "__repr__":
             yield node
+
+
+def _tiny(statement: ast.Assign) -> list[ast.AST]:
+    constants = [node for node in ast.walk(statement.value) if isinstance(node, ast.Constant)]
+    return [node for node in constants if type(node.value) is float and 0 < node.value < TINY]
 
 
 def _code(function: ast.FunctionDef) -> Iterator[ast.AST]:

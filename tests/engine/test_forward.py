@@ -134,6 +134,27 @@ def test_chunked_prefill_and_fan_out_equal_one_pass():
     torch.testing.assert_close(results[0][:12], results[0][24:36])
 
 
+@pytest.mark.parametrize("length", [254, 256])
+@torch.inference_mode()
+def test_a_cache_that_grows_keeps_every_slot(length):
+    """Its first room holds 256 tokens; the step after them makes it grow, with rows of other lengths in it."""
+    model = tiny_model("qwen2")
+    generator = np.random.default_rng(11)
+    prompts = [generator.integers(3, VOCABULARY_SIZE, size).astype(np.int32) for size in (length, 100)]
+    batch = DraftBatch.concatenate([random_draft(generator, 7), random_draft(generator, 3)])
+    with tree_attention(model):
+        cache = prefilled(model, prompts)
+        before = [storage.clone() for storage in (*cache.keys, *cache.values)]
+        assert cache.room == 256
+        logits = run_plan(model, cache, StepPlan.for_drafts(batch, np.array([length, 100])))
+    assert cache.room >= 512
+    for old, new in zip(before, (*cache.keys, *cache.values), strict=True):
+        assert torch.equal(new[0, :, :length], old[0, :, :length]) and torch.equal(new[1, :, :100], old[1, :, :100])
+    for row, prompt in enumerate(prompts):
+        expected = plain_logits(model, [*prompt, *batch[row].token_ids[path_to(batch[row], 1)]])
+        assert float((logits[batch.offsets[row] + 1] - expected).abs().max()) < TOLERANCE * spread(expected)
+
+
 @torch.inference_mode()
 def test_a_wrong_mask_is_seen():
     """Negative control: siblings that see each other move the logits far beyond the tolerance."""

@@ -2,6 +2,7 @@
 
 import random
 from functools import cache
+from itertools import product
 
 from exact import (
     WORLDS,
@@ -60,3 +61,14 @@ def random_world(seed: int, size: int = 3, depth: int = 3) -> World:
     target = {context: random_law(generator, size) for context in sorted(set(contexts))}
     proposal = {context: random_law(generator, size) for context in sorted(set(contexts))}
     return World(target, proposal, (law(*[1] * size), law(*[1] * size)))
+
+
+def dense_world(seed: int, size: int, depth: int) -> World:
+    """Every token of positive mass in every law, so that nothing is decided beforehand."""
+    generator = random.Random(seed)
+    contexts = [context for length in range(depth + 1) for context in product(range(size), repeat=length)]
+
+    def laws() -> dict:
+        return {context: law(*(generator.randint(1, 6) for _ in range(size))) for context in contexts}
+
+    return World(laws(), laws(), (law(*[1] * size), law(*[1] * size)))

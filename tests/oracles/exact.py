@@ -264,13 +264,31 @@ def _continued(world: World, masses: dict[Context, Fraction]) -> dict[Context, F
     }
 
 
-def pack(world: World, drafts: Sequence[Draft], *, support_size: int | None = None) -> DraftBatch:
+SupportOrder = Callable[["list[int]", "list[int]"], "list[int]"]  # (support, tokens drawn from it) -> support
+
+
+def ascending(support: list[int], drawn: list[int]) -> list[int]:
+    return support
+
+
+def drawn_first(support: list[int], drawn: list[int]) -> list[int]:
+    """As a race lists them: in order of arrival."""
+    return [*drawn, *(token for token in support if token not in drawn)]
+
+
+def drawn_last(support: list[int], drawn: list[int]) -> list[int]:
+    return drawn_first(support, drawn)[::-1]
+
+
+def pack(
+    world: World, drafts: Sequence[Draft], *, support_size: int | None = None, order: SupportOrder = ascending
+) -> DraftBatch:
     """Enumerated drafts as one batch; the pending token is 0."""
     size = support_size or world.vocabulary_size
-    return DraftBatch.concatenate([_draft_tree(world, draft, size) for draft in drafts])
+    return DraftBatch.concatenate([_draft_tree(world, draft, size, order) for draft in drafts])
 
 
-def _draft_tree(world: World, draft: Draft, support_size: int) -> DraftTree:
+def _draft_tree(world: World, draft: Draft, support_size: int, order: SupportOrder) -> DraftTree:
     support_ids = np.full((len(draft), support_size), -1, dtype=np.int32)
     laws = np.zeros((len(draft), support_size), dtype=np.float64)
     for index in range(len(draft)):
@@ -280,6 +298,7 @@ def _draft_tree(world: World, draft: Draft, support_size: int) -> DraftTree:
             for token in range(world.vocabulary_size)
             if any(draft.node(child).law[token] > 0 for child in children)
         ]
+        support = order(support, list(dict.fromkeys(draft.node(child).token for child in children)))
         support_ids[index, : len(support)] = support
         for child in children:
             laws[child, : len(support)] = [float(draft.node(child).law[token]) for token in support]
@@ -297,11 +316,16 @@ def target_rows(world: World, drafts: Sequence[Draft], dtype: torch.dtype = torc
 
 
 def production_report(
-    world: World, drafts: Sequence[tuple], verifier: ThresholdVerifier, dtype: type = np.float64
+    world: World,
+    drafts: Sequence[tuple],
+    verifier: ThresholdVerifier,
+    dtype: type = np.float64,
+    *,
+    order: SupportOrder = ascending,
 ) -> Report:
     """Rebuild the law of `verifier.thresholds` over all enumerated drafts, packed in one batch."""
     listed = [draft for _, draft in drafts]
-    batch = pack(world, listed)
+    batch = pack(world, listed, order=order)
     target = target_rows(world, listed)
     thresholds, mass, scale = verifier.thresholds(batch, target, dtype)
     next_laws = full_laws(batch, target, mass=mass, scale=scale)

@@ -1,24 +1,32 @@
 """Mutants: what is changed, what is left alone, and that the list of harmless ones is up to date."""
 
 import ast
+import json
+import subprocess
 import sys
-from pathlib import Path
 
-import mutants.cython_mutants as cython_mutants  # noqa: E402
-import mutants.python_mutants as python_mutants  # noqa: E402
-import mutate_verifiers  # noqa: E402
+import mutants.cpp_mutants as cpp_mutants
+import mutants.cython_mutants as cython_mutants
+import mutants.python_mutants as python_mutants
+import mutate
 import pytest
+from mutants.equivalent import EQUIVALENT
+from mutants.judging import REFUSED, Finder, in_fork
+from mutants.mutant import Mutant, mutants_of
+from mutants.targets import ROOT, TARGETS, all_files
 
-SOURCES = Path(__file__).resolve().parents[2] / "verifiers"
-from_sources = pytest.mark.skipif(not SOURCES.is_dir(), reason="mutants are made of the source tree")
+from_sources = pytest.mark.skipif(not (ROOT / "verifiers").is_dir(), reason="mutants are made of the source tree")
 
 PYTHON = '''
 def rule(operands, children, parents, limit: int = 1):
     """1 < 2 stays as it is."""
-    if limit > 3:
+    if limit > 3 and limit is not None:
         raise ValueError(f"{1 + 1} stays as it is")
     kept = operands.target[parents].clip(max=1.0)
     return kept - operands.law[children]
+
+
+TINY, LARGE = {"float64": 1e-12}, 7
 '''
 CYTHON = '''
 cdef double rule(double[::1] mass, const double[::1] law,
@@ -34,7 +42,20 @@ cdef double rule(double[::1] mass, const double[::1] law,
 
 
 CONSTANT = 1
+cdef double TINY = 1e-12  # of rounding
 '''
+CPP = """
+// a < b stays as it is
+template <typename Key> inline float rule(const std::vector<float>& mass, int32_t size) {
+    float total = 1.0f;  // a - b stays as it is
+    for (int32_t slot = 0; slot < size; ++slot) {
+        if (!is_known(slot) && mass[slot] > 0.25f) continue;
+        total -= std::min(mass[slot], bound(slot,
+                                            total));
+    }
+    return std::max<float>(total, 0.0f);
+}
+"""
 
 
 def changed_lines(changes, source):
@@ -47,6 +68,8 @@ def test_python_changes():
     assert seen == {
         (4, "Gt -> GtE"),
         (4, "Gt -> LtE"),
+        (4, "And -> Or"),
+        (4, "IsNot -> Is"),
         (6, "target -> law"),
         (6, "parents -> children"),
         (6, "drop clip"),
@@ -54,6 +77,7 @@ def test_python_changes():
         (7, "Sub -> Add"),
         (7, "law -> target"),
         (7, "children -> parents"),
+        (10, "1e-12 times 1e8"),
     }
     original = ast.unparse(ast.parse(PYTHON))
     for _, what, changed in python_mutants.changes(PYTHON):
@@ -76,29 +100,61 @@ def test_cython_changes():
         (9, "drop not"): "if total < 1.0:",
         (9, "1.0 -> 0.0"): "if not total < 0.0:",
         (10, "break -> pass"): "pass",
+        (15, "1e-12 times 1e8"): "cdef double TINY = 0.0001  # of rounding",
     }
+
+
+def test_cpp_changes():
+    condition = "if (!is_known(slot) && mass[slot] > 0.25f) continue;"
+    assert changed_lines(cpp_mutants.changes, CPP) == {
+        (4, "1.0f -> 0.0f"): "float total = 0.0f;  // a - b stays as it is",
+        (5, "0 -> 1"): "for (int32_t slot = 1; slot < size; ++slot) {",
+        (5, "< -> <="): "for (int32_t slot = 0; slot <= size; ++slot) {",
+        (5, "< -> >="): "for (int32_t slot = 0; slot >= size; ++slot) {",
+        (6, "&& -> ||"): condition.replace("&&", "||"),
+        (6, "> -> >="): condition.replace("> ", ">= "),
+        (6, "> -> <="): condition.replace("> ", "<= "),
+        (6, "0.25f -> 0.5f"): condition.replace("0.25f", "0.5f"),
+        (6, "drop !"): condition.replace("!", ""),
+        (6, "drop continue"): condition.replace("continue", ""),
+        (7, "-= -> +="): "total += std::min(mass[slot], bound(slot,",
+        (10, "max -> its argument 1"): "return (total);",
+        (10, "max -> its argument 2"): "return (0.0f);",
+        (10, "0.0f -> 1.0f"): "return std::max<float>(total, 1.0f);",
+    }
+
+
+def test_cpp_that_does_not_compile_is_refused(tmp_path):
+    (tmp_path / "sound.cpp").write_text('extern "C" int answer() { return 7; }', encoding="utf-8")
+    (tmp_path / "broken.cpp").write_text('extern "C" int answer() { return no_such_name; }', encoding="utf-8")
+    assert cpp_mutants.compile_cpp(tmp_path / "sound.cpp").stat().st_size > 0
+    assert cpp_mutants.compile_cpp(tmp_path / "broken.cpp") is None
 
 
 @from_sources
 def test_the_list_of_harmless_changes_is_up_to_date():
     """Every entry is a mutant of today's source, and says why it is harmless."""
-    paths = mutate_verifiers.sources()
-    keys = {(path.name, mutant.text, mutant.what) for path in paths for mutant in mutate_verifiers.mutants(path)}
-    assert set(mutate_verifiers.EQUIVALENT) <= keys
-    assert all(len(reason) > 10 for reason in mutate_verifiers.EQUIVALENT.values())
+    keys = {(mutant.file, mutant.text, mutant.what) for _, path in all_files() for mutant in mutants_of(path)}
+    assert set(EQUIVALENT) <= keys
+    assert all(len(reason) > 10 for reason in EQUIVALENT.values())
 
 
 @from_sources
-def test_every_rule_has_mutants():
-    counts = {path.name: len(list(mutate_verifiers.mutants(path))) for path in mutate_verifiers.sources()}
-    assert sum(counts.values()) > 800 and counts["draw_compiled.pyx"] + counts["traversal_compiled.pyx"] > 120
-    assert all(counts[name] > 5 for name in ("traversal.py", "block.py", "rrs.py", "token.py", "match.py", "draw.py"))
+def test_every_target_has_mutants_and_tests():
+    for target in TARGETS:
+        counts = {path.name: len(list(mutants_of(path))) for path in target.files()}
+        assert sum(counts.values()) > 30, target.name
+        assert all((ROOT / test).is_file() for test in target.tests), target.name
+        if target.name == "verifiers":
+            assert sum(counts.values()) > 800 and counts["draw_compiled.pyx"] + counts["traversal_compiled.pyx"] > 120
+            rules = ("traversal.py", "block.py", "rrs.py", "token.py", "match.py", "draw.py")
+            assert all(counts[name] > 5 for name in rules)
 
 
 def test_equal_changes_on_one_line_have_numbers(tmp_path):
     source = tmp_path / "rule.py"
     source.write_text("def rule(a):\n    return a + 1 + 1\n", encoding="utf-8")
-    names = [str(mutant) for mutant in mutate_verifiers.mutants(source)]
+    names = [str(mutant) for mutant in mutants_of(source)]
     assert sorted(names) == [
         "rule.py:2 1 -> 0",
         "rule.py:2 1 -> 0 #2",
@@ -108,17 +164,71 @@ def test_equal_changes_on_one_line_have_numbers(tmp_path):
 
 
 def test_a_mutant_takes_the_place_of_its_module():
-    """In a fork: the changed source is what `stand.verifiers` imports, and the status says what the work said."""
-    path = mutate_verifiers.ROOT / "verifiers" / "walk.py"
-    mutant = mutate_verifiers.Mutant(path, 1, "", "", "NONE = 77\n")
-    spec = mutate_verifiers.Finder(mutant, None).find_spec("stand.verifiers.walk", None)
+    """The changed source is what `stand.verifiers` imports; headers count for the module that they are part of."""
+    mutant = Mutant(ROOT / "verifiers" / "walk.py", 1, "", "", "NONE = 77\n")
+    spec = Finder(mutant, None).find_spec("stand.verifiers.walk", None)
     module = type(sys)("walk")
     spec.loader.exec_module(module)
     assert module.NONE == 77
-    assert mutate_verifiers.Finder(mutant, None).find_spec("stand.verifiers.rules.token", None) is None
-    assert mutate_verifiers.in_fork(lambda: 5) == 5
+    assert Finder(mutant, None).find_spec("stand.verifiers.rules.token", None) is None
+    assert Mutant(ROOT / "stand" / "sampling.py", 1, "", "", "").module == "stand.sampling"
+    assert Mutant(ROOT / "trees" / "blended" / "growth.h", 1, "", "", "").module == "stand.trees.blended.lookup"
+    assert in_fork(lambda: 5) == 5
+
+
+TWO_TESTS = """
+from stand.trees.draft import NO_PARENT
+
+def test_quick():
+    assert NO_PARENT < 0
+
+def test_exact():
+    assert NO_PARENT == -1
+"""
+JUDGED = """
+import sys
+from mutants.judging import check_tests, judge
+from mutants.mutant import Mutant
+from mutants.targets import ROOT, Target
+target, path = Target("drafts", (), (sys.argv[1],)), ROOT / "trees" / "draft.py"
+experience, source = check_tests(target), path.read_text()
+for value in ("-2", "3", "-1", "nothing"):
+    changed = source.replace("NO_PARENT = -1", f"NO_PARENT = {value}")
+    verdict = judge(Mutant(path, 1, "", "", changed), target, experience)
+    print(value, verdict.name, verdict.killer.partition("::")[2] or verdict.killer)
+"""
+
+
+@from_sources
+def test_judging_begins_with_the_test_that_caught_the_last_one(tmp_path):
+    """In a process of its own, which has not imported what is mutated; 3 would fail in both tests."""
+    tests = tmp_path / "test_two.py"
+    tests.write_text(TWO_TESTS, encoding="utf-8")
+    command = [sys.executable, "-c", JUDGED, str(tests)]
+    done = subprocess.run(command, cwd=ROOT / "scripts", capture_output=True, text=True, check=True)
+    expected = ["-2 caught test_exact", "3 caught test_exact", "-1 survived", "nothing caught import"]
+    assert [line.strip() for line in done.stdout.splitlines()] == expected
+
+
+@from_sources
+def test_a_report_counts_what_was_judged(tmp_path):
+    """Verdicts of lines that have changed since are passed over."""
+    target = next(target for target in TARGETS if target.name == "sampling")
+    mutants = [(target, mutant) for mutant in mutants_of(target.files()[0])]
+    output = tmp_path / "mutants.jsonl"
+    verdicts = ["caught", "caught", "survived", REFUSED]
+    keys = [mutant.key for _, mutant in mutants[:4]] + [("stand/sampling.py", 1, "an older line", "1 -> 0")]
+    for key, verdict in zip(keys, [*verdicts, "survived"], strict=True):
+        record = dict(zip(("file", "line", "text", "what"), key, strict=True)) | {"verdict": verdict}
+        with output.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    table = mutate.report(mutants, output)
+    assert f"| sampling | {len(mutants)} | 4 | 1 | 2 | 1 | 66.7 % |" in table
+    assert table.count(f"- {mutants[2][1]}") == 1 and "older" not in table
+    with pytest.raises(SystemExit, match="--only must name targets .*, got everything"):
+        mutate.chosen_mutants("everything")
 
 
 def test_expressions_must_close_on_their_line():
-    with pytest.raises(ValueError, match="write the expression on one line"):
+    with pytest.raises(ValueError, match="write it on one line"):
         list(cython_mutants.changes("cdef f(x):\n    y = min(x,\n            1)\n"))

@@ -5,6 +5,7 @@ import pytest
 import torch
 from drafted_cases import case
 
+from stand.trees import DraftBatch, DraftTree
 from stand.verifiers import TargetRows, draw_compiled, get_verifier, operands
 from stand.verifiers.draw import draw_residuals
 from stand.verifiers.rules import traversal_compiled
@@ -138,6 +139,46 @@ def test_what_the_law_cannot_have_drawn_inherits_nothing():
     passing, mass, scale = traversal_compiled.thresholds(token_ids, parents, offsets, support, law, probs)
     assert passing.tolist() == [1.0, 1.0, 0.25]
     assert mass[0].tolist() == pytest.approx([1 / 3, 2 / 3, 0]) and scale[0] == pytest.approx(4 / 3)
+
+
+@pytest.mark.parametrize("path", ["compiled", "arrays"])
+@pytest.mark.parametrize("failure", [1e-3, 1e-6, 1e-9])
+def test_a_child_that_rarely_fails_leaves_what_its_law_lacks(path, failure, monkeypatch):
+    """Kept with probability 1 - failure; after the failure only what the law gave too little of is owed, whole."""
+    if path == "arrays":
+        monkeypatch.setattr(TargetRows, "on_host", lambda self: None)
+    draft = DraftTree(
+        token_ids=np.array([0, 0, 1], dtype=np.int32),
+        parents=np.array([-1, 0, 0], dtype=np.int32),
+        support_ids=np.array([[0, 1, 2]] + [[-1] * 3] * 2, dtype=np.int32),
+        law=np.array([[0, 0, 0], [1 - failure, failure, 0], [0.5, 0.25, 0.25]]),
+    )
+    target = TargetRows(torch.tensor([[1 - failure, 0, failure]] * 3, dtype=torch.float64))
+    passing, mass, _ = get_verifier("traversal").thresholds(DraftBatch.concatenate([draft]), target)
+    # After the first child all mass lies on token 2, which the second child (token 1) does not get.
+    assert passing[2] == 0 and passing[1] == pytest.approx(1.0)
+    assert mass[0].tolist() == pytest.approx([0, 0, 1], abs=1e-6)
+
+
+@pytest.mark.parametrize("path", ["compiled", "arrays"])
+def test_a_child_that_fails_by_rounding_alone_leaves_its_parent_as_it_was(path, monkeypatch):
+    """Ten tenths sum to less than 1 by a rounding error, which is no chance of failing to divide by."""
+    if path == "arrays":
+        monkeypatch.setattr(TargetRows, "on_host", lambda self: None)
+    law = np.full(10, 0.1)
+    assert 0 < 1.0 - sum(law.tolist()) < 1e-15
+    draft = DraftTree(
+        token_ids=np.array([0, 3, 4], dtype=np.int32),
+        parents=np.array([-1, 0, 0], dtype=np.int32),
+        support_ids=np.array([range(10)] + [[-1] * 10] * 2, dtype=np.int32),
+        law=np.array([np.zeros(10), law, law]),
+    )
+    probs = np.zeros((3, 11))
+    probs[:, :10], probs[:, 10] = law, 1.0 - law.sum()
+    batch, target = DraftBatch.concatenate([draft]), TargetRows(torch.from_numpy(probs))
+    passing, mass, scale = get_verifier("traversal").thresholds(batch, target)
+    assert mass[0].tolist() == law.tolist() and scale[0] == 1.0
+    assert passing.tolist() == pytest.approx([1.0, 1.0, 1.0])
 
 
 def test_weights_that_underflowed_give_way_to_the_target():

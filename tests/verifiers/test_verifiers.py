@@ -23,6 +23,8 @@ from exact import (
     World,
     check,
     deterministic,
+    drawn_first,
+    drawn_last,
     enumerate_drafts,
     full_laws,
     law,
@@ -95,6 +97,29 @@ def test_lossy_rules_go_on_with_the_target(rule):
     np.testing.assert_allclose(
         full_laws(batch, target, mass=mass, scale=scale), target.rows(np.arange(batch.num_nodes))
     )
+
+
+# The order in which a support lists its tokens says nothing.
+
+TIES = {  # p / q takes one or two values at the root, and below it as much mass is owed as is offered
+    "equal laws": World({}, {}, (law(1, 1, 1, 1), law(1, 1, 1, 1))),
+    "the drafter is right": World({}, {}, (law(4, 3, 2, 1), law(4, 3, 2, 1))),
+    "two values": World({(): law(2, 4, 1, 1)}, {(): law(2, 1, 1, 4)}, (law(1, 1, 2, 2), law(2, 2, 1, 1))),
+    "half is owed twice": World({}, {}, (law(2, 2, 1, 1), law(1, 1, 2, 2))),
+}
+
+
+@pytest.mark.parametrize("order", [drawn_first, drawn_last])
+@pytest.mark.parametrize("widths", [(2, 1), (3,)])
+@pytest.mark.parametrize("world", TIES)
+def test_the_order_of_a_support_does_not_matter(world, widths, order):
+    """A drafter may list its candidates as they arrived; where that broke ties, the draw decided twice."""
+    listed = enumerate_drafts(TIES[world], shaped(without_replacement, *widths))
+    for rule in BATCH_RULES:
+        report = production_report(TIES[world], listed, get_verifier(rule), order=order)
+        ascending_report = production_report(TIES[world], listed, get_verifier(rule))
+        assert report.distance < 1e-12, rule
+        assert report.expected == pytest.approx(ascending_report.expected, abs=1e-12), rule
 
 
 # Any adapted builder, any laws.

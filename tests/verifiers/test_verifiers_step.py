@@ -7,7 +7,7 @@ import exact_rules
 import numpy as np
 import pytest
 import torch
-from draft_worlds import KINDS, drafts, random_world
+from draft_worlds import KINDS, dense_world, drafts, random_world
 from exact import (
     WORLDS,
     Draft,
@@ -16,8 +16,10 @@ from exact import (
     full_laws,
     pack,
     production_report,
+    shaped,
     stop_probabilities,
     target_rows,
+    with_replacement,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -394,6 +396,8 @@ def test_dispatch():
     assert resolve(sampled).name == "traversal"
     assert resolve(dataclasses.replace(sampled, adapted=False)).name == "match"
     assert resolve(given_children).name == "match"
+    one_drawn_child = pack(WORLDS["EX2"], [enumerate_drafts(WORLDS["EX2"], shaped(with_replacement, 1))[0][1]])
+    assert resolve(one_drawn_child).name == "traversal"
 
 
 def test_named_rules_are_checked_against_the_draft():
@@ -554,38 +558,47 @@ def chain_draft(world, context, tokens):
 
 def decoded_law(world, *, length: int, gamma: int, carry_debts: bool) -> dict:
     """Exact law of the first `length` tokens under repeated greedy block verification."""
-    verifier = get_verifier("greedy_block")
     open_states, done = {((), ()): 1.0}, Counter()
     while open_states:
         (context, debts), mass = open_states.popitem()
         if len(context) >= length:
             done[context[:length]] += mass
             continue
-        for weight, tokens in chains(world, context, gamma):
-            draft = chain_draft(world, context, tokens)
-            batch = DraftBatch.concatenate([draft])
-            laws = [[float(x) for x in world.p((*context, *tokens[:depth]))] for depth in range(gamma + 1)]
-            rows = torch.tensor(laws, dtype=torch.float64)
-            ledger = pay(draft, rows, debts)
-            thresholds, masses, scales = verifier.thresholds(batch, TargetRows(rows))
-            next_laws = full_laws(batch, TargetRows(rows), mass=masses, scale=scales)
-            reach = mass * weight
-            for node in range(gamma, -1, -1):
-                for token, share in enumerate(next_laws[node]):
-                    if share > 0 and reach * thresholds[node] > 0:
-                        owed = ledger.after(node, token) if carry_debts else ()
-                        owed = tuple(Debt(round(debt.ratio, 12), debt.positions) for debt in owed)
-                        state = ((*context, *tokens[:node], token), owed)
-                        open_states[state] = open_states.get(state, 0.0) + reach * thresholds[node] * share
-                reach *= 1 - thresholds[node]
+        for share, tokens, owed in greedy_block_step(world, context, debts, gamma):
+            owed = tuple(Debt(round(debt.ratio, 12), debt.positions) for debt in owed) if carry_debts else ()
+            state = ((*context, *tokens), owed)
+            open_states[state] = open_states.get(state, 0.0) + mass * share
     return done
 
 
+def greedy_block_step(world, context, debts, gamma):
+    """(probability, tokens gained, debts owed) of one step after `context`: all its drafts, in one batch."""
+    listed = chains(world, context, gamma)
+    drafts = [chain_draft(world, context, tokens) for _, tokens in listed]
+    contexts = [(*context, *tokens[:depth]) for _, tokens in listed for depth in range(gamma + 1)]
+    laws = [[float(x) for x in world.p(reached)] for reached in contexts]
+    rows = torch.tensor(laws, dtype=torch.float64)
+    ledgers = [pay(draft, part, debts) for draft, part in zip(drafts, rows.split(gamma + 1), strict=True)]
+    batch, target = DraftBatch.concatenate(drafts), TargetRows(rows)
+    thresholds, masses, scales = get_verifier("greedy_block").thresholds(batch, target)
+    next_laws = full_laws(batch, target, mass=masses, scale=scales)
+    for row, ((weight, tokens), ledger) in enumerate(zip(listed, ledgers, strict=True)):
+        reach = weight
+        for node in range(gamma, -1, -1):
+            place = batch.offsets[row] + node
+            for token, share in enumerate(next_laws[place]):
+                if share > 0 and reach * thresholds[place] > 0:
+                    yield reach * thresholds[place] * share, (*tokens[:node], token), ledger.after(node, token)
+            reach *= 1 - thresholds[place]
+
+
 @pytest.mark.parametrize(
-    ("gamma", "length", "size", "seed"), [(2, 4, 2, 3), (3, 4, 2, 3), (3, 4, 2, 5), (3, 4, 2, 7), (2, 3, 3, 4)]
+    ("gamma", "length", "size", "seed"),
+    [(2, 4, 2, 1), (2, 4, 3, 1), (3, 3, 2, 5), (3, 4, 2, 2), (3, 4, 2, 7), (3, 4, 3, 1), (3, 4, 3, 4), (4, 4, 2, 1)],
 )
 def test_greedy_block_is_lossless_over_steps(gamma, length, size, seed):
-    world = random_world(seed, size=size, depth=length + 2 if size == 2 else length + 1)
+    """Up to three steps that pay: at gamma 3 a debt of two positions alters two laws, by its ratio at each."""
+    world = dense_world(seed, size=size, depth=length + gamma - 1)
     truth = {(): 1.0}
     for _ in range(length):
         truth = {

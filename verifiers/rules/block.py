@@ -44,7 +44,7 @@ class BlockVerifier(ThresholdVerifier):
                 mass[parents] = (owed - operands.law[children]).clip(min=0.0)
                 scale[parents] = prefix[parents]
         residual = mass.sum(axis=1) + scale * operands.tail
-        # where nothing is left and prefix = 1 the child always passes: what stands there is never reached
+        # where nothing is left and prefix = 1 the child always passes, and no row uses the mass
         inner = operands.ratio(residual, residual + 1.0 - prefix)
         threshold = operands.module.where(operands.leaves, prefix, inner)
         threshold[operands.roots] = 1.0

@@ -32,7 +32,7 @@ class GreedyBlockVerifier(ThresholdVerifier):
         positions tau + 2 .. gamma then follow (R p - q)+ normalised, R continued along the tokens that came out
 
     Without that last line it is lossy. The modification is a debt (`Verdicts.debts`), to be handed to the next step's
-    `TargetRows`; it needs q where the next draft stands, so the drafter must be one fixed function of the context and
+    `TargetRows`; it needs q along the next draft, so the drafter must be one fixed function of the context and
     the next draft at least as deep as the debt. Debts nest: a later one alters the law that the earlier ones left.
     """
 
@@ -84,7 +84,7 @@ class GreedyBlockVerifier(ThresholdVerifier):
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """One row's chain of N nodes: what each debt stands at there. The last debt is this step's own."""
+    """One row's chain of N nodes: what each debt has come to there. The last debt is this step's own."""
 
     positions: list[int]  # per debt: it alters the laws of nodes below this
     ratios: list[list[float]]  # [N][debts] R at the node
@@ -114,7 +114,7 @@ def pay(draft: DraftTree, rows: torch.Tensor, debts: RowDebts) -> Ledger:
     ledger = Ledger(positions=[debt.positions for debt in debts] + [depth], ratios=[], bases=[], proposals=[])
     ratios = [debt.ratio for debt in debts] + [1.0]
     for node in range(draft.num_nodes):
-        law = rows[node].cpu().numpy()
+        law = rows[node].cpu().numpy().copy()  # bases outlive what is written to `rows` below
         bases = [law]
         proposal = _proposal(draft, node, len(law))
         for debt, ratio in zip(debts, ratios[:-1], strict=True):

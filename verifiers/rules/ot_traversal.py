@@ -28,8 +28,8 @@ class TransportTraversalVerifier(ThresholdVerifier):
         m  <- (m - sum over A of f(A, .)) / (1 - sum f)           owed once all children failed
 
     Nodes with one drawn child (or none) are treated as in traversal, which is optimal there. Any plan is lossless; the
-    largest keeps the most at its node. One flow problem per node, solved on the host: for research and for small
-    drafts.
+    largest keeps the most at its node. Of equally large plans token ids decide, never the support's order, which may
+    tell which tokens were drawn. One flow problem per node, solved on the host: for research and for small drafts.
     """
 
     name = "ot_traversal"
@@ -48,7 +48,7 @@ class TransportTraversalVerifier(ThresholdVerifier):
             mass[nodes] = owed[nodes][:, None] * operands.target[nodes]
             for node in nodes[batched[nodes]].tolist():
                 owed[siblings[node]], mass[node], scale[node] = _after_plan(
-                    operands, mass[node], owed[node], siblings[node]
+                    operands, mass[node], owed[node], siblings[node], token_ids=batch.support_ids[node]
                 )
             for children, parents in operands.steps(depth):
                 single = ~batched[parents]
@@ -70,13 +70,15 @@ def _siblings(operands: Operands, batched: np.ndarray) -> dict[int, np.ndarray]:
 
 
 def _after_plan(
-    operands: Operands, mass: np.ndarray, scale: float, children: np.ndarray
+    operands: Operands, mass: np.ndarray, scale: float, children: np.ndarray, *, token_ids: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """(what the children inherit [K], mass still owed [S], scale) at one node; mass [S] is owed before."""
+    """(what the children inherit [K], mass still owed [S], scale) at one node; mass [S], over token_ids [S], is owed
+    before."""
     law = operands.law[children[0]].astype(np.float64)
-    tokens = operands.token_cells[children] % len(law)
-    support = np.union1d(np.flatnonzero(law), tokens)
-    columns = np.searchsorted(support, tokens)
+    drawn_columns = operands.token_cells[children] % len(law)
+    support = np.union1d(np.flatnonzero(law), drawn_columns)
+    support = support[np.argsort(token_ids[support])]
+    columns = (support == drawn_columns[:, None]).argmax(axis=1)
     table = set_law(law[None, support], len(children))[0]
     sets = np.flatnonzero(set_sizes(len(support)) == len(children))
     members = (sets[:, None] >> np.arange(len(support)) & 1).astype(bool)
@@ -89,5 +91,5 @@ def _after_plan(
     rest[support] = np.maximum(mass[support] - plan.sum(axis=0), 0.0)
     failure = 1.0 - plan.sum()
     if failure <= operands.tiny:
-        return inherited, mass, scale  # some child always passes: what stands here is never reached
+        return inherited, mass, scale  # some child always passes, and no row uses the mass
     return inherited, rest / failure, scale / failure

@@ -21,7 +21,8 @@ class RankedTraversalVerifier(ThresholdVerifier):
     """Traversal after re-ordering (this project's rule; its neighbours: arXiv 2602.16961, 2505.12398).
 
     Where K siblings were drawn without replacement from q at once, only their set A matters, and its law F is known.
-    Tokens are ranked by p / q, highest first (ties: support order); the best of A is revealed first, then the second:
+    Tokens are ranked by p / q, highest first (ties: lowest id, since the support's
+    order may tell which tokens were drawn); the best of A is revealed first, then the second:
 
         law of the j-th, given those before it: sum of F over sets whose j best are those and it, normalised
 
@@ -59,7 +60,7 @@ class RankedTraversalVerifier(ThresholdVerifier):
         first_children = children[batch.ranks[children] == 0]
         first_law[place[parents[first_children]]] = law[first_children]
         probs = target.probs_at(batch.support_ids).double().cpu().numpy()[nodes]
-        positions = _positions(probs, first_law)  # [n, S]: column -> place in the ranking
+        positions = _positions(probs, first_law, token_ids=batch.support_ids[nodes])
         columns, _ = token_columns(batch, parents)
         child_positions = positions[owners, columns[children]]
         sequence = np.lexsort((child_positions, owners))
@@ -72,10 +73,13 @@ class RankedTraversalVerifier(ThresholdVerifier):
         return ranks, law
 
 
-def _positions(probs: np.ndarray, law: np.ndarray) -> np.ndarray:
-    """[n, S]: the place of each column when sorted by p / q, highest first; columns with q = 0 come last."""
-    ratio = np.where(law > 0, probs / np.where(law > 0, law, 1.0), -1.0)
-    order = np.argsort(-ratio, axis=1, kind="stable")
+def _positions(probs: np.ndarray, law: np.ndarray, *, token_ids: np.ndarray) -> np.ndarray:
+    """[n, S]: each column's place when sorted by p / q, highest first, ties to the lowest id.
+
+    Where q = 0 any place will do: no set that holds such a token is ever drawn.
+    """
+    ratio = probs / np.where(law > 0, law, 1.0)
+    order = np.lexsort((token_ids, -ratio), axis=1)
     positions = np.empty_like(order)
     np.put_along_axis(positions, order, np.arange(law.shape[1])[None, :].repeat(len(law), axis=0), axis=1)
     return positions

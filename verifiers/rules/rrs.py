@@ -44,7 +44,7 @@ def recursive_rejection(operands: Operands) -> tuple[Array, Array, Array]:
         threshold[children] = operands.ratio(operands.token_mass(mass, children), operands.token_law[children])
         rest = (mass[parents] - operands.law[children]).clip(min=0.0)
         total = rest.sum(axis=1) + scale[parents] * operands.tail[parents]
-        possible = total > operands.tiny  # else the child always passes: what stands here is never reached
+        possible = total > operands.tiny  # else the child always passes, and no row uses the mass
         divisor = module.where(possible, total, 1.0)
         mass[parents] = module.where(possible[:, None], rest / divisor[:, None], mass[parents])
         scale[parents] = scale[parents] / divisor

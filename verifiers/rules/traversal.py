@@ -69,7 +69,7 @@ def after_failure(operands: Operands, mass: Array, scale: Array, law: Array) -> 
     """The mass still owed [n, S] and its scale [n] once a child drawn from `law` [n, S] and its subtree failed.
 
     The denominator R + 1 - sum m = 1 - sum min(m, q) is the probability of that failure. Where it is 0 the child always
-    passes (sum m = 1 and m = q): nothing is divided, what stands there is never reached.
+    passes (sum m = 1 and m = q): nothing is divided, and no row uses the result.
     """
     rest = (mass - law).clip(min=0.0)
     failure = 1.0 - operands.module.minimum(mass, law).sum(axis=1)

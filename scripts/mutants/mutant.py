@@ -1,0 +1,60 @@
+"""One deliberate fault, and the list of all of a file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import mutants.cpp_mutants as cpp_mutants
+import mutants.cython_mutants as cython_mutants
+import mutants.python_mutants as python_mutants
+from mutants.equivalent import EQUIVALENT
+from mutants.targets import ROOT
+
+CHANGES = {".py": python_mutants.changes, ".pyx": cython_mutants.changes, ".h": cpp_mutants.changes}
+GROWN_MODULE = "stand.trees.blended.lookup"  # the one that the headers of growth are compiled into
+
+
+@dataclass(frozen=True)
+class Mutant:
+    path: Path
+    line: int
+    text: str  # the source line that it changes
+    what: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} {self.what}"
+
+    @property
+    def file(self) -> str:
+        """verifiers/rules/token.py: the path below the project's root."""
+        return self.path.relative_to(ROOT).as_posix() if self.path.is_relative_to(ROOT) else self.path.name
+
+    @property
+    def key(self) -> tuple[str, int, str, str]:
+        return self.file, self.line, self.text, self.what
+
+    @property
+    def module(self) -> str:
+        """verifiers/rules/token.py -> stand.verifiers.rules.token; a header: what it is compiled into."""
+        if self.path.suffix == ".h":
+            return GROWN_MODULE
+        name = ".".join(self.path.relative_to(ROOT).with_suffix("").parts)
+        return name if name.startswith("stand.") else "stand." + name
+
+    @property
+    def is_equivalent(self) -> bool:
+        return (self.file, self.text, self.what) in EQUIVALENT
+
+
+def mutants_of(path: Path) -> Iterator[Mutant]:
+    """Every mutant of one file; equal changes on one line are told apart by a number."""
+    source = path.read_text(encoding="utf-8")
+    lines, seen = source.splitlines(), Counter()
+    for line, what, changed in CHANGES[path.suffix](source):
+        seen[line, what] += 1
+        name = what if seen[line, what] == 1 else f"{what} #{seen[line, what]}"
+        yield Mutant(path, line, lines[line - 1].strip(), name, changed)

@@ -1,0 +1,64 @@
+"""What is mutated, and the quick tests that judge it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SUFFIXES = (".py", ".pyx", ".h")
+
+
+@dataclass(frozen=True)
+class Target:
+    name: str
+    sources: tuple[str, ...]  # patterns below the project's root
+    tests: tuple[str, ...]
+
+    def files(self) -> list[Path]:
+        found = {path for pattern in self.sources for path in ROOT.glob(pattern)}
+        return sorted(path for path in found if path.suffix in SUFFIXES and path.name != "__init__.py")
+
+
+def _tests(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"tests/{folder}/test_{name}.py" for name in names)
+
+
+TARGETS = (
+    Target(
+        "verifiers",
+        ("verifiers/**/*.py", "verifiers/**/*.pyx"),
+        (*_tests("verifiers", "compiled", "verifiers", "verifiers_step"), *_tests("trees", "draft_kinds")),
+    ),
+    Target("sampling", ("stand/sampling.py",), _tests("engine", "sampling")),
+    Target(
+        "cache",
+        ("stand/forward/tree_cache.py", "stand/forward/packed_plan.py"),
+        _tests("engine", "forward", "engine"),
+    ),
+    Target(
+        "drafters",
+        ("stand/drafters/*.py",),
+        _tests(
+            "engine",
+            *("blended_drafter", "cost_drafts", "model_drafter", "planning", "step_cost", "text_drafters", "engine"),
+        ),
+    ),
+    Target(
+        "drafts",
+        ("trees/noise.py*", "trees/draft.py"),
+        (*_tests("trees", "draft", "noise", "draft_kinds"), *_tests("verifiers", "verifiers_step")),
+    ),
+    Target(
+        "growth",
+        tuple(f"trees/blended/{name}.h" for name in ("growth", "thresholds", "outcome", "draft_writer", "frontier")),
+        (*_tests("verifiers", "production_drafts"), *_tests("trees", "blended")),
+    ),
+)
+
+
+def all_files() -> Iterator[tuple[Target, Path]]:
+    for target in TARGETS:
+        for path in target.files():
+            yield target, path

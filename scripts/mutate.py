@@ -1,0 +1,134 @@
+"""Break the code on purpose and see whether the tests notice.
+
+Usage: python scripts/mutate.py [--only verifiers,growth,stand/sampling.py] [--output mutants.jsonl] [--minutes 40]
+       python scripts/mutate.py --output mutants.jsonl --report
+
+Every mutant changes one place in one file: a comparison turned round or made (un)strict, a cap or floor dropped, + and
+- or * and / swapped, the target's and the drafter's law swapped, a 0 or 1 replaced, a tiny bound made larger. The files
+and the tests that judge them are listed in mutants/targets.py: the verification rules, the laws, the cache, the
+drafters, the drafts and the C++ that grows them. Python is changed in its syntax tree; Cython and C++ line by line, and
+built anew. Tests run in a fork of this process until the first failure. Mutants come in random order, so that a run cut
+short is a fair sample. Those that leave the behaviour as it is (mutants/equivalent.py, with reasons) or do not compile
+are not counted.
+
+Each verdict is appended to the output as a line of JSON. A run with the same output goes on where it stopped; lines
+about sources that have changed since are passed over. Last: a table, and the survivors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+from mutants.judging import REFUSED, Experience, check_tests, judge
+from mutants.mutant import Mutant, mutants_of
+from mutants.targets import ROOT, Target, all_files
+
+SLOW_IMPORTS = ("hypothesis", "numpy", "pytest", "torch", "transformers", "tiny_models")  # none of them is mutated
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="comma-separated targets, or files below the project's root")
+    parser.add_argument("--output", type=Path, default=Path("mutants.jsonl"), help="verdicts, one per line")
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop after the mutant at which these are over")
+    parser.add_argument("--seed", type=int, default=0, help="of the order in which they are tried")
+    parser.add_argument("--report", action="store_true", help="judge nothing, only read the output")
+    return parser.parse_args()
+
+
+def chosen_mutants(only: str) -> list[tuple[Target, Mutant]]:
+    """Without the equivalent ones. Raises SystemExit for a name that is no target and no file of one."""
+    names = set(filter(None, only.split(",")))
+    listed = [(target, path, path.relative_to(ROOT).as_posix()) for target, path in all_files()]
+    unknown = names - {target.name for target, _, _ in listed} - {file for _, _, file in listed}
+    if unknown:
+        targets = ", ".join(dict.fromkeys(target.name for target, _, _ in listed))
+        raise SystemExit(f"--only must name targets ({targets}) or their files, got {', '.join(sorted(unknown))}")
+    chosen = [(target, path) for target, path, file in listed if not names or names & {target.name, file}]
+    return [(target, mutant) for target, path in chosen for mutant in mutants_of(path) if not mutant.is_equivalent]
+
+
+def read_verdicts(output: Path) -> dict[tuple, str]:
+    """{key of a mutant: verdict}."""
+    lines = output.read_text(encoding="utf-8").splitlines() if output.exists() else []
+    records = [json.loads(line) for line in lines]
+    return {tuple(record[name] for name in ("file", "line", "text", "what")): record["verdict"] for record in records}
+
+
+def run(mutants: list[tuple[Target, Mutant]], output: Path, *, minutes: float, seed: int) -> None:
+    """Judge what `output` does not hold yet and append to it."""
+    known = read_verdicts(output)
+    waiting = [(target, mutant) for target, mutant in mutants if mutant.key not in known]
+    random.Random(seed).shuffle(waiting)
+    end, experiences = time.monotonic() + 60 * minutes, {}
+    for number, (target, mutant) in enumerate(waiting, 1):
+        experience: Experience = experiences.get(target.name) or check_tests(target)
+        experiences[target.name] = experience
+        start = time.monotonic()
+        verdict = judge(mutant, target, experience)
+        seconds = time.monotonic() - start
+        names = dict(zip(("file", "line", "text", "what"), mutant.key, strict=True))
+        record = names | {"verdict": verdict.name, "killer": verdict.killer, "seconds": round(seconds, 2)}
+        with output.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        print(f"{number}/{len(waiting)} {mutant}: {verdict.name} {verdict.killer}", file=sys.stderr, flush=True)
+        if time.monotonic() > end:
+            break
+
+
+def report(mutants: list[tuple[Target, Mutant]], output: Path) -> str:
+    """A table by target and the list of survivors, in Markdown."""
+    known = read_verdicts(output)
+    lines, survivors, totals = [], [], [0, 0, 0, 0]
+    for name in dict.fromkeys(target.name for target, _ in mutants):
+        listed = [mutant for target, mutant in mutants if target.name == name]
+        verdicts = [known.get(mutant.key) for mutant in listed]
+        refused, caught, survived = (verdicts.count(verdict) for verdict in (REFUSED, "caught", "survived"))
+        counts = [len(listed), refused, caught, survived]
+        totals = [total + count for total, count in zip(totals, counts, strict=True)]
+        lines.append(_line(name, *counts))
+        survivors += [f"- {mutant}: `{mutant.text}`" for mutant in listed if known.get(mutant.key) == "survived"]
+    header = ["| target | mutants | judged | do not compile | caught | survived | share caught |", "|" + "---|" * 7]
+    return "\n".join([*header, *lines, _line("all", *totals), "", *survivors])
+
+
+def _line(name: str, found: int, refused: int, caught: int, survived: int) -> str:
+    share = f"{100 * caught / (caught + survived):.1f} %" if caught + survived else "-"
+    return f"| {name} | {found} | {refused + caught + survived} | {refused} | {caught} | {survived} | {share} |"
+
+
+def warm_up() -> None:
+    """Import what is slow, so that forks need not; `stand` must stay out, or nothing would be mutated."""
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    sys.path.insert(0, str(ROOT / "tests" / "oracles"))
+    for name in SLOW_IMPORTS:
+        importlib.import_module(name)
+    import torch
+
+    torch.set_num_threads(1)
+    torch.zeros(2, 1, device="meta").gather(1, torch.zeros(2, 1, dtype=torch.int64, device="meta"))
+    if "stand" in sys.modules:
+        raise SystemExit("stand was imported too early; nothing would be mutated")
+    sys.dont_write_bytecode = False  # so that test modules are rewritten once
+    gc.freeze()  # forks need not look through what is imported here
+
+
+def main() -> None:
+    options = arguments()
+    mutants = chosen_mutants(options.only)
+    if not options.report:
+        warm_up()
+        run(mutants, options.output, minutes=options.minutes, seed=options.seed)
+    print(report(mutants, options.output))
+
+
+if __name__ == "__main__":
+    main()

@@ -113,7 +113,7 @@ class CountLaunches(TorchDispatchMode):
 
 
 UNLAUNCHED = {"empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view", "detach"}
-MOST_LAUNCHES = {"traversal": 30, "match": 70, "coupled": 42, "greedy": 42}  # beside the model's layers
+MOST_LAUNCHES = {"traversal": 12, "match": 66, "coupled": 35, "greedy": 35}  # beside the model's layers
 
 
 @pytest.mark.parametrize("rule", MOST_LAUNCHES)

@@ -123,6 +123,8 @@ class Contact:
         return f"same tokens after {scratch.nbytes >> 20} MiB were written elsewhere"
 
     def bf16(self) -> str:
+        if self.device.type == "cpu":
+            return "left out: Triton's interpreter multiplies the bits of bfloat16"
         return self._compared(self._new_model("qwen3", torch.bfloat16), temperature=0.0)
 
     def _compared(self, model: PreTrainedModel, *, verifier: str = "match", fuse: bool = True, **law: float) -> str:

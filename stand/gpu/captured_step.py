@@ -60,6 +60,7 @@ class CapturedStep:
         self._output = StepOutput(model, num_rows)
         self.replay = replay_for(model.device) if replay is None else replay
         self._recorded: dict[StepSize, tuple[StepBody, Program]] = {}
+        self._by_nodes: dict[tuple[int, int], tuple[StepBody, Program]] = {}  # the same by nodes met
         self.body: StepBody | None = None  # of the last step prepared
         self._program: Program | None = None
         self._unread: tuple[np.ndarray, np.ndarray] | None = None  # best rows that a recording would overwrite
@@ -98,7 +99,7 @@ class CapturedStep:
 
     def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
         """The whole step, up to the verdict; what the step before showed is learned while the device works."""
-        self.prepare(batch, live.rows, noise)
+        self._prepare(batch, live.lengths, live.indices, noise, rows=live.rows)
         self.launch()
         self.finish()
         self._verdicts = self.verdicts()
@@ -127,14 +128,26 @@ class CapturedStep:
         return cache.release([row.index for row in rows])
 
     def prepare(self, batch: DraftBatch, rows: Sequence[Row], noise: VerifierNoise) -> None:
-        lengths = np.array([row.num_cached for row in rows], dtype=np.int64)
-        places = np.array([row.index for row in rows], dtype=np.int64)
-        counts = batch.sizes
-        self._make_room(int((lengths + counts).max()) + 1, rows)
-        size = self._size(batch.num_nodes, int(counts.max()))
-        self.body, self._program = self._recorded.get(size) or self._record(size)
+        """Fill the packet of this step, recording it first where its size is new."""
+        live = LiveRows.of(rows)
+        self._prepare(batch, live.lengths, live.indices, noise, rows=rows)
+
+    def _prepare(
+        self, batch: DraftBatch, lengths: np.ndarray, places: np.ndarray, noise: VerifierNoise, *, rows: Sequence[Row]
+    ) -> None:
+        """lengths [B]: committed tokens; places [B]: rows of the cache; int64."""
+        most_nodes = int(batch.sizes.max())
+        self._make_room(int(lengths.max()) + most_nodes + 1, rows)
+        nodes = (batch.num_nodes, most_nodes)
+        self.body, self._program = self._by_nodes.get(nodes) or self._recorded_for(*nodes)
         self.body.packet.fill(batch, lengths, places, noise, room=self._cache.room)
         self._batch = batch
+
+    def _recorded_for(self, num_nodes: int, most_nodes: int) -> tuple[StepBody, Program]:
+        """What serves `num_nodes` nodes of all rows together and `most_nodes` of the longest."""
+        size = self._size(num_nodes, most_nodes)
+        found = self._by_nodes[num_nodes, most_nodes] = self._recorded.get(size) or self._record(size)
+        return found
 
     def _size(self, num_nodes: int, most_nodes: int) -> StepSize:
         """For `num_nodes` nodes of all rows together and `most_nodes` of the longest."""
@@ -213,4 +226,5 @@ class CapturedStep:
         if self._recorded:
             self._keep_best()  # which waits, so that nothing that is recorded still runs
         self._recorded.clear()
+        self._by_nodes.clear()
         self._program = self.body = None

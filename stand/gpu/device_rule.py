@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from stand.gpu.kernels.race import race
+from stand.gpu.kernels.residual import draw_residuals
 from stand.gpu.kernels.traverse import traverse
 from stand.gpu.packet import Field
 from stand.gpu.step_size import SUPPORT_SIZE, WORD_BITS, StepSize
 from stand.trees import NO_TOKEN, DraftBatch
 from stand.verifiers import VerifierNoise
-from stand.verifiers.draw import residuals_at, tokens_at
+from stand.verifiers.draw import tokens_at
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -99,10 +100,7 @@ class TraversalRule(DeviceRule):
         stops, mass, scale, _ = traverse(
             probs, step["token_ids"], step["local_parents"], step["offsets"], support_ids, step["law"], step["accept"]
         )
-        next_tokens = residuals_at(
-            probs.index_select(0, stops), support_ids[stops], mass[stops], scale[stops], step["resample"]
-        )
-        return stops, next_tokens
+        return stops, draw_residuals(probs, stops, support_ids, mass, scale, step["resample"])
 
 
 class GreedyRule(DeviceRule):
@@ -137,18 +135,6 @@ def follow(drawn: torch.Tensor, step: Tensors) -> tuple[torch.Tensor, torch.Tens
     deepest = deepest.scatter_reduce(0, step["row_of"], rank, "amax")
     stops = deepest[:num_rows] % num_tokens
     return stops, drawn[stops]
-
-
-def path_to(stops: torch.Tensor, step: Tensors) -> torch.Tensor:
-    """[B, 64 W] int64: row-local nodes kept at depths 1, 2, ... by rows that stop at packed nodes `stops`; then -1."""
-    num_tokens = len(step["token_ids"])
-    seen = tail_bits(step["ancestors"][stops])  # [B, 64 W]
-    locals_ = torch.arange(seen.shape[1], device=stops.device)
-    is_kept = seen & (locals_ > 0)
-    cells = (step["firsts"][stops][:, None] + locals_).clip(max=num_tokens - 1)
-    columns = torch.where(is_kept, step["depths"][cells] - 1, seen.shape[1])
-    path = torch.full((len(stops), seen.shape[1] + 1), -1, dtype=torch.int64, device=stops.device)
-    return path.scatter(1, columns, torch.where(is_kept, locals_, -1))[:, :-1]
 
 
 def tail_bits(ancestors: torch.Tensor) -> torch.Tensor:

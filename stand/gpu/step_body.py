@@ -8,15 +8,16 @@ from transformers import PreTrainedModel
 
 from stand.forward.model import text_config
 from stand.gpu.device_cache import DeviceCache
-from stand.gpu.device_rule import DeviceRule, path_to
+from stand.gpu.device_rule import DeviceRule
 from stand.gpu.kernel_attention import KernelPlan
 from stand.gpu.kernels.compact import compact
 from stand.gpu.kernels.filter import filter_rows
+from stand.gpu.kernels.path import path_to
 from stand.gpu.kernels.softmax import softmax_rows
 from stand.gpu.kernels.top_rows import top_rows
 from stand.gpu.packet import Packet
 from stand.gpu.step_packet import StepPacket
-from stand.gpu.step_size import NUM_TOKENS
+from stand.gpu.step_size import NUM_TOKENS, WORD_BITS
 from stand.gpu.tiles import limits_of, tile_tokens
 from stand.gpu.work_list import Splitting
 from stand.sampling import TargetLaw
@@ -110,7 +111,8 @@ class StepBody:
         laws = self._output.laws[: self.packet.size.num_tokens]
         self._fill_laws(laws, logits)
         stops, next_tokens = self._rule.decide(logits if self._law.params.is_greedy else laws, step)
-        compact(self._cache.storage.flatten(0, 1), step["cache_rows"], step["lengths"], path_to(stops, step))
+        path = path_to(stops, step["parents"], step["firsts"], step["depths"], step["ancestors"].shape[1] * WORD_BITS)
+        compact(self._cache.storage.flatten(0, 1), step["cache_rows"], step["lengths"], path)
         self._output.send_verdict(stops, next_tokens, torch.isnan(laws[:, 0]).any())
 
     def _fill_laws(self, laws: torch.Tensor, logits: torch.Tensor) -> None:

@@ -11,6 +11,8 @@ import pytest
 pytest.importorskip("triton")
 
 import stand.gpu.kernels  # noqa: E402
+from stand.gpu.kernels import attention  # noqa: E402
+from stand.gpu.tiles import BLOCKS_16_BIT, BLOCKS_FLOAT32, Limits  # noqa: E402
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # what one block may have
@@ -56,6 +58,25 @@ def test_attention_keeps_its_registers(kernels):
     for kernel in attention:
         is_replaced = kernel["target"] == "sm_80" and f"{kernel['specimen']} sm_80" in named
         assert is_replaced or kernel["spill_bytes"] == 0, kernel
+
+
+def test_tiles_ask_for_the_shared_memory_that_their_table_says(kernels):
+    constants = {specimen.name: specimen for specimen in attention.specimens() if "BLOCK_M" in specimen.constants}
+    compared = 0
+    for kernel in kernels:
+        if kernel["module"] == "attention" and kernel["specimen"] in constants:
+            specimen = constants[kernel["specimen"]]
+            table = BLOCKS_FLOAT32 if specimen.signature["query"] == "*fp32" else BLOCKS_16_BIT
+            tiles = [tile for tile in sum(table[specimen.constants["HEAD_SIZE"]], ()) if is_tile(specimen, tile)]
+            (asked,) = {Limits(int(kernel["target"][3:]), 0).needs(tile) for tile in tiles}
+            assert asked in (0, kernel["shared_bytes"]), kernel  # 0: not used on this target
+            compared += asked > 0
+    assert compared > 15
+
+
+def is_tile(specimen, tile) -> bool:
+    blocks = (specimen.constants["BLOCK_M"], specimen.constants["BLOCK_N"])
+    return (*blocks, specimen.num_stages) == (tile.rows, tile.keys, tile.num_stages)
 
 
 def test_attention_uses_the_tensor_cores(kernels):

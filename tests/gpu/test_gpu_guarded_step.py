@@ -46,7 +46,7 @@ FAILURES = {
     "a capture is refused": ("_record", 1, RuntimeError("operation not permitted when stream is capturing")),
     "a kernel cannot be launched": ("launch", 9, Exception("out of resource: shared memory")),
     "a verdict does not come": ("verdicts", 9, torch.OutOfMemoryError("CUDA out of memory")),
-    "the very first step": ("prepare", 0, MemoryError("no room")),
+    "the very first step": ("_prepare", 0, MemoryError("no room")),
 }
 
 

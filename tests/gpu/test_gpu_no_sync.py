@@ -19,7 +19,9 @@ from no_host_copy import HostCopyError, NoHostCopy
 
 from stand.gpu.kernels import compact as compact_kernel
 from stand.gpu.kernels import filter as filter_kernel
+from stand.gpu.kernels import path as path_kernel
 from stand.gpu.kernels import race as race_kernel
+from stand.gpu.kernels import residual as residual_kernel
 from stand.gpu.kernels import softmax as softmax_kernel
 from stand.gpu.kernels import top_rows as top_rows_kernel
 from stand.gpu.kernels import traverse as traverse_kernel
@@ -60,7 +62,21 @@ def filter_arguments(device):
     return torch.full((2, V), 1.0 / V, device=device), 20, 0.95, 0.01
 
 
+def residual_arguments(device):
+    reals = {"dtype": torch.float64, "device": device}
+    laws, support_ids = race_arguments(device)[0], traverse_arguments(device)[4]
+    stops = torch.zeros(B, dtype=torch.int64, device=device)
+    return laws, stops, support_ids, torch.ones(M, S, **reals), torch.ones(M, **reals), torch.full((B,), 0.5, **reals)
+
+
+def path_arguments(device):
+    zeros = torch.zeros(M, dtype=torch.int64, device=device)
+    return torch.zeros(B, dtype=torch.int64, device=device), zeros, zeros, zeros, 64
+
+
 OPERATIONS = {
+    "draw_residuals": (residual_kernel, residual_kernel.draw_residuals, residual_arguments),
+    "path_to": (path_kernel, path_kernel.path_to, path_arguments),
     "race": (race_kernel, race_kernel.race, race_arguments),
     "traverse": (traverse_kernel, traverse_kernel.traverse, traverse_arguments),
     "compact": (compact_kernel, compact_kernel.compact, compact_arguments),

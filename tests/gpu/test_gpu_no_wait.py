@@ -17,6 +17,7 @@ from fake_cuda import fake_cuda, onto_fake_device  # noqa: E402
 from no_host_copy import HostCopyError, NoHostCopy  # noqa: E402
 from tiny_models import CONFIGS, kernel_model  # noqa: E402
 from torch._subclasses.fake_tensor import DataDependentOutputException  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from stand.forward.tree_attention import tree_attention  # noqa: E402
 from stand.gpu import device_rule, step_body, step_packet  # noqa: E402
@@ -95,6 +96,44 @@ def run_body(family: str, rule: str, law: SamplingParams, *, fusion=None) -> Non
                 stack.enter_context(fusion.mirrored(fake).active())
             body.run()
             body.find_best()
+
+
+class CountLaunches(TorchDispatchMode):
+    """Counts operations that do something on the device: views and allocations do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.split(".")[0]
+        if not function.is_view and name not in UNLAUNCHED:
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+UNLAUNCHED = {"empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view", "detach"}
+MOST_LAUNCHES = {"traversal": 12, "match": 66, "coupled": 35, "greedy": 35}  # beside the model's layers
+
+
+@pytest.mark.parametrize("rule", MOST_LAUNCHES)
+def test_few_launches_beside_the_layers(monkeypatch, rule):
+    counts = []
+
+    def counted(body):
+        with CountLaunches() as whole:
+            run(body)
+        with CountLaunches() as layers:
+            body.forward()
+        counts.append(len(whole.names) - len(layers.names))
+
+    run = StepBody.run
+    monkeypatch.setattr(StepBody, "run", counted)
+    if rule == "greedy":
+        run_body("qwen2", "match", LAWS["greedy"])
+    else:
+        run_body("qwen2", rule, LAWS["plain"])
+    assert 5 < counts[0] <= MOST_LAUNCHES[rule], counts
 
 
 @pytest.mark.parametrize("law", LAWS)

@@ -7,6 +7,7 @@ import torch
 
 from stand.gpu import device_rule, kernel_attention, step_body
 from stand.sampling import SamplingParams, TargetLaw
+from stand.verifiers.draw import residuals_at
 from stand.verifiers.noise import uniforms_on_device
 from stand.verifiers.rules import traversal_compiled
 
@@ -19,6 +20,8 @@ def use_plain_kernels(monkeypatch) -> None:
     monkeypatch.setattr(step_body, "filter_rows", filter_rows)
     monkeypatch.setattr(device_rule, "race", race)
     monkeypatch.setattr(device_rule, "traverse", traverse)
+    monkeypatch.setattr(device_rule, "draw_residuals", draw_residuals)
+    monkeypatch.setattr(step_body, "path_to", path_to)
 
 
 def tree_attention(
@@ -88,6 +91,20 @@ def traverse(probs, token_ids, parents, offsets, support_ids, law, uniforms):
                 parents[first:end].tolist(), uniforms[first:end] < torch.from_numpy(thresholds)[first:end]
             )
     return stops, torch.from_numpy(mass), torch.from_numpy(scale), torch.from_numpy(thresholds)
+
+
+def draw_residuals(probs, stops, support_ids, mass, scale, uniforms):
+    rows = probs.index_select(0, stops)
+    return residuals_at(rows, support_ids[stops], mass[stops], scale[stops], uniforms)
+
+
+def path_to(stops, parents, firsts, depths, max_depth):
+    path = torch.full((len(stops), max_depth), -1)
+    for row, node in enumerate(stops.tolist()):
+        while depths[node] > 0:
+            path[row, depths[node] - 1] = node - firsts[node]
+            node = int(parents[node])
+    return path
 
 
 def first_passing(parents, passes) -> int:

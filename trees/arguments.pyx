@@ -12,6 +12,8 @@ LARGEST_PROBABILITY = 1.001  # room for the rounding of a softmax in low precisi
 
 def int32_array(values, name):
     """The values as a C-contiguous int32 array; ValueError where one is no whole number or does not fit."""
+    if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.flags.c_contiguous:
+        return values
     array = np.asarray(values)
     if array.dtype != np.int32 and array.size > 0:
         if array.dtype.kind not in "iu":
@@ -98,10 +100,15 @@ def checked_estimates(batch):
     estimates = batch.path_estimates
     if estimates is None:
         raise ValueError("batch must have path_estimates, got None; pass a draft of a BlendedLookup")
-    estimates = np.ascontiguousarray(estimates, dtype=np.float32)
-    if estimates.shape != (batch.num_nodes,) or not ((estimates >= 0) & (estimates <= LARGEST_PROBABILITY)).all():
+    cdef const float[::1] values = np.ascontiguousarray(estimates, dtype=np.float32)
+    cdef float most = LARGEST_PROBABILITY
+    cdef bool_t sound = values.shape[0] == batch.num_nodes
+    cdef Py_ssize_t node
+    for node in range(values.shape[0]):
+        sound = sound and 0.0 <= values[node] <= most
+    if not sound:
         raise ValueError(f"path_estimates must be {batch.num_nodes} numbers in [0, 1], got {estimates}")
-    return estimates
+    return values.base
 
 
 def checked_fingerprint(fingerprint):

@@ -27,7 +27,7 @@ class DraftTree:
     `law[c]` is the law that child c was drawn from, given its earlier siblings, over the token ids
     `support_ids[parents[c]]`; a deterministic child has a one-hot law. `law[ROOT]` is all zero.
 
-    Invariants (`check`): parents[i] < i; siblings stand in the order in which they were revealed; laws sum to
+    Invariants (`check`): parents[i] < i; siblings are in the order in which they were revealed; laws sum to
     1 and give their own token positive mass; siblings have distinct tokens unless every law at the node is
     drawn with replacement.
 

@@ -1,4 +1,4 @@
-// The bits of a float as a number, and back: positive floats compare like them, octaves and their parts can be read off.
+// The bits of a float as a number, and back. Positive floats compare like their bits, which also give octaves.
 
 #pragma once
 

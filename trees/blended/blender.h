@@ -161,7 +161,8 @@ inline std::vector<Candidate> blended_law(const BlendedLookup& lookup, const uin
     const std::lock_guard<std::mutex> guard(lookup.mutex);
     Blender blender;
     EmptyLaws empty;
-    blender.blend(lookup, lookup.locate<Contexts>(window, available), Clock{lookup.clock.now, scope}, 0.0f, 0.0f, empty);
+    const Contexts contexts = lookup.locate<Contexts>(window, available);
+    blender.blend(lookup, contexts, Clock{lookup.clock.now, scope}, 0.0f, 0.0f, empty);
     return blender.best(limit);
 }
 

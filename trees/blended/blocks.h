@@ -3,7 +3,7 @@
 // Addresses are reserved for as many slabs as there may ever be, side by side, so that a reference is an offset; memory
 // is only taken by slabs in use.
 //
-// One block is one context: the tokens that followed it, latest first. Behind the header stand arrays of `capacity`
+// One block is one context: the tokens that followed it, latest first. After the header come arrays of `capacity`
 // entries: tokens uint32, children uint32 (reference of the context that is one token longer, 0 where none was
 // learned), weights uint16 (faded counts, WEIGHT_ONE = 1), stamps uint16 (when the token was last seen), scopes uint8
 // (in which scope). One entry costs 13 bytes, a context that was followed by one token 24.
@@ -121,8 +121,8 @@ class Arena {
         return reinterpret_cast<Block*>(range_.get() + static_cast<size_t>(reference) * UNIT_BYTES);
     }
 
-    // Asks for a block that will be read soon: for the cache lines of its beginning and of what lies behind it, which is
-    // the rest of a wide block, or the contexts that were made next. Inlined always: GCC takes a function that only
+    // Asks for the cache lines of a block that will be read soon, and for the lines after it: they hold the rest of a
+    // wide block, or the contexts that were made next. Inlined always: GCC takes a function that only
     // prefetches for one without effect and drops the calls that it has not inlined by then.
     template <int32_t NUM_LINES = 3>
     [[gnu::always_inline]] void fetch(uint32_t reference) const {

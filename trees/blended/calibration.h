@@ -1,4 +1,4 @@
-// What path probabilities are worth: factors by depth and probability, learned from what became of earlier drafts.
+// Corrects path probabilities by factors for depth and probability, learned from the outcomes of earlier drafts.
 //
 // A path's probability is a product of estimates. Each is right on average over all contexts, but a draft starts where
 // the one before went wrong, which makes its first token harder, and a path whose first tokens come true is likely to

@@ -1,4 +1,4 @@
-// What single contexts say about the next token, taken up one context after the other along the chain of odds.h.
+// The evidence of single contexts for the next token, collected one context after the other along the chain of odds.h.
 //
 // There are two ways with the same result to the bit, so that drafts do not depend on the machine: one for every
 // processor, and one for AVX-512, where the odds of sixteen entries are looked up within registers.

@@ -1,4 +1,4 @@
-// The queue of best-first growth: what competes for the next place, best first.
+// The queue of best-first growth: items that compete for the next node, best first.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace stand {
 
-// What competes: a child with a known token, the sampling of a child, or looking for children.
+// Kinds of items: a child with a known token, the sampling of a child, or a look for children.
 enum class Step : uint8_t { reveal, sample, expand };
 
 struct Item {
@@ -108,7 +108,7 @@ class Frontier {
         return popped_;
     }
 
-    // What is less than the lowest octave shares the first list.
+    // All keys below the lowest octave share the first list.
     static uint32_t list_of(float key) {
         constexpr uint32_t lowest = (127u - OCTAVES) << 23;
         const uint32_t bits = float_bits(key);

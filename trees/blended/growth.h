@@ -155,8 +155,7 @@ inline float Growth::bar() const {
     return settings_.rises == nullptr ? 0.0f : expected_ * settings_.rises[settings_.budget - room_];
 }
 
-// The best item, valid until the next push. Where it is less likely than growth has looked so far, growth looks for less
-// likely nodes from here on.
+// The best item, valid until the next push. Where it is less likely than `least`, `least` falls.
 inline const Item& Growth::pop() {
     const Item& item = frontier_.pop();
     while (item.key < thresholds_.least) thresholds_.least *= thresholds_.lowering;
@@ -328,7 +327,8 @@ inline int32_t Growth::sample(const Item& item) {
     const int32_t index = item.node;
     CandidateSet& candidates = candidates_of(index);
     const float* probabilities = candidates.probabilities.data();
-    const int32_t winner = first_arrival(probabilities, candidates.uniforms.data(), candidates.size(), candidates.taken);
+    const double* uniforms = candidates.uniforms.data();
+    const int32_t winner = first_arrival(probabilities, uniforms, candidates.size(), candidates.taken);
     const int32_t law = static_cast<int32_t>(laws.size());
     laws.emplace_back();
     append_law(probabilities, candidates.size(), candidates.taken, laws.back());

@@ -129,8 +129,8 @@ class BlendedLookup {
         return found;
     }
 
-    // The contexts of fewer than depth() tokens that end before the newest token of a window. Null unless a run that was
-    // learned lately ended there. The answer is valid until something is learned.
+    // The contexts of fewer than depth() tokens that end before a window's newest token; null unless a run that was
+    // learned lately ended there. Valid until something is learned.
     const Contexts* cached_end(const uint32_t* window, int32_t available) const {
         return ends_.size() > 0 && available > ends_.size() ? ends_.find(window + 1) : nullptr;
     }

@@ -299,20 +299,19 @@ cdef class BlendedLookup:
             )
         if num_rows == 0:
             return
-        paths = [int32_vector(path, "accepted") for path in accepted]
-        cdef const int32_t[::1] nodes = np.concatenate(paths)
-        cdef const int64_t[::1] ends = np.cumsum([0, *map(len, paths)])
+        cdef vector[int32_t] nodes
+        cdef vector[int64_t] ends
+        fill_paths(accepted, nodes, ends)
         cdef DraftKind drafted = <DraftKind> <int32_t> KIND_NUMBERS[kind]
         cdef Outcome outcome
         outcome.token_ids, outcome.parents, outcome.offsets = &token_ids[0], &parents[0], &offsets[0]
-        outcome.estimates, outcome.next_tokens, outcome.accepted_ends = &estimates[0], &next_ids[0], &ends[0]
-        outcome.accepted = &nodes[0] if nodes.shape[0] else NULL
-        outcome.num_rows = num_rows
+        outcome.estimates, outcome.next_tokens, outcome.accepted_ends = &estimates[0], &next_ids[0], ends.data()
+        outcome.accepted, outcome.num_rows = nodes.data(), num_rows
         cdef int64_t broken = first_broken_path(outcome)
         if broken >= 0:
             raise ValueError(
                 f"accepted[{broken}] must be a path of nodes from a child of the root down, "
-                f"got {paths[broken].tolist()}; leave out the root"
+                f"got {list(accepted[broken])}; leave out the root"
             )
         self.digest = extended_digest(self.digest, &next_ids[0], num_rows)
         with nogil:

@@ -1,4 +1,4 @@
-// What a context's evidence is worth: odds per bucket, learned while decoding.
+// How much a context's evidence counts: odds per bucket, learned while decoding.
 //
 // A context of order n predicts P_n(x) = (a_x + e * P_{n-1}(x)) / (sum of a + e): `a_x` is the odds of the bucket that
 // entry x falls into (order, faded weight, age, rank), `e` the odds of escaping to the next shorter context (order,
@@ -33,10 +33,10 @@ constexpr int32_t STAMP_SHIFT = 4;                   // a stamp is 16 learned to
 constexpr uint16_t RECENT = 128 >> STAMP_SHIFT;      // seen within so many stamps
 constexpr uint8_t LOADED_SCOPE = 255;                // of everything that came from a file
 
-// What is asked where this order fails: one token less, below order 1 the token before the newest, then no token.
+// The order to ask where this one fails: one token less, below order 1 the token before the newest, then no token.
 inline int32_t next_order(int32_t order) { return order == 1 ? SKIP : order == SKIP ? 0 : order - 1; }
 
-// Contexts that are one token stand in a table: the newest one, or the one before it.
+// A table holds the contexts that are one token: the newest one, or the one before it.
 constexpr int32_t ONE_TOKEN_ORDERS[] = {1, SKIP};
 inline bool is_one_token(int32_t order) { return order == 1 || order == SKIP; }
 inline bool may_have_longer(int32_t order) { return order != 0 && order != SKIP; }
@@ -79,7 +79,7 @@ inline int32_t share_bucket(uint32_t heaviest, uint32_t total) {
     return (10 * heaviest > 4 * total) + (10 * heaviest > 7 * total) + (20 * heaviest > 19 * total);
 }
 
-// The weights of one order, age and rank stand side by side.
+// The weights of one order, age and rank are neighbours.
 inline int32_t entry_bucket(int32_t order, int32_t weight, int32_t age, int32_t rank) {
     return ((order * NUM_RANKS + rank) * NUM_AGES + age) * NUM_WEIGHTS + weight;
 }
@@ -170,7 +170,7 @@ struct Odds {
     void move_entry(int32_t bucket, float duty, float step) { move(entry[bucket], entry_uses_[bucket], duty, step); }
     void move_escape(int32_t bucket, float duty, float step) { move(escape[bucket], escape_uses_[bucket], duty, step); }
 
-    // What stands here was learned at length.
+    // Marks all odds as learned at length: their steps are short from here on.
     void settle() {
         std::fill(std::begin(entry_uses_), std::end(entry_uses_), SETTLED);
         std::fill(std::begin(escape_uses_), std::end(escape_uses_), SETTLED);

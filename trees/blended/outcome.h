@@ -1,4 +1,4 @@
-// What became of a verified draft: which of its nodes came true. Calibration learns from it.
+// The outcome of a verified draft: which of its nodes came true. Calibration learns from it.
 
 #pragma once
 

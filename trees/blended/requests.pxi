@@ -1,4 +1,4 @@
-# Arguments of a draft, row by row.
+# Arguments of a draft and of its outcome, row by row.
 
 cdef uint8_t scope_of(scope) except? 255:
     cdef int64_t number
@@ -58,3 +58,15 @@ cdef object prices_of(rises, budget):
     if prices.ndim != 1 or len(prices) < budget:
         raise ValueError(f"rises must hold one entry per node of the budget ({budget}), got shape {prices.shape}")
     return prices
+
+
+cdef void fill_paths(paths, vector[int32_t]& nodes, vector[int64_t]& ends) except *:
+    """The nodes of all paths, one path after the other, and where each begins and ends."""
+    cdef const int32_t[::1] one
+    cdef Py_ssize_t i
+    ends.push_back(0)
+    for path in paths:
+        one = int32_vector(path, "accepted")
+        for i in range(one.shape[0]):
+            nodes.push_back(one[i])
+        ends.push_back(nodes.size())

@@ -1,4 +1,5 @@
-// How unlikely a node growth looks for. Everything here saves time; what is drafted is nearly the best tree all the same.
+// How unlikely a node growth looks for. These thresholds save time: growth that looked for every node would draft a
+// slightly better tree.
 
 #pragma once
 
@@ -30,8 +31,8 @@ constexpr float LOWERING = 0.2f;   // `least` falls by this factor
 constexpr float FINENESS = 0.1f;   // evidence counts down to this share of `least`
 constexpr float HOPELESS = 0.1f;   // items are kept down to this share of the first `least`
 constexpr float PATIENCE = 0.5f;   // nodes are expanded at this share of their path probability
-// What is added with very many rows. The probability of the last node varies from step to step for one row, but little
-// for many rows together, and some row always has a node that is nearly as good. So growth looks for fewer nodes.
+// These are added with very many rows. The probability of the last node varies from step to step for one row, but
+// little for many rows together, and some row always has a node that is nearly as good. So growth looks for fewer.
 constexpr float MORE_LEAST = 0.02f;
 constexpr float MORE_LOWERING = 0.2f;
 constexpr float MORE_FINENESS = 0.05f;

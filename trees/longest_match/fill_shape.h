@@ -55,7 +55,8 @@ struct DraftRequest {
 
 class ShapeFiller {
    public:
-    ShapeFiller(const Lookup& lookup, const ShapeView& shape) : lookup_(lookup), shape_(shape), slots_(shape.num_slots) {
+    ShapeFiller(const Lookup& lookup, const ShapeView& shape)
+        : lookup_(lookup), shape_(shape), slots_(shape.num_slots) {
         for (int32_t slot = 1; slot < shape.num_slots; ++slot) ++slots_[shape.parents[slot]].num_wanted;
     }
 
@@ -116,7 +117,8 @@ class ShapeFiller {
 
     void emit_child(DraftSink& sink, const Slot& parent, int32_t rank, int32_t slot) const {
         const int64_t node = sink.num_nodes, parent_node = first_ + parent.node;
-        const int32_t token_id = sink.support_ids[parent_node * lookup_.num_candidates + picks_[parent.first_pick + rank]];
+        const int32_t* support = sink.support_ids + parent_node * lookup_.num_candidates;
+        const int32_t token_id = support[picks_[parent.first_pick + rank]];
         emit(sink, token_id, parent.node, sink.depths[parent_node] + 1, rank, slot);
         const float* law = laws_.data() + parent.first_law + static_cast<size_t>(rank) * parent.law_size;
         std::copy(law, law + parent.law_size, sink.law + node * lookup_.num_candidates);
@@ -151,7 +153,7 @@ class ShapeFiller {
         for (int32_t place = 0; place < count; ++place) uniforms_[place] = uniform(request.key, slot_index, place);
     }
 
-    // What the verifier draws the token after a node of this depth with: one number per token id.
+    // The verifier's own numbers for the token after a node of this depth: one per token id.
     void share_noise(const DraftRequest& request, const Law& known, int32_t depth) {
         const uint64_t key = step_key(request.target_key, request.row, request.position + depth);
         uniforms_.resize(known.size);

@@ -264,8 +264,10 @@ cdef class LookupTree:
         views = []
         for index in range(self._lookup.tables.size()):
             table = &self._lookup.tables[index]
-            known = table.size() > 0
-            views.append(views_of(table, self.num_candidates) if known else empty_table(table.order, self.num_candidates))
+            if table.size() > 0:
+                views.append(views_of(table, self.num_candidates))
+            else:
+                views.append(empty_table(table.order, self.num_candidates))
         return views
 
     cdef void _restore(self, path, tables) except *:

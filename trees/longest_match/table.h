@@ -227,7 +227,7 @@ class Lookup {
         if (table.counts[entry] < std::numeric_limits<uint32_t>::max()) ++table.counts[entry];
     }
 
-    // Where a token's mass adds up. A search of few entries is quicker than a table; of many it would take their square.
+    // Where a token's mass adds up. A search is quicker than a table for few entries, but takes the square of many.
     size_t place_of(int32_t token_id, int32_t width) {
         size_t place = 0;
         if (width > FEW)

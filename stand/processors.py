@@ -31,12 +31,12 @@ WITHOUT_PREFIX = frozenset(
         library.LogitNormalization,
     }
 )
-# Functions of prefix and scores without a memory of earlier calls: one call for prefixes of one length.
+# Functions of prefix and scores without a memory of earlier calls: one call for prefixes of one length. The encoder's
+# repetition penalty is not among them: up to transformers 5.16 it changes the first row of a batch alone.
 BY_PREFIX = frozenset(
     {
         library.SequenceBiasLogitsProcessor,
         library.NoBadWordsLogitsProcessor,
-        library.EncoderRepetitionPenaltyLogitsProcessor,
         library.RepetitionPenaltyLogitsProcessor,
         library.NoRepeatNGramLogitsProcessor,
         library.EncoderNoRepeatNGramLogitsProcessor,
@@ -107,7 +107,7 @@ class ProcessorChain:
     """Runs the processors of each prompt in their order.
 
     Lists of different prompts hold the same processors, made for prompts of different lengths. Processors of classes
-    that are not transformers' own may remember their calls: see `PerRow`.
+    other than those above may remember their calls: see `PerRow`.
     """
 
     def __init__(self, by_prompt: Sequence[Sequence[LogitsProcessor]], *, num_return_sequences: int = 1):

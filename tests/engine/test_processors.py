@@ -41,13 +41,14 @@ COMBINATIONS = [
     {"no_repeat_ngram_size": 1, "temperature": 1.3, "own": [Boost()]},
     {"bad_words_ids": [[3], [4, 5]], "sequence_bias": [[[7], 4.0], [[9, 8], -9.0]], "repetition_penalty": 1.2},
     {"min_new_tokens": 9, "suppress_tokens": [*range(20, 50)], "begin_suppress_tokens": [3, 6], "top_k": 25},
-    {"forced_eos_token_id": 4, "exponential_decay_length_penalty": (0, 6.0), "renormalize_logits": True},
+    {"forced_eos_token_id": 4, "own": [Boost()], "renormalize_logits": True},
     {"encoder_repetition_penalty": 1.4, "own": [Boost()], "top_p": 0.9},
     {"watermarking_config": {"greenlist_ratio": 0.4, "bias": 3.0}, "top_p": 0.8, "own": [Boost()]},
     {"own": [library.TemperatureLogitsWarper(0.5), Boost(), library.TopKLogitsWarper(4)], "temperature": 2.0},
     {"own": [library.RepetitionPenaltyLogitsProcessor(2.0), Boost()], "repetition_penalty": 1.1, "min_length": 12},
     {"remove_invalid_values": True, "repetition_penalty": 1.3, "own": [library.SuppressTokensLogitsProcessor([28])]},
     {"encoder_no_repeat_ngram_size": 1, "own": [Boost()]},
+    {"exponential_decay_length_penalty": (0, 6.0), "suppress_tokens": [*range(20, 50)]},
     {"own": [library.RepetitionPenaltyLogitsProcessor(2.5, prompt_ignore_length=2)], "temperature": 0.8},
 ]
 NAMES = [" ".join(asked) for asked in COMBINATIONS]

@@ -49,7 +49,7 @@ def test_tokens_equal_the_eager_step(plain_kernels, verifier, settings):
     eager, captured = (generate(name, verifier=verifier, lookup=lookup, **settings) for name in ("sdpa", "triton"))
     assert captured.token_ids == eager.token_ids
     assert captured.stats.num_steps == eager.stats.num_steps
-    assert captured.stats.mean_acceptance_length > 1.2  # drafts are accepted, so keys were moved
+    assert captured.stats.mean_acceptance_length > 1.1  # drafts are accepted, so keys were moved
 
 
 @pytest.mark.parametrize("family", CONFIGS)

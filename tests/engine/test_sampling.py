@@ -118,3 +118,10 @@ def test_defaults_come_from_the_models_generation_config():
     assert SamplingParams.from_config(config, top_k=0, min_p=None).top_k == 0
     assert SamplingParams.from_config(GenerationConfig(do_sample=False)).is_greedy
     assert SamplingParams.from_config(GenerationConfig(do_sample=False), temperature=0.7).temperature == 0.7
+
+
+def test_only_filters_that_may_take_tokens_out_count():
+    for settings in ({"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}):
+        assert TargetLaw(SamplingParams(**settings)).has_filters
+        assert not TargetLaw(SamplingParams(**settings, temperature=0.0)).has_filters
+    assert not TargetLaw(SamplingParams(temperature=0.6)).has_filters

@@ -141,4 +141,9 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "mass = (operands.target - common * kept[:, None]).clip(min=0.0)",
         "drop clip",
     ): "removes rounding below 0",
+    (
+        "verifiers/rules/rrs.py",
+        "mass[parents] = module.where(possible[:, None], rest / divisor[:, None], mass[parents])",
+        "parents -> children",
+    ): "where it differs the child always passes, and no row uses the mass",
 }

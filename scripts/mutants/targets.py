@@ -29,7 +29,7 @@ TARGETS = (
     Target(
         "verifiers",
         ("verifiers/**/*.py", "verifiers/**/*.pyx"),
-        (*_tests("verifiers", "compiled", "verifiers", "verifiers_step"), *_tests("trees", "draft_kinds")),
+        (*_tests("verifiers", "compiled", "draw_laws", "verifiers", "verifiers_step"), *_tests("trees", "draft_kinds")),
     ),
     Target("sampling", ("stand/sampling.py",), _tests("engine", "sampling")),
     Target(

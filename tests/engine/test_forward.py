@@ -5,8 +5,9 @@ import pytest
 import torch
 from tiny_models import CONFIGS, VOCABULARY_SIZE, tiny_model
 
+from stand.forward import tree_cache
 from stand.forward.model import run_plan
-from stand.forward.packed_plan import StepPlan
+from stand.forward.packed_plan import CALL_COST, StepPlan, _padded_width
 from stand.forward.tree_attention import ATTENTION_NAME, tree_attention
 from stand.forward.tree_cache import CacheMemoryError, TreeCache
 from stand.trees import DraftBatch, DraftTree
@@ -202,3 +203,23 @@ def test_an_impossible_cache_is_one_clear_error():
     cache._plan = StepPlan.for_prompt(np.array([3], dtype=np.int32), 0, row=0)
     with pytest.raises(CacheMemoryError, match="must fit into memory.*lower num_return_sequences"):
         cache.update(torch.zeros(1, 2, 1, 64), torch.zeros(1, 2, 1, 64), 0)
+
+
+def test_the_memory_asked_for_is_the_memory_taken(monkeypatch):
+    asked = []
+    monkeypatch.setattr(tree_cache, "check_fits", lambda nbytes, device: asked.append(nbytes))
+    for dtype in (torch.float32, torch.bfloat16):
+        storage = tree_cache._allocate(torch.zeros(1, 2, 1, 4, dtype=dtype), 3, 256)
+        assert asked.pop() == storage.nbytes == 3 * 2 * 256 * 4 * storage.element_size()
+
+
+def test_rows_are_padded_to_the_cheapest_width():
+    """Against all widths that a row has: padded places of all rows, and a call for each row that is longer."""
+    generator = np.random.default_rng(13)
+    for _ in range(200):
+        counts = generator.integers(1, generator.choice([3, 10, 60]), generator.integers(1, 9))
+
+        def cost(width, counts=counts):
+            return len(counts) * width + sum(CALL_COST + count - width for count in counts if count > width)
+
+        assert cost(_padded_width(counts)) == min(map(cost, counts))

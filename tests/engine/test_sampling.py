@@ -104,3 +104,10 @@ def test_broken_logits_are_refused(fill, kind):
     with pytest.raises(ValueError, match=f"finite best logit, got {kind}"):
         law = TargetLaw(SamplingParams())
         law.probabilities(law.process(logits, batch, rows))
+
+
+def test_only_filters_that_may_take_tokens_out_count():
+    for settings in ({"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}):
+        assert TargetLaw(SamplingParams(**settings)).has_filters
+        assert not TargetLaw(SamplingParams(**settings, temperature=0.0)).has_filters
+    assert not TargetLaw(SamplingParams(temperature=0.6)).has_filters

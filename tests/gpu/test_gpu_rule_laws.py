@@ -1,7 +1,6 @@
 """The law of what a captured step's rules keep and draw, enumerated: all drafts of tiny worlds, laws in float32.
 
-Traversal's kernel runs in Triton's interpreter, all drafts as rows of one launch. What a draw makes of its uniform is
-measured: a step function of the uniform, its edges found by halving.
+Traversal's kernel runs in Triton's interpreter, all drafts as rows of one launch.
 """
 
 import dataclasses
@@ -26,6 +25,7 @@ from exact import (  # noqa: E402
     with_replacement,
     without_replacement,
 )
+from exact_draws import LARGEST, draw_laws, support_first  # noqa: E402
 from plain_kernels import race as plain_race  # noqa: E402
 
 from stand.gpu.device_rule import MatchRule  # noqa: E402
@@ -39,31 +39,7 @@ from stand.verifiers import VerifierNoise  # noqa: E402
 from stand.verifiers.draw import residuals_at, tokens_at  # noqa: E402
 
 BOUND = 2e-6  # total variation of laws in float32
-LARGEST = float(np.nextafter(1.0, 0.0))
 WORLDS = {"EX2": EX2, "EX3": EX3}
-
-
-def draw_laws(draw, orders: np.ndarray) -> np.ndarray:
-    """[n, V]: how much of [0, 1) makes each token. `draw` takes uniforms [n]; orders [n, V]: tokens as they come."""
-    count, size = orders.shape
-    ranks = np.argsort(orders, axis=1)
-
-    def rank_at(points: np.ndarray) -> np.ndarray:
-        return ranks[np.arange(count), draw(torch.from_numpy(points)).numpy()]
-
-    grid = np.stack([rank_at(np.full(count, point)) for point in np.linspace(0, LARGEST, 60)])
-    assert np.all(np.diff(grid, axis=0) >= 0)  # else there would be more edges than are looked for
-    edges = np.ones((count, size))
-    for rank in range(size - 1):
-        low, high = np.zeros(count), np.ones(count)  # ranks up to `rank` below `low`, later ones from `high` on
-        for _ in range(55):
-            middle = np.minimum((low + high) / 2, LARGEST)
-            is_early = rank_at(middle) <= rank
-            low, high = np.where(is_early, middle, low), np.where(is_early, high, middle)
-        edges[:, rank] = high
-    laws = np.zeros((count, size))
-    np.put_along_axis(laws, orders, np.diff(edges, axis=1, prepend=0.0), axis=1)
-    return laws
 
 
 # Traversal: thresholds, the walk, the residual draw.
@@ -103,7 +79,7 @@ def traversal_report(world, policy, *, law_of=lambda batch: batch.law) -> Report
     arrays = tensors_of(batch)
     _, mass, scale, thresholds = traverse(probs, *arrays, torch.zeros(batch.num_nodes, dtype=torch.float64))
     support = arrays[3]
-    orders = np.array([[*ids[ids >= 0], *np.setdiff1d(np.arange(probs.shape[1]), ids)] for ids in batch.support_ids])
+    orders = support_first(batch.support_ids, probs.shape[1])
     next_laws = draw_laws(lambda points: residuals_at(probs.clone(), support, mass, scale, points), orders)
     stops_of = {parents: walks(parents) for parents in {tuple(batch[row].parents) for row in range(len(batch))}}
     outcomes = []

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import numpy as np
@@ -322,11 +322,16 @@ def production_report(
     dtype: type = np.float64,
     *,
     order: SupportOrder = ascending,
+    inputs: type = np.float64,
 ) -> Report:
-    """Rebuild the law of `verifier.thresholds` over all enumerated drafts, packed in one batch."""
+    """Rebuild the law of `verifier.thresholds` over all enumerated drafts, packed in one batch.
+
+    dtype: what is computed in; inputs: what the laws of drafter and target are given in (an engine gives float32).
+    """
     listed = [draft for _, draft in drafts]
     batch = pack(world, listed, order=order)
-    target = target_rows(world, listed)
+    batch = replace(batch, law=batch.law.astype(inputs))
+    target = target_rows(world, listed, getattr(torch, np.dtype(inputs).name))
     thresholds, mass, scale = verifier.thresholds(batch, target, dtype)
     next_laws = full_laws(batch, target, mass=mass, scale=scale)
     order = verifier.test_order(batch, target)

@@ -54,8 +54,9 @@ def test_lossless(world, kind, rule):
     verifier.check_draft(pack(WORLDS[world], [draft for _, draft in listed]))
     double = production_report(WORLDS[world], listed, verifier)
     single = production_report(WORLDS[world], listed, verifier, np.float32)
+    shipped = production_report(WORLDS[world], listed, verifier, inputs=np.float32)
     assert double.distance < 1e-12
-    assert single.distance < 1e-6
+    assert single.distance < 1e-6 and shipped.distance < 1e-6
     assert single.expected == pytest.approx(double.expected, abs=1e-5)
     if hasattr(exact_rules, rule):
         reference = check(WORLDS[world], listed, getattr(exact_rules, rule))

@@ -49,7 +49,7 @@ def blended() -> dict[str, tuple[BlendedLookup, int]]:
     for lookup, law, size in ((broad, broad_law, 3), (peaked, peaked_law, 8)):
         for scope, context, best, probabilities in laws_of(law, size):
             for _ in range(3):
-                lookup.learn(context, best[0, :1], (best, probabilities), scope=scope)
+                lookup.learn(context, best[0, :1], top_ids=best, top_probs=probabilities, scope=scope)
     return {"sampled": (broad, 3), "mixed": (peaked, 8), "deterministic": (peaked, 8)}
 
 
@@ -126,7 +126,7 @@ def shaped_lookup() -> LookupTree:
     lookup = LookupTree(orders=(1,))
     for token in range(3):
         *_, best, probabilities = next(laws_of(lambda *_, token=token: np.roll([4.0, 3.0, 1.5], token), 3))
-        lookup.learn([token], best[0, :1], (best, probabilities))
+        lookup.learn([token], best[0, :1], top_ids=best, top_probs=probabilities)
     return lookup
 
 

@@ -41,6 +41,7 @@ def test_pieces_join_to_the_texts(engine):
     assert num_pieces > 12  # not all at the end
 
 
+@torch.inference_mode()
 def test_the_model_is_free_between_pieces(engine):
     before = engine.model.config._attn_implementation
     plain = engine.model(torch.tensor([[3, 4, 5]])).logits

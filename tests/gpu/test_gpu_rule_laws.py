@@ -33,7 +33,7 @@ from stand.gpu.kernels.race import race  # noqa: E402
 from stand.gpu.kernels.traverse import traverse  # noqa: E402
 from stand.gpu.step_packet import StepPacket  # noqa: E402
 from stand.gpu.step_size import StepSize  # noqa: E402
-from stand.gpu.work_list import WorkList  # noqa: E402
+from stand.gpu.work_list import Splitting  # noqa: E402
 from stand.trees import DraftBatch, DraftTree  # noqa: E402
 from stand.verifiers import VerifierNoise  # noqa: E402
 from stand.verifiers.draw import residuals_at, tokens_at  # noqa: E402
@@ -138,10 +138,10 @@ def decided(world, listed, probs: torch.Tensor, draw: np.ndarray) -> list[tuple[
     """(local node where it stops, next token) per draft, when `match` draws with uniforms `draw` [M]."""
     batch, rule = pack(world, listed), MatchRule()
     lengths, rows = np.full(len(batch), 9, dtype=np.int64), np.arange(len(batch), dtype=np.int64)
-    packet = StepPacket(StepSize(batch.num_nodes, 4 * len(batch), len(batch), 8), rule, torch.device("cpu"))
-    work = WorkList.build(batch.offsets, lengths, rows, tile_tokens=8, split_length=512)
+    size = StepSize(batch.num_nodes, 4 * len(batch), len(batch), 8)
+    packet = StepPacket(size, rule, torch.device("cpu"), splitting=Splitting(1))
     noise = VerifierNoise(seed=1, rows=rows, steps=rows, positions=rows)
-    packet.fill(batch, lengths, rows, noise, work=work, room=512)
+    packet.fill(batch, lengths, rows, noise, room=512)
     packet.upload()
     step = dict(packet.device) | {"target_uniforms": torch.from_numpy(draw)}
     stops, tokens = rule.decide(probs, step)

@@ -493,7 +493,7 @@ def test_names():
         assert verifier.name == rule
         assert repr(verifier).endswith("Verifier()")
         if not verifier.lossless:
-            with pytest.raises(ValueError, match="changes the output distribution; pass allow_lossy=True"):
+            with pytest.raises(ValueError, match="changes the output distribution; if that is wanted, pass the object"):
                 get_verifier(rule)
     assert {rule for rule in verifier_names() if not get_verifier(rule, allow_lossy=True).lossless} == {
         "typical",

@@ -5,7 +5,7 @@ from __future__ import annotations
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     ("verifiers/operands.py", "return self.target * 1.0", "Mult -> Div"): "times or divided by 1",
     (
-        "verifiers/rules/set_law.py",
+        "verifiers/set_law.py",
         "step = np.where(left > 0, law[:, columns] / np.where(left > 0, left, 1.0), 0.0)",
         "Gt -> GtE #2",
     ): "where nothing is left outside a set, the law of what is drawn next is 0 too",
@@ -82,32 +82,32 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "LtE -> Lt",
     ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
     (
-        "verifiers/rules/transport.py",
+        "verifiers/transport.py",
         "for other in np.flatnonzero(movable[column] > ROUNDING).tolist():",
         "Gt -> GtE",
     ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
     (
-        "verifiers/rules/transport.py",
+        "verifiers/transport.py",
         "if spare[column] > ROUNDING:",
         "Gt -> GtE",
     ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
     (
-        "verifiers/rules/transport.py",
+        "verifiers/transport.py",
         "previous = {int(column): -1 for column in np.flatnonzero(entry > ROUNDING)}",
         "Gt -> GtE",
     ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
     (
-        "verifiers/rules/transport.py",
+        "verifiers/transport.py",
         "slack = np.maximum(supply - flow.sum(axis=1), 0.0)",
         "drop maximum",
     ): "removes rounding below 0",
     (
-        "verifiers/rules/transport.py",
+        "verifiers/transport.py",
         "spare = np.maximum(capacity - flow.sum(axis=0), 0.0)",
         "drop maximum",
     ): "removes rounding below 0",
     (
-        "verifiers/rules/transport.py",
+        "verifiers/transport.py",
         "flow = np.maximum(flow + change, 0.0)",
         "drop maximum",
     ): "removes rounding below 0",

@@ -52,7 +52,7 @@ TARGETS = (
     ),
     Target(
         "growth",
-        tuple(f"trees/blended/{name}.h" for name in ("growth", "thresholds", "outcome", "draft_writer", "frontier")),
+        tuple(f"trees/blended/growth/{name}.h" for name in ("growth", "thresholds", "outcome", "draft_writer", "frontier")),
         (*_tests("verifiers", "production_drafts"), *_tests("trees", "blended")),
     ),
 )

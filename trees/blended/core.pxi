@@ -19,13 +19,13 @@ cdef extern from "../window.h" namespace "stand" nogil:
         const int32_t* history_sizes
         int32_t history_limit
 
-cdef extern from "odds.h" namespace "stand" nogil:
+cdef extern from "store/odds.h" namespace "stand" nogil:
     const int32_t C_MAX_DEPTH "stand::MAX_DEPTH"
 
-cdef extern from "evidence.h" namespace "stand" nogil:
+cdef extern from "growth/evidence.h" namespace "stand" nogil:
     bool_t has_wide_vectors()
 
-cdef extern from "learning.h" namespace "stand" nogil:
+cdef extern from "store/learning.h" namespace "stand" nogil:
     cdef cppclass LookupSettings:
         int32_t depth
         int64_t max_bytes
@@ -55,10 +55,10 @@ cdef extern from "learning.h" namespace "stand" nogil:
     void learn_nodes(CLookup& lookup, const StepView& step, const uint8_t* scopes, const int64_t* nodes,
                      int64_t num_nodes, const int32_t* ids, const float* probs, int32_t width) except +
 
-cdef extern from "soundness.h" nogil:
+cdef extern from "store/soundness.h" nogil:
     pass
 
-cdef extern from "blender.h" namespace "stand" nogil:
+cdef extern from "growth/blender.h" namespace "stand" nogil:
     cdef cppclass Candidate:
         uint32_t token
         float probability
@@ -66,7 +66,7 @@ cdef extern from "blender.h" namespace "stand" nogil:
     vector[Candidate] blended_law(const CLookup& lookup, const uint32_t* window, int32_t available, uint8_t scope,
                                   int32_t limit) except +
 
-cdef extern from "growth.h" namespace "stand" nogil:
+cdef extern from "growth/growth.h" namespace "stand" nogil:
     cdef cppclass GrowthRequest:
         const int32_t* window
         int32_t window_size
@@ -87,7 +87,7 @@ cdef extern from "growth.h" namespace "stand" nogil:
         void grow(const CLookup& lookup, const vector[GrowthRequest]& requests,
                   const GrowthSettings& settings) except +
 
-cdef extern from "draft_writer.h" namespace "stand" nogil:
+cdef extern from "growth/draft_writer.h" namespace "stand" nogil:
     cdef cppclass DraftSink:
         const int32_t* offsets
         int32_t* token_ids
@@ -103,7 +103,7 @@ cdef extern from "draft_writer.h" namespace "stand" nogil:
     int32_t law_width(const Growth& growth)
     void write_draft(const Growth& growth, const DraftSink& sink)
 
-cdef extern from "outcome.h" namespace "stand" nogil:
+cdef extern from "growth/outcome.h" namespace "stand" nogil:
     cdef cppclass Outcome:
         const int32_t* token_ids
         const int32_t* parents
@@ -117,7 +117,7 @@ cdef extern from "outcome.h" namespace "stand" nogil:
     int64_t first_broken_path(const Outcome& outcome)
     void c_record_outcome "stand::record_outcome"(const Outcome& outcome, DraftKind kind, CLookup& lookup) except +
 
-cdef extern from "snapshot.h" namespace "stand" nogil:
+cdef extern from "store/snapshot.h" namespace "stand" nogil:
     cdef cppclass Snapshot:
         vector[uint32_t] roots
         vector[uint8_t] sizes

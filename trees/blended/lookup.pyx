@@ -44,7 +44,7 @@ MAX_SCOPE = LAST_SCOPE
 DEFAULT_MAX_BYTES = 256 << 20
 MAX_CANDIDATES = 64
 
-cdef extern from "../digest.h" namespace "stand" nogil:
+cdef extern from "../noise.h" namespace "stand" nogil:
     uint64_t extended_digest(uint64_t digest, const int32_t* token_ids, int64_t num_tokens)
 
 

@@ -29,7 +29,7 @@ include "arrays.pxi"
 MAX_ORDER = 16
 MAX_CANDIDATES = 256
 
-cdef extern from "../digest.h" namespace "stand" nogil:
+cdef extern from "../noise.h" namespace "stand" nogil:
     uint64_t extended_digest(uint64_t digest, const int32_t* token_ids, int64_t num_tokens)
 
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "evidence.h"
-#include "lookup.h"
+#include "../store/lookup.h"
 
 namespace stand {
 

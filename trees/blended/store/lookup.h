@@ -12,7 +12,7 @@
 
 #include <mutex>
 
-#include "../sampling.h"
+#include "../../sampling.h"
 #include "calibration.h"
 #include "end_cache.h"
 #include "odds.h"

@@ -5,8 +5,8 @@
 
 #pragma once
 
-#include "../noise.h"
-#include "../sampling.h"
+#include "../../noise.h"
+#include "../../sampling.h"
 #include "blender.h"
 #include "frontier.h"
 #include "thresholds.h"

@@ -6,7 +6,7 @@
 #include <mutex>
 #include <vector>
 
-#include "lookup.h"
+#include "../store/lookup.h"
 
 namespace stand {
 

@@ -16,7 +16,7 @@
 #define STAND_WIDE [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq,bmi2,popcnt")]]
 #endif
 
-#include "odds.h"
+#include "../store/odds.h"
 
 namespace stand {
 

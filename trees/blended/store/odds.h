@@ -14,7 +14,7 @@
 #include <iterator>
 
 #include "blocks.h"
-#include "../float_bits.h"
+#include "float_bits.h"
 
 namespace stand {
 

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <vector>
 
-#include "../float_bits.h"
+#include "../store/float_bits.h"
 
 namespace stand {
 

@@ -4,7 +4,7 @@
 
 #include <mutex>
 
-#include "../window.h"
+#include "../../window.h"
 #include "memory.h"
 
 namespace stand {

@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "../float_bits.h"
+#include "float_bits.h"
 
 namespace stand {
 

@@ -2,6 +2,7 @@
 
     python scripts/train_reasoner.py --minutes 80              # train, then write scripts/reasoner
     python scripts/train_reasoner.py --evaluate                # held-out accuracy of scripts/reasoner
+    python scripts/train_reasoner.py --draft-model weak        # a draft model, then write scripts/drafters/weak
 
 Training data are drawn without end from `workloads/problems.py`; held-out problems never appear. How it trains is in
 `training/trainer.py`. A checkpoint is written every few minutes and a run continues from it unless `--fresh` is given.
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch
 from measuring.setup import REASONER
+from training.draft_models import SIZES, train_draft_model
 from training.trainer import train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workloads.answers import extract_answer, majority_answer
@@ -72,7 +74,7 @@ def mean(values: list[float]) -> float:
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=80.0, help="time budget of the training")
+    parser.add_argument("--minutes", type=float, help="time budget of the training (80; a draft model's own)")
     parser.add_argument("--steps", type=int, default=0, help="budget in steps instead of minutes")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rows", type=int, default=32, help="texts per process and step")
@@ -87,6 +89,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=REASONER)
     parser.add_argument("--fresh", action="store_true", help="forget earlier checkpoints")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--draft-model", choices=sorted(SIZES), help="train this one of compare_verifiers.py instead")
     parser.add_argument("--evaluate", action="store_true", help="measure held-out accuracy instead")
     parser.add_argument("--model", type=Path, help="folder to evaluate (default: --output)")
     parser.add_argument("--problems", type=int, default=65, help="held-out problems to evaluate on")
@@ -98,7 +101,10 @@ def main() -> None:
     arguments = read_arguments()
     if arguments.evaluate:
         print(json.dumps(evaluate(arguments)))
+    elif arguments.draft_model is not None:
+        train_draft_model(arguments.draft_model, minutes=arguments.minutes)
     else:
+        arguments.minutes = 80.0 if arguments.minutes is None else arguments.minutes
         train(arguments)
 
 

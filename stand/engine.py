@@ -107,29 +107,17 @@ class Engine:
 
     @torch.inference_mode()
     def generate(
-        self,
-        prompts: object = None,
-        *,
-        input_ids: object = None,
-        attention_mask: object = None,
-        generation_config: GenerationConfig | None = None,
-        num_return_sequences: int | None = None,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
+        self, prompts: object = None, *,
+        input_ids: object = None, attention_mask: object = None, generation_config: GenerationConfig | None = None,
+        num_return_sequences: int | None = None, max_new_tokens: int | None = None, temperature: float | None = None,
+        top_k: int | None = None, top_p: float | None = None, min_p: float | None = None,
         repetition_penalty: float | None = None,
         logits_processors: LogitsProcessorList | Iterable[LogitsProcessor] | None = None,
-        stop: str | Sequence[str] | None = None,
-        stop_token_ids: int | Sequence[int] | None = None,
+        stop: str | Sequence[str] | None = None, stop_token_ids: int | Sequence[int] | None = None,
         stopping_criteria: StoppingCriteriaList | Iterable[StoppingCriteria] | None = None,
-        seed: int | None = None,
-        streamer: BaseStreamer | None = None,
-        draft: bool = True,
-        learn: bool = True,
+        seed: int | None = None, streamer: BaseStreamer | None = None, draft: bool = True, learn: bool = True,
         **settings: object,
-    ) -> GenerationOutput:
+    ) -> GenerationOutput:  # fmt: skip
         """Sample `num_return_sequences` continuations of every prompt, all rows in one batch.
 
         prompts: a text, a chat (a list of messages), or several; also ids, as input_ids takes them.
@@ -154,32 +142,15 @@ class Engine:
         learns, of its batch mates and of earlier calls.
         """
         call, num_samples = self._new_call(
-            prompts,
-            on_commit=None if streamer is None else _into(streamer),
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            generation_config=generation_config,
-            num_return_sequences=num_return_sequences,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            logits_processors=logits_processors,
-            stop=stop,
-            stop_token_ids=stop_token_ids,
-            stopping_criteria=stopping_criteria,
-            seed=seed,
-            draft=draft,
-            learn=learn,
-            **settings,
-        )
+            prompts, on_commit=None if streamer is None else _into(streamer),
+            input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config,
+            num_return_sequences=num_return_sequences, max_new_tokens=max_new_tokens, temperature=temperature,
+            top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+            logits_processors=logits_processors, stop=stop, stop_token_ids=stop_token_ids,
+            stopping_criteria=stopping_criteria, seed=seed, draft=draft, learn=learn, **settings,
+        )  # fmt: skip
         if streamer is not None:
-            if len(call.rows) != 1:
-                raise ValueError(
-                    f"a streamer shows one row, got {len(call.rows)}; use engine.stream, which shows all rows"
-                )
+            _check_streamed(call)
             streamer.put(torch.from_numpy(call.rows[0].history.astype(np.int64))[None])
         call.run()
         if streamer is not None:
@@ -340,6 +311,11 @@ def _stream(call: Call, committed: list[tuple[int, str]]) -> Iterator[tuple[int,
         pieces = [(row, text) for row, text in committed if text]
         committed.clear()
         yield from pieces
+
+
+def _check_streamed(call: Call) -> None:
+    if len(call.rows) != 1:
+        raise ValueError(f"a streamer shows one row, got {len(call.rows)}; use engine.stream, which shows all rows")
 
 
 def _into(streamer: BaseStreamer) -> Callable[[Row, list[int]], None]:

@@ -87,6 +87,11 @@ def test_a_folder_is_refused_under_its_bare_name(package, tmp_path):
     assert f"must be imported as stand.{package}" in result.stderr
 
 
+def test_the_packages_are_there_after_one_import():
+    result = run_python("import stand; print(stand.trees.LookupTree.__name__, stand.verifiers.Verifier.__name__)")
+    assert result.stdout.split() == ["LookupTree", "Verifier"], result.stderr
+
+
 def test_unknown_names_are_refused():
     with pytest.raises(AttributeError, match="it offers"):
         stand.no_such_name  # noqa: B018

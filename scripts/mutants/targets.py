@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+GROWTH = ("growth", "thresholds", "outcome", "draft_writer", "frontier")
 SUFFIXES = (".py", ".pyx", ".h")
 
 
@@ -52,7 +53,7 @@ TARGETS = (
     ),
     Target(
         "growth",
-        tuple(f"trees/blended/growth/{name}.h" for name in ("growth", "thresholds", "outcome", "draft_writer", "frontier")),
+        tuple(f"trees/blended/growth/{name}.h" for name in GROWTH),
         (*_tests("verifiers", "production_drafts"), *_tests("trees", "blended")),
     ),
 )

@@ -1,1 +1,1 @@
-"""How train_reasoner.py and train_drafters.py train."""
+"""How train_reasoner.py trains the bundled model and the draft models."""

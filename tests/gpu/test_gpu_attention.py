@@ -14,6 +14,7 @@ from triton.runtime import interpreter  # noqa: E402
 
 from stand.gpu.kernels import attention as attention_kernel  # noqa: E402
 from stand.gpu.kernels.attention import tree_attention  # noqa: E402
+from stand.gpu.kernels.merge import MERGED_SPLITS  # noqa: E402
 from stand.gpu.tiles import Limits, blocks, refusal, tile_tokens  # noqa: E402
 from stand.gpu.work_list import Splitting, WorkList  # noqa: E402
 
@@ -238,7 +239,7 @@ def test_rows_are_split_by_their_own_length_and_tiles(row_items):
 
 
 def test_more_splits_than_the_merge_holds_at_once():
-    case = make_case([2], [64 * (attention_kernel.MERGED_SPLITS + 2) + 7], heads=1, groups=1)
+    case = make_case([2], [64 * (MERGED_SPLITS + 2) + 7], heads=1, groups=1)
     assert difference(case) < 2e-6
 
 

@@ -43,8 +43,8 @@ from hypothesis import strategies as st
 from stand.trees import DraftBatch, DraftTree
 from stand.verifiers import TargetRows, ThresholdVerifier, get_verifier, operands, verifier_names
 from stand.verifiers.requirements import wrong_batches
-from stand.verifiers.set_law import set_law, set_sizes
 from stand.verifiers.schedule import Schedule
+from stand.verifiers.set_law import set_law, set_sizes
 
 
 @pytest.mark.parametrize(("world", "kind", "rule"), CASES)

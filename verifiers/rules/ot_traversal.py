@@ -7,11 +7,11 @@ import numpy as np
 from stand.trees import DraftBatch
 from stand.verifiers.operands import HOST, Array, Operands
 from stand.verifiers.requirements import Requirements, drawn_without_replacement
-from stand.verifiers.set_law import set_law, set_sizes
-from stand.verifiers.transport import largest_transport
 from stand.verifiers.rules.traversal import after_failure, pass_probability
 from stand.verifiers.schedule import Schedule
+from stand.verifiers.set_law import set_law, set_sizes
 from stand.verifiers.target import TargetRows
+from stand.verifiers.transport import largest_transport
 from stand.verifiers.verifier import ThresholdVerifier
 from stand.verifiers.walk import first_in_post_order
 

@@ -9,9 +9,9 @@ import numpy as np
 from stand.trees import DraftBatch
 from stand.verifiers.operands import HOST, Array, Operands
 from stand.verifiers.requirements import Requirements, drawn_without_replacement
-from stand.verifiers.set_law import set_law, set_sizes
 from stand.verifiers.rules.traversal import traverse
 from stand.verifiers.schedule import Schedule, packed_parents, token_columns, token_laws
+from stand.verifiers.set_law import set_law, set_sizes
 from stand.verifiers.target import TargetRows
 from stand.verifiers.verifier import ThresholdVerifier
 from stand.verifiers.walk import first_in_post_order

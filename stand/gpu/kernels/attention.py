@@ -13,15 +13,13 @@ import triton
 import triton.language as tl
 
 from stand.gpu.kernels.launch import launch_device
+from stand.gpu.kernels.merge import LOG2_E, merge
 from stand.gpu.kernels.specimen import Specimen
 from stand.gpu.tiles import BLOCKS_16_BIT, BLOCKS_FLOAT32, Blocks, blocks, limits_of
 
 MOST_WORDS = 4  # 64-bit words of ancestors per token
-MERGED_SPLITS = 16  # partial results that the merge holds at once; part of the order of its sums
 PROGRAMS_PER_PROCESSOR = 2
 INTERPRETED_PROGRAMS = 3
-MERGE_WARPS = 2
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -64,6 +62,24 @@ def _absorb(scores, unit, value, accumulator, highest, mass):
     accumulator = accumulator * shrink[:, None]
     accumulator = tl.dot(weights.to(value.dtype), value, accumulator, input_precision="ieee")
     return accumulator, new_highest, mass
+
+
+@triton.jit
+def _hide_others(scores, words, bits, inside, is_masked):
+    """-inf for keys after the end, and for new tokens whose bit is not set in the query's word of ancestors."""
+    word = tl.load(words, mask=is_masked, other=-1)
+    seen = (word[:, None] >> bits.to(tl.int64)[None, :]) & 1
+    return tl.where(inside[None, :] & (seen != 0), scores, float("-inf"))
+
+
+@triton.jit
+def _store_partial(partials, log_sums, accumulator, highest, mass, in_tile, tile):
+    """The normalised result of one split, and the logarithm of its mass; a split that saw nothing has none."""
+    has_mass = mass > 0
+    mixed = accumulator / tl.where(has_mass, mass, 1.0)[:, None]
+    log_sum = tl.where(has_mass, highest + tl.log2(tl.where(has_mass, mass, 1.0)), float("-inf"))
+    tl.store(log_sums, log_sum, mask=in_tile)
+    tl.store(partials, mixed, mask=tile & has_mass[:, None])
 
 
 @triton.jit(do_not_specialize=["num_items", "window"])
@@ -167,9 +183,8 @@ def _tree_attention_kernel(
             scores = _scores(queries, key, scale, softcap, HAS_SOFTCAP)
             key_positions = slots
             if is_tail | (start + BLOCK_N > end):
-                word = tl.load(ancestors + packed * WORDS + tail_first // 64, mask=in_tile & is_tail, other=-1)
-                bits = (word[:, None] >> (tail_first % 64 + columns).to(tl.int64)[None, :]) & 1
-                scores = tl.where(inside[None, :] & (bits != 0), scores, float("-inf"))
+                words = ancestors + packed * WORDS + tail_first // 64
+                scores = _hide_others(scores, words, tail_first % 64 + columns, inside, in_tile & is_tail)
                 if HAS_WINDOW:
                     places = positions + row_first + tail_first + columns
                     tail_positions = tl.load(places, mask=inside & is_tail, other=0).to(tl.int32)
@@ -178,61 +193,11 @@ def _tree_attention_kernel(
                 scores = tl.where(key_positions[None, :] > blind[:, None], scores, float("-inf"))
             accumulator, highest, mass = _absorb(scores, unit, value, accumulator, highest, mass)
 
-        has_mass = mass > 0
-        mixed = accumulator / tl.where(has_mass, mass, 1.0)[:, None]
-        log_sum = tl.where(has_mass, highest + tl.log2(tl.where(has_mass, mass, 1.0)), float("-inf"))
         parts = tl.load(partial_starts + packed, mask=in_tile, other=0) + split
         places = parts.to(tl.int64) * (KEY_HEADS * GROUPS) + heads
-        tl.store(log_sums + places, log_sum, mask=in_tile)
-        tl.store(partials + places[:, None] * HEAD_SIZE + sizes[None, :], mixed, mask=tile & has_mass[:, None])
+        cells = places[:, None] * HEAD_SIZE + sizes[None, :]
+        _store_partial(partials + cells, log_sums + places, accumulator, highest, mass, in_tile, tile)
         index += tl.num_programs(0)
-
-
-@triton.jit
-def _merge_kernel(
-    partials,  # [P, H, D] float32
-    log_sums,  # [P, H] float32
-    partial_starts,  # [M + 1] int32
-    sinks,  # [H], or anything when HAS_SINKS is false
-    mixed,  # [M, H, D]
-    NUM_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
-    """Partial results of one token and head, weighted by their mass; a sink takes its share and gives nothing."""
-    token = tl.program_id(0)
-    head = tl.program_id(1)
-    sizes = tl.arange(0, BLOCK_D)
-    begin = tl.load(partial_starts + token)
-    count = tl.load(partial_starts + token + 1) - begin
-    highest = tl.full([1], float("-inf"), tl.float32)
-    mass = tl.zeros([1], tl.float32)
-    if HAS_SINKS:
-        highest = tl.load(sinks + head + tl.arange(0, 1)).to(tl.float32) * LOG2_E
-        mass = tl.full([1], 1.0, tl.float32)
-    accumulator = tl.zeros([BLOCK_D], tl.float32)
-    for first in range(0, count, BLOCK_P):
-        splits = first + tl.arange(0, BLOCK_P)
-        places = (begin + splits).to(tl.int64) * NUM_HEADS + head
-        logs = tl.load(log_sums + places, mask=splits < count, other=float("-inf"))
-        filled = logs != float("-inf")
-        parts = tl.load(
-            partials + places[:, None] * HEAD_SIZE + sizes[None, :],
-            mask=filled[:, None] & (sizes < HEAD_SIZE)[None, :],
-            other=0.0,
-        )
-        new_highest = tl.maximum(highest, tl.max(logs, 0))
-        reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weights = tl.exp2(logs - reference)
-        shrink = tl.exp2(highest - reference)
-        mass = mass * shrink + tl.sum(weights, 0)
-        accumulator = accumulator * shrink + tl.sum(parts * weights[:, None], 0)
-        highest = new_highest
-    result = accumulator / tl.where(mass > 0, mass, 1.0)
-    place = (token.to(tl.int64) * NUM_HEADS + head) * HEAD_SIZE
-    tl.store(mixed + place + sizes, result.to(mixed.dtype.element_ty), mask=sizes < HEAD_SIZE)
 
 
 @torch.library.custom_op("stand::tree_attention", mutates_args=("partials", "log_sums"))
@@ -270,7 +235,7 @@ def tree_attention(
             query, keys, values, ancestors, positions, items, partial_starts, partials, log_sums,
             scale, tile_tokens, window, softcap,
         )  # fmt: skip
-        _merge(partials, log_sums, partial_starts, sinks, mixed)
+        merge(partials, log_sums, partial_starts, sinks, mixed)
     return mixed
 
 
@@ -318,24 +283,6 @@ def _attend(
         HAS_SOFTCAP=softcap > 0,
         num_warps=sizes.num_warps,
         num_stages=sizes.num_stages,
-    )
-
-
-def _merge(partials, log_sums, partial_starts, sinks, mixed) -> None:
-    """Partial results to `mixed`."""
-    num_tokens, num_heads, head_size = mixed.shape
-    _merge_kernel[(num_tokens, num_heads)](
-        partials,
-        log_sums,
-        partial_starts,
-        sinks if sinks is not None else log_sums,
-        mixed,
-        NUM_HEADS=num_heads,
-        HEAD_SIZE=head_size,
-        BLOCK_D=triton.next_power_of_2(head_size),
-        BLOCK_P=MERGED_SPLITS,
-        HAS_SINKS=sinks is not None,
-        num_warps=MERGE_WARPS,
     )
 
 
@@ -400,8 +347,6 @@ def specimens() -> list[Specimen]:
         _tile_specimen("Gemma 2 sm_89", "bf16", 256, 2, BLOCKS_16_BIT[256][0][1], HAS_WINDOW=True, HAS_SOFTCAP=True),
         _tile_specimen("7B float32", "fp32", 128, 7, BLOCKS_FLOAT32[128][0][0]),
         _tile_specimen("small model float32", "fp32", 64, 1, BLOCKS_FLOAT32[64][0][0]),
-        _merge_specimen("7B merge", "bf16", 128, has_sinks=False),
-        _merge_specimen("gpt-oss merge", "bf16", 64, has_sinks=True),
     ]
 
 
@@ -426,16 +371,3 @@ def _tile_specimen(name: str, dtype: str, head_size: int, groups: int, sizes: Bl
     strides = ("query_token", "query_head", "key_row", "key_head", "value_row", "value_head")
     types |= {f"{stride}_stride": "i32:16" for stride in strides}
     return Specimen(name, _tree_attention_kernel, types, constants, sizes.num_warps, sizes.num_stages)
-
-
-def _merge_specimen(name: str, dtype: str, head_size: int, *, has_sinks: bool) -> Specimen:
-    types = {"partials": "*fp32", "log_sums": "*fp32", "partial_starts": "*i32"}
-    types |= {"sinks": f"*{dtype}" if has_sinks else "*fp32", "mixed": f"*{dtype}"}
-    constants = {
-        "NUM_HEADS": 28,
-        "HEAD_SIZE": head_size,
-        "BLOCK_D": triton.next_power_of_2(head_size),
-        "BLOCK_P": MERGED_SPLITS,
-        "HAS_SINKS": has_sinks,
-    }
-    return Specimen(name, _merge_kernel, types, constants, MERGE_WARPS)

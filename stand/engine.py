@@ -65,8 +65,7 @@ def wrap(
     """
     rule = _checked_rule(verifier)
     drafter = _checked_drafter(drafter)
-    with exclusive(model):
-        check_model(model)
+    check_model(model)
     drafter.attach(model, _fingerprint(model, tokenizer))
     specimen = drafter.specimen()
     if specimen is not None:

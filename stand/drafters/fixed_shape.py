@@ -51,7 +51,8 @@ class FixedShapeDrafter(Drafter):
         return lookup.draft([tokens], self.shape, seed=0, rows=row, steps=row, kind=self.kind)
 
     def draft(self, request: DraftRequest) -> DraftBatch:
-        kind = "deterministic" if request.is_greedy else self.kind
+        is_given = request.is_greedy and self.kind != "independent"  # rules for independent siblings take no others
+        kind = "deterministic" if is_given else self.kind
         return self.lookup.draft(
             request.histories,
             [self._up_to(int(depth)) for depth in request.max_depths],

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from stand.forward.model import max_positions, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
-from stand.forward.tree_attention import tree_attention
+from stand.forward.tree_attention import exclusive, tree_attention
 from stand.forward.tree_cache import TreeCache
 from stand.trees import NO_PARENT, DraftBatch, DraftTree
 
@@ -28,7 +28,14 @@ class UnsupportedModelError(ValueError):
 def check_model(model: PreTrainedModel) -> None:
     """Refuse a model whose layers cannot hold a tree, then compare one small tree forward with plain forwards, and a
     forward with a far position in it with one without."""
+    _refuse_wrappers(model)
     _refuse_by_configuration(model)
+    _refuse_dropout(model)
+    with exclusive(model):
+        _compare_forwards(model)
+
+
+def _compare_forwards(model: PreTrainedModel) -> None:
     difference = tree_difference(model)
     tolerance = TOLERANCES.get(model.dtype)
     if tolerance is None:
@@ -47,6 +54,25 @@ def check_model(model: PreTrainedModel) -> None:
             f"tokens of {type(model).__name__} must not depend on later positions of the same forward (up to rounding, "
             f"{tolerance:g} of the logits' spread), got {difference:.3g} from position {max_positions(model) - 1}; "
             "rows of other lengths share a forward, so it cannot be served"
+        )
+
+
+def _refuse_wrappers(model: object) -> None:
+    """What holds a model of transformers but is none: adapters, compiled and replicated ones."""
+    inner = {"get_base_model": "model.get_base_model()", "_orig_mod": "model._orig_mod", "module": "model.module"}
+    for attribute, remedy in inner.items():
+        if not isinstance(model, PreTrainedModel) and hasattr(model, attribute):
+            raise UnsupportedModelError(
+                f"wrap needs a transformers model itself, got {type(model).__name__} around one; pass {remedy}"
+            )
+
+
+def _refuse_dropout(model: PreTrainedModel) -> None:
+    rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    rates.append(getattr(text_config(model), "attention_dropout", 0.0) or 0.0)
+    if model.training and max(rates) > 0:
+        raise UnsupportedModelError(
+            f"the model must be in evaluation mode, got training mode with dropout {max(rates):g}; call model.eval()"
         )
 
 

@@ -109,6 +109,16 @@ def test_chain_rules_decode_chains(verifier):
         assert tokens == greedy_by_transformers("llama", prompt, 30)
 
 
+@pytest.mark.parametrize("verifier", ["specinfer", "spectr"])
+def test_rules_for_independent_siblings_decode_greedily(verifier):
+    drafter = stand.FixedShapeDrafter(shape=TreeShape.from_branching([2, 1]), kind="independent")
+    engine = stand.wrap(tiny_model("llama"), drafter=drafter, verifier=verifier)
+    output = engine.generate(input_ids=PROMPTS, max_new_tokens=30, temperature=0.0)
+    for prompt, tokens in zip(PROMPTS, output.token_ids, strict=True):
+        assert tokens == greedy_by_transformers("llama", prompt, 30)
+    assert output.stats.num_accepted_draft_tokens > 0
+
+
 def test_a_chain_rule_refuses_a_branching_shape():
     with pytest.raises(ValueError, match="chain"):
         engine_of(verifier="block")  # seen before anything is generated

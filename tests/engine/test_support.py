@@ -1,6 +1,8 @@
 """Models that cannot hold a tree are refused at wrap with the reason; the self-check sees what the list does not."""
 
 import copy
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,6 +69,36 @@ def test_unservable_families_are_refused_with_the_reason(family):
 def test_something_that_is_no_model_is_refused():
     with pytest.raises(stand.UnsupportedModelError, match="causal language model, got Linear"):
         stand.wrap(torch.nn.Linear(2, 2))
+
+
+class Adapted(torch.nn.Module):
+    """As adapters wrap a model."""
+
+    def get_base_model(self):
+        return tiny_model("llama")
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "remedy"),
+    [
+        (Adapted(), "model.get_base_model()"),
+        (torch.nn.DataParallel(torch.nn.Linear(2, 2)), "model.module"),
+        (SimpleNamespace(_orig_mod=None), "model._orig_mod"),
+    ],
+)
+def test_what_wraps_a_model_is_told_how_to_pass_it(wrapper, remedy):
+    with pytest.raises(stand.UnsupportedModelError, match=re.escape(f"pass {remedy}")):
+        stand.wrap(wrapper)
+
+
+def test_training_mode_with_dropout_is_refused():
+    model = copy.deepcopy(tiny_model("llama"))
+    model.train()
+    stand.wrap(model)  # nothing is dropped
+    model.config.attention_dropout = 0.1
+    with pytest.raises(stand.UnsupportedModelError, match=r"call model.eval\(\)"):
+        stand.wrap(model)
+    stand.wrap(model.eval())
 
 
 def test_the_self_check_sees_positions_taken_from_slots():

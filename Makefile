@@ -1,5 +1,6 @@
 # Every target sets up what it needs in .venv: Python >= 3.10, a C++ compiler and make are enough.
 #   make throughput      the main job on the bundled model: speed with and without drafts
+#   make throughput MODEL=smollm2      the same on a real small model, fetched on first use
 #   make test            the test suite
 #   make lint            ruff
 #   make test-debug      the compiled core with bounds checks, its own tests
@@ -11,9 +12,12 @@ CONSTRAINTS ?= constraints.txt
 VENV ?= .venv
 # Options for scripts/throughput.py, e.g. make throughput ARGS="--trajectories 1,4"
 ARGS ?=
+# A real model for make throughput: smollm2, gemma3-270m, a folder or a hub id. Its run is sized for two cores.
+MODEL ?=
+MODEL_ARGS ?= --trajectories 1,4,16 --num-problems 3 --max-new-tokens 160 --temperature 0.8 --top-p 0.95
 
 BIN := $(VENV)/bin
-SOURCES := setup.py pyproject.toml $(CONSTRAINTS) $(shell find stand trees verifiers -name '*.pyx' -o -name '*.h')
+SOURCES := setup.py pyproject.toml $(CONSTRAINTS) $(shell find stand trees verifiers -name '*.pyx' -o -name '*.pxi' -o -name '*.h')
 MODULES := $(shell find stand trees verifiers -name '*.py')
 CORE_TESTS := tests/trees tests/gpu/test_gpu_packing.py tests/gpu/test_gpu_work_list.py tests/engine/test_filters.py
 
@@ -30,7 +34,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: throughput test lint test-debug test-wheel away clean
 
 throughput: $(VENV)/.ready
-	$(BIN)/python scripts/throughput.py $(ARGS)
+	$(BIN)/python scripts/throughput.py $(if $(MODEL),--model $(MODEL) $(MODEL_ARGS)) $(ARGS)
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n $(WORKERS)

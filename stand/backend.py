@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
 from stand.forward.model import text_config
-from stand.forward.tree_cache import TreeCache
-from stand.row import Row
-from stand.sampling import TargetLaw
-from stand.step import EagerStep, Step
+from stand.step import EagerStep, Step, StepStart
 from stand.verifiers import Verifier
 
 if TYPE_CHECKING:
@@ -31,20 +27,8 @@ class Backend(Protocol):
     name: str
     reason: str  # why it was chosen
 
-    def new_step(
-        self,
-        prefilled: TreeCache,
-        sources: Sequence[int],
-        *,
-        law: TargetLaw,
-        verifier: Verifier,
-        rows: Sequence[Row],
-        num_top: int,
-    ) -> Step:
-        """A step for a call whose row rows[i] starts with the keys of row sources[i] of `prefilled`.
-
-        num_top: the most top entries per node that its lessons ask for.
-        """
+    def new_step(self, start: StepStart) -> Step:
+        """A step for one call."""
 
 
 class EagerBackend:
@@ -59,18 +43,9 @@ class EagerBackend:
     def __str__(self) -> str:
         return self.name
 
-    def new_step(
-        self,
-        prefilled: TreeCache,
-        sources: Sequence[int],
-        *,
-        law: TargetLaw,
-        verifier: Verifier,
-        rows: Sequence[Row],
-        num_top: int,
-    ) -> Step:
-        prefilled.fan_out(sources)
-        return EagerStep(self._model, prefilled, law, verifier, num_top=num_top)
+    def new_step(self, start: StepStart) -> Step:
+        start.prefilled.fan_out(start.sources)
+        return EagerStep(self._model, start.prefilled, start.law, start.verifier, num_top=start.num_top)
 
 
 class CapturedBackend:
@@ -94,24 +69,14 @@ class CapturedBackend:
     def __str__(self) -> str:
         return self.name
 
-    def new_step(
-        self,
-        prefilled: TreeCache,
-        sources: Sequence[int],
-        *,
-        law: TargetLaw,
-        verifier: Verifier,
-        rows: Sequence[Row],
-        num_top: int,
-    ) -> Step:
-        if law.has_processors or self.name != "triton":
-            return self._eager.new_step(prefilled, sources, law=law, verifier=verifier, rows=rows, num_top=num_top)
+    def new_step(self, start: StepStart) -> Step:
+        if start.law.has_processors or self.name != "triton":
+            return self._eager.new_step(start)
         from stand.gpu.guarded_step import GuardedStep
 
         self._previous = GuardedStep.start(
-            self._previous, self._model, prefilled, sources, law=law, verifier=verifier, rows=rows, fusion=self.fusion,
-            num_top=num_top, on_failure=self._give_up,
-        )  # fmt: skip
+            self._previous, self._model, start, fusion=self.fusion, on_failure=self._give_up
+        )
         return self._previous
 
     def _give_up(self, reason: str) -> None:

@@ -19,7 +19,7 @@ from stand.forward.tree_cache import TreeCache
 from stand.row import LiveRows, Row
 from stand.sampling import TargetLaw
 from stand.stats import Stats
-from stand.step import Step
+from stand.step import Step, StepStart
 from stand.stop import StopRule
 from stand.trees import DraftBatch, DraftTree
 from stand.verifiers import Verdicts, Verifier, VerifierNoise
@@ -94,9 +94,8 @@ class Call:
                 if self._is_learning:
                     self._drafter.learn_prompt(row.history, problem=row.problem)
             num_top = self._drafter.num_candidates if self._is_learning else 0
-            self._step = self._backend.new_step(
-                cache, sources, law=self._law, verifier=self._verifier, rows=self.rows, num_top=num_top
-            )
+            start = StepStart(cache, sources, self.rows, self._law, self._verifier, num_top)
+            self._step = self._backend.new_step(start)
 
     def _advance(self) -> None:
         """One decoding step of all live rows."""

@@ -33,6 +33,7 @@ from stand.output import GenerationOutput
 from stand.prompts import PromptReader
 from stand.row import LiveRows, Row
 from stand.seeds import call_seed, checked_seed
+from stand.step import StepStart
 from stand.stop import StopRule, as_strings
 from stand.text_pieces import TextPieces
 from stand.trees import BlendedLookup, DraftBatch, LookupTree, vocabulary_fingerprint
@@ -199,9 +200,8 @@ class Engine:
             with tree_attention(self.model):
                 cache = TreeCache(num_rows=1, room=length + 1)
                 prefill(self.model, cache, prompt[:-1], row=0)
-                step = self.backend.new_step(
-                    cache, [0] * num_rows, law=law, verifier=self.verifier, rows=rows, num_top=0
-                )
+                start = StepStart(cache, [0] * num_rows, rows, law, self.verifier, num_top=0)
+                step = self.backend.new_step(start)
 
             def run_step(batch: DraftBatch) -> None:
                 step.forward(batch, live, noise)

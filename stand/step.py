@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -16,10 +17,22 @@ from stand.forward.model import run_plan
 from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
-from stand.row import LiveRows
+from stand.row import LiveRows, Row
 from stand.sampling import TargetLaw
 from stand.trees import DraftBatch
 from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepStart:
+    """What the steps of a call begin with: row rows[i] has the keys of row sources[i] of `prefilled`."""
+
+    prefilled: TreeCache
+    sources: Sequence[int]
+    rows: Sequence[Row]
+    law: TargetLaw
+    verifier: Verifier
+    num_top: int  # the most top entries per node that lessons ask for
 
 
 class Step(Protocol):

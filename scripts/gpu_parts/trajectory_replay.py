@@ -27,7 +27,6 @@ from gpu_parts.bench_model import BenchModel
 from stand.call import Call
 from stand.drafters.step_cost import CostTable
 from stand.engine import Engine
-from stand.forward.tree_cache import TreeCache
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_rule import MatchRule, follow
 from stand.gpu.fusion.fusion import Fusion
@@ -35,10 +34,10 @@ from stand.gpu.packet import Field
 from stand.gpu.step_size import StepSize
 from stand.output import GenerationOutput
 from stand.row import Row
-from stand.sampling import TargetLaw
 from stand.stats import Stats
+from stand.step import StepStart
 from stand.trees import BlendedLookup, DraftBatch
-from stand.verifiers import Verifier, VerifierNoise, get_verifier
+from stand.verifiers import VerifierNoise, get_verifier
 
 PLAIN, FIXED, MEASURED = "no drafts", "{} nodes", "measured costs"
 
@@ -133,19 +132,10 @@ class ReplayBackend:
         self._model = model
         self._fusion = fusion
 
-    def new_step(
-        self,
-        prefilled: TreeCache,
-        sources: Sequence[int],
-        *,
-        law: TargetLaw,
-        verifier: Verifier,
-        rows: Sequence[Row],
-        num_top: int,
-    ) -> TimedStep:
-        if self.step is None or not self.step.serves(law, len(rows)):
-            self.step = TimedStep(self._model, law, self.rule, num_rows=len(rows), fusion=self._fusion)
-        self.step.load(prefilled, sources, rows)
+    def new_step(self, start: StepStart) -> TimedStep:
+        if self.step is None or not self.step.serves(start.law, len(start.rows)):
+            self.step = TimedStep(self._model, start.law, self.rule, num_rows=len(start.rows), fusion=self._fusion)
+        self.step.load(start.prefilled, start.sources, start.rows)
         self.start = time.perf_counter() - self.step.recording_seconds
         return self.step
 

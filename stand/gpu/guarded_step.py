@@ -17,10 +17,9 @@ from stand.forward.tree_cache import TreeCache
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.fusion.fusion import Fusion
 from stand.row import LiveRows, Row
-from stand.sampling import TargetLaw
-from stand.step import EagerStep, Step
+from stand.step import EagerStep, Step, StepStart
 from stand.trees import DraftBatch
-from stand.verifiers import Verdicts, Verifier, VerifierNoise
+from stand.verifiers import Verdicts, VerifierNoise
 
 
 class GuardedStep:
@@ -43,14 +42,9 @@ class GuardedStep:
         cls,
         previous: GuardedStep | None,
         model: PreTrainedModel,
-        prefilled: TreeCache,
-        sources: Sequence[int],
+        start: StepStart,
         *,
-        law: TargetLaw,
-        verifier: Verifier,
-        rows: Sequence[Row],
         fusion: Fusion | None,
-        num_top: int,
         on_failure: Callable[[str], None],
     ) -> GuardedStep:
         """A step loaded with the prompts' keys, as `Backend.new_step` says.
@@ -60,20 +54,19 @@ class GuardedStep:
         """
 
         def new_eager(cache: TreeCache) -> EagerStep:
-            return EagerStep(model, cache, law, verifier, num_top=num_top)
+            return EagerStep(model, cache, start.law, start.verifier, num_top=start.num_top)
 
         captured = None if previous is None else previous.captured
         try:
-            if captured is None or not captured.serves(law, len(rows)):
+            if captured is None or not captured.serves(start.law, len(start.rows)):
                 replay = None if captured is None else captured.close()
-                captured = CapturedStep(
-                    model, law, device_rule(verifier), num_rows=len(rows), fusion=fusion, replay=replay
-                )
-            captured.load(prefilled, sources, rows)
+                rule, num_rows = device_rule(start.verifier), len(start.rows)
+                captured = CapturedStep(model, start.law, rule, num_rows=num_rows, fusion=fusion, replay=replay)
+            captured.load(start.prefilled, start.sources, start.rows)
         except Exception as error:
-            prefilled.fan_out(sources)
+            start.prefilled.fan_out(start.sources)
             step = cls(None, new_eager, on_failure)
-            step._go_on(prefilled, error)
+            step._go_on(start.prefilled, error)
             return step
         return cls(captured, new_eager, on_failure)
 

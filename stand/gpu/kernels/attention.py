@@ -82,118 +82,99 @@ def _store_partial(partials, log_sums, accumulator, highest, mass, in_tile, tile
     tl.store(partials, mixed, mask=tile & has_mass[:, None])
 
 
+@triton.jit
+def _attend_keys(
+    queries, key_base, value_base, ancestors, positions, packed, in_tile, row_first, length, first, k_end, blind,
+    scale, softcap, KEY_SLOT_STRIDE: tl.constexpr, VALUE_SLOT_STRIDE: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """(accumulator [BLOCK_M, BLOCK_D], highest [BLOCK_M], mass [BLOCK_M]) of a tile over slots [first, k_end).
+
+    Blocks of committed keys, then blocks of new tokens from the first one on: a block of at most 64 tokens needs a
+    single word of ancestors, and only these and the last committed block need a mask at all.
+    """
+    sizes, columns = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    key_block = columns[:, None] * KEY_SLOT_STRIDE + sizes[None, :]
+    value_block = columns[:, None] * VALUE_SLOT_STRIDE + sizes[None, :]
+    accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
+    unit = _score_unit(scale, softcap, HAS_SOFTCAP)
+    prefix_end = tl.minimum(k_end, length)
+    num_prefix_blocks = tl.cdiv(tl.maximum(prefix_end - first, 0), BLOCK_N)
+    num_tail_blocks = tl.cdiv(tl.maximum(k_end - length, 0), BLOCK_N)
+    for block in range(0, num_prefix_blocks + num_tail_blocks):
+        is_tail = block >= num_prefix_blocks
+        tail_first = tl.maximum(block - num_prefix_blocks, 0) * BLOCK_N
+        start = tl.where(is_tail, length + tail_first, first + block * BLOCK_N)
+        end = tl.where(is_tail, k_end, prefix_end)
+        slots = start + columns
+        inside = slots < end
+        real = inside[:, None]
+        if BLOCK_D != HEAD_SIZE:
+            real = real & (sizes < HEAD_SIZE)[None, :]
+        offset = start.to(tl.int64)
+        key = tl.load(key_base + offset * KEY_SLOT_STRIDE + key_block, mask=real, other=0.0)
+        value = tl.load(value_base + offset * VALUE_SLOT_STRIDE + value_block, mask=real, other=0.0)
+        scores = _scores(queries, key, scale, softcap, HAS_SOFTCAP)
+        key_positions = slots
+        if is_tail | (start + BLOCK_N > end):
+            words = ancestors + packed * WORDS + tail_first // 64
+            scores = _hide_others(scores, words, tail_first % 64 + columns, inside, in_tile & is_tail)
+            if HAS_WINDOW:
+                places = positions + row_first + tail_first + columns
+                tail_positions = tl.load(places, mask=inside & is_tail, other=0).to(tl.int32)
+                key_positions = tl.where(is_tail, tail_positions, slots)
+        if HAS_WINDOW:
+            scores = tl.where(key_positions[None, :] > blind[:, None], scores, float("-inf"))
+        accumulator, highest, mass = _absorb(scores, unit, value, accumulator, highest, mass)
+    return accumulator, highest, mass
+
+
 @triton.jit(do_not_specialize=["num_items", "window"])
 def _tree_attention_kernel(
-    query,  # [M, H, D]
-    keys,  # [R, Hkv, S, D]
-    values,
-    ancestors,  # [M, W] int64
-    positions,  # [M] int64
-    items,  # [I, 8] int32
-    partial_starts,  # [M + 1] int32
-    partials,  # [P, H, D] float32
-    log_sums,  # [P, H] float32
-    num_items,
-    scale,
-    window,
-    softcap,
-    query_token_stride,
-    query_head_stride,
-    key_row_stride,
-    key_head_stride,
-    value_row_stride,
-    value_head_stride,
-    KEY_SLOT_STRIDE: tl.constexpr,
-    VALUE_SLOT_STRIDE: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):
+    query, keys, values, ancestors, positions, items, partial_starts, partials, log_sums, num_items,
+    scale, window, softcap, query_token_stride, query_head_stride, key_row_stride, key_head_stride, value_row_stride,
+    value_head_stride, KEY_SLOT_STRIDE: tl.constexpr, VALUE_SLOT_STRIDE: tl.constexpr, KEY_HEADS: tl.constexpr,
+    GROUPS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
     """Each program walks over (item, key head) pairs until the first item without tokens.
 
+    query [M, H, D]; keys, values [R, Hkv, S, D]; ancestors [M, W] int64; positions [M] int64; items [I, 8] int32;
+    partial_starts [M + 1] int32; partials [P, H, D] float32; log_sums [P, H] float32.
     A fixed grid instead of one program per item: the list's room is for the longest context, and thousands of
     programs that only find out that they are empty would cost more than a short context's work.
     """
     index = tl.program_id(0)
-    rows = tl.arange(0, BLOCK_M)
+    rows, sizes = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     tokens = rows // GROUPS
-    sizes = tl.arange(0, BLOCK_D)
-    columns = tl.arange(0, BLOCK_N)
-    unit = _score_unit(scale, softcap, HAS_SOFTCAP)
     while _is_live(items, index, num_items, KEY_HEADS):
         item = items + (index // KEY_HEADS) * 8
         key_head = index % KEY_HEADS
-        row_first = tl.load(item)
-        q_first = tl.load(item + 1)
-        q_count = tl.load(item + 2)
-        cache_row = tl.load(item + 3).to(tl.int64)
-        length = tl.load(item + 4)
-        k_first = tl.load(item + 5)
-        k_end = tl.load(item + 6)
-        split = tl.load(item + 7)
-
-        in_tile = tokens < q_count
-        packed = q_first + tokens
+        in_tile = tokens < tl.load(item + 2)
+        packed = tl.load(item + 1) + tokens
         heads = key_head * GROUPS + rows % GROUPS
-        query_starts = packed.to(tl.int64) * query_token_stride + heads * query_head_stride
         tile = in_tile[:, None]
         if BLOCK_D != HEAD_SIZE:
             tile = tile & (sizes < HEAD_SIZE)[None, :]
+        query_starts = packed.to(tl.int64) * query_token_stride + heads * query_head_stride
         queries = tl.load(query + query_starts[:, None] + sizes[None, :], mask=tile, other=0.0)
-        key_base = keys + cache_row * key_row_stride + key_head.to(tl.int64) * key_head_stride
-        value_base = values + cache_row * value_row_stride + key_head.to(tl.int64) * value_head_stride
-        key_block = columns[:, None] * KEY_SLOT_STRIDE + sizes[None, :]
-        value_block = columns[:, None] * VALUE_SLOT_STRIDE + sizes[None, :]
-
-        accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        mass = tl.zeros([BLOCK_M], tl.float32)
-
-        prefix_end = tl.minimum(k_end, length)
-        first = k_first
+        cache_row = tl.load(item + 3).to(tl.int64)
+        first, blind = tl.load(item + 5), packed
         if HAS_WINDOW:
             # a token sees positions above its own less the window; a committed slot's position is its number
             blind = tl.load(positions + packed, mask=in_tile, other=0).to(tl.int32) - window
             earliest = tl.min(tl.where(in_tile, blind, 2147483647)) + 1
-            first = k_first + tl.maximum(earliest - k_first, 0) // BLOCK_N * BLOCK_N
-
-        # Blocks of committed keys, then blocks of new tokens from the first one on: a block of at most 64 tokens
-        # needs a single word of ancestors, and only these and the last committed block need a mask at all.
-        num_prefix_blocks = tl.cdiv(tl.maximum(prefix_end - first, 0), BLOCK_N)
-        num_tail_blocks = tl.cdiv(tl.maximum(k_end - length, 0), BLOCK_N)
-        for block in range(0, num_prefix_blocks + num_tail_blocks):
-            is_tail = block >= num_prefix_blocks
-            tail_first = tl.maximum(block - num_prefix_blocks, 0) * BLOCK_N
-            start = tl.where(is_tail, length + tail_first, first + block * BLOCK_N)
-            end = tl.where(is_tail, k_end, prefix_end)
-            slots = start + columns
-            inside = slots < end
-            real = inside[:, None]
-            if BLOCK_D != HEAD_SIZE:
-                real = real & (sizes < HEAD_SIZE)[None, :]
-            offset = start.to(tl.int64)
-            key = tl.load(key_base + offset * KEY_SLOT_STRIDE + key_block, mask=real, other=0.0)
-            value = tl.load(value_base + offset * VALUE_SLOT_STRIDE + value_block, mask=real, other=0.0)
-            scores = _scores(queries, key, scale, softcap, HAS_SOFTCAP)
-            key_positions = slots
-            if is_tail | (start + BLOCK_N > end):
-                words = ancestors + packed * WORDS + tail_first // 64
-                scores = _hide_others(scores, words, tail_first % 64 + columns, inside, in_tile & is_tail)
-                if HAS_WINDOW:
-                    places = positions + row_first + tail_first + columns
-                    tail_positions = tl.load(places, mask=inside & is_tail, other=0).to(tl.int32)
-                    key_positions = tl.where(is_tail, tail_positions, slots)
-            if HAS_WINDOW:
-                scores = tl.where(key_positions[None, :] > blind[:, None], scores, float("-inf"))
-            accumulator, highest, mass = _absorb(scores, unit, value, accumulator, highest, mass)
-
-        parts = tl.load(partial_starts + packed, mask=in_tile, other=0) + split
+            first = first + tl.maximum(earliest - first, 0) // BLOCK_N * BLOCK_N
+        accumulator, highest, mass = _attend_keys(
+            queries, keys + cache_row * key_row_stride + key_head.to(tl.int64) * key_head_stride,
+            values + cache_row * value_row_stride + key_head.to(tl.int64) * value_head_stride, ancestors, positions,
+            packed, in_tile, tl.load(item), tl.load(item + 4), first, tl.load(item + 6), blind, scale, softcap,
+            KEY_SLOT_STRIDE, VALUE_SLOT_STRIDE, HEAD_SIZE, BLOCK_D, WORDS, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP,
+        )  # fmt: skip
+        parts = tl.load(partial_starts + packed, mask=in_tile, other=0) + tl.load(item + 7)
         places = parts.to(tl.int64) * (KEY_HEADS * GROUPS) + heads
         cells = places[:, None] * HEAD_SIZE + sizes[None, :]
         _store_partial(partials + cells, log_sums + places, accumulator, highest, mass, in_tile, tile)

@@ -50,22 +50,25 @@ class _Kept:
 
 
 def engine_of(model: PreTrainedModel) -> Engine:
-    """The engine that `stand_generate` uses for this model. It is made when first asked for, and again with the same
-    drafter after the model has moved; save what it has learned with `engine_of(model).lookup.save(path)`.
+    """The engine that `stand_generate` uses for this model. It is made when first asked for, and made again with
+    the same drafter and rule after the model has moved. `engine_of(model).lookup.save(path)` saves what it has learned.
 
     Raises UnsupportedModelError for a model that cannot be served exactly.
     """
     kept = getattr(model, ATTRIBUTE, None)
-    engine = kept.engine if isinstance(kept, _Kept) else None
-    if engine is None or engine.model is not model or kept.place != _place(model):
-        same = engine is not None and engine.model is model
-        engine = wrap(model, engine.tokenizer, drafter=engine.drafter, verifier=engine.verifier) if same else wrap(model)
-        use_engine(engine)
+    engine = None if kept is None else kept.engine
+    if engine is None or engine.model is not model:
+        engine = wrap(model)
+    elif kept.place == _place(model):
+        return engine
+    else:
+        engine = wrap(model, engine.tokenizer, drafter=engine.drafter, verifier=engine.verifier)
+    use_engine(engine)
     return engine
 
 
 def use_engine(engine: Engine) -> None:
-    """Let `stand_generate` use this engine for its model, made by `stand.wrap` with a drafter or rule of your choice."""
+    """Let `stand_generate` use this engine for its model: made by `stand.wrap`, with a drafter and rule of choice."""
     if not isinstance(engine, Engine):
         raise ValueError(f"engine must be an Engine, got {type(engine).__name__}; make one with stand.wrap(model)")
     setattr(engine.model, ATTRIBUTE, _Kept(engine))
@@ -228,7 +231,8 @@ def _equal(one: object, other: object) -> bool:
 
 def _padding(config: GenerationConfig, num_rows: int, criteria: list) -> int | None:
     """The padding token, which rows of different lengths need."""
-    pad_id = config.pad_token_id if getattr(config, "_pad_token_tensor", None) is None else int(config._pad_token_tensor)
+    prepared = getattr(config, "_pad_token_tensor", None)
+    pad_id = config.pad_token_id if prepared is None else int(prepared)
     if pad_id is None and num_rows > 1 and (criteria or config.max_time is not None):
         raise ValueError("rows that end apart need a padding token, got none; pass pad_token_id=")
     return pad_id

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 import shutil
 import weakref
 from pathlib import Path
@@ -24,11 +25,14 @@ from transformers.generation.streamers import BaseStreamer
 import stand
 from stand.plugins.generate import engine_of, stand_generate, use_engine
 
-HUB = Path(__file__).resolve().parents[2] / "docs" / "hub"
+ROOT = Path(__file__).resolve().parents[2]
+HUB = ROOT / "docs" / "hub"
+PAGE = ROOT / "docs" / "transformers.md"
 PADDED = {  # left-padded, prompts of 6, 4 and 2 tokens
     "input_ids": torch.tensor([[5, 9, 11, 4, 5, 9], [0, 0, 7, 8, 30, 21], [0, 0, 0, 0, 40, 41]]),
     "attention_mask": torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1]]),
 }
+PADDED_ENDS_AT = 26  # the greedy continuation of the first prompt holds it
 ENDS = [*range(20, 26)]
 
 
@@ -71,9 +75,8 @@ EQUAL = {
     "twenty tokens by default": {"max_new_tokens": None},
     "max_length counts padding": {"max_new_tokens": None, "max_length": 15},
     "end tokens": {"eos_token_id": ENDS},
-    "no end token": {"eos_token_id": -1},
-    "repetition_penalty": {"repetition_penalty": 2.5},
-    "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
+    "repetition_penalty": {"repetition_penalty": 2.5, "suppress_tokens": [0]},  # 5.16 counts padding as said before
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2, "max_new_tokens": 90},
     "min_new_tokens": {"min_new_tokens": 9, "eos_token_id": ENDS},
     "min_length counts padding": {"min_length": 14, "eos_token_id": ENDS},
     "suppress_tokens": {"suppress_tokens": [*range(20, 50)]},
@@ -100,12 +103,18 @@ def test_a_padded_batch_equals_generate(model, case):
     assert expected.dtype == got.dtype and expected.tolist() == got.tolist()
 
 
+WITHOUT = {  # a case without its setting, where the others are not the plain ones
+    "no_repeat_ngram_size": {"max_new_tokens": 90},
+    "repetition_penalty": {"suppress_tokens": [0]},
+}
+
+
 @pytest.mark.parametrize("case", [name for name in EQUAL if name not in ("greedy", "twenty tokens by default")])
 def test_every_case_changes_the_tokens(model, case):
     """Otherwise the table would not see a setting that is dropped."""
-    plain = model.generate(**PADDED, do_sample=False, max_new_tokens=24, eos_token_id=2)
-    settings = {"do_sample": False, "max_new_tokens": 24, **EQUAL[case]}
-    assert plain.tolist() != model.generate(**PADDED, **settings).tolist()
+    settings = {"do_sample": False, "max_new_tokens": 24}
+    plain = model.generate(**PADDED, **{**settings, **WITHOUT.get(case, {})})
+    assert plain.tolist() != model.generate(**PADDED, **{**settings, **EQUAL[case]}).tolist()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
@@ -137,6 +146,17 @@ def test_a_given_seed(model):
     assert sampled(stand_seed=3) == sampled(stand_seed=3) != sampled(stand_seed=4)
 
 
+@pytest.mark.parametrize(
+    "settings", [{"typical_p": 0.6, "temperature": 0.7}, {"top_p": 0.8, "top_k": 0, "sequence_bias": [[[17], 4.0]]}]
+)
+def test_sampling_settings_reach_the_engine(model, settings):
+    settings = {"do_sample": True, "max_new_tokens": 12, "num_return_sequences": 2, **settings}
+    use_engine(stand.wrap(model))
+    got = model.generate(**PADDED, custom_generate=stand_generate, stand_seed=5, **settings)
+    output = stand.wrap(model).generate(input_ids=PADDED, seed=5, **settings)
+    assert got[:, 6:].tolist() == output.padded(0).tolist()
+
+
 def test_calls_share_a_lookup_that_helps():
     model = copy.deepcopy(tiny_model("llama"))
     settings = {"do_sample": False, "max_new_tokens": 40, "return_dict_in_generate": True}
@@ -146,10 +166,15 @@ def test_calls_share_a_lookup_that_helps():
     assert len(engine_of(model).lookup) > 0 and engine_of(model) is engine_of(model)
 
 
-def test_an_engine_of_ones_own_is_used(model):
-    engine = stand.wrap(model, letter_tokenizer(), drafter=stand.PromptLookupDrafter())
+def test_an_engine_of_ones_own_is_used(model, monkeypatch):
+    """Its tokenizer's end token ends nothing: `generate` does not know it."""
+    tokenizer = letter_tokenizer()
+    tokenizer.eos_token = LETTERS[PADDED_ENDS_AT]
+    engine = stand.wrap(model, tokenizer, drafter=stand.PromptLookupDrafter())
     use_engine(engine)
-    expected, got = both(model, PADDED, eos_token_id=ENDS)
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    expected, got = both(model, PADDED)
+    assert PADDED_ENDS_AT in expected[0, 6:-1].tolist()
     assert engine_of(model) is engine and expected.tolist() == got.tolist()
     use_engine(stand.wrap(model))
     with pytest.raises(ValueError, match="stand.wrap"):
@@ -234,3 +259,17 @@ def test_a_model_folder_with_the_recipe_generates_by_it(recipe):
     settings = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": ENDS}
     assert model.generate(**PADDED, **settings).tolist() == plain.generate(**PADDED, **settings).tolist()
     assert len(engine_of(model).lookup) > 0
+
+
+@pytest.mark.skipif(not PAGE.is_file(), reason="needs the source tree, docs included")
+def test_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
+    """Its blocks one after the other, in a folder with the bundled model alone."""
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {}
+    for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        exec(code, namespace)
+    printed = capsys.readouterr().out
+    assert float(re.search(r"(\d+\.\d\d) tokens per step and row", printed)[1]) > 1.5
+    assert re.search(r"\d+ tokens per second without drafts, \d+ with: x \d+\.\d\d", printed)
+    assert (tmp_path / "power.lookup").is_file() and namespace["stopped"].shape[0] == 2

@@ -1,0 +1,1 @@
+"""Where other libraries plug the engine in, one module per library's door."""

@@ -1,0 +1,261 @@
+"""transformers' `custom_generate`: `model.generate(..., custom_generate=stand_generate)` decodes by the engine.
+
+transformers prepares a call and hands over what it has made. The engine makes processors and limits of its own from
+the same config, for every prompt without its padding, so of the prepared ones only the caller's own are passed on.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation import GenerateDecoderOnlyOutput, PrefixConstrainedLogitsProcessor
+from transformers.generation.streamers import BaseStreamer
+
+from stand.engine import Engine, wrap
+from stand.output import GenerationOutput
+
+ATTRIBUTE = "_stand_engine"  # of a model: its `_Kept`
+MADE_BY_GENERATE = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
+NOT_FORWARDED = {  # arguments of `generate` that a hub folder receives: why only None is served
+    "assistant_model": "the engine drafts by its own drafter",
+    "prefix_allowed_tokens_fn": "it asks for a row's number in the batch, and rows run apart",
+    "negative_prompt_ids": "guidance needs a second forward over every node",
+    "negative_prompt_attention_mask": "guidance needs a second forward over every node",
+}
+
+
+class _Kept:
+    """An engine in an attribute of its model: it lives as long as the model, and copies of the model start without."""
+
+    def __init__(self, engine: Engine | None = None):
+        self.engine = engine
+        self.place = None if engine is None else _place(engine.model)
+
+    def __deepcopy__(self, memo: dict) -> _Kept:
+        return _Kept()
+
+    def __reduce__(self) -> tuple:
+        return _Kept, ()
+
+
+def engine_of(model: PreTrainedModel) -> Engine:
+    """The engine that `stand_generate` uses for this model. It is made when first asked for, and made again with
+    the same drafter and rule after the model has moved. `engine_of(model).lookup.save(path)` saves what it has learned.
+
+    Raises UnsupportedModelError for a model that cannot be served exactly.
+    """
+    kept = getattr(model, ATTRIBUTE, None)
+    engine = None if kept is None else kept.engine
+    if engine is None or engine.model is not model:
+        engine = wrap(model)
+    elif kept.place == _place(model):
+        return engine
+    else:
+        engine = wrap(model, engine.tokenizer, drafter=engine.drafter, verifier=engine.verifier)
+    use_engine(engine)
+    return engine
+
+
+def use_engine(engine: Engine) -> None:
+    """Let `stand_generate` use this engine for its model: made by `stand.wrap`, with a drafter and rule of choice."""
+    if not isinstance(engine, Engine):
+        raise ValueError(f"engine must be an Engine, got {type(engine).__name__}; make one with stand.wrap(model)")
+    setattr(engine.model, ATTRIBUTE, _Kept(engine))
+
+
+def stand_generate(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    *,
+    stand_seed: int | None = None,
+    stand_streamer: BaseStreamer | None = None,
+    **model_kwargs: object,
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """For `model.generate(**inputs, custom_generate=stand_generate, ...)`: the result that `generate` returns.
+
+    input_ids [B * n, L], left-padded, n = num_return_sequences; so are the rows of the result [B * n, L + longest],
+    with padding tokens after a row's end. With return_dict_in_generate it is in `sequences`, and `stats` says what
+    the drafts were worth.
+    stand_seed: seed of a sampled call; None draws it from torch's generator, so `torch.manual_seed` decides it.
+    stand_streamer: a streamer for one row. transformers does not hand over what is given to it as `streamer`.
+
+    Raises ValueError by name for an argument that cannot be served exactly.
+    """
+    _refuse_unserved(input_ids, model_kwargs)
+    engine, mask = engine_of(model), model_kwargs.get("attention_mask")
+    num_rows, width = input_ids.shape
+    num_samples = generation_config.num_return_sequences or 1
+    processors = _own_processors(model, input_ids, logits_processor, generation_config, model_kwargs)
+    criteria = _own_criteria(model, stopping_criteria, generation_config)
+    pad_id = _padding(generation_config, num_rows, criteria)
+    if stand_seed is None:
+        stand_seed = int(torch.randint(2**62, ())) if generation_config.do_sample else 0
+    output = engine.generate(
+        input_ids=input_ids[::num_samples],
+        attention_mask=torch.ones_like(input_ids[::num_samples]) if mask is None else mask[::num_samples],
+        generation_config=_for_single_rows(generation_config, width, processors),
+        logits_processors=processors,
+        stopping_criteria=criteria,
+        stop_token_ids=generation_config.eos_token_id if generation_config.eos_token_id is not None else [],
+        seed=stand_seed,
+        streamer=stand_streamer,
+    )
+    return _result(input_ids, output, pad_id, as_dict=generation_config.return_dict_in_generate)
+
+
+def generate(model: PreTrainedModel, **arguments: object) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """What a hub folder's `custom_generate/generate.py` offers: all arguments of `model.generate`, as they were given.
+
+    Here a streamer and stop strings with their tokenizer are served too.
+    """
+    for name, reason in NOT_FORWARDED.items():
+        if arguments.pop(name, None) is not None:
+            raise ValueError(f"{name} must be None here, got a value: {reason}; leave it out")
+    tokenizer, streamer = arguments.pop("tokenizer", None), arguments.pop("streamer", None)
+    config, stop = arguments.get("generation_config"), arguments.pop("stop_strings", None)
+    if stop is None and config is not None and config.stop_strings is not None:
+        config = copy.deepcopy(config)
+        stop, config.stop_strings = config.stop_strings, None
+        arguments["generation_config"] = config
+    if stop is not None:
+        if tokenizer is None:
+            raise ValueError(f"stop strings need a tokenizer, got {stop!r}; pass tokenizer= to generate")
+        given = arguments.get("stopping_criteria")
+        arguments["stopping_criteria"] = StoppingCriteriaList([*(given or ()), StopStringCriteria(tokenizer, stop)])
+    return GenerationMixin.generate(model, custom_generate=stand_generate, stand_streamer=streamer, **arguments)
+
+
+def _place(model: PreTrainedModel) -> tuple:
+    return model.device, model.dtype
+
+
+def _refuse_unserved(input_ids: torch.Tensor, model_kwargs: Mapping[str, object]) -> None:
+    """Arguments of the model's forward beyond those that `generate` makes, and those with values of one's own."""
+    for name, value in model_kwargs.items():
+        if name not in MADE_BY_GENERATE and value is not None and value is not False:
+            raise ValueError(
+                f"{name} cannot be given here, got {type(value).__name__}: the engine runs the model on token ids "
+                "alone; leave it out, or call model.generate without custom_generate"
+            )
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and (cache.get_seq_length() > 0 or getattr(cache, "_is_user_defined", False)):
+        raise ValueError(
+            "past_key_values must be left out here, got a cache: the engine keeps keys and values in its own; "
+            "pass the whole text as input_ids"
+        )
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if positions is not None:
+        ones = torch.ones_like(input_ids) if mask is None else mask.long()
+        if not (positions == (ones.cumsum(-1) - 1).clamp(min=0))[ones.bool().expand_as(input_ids)].all():
+            raise ValueError("position_ids must count a row's tokens from 0, got others; leave position_ids out")
+
+
+def _own_processors(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    prepared: LogitsProcessorList,
+    config: GenerationConfig,
+    model_kwargs: Mapping[str, object],
+) -> list:
+    """Those of the prepared processors that the caller gave.
+
+    `generate` puts them after the config's processors and before its sampling filters; but one of a class that the
+    config asks for too takes that one's place.
+    """
+    if any(isinstance(processor, PrefixConstrainedLogitsProcessor) for processor in prepared):
+        reason = NOT_FORWARDED["prefix_allowed_tokens_fn"]
+        raise ValueError(f"prefix_allowed_tokens_fn must be None here, got a value: {reason}; leave it out")
+    marker = LogitsProcessorList([_nothing])
+    made = model._get_logits_processor(
+        config,
+        input_ids_seq_length=input_ids.shape[1],
+        encoder_input_ids=input_ids[:: config.num_return_sequences or 1],
+        logits_processor=marker,
+        device=input_ids.device,
+        model_kwargs=dict(model_kwargs),
+    )
+    place = made.index(_nothing)
+    end = len(prepared) - (len(made) - place - 1)
+    replacing = [own for own, default in zip(prepared[:place], made[:place], strict=True) if not _same(own, default)]
+    return [*replacing, *prepared[place:end]]
+
+
+def _nothing(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A processor that marks the place where `generate` puts the caller's."""
+    return scores
+
+
+def _own_criteria(model: PreTrainedModel, prepared: StoppingCriteriaList, config: GenerationConfig) -> list:
+    """Those of the prepared stopping criteria that the caller gave: they follow the config's."""
+    made = model._get_stopping_criteria(config, StoppingCriteriaList())
+    for own, default in zip(prepared, made, strict=False):
+        if not _same(own, default):
+            raise ValueError(
+                f"{type(own).__name__} in stopping_criteria takes the place of the config's own, which the engine "
+                "cannot honour; give max_new_tokens, max_time or eos_token_id instead"
+            )
+    return list(prepared[len(made) :])
+
+
+def _same(own: object, default: object) -> bool:
+    """Whether two processors or criteria of one class were made with equal arguments; when does not count."""
+    first, second = vars(own), vars(default)
+    if type(own) is not type(default) or first.keys() != second.keys():
+        return False
+    return all(_equal(first[name], second[name]) for name in first if name != "initial_timestamp")
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return False
+    return bool(one == other)
+
+
+def _padding(config: GenerationConfig, num_rows: int, criteria: list) -> int | None:
+    """The padding token, which rows of different lengths need."""
+    prepared = getattr(config, "_pad_token_tensor", None)
+    pad_id = config.pad_token_id if prepared is None else int(prepared)
+    if pad_id is None and num_rows > 1 and (criteria or config.max_time is not None):
+        raise ValueError("rows that end apart need a padding token, got none; pass pad_token_id=")
+    return pad_id
+
+
+def _for_single_rows(config: GenerationConfig, width: int, processors: list) -> GenerationConfig:
+    """The config with lengths as new tokens: prepared ones count the padding, which the engine takes off."""
+    config = copy.deepcopy(config)
+    config.max_new_tokens, config.max_length = config.max_length - width, None
+    least, config.min_length = (config.min_length or 0) - width, None
+    is_replaced = any(type(processor) is MinLengthLogitsProcessor for processor in processors)
+    if least > (config.min_new_tokens or 0) and not is_replaced:
+        config.min_new_tokens = least
+    return config
+
+
+def _result(
+    input_ids: torch.Tensor, output: GenerationOutput, pad_id: int | None, *, as_dict: bool | None
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    new = output.padded(0 if pad_id is None else pad_id).to(input_ids.device)
+    sequences = torch.cat([input_ids, new], dim=1)
+    if not as_dict:
+        return sequences
+    result = GenerateDecoderOnlyOutput(sequences=sequences)
+    result.stats = output.stats
+    return result

@@ -1,0 +1,275 @@
+"""`model.generate(..., custom_generate=stand_generate)` returns what `model.generate` returns, or refuses by name."""
+
+import copy
+import gc
+import re
+import shutil
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from letter_tokenizer import LETTERS, letter_tokenizer
+from tiny_models import CONFIGS, tiny_model
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LogitsProcessor,
+    MaxLengthCriteria,
+    NoRepeatNGramLogitsProcessor,
+    StoppingCriteria,
+    StopStringCriteria,
+)
+from transformers.generation.streamers import BaseStreamer
+
+import stand
+from stand.plugins.generate import engine_of, stand_generate, use_engine
+
+ROOT = Path(__file__).resolve().parents[2]
+HUB = ROOT / "docs" / "hub"
+PAGE = ROOT / "docs" / "transformers.md"
+PADDED = {  # left-padded, prompts of 6, 4 and 2 tokens
+    "input_ids": torch.tensor([[5, 9, 11, 4, 5, 9], [0, 0, 7, 8, 30, 21], [0, 0, 0, 0, 40, 41]]),
+    "attention_mask": torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1]]),
+}
+PADDED_ENDS_AT = 26  # the greedy continuation of the first prompt holds it
+ENDS = [*range(20, 26)]
+
+
+class AfterLast(LogitsProcessor):
+    """Forbids what lies shortly after the last token."""
+
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        for row, last in enumerate(input_ids[:, -1].tolist()):
+            scores[row, last : last + 25] = -float("inf")
+        return scores
+
+
+class EndsAt(StoppingCriteria):
+    """Ends a row at a token of its own."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.isin(input_ids[:, -1], torch.tensor([*range(40, 50)]))
+
+
+class Recorder(BaseStreamer):
+    def __init__(self):
+        self.pieces, self.ended = [], False
+
+    def put(self, value):
+        self.pieces += value.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.fixture(scope="module")
+def model():
+    """One of its own: the engine is kept in the model."""
+    return copy.deepcopy(tiny_model("llama"))
+
+
+EQUAL = {
+    "greedy": {},
+    "twenty tokens by default": {"max_new_tokens": None},
+    "max_length counts padding": {"max_new_tokens": None, "max_length": 15},
+    "end tokens": {"eos_token_id": ENDS},
+    "repetition_penalty": {"repetition_penalty": 2.5, "suppress_tokens": [0]},  # 5.16 counts padding as said before
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2, "max_new_tokens": 90},
+    "min_new_tokens": {"min_new_tokens": 9, "eos_token_id": ENDS},
+    "min_length counts padding": {"min_length": 14, "eos_token_id": ENDS},
+    "suppress_tokens": {"suppress_tokens": [*range(20, 50)]},
+    "begin_suppress_tokens": {"begin_suppress_tokens": [*range(50)]},
+    "own processor": {"logits_processor": [AfterLast()]},
+    "own processor among others": {"logits_processor": [AfterLast()], "repetition_penalty": 2.5, "min_new_tokens": 3},
+    "own in place of the config's": {
+        "logits_processor": [AfterLast(), NoRepeatNGramLogitsProcessor(1)], "no_repeat_ngram_size": 2,
+    },
+    "own criterion": {"stopping_criteria": [EndsAt()]},
+    "stop strings": {"stopping_criteria": [StopStringCriteria(letter_tokenizer(), LETTERS[30:40])]},
+    "several rows per prompt": {"do_sample": True, "top_k": 1, "num_return_sequences": 2, "eos_token_id": ENDS},
+}  # fmt: skip
+
+
+def both(model, inputs, **settings) -> tuple[torch.Tensor, torch.Tensor]:
+    settings = {"do_sample": False, "max_new_tokens": 24, **settings}
+    return model.generate(**inputs, **settings), model.generate(**inputs, custom_generate=stand_generate, **settings)
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_a_padded_batch_equals_generate(model, case):
+    expected, got = both(model, PADDED, **EQUAL[case])
+    assert expected.dtype == got.dtype and expected.tolist() == got.tolist()
+
+
+WITHOUT = {  # a case without its setting, where the others are not the plain ones
+    "no_repeat_ngram_size": {"max_new_tokens": 90},
+    "repetition_penalty": {"suppress_tokens": [0]},
+}
+
+
+@pytest.mark.parametrize("case", [name for name in EQUAL if name not in ("greedy", "twenty tokens by default")])
+def test_every_case_changes_the_tokens(model, case):
+    """Otherwise the table would not see a setting that is dropped."""
+    settings = {"do_sample": False, "max_new_tokens": 24}
+    plain = model.generate(**PADDED, **{**settings, **WITHOUT.get(case, {})})
+    assert plain.tolist() != model.generate(**PADDED, **{**settings, **EQUAL[case]}).tolist()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_families(family):
+    expected, got = both(copy.deepcopy(tiny_model(family)), PADDED, eos_token_id=ENDS)
+    assert expected.tolist() == got.tolist()
+
+
+def test_a_seed_decides_and_generators_are_left_alone_when_greedy(model):
+    def sampled(seed: int) -> list:
+        torch.manual_seed(seed)
+        use_engine(stand.wrap(model))
+        settings = {"do_sample": True, "max_new_tokens": 12, "num_return_sequences": 3}
+        return model.generate(**PADDED, custom_generate=stand_generate, **settings).tolist()
+
+    first = sampled(0)
+    assert first == sampled(0) and first != sampled(1) and len(first) == 9
+    assert len({tuple(row) for row in first}) == 9
+    state = torch.get_rng_state()
+    both(model, PADDED)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_given_seed(model):
+    def sampled(**settings) -> list:
+        use_engine(stand.wrap(model))
+        return model.generate(**PADDED, custom_generate=stand_generate, do_sample=True, **settings).tolist()
+
+    assert sampled(stand_seed=3) == sampled(stand_seed=3) != sampled(stand_seed=4)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"typical_p": 0.6, "temperature": 0.7}, {"top_p": 0.8, "top_k": 0, "sequence_bias": [[[17], 4.0]]}]
+)
+def test_sampling_settings_reach_the_engine(model, settings):
+    settings = {"do_sample": True, "max_new_tokens": 12, "num_return_sequences": 2, **settings}
+    use_engine(stand.wrap(model))
+    got = model.generate(**PADDED, custom_generate=stand_generate, stand_seed=5, **settings)
+    output = stand.wrap(model).generate(input_ids=PADDED, seed=5, **settings)
+    assert got[:, 6:].tolist() == output.padded(0).tolist()
+
+
+def test_calls_share_a_lookup_that_helps():
+    model = copy.deepcopy(tiny_model("llama"))
+    settings = {"do_sample": False, "max_new_tokens": 40, "return_dict_in_generate": True}
+    first, second = (model.generate(**PADDED, custom_generate=stand_generate, **settings) for _ in range(2))
+    assert first.sequences.tolist() == second.sequences.tolist() == model.generate(**PADDED, **settings)[0].tolist()
+    assert second.stats.mean_acceptance_length > 1.5 * first.stats.mean_acceptance_length
+    assert len(engine_of(model).lookup) > 0 and engine_of(model) is engine_of(model)
+
+
+def test_an_engine_of_ones_own_is_used(model, monkeypatch):
+    """Its tokenizer's end token ends nothing: `generate` does not know it."""
+    tokenizer = letter_tokenizer()
+    tokenizer.eos_token = LETTERS[PADDED_ENDS_AT]
+    engine = stand.wrap(model, tokenizer, drafter=stand.PromptLookupDrafter())
+    use_engine(engine)
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    expected, got = both(model, PADDED)
+    assert PADDED_ENDS_AT in expected[0, 6:-1].tolist()
+    assert engine_of(model) is engine and expected.tolist() == got.tolist()
+    use_engine(stand.wrap(model))
+    with pytest.raises(ValueError, match="stand.wrap"):
+        use_engine(model)
+
+
+def test_a_model_that_moved_gets_a_new_engine_with_the_same_lookup():
+    model = copy.deepcopy(tiny_model("llama"))
+    engine = engine_of(model)
+    moved = engine_of(model.double())
+    assert moved is not engine and moved.lookup is engine.lookup
+
+
+def test_an_engine_ends_with_its_model_and_copies_start_without():
+    model = copy.deepcopy(tiny_model("llama"))
+    engine = weakref.ref(engine_of(model))
+    twin = copy.deepcopy(model)
+    assert engine_of(twin) is not engine() and engine_of(twin).model is twin
+    del model, twin
+    gc.collect()
+    assert engine() is None
+
+
+def test_a_streamer_of_the_callable_form(model):
+    streamer, inputs = Recorder(), {"input_ids": PADDED["input_ids"][:1]}
+    settings = {"do_sample": False, "max_new_tokens": 12}
+    got = model.generate(**inputs, custom_generate=stand_generate, stand_streamer=streamer, **settings)
+    assert streamer.pieces == got[0].tolist() and streamer.ended
+
+
+REFUSED = {
+    "num_beams": {"num_beams": 2},
+    "output_scores": {"output_scores": True, "return_dict_in_generate": True},
+    "output_logits": {"output_logits": True, "return_dict_in_generate": True},
+    "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
+    "guidance_scale": {"guidance_scale": 2.0},
+    "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda row, tokens: [5, 6]},
+    "past_key_values": {"past_key_values": DynamicCache()},
+    "position_ids": {"position_ids": torch.arange(3, 9).expand(3, 6)},
+    "inputs_embeds": {"inputs_embeds": torch.zeros(3, 6, 32)},
+    "MaxLengthCriteria": {"stopping_criteria": [MaxLengthCriteria(9)]},
+    "pad_token_id": {"stopping_criteria": [EndsAt()], "pad_token_id": None, "eos_token_id": None},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_refused_by_name(model, name, monkeypatch):
+    for token in ("pad_token_id", "eos_token_id") if name == "pad_token_id" else ():
+        monkeypatch.setattr(model.generation_config, token, None)
+    with pytest.raises(ValueError, match=name):
+        both(model, PADDED, **REFUSED[name])[1]
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch) -> str:
+    """The folder as it would lie on the hub."""
+    if not HUB.is_dir():
+        pytest.skip("needs the source tree, docs included")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return str(shutil.copytree(HUB, tmp_path / "recipe"))
+
+
+def test_a_hub_folder_serves_streamer_and_stop_strings(model, recipe):
+    inputs, streamer = {"input_ids": PADDED["input_ids"][:1]}, Recorder()
+    settings = {"do_sample": False, "max_new_tokens": 24, "stop_strings": LETTERS[30:40]}
+    settings["tokenizer"] = letter_tokenizer()
+    expected = model.generate(**inputs, **settings)
+    got = model.generate(
+        **inputs, custom_generate=recipe, trust_remote_code=True, streamer=streamer, **settings
+    )
+    assert expected.tolist() == got.tolist() and expected.shape[1] < 30
+    assert streamer.pieces == got[0].tolist() and streamer.ended
+    with pytest.raises(ValueError, match="assistant_model"):
+        model.generate(**inputs, custom_generate=recipe, trust_remote_code=True, assistant_model=model)
+
+
+def test_a_model_folder_with_the_recipe_generates_by_it(recipe):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(recipe)
+    plain = AutoModelForCausalLM.from_pretrained(recipe)
+    model = AutoModelForCausalLM.from_pretrained(recipe, trust_remote_code=True)
+    settings = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": ENDS}
+    assert model.generate(**PADDED, **settings).tolist() == plain.generate(**PADDED, **settings).tolist()
+    assert len(engine_of(model).lookup) > 0
+
+
+@pytest.mark.skipif(not PAGE.is_file(), reason="needs the source tree, docs included")
+def test_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
+    """Its blocks one after the other, in a folder with the bundled model alone."""
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {}
+    for code in re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        exec(code, namespace)
+    printed = capsys.readouterr().out
+    assert float(re.search(r"(\d+\.\d\d) tokens per step and row", printed)[1]) > 1.5
+    assert re.search(r"\d+ tokens per second without drafts, \d+ with: x \d+\.\d\d", printed)
+    assert (tmp_path / "power.lookup").is_file() and namespace["stopped"].shape[0] == 2

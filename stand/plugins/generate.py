@@ -38,8 +38,9 @@ NOT_FORWARDED = {  # arguments of `generate` that a hub folder receives: why onl
 class _Kept:
     """An engine in an attribute of its model: it lives as long as the model, and copies of the model start without."""
 
-    def __init__(self, engine: Engine | None = None):
+    def __init__(self, engine: Engine | None = None, *, is_given: bool = False):
         self.engine = engine
+        self.is_given = is_given  # by `use_engine`
         self.place = None if engine is None else _place(engine.model)
 
     def __deepcopy__(self, memo: dict) -> _Kept:
@@ -51,27 +52,30 @@ class _Kept:
 
 def engine_of(model: PreTrainedModel) -> Engine:
     """The engine that `stand_generate` uses for this model. It is made when first asked for, and made again with
-    the same drafter and rule after the model has moved. `engine_of(model).lookup.save(path)` saves what it has learned.
+    the same lookup after the model has moved. `engine_of(model).lookup.save(path)` saves what it has learned.
 
-    Raises UnsupportedModelError for a model that cannot be served exactly.
+    Raises UnsupportedModelError for a model that cannot be served exactly, ValueError for a model that has moved
+    since `use_engine`.
     """
     kept = getattr(model, ATTRIBUTE, None)
-    engine = None if kept is None else kept.engine
-    if engine is None or engine.model is not model:
-        engine = wrap(model)
-    elif kept.place == _place(model):
-        return engine
-    else:
-        engine = wrap(model, engine.tokenizer, drafter=engine.drafter, verifier=engine.verifier)
-    use_engine(engine)
-    return engine
+    if kept is None or kept.engine is None or kept.engine.model is not model:
+        kept = _Kept(wrap(model))
+    elif kept.place != _place(model) and kept.is_given:
+        raise ValueError(
+            f"the model must stay where its engine was made, got it moved from {kept.place} to {_place(model)}; make "
+            "another engine and call use_engine again"
+        )
+    elif kept.place != _place(model):
+        kept = _Kept(wrap(model, drafter=kept.engine.lookup))
+    setattr(model, ATTRIBUTE, kept)
+    return kept.engine
 
 
 def use_engine(engine: Engine) -> None:
     """Let `stand_generate` use this engine for its model: made by `stand.wrap`, with a drafter and rule of choice."""
     if not isinstance(engine, Engine):
         raise ValueError(f"engine must be an Engine, got {type(engine).__name__}; make one with stand.wrap(model)")
-    setattr(engine.model, ATTRIBUTE, _Kept(engine))
+    setattr(engine.model, ATTRIBUTE, _Kept(engine, is_given=True))
 
 
 def stand_generate(

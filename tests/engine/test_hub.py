@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import re
 import shutil
 import weakref
@@ -14,6 +15,7 @@ from tiny_models import CONFIGS, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
+    GenerationMixin,
     LogitsProcessor,
     MaxLengthCriteria,
     NoRepeatNGramLogitsProcessor,
@@ -28,6 +30,10 @@ from stand.plugins.generate import engine_of, stand_generate, use_engine
 ROOT = Path(__file__).resolve().parents[2]
 HUB = ROOT / "docs" / "hub"
 PAGE = ROOT / "docs" / "transformers.md"
+in_marked_caches = pytest.mark.skipif(
+    "_is_user_defined" not in inspect.getsource(GenerationMixin._prepare_cache_for_generation),
+    reason="this version of transformers does not tell an empty cache of the caller's from its own",
+)
 PADDED = {  # left-padded, prompts of 6, 4 and 2 tokens
     "input_ids": torch.tensor([[5, 9, 11, 4, 5, 9], [0, 0, 7, 8, 30, 21], [0, 0, 0, 0, 40, 41]]),
     "attention_mask": torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1]]),
@@ -85,6 +91,12 @@ EQUAL = {
     "own processor among others": {"logits_processor": [AfterLast()], "repetition_penalty": 2.5, "min_new_tokens": 3},
     "own in place of the config's": {
         "logits_processor": [AfterLast(), NoRepeatNGramLogitsProcessor(1)], "no_repeat_ngram_size": 2,
+    },
+    "all at once": {
+        "logits_processor": [AfterLast()], "repetition_penalty": 1.5, "min_new_tokens": 3, "no_repeat_ngram_size": 3,
+        "sequence_bias": [[[17], 9.0]], "bad_words_ids": [[token] for token in range(30, 40)], "forced_eos_token_id": 8,
+        "exponential_decay_length_penalty": (6, 1.5), "suppress_tokens": [0, 44], "begin_suppress_tokens": [7, 23],
+        "eos_token_id": ENDS, "remove_invalid_values": True, "max_time": 60, "stopping_criteria": [EndsAt()],
     },
     "own criterion": {"stopping_criteria": [EndsAt()]},
     "stop strings": {"stopping_criteria": [StopStringCriteria(letter_tokenizer(), LETTERS[30:40])]},
@@ -186,6 +198,10 @@ def test_a_model_that_moved_gets_a_new_engine_with_the_same_lookup():
     engine = engine_of(model)
     moved = engine_of(model.double())
     assert moved is not engine and moved.lookup is engine.lookup
+    assert engine_of(model) is moved
+    use_engine(engine)
+    with pytest.raises(ValueError, match="use_engine again"):
+        engine_of(model.float())
 
 
 def test_an_engine_ends_with_its_model_and_copies_start_without():
@@ -207,12 +223,12 @@ def test_a_streamer_of_the_callable_form(model):
 
 REFUSED = {
     "num_beams": {"num_beams": 2},
+    "penalty_alpha": {"penalty_alpha": 0.6, "top_k": 4},
     "output_scores": {"output_scores": True, "return_dict_in_generate": True},
     "output_logits": {"output_logits": True, "return_dict_in_generate": True},
     "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
     "guidance_scale": {"guidance_scale": 2.0},
     "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda row, tokens: [5, 6]},
-    "past_key_values": {"past_key_values": DynamicCache()},
     "position_ids": {"position_ids": torch.arange(3, 9).expand(3, 6)},
     "inputs_embeds": {"inputs_embeds": torch.zeros(3, 6, 32)},
     "MaxLengthCriteria": {"stopping_criteria": [MaxLengthCriteria(9)]},
@@ -225,7 +241,16 @@ def test_what_cannot_be_served_is_refused_by_name(model, name, monkeypatch):
     for token in ("pad_token_id", "eos_token_id") if name == "pad_token_id" else ():
         monkeypatch.setattr(model.generation_config, token, None)
     with pytest.raises(ValueError, match=name):
-        both(model, PADDED, **REFUSED[name])[1]
+        model.generate(**PADDED, custom_generate=stand_generate, **{"max_new_tokens": 4, **REFUSED[name]})
+
+
+@pytest.mark.parametrize("num_filled", [3, pytest.param(0, marks=in_marked_caches)])
+def test_a_cache_of_ones_own_is_refused(model, num_filled):
+    cache = DynamicCache()
+    if num_filled:
+        model(PADDED["input_ids"][:, :num_filled], past_key_values=cache)
+    with pytest.raises(ValueError, match="past_key_values"):
+        model.generate(**PADDED, custom_generate=stand_generate, max_new_tokens=4, past_key_values=cache)
 
 
 @pytest.fixture
@@ -242,9 +267,7 @@ def test_a_hub_folder_serves_streamer_and_stop_strings(model, recipe):
     settings = {"do_sample": False, "max_new_tokens": 24, "stop_strings": LETTERS[30:40]}
     settings["tokenizer"] = letter_tokenizer()
     expected = model.generate(**inputs, **settings)
-    got = model.generate(
-        **inputs, custom_generate=recipe, trust_remote_code=True, streamer=streamer, **settings
-    )
+    got = model.generate(**inputs, custom_generate=recipe, trust_remote_code=True, streamer=streamer, **settings)
     assert expected.tolist() == got.tolist() and expected.shape[1] < 30
     assert streamer.pieces == got[0].tolist() and streamer.ended
     with pytest.raises(ValueError, match="assistant_model"):

@@ -68,9 +68,9 @@ def wrap(
     drafter = _checked_drafter(drafter)
     check_model(model)
     drafter.attach(model, _fingerprint(model, tokenizer))
-    specimen = drafter.specimen()
-    if specimen is not None:
-        rule.check_draft(specimen)
+    typical = drafter.typical_draft()
+    if typical is not None:
+        rule.check_draft(typical)
     chosen = choose_backend(model, rule, backend, fuse=fuse)
     return Engine(model, tokenizer, drafter=drafter, verifier=rule, backend=chosen)
 

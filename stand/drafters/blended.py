@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.drafters.drafter import Drafter, DraftRequest, Lesson, check_fingerprint, check_kind, teach_specimen
+from stand.drafters.drafter import Drafter, DraftRequest, Lesson, check_fingerprint, check_kind, teach_two_ways
 from stand.drafters.step_cost import CostTable, saved_costs
 from stand.trees import BlendedLookup, DraftBatch
 from stand.trees.sampling import KINDS
@@ -73,9 +73,9 @@ class BlendedDrafter(Drafter):
         if self.budget is None:
             self.budget = default_budget(model.device) if self.costs is None else self.costs.most_tokens
 
-    def specimen(self) -> DraftBatch:
+    def typical_draft(self) -> DraftBatch:
         lookup = BlendedLookup()
-        tokens = teach_specimen(lookup)
+        tokens = teach_two_ways(lookup)
         row = np.zeros(1, dtype=np.int64)
         return lookup.draft([tokens], 4, seed=0, rows=row, steps=row, kind=self.kind)
 

@@ -15,7 +15,7 @@ LONGEST_GAMMA = 64
 
 
 @dataclass(frozen=True, slots=True)
-class GammaPlan:
+class ChainLength:
     """What a chain of `gamma` drafted tokens is expected to give."""
 
     gamma: int
@@ -35,7 +35,7 @@ def walltime_factor(alpha: float, gamma: int, cost: float) -> float:
     return expected_tokens(alpha, gamma) / (gamma * cost + 1.0)
 
 
-def plan_gamma(alpha: float, cost: float, *, longest: int = LONGEST_GAMMA) -> GammaPlan:
+def best_gamma(alpha: float, cost: float, *, longest: int = LONGEST_GAMMA) -> ChainLength:
     """The chain length in 0 .. `longest` with the largest wall-time factor; of equal ones the shorter.
 
     0 means that drafting does not pay: it needs alpha > cost (corollary 3.9). Raises ValueError for alpha outside
@@ -43,7 +43,7 @@ def plan_gamma(alpha: float, cost: float, *, longest: int = LONGEST_GAMMA) -> Ga
     """
     _check(alpha=alpha, gamma=longest, cost=cost)
     gamma = max(range(longest + 1), key=lambda length: (walltime_factor(alpha, length, cost), -length))
-    return GammaPlan(gamma, expected_tokens(alpha, gamma), walltime_factor(alpha, gamma, cost))
+    return ChainLength(gamma, expected_tokens(alpha, gamma), walltime_factor(alpha, gamma, cost))
 
 
 def estimate_alpha(stats: Stats, gamma: int) -> float:

@@ -66,7 +66,7 @@ class Drafter(ABC):
         """
         return None
 
-    def specimen(self) -> DraftBatch | None:
+    def typical_draft(self) -> DraftBatch | None:
         """A draft typical of this drafter, by which `wrap` sees early that a rule takes its drafts; None: unknown."""
         return None
 
@@ -87,7 +87,7 @@ def check_kind(kind: str, offered: tuple[str, ...], drafter: str) -> None:
         raise ValueError(f"{drafter} drafts one of {', '.join(offered)}, got {kind!r}; choose another kind")
 
 
-def teach_specimen(lookup: object) -> np.ndarray:
+def teach_two_ways(lookup: object) -> np.ndarray:
     """Teach an empty lookup a context that goes on in two ways; the context, int32, to draft from."""
     context = np.full(5, 3, dtype=np.int32)
     for token in (1, 2):

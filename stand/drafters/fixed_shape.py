@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from transformers import PreTrainedModel
 
-from stand.drafters.drafter import Drafter, DraftRequest, Lesson, check_fingerprint, check_kind, teach_specimen
+from stand.drafters.drafter import Drafter, DraftRequest, Lesson, check_fingerprint, check_kind, teach_two_ways
 from stand.trees import DraftBatch, LookupTree, TreeShape
 from stand.trees.sampling import SHAPED_KINDS
 
@@ -44,9 +44,9 @@ class FixedShapeDrafter(Drafter):
             self.lookup = LookupTree(fingerprint=fingerprint)
         check_fingerprint(self.lookup, fingerprint)
 
-    def specimen(self) -> DraftBatch:
+    def typical_draft(self) -> DraftBatch:
         lookup = LookupTree()
-        tokens = teach_specimen(lookup)
+        tokens = teach_two_ways(lookup)
         row = np.zeros(1, dtype=np.int64)
         return lookup.draft([tokens], self.shape, seed=0, rows=row, steps=row, kind=self.kind)
 

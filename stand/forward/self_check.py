@@ -103,7 +103,7 @@ def _refuse_by_configuration(model: PreTrainedModel) -> None:
         )
 
 
-def check_specimen(model: PreTrainedModel) -> tuple[np.ndarray, DraftBatch]:
+def check_case(model: PreTrainedModel) -> tuple[np.ndarray, DraftBatch]:
     """A prompt of CHECK_TOKENS tokens, int32, and a tree of 7 nodes to stand behind it."""
     generator = np.random.default_rng(0)
     vocabulary_size = text_config(model).vocab_size
@@ -122,8 +122,8 @@ def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
 
 @torch.inference_mode()
 def tree_difference(model: PreTrainedModel) -> float:
-    """`relative_difference` of one packed forward over the specimen's tree to plain forwards over its paths."""
-    prompt, batch = check_specimen(model)
+    """`relative_difference` of one packed forward over a small tree to plain forwards over its paths."""
+    prompt, batch = check_case(model)
     try:
         return relative_difference(_tree_logits(model, prompt, batch), _plain_logits(model, prompt, batch.token_ids))
     except (RuntimeError, AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
@@ -140,7 +140,7 @@ def far_position_difference(model: PreTrainedModel) -> float:
     farthest = max_positions(model)
     if farthest is None or farthest <= CHECK_TOKENS:
         return 0.0
-    prompt, _ = check_specimen(model)
+    prompt, _ = check_case(model)
     input_ids = torch.from_numpy(np.append(prompt, prompt[0]).astype(np.int64)).to(model.device)[None]
     position_ids = torch.tensor([[*range(CHECK_TOKENS), farthest - 1]], device=model.device)
     alone, together = (

@@ -25,7 +25,7 @@ from stand.gpu.device_rule import DeviceRule, GreedyRule
 from stand.gpu.fusion.fusion import Fusion
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME
 from stand.gpu.packing import kept_paths
-from stand.gpu.replay import Program, Replay, replay_for
+from stand.gpu.runner import Program, Runner, runner_for
 from stand.gpu.step_body import LEARNED_ROWS, StepBody, StepOutput
 from stand.gpu.step_packet import StepPacket
 from stand.gpu.step_size import MAX_ROW_NODES, StepSize
@@ -48,7 +48,7 @@ class CapturedStep:
         *,
         num_rows: int,
         fusion: Fusion | None,
-        replay: Replay | None = None,
+        replay: Runner | None = None,
     ):
         """replay: of a step that was closed, so that an engine has one capture stream; default: a new one."""
         self._model = model
@@ -58,7 +58,7 @@ class CapturedStep:
         self._num_rows = num_rows
         self._cache: DeviceCache | None = None
         self._output = StepOutput(model, num_rows)
-        self.replay = replay_for(model.device) if replay is None else replay
+        self.replay = runner_for(model.device) if replay is None else replay
         self._recorded: dict[StepSize, tuple[StepBody, Program]] = {}
         self._by_nodes: dict[tuple[int, int], tuple[StepBody, Program]] = {}  # the same by nodes met
         self.body: StepBody | None = None  # of the last step prepared
@@ -115,7 +115,7 @@ class CapturedStep:
         if lesson is not None:
             lesson()
 
-    def close(self) -> Replay:
+    def close(self) -> Runner:
         """Give all memory back; the replay, for the step that follows."""
         self.use(None)
         self._output = None

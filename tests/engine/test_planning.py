@@ -6,7 +6,7 @@ from tiny_models import tiny_model
 
 import stand
 from stand import ModelDrafter, Stats
-from stand.drafters.chain_length import estimate_alpha, estimate_cost, expected_tokens, plan_gamma, walltime_factor
+from stand.drafters.chain_length import best_gamma, estimate_alpha, estimate_cost, expected_tokens, walltime_factor
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.8, 0.999])
@@ -29,7 +29,7 @@ def test_walltime_factor_by_hand():
     [(0.0, 0.0, 0), (0.1, 0.2, 0), (0.5, 0.5, 0), (0.5, 0.1, 2), (0.8, 0.05, 8), (1.0, 0.5, 9), (0.9, 0.0, 9)],
 )
 def test_the_best_gamma(alpha, cost, gamma):
-    plan = plan_gamma(alpha, cost, longest=9)
+    plan = best_gamma(alpha, cost, longest=9)
     best = max(walltime_factor(alpha, length, cost) for length in range(10))
     assert plan.gamma == gamma
     assert plan.walltime_factor == best == walltime_factor(alpha, gamma, cost)
@@ -65,16 +65,16 @@ def test_a_real_generation_can_be_planned():
     engine = stand.wrap(tiny_model("llama"), verifier="token", drafter=ModelDrafter(tiny_model("qwen2"), gamma=4))
     stats = engine.generate(input_ids=[[3, 4, 5]], max_new_tokens=40, temperature=1.0, seed=0).stats
     assert 0 < estimate_alpha(stats, 4) < 1
-    assert plan_gamma(estimate_alpha(stats, 4), estimate_cost(stats, 4)).walltime_factor >= 1
+    assert best_gamma(estimate_alpha(stats, 4), estimate_cost(stats, 4)).walltime_factor >= 1
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: plan_gamma(1.1, 0.1), "alpha must be in"),
-        (lambda: plan_gamma(float("nan"), 0.1), "alpha must be in"),
-        (lambda: plan_gamma(0.5, -0.1), "cost must be finite"),
-        (lambda: plan_gamma(0.5, float("inf")), "cost must be finite"),
+        (lambda: best_gamma(1.1, 0.1), "alpha must be in"),
+        (lambda: best_gamma(float("nan"), 0.1), "alpha must be in"),
+        (lambda: best_gamma(0.5, -0.1), "cost must be finite"),
+        (lambda: best_gamma(0.5, float("inf")), "cost must be finite"),
         (lambda: expected_tokens(0.5, -1), "at least 0 tokens"),
         (lambda: estimate_alpha(Stats(), 4), "at least one step"),
         (lambda: estimate_alpha(Stats(num_steps=3), 0), "gamma must be at least 1"),

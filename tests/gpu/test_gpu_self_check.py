@@ -126,11 +126,11 @@ def test_it_sees_wrong_best_tokens(plain_kernels, roomy, monkeypatch):
 
 
 def test_it_sees_a_recording_that_is_not_what_was_recorded(plain_kernels, roomy, monkeypatch):
-    class Stale(captured_step.replay_for(torch.device("cpu")).__class__):
+    class Stale(captured_step.runner_for(torch.device("cpu")).__class__):
         def step(self, program):
             """A graph that does nothing: the verdict of the step before."""
 
-    monkeypatch.setattr(captured_step, "replay_for", lambda device: Stale())
+    monkeypatch.setattr(captured_step, "runner_for", lambda device: Stale())
     assert kernel_failure(roomy, size=with_law(GREEDY)) is not None
 
 

@@ -12,14 +12,14 @@
 namespace stand {
 
 // Kinds of items: a child with a known token, the sampling of a child, or a look for children.
-enum class Step : uint8_t { reveal, sample, expand };
+enum class Action : uint8_t { reveal, sample, expand };
 
 struct Item {
     float key;      // calibrated chance of acceptance, in (0, 1]
     float product;  // the same before calibration
     uint32_t token;
     int32_t node;
-    Step step;
+    Action action;
 
     // Positive floats compare like their bits; of equals the child of the earlier node is better, then the lower id.
     uint64_t rank() const {
@@ -50,8 +50,8 @@ class Frontier {
     }
 
     // Field by field: an item put together elsewhere would be copied while its parts are still on their way to memory.
-    void push(float key, float product, uint32_t token, int32_t node, Step step) {
-        if (is_crowded_) return push_in_crowd(Item{key, product, token, node, step});
+    void push(float key, float product, uint32_t token, int32_t node, Action action) {
+        if (is_crowded_) return push_in_crowd(Item{key, product, token, node, action});
         const uint32_t list = list_of(key);
         if (num_places_ == places_.size()) places_.resize(2 * num_places_ + 64);
         Place& place = places_[num_places_];
@@ -59,7 +59,7 @@ class Frontier {
         place.item.product = product;
         place.item.token = token;
         place.item.node = node;
-        place.item.step = step;
+        place.item.action = action;
         place.next = heads_[list];
         heads_[list] = static_cast<int32_t>(num_places_++);
         words_[list >> 6] |= uint64_t{1} << (list & 63);

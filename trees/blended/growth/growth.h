@@ -90,9 +90,9 @@ class Growth {
     int32_t room_ = 0;  // nodes that may still be revealed
     float expected_ = 0.0f;  // tokens that the step yields by estimate: one per row and the nodes' path probabilities
 
-    void push(float key, float product, uint32_t token, int32_t node, Step step) {
-        if (key >= (step == Step::expand ? thresholds_.hopeless : std::max(thresholds_.hopeless, settings_.floor)))
-            frontier_.push(key, product, token, node, step);
+    void push(float key, float product, uint32_t token, int32_t node, Action action) {
+        if (key >= (action == Action::expand ? thresholds_.hopeless : std::max(thresholds_.hopeless, settings_.floor)))
+            frontier_.push(key, product, token, node, action);
     }
 
     const Item& pop();
@@ -101,8 +101,8 @@ class Growth {
     void plant(int32_t row);
     void locate(GrownNode& node);
     Family family(int32_t parent) const;
-    static Item child(const Family& family, uint32_t token, float product, Step step);
-    void offer(const Family& family, uint32_t token, float chance, Step step);
+    static Item child(const Family& family, uint32_t token, float product, Action action);
+    void offer(const Family& family, uint32_t token, float chance, Action action);
     int32_t reveal(const Item& item, uint32_t token);
     void expand(int32_t index);
     void expand_sampled(int32_t index);
@@ -136,14 +136,14 @@ inline void Growth::grow(const BlendedLookup& lookup, const std::vector<GrowthRe
         const Item& item = pop();
         // A node pays while it adds a larger share to the tokens than to the cost. The children of a node are worth up
         // to 1 / patience of its item's key, so growth ends only where not even those pay.
-        const float best = item.step == Step::expand ? item.key / thresholds_.patience : item.key;
+        const float best = item.action == Action::expand ? item.key / thresholds_.patience : item.key;
         if (best < bar()) {
             if (item.key < thresholds_.patience * bar()) break;
             continue;
         }
-        if (item.step == Step::expand)
+        if (item.action == Action::expand)
             expand(item.node);
-        else if (item.step == Step::sample)
+        else if (item.action == Action::sample)
             sample(item);
         else
             reveal(item, item.token);
@@ -195,7 +195,7 @@ inline void Growth::plant(int32_t row) {
     root.contexts = roots_[2 * row];
     root.is_located = true;
     const int32_t index = static_cast<int32_t>(nodes.size()) - 1;
-    if (request.max_depth > 0 && room_ > 0) push(1.0f, 1.0f, 0, index, Step::expand);
+    if (request.max_depth > 0 && room_ > 0) push(1.0f, 1.0f, 0, index, Action::expand);
 }
 
 inline void Growth::locate(GrownNode& node) {
@@ -210,14 +210,14 @@ inline Growth::Family Growth::family(int32_t parent) const {
 
 // The factors of two depths are learned apart, so a sure child may get a little more than its parent. A bound by the
 // parent's chance would make estimates of deep paths too low.
-inline Item Growth::child(const Family& family, uint32_t token, float product, Step step) {
-    return Item{Calibration::corrected(product, family.factors), product, token, family.parent, step};
+inline Item Growth::child(const Family& family, uint32_t token, float product, Action action) {
+    return Item{Calibration::corrected(product, family.factors), product, token, family.parent, action};
 }
 
 // A child that is kept with this chance where its parent is.
-inline void Growth::offer(const Family& family, uint32_t token, float chance, Step step) {
+inline void Growth::offer(const Family& family, uint32_t token, float chance, Action action) {
     const float product = family.product * chance;
-    push(Calibration::corrected(product, family.factors), product, token, family.parent, step);
+    push(Calibration::corrected(product, family.factors), product, token, family.parent, action);
 }
 
 // Adds a child. Its contexts are fetched now where its own children are likely to be wanted.
@@ -238,7 +238,7 @@ inline int32_t Growth::reveal(const Item& item, uint32_t token) {
     expected_ += path;
     if (node.depth < (*requests_)[node.row].max_depth) {
         if (thresholds_.patience * path >= thresholds_.least) locate(node);
-        push(thresholds_.patience * path, 0.0f, 0, index, Step::expand);
+        push(thresholds_.patience * path, 0.0f, 0, index, Action::expand);
     }
     return index;
 }
@@ -254,7 +254,7 @@ inline void Growth::expand(int32_t index) {
     }
     const Family children = family(index);
     for (int32_t i = 0; i < blender_.size; ++i)
-        offer(children, blender_.tokens[i], blender_.probabilities[i], Step::reveal);
+        offer(children, blender_.tokens[i], blender_.probabilities[i], Action::reveal);
 }
 
 // "sampled": all children are drawn, one by one. "mixed": where it is worth a node, one child is drawn from outside the
@@ -270,7 +270,7 @@ inline void Growth::expand_sampled(int32_t index) {
     const CandidateSet& candidates = candidates_of(index);
     for (int32_t position = 0; position < candidates.size(); ++position)
         if (position != drawn)
-            offer(children, candidates.tokens[position], candidates.probabilities[position], Step::reveal);
+            offer(children, candidates.tokens[position], candidates.probabilities[position], Action::reveal);
 }
 
 // Fixes a node's candidates and their noise; false where there are none.
@@ -302,7 +302,7 @@ inline int32_t Growth::sample_tail(const Family& children) {
     for (int32_t position = num_sure; position < candidates.size(); ++position)
         tail += candidates.probabilities[position];
     if (!(OVERLAP * path * tail >= worth)) return -1;
-    const Item item = child(children, 0, children.product * OVERLAP * tail, Step::sample);
+    const Item item = child(children, 0, children.product * OVERLAP * tail, Action::sample);
     if (item.key < settings_.floor) return -1;
     std::fill(candidates.taken.begin(), candidates.taken.begin() + num_sure, char(1));
     return sample(item);
@@ -319,7 +319,7 @@ inline void Growth::push_sample(int32_t index) {
         squares += probability * probability;
     }
     if (!(mass > 0.0f)) return;
-    offer(family(index), 0, OVERLAP * mass + (1.0f - OVERLAP) * squares / mass, Step::sample);
+    offer(family(index), 0, OVERLAP * mass + (1.0f - OVERLAP) * squares / mass, Action::sample);
 }
 
 // Draws one child of a node among its candidates not yet taken, which have positive mass. Returns its position.

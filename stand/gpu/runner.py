@@ -23,7 +23,7 @@ class Program:
     best: Body
 
 
-class Replay(Protocol):
+class Runner(Protocol):
     """Used in this order: step, wait, wait_for_best."""
 
     def record(self, step: Body, best: Body) -> Program:
@@ -39,11 +39,11 @@ class Replay(Protocol):
         """Until the best rows of the last step waited for have arrived."""
 
 
-def replay_for(device: torch.device) -> Replay:
-    return GraphReplay(device) if device.type == "cuda" else DirectReplay()
+def runner_for(device: torch.device) -> Runner:
+    return GraphRunner(device) if device.type == "cuda" else DirectRunner()
 
 
-class DirectReplay:
+class DirectRunner:
     """Calls the bodies, everything in order."""
 
     def record(self, step: Body, best: Body) -> Program:
@@ -59,7 +59,7 @@ class DirectReplay:
         pass
 
 
-class GraphReplay:
+class GraphRunner:
     """CUDA graphs; the step on the caller's stream, the best tokens on one next to it.
 
     No two graphs run at once: best tokens wait for their step, and a step waits for the best tokens of the one before.

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stand.gpu.replay import WARM_UP_RUNS, GraphReplay
+from stand.gpu.runner import WARM_UP_RUNS, GraphRunner
 
 DEVICE = torch.device("cuda")
 
@@ -61,7 +61,7 @@ def cuda(monkeypatch):
 
 def test_a_replay_warms_up_and_captures_on_one_stream_of_its_own(cuda):
     """torch 2.13 clears the cuBLAS workspaces of a capture's stream where the graph ends (pytorch #193402)."""
-    first, second = GraphReplay(DEVICE), GraphReplay(DEVICE)
+    first, second = GraphRunner(DEVICE), GraphRunner(DEVICE)
     streams = []
     for replay in (first, second, first):
         cuda.log.clear()
@@ -75,7 +75,7 @@ def test_a_replay_warms_up_and_captures_on_one_stream_of_its_own(cuda):
 
 
 def test_steps_run_on_the_callers_stream_and_best_tokens_next_to_it(cuda):
-    replay = GraphReplay(DEVICE)
+    replay = GraphRunner(DEVICE)
     program = replay.record(lambda: None, lambda: None)
     cuda.log.clear()
     replay.step(program)

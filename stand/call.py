@@ -41,11 +41,12 @@ class Call:
         stop: StopRule,
         rows: Sequence[Row],
         seed: int,
-        own_seed: int,
+        own_seed: Callable[[], int],
         is_learning: bool,
         on_commit: Callable[[Row, list[int]], None] | None = None,
     ):
-        """seed: the user's; own_seed: of this call's drafts, tests and residual draws (stand/seeds.py).
+        """seed: the user's; own_seed: gives, when the call begins, that of
+        its drafts, tests and residual draws (stand/seeds.py).
         on_commit: told of every row's new tokens as they are kept."""
         self.rows = list(rows)
         self.seed = seed
@@ -56,7 +57,8 @@ class Call:
         self._verifier = verifier
         self._law = law
         self._stop = stop
-        self._own_seed = own_seed
+        self._new_own_seed = own_seed
+        self._own_seed = seed  # until the call begins
         self._is_learning = is_learning
         self._on_commit = on_commit
         self._live = list(rows)  # the row in place i of the batch holds place i of an eager step's cache
@@ -82,7 +84,11 @@ class Call:
         self._step.finish()
 
     def _begin(self) -> None:
-        """Prefill every prompt once: all but its last token, which becomes the pending one."""
+        """Prefill every prompt once: all but its last token, which becomes the pending one.
+
+        The own seed is asked for here and not when the call is made: calls that ran in between may have taught.
+        """
+        self._own_seed = self._new_own_seed()
         prompts: dict[bytes, int] = {}
         sources = [prompts.setdefault(row.history.tobytes(), len(prompts)) for row in self.rows]
         firsts = [self.rows[sources.index(place)] for place in range(len(prompts))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from hashlib import blake2b
 
 import numpy as np
@@ -257,7 +258,7 @@ class Engine:
             ),
             rows=self._new_rows(token_ids, limits, num_samples),
             seed=seed,
-            own_seed=self._own_seed(seed, is_learning),
+            own_seed=partial(self._own_seed, seed, is_learning),
             is_learning=is_learning,
             on_commit=on_commit,
         )

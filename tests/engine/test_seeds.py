@@ -110,6 +110,16 @@ def test_own_seeds_differ_whenever_something_was_learned(monkeypatch):
     assert len(set(seeds)) == 3
 
 
+@torch.inference_mode()
+def test_calls_that_are_made_early_take_their_seed_when_they_begin():
+    """The second of two calls that were made before either ran depends on what the first one taught."""
+    engine = engine_of()
+    calls = [engine._new_call(None, on_commit=None, **SETTINGS, seed=7)[0] for _ in range(2)]
+    for call in calls:
+        call.run()
+    assert calls[0]._own_seed == 7 != calls[1]._own_seed
+
+
 def test_a_loaded_lookup_has_another_digest_than_an_empty_one(tmp_path):
     engine = engine_of()
     engine.generate(**SETTINGS, seed=7)

@@ -22,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 from stand.backend import Backend, choose_backend
 from stand.call import Call
 from stand.drafters.blended import BlendedDrafter
-from stand.drafters.drafter import Drafter
+from stand.drafters.drafter import Drafter, LookupDrafter
 from stand.drafters.fixed_shape import FixedShapeDrafter
 from stand.drafters.step_cost import StepCost, measure_cost
 from stand.forward.model import prefill, text_config
@@ -102,7 +102,7 @@ class Engine:
     @property
     def lookup(self) -> BlendedLookup | LookupTree:
         """The lookup that drafts and learns; save it with `engine.lookup.save(path)`."""
-        if not isinstance(self.drafter, (BlendedDrafter, FixedShapeDrafter)):
+        if not isinstance(self.drafter, LookupDrafter):
             raise AttributeError(f"{type(self.drafter).__name__} has no lookup; read engine.drafter")
         return self.drafter.lookup
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.drafters.drafter import Drafter, DraftRequest, Lesson, check_fingerprint, check_kind, teach_two_ways
+from stand.drafters.drafter import DraftRequest, Lesson, LookupDrafter, check_fingerprint, check_kind, teach_two_ways
 from stand.drafters.step_cost import CostTable, saved_costs
 from stand.trees import BlendedLookup, DraftBatch
 from stand.trees.sampling import KINDS
@@ -23,7 +23,7 @@ def default_budget(device: torch.device) -> int:
     return 32 if device.type == "cpu" else 112
 
 
-class BlendedDrafter(Drafter):
+class BlendedDrafter(LookupDrafter):
     """All context lengths blended, drafts grown best-first under one node budget for all live rows.
 
     lookup: what was learned before; None: an empty `BlendedLookup` of the model's vocabulary.
@@ -55,14 +55,6 @@ class BlendedDrafter(Drafter):
         self.floor = floor
         self.kind = kind
         self._known_rises: dict[tuple[int, int, int], np.ndarray] = {}  # by measured length, rows and budget
-
-    @property
-    def num_candidates(self) -> int:
-        return 0 if self.lookup is None else self.lookup.num_candidates
-
-    @property
-    def digest(self) -> int:
-        return 0 if self.lookup is None else self.lookup.digest
 
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
         if self.lookup is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedModel
 
-from stand.trees import DraftBatch
+from stand.trees import BlendedLookup, DraftBatch, LookupTree
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +79,20 @@ class Drafter(ABC):
 
     def learn(self, lesson: Lesson) -> None:  # noqa: B027
         """What a step showed; asked once per step where `num_candidates` is above 0."""
+
+
+class LookupDrafter(Drafter):
+    """A drafter whose memory is a lookup; `lookup` is None until `attach` where none was given."""
+
+    lookup: BlendedLookup | LookupTree | None
+
+    @property
+    def num_candidates(self) -> int:
+        return 0 if self.lookup is None else self.lookup.num_candidates
+
+    @property
+    def digest(self) -> int:
+        return 0 if self.lookup is None else self.lookup.digest
 
 
 def check_kind(kind: str, offered: tuple[str, ...], drafter: str) -> None:

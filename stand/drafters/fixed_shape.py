@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from transformers import PreTrainedModel
 
-from stand.drafters.drafter import Drafter, DraftRequest, Lesson, check_fingerprint, check_kind, teach_two_ways
+from stand.drafters.drafter import DraftRequest, Lesson, LookupDrafter, check_fingerprint, check_kind, teach_two_ways
 from stand.trees import DraftBatch, LookupTree, TreeShape
 from stand.trees.sampling import SHAPED_KINDS
 
 
-class FixedShapeDrafter(Drafter):
+class FixedShapeDrafter(LookupDrafter):
     """STAND (arXiv 2506.04708): an adaptive n-gram lookup fills a fixed shape by Gumbel-Top-K.
 
     lookup: what was learned before; None: an empty `LookupTree` of the model's vocabulary.
@@ -30,14 +30,6 @@ class FixedShapeDrafter(Drafter):
         self.shape = TreeShape.paper() if shape is None else shape
         self.kind = kind
         self._shallow: dict[int, TreeShape] = {}
-
-    @property
-    def num_candidates(self) -> int:
-        return 0 if self.lookup is None else self.lookup.num_candidates
-
-    @property
-    def digest(self) -> int:
-        return 0 if self.lookup is None else self.lookup.digest
 
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
         if self.lookup is None:

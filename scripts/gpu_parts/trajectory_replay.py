@@ -28,7 +28,7 @@ from stand.call import Call
 from stand.drafters.step_cost import CostTable
 from stand.engine import Engine
 from stand.gpu.captured_step import CapturedStep
-from stand.gpu.device_rule import MatchRule, follow
+from stand.gpu.device_rule import DeviceVerdict, MatchRule, follow_drawn
 from stand.gpu.fusion.fusion import Fusion
 from stand.gpu.packet import Field
 from stand.gpu.step_size import StepSize
@@ -67,9 +67,11 @@ class RecordedRule(MatchRule):
             stream = self.streams[row]
             recorded[first:end] = stream[np.minimum(position + batch.depths[first:end], len(stream) - 1)]
 
-    def decide(self, probs: torch.Tensor, step: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        super().decide(probs, step)
-        return follow(step["recorded"], step)
+    def decide(
+        self, logits: torch.Tensor, laws: torch.Tensor, step: Mapping[str, torch.Tensor], verdict: DeviceVerdict
+    ) -> None:
+        super().decide(logits, laws, step, verdict)
+        follow_drawn(step["recorded"], laws, step, verdict)
 
 
 class TimedStep(CapturedStep):

@@ -8,20 +8,35 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from stand.gpu.kernels.draw import draw_nodes, draw_residuals
+from stand.gpu.kernels.follow import follow
 from stand.gpu.kernels.race import race
-from stand.gpu.kernels.residual import draw_residuals
 from stand.gpu.kernels.traverse import traverse
 from stand.gpu.packet import Field
-from stand.gpu.step_size import SUPPORT_SIZE, WORD_BITS, StepSize
+from stand.gpu.step_size import SUPPORT_SIZE, StepSize
 from stand.trees import NO_TOKEN, DraftBatch
 from stand.verifiers import VerifierNoise
-from stand.verifiers.draw import tokens_at
 
 Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceVerdict:
+    """What a rule decides, at fixed addresses; a row without nodes keeps nothing."""
+
+    stops: torch.Tensor  # [B] int64, packed node where the row stops
+    next_tokens: torch.Tensor  # [B] int64
+    is_broken: torch.Tensor  # [B] int32, whether a law of the row is not finite
+    path: torch.Tensor  # [B, P] int64, row-local nodes kept at depths 1, 2, ..., then -1
+
+    def of_width(self, width: int) -> DeviceVerdict:
+        """The same with paths of at most `width` nodes, views."""
+        return DeviceVerdict(self.stops, self.next_tokens, self.is_broken, self.path[:, :width])
 
 
 class DeviceRule(ABC):
@@ -36,8 +51,8 @@ class DeviceRule(ABC):
         """Fill them for one step. Raises ValueError where the draft does not fit."""
 
     @abstractmethod
-    def decide(self, probs: torch.Tensor, step: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """(stops [B] int64: packed node where each row stops; next_tokens [B] int64) from laws `probs` [M, V]."""
+    def decide(self, logits: torch.Tensor, laws: torch.Tensor, step: Tensors, verdict: DeviceVerdict) -> None:
+        """Write the verdict, from logits [M, V] and the laws [M, V] float32 made of them."""
 
 
 class MatchRule(DeviceRule):
@@ -49,9 +64,8 @@ class MatchRule(DeviceRule):
     def fill(self, host: Mapping[str, np.ndarray], batch: DraftBatch, noise: VerifierNoise) -> None:
         host["target_uniforms"][: batch.num_nodes] = noise.target_at_nodes(batch)
 
-    def decide(self, probs: torch.Tensor, step: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        drawn, _ = tokens_at(probs, step["target_uniforms"])
-        return follow(drawn, step)
+    def decide(self, logits: torch.Tensor, laws: torch.Tensor, step: Tensors, verdict: DeviceVerdict) -> None:
+        follow_drawn(draw_nodes(laws, step["target_uniforms"]), laws, step, verdict)
 
 
 class CoupledRule(DeviceRule):
@@ -63,12 +77,12 @@ class CoupledRule(DeviceRule):
     def fill(self, host: Mapping[str, np.ndarray], batch: DraftBatch, noise: VerifierNoise) -> None:
         host["keys"][: batch.num_nodes] = noise.keys_at_nodes(batch)
 
-    def decide(self, probs: torch.Tensor, step: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        return follow(race(probs, step["keys"]), step)
+    def decide(self, logits: torch.Tensor, laws: torch.Tensor, step: Tensors, verdict: DeviceVerdict) -> None:
+        follow_drawn(race(laws, step["keys"]), laws, step, verdict)
 
 
 class TraversalRule(DeviceRule):
-    """`traversal`: thresholds of all nodes by one sequential kernel per row, then one residual draw per row."""
+    """`traversal`: thresholds of all nodes by one sequential program per row, then one residual draw per row."""
 
     def fields(self, size: StepSize) -> dict[str, Field]:
         return {
@@ -95,12 +109,15 @@ class TraversalRule(DeviceRule):
         host["law"][:, :width][:num_nodes] = batch.law
         host["law"][:, width:] = 0.0
 
-    def decide(self, probs: torch.Tensor, step: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def decide(self, logits: torch.Tensor, laws: torch.Tensor, step: Tensors, verdict: DeviceVerdict) -> None:
         support_ids = step["support_ids"]
         stops, mass, scale, _ = traverse(
-            probs, step["token_ids"], step["local_parents"], step["offsets"], support_ids, step["law"], step["accept"]
+            laws, step["token_ids"], step["local_parents"], step["offsets"], support_ids, step["law"], step["accept"]
         )
-        return stops, draw_residuals(probs, stops, support_ids, mass, scale, step["resample"])
+        draw_residuals(
+            laws, stops, support_ids, mass, scale, step["resample"], step["parents"], step["depths"], step["offsets"],
+            verdict.stops, verdict.next_tokens, verdict.is_broken, verdict.path,
+        )  # fmt: skip
 
 
 class GreedyRule(DeviceRule):
@@ -112,32 +129,13 @@ class GreedyRule(DeviceRule):
     def fill(self, host: Mapping[str, np.ndarray], batch: DraftBatch, noise: VerifierNoise) -> None:
         pass
 
-    def decide(self, probs: torch.Tensor, step: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        return follow(probs.argmax(dim=1), step)
+    def decide(self, logits: torch.Tensor, laws: torch.Tensor, step: Tensors, verdict: DeviceVerdict) -> None:
+        follow_drawn(logits.argmax(dim=1), laws, step, verdict)
 
 
-def follow(drawn: torch.Tensor, step: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """From every root, step to the first child whose token was drawn at its parent; (stops [B], next_tokens [B]).
-
-    A node lies on the kept path when it and all its ancestors agree with what was drawn above them, and a row's path
-    is a chain, so its end is the deepest such node: no walk is needed.
-    """
-    num_tokens, num_rows = len(drawn), len(step["lengths"])
-    packed = torch.arange(num_tokens, device=drawn.device)
-    is_root = step["firsts"] == packed
-    agrees = (drawn[step["parents"]] == step["token_ids"]) & (step["follows"] > 0) | is_root
-    seen = tail_bits(step["ancestors"])  # [M, 64 W]
-    locals_ = torch.arange(seen.shape[1], device=drawn.device)
-    cells = (step["firsts"][:, None] + locals_).clip(max=num_tokens - 1)
-    is_kept = (seen <= agrees[cells]).all(dim=1)  # who is seen agrees
-    rank = torch.where(is_kept, step["depths"] * num_tokens + packed, 0)
-    deepest = torch.zeros(num_rows + 1, dtype=torch.int64, device=drawn.device)
-    deepest = deepest.scatter_reduce(0, step["row_of"], rank, "amax")
-    stops = deepest[:num_rows] % num_tokens
-    return stops, drawn[stops]
-
-
-def tail_bits(ancestors: torch.Tensor) -> torch.Tensor:
-    """[n, W] int64 words -> [n, 64 W] bool, bit 0 of word 0 first."""
-    places = torch.arange(WORD_BITS, device=ancestors.device)
-    return ((ancestors[:, :, None] >> places) & 1).bool().flatten(1)
+def follow_drawn(drawn: torch.Tensor, laws: torch.Tensor, step: Tensors, verdict: DeviceVerdict) -> None:
+    """The verdict of a rule that drew tokens `drawn` [M] int64 at all nodes: rows follow them from their roots down."""
+    follow(
+        drawn, laws, step["token_ids"], step["parents"], step["follows"], step["offsets"],
+        verdict.stops, verdict.next_tokens, verdict.is_broken, verdict.path,
+    )  # fmt: skip

@@ -11,8 +11,7 @@ cdef class StepArrays:
 
     cdef int64_t[::1] token_ids, positions, slots  # [M]; slots: cache row * room + slot
     cdef int64_t[:, ::1] ancestors  # [M, W] bit j of a row: local node j is an ancestor, or itself
-    cdef int64_t[::1] parents, firsts  # [M] packed; roots and padding are their own parents
-    cdef int64_t[::1] row_of  # [M] row, B at padding
+    cdef int64_t[::1] parents  # [M] packed; roots and padding are their own parents
     cdef int64_t[::1] depths
     cdef int64_t[::1] follows  # [M] 1 where a walk may step to the node: a child, first of its token
     cdef int32_t[::1] offsets  # [B + 1]
@@ -25,8 +24,8 @@ cdef class StepArrays:
     def __init__(self, arrays, *, int64_t tile_tokens, int64_t row_items, int64_t shortest_split):
         """`arrays` by name, zeros; the rest as in `WorkList.build`."""
         self.token_ids, self.positions, self.slots = arrays["token_ids"], arrays["positions"], arrays["slots"]
-        self.ancestors, self.parents, self.firsts = arrays["ancestors"], arrays["parents"], arrays["firsts"]
-        self.row_of, self.depths, self.follows = arrays["row_of"], arrays["depths"], arrays["follows"]
+        self.ancestors, self.parents = arrays["ancestors"], arrays["parents"]
+        self.depths, self.follows = arrays["depths"], arrays["follows"]
         self.offsets, self.lengths, self.cache_rows = arrays["offsets"], arrays["lengths"], arrays["cache_rows"]
         self.items, self.partial_starts = arrays["items"], arrays["partial_starts"]
         self.tile_tokens, self.row_items, self.shortest_split = tile_tokens, row_items, shortest_split
@@ -93,8 +92,7 @@ cdef class StepArrays:
             self.token_ids[packed] = token_ids[packed]
             self.positions[packed] = length + depths[packed]
             self.slots[packed] = start + length + node
-            self.parents[packed], self.firsts[packed] = parent, first
-            self.row_of[packed] = row
+            self.parents[packed] = parent
             self.depths[packed] = depths[packed]
             self.follows[packed] = node > 0
             for twin in range(parent + 1, packed):  # siblings of one token: the earliest is the one that is followed
@@ -117,8 +115,7 @@ cdef class StepArrays:
         for packed in range(num_tokens, self.num_tokens):
             self.token_ids[packed] = self.positions[packed] = self.depths[packed] = self.follows[packed] = 0
             self.slots[packed] = spare_slot
-            self.parents[packed] = self.firsts[packed] = packed
-            self.row_of[packed] = self.lengths.shape[0]
+            self.parents[packed] = packed
         self.num_tokens = num_tokens
 
 

@@ -8,16 +8,15 @@ from transformers import PreTrainedModel
 
 from stand.forward.model import text_config
 from stand.gpu.device_cache import DeviceCache
-from stand.gpu.device_rule import DeviceRule
+from stand.gpu.device_rule import DeviceRule, DeviceVerdict
 from stand.gpu.kernel_attention import KernelPlan
 from stand.gpu.kernels.compact import compact
 from stand.gpu.kernels.filter import filter_rows
-from stand.gpu.kernels.path import path_to
 from stand.gpu.kernels.softmax import softmax_rows
 from stand.gpu.kernels.top_rows import top_rows
 from stand.gpu.packet import Packet
 from stand.gpu.step_packet import StepPacket
-from stand.gpu.step_size import NUM_TOKENS, WORD_BITS
+from stand.gpu.step_size import MAX_ROW_NODES, NUM_TOKENS, WORD_BITS
 from stand.gpu.tiles import limits_of, tile_tokens
 from stand.gpu.work_list import Splitting
 from stand.sampling import TargetLaw
@@ -41,7 +40,10 @@ class StepOutput:
         self.laws = torch.zeros(NUM_TOKENS[-1], config.vocab_size, dtype=torch.float32, device=model.device)
         count = min(LEARNED_ROWS, config.vocab_size)
         per_row, per_node = (np.int64, (num_rows,)), (NUM_TOKENS[-1], count)
-        self._verdict = Packet({"stops": per_row, "next_tokens": per_row, "is_broken": (np.bool_, (1,))}, model.device)
+        fields = {"stops": per_row, "next_tokens": per_row, "is_broken": (np.int32, (num_rows,))}
+        self._verdict = Packet(fields, model.device)
+        path = torch.full((num_rows, MAX_ROW_NODES), -1, dtype=torch.int64, device=model.device)
+        self.device_verdict = DeviceVerdict(**self._verdict.device, path=path)
         self._best = Packet({"ids": (np.int32, per_node), "probabilities": (np.float32, per_node)}, model.device)
 
     def tile_tokens(self, tokens_per_row: int) -> int:
@@ -55,9 +57,8 @@ class StepOutput:
         self.partials = torch.zeros(*shape, self.head_size, dtype=torch.float32, device=device)
         self.log_sums = torch.zeros(shape, dtype=torch.float32, device=device)
 
-    def send_verdict(self, stops: torch.Tensor, next_tokens: torch.Tensor, is_broken: torch.Tensor) -> None:
-        for name, values in (("stops", stops), ("next_tokens", next_tokens), ("is_broken", is_broken)):
-            self._verdict.device[name].copy_(values)
+    def send_verdict(self) -> None:
+        """What the rule wrote, down to the host."""
         self._verdict.download()
 
     def send_best(self, num_tokens: int) -> None:
@@ -70,7 +71,7 @@ class StepOutput:
     def verdict(self, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
         """(stops, next tokens) [num_rows] int64 of the last step. Raises ValueError when a law was not finite."""
         host = self._verdict.host
-        if host["is_broken"][0]:
+        if host["is_broken"][:num_rows].any():
             raise ValueError(
                 "every position needs a finite best logit, got NaN or infinity; "
                 "check the model's weights and dtype (float16 overflows)"
@@ -110,10 +111,10 @@ class StepBody:
         logits = self.forward()
         laws = self._output.laws[: self.packet.size.num_tokens]
         self._fill_laws(laws, logits)
-        stops, next_tokens = self._rule.decide(logits if self._law.params.is_greedy else laws, step)
-        path = path_to(stops, step["parents"], step["firsts"], step["depths"], step["ancestors"].shape[1] * WORD_BITS)
-        compact(self._cache.storage.flatten(0, 1), step["cache_rows"], step["lengths"], path)
-        self._output.send_verdict(stops, next_tokens, torch.isnan(laws[:, 0]).any())
+        verdict = self._output.device_verdict.of_width(self.packet.size.num_words * WORD_BITS)
+        self._rule.decide(logits, laws, step, verdict)
+        compact(self._cache.storage.flatten(0, 1), step["cache_rows"], step["lengths"], verdict.path)
+        self._output.send_verdict()
 
     def _fill_laws(self, laws: torch.Tensor, logits: torch.Tensor) -> None:
         """The laws that are sampled from; under greedy decoding, where nothing is, the softmax at temperature 1."""

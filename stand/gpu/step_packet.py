@@ -20,15 +20,14 @@ class StepPacket:
     """Arrays of one step of at most M tokens, I work items and B rows; the attention function receives it as plan.
 
     token_ids, positions [M] int64; slots [M] int64: row * room + slot; ancestors [M, W] int64: bit j is local node j;
-    parents, firsts [M] int64 packed: parent (roots and padding: itself) and root; row_of [M] int64 (padding: B);
-    depths, follows [M] int64; offsets [B + 1] int32; lengths, cache_rows [B] int64; items [I, 8] and partial_starts
-    [M + 1] int32: see `WorkList`; and the rule's own arrays.
+    parents [M] int64 packed (roots and padding: themselves); depths, follows [M] int64; offsets [B + 1] int32; lengths,
+    cache_rows [B] int64; items [I, 8] and partial_starts [M + 1] int32: see `WorkList`; and the rule's own arrays.
     """
 
     def __init__(self, size: StepSize, rule: DeviceRule, device: torch.device, *, splitting: Splitting):
         num_tokens, num_rows = size.num_tokens, size.num_rows
         per_token, per_row = (np.int64, (num_tokens,)), (np.int64, (num_rows,))
-        names = ("token_ids", "positions", "slots", "parents", "firsts", "row_of", "depths", "follows")
+        names = ("token_ids", "positions", "slots", "parents", "depths", "follows")
         self.size = size
         self._rule = rule
         self._packet = Packet(

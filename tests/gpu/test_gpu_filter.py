@@ -20,7 +20,9 @@ FILTERS = [filters for filters in product((0, 40), (1.0, 0.9), (0.0, 0.02)) if f
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(filter_kernel, "CHUNK", 256)
+    """So small that intervals of these laws come in all kinds: few keys, some, more than there is room for."""
+    for name, value in (("CHUNK", 256), ("CAPACITY", 64), ("FEW", 16)):
+        monkeypatch.setattr(filter_kernel, name, value)
 
 
 def random_logits() -> torch.Tensor:
@@ -171,11 +173,42 @@ def test_writes_into_a_part_of_a_larger_buffer():
 
 
 def test_every_bit_of_the_key_is_needed(monkeypatch):
-    """Control: without the last bit the search ends below a tie, and keeps all of it."""
+    """Control: without the last halving the search ends below a tie, and keeps all of it."""
     law = torch.full((1, 300), 2.0**-9).nextafter(torch.tensor(1.0))
     assert int((filtered(law, top_p=0.5) > 0).sum()) == 150
-    monkeypatch.setattr(filter_kernel, "BITS", (*filter_kernel.BITS[:-1], filter_kernel.BITS[-1] - 1))
-    assert int((filtered(law, top_p=0.5) > 0).sum()) == 300
+    monkeypatch.setattr(filter_kernel, "CAPACITY", 512)
+    assert int((filtered(law, top_p=0.5) > 0).sum()) == 150
+    monkeypatch.setattr(filter_kernel, "HALVINGS", 29)
+    assert int((filtered(law, top_p=0.5) > 0).sum()) != 150
+
+
+def test_room_decides_nothing(monkeypatch):
+    """To the bit: with room for all keys, and with so little that intervals are halved by reading the law again."""
+    laws, found = torch.softmax(random_logits()[1:3] / TEMPERATURE, dim=1), []
+    for capacity, few in ((512, 512), (512, 4), (32, 4)):
+        monkeypatch.setattr(filter_kernel, "CAPACITY", capacity)
+        monkeypatch.setattr(filter_kernel, "FEW", few)
+        found.append(filtered(laws, top_p=0.9))
+    assert found[0].equal(found[1]) and found[0].equal(found[2])
+
+
+@pytest.mark.parametrize("top_p", [0.5, 0.999, 1 - 2.0**-53])
+def test_laws_whose_cut_lies_below_every_threshold(top_p):
+    """Half of the mass on one token, the rest on many far below 2^-30."""
+    law = torch.full((1, 400), 2.0**-40)
+    law[0, 77] = 0.5
+    found = filtered(law, top_p=top_p)
+    assert_same_law(found, by_sorting_shares(law, top_p))
+
+
+def by_sorting_shares(law: torch.Tensor, top_p: float) -> torch.Tensor:
+    """top_p by sums from the most probable token down, which far smaller ones do not lose."""
+    order = law[0].double().argsort(stable=True).flip(0)
+    sums = law[0].double()[order].cumsum(0)
+    kept = order[: int((sums - law[0].double()[order] < top_p * sums[-1]).sum())]
+    expected = torch.zeros_like(law, dtype=torch.float64)
+    expected[0, kept] = law[0, kept].double()
+    return (expected / expected.sum()).float()
 
 
 def test_refuses_what_it_cannot_filter():

@@ -7,8 +7,6 @@ are run too, with their kernels cut out.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -16,12 +14,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 pytest.importorskip("triton")
 
 from no_host_copy import HostCopyError, NoHostCopy
+from no_kernel import without_kernels
 
 from stand.gpu.kernels import compact as compact_kernel
+from stand.gpu.kernels import draw as draw_kernel
 from stand.gpu.kernels import filter as filter_kernel
-from stand.gpu.kernels import path as path_kernel
+from stand.gpu.kernels import follow as follow_kernel
 from stand.gpu.kernels import race as race_kernel
-from stand.gpu.kernels import residual as residual_kernel
 from stand.gpu.kernels import softmax as softmax_kernel
 from stand.gpu.kernels import top_rows as top_rows_kernel
 from stand.gpu.kernels import traverse as traverse_kernel
@@ -62,21 +61,36 @@ def filter_arguments(device):
     return torch.full((2, V), 1.0 / V, device=device), 20, 0.95, 0.01
 
 
+def verdict_arguments(device):
+    """Rows of four nodes, and room for their verdicts."""
+    integers, halves = {"dtype": torch.int64, "device": device}, {"dtype": torch.int32, "device": device}
+    offsets = torch.arange(0, M + 1, M // B, **halves)
+    return offsets, *(torch.zeros(B, **kind) for kind in (integers, integers, halves)), torch.zeros(B, 64, **integers)
+
+
+def node_draw_arguments(device):
+    return race_arguments(device)[0], torch.full((M,), 0.5, dtype=torch.float64, device=device)
+
+
 def residual_arguments(device):
     reals = {"dtype": torch.float64, "device": device}
     laws, support_ids = race_arguments(device)[0], traverse_arguments(device)[4]
     stops = torch.zeros(B, dtype=torch.int64, device=device)
-    return laws, stops, support_ids, torch.ones(M, S, **reals), torch.ones(M, **reals), torch.full((B,), 0.5, **reals)
+    owed = torch.ones(M, S, **reals), torch.ones(M, **reals), torch.full((B,), 0.5, **reals)
+    nodes = torch.zeros(M, dtype=torch.int64, device=device)
+    return laws, stops, support_ids, *owed, nodes, nodes.clone(), *verdict_arguments(device)
 
 
-def path_arguments(device):
-    zeros = torch.zeros(M, dtype=torch.int64, device=device)
-    return torch.zeros(B, dtype=torch.int64, device=device), zeros, zeros, zeros, 64
+def follow_arguments(device):
+    nodes = (torch.zeros(M, dtype=torch.int64, device=device) for _ in range(4))
+    drawn, *rest = nodes
+    return drawn, race_arguments(device)[0], *rest, *verdict_arguments(device)
 
 
 OPERATIONS = {
-    "draw_residuals": (residual_kernel, residual_kernel.draw_residuals, residual_arguments),
-    "path_to": (path_kernel, path_kernel.path_to, path_arguments),
+    "draw_nodes": (draw_kernel, draw_kernel.draw_nodes, node_draw_arguments),
+    "draw_residuals": (draw_kernel, draw_kernel.draw_residuals, residual_arguments),
+    "follow": (follow_kernel, follow_kernel.follow, follow_arguments),
     "race": (race_kernel, race_kernel.race, race_arguments),
     "traverse": (traverse_kernel, traverse_kernel.traverse, traverse_arguments),
     "compact": (compact_kernel, compact_kernel.compact, compact_arguments),
@@ -84,27 +98,6 @@ OPERATIONS = {
     "softmax_rows": (softmax_kernel, softmax_kernel.softmax_rows, softmax_arguments),
     "filter_rows": (filter_kernel, filter_kernel.filter_rows, filter_arguments),
 }
-
-
-class NoKernel:
-    """Takes a launch and does nothing; `grids` remembers what was launched."""
-
-    def __init__(self, grids: list):
-        self.grids = grids
-
-    def __getitem__(self, grid):
-        self.grids.append(grid)
-        return lambda *arguments, **options: None
-
-
-def without_kernels(monkeypatch, module) -> list:
-    """Cut out the module's kernels; returns the list of grids launched from now on."""
-    grids: list = []
-    for name in {specimen.kernel.__name__ for specimen in module.specimens()}:
-        assert hasattr(module, name)
-        monkeypatch.setattr(module, name, NoKernel(grids))
-    monkeypatch.setattr(module, "launch_device", lambda kernel, tensor: nullcontext())
-    return grids
 
 
 def tensors(results) -> list[torch.Tensor]:

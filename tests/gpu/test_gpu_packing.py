@@ -20,7 +20,7 @@ ROOM = 4096
 
 def empty_arrays(size):
     num_tokens, num_rows = size.num_tokens, size.num_rows
-    names = ("token_ids", "positions", "slots", "parents", "firsts", "row_of", "depths", "follows")
+    names = ("token_ids", "positions", "slots", "parents", "depths", "follows")
     return {
         **{name: np.zeros(num_tokens, dtype=np.int64) for name in names},
         "ancestors": np.zeros((num_tokens, size.num_words), dtype=np.int64),
@@ -68,8 +68,6 @@ def test_arrays_equal_the_eager_plan(seed):
     assert np.array_equal(bits(out["ancestors"][:count], plan._ancestors.shape[1]), plan._ancestors)
     parents = packed_parents(batch)
     assert np.array_equal(out["parents"][:count], np.where(parents < 0, np.arange(count), parents))
-    assert np.array_equal(out["firsts"][:count], batch.offsets[:-1][row_of])
-    assert np.array_equal(out["row_of"][:count], row_of)
     assert np.array_equal(out["offsets"], [*batch.offsets, count, count])
     assert np.array_equal(out["lengths"], [*lengths, 0, 0])
 
@@ -79,7 +77,6 @@ def test_padding_writes_to_the_spare_slot_and_sees_nothing():
     out = packed(batch, [10], [0], StepSize(8, 16, 2, 8))
     assert set(out["slots"][3:]) == {ROOM - 1}
     assert not out["ancestors"][3:].any()
-    assert set(out["row_of"][3:]) == {2}
     assert not out["follows"][3:].any()
 
 

@@ -26,9 +26,11 @@ from exact import (  # noqa: E402
     without_replacement,
 )
 from exact_draws import LARGEST, draw_laws, support_first  # noqa: E402
+from plain_kernels import draw_nodes as plain_draw  # noqa: E402
 from plain_kernels import race as plain_race  # noqa: E402
+from verdicts import blank_verdict  # noqa: E402
 
-from stand.gpu.device_rule import MatchRule  # noqa: E402
+from stand.gpu.device_rule import MatchRule, follow_drawn  # noqa: E402
 from stand.gpu.kernels.race import race  # noqa: E402
 from stand.gpu.kernels.traverse import traverse  # noqa: E402
 from stand.gpu.step_packet import StepPacket  # noqa: E402
@@ -135,7 +137,10 @@ def test_a_wrong_law_is_seen(law_of):
 
 
 def decided(world, listed, probs: torch.Tensor, draw: np.ndarray) -> list[tuple[int, int]]:
-    """(local node where it stops, next token) per draft, when `match` draws with uniforms `draw` [M]."""
+    """(local node where it stops, next token) per draft, when `match` draws with uniforms `draw` [M].
+
+    Thousands of nodes: they draw by the kernel's plain twin, equal in test_gpu_draw.py; the rows follow in the kernel.
+    """
     batch, rule = pack(world, listed), MatchRule()
     lengths, rows = np.full(len(batch), 9, dtype=np.int64), np.arange(len(batch), dtype=np.int64)
     size = StepSize(batch.num_nodes, 4 * len(batch), len(batch), 8)
@@ -143,9 +148,9 @@ def decided(world, listed, probs: torch.Tensor, draw: np.ndarray) -> list[tuple[
     noise = VerifierNoise(seed=1, rows=rows, steps=rows, positions=rows)
     packet.fill(batch, lengths, rows, noise, room=512)
     packet.upload()
-    step = dict(packet.device) | {"target_uniforms": torch.from_numpy(draw)}
-    stops, tokens = rule.decide(probs, step)
-    return list(zip((stops.numpy() - batch.offsets[:-1]).tolist(), tokens.tolist(), strict=True))
+    verdict = blank_verdict(len(batch), 64)
+    follow_drawn(plain_draw(probs, torch.from_numpy(draw)), probs, packet.device, verdict)
+    return list(zip((verdict.stops.numpy() - batch.offsets[:-1]).tolist(), verdict.next_tokens.tolist(), strict=True))
 
 
 def match_report(world, policy, *, shift: float = 0.0) -> Report:

@@ -8,9 +8,10 @@ pytest.importorskip("triton")
 
 from drafted_cases import agreeing_case  # noqa: E402
 from exact import EX2, EX3, enumerate_drafts, pack, shaped, with_replacement  # noqa: E402
+from verdicts import blank_verdict  # noqa: E402
 
 from stand.gpu.device_rule import CoupledRule, GreedyRule, MatchRule, TraversalRule  # noqa: E402
-from stand.gpu.kernels.path import path_to  # noqa: E402
+from stand.gpu.packing import kept_paths  # noqa: E402
 from stand.gpu.step_packet import StepPacket  # noqa: E402
 from stand.gpu.step_size import StepSize  # noqa: E402
 from stand.gpu.work_list import Splitting  # noqa: E402
@@ -37,12 +38,13 @@ def decide(rule, batch, probs, noise, *, spare_rows=2, spare_tokens=True):
     packet.upload()
     padded = torch.full((count, probs.shape[1]), 1.0 / probs.shape[1], dtype=probs.dtype)
     padded[: batch.num_nodes] = probs
-    stops, tokens = rule.decide(padded, packet.device)
-    step = packet.device
-    path = path_to(stops, step["parents"], step["firsts"], step["depths"], 64 * step["ancestors"].shape[1])
-    assert (path[len(batch) :] == -1).all()
-    kept = [row[row >= 0].tolist() for row in path[: len(batch)]]
-    return kept, tokens[: len(batch)].tolist()
+    verdict = blank_verdict(packet.size.num_rows, 64 * packet.size.num_words)
+    rule.decide(padded, padded, packet.device, verdict)
+    assert (verdict.path[len(batch) :] == -1).all() and not verdict.is_broken.any()
+    kept = [row[row >= 0].tolist() for row in verdict.path[: len(batch)]]
+    paths = [path.tolist() for path in kept_paths(verdict.stops[: len(batch)].numpy(), batch.parents, batch.offsets)]
+    assert kept == paths  # the stops say the same
+    return kept, verdict.next_tokens[: len(batch)].tolist()
 
 
 def expect(name, batch, probs, noise):

@@ -7,7 +7,7 @@ import torch
 
 from stand.gpu import device_rule, kernel_attention, step_body
 from stand.sampling import SamplingParams, TargetLaw
-from stand.verifiers.draw import residuals_at
+from stand.verifiers.draw import residuals_at, tokens_at
 from stand.verifiers.noise import uniforms_on_device
 from stand.verifiers.rules import traversal_compiled
 
@@ -20,8 +20,9 @@ def use_plain_kernels(monkeypatch) -> None:
     monkeypatch.setattr(step_body, "filter_rows", filter_rows)
     monkeypatch.setattr(device_rule, "race", race)
     monkeypatch.setattr(device_rule, "traverse", traverse)
+    monkeypatch.setattr(device_rule, "draw_nodes", draw_nodes)
     monkeypatch.setattr(device_rule, "draw_residuals", draw_residuals)
-    monkeypatch.setattr(step_body, "path_to", path_to)
+    monkeypatch.setattr(device_rule, "follow", follow)
 
 
 def tree_attention(
@@ -30,7 +31,7 @@ def tree_attention(
 ):  # fmt: skip
     mixed = torch.zeros_like(query, memory_format=torch.contiguous_format)
     groups = query.shape[1] // keys.shape[1]
-    seen = device_rule.tail_bits(ancestors)
+    seen = _seen(ancestors)
     for row_first, first, count, cache_row, length, _, end, split in items.tolist():
         if count == 0 or split != int(partial_starts[first + 1] - partial_starts[first]) - 1:
             continue  # a row's last split knows all that is visible: the prefix, and its own end
@@ -93,18 +94,45 @@ def traverse(probs, token_ids, parents, offsets, support_ids, law, uniforms):
     return stops, torch.from_numpy(mass), torch.from_numpy(scale), torch.from_numpy(thresholds)
 
 
-def draw_residuals(probs, stops, support_ids, mass, scale, uniforms):
+def draw_nodes(probs, uniforms):
+    return tokens_at(probs, uniforms)[0]
+
+
+def draw_residuals(
+    probs, stops, support_ids, mass, scale, uniforms, parents, depths, offsets, final_stops, next_tokens, is_broken,
+    path,
+) -> None:  # fmt: skip
     rows = probs.index_select(0, stops)
-    return residuals_at(rows, support_ids[stops], mass[stops], scale[stops], uniforms)
+    final_stops.copy_(stops)
+    next_tokens.copy_(residuals_at(rows, support_ids[stops], mass[stops], scale[stops], uniforms))
+    _write_rest(probs, parents, offsets, stops, is_broken, path)
 
 
-def path_to(stops, parents, firsts, depths, max_depth):
-    path = torch.full((len(stops), max_depth), -1)
+def follow(drawn, laws, token_ids, parents, follows, offsets, stops, next_tokens, is_broken, path) -> None:
+    stops.zero_()
+    for row, (first, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
+        node, below = first, [first] if first < end else []
+        while below:
+            node = stops[row] = below[0]
+            below = [
+                child for child in range(node + 1, end)
+                if parents[child] == node and follows[child] and token_ids[child] == drawn[node]
+            ]  # fmt: skip
+    next_tokens.copy_(drawn[stops])
+    _write_rest(laws, parents, offsets, stops, is_broken, path)
+
+
+def _write_rest(laws, parents, offsets, stops, is_broken, path) -> None:
+    """Kept paths of rows that stop at `stops`, and whether a law of theirs is not finite."""
+    path.fill_(-1)
     for row, node in enumerate(stops.tolist()):
-        while depths[node] > 0:
-            path[row, depths[node] - 1] = node - firsts[node]
+        first, end = offsets[row : row + 2].tolist()
+        nodes = []
+        while first < end and node > first:
+            nodes.insert(0, node - first)
             node = int(parents[node])
-    return path
+        path[row, : len(nodes)] = torch.tensor(nodes, dtype=torch.int64)
+        is_broken[row] = int(laws[first:end].isnan().any())
 
 
 def first_passing(parents, passes) -> int:
@@ -118,3 +146,8 @@ def first_passing(parents, passes) -> int:
         return node if node == 0 or passes[node] else None
 
     return visit(0)
+
+
+def _seen(ancestors):
+    """[n, W] int64 words -> [n, 64 W] bool, bit 0 of word 0 first."""
+    return ((ancestors[:, :, None] >> torch.arange(64)) & 1).bool().flatten(1)

@@ -1,13 +1,15 @@
-"""top_k, top_p and min_p on laws, by a search for the smallest kept probability instead of a sort.
+"""top_k, top_p and min_p on laws in three launches, by a search for the smallest kept probability instead of a sort.
 
-Non-negative floats order like their bits, so a probability is a 30-bit integer key (below 2.0). Every pass measures,
-per row and chunk, what lies at or above 16 or 32 thresholds, and keeps the interval that holds the answer; after seven
-passes it is one key. A chunk whose largest key is below the interval is not read again: of a peaked law, nearly all.
-Sums are in float64 and in a fixed order, without atomics: equal input gives equal bits, whatever the batch mates.
+Non-negative floats order like their bits, so a probability is a 30-bit integer key (below 2.0). All chunks of a law are
+looked at side by side, for their largest key and for what lies above 16 thresholds. Then one program per law, which
+reads only chunks with keys above the interval that is left, takes the keys of the interval out and halves it until it
+is one key. Last, all chunks are written. Decisions rest on sums in float64 in a fixed order, without atomics: equal
+input gives equal bits, whatever the batch mates.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -16,135 +18,236 @@ from stand.gpu.kernels.launch import launch_device
 from stand.gpu.kernels.specimen import Specimen
 
 CHUNK = 2048  # tokens per program, 16 per thread
-BITS = (4, 4, 4, 4, 4, 5, 5)  # of the key, found per pass; more per pass cost more sums, fewer cost launches
-KEY_BITS = sum(BITS)
+CAPACITY = 8192  # keys that the program of a law halves in registers; while an interval has more, the law is read again
+FEW = 512  # the same where an interval has no more than these: nearly always
+HALVINGS = 30  # of the keys
+CUT_WARPS = 8
+WAYS = tl.constexpr(16)  # thresholds: 0, then every fourth of a probability from 2^-30 to 2^-2
+MARGIN = tl.constexpr(1e-5)  # rounding of the first look, which is in float32, is far below
 NAN_KEY = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def _load_chunk(laws, row_stride, vocabulary_size, BLOCK: tl.constexpr):
-    """(values, keys) of the program's chunk; NaN has the largest key, what is beyond the vocabulary a negative one."""
-    tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = laws + tl.program_id(0).to(tl.int64) * row_stride + tokens
-    values = tl.load(place, mask=tokens < vocabulary_size, other=-1.0)
-    return values, tl.where(values == values, values.to(tl.int32, bitcast=True), NAN_KEY)
+def _threshold(way):
+    """The key of a way's threshold."""
+    return tl.where(way == 0, 0, (95 + 2 * way) << 23)
 
 
 @triton.jit
-def _largest_in_chunk(laws, largest_keys, row_stride, vocabulary_size, BLOCK: tl.constexpr):
-    """Program (row, chunk): the chunk's largest key."""
-    _, keys = _load_chunk(laws, row_stride, vocabulary_size, BLOCK)
-    tl.store(largest_keys + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(keys, axis=0))
+def _load_chunk(law, chunk, vocabulary_size, BLOCK: tl.constexpr):
+    """(values, keys, tokens) of a chunk; NaN has the largest key, what is beyond the vocabulary a negative one."""
+    tokens = chunk * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(law + tokens, mask=tokens < vocabulary_size, other=-1.0)
+    return values, tl.where(values == values, values.to(tl.int32, bitcast=True), NAN_KEY), tokens
 
 
 @triton.jit
-def _measure_chunk(
-    laws, largest_keys, cuts, measures, row_stride, vocabulary_size, shift,
-    BLOCK: tl.constexpr, WAYS: tl.constexpr, BY_COUNT: tl.constexpr,
+def _look(
+    laws, largest_keys, counts, masses, row_stride, vocabulary_size,
+    BLOCK: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk): tokens (or mass) with key >= cut + way * 2**shift, for every way."""
-    place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    cut = tl.load(cuts + tl.program_id(0))
-    if tl.load(largest_keys + place) >= cut:
-        values, keys = _load_chunk(laws, row_stride, vocabulary_size, BLOCK)
-        masses = values.to(tl.float64)
-        for way in range(0, WAYS):
-            is_above = keys >= cut + (way << shift)
-            if BY_COUNT:
-                measure = tl.sum(is_above.to(tl.int32), axis=0).to(tl.float64)
-            else:
-                measure = tl.sum(tl.where(is_above, masses, 0.0), axis=0)
-            tl.store(measures + place * WAYS + way, measure)
+    """Program (law, chunk): the chunk's largest key, and how many tokens and how much mass reach each threshold."""
+    law = laws + tl.program_id(0).to(tl.int64) * row_stride
+    values, keys, _ = _load_chunk(law, tl.program_id(1), vocabulary_size, BLOCK)
+    place, largest = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(keys, axis=0)
+    tl.store(largest_keys + place, largest)
+    for way in range(0, WAYS):
+        count, mass = tl.zeros((), tl.float32), tl.zeros((), tl.float32)
+        if largest >= _threshold(way):
+            is_above = keys >= _threshold(way)
+            if HAS_TOP_K:
+                count = tl.sum(is_above.to(tl.float32), axis=0)
+            if HAS_TOP_P:
+                mass = tl.sum(tl.where(is_above, values, 0.0), axis=0)
+        if HAS_TOP_K:
+            tl.store(counts + place * WAYS + way, count)
+        if HAS_TOP_P:
+            tl.store(masses + place * WAYS + way, mass)
+
+
+@triton.jit
+def _measure(values, is_measured, BY_COUNT: tl.constexpr):
+    """Number or mass of some tokens, float64."""
+    if BY_COUNT:
+        return tl.sum(is_measured.to(tl.int32), axis=0).to(tl.float64)
     else:
-        tl.store(measures + place * WAYS + tl.arange(0, WAYS), tl.zeros((WAYS,), tl.float64))
+        return tl.sum(tl.where(is_measured, values.to(tl.float64), 0.0), axis=0)
 
 
 @triton.jit
-def _narrow(
-    cuts, targets, measures, num_chunks, shift,
-    BLOCK_CHUNKS: tl.constexpr, WAYS: tl.constexpr, IS_SHARE: tl.constexpr,
-):  # fmt: skip
-    """Program (row): raise the cut to the last threshold that still has the target at or above it.
-
-    IS_SHARE: the target is a share of what lies at or above the cut, and is replaced by that amount.
-    """
-    row = tl.program_id(0)
-    ways, chunks = tl.arange(0, WAYS), tl.arange(0, BLOCK_CHUNKS)
-    places = (row * num_chunks + chunks[:, None]) * WAYS + ways[None, :]
-    measure = tl.sum(tl.load(measures + places, mask=chunks[:, None] < num_chunks, other=0.0), axis=0)
-    target = tl.load(targets + row)
-    if IS_SHARE:
-        target *= tl.sum(tl.where(ways == 0, measure, 0.0), axis=0)
-        tl.store(targets + row, target)
-    way = tl.max(tl.where(measure >= target, ways, 0), axis=0)
-    tl.store(cuts + row, tl.load(cuts + row) + (way << shift))
-
-
-@triton.jit
-def _floor_key(largest_keys, num_chunks, min_p, BLOCK_CHUNKS: tl.constexpr):
-    """The key of min_p times the row's largest probability."""
+def _next_chunk(largest_keys, least, chunk, BLOCK_CHUNKS: tl.constexpr):
+    """The first chunk behind `chunk` with a key of `least` or more; BLOCK_CHUNKS if there is none."""
     chunks = tl.arange(0, BLOCK_CHUNKS)
-    keys = tl.load(largest_keys + tl.program_id(0) * num_chunks + chunks, mask=chunks < num_chunks, other=0)
-    return (min_p * tl.max(keys, axis=0).to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    return tl.min(tl.where((largest_keys >= least) & (chunks > chunk), chunks, BLOCK_CHUNKS), axis=0)
 
 
 @triton.jit
-def _tally_chunk(
-    laws, largest_keys, cuts, masses, ties, row_stride, vocabulary_size, min_p,
-    BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
+def _measure_from(
+    law, largest_keys, least, vocabulary_size,
+    BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, BY_COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk): the mass above the cut, and the number of tokens at it, as far as min_p leaves them."""
-    num_chunks = tl.num_programs(1)
-    place = tl.program_id(0) * num_chunks + tl.program_id(1)
-    cut = tl.load(cuts + tl.program_id(0))
-    floor = _floor_key(largest_keys, num_chunks, min_p, BLOCK_CHUNKS)
-    mass, num_ties = tl.zeros((), tl.float64), tl.zeros((), tl.int32)
-    if tl.load(largest_keys + place) >= tl.maximum(cut, floor):
-        values, keys = _load_chunk(laws, row_stride, vocabulary_size, BLOCK)
-        mass = tl.sum(tl.where((keys > cut) & (keys >= floor), values.to(tl.float64), 0.0), axis=0)
-        num_ties = tl.sum(((keys == cut) & (keys >= floor)).to(tl.int32), axis=0)
-    tl.store(masses + place, mass)
-    tl.store(ties + place, num_ties)
+    """Number or mass of a law's tokens with keys of `least` or more."""
+    total, chunk = tl.zeros((), tl.float64), _next_chunk(largest_keys, least, -1, BLOCK_CHUNKS)
+    while chunk < BLOCK_CHUNKS:
+        values, keys, _ = _load_chunk(law, chunk, vocabulary_size, BLOCK)
+        total += _measure(values, keys >= least, BY_COUNT)
+        chunk = _next_chunk(largest_keys, least, chunk, BLOCK_CHUNKS)
+    return total
 
 
 @triton.jit
-def _merge_chunks(cut, targets, masses, ties, num_chunks, BLOCK_CHUNKS: tl.constexpr):
-    """(kept mass of the row, number of its ties that stay, ties in chunks behind the program's).
+def _take_out(
+    law, taken, largest_keys, low, high, vocabulary_size,
+    BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, CAPACITY: tl.constexpr, BY_COUNT: tl.constexpr,
+):  # fmt: skip
+    """(how many keys lie in [low, high), the lowest and the highest of them, measure of those above).
 
-    Ties fill up what the mass above leaves of the target: the j-th stays while mass + j * value < target.
+    Keys of the interval go to `taken`, as far as there is room. Barriers: other lanes have read it before, and read it
+    afterwards.
     """
+    tl.debug_barrier()
+    count, above, lowest, highest = tl.zeros((), tl.int32), tl.zeros((), tl.float64), high, low
+    chunk = _next_chunk(largest_keys, low, -1, BLOCK_CHUNKS)
+    while chunk < BLOCK_CHUNKS:
+        values, keys, _ = _load_chunk(law, chunk, vocabulary_size, BLOCK)
+        above += _measure(values, keys >= high, BY_COUNT)
+        is_inside = (keys >= low) & (keys < high)
+        rank = count + tl.cumsum(is_inside.to(tl.int32), axis=0) - 1
+        tl.store(taken + rank, keys, mask=is_inside & (rank < CAPACITY))
+        count += tl.sum(is_inside.to(tl.int32), axis=0)
+        lowest = tl.minimum(lowest, tl.min(tl.where(is_inside, keys, high), axis=0))
+        highest = tl.maximum(highest, tl.max(tl.where(is_inside, keys, low), axis=0))
+        chunk = _next_chunk(largest_keys, low, chunk, BLOCK_CHUNKS)
+    tl.debug_barrier()
+    return count, lowest, highest, above
+
+
+@triton.jit
+def _halve(
+    taken, count, low, high, above, target, ROOM: tl.constexpr, HALVINGS: tl.constexpr, BY_COUNT: tl.constexpr
+):  # fmt: skip
+    """The largest key of [low, high) that has the target at or above it, by the keys taken out; `low` if none has."""
+    places = tl.arange(0, ROOM)
+    keys = tl.load(taken + places, mask=places < count, other=-1)
+    values, cut = keys.to(tl.float32, bitcast=True), low
+    for step in range(0, HALVINGS):
+        higher = cut + (1 << (29 - step))
+        if higher < high:
+            measure = above + _measure(values, keys >= higher, BY_COUNT)
+            cut = tl.where(measure >= target, higher, cut)
+    return cut
+
+
+@triton.jit
+def _search(
+    law, taken, measures, largest_keys, target, least, num_chunks, vocabulary_size,
+    BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, CAPACITY: tl.constexpr, FEW: tl.constexpr,
+    HALVINGS: tl.constexpr, BY_COUNT: tl.constexpr,
+):  # fmt: skip
+    """The largest key, `least` or more, that has the target (a number of tokens or a mass) at or above it."""
+    chunks, ways = tl.arange(0, BLOCK_CHUNKS), tl.arange(0, WAYS)
+    cells = chunks[:, None] * WAYS + ways[None, :]
+    seen = tl.load(measures + cells, mask=chunks[:, None] < num_chunks, other=0.0)
+    measure = tl.sum(seen.to(tl.float64), axis=0)
+    low_way = tl.max(tl.where(measure >= target * (1 + MARGIN), ways, 0), axis=0)
+    high_way = tl.min(tl.where(measure < target * (1 - MARGIN), ways, WAYS), axis=0)
+    low = tl.maximum(_threshold(low_way), least)
+    high = tl.where(high_way < WAYS, _threshold(high_way), tl.max(largest_keys, axis=0) + 1)
+    count, lowest, highest, above = _take_out(
+        law, taken, largest_keys, low, high, vocabulary_size, BLOCK, BLOCK_CHUNKS, CAPACITY, BY_COUNT
+    )
+    while (count > CAPACITY) & (highest > lowest):  # the key looked for is one of the interval's
+        low, high, middle = lowest, highest + 1, lowest + (highest - lowest + 1) // 2
+        is_reached = _measure_from(law, largest_keys, middle, vocabulary_size, BLOCK, BLOCK_CHUNKS, BY_COUNT) >= target
+        low, high = tl.where(is_reached, middle, low), tl.where(is_reached, high, middle)
+        count, lowest, highest, above = _take_out(
+            law, taken, largest_keys, low, high, vocabulary_size, BLOCK, BLOCK_CHUNKS, CAPACITY, BY_COUNT
+        )
+    if count > CAPACITY:
+        cut = lowest
+    elif count <= FEW:
+        cut = _halve(taken, count, low, high, above, target, FEW, HALVINGS, BY_COUNT)
+    else:
+        cut = _halve(taken, count, low, high, above, target, CAPACITY, HALVINGS, BY_COUNT)
+    return cut
+
+
+@triton.jit
+def _highest_ties(
+    law, largest_keys, cut, num_kept, vocabulary_size, BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr
+):  # fmt: skip
+    """(the first of the `num_kept` highest tokens whose key is the cut, how many these are)."""
+    chunks, missing, first = tl.arange(0, BLOCK_CHUNKS), num_kept, tl.where(num_kept > 0, 0, vocabulary_size)
+    chunk = tl.max(tl.where(largest_keys >= cut, chunks, -1), axis=0)
+    while (chunk >= 0) & (missing > 0):
+        _, keys, tokens = _load_chunk(law, chunk, vocabulary_size, BLOCK)
+        is_tie = (keys == cut).to(tl.int32)
+        count = tl.sum(is_tie, axis=0)
+        later = count - tl.cumsum(is_tie, axis=0)  # ties behind each token
+        if count >= missing:
+            first = tl.min(tl.where((is_tie > 0) & (later < missing), tokens, vocabulary_size), axis=0)
+        missing -= tl.minimum(count, missing)
+        chunk = tl.max(tl.where((largest_keys >= cut) & (chunks < chunk), chunks, -1), axis=0)
+    return first, num_kept - missing
+
+
+@triton.jit(do_not_specialize=["top_k"])
+def _find_cut(
+    laws, largest_of, counts, masses, taken, cuts, firsts, totals, row_stride, vocabulary_size, num_chunks,
+    top_k, top_p, top_p_rest, min_p, BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, CAPACITY: tl.constexpr,
+    FEW: tl.constexpr, HALVINGS: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr,
+):  # fmt: skip
+    """Program (law): what stays has a key above the cut, or the cut as its key and no id below `first`; its mass."""
     row, chunks = tl.program_id(0), tl.arange(0, BLOCK_CHUNKS)
-    is_chunk, places = chunks < num_chunks, row * num_chunks + chunks
-    mass = tl.sum(tl.load(masses + places, mask=is_chunk, other=0.0), axis=0)
-    ties_of = tl.load(ties + places, mask=is_chunk, other=0)
-    value = cut.to(tl.float32, bitcast=True).to(tl.float64)
-    missing = tl.ceil((tl.load(targets + row) - mass) / value)
-    num_kept = tl.minimum(missing, tl.sum(ties_of, axis=0).to(tl.float64))
-    later = tl.sum(tl.where(chunks > tl.program_id(1), ties_of, 0), axis=0)
-    return mass + num_kept * value, num_kept, later
+    law, taken = laws + row.to(tl.int64) * row_stride, taken + row * CAPACITY
+    keys = tl.load(largest_of + row * num_chunks + chunks, mask=chunks < num_chunks, other=-1)
+    largest = tl.max(keys, axis=0)
+    cut, first, total = tl.zeros((), tl.int32), tl.zeros((), tl.int32), tl.full((), float("nan"), tl.float64)
+    if largest != NAN_KEY:
+        if HAS_TOP_K:
+            cut = _search(
+                law, taken, counts + row * num_chunks * WAYS, keys, top_k.to(tl.float64), cut, num_chunks,
+                vocabulary_size, BLOCK, BLOCK_CHUNKS, CAPACITY, FEW, HALVINGS, True,
+            )  # fmt: skip
+        if HAS_TOP_P:
+            share = tl.full((), top_p, tl.float64) + tl.full((), top_p_rest, tl.float64)
+            share *= _measure_from(law, keys, cut, vocabulary_size, BLOCK, BLOCK_CHUNKS, False)
+            cut = _search(
+                law, taken, masses + row * num_chunks * WAYS, keys, share, cut, num_chunks,
+                vocabulary_size, BLOCK, BLOCK_CHUNKS, CAPACITY, FEW, HALVINGS, False,
+            )  # fmt: skip
+            # the j-th of the ties stays while what is above and j of them are less than the share
+            above = _measure_from(law, keys, cut + 1, vocabulary_size, BLOCK, BLOCK_CHUNKS, False)
+            value = cut.to(tl.float32, bitcast=True).to(tl.float64)
+            missing = tl.where(cut > 0, tl.ceil((share - above) / tl.where(cut > 0, value, 1.0)), 0.0)
+            num_kept = tl.maximum(tl.minimum(missing, vocabulary_size), 0).to(tl.int32)
+            first, num_kept = _highest_ties(law, keys, cut, num_kept, vocabulary_size, BLOCK, BLOCK_CHUNKS)
+            total = above + num_kept * value
+        floor = (min_p * largest.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+        if floor > cut:
+            cut, first = floor, tl.zeros((), tl.int32)
+        if (total != total) | (floor == cut):
+            total = _measure_from(law, keys, cut, vocabulary_size, BLOCK, BLOCK_CHUNKS, False)
+    tl.store(cuts + row, cut)
+    tl.store(firsts + row, first)
+    tl.store(totals + row, total)
 
 
 @triton.jit
 def _write_chunk(
-    laws, largest_keys, cuts, targets, masses, ties, row_stride, vocabulary_size, min_p,
-    BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
+    laws, largest_keys, cuts, firsts, totals, row_stride, vocabulary_size, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Program (row, chunk): kept probabilities over the kept mass, 0 for the others."""
-    row, num_chunks = tl.program_id(0), tl.num_programs(1)
-    cut = tl.load(cuts + row)
-    floor = _floor_key(largest_keys, num_chunks, min_p, BLOCK_CHUNKS)
-    total, num_kept, later = _merge_chunks(cut, targets, masses, ties, num_chunks, BLOCK_CHUNKS)
+    """Program (law, chunk): kept probabilities over the kept mass, 0 for the others."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    law, cut, total = laws + row.to(tl.int64) * row_stride, tl.load(cuts + row), tl.load(totals + row)
     filtered = tl.zeros((BLOCK,), tl.float32)
-    if tl.load(largest_keys + row * num_chunks + tl.program_id(1)) >= tl.maximum(cut, floor):
-        values, keys = _load_chunk(laws, row_stride, vocabulary_size, BLOCK)
-        is_tie = keys == cut  # below the floor, none were counted and none stay
-        ties_here = is_tie.to(tl.int32)
-        rank = later + tl.sum(ties_here, axis=0) - tl.cumsum(ties_here, axis=0)  # ties with higher ids
-        is_kept = ((keys > cut) & (keys >= floor)) | (is_tie & (rank.to(tl.float64) < num_kept))
+    tokens = chunk * BLOCK + tl.arange(0, BLOCK)
+    if tl.load(largest_keys + row * tl.num_programs(1) + chunk) >= cut:
+        values, keys, _ = _load_chunk(law, chunk, vocabulary_size, BLOCK)
+        is_kept = (keys > cut) | ((keys == cut) & (tokens >= tl.load(firsts + row)))
         filtered = tl.where(is_kept, tl.math.div_rn(values, total.to(tl.float32)), 0.0)
     filtered = tl.where(total == total, filtered, float("nan"))
-    tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(laws + row.to(tl.int64) * row_stride + tokens, filtered, mask=tokens < vocabulary_size)
+    tl.store(law + tokens, filtered, mask=tokens < vocabulary_size)
 
 
 @torch.library.custom_op("stand::filter_rows", mutates_args=("laws",))
@@ -161,56 +264,28 @@ def filter_rows(laws: torch.Tensor, top_k: int, top_p: float, min_p: float) -> N
     num_rows, vocabulary_size = laws.shape
     grid = (num_rows, triton.cdiv(vocabulary_size, CHUNK))
     largest_keys = laws.new_empty(grid, dtype=torch.int32)
-    cuts = laws.new_zeros(num_rows, dtype=torch.int32)
-    targets = laws.new_full((num_rows,), float("inf"), dtype=torch.float64)  # ties stay, however many
-    with launch_device(_largest_in_chunk, laws):
-        _largest_in_chunk[grid](laws, largest_keys, laws.stride(0), vocabulary_size, BLOCK=CHUNK, num_warps=4)
-        if 0 < top_k < vocabulary_size:
-            _search(laws, largest_keys, cuts, torch.full_like(targets, top_k), by_count=True)
-        if top_p < 1:
-            targets = torch.full_like(targets, top_p)
-            _search(laws, largest_keys, cuts, targets, by_count=False)
-        _write(laws, largest_keys, cuts, targets, min_p)
+    has_top_k, has_top_p = 0 < top_k < vocabulary_size, top_p < 1
+    counts, masses = (
+        laws.new_empty((*grid, WAYS.value)) if has_filter else laws for has_filter in (has_top_k, has_top_p)
+    )  # laws: not read
+    taken = laws.new_empty((num_rows, CAPACITY), dtype=torch.int32)
+    cuts, firsts = laws.new_empty((2, num_rows), dtype=torch.int32)
+    totals = laws.new_empty(num_rows, dtype=torch.float64)
+    sizes, rounded = (laws.stride(0), vocabulary_size), float(np.float32(top_p))
+    flags = {"BLOCK": CHUNK, "HAS_TOP_K": has_top_k, "HAS_TOP_P": has_top_p}
+    with launch_device(_look, laws):
+        _look[grid](laws, largest_keys, counts, masses, *sizes, **flags, num_warps=4)
+        _find_cut[(num_rows,)](
+            laws, largest_keys, counts, masses, taken, cuts, firsts, totals, *sizes, grid[1], top_k, rounded,
+            top_p - rounded, min_p, **flags, BLOCK_CHUNKS=triton.next_power_of_2(grid[1]), CAPACITY=CAPACITY, FEW=FEW,
+            HALVINGS=HALVINGS, num_warps=CUT_WARPS,
+        )  # fmt: skip
+        _write_chunk[grid](laws, largest_keys, cuts, firsts, totals, *sizes, BLOCK=CHUNK, num_warps=4)
 
 
 @filter_rows.register_fake
 def _(laws: torch.Tensor, top_k: int, top_p: float, min_p: float) -> None:
     return None
-
-
-def _search(
-    laws: torch.Tensor, largest_keys: torch.Tensor, cuts: torch.Tensor, targets: torch.Tensor, *, by_count: bool
-) -> None:
-    """Raise each row's cut to the largest key that has the target at or above it.
-
-    The target is a number of tokens, or a share of the mass at or above the cut, which becomes that mass.
-    """
-    num_chunks = largest_keys.shape[1]
-    measures = laws.new_empty((*largest_keys.shape, 2 ** max(BITS)), dtype=torch.float64)
-    shift = KEY_BITS
-    for turn, bits in enumerate(BITS):
-        shift -= bits
-        _measure_chunk[tuple(largest_keys.shape)](
-            laws, largest_keys, cuts, measures, laws.stride(0), laws.shape[1], shift,
-            BLOCK=CHUNK, WAYS=2**bits, BY_COUNT=by_count, num_warps=4,
-        )  # fmt: skip
-        _narrow[(len(cuts),)](
-            cuts, targets, measures, num_chunks, shift, BLOCK_CHUNKS=triton.next_power_of_2(num_chunks),
-            WAYS=2**bits, IS_SHARE=turn == 0 and not by_count, num_warps=4,
-        )  # fmt: skip
-
-
-def _write(
-    laws: torch.Tensor, largest_keys: torch.Tensor, cuts: torch.Tensor, targets: torch.Tensor, min_p: float
-) -> None:
-    """Write the laws, given each row's cut, and the mass that its ties fill up."""
-    masses = torch.empty_like(largest_keys, dtype=torch.float64)
-    ties = torch.empty_like(largest_keys)
-    blocks = {"BLOCK": CHUNK, "BLOCK_CHUNKS": triton.next_power_of_2(largest_keys.shape[1]), "num_warps": 4}
-    sizes = {"row_stride": laws.stride(0), "vocabulary_size": laws.shape[1], "min_p": min_p}
-    grid = tuple(largest_keys.shape)
-    _tally_chunk[grid](laws, largest_keys, cuts, masses, ties, **sizes, **blocks)
-    _write_chunk[grid](laws, largest_keys, cuts, targets, masses, ties, **sizes, **blocks)
 
 
 def _check_arguments(laws: torch.Tensor, top_k: int, top_p: float, min_p: float) -> None:
@@ -228,22 +303,14 @@ def _check_arguments(laws: torch.Tensor, top_k: int, top_p: float, min_p: float)
 
 def specimens() -> list[Specimen]:
     """The kernels as launched for 152,064 tokens (75 chunks)."""
-    laws, keys = {"laws": "*fp32", "largest_keys": "*i32"}, {"cuts": "*i32", "targets": "*fp64"}
-    sizes = {"row_stride": "i32", "vocabulary_size": "i32"}
-    measure = {**laws, "cuts": "*i32", "measures": "*fp64", **sizes, "shift": "i32"}
-    narrow = {**keys, "measures": "*fp64", "num_chunks": "i32", "shift": "i32"}
-    tally = {**laws, "cuts": "*i32", "masses": "*fp64", "ties": "*i32", **sizes, "min_p": "fp32"}
-    blocks = {"BLOCK": CHUNK, "BLOCK_CHUNKS": 128}
-    found = [Specimen("largest_in_chunk", _largest_in_chunk, {**laws, **sizes}, {"BLOCK": CHUNK})]
-    for ways in sorted({2**bits for bits in BITS}):
-        for by_count in (False, True):
-            name, constants = f"{'count' if by_count else 'mass'}_{ways}", {"WAYS": ways, "BY_COUNT": by_count}
-            found.append(Specimen(f"measure_{name}", _measure_chunk, measure, {"BLOCK": CHUNK, **constants}))
-        for is_share in (False, True):
-            constants = {"BLOCK_CHUNKS": 128, "WAYS": ways, "IS_SHARE": is_share}
-            found.append(Specimen(f"narrow_{ways}{'_share' if is_share else ''}", _narrow, narrow, constants))
-    return [
-        *found,
-        Specimen("tally_chunk", _tally_chunk, tally, blocks),
-        Specimen("write_chunk", _write_chunk, {**tally, "targets": "*fp64"}, blocks),
-    ]
+    laws, sizes = {"laws": "*fp32", "largest_keys": "*i32"}, {"row_stride": "i32", "vocabulary_size": "i32"}
+    seen, found = {"counts": "*fp32", "masses": "*fp32"}, {"cuts": "*i32", "firsts": "*i32", "totals": "*fp64"}
+    chosen = {"num_chunks": "i32", "top_k": "i32", "top_p": "fp32", "top_p_rest": "fp32", "min_p": "fp32"}
+    cut = {"laws": "*fp32", "largest_of": "*i32", **seen, "taken": "*i32", **found, **sizes, **chosen}
+    blocks = {"BLOCK": CHUNK, "BLOCK_CHUNKS": 128, "CAPACITY": CAPACITY, "FEW": FEW, "HALVINGS": HALVINGS}
+    cases = []
+    for name, has_top_k, has_top_p in (("top_k", True, False), ("top_p", False, True), ("both", True, True)):
+        flags = {"HAS_TOP_K": has_top_k, "HAS_TOP_P": has_top_p}
+        cases.append(Specimen(f"look_{name}", _look, {**laws, **seen, **sizes}, {"BLOCK": CHUNK, **flags}))
+        cases.append(Specimen(f"find_cut_{name}", _find_cut, cut, {**blocks, **flags}, num_warps=CUT_WARPS))
+    return [*cases, Specimen("write_chunk", _write_chunk, {**laws, **found, **sizes}, {"BLOCK": CHUNK})]

@@ -1,17 +1,23 @@
 """Is what the engine writes distributed like plain sampling? An end-to-end check, apart from the exact tests.
 
-Usage: python scripts/check_law.py law    [--verifiers traversal,match] [--kinds sampled,mixed] [--continuations 20000]
-       python scripts/check_law.py tokens [--verifiers match,coupled] [--prompts 50] [--rows 16] [--tokens 256]
+    python scripts/check_law.py law    [--verifiers traversal,match] [--kinds sampled,mixed] [--continuations 20000]
+    python scripts/check_law.py tokens [--verifiers match,coupled] [--prompts 50] [--rows 16] [--tokens 256]
+    python scripts/check_law.py law --model smollm2 --verifiers traversal --tokens 8 --kept counts.jsonl
 
-`law`: continuations of fixed prompts (held-out problems, cut at various places of a written-out solution) at
-temperature 1, drafted by a lookup tree that was warmed up on the same prompts and is then frozen, against as many
-without drafts and with other seeds. Per prompt the frequencies of whole continuations are compared by a two-sample
-chi-square test; rare ones count as one cell. One statistic over all prompts, one p-value per verifier and draft kind.
-The lossy rule `typical` is run too: a test that does not refuse it is blind.
+`law`: continuations of fixed prompts (held-out problems, cut at various places of a written-out solution), drafted by
+a lookup that was warmed up on the same prompts and is then frozen, and as many without drafts. The law of plain
+sampling is worked out exactly, by forwards of the model and products of probabilities (measuring/continuation_law.py).
+Per prompt the frequencies of whole continuations, and of places where they leave the likely ones, are compared with
+it by chi-square; rare cells count as one. One statistic over all prompts, one p-value per verifier and draft kind.
+The lossy rule `typical` is run too, on a quarter of the continuations: a test that does not refuse it is blind.
 
 `tokens`: with `match` and `coupled` the token ids must equal those of plain sampling with the same seed (float32). A
 packed forward rounds differently from a plain one, so a draw that falls within 1e-5 of the border between two tokens
 may go either way; such rows are counted apart (seen: one in 168,000 tokens).
+
+The bundled model draws at temperature 1 without filters, other models at 0.8 with top_p 0.95, from the word problems
+of scripts/workloads. --kept FILE keeps the counts of every finished arm and prompt, and a run with the same settings
+goes on from there.
 
 Last line: JSON. Exit status 1 where a p-value is below --level (default 1e-4: that is the false-alarm rate per test),
 tokens differ, or the lossy rule passes.
@@ -24,177 +30,266 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
-from measuring.progress import say
-from measuring.setup import REASONER
+from measuring.continuation_law import (
+    SMALLEST_CELL,
+    ContinuationLaw,
+    cells_of,
+    compare,
+    continuation_law,
+    next_token_laws,
+)
+from measuring.progress import Progress, say
+from measuring.setup import BOXED_INSTRUCTION, REASONER, WORD_PROBLEMS, prompt_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from workloads.problems import held_out_problems, write_prompt
+from workloads.problem_sets import generated_tasks, read_tasks
+from workloads.problems import write_prompt
+from workloads.real_models import model_folder
 
 import stand
 from stand.verifiers import VerifierNoise
 
 LONGEST_CUT = 6  # tokens of a solution that a prompt may hold
-ROWS_PER_CALL = 500
+MOST_ROWS = 500  # of a call
+MOST_SCORES = 50_000_000  # probabilities of a call's step; they decide how many rows it has
+NODES_PER_ROW = 4
 PROMPTS_PER_CALL = 10
 ROUNDING = 1e-5  # of a law in float32
-WHOLE_LAW = {"temperature": 1.0, "top_k": 0}  # the softmax; transformers keeps 50 tokens where top_k is not given
-SMALLEST_CELL = 10  # continuations expected in a cell of one arm
+WHOLE_LAW = {"temperature": 1.0, "top_p": 1.0}  # the softmax
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    statistic: float
-    degrees_of_freedom: int
-
-    @property
-    def p_value(self) -> float:
-        """Upper tail of chi-square by Wilson and Hilferty's cube root, good to a few per cent here."""
-        if self.degrees_of_freedom == 0:
-            return 1.0
-        spread = 2 / (9 * self.degrees_of_freedom)
-        z = ((self.statistic / self.degrees_of_freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
-        return math.erfc(z / math.sqrt(2)) / 2
-
-
-def compare(first: Sequence[Counter], second: Sequence[Counter]) -> Comparison:
-    """Two-sample chi-square over prompts; cell i of both arms is expected to hold SMALLEST_CELL at least."""
-    statistic, freedom = 0.0, 0
-    for one, two in zip(first, second, strict=True):
-        sizes = (one.total(), two.total())
-        cells = [key for key in one | two if (one[key] + two[key]) * min(sizes) / sum(sizes) >= SMALLEST_CELL]
-        counts = [(one[key], two[key]) for key in cells]
-        rest = (sizes[0] - sum(count[0] for count in counts), sizes[1] - sum(count[1] for count in counts))
-        counts += [rest] if sum(rest) * min(sizes) / sum(sizes) >= SMALLEST_CELL else []
-        freedom += max(len(counts) - 1, 0)
-        for pair in counts:
-            for count, size in zip(pair, sizes, strict=True):
-                expected = sum(pair) * size / sum(sizes)
-                statistic += (count - expected) ** 2 / expected
-    return Comparison(statistic, freedom)
-
-
-def fixed_prompts(engine: stand.Engine, count: int, *, seed: int = 0) -> list[list[int]]:
+def fixed_prompts(engine: stand.Engine, count: int, law: dict[str, float], *, seed: int = 0) -> list[list[int]]:
     """Token ids of `count` held-out problems, each with the first tokens of a solution by the model itself."""
     cuts = random.Random(f"cuts {seed}")
-    texts = [write_prompt(problem.problem) for problem in held_out_problems(count, seed=seed)]
-    solutions = engine.generate(texts, max_new_tokens=LONGEST_CUT, **WHOLE_LAW, seed=seed, draft=False).token_ids
-    prompts = [engine.tokenizer(text)["input_ids"] for text in texts]
+    prompts = problem_prompts(engine.tokenizer, count, seed=seed)
+    drawn = engine.generate(input_ids=prompts, max_new_tokens=LONGEST_CUT, **settings(law), seed=seed, draft=False)
     return [
-        prompt + solution[: cuts.randrange(LONGEST_CUT)] for prompt, solution in zip(prompts, solutions, strict=True)
+        prompt + solution[: cuts.randrange(LONGEST_CUT)]
+        for prompt, solution in zip(prompts, drawn.token_ids, strict=True)
     ]
 
 
+def problem_prompts(tokenizer, count: int, *, seed: int) -> list[list[int]]:
+    """Of the bundled model's own problems, or of the word problems for a model with a chat template."""
+    if is_bundled(tokenizer):
+        return [tokenizer(write_prompt(task.statement))["input_ids"] for task in generated_tasks(count, seed=seed)]
+    tasks = read_tasks(str(WORD_PROBLEMS), count=count)
+    return [prompt_ids(tokenizer, task, BOXED_INSTRUCTION) for task in tasks]
+
+
+def is_bundled(tokenizer) -> bool:
+    return Path(tokenizer.name_or_path).resolve() == REASONER
+
+
+def settings(law: dict[str, float]) -> dict[str, object]:
+    """Arguments of `generate` that mean this law; transformers keeps 50 tokens where top_k is not given."""
+    return {**law, "top_k": 0}
+
+
+def rows_per_call(model) -> int:
+    return max(1, min(MOST_ROWS, MOST_SCORES // ((NODES_PER_ROW + 1) * model.config.vocab_size)))
+
+
 def continuations(
-    engine: stand.Engine, prompts: Sequence[Sequence[int]], rows: int, *, tokens: int, seed: int, draft: bool
-) -> tuple[list[Counter], float]:
-    """(per prompt how often each continuation came, mean tokens per step); the drafter is left as it is."""
-    counters, steps, emitted = [Counter() for _ in prompts], 0, 0
-    for place, prompt in enumerate(prompts):
-        for start in range(0, rows, ROWS_PER_CALL):
-            output = engine.generate(
-                input_ids=[prompt],
-                num_return_sequences=min(ROWS_PER_CALL, rows - start),
-                max_new_tokens=tokens,
-                **WHOLE_LAW,
-                seed=seed + 1000 * place + start // ROWS_PER_CALL,
-                draft=draft,
-                learn=False,
-            )
-            counters[place].update(map(tuple, output.token_ids))
-            steps += output.stats.num_steps
-            emitted += output.stats.num_tokens
-    return counters, emitted / steps
+    engine: stand.Engine,
+    prompt: Sequence[int],
+    rows: int,
+    law: dict[str, float],
+    *,
+    tokens: int,
+    seed: int,
+    draft: bool,
+) -> tuple[Counter, stand.Stats]:
+    """How often each continuation came; the drafter is left as it is."""
+    counter, stats, most = Counter(), stand.Stats(), rows_per_call(engine.model)
+    for start in range(0, rows, most):
+        output = engine.generate(
+            input_ids=[list(prompt)],
+            num_return_sequences=min(most, rows - start),
+            max_new_tokens=tokens,
+            **settings(law),
+            seed=seed + start // most,
+            draft=draft,
+            learn=False,
+        )
+        counter.update(map(tuple, output.token_ids))
+        stats += output.stats
+    return counter, stats
 
 
-def warmed_up(model, tokenizer, prompts: Sequence[Sequence[int]], *, verifier: str, kind: str) -> stand.Engine:
-    """An engine whose lookup tree has seen 64 continuations of every prompt."""
-    drafter = stand.BlendedDrafter(budget=4 * ROWS_PER_CALL, kind=kind)
+def warmed_up(
+    model, tokenizer, prompts: Sequence[Sequence[int]], law: dict[str, float], *, verifier: str, kind: str
+) -> stand.Engine:
+    """An engine whose lookup has seen 64 continuations of every prompt."""
+    drafter = stand.BlendedDrafter(budget=NODES_PER_ROW * rows_per_call(model), kind=kind)
     rule = stand.verifiers.get_verifier(verifier, allow_lossy=True)
     engine = stand.wrap(model, tokenizer, drafter=drafter, verifier=rule)
-    engine.generate(input_ids=prompts, num_return_sequences=64, max_new_tokens=12, **WHOLE_LAW, seed=999)
+    for prompt in prompts:
+        engine.generate(input_ids=[prompt], num_return_sequences=64, max_new_tokens=12, **settings(law), seed=999)
     return engine
 
 
-def check_law(model, tokenizer, options: argparse.Namespace) -> dict:
-    plain = stand.wrap(model, tokenizer, verifier="match")
-    prompts = fixed_prompts(plain, options.prompts)
-    rows = math.ceil(options.continuations / len(prompts))
-    say(f"drawing {rows * len(prompts)} continuations without drafts, then as many per arm")
-    expected, _ = continuations(plain, prompts, rows, tokens=options.tokens, seed=10**6, draft=False)
-    arms = [(verifier, kind) for verifier in options.verifiers for kind in options.kinds] + [("typical", "sampled")]
-    results = []
-    for verifier, kind in arms:
-        engine = warmed_up(model, tokenizer, prompts, verifier=verifier, kind=kind)
-        seen, length = continuations(engine, prompts, rows, tokens=options.tokens, seed=2 * 10**6, draft=True)
-        found = compare(seen, expected)
-        lossless = stand.verifiers.get_verifier(verifier, allow_lossy=True).lossless
-        result = {
-            "verifier": verifier,
-            "kind": kind,
-            "continuations": rows * len(prompts),
-            "tokens_per_step": length,
-            "statistic": found.statistic,
-            "degrees_of_freedom": found.degrees_of_freedom,
-            "p_value": found.p_value,
-            "as_it_should": (found.p_value >= options.level) == lossless,
+def new_engine(model, tokenizer, prompts, law, *, verifier: str, kind: str) -> stand.Engine:
+    """What draws the continuations of one arm; kind "none" is the arm without drafts."""
+    if kind == "none":
+        return stand.wrap(model, tokenizer, verifier=verifier)
+    return warmed_up(model, tokenizer, prompts, law, verifier=verifier, kind=kind)
+
+
+def law_of(model, prompt: Sequence[int], law: dict[str, float], *, tokens: int, rows: int) -> ContinuationLaw:
+    """The exact law of plain sampling, in cells that `rows` continuations can test."""
+    ends = np.atleast_1d(model.generation_config.eos_token_id).tolist()
+    return continuation_law(model, prompt, tokens=tokens, smallest=SMALLEST_CELL / rows, **law, ends=ends)
+
+
+class KeptCounts:
+    """Cells counted so far, by arm and prompt, in a file of JSON lines; without a file nothing is kept."""
+
+    def __init__(self, path: Path | None, conditions: dict[str, object]) -> None:
+        self._path, self._conditions = path, conditions
+        self._known = [] if path is None or not path.exists() else list(map(json.loads, path.open(encoding="utf-8")))
+
+    def get(self, arm: list[str], place: int) -> dict | None:
+        wanted = {"conditions": self._conditions, "arm": arm, "prompt": place}
+        return next((line for line in self._known if {**line, **wanted} == line), None)
+
+    def add(self, arm: list[str], place: int, cells: Counter, stats: stand.Stats) -> dict:
+        line = {
+            "conditions": self._conditions,
+            "arm": arm,
+            "prompt": place,
+            "cells": [[list(cell), count] for cell, count in cells.items()],
+            "steps": stats.num_steps,
+            "tokens": stats.num_tokens,
         }
-        say(f"{verifier:18} {kind:14} chi2 {found.statistic:9.1f} on {found.degrees_of_freedom:5}  "
-            f"p {found.p_value:9.2g}  tokens/step {length:.2f}")  # fmt: skip
-        results.append(result)
-    return {"check": "law", "tokens": options.tokens, "level": options.level, "arms": results}
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        return line
+
+
+def arms_of(options: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
+    """(verifier, kind, continuations per prompt): plain sampling, those asked for, the control."""
+    rows = math.ceil(options.continuations / options.prompts)
+    for verifier in options.verifiers:
+        for kind in options.kinds:
+            yield verifier, kind, rows
+    yield "typical", "sampled", math.ceil(rows / 4)
+    if not options.no_plain:
+        yield "match", "none", rows
+
+
+def check_law(model, tokenizer, options: argparse.Namespace) -> dict:
+    law = {"temperature": options.temperature, "top_p": options.top_p}
+    prompts = fixed_prompts(stand.wrap(model, tokenizer, verifier="match"), options.prompts, law)
+    conditions = {**law, "model": options.model, "tokens": options.tokens, "continuations": options.continuations}
+    kept = KeptCounts(options.kept, {**conditions, "prompts": prompts})
+    arms = list(arms_of(options))
+    laws: dict[tuple[int, int], ContinuationLaw] = {}
+    results, progress = [], Progress(sum(rows for _, _, rows in arms) * len(prompts))
+    for verifier, kind, rows in arms:
+        engine, lines = None, []
+        for place, prompt in enumerate(prompts):
+            laws[place, rows] = laws.get((place, rows)) or law_of(model, prompt, law, tokens=options.tokens, rows=rows)
+            line = kept.get([verifier, kind], place)
+            if line is None:
+                engine = engine or new_engine(model, tokenizer, prompts, law, verifier=verifier, kind=kind)
+                seed = (1 if kind == "none" else 2) * 10**6 + 1000 * place
+                drawn, stats = continuations(
+                    engine, prompt, rows, law, tokens=options.tokens, seed=seed, draft=kind != "none"
+                )
+                line = kept.add([verifier, kind], place, cells_of(drawn, laws[place, rows]), stats)
+            lines.append(line)
+            progress.add(rows, f"{verifier}, {kind}, prompt {place + 1} of {len(prompts)}")
+        results.append(law_result(verifier, kind, lines, [laws[place, rows] for place in range(len(prompts))], options))
+    return {"check": "law", "tokens": options.tokens, **law, "level": options.level, "arms": results}
+
+
+def law_result(verifier: str, kind: str, lines: list[dict], laws: list[ContinuationLaw], options) -> dict:
+    """The test of one arm, and whether it ended as it should."""
+    counters = [Counter({tuple(cell): count for cell, count in line["cells"]}) for line in lines]
+    found = compare(counters, laws)
+    lossless = stand.verifiers.get_verifier(verifier, allow_lossy=True).lossless
+    length = sum(line["tokens"] for line in lines) / sum(line["steps"] for line in lines)
+    say(f"{verifier:18} {kind:14} chi2 {found.statistic:9.1f} on {found.degrees_of_freedom:5}  "
+        f"p {found.p_value:9.2g}  tokens/step {length:.2f}")  # fmt: skip
+    return {
+        "verifier": verifier,
+        "kind": kind,
+        "continuations": sum(counter.total() for counter in counters),
+        "tokens_per_step": length,
+        "statistic": found.statistic,
+        "degrees_of_freedom": found.degrees_of_freedom,
+        "p_value": found.p_value,
+        "as_it_should": (found.p_value >= options.level) == lossless,
+    }
 
 
 def is_near_border(
-    model, prompt: list[int], one: list[int], two: list[int], *, verifier: str, row: int, seed: int
+    model,
+    prompt: list[int],
+    one: list[int],
+    two: list[int],
+    *,
+    law: dict[str, float],
+    verifier: str,
+    row: int,
+    seed: int,
 ) -> bool:
     """Whether rounding explains the first difference of two rows: both tokens win if the noise moves by ROUNDING."""
     place = next(place for place, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1])
     noise = VerifierNoise(seed, np.array([row]), np.array([place]), np.array([len(prompt) + place]))
     with torch.inference_mode():
-        logits = model(input_ids=torch.tensor([prompt + one[:place]]), use_cache=False).logits[0, -1]
-    law = torch.softmax(logits.double(), dim=-1)
+        logits = model(input_ids=torch.tensor([prompt + one[:place]]), use_cache=False).logits[:, -1]
+    chances = next_token_laws(logits, **law)[0]
     if verifier == "match":
         draw = float(noise.target(np.array([0]), 0)[0])
-        reached = torch.searchsorted(law.cumsum(dim=-1), torch.tensor([draw - ROUNDING, draw + ROUNDING]), right=True)
+        reached = torch.searchsorted(
+            chances.cumsum(dim=-1), torch.tensor([draw - ROUNDING, draw + ROUNDING]), right=True
+        )
         return bool(reached[0] <= min(one[place], two[place]) and max(one[place], two[place]) <= reached[1])
-    races = law / noise.exponentials(np.array([0]), 0, vocabulary_size=len(law), device=law.device)[0]
+    exponentials = noise.exponentials(np.array([0]), 0, vocabulary_size=len(chances), device=chances.device)[0]
+    races = chances / exponentials
     return float(min(races[one[place]], races[two[place]]) / races.max()) > 1.0 - ROUNDING
 
 
 def check_tokens(model, tokenizer, options: argparse.Namespace) -> dict:
-    settings = {"num_return_sequences": options.rows, "max_new_tokens": options.tokens, **WHOLE_LAW, "seed": 5}
-    texts = [write_prompt(problem.problem) for problem in held_out_problems(options.prompts, seed=1)]
-    results = []
+    law = {"temperature": options.temperature, "top_p": options.top_p}
+    how = {"num_return_sequences": options.rows, "max_new_tokens": options.tokens, **settings(law), "seed": 5}
+    prompts = problem_prompts(tokenizer, options.prompts, seed=1)
+    results, progress = [], Progress(len(options.verifiers) * math.ceil(len(prompts) / PROMPTS_PER_CALL))
     for verifier in options.verifiers:
-        engine = stand.wrap(model, tokenizer, verifier=verifier)
+        engine = stand.wrap(model, tokenizer, verifier=verifier, drafter=stand.BlendedDrafter(budget=options.budget))
         different, near, compared, steps = 0, 0, 0, 0
-        for start in range(0, len(texts), PROMPTS_PER_CALL):
-            part = texts[start : start + PROMPTS_PER_CALL]
-            plain = engine.generate(part, **settings, draft=False)
-            drafted = engine.generate(part, **settings)
+        for start in range(0, len(prompts), PROMPTS_PER_CALL):
+            part = prompts[start : start + PROMPTS_PER_CALL]
+            plain = engine.generate(input_ids=part, **how, draft=False)
+            drafted = engine.generate(input_ids=part, **how)
             pairs = list(zip(plain.token_ids, drafted.token_ids, strict=True))
             for row, (one, two) in enumerate(pairs):
                 if one != two:
-                    prompt = tokenizer(part[row // options.rows])["input_ids"]
-                    is_near = is_near_border(model, prompt, one, two, verifier=verifier, row=row, seed=settings["seed"])
+                    prompt = part[row // options.rows]
+                    excuse = {"law": law, "verifier": verifier, "row": row, "seed": how["seed"]}
+                    is_near = is_near_border(model, prompt, one, two, **excuse)
                     near += is_near
                     different += not is_near
             compared += sum(len(one) for one, _ in pairs)
             steps += drafted.stats.num_steps
+            progress.add(1, f"{verifier}, {start + len(part)} of {len(prompts)} prompts")
         result = {
             "verifier": verifier,
-            "rows": len(texts) * options.rows,
+            "rows": len(prompts) * options.rows,
             "tokens": compared,
             "different_rows": different,
             "near_border_rows": near,
         }
         results.append({**result, "tokens_per_step": compared / steps, "as_it_should": different == 0})
         say(f"{verifier:10} {compared} tokens, {different} rows differ, {near} more by a draw on a border")
-    return {"check": "tokens", "arms": results}
+    return {"check": "tokens", **law, "arms": results}
 
 
 def arguments() -> argparse.Namespace:
@@ -202,24 +297,36 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("check", choices=("law", "tokens"))
     parser.add_argument("--verifiers", type=lambda text: text.split(","))
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=["sampled", "mixed"])
-    parser.add_argument("--continuations", type=int, default=20_000)
+    parser.add_argument("--continuations", type=int, default=20_000, help="of one arm of `law`, all prompts together")
+    parser.add_argument("--no-plain", action="store_true", help="leave the arm without drafts out")
     parser.add_argument("--prompts", type=int)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int)
+    parser.add_argument("--temperature", type=float)
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--budget", type=int, default=32, help="draft nodes of all rows together in `tokens`")
     parser.add_argument("--level", type=float, default=1e-4)
-    parser.add_argument("--model", default=str(REASONER))
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--kept", type=Path, help="file of finished counts of `law`, read and added to")
+    parser.add_argument("--model", default=str(REASONER), help="folder, hub id or short name (default: bundled model)")
     options = parser.parse_args()
-    is_law = options.check == "law"
+    is_law, bundled = options.check == "law", Path(options.model).resolve() == REASONER
     options.verifiers = options.verifiers or (["traversal", "match"] if is_law else ["match", "coupled"])
-    options.prompts = options.prompts or (10 if is_law else 50)
+    options.prompts = options.prompts or ((10 if is_law else 50) if bundled else (4 if is_law else 12))
     options.tokens = options.tokens or (4 if is_law else 256)
+    if options.temperature is None:
+        options.temperature = 1.0 if bundled else 0.8
+    if options.top_p is None:
+        options.top_p = 1.0 if bundled else 0.95
     return options
 
 
 def main() -> None:
     options = arguments()
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    torch.set_num_threads(options.threads)
+    folder = model_folder(options.model)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     result = (check_law if options.check == "law" else check_tokens)(model, tokenizer, options)
     print(json.dumps({**result, "model": options.model, "torch": torch.__version__}))
     raise SystemExit(0 if all(arm["as_it_should"] for arm in result["arms"]) else 1)

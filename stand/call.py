@@ -43,9 +43,10 @@ class Call:
         seed: int,
         own_seed: Callable[[], int],
         is_learning: bool,
+        is_seeded: bool = True,
         on_commit: Callable[[Row, list[int]], None] | None = None,
     ):
-        """seed: the user's; own_seed: gives, when the call begins, that of
+        """seed: the user's, or drawn where `is_seeded` is False; own_seed: gives, when the call begins, that of
         its drafts, tests and residual draws (stand/seeds.py).
         on_commit: told of every row's new tokens as they are kept."""
         self.rows = list(rows)
@@ -60,6 +61,7 @@ class Call:
         self._new_own_seed = own_seed
         self._own_seed = seed  # until the call begins
         self._is_learning = is_learning
+        self._is_seeded = is_seeded
         self._on_commit = on_commit
         self._live = list(rows)  # the row in place i of the batch holds place i of an eager step's cache
         self._step: Step | None = None  # from the end of the prompts on
@@ -108,10 +110,13 @@ class Call:
         live, timed = LiveRows.of(self._live), self.stats.timed
         with timed("draft"):
             request, batch = self._draft(live)
+        before = self.stats.scoring_seconds
         with timed("forward"):
             self._step.forward(batch, live, self._noise(live))
         with timed("verify"):
             verdicts = self._step.verify()
+        if self._drafter is not None:
+            self._drafter.record_time(request, batch.num_nodes, self.stats.scoring_seconds - before)
         with timed("commit"):
             self._commit(live, batch, verdicts)
         self._step.teach(partial(self._learn, request, batch, verdicts))
@@ -126,6 +131,7 @@ class Call:
             problems=live.problems,
             max_depths=live.max_depths,
             is_greedy=self._law.params.is_greedy,
+            is_seeded=self._is_seeded,
         )
         if self._drafter is None:
             return request, DraftBatch.concatenate([DraftTree.pending(int(tokens[-1])) for tokens in live.histories])

@@ -138,7 +138,8 @@ class Engine:
         draft=False is ordinary decoding by the same engine; learn=False leaves the drafter as it is.
 
         The law of every row is plain sampling's, in every call, also when calls share a seed (stand/seeds.py). A fresh
-        engine repeats a call with the same seed and inputs exactly. With the verifiers `match` and `coupled` a row's
+        engine repeats a call with the same seed and inputs exactly, as long as the files stand in which the default
+        drafter keeps what steps cost here (`stand.drafters.known_costs`). With the verifiers `match` and `coupled` a row's
         tokens are a function of (seed, row) alone; with ratio rules also of its drafts, and so, while the drafter
         learns, of its batch mates and of earlier calls.
         """
@@ -177,12 +178,15 @@ class Engine:
         return _stream(call, committed)
 
     @torch.inference_mode()
-    def measure_cost(self, *, num_rows: int = 1, length: int = 1024, most_tokens: int | None = None) -> StepCost:
+    def measure_cost(
+        self, *, num_rows: int = 1, length: int = 1024, most_tokens: int | None = None, seconds: float | None = None
+    ) -> StepCost:
         """Time steps of several sizes for `num_rows` rows after `length` tokens each, up to `most_tokens` tokens in
         all (default: what 32 nodes per row on a CPU, the largest captured step elsewhere, come to).
 
-        Takes seconds. `BlendedDrafter(costs=CostTable((cost, ...)))` takes the results; save the table for runs that
-        are to repeat.
+        seconds: time fewer sizes, less often, and stop after about so long (`stand.drafters.step_cost`). None: it takes
+        seconds to minutes. `BlendedDrafter(costs=CostTable((cost, ...)))` takes the results; save the table for runs
+        that are to repeat.
         """
         if most_tokens is None:
             most_tokens = 32 * num_rows if self.model.device.type == "cpu" else 256
@@ -209,7 +213,8 @@ class Engine:
                 step.verify()
 
             with step.attention():
-                return measure_cost(run_step, num_rows=num_rows, length=length, most_tokens=most_tokens)
+                sizes = {"num_rows": num_rows, "length": length, "most_tokens": most_tokens}
+                return measure_cost(run_step, **sizes, seconds=seconds)
 
     def _new_call(
         self,
@@ -229,7 +234,7 @@ class Engine:
         **settings: object,
     ) -> tuple[Call, int]:
         """A call that has not begun, and its samples per prompt; everything that does not fit raises before any
-        work."""
+        work, the drafter's preparation included."""
         resolved = GenerationSettings.resolve(
             self.model,
             generation_config,
@@ -241,7 +246,8 @@ class Engine:
         token_ids = self._reader(resolved).read(prompts, input_ids, attention_mask=attention_mask)
         limits = resolved.limits(self.model, token_ids)
         _check_room(self.model, len(token_ids) * num_samples, max(map(len, token_ids)))
-        seed, is_learning = checked_seed(seed), draft and learn and self.drafter.num_candidates > 0
+        is_seeded, is_learning = seed is not None, draft and learn and self.drafter.num_candidates > 0
+        seed = checked_seed(seed)
         call = Call(
             self.model,
             backend=self.backend,
@@ -260,8 +266,11 @@ class Engine:
             seed=seed,
             own_seed=partial(self._own_seed, seed, is_learning),
             is_learning=is_learning,
+            is_seeded=is_seeded,
             on_commit=on_commit,
         )
+        if draft:
+            self.drafter.prepare(len(call.rows), self.measure_cost)
         return call, num_samples
 
     def _reader(self, settings: GenerationSettings) -> PromptReader:

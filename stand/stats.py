@@ -53,6 +53,11 @@ class Stats:
         return self.num_tokens / self.wall_seconds if self.wall_seconds else 0.0
 
     @property
+    def scoring_seconds(self) -> float:
+        """Time of the forwards and verdicts, which is what a draft's nodes cost."""
+        return self.seconds["forward"] + self.seconds["verify"]
+
+    @property
     def overhead(self) -> float:
         """Share of the step time that is not the model's forward."""
         total = sum(self.seconds.values())

@@ -7,15 +7,17 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.drafters.drafter import DraftRequest, Lesson, LookupDrafter, check_fingerprint, check_kind, teach_two_ways
-from stand.drafters.step_cost import CostTable, saved_costs
+from stand.drafters.known_costs import KnownCosts, Measure, costs_folder
+from stand.drafters.step_cost import CostTable, StepCost, saved_costs
 from stand.trees import BlendedLookup, DraftBatch
 from stand.trees.sampling import KINDS
 
+MOST_RISES = 1000  # kept ones; followed costs change
 MOST_NODES = 1 << 16  # a budget beyond this is a mistake: no step holds so many tokens
 
 
 def default_budget(device: torch.device) -> int:
-    """Draft nodes per step that pay: few on a CPU, where each one costs; as many as cost little more than one on a GPU.
+    """Draft nodes per step where nothing was timed: few on a CPU, as many as cost little more than one on a GPU.
 
     32: best of 16 to 64 on two cores with the bundled model (LOG.md). 112: the knee that a roofline puts at 100 to 130
     tokens for dense bfloat16 models on an H200; not measured.
@@ -27,11 +29,14 @@ class BlendedDrafter(LookupDrafter):
     """All context lengths blended, drafts grown best-first under one node budget for all live rows.
 
     lookup: what was learned before; None: an empty `BlendedLookup` of the model's vocabulary.
-    budget: the most nodes of all rows of a step together; a row that ends hands its share on. None: as many as `costs`
-    covers, else `default_budget` of the model's device.
+    budget: the most nodes of all rows of a step together; a row that ends hands its share on. None: as many as pay by
+    what steps cost.
     costs: what steps cost on this machine (`CostTable((engine.measure_cost(), ...))`): growth then ends as soon as a
-    node adds a larger share to the step's time than to its expected tokens. None on a GPU: the table that
-    scripts/gpu_bench.py saved, if there is one and no budget is given.
+    node adds a larger share to the step's time than to its expected tokens.
+
+    With neither, on a CPU, the first call of so many rows times a few steps, in less than two seconds; the result is
+    kept in a file and followed while steps run (`stand.drafters.known_costs`). On a GPU it is the table that
+    scripts/gpu_bench.py saved, if there is one. Where nothing was timed, the budget is `default_budget`.
     floor: no node that is less likely to be accepted (estimated), in [0, 1].
     kind: "sampled" children; "mixed": one sampled child, then the likeliest others; or "deterministic".
     """
@@ -54,16 +59,27 @@ class BlendedDrafter(LookupDrafter):
         self.costs = costs
         self.floor = floor
         self.kind = kind
-        self._known_rises: dict[tuple[int, int, int], np.ndarray] = {}  # by measured length, rows and budget
+        self._known: KnownCosts | None = None
+        self._known_rises: dict[tuple[StepCost, int, int], np.ndarray] = {}  # by cost, rows and budget
 
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
         if self.lookup is None:
             self.lookup = BlendedLookup(fingerprint=fingerprint)
         check_fingerprint(self.lookup, fingerprint)
-        if self.costs is None and self.budget is None:
-            self.costs = saved_costs(model)
-        if self.budget is None:
+        folder = costs_folder()
+        if self.costs is None and self.budget is None and folder is not None:
+            self.costs = saved_costs(model, folder)
+            self._known = KnownCosts(model, folder) if model.device.type == "cpu" else None
+        if self.budget is None and self._known is None:
             self.budget = default_budget(model.device) if self.costs is None else self.costs.most_tokens
+
+    def prepare(self, num_rows: int, measure: Measure) -> None:
+        if self._known is not None:
+            self._known.prepare(num_rows, measure)
+
+    def record_time(self, request: DraftRequest, num_tokens: int, seconds: float) -> None:
+        if self._known is not None:
+            self._known.record(len(request.histories), num_tokens, seconds)
 
     def typical_draft(self) -> DraftBatch:
         lookup = BlendedLookup()
@@ -105,13 +121,18 @@ class BlendedDrafter(LookupDrafter):
 
     def _limits(self, request: DraftRequest) -> tuple[int, np.ndarray | None]:
         """The most nodes, never beyond what was timed, and what each adds to the cost of a step, as a share of it."""
-        if self.costs is None:
-            return self.budget, None
         num_rows = len(request.histories)
-        cost = self.costs.at(sum(map(len, request.histories)) / num_rows)
-        budget = max(min(self.budget, cost.most_tokens - num_rows), 0)
-        key = cost.length, num_rows, budget
+        if self._known is not None:
+            cost = self._known.cost(num_rows, is_seeded=request.is_seeded)
+        elif self.costs is not None:
+            cost = self.costs.at(sum(map(len, request.histories)) / num_rows)
+        else:
+            return self.budget, None
+        budget = max(min(MOST_NODES if self.budget is None else self.budget, cost.most_tokens - num_rows), 0)
+        key = cost, num_rows, budget
         if key not in self._known_rises:
+            if len(self._known_rises) > MOST_RISES:
+                self._known_rises.clear()
             self._known_rises[key] = cost.rises(num_rows, budget)
         return budget, self._known_rises[key]
 

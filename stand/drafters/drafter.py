@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedModel
 
+from stand.drafters.step_cost import StepCost
 from stand.trees import BlendedLookup, DraftBatch, LookupTree
 
 
@@ -24,6 +25,7 @@ class DraftRequest:
     problems: np.ndarray  # [B] int64: samples of one prompt share a number, which no other prompt has
     max_depths: np.ndarray  # [B] int64: drafts deeper than this are of no use
     is_greedy: bool  # the target's laws are one-hots
+    is_seeded: bool = True  # the call was given its seed: nothing that differs from run to run may shape the draft
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +75,13 @@ class Drafter(ABC):
     @abstractmethod
     def draft(self, request: DraftRequest) -> DraftBatch:
         """One draft per row; its root is the row's pending token."""
+
+    def prepare(self, num_rows: int, measure: Callable[..., StepCost]) -> None:  # noqa: B027
+        """A call of `num_rows` rows is about to be made; `measure` is `Engine.measure_cost`, if its steps are to be
+        timed first."""
+
+    def record_time(self, request: DraftRequest, num_tokens: int, seconds: float) -> None:  # noqa: B027
+        """The forward and the verdict of the step with this request's drafts, `num_tokens` in all, took so long."""
 
     def learn_prompt(self, token_ids: np.ndarray, *, problem: int) -> None:  # noqa: B027
         """A prompt, int32 [L], before its rows start."""

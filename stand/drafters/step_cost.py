@@ -27,6 +27,7 @@ FORMAT = "stand cost table 1"
 FOLDER = Path.home() / ".cache" / "stand"  # where scripts/gpu_bench.py keeps its tables
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens per row that are timed, besides `most_tokens` in all
 REPEATS = 7
+BRIEF_RATIO = 8.0  # a step that costs more than so many of the smallest one never pays
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,19 +160,66 @@ def _slope(sizes: Sequence[int], seconds: Sequence[float], left: int, right: int
     return (seconds[right] - seconds[left]) / (sizes[right] - sizes[left])
 
 
-def measure_cost(run_step: Callable[[DraftBatch], None], *, num_rows: int, length: int, most_tokens: int) -> StepCost:
-    """Median times of whole steps (layout, forward, verdict), sizes in turn so that a slow moment meets them all."""
+def measure_cost(
+    run_step: Callable[[DraftBatch], None],
+    *,
+    num_rows: int,
+    length: int,
+    most_tokens: int,
+    seconds: float | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> StepCost:
+    """Median times of whole steps (layout, forward, verdict), sizes in turn so that a slow moment meets them all.
+
+    seconds: see `_measure_briefly`.
+    """
+
+    def timed(size: int) -> float:
+        start = clock()
+        run_step(synthetic_drafts(size, num_rows))
+        return clock() - start
+
+    if seconds is not None:
+        times = _measure_briefly(timed, num_rows, most_tokens, seconds)
+        return StepCost.measured(list(times), list(times.values()), num_rows=num_rows, length=length)
     sizes = sorted({size * num_rows for size in SIZES if size * num_rows < most_tokens} | {most_tokens})
     timings: dict[int, list[float]] = {size: [] for size in sizes}
     for size in sizes:
-        run_step(synthetic_drafts(size, num_rows))  # compiles, captures
+        timed(size)  # compiles, captures
     for _ in range(REPEATS):
         for size in sizes:
-            start = time.perf_counter()
-            run_step(synthetic_drafts(size, num_rows))
-            timings[size].append(time.perf_counter() - start)
+            timings[size].append(timed(size))
     medians = [statistics.median(timings[size]) for size in sizes]
     return StepCost.measured(sizes, medians, num_rows=num_rows, length=length)
+
+
+def _measure_briefly(
+    timed: Callable[[int], float], num_rows: int, most_tokens: int, seconds: float
+) -> dict[int, float]:
+    """Seconds by size, within about `seconds` in all. The shortest of a size's runs counts: other work only adds.
+
+    Sizes double. One pass over them at least, as far as BRIEF_RATIO and the time allow, but two sizes in any case:
+    steps of seconds take as long as they take.
+    """
+    spent = timed(num_rows)  # loads weights, compiles
+    times: dict[int, float] = {}
+    size, last = num_rows, 0.0
+    while size <= most_tokens:
+        is_enough = spent + 2 * last > seconds or last > BRIEF_RATIO * times.get(num_rows, math.inf)
+        if len(times) > 1 and is_enough:
+            break
+        last = timed(size)
+        spent += last
+        if last > BRIEF_RATIO * times.get(num_rows, math.inf):  # or a busy moment
+            again = timed(size)
+            last, spent = min(last, again), spent + again
+        times[size] = last
+        size *= 2
+    while spent + sum(times.values()) < seconds:
+        for size in times:
+            last = timed(size)
+            times[size], spent = min(times[size], last), spent + last
+    return times
 
 
 def synthetic_drafts(num_tokens: int, num_rows: int) -> DraftBatch:

@@ -16,6 +16,7 @@ from stand.trees import LookupTree, TreeShape
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 import check_law  # noqa: E402
+from measuring.continuation_law import ContinuationLaw, cells_of, compare, next_token_laws  # noqa: E402
 from workloads.problems import held_out_problems, write_prompt  # noqa: E402
 
 CONTINUATIONS, TOKENS = 400, 3  # per prompt and arm
@@ -29,27 +30,56 @@ def reasoner():
 
 
 @pytest.fixture(scope="module")
-def plain_arm(reasoner):
-    engine = stand.wrap(*reasoner, verifier="match")
-    prompts = check_law.fixed_prompts(engine, 5)
-    counts, _ = check_law.continuations(engine, prompts, CONTINUATIONS, tokens=TOKENS, seed=10**6, draft=False)
-    return prompts, counts
+def prompts(reasoner):
+    return check_law.fixed_prompts(stand.wrap(*reasoner, verifier="match"), 5, check_law.WHOLE_LAW)
+
+
+@pytest.fixture(scope="module")
+def exact_laws(reasoner, prompts):
+    return [
+        check_law.law_of(reasoner[0], prompt, check_law.WHOLE_LAW, tokens=TOKENS, rows=CONTINUATIONS)
+        for prompt in prompts
+    ]
 
 
 @pytest.mark.parametrize(
     ("verifier", "kind", "lossless"),
-    [("traversal", "sampled", True), ("traversal", "mixed", True), ("match", "deterministic", True)]
-    + [("typical", "sampled", False)],
+    [("match", "none", True), ("traversal", "sampled", True), ("traversal", "mixed", True)]
+    + [("match", "deterministic", True), ("typical", "sampled", False)],
 )
-def test_continuations_follow_plain_sampling(reasoner, plain_arm, verifier, kind, lossless):
-    prompts, expected = plain_arm
-    engine = check_law.warmed_up(*reasoner, prompts, verifier=verifier, kind=kind)
+def test_continuations_follow_the_exact_law(reasoner, prompts, exact_laws, verifier, kind, lossless):
+    engine = check_law.new_engine(*reasoner, prompts, check_law.WHOLE_LAW, verifier=verifier, kind=kind)
     count = CONTINUATIONS if lossless else 2 * CONTINUATIONS  # the control must be seen, whatever the drafts
-    seen, tokens_per_step = check_law.continuations(engine, prompts, count, tokens=TOKENS, seed=2 * 10**6, draft=True)
-    assert tokens_per_step > 1.3  # drafts are in use
-    comparison = check_law.compare(seen, expected)
+    counters, stats = [], stand.Stats()
+    for place, (prompt, law) in enumerate(zip(prompts, exact_laws, strict=True)):
+        arguments = {"tokens": TOKENS, "seed": 2 * 10**6 + 1000 * place, "draft": kind != "none"}
+        drawn, more = check_law.continuations(engine, prompt, count, check_law.WHOLE_LAW, **arguments)
+        counters.append(cells_of(drawn, law))
+        stats += more
+    assert (stats.mean_acceptance_length > 1.3) == (kind != "none")  # drafts are in use
+    comparison = compare(counters, exact_laws)
     assert comparison.degrees_of_freedom >= 5
     assert (comparison.p_value > FALSE_ALARM) == lossless, comparison
+
+
+@torch.inference_mode()
+def test_the_exact_law_is_the_product_of_the_model_s_laws(reasoner, prompts):
+    """Cells cover everything once, and a whole continuation has the probability that one plain forward gives it."""
+    model, prompt = reasoner[0], prompts[0]
+    law = {"temperature": 0.7, "top_p": 0.9}
+    found = check_law.law_of(model, prompt, law, tokens=TOKENS, rows=CONTINUATIONS)
+    assert sum(found.cells.values()) == pytest.approx(1.0)
+    whole = [cell for cell in found.cells if len(cell) == TOKENS]
+    assert whole
+    for cell in whole:
+        logits = model(torch.tensor([[*prompt, *cell]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        laws = next_token_laws(logits, **law)
+        assert found.cells[cell] == pytest.approx(float(laws[range(TOKENS), cell].prod()), rel=1e-4)
+
+
+def test_a_continuation_belongs_to_its_longest_likely_beginning():
+    law = ContinuationLaw({(): 0.1, (1,): 0.2, (1, 2): 0.4, (7,): 0.3}, frozenset({(), (1,)}))
+    assert [law.cell_of(tokens) for tokens in ([1, 2], [1, 3], [4, 2], [7])] == [(1, 2), (1,), (), (7,)]
 
 
 @pytest.mark.parametrize("verifier", ["match", "coupled"])
@@ -82,15 +112,17 @@ def test_the_comparison_is_a_chi_square():
     """Under the null its mean is the degrees of freedom; p-values are spread evenly; a shifted arm is seen."""
     generator = np.random.default_rng(0)
     law, shifted = [0.4, 0.3, 0.2, 0.08, 0.02], [0.3, 0.4, 0.2, 0.08, 0.02]
+    exact = [ContinuationLaw({(token,): chance for token, chance in enumerate(law)}, frozenset({()}))] * 3
 
-    def arm(weights, count=800):
-        return [Counter(generator.choice(5, size=count, p=weights).tolist()) for _ in range(3)]
+    def arm(weights, count=400):
+        drawn = [generator.choice(5, size=count, p=weights).tolist() for _ in range(3)]
+        return [Counter((token,) for token in tokens) for tokens in drawn]
 
-    null = [check_law.compare(arm(law), arm(law, 500)) for _ in range(300)]
-    freedom = np.mean([comparison.degrees_of_freedom for comparison in null])
-    assert np.mean([comparison.statistic for comparison in null]) == pytest.approx(freedom, rel=0.1)
+    null = [compare(arm(law), exact) for _ in range(300)]
+    assert {comparison.degrees_of_freedom for comparison in null} == {9}  # the rarest joins the next one
+    assert np.mean([comparison.statistic for comparison in null]) == pytest.approx(9, rel=0.1)
     assert np.mean([comparison.p_value < 0.1 for comparison in null]) == pytest.approx(0.1, abs=0.06)
-    assert check_law.compare(arm(law), arm(shifted)).p_value < FALSE_ALARM
+    assert compare(arm(shifted), exact).p_value < FALSE_ALARM
 
 
 @pytest.mark.parametrize("verifier", ["match", "coupled"])
@@ -99,7 +131,7 @@ def test_only_draws_on_a_border_excuse_a_difference(reasoner, verifier, monkeypa
     plain = stand.wrap(model, verifier=verifier).generate(input_ids=prompt, max_new_tokens=8, seed=5, draft=False)
     one = plain.token_ids[0]
     two = [*one[:6], one[6] + 1]
-    arguments = {"verifier": verifier, "row": 0, "seed": 5}
+    arguments = {"law": check_law.WHOLE_LAW, "verifier": verifier, "row": 0, "seed": 5}
     assert not check_law.is_near_border(model, prompt, one, two, **arguments)
     monkeypatch.setattr(check_law, "ROUNDING", 1.0)
     assert check_law.is_near_border(model, prompt, one, two, **arguments)

@@ -1,0 +1,161 @@
+"""What steps cost on this machine, timed on first use, kept in a file and followed while steps run.
+
+Two tables per number of rows. The *filed* one is timed once and kept: it never changes while its file stands. The
+*followed* one starts from it and takes the times of the steps that run anyway, so that another load or a longer context
+is followed. Calls that were given a seed draft by the filed one, so that they can be repeated; the others by the
+followed one. That also keeps the law: the followed table depends on what earlier calls decoded, and a call with the
+seed of an earlier one must not draft by it (stand/seeds.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from stand.drafters.step_cost import FOLDER, CostTable, StepCost, cost_name, table_path
+
+VARIABLE = "STAND_COSTS"  # environment: the folder of the files, or "off": nothing is timed
+MOST_ROWS = 256  # a call with more rows takes the table of so many
+LENGTH = 32  # committed tokens of each row when steps are timed; longer contexts are followed
+SECONDS = 1.5  # for timing; what comes before and after takes less than half a second more
+RATE = 0.03  # of every step's surprise, how much its neighbours take, and again all sizes
+LARGEST_SURPRISE = math.log(2)  # one step beside a busy moment moves little
+STEPS_BETWEEN = 16  # the followed table that drafts see changes once in so many steps
+
+_IN_MEMORY: dict[Path, StepCost] = {}  # filed ones of this process, also where no file can be written
+
+Measure = Callable[..., StepCost]  # `Engine.measure_cost`
+
+
+def costs_folder() -> Path | None:
+    """Where the files are: FOLDER, or as the environment variable STAND_COSTS says; None: nothing is timed."""
+    named = os.environ.get(VARIABLE)
+    if named == "off":
+        return None
+    return Path(named) if named else FOLDER
+
+
+class KnownCosts:
+    """The tables of one model here, for the numbers of rows that `prepare` was told.
+
+    folder: of the files. A file is named by model type and sizes, processor, dtype, threads and rows.
+    """
+
+    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
+        self._name, self._dtype, self._folder = cost_name(model), str(model.dtype), folder
+        self._filed: dict[int, StepCost] = {}
+        self._followed: dict[int, FollowedCost] = {}
+
+    def prepare(self, num_rows: int, measure: Measure) -> None:
+        """Have a table for calls of `num_rows` rows: from this process, its file, or by `measure`."""
+        size = _size_class(num_rows)
+        if size not in self._filed:
+            self._filed[size] = self._find(size, measure)
+            self._followed[size] = FollowedCost(self._filed[size])
+
+    def cost(self, num_rows: int, *, is_seeded: bool) -> StepCost:
+        """Of the smallest number of rows that was prepared and is no smaller than `num_rows`, else of the largest."""
+        size = self._nearest(num_rows)
+        return self._filed[size] if is_seeded else self._followed[size].cost
+
+    def record(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """A step with `num_tokens` tokens of `num_rows` rows took so long."""
+        self._followed[self._nearest(num_rows)].record(num_tokens, seconds)
+
+    def path(self, num_rows: int) -> Path:
+        """The file for calls of `num_rows` rows. Without it their steps are timed anew, by the next process."""
+        where = f"{processor_name()} {torch.get_num_threads()} threads {_size_class(num_rows)} rows"
+        return table_path(self._folder, model=self._name, device=where, dtype=self._dtype)
+
+    def _nearest(self, num_rows: int) -> int:
+        return min((size for size in self._filed if size >= num_rows), default=max(self._filed))
+
+    def _find(self, size: int, measure: Measure) -> StepCost:
+        path = self.path(size)
+        if path not in _IN_MEMORY:
+            _IN_MEMORY[path] = _read(path) or _file(path, measure(num_rows=size, length=LENGTH, seconds=SECONDS))
+        return _IN_MEMORY[path]
+
+
+class FollowedCost:
+    """A step cost that follows the times of running steps.
+
+    The surprise of a step is the log of its time over what was expected. Sizes next to it move by RATE of that, and
+    all sizes by RATE of it too: a load that slows everything keeps their ratios, which alone decide about drafts.
+    """
+
+    def __init__(self, cost: StepCost) -> None:
+        self.cost = cost  # what drafts see
+        self._logs = np.log(np.array(cost.seconds))
+        self._num_steps = 0
+
+    def record(self, num_tokens: int, seconds: float) -> None:
+        """A step of so many tokens took so long; larger ones than the largest size count as that."""
+        sizes = np.array(self.cost.tokens, dtype=float)
+        place = float(np.interp(num_tokens, sizes, np.arange(len(sizes))))
+        shares = np.maximum(0.0, 1.0 - np.abs(np.arange(len(sizes)) - place))
+        surprise = math.log(max(seconds, 1e-9)) - float(shares @ self._logs)
+        surprise = min(max(surprise, -LARGEST_SURPRISE), LARGEST_SURPRISE)
+        self._logs += RATE * surprise * (1.0 + shares)
+        self._num_steps += 1
+        if self._num_steps % STEPS_BETWEEN == 0:
+            times = np.exp(self._logs)
+            self.cost = StepCost.measured(self.cost.tokens, times, num_rows=self.cost.num_rows, length=self.cost.length)
+
+
+def processor_name() -> str:
+    """The model of this machine's processor, as far as the system says."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _size_class(num_rows: int) -> int:
+    """The power of two at or above `num_rows`, at most MOST_ROWS."""
+    return min(1 << max(num_rows - 1, 0).bit_length(), MOST_ROWS)
+
+
+def _read(path: Path) -> StepCost | None:
+    """The cost in a file; None where there is none, or a damaged one."""
+    try:
+        return CostTable.load(path).costs[0]
+    except (OSError, ValueError):
+        return None
+
+
+def _file(path: Path, cost: StepCost) -> StepCost:
+    """Keep what was timed, and say so; what another process kept meanwhile goes first.
+
+    Without a folder that can be written it holds for this process.
+    """
+    kept = f"kept in {path}"
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        CostTable((cost,)).save(unfinished)
+        try:
+            os.link(unfinished, path)
+        except FileExistsError:
+            known = _read(path)
+            if known is not None:
+                return known
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    except OSError as error:
+        kept = f"kept for this process only, as {path} cannot be written ({error.strerror})"
+    logging.getLogger("stand").warning(
+        "timed steps of %d rows, so that drafts are made where they pay; %s (budget= or costs= of BlendedDrafter, "
+        "or %s=off, do without)", cost.num_rows, kept, VARIABLE,
+    )  # fmt: skip
+    return cost

@@ -1,0 +1,227 @@
+"""Costs that are timed on first use: filed for seeded calls, followed for the others, and never in a test's way."""
+
+import logging
+import math
+
+import numpy as np
+import pytest
+from draft_requests import draft_request
+from tiny_models import tiny_model
+
+import stand
+from stand.drafters import known_costs
+from stand.drafters.known_costs import STEPS_BETWEEN, FollowedCost, KnownCosts
+from stand.drafters.step_cost import StepCost, measure_cost
+from stand.trees import BlendedLookup
+
+CHEAP = StepCost(4, 32, tokens=(4, 8, 64), seconds=(1.0, 1.0, 1.1))
+DEAR = StepCost(4, 32, tokens=(4, 8, 64), seconds=(1.0, 2.0, 16.0))
+PROMPT = {"input_ids": [[3, 4, 5, 3, 4]], "num_return_sequences": 4, "max_new_tokens": 24}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where costs are filed, as in a process that has timed nothing yet."""
+    monkeypatch.setenv("STAND_COSTS", str(tmp_path / "costs"))
+    monkeypatch.setattr(known_costs, "_IN_MEMORY", {})
+    return tmp_path / "costs"
+
+
+def new_engine(monkeypatch, cost=None, seconds=None):
+    """An engine whose measurement gives `cost`, or must not be made, and whose steps seem to take seconds[tokens]."""
+    asked = []
+
+    def measure(self, *, num_rows, length, seconds):
+        assert cost is not None, "nothing was to be timed"
+        asked.append(num_rows)
+        return cost
+
+    monkeypatch.setattr(stand.Engine, "measure_cost", measure)
+    engine = stand.wrap(tiny_model("qwen2"))
+    record = engine.drafter.record_time
+    engine.drafter.record_time = lambda request, size, _: record(
+        request, size, 1.0 if seconds is None else seconds(size)
+    )
+    return engine, asked
+
+
+def test_steps_are_timed_once_and_said_once(folder, monkeypatch, caplog):
+    with caplog.at_level(logging.WARNING, logger="stand"):
+        engine, asked = new_engine(monkeypatch, CHEAP)
+        assert asked == [] and not folder.exists()  # a wrap alone costs nothing
+        engine.generate(**PROMPT)
+        engine.generate(**{**PROMPT, "num_return_sequences": 3})  # the same power of two
+        assert asked == [4]
+        assert len(list(folder.iterdir())) == 1 and "4-rows" in next(folder.iterdir()).name
+        monkeypatch.setattr(known_costs, "_IN_MEMORY", {})  # another process
+        new_engine(monkeypatch)[0].generate(**PROMPT)
+    assert [record.message.startswith("timed steps of 4 rows") for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("settings", [{"budget": 8}, {"costs": stand.CostTable((CHEAP,))}])
+def test_what_is_given_is_not_timed(folder, monkeypatch, settings):
+    new_engine(monkeypatch)
+    engine = stand.wrap(tiny_model("qwen2"), drafter=stand.BlendedDrafter(**settings))
+    engine.generate(**PROMPT)
+    assert not folder.exists()
+
+
+def test_nothing_is_timed_where_the_environment_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("STAND_COSTS", "off")
+    engine, _ = new_engine(monkeypatch)
+    engine.generate(**PROMPT)
+    assert engine.drafter.budget == 32
+
+
+def test_plain_decoding_is_not_timed(folder, monkeypatch):
+    new_engine(monkeypatch)[0].generate(**PROMPT, draft=False)
+
+
+def test_drafts_are_made_where_they_pay_and_only_there(folder, monkeypatch):
+    counts = {}
+    for cost in (CHEAP, DEAR):
+        monkeypatch.setattr(known_costs, "_IN_MEMORY", {})
+        for path in folder.glob("*"):
+            path.unlink()
+        output = new_engine(monkeypatch, cost)[0].generate(**PROMPT, seed=5)
+        counts[cost] = output.stats.num_draft_tokens / output.stats.num_forwards
+    assert counts[CHEAP] > 10 and counts[DEAR] < 1
+
+
+def test_a_seeded_call_repeats_whatever_the_steps_took(folder, monkeypatch):
+    """In a fresh engine, under another load, as long as the file stands; the control is a call without a seed."""
+
+    def draft_counts(seconds, **settings):
+        monkeypatch.setattr(known_costs, "_IN_MEMORY", {})
+        engine, _ = new_engine(monkeypatch, CHEAP, seconds)
+        for _ in range(4):  # what is learned is the same in both; what is timed is not
+            engine.generate(**PROMPT, seed=3)
+        output = engine.generate(**PROMPT, **settings)
+        return output.stats.num_draft_tokens / output.stats.num_forwards, output.token_ids
+
+    def slow(size):
+        return 1.0 if size <= 4 else 16.0
+
+    flat = draft_counts(lambda size: 1.0, seed=7)
+    assert draft_counts(slow, seed=7) == flat
+    monkeypatch.setattr(stand.engine, "checked_seed", lambda seed: 7 if seed is None else seed)
+    assert draft_counts(slow)[0] < 0.5 * flat[0]  # the same seed, drawn
+
+
+def test_a_folder_that_cannot_be_written_serves_the_process(folder, monkeypatch, caplog):
+    folder.write_text("in the way")
+    with caplog.at_level(logging.WARNING, logger="stand"):
+        for _ in range(2):
+            engine, asked = new_engine(monkeypatch, CHEAP)
+            engine.generate(**PROMPT)
+    assert asked == [] and "for this process only" in caplog.text  # the second engine found the first one's
+
+
+def test_a_damaged_file_is_replaced_and_another_process_goes_first(folder, monkeypatch):
+    known = KnownCosts(tiny_model("qwen2"), folder)
+    path = known.path(4)
+    folder.mkdir()
+    path.write_text("{}")
+    known.prepare(4, lambda **_: CHEAP)
+    assert stand.CostTable.load(path).costs == (CHEAP,)
+    monkeypatch.setattr(known_costs, "_IN_MEMORY", {})
+    path.unlink()
+
+    def beaten(**_):
+        stand.CostTable((DEAR,)).save(path)
+        return CHEAP
+
+    other = KnownCosts(tiny_model("qwen2"), folder)
+    other.prepare(4, beaten)
+    assert other.cost(4, is_seeded=True) == DEAR and stand.CostTable.load(path).costs == (DEAR,)
+
+
+def test_numbers_of_rows_share_the_next_power_of_two(folder):
+    known, costs = KnownCosts(tiny_model("qwen2"), folder), {}
+
+    def measure(*, num_rows, **_):
+        costs[num_rows] = StepCost(num_rows, 32, (num_rows, 2 * num_rows), (1.0, 1.0))
+        return costs[num_rows]
+
+    for num_rows in (1, 3, 16, 1000):
+        known.prepare(num_rows, measure)
+    assert list(costs) == [1, 4, 16, 256]
+    expected = {1: 1, 2: 4, 4: 4, 5: 16, 17: 256, 1000: 256}
+    assert {rows: known.cost(rows, is_seeded=True).num_rows for rows in expected} == expected
+
+
+def follow(cost, steps):
+    followed = FollowedCost(cost)
+    for tokens, seconds in steps:
+        followed.record(tokens, seconds)
+    return followed.cost
+
+
+def test_a_load_that_slows_everything_changes_no_ratio():
+    steps = [(size, 3.0 * seconds) for size, seconds in zip(DEAR.tokens, DEAR.seconds, strict=True)] * 200
+    found = follow(DEAR, steps)
+    np.testing.assert_allclose(found.seconds, 3.0 * np.array(DEAR.seconds), rtol=0.02)
+    np.testing.assert_allclose(follow(DEAR, [(8, 6.0)] * 400).rises(4, 60), DEAR.rises(4, 60), rtol=0.02)
+
+
+def test_a_change_of_shape_is_followed():
+    found = follow(CHEAP, [(4, 1.0), (64, 4.0)] * 300)
+    assert found.seconds[2] / found.seconds[0] == pytest.approx(4.0, rel=0.1)
+    assert follow(CHEAP, [(64, 4.0)] * (STEPS_BETWEEN - 1)) is CHEAP  # drafts see it in turns
+    busy = follow(CHEAP, [(4, 1.0)] * (STEPS_BETWEEN - 1) + [(4, 1000.0)])
+    assert busy.seconds[0] < 1.1  # one busy moment
+    half = FollowedCost(DEAR)
+    half.record(36, math.sqrt(2 * 16))  # as expected, between sizes
+    np.testing.assert_allclose(half._logs, np.log(DEAR.seconds), atol=1e-6)
+
+
+class Steps:
+    """Steps that take `cost` seconds of a clock of their own."""
+
+    def __init__(self, cost):
+        self.now, self.sizes, self._cost = 0.0, [], cost
+
+    def run(self, batch):
+        self.sizes.append(batch.num_nodes)
+        self.now += self._cost(batch.num_nodes)
+
+    def measure(self, **settings):
+        return measure_cost(self.run, length=32, clock=lambda: self.now, **settings)
+
+
+def test_a_brief_measurement_keeps_to_its_time():
+    quick = Steps(lambda size: 0.01 + 0.0001 * size)
+    cost = quick.measure(num_rows=4, most_tokens=128, seconds=1.5)
+    assert cost.tokens == (4, 8, 16, 32, 64, 128) and 1.0 < quick.now < 1.5
+    np.testing.assert_allclose(cost.seconds, 0.01 + 0.0001 * np.array(cost.tokens))
+    slow = Steps(lambda size: 0.3 * size / 4)
+    assert slow.measure(num_rows=4, most_tokens=128, seconds=1.5).tokens == (4, 8) and slow.now < 1.5
+    steep = Steps(lambda size: 0.001 * size**2)
+    assert steep.measure(num_rows=1, most_tokens=32, seconds=9.0).tokens == (1, 2, 4)  # more never pays
+
+
+def test_the_shortest_run_counts():
+    stalls = iter([0.0, 0.0, 0.5, 0.0])  # a busy moment while the second size is timed first
+    noisy = Steps(lambda size: 0.01 + next(stalls, 0.0))
+    assert noisy.measure(num_rows=1, most_tokens=4, seconds=1.5).seconds == pytest.approx((0.01, 0.01, 0.01))
+
+
+def test_foreign_drafters_are_told(monkeypatch):
+    told = []
+
+    class Telling(stand.BlendedDrafter):
+        def prepare(self, num_rows, measure):
+            told.append(num_rows)
+
+        def record_time(self, request, num_tokens, seconds):
+            assert seconds > 0 and num_tokens >= len(request.histories)
+            told.append(num_tokens)
+
+    engine = stand.wrap(tiny_model("qwen2"), drafter=Telling(BlendedLookup(), budget=8))
+    output = engine.generate(**PROMPT, seed=1)
+    assert told[0] == 4 and len(told) == 1 + output.stats.num_forwards
+    assert sum(told[1:]) == output.stats.num_draft_tokens + output.stats.num_steps
+
+
+def test_requests_are_seeded_unless_said_otherwise():
+    assert draft_request([np.array([1], dtype=np.int32)]).is_seeded

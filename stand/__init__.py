@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from stand.drafters.blended import BlendedDrafter
     from stand.drafters.draft_model import ModelDrafter
     from stand.drafters.drafter import Drafter, DraftRequest, Lesson
+    from stand.drafters.eagle.drafter import EagleDrafter
     from stand.drafters.fixed_shape import FixedShapeDrafter
     from stand.drafters.prompt_lookup import PromptLookupDrafter
     from stand.drafters.step_cost import CostTable
@@ -35,6 +36,7 @@ _HOMES = {
     "CostTable": "stand.drafters.step_cost",
     "DraftRequest": "stand.drafters.drafter",
     "Drafter": "stand.drafters.drafter",
+    "EagleDrafter": "stand.drafters.eagle.drafter",
     "Engine": "stand.engine",
     "FixedShapeDrafter": "stand.drafters.fixed_shape",
     "GenerationOutput": "stand.output",
@@ -57,6 +59,7 @@ __all__ = [
     "CostTable",
     "DraftRequest",
     "Drafter",
+    "EagleDrafter",
     "Engine",
     "FixedShapeDrafter",
     "GenerationOutput",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from stand.gpu.fusion.fusion import Fusion
 
 NAMES = ("auto", "sdpa", "triton")
+FEATURE_OBSTACLE = "the drafter requires features (last hidden states), which captured steps do not deliver"
 WAITING_ROPES = frozenset({"dynamic", "longrope"})  # their frequencies depend on the length: the host waits for it
 
 
@@ -45,7 +46,14 @@ class EagerBackend:
 
     def new_step(self, start: StepStart) -> Step:
         start.prefilled.fan_out(start.sources)
-        return EagerStep(self._model, start.prefilled, start.law, start.verifier, num_top=start.num_top)
+        return EagerStep(
+            self._model,
+            start.prefilled,
+            start.law,
+            start.verifier,
+            num_top=start.num_top,
+            wants_features=start.wants_features,
+        )
 
 
 class CapturedBackend:
@@ -84,15 +92,20 @@ class CapturedBackend:
         self.name, self.reason, self._previous = "sdpa", reason, None
 
 
-def choose_backend(model: PreTrainedModel, verifier: Verifier, requested: str, *, fuse: bool) -> Backend:
-    """Resolve "auto". Raises ValueError for an unknown name, or for "triton" where it cannot serve."""
+def choose_backend(
+    model: PreTrainedModel, verifier: Verifier, requested: str, *, fuse: bool, wants_features: bool = False
+) -> Backend:
+    """Resolve "auto". Raises ValueError for an unknown name, or for "triton" where it cannot serve.
+
+    wants_features: the drafter requires features, which captured steps do not deliver.
+    """
     if requested not in NAMES:
         raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {requested!r}")
     if requested == "sdpa":
         return EagerBackend(model, "asked for")
     if requested == "auto" and model.device.type != "cuda":
         return EagerBackend(model, f"the model is on {model.device.type}, kernels are for CUDA")
-    obstacle = kernel_obstacle(model, verifier)
+    obstacle = FEATURE_OBSTACLE if wants_features else kernel_obstacle(model, verifier)
     if obstacle is None:
         reason = "asked for" if requested == "triton" else "the kernels serve this model"
         return _fused(model, verifier, reason) if fuse else CapturedBackend(model, reason)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from stand.backend import Backend
 from stand.drafters.check import check_batch
 from stand.drafters.drafter import Drafter, DraftRequest, Lesson
+from stand.forward.features import prefill_features
 from stand.forward.model import prefill, text_config
 from stand.forward.tree_attention import exclusive, tree_attention
 from stand.forward.tree_cache import TreeCache
@@ -62,6 +63,7 @@ class Call:
         self._own_seed = seed  # until the call begins
         self._is_learning = is_learning
         self._is_seeded = is_seeded
+        self._wants_features = drafter is not None and drafter.requires_features
         self._on_commit = on_commit
         self._live = list(rows)  # the row in place i of the batch holds place i of an eager step's cache
         self._step: Step | None = None  # from the end of the prompts on
@@ -98,11 +100,17 @@ class Call:
         with self.stats.timed_prefill(), tree_attention(self._model):
             cache = TreeCache(num_rows=len(firsts), room=max(len(row.history) for row in firsts) + 1)
             for place, row in enumerate(firsts):
-                prefill(self._model, cache, row.history[:-1], row=place)
+                if self._wants_features:
+                    features = prefill_features(self._model, cache, row.history[:-1], row=place)
+                    self._drafter.follow_prompt(row.history, features)
+                else:
+                    prefill(self._model, cache, row.history[:-1], row=place)
                 if self._is_learning:
                     self._drafter.learn_prompt(row.history, problem=row.problem)
             num_top = self._drafter.num_candidates if self._is_learning else 0
-            start = StepStart(cache, sources, self.rows, self._law, self._verifier, num_top)
+            start = StepStart(
+                cache, sources, self.rows, self._law, self._verifier, num_top, wants_features=self._wants_features
+            )
             self._step = self._backend.new_step(start)
 
     def _advance(self) -> None:
@@ -179,8 +187,15 @@ class Call:
 
     def _learn(self, request: DraftRequest, batch: DraftBatch, verdicts: Verdicts) -> None:
         """Teach the drafter what became of its draft, and the target's best tokens at every scored node."""
-        if not self._is_learning:
+        if not (self._is_learning or self._wants_features):
             return
         with self.stats.timed("learn"):
-            top_ids, top_probs = self._step.top_entries(self._drafter.num_candidates)
-            self._drafter.learn(Lesson(request, batch, verdicts.accepted, verdicts.next_tokens, top_ids, top_probs))
+            top_ids, top_probs = self._step.top_entries(self._drafter.num_candidates if self._is_learning else 0)
+            features = self._step.features() if self._wants_features else None
+            lesson = Lesson(
+                request, batch, verdicts.accepted, verdicts.next_tokens, top_ids, top_probs, features=features
+            )
+            if self._wants_features:
+                self._drafter.follow(lesson)
+            if self._is_learning:
+                self._drafter.learn(lesson)

@@ -72,7 +72,7 @@ def wrap(
     typical = drafter.typical_draft()
     if typical is not None:
         rule.check_draft(typical)
-    chosen = choose_backend(model, rule, backend, fuse=fuse)
+    chosen = choose_backend(model, rule, backend, fuse=fuse, wants_features=drafter.requires_features)
     return Engine(model, tokenizer, drafter=drafter, verifier=rule, backend=chosen)
 
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
+from stand.forward.features import taken_features
 from stand.forward.model import run_plan
 from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_attention import tree_attention
@@ -33,6 +35,7 @@ class StepStart:
     law: TargetLaw
     verifier: Verifier
     num_top: int  # the most top entries per node that lessons ask for
+    wants_features: bool = False  # whether lessons ask for the model's last hidden states
 
 
 class Step(Protocol):
@@ -56,6 +59,10 @@ class Step(Protocol):
     def top_entries(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The target's best tokens after every node: ids [M, count] int32, probabilities [M, count] float32."""
 
+    def features(self) -> torch.Tensor:
+        """[M, D]: the model's last hidden state at every node; asked where `StepStart.wants_features`, which backends
+        refuse whose steps do not deliver them."""
+
     def teach(self, lesson: Callable[[], None]) -> None:
         """Call `lesson`, which may ask for `top_entries`: at once, or where a device works by itself, during the next
         forward."""
@@ -67,13 +74,24 @@ class Step(Protocol):
 class EagerStep:
     """A packed forward on an unmodified model and a verifier of `stand.verifiers`."""
 
-    def __init__(self, model: PreTrainedModel, cache: TreeCache, law: TargetLaw, verifier: Verifier, *, num_top: int):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: TreeCache,
+        law: TargetLaw,
+        verifier: Verifier,
+        *,
+        num_top: int,
+        wants_features: bool = False,
+    ):
         """num_top: the largest count that `top_entries` will be asked for."""
         self.cache = cache
         self._model = model
         self._law = law
         self._verifier = verifier
         self._num_top = num_top
+        self._wants_features = wants_features
+        self._features: torch.Tensor | None = None
 
     def attention(self) -> AbstractContextManager[None]:
         return tree_attention(self._model)
@@ -81,7 +99,12 @@ class EagerStep:
     def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
         plan = StepPlan.for_drafts(batch, live.lengths, device=self._model.device)
         self._batch, self._live, self._noise = batch, live, noise
-        self._logits = run_plan(self._model, self.cache, plan)
+        if not self._wants_features:
+            self._logits = run_plan(self._model, self.cache, plan)
+            return
+        with taken_features(self._model) as taken:
+            self._logits = run_plan(self._model, self.cache, plan)
+        (self._features,) = taken
 
     def verify(self) -> Verdicts:
         scores = self._law.process(self._logits, self._batch, self._live.rows)
@@ -104,6 +127,9 @@ class EagerStep:
     def top_entries(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """As in `Laws`."""
         return self._laws.top_ids[:, :count].cpu().numpy(), self._laws.top_probs[:, :count].cpu().numpy()
+
+    def features(self) -> torch.Tensor:
+        return self._features
 
     def teach(self, lesson: Callable[[], None]) -> None:
         lesson()

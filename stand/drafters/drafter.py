@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from stand.drafters.step_cost import StepCost
@@ -41,6 +42,7 @@ class Lesson:
     next_tokens: np.ndarray  # [B] int64: the token after the kept path
     top_ids: np.ndarray  # [M, K] int32: the target's best tokens after each node, K = num_candidates
     top_probs: np.ndarray  # [M, K] float32
+    features: torch.Tensor | None = None  # [M, D]: of every node, where the drafter requires them; see `Drafter.follow`
 
 
 class Drafter(ABC):
@@ -51,6 +53,7 @@ class Drafter(ABC):
     """
 
     num_candidates: int = 0  # top entries per scored node that `learn` wants; 0: it never learns
+    requires_features: bool = False  # whether `follow_prompt` and `follow` want the target's last hidden states
 
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:  # noqa: B027
         """`stand.wrap` shows the model and names its vocabulary, before anything else.
@@ -88,6 +91,21 @@ class Drafter(ABC):
 
     def learn(self, lesson: Lesson) -> None:  # noqa: B027
         """What a step showed; asked once per step where `num_candidates` is above 0."""
+
+    def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:  # noqa: B027
+        """A prompt, int32 [L], before its rows start, and the features [L - 1, D] of all its tokens but the last, which
+        is the pending one; asked where `requires_features`.
+
+        A feature is the target's last hidden state, after its final norm, in the model's dtype and on its device.
+        """
+
+    def follow(self, lesson: Lesson) -> None:  # noqa: B027
+        """What a step showed, features of all its nodes among it; asked where `requires_features`, before the next
+        draft and before `learn`, also by calls that must not learn.
+
+        Rows `offsets[b]` and `offsets[b] + accepted[b]` of the features are those of row b's newly committed tokens.
+        What is kept of them must serve the drafts of this row alone: nothing is learned here.
+        """
 
 
 class LookupDrafter(Drafter):

@@ -19,6 +19,8 @@ class StepPlan:
     """Positions, cache slots and attention masks of one packed forward over A cache rows.
 
     `first_row` is the cache row of the first packed row; the packed rows are consecutive cache rows.
+    A tree that grows in several forwards gives `starts`; its ancestors then count from the first token of the tree, and
+    attention must have no window.
     """
 
     def __init__(
@@ -29,9 +31,11 @@ class StepPlan:
         ancestors: np.ndarray,  # [M, T] bool: token (row-local) is an ancestor of, or is, the packed token
         lengths: np.ndarray,  # [A] committed tokens per row
         *,
+        starts: np.ndarray | None = None,  # [A] tokens behind the committed ones that earlier forwards wrote; default 0
         first_row: int = 0,
         device: torch.device | str = "cpu",
     ):
+        starts = np.zeros_like(lengths) if starts is None else starts
         counts = np.diff(offsets)
         local_rows = np.repeat(np.arange(len(counts)), counts)
         local_nodes = np.arange(len(token_ids)) - np.repeat(offsets[:-1], counts)
@@ -39,7 +43,7 @@ class StepPlan:
         self.num_rows = len(counts)  # A
         self.width = _padded_width(counts) if torch.device(device).type == "cpu" else int(counts.max())  # T
         self.first_row = first_row
-        self.kv_length = int((lengths + counts).max())  # L
+        self.kv_length = int((lengths + starts + counts).max())  # L
         self.is_uniform = bool((counts == self.width).all())
         # On a CPU, where a call costs little, the rows' tokens beyond `width` are attended to row by row.
         self.overflow = [
@@ -55,7 +59,8 @@ class StepPlan:
         self.input_ids = self._to_device(token_ids.astype(np.int64))[None]  # [1, M]
         self.position_ids = self._to_device((lengths[local_rows] + depths).astype(np.int64))[None]  # [1, M]
         self.cache_rows = self._to_device((local_rows + first_row).astype(np.int64))  # [M]
-        self.cache_slots = self._to_device((lengths[local_rows] + local_nodes).astype(np.int64))  # [M]
+        slots = (lengths + starts)[local_rows] + local_nodes
+        self.cache_slots = self._to_device(slots.astype(np.int64))  # [M]
         self._padded = np.flatnonzero(local_nodes < self.width)  # packed tokens that have a padded place
         self._tokens = self._places = None
         if not self.is_uniform:

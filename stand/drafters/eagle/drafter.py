@@ -1,0 +1,148 @@
+"""EAGLE-1 as a drafter: trees of tokens drawn from the recorded laws of a trained head."""
+
+from __future__ import annotations
+
+from os import PathLike
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from stand.drafters.blended import default_budget
+from stand.drafters.drafter import Drafter, DraftRequest, Lesson
+from stand.drafters.eagle.followed_rows import FollowedRows
+from stand.drafters.eagle.growing_draft import GrowingDraft, typical_tree
+from stand.drafters.eagle.growth import BestFirstGrowth, FixedGrowth, Growth, Node
+from stand.drafters.eagle.head import EagleHead
+from stand.trees import ROOT, DraftBatch, TreeShape
+from stand.trees.noise import DRAFT, uniforms
+
+
+class EagleDrafter(Drafter):
+    """Drafts by a trained head that extrapolates the target's features (EAGLE-1, arXiv 2401.15077).
+
+    head: an `EagleHead` of the target, or the file or folder of a checkpoint, read when the engine is made.
+    budget: the most nodes of all rows of a step together; None: `default_budget` of the model's device.
+    rounds: the most times that the head runs in a step, each time on all rows; drafts are at most so deep. The paper's
+    tree takes 5.
+    shape: slots that every row's draft fills instead, whatever the laws say, such as the paper's `PAPER_SHAPE`; budget
+    and rounds then follow from it.
+    temperature, num_candidates: a law is the head's at `temperature` over its `num_candidates` best tokens,
+    renormalised before the draw: what is recorded is what was drawn from. `temperature` is best the target's own; under
+    greedy decoding the best tokens are drafted as they are.
+
+    Nothing is learned while it drafts: drafts are a function of a row's own text and random numbers. One drafter serves
+    one engine at a time.
+
+    Raises ValueError for settings out of range.
+    """
+
+    requires_features = True
+
+    def __init__(
+        self,
+        head: EagleHead | str | PathLike,
+        *,
+        budget: int | None = None,
+        rounds: int = 6,
+        shape: TreeShape | None = None,
+        temperature: float = 1.0,
+        num_candidates: int = 32,
+    ) -> None:
+        _require(budget is None or budget >= 0, "budget must be at least 0", budget, "32 to 128 nodes are usual")
+        _require(rounds >= 1, "rounds must be at least 1", rounds, "5 or 6 are usual")
+        _require(temperature > 0, "temperature must be positive", temperature, "greedy decoding ignores it: leave it")
+        _require(num_candidates >= 1, "num_candidates must be at least 1", num_candidates, "32 is usual")
+        self.head = head
+        self.budget = budget
+        self.shape = shape
+        self.rounds = rounds if shape is None else max(shape.max_depth, 1)
+        self.temperature = temperature
+        self.law_size = num_candidates
+        self._rows: FollowedRows | None = None
+
+    @property
+    def digest(self) -> int:
+        """0: nothing is learned."""
+        return 0
+
+    def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
+        if not isinstance(self.head, EagleHead):
+            self.head = EagleHead.load(model, self.head)
+        if not self.head.is_of(model):
+            raise ValueError(
+                "an EagleHead must be the wrapped model's own, got one that was made for another model; make it with "
+                "EagleHead.load(model, path), or pass the path"
+            )
+        if self.budget is None:
+            self.budget = default_budget(model.device)
+        self._rows = FollowedRows(model, self.head)
+
+    def typical_draft(self) -> DraftBatch:
+        is_chain = self.shape is not None and not (self.shape.num_children > 1).any()
+        return DraftBatch.concatenate([typical_tree(is_chain=is_chain)])
+
+    def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:
+        self._rows.follow_prompt(token_ids, features)
+
+    def follow(self, lesson: Lesson) -> None:
+        self._rows.follow(lesson)
+
+    @torch.inference_mode()
+    def draft(self, request: DraftRequest) -> DraftBatch:
+        """One tree per row; see `Drafter.draft`. A row of one token has no feature yet and gets no draft."""
+        growth: Growth = BestFirstGrowth(self.budget) if self.shape is None else FixedGrowth(self.shape)
+        drafts = _planted(request, growth.num_nodes)
+        rows, estimates = self._rows.catch_up(request.histories)
+        asked = [(row, ROOT) for row in rows.tolist()]
+        written = [{ROOT: None} for _ in drafts]  # per row: its nodes that the head has seen, numbered as they came
+        features: dict[Node, torch.Tensor] = {}  # of these nodes, as estimated
+        for remaining in reversed(range(self.rounds)):
+            if asked:
+                self._open(drafts, asked, estimates)
+                features |= zip(asked, estimates, strict=True)
+            asked = growth.grow(drafts, is_last=remaining == 0)
+            if not asked:
+                growth.grow(drafts, is_last=True)
+                break
+            estimates = self._extend(drafts, asked, written, features)
+        return DraftBatch.concatenate([draft.tree() for draft in drafts])
+
+    def _open(self, drafts: list[GrowingDraft], nodes: list[Node], estimates: torch.Tensor) -> None:
+        """Give `nodes` their laws, by the target's LM head on estimates [n, D]."""
+        logits = self.head.logits(estimates).float() / self.temperature
+        best = torch.topk(logits, min(self.law_size, logits.shape[1]), dim=1)
+        laws = torch.softmax(best.values, dim=1).cpu().numpy()
+        token_ids = best.indices.to(torch.int32).cpu().numpy()
+        for (row, node), ids, law in zip(nodes, token_ids, laws, strict=True):
+            drafts[row].open(node, ids, law)
+
+    def _extend(
+        self, drafts: list[GrowingDraft], nodes: list[Node], written: list[dict], features: dict[Node, torch.Tensor]
+    ) -> torch.Tensor:
+        """The head on drafted nodes: estimates [n, D]."""
+        above = [(row, drafts[row].parents[node]) for row, node in nodes]
+        parents = [written[row][parent] for row, parent in above]
+        for row, node in nodes:
+            written[row][node] = len(written[row]) - 1
+        return self._rows.extend(
+            [row for row, _ in nodes],
+            [drafts[row].token_ids[node] for row, node in nodes],
+            parents,
+            torch.stack([features[node] for node in above]),
+        )
+
+
+def _planted(request: DraftRequest, num_nodes: int) -> list[GrowingDraft]:
+    """Drafts of the pending tokens alone, with random numbers for `num_nodes` nodes each."""
+    nodes = np.arange(num_nodes)
+    points = uniforms(request.seed, DRAFT, request.rows[:, None], request.steps[:, None], nodes[None])
+    return [
+        GrowingDraft(points[row], int(depth), request.is_greedy, [int(history[-1])])
+        for row, (history, depth) in enumerate(zip(request.histories, request.max_depths, strict=True))
+    ]
+
+
+def _require(holds: bool, rule: str, got: object, remedy: str) -> None:
+    if not holds:
+        raise ValueError(f"{rule}, got {got!r}; {remedy}")

@@ -1,0 +1,135 @@
+"""The trained part of EAGLE-1 (arXiv 2401.15077): from a feature and the token after it to the next feature.
+
+A *feature* is the target's last hidden state as its LM head takes it, after the final norm. With tokens t and features
+f the head maps (f[i], t[i + 1]) and all pairs before it to an estimate of f[i + 1]; the target's own LM head reads from
+that the law of t[i + 2].
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from stand.forward.model import text_config
+from stand.forward.tree_attention import ATTENTION_NAME
+
+FAMILIES = ("llama", "qwen2")
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+EMBEDDING = "embed_tokens.weight"
+INPUT_NORM = "layers.0.input_layernorm.weight"
+
+
+class EagleHead(nn.Module):
+    """One linear layer over [embedding, feature] and one decoder layer of the target's own class.
+
+    Token embeddings, rotary positions and the LM head are the target's, frozen; a checkpoint may bring embeddings of
+    its own. Names of parameters are those of published checkpoints: `fc.*`, `layers.0.*`, `embed_tokens.weight`. As
+    there, the decoder layer has no norm before its attention unless `has_input_norm`.
+
+    Raises ValueError for a target of another family than Llama or Qwen2.
+    """
+
+    def __init__(self, target: PreTrainedModel, *, has_input_norm: bool = False) -> None:
+        super().__init__()
+        config = text_config(target)
+        if config.model_type not in FAMILIES:
+            raise ValueError(
+                f"an EAGLE-1 head needs a target of the families {', '.join(FAMILIES)}, got {config.model_type!r}; "
+                "draft for it with stand.BlendedDrafter"
+            )
+        decoder = target.get_decoder()
+        self.config = copy.deepcopy(config)
+        self.config.num_hidden_layers = 1
+        self.config._attn_implementation = ATTENTION_NAME
+        size = config.hidden_size
+        self.fc = nn.Linear(2 * size, size)
+        self.layers = nn.ModuleList([type(decoder.layers[0])(self.config, layer_idx=0)])
+        if not has_input_norm:
+            self.layers[0].input_layernorm = nn.Identity()
+        # In tuples, so that the target's parameters are not the head's.
+        self._model = (target,)
+        self._embedding = (decoder.embed_tokens,)
+        self._target = (decoder.rotary_emb, target.get_output_embeddings())
+        self.to(target.device, target.dtype)
+
+    @classmethod
+    def load(cls, target: PreTrainedModel, path: str | PathLike) -> EagleHead:
+        """Read a checkpoint: a file, or a folder with model.safetensors or pytorch_model.bin, as published for Llama
+        and Qwen2 targets. Biases that it lacks are zero.
+
+        Raises ValueError where names or shapes do not belong to an EAGLE-1 head of this target.
+        """
+        tensors = _read(Path(path))
+        head = cls(target, has_input_norm=INPUT_NORM in tensors)
+        head._take(tensors)
+        return head.eval()
+
+    def save(self, folder: str | PathLike) -> None:
+        """Write model.safetensors in bfloat16, without the target's embeddings."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tensors = {name: value.to(torch.bfloat16).contiguous() for name, value in self.state_dict().items()}
+        save_file(tensors, Path(folder) / WEIGHT_FILES[0], metadata={"format": "pt"})
+
+    def is_of(self, target: PreTrainedModel) -> bool:
+        """Whether this head was made for this very model."""
+        return self._model[0] is target
+
+    def forward(
+        self, features: torch.Tensor, token_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs: object
+    ) -> torch.Tensor:
+        """Estimates [B, M, D] of the next features, from features [B, M, D] and the tokens after them [B, M] int64.
+
+        position_ids [B, M]: of the features. kwargs go to the decoder layer.
+        """
+        embedded = self._embedding[0](token_ids)
+        hidden = self.fc(torch.cat([embedded, features.to(embedded.dtype)], dim=-1))
+        angles = self._target[0](hidden, position_ids=position_ids)
+        return self.layers[0](hidden, position_embeddings=angles, position_ids=position_ids, **kwargs)
+
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        """[..., V]: the target's LM head."""
+        return self._target[1](features)
+
+    def _take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load `tensors`; what may be missing is zero."""
+        own = self.state_dict()
+        embedding = self._embedding[0].weight
+        shapes = {name: tuple(value.shape) for name, value in own.items()} | {EMBEDDING: tuple(embedding.shape)}
+        unknown = sorted(set(tensors) - set(shapes))
+        missing = sorted(name for name in own if name not in tensors and not name.endswith(".bias"))
+        if unknown or missing:
+            raise ValueError(
+                "an EAGLE-1 checkpoint must hold fc.*, layers.0.* and may hold embed_tokens.weight, got "
+                f"{', '.join(unknown[:4]) or 'nothing'} beyond them and without {', '.join(missing[:4]) or 'nothing'}; "
+                "heads of later EAGLE versions are not read"
+            )
+        for name, value in tensors.items():
+            if tuple(value.shape) != shapes[name]:
+                raise ValueError(
+                    f"{name} must be {list(shapes[name])} for this target, got {list(value.shape)}; take the head that "
+                    "was trained for this model"
+                )
+        if EMBEDDING in tensors:
+            self._embedding = (_frozen_embedding(tensors[EMBEDDING].to(embedding)),)
+        zeros = {name: torch.zeros_like(value) for name, value in own.items()}
+        self.load_state_dict(zeros | {name: value for name, value in tensors.items() if name != EMBEDDING})
+
+
+def _frozen_embedding(weight: torch.Tensor) -> nn.Embedding:
+    return nn.Embedding.from_pretrained(weight, freeze=True)
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    files = [path] if path.is_file() else [path / name for name in WEIGHT_FILES if (path / name).is_file()]
+    if not files:
+        raise ValueError(f"a head must be a file or a folder with {' or '.join(WEIGHT_FILES)}, got {path}; check it")
+    if files[0].suffix == ".safetensors":
+        return load_file(files[0])
+    return torch.load(files[0], map_location="cpu", weights_only=True)

@@ -1,0 +1,34 @@
+"""A model's last hidden states, taken from its own forwards: what learned drafters ask for (`requires_features`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from stand.forward.model import prefill, text_config
+from stand.forward.tree_cache import TreeCache
+
+
+@contextmanager
+def taken_features(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """Within the block every packed forward appends [M, D]: the last hidden states, after the final norm, as the LM
+    head takes them (of all tokens, also where logits of few are kept)."""
+    taken: list[torch.Tensor] = []
+    hook = model.base_model.register_forward_hook(lambda module, args, output: taken.append(output[0][0]))
+    try:
+        yield taken
+    finally:
+        hook.remove()
+
+
+def prefill_features(model: PreTrainedModel, cache: TreeCache, token_ids: np.ndarray, *, row: int) -> torch.Tensor:
+    """`prefill`, and the features [L, D] of `token_ids`, int32 [L]."""
+    with taken_features(model) as taken:
+        prefill(model, cache, token_ids, row=row)
+    return torch.cat(taken) if taken else torch.empty(
+        0, text_config(model).hidden_size, dtype=model.dtype, device=model.device
+    )  # fmt: skip

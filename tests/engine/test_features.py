@@ -1,0 +1,100 @@
+"""What a drafter that requires features is told, and that nobody else pays for it."""
+
+import numpy as np
+import pytest
+import torch
+from plain_eagle import plain_features
+from tiny_models import tiny_model
+
+import stand
+from stand.trees import DraftBatch, DraftTree
+
+PROMPTS = [[5, 9, 11, 4, 5, 9], [7], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32]]
+FAMILIES = ("llama", "qwen2", "gemma2")
+
+
+class Recorder(stand.Drafter):
+    """Drafts the pending token's successors in the alphabet, two of them siblings; keeps what it is told."""
+
+    requires_features = True
+
+    def __init__(self):
+        self.prompts, self.lessons = [], []
+
+    def draft(self, request):
+        return DraftBatch.concatenate([_draft(int(history[-1])) for history in request.histories])
+
+    def follow_prompt(self, token_ids, features):
+        self.prompts.append((token_ids.copy(), features))
+
+    def follow(self, lesson):
+        self.lessons.append(lesson)
+
+
+class Plain(Recorder):
+    requires_features = False
+
+
+def _draft(pending: int) -> DraftTree:
+    tokens = np.array([pending, (pending + 1) % 60, (pending + 2) % 60, (pending + 3) % 60], np.int32)
+    support = np.array([[tokens[1], tokens[2]], [tokens[3], -1], [-1, -1], [-1, -1]], np.int32)
+    law = np.array([[0, 0], [1, 0], [0, 1], [1, 0]], np.float32)
+    return DraftTree(tokens, np.array([-1, 0, 0, 1], np.int32), support, law)
+
+
+def generate(drafter, family="llama", **settings):
+    engine = stand.wrap(tiny_model(family), drafter=drafter)
+    settings = {"input_ids": PROMPTS, "num_return_sequences": 2, "max_new_tokens": 8, "temperature": 0.0} | settings
+    return engine.generate(**settings)
+
+
+@pytest.mark.parametrize("learn", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_features_are_those_of_plain_forwards(family, learn):
+    """Of every prompt but its last token, and of every node of a step after its own ancestors."""
+    drafter, model = Recorder(), tiny_model(family)
+    output = generate(drafter, family, learn=learn)
+    assert [prompt.tolist() for prompt, _ in drafter.prompts] == PROMPTS
+    for prompt, features in drafter.prompts:
+        assert features.shape == (len(prompt) - 1, model.config.hidden_size)
+        if len(prompt) > 1:
+            torch.testing.assert_close(features, plain_features(model, prompt[:-1].tolist()), atol=1e-4, rtol=1e-3)
+    for lesson in drafter.lessons[::3]:
+        for row, history in enumerate(lesson.request.histories[:3]):
+            first = int(lesson.batch.offsets[row])
+            for node, path in ((0, []), (2, [2]), (3, [1, 3])):
+                tokens = [*history.tolist(), *lesson.batch.token_ids[first + np.array(path, int)].tolist()]
+                expected = plain_features(model, tokens)[-1]
+                torch.testing.assert_close(lesson.features[first + node], expected, atol=1e-4, rtol=1e-3)
+    assert output.stats.num_forwards == len(drafter.lessons)
+
+
+def test_the_models_outputs_are_bit_equal_with_features_and_without():
+    model, token_ids = tiny_model("llama"), torch.tensor(PROMPTS[2:])
+    with torch.inference_mode():
+        before = model(token_ids).logits
+        with_features, without = generate(Recorder()), generate(Plain())
+        after = model(token_ids).logits
+    assert with_features.token_ids == without.token_ids
+    assert torch.equal(before, after)
+    assert not model.base_model._forward_hooks
+
+
+def test_nothing_is_taken_where_nobody_asks(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("features were taken")
+
+    drafter = Plain()
+    generate(drafter)
+    assert not drafter.prompts and not drafter.lessons
+    monkeypatch.setattr("stand.step.taken_features", refuse)
+    monkeypatch.setattr("stand.forward.features.taken_features", refuse)
+    generate(Plain())
+    with pytest.raises(AssertionError, match="features were taken"):
+        generate(Recorder())
+
+
+def test_a_backend_that_cannot_deliver_them_is_refused_by_name():
+    with pytest.raises(ValueError, match="'triton' cannot serve here: the drafter requires features"):
+        stand.wrap(tiny_model("llama"), drafter=Recorder(), backend="triton")
+    assert stand.wrap(tiny_model("llama"), drafter=Recorder()).backend.name == "sdpa"

@@ -1,0 +1,145 @@
+"""The adapted promise of EAGLE's growth: all joint drafts of two rows, by a head whose laws stand in a table."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from draft_requests import draft_request
+from draft_worlds import dense_world
+from exact_drafts import ROUNDING, chi_square, distance_from_target, joint_drafts
+
+import stand
+from stand.drafters.eagle.growth import BestFirstGrowth
+from stand.trees import DraftBatch, TreeShape
+from stand.verifiers import get_verifier
+
+SIZE = 3
+RULES = ["traversal", "rrs", "match"]
+HISTORIES = [np.array([0, 1, 0], np.int32), np.array([2, 0, 2], np.int32)]
+SAME = [HISTORIES[0], HISTORIES[0]]
+LOGITS = torch.from_numpy(np.random.default_rng(3).normal(size=(5000, SIZE)))
+
+
+class TableHead:
+    """A feature is the number of its context; the table has a law for each."""
+
+    def logits(self, features: torch.Tensor) -> torch.Tensor:
+        return LOGITS[features[:, 0].long() % len(LOGITS)]
+
+
+class TableRows:
+    def catch_up(self, histories):
+        numbers = [[int("".join(map(str, history.tolist())), SIZE)] for history in histories]
+        return np.arange(len(histories)), torch.tensor(numbers)
+
+    def extend(self, rows, tokens, parents, features):
+        assert list(rows) == sorted(rows) and len(parents) == len(tokens)
+        return features * SIZE + torch.tensor(tokens)[:, None] + 7
+
+
+class TableEagle(stand.EagleDrafter):
+    def __init__(self, **settings):
+        super().__init__(TableHead(), num_candidates=SIZE, **settings)
+        self._rows = TableRows()
+
+
+def draft(drafter, seed, *, histories=HISTORIES, depth=3, rows=None, step=0) -> DraftBatch:
+    request = draft_request(histories, seed=seed, max_depth=depth, step=step)
+    if rows is not None:
+        request.rows[:] = rows
+    return drafter.draft(request)
+
+
+GROWN = {
+    "budget 2": ({"budget": 2}, {}),
+    "budget 4": ({"budget": 4}, {}),
+    "budget 6, flat": ({"budget": 6, "temperature": 3.0}, {"depth": 2}),
+    "one round": ({"budget": 3, "rounds": 1}, {}),
+    "two rounds": ({"budget": 5, "rounds": 2}, {}),
+    "peaked": ({"budget": 5, "temperature": 0.4}, {}),
+    "depth 1": ({"budget": 6}, {"depth": 1}),
+    "equal histories": ({"budget": 4}, {"histories": SAME}),
+}
+SHAPED = {
+    "siblings": TreeShape.from_branching([2]),
+    "more than there are": TreeShape.from_branching([4]),
+    "two levels": TreeShape.from_branching([2, 1]),
+    "chain": TreeShape.chain(2),
+}
+worlds = [dense_world(seed, SIZE, 2).as_float() for seed in (5, 6)]
+
+
+@pytest.mark.parametrize("name", GROWN)
+def test_growth_is_adapted(name):
+    settings, request = GROWN[name]
+    joint = joint_drafts(partial(draft, TableEagle(**settings), **request))
+    assert sum(each.probability for each in joint) == pytest.approx(1.0, abs=ROUNDING)
+    assert len(joint) > 5
+    for rule in RULES:
+        assert distance_from_target(joint, worlds, get_verifier(rule)) < ROUNDING, rule
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_shapes_are_adapted(name):
+    joint = joint_drafts(partial(draft, TableEagle(shape=SHAPED[name])))
+    assert sum(each.probability for each in joint) == pytest.approx(1.0, abs=ROUNDING)
+    for rule in RULES:
+        assert distance_from_target(joint, worlds, get_verifier(rule)) < ROUNDING, rule
+
+
+def test_drafts_come_as_often_as_their_laws_say():
+    draft_with = partial(draft, TableEagle(budget=4))
+    statistic, degrees = chi_square(draft_with, joint_drafts(draft_with), num_seeds=4000)
+    assert degrees > 10 and statistic < degrees + 5 * np.sqrt(2 * degrees)
+
+
+def test_growth_shares_its_budget_among_the_rows():
+    drafter = TableEagle(budget=4)
+    sizes = {tuple(draft(drafter, seed).sizes - 1) for seed in range(200)}
+    assert all(sum(pair) == 4 for pair in sizes) and len(sizes) > 2
+
+
+# What breaks the promise must be seen: by the sum of the drafts' probabilities, and by the law.
+
+
+class LooksAhead(BestFirstGrowth):
+    """Reveals one node less where the last one would be token 0."""
+
+    def grow(self, drafts, *, is_last):
+        asked = super().grow(drafts, is_last=is_last)
+        for each in drafts:
+            if self._room == 0 and len(each.token_ids) > 2 and each.token_ids[-1] == 0:
+                for column in (each.token_ids, each.parents, each.depths, each.chances, each.laws):
+                    column.pop()
+                self._room = -1
+        return asked
+
+
+def shared_noise(seed):
+    return draft(TableEagle(budget=4), seed, histories=SAME, rows=(0, 0))
+
+
+def looks_ahead(seed, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr("stand.drafters.eagle.drafter.BestFirstGrowth", LooksAhead)
+        return draft(TableEagle(budget=3, rounds=1), seed)
+
+
+def flattened(seed):
+    """Records flatter laws than it draws from."""
+    batch = draft(TableEagle(budget=3, rounds=1), seed)
+    law = np.where(batch.law > 0, 0.9 * batch.law + 0.1 / np.maximum((batch.law > 0).sum(1, keepdims=True), 1), 0)
+    return type(batch)(**{name: getattr(batch, name) for name in batch.__dataclass_fields__} | {
+        "law": law.astype(np.float32)
+    })  # fmt: skip
+
+
+def test_broken_promises_are_seen(monkeypatch):
+    for builder in (shared_noise, partial(looks_ahead, monkeypatch=monkeypatch)):
+        joint = joint_drafts(builder, most_seeds=1500)
+        assert abs(sum(each.probability for each in joint) - 1.0) > 0.01
+        assert distance_from_target(joint, worlds, get_verifier("traversal")) > 0.003
+    joint = joint_drafts(flattened)
+    statistic, degrees = chi_square(flattened, joint, num_seeds=4000)
+    assert statistic > degrees + 10 * np.sqrt(2 * degrees)

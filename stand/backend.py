@@ -87,7 +87,7 @@ class CapturedBackend:
 def choose_backend(model: PreTrainedModel, verifier: Verifier, requested: str, *, fuse: bool) -> Backend:
     """Resolve "auto". Raises ValueError for an unknown name, or for "triton" where it cannot serve."""
     if requested not in NAMES:
-        raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {requested!r}")
+        raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {requested!r}; auto is usual")
     if requested == "sdpa":
         return EagerBackend(model, "asked for")
     if requested == "auto" and model.device.type != "cuda":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -37,7 +36,7 @@ from stand.seeds import call_seed, checked_seed
 from stand.step import StepStart
 from stand.stop import StopRule, as_strings
 from stand.text_pieces import TextPieces
-from stand.trees import BlendedLookup, DraftBatch, LookupTree, vocabulary_fingerprint
+from stand.trees import BlendedLookup, DraftBatch, LookupTree, problem_key, vocabulary_fingerprint
 from stand.verifiers import Verifier, VerifierNoise, get_verifier
 
 
@@ -97,7 +96,7 @@ class Engine:
         self.drafter = drafter
         self.verifier = verifier
         self.backend = backend
-        self._problems: dict[bytes, int] = {}  # digest of every prompt so far: its number
+        self._problems: dict[bytes, int] = {}  # `problem_key` of every prompt so far: its number
         self._num_lessons = 0  # calls that taught the drafter
 
     @property
@@ -294,8 +293,7 @@ class Engine:
         """Prompt-major. A prompt keeps its number over calls: what its samples showed is evidence for the next ones."""
         rows = []
         for prompt, limit in zip(prompts, limits, strict=True):
-            digest = blake2b(prompt.tobytes(), digest_size=16).digest()
-            problem = self._problems.setdefault(digest, len(self._problems))
+            problem = self._problems.setdefault(problem_key(prompt), len(self._problems))
             first = len(rows)
             rows += [Row(first + sample, prompt, limit, problem=problem) for sample in range(num_samples)]
         return rows

@@ -12,7 +12,7 @@ if __name__ != "stand.trees":
 from stand.trees import noise
 from stand.trees.blended.lookup import BlendedLookup
 from stand.trees.draft import NO_PARENT, NO_TOKEN, ROOT, DraftBatch, DraftTree
-from stand.trees.fingerprint import vocabulary_fingerprint
+from stand.trees.fingerprint import problem_key, vocabulary_fingerprint
 from stand.trees.longest_match.file import LookupFileError
 from stand.trees.longest_match.lookup import LookupTree
 from stand.trees.shape import TreeShape, fit_shape
@@ -29,5 +29,6 @@ __all__ = [
     "TreeShape",
     "fit_shape",
     "noise",
+    "problem_key",
     "vocabulary_fingerprint",
 ]

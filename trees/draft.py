@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stand.trees.layouts import layout
+
 ROOT = 0
 NO_PARENT = -1
 NO_TOKEN = -1
@@ -158,6 +160,24 @@ class DraftBatch:
             path_probabilities=_of_all(drafts, "path_probabilities"),
             path_estimates=_of_all(drafts, "path_estimates"),
         )
+
+    def chains(self, num_tokens: int) -> list[list[int]]:
+        """Each row's best path without the root, at most `num_tokens` tokens: as engines take chains.
+
+        It is the path with the largest sum of path probabilities, the expected number of accepted tokens; without them
+        the longest. The rest of a draft is dropped, so only of deterministic drafts chains may be verified.
+        Raises ValueError on an unsound batch.
+        """
+        return layout.chains(self, num_tokens)
+
+    def ancestor_masks(self, num_nodes: int, *, pad_id: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """(token_ids int32 [B, d], masks bool [B, d, d]) with d = num_nodes, for engines with as many nodes per row.
+
+        masks[b, i, j] says that node j is node i or above it. Node 0 is the pending token. A row with fewer nodes is
+        padded with `pad_id` by a chain below its last node, so no node has two equal children.
+        Raises ValueError on an unsound batch, and where a row has more nodes.
+        """
+        return layout.ancestor_masks(self, num_nodes, pad_id)
 
     def check(self) -> None:
         """Raise ValueError where an invariant is broken."""

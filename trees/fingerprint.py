@@ -1,9 +1,13 @@
-"""What vocabulary a lookup tree's token ids belong to."""
+"""Digests that name a vocabulary, or a problem."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from stand.trees.arguments import vector
 
 FINGERPRINT_BYTES = 16
 
@@ -21,3 +25,12 @@ def vocabulary_fingerprint(token_to_id: Mapping[str, int]) -> bytes:
         digest.update(f"{len(text)} {token_id} ".encode())
         digest.update(text)
     return digest.digest()
+
+
+def problem_key(prompt: Sequence[int] | np.ndarray) -> bytes:
+    """16 bytes (blake2b) that name the problem of a prompt: equal token ids, equal keys, in every process and release.
+
+    prompt: token ids [L]. Raises ValueError where they are no whole numbers in [0, 2**31).
+    """
+    tokens = vector(prompt, "prompt")
+    return hashlib.blake2b(tokens.astype("<i4", copy=False).tobytes(), digest_size=FINGERPRINT_BYTES).digest()

@@ -75,11 +75,29 @@ GROWTH = {  # name: settings of `draft_blended`
     "scopes": {"budget": 5, "scopes": SCOPES},
     "equal histories": {"histories": SAME},
     "two steps of one row": {"histories": SAME, "rows": (3, 3), "steps": (0, 1)},
+    "caps below the budget": {"budget": 6, "max_nodes": [1, 3]},
+    "one cap for all, rows compete": {"budget": 5, "max_nodes": 3},
+    "a row without nodes": {"budget": 6, "max_nodes": [0, 3]},
+    "a cap, a floor and prices": {
+        "budget": 6,
+        "max_nodes": [2, 3],
+        "floor": 0.1,
+        "rises": np.full(6, 0.05, np.float32),
+    },
+    "two children at most": {"budget": 6, "width": 2, "max_depths": [2, 2]},
+    "two children at most, caps": {"budget": 6, "width": 2, "max_nodes": 3},
+}
+CHAINS = {
+    "chains": {"budget": 4, "width": 1},
+    "chains under caps": {"budget": 6, "width": 1, "max_nodes": [2, 3]},
+    "chains under a cap, rows compete": {"budget": 3, "width": 1, "max_nodes": 2},
+    "chains above a floor": {"budget": 6, "width": 1, "max_nodes": 3, "floor": 0.2},
+    "chains that cost": {"budget": 6, "width": 1, "rises": np.full(6, 0.08, np.float32)},
 }
 
 
 def grown(lookup, kind, name, seed):
-    return draft_blended(lookup, kind, seed=seed, **GROWTH[name])
+    return draft_blended(lookup, kind, seed=seed, **(GROWTH | CHAINS)[name])
 
 
 @pytest.mark.parametrize("kind", ["sampled", "mixed", "deterministic"])
@@ -94,6 +112,21 @@ def test_growth_under_one_budget_is_adapted(blended, kind, name):
         assert distance_from_target(joint, worlds(size), get_verifier(rule)) < ROUNDING, rule
 
 
+@pytest.mark.parametrize("kind", ["sampled", "deterministic"])
+@pytest.mark.parametrize("name", CHAINS)
+def test_grown_chains_are_adapted(blended, kind, name):
+    """For the rules that take chains alone too; there is one child per node, and no other choice is hidden."""
+    lookup, size = blended[kind]
+    joint = joint_drafts(partial(grown, lookup, kind, name))
+    assert sum(each.probability for each in joint) == pytest.approx(1.0, abs=ROUNDING)
+    assert kind == "deterministic" or len(joint) > 5
+    for each in joint:
+        for draft in each.drafts:
+            assert draft.parents.tolist() == list(range(-1, draft.num_nodes - 1))
+    for rule in CHAIN_RULES if kind == "sampled" else ("traversal", "block", "match"):
+        assert distance_from_target(joint, worlds(size), get_verifier(rule)) < ROUNDING, rule
+
+
 def test_settings_matter(blended):
     """Drafts of many sizes, kinds that draw: the enumeration above is of more than one tree."""
     sizes, counts = {}, {}
@@ -104,6 +137,9 @@ def test_settings_matter(blended):
     plain = sizes["sampled", "budget 4"]
     assert len(plain) > 2  # what one row draws decides what the other one gets
     assert all(sizes["sampled", name] != plain for name in ("floor", "depths", "rises", "scopes", "budget 8"))
+    for kind in ("sampled", "mixed"):
+        assert sizes[kind, "caps below the budget"] == {(2, 4)} and sizes[kind, "a row without nodes"] == {(1, 4)}
+    assert len(sizes["sampled", "one cap for all, rows compete"]) == 2  # who comes first has three
     assert len(sizes["sampled", "steeper rises"]) > 2 and counts["sampled", "budget 8"] > 200, counts
     assert sum(counts["mixed", name] > 5 for name in GROWTH) > 8
 

@@ -1,9 +1,11 @@
 # What lookup.pyx uses of the C++ headers of this folder.
 
-cdef extern from "<mutex>" namespace "std" nogil:
-    cdef cppclass mutex:
+cdef extern from "store/fair_mutex.h" namespace "stand" nogil:
+    cdef cppclass FairMutex:
         void lock() except +
         void unlock()
+        void close() except +
+        void open()
 
 cdef extern from "../sampling.h" namespace "stand" nogil:
     cdef enum class DraftKind(int32_t):
@@ -40,7 +42,7 @@ cdef extern from "store/learning.h" namespace "stand" nogil:
 
     cdef cppclass CLookup "stand::BlendedLookup":
         CLookup(const LookupSettings& settings) except +
-        mutex mutex
+        FairMutex mutex
         int32_t reach()
         Figures figures()
         void clear() except +
@@ -50,6 +52,16 @@ cdef extern from "store/learning.h" namespace "stand" nogil:
 
     void learn_tokens(CLookup& lookup, uint8_t scope, const uint32_t* window, int32_t available, const int32_t* tokens,
                       int64_t num_tokens) except +
+    cdef cppclass TextRows:
+        const int32_t* tokens
+        int64_t stride
+        const int64_t* rows
+        const int64_t* lengths
+        const int64_t* num_new
+        const uint8_t* scopes
+        int64_t num_texts
+
+    void learn_texts(CLookup& lookup, const TextRows& texts) except +
     void learn_laws(CLookup& lookup, uint8_t scope, uint32_t* window, int32_t available, const int32_t* tokens,
                     int64_t num_tokens, const int32_t* ids, const float* probs, int32_t width) except +
     void learn_nodes(CLookup& lookup, const StepView& step, const uint8_t* scopes, const int64_t* nodes,
@@ -71,6 +83,7 @@ cdef extern from "growth/growth.h" namespace "stand" nogil:
         const int32_t* window
         int32_t window_size
         int32_t max_depth
+        int32_t max_nodes
         uint8_t scope
         uint64_t key
 
@@ -78,6 +91,7 @@ cdef extern from "growth/growth.h" namespace "stand" nogil:
         DraftKind kind
         int32_t budget
         float floor
+        int32_t width
         int32_t num_candidates
         const float* rises
 

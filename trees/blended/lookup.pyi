@@ -47,6 +47,15 @@ class BlendedLookup:
         top_probs: np.ndarray | None = None,
         scope: int = 0,
     ) -> None: ...
+    def learn_rows(
+        self,
+        tokens: np.ndarray,
+        lengths: Sequence[int] | np.ndarray,
+        num_new: Sequence[int] | np.ndarray,
+        *,
+        rows: Sequence[int] | np.ndarray | None = None,
+        scopes: Sequence[int] | np.ndarray | None = None,
+    ) -> None: ...
     def learn_batch(
         self,
         batch: DraftBatch,
@@ -72,6 +81,8 @@ class BlendedLookup:
         floor: float = 0.0,
         rises: np.ndarray | None = None,
         max_depths: np.ndarray | Sequence[int] | None = None,
+        max_nodes: np.ndarray | Sequence[int] | int | None = None,
+        width: int | None = None,
         scopes: Sequence[int] | np.ndarray | None = None,
     ) -> DraftBatch: ...
     def record_outcome(

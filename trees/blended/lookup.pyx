@@ -28,7 +28,7 @@ from stand.trees.sampling import KIND_NUMBERS, KINDS
 cdef enum:
     MAX_WINDOW = 16  # at least MAX_DEPTH
     LAST_SCOPE = 254
-    NO_BOUND = 2147483647  # of depths
+    NO_BOUND = 2147483647  # of depths, nodes and widths
     MAX_ROWS = 1048576
 
 include "core.pxi"
@@ -64,7 +64,8 @@ cdef class BlendedLookup:
 
     `digest`: follows from all that was learned, in order, and survives a file; 0 while nothing was.
 
-    Raises ValueError on bad arguments. Verbs may be called from several threads; each is atomic.
+    Raises ValueError on bad arguments. Verbs may be called from several threads; each is atomic, but for runs of more
+    than 256 tokens: `learn` and `learn_rows` let others in after so many.
     """
 
     cdef CLookup* _lookup
@@ -139,10 +140,10 @@ cdef class BlendedLookup:
 
     def _lock(self):
         with nogil:
-            self._lookup.mutex.lock()
+            self._lookup.mutex.close()
 
     def _unlock(self):
-        self._lookup.mutex.unlock()
+        self._lookup.mutex.open()
 
     def clear(self):
         """Forget every context and all that was learned about their worth; parameters stay."""
@@ -178,6 +179,36 @@ cdef class BlendedLookup:
         with nogil:
             learn_laws(self._lookup[0], scope_number, <uint32_t*> window, available, &tokens[0], tokens.shape[0],
                        &ids[0, 0], &probs[0, 0], ids.shape[1])
+
+    def learn_rows(self, tokens, lengths, num_new, *, rows=None, scopes=None):
+        """Teach the newest tokens of B texts that lie in one array, as serving engines hold them: `learn`, text by text.
+
+        tokens: int32[R, L], C-contiguous. lengths int64[B]: tokens of each text, the new ones included. num_new
+        int64[B]: how many of them are new. rows int64[B]: the texts' rows of the array; None for the first B. scopes:
+        one per text, None for 0.
+
+        Raises ValueError on another kind of array, rows or lengths outside it, or negative tokens among what is read.
+        """
+        cdef TextRows texts
+        cdef Py_ssize_t num_texts = len(lengths), text
+        cdef const int32_t[:, ::1] array = checked_array(tokens)
+        cdef int64_t[::1] row_numbers = whole_numbers(np.arange(num_texts) if rows is None else rows, "rows", num_texts)
+        cdef int64_t[::1] sizes = whole_numbers(lengths, "lengths", num_texts)
+        cdef int64_t[::1] fresh = whole_numbers(num_new, "num_new", num_texts)
+        cdef vector[uint8_t] scope_numbers = scopes_of(scopes, num_texts)
+        if num_texts == 0 or array.shape[0] == 0 or array.shape[1] == 0:
+            return
+        texts.tokens, texts.stride, texts.num_texts = &array[0, 0], array.shape[1], num_texts
+        texts.rows, texts.lengths, texts.num_new = &row_numbers[0], &sizes[0], &fresh[0]
+        texts.scopes = scope_numbers.data()
+        check_texts(texts, array.shape[0], array.shape[1], self._lookup.reach())
+        for text in range(num_texts):
+            if fresh[text] > 0:
+                self.digest = extended_digest(
+                    self.digest, &array[row_numbers[text], sizes[text] - fresh[text]], fresh[text]
+                )
+        with nogil:
+            learn_texts(self._lookup[0], texts)
 
     def learn_batch(self, batch, histories, top_ids, top_probs, nodes=None, *, scopes=None):
         """Teach every scored node of a step.
@@ -221,7 +252,7 @@ cdef class BlendedLookup:
         return token_ids, np.array([law[i].probability for i in range(law.size())], dtype=np.float32)
 
     def draft(self, histories, budget, *, seed, rows, steps, kind="deterministic", floor=0.0, rises=None,
-              max_depths=None, scopes=None):
+              max_depths=None, max_nodes=None, width=None, scopes=None):
         """One draft per row, as an adapted DraftBatch with path probabilities and estimates.
 
         histories: per row int32[:], the committed tokens with the pending token last. budget: nodes of all rows
@@ -230,10 +261,12 @@ cdef class BlendedLookup:
         (the likeliest tokens), "mixed" (where it pays, one sampled child comes before them) or "sampled" (children
         drawn without replacement). floor: no node that is less likely to be accepted. rises: float32[budget] or None,
         the share of itself by which the step's cost rises with each further node; growth ends where a node adds less to
-        the step's expected tokens. max_depths: deepest node per row, None for no bound. scopes: one per row, None
-        for 0.
+        the step's expected tokens. max_depths: deepest node per row, None for no bound. max_nodes: most nodes of a row,
+        one number or one per row, the pending token not counted. width: most children of a node; 1 for chains, which
+        mixed drafts cannot be. scopes: one per row, None for 0.
 
-        Raises ValueError on an empty history, an unknown kind, a floor outside [0, 1], or fewer rises than the budget.
+        Raises ValueError on an empty history, an unknown kind, a floor outside [0, 1], fewer rises than the budget, or
+        a width of 0.
         """
         cdef Py_ssize_t num_rows = len(histories), row
         if not 1 <= num_rows <= MAX_ROWS:
@@ -246,6 +279,7 @@ cdef class BlendedLookup:
         cdef GrowthSettings settings
         settings.kind = <DraftKind> <int32_t> KIND_NUMBERS[kind]
         settings.budget, settings.floor, settings.num_candidates = budget, floor, self.num_candidates
+        settings.width = checked_width(width, kind)
         cdef const float[::1] prices
         if rises is not None and budget > 0:
             prices = prices_of(rises, budget)
@@ -259,11 +293,14 @@ cdef class BlendedLookup:
             if sizes[row] == 0:
                 raise ValueError("every history must end with the pending token, got an empty one")
             requests[row].window, requests[row].window_size = &windows[row * reach], sizes[row]
-            requests[row].max_depth, requests[row].scope, requests[row].key = NO_BOUND, 0, 0
+            requests[row].max_depth, requests[row].max_nodes = NO_BOUND, NO_BOUND
+            requests[row].scope, requests[row].key = 0, 0
         if kind != "deterministic":
             set_keys(step_keys(seed, DRAFT, rows, steps), requests)
         if max_depths is not None:
             set_depths(max_depths, requests)
+        if max_nodes is not None:
+            set_caps(max_nodes, requests)
         if scopes is not None:
             set_scopes(scopes, requests)
         return self._grow(requests, settings)
@@ -355,7 +392,7 @@ cdef class BlendedLookup:
             lookup = cls(**parameters)
         except (ValueError, OverflowError) as error:
             raise LookupFileError(f"{path} must hold sound parameters, got {parameters}; build it again") from error
-        lookup._restore(path, arrays)
+        restore(path, arrays, lookup._lookup[0], lookup.max_bytes)
         lookup.digest = digest
         return lookup
 
@@ -368,18 +405,3 @@ cdef class BlendedLookup:
             "num_candidates": self.num_candidates,
             "fingerprint": self.fingerprint,
         }
-
-    cdef void _restore(self, path, arrays) except *:
-        cdef SnapshotView view = view_of(arrays)
-        cdef SnapshotReader* reader = new SnapshotReader(view, self._lookup[0])
-        cdef Restored restored
-        try:
-            restored = reader.read()
-        finally:
-            del reader
-        if restored == Restored.too_large:
-            raise LookupFileError(
-                f"{path} must fit into max_bytes={self.max_bytes}, got more; load it with a larger cap"
-            )
-        if restored == Restored.damaged:
-            raise LookupFileError(f"{path} must hold sound contexts, got a broken one; build it again")

@@ -44,6 +44,67 @@ cdef void set_depths(max_depths, vector[GrowthRequest]& requests) except *:
         requests[row].max_depth = min(whole(max_depths[row], "max_depths"), NO_BOUND)
 
 
+cdef void set_caps(max_nodes, vector[GrowthRequest]& requests) except *:
+    """max_nodes: one number for all rows, or one per row."""
+    cdef size_t row
+    cdef bool_t is_one = isinstance(max_nodes, (int, np.integer))
+    if (max_nodes if is_one else min(max_nodes)) < 0 or not (is_one or len(max_nodes) == <Py_ssize_t> requests.size()):
+        raise ValueError(
+            f"max_nodes must be a number >= 0, or one per row ({requests.size()}), got {max_nodes}; "
+            "nodes are counted without the pending token"
+        )
+    for row in range(requests.size()):
+        requests[row].max_nodes = min(max_nodes if is_one else max_nodes[row], NO_BOUND)
+
+
+cdef int32_t checked_width(width, kind) except -1:
+    """Children that a node may have; None for no bound."""
+    if width is None:
+        return NO_BOUND
+    if width < 1 or (width == 1 and kind == "mixed"):
+        raise ValueError(
+            f"width must be at least 1, with mixed drafts at least 2, got {width}; "
+            "ask for sampled or deterministic chains"
+        )
+    return min(width, NO_BOUND)
+
+
+cdef object checked_array(tokens):
+    """int32[R, L], C-contiguous, as it was given: a copy of what an engine holds would take longer than learning."""
+    if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 2:
+        raise ValueError(f"tokens must be an int32[R, L] array, got {getattr(tokens, 'dtype', type(tokens))}")
+    if not tokens.flags.c_contiguous:
+        raise ValueError("tokens must be C-contiguous, got strides of another order; pass the whole array and rows")
+    return tokens
+
+
+cdef int64_t[::1] whole_numbers(values, name, Py_ssize_t length):
+    """int64[length]."""
+    array = np.ascontiguousarray(values)
+    if (array.dtype.kind not in "iu" and array.size) or array.shape != (length,):
+        raise ValueError(f"{name} must hold one whole number per text ({length}), got {values!r}")
+    return array.astype(np.int64)
+
+
+cdef void check_texts(const TextRows& texts, Py_ssize_t num_rows, Py_ssize_t most_tokens, int32_t reach) except *:
+    """ValueError where a text is not in the array, or where what would be read is no token."""
+    cdef int64_t text, first, at
+    cdef const int32_t* tokens
+    for text in range(texts.num_texts):
+        if not 0 <= texts.rows[text] < num_rows:
+            raise ValueError(f"rows must be in [0, {num_rows}), got {texts.rows[text]}; count the rows of tokens")
+        if not 0 <= texts.num_new[text] <= texts.lengths[text] <= most_tokens:
+            raise ValueError(
+                f"texts must have 0 <= num_new <= length <= {most_tokens}, got num_new {texts.num_new[text]} and "
+                f"length {texts.lengths[text]}; lengths count the new tokens too"
+            )
+        tokens = texts.tokens + texts.rows[text] * texts.stride
+        first = max(0, texts.lengths[text] - texts.num_new[text] - reach)
+        for at in range(first, texts.lengths[text] if texts.num_new[text] > 0 else first):
+            if tokens[at] < 0:
+                raise ValueError(f"tokens must not be negative, got {tokens[at]}; lengths must end before the padding")
+
+
 cdef void set_keys(const uint64_t[::1] keys, vector[GrowthRequest]& requests) except *:
     cdef size_t row
     if keys.shape[0] != <Py_ssize_t> requests.size():

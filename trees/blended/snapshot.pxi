@@ -36,3 +36,18 @@ cdef SnapshotView view_of(dict arrays) except *:
         view.tokens, view.weights, view.has_child = &tokens[0], &weights[0], &has_child[0]
     view.odds = &odds[0]
     return view
+
+
+cdef void restore(path, dict arrays, CLookup& lookup, max_bytes) except *:
+    """Fill an empty lookup. Raises LookupFileError where the arrays are broken or too much for it."""
+    cdef SnapshotView view = view_of(arrays)
+    cdef SnapshotReader* reader = new SnapshotReader(view, lookup)
+    cdef Restored restored
+    try:
+        restored = reader.read()
+    finally:
+        del reader
+    if restored == Restored.too_large:
+        raise LookupFileError(f"{path} must fit into max_bytes={max_bytes}, got more; load it with a larger cap")
+    if restored == Restored.damaged:
+        raise LookupFileError(f"{path} must hold sound contexts, got a broken one; build it again")

@@ -103,6 +103,14 @@ class Blender {
         return candidates;
     }
 
+    // The best alone; `size` must be positive.
+    Candidate first() const {
+        Candidate found{tokens[0], probabilities[0]};
+        for (int32_t i = 1; i < size; ++i)
+            if (is_better(Candidate{tokens[i], probabilities[i]}, found)) found = {tokens[i], probabilities[i]};
+        return found;
+    }
+
    private:
     static constexpr float LIKELIEST = 0.1f;  // the empty context gives hardly any token more
     static constexpr uint32_t SLOT_BITS = 10, NUM_SLOTS = 1u << SLOT_BITS;
@@ -158,7 +166,7 @@ class Blender {
 // The blended law after a window of tokens: the best `limit` tokens in descending probability.
 inline std::vector<Candidate> blended_law(const BlendedLookup& lookup, const uint32_t* window, int32_t available,
                                           uint8_t scope, int32_t limit) {
-    const std::lock_guard<std::mutex> guard(lookup.mutex);
+    const std::lock_guard guard(lookup.mutex);
     Blender blender;
     EmptyLaws empty;
     const Contexts contexts = lookup.locate<Contexts>(window, available);

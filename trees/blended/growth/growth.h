@@ -17,6 +17,7 @@ struct GrowthRequest {
     const int32_t* window;  // newest first: the pending token is window[0]
     int32_t window_size;    // at least 1
     int32_t max_depth;
+    int32_t max_nodes;  // the root not counted
     uint8_t scope;
     uint64_t key;  // step_key of this row and step
 };
@@ -25,6 +26,7 @@ struct GrowthSettings {
     DraftKind kind;
     int32_t budget;        // nodes of all rows together, roots not counted
     float floor;           // no node whose path is less probable
+    int32_t width;         // children of a node; 1: chains
     int32_t num_candidates;  // that a law may cover, where children are sampled
     const float* rises = nullptr;  // [budget] share of itself by which the step's cost rises with each further node
 };
@@ -95,6 +97,8 @@ class Growth {
             frontier_.push(key, product, token, node, action);
     }
 
+    bool rows_compete() const;
+    void extend();
     const Item& pop();
     float bar() const;
     void locate_roots();
@@ -119,21 +123,44 @@ inline void Growth::grow(const BlendedLookup& lookup, const std::vector<GrowthRe
     calibration_ = &lookup.calibrations[static_cast<int32_t>(settings.kind)];
     requests_ = &requests;
     settings_ = settings;
-    room_ = settings.budget;
     expected_ = static_cast<float>(requests.size());
     const int32_t num_rows = static_cast<int32_t>(requests.size());
-    thresholds_ = Thresholds(settings.kind, num_rows, settings.budget, settings.floor);
     nodes.clear();
     candidate_sets.clear();
     laws.clear();
-    frontier_.clear(num_rows > CROWD);
     nodes.reserve(settings.budget + num_rows);
     row_sizes.assign(num_rows, 0);
     empty_laws_.forget();
     locate_roots();
-    for (int32_t row = 0; row < num_rows; ++row) plant(row);
+    if (rows_compete()) {
+        room_ = settings.budget;
+        thresholds_ = Thresholds(settings.kind, num_rows, settings.budget, settings.floor);
+        frontier_.clear(num_rows > CROWD);
+        for (int32_t row = 0; row < num_rows; ++row) plant(row);
+        extend();
+        return;
+    }
+    for (int32_t row = 0; row < num_rows; ++row) {
+        room_ = requests[row].max_nodes;
+        thresholds_ = Thresholds(settings.kind, 1, room_, settings.floor);
+        frontier_.clear(false);
+        plant(row);
+        extend();
+    }
+}
+
+// Where the budget is enough for what every row may have, no row takes a node from another one, and each grows alone:
+// queues are short and memory is near. A node's price, where there is one, depends on all rows.
+inline bool Growth::rows_compete() const {
+    int64_t wanted = 0;
+    for (const GrowthRequest& request : *requests_) wanted += request.max_nodes;
+    return settings_.rises != nullptr || wanted > settings_.budget;
+}
+
+inline void Growth::extend() {
     while (room_ > 0 && !frontier_.empty()) {
         const Item& item = pop();
+        if (row_sizes[nodes[item.node].row] > (*requests_)[nodes[item.node].row].max_nodes) continue;
         // A node pays while it adds a larger share to the tokens than to the cost. The children of a node are worth up
         // to 1 / patience of its item's key, so growth ends only where not even those pay.
         const float best = item.action == Action::expand ? item.key / thresholds_.patience : item.key;
@@ -195,7 +222,7 @@ inline void Growth::plant(int32_t row) {
     root.contexts = roots_[2 * row];
     root.is_located = true;
     const int32_t index = static_cast<int32_t>(nodes.size()) - 1;
-    if (request.max_depth > 0 && room_ > 0) push(1.0f, 1.0f, 0, index, Action::expand);
+    if (std::min(request.max_depth, request.max_nodes) > 0 && room_ > 0) push(1.0f, 1.0f, 0, index, Action::expand);
 }
 
 inline void Growth::locate(GrownNode& node) {
@@ -253,8 +280,16 @@ inline void Growth::expand(int32_t index) {
         return;
     }
     const Family children = family(index);
-    for (int32_t i = 0; i < blender_.size; ++i)
-        offer(children, blender_.tokens[i], blender_.probabilities[i], Action::reveal);
+    if (settings_.width == 1 && blender_.size > 0) {
+        const Candidate first = blender_.first();
+        offer(children, first.token, first.probability, Action::reveal);
+    } else if (settings_.width < blender_.size) {
+        for (const Candidate& candidate : blender_.best(settings_.width))
+            offer(children, candidate.token, candidate.probability, Action::reveal);
+    } else {
+        for (int32_t i = 0; i < blender_.size; ++i)
+            offer(children, blender_.tokens[i], blender_.probabilities[i], Action::reveal);
+    }
 }
 
 // "sampled": all children are drawn, one by one. "mixed": where it is worth a node, one child is drawn from outside the
@@ -268,9 +303,12 @@ inline void Growth::expand_sampled(int32_t index) {
     const Family children = family(index);
     const int32_t drawn = sample_tail(children);
     const CandidateSet& candidates = candidates_of(index);
-    for (int32_t position = 0; position < candidates.size(); ++position)
-        if (position != drawn)
+    int32_t room = settings_.width - (drawn >= 0);
+    for (int32_t position = 0; position < candidates.size() && room > 0; ++position)
+        if (position != drawn) {
             offer(children, candidates.tokens[position], candidates.probabilities[position], Action::reveal);
+            --room;
+        }
 }
 
 // Fixes a node's candidates and their noise; false where there are none.
@@ -298,7 +336,8 @@ inline int32_t Growth::sample_tail(const Family& children) {
     const float path = nodes[children.parent].path, worth = 2.0f * thresholds_.least;
     int32_t num_sure = 0;
     float tail = 0.0f;
-    while (num_sure < candidates.size() && path * candidates.probabilities[num_sure] >= worth) ++num_sure;
+    const int32_t most_sure = std::min(candidates.size(), settings_.width - 1);
+    while (num_sure < most_sure && path * candidates.probabilities[num_sure] >= worth) ++num_sure;
     for (int32_t position = num_sure; position < candidates.size(); ++position)
         tail += candidates.probabilities[position];
     if (!(OVERLAP * path * tail >= worth)) return -1;
@@ -334,7 +373,7 @@ inline int32_t Growth::sample(const Item& item) {
     append_law(probabilities, candidates.size(), candidates.taken, laws.back());
     candidates.taken[winner] = 1;
     nodes[reveal(item, candidates.tokens[winner])].law = law;
-    if (settings_.kind == DraftKind::sampled) push_sample(index);
+    if (settings_.kind == DraftKind::sampled && nodes[index].num_children < settings_.width) push_sample(index);
     return winner;
 }
 

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <mutex>
 #include <vector>
 
 #include "../store/lookup.h"
@@ -61,7 +60,7 @@ inline std::vector<Fate> fates_of(const Outcome& outcome, int64_t row) {
 
 // Trains on every node whose fate is known, row by row.
 inline void record_outcome(const Outcome& outcome, DraftKind kind, BlendedLookup& lookup) {
-    const std::lock_guard<std::mutex> guard(lookup.mutex);
+    const std::lock_guard guard(lookup.mutex);
     Calibration& calibration = lookup.calibrations[static_cast<int32_t>(kind)];
     std::vector<int32_t> depths;
     for (int64_t row = 0; row < outcome.num_rows; ++row) {

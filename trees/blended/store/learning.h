@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <mutex>
-
 #include "../../window.h"
 #include "memory.h"
 
@@ -195,19 +193,91 @@ inline void BlendedLookup::observe(Block* block, int32_t position, bool is_soft,
 
 // The verbs. Each takes the lock.
 
+// Holds a lookup's mutex and lets others have it after every few hundred tokens: none waits for a whole prompt.
+class Turn {
+   public:
+    static constexpr int64_t TOKENS = 256;
+
+    explicit Turn(FairMutex& mutex) : mutex_(mutex) { mutex_.lock(); }
+    ~Turn() { mutex_.unlock(); }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+    int64_t room() const { return TOKENS - num_taught_; }
+    void count(int64_t num_tokens) {
+        num_taught_ += num_tokens;
+        if (num_taught_ < TOKENS) return;
+        mutex_.unlock();
+        mutex_.lock();
+        num_taught_ = 0;
+    }
+
+   private:
+    FairMutex& mutex_;
+    int64_t num_taught_ = 0;
+};
+
+// The `size` tokens before `end`, newest first.
+inline void reversed_copy(const int32_t* end, int32_t size, uint32_t* window) {
+    for (int32_t age = 0; age < size; ++age) window[age] = static_cast<uint32_t>(end[-1 - age]);
+}
+
+// A run that was observed after a window, in parts.
+inline void teach(BlendedLookup& lookup, Turn& turn, uint8_t scope, const uint32_t* window, int32_t available,
+                  const int32_t* tokens, int64_t num_tokens) {
+    uint32_t moved[MAX_DEPTH];
+    for (int64_t done = 0; done < num_tokens;) {
+        const int64_t size = std::min(turn.room(), num_tokens - done);
+        lookup.clock.scope = scope;  // another verb may have had its turn
+        lookup.learn_run(window, available, tokens + done, size);
+        done += size;
+        if (done < num_tokens) {
+            const int32_t fresh = static_cast<int32_t>(std::min<int64_t>(size, lookup.reach()));
+            const int32_t kept = std::min(available, lookup.reach() - fresh);
+            std::copy_backward(window, window + kept, moved + fresh + kept);
+            reversed_copy(tokens + done, fresh, moved);
+            window = moved;
+            available = fresh + kept;
+        }
+        turn.count(size);
+    }
+}
+
 // A run of one or more tokens that was observed after a window.
 inline void learn_tokens(BlendedLookup& lookup, uint8_t scope, const uint32_t* window, int32_t available,
                          const int32_t* tokens, int64_t num_tokens) {
-    const std::lock_guard<std::mutex> guard(lookup.mutex);
-    lookup.clock.scope = scope;
-    lookup.learn_run(window, available, tokens, num_tokens);
+    Turn turn(lookup.mutex);
+    teach(lookup, turn, scope, window, available, tokens, num_tokens);
+}
+
+// The newest tokens of texts that lie in rows of one array.
+struct TextRows {
+    const int32_t* tokens;   // text t begins at tokens + rows[t] * stride
+    int64_t stride;
+    const int64_t* rows;     // [B]
+    const int64_t* lengths;  // [B] the new tokens included
+    const int64_t* num_new;  // [B]
+    const uint8_t* scopes;   // [B]
+    int64_t num_texts;
+};
+
+inline void learn_texts(BlendedLookup& lookup, const TextRows& texts) {
+    Turn turn(lookup.mutex);
+    uint32_t window[MAX_DEPTH];
+    for (int64_t text = 0; text < texts.num_texts; ++text) {
+        const int64_t num_before = texts.lengths[text] - texts.num_new[text];
+        const int32_t* next = texts.tokens + texts.rows[text] * texts.stride + num_before;
+        const int32_t available = static_cast<int32_t>(std::min<int64_t>(num_before, lookup.reach()));
+        reversed_copy(next, available, window);
+        teach(lookup, turn, texts.scopes[text], window, available, next, texts.num_new[text]);
+    }
 }
 
 // The law of each of those tokens: `width` ids and probabilities per token. The window moves along.
 inline void learn_laws(BlendedLookup& lookup, uint8_t scope, uint32_t* window, int32_t available,
                        const int32_t* tokens, int64_t num_tokens, const int32_t* ids, const float* probs,
                        int32_t width) {
-    const std::lock_guard<std::mutex> guard(lookup.mutex);
+    const std::lock_guard guard(lookup.mutex);
     lookup.clock.scope = scope;
     for (int64_t i = 0; i < num_tokens; ++i) {
         Cursor cursor = lookup.locate<Cursor>(window, available);
@@ -222,7 +292,7 @@ inline void learn_laws(BlendedLookup& lookup, uint8_t scope, uint32_t* window, i
 // are the rows'.
 inline void learn_nodes(BlendedLookup& lookup, const StepView& step, const uint8_t* scopes, const int64_t* nodes,
                         int64_t num_nodes, const int32_t* ids, const float* probs, int32_t width) {
-    const std::lock_guard<std::mutex> guard(lookup.mutex);
+    const std::lock_guard guard(lookup.mutex);
     const auto learn = [&](int64_t node, int64_t row, const uint32_t* window, int32_t available) {
         lookup.clock.scope = scopes[row];
         Cursor cursor = lookup.locate<Cursor>(window, available);

@@ -10,11 +10,10 @@
 
 #pragma once
 
-#include <mutex>
-
 #include "../../sampling.h"
 #include "calibration.h"
 #include "end_cache.h"
+#include "fair_mutex.h"
 #include "odds.h"
 
 namespace stand {
@@ -41,7 +40,7 @@ class BlendedLookup {
     Odds odds;
     Calibration calibrations[NUM_GROWN_KINDS];  // by kind of draft
     Clock clock;
-    mutable std::mutex mutex;  // held by every verb of the Python class, since they run without the interpreter's lock
+    mutable FairMutex mutex;  // held by every verb of the Python class, since they run without the interpreter's lock
 
     explicit BlendedLookup(const LookupSettings& settings)
         : settings(settings),
@@ -59,7 +58,7 @@ class BlendedLookup {
     int32_t reach() const { return std::max(2, settings.depth); }
     // Takes the lock.
     Figures figures() const {
-        const std::lock_guard<std::mutex> guard(mutex);
+        const std::lock_guard guard(mutex);
         return Figures{arena.num_blocks(), num_evicted_, nbytes()};
     }
 
@@ -144,7 +143,7 @@ class BlendedLookup {
 
     // Forgets everything; settings stay. Takes the lock.
     void clear() {
-        const std::lock_guard<std::mutex> guard(mutex);
+        const std::lock_guard guard(mutex);
         arena = Arena(slabs_within(settings.max_bytes));
         odds = Odds();
         std::fill(calibrations, calibrations + NUM_GROWN_KINDS, Calibration());

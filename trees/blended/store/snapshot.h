@@ -43,7 +43,7 @@ inline void append_context(const BlendedLookup& lookup, uint32_t reference, Snap
 }
 
 inline void take_snapshot(const BlendedLookup& lookup, Snapshot& snapshot) {
-    const std::lock_guard<std::mutex> guard(lookup.mutex);
+    const std::lock_guard guard(lookup.mutex);
     // It was made before all others.
     if (lookup.empty_context() != 0) append_context(lookup, lookup.empty_context(), snapshot);
     for (uint32_t token = 0; token < lookup.num_root_slots(); ++token)

@@ -7,7 +7,7 @@
 namespace stand {
 
 inline const char* BlendedLookup::find_fault() const {
-    const std::lock_guard<std::mutex> guard(mutex);
+    const std::lock_guard guard(mutex);
     if (nbytes() > settings.max_bytes) return "more bytes than max_bytes";
     int64_t num_reached = 0;
     const char* fault = empty_ == 0 ? nullptr : find_fault_below(empty_, 0, num_reached);

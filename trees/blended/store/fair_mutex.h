@@ -1,0 +1,34 @@
+// A mutex that is handed over in turn: who lets go and asks again comes after those who wait already.
+//
+// A lesson of many tokens lets go of its lookup every now and then. An ordinary mutex would be taken again by the same
+// thread before the next one has woken up.
+
+#pragma once
+
+#include <mutex>
+
+namespace stand {
+
+class FairMutex {
+   public:
+    void lock() {
+        const std::lock_guard first(entrance_);  // held while waiting, so that nobody overtakes
+        inner_.lock();
+    }
+    void unlock() { inner_.unlock(); }
+
+    // For forks: a child must not find the entrance held by a thread that it does not have.
+    void close() {
+        entrance_.lock();
+        inner_.lock();
+    }
+    void open() {
+        inner_.unlock();
+        entrance_.unlock();
+    }
+
+   private:
+    std::mutex entrance_, inner_;
+};
+
+}  // namespace stand

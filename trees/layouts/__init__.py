@@ -1,0 +1,1 @@
+"""Drafts in the layouts of serving engines (C++, Cython)."""

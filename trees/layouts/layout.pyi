@@ -1,0 +1,6 @@
+import numpy as np
+
+from stand.trees.draft import DraftBatch
+
+def chains(batch: DraftBatch, num_tokens: int) -> list[list[int]]: ...
+def ancestor_masks(batch: DraftBatch, num_nodes: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]: ...

@@ -22,15 +22,14 @@
 namespace stand {
 
 struct Block {
-    uint32_t parent;      // reference of the context without its newest token (order 1: that token), or ORPHAN or LOST
+    uint32_t parent;      // reference of the context without its newest token (order 1: that token); orphans: the next
     uint8_t size;         // entries in use
-    uint8_t order_class;  // context length << 4 | size class; length 0: free, `parent` is the next, or empty context
+    uint8_t order_class;  // context length << 4 | ORPHAN | size class; length 0: free (`parent`: the next), or empty
     uint8_t visits;       // times learned, at most 255
     uint8_t credit;       // rounds of the clock that the block survives when memory is short
 };
 
-constexpr uint32_t ORPHAN = 0xFFFFFFFFu;  // nothing leads here any more, it waits to be freed
-constexpr uint32_t LOST = 0xFFFFFFFEu;    // the same, but the waiting list was full
+constexpr uint8_t ORPHAN = 8;  // nothing leads here any more: it waits to be freed, with all that hangs on it
 constexpr int32_t NUM_CLASSES = 7;
 constexpr int32_t MAX_ENTRIES = 1 << (NUM_CLASSES - 1);
 constexpr uint32_t UNIT_BYTES = 8;
@@ -41,7 +40,8 @@ constexpr int64_t MAX_SLABS = (int64_t{1} << 32) / SLAB_UNITS;  // that referenc
 constexpr uint32_t CLASS_UNITS[NUM_CLASSES] = {3, 5, 8, 14, 27, 53, 105};  // 8 + 13 * capacity bytes, rounded up
 
 inline int32_t order_of(const Block* block) { return block->order_class >> 4; }
-inline int32_t class_of(const Block* block) { return block->order_class & 15; }
+inline int32_t class_of(const Block* block) { return block->order_class & (ORPHAN - 1); }
+inline bool is_orphan(const Block* block) { return block->order_class & ORPHAN; }
 inline int32_t capacity_of(const Block* block) { return 1 << class_of(block); }
 inline uint32_t* tokens_of(Block* block) { return reinterpret_cast<uint32_t*>(block + 1); }
 inline uint32_t* children_of(Block* block) { return tokens_of(block) + capacity_of(block); }

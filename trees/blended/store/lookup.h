@@ -152,7 +152,7 @@ class BlendedLookup {
         pages_ = std::vector<Page>();
         num_pages_ = num_evicted_ = 0;
         empty_ = 0;
-        num_orphans_ = 0;
+        first_orphan_ = 0;
         ends_.forget();
     }
 
@@ -168,8 +168,7 @@ class BlendedLookup {
     static constexpr float SOFT = 0.05f;       // weight of what a longer context already knew
     static constexpr float SLOW = 0.1f;        // fading of the empty context, which sees every token, to that of others
     static constexpr float LEAST_NEW = 1.0f / 64;  // probability that a token of a law needs for an entry of its own
-    static constexpr int32_t MAX_ORPHANS = 1024;   // waiting at a time
-    static constexpr int32_t FREED_PER_TOKEN = 4;  // orphans
+    static constexpr int32_t FREED_PER_TOKEN = 16;  // orphans: more than the contexts that one token makes
     static constexpr int32_t MAX_TRIES = 512;  // blocks looked at to make room for one
     static constexpr uint8_t FULL_CREDIT = 3;
 
@@ -178,8 +177,7 @@ class BlendedLookup {
     uint32_t empty_ = 0;
     int64_t num_pages_ = 0;
     int64_t num_evicted_ = 0;
-    uint32_t orphans_[MAX_ORPHANS];
-    int32_t num_orphans_ = 0;
+    uint32_t first_orphan_ = 0;  // of a list through their blocks
     EndCache ends_;
     Cursor* cursors_[2] = {nullptr, nullptr};  // in use: their blocks stay, and follow when they move
 
@@ -223,6 +221,7 @@ class BlendedLookup {
     uint32_t allocate(int32_t size_class);
     bool reclaim(uint32_t reference);
     void abandon(uint32_t reference);
+    bool free_orphan();
     void free_orphans();
     bool is_held(uint32_t reference) const;
     bool ends_are_sound() const;

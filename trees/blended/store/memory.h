@@ -37,7 +37,7 @@ inline bool BlendedLookup::reserve_page(size_t page) {
 // where memory is short or nothing leads to it.
 inline bool BlendedLookup::grow(const Cursor& cursor, int32_t order) {
     const uint32_t reference = cursor.blocks[order];
-    if (arena.at(reference)->parent >= LOST) return false;  // listed where it is
+    if (is_orphan(arena.at(reference))) return false;  // listed where it is
     const int32_t size_class = class_of(arena.at(reference)) + 1;
     const uint32_t larger = allocate(size_class);
     if (larger == 0) return false;
@@ -59,7 +59,6 @@ inline bool BlendedLookup::grow(const Cursor& cursor, int32_t order) {
 // Points whatever leads to block `from` at `to`.
 inline void BlendedLookup::link(uint32_t from, uint32_t to) {
     const Block* block = arena.at(from);
-    if (block->parent >= LOST) return;
     const int32_t order = order_of(block);
     if (order == 0) empty_ = to;
     if (is_one_token(order)) slot(block->parent, order) = to;
@@ -69,28 +68,28 @@ inline void BlendedLookup::link(uint32_t from, uint32_t to) {
         if (children_of(parent)[i] == from) children_of(parent)[i] = to;
 }
 
-// A block of a class, from free memory or from a context that is not used; 0 where none was found in bounded time.
+// A block of a class, from free memory, from what nothing leads to, or from a context that is not used; 0 where none was
+// found in bounded time.
 inline uint32_t BlendedLookup::allocate(int32_t size_class) {
     uint32_t reference = arena.take(size_class, nbytes() + SLAB_BYTES <= settings.max_bytes);
-    for (int32_t tries = 0; reference == 0 && tries < MAX_TRIES; ++tries)
+    int32_t tries = 0;
+    for (; reference == 0 && tries < MAX_TRIES && free_orphan(); ++tries) reference = arena.take(size_class, false);
+    for (; reference == 0 && tries < MAX_TRIES; ++tries)
         if (reclaim(arena.next_in_clock(size_class))) reference = arena.take(size_class, false);
     return reference;
 }
 
-// Frees a context without longer ones whose credit is used up, or takes one unit of its credit; frees what is lost.
+// Frees a context without longer ones whose credit is used up, or takes one unit of its credit.
 inline bool BlendedLookup::reclaim(uint32_t reference) {
     Block* block = arena.at(reference);
-    if (order_of(block) == 0 || block->parent == ORPHAN || is_held(reference)) return false;
-    if (block->parent != LOST) {
-        if (block->credit > 0) {
-            --block->credit;
-            return false;
-        }
-        for (int32_t i = 0; i < block->size; ++i)
-            if (children_of(block)[i] != 0) return false;
-        link(reference, 0);
+    if (order_of(block) == 0 || is_orphan(block) || is_held(reference)) return false;
+    if (block->credit > 0) {
+        --block->credit;
+        return false;
     }
-    for (int32_t i = 0; i < block->size; ++i) abandon(children_of(block)[i]);
+    for (int32_t i = 0; i < block->size; ++i)
+        if (children_of(block)[i] != 0) return false;
+    link(reference, 0);
     arena.give(reference);
     ++num_evicted_;
     ends_.forget();
@@ -100,20 +99,27 @@ inline bool BlendedLookup::reclaim(uint32_t reference) {
 // Nothing leads to this context any more: it is freed later, with all that hangs on it.
 inline void BlendedLookup::abandon(uint32_t reference) {
     if (reference == 0) return;
-    const bool has_place = num_orphans_ < MAX_ORPHANS;
-    arena.at(reference)->parent = has_place ? ORPHAN : LOST;
-    if (has_place) orphans_[num_orphans_++] = reference;
+    Block* block = arena.at(reference);
+    block->order_class |= ORPHAN;
+    block->parent = first_orphan_;
+    first_orphan_ = reference;
+}
+
+// Frees the orphan that waits for the shortest time; its longer contexts are orphans then. False where none waits, or
+// that one is held.
+inline bool BlendedLookup::free_orphan() {
+    const uint32_t reference = first_orphan_;
+    if (reference == 0 || is_held(reference)) return false;
+    const Block* block = arena.at(reference);
+    first_orphan_ = block->parent;
+    for (int32_t i = 0; i < block->size; ++i) abandon(children_of(block)[i]);
+    arena.give(reference);
+    return true;
 }
 
 // A few at a time, so that no token waits for a whole branch.
 inline void BlendedLookup::free_orphans() {
-    for (int32_t freed = 0; freed < FREED_PER_TOKEN && num_orphans_ > 0; ++freed) {
-        const uint32_t reference = orphans_[num_orphans_ - 1];
-        if (is_held(reference)) return;
-        --num_orphans_;
-        const Block* block = arena.at(reference);
-        for (int32_t i = 0; i < block->size; ++i) abandon(children_of(block)[i]);
-        arena.give(reference);
+    for (int32_t freed = 0; freed < FREED_PER_TOKEN && free_orphan(); ++freed) {
     }
 }
 

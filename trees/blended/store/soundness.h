@@ -21,7 +21,13 @@ inline const char* BlendedLookup::find_fault() const {
         }
     if (fault != nullptr) return fault;
     if (!ends_are_sound()) return "a recent end whose contexts are elsewhere";
-    return num_reached > arena.num_blocks() ? "contexts that are free memory" : nullptr;
+    if (num_reached > arena.num_blocks()) return "contexts that are free memory";
+    for (uint32_t orphan = first_orphan_; orphan != 0 && fault == nullptr; orphan = arena.at(orphan)->parent) {
+        if (!is_orphan(arena.at(orphan))) return "a context that waits to be freed and does not say so";
+        fault = find_fault_below(orphan, order_of(arena.at(orphan)), num_reached);
+    }
+    if (fault != nullptr) return fault;
+    return num_reached == arena.num_blocks() ? nullptr : "contexts that nothing leads to and that nothing will free";
 }
 
 inline const char* BlendedLookup::find_fault_below(uint32_t reference, int32_t order, int64_t& num_reached) const {

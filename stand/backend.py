@@ -100,7 +100,7 @@ def choose_backend(
     wants_features: the drafter requires features, which captured steps do not deliver.
     """
     if requested not in NAMES:
-        raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {requested!r}")
+        raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {requested!r}; auto is usual")
     if requested == "sdpa":
         return EagerBackend(model, "asked for")
     if requested == "auto" and model.device.type != "cuda":

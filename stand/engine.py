@@ -29,7 +29,7 @@ from stand.forward.model import prefill, text_config
 from stand.forward.self_check import check_model
 from stand.forward.tree_attention import exclusive, tree_attention
 from stand.forward.tree_cache import TreeCache, check_fits
-from stand.generation_settings import GenerationSettings
+from stand.generation_settings import GenerationSettings, check_flags
 from stand.output import GenerationOutput
 from stand.prompts import PromptReader
 from stand.row import LiveRows, Row
@@ -65,6 +65,7 @@ def wrap(
     Raises UnsupportedModelError for a model that cannot be served exactly, ValueError for anything else that
     does not fit. Weights, attention implementation and mode of the model stay as they are.
     """
+    check_flags(fuse=fuse)
     rule = _checked_rule(verifier)
     drafter = _checked_drafter(drafter)
     check_model(model)
@@ -235,6 +236,7 @@ class Engine:
     ) -> tuple[Call, int]:
         """A call that has not begun, and its samples per prompt; everything that does not fit raises before any
         work, the drafter's preparation included."""
+        check_flags(draft=draft, learn=learn)
         resolved = GenerationSettings.resolve(
             self.model,
             generation_config,
@@ -328,6 +330,10 @@ def _check_streamed(call: Call) -> None:
 
 
 def _into(streamer: BaseStreamer) -> Callable[[Row, list[int]], None]:
+    if not isinstance(streamer, BaseStreamer):
+        raise ValueError(
+            f"streamer must be a BaseStreamer, got {type(streamer).__name__}; make a TextStreamer, or use engine.stream"
+        )
     return lambda row, token_ids: streamer.put(torch.tensor(token_ids))
 
 
@@ -357,6 +363,11 @@ def _checked_drafter(drafter: object) -> Drafter:
 def _fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> bytes:
     """Names the vocabulary that token ids mean something in; without a tokenizer, its size alone."""
     if tokenizer is not None:
+        if not hasattr(tokenizer, "get_vocab"):
+            raise ValueError(
+                f"tokenizer must be one of transformers', got {type(tokenizer).__name__}; pass "
+                "AutoTokenizer.from_pretrained(...), or leave it out and pass token ids"
+            )
         return vocabulary_fingerprint(tokenizer.get_vocab())
     return vocabulary_fingerprint({"vocab_size": text_config(model).vocab_size})
 

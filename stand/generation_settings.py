@@ -104,6 +104,7 @@ class GenerationSettings:
         resolved, _ = model._prepare_generation_config(config)
         for name, value in [*vars(resolved).items(), *given.items()]:
             setattr(resolved, name, _plain(name, value))
+        resolved.do_sample = False if resolved.do_sample is None else resolved.do_sample
         if resolved.temperature == 0:
             resolved.do_sample, resolved.temperature = False, 1.0
         _refuse_unserved(resolved)
@@ -200,6 +201,8 @@ def _plain(name: str, value: object) -> object:
     """A numpy or tensor scalar as Python's number, and a float where transformers asks for one."""
     if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.ndim == 0):
         value = value.item()
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        value = value.tolist()
     if name in FRACTIONS and isinstance(value, Integral) and not isinstance(value, bool):
         return float(value)
     if name == "watermarking_config" and isinstance(value, dict):
@@ -254,9 +257,19 @@ def _check_ranges(config: GenerationConfig) -> None:
     SamplingParams(**{name: value for name, value in filters.items() if value is not None})
     _check_positive("repetition_penalty", config.repetition_penalty, "use 1 to switch it off")
     _check_positive("max_time", config.max_time, "give seconds")
+    check_flags(do_sample=config.do_sample)
+    for name in ("min_length", "min_new_tokens"):
+        _check_count(name, getattr(config, name), "0 asks for nothing", least=0)
     _check_count("num_return_sequences", config.num_return_sequences, "ask for at least one row")
     _check_count("max_new_tokens", config.max_new_tokens, "ask for at least one")
     _check_count("max_length", config.max_length, "the prompt's tokens count")
+
+
+def check_flags(**flags: object) -> None:
+    """ValueError where one is neither True nor False: what else is true or not is seldom what was meant."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {value!r}; leave it out for the default")
 
 
 def _check_positive(name: str, value: object, remedy: str) -> None:
@@ -266,9 +279,9 @@ def _check_positive(name: str, value: object, remedy: str) -> None:
         raise ValueError(f"{name} must be > 0, got {value!r}; {remedy}")
 
 
-def _check_count(name: str, value: object, remedy: str) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError(f"{name} must be an integer >= 1, got {value!r}; {remedy}")
+def _check_count(name: str, value: object, remedy: str, *, least: int = 1) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}; {remedy}")
 
 
 def _end_ids(given: object) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ would be wrong. The noise of `match` and `coupled` follows from the seed alone, 
 
 from __future__ import annotations
 
+import operator
 import secrets
 from hashlib import blake2b
 
@@ -16,9 +17,13 @@ def checked_seed(seed: object) -> int:
     """The seed of a call; None draws one. Raises ValueError unless it is an integer in [0, 2**63)."""
     if seed is None:
         return secrets.randbits(63)
-    if isinstance(seed, bool) or not hasattr(seed, "__index__") or not 0 <= int(seed) < 2**63:
+    try:
+        number = -1 if isinstance(seed, bool) else operator.index(seed)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 2**63:
         raise ValueError(f"seed must be an integer in [0, 2**63), got {seed!r}; leave it out to draw one")
-    return int(seed)
+    return number
 
 
 def call_seed(seed: int, *states: int) -> int:

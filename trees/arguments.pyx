@@ -1,5 +1,7 @@
 """Checks of what lookups are given: every error says the rule, what was got, and what to do."""
 
+import operator
+
 from libc.stdint cimport int32_t, int64_t
 from libcpp cimport bool as bool_t
 
@@ -8,6 +10,16 @@ import numpy as np
 from stand.trees.checked_file import MAX_FINGERPRINT_BYTES
 
 LARGEST_PROBABILITY = 1.001  # room for the rounding of a softmax in low precision
+
+
+def whole(value, name):
+    """The value as Python's integer; ValueError where it is none, so that no fraction is cut off."""
+    if type(value) is int:
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be a whole number, got {value!r}; pass an integer") from None
 
 
 def int32_array(values, name):
@@ -22,6 +34,17 @@ def int32_array(values, name):
         if low < -(2**31) or high >= 2**31:
             raise ValueError(f"{name} must be in [0, 2**31), got {low if low < 0 else high}; token ids are int32")
     return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def int64_array(values, name):
+    """The values as an int64 array in C order; ValueError where one is no whole number or does not fit."""
+    if isinstance(values, np.ndarray) and values.dtype == np.int64 and values.flags.c_contiguous:
+        return values
+    array = np.asarray(values)
+    if array.size > 0 and (array.dtype.kind not in "iu" or array.max() >= 2**63):
+        got = array.max() if array.dtype.kind == "u" else array.dtype
+        raise ValueError(f"{name} must hold whole numbers below 2**63, got {got}; pass integers")
+    return np.asarray(array, dtype=np.int64, order="C")
 
 
 def vector(values, name):
@@ -74,14 +97,21 @@ def checked_nodes(nodes, num_nodes):
     """int64[:], indices of packed nodes; None for all."""
     if nodes is None:
         return np.arange(num_nodes, dtype=np.int64)
-    nodes = np.ascontiguousarray(nodes, dtype=np.int64)
+    nodes = int64_array(nodes, "nodes")
     if nodes.ndim != 1 or np.any(nodes < 0) or np.any(nodes >= num_nodes):
-        raise ValueError(f"nodes must be a list of indices in [0, {num_nodes}), got {nodes.tolist()}")
+        raise ValueError(f"nodes must be a list of indices in [0, {num_nodes}), got {nodes.tolist()}; None is all")
     return nodes
+
+
+def check_is_batch(batch):
+    """TypeError where it has not what a DraftBatch has."""
+    if not all(hasattr(batch, name) for name in ("token_ids", "parents", "offsets", "path_estimates")):
+        raise TypeError(f"batch must be a DraftBatch, got {type(batch).__name__}; pass what draft() returns")
 
 
 def check_batch(batch):
     """ValueError where nodes, parents and offsets of a batch are unsound."""
+    check_is_batch(batch)
     cdef const int32_t[::1] token_ids = batch.token_ids, parents = batch.parents, offsets = batch.offsets
     cdef int64_t num_rows = offsets.shape[0] - 1, row, node
     cdef bool_t sound = parents.shape[0] == token_ids.shape[0] and num_rows >= 0 and offsets[0] == 0
@@ -97,6 +127,7 @@ def check_batch(batch):
 
 def checked_estimates(batch):
     """float32[M], the batch's path_estimates."""
+    check_is_batch(batch)
     estimates = batch.path_estimates
     if estimates is None:
         raise ValueError("batch must have path_estimates, got None; pass a draft of a BlendedLookup")

@@ -8,6 +8,8 @@ from libc.stdint cimport int64_t, uint64_t
 
 import numpy as np
 
+from stand.trees.arguments import int64_array, whole
+
 cdef extern from "noise.h" namespace "stand" nogil:
     const uint64_t DRAFT_STREAM
     const uint64_t ACCEPT_STREAM
@@ -40,10 +42,11 @@ def uniforms(seed, stream, rows, steps, nodes, *, slot=0):
     seed and stream are in [0, 2**64); rows, steps, nodes and slot in [0, 2**32). Raises ValueError otherwise.
     """
     _check_stream(seed, stream)
+    rows, steps, nodes = int64_array(rows, "rows"), int64_array(steps, "steps"), int64_array(nodes, "nodes")
     words = np.empty((3, *np.broadcast(rows, steps, nodes).shape), dtype=np.int64)
     words[0], words[1], words[2] = rows, steps, nodes
     out = np.empty(words.shape[1:], dtype=np.float64)
-    if not 0 <= slot < 2**WORD_BITS or not _fill_uniforms(seed, stream, words.reshape(3, -1), slot, out.reshape(-1)):
+    if not 0 <= whole(slot, "slot") < 2**WORD_BITS or not _fill_uniforms(seed, stream, words.reshape(3, -1), slot, out.reshape(-1)):
         raise ValueError("rows, steps, nodes and slot must be in [0, 2**32), got others; number rows and steps from 0")
     return out
 
@@ -54,8 +57,8 @@ def step_keys(seed, stream, rows, steps):
     seed and stream are in [0, 2**64); rows [n] and steps [n] in [0, 2**32). Raises ValueError otherwise.
     """
     _check_stream(seed, stream)
-    cdef const int64_t[::1] row_numbers = np.ascontiguousarray(rows, dtype=np.int64)
-    cdef const int64_t[::1] step_numbers = np.ascontiguousarray(steps, dtype=np.int64)
+    cdef const int64_t[::1] row_numbers = np.atleast_1d(int64_array(rows, "rows"))
+    cdef const int64_t[::1] step_numbers = np.atleast_1d(int64_array(steps, "steps"))
     cdef Py_ssize_t num_keys = row_numbers.shape[0], i
     if step_numbers.shape[0] != num_keys:
         raise ValueError(f"rows and steps must be of one length, got {num_keys} and {step_numbers.shape[0]}")
@@ -71,8 +74,8 @@ def step_keys(seed, stream, rows, steps):
 
 
 def _check_stream(seed, stream):
-    if not (0 <= seed < 2**64 and 0 <= stream < 2**64):
-        raise ValueError(f"seed and stream must be in [0, 2**64), got {seed} and {stream}")
+    if not (0 <= whole(seed, "seed") < 2**64 and 0 <= whole(stream, "stream") < 2**64):
+        raise ValueError(f"seed and stream must be in [0, 2**64), got {seed} and {stream}; seeds have 64 bits")
 
 
 cdef bint _fill_uniforms(uint64_t seed, uint64_t stream, const int64_t[:, ::1] words, uint64_t slot, double[::1] out):

@@ -5,6 +5,8 @@ from libcpp.vector cimport vector
 
 import numpy as np
 
+from stand.trees.arguments import whole
+
 cdef extern from "sampling.h" namespace "stand" nogil:
     cdef enum class DraftKind(int32_t):
         sampled
@@ -46,8 +48,8 @@ def draw_children(kind, const float[::1] probabilities not None, const double[::
     cdef int32_t size = probabilities.shape[0]
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
-    if not 1 <= num_children < 2**31:
-        raise ValueError(f"num_children must be in [1, 2**31), got {num_children}")
+    if not 1 <= whole(num_children, "num_children") < 2**31:
+        raise ValueError(f"num_children must be in [1, 2**31), got {num_children}; one at least")
     if size == 0 or uniforms.shape[0] != size:
         raise ValueError(f"uniforms must match probabilities and not be empty, got {uniforms.shape[0]} for {size}")
     if not all(0.0 < number < 1.0 for number in uniforms):

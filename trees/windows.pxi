@@ -24,6 +24,8 @@ cdef bool_t _is_run(cnp.ndarray tokens):
 cdef void fill_windows(histories, int32_t limit, vector[int32_t]& windows, vector[int32_t]& sizes) except *:
     """windows[B * limit] and how many tokens of each are filled; makes room for them."""
     cdef Py_ssize_t num_rows = len(histories), row
+    if isinstance(histories, dict):
+        raise ValueError("histories must be a list of token ids per row, got a dict; pass its values as a list")
     windows.resize(max(1, num_rows * limit))
     sizes.resize(max(1, num_rows))
     for row in range(num_rows):
@@ -34,6 +36,7 @@ cdef StepView step_view(batch, histories, int32_t limit, vector[int32_t]& window
     """A step's drafts and the windows of the tokens before them, both checked; valid as long as all arguments live."""
     cdef StepView step
     cdef const int32_t[::1] token_ids, parents, offsets
+    check_is_batch(batch)
     if len(histories) != len(batch):
         raise ValueError(f"histories must have one entry per row ({len(batch)}), got {len(histories)}")
     check_batch(batch)

@@ -15,8 +15,8 @@ import numpy as np
 cnp.import_array()
 
 from stand.trees.arguments import (
-    check_batch, checked_estimates, checked_fingerprint, checked_laws, checked_nodes, tail, tokens_of,
-    vector as int32_vector,
+    check_batch, check_is_batch, checked_estimates, checked_fingerprint, checked_laws, checked_nodes, tail, tokens_of,
+    vector as int32_vector, whole,
 )
 from stand.trees.blended.file import read_blended_lookup, write_blended_lookup
 from stand.trees.checked_file import LookupFileError
@@ -83,6 +83,8 @@ cdef class BlendedLookup:
     ):
         self._lookup = NULL
         self._growth = NULL
+        depth, max_bytes = whole(depth, "depth"), whole(max_bytes, "max_bytes")
+        num_candidates = whole(num_candidates, "num_candidates")
         if not 1 <= depth <= MAX_DEPTH:
             raise ValueError(f"depth must be in [1, {MAX_DEPTH}], got {depth}; 12 is usual")
         if not MIN_BYTES <= max_bytes < 2**40:
@@ -208,10 +210,11 @@ cdef class BlendedLookup:
         cdef int32_t window[MAX_WINDOW]
         cdef int32_t available = fill_window(context, self._lookup.reach(), window)
         cdef uint8_t scope_number = scope_of(scope)
-        cdef int32_t wanted = limit
         cdef vector[Candidate] law
-        if wanted < 0:
-            raise ValueError(f"limit must be at least 0, got {limit}")
+        limit = whole(limit, "limit")
+        if not 0 <= limit < 2**31:
+            raise ValueError(f"limit must be in [0, 2**31), got {limit}; 10 is usual")
+        cdef int32_t wanted = limit
         with nogil:
             law = blended_law(self._lookup[0], <uint32_t*> window, available, scope_number, wanted)
         token_ids = np.array([law[i].token for i in range(law.size())], dtype=np.int32)
@@ -237,6 +240,7 @@ cdef class BlendedLookup:
             raise ValueError(f"draft needs 1 to {MAX_ROWS} histories, got {num_rows}")
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
+        budget = whole(budget, "budget")
         if not 0 <= budget <= 2**20 or not 0.0 <= floor <= 1.0:
             raise ValueError(f"budget must be in [0, 2**20] and floor in [0, 1], got {budget} and {floor}")
         cdef GrowthSettings settings

@@ -3,7 +3,7 @@
 cdef uint8_t scope_of(scope) except? 255:
     cdef int64_t number
     try:
-        number = scope
+        number = whole(scope, "scope")
     except OverflowError:
         number = -1
     if not 0 <= number <= LAST_SCOPE:
@@ -25,7 +25,7 @@ cdef vector[uint8_t] scopes_of(scopes, Py_ssize_t num_rows) except *:
 
 
 cdef void _check_number(scopes, Py_ssize_t num_rows) except *:
-    if len(scopes) != num_rows:
+    if len(scopes) != num_rows or isinstance(scopes, dict):
         raise ValueError(f"scopes must hold one number per row ({num_rows}), got {len(scopes)}")
 
 
@@ -41,7 +41,7 @@ cdef void set_depths(max_depths, vector[GrowthRequest]& requests) except *:
     if len(max_depths) != <Py_ssize_t> requests.size() or min(max_depths) < 0:
         raise ValueError(f"max_depths must hold one number >= 0 per row ({requests.size()}), got {max_depths}")
     for row in range(requests.size()):
-        requests[row].max_depth = min(max_depths[row], NO_BOUND)
+        requests[row].max_depth = min(whole(max_depths[row], "max_depths"), NO_BOUND)
 
 
 cdef void set_keys(const uint64_t[::1] keys, vector[GrowthRequest]& requests) except *:

@@ -13,7 +13,9 @@ import numpy as np
 
 cnp.import_array()
 
-from stand.trees.arguments import check_batch, checked_fingerprint, checked_laws, checked_nodes, tail, tokens_of
+from stand.trees.arguments import (
+    check_batch, check_is_batch, checked_fingerprint, checked_laws, checked_nodes, int64_array, tail, tokens_of, whole,
+)
 from stand.trees.checked_file import LookupFileError
 from stand.trees.draft import NO_TOKEN, DraftBatch
 from stand.trees.fork_safety import lock_at_forks
@@ -56,6 +58,7 @@ cdef class LookupTree:
     def __cinit__(self, *, orders=(1, 2, 3, 4), num_candidates=10, min_rate=0.1, fingerprint=b""):
         self._lookup = NULL
         self.orders = _checked_orders(orders)
+        num_candidates = whole(num_candidates, "num_candidates")
         if not 1 <= num_candidates <= MAX_CANDIDATES:
             raise ValueError(f"num_candidates must be in [1, {MAX_CANDIDATES}], got {num_candidates}; 10 is usual")
         if not 0.0 <= min_rate <= 1.0:
@@ -245,8 +248,8 @@ cdef class LookupTree:
         return lookup
 
     def _check_floor(self, floor_order):
-        if not 1 <= floor_order <= MAX_ORDER:
-            raise ValueError(f"floor_order must be in [1, {MAX_ORDER}], got {floor_order}")
+        if not 1 <= whole(floor_order, "floor_order") <= MAX_ORDER:
+            raise ValueError(f"floor_order must be in [1, {MAX_ORDER}], got {floor_order}; 1 asks all orders")
 
     def _parameters(self):
         return {
@@ -291,7 +294,7 @@ cdef class LookupTree:
 
 
 def _checked_orders(orders):
-    orders = tuple(int(order) for order in orders)
+    orders = tuple(whole(order, "orders") for order in orders)
     ascending = all(low < high for low, high in zip(orders, orders[1:]))
     if len(orders) == 0 or not ascending or orders[0] < 1 or orders[len(orders) - 1] > MAX_ORDER:
         raise ValueError(f"orders must be ascending and within 1..{MAX_ORDER}, got {orders}; (1, 2, 3, 4) is usual")

@@ -9,6 +9,8 @@ cdef vector[ShapeView] shape_views_of(list shapes) except *:
     cdef ShapeView view
     cdef const int32_t[::1] parents
     for shape in shapes:
+        if not hasattr(shape, "parents"):
+            raise TypeError(f"shape must be a TreeShape or one per history, got {type(shape).__name__}; see TreeShape")
         parents = shape.parents
         if parents.shape[0] == 0:
             raise ValueError("a shape must hold at least the root, got no slot; use TreeShape.empty()")
@@ -37,8 +39,8 @@ cdef vector[DraftRequest] requests_of(vector[int32_t]& windows, vector[int32_t]&
 
 cdef void share_noise(vector[DraftRequest]& requests, uint64_t seed, rows, positions) except *:
     """Give every request the key of the noise that the verifier draws its row's next tokens with."""
-    cdef const int64_t[::1] row_numbers = np.ascontiguousarray(rows, dtype=np.int64)
-    cdef const int64_t[::1] first_positions = np.ascontiguousarray(positions, dtype=np.int64)
+    cdef const int64_t[::1] row_numbers = int64_array(rows, "rows")
+    cdef const int64_t[::1] first_positions = int64_array(positions, "positions")
     cdef size_t row
     if first_positions.shape[0] != <Py_ssize_t> requests.size():
         raise ValueError(f"positions must hold one number per history ({requests.size()}); they key the noise")

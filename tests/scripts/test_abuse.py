@@ -1,0 +1,124 @@
+"""scripts/abuse.py: what it tries comes out well, and targets that are broken on purpose are counted as wrong."""
+
+import os
+import signal
+import time
+from collections import Counter
+
+import abuse
+import numpy as np
+import pytest
+from abuse_parts.child import run_all
+from abuse_parts.damaged_files import damaged_files, reseal, taught
+from abuse_parts.interruptions import kills
+from abuse_parts.trial import EITHER, HONOURED_ONLY, REFUSED_ONLY, Trial, Unsound, judge
+
+from stand.trees.checked_file import LookupFileError
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+
+
+def raises(error):
+    raise error
+
+
+def verdicts(trials, **settings):
+    """(verdict, detail) of every trial, in order."""
+    outcomes = []
+    run_all(trials, lambda trial, outcome: outcomes.append((outcome.verdict, outcome.detail)), **settings)
+    return outcomes
+
+
+def test_a_small_run_finds_nothing_wrong(capsys):
+    status = abuse.main(["--tries", "420", "--kills", "3", "--forks", "2", "--threads", "2", "--calls", "0"])
+    text, said = capsys.readouterr()
+    assert status == 0, text
+    assert "blended file, bits flipped" in text and "core, wrong arguments" in text
+    assert '"wrong": []' in text.splitlines()[-1]
+
+
+def test_progress_is_said(capsys, monkeypatch):
+    monkeypatch.setattr(abuse, "SAID_EVERY", 20)
+    abuse.main(["--tries", "60", "--kills", "0", "--forks", "0", "--threads", "0", "--calls", "0"])
+    assert "0 wrong so far" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("run", "allowed", "verdict"),
+    [
+        (lambda: 1, HONOURED_ONLY, "honoured"),
+        (lambda: raises(ValueError("k must be 1, got 2; say 1")), REFUSED_ONLY, "refused by name"),
+        (lambda: raises(LookupFileError("k must be 1, got 2; say 1")), EITHER, "refused by name"),
+        (lambda: raises(TypeError("an integer is required")), EITHER, "refused bluntly"),
+        (lambda: raises(TypeError("an integer is required")), REFUSED_ONLY, "wrong"),
+        (lambda: raises(ValueError("k must be 1, got 2; say 1")), HONOURED_ONLY, "wrong"),
+        (lambda: raises(KeyError("k must be 1, got 2; say 1")), EITHER, "wrong"),
+        (lambda: raises(Unsound("half a draft")), EITHER, "wrong"),
+        (lambda: 1, REFUSED_ONLY, "wrong"),
+    ],
+)
+def test_every_end_has_its_verdict(run, allowed, verdict):
+    assert judge(Trial("kind", "name", run, allowed)).verdict == verdict
+
+
+def test_crashes_and_hangs_are_counted_and_the_rest_goes_on():
+    runs = [lambda: 1, lambda: os.kill(os.getpid(), signal.SIGSEGV), lambda: 1, lambda: time.sleep(60),
+            lambda: os._exit(0), lambda: 1]  # fmt: skip
+    outcomes = verdicts([Trial("kind", "name", run, HONOURED_ONLY) for run in runs], limit_s=2)
+    assert [verdict for verdict, _ in outcomes] == ["honoured", "wrong", "honoured", "wrong", "wrong", "honoured"]
+    assert "-11" in outcomes[1][1] and "hung" in outcomes[3][1] and "exit status 0" in outcomes[4][1]
+
+
+@pytest.mark.parametrize(
+    ("load", "said"),
+    [
+        (lambda name, path: taught()[name], "taken without a word"),
+        (lambda name, path: raises(OSError("unreadable")), "raised OSError"),
+        (lambda name, path: os.kill(os.getpid(), signal.SIGSEGV), "crashed"),
+    ],
+)
+def test_a_loader_that_does_not_look_is_found_out(load, said, tmp_path):
+    outcomes = verdicts(damaged_files(12, tmp_path, seed=0, load=load))
+    assert len(outcomes) == 12
+    found = Counter(verdict for verdict, _ in outcomes)
+    assert found["wrong"] == (8 if said == "taken without a word" else 12)  # what is resealed may be taken
+    assert all(said in detail for verdict, detail in outcomes if verdict == "wrong")
+
+
+def test_a_save_in_place_is_found_out(tmp_path):
+    """Control: a save that empties the old file first, as `open(path, "wb")` does, loses it in a kill."""
+
+    def save_in_place(lookup, path):
+        whole = path.with_name(f"whole-{os.getpid()}")
+        lookup.save(whole)
+        data = whole.read_bytes()
+        with open(path, "wb", buffering=0) as file:
+            for piece in np.array_split(np.frombuffer(data, np.uint8), 50):
+                file.write(piece.tobytes())
+                time.sleep(1e-4)
+
+    outcomes = verdicts(kills(12, tmp_path, seed=0, save=save_in_place))
+    assert any(verdict == "wrong" and "neither" in detail for verdict, detail in outcomes)
+
+
+def test_resealed_files_get_past_the_checksum(tmp_path):
+    """What is resealed must reach the checks behind the checksum, or the tries of that kind try nothing."""
+    lookup = taught()["blended"]
+    lookup.save(tmp_path / "whole")
+    data = (tmp_path / "whole").read_bytes()
+    messages = set()
+    for number in range(40):
+        (tmp_path / "damaged").write_bytes(reseal(data, np.random.default_rng(number)))
+        try:
+            type(lookup).load(tmp_path / "damaged")
+        except LookupFileError as error:
+            messages.add("checksum" in str(error))
+    assert messages == {False}
+
+
+def test_the_tables_of_the_public_door_hold(capsys):
+    """`wrap`, the drafters and `generate`: what must be taken is taken, what must be refused says why."""
+    pytest.importorskip("torch")
+    assert abuse.main(["--tries", "0", "--kills", "0", "--forks", "0", "--threads", "0", "--calls", "1"]) == 0, (
+        capsys.readouterr().out
+    )

@@ -1,4 +1,4 @@
-"""What users pass to `wrap` and `generate`: a table of what must be taken and what must be refused, and random settings.
+"""What users pass to `wrap` and `generate`: tables of what must be taken and what must be refused, and random settings.
 
 What the tables refuse must be refused with rule, what was got, and a remedy; of random settings, transformers' own code
 refuses some in its words.
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from abuse_parts.core_calls import WRONG_VALUES
-from abuse_parts.trial import EITHER, HONOURED_ONLY, REFUSED_ONLY, Trial, Unsound
 from measuring.setup import REASONER
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import stand
+from abuse_parts.core_calls import WRONG_VALUES
+from abuse_parts.trial import EITHER, HONOURED_ONLY, REFUSED_ONLY, Trial, Unsound
 from stand.trees import BlendedLookup, DraftTree
 
 TEXT = "2+2="

@@ -22,6 +22,7 @@ from stand.trees import BlendedLookup, DraftTree
 TEXT = "2+2="
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
 NUM_TOKENS = 3
+BUDGET = 8  # given, so that no step is timed
 
 SETTINGS = (
     "prompts input_ids attention_mask generation_config num_return_sequences max_new_tokens temperature top_k top_p "
@@ -106,12 +107,13 @@ class Door:
     tokenizer: PreTrainedTokenizerBase
 
     def generate(self, settings: dict[str, object]) -> None:
-        engine = stand.wrap(self.model, self.tokenizer)
+        engine = stand.wrap(self.model, self.tokenizer, drafter=stand.BlendedDrafter(budget=BUDGET))
         self._must_answer(engine, {"prompts": TEXT, "max_new_tokens": NUM_TOKENS} | settings)
         self._must_answer(engine, {"prompts": TEXT, "max_new_tokens": NUM_TOKENS})
 
     def wrap(self, arguments: dict[str, object]) -> None:
-        given = {"model": self.model, "tokenizer": self.tokenizer} | arguments
+        drafter = stand.BlendedDrafter(budget=BUDGET)
+        given = {"model": self.model, "tokenizer": self.tokenizer, "drafter": drafter} | arguments
         engine = stand.wrap(given.pop("model"), given.pop("tokenizer"), **given)
         self._must_answer(engine, {"input_ids": [5, 6, 7], "max_new_tokens": NUM_TOKENS})
 

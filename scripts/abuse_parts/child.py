@@ -16,9 +16,7 @@ BATCH = 500  # trials of a child
 LIMIT_S = 60.0  # of a trial
 
 
-def run_all(
-    trials: Iterable[Trial], on_outcome: Callable[[Trial, Outcome], None], *, limit_s: float = LIMIT_S
-) -> None:
+def run_all(trials: Iterable[Trial], on_outcome: Callable[[Trial, Outcome], None], *, limit_s: float = LIMIT_S) -> None:
     """Every trial in order; `on_outcome` hears of each as it ends."""
     trials = iter(trials)
     while batch := list(islice(trials, BATCH)):

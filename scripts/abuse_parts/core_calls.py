@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+
 from abuse_parts.damaged_files import KEYS, must_work, taught
 from abuse_parts.trial import EITHER, Trial
-
 from stand.trees import BlendedLookup, DraftBatch, DraftTree, LookupTree, TreeShape, noise, vocabulary_fingerprint
 from stand.trees.sampling import draw_children
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from abuse_parts.trial import EITHER, REFUSED_ONLY, Trial, Unsound
 
+from abuse_parts.trial import EITHER, REFUSED_ONLY, Trial, Unsound
 from stand.trees import BlendedLookup, LookupTree, TreeShape
 from stand.trees.checked_file import CHECKSUM_BYTES
 

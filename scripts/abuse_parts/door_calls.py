@@ -1,4 +1,4 @@
-"""What users pass to `wrap` and `generate`: a table of what must be taken and what must be refused, and random settings.
+"""What users pass to `wrap` and `generate`: tables of what must be taken and what must be refused, and random settings.
 
 What the tables refuse must be refused with rule, what was got, and a remedy; of random settings, transformers' own code
 refuses some in its words.
@@ -11,17 +11,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from abuse_parts.core_calls import WRONG_VALUES
-from abuse_parts.trial import EITHER, HONOURED_ONLY, REFUSED_ONLY, Trial, Unsound
 from measuring.setup import REASONER
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import stand
+from abuse_parts.core_calls import WRONG_VALUES
+from abuse_parts.trial import EITHER, HONOURED_ONLY, REFUSED_ONLY, Trial, Unsound
 from stand.trees import BlendedLookup, DraftTree
 
 TEXT = "2+2="
 CHAT = [{"role": "user", "content": "What is 2 + 2?"}]
 NUM_TOKENS = 3
+BUDGET = 8  # given, so that no step is timed
 
 SETTINGS = (
     "prompts input_ids attention_mask generation_config num_return_sequences max_new_tokens temperature top_k top_p "
@@ -106,12 +107,13 @@ class Door:
     tokenizer: PreTrainedTokenizerBase
 
     def generate(self, settings: dict[str, object]) -> None:
-        engine = stand.wrap(self.model, self.tokenizer)
+        engine = stand.wrap(self.model, self.tokenizer, drafter=stand.BlendedDrafter(budget=BUDGET))
         self._must_answer(engine, {"prompts": TEXT, "max_new_tokens": NUM_TOKENS} | settings)
         self._must_answer(engine, {"prompts": TEXT, "max_new_tokens": NUM_TOKENS})
 
     def wrap(self, arguments: dict[str, object]) -> None:
-        given = {"model": self.model, "tokenizer": self.tokenizer} | arguments
+        drafter = stand.BlendedDrafter(budget=BUDGET)
+        given = {"model": self.model, "tokenizer": self.tokenizer, "drafter": drafter} | arguments
         engine = stand.wrap(given.pop("model"), given.pop("tokenizer"), **given)
         self._must_answer(engine, {"input_ids": [5, 6, 7], "max_new_tokens": NUM_TOKENS})
 

@@ -1,4 +1,4 @@
-"""What happens to lookups in the middle of their work: kills during a save, forks and other threads while they learn."""
+"""Lookups in the middle of their work: kills during a save, forks and other threads while they learn."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+
 from abuse_parts.damaged_files import KEYS, Lookup, must_work, taught
 from abuse_parts.trial import HONOURED_ONLY, Trial, Unsound
-
 from stand.trees import BlendedLookup
 
 LONGEST_WAIT_S = 0.02  # before a kill: some saves
 ALARM_S = 20  # for a forked child
 
 
-def kills(number: int, folder: Path, *, seed: int, save: Callable[[Lookup, Path], None] | None = None) -> Iterator[Trial]:
+def kills(
+    number: int, folder: Path, *, seed: int, save: Callable[[Lookup, Path], None] | None = None
+) -> Iterator[Trial]:
     """SIGKILL at random instants of saves over an older file. save: what is tried; the library's own."""
     save = save or (lambda lookup, path: lookup.save(path))
 
@@ -35,11 +37,14 @@ def kills(number: int, folder: Path, *, seed: int, save: Callable[[Lookup, Path]
             for lookup in (after[name], before[name]):
                 save(lookup, path)
                 whole.add(path.read_bytes())
+            begun, begin = os.pipe()
             child = os.fork()
             if child == 0:
+                os.write(begin, b".")
                 while True:
                     save(after[name], path)
                     save(before[name], path)
+            os.read(begun, 1)
             time.sleep(float(np.random.default_rng([seed, place]).uniform(0, LONGEST_WAIT_S)))
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from stand.engine import Engine, wrap
     from stand.forward.self_check import UnsupportedModelError
     from stand.output import GenerationOutput
+    from stand.scheduling.request import Request, Trajectory
+    from stand.scheduling.run import Run
     from stand.stats import Stats
     from stand.trees import BlendedLookup, LookupTree, TreeShape
     from stand.verifiers import Verifier
@@ -44,8 +46,11 @@ _HOMES = {
     "LookupTree": "stand.trees",
     "ModelDrafter": "stand.drafters.draft_model",
     "PromptLookupDrafter": "stand.drafters.prompt_lookup",
+    "Request": "stand.scheduling.request",
+    "Run": "stand.scheduling.run",
     "Stats": "stand.stats",
     "TokenRecyclingDrafter": "stand.drafters.token_recycling",
+    "Trajectory": "stand.scheduling.request",
     "TreeShape": "stand.trees",
     "UnsupportedModelError": "stand.forward.self_check",
     "Verifier": "stand.verifiers",
@@ -67,8 +72,11 @@ __all__ = [
     "LookupTree",
     "ModelDrafter",
     "PromptLookupDrafter",
+    "Request",
+    "Run",
     "Stats",
     "TokenRecyclingDrafter",
+    "Trajectory",
     "TreeShape",
     "UnsupportedModelError",
     "Verifier",

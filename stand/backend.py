@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.forward.model import text_config
+from stand.forward.tree_cache import TreeCache
 from stand.step import EagerStep, Step, StepStart
 from stand.verifiers import Verifier
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from stand.gpu.device_rule import DeviceRule
     from stand.gpu.fusion.fusion import Fusion
 
+MOST_CAPTURED_TOKENS = 512  # of all rows of a captured step (`stand.gpu.step_size.NUM_TOKENS`)
 NAMES = ("auto", "sdpa", "triton")
 FEATURE_OBSTACLE = "the drafter requires features (last hidden states), which captured steps do not deliver"
 WAITING_ROPES = frozenset({"dynamic", "longrope"})  # their frequencies depend on the length: the host waits for it
@@ -27,6 +29,7 @@ class Backend(Protocol):
 
     name: str
     reason: str  # why it was chosen
+    most_rows: int | None  # live at once, where the steps have such a limit
 
     def new_step(self, start: StepStart) -> Step:
         """A step for one call."""
@@ -36,6 +39,7 @@ class EagerBackend:
     """PyTorch's attention, operation by operation, on any device."""
 
     name = "sdpa"
+    most_rows = None
 
     def __init__(self, model: PreTrainedModel, reason: str):
         self.reason = reason
@@ -45,10 +49,10 @@ class EagerBackend:
         return self.name
 
     def new_step(self, start: StepStart) -> Step:
-        start.prefilled.fan_out(start.sources)
+        cache = TreeCache(start.num_places, room=max(row.num_cached for row in start.rows) + 1)
         return EagerStep(
             self._model,
-            start.prefilled,
+            cache,
             start.law,
             start.verifier,
             num_top=start.num_top,
@@ -77,15 +81,20 @@ class CapturedBackend:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def most_rows(self) -> int | None:
+        """Half of the largest step's tokens, so that rows have room for drafts."""
+        return None if self.name != "triton" else MOST_CAPTURED_TOKENS // 2
+
     def new_step(self, start: StepStart) -> Step:
         if start.law.has_processors or self.name != "triton":
             return self._eager.new_step(start)
         from stand.gpu.guarded_step import GuardedStep
 
-        self._previous = GuardedStep.start(
-            self._previous, self._model, start, fusion=self.fusion, on_failure=self._give_up
-        )
-        return self._previous
+        step = GuardedStep.start(self._previous, self._model, start, fusion=self.fusion, on_failure=self._give_up)
+        if self.name == "triton":
+            self._previous = step
+        return step
 
     def _give_up(self, reason: str) -> None:
         """Eager steps from now on."""

@@ -1,10 +1,10 @@
-"""One call of `generate`: all its rows from prompt to end, step by step. One step is draft, forward, verify, commit,
-learn."""
+"""One call: all its rows from prompt to end, step by step. One step is draft, forward, verify, commit, learn."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -13,15 +13,15 @@ from transformers import PreTrainedModel
 from stand.backend import Backend
 from stand.drafters.check import check_batch
 from stand.drafters.drafter import Drafter, DraftRequest, Lesson
-from stand.forward.features import prefill_features
-from stand.forward.model import prefill, text_config
-from stand.forward.tree_attention import exclusive, tree_attention
-from stand.forward.tree_cache import TreeCache
+from stand.forward.model import text_config
+from stand.forward.tree_attention import exclusive
 from stand.row import LiveRows, Row
 from stand.sampling import TargetLaw
+from stand.scheduling.prompt_keys import PromptKeys
+from stand.scheduling.request import Job
+from stand.scheduling.scheduler import Admission, Entry, Move, Scheduler
 from stand.stats import Stats
 from stand.step import Step, StepStart
-from stand.stop import StopRule
 from stand.trees import DraftBatch, DraftTree
 from stand.verifiers import Verdicts, Verifier, VerifierNoise
 
@@ -29,7 +29,7 @@ DEBUG = os.environ.get("STAND_DEBUG", "0") == "1"  # check every draft's invaria
 
 
 class Call:
-    """Rows of equal prompts share one prefill. `rows` lists all rows of the call in order, ended ones too."""
+    """Decodes the rows of its jobs. Rows enter as the scheduler says; those that ended are in `scheduler.ended`."""
 
     def __init__(
         self,
@@ -38,84 +38,127 @@ class Call:
         backend: Backend,
         drafter: Drafter | None,  # None: ordinary decoding
         verifier: Verifier,
-        law: TargetLaw,
-        stop: StopRule,
-        rows: Sequence[Row],
+        law: Callable[[], TargetLaw],
+        jobs: Iterable[Job],
+        admission: Admission,
         seed: int,
         own_seed: Callable[[], int],
         is_learning: bool,
         is_seeded: bool = True,
         on_commit: Callable[[Row, list[int]], None] | None = None,
     ):
-        """seed: the user's, or drawn where `is_seeded` is False; own_seed: gives, when the call begins, that of
-        its drafts, tests and residual draws (stand/seeds.py).
+        """law: of all jobs that were read; jobs: read as places become free.
+        seed: the user's, or drawn where `is_seeded` is False; own_seed: gives, when the call begins, that of its
+        drafts, tests and residual draws (stand/seeds.py).
         on_commit: told of every row's new tokens as they are kept."""
-        self.rows = list(rows)
         self.seed = seed
         self.stats = Stats()
+        self.scheduler = Scheduler(iter(jobs), admission)
         self._model = model
         self._backend = backend
         self._drafter = drafter
         self._verifier = verifier
-        self._law = law
-        self._stop = stop
+        self._read_law = law
+        self._law: TargetLaw | None = None  # from the first step on
         self._new_own_seed = own_seed
-        self._own_seed = seed  # until the call begins
+        self._own_seed: int | None = None  # until the call begins
         self._is_learning = is_learning
         self._is_seeded = is_seeded
         self._wants_features = drafter is not None and drafter.requires_features
         self._on_commit = on_commit
-        self._live = list(rows)  # the row in place i of the batch holds place i of an eager step's cache
-        self._step: Step | None = None  # from the end of the prompts on
+        self._prompts = PromptKeys(model, on_ready=self._learn_prompt, wants_features=self._wants_features)
+        self._is_settled = False  # no row has ended, and the next one's prompt is ready, since rows were let in
+        self._step: Step | None = None  # from the first row on
 
     def run(self) -> None:
         """Decode every row to its end."""
-        with exclusive(self._model), self.stats.timed_wall():
-            self._begin()
-            with self._step.attention():
-                while self._live:
+        with exclusive(self._model), self._ending(), self.stats.timed_wall():
+            while self._refill():
+                with self._step.attention():
                     self._advance()
-            self._step.finish()
+                    while self._is_settled:
+                        self._advance()
 
     def steps(self) -> Iterator[None]:
         """The same step by step; between two steps the model is free for other work."""
-        with self.stats.timed_wall():
-            self._begin()
-        while self._live:
-            with self.stats.timed_wall(), self._step.attention():
-                self._advance()
+        with self._ending():
+            while True:
+                with self.stats.timed_wall():
+                    if not self._refill():
+                        break
+                    with self._step.attention():
+                        self._advance()
+                yield
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Around all steps: what was put off is called after the last one, and places are given back in any case."""
+        try:
             yield
-        self._step.finish()
+            if self._step is not None:
+                self._step.finish()
+        finally:
+            if self._step is not None:
+                self._step.close()
+            self._step = None
 
-    def _begin(self) -> None:
-        """Prefill every prompt once: all but its last token, which becomes the pending one.
+    def _refill(self) -> bool:
+        """Let rows into free places, their prompts' keys first; whether any row is live.
 
-        The own seed is asked for here and not when the call is made: calls that ran in between may have taught.
+        Where rows are running, prompts get one chunk, so that nobody waits for a long one. The own seed is asked for
+        here and not when the call is made: calls that ran in between may have taught.
         """
-        self._own_seed = self._new_own_seed()
-        prompts: dict[bytes, int] = {}
-        sources = [prompts.setdefault(row.history.tobytes(), len(prompts)) for row in self.rows]
-        firsts = [self.rows[sources.index(place)] for place in range(len(prompts))]
-        self.stats.num_prompt_tokens = sum(len(row.history) for row in firsts)
-        with self.stats.timed_prefill(), tree_attention(self._model):
-            cache = TreeCache(num_rows=len(firsts), room=max(len(row.history) for row in firsts) + 1)
-            for place, row in enumerate(firsts):
-                if self._wants_features:
-                    features = prefill_features(self._model, cache, row.history[:-1], row=place)
-                    self._drafter.follow_prompt(row.history, features)
+        scheduler = self.scheduler
+        if self._own_seed is None:
+            self._own_seed = self._new_own_seed()
+        with self.stats.timed_prefill():
+            is_running = any(row.finish_reason is None for row in scheduler.live)
+            self._prompts.allow_one_chunk() if is_running else self._prompts.allow_all()
+            changes = self._begun(scheduler.settle(self._prompts.ready))
+            self._follow({change.row.problem: change for change in reversed(changes) if isinstance(change, Entry)})
+            for change in changes:
+                if isinstance(change, Entry):
+                    change.row.started = self.stats.elapsed
+                    self._step.enter(change.row, change.place, change.keys.keys)
                 else:
-                    prefill(self._model, cache, row.history[:-1], row=place)
-                if self._is_learning:
-                    self._drafter.learn_prompt(row.history, problem=row.problem)
-            num_top = self._drafter.num_candidates if self._is_learning else 0
-            start = StepStart(
-                cache, sources, self.rows, self._law, self._verifier, num_top, wants_features=self._wants_features
+                    self._step.move(change.row, change.source, change.target)
+            coming = scheduler.next_row() if scheduler.live else None
+            self._is_settled = coming is None or self._prompts.ready(coming) is not None
+            self._prompts.keep_only(coming)
+        self.stats.num_prompt_tokens = self._prompts.num_tokens
+        return bool(scheduler.live)
+
+    def _begun(self, changes: list[Entry | Move]) -> list[Entry | Move]:
+        """The same; the first ones make the step."""
+        if self._step is None and changes:
+            longest = max(changes, key=lambda entry: entry.row.num_cached)
+            self._law = self._read_law()
+            self._step = self._backend.new_step(
+                StepStart(
+                    num_places=self.scheduler.num_places,
+                    rows=[entry.row for entry in changes],
+                    keys=longest.keys.keys,
+                    law=self._law,
+                    verifier=self._verifier,
+                    num_top=self._drafter.num_candidates if self._is_learning else 0,
+                    wants_features=self._wants_features,
+                )
             )
-            self._step = self._backend.new_step(start)
+        return changes
+
+    def _follow(self, entries: Mapping[int, Entry]) -> None:
+        """Show a drafter that asks for features those of the prompts of rows that enter; entries: one per prompt."""
+        if self._wants_features:
+            for entry in reversed(entries.values()):
+                self._drafter.follow_prompt(entry.row.history, self._prompts.features(entry.keys))
+
+    def _learn_prompt(self, row: Row) -> None:
+        if self._is_learning:
+            self._drafter.learn_prompt(row.history, problem=row.problem)
 
     def _advance(self) -> None:
         """One decoding step of all live rows."""
-        live, timed = LiveRows.of(self._live), self.stats.timed
+        live, timed = LiveRows.of(self.scheduler.live), self.stats.timed
         with timed("draft"):
             request, batch = self._draft(live)
         before = self.stats.scoring_seconds
@@ -159,31 +202,29 @@ class Call:
         )
 
     def _commit(self, live: LiveRows, batch: DraftBatch, verdicts: Verdicts) -> None:
-        """Append what was kept to every row, up to its end, move its keys together, and let ended rows go."""
+        """Append what was kept to every row, up to its end, and move its keys together."""
         kept_nodes: list[np.ndarray] = []
         for place, (row, accepted) in enumerate(zip(live.rows, verdicts.accepted, strict=True)):
             nodes = batch.offsets[place] + accepted
             tokens = [*batch.token_ids[nodes].tolist(), int(verdicts.next_tokens[place])]
-            emitted, row.finish_reason = self._stop.cut(row, tokens)
+            stop = self.scheduler.job_of(row).stop
+            emitted, row.finish_reason = stop.cut(row, tokens)
             row.extend(tokens[:emitted])
+            row.num_drafted += int(batch.sizes[place]) - 1
             kept_nodes.append(nodes[:emitted])
             self.stats.num_tokens += emitted
+            if row.finish_reason is not None:
+                self._end(row)
             if self._on_commit is not None:
                 self._on_commit(row, tokens[:emitted])
         going = np.flatnonzero([row.finish_reason is None for row in live.rows])
         self._step.keep(going, live.lengths[going], [verdicts.accepted[place] for place in going])
         self.stats.count_step(batch, np.concatenate(kept_nodes))
-        self._drop_finished()
 
-    def _drop_finished(self) -> None:
-        """Fill the places of ended rows from the end, so that live rows stay consecutive in the cache."""
-        for place in range(len(self._live) - 1, -1, -1):
-            if self._live[place].finish_reason is None:
-                continue
-            last = self._live.pop()
-            if place < len(self._live):
-                self._live[place] = last
-                self._step.drop(len(self._live), place, last.num_cached)
+    def _end(self, row: Row) -> None:
+        row.ended, self._is_settled = self.stats.elapsed, False
+        self.scheduler.job_of(row).stop.forget(row)
+        self._law.forget(row, is_last=self.scheduler.end(row))
 
     def _learn(self, request: DraftRequest, batch: DraftBatch, verdicts: Verdicts) -> None:
         """Teach the drafter what became of its draft, and the target's best tokens at every scored node."""

@@ -24,20 +24,23 @@ from stand.drafters.blended import BlendedDrafter
 from stand.drafters.drafter import Drafter, LookupDrafter
 from stand.drafters.fixed_shape import FixedShapeDrafter
 from stand.drafters.step_cost import StepCost, measure_cost
-from stand.forward.model import prefill, text_config
+from stand.forward.model import text_config
 from stand.forward.self_check import check_model
-from stand.forward.tree_attention import exclusive, tree_attention
-from stand.forward.tree_cache import TreeCache, check_fits
-from stand.generation_settings import GenerationSettings, check_flags
+from stand.generation_settings import check_flags
 from stand.output import GenerationOutput
-from stand.prompts import PromptReader
-from stand.row import LiveRows, Row
+from stand.row import Row
+from stand.scheduling.job_reader import JobReader
+from stand.scheduling.memory import admission
+from stand.scheduling.request import Job, Request
+from stand.scheduling.run import Run
+from stand.scheduling.sample_steps import sample_steps
 from stand.seeds import call_seed, checked_seed
-from stand.step import StepStart
-from stand.stop import StopRule, as_strings
 from stand.text_pieces import TextPieces
-from stand.trees import BlendedLookup, DraftBatch, LookupTree, problem_key, vocabulary_fingerprint
-from stand.verifiers import Verifier, VerifierNoise, get_verifier
+from stand.trees import BlendedLookup, LookupTree, vocabulary_fingerprint
+from stand.verifiers import Verifier, get_verifier
+
+MANY_ROWS = 64  # a run of unknown size, as drafters are told of it
+MOST_ROWS = 1 << 20  # of a call that returns them together
 
 
 def wrap(
@@ -117,9 +120,12 @@ class Engine:
         stop: str | Sequence[str] | None = None, stop_token_ids: int | Sequence[int] | None = None,
         stopping_criteria: StoppingCriteriaList | Iterable[StoppingCriteria] | None = None,
         seed: int | None = None, streamer: BaseStreamer | None = None, draft: bool = True, learn: bool = True,
-        **settings: object,
+        max_rows: int | None = None, **settings: object,
     ) -> GenerationOutput:  # fmt: skip
-        """Sample `num_return_sequences` continuations of every prompt, all rows in one batch.
+        """Sample `num_return_sequences` continuations of every prompt, as `run` does, and give them all together.
+
+        max_rows: the most rows in one batch; a row that ends makes room for the next. None: as many as memory holds
+        (stand/scheduling/memory.py).
 
         prompts: a text, a chat (a list of messages), or several; also ids, as input_ids takes them.
         input_ids: a list, tensor or array of ids, one prompt or several, or a tokenizer's output with its mask.
@@ -139,25 +145,50 @@ class Engine:
 
         The law of every row is plain sampling's, in every call, also when calls share a seed (stand/seeds.py). A fresh
         engine repeats a call with the same seed and inputs exactly, as long as the files stand in which the default
-        drafter keeps what steps cost here (`stand.drafters.known_costs`). With the verifiers `match` and `coupled` a row's
-        tokens are a function of (seed, row) alone; with ratio rules also of its drafts, and so, while the drafter
-        learns, of its batch mates and of earlier calls.
+        drafter keeps what steps cost here (`stand.drafters.known_costs`). With the verifiers `match` and `coupled` a
+        row's tokens are a function of (seed, row) alone; with ratio rules also of its drafts, and so, while the
+        drafter learns, of its batch mates and of earlier calls.
         """
-        call, num_samples = self._new_call(
+        call, jobs = self._new_call(
             prompts, on_commit=None if streamer is None else _into(streamer),
             input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config,
             num_return_sequences=num_return_sequences, max_new_tokens=max_new_tokens, temperature=temperature,
             top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
             logits_processors=logits_processors, stop=stop, stop_token_ids=stop_token_ids,
-            stopping_criteria=stopping_criteria, seed=seed, draft=draft, learn=learn, **settings,
+            stopping_criteria=stopping_criteria, seed=seed, draft=draft, learn=learn, max_rows=max_rows, **settings,
         )  # fmt: skip
         if streamer is not None:
-            _check_streamed(call)
-            streamer.put(torch.from_numpy(call.rows[0].history.astype(np.int64))[None])
+            _check_streamed(jobs)
+            streamer.put(torch.from_numpy(jobs[0].prompt.astype(np.int64))[None])
         call.run()
         if streamer is not None:
             streamer.end()
-        return self._output(call, num_samples)
+        return self._output(call, len(jobs[0].rows))
+
+    def run(
+        self,
+        requests: Iterable[Request | object],
+        *,
+        max_rows: int | None = None,
+        on_step: Callable[[Run], None] | None = None,
+        **settings: object,
+    ) -> Run:
+        """Decode any number of rows, at most `max_rows` at a time, and iterate over `Trajectory`s as they end.
+
+        requests: `Request`s, or prompts alone; read one by one, when a place is free for a row, and one ahead.
+        max_rows: as in `generate`. A row that ends hands its place and its share of the draft nodes to the next one,
+        in the order of the requests. A prompt is prefilled once, in chunks between steps, and its keys stay until
+        its last row has started.
+        on_step: called after every step; what it raises ends the run.
+        settings: as `generate` takes them, but prompts and streamer; a request may have its own num_return_sequences,
+        max_new_tokens, stop and stop_token_ids.
+
+        Rows are numbered over the run. Order and batch mates change no row's law; with `match` and `coupled` they
+        change no token, which follows from (seed, number). Between two trajectories the model is free for other work,
+        and closing the iterator ends the run. Errors of a request (ValueError) end it too, after the trajectories
+        that had ended before.
+        """
+        return Run(self._run_of(requests, max_rows=max_rows, **settings), self.tokenizer, on_step=on_step)
 
     def stream(self, prompts: object = None, **settings: object) -> Iterator[tuple[int, str]]:
         """Yield (row, piece of text) as tokens are committed, any number of rows; takes what `generate` takes but
@@ -195,26 +226,9 @@ class Engine:
                 f"num_rows and length must be at least 1 and most_tokens above num_rows, got {num_rows}, {length} and "
                 f"{most_tokens}; a step holds one token per row and its drafts"
             )
-        prompt = np.arange(length + 1, dtype=np.int32) % text_config(self.model).vocab_size
-        rows = [Row(row, prompt, 1) for row in range(num_rows)]
-        live = LiveRows.of(rows)
-        noise = VerifierNoise(seed=0, rows=live.indices, steps=live.steps, positions=live.lengths + 1)
-        settings = GenerationSettings.resolve(self.model, num_return_sequences=num_rows)
-        law = settings.law(self.model, [prompt], [1])
-        with exclusive(self.model):
-            with tree_attention(self.model):
-                cache = TreeCache(num_rows=1, room=length + 1)
-                prefill(self.model, cache, prompt[:-1], row=0)
-                start = StepStart(cache, [0] * num_rows, rows, law, self.verifier, num_top=0)
-                step = self.backend.new_step(start)
-
-            def run_step(batch: DraftBatch) -> None:
-                step.forward(batch, live, noise)
-                step.verify()
-
-            with step.attention():
-                sizes = {"num_rows": num_rows, "length": length, "most_tokens": most_tokens}
-                return measure_cost(run_step, **sizes, seconds=seconds)
+        sizes = {"num_rows": num_rows, "length": length}
+        with sample_steps(self.model, self.backend, self.verifier, **sizes) as run_step:
+            return measure_cost(run_step, **sizes, most_tokens=most_tokens, seconds=seconds)
 
     def _new_call(
         self,
@@ -223,30 +237,56 @@ class Engine:
         on_commit: Callable[[Row, list[int]], None] | None,
         input_ids: object = None,
         attention_mask: object = None,
-        generation_config: GenerationConfig | None = None,
-        logits_processors: object = None,
-        stop: str | Sequence[str] | None = None,
-        stop_token_ids: object = None,
-        stopping_criteria: object = None,
+        max_rows: int | None = None,
         seed: int | None = None,
         draft: bool = True,
         learn: bool = True,
         **settings: object,
-    ) -> tuple[Call, int]:
-        """A call that has not begun, and its samples per prompt; everything that does not fit raises before any
-        work, the drafter's preparation included."""
+    ) -> tuple[Call, list[Job]]:
+        """A call that has not begun, and its jobs; everything that does not fit raises before any work, the drafter's
+        preparation included."""
         check_flags(draft=draft, learn=learn)
-        resolved = GenerationSettings.resolve(
-            self.model,
-            generation_config,
-            end_ids=stop_token_ids,
-            default_end=None if self.tokenizer is None else self.tokenizer.eos_token_id,
-            **settings,
-        )
-        num_samples = resolved.num_return_sequences
-        token_ids = self._reader(resolved).read(prompts, input_ids, attention_mask=attention_mask)
-        limits = resolved.limits(self.model, token_ids)
-        _check_room(self.model, len(token_ids) * num_samples, max(map(len, token_ids)))
+        reader = JobReader(self.model, self.tokenizer, problems=self._problems, **settings)
+        token_ids = reader.prompts.read(prompts, input_ids, attention_mask=attention_mask)
+        count = reader.settings.num_return_sequences
+        if count * len(token_ids) > MOST_ROWS:
+            raise ValueError(
+                f"a call returns at most {MOST_ROWS} rows, got {len(token_ids)} prompts with num_return_sequences "
+                f"{count}; use engine.run, which yields rows as they end"
+            )
+        jobs = [reader.job(ids, range(place * count, (place + 1) * count)) for place, ids in enumerate(token_ids)]
+        options = {"seed": seed, "draft": draft, "learn": learn, "on_commit": on_commit}
+        return self._call_of(reader, jobs, max_rows, num_rows=count * len(jobs), **options), jobs
+
+    def _run_of(
+        self,
+        requests: Iterable[Request | object],
+        *,
+        max_rows: int | None,
+        seed: int | None = None,
+        draft: bool = True,
+        learn: bool = True,
+        **settings: object,
+    ) -> Call:
+        """As `_new_call`, of requests that are still to be read."""
+        check_flags(draft=draft, learn=learn)
+        reader = JobReader(self.model, self.tokenizer, problems=self._problems, **settings)
+        options = {"seed": seed, "draft": draft, "learn": learn, "on_commit": None}
+        return self._call_of(reader, map(reader.read, requests), max_rows, num_rows=MANY_ROWS, **options)
+
+    def _call_of(
+        self,
+        reader: JobReader,
+        jobs: Iterable[Job],
+        max_rows: int | None,
+        *,
+        num_rows: int,
+        seed: int | None,
+        draft: bool,
+        learn: bool,
+        on_commit: Callable[[Row, list[int]], None] | None,
+    ) -> Call:
+        """num_rows: the most that may be live, as far as is known."""
         is_seeded, is_learning = seed is not None, draft and learn and self.drafter.num_candidates > 0
         seed = checked_seed(seed)
         call = Call(
@@ -254,16 +294,9 @@ class Engine:
             backend=self.backend,
             drafter=self.drafter if draft else None,
             verifier=self.verifier,
-            law=resolved.law(self.model, token_ids, limits, logits_processors=logits_processors),
-            stop=StopRule(
-                resolved.end_ids,
-                stop_strings=(*resolved.stop_strings, *as_strings(stop)),
-                tokenizer=self.tokenizer,
-                criteria=stopping_criteria,
-                device=self.model.device,
-                max_time=resolved.config.max_time,
-            ),
-            rows=self._new_rows(token_ids, limits, num_samples),
+            law=lambda: reader.law,
+            jobs=jobs,
+            admission=admission(self.model, max_rows, most=self.backend.most_rows),
             seed=seed,
             own_seed=partial(self._own_seed, seed, is_learning),
             is_learning=is_learning,
@@ -271,16 +304,8 @@ class Engine:
             on_commit=on_commit,
         )
         if draft:
-            self.drafter.prepare(len(call.rows), self.measure_cost)
-        return call, num_samples
-
-    def _reader(self, settings: GenerationSettings) -> PromptReader:
-        pad_id = settings.config.pad_token_id
-        if pad_id is None and self.tokenizer is not None:
-            pad_id = self.tokenizer.pad_token_id
-        return PromptReader(
-            text_config(self.model).vocab_size, tokenizer=self.tokenizer, pad_id=pad_id, end_ids=settings.end_ids
-        )
+            self.drafter.prepare(min(num_rows, max_rows or num_rows), self.measure_cost)
+        return call
 
     def _own_seed(self, seed: int, is_learning: bool) -> int:
         """The seed of a call's own streams: another one whenever the drafter has learned since (stand/seeds.py)."""
@@ -289,24 +314,16 @@ class Engine:
         self._num_lessons += is_learning
         return own
 
-    def _new_rows(self, prompts: list[np.ndarray], limits: list[int], num_samples: int) -> list[Row]:
-        """Prompt-major. A prompt keeps its number over calls: what its samples showed is evidence for the next ones."""
-        rows = []
-        for prompt, limit in zip(prompts, limits, strict=True):
-            problem = self._problems.setdefault(problem_key(prompt), len(self._problems))
-            first = len(rows)
-            rows += [Row(first + sample, prompt, limit, problem=problem) for sample in range(num_samples)]
-        return rows
-
     def _output(self, call: Call, num_samples: int) -> GenerationOutput:
-        token_ids = [row.new_token_ids.tolist() for row in call.rows]
+        rows = sorted((row for _, row in call.scheduler.ended), key=lambda row: row.index)
+        token_ids = [row.new_token_ids.tolist() for row in rows]
         texts = None
         if self.tokenizer is not None:
             texts = self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
         return GenerationOutput(
             token_ids=token_ids,
             texts=texts,
-            finish_reasons=[row.finish_reason for row in call.rows],
+            finish_reasons=[row.finish_reason for row in rows],
             num_return_sequences=num_samples,
             seed=call.seed,
             stats=call.stats,
@@ -322,9 +339,10 @@ def _stream(call: Call, committed: list[tuple[int, str]]) -> Iterator[tuple[int,
         yield from pieces
 
 
-def _check_streamed(call: Call) -> None:
-    if len(call.rows) != 1:
-        raise ValueError(f"a streamer shows one row, got {len(call.rows)}; use engine.stream, which shows all rows")
+def _check_streamed(jobs: list[Job]) -> None:
+    num_rows = sum(len(job.rows) for job in jobs)
+    if num_rows != 1:
+        raise ValueError(f"a streamer shows one row, got {num_rows}; use engine.stream, which shows all rows")
 
 
 def _into(streamer: BaseStreamer) -> Callable[[Row, list[int]], None]:
@@ -368,12 +386,3 @@ def _fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
             )
         return vocabulary_fingerprint(tokenizer.get_vocab())
     return vocabulary_fingerprint({"vocab_size": text_config(model).vocab_size})
-
-
-def _check_room(model: PreTrainedModel, num_rows: int, length: int) -> None:
-    """Refuse, before any work, prompts whose copies alone exceed the memory."""
-    config = text_config(model)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    element = torch.finfo(model.dtype).bits // 8
-    check_fits(2 * config.num_hidden_layers * heads * size * element * num_rows * length, model.device)

@@ -13,7 +13,6 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, WatermarkingConfig
 
 from stand.forward.model import longrope_border, max_positions
-from stand.processors import ProcessorChain, checked_processors
 from stand.sampling import SamplingParams, TargetLaw
 from stand.stop import as_strings
 
@@ -157,30 +156,14 @@ class GenerationSettings:
             )
         return limits
 
-    def law(
-        self,
-        model: PreTrainedModel,
-        prompts: Sequence[np.ndarray],
-        limits: Sequence[int],
-        *,
-        logits_processors: object = (),
-    ) -> TargetLaw:
-        """What transformers would draw from after each prompt: its own list of processors, in its order."""
-        own = checked_processors(logits_processors)
-        by_prompt = [self._processors(model, prompt, limit, own) for prompt, limit in zip(prompts, limits, strict=True)]
-        if self.config.do_sample:
-            params, count = SamplingParams.at_the_end_of(by_prompt[0])
-            by_prompt = [processors[: len(processors) - count] for processors in by_prompt]
-        else:
-            params = SamplingParams(temperature=0.0)
-        if not by_prompt[0]:
-            return TargetLaw(params)
-        return TargetLaw(params, processors=ProcessorChain(by_prompt, num_return_sequences=self.num_return_sequences))
+    def law(self, processors: Sequence[LogitsProcessor]) -> TargetLaw:
+        """What transformers would draw from with the `processors` of request 0."""
+        return TargetLaw.of(processors, is_sampled=self.config.do_sample)
 
-    def _processors(
-        self, model: PreTrainedModel, prompt: np.ndarray, limit: int, own: list[LogitsProcessor]
+    def processors(
+        self, model: PreTrainedModel, prompt: np.ndarray, limit: int, *, own: Sequence[LogitsProcessor] = ()
     ) -> list[LogitsProcessor]:
-        """As `GenerationMixin.generate` makes them for this prompt alone."""
+        """As `GenerationMixin.generate` makes them for this prompt alone; own: the caller's, checked."""
         config = copy.deepcopy(self.config)
         config.max_new_tokens = limit
         input_ids = torch.from_numpy(prompt.astype(np.int64)).to(model.device)[None]
@@ -192,7 +175,7 @@ class GenerationSettings:
             config,
             input_ids_seq_length=len(prompt),
             encoder_input_ids=input_ids,
-            logits_processor=own,
+            logits_processor=list(own),
             device=model.device,
         )
 

@@ -95,7 +95,6 @@ class Node:
 
     place: int  # in the packed batch
     row: Row
-    prompt: int  # number of the row's prompt in the call
     path: tuple[int, ...]  # draft tokens from the row's pending token down to the node itself
 
     def prefix(self) -> np.ndarray:
@@ -104,27 +103,48 @@ class Node:
 
 
 class ProcessorChain:
-    """Runs the processors of each prompt in their order.
+    """Runs the processors of each request in their order.
 
-    Lists of different prompts hold the same processors, made for prompts of different lengths. Processors of classes
+    Lists of different requests hold the same processors, made for prompts of different lengths. Processors of classes
     other than those above may remember their calls: see `PerRow`.
     """
 
-    def __init__(self, by_prompt: Sequence[Sequence[LogitsProcessor]], *, num_return_sequences: int = 1):
-        self.by_prompt = [list(processors) for processors in by_prompt]
-        self._num_return_sequences = num_return_sequences
+    def __init__(self, first: Sequence[LogitsProcessor]):
+        """first: those of request 0."""
+        self.by_request = {0: list(first)}
+        self._kinds = [type(processor) for processor in first]
+        self._has_prefixes = any(kind not in WITHOUT_PREFIX for kind in self._kinds)
         self._per_row = {
-            place: PerRow([processors[place] for processors in self.by_prompt])
-            for place, processor in enumerate(self.by_prompt[0])
+            place: PerRow({0: processor})
+            for place, processor in enumerate(first)
             if type(processor) not in WITHOUT_PREFIX | BY_PREFIX
         }
 
+    def admit(self, request: int, processors: Sequence[LogitsProcessor]) -> None:
+        """Those of a further request. Raises ValueError where they are not of the same kinds."""
+        kinds = [type(processor) for processor in processors]
+        if kinds != self._kinds:
+            raise ValueError(
+                f"the requests of a call must need the same processors, got {_names(kinds)} beside "
+                f"{_names(self._kinds)}; give end tokens to all or none, or make two calls"
+            )
+        self.by_request[request] = list(processors)
+        for place, per_row in self._per_row.items():
+            per_row.by_request[request] = processors[place]
+
+    def forget(self, row: Row, *, is_last: bool) -> None:
+        """The row has ended, and with the last one its request."""
+        for per_row in self._per_row.values():
+            per_row.forget(row, is_last=is_last)
+        if is_last:
+            self.by_request.pop(row.request, None)
+
     def __call__(self, scores: torch.Tensor, batch: DraftBatch, rows: Sequence[Row]) -> torch.Tensor:
         """[M, V] float32 raw scores of the packed nodes of `rows` -> processed ones."""
-        has_prefixes = any(type(processor) not in WITHOUT_PREFIX for processor in self.by_prompt[0])
-        nodes = self._nodes(batch, rows) if has_prefixes else []
+        processors = self.by_request[rows[0].request]
+        nodes = self._nodes(batch, rows) if self._has_prefixes else []
         groups: dict[tuple[int, int], tuple[list[int], torch.Tensor]] = {}  # filled when first asked for
-        for place, processor in enumerate(self.by_prompt[0]):
+        for place, processor in enumerate(processors):
             if type(processor) in WITHOUT_PREFIX:
                 scores = processor(None, scores)
             elif place in self._per_row:
@@ -133,8 +153,8 @@ class ProcessorChain:
                 scores = processor(_padded(nodes, scores.device), scores)
             else:
                 scores, groups = scores.clone(), groups or _groups(nodes, scores.device)
-                for (prompt, _), (places, prefixes) in groups.items():
-                    scores[places] = self.by_prompt[prompt][place](prefixes, scores[places])
+                for (request, _), (places, prefixes) in groups.items():
+                    scores[places] = self.by_request[request][place](prefixes, scores[places])
         return scores
 
     def _nodes(self, batch: DraftBatch, rows: Sequence[Row]) -> list[Node]:
@@ -145,8 +165,12 @@ class ProcessorChain:
             for place in range(first, end):
                 parent = first + int(batch.parents[place])
                 path = (*nodes[parent].path, int(batch.token_ids[place])) if place > first else ()
-                nodes.append(Node(place, row, row.index // self._num_return_sequences, path))
+                nodes.append(Node(place, row, path))
         return nodes
+
+
+def _names(kinds: Sequence[type]) -> str:
+    return ", ".join(kind.__name__ for kind in kinds) or "none"
 
 
 def _asks_which_tokens(processor: LogitsProcessor) -> bool:
@@ -165,10 +189,10 @@ def _padded(nodes: Sequence[Node], device: torch.device) -> torch.Tensor:
 
 
 def _groups(nodes: Sequence[Node], device: torch.device) -> dict[tuple[int, int], tuple[list[int], torch.Tensor]]:
-    """By prompt and length of prefix: places of nodes, and their prefixes [n, length] int64."""
+    """By request and length of prefix: places of nodes, and their prefixes [n, length] int64."""
     members: dict[tuple[int, int], list[Node]] = {}
     for node in nodes:
-        members.setdefault((node.prompt, len(node.row.history) + len(node.path)), []).append(node)
+        members.setdefault((node.row.request, len(node.row.history) + len(node.path)), []).append(node)
     return {
         key: ([node.place for node in group], torch.from_numpy(np.stack([node.prefix() for node in group])).to(device))
         for key, group in members.items()
@@ -180,15 +204,15 @@ class PerRow:
     """A processor that may keep a state, called with one row at a time as plain decoding of that row would call it.
 
     Every node of a draft continues a copy of what its parent's call left behind, so branches that are not kept leave
-    no trace. The processors themselves, one per prompt, are only copied, by `copy.deepcopy`: a class with large
+    no trace. The processors themselves, one per request, are only copied, by `copy.deepcopy`: a class with large
     constant parts should share them in its `__deepcopy__`.
     """
 
-    by_prompt: Sequence[LogitsProcessor]
+    by_request: dict[int, LogitsProcessor]
     _last: dict[int, tuple[int, dict[tuple[int, ...], LogitsProcessor]]] = field(default_factory=dict)  # by row index
 
     def __post_init__(self) -> None:
-        _copy(self.by_prompt[0])
+        _copy(self.by_request[0])
 
     def __call__(self, scores: torch.Tensor, nodes: Sequence[Node]) -> torch.Tensor:
         """[M, V] float32 -> the same shape; `nodes` holds parents before children."""
@@ -208,10 +232,16 @@ class PerRow:
         self._last.update(now)
         return scores
 
+    def forget(self, row: Row, *, is_last: bool) -> None:
+        """As `ProcessorChain.forget`."""
+        self._last.pop(row.index, None)
+        if is_last:
+            self.by_request.pop(row.request, None)
+
     def _continued(self, node: Node) -> LogitsProcessor:
         """What the call before the row's pending token left behind."""
         if node.row.index not in self._last:
-            return _copy(self.by_prompt[node.prompt])
+            return _copy(self.by_request[node.row.request])
         length, copies = self._last.pop(node.row.index)
         return copies[tuple(node.row.history[length:-1].tolist())]
 

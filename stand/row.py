@@ -11,10 +11,13 @@ import numpy as np
 class Row:
     """Committed tokens of a trajectory. The last one is *pending*: its keys are not in the cache yet."""
 
-    def __init__(self, index: int, prompt: np.ndarray, max_new_tokens: int, *, problem: int = 0):
-        self.index = index  # place in the call; with the seed it names the row's random streams
+    def __init__(self, index: int, prompt: np.ndarray, max_new_tokens: int, *, problem: int = 0, request: int = 0):
+        self.index = index  # its number in the call; with the seed it names the row's random streams
         self.problem = problem  # number of its prompt; the samples of a prompt share it
+        self.request = request  # number of its request in the call
         self.num_steps = 0  # verifications so far
+        self.num_drafted = 0  # nodes drafted for it so far, roots excluded
+        self.started = self.ended = 0.0  # seconds of the call's clock (`Stats.elapsed`)
         self.finish_reason: str | None = None
         self._prompt_length = len(prompt)
         self._max_new_tokens = max_new_tokens
@@ -26,6 +29,10 @@ class Row:
     def history(self) -> np.ndarray:
         """[prompt + generated] int32 view, the pending token last."""
         return self._tokens[: self._length]
+
+    @property
+    def prompt(self) -> np.ndarray:
+        return self._tokens[: self._prompt_length]
 
     @property
     def new_token_ids(self) -> np.ndarray:
@@ -40,6 +47,11 @@ class Row:
     def num_remaining(self) -> int:
         """New tokens that may still come."""
         return self._max_new_tokens - (self._length - self._prompt_length)
+
+    @property
+    def most_cached(self) -> int:
+        """Tokens whose keys the cache may come to hold, drafts aside."""
+        return self._prompt_length + self._max_new_tokens - 1
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Commit one step's tokens."""
@@ -57,7 +69,7 @@ class LiveRows:
 
     rows: Sequence[Row]
     histories: list[np.ndarray]  # per row: int32 committed tokens, the pending one last
-    indices: np.ndarray  # [B] int64: the rows' numbers within the call
+    indices: np.ndarray  # [B] int64: the rows' numbers in the call
     steps: np.ndarray  # [B] int64: verifications so far
     problems: np.ndarray  # [B] int64
     lengths: np.ndarray  # [B] int64: tokens whose keys the cache holds

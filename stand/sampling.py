@@ -83,10 +83,31 @@ class Laws(NamedTuple):
 class TargetLaw:
     """Turns a step's logits into each node's law: processors in their order, then temperature and filters."""
 
-    def __init__(self, params: SamplingParams, *, processors: ProcessorChain | None = None):
+    def __init__(self, params: SamplingParams, *, processors: ProcessorChain | None = None, num_filters: int = 0):
+        """num_filters: how many of a request's processors stand for `params`, at their end."""
         self.params = params
         self._processors = processors
+        self._num_filters = num_filters
         self._warpers = _make_warpers(params)
+
+    @classmethod
+    def of(cls, processors: Sequence[LogitsProcessor], *, is_sampled: bool) -> TargetLaw:
+        """What transformers draws with these processors, made for request 0; `admit` takes those of further ones."""
+        params, count = (
+            SamplingParams.at_the_end_of(processors) if is_sampled else (SamplingParams(temperature=0.0), 0)
+        )
+        others = processors[: len(processors) - count]
+        return cls(params, processors=ProcessorChain(others) if others else None, num_filters=count)
+
+    def admit(self, request: int, processors: Sequence[LogitsProcessor]) -> None:
+        """A further request's, made with the same settings. Raises ValueError where they are of other kinds."""
+        others = processors[: len(processors) - self._num_filters]
+        (ProcessorChain([]) if self._processors is None else self._processors).admit(request, others)
+
+    def forget(self, row: Row, *, is_last: bool) -> None:
+        """The row has ended; is_last: and so have all others of its request."""
+        if self._processors is not None:
+            self._processors.forget(row, is_last=is_last)
 
     def process(self, logits: torch.Tensor, batch: DraftBatch, rows: Sequence[Row]) -> torch.Tensor:
         """[M, V] logits of any float dtype -> [M, V] float32 scores, before temperature and filters."""

@@ -34,6 +34,7 @@ class Stats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(VERBS, 0.0))
     prefill_seconds: float = 0.0
     wall_seconds: float = 0.0
+    _began: float | None = field(default=None, init=False, repr=False, compare=False)  # the wall time's open block
     _open: list[str] = field(default_factory=list, init=False, repr=False, compare=False)  # verbs being timed
     _changed: float = field(default=0.0, init=False, repr=False, compare=False)
 
@@ -106,11 +107,16 @@ class Stats:
 
     @contextmanager
     def timed_wall(self) -> Iterator[None]:
-        start = time.perf_counter()
+        self._began = time.perf_counter()
         try:
             yield
         finally:
-            self.wall_seconds += time.perf_counter() - start
+            self.wall_seconds, self._began = self.elapsed, None
+
+    @property
+    def elapsed(self) -> float:
+        """Wall seconds so far, the block that is running included."""
+        return self.wall_seconds + (0.0 if self._began is None else time.perf_counter() - self._began)
 
     def count_step(self, batch: DraftBatch, kept_nodes: np.ndarray) -> None:
         """Count one step of all rows whose packed nodes `kept_nodes` were emitted (`num_tokens` is the caller's)."""

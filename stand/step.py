@@ -18,7 +18,7 @@ from stand.forward.features import taken_features
 from stand.forward.model import run_plan
 from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_attention import tree_attention
-from stand.forward.tree_cache import TreeCache
+from stand.forward.tree_cache import DRAFT_ROOM, TreeCache
 from stand.row import LiveRows, Row
 from stand.sampling import TargetLaw
 from stand.trees import DraftBatch
@@ -27,11 +27,11 @@ from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepStart:
-    """What the steps of a call begin with: row rows[i] has the keys of row sources[i] of `prefilled`."""
+    """What the steps of a call begin with; `enter` then takes its rows."""
 
-    prefilled: TreeCache
-    sources: Sequence[int]
-    rows: Sequence[Row]
+    num_places: int  # the most rows that are live at once
+    rows: Sequence[Row]  # those that enter first
+    keys: TreeCache  # of the longest of their prompts
     law: TargetLaw
     verifier: Verifier
     num_top: int  # the most top entries per node that lessons ask for
@@ -39,7 +39,10 @@ class StepStart:
 
 
 class Step(Protocol):
-    """Used in this order: forward, verify, keep, teach; drop when a row ends; finish at the end of the call."""
+    """Used in this order: forward, verify, keep, teach; between steps enter and move; close at the end of the call.
+
+    The live rows hold places 0 .. B-1, in the order in which `forward` gets them.
+    """
 
     def attention(self) -> AbstractContextManager[None]:
         """Within it the model attends as this step needs."""
@@ -53,8 +56,12 @@ class Step(Protocol):
     def keep(self, places: np.ndarray, lengths: np.ndarray, accepted: Sequence[np.ndarray]) -> None:
         """Move the keys of nodes accepted[i], of the row at places[i], to follow its lengths[i] committed ones."""
 
-    def drop(self, source: int, target: int, length: int) -> None:
-        """The row at place `source`, with `length` committed keys, takes the place `target` of a row that ended."""
+    def enter(self, row: Row, place: int, keys: TreeCache) -> None:
+        """`row` starts in `place`, where a row has ended or none was; its committed keys are those of row 0 of
+        `keys`, which is given back and may be used again."""
+
+    def move(self, row: Row, source: int, target: int) -> None:
+        """`row` leaves place `source` for the place `target` of a row that ended."""
 
     def top_entries(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The target's best tokens after every node: ids [M, count] int32, probabilities [M, count] float32."""
@@ -70,6 +77,9 @@ class Step(Protocol):
     def finish(self) -> None:
         """Call what `teach` has put off."""
 
+    def close(self) -> None:
+        """The call is over, perhaps by an error: nothing more is asked of this step."""
+
 
 class EagerStep:
     """A packed forward on an unmodified model and a verifier of `stand.verifiers`."""
@@ -84,7 +94,7 @@ class EagerStep:
         num_top: int,
         wants_features: bool = False,
     ):
-        """num_top: the largest count that `top_entries` will be asked for."""
+        """cache: has a row for every place. num_top: the largest count that `top_entries` will be asked for."""
         self.cache = cache
         self._model = model
         self._law = law
@@ -121,8 +131,12 @@ class EagerStep:
         targets = np.concatenate([np.arange(1, count + 1) for count in counts])
         self.cache.compact(rows, starts + sources, starts + targets)
 
-    def drop(self, source: int, target: int, length: int) -> None:
-        self.cache.move(source, target, length)
+    def enter(self, row: Row, place: int, keys: TreeCache) -> None:
+        self.cache.most_room = max(self.cache.most_room, row.most_cached + DRAFT_ROOM)
+        self.cache.enter(place, keys, row.num_cached)
+
+    def move(self, row: Row, source: int, target: int) -> None:
+        self.cache.move(source, target, row.num_cached)
 
     def top_entries(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """As in `Laws`."""
@@ -136,3 +150,6 @@ class EagerStep:
 
     def finish(self) -> None:
         """Nothing is put off."""
+
+    def close(self) -> None:
+        """Nothing outlives the object."""

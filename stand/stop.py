@@ -42,6 +42,18 @@ class StopRule:
         self._device = device
         self._deadline = None if max_time is None else time.monotonic() + max_time
 
+    def with_ends(self, end_ids: Iterable[int], stop_strings: tuple[str, ...]) -> StopRule:
+        """The same rule, same deadline, with other end tokens and stop strings; see `__init__`."""
+        other = StopRule(
+            end_ids, stop_strings=stop_strings, tokenizer=self._tokenizer, criteria=self._criteria, device=self._device
+        )
+        other._deadline = self._deadline
+        return other
+
+    def forget(self, row: Row) -> None:
+        """The row has ended: its copies of the criteria may go."""
+        self._criteria_of.pop(row.index, None)
+
     def cut(self, row: Row, token_ids: list[int]) -> tuple[int, str | None]:
         """How many of a step's tokens the row gains, and why it ends with the last of them, if it does.
 

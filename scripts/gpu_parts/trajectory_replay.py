@@ -34,6 +34,7 @@ from stand.gpu.packet import Field
 from stand.gpu.step_size import StepSize
 from stand.output import GenerationOutput
 from stand.row import Row
+from stand.scheduling.request import Job
 from stand.stats import Stats
 from stand.step import StepStart
 from stand.trees import BlendedLookup, DraftBatch
@@ -126,6 +127,7 @@ class ReplayBackend:
 
     name = "triton"
     reason = "recorded trajectories are replayed"
+    most_rows = None
 
     def __init__(self, model: PreTrainedModel, fusion: Fusion | None):
         self.rule = RecordedRule(())
@@ -135,9 +137,9 @@ class ReplayBackend:
         self._fusion = fusion
 
     def new_step(self, start: StepStart) -> TimedStep:
-        if self.step is None or not self.step.serves(start.law, len(start.rows)):
-            self.step = TimedStep(self._model, start.law, self.rule, num_rows=len(start.rows), fusion=self._fusion)
-        self.step.load(start.prefilled, start.sources, start.rows)
+        if self.step is None or not self.step.serves(start.law, start.num_places):
+            self.step = TimedStep(self._model, start.law, self.rule, num_rows=start.num_places, fusion=self._fusion)
+        self.step.begin(start.keys, start.rows)
         self.start = time.perf_counter() - self.step.recording_seconds
         return self.step
 
@@ -184,7 +186,7 @@ class ReplayEngine(Engine):
         """Of the last call."""
         return self.backend.step
 
-    def _new_call(self, prompts: None, *, on_commit: None, **settings: object) -> Call:
+    def _new_call(self, prompts: None, *, on_commit: None, **settings: object) -> tuple[Call, list[Job]]:
         return super()._new_call(prompts, on_commit=self._note_end, **settings)
 
     def _note_end(self, row: Row, token_ids: list[int]) -> None:

@@ -29,6 +29,9 @@ def prefill_features(model: PreTrainedModel, cache: TreeCache, token_ids: np.nda
     """`prefill`, and the features [L, D] of `token_ids`, int32 [L]."""
     with taken_features(model) as taken:
         prefill(model, cache, token_ids, row=row)
-    return torch.cat(taken) if taken else torch.empty(
-        0, text_config(model).hidden_size, dtype=model.dtype, device=model.device
-    )  # fmt: skip
+    return torch.cat(taken) if taken else no_features(model)
+
+
+def no_features(model: PreTrainedModel) -> torch.Tensor:
+    """[0, D]."""
+    return torch.empty(0, text_config(model).hidden_size, dtype=model.dtype, device=model.device)

@@ -57,7 +57,18 @@ def run_plan(model: PreTrainedModel, cache: TreeCache, plan: StepPlan, *, logits
 
 def prefill(model: PreTrainedModel, cache: TreeCache, token_ids: np.ndarray, *, row: int) -> None:
     """Write the keys of `token_ids`, int32 [L], into the empty cache row `row`, chunk by chunk."""
-    for start in range(0, len(token_ids), PROMPT_CHUNK):
-        chunk = token_ids[start : start + PROMPT_CHUNK]
-        plan = StepPlan.for_prompt(chunk, start, row=row, device=model.device)
+    done = 0
+    while done < len(token_ids):
+        done = prefill_chunk(model, cache, token_ids, done, row=row)
+
+
+def prefill_chunk(model: PreTrainedModel, cache: TreeCache, token_ids: np.ndarray, done: int, *, row: int) -> int:
+    """The next chunk of `token_ids`, int32 [L], whose first `done` keys cache row `row` holds; how many it holds now.
+
+    The chunks of a prompt are the same whenever they are run, and so are its keys.
+    """
+    chunk = token_ids[done : done + PROMPT_CHUNK]
+    if len(chunk):
+        plan = StepPlan.for_prompt(chunk, done, row=row, device=model.device)
         run_plan(model, cache, plan, logits_to_keep=1)
+    return done + len(chunk)

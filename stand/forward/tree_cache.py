@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from transformers.cache_utils import Cache
 from stand.forward.packed_plan import StepPlan
 
 ROOM_QUANTUM = 256  # slots; rooms grow by doubling, rounded up to this
+DRAFT_ROOM = 256  # slots behind a row's own tokens that its drafts may take
 
 
 class CacheMemoryError(MemoryError):
@@ -24,12 +26,16 @@ class TreeCache(Cache):
     Rows 0 .. R-1 hold one trajectory each. `update` writes the plan's tokens behind their rows' committed slots and
     hands the attention function views of the plan's rows; `compact` moves the accepted path to the front;
     nothing else is kept, so a rejected token costs no clean-up.
+
+    What the steps of a call need of a cache: `begin`, `update` and `get_seq_length` in a forward, `compact` after it,
+    and between steps `enter` (a row starts) and `move` (a row takes another place).
     """
 
     def __init__(self, num_rows: int, room: int):
         super().__init__(layers=[])
         self.num_rows = num_rows
         self.room = _round_up(room)
+        self.most_room = 0  # rooms that double stop here, where set; a longer row still gets what it needs
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self._plan: StepPlan | None = None
@@ -37,7 +43,7 @@ class TreeCache(Cache):
     def begin(self, plan: StepPlan) -> None:
         """Make room for the plan's tokens; the next forward writes them."""
         if plan.kv_length > self.room:
-            self._grow(max(plan.kv_length, 2 * self.room))
+            self._grow(max(plan.kv_length, min(2 * self.room, self.most_room or 2 * self.room)))
         self._plan = plan
 
     def update(
@@ -72,6 +78,16 @@ class TreeCache(Cache):
                 places[device] = [torch.from_numpy(array).to(device) for array in (rows, sources, targets)]
             at, read, write = places[device]
             storage[at, :, write] = storage[at, :, read]
+
+    def enter(self, row: int, prefilled: TreeCache, length: int) -> None:
+        """Row `row` starts with the first `length` slots of row 0 of `prefilled`; what it held is gone."""
+        if length > self.room:
+            self._grow(length)
+        for own, others in ((self.keys, prefilled.keys), (self.values, prefilled.values)):
+            for layer, states in enumerate(others):
+                if layer == len(own):
+                    own.append(_allocate(states, self.num_rows, self.room))
+                own[layer][row, :, :length] = states[0, :, :length]
 
     def fan_out(self, sources: Sequence[int]) -> None:
         """Row i becomes a copy of today's row sources[i]."""
@@ -129,6 +145,21 @@ def check_fits(nbytes: int, device: torch.device) -> None:
         return
     if nbytes > total:
         raise CacheMemoryError(_too_large(nbytes))
+
+
+def available_bytes(device: torch.device) -> float:
+    """What can still be allocated: of a GPU its free memory and what torch holds of it unused; of a CPU what the
+    system calls available, caches of files included, else its free pages. Unlimited on other devices."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    if device.type != "cpu":
+        return float("inf")
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
 
 
 def _too_large(nbytes: int) -> str:

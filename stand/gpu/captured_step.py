@@ -38,7 +38,7 @@ FIRST_ROOM = 8192  # new tokens per row that have room from the start; beyond, t
 
 
 class CapturedStep:
-    """Implements `stand.step.Step` over a `DeviceCache`; a row's place there is its number within the call."""
+    """A `stand.step.Step` over a `DeviceCache`. A row keeps its place there, whatever its place in the batch."""
 
     def __init__(
         self,
@@ -57,6 +57,8 @@ class CapturedStep:
         self._rule = GreedyRule() if law.params.is_greedy else rule
         self._num_rows = num_rows
         self._cache: DeviceCache | None = None
+        self._held: list[Row | None] = [None] * num_rows  # by place in the cache: whose keys lie there
+        self._place_of: dict[int, int] = {}  # by row number: its place in the cache
         self._output = StepOutput(model, num_rows)
         self.replay = runner_for(model.device) if replay is None else replay
         self._recorded: dict[StepSize, tuple[StepBody, Program]] = {}
@@ -83,14 +85,24 @@ class CapturedStep:
         with tree_attention(self._model, KERNEL_ATTENTION_NAME), fused:
             yield
 
-    def load(self, prefilled: TreeCache, sources: Sequence[int], rows: Sequence[Row]) -> None:
-        """Row rows[i] starts with the keys of row sources[i] of `prefilled`."""
+    def begin(self, keys: TreeCache, rows: Sequence[Row]) -> None:
+        """A call begins with these rows, which are still to enter; keys: any of a prompt of this model."""
         room = max(row.num_cached + min(row.num_remaining, FIRST_ROOM) for row in rows) + MAX_ROW_NODES
         if self._cache is None or self._cache.room < room:
             self.use(None)  # the old block goes before the new one comes
-            self.use(DeviceCache.like(prefilled, num_rows=self._num_rows, room=room))
-        self._cache.load(prefilled, sources, max(row.num_cached for row in rows))
+            self.use(DeviceCache.like(keys, num_rows=self._num_rows, room=room))
+        self._held, self._place_of = [None] * self._num_rows, {}
         self._unread, self._num_scored, self._lesson = None, 0, None
+
+    def enter(self, row: Row, place: int, keys: TreeCache, *, source: int = 0) -> None:
+        """As in `Step`; source: the row of `keys`."""
+        self._make_room(row.num_cached + 1, [row, *(held for held in self._held if held is not None)])
+        is_free = (held is None or held.finish_reason is not None for held in self._held)
+        free = next(place for place, free in enumerate(is_free) if free)
+        if self._held[free] is not None:
+            self._place_of.pop(self._held[free].index)
+        self._held[free], self._place_of[row.index] = row, free
+        self._cache.enter(free, keys, row.num_cached, source=source)
 
     def use(self, cache: DeviceCache | None) -> None:
         """Decode after these keys; what is recorded knows another cache's addresses and goes."""
@@ -99,7 +111,7 @@ class CapturedStep:
 
     def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
         """The whole step, up to the verdict; what the step before showed is learned while the device works."""
-        self._prepare(batch, live.lengths, live.indices, noise, rows=live.rows)
+        self._prepare(batch, live.lengths, self._places(live.rows), noise, rows=live.rows)
         self.launch()
         self.finish()
         self._verdicts = self.verdicts()
@@ -115,22 +127,34 @@ class CapturedStep:
         if lesson is not None:
             lesson()
 
-    def close(self) -> Runner:
+    def close(self) -> None:
+        """The rows are gone; the cache and what is recorded stay, for a further call."""
+        self._lesson = None
+
+    def dissolve(self) -> Runner:
         """Give all memory back; the replay, for the step that follows."""
         self.use(None)
         self._output = None
         return self.replay
 
     def release(self, rows: Sequence[Row]) -> TreeCache:
-        """The committed keys of these rows, in their order, for eager steps. The step itself is of no use after it."""
+        """The committed keys of these rows, in their order, and room for as many rows as before, for eager steps. The
+        step itself is of no use after it."""
         self._forget()
         cache, self._cache = self._cache, None
-        return cache.release([row.index for row in rows])
+        places = [self._place_of.get(row.index) for row in rows]  # None: another row has entered there
+        others = (place for place in range(self._num_rows) if place not in set(places))
+        order = [next(others) if place is None else place for place in places]
+        return cache.release([*order, *others])
 
     def prepare(self, batch: DraftBatch, rows: Sequence[Row], noise: VerifierNoise) -> None:
         """Fill the packet of this step, recording it first where its size is new."""
         live = LiveRows.of(rows)
-        self._prepare(batch, live.lengths, live.indices, noise, rows=rows)
+        self._prepare(batch, live.lengths, self._places(rows), noise, rows=rows)
+
+    def _places(self, rows: Sequence[Row]) -> np.ndarray:
+        """[B] int64: where their keys lie in the cache."""
+        return np.array([self._place_of[row.index] for row in rows], dtype=np.int64)
 
     def _prepare(
         self, batch: DraftBatch, lengths: np.ndarray, places: np.ndarray, noise: VerifierNoise, *, rows: Sequence[Row]
@@ -171,8 +195,8 @@ class CapturedStep:
     def keep(self, places: np.ndarray, lengths: np.ndarray, accepted: Sequence[np.ndarray]) -> None:
         """Nothing: the graph has moved the keys."""
 
-    def drop(self, source: int, target: int, length: int) -> None:
-        """Nothing: a row keeps its place in the cache, whatever its place in the batch."""
+    def move(self, row: Row, source: int, target: int) -> None:
+        """Nothing: a row keeps its place in the cache."""
 
     def top_entries(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         if count > LEARNED_ROWS:

@@ -82,12 +82,11 @@ class DeviceCache(Cache):
         """The storage's extent: rows have lengths of their own, which the attention knows."""
         return self.room
 
-    def load(self, prefilled: TreeCache, sources: Sequence[int], length: int) -> None:
-        """Row i starts as the first `length` slots of row sources[i] of `prefilled`."""
+    def enter(self, row: int, prefilled: TreeCache, length: int, *, source: int = 0) -> None:
+        """Row `row` starts as the first `length` slots of row `source` of `prefilled`."""
         for layer, states in enumerate(zip(prefilled.keys, prefilled.values, strict=True)):
             for kind, state in enumerate(states):
-                for row, source in enumerate(sources):
-                    self.storage[layer, kind, row, :, :length] = state[source, :, :length]
+                self.storage[layer, kind, row, :, :length] = state[source, :, :length]
 
     def grow(self, room: int) -> None:
         """More slots per row, at new addresses: what was recorded with the old ones must be gone.

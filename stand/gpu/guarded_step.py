@@ -35,6 +35,9 @@ class GuardedStep:
         self.captured = captured
         self._new_eager, self._on_failure = new_eager, on_failure
         self._step: Step | None = captured
+        self.is_free = False  # the call is over, so that a further one may take the graphs
+        self._rows: list[Row] = []  # by place
+        self._attention: ExitStack | None = None  # while it is entered
         self._lesson_error: Exception | None = None
 
     @classmethod
@@ -47,34 +50,37 @@ class GuardedStep:
         fusion: Fusion | None,
         on_failure: Callable[[str], None],
     ) -> GuardedStep:
-        """A step loaded with the prompts' keys, as `Backend.new_step` says.
+        """A step without rows, as `Backend.new_step` says.
 
-        `previous` with its graphs is taken where it serves this call, else closed. A step that cannot be made or loaded
-        begins as an eager one.
+        `previous` with its graphs is taken where it serves this call, else dissolved, unless its call still goes on. A
+        step that cannot be made begins as an eager one.
         """
 
         def new_eager(cache: TreeCache) -> EagerStep:
             return EagerStep(model, cache, start.law, start.verifier, num_top=start.num_top)
 
-        captured = None if previous is None else previous.captured
+        captured = None if previous is None or not previous.is_free else previous.captured
         try:
-            if captured is None or not captured.serves(start.law, len(start.rows)):
-                replay = None if captured is None else captured.close()
-                rule, num_rows = device_rule(start.verifier), len(start.rows)
+            if captured is None or not captured.serves(start.law, start.num_places):
+                replay = None if captured is None else captured.dissolve()
+                rule, num_rows = device_rule(start.verifier), start.num_places
                 captured = CapturedStep(model, start.law, rule, num_rows=num_rows, fusion=fusion, replay=replay)
-            captured.load(start.prefilled, start.sources, start.rows)
+            captured.begin(start.keys, start.rows)
         except Exception as error:
-            start.prefilled.fan_out(start.sources)
             step = cls(None, new_eager, on_failure)
-            step._go_on(start.prefilled, error)
+            room = max(row.num_cached for row in start.rows) + 1
+            step._go_on(TreeCache(start.num_places, room=room), error)
             return step
         return cls(captured, new_eager, on_failure)
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        with ExitStack() as self._attention:
-            self._attention.enter_context(self._step.attention())
-            yield
+        try:
+            with ExitStack() as self._attention:
+                self._attention.enter_context(self._step.attention())
+                yield
+        finally:
+            self._attention = None
 
     def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
         """A ValueError is no failure of the device, the step refuses what it was given; nor is a lesson's error."""
@@ -95,8 +101,21 @@ class GuardedStep:
     def keep(self, places: np.ndarray, lengths: np.ndarray, accepted: Sequence[np.ndarray]) -> None:
         self._step.keep(places, lengths, accepted)
 
-    def drop(self, source: int, target: int, length: int) -> None:
-        self._step.drop(source, target, length)
+    def enter(self, row: Row, place: int, keys: TreeCache) -> None:
+        """Where it fails, those that entered before go on with eager steps, and so does this one."""
+        if self.captured is not None:
+            try:
+                self.captured.enter(row, place, keys)
+            except Exception as error:
+                self._fall_back(self._rows, error)
+        if self.captured is None:
+            self._step.enter(row, place, keys)
+        self._rows[place : place + 1] = [row]
+
+    def move(self, row: Row, source: int, target: int) -> None:
+        self._step.move(row, source, target)
+        self._rows[target] = row
+        del self._rows[source:]
 
     def top_entries(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         return self._step.top_entries(count)
@@ -114,6 +133,10 @@ class GuardedStep:
     def finish(self) -> None:
         self._step.finish()
 
+    def close(self) -> None:
+        self._step.close()
+        self._rows, self.is_free = [], True
+
     def _fall_back(self, rows: Sequence[Row], error: Exception) -> None:
         """From here on eager steps over the same memory. Raises `error` where the keys cannot be read."""
         try:
@@ -122,8 +145,9 @@ class GuardedStep:
             raise error from broken
         self.captured.finish()  # what the step before showed, which it still holds
         self._go_on(cache, error)
-        self._attention.close()
-        self._attention.enter_context(self._step.attention())
+        if self._attention is not None:
+            self._attention.close()
+            self._attention.enter_context(self._step.attention())
 
     def _go_on(self, cache: TreeCache, error: Exception) -> None:
         self.captured, self._step = None, self._new_eager(cache)

@@ -97,7 +97,9 @@ class StepCheck:
         batch, law = self._batch, TargetLaw(params)
         rule = device_rule(self._verifier)
         step = CapturedStep(self._model, law, rule, num_rows=len(batch) + 1, fusion=None)
-        step.load(self._keys, range(len(batch)), self._rows)
+        step.begin(self._keys, self._rows)
+        for place, row in enumerate(self._rows):
+            step.enter(row, place, self._keys, source=place)
         with step.attention():
             step.prepare(batch, self._rows, self._noise)
             logits, written = step.direct(batch.num_nodes)

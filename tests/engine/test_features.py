@@ -69,6 +69,19 @@ def test_features_are_those_of_plain_forwards(family, learn):
     assert output.stats.num_forwards == len(drafter.lessons)
 
 
+def test_prompts_are_told_whenever_rows_of_theirs_enter(monkeypatch):
+    """Two places: a prompt's features are told again to its later row, of all its chunks, and run once."""
+    monkeypatch.setattr("stand.forward.model.PROMPT_CHUNK", 4)
+    drafter, model = Recorder(), tiny_model("llama")
+    output = generate(drafter, max_rows=2, num_return_sequences=3)
+    told = [prompt.tolist() for prompt, _ in drafter.prompts]
+    assert told[0] == PROMPTS[0] and len(told) > 3 and {*map(tuple, told)} == {*map(tuple, PROMPTS)}
+    assert output.stats.num_prompt_tokens == sum(map(len, PROMPTS))
+    for prompt, features in drafter.prompts:
+        if len(prompt) > 1:
+            torch.testing.assert_close(features, plain_features(model, prompt[:-1].tolist()), atol=1e-4, rtol=1e-3)
+
+
 def test_the_models_outputs_are_bit_equal_with_features_and_without():
     model, token_ids = tiny_model("llama"), torch.tensor(PROMPTS[2:])
     with torch.inference_mode():

@@ -154,7 +154,7 @@ def laws(settings: dict, **run) -> tuple[torch.Tensor, torch.Tensor]:
         )  # fmt: skip
     resolved = GenerationSettings.resolve(model, GenerationConfig(max_new_tokens=6, **run))
     history = np.array(PROMPT, dtype=np.int32)
-    law = resolved.law(model, [history], [6])
+    law = resolved.law(resolved.processors(model, history, 6))
     tokens = [PROMPT[-1], *output.sequences[0, len(PROMPT) : -1].tolist()]
     batch = DraftBatch.concatenate([draft_of(tokens, range(-1, len(tokens) - 1))])
     scores = law.process(torch.cat(output.logits), batch, [Row(0, history, 6)])
@@ -229,7 +229,7 @@ def test_defaults_are_those_of_transformers():
 
     def filters_of(config=None, **given):
         resolved = GenerationSettings.resolve(model, config, **given)
-        params = resolved.law(model, [np.array(PROMPT, dtype=np.int32)], [3]).params
+        params = resolved.law(resolved.processors(model, np.array(PROMPT, dtype=np.int32), 3)).params
         return params.temperature, params.top_k, params.top_p
 
     assert filters_of()[0] == 0

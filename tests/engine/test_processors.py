@@ -80,7 +80,11 @@ def law_of(asked: dict, prompts: list[np.ndarray], limit: int):
     settings = {name: value for name, value in asked.items() if name != "own"}
     model = tiny_model("qwen2")
     resolved = GenerationSettings.resolve(model, do_sample=True, **settings)
-    return resolved.law(model, prompts, [limit] * len(prompts), logits_processors=asked.get("own"))
+    lists = [resolved.processors(model, prompt, limit, own=asked.get("own") or ()) for prompt in prompts]
+    law = resolved.law(lists[0])
+    for request, processors in enumerate(lists[1:], start=1):
+        law.admit(request, processors)
+    return law
 
 
 def differences(asked: dict, run: dict | None = None) -> list[float]:
@@ -144,8 +148,9 @@ def test_a_processor_with_a_state_sees_each_row_as_if_decoded_alone():
     generator, size = np.random.default_rng(3), VOCABULARY_SIZE
     user_processor = Counting()
     histories = [[5, 9, 11], [7, 7, 2, 4]]
-    rows = [Row(index, np.array(history, dtype=np.int32), 20) for index, history in enumerate(histories)]
-    chain = ProcessorChain([[user_processor], [user_processor]])
+    rows = [Row(index, np.array(history, dtype=np.int32), 20, request=index) for index, history in enumerate(histories)]
+    chain = ProcessorChain([user_processor])
+    chain.admit(1, [user_processor])
     kept_paths = [((1, 3), ()), ((), (2,)), ((1,), (1, 3))]  # node places per step and row
     plain = [Counting(), Counting()]
     parents = [-1, 0, 0, 1]

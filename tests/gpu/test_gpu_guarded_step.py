@@ -80,6 +80,19 @@ def test_rows_that_ended_before_stay_ended_and_places_are_kept(plain_kernels, mo
         assert engine.generate(input_ids=PROMPTS, **settings).token_ids == expected.token_ids
 
 
+@pytest.mark.parametrize("count", [0, 1, 4, 7])
+def test_a_row_that_cannot_enter(plain_kernels, monkeypatch, count):
+    """At the beginning, and in the place of one that has ended; those that are live go on beside it."""
+    settings = {**SETTINGS, "num_return_sequences": 4, "stop_token_ids": [27, 42], "max_new_tokens": 60}
+    expected = engine_of("sdpa").generate(input_ids=PROMPTS, **settings)
+    engine = engine_of("triton")
+    error = RuntimeError("out of memory")
+    monkeypatch.setattr(DeviceCache, "enter", failing_after(count, DeviceCache.enter, error))
+    with pytest.warns(UserWarning, match="decoding goes on with eager steps"):
+        assert engine.generate(input_ids=PROMPTS, **settings, max_rows=3).token_ids == expected.token_ids
+    assert str(engine.backend) == "sdpa"
+
+
 def test_no_memory_for_growth(plain_kernels, monkeypatch):
     monkeypatch.setattr(captured_step, "FIRST_ROOM", 1)
     monkeypatch.setattr(captured_step, "MAX_ROW_NODES", 16)

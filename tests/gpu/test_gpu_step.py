@@ -92,6 +92,64 @@ def test_growth_of_the_cache_keeps_its_keys(plain_kernels, monkeypatch):
     assert generate("triton", lookup=taught_lookup(), max_new_tokens=400).token_ids == expected.token_ids
 
 
+@pytest.mark.parametrize("max_rows", [1, 3])
+def test_rows_that_enter_free_places_have_their_tokens(plain_kernels, max_rows):
+    """More rows than places, prompts of several lengths; the next prompt is run beside captured steps."""
+    prompts = [*PROMPTS, [10], list(range(20, 45))]
+    settings = {"num_return_sequences": 3, "max_new_tokens": 30, "temperature": 0.6, "seed": 4, "top_k": 0}
+    outputs = []
+    for name, places in (("sdpa", None), ("triton", max_rows)):
+        drafter = BlendedDrafter(taught_lookup(), budget=16)
+        engine = stand.wrap(kernel_model("qwen2"), verifier="match", backend=name, drafter=drafter, fuse=False)
+        outputs.append(engine.generate(input_ids=prompts, **settings, max_rows=places).token_ids)
+    assert outputs[0] == outputs[1] and str(engine.backend) == "triton"
+    assert engine.backend._previous.captured._cache.num_rows == max_rows
+
+
+def test_a_prompt_beyond_the_room_makes_more(plain_kernels, monkeypatch):
+    monkeypatch.setattr(captured_step, "FIRST_ROOM", 1)
+    monkeypatch.setattr(captured_step, "MAX_ROW_NODES", 20)
+    prompts, settings = [[3, 4], list(range(3, 60)), [5] * 90], {"max_new_tokens": 9, "temperature": 0.6, "seed": 4}
+    outputs = []
+    for name, places in (("sdpa", None), ("triton", 2)):
+        drafter = BlendedDrafter(budget=16)
+        engine = stand.wrap(kernel_model("qwen2"), verifier="match", backend=name, drafter=drafter, fuse=False)
+        outputs.append(engine.generate(input_ids=prompts, **settings, max_rows=places).token_ids)
+    assert outputs[0] == outputs[1] and str(engine.backend) == "triton"
+
+
+def test_runs_that_take_turns_keep_their_keys_apart(plain_kernels):
+    settings = {"num_return_sequences": 2, "max_new_tokens": 30, "temperature": 0.6, "max_rows": 2}
+    engines = [stand.wrap(kernel_model("qwen2"), verifier="match", backend="triton", fuse=False) for _ in range(2)]
+    alone = [{one.row: one.token_ids for one in engines[0].run(PROMPTS, **settings, seed=seed)} for seed in (1, 2)]
+    runs = [engines[1].run(PROMPTS, **settings, seed=seed) for seed in (1, 2)]
+    found = [{}, {}]
+    for ends in zip(*runs, strict=True):
+        for one, own in zip(ends, found, strict=True):
+            own[one.row] = one.token_ids
+    assert found == alone
+
+
+def test_a_run_that_was_left_leaves_nothing_to_the_next(plain_kernels):
+    settings = {"num_return_sequences": 2, "max_new_tokens": 30, "temperature": 0.6, "max_rows": 2, "seed": 3}
+    engine = stand.wrap(kernel_model("qwen2"), verifier="match", backend="triton", fuse=False)
+    expected = engine.generate(PROMPTS, **settings).token_ids
+    captured = engine.backend._previous.captured
+    for calls in (1, 4, 9):
+        with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+            counts = iter(range(100))
+
+            def launch(step, counts=counts, calls=calls, work=captured_step.CapturedStep.launch):
+                if next(counts) == calls:
+                    raise KeyboardInterrupt
+                work(step)
+
+            patch.setattr(captured_step.CapturedStep, "launch", launch)
+            engine.generate(PROMPTS, **settings)
+        assert engine.generate(PROMPTS, **settings).token_ids == expected
+        assert engine.backend._previous.captured is captured
+
+
 def test_a_second_call_uses_what_was_recorded(plain_kernels):
     drafter = BlendedDrafter(budget=16)
     engine = stand.wrap(kernel_model("qwen2"), backend="triton", verifier="match", drafter=drafter, fuse=False)

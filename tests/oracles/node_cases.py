@@ -23,7 +23,7 @@ def node_case(vocabulary_size: int = VOCABULARY_SIZE):
     for index, parents in enumerate(([-1, 0, 0, 1], [-1, 0, 1])):
         history = generator.integers(0, vocabulary_size, 6 + index).astype(np.int32)
         tokens = [int(history[-1]), *generator.integers(0, vocabulary_size, len(parents) - 1).tolist()]
-        rows.append(Row(index, history, 8))
+        rows.append(Row(index, history, 8, request=index))
         drafts.append(draft_of(tokens, parents))
         for node in range(len(parents)):
             path, place = [], node

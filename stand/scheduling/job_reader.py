@@ -1,0 +1,154 @@
+"""Requests as users write them, read one by one: prompt, limit, stop rule, and the law's processors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from stand.forward.model import text_config
+from stand.generation_settings import GenerationSettings
+from stand.processors import checked_processors
+from stand.prompts import PromptReader
+from stand.sampling import TargetLaw
+from stand.scheduling.request import Job, Request
+from stand.stop import StopRule, as_strings
+from stand.trees import problem_key
+
+MOST_ROWS = 1 << 62  # row numbers lie below
+
+
+class JobReader:
+    """Reads the requests of one call. What does not fit raises ValueError, with nothing admitted."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        problems: dict[bytes, int],
+        generation_config: GenerationConfig | None = None,
+        stop: object = None,
+        stop_token_ids: object = None,
+        stopping_criteria: object = None,
+        logits_processors: object = None,
+        **settings: object,
+    ):
+        """problems: `problem_key` of every prompt that the engine has seen and its number; it grows.
+        settings: fields of `GenerationConfig`; the others are as in `Engine.generate`."""
+        self._model, self._tokenizer, self._problems = model, tokenizer, problems
+        self._given = dict(generation_config=generation_config, stop_token_ids=stop_token_ids, settings=settings)
+        self._processors = checked_processors(logits_processors)
+        self.settings = self._resolved()
+        self._strings = as_strings(stop)
+        self._stop = StopRule(
+            self.settings.end_ids,
+            stop_strings=(*self.settings.stop_strings, *self._strings),
+            tokenizer=tokenizer,
+            criteria=stopping_criteria,
+            device=model.device,
+            max_time=self.settings.config.max_time,
+        )
+        self._law: TargetLaw | None = None
+        self._num_jobs = self._next_row = 0
+        self._named: set[int] = set()  # numbers that requests gave their rows
+        self._counted: list[range] = []  # the others
+
+    @property
+    def law(self) -> TargetLaw:
+        """Of all requests read so far, of which there must be one."""
+        return self._law
+
+    @property
+    def prompts(self) -> PromptReader:
+        """How this call's prompts are read."""
+        pad_id = self.settings.config.pad_token_id
+        if pad_id is None and self._tokenizer is not None:
+            pad_id = self._tokenizer.pad_token_id
+        return PromptReader(
+            text_config(self._model).vocab_size,
+            tokenizer=self._tokenizer,
+            pad_id=pad_id,
+            end_ids=self.settings.end_ids,
+        )
+
+    def read(self, request: Request | object) -> Job:
+        """A request, or a prompt alone."""
+        request = request if isinstance(request, Request) else Request(request)
+        read = self.prompts.read(request.prompt, None)
+        if len(read) != 1:
+            raise ValueError(f"a request has one prompt, got {len(read)}; make a request of each")
+        settings, stop = self.settings, self._stop
+        if (request.max_new_tokens, request.stop, request.stop_token_ids) != (None, None, None):
+            settings = self._resolved(request)
+            strings = (*settings.stop_strings, *self._strings, *as_strings(request.stop))
+            stop = stop.with_ends(settings.end_ids, strings)
+        return self.job(read[0], self._row_numbers(request), settings=settings, stop=stop, id=request.id)
+
+    def job(
+        self,
+        prompt: np.ndarray,
+        rows: Sequence[int],
+        *,
+        settings: GenerationSettings | None = None,
+        stop: StopRule | None = None,
+        id: object = None,
+    ) -> Job:
+        """prompt: [L] int32, checked; settings and stop: default the call's."""
+        settings = self.settings if settings is None else settings
+        limit = settings.limits(self._model, [prompt])[0]
+        processors = settings.processors(self._model, prompt, limit, own=self._processors)
+        number = self._num_jobs
+        if self._law is None:
+            self._law = settings.law(processors)
+        else:
+            self._law.admit(number, processors)
+        self._num_jobs += 1
+        self._note(rows)
+        problem = self._problems.setdefault(problem_key(prompt), len(self._problems))
+        return Job(number, prompt, limit, rows, self._stop if stop is None else stop, problem, id)
+
+    def _note(self, rows: Sequence[int]) -> None:
+        """These numbers are taken."""
+        self._next_row = max(self._next_row, (rows[-1] if isinstance(rows, range) else max(rows)) + 1)
+        if not isinstance(rows, range):
+            self._named.update(rows)
+        elif self._counted and self._counted[-1].stop == rows.start:
+            self._counted[-1] = range(self._counted[-1].start, rows.stop)
+        else:
+            self._counted.append(rows)
+
+    def _resolved(self, request: Request | None = None) -> GenerationSettings:
+        given = dict(self._given["settings"])
+        end_ids = self._given["stop_token_ids"]
+        if request is not None:
+            end_ids = end_ids if request.stop_token_ids is None else request.stop_token_ids
+            if request.max_new_tokens is not None:
+                given["max_new_tokens"] = request.max_new_tokens
+        return GenerationSettings.resolve(
+            self._model,
+            self._given["generation_config"],
+            end_ids=end_ids,
+            default_end=None if self._tokenizer is None else self._tokenizer.eos_token_id,
+            **given,
+        )
+
+    def _row_numbers(self, request: Request) -> Sequence[int]:
+        count = self.settings.num_return_sequences
+        if request.num_return_sequences is not None:
+            count = request.num_return_sequences
+        if isinstance(count, bool) or not hasattr(count, "__index__") or int(count) < 1:
+            raise ValueError(f"num_return_sequences must be an integer >= 1, got {count!r}; ask for at least one row")
+        if request.rows is None:
+            return range(self._next_row, self._next_row + int(count))
+        rows = [int(row) for row in request.rows]
+        if request.num_return_sequences is not None and len(rows) != int(count):
+            raise ValueError(f"rows must name {count} rows, got {len(rows)}; leave num_return_sequences out")
+        taken = [row for row in rows if row in self._named or any(row in counted for counted in self._counted)]
+        if not rows or min(rows) < 0 or max(rows) >= MOST_ROWS or len(set(rows)) < len(rows) or taken:
+            raise ValueError(
+                f"rows must be numbers in [0, 2**62) that no other row of the run has, got {rows[:8]}"
+                f"{f', of which {taken[:8]} are taken' if taken else ''}; equal numbers would share random numbers"
+            )
+        return rows

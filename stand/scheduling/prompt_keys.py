@@ -1,0 +1,79 @@
+"""The keys of prompts whose rows wait: each prompt is run once, chunk by chunk between steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+
+from stand.forward.features import no_features, taken_features
+from stand.forward.model import PROMPT_CHUNK, prefill_chunk
+from stand.forward.tree_attention import tree_attention
+from stand.forward.tree_cache import TreeCache
+from stand.row import Row
+
+
+@dataclass(slots=True, eq=False)
+class Prefilled:
+    """A prompt's keys, and where they were asked for the features of its tokens but the last."""
+
+    keys: TreeCache
+    done: int = -1  # tokens; -1: not begun
+    features: list[torch.Tensor] = field(default_factory=list)  # by chunk
+
+
+class PromptKeys:
+    """Per prompt one cache of one row, with the keys of all its tokens but the last, which is pending.
+
+    They stay until no waiting row needs them (`keep_only`).
+    """
+
+    def __init__(self, model: PreTrainedModel, *, on_ready: Callable[[Row], None], wants_features: bool):
+        """on_ready: told the first row of every prompt when its keys are complete."""
+        self.num_tokens = 0  # of the prompts that were complete, the pending ones included
+        self._model = model
+        self._wants_features = wants_features
+        self._on_ready = on_ready
+        self._budget = 0.0
+        self._prompts: dict[int, Prefilled] = {}  # by problem
+
+    def allow(self, num_tokens: float) -> None:
+        """Until the next call of this, `ready` runs no further chunk once so many tokens were run."""
+        self._budget = num_tokens
+
+    def allow_one_chunk(self) -> None:
+        """Rows are running and wait for no more than this."""
+        self.allow(PROMPT_CHUNK)
+
+    def allow_all(self) -> None:
+        """Nobody is running."""
+        self.allow(math.inf)
+
+    def ready(self, row: Row) -> Prefilled | None:
+        """The keys of the row's prompt, or None where they are incomplete; runs chunks as far as is allowed."""
+        if row.problem not in self._prompts:
+            self._prompts[row.problem] = Prefilled(TreeCache(num_rows=1, room=row.num_cached))
+        prompt = self._prompts[row.problem]
+        while prompt.done < row.num_cached and self._budget > 0:
+            before = max(prompt.done, 0)
+            taking = taken_features(self._model) if self._wants_features else nullcontext([])
+            with tree_attention(self._model), taking as features:
+                prompt.done = prefill_chunk(self._model, prompt.keys, row.history[:-1], before, row=0)
+            prompt.features += features
+            self._budget -= prompt.done - before
+            if prompt.done == row.num_cached:
+                self.num_tokens += len(row.history)
+                self._on_ready(row)
+        return prompt if prompt.done == row.num_cached else None
+
+    def features(self, prompt: Prefilled) -> torch.Tensor:
+        """[L - 1, D] of a prompt of L tokens that is ready."""
+        return torch.cat(prompt.features) if prompt.features else no_features(self._model)
+
+    def keep_only(self, row: Row | None) -> None:
+        """Drop the keys that `row`, the next one to enter, does not need."""
+        self._prompts = {problem: kept for problem, kept in self._prompts.items() if row and problem == row.problem}

@@ -1,0 +1,57 @@
+"""What a run is asked for, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stand.stop import StopRule
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """Samples of one prompt, for `Engine.run`. What is None here is the run's.
+
+    Sampling (temperature, filters, penalties, processors), seed, `draft` and `learn` belong to the run: one batch has
+    one law and one source of random numbers, in which the rows' numbers name their own.
+    """
+
+    prompt: object  # a text, a chat, token ids, or a tokenizer's output
+    num_return_sequences: int | None = None
+    max_new_tokens: int | None = None
+    stop: str | Sequence[str] | None = None  # added to the run's
+    stop_token_ids: int | Sequence[int] | None = None  # instead of the run's
+    rows: Sequence[int] | None = None  # numbers of the rows, in [0, 2**62); None: the next ones of the run
+    id: object = None  # the caller's, given back with every trajectory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """A row that has ended."""
+
+    id: object  # of its request
+    row: int  # its number in the run: with the seed it names the row's random numbers
+    token_ids: list[int]  # the new tokens, an end token included
+    text: str | None  # special tokens dropped; None without a tokenizer
+    finish_reason: str  # "eos", "stop", "criteria", "length" or "time"; see `StopRule.cut`
+    seed: int  # of the run
+    num_prompt_tokens: int
+    num_steps: int  # verifications; tokens per step are len(token_ids) / num_steps
+    num_draft_tokens: int  # nodes drafted for it
+    started: float  # seconds of the run's own time, from its beginning, in which others' pauses do not count
+    ended: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """A request as the engine has read it."""
+
+    number: int  # of the request in the call
+    prompt: np.ndarray  # [L] int32
+    limit: int  # new tokens per row
+    rows: Sequence[int]
+    stop: StopRule
+    problem: int  # number of the prompt in the engine
+    id: object

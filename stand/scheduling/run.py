@@ -1,0 +1,92 @@
+"""A run as its user sees it: an iterator over trajectories, in the order in which they end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from stand.call import Call
+from stand.row import Row
+from stand.scheduling.request import Job, Trajectory
+from stand.stats import Stats
+
+
+class Run(Iterator[Trajectory]):
+    """Made by `Engine.run`. `close` ends it; rows that are live then are lost."""
+
+    def __init__(
+        self,
+        call: Call,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        on_step: Callable[[Run], None] | None = None,
+    ):
+        self._call = call
+        self._tokenizer = tokenizer
+        self._on_step = on_step
+        self._trajectories = self._decode()
+
+    def __next__(self) -> Trajectory:
+        return next(self._trajectories)
+
+    def close(self) -> None:
+        self._trajectories.close()
+
+    @property
+    def stats(self) -> Stats:
+        """Of all steps so far."""
+        return self._call.stats
+
+    @property
+    def seed(self) -> int:
+        return self._call.seed
+
+    @property
+    def num_live(self) -> int:
+        """Rows that were decoded in the last step and go on."""
+        return sum(row.finish_reason is None for row in self._call.scheduler.live)
+
+    @property
+    def num_decoded(self) -> int:
+        """Rows that were decoded in the last step."""
+        return len(self._call.scheduler.live)
+
+    @torch.inference_mode()
+    def _decode(self) -> Iterator[Trajectory]:
+        """What ends in a step comes before the next one, and before an error that a later one ends in."""
+        steps = self._call.steps()
+        try:
+            for _ in steps:
+                if self._on_step is not None:
+                    self._on_step(self)
+                yield from self._ended()
+        except Exception:
+            yield from self._ended()
+            raise
+        finally:
+            steps.close()
+
+    def _ended(self) -> Iterator[Trajectory]:
+        ended = self._call.scheduler.ended
+        while ended:
+            yield self._trajectory(*ended.popleft())
+
+    def _trajectory(self, job: Job, row: Row) -> Trajectory:
+        token_ids, text = row.new_token_ids.tolist(), None
+        if self._tokenizer is not None:
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return Trajectory(
+            id=job.id,
+            row=row.index,
+            token_ids=token_ids,
+            text=text,
+            finish_reason=row.finish_reason,
+            seed=self._call.seed,
+            num_prompt_tokens=len(row.prompt),
+            num_steps=row.num_steps,
+            num_draft_tokens=row.num_drafted,
+            started=row.started,
+            ended=row.ended,
+        )

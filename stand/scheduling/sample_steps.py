@@ -1,0 +1,49 @@
+"""Decoding steps of rows that are all alike, over and over, for whoever times them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from stand.backend import Backend
+from stand.forward.model import prefill, text_config
+from stand.forward.tree_attention import exclusive, tree_attention
+from stand.forward.tree_cache import TreeCache
+from stand.generation_settings import GenerationSettings
+from stand.row import LiveRows, Row
+from stand.step import StepStart
+from stand.trees import DraftBatch
+from stand.verifiers import Verifier, VerifierNoise
+
+
+@contextmanager
+def sample_steps(
+    model: PreTrainedModel, backend: Backend, verifier: Verifier, *, num_rows: int, length: int
+) -> Iterator[Callable[[DraftBatch], None]]:
+    """Within the block: runs forward and verdict of drafts for `num_rows` rows of `length` cached tokens each."""
+    prompt = np.arange(length + 1, dtype=np.int32) % text_config(model).vocab_size
+    rows = [Row(row, prompt, 1) for row in range(num_rows)]
+    live = LiveRows.of(rows)
+    noise = VerifierNoise(seed=0, rows=live.indices, steps=live.steps, positions=live.lengths + 1)
+    settings = GenerationSettings.resolve(model, num_return_sequences=num_rows)
+    law = settings.law(settings.processors(model, prompt, 1))
+    with exclusive(model):
+        with tree_attention(model):
+            keys = TreeCache(num_rows=1, room=length + 1)
+            prefill(model, keys, prompt[:-1], row=0)
+        step = backend.new_step(StepStart(num_rows, rows, keys, law, verifier, num_top=0))
+
+        def run_step(batch: DraftBatch) -> None:
+            step.forward(batch, live, noise)
+            step.verify()
+
+        try:
+            for place, row in enumerate(rows):
+                step.enter(row, place, keys)
+            with step.attention():
+                yield run_step
+        finally:
+            step.close()

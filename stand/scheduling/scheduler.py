@@ -1,0 +1,124 @@
+"""Who is live and who waits: rows in the order of their requests, places handed on as rows end. No model, no clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from stand.row import Row
+from stand.scheduling.request import Job
+
+
+class Admission(Protocol):
+    """How many rows may be live at once."""
+
+    def allows(self, live: Sequence[Row], row: Row) -> bool:
+        """Whether `row` may start beside `live`, which is not empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class AtMost:
+    """A fixed number of rows."""
+
+    max_rows: int
+
+    def allows(self, live: Sequence[Row], row: Row) -> bool:
+        return len(live) < self.max_rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """`row` starts in `place`, which nobody has; keys: what `ready` gave for it."""
+
+    place: int
+    row: Row
+    keys: object
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """`row`, in the last place `source`, takes `target`, whose row has ended."""
+
+    source: int
+    target: int
+    row: Row
+
+
+class Scheduler:
+    """Places 0 .. len(live) - 1 are taken; between steps `settle` lets ended rows go and waiting ones in.
+
+    Requests are read when a place is free for their first row, and one further request ahead, so that its prompt can
+    be prefilled in time. Rows start in the order of the requests; nobody overtakes.
+    """
+
+    def __init__(self, jobs: Iterator[Job], admission: Admission):
+        self.live: list[Row] = []  # by place
+        self.ended: deque[tuple[Job, Row]] = deque()  # in the order in which they ended; the caller takes them out
+        self._jobs = jobs
+        self._admission = admission
+        self._waiting: Iterator[Row] = iter(())  # of the request that is next
+        self._next: Row | None = None  # the first one of them
+        self._num_left: dict[int, int] = {}  # by request: rows that have not ended
+        self._open: dict[int, Job] = {}  # the requests that have such rows
+        self.num_places: int | None = None  # set when the first rows have entered: no more are live at once
+
+    def next_row(self) -> Row | None:
+        """Who enters next; reads a request where nobody waits."""
+        if self._next is None:
+            self._next = next(self._waiting, None)
+        if self._next is None and (job := next(self._jobs, None)) is not None:
+            self._open[job.number], self._num_left[job.number] = job, len(job.rows)
+            self._waiting = (
+                Row(index, job.prompt, job.limit, problem=job.problem, request=job.number) for index in job.rows
+            )
+            self._next = next(self._waiting)
+        return self._next
+
+    def job_of(self, row: Row) -> Job:
+        """Of a row that waits or is live."""
+        return self._open[row.request]
+
+    def settle(self, ready: Callable[[Row], object | None]) -> list[Entry | Move]:
+        """Let ended rows go, and waiting ones in; what follows for the places, in order.
+
+        ready: the keys of a row's prompt, or None where they are still to come; then nobody enters.
+        """
+        changes: list[Entry | Move] = []
+        holes = deque(place for place, row in enumerate(self.live) if row.finish_reason is not None)
+        going = [row for row in self.live if row.finish_reason is None]
+        while (entering := self._entering(going, ready)) is not None:
+            row, keys = entering
+            place = holes.popleft() if holes else len(self.live)
+            self.live[place : place + 1] = [row]
+            changes.append(Entry(place, row, keys))
+        for place in reversed(holes):
+            last = self.live.pop()
+            if place < len(self.live):
+                self.live[place] = last
+                changes.append(Move(len(self.live), place, last))
+        if self.num_places is None and self.live:
+            self.num_places = len(self.live)
+        return changes
+
+    def end(self, row: Row) -> bool:
+        """A live row has ended; it leaves its place when `settle` is called. Whether it was its request's last one."""
+        self.ended.append((self._open[row.request], row))
+        self._num_left[row.request] -= 1
+        is_last = not self._num_left[row.request]
+        if is_last:
+            del self._open[row.request], self._num_left[row.request]
+        return is_last
+
+    def _entering(self, going: list[Row], ready: Callable[[Row], object | None]) -> tuple[Row, object] | None:
+        """The next row with its keys, if it may start now; it is among `going` then."""
+        row = self.next_row() if self.num_places is None or len(going) < self.num_places else None
+        if row is None or going and not self._admission.allows(going, row):
+            return None
+        keys = ready(row)
+        if keys is None:
+            return None
+        going.append(row)
+        self._next = None
+        return row, keys

@@ -1,0 +1,407 @@
+"""Rows beyond what is live at once: each has the tokens of its own call, whatever its place, order and batch mates."""
+
+import gc
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from letter_tokenizer import LETTERS, letter_tokenizer
+from tiny_models import SHAPE, tiny_model
+from transformers import AutoModelForCausalLM, LogitsProcessor, Qwen2Config
+
+import stand
+from stand.call import Call
+from stand.forward import tree_cache
+from stand.forward.tree_cache import TreeCache
+from stand.row import Row
+from stand.scheduling import memory, prompt_keys
+from stand.scheduling.memory import WithinMemory
+from stand.scheduling.request import Job
+from stand.scheduling.scheduler import AtMost, Entry, Move, Scheduler
+
+PROMPTS = [[5, 9, 11, 4, 5, 9], [7], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32]]
+SETTINGS = {"num_return_sequences": 3, "max_new_tokens": 24, "temperature": 0.9, "seed": 3}
+
+
+def engine_of(verifier: str = "match", **settings) -> stand.Engine:
+    return stand.wrap(tiny_model("qwen2"), verifier=verifier, drafter=stand.BlendedDrafter(budget=12), **settings)
+
+
+def tokens_of(trajectories) -> dict[int, list[int]]:
+    found = {}
+    for trajectory in trajectories:
+        assert trajectory.row not in found
+        found[trajectory.row] = trajectory.token_ids
+    return found
+
+
+def jobs_of(*counts: int) -> list[Job]:
+    """Jobs with so many rows each, of one prompt token."""
+    first = np.concatenate([[0], np.cumsum(counts)])
+    prompt = np.zeros(1, dtype=np.int32)
+    return [
+        Job(number, prompt, 9, range(first[number], first[number + 1]), None, number, None)
+        for number in range(len(counts))
+    ]
+
+
+def numbers_of(scheduler: Scheduler) -> list[int]:
+    return [row.index for row in scheduler.live]
+
+
+def end(scheduler: Scheduler, *numbers: int) -> None:
+    for row in scheduler.live:
+        if row.index in numbers:
+            row.finish_reason = "eos"
+            scheduler.end(row)
+
+
+def test_places_are_handed_on_in_order():
+    read = []
+    jobs = jobs_of(2, 3, 1, 4)
+    scheduler = Scheduler((read.append(job.number) or job for job in jobs), AtMost(4))
+    changes = scheduler.settle(lambda row: "keys")
+    assert [(change.place, change.row.index) for change in changes] == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    assert read == [0, 1] and scheduler.next_row().index == 4 and scheduler.num_places == 4
+    end(scheduler, 1, 2)
+    assert [row.index for _, row in scheduler.ended] == [1, 2]
+    changes = scheduler.settle(lambda row: "keys" if row.index < 5 else None)  # the next prompt is not ready
+    assert [type(change) for change in changes] == [Entry, Move] and numbers_of(scheduler) == [0, 4, 3]
+    assert (changes[1].source, changes[1].target, changes[1].row.index) == (3, 2, 3)
+    scheduler.settle(lambda row: "keys")
+    assert numbers_of(scheduler) == [0, 4, 3, 5] and read == [0, 1, 2]
+    end(scheduler, 0, 3, 4, 5)
+    scheduler.settle(lambda row: "keys")
+    end(scheduler, 6, 7, 8, 9)
+    assert scheduler.settle(lambda row: "keys") == [] and scheduler.live == [] and scheduler.next_row() is None
+
+
+def test_a_request_ends_with_its_last_row():
+    scheduler = Scheduler(iter(jobs_of(2, 1)), AtMost(2))
+    scheduler.settle(lambda row: "keys")
+    first, second = scheduler.live
+    first.finish_reason = second.finish_reason = "eos"
+    assert not scheduler.end(second) and scheduler.end(first)
+
+
+@pytest.mark.parametrize("verifier", ["match", "coupled"])
+def test_tokens_are_those_of_one_batch_for_every_number_of_places(verifier):
+    expected = engine_of(verifier).generate(PROMPTS, **SETTINGS)
+    assert len(set(map(len, expected.token_ids))) > 2
+    for max_rows in (1, 2, 4, 9):
+        output = engine_of(verifier).generate(PROMPTS, **SETTINGS, max_rows=max_rows)
+        assert output.token_ids == expected.token_ids and output.finish_reasons == expected.finish_reasons
+    found = tokens_of(engine_of(verifier).run(iter(PROMPTS), max_rows=2, **SETTINGS))
+    assert [found[row] for row in range(9)] == expected.token_ids
+
+
+def test_tokens_follow_a_rows_number_and_not_the_order_of_requests():
+    expected = engine_of().generate(PROMPTS, **SETTINGS).token_ids
+    requests = [stand.Request(PROMPTS[row // 3], rows=[row], id=f"row {row}") for row in (8, 1, 4, 0, 7)]
+    requests.append(stand.Request(PROMPTS[1], rows=[5, 3]))
+    found = list(engine_of().run(requests, max_rows=3, **SETTINGS))
+    assert tokens_of(found) == {row: expected[row] for row in (8, 1, 4, 0, 7, 5, 3)}
+    assert {trajectory.id for trajectory in found} == {"row 8", "row 1", "row 4", "row 0", "row 7", None}
+
+
+def test_ratio_rules_repeat_and_all_rows_live_is_one_batch():
+    runs = [engine_of("traversal").generate(PROMPTS, **SETTINGS, max_rows=rows).token_ids for rows in (2, 2, 9, None)]
+    assert runs[0] == runs[1] and runs[2] == runs[3] != runs[0]
+
+
+def test_a_thousand_mixed_requests_are_each_their_own_call():
+    """End tokens, stop strings, short and long limits, greedy: 12 kinds in random order."""
+    generator = random.Random(0)
+    engine = stand.wrap(tiny_model("qwen2"), letter_tokenizer(), drafter=stand.BlendedDrafter(budget=32))
+    kinds, alone = [], []
+    for kind in range(12):
+        prompt, limit = [generator.randrange(3, 61) for _ in range((1, 2, 5, 17)[kind % 4])], (1, 3, 9, 20)[kind // 3]
+        settings = {"max_new_tokens": limit, "do_sample": False, "draft": False}
+        if kind % 3:
+            plain = engine.generate(input_ids=prompt, **settings).token_ids[0]
+            token = plain[generator.randrange(len(plain))]
+            settings |= {"stop": LETTERS[token]} if kind % 3 == 1 else {"stop_token_ids": [token, 60]}
+        output = engine.generate(input_ids=prompt, **settings)
+        kinds.append({"prompt": prompt, **{name: settings[name] for name in settings if name[:4] in ("max_", "stop")}})
+        alone.append((output.token_ids[0], output.texts[0], output.finish_reasons[0]))
+    assert set(Counter(reason for *_, reason in alone).values()) == {4}
+    order = [generator.randrange(12) for _ in range(1000)]
+    found = list(engine.run((stand.Request(**kinds[kind], id=kind) for kind in order), max_rows=32, do_sample=False))
+    assert [kind for _, kind in sorted((one.row, one.id) for one in found)] == order
+    for one in found:
+        assert (one.token_ids, one.text, one.finish_reason) == alone[one.id]
+    assert [one.row for one in found] != sorted(one.row for one in found)  # they come as they end
+
+
+SIZE, COUNT = 7, 4000
+
+
+def small_model():
+    torch.manual_seed(2)
+    config = {**SHAPE, "vocab_size": SIZE, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    return AutoModelForCausalLM.from_config(Qwen2Config(**config)).eval()
+
+
+@torch.inference_mode()
+def exact_law(model, prompt: list[int]) -> np.ndarray:
+    """[SIZE * SIZE] float64: of the first two tokens after the prompt."""
+    firsts = torch.tensor([[*prompt, token] for token in range(SIZE)])
+    logits = model(input_ids=firsts, use_cache=False).logits.double()
+    first, second = torch.softmax(logits[0, -2], dim=-1), torch.softmax(logits[:, -1], dim=-1)
+    return (first[:, None] * second).flatten().numpy()
+
+
+def p_value(counts: np.ndarray, law: np.ndarray) -> float:
+    """Of Pearson's chi-square; cells with fewer than 5 expected are one."""
+    expected = counts.sum() * law
+    rare = expected < 5
+    expected, seen = (np.append(values[~rare], values[rare].sum() + 1e-9) for values in (expected, counts))
+    statistic = float(((seen - expected) ** 2 / expected).sum())
+    half = torch.tensor([(len(expected) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def p_of_run(model, prompts) -> float:
+    """The least of the prompts' p-values; 24 places for all rows, drafts that learn."""
+    engine = stand.wrap(model, drafter=stand.BlendedDrafter(budget=36), verifier="traversal")
+    requests = [stand.Request(prompt, id=place) for place, prompt in enumerate(prompts)]
+    counts = np.zeros((len(prompts), SIZE * SIZE))
+    settings = {"num_return_sequences": COUNT // 2, "max_new_tokens": 3, "temperature": 1.0, "top_k": 0, "seed": 1}
+    run = engine.run(requests, max_rows=24, stop_token_ids=[], **settings)
+    for one in run:
+        counts[one.id, one.token_ids[0] * SIZE + one.token_ids[1]] += 1
+    assert counts.sum(axis=1).tolist() == [COUNT // 2] * 2 and run.stats.mean_acceptance_length > 1.2
+    return min(p_value(own, exact_law(model, prompt)) for own, prompt in zip(counts, prompts, strict=True))
+
+
+def test_rows_that_take_others_places_follow_the_exact_law(monkeypatch):
+    model, prompts = small_model(), [[3, 5, 1, 3], [6, 2, 2, 4, 0, 6]]
+    assert p_of_run(model, prompts) > 1e-3
+    entered = TreeCache.enter
+
+    def enter(cache, row, prefilled, length):
+        """The negative control: a row that enters late finds the keys of the one before."""
+        if not cache.keys or not cache.keys[0][row].any():
+            entered(cache, row, prefilled, length)
+
+    monkeypatch.setattr(TreeCache, "enter", enter)
+    assert p_of_run(model, prompts) < 1e-6
+
+
+class Stop(Exception):
+    """An error of the caller's."""
+
+
+def raising_after(count: int, error: BaseException, work=None):
+    """`work`, until it was called `count` times."""
+    calls = []
+
+    def call(*arguments, **options):
+        calls.append(1)
+        if len(calls) > count:
+            raise error
+        return None if work is None else work(*arguments, **options)
+
+    return call
+
+
+def interrupt(engine: stand.Engine, generator: random.Random, patch: pytest.MonkeyPatch) -> None:
+    """A run that ends at a random moment."""
+    settings = {"num_return_sequences": 2, "max_new_tokens": 4, "temperature": 0.9, "seed": generator.randrange(99)}
+    where, error = generator.choice(WHERE), generator.choice([Stop(), KeyboardInterrupt()])
+    on_step = raising_after(generator.randrange(5), error) if where == "on_step" else None
+    if where == "forward":
+        patch.setattr(engine.model, "forward", raising_after(generator.randrange(6), error, engine.model.forward))
+    elif where in ("draft", "learn", "learn_prompt"):
+        work = getattr(stand.BlendedDrafter, where)
+        patch.setattr(stand.BlendedDrafter, where, raising_after(generator.randrange(3), error, work))
+    requests = [*PROMPTS, "no request"] if where == "request" else PROMPTS
+    run = engine.run(requests, max_rows=2, on_step=on_step, **settings)
+    if where == "close":
+        next(run)
+        run.close()
+        assert list(run) == []
+        return
+    with pytest.raises((Stop, KeyboardInterrupt, ValueError)):
+        for _ in run:
+            if where == "consumer":
+                raise Stop
+    del run
+
+
+WHERE = ("on_step", "forward", "draft", "learn", "learn_prompt", "request", "close", "consumer")
+
+
+def test_two_hundred_interruptions_leave_nothing_behind():
+    engine, generator = engine_of(), random.Random(1)
+    settings = {"num_return_sequences": 2, "max_new_tokens": 5, "temperature": 0.9, "seed": 5, "max_rows": 3}
+    expected = engine_of().generate(PROMPTS[:2], **settings).token_ids
+    attention = engine.model.config._attn_implementation
+    for attempt in range(200):
+        with pytest.MonkeyPatch.context() as patch:
+            interrupt(engine, generator, patch)
+        assert engine.model.config._attn_implementation == attention
+        if attempt % 10 == 0:
+            assert engine.generate(PROMPTS[:2], **settings).token_ids == expected
+    gc.collect()
+    assert not [kept for kept in gc.get_objects() if type(kept) in (TreeCache, Call, Row)]
+
+
+def test_what_had_ended_comes_before_a_bad_request():
+    run = engine_of().run([*PROMPTS, [61]], max_rows=2, max_new_tokens=4, seed=0)
+    found = []
+    with pytest.raises(ValueError, match=r"must be in \[0, 61\)"):
+        for one in run:
+            found.append(one.row)
+    assert found and engine_of().generate(PROMPTS[0], max_new_tokens=2, seed=0).token_ids
+
+
+def test_prompts_run_once_and_in_single_chunks_beside_running_rows(monkeypatch):
+    monkeypatch.setattr("stand.forward.model.PROMPT_CHUNK", 4)
+    monkeypatch.setattr(prompt_keys, "PROMPT_CHUNK", 4)
+    engine, events = engine_of(), []
+    prompts = [list(range(3, 3 + length)) for length in (6, 19, 13)]
+    run_chunk, forward = prompt_keys.prefill_chunk, stand.step.EagerStep.forward
+    monkeypatch.setattr(
+        prompt_keys, "prefill_chunk", lambda *given, row: events.append(len(given[2])) or run_chunk(*given, row=row)
+    )
+    monkeypatch.setattr(
+        stand.step.EagerStep, "forward", lambda step, batch, *rest: events.append("step") or forward(step, batch, *rest)
+    )
+    settings = {"num_return_sequences": 3, "max_new_tokens": 12, "temperature": 0.9, "seed": 2}
+    found = tokens_of(engine.run(prompts, max_rows=2, **settings))
+    chunks = [event for event in events if event != "step"]
+    assert Counter(chunks) == {5: 2, 18: 5, 12: 3}  # every chunk once
+    begun = events[events.index("step") :]
+    assert all("step" in pair for pair in zip(begun, begun[1:], strict=False))  # never two chunks in a row
+    monkeypatch.undo()
+    assert [found[row] for row in range(9)] == engine_of().generate(prompts, **settings).token_ids
+
+
+def test_keys_of_a_prompt_stay_until_its_last_row_has_started(monkeypatch):
+    kept, keep_only = [], prompt_keys.PromptKeys.keep_only
+
+    def watched(keys, row):
+        keep_only(keys, row)
+        kept.append(len(keys._prompts))
+
+    monkeypatch.setattr(prompt_keys.PromptKeys, "keep_only", watched)
+    run = engine_of().run(PROMPTS, max_rows=2, **SETTINGS)
+    list(run)
+    assert max(kept) == 1 and kept[-1] == 0
+    assert run.stats.num_prompt_tokens == sum(map(len, PROMPTS))
+
+
+def test_requests_are_read_one_ahead():
+    read = []
+
+    def requests():
+        for place, prompt in enumerate(PROMPTS * 3):
+            read.append(place)
+            yield prompt
+
+    run = engine_of().run(requests(), max_rows=2, max_new_tokens=5, seed=0)
+    assert read == []
+    started = []
+    for _ in run:
+        started.append(len(read))
+    assert started[0] <= 4 and len(read) == 9 and started == sorted(started)
+
+
+def test_rows_are_as_many_as_memory_holds(monkeypatch):
+    model = tiny_model("qwen2")
+    room = 5 + 24 + tree_cache.DRAFT_ROOM
+    free = 3.5 * room * memory.bytes_per_token(model) / memory.SHARE
+    monkeypatch.setattr(memory, "available_bytes", lambda device: free)
+    live, expected = [], engine_of().generate(PROMPTS[:1], **{**SETTINGS, "num_return_sequences": 8}, max_rows=8)
+    run = engine_of().run(
+        PROMPTS[:1], **{**SETTINGS, "num_return_sequences": 8}, on_step=lambda run: live.append(run.num_live)
+    )
+    found = tokens_of(run)
+    assert max(live) == 3 and [found[row] for row in range(8)] == expected.token_ids
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1.0)
+    assert engine_of().generate(PROMPTS, **SETTINGS).stats.num_forwards > 3 * expected.stats.num_forwards  # one by one
+
+
+def test_a_step_may_hold_fewer_rows_than_memory():
+    rows = [Row(index, np.zeros(3, dtype=np.int32), 5) for index in range(3)]
+    assert WithinMemory(float("inf"), 1, most_rows=3).allows(rows[:2], rows[2])
+    assert not WithinMemory(float("inf"), 1, most_rows=2).allows(rows[:2], rows[2])
+
+
+def test_the_memory_of_a_token_is_what_the_cache_takes():
+    model = tiny_model("qwen2")
+    cache = TreeCache(num_rows=1, room=256)
+    with torch.inference_mode(), stand.forward.tree_attention.tree_attention(model):
+        stand.forward.model.prefill(model, cache, np.arange(3, 9, dtype=np.int32), row=0)
+    assert memory.bytes_per_token(model) * 256 == cache.nbytes
+    assert 0 < tree_cache.available_bytes(torch.device("cpu")) < 2**50
+
+
+class Remembering(LogitsProcessor):
+    """Forbids the token that was best when it was last asked."""
+
+    def __init__(self):
+        self.last = None
+
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        if self.last is not None:
+            scores[0, self.last] = -float("inf")
+        self.last = int(scores[0].argmax())
+        return scores
+
+
+@pytest.mark.parametrize("own", [[], [Remembering()]], ids=["penalty", "state"])
+def test_processors_know_rows_of_later_requests(own):
+    settings = {**SETTINGS, "repetition_penalty": 1.3, "min_new_tokens": 3, "no_repeat_ngram_size": 3}
+    expected = engine_of().generate(PROMPTS, **settings, logits_processors=own)
+    found = tokens_of(engine_of().run(PROMPTS, **settings, logits_processors=own, max_rows=2))
+    assert [found[row] for row in range(9)] == expected.token_ids
+
+
+def test_requests_with_other_processors_are_refused():
+    requests = [PROMPTS[0], stand.Request(PROMPTS[1], stop_token_ids=[])]
+    run = engine_of().run(requests, max_rows=1, max_new_tokens=4, min_new_tokens=2, seed=0)
+    with pytest.raises(ValueError, match="must need the same processors, got none beside MinLength"):
+        list(run)
+
+
+@pytest.mark.parametrize(
+    ("request_", "rule"),
+    [
+        (stand.Request([3, 4], rows=[0]), "no other row of the run has"),
+        (stand.Request([3, 4], rows=[5, 5]), "no other row of the run has"),
+        (stand.Request([3, 4], rows=[-1]), r"numbers in \[0, 2\*\*62\)"),
+        (stand.Request([3, 4], rows=[]), "numbers in"),
+        (stand.Request([3, 4], rows=[1, 2], num_return_sequences=3), "rows must name 3 rows, got 2"),
+        (stand.Request([3, 4], num_return_sequences=0), "num_return_sequences must be an integer >= 1"),
+        (stand.Request([[3, 4], [5]]), "one prompt, got 2"),
+        (stand.Request([3, 4], max_new_tokens=1000), "fit into the model's context"),
+    ],
+)
+def test_requests_that_mean_nothing_are_refused(request_, rule):
+    with pytest.raises(ValueError, match=rule):
+        list(engine_of().run([[3, 4], request_], max_new_tokens=2, seed=0))
+
+
+@pytest.mark.parametrize("max_rows", [0, -1, 1.5, "8", True])
+def test_bad_numbers_of_rows_are_refused(max_rows):
+    with pytest.raises(ValueError, match="max_rows must be an integer >= 1"):
+        engine_of().run(PROMPTS, max_rows=max_rows)
+
+
+def test_what_a_trajectory_says():
+    engine = stand.wrap(tiny_model("qwen2"), letter_tokenizer(), verifier="match")
+    run = engine.run(["abc", "fghijk"], num_return_sequences=3, max_new_tokens=20, temperature=0.9, max_rows=2, seed=7)
+    found = list(run)
+    assert run.seed == 7 and all(one.seed == 7 for one in found) and run.num_live == 0
+    assert sum(len(one.token_ids) for one in found) == run.stats.num_tokens
+    assert sum(one.num_steps for one in found) == run.stats.num_steps
+    assert sum(one.num_draft_tokens for one in found) == run.stats.num_draft_tokens > 0
+    assert {one.num_prompt_tokens for one in found} == {3, 6}
+    ends = [one.ended for one in found]
+    assert ends == sorted(ends) and all(0 <= one.started < one.ended <= run.stats.wall_seconds for one in found)
+    assert max(one.started for one in found) > min(ends)  # a place was handed on

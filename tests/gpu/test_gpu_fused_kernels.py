@@ -22,7 +22,7 @@ from stand.gpu.kernels import norm as norm_kernel  # noqa: E402
 from stand.gpu.kernels import rope as rope_kernel  # noqa: E402
 from stand.gpu.kernels import swiglu as swiglu_kernel  # noqa: E402
 from stand.gpu.kernels.launch import launch_device  # noqa: E402
-from stand.gpu.kernels.norm import ONE_PLUS, ROUND_FIRST, SCALE_FIRST, rms_norm  # noqa: E402
+from stand.gpu.kernels.norm import ONE_PLUS, ROUND_FIRST, SCALE_FIRST, add_rms_norm, rms_norm  # noqa: E402
 from stand.gpu.kernels.rope import NO_NORM, rope_and_store  # noqa: E402
 from stand.gpu.kernels.swiglu import GELU_ERF, GELU_TANH, SILU, gated_product  # noqa: E402
 
@@ -75,6 +75,23 @@ def test_rms_norm(rule, dtype):
         turned = states.view(2, 9, 8, 5).transpose(1, 3)  # last dimension not adjacent
         narrow = norm_module(rule, 9, dtype)
         assert_near(rms_norm(turned, narrow.weight, 1e-6, rule), narrow(turned))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", NORMS)
+def test_rms_norm_behind_an_addition(rule, dtype):
+    """To the bit what addition and norm give one after the other; the sum is rounded in between."""
+    torch.manual_seed(rule)
+    weight = norm_module(rule, 40, dtype).weight
+    states = (torch.randn(2, 9, 40) * torch.tensor([1.0, 1e-3, 30.0]).repeat(3)[:, None]).to(dtype)
+    change = torch.randn(2, 40, 9).to(dtype).transpose(1, 2)  # last dimension not adjacent
+    with torch.no_grad():
+        total, normed = add_rms_norm(states, change, weight, 1e-6, rule)
+        assert torch.equal(total, states + change)
+        assert torch.equal(normed, rms_norm(states + change, weight, 1e-6, rule))
+        assert not torch.equal(normed, rms_norm(states, weight, 1e-6, rule))
+    with pytest.raises(ValueError, match="must be as the states"):
+        add_rms_norm(states, change[:1], weight, 1e-6, rule)
 
 
 def test_the_rules_are_told_apart():

@@ -116,16 +116,18 @@ def kept(fusion) -> dict[str, int]:
 
 QKV, GATE_UP, NORM = "merged q/k/v", "merged gate/up", "RMSNorm"
 MLP, ATTENTION = "gated feed-forward", "attention with rotary cache write"
-PLAIN = {QKV: 2, GATE_UP: 2, NORM: 5, MLP: 2, ATTENTION: 2}
+ADDED = "additions joined with norms"
+PLAIN = {QKV: 2, GATE_UP: 2, NORM: 5, MLP: 2, ATTENTION: 2, ADDED: 2}
+GEMMA = {QKV: 2, GATE_UP: 2, MLP: 2, ATTENTION: 2}  # a norm before each addition too
 EXPECTED = {
     "llama": PLAIN,
     "qwen2": PLAIN,
     "mistral": PLAIN,
     "qwen3": {**PLAIN, NORM: 9},
-    "gemma2": {**PLAIN, NORM: 9},
-    "gemma3": {**PLAIN, NORM: 13},
-    "phi3": {NORM: 5, MLP: 2, ATTENTION: 2},  # merged by the model itself
-    "qwen3_moe": {QKV: 2, NORM: 9, ATTENTION: 2},
+    "gemma2": {**GEMMA, NORM: 9},
+    "gemma3": {**GEMMA, NORM: 13},
+    "phi3": {NORM: 5, MLP: 2, ATTENTION: 2, ADDED: 2},  # merged by the model itself
+    "qwen3_moe": {QKV: 2, NORM: 9, ATTENTION: 2, ADDED: 2},
     "gpt_oss": {QKV: 2, NORM: 5, ATTENTION: 2},
 }
 
@@ -136,7 +138,8 @@ def test_fused_logits_and_cache_equal_the_models_own(family):
     own_logits, own_storage = packed_forwards(model)
     fusion = fuse(model)
     assert kept(fusion) == EXPECTED[family]
-    assert all(swap.is_kept and swap.max_error <= 1e-6 for swap in fusion.report)
+    swaps = [swap for swap in fusion.report if (family, swap.kind) != ("gpt_oss", ADDED)]  # its experts return a pair
+    assert all(swap.is_kept and swap.max_error <= 1e-6 for swap in swaps)
     with fusion.active():
         logits, storage = packed_forwards(model)
     assert relative_error(logits, own_logits) <= 1e-5
@@ -453,7 +456,8 @@ def fake_forward(family: str, fusion, num_layers: int = NUM_LAYERS) -> CountedLa
 def test_fused_forward_never_waits_for_the_device(family):
     counted = fake_forward(family, fuse(fresh(family)))
     assert counted.devices == {"cuda"}
-    assert counted.calls["rope_and_store"] == NUM_LAYERS and counted.calls["rms_norm"] >= 2 * NUM_LAYERS + 1
+    norms = counted.calls["rms_norm"] + counted.calls.get("add_rms_norm", 0)
+    assert counted.calls["rope_and_store"] == NUM_LAYERS and norms >= 2 * NUM_LAYERS + 1
 
 
 def test_the_fake_device_notices_a_wait(monkeypatch):
@@ -464,6 +468,24 @@ def test_the_fake_device_notices_a_wait(monkeypatch):
         fake_forward("llama", fusion)
 
 
+def test_a_norm_that_gets_other_states_than_expected_norms_them():
+    model = fresh("llama")
+    norm = fused_norm.FusedNorm(model.model.norm, 0)
+    states, change, other = torch.randn(3, 2, model.config.hidden_size)
+    total = norm.expect(states, change)
+    assert torch.equal(total, states + change)
+    assert torch.equal(norm(other), fused_norm.FusedNorm(model.model.norm, 0)(other))
+    assert torch.equal(norm(total), fused_norm.FusedNorm(model.model.norm, 0)(states + change))
+
+
+def test_a_layer_that_adds_otherwise_is_left_alone(monkeypatch):
+    """Control of the trial: an addition of something else is refused, and the other swaps stay."""
+    after = fused_norm.FusedNorm.after_adding
+    monkeypatch.setattr(fused_norm.FusedNorm, "after_adding", lambda norm, s, c: after(norm, s, 1.001 * c))
+    found = kept(fuse(fresh("llama", 1)))
+    assert ADDED not in found and found[NORM] == 3
+
+
 def own_launches(family: str, num_layers: int) -> int:
     """Of one packed forward in bfloat16 without any swap."""
     model = fresh(family, num_layers, torch.bfloat16)
@@ -472,9 +494,9 @@ def own_launches(family: str, num_layers: int) -> int:
     return counted.total // len(SIZES)
 
 
-@pytest.mark.parametrize("family, own", [("qwen2", 40), ("qwen3", 55)])
+@pytest.mark.parametrize("family, own", [("llama", 40), ("qwen2", 40), ("qwen3", 55)])
 def test_launches_per_layer(family, own):
-    """Two norms, four products, rotation, attention, gate and two additions are left."""
+    """Two norms with the additions before them, four products, rotation, gate, and the attention (two kernels)."""
     fused = [fake_forward(family, fuse(fresh(family, layers)), layers).total for layers in (1, 2)]
-    assert fused[1] - fused[0] == 11
+    assert fused[1] - fused[0] == 9
     assert own_launches(family, 2) - own_launches(family, 1) >= own

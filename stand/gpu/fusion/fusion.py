@@ -3,8 +3,6 @@
 Nothing is assumed of a model class. A swap is tried on the loaded weights, its outcome is compared with the module's
 own (see `probe`), and only one that rounding explains is kept. Nothing uses TF32: no kernel here has a matrix product,
 products stay torch's own, and TF32 in torch's settings is refused.
-
-The decoder layer is not rewritten, so its two residual additions stay kernels of their own.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stand.gpu.fusion.attention import FusedAttention
+from stand.gpu.fusion.layer import PARTS, FusedLayer
 from stand.gpu.fusion.merged_linear import MergedLinear
 from stand.gpu.fusion.mlp import FusedMLP
 from stand.gpu.fusion.norm import FusedNorm
@@ -53,6 +52,7 @@ def fuse(model: PreTrainedModel, *, kernels: bool = True) -> Fusion:
         trial.try_norms()
         trial.try_mlps()
         trial.try_attentions()
+        trial.try_layers()
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # the parts' former memory: freed in pieces that the cache cannot use whole
     return Fusion(model, trial.recipe, merged=trial.merged, report=trial.report())
@@ -69,6 +69,7 @@ class Fusion:
         self.recipe = recipe
         self.report = report
         self._merged = merged  # by the name of the owner
+        self._norms = {name: FusedNorm(model.get_submodule(name), rule) for name, rule in recipe.norms.items()}
         self._forwards = self._make_forwards()
         self._depth = 0
         self._saved: list[tuple[nn.Module, Callable | None]] = []
@@ -102,6 +103,7 @@ class Fusion:
         for merged in self._merged.values():
             merged.separate()
         self._merged.clear()
+        self._norms.clear()
         self._forwards.clear()
 
     def mirrored(self, model: PreTrainedModel) -> Fusion:
@@ -115,11 +117,14 @@ class Fusion:
     def _make_forwards(self) -> list[tuple[nn.Module, Callable]]:
         module, merged = self.model.get_submodule, self._merged.get
         forwards = [pair for joined in self._merged.values() for pair in joined.forwards()]
-        forwards += [(module(name), FusedNorm(module(name), rule)) for name, rule in self.recipe.norms.items()]
+        forwards += [(module(name), norm) for name, norm in self._norms.items()]
         for name, activation in self.recipe.mlps.items():
             forwards.append((module(name), FusedMLP(module(name), activation, merged=merged(name))))
         for name, settings in self.recipe.attentions.items():
             forwards.append((module(name), FusedAttention(module(name), settings, merged=merged(name))))
+        for name, following in self.recipe.layers.items():
+            inner = self._norms[f"{name}.{PARTS[2]}"]
+            forwards.append((module(name), FusedLayer(module(name), inner, self._norms.get(following))))
         return forwards
 
     def _swap(self) -> None:
@@ -134,8 +139,8 @@ class Fusion:
             else:
                 module.forward = forward
         self._saved.clear()
-        for merged in self._merged.values():
-            merged.clear()
+        for holder in (*self._merged.values(), *self._norms.values()):
+            holder.clear()
 
     def _check_linked(self) -> None:
         for owner, merged in self._merged.items():

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stand.gpu.fusion.attention import AttentionSettings, FusedAttention, has_head_norms, is_attention
+from stand.gpu.fusion.layer import PARTS, FusedLayer, following_norm, is_layer
 from stand.gpu.fusion.merged_linear import MergedLinear, is_bare, merge_refusal, tied_parameters
 from stand.gpu.fusion.mlp import FusedMLP, find_activation, is_gated_mlp
 from stand.gpu.fusion.norm import FusedNorm, norm_refusal
@@ -49,6 +50,7 @@ class Recipe:
     norms: dict[str, int] = field(default_factory=dict)  # rule
     mlps: dict[str, int] = field(default_factory=dict)  # activation
     attentions: dict[str, AttentionSettings] = field(default_factory=dict)
+    layers: dict[str, str | None] = field(default_factory=dict)  # the norm behind the layer, by name
 
 
 class Trial:
@@ -57,7 +59,8 @@ class Trial:
     def __init__(self, model: PreTrainedModel):
         self.recipe = Recipe()
         self.merged: dict[str, MergedLinear] = {}
-        self._names = {module: name for name, module in model.named_modules()}
+        self._modules = dict(model.named_modules())
+        self._names = {module: name for name, module in self._modules.items()}
         self._tied = tied_parameters(model)
         self._tolerance = TOLERANCES[model.dtype]
         self._probe = Probe(model, [module for module in self._names if _is_candidate(module)])
@@ -112,6 +115,25 @@ class Trial:
             setting = self._best("attention with rotary cache write", module, candidates, refusal)
             if setting is not None:
                 self.recipe.attentions[self._names[module]] = setting
+
+    def try_layers(self) -> None:
+        """Last: their additions join norms that are fused by themselves."""
+        for module in filter(is_layer, self._names):
+            name, refusal = self._names[module], self._untried(module)
+            inner = self._norm(f"{name}.{PARTS[2]}")
+            refusal = refusal or ("" if inner else "the norm between its additions is not fused by itself")
+            following = next(filter(self._norm, following_norm(name)), None)
+            candidates = []
+            if not refusal:
+                candidates = [((following,), FusedLayer(module, inner, following and self._norm(following)))]
+            setting = self._best("additions joined with norms", module, candidates, refusal)
+            if setting is not None:
+                (self.recipe.layers[name],) = setting
+
+    def _norm(self, name: str) -> FusedNorm | None:
+        """Of a norm that is fused by itself."""
+        rule = self.recipe.norms.get(name)
+        return None if rule is None else FusedNorm(self._modules[name], rule)
 
     def report(self) -> list[Swap]:
         """Verdicts of one kind, class and reason together, in the order of the trials."""
@@ -196,7 +218,8 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _is_candidate(module: nn.Module) -> bool:
     has_parts = any(all(hasattr(module, part) for part in parts) for parts in MERGEABLE.values())
-    return (has_parts or _is_norm(module) or is_gated_mlp(module) or is_attention(module)) and is_bare(module)
+    is_part = has_parts or _is_norm(module) or is_gated_mlp(module) or is_attention(module)
+    return (is_part or is_layer(module)) and is_bare(module)
 
 
 @contextmanager

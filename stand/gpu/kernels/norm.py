@@ -1,4 +1,4 @@
-"""RMSNorm in one kernel, with the roundings of the transformers classes it stands for.
+"""RMSNorm in one kernel, alone or behind an addition, with the roundings of the transformers classes it stands for.
 
 Zhang and Sennrich, Root Mean Square Layer Normalization, NeurIPS 2019, equation 4. The classes differ in where they
 round to the model's dtype and in what they scale by; `RULES` names the three variants.
@@ -33,15 +33,38 @@ def scale_normal(normal, weight, RULE: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _normed(values, weight, columns, inside, eps, SIZE: tl.constexpr, RULE: tl.constexpr, DTYPE: tl.constexpr):
+    """A row of float32 values, normed and rounded."""
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    normal = values * tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
+    return scale_normal(normal, scale, RULE, DTYPE)
+
+
+@triton.jit
 def _rms_norm(states, weight, output, row_stride, eps, SIZE: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr):
     """One row per program."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     values = tl.load(states + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    normal = values * tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
-    normed = scale_normal(normal, scale, RULE, output.dtype.element_ty)
+    normed = _normed(values, weight, columns, inside, eps, SIZE, RULE, output.dtype.element_ty)
+    tl.store(output + row * SIZE + columns, normed, mask=inside)
+
+
+@triton.jit
+def _add_rms_norm(
+    states, change, weight, total, output, states_stride, change_stride, eps,
+    SIZE: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row per program; the sum is rounded before it is normed, as two kernels would."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    added = tl.load(states + row * states_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    added += tl.load(change + row * change_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    rounded = added.to(total.dtype.element_ty)
+    tl.store(total + row * SIZE + columns, rounded, mask=inside)
+    normed = _normed(rounded.to(tl.float32), weight, columns, inside, eps, SIZE, RULE, output.dtype.element_ty)
     tl.store(output + row * SIZE + columns, normed, mask=inside)
 
 
@@ -51,10 +74,8 @@ def rms_norm(states: torch.Tensor, weight: torch.Tensor, eps: float, rule: int) 
 
     Result [..., N], contiguous, of the dtype of `states`. The sum of squares is taken in float32.
     """
-    size = _checked_size(states, weight, rule)
-    rows = states.reshape(-1, size)
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
+    rows = _rows(states, _checked_size(states, weight, rule))
+    size = rows.shape[1]
     output = torch.empty(states.shape, dtype=states.dtype, device=states.device)
     block = triton.next_power_of_2(size)
     with launch_device(_rms_norm, states):
@@ -70,25 +91,64 @@ def _(states: torch.Tensor, weight: torch.Tensor, eps: float, rule: int) -> torc
     return torch.empty(states.shape, dtype=states.dtype, device=states.device)
 
 
+@torch.library.custom_op("stand::add_rms_norm", mutates_args=())
+def add_rms_norm(
+    states: torch.Tensor, change: torch.Tensor, weight: torch.Tensor, eps: float, rule: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(states + change, and what `rms_norm` makes of it), both [..., N], contiguous, for two tensors of one shape."""
+    size = _checked_size(states, weight, rule)
+    if change.shape != states.shape or change.dtype != states.dtype:
+        raise ValueError(
+            f"what is added must be as the states, {tuple(states.shape)} in {states.dtype}, got {tuple(change.shape)} "
+            f"in {change.dtype}; use the module's own forward"
+        )
+    rows, changes = _rows(states, size), _rows(change, size)
+    total, output = (torch.empty(states.shape, dtype=states.dtype, device=states.device) for _ in range(2))
+    block = triton.next_power_of_2(size)
+    with launch_device(_add_rms_norm, states):
+        _add_rms_norm[(rows.shape[0],)](
+            rows, changes, weight, total, output, rows.stride(0), changes.stride(0), eps,
+            SIZE=size, RULE=rule, BLOCK=block, num_warps=_num_warps(block),
+        )  # fmt: skip
+    return total, output
+
+
+@add_rms_norm.register_fake
+def _(states, change, weight, eps, rule):
+    _checked_size(states, weight, rule)
+    total, output = (torch.empty(states.shape, dtype=states.dtype, device=states.device) for _ in range(2))
+    return total, output
+
+
 def specimens() -> list[Specimen]:
     """Hidden sizes of 1B to 14B models, and one head."""
     sizes = (128, 2048, 3584, 4096, 5120)
     cases = [(size, "bf16", ROUND_FIRST) for size in sizes]
     cases += [(3584, "fp16", ROUND_FIRST), (3584, "fp32", ROUND_FIRST), (3584, "bf16", ONE_PLUS)]
     cases += [(4096, "bf16", SCALE_FIRST)]
-    return [_specimen(*case) for case in cases]
+    return [_specimen(*case, kernel=kernel) for case in cases for kernel in (_rms_norm, _add_rms_norm)]
 
 
-def _specimen(size: int, dtype: str, rule: int) -> Specimen:
+def _specimen(size: int, dtype: str, rule: int, *, kernel: object) -> Specimen:
     block = triton.next_power_of_2(size)
     pointers = {name: f"*{dtype}" for name in ("states", "weight", "output")}
+    strides = {"row_stride": "i32:16"}
+    if kernel is _add_rms_norm:
+        pointers |= {name: f"*{dtype}" for name in ("change", "total")}
+        strides = {"states_stride": "i32:16", "change_stride": "i32:16"}
     return Specimen(
-        name=f"rms_norm size {size} {dtype} rule {rule}",
-        kernel=_rms_norm,
-        signature={**pointers, "row_stride": "i32:16", "eps": "fp32"},
+        name=f"{'add_' if kernel is _add_rms_norm else ''}rms_norm size {size} {dtype} rule {rule}",
+        kernel=kernel,
+        signature={**pointers, **strides, "eps": "fp32"},
         constants={"SIZE": size, "RULE": rule, "BLOCK": block},
         num_warps=_num_warps(block),
     )
+
+
+def _rows(states: torch.Tensor, size: int) -> torch.Tensor:
+    """[..., N] as [rows, N] with adjacent columns; a view where the layout allows one."""
+    rows = states.reshape(-1, size)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _num_warps(block: int) -> int:

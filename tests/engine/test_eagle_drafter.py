@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from plain_eagle import plain_features, plain_logits, random_head
+from plain_eagle import plain_logits, random_head
 from tiny_models import VOCABULARY_SIZE, tiny_model
 
 import stand
@@ -58,11 +58,114 @@ def test_recorded_laws_are_the_heads_own_whatever_happens_to_the_rows(target, se
     """Rejections, rows that end and move, equal rows, a second call, a prompt of one token."""
     drafter = checked(target, **settings)
     engine = stand.wrap(tiny_model(target), drafter=drafter)
+    settings = {"temperature": 1.0, "top_k": 0, "seed": 2}
     ends = list(range(0, VOCABULARY_SIZE, 9))  # rows end at different steps
-    for prompts in (PROMPTS, PROMPTS[:1] * 2):
+    output = engine.generate(input_ids=PROMPTS, stop_token_ids=ends, max_new_tokens=9, **settings)
+    assert len({len(tokens) for tokens in output.token_ids}) > 1
+    engine.generate(input_ids=PROMPTS[:1] * 2, stop_token_ids=[], max_new_tokens=4, **settings)
+    assert drafter.num_checked > 60
+
+
+def test_calls_that_take_turns_keep_their_rows_apart():
+    """What is held is known by its text: two streams of one engine, step by step."""
+    drafter = checked("llama", budget=4, rounds=3)
+    engine = stand.wrap(tiny_model("llama"), drafter=drafter)
+    calls = [engine._new_call(ids, on_commit=None, max_new_tokens=5, temperature=1.0, seed=1)[0] for ids in PROMPTS[:2]]
+    with torch.inference_mode():
+        for _ in zip(*(call.steps() for call in calls), strict=False):
+            pass
+    assert drafter.num_checked > 15
+    assert all(call.stats.num_draft_tokens > 4 for call in calls)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("settings", [{"budget": 16}, {"shape": PAPER_SHAPE}])
+def test_greedy_equals_transformers(target, settings):
+    drafter = stand.EagleDrafter(random_head(tiny_model(target)), **settings)
+    engine = stand.wrap(tiny_model(target), drafter=drafter)
+    output = engine.generate(input_ids=PROMPTS, max_new_tokens=20, temperature=0.0)
+    for prompt, tokens in zip(PROMPTS, output.token_ids, strict=True):
+        plain = tiny_model(target).generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=20
+        )
+        assert tokens == plain[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("sharpened", [1.0, 0.3])
+def test_the_first_two_tokens_follow_the_target(sharpened):
+    """Chi-square against the exact law; a head that records a flatter law than it draws from must be seen."""
+    count, size, model = 4000, 4, tiny_model("llama")
+    drafter = LyingDrafter(random_head(model, scale=1.5), budget=4 * 400, rounds=2, num_candidates=8)
+    drafter.sharpened = sharpened
+    engine = stand.wrap(model, drafter=drafter)
+    seen: dict[tuple, int] = {}
+    for seed in range(count // 400):
         output = engine.generate(
-            input_ids=prompts, num_return_sequences=2, max_new_tokens=9, temperature=1.0, top_k=0, seed=2,
-            stop_token_ids=ends,
+            input_ids=[PROMPTS[0]], num_return_sequences=400, max_new_tokens=2, temperature=1.0, top_k=size, seed=seed,
+            stop_token_ids=[],
         )  # fmt: skip
-        assert len({len(tokens) for tokens in output.token_ids}) > 1
-    assert drafter.num_checked > 200
+        for tokens in output.token_ids:
+            seen[tuple(tokens)] = seen.get(tuple(tokens), 0) + 1
+    first = truncated(PROMPTS[0], size)
+    law = {
+        (token, after): first[token] * share
+        for token in first
+        for after, share in truncated([*PROMPTS[0], token], size).items()
+    }
+    assert set(seen) <= set(law) and output.stats.num_accepted_draft_tokens > 0
+    statistic = sum((seen.get(pair, 0) - count * share) ** 2 / (count * share) for pair, share in law.items())
+    limit = 50  # 15 degrees of freedom: a false alarm once in 80,000 seeds
+    assert (statistic < limit) == (sharpened == 1.0), statistic
+
+
+@torch.inference_mode()
+def truncated(context: list[int], size: int) -> dict[int, float]:
+    """The target's law after `context` over its best tokens, by one plain forward."""
+    best = tiny_model("llama")(torch.tensor([context]), use_cache=False).logits[0, -1].double().topk(size)
+    return dict(zip(best.indices.tolist(), best.values.softmax(0).tolist(), strict=True))
+
+
+class LyingDrafter(stand.EagleDrafter):
+    """Draws from laws sharpened to temperature `sharpened`, and records the honest ones."""
+
+    sharpened = 1.0
+
+    def draft(self, request) -> DraftBatch:
+        self.temperature = self.sharpened
+        drawn = super().draft(request)
+        if self.sharpened == 1.0:
+            return drawn
+        law = np.where(drawn.law > 0, drawn.law, 0.0) ** self.sharpened
+        law /= np.maximum(law.sum(axis=1, keepdims=True), 1e-9)
+        columns = {name: getattr(drawn, name) for name in drawn.__dataclass_fields__}
+        return DraftBatch(**{**columns, "law": law.astype(np.float32)})
+
+
+def test_a_fresh_engine_repeats_itself_and_a_used_one_too():
+    """Nothing is learned: earlier calls change nothing."""
+    settings = {"input_ids": PROMPTS, "max_new_tokens": 10, "temperature": 1.0, "seed": 7}
+    fresh, used = (
+        stand.wrap(tiny_model("llama"), drafter=stand.EagleDrafter(random_head(tiny_model("llama")), budget=8))
+        for _ in range(2)
+    )
+    used.generate(**{**settings, "seed": 8})
+    first = fresh.generate(**settings).token_ids
+    assert used.generate(**settings).token_ids == first == fresh.generate(**settings, learn=False).token_ids
+
+
+@pytest.mark.parametrize("settings", [{"budget": -1}, {"rounds": 0}, {"temperature": 0.0}, {"num_candidates": 0}])
+def test_settings_out_of_range_are_refused(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        stand.EagleDrafter("head", **settings)
+
+
+def test_a_rule_for_chains_takes_chains_alone():
+    model = tiny_model("llama")
+    stand.wrap(model, drafter=stand.EagleDrafter(random_head(model), shape=TreeShape.chain(3)), verifier="block")
+    with pytest.raises(ValueError, match="block"):
+        stand.wrap(model, drafter=stand.EagleDrafter(random_head(model)), verifier="block")
+
+
+def test_a_head_of_another_model_is_refused():
+    with pytest.raises(ValueError, match="another model"):
+        stand.wrap(tiny_model("llama"), drafter=stand.EagleDrafter(random_head(tiny_model("qwen2"))))

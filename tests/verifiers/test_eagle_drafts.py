@@ -18,7 +18,7 @@ SIZE = 3
 RULES = ["traversal", "rrs", "match"]
 HISTORIES = [np.array([0, 1, 0], np.int32), np.array([2, 0, 2], np.int32)]
 SAME = [HISTORIES[0], HISTORIES[0]]
-LOGITS = torch.from_numpy(np.random.default_rng(3).normal(size=(5000, SIZE)))
+LOGITS = torch.from_numpy(0.4 * np.random.default_rng(3).normal(size=(5000, SIZE)))  # all tokens are likely
 
 
 class TableHead:
@@ -45,7 +45,8 @@ class TableEagle(stand.EagleDrafter):
 
 
 def draft(drafter, seed, *, histories=HISTORIES, depth=3, rows=None, step=0) -> DraftBatch:
-    request = draft_request(histories, seed=seed, max_depth=depth, step=step)
+    request = draft_request(histories, seed=seed, step=step)
+    request.max_depths[:] = depth
     if rows is not None:
         request.rows[:] = rows
     return drafter.draft(request)
@@ -53,19 +54,17 @@ def draft(drafter, seed, *, histories=HISTORIES, depth=3, rows=None, step=0) -> 
 
 GROWN = {
     "budget 2": ({"budget": 2}, {}),
-    "budget 4": ({"budget": 4}, {}),
-    "budget 6, flat": ({"budget": 6, "temperature": 3.0}, {"depth": 2}),
+    "budget 3": ({"budget": 3}, {}),
     "one round": ({"budget": 3, "rounds": 1}, {}),
-    "two rounds": ({"budget": 5, "rounds": 2}, {}),
-    "peaked": ({"budget": 5, "temperature": 0.4}, {}),
-    "depth 1": ({"budget": 6}, {"depth": 1}),
-    "equal histories": ({"budget": 4}, {"histories": SAME}),
+    "two rounds": ({"budget": 3, "rounds": 2, "temperature": 3.0}, {}),
+    "peaked": ({"budget": 3, "temperature": 0.9}, {"histories": SAME}),
+    "depth 1": ({"budget": 4}, {"depth": 1}),
 }
-SHAPED = {
-    "siblings": TreeShape.from_branching([2]),
-    "more than there are": TreeShape.from_branching([4]),
-    "two levels": TreeShape.from_branching([2, 1]),
-    "chain": TreeShape.chain(2),
+SHAPED = {  # name: shape, depths of the two rows
+    "siblings": (TreeShape.from_branching([2]), 1),
+    "more than there are": (TreeShape.from_branching([4]), 1),
+    "two levels": (TreeShape.from_branching([2, 1]), (2, 0)),
+    "chain": (TreeShape.chain(2), (2, 1)),
 }
 worlds = [dense_world(seed, SIZE, 2).as_float() for seed in (5, 6)]
 
@@ -82,21 +81,22 @@ def test_growth_is_adapted(name):
 
 @pytest.mark.parametrize("name", SHAPED)
 def test_shapes_are_adapted(name):
-    joint = joint_drafts(partial(draft, TableEagle(shape=SHAPED[name])))
+    shape, depth = SHAPED[name]
+    joint = joint_drafts(partial(draft, TableEagle(shape=shape), depth=depth))
     assert sum(each.probability for each in joint) == pytest.approx(1.0, abs=ROUNDING)
     for rule in RULES:
         assert distance_from_target(joint, worlds, get_verifier(rule)) < ROUNDING, rule
 
 
 def test_drafts_come_as_often_as_their_laws_say():
-    draft_with = partial(draft, TableEagle(budget=4))
-    statistic, degrees = chi_square(draft_with, joint_drafts(draft_with), num_seeds=4000)
+    draft_with = partial(draft, TableEagle(budget=3))
+    statistic, degrees = chi_square(draft_with, joint_drafts(draft_with), num_seeds=1500)
     assert degrees > 10 and statistic < degrees + 5 * np.sqrt(2 * degrees)
 
 
 def test_growth_shares_its_budget_among_the_rows():
-    drafter = TableEagle(budget=4)
-    sizes = {tuple(draft(drafter, seed).sizes - 1) for seed in range(200)}
+    drafter = TableEagle(budget=4, temperature=0.15)
+    sizes = {tuple(draft(drafter, seed).sizes - 1) for seed in range(60)}
     assert all(sum(pair) == 4 for pair in sizes) and len(sizes) > 2
 
 
@@ -117,7 +117,7 @@ class LooksAhead(BestFirstGrowth):
 
 
 def shared_noise(seed):
-    return draft(TableEagle(budget=4), seed, histories=SAME, rows=(0, 0))
+    return draft(TableEagle(budget=2, rounds=1), seed, histories=SAME, rows=(0, 0))
 
 
 def looks_ahead(seed, monkeypatch):
@@ -129,7 +129,7 @@ def looks_ahead(seed, monkeypatch):
 def flattened(seed):
     """Records flatter laws than it draws from."""
     batch = draft(TableEagle(budget=3, rounds=1), seed)
-    law = np.where(batch.law > 0, 0.9 * batch.law + 0.1 / np.maximum((batch.law > 0).sum(1, keepdims=True), 1), 0)
+    law = np.where(batch.law > 0, 0.5 * batch.law + 0.5 / np.maximum((batch.law > 0).sum(1, keepdims=True), 1), 0)
     return type(batch)(**{name: getattr(batch, name) for name in batch.__dataclass_fields__} | {
         "law": law.astype(np.float32)
     })  # fmt: skip
@@ -137,9 +137,9 @@ def flattened(seed):
 
 def test_broken_promises_are_seen(monkeypatch):
     for builder in (shared_noise, partial(looks_ahead, monkeypatch=monkeypatch)):
-        joint = joint_drafts(builder, most_seeds=1500)
+        joint = joint_drafts(builder, most_seeds=600)
         assert abs(sum(each.probability for each in joint) - 1.0) > 0.01
         assert distance_from_target(joint, worlds, get_verifier("traversal")) > 0.003
-    joint = joint_drafts(flattened)
-    statistic, degrees = chi_square(flattened, joint, num_seeds=4000)
+    joint = joint_drafts(flattened, most_seeds=600)
+    statistic, degrees = chi_square(flattened, joint, num_seeds=1500)
     assert statistic > degrees + 10 * np.sqrt(2 * degrees)

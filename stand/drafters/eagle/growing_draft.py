@@ -13,14 +13,40 @@ from stand.trees import NO_PARENT, NO_TOKEN, ROOT, DraftTree
 OVERLAP = 0.75
 
 
-@dataclass(slots=True)
 class OpenNode:
-    """A node whose law is known."""
+    """A node whose law is known: what its next child is drawn from."""
 
-    token_ids: np.ndarray  # [S] int32, the most likely first
-    law: np.ndarray  # [S] float64, sums to 1
-    is_taken: np.ndarray  # [S] bool
-    left: float = 1.0  # estimated chance that none of the children so far is kept, where the node is
+    __slots__ = ("law", "left", "share", "token_ids", "_is_greedy", "_num_taken")
+
+    def __init__(self, token_ids: np.ndarray, law: np.ndarray, *, is_greedy: bool) -> None:
+        """token_ids [S] int32 and law [S]; is_greedy: the next child is the most likely token."""
+        self.token_ids = token_ids
+        self.law = law.astype(np.float64)  # without the tokens of the children so far; all zero where there are no more
+        self.left = 1.0  # estimated chance that none of the children so far is kept, where the node is
+        self._is_greedy = is_greedy
+        self._num_taken = 0
+        self._settle()
+
+    def take(self, place: int) -> None:
+        """The token at `place` is a child's."""
+        self.left *= 1.0 - self.share
+        self._num_taken += 1
+        self.law = self.law.copy()  # the old one is recorded
+        self.law[place] = 0.0
+        self._settle()
+
+    def _settle(self) -> None:
+        """`law` sums to 1 again; `share` is the estimated chance that the next child is kept, where none before was."""
+        mass = self.law.sum()
+        if not mass > 0.0:
+            self.share = 0.0
+            return
+        self.law = self.law / mass
+        collision = float(self.law @ self.law)
+        if self._is_greedy:
+            self.share = float(self.law.max())
+        else:
+            self.share = collision if self._num_taken else OVERLAP + (1.0 - OVERLAP) * collision
 
 
 @dataclass(slots=True)
@@ -42,38 +68,29 @@ class GrowingDraft:
     nodes: dict[int, OpenNode] = field(default_factory=dict)  # those whose laws are known
 
     def open(self, node: int, token_ids: np.ndarray, law: np.ndarray) -> None:
-        """The law [S] over token_ids [S] of what follows `node`, in descending order."""
-        law = law.astype(np.float64)
-        self.nodes[node] = OpenNode(token_ids, law / law.sum(), np.zeros(len(law), dtype=bool))
+        """The law [S] over token_ids [S] of what follows `node`."""
+        self.nodes[node] = OpenNode(token_ids, law, is_greedy=self.is_greedy)
 
     def next_chance(self, node: int) -> float:
         """Estimated chance that the next child of `node` is kept; 0 where there can be none."""
         opened = self.nodes.get(node)
         if opened is None or self.depths[node] >= self.max_depth:
             return 0.0
-        rest = np.where(opened.is_taken, 0.0, opened.law)
-        mass = rest.sum()
-        if not mass > 0.0:
-            return 0.0
-        if self.is_greedy:
-            return self.chances[node] * float(rest.max())
-        return self.chances[node] * opened.left * self._share(opened, rest / mass)
+        return self.chances[node] * opened.left * opened.share
 
     def reveal(self, node: int) -> int:
         """Draw the next child of `node`, whose `next_chance` must be above 0; its number."""
         opened, child = self.nodes[node], len(self.token_ids)
-        rest = np.where(opened.is_taken, 0.0, opened.law)
         self.chances.append(self.next_chance(node))
         if self.is_greedy:
-            place = int(rest.argmax())
-            law = np.zeros(len(rest))
+            place = int(opened.law.argmax())
+            law = np.zeros(len(opened.law))
             law[place] = 1.0
         else:
-            law = rest / rest.sum()
+            law = opened.law
             cumulative = law.cumsum()
-            place = int(np.searchsorted(cumulative, self.uniforms[child] * cumulative[-1], side="right"))
-            opened.left *= 1.0 - self._share(opened, law)
-        opened.is_taken[place] = True
+            place = int(cumulative.searchsorted(self.uniforms[child] * cumulative[-1], side="right"))
+        opened.take(place)
         self.token_ids.append(int(opened.token_ids[place]))
         self.parents.append(node)
         self.depths.append(self.depths[node] + 1)
@@ -92,12 +109,6 @@ class GrowingDraft:
         return DraftTree(
             np.array(self.token_ids, dtype=np.int32), np.array(self.parents, dtype=np.int32), support_ids, law
         )
-
-    def _share(self, opened: OpenNode, law: np.ndarray) -> float:
-        """Chance that a child drawn from `law` is kept, where none before it was."""
-        collision = float((law * law).sum())
-        is_first = not opened.is_taken.any()
-        return OVERLAP + (1.0 - OVERLAP) * collision if is_first else collision
 
 
 def typical_tree(*, is_chain: bool) -> DraftTree:

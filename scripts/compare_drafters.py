@@ -1,0 +1,135 @@
+"""Tokens per step of the lookup and of an EAGLE-1 head, at equal draft nodes, by number of samples.
+
+    python scripts/compare_drafters.py                                        # bundled model and its shipped head
+    python scripts/compare_drafters.py --model smollm2 --head eagle_smollm2   # a head of your own
+
+Every arm draws the same problems with the same seeds, `--nodes` draft nodes per row and step. The lookup starts empty
+with every problem, so what it knows at sample n are the samples before and beside it. A table per temperature goes to
+stdout, then one JSON line with all figures; progress goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from measuring.progress import Progress, say
+from measuring.setup import add_options, count_list, fill_defaults, load_model, load_tasks, prompt_ids
+from measuring.text_table import format_table
+from measuring.trajectories import Sampling, draw_with_engine
+
+import stand
+from stand.drafters.eagle.growth import PAPER_SHAPE
+from stand.drafters.eagle.head import EagleHead
+
+SHIPPED_HEAD = Path(__file__).resolve().parent / "drafters" / "eagle"
+HEADER = ("N", "drafter", "tokens per step", "first token kept", "nodes per step", "drafting, share of time")
+
+
+def drafter_makers(
+    arguments: argparse.Namespace, head: EagleHead, temperature: float
+) -> dict[str, Callable[[int], stand.Drafter]]:
+    """Name of an arm: its drafter for so many rows."""
+    settings = {"temperature": temperature or 1.0, "rounds": arguments.rounds}
+    makers: dict[str, Callable[[int], stand.Drafter]] = {
+        "lookup": lambda rows: stand.BlendedDrafter(budget=arguments.nodes * rows),
+        "eagle": lambda rows: stand.EagleDrafter(head, budget=arguments.nodes * rows, **settings),
+    }
+    if arguments.nodes == PAPER_SHAPE.num_nodes - 1:
+        makers["eagle, paper's tree"] = lambda rows: stand.EagleDrafter(head, shape=PAPER_SHAPE, **settings)
+    return makers
+
+
+def measure(arguments: argparse.Namespace) -> list[dict]:
+    """One record per temperature, number of samples and arm."""
+    torch.set_num_threads(arguments.threads)
+    model, tokenizer = load_model(arguments)
+    head, tasks = EagleHead.load(model, arguments.head), load_tasks(arguments)
+    records = []
+    names = list(drafter_makers(arguments, head, 1.0))
+    progress = Progress(len(arguments.temperatures) * sum(arguments.trajectories) * len(names) * len(tasks))
+    for temperature in arguments.temperatures:
+        for count in arguments.trajectories:
+            rows = min(arguments.rows or count, count)
+            sampling = Sampling(
+                rows, arguments.max_new_tokens, temperature, arguments.top_k, arguments.top_p, arguments.seed
+            )
+            for name, make in drafter_makers(arguments, head, temperature).items():
+                stats = stand.Stats()
+                for index, task in enumerate(tasks):
+                    engine = stand.wrap(model, tokenizer, drafter=make(rows), verifier=arguments.verifier)
+                    prompt = prompt_ids(tokenizer, task, arguments.instruction)
+                    stats += draw_with_engine(engine, prompt, count, sampling, problem=index, draft=True).stats
+                    progress.add(count, f"T = {temperature}, N = {count}, {name}, problem {index + 1}")
+                records.append(record(temperature, count, name, stats))
+    return records
+
+
+def record(temperature: float, count: int, name: str, stats: stand.Stats) -> dict:
+    """What one arm came to."""
+    kept = stats.accepted_by_depth
+    return {
+        "temperature": temperature,
+        "samples": count,
+        "drafter": name,
+        "tokens_per_step": stats.mean_acceptance_length,
+        "first_token_kept": float(kept[0] / stats.num_steps) if len(kept) else 0.0,
+        "nodes_per_step": stats.num_draft_tokens / stats.num_steps,
+        "draft_share": stats.seconds["draft"] / sum(stats.seconds.values()),
+        "kept_by_depth": [float(number / stats.num_steps) for number in kept[:8]],
+    }
+
+
+def tables(records: list[dict]) -> str:
+    columns = ("tokens_per_step", "first_token_kept", "nodes_per_step", "draft_share")
+    parts = []
+    for temperature in dict.fromkeys(one["temperature"] for one in records):
+        rows = [
+            (str(one["samples"]), one["drafter"], *(one[column] for column in columns))
+            for one in records
+            if one["temperature"] == temperature
+        ]
+        parts.append(f"temperature {temperature}\n{format_table(HEADER, rows)}")
+    return "\n\n".join(parts)
+
+
+def number_list(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be numbers with commas between, as 0,0.8; got {text!r}") from error
+
+
+def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--temperatures", type=number_list, default=[0.0, 0.8], metavar="T,T,...")
+    parser.add_argument("--trajectories", type=count_list, default=[1, 4, 16], metavar="N,N,...")
+    parser.add_argument("--head", type=Path, default=SHIPPED_HEAD, help="folder or file of an EAGLE-1 head")
+    parser.add_argument("--nodes", type=int, default=8, help="draft nodes per row (25: with the paper's tree, too)")
+    parser.add_argument("--rounds", type=int, default=6, help="runs of the head per step")
+    parser.add_argument("--verifier", default="traversal")
+    arguments = parser.parse_args(command_line)
+    if arguments.temperature is not None:
+        parser.error("--temperature is one number; give --temperatures, such as 0,0.8")
+    fill_defaults(arguments)
+    return arguments
+
+
+def main() -> int:
+    try:
+        records = measure(read_arguments())
+    except (ValueError, OSError) as error:
+        say(f"compare_drafters: {error}")
+        return 2
+    print(tables(records), end="\n\n")
+    print(json.dumps(records))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""Heads of other people: docs/learned_drafters.md's example runs, and reads the hidden states that it says."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+import stand
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "learned_drafters.md"
+PROMPTS = [[5, 9, 11, 4, 5, 9], [7], [8, 30, 31, 32]]
+MOST_LINES = 40
+
+pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="docs are not part of the wheel's tests")
+
+
+def example() -> str:
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    return block
+
+
+def heads_drafter(heads) -> stand.Drafter:
+    namespace: dict[str, object] = {}
+    exec(example(), namespace)
+    return namespace["HeadsDrafter"](heads)
+
+
+def test_the_example_is_short():
+    assert len(example().splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("learn", [True, False])
+def test_the_example_of_the_docs_runs(learn):
+    """Random heads; greedy tokens stay what they are."""
+    model = tiny_model("qwen2")
+    torch.manual_seed(0)
+    heads = [torch.nn.Linear(model.config.hidden_size, model.config.vocab_size) for _ in range(3)]
+    settings = {"input_ids": PROMPTS, "num_return_sequences": 2, "max_new_tokens": 20, "temperature": 0.0}
+    drafted = stand.wrap(model, drafter=heads_drafter(heads)).generate(**settings, learn=learn)
+    plain = stand.wrap(model, drafter=stand.BlendedDrafter(budget=0)).generate(**settings)
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.stats.num_draft_tokens > 100
+
+
+def test_the_last_known_hidden_state_is_that_of_the_token_before_the_pending_one():
+    """The target's own LM head on it must guess the pending token, which greedy decoding has chosen by it."""
+    model = tiny_model("llama")
+    drafter = heads_drafter([model.get_output_embeddings()])
+    seen = []
+
+    def draft(request):
+        batch = type(drafter).draft(drafter, request)
+        seen.extend(batch[row].token_ids.tolist() for row in range(len(batch)) if request.steps[row])
+        return batch
+
+    drafter.draft = draft
+    stand.wrap(model, drafter=drafter).generate(input_ids=PROMPTS, max_new_tokens=12, temperature=0.0)
+    assert len(seen) > 20
+    assert all(tokens[1:] == tokens[:1] for tokens in seen if len(tokens) > 1)
+    assert any(len(tokens) > 1 for tokens in seen)

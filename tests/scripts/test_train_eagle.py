@@ -1,0 +1,131 @@
+"""Training of EAGLE heads: pairs are aligned, generations and runs go on where they ended, the shipped head is good."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from plain_eagle import random_head
+from tiny_models import tiny_model
+from train_eagle import SHIPPED, prompt_source, read_arguments, run
+from training.eagle import agreement_on, head_batch, train_head
+from training.generations import Generation, read_generations, shuffled_batches, write_generations
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from workloads.problems import held_out_problems
+
+import stand
+from stand.drafters.eagle.head import EagleHead
+
+REASONER = Path(__file__).resolve().parents[2] / "scripts" / "reasoner"
+MOST_BYTES = 2 * 2**20
+
+
+def greedy_generations(model, prompts: list[list[int]], length: int = 12) -> list[Generation]:
+    output = stand.wrap(model).generate(input_ids=prompts, max_new_tokens=length, temperature=0.0)
+    return [
+        Generation([*prompt, *tokens], len(prompt))
+        for prompt, tokens in zip(prompts, output.token_ids, strict=True)
+    ]  # fmt: skip
+
+
+def test_the_places_that_count_are_those_whose_laws_wrote_the_generation():
+    """Of greedy texts the target's LM head guesses every counted token; one place further it must not."""
+    model = tiny_model("llama")
+    generations = greedy_generations(model, [[5, 9, 11, 4, 5, 9], [7, 8], [8, 30, 31, 32]])
+    batch = head_batch(model, generations)
+    head = random_head(model)
+    with torch.no_grad():
+        guesses = head.logits(batch.targets).argmax(dim=-1)
+    for row, one in enumerate(generations):
+        places = torch.nonzero(batch.counts[row])[:, 0]
+        assert guesses[row][places].tolist() == one.token_ids[one.prompt_length :]
+        assert batch.token_ids[row, : len(one.token_ids) - 1].tolist() == one.token_ids[1:]
+    assert torch.equal(batch.features[:, 1:], batch.targets[:, :-1])
+
+
+def test_batches_hold_every_generation_once_and_no_more_than_asked():
+    generations = [Generation(list(range(size)), 1) for size in (5, 3, 9, 4, 4, 20, 6)]
+    batches = list(shuffled_batches(generations, tokens_per_batch=12, seed="1"))
+    assert sorted(len(one.token_ids) for batch in batches for one in batch) == [3, 4, 4, 5, 6, 9, 20]
+    assert all(len(batch) == 1 or len(batch) * max(len(one.token_ids) for one in batch) <= 12 for batch in batches)
+
+
+def test_generations_go_on_where_a_kill_ended_them(tmp_path):
+    model, path = tiny_model("llama"), tmp_path / "generations.jsonl"
+    settings = {"rows": 2, "max_new_tokens": 6, "temperature": 1.0, "seed": 3}
+
+    def write(num_tokens):
+        return write_generations(
+            stand.wrap(model), path, lambda rng: [rng.randrange(3, 60) for _ in range(4)], num_tokens=num_tokens,
+            **settings,
+        )  # fmt: skip
+
+    first = write(10)
+    path.write_text(path.read_text() + '{"token_ids": [1, 2')
+    assert read_generations(path) == first
+    longer = write(30)
+    assert longer[: len(first)] == first and len(longer) > len(first)
+    assert read_generations(path) == longer
+
+
+def test_a_head_learns_and_goes_on_from_its_state(tmp_path, capsys):
+    model = tiny_model("llama")
+    generations = greedy_generations(model, [[token, token + 1, 5] for token in range(3, 40, 3)])
+    head = random_head(model).train()
+    before = agreement_on(_plain(head), model, generations)
+    settings = {"minutes": 1, "tokens_per_batch": 60, "learning_rate": 5e-3, "save_minutes": 60, "seed": 0}
+    train_head(head, model, generations, tmp_path, steps=40, **settings)
+    after = agreement_on(head, model, generations)
+    assert after > before + 0.2, (before, after)
+    fresh = random_head(model, seed=5).train()
+    progress = train_head(fresh, model, generations, tmp_path, steps=42, **settings)
+    assert progress["step"] == 42 and agreement_on(fresh, model, generations) > before + 0.2
+    assert "goes on from step 40" in capsys.readouterr().err
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+
+
+def _plain(head: EagleHead) -> EagleHead:
+    head.config._attn_implementation = "sdpa"
+    return head
+
+
+def test_another_model_needs_an_output_of_its_own():
+    with pytest.raises(SystemExit):
+        read_arguments(["--model", "smollm2"])
+
+
+def test_held_out_problems_of_a_file_are_not_trained_on(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps({"problem": f"{n}{n}", "answer": n}) + "\n" for n in range(10, 30)))
+    arguments = read_arguments(["--problems", str(path)])
+    tokenizer = AutoTokenizer.from_pretrained(REASONER)
+    drawn = [
+        {tuple(prompt_source(arguments, tokenizer, held_out=held_out)(random.Random(n))) for n in range(200)}
+        for held_out in (False, True)
+    ]
+    assert len(drawn[0]) + len(drawn[1]) == 20 and not drawn[0] & drawn[1]
+
+
+def test_the_shipped_head_is_small_and_keeps_its_promise():
+    """Greedy, held-out problems: the first drafted token is kept in at least 0.7 of the steps."""
+    facts = json.loads((SHIPPED / "training.json").read_text(encoding="utf-8"))
+    assert sum(path.stat().st_size for path in SHIPPED.iterdir()) <= MOST_BYTES
+    model = AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(REASONER)
+    drafter = stand.EagleDrafter(SHIPPED, budget=13, rounds=1)
+    engine = stand.wrap(model, tokenizer, drafter=drafter)
+    assert facts["parameters"] == sum(parameter.numel() for parameter in drafter.head.parameters())
+    chats = [[{"role": "user", "content": item.problem}] for item in held_out_problems(13, seed=5)]
+    stats = engine.generate(chats, max_new_tokens=40, temperature=0.0).stats
+    assert stats.accepted_by_depth[0] / stats.num_steps >= 0.7
+
+
+def test_the_command_trains_and_evaluates(tmp_path):
+    options = ["--tokens", "200", "--held-out-tokens", "100", "--max-new-tokens", "40", "--steps", "2", "--rows", "4"]
+    paths = ["--checkpoints", str(tmp_path / "checkpoints"), "--output", str(tmp_path / "head")]
+    facts = run(read_arguments([*options, *paths]))
+    assert facts["steps"] == 2 and 0 <= facts["held_out_agreement"] <= 1
+    again = run(read_arguments([*options, *paths, "--evaluate"]))
+    assert again["held_out_agreement"] == facts["held_out_agreement"]

@@ -139,8 +139,8 @@ class Engine:
 
         The law of every row is plain sampling's, in every call, also when calls share a seed (stand/seeds.py). A fresh
         engine repeats a call with the same seed and inputs exactly, as long as the files stand in which the default
-        drafter keeps what steps cost here (`stand.drafters.known_costs`). With the verifiers `match` and `coupled` a row's
-        tokens are a function of (seed, row) alone; with ratio rules also of its drafts, and so, while the drafter
+        drafter keeps what steps cost here (`stand.drafters.known_costs`). With the verifiers `match` and `coupled` a
+        row's tokens are a function of (seed, row) alone; with ratio rules also of its drafts, and so, while the drafter
         learns, of its batch mates and of earlier calls.
         """
         call, num_samples = self._new_call(

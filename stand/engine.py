@@ -24,7 +24,7 @@ from stand.call import Call
 from stand.drafters.blended import BlendedDrafter
 from stand.drafters.drafter import Drafter, LookupDrafter
 from stand.drafters.fixed_shape import FixedShapeDrafter
-from stand.drafters.step_cost import StepCost, measure_cost
+from stand.drafters.step_cost import StepCost, clock_of, measure_cost
 from stand.forward.model import prefill, text_config
 from stand.forward.self_check import check_model
 from stand.forward.tree_attention import exclusive, tree_attention
@@ -184,9 +184,9 @@ class Engine:
         """Time steps of several sizes for `num_rows` rows after `length` tokens each, up to `most_tokens` tokens in
         all (default: what 32 nodes per row on a CPU, the largest captured step elsewhere, come to).
 
-        seconds: time fewer sizes, less often, and stop after about so long (`stand.drafters.step_cost`). None: it takes
-        seconds to minutes. `BlendedDrafter(costs=CostTable((cost, ...)))` takes the results; save the table for runs
-        that are to repeat.
+        seconds: time fewer sizes, less often, and stop after about so long; on a CPU all times are processor time.
+        None: it takes seconds to minutes. `BlendedDrafter(costs=CostTable((cost, ...)))` takes the results; save the
+        table for runs that are to repeat.
         """
         if most_tokens is None:
             most_tokens = 32 * num_rows if self.model.device.type == "cpu" else 256
@@ -214,7 +214,7 @@ class Engine:
 
             with step.attention():
                 sizes = {"num_rows": num_rows, "length": length, "most_tokens": most_tokens}
-                return measure_cost(run_step, **sizes, seconds=seconds)
+                return measure_cost(run_step, **sizes, seconds=seconds, clock=clock_of(self.model.device))
 
     def _new_call(
         self,

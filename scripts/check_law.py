@@ -56,7 +56,7 @@ from stand.verifiers import VerifierNoise
 LONGEST_CUT = 6  # tokens of a solution that a prompt may hold
 MOST_ROWS = 500  # of a call
 MOST_SCORES = 50_000_000  # probabilities of a call's step; they decide how many rows it has
-NODES_PER_ROW = 4
+NODES_PER_ROW = 3
 PROMPTS_PER_CALL = 10
 ROUNDING = 1e-5  # of a law in float32
 WHOLE_LAW = {"temperature": 1.0, "top_p": 1.0}  # the softmax

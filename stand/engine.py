@@ -23,7 +23,7 @@ from stand.call import Call
 from stand.drafters.blended import BlendedDrafter
 from stand.drafters.drafter import Drafter, LookupDrafter
 from stand.drafters.fixed_shape import FixedShapeDrafter
-from stand.drafters.step_cost import StepCost, measure_cost
+from stand.drafters.step_cost import StepCost, clock_of, measure_cost
 from stand.forward.model import text_config
 from stand.forward.self_check import check_model
 from stand.generation_settings import check_flags
@@ -146,8 +146,8 @@ class Engine:
         The law of every row is plain sampling's, in every call, also when calls share a seed (stand/seeds.py). A fresh
         engine repeats a call with the same seed and inputs exactly, as long as the files stand in which the default
         drafter keeps what steps cost here (`stand.drafters.known_costs`). With the verifiers `match` and `coupled` a
-        row's tokens are a function of (seed, row) alone; with ratio rules also of its drafts, and so, while the
-        drafter learns, of its batch mates and of earlier calls.
+        row's tokens are a function of (seed, row) alone; with ratio rules also of its drafts, and so, while the drafter
+        learns, of its batch mates and of earlier calls.
         """
         call, jobs = self._new_call(
             prompts, on_commit=None if streamer is None else _into(streamer),
@@ -215,9 +215,9 @@ class Engine:
         """Time steps of several sizes for `num_rows` rows after `length` tokens each, up to `most_tokens` tokens in
         all (default: what 32 nodes per row on a CPU, the largest captured step elsewhere, come to).
 
-        seconds: time fewer sizes, less often, and stop after about so long (`stand.drafters.step_cost`). None: it takes
-        seconds to minutes. `BlendedDrafter(costs=CostTable((cost, ...)))` takes the results; save the table for runs
-        that are to repeat.
+        seconds: time fewer sizes, less often, and stop after about so long; on a CPU all times are processor time.
+        None: it takes seconds to minutes. `BlendedDrafter(costs=CostTable((cost, ...)))` takes the results; save the
+        table for runs that are to repeat.
         """
         if most_tokens is None:
             most_tokens = 32 * num_rows if self.model.device.type == "cpu" else 256
@@ -228,7 +228,8 @@ class Engine:
             )
         sizes = {"num_rows": num_rows, "length": length}
         with sample_steps(self.model, self.backend, self.verifier, **sizes) as run_step:
-            return measure_cost(run_step, **sizes, most_tokens=most_tokens, seconds=seconds)
+            clock = clock_of(self.model.device)
+            return measure_cost(run_step, **sizes, most_tokens=most_tokens, seconds=seconds, clock=clock)
 
     def _new_call(
         self,

@@ -110,7 +110,12 @@ class DecodeBench:
 
     def _with_stand(self, prompts: list[list[int]], count: int) -> int:
         output = self.bench.engine.generate(
-            input_ids=prompts, max_new_tokens=count, temperature=TEMPERATURE, top_k=0, stop_token_ids=[], seed=0,
+            input_ids=prompts,
+            max_new_tokens=count,
+            temperature=TEMPERATURE,
+            top_k=0,
+            stop_token_ids=[],
+            seed=0,
             draft=False,
         )
         return sum(map(len, output.token_ids))

@@ -34,9 +34,9 @@ class BlendedDrafter(LookupDrafter):
     costs: what steps cost on this machine (`CostTable((engine.measure_cost(), ...))`): growth then ends as soon as a
     node adds a larger share to the step's time than to its expected tokens.
 
-    With neither, on a CPU, the first call of so many rows times a few steps, in less than two seconds; the result is
-    kept in a file and followed while steps run (`stand.drafters.known_costs`). On a GPU it is the table that
-    scripts/gpu_bench.py saved, if there is one. Where nothing was timed, the budget is `default_budget`.
+    With neither, on a CPU, the first call of so many rows times a few steps, in less than two seconds of processor
+    time; the result is kept in a file and followed while steps run (`stand.drafters.known_costs`). On a GPU it is the
+    table that scripts/gpu_bench.py saved, if there is one. Where nothing was timed, the budget is `default_budget`.
     floor: no node that is less likely to be accepted (estimated), in [0, 1].
     kind: "sampled" children; "mixed": one sampled child, then the likeliest others; or "deterministic".
     """

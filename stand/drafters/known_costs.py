@@ -25,8 +25,8 @@ from stand.drafters.step_cost import FOLDER, CostTable, StepCost, cost_name, tab
 VARIABLE = "STAND_COSTS"  # environment: the folder of the files, or "off": nothing is timed
 MOST_ROWS = 256  # a call with more rows takes the table of so many
 LENGTH = 32  # committed tokens of each row when steps are timed; longer contexts are followed
-SECONDS = 1.5  # for timing; what comes before and after takes less than half a second more
-RATE = 0.03  # of every step's surprise, how much its neighbours take, and again all sizes
+SECONDS = 1.5  # of processor time, for timing; what comes before takes less than half a second more
+RATE = 0.03  # of a surprise, how much the sizes next to a step take
 LARGEST_SURPRISE = math.log(2)  # one step beside a busy moment moves little
 STEPS_BETWEEN = 16  # the followed table that drafts see changes once in so many steps
 
@@ -86,25 +86,28 @@ class KnownCosts:
 
 
 class FollowedCost:
-    """A step cost that follows the times of running steps.
+    """A step cost that follows the times of running steps, in its ratios, which alone decide about drafts.
 
-    The surprise of a step is the log of its time over what was expected. Sizes next to it move by RATE of that, and
-    all sizes by RATE of it too: a load that slows everything keeps their ratios, which alone decide about drafts.
+    Each step is compared with the one before: what made both longer, such as a load that slows all work, says nothing.
+    The log of the ratio of their times, less what was expected, moves the sizes next to both apart by RATE.
     """
 
     def __init__(self, cost: StepCost) -> None:
         self.cost = cost  # what drafts see
         self._logs = np.log(np.array(cost.seconds))
+        self._before: tuple[np.ndarray, float] | None = None  # of the last step: shares of the sizes, log of its time
         self._num_steps = 0
 
     def record(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens took so long; larger ones than the largest size count as that."""
-        sizes = np.array(self.cost.tokens, dtype=float)
-        place = float(np.interp(num_tokens, sizes, np.arange(len(sizes))))
-        shares = np.maximum(0.0, 1.0 - np.abs(np.arange(len(sizes)) - place))
-        surprise = math.log(max(seconds, 1e-9)) - float(shares @ self._logs)
-        surprise = min(max(surprise, -LARGEST_SURPRISE), LARGEST_SURPRISE)
-        self._logs += RATE * surprise * (1.0 + shares)
+        places = np.arange(len(self.cost.tokens))
+        shares = np.maximum(0.0, 1.0 - np.abs(places - np.interp(num_tokens, self.cost.tokens, places)))
+        time = math.log(max(seconds, 1e-9))
+        if self._before is not None:
+            apart = shares - self._before[0]
+            surprise = time - self._before[1] - float(apart @ self._logs)
+            self._logs += RATE * min(max(surprise, -LARGEST_SURPRISE), LARGEST_SURPRISE) * apart
+        self._before = shares, time
         self._num_steps += 1
         if self._num_steps % STEPS_BETWEEN == 0:
             times = np.exp(self._logs)

@@ -160,6 +160,14 @@ def _slope(sizes: Sequence[int], seconds: Sequence[float], left: int, right: int
     return (seconds[right] - seconds[left]) / (sizes[right] - sizes[left])
 
 
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """What times steps: on a CPU the processor time of this thread, which other work on the machine does not lengthen.
+
+    (With several threads it waits for the others busily, so that its time is theirs.)
+    """
+    return time.thread_time if device.type == "cpu" else time.perf_counter
+
+
 def measure_cost(
     run_step: Callable[[DraftBatch], None],
     *,
@@ -171,7 +179,7 @@ def measure_cost(
 ) -> StepCost:
     """Median times of whole steps (layout, forward, verdict), sizes in turn so that a slow moment meets them all.
 
-    seconds: see `_measure_briefly`.
+    seconds: see `_measure_briefly`; clock: `clock_of` the model's device.
     """
 
     def timed(size: int) -> float:

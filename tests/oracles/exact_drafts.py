@@ -112,9 +112,7 @@ def as_draft(draft: DraftTree) -> Draft:
     return result
 
 
-def _sequence_laws(
-    drafts: Sequence[DraftTree], world: World, verifier: ThresholdVerifier, horizon: int
-) -> np.ndarray:
+def _sequence_laws(drafts: Sequence[DraftTree], world: World, verifier: ThresholdVerifier, horizon: int) -> np.ndarray:
     """[n, V ** horizon]: the law of the first `horizon` tokens when one draft is verified, then the target goes on."""
     batch, listed = DraftBatch.concatenate(drafts), [as_draft(draft) for draft in drafts]
     verifier.check_draft(batch)

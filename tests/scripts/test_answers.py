@@ -1,6 +1,5 @@
 """Reading answers out of texts, and voting."""
 
-
 import pytest
 from workloads.answers import extract_answer, majority_answer
 

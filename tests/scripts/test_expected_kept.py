@@ -1,6 +1,5 @@
 """Expected tokens kept: what enumeration gives, draft by draft and over all drafts of a kind."""
 
-
 import numpy as np
 import pytest
 from draft_worlds import KINDS

@@ -1,0 +1,178 @@
+"""Tables of what drafts give on one model: by samples, sampling, nodes, evidence, kinds, drafters and rules.
+
+    python scripts/model_tables.py --model smollm2                          # everything, resumable
+    python scripts/model_tables.py --model gemma3-270m --parts replay --settings 0.8:0.95,1.0:1.0
+
+Trajectories are drawn once per sampling setting (TEMPERATURE:TOP_P), with the target's 32 best tokens at every
+position, and kept in --folder. Then
+
+replay: drafters on these recordings, with what the engine would keep under the rule `match`; minutes, no model.
+rules: the model in the loop; along the steps of `match`, every rule is asked how many tokens it keeps of the same
+  draft on average (verifier_parts/expected_kept.py), on drafts of every kind and on chains of the lookup.
+loop: the model in the loop; a lookup that learns the laws of all nodes, of kept paths alone, or tokens.
+
+Every finished arm is a line of FOLDER/MODEL.jsonl; a run with the same options goes on from there. Tables to stdout,
+errors are standard errors over problems (bootstrap), gains are paired by problem. A lookup starts empty at every
+problem. Wall-clock is no part of these tables: see throughput.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from measuring.progress import Progress, say
+from measuring.setup import BOXED_INSTRUCTION, REASONER, WORD_PROBLEMS, count_list, load_model, prompt_ids
+from table_parts.law_recording import LawRecording, record
+from table_parts.law_replay import replay
+from table_parts.loop_tables import LoopArm, loop_arms, loop_tables, run_loop_arm
+from table_parts.replay_tables import COUNTS, ReplayArm, replay_arms, replay_tables, result_of
+from workloads.problem_sets import Task, generated_tasks, read_tasks
+
+from stand.drafters.step_cost import CostTable
+
+PARTS = ("replay", "rules", "loop")
+SETTINGS = "0.8:0.95,0.6:0.95,1.0:0.95,0.3:0.95,0.8:1.0,1.0:1.0"
+SEED = 11
+
+
+class Run:
+    """One model with its options; the model is loaded when it is needed first."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self._loaded = None
+        name = Path(options.model).name
+        self._path = options.folder / f"{name}.jsonl"
+        self._recordings = options.folder / f"{name}-{options.num_problems}x{COUNTS[-1]}x{options.tokens}"
+        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
+        self._known = {tuple(line["key"]): line["result"] for line in map(json.loads, lines)}
+
+    @property
+    def model(self):
+        """(model, tokenizer)."""
+        if self._loaded is None:
+            self._loaded = load_model(self.options)
+        return self._loaded
+
+    def prompts(self, count: int) -> list[list[int]]:
+        """Token ids of the first problems."""
+        tokenizer, tasks = self.model[1], self._tasks(count)
+        is_bundled = Path(self.options.model).resolve() == REASONER
+        return [prompt_ids(tokenizer, task, "" if is_bundled else BOXED_INSTRUCTION) for task in tasks]
+
+    def _tasks(self, count: int) -> list[Task]:
+        if Path(self.options.model).resolve() == REASONER:
+            return generated_tasks(count, seed=SEED)
+        return read_tasks(str(WORD_PROBLEMS), count=count)
+
+    def recording(self, setting: str) -> LawRecording:
+        """Drawn on first use."""
+        path = self._recordings / f"{setting.replace(':', '-')}.npz"
+        if not path.exists():
+            say(f"{setting}: drawing {self.options.num_problems} x {COUNTS[-1]} trajectories")
+            prompts = self.prompts(self.options.num_problems)
+            law = law_settings(setting)
+            record(*self.model, prompts, COUNTS[-1], max_new_tokens=self.options.tokens, seed=SEED, **law).save(path)
+        return LawRecording.load(path)
+
+    def result(self, key: tuple[str, ...], compute: Callable[[], dict]) -> dict:
+        """What is known of an arm, or what `compute` finds."""
+        key = (*key, f"{self.options.num_problems} problems, {self.options.tokens} tokens")
+        if key not in self._known:
+            self._known[key] = json.loads(json.dumps(compute()))
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"key": key, "result": self._known[key]}) + "\n")
+        return self._known[key]
+
+
+def law_settings(setting: str) -> dict[str, float]:
+    temperature, top_p = map(float, setting.split(":"))
+    return {"temperature": temperature, "top_p": top_p, "top_k": 0}
+
+
+def run_replays(run: Run, settings: list[str]) -> str:
+    costs = None if run.options.costs is None else CostTable.load(run.options.costs)
+    results, arms = {}, list(replay_arms(costs))
+    progress = Progress(len(settings) * len(arms))
+    for setting in settings:
+        recording = run.recording(setting)
+        for arm in arms:
+            found = run.result(("replay", setting, arm.name), partial(run_replay, recording, arm))
+            results[setting, arm.name] = found
+            total = sum(map(sum, found["tokens"])) / sum(map(sum, found["steps"]))
+            progress.add(1, f"{setting}, {arm.name}: {total:.2f} tokens/step")
+    return replay_tables(results, settings, costs)
+
+
+def run_loops(run: Run, part: str, settings: list[str]) -> str:
+    arms = [(setting, arm) for setting in settings for arm in loop_arms(part)]
+    results: dict[tuple[str, LoopArm], dict] = {}
+    progress = Progress(len(arms))
+    for setting, arm in arms:
+        found = run.result((part, setting, arm.name), partial(run_loop, run, setting, arm))
+        results[setting, arm] = found
+        means = {rule: round(sum(tokens) / sum(found["steps"]), 2) for rule, tokens in found["tokens"].items()}
+        progress.add(1, f"{setting}, {arm.name}: {means}")
+    return loop_tables(part, results)
+
+
+def run_replay(recording: LawRecording, arm: ReplayArm) -> dict[str, object]:
+    return result_of(replay(recording, arm.make, rows=arm.rows))
+
+
+def run_loop(run: Run, setting: str, arm: LoopArm) -> dict[str, object]:
+    options = run.options
+    how = {**law_settings(setting), "max_new_tokens": options.tokens, "seed": SEED}
+    return run_loop_arm(*run.model, run.prompts(options.loop_problems), arm, samples=options.loop_samples, **how)
+
+
+def settings_list(text: str) -> list[str]:
+    settings = text.split(",")
+    for setting in settings:
+        law_settings(setting)
+    return settings
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(REASONER), help="folder, hub id or short name (default: bundled model)")
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
+    parser.add_argument("--settings", type=settings_list, default=settings_list(SETTINGS), metavar="T:P,T:P,...")
+    parser.add_argument("--loop-settings", type=settings_list, default=["0.8:0.95", "1.0:1.0"], metavar="T:P,...")
+    parser.add_argument("--num-problems", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens per trajectory")
+    parser.add_argument("--loop-problems", type=int, default=4, help="problems with the model in the loop")
+    parser.add_argument("--loop-samples", type=int, default=4, help="samples per problem, all rows together")
+    parser.add_argument("--costs", type=Path, help="file of step costs of one row: what drafts would do to the time")
+    parser.add_argument("--folder", type=Path, default=Path("results/model_tables"))
+    parser.add_argument("--threads", type=lambda text: count_list(text)[0], default=torch.get_num_threads())
+    options = parser.parse_args()
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"--parts must be among {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    options.device, options.dtype = "cpu", "float32"
+    return options
+
+
+def tables(run: Run) -> Iterator[str]:
+    for part in run.options.parts:
+        if part == "replay":
+            yield run_replays(run, run.options.settings)
+        else:
+            yield run_loops(run, part, run.options.loop_settings)
+
+
+def main() -> None:
+    options = read_arguments()
+    torch.set_num_threads(options.threads)
+    for table in tables(Run(options)):
+        print(table, end="\n\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

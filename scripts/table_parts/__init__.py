@@ -1,0 +1,1 @@
+"""What model_tables.py consists of."""

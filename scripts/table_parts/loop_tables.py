@@ -1,0 +1,105 @@
+"""The tables that need the model in the loop: rules on the same drafts, and what a lookup learns from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from measuring.path_laws import PathLawsDrafter
+from measuring.text_table import format_table
+from measuring.token_drafter import TokenDrafter
+from verifier_parts.drafters import RoomDrafter
+from verifier_parts.expected_kept import expected_kept
+from verifier_parts.verifier_tables import gain, resampled, with_error
+
+import stand
+from stand.trees import BlendedLookup, DraftBatch, LookupTree, TreeShape
+from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise, get_verifier
+
+NODES_PER_ROW = 8
+ROOM = 10  # a step counts where a row has room for so many tokens
+CHAIN = 8
+RULES = {
+    "sampled": ("traversal", "match", "rrs"),
+    "mixed": ("traversal", "match", "rrs"),
+    "deterministic": ("match",),
+    "chains": ("token", "block", "match"),
+}
+LEARNERS = {"all nodes' laws": stand.BlendedDrafter, "kept paths' laws": PathLawsDrafter, "tokens": TokenDrafter}
+
+
+@dataclass(frozen=True, slots=True)
+class LoopArm:
+    """One drafter in the loop, and the rules that are asked about its drafts; the first one decides in `loop`."""
+
+    name: str
+    rules: tuple[str, ...]
+    kind: str = "sampled"
+    learner: type[stand.BlendedDrafter] = field(default=stand.BlendedDrafter, compare=False)
+
+
+def loop_arms(part: str) -> Iterator[LoopArm]:
+    if part == "rules":
+        for kind, rules in RULES.items():
+            yield LoopArm(kind, rules, kind)
+    else:
+        for name, learner in LEARNERS.items():
+            yield LoopArm(name, ("match",), learner=learner)
+
+
+class CountingVerifier(Verifier):
+    """Decides as `match`, and asks every rule what it keeps on average, by problem."""
+
+    name = "counting"
+
+    def __init__(self, rules: Sequence[str], samples: int, problems: int, drafter: RoomDrafter) -> None:
+        self.driver, self.drafter, self._samples = get_verifier("match"), drafter, samples
+        self.requires = self.driver.requires
+        self.steps = np.zeros(problems)
+        self.kept = {rule: np.zeros(problems) for rule in rules}
+
+    def verify(self, batch: DraftBatch, target: TargetRows, noise: VerifierNoise) -> Verdicts:
+        counted = np.flatnonzero(self.drafter.has_room)
+        problems = noise.rows[counted] // self._samples
+        np.add.at(self.steps, problems, 1.0)
+        for rule, kept in self.kept.items():
+            np.add.at(kept, problems, expected_kept(get_verifier(rule), batch, target)[counted])
+        return self.driver.verify(batch, target, noise)
+
+    def result(self) -> dict[str, object]:
+        totals = {rule: (kept + self.steps).tolist() for rule, kept in self.kept.items()}
+        return {"steps": self.steps.tolist(), "tokens": totals}
+
+
+def run_loop_arm(
+    model, tokenizer, prompts: Sequence[Sequence[int]], arm: LoopArm, *, samples: int, **settings
+) -> dict[str, object]:
+    """Per problem: steps, and the tokens that every rule gets from them on average. One lookup learns from all."""
+    if arm.kind == "chains":
+        drafter = stand.FixedShapeDrafter(LookupTree(), TreeShape.chain(CHAIN))
+    else:
+        budget = NODES_PER_ROW * samples * len(prompts)
+        drafter = arm.learner(BlendedLookup(), budget=budget, kind=arm.kind)
+    watched = RoomDrafter(drafter, ROOM)
+    engine = stand.wrap(model, tokenizer, drafter=watched, verifier="match")
+    counting = CountingVerifier(arm.rules, samples, len(prompts), watched)
+    engine.verifier = counting
+    engine.generate(input_ids=[list(prompt) for prompt in prompts], num_return_sequences=samples, **settings)
+    return counting.result()
+
+
+def loop_tables(part: str, results: dict[tuple[str, LoopArm], dict]) -> str:
+    """Tokens per step, and per cent more than a reference on the same problems."""
+    rows = []
+    for (setting, arm), result in results.items():
+        reference = next(one for (where, _), one in results.items() if where == setting)
+        for rule, tokens in result["tokens"].items():
+            rates = resampled(result["steps"], tokens)
+            cells = [with_error(float(rates[0]), float(rates[1:].std()))]
+            if arm.kind == "chains":
+                cells.append(with_error(*gain(result, rule, result, "token"), "+"))
+            else:
+                cells.append(with_error(*gain(result, rule, reference, next(iter(reference["tokens"]))), "+"))
+            rows.append([setting, arm.name, rule, *cells])
+    return f"{part}\n{format_table(['setting', 'draft', 'rule', 'tokens per step', '% over the first'], rows)}"

@@ -1,0 +1,197 @@
+"""The tables that need no model: their arms, and how they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from measuring.path_laws import PathLawsDrafter, kept_lesson
+from measuring.text_table import format_table
+from measuring.token_drafter import TokenDrafter
+from verifier_parts.verifier_tables import gain, resampled, with_error
+
+import stand
+from stand.drafters.step_cost import CostTable, StepCost
+from stand.trees import BlendedLookup, LookupTree, TreeShape
+from table_parts.law_recording import NUM_TOP
+from table_parts.law_replay import OnPathDrafter, Replayed
+
+COUNTS = (1, 2, 4, 8, 16)  # samples per problem
+EVIDENCE = {"tokens": (TokenDrafter, 10), **{f"laws of {k}": (PathLawsDrafter, k) for k in (4, 10, NUM_TOP)}}
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayArm:
+    """One drafter on one recording. `what` and `nodes` are its names in the tables."""
+
+    tables: tuple[str, ...]
+    what: str
+    nodes: int
+    rows: int
+    make: Callable[[], stand.Drafter]
+
+    @property
+    def name(self) -> str:
+        return f"{self.what}, {self.nodes} nodes, {self.rows} rows"
+
+
+def ours(nodes: int, kind: str = "sampled") -> stand.Drafter:
+    return PathLawsDrafter(BlendedLookup(), budget=nodes, kind=kind)
+
+
+def with_lookup(make: Callable[..., stand.Drafter]) -> stand.Drafter:
+    drafter = make(BlendedLookup())
+    drafter.budget = drafter.costs.most_tokens
+    return drafter
+
+
+def evidence(name: str, nodes: int) -> stand.Drafter:
+    drafter, count = EVIDENCE[name]
+    return drafter(BlendedLookup(num_candidates=count), budget=nodes)
+
+
+def fixed_shape() -> stand.Drafter:
+    return OnPathDrafter(stand.FixedShapeDrafter(LookupTree()), kept_lesson)
+
+
+def recycling() -> stand.Drafter:
+    return OnPathDrafter(stand.TokenRecyclingDrafter(TreeShape.paper()), kept_lesson)
+
+
+def replay_arms(costs: CostTable | None = None) -> Iterator[ReplayArm]:
+    """Every arm once; an arm may serve several tables. costs: of steps of one row, for drafts that pay by them."""
+    paper = TreeShape.paper().num_nodes - 1
+    yield ReplayArm(("samples", "nodes", "kinds"), "sampled", 32, 1, lambda: ours(32))
+    yield ReplayArm(("samples",), "sampled", 32, 4, lambda: ours(32))
+    for nodes in (8, 80):
+        tables = ("nodes", "calibration", "drafters") if nodes == 80 else ("nodes",)
+        yield ReplayArm(tables, "sampled", nodes, 1, lambda nodes=nodes: ours(nodes))
+    yield ReplayArm(("nodes",), "sampled", 64, 8, lambda: ours(64))
+    for kind in ("mixed", "deterministic"):
+        yield ReplayArm(("kinds",), kind, 32, 1, lambda kind=kind: ours(32, kind))
+    for name in EVIDENCE:
+        for nodes in (8, 32, 80):
+            yield ReplayArm(("evidence",), name, nodes, 1, lambda name=name, nodes=nodes: evidence(name, nodes))
+    yield ReplayArm(("drafters",), "prompt lookup", 8, 1, stand.PromptLookupDrafter)
+    yield ReplayArm(("drafters",), "token recycling", paper, 1, recycling)
+    yield ReplayArm(("drafters",), "STAND's rule", paper, 1, fixed_shape)
+    if costs is not None:
+        for kind in ("sampled", "deterministic"):
+            make = partial(PathLawsDrafter, costs=costs, kind=kind)
+            yield ReplayArm(("time",), f"{kind}, by cost", 0, 1, partial(with_lookup, make))
+
+
+def result_of(replayed: Replayed) -> dict[str, object]:
+    """What of a replay is kept as JSON."""
+    return {
+        "tokens": replayed.tokens,
+        "steps": replayed.steps,
+        "nodes": replayed.nodes,
+        "sizes": [[sorted(call.items()) for call in calls] for calls in replayed.sizes],
+        "calibration": [replayed.drafted.tolist(), replayed.expected.tolist(), replayed.kept.tolist()],
+    }
+
+
+def up_to(result: dict, samples: int) -> dict[str, object]:
+    """Tokens and steps by problem of the first so many samples, as `gain` wants them."""
+    tokens, steps = ([float(sum(one[:samples])) for one in result[name]] for name in ("tokens", "steps"))
+    return {"steps": steps, "tokens": {"match": tokens}}
+
+
+def rate(result: dict, samples: int) -> str:
+    """Tokens per step with its standard error over problems."""
+    part = up_to(result, samples)
+    rates = resampled(part["steps"], part["tokens"]["match"])
+    return with_error(float(rates[0]), float(rates[1:].std()))
+
+
+def more(one: dict, other: dict, samples: int) -> str:
+    """Per cent more tokens per step than `other`, paired by problem."""
+    return with_error(*gain(up_to(one, samples), "match", up_to(other, samples), "match"), "+")
+
+
+def replay_tables(results: dict[tuple[str, str], dict], settings: list[str], costs: CostTable | None = None) -> str:
+    """All tables of the arms that were run; `results` by setting and arm."""
+    arms = list(replay_arms(costs))
+    made = [_rate_table(table, arms, results, settings) for table in ("samples", "nodes", "kinds", "drafters")]
+    made += [_evidence_table(arms, results, settings), _calibration_table(arms, results, settings)]
+    made += [_time_table(arms, results, settings, costs.costs[0])] if costs is not None else []
+    return "\n\n".join(made)
+
+
+def _time_table(arms: list[ReplayArm], results: dict, settings: list[str], cost: StepCost) -> str:
+    """What steps of one row would take by their costs, without drafts over with them: by samples of a problem."""
+    rows = []
+    for setting in settings:
+        for arm in arms:
+            if arm.rows > 1 or (setting, arm.name) not in results:
+                continue
+            found = results[setting, arm.name]
+            cells = []
+            for count in COUNTS:
+                with_drafts = [
+                    sum(steps * seconds_of(cost, size) for call in calls[:count] for size, steps in call)
+                    for calls in found["sizes"]
+                ]
+                without = [sum(tokens[:count]) * cost.seconds[0] for tokens in found["tokens"]]
+                ratios = resampled(with_drafts, without)
+                cells.append(with_error(float(ratios[0]), float(ratios[1:].std())))
+            rows.append([setting, arm.name, *cells])
+    table = format_table(["setting", "draft", *(f"N = {count}" for count in COUNTS)], rows)
+    return f"time without drafts over time with them, by costs\n{table}"
+
+
+def seconds_of(cost: StepCost, size: int) -> float:
+    """Of a step with so many tokens, between and beyond the timed sizes by straight lines."""
+    sizes, seconds = np.array(cost.tokens), np.array(cost.seconds)
+    beyond = max(0, size - sizes[-1]) * (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+    return float(np.interp(size, sizes, seconds) + beyond)
+
+
+def _rate_table(table: str, arms: list[ReplayArm], results: dict, settings: list[str]) -> str:
+    """Tokens per step by number of samples; against the first arm where kinds or drafters are compared."""
+    rows = []
+    for setting in settings:
+        chosen = [arm for arm in arms if table in arm.tables and (setting, arm.name) in results]
+        for arm in chosen:
+            one, base = results[setting, arm.name], results[setting, chosen[0].name]
+            cells = [rate(one, count) for count in COUNTS if count >= arm.rows]
+            cells = ["-"] * (len(COUNTS) - len(cells)) + cells
+            if table in ("kinds", "drafters"):
+                cells += [more(one, base, count) if arm is not chosen[0] else "-" for count in (2, COUNTS[-1])]
+            rows.append([setting, arm.what, arm.nodes, arm.rows, *cells])
+    header = ["setting", "draft", "nodes", "rows", *(f"N = {count}" for count in COUNTS)]
+    header += ["% at N = 2", f"% at N = {COUNTS[-1]}"] if table in ("kinds", "drafters") else []
+    return f"{table}\n{format_table(header, rows)}"
+
+
+def _evidence_table(arms: list[ReplayArm], results: dict, settings: list[str]) -> str:
+    """Per cent that laws give over tokens, by nodes and samples."""
+    rows = []
+    for setting in settings:
+        for arm in arms:
+            base = results.get((setting, f"tokens, {arm.nodes} nodes, 1 rows"))
+            if "evidence" in arm.tables and base is not None and (setting, arm.name) in results:
+                one = results[setting, arm.name]
+                cells = [rate(one, COUNTS[-1]), *(more(one, base, count) for count in COUNTS)]
+                rows.append([setting, arm.nodes, arm.what, *cells])
+    header = ["setting", "nodes", "learns from", f"tokens per step, N = {COUNTS[-1]}", *(f"% N = {n}" for n in COUNTS)]
+    return f"evidence\n{format_table(header, rows)}"
+
+
+def _calibration_table(arms: list[ReplayArm], results: dict, settings: list[str]) -> str:
+    """Kept over expected nodes by estimated path probability."""
+    rows = []
+    for setting in settings:
+        for arm in arms:
+            if "calibration" in arm.tables and (setting, arm.name) in results:
+                drafted, expected, kept = map(np.array, results[setting, arm.name]["calibration"])
+                means = [
+                    f"{known / count:.2f}/{seen / count:.2f}" if count >= 100 else "-"
+                    for count, known, seen in zip(drafted, expected, kept, strict=True)
+                ]
+                rows.append([setting, f"{kept.sum() / expected.sum():.2f}", *means])
+    bins = [f"{place / 10:.1f}-" for place in range(10)]
+    return f"calibration: estimated/observed by estimate\n{format_table(['setting', 'kept/expected', *bins], rows)}"

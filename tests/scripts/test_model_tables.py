@@ -1,0 +1,166 @@
+"""Tables on one model: replays are what the engine does, and what is finished is not run anew."""
+
+import json
+import sys
+from dataclasses import replace
+
+import model_tables
+import numpy as np
+import pytest
+from measuring.path_laws import PathLawsDrafter
+from measuring.setup import REASONER
+from measuring.token_drafter import TokenDrafter
+from table_parts import replay_tables
+from table_parts.law_recording import LawRecording, record
+from table_parts.law_replay import replay
+from tiny_models import tiny_model
+
+import stand
+from stand.drafters.step_cost import StepCost
+from stand.trees import BlendedLookup, LookupTree
+
+PROMPT = [3, 4, 5, 3, 4, 6, 7, 3, 4]
+SETTINGS = {"max_new_tokens": 40, "temperature": 0.7, "top_k": 0, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def recording():
+    return record(tiny_model("qwen2"), None, [PROMPT], 4, **SETTINGS)
+
+
+class Counter(PathLawsDrafter):
+    """Notes how many nodes every step has."""
+
+    def draft(self, request):
+        batch = super().draft(request)
+        self.sizes = [*getattr(self, "sizes", []), batch.num_nodes]
+        return batch
+
+
+@pytest.mark.parametrize("kind", ["sampled", "mixed", "deterministic"])
+def test_a_replay_drafts_what_the_engine_drafts(recording, kind):
+    """With `match`, and laws of kept paths: the same tokens, steps and nodes as with the model in the loop."""
+
+    def make():
+        return Counter(BlendedLookup(), budget=12, kind=kind)
+
+    for rows in (1, 4):
+        live, replayed = make(), make()
+        engine = stand.wrap(tiny_model("qwen2"), drafter=live, verifier="match")
+        output = engine.generate(input_ids=PROMPT, num_return_sequences=rows, **SETTINGS)
+        part = replace(recording, trajectories=recording.trajectories[:rows])
+        result = replay(part, lambda drafter=replayed: drafter, rows=rows, seed=SETTINGS["seed"])
+        assert result.tokens == [[len(token_ids) for token_ids in output.token_ids]]
+        assert [one.tokens.tolist() for one in part.trajectories] == output.token_ids
+        together = min(result.steps[0])  # then a row ends, and the engine puts another one in its place
+        assert replayed.sizes[:together] == live.sizes[:together] and max(live.sizes) > 8
+        if rows == 1:
+            assert sum(result.steps[0]) == output.stats.num_steps < output.stats.num_tokens
+            assert result.nodes == output.stats.num_draft_tokens
+            ended_by_a_node = output.stats.num_accepted_draft_tokens - result.kept.sum()
+            assert ended_by_a_node in (0, 1)  # the replay takes the last token as drawn
+
+
+def test_other_laws_would_be_seen(recording):
+    """The control: laws one place off are other evidence."""
+    shifted = replace(recording, trajectories=[
+        replace(one, top_ids=np.roll(one.top_ids, 1, axis=0), top_probs=np.roll(one.top_probs, 1, axis=0))
+        for one in recording.trajectories
+    ])  # fmt: skip
+
+    def make():
+        return PathLawsDrafter(BlendedLookup(), budget=12)
+
+    right, wrong = (replay(one, make, rows=1) for one in (recording, shifted))
+    assert sum(right.steps[0]) < sum(wrong.steps[0])
+
+
+def test_recordings_are_saved_and_loaded(recording, tmp_path):
+    recording.save(tmp_path / "new" / "one.npz")
+    loaded = LawRecording.load(tmp_path / "new" / "one.npz")
+    assert [prompt.tolist() for prompt in loaded.prompts] == [PROMPT]
+    for one, other in zip(recording.trajectories, loaded.trajectories, strict=True):
+        assert one.problem == other.problem and np.array_equal(one.tokens, other.tokens)
+        assert np.array_equal(one.top_ids, other.top_ids) and np.array_equal(one.top_probs, other.top_probs)
+    probs = loaded.trajectories[0].top_probs
+    assert np.all(np.diff(probs, axis=1) <= 0) and np.all(probs.sum(axis=1) <= 1 + 1e-5)
+
+
+def test_every_drafter_of_the_tables_replays(recording):
+    for arm in replay_tables.replay_arms():
+        found = replay(recording, arm.make, rows=arm.rows)
+        assert found.tokens == [[len(one.tokens) for one in recording.trajectories]]
+        assert sum(found.steps[0]) <= sum(found.tokens[0])
+
+
+def test_tokens_alone_are_learned():
+    learned = []
+
+    class Recorder(BlendedLookup):
+        def learn(self, context, token_ids, rows=None, *, scope=0):
+            assert rows is None
+            learned.append((len(context), token_ids.tolist()))
+            super().learn(context, token_ids, scope=scope)
+
+        def learn_batch(self, *arguments, **named):
+            raise AssertionError("the laws must not be learned")
+
+    engine = stand.wrap(tiny_model("qwen2"), drafter=TokenDrafter(Recorder(), budget=8))
+    output = engine.generate(input_ids=PROMPT, max_new_tokens=40, seed=1)
+    assert learned[0] == (1, PROMPT[1:])  # the prompt
+    runs = learned[1:]
+    tokens = [token for _, run in runs for token in run]
+    assert len(runs) > 3 and tokens == output.token_ids[0][: len(tokens)]
+    lengths = np.cumsum([len(PROMPT), *(len(run) for _, run in runs[:-1])])
+    assert [length for length, _ in runs] == np.minimum(lengths, 32).tolist()
+
+
+def test_a_fixed_shape_learns_kept_paths_alone(recording):
+    learned = []
+
+    class Recorder(LookupTree):
+        def learn_batch(self, batch, befores, top_ids, top_probs, **named):
+            batch.check()
+            learned.extend(top_probs[:, 0].tolist())
+            super().learn_batch(batch, befores, top_ids, top_probs, **named)
+
+    inner = stand.FixedShapeDrafter(Recorder())
+    found = replay(recording, lambda: replay_tables.OnPathDrafter(inner, replay_tables.kept_lesson), rows=2)
+    assert len(learned) == sum(found.tokens[0]) and min(learned) > 0  # one law per committed token
+
+
+def run(monkeypatch, folder, *words):
+    monkeypatch.setattr(sys, "argv", ["model_tables.py", "--folder", str(folder), "--threads", "1", *words])
+    model_tables.main()
+
+
+def test_the_command_goes_on_where_it_ended(monkeypatch, tmp_path, capsys):
+    wanted = {"sampled, 32 nodes, 4 rows", "tokens, 8 nodes, 1 rows", "laws of 10, 8 nodes, 1 rows"}
+    arms = [arm for arm in replay_tables.replay_arms() if arm.name in wanted]
+    monkeypatch.setattr(model_tables, "replay_arms", lambda costs: arms)
+    words = "--num-problems 2 --tokens 20 --settings 1.0:1.0 --loop-settings 1.0:1.0 --loop-problems 2 --loop-samples 2"
+    run(monkeypatch, tmp_path, *words.split())
+    first = capsys.readouterr().out
+    for line in ("sampled              32     4", "chains         block", "kept paths' laws", "laws of 10"):
+        assert " ".join(line.split()) in " ".join(first.split())
+    lines = (tmp_path / f"{REASONER.name}.jsonl").read_text().splitlines()
+    assert len(lines) == 3 + 4 + 3 and all(json.loads(line)["result"]["steps"] for line in lines)
+    for name in ("record", "replay", "run_loop_arm"):
+        monkeypatch.setattr(model_tables, name, None)  # nothing is run anew
+    run(monkeypatch, tmp_path, *words.split())
+    assert capsys.readouterr().out == first
+
+
+def test_time_is_that_of_the_steps(recording):
+    cost = StepCost(1, 10, (1, 4, 8), (1.0, 1.0, 3.0))
+    assert [replay_tables.seconds_of(cost, size) for size in (1, 2, 4, 6, 8, 10)] == [1, 1, 1, 2, 3, 4]
+    (arm, *_) = [arm for arm in replay_tables.replay_arms(stand.CostTable((cost,))) if "time" in arm.tables]
+    found = replay_tables.result_of(replay(recording, arm.make, rows=1))
+    steps = [count for call in found["sizes"][0] for _, count in call]
+    assert sum(steps) == sum(found["steps"][0])
+    expected = len(recording.trajectories[0].tokens) / sum(
+        count * replay_tables.seconds_of(cost, size) for size, count in found["sizes"][0][0]
+    )
+    table = replay_tables.replay_tables({("1:1", arm.name): found}, ["1:1"], stand.CostTable((cost,)))
+    (line,) = [line for line in table.splitlines() if line.startswith("1:1")][-1:]
+    assert f" {expected:.2f} ± 0.00" in line

@@ -6,6 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
 
+from stand.extra import MissingExtraError, has_engine
+
+if not has_engine():
+    raise MissingExtraError("stand.engine")
+
 import numpy as np
 import torch
 from transformers import (

@@ -1,10 +1,11 @@
-# Every target sets up what it needs in .venv: Python >= 3.10, a C++ compiler and make are enough.
+# Every target sets up what it needs in .venv: Python >= 3.11, a C++ compiler and make are enough.
 #   make throughput      the main job on the bundled model: speed with and without drafts
 #   make throughput MODEL=smollm2      the same on a real small model, fetched on first use
 #   make test            the test suite
 #   make lint            ruff
 #   make test-debug      the compiled core with bounds checks, its own tests
 #   make test-wheel      the wheel in an empty environment, tests run away from the source
+#   make wheel           the wheel to hand out: its ABI, its size, the drafter's tests on the oldest and newest Python here
 # On a machine with a GPU: make CONSTRAINTS=constraints-gpu.txt ...
 
 PYTHON ?= python3
@@ -31,7 +32,7 @@ WORKERS ?= 2
 # One thread: the matrices of the suite and of the bundled model are too small for more.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: throughput test lint test-debug test-wheel away clean
+.PHONY: throughput test lint test-debug test-wheel wheel away clean
 
 throughput: $(VENV)/.ready
 	$(BIN)/python scripts/throughput.py $(if $(MODEL),--model $(MODEL) $(MODEL_ARGS)) $(ARGS)
@@ -48,6 +49,13 @@ test-debug: .venv-debug/.ready away
 
 test-wheel: .venv-wheel/.ready away
 	cd build/away && $(CURDIR)/.venv-wheel/bin/python -m pytest -n $(WORKERS) $(WHEEL_TESTS)
+
+# The wheel holds the stable ABI of Python 3.11. Without torch: that is what serving engines install.
+wheel: $(VENV)/.ready away
+	@rm -rf build/wheel
+	@$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
+	@$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt "stand-decoding[wheel]"
+	cd build/away && $(CURDIR)/$(BIN)/python scripts/check_wheel.py $(CURDIR)/build/wheel/*.whl
 
 away:
 	rm -rf build/away && mkdir -p build/away
@@ -67,7 +75,7 @@ define install_torch
 	    sed 's/+cpu//' $(CONSTRAINTS) > $(1)/constraints.txt; \
 	    $(1)/bin/pip install --quiet --constraint $(1)/constraints.txt torch; \
 	  else cat $(1)/pip.log >&2; exit 1; fi; }
-	@$(1)/bin/pip install --quiet --constraint $(1)/constraints.txt "setuptools>=77" "Cython>=3.1" "numpy>=2" wheel
+	@$(1)/bin/pip install --quiet --constraint $(1)/constraints.txt "setuptools>=77" "Cython>=3.3" "numpy>=2" wheel
 endef
 
 $(VENV)/.ready: $(SOURCES)
@@ -85,7 +93,7 @@ $(VENV)/.ready: $(SOURCES)
 	  "$$(.venv-debug/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lent.pth"
 	@rm -rf build/debug && mkdir -p build/debug
 	@cp -r setup.py pyproject.toml MANIFEST.in README.md LICENSE stand trees verifiers build/debug/
-	@find build/debug \( -name '*.so' -o -name '*.cpp' \) -delete
+	@find build/debug \( -name '*.so' -o -name '*.cpp' -o -name _cyutility.c \) -delete
 	@STAND_DEBUG=1 $(BIN)/pip --python .venv-debug/bin/python install --quiet --no-build-isolation --no-deps \
 	  --ignore-installed ./build/debug
 	@touch $@
@@ -102,4 +110,4 @@ $(VENV)/.ready: $(SOURCES)
 
 clean:
 	rm -rf .venv .venv-debug .venv-wheel build dist *.egg-info
-	find stand trees verifiers \( -name '*.so' -o -name '*.cpp' \) -delete
+	find stand trees verifiers \( -name '*.so' -o -name '*.cpp' -o -name _cyutility.c \) -delete

@@ -1,10 +1,14 @@
 """Build of the compiled modules. Everything else about the distribution is in pyproject.toml.
 
+The modules use the stable ABI of Python 3.11, so one wheel serves every later Python. Free-threaded builds of Python
+have no stable ABI; there the modules are compiled for that Python alone.
+
 STAND_DEBUG=1 turns on bounds checks and C++ assertions and keeps symbols for a debugger.
 """
 
 import os
 import sys
+import sysconfig
 from glob import glob
 
 import numpy
@@ -12,6 +16,7 @@ from Cython.Build import cythonize
 from setuptools import Extension, setup
 
 DEBUG = os.environ.get("STAND_DEBUG", "0") == "1"
+STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 DIRECTIVES = {
     "language_level": 3,
@@ -28,9 +33,14 @@ CHECKED = ["-O1", "-g", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS"]
 # Symbols that nothing looks up at run time are most of an optimised module; other linkers have other words for it.
 STRIP = ["-Wl,--strip-all"] if sys.platform == "linux" and not DEBUG else []
 # Without contraction a sum of products is rounded in the same way on every processor.
-COMPILE_ARGS = ["-std=c++17", "-ffp-contract=off", *(CHECKED if DEBUG else OPTIMISED)]
+COMPILE_ARGS = ["-ffp-contract=off", *(CHECKED if DEBUG else OPTIMISED)]
 
-NUMPY_API = ("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")
+MACROS = [
+    ("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"),
+    *([("Py_LIMITED_API", "0x030B0000")] if STABLE_ABI else []),
+    *([("STAND_DEBUG", "1")] if DEBUG else []),
+]
+SHARED_CODE = "stand._cyutility"  # Cython's own code for arrays, once instead of in every module
 
 
 def module_name(source):
@@ -39,22 +49,38 @@ def module_name(source):
     return name if name.startswith("stand.") else "stand." + name
 
 
-EXTENSIONS = [
-    Extension(
-        module_name(source),
+def extension(name, source, compile_args=(), **settings):
+    return Extension(
+        name,
         [source],
-        language="c++",
-        extra_compile_args=COMPILE_ARGS,
+        extra_compile_args=[*compile_args, *COMPILE_ARGS],
         extra_link_args=STRIP,
+        define_macros=MACROS,
+        py_limited_api=STABLE_ABI,
+        **settings,
+    )
+
+
+EXTENSIONS = [
+    extension(
+        module_name(source),
+        source,
+        ["-std=c++17"],
+        language="c++",
         include_dirs=[numpy.get_include()],
-        define_macros=[NUMPY_API, *([("STAND_DEBUG", "1")] if DEBUG else [])],
         depends=sorted(glob(f"{package}/**/*.h", recursive=True)),
     )
     for package in ("stand", "trees", "verifiers")
     for source in sorted(glob(f"{package}/**/*.pyx", recursive=True))
 ]
+EXTENSIONS.append(extension(SHARED_CODE, "stand/_cyutility.c"))
 
 setup(
-    ext_modules=cythonize(EXTENSIONS, compiler_directives=DIRECTIVES, force=DEBUG),
-    options={"build_ext": {"parallel": os.cpu_count()}},
+    ext_modules=cythonize(
+        EXTENSIONS, compiler_directives=DIRECTIVES, force=DEBUG, shared_utility_qualified_name=SHARED_CODE
+    ),
+    options={
+        "build_ext": {"parallel": os.cpu_count()},
+        "bdist_wheel": {"py_limited_api": "cp311"} if STABLE_ABI else {},
+    },
 )

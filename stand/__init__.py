@@ -4,13 +4,16 @@
     engine = stand.wrap(model, tokenizer)
     output = engine.generate(["..."], num_return_sequences=16, max_new_tokens=4096, temperature=0.6, top_p=0.95)
 
-Names are loaded on first use, so that `stand.trees` imports in milliseconds, without torch.
+Names are loaded on first use, so that `stand.trees` imports in milliseconds, without torch. It is all that a plain
+`pip install stand-decoding` needs; the rest comes with `stand-decoding[engine]`.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING
+
+from stand.extra import MissingExtraError, has_engine
 
 if TYPE_CHECKING:
     from stand.drafters.blended import BlendedDrafter
@@ -85,11 +88,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in _PACKAGES:
-        return importlib.import_module(f"stand.{name}")
-    if name not in _HOMES:
+    if name not in _HOMES and name not in _PACKAGES:
         raise AttributeError(f"module 'stand' has no attribute {name!r}; it offers {', '.join(__all__)}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    home = _HOMES.get(name, f"stand.{name}")
+    if home != "stand.trees" and not has_engine():
+        raise MissingExtraError(f"stand.{name}")
+    module = importlib.import_module(home)
+    return module if name in _PACKAGES else getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
+from stand.extra import MissingExtraError, has_engine
+
+if not has_engine():
+    raise MissingExtraError("stand.engine")
+
 import numpy as np
 import torch
 from transformers import (

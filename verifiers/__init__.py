@@ -6,6 +6,11 @@ if __name__ != "stand.verifiers":
         "install the project (pip install -e .) and write `import stand.verifiers`"
     )
 
+from stand.extra import MissingExtraError, has_engine
+
+if not has_engine():
+    raise MissingExtraError("stand.verifiers")
+
 from stand.verifiers.draw import draw_tokens
 from stand.verifiers.noise import VerifierNoise
 from stand.verifiers.registry import fitting_names, get_verifier, resolve, verifier_names

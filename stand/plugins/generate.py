@@ -9,6 +9,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 
+from stand.extra import MissingExtraError, has_engine
+
+if not has_engine():
+    raise MissingExtraError("stand.plugins.generate")
+
 import torch
 from transformers import (
     GenerationConfig,

@@ -31,6 +31,10 @@ cdef enum:
     NO_BOUND = 2147483647  # of depths, nodes and widths
     MAX_ROWS = 1048576
 
+# Globals of C. Under the stable ABI a name of the module is looked up in a dict at each use.
+cdef object C_DRAFT_BATCH = DraftBatch, C_KINDS = KINDS
+cdef dict C_KIND_NUMBERS = KIND_NUMBERS
+
 include "core.pxi"
 include "../windows.pxi"
 include "batch.pxi"
@@ -271,13 +275,13 @@ cdef class BlendedLookup:
         cdef Py_ssize_t num_rows = len(histories), row
         if not 1 <= num_rows <= MAX_ROWS:
             raise ValueError(f"draft needs 1 to {MAX_ROWS} histories, got {num_rows}")
-        if kind not in KINDS:
+        if kind not in C_KINDS:
             raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
         budget = whole(budget, "budget")
         if not 0 <= budget <= 2**20 or not 0.0 <= floor <= 1.0:
             raise ValueError(f"budget must be in [0, 2**20] and floor in [0, 1], got {budget} and {floor}")
         cdef GrowthSettings settings
-        settings.kind = <DraftKind> <int32_t> KIND_NUMBERS[kind]
+        settings.kind = <DraftKind> <int32_t> C_KIND_NUMBERS[kind]
         settings.budget, settings.floor, settings.num_candidates = budget, floor, self.num_candidates
         settings.width = checked_width(width, kind)
         cdef const float[::1] prices
@@ -326,7 +330,7 @@ cdef class BlendedLookup:
         Raises ValueError where the batch has no path_estimates or is unsound, where a path does not lead from its root
         down, for wrong lengths, and for an unknown kind.
         """
-        if kind not in KINDS:
+        if kind not in C_KINDS:
             raise ValueError(f"kind must be one of {KINDS}, got {kind!r}; say what the draft was asked for")
         cdef const float[::1] estimates = checked_estimates(batch)
         check_batch(batch)
@@ -343,7 +347,7 @@ cdef class BlendedLookup:
         cdef vector[int32_t] nodes
         cdef vector[int64_t] ends
         fill_paths(accepted, nodes, ends)
-        cdef DraftKind drafted = <DraftKind> <int32_t> KIND_NUMBERS[kind]
+        cdef DraftKind drafted = <DraftKind> <int32_t> C_KIND_NUMBERS[kind]
         cdef Outcome outcome
         outcome.token_ids, outcome.parents, outcome.offsets = &token_ids[0], &parents[0], &offsets[0]
         outcome.estimates, outcome.next_tokens, outcome.accepted_ends = &estimates[0], &next_ids[0], ends.data()

@@ -3,6 +3,8 @@
 try:
     from stand.plugins.generate import generate
 except ImportError as error:
-    raise ImportError("this generation recipe needs STAND; install it from its source with `pip install .`") from error
+    raise ImportError(
+        'this generation recipe needs STAND and its engine; in its source: pip install ".[engine]"'
+    ) from error
 
 __all__ = ["generate"]

@@ -97,7 +97,6 @@ class Engine:
         self.verifier = verifier
         self.backend = backend
         self._problems: dict[bytes, int] = {}  # digest of every prompt so far: its number
-        self._num_lessons = 0  # calls that taught the drafter
 
     @property
     def lookup(self) -> BlendedLookup | LookupTree:
@@ -258,7 +257,7 @@ class Engine:
             ),
             rows=self._new_rows(token_ids, limits, num_samples),
             seed=seed,
-            own_seed=partial(self._own_seed, seed, is_learning),
+            own_seed=partial(self._own_seed, seed, draft, is_learning),
             is_learning=is_learning,
             on_commit=on_commit,
         )
@@ -272,12 +271,9 @@ class Engine:
             text_config(self.model).vocab_size, tokenizer=self.tokenizer, pad_id=pad_id, end_ids=settings.end_ids
         )
 
-    def _own_seed(self, seed: int, is_learning: bool) -> int:
-        """The seed of a call's own streams: another one whenever the drafter has learned since (stand/seeds.py)."""
-        digest = self.drafter.digest
-        own = call_seed(seed, self._num_lessons if digest is None else digest)
-        self._num_lessons += is_learning
-        return own
+    def _own_seed(self, seed: int, is_drafting: bool, is_learning: bool) -> int:
+        """The seed of the own streams of a call that starts now (stand/seeds.py)."""
+        return call_seed(seed, self.drafter.start_call(learns=is_learning)) if is_drafting else seed
 
     def _new_rows(self, prompts: list[np.ndarray], limits: list[int], num_samples: int) -> list[Row]:
         """Prompt-major. A prompt keeps its number over calls: what its samples showed is evidence for the next ones."""

@@ -25,11 +25,13 @@ import os
 import random
 import sys
 import time
+from hashlib import blake2b
 from pathlib import Path
 
-from mutants.judging import REFUSED, Experience, check_tests, judge
+from mutants.bench import check_tests, judge_on_bench
+from mutants.judging import REFUSED, Experience, Verdict, judge
 from mutants.mutant import Mutant, mutants_of
-from mutants.targets import ROOT, Target, all_files
+from mutants.targets import ROOT, SUFFIXES, Target, all_files
 
 SLOW_IMPORTS = ("hypothesis", "numpy", "pytest", "torch", "transformers", "tiny_models")  # none of them is mutated
 
@@ -63,25 +65,47 @@ def read_verdicts(output: Path) -> dict[tuple, str]:
     return {tuple(record[name] for name in ("file", "line", "text", "what")): record["verdict"] for record in records}
 
 
+def experience_of(target: Target, output: Path) -> Experience:
+    """How long the tests take, from a file beside `output` where nothing has changed since, and what caught what."""
+    beside = output.with_suffix(".seconds")
+    kept = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
+    state = blake2b(digest_size=16)
+    for folder, suffixes in (("tests", (".py",)), *((name, SUFFIXES) for name in ("stand", "trees", "verifiers"))):
+        for path in sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in suffixes):
+            state.update(path.read_bytes())
+    if kept.get(target.name, {}).get("state") != state.hexdigest():
+        kept[target.name] = {"state": state.hexdigest(), "seconds": check_tests(target)}
+        beside.write_text(json.dumps(kept), encoding="utf-8")
+    experience = Experience(seconds=kept[target.name]["seconds"])
+    for line in output.read_text(encoding="utf-8").splitlines() if output.exists() else ():
+        record = json.loads(line)
+        experience.note(record["file"], record["killer"])
+    return experience
+
+
 def run(mutants: list[tuple[Target, Mutant]], output: Path, *, minutes: float, seed: int) -> None:
-    """Judge what `output` does not hold yet and append to it."""
+    """Judge what `output` does not hold yet and append to it, target by target."""
     known = read_verdicts(output)
     waiting = [(target, mutant) for target, mutant in mutants if mutant.key not in known]
     random.Random(seed).shuffle(waiting)
-    end, experiences = time.monotonic() + 60 * minutes, {}
-    for number, (target, mutant) in enumerate(waiting, 1):
-        experience: Experience = experiences.get(target.name) or check_tests(target)
-        experiences[target.name] = experience
-        start = time.monotonic()
-        verdict = judge(mutant, target, experience)
-        seconds = time.monotonic() - start
+    end, progress = time.monotonic() + 60 * minutes, os.fdopen(os.dup(2), "w")
+
+    def record(mutant: Mutant, verdict: Verdict) -> None:
         names = dict(zip(("file", "line", "text", "what"), mutant.key, strict=True))
-        record = names | {"verdict": verdict.name, "killer": verdict.killer, "seconds": round(seconds, 2)}
+        line = names | {"verdict": verdict.name, "killer": verdict.killer}
         with output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-        print(f"{number}/{len(waiting)} {mutant}: {verdict.name} {verdict.killer}", file=sys.stderr, flush=True)
-        if time.monotonic() > end:
-            break
+            file.write(json.dumps(line) + "\n")
+        print(f"{mutant}: {verdict.name} {verdict.killer}", file=progress, flush=True)
+
+    for target in dict.fromkeys(target for target, _ in waiting):
+        experience = experience_of(target, output)
+        own = [mutant for other, mutant in waiting if other == target]
+        imported = [mutant for mutant in own if mutant.path.suffix != ".h"]
+        judge_on_bench(target, imported, experience, record, is_over=lambda: time.monotonic() > end)
+        known = read_verdicts(output)
+        for mutant in own:
+            if mutant.key not in known and time.monotonic() < end:
+                record(mutant, judge(mutant, target, experience))
 
 
 def report(mutants: list[tuple[Target, Mutant]], output: Path) -> str:

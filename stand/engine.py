@@ -105,7 +105,6 @@ class Engine:
         self.verifier = verifier
         self.backend = backend
         self._problems: dict[bytes, int] = {}  # `problem_key` of every prompt so far: its number
-        self._num_lessons = 0  # calls that taught the drafter
 
     @property
     def lookup(self) -> BlendedLookup | LookupTree:
@@ -304,7 +303,7 @@ class Engine:
             jobs=jobs,
             admission=admission(self.model, max_rows, most=self.backend.most_rows),
             seed=seed,
-            own_seed=partial(self._own_seed, seed, is_learning),
+            own_seed=partial(self._own_seed, seed, draft, is_learning),
             is_learning=is_learning,
             is_seeded=is_seeded,
             on_commit=on_commit,
@@ -313,12 +312,9 @@ class Engine:
             self.drafter.prepare(min(num_rows, max_rows or num_rows), self.measure_cost)
         return call
 
-    def _own_seed(self, seed: int, is_learning: bool) -> int:
-        """The seed of a call's own streams: another one whenever the drafter has learned since (stand/seeds.py)."""
-        digest = self.drafter.digest
-        own = call_seed(seed, self._num_lessons if digest is None else digest)
-        self._num_lessons += is_learning
-        return own
+    def _own_seed(self, seed: int, is_drafting: bool, is_learning: bool) -> int:
+        """The seed of the own streams of a call that starts now (stand/seeds.py)."""
+        return call_seed(seed, self.drafter.start_call(learns=is_learning)) if is_drafting else seed
 
     def _output(self, call: Call, num_samples: int) -> GenerationOutput:
         rows = sorted((row for _, row in call.scheduler.ended), key=lambda row: row.index)

@@ -1,9 +1,10 @@
 """What a seed promises, and the seed of a call's own random streams.
 
-A call's drafts, tests and residual draws use numbers that follow from (seed, what the drafter has learned before the
-call). Two calls with one seed therefore share no number where the second one's drafts may depend on the first one's
-outcome: with shared numbers an earlier test would decide what is drafted and then test it again, and the output's law
-would be wrong. The noise of `match` and `coupled` follows from the seed alone, because it never meets the drafts.
+A call's drafts, tests and residual draws use numbers that follow from (seed, what the drafter's memory has learned and
+which calls began to teach it before). Two calls with one seed therefore share no number where one of them may draft
+from the other one's outcome, be it over, under way or begun at the same instant in another thread: with shared numbers
+one test would decide what is drafted and then test it again, and the output's law would be wrong. The noise of `match`
+and `coupled` follows from the seed alone, because it never meets the drafts.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ def checked_seed(seed: object) -> int:
     return number
 
 
-def call_seed(seed: int, *states: int) -> int:
-    """The seed in [0, 2**63) of a call's own streams; `states`, in [0, 2**64), name what was learned before.
+def call_seed(seed: int, start: int) -> int:
+    """The seed in [0, 2**63) of a call's own streams; `start`, in [0, 2**64): what `Drafter.start_call` gave.
 
-    `seed` itself where all of them are 0: nothing was learned.
+    `seed` itself where that is 0, as for the first call that teaches an empty lookup.
     """
-    if not any(states):
+    if start == 0:
         return seed
-    words = b"".join(word.to_bytes(8, "little") for word in (seed, *states))
+    words = b"".join(word.to_bytes(8, "little") for word in (seed, start))
     return int.from_bytes(blake2b(words, digest_size=8).digest(), "little") >> 1

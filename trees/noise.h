@@ -49,4 +49,10 @@ inline uint64_t extended_digest(uint64_t digest, const int32_t* token_ids, int64
     return digest;
 }
 
+// A call that learns is an event of its own, so that of two calls only one starts from a digest.
+inline uint64_t digest_after_start(uint64_t digest) { return extended_digest(digest, nullptr, 0); }
+
+// What a call that does not learn starts from: it may draft from lessons of calls that began at this digest too.
+inline uint64_t frozen_digest(uint64_t digest) { return chain_key(digest, uint64_t(1) << 63); }
+
 }  // namespace stand

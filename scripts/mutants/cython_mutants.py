@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 OPERATORS = {
@@ -32,6 +32,8 @@ NAME = re.compile(rf"(?<![\w.])({'|'.join(NAMES)})(?![\w(]|\.shape)")
 NUMBER = re.compile(r"(?<![\w.\[:])(0\.0|1\.0|0|1)(?![\w.])")
 CAP = re.compile(r"\b(min|max)\(")
 BOUND = re.compile(r"^(cdef double \w+ = )(\d+e-\d+)")  # a constant of the module
+FUNCTION = re.compile(r"^(?:def|cdef [\w ]+?) (\w+)\(", re.MULTILINE)
+NUMBER_NAME = re.compile(r"^cdef double (\w+) = ", re.MULTILINE)
 
 
 def changes(source: str) -> Iterator[tuple[int, str, str]]:
@@ -126,6 +128,29 @@ def arguments(code: str, start: int) -> list[str]:
 
 def _all_but_headers(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if not name.endswith((".h", ".pxi")) and not (Path(folder) / name).is_dir()]
+
+
+def compile_batch(root: Path, path: Path, sources: Sequence[str], folder: Path) -> Path | None:
+    """One module with the functions of every source, `name__0`, `name__1`...; None if it is refused.
+
+    Only for modules of functions alone. What they share, down to the first function, is taken from the first source.
+    """
+    heads, bodies = zip(*map(_split_head, sources), strict=True)
+    source = heads[0] + "".join(_renamed(body, f"__{number}") for number, body in enumerate(bodies))
+    return compile_module(root, path, source, folder)
+
+
+def _split_head(source: str) -> tuple[str, str]:
+    """(what stands before the first function, the numbers there and the functions)."""
+    start = min(match.start() for match in re.finditer(FUNCTION, source))
+    head, functions = source[:start], source[start:]
+    numbers = [line for line in head.splitlines(keepends=True) if NUMBER_NAME.match(line)]
+    return "".join(line for line in head.splitlines(keepends=True) if line not in numbers), "".join(numbers) + functions
+
+
+def _renamed(body: str, suffix: str) -> str:
+    names = [match[1] for match in FUNCTION.finditer(body)] + [match[1] for match in NUMBER_NAME.finditer(body)]
+    return re.sub(rf"\b({'|'.join(names)})\b(?!=)", rf"\1{suffix}", body) + "\n\n"
 
 
 def compile_module(root: Path, path: Path, source: str, folder: Path) -> Path | None:

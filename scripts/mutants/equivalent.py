@@ -146,4 +146,34 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "mass[parents] = module.where(possible[:, None], rest / divisor[:, None], mass[parents])",
         "parents -> children",
     ): "where it differs the child always passes, and no row uses the mass",
+    (
+        "stand/sampling.py",
+        "softmax = torch.softmax(self.warp(scores), dim=-1)",
+        "drop USub",
+    ): "scores have 2 dimensions",
+    ("stand/sampling.py", "best = torch.topk(softmax, num_top, dim=-1)", "drop USub"): "laws have 2 dimensions",
+    ("stand/sampling.py", "best = scores.argmax(dim=-1, keepdim=True)", "drop USub"): "scores have 2 dimensions",
+    ("stand/sampling.py", "best = scores.amax(dim=-1)", "drop USub"): "scores have 2 dimensions",
+    (
+        "stand/sampling.py",
+        "best = scores.amax(dim=-1)",
+        "1 -> 0",
+    ): "names NaN where there is one, else +inf where there is one: the same by rows and by columns",
+    (
+        "stand/sampling.py",
+        'kind = "NaN" if bool(torch.isnan(broken).any()) else "+inf" if bool((broken > 0).any()) else "only -inf"',
+        "Gt -> GtE",
+    ): "what is compared is not finite",
+    (
+        "stand/sampling.py",
+        'kind = "NaN" if bool(torch.isnan(broken).any()) else "+inf" if bool((broken > 0).any()) else "only -inf"',
+        "0 -> 1",
+    ): "what is compared is not finite",
+    (
+        "stand/sampling.py",
+        "if bool(torch.isnan(laws.probabilities[:, 0]).any()):",
+        "0 -> 1",
+    ): "a broken row is NaN throughout, so every column tells",
+    ("stand/sampling.py", "if params.temperature != 1.0:", "1.0 -> 0.0"): "a temperature of 1 divides by 1",
+    ("stand/sampling.py", "if params.min_p > 0.0:", "Gt -> GtE"): "min_p 0 takes no token out",
 }

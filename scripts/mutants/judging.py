@@ -21,11 +21,15 @@ from mutants.targets import ROOT, Target
 
 MAX_CPU_SECONDS = 200  # of all tests; they take up to 40
 MAX_TEST_SECONDS = 10.0  # of processor time, and five times what the test usually takes: a mutant that loops is caught
-MAX_MEMORY = 16 << 30  # bytes of address space; a mutant that grows without end is caught by this
+MAX_MEMORY = 64 << 30  # bytes of address space, for a mutant that grows without end; a test maps 32 GiB
 TESTS_FAILED, INTERRUPTED = 1, 2  # pytest's: a test failed, or a test module could not even be imported
 BROKEN_RUN = (3, 4, 5)  # pytest's: an error of its own, wrong arguments, no tests
 REFUSED = "does not compile"
-COMPILERS = {".pyx": cython_mutants.compile_module, ".h": cpp_mutants.compile_module}
+# The quick way of building first; what survives it is built the project's way.
+COMPILERS = {
+    ".pyx": (cython_mutants.compile_module,),
+    ".h": (cpp_mutants.compile_functions, cpp_mutants.compile_module),
+}
 
 
 @dataclass
@@ -37,6 +41,9 @@ class Experience:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def note(self, file: str, killer: str) -> None:
+        """A test that failed; what is no test is passed over."""
+        if "::" not in killer:
+            return
         for killers in (self.killers, self.killers_of_file.setdefault(file, [])):
             if killer in killers:
                 killers.remove(killer)
@@ -58,7 +65,7 @@ class Verdict:
     killer: str = ""  # the test that failed, or what ended the process
 
 
-def in_fork(work: Callable[[], int]) -> int:
+def in_fork(work: Callable[[], int], *, is_bounded: bool = True) -> int:
     """The exit status of `work` in a silent fork of this process; negative where a signal ended it.
 
     Processor time is bounded, not the time on the clock: a busy machine must not turn survivors into caught ones.
@@ -68,7 +75,8 @@ def in_fork(work: Callable[[], int]) -> int:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
         os.dup2(null, 2)
-        resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_SECONDS, MAX_CPU_SECONDS))
+        if is_bounded:
+            resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_SECONDS, MAX_CPU_SECONDS))
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         status = 3
@@ -106,7 +114,7 @@ class Witness:
     Where it knows how long tests usually take, one that takes much longer ends the process.
     """
 
-    def __init__(self, log: Path, place: Callable[[str], tuple], seconds: dict[str, float]) -> None:
+    def __init__(self, log: Path, seconds: dict[str, float], place: Callable[[str], tuple] = lambda test: ()) -> None:
         self.log = log
         self.place = place
         self.seconds = seconds
@@ -125,50 +133,55 @@ class Witness:
                 file.write(json.dumps([report.nodeid, report.outcome, report.duration]) + "\n")
 
 
-def run_tests(target: Target, witness: Witness, finder: Finder | None = None) -> int:
+def read_log(log: Path) -> list[tuple[str, str, float]]:
+    """(test, outcome, seconds) as a Witness wrote them."""
+    return [tuple(json.loads(line)) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
+
+
+def start_pytest(target: Target, plugin: object, finder: Finder | None = None) -> int:
     """pytest's exit status, with a mutant in place of the shipped module, which must not have been imported yet."""
     import hypothesis
     import pytest
 
     if finder is not None:
         sys.meta_path.insert(0, finder)
-        # The first counterexample is enough.
-        phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
-        hypothesis.settings.register_profile("mutants", phases=phases)
-        hypothesis.settings.load_profile("mutants")
+    # The first counterexample is enough.
+    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    hypothesis.settings.register_profile("mutants", phases=phases)
+    hypothesis.settings.load_profile("mutants")
     os.chdir(ROOT)
     quiet = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no", "--no-header"]
-    return int(pytest.main([*quiet, *target.tests], plugins=[witness]))
+    return int(pytest.main([*quiet, *target.tests], plugins=[plugin]))
 
 
-def check_tests(target: Target) -> Experience:
-    """How long each test takes on the shipped code. Raises SystemExit where one fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        if in_fork(lambda: run_tests(target, Witness(log, lambda test: (), {}))) != 0:
-            command = f"pytest {' '.join(target.tests)}"
-            raise SystemExit(f"the tests of {target.name} must pass before they can judge mutants; run {command}")
-        lines = log.read_text(encoding="utf-8").splitlines()
-    return Experience(seconds={name: seconds for name, _, seconds in map(json.loads, lines)})
+def verdict_of(status: int, log: Path) -> Verdict:
+    """What the tests' exit status and a Witness's log say."""
+    if status == 0:
+        return Verdict("survived")
+    failed = [name for name, outcome, _ in read_log(log) if outcome == "failed"]
+    return Verdict("caught", failed[0] if failed else f"signal {-status}" if status < 0 else "import")
 
 
 def judge(mutant: Mutant, target: Target, experience: Experience) -> Verdict:
-    """What the tests say of a mutant; `experience` grows."""
+    """What all tests say of a mutant that is put in place before anything is imported; `experience` grows."""
+    verdict = Verdict("survived")
+    for compiler in COMPILERS.get(mutant.path.suffix, (None,)):
+        verdict = _judge(mutant, target, experience, compiler)
+        if verdict.name != "survived":
+            break
+    experience.note(mutant.file, verdict.killer)
+    return verdict
+
+
+def _judge(mutant: Mutant, target: Target, experience: Experience, compiler: Callable | None) -> Verdict:
     with tempfile.TemporaryDirectory() as folder:
         compiled, log = None, Path(folder) / "log"
-        if mutant.path.suffix in COMPILERS:
-            compiled = COMPILERS[mutant.path.suffix](ROOT, mutant.path, mutant.source, Path(folder))
+        if compiler is not None:
+            compiled = compiler(ROOT, mutant.path, mutant.source, Path(folder))
             if compiled is None:
                 return Verdict(REFUSED)
-        witness = Witness(log, lambda test: experience.place(test, mutant), experience.seconds)
-        status = in_fork(lambda: run_tests(target, witness, Finder(mutant, compiled)))
+        witness = Witness(log, experience.seconds, lambda test: experience.place(test, mutant))
+        status = in_fork(lambda: start_pytest(target, witness, Finder(mutant, compiled)))
         if status in BROKEN_RUN:
             raise SystemExit(f"pytest must run on {mutant}, got its exit status {status}")
-        lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    if status == 0:
-        return Verdict("survived")
-    failed = [name for name, outcome, _ in map(json.loads, lines) if outcome == "failed"]
-    if failed:
-        experience.note(mutant.file, failed[0])
-        return Verdict("caught", failed[0])
-    return Verdict("caught", f"signal {-status}" if status < 0 else "import")
+        return verdict_of(status, log)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ from transformers import PreTrainedModel
 
 from stand.drafters.step_cost import StepCost
 from stand.trees import BlendedLookup, DraftBatch, LookupTree
+
+_COUNTING = Lock()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,11 +52,12 @@ class Drafter(ABC):
     """Proposes drafts and may learn from what the target said. Only `draft` must be written.
 
     Drafts must keep the promise of `DraftBatch.adapted`; docs/verifiers.md says what each rule asks of a draft. A
-    drafter that learns makes the drafts of a call depend on earlier calls: see `digest`.
+    drafter that learns makes the drafts of a call depend on other calls: see `start_call`.
     """
 
     num_candidates: int = 0  # top entries per scored node that `learn` wants; 0: it never learns
     requires_features: bool = False  # whether `follow_prompt` and `follow` want the target's last hidden states
+    _num_taught: int = 0  # calls that began to teach
 
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:  # noqa: B027
         """`stand.wrap` shows the model and names its vocabulary, before anything else.
@@ -61,15 +65,21 @@ class Drafter(ABC):
         Raises ValueError where they do not fit.
         """
 
-    @property
-    def digest(self) -> int | None:
-        """A number in [0, 2**64) that follows from all that was learned so far, in files too; None: not known.
+    def start_call(self, *, learns: bool) -> int:
+        """A number in [0, 2**64) that the engine mixes into the seed of a call that starts now.
 
-        The engine mixes it into a call's seed, so that noise which an earlier call has used is never used again with
-        drafts that depend on that call. Without it the engine counts its own calls, which is safe unless the drafter
-        is shared by engines or saved.
+        learns: whether the call will teach. Two calls must get different numbers wherever one of them may draft from
+        what the other one teaches: with the same noise the law of the one that drafts so would be wrong. This one
+        counts the calls that teach. That is safe unless the drafter is saved and loaded, or several drafters share a
+        memory: then the number must come from the memory.
         """
-        return None
+        if self.num_candidates == 0:
+            return 0
+        with _COUNTING:
+            number = 2 * self._num_taught
+            if learns:
+                self._num_taught += 1
+        return number if learns else number + 1
 
     def typical_draft(self) -> DraftBatch | None:
         """A draft typical of this drafter, by which `wrap` sees early that a rule takes its drafts; None: unknown."""
@@ -117,9 +127,8 @@ class LookupDrafter(Drafter):
     def num_candidates(self) -> int:
         return 0 if self.lookup is None else self.lookup.num_candidates
 
-    @property
-    def digest(self) -> int:
-        return 0 if self.lookup is None else self.lookup.digest
+    def start_call(self, *, learns: bool) -> int:
+        return 0 if self.lookup is None else self.lookup.start_call(learns=learns)
 
 
 def check_kind(kind: str, offered: tuple[str, ...], drafter: str) -> None:

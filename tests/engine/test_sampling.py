@@ -10,6 +10,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
+from stand.processors import ProcessorChain
 from stand.sampling import SamplingParams, TargetLaw
 
 WARPERS = {
@@ -51,6 +52,22 @@ def test_the_order_of_the_filters_is_transformers_own(settings):
     torch.testing.assert_close(torch.softmax(law.warp(logits), dim=-1), expected)  # as on other devices
 
 
+@pytest.mark.parametrize("count", [2, 4, 9])
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.5}, {"top_k": 1}, {"top_k": 3, "top_p": 0.7}, {"temperature": 0.5, "min_p": 0.3}]
+)
+def test_laws_in_float64_are_those_of_the_warpers(settings, count):
+    """The array code, which other devices take: laws, best tokens, and no more of them than there are tokens."""
+    logits = torch.tensor([[0.3, 0.25, 0.2, 0.15, 0.1], [0.1, 0.5, 0.05, 0.15, 0.2]], dtype=torch.float64).log()
+    reference = LogitsProcessorList([WARPERS[name](value) for name, value in settings.items()])
+    expected = torch.softmax(reference(None, logits.clone()), dim=-1)
+    laws = TargetLaw(SamplingParams(**settings)).laws(logits, count)
+    torch.testing.assert_close(laws.probabilities, expected)
+    best = expected.sort(dim=-1, descending=True).values[:, : min(count, 5)]
+    torch.testing.assert_close(laws.top_probs, best)
+    torch.testing.assert_close(expected.gather(1, laws.top_ids.long()), best)
+
+
 @pytest.mark.parametrize(
     ("processors", "params", "count"),
     [
@@ -86,6 +103,8 @@ def test_temperature_zero_is_all_mass_on_the_best_token():
         ({"top_p": 1.7}, r"top_p must be in \(0, 1\], got 1.7"),
         ({"temperature": -1.0}, "temperature must be >= 0, got -1.0; use 0"),
         ({"temperature": float("nan")}, "temperature must be >= 0, got nan"),
+        ({"temperature": float("inf")}, "temperature must be >= 0, got inf"),
+        ({"temperature": True}, "temperature must be >= 0, got True"),
         ({"top_k": -2}, "top_k must be an integer >= 0"),
         ({"min_p": 2.0}, r"min_p must be in \[0, 1\]"),
     ],
@@ -111,3 +130,9 @@ def test_only_filters_that_may_take_tokens_out_count():
         assert TargetLaw(SamplingParams(**settings)).has_filters
         assert not TargetLaw(SamplingParams(**settings, temperature=0.0)).has_filters
     assert not TargetLaw(SamplingParams(temperature=0.6)).has_filters
+
+
+def test_a_law_tells_whether_it_has_processors():
+    chain = ProcessorChain([[TopKLogitsWarper(3)]])
+    assert TargetLaw(SamplingParams(), processors=chain).has_processors
+    assert not TargetLaw(SamplingParams()).has_processors

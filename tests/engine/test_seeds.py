@@ -5,6 +5,7 @@ of calls take seconds.
 """
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -46,15 +47,23 @@ def one_call(drafter: stand.Drafter, rule, *, seed: int, own_seed: int) -> tuple
     return tuple(tokens[len(PROMPT) : len(PROMPT) + LENGTH])
 
 
-def p_of_second_calls(make_drafter, verifier: str, *, shares_numbers: bool, num_seeds: int = NUM_SEEDS) -> float:
-    """Of the law of a second call with the first one's seed, over many seeds; chi-square against the target's."""
+def p_of_second_calls(make_drafter, verifier: str, *, starts: str, num_seeds: int = NUM_SEEDS) -> float:
+    """Of the law of a second call with the first one's seed, over many seeds; chi-square against the target's.
+
+    starts: "apart", "together" (both have started before either goes on) or "alike" (both from one number).
+    """
     rule, counts = get_verifier(verifier), dict.fromkeys(EXPECTED, 0)
     for seed in range(num_seeds):
         drafter = make_drafter()
-        for _ in range(2):
-            own_seed = seed if shares_numbers else call_seed(seed, drafter.digest)
-            outcome = one_call(drafter, rule, seed=seed, own_seed=own_seed)
-        counts[outcome] += 1
+        second = 0
+        if starts == "together":
+            first, second = (drafter.start_call(learns=True) for _ in range(2))
+        else:
+            first = drafter.start_call(learns=True)
+        one_call(drafter, rule, seed=seed, own_seed=call_seed(seed, first))
+        if starts == "apart":
+            second = drafter.start_call(learns=True)
+        counts[one_call(drafter, rule, seed=seed, own_seed=call_seed(seed, second))] += 1
     statistic = sum((counts[path] - num_seeds * share) ** 2 / (num_seeds * share) for path, share in EXPECTED.items())
     freedom = torch.tensor((len(EXPECTED) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
@@ -74,20 +83,26 @@ DRAFTERS = {f"{make.__name__} {kind}": make(kind) for make in (blended, shaped) 
 
 
 @pytest.mark.parametrize(
-    ("name", "verifier"),
-    [("blended deterministic", "traversal"), ("blended mixed", "rrs"), ("shaped deterministic", "traversal")],
+    ("name", "verifier", "starts"),
+    [
+        ("blended deterministic", "traversal", "apart"),
+        ("blended mixed", "rrs", "apart"),
+        ("shaped deterministic", "traversal", "apart"),
+        ("blended mixed", "traversal", "together"),
+        ("shaped deterministic", "traversal", "together"),
+    ],
 )
-def test_a_second_call_with_the_same_seed_follows_the_target(name, verifier):
-    assert p_of_second_calls(DRAFTERS[name], verifier, shares_numbers=False) > 1e-3
+def test_a_second_call_with_the_same_seed_follows_the_target(name, verifier, starts):
+    assert p_of_second_calls(DRAFTERS[name], verifier, starts=starts) > 1e-3
 
 
 def test_calls_that_share_their_numbers_are_seen():
     """The negative control: what the engine did before calls had streams of their own."""
-    assert p_of_second_calls(DRAFTERS["blended mixed"], "traversal", shares_numbers=True) < 1e-6
+    assert p_of_second_calls(DRAFTERS["blended mixed"], "traversal", starts="alike") < 1e-6
 
 
 def test_a_rule_that_never_looks_at_drafts_may_share_its_numbers():
-    assert p_of_second_calls(DRAFTERS["blended mixed"], "match", shares_numbers=True) > 1e-3
+    assert p_of_second_calls(DRAFTERS["blended mixed"], "match", starts="alike") > 1e-3
 
 
 def engine_of(lookup=None, **settings) -> stand.Engine:
@@ -105,9 +120,40 @@ def test_own_seeds_differ_whenever_something_was_learned(monkeypatch):
     first = engine_of()
     for learn in (True, False, False, True):
         first.generate(**SETTINGS, seed=7, learn=learn)
-    assert seeds[0] == 7 and seeds[1] == seeds[2] == seeds[3] and len(set(seeds)) == 2
+    assert seeds[0] == 7 and seeds[1] == seeds[2] and len(set(seeds)) == 3
     engine_of(first.lookup).generate(**SETTINGS, seed=7)
-    assert len(set(seeds)) == 3
+    assert len(set(seeds)) == 4
+    first.generate(**SETTINGS, seed=7, draft=False)
+    assert len(seeds) == 5  # the numbers of a call without drafts follow from the seed alone
+
+
+class Counted(stand.FixedShapeDrafter):
+    """A drafter whose memory does not count the calls."""
+
+    start_call = stand.Drafter.start_call
+
+
+@pytest.mark.parametrize("memory", [BlendedLookup, LookupTree, Counted])
+def test_no_call_shares_a_start_with_one_that_teaches(memory):
+    """Calls that teach or not, begun before any has taught, and by many threads at once."""
+    shared = memory() if memory is not Counted else Counted(LookupTree(), TreeShape.from_branching([1]))
+    assert shared.start_call(learns=True) == 0
+    asked = [(False, True, True, False)[place % 4] for place in range(64)]
+    with ThreadPoolExecutor(8) as threads:
+        starts = list(threads.map(lambda learns: shared.start_call(learns=learns), asked))
+    teaching = [start for start, learns in zip(starts, asked, strict=True) if learns]
+    assert len({0, *teaching}) == 33 and not {0, *teaching} & set(starts[::4] + starts[3::4])
+    assert shared.start_call(learns=False) == shared.start_call(learns=False)
+
+
+@torch.inference_mode()
+def test_two_engines_that_begin_on_one_lookup_before_either_teaches_have_other_seeds():
+    engines = [engine_of()]
+    engines.append(engine_of(engines[0].lookup))
+    calls = [engine._new_call(None, on_commit=None, **SETTINGS, seed=7)[0] for engine in engines for _ in range(2)]
+    with ThreadPoolExecutor(4) as threads:
+        seeds = list(threads.map(lambda call: call._new_own_seed(), calls))
+    assert len(set(seeds)) == 4
 
 
 @torch.inference_mode()
@@ -143,13 +189,8 @@ def test_fresh_engines_repeat_two_calls_exactly():
     assert runs[0] == runs[1] and runs[0][0] != runs[0][1]
 
 
-def test_a_learning_drafter_without_a_digest_counts_its_calls():
-    """`Drafter.digest` None: the engine's own count of calls that taught keeps their streams apart."""
-
-    class Nameless(stand.BlendedDrafter):
-        digest = None
-
-    engine = stand.wrap(tiny_model("qwen2"), drafter=Nameless(budget=12))
+def test_a_drafter_whose_memory_does_not_count_does_it_itself():
+    engine = stand.wrap(tiny_model("qwen2"), drafter=Counted(LookupTree(), TreeShape.from_branching([2, 1])))
     outputs = [engine.generate(**SETTINGS, seed=7).token_ids for _ in range(2)]
     assert outputs[0] != outputs[1]
 

@@ -50,6 +50,8 @@ MAX_CANDIDATES = 64
 
 cdef extern from "../noise.h" namespace "stand" nogil:
     uint64_t extended_digest(uint64_t digest, const int32_t* token_ids, int64_t num_tokens)
+    uint64_t digest_after_start(uint64_t digest)
+    uint64_t frozen_digest(uint64_t digest)
 
 
 cdef class BlendedLookup:
@@ -66,7 +68,8 @@ cdef class BlendedLookup:
     A scope is the caller's name, 0..254, for what belongs together (a problem, a user): evidence from the same scope
     is weighed apart from the rest.
 
-    `digest`: follows from all that was learned, in order, and survives a file; 0 while nothing was.
+    `digest`: follows from all that was learned and from the calls that started, in order; 0 while there was none. A
+    file has one of its own.
 
     Raises ValueError on bad arguments. Verbs may be called from several threads; each is atomic, but for runs of more
     than 256 tokens: `learn` and `learn_rows` let others in after so many.
@@ -150,10 +153,25 @@ cdef class BlendedLookup:
         self._lookup.mutex.open()
 
     def clear(self):
-        """Forget every context and all that was learned about their worth; parameters stay."""
+        """Forget every context and all that was learned about their worth; parameters stay.
+
+        No call may be running: it would go on to teach, and the digest starts anew.
+        """
         with nogil:
             self._lookup.clear()
         self.digest = 0
+
+    def start_call(self, *, learns):
+        """A number in [0, 2**64) for the random numbers of a call that starts now.
+
+        learns: whether the call will teach. Calls get different numbers wherever one of them may draft from what the
+        other one teaches, also when they start at the same instant in two threads.
+        """
+        cdef uint64_t start = self.digest
+        if not learns:
+            return frozen_digest(start)
+        self.digest = digest_after_start(start)  # nothing between the two lines lets another thread in
+        return start
 
     def learn(self, context, token_ids, *, top_ids=None, top_probs=None, scope=0):
         """Teach a run of tokens, or the laws of a run.

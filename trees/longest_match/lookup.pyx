@@ -33,6 +33,8 @@ MAX_CANDIDATES = 256
 
 cdef extern from "../noise.h" namespace "stand" nogil:
     uint64_t extended_digest(uint64_t digest, const int32_t* token_ids, int64_t num_tokens)
+    uint64_t digest_after_start(uint64_t digest)
+    uint64_t frozen_digest(uint64_t digest)
 
 
 cdef class LookupTree:
@@ -41,8 +43,8 @@ cdef class LookupTree:
     `orders`: context lengths in tokens, ascending, within 1..16. `num_candidates` (S): candidates kept per context.
     `min_rate`: the weight of a new observation is max(1 / (count + 1), min_rate); 0 gives STAND's plain average
     (STAND, section 3.1), larger values let old evidence fade. `fingerprint`: identifies the vocabulary (see
-    `vocabulary_fingerprint`), stored in saved files. `digest`: follows from all that was learned, in order, and
-    survives a file; 0 while nothing was.
+    `vocabulary_fingerprint`), stored in saved files. `digest`: follows from all that was learned and from the
+    calls that started, in order; 0 while there was none. A file has one of its own.
 
     Raises ValueError on bad arguments. Verbs may be called from several threads; each is atomic.
     """
@@ -104,7 +106,7 @@ cdef class LookupTree:
         self._lookup.mutex.unlock()
 
     def clear(self):
-        """Forget everything; parameters stay."""
+        """Forget everything; parameters stay. No call may be running, see `BlendedLookup.clear`."""
         with nogil:
             self._lookup.clear()
         self.digest = 0
@@ -116,6 +118,18 @@ cdef class LookupTree:
             twin._lookup.assign(self._lookup[0])
         twin.digest = self.digest
         return twin
+
+    def start_call(self, *, learns):
+        """A number in [0, 2**64) for the random numbers of a call that starts now.
+
+        learns: whether the call will teach. Calls get different numbers wherever one of them may draft from what the
+        other one teaches, also when they start at the same instant in two threads.
+        """
+        cdef uint64_t start = self.digest
+        if not learns:
+            return frozen_digest(start)
+        self.digest = digest_after_start(start)  # nothing between the two lines lets another thread in
+        return start
 
     def learn(self, context, token_ids, *, top_ids=None, top_probs=None):
         """Teach the laws of a run of tokens.

@@ -1,0 +1,114 @@
+"""Judge many mutants on tests that were collected once: each in a fork, by the quick tests, until the first failure."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import mutants.cython_mutants as cython_mutants
+from mutants.judging import Experience, Verdict, Witness, in_fork, read_log, start_pytest, verdict_of
+from mutants.live import FunctionsByCode, live_functions, put_compiled, put_python
+from mutants.mutant import Mutant
+from mutants.targets import ROOT, Target
+
+QUICK_SECONDS = 1.0  # tests that usually take longer are left out
+BATCH_SIZE = 16  # mutants compiled into one module
+UNCHANGED = 77  # exit status of a fork that could not put the mutant in place
+
+
+class Bench:
+    """A pytest plugin: hands the collected tests over instead of running them."""
+
+    def __init__(self, work: Callable[[list], None]) -> None:
+        self.work = work
+
+    def pytest_runtestloop(self, session) -> bool:
+        self.work(session.items)
+        return True
+
+
+class LastWitness(Witness):
+    """Ends the process at the first failure."""
+
+    def pytest_runtest_logreport(self, report) -> None:
+        super().pytest_runtest_logreport(report)
+        if report.failed:
+            os._exit(1)
+
+
+def check_tests(target: Target) -> dict[str, float]:
+    """How long each test takes on the shipped code. Raises SystemExit where one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        if in_fork(lambda: start_pytest(target, Witness(log, {}))) != 0:
+            command = f"pytest {' '.join(target.tests)}"
+            raise SystemExit(f"the tests of {target.name} must pass before they can judge mutants; run {command}")
+        return {name: seconds for name, _, seconds in read_log(log)}
+
+
+def judge_on_bench(
+    target: Target,
+    mutants: Sequence[Mutant],
+    experience: Experience,
+    record: Callable[[Mutant, Verdict], None],
+    *,
+    is_over: Callable[[], bool],
+) -> None:
+    """`record` every mutant that a quick test catches, until time is over; the others need `judging.judge`.
+
+    Modules are imported before a mutant is put in place, so what they compute on import is the shipped code's.
+    """
+
+    def work(items: list) -> None:
+        functions = live_functions()
+        quick = [item for item in items if experience.seconds.get(item.nodeid, 0.0) <= QUICK_SECONDS]
+        with tempfile.TemporaryDirectory() as folder:
+            places = _compiled_places(mutants, Path(folder))
+            for mutant in mutants:
+                if is_over():
+                    break
+                ordered = sorted(quick, key=lambda item: experience.place(item.nodeid, mutant))
+                log = Path(folder) / "log"
+                log.unlink(missing_ok=True)
+                witness = LastWitness(log, experience.seconds)
+                status = in_fork(partial(_run, mutant, places, functions, ordered, witness))
+                if status not in (0, UNCHANGED):
+                    verdict = verdict_of(status, log)
+                    experience.note(mutant.file, verdict.killer)
+                    record(mutant, verdict)
+
+    if mutants and in_fork(lambda: start_pytest(target, Bench(work)), is_bounded=False) != 0:
+        raise SystemExit(f"the tests of {target.name} must be collected before they can judge mutants, got an error")
+
+
+def _compiled_places(mutants: Sequence[Mutant], folder: Path) -> dict[Mutant, tuple[int, Path]]:
+    """(number, module) of the Cython mutants; where one of a batch does not compile, none of the batch is listed."""
+    places = {}
+    for path in dict.fromkeys(mutant.path for mutant in mutants if mutant.path.suffix == ".pyx"):
+        listed = [mutant for mutant in mutants if mutant.path == path]
+        for start in range(0, len(listed), BATCH_SIZE):
+            batch = listed[start : start + BATCH_SIZE]
+            below = folder / f"{path.stem}{start}"
+            below.mkdir()
+            built = cython_mutants.compile_batch(ROOT, path, [mutant.source for mutant in batch], below)
+            if built is not None:
+                places.update({mutant: (number, built) for number, mutant in enumerate(batch)})
+    return places
+
+
+def _run(
+    mutant: Mutant, places: dict[Mutant, tuple[int, Path]], functions: FunctionsByCode, items: list, witness: Witness
+) -> int:
+    """The exit status of a fork: 0 where no test failed, UNCHANGED where the mutant could not be put in place."""
+    if mutant in places:
+        put_compiled(mutant, *places[mutant])
+    elif mutant.path.suffix != ".py" or not put_python(mutant, functions):
+        return UNCHANGED
+    if items:
+        items[0].config.pluginmanager.register(witness)
+    for item, following in zip(items, [*items[1:], None], strict=True):
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+    return 0

@@ -1,0 +1,67 @@
+"""Put a mutant in place of code that is imported already."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FunctionType
+
+from mutants.mutant import Mutant
+
+FunctionsByCode = dict[CodeType, list[FunctionType]]
+
+
+def live_functions() -> FunctionsByCode:
+    """Every Python function of this process, by its code; `gc.freeze` hides those that were made before it."""
+    found: FunctionsByCode = {}
+    for thing in gc.get_objects():
+        if type(thing) is FunctionType:
+            found.setdefault(thing.__code__, []).append(thing)
+    return found
+
+
+def put_python(mutant: Mutant, functions: FunctionsByCode) -> bool:
+    """Give the functions of an imported module the mutant's code; False where the fault is in no function of it.
+
+    What the module computed when it was imported stays.
+    """
+    text = mutant.path.read_text(encoding="utf-8")
+    sources = (text, ast.unparse(ast.parse(text)), mutant.source)  # the mutant's source is an unparsed one too
+    listed = [list(_codes(compile(source, str(mutant.path), "exec"))) for source in sources]
+    if len({len(codes) for codes in listed}) != 1:
+        return False  # a nested function or comprehension went
+    changed = [(live, new) for live, old, new in zip(*listed, strict=True) if old != new and live in functions]
+    if any(len(live.co_freevars) != len(new.co_freevars) for live, new in changed):
+        return False
+    for live, new in changed:
+        for function in functions[live]:
+            function.__code__ = new
+    return bool(changed)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def put_compiled(mutant: Mutant, number: int, built: Path) -> None:
+    """Replace the functions of an imported compiled module, wherever they were imported to.
+
+    built: what `cython_mutants.compile_batch` made, with this mutant as the `number`-th.
+    """
+    spec = importlib.util.spec_from_file_location(built.name.partition(".")[0], built)
+    batch = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(batch)
+    suffix = f"__{number}"
+    live = vars(sys.modules[mutant.module])
+    new = {id(live[name.removesuffix(suffix)]): thing for name, thing in vars(batch).items() if name.endswith(suffix)}
+    for module in list(sys.modules.values()):
+        for name, thing in list(getattr(module, "__dict__", {}).items()):
+            if id(thing) in new:
+                setattr(module, name, new[id(thing)])

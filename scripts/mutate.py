@@ -42,6 +42,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("mutants.jsonl"), help="verdicts, one per line")
     parser.add_argument("--minutes", type=float, default=1e6, help="stop after the mutant at which these are over")
     parser.add_argument("--seed", type=int, default=0, help="of the order in which they are tried")
+    parser.add_argument("--quick", action="store_true", help="leave what the quick tests do not catch for a later run")
     parser.add_argument("--report", action="store_true", help="judge nothing, only read the output")
     return parser.parse_args()
 
@@ -83,7 +84,7 @@ def experience_of(target: Target, output: Path) -> Experience:
     return experience
 
 
-def run(mutants: list[tuple[Target, Mutant]], output: Path, *, minutes: float, seed: int) -> None:
+def run(mutants: list[tuple[Target, Mutant]], output: Path, *, minutes: float, seed: int, is_quick: bool) -> None:
     """Judge what `output` does not hold yet and append to it, target by target."""
     known = read_verdicts(output)
     waiting = [(target, mutant) for target, mutant in mutants if mutant.key not in known]
@@ -103,7 +104,7 @@ def run(mutants: list[tuple[Target, Mutant]], output: Path, *, minutes: float, s
         imported = [mutant for mutant in own if mutant.path.suffix != ".h"]
         judge_on_bench(target, imported, experience, record, is_over=lambda: time.monotonic() > end)
         known = read_verdicts(output)
-        for mutant in own:
+        for mutant in () if is_quick else own:
             if mutant.key not in known and time.monotonic() < end:
                 record(mutant, judge(mutant, target, experience))
 
@@ -150,7 +151,7 @@ def main() -> None:
     mutants = chosen_mutants(options.only)
     if not options.report:
         warm_up()
-        run(mutants, options.output, minutes=options.minutes, seed=options.seed)
+        run(mutants, options.output, minutes=options.minutes, seed=options.seed, is_quick=options.quick)
     print(report(mutants, options.output))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-import mutants.cython_mutants as cython_mutants
+import mutants.cpp_mutants as cpp_mutants
 from mutants.judging import Experience, Verdict, Witness, in_fork, read_log, start_pytest, verdict_of
 from mutants.live import FunctionsByCode, live_functions, put_compiled, put_python
 from mutants.mutant import Mutant
@@ -66,15 +66,15 @@ def judge_on_bench(
         functions = live_functions()
         quick = [item for item in items if experience.seconds.get(item.nodeid, 0.0) <= QUICK_SECONDS]
         with tempfile.TemporaryDirectory() as folder:
-            places = _compiled_places(mutants, Path(folder))
-            for mutant in mutants:
+            batches = _Batches(mutants, Path(folder))
+            for mutant in sorted(mutants, key=lambda mutant: mutant.path.suffix):  # Cython's last
                 if is_over():
                     break
                 ordered = sorted(quick, key=lambda item: experience.place(item.nodeid, mutant))
                 log = Path(folder) / "log"
                 log.unlink(missing_ok=True)
                 witness = LastWitness(log, experience.seconds)
-                status = in_fork(partial(_run, mutant, places, functions, ordered, witness))
+                status = in_fork(partial(_run, mutant, batches.place(mutant), functions, ordered, witness))
                 if status not in (0, UNCHANGED):
                     verdict = verdict_of(status, log)
                     experience.note(mutant.file, verdict.killer)
@@ -84,27 +84,37 @@ def judge_on_bench(
         raise SystemExit(f"the tests of {target.name} must be collected before they can judge mutants, got an error")
 
 
-def _compiled_places(mutants: Sequence[Mutant], folder: Path) -> dict[Mutant, tuple[int, Path]]:
-    """(number, module) of the Cython mutants; where one of a batch does not compile, none of the batch is listed."""
-    places = {}
-    for path in dict.fromkeys(mutant.path for mutant in mutants if mutant.path.suffix == ".pyx"):
-        listed = [mutant for mutant in mutants if mutant.path == path]
-        for start in range(0, len(listed), BATCH_SIZE):
-            batch = listed[start : start + BATCH_SIZE]
-            below = folder / f"{path.stem}{start}"
+class _Batches:
+    """Cython mutants, compiled when the first of a batch is wanted."""
+
+    def __init__(self, mutants: Sequence[Mutant], folder: Path) -> None:
+        self.folder = folder
+        self.waiting: dict[Path, list[Mutant]] = {}
+        self.places: dict[Mutant, tuple[int, Path] | None] = {}
+        for mutant in mutants:
+            self.waiting.setdefault(mutant.path, []).append(mutant)
+
+    def place(self, mutant: Mutant) -> tuple[int, Path] | None:
+        """(number, module); None for Python's, and where one of its batch does not compile."""
+        if mutant.path.suffix != ".pyx":
+            return None
+        if mutant not in self.places:
+            waiting = self.waiting[mutant.path]
+            batch, self.waiting[mutant.path] = waiting[:BATCH_SIZE], waiting[BATCH_SIZE:]
+            below = self.folder / f"batch{len(self.places)}"
             below.mkdir()
-            built = cython_mutants.compile_batch(ROOT, path, [mutant.source for mutant in batch], below)
-            if built is not None:
-                places.update({mutant: (number, built) for number, mutant in enumerate(batch)})
-    return places
+            built = cpp_mutants.compile_batch(ROOT, mutant.path, [mutant.source for mutant in batch], below)
+            places = [built and (number, built) for number in range(len(batch))]
+            self.places.update(zip(batch, places, strict=True))
+        return self.places[mutant]
 
 
 def _run(
-    mutant: Mutant, places: dict[Mutant, tuple[int, Path]], functions: FunctionsByCode, items: list, witness: Witness
+    mutant: Mutant, place: tuple[int, Path] | None, functions: FunctionsByCode, items: list, witness: Witness
 ) -> int:
     """The exit status of a fork: 0 where no test failed, UNCHANGED where the mutant could not be put in place."""
-    if mutant in places:
-        put_compiled(mutant, *places[mutant])
+    if place is not None:
+        put_compiled(mutant, *place)
     elif mutant.path.suffix != ".py" or not put_python(mutant, functions):
         return UNCHANGED
     if items:

@@ -9,11 +9,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from mutants.cython_mutants import arguments, closing
+from mutants.cython_mutants import arguments, closing, joined
 
 OPERATORS = {
     "<=": ["<", ">"],
@@ -78,6 +78,18 @@ def _line_changes(code: str) -> Iterator[tuple[str, str]]:
         yield "drop !", code[: match.start()] + code[match.end() :]
     for match in LEAP.finditer(code):
         yield f"drop {match[1]}", code[: match.start()] + ";" + code[match.end() :]
+
+
+def compile_batch(root: Path, path: Path, sources: Sequence[str], folder: Path) -> Path | None:
+    """One module of all these sources of one Cython file (`cython_mutants.joined`); None if one is refused."""
+    source = folder / path.name
+    source.write_text(joined(sources), encoding="utf-8")
+    directives = ["boundscheck=False", "wraparound=False", "initializedcheck=False", "cdivision=True"]
+    options = ["-3", "--cplus", *(word for directive in directives for word in ("-X", directive))]
+    for header in path.parent.glob("*.h"):
+        shutil.copy(header, folder)
+    done = subprocess.run([sys.executable, "-m", "cython", *options, str(source)], capture_output=True)
+    return compile_cpp(source.with_suffix(".cpp")) if done.returncode == 0 else None
 
 
 STANDARD_HEADER = re.compile(r"^#include <[\w/.]+>$", re.MULTILINE)

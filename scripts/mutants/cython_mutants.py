@@ -130,14 +130,13 @@ def _all_but_headers(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if not name.endswith((".h", ".pxi")) and not (Path(folder) / name).is_dir()]
 
 
-def compile_batch(root: Path, path: Path, sources: Sequence[str], folder: Path) -> Path | None:
-    """One module with the functions of every source, `name__0`, `name__1`...; None if it is refused.
+def joined(sources: Sequence[str]) -> str:
+    """One source with the functions of every one, named `name__0`, `name__1`...
 
     Only for modules of functions alone. What they share, down to the first function, is taken from the first source.
     """
     heads, bodies = zip(*map(_split_head, sources), strict=True)
-    source = heads[0] + "".join(_renamed(body, f"__{number}") for number, body in enumerate(bodies))
-    return compile_module(root, path, source, folder)
+    return heads[0] + "".join(_renamed(body, f"__{number}") for number, body in enumerate(bodies))
 
 
 def _split_head(source: str) -> tuple[str, str]:

@@ -3,13 +3,11 @@
 The expected law comes from plain forwards and from processors written out here in the order of transformers' documents.
 """
 
-from functools import lru_cache
-
 import numpy as np
 import pytest
 import torch
-from tiny_models import SHAPE
-from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, Qwen2Config
+from small_law import Law, chi_square, continuation_law, small_model
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as library
 
 import stand
@@ -59,53 +57,13 @@ def processors(order: str) -> LogitsProcessorList:
 IN_ORDER, WRONG_ORDERS = "pmbotkny", ("ompbtkny", "pmbotkyn", "pmbtknyo")
 
 
-@lru_cache
-def model():
-    torch.manual_seed(2)
-    config = {**SHAPE, "vocab_size": SIZE, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-    config["initializer_range"] = 0.2
-    return AutoModelForCausalLM.from_config(Qwen2Config(**config)).eval()
-
-
-@lru_cache
-def exact_law(order: str) -> dict[tuple[int, ...], float]:
-    """The chance of every continuation that ends with the end token or has TOKENS tokens."""
-    chain, chances, open_paths = processors(order), {}, {(): 1.0}
-    while open_paths:
-        paths = list(open_paths)
-        prefixes = torch.tensor([[*PROMPT, *path] for path in paths])
-        with torch.inference_mode():
-            logits = model()(input_ids=prefixes, use_cache=False).logits[:, -1].float()
-        grown = {}
-        for row, path in enumerate(paths):
-            law = torch.softmax(chain(prefixes[row][None], logits[row][None].clone())[0].double(), dim=-1)
-            for token in torch.nonzero(law).flatten().tolist():
-                chance, continuation = open_paths[path] * float(law[token]), (*path, token)
-                ends = token == END or len(continuation) == TOKENS
-                (chances if ends else grown)[continuation] = chance
-        open_paths = grown
-    assert sum(chances.values()) == pytest.approx(1.0)
-    return chances
-
-
-def chi_square(counts: dict[tuple[int, ...], int], law: dict[tuple[int, ...], float]) -> float:
-    """p-value of Pearson's test; cells with fewer than 5 expected are one. What cannot come has p 0."""
-    if set(counts) - set(law):
-        return 0.0
-    total = sum(counts.values())
-    expected = np.array([total * chance for chance in law.values()])
-    seen = np.array([counts.get(path, 0) for path in law])
-    rare = expected < 5
-    expected = np.append(expected[~rare], expected[rare].sum() + 1e-9)
-    seen = np.append(seen[~rare], seen[rare].sum())
-    statistic = float(((seen - expected) ** 2 / expected).sum())
-    half = torch.tensor([(len(expected) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
+def exact_law(order: str) -> Law:
+    return continuation_law(small_model(SIZE), PROMPT, processors(order), end=END, tokens=TOKENS)
 
 
 def counted(verifier: str) -> tuple[dict[tuple[int, ...], int], float]:
     drafter = stand.FixedShapeDrafter(LookupTree(), TreeShape.from_branching([2, 1]))
-    engine = stand.wrap(model(), drafter=drafter, verifier=verifier)
+    engine = stand.wrap(small_model(SIZE), drafter=drafter, verifier=verifier)
     asked = {"input_ids": PROMPT, "logits_processors": [Alternate()], **SETTINGS}
     engine.generate(**asked, num_return_sequences=200, seed=10**6)
     counts: dict[tuple[int, ...], int] = {}

@@ -1,0 +1,94 @@
+"""The captured step on a vocabulary so small that counts tell the law of whole continuations.
+
+The step's own code throughout: packets, cache, rules on the device. Its kernels are the array twins where many
+continuations are counted, and the real ones, in Triton's interpreter, where few are. The expected law comes from plain
+forwards and transformers' warpers.
+"""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from plain_kernels import tree_attention, use_plain_kernels  # noqa: E402
+from small_law import chi_square, continuation_law, small_model  # noqa: E402
+from transformers import LogitsProcessorList  # noqa: E402
+from transformers.generation import logits_process as library  # noqa: E402
+
+import stand  # noqa: E402
+from stand.gpu import kernel_attention  # noqa: E402
+from stand.trees import LookupTree, TreeShape  # noqa: E402
+from stand.verifiers import VerifierNoise  # noqa: E402
+
+SIZE, TOKENS, ROWS = 7, 3, 100
+PROMPT, END = [5, 2], 1
+SETTINGS = {"temperature": 0.6, "top_k": 5, "top_p": 0.9, "min_p": 0.2}  # each takes a token out, in this order alone
+SHARPER = {"temperature": 0.3, "top_k": 0, "top_p": 1.0, "min_p": 0.0}  # so that thresholds lie between 0 and 1
+WRONG_ORDERS = ("tnkm", "kntm", "tmnk", "tkn", "tnm")
+MANY = pytest.param(20_000, marks=pytest.mark.slow)
+FALSE_ALARM = 1e-3
+
+
+def model():
+    return small_model(SIZE, num_attention_heads=1, num_key_value_heads=1, head_dim=64, num_hidden_layers=1)
+
+
+def exact_law(order: str):
+    """`order`: the letters of temperature, k, nucleus, min_p, as they run."""
+    made = {
+        "t": library.TemperatureLogitsWarper(SETTINGS["temperature"]),
+        "k": library.TopKLogitsWarper(SETTINGS["top_k"]),
+        "n": library.TopPLogitsWarper(SETTINGS["top_p"]),
+        "m": library.MinPLogitsWarper(SETTINGS["min_p"]),
+    }
+    chain = LogitsProcessorList([made[letter] for letter in order])
+    return continuation_law(model(), PROMPT, chain, end=END, tokens=TOKENS)
+
+
+def counted(verifier: str, count: int, *, rows: int = ROWS, branching=(2, 1)) -> dict[tuple[int, ...], int]:
+    """How often each continuation came; drafts from a lookup that has read 200 of a sharper law and stays as it is."""
+    lookup, shape = LookupTree(), TreeShape.from_branching(branching)
+    asked = {"input_ids": PROMPT, "stop_token_ids": [END], "max_new_tokens": TOKENS, **SETTINGS}
+    drafter = stand.FixedShapeDrafter(lookup, shape, kind="coupled" if verifier == "coupled" else "sampled")
+    teacher = stand.wrap(model(), drafter=stand.FixedShapeDrafter(lookup, shape), backend="sdpa")
+    teacher.generate(**{**asked, **SHARPER}, num_return_sequences=200, seed=10**6)
+    engine = stand.wrap(model(), drafter=drafter, verifier=verifier, backend="triton", fuse=False)
+    counts: dict[tuple[int, ...], int] = {}
+    for call in range(count // rows):
+        output = engine.generate(**asked, num_return_sequences=rows, seed=call, learn=False)
+        for tokens in output.token_ids:
+            counts[tuple(tokens)] = counts.get(tuple(tokens), 0) + 1
+    assert str(engine.backend) == "triton" and output.stats.mean_acceptance_length > 1.2
+    return counts
+
+
+@pytest.mark.parametrize("count", [3000, MANY])
+@pytest.mark.parametrize("verifier", ["traversal", "match", "coupled"])
+def test_continuations_follow_the_exact_law_and_another_order_is_seen(monkeypatch, verifier, count):
+    use_plain_kernels(monkeypatch)
+    counts, law = counted(verifier, count), exact_law("tknm")
+    assert len(law) > 10 and sum(counts.values()) == count and {len(path) for path in counts} == {1, 2, 3}
+    assert chi_square(counts, law) > FALSE_ALARM
+    for order in WRONG_ORDERS:
+        assert chi_square(counts, exact_law(order)) < 1e-6, order
+
+
+def test_a_draw_that_uses_its_noise_twice_is_seen(monkeypatch):
+    """The residual draw with the number that tested the last node of the row."""
+    use_plain_kernels(monkeypatch)
+    accept = VerifierNoise.accept
+    tested = []
+
+    def remembering(noise, batch):
+        tested.append(accept(noise, batch)[batch.offsets[1:] - 1])
+        return accept(noise, batch)
+
+    monkeypatch.setattr(VerifierNoise, "accept", remembering)
+    monkeypatch.setattr(VerifierNoise, "resample", lambda noise: tested.pop())
+    assert chi_square(counted("traversal", 3000, branching=(1, 1)), exact_law("tknm")) < 1e-6
+
+
+@pytest.mark.parametrize(("count", "rows"), [(50, 25), pytest.param(2000, 100, marks=pytest.mark.slow)])
+def test_the_real_kernels_follow_the_law(monkeypatch, count, rows):
+    """All but attention's: its programs would be most of the time."""
+    monkeypatch.setattr(kernel_attention, "tree_attention", tree_attention)
+    assert chi_square(counted("traversal", count, rows=rows), exact_law("tknm")) > FALSE_ALARM

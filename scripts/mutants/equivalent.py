@@ -176,4 +176,20 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "a broken row is NaN throughout, so every column tells",
     ("stand/sampling.py", "if params.temperature != 1.0:", "1.0 -> 0.0"): "a temperature of 1 divides by 1",
     ("stand/sampling.py", "if params.min_p > 0.0:", "Gt -> GtE"): "min_p 0 takes no token out",
+    ("trees/draft.py", "num_children = np.zeros(end - first, dtype=np.int32)", "Sub -> Add"): "longer than it is read",
+    (
+        "trees/draft.py",
+        "if abs(law.sum(dtype=np.float64) - 1.0) > LAW_TOLERANCE:",
+        "Gt -> GtE",
+    ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",
+    (
+        "trees/noise.pyx",
+        "cdef uint64_t words = 0, key = stream_key(seed, stream)",
+        "0 -> 1",
+    ): "only bits above 32 count",
+    (
+        "trees/noise.pyx",
+        "cdef uint64_t key = stream_key(seed, stream), bits = 0",
+        "0 -> 1",
+    ): "only bits above 32 count",
 }

@@ -4,6 +4,7 @@ Statistical tests have a fixed seed; the stated odds are those of failing for co
 """
 
 import collections
+import dataclasses
 import math
 
 import numpy as np
@@ -293,7 +294,27 @@ def test_concatenate_and_index_are_inverse():
         batch[2]
 
 
+def test_chains_of_one_token_and_drafts_of_neighbouring_widths():
+    chain = DraftTree.chain([5])
+    assert chain.token_ids.tolist() == [5] and DraftTree.chain([5, 6]).law.tolist() == [[0.0], [1.0]]
+    batch = DraftBatch.concatenate([DraftTree.chain([5, 6]), DraftTree.pending(7, support_size=2)])
+    assert batch.support_ids.tolist() == [[6, -1], [-1, -1], [-1, -1]]
+    assert batch.law.tolist() == [[0.0, 0.0], [1.0, 0.0], [0.0, 0.0]]
+    for bad in ([], [[5, 6]]):
+        with pytest.raises(ValueError, match="token_ids must be a non-empty list, got shape"):
+            DraftTree.chain(bad)
+
+
+@pytest.mark.parametrize("name", ["depths", "ranks"])
+def test_check_finds_depths_or_ranks_that_do_not_follow(name):
+    batch = DraftBatch.concatenate([DraftTree.chain([1, 2, 3])])
+    with pytest.raises(ValueError, match="must follow from parents"):
+        dataclasses.replace(batch, **{name: getattr(batch, name) + 1}).check()
+
+
 BREAKS = [
+    ("law", slice(0, 2), None, "law \\[N, S\\]"),
+    ("parents", slice(0, 2), None, "parents must be \\[N\\]"),
     ("parents", 1, 1, "parents"),
     ("parents", 0, 0, "parents"),
     ("law", (1, 0), 0.5, "sum to 1"),

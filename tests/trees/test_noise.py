@@ -33,7 +33,18 @@ def test_lies_strictly_inside_the_unit_interval():
     assert values.min() > 0.0 and values.max() < 1.0
 
 
-@pytest.mark.parametrize("bad", [{"seed": -1}, {"seed": 2**64}, {"rows": -1}, {"steps": 2**32}, {"nodes": [-5]}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"seed": -1},
+        {"seed": 2**64},
+        {"rows": -1},
+        {"steps": 2**32},
+        {"nodes": [-5]},
+        {"slot": 2**32},
+        {"stream": 2**64},
+    ],
+)
 def test_refuses_words_out_of_range(bad):
     arguments = {"seed": 0, "stream": noise.DRAFT, "rows": 0, "steps": 0, "nodes": 0} | bad
     with pytest.raises(ValueError, match="must be in"):

@@ -20,7 +20,7 @@ from mutants.mutant import Mutant
 from mutants.targets import ROOT, Target
 
 MAX_CPU_SECONDS = 200  # of all tests; they take up to 40
-MAX_TEST_SECONDS = 3.0  # of processor time, and five times what the test usually takes: a mutant that loops is caught
+MAX_TEST_SECONDS = 10.0  # of processor time, and ten times what the test usually takes: a mutant that loops is caught
 MAX_MEMORY = 64 << 30  # bytes of address space, for a mutant that grows without end; a test maps 32 GiB
 TESTS_FAILED, INTERRUPTED = 1, 2  # pytest's: a test failed, or a test module could not even be imported
 BROKEN_RUN = (3, 4, 5)  # pytest's: an error of its own, wrong arguments, no tests
@@ -125,7 +125,7 @@ class Witness:
     def pytest_runtest_setup(self, item) -> None:
         if self.seconds:
             usual = self.seconds.get(item.nodeid, 0.0)
-            signal.setitimer(signal.ITIMER_PROF, MAX_TEST_SECONDS + 5 * usual)
+            signal.setitimer(signal.ITIMER_PROF, MAX_TEST_SECONDS + 10 * usual)
 
     def pytest_runtest_logreport(self, report) -> None:
         if report.when == "call" or report.failed:

@@ -176,37 +176,55 @@ def test_a_mutant_takes_the_place_of_its_module():
     assert in_fork(lambda: 5) == 5
 
 
-TWO_TESTS = """
-from stand.trees.draft import NO_PARENT
+TESTS = """
+from stand.trees.draft import NO_PARENT, DraftTree
 
 def test_quick():
     assert NO_PARENT < 0
 
 def test_exact():
     assert NO_PARENT == -1
+
+def test_chain():
+    assert DraftTree.chain([5, 6]).law.sum() == 1
 """
 JUDGED = """
-import sys
-from mutants.judging import check_tests, judge
+import os, sys
+from ast import parse, unparse
+from mutants.bench import check_tests, judge_on_bench
+from mutants.judging import Experience, judge
 from mutants.mutant import Mutant
 from mutants.targets import ROOT, Target
 target, path = Target("drafts", (), (sys.argv[1],)), ROOT / "trees" / "draft.py"
-experience, source = check_tests(target), path.read_text()
+experience, source = Experience(seconds=check_tests(target)), path.read_text()
 for value in ("-2", "3", "-1", "nothing"):
     changed = source.replace("NO_PARENT = -1", f"NO_PARENT = {value}")
     verdict = judge(Mutant(path, 1, "", "", changed), target, experience)
     print(value, verdict.name, verdict.killer.partition("::")[2] or verdict.killer)
+changes = [("np.ones((len(tokens)", "np.zeros((len(tokens)"), ("law[ROOT] = 0.0", "law[ROOT] = 0"), ("= -1", "= 3")]
+sources = [unparse(parse(source.replace(*change))) for change in changes]
+listed = [Mutant(path, number, "", "", changed) for number, changed in enumerate(sources)]
+heard = os.fdopen(os.dup(1), "w")  # on the bench nothing is printed
+say = lambda mutant, verdict: print("bench", mutant.line, verdict.killer.partition("::")[2], file=heard, flush=True)
+judge_on_bench(target, listed, experience, say, is_over=lambda: False)
 """
 
 
 @from_sources
 def test_judging_begins_with_the_test_that_caught_the_last_one(tmp_path):
-    """In a process of its own, which has not imported what is mutated; 3 would fail in both tests."""
-    tests = tmp_path / "test_two.py"
-    tests.write_text(TWO_TESTS, encoding="utf-8")
+    """In a process of its own, which has not imported what is mutated; 3 would fail in two tests. On the bench a change
+    of a function is put in place, a change of a module's constant is not."""
+    tests = tmp_path / "test_three.py"
+    tests.write_text(TESTS, encoding="utf-8")
     command = [sys.executable, "-c", JUDGED, str(tests)]
     done = subprocess.run(command, cwd=ROOT / "scripts", capture_output=True, text=True, check=True)
-    expected = ["-2 caught test_exact", "3 caught test_exact", "-1 survived", "nothing caught import"]
+    expected = [
+        "-2 caught test_exact",
+        "3 caught test_exact",
+        "-1 survived",
+        "nothing caught import",
+        "bench 0 test_chain",
+    ]
     assert [line.strip() for line in done.stdout.splitlines()] == expected
 
 
@@ -227,6 +245,27 @@ def test_a_report_counts_what_was_judged(tmp_path):
     assert table.count(f"- {mutants[2][1]}") == 1 and "older" not in table
     with pytest.raises(SystemExit, match="--only must name targets .*, got everything"):
         mutate.chosen_mutants("everything")
+
+
+TWO_FUNCTIONS = """
+import numpy as np
+
+cdef double TINY = {}
+
+def rule(double x):
+    return inner(x) {} TINY
+
+cdef double inner(double x) noexcept nogil:
+    return x
+"""
+
+
+def test_cython_mutants_are_joined_with_names_of_their_own():
+    joined = cython_mutants.joined([TWO_FUNCTIONS.format("1e-12", "-"), TWO_FUNCTIONS.format("1e-4", "+")])
+    assert joined.count("import numpy") == 1
+    assert "cdef double TINY__0 = 1e-12" in joined and "cdef double TINY__1 = 1e-4" in joined
+    assert "return inner__0(x) - TINY__0" in joined and "return inner__1(x) + TINY__1" in joined
+    assert "def rule__1(double x):" in joined and "cdef double inner__0(double x)" in joined
 
 
 def test_expressions_must_close_on_their_line():

@@ -29,8 +29,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from long_runs.trajectory_run import LongRun, check_resumable, lookup_to_start_with
 from measuring.interruption import Interrupted, Interruption
-from measuring.long_run import LongRun, check_resumable, lookup_to_start_with
 from measuring.output_file import JsonLines, check_writable
 from measuring.progress import Progress, RunProgress, say
 from measuring.setup import (

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import throughput
-from measuring import long_run, progress
+from long_runs import trajectory_run
+from measuring import progress
 from measuring.output_file import JsonLines
 from measuring.progress import RunProgress
 
@@ -112,7 +113,7 @@ def watched(draw, sizes: list[int]):
 def test_what_cannot_go_on_is_refused(tmp_path, monkeypatch, capsys, options, message):
     path = tmp_path / "run.jsonl"
     settings = vars(throughput.read_arguments([*SMALL, "--output", str(path)]))
-    settings = {name: long_run.plain_setting(value) for name, value in settings.items()}
+    settings = {name: trajectory_run.plain_setting(value) for name, value in settings.items()}
     path.write_text(json.dumps({"settings": settings}) + "\n")
     assert run(monkeypatch, path, *options) == 2 and message in capsys.readouterr().err
 

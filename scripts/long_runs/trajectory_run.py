@@ -8,16 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from workloads.answers import extract_answer, majority_answer
-from workloads.problem_sets import Task
-
-import stand
 from measuring.output_file import JsonLines
 from measuring.progress import RunProgress
 from measuring.setup import prompt_ids, sampling_for
 from measuring.text_table import format_table
 from measuring.throughput_report import plain_setting
 from measuring.trajectories import law_settings
+from workloads.answers import extract_answer, majority_answer
+from workloads.problem_sets import Task
+
+import stand
 
 FIXED = (  # what a run must not change where it goes on: the law, the seed and the problems
     "model", "problems", "num_problems", "instruction", "max_new_tokens", "temperature", "top_k", "top_p", "seed",

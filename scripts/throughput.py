@@ -12,6 +12,9 @@ of trajectories the lookup tree starts anew (from `--lookup` if given) and is ke
 `--lookup-scope problem` is given. Progress goes to stderr, tables to stdout; the last stdout line is one JSON
 document with every figure.
 
+With `--only drafted` (or `plain`) nothing is compared: all problems are one run, `--rows` rows at a time, and every
+trajectory is a line of `--output` as soon as it ends; `--resume` goes on with such a file (docs/long_runs.md).
+
 Nothing is lost when a run ends early. `--output` gets one line per problem, number of trajectories and arm as soon as
 it is measured. After SIGINT or SIGTERM the tables and the JSON document tell of all problems that were finished, the
 lookup tree is saved if `--save-lookup` is given, and the exit status is 130 or 143.
@@ -26,9 +29,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from long_runs.trajectory_run import LongRun, check_resumable, lookup_to_start_with
 from measuring.interruption import Interrupted, Interruption
 from measuring.output_file import JsonLines, check_writable
-from measuring.progress import Progress, say
+from measuring.progress import Progress, RunProgress, say
 from measuring.setup import (
     add_options,
     count_list,
@@ -182,7 +186,13 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
         "--output", type=Path, help="new file for one JSON line per problem, N and arm, written as each ends"
     )
     parser.add_argument("--texts", action="store_true", help="put the trajectories' texts into the lines of --output")
+    parser.add_argument("--only", choices=("drafted", "plain"), help="no comparison: one run, trajectories to --output")
+    parser.add_argument("--resume", action="store_true", help="go on with the run of --output, with --only")
     arguments = parser.parse_args(command_line)
+    if arguments.resume and arguments.only is None:
+        parser.error("--resume goes on with a run of trajectories; add --only drafted, as the run began")
+    if arguments.only is not None and (arguments.output is None or len(arguments.trajectories) != 1):
+        parser.error("--only needs one number of trajectories and a file; add --trajectories N --output FILE.jsonl")
     if arguments.texts and arguments.output is None:
         parser.error("--texts needs a file to write to; add --output FILE.jsonl")
     fill_defaults(arguments)
@@ -193,6 +203,9 @@ def run(arguments: argparse.Namespace, interruption: Interruption) -> None:
     check_writable(arguments.save_lookup, "--save-lookup")
     if arguments.costs is not None and not arguments.costs.exists():
         check_writable(arguments.costs, "--costs")
+    if arguments.only is not None:
+        run_long(arguments)
+        return
     lines = JsonLines(arguments.output, "--output")
     torch.set_num_threads(arguments.threads)
     this_run = Run(arguments)
@@ -204,6 +217,27 @@ def run(arguments: argparse.Namespace, interruption: Interruption) -> None:
         finish(this_run)
 
 
+def run_long(arguments: argparse.Namespace) -> None:
+    """All problems as one run. However it ends, what was finished is told and the lookup is saved."""
+    check_resumable(arguments)
+    lines = JsonLines(arguments.output, "--output", goes_on=arguments.resume)
+    torch.set_num_threads(arguments.threads)
+    arguments.lookup = lookup_to_start_with(arguments)
+    this_run = LongRun.of(arguments, load_tasks(arguments), lines.earlier)
+    model, tokenizer = load_model(arguments)
+    costs = step_costs(arguments, model, tokenizer) if arguments.only == "drafted" else None
+    engine = new_engine(arguments, model, tokenizer, costs)
+    if not lines.earlier:
+        lines.add(conditions(arguments, costs))
+    say(f"{len(this_run.done)} of {this_run.total} trajectories were done before")
+    try:
+        this_run.draw(engine, lines, RunProgress(this_run.total, len(this_run.done)))
+    finally:
+        print(this_run.table(), end="\n\n")
+        print(json.dumps(this_run.document()), flush=True)
+        save_lookup(arguments, engine)
+
+
 def finish(this_run: Run) -> None:
     """Tables, JSON document and lookup tree of what was measured, be it all or not."""
     arguments = this_run.arguments
@@ -212,8 +246,12 @@ def finish(this_run: Run) -> None:
         print(run_tables(groups), end="\n\n")
         document = {**run_document(arguments, this_run.costs, groups), "is_complete": this_run.is_complete}
         print(json.dumps(document), flush=True)
+    save_lookup(arguments, this_run.engine)
+
+
+def save_lookup(arguments: argparse.Namespace, engine: stand.Engine) -> None:
     if arguments.save_lookup is not None:
-        this_run.engine.lookup.save(arguments.save_lookup)
+        engine.lookup.save(arguments.save_lookup)
         say(f"wrote {arguments.save_lookup}")
 
 

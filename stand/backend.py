@@ -17,6 +17,7 @@ from stand.verifiers import Verifier
 if TYPE_CHECKING:
     from stand.gpu.device_rule import DeviceRule
     from stand.gpu.fusion.fusion import Fusion
+    from stand.gpu.guarded_step import GuardedStep
 
 MOST_CAPTURED_TOKENS = 512  # of all rows of a captured step (`stand.gpu.step_size.NUM_TOKENS`)
 NAMES = ("auto", "sdpa", "triton")
@@ -30,6 +31,7 @@ class Backend(Protocol):
     name: str
     reason: str  # why it was chosen
     most_rows: int | None  # live at once, where the steps have such a limit
+    held_bytes: int  # of keys that the last call has left and the next one takes over
 
     def new_step(self, start: StepStart) -> Step:
         """A step for one call."""
@@ -40,6 +42,7 @@ class EagerBackend:
 
     name = "sdpa"
     most_rows = None
+    held_bytes = 0
 
     def __init__(self, model: PreTrainedModel, reason: str):
         self.reason = reason
@@ -76,7 +79,7 @@ class CapturedBackend:
         self.fusion = fusion
         self._model = model
         self._eager = EagerBackend(model, reason)
-        self._previous: Step | None = None  # graphs and cache of the last call, for the next one
+        self._previous: GuardedStep | None = None  # graphs and cache of the last call, for the next one
 
     def __str__(self) -> str:
         return self.name
@@ -85,6 +88,10 @@ class CapturedBackend:
     def most_rows(self) -> int | None:
         """Half of the largest step's tokens, so that rows have room for drafts."""
         return None if self.name != "triton" else MOST_CAPTURED_TOKENS // 2
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self._previous is None else self._previous.held_bytes
 
     def new_step(self, start: StepStart) -> Step:
         if start.law.has_processors or self.name != "triton":

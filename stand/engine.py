@@ -301,7 +301,7 @@ class Engine:
             verifier=self.verifier,
             law=lambda: reader.law,
             jobs=jobs,
-            admission=admission(self.model, max_rows, most=self.backend.most_rows),
+            admission=admission(self.model, max_rows, backend=self.backend),
             seed=seed,
             own_seed=partial(self._own_seed, seed, draft, is_learning),
             is_learning=is_learning,

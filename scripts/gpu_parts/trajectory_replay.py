@@ -128,6 +128,7 @@ class ReplayBackend:
     name = "triton"
     reason = "recorded trajectories are replayed"
     most_rows = None
+    held_bytes = 0
 
     def __init__(self, model: PreTrainedModel, fusion: Fusion | None):
         self.rule = RecordedRule(())

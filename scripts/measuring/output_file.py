@@ -39,17 +39,36 @@ def replace_text(path: Path, text: str) -> None:
 
 
 class JsonLines:
-    """A new file of JSON lines. Every line is with the operating system when `add` returns: a kill loses none.
+    """A file of JSON lines. Every line is with the operating system when `add` returns: a kill loses none.
 
-    Without a path nothing is written. Raises ValueError where the file cannot be written or holds something already.
+    Without a path nothing is written. Raises ValueError where the file cannot be written, or holds something already
+    and is not gone on with. goes_on: `earlier` are its lines then; one that a kill has cut off is taken out.
     """
 
-    def __init__(self, path: Path | None, option: str) -> None:
+    def __init__(self, path: Path | None, option: str, *, goes_on: bool = False) -> None:
         check_writable(path, option)
+        self.earlier: list[dict[str, object]] = []
         if path is not None and path.exists() and path.stat().st_size > 0:
-            raise ValueError(f"{option} must name a new file, got {path}, which holds earlier results; move it away")
+            if not goes_on:
+                raise ValueError(
+                    f"{option} must name a new file, got {path}, which holds earlier results; move it away"
+                )
+            self.earlier = _whole_lines(path, option)
         self._file = None if path is None else path.open("ab", buffering=0)
 
     def add(self, record: Mapping[str, object]) -> None:
         if self._file is not None:
             self._file.write((json.dumps(record) + "\n").encode("utf-8"))
+
+
+def _whole_lines(path: Path, option: str) -> list[dict[str, object]]:
+    """The lines that end; the file is cut behind the last one."""
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    try:
+        records = [json.loads(line) for line in whole.splitlines()]
+    except ValueError as error:
+        raise ValueError(f"{option} must hold JSON lines, got {path} ({error}); name the file of a run") from error
+    if len(whole) < len(content):
+        os.truncate(path, len(whole))
+    return records

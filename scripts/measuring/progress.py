@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from stand.scheduling.run import Run
 
 
 def say(line: str) -> None:
@@ -25,6 +29,52 @@ class Progress:
         share = self.done / self.total if self.total else 1.0
         left = f", {duration(spent / share - spent)} left" if share else ""
         say(f"{line} ({100 * share:.0f} % done{left})")
+
+
+class RunProgress:
+    """What a run of trajectories says while it lasts: on a terminal a bar (tqdm), else a line every `every` seconds."""
+
+    def __init__(self, total: int, done: int, *, stream: TextIO | None = None, every: float = 10.0) -> None:
+        """done: trajectories of earlier sessions, of `total`."""
+        self._total, self._earlier, self._done = total, done, done
+        self._stream = sys.stderr if stream is None else stream
+        self._start = self._said = time.monotonic()
+        self._bar = None
+        self._every = every
+        if self._stream.isatty():
+            from tqdm import tqdm
+
+            self._bar, self._every = tqdm(total=total, initial=done, unit="row", file=self._stream), 0.5
+
+    def step(self, run: Run) -> None:
+        """A step was made: say how things stand, if it is time."""
+        if time.monotonic() - self._said >= self._every:
+            self._say(run)
+
+    def count(self, done: int) -> None:
+        """So many trajectories have ended, earlier sessions' included."""
+        if self._bar is not None:
+            self._bar.update(done - self._done)
+        self._done = done
+
+    def close(self, run: Run | None) -> None:
+        """The last word of this session."""
+        if run is not None:
+            self._say(run)
+        if self._bar is not None:
+            self._bar.close()
+
+    def _say(self, run: Run) -> None:
+        self._said = time.monotonic()
+        rates = f"{run.stats.num_tokens / run.stats.elapsed:.0f} tokens/s, " if run.stats.elapsed else ""
+        state = f"{run.num_live} rows live, {rates}{run.stats.mean_acceptance_length:.2f} tokens/step"
+        if self._bar is not None:
+            self._bar.set_postfix_str(state)
+            return
+        ended = self._done - self._earlier
+        left = (self._total - self._done) * (self._said - self._start) / ended if ended else None
+        known = "" if left is None else f", {duration(left)} left"
+        print(f"{self._done} of {self._total} trajectories, {state}{known}", file=self._stream, flush=True)
 
 
 def duration(seconds: float) -> str:

@@ -24,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=str(REASONER), help="folder, hub id or short name (default: bundled model)")
     parser.add_argument("--problems", help="jsonl file or hub dataset with fields problem, answer")
     parser.add_argument("--num-problems", type=positive_integer, help="use the first so many problems only")
-    parser.add_argument("--rows", type=int, help="rows decoded together, 0 for all (default: 4 on a CPU, else all)")
+    parser.add_argument("--rows", type=int, help="rows decoded at a time, 0 for all (default: 4 on a CPU, else all)")
     parser.add_argument("--max-new-tokens", type=positive_integer)
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--top-k", type=int)

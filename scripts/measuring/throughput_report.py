@@ -141,10 +141,8 @@ def run_document(
 
 def conditions(arguments: argparse.Namespace, costs: CostTable | None) -> dict[str, object]:
     """Settings, step costs, versions and machine."""
-    plain = (bool, int, float, str, list, type(None))
-    given = vars(arguments).items()
     return {
-        "settings": {name: value if isinstance(value, plain) else str(value) for name, value in given},
+        "settings": {name: plain_setting(value) for name, value in vars(arguments).items()},
         "step_costs": None if costs is None else asdict(costs)["costs"],
         "versions": {
             "stand": stand.__version__,
@@ -160,6 +158,11 @@ def conditions(arguments: argparse.Namespace, costs: CostTable | None) -> dict[s
             "gpu": torch.cuda.get_device_name(arguments.device) if "cuda" in str(arguments.device) else None,
         },
     }
+
+
+def plain_setting(value: object) -> object:
+    """As JSON holds it."""
+    return value if isinstance(value, (bool, int, float, str, list, type(None))) else str(value)
 
 
 def arm_document(task: Task, drawn: Drawn) -> dict[str, object]:

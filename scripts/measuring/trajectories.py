@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from workloads.answers import extract_answer, majority_answer
 
-from stand import Engine, Stats
+from stand import Engine, Request, Stats
 
 ARMS = ("generate", "plain", "drafted")
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How trajectories are drawn, the same for every arm. `rows` are decoded together, the rest one after another."""
+    """How trajectories are drawn, the same for every arm. At most `rows` are decoded together."""
 
     rows: int
     max_new_tokens: int
@@ -46,7 +46,7 @@ class Drawn:
 
 
 def chunk_sizes(count: int, rows: int) -> list[int]:
-    """`count` trajectories in calls of at most `rows` rows."""
+    """`count` trajectories in blocks of at most `rows` rows."""
     return [min(rows, count - start) for start in range(0, count, rows)]
 
 
@@ -59,20 +59,17 @@ def derived_seed(seed: int, problem: int, chunk: int) -> int:
 def draw_with_engine(
     engine: Engine, prompt: Sequence[int], count: int, sampling: Sampling, *, problem: int, draft: bool
 ) -> Drawn:
-    """Trajectories of the engine, with drafts or without."""
-    stats, texts = Stats(), []
-    for chunk, size in enumerate(chunk_sizes(count, sampling.rows)):
-        output = engine.generate(
-            input_ids=list(prompt),
-            num_return_sequences=size,
-            max_new_tokens=sampling.max_new_tokens,
-            **_law_settings(sampling),
-            seed=derived_seed(sampling.seed, problem, chunk),
-            draft=draft,
-        )
-        stats += output.stats
-        texts.extend(output.texts)
-    return Drawn(tuple(texts), stats)
+    """Trajectories of the engine, with drafts or without; a row that ends hands its place on."""
+    run = engine.run(
+        [Request(list(prompt), num_return_sequences=count)],
+        max_rows=sampling.rows,
+        max_new_tokens=sampling.max_new_tokens,
+        **law_settings(sampling),
+        seed=derived_seed(sampling.seed, problem, 0),
+        draft=draft,
+    )
+    ended = sorted(run, key=lambda trajectory: trajectory.row)
+    return Drawn(tuple(trajectory.text for trajectory in ended), run.stats)
 
 
 @torch.inference_mode()
@@ -90,7 +87,7 @@ def draw_with_generate(engine: Engine, prompt: Sequence[int], count: int, sampli
                 num_return_sequences=size,
                 max_new_tokens=sampling.max_new_tokens,
                 pad_token_id=_pad_id(tokenizer),
-                **_law_settings(sampling),
+                **law_settings(sampling),
             )
         rows = [_until_end(row, model.generation_config.eos_token_id) for row in output[:, len(prompt) :].tolist()]
         stats.num_tokens += sum(map(len, rows))
@@ -99,7 +96,7 @@ def draw_with_generate(engine: Engine, prompt: Sequence[int], count: int, sampli
     return Drawn(tuple(texts), stats)
 
 
-def _law_settings(sampling: Sampling) -> dict[str, object]:
+def law_settings(sampling: Sampling) -> dict[str, object]:
     """Arguments that mean one law to both arms; what is left open is off, and not the model's or a default."""
     if sampling.temperature == 0:
         return {"do_sample": False}

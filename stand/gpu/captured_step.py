@@ -71,6 +71,11 @@ class CapturedStep:
         self._lesson: Callable[[], None] | None = None  # of the step before, for the time while the device works
 
     @property
+    def nbytes(self) -> int:
+        """Of the keys and values."""
+        return 0 if self._cache is None else self._cache.nbytes
+
+    @property
     def num_graphs(self) -> int:
         """Step sizes met since the cache last grew."""
         return len(self._recorded)

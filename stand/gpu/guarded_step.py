@@ -73,6 +73,11 @@ class GuardedStep:
             return step
         return cls(captured, new_eager, on_failure)
 
+    @property
+    def held_bytes(self) -> int:
+        """Of the cache that a further call takes over."""
+        return self.captured.nbytes if self.captured is not None and self.is_free else 0
+
     @contextmanager
     def attention(self) -> Iterator[None]:
         try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from stand.backend import Backend
 from stand.forward.model import text_config
 from stand.forward.tree_cache import DRAFT_ROOM, available_bytes
 from stand.row import Row
@@ -28,9 +29,10 @@ class WithinMemory:
     most_rows: int | None = None
 
     @classmethod
-    def of(cls, model: PreTrainedModel, *, most_rows: int | None) -> WithinMemory:
-        """`SHARE` of what is free now on the model's device; most_rows: a further limit, of the steps."""
-        return cls(SHARE * available_bytes(model.device), bytes_per_token(model), most_rows)
+    def of(cls, model: PreTrainedModel, backend: Backend) -> WithinMemory:
+        """`SHARE` of what is free now on the model's device, what the last call holds for the next one included."""
+        free = available_bytes(model.device) + backend.held_bytes
+        return cls(SHARE * free, bytes_per_token(model), backend.most_rows)
 
     def allows(self, live: Sequence[Row], row: Row) -> bool:
         longest = max(row.most_cached, *(other.most_cached for other in live)) + DRAFT_ROOM
@@ -38,13 +40,13 @@ class WithinMemory:
         return is_within and (self.most_rows is None or len(live) < self.most_rows)
 
 
-def admission(model: PreTrainedModel, max_rows: object, *, most: int | None) -> Admission:
-    """For `max_rows` as users give it; None: as many as memory holds, and at most `most`.
+def admission(model: PreTrainedModel, max_rows: object, *, backend: Backend) -> Admission:
+    """For `max_rows` as users give it; None: as many as memory and the backend's steps hold.
 
     Raises ValueError unless it is an integer >= 1 or None.
     """
     if max_rows is None:
-        return WithinMemory.of(model, most_rows=most)
+        return WithinMemory.of(model, backend)
     if isinstance(max_rows, bool) or not hasattr(max_rows, "__index__") or int(max_rows) < 1:
         raise ValueError(
             f"max_rows must be an integer >= 1, got {max_rows!r}; leave it out for as many rows as memory holds"

@@ -1,0 +1,147 @@
+"""Places that are handed on against blocks that wait: wall-clock, tokens per second and occupancy on one model.
+
+    python scripts/bench_scheduler.py                                  # bundled model, 64 rows, 8 at a time
+    python scripts/bench_scheduler.py --plot occupancy.png --problems 3
+
+Both arms draw the same rows of the same problem: `blocks` decodes --max-rows of them, waits for the slowest and goes on
+with the next ones; `places` gives a place to the next row as soon as one has ended. With the rule `match` both draw the
+same tokens, which is checked, so that the ratio of their times is that of their speeds. The arms take turns in one
+process, each with an empty lookup; ratios are medians over pairs, one pair per problem. The CPU time of this process,
+which runs one thread, is what the wall-clock would be on a machine without other work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from measuring.setup import REASONER, positive_integer
+from measuring.text_table import format_table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from workloads.problem_sets import generated_tasks
+
+import stand
+
+ARMS = ("blocks", "places")
+HEADER = (
+    "problem", "tokens", "blocks s", "places s", "ratio", "blocks CPU s", "places CPU s", "CPU ratio", "blocks taken %",
+    "places taken %",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens by row; seconds of decoding, and CPU time in them; (CPU seconds, rows live) after every step."""
+
+    tokens: dict[int, list[int]]
+    seconds: float
+    cpu_seconds: float
+    live: tuple[tuple[float, int], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.tokens.values()))
+
+    def occupancy(self, max_rows: int) -> float:
+        """Mean over time of the share of places that are taken."""
+        ends = [end for end, _ in self.live]
+        taken = sum((end - begin) * rows for (end, rows), begin in zip(self.live, [0.0, *ends], strict=False))
+        return taken / (ends[-1] * max_rows)
+
+
+class Bench:
+    """All arms share the model; each call gets an engine of its own."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options = options
+        self._model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(options.model)
+
+    def draw(self, arm: str, prompt: str, *, seed: int) -> Drawn:
+        """All rows of one problem."""
+        count, size = self.options.rows, self.options.max_rows
+        drafter = stand.BlendedDrafter(budget=self.options.budget)
+        engine = stand.wrap(self._model, self._tokenizer, drafter=drafter, verifier=self.options.verifier)
+        steps = [range(first, min(first + size, count)) for first in range(0, count, size)]
+        calls = steps if arm == "blocks" else [range(count)]
+        tokens: dict[int, list[int]] = {}
+        seconds, live, start = 0.0, [], time.process_time()
+        for rows in calls:
+            run = engine.run(
+                [stand.Request(prompt, rows=rows)],
+                max_rows=size,
+                max_new_tokens=self.options.max_new_tokens,
+                temperature=1.0,
+                top_k=0,
+                seed=seed,
+                on_step=lambda run: live.append((time.process_time() - start, run.num_decoded)),
+            )
+            tokens |= {one.row: one.token_ids for one in run}
+            seconds += run.stats.wall_seconds
+        return Drawn(tokens, seconds, time.process_time() - start, tuple(live))
+
+
+def plot(drawn: dict[str, Drawn], max_rows: int, path: Path) -> None:
+    """Rows live over time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(8, 3))
+    for arm, one in drawn.items():
+        share = 100 * one.occupancy(max_rows)
+        axis.step(*zip(*one.live, strict=True), where="pre", label=f"{arm}: {share:.0f} % of {max_rows} places taken")
+    axis.set(xlabel="CPU seconds", ylabel="rows live", ylim=(0, max_rows + 0.5))
+    axis.legend(loc="lower left")
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)
+
+
+def read_options(command_line: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(REASONER))
+    parser.add_argument("--problems", type=positive_integer, default=5)
+    parser.add_argument("--rows", type=positive_integer, default=64)
+    parser.add_argument("--max-rows", type=positive_integer, default=8)
+    parser.add_argument("--max-new-tokens", type=positive_integer, default=1024)
+    parser.add_argument("--budget", type=int, default=32, help="draft nodes of all rows of a step together")
+    parser.add_argument("--verifier", default="match")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", type=Path, help="rows live over time, of the last problem")
+    return parser.parse_args(command_line)
+
+
+def main(command_line: Sequence[str] | None = None) -> None:
+    options = read_options(command_line)
+    torch.set_num_threads(1)
+    bench, drawn = Bench(options), {}
+    lines, ratios, cpu_ratios = [], [], []
+    for place, task in enumerate(generated_tasks(options.problems, seed=options.seed)):
+        order = ARMS if place % 2 == 0 else ARMS[::-1]
+        drawn = {arm: bench.draw(arm, f"<|problem|>{task.statement}<|think|>", seed=place) for arm in order}
+        blocks, places = (drawn[arm] for arm in ARMS)
+        if options.verifier in ("match", "coupled") and blocks.tokens != places.tokens:
+            raise RuntimeError(f"both arms must draw the same tokens, got others for {task.name}; this is a fault")
+        ratios.append(blocks.seconds / places.seconds * places.num_tokens / blocks.num_tokens)
+        cpu_ratios.append(blocks.cpu_seconds / places.cpu_seconds * places.num_tokens / blocks.num_tokens)
+        shares = [100 * drawn[arm].occupancy(options.max_rows) for arm in ARMS]
+        times = blocks.seconds, places.seconds, ratios[-1], blocks.cpu_seconds, places.cpu_seconds, cpu_ratios[-1]
+        lines.append((task.name, places.num_tokens, *times, *shares))
+        print(f"{task.name}: places are {ratios[-1]:.2f} ({cpu_ratios[-1]:.2f}) times as fast as blocks", flush=True)
+    print(format_table(HEADER, lines), end="\n\n")
+    medians = {"median_ratio": statistics.median(ratios), "median_cpu_ratio": statistics.median(cpu_ratios)}
+    print(json.dumps({**medians, "ratios": ratios, "cpu_ratios": cpu_ratios}))
+    if options.plot is not None:
+        plot({arm: drawn[arm] for arm in ARMS}, options.max_rows, options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Runs of many trajectories: with a model, and simulated."""

@@ -1,0 +1,153 @@
+"""All trajectories of all problems as one run of the scheduler: each one in the file as it ends, so that a run that was
+stopped goes on where it ended."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from measuring.output_file import JsonLines
+from measuring.progress import RunProgress
+from measuring.setup import prompt_ids, sampling_for
+from measuring.text_table import format_table
+from measuring.throughput_report import plain_setting
+from measuring.trajectories import law_settings
+from workloads.answers import extract_answer, majority_answer
+from workloads.problem_sets import Task
+
+import stand
+
+FIXED = (  # what a run must not change where it goes on: the law, the seed and the problems
+    "model", "problems", "num_problems", "instruction", "max_new_tokens", "temperature", "top_k", "top_p", "seed",
+    "dtype", "trajectories", "verifier", "only",
+)  # fmt: skip
+REPEATING = ("match", "coupled")  # rules with which a row drawn again has the tokens that it would have had
+
+
+@dataclass(slots=True)
+class LongRun:
+    """Samples of every problem, numbered problem by problem; `done` are those of earlier sessions and of this one."""
+
+    arguments: argparse.Namespace
+    tasks: Sequence[Task]
+    count: int  # trajectories per problem
+    done: dict[int, Mapping[str, object]] = field(default_factory=dict)  # lines by row
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace, tasks: Sequence[Task], earlier: Sequence[Mapping]) -> LongRun:
+        """earlier: lines of the file that is gone on with. Raises ValueError where they belong to another run."""
+        this = cls(arguments, tasks, arguments.trajectories[0])
+        if earlier:
+            _check_same_run(arguments, earlier[0])
+        this.done = {line["row"]: line for line in earlier if "row" in line}
+        return this
+
+    @property
+    def total(self) -> int:
+        return self.count * len(self.tasks)
+
+    def requests(self, tokenizer) -> Iterator[stand.Request]:
+        """Those rows of every problem that no session has finished."""
+        for place, task in enumerate(self.tasks):
+            rows = [row for row in range(place * self.count, (place + 1) * self.count) if row not in self.done]
+            if rows:
+                yield stand.Request(prompt_ids(tokenizer, task, self.arguments.instruction), rows=rows, id=place)
+
+    def draw(self, engine: stand.Engine, lines: JsonLines, progress: RunProgress) -> None:
+        """Decode what is missing; every trajectory is with the operating system when the next one is asked for."""
+        sampling = sampling_for(self.arguments, self.total)
+        run = engine.run(
+            self.requests(engine.tokenizer),
+            max_rows=self.arguments.rows or None,
+            max_new_tokens=sampling.max_new_tokens,
+            **law_settings(sampling),
+            seed=sampling.seed,
+            draft=self.arguments.only == "drafted",
+            on_step=progress.step,
+        )
+        try:
+            for trajectory in run:
+                line = self._line(trajectory)
+                lines.add(line)
+                self.done[trajectory.row] = line
+                progress.count(len(self.done))
+        finally:
+            progress.close(run)
+
+    def _line(self, one: stand.Trajectory) -> dict[str, object]:
+        task = self.tasks[one.id]
+        return {
+            "name": task.name,
+            "answer": task.answer,
+            "row": one.row,
+            "sample": one.row % self.count,
+            "seed": one.seed,
+            "finish_reason": one.finish_reason,
+            "found": extract_answer(one.text),
+            "num_tokens": len(one.token_ids),
+            "num_steps": one.num_steps,
+            "num_draft_tokens": one.num_draft_tokens,
+            "tokens_per_step": len(one.token_ids) / one.num_steps,
+            "started": one.started,
+            "ended": one.ended,
+            "token_ids": one.token_ids,
+            "text": one.text,
+        }
+
+    def table(self) -> str:
+        """A line per problem that has trajectories, sessions together."""
+        rows = []
+        for place, task in enumerate(self.tasks):
+            own = [line for row, line in sorted(self.done.items()) if row // self.count == place]
+            if own:
+                found = [line["found"] for line in own]
+                tokens, steps = (sum(line[name] for line in own) for name in ("num_tokens", "num_steps"))
+                single = sum(value == task.answer for value in found) / len(own)
+                is_right = float(majority_answer(found) == task.answer)
+                rows.append((task.name, f"{len(own)} of {self.count}", tokens, tokens / steps, single, is_right))
+        return format_table(("problem", "trajectories", "tokens", "tok/step", "single", "majority"), rows)
+
+    def document(self) -> dict[str, object]:
+        """Sums over all sessions, as plain JSON values."""
+        tokens, steps = (sum(line[name] for line in self.done.values()) for name in ("num_tokens", "num_steps"))
+        return {
+            "trajectories": len(self.done),
+            "is_complete": len(self.done) == self.total,
+            "num_tokens": tokens,
+            "num_steps": steps,
+            "tokens_per_step": tokens / steps if steps else None,
+        }
+
+
+def check_resumable(arguments: argparse.Namespace) -> None:
+    """Raise ValueError where a run cannot go on exactly.
+
+    Rows that were live when a run stopped are drawn again, and long rows are likelier to be live than short ones. Were
+    they given new tokens, every stop would favour short trajectories.
+    """
+    if arguments.resume and arguments.verifier not in REPEATING:
+        raise ValueError(
+            f"--resume needs a rule that draws a row's tokens again as they were, {' or '.join(REPEATING)}, got "
+            f"{arguments.verifier}; begin such runs with --verifier match"
+        )
+
+
+def _check_same_run(arguments: argparse.Namespace, first: Mapping[str, object]) -> None:
+    earlier = first.get("settings")
+    if not isinstance(earlier, Mapping):
+        raise ValueError("--resume needs a file that a run has begun, got one without settings in its first line")
+    now = {name: plain_setting(getattr(arguments, name)) for name in FIXED}
+    other = [name for name in FIXED if earlier.get(name) != now[name]]
+    if other:
+        changes = ", ".join(f"{name} {earlier.get(name)!r} -> {now[name]!r}" for name in other)
+        raise ValueError(f"--resume must go on with the settings that the run began with, got {changes}; keep them")
+
+
+def lookup_to_start_with(arguments: argparse.Namespace) -> Path | None:
+    """`--lookup`, or what the stopped run has saved."""
+    saved = arguments.save_lookup
+    if arguments.lookup is None and arguments.resume and saved is not None and saved.exists():
+        return saved
+    return arguments.lookup

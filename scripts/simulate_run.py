@@ -1,0 +1,176 @@
+"""Simulate a long run on a GPU: how full its places are, its tokens per second against an ideal, drafts and memory.
+
+    python scripts/simulate_run.py --made-up                       # lengths of a skewed law; no files
+    python scripts/simulate_run.py FILE.jsonl.gz --tokenizer tokenizer.json --plot docs/long_runs.png
+
+No model runs. Rows as long as recorded samples (or made-up ones) go through the engine's own scheduler. A step costs
+what a roofline of the GPU says (--bandwidth, --flops, --host-us) and keeps as many tokens per row as a replay measured
+for its draft nodes (--acceptance). `blocks` waits for the slowest of every --max-rows rows of a problem,
+`places` hands a place on at once. Samples of a file are drawn with replacement until a problem has enough. Times say
+how ways to schedule compare, not what a machine will reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from long_runs.simulated_run import Acceptance, Roofline, Simulation, Trace, Workload
+from measuring.setup import count_list
+from measuring.text_table import format_table
+from workloads.model_shapes import SHAPES
+
+from stand.scheduling.memory import WithinMemory
+from stand.scheduling.scheduler import AtMost
+
+HEADER = (
+    "rows", "places", "way", "occupancy %", "tokens/s", "of steady %", "hours", "nodes/row", "rooms GB", "live GB"
+)  # fmt: skip
+PER_PROBLEM = 64
+
+
+def read_arguments(command_line: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", type=Path, help="recorded trajectories, .jsonl or .jsonl.gz")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json")
+    parser.add_argument("--made-up", action="store_true", help="log-normal lengths instead of a file")
+    parser.add_argument("--mean-length", type=float, default=8000.0, help="of made-up lengths, tokens")
+    parser.add_argument("--scale", type=float, default=1.0, help="all lengths times this")
+    parser.add_argument("--limit", type=int, help="new tokens that a row may get (default: the longest sample's)")
+    parser.add_argument("--rows", type=count_list, default=[64, 256, 1024, 4096], metavar="N,N,...")
+    parser.add_argument("--max-rows", type=count_list, default=[64], metavar="N,N,...")
+    parser.add_argument("--memory", type=float, help="GB for keys: as many rows as their limits allow, one more line")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    parser.add_argument("--bandwidth", type=float, default=3.4, help="TB/s that a step reaches (an H200: 4.8 at most)")
+    parser.add_argument("--flops", type=float, default=600.0, help="TFLOP/s that it reaches (an H200: 989 at most)")
+    parser.add_argument("--host-us", type=float, default=300.0, help="what the host adds to a step")
+    parser.add_argument("--budget", type=int, default=112, help="draft nodes of all rows of a step together")
+    parser.add_argument(
+        "--acceptance", default="0:1,8:2.6,80:3.9", metavar="NODES:TOKENS,...", help="tokens per step by nodes per row"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", type=Path, help="draw the last number of rows over time")
+    arguments = parser.parse_args(command_line)
+    if (arguments.file is None) != arguments.made_up:
+        parser.error("give a file of recordings or --made-up, one of them")
+    if arguments.file is not None and arguments.tokenizer is None:
+        parser.error("a file's lengths need --tokenizer tokenizer.json")
+    return arguments
+
+
+def read_acceptance(text: str) -> Acceptance:
+    """From 0:1,8:2.6,80:3.9."""
+    nodes, tokens = zip(*(map(float, pair.split(":")) for pair in text.split(",")), strict=True)
+    if nodes[0] != 0 or list(nodes) != sorted(set(nodes)) or min(tokens) < 1:
+        raise ValueError(f"--acceptance must rise from 0 nodes with 1 token or more each, got {text}; write 0:1,8:2.6")
+    return Acceptance(nodes, tokens)
+
+
+def problems_of(arguments: argparse.Namespace) -> list[tuple[int, np.ndarray]]:
+    """Per problem the prompt's tokens and the lengths of its samples."""
+    if arguments.made_up:
+        generator, spread = np.random.default_rng(arguments.seed), 0.6
+        middles = arguments.mean_length * generator.lognormal(-0.125, 0.5, 64)
+        return [(200, middle * generator.lognormal(-(spread**2) / 2, spread, PER_PROBLEM)) for middle in middles]
+    from tokenizers import Tokenizer
+    from workloads.recordings import Selection, read_recordings
+
+    found: dict[int, tuple[int, list[int]]] = {}
+    for recording in read_recordings(arguments.file, Tokenizer.from_file(str(arguments.tokenizer)), Selection()):
+        found.setdefault(recording.problem, (max(len(recording.prompt), 1), []))[1].append(len(recording.tokens))
+    return [(prompt, np.array(lengths)) for prompt, lengths in found.values()]
+
+
+def workload_of(arguments: argparse.Namespace, problems: list[tuple[int, np.ndarray]], num_rows: int) -> Workload:
+    """`num_rows` rows, `PER_PROBLEM` of each problem; problems come again where there are too few."""
+    generator, prompts, samples = np.random.default_rng(arguments.seed), [], []
+    for place in range(-(-num_rows // PER_PROBLEM)):
+        prompt, lengths = problems[place % len(problems)]
+        count = min(PER_PROBLEM, num_rows - place * PER_PROBLEM)
+        drawn = generator.choice(lengths, count) * arguments.scale
+        prompts.append(prompt)
+        samples.append(tuple(np.maximum(drawn, 1).astype(int).tolist()))
+    limit = max(max(own) for own in samples) if arguments.limit is None else arguments.limit
+    return Workload(tuple(prompts), tuple(tuple(min(n, limit) for n in own) for own in samples), limit)
+
+
+def traces(arguments: argparse.Namespace, workload: Workload) -> Iterator[tuple[int, str, Trace]]:
+    """Places, way and trace of everything that is compared."""
+    acceptance, shape = read_acceptance(arguments.acceptance), SHAPES[arguments.shape]
+    rates = 1e12 * arguments.bandwidth, 1e12 * arguments.flops, 1e-6 * arguments.host_us
+    roofline = Roofline(shape, *rates)
+
+    def simulation() -> Simulation:
+        return Simulation(workload, roofline, acceptance, budget=arguments.budget, seed=arguments.seed)
+
+    for max_rows in arguments.max_rows:
+        places = min(max_rows, workload.num_rows)
+        yield places, "blocks", simulation().blocks(max_rows, AtMost(max_rows))
+        yield places, "places", simulation().places(AtMost(max_rows))
+    if arguments.memory is not None:
+        trace = simulation().places(WithinMemory(1e9 * arguments.memory, roofline.cache_bytes))
+        yield int(trace.live.max()), f"places, {arguments.memory:g} GB", trace
+
+
+def cells(num_rows: int, places: int, way: str, trace: Trace, token_bytes: int) -> tuple[object, ...]:
+    return (
+        num_rows, places, way, 100 * trace.occupancy(places), round(trace.rate()),
+        100 * trace.rate() / trace.steady_rate(places), trace.seconds[-1] / 3600,
+        float((trace.nodes_per_row * trace.live).sum() / trace.live.sum()),
+        token_bytes * trace.room_tokens.max() / 1e9, token_bytes * trace.live_tokens.max() / 1e9,
+    )  # fmt: skip
+
+
+def plot(kept: Sequence[tuple[int, str, Trace]], token_bytes: int, path: Path) -> None:
+    """Places taken, draft nodes per row and memory, over time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6))
+    for places, way, trace in kept:
+        hours, label = trace.seconds / 3600, f"{way}, {places}"
+        thin = slice(None, None, max(len(hours) // 2000, 1))
+        axes[0].plot(hours[thin], trace.live[thin], label=label)
+        axes[1].plot(hours[thin], trace.nodes_per_row[thin], label=label)
+        line = axes[2].plot(hours[thin], token_bytes * trace.room_tokens[thin] / 1e9, label=f"{label}: rooms")[0]
+        axes[2].plot(
+            hours[thin], token_bytes * trace.live_tokens[thin] / 1e9, ":", color=line.get_color(), label="its tokens"
+        )
+    titles = ("rows live", "draft nodes per row", "keys and values, GB")
+    for axis, title in zip(axes, titles, strict=True):
+        axis.set(title=title, xlabel="hours")
+        axis.set_ylim(bottom=0)
+    axes[1].set_yscale("log")
+    axes[0].legend()
+    axes[2].legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)
+
+
+def main(command_line: Sequence[str] | None = None) -> None:
+    arguments = read_arguments(command_line)
+    problems, lines, documents, kept = problems_of(arguments), [], [], []
+    token_bytes = 2 * SHAPES[arguments.shape].cache_elements()
+    for num_rows in arguments.rows:
+        kept = list(traces(arguments, workload_of(arguments, problems, num_rows)))
+        for places, way, trace in kept:
+            lines.append(cells(num_rows, places, way, trace, token_bytes))
+            documents.append(dict(zip(HEADER, map(float_or_text, lines[-1]), strict=True)))
+    print(format_table(HEADER, lines), end="\n\n")
+    print(json.dumps(documents))
+    if arguments.plot is not None:
+        plot(kept, token_bytes, arguments.plot)
+
+
+def float_or_text(value: object) -> object:
+    return value if isinstance(value, (int, str)) else float(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The simulator of long runs in small: nothing is lost, costs by hand, and waiting for the slowest is seen."""
+
+import json
+
+import numpy as np
+import pytest
+import simulate_run
+from long_runs.simulated_run import Acceptance, Roofline, Simulation, Workload
+from workloads.model_shapes import SMOKE_SHAPE
+
+from stand.scheduling.memory import WithinMemory
+from stand.scheduling.scheduler import AtMost
+
+ROOFLINE = Roofline(SMOKE_SHAPE, bytes_per_second=1e9, flops_per_second=1e10, host_seconds=1e-4)
+ACCEPTANCE = Acceptance((0.0, 8.0, 80.0), (1.0, 2.0, 3.0))
+
+
+def workload(seed: int = 0) -> Workload:
+    generator = np.random.default_rng(seed)
+    samples = tuple(tuple(generator.integers(20, 400, count).tolist()) for count in (7, 1, 24, 16))
+    return Workload((5, 1, 30, 12), samples, 400)
+
+
+def simulation(one: Workload, budget: int = 16) -> Simulation:
+    return Simulation(one, ROOFLINE, ACCEPTANCE, budget=budget, seed=3)
+
+
+@pytest.mark.parametrize("max_rows", [1, 6, 48, 99])
+def test_every_token_is_decoded_in_places_and_in_blocks(max_rows):
+    one = workload()
+    for trace in (simulation(one).places(AtMost(max_rows)), simulation(one).blocks(max_rows, AtMost(max_rows))):
+        assert trace.tokens.sum() == one.num_tokens
+        assert trace.live.max() <= max_rows and trace.live.min() >= 1
+        assert (trace.steps > 0).all() and 0 < trace.occupancy(max_rows) <= 1
+        assert (trace.room_tokens >= trace.live_tokens).all()
+
+
+def test_places_are_fuller_and_faster_than_blocks_but_for_one_place():
+    one = workload()
+    places, blocks = simulation(one).places(AtMost(6)), simulation(one).blocks(6, AtMost(6))
+    assert places.occupancy(6) > 0.85 > blocks.occupancy(6) + 0.15
+    assert places.rate() > 1.1 * blocks.rate()
+    alone, single = simulation(one).places(AtMost(1)), simulation(one).blocks(1, AtMost(1))
+    assert alone.occupancy(1) == pytest.approx(1.0, abs=0.05) and len(alone.live) == len(single.live)
+
+
+def test_a_step_costs_what_the_roofline_says():
+    weights, element = SMOKE_SHAPE.weight_count(), SMOKE_SHAPE.cache_elements()
+    assert ROOFLINE.seconds(1, 1000, 1000) == pytest.approx((2 * weights + 2000 * element) / 1e9 + 1e-4)
+    pairs = SMOKE_SHAPE.attention_flops() * 50_000
+    assert ROOFLINE.seconds(500, 100, 50_000) == pytest.approx((2 * weights * 500 + pairs) / 1e10 + 1e-4)
+
+
+def test_rows_keep_as_many_tokens_as_was_measured():
+    assert ACCEPTANCE.mean(0) == 1 and ACCEPTANCE.mean(8) == pytest.approx(2) and ACCEPTANCE.mean(500) == 3
+    assert 2 < ACCEPTANCE.mean(20) < 3
+    one = Workload((1,), ((40_000,) * 8,), 40_000)
+    trace = simulation(one, budget=64).places(AtMost(8))
+    assert trace.tokens.sum() / trace.live.sum() == pytest.approx(2.0, rel=0.02)
+    plain = simulation(one, budget=0).places(AtMost(8))
+    assert len(plain.live) == 40_000
+
+
+def test_rows_that_end_hand_their_nodes_on():
+    trace = simulation(workload()).places(AtMost(48))
+    assert trace.nodes_per_row[0] == pytest.approx(16 / 48) and trace.nodes_per_row[-1] == 16
+
+
+def test_memory_admits_fewer_rows():
+    one, token = workload(), ROOFLINE.cache_bytes
+    trace = simulation(one).places(WithinMemory(5.5 * (30 + 400 + 256) * token, token))
+    assert trace.live.max() in (5, 6) and trace.tokens.sum() == one.num_tokens
+
+
+def test_the_command_tells_all_ways_and_draws(tmp_path, capsys):
+    path = tmp_path / "run.png"
+    options = ["--made-up", "--mean-length", "60", "--rows", "16,70", "--max-rows", "8", "--memory", "1"]
+    simulate_run.main([*options, "--plot", str(path)])
+    *table, _, document = capsys.readouterr().out.splitlines()
+    lines = json.loads(document)
+    assert [(line["rows"], line["way"]) for line in lines] == [
+        (rows, way) for rows in (16, 70) for way in ("blocks", "places", "places, 1 GB")
+    ]
+    assert all(0 < line["occupancy %"] <= 100 and line["tokens/s"] > 0 for line in lines)
+    assert len(table) == 2 + len(lines) and path.stat().st_size > 1000
+
+
+def test_lengths_of_a_file(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    records = [{"problem_id": n // 2, "problem": "a a", "text": "a " * (70 + n)} for n in range(4)]
+    (tmp_path / "file.jsonl").write_text("\n".join(map(json.dumps, records)))
+    arguments = [str(tmp_path / "file.jsonl"), "--tokenizer", str(tmp_path / "tokenizer.json"), "--scale", "2"]
+    options = simulate_run.read_arguments(arguments)
+    one = simulate_run.workload_of(options, simulate_run.problems_of(options), 130)
+    assert one.prompts == (2, 2, 2) and [len(own) for own in one.samples] == [64, 64, 2]
+    assert {*one.samples[0]} == {140, 142} and {*one.samples[1]} == {144, 146} and one.limit == 146
+
+
+@pytest.mark.parametrize("text", ["8:2,80:3", "0:1,8:0.5", "0:1,80:3,8:2"])
+def test_acceptance_that_means_nothing_is_refused(text):
+    with pytest.raises(ValueError, match="--acceptance must rise"):
+        simulate_run.read_acceptance(text)
+
+
+def test_a_file_or_made_up_lengths_are_needed():
+    for options in ([], ["file", "--made-up"], ["file"]):
+        with pytest.raises(SystemExit):
+            simulate_run.read_arguments(options)

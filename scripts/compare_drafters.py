@@ -27,7 +27,7 @@ from stand.drafters.eagle.growth import PAPER_SHAPE
 from stand.drafters.eagle.head import EagleHead
 
 SHIPPED_HEAD = Path(__file__).resolve().parent / "drafters" / "eagle"
-HEADER = ("N", "drafter", "tokens per step", "first token kept", "nodes per step", "drafting, share of time")
+HEADER = ("N", "drafter", "tokens per step", "depth 1 kept", "nodes per step", "drafting, share of time")
 
 
 def drafter_makers(
@@ -77,7 +77,7 @@ def record(temperature: float, count: int, name: str, stats: stand.Stats) -> dic
         "samples": count,
         "drafter": name,
         "tokens_per_step": stats.mean_acceptance_length,
-        "first_token_kept": float(kept[0] / stats.num_steps) if len(kept) else 0.0,
+        "depth_1_kept": float(kept[0] / stats.num_steps) if len(kept) else 0.0,
         "nodes_per_step": stats.num_draft_tokens / stats.num_steps,
         "draft_share": stats.seconds["draft"] / sum(stats.seconds.values()),
         "kept_by_depth": [float(number / stats.num_steps) for number in kept[:8]],
@@ -85,7 +85,7 @@ def record(temperature: float, count: int, name: str, stats: stand.Stats) -> dic
 
 
 def tables(records: list[dict]) -> str:
-    columns = ("tokens_per_step", "first_token_kept", "nodes_per_step", "draft_share")
+    columns = ("tokens_per_step", "depth_1_kept", "nodes_per_step", "draft_share")
     parts = []
     for temperature in dict.fromkeys(one["temperature"] for one in records):
         rows = [

@@ -1,0 +1,25 @@
+"""The comparison of lookup and head: one record per temperature, number of samples and arm, at equal nodes."""
+
+import json
+
+import compare_drafters
+import pytest
+
+
+def test_every_arm_is_measured_at_the_nodes_asked_for(monkeypatch, capsys):
+    options = ["--num-problems", "1", "--max-new-tokens", "6", "--trajectories", "1,2", "--temperatures", "0"]
+    monkeypatch.setattr("sys.argv", ["compare_drafters.py", *options, "--nodes", "25"])
+    assert compare_drafters.main() == 0
+    records = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    arms = ["lookup", "eagle", "eagle, paper's tree"]
+    assert [(one["samples"], one["drafter"]) for one in records] == [(count, arm) for count in (1, 2) for arm in arms]
+    for one in records:
+        assert 1 <= one["tokens_per_step"] <= 7 and 0 < one["nodes_per_step"] <= 25
+        assert 0 < one["draft_share"] < 1
+    assert all(one["kept_by_depth"][:1] == [one["depth_1_kept"]] for one in records if one["kept_by_depth"])
+
+
+def test_one_temperature_is_refused_by_name(capsys):
+    with pytest.raises(SystemExit):
+        compare_drafters.read_arguments(["--temperature", "0.5"])
+    assert "--temperatures" in capsys.readouterr().err

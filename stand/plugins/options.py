@@ -27,7 +27,7 @@ class ServingOptions:
     fade: float = 0.95
     floor: float = 0.0
     budget: int = 0
-    text_tokens: int = 1024
+    text_tokens: int = 512
     report_every: int = 100_000
 
     @classmethod

@@ -139,7 +139,7 @@ def register() -> None:
 def expand_batch_to_tokens(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
-    """[num_tokens]: x[b] for every token of row b, `replace_from` replaced; cu_num_tokens are the rows' last tokens + 1.
+    """[num_tokens]: x[b] for each token of row b, `replace_from` replaced; cu_num_tokens are the ends of the rows.
 
     vLLM's own on a CPU (0.30 to 0.33) fills a copy unless x is int64, and returns uninitialised memory: the draft
     positions' temperatures, top_k and top_p.

@@ -51,7 +51,7 @@ class Result:
     tokens_per_row_step: float
     drafted_per_row_step: float
     us_per_row_step: float  # all calls together
-    us_per_row_median: float  # of steps with all rows
+    us_per_row_median: float | None  # of steps with all rows, None where there was none
     slowest_step_us: float
     num_row_steps: int
 
@@ -268,7 +268,7 @@ def run(options: argparse.Namespace) -> list[Result]:
                 tokens_per_row_step=tokens / steps,
                 drafted_per_row_step=drafted / steps,
                 us_per_row_step=sum(every) / steps,
-                us_per_row_median=float(np.median(full or every)),
+                us_per_row_median=None if not full else float(np.median(full)),
                 slowest_step_us=max(every),
                 num_row_steps=steps,
             )

@@ -1,30 +1,28 @@
-"""What a serving engine's mask of ancestors must be, node by node, and the links that such an engine derives from it."""
+"""What a serving engine's mask of ancestors must be, and the links that such an engine derives from it."""
 
 from __future__ import annotations
 
 import numpy as np
 
 
-def parents_of(mask: np.ndarray) -> list[int]:
-    """The parent of a node is the last node above it; -1 at the root."""
-    return [max((j for j in range(i) if mask[i, j]), default=-1) for i in range(len(mask))]
+def parents_of(mask: np.ndarray) -> np.ndarray:
+    """[d]: the parent of a node is the last node above it; -1 at the root."""
+    above = np.tril(mask != 0, -1)
+    last = len(mask) - 1 - above[:, ::-1].argmax(axis=1)
+    return np.where(above.any(axis=1), last, -1)
 
 
-def links_of(mask: np.ndarray) -> tuple[list[int], list[int]]:
+def links_of(parents: list[int]) -> tuple[list[int], list[int]]:
     """(first child, next sibling) of every node, -1 where there is none: what a walk along a draft needs."""
-    parents = parents_of(mask)
-    children = [[j for j in range(len(mask)) if parents[j] == i] for i in range(len(mask))]
-    first = [own[0] if own else -1 for own in children]
-    following = [-1] * len(mask)
-    for own in children:
-        for one, other in zip(own, own[1:], strict=False):
-            following[one] = other
+    first, following = [-1] * len(parents), [-1] * len(parents)
+    for node in range(len(parents) - 1, 0, -1):
+        following[node], first[parents[node]] = first[parents[node]], node
     return first, following
 
 
-def reached(mask: np.ndarray) -> list[int]:
+def reached(parents: list[int]) -> list[int]:
     """The nodes that a walk along the links comes to, in its order."""
-    first, following = links_of(mask)
+    first, following = links_of(parents)
     found, waiting = [], [0]
     while waiting:
         node = waiting.pop()
@@ -44,17 +42,14 @@ def broken_rule(tokens: np.ndarray, mask: np.ndarray, draft=None) -> str | None:
     if np.triu(mask, 1).any():
         return "no node sees a later one"
     parents = parents_of(mask)
-    for node in range(1, size):
-        above = mask[parents[node]].copy()
-        above[node] = True
-        if not np.array_equal(mask[node], above):
-            return "a node sees what its parent sees, and itself"
-    if sorted(reached(mask)) != list(range(size)):
+    above = np.where((parents >= 0)[:, None], mask[parents], False)
+    if (parents[1:] < 0).any() or not np.array_equal(mask, above | np.eye(size, dtype=bool)):
+        return "a node sees what its parent sees, and itself"
+    parents = parents.tolist()
+    if sorted(reached(parents)) != list(range(size)):
         return "a walk along the links comes to every node once"
-    for node in range(size):
-        below = [int(tokens[j]) for j in range(size) if parents[j] == node]
-        if len(set(below)) != len(below):
-            return "no node has two equal children"
+    if len(set(zip(parents, tokens.tolist(), strict=True))) != size:
+        return "no node has two equal children"
     if draft is not None:
         count = draft.num_nodes
         if tokens[:count].tolist() != draft.token_ids.tolist() or parents[:count] != draft.parents.tolist():

@@ -40,14 +40,14 @@ def paths_of(draft: DraftTree) -> dict[int, list[int]]:
 def test_masks_keep_their_rules_on_many_random_drafts():
     generator = np.random.default_rng(0)
     num_padded = 0
-    for _ in range(200):
+    for _ in range(40):
         batch = random_batch(generator, most_nodes=8, num_rows=50)
         tokens, masks = batch.ancestor_masks(8, pad_id=7)
         assert tokens.dtype == np.int32 and masks.dtype == np.bool_
         for row in range(len(batch)):
             assert broken_rule(tokens[row], masks[row], batch[row]) is None
             num_padded += batch[row].num_nodes < 7
-    assert num_padded > 1_000
+    assert num_padded > 500
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,8 @@ def test_chains_are_the_paths_with_the_largest_sum():
                     for path in paths_of(draft).values()
                     if len(path) <= most
                 }
-                assert sums[tuple(chain)] == pytest.approx(max(sums.values()), abs=1e-6)  # tokens are the nodes' numbers
+                best = max(sums.values())
+                assert sums[tuple(chain)] == pytest.approx(best, abs=1e-6)  # tokens are the nodes' numbers
                 assert all(type(token) is int for token in chain)
 
 

@@ -207,12 +207,10 @@ cdef class BlendedLookup:
 
         tokens: int32[R, L], C-contiguous. lengths int64[B]: tokens of each text, the new ones included. num_new
         int64[B]: how many of them are new. rows int64[B]: the texts' rows of the array; None for the first B. scopes:
-        one per text, None for 0.
-
-        Raises ValueError on another kind of array, rows or lengths outside it, or negative tokens among what is read.
+        one per text, None for 0. Raises ValueError on another kind of array, what is outside it, and negative tokens.
         """
         cdef TextRows texts
-        cdef Py_ssize_t num_texts = len(lengths), text
+        cdef Py_ssize_t num_texts = len(lengths), text, first
         cdef const int32_t[:, ::1] array = checked_array(tokens)
         cdef int64_t[::1] row_numbers = whole_numbers(np.arange(num_texts) if rows is None else rows, "rows", num_texts)
         cdef int64_t[::1] sizes = whole_numbers(lengths, "lengths", num_texts)
@@ -226,9 +224,8 @@ cdef class BlendedLookup:
         check_texts(texts, array.shape[0], array.shape[1], self._lookup.reach())
         for text in range(num_texts):
             if fresh[text] > 0:
-                self.digest = extended_digest(
-                    self.digest, &array[row_numbers[text], sizes[text] - fresh[text]], fresh[text]
-                )
+                first = sizes[text] - fresh[text]
+                self.digest = extended_digest(self.digest, &array[row_numbers[text], first], fresh[text])
         with nogil:
             learn_texts(self._lookup[0], texts)
 

@@ -97,7 +97,7 @@ class Growth {
             frontier_.push(key, product, token, node, action);
     }
 
-    bool rows_compete() const;
+    bool grows_together() const;
     void extend();
     const Item& pop();
     float bar() const;
@@ -132,7 +132,7 @@ inline void Growth::grow(const BlendedLookup& lookup, const std::vector<GrowthRe
     row_sizes.assign(num_rows, 0);
     empty_laws_.forget();
     locate_roots();
-    if (rows_compete()) {
+    if (grows_together()) {
         room_ = settings.budget;
         thresholds_ = Thresholds(settings.kind, num_rows, settings.budget, settings.floor);
         frontier_.clear(num_rows > CROWD);
@@ -150,11 +150,12 @@ inline void Growth::grow(const BlendedLookup& lookup, const std::vector<GrowthRe
 }
 
 // Where the budget is enough for what every row may have, no row takes a node from another one, and each grows alone:
-// queues are short and memory is near. A node's price, where there is one, depends on all rows.
-inline bool Growth::rows_compete() const {
+// queues are short. A node's price, where there is one, depends on all rows. Chains have short queues anyway, and side by
+// side they wait for memory together.
+inline bool Growth::grows_together() const {
     int64_t wanted = 0;
     for (const GrowthRequest& request : *requests_) wanted += request.max_nodes;
-    return settings_.rises != nullptr || wanted > settings_.budget;
+    return settings_.rises != nullptr || settings_.width == 1 || wanted > settings_.budget;
 }
 
 inline void Growth::extend() {
@@ -272,7 +273,8 @@ inline int32_t Growth::reveal(const Item& item, uint32_t token) {
 
 inline void Growth::expand(int32_t index) {
     if (!nodes[index].is_located) locate(nodes[index]);
-    const float least = thresholds_.least / nodes[index].path;
+    const float wanted = settings_.width == 1 ? threshold::CHAIN_LEAST : 0.0f;
+    const float least = std::max(wanted, thresholds_.least / nodes[index].path);
     const Clock clock{lookup_->clock.now, (*requests_)[nodes[index].row].scope};
     blender_.blend(*lookup_, nodes[index].contexts, clock, least, thresholds_.fineness * least, empty_laws_);
     if (settings_.kind != DraftKind::deterministic) {

@@ -31,6 +31,7 @@ constexpr float LOWERING = 0.2f;   // `least` falls by this factor
 constexpr float FINENESS = 0.1f;   // evidence counts down to this share of `least`
 constexpr float HOPELESS = 0.1f;   // items are kept down to this share of the first `least`
 constexpr float PATIENCE = 0.5f;   // nodes are expanded at this share of their path probability
+constexpr float CHAIN_LEAST = 0.1f;  // of a chain's node only the best child is wanted: less seldom decides which
 // These are added with very many rows. The probability of the last node varies from step to step for one row, but
 // little for many rows together, and some row always has a node that is nearly as good. So growth looks for fewer.
 constexpr float MORE_LEAST = 0.02f;

@@ -1,0 +1,95 @@
+"""Does the plug-in work in the vLLM that is installed here? Greedy texts and right answers of the bundled model.
+
+    python scripts/vllm_check.py
+
+Needs vLLM; on a machine without a GPU its build for CPUs. Greedy token ids of 40 problems over 16 slots must be equal
+with and without drafts. At temperature 1, 16 samples of each of 6 problems, at least 85 of 96 answers must be right.
+Exits with 1 where something is not as it must be. Tokens per row-step are those of the proposer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+from measuring.progress import say
+from workloads.answers import extract_answer
+from workloads.problems import held_out_problems, write_prompt
+
+MODEL = Path(__file__).resolve().parent / "reasoner"
+LEAST_RIGHT = 85
+PROPOSER = "stand.plugins.vllm.LookupProposer"
+
+
+def engine(num_tokens: int | None, options: dict) -> object:
+    from vllm import LLM
+
+    drafts = {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": num_tokens}
+    return LLM(
+        str(MODEL),
+        dtype="float32",
+        max_num_seqs=16,
+        max_model_len=1024,
+        enforce_eager=True,
+        seed=0,
+        speculative_config=drafts if num_tokens else None,
+        additional_config={"stand": options} if num_tokens else {},
+    )
+
+
+def digest(outputs: list) -> tuple[str, int]:
+    """Of all token ids in order, and how many there are."""
+    ids = [list(one.token_ids) for output in outputs for one in output.outputs]
+    return hashlib.sha256(repr(ids).encode()).hexdigest()[:16], sum(map(len, ids))
+
+
+def row_steps() -> object:
+    """The counts of the proposer that this process runs."""
+    from stand.plugins.vllm import LookupProposer
+
+    return max((one.row_steps for one in gc.get_objects() if type(one) is LookupProposer), key=lambda c: c.num_tokens)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8, help="speculative tokens")
+    parser.add_argument("--part", nargs="+", choices=("greedy", "sampling"), default=["greedy", "sampling"])
+    parser.add_argument("--save", default="", help="write the lookup to this file at the end of the process")
+    parsed = parser.parse_args(arguments)
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that the proposer's counts are in this process
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    try:
+        from vllm import SamplingParams
+    except ImportError as error:
+        say(f"vllm_check: needs vLLM: {error}")
+        return 2
+    problems = held_out_problems(40)
+    prompts = [write_prompt(one.problem) for one in problems]
+    greedy = SamplingParams(temperature=0, max_tokens=300)
+    is_right = True
+    plain = engine(None, {}) if "greedy" in parsed.part else None
+    drafting = engine(parsed.tokens, {"save": parsed.save, "report_every": 2_000})
+    if plain is not None:
+        expected, found = digest(plain.generate(prompts, greedy)), digest(drafting.generate(prompts, greedy))
+        is_right = expected == found
+        print(f"greedy, 40 prompts on 16 slots: {expected} without drafts, {found} with")
+        print(f"greedy: {row_steps()}")
+    if "sampling" in parsed.part:
+        right = 0
+        for one, prompt in zip(problems[:6], prompts[:6], strict=True):
+            (output,) = drafting.generate([prompt], SamplingParams(temperature=1, n=16, max_tokens=400))
+            right += sum(extract_answer(sample.text) == one.answer for sample in output.outputs)
+        is_right = is_right and right >= LEAST_RIGHT
+        print(f"temperature 1: {right} of 96 answers are right")
+        print(f"all: {row_steps()}")
+    print("as it must be" if is_right else "NOT as it must be")
+    return 0 if is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Options of the doors of serving engines: given by name, or in the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from stand.trees import BlendedLookup
+
+PREFIX = "STAND_"  # of names in the environment: STAND_FLOOR is `floor`
+
+
+@dataclass(frozen=True, slots=True)
+class ServingOptions:
+    """lookup: a file to start from. save: a file that is written when the process ends; it may be the same one.
+    max_bytes: memory cap of the lookup. fade: see `BlendedLookup`. floor: no draft token that is less likely to be
+    accepted, in [0, 1]. budget: the most draft tokens of all rows of a step together, 0 for no bound beside the
+    engine's own. text_tokens: tokens of prompts and corpora that are learned per step; 0: they are not learned.
+    report_every: steps of single rows between two lines in the log; 0: none.
+    """
+
+    lookup: str = ""
+    save: str = ""
+    max_bytes: int = 256 << 20
+    fade: float = 0.95
+    floor: float = 0.0
+    budget: int = 0
+    text_tokens: int = 512
+    report_every: int = 100_000
+
+    @classmethod
+    def read(cls, given: object = None, environment: Mapping[str, str] = os.environ) -> ServingOptions:
+        """given: a mapping, which goes before the environment. Raises ValueError for an unknown name or bad value."""
+        if given is not None and not isinstance(given, Mapping):
+            raise ValueError(f"options must be a mapping of names to values, got {type(given).__name__}")
+        kinds = {field.name: type(field.default) for field in fields(cls)}
+        unknown = set(given or ()) - set(kinds)
+        if unknown:
+            raise ValueError(f"options must be among {', '.join(kinds)}, got {', '.join(sorted(map(str, unknown)))}")
+        values = {name: environment[PREFIX + name.upper()] for name in kinds if PREFIX + name.upper() in environment}
+        values |= given or {}
+        options = cls(**{name: _converted(name, value, kinds[name]) for name, value in values.items()})
+        if not 0 <= options.floor <= 1 or min(options.budget, options.text_tokens, options.report_every) < 0:
+            raise ValueError(f"floor must be in [0, 1] and counts at least 0, got {options}")
+        return options
+
+    def new_lookup(self) -> BlendedLookup:
+        """The lookup of the file, or an empty one. Raises OSError, LookupFileError, and ValueError for a bad value."""
+        is_first_run = self.lookup == self.save and not Path(self.lookup).exists()
+        if self.lookup and not is_first_run:
+            return BlendedLookup.load(self.lookup, max_bytes=self.max_bytes)
+        return BlendedLookup(max_bytes=self.max_bytes, fade=self.fade)
+
+
+def _converted(name: str, value: object, kind: type) -> object:
+    try:
+        if isinstance(value, bool) or (kind is int and isinstance(value, float)):
+            raise ValueError
+        return kind(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r}") from None

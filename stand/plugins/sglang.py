@@ -1,0 +1,214 @@
+"""SGLang: drafts of the blended lookup in place of its n-gram corpus, `--speculative-algorithm NGRAM`.
+
+The entry point of `sglang.srt.plugins` replaces the class `NgramCorpus`; verification, caches and graphs stay SGLang's.
+Never run inside SGLang itself: see docs/sglang.md for what was checked.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from stand.plugins.backlog import Backlog
+from stand.plugins.options import ServingOptions
+from stand.plugins.row_steps import Reporter, RowSteps
+from stand.plugins.scopes import TEXTS, Scopes
+from stand.trees import DraftBatch
+
+LOGGER = logging.getLogger("sglang.stand")  # below SGLang's own, so that its lines are shown
+REPLACED = "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus"
+SEPARATOR = -(2**31)  # SGLang puts it between the documents of a corpus
+
+
+class LookupCorpus:
+    """What SGLang's NgramCorpus is for its workers: same arguments, methods and arrays.
+
+    draft_token_num: nodes of every request's draft, its last token included. max_trie_depth: tokens that SGLang shows
+    of each text; from 12 + draft_token_num on nothing is missed. external_corpus_max_tokens: of all corpora together.
+    The other arguments belong to SGLang's trie and have no meaning here; options come from the environment
+    (`ServingOptions`).
+    """
+
+    def __init__(
+        self,
+        max_trie_depth: int = 18,
+        min_bfs_breadth: int = 1,
+        max_bfs_breadth: int = 8,
+        draft_token_num: int = 8,
+        match_type: str = "BFS",
+        capacity: int = 1_000_000,
+        external_sam_budget: int = 0,
+        external_corpus_max_tokens: int = 10_000_000,
+    ):
+        self.options = ServingOptions.read()
+        self.draft_token_num = draft_token_num
+        self.external_corpus_max_tokens = external_corpus_max_tokens
+        self.row_steps = RowSteps()
+        self._reporter = Reporter(self.row_steps, LOGGER, every=self.options.report_every)
+        self._corpora: dict[str, list[np.ndarray]] = {}  # documents
+        self._loaded: dict[str, int] = {}  # tokens of corpora whose load was confirmed
+        self.save_at_exit: weakref.finalize | None = None
+        self._begin()
+        if max_trie_depth < self.lookup.depth + draft_token_num:
+            LOGGER.warning(
+                "STAND: --speculative-ngram-max-trie-depth is %d; with %d or more nothing that is accepted is missed",
+                max_trie_depth,
+                self.lookup.depth + draft_token_num,
+            )
+        LOGGER.info("STAND drafts %d nodes per request; %r", draft_token_num, self.lookup)
+
+    @property
+    def remaining_token_budget(self) -> int:
+        """Tokens that corpora may still have."""
+        return self.external_corpus_max_tokens - sum(self._loaded.values())
+
+    def batch_get(
+        self, req_ids: Sequence[str], batch_tokens: Sequence[Sequence[int]], total_lens: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(token_ids int64 [B * d], masks int64 [B * d * d]) after learning what the requests have got since.
+
+        batch_tokens: each text's last tokens. total_lens: its tokens in all.
+        """
+        tokens, lengths = _as_array(batch_tokens)
+        num_new, scopes, drafted = self._news(req_ids, tokens, lengths, total_lens)
+        self._backlog.work()
+        self.lookup.learn_rows(tokens, lengths, num_new, scopes=scopes)
+        self.row_steps.add(num_new, drafted)
+        batch = self._draft(tokens, lengths, scopes)
+        self._requests.update(zip(req_ids, zip(total_lens, scopes, strict=True), strict=True))
+        self._reporter.look()
+        token_ids, masks = batch.ancestor_masks(self.draft_token_num)
+        return token_ids.astype(np.int64).ravel(), masks.astype(np.int64).ravel()
+
+    def batch_put(self, batch_tokens: Sequence[Sequence[int]]) -> None:
+        """Nothing: these are the texts that the next `batch_get` shows again, with their names."""
+
+    def synchronize(self) -> None:
+        """Nothing: all that was shown is learned."""
+
+    def erase_match_state(self, req_ids: Iterable[str]) -> None:
+        """Forget these requests; what they taught stays."""
+        for name in req_ids:
+            self._requests.pop(name, None)
+
+    def reset(self) -> None:
+        """Begin anew: with the file, where there is one, and with the corpora."""
+        self._begin()
+        for documents in (self._corpora[corpus_id] for corpus_id in self._loaded):
+            self._study(documents)
+
+    def load_external_corpus_named(self, corpus_id: str, chunks: Iterable[Sequence[int]]) -> int:
+        """Take a corpus, in pieces of token ids; its documents are separated by -2**31. Returns its tokens.
+
+        It is learned little by little after `commit_external_corpus_load`. Raises ValueError for a name that is taken,
+        and for more tokens than the budget has left.
+        """
+        if corpus_id in self._loaded:
+            raise ValueError(f"corpus {corpus_id!r} is there already; remove it before another one takes its name")
+        tokens, budget = np.empty(0, dtype=np.int32), self.remaining_token_budget
+        pieces: list[np.ndarray] = []
+        num_tokens = 0
+        for chunk in chunks:
+            pieces.append(np.asarray(chunk, dtype=np.int32))
+            num_tokens += len(chunk)
+            if num_tokens > budget:
+                raise ValueError(f"corpus {corpus_id!r} must have at most {budget} tokens, got more; split it")
+        if pieces:
+            tokens = np.concatenate(pieces)
+        documents = np.split(tokens, np.flatnonzero(tokens == SEPARATOR))
+        self._corpora[corpus_id] = [document[document != SEPARATOR] for document in documents]
+        return num_tokens
+
+    def commit_external_corpus_load(self, corpus_id: str, loaded_token_count: int) -> None:
+        """The load is over: the corpus counts, and is learned from the next `batch_get` on."""
+        self._loaded[corpus_id] = loaded_token_count
+        self._study(self._corpora[corpus_id])
+
+    def remove_external_corpus(self, corpus_id: str) -> None:
+        """Free a corpus' name and budget. What the lookup has learned of it fades; `reset` forgets it at once."""
+        self._corpora.pop(corpus_id, None)
+        self._loaded.pop(corpus_id, None)
+
+    def list_external_corpora(self) -> dict[str, int]:
+        """Tokens by name."""
+        return dict(self._loaded)
+
+    def leaf_paths_from_mask(self, tokens: Sequence[int], tree_mask: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The tokens of every path from the root to a node without children, of one draft."""
+        mask = np.asarray(tree_mask, dtype=bool)
+        has_child = (mask & ~np.eye(len(mask), dtype=bool)).any(axis=0)
+        return [np.asarray(tokens)[mask[leaf]].tolist() for leaf in np.flatnonzero(~has_child)]
+
+    def debug_result(self, decoding_ids: np.ndarray, decoding_masks: np.ndarray, tokenizer: object = None) -> None:
+        """Write the paths of a result of `batch_get` to the log."""
+        size = self.draft_token_num
+        pairs = zip(decoding_ids.reshape(-1, size), decoding_masks.reshape(-1, size, size), strict=True)
+        for row, (tokens, mask) in enumerate(pairs):
+            for path in self.leaf_paths_from_mask(tokens, mask):
+                LOGGER.info("row %d: %s%s", row, path, "" if tokenizer is None else f" {tokenizer.decode(path)!r}")
+
+    def _begin(self) -> None:
+        self.lookup = self.options.new_lookup()
+        if self.save_at_exit is not None:
+            self.save_at_exit.detach()  # it would write what was to be forgotten
+        if self.options.save:
+            self.save_at_exit = weakref.finalize(self, self.lookup.save, self.options.save)
+        self._requests: dict[str, tuple[int, int]] = {}  # length and scope
+        self._scopes = Scopes()
+        self._backlog = Backlog(self.lookup, tokens_per_step=self.options.text_tokens)
+
+    def _study(self, documents: Iterable[np.ndarray]) -> None:
+        for document in documents:
+            self._backlog.add(document, TEXTS)
+
+    def _news(
+        self, names: Sequence[str], tokens: np.ndarray, lengths: np.ndarray, totals: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(new tokens among those shown int64[B], scopes int64[B], tokens drafted int64[B], -1 for new requests).
+
+        A new request's problem is known by its length and by the last tokens of its prompt: no more is shown.
+        """
+        num_new, scopes = np.empty(len(names), dtype=np.int64), np.empty(len(names), dtype=np.int64)
+        drafted = np.full(len(names), self.draft_token_num - 1, dtype=np.int64)
+        for row, (name, total) in enumerate(zip(names, totals, strict=True)):
+            before, scope = self._requests.get(name, (-1, 0))
+            if not 0 <= before <= total:
+                before, drafted[row] = total - lengths[row], -1
+                scope = self._scopes.of((total, tokens[row, : max(0, lengths[row] - 1)].tobytes()))
+            num_new[row], scopes[row] = total - before, scope
+        return np.minimum(num_new, lengths), scopes, drafted
+
+    def _draft(self, tokens: np.ndarray, lengths: np.ndarray, scopes: np.ndarray) -> DraftBatch:
+        nothing = np.zeros(len(lengths), dtype=np.int64)  # deterministic drafts take no noise
+        return self.lookup.draft(
+            [row[:length] for row, length in zip(tokens, lengths.tolist(), strict=True)],
+            len(lengths) * (self.draft_token_num - 1),
+            seed=0,
+            rows=nothing,
+            steps=nothing,
+            floor=self.options.floor,
+            max_nodes=self.draft_token_num - 1,
+            scopes=scopes.tolist(),
+        )
+
+
+def register() -> None:
+    """The entry point of `sglang.srt.plugins`: SGLang calls it in each of its processes."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(REPLACED, LookupCorpus, HookType.REPLACE)
+
+
+def _as_array(batch_tokens: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """(int32 [B, longest], lengths int64[B]): texts at the left."""
+    lengths = np.fromiter(map(len, batch_tokens), dtype=np.int64, count=len(batch_tokens))
+    longest = int(lengths.max(initial=0))
+    if (lengths == longest).all():
+        return np.array(batch_tokens, dtype=np.int32).reshape(len(lengths), longest), lengths
+    tokens = np.zeros((len(lengths), longest), dtype=np.int32)
+    for row, text in enumerate(batch_tokens):
+        tokens[row, : len(text)] = text
+    return tokens, lengths

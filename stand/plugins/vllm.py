@@ -1,0 +1,150 @@
+"""vLLM: chains from the blended lookup, for `speculative_config={"method": "custom_class", "model":
+"stand.plugins.vllm.LookupProposer", "num_speculative_tokens": 8}`.
+
+vLLM hands over each row's tokens, without names, prompts' lengths or laws, and takes one chain per row. It verifies
+chains as if they were certain, so the output's law is vLLM's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stand.plugins.backlog import Backlog
+from stand.plugins.known_texts import KnownTexts
+from stand.plugins.options import ServingOptions
+from stand.plugins.row_steps import Reporter, RowSteps
+from stand.plugins.scopes import Scopes
+from stand.trees import problem_key
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+LOGGER = logging.getLogger("vllm.stand")  # below vLLM's own, so that its lines are shown
+OPTIONS = "stand"  # the entry of `additional_config` that holds ours
+SCOPE, DRAFTED = 0, 1  # notes on a text
+NOT_A_STEP = -1  # tokens drafted for a row that has only read its prompt
+
+
+class LookupProposer:
+    """Made by vLLM in every process that runs the model.
+
+    Options: `additional_config={"stand": {...}}` or the environment, see `ServingOptions`. What is drafted follows from
+    the calls alone, so that ranks which draft by themselves draft alike.
+    """
+
+    def __init__(self, vllm_config: VllmConfig):
+        given = vllm_config.additional_config
+        self.options = ServingOptions.read(given.get(OPTIONS) if isinstance(given, dict) else None)
+        self.num_tokens = vllm_config.speculative_config.num_speculative_tokens
+        self.max_length = vllm_config.model_config.max_model_len
+        self.lookup = self.options.new_lookup()
+        self.row_steps = RowSteps()
+        self._texts = KnownTexts(vllm_config.scheduler_config.max_num_seqs, num_notes=2)  # scope, tokens drafted
+        self._scopes = Scopes()
+        self._backlog = Backlog(self.lookup, tokens_per_step=self.options.text_tokens)
+        self._reporter = Reporter(self.row_steps, LOGGER, every=self.options.report_every)
+        if self.options.save:
+            self.save_at_exit = weakref.finalize(self, self.lookup.save, self.options.save)
+        LOGGER.info("STAND drafts chains of at most %d tokens; %r", self.num_tokens, self.lookup)
+
+    def load_model(self, *arguments: object, **named: object) -> None:
+        """There is no model; vLLM on a CPU asks for it."""
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: object = None,
+    ) -> list[list[int]]:
+        """Learn what every row has got and draft what follows: per row at most `num_speculative_tokens` tokens.
+
+        sampled_token_ids: per row the tokens of this step, none while its prompt is being read. num_tokens_no_spec
+        int [R]: tokens of every row, those of this step included. token_ids_cpu int32 [R, L]: the rows' tokens.
+        """
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        num_sampled = np.fromiter(map(len, sampled_token_ids), dtype=np.int64, count=len(drafts))
+        rows = np.flatnonzero(num_sampled)
+        if len(rows) > 0:
+            lengths = num_tokens_no_spec[rows].astype(np.int64)
+            notes = self._learn(token_ids_cpu, rows, lengths, num_sampled[rows])
+            chains = self._draft(token_ids_cpu, rows, lengths, notes[:, SCOPE])
+            for row, chain in zip(rows.tolist(), chains, strict=True):
+                drafts[row] = chain
+            notes[:, DRAFTED] = list(map(len, chains))
+            self._texts.keep(token_ids_cpu, rows, lengths, notes)
+        else:
+            self._backlog.work()
+        self._reporter.look()
+        return drafts
+
+    def _learn(self, tokens: np.ndarray, rows: np.ndarray, lengths: np.ndarray, num_sampled: np.ndarray) -> np.ndarray:
+        """The notes on the rows. A new text is learned whole: what came before its first token little by little."""
+        before = lengths - num_sampled
+        known, notes = self._texts.find(tokens, rows, before)
+        for place in np.flatnonzero(known == 0).tolist():
+            prompt = tokens[rows[place], : before[place]]
+            key = problem_key(prompt)
+            if key not in self._scopes:
+                self._backlog.add(prompt, self._scopes.of(key))
+            known[place], notes[place] = before[place], (self._scopes.of(key), NOT_A_STEP)
+        self._backlog.work()
+        self.lookup.learn_rows(tokens, lengths, lengths - known, rows=rows, scopes=notes[:, SCOPE])
+        self.row_steps.add(num_sampled, notes[:, DRAFTED])
+        return notes
+
+    def _draft(self, tokens: np.ndarray, rows: np.ndarray, lengths: np.ndarray, scopes: np.ndarray) -> list[list[int]]:
+        num_rows, reach = len(rows), self.lookup.depth
+        room = self.num_tokens
+        if lengths.max() + room >= self.max_length:
+            room = np.clip(self.max_length - 1 - lengths, 0, room).tolist()
+        histories = [
+            tokens[row, max(0, end - reach) : end] for row, end in zip(rows.tolist(), lengths.tolist(), strict=True)
+        ]
+        most = num_rows * self.num_tokens
+        nothing = np.zeros(num_rows, dtype=np.int64)  # deterministic drafts take no noise
+        batch = self.lookup.draft(
+            histories,
+            min(most, self.options.budget) if self.options.budget else most,
+            seed=0,
+            rows=nothing,
+            steps=nothing,
+            floor=self.options.floor,
+            max_nodes=room,
+            width=1,
+            scopes=scopes.tolist(),
+        )
+        return batch.chains(self.num_tokens)
+
+
+def register() -> None:
+    """The entry point of `vllm.general_plugins`: vLLM calls it in each of its processes.
+
+    On a CPU it mends the sampler (`expand_batch_to_tokens`); elsewhere it changes nothing.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        import vllm.v1.sample.rejection_sampler as sampler
+
+        sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """[num_tokens]: x[b] for each token of row b, `replace_from` replaced; cu_num_tokens are the ends of the rows.
+
+    vLLM's own on a CPU (0.30 to 0.33) fills a copy unless x is int64, and returns uninitialised memory: the draft
+    positions' temperatures, top_k and top_p.
+    """
+    import torch
+
+    replaced = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+    return torch.repeat_interleave(replaced, torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long())

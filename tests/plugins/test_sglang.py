@@ -1,0 +1,217 @@
+"""The corpus for SGLang, called as its NGRAM worker calls its own, without SGLang: masks, requests, corpora."""
+
+import sys
+import types
+
+import numpy as np
+import pytest
+from ancestor_rules import broken_rule
+
+from stand.plugins.sglang import REPLACED, LookupCorpus, register
+from stand.plugins.vllm import register as register_vllm
+
+SHOWN = 24
+
+
+def corpus(d: int = 8, **arguments) -> LookupCorpus:
+    return LookupCorpus(max_trie_depth=SHOWN, draft_token_num=d, **arguments)
+
+
+def ask(made: LookupCorpus, texts: dict[str, list[int]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """One step: by request its [d] tokens and [d, d] mask."""
+    made.synchronize()
+    tails = [text[-SHOWN:] for text in texts.values()]
+    tokens, masks = made.batch_get(list(texts), tails, [len(text) for text in texts.values()])
+    made.batch_put(tails)
+    d = made.draft_token_num
+    assert tokens.dtype == masks.dtype == np.int64
+    assert tokens.shape == (len(texts) * d,) and masks.shape == (len(texts) * d * d,)
+    pairs = zip(tokens.reshape(-1, d), masks.reshape(-1, d, d), strict=True)
+    return dict(zip(texts, pairs, strict=True))
+
+
+def knows(made: LookupCorpus, context: list[int], token: int) -> bool:
+    """Whether the token is expected after the context."""
+    return made.lookup.predict(context)[0][:1].tolist() == [token]
+
+
+@pytest.mark.parametrize(("d", "num_steps"), [(2, 40), (8, 200), (12, 20), (33, 6)])
+def test_drafts_keep_the_rules_of_masks(d, num_steps):
+    """10,000 and more drafts of all sizes: texts that repeat, texts that do not, requests that come and go."""
+    generator, made = np.random.default_rng(d), corpus(d)
+    texts: dict[str, list[int]] = {}
+    num_branched = 0
+    for step in range(num_steps):
+        for name in range(48 + 3 * (step % 2)):
+            text = texts.setdefault(f"{name}", generator.integers(0, 4 + 30 * (name % 3), 3).tolist())
+            text += generator.integers(0, 4 + 30 * (name % 3), generator.integers(1, d + 1)).tolist()
+        for name, (tokens, mask) in ask(made, texts).items():
+            assert broken_rule(tokens, mask) is None, name
+            assert tokens[0] == texts[name][-1]
+            num_branched += mask[-1].sum() < d
+        if step % 5 == 4:
+            gone = list(texts)[:: 2 + step % 3]
+            made.erase_match_state(gone)
+            for name in gone:
+                del texts[name]
+    assert num_branched > 0 or d == 2
+    made.lookup.check()
+
+
+def test_what_a_request_got_is_learned_once(monkeypatch):
+    made, lessons = corpus(), []
+
+    class Witness(type(made.lookup)):
+        def learn_rows(self, tokens, lengths, num_new, *, scopes):
+            lessons.extend(
+                tokens[row, length - new : length].tolist()
+                for row, (length, new) in enumerate(zip(lengths, num_new, strict=True))
+            )
+            super().learn_rows(tokens, lengths, num_new, scopes=scopes)
+
+    made.lookup = Witness()
+    text, other = list(range(40, 80)), [5, 6, 7]
+    ask(made, {"a": text})
+    ask(made, {"a": [*text, 1, 2], "b": other})
+    ask(made, {"b": [*other, 8], "a": [*text, 1, 2]})  # a has got nothing
+    made.erase_match_state(["a", "unknown"])
+    ask(made, {"a": [*text, 1, 2, 3]})  # another request of that name
+    ask(made, {"a": text})  # and one that is shorter
+    assert lessons == [text[-SHOWN:], [1, 2], other, [8], [], [*text, 1, 2, 3][-SHOWN:], text[-SHOWN:]]
+
+
+def test_more_new_tokens_than_are_shown_are_learned_in_part():
+    made, text = corpus(), list(range(100))
+    ask(made, {"a": text[:20]})
+    ask(made, {"a": text})
+    assert knows(made, text[90:95], 95) and not knows(made, text[30:35], 35)
+
+
+def test_drafts_continue_what_was_seen():
+    made, story = corpus(4), [7, 3, 9, 4, 1, 8]
+    ask(made, {"a": story})
+    tokens, mask = ask(made, {"b": story[:3]})["b"]
+    path = made.leaf_paths_from_mask(tokens.tolist(), mask.tolist())
+    assert [9, 4, 1, 8] in path
+
+
+def test_the_likeliest_draft_is_the_lookups_own():
+    """Neither packing nor padding changes what the lookup drafts with a cap per row."""
+    made = corpus(6)
+    text = np.random.default_rng(3).integers(0, 4, 300).tolist()
+    (found,) = ask(made, {"a": text}).values()
+    tail = np.array(text[-SHOWN:], np.int32)
+    scope = made._requests["a"][1]
+    draft = made.lookup.draft([tail], 5, seed=0, rows=[0], steps=[0], max_nodes=5, scopes=[scope])[0]
+    assert broken_rule(*found, draft) is None and draft.num_nodes == 6
+
+
+def test_row_steps_are_counted():
+    made = corpus()
+    ask(made, {"a": [1, 2, 3]})
+    ask(made, {"a": [1, 2, 3, 4, 5], "b": [6]})
+    ask(made, {"a": [1, 2, 3, 4, 5, 6], "b": [6, 7]})
+    assert (made.row_steps.num_row_steps, made.row_steps.num_tokens) == (3, 4)
+
+
+def test_corpora_are_learned_after_their_load(monkeypatch):
+    monkeypatch.setenv("STAND_TEXT_TOKENS", "6")
+    made = corpus(external_corpus_max_tokens=20)
+    chunks = [[11, 12, 13, 14], [15, 16, -(2**31), 21, 22], [23, 24, 25]]
+    assert made.load_external_corpus_named("book", iter(chunks)) == 12
+    assert made.list_external_corpora() == {} and made.remaining_token_budget == 20
+    ask(made, {"a": [1]})
+    assert not knows(made, [11, 12], 13)
+    made.commit_external_corpus_load("book", 12)
+    assert made.list_external_corpora() == {"book": 12} and made.remaining_token_budget == 8
+    ask(made, {"a": [1, 1]})
+    ask(made, {"a": [1, 1, 1]})
+    assert knows(made, [12, 13], 14) and knows(made, [23, 24], 25)
+    assert not knows(made, [15, 16], 21)  # documents are apart
+    with pytest.raises(ValueError, match="there already"):
+        made.load_external_corpus_named("book", [[1]])
+    with pytest.raises(ValueError, match="at most 8 tokens"):
+        made.load_external_corpus_named("long", [[1] * 9])
+    made.reset()
+    assert len(made.lookup) == 0 and made.list_external_corpora() == {"book": 12}
+    ask(made, {"a": [1]})
+    ask(made, {"a": [1, 1]})
+    assert knows(made, [12, 13], 14)
+    made.remove_external_corpus("book")
+    assert made.list_external_corpora() == {} and made.remaining_token_budget == 20
+    made.reset()
+    ask(made, {"a": [1]})
+    assert not knows(made, [12, 13], 14)
+
+
+def test_files_are_read_and_written(monkeypatch, tmp_path):
+    path = tmp_path / "served.lookup"
+    monkeypatch.setenv("STAND_LOOKUP", str(path))
+    monkeypatch.setenv("STAND_SAVE", str(path))
+    made = corpus()
+    ask(made, {"a": [7, 3, 9, 4, 1, 8]})
+    made.save_at_exit()
+    again = corpus(4)
+    assert [9, 4, 1, 8] in again.leaf_paths_from_mask(*ask(again, {"b": [7, 3, 9]})["b"])
+
+
+def test_debug_output_names_the_paths(caplog):
+    made = corpus(3)
+    ask(made, {"a": [1, 2, 3]})
+    tokens, mask = ask(made, {"b": [9, 1]})["b"]
+    with caplog.at_level("INFO", logger="sglang.stand"):
+        made.debug_result(tokens, mask)
+    assert "row 0: [1, 2" in caplog.text
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """Fakes of the engines' modules that registering imports: name -> module."""
+
+    def make(**members):
+        for name, content in members.items():
+            module = types.ModuleType(name.replace("__", "."))
+            for key, value in content.items():
+                setattr(module, key, value)
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+            parent, _, child = module.__name__.rpartition(".")
+            if parent:
+                if parent not in sys.modules:
+                    monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+                monkeypatch.setattr(sys.modules[parent], child, module, raising=False)
+
+    return make
+
+
+def test_the_entry_point_replaces_the_class(modules):
+    calls = []
+    registry = types.SimpleNamespace(register=lambda *arguments: calls.append(arguments))
+    kinds = types.SimpleNamespace(REPLACE="replace")
+    packages = dict.fromkeys(("sglang", "sglang__srt", "sglang__srt__plugins"), {})
+    modules(**packages, sglang__srt__plugins__hook_registry={"HookRegistry": registry, "HookType": kinds})
+    register()
+    assert calls == [(REPLACED, LookupCorpus, "replace")]
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_vllms_sampler_is_mended_on_a_cpu_alone(modules, is_cpu):
+    packages = dict.fromkeys(("vllm", "vllm__v1", "vllm__v1__sample"), {})
+    platform = types.SimpleNamespace(is_cpu=lambda: is_cpu)
+    modules(
+        **packages,
+        vllm__platforms={"current_platform": platform},
+        vllm__v1__sample__rejection_sampler={"expand_batch_to_tokens": "its own"},
+    )
+    register_vllm()
+    mended = sys.modules["vllm.v1.sample.rejection_sampler"].expand_batch_to_tokens
+    assert (mended != "its own") == is_cpu
+
+
+def test_the_entry_points_name_what_is_there():
+    from importlib.metadata import distribution
+
+    points = {point.group: point for point in distribution("stand-decoding").entry_points}
+    if "vllm.general_plugins" not in points:
+        pytest.skip("the installed metadata is older than the entry points; install again")
+    assert points["vllm.general_plugins"].load() is register_vllm
+    assert points["sglang.srt.plugins"].load() is register

@@ -1,0 +1,324 @@
+"""The proposer for vLLM, called as vLLM calls it, without vLLM: rows that move, swap, leave and come back."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from stand.plugins.backlog import Backlog
+from stand.plugins.known_texts import KnownTexts
+from stand.plugins.options import ServingOptions
+from stand.plugins.scopes import Scopes
+from stand.plugins.vllm import LookupProposer
+from stand.trees import BlendedLookup
+
+MOST_ROWS, LONGEST, K = 6, 512, 4
+
+
+def proposer(*, num_tokens: int = K, longest: int = LONGEST, **options) -> LookupProposer:
+    return LookupProposer(
+        SimpleNamespace(
+            additional_config={"stand": options},
+            speculative_config=SimpleNamespace(num_speculative_tokens=num_tokens),
+            model_config=SimpleNamespace(max_model_len=longest),
+            scheduler_config=SimpleNamespace(max_num_seqs=MOST_ROWS),
+        )
+    )
+
+
+class Batch:
+    """vLLM's input batch, and what its model runner does with it at each step."""
+
+    def __init__(self, made: LookupProposer):
+        self.made = made
+        self.tokens = np.zeros((MOST_ROWS, LONGEST), dtype=np.int32)
+        self.lengths = np.zeros(MOST_ROWS, dtype=np.int32)
+
+    def put(self, row: int, text) -> None:
+        self.tokens[row] = 0
+        self.tokens[row, : len(text)] = text
+        self.lengths[row] = len(text)
+
+    def move(self, source: int, target: int) -> None:
+        self.tokens[target], self.lengths[target] = self.tokens[source], self.lengths[source]
+
+    def swap(self, one: int, other: int) -> None:
+        self.tokens[[one, other]] = self.tokens[[other, one]]
+        self.lengths[[one, other]] = self.lengths[[other, one]]
+
+    def step(self, sampled: list[list[int]]) -> list[list[int]]:
+        """The tokens that were sampled are in the rows before drafts are asked for."""
+        for row, new in enumerate(sampled):
+            self.tokens[row, self.lengths[row] : self.lengths[row] + len(new)] = new
+            self.lengths[row] += len(new)
+        drafts = self.made.propose(sampled, self.lengths, self.tokens, slot_mappings=None)
+        assert len(drafts) == len(sampled)
+        assert all(len(draft) == 0 for draft, new in zip(drafts, sampled, strict=True) if not new)
+        return drafts
+
+
+def learned(monkeypatch) -> list[tuple[str, list[int], int]]:
+    """What lookups are taught, as (verb, tokens, scope)."""
+    lessons: list[tuple[str, list[int], int]] = []
+
+    class Witness(BlendedLookup):
+        def learn(self, context, token_ids, *, scope=0, **laws):
+            lessons.append(("prompt", np.asarray(token_ids).tolist(), scope))
+            super().learn(context, token_ids, scope=scope, **laws)
+
+        def learn_rows(self, tokens, lengths, num_new, *, rows, scopes):
+            for row, length, new, scope in zip(rows, lengths, num_new, scopes, strict=True):
+                lessons.append(("new", tokens[row, length - new : length].tolist(), int(scope)))
+            super().learn_rows(tokens, lengths, num_new, rows=rows, scopes=scopes)
+
+    monkeypatch.setattr("stand.plugins.options.BlendedLookup", Witness)
+    return lessons
+
+
+def new_tokens(lessons: list) -> list[list[int]]:
+    return [tokens for verb, tokens, _ in lessons if verb == "new"]
+
+
+PROMPTS = [list(range(10, 40)), list(range(50, 75)), list(range(80, 120))]
+
+
+def test_each_token_is_learned_once_and_each_prompt_once(monkeypatch):
+    lessons = learned(monkeypatch)
+    batch = Batch(proposer())
+    for row, prompt in enumerate([PROMPTS[0], PROMPTS[0], PROMPTS[1]]):
+        batch.put(row, prompt)
+    batch.step([[1], [2], [3]])
+    batch.step([[4, 5], [6], [7, 8, 9]])
+    assert sorted(tokens for verb, tokens, _ in lessons if verb == "prompt") == [PROMPTS[0], PROMPTS[1]]
+    assert new_tokens(lessons) == [[1], [2], [3], [4, 5], [6], [7, 8, 9]]
+    scopes = [scope for verb, _, scope in lessons if verb == "new"]
+    assert scopes == [scopes[0], scopes[0], scopes[2]] * 2 and scopes[0] != scopes[2]
+
+
+def test_moved_swapped_and_ended_rows_are_known_again(monkeypatch):
+    lessons = learned(monkeypatch)
+    batch = Batch(proposer())
+    for row, prompt in enumerate(PROMPTS):
+        batch.put(row, prompt)
+    batch.step([[1], [2], [3]])
+    batch.move(2, 0)  # row 0 has ended, the last one takes its place
+    batch.step([[31, 32], [21]])
+    batch.swap(0, 1)
+    batch.step([[22], [33]])
+    assert len([verb for verb, *_ in lessons if verb == "prompt"]) == 3
+    assert new_tokens(lessons)[3:] == [[31, 32], [21], [22], [33]]
+    scopes = {tokens[0]: scope for verb, tokens, scope in lessons if verb == "new"}
+    assert scopes[3] == scopes[31] == scopes[33] != scopes[2] == scopes[21] == scopes[22]
+
+
+def test_preempted_rows_come_back(monkeypatch):
+    """Its row is used by others meanwhile; then it comes back elsewhere, with all that it had."""
+    lessons = learned(monkeypatch)
+    batch = Batch(proposer())
+    batch.put(0, PROMPTS[0])
+    batch.put(1, PROMPTS[1])
+    batch.step([[1], [2]])
+    batch.step([[3, 4], [5]])
+    batch.put(0, PROMPTS[2])  # the first one is preempted
+    batch.step([[6], [7]])
+    batch.step([[8], [9]])
+    batch.put(2, [*PROMPTS[0], 1, 3, 4])
+    batch.step([[1], [2], []])  # its prompt is read again, in chunks
+    batch.step([[1], [2], [99]])
+    assert len([verb for verb, *_ in lessons if verb == "prompt"]) == 3
+    assert new_tokens(lessons)[-1] == [99]
+    scopes = {tokens[0]: scope for verb, tokens, scope in lessons if verb == "new"}
+    assert scopes[99] == scopes[3]
+
+
+def test_a_new_text_in_an_old_row_is_new(monkeypatch):
+    lessons = learned(monkeypatch)
+    batch = Batch(proposer())
+    batch.put(0, PROMPTS[0])
+    batch.step([[1]])
+    batch.put(0, [*PROMPTS[2], *PROMPTS[1]])
+    batch.step([[2]])
+    assert [tokens for verb, tokens, _ in lessons if verb == "prompt"] == [PROMPTS[0], [*PROMPTS[2], *PROMPTS[1]]]
+
+
+def test_prompts_in_chunks_get_no_drafts_and_are_learned_when_they_are_whole(monkeypatch):
+    lessons = learned(monkeypatch)
+    batch = Batch(proposer())
+    batch.put(0, PROMPTS[0])
+    for _ in range(3):
+        assert batch.step([[]]) == [[]]
+    assert lessons == []
+    batch.step([[1]])
+    assert [verb for verb, *_ in lessons] == ["prompt", "new"]
+
+
+def test_steps_without_a_call_are_caught_up(monkeypatch):
+    """vLLM does not ask for drafts where they would pass the model's length."""
+    lessons = learned(monkeypatch)
+    batch = Batch(proposer())
+    batch.put(0, PROMPTS[0])
+    batch.step([[1]])
+    batch.put(0, [*PROMPTS[0], 1, 2, 3])
+    batch.step([[4]])
+    assert new_tokens(lessons) == [[1], [2, 3, 4]]
+
+
+def test_drafts_continue_what_was_seen():
+    """Chains of at most k tokens; a second row profits from the first one."""
+    batch, story = Batch(proposer()), [7, 3, 9, 4, 1, 8, 2, 6, 5]
+    batch.put(0, story)
+    batch.put(1, story[:2])
+    batch.step([[1], [9]])
+    first, second = batch.step([[1], [4]])
+    assert second == story[4:][:K]
+    assert len(first) <= K and all(type(token) is int for token in first + second)
+
+
+def test_drafts_end_before_the_models_length():
+    made = proposer(num_tokens=8, longest=64)
+    batch, text = Batch(made), [1, 2, 3] * 30
+    for length, room in ((40, 8), (57, 5), (61, 1), (62, 0)):
+        batch.put(0, text[:length])
+        (draft,) = batch.step([[text[length]]])
+        assert len(draft) == room
+
+
+def test_the_budget_is_for_all_rows_and_the_floor_for_each_token():
+    text = [1, 2, 3, 4, 5] * 30
+    for options, most, least in (({"budget": 5}, 5, 5), ({"floor": 1.0}, 0, 0), ({}, 2 * K, 2 * K)):
+        batch = Batch(proposer(**options))
+        batch.put(0, text)
+        batch.put(1, text[1:])
+        batch.step([[1], [1]])
+        drafts = batch.step([[2], [2]])
+        assert least <= sum(map(len, drafts)) <= most
+
+
+def test_row_steps_count_every_step_of_every_row():
+    batch = Batch(proposer())
+    batch.put(0, PROMPTS[0])
+    batch.put(1, PROMPTS[1])
+    counts = batch.made.row_steps
+    batch.step([[1], []])
+    assert counts.num_row_steps == 0  # the prompt gives the first token
+    batch.step([[2, 3, 4], [9]])
+    batch.step([[5], [7]])
+    assert (counts.num_row_steps, counts.num_tokens) == (3, 5)
+    assert counts.tokens_per_row_step == pytest.approx(5 / 3)
+    drafted = sum(map(len, batch.step([[6], [8]])))
+    before = counts.num_drafted
+    batch.swap(0, 1)
+    batch.step([[1], [1]])
+    assert counts.num_drafted == before + drafted
+    assert "tokens per row-step" in str(counts)
+
+
+def test_a_long_prompt_is_learned_little_by_little(monkeypatch):
+    lessons = learned(monkeypatch)
+    made = proposer(longest=5_000, text_tokens=300)
+    text = np.random.default_rng(0).integers(0, 900, (1, 4_001)).astype(np.int32)
+    length = 1_000
+    for _ in range(5):
+        length += 1
+        made.propose([[int(text[0, length - 1])]], np.array([length], np.int32), text)
+    prompts = [tokens for verb, tokens, _ in lessons if verb == "prompt"]
+    assert list(map(len, prompts)) == [300, 300, 300, 100]
+    assert sum(prompts, []) == text[0, :1_000].tolist()
+
+
+def test_ranks_draft_alike():
+    """The same calls, the same drafts."""
+    generator, one, other = np.random.default_rng(1), Batch(proposer()), Batch(proposer())
+    for batch in (one, other):
+        for row in range(4):
+            batch.put(row, PROMPTS[row % 3])
+    for _ in range(40):
+        sampled = [generator.integers(0, 5, generator.integers(1, 4)).tolist() for _ in range(4)]
+        assert one.step(sampled) == other.step(sampled)
+    assert one.made.lookup.digest == other.made.lookup.digest
+
+
+def test_a_run_begins_with_what_another_one_saved(tmp_path):
+    path = str(tmp_path / "served.lookup")
+    first = Batch(proposer(lookup=path, save=path))
+    first.put(0, [7, 3, 9, 4, 1, 8, 2, 6, 5])
+    first.step([[1]])
+    first.made.save_at_exit()
+    second = Batch(proposer(lookup=path))
+    second.put(0, [7, 3])
+    assert second.step([[9]]) == [[4, 1, 8, 2]]
+    with pytest.raises(OSError):
+        proposer(lookup=str(tmp_path / "none.lookup"))
+
+
+def test_options_come_from_the_environment_or_by_name():
+    environment = {"STAND_FLOOR": "0.25", "STAND_BUDGET": "64", "STAND_DEBUG": "1", "HOME": "/"}
+    assert ServingOptions.read(None, environment) == ServingOptions(floor=0.25, budget=64)
+    assert ServingOptions.read({"floor": 0.5}, environment) == ServingOptions(floor=0.5, budget=64)
+    assert ServingOptions.read({"max_bytes": 2**21}, {}).new_lookup().max_bytes == 2**21
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"flor": 0.1}, "flor"),
+        ({"floor": 2}, "floor"),
+        ({"budget": -1}, "counts"),
+        ({"budget": "many"}, "budget must be of type int"),
+        ({"budget": 1.5}, "budget must be of type int"),
+        ({"save": True}, "save must be of type str"),
+        ("floor", "mapping"),
+    ],
+)
+def test_wrong_options_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        ServingOptions.read(given, {})
+
+
+def test_texts_that_left_are_forgotten_in_the_end():
+    known = KnownTexts(1, num_notes=1, most_parked=2)
+    texts = np.arange(4 * 30, dtype=np.int32).reshape(4, 30)
+    row, length = np.zeros(1, np.int64), np.array([20], np.int64)
+    for number, text in enumerate(texts):
+        before, _ = known.find(text[None].copy(), row, length)
+        assert before.tolist() == [0]
+        known.keep(text[None].copy(), row, length, np.array([[number]]))
+    found = [known.find(text[None].copy(), row, length) for text in texts]
+    assert [int(before[0]) for before, _ in found] == [0, 0, 20, 20]  # what has left last goes last
+    assert [int(notes[0, 0]) for before, notes in found if before[0]] == [2, 3]
+
+
+def test_scopes_are_numbered_as_problems_come():
+    scopes = Scopes()
+    numbers = [scopes.of(key) for key in range(300)]
+    assert numbers == [key % 254 for key in range(300)]
+    assert scopes.of(0) == 0 and 299 in scopes and 300 not in scopes
+
+
+def test_a_backlog_that_takes_nothing_is_empty():
+    lookup = BlendedLookup()
+    backlog = Backlog(lookup, tokens_per_step=0)
+    backlog.add(np.arange(5, dtype=np.int32), 0)
+    backlog.work()
+    assert len(backlog) == 0 == len(lookup)
+
+
+def test_the_door_needs_neither_torch_nor_vllm():
+    names = "('torch', 'transformers', 'vllm', 'sglang')"
+    code = f"import sys, stand.plugins.vllm, stand.plugins.sglang; print([n for n in {names} if n in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.split() == ["[]"], result.stderr
+
+
+def test_temperatures_are_spread_over_draft_positions():
+    """What vLLM's sampler on a CPU leaves as uninitialised memory."""
+    torch = pytest.importorskip("torch")
+    from stand.plugins.vllm import expand_batch_to_tokens
+
+    ends = torch.tensor([3, 3, 4], dtype=torch.int32)
+    spread = expand_batch_to_tokens(torch.tensor([0.6, 0.9, 0.0]), ends, 4, replace_from=0, replace_to=1)
+    assert spread.dtype == torch.float32 and spread.tolist() == pytest.approx([0.6, 0.6, 0.6, 1.0])
+    spread = expand_batch_to_tokens(torch.tensor([20, 5, 7], dtype=torch.int32), ends, 4)
+    assert spread.dtype == torch.int32 and spread.tolist() == [20, 20, 20, 7]

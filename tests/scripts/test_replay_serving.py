@@ -1,0 +1,97 @@
+"""Recorded streams through the doors of serving engines: what is counted is what happened."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import replay_serving
+from replay_serving import CorpusDoor, Outcome, Stream, VllmDoor, replay
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from workloads.recordings import Recording
+
+
+def recordings(seed: int, count: int) -> list[Recording]:
+    generator = np.random.default_rng(seed)
+    walk = generator.integers(0, 30, 150).astype(np.int32)
+    found = []
+    for sample in range(count):
+        tokens = np.where(generator.random(150) < 0.05, generator.integers(0, 30, 150), walk).astype(np.int32)
+        found.append(Recording(0, sample, walk[:9], tokens[: 100 + 7 * sample]))
+    return found
+
+
+class Knowing:
+    """A door that is right about so many tokens, and checks what it is shown."""
+
+    def __init__(self, num_right: int):
+        self.num_right, self.seen, self.dropped = num_right, {}, []
+
+    def step(self, live):
+        for one in live:
+            assert one.end - one.num_new == self.seen.get(one.name, one.num_prompt)
+            self.seen[one.name] = one.end
+        right = [min(self.num_right, len(one.tokens) - one.end) for one in live]
+        return Outcome([self.num_right] * len(live), right, 2.0 * len(live))
+
+    def drop(self, place, live):
+        self.dropped.append(live[place].name)
+
+
+@pytest.mark.parametrize("num_right", [0, 3])
+def test_every_step_of_every_row_is_counted(num_right):
+    streams, door = recordings(0, 7), Knowing(num_right)
+    steps, tokens, drafted, full, every = replay(door, streams, num_rows=3)
+    after_first = [len(one.tokens) - 1 for one in streams]
+    assert tokens == sum(after_first) and drafted == num_right * steps
+    assert steps == sum(-(-length // (num_right + 1)) for length in after_first)
+    assert sorted(door.dropped) == list(range(7))
+    assert sum(every) == 2.0 * steps and set(full) == {2.0} and len(full) < len(every)
+
+
+def test_vllms_door_counts_what_the_proposer_counts():
+    streams = recordings(1, 9)
+    door = VllmDoor(6, num_rows=4, longest=300, options={})
+    steps, tokens, drafted, *_ = replay(door, streams, num_rows=4)
+    counts = door.proposer.row_steps
+    assert tokens / steps > 1.5
+    assert counts.num_row_steps == steps - len(streams)  # a stream's last step is seen by nobody
+    assert counts.num_drafted <= drafted
+
+
+def test_sglangs_door_follows_the_tree():
+    door = CorpusDoor(replay_serving.OURS, 8, depth=20)
+    steps, tokens, drafted, *_ = replay(door, recordings(2, 9), num_rows=4)
+    assert tokens / steps > 1.5 and drafted == 7 * steps
+
+
+def test_a_path_is_followed_to_its_end():
+    one = Stream(0, np.array([5, 6, 7, 8], np.int32), 0, 1)
+    parents = np.array([-1, 0, 0, 2, 1])
+    assert replay_serving.path_length(np.array([5, 9, 6, 7, 8]), parents, one) == 2
+    assert replay_serving.path_length(np.array([5, 9, 7, 7, 8]), parents, one) == 0
+    with pytest.raises(ValueError, match="root"):
+        replay_serving.path_length(np.array([6, 9, 6, 7, 8]), parents, one)
+
+
+def test_the_command_writes_a_table_and_json(tmp_path, capsys):
+    words = [f"w{number}" for number in range(30)]
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    lines = [
+        {"problem_id": "p", "problem": "w1 w2", "text": " ".join(words[token] for token in one.tokens)}
+        for one in recordings(3, 3)
+    ]
+    file = tmp_path / "walks.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    named = [str(file), "--tokenizer", str(tmp_path / "tokenizer.json"), "--rows", "2"]
+    assert replay_serving.main([*named, "--door", "vllm", "sglang", "--size", "4", "--options", '{"floor": 0.2}']) == 0
+    *_, document = capsys.readouterr().out.strip().splitlines()
+    results = [SimpleNamespace(**one) for one in json.loads(document)["results"]]
+    assert [one.door for one in results] == ["vllm", "sglang"]
+    assert all(one.tokens_per_row_step > 1 and one.us_per_row_median > 0 for one in results)
+    assert results[0].drafted_per_row_step < 4 == results[1].drafted_per_row_step + 1
+    assert replay_serving.main([*named, "--options", '{"flor": 1}']) == 2

@@ -2,7 +2,8 @@
 
 `match` draws the target's tokens whatever is drafted, so the recorded trajectory is what it would write. Drafters see
 the recorded laws along the kept paths. Laws of rejected nodes were not recorded: with a model a drafter learns those
-too (`model_tables.py` measures what they give), so replayed tokens per step are a lower bound.
+too (`model_tables.py` measures what they give), so replayed tokens per step are a lower bound. Deterministic children
+are what `match` is best with; sampled ones are priced by their chance under `traversal`, which keeps more of them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from table_parts.law_recording import NUM_TOP
 from table_parts.law_replay import OnPathDrafter, Replayed
 
 COUNTS = (1, 2, 4, 8, 16)  # samples per problem
-EVIDENCE = {"tokens": (TokenDrafter, 10), **{f"laws of {k}": (PathLawsDrafter, k) for k in (4, 10, NUM_TOP)}}
+EVIDENCE = {"tokens": (TokenDrafter, 10), **{f"laws, {k} a row": (PathLawsDrafter, k) for k in (4, 10, NUM_TOP)}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class ReplayArm:
         return f"{self.what}, {self.nodes} nodes, {self.rows} rows"
 
 
-def ours(nodes: int, kind: str = "sampled") -> stand.Drafter:
+def ours(nodes: int, kind: str = "deterministic") -> stand.Drafter:
     return PathLawsDrafter(BlendedLookup(), budget=nodes, kind=kind)
 
 
@@ -49,7 +49,7 @@ def with_lookup(make: Callable[..., stand.Drafter]) -> stand.Drafter:
 
 def evidence(name: str, nodes: int) -> stand.Drafter:
     drafter, count = EVIDENCE[name]
-    return drafter(BlendedLookup(num_candidates=count), budget=nodes)
+    return drafter(BlendedLookup(num_candidates=count), budget=nodes, kind="deterministic")
 
 
 def fixed_shape() -> stand.Drafter:
@@ -63,24 +63,26 @@ def recycling() -> stand.Drafter:
 def replay_arms(costs: CostTable | None = None) -> Iterator[ReplayArm]:
     """Every arm once; an arm may serve several tables. costs: of steps of one row, for drafts that pay by them."""
     paper = TreeShape.paper().num_nodes - 1
-    yield ReplayArm(("samples", "nodes", "kinds"), "sampled", 32, 1, lambda: ours(32))
-    yield ReplayArm(("samples",), "sampled", 32, 4, lambda: ours(32))
-    for nodes in (8, 80):
-        tables = ("nodes", "calibration", "drafters") if nodes == 80 else ("nodes",)
-        yield ReplayArm(tables, "sampled", nodes, 1, lambda nodes=nodes: ours(nodes))
-    yield ReplayArm(("nodes",), "sampled", 64, 8, lambda: ours(64))
-    for kind in ("mixed", "deterministic"):
-        yield ReplayArm(("kinds",), kind, 32, 1, lambda kind=kind: ours(32, kind))
+    kind = "deterministic"
+    for nodes, rows, tables in (
+        (32, 1, ("samples", "nodes", "kinds", "time")),
+        (8, 1, ("nodes", "time")),
+        (80, 1, ("nodes", "drafters", "calibration", "time")),
+        (32, 4, ("samples",)),
+        (64, 8, ("nodes",)),
+    ):
+        yield ReplayArm(tables, kind, nodes, rows, partial(ours, nodes))
+    for kind in ("mixed", "sampled"):
+        yield ReplayArm(("kinds",), kind, 32, 1, partial(ours, 32, kind))
     for name in EVIDENCE:
         for nodes in (8, 32, 80):
-            yield ReplayArm(("evidence",), name, nodes, 1, lambda name=name, nodes=nodes: evidence(name, nodes))
-    yield ReplayArm(("drafters",), "prompt lookup", 8, 1, stand.PromptLookupDrafter)
-    yield ReplayArm(("drafters",), "token recycling", paper, 1, recycling)
-    yield ReplayArm(("drafters",), "STAND's rule", paper, 1, fixed_shape)
+            yield ReplayArm(("evidence",), name, nodes, 1, partial(evidence, name, nodes))
+    yield ReplayArm(("drafters", "time"), "prompt lookup", 8, 1, stand.PromptLookupDrafter)
+    yield ReplayArm(("drafters", "time"), "token recycling", paper, 1, recycling)
+    yield ReplayArm(("drafters", "time"), "STAND's rule", paper, 1, fixed_shape)
     if costs is not None:
-        for kind in ("sampled", "deterministic"):
-            make = partial(PathLawsDrafter, costs=costs, kind=kind)
-            yield ReplayArm(("time",), f"{kind}, by cost", 0, 1, partial(with_lookup, make))
+        make = partial(PathLawsDrafter, costs=costs, kind="deterministic")
+        yield ReplayArm(("time",), "deterministic, by cost", 0, 1, partial(with_lookup, make))
 
 
 def result_of(replayed: Replayed) -> dict[str, object]:
@@ -126,7 +128,7 @@ def _time_table(arms: list[ReplayArm], results: dict, settings: list[str], cost:
     rows = []
     for setting in settings:
         for arm in arms:
-            if arm.rows > 1 or (setting, arm.name) not in results:
+            if "time" not in arm.tables or (setting, arm.name) not in results:
                 continue
             found = results[setting, arm.name]
             cells = []

@@ -135,13 +135,13 @@ def run(monkeypatch, folder, *words):
 
 
 def test_the_command_goes_on_where_it_ended(monkeypatch, tmp_path, capsys):
-    wanted = {"sampled, 32 nodes, 4 rows", "tokens, 8 nodes, 1 rows", "laws of 10, 8 nodes, 1 rows"}
+    wanted = {"deterministic, 32 nodes, 4 rows", "tokens, 8 nodes, 1 rows", "laws, 10 a row, 8 nodes, 1 rows"}
     arms = [arm for arm in replay_tables.replay_arms() if arm.name in wanted]
     monkeypatch.setattr(model_tables, "replay_arms", lambda costs: arms)
     words = "--num-problems 2 --tokens 20 --settings 1.0:1.0 --loop-settings 1.0:1.0 --loop-problems 2 --loop-samples 2"
     run(monkeypatch, tmp_path, *words.split())
     first = capsys.readouterr().out
-    for line in ("sampled              32     4", "chains         block", "kept paths' laws", "laws of 10"):
+    for line in ("deterministic 32 4", "chains         block", "kept paths' laws", "laws, 10 a row"):
         assert " ".join(line.split()) in " ".join(first.split())
     lines = (tmp_path / f"{REASONER.name}.jsonl").read_text().splitlines()
     assert len(lines) == 3 + 4 + 3 and all(json.loads(line)["result"]["steps"] for line in lines)

@@ -30,14 +30,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property, partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +42,7 @@ from gpu_parts.part_process import run_part as run_part_process
 from measuring.bench_record import BenchRecord, Budget, Figure, Measurement
 from measuring.device_timer import device_name
 from measuring.text_table import format_table
+from measuring.versions import versions
 from workloads.model_shapes import SHAPES, SMOKE_SHAPE, ModelShape
 
 if TYPE_CHECKING:  # the kernels are imported once it is known whether they are to be interpreted
@@ -319,26 +316,6 @@ def settings(arguments: argparse.Namespace) -> dict[str, object]:
         "minutes": arguments.minutes,
         "versions": versions(),
     }
-
-
-def versions() -> dict[str, str | None]:
-    """Of everything that a figure may depend on; None where there is none."""
-    found = {"python": platform.python_version(), "cuda": torch.version.cuda, "driver": driver_version()}
-    for package in ("torch", "triton", "transformers", "numpy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
-
-
-def driver_version() -> str | None:
-    """Of the first GPU, as nvidia-smi says."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    return (answer.stdout.splitlines() or [None])[0]
 
 
 def show(arguments: argparse.Namespace, text: str) -> None:

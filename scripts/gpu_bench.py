@@ -1,20 +1,22 @@
 """What a GPU makes of decoding steps and their parts, and how far each is from what the hardware allows.
 
-    python scripts/gpu_bench.py --output bench.json              # Qwen2.5-7B's shape, bfloat16, under ten minutes
+    python scripts/gpu_bench.py --output bench.json              # the whole list, Qwen2.5-7B's shape, bfloat16
     python scripts/gpu_bench.py --replay FILE... --tokenizer tokenizer.json --output bench.json
     python scripts/gpu_bench.py --shapes qwen2.5-14b,qwen3-8b --parts products,attention
     python scripts/gpu_bench.py --device cpu --smoke             # tiny sizes in Triton's interpreter: does it run?
 
 Random weights, nothing is downloaded. Every part runs in a process of its own under a time limit, in this order:
 
+- `contact`: `gpu_first_contact.py`, does every piece run; what it prints is kept;
 - `products`, `laws`: matrix products and the kernels from logits to the kept path, one by one;
 - `checks`: greedy tokens against generate in float32, best tokens and margins in the model's type, kernels against the
   host's rules;
 - `steps`: captured steps by rows, context length and nodes, and the cost table that `stand.wrap` reads, with its knees;
+- `profile`: `profile_step.py`, where a step's time goes, kernel by kernel; what it prints is kept;
 - `attention`: the kernel beside masked attention;
-- `decoding`: this engine without drafts, and generate eager;
+- `decoding`: this engine without drafts, also with top_p, not fused and with backend="sdpa", and generate eager;
 - `replay`: recorded trajectories (`--replay`, JSONL as in `scripts/replay.py`) as rows of a batch: tokens per step and
-  speed-up over this engine without drafts;
+  speed-up over this engine without drafts, under temperature 0.6 and top_p 0.95;
 - `compiled`: generate with a static cache and torch.compile.
 
 After `--minutes` nothing new begins, and what was left out is said. `--output` is complete at any time, so that an
@@ -28,14 +30,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property, partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +42,7 @@ from gpu_parts.part_process import run_part as run_part_process
 from measuring.bench_record import BenchRecord, Budget, Figure, Measurement
 from measuring.device_timer import device_name
 from measuring.text_table import format_table
+from measuring.versions import versions
 from workloads.model_shapes import SHAPES, SMOKE_SHAPE, ModelShape
 
 if TYPE_CHECKING:  # the kernels are imported once it is known whether they are to be interpreted
@@ -54,19 +53,21 @@ if TYPE_CHECKING:  # the kernels are imported once it is known whether they are 
     from workloads.recordings import Recording
 
 LIMITS = {  # seconds of each part's process, in the order of the parts
-    "products": 120, "laws": 120, "checks": 180, "steps": 240, "attention": 180, "decoding": 240, "replay": 440,
-    "compiled": 240,
+    "contact": 160, "products": 120, "laws": 120, "checks": 180, "steps": 240, "profile": 150, "attention": 180,
+    "decoding": 300, "replay": 440, "compiled": 240,
 }  # fmt: skip
 PARTS = tuple(LIMITS)
+SCRIPTS = {"contact": "gpu_first_contact.py", "profile": "profile_step.py"}  # parts that are commands of their own
 MODEL_PARTS = ("checks", "steps", "decoding", "replay", "compiled")
 LAST_SECONDS = 60  # that what runs may take when the minutes are over
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SMOKE_NOTE = "smoke run in Triton's interpreter: the times below mean nothing"
 MAX_POSITIONS = 40960
 MAX_SMOKE_POSITIONS = 256
-MINUTES = 8.5  # a measurement that has begun may take one more
+MINUTES = 28  # of half an hour; a measurement that has begun may take one more
 REPLAY_SAMPLES = 20  # of a problem; a few more than the largest batch, because short ones are skipped
 SMOKE_TOKENS = 4  # of a made-up recording
+SMOKE_CONTACT = "match"  # the piece of the first contact that a smoke run tries
 
 
 class ShapeBench:
@@ -180,7 +181,7 @@ def run_shape(arguments: argparse.Namespace, shape: ModelShape, record: BenchRec
         f"{shape.name}, {arguments.dtype}: copy {machine.bytes_per_second / 1e12:.2f} TB/s, "
         f"large matrix product {machine.flops_per_second / 1e12:.0f} TFLOP/s",
     )
-    parts = [part for part in PARTS if part in arguments.parts]
+    parts = [part for part in PARTS if part in arguments.parts and part not in SCRIPTS]
     if set(parts) & set(MODEL_PARTS) and not describe_model(arguments, bench, record):
         parts = [part for part in parts if part not in MODEL_PARTS]
     for part in parts:
@@ -197,6 +198,10 @@ def run_processes(arguments: argparse.Namespace, shape: ModelShape, record: Benc
         if left <= 0:
             record.leave_out(part, f"{budget.minutes:g} minutes were over")
             continue
+        report(f"{shape.name}: {part}")
+        if part in SCRIPTS:
+            run_script(arguments, shape, part, record, limit=min(LIMITS[part], left + LAST_SECONDS))
+            continue
         options = part_options(arguments, shape, part, minutes=left / 60, costs=record.notes.get("cost_table"))
         run = run_part_process(partial(part_command, options), limit=min(LIMITS[part], left + LAST_SECONDS))
         if run.result is not None:
@@ -205,6 +210,25 @@ def run_processes(arguments: argparse.Namespace, shape: ModelShape, record: Benc
             show(arguments, run.printed)
         if run.failure is not None:
             record.fail(part, RuntimeError(f"{part} did not end well: {run.failure}"))
+
+
+def run_script(
+    arguments: argparse.Namespace, shape: ModelShape, part: str, record: BenchRecord, *, limit: float
+) -> None:
+    """A part that is a command of its own; what it prints is noted under the part's name, whatever comes of it."""
+    options = script_options(arguments, shape, part)
+    script = Path(__file__).resolve().parent / SCRIPTS[part]
+    run = run_part_process(lambda output: [sys.executable, str(script), *options], limit=limit, fine=(0,))
+    record.note(part, run.printed.splitlines())
+    show(arguments, run.printed)
+    if run.failure is not None:
+        record.fail(part, RuntimeError(f"{SCRIPTS[part]} did not end well: {run.failure}"))
+
+
+def script_options(arguments: argparse.Namespace, shape: ModelShape, part: str) -> list[str]:
+    if part == "contact":
+        return ["--device", arguments.device, *(["--only", SMOKE_CONTACT] if arguments.smoke else [])]
+    return ["--smoke", "--repeats", "1"] if arguments.smoke else ["--shape", shape.name]
 
 
 def part_options(
@@ -294,26 +318,6 @@ def settings(arguments: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def versions() -> dict[str, str | None]:
-    """Of everything that a figure may depend on; None where there is none."""
-    found = {"python": platform.python_version(), "cuda": torch.version.cuda, "driver": driver_version()}
-    for package in ("torch", "triton", "transformers", "numpy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
-
-
-def driver_version() -> str | None:
-    """Of the first GPU, as nvidia-smi says."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    return (answer.stdout.splitlines() or [None])[0]
-
-
 def show(arguments: argparse.Namespace, text: str) -> None:
     """To stdout, except for the figures of a smoke run."""
     if not arguments.smoke:
@@ -350,7 +354,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--replay-problems", type=int, default=1, help="measured per file, behind one (%(default)s)")
     parser.add_argument("--replay-tokens", type=int, default=1536, help="of every sample at most (%(default)s)")
     parser.add_argument("--costs", type=Path, help="cost table to replay with (default: measured)")
-    parser.add_argument("--in-process", action="store_true", help="all parts in this process, without time limits")
+    parser.add_argument("--in-process", action="store_true", help="without time limits; not `contact` and `profile`")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that everything runs")
     arguments = parser.parse_args(command_line)
     if arguments.dtype is None:

@@ -22,7 +22,7 @@ from stand.scheduling.request import Job
 from stand.scheduling.scheduler import Admission, Entry, Move, Scheduler
 from stand.stats import Stats
 from stand.step import Step, StepStart
-from stand.trees import DraftBatch, DraftTree
+from stand.trees import DraftBatch
 from stand.verifiers import Verdicts, Verifier, VerifierNoise
 
 DEBUG = os.environ.get("STAND_DEBUG", "0") == "1"  # check every draft's invariants
@@ -55,6 +55,7 @@ class Call:
         self.stats = Stats()
         self.scheduler = Scheduler(iter(jobs), admission)
         self._model = model
+        self._vocabulary_size = text_config(model).vocab_size
         self._backend = backend
         self._drafter = drafter
         self._verifier = verifier
@@ -170,9 +171,13 @@ class Call:
             self._drafter.record_time(request, batch.num_nodes, self.stats.scoring_seconds - before)
         with timed("commit"):
             self._commit(live, batch, verdicts)
-        self._step.teach(partial(self._learn, request, batch, verdicts))
+        if self._is_learning or self._wants_features:
+            self._step.teach(partial(self._learn, request, batch, verdicts))
 
-    def _draft(self, live: LiveRows) -> tuple[DraftRequest, DraftBatch]:
+    def _draft(self, live: LiveRows) -> tuple[DraftRequest | None, DraftBatch]:
+        """What the drafter was asked, None without one, and its answer."""
+        if self._drafter is None:
+            return None, DraftBatch.pending([tokens[-1] for tokens in live.histories])
         request = DraftRequest(
             histories=live.histories,
             seed=self._own_seed,
@@ -184,10 +189,8 @@ class Call:
             is_greedy=self._law.params.is_greedy,
             is_seeded=self._is_seeded,
         )
-        if self._drafter is None:
-            return request, DraftBatch.concatenate([DraftTree.pending(int(tokens[-1])) for tokens in live.histories])
         batch = self._drafter.draft(request)
-        check_batch(batch, request, vocabulary_size=text_config(self._model).vocab_size)
+        check_batch(batch, request, vocabulary_size=self._vocabulary_size)
         if DEBUG:
             batch.check()
         return request, batch
@@ -204,20 +207,18 @@ class Call:
     def _commit(self, live: LiveRows, batch: DraftBatch, verdicts: Verdicts) -> None:
         """Append what was kept to every row, up to its end, and move its keys together."""
         kept_nodes: list[np.ndarray] = []
-        for place, (row, accepted) in enumerate(zip(live.rows, verdicts.accepted, strict=True)):
-            nodes = batch.offsets[place] + accepted
-            tokens = [*batch.token_ids[nodes].tolist(), int(verdicts.next_tokens[place])]
-            stop = self.scheduler.job_of(row).stop
-            emitted, row.finish_reason = stop.cut(row, tokens)
+        gains = zip(live.rows, *verdicts.gained(batch), batch.sizes.tolist(), strict=True)
+        for row, nodes, tokens, size in gains:
+            emitted, row.finish_reason = self.scheduler.job_of(row).stop.cut(row, tokens)
             row.extend(tokens[:emitted])
-            row.num_drafted += int(batch.sizes[place]) - 1
+            row.num_drafted += size - 1
             kept_nodes.append(nodes[:emitted])
             self.stats.num_tokens += emitted
             if row.finish_reason is not None:
                 self._end(row)
             if self._on_commit is not None:
                 self._on_commit(row, tokens[:emitted])
-        going = np.flatnonzero([row.finish_reason is None for row in live.rows])
+        going = np.array([place for place, row in enumerate(live.rows) if row.finish_reason is None], dtype=np.int64)
         self._step.keep(going, live.lengths[going], [verdicts.accepted[place] for place in going])
         self.stats.count_step(batch, np.concatenate(kept_nodes))
 
@@ -228,8 +229,6 @@ class Call:
 
     def _learn(self, request: DraftRequest, batch: DraftBatch, verdicts: Verdicts) -> None:
         """Teach the drafter what became of its draft, and the target's best tokens at every scored node."""
-        if not (self._is_learning or self._wants_features):
-            return
         with self.stats.timed("learn"):
             top_ids, top_probs = self._step.top_entries(self._drafter.num_candidates if self._is_learning else 0)
             features = self._step.features() if self._wants_features else None

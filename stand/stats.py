@@ -79,16 +79,9 @@ class Stats:
             wall_seconds=self.wall_seconds + other.wall_seconds,
         )
 
-    @contextmanager
-    def timed(self, verb: str) -> Iterator[None]:
+    def timed(self, verb: str) -> _Timed:
         """Add the wall time of the block to `seconds[verb]`, without what a block within it adds to another verb."""
-        self._charge()
-        self._open.append(verb)
-        try:
-            yield
-        finally:
-            self._charge()
-            self._open.pop()
+        return _Timed(self, verb)
 
     def _charge(self) -> None:
         """Give the time since the last change to the innermost open verb."""
@@ -124,9 +117,11 @@ class Stats:
         self.num_steps += len(batch)
         self.num_draft_tokens += batch.num_nodes - len(batch)
         self.num_accepted_draft_tokens += len(kept_nodes)
-        self.accepted_by_depth = _add_padded(self.accepted_by_depth, np.bincount(batch.depths[kept_nodes])[1:])
+        if len(kept_nodes) == 0:
+            return
+        self.accepted_by_depth = _added(self.accepted_by_depth, np.bincount(batch.depths[kept_nodes])[1:])
         if batch.slots is not None:
-            self.accepted_by_slot = _add_padded(self.accepted_by_slot, np.bincount(batch.slots[kept_nodes]))
+            self.accepted_by_slot = _added(self.accepted_by_slot, np.bincount(batch.slots[kept_nodes]))
 
     def as_dict(self) -> dict[str, object]:
         """Counters and derived rates as plain JSON values."""
@@ -146,6 +141,31 @@ class Stats:
             "prefill_seconds": self.prefill_seconds,
             "wall_seconds": self.wall_seconds,
         }
+
+
+class _Timed:
+    """A block that is timed, as `Stats.timed` says; a class, because a generator costs microseconds per step."""
+
+    __slots__ = ("_stats", "_verb")
+
+    def __init__(self, stats: Stats, verb: str):
+        self._stats, self._verb = stats, verb
+
+    def __enter__(self) -> None:
+        self._stats._charge()
+        self._stats._open.append(self._verb)
+
+    def __exit__(self, *error: object) -> None:
+        self._stats._charge()
+        self._stats._open.pop()
+
+
+def _added(total: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """`total`, which is written to and grows where it must, and `counts`."""
+    if len(counts) > len(total):
+        return _add_padded(total, counts)
+    total[: len(counts)] += counts
+    return total
 
 
 def _add_padded(left: np.ndarray, right: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -179,6 +180,11 @@ class DraftBatch:
         """
         return layout.ancestor_masks(self, num_nodes, pad_id)
 
+    @classmethod
+    def pending(cls, token_ids: Sequence[int]) -> DraftBatch:
+        """Empty drafts: the pending token of every row alone. All but the tokens is shared between such batches."""
+        return cls(np.array(token_ids, dtype=np.int32), *_pending_arrays(len(token_ids)))
+
     def check(self) -> None:
         """Raise ValueError where an invariant is broken."""
         for row in range(len(self)):
@@ -186,6 +192,15 @@ class DraftBatch:
         depths, ranks = _depths_and_ranks(self.parents, self.offsets)
         if not np.array_equal(depths, self.depths) or not np.array_equal(ranks, self.ranks):
             raise ValueError("depths and ranks must follow from parents; rebuild the batch with concatenate()")
+
+
+@lru_cache(maxsize=64)
+def _pending_arrays(num_rows: int) -> tuple[np.ndarray, ...]:
+    """All but the tokens of `num_rows` empty drafts, in the order of `DraftBatch`."""
+    zeros = np.zeros(num_rows, dtype=np.int32)
+    parents, offsets = np.full(num_rows, NO_PARENT, dtype=np.int32), np.arange(num_rows + 1, dtype=np.int32)
+    support_ids, law = np.full((num_rows, 1), NO_TOKEN, dtype=np.int32), np.zeros((num_rows, 1), dtype=np.float32)
+    return parents, offsets, zeros, zeros, support_ids, law
 
 
 def _depths_and_ranks(parents: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

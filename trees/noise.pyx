@@ -4,7 +4,7 @@ Streams are independent of each other, so that drafting, accepting and resamplin
 that shares them is lossy). The context is never part of a key. The generator is described in noise.h.
 """
 
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 
 import numpy as np
 
@@ -48,6 +48,45 @@ def uniforms(seed, stream, rows, steps, nodes, *, slot=0):
     out = np.empty(words.shape[1:], dtype=np.float64)
     if not 0 <= whole(slot, "slot") < 2**WORD_BITS or not _fill_uniforms(seed, stream, words.reshape(3, -1), slot, out.reshape(-1)):
         raise ValueError("rows, steps, nodes and slot must be in [0, 2**32), got others; number rows and steps from 0")
+    return out
+
+
+def node_uniforms(
+    seed,
+    stream,
+    row_numbers,  # [B]
+    step_numbers,  # [B]
+    row_offsets,  # [B + 1] first packed node of each row, then their number M
+    node_depths=None,  # [M]
+):
+    """float64[M]: per packed node `uniforms` of its row, its row's step and its number in the row; with depths, of
+    the row, step + depth and 0.
+
+    Ranges as in `uniforms`. Raises ValueError otherwise.
+    """
+    _check_stream(seed, stream)
+    cdef const int64_t[::1] rows = np.ascontiguousarray(row_numbers, dtype=np.int64)
+    cdef const int64_t[::1] steps = np.ascontiguousarray(step_numbers, dtype=np.int64)
+    cdef const int32_t[::1] offsets = np.ascontiguousarray(row_offsets, dtype=np.int32)
+    cdef const int32_t[::1] depths = None if node_depths is None else np.ascontiguousarray(node_depths, dtype=np.int32)
+    cdef Py_ssize_t row, node, num_rows = offsets.shape[0] - 1
+    cdef uint64_t key = stream_key(seed, stream), row_key, step, bits = 0
+    if rows.shape[0] != num_rows or steps.shape[0] != num_rows:
+        raise ValueError(f"rows and steps must be [{num_rows}] as the offsets say, got {len(rows)} and {len(steps)}")
+    out = np.empty(offsets[num_rows], dtype=np.float64)
+    cdef double[::1] numbers = out
+    for row in range(num_rows):
+        row_key = step_key(key, rows[row], steps[row])
+        bits |= <uint64_t> rows[row] | <uint64_t> steps[row]
+        for node in range(offsets[row], offsets[row + 1]):
+            if depths is None:
+                numbers[node] = uniform(row_key, node - offsets[row], 0)
+            else:
+                step = <uint64_t> (steps[row] + depths[node])
+                bits |= step
+                numbers[node] = uniform(step_key(key, rows[row], step), 0, 0)
+    if bits >> WORD_BITS:
+        raise ValueError("rows and steps must be in [0, 2**32), got others; number rows and steps from 0")
     return out
 
 

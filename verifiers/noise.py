@@ -20,6 +20,7 @@ from stand.trees.noise import (
     RESAMPLE,
     SECOND_FACTOR,
     TARGET,
+    node_uniforms,
     step_keys,
     uniforms,
 )
@@ -46,9 +47,7 @@ class VerifierNoise:
 
     def accept(self, batch: DraftBatch) -> np.ndarray:
         """[M] float64 in [0, 1): one per packed node, keyed (seed, row, step, row-local node)."""
-        sizes = batch.sizes
-        nodes = np.arange(batch.num_nodes) - np.repeat(batch.offsets[:-1], sizes)
-        return uniforms(self.seed, ACCEPT, np.repeat(self.rows, sizes), np.repeat(self.steps, sizes), nodes)
+        return node_uniforms(self.seed, ACCEPT, self.rows, self.steps, batch.offsets)
 
     def resample(self) -> np.ndarray:
         """[B] float64 in [0, 1): one per row, keyed (seed, row, step)."""
@@ -61,8 +60,7 @@ class VerifierNoise:
 
     def target_at_nodes(self, batch: DraftBatch) -> np.ndarray:
         """[M] float64 in [0, 1): `target` for the token that follows each packed node."""
-        rows, positions = self._after_nodes(batch)
-        return uniforms(self._target_seed, TARGET, rows, positions, np.zeros_like(rows))
+        return node_uniforms(self._target_seed, TARGET, self.rows, self.positions, batch.offsets, batch.depths)
 
     def keys_at_nodes(self, batch: DraftBatch) -> np.ndarray:
         """[M] int64: `step_keys` for the token that follows each packed node, as the int64 with the same bits."""

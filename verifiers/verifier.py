@@ -18,6 +18,7 @@ import torch
 from stand.trees import DraftBatch
 from stand.verifiers import draw_compiled
 from stand.verifiers.draw import draw_residuals
+from stand.verifiers.kept import gained
 from stand.verifiers.noise import VerifierNoise
 from stand.verifiers.operands import Array
 from stand.verifiers.requirements import Requirements, check_requirements
@@ -53,6 +54,10 @@ class Verdicts:
         """[B] int64: packed node whose law the next token was drawn from."""
         ends = [path[-1] if len(path) else 0 for path in self.accepted]
         return batch.offsets[:-1].astype(np.int64) + np.array(ends, dtype=np.int64)
+
+    def gained(self, batch: DraftBatch) -> tuple[list[np.ndarray], list[list[int]]]:
+        """(B arrays int64: packed nodes that are kept; B lists: their tokens, the next token last)."""
+        return gained(self.accepted, batch.token_ids, batch.offsets, self.next_tokens)
 
     def token_ids(self, batch: DraftBatch) -> list[np.ndarray]:
         """B arrays int64 [A + 1]: the tokens each row gains, the next token last."""

@@ -1,4 +1,4 @@
-"""Plain decoding, end to end: this engine at one token per step, and transformers' generate, on one model.
+"""Plain decoding, end to end: this engine at one token per step in four ways, and transformers' generate, on one model.
 
 Figures are tokens per second of all rows behind the prompt: the time of a call for a single token is taken off.
 """
@@ -15,9 +15,11 @@ import torch
 from measuring.bench_record import Measurement
 
 from gpu_parts.bench_model import BenchModel
+from stand.backend import Backend, CapturedBackend, EagerBackend
 
 OURS, EAGER, COMPILED = "stand, no drafts", "generate, eager", "generate, static + compile"
-TEMPERATURE = 0.6
+FILTERED, UNFUSED, SDPA = "stand, top_p", "stand, fuse=False", "stand, backend=sdpa"
+TEMPERATURE, TOP_P = 0.6, 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +36,16 @@ class DecodeSizes:
 
 FULL = DecodeSizes(
     cells=(
-        (OURS, 1, 2048), (EAGER, 1, 2048), (OURS, 8, 2048), (EAGER, 8, 2048), (OURS, 1, 16384), (EAGER, 1, 16384),
-        (OURS, 4, 2048), (EAGER, 4, 2048), (OURS, 16, 2048), (EAGER, 16, 2048),
+        (OURS, 1, 2048), (EAGER, 1, 2048), (FILTERED, 1, 2048), (UNFUSED, 1, 2048), (SDPA, 1, 2048), (OURS, 8, 2048),
+        (EAGER, 8, 2048), (FILTERED, 8, 2048), (OURS, 1, 16384), (EAGER, 1, 16384), (OURS, 4, 2048), (EAGER, 4, 2048),
+        (OURS, 16, 2048), (EAGER, 16, 2048),
     ),
     compiled_cells=((COMPILED, 1, 2048),),
     generated=128,
 )  # fmt: skip
-SMOKE = DecodeSizes(cells=((OURS, 1, 5), (EAGER, 1, 5)), compiled_cells=(), generated=3)
+SMOKE = DecodeSizes(
+    cells=tuple((engine, 1, 5) for engine in (OURS, EAGER, FILTERED, UNFUSED, SDPA)), compiled_cells=(), generated=3
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,9 @@ class DecodeBench:
         self.bench, self.sizes, self.bytes_per_second = bench, sizes, bytes_per_second
         self._engines: dict[str, Callable[[list[list[int]], int], int]] = {
             OURS: self._with_stand,
+            FILTERED: partial(self._with_stand, top_p=TOP_P),
+            UNFUSED: partial(self._with_stand, backend=CapturedBackend(bench.model, "not fused")),
+            SDPA: partial(self._with_stand, backend=EagerBackend(bench.model, "asked for")),
             EAGER: self._with_generate,
             COMPILED: partial(self._with_generate, cache_implementation="static"),
         }
@@ -108,16 +116,22 @@ class DecodeBench:
             torch.cuda.synchronize(self.bench.device)
         return time.perf_counter() - start, result
 
-    def _with_stand(self, prompts: list[list[int]], count: int) -> int:
-        output = self.bench.engine.generate(
-            input_ids=prompts,
-            max_new_tokens=count,
-            temperature=TEMPERATURE,
-            top_k=0,
-            stop_token_ids=[],
-            seed=0,
-            draft=False,
-        )
+    def _with_stand(
+        self, prompts: list[list[int]], count: int, *, top_p: float = 1.0, backend: Backend | None = None
+    ) -> int:
+        """backend: in place of the engine's own, for this call."""
+        engine = self.bench.engine
+        own, engine.backend = engine.backend, backend or engine.backend
+        name = engine.backend.name
+        try:
+            output = engine.generate(
+                input_ids=prompts, max_new_tokens=count, temperature=TEMPERATURE, top_k=0, top_p=top_p,
+                stop_token_ids=[], seed=0, draft=False,
+            )  # fmt: skip
+            if engine.backend.name != name:
+                raise RuntimeError(f"the back end must stay {name}, got {engine.backend}: {engine.backend.reason}")
+        finally:
+            engine.backend = own
         return sum(map(len, output.token_ids))
 
     def _with_generate(self, prompts: list[list[int]], count: int, **settings: str) -> int:

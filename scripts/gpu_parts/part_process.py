@@ -19,15 +19,19 @@ class PartRun:
     failure: str | None
 
 
-def run_part(command: Callable[[Path], Sequence[str]], *, limit: float) -> PartRun:
-    """Run command(output) for at most `limit` seconds; it keeps its document complete in the file `output`."""
+def run_part(command: Callable[[Path], Sequence[str]], *, limit: float, fine: Sequence[int] = (0, 1)) -> PartRun:
+    """Run command(output) for at most `limit` seconds; it keeps its document complete in the file `output`.
+
+    fine: exit statuses of a part that went to its end (1: a measurement failed or a check did not hold, which is in the
+    result).
+    """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "part.json"
         failure = None
         try:
             done = subprocess.run(command(output), stdout=subprocess.PIPE, text=True, timeout=limit, check=False)
             printed = done.stdout
-            if done.returncode not in (0, 1):  # 1: a measurement failed or a check did not hold, which is in the result
+            if done.returncode not in fine:
                 failure = f"its process ended with status {done.returncode}"
         except subprocess.TimeoutExpired as expired:  # the process has been killed
             printed = expired.stdout or ""

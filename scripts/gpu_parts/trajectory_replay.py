@@ -40,6 +40,7 @@ from stand.step import StepStart
 from stand.trees import BlendedLookup, DraftBatch
 from stand.verifiers import VerifierNoise, get_verifier
 
+TEMPERATURE, TOP_P = 0.6, 0.95  # of the laws that are computed; the tokens are the recording's
 PLAIN, FIXED, MEASURED = "no drafts", "{} nodes", "measured costs"
 
 
@@ -172,8 +173,9 @@ class ReplayEngine(Engine):
             num_return_sequences=len(recordings),
             max_new_tokens=longest,
             stop_token_ids=[end_token],
-            temperature=1.0,
+            temperature=TEMPERATURE,
             top_k=0,
+            top_p=TOP_P,
             seed=0,
             draft=draft,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from stand.drafters.check_compiled import is_sound
 from stand.drafters.drafter import DraftRequest
 from stand.trees import DraftBatch
 
@@ -18,6 +19,15 @@ def check_batch(batch: DraftBatch, request: DraftRequest, *, vocabulary_size: in
             f"a drafter must answer one draft per row, got {len(batch)} for {len(request.histories)}; "
             "return DraftTree.pending(token) for a row without a draft"
         )
+    integers = (batch.token_ids, batch.parents, batch.offsets, batch.support_ids)
+    integers = [np.ascontiguousarray(array, dtype=np.int32) for array in integers]
+    law = np.asarray(batch.law, dtype=np.float32)
+    if not is_sound(*integers, law, request.histories, vocabulary_size, LAW_TOLERANCE):
+        _name_the_fault(batch, request, vocabulary_size)
+
+
+def _name_the_fault(batch: DraftBatch, request: DraftRequest, vocabulary_size: int) -> None:
+    """Once more, with the place of the fault."""
     roots = batch.token_ids[batch.offsets[:-1]]
     pending = np.array([history[-1] for history in request.histories], dtype=np.int32)
     if not np.array_equal(roots, pending):

@@ -45,8 +45,7 @@ def _compare_forwards(model: PreTrainedModel) -> None:
     if not difference <= tolerance:
         raise UnsupportedModelError(
             f"a tree forward of {type(model).__name__} must equal plain forwards up to rounding "
-            f"({tolerance:g} of the logits' spread), got {difference:.3g}; "
-            "its positions or its attention look at cache slots rather than at position_ids, so it cannot be served"
+            f"({tolerance:g} of the logits' spread), got {difference:.3g}; {_likely_cause(model)}"
         )
     difference = far_position_difference(model)
     if not difference <= tolerance:
@@ -55,6 +54,16 @@ def _compare_forwards(model: PreTrainedModel) -> None:
             f"{tolerance:g} of the logits' spread), got {difference:.3g} from position {max_positions(model) - 1}; "
             "rows of other lengths share a forward, so it cannot be served"
         )
+
+
+def _likely_cause(model: PreTrainedModel) -> str:
+    """Of a tree forward that differs from plain ones, with the remedy if there is one."""
+    if getattr(text_config(model), "attn_logit_softcapping", None) and model.config._attn_implementation == "sdpa":
+        return (
+            "plain forwards with attn_implementation='sdpa' leave attn_logit_softcapping out in some versions of "
+            "transformers; load the model with attn_implementation='eager'"
+        )
+    return "its positions or its attention look at cache slots rather than at position_ids, so it cannot be served"
 
 
 def _refuse_wrappers(model: object) -> None:

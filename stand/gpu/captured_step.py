@@ -165,8 +165,8 @@ class CapturedStep:
         self, batch: DraftBatch, lengths: np.ndarray, places: np.ndarray, noise: VerifierNoise, *, rows: Sequence[Row]
     ) -> None:
         """lengths [B]: committed tokens; places [B]: rows of the cache; int64."""
-        most_nodes = int(batch.sizes.max())
-        self._make_room(int(lengths.max()) + most_nodes + 1, rows)
+        most_nodes = max(batch.sizes.tolist())  # of a few numbers, faster than numpy
+        self._make_room(max(lengths.tolist()) + most_nodes + 1, rows)
         nodes = (batch.num_nodes, most_nodes)
         self.body, self._program = self._by_nodes.get(nodes) or self._recorded_for(*nodes)
         self.body.packet.fill(batch, lengths, places, noise, room=self._cache.room)

@@ -18,8 +18,9 @@ from stand.gpu.kernels.follow import follow
 from stand.gpu.kernels.race import race
 from stand.gpu.kernels.traverse import traverse
 from stand.gpu.packet import Field
+from stand.gpu.packing import fill_laws
 from stand.gpu.step_size import SUPPORT_SIZE, StepSize
-from stand.trees import NO_TOKEN, DraftBatch
+from stand.trees import DraftBatch
 from stand.verifiers import VerifierNoise
 
 Tensors = Mapping[str, torch.Tensor]
@@ -103,11 +104,8 @@ class TraversalRule(DeviceRule):
         host["accept"][:num_nodes] = noise.accept(batch)
         host["resample"][: len(batch)] = noise.resample()
         host["local_parents"][:num_nodes] = batch.parents
-        host["support_ids"][:, :width][:num_nodes] = batch.support_ids
-        host["support_ids"][:, width:] = NO_TOKEN
-        host["support_ids"][num_nodes:] = NO_TOKEN
-        host["law"][:, :width][:num_nodes] = batch.law
-        host["law"][:, width:] = 0.0
+        law = np.asarray(batch.law, dtype=np.float32)
+        fill_laws(batch.support_ids, law, host["support_ids"], host["law"])
 
     def decide(self, logits: torch.Tensor, laws: torch.Tensor, step: Tensors, verdict: DeviceVerdict) -> None:
         support_ids = step["support_ids"]

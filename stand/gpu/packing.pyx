@@ -201,6 +201,26 @@ cdef inline int64_t _parts(int64_t whole, int64_t part) noexcept:
     return (whole + part - 1) // part
 
 
+def fill_laws(
+    const int32_t[:, :] support_ids not None,  # [m, s] of the drafts, m <= M, s <= S; -1 is padding
+    const float[:, :] law not None,  # [m, s]
+    int32_t[:, ::1] out_support_ids not None,  # [M, S]
+    float[:, ::1] out_law not None,  # [M, S]
+):
+    """Recorded laws into a packet; what is left over becomes padding without mass."""
+    cdef Py_ssize_t node, slot, width = support_ids.shape[1]
+    for node in range(support_ids.shape[0]):
+        for slot in range(width):
+            out_support_ids[node, slot] = support_ids[node, slot]
+            out_law[node, slot] = law[node, slot]
+        for slot in range(width, out_law.shape[1]):
+            out_support_ids[node, slot] = -1
+            out_law[node, slot] = 0.0
+    for node in range(support_ids.shape[0], out_law.shape[0]):
+        for slot in range(out_law.shape[1]):
+            out_support_ids[node, slot] = -1
+
+
 def kept_paths(
     const int64_t[::1] stops not None,  # [B] packed node where each row stops
     const int32_t[::1] parents not None,  # [M] row-local, -1 at roots

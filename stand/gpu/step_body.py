@@ -69,14 +69,15 @@ class StepOutput:
         self._best.download()
 
     def verdict(self, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """(stops, next tokens) [num_rows] int64 of the last step. Raises ValueError when a law was not finite."""
+        """(stops, next tokens) [num_rows] int64 of the last step, the former until the next step is launched. Raises
+        ValueError when a law was not finite."""
         host = self._verdict.host
-        if host["is_broken"][:num_rows].any():
+        if 1 in host["is_broken"][:num_rows].tolist():
             raise ValueError(
                 "every position needs a finite best logit, got NaN or infinity; "
                 "check the model's weights and dtype (float16 overflows)"
             )
-        return host["stops"][:num_rows].copy(), host["next_tokens"][:num_rows].copy()
+        return host["stops"][:num_rows], host["next_tokens"][:num_rows].copy()
 
     def best(self, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32, probabilities float32) [num_nodes, count], copies."""

@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import stand
+from stand.forward import self_check
 from stand.forward.self_check import TOLERANCES, check_model, tree_difference
 
 REFUSED = {
@@ -113,6 +114,17 @@ def test_the_self_check_sees_positions_taken_from_slots():
     rotary.forward = by_slot
     assert tree_difference(model) > TOLERANCES[torch.float32]
     with pytest.raises(stand.UnsupportedModelError, match="must equal plain forwards"):
+        check_model(model)
+
+
+def test_a_reference_without_soft_capping_is_named(monkeypatch):
+    """As sdpa was for Gemma 2 in some versions of transformers; without soft-capping it is another fault."""
+    model = copy.deepcopy(tiny_model("llama"))
+    monkeypatch.setattr(self_check, "tree_difference", lambda model: 0.0029)
+    with pytest.raises(stand.UnsupportedModelError, match="cache slots rather than"):
+        check_model(model)
+    model.config.attn_logit_softcapping = 50.0
+    with pytest.raises(stand.UnsupportedModelError, match="attn_implementation='eager'"):
         check_model(model)
 
 

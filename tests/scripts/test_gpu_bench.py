@@ -100,7 +100,9 @@ def test_smoke_runs_every_part(smoke):
             "greedy tokens until the first difference, float32", "best tokens, float32",
             "traverse kernel, rows", "race kernel, rows",
         },
-        "decoding": {"stand, no drafts", "generate, eager"},
+        "decoding": {
+            "stand, no drafts", "generate, eager", "stand, top_p", "stand, fuse=False", "stand, backend=sdpa",
+        },
         "replay": {"no drafts", "3 nodes", "measured costs"},
         "attention": {"attention"},
         "products": {"qkv", "o", "gate_up", "down", "lm_head"},
@@ -379,8 +381,51 @@ def test_parts_of_their_own_know_the_options_and_the_measured_costs():
     assert gpu_bench.read_arguments(options).replay == [] and gpu_bench.read_arguments(options).costs is None
 
 
-def test_torch_compile_comes_last():
-    assert gpu_bench.PARTS[:3] == ("products", "laws", "checks") and gpu_bench.PARTS[-1] == "compiled"
+PRINTS = "print('ok   match: equal tokens')"
+
+
+@pytest.mark.parametrize(
+    ("program", "failures"),
+    [(PRINTS, []), (PRINTS + "; raise SystemExit(1)", ["status 1"]), (PRINTS + "; 1 / 0", ["status 1"])],
+)
+def test_parts_that_are_commands_keep_what_they_print(monkeypatch, tmp_path, capsys, program, failures):
+    (tmp_path / "command.py").write_text(program)
+    monkeypatch.setitem(gpu_bench.SCRIPTS, "contact", str(tmp_path / "command.py"))
+    output = tmp_path / "bench.json"
+    status = gpu_bench.main(["--device", "cpu", "--smoke", "--parts", "contact", "--output", str(output)])
+    capsys.readouterr()
+    (result,) = json.loads(output.read_text())["results"]
+    assert status == len(failures) and result["contact"] == ["ok   match: equal tokens"]
+    errors = [entry["error"] for entry in result["failed"]]
+    assert len(errors) == len(failures) and all(part in text for part, text in zip(failures, errors, strict=True))
+
+
+def test_commands_know_device_and_shape():
+    arguments = gpu_bench.read_arguments([])
+    assert gpu_bench.script_options(arguments, SHAPES["qwen3-8b"], "contact") == ["--device", "cuda"]
+    assert gpu_bench.script_options(arguments, SHAPES["qwen3-8b"], "profile") == ["--shape", "qwen3-8b"]
+    assert all((SCRIPTS / script).is_file() for script in gpu_bench.SCRIPTS.values())
+
+
+def test_an_arm_of_another_back_end_gives_the_engines_own_back(small):
+    bench = DecodeBench(small, decode_engines.SMOKE, bytes_per_second=1.0)
+    own = small.engine.backend
+    assert bench._engines[decode_engines.SDPA]([[1, 2, 3]], 2) == 2 and small.engine.backend is own
+
+    class Failing(type(bench._engines[decode_engines.SDPA].keywords["backend"])):
+        def new_step(self, start):
+            self.name = "other"
+            return super().new_step(start)
+
+    with pytest.raises(RuntimeError, match="must stay sdpa, got"):
+        bench._with_stand([[1, 2, 3]], 2, backend=Failing(small.model, "x"))
+    assert small.engine.backend is own
+
+
+def test_the_whole_list_in_order_and_within_half_an_hour():
+    assert gpu_bench.read_arguments([]).parts == list(gpu_bench.PARTS)
+    assert gpu_bench.PARTS[:4] == ("contact", "products", "laws", "checks") and gpu_bench.PARTS[-1] == "compiled"
+    assert gpu_bench.MINUTES + gpu_bench.LAST_SECONDS / 60 <= 30
     assert all(engine != "generate, static + compile" for engine, _, _ in decode_engines.FULL.cells)
     assert [engine for engine, _, _ in decode_engines.FULL.compiled_cells] == ["generate, static + compile"]
 

@@ -22,6 +22,20 @@ def test_equals_slow_twin_bit_by_bit():
     assert got.tolist() == expected
 
 
+def test_numbers_of_packed_nodes_are_those_of_their_rows_and_steps():
+    rows, steps = np.array([3, 4]), np.array([1, 9])
+    offsets, depths = np.array([0, 3, 5], dtype=np.int32), np.array([0, 1, 1, 0, 1], dtype=np.int32)
+    row_of, step_of, local = np.repeat(rows, [3, 2]), np.repeat(steps, [3, 2]), np.array([0, 1, 2, 0, 1])
+    by_node = noise.node_uniforms(7, noise.ACCEPT, rows, steps, offsets)
+    assert by_node.tolist() == noise.uniforms(7, noise.ACCEPT, row_of, step_of, local).tolist()
+    by_depth = noise.node_uniforms(7, noise.TARGET, rows, steps, offsets, depths)
+    assert by_depth.tolist() == noise.uniforms(7, noise.TARGET, row_of, step_of + depths, 0 * local).tolist()
+    with pytest.raises(ValueError, match="number rows and steps from 0"):
+        noise.node_uniforms(7, noise.TARGET, rows, steps - 10, offsets, depths)
+    with pytest.raises(ValueError, match=r"must be \[2\] as the offsets say"):
+        noise.node_uniforms(7, noise.ACCEPT, rows[:1], steps, offsets)
+
+
 def test_broadcasts_and_keeps_the_shape():
     grid = noise.uniforms(5, noise.ACCEPT, np.arange(3)[:, None], 9, np.arange(4)[None, :])
     assert grid.shape == (3, 4)

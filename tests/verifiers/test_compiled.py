@@ -1,14 +1,50 @@
 """The compiled host path of traversal equals the array code, node by node and token by token."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from drafted_cases import case
 
+from stand.drafters.check import check_batch
 from stand.trees import DraftBatch, DraftTree
-from stand.verifiers import TargetRows, draw_compiled, get_verifier, operands
+from stand.verifiers import TargetRows, Verdicts, draw_compiled, get_verifier, operands
 from stand.verifiers.draw import draw_residuals
 from stand.verifiers.rules import traversal_compiled
+
+
+def test_what_rows_gain_is_their_kept_nodes_and_the_next_token():
+    drafts = [DraftTree.chain([4, 5, 6]), DraftTree.pending(7), DraftTree.chain([8, 9])]
+    batch = DraftBatch.concatenate(drafts)
+    paths = [np.array([1, 2], np.int32), np.zeros(0, np.int32), np.array([1], np.int32)]
+    verdicts = Verdicts(paths, np.array([1, 2, 3]))
+    nodes, tokens = verdicts.gained(batch)
+    assert [one.tolist() for one in nodes] == [[1, 2], [], [5]] and tokens == [[5, 6, 1], [2], [9, 3]]
+    assert tokens == [one.tolist() for one in verdicts.token_ids(batch)]
+
+
+def test_pending_batches_are_those_of_empty_drafts():
+    tokens = [3, 9, 4]
+    built, packed = DraftBatch.pending(tokens), DraftBatch.concatenate([DraftTree.pending(one) for one in tokens])
+    for name, value in vars(packed).items():
+        other = getattr(built, name)
+        assert np.array_equal(value, other) and getattr(value, "dtype", None) == getattr(other, "dtype", None), name
+
+
+@pytest.mark.parametrize("fault", ["none", "root", "negative", "large", "support", "sum"])
+def test_faults_of_a_draft_are_seen_in_one_pass(fault):
+    batch = DraftBatch.concatenate([DraftTree.chain([4, 5, 6]), DraftTree.chain([8, 9])])
+    request = SimpleNamespace(histories=[np.array([1, 4], np.int32), np.array([8], np.int32)])
+    places = {"root": ("token_ids", 3, 7), "negative": ("token_ids", 1, -1), "large": ("token_ids", 4, 10)}
+    places |= {"support": ("support_ids", (0, 0), 10), "sum": ("law", (2, 0), 0.9)}
+    if fault == "none":
+        check_batch(batch, request, vocabulary_size=10)
+        return
+    name, place, value = places[fault]
+    getattr(batch, name)[place] = value
+    with pytest.raises(ValueError, match=r"must (be|sum)"):
+        check_batch(batch, request, vocabulary_size=10)
 
 
 @pytest.mark.parametrize("kind", ["sampled", "mixed", "deterministic"])

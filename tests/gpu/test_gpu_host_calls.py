@@ -1,0 +1,111 @@
+"""How much Python a step costs beside drafting and the device: functions called per step, which no other load changes.
+
+The device decides at once, and drafting is not counted.
+"""
+
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+from tiny_models import kernel_model  # noqa: E402
+
+import stand  # noqa: E402
+from stand.backend import CapturedBackend  # noqa: E402
+from stand.gpu import captured_step  # noqa: E402
+from stand.gpu.runner import Program  # noqa: E402
+from stand.trees import DraftBatch, DraftTree  # noqa: E402
+
+VOCABULARY, WIDTH = 60, 8
+SHORT, LONG = 20, 60  # steps of the two calls whose difference is counted
+
+
+class IdleRunner:
+    """In place of a device: every row keeps the path to its last node, and goes on with token 5."""
+
+    def record(self, step, best):
+        output = step.__self__._output
+        return Program(lambda: self.decide(output), lambda: None)
+
+    def decide(self, output):
+        host = output._verdict.host
+        host["stops"][: len(self.stops)] = self.stops
+        host["next_tokens"][:] = 5
+
+    def step(self, program):
+        program.step()
+
+    def wait(self, program):
+        pass
+
+    def wait_for_best(self):
+        pass
+
+
+class Canned(stand.Drafter):
+    """The same tree of two children per node for every row, made beforehand."""
+
+    def __init__(self, num_rows: int, num_nodes: int):
+        parents = ((np.arange(num_nodes) + 1) // 2 - 1).astype(np.int32)
+        tokens = np.arange(num_nodes, dtype=np.int32) % VOCABULARY
+        ids = np.tile(np.arange(WIDTH, dtype=np.int32), (num_nodes, 1))
+        law = np.full((num_nodes, WIDTH), 1 / WIDTH, dtype=np.float32)
+        self.batch = DraftBatch.concatenate([DraftTree(tokens, parents, ids, law)] * num_rows)
+        self.last = self.batch.offsets[1:].astype(np.int64) - 1
+
+    def draft(self, request):
+        profiler = sys.getprofile()
+        sys.setprofile(None)
+        self.batch.token_ids[self.batch.offsets[:-1]] = [history[-1] for history in request.histories]
+        sys.setprofile(profiler)
+        return self.batch
+
+
+def calls_per_step(monkeypatch, verifier: str, num_rows: int, num_nodes: int) -> float:
+    """Functions of Python and C that are called in a step of `num_rows` rows of `num_nodes` nodes; 1 node: no draft."""
+    runner, drafter = IdleRunner(), Canned(num_rows, num_nodes)
+    runner.stops = drafter.last
+    monkeypatch.setattr(captured_step, "runner_for", lambda device: runner)
+    engine = stand.wrap(kernel_model("qwen2"), verifier=verifier, backend="sdpa", drafter=drafter)
+    engine.backend = CapturedBackend(engine.model, "idle")
+    most = 1 + int(drafter.batch.depths.max())  # tokens per step
+
+    def counted(num_steps: int) -> int:
+        calls = 0
+
+        def count(frame, event, argument):
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        settings = {"num_return_sequences": num_rows, "max_new_tokens": num_steps * most, "stop_token_ids": []}
+        sys.setprofile(count)
+        try:
+            output = engine.generate(
+                input_ids=[[3, 4, 5]], temperature=0.6, top_k=0, seed=0, learn=False, draft=num_nodes > 1, **settings
+            )
+        finally:
+            sys.setprofile(None)
+        assert output.stats.num_forwards == num_steps
+        return calls
+
+    counted(SHORT)  # records
+    return (counted(LONG) - counted(SHORT)) / (LONG - SHORT)
+
+
+MOST_CALLS = {("match", 16, 7): 430, ("traversal", 16, 7): 440, ("match", 1, 1): 180, ("match", 16, 1): 370}
+
+
+@pytest.mark.parametrize(("verifier", "num_rows", "num_nodes"), MOST_CALLS)
+def test_few_functions_are_called_per_step(monkeypatch, verifier, num_rows, num_nodes):
+    calls = calls_per_step(monkeypatch, verifier, num_rows, num_nodes)
+    assert 30 < calls <= MOST_CALLS[verifier, num_rows, num_nodes]
+
+
+def test_more_python_per_row_is_noticed(monkeypatch):
+    """Control: a copy more for every row."""
+    before = calls_per_step(monkeypatch, "match", 16, 7)
+    of = stand.row.LiveRows.of
+    monkeypatch.setattr(stand.row.LiveRows, "of", lambda rows: ([row.history.copy() for row in rows], of(rows))[1])
+    assert calls_per_step(monkeypatch, "match", 16, 7) > before + 16

@@ -81,6 +81,8 @@ endef
 $(VENV)/.ready: $(SOURCES)
 	$(call install_torch,$(VENV))
 	@echo "== $(VENV): compiling the modules in C++ (one or two minutes) and installing the rest"
+	@# Of two builds of one module Python takes the one that names its own version, however old it is.
+	@find stand trees verifiers -name '*.cpython-*.so' -delete
 	@$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --no-build-isolation --editable ".[test]"
 	@touch $@
 

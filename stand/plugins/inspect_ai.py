@@ -1,0 +1,222 @@
+"""inspect-ai's harness: the provider `stand`, so `inspect eval TASK --model stand/MODEL` decodes by the engine.
+
+inspect asks for one answer at a time and for many at once. The engine decodes a batch from its start to its end, so
+requests that arrive within a moment of each other, with equal settings, are decoded together in a thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+import anyio
+from inspect_ai.model import (
+    ChatCompletionChoice,
+    ChatMessage,
+    ChatMessageAssistant,
+    GenerateConfig,
+    ModelAPI,
+    ModelOutput,
+    ModelUsage,
+    modelapi,
+)
+from inspect_ai.tool import ToolChoice, ToolInfo
+
+GATHERING = 0.02  # seconds to wait for requests that begin together
+ROWS = 16
+SERVED = {  # inspect's names of settings: `Engine.generate`'s
+    "max_tokens": "max_new_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "stop_seqs": "stop",
+}
+REFUSED = (
+    "best_of", "frequency_penalty", "presence_penalty", "logit_bias", "num_choices", "logprobs", "top_logprobs",
+    "prompt_logprobs", "response_schema",
+)  # fmt: skip
+STOP_REASONS = {"eos": "stop", "stop": "stop", "criteria": "stop", "length": "max_tokens", "time": "model_length"}
+
+Chat = list[dict[str, str]]
+
+
+class RequestBatches:
+    """Decodes requests in one thread: those that wait together and have equal settings in one call of the engine."""
+
+    def __init__(self, engine: object, *, num_rows: int, seed: int | None = None):
+        self.engine, self.num_rows, self.seed = engine, num_rows, seed
+        self.requests: queue.Queue[tuple[Chat, Mapping, Future] | None] = queue.Queue()
+        self.num_calls = 0
+        self.thread = threading.Thread(target=self._run, name="stand", daemon=True)
+        self.thread.start()
+
+    def submit(self, chat: Chat, settings: Mapping) -> Future:
+        """A future of the `ModelOutput` fields that `_answers` gives; it raises what the engine raises."""
+        future: Future = Future()
+        self.requests.put((chat, settings, future))
+        return future
+
+    def close(self) -> None:
+        """End the thread after what waits already."""
+        self.requests.put(None)
+
+    def _run(self) -> None:
+        waiting: list[tuple[Chat, Mapping, Future]] = []
+        is_open = True
+        while is_open or waiting:
+            if not waiting:
+                first = self.requests.get()
+                is_open = first is not None
+                waiting += [first] if is_open else []
+                time.sleep(GATHERING if is_open else 0)
+            while not self.requests.empty():
+                request = self.requests.get()
+                is_open = is_open and request is not None
+                waiting += [request] if request is not None else []
+            if waiting:
+                batch = [one for one in waiting if one[1] == waiting[0][1]][: self.num_rows]
+                waiting = [one for one in waiting if not any(one is taken for taken in batch)]
+                self._decode(batch)
+
+    def _decode(self, batch: list[tuple[Chat, Mapping, Future]]) -> None:
+        try:
+            answers = self._answers([chat for chat, _, _ in batch], batch[0][1])
+        except Exception as error:  # whatever it is, those who wait get it
+            for _, _, future in batch:
+                future.set_exception(error)
+            return
+        for (_, _, future), answer in zip(batch, answers, strict=True):
+            future.set_result(answer)
+
+    def _answers(self, chats: list[Chat], settings: Mapping) -> list[dict]:
+        tokenizer = self.engine.tokenizer
+        prompts = [
+            tokenizer(
+                tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True),
+                add_special_tokens=False,
+            )["input_ids"]
+            for chat in chats
+        ]
+        seed = None if self.seed is None else self.seed + self.num_calls  # calls must not repeat each other
+        output = self.engine.generate(input_ids=prompts, seed=seed, **settings)
+        self.num_calls += 1
+        worth = {
+            "stand_rows": len(chats),
+            "stand_tokens_per_step": output.stats.mean_acceptance_length,
+            "stand_tokens_per_second": output.stats.tokens_per_second,
+        }
+        return [
+            {
+                "text": output.texts[row],
+                "reason": STOP_REASONS[output.finish_reasons[row]],
+                "num_prompt": len(prompts[row]),
+                "num_new": len(output.token_ids[row]),
+                "seconds": output.stats.wall_seconds,
+                "worth": worth,
+            }
+            for row in range(len(chats))
+        ]
+
+
+@modelapi(name="stand")
+class StandAPI(ModelAPI):
+    """A transformers model of this machine, decoded by the engine.
+
+    Model arguments (-M name=value): `rows`, the most requests decoded together (16); `device`, `dtype` ("auto");
+    `lookup`, a file that the drafter starts from; `save_lookup`, a file to write what it has learned at the end to.
+    Settings that are left out are the model's own, as `generation_config.json` has them. config.seed fixes the
+    random numbers, but which requests share a batch depends on time, so a run does not repeat itself token for token.
+
+    Raises ValueError by name for what cannot be served: tools, images, penalties, several choices, log-probabilities.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        config: GenerateConfig | None = None,
+        *,
+        rows: int = ROWS,
+        device: str | None = None,
+        dtype: str = "auto",
+        lookup: str | None = None,
+        save_lookup: str | None = None,
+    ):
+        config = config or GenerateConfig()
+        super().__init__(model_name, base_url=base_url, api_key=api_key, config=config)
+        if rows < 1:
+            raise ValueError(f"rows must be at least 1, got {rows}")
+        # Here, because inspect imports this module whenever it lists providers.
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from stand.engine import wrap
+        from stand.trees import BlendedLookup
+
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype).to(device)
+        tokenizer = AutoTokenizer.from_pretrained(model_name)
+        if tokenizer.chat_template is None:
+            raise ValueError(f"{model_name} must have a chat template, got none; inspect asks in chats")
+        drafter = None if lookup is None else BlendedLookup.load(lookup)
+        self.rows, self.save_lookup = int(rows), save_lookup
+        self.engine = wrap(model, tokenizer, drafter=drafter)
+        self.batches = RequestBatches(self.engine, num_rows=self.rows, seed=config.seed)
+
+    async def generate(
+        self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
+    ) -> ModelOutput:
+        if tools:
+            raise ValueError(f"tools must be left out, got {[tool.name for tool in tools]}; use another provider")
+        answer = self.batches.submit([_message(one) for one in input], _settings(config))
+        while not answer.done():
+            await anyio.sleep(GATHERING / 2)
+        return _output(self.model_name, answer.result())
+
+    def max_connections(self) -> int:
+        """As many as are decoded together."""
+        return self.rows
+
+    def connection_key(self) -> str:
+        return self.model_name
+
+    def close(self) -> None:
+        self.batches.close()
+        self.batches.thread.join()
+        if self.save_lookup is not None:
+            self.engine.lookup.save(self.save_lookup)
+
+
+def _message(message: ChatMessage) -> dict[str, str]:
+    if message.role == "tool":
+        raise ValueError("messages must be of system, user or assistant, got one of a tool; use another provider")
+    if not isinstance(message.content, str) and any(part.type not in ("text", "reasoning") for part in message.content):
+        raise ValueError("messages must be text, got another kind of content; use another provider")
+    return {"role": message.role, "content": message.text}
+
+
+def _settings(config: GenerateConfig) -> dict:
+    """Arguments of `Engine.generate`. Raises ValueError for settings that would be ignored."""
+    for name in REFUSED:
+        value = getattr(config, name, None)
+        if value is not None and value is not False and not (name in ("num_choices", "best_of") and value == 1):
+            raise ValueError(f"{name} must be left out, got {value!r}; the provider `stand` does not serve it")
+    given = {ours: getattr(config, theirs) for theirs, ours in SERVED.items()}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _output(model_name: str, answer: dict) -> ModelOutput:
+    message = ChatMessageAssistant(content=answer["text"], model=model_name, source="generate")
+    total = answer["num_prompt"] + answer["num_new"]
+    usage = ModelUsage(input_tokens=answer["num_prompt"], output_tokens=answer["num_new"], total_tokens=total)
+    return ModelOutput(
+        model=model_name,
+        choices=[ChatCompletionChoice(message=message, stop_reason=answer["reason"])],
+        usage=usage,
+        time=answer["seconds"],
+        metadata=answer["worth"],
+    )

@@ -1,0 +1,229 @@
+"""Harness doors: what they ask of the engine and what they hand back, with stand-ins where the library is absent."""
+
+import asyncio
+import copy
+import importlib
+import sys
+import types
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from letter_tokenizer import LETTERS, letter_tokenizer
+from tiny_models import tiny_model
+from transformers import StoppingCriteriaList, StopStringCriteria
+
+import stand
+
+PADDED = {  # left-padded, prompts of 6, 4 and 2 tokens
+    "input_ids": torch.tensor([[5, 9, 11, 4, 5, 9], [0, 0, 7, 8, 30, 21], [0, 0, 0, 0, 40, 41]]),
+    "attention_mask": torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1]]),
+}
+
+
+def fresh_model():
+    """A copy without an engine of earlier tests."""
+    return copy.deepcopy(tiny_model("llama"))
+
+
+def module(name, **names):
+    made = types.ModuleType(name)
+    vars(made).update(names)
+    return made
+
+
+class PlainHFLM:
+    """The part of lm-eval's class that `StandLM` builds upon."""
+
+    backend, mixed_precision_dtype = "causal", None
+
+    def __init__(self, pretrained, **settings):
+        self.model, self.tokenizer = pretrained
+        self.tokenizer.pad_token = LETTERS[0]
+        self.settings = settings
+
+    def get_model_info(self):
+        return {"model_dtype": "float32"}
+
+
+@pytest.fixture
+def lm_eval_door(monkeypatch):
+    registered = {}
+    stand_ins = {
+        "lm_eval": module("lm_eval"),
+        "lm_eval.api": module("lm_eval.api"),
+        "lm_eval.api.registry": module(
+            "lm_eval.api.registry", register_model=lambda name: lambda made: registered.setdefault(name, made)
+        ),
+        "lm_eval.models": module("lm_eval.models"),
+        "lm_eval.models.huggingface": module("lm_eval.models.huggingface", HFLM=PlainHFLM),
+    }
+    for name, made in stand_ins.items():
+        monkeypatch.setitem(sys.modules, name, made)
+    monkeypatch.delitem(sys.modules, "stand.plugins.lm_eval", raising=False)
+    yield importlib.import_module("stand.plugins.lm_eval")
+    assert list(registered) == ["stand"]
+    monkeypatch.delitem(sys.modules, "stand.plugins.lm_eval", raising=False)
+
+
+def test_lm_eval_gets_what_the_model_generates(lm_eval_door):
+    model, tokenizer = fresh_model(), letter_tokenizer()
+    lm = lm_eval_door.StandLM((model, tokenizer))
+    stop = LETTERS[30:40]
+    got = lm._model_generate(PADDED["input_ids"], 30, stop, attention_mask=PADDED["attention_mask"], until=None)
+    expected = model.generate(
+        **PADDED, max_length=30, do_sample=False, pad_token_id=tokenizer.pad_token_id,
+        stopping_criteria=StoppingCriteriaList([StopStringCriteria(tokenizer, stop)]),
+    )  # fmt: skip
+    assert got.tolist() == expected.tolist()
+    assert any(token in got[0, 6:] for token in range(30, 40)), "no stop string was met"
+    assert lm.stats.num_tokens > 0
+    assert lm.get_model_info()["stand_tokens_per_step"] == lm.stats.mean_acceptance_length >= 1.0
+
+
+def test_lm_eval_samples_by_torchs_generator(lm_eval_door):
+    torch.manual_seed(7)
+    settings = {"attention_mask": PADDED["attention_mask"], "do_sample": True, "temperature": 0.9}
+    runs = []
+    for _ in range(2):
+        lm = lm_eval_door.StandLM((fresh_model(), letter_tokenizer()))
+        torch.manual_seed(7)
+        runs.append(lm._model_generate(PADDED["input_ids"], 30, LETTERS[30:31], **settings).tolist())
+    assert runs[0] == runs[1]
+    assert lm._model_generate(PADDED["input_ids"], 30, LETTERS[30:31], **settings).tolist() != runs[0]
+
+
+def test_lm_eval_starts_from_a_saved_lookup(lm_eval_door, tmp_path):
+    pair = fresh_model(), letter_tokenizer()
+    first = lm_eval_door.StandLM(pair)
+    first._model_generate(PADDED["input_ids"], 30, LETTERS[:1], attention_mask=PADDED["attention_mask"])
+    first.save_lookup(str(tmp_path / "letters.lookup"))
+    again = lm_eval_door.StandLM(pair, lookup=str(tmp_path / "letters.lookup"))
+    again._model_generate(PADDED["input_ids"], 30, LETTERS[:1], attention_mask=PADDED["attention_mask"])
+    assert again.stats.mean_acceptance_length > first.stats.mean_acceptance_length
+
+
+def test_lm_eval_refuses_what_the_engine_cannot_serve(lm_eval_door, monkeypatch):
+    monkeypatch.setattr(PlainHFLM, "backend", "seq2seq")
+    with pytest.raises(ValueError, match="decoder-only"):
+        lm_eval_door.StandLM((None, letter_tokenizer()))
+
+
+@dataclass
+class Config:
+    """inspect's settings that the provider reads."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_seqs: list[str] | None = None
+    seed: int | None = None
+    logprobs: bool | None = None
+    num_choices: int | None = None
+
+
+@dataclass
+class Message:
+    role: str
+    text: str
+    content: object = ""
+
+
+@dataclass
+class Anything:
+    """Keeps what it is made with."""
+
+    given: dict = field(default_factory=dict)
+
+    def __init__(self, **given):
+        self.given = given
+
+
+class PlainModelAPI:
+    def __init__(self, model_name, base_url=None, api_key=None, config=None):
+        self.model_name, self.config = model_name, config
+
+
+@pytest.fixture
+def inspect_door(monkeypatch):
+    names = ["ChatCompletionChoice", "ChatMessageAssistant", "ModelOutput", "ModelUsage"]
+    model = module("inspect_ai.model", ChatMessage=Message, GenerateConfig=Config, ModelAPI=PlainModelAPI)
+    vars(model).update({name: type(name, (Anything,), {}) for name in names})
+    model.modelapi = lambda name: lambda made: made
+    stand_ins = {
+        "inspect_ai": module("inspect_ai"),
+        "inspect_ai.model": model,
+        "inspect_ai.tool": module("inspect_ai.tool", ToolChoice=object, ToolInfo=object),
+        "anyio": module("anyio", sleep=asyncio.sleep),
+    }
+    for name, made in stand_ins.items():
+        monkeypatch.setitem(sys.modules, name, made)
+    monkeypatch.delitem(sys.modules, "stand.plugins.inspect_ai", raising=False)
+    yield importlib.import_module("stand.plugins.inspect_ai")
+    monkeypatch.delitem(sys.modules, "stand.plugins.inspect_ai", raising=False)
+
+
+@pytest.fixture
+def provider(inspect_door):
+    """A provider around a tiny model, past the constructor that loads one."""
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    api = inspect_door.StandAPI.__new__(inspect_door.StandAPI)
+    api.model_name, api.rows, api.save_lookup = "letters", 4, None
+    api.engine = stand.wrap(fresh_model(), tokenizer)
+    api.batches = inspect_door.RequestBatches(api.engine, num_rows=api.rows, seed=3)
+    yield api
+    api.close()
+    assert not api.batches.thread.is_alive()
+
+
+def ask_all(provider, texts, config):
+    async def ask():
+        asked = [provider.generate([Message("user", text)], [], "auto", config) for text in texts]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    return asyncio.run(ask())
+
+
+def test_inspect_gets_each_prompts_own_answer(provider):
+    texts = ["ABC", "BCDE", "ZZ", "HIHI", "ABCABC", "QRS"]
+    answers = ask_all(provider, texts, Config(max_tokens=12, temperature=0.0))
+    for text, answer in zip(texts, answers, strict=True):
+        alone = provider.engine.generate(text, max_new_tokens=12, temperature=0.0, draft=False)
+        message = answer.given["choices"][0].given["message"]
+        assert message.given["content"] == alone.texts[0]
+        usage = answer.given["usage"].given
+        assert (usage["input_tokens"], usage["output_tokens"]) == (len(text), len(alone.token_ids[0]))
+        assert answer.given["metadata"]["stand_rows"] <= provider.rows
+    assert provider.batches.num_calls < len(texts), "requests that came together must be decoded together"
+
+
+def test_inspect_gets_the_engines_errors_and_goes_on(provider):
+    wrong, right = Config(max_tokens=4, temperature=-1.0), Config(max_tokens=4)
+    assert isinstance(ask_all(provider, ["ABC"], wrong)[0], ValueError)
+    assert not isinstance(ask_all(provider, ["ABC"], right)[0], Exception)
+
+
+def test_inspect_refuses_what_would_be_ignored(provider):
+    for config in (Config(logprobs=True), Config(num_choices=2)):
+        (answer,) = ask_all(provider, ["ABC"], config)
+        assert isinstance(answer, ValueError) and "must be left out" in str(answer)
+    image = Message("user", "look", content=[types.SimpleNamespace(type="image")])
+    with pytest.raises(ValueError, match="must be text"):
+        asyncio.run(provider.generate([image], [], "auto", Config()))
+    with pytest.raises(ValueError, match="tools"):
+        asyncio.run(provider.generate([], [types.SimpleNamespace(name="bash")], "auto", Config()))
+
+
+def test_the_libraries_have_what_the_stand_ins_stand_for():
+    """Where they are installed: the doors open, and the names that they use are there."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    pytest.importorskip("inspect_ai", reason="inspect-ai is not installed")
+    from lm_eval.models.huggingface import HFLM
+
+    from stand.plugins.inspect_ai import REFUSED, SERVED, GenerateConfig
+    from stand.plugins.lm_eval import StandLM
+
+    assert issubclass(StandLM, HFLM) and StandLM._model_generate is not HFLM._model_generate
+    assert {*REFUSED, *SERVED, "seed"} <= set(GenerateConfig.model_fields)

@@ -61,11 +61,6 @@ class EagleDrafter(Drafter):
         self.law_size = num_candidates
         self._rows: FollowedRows | None = None
 
-    @property
-    def digest(self) -> int:
-        """0: nothing is learned."""
-        return 0
-
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
         if not isinstance(self.head, EagleHead):
             self.head = EagleHead.load(model, self.head)

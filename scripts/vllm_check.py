@@ -51,6 +51,7 @@ def row_steps() -> object:
     """The counts of the proposer that this process runs."""
     from stand.plugins.vllm import LookupProposer
 
+    gc.unfreeze()  # vLLM freezes what it has made, and frozen objects are not listed
     return max((one.row_steps for one in gc.get_objects() if type(one) is LookupProposer), key=lambda c: c.num_tokens)
 
 

@@ -42,8 +42,8 @@ class StandLM(HFLM):
             raise ValueError(
                 f"mixed_precision_dtype must be None, got {self.mixed_precision_dtype}; load the model in one dtype"
             )
-        if lookup is not None:
-            use_engine(wrap(self.model, self.tokenizer, drafter=BlendedLookup.load(lookup)))
+        drafter = None if lookup is None else BlendedLookup.load(lookup)
+        use_engine(wrap(self.model, self.tokenizer, drafter=drafter))
 
     def save_lookup(self, path: str) -> None:
         """Write what the drafter has learned, for `lookup=` of a later run. Raises OSError."""

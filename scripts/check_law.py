@@ -55,7 +55,7 @@ from stand.verifiers import VerifierNoise
 
 LONGEST_CUT = 6  # tokens of a solution that a prompt may hold
 MOST_ROWS = 500  # of a call
-MOST_SCORES = 50_000_000  # probabilities of a call's step; they decide how many rows it has
+MOST_SCORES = 20_000_000  # probabilities of a call's step; they decide how many rows it has
 NODES_PER_ROW = 3
 PROMPTS_PER_CALL = 10
 ROUNDING = 1e-5  # of a law in float32
@@ -312,7 +312,7 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     is_law, bundled = options.check == "law", Path(options.model).resolve() == REASONER
     options.verifiers = options.verifiers or (["traversal", "match"] if is_law else ["match", "coupled"])
-    options.prompts = options.prompts or ((10 if is_law else 50) if bundled else (4 if is_law else 12))
+    options.prompts = options.prompts or (10 if is_law else 50 if bundled else 12)
     options.tokens = options.tokens or (4 if is_law else 256)
     if options.temperature is None:
         options.temperature = 1.0 if bundled else 0.8

@@ -87,7 +87,8 @@ def test_a_draw_that_uses_its_noise_twice_is_seen(monkeypatch):
     assert chi_square(counted("traversal", 3000, branching=(1, 1)), exact_law("tknm")) < 1e-6
 
 
-@pytest.mark.parametrize(("count", "rows"), [(50, 25), pytest.param(2000, 100, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "rows"), [(50, 25), (2000, 100)])
 def test_the_real_kernels_follow_the_law(monkeypatch, count, rows):
     """All but attention's: its programs would be most of the time."""
     monkeypatch.setattr(kernel_attention, "tree_attention", tree_attention)

@@ -175,8 +175,9 @@ class Simulation:
             num_rows * (1 + nodes), float(cached.sum()), float(cached.sum()) * (1 + nodes)
         )
         needed = int(cached.max()) + DRAFT_ROOM
-        if needed > self._room:  # rooms double
-            self._room = -(-max(needed, 2 * self._room) // ROOM_QUANTUM) * ROOM_QUANTUM
+        if needed > self._room:  # rooms double, up to what the longest row may need
+            most = self.workload.limit + max(self.workload.prompts) + DRAFT_ROOM
+            self._room = -(-max(needed, min(2 * self._room, most)) // ROOM_QUANTUM) * ROOM_QUANTUM
         self._steps.append((self._now, num_rows, int(kept.sum()), nodes, int(cached.sum()), num_places * self._room))
         return kept
 

@@ -22,12 +22,14 @@ def block(text: str, language: str) -> str:
 
 
 def tree_folders(listing: str) -> set[str]:
-    """Paths of the folders in an indented listing: the first word of a line, two spaces deeper in its folder."""
+    """Paths of the folders in an indented listing: the first words of a line, each with its slash, between commas; two
+    spaces deeper in its folder."""
     folders, open_folders = set(), []
     for line in listing.splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
-        open_folders[depth:] = [line.split()[0].rstrip("/")]
-        folders.add("/".join(open_folders))
+        for name in re.match(r"\s*((?:[\w.]+/(?:, |$|(?=\s)))+)", line)[1].split(", "):
+            open_folders[depth:] = [name.strip().rstrip("/")]
+            folders.add("/".join(open_folders))
     return folders
 
 

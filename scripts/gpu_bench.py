@@ -38,11 +38,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from gpu_parts.bench_record import BenchRecord, Budget, Figure, Measurement
+from gpu_parts.device_timer import device_name
 from gpu_parts.part_process import run_part as run_part_process
-from measuring.bench_record import BenchRecord, Budget, Figure, Measurement
-from measuring.device_timer import device_name
+from gpu_parts.versions import versions
 from measuring.text_table import format_table
-from measuring.versions import versions
 from workloads.model_shapes import SHAPES, SMOKE_SHAPE, ModelShape
 
 if TYPE_CHECKING:  # the kernels are imported once it is known whether they are to be interpreted

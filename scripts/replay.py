@@ -20,15 +20,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
 import numpy as np
-from measuring.cpu_time import timed
 from measuring.output_file import check_writable
 from measuring.progress import Progress, say
-from measuring.replay_drafters import Guess, ReplayDrafter, accepted_path, make_drafter
+from measuring.replay_drafters import ReplayDrafter, make_drafter
+from measuring.replay_walk import Tally, replay_one
 from measuring.text_table import format_table
 from tokenizers import Tokenizer
 from workloads.recordings import Recording, Selection, read_recordings
@@ -37,26 +37,7 @@ from stand.trees import BlendedLookup, vocabulary_fingerprint
 
 SETTINGS = ("alone", "same", "all")
 DRAFTERS = ("lookup", "stand", "prompt-lookup", "arctic", "arctic-gated")
-NUM_BINS = 10
-DEEPEST = 32
 LEAST_IN_BIN = 500
-
-
-@dataclass(slots=True)
-class Tally:
-    """What one replay counts."""
-
-    tokens: dict[int, int] = field(default_factory=dict)  # by sample number
-    steps: dict[int, int] = field(default_factory=dict)
-    draft_us: list[float] = field(default_factory=list)
-    learn_us: float = 0.0
-    num_learned: int = 0
-    num_nodes: int = 0
-    num_drafts: int = 0  # with at least one node
-    accepted: np.ndarray = field(default_factory=lambda: np.zeros(DEEPEST, np.int64))  # by depth
-    expected: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS))  # sums of path probabilities, by bin
-    reached: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS))
-    in_bin: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,45 +74,6 @@ def replay(drafter: ReplayDrafter, recordings: list[Recording], *, budget: int, 
         last_problem = recording.problem
         replay_one(drafter, recording, budget, tally)
     return tally
-
-
-def replay_one(drafter: ReplayDrafter, recording: Recording, budget: int, tally: Tally) -> None:
-    stream = np.concatenate([recording.prompt, recording.tokens]).astype(np.int32)
-    end = len(recording.prompt) + 1
-    drafter.start(recording.problem, recording.prompt)
-    learn(drafter, stream[:end], end, tally)
-    num_steps = 0
-    while end < len(stream):
-        took, draft = timed(drafter.draft, stream[:end], budget)
-        tally.draft_us.append(took)
-        guess = drafter.guess(draft)
-        path = accepted_path(guess, stream[end:])
-        count(guess, path, tally, at_end=end + len(path) >= len(stream))
-        num_new = min(len(path) + 1, len(stream) - end)
-        end += num_new
-        learn(drafter, stream[:end], num_new, tally)
-        num_steps += 1
-    tally.learn_us += timed(drafter.finish)[0]
-    tally.tokens[recording.sample] = tally.tokens.get(recording.sample, 0) + len(recording.tokens) - 1
-    tally.steps[recording.sample] = tally.steps.get(recording.sample, 0) + num_steps
-
-
-def learn(drafter: ReplayDrafter, history: np.ndarray, num_new: int, tally: Tally) -> None:
-    tally.learn_us += timed(drafter.learn, history, num_new)[0]
-    tally.num_learned += num_new
-
-
-def count(guess: Guess, path: list[int], tally: Tally, *, at_end: bool) -> None:
-    tokens, _, chances = guess
-    tally.num_nodes += len(tokens)
-    tally.num_drafts += len(tokens) > 0
-    tally.accepted[: min(len(path), DEEPEST)] += 1
-    if chances is None or at_end:  # nothing is known after the recording's end
-        return
-    bins = np.minimum(NUM_BINS - 1, (chances * NUM_BINS).astype(np.int64))
-    tally.expected += np.bincount(bins, weights=chances, minlength=NUM_BINS)
-    tally.in_bin += np.bincount(bins, minlength=NUM_BINS)
-    tally.reached += np.bincount(bins[path], minlength=NUM_BINS)
 
 
 def summarise(tally: Tally, drafter: ReplayDrafter, empty_bytes: int | None) -> dict:

@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 from measuring.progress import Progress, say
 from measuring.replay_drafters import BlendedReplay
+from measuring.replay_walk import Tally, replay_one
 from measuring.text_table import format_table
-from replay import Tally, replay_one
 from tokenizers import Tokenizer
 from workloads.recordings import SHORTEST, Recording, encode, read_records, record_tokens
 

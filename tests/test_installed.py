@@ -27,12 +27,17 @@ def module_of(file: str) -> str:
     return ".".join((*(() if parts[0] == "stand" else ("stand",)), *parts)).removesuffix(".__init__")
 
 
+OTHERS_LIBRARIES = {"stand/plugins/lm_eval.py": "lm_eval", "stand/plugins/inspect_ai.py": "inspect_ai"}
+
+
 @pytest.mark.parametrize("file", source_files())
 def test_module_is_installed(file):
     if not file.startswith("trees/"):
         pytest.importorskip("torch")
     if file.startswith("stand/gpu/"):
         pytest.importorskip("triton")
+    if file in OTHERS_LIBRARIES:
+        pytest.importorskip(OTHERS_LIBRARIES[file], exc_type=ImportError)
     module = importlib.import_module(module_of(file))
     assert Path(module.__file__).suffix == (".so" if file.endswith(".pyx") else ".py")
 

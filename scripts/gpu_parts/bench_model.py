@@ -59,8 +59,9 @@ class BenchModel:
         """A captured step behind `length` random keys per row, and its rows."""
         rule, fusion = device_rule(self.engine.verifier), self.engine.backend.fusion
         step = CapturedStep(self.model, TargetLaw(LAW), rule, num_rows=num_rows, fusion=fusion)
-        step.use(self._random_cache(num_rows, length))
-        return step, [Row(row, self.tokens(length + 1), 1) for row in range(num_rows)]
+        rows = [Row(row, self.tokens(length + 1), 1) for row in range(num_rows)]
+        step.use(self._random_cache(num_rows, length), rows)
+        return step, rows
 
     def obstacle(self, num_rows: int, length: int, *, copies: int = 1) -> str | None:
         """Why so many caches cannot be held at once, or None: they would take more than `SHARE` of what is free."""

@@ -12,9 +12,9 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-from measuring.bench_record import Measurement
 
 from gpu_parts.bench_model import BenchModel
+from gpu_parts.bench_record import Measurement
 from stand.backend import Backend, CapturedBackend, EagerBackend
 
 OURS, EAGER, COMPILED = "stand, no drafts", "generate, eager", "generate, static + compile"

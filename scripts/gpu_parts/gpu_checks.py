@@ -12,12 +12,12 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from measuring.bench_record import Measurement
 from transformers import PreTrainedModel
 from workloads.model_shapes import ModelShape
 from workloads.random_draft import random_draft
 
 from gpu_parts.bench_model import BenchModel, step_noise
+from gpu_parts.bench_record import Measurement
 from gpu_parts.kernel_bench import heap_parents
 from stand.forward.model import run_plan
 from stand.forward.packed_plan import StepPlan

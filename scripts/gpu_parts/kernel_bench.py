@@ -14,12 +14,12 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from measuring.bench_record import Measurement
-from measuring.device_timer import DeviceTimer
 from torch.nn.functional import scaled_dot_product_attention
 from workloads.model_shapes import INITIAL_SPREAD, ModelShape, Product
 from workloads.random_draft import random_draft
 
+from gpu_parts.bench_record import Measurement
+from gpu_parts.device_timer import DeviceTimer
 from stand.gpu.kernels.attention import tree_attention
 from stand.gpu.kernels.compact import compact
 from stand.gpu.kernels.filter import filter_rows

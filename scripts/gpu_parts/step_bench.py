@@ -16,10 +16,10 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from measuring.bench_record import Measurement
-from measuring.device_timer import device_name
 
 from gpu_parts.bench_model import BenchModel, step_noise
+from gpu_parts.bench_record import Measurement
+from gpu_parts.device_timer import device_name
 from stand.drafters.step_cost import CostTable, StepCost, cost_name, measure_cost, table_path
 from stand.gpu.captured_step import CapturedStep
 from stand.row import Row

@@ -18,12 +18,12 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from measuring.bench_record import Measurement
 from measuring.token_drafter import TokenDrafter
 from transformers import PreTrainedModel
 from workloads.recordings import Recording
 
 from gpu_parts.bench_model import BenchModel
+from gpu_parts.bench_record import Measurement
 from stand.call import Call
 from stand.drafters.step_cost import CostTable
 from stand.engine import Engine

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from measuring.path_laws import PathLawsDrafter
 from measuring.text_table import format_table
 from measuring.token_drafter import TokenDrafter
 from verifier_parts.drafters import RoomDrafter
@@ -16,6 +15,7 @@ from verifier_parts.verifier_tables import gain, resampled, with_error
 import stand
 from stand.trees import BlendedLookup, DraftBatch, LookupTree, TreeShape
 from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise, get_verifier
+from table_parts.path_laws import PathLawsDrafter
 
 NODES_PER_ROW = 8
 ROOM = 10  # a step counts where a row has room for so many tokens

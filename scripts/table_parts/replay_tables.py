@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from measuring.path_laws import PathLawsDrafter, kept_lesson
 from measuring.text_table import format_table
 from measuring.token_drafter import TokenDrafter
 from verifier_parts.verifier_tables import gain, resampled, with_error
@@ -17,6 +16,7 @@ from stand.drafters.step_cost import CostTable, StepCost
 from stand.trees import BlendedLookup, LookupTree, TreeShape
 from table_parts.law_recording import NUM_TOP
 from table_parts.law_replay import OnPathDrafter, Replayed
+from table_parts.path_laws import PathLawsDrafter, kept_lesson
 
 COUNTS = (1, 2, 4, 8, 16)  # samples per problem
 EVIDENCE = {"tokens": (TokenDrafter, 10), **{f"laws, {k} a row": (PathLawsDrafter, k) for k in (4, 10, NUM_TOP)}}

@@ -109,10 +109,15 @@ class CapturedStep:
         self._held[free], self._place_of[row.index] = row, free
         self._cache.enter(free, keys, row.num_cached, source=source)
 
-    def use(self, cache: DeviceCache | None) -> None:
-        """Decode after these keys; what is recorded knows another cache's addresses and goes."""
+    def use(self, cache: DeviceCache | None, rows: Sequence[Row] = ()) -> None:
+        """Decode after these keys; what is recorded knows another cache's addresses and goes.
+
+        rows: whose keys lie in its places 0, 1, ...
+        """
         self._forget()
         self._cache = cache
+        self._held = [*rows, *[None] * (self._num_rows - len(rows))]
+        self._place_of = {row.index: place for place, row in enumerate(rows)}
 
     def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
         """The whole step, up to the verdict; what the step before showed is learned while the device works."""

@@ -122,12 +122,16 @@ def test_another_order_is_seen(asked, monkeypatch):
     """Negative control: the processors of the chain, or chain and filters, the other way round."""
     backwards = ProcessorChain.__init__
 
-    def reversed_chain(self, by_prompt, **kwargs):
-        backwards(self, [list(reversed(processors)) for processors in by_prompt], **kwargs)
+    def reversed_chain(self, first):
+        backwards(self, list(reversed(first)))
 
     monkeypatch.setattr("stand.sampling.SamplingParams.at_the_end_of", lambda processors: (SamplingParams(), 0))
     assert max(differences(asked)) < 1e-6  # all of them in the chain, nothing after it
+    admit = ProcessorChain.admit
     monkeypatch.setattr(ProcessorChain, "__init__", reversed_chain)
+    monkeypatch.setattr(
+        ProcessorChain, "admit", lambda self, request, others: admit(self, request, list(reversed(others)))
+    )
     assert max(differences(asked)) > 1e-3
 
 

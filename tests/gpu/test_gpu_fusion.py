@@ -368,7 +368,7 @@ def test_modules_the_kernels_do_not_know_are_left_alone():
     layers[1].self_attn.__class__ = Reversed
     own, _ = packed_forwards(model)
     fusion = fuse(model)
-    assert kept(fusion) == {QKV: 2, GATE_UP: 3, NORM: 6, MLP: 2}
+    assert kept(fusion) == {QKV: 2, GATE_UP: 3, NORM: 6, MLP: 2, ADDED: 2}
     reasons = {swap.reason for swap in fusion.report}
     assert {"no kernel for its activation", "no constant epsilon"} < reasons
     assert any("cannot be tried alone (AttributeError" in reason for reason in reasons)

@@ -92,13 +92,21 @@ def test_it_sees_a_second_word_that_is_not_read(plain_kernels, roomy, monkeypatc
     assert "must equal those of eager attention" in kernel_failure(roomy, size=FULL)
 
 
+def stays_at_the_root(drawn, laws, token_ids, parents, follows, offsets, stops, next_tokens, is_broken, path):
+    """A verdict that keeps nothing, whatever was drawn."""
+    stops.copy_(offsets[:-1])
+    next_tokens.copy_(drawn[: len(next_tokens)])
+    is_broken.zero_()
+    path.fill_(-1)
+
+
 @pytest.mark.parametrize(
     ("module", "name", "wrong", "law", "message"),
     [
         (step_body, "filter_rows", lambda *arguments: None, FILTERED, "laws of a replayed step"),
         (step_body, "softmax_rows", lambda laws, *rest: laws.fill_(1 / laws.shape[1]), GREEDY, "laws of a replayed"),
         (step_body, "compact", lambda *arguments: None, GREEDY, "the keys kept"),
-        (device_rule, "follow", lambda drawn, step: (step["offsets"][:-1].long(), drawn[:3]), GREEDY, "verdicts"),
+        (device_rule, "follow", stays_at_the_root, GREEDY, "verdicts"),
     ],
 )
 def test_it_sees_a_wrong_part(plain_kernels, roomy, monkeypatch, module, name, wrong, law, message):

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 
@@ -118,9 +120,12 @@ def test_resealed_files_get_past_the_checksum(tmp_path):
     assert messages == {False}
 
 
-def test_the_tables_of_the_public_door_hold(capsys):
+def test_the_tables_of_the_public_door_hold():
     """`wrap`, the drafters and `generate`: what must be taken is taken, what must be refused says why."""
     pytest.importorskip("torch")
-    assert abuse.main(["--tries", "0", "--kills", "0", "--forks", "0", "--threads", "0", "--calls", "1"]) == 0, (
-        capsys.readouterr().out
-    )
+    options = ["--tries", "0", "--kills", "0", "--forks", "0", "--threads", "0", "--calls", "1"]
+    # With Triton's interpreter, as in this process, `backend="triton"` runs on a CPU too.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, abuse.__file__, *options]
+    tried = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert tried.returncode == 0, tried.stdout

@@ -24,9 +24,9 @@ import gpu_parts.kernel_bench as kernel_bench  # noqa: E402
 import gpu_parts.step_bench as step_bench  # noqa: E402
 from fake_events import FakeEvent  # noqa: E402
 from gpu_parts.bench_model import BenchModel  # noqa: E402
+from gpu_parts.bench_record import BenchRecord, Budget, Measurement  # noqa: E402
 from gpu_parts.decode_engines import DecodeBench, DecodeTiming  # noqa: E402
-from measuring.bench_record import BenchRecord, Budget, Measurement  # noqa: E402
-from measuring.device_timer import DeviceTimer  # noqa: E402
+from gpu_parts.device_timer import DeviceTimer  # noqa: E402
 from triton.runtime.errors import OutOfResources  # noqa: E402
 from workloads.model_shapes import SHAPES, SMOKE_SHAPE  # noqa: E402
 

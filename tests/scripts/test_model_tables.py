@@ -7,12 +7,12 @@ from dataclasses import replace
 import model_tables
 import numpy as np
 import pytest
-from measuring.path_laws import PathLawsDrafter
 from measuring.setup import REASONER
 from measuring.token_drafter import TokenDrafter
 from table_parts import replay_tables
 from table_parts.law_recording import LawRecording, record
 from table_parts.law_replay import replay
+from table_parts.path_laws import PathLawsDrafter
 from tiny_models import tiny_model
 
 import stand

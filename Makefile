@@ -24,7 +24,7 @@ CORE_TESTS := tests/trees tests/gpu/test_gpu_packing.py tests/gpu/test_gpu_work_
 
 # A wheel holds the files of the source and modules compiled with the same options: what can go wrong is that one is
 # missing, or found in the source folder only. So every module is imported, and one test file of each part is run.
-WHEEL_TESTS := tests/test_installed.py tests/engine/test_engine.py tests/trees/test_lookup_file.py \
+WHEEL_TESTS := tests/test_installed.py tests/engine/test_stream.py tests/trees/test_lookup_file.py \
   tests/verifiers/test_compiled.py tests/gpu/test_gpu_packing.py tests/scripts/test_throughput.py
 # Test processes at a time.
 WORKERS ?= 2

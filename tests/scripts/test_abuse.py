@@ -120,6 +120,7 @@ def test_resealed_files_get_past_the_checksum(tmp_path):
     assert messages == {False}
 
 
+@pytest.mark.slow
 def test_the_tables_of_the_public_door_hold():
     """`wrap`, the drafters and `generate`: what must be taken is taken, what must be refused says why."""
     pytest.importorskip("torch")

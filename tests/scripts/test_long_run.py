@@ -46,6 +46,7 @@ def uninterrupted(tmp_path_factory) -> list[tuple]:
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path, monkeypatch, capsys, uninterrupted):
     path = tmp_path / "killed.jsonl"
     command = [sys.executable, str(SCRIPT), *SMALL, "--output", str(path)]

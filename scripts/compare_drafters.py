@@ -1,7 +1,8 @@
-"""Tokens per step of the lookup and of an EAGLE-1 head, at equal draft nodes, by number of samples.
+"""Tokens per step of the lookup, of an EAGLE-1 head, and of both blended, at equal draft nodes, by number of samples.
 
     python scripts/compare_drafters.py                                        # bundled model and its shipped head
     python scripts/compare_drafters.py --model smollm2 --head eagle_smollm2   # a head of your own
+    python scripts/compare_drafters.py --head random --arms lookup,blended    # what an untrained head costs
 
 Every arm draws the same problems with the same seeds, `--nodes` draft nodes per row and step. The lookup starts empty
 with every problem, so what it knows at sample n are the samples before and beside it. A table per temperature goes to
@@ -27,7 +28,10 @@ from stand.drafters.eagle.growth import PAPER_SHAPE
 from stand.drafters.eagle.head import EagleHead
 
 SHIPPED_HEAD = Path(__file__).resolve().parent / "drafters" / "eagle"
-HEADER = ("N", "drafter", "tokens per step", "depth 1 kept", "nodes per step", "drafting, share of time")
+RANDOM = "random"
+HEADER = (
+    "N", "drafter", "tokens per step", "depth 1 kept", "nodes per step", "drafting, share of time", "tokens per second"
+)  # fmt: skip
 
 
 def drafter_makers(
@@ -38,17 +42,28 @@ def drafter_makers(
     makers: dict[str, Callable[[int], stand.Drafter]] = {
         "lookup": lambda rows: stand.BlendedDrafter(budget=arguments.nodes * rows),
         "eagle": lambda rows: stand.EagleDrafter(head, budget=arguments.nodes * rows, **settings),
+        "blended": lambda rows: stand.BlendedDrafter(
+            budget=arguments.nodes * rows,
+            source=stand.EagleLaws(head, rounds=arguments.law_rounds, temperature=temperature or 1.0),
+        ),
     }
     if arguments.nodes == PAPER_SHAPE.num_nodes - 1:
         makers["eagle, paper's tree"] = lambda rows: stand.EagleDrafter(head, shape=PAPER_SHAPE, **settings)
-    return makers
+    return {name: make for name, make in makers.items() if name in (arguments.arms or makers)}
+
+
+def head_of(arguments: argparse.Namespace, model) -> EagleHead:
+    if str(arguments.head) != RANDOM:
+        return EagleHead.load(model, arguments.head)
+    torch.manual_seed(arguments.seed)
+    return EagleHead(model).eval()
 
 
 def measure(arguments: argparse.Namespace) -> list[dict]:
     """One record per temperature, number of samples and arm."""
     torch.set_num_threads(arguments.threads)
     model, tokenizer = load_model(arguments)
-    head, tasks = EagleHead.load(model, arguments.head), load_tasks(arguments)
+    head, tasks = head_of(arguments, model), load_tasks(arguments)
     records = []
     names = list(drafter_makers(arguments, head, 1.0))
     progress = Progress(len(arguments.temperatures) * sum(arguments.trajectories) * len(names) * len(tasks))
@@ -80,12 +95,13 @@ def record(temperature: float, count: int, name: str, stats: stand.Stats) -> dic
         "depth_1_kept": float(kept[0] / stats.num_steps) if len(kept) else 0.0,
         "nodes_per_step": stats.num_draft_tokens / stats.num_steps,
         "draft_share": stats.seconds["draft"] / sum(stats.seconds.values()),
+        "tokens_per_second": stats.tokens_per_second,
         "kept_by_depth": [float(number / stats.num_steps) for number in kept[:8]],
     }
 
 
 def tables(records: list[dict]) -> str:
-    columns = ("tokens_per_step", "depth_1_kept", "nodes_per_step", "draft_share")
+    columns = ("tokens_per_step", "depth_1_kept", "nodes_per_step", "draft_share", "tokens_per_second")
     parts = []
     for temperature in dict.fromkeys(one["temperature"] for one in records):
         rows = [
@@ -109,9 +125,11 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     add_options(parser)
     parser.add_argument("--temperatures", type=number_list, default=[0.0, 0.8], metavar="T,T,...")
     parser.add_argument("--trajectories", type=count_list, default=[1, 4, 16], metavar="N,N,...")
-    parser.add_argument("--head", type=Path, default=SHIPPED_HEAD, help="folder or file of an EAGLE-1 head")
+    parser.add_argument("--head", type=Path, default=SHIPPED_HEAD, help="folder or file of an EAGLE-1 head, or random")
     parser.add_argument("--nodes", type=int, default=8, help="draft nodes per row (25: with the paper's tree, too)")
-    parser.add_argument("--rounds", type=int, default=6, help="runs of the head per step")
+    parser.add_argument("--rounds", type=int, default=6, help="runs of the head per step, EAGLE alone")
+    parser.add_argument("--law-rounds", type=int, default=2, help="runs of the head after the first, blended")
+    parser.add_argument("--arms", type=lambda text: text.split(","), help="some of the drafters, with commas between")
     parser.add_argument("--verifier", default="traversal")
     arguments = parser.parse_args(command_line)
     if arguments.temperature is not None:

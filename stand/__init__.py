@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from stand.drafters.draft_model import ModelDrafter
     from stand.drafters.drafter import Drafter, DraftRequest, Lesson
     from stand.drafters.eagle.drafter import EagleDrafter
+    from stand.drafters.eagle.laws import EagleLaws
     from stand.drafters.fixed_shape import FixedShapeDrafter
+    from stand.drafters.law_source import LawSource
     from stand.drafters.prompt_lookup import PromptLookupDrafter
     from stand.drafters.step_cost import CostTable
     from stand.drafters.token_recycling import TokenRecyclingDrafter
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from stand.scheduling.request import Request, Trajectory
     from stand.scheduling.run import Run
     from stand.stats import Stats
-    from stand.trees import BlendedLookup, LookupTree, TreeShape
+    from stand.trees import BlendedLookup, LookupTree, OutsideLaws, TreeShape
     from stand.verifiers import Verifier
 
 __version__ = "0.1.0"
@@ -42,12 +44,15 @@ _HOMES = {
     "DraftRequest": "stand.drafters.drafter",
     "Drafter": "stand.drafters.drafter",
     "EagleDrafter": "stand.drafters.eagle.drafter",
+    "EagleLaws": "stand.drafters.eagle.laws",
     "Engine": "stand.engine",
     "FixedShapeDrafter": "stand.drafters.fixed_shape",
     "GenerationOutput": "stand.output",
+    "LawSource": "stand.drafters.law_source",
     "Lesson": "stand.drafters.drafter",
     "LookupTree": "stand.trees",
     "ModelDrafter": "stand.drafters.draft_model",
+    "OutsideLaws": "stand.trees",
     "PromptLookupDrafter": "stand.drafters.prompt_lookup",
     "Request": "stand.scheduling.request",
     "Run": "stand.scheduling.run",
@@ -68,12 +73,15 @@ __all__ = [
     "DraftRequest",
     "Drafter",
     "EagleDrafter",
+    "EagleLaws",
     "Engine",
     "FixedShapeDrafter",
     "GenerationOutput",
+    "LawSource",
     "Lesson",
     "LookupTree",
     "ModelDrafter",
+    "OutsideLaws",
     "PromptLookupDrafter",
     "Request",
     "Run",

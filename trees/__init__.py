@@ -10,7 +10,7 @@ if __name__ != "stand.trees":
     )
 
 from stand.trees import noise
-from stand.trees.blended.lookup import BlendedLookup
+from stand.trees.blended.lookup import BlendedLookup, OutsideLaws
 from stand.trees.draft import NO_PARENT, NO_TOKEN, ROOT, DraftBatch, DraftTree
 from stand.trees.fingerprint import problem_key, vocabulary_fingerprint
 from stand.trees.longest_match.file import LookupFileError
@@ -26,6 +26,7 @@ __all__ = [
     "DraftTree",
     "LookupFileError",
     "LookupTree",
+    "OutsideLaws",
     "TreeShape",
     "fit_shape",
     "noise",

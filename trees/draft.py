@@ -11,10 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stand.trees.layouts import layout
+
+if TYPE_CHECKING:
+    from stand.trees.blended.lookup import OutsideLaws
 
 ROOT = 0
 NO_PARENT = -1
@@ -93,7 +97,8 @@ class DraftBatch:
 
     `parents` are row-local (NO_PARENT at each root). `depths` and `ranks` (position among its siblings) follow
     from `parents` and are stored because every consumer needs them. `slots` is None unless every draft has
-    slots; `path_probabilities` and `path_estimates` are of all drafts or of none.
+    slots; `path_probabilities` and `path_estimates` are of all drafts or of none. `outside_laws` are those that a
+    lookup has blended in.
     """
 
     token_ids: np.ndarray  # [M] int32
@@ -107,6 +112,7 @@ class DraftBatch:
     slots: np.ndarray | None = None  # [M] int32
     path_probabilities: np.ndarray | None = None  # [M] float32
     path_estimates: np.ndarray | None = None  # [M] float32
+    outside_laws: OutsideLaws | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from stand.drafters.drafter import DraftRequest, Lesson, LookupDrafter, check_fingerprint, check_kind, teach_two_ways
 from stand.drafters.known_costs import KnownCosts, Measure, costs_folder
+from stand.drafters.law_source import LawSource
 from stand.drafters.step_cost import CostTable, StepCost, saved_costs
 from stand.trees import BlendedLookup, DraftBatch
 from stand.trees.sampling import KINDS
@@ -39,6 +42,7 @@ class BlendedDrafter(LookupDrafter):
     table that scripts/gpu_bench.py saved, if there is one. Where nothing was timed, the budget is `default_budget`.
     floor: no node that is less likely to be accepted (estimated), in [0, 1].
     kind: "sampled" children; "mixed": one sampled child, then the likeliest others; or "deterministic".
+    source: a head whose laws are blended in, by odds that are learned while decoding (`EagleLaws`, or your own).
     """
 
     NUM_SCOPES = 255  # a scope is a byte; the last one stands for what came from a file
@@ -51,6 +55,7 @@ class BlendedDrafter(LookupDrafter):
         costs: CostTable | None = None,
         floor: float = 0.0,
         kind: str = "sampled",
+        source: LawSource | None = None,
     ):
         _check_settings(lookup, budget, costs, floor)
         check_kind(kind, KINDS, "growth under a budget")
@@ -59,6 +64,8 @@ class BlendedDrafter(LookupDrafter):
         self.costs = costs
         self.floor = floor
         self.kind = kind
+        self.source = source
+        self.requires_features = source is not None and source.requires_features
         self._known: KnownCosts | None = None
         self._known_rises: dict[tuple[StepCost, int, int], np.ndarray] = {}  # by cost, rows and budget
 
@@ -66,6 +73,8 @@ class BlendedDrafter(LookupDrafter):
         if self.lookup is None:
             self.lookup = BlendedLookup(fingerprint=fingerprint)
         check_fingerprint(self.lookup, fingerprint)
+        if self.source is not None:
+            self.source.attach(model)
         folder = costs_folder()
         if self.costs is None and self.budget is None and folder is not None:
             self.costs = saved_costs(model, folder)
@@ -89,18 +98,30 @@ class BlendedDrafter(LookupDrafter):
 
     def draft(self, request: DraftRequest) -> DraftBatch:
         budget, rises = self._limits(request)
-        return self.lookup.draft(
+        grow = partial(
+            self.lookup.draft,
             request.histories,
             budget,
             seed=request.seed,
             rows=request.rows,
             steps=request.steps,
-            kind=self._kind_of(request),
             floor=self.floor,
             rises=rises,
             max_depths=request.max_depths,
             scopes=request.problems % self.NUM_SCOPES,
         )
+        outside = None
+        if self.source is not None and budget > 0:
+            outside = self.source.laws(request, lambda laws: grow(kind="deterministic", outside=laws))
+        return grow(kind=self._kind_of(request), outside=outside)
+
+    def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:
+        if self.source is not None:
+            self.source.follow_prompt(token_ids, features)
+
+    def follow(self, lesson: Lesson) -> None:
+        if self.source is not None:
+            self.source.follow(lesson)
 
     def learn_prompt(self, token_ids: np.ndarray, *, problem: int) -> None:
         self.lookup.learn(token_ids[:1], token_ids[1:], scope=problem % self.NUM_SCOPES)

@@ -125,11 +125,12 @@ class SlowBlend:
             self.now += 1
             path.append(token)
 
-    def learn_row(self, path: list[int], row: list[tuple[int, float]], *, scope: int = 0) -> None:
-        found = self.contexts(path)
+    def learn_row(self, path: list[int], row: list[tuple[int, float]], *, scope: int = 0) -> dict[int, float]:
+        """The law of a next token; what tokens of at least 0.1 were given before, one after the other."""
+        found, given = self.contexts(path), {}
         for token, mass in row:
             if self.rate > 0 and mass >= 0.1:
-                self.train(found, token, scope, mass)
+                given[token] = self.train(found, token, scope, mass)
         is_soft = False
         for order in self.chain(len(path)):
             context = self.make(found.get(order), order, path)
@@ -146,6 +147,7 @@ class SlowBlend:
                 known += mass if was_known else 0.0
             is_soft |= known >= 0.5
         self.now += 1
+        return given
 
     def make(self, context: Context | Entry | None, order: int, path: list[int]) -> Context | None:
         if order == 0:
@@ -208,7 +210,7 @@ class SlowBlend:
             escape=self.escape_odds.get(escape_key) or escape_prior(*escape_key),
         )
 
-    def train(self, found: dict[int, Context | Entry], token: int, scope: int, mass: float) -> None:
+    def train(self, found: dict[int, Context | Entry], token: int, scope: int, mass: float) -> float:
         probability, levels = UNSEEN, []
         known = self.evidence({order: one for order, one in found.items() if order != 0}, scope)
         if not any(token in evidence.tokens for evidence in known):  # else the empty context is spared
@@ -230,11 +232,11 @@ class SlowBlend:
                 step = rate * ((own if name == token else 0.0) - odds / total)
                 self.move(self.entry_odds, key, odds, share, step)
             duty *= 1 - own
+        return probability
 
     def move(self, table: dict[tuple, float], key: tuple, odds: float, duty: float, step: float) -> None:
         uses = self.uses.get((table is self.entry_odds, key), 0.0)
-        eagerness = 1 + 3 * 10 / (10 + uses)
-        table[key] = min(1e4, max(1e-4, odds * max(0.25, 1 + eagerness * step)))
+        table[key] = moved(odds, uses, step)
         self.uses[table is self.entry_odds, key] = uses + duty
 
 
@@ -274,6 +276,11 @@ class SlowCalibration:
         for at, part in ((knot, 1 - share), (knot + 1, share)):
             weights[at] = min(100.0, weights[at] + part * product)
             factors[at] = min(3.0, max(0.2, factors[at] + part * error / (weights[at] + 20.0)))
+
+
+def moved(odds: float, uses: float, step: float) -> float:
+    """Odds after a step that is longer while they are young."""
+    return min(1e4, max(1e-4, odds * max(0.25, 1 + (1 + 3 * 10 / (10 + uses)) * step)))
 
 
 def weight_bucket(weight: int) -> int:

@@ -27,6 +27,25 @@ cdef extern from "store/odds.h" namespace "stand" nogil:
 cdef extern from "growth/evidence.h" namespace "stand" nogil:
     bool_t has_wide_vectors()
 
+cdef extern from "store/outside_laws.h" namespace "stand" nogil:
+    const int32_t C_ANY_TOKEN "stand::ANY_TOKEN"
+    const int32_t C_NUM_SOURCES "stand::NUM_SOURCES"
+    const int32_t C_MAX_LAW_SIZE "stand::MAX_LAW_SIZE"
+    const int32_t NOWHERE
+
+    cdef cppclass COutsideLaws "stand::OutsideLaws":
+        COutsideLaws(int32_t source) except +
+        int64_t num_rows()
+        int64_t num_nodes()
+        void add_row() except +
+        int32_t add_node(int32_t parent, int32_t token) except +
+        bool_t add_token(uint32_t token, float probability) except +
+
+cdef extern from "store/outside_odds.h" namespace "stand" nogil:
+    cdef cppclass OutsideOdds:
+        OutsideOdds() except +
+        void clear()
+
 cdef extern from "store/learning.h" namespace "stand" nogil:
     cdef cppclass LookupSettings:
         int32_t depth
@@ -65,7 +84,8 @@ cdef extern from "store/learning.h" namespace "stand" nogil:
     void learn_laws(CLookup& lookup, uint8_t scope, uint32_t* window, int32_t available, const int32_t* tokens,
                     int64_t num_tokens, const int32_t* ids, const float* probs, int32_t width) except +
     void learn_nodes(CLookup& lookup, const StepView& step, const uint8_t* scopes, const int64_t* nodes,
-                     int64_t num_nodes, const int32_t* ids, const float* probs, int32_t width) except +
+                     int64_t num_nodes, const int32_t* ids, const float* probs, int32_t width,
+                     const COutsideLaws* outside, OutsideOdds* odds) except +
 
 cdef extern from "store/soundness.h" nogil:
     pass
@@ -94,6 +114,8 @@ cdef extern from "growth/growth.h" namespace "stand" nogil:
         int32_t width
         int32_t num_candidates
         const float* rises
+        const COutsideLaws* outside
+        const OutsideOdds* outside_odds
 
     cdef cppclass Growth:
         Growth() except +

@@ -14,6 +14,25 @@ MAX_CANDIDATES: int
 
 DraftKind = Literal["sampled", "mixed", "deterministic"]
 
+class OutsideLaws:
+    ANY_TOKEN: int
+    source: int
+    def __init__(
+        self,
+        offsets: np.ndarray,
+        parents: np.ndarray,
+        token_ids: np.ndarray,
+        top_ids: np.ndarray,
+        top_probs: np.ndarray,
+        *,
+        source: int = 0,
+    ) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def num_nodes(self) -> int: ...
+    @classmethod
+    def of_heads(cls, top_ids: np.ndarray, top_probs: np.ndarray, *, source: int = 0) -> OutsideLaws: ...
+
 class BlendedLookup:
     depth: int
     max_bytes: int
@@ -85,6 +104,7 @@ class BlendedLookup:
         max_nodes: np.ndarray | Sequence[int] | int | None = None,
         width: int | None = None,
         scopes: Sequence[int] | np.ndarray | None = None,
+        outside: OutsideLaws | None = None,
     ) -> DraftBatch: ...
     def record_outcome(
         self,

@@ -38,6 +38,7 @@ cdef dict C_KIND_NUMBERS = KIND_NUMBERS
 include "core.pxi"
 include "../windows.pxi"
 include "batch.pxi"
+include "outside.pxi"
 include "requests.pxi"
 include "snapshot.pxi"
 
@@ -77,6 +78,7 @@ cdef class BlendedLookup:
 
     cdef CLookup* _lookup
     cdef Growth* _growth
+    cdef OutsideOdds* _outside_odds
     cdef object __weakref__
     cdef readonly int depth
     cdef readonly int64_t max_bytes
@@ -91,6 +93,7 @@ cdef class BlendedLookup:
     ):
         self._lookup = NULL
         self._growth = NULL
+        self._outside_odds = NULL
         depth, max_bytes = whole(depth, "depth"), whole(max_bytes, "max_bytes")
         num_candidates = whole(num_candidates, "num_candidates")
         if not 1 <= depth <= MAX_DEPTH:
@@ -110,11 +113,13 @@ cdef class BlendedLookup:
         settings.learns_odds = self.rate > 0.0
         self._lookup = new CLookup(settings)
         self._growth = new Growth()
+        self._outside_odds = new OutsideOdds()
         lock_at_forks(self)
 
     def __dealloc__(self):
         del self._lookup
         del self._growth
+        del self._outside_odds
 
     def __len__(self):
         """Number of contexts, all lengths together."""
@@ -159,6 +164,9 @@ cdef class BlendedLookup:
         """
         with nogil:
             self._lookup.clear()
+            self._lookup.mutex.lock()
+            self._outside_odds.clear()
+            self._lookup.mutex.unlock()
         self.digest = 0
 
     def start_call(self, *, learns):
@@ -235,6 +243,7 @@ cdef class BlendedLookup:
         batch: DraftBatch with M nodes. histories: per row int32[:], the committed tokens before its pending token.
         top_ids int32[M, W], top_probs float32[M, W]: the best entries of the target's law after each node, likeliest
         first, padded with id -1. nodes: indices into 0..M-1 to teach, None for all. scopes: one per row, None for 0.
+        The odds of the laws from outside that the batch was drafted with (`DraftBatch.outside_laws`) learn as well.
 
         Raises ValueError on wrong shapes, nodes out of range, or probabilities that are not in [0, 1].
         """
@@ -245,12 +254,16 @@ cdef class BlendedLookup:
         ids, probs = checked_laws(top_ids, top_probs, batch.num_nodes)
         cdef const int64_t[::1] chosen = checked_nodes(nodes, batch.num_nodes)
         cdef vector[uint8_t] scope_numbers = scopes_of(scopes, step.num_rows)
+        cdef OutsideLaws laws = checked_outside(getattr(batch, "outside_laws", None), step.num_rows)
+        cdef const COutsideLaws* outside = NULL
+        if laws is not None:
+            outside = laws._laws
         if chosen.shape[0] == 0:
             return
         self.digest = extended_digest(self.digest, step.token_ids, batch.num_nodes)
         with nogil:
             learn_nodes(self._lookup[0], step, scope_numbers.data(), &chosen[0], chosen.shape[0], &ids[0, 0],
-                        &probs[0, 0], ids.shape[1])
+                        &probs[0, 0], ids.shape[1], outside, self._outside_odds)
 
     def predict(self, context, *, limit=10, scope=0):
         """(token_ids int32[K], probabilities float32[K]): the blended law after a context, K <= limit.
@@ -271,7 +284,7 @@ cdef class BlendedLookup:
         return token_ids, np.array([law[i].probability for i in range(law.size())], dtype=np.float32)
 
     def draft(self, histories, budget, *, seed, rows, steps, kind="deterministic", floor=0.0, rises=None,
-              max_depths=None, max_nodes=None, width=None, scopes=None):
+              max_depths=None, max_nodes=None, width=None, scopes=None, outside=None):
         """One draft per row, as an adapted DraftBatch with path probabilities and estimates.
 
         histories: per row int32[:], the committed tokens with the pending token last. budget: nodes of all rows
@@ -282,10 +295,11 @@ cdef class BlendedLookup:
         the share of itself by which the step's cost rises with each further node; growth ends where a node adds less to
         the step's expected tokens. max_depths: deepest node per row, None for no bound. max_nodes: most nodes of a row,
         one number or one per row, the pending token not counted. width: most children of a node; 1 for chains, which
-        mixed drafts cannot be. scopes: one per row, None for 0.
+        mixed drafts cannot be. scopes: one per row, None for 0. outside: `OutsideLaws` of the rows, which are blended
+        in and noted in the batch; they must not depend on the draft's noise.
 
-        Raises ValueError on an empty history, an unknown kind, a floor outside [0, 1], fewer rises than the budget, or
-        a width of 0.
+        Raises ValueError on an empty history, an unknown kind, a floor outside [0, 1], fewer rises than the budget, a
+        width of 0, or laws of another number of rows.
         """
         cdef Py_ssize_t num_rows = len(histories), row
         if not 1 <= num_rows <= MAX_ROWS:
@@ -322,7 +336,13 @@ cdef class BlendedLookup:
             set_caps(max_nodes, requests)
         if scopes is not None:
             set_scopes(scopes, requests)
-        return self._grow(requests, settings)
+        if outside is None:
+            return self._grow(requests, settings)
+        cdef OutsideLaws laws = checked_outside(outside, num_rows)
+        settings.outside, settings.outside_odds = laws._laws, self._outside_odds
+        batch = self._grow(requests, settings)
+        (<dict> batch.__dict__)["outside_laws"] = laws
+        return batch
 
     cdef object _grow(self, const vector[GrowthRequest]& requests, const GrowthSettings& settings):
         with nogil:

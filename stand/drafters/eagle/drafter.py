@@ -62,13 +62,7 @@ class EagleDrafter(Drafter):
         self._rows: FollowedRows | None = None
 
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
-        if not isinstance(self.head, EagleHead):
-            self.head = EagleHead.load(model, self.head)
-        if not self.head.is_of(model):
-            raise ValueError(
-                "an EagleHead must be the wrapped model's own, got one that was made for another model; make it with "
-                "EagleHead.load(model, path), or pass the path"
-            )
+        self.head = EagleHead.of(model, self.head)
         if self.budget is None:
             self.budget = default_budget(model.device)
         self._rows = FollowedRows(model, self.head)

@@ -71,6 +71,18 @@ class EagleHead(nn.Module):
         head._take(tensors)
         return head.eval()
 
+    @classmethod
+    def of(cls, target: PreTrainedModel, head: EagleHead | str | PathLike) -> EagleHead:
+        """`head`, read where it is a path. Raises ValueError where it was made for another model."""
+        if not isinstance(head, EagleHead):
+            head = cls.load(target, head)
+        if not head.is_of(target):
+            raise ValueError(
+                "an EagleHead must be the wrapped model's own, got one that was made for another model; make it with "
+                "EagleHead.load(model, path), or pass the path"
+            )
+        return head
+
     def save(self, folder: str | PathLike) -> None:
         """Write model.safetensors in bfloat16, without the target's embeddings."""
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -77,15 +77,16 @@ class EmptyLaws {
 class Blender {
    public:
     int32_t size = 0;
-    uint32_t tokens[MAX_ENTRIES * NUM_ORDERS];
-    float probabilities[MAX_ENTRIES * NUM_ORDERS];
+    uint32_t tokens[MOST_PIECES];
+    float probabilities[MOST_PIECES];
 
     // Contexts that could add less than `least` to any token are not asked, entries that add less than `cut` are left
-    // out.
+    // out. `outside`: a law from outside of the lookup, weighed by `odds`, or null.
     void blend(const BlendedLookup& lookup, const Contexts& contexts, const Clock& clock, float least, float cut,
-               EmptyLaws& empty) {
+               EmptyLaws& empty, const OutsideLaw* outside = nullptr, const OutsideOdds* odds = nullptr) {
         float carry = 1.0f;
         evidence_.clear();
+        if (outside != nullptr) carry = collect(lookup, contexts, *outside, *odds, cut);
         for (int32_t order = contexts.longest; order >= 1 && carry >= least; --order)
             carry = collect(lookup, contexts.blocks[order], clock, carry, cut);
         if (carry >= least) carry = collect(lookup, contexts.skip, clock, carry, cut);
@@ -114,7 +115,7 @@ class Blender {
    private:
     static constexpr float LIKELIEST = 0.1f;  // the empty context gives hardly any token more
     static constexpr uint32_t SLOT_BITS = 10, NUM_SLOTS = 1u << SLOT_BITS;
-    static_assert(NUM_SLOTS > MAX_ENTRIES * NUM_ORDERS, "a slot must stay free");
+    static_assert(NUM_SLOTS > MOST_PIECES, "a slot must stay free");
     struct Slot {
         uint32_t token = 0;
         uint16_t epoch = 0, index = 0;
@@ -122,6 +123,17 @@ class Blender {
     Slot slots_[NUM_SLOTS];
     uint16_t epoch_ = 0;
     Evidence evidence_;
+
+    // Returns what is left for the contexts.
+    [[gnu::noinline]] float collect(const BlendedLookup& lookup, const Contexts& contexts, const OutsideLaw& law,
+                                    const OutsideOdds& odds, float cut) {
+        OutsideOdds::Reading reading;
+        odds.read(law, longest_known(lookup.arena, contexts.blocks, contexts.longest), reading);
+        const float scale = 1.0f / reading.total;
+        for (int32_t i = 0; i < reading.size; ++i)
+            if (scale * reading.odds[i] >= cut) evidence_.add(law.tokens[i], scale * reading.odds[i]);
+        return scale * reading.escape;
+    }
 
     // Returns what is left for shorter contexts.
     float collect(const BlendedLookup& lookup, uint32_t reference, const Clock& clock, float carry, float cut) {

@@ -16,7 +16,7 @@
 #define STAND_WIDE [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq,bmi2,popcnt")]]
 #endif
 
-#include "../store/odds.h"
+#include "../store/outside_odds.h"
 
 namespace stand {
 
@@ -33,11 +33,14 @@ inline bool has_wide_vectors() {
 #endif
 }
 
+// Of one node: entries of all contexts, and a law from outside.
+constexpr int32_t MOST_PIECES = MAX_ENTRIES * NUM_ORDERS + MAX_LAW_SIZE;
+
 class Evidence {
    public:
     int32_t size = 0;  // pieces: one token may have several
-    uint32_t tokens[MAX_ENTRIES * NUM_ORDERS + 16];
-    float probabilities[MAX_ENTRIES * NUM_ORDERS + 16];
+    uint32_t tokens[MOST_PIECES + 16];
+    float probabilities[MOST_PIECES + 16];
 
     void clear() { size = 0; }
 

@@ -29,6 +29,8 @@ struct GrowthSettings {
     int32_t width;         // children of a node; 1: chains
     int32_t num_candidates;  // that a law may cover, where children are sampled
     const float* rises = nullptr;  // [budget] share of itself by which the step's cost rises with each further node
+    const OutsideLaws* outside = nullptr;  // of all rows
+    const OutsideOdds* outside_odds = nullptr;
 };
 
 struct GrownNode {
@@ -37,6 +39,7 @@ struct GrownNode {
     uint32_t token;
     int32_t row, local, parent, depth, rank;  // local: number within the row; parent: index into nodes, -1 at a root
     int32_t num_children = 0;
+    int32_t outside = NOWHERE;  // node with its law from outside
     float path;  // estimated probability that the node is accepted
     float product = 1.0f;  // of the estimates along the path, before calibration
     bool is_located = false;
@@ -108,6 +111,7 @@ class Growth {
     static Item child(const Family& family, uint32_t token, float product, Action action);
     void offer(const Family& family, uint32_t token, float chance, Action action);
     int32_t reveal(const Item& item, uint32_t token);
+    void blend(const GrownNode& node, const Clock& clock, float least);
     void expand(int32_t index);
     void expand_sampled(int32_t index);
     void push_sample(int32_t index);
@@ -221,6 +225,7 @@ inline void Growth::plant(int32_t row) {
     root.depth = root.rank = 0;
     root.path = 1.0f;
     root.contexts = roots_[2 * row];
+    if (settings_.outside != nullptr) root.outside = settings_.outside->root(row);
     root.is_located = true;
     const int32_t index = static_cast<int32_t>(nodes.size()) - 1;
     if (std::min(request.max_depth, request.max_nodes) > 0 && room_ > 0) push(1.0f, 1.0f, 0, index, Action::expand);
@@ -260,6 +265,7 @@ inline int32_t Growth::reveal(const Item& item, uint32_t token) {
     node.parent = parent;
     node.depth = nodes[parent].depth + 1;
     node.rank = nodes[parent].num_children++;
+    if (nodes[parent].outside != NOWHERE) node.outside = settings_.outside->child(nodes[parent].outside, token);
     node.path = path;
     node.product = item.product;
     --room_;
@@ -271,12 +277,19 @@ inline int32_t Growth::reveal(const Item& item, uint32_t token) {
     return index;
 }
 
+inline void Growth::blend(const GrownNode& node, const Clock& clock, float least) {
+    const float cut = thresholds_.fineness * least;
+    if (node.outside == NOWHERE) return blender_.blend(*lookup_, node.contexts, clock, least, cut, empty_laws_);
+    const OutsideLaw law = settings_.outside->at(node.outside);
+    blender_.blend(*lookup_, node.contexts, clock, least, cut, empty_laws_, &law, settings_.outside_odds);
+}
+
 inline void Growth::expand(int32_t index) {
     if (!nodes[index].is_located) locate(nodes[index]);
     const float wanted = settings_.width == 1 ? threshold::CHAIN_LEAST : 0.0f;
     const float least = std::max(wanted, thresholds_.least / nodes[index].path);
     const Clock clock{lookup_->clock.now, (*requests_)[nodes[index].row].scope};
-    blender_.blend(*lookup_, nodes[index].contexts, clock, least, thresholds_.fineness * least, empty_laws_);
+    blend(nodes[index], clock, least);
     if (settings_.kind != DraftKind::deterministic) {
         expand_sampled(index);
         return;

@@ -30,4 +30,11 @@ struct Cursor {
     }
 };
 
+// The longest context that knows what follows, of blocks by order; null where none does.
+inline const Block* longest_known(const Arena& arena, const uint32_t* blocks, int32_t longest) {
+    for (int32_t order = longest; order >= 1; --order)
+        if (blocks[order] != 0 && arena.at(blocks[order])->size > 0) return arena.at(blocks[order]);
+    return nullptr;
+}
+
 }  // namespace stand

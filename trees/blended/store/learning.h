@@ -57,10 +57,13 @@ inline Cursor BlendedLookup::learn(Cursor& cursor, uint32_t token) {
     return next;
 }
 
-inline void BlendedLookup::learn_law(Cursor& cursor, const int32_t* ids, const float* probs, int32_t width) {
-    if (settings.learns_odds)
-        for (int32_t i = 0; i < width; ++i)
-            if (ids[i] >= 0 && probs[i] >= 0.1f) train(cursor, static_cast<uint32_t>(ids[i]), probs[i]);
+inline void BlendedLookup::learn_law(Cursor& cursor, const int32_t* ids, const float* probs, int32_t width,
+                                     OutsideLesson* lesson) {
+    for (int32_t i = 0; i < (settings.learns_odds ? width : 0); ++i) {
+        if (ids[i] < 0 || probs[i] < LEAST_TAUGHT) continue;
+        const float chance = train(cursor, static_cast<uint32_t>(ids[i]), probs[i]);
+        if (lesson != nullptr) lesson->observe(static_cast<uint32_t>(ids[i]), probs[i], chance);
+    }
     Cursor none;
     cursors_[0] = &cursor;
     cursors_[1] = &none;
@@ -88,7 +91,8 @@ inline void BlendedLookup::learn_law(Cursor& cursor, const int32_t* ids, const f
 
 // One gradient step on mass * log P(token), from the longest context down; `duty` is the share of P that the orders
 // from here on are responsible for. The empty context, by far the widest, is spared where another one knows the token.
-inline void BlendedLookup::train(const Cursor& cursor, uint32_t token, float mass) {
+// Returns P(token) before the step.
+inline float BlendedLookup::train(const Cursor& cursor, uint32_t token, float mass) {
     struct Level {
         uint16_t entries[MAX_ENTRIES];  // buckets
         int32_t escape;                // bucket
@@ -130,6 +134,7 @@ inline void BlendedLookup::train(const Cursor& cursor, uint32_t token, float mas
         }
         duty *= 1.0f - level.own;
     }
+    return probability;
 }
 
 // The block of the cursor's context of an order, made where it can be; 0 where it cannot.
@@ -288,15 +293,37 @@ inline void learn_laws(BlendedLookup& lookup, uint8_t scope, uint32_t* window, i
     }
 }
 
+// By node of a step's drafts, the node with its law from outside, or NOWHERE.
+inline std::vector<int32_t> places_of(const StepView& step, const OutsideLaws& outside) {
+    std::vector<int32_t> places(step.offsets[step.num_rows], NOWHERE);
+    for (int64_t row = 0; row < step.num_rows; ++row) {
+        const int32_t first = step.offsets[row];
+        places[first] = outside.root(row);
+        for (int32_t node = first + 1; node < step.offsets[row + 1]; ++node) {
+            const int32_t above = places[first + step.parents[node]];
+            if (above != NOWHERE) places[node] = outside.child(above, static_cast<uint32_t>(step.token_ids[node]));
+        }
+    }
+    return places;
+}
+
 // Teaches law i of `ids` and `probs` to the context that ends in node i, for the given nodes in their order. `scopes`
-// are the rows'.
+// are the rows'. Where the drafts had laws from outside, `odds` learns what these were worth.
 inline void learn_nodes(BlendedLookup& lookup, const StepView& step, const uint8_t* scopes, const int64_t* nodes,
-                        int64_t num_nodes, const int32_t* ids, const float* probs, int32_t width) {
+                        int64_t num_nodes, const int32_t* ids, const float* probs, int32_t width,
+                        const OutsideLaws* outside, OutsideOdds* odds) {
     const std::lock_guard guard(lookup.mutex);
+    const std::vector<int32_t> places = outside == nullptr ? std::vector<int32_t>() : places_of(step, *outside);
     const auto learn = [&](int64_t node, int64_t row, const uint32_t* window, int32_t available) {
         lookup.clock.scope = scopes[row];
         Cursor cursor = lookup.locate<Cursor>(window, available);
-        lookup.learn_law(cursor, ids + node * width, probs + node * width, width);
+        const int32_t* node_ids = ids + node * width;
+        const float* node_probs = probs + node * width;
+        if (outside == nullptr || places[node] == NOWHERE)
+            return lookup.learn_law(cursor, node_ids, node_probs, width);
+        OutsideLesson lesson(*odds, outside->at(places[node]), longest_known(lookup.arena, cursor.blocks, MAX_DEPTH));
+        lookup.learn_law(cursor, node_ids, node_probs, width, &lesson);
+        lesson.finish(lookup.settings.rate);
     };
     for_each_window<uint32_t, MAX_DEPTH>(step, nodes, num_nodes, learn);
 }

@@ -15,6 +15,7 @@
 #include "end_cache.h"
 #include "fair_mutex.h"
 #include "odds.h"
+#include "outside_odds.h"
 
 namespace stand {
 
@@ -138,8 +139,9 @@ class BlendedLookup {
     void learn_run(const uint32_t* window, int32_t available, const int32_t* tokens, int64_t num_tokens);
 
     // The law of the next token after the cursor, as ids (negative: padding) and probabilities. Teaches no contexts
-    // beyond those that end at the cursor.
-    void learn_law(Cursor& cursor, const int32_t* ids, const float* probs, int32_t width);
+    // beyond those that end at the cursor. `lesson` is shown the same, where there is a law from outside.
+    void learn_law(Cursor& cursor, const int32_t* ids, const float* probs, int32_t width,
+                   OutsideLesson* lesson = nullptr);
 
     // Forgets everything; settings stay. Takes the lock.
     void clear() {
@@ -167,6 +169,7 @@ class BlendedLookup {
     static constexpr float SOFT = 0.05f;       // weight of what a longer context already knew
     static constexpr float SLOW = 0.1f;        // fading of the empty context, which sees every token, to that of others
     static constexpr float LEAST_NEW = 1.0f / 64;  // probability that a token of a law needs for an entry of its own
+    static constexpr float LEAST_TAUGHT = 0.1f;  // probability that a token of a law needs to move odds
     static constexpr int32_t FREED_PER_TOKEN = 16;  // orphans: more than the contexts that one token makes
     static constexpr int32_t MAX_TRIES = 512;  // blocks looked at to make room for one
     static constexpr uint8_t FULL_CREDIT = 3;
@@ -207,7 +210,7 @@ class BlendedLookup {
     }
 
     Cursor learn(Cursor& cursor, uint32_t token);
-    void train(const Cursor& cursor, uint32_t token, float mass);
+    float train(const Cursor& cursor, uint32_t token, float mass);
     uint32_t context(Cursor& cursor, int32_t order);
     int32_t add_entry(Cursor& cursor, int32_t order, uint32_t token);
     void observe(Block* block, int32_t position, bool is_soft, float mass);

@@ -156,6 +156,16 @@ constexpr float ESCAPE_AGE[NUM_AGES] = {0.0f, -0.1f, 0.2f};
 constexpr int32_t NUM_LENGTHS = 9;  // 0 to 8: longer ones start like the longest, SKIP follows
 }  // namespace prior
 
+// Multiplies odds by about exp(step), by more while they are young: a new one's steps are 1 + EAGER times as long as a
+// settled one's, and after YOUNG uses half of EAGER is left. `duty` is what this counts for as a use.
+inline void move_odds(float& odds, float& uses, float duty, float step) {
+    constexpr float EAGER = 3.0f, YOUNG = 10.0f;
+    constexpr float LEAST_LEFT = 0.25f;  // of the odds after any one step
+    const float eagerness = 1.0f + EAGER * YOUNG / (YOUNG + uses);
+    odds = std::min(1e4f, std::max(1e-4f, odds * std::max(LEAST_LEFT, 1.0f + eagerness * step)));
+    uses += duty;
+}
+
 struct Odds {
     float entry[NUM_ORDERS * ENTRY_BUCKETS];
     float escape[NUM_ORDERS * ESCAPE_BUCKETS];
@@ -167,8 +177,8 @@ struct Odds {
             escape[bucket] = std::exp(escape_prior(bucket));
     }
 
-    void move_entry(int32_t bucket, float duty, float step) { move(entry[bucket], entry_uses_[bucket], duty, step); }
-    void move_escape(int32_t bucket, float duty, float step) { move(escape[bucket], escape_uses_[bucket], duty, step); }
+    void move_entry(int32_t bucket, float duty, float step) { move_odds(entry[bucket], entry_uses_[bucket], duty, step); }
+    void move_escape(int32_t bucket, float duty, float step) { move_odds(escape[bucket], escape_uses_[bucket], duty, step); }
 
     // Marks all odds as learned at length: their steps are short from here on.
     void settle() {
@@ -177,18 +187,9 @@ struct Odds {
     }
 
    private:
-    // A new bucket's steps are 1 + EAGER times as long as a settled one's; after YOUNG uses half of EAGER is left.
-    static constexpr float EAGER = 3.0f, YOUNG = 10.0f, SETTLED = 1e6f;
-    static constexpr float LEAST_LEFT = 0.25f;  // of a bucket's odds after any one step
+    static constexpr float SETTLED = 1e6f;  // uses
 
     float entry_uses_[NUM_ORDERS * ENTRY_BUCKETS] = {}, escape_uses_[NUM_ORDERS * ESCAPE_BUCKETS] = {};
-
-    // Multiplies odds by about exp(step), by more while they are young. `duty` is what this counts for as a use.
-    static void move(float& odds, float& uses, float duty, float step) {
-        const float eagerness = 1.0f + EAGER * YOUNG / (YOUNG + uses);
-        odds = std::min(1e4f, std::max(1e-4f, odds * std::max(LEAST_LEFT, 1.0f + eagerness * step)));
-        uses += duty;
-    }
 
     static int32_t order_index(int32_t order) {
         return order == SKIP ? prior::NUM_LENGTHS : std::min(order, prior::NUM_LENGTHS - 1);

@@ -1,0 +1,90 @@
+"""EAGLE-1 as a source of laws: the default drafter blends what the head says with what the lookup has seen."""
+
+from __future__ import annotations
+
+from os import PathLike
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from stand.drafters.drafter import DraftRequest, Lesson
+from stand.drafters.eagle.followed_rows import FollowedRows
+from stand.drafters.eagle.head import EagleHead
+from stand.drafters.eagle.law_trees import LawTrees, Place, roots
+from stand.drafters.law_source import LawSource, Plan
+from stand.trees import ROOT, OutsideLaws
+
+
+class EagleLaws(LawSource):
+    """Laws of a trained head (EAGLE-1, arXiv 2401.15077) for `BlendedDrafter(source=...)`.
+
+    head: an `EagleHead` of the target, or the file or folder of a checkpoint, read when the engine is made.
+    rounds: the most times that the head runs in a step after the run at the pending tokens, each time on the planned
+    nodes of all rows that it has not seen, as one batch.
+    temperature, num_candidates: a law is the head's at `temperature`, its `num_candidates` best tokens. `temperature` is
+    best the target's own, 1 under greedy decoding; what is wrong with it is learned.
+
+    One object serves one engine at a time. Raises ValueError for settings out of range.
+    """
+
+    requires_features = True
+
+    def __init__(
+        self,
+        head: EagleHead | str | PathLike,
+        *,
+        rounds: int = 2,
+        temperature: float = 1.0,
+        num_candidates: int = 10,
+        source: int = 0,
+    ) -> None:
+        if rounds < 0 or not temperature > 0 or not 1 <= num_candidates <= 64:
+            raise ValueError(
+                "rounds must be at least 0, temperature positive and num_candidates in [1, 64], got "
+                f"{rounds}, {temperature} and {num_candidates}; 2, the target's own and 10 are usual"
+            )
+        self.head = head
+        self.rounds = rounds
+        self.temperature = temperature
+        self.law_size = num_candidates
+        self.source = source
+        self._rows: FollowedRows | None = None
+
+    def attach(self, model: PreTrainedModel) -> None:
+        self.head = EagleHead.of(model, self.head)
+        self._rows = FollowedRows(model, self.head)
+
+    def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:
+        self._rows.follow_prompt(token_ids, features)
+
+    def follow(self, lesson: Lesson) -> None:
+        self._rows.follow(lesson)
+
+    @torch.inference_mode()
+    def laws(self, request: DraftRequest, plan: Plan) -> OutsideLaws | None:
+        """See `LawSource.laws`; a row of one token has no feature yet and gets no law."""
+        trees = LawTrees(len(request.histories))
+        rows, estimates = self._rows.catch_up(request.histories)
+        places = roots(rows.tolist(), request.histories)
+        if not places:
+            return None
+        self._add(trees, places, estimates)
+        for _ in range(self.rounds):
+            places = trees.frontier(plan(trees.laws(self.source)), request.max_depths)
+            if not places:
+                break
+            self._add(trees, places, self._extend(trees, places))
+        return trees.laws(self.source)
+
+    def _add(self, trees: LawTrees, places: list[Place], estimates: torch.Tensor) -> None:
+        """The laws that the target's LM head reads from estimates [n, D]."""
+        logits = self.head.logits(estimates).float() / self.temperature
+        best = torch.topk(torch.softmax(logits, dim=1), min(self.law_size, logits.shape[1]), dim=1)
+        trees.add(places, estimates, best.indices.to(torch.int32).cpu().numpy(), best.values.cpu().numpy())
+
+    def _extend(self, trees: LawTrees, places: list[Place]) -> torch.Tensor:
+        """The head on planned nodes: estimates [n, D]."""
+        parents = [None if parent == ROOT else parent - 1 for _, parent, _ in places]  # the root is none of them
+        tokens = [token for _, _, token in places]
+        return self._rows.extend([row for row, _, _ in places], tokens, parents, trees.estimates_at(places))

@@ -1,0 +1,43 @@
+"""What a trained head is to the default drafter: laws from outside of the lookup, blended into one draft."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from stand.drafters.drafter import DraftRequest, Lesson
+from stand.trees import DraftBatch, OutsideLaws
+
+Plan = Callable[[OutsideLaws | None], DraftBatch]
+
+
+class LawSource(ABC):
+    """Says what comes next in each row; `BlendedDrafter(source=...)` weighs it and drafts. Only `laws` must be written.
+
+    It may be as wrong as it likes: the drafter learns what its laws are worth, and what it draws children from is what
+    it records. But laws must be made before the draft and must not depend on its noise: they follow from the row's own
+    text, from what the source was shown, and from plans.
+    """
+
+    requires_features: bool = False  # whether `follow_prompt` and `follow` want the target's last hidden states
+
+    def attach(self, model: PreTrainedModel) -> None:  # noqa: B027
+        """`stand.wrap` shows the model. Raises ValueError where it does not fit."""
+
+    @abstractmethod
+    def laws(self, request: DraftRequest, plan: Plan) -> OutsideLaws | None:
+        """The laws for one step's drafts: B rows, any nodes; None where there is none.
+
+        plan: of laws that are known so far, the draft that would be grown if children were not drawn but the likeliest
+        tokens. It has no noise in it, and so may say at which nodes more laws are worth their time.
+        """
+
+    def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:  # noqa: B027
+        """See `Drafter.follow_prompt`."""
+
+    def follow(self, lesson: Lesson) -> None:  # noqa: B027
+        """See `Drafter.follow`."""

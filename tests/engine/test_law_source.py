@@ -1,0 +1,193 @@
+"""Laws from outside in the default drafter: EAGLE's against a plain forward, what calls and rows may do, the law."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from draft_requests import draft_request
+from plain_eagle import plain_logits, random_head
+from tiny_models import SHAPE, VOCABULARY_SIZE, tiny_model
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import stand
+from stand.trees import DraftBatch
+
+PROMPTS = [[5, 9, 11, 4, 5, 9], [7, 8], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32], [3]]
+TARGETS = ("llama", "qwen2")
+
+
+class CheckedLaws(stand.EagleLaws):
+    """Compares every law with a plain forward over the node's whole context."""
+
+    num_checked = deepest = 0
+
+    def attach(self, model):
+        super().attach(model)
+        self._model = model
+
+    def laws(self, request, plan):
+        self._histories, self._paths = request.histories, {}
+        return super().laws(request, plan)
+
+    def _add(self, trees, places, estimates):
+        logits = self.head.logits(estimates).numpy()
+        for (row, parent, token), found in zip(places, logits, strict=True):
+            path = [] if parent < 0 else [*self._paths[row][parent], token]
+            self._paths.setdefault(row, []).append(path)
+            plain = plain_logits(self.head, self._model, self._histories[row].tolist(), path)
+            np.testing.assert_allclose(found, plain, atol=2e-3)
+            self.num_checked += 1
+            self.deepest = max(self.deepest, len(path))
+        super()._add(trees, places, estimates)
+
+
+def blended(target, *, budget=14, laws=stand.EagleLaws, **settings) -> stand.BlendedDrafter:
+    return stand.BlendedDrafter(budget=budget, source=laws(random_head(target, scale=1.5), **settings))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_laws_are_the_heads_own_whatever_happens_to_the_rows(target):
+    """Rejections, rows that end and move, equal rows, a second call, a prompt of one token."""
+    drafter = blended(tiny_model(target), laws=CheckedLaws, rounds=3)
+    engine = stand.wrap(tiny_model(target), drafter=drafter)
+    settings = {"temperature": 1.0, "top_k": 0, "seed": 2}
+    ends = list(range(0, VOCABULARY_SIZE, 9))  # rows end at different steps
+    output = engine.generate(input_ids=PROMPTS, stop_token_ids=ends, max_new_tokens=9, **settings)
+    assert len({len(tokens) for tokens in output.token_ids}) > 1
+    engine.generate(input_ids=PROMPTS[:1] * 2, stop_token_ids=[], max_new_tokens=4, **settings)
+    assert drafter.source.num_checked > 60 and drafter.source.deepest >= 2
+
+
+def test_calls_that_take_turns_keep_their_rows_apart():
+    drafter = blended(tiny_model("llama"), laws=CheckedLaws, budget=6)
+    engine = stand.wrap(tiny_model("llama"), drafter=drafter)
+    calls = [engine._new_call(ids, on_commit=None, max_new_tokens=5, temperature=1.0, seed=1)[0] for ids in PROMPTS[:2]]
+    with torch.inference_mode():
+        for _ in zip(*(call.steps() for call in calls), strict=False):
+            pass
+    assert drafter.source.num_checked > 15
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_greedy_equals_transformers(target):
+    engine = stand.wrap(tiny_model(target), drafter=blended(tiny_model(target)))
+    output = engine.generate(input_ids=PROMPTS, max_new_tokens=20, temperature=0.0)
+    for prompt, tokens in zip(PROMPTS, output.token_ids, strict=True):
+        plain = tiny_model(target).generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=20
+        )
+        assert tokens == plain[0, len(prompt) :].tolist()
+
+
+class Flattering(stand.BlendedDrafter):
+    """Records laws of another temperature than it draws from."""
+
+    sharpened = 1.0
+
+    def draft(self, request) -> DraftBatch:
+        drawn = super().draft(request)
+        law = drawn.law**self.sharpened
+        drawn.law[:] = law / np.maximum(law.sum(axis=1, keepdims=True), 1e-9)
+        return drawn
+
+
+@pytest.mark.parametrize("sharpened", [1.0, 0.5])
+def test_the_first_two_tokens_follow_the_target(sharpened):
+    """Chi-square against the exact law; recorded laws that were not drawn from must be seen."""
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(LlamaConfig(**{**SHAPE, "vocab_size": 7})).eval()
+    count, size, prompt = 4000, 4, [3, 5, 1, 3]
+    drafter = Flattering(budget=3 * 1000, source=stand.EagleLaws(random_head(target, scale=1.5), num_candidates=7))
+    drafter.sharpened = sharpened
+    engine = stand.wrap(target, drafter=drafter)
+    seen: Counter[tuple] = Counter()
+    for seed in range(count // 1000):
+        output = engine.generate(
+            input_ids=[prompt], num_return_sequences=1000, max_new_tokens=2, temperature=1.0, top_k=size, seed=seed,
+            stop_token_ids=[],
+        )  # fmt: skip
+        seen.update(map(tuple, output.token_ids))
+    law = {
+        (token, after): first * share
+        for token, first in truncated(target, prompt, size).items()
+        for after, share in truncated(target, [*prompt, token], size).items()
+    }
+    assert set(seen) <= set(law) and output.stats.num_accepted_draft_tokens > 100
+    statistic = sum((seen[pair] - count * share) ** 2 / (count * share) for pair, share in law.items())
+    assert (statistic < 50) == (sharpened == 1.0), statistic  # 15 degrees of freedom
+
+
+@torch.inference_mode()
+def truncated(model, context: list[int], size: int) -> dict[int, float]:
+    best = model(torch.tensor([context]), use_cache=False).logits[0, -1].double().topk(size)
+    return dict(zip(best.indices.tolist(), best.values.softmax(0).tolist(), strict=True))
+
+
+class FixedLaws(stand.LawSource):
+    """The same law for every row, and a count of what was asked."""
+
+    def __init__(self, token: int):
+        self.token, self.plans = token, []
+
+    def laws(self, request, plan):
+        shape = (len(request.histories), 1, 1)
+        laws = stand.OutsideLaws.of_heads(np.full(shape, self.token), np.full(shape, 0.9))
+        self.plans.append((plan(None), plan(laws)))
+        return laws
+
+
+def test_plans_have_no_noise_and_follow_the_laws():
+    source = FixedLaws(token=40)
+    drafter = stand.BlendedDrafter(stand.BlendedLookup(), budget=6, source=source)
+    drafter.lookup.learn([], np.tile(np.arange(30, dtype=np.int32), 20))
+    histories = [np.arange(20, dtype=np.int32)]
+    for seed in range(3):
+        batch = drafter.draft(draft_request(histories, seed=seed))
+        assert batch.outside_laws is not None
+    first = source.plans[0]
+    for plans in source.plans:
+        for plan, same in zip(plans, first, strict=True):
+            assert np.array_equal(plan.token_ids, same.token_ids)
+    assert 40 not in first[0].token_ids and 40 in first[1].token_ids
+
+
+def test_without_nodes_no_law_is_asked_for():
+    source = FixedLaws(token=40)
+    drafter = stand.BlendedDrafter(stand.BlendedLookup(), budget=0, source=source)
+    assert drafter.draft(draft_request([np.array([3], np.int32)])).num_nodes == 1 and source.plans == []
+
+
+def test_odds_of_laws_are_learned_from_lessons_alone():
+    """Steps of a call that must not learn leave drafts as they are; steps that teach do not."""
+    model, shares = tiny_model("llama"), {}
+    for learn in (False, True):
+        drafter = blended(model)
+        engine = stand.wrap(model, drafter=drafter)
+        for _ in range(2):
+            engine.generate(input_ids=PROMPTS[:1], max_new_tokens=20, temperature=1.0, seed=3, learn=learn)
+        laws = stand.OutsideLaws.of_heads(np.full((1, 1, 1), 60), np.full((1, 1, 1), 0.9))
+        keys = {"seed": 0, "rows": [0], "steps": [0]}
+        batch = drafter.lookup.draft([np.array([2], np.int32)], 1, **keys, outside=laws)
+        shares[learn] = float(batch.path_estimates[1])
+    fresh = stand.BlendedLookup().draft([np.array([2], np.int32)], 1, **keys, outside=laws)
+    assert shares[False] == pytest.approx(float(fresh.path_estimates[1]))
+    assert shares[True] != pytest.approx(shares[False], rel=0.05)
+
+
+@pytest.mark.parametrize("settings", [{"rounds": -1}, {"temperature": 0.0}, {"num_candidates": 0}, {"num_candidates": 65}])
+def test_settings_out_of_range_are_refused(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        stand.EagleLaws("head", **settings)
+
+
+def test_a_head_of_another_model_is_refused():
+    with pytest.raises(ValueError, match="another model"):
+        stand.wrap(tiny_model("llama"), drafter=blended(tiny_model("qwen2")))
+
+
+def test_only_sources_that_read_hidden_states_make_steps_deliver_them():
+    head = random_head(tiny_model("llama"))
+    assert stand.BlendedDrafter(source=stand.EagleLaws(head)).requires_features
+    assert not stand.BlendedDrafter(source=FixedLaws(1)).requires_features
+    assert not stand.BlendedDrafter().requires_features

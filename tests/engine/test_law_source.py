@@ -139,7 +139,7 @@ class FixedLaws(stand.LawSource):
 
 def test_plans_have_no_noise_and_follow_the_laws():
     source = FixedLaws(token=40)
-    drafter = stand.BlendedDrafter(stand.BlendedLookup(), budget=6, source=source)
+    drafter = stand.BlendedDrafter(stand.BlendedLookup(), budget=40, source=source)
     drafter.lookup.learn([], np.tile(np.arange(30, dtype=np.int32), 20))
     histories = [np.arange(20, dtype=np.int32)]
     for seed in range(3):

@@ -36,13 +36,19 @@ class SlowOutside:
         self.escape: dict[tuple, float] = {}
         self.trust: dict[tuple, float] = {}
         self.uses: dict[tuple, float] = {}
+        self.evidence = 0.0
+
+    @property
+    def belief(self) -> float:
+        return 1 / (1 + math.exp(-self.evidence))
 
     def predict(self, path: list[int], law: Law, depth: int, *, scope: int = 0) -> dict[int, float]:
         reading = self.read(path, law, depth)
         found = self.slow.predict(path, scope=scope)
-        blended = {token: value * reading.escape / reading.total for token, value in found.items()}
+        left = 1 - self.belief + self.belief * reading.escape / reading.total
+        blended = {token: value * left for token, value in found.items()}
         for (token, _), odds in zip(law, reading.odds, strict=True):
-            blended[token] = blended.get(token, 0.0) + odds / reading.total
+            blended[token] = blended.get(token, 0.0) + self.belief * odds / reading.total
         return blended
 
     def learn_row(self, path: list[int], row: Law, law: Law, depth: int, *, scope: int = 0) -> None:
@@ -50,16 +56,18 @@ class SlowOutside:
         given = self.slow.learn_row(path, row, scope=scope)
         masses = {token: mass for token, mass in row if token in given}
         gained = dict.fromkeys(range(len(law)), 0.0)
-        escaped, mass, rate = 0.0, sum(masses.values()), self.slow.rate
+        escaped, mass, rate, evidence = 0.0, sum(masses.values()), self.slow.rate, 0.0
         for token, share in masses.items():
             place = next((place for place, (one, _) in enumerate(law) if one == token), None)
             found = 0.0 if place is None else reading.odds[place]
             own = found / (found + reading.escape * given[token])
             escaped += share * (1 - own)
+            evidence += share * math.log((found + reading.escape * given[token]) / reading.total / given[token])
             if place is not None:
                 gained[place] += share * own
         if mass == 0:
             return
+        self.evidence = min(5.0, max(-5.0, self.evidence + evidence))
         step = rate * (escaped - mass * reading.escape / reading.total)
         self.move(self.trust, "trust", reading.escape_key[:1], 1.0, mass, step)
         self.move(self.escape, "escape", reading.escape_key, escape_prior(*reading.escape_key), mass, step)

@@ -85,10 +85,10 @@ def test_the_slow_twin_blends_and_learns_the_same(rate):
     assert largest_error(taught(120, rate=rate), slow_twin(120, rate=rate)) < 0.05
 
 
-@pytest.mark.parametrize("name", ["trust", "escape", "entry"])
+@pytest.mark.parametrize("name", ["trust", "escape", "entry", "evidence"])
 def test_the_twin_sees_a_difference(name):
     outside = slow_twin(120)
-    getattr(outside, name).clear()
+    setattr(outside, name, 0.0 if name == "evidence" else {})
     assert largest_error(taught(120), outside) > 0.06
 
 
@@ -180,7 +180,7 @@ def shares_of_two_heads(right_source: int) -> list[float]:
 def test_a_good_head_leads_and_a_bad_one_costs_nothing(right):
     start = estimates_at_root(BlendedLookup(), [1, 2], [(200, 0.8)])[200]
     shares = shares_of_two_heads(right)
-    assert shares[right] > 0.85 > start > 0.02 > shares[1 - right]
+    assert shares[right] > 0.8 > start > 0.02 > shares[1 - right]
 
 
 def test_contexts_learn_as_if_there_were_no_laws(tmp_path):

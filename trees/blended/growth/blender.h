@@ -129,10 +129,10 @@ class Blender {
                                     const OutsideOdds& odds, float cut) {
         OutsideOdds::Reading reading;
         odds.read(law, longest_known(lookup.arena, contexts.blocks, contexts.longest), reading);
-        const float scale = 1.0f / reading.total;
+        const float scale = reading.belief / reading.total;
         for (int32_t i = 0; i < reading.size; ++i)
             if (scale * reading.odds[i] >= cut) evidence_.add(law.tokens[i], scale * reading.odds[i]);
-        return scale * reading.escape;
+        return 1.0f - reading.belief + scale * reading.escape;
     }
 
     // Returns what is left for shorter contexts.

@@ -1,10 +1,14 @@
 // How much a law from outside counts beside the contexts: odds per bucket, learned while decoding, one set per source.
 //
-// The law is one more member in front of the chain of odds.h. At a node it says
-// P(x) = (p_x f_x + e * P'(x)) / (sum of p f + e): `p_x` is the head's probability, `f_x` the learned factor of its
-// bucket (depth, rank, probability, and what the longest context says of this token), P' the contexts' law, and `e` the
+// The law is one more member in front of the chain of odds.h. With it a node's law is
+// Q(x) = (p_x f_x + e * P(x)) / (sum of p f + e): `p_x` is the head's probability, `f_x` the learned factor of its
+// bucket (depth, rank, probability, and what the longest context says of this token), P the contexts' law, and `e` the
 // learned odds of going on to the contexts (depth, the head's largest probability, how sure the longest context is, and
-// whether the two agree) times those of the depth alone, which tell within a few steps whether the head is any good.
+// whether the two agree) times those of the depth alone.
+//
+// Gradients fade as a bad head's share does, so it would linger. Therefore children come from g Q + (1 - g) P, where g is
+// the posterior belief that Q is the better law: Bayes' rule over everything observed, with bounds, so that a head which
+// becomes useful is noticed (a fixed share would do the same; Herbster and Warmuth 1998).
 //
 // Contexts learn as if there were no head. So a head that is of no use, or that goes away, leaves the lookup as it was.
 
@@ -17,13 +21,13 @@ namespace stand {
 
 class OutsideOdds {
    public:
-    // The odds of a law's tokens and of going on.
+    // The odds of a law's tokens and of going on, and the belief in both.
     struct Reading {
         int32_t size, source;
         int32_t trust, escape_bucket;
         int32_t buckets[MAX_LAW_SIZE];
         float odds[MAX_LAW_SIZE];
-        float escape, total;
+        float escape, total, belief;
     };
 
     OutsideOdds() { clear(); }
@@ -54,11 +58,14 @@ class OutsideOdds {
             ((depth * NUM_TOPS + top) * NUM_SURETIES + surety_of(longest, heaviest)) * NUM_VIEWS + first_view;
         reading.escape = table.trust[depth] * table.escape[reading.escape_bucket];
         reading.total += reading.escape;
+        reading.belief = 1.0f / (1.0f + std::exp(-table.evidence));
     }
 
     // One gradient step: what each of a law's tokens gained, and what the contexts gained, of the mass that was observed.
-    void train(const Reading& reading, const float* gained, float escaped, float mass, float rate) {
+    // `evidence`: by how much Q's log likelihood of it was above that of P.
+    void train(const Reading& reading, const float* gained, float escaped, float mass, float evidence, float rate) {
         Table& table = tables_[reading.source];
+        table.evidence = std::clamp(table.evidence + evidence, -MOST_EVIDENCE, MOST_EVIDENCE);
         const float step = rate * (escaped - mass * reading.escape / reading.total);
         move_odds(table.trust[reading.trust], table.trust_uses[reading.trust], mass, step);
         move_odds(table.escape[reading.escape_bucket], table.escape_uses[reading.escape_bucket], mass, step);
@@ -74,10 +81,12 @@ class OutsideOdds {
     static constexpr int32_t NUM_TOPS = 4, NUM_LENGTHS = 5, NUM_SURETIES = 2 * NUM_LENGTHS + 1;
     static constexpr int32_t NUM_ENTRIES = NUM_DEPTHS * NUM_RANKS * NUM_VIEWS * NUM_CHANCES;
     static constexpr int32_t NUM_ESCAPES = NUM_DEPTHS * NUM_TOPS * NUM_SURETIES * NUM_VIEWS;
+    static constexpr float MOST_EVIDENCE = 5.0f;
     static constexpr int32_t UNKNOWN = 0, KNOWN = 1, HEAVIEST = 2;  // views of the longest context on a token
 
     struct Table {
         float entry[NUM_ENTRIES], escape[NUM_ESCAPES], trust[NUM_DEPTHS];
+        float evidence = 0.0f;  // log odds of the belief
         float entry_uses[NUM_ENTRIES] = {}, escape_uses[NUM_ESCAPES] = {}, trust_uses[NUM_DEPTHS] = {};
 
         Table() {
@@ -142,14 +151,15 @@ class OutsideLesson {
         int32_t place = 0;
         while (place < law_.size && law_.tokens[place] != token) ++place;
         const float found = place < law_.size ? reading_.odds[place] : 0.0f;
-        const float own = found / (found + reading_.escape * chance);
+        const float joint = found + reading_.escape * chance, own = found / joint;
         if (place < law_.size) gained_[place] += mass * own;
         escaped_ += mass * (1.0f - own);
         mass_ += mass;
+        evidence_ += mass * std::log(joint / (reading_.total * chance));
     }
 
     void finish(float rate) {
-        if (mass_ > 0.0f) odds_.train(reading_, gained_, escaped_, mass_, rate);
+        if (mass_ > 0.0f) odds_.train(reading_, gained_, escaped_, mass_, evidence_, rate);
     }
 
    private:
@@ -157,7 +167,7 @@ class OutsideLesson {
     const OutsideLaw law_;
     OutsideOdds::Reading reading_;
     float gained_[MAX_LAW_SIZE] = {};
-    float escaped_ = 0.0f, mass_ = 0.0f;
+    float escaped_ = 0.0f, mass_ = 0.0f, evidence_ = 0.0f;
 };
 
 }  // namespace stand

@@ -44,7 +44,7 @@ def drafter_makers(
         "eagle": lambda rows: stand.EagleDrafter(head, budget=arguments.nodes * rows, **settings),
         "blended": lambda rows: stand.BlendedDrafter(
             budget=arguments.nodes * rows,
-            source=stand.EagleLaws(head, rounds=arguments.law_rounds, temperature=temperature or 1.0),
+            source=stand.EagleLaws(head, rounds=arguments.rounds - 1, temperature=temperature or 1.0),
         ),
     }
     if arguments.nodes == PAPER_SHAPE.num_nodes - 1:
@@ -127,8 +127,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trajectories", type=count_list, default=[1, 4, 16], metavar="N,N,...")
     parser.add_argument("--head", type=Path, default=SHIPPED_HEAD, help="folder or file of an EAGLE-1 head, or random")
     parser.add_argument("--nodes", type=int, default=8, help="draft nodes per row (25: with the paper's tree, too)")
-    parser.add_argument("--rounds", type=int, default=6, help="runs of the head per step, EAGLE alone")
-    parser.add_argument("--law-rounds", type=int, default=2, help="runs of the head after the first, blended")
+    parser.add_argument("--rounds", type=int, default=6, help="most runs of the head per step")
     parser.add_argument("--arms", type=lambda text: text.split(","), help="some of the drafters, with commas between")
     parser.add_argument("--verifier", default="traversal")
     arguments = parser.parse_args(command_line)

@@ -181,7 +181,7 @@ def check_controls(target: Target, experience: Experience) -> None:
             verdict = judge(Mutant(path, 0, "", "unchanged", path.read_text(encoding="utf-8")), target, experience)
             if verdict.name != "survived":
                 found = f"{verdict.name} {verdict.killer}".strip()
-                raise SystemExit(f"{path.name}, built anew and unchanged, must pass the tests of {target.name}: {found}")
+                raise SystemExit(f"{path.name}, built anew and unchanged, must pass {target.name}'s tests: {found}")
 
 
 def _judge(mutant: Mutant, target: Target, experience: Experience, compiler: Callable | None) -> Verdict:

@@ -3,12 +3,14 @@
     python scripts/check_law.py law    [--verifiers traversal,match] [--kinds sampled,mixed] [--continuations 20000]
     python scripts/check_law.py tokens [--verifiers match,coupled] [--prompts 50] [--rows 16] [--tokens 256]
     python scripts/check_law.py law --model smollm2 --verifiers traversal --tokens 8 --kept counts.jsonl
+    python scripts/check_law.py law --drafter blended --verifiers traversal      # the lookup and the shipped head
 
 `law`: continuations of fixed prompts (held-out problems, cut at various places of a written-out solution), drafted by
 a lookup that was warmed up on the same prompts and is then frozen, and as many without drafts. The law of plain
 sampling is worked out exactly, by forwards of the model and products of probabilities (measuring/continuation_law.py).
 Per prompt the frequencies of whole continuations, and of places where they leave the likely ones, are compared with
 it by chi-square; rare cells count as one. One statistic over all prompts, one p-value per verifier and draft kind.
+--drafter blended adds the laws of an EAGLE-1 head to the lookup's, eagle drafts by the head alone (sampled).
 The lossy rule `typical` is run too, on a quarter of the continuations: a test that does not refuse it is blind.
 
 `tokens`: with `match` and `coupled` the token ids must equal those of plain sampling with the same seed (float32). A
@@ -53,6 +55,7 @@ from workloads.real_models import model_folder
 import stand
 from stand.verifiers import VerifierNoise
 
+SHIPPED_HEAD = Path(__file__).resolve().parent / "drafters" / "eagle"
 LONGEST_CUT = 6  # tokens of a solution that a prompt may hold
 MOST_ROWS = 500  # of a call
 MOST_SCORES = 20_000_000  # probabilities of a call's step; they decide how many rows it has
@@ -121,11 +124,18 @@ def continuations(
     return counter, stats
 
 
+def new_drafter(model, law: dict[str, float], *, kind: str, drafter: str, head: Path) -> stand.Drafter:
+    budget, temperature = NODES_PER_ROW * rows_per_call(model), law["temperature"]
+    if drafter == "eagle":
+        return stand.EagleDrafter(head, budget=budget, temperature=temperature)
+    source = stand.EagleLaws(head, temperature=temperature) if drafter == "blended" else None
+    return stand.BlendedDrafter(budget=budget, kind=kind, source=source)
+
+
 def warmed_up(
-    model, tokenizer, prompts: Sequence[Sequence[int]], law: dict[str, float], *, verifier: str, kind: str
+    model, tokenizer, prompts: Sequence[Sequence[int]], law: dict[str, float], *, verifier: str, drafter: stand.Drafter
 ) -> stand.Engine:
-    """An engine whose lookup has seen 64 continuations of every prompt."""
-    drafter = stand.BlendedDrafter(budget=NODES_PER_ROW * rows_per_call(model), kind=kind)
+    """An engine whose drafter has seen 64 continuations of every prompt."""
     rule = stand.verifiers.get_verifier(verifier, allow_lossy=True)
     engine = stand.wrap(model, tokenizer, drafter=drafter, verifier=rule)
     for prompt in prompts:
@@ -133,11 +143,14 @@ def warmed_up(
     return engine
 
 
-def new_engine(model, tokenizer, prompts, law, *, verifier: str, kind: str) -> stand.Engine:
+def new_engine(
+    model, tokenizer, prompts, law, *, verifier: str, kind: str, drafter: str = "lookup", head: Path = SHIPPED_HEAD
+) -> stand.Engine:
     """What draws the continuations of one arm; kind "none" is the arm without drafts."""
     if kind == "none":
         return stand.wrap(model, tokenizer, verifier=verifier)
-    return warmed_up(model, tokenizer, prompts, law, verifier=verifier, kind=kind)
+    drafts = new_drafter(model, law, kind=kind, drafter=drafter, head=head)
+    return warmed_up(model, tokenizer, prompts, law, verifier=verifier, drafter=drafts)
 
 
 def law_of(model, prompt: Sequence[int], law: dict[str, float], *, tokens: int, rows: int) -> ContinuationLaw:
@@ -187,6 +200,8 @@ def check_law(model, tokenizer, options: argparse.Namespace) -> dict:
     law = {"temperature": options.temperature, "top_p": options.top_p}
     prompts = fixed_prompts(stand.wrap(model, tokenizer, verifier="match"), options.prompts, law)
     conditions = {**law, "model": options.model, "tokens": options.tokens, "continuations": options.continuations}
+    if options.drafter != "lookup":
+        conditions |= {"drafter": options.drafter, "head": str(options.head)}
     kept = KeptCounts(options.kept, {**conditions, "prompts": prompts})
     arms = list(arms_of(options))
     laws: dict[tuple[int, int], ContinuationLaw] = {}
@@ -197,7 +212,8 @@ def check_law(model, tokenizer, options: argparse.Namespace) -> dict:
             laws[place, rows] = laws.get((place, rows)) or law_of(model, prompt, law, tokens=options.tokens, rows=rows)
             line = kept.get([verifier, kind], place)
             if line is None:
-                engine = engine or new_engine(model, tokenizer, prompts, law, verifier=verifier, kind=kind)
+                arm = {"verifier": verifier, "kind": kind, "drafter": options.drafter, "head": options.head}
+                engine = engine or new_engine(model, tokenizer, prompts, law, **arm)
                 seed = (1 if kind == "none" else 2) * 10**6 + 1000 * place
                 drawn, stats = continuations(
                     engine, prompt, rows, law, tokens=options.tokens, seed=seed, draft=kind != "none"
@@ -297,6 +313,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("check", choices=("law", "tokens"))
     parser.add_argument("--verifiers", type=lambda text: text.split(","))
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=["sampled", "mixed"])
+    parser.add_argument("--drafter", choices=("lookup", "blended", "eagle"), default="lookup", help="of `law`")
+    parser.add_argument("--head", type=Path, default=SHIPPED_HEAD, help="EAGLE-1 head of the last two")
     parser.add_argument("--continuations", type=int, default=20_000, help="of one arm of `law`, all prompts together")
     parser.add_argument("--no-plain", action="store_true", help="leave the arm without drafts out")
     parser.add_argument("--prompts", type=int)
@@ -311,6 +329,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=str(REASONER), help="folder, hub id or short name (default: bundled model)")
     options = parser.parse_args()
     is_law, bundled = options.check == "law", Path(options.model).resolve() == REASONER
+    if options.drafter == "eagle":
+        options.kinds = ["sampled"]
     options.verifiers = options.verifiers or (["traversal", "match"] if is_law else ["match", "coupled"])
     options.prompts = options.prompts or (10 if is_law else 50 if bundled else 12)
     options.tokens = options.tokens or (4 if is_law else 256)

@@ -29,6 +29,7 @@ from stand.drafters.eagle.head import EagleHead
 
 SHIPPED_HEAD = Path(__file__).resolve().parent / "drafters" / "eagle"
 RANDOM = "random"
+ARMS = ("lookup", "eagle", "blended")
 HEADER = (
     "N", "drafter", "tokens per step", "depth 1 kept", "nodes per step", "drafting, share of time", "tokens per second"
 )  # fmt: skip
@@ -47,9 +48,10 @@ def drafter_makers(
             source=stand.EagleLaws(head, rounds=arguments.rounds - 1, temperature=temperature or 1.0),
         ),
     }
-    if arguments.nodes == PAPER_SHAPE.num_nodes - 1:
+    makers = {name: make for name, make in makers.items() if name in arguments.arms}
+    if arguments.nodes == PAPER_SHAPE.num_nodes - 1 and "eagle" in arguments.arms:
         makers["eagle, paper's tree"] = lambda rows: stand.EagleDrafter(head, shape=PAPER_SHAPE, **settings)
-    return {name: make for name, make in makers.items() if name in (arguments.arms or makers)}
+    return makers
 
 
 def head_of(arguments: argparse.Namespace, model) -> EagleHead:
@@ -128,9 +130,11 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head", type=Path, default=SHIPPED_HEAD, help="folder or file of an EAGLE-1 head, or random")
     parser.add_argument("--nodes", type=int, default=8, help="draft nodes per row (25: with the paper's tree, too)")
     parser.add_argument("--rounds", type=int, default=6, help="most runs of the head per step")
-    parser.add_argument("--arms", type=lambda text: text.split(","), help="some of the drafters, with commas between")
+    parser.add_argument("--arms", type=lambda text: text.split(","), default=ARMS, metavar="ARM,ARM", help="drafters")
     parser.add_argument("--verifier", default="traversal")
     arguments = parser.parse_args(command_line)
+    if set(arguments.arms) - set(ARMS):
+        parser.error(f"--arms must be some of {','.join(ARMS)}, got {','.join(arguments.arms)}")
     if arguments.temperature is not None:
         parser.error("--temperature is one number; give --temperatures, such as 0,0.8")
     fill_defaults(arguments)

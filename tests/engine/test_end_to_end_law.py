@@ -43,12 +43,22 @@ def exact_laws(reasoner, prompts):
 
 
 @pytest.mark.parametrize(
-    ("verifier", "kind", "lossless"),
-    [("match", "none", True), ("traversal", "sampled", True), ("traversal", "mixed", True)]
-    + [("match", "deterministic", True), ("typical", "sampled", False)],
+    ("verifier", "kind", "lossless", "drafter"),
+    [
+        ("match", "none", True, "lookup"),
+        ("traversal", "sampled", True, "lookup"),
+        ("traversal", "mixed", True, "lookup"),
+        ("match", "deterministic", True, "lookup"),
+        ("typical", "sampled", False, "lookup"),
+        ("traversal", "sampled", True, "blended"),
+        pytest.param("traversal", "mixed", True, "blended", marks=pytest.mark.slow),
+        pytest.param("traversal", "sampled", True, "eagle", marks=pytest.mark.slow),
+        pytest.param("typical", "sampled", False, "blended", marks=pytest.mark.slow),
+    ],
 )
-def test_continuations_follow_the_exact_law(reasoner, prompts, exact_laws, verifier, kind, lossless):
-    engine = check_law.new_engine(*reasoner, prompts, check_law.WHOLE_LAW, verifier=verifier, kind=kind)
+def test_continuations_follow_the_exact_law(reasoner, prompts, exact_laws, verifier, kind, lossless, drafter):
+    arm = {"verifier": verifier, "kind": kind, "drafter": drafter}
+    engine = check_law.new_engine(*reasoner, prompts, check_law.WHOLE_LAW, **arm)
     count = CONTINUATIONS if lossless else 2 * CONTINUATIONS  # the control must be seen, whatever the drafts
     counters, stats = [], stand.Stats()
     for place, (prompt, law) in enumerate(zip(prompts, exact_laws, strict=True)):

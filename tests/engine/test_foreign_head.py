@@ -1,8 +1,9 @@
-"""Heads of other people: docs/learned_drafters.md's example runs, and reads the hidden states that it says."""
+"""Heads of other people: docs/learned_drafters.md's examples run, and read the hidden states that it says."""
 
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_model
@@ -16,19 +17,26 @@ MOST_LINES = 40
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="docs are not part of the wheel's tests")
 
 
-def example() -> str:
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    return block
+EXAMPLES = ("TableHeads", "HeadsDrafter")  # in the order of the page
+
+
+def examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def example_class(name: str) -> type:
+    namespace: dict[str, object] = {}
+    exec(examples()[EXAMPLES.index(name)], namespace)
+    return namespace[name]
 
 
 def heads_drafter(heads) -> stand.Drafter:
-    namespace: dict[str, object] = {}
-    exec(example(), namespace)
-    return namespace["HeadsDrafter"](heads)
+    return example_class("HeadsDrafter")(heads)
 
 
-def test_the_example_is_short():
-    assert len(example().splitlines()) <= MOST_LINES
+def test_the_examples_are_short():
+    assert len(examples()) == len(EXAMPLES)
+    assert all(len(example.splitlines()) <= MOST_LINES for example in examples())
 
 
 @pytest.mark.parametrize("learn", [True, False])
@@ -60,3 +68,22 @@ def test_the_last_known_hidden_state_is_that_of_the_token_before_the_pending_one
     assert len(seen) > 20
     assert all(tokens[1:] == tokens[:1] for tokens in seen if len(tokens) > 1)
     assert any(len(tokens) > 1 for tokens in seen)
+
+
+def test_a_table_is_blended_where_it_is_right():
+    """A table that knows which token greedy decoding takes after which is drafted from; a wrong one is given up."""
+    model = tiny_model("qwen2")
+    size = model.config.vocab_size
+    settings = {"input_ids": PROMPTS[:1], "num_return_sequences": 2, "max_new_tokens": 40, "temperature": 0.0}
+    plain = stand.wrap(model, drafter=stand.BlendedDrafter(budget=0)).generate(**settings)
+    follow = np.full((size, size), 0.1 / size, np.float32)
+    for one, other in zip(plain.token_ids[0][:-1], plain.token_ids[0][1:], strict=True):
+        follow[one, other] = 0.9
+    follow /= follow.sum(axis=1, keepdims=True)
+    lengths = {}
+    for name, table in (("right", follow), ("wrong", np.roll(follow, 7, axis=1))):
+        drafter = stand.BlendedDrafter(budget=8, source=example_class("TableHeads")(table))
+        output = stand.wrap(model, drafter=drafter).generate(**settings)
+        assert output.token_ids == plain.token_ids
+        lengths[name] = output.stats.mean_acceptance_length
+    assert lengths["right"] > lengths["wrong"]

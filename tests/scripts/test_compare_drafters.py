@@ -11,12 +11,26 @@ def test_every_arm_is_measured_at_the_nodes_asked_for(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["compare_drafters.py", *options, "--nodes", "25"])
     assert compare_drafters.main() == 0
     records = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    arms = ["lookup", "eagle", "eagle, paper's tree"]
+    arms = ["lookup", "eagle", "blended", "eagle, paper's tree"]
     assert [(one["samples"], one["drafter"]) for one in records] == [(count, arm) for count in (1, 2) for arm in arms]
     for one in records:
         assert 1 <= one["tokens_per_step"] <= 7 and 0 < one["nodes_per_step"] <= 25
-        assert 0 < one["draft_share"] < 1
+        assert 0 < one["draft_share"] < 1 and one["tokens_per_second"] > 0
     assert all(one["kept_by_depth"][:1] == [one["depth_1_kept"]] for one in records if one["kept_by_depth"])
+
+
+def test_some_arms_and_an_untrained_head(monkeypatch, capsys):
+    options = ["--num-problems", "1", "--max-new-tokens", "4", "--trajectories", "1", "--temperatures", "0"]
+    monkeypatch.setattr("sys.argv", ["compare_drafters.py", *options, "--arms", "blended", "--head", "random"])
+    assert compare_drafters.main() == 0
+    (record,) = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert record["drafter"] == "blended" and record["tokens_per_step"] >= 1
+
+
+def test_unknown_arms_are_refused_by_name(capsys):
+    with pytest.raises(SystemExit):
+        compare_drafters.read_arguments(["--arms", "blended,medusa"])
+    assert "medusa" in capsys.readouterr().err
 
 
 def test_one_temperature_is_refused_by_name(capsys):

@@ -117,7 +117,7 @@ def tokens_below(batch, *path) -> set[int]:
 
 
 def test_a_law_is_found_by_the_tokens_that_lead_to_it():
-    """An empty lookup drafts what the laws say, along their tree; ANY_TOKEN is every token without a node of its own."""
+    """An empty lookup drafts what the laws say, along their tree; ANY_TOKEN is each token without a node of its own."""
     tree = [
         (-1, 4, [(7, 0.3), (8, 0.3), (9, 0.3)]),
         (0, 7, [(10, 0.3)]),

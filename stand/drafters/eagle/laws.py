@@ -22,8 +22,9 @@ class EagleLaws(LawSource):
     head: an `EagleHead` of the target, or the file or folder of a checkpoint, read when the engine is made.
     rounds: the most times that the head runs in a step after the run at the pending tokens, each time on the planned
     nodes of all rows that it has not seen, as one batch.
-    temperature, num_candidates: a law is the head's at `temperature`, its `num_candidates` best tokens. `temperature` is
-    best the target's own, 1 under greedy decoding; what is wrong with it is learned.
+    temperature, num_candidates: a law is the head's at `temperature`, its `num_candidates` best tokens. `temperature`
+    is best the target's own, 1 under greedy decoding; what is wrong with it is learned.
+    source: 0..3; a lookup learns apart what each source is worth.
 
     One object serves one engine at a time. Raises ValueError for settings out of range.
     """

@@ -93,7 +93,9 @@ class TargetLaw:
     @classmethod
     def of(cls, processors: Sequence[LogitsProcessor], *, is_sampled: bool) -> TargetLaw:
         """What transformers draws with these processors, made for request 0; `admit` takes those of further ones."""
-        params, count = SamplingParams.at_the_end_of(processors) if is_sampled else (SamplingParams(temperature=0.0), 0)
+        params, count = (
+            SamplingParams.at_the_end_of(processors) if is_sampled else (SamplingParams(temperature=0.0), 0)
+        )
         others = processors[: len(processors) - count]
         return cls(params, processors=ProcessorChain(others) if others else None, num_filters=count)
 

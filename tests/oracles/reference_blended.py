@@ -106,6 +106,13 @@ class SlowBlend:
                 law[token] = law.get(token, 0.0) + odds / evidence.total
         return law
 
+    def chance(self, tokens: list[int], token: int, *, scope: int = 0) -> float:
+        probability = UNSEEN
+        for evidence in self.evidence(self.contexts(tokens), scope):
+            own = dict(zip(evidence.tokens, evidence.odds, strict=True)).get(token, 0.0)
+            probability = (own + evidence.escape * probability) / evidence.total
+        return probability
+
     def learn(self, history: list[int], tokens: list[int], *, scope: int = 0) -> None:
         path = list(history)
         for token in tokens:
@@ -125,12 +132,11 @@ class SlowBlend:
             self.now += 1
             path.append(token)
 
-    def learn_row(self, path: list[int], row: list[tuple[int, float]], *, scope: int = 0) -> dict[int, float]:
-        """The law of a next token; what tokens of at least 0.1 were given before, one after the other."""
-        found, given = self.contexts(path), {}
+    def learn_row(self, path: list[int], row: list[tuple[int, float]], *, scope: int = 0) -> None:
+        found = self.contexts(path)
         for token, mass in row:
             if self.rate > 0 and mass >= 0.1:
-                given[token] = self.train(found, token, scope, mass)
+                self.train(found, token, scope, mass)
         is_soft = False
         for order in self.chain(len(path)):
             context = self.make(found.get(order), order, path)
@@ -147,7 +153,6 @@ class SlowBlend:
                 known += mass if was_known else 0.0
             is_soft |= known >= 0.5
         self.now += 1
-        return given
 
     def make(self, context: Context | Entry | None, order: int, path: list[int]) -> Context | None:
         if order == 0:
@@ -210,7 +215,7 @@ class SlowBlend:
             escape=self.escape_odds.get(escape_key) or escape_prior(*escape_key),
         )
 
-    def train(self, found: dict[int, Context | Entry], token: int, scope: int, mass: float) -> float:
+    def train(self, found: dict[int, Context | Entry], token: int, scope: int, mass: float) -> None:
         probability, levels = UNSEEN, []
         known = self.evidence({order: one for order, one in found.items() if order != 0}, scope)
         if not any(token in evidence.tokens for evidence in known):  # else the empty context is spared
@@ -232,7 +237,6 @@ class SlowBlend:
                 step = rate * ((own if name == token else 0.0) - odds / total)
                 self.move(self.entry_odds, key, odds, share, step)
             duty *= 1 - own
-        return probability
 
     def move(self, table: dict[tuple, float], key: tuple, odds: float, duty: float, step: float) -> None:
         uses = self.uses.get((table is self.entry_odds, key), 0.0)

@@ -51,10 +51,11 @@ class SlowOutside:
             blended[token] = blended.get(token, 0.0) + self.belief * odds / reading.total
         return blended
 
-    def learn_row(self, path: list[int], row: Law, law: Law, depth: int, *, scope: int = 0) -> None:
+    def compare(self, path: list[int], row: Law, law: Law, depth: int, *, scope: int = 0) -> None:
+        """The target's law `row` of a next token against the head's; the contexts learn nothing."""
         reading = self.read(path, law, depth)
-        given = self.slow.learn_row(path, row, scope=scope)
-        masses = {token: mass for token, mass in row if token in given}
+        masses = {token: mass for token, mass in row if mass >= 0.1} if self.slow.rate > 0 else {}
+        given = {token: self.slow.chance(path, token, scope=scope) for token in masses}
         gained = dict.fromkeys(range(len(law)), 0.0)
         escaped, mass, rate, evidence = 0.0, sum(masses.values()), self.slow.rate, 0.0
         for token, share in masses.items():

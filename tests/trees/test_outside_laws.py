@@ -59,10 +59,12 @@ def taught(count: int, *, rate=0.05, with_laws=True) -> BlendedLookup:
 def slow_twin(count: int, *, rate=0.05) -> SlowOutside:
     outside = SlowOutside(SlowBlend(rate=rate))
     for path, chain, own, ids, probs in lessons(count):
+        here = [[*path, *chain[: depth + 1]] for depth in range(3)]
+        rows = [list(zip(*law, strict=True)) for law in zip(ids.tolist(), probs.tolist(), strict=True)]
+        for depth in range(2):
+            outside.compare(here[depth], rows[depth], own[depth], depth)
         for depth in range(3):
-            here = [*path, *chain[: depth + 1]]
-            row = list(zip(ids[depth].tolist(), probs[depth].tolist(), strict=True))
-            outside.learn_row(here, row, own[depth], depth) if depth < 2 else outside.slow.learn_row(here, row)
+            outside.slow.learn_row(here[depth], rows[depth])
     return outside
 
 
@@ -192,6 +194,23 @@ def test_contexts_learn_as_if_there_were_no_laws(tmp_path):
     assert with_laws.digest == without.digest
     law = [(4, 0.7), (5, 0.1)]
     assert estimates_at_root(with_laws, [1, 2], law) != estimates_at_root(without, [1, 2], law)
+
+
+def test_equal_rows_do_not_teach_each_other_that_contexts_suffice():
+    """Of four equal rows a head is as good as of one: what one row has just taught says nothing about it."""
+    shares = {}
+    for num_rows in (1, 4):
+        lookup, text = BlendedLookup(), stream(400, vocabulary=200, seed=4, stay=0.0)
+        for end in range(20, 100):
+            right = int(text[end])
+            laws = outside_laws([[(-1, int(text[end - 1]), [(right, 0.8)])]] * num_rows)
+            batch = draft(lookup, [text[:end]] * num_rows, 4 * num_rows, outside=laws)
+            ids = np.full((batch.num_nodes, 1), NO_TOKEN, np.int32)
+            ids[batch.offsets[:-1]] = right
+            probs = np.where(ids >= 0, 0.9, 0.0).astype(np.float32)
+            lookup.learn_batch(batch, [text[: end - 1]] * num_rows, ids, probs)
+        shares[num_rows] = estimates_at_root(lookup, text[:14].tolist(), [(999, 0.8)]).get(999, 0.0)
+    assert shares[4] > 0.9 * shares[1] > 0.6
 
 
 def test_clear_forgets_what_laws_are_worth():

@@ -57,13 +57,10 @@ inline Cursor BlendedLookup::learn(Cursor& cursor, uint32_t token) {
     return next;
 }
 
-inline void BlendedLookup::learn_law(Cursor& cursor, const int32_t* ids, const float* probs, int32_t width,
-                                     OutsideLesson* lesson) {
-    for (int32_t i = 0; i < (settings.learns_odds ? width : 0); ++i) {
-        if (ids[i] < 0 || probs[i] < LEAST_TAUGHT) continue;
-        const float chance = train(cursor, static_cast<uint32_t>(ids[i]), probs[i]);
-        if (lesson != nullptr) lesson->observe(static_cast<uint32_t>(ids[i]), probs[i], chance);
-    }
+inline void BlendedLookup::learn_law(Cursor& cursor, const int32_t* ids, const float* probs, int32_t width) {
+    if (settings.learns_odds)
+        for (int32_t i = 0; i < width; ++i)
+            if (ids[i] >= 0 && probs[i] >= LEAST_TAUGHT) train(cursor, static_cast<uint32_t>(ids[i]), probs[i]);
     Cursor none;
     cursors_[0] = &cursor;
     cursors_[1] = &none;
@@ -91,8 +88,7 @@ inline void BlendedLookup::learn_law(Cursor& cursor, const int32_t* ids, const f
 
 // One gradient step on mass * log P(token), from the longest context down; `duty` is the share of P that the orders
 // from here on are responsible for. The empty context, by far the widest, is spared where another one knows the token.
-// Returns P(token) before the step.
-inline float BlendedLookup::train(const Cursor& cursor, uint32_t token, float mass) {
+inline void BlendedLookup::train(const Cursor& cursor, uint32_t token, float mass) {
     struct Level {
         uint16_t entries[MAX_ENTRIES];  // buckets
         int32_t escape;                // bucket
@@ -134,7 +130,36 @@ inline float BlendedLookup::train(const Cursor& cursor, uint32_t token, float ma
         }
         duty *= 1.0f - level.own;
     }
+}
+
+// What the contexts at the cursor give a token, from the end of the chain up.
+inline float BlendedLookup::chance(const Cursor& cursor, uint32_t token) const {
+    float probability = UNSEEN;
+    const auto ask = [&](int32_t order) {
+        const Block* block = arena.at(cursor.blocks[order]);
+        if (cursor.blocks[order] == 0 || block->size == 0) return;
+        uint16_t buckets[MAX_ENTRIES];
+        const float escape = odds.escape[read_buckets(block, clock, buckets)];
+        const int32_t position = find_entry(block, token);
+        float total = escape;
+        for (int32_t i = 0; i < block->size; ++i) total += odds.entry[buckets[i]];
+        probability = ((position < 0 ? 0.0f : odds.entry[buckets[position]]) + escape * probability) / total;
+    };
+    ask(0);
+    ask(SKIP);
+    for (int32_t order = 1; order <= depth(); ++order) ask(order);
     return probability;
+}
+
+inline void BlendedLookup::compare_law(const Cursor& cursor, const OutsideLaw& law, const int32_t* ids,
+                                       const float* probs, int32_t width, OutsideOdds& outside_odds) const {
+    OutsideLesson lesson(outside_odds, law, longest_known(arena, cursor.blocks, depth()));
+    for (int32_t i = 0; i < width; ++i) {
+        if (ids[i] < 0 || probs[i] < LEAST_TAUGHT) continue;
+        const uint32_t token = static_cast<uint32_t>(ids[i]);
+        lesson.observe(token, probs[i], chance(cursor, token));
+    }
+    lesson.finish(settings.rate);
 }
 
 // The block of the cursor's context of an order, made where it can be; 0 where it cannot.
@@ -308,22 +333,27 @@ inline std::vector<int32_t> places_of(const StepView& step, const OutsideLaws& o
 }
 
 // Teaches law i of `ids` and `probs` to the context that ends in node i, for the given nodes in their order. `scopes`
-// are the rows'. Where the drafts had laws from outside, `odds` learns what these were worth.
+// are the rows'. Where the drafts had laws from outside, `odds` learns first what these were worth: rows that share a
+// context would else find it taught by each other, and the contexts would look better than they were.
 inline void learn_nodes(BlendedLookup& lookup, const StepView& step, const uint8_t* scopes, const int64_t* nodes,
                         int64_t num_nodes, const int32_t* ids, const float* probs, int32_t width,
                         const OutsideLaws* outside, OutsideOdds* odds) {
     const std::lock_guard guard(lookup.mutex);
-    const std::vector<int32_t> places = outside == nullptr ? std::vector<int32_t>() : places_of(step, *outside);
+    if (outside != nullptr && lookup.settings.learns_odds) {
+        const std::vector<int32_t> places = places_of(step, *outside);
+        const auto compare = [&](int64_t node, int64_t row, const uint32_t* window, int32_t available) {
+            if (places[node] == NOWHERE) return;
+            lookup.clock.scope = scopes[row];
+            const Cursor cursor = lookup.locate<Cursor>(window, available);
+            const OutsideLaw law = outside->at(places[node]);
+            lookup.compare_law(cursor, law, ids + node * width, probs + node * width, width, *odds);
+        };
+        for_each_window<uint32_t, MAX_DEPTH>(step, nodes, num_nodes, compare);
+    }
     const auto learn = [&](int64_t node, int64_t row, const uint32_t* window, int32_t available) {
         lookup.clock.scope = scopes[row];
         Cursor cursor = lookup.locate<Cursor>(window, available);
-        const int32_t* node_ids = ids + node * width;
-        const float* node_probs = probs + node * width;
-        if (outside == nullptr || places[node] == NOWHERE)
-            return lookup.learn_law(cursor, node_ids, node_probs, width);
-        OutsideLesson lesson(*odds, outside->at(places[node]), longest_known(lookup.arena, cursor.blocks, MAX_DEPTH));
-        lookup.learn_law(cursor, node_ids, node_probs, width, &lesson);
-        lesson.finish(lookup.settings.rate);
+        lookup.learn_law(cursor, ids + node * width, probs + node * width, width);
     };
     for_each_window<uint32_t, MAX_DEPTH>(step, nodes, num_nodes, learn);
 }

@@ -139,9 +139,12 @@ class BlendedLookup {
     void learn_run(const uint32_t* window, int32_t available, const int32_t* tokens, int64_t num_tokens);
 
     // The law of the next token after the cursor, as ids (negative: padding) and probabilities. Teaches no contexts
-    // beyond those that end at the cursor. `lesson` is shown the same, where there is a law from outside.
-    void learn_law(Cursor& cursor, const int32_t* ids, const float* probs, int32_t width,
-                   OutsideLesson* lesson = nullptr);
+    // beyond those that end at the cursor.
+    void learn_law(Cursor& cursor, const int32_t* ids, const float* probs, int32_t width);
+
+    // Teaches `odds` what a law from outside was worth beside the contexts at the cursor, which learn nothing here.
+    void compare_law(const Cursor& cursor, const OutsideLaw& law, const int32_t* ids, const float* probs, int32_t width,
+                     OutsideOdds& odds) const;
 
     // Forgets everything; settings stay. Takes the lock.
     void clear() {
@@ -210,7 +213,8 @@ class BlendedLookup {
     }
 
     Cursor learn(Cursor& cursor, uint32_t token);
-    float train(const Cursor& cursor, uint32_t token, float mass);
+    void train(const Cursor& cursor, uint32_t token, float mass);
+    float chance(const Cursor& cursor, uint32_t token) const;
     uint32_t context(Cursor& cursor, int32_t order);
     int32_t add_entry(Cursor& cursor, int32_t order, uint32_t token);
     void observe(Block* block, int32_t position, bool is_soft, float mass);

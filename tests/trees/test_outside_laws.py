@@ -197,7 +197,7 @@ def test_contexts_learn_as_if_there_were_no_laws(tmp_path):
 
 
 def test_equal_rows_do_not_teach_each_other_that_contexts_suffice():
-    """Of four equal rows a head is as good as of one: what one row has just taught says nothing about it."""
+    """Four equal rows speak for a head four times: what one of them has just taught says nothing about it."""
     shares = {}
     for num_rows in (1, 4):
         lookup, text = BlendedLookup(), stream(400, vocabulary=200, seed=4, stay=0.0)
@@ -210,7 +210,7 @@ def test_equal_rows_do_not_teach_each_other_that_contexts_suffice():
             probs = np.where(ids >= 0, 0.9, 0.0).astype(np.float32)
             lookup.learn_batch(batch, [text[: end - 1]] * num_rows, ids, probs)
         shares[num_rows] = estimates_at_root(lookup, text[:14].tolist(), [(999, 0.8)]).get(999, 0.0)
-    assert shares[4] > 0.9 * shares[1] > 0.6
+    assert shares[4] > shares[1] + 0.03 > 0.8
 
 
 def test_clear_forgets_what_laws_are_worth():

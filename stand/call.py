@@ -218,9 +218,8 @@ class Call:
                 self._end(row)
             if self._on_commit is not None:
                 self._on_commit(row, tokens[:emitted])
-        going = np.array([place for place, row in enumerate(live.rows) if row.finish_reason is None], dtype=np.int64)
-        self._step.keep(going, live.lengths[going], [verdicts.accepted[place] for place in going])
-        self.stats.count_step(batch, np.concatenate(kept_nodes))
+        self._step.keep(live, verdicts.accepted)
+        self.stats.count_step(batch, kept_nodes)
 
     def _end(self, row: Row) -> None:
         row.ended, self._is_settled = self.stats.elapsed, False

@@ -4,7 +4,7 @@ and stop.py (`max_time`) do."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -111,17 +111,20 @@ class Stats:
         """Wall seconds so far, the block that is running included."""
         return self.wall_seconds + (0.0 if self._began is None else time.perf_counter() - self._began)
 
-    def count_step(self, batch: DraftBatch, kept_nodes: np.ndarray) -> None:
-        """Count one step of all rows whose packed nodes `kept_nodes` were emitted (`num_tokens` is the caller's)."""
+    def count_step(self, batch: DraftBatch, kept_nodes: Sequence[np.ndarray]) -> None:
+        """Count one step; kept_nodes: per row the packed nodes that were emitted, at depths 1, 2, ... (`num_tokens` is
+        the caller's)."""
+        num_rows, kept = len(kept_nodes), [len(nodes) for nodes in kept_nodes]
         self.num_forwards += 1
-        self.num_steps += len(batch)
-        self.num_draft_tokens += batch.num_nodes - len(batch)
-        self.num_accepted_draft_tokens += len(kept_nodes)
-        if len(kept_nodes) == 0:
+        self.num_steps += num_rows
+        self.num_draft_tokens += batch.num_nodes - num_rows
+        if not any(kept):
             return
-        self.accepted_by_depth = _added(self.accepted_by_depth, np.bincount(batch.depths[kept_nodes])[1:])
+        self.num_accepted_draft_tokens += sum(kept)
+        by_depth = np.bincount(kept)[:0:-1].cumsum()[::-1]  # rows that kept as many nodes or more
+        self.accepted_by_depth = _added(self.accepted_by_depth, by_depth)
         if batch.slots is not None:
-            self.accepted_by_slot = _added(self.accepted_by_slot, np.bincount(batch.slots[kept_nodes]))
+            self.accepted_by_slot = _added(self.accepted_by_slot, np.bincount(batch.slots[np.concatenate(kept_nodes)]))
 
     def as_dict(self) -> dict[str, object]:
         """Counters and derived rates as plain JSON values."""

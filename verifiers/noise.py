@@ -8,6 +8,7 @@ not depend on the draft.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ class VerifierNoise:
 
     def resample(self) -> np.ndarray:
         """[B] float64 in [0, 1): one per row, keyed (seed, row, step)."""
-        return uniforms(self.seed, RESAMPLE, self.rows, self.steps, np.zeros_like(self.rows))
+        return node_uniforms(self.seed, RESAMPLE, self.rows, self.steps, _single_nodes(len(self.rows)))
 
     def target(self, rows: np.ndarray, depth: int) -> np.ndarray:
         """[n] float64 in [0, 1): for the token at positions[row] + depth of each of `rows` [n] (below B)."""
@@ -92,6 +93,12 @@ class VerifierNoise:
     def step_keys(self, rows: np.ndarray, depth: int) -> list[int]:
         """Per row the 64-bit key of the target's noise at positions[row] + depth, before the token is mixed in."""
         return step_keys(self._target_seed, TARGET, self.rows[rows], self.positions[rows] + depth).tolist()
+
+
+@lru_cache(maxsize=64)
+def _single_nodes(num_rows: int) -> np.ndarray:
+    """[B + 1] int32: the offsets of rows of one node."""
+    return np.arange(num_rows + 1, dtype=np.int32)
 
 
 def uniforms_on_device(step_keys: list[int], num_nodes: int, *, device: torch.device) -> torch.Tensor:

@@ -8,7 +8,6 @@ not depend on the draft.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from stand.trees.noise import (
     RESAMPLE,
     SECOND_FACTOR,
     TARGET,
+    fill_tests,
     node_uniforms,
     step_keys,
     uniforms,
@@ -52,16 +52,23 @@ class VerifierNoise:
 
     def resample(self) -> np.ndarray:
         """[B] float64 in [0, 1): one per row, keyed (seed, row, step)."""
-        return node_uniforms(self.seed, RESAMPLE, self.rows, self.steps, _single_nodes(len(self.rows)))
+        return uniforms(self.seed, RESAMPLE, self.rows, self.steps, np.zeros_like(self.rows))
+
+    def fill_tests(self, batch: DraftBatch, accept: np.ndarray, resample: np.ndarray) -> None:
+        """Write `accept` and `resample` into arrays float64 that may be longer."""
+        fill_tests(self.seed, self.rows, self.steps, batch.offsets, accept, resample)
 
     def target(self, rows: np.ndarray, depth: int) -> np.ndarray:
         """[n] float64 in [0, 1): for the token at positions[row] + depth of each of `rows` [n] (below B)."""
         zeros = np.zeros(len(rows), dtype=np.int64)
         return uniforms(self._target_seed, TARGET, self.rows[rows], self.positions[rows] + depth, zeros)
 
-    def target_at_nodes(self, batch: DraftBatch) -> np.ndarray:
-        """[M] float64 in [0, 1): `target` for the token that follows each packed node."""
-        return node_uniforms(self._target_seed, TARGET, self.rows, self.positions, batch.offsets, batch.depths)
+    def target_at_nodes(self, batch: DraftBatch, *, out: np.ndarray | None = None) -> np.ndarray:
+        """[M] float64 in [0, 1): `target` for the token that follows each packed node.
+
+        out: written to and returned, may be longer.
+        """
+        return node_uniforms(self._target_seed, TARGET, self.rows, self.positions, batch.offsets, batch.depths, out=out)
 
     def keys_at_nodes(self, batch: DraftBatch) -> np.ndarray:
         """[M] int64: `step_keys` for the token that follows each packed node, as the int64 with the same bits."""
@@ -93,12 +100,6 @@ class VerifierNoise:
     def step_keys(self, rows: np.ndarray, depth: int) -> list[int]:
         """Per row the 64-bit key of the target's noise at positions[row] + depth, before the token is mixed in."""
         return step_keys(self._target_seed, TARGET, self.rows[rows], self.positions[rows] + depth).tolist()
-
-
-@lru_cache(maxsize=64)
-def _single_nodes(num_rows: int) -> np.ndarray:
-    """[B + 1] int32: the offsets of rows of one node."""
-    return np.arange(num_rows + 1, dtype=np.int32)
 
 
 def uniforms_on_device(step_keys: list[int], num_nodes: int, *, device: torch.device) -> torch.Tensor:

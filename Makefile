@@ -35,8 +35,8 @@ OLDEST_TESTS := tests/engine/test_support.py tests/engine/test_forward.py::test_
 # Test processes at a time.
 WORKERS ?= 2
 
-# One thread: the matrices of the suite and of the bundled model are too small for more.
-export OMP_NUM_THREADS ?= 1
+# One thread: the matrices of the suite are too small for more, and as many processes run as there are cores.
+test test-debug test-wheel: export OMP_NUM_THREADS ?= 1
 
 .PHONY: throughput test lint test-debug test-wheel test-oldest wheel away clean
 

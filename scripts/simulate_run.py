@@ -23,8 +23,8 @@ from measuring.setup import count_list
 from measuring.text_table import format_table
 from workloads.model_shapes import SHAPES
 
+from stand.scheduling.admission import AtMost
 from stand.scheduling.memory import WithinMemory
-from stand.scheduling.scheduler import AtMost
 
 HEADER = (
     "rows", "places", "way", "occupancy %", "tokens/s", "of steady %", "hours", "nodes/row", "rooms GB", "live GB"

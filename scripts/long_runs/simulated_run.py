@@ -10,8 +10,9 @@ import numpy as np
 from workloads.model_shapes import ModelShape
 
 from stand.forward.tree_cache import DRAFT_ROOM, ROOM_QUANTUM
+from stand.scheduling.admission import Admission
 from stand.scheduling.request import Job
-from stand.scheduling.scheduler import Admission, Entry, Scheduler
+from stand.scheduling.scheduler import Entry, Move, Scheduler
 
 ELEMENT = 2  # bytes of a weight, a key or a value
 STEADY_SHARE = 0.95  # a run is steady while so many of its places are taken
@@ -150,7 +151,7 @@ class Simulation:
                     self._prefill(change.row.request, change.row.num_cached, begun)
                     left = _placed(left, change.place, self._lengths[change.row.index])
                     cached = _placed(cached, change.place, change.row.num_cached)
-                else:
+                elif isinstance(change, Move):
                     left[change.target], cached[change.target] = left[change.source], cached[change.source]
             left, cached = left[: len(scheduler.live)], cached[: len(scheduler.live)]
             if not scheduler.live:

@@ -8,8 +8,8 @@ import simulate_run
 from long_runs.simulated_run import Acceptance, Roofline, Simulation, Workload
 from workloads.model_shapes import SMOKE_SHAPE
 
+from stand.scheduling.admission import AtMost
 from stand.scheduling.memory import WithinMemory
-from stand.scheduling.scheduler import AtMost
 
 ROOFLINE = Roofline(SMOKE_SHAPE, bytes_per_second=1e9, flops_per_second=1e10, host_seconds=1e-4)
 ACCEPTANCE = Acceptance((0.0, 8.0, 80.0), (1.0, 2.0, 3.0))

@@ -7,14 +7,16 @@ from pathlib import Path
 
 
 def resident_bytes(ranges: Sequence[tuple[int, int]]) -> int:
-    """Of mappings within these (start, bytes) of addresses; a page that several of them show counts once, and in part
-    where other mappings show it too (`Pss` of /proc/self/smaps). Pages of zeros that were only read count nothing."""
-    total, is_inside = 0, False
+    """Of mappings within these (start, bytes) of addresses, by /proc/self/smaps: of a private mapping the pages that
+    were written there, of a shared one all that are in memory. So pages that several mappings show count once, and
+    zeros that were only read count nothing."""
+    total, counted = 0, None
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
-        head = line.split(maxsplit=1)[0]
-        if "-" in head and not head.endswith(":"):
-            start, end = (int(number, 16) for number in head.split("-"))
+        name, *rest = line.split()
+        if "-" in name and not name.endswith(":"):
+            start, end = (int(number, 16) for number in name.split("-"))
             is_inside = any(first <= start and end <= first + nbytes for first, nbytes in ranges)
-        elif is_inside and head == "Pss:":
-            total += 1024 * int(line.split()[1])
+            counted = ("Rss:" if rest[0].endswith("s") else "Anonymous:") if is_inside else None
+        elif name == counted:
+            total += 1024 * int(rest[0])
     return total

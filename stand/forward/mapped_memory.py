@@ -18,6 +18,7 @@ import torch
 SYSTEM_PAGE = mmap.PAGESIZE  # bytes
 FIXED, NORESERVE = 0x10, 0x4000  # of mmap, as in Linux's generic headers
 PUNCH_HOLE = 0x01 | 0x02  # of fallocate: the file keeps its size
+FILE_NAME = "stand-keys"  # as /proc/self/maps shows it
 FAILED = ctypes.c_void_p(-1).value
 
 
@@ -62,7 +63,7 @@ class SharedFile:
     """An unnamed file in memory, of which blocks are shared; closed with the last of them."""
 
     def __init__(self) -> None:
-        self.number = os.memfd_create("stand-keys")
+        self.number = os.memfd_create(FILE_NAME)
         self.process = os.getpid()
         self.size = 0
 

@@ -17,6 +17,8 @@ def beginning(row: Row) -> Hashable:
 class Admission:
     """What the scheduler asks and tells. This one has no limits."""
 
+    num_slots: int | None = None  # of the cache that are taken, where they are counted
+
     def check(self, job: Job) -> None:
         """Raises ValueError for a request whose rows could never run."""
 

@@ -10,7 +10,7 @@ from stand.scheduling.admission import Admission, beginning
 from stand.scheduling.page_allocator import PageAllocator
 from stand.scheduling.request import Job
 
-GROWTH = 64  # slots that every row can still grow by when another one starts
+GROWTH = 64  # slots; chosen by scripts/simulate_run.py
 
 
 class WithinPages(Admission):
@@ -27,16 +27,23 @@ class WithinPages(Admission):
         most_rows: int | None = None,
         most_nodes: Callable[[int], int | None] = lambda num_rows: 0,
         is_asked_for: bool = False,
+        growth: int = GROWTH,
     ):
         """most_nodes: draft nodes, roots excluded, of so many rows together at most; None: DRAFT_ROOM each.
-        is_asked_for: the number of pages is the user's; a request that may come to need more is refused."""
+        is_asked_for: the number of pages is the user's; a request that may come to need more is refused.
+        growth: slots that every row can still grow by when another one starts."""
         self.pages = pages
         self._most_rows = most_rows
         self._most_nodes = most_nodes
         self._is_asked_for = is_asked_for
+        self._growth = growth
         self._open: dict[Hashable, Hashable] = {}  # by what rows begin with: who holds its pages
         self._num_opened = 0
         self._ends: dict[int, int] = {}  # by row: slots that it may write without a further page
+
+    @property
+    def num_slots(self) -> int:
+        return self.pages.num_used * self.pages.page_size
 
     def check(self, job: Job) -> None:
         page_size, num_pages = self.pages.page_size, self.pages.num_pages
@@ -52,10 +59,12 @@ class WithinPages(Admission):
         return (self._most_rows is None or len(live) < self._most_rows) and self.fits(live, row)
 
     def fits(self, live: Sequence[Row], row: Row) -> bool:
-        return self._fit([*live, row], GROWTH)
+        return self._fit([*live, row], self._growth)
 
     def holds(self, live: Sequence[Row]) -> bool:
-        return self._fit(live, 0)
+        """Asked before every step: at a glance where much is free."""
+        most = 3 * len(live) + self._most_draft_nodes(len(live)) // self.pages.page_size
+        return most <= self.pages.num_free or self._fit(live, 0)
 
     def open(self, row: Row) -> Hashable:
         self._num_opened += 1
@@ -88,14 +97,17 @@ class WithinPages(Admission):
         """Whether each of `rows` can take a step after `growth` further tokens."""
         if self.pages.num_pages is None:
             return True
-        size, most = self.pages.page_size, self._most_nodes(len(rows))
-        most = DRAFT_ROOM * len(rows) if most is None else most
-        needed, slacks = 0, []
+        size, needed, slacks = self.pages.page_size, 0, []
         for row in rows:
             end = row.num_cached + 1 + growth
             needed += self._missing(row, end)
             slacks.append(max(size * self.pages.count(end), self._ends.get(row.index, 0)) - end)
-        return needed + most_draft_pages(slacks, most, page_size=size) <= self.pages.num_free
+        drafts = most_draft_pages(slacks, self._most_draft_nodes(len(rows)), page_size=size)
+        return needed + drafts <= self.pages.num_free
+
+    def _most_draft_nodes(self, num_rows: int) -> int:
+        known = self._most_nodes(num_rows)
+        return DRAFT_ROOM * num_rows if known is None else known
 
     def _missing(self, row: Row, end: int) -> int:
         """Pages that `row`, live or not, takes until it has written `end` slots."""

@@ -3,6 +3,7 @@
 import gc
 import random
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,13 +14,14 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, Qwen2Config
 
 import stand
 from stand.call import Call
-from stand.forward import tree_cache
+from stand.forward import mapped_memory, tree_cache
 from stand.forward.paged_cache import PagedCache, PromptRoom
 from stand.forward.tree_cache import TreeCache
 from stand.row import Row
 from stand.scheduling import memory, prompt_keys
 from stand.scheduling.admission import AtMost
 from stand.scheduling.memory import WithinMemory
+from stand.scheduling.page_allocator import PageAllocator
 from stand.scheduling.request import Job
 from stand.scheduling.scheduler import Entry, Leave, Move, Scheduler
 
@@ -29,6 +31,11 @@ SETTINGS = {"num_return_sequences": 3, "max_new_tokens": 24, "temperature": 0.9,
 
 def engine_of(verifier: str = "match", **settings) -> stand.Engine:
     return stand.wrap(tiny_model("qwen2"), verifier=verifier, drafter=stand.BlendedDrafter(budget=12), **settings)
+
+
+def cap_of(num_pages: int, engine: stand.Engine) -> int:
+    """Bytes of so many pages."""
+    return num_pages * engine.backend.page_size * memory.bytes_per_token(engine.model)
 
 
 def tokens_of(trajectories) -> dict[int, list[int]]:
@@ -113,7 +120,8 @@ def test_ratio_rules_repeat_and_all_rows_live_is_one_batch():
     assert runs[0] == runs[1] and runs[2] == runs[3] != runs[0]
 
 
-def test_a_thousand_mixed_requests_are_each_their_own_call():
+@pytest.mark.parametrize("pages", [None, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_thousand_mixed_requests_are_each_their_own_call(pages):
     """End tokens, stop strings, short and long limits, greedy: 12 kinds in random order."""
     generator = random.Random(0)
     engine = stand.wrap(tiny_model("qwen2"), letter_tokenizer(), drafter=stand.BlendedDrafter(budget=32))
@@ -130,7 +138,10 @@ def test_a_thousand_mixed_requests_are_each_their_own_call():
         alone.append((output.token_ids[0], output.texts[0], output.finish_reasons[0]))
     assert set(Counter(reason for *_, reason in alone).values()) == {4}
     order = [generator.randrange(12) for _ in range(1000)]
-    found = list(engine.run((stand.Request(**kinds[kind], id=kind) for kind in order), max_rows=32, do_sample=False))
+    settings = {"max_rows": 32, "max_cache_bytes": pages and cap_of(pages, engine), "do_sample": False}
+    run = engine.run((stand.Request(**kinds[kind], id=kind) for kind in order), **settings)
+    found = list(run)
+    assert run.num_slots == run.num_cached == 0
     assert [kind for _, kind in sorted((one.row, one.id) for one in found)] == order
     for one in found:
         assert (one.token_ids, one.text, one.finish_reason) == alone[one.id]
@@ -221,7 +232,8 @@ def interrupt(engine: stand.Engine, generator: random.Random, patch: pytest.Monk
         work = getattr(stand.BlendedDrafter, where)
         patch.setattr(stand.BlendedDrafter, where, raising_after(generator.randrange(3), error, work))
     requests = [*PROMPTS, "no request"] if where == "request" else PROMPTS
-    run = engine.run(requests, max_rows=2, on_step=on_step, **settings)
+    cap = generator.choice([None, cap_of(6, engine)])
+    run = engine.run(requests, max_rows=2, max_cache_bytes=cap, on_step=on_step, **settings)
     if where == "close":
         next(run)
         run.close()
@@ -249,7 +261,9 @@ def test_two_hundred_interruptions_leave_nothing_behind():
         if attempt % 10 == 0:
             assert engine.generate(PROMPTS[:2], **settings).token_ids == expected
     gc.collect()
-    assert not [kept for kept in gc.get_objects() if type(kept) in (TreeCache, PagedCache, PromptRoom, Call, Row)]
+    kinds = (TreeCache, PagedCache, PromptRoom, PageAllocator, Call, Row)
+    assert not [kept for kept in gc.get_objects() if type(kept) in kinds]
+    assert mapped_memory.FILE_NAME not in Path("/proc/self/maps").read_text(encoding="utf-8")
 
 
 def test_what_had_ended_comes_before_a_bad_request():

@@ -32,7 +32,7 @@ def test_every_token_is_decoded_in_places_and_in_blocks(max_rows):
         assert trace.tokens.sum() == one.num_tokens
         assert trace.live.max() <= max_rows and trace.live.min() >= 1
         assert (trace.steps > 0).all() and 0 < trace.occupancy(max_rows) <= 1
-        assert (trace.room_tokens >= trace.live_tokens).all()
+        assert (trace.taken_tokens >= trace.live_tokens).all()
 
 
 def test_places_are_fuller_and_faster_than_blocks_but_for_one_place():

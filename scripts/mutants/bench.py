@@ -17,6 +17,7 @@ from mutants.targets import ROOT, Target
 QUICK_SECONDS = 1.0  # tests that usually take longer are left out
 BATCH_SIZE = 16  # mutants compiled into one module
 UNCHANGED = 77  # exit status of a fork that could not put the mutant in place
+FAILED = 1  # of one in which a test failed
 
 
 class Bench:
@@ -36,7 +37,7 @@ class LastWitness(Witness):
     def pytest_runtest_logreport(self, report) -> None:
         super().pytest_runtest_logreport(report)
         if report.failed:
-            os._exit(1)
+            os._exit(FAILED)
 
 
 def check_tests(target: Target) -> dict[str, float]:
@@ -75,7 +76,7 @@ def judge_on_bench(
                 log.unlink(missing_ok=True)
                 witness = LastWitness(log, experience.seconds)
                 status = in_fork(partial(_run, mutant, batches.place(mutant), functions, ordered, witness))
-                if status not in (0, UNCHANGED):
+                if status == FAILED or status < 0:  # what broke for another reason stays open too
                     verdict = verdict_of(status, log)
                     experience.note(mutant.file, verdict.killer)
                     record(mutant, verdict)

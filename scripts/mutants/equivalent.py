@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (
+        "trees/noise.pyx",
+        "cdef uint64_t key = stream_key(seed, stream), row_key, step, bits = 0",
+        "0 -> 1",
+    ): "only bits from the 32nd on are asked for",
     ("verifiers/operands.py", "return self.target * 1.0", "Mult -> Div"): "times or divided by 1",
     (
         "verifiers/set_law.py",

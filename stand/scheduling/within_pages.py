@@ -10,7 +10,7 @@ from stand.scheduling.admission import Admission, beginning
 from stand.scheduling.page_allocator import PageAllocator
 from stand.scheduling.request import Job
 
-GROWTH = 64  # slots; chosen by scripts/simulate_run.py
+GROWTH = 512  # slots; best of 1, 64, 512 and 2,048 in a simulated run (docs/long_runs.md)
 
 
 class WithinPages(Admission):
@@ -27,16 +27,16 @@ class WithinPages(Admission):
         most_rows: int | None = None,
         most_nodes: Callable[[int], int | None] = lambda num_rows: 0,
         is_asked_for: bool = False,
-        growth: int = GROWTH,
+        growth: int | None = None,
     ):
         """most_nodes: draft nodes, roots excluded, of so many rows together at most; None: DRAFT_ROOM each.
         is_asked_for: the number of pages is the user's; a request that may come to need more is refused.
-        growth: slots that every row can still grow by when another one starts."""
+        growth: slots that every row can still grow by when another one starts, if its limit lets it; None: GROWTH."""
         self.pages = pages
         self._most_rows = most_rows
         self._most_nodes = most_nodes
         self._is_asked_for = is_asked_for
-        self._growth = growth
+        self._growth = GROWTH if growth is None else growth
         self._open: dict[Hashable, Hashable] = {}  # by what rows begin with: who holds its pages
         self._num_opened = 0
         self._ends: dict[int, int] = {}  # by row: slots that it may write without a further page
@@ -94,12 +94,12 @@ class WithinPages(Admission):
         self._ends.pop(row.index, None)
 
     def _fit(self, rows: Sequence[Row], growth: int) -> bool:
-        """Whether each of `rows` can take a step after `growth` further tokens."""
+        """Whether each of `rows` can take a step after `growth` further tokens, or all that it may still get."""
         if self.pages.num_pages is None:
             return True
         size, needed, slacks = self.pages.page_size, 0, []
         for row in rows:
-            end = row.num_cached + 1 + growth
+            end = row.num_cached + 1 + min(growth, row.num_remaining)
             needed += self._missing(row, end)
             slacks.append(max(size * self.pages.count(end), self._ends.get(row.index, 0)) - end)
         drafts = most_draft_pages(slacks, self._most_draft_nodes(len(rows)), page_size=size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -17,7 +17,7 @@ from stand.forward.model import text_config
 from stand.forward.tree_attention import exclusive
 from stand.row import LiveRows, Row
 from stand.sampling import TargetLaw
-from stand.scheduling.admission import Admission
+from stand.scheduling.admission import Admission, beginning
 from stand.scheduling.prompt_keys import PromptKeys
 from stand.scheduling.request import Job
 from stand.scheduling.scheduler import Change, Entry, Leave, Scheduler
@@ -166,12 +166,12 @@ class Call:
         return changes
 
     def _follow(self, entries: Sequence[Entry]) -> None:
-        """Show a drafter that asks for features those of the prompts of rows that enter, each prompt once."""
+        """Show a drafter that asks for features those of what the rows that enter begin with, each prompt once."""
         if self._wants_features:
-            shown: set[int] = set()
+            shown: set[Hashable] = set()
             for entry in entries:
-                if entry.row.problem not in shown:
-                    shown.add(entry.row.problem)
+                if beginning(entry.row) not in shown:
+                    shown.add(beginning(entry.row))
                     self._drafter.follow_prompt(entry.row.history, self._prompts.features(entry.keys))
 
     def _learn_prompt(self, row: Row) -> None:

@@ -4,9 +4,10 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
+from plain_eagle import random_head
 from resident import cache_bytes
 from small_law import chi_square, continuation_law, small_model
-from tiny_models import kernel_model
+from tiny_models import kernel_model, tiny_model
 from transformers import LogitsProcessorList
 
 import stand
@@ -142,6 +143,23 @@ def test_rows_that_come_back_follow_the_exact_law(monkeypatch):
     counts, stats = counted(monkeypatch)
     assert stats.num_put_back > COUNT / 20 and stats.mean_acceptance_length > 1.3
     assert chi_square(counts, law) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["eagle", "model"])
+def test_drafters_that_remember_rows_find_them_again(kind, monkeypatch):
+    """What they hold of a row is not asked for while it is away."""
+    model, settings = tiny_model("llama"), {**SETTINGS, "num_return_sequences": 6, "max_new_tokens": 24}
+
+    def engine() -> stand.Engine:
+        drafter = stand.EagleDrafter(random_head(model), budget=12) if kind == "eagle" else stand.ModelDrafter(model)
+        return stand.wrap(model, drafter=drafter, verifier="match")
+
+    want = engine().generate([PROMPT, [7, 8]], **settings, max_rows=12)
+    fickle = Fickle()
+    monkeypatch.setattr("stand.engine.admission", lambda *given, **options: fickle)
+    found = engine().generate([PROMPT, [7, 8]], **settings)
+    assert found.token_ids == want.token_ids and found.stats.num_put_back > 5
+    assert found.stats.num_accepted_draft_tokens > 0
 
 
 def test_a_draft_that_decides_whether_it_is_used_is_seen(monkeypatch):

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from measuring.resident_memory import resident_bytes
+from long_runs.resident_memory import resident_bytes
 from measuring.setup import REASONER, count_list, positive_integer
 from measuring.text_table import format_table
 from torch.nn.functional import scaled_dot_product_attention

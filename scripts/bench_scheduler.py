@@ -44,7 +44,7 @@ class Drawn:
     seconds: float
     cpu_seconds: float
     live: tuple[tuple[float, int], ...]
-    slots: tuple[tuple[int, int], ...]
+    slots: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:

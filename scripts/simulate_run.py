@@ -150,21 +150,21 @@ def plot(kept: Sequence[tuple[int, str, Trace]], token_bytes: int, path: Path) -
 
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6))
     for places, way, trace in kept:
-        hours, label = trace.seconds / 3600, f"{way}, {places}"
-        thin = slice(None, None, max(len(hours) // 2000, 1))
-        axes[0].plot(hours[thin], trace.live[thin], label=label)
-        axes[1].plot(hours[thin], trace.nodes_per_row[thin], label=label)
-        line = axes[2].plot(hours[thin], token_bytes * trace.taken_tokens[thin] / 1e9, label=f"{label}: taken")[0]
+        minutes, label = trace.seconds / 60, f"{way}: {places}"
+        thin = slice(None, None, max(len(minutes) // 2000, 1))
+        axes[0].plot(minutes[thin], trace.live[thin], label=label)
+        axes[1].plot(minutes[thin], trace.nodes_per_row[thin], label=label)
+        line = axes[2].plot(minutes[thin], token_bytes * trace.taken_tokens[thin] / 1e9, label=f"{way}, taken")[0]
         axes[2].plot(
-            hours[thin], token_bytes * trace.live_tokens[thin] / 1e9, ":", color=line.get_color(), label="its tokens"
+            minutes[thin], token_bytes * trace.live_tokens[thin] / 1e9, ":", color=line.get_color(), label="its tokens"
         )
     titles = ("rows live", "draft nodes per row", "keys and values, GB")
     for axis, title in zip(axes, titles, strict=True):
-        axis.set(title=title, xlabel="hours")
-        axis.set_ylim(bottom=0)
-    axes[1].set_yscale("log")
-    axes[0].legend()
-    axes[2].legend(fontsize="small")
+        axis.set(title=title, xlabel="minutes")
+    for axis in axes[1:]:
+        axis.set_yscale("log")
+    axes[0].legend(fontsize="small")
+    axes[2].legend(fontsize="x-small", ncols=2)
     figure.tight_layout()
     figure.savefig(path, dpi=90)
     pyplot.close(figure)

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from measuring.resident_memory import resident_bytes
+from long_runs.resident_memory import resident_bytes
 from tiny_models import CONFIGS, kernel_model, tiny_model
 
 import stand

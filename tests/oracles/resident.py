@@ -1,6 +1,6 @@
 """Memory of a run's keys and values, as the system counts it."""
 
-from measuring.resident_memory import resident_bytes
+from long_runs.resident_memory import resident_bytes
 
 from stand.forward.paged_cache import PagedCache, PromptRoom
 from stand.scheduling.run import Run

@@ -128,9 +128,7 @@ class Engine:
     ) -> GenerationOutput:  # fmt: skip
         """Sample `num_return_sequences` continuations of every prompt, as `run` does, and give them all together.
 
-        max_rows: the most rows in one batch; a row that ends makes room for the next. None: as many as memory holds
-        (stand/scheduling/memory.py).
-        max_cache_bytes: the most bytes of keys and values, as in `run`.
+        max_rows, max_cache_bytes: as in `run`; a row that ends makes room for the next.
 
         prompts: a text, a chat (a list of messages), or several; also ids, as input_ids takes them.
         input_ids: a list, tensor or array of ids, one prompt or several, or a tokenizer's output with its mask.
@@ -183,13 +181,13 @@ class Engine:
         """Decode any number of rows, at most `max_rows` at a time, and iterate over `Trajectory`s as they end.
 
         requests: `Request`s, or prompts alone; read one by one, when a place is free for a row, and one ahead.
-        max_rows: as in `generate`. A row that ends hands its place and its share of the draft nodes to the next one,
-        in the order of the requests. A prompt is prefilled once, in chunks between steps, and its keys stay until
-        its last row has started.
-        max_cache_bytes: the most bytes of keys and values. Where the cache has pages (`engine.backend.page_size`), rows
-        start while pages are free; where these run out, the row that started last is put back, and its keys are
-        computed again later from its tokens. Else rows start while all of them fit at their longest. A request one of
-        whose rows alone may need more is a ValueError. None: with `max_rows` no limit, else a share of what is free.
+        max_rows: None for as many as memory holds (stand/scheduling/memory.py). A row that ends hands its place and its
+        share of the draft nodes to the next one, in the order of the requests. A prompt is prefilled once, in chunks
+        between steps, and its keys stay until its last row has started.
+        max_cache_bytes: the most bytes of keys and values; None: with `max_rows` no limit, else a share of what is
+        free. Where the cache has pages (`engine.backend.page_size`), the row that started last is put back where they
+        run out and computed again later, and a request whose row may need more alone is a ValueError. Elsewhere rows
+        start while all fit at their longest.
         on_step: called after every step; what it raises ends the run.
         settings: as `generate` takes them, but prompts and streamer; a request may have its own num_return_sequences,
         max_new_tokens, stop and stop_token_ids.
@@ -287,9 +285,8 @@ class Engine:
         check_flags(draft=draft, learn=learn)
         reader = JobReader(self.model, self.tokenizer, problems=self._problems, **settings)
         options = {"seed": seed, "draft": draft, "learn": learn, "on_commit": None}
-        return self._call_of(
-            reader, map(reader.read, requests), max_rows, max_cache_bytes, num_rows=MANY_ROWS, **options
-        )
+        jobs = map(reader.read, requests)
+        return self._call_of(reader, jobs, max_rows, max_cache_bytes, num_rows=MANY_ROWS, **options)
 
     def _call_of(
         self,

@@ -12,6 +12,7 @@ import mmap
 import os
 import sys
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 
@@ -89,10 +90,12 @@ class SharedBlock(AddressSpace):
 
 @lru_cache
 def is_available() -> bool:
-    """Whether this system offers all of it; tried once."""
+    """Whether this system offers all of it, and addresses without end; tried once."""
     if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
         return False
     try:
+        if not _addresses_are_free():
+            return False
         block, space = SharedBlock(SharedFile(), SYSTEM_PAGE), AddressSpace(SYSTEM_PAGE)
         source, target = block.tensor((4,), torch.int32), space.tensor((4,), torch.int32)
         source[0] = 7
@@ -103,6 +106,14 @@ def is_available() -> bool:
         return seen == ([7, 5, 0, 0], [7, 0, 0, 0]) and target.tolist() == [0] * 4
     except (OSError, AttributeError):
         return False
+
+
+def _addresses_are_free() -> bool:
+    """Whether only memory that is written counts: neither a strict commit limit nor one of this process's addresses."""
+    import resource
+
+    policy = Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip()
+    return policy != "2" and resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
 
 
 @lru_cache

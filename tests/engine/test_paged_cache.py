@@ -2,6 +2,8 @@
 
 import os
 import random
+import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -156,6 +158,15 @@ def test_pages_fill_whole_pages_of_the_system():
     assert [fitting_page_size(size * 2) for size in (64, 128, 256)] == [32, 16, 16]
     assert fitting_page_size(20) is None
     assert most_shown_rows(30, 3) > 64 and most_shown_rows(10**6, 8) == 1
+
+
+def test_limited_addresses_are_not_taken(monkeypatch):
+    assert mapped_memory._addresses_are_free()
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1 << 40, 1 << 40))
+    assert not mapped_memory._addresses_are_free()
+    monkeypatch.undo()
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding: "2\n")
+    assert not mapped_memory._addresses_are_free()
 
 
 def test_the_engine_takes_it_where_it_can(monkeypatch):

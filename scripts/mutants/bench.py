@@ -96,18 +96,24 @@ class _Batches:
             self.waiting.setdefault(mutant.path, []).append(mutant)
 
     def place(self, mutant: Mutant) -> tuple[int, Path] | None:
-        """(number, module); None for Python's, and where one of its batch does not compile."""
+        """(number, module); None for Python's, and for one that does not compile."""
         if mutant.path.suffix != ".pyx":
             return None
         if mutant not in self.places:
             waiting = self.waiting[mutant.path]
             batch, self.waiting[mutant.path] = waiting[:BATCH_SIZE], waiting[BATCH_SIZE:]
-            below = self.folder / f"batch{len(self.places)}"
-            below.mkdir()
-            built = cpp_mutants.compile_batch(ROOT, mutant.path, [mutant.source for mutant in batch], below)
-            places = [built and (number, built) for number in range(len(batch))]
-            self.places.update(zip(batch, places, strict=True))
+            self._build(batch)
         return self.places[mutant]
+
+    def _build(self, batch: Sequence[Mutant]) -> None:
+        """One module; where it is refused, two of half the mutants, down to the one that does not compile."""
+        below = Path(tempfile.mkdtemp(dir=self.folder))
+        built = cpp_mutants.compile_batch(ROOT, batch[0].path, [mutant.source for mutant in batch], below)
+        if built is None and len(batch) > 1:
+            self._build(batch[: len(batch) // 2])
+            self._build(batch[len(batch) // 2 :])
+        else:
+            self.places.update({mutant: built and (number, built) for number, mutant in enumerate(batch)})
 
 
 def _run(

@@ -31,18 +31,20 @@ import stand
 ARMS = ("blocks", "places")
 HEADER = (
     "problem", "tokens", "blocks s", "places s", "ratio", "blocks CPU s", "places CPU s", "CPU ratio", "blocks taken %",
-    "places taken %",
+    "places taken %", "peak slots", "of them tokens %",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens by row; seconds of decoding, and CPU time in them; (CPU seconds, rows live) after every step."""
+    """Tokens by row; seconds of decoding, and CPU time in them; (CPU seconds, rows live) after every step, and
+    (slots taken, tokens cached)."""
 
     tokens: dict[int, list[int]]
     seconds: float
     cpu_seconds: float
     live: tuple[tuple[float, int], ...]
+    slots: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -53,6 +55,11 @@ class Drawn:
         ends = [end for end, _ in self.live]
         taken = sum((end - begin) * rows for (end, rows), begin in zip(self.live, [0.0, *ends], strict=False))
         return taken / (ends[-1] * max_rows)
+
+    @property
+    def peak(self) -> tuple[int, int]:
+        """Slots taken and tokens cached when most slots were taken."""
+        return max(self.slots)
 
 
 class Bench:
@@ -71,7 +78,12 @@ class Bench:
         steps = [range(first, min(first + size, count)) for first in range(0, count, size)]
         calls = steps if arm == "blocks" else [range(count)]
         tokens: dict[int, list[int]] = {}
-        seconds, live, start = 0.0, [], time.process_time()
+        seconds, live, slots, start = 0.0, [], [], time.process_time()
+
+        def note(run: stand.Run) -> None:
+            live.append((time.process_time() - start, run.num_decoded))
+            slots.append((run.num_slots or 0, run.num_cached))
+
         for rows in calls:
             run = engine.run(
                 [stand.Request(prompt, rows=rows)],
@@ -80,11 +92,11 @@ class Bench:
                 temperature=1.0,
                 top_k=0,
                 seed=seed,
-                on_step=lambda run: live.append((time.process_time() - start, run.num_decoded)),
+                on_step=note,
             )
             tokens |= {one.row: one.token_ids for one in run}
             seconds += run.stats.wall_seconds
-        return Drawn(tokens, seconds, time.process_time() - start, tuple(live))
+        return Drawn(tokens, seconds, time.process_time() - start, tuple(live), tuple(slots))
 
 
 def plot(drawn: dict[str, Drawn], max_rows: int, path: Path) -> None:
@@ -134,7 +146,8 @@ def main(command_line: Sequence[str] | None = None) -> None:
         cpu_ratios.append(blocks.cpu_seconds / places.cpu_seconds * places.num_tokens / blocks.num_tokens)
         shares = [100 * drawn[arm].occupancy(options.max_rows) for arm in ARMS]
         times = blocks.seconds, places.seconds, ratios[-1], blocks.cpu_seconds, places.cpu_seconds, cpu_ratios[-1]
-        lines.append((task.name, places.num_tokens, *times, *shares))
+        taken, cached = places.peak
+        lines.append((task.name, places.num_tokens, *times, *shares, taken, 100 * cached / max(taken, 1)))
         print(f"{task.name}: places are {ratios[-1]:.2f} ({cpu_ratios[-1]:.2f}) times as fast as blocks", flush=True)
     print(format_table(HEADER, lines), end="\n\n")
     medians = {"median_ratio": statistics.median(ratios), "median_cpu_ratio": statistics.median(cpu_ratios)}

@@ -6,8 +6,9 @@
 No model runs. Rows as long as recorded samples (or made-up ones) go through the engine's own scheduler. A step costs
 what a roofline of the GPU says (--bandwidth, --flops, --host-us) and keeps as many tokens per row as a replay measured
 for its draft nodes (--acceptance). `blocks` waits for the slowest of every --max-rows rows of a problem,
-`places` hands a place on at once. Samples of a file are drawn with replacement until a problem has enough. Times say
-how ways to schedule compare, not what a machine will reach.
+`places` hands a place on at once. With --memory, `rooms` admits as many rows as may become as long as their limit and
+`pages` as many as there are pages for, with rows that are put back and computed again. Samples of a file are drawn with
+replacement until a problem has enough. Times say how ways to schedule compare, not what a machine will reach.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +25,14 @@ from measuring.setup import count_list
 from measuring.text_table import format_table
 from workloads.model_shapes import SHAPES
 
+from stand.scheduling.admission import AtMost
 from stand.scheduling.memory import WithinMemory
-from stand.scheduling.scheduler import AtMost
+from stand.scheduling.page_allocator import PageAllocator
+from stand.scheduling.within_pages import GROWTH, WithinPages
 
 HEADER = (
-    "rows", "places", "way", "occupancy %", "tokens/s", "of steady %", "hours", "nodes/row", "rooms GB", "live GB"
+    "rows", "places", "way", "occupancy %", "tokens/s", "of steady %", "hours", "nodes/row", "taken GB", "live GB",
+    "put back", "replayed %",
 )  # fmt: skip
 PER_PROBLEM = 64
 
@@ -42,7 +47,12 @@ def read_arguments(command_line: Sequence[str] | None = None) -> argparse.Namesp
     parser.add_argument("--limit", type=int, help="new tokens that a row may get (default: the longest sample's)")
     parser.add_argument("--rows", type=count_list, default=[64, 256, 1024, 4096], metavar="N,N,...")
     parser.add_argument("--max-rows", type=count_list, default=[64], metavar="N,N,...")
-    parser.add_argument("--memory", type=float, help="GB for keys: as many rows as their limits allow, one more line")
+    parser.add_argument("--memory", type=float, help="GB for keys: further lines with as many rows as they hold")
+    parser.add_argument("--page-size", type=count_list, default=[64], metavar="SLOTS,...", help="of the lines by pages")
+    parser.add_argument(
+        "--growth", type=count_list, default=[GROWTH], metavar="SLOTS,...", help="kept free per row when one starts"
+    )
+    parser.add_argument("--most-rows", type=int, default=256, help="live at once where memory decides (256: captured)")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--bandwidth", type=float, default=3.4, help="TB/s that a step reaches (an H200: 4.8 at most)")
     parser.add_argument("--flops", type=float, default=600.0, help="TFLOP/s that it reaches (an H200: 989 at most)")
@@ -111,8 +121,14 @@ def traces(arguments: argparse.Namespace, workload: Workload) -> Iterator[tuple[
         yield places, "blocks", simulation().blocks(max_rows, AtMost(max_rows))
         yield places, "places", simulation().places(AtMost(max_rows))
     if arguments.memory is not None:
-        trace = simulation().places(WithinMemory(1e9 * arguments.memory, roofline.cache_bytes))
-        yield int(trace.live.max()), f"places, {arguments.memory:g} GB", trace
+        num_bytes, most = 1e9 * arguments.memory, arguments.most_rows
+        trace = simulation().places(WithinMemory(num_bytes, roofline.cache_bytes, most))
+        yield int(trace.live.max()), "rooms", trace
+        for size, growth in product(arguments.page_size, arguments.growth):
+            pages = PageAllocator(size, int(num_bytes / roofline.cache_bytes / size))
+            allowed = WithinPages(pages, most_rows=most, most_nodes=lambda rows: arguments.budget, growth=growth)
+            trace = simulation().places(allowed)
+            yield int(trace.live.max()), f"pages of {size}, growth {growth}", trace
 
 
 def cells(num_rows: int, places: int, way: str, trace: Trace, token_bytes: int) -> tuple[object, ...]:
@@ -120,7 +136,8 @@ def cells(num_rows: int, places: int, way: str, trace: Trace, token_bytes: int) 
         num_rows, places, way, 100 * trace.occupancy(places), round(trace.rate()),
         100 * trace.rate() / trace.steady_rate(places), trace.seconds[-1] / 3600,
         float((trace.nodes_per_row * trace.live).sum() / trace.live.sum()),
-        token_bytes * trace.room_tokens.max() / 1e9, token_bytes * trace.live_tokens.max() / 1e9,
+        token_bytes * trace.taken_tokens.max() / 1e9, token_bytes * trace.live_tokens.max() / 1e9,
+        trace.num_put_back, 100 * trace.num_replayed / trace.tokens.sum(),
     )  # fmt: skip
 
 
@@ -133,21 +150,21 @@ def plot(kept: Sequence[tuple[int, str, Trace]], token_bytes: int, path: Path) -
 
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6))
     for places, way, trace in kept:
-        hours, label = trace.seconds / 3600, f"{way}, {places}"
-        thin = slice(None, None, max(len(hours) // 2000, 1))
-        axes[0].plot(hours[thin], trace.live[thin], label=label)
-        axes[1].plot(hours[thin], trace.nodes_per_row[thin], label=label)
-        line = axes[2].plot(hours[thin], token_bytes * trace.room_tokens[thin] / 1e9, label=f"{label}: rooms")[0]
+        minutes, label = trace.seconds / 60, f"{way}: {places}"
+        thin = slice(None, None, max(len(minutes) // 2000, 1))
+        axes[0].plot(minutes[thin], trace.live[thin], label=label)
+        axes[1].plot(minutes[thin], trace.nodes_per_row[thin], label=label)
+        line = axes[2].plot(minutes[thin], token_bytes * trace.taken_tokens[thin] / 1e9, label=f"{way}, taken")[0]
         axes[2].plot(
-            hours[thin], token_bytes * trace.live_tokens[thin] / 1e9, ":", color=line.get_color(), label="its tokens"
+            minutes[thin], token_bytes * trace.live_tokens[thin] / 1e9, ":", color=line.get_color(), label="its tokens"
         )
     titles = ("rows live", "draft nodes per row", "keys and values, GB")
     for axis, title in zip(axes, titles, strict=True):
-        axis.set(title=title, xlabel="hours")
-        axis.set_ylim(bottom=0)
-    axes[1].set_yscale("log")
-    axes[0].legend()
-    axes[2].legend(fontsize="small")
+        axis.set(title=title, xlabel="minutes")
+    for axis in axes[1:]:
+        axis.set_yscale("log")
+    axes[0].legend(fontsize="small")
+    axes[2].legend(fontsize="x-small", ncols=2)
     figure.tight_layout()
     figure.savefig(path, dpi=90)
     pyplot.close(figure)

@@ -188,9 +188,12 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--texts", action="store_true", help="put the trajectories' texts into the lines of --output")
     parser.add_argument("--only", choices=("drafted", "plain"), help="no comparison: one run, trajectories to --output")
     parser.add_argument("--resume", action="store_true", help="go on with the run of --output, with --only")
+    parser.add_argument("--cache-gb", type=float, help="most GB of keys and values, with --only")
     arguments = parser.parse_args(command_line)
     if arguments.resume and arguments.only is None:
         parser.error("--resume goes on with a run of trajectories; add --only drafted, as the run began")
+    if arguments.cache_gb is not None and arguments.only is None:
+        parser.error("--cache-gb limits a run of trajectories; add --only drafted")
     if arguments.only is not None and (arguments.output is None or len(arguments.trajectories) != 1):
         parser.error("--only needs one number of trajectories and a file; add --trajectories N --output FILE.jsonl")
     if arguments.texts and arguments.output is None:

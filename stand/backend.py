@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
+from stand.forward import mapped_memory
 from stand.forward.model import text_config
-from stand.forward.tree_cache import TreeCache
+from stand.forward.paged_cache import PagedCache, PromptRoom, fitting_page_size, most_shown_rows
+from stand.forward.tree_cache import DRAFT_ROOM, TreeCache
 from stand.step import EagerStep, Step, StepStart
 from stand.verifiers import Verifier
 
@@ -32,27 +36,43 @@ class Backend(Protocol):
     reason: str  # why it was chosen
     most_rows: int | None  # live at once, where the steps have such a limit
     held_bytes: int  # of keys that the last call has left and the next one takes over
+    page_size: int | None  # slots of a page of the cache; None: rooms are contiguous, as long as the longest needs
+
+    def key_maker(self) -> Callable[[int], TreeCache]:
+        """For one call: makes a cache of one row with so much room, for what rows begin with."""
 
     def new_step(self, start: StepStart) -> Step:
         """A step for one call."""
 
 
 class EagerBackend:
-    """PyTorch's attention, operation by operation, on any device."""
+    """PyTorch's attention, operation by operation, on any device. On a CPU under Linux the cache has pages."""
 
     name = "sdpa"
-    most_rows = None
     held_bytes = 0
 
     def __init__(self, model: PreTrainedModel, reason: str):
         self.reason = reason
+        self.page_size = _page_size(model)
         self._model = model
+
+    @property
+    def most_rows(self) -> int | None:
+        """As many as the system lets share prompts."""
+        return None if self.page_size is None else most_shown_rows(*key_shape(self._model)[:2])
+
+    def key_maker(self) -> Callable[[int], TreeCache]:
+        return partial(TreeCache, 1) if self.page_size is None else partial(PromptRoom, mapped_memory.SharedFile())
 
     def __str__(self) -> str:
         return self.name
 
     def new_step(self, start: StepStart) -> Step:
-        cache = TreeCache(start.num_places, room=max(row.num_cached for row in start.rows) + 1)
+        if isinstance(start.keys, PromptRoom):
+            room = max(row.most_cached for row in start.rows) + DRAFT_ROOM
+            cache = PagedCache(start.num_places, room, page_size=self.page_size)
+        else:
+            cache = TreeCache(start.num_places, room=max(row.num_cached for row in start.rows) + 1)
         return EagerStep(
             self._model,
             cache,
@@ -73,6 +93,7 @@ class CapturedBackend:
     """
 
     name = "triton"
+    page_size = None  # not yet: rooms, also in the eager steps that go on after a failure
 
     def __init__(self, model: PreTrainedModel, reason: str, *, fusion: Fusion | None = None):
         self.reason = reason
@@ -92,6 +113,9 @@ class CapturedBackend:
     @property
     def held_bytes(self) -> int:
         return 0 if self._previous is None else self._previous.held_bytes
+
+    def key_maker(self) -> Callable[[int], TreeCache]:
+        return partial(TreeCache, 1)
 
     def new_step(self, start: StepStart) -> Step:
         if start.law.has_processors or self.name != "triton":
@@ -128,6 +152,21 @@ def choose_backend(
     if requested == "triton":
         raise ValueError(f"backend 'triton' cannot serve here: {obstacle}; use backend='sdpa' or 'auto'")
     return EagerBackend(model, obstacle)
+
+
+def key_shape(model: PreTrainedModel) -> tuple[int, int, int]:
+    """Layers, key heads and bytes of a head's key, by the model's configuration."""
+    config = text_config(model)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers, heads, size * torch.finfo(model.dtype).bits // 8
+
+
+def _page_size(model: PreTrainedModel) -> int | None:
+    """Slots per page where all of the model is on a CPU whose system maps memory as pages need it."""
+    if {parameter.device.type for parameter in model.parameters()} != {"cpu"} or not mapped_memory.is_available():
+        return None
+    return fitting_page_size(key_shape(model)[2])
 
 
 def device_rule(verifier: Verifier) -> DeviceRule | None:

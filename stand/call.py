@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -16,9 +16,10 @@ from stand.forward.model import text_config
 from stand.forward.tree_attention import exclusive
 from stand.row import LiveRows, Row
 from stand.sampling import TargetLaw
+from stand.scheduling.admission import Admission, beginning
 from stand.scheduling.prompt_keys import PromptKeys
 from stand.scheduling.request import Job
-from stand.scheduling.scheduler import Admission, Entry, Move, Scheduler
+from stand.scheduling.scheduler import Change, Entry, Leave, Scheduler
 from stand.stats import Stats
 from stand.step import Step, StepStart
 from stand.trees import DraftBatch
@@ -66,8 +67,14 @@ class Call:
         self._is_seeded = is_seeded
         self._wants_features = drafter is not None and drafter.requires_features
         self._on_commit = on_commit
-        self._prompts = PromptKeys(model, on_ready=self._learn_prompt, wants_features=self._wants_features)
-        self._is_settled = False  # no row has ended, and the next one's prompt is ready, since rows were let in
+        self._prompts = PromptKeys(
+            model,
+            new_keys=backend.key_maker(),
+            admission=admission,
+            on_ready=self._learn_prompt,
+            wants_features=self._wants_features,
+        )
+        self._is_settled = False  # since rows were let in, none has ended, memory holds them and the next one is ready
         self._step: Step | None = None  # from the first row on
 
     def run(self) -> None:
@@ -114,21 +121,32 @@ class Call:
         with self.stats.timed_prefill():
             is_running = any(row.finish_reason is None for row in scheduler.live)
             self._prompts.allow_one_chunk() if is_running else self._prompts.allow_all()
+            if not scheduler.is_held():
+                self._prompts.keep_shared(scheduler.live)  # before a row is put back, what only waits goes
             changes = self._begun(scheduler.settle(self._prompts.ready))
             self._follow([change for change in changes if isinstance(change, Entry)])
             for change in changes:
-                if isinstance(change, Entry):
-                    change.row.started = self.stats.elapsed
-                    self._step.enter(change.row, change.place, change.keys.keys)
-                else:
-                    self._step.move(change.row, change.source, change.target)
+                self._change(change)
             coming = scheduler.next_row() if scheduler.live else None
-            self._is_settled = coming is None or self._prompts.ready(coming) is not None
+            self._is_settled = (
+                coming is None or not scheduler.has_memory_for(coming) or self._prompts.ready(coming) is not None
+            )
             self._prompts.keep_only(coming)
         self.stats.num_prompt_tokens = self._prompts.num_tokens
+        self.stats.num_put_back, self.stats.num_replayed_tokens = scheduler.num_put_back, self._prompts.num_replayed
         return bool(scheduler.live)
 
-    def _begun(self, changes: list[Entry | Move]) -> list[Entry | Move]:
+    def _change(self, change: Change) -> None:
+        if isinstance(change, Leave):
+            self._step.leave(change.row, change.place)
+        elif isinstance(change, Entry):
+            if not change.row.num_steps:
+                change.row.started = self.stats.elapsed
+            self._step.enter(change.row, change.place, change.keys.keys)
+        else:
+            self._step.move(change.row, change.source, change.target)
+
+    def _begun(self, changes: Sequence[Change]) -> Sequence[Change]:
         """The same; the first ones make the step."""
         if self._step is None and changes:
             longest = max(changes, key=lambda entry: entry.row.num_cached)
@@ -147,12 +165,12 @@ class Call:
         return changes
 
     def _follow(self, entries: Sequence[Entry]) -> None:
-        """Show a drafter that asks for features those of the prompts of rows that enter, each prompt once."""
+        """Show a drafter that asks for features those of what the rows that enter begin with, each prompt once."""
         if self._wants_features:
-            shown: set[int] = set()
+            shown: set[Hashable] = set()
             for entry in entries:
-                if entry.row.problem not in shown:
-                    shown.add(entry.row.problem)
+                if beginning(entry.row) not in shown:
+                    shown.add(beginning(entry.row))
                     self._drafter.follow_prompt(entry.row.history, self._prompts.features(entry.keys))
 
     def _learn_prompt(self, row: Row) -> None:
@@ -164,6 +182,7 @@ class Call:
         live, timed = LiveRows.of(self.scheduler.live), self.stats.timed
         with timed("draft"):
             request, batch = self._draft(live)
+        self.scheduler.admission.take(live.rows, batch.sizes.tolist())
         before = self.stats.scoring_seconds
         with timed("forward"):
             self._step.forward(batch, live, self._noise(live))
@@ -173,6 +192,7 @@ class Call:
             self._drafter.record_time(request, batch.num_nodes, self.stats.scoring_seconds - before)
         with timed("commit"):
             self._commit(live, batch, verdicts)
+        self._is_settled = self._is_settled and self.scheduler.is_held()
         if self._is_learning or self._wants_features:
             self._step.teach(partial(self._learn, request, batch, verdicts))
 

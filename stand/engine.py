@@ -124,12 +124,11 @@ class Engine:
         stop: str | Sequence[str] | None = None, stop_token_ids: int | Sequence[int] | None = None,
         stopping_criteria: StoppingCriteriaList | Iterable[StoppingCriteria] | None = None,
         seed: int | None = None, streamer: BaseStreamer | None = None, draft: bool = True, learn: bool = True,
-        max_rows: int | None = None, **settings: object,
+        max_rows: int | None = None, max_cache_bytes: float | None = None, **settings: object,
     ) -> GenerationOutput:  # fmt: skip
         """Sample `num_return_sequences` continuations of every prompt, as `run` does, and give them all together.
 
-        max_rows: the most rows in one batch; a row that ends makes room for the next. None: as many as memory holds
-        (stand/scheduling/memory.py).
+        max_rows, max_cache_bytes: as in `run`; a row that ends makes room for the next.
 
         prompts: a text, a chat (a list of messages), or several; also ids, as input_ids takes them.
         input_ids: a list, tensor or array of ids, one prompt or several, or a tokenizer's output with its mask.
@@ -159,7 +158,8 @@ class Engine:
             num_return_sequences=num_return_sequences, max_new_tokens=max_new_tokens, temperature=temperature,
             top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
             logits_processors=logits_processors, stop=stop, stop_token_ids=stop_token_ids,
-            stopping_criteria=stopping_criteria, seed=seed, draft=draft, learn=learn, max_rows=max_rows, **settings,
+            stopping_criteria=stopping_criteria, seed=seed, draft=draft, learn=learn, max_rows=max_rows,
+            max_cache_bytes=max_cache_bytes, **settings,
         )  # fmt: skip
         if streamer is not None:
             _check_streamed(jobs)
@@ -174,15 +174,20 @@ class Engine:
         requests: Iterable[Request | object],
         *,
         max_rows: int | None = None,
+        max_cache_bytes: float | None = None,
         on_step: Callable[[Run], None] | None = None,
         **settings: object,
     ) -> Run:
         """Decode any number of rows, at most `max_rows` at a time, and iterate over `Trajectory`s as they end.
 
         requests: `Request`s, or prompts alone; read one by one, when a place is free for a row, and one ahead.
-        max_rows: as in `generate`. A row that ends hands its place and its share of the draft nodes to the next one,
-        in the order of the requests. A prompt is prefilled once, in chunks between steps, and its keys stay until
-        its last row has started.
+        max_rows: None for as many as memory holds (stand/scheduling/memory.py). A row that ends hands its place and its
+        share of the draft nodes to the next one, in the order of the requests. A prompt is prefilled once, in chunks
+        between steps, and its keys stay until its last row has started.
+        max_cache_bytes: the most bytes of keys and values; None: with `max_rows` no limit, else a share of what is
+        free. Where the cache has pages (`engine.backend.page_size`), the row that started last is put back where they
+        run out and computed again later, and a request whose row may need more alone is a ValueError. Elsewhere rows
+        start while all fit at their longest.
         on_step: called after every step; what it raises ends the run.
         settings: as `generate` takes them, but prompts and streamer; a request may have its own num_return_sequences,
         max_new_tokens, stop and stop_token_ids.
@@ -192,7 +197,8 @@ class Engine:
         and closing the iterator ends the run. Errors of a request (ValueError) end it too, after the trajectories
         that had ended before.
         """
-        return Run(self._run_of(requests, max_rows=max_rows, **settings), self.tokenizer, on_step=on_step)
+        call = self._run_of(requests, max_rows=max_rows, max_cache_bytes=max_cache_bytes, **settings)
+        return Run(call, self.tokenizer, on_step=on_step)
 
     def stream(self, prompts: object = None, **settings: object) -> Iterator[tuple[int, str]]:
         """Yield (row, piece of text) as tokens are committed, any number of rows; takes what `generate` takes but
@@ -243,6 +249,7 @@ class Engine:
         input_ids: object = None,
         attention_mask: object = None,
         max_rows: int | None = None,
+        max_cache_bytes: float | None = None,
         seed: int | None = None,
         draft: bool = True,
         learn: bool = True,
@@ -261,13 +268,14 @@ class Engine:
             )
         jobs = [reader.job(ids, range(place * count, (place + 1) * count)) for place, ids in enumerate(token_ids)]
         options = {"seed": seed, "draft": draft, "learn": learn, "on_commit": on_commit}
-        return self._call_of(reader, jobs, max_rows, num_rows=count * len(jobs), **options), jobs
+        return self._call_of(reader, jobs, max_rows, max_cache_bytes, num_rows=count * len(jobs), **options), jobs
 
     def _run_of(
         self,
         requests: Iterable[Request | object],
         *,
         max_rows: int | None,
+        max_cache_bytes: float | None,
         seed: int | None = None,
         draft: bool = True,
         learn: bool = True,
@@ -277,13 +285,15 @@ class Engine:
         check_flags(draft=draft, learn=learn)
         reader = JobReader(self.model, self.tokenizer, problems=self._problems, **settings)
         options = {"seed": seed, "draft": draft, "learn": learn, "on_commit": None}
-        return self._call_of(reader, map(reader.read, requests), max_rows, num_rows=MANY_ROWS, **options)
+        jobs = map(reader.read, requests)
+        return self._call_of(reader, jobs, max_rows, max_cache_bytes, num_rows=MANY_ROWS, **options)
 
     def _call_of(
         self,
         reader: JobReader,
         jobs: Iterable[Job],
         max_rows: int | None,
+        max_cache_bytes: float | None,
         *,
         num_rows: int,
         seed: int | None,
@@ -294,6 +304,10 @@ class Engine:
         """num_rows: the most that may be live, as far as is known."""
         is_seeded, is_learning = seed is not None, draft and learn and self.drafter.num_candidates > 0
         seed = checked_seed(seed)
+        most_nodes = self.drafter.most_nodes if draft else lambda num_rows: 0
+        allowed = admission(self.model, max_rows, max_cache_bytes, backend=self.backend, most_nodes=most_nodes)
+        for job in jobs if isinstance(jobs, list) else ():  # others are checked as they are read
+            allowed.check(job)
         call = Call(
             self.model,
             backend=self.backend,
@@ -301,7 +315,7 @@ class Engine:
             verifier=self.verifier,
             law=lambda: reader.law,
             jobs=jobs,
-            admission=admission(self.model, max_rows, backend=self.backend),
+            admission=allowed,
             seed=seed,
             own_seed=partial(self._own_seed, seed, draft, is_learning),
             is_learning=is_learning,

@@ -29,6 +29,8 @@ class Stats:
     num_draft_tokens: int = 0  # drafted nodes, roots excluded
     num_accepted_draft_tokens: int = 0  # drafted nodes that were emitted
     num_prompt_tokens: int = 0  # prompt tokens, each prompt counted once
+    num_put_back: int = 0  # times that a row went away because memory had run out
+    num_replayed_tokens: int = 0  # tokens of such rows whose keys were computed again
     accepted_by_depth: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [D], depth 1 first
     accepted_by_slot: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [slots of the shape]
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(VERBS, 0.0))
@@ -72,6 +74,8 @@ class Stats:
             num_draft_tokens=self.num_draft_tokens + other.num_draft_tokens,
             num_accepted_draft_tokens=self.num_accepted_draft_tokens + other.num_accepted_draft_tokens,
             num_prompt_tokens=self.num_prompt_tokens + other.num_prompt_tokens,
+            num_put_back=self.num_put_back + other.num_put_back,
+            num_replayed_tokens=self.num_replayed_tokens + other.num_replayed_tokens,
             accepted_by_depth=_add_padded(self.accepted_by_depth, other.accepted_by_depth),
             accepted_by_slot=_add_padded(self.accepted_by_slot, other.accepted_by_slot),
             seconds={verb: self.seconds[verb] + other.seconds[verb] for verb in VERBS},
@@ -139,6 +143,8 @@ class Stats:
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
             "num_prompt_tokens": self.num_prompt_tokens,
+            "num_put_back": self.num_put_back,
+            "num_replayed_tokens": self.num_replayed_tokens,
             "accepted_by_depth": self.accepted_by_depth.tolist(),
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.draft_acceptance_rate,

@@ -39,7 +39,8 @@ class StepStart:
 
 
 class Step(Protocol):
-    """Used in this order: forward, verify, keep, teach; between steps enter and move; close at the end of the call.
+    """Used in this order: forward, verify, keep, teach; between steps leave, enter and move; close at the end of the
+    call.
 
     The live rows hold places 0 .. B-1, in the order in which `forward` gets them.
     """
@@ -57,12 +58,15 @@ class Step(Protocol):
         """Move the keys of the nodes accepted[i] of row i to follow its committed ones. A row that has just ended may
         be left as it is."""
 
+    def leave(self, row: Row, place: int) -> None:
+        """`row`, in `place`, has ended or goes away for a while; its keys are of no further use."""
+
     def enter(self, row: Row, place: int, keys: TreeCache) -> None:
-        """`row` starts in `place`, where a row has ended or none was; its committed keys are those of row 0 of
-        `keys`, which is given back and may be used again."""
+        """`row` starts in `place`, which a row has left or none had; its committed keys are those of row 0 of `keys`,
+        which is given back and may be used again."""
 
     def move(self, row: Row, source: int, target: int) -> None:
-        """`row` leaves place `source` for the place `target` of a row that ended."""
+        """`row` goes from place `source` to place `target`, which a row has left."""
 
     def top_entries(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The target's best tokens after every node: ids [M, count] int32, probabilities [M, count] float32."""
@@ -132,6 +136,9 @@ class EagerStep:
         sources = np.concatenate([accepted[place] for place in moved])
         targets = np.concatenate([np.arange(1, count + 1) for count in counts])
         self.cache.compact(rows, starts + sources, starts + targets)
+
+    def leave(self, row: Row, place: int) -> None:
+        self.cache.leave(place)
 
     def enter(self, row: Row, place: int, keys: TreeCache) -> None:
         self.cache.most_room = max(self.cache.most_room, row.most_cached + DRAFT_ROOM)

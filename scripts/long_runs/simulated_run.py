@@ -3,15 +3,18 @@ says and keep as many tokens as replayed drafts did."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from workloads.model_shapes import ModelShape
 
 from stand.forward.tree_cache import DRAFT_ROOM, ROOM_QUANTUM
+from stand.row import Row
+from stand.scheduling.admission import Admission, beginning
 from stand.scheduling.request import Job
-from stand.scheduling.scheduler import Admission, Entry, Scheduler
+from stand.scheduling.scheduler import Scheduler
+from stand.scheduling.within_pages import WithinPages
 
 ELEMENT = 2  # bytes of a weight, a key or a value
 STEADY_SHARE = 0.95  # a run is steady while so many of its places are taken
@@ -92,7 +95,9 @@ class Trace:
     tokens: np.ndarray  # kept
     nodes_per_row: np.ndarray
     live_tokens: np.ndarray  # cached tokens of the live rows
-    room_tokens: np.ndarray  # slots of rooms that are as long as the longest row needs, for all places
+    taken_tokens: np.ndarray  # slots of pages, or of rooms that are as long as the longest row needs, for all places
+    num_put_back: int = 0
+    num_replayed: int = 0  # tokens whose keys were computed again
 
     @property
     def steps(self) -> np.ndarray:
@@ -125,6 +130,10 @@ class Simulation:
         self._now = 0.0
         self._room = 0
         self._steps: list[tuple[float, ...]] = []
+        self._left: dict[int, int] = {}  # by row that has started: tokens to come
+        self._zeros = np.zeros(1 << 16, dtype=np.int32)
+        self._opened: dict[Hashable, Hashable] = {}  # what rows begin with: who owns its memory
+        self._num_put_back = self._num_replayed = 0
 
     def places(self, admission: Admission) -> Trace:
         """A row that ends hands its place on."""
@@ -138,53 +147,66 @@ class Simulation:
         return self._trace()
 
     def _trace(self) -> Trace:
-        return Trace(*(np.array(column) for column in zip(*self._steps, strict=True)))
+        columns = (np.array(column) for column in zip(*self._steps, strict=True))
+        return Trace(*columns, self._num_put_back, self._num_replayed)
 
     def _run(self, jobs: Sequence[Job], admission: Admission) -> None:
         scheduler = Scheduler(iter(jobs), admission)
-        left, cached = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)  # by place
-        begun: set[int] = set()
         while True:
-            for change in scheduler.settle(lambda row: True):
-                if isinstance(change, Entry):
-                    self._prefill(change.row.request, change.row.num_cached, begun)
-                    left = _placed(left, change.place, self._lengths[change.row.index])
-                    cached = _placed(cached, change.place, change.row.num_cached)
-                else:
-                    left[change.target], cached[change.target] = left[change.source], cached[change.source]
-            left, cached = left[: len(scheduler.live)], cached[: len(scheduler.live)]
+            self._settle(scheduler)
+            left = np.array([self._left.get(row.index, self._lengths[row.index]) for row in scheduler.live])
+            cached = np.array([row.num_cached for row in scheduler.live])
             if not scheduler.live:
-                return
-            while (left > 0).all():
-                kept = self._step(left, cached, scheduler.num_places)
+                break
+            while (left > 0).all() and (len(left) == 1 or scheduler.is_held()):
+                kept = self._step(scheduler, left, cached)
                 left, cached = left - kept, cached + kept
             for place in np.flatnonzero(left <= 0):
                 row = scheduler.live[place]
                 row.finish_reason = "eos"
                 scheduler.end(row)
+            self._left |= zip((row.index for row in scheduler.live), left.tolist(), strict=True)
+        self._num_put_back += scheduler.num_put_back
 
-    def _prefill(self, request: int, length: int, begun: set[int]) -> None:
-        if request not in begun:
-            begun.add(request)
-            self._now += self.roofline.seconds(length, length, length * length / 2)
+    def _settle(self, scheduler: Scheduler) -> None:
+        """As `stand.call.Call` does between steps, prompts in one piece."""
+        if not scheduler.is_held():
+            self._close(scheduler, {("problem", row.problem) for row in scheduler.live})
+        scheduler.settle(lambda row: self._ready(scheduler, row))
+        coming = scheduler.next_row() if scheduler.live else None
+        self._close(scheduler, {beginning(coming)} if coming is not None else set())
 
-    def _step(self, left: np.ndarray, cached: np.ndarray, num_places: int) -> np.ndarray:
+    def _ready(self, scheduler: Scheduler, row: Row) -> bool:
+        """What `row` begins with is computed, if it is not at hand."""
+        if beginning(row) not in self._opened:
+            self._opened[beginning(row)] = scheduler.admission.open(row)
+            self._num_replayed += row.num_cached if row.num_steps else 0
+            self._now += self.roofline.seconds(row.num_cached, row.num_cached, row.num_cached**2 / 2)
+        return True
+
+    def _close(self, scheduler: Scheduler, kept: set[Hashable]) -> None:
+        for start in set(self._opened) - kept:
+            scheduler.admission.close(start)
+            scheduler.admission.release(self._opened.pop(start))
+
+    def _step(self, scheduler: Scheduler, left: np.ndarray, cached: np.ndarray) -> np.ndarray:
         num_rows, nodes = len(left), self.budget / len(left)
         kept = np.minimum(self._generator.geometric(1 / self.acceptance.mean(nodes), num_rows), left)
         self._now += self.roofline.seconds(
             num_rows * (1 + nodes), float(cached.sum()), float(cached.sum()) * (1 + nodes)
         )
-        needed = int(cached.max()) + DRAFT_ROOM
+        scheduler.admission.take(scheduler.live, [1 + self.budget // num_rows] * num_rows)
+        taken = self._taken(scheduler, int(cached.max()) + DRAFT_ROOM)
+        for row, count in zip(scheduler.live, kept.tolist(), strict=True):
+            row.extend(self._zeros[:count])
+        self._steps.append((self._now, num_rows, int(kept.sum()), nodes, int(cached.sum()), taken))
+        return kept
+
+    def _taken(self, scheduler: Scheduler, needed: int) -> int:
+        """Slots; needed: of the longest row."""
+        if isinstance(scheduler.admission, WithinPages):
+            return scheduler.admission.pages.num_used * scheduler.admission.pages.page_size
         if needed > self._room:  # rooms double, up to what the longest row may need
             most = self.workload.limit + max(self.workload.prompts) + DRAFT_ROOM
             self._room = -(-max(needed, min(2 * self._room, most)) // ROOM_QUANTUM) * ROOM_QUANTUM
-        self._steps.append((self._now, num_rows, int(kept.sum()), nodes, int(cached.sum()), num_places * self._room))
-        return kept
-
-
-def _placed(values: np.ndarray, place: int, value: int) -> np.ndarray:
-    """`values` with `value` at `place`, which may be the one behind the last."""
-    if place == len(values):
-        return np.append(values, value)
-    values[place] = value
-    return values
+        return scheduler.num_places * self._room

@@ -61,6 +61,7 @@ class LongRun:
         run = engine.run(
             self.requests(engine.tokenizer),
             max_rows=self.arguments.rows or None,
+            max_cache_bytes=None if self.arguments.cache_gb is None else 1e9 * self.arguments.cache_gb,
             max_new_tokens=sampling.max_new_tokens,
             **law_settings(sampling),
             seed=sampling.seed,

@@ -82,6 +82,14 @@ class BlendedDrafter(LookupDrafter):
         if self.budget is None and self._known is None:
             self.budget = default_budget(model.device) if self.costs is None else self.costs.most_tokens
 
+    def most_nodes(self, num_rows: int) -> int:
+        if self._known is not None:
+            return max(self._known.most_tokens(num_rows) - num_rows, 0)
+        if self.costs is None:
+            return self.budget
+        timed = max(self.costs.most_tokens - num_rows, 0)
+        return timed if self.budget is None else min(timed, self.budget)
+
     def prepare(self, num_rows: int, measure: Measure) -> None:
         if self._known is not None:
             self._known.prepare(num_rows, measure)

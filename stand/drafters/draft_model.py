@@ -47,6 +47,9 @@ class ModelDrafter(Drafter):
         self._held: list[np.ndarray] = []  # per cache row: the tokens whose keys it holds
         self._rows: list[int] = []  # per cache row: the row of the call that it serves
 
+    def most_nodes(self, num_rows: int) -> int:
+        return num_rows * self.gamma
+
     @torch.inference_mode()
     def draft(self, request: DraftRequest) -> DraftBatch:
         """One chain per row, min(gamma, max_depths) deep; see `Drafter.draft`."""

@@ -89,6 +89,13 @@ class Drafter(ABC):
     def draft(self, request: DraftRequest) -> DraftBatch:
         """One draft per row; its root is the row's pending token."""
 
+    def most_nodes(self, num_rows: int) -> int | None:
+        """The most nodes, roots excluded, that drafts of so many rows will have together; None: not known.
+
+        Where memory is limited, room for them is kept free, and a draft beyond it ends the call. Unknown: 256 a row.
+        """
+        return None
+
     def prepare(self, num_rows: int, measure: Callable[..., StepCost]) -> None:  # noqa: B027
         """A call of `num_rows` rows is about to be made; `measure` is `Engine.measure_cost`, if its steps are to be
         timed first."""

@@ -42,6 +42,9 @@ class FixedShapeDrafter(LookupDrafter):
         row = np.zeros(1, dtype=np.int64)
         return lookup.draft([tokens], self.shape, seed=0, rows=row, steps=row, kind=self.kind)
 
+    def most_nodes(self, num_rows: int) -> int:
+        return num_rows * (self.shape.num_nodes - 1)
+
     def draft(self, request: DraftRequest) -> DraftBatch:
         is_given = request.is_greedy and self.kind != "independent"  # rules for independent siblings take no others
         kind = "deterministic" if is_given else self.kind

@@ -66,6 +66,10 @@ class KnownCosts:
         size = self._nearest(num_rows)
         return self._filed[size] if is_seeded else self._followed[size].cost
 
+    def most_tokens(self, num_rows: int) -> int:
+        """Of a step that `cost` tells of, now and later."""
+        return self._filed[self._nearest(num_rows)].most_tokens
+
     def record(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """A step with `num_tokens` tokens of `num_rows` rows took so long."""
         self._followed[self._nearest(num_rows)].record(num_tokens, seconds)

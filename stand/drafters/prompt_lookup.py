@@ -25,6 +25,9 @@ class PromptLookupDrafter(Drafter):
         self.longest = longest
         self.shortest = shortest
 
+    def most_nodes(self, num_rows: int) -> int:
+        return num_rows * self.gamma
+
     def draft(self, request: DraftRequest) -> DraftBatch:
         """See `Drafter.draft`; nothing is drawn, so only histories and max_depths matter."""
         chains = [

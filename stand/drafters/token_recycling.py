@@ -22,6 +22,9 @@ class TokenRecyclingDrafter(Drafter):
         self.num_candidates = num_successors
         self._successors: dict[int, np.ndarray] = {}  # token: its successors, best first
 
+    def most_nodes(self, num_rows: int) -> int:
+        return num_rows * (self.shape.num_nodes - 1)
+
     def draft(self, request: DraftRequest) -> DraftBatch:
         """See `Drafter.draft`; nothing is drawn, so only the pending tokens and max_depths matter."""
         drafts = [

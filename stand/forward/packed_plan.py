@@ -43,7 +43,8 @@ class StepPlan:
         self.num_rows = len(counts)  # A
         self.width = _padded_width(counts) if torch.device(device).type == "cpu" else int(counts.max())  # T
         self.first_row = first_row
-        self.kv_length = int((lengths + starts + counts).max())  # L
+        self.ends = lengths + starts + counts  # [A] slots per row, the new tokens' included
+        self.kv_length = int(self.ends.max())  # L
         self.is_uniform = bool((counts == self.width).all())
         # On a CPU, where a call costs little, the rows' tokens beyond `width` are attended to row by row.
         self.overflow = [

@@ -28,13 +28,13 @@ class TreeCache(Cache):
     nothing else is kept, so a rejected token costs no clean-up.
 
     What the steps of a call need of a cache: `begin`, `update` and `get_seq_length` in a forward, `compact` after it,
-    and between steps `enter` (a row starts) and `move` (a row takes another place).
+    and between steps `leave` (a row has gone), `enter` (a row starts) and `move` (a row takes another place).
     """
 
     def __init__(self, num_rows: int, room: int):
         super().__init__(layers=[])
         self.num_rows = num_rows
-        self.room = _round_up(room)
+        self.room = round_up(room)
         self.most_room = 0  # rooms that double stop here, where set; a longer row still gets what it needs
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
@@ -54,8 +54,8 @@ class TreeCache(Cache):
         if plan is None:
             raise RuntimeError("begin(plan) must come before a forward pass, got a forward without a plan")
         while len(self.keys) <= layer_idx:
-            self.keys.append(self._new_storage(key_states))
-            self.values.append(self._new_storage(value_states))
+            self.keys.append(self._allocate(key_states))
+            self.values.append(self._allocate(value_states))
         rows = slice(plan.first_row, plan.first_row + plan.num_rows)
         views = []
         for storage, states in ((self.keys[layer_idx], key_states), (self.values[layer_idx], value_states)):
@@ -86,8 +86,11 @@ class TreeCache(Cache):
         for own, others in ((self.keys, prefilled.keys), (self.values, prefilled.values)):
             for layer, states in enumerate(others):
                 if layer == len(own):
-                    own.append(_allocate(states, self.num_rows, self.room))
-                own[layer][row, :, :length] = states[0, :, :length]
+                    own.append(self._allocate(states))
+                self._begin_row(own[layer], row, states, prefilled, length)
+
+    def leave(self, row: int) -> None:
+        """What row `row` held is of no further use."""
 
     def fan_out(self, sources: Sequence[int]) -> None:
         """Row i becomes a copy of today's row sources[i]."""
@@ -108,20 +111,27 @@ class TreeCache(Cache):
     def nbytes(self) -> int:
         return sum(storage.nbytes for storage in (*self.keys, *self.values))
 
-    def _new_storage(self, states: torch.Tensor) -> torch.Tensor:
-        like = states.new_empty((1, states.shape[1], 1, states.shape[3]))
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        """Zeros for all rows, with heads, head size and type of `like` [*, Hkv, *, D]."""
         return _allocate(like, self.num_rows, self.room)
 
+    def _begin_row(
+        self, storage: torch.Tensor, row: int, states: torch.Tensor, prefilled: TreeCache, length: int
+    ) -> None:
+        """Row `row` of `storage` starts with the first `length` slots of `states`, a storage of `prefilled`."""
+        storage[row, :, :length] = states[0, :, :length]
+
     def _grow(self, room: int) -> None:
-        old_room, self.room = self.room, _round_up(room)
+        old_room, self.room = self.room, round_up(room)
         for storages in (self.keys, self.values):
             for layer, storage in enumerate(storages):
-                wide = _allocate(storage, self.num_rows, self.room)
+                wide = self._allocate(storage)
                 wide[:, :, :old_room] = storage
                 storages[layer] = wide
 
 
-def _round_up(room: int) -> int:
+def round_up(room: int) -> int:
+    """To whole quanta."""
     return -(-room // ROOM_QUANTUM) * ROOM_QUANTUM
 
 

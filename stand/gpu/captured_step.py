@@ -102,12 +102,13 @@ class CapturedStep:
     def enter(self, row: Row, place: int, keys: TreeCache, *, source: int = 0) -> None:
         """As in `Step`; source: the row of `keys`."""
         self._make_room(row.num_cached + 1, [row, *(held for held in self._held if held is not None)])
-        is_free = (held is None or held.finish_reason is not None for held in self._held)
-        free = next(place for place, free in enumerate(is_free) if free)
-        if self._held[free] is not None:
-            self._place_of.pop(self._held[free].index)
+        free = self._held.index(None)
         self._held[free], self._place_of[row.index] = row, free
         self._cache.enter(free, keys, row.num_cached, source=source)
+
+    def leave(self, row: Row, place: int) -> None:
+        """Its place in the cache is free."""
+        self._held[self._place_of.pop(row.index)] = None
 
     def use(self, cache: DeviceCache | None, rows: Sequence[Row] = ()) -> None:
         """Decode after these keys; what is recorded knows another cache's addresses and goes.

@@ -106,6 +106,9 @@ class GuardedStep:
     def keep(self, live: LiveRows, accepted: Sequence[np.ndarray]) -> None:
         self._step.keep(live, accepted)
 
+    def leave(self, row: Row, place: int) -> None:
+        self._step.leave(row, place)
+
     def enter(self, row: Row, place: int, keys: TreeCache) -> None:
         """Where it fails, those that entered before go on with eager steps, and so does this one."""
         if self.captured is not None:

@@ -1,38 +1,33 @@
-"""As many rows as memory holds, asked of the device when a call begins."""
+"""As many rows as memory holds: what the user allows, or what the device has when a call begins."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from transformers import PreTrainedModel
 
-from stand.backend import Backend
-from stand.forward.model import text_config
+from stand.backend import Backend, key_shape
 from stand.forward.tree_cache import DRAFT_ROOM, available_bytes
 from stand.row import Row
-from stand.scheduling.scheduler import Admission, AtMost
+from stand.scheduling.admission import Admission, AtMost
+from stand.scheduling.page_allocator import PageAllocator
+from stand.scheduling.within_pages import WithinPages
 
 SHARE = 0.8  # of what is free; the rest is for activations, which are small beside it, and for others
 
 
 @dataclass(frozen=True, slots=True)
-class WithinMemory:
-    """Rows are admitted while rooms as long as the longest of them may become fit into `num_bytes` together.
+class WithinMemory(Admission):
+    """For caches without pages: rows are admitted while rooms as long as the longest may become fit into `num_bytes`.
 
     Rooms are of one length. So rows whose limits are high wait where few of them fit, although most end earlier.
     """
 
-    num_bytes: float
+    num_bytes: float  # one row is admitted in any case
     bytes_per_token: int
     most_rows: int | None = None
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, backend: Backend) -> WithinMemory:
-        """`SHARE` of what is free now on the model's device, what the last call holds for the next one included."""
-        free = available_bytes(model.device) + backend.held_bytes
-        return cls(SHARE * free, bytes_per_token(model), backend.most_rows)
 
     def allows(self, live: Sequence[Row], row: Row) -> bool:
         longest = max(row.most_cached, *(other.most_cached for other in live)) + DRAFT_ROOM
@@ -40,23 +35,45 @@ class WithinMemory:
         return is_within and (self.most_rows is None or len(live) < self.most_rows)
 
 
-def admission(model: PreTrainedModel, max_rows: object, *, backend: Backend) -> Admission:
-    """For `max_rows` as users give it; None: as many as memory and the backend's steps hold.
+def admission(
+    model: PreTrainedModel,
+    max_rows: object,
+    max_cache_bytes: object,
+    *,
+    backend: Backend,
+    most_nodes: Callable[[int], int | None],
+) -> Admission:
+    """For `max_rows` and `max_cache_bytes` as users give them; None: as many as memory and the backend's steps hold.
 
-    Raises ValueError unless it is an integer >= 1 or None.
+    most_nodes: draft nodes of so many rows together at most, where that is known. Raises ValueError unless `max_rows`
+    is an integer >= 1 or None, and `max_cache_bytes` a number of bytes that holds a page, or None.
     """
-    if max_rows is None:
-        return WithinMemory.of(model, backend)
-    if isinstance(max_rows, bool) or not hasattr(max_rows, "__index__") or int(max_rows) < 1:
+    if max_rows is not None and (isinstance(max_rows, bool) or not hasattr(max_rows, "__index__") or int(max_rows) < 1):
         raise ValueError(
             f"max_rows must be an integer >= 1, got {max_rows!r}; leave it out for as many rows as memory holds"
         )
-    return AtMost(int(max_rows))
+    token_bytes, size = bytes_per_token(model), backend.page_size
+    is_number = isinstance(max_cache_bytes, (int, float)) and not isinstance(max_cache_bytes, bool)
+    if max_cache_bytes is not None and not (is_number and max_cache_bytes >= token_bytes * (size or 1)):
+        raise ValueError(
+            f"max_cache_bytes must be a number of bytes that holds a page of {size or 1} tokens, {token_bytes} bytes "
+            f"each, got {max_cache_bytes!r}; a GiB is 2**30"
+        )
+    limits = [int(limit) for limit in (max_rows, backend.most_rows) if limit is not None]
+    num_bytes = max_cache_bytes
+    if max_rows is None and max_cache_bytes is None:
+        num_bytes = SHARE * (available_bytes(model.device) + backend.held_bytes)
+    if size is not None:
+        is_limited = num_bytes is not None and num_bytes != math.inf
+        num_pages = max(int(num_bytes // (size * token_bytes)), 1) if is_limited else None
+        pages, is_asked_for = PageAllocator(size, num_pages), max_cache_bytes is not None
+        return WithinPages(pages, most_rows=min(limits, default=None), most_nodes=most_nodes, is_asked_for=is_asked_for)
+    if num_bytes is None:
+        return AtMost(int(max_rows))
+    return WithinMemory(num_bytes, token_bytes, min(limits, default=None))
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:
     """Of the keys and values of all layers, by the model's configuration."""
-    config = text_config(model)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * size * (torch.finfo(model.dtype).bits // 8)
+    num_layers, num_heads, slot_bytes = key_shape(model)
+    return 2 * num_layers * num_heads * slot_bytes

@@ -1,11 +1,13 @@
-"""The keys of prompts whose rows wait: each prompt is run once, chunk by chunk between steps."""
+"""The keys that waiting rows begin with, computed chunk by chunk between steps: each prompt once, and what a row had
+when it was put back."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from weakref import finalize
 
 import torch
 from transformers import PreTrainedModel
@@ -15,6 +17,7 @@ from stand.forward.model import PROMPT_CHUNK, prefill_chunk
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
 from stand.row import Row
+from stand.scheduling.admission import Admission, beginning
 
 
 @dataclass(slots=True, eq=False)
@@ -29,17 +32,30 @@ class Prefilled:
 class PromptKeys:
     """Per prompt one cache of one row, with the keys of all its tokens but the last, which is pending.
 
-    They stay until no waiting row needs them (`keep_only`).
+    They stay until no waiting row needs them (`keep_only`). A row that was put back has a cache of its own, with the
+    keys of all its tokens but the last.
     """
 
-    def __init__(self, model: PreTrainedModel, *, on_ready: Callable[[Row], None], wants_features: bool):
-        """on_ready: told the first row of every prompt when its keys are complete."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        new_keys: Callable[[int], TreeCache],
+        admission: Admission,
+        on_ready: Callable[[Row], None],
+        wants_features: bool,
+    ):
+        """new_keys: a cache of one row with so much room; admission: counts their memory.
+        on_ready: told the first row of every prompt when its keys are complete."""
         self.num_tokens = 0  # of the prompts that were complete, the pending ones included
+        self.num_replayed = 0  # tokens of rows that were put back
+        self._new_keys = new_keys
+        self._admission = admission
         self._model = model
         self._wants_features = wants_features
         self._on_ready = on_ready
         self._budget = 0.0
-        self._prompts: dict[int, Prefilled] = {}  # by problem
+        self._prompts: dict[Hashable, Prefilled] = {}  # by what rows begin with
 
     def allow(self, num_tokens: float) -> None:
         """Until the next call of this, `ready` runs no further chunk once so many tokens were run."""
@@ -54,10 +70,13 @@ class PromptKeys:
         self.allow(math.inf)
 
     def ready(self, row: Row) -> Prefilled | None:
-        """The keys of the row's prompt, or None where they are incomplete; runs chunks as far as is allowed."""
-        if row.problem not in self._prompts:
-            self._prompts[row.problem] = Prefilled(TreeCache(num_rows=1, room=row.num_cached))
-        prompt = self._prompts[row.problem]
+        """The keys that the row begins with, or None where they are incomplete; runs chunks as far as is allowed."""
+        start = beginning(row)
+        if start not in self._prompts:
+            prompt = Prefilled(self._new_keys(row.num_cached))
+            finalize(prompt.keys, self._admission.release, self._admission.open(row))
+            self._prompts[start] = prompt
+        prompt = self._prompts[start]
         while prompt.done < row.num_cached and self._budget > 0:
             before = max(prompt.done, 0)
             taking = taken_features(self._model) if self._wants_features else nullcontext([])
@@ -66,8 +85,7 @@ class PromptKeys:
             prompt.features += features
             self._budget -= prompt.done - before
             if prompt.done == row.num_cached:
-                self.num_tokens += len(row.history)
-                self._on_ready(row)
+                self._count(row)
         return prompt if prompt.done == row.num_cached else None
 
     def features(self, prompt: Prefilled) -> torch.Tensor:
@@ -76,4 +94,22 @@ class PromptKeys:
 
     def keep_only(self, row: Row | None) -> None:
         """Drop the keys that `row`, the next one to enter, does not need."""
-        self._prompts = {problem: kept for problem, kept in self._prompts.items() if row and problem == row.problem}
+        self._drop([start for start in self._prompts if row is None or start != beginning(row)])
+
+    def keep_shared(self, live: Sequence[Row]) -> None:
+        """Drop the keys that share no memory with the rows of `live`."""
+        shared = {("problem", row.problem) for row in live}
+        self._drop([start for start in self._prompts if start not in shared])
+
+    def _count(self, row: Row) -> None:
+        """What `row` begins with is complete."""
+        if row.num_steps:
+            self.num_replayed += row.num_cached
+        else:
+            self.num_tokens += len(row.history)
+            self._on_ready(row)
+
+    def _drop(self, starts: Sequence[Hashable]) -> None:
+        for start in starts:
+            self._admission.close(start)
+            del self._prompts[start]

@@ -53,6 +53,19 @@ class Run(Iterator[Trajectory]):
         """Rows that were decoded in the last step."""
         return len(self._call.scheduler.live)
 
+    @property
+    def num_cached(self) -> int:
+        """Tokens of live rows whose keys are in the cache; what rows share of a prompt counts once."""
+        rows = [row for row in self._call.scheduler.live if row.finish_reason is None]
+        prompts = {row.problem: len(row.prompt) - 1 for row in rows}
+        return sum(row.num_cached - prompts[row.problem] for row in rows) + sum(prompts.values())
+
+    @property
+    def num_slots(self) -> int | None:
+        """Tokens that the memory now taken for keys would hold, prompts that wait included; None where the cache has
+        no pages."""
+        return self._call.scheduler.admission.num_slots
+
     @torch.inference_mode()
     def _decode(self) -> Iterator[Trajectory]:
         """What ends in a step comes before the next one, and before an error that a later one ends in."""

@@ -1,31 +1,23 @@
-"""Who is live and who waits: rows in the order of their requests, places handed on as rows end. No model, no clock."""
+"""Who is live and who waits: rows in the order of their requests, places handed on as rows end, the youngest put back
+where memory runs out. No model, no clock."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from stand.row import Row
+from stand.scheduling.admission import Admission
 from stand.scheduling.request import Job
 
 
-class Admission(Protocol):
-    """How many rows may be live at once."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Leave:
+    """`row` has ended or was put back; its keys, in `place`, are of no further use."""
 
-    def allows(self, live: Sequence[Row], row: Row) -> bool:
-        """Whether `row` may start beside `live`, which is not empty."""
-
-
-@dataclass(frozen=True, slots=True)
-class AtMost:
-    """A fixed number of rows."""
-
-    max_rows: int
-
-    def allows(self, live: Sequence[Row], row: Row) -> bool:
-        return len(live) < self.max_rows
+    place: int
+    row: Row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,25 +31,33 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """`row`, in the last place `source`, takes `target`, whose row has ended."""
+    """`row`, in the last place `source`, takes `target`, whose row has left."""
 
     source: int
     target: int
     row: Row
 
 
+Change = Leave | Entry | Move
+
+
 class Scheduler:
     """Places 0 .. len(live) - 1 are taken; between steps `settle` lets ended rows go and waiting ones in.
 
     Requests are read when a place is free for their first row, and one further request ahead, so that its prompt can
-    be prefilled in time. Rows start in the order of the requests; nobody overtakes.
+    be prefilled in time. Rows start in the order of the requests; nobody overtakes. So a row that is put back, always
+    the one that started last, comes before all that have not started, and the first row of all always goes on.
     """
 
     def __init__(self, jobs: Iterator[Job], admission: Admission):
         self.live: list[Row] = []  # by place
         self.ended: deque[tuple[Job, Row]] = deque()  # in the order in which they ended; the caller takes them out
         self._jobs = jobs
-        self._admission = admission
+        self.admission = admission
+        self.num_put_back = 0  # times that a row was
+        self._put_back: list[Row] = []  # rows that wait for their return, the next one last
+        self._turns: dict[int, int] = {}  # by row that has started and not ended: its turn
+        self._num_entered = 0
         self._waiting: Iterator[Row] = iter(())  # of the request that is next
         self._next: Row | None = None  # the first one of them
         self._num_left: dict[int, int] = {}  # by request: rows that have not ended
@@ -66,9 +66,12 @@ class Scheduler:
 
     def next_row(self) -> Row | None:
         """Who enters next; reads a request where nobody waits."""
+        if self._put_back:
+            return self._put_back[-1]
         if self._next is None:
             self._next = next(self._waiting, None)
         if self._next is None and (job := next(self._jobs, None)) is not None:
+            self.admission.check(job)
             self._open[job.number], self._num_left[job.number] = job, len(job.rows)
             self._waiting = (
                 Row(index, job.prompt, job.limit, problem=job.problem, request=job.number) for index in job.rows
@@ -80,14 +83,26 @@ class Scheduler:
         """Of a row that waits or is live."""
         return self._open[row.request]
 
-    def settle(self, ready: Callable[[Row], object | None]) -> list[Entry | Move]:
-        """Let ended rows go, and waiting ones in; what follows for the places, in order.
+    def is_held(self) -> bool:
+        """Whether memory holds what the rows that go on may need in the next step."""
+        return self.admission.holds([row for row in self.live if row.finish_reason is None])
 
-        ready: the keys of a row's prompt, or None where they are still to come; then nobody enters.
+    def has_memory_for(self, row: Row) -> bool:
+        """Whether `row`, which waits, could start beside the rows that go on, were a place free."""
+        return self.admission.fits([other for other in self.live if other.finish_reason is None], row)
+
+    def settle(self, ready: Callable[[Row], object | None]) -> list[Change]:
+        """Let ended rows go, put rows back that memory does not hold, and let waiting ones in; what follows for the
+        places, in order.
+
+        ready: the keys that a row begins with, or None where they are still to come; then nobody enters.
         """
-        changes: list[Entry | Move] = []
-        holes = deque(place for place, row in enumerate(self.live) if row.finish_reason is not None)
         going = [row for row in self.live if row.finish_reason is None]
+        while len(going) > 1 and not self.admission.holds(going):
+            self._put_youngest_back(going)
+        staying = {row.index for row in going}
+        holes = deque(place for place, row in enumerate(self.live) if row.index not in staying)
+        changes: list[Change] = [Leave(place, self.live[place]) for place in holes]
         while (entering := self._entering(going, ready)) is not None:
             row, keys = entering
             place = holes.popleft() if holes else len(self.live)
@@ -105,6 +120,8 @@ class Scheduler:
     def end(self, row: Row) -> bool:
         """A live row has ended; it leaves its place when `settle` is called. Whether it was its request's last one."""
         self.ended.append((self._open[row.request], row))
+        self.admission.leave(row)
+        del self._turns[row.index]
         self._num_left[row.request] -= 1
         is_last = not self._num_left[row.request]
         if is_last:
@@ -114,11 +131,24 @@ class Scheduler:
     def _entering(self, going: list[Row], ready: Callable[[Row], object | None]) -> tuple[Row, object] | None:
         """The next row with its keys, if it may start now; it is among `going` then."""
         row = self.next_row() if self.num_places is None or len(going) < self.num_places else None
-        if row is None or going and not self._admission.allows(going, row):
+        if row is None or going and not self.admission.allows(going, row):
             return None
         keys = ready(row)
         if keys is None:
             return None
         going.append(row)
-        self._next = None
+        self.admission.enter(row)
+        self._turns.setdefault(row.index, self._num_entered)
+        self._num_entered += 1
+        if self._put_back:
+            self._put_back.pop()
+        else:
+            self._next = None
         return row, keys
+
+    def _put_youngest_back(self, going: list[Row]) -> None:
+        youngest = max(going, key=lambda row: self._turns[row.index])
+        going.remove(youngest)
+        self.admission.leave(youngest)
+        self._put_back.append(youngest)
+        self.num_put_back += 1

@@ -3,6 +3,7 @@
 import gc
 import random
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,13 +14,16 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, Qwen2Config
 
 import stand
 from stand.call import Call
-from stand.forward import tree_cache
+from stand.forward import mapped_memory, tree_cache
+from stand.forward.paged_cache import PagedCache, PromptRoom
 from stand.forward.tree_cache import TreeCache
 from stand.row import Row
 from stand.scheduling import memory, prompt_keys
+from stand.scheduling.admission import AtMost
 from stand.scheduling.memory import WithinMemory
+from stand.scheduling.page_allocator import PageAllocator
 from stand.scheduling.request import Job
-from stand.scheduling.scheduler import AtMost, Entry, Move, Scheduler
+from stand.scheduling.scheduler import Entry, Leave, Move, Scheduler
 
 PROMPTS = [[5, 9, 11, 4, 5, 9], [7], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32]]
 SETTINGS = {"num_return_sequences": 3, "max_new_tokens": 24, "temperature": 0.9, "seed": 3}
@@ -27,6 +31,11 @@ SETTINGS = {"num_return_sequences": 3, "max_new_tokens": 24, "temperature": 0.9,
 
 def engine_of(verifier: str = "match", **settings) -> stand.Engine:
     return stand.wrap(tiny_model("qwen2"), verifier=verifier, drafter=stand.BlendedDrafter(budget=12), **settings)
+
+
+def cap_of(num_pages: int, engine: stand.Engine) -> int:
+    """Bytes of so many pages."""
+    return num_pages * engine.backend.page_size * memory.bytes_per_token(engine.model)
 
 
 def tokens_of(trajectories) -> dict[int, list[int]]:
@@ -68,16 +77,16 @@ def test_places_are_handed_on_in_order():
     end(scheduler, 1, 2)
     assert [row.index for _, row in scheduler.ended] == [1, 2]
     changes = scheduler.settle(lambda row: "keys" if row.index < 5 else None)  # the next prompt is not ready
-    assert [type(change) for change in changes] == [Entry, Move] and numbers_of(scheduler) == [0, 4, 3]
-    assert (changes[1].source, changes[1].target, changes[1].row.index) == (3, 2, 3)
+    assert [type(change) for change in changes] == [Leave, Leave, Entry, Move] and numbers_of(scheduler) == [0, 4, 3]
+    assert [(change.place, change.row.index) for change in changes[:2]] == [(1, 1), (2, 2)]
+    assert (changes[3].source, changes[3].target, changes[3].row.index) == (3, 2, 3)
     scheduler.settle(lambda row: "keys")
     assert numbers_of(scheduler) == [0, 4, 3, 5] and read == [0, 1, 2]
     end(scheduler, 0, 3, 4, 5)
     scheduler.settle(lambda row: "keys")
     end(scheduler, 6, 7, 8, 9)
-    assert scheduler.settle(lambda row: "keys") == [] and scheduler.live == [] and scheduler.next_row() is None
-
-
+    assert [type(change) for change in scheduler.settle(lambda row: "keys")] == [Leave] * 4
+    assert scheduler.live == [] and scheduler.next_row() is None
 def test_a_request_ends_with_its_last_row():
     scheduler = Scheduler(iter(jobs_of(2, 1)), AtMost(2))
     scheduler.settle(lambda row: "keys")
@@ -111,7 +120,8 @@ def test_ratio_rules_repeat_and_all_rows_live_is_one_batch():
     assert runs[0] == runs[1] and runs[2] == runs[3] != runs[0]
 
 
-def test_a_thousand_mixed_requests_are_each_their_own_call():
+@pytest.mark.parametrize("pages", [None, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_thousand_mixed_requests_are_each_their_own_call(pages):
     """End tokens, stop strings, short and long limits, greedy: 12 kinds in random order."""
     generator = random.Random(0)
     engine = stand.wrap(tiny_model("qwen2"), letter_tokenizer(), drafter=stand.BlendedDrafter(budget=32))
@@ -128,7 +138,10 @@ def test_a_thousand_mixed_requests_are_each_their_own_call():
         alone.append((output.token_ids[0], output.texts[0], output.finish_reasons[0]))
     assert set(Counter(reason for *_, reason in alone).values()) == {4}
     order = [generator.randrange(12) for _ in range(1000)]
-    found = list(engine.run((stand.Request(**kinds[kind], id=kind) for kind in order), max_rows=32, do_sample=False))
+    settings = {"max_rows": 32, "max_cache_bytes": pages and cap_of(pages, engine), "do_sample": False}
+    run = engine.run((stand.Request(**kinds[kind], id=kind) for kind in order), **settings)
+    found = list(run)
+    assert run.num_slots == run.num_cached == 0
     assert [kind for _, kind in sorted((one.row, one.id) for one in found)] == order
     for one in found:
         assert (one.token_ids, one.text, one.finish_reason) == alone[one.id]
@@ -179,14 +192,15 @@ def p_of_run(model, prompts) -> float:
 def test_rows_that_take_others_places_follow_the_exact_law(monkeypatch):
     model, prompts = small_model(), [[3, 5, 1, 3], [6, 2, 2, 4, 0, 6]]
     assert p_of_run(model, prompts) > 1e-3
-    entered = TreeCache.enter
+    entered = PagedCache.enter
 
     def enter(cache, row, prefilled, length):
         """The negative control: a row that enters late finds the keys of the one before."""
         if not cache.keys or not cache.keys[0][row].any():
             entered(cache, row, prefilled, length)
 
-    monkeypatch.setattr(TreeCache, "enter", enter)
+    monkeypatch.setattr(PagedCache, "enter", enter)
+    monkeypatch.setattr(PagedCache, "leave", lambda cache, row: None)
     assert p_of_run(model, prompts) < 1e-6
 
 
@@ -218,7 +232,8 @@ def interrupt(engine: stand.Engine, generator: random.Random, patch: pytest.Monk
         work = getattr(stand.BlendedDrafter, where)
         patch.setattr(stand.BlendedDrafter, where, raising_after(generator.randrange(3), error, work))
     requests = [*PROMPTS, "no request"] if where == "request" else PROMPTS
-    run = engine.run(requests, max_rows=2, on_step=on_step, **settings)
+    cap = generator.choice([None, cap_of(6, engine)])
+    run = engine.run(requests, max_rows=2, max_cache_bytes=cap, on_step=on_step, **settings)
     if where == "close":
         next(run)
         run.close()
@@ -246,7 +261,9 @@ def test_two_hundred_interruptions_leave_nothing_behind():
         if attempt % 10 == 0:
             assert engine.generate(PROMPTS[:2], **settings).token_ids == expected
     gc.collect()
-    assert not [kept for kept in gc.get_objects() if type(kept) in (TreeCache, Call, Row)]
+    kinds = (TreeCache, PagedCache, PromptRoom, PageAllocator, Call, Row)
+    assert not [kept for kept in gc.get_objects() if type(kept) in kinds]
+    assert mapped_memory.FILE_NAME not in Path("/proc/self/maps").read_text(encoding="utf-8")
 
 
 def test_what_had_ended_comes_before_a_bad_request():
@@ -310,19 +327,27 @@ def test_requests_are_read_one_ahead():
     assert started[0] <= 4 and len(read) == 9 and started == sorted(started)
 
 
-def test_rows_are_as_many_as_memory_holds(monkeypatch):
+def engine_with_rooms() -> stand.Engine:
+    """As where the cache has no pages."""
+    engine = engine_of()
+    engine.backend.page_size = None
+    return engine
+
+
+def test_rooms_are_as_many_as_memory_holds(monkeypatch):
     model = tiny_model("qwen2")
     room = 5 + 24 + tree_cache.DRAFT_ROOM
     free = 3.5 * room * memory.bytes_per_token(model) / memory.SHARE
     monkeypatch.setattr(memory, "available_bytes", lambda device: free)
-    live, expected = [], engine_of().generate(PROMPTS[:1], **{**SETTINGS, "num_return_sequences": 8}, max_rows=8)
-    run = engine_of().run(
-        PROMPTS[:1], **{**SETTINGS, "num_return_sequences": 8}, on_step=lambda run: live.append(run.num_live)
-    )
+    settings = {**SETTINGS, "num_return_sequences": 8}
+    live, expected = [], engine_of().generate(PROMPTS[:1], **settings, max_rows=8)
+    run = engine_with_rooms().run(PROMPTS[:1], **settings, on_step=lambda run: live.append(run.num_live))
     found = tokens_of(run)
     assert max(live) == 3 and [found[row] for row in range(8)] == expected.token_ids
     monkeypatch.setattr(memory, "available_bytes", lambda device: 1.0)
-    assert engine_of().generate(PROMPTS, **SETTINGS).stats.num_forwards > 3 * expected.stats.num_forwards  # one by one
+    assert engine_with_rooms().generate(PROMPTS, **SETTINGS).stats.num_forwards > 3 * expected.stats.num_forwards
+    capped = engine_with_rooms().generate(PROMPTS[:1], **settings, max_rows=8, max_cache_bytes=memory.SHARE * free)
+    assert capped.token_ids == expected.token_ids and capped.stats.num_forwards > 2 * expected.stats.num_forwards
 
 
 def test_a_step_may_hold_fewer_rows_than_memory():

@@ -8,8 +8,10 @@ import simulate_run
 from long_runs.simulated_run import Acceptance, Roofline, Simulation, Workload
 from workloads.model_shapes import SMOKE_SHAPE
 
+from stand.scheduling.admission import AtMost
 from stand.scheduling.memory import WithinMemory
-from stand.scheduling.scheduler import AtMost
+from stand.scheduling.page_allocator import PageAllocator
+from stand.scheduling.within_pages import WithinPages
 
 ROOFLINE = Roofline(SMOKE_SHAPE, bytes_per_second=1e9, flops_per_second=1e10, host_seconds=1e-4)
 ACCEPTANCE = Acceptance((0.0, 8.0, 80.0), (1.0, 2.0, 3.0))
@@ -32,7 +34,7 @@ def test_every_token_is_decoded_in_places_and_in_blocks(max_rows):
         assert trace.tokens.sum() == one.num_tokens
         assert trace.live.max() <= max_rows and trace.live.min() >= 1
         assert (trace.steps > 0).all() and 0 < trace.occupancy(max_rows) <= 1
-        assert (trace.room_tokens >= trace.live_tokens).all()
+        assert (trace.taken_tokens >= trace.live_tokens).all()
 
 
 def test_places_are_fuller_and_faster_than_blocks_but_for_one_place():
@@ -72,14 +74,38 @@ def test_memory_admits_fewer_rows():
     assert trace.live.max() in (5, 6) and trace.tokens.sum() == one.num_tokens
 
 
+def paged(num_pages: int, size: int, **options) -> WithinPages:
+    return WithinPages(PageAllocator(size, num_pages), most_nodes=lambda rows: 16, **options)
+
+
+@pytest.mark.parametrize("growth", [0, 64])
+def test_rows_are_put_back_and_come_back_where_pages_run_out(growth):
+    one, worst = workload(), 30 + 400
+    allowed = paged(4 * worst // 8, 8, growth=growth)
+    trace = simulation(one).places(allowed)
+    assert trace.tokens.sum() == one.num_tokens and allowed.pages.num_used == 0
+    assert trace.taken_tokens.max() <= 4 * worst and trace.live.max() > 4
+    assert (trace.num_put_back > 0) == (growth == 0) or trace.num_put_back < 20
+    assert (trace.num_replayed > 0) == (trace.num_put_back > 0)
+
+
+def test_prompts_are_held_once():
+    one = Workload((400,), ((8,) * 12,), 8)
+    trace = simulation(one).places(paged(10**6, 16))
+    assert trace.live_tokens[0] == 12 * 399 and trace.taken_tokens[0] == 16 * (24 + 12 * 2)  # 399 + 2 tokens each
+
+
 def test_the_command_tells_all_ways_and_draws(tmp_path, capsys):
     path = tmp_path / "run.png"
     options = ["--made-up", "--mean-length", "60", "--rows", "16,70", "--max-rows", "8", "--memory", "1"]
+    options += ["--page-size", "16,64", "--growth", "8"]
     simulate_run.main([*options, "--plot", str(path)])
     *table, _, document = capsys.readouterr().out.splitlines()
     lines = json.loads(document)
     assert [(line["rows"], line["way"]) for line in lines] == [
-        (rows, way) for rows in (16, 70) for way in ("blocks", "places", "places, 1 GB")
+        (rows, way)
+        for rows in (16, 70)
+        for way in ("blocks", "places", "rooms", "pages of 16, growth 8", "pages of 64, growth 8")
     ]
     assert all(0 < line["occupancy %"] <= 100 and line["tokens/s"] > 0 for line in lines)
     assert len(table) == 2 + len(lines) and path.stat().st_size > 1000

@@ -77,6 +77,9 @@ class EagleDrafter(Drafter):
     def follow(self, lesson: Lesson) -> None:
         self._rows.follow(lesson)
 
+    def most_nodes(self, num_rows: int) -> int:
+        return self.budget if self.shape is None else num_rows * (self.shape.num_nodes - 1)
+
     @torch.inference_mode()
     def draft(self, request: DraftRequest) -> DraftBatch:
         """One tree per row; see `Drafter.draft`. A row of one token has no feature yet and gets no draft."""

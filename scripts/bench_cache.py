@@ -1,0 +1,190 @@
+"""What a step costs by the way its keys lie in memory, and what memory they take.
+
+    python scripts/bench_cache.py                       # bundled model, 8 rows of 100 to 1,500 tokens
+    python scripts/bench_cache.py --model models/smollm2 --lengths 100,700
+
+`rooms`: a room per row, all as long as the longest may become. `pages`: the same addresses, with memory where
+something was written, and prompts shared (`PagedCache`, what the engine takes on Linux). `gathered`: pages of 16 slots
+in one pool, copied together before every attention call. `by row`: one attention call per row and layer, over keys as
+long as the row. The ways take turns, step by step, in one process; the figures are medians over steps of a way's
+processor time over that of `rooms` in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from long_runs.resident_memory import resident_bytes
+from measuring.setup import REASONER, count_list, positive_integer
+from measuring.text_table import format_table
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+
+from stand.forward.mapped_memory import SharedFile
+from stand.forward.model import prefill, run_plan, text_config
+from stand.forward.packed_plan import StepPlan
+from stand.forward.paged_cache import PagedCache, PromptRoom
+from stand.forward.tree_attention import ATTENTION_NAME, tree_attention
+from stand.forward.tree_cache import DRAFT_ROOM, TreeCache
+from stand.trees import DraftBatch, DraftTree
+
+WAYS = {"rooms": ATTENTION_NAME, "pages": ATTENTION_NAME, "gathered": ATTENTION_NAME, "by row": "stand_by_row"}
+HEADER = ("way", "ms", "over rooms", "low", "high", "MB taken", "over the tokens'")
+PAGE = 16
+
+
+class GatheredCache(TreeCache):
+    """A pool of pages [P, PAGE, Hkv, D] per layer; attention gets copies of the live rows' pages."""
+
+    def begin(self, plan: StepPlan) -> None:
+        super().begin(plan)
+        self._last = -(-plan.kv_length // PAGE)
+        pages = np.arange(plan.num_rows)[:, None] * (self.room // PAGE) + np.arange(self._last)
+        self._pages = torch.from_numpy(pages.flatten())
+        self._places = plan.cache_rows * self.room + plan.cache_slots
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        views = []
+        for storages, states in ((self.keys, key_states), (self.values, value_states)):
+            if layer_idx == len(storages):
+                pages = self.num_rows * self.room // PAGE
+                storages.append(states.new_zeros(pages, PAGE, states.shape[1], states.shape[3]))
+            pool = storages[layer_idx]
+            pool.view(-1, *pool.shape[2:])[self._places] = states[0].transpose(0, 1)
+            own = pool.index_select(0, self._pages).view(-1, self._last * PAGE, *pool.shape[2:])
+            views.append(own[:, : self._plan.kv_length].transpose(1, 2))
+        return views[0], views[1]
+
+
+class RowCache(TreeCache):
+    """Attention gets one [1, Hkv, L, D] per row, as long as the row."""
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        keys, values = super().update(key_states, value_states, layer_idx)
+        ends = self._plan.ends.tolist()
+        return tuple([part[row : row + 1, :, :end] for row, end in enumerate(ends)] for part in (keys, values))
+
+
+def attend_by_row(module, query, key, value, attention_mask, *, scaling=None, stand_plan=None, **kwargs):
+    """As `stand.forward.tree_attention.attend`, with lists of keys and values."""
+    groups, counts = query.shape[1] // key[0].shape[1], np.bincount(stand_plan.cache_rows.numpy()).tolist()
+    if not hasattr(stand_plan, "row_masks"):
+        masks = stand_plan.mask(window=None, groups=1, dtype=query.dtype)
+        stand_plan.row_masks = [
+            torch.cat([masks[row : row + 1, :, :count, : key[row].shape[2]]] * groups, dim=2)
+            for row, count in enumerate(counts)
+        ]
+    parts, first = [], 0
+    for row, count in enumerate(counts):
+        own = query[:, :, first : first + count]
+        folded = own.reshape(1, key[row].shape[1], groups * count, own.shape[3])
+        mixed = scaled_dot_product_attention(
+            folded, key[row], value[row], attn_mask=stand_plan.row_masks[row], scale=scaling
+        )
+        parts.append(mixed.reshape(1, query.shape[1], count, -1).transpose(1, 2))
+        first += count
+    return torch.cat(parts, dim=1), None
+
+
+AttentionInterface.register("stand_by_row", attend_by_row)
+
+
+def caches(model: PreTrainedModel, lengths: Sequence[int], prompt: int) -> dict[str, TreeCache]:
+    """One of each way, filled with the same tokens: a prompt that all rows share, and what each wrote."""
+    longest, tokens = max(lengths) + DRAFT_ROOM, np.arange(max(lengths)) * 7 % text_config(model).vocab_size
+    tokens = tokens.astype(np.int32)
+    made = {
+        "rooms": TreeCache(len(lengths), longest),
+        "pages": PagedCache(len(lengths), longest, page_size=PAGE),
+        "gathered": GatheredCache(len(lengths), longest),
+        "by row": RowCache(len(lengths), longest),
+    }
+    shared = PromptRoom(SharedFile(), prompt)
+    with tree_attention(model):
+        prefill(model, shared, tokens[:prompt], row=0)
+        for row, length in enumerate(lengths):
+            whole = TreeCache(1, length)
+            prefill(model, whole, tokens[:length], row=0)
+            for way in ("rooms", "by row", "pages"):
+                made[way].enter(row, *((shared, prompt) if way == "pages" else (whole, length)))
+            for mine, others in ((made["pages"].keys, whole.keys), (made["pages"].values, whole.values)):
+                for layer, states in enumerate(others):
+                    mine[layer][row, :, prompt:length] = states[0, :, prompt:length]
+            _fill_pool(made["gathered"], whole, row, length)
+    return made
+
+
+def _fill_pool(cache: GatheredCache, whole: TreeCache, row: int, length: int) -> None:
+    for mine, others in ((cache.keys, whole.keys), (cache.values, whole.values)):
+        for layer, states in enumerate(others):
+            if layer == len(mine):
+                pages = cache.num_rows * cache.room // PAGE
+                mine.append(states.new_zeros(pages, PAGE, states.shape[1], states.shape[3]))
+            flat = mine[layer].view(cache.num_rows, cache.room, *mine[layer].shape[2:])
+            flat[row, :length] = states[0, :, :length].transpose(0, 1)
+
+
+@torch.inference_mode()
+def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    lengths = np.linspace(*options.lengths, options.rows).astype(np.int64)
+    made = caches(model, lengths.tolist(), min(options.prompt, options.lengths[0] - 1))
+    batch = DraftBatch.concatenate([DraftTree.chain(range(5, 6 + options.nodes))] * options.rows)
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    logits: dict[str, torch.Tensor] = {}
+    for step in range(options.steps + 1):
+        ways = list(WAYS)[step % len(WAYS) :] + list(WAYS)[: step % len(WAYS)]
+        for way in ways:
+            with tree_attention(model, WAYS[way]):
+                plan = StepPlan.for_drafts(batch, lengths + step // 2)
+                begin = time.thread_time()
+                logits[way] = run_plan(model, made[way], plan)
+                times[way].append(time.thread_time() - begin)
+        for way in WAYS:
+            torch.testing.assert_close(logits[way], logits["rooms"], rtol=1e-3, atol=1e-3)
+    tokens = int((lengths + options.steps // 2).sum()) - (options.rows - 1) * options.prompt  # committed in the end
+    return {way: _summary(times[way][1:], times["rooms"][1:], made[way], tokens) for way in WAYS}
+
+
+def _summary(times: list[float], rooms: list[float], cache: TreeCache, tokens: int) -> dict[str, float]:
+    ratios = sorted(own / room for own, room in zip(times, rooms, strict=True))
+    taken, slot = cache.nbytes, cache.nbytes / (cache.num_rows * cache.room)
+    if isinstance(cache, PagedCache):
+        taken = resident_bytes([(space.start, space.nbytes) for space in cache.spaces])
+    quarter = len(ratios) // 4
+    return {
+        "ms": 1e3 * statistics.median(times),
+        "ratio": statistics.median(ratios),
+        "low": ratios[quarter],
+        "high": ratios[-quarter - 1],
+        "megabytes": taken / 1e6,
+        "over_tokens": taken / (tokens * slot),
+    }
+
+
+def read_options(command_line: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(REASONER))
+    parser.add_argument("--rows", type=positive_integer, default=8)
+    parser.add_argument("--lengths", type=count_list, default=[100, 1500], metavar="SHORTEST,LONGEST")
+    parser.add_argument("--prompt", type=positive_integer, default=60, help="tokens that all rows share")
+    parser.add_argument("--nodes", type=int, default=4, help="draft nodes per row")
+    parser.add_argument("--steps", type=positive_integer, default=60)
+    return parser.parse_args(command_line)
+
+
+def main(command_line: Sequence[str] | None = None) -> None:
+    torch.set_num_threads(1)
+    found = measure(read_options(command_line))
+    print(format_table(HEADER, [(way, *figures.values()) for way, figures in found.items()]), end="\n\n")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

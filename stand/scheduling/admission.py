@@ -1,0 +1,64 @@
+"""How many rows may be live, and who holds memory for them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from stand.row import Row
+from stand.scheduling.request import Job
+
+
+def beginning(row: Row) -> Hashable:
+    """What `row` begins with: the prompt of its problem, or all that it had when it was put back."""
+    return ("row", row.index) if row.num_steps else ("problem", row.problem)
+
+
+class Admission:
+    """What the scheduler asks and tells. This one has no limits."""
+
+    num_slots: int | None = None  # of the cache that are taken, where they are counted
+
+    def check(self, job: Job) -> None:
+        """Raises ValueError for a request whose rows could never run."""
+
+    def allows(self, live: Sequence[Row], row: Row) -> bool:
+        """Whether `row` may start beside `live`, which is not empty."""
+        return True
+
+    def fits(self, live: Sequence[Row], row: Row) -> bool:
+        """Whether memory lets `row` start beside `live`, however many they are."""
+        return True
+
+    def holds(self, live: Sequence[Row]) -> bool:
+        """Whether all of `live` can take another step, whatever is drafted; else the youngest must go."""
+        return True
+
+    def open(self, row: Row) -> Hashable:
+        """What `row` begins with is going to be computed; who owns the memory, for `release`."""
+        return None
+
+    def close(self, start: Hashable) -> None:
+        """No further row begins with `start`, as `beginning` names it."""
+
+    def release(self, owner: Hashable) -> None:
+        """The memory of `owner` is given back."""
+
+    def enter(self, row: Row) -> None:
+        """`row` begins with what was opened for it."""
+
+    def take(self, live: Sequence[Row], sizes: Sequence[int]) -> None:
+        """The next step writes so many tokens of each row."""
+
+    def leave(self, row: Row) -> None:
+        """The keys of `row` are of no further use."""
+
+
+@dataclass(frozen=True, slots=True)
+class AtMost(Admission):
+    """A fixed number of rows."""
+
+    max_rows: int
+
+    def allows(self, live: Sequence[Row], row: Row) -> bool:
+        return len(live) < self.max_rows

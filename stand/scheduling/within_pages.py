@@ -1,0 +1,129 @@
+"""Rows are live while the pages of their keys fit. Where they come to need more, the youngest must go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+from stand.forward.tree_cache import DRAFT_ROOM
+from stand.row import Row
+from stand.scheduling.admission import Admission, beginning
+from stand.scheduling.page_allocator import PageAllocator
+from stand.scheduling.request import Job
+
+GROWTH = 512  # slots; best of 1, 64, 512 and 2,048 in a simulated run (docs/long_runs.md)
+
+
+class WithinPages(Admission):
+    """Counts the pages of rows and prompts by a `PageAllocator`.
+
+    What a step may need is known before anything is drafted: were it known from the drafts, those that fit would be
+    other ones than the recorded laws say, and ratio rules would not be lossless.
+    """
+
+    def __init__(
+        self,
+        pages: PageAllocator,
+        *,
+        most_rows: int | None = None,
+        most_nodes: Callable[[int], int | None] = lambda num_rows: 0,
+        is_asked_for: bool = False,
+        growth: int | None = None,
+    ):
+        """most_nodes: draft nodes, roots excluded, of so many rows together at most; None: DRAFT_ROOM each.
+        is_asked_for: the number of pages is the user's; a request that may come to need more is refused.
+        growth: slots that every row can still grow by when another one starts, if its limit lets it; None: GROWTH."""
+        self.pages = pages
+        self._most_rows = most_rows
+        self._most_nodes = most_nodes
+        self._is_asked_for = is_asked_for
+        self._growth = GROWTH if growth is None else growth
+        self._open: dict[Hashable, Hashable] = {}  # by what rows begin with: who holds its pages
+        self._num_opened = 0
+        self._ends: dict[int, int] = {}  # by row: slots that it may write without a further page
+
+    @property
+    def num_slots(self) -> int:
+        return self.pages.num_used * self.pages.page_size
+
+    def check(self, job: Job) -> None:
+        page_size, num_pages = self.pages.page_size, self.pages.num_pages
+        prompt = len(job.prompt) - 1
+        needed = self.pages.count(prompt + job.limit + DRAFT_ROOM) + 1 if num_pages is not None else 0
+        if self._is_asked_for and needed > num_pages:
+            raise ValueError(
+                f"max_cache_bytes must hold one row with its {job.limit} new tokens, {needed} pages of {page_size} "
+                f"tokens, got {num_pages}; raise it, or lower max_new_tokens"
+            )
+
+    def allows(self, live: Sequence[Row], row: Row) -> bool:
+        return (self._most_rows is None or len(live) < self._most_rows) and self.fits(live, row)
+
+    def fits(self, live: Sequence[Row], row: Row) -> bool:
+        return self._fit([*live, row], self._growth)
+
+    def holds(self, live: Sequence[Row]) -> bool:
+        """Asked before every step: at a glance where much is free."""
+        most = 3 * len(live) + self._most_draft_nodes(len(live)) // self.pages.page_size
+        return most <= self.pages.num_free or self._fit(live, 0)
+
+    def open(self, row: Row) -> Hashable:
+        self._num_opened += 1
+        owner = self._open[beginning(row)] = ("prompt", self._num_opened)
+        self.pages.write(owner, 0, row.num_cached)
+        return owner
+
+    def close(self, start: Hashable) -> None:
+        self._open.pop(start, None)
+
+    def release(self, owner: Hashable) -> None:
+        self.pages.release(owner)
+
+    def enter(self, row: Row) -> None:
+        self.pages.fork(self._open[beginning(row)], row.index, row.num_cached)
+        self._ends[row.index] = row.num_cached
+
+    def take(self, live: Sequence[Row], sizes: Sequence[int]) -> None:
+        for row, size in zip(live, sizes, strict=True):
+            end = row.num_cached + size
+            if end > self._ends[row.index]:
+                self.pages.write(row.index, row.num_cached, end)
+                self._ends[row.index] = self.pages.page_size * self.pages.count(end)
+
+    def leave(self, row: Row) -> None:
+        self.pages.release(row.index)
+        self._ends.pop(row.index, None)
+
+    def _fit(self, rows: Sequence[Row], growth: int) -> bool:
+        """Whether each of `rows` can take a step after `growth` further tokens, or all that it may still get."""
+        if self.pages.num_pages is None:
+            return True
+        size, needed, slacks = self.pages.page_size, 0, []
+        for row in rows:
+            end = row.num_cached + 1 + min(growth, row.num_remaining)
+            needed += self._missing(row, end)
+            slacks.append(max(size * self.pages.count(end), self._ends.get(row.index, 0)) - end)
+        drafts = most_draft_pages(slacks, self._most_draft_nodes(len(rows)), page_size=size)
+        return needed + drafts <= self.pages.num_free
+
+    def _most_draft_nodes(self, num_rows: int) -> int:
+        known = self._most_nodes(num_rows)
+        return DRAFT_ROOM * num_rows if known is None else known
+
+    def _missing(self, row: Row, end: int) -> int:
+        """Pages that `row`, live or not, takes until it has written `end` slots."""
+        if row.index in self._ends:
+            return self.pages.missing(row.index, row.num_cached, end)
+        own = self.pages.count(end) - row.num_cached // self.pages.page_size
+        return own if beginning(row) in self._open else own + self.pages.count(row.num_cached)
+
+
+def most_draft_pages(slacks: Sequence[int], num_nodes: int, *, page_size: int) -> int:
+    """Further pages that `num_nodes` nodes take at most, however rows share them; slacks: free slots of rows' pages."""
+    num_pages = 0
+    for slack in sorted(slacks):
+        cost = min(slack, page_size - 1) + 1
+        if cost > num_nodes:
+            break
+        num_nodes -= cost
+        num_pages += 1
+    return num_pages + num_nodes // page_size

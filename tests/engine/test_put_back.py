@@ -1,0 +1,242 @@
+"""Rows that go away because memory has run out and come back later: the same tokens, the same law, nothing lost."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from plain_eagle import random_head
+from resident import cache_bytes
+from small_law import chi_square, continuation_law, small_model
+from tiny_models import kernel_model, tiny_model
+from transformers import LogitsProcessorList
+
+import stand
+from stand.backend import CapturedBackend
+from stand.drafters.drafter import DraftRequest
+from stand.forward.tree_cache import TreeCache
+from stand.row import Row
+from stand.scheduling import memory, prompt_keys, within_pages
+from stand.scheduling.admission import beginning
+from stand.scheduling.page_allocator import PageAllocator, PagesExhaustedError
+from stand.scheduling.within_pages import WithinPages, most_draft_pages
+from stand.trees import DraftBatch
+
+PROMPT = [5, 9, 11, 4, 5, 9]
+SETTINGS = {"num_return_sequences": 64, "max_new_tokens": 72, "temperature": 1.0, "top_k": 0, "seed": 3}
+WORST = len(PROMPT) - 1 + SETTINGS["max_new_tokens"]
+
+
+@pytest.fixture(autouse=True)
+def no_growth(monkeypatch):
+    """Rows start as soon as a page is free, so that more of them come to be put back."""
+    monkeypatch.setattr(within_pages, "GROWTH", 0)
+
+
+def engine_of(verifier: str = "match", **settings) -> stand.Engine:
+    drafter = stand.BlendedDrafter(budget=24)
+    return stand.wrap(kernel_model("qwen2"), verifier=verifier, drafter=drafter, **settings)
+
+
+def cap_of(share: float) -> float:
+    """Bytes for this share of the worst case of all rows."""
+    return share * SETTINGS["num_return_sequences"] * WORST * memory.bytes_per_token(kernel_model("qwen2"))
+
+
+def tokens_of(trajectories) -> list[list[int]]:
+    found = {one.row: one.token_ids for one in trajectories}
+    return [found[row] for row in sorted(found)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    output = engine_of().generate(PROMPT, **SETTINGS, max_rows=64)
+    assert output.stats.num_put_back == 0 and len(set(map(len, output.token_ids))) > 10
+    assert np.mean([len(tokens) == 72 for tokens in output.token_ids]) > 0.2  # many need all of their room
+    return output.token_ids
+
+
+@pytest.mark.parametrize("verifier", ["match", "coupled"])
+def test_a_cap_of_a_quarter_of_the_worst_case_is_kept_and_changes_no_token(verifier, expected):
+    taken, cap = [], cap_of(1 / 4)
+
+    def watch(run):
+        if len(taken) % 8 == 0:  # it takes milliseconds
+            taken.append(cache_bytes(run))
+        else:
+            taken.append(taken[-1])
+
+    run = engine_of(verifier).run([PROMPT], **SETTINGS, max_cache_bytes=cap, on_step=watch)
+    pages = run._call.scheduler.admission.pages
+    found = tokens_of(run)
+    want = expected if verifier == "match" else engine_of(verifier).generate(PROMPT, **SETTINGS, max_rows=64).token_ids
+    assert found == want
+    assert run.stats.num_put_back > 5 and run.stats.num_replayed_tokens > 200
+    page_bytes = pages.page_size * memory.bytes_per_token(kernel_model("qwen2"))
+    assert 0.8 * cap < pages.most_used * page_bytes <= cap  # by numbers
+    assert 0.6 * cap < max(taken) <= 1.02 * cap  # as the system counts; a prompt's last page is not counted in numbers
+    assert pages.num_used == 0
+
+
+def test_wrong_keys_of_rows_that_come_back_are_seen(expected, monkeypatch):
+    """The negative control: what comes back has the keys of other tokens."""
+    run_chunk = prompt_keys.prefill_chunk
+
+    def prefill_chunk(model, keys, token_ids, done, *, row):
+        others = token_ids if len(token_ids) == len(PROMPT) - 1 else np.full_like(token_ids, 3)
+        return run_chunk(model, keys, others, done, row=row)
+
+    monkeypatch.setattr(prompt_keys, "prefill_chunk", prefill_chunk)
+    found = tokens_of(engine_of().run([PROMPT], **SETTINGS, max_cache_bytes=cap_of(1 / 4)))
+    assert 2 < sum(own != other for own, other in zip(found, expected, strict=True)) < 60
+
+
+def test_rows_of_many_prompts_under_a_cap():
+    prompts = [PROMPT, [7], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32] * 3]
+    settings = {**SETTINGS, "num_return_sequences": 7, "max_new_tokens": 70}
+    want = engine_of().generate(prompts, **settings, max_rows=21)
+    for max_rows in (None, 5):
+        found = engine_of().generate(prompts, **settings, max_rows=max_rows, max_cache_bytes=cap_of(1 / 11))
+        assert found.token_ids == want.token_ids and found.finish_reasons == want.finish_reasons
+        assert found.stats.num_put_back > 0 or max_rows == 5
+
+
+def test_rows_that_come_back_keep_their_counts():
+    run = engine_of("traversal").run([PROMPT], **SETTINGS, max_cache_bytes=cap_of(1 / 4))
+    found = list(run)
+    assert len(found) == 64 and sum(one.num_steps for one in found) == run.stats.num_steps
+    assert sum(len(one.token_ids) for one in found) == run.stats.num_tokens and run.stats.num_put_back > 0
+    assert sum(one.num_draft_tokens for one in found) == run.stats.num_draft_tokens
+    assert run.stats.num_prompt_tokens % len(PROMPT) == 0
+    assert all(0 <= one.started < one.ended for one in found)
+
+
+SIZE, TOKENS, COUNT, START = 7, 4, 4000, [3, 5, 1, 3]
+
+
+class Fickle(WithinPages):
+    """Memory that runs out by chance, whatever the rows have."""
+
+    def __init__(self):
+        super().__init__(PageAllocator(4), most_rows=24)
+        self._generator = np.random.default_rng(8)
+
+    def holds(self, live) -> bool:
+        return self._generator.random() > 0.7
+
+
+def counted(monkeypatch) -> tuple[dict[tuple[int, ...], int], stand.Stats]:
+    """Continuations under `traversal` with drafts that learn, where rows are put back all the time."""
+    drafter = stand.BlendedDrafter(budget=48)
+    fickle = Fickle()
+    monkeypatch.setattr("stand.engine.admission", lambda *given, **options: fickle)
+    engine = stand.wrap(small_model(SIZE), drafter=drafter, verifier="traversal")
+    engine.backend.page_size = None
+    settings = {"max_new_tokens": TOKENS, "temperature": 1.0, "top_k": 0, "seed": 1, "stop_token_ids": []}
+    run = engine.run([START], num_return_sequences=COUNT, **settings)
+    counts: dict[tuple[int, ...], int] = {}
+    for one in run:
+        counts[tuple(one.token_ids)] = counts.get(tuple(one.token_ids), 0) + 1
+    assert fickle.pages.num_used == 0 and sum(counts.values()) == COUNT
+    return counts, run.stats
+
+
+def test_rows_that_come_back_follow_the_exact_law(monkeypatch):
+    law = continuation_law(small_model(SIZE), START, LogitsProcessorList(), end=-1, tokens=TOKENS)
+    counts, stats = counted(monkeypatch)
+    assert stats.num_put_back > COUNT / 20 and stats.mean_acceptance_length > 1.3
+    assert chi_square(counts, law) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["eagle", "model"])
+def test_drafters_that_remember_rows_find_them_again(kind, monkeypatch):
+    """What they hold of a row is not asked for while it is away."""
+    model, settings = tiny_model("llama"), {**SETTINGS, "num_return_sequences": 6, "max_new_tokens": 24}
+
+    def engine() -> stand.Engine:
+        drafter = stand.EagleDrafter(random_head(model), budget=12) if kind == "eagle" else stand.ModelDrafter(model)
+        return stand.wrap(model, drafter=drafter, verifier="match")
+
+    want = engine().generate([PROMPT, [7, 8]], **settings, max_rows=12)
+    fickle = Fickle()
+    monkeypatch.setattr("stand.engine.admission", lambda *given, **options: fickle)
+    found = engine().generate([PROMPT, [7, 8]], **settings)
+    assert found.token_ids == want.token_ids and found.stats.num_put_back > 5
+    assert found.stats.num_accepted_draft_tokens > 0
+
+
+def test_a_draft_that_decides_whether_it_is_used_is_seen(monkeypatch):
+    """The negative control: a row draws a second draft, from the right law and with fresh numbers, where the first one
+    did not suit. So it would be if a row were put back for what it had drafted."""
+    law = continuation_law(small_model(SIZE), START, LogitsProcessorList(), end=-1, tokens=TOKENS)
+    draft = stand.BlendedDrafter.draft
+
+    def fitting(drafter, request):
+        again = {field.name: getattr(request, field.name) for field in fields(request)} | {"seed": request.seed + 1}
+        pairs = zip(draft(drafter, request), draft(drafter, DraftRequest(**again)), strict=True)
+        suits = [(one if one.num_nodes > 1 and one.token_ids[1] % 2 == 0 else other) for one, other in pairs]
+        return DraftBatch.concatenate(suits)
+
+    monkeypatch.setattr(stand.BlendedDrafter, "draft", fitting)
+    assert chi_square(counted(monkeypatch)[0], law) < 1e-3
+
+
+def test_the_first_row_of_all_is_never_put_back(monkeypatch):
+    away: list[int] = []
+    put_back = stand.scheduling.scheduler.Scheduler._put_youngest_back
+
+    def watched(scheduler, going):
+        before = {row.index for row in going}
+        put_back(scheduler, going)
+        (gone,) = before - {row.index for row in going}
+        assert gone == max(before)
+        away.append(gone)
+
+    monkeypatch.setattr(stand.scheduling.scheduler.Scheduler, "_put_youngest_back", watched)
+    list(engine_of().run([PROMPT], **SETTINGS, max_cache_bytes=cap_of(1 / 8)))
+    assert away and 0 not in away and len(away) > len(set(away)) > 3  # some more than once
+
+
+def test_most_draft_pages_is_what_the_worst_distribution_takes():
+    generator = np.random.default_rng(4)
+    for _ in range(300):
+        size = int(generator.choice([1, 4, 16]))
+        slacks, nodes = generator.integers(0, size, generator.integers(1, 5)).tolist(), int(generator.integers(0, 30))
+        best = [0] * (nodes + 1)  # by nodes given out
+        for slack in slacks:
+            pages = [max(-(-(count - slack) // size), 0) for count in range(nodes + 1)]
+            best = [max(best[rest] + pages[total - rest] for rest in range(total + 1)) for total in range(nodes + 1)]
+        assert best[nodes] <= most_draft_pages(slacks, nodes, page_size=size) <= best[nodes] + 1
+
+
+def test_a_row_begins_with_its_prompt_or_with_what_it_had():
+    row = Row(4, np.array(PROMPT, dtype=np.int32), 9, problem=2)
+    assert beginning(row) == ("problem", 2)
+    row.extend([3, 4])
+    assert beginning(row) == ("row", 4)
+
+
+def test_a_request_that_no_memory_holds_is_refused():
+    with pytest.raises(ValueError, match="max_cache_bytes must hold one row with its 72 new tokens, 22 pages of 16"):
+        engine_of().generate(PROMPT, **SETTINGS, max_cache_bytes=cap_of(1 / 64))
+    requests = [stand.Request(PROMPT, max_new_tokens=20), PROMPT]
+    with pytest.raises(ValueError, match="72 new tokens, 22 pages of 16 tokens, got 21; raise it"):
+        list(engine_of().run(requests, **SETTINGS, max_cache_bytes=cap_of(4.4 / 64)))
+
+
+@pytest.mark.parametrize("max_cache_bytes", [0, -1, "1G", True, float("nan")])
+def test_bad_numbers_of_bytes_are_refused(max_cache_bytes):
+    with pytest.raises(ValueError, match="max_cache_bytes must be a number of bytes that holds a page of 16 tokens"):
+        engine_of().run([PROMPT], max_cache_bytes=max_cache_bytes)
+
+
+def test_captured_steps_keep_to_rooms_within_the_cap():
+    backend = CapturedBackend(kernel_model("qwen2"), "for this test")
+    allowed = memory.admission(backend._model, 300, 1e6, backend=backend, most_nodes=lambda rows: 8)
+    assert allowed == memory.WithinMemory(1e6, memory.bytes_per_token(backend._model), 256)
+    assert type(backend.key_maker()(5)) is TreeCache
+
+
+def test_a_drafter_that_breaks_its_word_ends_the_call(monkeypatch):
+    monkeypatch.setattr(stand.BlendedDrafter, "most_nodes", lambda drafter, num_rows: 0)
+    with pytest.raises(PagesExhaustedError, match="pages must be free"):
+        engine_of().generate(PROMPT, **SETTINGS, max_cache_bytes=cap_of(1 / 4))

@@ -1,0 +1,32 @@
+"""The bench of cache layouts in small: equal logits are checked, and what the pages take is seen."""
+
+import json
+
+import bench_cache
+import pytest
+
+from stand.forward import mapped_memory
+
+pytestmark = pytest.mark.skipif(not mapped_memory.is_available(), reason="needs Linux")
+SMALL = ["--rows", "3", "--lengths", "20,300", "--prompt", "16", "--nodes", "2", "--steps", "4"]
+
+
+def test_all_ways_are_timed_and_pages_take_least(capsys):
+    bench_cache.main(SMALL)
+    *_, document = capsys.readouterr().out.splitlines()
+    found = json.loads(document)
+    assert list(found) == list(bench_cache.WAYS) and found["rooms"]["ratio"] == 1.0
+    assert all(0 < figures["low"] <= figures["ratio"] <= figures["high"] for figures in found.values())
+    assert 1.0 < found["pages"]["over_tokens"] < 1.3 < 2 < found["rooms"]["over_tokens"]
+
+
+def test_a_way_with_other_logits_is_a_fault(monkeypatch):
+    update = bench_cache.GatheredCache.update
+
+    def turned(cache, *given, **options):
+        keys, values = update(cache, *given, **options)
+        return keys, values.flip(2)
+
+    monkeypatch.setattr(bench_cache.GatheredCache, "update", turned)
+    with pytest.raises(AssertionError, match="not close"):
+        bench_cache.main(SMALL)

@@ -7,19 +7,24 @@ Never run inside SGLang itself: see docs/sglang.md for what was checked.
 from __future__ import annotations
 
 import logging
+import math
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from stand.plugins.backlog import Backlog
+from stand.plugins.known_texts import NamedTexts
 from stand.plugins.options import ServingOptions
 from stand.plugins.row_steps import Reporter, RowSteps
 from stand.plugins.scopes import TEXTS, Scopes
 from stand.trees import DraftBatch
+from stand.trees.layouts.text_rows import TextRows
 
 LOGGER = logging.getLogger("sglang.stand")  # below SGLang's own, so that its lines are shown
 REPLACED = "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus"
+OWN_REFERENCES = 2  # to an attribute, as `sys.getrefcount` counts: the attribute itself and its argument
 SEPARATOR = -(2**31)  # SGLang puts it between the documents of a corpus
 
 
@@ -50,6 +55,7 @@ class LookupCorpus:
         self._reporter = Reporter(self.row_steps, LOGGER, every=self.options.report_every)
         self._corpora: dict[str, list[np.ndarray]] = {}  # documents
         self._loaded: dict[str, int] = {}  # tokens of corpora whose load was confirmed
+        self._masks = np.empty(0, dtype=np.int64)
         self.save_at_exit: weakref.finalize | None = None
         self._begin()
         if max_trie_depth < self.lookup.depth + draft_token_num:
@@ -72,16 +78,15 @@ class LookupCorpus:
 
         batch_tokens: each text's last tokens. total_lens: its tokens in all.
         """
-        tokens, lengths = _as_array(batch_tokens)
-        num_new, scopes, drafted = self._news(req_ids, tokens, lengths, total_lens)
+        texts = TextRows.from_lists(batch_tokens)
+        num_new, scopes = self._news(req_ids, texts, total_lens)
         self._backlog.work()
-        self.lookup.learn_rows(tokens, lengths, num_new, scopes=scopes)
-        self.row_steps.add(num_new, drafted)
-        batch = self._draft(tokens, lengths, scopes)
-        self._requests.update(zip(req_ids, zip(total_lens, scopes, strict=True), strict=True))
+        self.lookup.learn_rows(texts.tokens, texts.lengths, num_new, rows=texts.rows, scopes=scopes)
+        batch = self._draft(texts, scopes)
+        self._requests.keep(req_ids, total_lens, scopes)
         self._reporter.look()
-        token_ids, masks = batch.ancestor_masks(self.draft_token_num)
-        return token_ids.astype(np.int64).ravel(), masks.astype(np.int64).ravel()
+        token_ids, masks = batch.ancestor_masks(self.draft_token_num, out=self._masks_for(len(batch)))
+        return token_ids.astype(np.int64).ravel(), masks.ravel()
 
     def batch_put(self, batch_tokens: Sequence[Sequence[int]]) -> None:
         """Nothing: these are the texts that the next `batch_get` shows again, with their names."""
@@ -91,8 +96,7 @@ class LookupCorpus:
 
     def erase_match_state(self, req_ids: Iterable[str]) -> None:
         """Forget these requests; what they taught stays."""
-        for name in req_ids:
-            self._requests.pop(name, None)
+        self._requests.forget(req_ids)
 
     def reset(self) -> None:
         """Begin anew: with the file, where there is one, and with the corpora."""
@@ -150,13 +154,22 @@ class LookupCorpus:
             for path in self.leaf_paths_from_mask(tokens, mask):
                 LOGGER.info("row %d: %s%s", row, path, "" if tokenizer is None else f" {tokenizer.decode(path)!r}")
 
+    def _masks_for(self, num_rows: int) -> np.ndarray:
+        """int64[num_rows, d, d], the last result's memory where nobody holds it: fresh memory of this size costs as
+        much as a draft."""
+        shape = num_rows, self.draft_token_num, self.draft_token_num
+        size = math.prod(shape)
+        if self._masks.size < size or sys.getrefcount(self._masks) > OWN_REFERENCES:
+            self._masks = np.empty(size, dtype=np.int64)
+        return self._masks[:size].reshape(shape)
+
     def _begin(self) -> None:
         self.lookup = self.options.new_lookup()
         if self.save_at_exit is not None:
             self.save_at_exit.detach()  # it would write what was to be forgotten
         if self.options.save:
             self.save_at_exit = weakref.finalize(self, self.lookup.save, self.options.save)
-        self._requests: dict[str, tuple[int, int]] = {}  # length and scope
+        self._requests = NamedTexts()
         self._scopes = Scopes()
         self._backlog = Backlog(self.lookup, tokens_per_step=self.options.text_tokens)
 
@@ -164,34 +177,31 @@ class LookupCorpus:
         for document in documents:
             self._backlog.add(document, TEXTS)
 
-    def _news(
-        self, names: Sequence[str], tokens: np.ndarray, lengths: np.ndarray, totals: Sequence[int]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(new tokens among those shown int64[B], scopes int64[B], tokens drafted int64[B], -1 for new requests).
+    def _news(self, names: Sequence[str], texts: TextRows, totals: Sequence[int]) -> tuple[np.ndarray, list[int]]:
+        """(new tokens among those shown int64[B], scopes). The row-steps of known requests are counted.
 
         A new request's problem is known by its length and by the last tokens of its prompt: no more is shown.
         """
-        num_new, scopes = np.empty(len(names), dtype=np.int64), np.empty(len(names), dtype=np.int64)
-        drafted = np.full(len(names), self.draft_token_num - 1, dtype=np.int64)
-        for row, (name, total) in enumerate(zip(names, totals, strict=True)):
-            before, scope = self._requests.get(name, (-1, 0))
-            if not 0 <= before <= total:
-                before, drafted[row] = total - lengths[row], -1
-                scope = self._scopes.of((total, tokens[row, : max(0, lengths[row] - 1)].tobytes()))
-            num_new[row], scopes[row] = total - before, scope
-        return np.minimum(num_new, lengths), scopes, drafted
+        before, scopes = self._requests.find(names, totals)
+        num_new = np.minimum(np.array(totals, dtype=np.int64) - before, texts.lengths)
+        drafted = [self.draft_token_num - 1] * len(names)
+        for row in (before < 0).nonzero()[0].tolist():
+            num_new[row], drafted[row] = len(texts[row]), -1
+            scopes[row] = self._scopes.of((totals[row], texts[row][:-1].tobytes()))
+        self.row_steps.add(num_new.tolist(), drafted)
+        return num_new, scopes
 
-    def _draft(self, tokens: np.ndarray, lengths: np.ndarray, scopes: np.ndarray) -> DraftBatch:
-        nothing = np.zeros(len(lengths), dtype=np.int64)  # deterministic drafts take no noise
+    def _draft(self, texts: TextRows, scopes: list[int]) -> DraftBatch:
+        nothing = np.zeros(len(texts), dtype=np.int64)  # deterministic drafts take no noise
         return self.lookup.draft(
-            [row[:length] for row, length in zip(tokens, lengths.tolist(), strict=True)],
-            len(lengths) * (self.draft_token_num - 1),
+            texts,
+            len(texts) * (self.draft_token_num - 1),
             seed=0,
             rows=nothing,
             steps=nothing,
             floor=self.options.floor,
             max_nodes=self.draft_token_num - 1,
-            scopes=scopes.tolist(),
+            scopes=scopes,
         )
 
 
@@ -200,15 +210,3 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(REPLACED, LookupCorpus, HookType.REPLACE)
-
-
-def _as_array(batch_tokens: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """(int32 [B, longest], lengths int64[B]): texts at the left."""
-    lengths = np.fromiter(map(len, batch_tokens), dtype=np.int64, count=len(batch_tokens))
-    longest = int(lengths.max(initial=0))
-    if (lengths == longest).all():
-        return np.array(batch_tokens, dtype=np.int32).reshape(len(lengths), longest), lengths
-    tokens = np.zeros((len(lengths), longest), dtype=np.int32)
-    for row, text in enumerate(batch_tokens):
-        tokens[row, : len(text)] = text
-    return tokens, lengths

@@ -8,24 +8,36 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from stand.plugins.backlog import Backlog
 from stand.plugins.known_texts import NamedTexts
-from stand.plugins.options import ServingOptions
+from stand.plugins.options import PREFIX, ServingOptions
 from stand.plugins.row_steps import Reporter, RowSteps
 from stand.plugins.scopes import TEXTS, Scopes
-from stand.trees import DraftBatch
+from stand.plugins.sglang_worker import CHOOSES_WORKER, with_laws
+from stand.trees import DraftBatch, problem_key
 from stand.trees.layouts.text_rows import TextRows
 
 LOGGER = logging.getLogger("sglang.stand")  # below SGLang's own, so that its lines are shown
 REPLACED = "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus"
 OWN_REFERENCES = 2  # to an attribute, as `sys.getrefcount` counts: the attribute itself and its argument
 SEPARATOR = -(2**31)  # SGLang puts it between the documents of a corpus
+
+
+class Drafted(NamedTuple):
+    """The last drafts: laws come for their nodes."""
+
+    names: Sequence[str]
+    texts: TextRows
+    scopes: list[int]
+    batch: DraftBatch
 
 
 class LookupCorpus:
@@ -36,6 +48,8 @@ class LookupCorpus:
     The other arguments belong to SGLang's trie and have no meaning here; options come from the environment
     (`ServingOptions`).
     """
+
+    hands_over_laws = False  # a worker sets it that calls `learn_laws`
 
     def __init__(
         self,
@@ -49,6 +63,8 @@ class LookupCorpus:
         external_corpus_max_tokens: int = 10_000_000,
     ):
         self.options = ServingOptions.read()
+        if self.options.budget > 0:
+            raise ValueError("budget must be left out, for SGLang gives every request as many nodes; got STAND_BUDGET")
         self.draft_token_num = draft_token_num
         self.external_corpus_max_tokens = external_corpus_max_tokens
         self.row_steps = RowSteps()
@@ -78,12 +94,14 @@ class LookupCorpus:
 
         batch_tokens: each text's last tokens. total_lens: its tokens in all.
         """
+        self._check_laws()
         texts = TextRows.from_lists(batch_tokens)
         num_new, scopes = self._news(req_ids, texts, total_lens)
         self._backlog.work()
         self.lookup.learn_rows(texts.tokens, texts.lengths, num_new, rows=texts.rows, scopes=scopes)
         batch = self._draft(texts, scopes)
         self._requests.keep(req_ids, total_lens, scopes)
+        self._drafted = Drafted(req_ids, texts, scopes, batch)
         self._reporter.look()
         token_ids, masks = batch.ancestor_masks(self.draft_token_num, out=self._masks_for(len(batch)))
         return token_ids.astype(np.int64).ravel(), masks.ravel()
@@ -93,6 +111,34 @@ class LookupCorpus:
 
     def synchronize(self) -> None:
         """Nothing: all that was shown is learned."""
+
+    def knows(self, name: str) -> bool:
+        """Was this request asked for?"""
+        return name in self._requests
+
+    def learn_prompt(self, name: str, prompt: np.ndarray) -> None:
+        """The whole prompt int32[L] of a request that was not asked for yet. Prompts are learned little by little, and
+        equal ones once."""
+        key = problem_key(prompt)
+        if key not in self._scopes and not (prompt < 0).any():
+            self._backlog.add(prompt, self._scopes.of(key))
+        self._prompts[name] = len(prompt), self._scopes.of(key)
+
+    def learn_laws(self, top_ids: np.ndarray, top_probs: np.ndarray) -> None:
+        """The target's laws at the nodes of the last `batch_get`: int32 and float32 [B * d, K], likeliest first.
+
+        What these requests got of that draft is not learned as tokens too. Laws that are not finite teach nothing.
+        """
+        names, texts, scopes, batch = self._drafted
+        nodes = np.arange(len(batch), dtype=np.int64) * self.draft_token_num - batch.offsets[:-1]
+        nodes = np.repeat(nodes, batch.sizes) + np.arange(batch.num_nodes)
+        probs = top_probs[nodes]
+        is_sound = np.isfinite(probs).all(axis=1)
+        befores = TextRows(texts.tokens, texts.lengths - 1, texts.rows)
+        self.lookup.learn_batch(
+            batch, befores, top_ids[nodes], np.where(is_sound[:, None], probs, 0), is_sound.nonzero()[0], scopes=scopes
+        )
+        self._lawful = set(names)
 
     def erase_match_state(self, req_ids: Iterable[str]) -> None:
         """Forget these requests; what they taught stays."""
@@ -170,6 +216,9 @@ class LookupCorpus:
         if self.options.save:
             self.save_at_exit = weakref.finalize(self, self.lookup.save, self.options.save)
         self._requests = NamedTexts()
+        self._prompts: dict[str, tuple[int, int]] = {}  # length and scope, of requests that were not asked for yet
+        self._drafted: Drafted | None = None
+        self._lawful: set[str] = set()  # requests whose last draft's laws are learned
         self._scopes = Scopes()
         self._backlog = Backlog(self.lookup, tokens_per_step=self.options.text_tokens)
 
@@ -180,16 +229,30 @@ class LookupCorpus:
     def _news(self, names: Sequence[str], texts: TextRows, totals: Sequence[int]) -> tuple[np.ndarray, list[int]]:
         """(new tokens among those shown int64[B], scopes). The row-steps of known requests are counted.
 
-        A new request's problem is known by its length and by the last tokens of its prompt: no more is shown.
+        A new request's problem is known by its length and by the last tokens of its prompt, where no more was shown.
         """
         before, scopes = self._requests.find(names, totals)
         num_new = np.minimum(np.array(totals, dtype=np.int64) - before, texts.lengths)
         drafted = [self.draft_token_num - 1] * len(names)
         for row in (before < 0).nonzero()[0].tolist():
             num_new[row], drafted[row] = len(texts[row]), -1
-            scopes[row] = self._scopes.of((totals[row], texts[row][:-1].tobytes()))
+            if names[row] in self._prompts:
+                num_prompt, scopes[row] = self._prompts.pop(names[row])
+                num_new[row] = min(max(0, totals[row] - num_prompt), num_new[row])
+            else:
+                scopes[row] = self._scopes.of((totals[row], texts[row][:-1].tobytes()))
         self.row_steps.add(num_new.tolist(), drafted)
+        if self._lawful:
+            num_new[[known in self._lawful and steps >= 0 for known, steps in zip(names, drafted, strict=True)]] = 0
+            self._lawful = set()
         return num_new, scopes
+
+    def _check_laws(self) -> None:
+        if self.options.laws > 0 and not self.hands_over_laws:
+            raise RuntimeError(
+                "laws were asked for (STAND_LAWS), but SGLang made a worker that hands over none; see its log for a "
+                "hook that failed, or leave STAND_LAWS out"
+            )
 
     def _draft(self, texts: TextRows, scopes: list[int]) -> DraftBatch:
         nothing = np.zeros(len(texts), dtype=np.int64)  # deterministic drafts take no noise
@@ -210,3 +273,5 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(REPLACED, LookupCorpus, HookType.REPLACE)
+    if f"{PREFIX}LAWS" in os.environ:
+        HookRegistry.register(CHOOSES_WORKER, with_laws, HookType.AFTER)

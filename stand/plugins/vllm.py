@@ -42,6 +42,8 @@ class LookupProposer:
     def __init__(self, vllm_config: VllmConfig):
         given = vllm_config.additional_config
         self.options = ServingOptions.read(given.get(OPTIONS) if isinstance(given, dict) else None)
+        if self.options.laws > 0:
+            raise ValueError(f"laws must be 0, for vLLM hands no logits to a proposer; got {self.options.laws}")
         self.num_tokens = vllm_config.speculative_config.num_speculative_tokens
         self.max_length = vllm_config.model_config.max_model_len
         self.lookup = self.options.new_lookup()

@@ -40,8 +40,8 @@ def with_laws(worker: type, algorithm: SpeculativeAlgorithm, server_args: Server
         )
     if server_args.tp_size > 1 or server_args.pp_size > 1:
         raise ValueError(
-            f"laws need one rank, got {server_args.tp_size} in tensor, {server_args.pp_size} in pipeline parallelism: ranks "
-            " must draft alike, and logits may differ in the last bit; leave STAND_LAWS out"
+            "laws need one rank: all must draft alike, and logits may differ in the last bit; got "
+            f"{server_args.tp_size} in tensor and {server_args.pp_size} in pipeline parallelism; leave STAND_LAWS out"
         )
     return worker_with_laws(worker, options.laws)
 

@@ -29,8 +29,8 @@ WHEEL_TESTS := tests/test_installed.py tests/engine/test_stream.py tests/trees/t
 # Test processes at a time.
 WORKERS ?= 2
 
-# One thread: the matrices of the suite and of the bundled model are too small for more.
-export OMP_NUM_THREADS ?= 1
+# One thread: the matrices of the suite are too small for more, and as many processes run as there are cores.
+test test-debug test-wheel: export OMP_NUM_THREADS ?= 1
 
 .PHONY: throughput test lint test-debug test-wheel wheel away clean
 

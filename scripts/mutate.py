@@ -29,7 +29,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from mutants.bench import check_tests, judge_on_bench
-from mutants.judging import REFUSED, Experience, Verdict, judge
+from mutants.judging import REFUSED, Experience, Verdict, check_controls, judge
 from mutants.mutant import Mutant, mutants_of
 from mutants.targets import ROOT, SUFFIXES, Target, all_files
 
@@ -76,6 +76,7 @@ def experience_of(target: Target, output: Path) -> Experience:
             state.update(path.read_bytes())
     if kept.get(target.name, {}).get("state") != state.hexdigest():
         kept[target.name] = {"state": state.hexdigest(), "seconds": check_tests(target)}
+        check_controls(target, Experience(seconds=kept[target.name]["seconds"]))
         beside.write_text(json.dumps(kept), encoding="utf-8")
     experience = Experience(seconds=kept[target.name]["seconds"])
     for line in output.read_text(encoding="utf-8").splitlines() if output.exists() else ():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -116,7 +116,7 @@ class Call:
             is_running = any(row.finish_reason is None for row in scheduler.live)
             self._prompts.allow_one_chunk() if is_running else self._prompts.allow_all()
             changes = self._begun(scheduler.settle(self._prompts.ready))
-            self._follow({change.row.problem: change for change in reversed(changes) if isinstance(change, Entry)})
+            self._follow([change for change in changes if isinstance(change, Entry)])
             for change in changes:
                 if isinstance(change, Entry):
                     change.row.started = self.stats.elapsed
@@ -147,11 +147,14 @@ class Call:
             )
         return changes
 
-    def _follow(self, entries: Mapping[int, Entry]) -> None:
-        """Show a drafter that asks for features those of the prompts of rows that enter; entries: one per prompt."""
+    def _follow(self, entries: Sequence[Entry]) -> None:
+        """Show a drafter that asks for features those of the prompts of rows that enter, each prompt once."""
         if self._wants_features:
-            for entry in reversed(entries.values()):
-                self._drafter.follow_prompt(entry.row.history, self._prompts.features(entry.keys))
+            shown: set[int] = set()
+            for entry in entries:
+                if entry.row.problem not in shown:
+                    shown.add(entry.row.problem)
+                    self._drafter.follow_prompt(entry.row.history, self._prompts.features(entry.keys))
 
     def _learn_prompt(self, row: Row) -> None:
         if self._is_learning:

@@ -115,8 +115,8 @@ def _token_at(rows: torch.Tensor, sums: torch.Tensor, points: torch.Tensor) -> t
 
 
 def _below(points: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
-    """Points moved to [0, total): the products and differences above may round up to the total."""
-    return torch.minimum(points.clip(min=0), torch.nextafter(totals, torch.zeros_like(totals)))
+    """Points moved below the total, to which the products and differences above may round up."""
+    return torch.minimum(points, torch.nextafter(totals, torch.zeros_like(totals)))
 
 
 def _refuse_empty_rows(totals: np.ndarray) -> None:

@@ -13,7 +13,8 @@ import torch
 def versions() -> dict[str, str | None]:
     """Of everything that a figure may depend on; None where there is none."""
     found = {"python": platform.python_version(), "cuda": torch.version.cuda, "driver": driver_version()}
-    for package in ("torch", "triton", "transformers", "numpy"):
+    found["torch"] = str(torch.__version__)  # with its build, which the package's own record may leave out
+    for package in ("triton", "transformers", "numpy"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -17,6 +17,7 @@ from mutants.targets import ROOT, Target
 QUICK_SECONDS = 1.0  # tests that usually take longer are left out
 BATCH_SIZE = 16  # mutants compiled into one module
 UNCHANGED = 77  # exit status of a fork that could not put the mutant in place
+FAILED = 1  # of one in which a test failed
 
 
 class Bench:
@@ -36,7 +37,7 @@ class LastWitness(Witness):
     def pytest_runtest_logreport(self, report) -> None:
         super().pytest_runtest_logreport(report)
         if report.failed:
-            os._exit(1)
+            os._exit(FAILED)
 
 
 def check_tests(target: Target) -> dict[str, float]:
@@ -75,7 +76,7 @@ def judge_on_bench(
                 log.unlink(missing_ok=True)
                 witness = LastWitness(log, experience.seconds)
                 status = in_fork(partial(_run, mutant, batches.place(mutant), functions, ordered, witness))
-                if status not in (0, UNCHANGED):
+                if status == FAILED or status < 0:  # what broke for another reason stays open too
                     verdict = verdict_of(status, log)
                     experience.note(mutant.file, verdict.killer)
                     record(mutant, verdict)
@@ -95,18 +96,24 @@ class _Batches:
             self.waiting.setdefault(mutant.path, []).append(mutant)
 
     def place(self, mutant: Mutant) -> tuple[int, Path] | None:
-        """(number, module); None for Python's, and where one of its batch does not compile."""
+        """(number, module); None for Python's, and for one that does not compile."""
         if mutant.path.suffix != ".pyx":
             return None
         if mutant not in self.places:
             waiting = self.waiting[mutant.path]
             batch, self.waiting[mutant.path] = waiting[:BATCH_SIZE], waiting[BATCH_SIZE:]
-            below = self.folder / f"batch{len(self.places)}"
-            below.mkdir()
-            built = cpp_mutants.compile_batch(ROOT, mutant.path, [mutant.source for mutant in batch], below)
-            places = [built and (number, built) for number in range(len(batch))]
-            self.places.update(zip(batch, places, strict=True))
+            self._build(batch)
         return self.places[mutant]
+
+    def _build(self, batch: Sequence[Mutant]) -> None:
+        """One module; where it is refused, two of half the mutants, down to the one that does not compile."""
+        below = Path(tempfile.mkdtemp(dir=self.folder))
+        built = cpp_mutants.compile_batch(ROOT, batch[0].path, [mutant.source for mutant in batch], below)
+        if built is None and len(batch) > 1:
+            self._build(batch[: len(batch) // 2])
+            self._build(batch[len(batch) // 2 :])
+        else:
+            self.places.update({mutant: built and (number, built) for number, mutant in enumerate(batch)})
 
 
 def _run(

@@ -3,6 +3,31 @@
 from __future__ import annotations
 
 EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (
+        "verifiers/operands.py",
+        "leaves[parents[parents >= 0]] = False",
+        "GtE -> Gt",
+    ): "only the first root is taken for a leaf; roots pass whatever their threshold, and their prefix is 1",
+    (
+        "verifiers/operands.py",
+        "leaves[parents[parents >= 0]] = False",
+        "0 -> 1",
+    ): "only the first root is taken for a leaf; roots pass whatever their threshold, and their prefix is 1",
+    (
+        "verifiers/rules/spectr.py",
+        "law = operands.module.zeros_like(operands.law)  # [M, S] per parent: what its children were drawn from",
+        "law -> target",
+    ): "zeros of the same shape and type",
+    (
+        "verifiers/walk.py",
+        "length = [0] * len(passed)",
+        "0 -> 1",
+    ): "lengths are only compared with each other, and all are one longer",
+    (
+        "trees/noise.pyx",
+        "cdef uint64_t key = stream_key(seed, stream), row_key, step, bits = 0",
+        "0 -> 1",
+    ): "only bits from the 32nd on are asked for",
     ("verifiers/operands.py", "return self.target * 1.0", "Mult -> Div"): "times or divided by 1",
     (
         "verifiers/set_law.py",

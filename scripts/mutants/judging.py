@@ -173,6 +173,17 @@ def judge(mutant: Mutant, target: Target, experience: Experience) -> Verdict:
     return verdict
 
 
+def check_controls(target: Target, experience: Experience) -> None:
+    """Unchanged compiled sources, built as mutants are. Raises SystemExit where the tests do not pass with one."""
+    for suffix in COMPILERS:
+        path = next((path for path in target.files() if path.suffix == suffix), None)
+        if path is not None:
+            verdict = judge(Mutant(path, 0, "", "unchanged", path.read_text(encoding="utf-8")), target, experience)
+            if verdict.name != "survived":
+                found = f"{verdict.name} {verdict.killer}".strip()
+                raise SystemExit(f"{path.name}, built anew and unchanged, must pass {target.name}'s tests: {found}")
+
+
 def _judge(mutant: Mutant, target: Target, experience: Experience, compiler: Callable | None) -> Verdict:
     with tempfile.TemporaryDirectory() as folder:
         compiled, log = None, Path(folder) / "log"

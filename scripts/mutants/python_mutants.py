@@ -78,12 +78,28 @@ def changes(source: str) -> Iterator[tuple[int, str, str]]:
     Outside functions only tiny constants change.
     """
     module = ast.parse(source)
+    holders = {id(node): (parent, name) for parent in ast.walk(module) for name, node in _fields(parent)}
     places = [node for function in _functions(module) for node in _code(function)]
     places += [node for statement in module.body if isinstance(statement, ast.Assign) for node in _tiny(statement)]
     for place in places:
         for what, new in replacements(place):
-            changed = _Replace(place, new).visit(copy.deepcopy(module))
-            yield place.lineno, what, ast.unparse(ast.fix_missing_locations(changed))
+            yield place.lineno, what, _written(module, *holders[id(place)], place, new)
+
+
+def _fields(parent: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """(name of the field, node) of every child."""
+    for name, value in ast.iter_fields(parent):
+        yield from ((name, node) for node in _nodes(value))
+
+
+def _written(module: ast.Module, parent: ast.AST, name: str, old: ast.AST, new: ast.AST) -> str:
+    """The module's source with `new` where `old` stands; the tree itself is left as it was."""
+    value = getattr(parent, name)
+    setattr(parent, name, [new if node is old else node for node in value] if isinstance(value, list) else new)
+    try:
+        return ast.unparse(module)
+    finally:
+        setattr(parent, name, value)
 
 
 def _functions(module: ast.Module) -> Iterator[ast.FunctionDef]:
@@ -105,28 +121,8 @@ def _code(function: ast.FunctionDef) -> Iterator[ast.AST]:
         if isinstance(node, (ast.Raise, ast.FunctionDef)):
             continue
         yield node
-        queue += [child for name, value in ast.iter_fields(node) if name != "annotation" for child in _nodes(value)]
+        queue += [child for name, child in _fields(node) if name != "annotation"]
 
 
 def _nodes(value: object) -> list[ast.AST]:
     return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, ast.AST)]
-
-
-class _Replace(ast.NodeTransformer):
-    """Puts `new` where `old` stands; a copy is told by its place in the source."""
-
-    def __init__(self, old: ast.AST, new: ast.AST) -> None:
-        self.key = self._key(old)
-        self.new = new
-
-    @staticmethod
-    def _key(node: ast.AST) -> tuple:
-        return (
-            type(node),
-            *(getattr(node, name, None) for name in ("lineno", "col_offset", "end_lineno", "end_col_offset")),
-        )
-
-    def visit(self, node: ast.AST) -> ast.AST:
-        if self._key(node) == self.key:
-            return ast.copy_location(self.new, node)
-        return self.generic_visit(node)

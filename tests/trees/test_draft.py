@@ -305,6 +305,17 @@ def test_chains_of_one_token_and_drafts_of_neighbouring_widths():
             DraftTree.chain(bad)
 
 
+def test_empty_drafts_are_pending_tokens_beside_each_other():
+    """Also of another number of rows, and of one that was asked for before: they share arrays."""
+    for token_ids in ([4], [7, 0, 9], [3, 3, 3]):
+        batch = DraftBatch.pending(token_ids)
+        batch.check()
+        alone = DraftBatch.concatenate([DraftTree.pending(token) for token in token_ids])
+        for name in ("token_ids", "parents", "offsets", "depths", "ranks", "support_ids", "law"):
+            one, other = getattr(batch, name), getattr(alone, name)
+            assert np.array_equal(one, other) and one.dtype == other.dtype, name
+
+
 @pytest.mark.parametrize("name", ["depths", "ranks"])
 def test_check_finds_depths_or_ranks_that_do_not_follow(name):
     batch = DraftBatch.concatenate([DraftTree.chain([1, 2, 3])])

@@ -5,6 +5,7 @@
 #   make lint            ruff
 #   make test-debug      the compiled core with bounds checks, its own tests
 #   make test-wheel      the wheel in an empty environment, tests run away from the source
+#   make test-oldest     the engine on the oldest transformers that it takes
 #   make wheel           the wheel to hand out: its ABI, its size, the drafter's tests on the oldest and newest Python here
 # On a machine with a GPU: make CONSTRAINTS=constraints-gpu.txt ...
 
@@ -26,13 +27,18 @@ CORE_TESTS := tests/trees tests/gpu/test_gpu_packing.py tests/gpu/test_gpu_work_
 # missing, or found in the source folder only. So every module is imported, and one test file of each part is run.
 WHEEL_TESTS := tests/test_installed.py tests/engine/test_stream.py tests/trees/test_lookup_file.py \
   tests/verifiers/test_compiled.py tests/gpu/test_gpu_packing.py tests/scripts/test_throughput.py
+# The oldest transformers that pyproject.toml takes: every family by itself and through `generate`, and custom_generate.
+OLDEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+OLDEST_TESTS := tests/engine/test_support.py tests/engine/test_forward.py::test_tree_logits_equal_plain_forwards \
+  tests/engine/test_engine.py::test_greedy_equals_transformers_token_for_token tests/engine/test_hub.py \
+  --deselect tests/engine/test_hub.py::test_the_page_runs_as_printed
 # Test processes at a time.
 WORKERS ?= 2
 
 # One thread: the matrices of the suite are too small for more, and as many processes run as there are cores.
 test test-debug test-wheel: export OMP_NUM_THREADS ?= 1
 
-.PHONY: throughput test lint test-debug test-wheel wheel away clean
+.PHONY: throughput test lint test-debug test-wheel test-oldest wheel away clean
 
 throughput: $(VENV)/.ready
 	$(BIN)/python scripts/throughput.py $(if $(MODEL),--model $(MODEL) $(MODEL_ARGS)) $(ARGS)
@@ -49,6 +55,9 @@ test-debug: .venv-debug/.ready away
 
 test-wheel: .venv-wheel/.ready away
 	cd build/away && $(CURDIR)/.venv-wheel/bin/python -m pytest -n $(WORKERS) $(WHEEL_TESTS)
+
+test-oldest: .venv-oldest/.ready
+	.venv-oldest/bin/python -m pytest -n $(WORKERS) $(OLDEST_TESTS)
 
 # The wheel holds the stable ABI of Python 3.11. Without torch: that is what serving engines install.
 wheel: $(VENV)/.ready away
@@ -100,6 +109,16 @@ $(VENV)/.ready: $(SOURCES)
 	  --ignore-installed ./build/debug
 	@touch $@
 
+# The oldest transformers, and of what it needs only what the versions in $(VENV) do not serve; everything else, the
+# editable install too, is found there.
+.venv-oldest/.ready: pyproject.toml $(VENV)/.ready
+	@echo "== .venv-oldest: transformers $(OLDEST) beside the packages of $(VENV)"
+	@$(PYTHON) -m venv --clear --without-pip .venv-oldest
+	@$(BIN)/python -c 'import sysconfig; p = sysconfig.get_path("purelib"); print(f"import site; site.addsitedir({p!r})")' \
+	  > "$$(.venv-oldest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lent.pth"
+	@$(BIN)/pip --python .venv-oldest/bin/python install --quiet "transformers==$(OLDEST)"
+	@touch $@
+
 .venv-wheel/.ready: $(SOURCES) $(VENV)/.ready $(MODULES)
 	@echo "== .venv-wheel: building the wheel (one or two minutes)"
 	@rm -rf build/wheel
@@ -111,5 +130,5 @@ $(VENV)/.ready: $(SOURCES)
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-debug .venv-wheel build dist *.egg-info
+	rm -rf .venv .venv-debug .venv-wheel .venv-oldest build dist *.egg-info
 	find stand trees verifiers \( -name '*.so' -o -name '*.cpp' -o -name _cyutility.c \) -delete

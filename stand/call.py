@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import numpy as np
 from transformers import PreTrainedModel
 
 from stand.backend import Backend
@@ -209,21 +208,19 @@ class Call:
 
     def _commit(self, live: LiveRows, batch: DraftBatch, verdicts: Verdicts) -> None:
         """Append what was kept to every row, up to its end, and move its keys together."""
-        kept_nodes: list[np.ndarray] = []
-        gains = zip(live.rows, *verdicts.gained(batch), batch.sizes.tolist(), strict=True)
-        for row, nodes, tokens, size in gains:
+        num_kept: list[int] = []  # by row: nodes that are emitted
+        for row, tokens, size in zip(live.rows, verdicts.gained(batch), batch.sizes.tolist(), strict=True):
             emitted, row.finish_reason = self.scheduler.job_of(row).stop.cut(row, tokens)
             row.extend(tokens[:emitted])
             row.num_drafted += size - 1
-            kept_nodes.append(nodes[:emitted])
+            num_kept.append(min(emitted, len(tokens) - 1))
             self.stats.num_tokens += emitted
             if row.finish_reason is not None:
                 self._end(row)
             if self._on_commit is not None:
                 self._on_commit(row, tokens[:emitted])
-        going = np.array([place for place, row in enumerate(live.rows) if row.finish_reason is None], dtype=np.int64)
-        self._step.keep(going, live.lengths[going], [verdicts.accepted[place] for place in going])
-        self.stats.count_step(batch, np.concatenate(kept_nodes))
+        self._step.keep(live, verdicts.accepted)
+        self.stats.count_step(batch, verdicts.accepted, num_kept)
 
     def _end(self, row: Row) -> None:
         row.ended, self._is_settled = self.stats.elapsed, False

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from stand.row_columns import row_columns
+
 
 class Row:
     """Committed tokens of a trajectory. The last one is *pending*: its keys are not in the cache yet."""
@@ -78,6 +80,4 @@ class LiveRows:
     @classmethod
     def of(cls, rows: Sequence[Row]) -> LiveRows:
         """A snapshot: `rows` itself may change afterwards."""
-        numbers = [(row.index, row.num_steps, row.problem, row.num_cached, row.num_remaining - 1) for row in rows]
-        columns = np.array(numbers, dtype=np.int64).reshape(len(rows), 5).T.copy()
-        return cls(tuple(rows), [row.history for row in rows], *columns)
+        return cls(tuple(rows), [row.history for row in rows], *row_columns(rows))

@@ -4,7 +4,7 @@ and stop.py (`max_time`) do."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -111,17 +111,24 @@ class Stats:
         """Wall seconds so far, the block that is running included."""
         return self.wall_seconds + (0.0 if self._began is None else time.perf_counter() - self._began)
 
-    def count_step(self, batch: DraftBatch, kept_nodes: np.ndarray) -> None:
-        """Count one step of all rows whose packed nodes `kept_nodes` were emitted (`num_tokens` is the caller's)."""
+    def count_step(self, batch: DraftBatch, accepted: Sequence[np.ndarray], num_kept: Sequence[int]) -> None:
+        """Count one step in which the first num_kept[b] nodes of row b's path accepted[b], at depths 1, 2, ..., were
+        emitted (`num_tokens` is the caller's)."""
         self.num_forwards += 1
-        self.num_steps += len(batch)
-        self.num_draft_tokens += batch.num_nodes - len(batch)
-        self.num_accepted_draft_tokens += len(kept_nodes)
-        if len(kept_nodes) == 0:
+        self.num_steps += len(num_kept)
+        self.num_draft_tokens += batch.num_nodes - len(num_kept)
+        if not any(num_kept):
             return
-        self.accepted_by_depth = _added(self.accepted_by_depth, np.bincount(batch.depths[kept_nodes])[1:])
+        self.num_accepted_draft_tokens += sum(num_kept)
+        by_depth = [0] * max(num_kept)
+        for count in num_kept:
+            for depth in range(count):
+                by_depth[depth] += 1
+        self.accepted_by_depth = _added(self.accepted_by_depth, by_depth)
         if batch.slots is not None:
-            self.accepted_by_slot = _added(self.accepted_by_slot, np.bincount(batch.slots[kept_nodes]))
+            paths = zip(batch.offsets, accepted, num_kept, strict=False)
+            nodes = np.concatenate([first + path[:count] for first, path, count in paths])
+            self.accepted_by_slot = _added(self.accepted_by_slot, np.bincount(batch.slots[nodes]))
 
     def as_dict(self) -> dict[str, object]:
         """Counters and derived rates as plain JSON values."""
@@ -160,7 +167,7 @@ class _Timed:
         self._stats._open.pop()
 
 
-def _added(total: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def _added(total: np.ndarray, counts: Sequence[int]) -> np.ndarray:
     """`total`, which is written to and grows where it must, and `counts`."""
     if len(counts) > len(total):
         return _add_padded(total, counts)
@@ -168,7 +175,7 @@ def _added(total: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return total
 
 
-def _add_padded(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+def _add_padded(left: np.ndarray, right: Sequence[int]) -> np.ndarray:
     length = max(len(left), len(right))
     total = np.zeros(length, dtype=np.int64)
     total[: len(left)] += left

@@ -53,8 +53,9 @@ class Step(Protocol):
     def verify(self) -> Verdicts:
         """What stays of each draft, and the token after it."""
 
-    def keep(self, places: np.ndarray, lengths: np.ndarray, accepted: Sequence[np.ndarray]) -> None:
-        """Move the keys of nodes accepted[i], of the row at places[i], to follow its lengths[i] committed ones."""
+    def keep(self, live: LiveRows, accepted: Sequence[np.ndarray]) -> None:
+        """Move the keys of the nodes accepted[i] of row i to follow its committed ones. A row that has just ended may
+        be left as it is."""
 
     def enter(self, row: Row, place: int, keys: TreeCache) -> None:
         """`row` starts in `place`, where a row has ended or none was; its committed keys are those of row 0 of
@@ -121,13 +122,14 @@ class EagerStep:
         self._laws = self._law.laws(scores, self._num_top)
         return self._verifier.verify(self._batch, TargetRows(self._laws.probabilities), self._noise)
 
-    def keep(self, places: np.ndarray, lengths: np.ndarray, accepted: Sequence[np.ndarray]) -> None:
-        moved = [index for index, path in enumerate(accepted) if len(path) and path[-1] != len(path)]
+    def keep(self, live: LiveRows, accepted: Sequence[np.ndarray]) -> None:
+        going = [place for place, row in enumerate(live.rows) if row.finish_reason is None]
+        moved = [place for place in going if len(path := accepted[place]) and path[-1] != len(path)]
         if not moved:
             return
-        counts = [len(accepted[index]) for index in moved]
-        rows, starts = np.repeat(places[moved], counts), np.repeat(lengths[moved], counts)
-        sources = np.concatenate([accepted[index] for index in moved])
+        counts = [len(accepted[place]) for place in moved]
+        rows, starts = np.repeat(moved, counts), np.repeat(live.lengths[moved], counts)
+        sources = np.concatenate([accepted[place] for place in moved])
         targets = np.concatenate([np.arange(1, count + 1) for count in counts])
         self.cache.compact(rows, starts + sources, starts + targets)
 

@@ -60,7 +60,10 @@ class StopRule:
         The reason is "eos", "stop", "criteria", "length" or "time". Checked token by token, for an end may lie inside
         an accepted run; but time only ends a row together with a step, like transformers' `MaxTimeCriteria`.
         """
-        for count, token in enumerate(token_ids, start=1):
+        is_plain = not self._stop_strings and not self._criteria and self._end_ids.isdisjoint(token_ids)
+        if is_plain and len(token_ids) >= row.num_remaining:
+            return row.num_remaining, "length"
+        for count, token in enumerate(() if is_plain else token_ids, start=1):
             if token in self._end_ids:
                 return count, "eos"
             if self._stop_strings and self._ends_with_stop_string(row, token_ids[:count]):

@@ -20,5 +20,15 @@ def node_uniforms(
     step_numbers: np.ndarray,
     row_offsets: np.ndarray,
     node_depths: np.ndarray | None = None,
+    *,
+    out: np.ndarray | None = None,
 ) -> np.ndarray: ...
+def fill_tests(
+    seed: int,
+    row_numbers: np.ndarray,
+    step_numbers: np.ndarray,
+    row_offsets: np.ndarray,
+    accept: np.ndarray,
+    resample: np.ndarray,
+) -> None: ...
 def step_keys(seed: int, stream: int, rows: Numbers, steps: Numbers) -> np.ndarray: ...

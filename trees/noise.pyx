@@ -58,6 +58,8 @@ def node_uniforms(
     step_numbers,  # [B]
     row_offsets,  # [B + 1] first packed node of each row, then their number M
     node_depths=None,  # [M]
+    *,
+    out=None,  # float64 [>= M], written to and returned
 ):
     """float64[M]: per packed node `uniforms` of its row, its row's step and its number in the row; with depths, of
     the row, step + depth and 0.
@@ -73,8 +75,11 @@ def node_uniforms(
     cdef uint64_t key = stream_key(seed, stream), row_key, step, bits = 0
     if rows.shape[0] != num_rows or steps.shape[0] != num_rows:
         raise ValueError(f"rows and steps must be [{num_rows}] as the offsets say, got {len(rows)} and {len(steps)}")
-    out = np.empty(offsets[num_rows], dtype=np.float64)
+    if out is None:
+        out = np.empty(offsets[num_rows], dtype=np.float64)
     cdef double[::1] numbers = out
+    if numbers.shape[0] < offsets[num_rows]:
+        raise ValueError(f"out must hold {offsets[num_rows]} nodes, got {len(out)}; give a longer array")
     for row in range(num_rows):
         row_key = step_key(key, rows[row], steps[row])
         bits |= <uint64_t> rows[row] | <uint64_t> steps[row]
@@ -88,6 +93,42 @@ def node_uniforms(
     if bits >> WORD_BITS:
         raise ValueError("rows and steps must be in [0, 2**32), got others; number rows and steps from 0")
     return out
+
+
+def fill_tests(
+    seed,
+    row_numbers,  # [B]
+    step_numbers,  # [B]
+    row_offsets,  # [B + 1]
+    double[::1] accept not None,  # [>= M]
+    double[::1] resample not None,  # [>= B]
+):
+    """The uniforms of a step's tests in one pass: ACCEPT's `node_uniforms`, and RESAMPLE's of each row's node 0.
+
+    Ranges as in `uniforms`. Raises ValueError otherwise, and where they do not fit.
+    """
+    _check_stream(seed, 0)
+    cdef const int64_t[::1] rows = np.ascontiguousarray(row_numbers, dtype=np.int64)
+    cdef const int64_t[::1] steps = np.ascontiguousarray(step_numbers, dtype=np.int64)
+    cdef const int32_t[::1] offsets = np.ascontiguousarray(row_offsets, dtype=np.int32)
+    cdef Py_ssize_t row, node, num_rows = offsets.shape[0] - 1
+    cdef uint64_t accept_key = stream_key(seed, ACCEPT_STREAM), resample_key = stream_key(seed, RESAMPLE_STREAM)
+    cdef uint64_t key, bits = 0
+    if rows.shape[0] != num_rows or steps.shape[0] != num_rows:
+        raise ValueError(f"rows and steps must be [{num_rows}] as the offsets say, got {len(rows)} and {len(steps)}")
+    if accept.shape[0] < offsets[num_rows] or resample.shape[0] < num_rows:
+        raise ValueError(
+            f"accept and resample must hold {offsets[num_rows]} nodes and {num_rows} rows, got {len(accept)} and "
+            f"{len(resample)}; give longer arrays"
+        )
+    for row in range(num_rows):
+        bits |= <uint64_t> rows[row] | <uint64_t> steps[row]
+        key = step_key(accept_key, rows[row], steps[row])
+        for node in range(offsets[row], offsets[row + 1]):
+            accept[node] = uniform(key, node - offsets[row], 0)
+        resample[row] = uniform(step_key(resample_key, rows[row], steps[row]), 0, 0)
+    if bits >> WORD_BITS:
+        raise ValueError("rows and steps must be in [0, 2**32), got others; number rows and steps from 0")
 
 
 def step_keys(seed, stream, rows, steps):

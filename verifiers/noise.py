@@ -20,6 +20,7 @@ from stand.trees.noise import (
     RESAMPLE,
     SECOND_FACTOR,
     TARGET,
+    fill_tests,
     node_uniforms,
     step_keys,
     uniforms,
@@ -53,14 +54,21 @@ class VerifierNoise:
         """[B] float64 in [0, 1): one per row, keyed (seed, row, step)."""
         return uniforms(self.seed, RESAMPLE, self.rows, self.steps, np.zeros_like(self.rows))
 
+    def fill_tests(self, batch: DraftBatch, accept: np.ndarray, resample: np.ndarray) -> None:
+        """Write `accept` and `resample` into arrays float64 that may be longer."""
+        fill_tests(self.seed, self.rows, self.steps, batch.offsets, accept, resample)
+
     def target(self, rows: np.ndarray, depth: int) -> np.ndarray:
         """[n] float64 in [0, 1): for the token at positions[row] + depth of each of `rows` [n] (below B)."""
         zeros = np.zeros(len(rows), dtype=np.int64)
         return uniforms(self._target_seed, TARGET, self.rows[rows], self.positions[rows] + depth, zeros)
 
-    def target_at_nodes(self, batch: DraftBatch) -> np.ndarray:
-        """[M] float64 in [0, 1): `target` for the token that follows each packed node."""
-        return node_uniforms(self._target_seed, TARGET, self.rows, self.positions, batch.offsets, batch.depths)
+    def target_at_nodes(self, batch: DraftBatch, *, out: np.ndarray | None = None) -> np.ndarray:
+        """[M] float64 in [0, 1): `target` for the token that follows each packed node.
+
+        out: written to and returned, may be longer.
+        """
+        return node_uniforms(self._target_seed, TARGET, self.rows, self.positions, batch.offsets, batch.depths, out=out)
 
     def keys_at_nodes(self, batch: DraftBatch) -> np.ndarray:
         """[M] int64: `step_keys` for the token that follows each packed node, as the int64 with the same bits."""

@@ -55,8 +55,8 @@ class Verdicts:
         ends = [path[-1] if len(path) else 0 for path in self.accepted]
         return batch.offsets[:-1].astype(np.int64) + np.array(ends, dtype=np.int64)
 
-    def gained(self, batch: DraftBatch) -> tuple[list[np.ndarray], list[list[int]]]:
-        """(B arrays int64: packed nodes that are kept; B lists: their tokens, the next token last)."""
+    def gained(self, batch: DraftBatch) -> list[list[int]]:
+        """B lists: the tokens each row gains, the next token last."""
         return gained(self.accepted, batch.token_ids, batch.offsets, self.next_tokens)
 
     def token_ids(self, batch: DraftBatch) -> list[np.ndarray]:

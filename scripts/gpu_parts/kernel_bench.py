@@ -197,6 +197,7 @@ class KernelBench:
         num_partials = int(work.partial_starts[-1])
         partials = torch.empty(num_partials, *query.shape[1:], device=self.device)
         log_sums = torch.empty(num_partials, shape.heads, device=self.device)
+        arrivals = torch.zeros(num_tokens, shape.key_heads, dtype=torch.int32, device=self.device)
         parents = heap_parents(tree)
         step = [
             torch.from_numpy(array).to(self.device)
@@ -208,7 +209,7 @@ class KernelBench:
             )
         ]
         scale = shape.head_size**-0.5
-        return lambda layer: tree_attention(query, layer[0], layer[1], *step, partials, log_sums, scale, tile)
+        return lambda layer: tree_attention(query, layer[0], layer[1], *step, partials, log_sums, arrivals, scale, tile)
 
     def _masked_attention(
         self, query: torch.Tensor, length: int, rows: int, tree: int

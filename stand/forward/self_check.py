@@ -45,7 +45,8 @@ def _compare_forwards(model: PreTrainedModel) -> None:
     if not difference <= tolerance:
         raise UnsupportedModelError(
             f"a tree forward of {type(model).__name__} must equal plain forwards up to rounding "
-            f"({tolerance:g} of the logits' spread), got {difference:.3g}; {_likely_cause(model)}"
+            f"({tolerance:g} of the logits' spread), got {difference:.3g}; "
+            "its positions or its attention look at cache slots rather than at position_ids, so it cannot be served"
         )
     difference = far_position_difference(model)
     if not difference <= tolerance:
@@ -54,16 +55,6 @@ def _compare_forwards(model: PreTrainedModel) -> None:
             f"{tolerance:g} of the logits' spread), got {difference:.3g} from position {max_positions(model) - 1}; "
             "rows of other lengths share a forward, so it cannot be served"
         )
-
-
-def _likely_cause(model: PreTrainedModel) -> str:
-    """Of a tree forward that differs from plain ones, with the remedy if there is one."""
-    if getattr(text_config(model), "attn_logit_softcapping", None) and model.config._attn_implementation == "sdpa":
-        return (
-            "plain forwards with attn_implementation='sdpa' leave attn_logit_softcapping out in some versions of "
-            "transformers; load the model with attn_implementation='eager'"
-        )
-    return "its positions or its attention look at cache slots rather than at position_ids, so it cannot be served"
 
 
 def _refuse_wrappers(model: object) -> None:
@@ -172,7 +163,7 @@ def _plain_logits(model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarray
     """[N, V] float32 by a separate plain forward over the path to each node.
 
     With the model's own attention, except that soft-capped scores are transformers' eager attention's: the sdpa that
-    Gemma 2 has by default in transformers 5.17 leaves the cap out.
+    Gemma 2 has by default in transformers 5.16 and 5.17 leaves the cap out.
     """
     is_capped = getattr(text_config(model), "attn_logit_softcapping", None) is not None
     with tree_attention(model, "eager") if is_capped else nullcontext():

@@ -202,7 +202,7 @@ class CapturedStep:
         stops, next_tokens = self._output.verdict(len(self._batch))
         return Verdicts(kept_paths(stops, self._batch.parents, self._batch.offsets), next_tokens)
 
-    def keep(self, places: np.ndarray, lengths: np.ndarray, accepted: Sequence[np.ndarray]) -> None:
+    def keep(self, live: LiveRows, accepted: Sequence[np.ndarray]) -> None:
         """Nothing: the graph has moved the keys."""
 
     def move(self, row: Row, source: int, target: int) -> None:

@@ -63,7 +63,7 @@ class MatchRule(DeviceRule):
         return {"target_uniforms": (np.float64, (size.num_tokens,))}
 
     def fill(self, host: Mapping[str, np.ndarray], batch: DraftBatch, noise: VerifierNoise) -> None:
-        host["target_uniforms"][: batch.num_nodes] = noise.target_at_nodes(batch)
+        noise.target_at_nodes(batch, out=host["target_uniforms"])
 
     def decide(self, logits: torch.Tensor, laws: torch.Tensor, step: Tensors, verdict: DeviceVerdict) -> None:
         follow_drawn(draw_nodes(laws, step["target_uniforms"]), laws, step, verdict)
@@ -101,8 +101,7 @@ class TraversalRule(DeviceRule):
                 f"a captured step takes laws over at most {SUPPORT_SIZE} candidates, got {width}; "
                 "draft with fewer per node or wrap the model with backend='sdpa'"
             )
-        host["accept"][:num_nodes] = noise.accept(batch)
-        host["resample"][: len(batch)] = noise.resample()
+        noise.fill_tests(batch, host["accept"], host["resample"])
         host["local_parents"][:num_nodes] = batch.parents
         law = np.asarray(batch.law, dtype=np.float32)
         fill_laws(batch.support_ids, law, host["support_ids"], host["law"])

@@ -103,8 +103,8 @@ class GuardedStep:
     def verify(self) -> Verdicts:
         return self._step.verify()
 
-    def keep(self, places: np.ndarray, lengths: np.ndarray, accepted: Sequence[np.ndarray]) -> None:
-        self._step.keep(places, lengths, accepted)
+    def keep(self, live: LiveRows, accepted: Sequence[np.ndarray]) -> None:
+        self._step.keep(live, accepted)
 
     def enter(self, row: Row, place: int, keys: TreeCache) -> None:
         """Where it fails, those that entered before go on with eager steps, and so does this one."""

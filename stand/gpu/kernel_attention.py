@@ -21,6 +21,7 @@ class KernelPlan:
     tile_tokens: int
     partials: torch.Tensor  # [P, H, D] float32
     log_sums: torch.Tensor  # [P, H] float32
+    arrivals: torch.Tensor  # [>= M, Hkv] int32, zeros
 
 
 def attend(
@@ -58,6 +59,7 @@ def attend(
         step["partial_starts"],
         stand_plan.partials,
         stand_plan.log_sums,
+        stand_plan.arrivals,
         query.shape[3] ** -0.5 if scaling is None else scaling,
         stand_plan.tile_tokens,
         sliding_window or 0,

@@ -36,7 +36,7 @@ class StepOutput:
         self.groups = self.num_heads // key_heads
         self._dtype, self._limits = model.dtype, limits_of(model.device)
         self.splitting = Splitting.filling(model.device, key_heads=key_heads, num_rows=num_rows)
-        self._make_scratch(num_rows, model.device)
+        self._make_scratch(num_rows, key_heads, model.device)
         self.laws = torch.zeros(NUM_TOKENS[-1], config.vocab_size, dtype=torch.float32, device=model.device)
         count = min(LEARNED_ROWS, config.vocab_size)
         per_row, per_node = (np.int64, (num_rows,)), (NUM_TOKENS[-1], count)
@@ -50,12 +50,13 @@ class StepOutput:
         """Tokens per piece of attention work where the longest row has `tokens_per_row`."""
         return tile_tokens(tokens_per_row, self.groups, self.head_size, self._dtype, limits=self._limits)
 
-    def _make_scratch(self, num_rows: int, device: torch.device) -> None:
-        """Room for the partial results of the largest step, whatever the length of its rows."""
+    def _make_scratch(self, num_rows: int, key_heads: int, device: torch.device) -> None:
+        """Room for the partial results of the largest step, whatever the length of its rows, and who has come."""
         most, tile = NUM_TOKENS[-1], self.tile_tokens(NUM_TOKENS[-1])
         shape = (most + min(num_rows, most) * self.splitting.row_items * tile, self.num_heads)
         self.partials = torch.zeros(*shape, self.head_size, dtype=torch.float32, device=device)
         self.log_sums = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.arrivals = torch.zeros(most, key_heads, dtype=torch.int32, device=device)
 
     def send_verdict(self) -> None:
         """What the rule wrote, down to the host."""
@@ -103,6 +104,7 @@ class StepBody:
             tile_tokens=packet.size.tile_tokens,
             partials=output.partials,
             log_sums=output.log_sums,
+            arrivals=output.arrivals,
         )
 
     def run(self) -> None:

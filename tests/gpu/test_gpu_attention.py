@@ -14,8 +14,8 @@ from triton.runtime import interpreter  # noqa: E402
 
 from stand.gpu.kernels import attention as attention_kernel  # noqa: E402
 from stand.gpu.kernels.attention import tree_attention  # noqa: E402
-from stand.gpu.kernels.merge import MERGED_SPLITS  # noqa: E402
-from stand.gpu.tiles import Limits, blocks, refusal, tile_tokens  # noqa: E402
+from stand.gpu.kernels.merge import merged_splits  # noqa: E402
+from stand.gpu.tiles import tile_tokens  # noqa: E402
 from stand.gpu.work_list import Splitting, WorkList  # noqa: E402
 
 SPLIT = 64
@@ -104,18 +104,26 @@ def make_case(
     )
 
 
-def run(case: Case, *, tile=None, split_length=SPLIT, row_items=MANY, spare_items=5, **options) -> torch.Tensor:
-    """The kernel on a padded work list with scratch full of NaN, so that nothing unwritten can be read unnoticed."""
+def run(
+    case: Case, *, tile=None, split_length=SPLIT, row_items=MANY, spare_items=5, order=None, came=0, **options
+) -> torch.Tensor:
+    """The kernel on a padded work list with scratch full of NaN, so that nothing unwritten can be read unnoticed.
+
+    order: of the items, a permutation's seed or -1 for backwards; came: splits of every tile that count as finished
+    beforehand.
+    """
     num_tokens, heads, size = case.query.shape
     groups = heads // case.keys.shape[1]
     tile = tile or tile_tokens(int(np.diff(case.offsets).max()), groups, size, case.query.dtype)
     splitting = Splitting(row_items, split_length)
     work = WorkList.build(case.offsets, case.lengths, case.cache_rows, tile_tokens=tile, splitting=splitting)
-    items = np.zeros((len(work.items) + spare_items, 8), dtype=np.int32)
-    items[: len(work.items)] = work.items
+    items, count = np.zeros((len(work.items) + spare_items, 8), dtype=np.int32), len(work.items)
+    shuffled = slice(None, None, order) if order in (None, -1) else np.random.default_rng(order).permutation(count)
+    items[:count] = work.items[shuffled]
     starts = np.full(num_tokens + 1, work.partial_starts[-1], dtype=np.int32)
     starts[: len(work.partial_starts)] = work.partial_starts
-    return tree_attention(
+    arrivals = torch.full((num_tokens, case.keys.shape[1]), came, dtype=torch.int32)
+    mixed = tree_attention(
         case.query,
         case.keys,
         case.values,
@@ -125,10 +133,13 @@ def run(case: Case, *, tile=None, split_length=SPLIT, row_items=MANY, spare_item
         torch.from_numpy(starts),
         torch.full((int(starts[-1]), heads, size), float("nan")),
         torch.full((int(starts[-1]), heads), float("nan")),
+        arrivals,
         options.pop("scale", size**-0.5),
         tile,
         **options,
     )
+    assert came or not arrivals.any()  # ready for the next layer
+    return mixed
 
 
 def expected(case: Case, *, scale=None, window=0, softcap=0.0, sinks=None) -> torch.Tensor:
@@ -239,8 +250,29 @@ def test_rows_are_split_by_their_own_length_and_tiles(row_items):
 
 
 def test_more_splits_than_the_merge_holds_at_once():
-    case = make_case([2], [64 * (MERGED_SPLITS + 2) + 7], heads=1, groups=1)
+    case = make_case([2], [64 * (merged_splits(64) + 2) + 7], heads=1, groups=1)
     assert difference(case) < 2e-6
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 90, "sinks": torch.tensor([0.5, -2.0])}], ids=["plain", "all"])
+def test_whoever_finishes_a_tile_last_sums_in_the_same_order(options):
+    """Bit by bit, over orders of the splits; the first one takes them backwards."""
+    case = make_case([3, 1], [150, 70])
+    wanted = run(case, tile=2, **options)
+    for order in (-1, 0, 1):
+        assert torch.equal(run(case, tile=2, order=order, **options), wanted)
+
+
+def test_a_merge_before_the_last_split_is_noticed():
+    """Control: where a split counts as finished that is not, a merge reads what nobody has written."""
+    case = make_case([4], [260])
+    assert torch.isfinite(run(case)).all() and not torch.isfinite(run(case, came=1)).all()
+
+
+def test_one_split_needs_no_scratch():
+    case = make_case([4, 2], [60, 10])
+    wanted = run(case)
+    assert torch.equal(run(case, came=7), wanted)
 
 
 def test_storage_may_be_a_strided_view():
@@ -355,6 +387,7 @@ def test_runs_on_tensors_without_values():
             torch.empty(9, dtype=torch.int32),
             torch.empty(32, 4, 64),
             torch.empty(32, 4),
+            torch.zeros(8, 2, dtype=torch.int32),
             0.125,
             8,
         )
@@ -387,53 +420,3 @@ def test_cpu_tensors_need_the_interpreter(monkeypatch):
     monkeypatch.setattr(attention_kernel, "_tree_attention_kernel", triton.JITFunction(kernel.fn))
     with pytest.raises(ValueError, match="needs CUDA tensors, got tree_attention_kernel"):
         run(make_case([1], [1]))
-
-
-LIMITS = {  # shared memory that one program may have
-    "sm_80": Limits(80, 163 * 1024),
-    "sm_86": Limits(86, 99 * 1024),
-    "sm_89": Limits(89, 99 * 1024),
-    "sm_90": Limits(90, 227 * 1024),
-    "sm_120": Limits(120, 99 * 1024),
-}
-
-
-@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_every_tile_fits_the_gpu(limits, dtype):
-    for head_size in (16, 64, 80, 96, 128, 192, 256):
-        for groups in (1, 7, 64):
-            rows = tile_tokens(1000, groups, head_size, dtype, limits=limits) * groups
-            sizes = blocks(rows, head_size, dtype, limits=limits)
-            assert sizes.rows >= rows and 64 % sizes.keys == 0
-            assert 0 < limits.needs(sizes) <= limits.shared_bytes
-
-
-def test_smaller_shared_memory_takes_shorter_key_blocks():
-    """Head sizes 96 (Phi-3), 128 (Qwen2.5-7B) and 256 (Gemma 2): the first choice asks for more than 99 KiB."""
-    for head_size, num_rows, first in ((96, 128, (64, 3)), (128, 128, (64, 3)), (256, 64, (32, 3))):
-        hopper = blocks(num_rows, head_size, torch.bfloat16, limits=LIMITS["sm_90"])
-        assert (hopper.keys, hopper.num_stages) == first
-        for name in ("sm_86", "sm_89", "sm_120"):
-            assert blocks(num_rows, head_size, torch.bfloat16, limits=LIMITS[name]) != hopper
-    assert blocks(128, 96, torch.bfloat16, limits=LIMITS["sm_80"]).keys == 64
-    assert blocks(128, 128, torch.bfloat16, limits=LIMITS["sm_80"]).keys == 32  # 64 would spill
-
-
-def test_gpus_that_cannot_are_refused():
-    with pytest.raises(ValueError, match="8.0 or higher, got 7.5"):
-        blocks(16, 128, torch.bfloat16, limits=Limits(75, 64 * 1024))
-    with pytest.raises(ValueError, match="must fit into shared memory, got 40960 bytes"):
-        blocks(16, 128, torch.bfloat16, limits=Limits(80, 40 * 1024))
-    assert refusal(Limits(80, 1)) is None
-
-
-def test_tiles_by_rows_and_groups():
-    assert tile_tokens(80, 7, 128, torch.bfloat16) == 18
-    assert tile_tokens(8, 7, 128, torch.bfloat16) == 9
-    assert tile_tokens(1, 1, 64, torch.float16) == 64
-    assert tile_tokens(80, 2, 256, torch.bfloat16) == 32
-    assert tile_tokens(1, 71, 64, torch.bfloat16) == 1
-    assert tile_tokens(64, 1, 112, torch.float16) == 64
-    with pytest.raises(ValueError, match="at most 64 query rows"):
-        tile_tokens(1, 71, 64, torch.float32)

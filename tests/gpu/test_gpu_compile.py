@@ -5,6 +5,7 @@ The other kernels for sm_80 are among the slow tests: nothing in them is chosen 
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,7 @@ def compiled(*options: str) -> list[dict]:
 def check_all(kernels: list[dict], target: str) -> None:
     """There are kernels of every module, each within the shared memory that one block may have."""
     sources = Path(stand.gpu.kernels.__file__).parent.glob("*.py")
-    modules = {path.stem for path in sources} - {"__init__", "launch", "specimen"}
+    modules = {path.stem for path in sources} - {"__init__", "launch", "merge", "specimen"}
     chosen = [kernel for kernel in kernels if kernel["target"] == target]
     assert modules and {kernel["module"] for kernel in chosen} == modules
     for kernel in chosen:
@@ -98,9 +99,34 @@ def is_tile(specimen, tile) -> bool:
 
 def test_attention_uses_the_tensor_cores(kernels):
     for kernel in kernels:
-        if kernel["module"] == "attention" and "merge" not in kernel["specimen"]:
+        if kernel["module"] == "attention":
             expected = {"sm_80": "mma", "sm_90": "wgmma"}[kernel["target"]]
             assert kernel["matrix"] == ("-" if "float32" in kernel["specimen"] else expected), kernel
+
+
+PTX = """
+from compile_kernels import compile_specimen
+from stand.gpu.kernels.attention import specimens
+print(compile_specimen(specimens()[2], 90)[0].asm["ptx"])
+"""
+
+
+def is_released(ptx: str) -> bool:
+    """Whether every counter is raised by an atomic operation that acquires and releases, right behind a barrier."""
+    instructions = [line.strip() for line in ptx.splitlines() if re.match(r"\s+(bar|st|ld|@%p\d+ (st|atom))[. ]", line)]
+    places = [place for place, line in enumerate(instructions) if " atom." in line]
+    return bool(places) and all(
+        "acq_rel" in instructions[place] and "gpu" in instructions[place] and "bar.sync" in instructions[place - 1]
+        for place in places
+    )
+
+
+def test_results_are_stored_before_they_are_counted(tmp_path):
+    source = tmp_path / "ptx.py"
+    source.write_text(PTX, encoding="utf-8")
+    ptx = run(str(source), timeout=60).stdout
+    assert is_released(ptx)
+    assert not is_released(ptx.replace("acq_rel", "relaxed")) and not is_released(ptx.replace("bar.sync", "bar.warp"))
 
 
 @pytest.mark.parametrize("operator, is_error", [("+", False), ("<<", True)])

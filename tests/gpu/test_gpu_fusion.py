@@ -496,7 +496,7 @@ def own_launches(family: str, num_layers: int) -> int:
 
 @pytest.mark.parametrize("family, own", [("llama", 40), ("qwen2", 40), ("qwen3", 55)])
 def test_launches_per_layer(family, own):
-    """Two norms with the additions before them, four products, rotation, gate, and the attention (two kernels)."""
+    """Two norms with the additions before them, four products, rotation, gate, and the attention."""
     fused = [fake_forward(family, fuse(fresh(family, layers)), layers).total for layers in (1, 2)]
     assert fused[1] - fused[0] == 9
     assert own_launches(family, 2) - own_launches(family, 1) >= own

@@ -36,7 +36,7 @@ def failing_after(count, work, error):
     def call(*arguments, **options):
         calls.append(1)
         if len(calls) > count:
-            raise error
+            raise type(error)(*error.args)  # one of its own, whose traceback keeps nothing alive
         return work(*arguments, **options)
 
     return call

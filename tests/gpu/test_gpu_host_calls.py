@@ -94,7 +94,11 @@ def calls_per_step(monkeypatch, verifier: str, num_rows: int, num_nodes: int) ->
     return (counted(LONG) - counted(SHORT)) / (LONG - SHORT)
 
 
-MOST_CALLS = {("match", 16, 7): 430, ("traversal", 16, 7): 440, ("match", 1, 1): 180, ("match", 16, 1): 370}
+# Counted with Python 3.11, whose comprehensions are calls, and 3 more.
+MOST_CALLS = {
+    ("traversal", 1, 81): 156, ("match", 1, 1): 133, ("traversal", 16, 7): 381, ("match", 16, 7): 379,
+    ("match", 16, 1): 358,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("verifier", "num_rows", "num_nodes"), MOST_CALLS)

@@ -19,6 +19,7 @@ from no_host_copy import HostCopyError, NoHostCopy  # noqa: E402
 from no_kernel import Launches  # noqa: E402
 from tiny_models import CONFIGS, kernel_model  # noqa: E402
 from torch._subclasses.fake_tensor import DataDependentOutputException  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 from stand.forward.tree_attention import tree_attention  # noqa: E402
 from stand.gpu import device_rule, step_body, step_packet  # noqa: E402
@@ -26,6 +27,7 @@ from stand.gpu.device_cache import DeviceCache  # noqa: E402
 from stand.gpu.device_rule import CoupledRule, GreedyRule, MatchRule, TraversalRule  # noqa: E402
 from stand.gpu.fusion.fusion import fuse  # noqa: E402
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME  # noqa: E402
+from stand.gpu.kernels import attention  # noqa: E402
 from stand.gpu.step_body import StepBody, StepOutput  # noqa: E402
 from stand.gpu.step_packet import StepPacket  # noqa: E402
 from stand.gpu.step_size import StepSize  # noqa: E402
@@ -74,10 +76,10 @@ def fake_device():
         yield
 
 
-def run_body(family: str, rule: str, law: SamplingParams, *, fusion=None) -> None:
+def run_body(family: str, rule: str, law: SamplingParams, *, fusion=None, model=None) -> None:
     # experts are multiplied in groups, without a wait, in bfloat16 only
     dtype = torch.bfloat16 if hasattr(CONFIGS[family], "num_experts_per_tok") else torch.float32
-    fake = copy.deepcopy(kernel_model(family)).to(dtype)
+    fake = copy.deepcopy(kernel_model(family) if model is None else model).to(dtype)
     device = torch.device("cuda")
     with fake_device(), torch.inference_mode():
         fake = onto_fake_device(fake)
@@ -97,6 +99,15 @@ def run_body(family: str, rule: str, law: SamplingParams, *, fusion=None) -> Non
                 stack.enter_context(fusion.mirrored(fake).active())
             body.run()
             body.find_best()
+
+
+def shallow(family: str, num_layers: int):
+    """The family's model with so many layers."""
+    config = copy.deepcopy(CONFIGS[family])
+    config.num_hidden_layers, config.head_dim = num_layers, 64
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:num_layers]
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
 # Kernels of a step beside the model's layers, packet and verdict included; three more where a law has filters.
@@ -143,6 +154,36 @@ def test_one_more_operation_is_counted(monkeypatch, more):
     follow = device_rule.follow_drawn
     monkeypatch.setattr(device_rule, "follow_drawn", lambda d, laws, *rest: (more(laws), follow(d, laws, *rest)))
     assert len(count_launches(monkeypatch, "match", "plain")) > MOST_LAUNCHES["match"]
+
+
+def launches_per_layer(monkeypatch, family: str) -> list[str]:
+    """Names of the kernels that a fused forward of two layers runs more than one of a single layer."""
+    models = [shallow(family, num_layers) for num_layers in (1, 2)]
+    fusions, counts = [fuse(model) for model in models], []  # tried while the kernels are still there
+
+    def counted(body):
+        with Launches(monkeypatch) as layers:
+            body.forward()
+        counts.append(Counter(layers.names))
+
+    monkeypatch.setattr(StepBody, "run", counted)
+    for model, fusion in zip(models, fusions, strict=True):
+        run_body(family, "match", LAWS["plain"], fusion=fusion, model=model)
+    return sorted((counts[1] - counts[0]).elements())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "phi3"])
+def test_few_launches_per_layer(monkeypatch, family):
+    """Four products, two norms with the additions before them, rotation, attention, gate."""
+    names = launches_per_layer(monkeypatch, family)
+    assert len(names) == 9, names
+
+
+def test_a_second_kernel_of_the_attention_is_counted(monkeypatch):
+    """Control: the launcher launches twice."""
+    attend = attention._attend
+    monkeypatch.setattr(attention, "_attend", lambda *arguments: (attend(*arguments), attend(*arguments)))
+    assert len(launches_per_layer(monkeypatch, "llama")) == 10
 
 
 @pytest.mark.parametrize("law", LAWS)

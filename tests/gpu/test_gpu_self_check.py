@@ -155,6 +155,15 @@ def test_any_error_is_a_reason(plain_kernels, monkeypatch):
         stand.wrap(kernel_model("qwen2"), backend="triton")
 
 
+def test_a_capture_that_is_refused_at_loading_is_a_reason(plain_kernels, monkeypatch):
+    class Refusing(captured_step.runner_for(torch.device("cpu")).__class__):
+        def record(self, step, best):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(captured_step, "runner_for", lambda device: Refusing())
+    assert "ends in RuntimeError: operation not permitted" in kernel_failure(kernel_model("qwen2"))
+
+
 def test_auto_falls_back_with_the_reason(monkeypatch):
     model = copy.deepcopy(kernel_model("qwen2"))
     kind = type("OnGpu", (type(model),), {"device": property(lambda self: torch.device("cuda"))})

@@ -26,8 +26,8 @@ def use_plain_kernels(monkeypatch) -> None:
 
 
 def tree_attention(
-    query, keys, values, ancestors, positions, items, partial_starts, partials, log_sums, scale, tile_tokens,
-    window=0, softcap=0.0, sinks=None,
+    query, keys, values, ancestors, positions, items, partial_starts, partials, log_sums, arrivals, scale,
+    tile_tokens, window=0, softcap=0.0, sinks=None,
 ):  # fmt: skip
     mixed = torch.zeros_like(query, memory_format=torch.contiguous_format)
     groups = query.shape[1] // keys.shape[1]

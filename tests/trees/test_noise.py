@@ -36,6 +36,25 @@ def test_numbers_of_packed_nodes_are_those_of_their_rows_and_steps():
         noise.node_uniforms(7, noise.ACCEPT, rows[:1], steps, offsets)
 
 
+def test_numbers_of_a_steps_tests_are_those_of_their_streams():
+    rows, steps, offsets = np.array([3, 4]), np.array([1, 9]), np.array([0, 3, 5], dtype=np.int32)
+    accept, resample = np.full(7, -1.0), np.full(3, -1.0)
+    noise.fill_tests(7, rows, steps, offsets, accept, resample)
+    assert accept.tolist() == [*noise.node_uniforms(7, noise.ACCEPT, rows, steps, offsets), -1.0, -1.0]
+    assert resample.tolist() == [*noise.uniforms(7, noise.RESAMPLE, rows, steps, 0), -1.0]
+    written = np.empty(6)
+    assert noise.node_uniforms(7, noise.ACCEPT, rows, steps, offsets, out=written) is written
+    assert written[:5].tolist() == accept[:5].tolist()
+    for wrong in (
+        lambda: noise.fill_tests(7, rows, steps, offsets, accept[:4], resample),
+        lambda: noise.fill_tests(7, rows[:1], steps, offsets, accept, resample),
+        lambda: noise.fill_tests(7, rows - 10, steps, offsets, accept, resample),
+        lambda: noise.node_uniforms(7, noise.ACCEPT, rows, steps, offsets, out=written[:3]),
+    ):
+        with pytest.raises(ValueError):
+            wrong()
+
+
 def test_broadcasts_and_keeps_the_shape():
     grid = noise.uniforms(5, noise.ACCEPT, np.arange(3)[:, None], 9, np.arange(4)[None, :])
     assert grid.shape == (3, 4)

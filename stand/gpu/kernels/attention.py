@@ -1,4 +1,4 @@
-"""Tree attention over packed tokens: split keys, an ancestor bitmask on the new tokens only, one merge.
+"""Tree attention over packed tokens in one kernel: split keys, an ancestor bitmask on the new tokens only.
 
 The work list says which program attends which tokens to which slots. Scores live in powers of two (exp2 is what the
 hardware has); partial results are normalised and carry the logarithm of their mass, as in FlashAttention (Dao 2023,
@@ -13,13 +13,14 @@ import triton
 import triton.language as tl
 
 from stand.gpu.kernels.launch import launch_device
-from stand.gpu.kernels.merge import LOG2_E, merge
+from stand.gpu.kernels.merge import MERGED_ROWS_PER_WARP, is_last, merge_tile, merged_splits
 from stand.gpu.kernels.specimen import Specimen
 from stand.gpu.tiles import BLOCKS_16_BIT, BLOCKS_FLOAT32, Blocks, blocks, limits_of
 
 MOST_WORDS = 4  # 64-bit words of ancestors per token
 PROGRAMS_PER_PROCESSOR = 2
 INTERPRETED_PROGRAMS = 3
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -73,23 +74,38 @@ def _hide_others(scores, words, bits, inside, is_masked):
 
 
 @triton.jit
-def _store_partial(partials, log_sums, accumulator, highest, mass, in_tile, tile):
-    """The normalised result of one split, and the logarithm of its mass; a split that saw nothing has none."""
-    has_mass = mass > 0
-    mixed = accumulator / tl.where(has_mass, mass, 1.0)[:, None]
-    log_sum = tl.where(has_mass, highest + tl.log2(tl.where(has_mass, mass, 1.0)), float("-inf"))
-    tl.store(log_sums, log_sum, mask=in_tile)
-    tl.store(partials, mixed, mask=tile & has_mass[:, None])
+def _before_keys(sinks, heads, split, BLOCK_M: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """(highest [BLOCK_M], mass [BLOCK_M]) of a split before its first key: a sink counts as a key of the first one."""
+    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:
+        highest = tl.where(split == 0, tl.load(sinks + heads).to(tl.float32) * LOG2_E, highest)
+        mass = tl.where(split == 0, 1.0, mass)
+    return highest, mass
+
+
+@triton.jit
+def _clear_padding(mixed, partial_starts, num_tokens, ROW_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Zeros for the tokens that no item covers: those without partial results."""
+    token = tl.program_id(0)
+    while token < num_tokens:
+        if tl.load(partial_starts + token) == tl.load(partial_starts + token + 1):
+            for first in range(0, ROW_SIZE, BLOCK):
+                cells = first + tl.arange(0, BLOCK)
+                zeros = tl.zeros([BLOCK], mixed.dtype.element_ty)
+                tl.store(mixed + token.to(tl.int64) * ROW_SIZE + cells, zeros, mask=cells < ROW_SIZE)
+        token += tl.num_programs(0)
 
 
 @triton.jit
 def _attend_keys(
     queries, key_base, value_base, ancestors, positions, packed, in_tile, row_first, length, first, k_end, blind,
-    scale, softcap, KEY_SLOT_STRIDE: tl.constexpr, VALUE_SLOT_STRIDE: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    highest, mass, scale, softcap, KEY_SLOT_STRIDE: tl.constexpr, VALUE_SLOT_STRIDE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """(accumulator [BLOCK_M, BLOCK_D], highest [BLOCK_M], mass [BLOCK_M]) of a tile over slots [first, k_end).
+    """(accumulator [BLOCK_M, BLOCK_D], highest [BLOCK_M], mass [BLOCK_M]) of a tile over slots [first, k_end), the
+    latter two beginning with what is given.
 
     Blocks of committed keys, then blocks of new tokens from the first one on: a block of at most 64 tokens needs a
     single word of ancestors, and only these and the last committed block need a mask at all.
@@ -98,8 +114,6 @@ def _attend_keys(
     key_block = columns[:, None] * KEY_SLOT_STRIDE + sizes[None, :]
     value_block = columns[:, None] * VALUE_SLOT_STRIDE + sizes[None, :]
     accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    mass = tl.zeros([BLOCK_M], tl.float32)
     unit = _score_unit(scale, softcap, HAS_SOFTCAP)
     prefix_end = tl.minimum(k_end, length)
     num_prefix_blocks = tl.cdiv(tl.maximum(prefix_end - first, 0), BLOCK_N)
@@ -132,18 +146,21 @@ def _attend_keys(
     return accumulator, highest, mass
 
 
-@triton.jit(do_not_specialize=["num_items", "window"])
+@triton.jit(do_not_specialize=["num_tokens", "num_items", "window"])
 def _tree_attention_kernel(
-    query, keys, values, ancestors, positions, items, partial_starts, partials, log_sums, num_items,
-    scale, window, softcap, query_token_stride, query_head_stride, key_row_stride, key_head_stride, value_row_stride,
-    value_head_stride, KEY_SLOT_STRIDE: tl.constexpr, VALUE_SLOT_STRIDE: tl.constexpr, KEY_HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    query, keys, values, ancestors, positions, items, partial_starts, partials, log_sums, arrivals, sinks, mixed,
+    num_tokens, num_items, scale, window, softcap, query_token_stride, query_head_stride, key_row_stride,
+    key_head_stride, value_row_stride, value_head_stride, KEY_SLOT_STRIDE: tl.constexpr,
+    VALUE_SLOT_STRIDE: tl.constexpr, KEY_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MERGED_ROWS: tl.constexpr, MERGED_SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Each program walks over (item, key head) pairs until the first item without tokens.
 
     query [M, H, D]; keys, values [R, Hkv, S, D]; ancestors [M, W] int64; positions [M] int64; items [I, 8] int32;
-    partial_starts [M + 1] int32; partials [P, H, D] float32; log_sums [P, H] float32.
+    partial_starts [M + 1] int32; partials [P, H, D] float32; log_sums [P, H] float32; arrivals [>= M, Hkv] int32;
+    sinks [H] or anything; mixed [M, H, D].
     A fixed grid instead of one program per item: the list's room is for the longest context, and thousands of
     programs that only find out that they are empty would cost more than a short context's work.
     """
@@ -153,8 +170,9 @@ def _tree_attention_kernel(
     while _is_live(items, index, num_items, KEY_HEADS):
         item = items + (index // KEY_HEADS) * 8
         key_head = index % KEY_HEADS
-        in_tile = tokens < tl.load(item + 2)
-        packed = tl.load(item + 1) + tokens
+        first_token, count, split = tl.load(item + 1), tl.load(item + 2), tl.load(item + 7)
+        in_tile = tokens < count
+        packed = first_token + tokens
         heads = key_head * GROUPS + rows % GROUPS
         tile = in_tile[:, None]
         if BLOCK_D != HEAD_SIZE:
@@ -168,20 +186,39 @@ def _tree_attention_kernel(
             blind = tl.load(positions + packed, mask=in_tile, other=0).to(tl.int32) - window
             earliest = tl.min(tl.where(in_tile, blind, 2147483647)) + 1
             first = first + tl.maximum(earliest - first, 0) // BLOCK_N * BLOCK_N
+        highest, mass = _before_keys(sinks, heads, split, BLOCK_M, HAS_SINKS)
         accumulator, highest, mass = _attend_keys(
             queries, keys + cache_row * key_row_stride + key_head.to(tl.int64) * key_head_stride,
             values + cache_row * value_row_stride + key_head.to(tl.int64) * value_head_stride, ancestors, positions,
-            packed, in_tile, tl.load(item), tl.load(item + 4), first, tl.load(item + 6), blind, scale, softcap,
-            KEY_SLOT_STRIDE, VALUE_SLOT_STRIDE, HEAD_SIZE, BLOCK_D, WORDS, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP,
+            packed, in_tile, tl.load(item), tl.load(item + 4), first, tl.load(item + 6), blind, highest, mass, scale,
+            softcap, KEY_SLOT_STRIDE, VALUE_SLOT_STRIDE, HEAD_SIZE, BLOCK_D, WORDS, BLOCK_M, BLOCK_N, HAS_WINDOW,
+            HAS_SOFTCAP,
         )  # fmt: skip
-        parts = tl.load(partial_starts + packed, mask=in_tile, other=0) + tl.load(item + 7)
-        places = parts.to(tl.int64) * (KEY_HEADS * GROUPS) + heads
+        has_mass = mass > 0
+        mass = tl.where(has_mass, mass, 1.0)
+        result = accumulator / mass[:, None]
+        first_partial = tl.load(partial_starts + first_token)
+        num_splits = tl.load(partial_starts + first_token + 1) - first_partial
+        is_whole = num_splits == 1
+        begin = tl.where(is_whole, first_token, first_partial + split).to(tl.int64) * (KEY_HEADS * GROUPS)
+        places = tokens * (num_splits * KEY_HEADS * GROUPS) + heads
         cells = places[:, None] * HEAD_SIZE + sizes[None, :]
-        _store_partial(partials + cells, log_sums + places, accumulator, highest, mass, in_tile, tile)
+        if is_whole:
+            tl.store(mixed + begin * HEAD_SIZE + cells, result.to(mixed.dtype.element_ty), mask=tile)
+        else:
+            log_sum = tl.where(has_mass, highest + tl.log2(mass), float("-inf"))
+            tl.store(log_sums + begin + places, log_sum, mask=in_tile)
+            tl.store(partials + begin * HEAD_SIZE + cells, result, mask=tile)
+            if is_last(arrivals + first_token * KEY_HEADS + key_head, num_splits):
+                merge_tile(
+                    partials, log_sums, mixed, first_partial, num_splits, first_token, count * GROUPS, key_head,
+                    KEY_HEADS, GROUPS, HEAD_SIZE, BLOCK_D, MERGED_ROWS, MERGED_SPLITS,
+                )  # fmt: skip
         index += tl.num_programs(0)
+    _clear_padding(mixed, partial_starts, num_tokens, KEY_HEADS * GROUPS * HEAD_SIZE, BLOCK_D)
 
 
-@torch.library.custom_op("stand::tree_attention", mutates_args=("partials", "log_sums"))
+@torch.library.custom_op("stand::tree_attention", mutates_args=("partials", "log_sums", "arrivals"))
 def tree_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -192,6 +229,7 @@ def tree_attention(
     partial_starts: torch.Tensor,
     partials: torch.Tensor,
     log_sums: torch.Tensor,
+    arrivals: torch.Tensor,
     scale: float,
     tile_tokens: int,
     window: int = 0,
@@ -204,19 +242,20 @@ def tree_attention(
     int64, bit j % 64 of word j // 64 set when the token sees token j of its row (its own bit included, no later one);
     positions [M] int64, slot k of the committed prefix being position k; items [I, 8] and partial_starts [M + 1] int32
     as `WorkList` makes them with `tile_tokens`; partials [P, H, D] and log_sums [P, H] float32 are scratch for P
-    partial results. Scores are multiplied by `scale` > 0. `window` > 0: a token sees positions above its own less the
-    window. `softcap` > 0: scores become softcap * tanh(score / softcap) (Gemma 2). `sinks` [H]: a logit per head that
-    takes mass and gives nothing (gpt-oss). A token that no item covers must have no partial results and gets zeros.
-    Raises ValueError on wrong shapes.
+    partial results; arrivals [>= M, Hkv] int32 counts finished splits, zeros before and after. Scores are multiplied by
+    `scale` > 0. `window` > 0: a token sees positions above its own less the window. `softcap` > 0: scores
+    become softcap * tanh(score / softcap) (Gemma 2). `sinks` [H]: a logit per head that takes mass and gives nothing
+    (gpt-oss). A token that no item covers must have no partial results and gets zeros. Raises ValueError on wrong
+    shapes.
     """
-    _check_call(query, keys, values, ancestors, positions, items, partial_starts, partials, log_sums, scale, sinks)
+    scratch = (partials, log_sums, arrivals)
+    _check_call(query, keys, values, ancestors, positions, items, partial_starts, *scratch, scale, sinks)
     mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
     with launch_device(_tree_attention_kernel, query):
         _attend(
-            query, keys, values, ancestors, positions, items, partial_starts, partials, log_sums,
+            query, keys, values, ancestors, positions, items, partial_starts, *scratch, sinks, mixed,
             scale, tile_tokens, window, softcap,
         )  # fmt: skip
-        merge(partials, log_sums, partial_starts, sinks, mixed)
     return mixed
 
 
@@ -226,31 +265,18 @@ def _(query, *rest, **options):
 
 
 def _attend(
-    query, keys, values, ancestors, positions, items, partial_starts, partials, log_sums,
+    query, keys, values, ancestors, positions, items, partial_starts, partials, log_sums, arrivals, sinks, mixed,
     scale, tile_tokens, window, softcap,
 ) -> None:  # fmt: skip
-    """Partial results of every item."""
+    """Launch the kernel."""
     _, num_heads, head_size = query.shape
     key_heads = keys.shape[1]
     groups = num_heads // key_heads
     sizes = blocks(tile_tokens * groups, head_size, query.dtype, limits=limits_of(query.device))
     _tree_attention_kernel[(_num_programs(query.device, len(items) * key_heads),)](
-        query,
-        keys,
-        values,
-        ancestors,
-        positions,
-        items,
-        partial_starts,
-        partials,
-        log_sums,
-        len(items),
-        scale,
-        window,
-        softcap,
-        *query.stride()[:2],
-        *keys.stride()[:2],
-        *values.stride()[:2],
+        query, keys, values, ancestors, positions, items, partial_starts, partials, log_sums, arrivals,
+        query if sinks is None else sinks, mixed, len(query), len(items), scale, window, softcap,
+        *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
         KEY_SLOT_STRIDE=keys.stride(2),
         VALUE_SLOT_STRIDE=values.stride(2),
         KEY_HEADS=key_heads,
@@ -260,11 +286,14 @@ def _attend(
         WORDS=ancestors.shape[1],
         BLOCK_M=sizes.rows,
         BLOCK_N=sizes.keys,
+        MERGED_ROWS=MERGED_ROWS_PER_WARP * sizes.num_warps,
+        MERGED_SPLITS=merged_splits(head_size),
         HAS_WINDOW=window > 0,
         HAS_SOFTCAP=softcap > 0,
+        HAS_SINKS=sinks is not None,
         num_warps=sizes.num_warps,
         num_stages=sizes.num_stages,
-    )
+    )  # fmt: skip
 
 
 def _num_programs(device: torch.device, num_pairs: int) -> int:
@@ -277,7 +306,7 @@ def _num_programs(device: torch.device, num_pairs: int) -> int:
 
 
 def _check_call(
-    query, keys, values, ancestors, positions, items, partial_starts, partials, log_sums, scale, sinks
+    query, keys, values, ancestors, positions, items, partial_starts, partials, log_sums, arrivals, scale, sinks
 ) -> None:
     """Shapes, dtypes and strides; all of it known without a look at the device."""
     num_tokens, num_heads, head_size = query.shape
@@ -290,6 +319,7 @@ def _check_call(
         "partial_starts": (partial_starts, (num_tokens + 1,), torch.int32),
         "partials": (partials, (partials.shape[0], num_heads, head_size), torch.float32),
         "log_sums": (log_sums, (partials.shape[0], num_heads), torch.float32),
+        "arrivals": (arrivals, (max(arrivals.shape[0], num_tokens), keys.shape[1]), torch.int32),
     }
     if sinks is not None:
         expected["sinks"] = (sinks, (num_heads,), sinks.dtype)
@@ -321,7 +351,7 @@ def specimens() -> list[Specimen]:
         _tile_specimen("7B small tiles", "bf16", 128, 7, small),
         _tile_specimen("windowed large tiles", "bf16", 128, 4, large, HAS_WINDOW=True),
         _tile_specimen("fp16 small tiles", "fp16", 128, 4, small),
-        _tile_specimen("gpt-oss", "bf16", 64, 8, BLOCKS_16_BIT[64][1][0], HAS_WINDOW=True),
+        _tile_specimen("gpt-oss", "bf16", 64, 8, BLOCKS_16_BIT[64][1][0], HAS_WINDOW=True, HAS_SINKS=True),
         _tile_specimen("Phi-3", "bf16", 96, 1, BLOCKS_16_BIT[96][1][0], HAS_WINDOW=True),
         _tile_specimen("Phi-3 sm_89", "bf16", 96, 1, BLOCKS_16_BIT[96][1][1], HAS_WINDOW=True),
         _tile_specimen("Gemma 2", "bf16", 256, 2, BLOCKS_16_BIT[256][0][0], HAS_WINDOW=True, HAS_SOFTCAP=True),
@@ -342,13 +372,16 @@ def _tile_specimen(name: str, dtype: str, head_size: int, groups: int, sizes: Bl
         "WORDS": 2,
         "BLOCK_M": sizes.rows,
         "BLOCK_N": sizes.keys,
+        "MERGED_ROWS": MERGED_ROWS_PER_WARP * sizes.num_warps,
+        "MERGED_SPLITS": merged_splits(head_size),
         "HAS_WINDOW": False,
         "HAS_SOFTCAP": False,
+        "HAS_SINKS": False,
     } | variant
     types = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
     types |= {"ancestors": "*i64", "positions": "*i64", "items": "*i32", "partial_starts": "*i32"}
-    types |= {"partials": "*fp32", "log_sums": "*fp32"}
-    types |= dict.fromkeys(("num_items", "window"), "i32") | {"scale": "fp32", "softcap": "fp32"}
+    types |= {"partials": "*fp32", "log_sums": "*fp32", "arrivals": "*i32", "sinks": f"*{dtype}", "mixed": f"*{dtype}"}
+    types |= dict.fromkeys(("num_tokens", "num_items", "window"), "i32") | {"scale": "fp32", "softcap": "fp32"}
     strides = ("query_token", "query_head", "key_row", "key_head", "value_row", "value_head")
     types |= {f"{stride}_stride": "i32:16" for stride in strides}
     return Specimen(name, _tree_attention_kernel, types, constants, sizes.num_warps, sizes.num_stages)

@@ -1,98 +1,72 @@
-"""The merge of tree attention: partial results of a token's splits, weighted by the mass that each of them saw."""
+"""The merge of tree attention: results of a tile's splits, weighted by the mass that each of them saw.
+
+The program that finishes a tile last merges it, so that no launch of its own is needed. A counter per tile says who
+that is; the order of the sums is that of the splits, whoever was last.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from stand.gpu.kernels.specimen import Specimen
+MERGED_ROWS_PER_WARP = 2  # query rows that are merged at once
+MOST_MERGED = 512  # numbers of a query row that are read at once
 
-MERGED_SPLITS = 16  # partial results that the merge holds at once; part of the order of its sums
-MERGE_WARPS = 2
-LOG2_E = tl.constexpr(1.4426950408889634)
+
+def merged_splits(head_size: int) -> int:
+    """Results of a query row that are read at once: as many as registers hold."""
+    return max(MOST_MERGED // triton.next_power_of_2(head_size), 1)
 
 
 @triton.jit
-def _merge_kernel(
-    partials,  # [P, H, D] float32
-    log_sums,  # [P, H] float32
-    partial_starts,  # [M + 1] int32
-    sinks,  # [H], or anything when HAS_SINKS is false
-    mixed,  # [M, H, D]
-    NUM_HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
-    """Partial results of one token and head, weighted by their mass; a sink takes its share and gives nothing."""
-    token = tl.program_id(0)
-    head = tl.program_id(1)
+def is_last(arrivals, num_splits):
+    """Whether all `num_splits` programs of a tile have stored their results; asked by each, after it has.
+
+    arrivals: the tile's counter, int32, 0 before the first and 0 again after the last. The barrier puts the stores of
+    all threads before the one thread's atomic operation; acquire and release carry them to the program that reads.
+    """
+    tl.debug_barrier()
+    is_complete = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == num_splits - 1
+    if is_complete:
+        tl.store(arrivals, 0)
+    return is_complete
+
+
+@triton.jit
+def merge_tile(
+    partials, log_sums, mixed, first_partial, num_splits, first_token, num_rows, key_head, KEY_HEADS: tl.constexpr,
+    GROUPS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The results of `num_rows` query rows (tokens from `first_token` on times grouped heads) to `mixed` [M, H, D].
+
+    partials [P, H, D] float32; log_sums [P, H] float32; the results of the first token begin at `first_partial`.
+    """
     sizes = tl.arange(0, BLOCK_D)
-    begin = tl.load(partial_starts + token)
-    count = tl.load(partial_starts + token + 1) - begin
-    highest = tl.full([1], float("-inf"), tl.float32)
-    mass = tl.zeros([1], tl.float32)
-    if HAS_SINKS:
-        highest = tl.load(sinks + head + tl.arange(0, 1)).to(tl.float32) * LOG2_E
-        mass = tl.full([1], 1.0, tl.float32)
-    accumulator = tl.zeros([BLOCK_D], tl.float32)
-    for first in range(0, count, BLOCK_P):
-        splits = first + tl.arange(0, BLOCK_P)
-        places = (begin + splits).to(tl.int64) * NUM_HEADS + head
-        logs = tl.load(log_sums + places, mask=splits < count, other=float("-inf"))
-        filled = logs != float("-inf")
-        parts = tl.load(
-            partials + places[:, None] * HEAD_SIZE + sizes[None, :],
-            mask=filled[:, None] & (sizes < HEAD_SIZE)[None, :],
-            other=0.0,
-        )
-        new_highest = tl.maximum(highest, tl.max(logs, 0))
-        reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weights = tl.exp2(logs - reference)
-        shrink = tl.exp2(highest - reference)
-        mass = mass * shrink + tl.sum(weights, 0)
-        accumulator = accumulator * shrink + tl.sum(parts * weights[:, None], 0)
-        highest = new_highest
-    result = accumulator / tl.where(mass > 0, mass, 1.0)
-    place = (token.to(tl.int64) * NUM_HEADS + head) * HEAD_SIZE
-    tl.store(mixed + place + sizes, result.to(mixed.dtype.element_ty), mask=sizes < HEAD_SIZE)
-
-
-def merge(partials, log_sums, partial_starts, sinks, mixed) -> None:
-    """Partial results to `mixed`."""
-    num_tokens, num_heads, head_size = mixed.shape
-    _merge_kernel[(num_tokens, num_heads)](
-        partials,
-        log_sums,
-        partial_starts,
-        sinks if sinks is not None else log_sums,
-        mixed,
-        NUM_HEADS=num_heads,
-        HEAD_SIZE=head_size,
-        BLOCK_D=triton.next_power_of_2(head_size),
-        BLOCK_P=MERGED_SPLITS,
-        HAS_SINKS=sinks is not None,
-        num_warps=MERGE_WARPS,
-    )
-
-
-def specimens() -> list[Specimen]:
-    """Of common models."""
-    return [
-        _specimen("7B", "bf16", 128, has_sinks=False),
-        _specimen("gpt-oss", "bf16", 64, has_sinks=True),
-    ]
-
-
-def _specimen(name: str, dtype: str, head_size: int, *, has_sinks: bool) -> Specimen:
-    types = {"partials": "*fp32", "log_sums": "*fp32", "partial_starts": "*i32"}
-    types |= {"sinks": f"*{dtype}" if has_sinks else "*fp32", "mixed": f"*{dtype}"}
-    constants = {
-        "NUM_HEADS": 28,
-        "HEAD_SIZE": head_size,
-        "BLOCK_D": triton.next_power_of_2(head_size),
-        "BLOCK_P": MERGED_SPLITS,
-        "HAS_SINKS": has_sinks,
-    }
-    return Specimen(name, _merge_kernel, types, constants, MERGE_WARPS)
+    for first in range(0, num_rows, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        inside = rows < num_rows
+        tile = inside[:, None]
+        if BLOCK_D != HEAD_SIZE:
+            tile = tile & (sizes < HEAD_SIZE)[None, :]
+        heads = key_head * GROUPS + rows % GROUPS
+        begins = first_partial + rows // GROUPS * num_splits
+        highest = tl.full([ROWS], float("-inf"), tl.float32)
+        mass = tl.zeros([ROWS], tl.float32)
+        accumulator = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        for chunk in range(0, num_splits, SPLITS):
+            for step in tl.static_range(SPLITS):
+                split = chunk + step
+                places = (begins + split).to(tl.int64) * (KEY_HEADS * GROUPS) + heads
+                log_sum = tl.load(log_sums + places, mask=inside & (split < num_splits), other=float("-inf"))
+                cells = places[:, None] * HEAD_SIZE + sizes[None, :]
+                part = tl.load(partials + cells, mask=tile & (split < num_splits), other=0.0)
+                new_highest = tl.maximum(highest, log_sum)
+                reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+                weight = tl.exp2(log_sum - reference)
+                shrink = tl.exp2(highest - reference)
+                mass = mass * shrink + weight
+                accumulator = accumulator * shrink[:, None] + part * weight[:, None]
+                highest = new_highest
+        result = accumulator / tl.where(mass > 0, mass, 1.0)[:, None]
+        cells = ((first_token + rows // GROUPS).to(tl.int64) * (KEY_HEADS * GROUPS) + heads)[:, None] * HEAD_SIZE
+        tl.store(mixed + cells + sizes[None, :], result.to(mixed.dtype.element_ty), mask=tile)

@@ -1,0 +1,55 @@
+"""Tiles of the attention kernel by what GPUs allow, without one."""
+
+import pytest
+import torch
+
+from stand.gpu.tiles import Limits, blocks, refusal, tile_tokens
+
+LIMITS = {  # shared memory that one program may have
+    "sm_80": Limits(80, 163 * 1024),
+    "sm_86": Limits(86, 99 * 1024),
+    "sm_89": Limits(89, 99 * 1024),
+    "sm_90": Limits(90, 227 * 1024),
+    "sm_120": Limits(120, 99 * 1024),
+}
+
+
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_tile_fits_the_gpu(limits, dtype):
+    for head_size in (16, 64, 80, 96, 128, 192, 256):
+        for groups in (1, 7, 64):
+            rows = tile_tokens(1000, groups, head_size, dtype, limits=limits) * groups
+            sizes = blocks(rows, head_size, dtype, limits=limits)
+            assert sizes.rows >= rows and 64 % sizes.keys == 0
+            assert 0 < limits.needs(sizes) <= limits.shared_bytes
+
+
+def test_smaller_shared_memory_takes_shorter_key_blocks():
+    """Head sizes 96 (Phi-3), 128 (Qwen2.5-7B) and 256 (Gemma 2): the first choice asks for more than 99 KiB."""
+    for head_size, num_rows, first in ((96, 128, (64, 3)), (128, 128, (64, 3)), (256, 64, (32, 3))):
+        hopper = blocks(num_rows, head_size, torch.bfloat16, limits=LIMITS["sm_90"])
+        assert (hopper.keys, hopper.num_stages) == first
+        for name in ("sm_86", "sm_89", "sm_120"):
+            assert blocks(num_rows, head_size, torch.bfloat16, limits=LIMITS[name]) != hopper
+    assert blocks(128, 96, torch.bfloat16, limits=LIMITS["sm_80"]).keys == 64
+    assert blocks(128, 128, torch.bfloat16, limits=LIMITS["sm_80"]).keys == 32  # 64 would spill
+
+
+def test_gpus_that_cannot_are_refused():
+    with pytest.raises(ValueError, match="8.0 or higher, got 7.5"):
+        blocks(16, 128, torch.bfloat16, limits=Limits(75, 64 * 1024))
+    with pytest.raises(ValueError, match="must fit into shared memory, got 40960 bytes"):
+        blocks(16, 128, torch.bfloat16, limits=Limits(80, 40 * 1024))
+    assert refusal(Limits(80, 1)) is None
+
+
+def test_tiles_by_rows_and_groups():
+    assert tile_tokens(80, 7, 128, torch.bfloat16) == 18
+    assert tile_tokens(8, 7, 128, torch.bfloat16) == 9
+    assert tile_tokens(1, 1, 64, torch.float16) == 64
+    assert tile_tokens(80, 2, 256, torch.bfloat16) == 32
+    assert tile_tokens(1, 71, 64, torch.bfloat16) == 1
+    assert tile_tokens(64, 1, 112, torch.float16) == 64
+    with pytest.raises(ValueError, match="at most 64 query rows"):
+        tile_tokens(1, 71, 64, torch.float32)

@@ -177,14 +177,17 @@ class DraftBatch:
         """
         return layout.chains(self, num_tokens)
 
-    def ancestor_masks(self, num_nodes: int, *, pad_id: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    def ancestor_masks(
+        self, num_nodes: int, *, pad_id: int = 0, out: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(token_ids int32 [B, d], masks bool [B, d, d]) with d = num_nodes, for engines with as many nodes per row.
+        out: int64 [B, d, d], C-contiguous, that becomes the masks; None for a new array of bool.
 
         masks[b, i, j] says that node j is node i or above it. Node 0 is the pending token. A row with fewer nodes is
         padded with `pad_id` by a chain below its last node, so no node has two equal children.
-        Raises ValueError on an unsound batch, and where a row has more nodes.
+        Raises ValueError on an unsound batch, where a row has more nodes, and on another kind of `out`.
         """
-        return layout.ancestor_masks(self, num_nodes, pad_id)
+        return layout.ancestor_masks(self, num_nodes, pad_id, out)
 
     @classmethod
     def pending(cls, token_ids: Sequence[int]) -> DraftBatch:

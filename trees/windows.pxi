@@ -1,5 +1,10 @@
 # Histories as windows, newest token first. Arrays are read directly: a typed view would take longer than a small draft.
 
+from stand.trees.layouts import text_rows
+
+cdef object C_TEXT_ROWS = text_rows.TextRows
+
+
 cdef int32_t fill_window(history, int32_t limit, int32_t* window) except -1:
     """The last tokens of a history, newest first; returns how many."""
     cdef int32_t size, age
@@ -28,8 +33,33 @@ cdef void fill_windows(histories, int32_t limit, vector[int32_t]& windows, vecto
         raise ValueError("histories must be a list of token ids per row, got a dict; pass its values as a list")
     windows.resize(max(1, num_rows * limit))
     sizes.resize(max(1, num_rows))
+    if type(histories) is C_TEXT_ROWS:
+        _fill_from_rows(histories.tokens, histories.rows, histories.lengths, limit, windows, sizes)
+        return
     for row in range(num_rows):
         sizes[row] = fill_window(histories[row], limit, &windows[row * limit])
+
+
+cdef void _fill_from_rows(cnp.ndarray tokens, cnp.ndarray rows, cnp.ndarray lengths, int32_t limit,
+                          vector[int32_t]& windows, vector[int32_t]& sizes) except *:
+    """`fill_windows` of `TextRows`, whose kinds of arrays are checked."""
+    cdef int64_t num_rows = cnp.PyArray_DIM(tokens, 0), width = cnp.PyArray_DIM(tokens, 1), text
+    cdef const int64_t* row_numbers = <const int64_t*> cnp.PyArray_DATA(rows)
+    cdef const int64_t* ends = <const int64_t*> cnp.PyArray_DATA(lengths)
+    cdef const int32_t* end
+    cdef int32_t age
+    for text in range(cnp.PyArray_DIM(lengths, 0)):
+        if not (0 <= row_numbers[text] < num_rows and 0 <= ends[text] <= width):
+            raise ValueError(
+                f"texts must lie in their array of {num_rows} rows and {width} columns, got row {row_numbers[text]} "
+                f"and length {ends[text]}"
+            )
+        end = <const int32_t*> cnp.PyArray_DATA(tokens) + row_numbers[text] * width + ends[text]
+        sizes[text] = <int32_t> min(<int64_t> limit, ends[text])
+        for age in range(sizes[text]):
+            if end[-1 - age] < 0:
+                raise ValueError("token ids must not be negative; pass the tokens without padding")
+            windows[text * limit + age] = end[-1 - age]
 
 
 cdef StepView step_view(batch, histories, int32_t limit, vector[int32_t]& windows, vector[int32_t]& sizes) except *:

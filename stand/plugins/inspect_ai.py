@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 
@@ -126,7 +127,8 @@ class StandAPI(ModelAPI):
     """A transformers model of this machine, decoded by the engine.
 
     Model arguments (-M name=value): `rows`, the most requests decoded together (16); `device`, `dtype` ("auto");
-    `lookup`, a file that the drafter starts from; `save_lookup`, a file to write what it has learned at the end to.
+    `lookup`, a file that the drafter starts from; `save_lookup`, a file to write what it has learned to, when the
+    provider is closed or the process ends: inspect does not close what it was given by name.
     Settings that are left out are the model's own, as `generation_config.json` has them. config.seed fixes the
     random numbers, but which requests share a batch depends on time, so a run does not repeat itself token for token.
 
@@ -163,9 +165,14 @@ class StandAPI(ModelAPI):
         if tokenizer.chat_template is None:
             raise ValueError(f"{model_name} must have a chat template, got none; inspect asks in chats")
         drafter = None if lookup is None else BlendedLookup.load(lookup)
-        self.rows, self.save_lookup = int(rows), save_lookup
-        self.engine = wrap(model, tokenizer, drafter=drafter)
-        self.batches = RequestBatches(self.engine, num_rows=self.rows, seed=config.seed)
+        self._begin(wrap(model, tokenizer, drafter=drafter), int(rows), save_lookup, config.seed)
+
+    def _begin(self, engine: object, rows: int, save_lookup: str | None, seed: int | None) -> None:
+        self.engine, self.rows = engine, rows
+        self.batches = RequestBatches(engine, num_rows=rows, seed=seed)
+        self.save_at_exit = None
+        if save_lookup is not None:
+            self.save_at_exit = weakref.finalize(self, engine.lookup.save, save_lookup)
 
     async def generate(
         self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
@@ -187,8 +194,8 @@ class StandAPI(ModelAPI):
     def close(self) -> None:
         self.batches.close()
         self.batches.thread.join()
-        if self.save_lookup is not None:
-            self.engine.lookup.save(self.save_lookup)
+        if self.save_at_exit is not None:
+            self.save_at_exit()
 
 
 def _message(message: ChatMessage) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""Which rows of a step go on a text of an earlier step, where an engine gives rows without names."""
+"""Which rows of a step go on a text of an earlier step: `KnownTexts` where an engine gives rows without names,
+`NamedTexts` where it names them."""
 
 from libc.stdint cimport int32_t, int64_t
 
@@ -71,6 +72,46 @@ cdef class KnownTexts:
             self._parked[int(self._lengths[row]), self._tails[row].tobytes()] = self._notes[row].copy()
             if len(self._parked) > self.most_parked:
                 self._parked.popitem(last=False)
+
+
+cdef class NamedTexts:
+    """The texts that were shown under a name: how long they were, and the scope of each."""
+
+    cdef dict _texts  # name: (length, scope)
+
+    def __init__(self):
+        self._texts = {}
+
+    def __contains__(self, name):
+        return name in self._texts
+
+    def find(self, names, lengths):
+        """(length when it was last shown int64[B], scopes list[B]): -1 and 0 for a new name, and where a text is
+        shorter than the one of that name was."""
+        cdef Py_ssize_t row
+        cdef int64_t length
+        cdef tuple known
+        before_array = np.empty(len(names), dtype=np.int64)
+        cdef int64_t[::1] before = before_array
+        cdef list scopes = []
+        for row in range(before.shape[0]):
+            known = self._texts.get(names[row])
+            length = -1 if known is None else known[0]
+            if length > <int64_t> lengths[row]:
+                length = -1
+            before[row] = length
+            scopes.append(0 if length < 0 else known[1])
+        return before_array, scopes
+
+    def keep(self, names, lengths, scopes):
+        """What was shown now."""
+        cdef Py_ssize_t row
+        for row in range(len(names)):
+            self._texts[names[row]] = (lengths[row], scopes[row])
+
+    def forget(self, names):
+        for name in names:
+            self._texts.pop(name, None)
 
 
 cdef void _copy_tail(const int32_t* text, int64_t length, int32_t* tail) noexcept:

@@ -4,9 +4,8 @@ are."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-import numpy as np
 
 
 @dataclass(slots=True)
@@ -29,14 +28,15 @@ class RowSteps:
         accepted = self.num_tokens - self.num_row_steps
         return accepted / self.num_drafted if self.num_drafted else 0.0
 
-    def add(self, num_new: np.ndarray, num_drafted: np.ndarray) -> None:
-        """int64[B] each: tokens that rows got, and tokens drafted for them; negative for a row without a step before,
-        which is not counted."""
-        counted = num_drafted >= 0
-        self.num_row_steps += int(counted.sum())
-        self.num_tokens += int(num_new[counted].sum())
-        self.num_drafts += int((num_drafted > 0).sum())
-        self.num_drafted += int(num_drafted[counted].sum())
+    def add(self, num_new: Iterable[int], num_drafted: Iterable[int]) -> None:
+        """Per row: tokens that it got, and tokens drafted for it; negative for a row without a step before, which is
+        not counted."""
+        counted = [(new, drafted) for new, drafted in zip(num_new, num_drafted, strict=True) if drafted >= 0]
+        self.num_row_steps += len(counted)
+        for new, drafted in counted:
+            self.num_tokens += new
+            self.num_drafted += drafted
+            self.num_drafts += drafted > 0
 
     def __str__(self) -> str:
         return (

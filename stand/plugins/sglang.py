@@ -7,20 +7,37 @@ Never run inside SGLang itself: see docs/sglang.md for what was checked.
 from __future__ import annotations
 
 import logging
+import math
+import os
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from stand.plugins.backlog import Backlog
-from stand.plugins.options import ServingOptions
+from stand.plugins.known_texts import NamedTexts
+from stand.plugins.options import PREFIX, ServingOptions
 from stand.plugins.row_steps import Reporter, RowSteps
 from stand.plugins.scopes import TEXTS, Scopes
-from stand.trees import DraftBatch
+from stand.plugins.sglang_worker import CHOOSES_WORKER, with_laws
+from stand.trees import DraftBatch, problem_key
+from stand.trees.layouts.text_rows import TextRows
 
 LOGGER = logging.getLogger("sglang.stand")  # below SGLang's own, so that its lines are shown
 REPLACED = "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus"
+OWN_REFERENCES = 2  # to an attribute, as `sys.getrefcount` counts: the attribute itself and its argument
 SEPARATOR = -(2**31)  # SGLang puts it between the documents of a corpus
+
+
+class Drafted(NamedTuple):
+    """The last drafts: laws come for their nodes."""
+
+    names: Sequence[str]
+    texts: TextRows
+    scopes: list[int]
+    batch: DraftBatch
 
 
 class LookupCorpus:
@@ -31,6 +48,8 @@ class LookupCorpus:
     The other arguments belong to SGLang's trie and have no meaning here; options come from the environment
     (`ServingOptions`).
     """
+
+    hands_over_laws = False  # a worker sets it that calls `learn_laws`
 
     def __init__(
         self,
@@ -44,12 +63,15 @@ class LookupCorpus:
         external_corpus_max_tokens: int = 10_000_000,
     ):
         self.options = ServingOptions.read()
+        if self.options.budget > 0:
+            raise ValueError("budget must be left out, for SGLang gives every request as many nodes; got STAND_BUDGET")
         self.draft_token_num = draft_token_num
         self.external_corpus_max_tokens = external_corpus_max_tokens
         self.row_steps = RowSteps()
         self._reporter = Reporter(self.row_steps, LOGGER, every=self.options.report_every)
         self._corpora: dict[str, list[np.ndarray]] = {}  # documents
         self._loaded: dict[str, int] = {}  # tokens of corpora whose load was confirmed
+        self._masks = np.empty(0, dtype=np.int64)
         self.save_at_exit: weakref.finalize | None = None
         self._begin()
         if max_trie_depth < self.lookup.depth + draft_token_num:
@@ -72,16 +94,17 @@ class LookupCorpus:
 
         batch_tokens: each text's last tokens. total_lens: its tokens in all.
         """
-        tokens, lengths = _as_array(batch_tokens)
-        num_new, scopes, drafted = self._news(req_ids, tokens, lengths, total_lens)
+        self._check_laws()
+        texts = TextRows.from_lists(batch_tokens)
+        num_new, scopes = self._news(req_ids, texts, total_lens)
         self._backlog.work()
-        self.lookup.learn_rows(tokens, lengths, num_new, scopes=scopes)
-        self.row_steps.add(num_new, drafted)
-        batch = self._draft(tokens, lengths, scopes)
-        self._requests.update(zip(req_ids, zip(total_lens, scopes, strict=True), strict=True))
+        self.lookup.learn_rows(texts.tokens, texts.lengths, num_new, rows=texts.rows, scopes=scopes)
+        batch = self._draft(texts, scopes)
+        self._requests.keep(req_ids, total_lens, scopes)
+        self._drafted = Drafted(req_ids, texts, scopes, batch)
         self._reporter.look()
-        token_ids, masks = batch.ancestor_masks(self.draft_token_num)
-        return token_ids.astype(np.int64).ravel(), masks.astype(np.int64).ravel()
+        token_ids, masks = batch.ancestor_masks(self.draft_token_num, out=self._masks_for(len(batch)))
+        return token_ids.astype(np.int64).ravel(), masks.ravel()
 
     def batch_put(self, batch_tokens: Sequence[Sequence[int]]) -> None:
         """Nothing: these are the texts that the next `batch_get` shows again, with their names."""
@@ -89,10 +112,37 @@ class LookupCorpus:
     def synchronize(self) -> None:
         """Nothing: all that was shown is learned."""
 
+    def knows(self, name: str) -> bool:
+        """Was this request asked for?"""
+        return name in self._requests
+
+    def learn_prompt(self, name: str, prompt: np.ndarray) -> None:
+        """The whole prompt int32[L] of a request that was not asked for yet. Prompts are learned little by little, and
+        equal ones once."""
+        key = problem_key(prompt)
+        if key not in self._scopes and not (prompt < 0).any():
+            self._backlog.add(prompt, self._scopes.of(key))
+        self._prompts[name] = len(prompt), self._scopes.of(key)
+
+    def learn_laws(self, top_ids: np.ndarray, top_probs: np.ndarray) -> None:
+        """The target's laws at the nodes of the last `batch_get`: int32 and float32 [B * d, K], likeliest first.
+
+        What these requests got of that draft is not learned as tokens too. Laws that are not finite teach nothing.
+        """
+        names, texts, scopes, batch = self._drafted
+        nodes = np.arange(len(batch), dtype=np.int64) * self.draft_token_num - batch.offsets[:-1]
+        nodes = np.repeat(nodes, batch.sizes) + np.arange(batch.num_nodes)
+        probs = top_probs[nodes]
+        is_sound = np.isfinite(probs).all(axis=1)
+        befores = TextRows(texts.tokens, texts.lengths - 1, texts.rows)
+        self.lookup.learn_batch(
+            batch, befores, top_ids[nodes], np.where(is_sound[:, None], probs, 0), is_sound.nonzero()[0], scopes=scopes
+        )
+        self._lawful = set(names)
+
     def erase_match_state(self, req_ids: Iterable[str]) -> None:
         """Forget these requests; what they taught stays."""
-        for name in req_ids:
-            self._requests.pop(name, None)
+        self._requests.forget(req_ids)
 
     def reset(self) -> None:
         """Begin anew: with the file, where there is one, and with the corpora."""
@@ -150,13 +200,25 @@ class LookupCorpus:
             for path in self.leaf_paths_from_mask(tokens, mask):
                 LOGGER.info("row %d: %s%s", row, path, "" if tokenizer is None else f" {tokenizer.decode(path)!r}")
 
+    def _masks_for(self, num_rows: int) -> np.ndarray:
+        """int64[num_rows, d, d], the last result's memory where nobody holds it: fresh memory of this size costs as
+        much as a draft."""
+        shape = num_rows, self.draft_token_num, self.draft_token_num
+        size = math.prod(shape)
+        if self._masks.size < size or sys.getrefcount(self._masks) > OWN_REFERENCES:
+            self._masks = np.empty(size, dtype=np.int64)
+        return self._masks[:size].reshape(shape)
+
     def _begin(self) -> None:
         self.lookup = self.options.new_lookup()
         if self.save_at_exit is not None:
             self.save_at_exit.detach()  # it would write what was to be forgotten
         if self.options.save:
             self.save_at_exit = weakref.finalize(self, self.lookup.save, self.options.save)
-        self._requests: dict[str, tuple[int, int]] = {}  # length and scope
+        self._requests = NamedTexts()
+        self._prompts: dict[str, tuple[int, int]] = {}  # length and scope, of requests that were not asked for yet
+        self._drafted: Drafted | None = None
+        self._lawful: set[str] = set()  # requests whose last draft's laws are learned
         self._scopes = Scopes()
         self._backlog = Backlog(self.lookup, tokens_per_step=self.options.text_tokens)
 
@@ -164,34 +226,45 @@ class LookupCorpus:
         for document in documents:
             self._backlog.add(document, TEXTS)
 
-    def _news(
-        self, names: Sequence[str], tokens: np.ndarray, lengths: np.ndarray, totals: Sequence[int]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(new tokens among those shown int64[B], scopes int64[B], tokens drafted int64[B], -1 for new requests).
+    def _news(self, names: Sequence[str], texts: TextRows, totals: Sequence[int]) -> tuple[np.ndarray, list[int]]:
+        """(new tokens among those shown int64[B], scopes). The row-steps of known requests are counted.
 
-        A new request's problem is known by its length and by the last tokens of its prompt: no more is shown.
+        A new request's problem is known by its length and by the last tokens of its prompt, where no more was shown.
         """
-        num_new, scopes = np.empty(len(names), dtype=np.int64), np.empty(len(names), dtype=np.int64)
-        drafted = np.full(len(names), self.draft_token_num - 1, dtype=np.int64)
-        for row, (name, total) in enumerate(zip(names, totals, strict=True)):
-            before, scope = self._requests.get(name, (-1, 0))
-            if not 0 <= before <= total:
-                before, drafted[row] = total - lengths[row], -1
-                scope = self._scopes.of((total, tokens[row, : max(0, lengths[row] - 1)].tobytes()))
-            num_new[row], scopes[row] = total - before, scope
-        return np.minimum(num_new, lengths), scopes, drafted
+        before, scopes = self._requests.find(names, totals)
+        num_new = np.minimum(np.array(totals, dtype=np.int64) - before, texts.lengths)
+        drafted = [self.draft_token_num - 1] * len(names)
+        for row in (before < 0).nonzero()[0].tolist():
+            num_new[row], drafted[row] = len(texts[row]), -1
+            if names[row] in self._prompts:
+                num_prompt, scopes[row] = self._prompts.pop(names[row])
+                num_new[row] = min(max(0, totals[row] - num_prompt), num_new[row])
+            else:
+                scopes[row] = self._scopes.of((totals[row], texts[row][:-1].tobytes()))
+        self.row_steps.add(num_new.tolist(), drafted)
+        if self._lawful:
+            num_new[[known in self._lawful and steps >= 0 for known, steps in zip(names, drafted, strict=True)]] = 0
+            self._lawful = set()
+        return num_new, scopes
 
-    def _draft(self, tokens: np.ndarray, lengths: np.ndarray, scopes: np.ndarray) -> DraftBatch:
-        nothing = np.zeros(len(lengths), dtype=np.int64)  # deterministic drafts take no noise
+    def _check_laws(self) -> None:
+        if self.options.laws > 0 and not self.hands_over_laws:
+            raise RuntimeError(
+                "laws were asked for (STAND_LAWS), but SGLang made a worker that hands over none; see its log for a "
+                "hook that failed, or leave STAND_LAWS out"
+            )
+
+    def _draft(self, texts: TextRows, scopes: list[int]) -> DraftBatch:
+        nothing = np.zeros(len(texts), dtype=np.int64)  # deterministic drafts take no noise
         return self.lookup.draft(
-            [row[:length] for row, length in zip(tokens, lengths.tolist(), strict=True)],
-            len(lengths) * (self.draft_token_num - 1),
+            texts,
+            len(texts) * (self.draft_token_num - 1),
             seed=0,
             rows=nothing,
             steps=nothing,
             floor=self.options.floor,
             max_nodes=self.draft_token_num - 1,
-            scopes=scopes.tolist(),
+            scopes=scopes,
         )
 
 
@@ -200,15 +273,5 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(REPLACED, LookupCorpus, HookType.REPLACE)
-
-
-def _as_array(batch_tokens: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """(int32 [B, longest], lengths int64[B]): texts at the left."""
-    lengths = np.fromiter(map(len, batch_tokens), dtype=np.int64, count=len(batch_tokens))
-    longest = int(lengths.max(initial=0))
-    if (lengths == longest).all():
-        return np.array(batch_tokens, dtype=np.int32).reshape(len(lengths), longest), lengths
-    tokens = np.zeros((len(lengths), longest), dtype=np.int32)
-    for row, text in enumerate(batch_tokens):
-        tokens[row, : len(text)] = text
-    return tokens, lengths
+    if f"{PREFIX}LAWS" in os.environ:
+        HookRegistry.register(CHOOSES_WORKER, with_laws, HookType.AFTER)

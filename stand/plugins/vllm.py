@@ -20,6 +20,7 @@ from stand.plugins.options import ServingOptions
 from stand.plugins.row_steps import Reporter, RowSteps
 from stand.plugins.scopes import Scopes
 from stand.trees import problem_key
+from stand.trees.layouts.text_rows import TextRows
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,8 @@ class LookupProposer:
     def __init__(self, vllm_config: VllmConfig):
         given = vllm_config.additional_config
         self.options = ServingOptions.read(given.get(OPTIONS) if isinstance(given, dict) else None)
+        if self.options.laws > 0:
+            raise ValueError(f"laws must be 0, for vLLM hands no logits to a proposer; got {self.options.laws}")
         self.num_tokens = vllm_config.speculative_config.num_speculative_tokens
         self.max_length = vllm_config.model_config.max_model_len
         self.lookup = self.options.new_lookup()
@@ -69,8 +72,8 @@ class LookupProposer:
         int [R]: tokens of every row, those of this step included. token_ids_cpu int32 [R, L]: the rows' tokens.
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        num_sampled = np.fromiter(map(len, sampled_token_ids), dtype=np.int64, count=len(drafts))
-        rows = np.flatnonzero(num_sampled)
+        num_sampled = np.array(list(map(len, sampled_token_ids)), dtype=np.int64)
+        (rows,) = num_sampled.nonzero()
         if len(rows) > 0:
             lengths = num_tokens_no_spec[rows].astype(np.int64)
             notes = self._learn(token_ids_cpu, rows, lengths, num_sampled[rows])
@@ -88,29 +91,25 @@ class LookupProposer:
         """The notes on the rows. A new text is learned whole: what came before its first token little by little."""
         before = lengths - num_sampled
         known, notes = self._texts.find(tokens, rows, before)
-        for place in np.flatnonzero(known == 0).tolist():
+        for place in (known == 0).nonzero()[0].tolist():
             prompt = tokens[rows[place], : before[place]]
             key = problem_key(prompt)
             if key not in self._scopes:
                 self._backlog.add(prompt, self._scopes.of(key))
             known[place], notes[place] = before[place], (self._scopes.of(key), NOT_A_STEP)
         self._backlog.work()
-        self.lookup.learn_rows(tokens, lengths, lengths - known, rows=rows, scopes=notes[:, SCOPE])
-        self.row_steps.add(num_sampled, notes[:, DRAFTED])
+        self.lookup.learn_rows(tokens, lengths, lengths - known, rows=rows, scopes=notes[:, SCOPE].tolist())
+        self.row_steps.add(num_sampled.tolist(), notes[:, DRAFTED].tolist())
         return notes
 
     def _draft(self, tokens: np.ndarray, rows: np.ndarray, lengths: np.ndarray, scopes: np.ndarray) -> list[list[int]]:
-        num_rows, reach = len(rows), self.lookup.depth
-        room = self.num_tokens
-        if lengths.max() + room >= self.max_length:
+        num_rows, room = len(rows), self.num_tokens
+        if max(lengths.tolist()) + room >= self.max_length:
             room = np.clip(self.max_length - 1 - lengths, 0, room).tolist()
-        histories = [
-            tokens[row, max(0, end - reach) : end] for row, end in zip(rows.tolist(), lengths.tolist(), strict=True)
-        ]
         most = num_rows * self.num_tokens
         nothing = np.zeros(num_rows, dtype=np.int64)  # deterministic drafts take no noise
         batch = self.lookup.draft(
-            histories,
+            TextRows(tokens, lengths, rows),
             min(most, self.options.budget) if self.options.budget else most,
             seed=0,
             rows=nothing,

@@ -170,12 +170,26 @@ def provider(inspect_door):
     tokenizer = letter_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     api = inspect_door.StandAPI.__new__(inspect_door.StandAPI)
-    api.model_name, api.rows, api.save_lookup = "letters", 4, None
-    api.engine = stand.wrap(fresh_model(), tokenizer)
-    api.batches = inspect_door.RequestBatches(api.engine, num_rows=api.rows, seed=3)
+    api.model_name = "letters"
+    api._begin(stand.wrap(fresh_model(), tokenizer), 4, None, 3)
     yield api
     api.close()
     assert not api.batches.thread.is_alive()
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_inspects_provider_saves_its_lookup(inspect_door, tmp_path, is_closed):
+    """inspect closes no model that it was given by name: then the file is written when the process ends."""
+    path, engine = tmp_path / "letters.lookup", stand.wrap(fresh_model(), letter_tokenizer())
+    api = inspect_door.StandAPI.__new__(inspect_door.StandAPI)
+    api._begin(engine, 2, str(path), None)
+    engine.lookup.learn([1], [2, 3])
+    assert api.save_at_exit.atexit and not path.exists()
+    if is_closed:
+        api.close()
+    else:
+        api.save_at_exit()  # what the end of the process calls
+    assert len(stand.BlendedLookup.load(path)) == len(engine.lookup) > 0
 
 
 def ask_all(provider, texts, config):

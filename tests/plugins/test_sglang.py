@@ -62,12 +62,12 @@ def test_what_a_request_got_is_learned_once(monkeypatch):
     made, lessons = corpus(), []
 
     class Witness(type(made.lookup)):
-        def learn_rows(self, tokens, lengths, num_new, *, scopes):
+        def learn_rows(self, tokens, lengths, num_new, *, rows, scopes):
             lessons.extend(
                 tokens[row, length - new : length].tolist()
-                for row, (length, new) in enumerate(zip(lengths, num_new, strict=True))
+                for row, length, new in zip(rows, lengths, num_new, strict=True)
             )
-            super().learn_rows(tokens, lengths, num_new, scopes=scopes)
+            super().learn_rows(tokens, lengths, num_new, rows=rows, scopes=scopes)
 
     made.lookup = Witness()
     text, other = list(range(40, 80)), [5, 6, 7]
@@ -101,9 +101,29 @@ def test_the_likeliest_draft_is_the_lookups_own():
     text = np.random.default_rng(3).integers(0, 4, 300).tolist()
     (found,) = ask(made, {"a": text}).values()
     tail = np.array(text[-SHOWN:], np.int32)
-    scope = made._requests["a"][1]
+    (scope,) = made._requests.find(["a"], [len(text)])[1]
     draft = made.lookup.draft([tail], 5, seed=0, rows=[0], steps=[0], max_nodes=5, scopes=[scope])[0]
     assert broken_rule(*found, draft) is None and draft.num_nodes == 6
+
+
+def test_results_that_are_held_stay_as_they_are():
+    """The memory of masks is used again, but never under the eyes of who holds a result or a part of one."""
+    made, generator = corpus(), np.random.default_rng(4)
+    made.lookup.learn([], generator.integers(0, 3, 300))
+    held, copies = [], []
+    for step in range(12):
+        texts = {f"{step} {row}": generator.integers(0, 3, 9).tolist() for row in range(1 + step % 3)}
+        for tokens, mask in ask(made, texts).values():
+            held.append((tokens, mask[2:4]))
+            copies.append((tokens.copy(), mask[2:4].copy()))
+        if step % 4 == 3:
+            held, copies = held[::2], copies[::2]
+        for (tokens, part), (same_tokens, same_part) in zip(held, copies, strict=True):
+            assert np.array_equal(tokens, same_tokens) and np.array_equal(part, same_part)
+    one = ask(made, {"z": [1, 2, 1]})["z"][1]
+    address = one.ctypes.data
+    del one
+    assert ask(made, {"z": [1, 2, 1, 0]})["z"][1].ctypes.data == address
 
 
 def test_row_steps_are_counted():

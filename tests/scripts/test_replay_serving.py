@@ -1,12 +1,13 @@
 """Recorded streams through the doors of serving engines: what is counted is what happened."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import replay_serving
-from replay_serving import CorpusDoor, Outcome, Stream, VllmDoor, replay
+from replay_serving import CorpusDoor, Outcome, Replay, Stream, VllmDoor, replay, result_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -43,28 +44,41 @@ class Knowing:
 @pytest.mark.parametrize("num_right", [0, 3])
 def test_every_step_of_every_row_is_counted(num_right):
     streams, door = recordings(0, 7), Knowing(num_right)
-    steps, tokens, drafted, full, every = replay(door, streams, num_rows=3)
+    done = replay(door, streams, num_rows=3)
     after_first = [len(one.tokens) - 1 for one in streams]
-    assert tokens == sum(after_first) and drafted == num_right * steps
+    steps = done.num_row_steps
+    assert done.num_tokens == sum(after_first) and done.num_drafted == num_right * steps
     assert steps == sum(-(-length // (num_right + 1)) for length in after_first)
     assert sorted(door.dropped) == list(range(7))
-    assert sum(every) == 2.0 * steps and set(full) == {2.0} and len(full) < len(every)
+    assert done.microseconds.sum() == 2.0 * steps and 0 < done.is_full.sum() < len(done.is_full)
+    assert set(done.microseconds[done.is_full]) == {6.0}
+    figures = result_of(done, file="f", door="d", size=1, rows=3)
+    assert (figures.us_per_row_step, figures.us_per_row_median, figures.slowest_step_us) == (2.0, 2.0, 6.0)
+
+
+def test_of_equal_runs_each_steps_shortest_time_counts():
+    def run(*times):
+        return Replay(4, 9, 0, np.array(times), np.array([True, False]))
+
+    assert run(3.0, 5.0).shortest(run(4.0, 2.0)).microseconds.tolist() == [3.0, 2.0]
+    with pytest.raises(ValueError, match="same calls"):
+        run(3.0, 5.0).shortest(replace(run(4.0, 2.0), num_row_steps=5))
 
 
 def test_vllms_door_counts_what_the_proposer_counts():
     streams = recordings(1, 9)
     door = VllmDoor(6, num_rows=4, longest=300, options={})
-    steps, tokens, drafted, *_ = replay(door, streams, num_rows=4)
+    done = replay(door, streams, num_rows=4)
     counts = door.proposer.row_steps
-    assert tokens / steps > 1.5
-    assert counts.num_row_steps == steps - len(streams)  # a stream's last step is seen by nobody
-    assert counts.num_drafted <= drafted
+    assert done.num_tokens / done.num_row_steps > 1.5
+    assert counts.num_row_steps == done.num_row_steps - len(streams)  # a stream's last step is seen by nobody
+    assert counts.num_drafted <= done.num_drafted
 
 
 def test_sglangs_door_follows_the_tree():
     door = CorpusDoor(replay_serving.OURS, 8, depth=20)
-    steps, tokens, drafted, *_ = replay(door, recordings(2, 9), num_rows=4)
-    assert tokens / steps > 1.5 and drafted == 7 * steps
+    done = replay(door, recordings(2, 9), num_rows=4)
+    assert done.num_tokens / done.num_row_steps > 1.5 and done.num_drafted == 7 * done.num_row_steps
 
 
 def test_a_path_is_followed_to_its_end():
@@ -87,7 +101,7 @@ def test_the_command_writes_a_table_and_json(tmp_path, capsys):
     ]
     file = tmp_path / "walks.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
-    named = [str(file), "--tokenizer", str(tmp_path / "tokenizer.json"), "--rows", "2"]
+    named = [str(file), "--tokenizer", str(tmp_path / "tokenizer.json"), "--rows", "2", "--repeats", "2"]
     assert replay_serving.main([*named, "--door", "vllm", "sglang", "--size", "4", "--options", '{"floor": 0.2}']) == 0
     *_, document = capsys.readouterr().out.strip().splitlines()
     results = [SimpleNamespace(**one) for one in json.loads(document)["results"]]

@@ -131,3 +131,14 @@ def test_an_unsound_batch_is_refused():
         batch.chains(2)
     with pytest.raises(ValueError, match="sound DraftBatch"):
         batch.ancestor_masks(3)
+
+
+def test_masks_are_written_where_they_are_wanted():
+    batch = random_batch(np.random.default_rng(5), most_nodes=6, num_rows=4)
+    tokens, masks = batch.ancestor_masks(6)
+    out = np.full((4, 6, 6), 9, dtype=np.int64)
+    same_tokens, same = batch.ancestor_masks(6, out=out)
+    assert same is out and np.array_equal(out, masks) and np.array_equal(tokens, same_tokens)
+    for wrong in (out[:3], out.astype(np.int32), out.transpose(0, 2, 1), np.zeros((4, 6, 6), dtype=np.bool_)):
+        with pytest.raises(ValueError, match="out must be"):
+            batch.ancestor_masks(6, out=wrong)

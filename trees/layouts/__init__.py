@@ -1,1 +1,1 @@
-"""Drafts in the layouts of serving engines (C++, Cython)."""
+"""Drafts and texts in the layouts of serving engines (C++, Cython)."""

@@ -43,20 +43,22 @@ inline int64_t first_too_large(const DraftView& drafts, int64_t num_nodes) {
     return -1;
 }
 
-// token_ids [B, d]; masks [B, d, d], filled with 0 by the caller: mask[i][j] is 1 where node j is i or above it.
+// token_ids [B, d]; masks [B, d, d]: mask[i][j] is 1 where node j is i or above it, else 0.
 // Rows with fewer nodes are padded by a chain below their last node, which has no child: no node has two equal children.
+template <typename Flag>
 inline void pad_with_ancestors(const DraftView& drafts, int64_t num_nodes, int32_t pad, int32_t* token_ids,
-                               uint8_t* masks) {
+                               Flag* masks) {
     for (int64_t row = 0; row < drafts.num_rows; ++row) {
         const int64_t first = drafts.offsets[row], size = drafts.offsets[row + 1] - first;
         int32_t* tokens = token_ids + row * num_nodes;
-        uint8_t* mask = masks + row * num_nodes * num_nodes;
+        Flag* mask = masks + row * num_nodes * num_nodes;
         std::copy(drafts.token_ids + first, drafts.token_ids + first + size, tokens);
         std::fill(tokens + size, tokens + num_nodes, pad);
         for (int64_t node = 0; node < num_nodes; ++node) {
             const int64_t parent = node < size ? drafts.parents[first + node] : node - 1;
-            uint8_t* line = mask + node * num_nodes;
-            if (parent >= 0) std::copy(mask + parent * num_nodes, mask + parent * num_nodes + node, line);
+            Flag* line = mask + node * num_nodes;
+            if (parent >= 0) std::copy(mask + parent * num_nodes, mask + (parent + 1) * num_nodes, line);
+            else std::fill(line, line + num_nodes, Flag{0});
             line[node] = 1;
         }
     }

@@ -1,4 +1,4 @@
-"""Drafts in the layouts of serving engines; the work is done in layout.h."""
+"""Drafts and texts in the layouts of serving engines; the work on drafts is done in layout.h."""
 
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint8_t
@@ -20,7 +20,8 @@ cdef extern from "layout.h" namespace "stand" nogil:
 
     void best_path(const DraftView& drafts, int64_t row, int32_t most, vector[int32_t]& path) except +
     int64_t first_too_large(const DraftView& drafts, int64_t num_nodes)
-    void pad_with_ancestors(const DraftView& drafts, int64_t num_nodes, int32_t pad, int32_t* token_ids, uint8_t* masks)
+    void pad_with_ancestors[Flag](const DraftView& drafts, int64_t num_nodes, int32_t pad, int32_t* token_ids,
+                                  Flag* masks)
 
 cdef enum:
     MOST = 2147483647
@@ -58,7 +59,7 @@ def chains(batch, num_tokens):
     return found
 
 
-def ancestor_masks(batch, num_nodes, pad_id):
+def ancestor_masks(batch, num_nodes, pad_id, out):
     """See `DraftBatch.ancestor_masks`."""
     cdef DraftView view = view_of(batch)
     cdef int64_t size = num_nodes, too_large
@@ -72,7 +73,41 @@ def ancestor_masks(batch, num_nodes, pad_id):
             f"draft with max_nodes={num_nodes - 1}"
         )
     tokens = np.empty((view.num_rows, size), dtype=np.int32)
-    masks = np.zeros((view.num_rows, size, size), dtype=np.bool_)
-    if view.num_rows > 0:
-        pad_with_ancestors(view, size, pad, <int32_t*> cnp.PyArray_DATA(tokens), <uint8_t*> cnp.PyArray_DATA(masks))
+    masks = np.empty((view.num_rows, size, size), dtype=np.bool_) if out is None else out
+    if masks.shape != (view.num_rows, size, size) or not masks.flags.c_contiguous or (
+        masks.dtype != (np.bool_ if out is None else np.int64)
+    ):
+        raise ValueError(
+            f"out must be a C-contiguous int64 array of shape {(view.num_rows, size, size)}, got {masks.dtype} of shape "
+            f"{masks.shape}"
+        )
+    cdef int32_t* first = <int32_t*> cnp.PyArray_DATA(tokens)
+    if view.num_rows > 0 and out is None:
+        pad_with_ancestors(view, size, pad, first, <uint8_t*> cnp.PyArray_DATA(masks))
+    elif view.num_rows > 0:
+        pad_with_ancestors(view, size, pad, first, <int64_t*> cnp.PyArray_DATA(masks))
     return tokens, masks
+
+
+def left_aligned(texts):
+    """(int32[B, longest], lengths int64[B]): lists of token ids at the left of the rows of one array, then zeros."""
+    cdef Py_ssize_t num_texts = len(texts), text, i, longest = 0
+    cdef cnp.npy_intp[2] shape
+    cdef list numbers
+    lengths = np.empty(num_texts, dtype=np.int64)
+    cdef int64_t* sizes = <int64_t*> cnp.PyArray_DATA(lengths)
+    for text in range(num_texts):
+        sizes[text] = len(texts[text])
+        longest = max(longest, sizes[text])
+    shape[0], shape[1] = num_texts, longest
+    tokens = cnp.PyArray_ZEROS(2, shape, cnp.NPY_INT32, 0)
+    cdef int32_t* row = <int32_t*> cnp.PyArray_DATA(tokens)
+    try:
+        for text in range(num_texts):
+            numbers = list(texts[text]) if type(texts[text]) is not list else texts[text]
+            for i in range(min(sizes[text], len(numbers))):
+                row[i] = numbers[i]
+            row += longest
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"texts must hold whole numbers below 2**31, got {error} in text {text}") from None
+    return tokens, lengths

@@ -93,7 +93,7 @@ class CapturedBackend:
     """
 
     name = "triton"
-    page_size = None  # not yet: rooms, also in the eager steps that go on after a failure
+    page_size = None  # also in the eager steps that go on after a failure: they take over the rooms
 
     def __init__(self, model: PreTrainedModel, reason: str, *, fusion: Fusion | None = None):
         self.reason = reason

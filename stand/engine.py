@@ -193,9 +193,8 @@ class Engine:
         max_new_tokens, stop and stop_token_ids.
 
         Rows are numbered over the run. Order and batch mates change no row's law; with `match` and `coupled` they
-        change no token, which follows from (seed, number). Between two trajectories the model is free for other work,
-        and closing the iterator ends the run. Errors of a request (ValueError) end it too, after the trajectories
-        that had ended before.
+        change no token, which follows from (seed, number). Between two trajectories the model is free for other work.
+        Closing the iterator ends the run, and so do errors of a request (ValueError), after what had ended before.
         """
         call = self._run_of(requests, max_rows=max_rows, max_cache_bytes=max_cache_bytes, **settings)
         return Run(call, self.tokenizer, on_step=on_step)
@@ -284,9 +283,8 @@ class Engine:
         """As `_new_call`, of requests that are still to be read."""
         check_flags(draft=draft, learn=learn)
         reader = JobReader(self.model, self.tokenizer, problems=self._problems, **settings)
-        options = {"seed": seed, "draft": draft, "learn": learn, "on_commit": None}
-        jobs = map(reader.read, requests)
-        return self._call_of(reader, jobs, max_rows, max_cache_bytes, num_rows=MANY_ROWS, **options)
+        options = {"num_rows": MANY_ROWS, "seed": seed, "draft": draft, "learn": learn, "on_commit": None}
+        return self._call_of(reader, map(reader.read, requests), max_rows, max_cache_bytes, **options)
 
     def _call_of(
         self,
@@ -333,9 +331,7 @@ class Engine:
     def _output(self, call: Call, num_samples: int) -> GenerationOutput:
         rows = sorted((row for _, row in call.scheduler.ended), key=lambda row: row.index)
         token_ids = [row.new_token_ids.tolist() for row in rows]
-        texts = None
-        if self.tokenizer is not None:
-            texts = self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        texts = None if self.tokenizer is None else self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
         return GenerationOutput(
             token_ids=token_ids,
             texts=texts,

@@ -49,10 +49,14 @@ inline uint64_t extended_digest(uint64_t digest, const int32_t* token_ids, int64
     return digest;
 }
 
-// A call that learns is an event of its own, so that of two calls only one starts from a digest.
-inline uint64_t digest_after_start(uint64_t digest) { return extended_digest(digest, nullptr, 0); }
-
-// What a call that does not learn starts from: it may draft from lessons of calls that began at this digest too.
-inline uint64_t frozen_digest(uint64_t digest) { return chain_key(digest, uint64_t(1) << 63); }
+// Where the random numbers of a call that starts now start. A call that learns is an event of its own, so that of two
+// such calls only one starts from a digest; no other thread may come in between. A call that does not learn starts apart:
+// it may draft from lessons of calls that began at this digest too.
+inline uint64_t start_of_call(uint64_t& digest, bool learns) {
+    const uint64_t start = digest;
+    if (!learns) return chain_key(start, uint64_t(1) << 63);
+    digest = extended_digest(start, nullptr, 0);
+    return start;
+}
 
 }  // namespace stand

@@ -11,7 +11,7 @@ it learned from one batch to the next.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -27,6 +27,7 @@ from gpu_parts.bench_record import Measurement
 from stand.call import Call
 from stand.drafters.step_cost import CostTable
 from stand.engine import Engine
+from stand.forward.tree_cache import TreeCache
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_rule import DeviceVerdict, MatchRule, follow_drawn
 from stand.gpu.fusion.fusion import Fusion
@@ -130,6 +131,7 @@ class ReplayBackend:
     reason = "recorded trajectories are replayed"
     most_rows = None
     held_bytes = 0
+    page_size = None
 
     def __init__(self, model: PreTrainedModel, fusion: Fusion | None):
         self.rule = RecordedRule(())
@@ -137,6 +139,9 @@ class ReplayBackend:
         self.start = 0.0  # when decoding began
         self._model = model
         self._fusion = fusion
+
+    def key_maker(self) -> Callable[[int], TreeCache]:
+        return partial(TreeCache, 1)
 
     def new_step(self, start: StepStart) -> TimedStep:
         if self.step is None or not self.step.serves(start.law, start.num_places):

@@ -75,15 +75,13 @@ def test_continuations_follow_the_exact_law_and_another_order_is_seen(monkeypatc
 def test_a_draw_that_uses_its_noise_twice_is_seen(monkeypatch):
     """The residual draw with the number that tested the last node of the row."""
     use_plain_kernels(monkeypatch)
-    accept = VerifierNoise.accept
-    tested = []
+    fill_tests = VerifierNoise.fill_tests
 
-    def remembering(noise, batch):
-        tested.append(accept(noise, batch)[batch.offsets[1:] - 1])
-        return accept(noise, batch)
+    def once(noise, batch, accept, resample):
+        fill_tests(noise, batch, accept, resample)
+        resample[: len(batch)] = accept[batch.offsets[1:] - 1]
 
-    monkeypatch.setattr(VerifierNoise, "accept", remembering)
-    monkeypatch.setattr(VerifierNoise, "resample", lambda noise: tested.pop())
+    monkeypatch.setattr(VerifierNoise, "fill_tests", once)
     assert chi_square(counted("traversal", 3000, branching=(1, 1)), exact_law("tknm")) < 1e-6
 
 

@@ -36,6 +36,7 @@ cdef object C_DRAFT_BATCH = DraftBatch, C_KINDS = KINDS
 cdef dict C_KIND_NUMBERS = KIND_NUMBERS
 
 include "core.pxi"
+include "../digest.pxi"
 include "../windows.pxi"
 include "batch.pxi"
 include "outside.pxi"
@@ -48,11 +49,6 @@ HAS_WIDE_VECTORS = has_wide_vectors()
 MAX_SCOPE = LAST_SCOPE
 DEFAULT_MAX_BYTES = 256 << 20
 MAX_CANDIDATES = 64
-
-cdef extern from "../noise.h" namespace "stand" nogil:
-    uint64_t extended_digest(uint64_t digest, const int32_t* token_ids, int64_t num_tokens)
-    uint64_t digest_after_start(uint64_t digest)
-    uint64_t frozen_digest(uint64_t digest)
 
 
 cdef class BlendedLookup:
@@ -175,11 +171,7 @@ cdef class BlendedLookup:
         learns: whether the call will teach. Calls get different numbers wherever one of them may draft from what the
         other one teaches, also when they start at the same instant in two threads.
         """
-        cdef uint64_t start = self.digest
-        if not learns:
-            return frozen_digest(start)
-        self.digest = digest_after_start(start)  # nothing between the two lines lets another thread in
-        return start
+        return start_of_call(self.digest, learns)
 
     def learn(self, context, token_ids, *, top_ids=None, top_probs=None, scope=0):
         """Teach a run of tokens, or the laws of a run.

@@ -24,17 +24,13 @@ from stand.trees.noise import DRAFT, TARGET, step_keys
 from stand.trees.sampling import KIND_NUMBERS, KINDS, SHAPED_KINDS
 
 include "core.pxi"
+include "../digest.pxi"
 include "../windows.pxi"
 include "requests.pxi"
 include "arrays.pxi"
 
 MAX_ORDER = 16
 MAX_CANDIDATES = 256
-
-cdef extern from "../noise.h" namespace "stand" nogil:
-    uint64_t extended_digest(uint64_t digest, const int32_t* token_ids, int64_t num_tokens)
-    uint64_t digest_after_start(uint64_t digest)
-    uint64_t frozen_digest(uint64_t digest)
 
 
 cdef class LookupTree:
@@ -125,11 +121,7 @@ cdef class LookupTree:
         learns: whether the call will teach. Calls get different numbers wherever one of them may draft from what the
         other one teaches, also when they start at the same instant in two threads.
         """
-        cdef uint64_t start = self.digest
-        if not learns:
-            return frozen_digest(start)
-        self.digest = digest_after_start(start)  # nothing between the two lines lets another thread in
-        return start
+        return start_of_call(self.digest, learns)
 
     def learn(self, context, token_ids, *, top_ids=None, top_probs=None):
         """Teach the laws of a run of tokens.

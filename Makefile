@@ -61,7 +61,7 @@ test-oldest: .venv-oldest/.ready
 
 # The wheel holds the stable ABI of Python 3.11. Without torch: that is what serving engines install.
 wheel: $(VENV)/.ready away
-	@rm -rf build/wheel
+	@rm -rf build/wheel build/lib* build/bdist*
 	@$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
 	@$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt "stand-decoding[wheel]"
 	cd build/away && $(CURDIR)/$(BIN)/python scripts/check_wheel.py $(CURDIR)/build/wheel/*.whl
@@ -121,7 +121,7 @@ $(VENV)/.ready: $(SOURCES)
 
 .venv-wheel/.ready: $(SOURCES) $(VENV)/.ready $(MODULES)
 	@echo "== .venv-wheel: building the wheel (one or two minutes)"
-	@rm -rf build/wheel
+	@rm -rf build/wheel build/lib* build/bdist*
 	@$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
 	$(call install_torch,.venv-wheel)
 	@wheel=$$(ls $(CURDIR)/build/wheel/*.whl) && \

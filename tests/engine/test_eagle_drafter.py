@@ -1,13 +1,12 @@
 """EAGLE's drafts: recorded laws against a slow twin, what calls and rows may do, and settings."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
 from plain_eagle import plain_logits, random_head
 from tiny_models import SHAPE, VOCABULARY_SIZE, tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig
+from two_tokens import assert_greedy_equals_transformers, two_token_statistic
 
 import stand
 from stand.drafters.eagle.growth import PAPER_SHAPE
@@ -86,12 +85,7 @@ def test_calls_that_take_turns_keep_their_rows_apart():
 def test_greedy_equals_transformers(target, settings):
     drafter = stand.EagleDrafter(random_head(tiny_model(target)), **settings)
     engine = stand.wrap(tiny_model(target), drafter=drafter)
-    output = engine.generate(input_ids=PROMPTS, max_new_tokens=20, temperature=0.0)
-    for prompt, tokens in zip(PROMPTS, output.token_ids, strict=True):
-        plain = tiny_model(target).generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=20
-        )
-        assert tokens == plain[0, len(prompt) :].tolist()
+    assert_greedy_equals_transformers(engine, tiny_model(target), PROMPTS)
 
 
 @pytest.fixture(scope="module")
@@ -104,33 +98,12 @@ def small_target():
 @pytest.mark.parametrize("sharpened", [1.0, 0.5])
 def test_the_first_two_tokens_follow_the_target(small_target, sharpened):
     """Chi-square against the exact law; a head that records a flatter law than it draws from must be seen."""
-    count, size, prompt = 4000, 4, [3, 5, 1, 3]
     drafter = LyingDrafter(random_head(small_target, scale=1.5), budget=3 * 1000, rounds=2)
     drafter.sharpened = sharpened
     engine = stand.wrap(small_target, drafter=drafter)
-    seen: Counter[tuple] = Counter()
-    for seed in range(count // 1000):
-        output = engine.generate(
-            input_ids=[prompt], num_return_sequences=1000, max_new_tokens=2, temperature=1.0, top_k=size, seed=seed,
-            stop_token_ids=[],
-        )  # fmt: skip
-        seen.update(map(tuple, output.token_ids))
-    law = {
-        (token, after): first * share
-        for token, first in truncated(small_target, prompt, size).items()
-        for after, share in truncated(small_target, [*prompt, token], size).items()
-    }
-    assert set(seen) <= set(law) and output.stats.num_accepted_draft_tokens > 100
-    statistic = sum((seen[pair] - count * share) ** 2 / (count * share) for pair, share in law.items())
-    limit = 50  # 15 degrees of freedom: a false alarm once in 80,000 seeds
-    assert (statistic < limit) == (sharpened == 1.0), statistic
+    statistic = two_token_statistic(engine, small_target)
+    assert (statistic < 50) == (sharpened == 1.0), statistic
 
-
-@torch.inference_mode()
-def truncated(model, context: list[int], size: int) -> dict[int, float]:
-    """The target's law after `context` over its best tokens, by one plain forward."""
-    best = model(torch.tensor([context]), use_cache=False).logits[0, -1].double().topk(size)
-    return dict(zip(best.indices.tolist(), best.values.softmax(0).tolist(), strict=True))
 
 
 class LyingDrafter(stand.EagleDrafter):

@@ -1,7 +1,5 @@
 """Laws from outside in the default drafter: EAGLE's against a plain forward, what calls and rows may do, the law."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
@@ -9,6 +7,7 @@ from draft_requests import draft_request
 from plain_eagle import plain_logits, random_head
 from tiny_models import SHAPE, VOCABULARY_SIZE, tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig
+from two_tokens import assert_greedy_equals_transformers, two_token_statistic
 
 import stand
 from stand.trees import DraftBatch
@@ -72,12 +71,7 @@ def test_calls_that_take_turns_keep_their_rows_apart():
 @pytest.mark.parametrize("target", TARGETS)
 def test_greedy_equals_transformers(target):
     engine = stand.wrap(tiny_model(target), drafter=blended(tiny_model(target)))
-    output = engine.generate(input_ids=PROMPTS, max_new_tokens=20, temperature=0.0)
-    for prompt, tokens in zip(PROMPTS, output.token_ids, strict=True):
-        plain = tiny_model(target).generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=20
-        )
-        assert tokens == plain[0, len(prompt) :].tolist()
+    assert_greedy_equals_transformers(engine, tiny_model(target), PROMPTS)
 
 
 class Flattering(stand.BlendedDrafter):
@@ -97,31 +91,12 @@ def test_the_first_two_tokens_follow_the_target(sharpened):
     """Chi-square against the exact law; recorded laws that were not drawn from must be seen."""
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(LlamaConfig(**{**SHAPE, "vocab_size": 7})).eval()
-    count, size, prompt = 4000, 4, [3, 5, 1, 3]
     drafter = Flattering(budget=3 * 1000, source=stand.EagleLaws(random_head(target, scale=1.5), num_candidates=7))
     drafter.sharpened = sharpened
     engine = stand.wrap(target, drafter=drafter)
-    seen: Counter[tuple] = Counter()
-    for seed in range(count // 1000):
-        output = engine.generate(
-            input_ids=[prompt], num_return_sequences=1000, max_new_tokens=2, temperature=1.0, top_k=size, seed=seed,
-            stop_token_ids=[],
-        )  # fmt: skip
-        seen.update(map(tuple, output.token_ids))
-    law = {
-        (token, after): first * share
-        for token, first in truncated(target, prompt, size).items()
-        for after, share in truncated(target, [*prompt, token], size).items()
-    }
-    assert set(seen) <= set(law) and output.stats.num_accepted_draft_tokens > 100
-    statistic = sum((seen[pair] - count * share) ** 2 / (count * share) for pair, share in law.items())
-    assert (statistic < 50) == (sharpened == 1.0), statistic  # 15 degrees of freedom
+    statistic = two_token_statistic(engine, target)
+    assert (statistic < 50) == (sharpened == 1.0), statistic
 
-
-@torch.inference_mode()
-def truncated(model, context: list[int], size: int) -> dict[int, float]:
-    best = model(torch.tensor([context]), use_cache=False).logits[0, -1].double().topk(size)
-    return dict(zip(best.indices.tolist(), best.values.softmax(0).tolist(), strict=True))
 
 
 class FixedLaws(stand.LawSource):

@@ -19,12 +19,15 @@ cdef class KnownTexts:
     """
 
     cdef object _lengths, _tails, _notes, _parked
+    cdef int64_t[::1] _known  # _lengths and _tails: to make a typed view takes as long as a row
+    cdef int32_t[:, ::1] _ends
     cdef readonly int most_parked
 
     def __init__(self, num_rows, *, num_notes, most_parked=4096):
         self._lengths = np.zeros(num_rows, dtype=np.int64)  # by row; 0: none
         self._tails = np.zeros((num_rows, TAIL), dtype=np.int32)
         self._notes = np.zeros((num_rows, num_notes), dtype=np.int64)
+        self._known, self._ends = self._lengths, self._tails
         self._parked = OrderedDict()  # (length, tail): notes
         self.most_parked = most_parked
 
@@ -36,11 +39,10 @@ cdef class KnownTexts:
         cdef Py_ssize_t place, num_texts = rows.shape[0]
         before_array, notes = self._lengths[rows.base], self._notes[rows.base]
         cdef int64_t[::1] before = before_array
-        cdef const int32_t[:, ::1] tails = self._tails
         strangers = []
         for place in range(num_texts):
             if not 0 < before[place] <= lengths[place] or not _ends_with(
-                &tokens[rows[place], 0], before[place], &tails[rows[place], 0]
+                &tokens[rows[place], 0], before[place], &self._ends[rows[place], 0]
             ):
                 before[place] = 0
                 strangers.append(place)
@@ -55,11 +57,9 @@ cdef class KnownTexts:
     def keep(self, const int32_t[:, ::1] tokens, const int64_t[::1] rows, const int64_t[::1] lengths, notes):
         """What lies in the rows now, and what is to be remembered of it: int64[B, num_notes]."""
         cdef Py_ssize_t place
-        cdef int32_t[:, ::1] tails = self._tails
-        cdef int64_t[::1] known = self._lengths
         for place in range(rows.shape[0]):
-            known[rows[place]] = lengths[place]
-            _copy_tail(&tokens[rows[place], 0], lengths[place], &tails[rows[place], 0])
+            self._known[rows[place]] = lengths[place]
+            _copy_tail(&tokens[rows[place], 0], lengths[place], &self._ends[rows[place], 0])
         self._notes[rows.base] = notes
 
     def _elsewhere(self, length, tail):

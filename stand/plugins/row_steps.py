@@ -31,12 +31,17 @@ class RowSteps:
     def add(self, num_new: Iterable[int], num_drafted: Iterable[int]) -> None:
         """Per row: tokens that it got, and tokens drafted for it; negative for a row without a step before, which is
         not counted."""
-        counted = [(new, drafted) for new, drafted in zip(num_new, num_drafted, strict=True) if drafted >= 0]
-        self.num_row_steps += len(counted)
-        for new, drafted in counted:
-            self.num_tokens += new
-            self.num_drafted += drafted
-            self.num_drafts += drafted > 0
+        num_row_steps = num_tokens = num_drafts = tokens_drafted = 0
+        for new, drafted in zip(num_new, num_drafted, strict=True):
+            if drafted >= 0:
+                num_row_steps += 1
+                num_tokens += new
+                tokens_drafted += drafted
+                num_drafts += drafted > 0
+        self.num_row_steps += num_row_steps
+        self.num_tokens += num_tokens
+        self.num_drafted += tokens_drafted
+        self.num_drafts += num_drafts
 
     def __str__(self) -> str:
         return (

@@ -210,22 +210,25 @@ cdef class BlendedLookup:
         one per text, None for 0. Raises ValueError on another kind of array, what is outside it, and negative tokens.
         """
         cdef TextRows texts
-        cdef Py_ssize_t num_texts = len(lengths), text, first
-        cdef const int32_t[:, ::1] array = checked_array(tokens)
-        cdef int64_t[::1] row_numbers = whole_numbers(np.arange(num_texts) if rows is None else rows, "rows", num_texts)
-        cdef int64_t[::1] sizes = whole_numbers(lengths, "lengths", num_texts)
-        cdef int64_t[::1] fresh = whole_numbers(num_new, "num_new", num_texts)
+        cdef Py_ssize_t num_texts = len(lengths), text
+        cdef cnp.ndarray array = checked_array(tokens)
+        cdef int64_t num_rows = cnp.PyArray_DIM(array, 0), width = cnp.PyArray_DIM(array, 1)
+        cdef vector[int64_t] row_numbers, sizes, fresh
+        fill_numbers(np.arange(num_texts) if rows is None else rows, "rows", num_texts, row_numbers)
+        fill_numbers(lengths, "lengths", num_texts, sizes)
+        fill_numbers(num_new, "num_new", num_texts, fresh)
         cdef vector[uint8_t] scope_numbers = scopes_of(scopes, num_texts)
-        if num_texts == 0 or array.shape[0] == 0 or array.shape[1] == 0:
+        if num_texts == 0 or num_rows == 0 or width == 0:
             return
-        texts.tokens, texts.stride, texts.num_texts = &array[0, 0], array.shape[1], num_texts
-        texts.rows, texts.lengths, texts.num_new = &row_numbers[0], &sizes[0], &fresh[0]
+        texts.tokens, texts.stride, texts.num_texts = <const int32_t*> cnp.PyArray_DATA(array), width, num_texts
+        texts.rows, texts.lengths, texts.num_new = row_numbers.data(), sizes.data(), fresh.data()
         texts.scopes = scope_numbers.data()
-        check_texts(texts, array.shape[0], array.shape[1], self._lookup.reach())
+        check_texts(texts, num_rows, width, self._lookup.reach())
         for text in range(num_texts):
             if fresh[text] > 0:
-                first = sizes[text] - fresh[text]
-                self.digest = extended_digest(self.digest, &array[row_numbers[text], first], fresh[text])
+                self.digest = extended_digest(
+                    self.digest, texts.tokens + row_numbers[text] * width + sizes[text] - fresh[text], fresh[text]
+                )
         with nogil:
             learn_texts(self._lookup[0], texts)
 

@@ -3,7 +3,7 @@
 cdef uint8_t scope_of(scope) except? 255:
     cdef int64_t number
     try:
-        number = whole(scope, "scope")
+        number = scope if type(scope) is int else whole(scope, "scope")
     except OverflowError:
         number = -1
     if not 0 <= number <= LAST_SCOPE:
@@ -69,7 +69,7 @@ cdef int32_t checked_width(width, kind) except -1:
     return min(width, NO_BOUND)
 
 
-cdef object checked_array(tokens):
+cdef cnp.ndarray checked_array(tokens):
     """int32[R, L], C-contiguous, as it was given: a copy of what an engine holds would take longer than learning."""
     if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 2:
         raise ValueError(f"tokens must be an int32[R, L] array, got {getattr(tokens, 'dtype', type(tokens))}")
@@ -78,12 +78,23 @@ cdef object checked_array(tokens):
     return tokens
 
 
-cdef int64_t[::1] whole_numbers(values, name, Py_ssize_t length):
-    """int64[length]."""
-    array = np.ascontiguousarray(values)
-    if (array.dtype.kind not in "iu" and array.size) or array.shape != (length,):
+cdef void fill_numbers(values, name, Py_ssize_t length, vector[int64_t]& numbers) except *:
+    """numbers[length], copied. Arrays of int64 are read directly: a typed view would take longer than a text."""
+    cdef const int64_t* first
+    if not cnp.PyArray_Check(values) or not _is_int64(values):
+        array = np.ascontiguousarray(values)
+        if array.dtype.kind not in "iu" and array.size:
+            raise ValueError(f"{name} must hold one whole number per text ({length}), got {values!r}")
+        values = array.astype(np.int64)
+    if cnp.PyArray_NDIM(values) != 1 or cnp.PyArray_DIM(values, 0) != length:
         raise ValueError(f"{name} must hold one whole number per text ({length}), got {values!r}")
-    return array.astype(np.int64)
+    first = <const int64_t*> cnp.PyArray_DATA(values)
+    numbers.assign(first, first + length)
+
+
+cdef bool_t _is_int64(cnp.ndarray values):
+    """Is this int64[...], one after the other in memory?"""
+    return cnp.PyArray_TYPE(values) == cnp.NPY_INT64 and cnp.PyArray_ISCARRAY_RO(values)
 
 
 cdef void check_texts(const TextRows& texts, Py_ssize_t num_rows, Py_ssize_t most_tokens, int32_t reach) except *:

@@ -33,9 +33,9 @@ inline Cursor BlendedLookup::learn(Cursor& cursor, uint32_t token) {
     next.token_before = cursor.token;
     cursors_[0] = &cursor;
     cursors_[1] = &next;
-    free_orphans();
     bool is_soft = false;
     for (int32_t order = depth(); order >= 0; order = next_order(order)) {
+        free_orphan();  // one per context that may be made here, so that the list empties by itself
         if (context(cursor, order) == 0) continue;
         int32_t position = find_entry(arena.at(cursor.blocks[order]), token);
         const bool was_known = position >= 0;
@@ -64,9 +64,9 @@ inline void BlendedLookup::learn_law(Cursor& cursor, const int32_t* ids, const f
     Cursor none;
     cursors_[0] = &cursor;
     cursors_[1] = &none;
-    free_orphans();
     bool is_soft = false;
     for (int32_t order = depth(); order >= 0; order = next_order(order)) {
+        free_orphan();  // one per context that may be made here, so that the list empties by itself
         if (context(cursor, order) == 0) continue;
         fade(arena.at(cursor.blocks[order]), is_soft);
         float known = 0.0f;

@@ -173,7 +173,6 @@ class BlendedLookup {
     static constexpr float SLOW = 0.1f;        // fading of the empty context, which sees every token, to that of others
     static constexpr float LEAST_NEW = 1.0f / 64;  // probability that a token of a law needs for an entry of its own
     static constexpr float LEAST_TAUGHT = 0.1f;  // probability that a token of a law needs to move odds
-    static constexpr int32_t FREED_PER_TOKEN = 16;  // orphans: more than the contexts that one token makes
     static constexpr int32_t MAX_TRIES = 512;  // blocks looked at to make room for one
     static constexpr uint8_t FULL_CREDIT = 3;
 
@@ -228,7 +227,6 @@ class BlendedLookup {
     bool reclaim(uint32_t reference);
     void abandon(uint32_t reference);
     bool free_orphan();
-    void free_orphans();
     bool is_held(uint32_t reference) const;
     bool ends_are_sound() const;
     const char* find_fault_below(uint32_t reference, int32_t order, int64_t& num_reached) const;

@@ -106,7 +106,7 @@ inline void BlendedLookup::abandon(uint32_t reference) {
 }
 
 // Frees the orphan that waits for the shortest time; its longer contexts are orphans then. False where none waits, or
-// that one is held.
+// that one is held. Learning does this one order at a time: the memory of the next orphan comes meanwhile.
 inline bool BlendedLookup::free_orphan() {
     const uint32_t reference = first_orphan_;
     if (reference == 0 || is_held(reference)) return false;
@@ -115,12 +115,6 @@ inline bool BlendedLookup::free_orphan() {
     for (int32_t i = 0; i < block->size; ++i) abandon(children_of(block)[i]);
     arena.give(reference);
     return true;
-}
-
-// A few at a time, so that no token waits for a whole branch.
-inline void BlendedLookup::free_orphans() {
-    for (int32_t freed = 0; freed < FREED_PER_TOKEN && free_orphan(); ++freed) {
-    }
 }
 
 // For loading: a block with room for `size` entries, below the entry at `position` of `parent` (orders 1 and SKIP:

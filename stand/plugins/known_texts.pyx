@@ -1,6 +1,7 @@
 """Which rows of a step go on a text of an earlier step: `KnownTexts` where an engine gives rows without names,
 `NamedTexts` where it names them."""
 
+cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t
 
 from collections import OrderedDict
@@ -11,6 +12,38 @@ cdef enum:
     TAIL = 16  # tokens by which a text is known again, together with its length
 
 
+cdef struct Texts:
+    const int32_t* tokens
+    const int64_t* rows
+    const int64_t* lengths
+    int64_t width
+    Py_ssize_t num_texts
+
+
+cdef Texts texts_of(cnp.ndarray tokens, cnp.ndarray rows, cnp.ndarray lengths) except *:
+    """tokens int32[R, L], rows and lengths int64[B], valid as long as they live. Typed views would take longer than what
+    is done with them."""
+    cdef Texts texts
+    if not (
+        cnp.PyArray_TYPE(tokens) == cnp.NPY_INT32 and cnp.PyArray_NDIM(tokens) == 2
+        and cnp.PyArray_ISCARRAY_RO(tokens) and is_numbers(rows) and is_numbers(lengths)
+        and cnp.PyArray_DIM(rows, 0) == cnp.PyArray_DIM(lengths, 0)
+    ):
+        raise ValueError(
+            f"tokens must be int32[R, L], rows and lengths int64[B], all C-contiguous, got {tokens.dtype} of shape "
+            f"{(<object> tokens).shape}, {rows.dtype} and {lengths.dtype}"
+        )
+    texts.tokens, texts.width = <const int32_t*> cnp.PyArray_DATA(tokens), cnp.PyArray_DIM(tokens, 1)
+    texts.rows, texts.lengths = <const int64_t*> cnp.PyArray_DATA(rows), <const int64_t*> cnp.PyArray_DATA(lengths)
+    texts.num_texts = cnp.PyArray_DIM(rows, 0)
+    return texts
+
+
+cdef bint is_numbers(cnp.ndarray numbers):
+    cdef bint is_int64 = cnp.PyArray_TYPE(numbers) == cnp.NPY_INT64
+    return is_int64 and cnp.PyArray_NDIM(numbers) == 1 and cnp.PyArray_ISCARRAY_RO(numbers)
+
+
 cdef class KnownTexts:
     """The texts that lay in an array's rows at the last step, and those that left it since, by length and last tokens.
 
@@ -19,7 +52,7 @@ cdef class KnownTexts:
     """
 
     cdef object _lengths, _tails, _notes, _parked
-    cdef int64_t[::1] _known  # _lengths and _tails: to make a typed view takes as long as a row
+    cdef int64_t[::1] _known  # views of _lengths and _tails
     cdef int32_t[:, ::1] _ends
     cdef readonly int most_parked
 
@@ -31,36 +64,43 @@ cdef class KnownTexts:
         self._parked = OrderedDict()  # (length, tail): notes
         self.most_parked = most_parked
 
-    def find(self, const int32_t[:, ::1] tokens, const int64_t[::1] rows, const int64_t[::1] lengths):
+    def find(self, tokens, rows, lengths):
         """(length at the earlier step int64[B], 0 for a new text; the notes on it int64[B, num_notes]).
 
         tokens: int32[R, L]. rows: int64[B]. lengths: int64[B], tokens of the rows before what is new.
         """
-        cdef Py_ssize_t place, num_texts = rows.shape[0]
-        before_array, notes = self._lengths[rows.base], self._notes[rows.base]
-        cdef int64_t[::1] before = before_array
-        strangers = []
-        for place in range(num_texts):
-            if not 0 < before[place] <= lengths[place] or not _ends_with(
-                &tokens[rows[place], 0], before[place], &self._ends[rows[place], 0]
+        cdef Texts texts = texts_of(tokens, rows, lengths)
+        cdef Py_ssize_t place
+        cdef cnp.ndarray before_array = self._lengths[rows]
+        cdef int64_t* before = <int64_t*> cnp.PyArray_DATA(before_array)
+        cdef const int32_t* text
+        notes, strangers = self._notes[rows], []
+        for place in range(texts.num_texts):
+            text = texts.tokens + texts.rows[place] * texts.width
+            if not 0 < before[place] <= texts.lengths[place] or not _ends_with(
+                text, before[place], &self._ends[texts.rows[place], 0]
             ):
                 before[place] = 0
                 strangers.append(place)
         for place in strangers:
-            found = self._elsewhere(lengths[place], _tail(&tokens[rows[place], 0], lengths[place]))
+            text = texts.tokens + texts.rows[place] * texts.width
+            found = self._elsewhere(texts.lengths[place], _tail(text, texts.lengths[place]))
             if found is not None:
-                before[place], notes[place] = lengths[place], found
+                before[place], notes[place] = texts.lengths[place], found
         for place in strangers:
-            self._park(rows[place])
+            self._park(texts.rows[place])
         return before_array, notes
 
-    def keep(self, const int32_t[:, ::1] tokens, const int64_t[::1] rows, const int64_t[::1] lengths, notes):
+    def keep(self, tokens, rows, lengths, notes):
         """What lies in the rows now, and what is to be remembered of it: int64[B, num_notes]."""
+        cdef Texts texts = texts_of(tokens, rows, lengths)
         cdef Py_ssize_t place
-        for place in range(rows.shape[0]):
-            self._known[rows[place]] = lengths[place]
-            _copy_tail(&tokens[rows[place], 0], lengths[place], &self._ends[rows[place], 0])
-        self._notes[rows.base] = notes
+        cdef int64_t row
+        for place in range(texts.num_texts):
+            row = texts.rows[place]
+            self._known[row] = texts.lengths[place]
+            _copy_tail(texts.tokens + row * texts.width, texts.lengths[place], &self._ends[row, 0])
+        self._notes[rows] = notes
 
     def _elsewhere(self, length, tail):
         """The notes on a text that lay in another row, or left the array."""

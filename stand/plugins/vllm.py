@@ -91,7 +91,7 @@ class LookupProposer:
         """The notes on the rows. A new text is learned whole: what came before its first token little by little."""
         before = lengths - num_sampled
         known, notes = self._texts.find(tokens, rows, before)
-        for place in (known == 0).nonzero()[0].tolist():
+        for place in [] if known.all() else (known == 0).nonzero()[0].tolist():
             prompt = tokens[rows[place], : before[place]]
             key = problem_key(prompt)
             if key not in self._scopes:

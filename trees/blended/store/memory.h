@@ -96,13 +96,14 @@ inline bool BlendedLookup::reclaim(uint32_t reference) {
     return true;
 }
 
-// Nothing leads to this context any more: it is freed later, with all that hangs on it.
+// Nothing leads to this context any more: it is freed later, with all that hangs on it, which is fetched for that.
 inline void BlendedLookup::abandon(uint32_t reference) {
     if (reference == 0) return;
     Block* block = arena.at(reference);
     block->order_class |= ORPHAN;
     block->parent = first_orphan_;
     first_orphan_ = reference;
+    for (int32_t i = 0; i < block->size; ++i) arena.fetch<1>(children_of(block)[i]);
 }
 
 // Frees the orphan that waits for the shortest time; its longer contexts are orphans then. False where none waits, or

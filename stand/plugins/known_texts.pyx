@@ -3,6 +3,7 @@
 
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memcmp, memcpy
 
 from collections import OrderedDict
 
@@ -157,16 +158,17 @@ cdef class NamedTexts:
 cdef void _copy_tail(const int32_t* text, int64_t length, int32_t* tail) noexcept:
     """The last tokens of a text; a short one repeats its first token."""
     cdef int64_t age
+    if length >= TAIL:
+        memcpy(tail, text + length - TAIL, TAIL * sizeof(int32_t))
+        return
     for age in range(TAIL):
         tail[age] = text[max(0, length - TAIL + age)]
 
 
 cdef bint _ends_with(const int32_t* text, int64_t length, const int32_t* tail) noexcept:
-    cdef int64_t age
-    for age in range(TAIL):
-        if tail[age] != text[max(0, length - TAIL + age)]:
-            return False
-    return True
+    cdef int32_t[TAIL] end
+    _copy_tail(text, length, end)
+    return memcmp(end, tail, sizeof(end)) == 0
 
 
 cdef object _tail(const int32_t* text, int64_t length):

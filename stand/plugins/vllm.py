@@ -71,24 +71,30 @@ class LookupProposer:
         sampled_token_ids: per row the tokens of this step, none while its prompt is being read. num_tokens_no_spec
         int [R]: tokens of every row, those of this step included. token_ids_cpu int32 [R, L]: the rows' tokens.
         """
-        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         num_sampled = np.array(list(map(len, sampled_token_ids)), dtype=np.int64)
         (rows,) = num_sampled.nonzero()
         if len(rows) > 0:
             lengths = num_tokens_no_spec[rows].astype(np.int64)
-            notes = self._learn(token_ids_cpu, rows, lengths, num_sampled[rows])
-            chains = self._draft(token_ids_cpu, rows, lengths, notes[:, SCOPE])
-            for row, chain in zip(rows.tolist(), chains, strict=True):
-                drafts[row] = chain
+            notes, scopes = self._learn(token_ids_cpu, rows, lengths, num_sampled[rows])
+            chains = self._draft(token_ids_cpu, rows, lengths, scopes)
             notes[:, DRAFTED] = list(map(len, chains))
             self._texts.keep(token_ids_cpu, rows, lengths, notes)
         else:
+            chains = []
             self._backlog.work()
         self._reporter.look()
+        if len(chains) == len(num_sampled):
+            return chains
+        drafts: list[list[int]] = [[] for _ in num_sampled]
+        for row, chain in zip(rows.tolist(), chains, strict=True):
+            drafts[row] = chain
         return drafts
 
-    def _learn(self, tokens: np.ndarray, rows: np.ndarray, lengths: np.ndarray, num_sampled: np.ndarray) -> np.ndarray:
-        """The notes on the rows. A new text is learned whole: what came before its first token little by little."""
+    def _learn(
+        self, tokens: np.ndarray, rows: np.ndarray, lengths: np.ndarray, num_sampled: np.ndarray
+    ) -> tuple[np.ndarray, list[int]]:
+        """The notes on the rows, and their scopes. A new text is learned whole: what came before its first token little
+        by little."""
         before = lengths - num_sampled
         known, notes = self._texts.find(tokens, rows, before)
         for place in [] if known.all() else (known == 0).nonzero()[0].tolist():
@@ -98,11 +104,12 @@ class LookupProposer:
                 self._backlog.add(prompt, self._scopes.of(key))
             known[place], notes[place] = before[place], (self._scopes.of(key), NOT_A_STEP)
         self._backlog.work()
-        self.lookup.learn_rows(tokens, lengths, lengths - known, rows=rows, scopes=notes[:, SCOPE].tolist())
+        scopes = notes[:, SCOPE].tolist()
+        self.lookup.learn_rows(tokens, lengths, lengths - known, rows=rows, scopes=scopes)
         self.row_steps.add(num_sampled.tolist(), notes[:, DRAFTED].tolist())
-        return notes
+        return notes, scopes
 
-    def _draft(self, tokens: np.ndarray, rows: np.ndarray, lengths: np.ndarray, scopes: np.ndarray) -> list[list[int]]:
+    def _draft(self, tokens: np.ndarray, rows: np.ndarray, lengths: np.ndarray, scopes: list[int]) -> list[list[int]]:
         num_rows, room = len(rows), self.num_tokens
         if max(lengths.tolist()) + room >= self.max_length:
             room = np.clip(self.max_length - 1 - lengths, 0, room).tolist()
@@ -117,7 +124,7 @@ class LookupProposer:
             floor=self.options.floor,
             max_nodes=room,
             width=1,
-            scopes=scopes.tolist(),
+            scopes=scopes,
         )
         return batch.chains(self.num_tokens)
 

@@ -47,7 +47,7 @@ cdef void set_depths(max_depths, vector[GrowthRequest]& requests) except *:
 cdef void set_caps(max_nodes, vector[GrowthRequest]& requests) except *:
     """max_nodes: one number for all rows, or one per row."""
     cdef size_t row
-    cdef bool_t is_one = isinstance(max_nodes, (int, np.integer))
+    cdef bool_t is_one = type(max_nodes) is int or isinstance(max_nodes, (int, np.integer))
     if (max_nodes if is_one else min(max_nodes)) < 0 or not (is_one or len(max_nodes) == <Py_ssize_t> requests.size()):
         raise ValueError(
             f"max_nodes must be a number >= 0, or one per row ({requests.size()}), got {max_nodes}; "

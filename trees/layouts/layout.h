@@ -17,12 +17,21 @@ struct DraftView {
     int64_t num_rows;
 };
 
+// By node of a row: what best_path adds up. Its memory is used for all rows.
+struct PathSums {
+    std::vector<float> sums;
+    std::vector<int32_t> depths;
+};
+
 // The best path of a row, of at most `most` nodes below the root: the one with the largest sum of path probabilities,
 // which is the expected number of accepted tokens; without them the longest. Of equals the one that was revealed first.
-inline void best_path(const DraftView& drafts, int64_t row, int32_t most, std::vector<int32_t>& path) {
+inline void best_path(const DraftView& drafts, int64_t row, int32_t most, PathSums& scratch,
+                      std::vector<int32_t>& path) {
     const int32_t first = drafts.offsets[row], num_nodes = drafts.offsets[row + 1] - first;
-    std::vector<float> sums(num_nodes, 0.0f);
-    std::vector<int32_t> depths(num_nodes, 0);
+    scratch.sums.assign(num_nodes, 0.0f);
+    scratch.depths.assign(num_nodes, 0);
+    float* sums = scratch.sums.data();
+    int32_t* depths = scratch.depths.data();
     int32_t best = 0;
     for (int32_t node = 1; node < num_nodes; ++node) {
         const int32_t parent = drafts.parents[first + node];

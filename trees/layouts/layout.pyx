@@ -18,7 +18,10 @@ cdef extern from "layout.h" namespace "stand" nogil:
         const float* path_probabilities
         int64_t num_rows
 
-    void best_path(const DraftView& drafts, int64_t row, int32_t most, vector[int32_t]& path) except +
+    cdef cppclass PathSums:
+        pass
+
+    void best_path(const DraftView& drafts, int64_t row, int32_t most, PathSums& scratch, vector[int32_t]& path) except +
     int64_t first_too_large(const DraftView& drafts, int64_t num_nodes)
     void pad_with_ancestors[Flag](const DraftView& drafts, int64_t num_nodes, int32_t pad, int32_t* token_ids,
                                   Flag* masks)
@@ -30,13 +33,15 @@ cdef enum:
 cdef DraftView view_of(batch) except *:
     """The batch, checked; valid as long as it lives."""
     cdef DraftView view
-    cdef const int32_t[::1] token_ids = batch.token_ids, parents = batch.parents, offsets = batch.offsets
     cdef const float[::1] probabilities
     check_batch(batch)
-    view.num_rows = offsets.shape[0] - 1
+    cdef cnp.ndarray token_ids = batch.token_ids, parents = batch.parents, offsets = batch.offsets
+    view.num_rows = cnp.PyArray_DIM(offsets, 0) - 1
     view.path_probabilities = NULL
     if view.num_rows > 0:
-        view.token_ids, view.parents, view.offsets = &token_ids[0], &parents[0], &offsets[0]
+        view.token_ids = <const int32_t*> cnp.PyArray_DATA(token_ids)
+        view.parents = <const int32_t*> cnp.PyArray_DATA(parents)
+        view.offsets = <const int32_t*> cnp.PyArray_DATA(offsets)
         if batch.path_probabilities is not None:
             probabilities = batch.path_probabilities
             view.path_probabilities = &probabilities[0]
@@ -46,6 +51,7 @@ cdef DraftView view_of(batch) except *:
 def chains(batch, num_tokens):
     """See `DraftBatch.chains`."""
     cdef DraftView view = view_of(batch)
+    cdef PathSums scratch
     cdef vector[int32_t] path
     cdef int64_t row
     cdef int32_t most
@@ -54,7 +60,7 @@ def chains(batch, num_tokens):
     most = min(num_tokens, MOST)
     found = []
     for row in range(view.num_rows):
-        best_path(view, row, most, path)
+        best_path(view, row, most, scratch, path)
         found.append([path[i] for i in range(<Py_ssize_t> path.size())])
     return found
 

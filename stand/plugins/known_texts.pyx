@@ -53,15 +53,16 @@ cdef class KnownTexts:
     """
 
     cdef object _lengths, _tails, _notes, _parked
-    cdef int64_t[::1] _known  # views of _lengths and _tails
-    cdef int32_t[:, ::1] _ends
+    cdef int64_t* _known  # in _lengths
+    cdef int32_t* _ends  # in _tails
     cdef readonly int most_parked
 
     def __init__(self, num_rows, *, num_notes, most_parked=4096):
         self._lengths = np.zeros(num_rows, dtype=np.int64)  # by row; 0: none
         self._tails = np.zeros((num_rows, TAIL), dtype=np.int32)
         self._notes = np.zeros((num_rows, num_notes), dtype=np.int64)
-        self._known, self._ends = self._lengths, self._tails
+        self._known = <int64_t*> cnp.PyArray_DATA(self._lengths)
+        self._ends = <int32_t*> cnp.PyArray_DATA(self._tails)
         self._parked = OrderedDict()  # (length, tail): notes
         self.most_parked = most_parked
 
@@ -79,7 +80,7 @@ cdef class KnownTexts:
         for place in range(texts.num_texts):
             text = texts.tokens + texts.rows[place] * texts.width
             if not 0 < before[place] <= texts.lengths[place] or not _ends_with(
-                text, before[place], &self._ends[texts.rows[place], 0]
+                text, before[place], self._ends + texts.rows[place] * TAIL
             ):
                 before[place] = 0
                 strangers.append(place)
@@ -97,11 +98,11 @@ cdef class KnownTexts:
         cdef Texts texts = texts_of(tokens, rows, lengths)
         cdef Py_ssize_t place
         cdef int64_t row
+        self._notes[rows] = notes
         for place in range(texts.num_texts):
             row = texts.rows[place]
             self._known[row] = texts.lengths[place]
-            _copy_tail(texts.tokens + row * texts.width, texts.lengths[place], &self._ends[row, 0])
-        self._notes[rows] = notes
+            _copy_tail(texts.tokens + row * texts.width, texts.lengths[place], self._ends + row * TAIL)
 
     def _elsewhere(self, length, tail):
         """The notes on a text that lay in another row, or left the array."""
@@ -132,10 +133,11 @@ cdef class NamedTexts:
         cdef Py_ssize_t row
         cdef int64_t length
         cdef tuple known
-        before_array = np.empty(len(names), dtype=np.int64)
-        cdef int64_t[::1] before = before_array
+        cdef Py_ssize_t num_names = len(names)
+        cdef cnp.ndarray before_array = np.empty(num_names, dtype=np.int64)
+        cdef int64_t* before = <int64_t*> cnp.PyArray_DATA(before_array)
         cdef list scopes = []
-        for row in range(before.shape[0]):
+        for row in range(num_names):
             known = self._texts.get(names[row])
             length = -1 if known is None else known[0]
             if length > <int64_t> lengths[row]:
@@ -172,6 +174,6 @@ cdef bint _ends_with(const int32_t* text, int64_t length, const int32_t* tail) n
 
 
 cdef object _tail(const int32_t* text, int64_t length):
-    cdef int32_t[::1] tail = np.empty(TAIL, dtype=np.int32)
-    _copy_tail(text, length, &tail[0])
-    return tail.base
+    cdef cnp.ndarray tail = np.empty(TAIL, dtype=np.int32)
+    _copy_tail(text, length, <int32_t*> cnp.PyArray_DATA(tail))
+    return tail

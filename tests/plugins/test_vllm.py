@@ -277,6 +277,21 @@ def test_wrong_options_are_refused(given, message):
         ServingOptions.read(given, {})
 
 
+def test_texts_of_another_kind_are_refused():
+    known = KnownTexts(2, num_notes=1)
+    tokens, rows, lengths = np.zeros((2, 30), np.int32), np.array([0, 1]), np.array([20, 20])
+    good = (tokens, rows, lengths)
+    for place, wrong in [(0, tokens.astype(np.int64)), (0, tokens[0]), (0, tokens[:, ::2]), (1, rows.astype(np.int32)),
+                         (1, rows[:1]), (2, lengths[::-1])]:  # fmt: skip
+        given = [wrong if at == place else array for at, array in enumerate(good)]
+        with pytest.raises(ValueError, match="int64"):
+            known.find(*given)
+        with pytest.raises(ValueError, match="int64"):
+            known.keep(*given, np.zeros((2, 1), np.int64))
+    known.keep(*good, np.array([[3], [4]]))
+    assert known.find(*good)[1].tolist() == [[3], [4]]
+
+
 def test_texts_that_left_are_forgotten_in_the_end():
     known = KnownTexts(1, num_notes=1, most_parked=2)
     texts = np.arange(4 * 30, dtype=np.int32).reshape(4, 30)

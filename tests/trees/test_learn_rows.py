@@ -39,6 +39,23 @@ def test_rows_are_the_first_ones_unless_named():
     assert one.digest == other.digest and len(one) == len(other) > 0
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda numbers: np.array(numbers, np.int64),
+        lambda numbers: np.repeat(np.array(numbers, np.int64), 2)[::2],
+        lambda numbers: np.array(numbers, ">i8"),
+        lambda numbers: np.array(numbers, np.uint8),
+    ],
+    ids=["int64", "strided", "swapped", "uint8"],
+)
+def test_numbers_of_any_kind_are_the_same(kind):
+    tokens, one, other = texts(5, 3, 20), BlendedLookup(), BlendedLookup()
+    one.learn_rows(tokens, [20, 9], [20, 4], rows=[2, 1])
+    other.learn_rows(tokens, kind([20, 9]), kind([20, 4]), rows=kind([2, 1]))
+    assert one.digest == other.digest and len(one) == len(other) > 0
+
+
 @pytest.mark.parametrize("size", [1, 255, 256, 257, 1500])
 def test_a_long_run_is_learned_as_a_whole(size, tmp_path):
     """In parts inside, as one for whoever asks: the same as token by token from a walk along its contexts."""
@@ -86,6 +103,8 @@ GOOD = {"tokens": np.zeros((3, 8), np.int32), "lengths": [8, 8], "num_new": [1, 
         ({"rows": [0, 3]}, "rows"),
         ({"rows": [0, -1]}, "rows"),
         ({"rows": [0]}, "rows"),
+        ({"rows": np.array([0, 2, 1])}, "rows"),
+        ({"rows": np.array([[0], [2]])}, "rows"),
         ({"lengths": [8, 9]}, "length"),
         ({"num_new": [1, -1]}, "num_new"),
         ({"num_new": [1, 9]}, "num_new"),

@@ -17,12 +17,15 @@ CASES = {
     "one row, few nodes": {"budget": 2},
     "one row, no node": {"budget": 0},
     "three rows": {"num_rows": 3, "budget": 16},
+    "one node": {"budget": 1},
+    "a high floor": {"num_rows": 2, "budget": 30, "floor": 0.3},
     "a floor": {"num_rows": 2, "budget": 20, "floor": 0.06},
     "at most two children": {"num_rows": 2, "budget": 14, "width": 2},
     "chains": {"num_rows": 3, "budget": 12, "width": 1},
     "depths": {"num_rows": 4, "budget": 12, "max_depths": [2, 0, 1, 9]},
     "caps below the budget": {"num_rows": 3, "budget": 40, "max_nodes": [3, 0, 11]},
     "caps above the budget": {"num_rows": 3, "budget": 10, "max_nodes": [3, 1, 11]},
+    "caps that make up the budget": {"num_rows": 3, "budget": 15, "max_nodes": [3, 1, 11]},
     "prices": {"num_rows": 2, "budget": 40, "rises": RISES},
     "scopes": {"num_rows": 2, "budget": 9, "scopes": [1, 2]},
     "few candidates": {"num_rows": 2, "budget": 12, "num_candidates": 3},
@@ -41,13 +44,18 @@ def blends():
     return lookups, slow
 
 
+def end_of(length, rng):
+    """Where learning ended, near the beginning, or anywhere."""
+    return int([length, rng.integers(3, 9), rng.integers(9, length)][rng.integers(3)])
+
+
 def compare(blends, kind, *, num_rows=1, budget, num_candidates=10, seed=7, twin=None, **settings):
     """AssertionError where the draft is not the twin's. Returns the number of nodes."""
     lookups, slow = blends
     rng, count = np.random.default_rng(seed), 0
     for step in range(8):
         texts = [TEXTS[int(rng.integers(2))] for _ in range(num_rows)]
-        histories = [text[: int(rng.integers(1, len(text)))] for text in texts]
+        histories = [text[int(rng.integers(3)) : end_of(len(text), rng)] for text in texts]
         place = {"seed": seed, "rows": np.arange(num_rows) + 3, "steps": np.full(num_rows, step)}
         batch = draft(lookups[num_candidates], histories, budget, kind=kind, **place, **settings)
         batch.check()
@@ -93,3 +101,21 @@ def test_drafts_are_the_twins(blends, name, kind):
 def test_the_twin_sees_a_difference(blends, change):
     with pytest.raises(AssertionError):
         compare(blends, "sampled", num_rows=2, budget=40, rises=RISES, scopes=[1, 2], twin=change)
+
+
+@pytest.mark.parametrize("width", [1, None])
+def test_nothing_grows_from_nothing(width):
+    """The arrays stay as wide as a law of one child."""
+    batch = draft(BlendedLookup(), [TEXTS[0], TEXTS[1]], 6, width=width)
+    assert batch.num_nodes == 2 and batch.law.shape == (2, 1)
+
+
+def test_drafts_are_sound_far_below_what_a_budget_reaches_otherwise():
+    """Paths less likely than 2 ** -16, which share one list of the queue."""
+    lookup = BlendedLookup()
+    lookup.learn([], np.random.default_rng(1).integers(0, 300, 3000).astype(np.int32))
+    batch = draft(lookup, [np.array([7], np.int32)], 8000)
+    batch.check()
+    paths = batch.path_probabilities[1:]
+    assert paths.min() < 2**-16 and batch.num_nodes > 5000
+    assert (paths <= batch.path_probabilities[batch.parents[1:]]).all()

@@ -8,7 +8,11 @@ from reference_growth import SlowGrowth
 
 from stand.trees import BlendedLookup
 
-TEXTS = [stream(400, vocabulary=12, seed=1, stay=0.7), stream(500, vocabulary=30, seed=2, stay=0.6)]
+TEXTS = [
+    stream(400, vocabulary=12, seed=1, stay=0.7),
+    stream(500, vocabulary=30, seed=2, stay=0.6),
+    stream(300, vocabulary=9, seed=3, stay=0.0),  # anything may follow
+]
 # Rising prices: the first nodes are cheap.
 RISES = np.linspace(0.0, 0.3, 40)
 CASES = {
@@ -22,6 +26,7 @@ CASES = {
     "a floor": {"num_rows": 2, "budget": 20, "floor": 0.06},
     "at most two children": {"num_rows": 2, "budget": 14, "width": 2},
     "chains": {"num_rows": 3, "budget": 12, "width": 1},
+    "chains below their caps": {"num_rows": 3, "budget": 40, "width": 1, "max_nodes": [3, 1, 11]},
     "depths": {"num_rows": 4, "budget": 12, "max_depths": [2, 0, 1, 9]},
     "caps below the budget": {"num_rows": 3, "budget": 40, "max_nodes": [3, 0, 11]},
     "caps above the budget": {"num_rows": 3, "budget": 10, "max_nodes": [3, 1, 11]},
@@ -54,7 +59,7 @@ def compare(blends, kind, *, num_rows=1, budget, num_candidates=10, seed=7, twin
     lookups, slow = blends
     rng, count = np.random.default_rng(seed), 0
     for step in range(8):
-        texts = [TEXTS[int(rng.integers(2))] for _ in range(num_rows)]
+        texts = [TEXTS[int(rng.integers(3))] for _ in range(num_rows)]
         histories = [text[int(rng.integers(3)) : end_of(len(text), rng)] for text in texts]
         place = {"seed": seed, "rows": np.arange(num_rows) + 3, "steps": np.full(num_rows, step)}
         batch = draft(lookups[num_candidates], histories, budget, kind=kind, **place, **settings)
@@ -105,8 +110,12 @@ def test_the_twin_sees_a_difference(blends, change):
 
 @pytest.mark.parametrize("width", [1, None])
 def test_nothing_grows_from_nothing(width):
-    """The arrays stay as wide as a law of one child."""
-    batch = draft(BlendedLookup(), [TEXTS[0], TEXTS[1]], 6, width=width)
+    """Whatever was drafted before. The arrays stay as wide as a law of one child."""
+    lookup = BlendedLookup()
+    lookup.learn([], TEXTS[0])
+    draft(lookup, [TEXTS[0]], 6, width=width)
+    lookup.clear()
+    batch = draft(lookup, [TEXTS[0], TEXTS[1]], 6, width=width)
     assert batch.num_nodes == 2 and batch.law.shape == (2, 1)
 
 

@@ -86,7 +86,7 @@ def compared_laws(
 
 
 def stream_loss(streams: Streams, batch: StreamBatch) -> tuple[torch.Tensor, float]:
-    """(mean cross-entropy of all streams, share of equal best tokens of the first one) at a random half of the places."""
+    """(mean cross-entropy of all streams, share of equal best tokens of the first) at a random half of the places."""
     length = batch.hidden.shape[1]
     places = torch.randperm(length)[: max(round(SHARE * length), 1)].sort().values.to(batch.hidden.device)
     total, agreement = 0.0, 0.0

@@ -124,7 +124,7 @@ class Streams(nn.Module):
         save_file(tensors, Path(folder) / WEIGHT_FILE, metadata={"format": "pt"})
 
     def begin(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What streams start as: [..., gamma, D] of the target's hidden states [..., D] at the input of `first_layer`."""
+        """What streams start as [..., gamma, D], from hidden states [..., D] of the target before `first_layer`."""
         return self.lift(hidden)[..., None, :] + self.embeddings
 
     def forward(self, states: torch.Tensor, position_ids: torch.Tensor, **kwargs: object) -> torch.Tensor:
@@ -159,7 +159,8 @@ class Streams(nn.Module):
 def _check_target(target: PreTrainedModel, num_layers: int) -> None:
     config, remedy = text_config(target), "draft for it with stand.BlendedDrafter"
     if config.model_type not in FAMILIES:
-        raise ValueError(f"streams need a target of the families {', '.join(FAMILIES)}, got {config.model_type!r}; {remedy}")
+        families = ", ".join(FAMILIES)
+        raise ValueError(f"streams need a target of the families {families}, got {config.model_type!r}; {remedy}")
     layers = target.get_decoder().layers
     if any(getattr(layer.self_attn, "sliding_window", None) is not None for layer in layers):
         raise ValueError(f"streams need a target that attends to all tokens, got sliding windows; {remedy}")

@@ -149,7 +149,7 @@ def warmed_up(
 
 
 def new_engine(
-    model, tokenizer, prompts, law, *, verifier: str, kind: str, drafter: str = "lookup", head: Path = SHIPPED_HEADS["eagle"]
+    model, tokenizer, prompts, law, *, verifier: str, kind: str, drafter: str = "lookup", head: Path | None = None
 ) -> stand.Engine:
     """What draws the continuations of one arm; kind "none" is the arm without drafts."""
     if kind == "none":

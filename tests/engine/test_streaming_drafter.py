@@ -125,7 +125,7 @@ class RecordedDrafter(stand.StreamingDrafter):
 
 
 def logits_of(drafter, model, monkeypatch) -> list[torch.Tensor]:
-    """Of every step of a call with three rows and of one with one row, where further packed tokens would change bits."""
+    """Of every step of a call with three rows and of one with one, where further packed tokens would change bits."""
     seen, verify = [], EagerStep.verify
     with monkeypatch.context() as patched:
         patched.setattr(EagerStep, "verify", lambda self: (seen.append(self._logits.clone()), verify(self))[1])

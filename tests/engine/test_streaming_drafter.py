@@ -189,17 +189,17 @@ class LyingDrafter(stand.StreamingDrafter):
 
 @pytest.mark.parametrize(("kind", "is_honest"), [(stand.StreamingDrafter, True), (LyingDrafter, False)])
 def test_continuations_follow_the_exact_law(kind, is_honest):
-    """20,000 of four tokens: drafts begin after the first one."""
+    """4,000 of four tokens: drafts begin after the first one."""
     model, counts = small_model(5), Counter()
     streams = random_streams(model, num_layers=1)
-    engine = stand.wrap(model, drafter=kind(streams, budget=3 * 2000), verifier="traversal")
-    for seed in range(10):
+    engine = stand.wrap(model, drafter=kind(streams, budget=3 * 500), verifier="traversal")
+    for seed in range(8):
         output = engine.generate(
-            input_ids=[[3, 1, 3]], num_return_sequences=2000, max_new_tokens=4, temperature=1.0, top_k=0, seed=seed,
+            input_ids=[[3, 1, 3]], num_return_sequences=500, max_new_tokens=4, temperature=1.0, top_k=0, seed=seed,
             stop_token_ids=[2],
         )  # fmt: skip
         counts.update(map(tuple, output.token_ids))
-    assert output.stats.num_accepted_draft_tokens > 500
+    assert output.stats.num_accepted_draft_tokens > 100
     law = continuation_law(model, [3, 1, 3], LogitsProcessorList(), end=2, tokens=4)
     assert (chi_square(counts, law) > 1e-4) == is_honest, chi_square(counts, law)
 

@@ -17,12 +17,16 @@ def test_the_target_is_neither_changed_nor_held():
     """No parameter is shared with the optimizer or the file, no module of the target is replaced, no hook stays."""
     model = tiny_model("llama")
     before, modules = copy.deepcopy(model.state_dict()), [id(module) for module in model.modules()]
-    streams = random_streams(model)
+    streams, hooks = random_streams(model), num_hooks(model)
     stand.wrap(model, drafter=stand.StreamingDrafter(streams)).generate(input_ids=[[5, 9]], max_new_tokens=4)
     assert [id(module) for module in model.modules()] == modules
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not {id(one) for one in model.parameters()} & {id(one) for one in streams.parameters()}
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert num_hooks(model) == hooks  # transformers leaves some of its own after a call that asked for hidden states
+
+
+def num_hooks(model) -> int:
+    return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
 
 
 def test_streams_share_the_targets_weights():

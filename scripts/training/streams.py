@@ -1,5 +1,5 @@
 """Training of streams beside a frozen target: stream j learns, at every token, the law that the target itself holds j
-places later (cross-entropy of the two laws; arXiv 2402.11131, equation 4, without the terms that tune the target)."""
+places later (cross-entropy of the two laws; arXiv 2402.11131, without the terms that tune the target)."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class StreamRider:
     """Runs the streams of every row's last committed token, and keeps their laws until the row drafts again.
 
     placement: "nodes" runs them in the step's forward, at every node of the draft, because the end of the kept path is
-    not known then (arXiv 2402.11131, section 3.1). "end" waits for the verdict and runs them at that end alone. States,
+    not known then (arXiv 2402.11131). "end" waits for the verdict and runs them at that end alone. States,
     keys and laws are the same.
 
     Streams have matrix products of their own also in "nodes": more rows in the model's would change the bits of its

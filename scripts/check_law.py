@@ -10,7 +10,8 @@ a lookup that was warmed up on the same prompts and is then frozen, and as many 
 sampling is worked out exactly, by forwards of the model and products of probabilities (measuring/continuation_law.py).
 Per prompt the frequencies of whole continuations, and of places where they leave the likely ones, are compared with
 it by chi-square; rare cells count as one. One statistic over all prompts, one p-value per verifier and draft kind.
---drafter blended adds the laws of an EAGLE-1 head to the lookup's, eagle drafts by the head alone (sampled).
+--drafter blended adds the laws of an EAGLE-1 head to the lookup's, eagle drafts by the head alone (sampled), streams
+and streams-blended are the same with streams (Speculative Streaming).
 The lossy rule `typical` is run too, on a quarter of the continuations: a test that does not refuse it is blind.
 
 `tokens`: with `match` and `coupled` the token ids must equal those of plain sampling with the same seed (float32). A
@@ -55,7 +56,8 @@ from workloads.real_models import model_folder
 import stand
 from stand.verifiers import VerifierNoise
 
-SHIPPED_HEAD = Path(__file__).resolve().parent / "drafters" / "eagle"
+SHIPPED_HEADS = {name: Path(__file__).resolve().parent / "drafters" / name for name in ("eagle", "streams")}
+DRAFTERS = ("lookup", "blended", "eagle", "streams", "streams-blended")
 LONGEST_CUT = 6  # tokens of a solution that a prompt may hold
 MOST_ROWS = 500  # of a call
 MOST_SCORES = 20_000_000  # probabilities of a call's step; they decide how many rows it has
@@ -128,7 +130,10 @@ def new_drafter(model, law: dict[str, float], *, kind: str, drafter: str, head: 
     budget, temperature = NODES_PER_ROW * rows_per_call(model), law["temperature"]
     if drafter == "eagle":
         return stand.EagleDrafter(head, budget=budget, temperature=temperature)
-    source = stand.EagleLaws(head, temperature=temperature) if drafter == "blended" else None
+    if drafter == "streams":
+        return stand.StreamingDrafter(head, budget=budget, temperature=temperature)
+    makers = {"blended": stand.EagleLaws, "streams-blended": stand.StreamLaws}
+    source = makers[drafter](head, temperature=temperature) if drafter in makers else None
     return stand.BlendedDrafter(budget=budget, kind=kind, source=source)
 
 
@@ -144,7 +149,7 @@ def warmed_up(
 
 
 def new_engine(
-    model, tokenizer, prompts, law, *, verifier: str, kind: str, drafter: str = "lookup", head: Path = SHIPPED_HEAD
+    model, tokenizer, prompts, law, *, verifier: str, kind: str, drafter: str = "lookup", head: Path | None = None
 ) -> stand.Engine:
     """What draws the continuations of one arm; kind "none" is the arm without drafts."""
     if kind == "none":
@@ -313,8 +318,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("check", choices=("law", "tokens"))
     parser.add_argument("--verifiers", type=lambda text: text.split(","))
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=["sampled", "mixed"])
-    parser.add_argument("--drafter", choices=("lookup", "blended", "eagle"), default="lookup", help="of `law`")
-    parser.add_argument("--head", type=Path, default=SHIPPED_HEAD, help="EAGLE-1 head of the last two")
+    parser.add_argument("--drafter", choices=DRAFTERS, default="lookup", help="of `law`")
+    parser.add_argument("--head", type=Path, help="EAGLE-1 head or streams (default: those shipped)")
     parser.add_argument("--continuations", type=int, default=20_000, help="of one arm of `law`, all prompts together")
     parser.add_argument("--no-plain", action="store_true", help="leave the arm without drafts out")
     parser.add_argument("--prompts", type=int)
@@ -329,8 +334,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=str(REASONER), help="folder, hub id or short name (default: bundled model)")
     options = parser.parse_args()
     is_law, bundled = options.check == "law", Path(options.model).resolve() == REASONER
-    if options.drafter == "eagle":
+    if options.drafter in ("eagle", "streams"):
         options.kinds = ["sampled"]
+    options.head = options.head or SHIPPED_HEADS["streams" if options.drafter.startswith("streams") else "eagle"]
     options.verifiers = options.verifiers or (["traversal", "match"] if is_law else ["match", "coupled"])
     options.prompts = options.prompts or (10 if is_law else 50 if bundled else 12)
     options.tokens = options.tokens or (4 if is_law else 256)

@@ -1,8 +1,10 @@
-"""Tokens per step of the lookup, of an EAGLE-1 head, and of both blended, at equal draft nodes, by number of samples.
+"""Tokens per step of the lookup, of an EAGLE-1 head, of streams, and of either one blended with the lookup, at equal
+draft nodes, by number of samples.
 
     python scripts/compare_drafters.py                                        # bundled model and its shipped head
     python scripts/compare_drafters.py --model smollm2 --head eagle_smollm2   # a head of your own
     python scripts/compare_drafters.py --head random --arms lookup,blended    # what an untrained head costs
+    python scripts/compare_drafters.py --arms none,streams,streams-nodes      # streams at every node, as in the paper
 
 Every arm draws the same problems with the same seeds, `--nodes` draft nodes per row and step. The lookup starts empty
 with every problem, so what it knows at sample n are the samples before and beside it. A table per temperature goes to
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,26 +29,40 @@ from measuring.trajectories import Sampling, draw_with_engine
 import stand
 from stand.drafters.eagle.growth import PAPER_SHAPE
 from stand.drafters.eagle.head import EagleHead
+from stand.drafters.streams.weights import Streams
 
 SHIPPED_HEAD = Path(__file__).resolve().parent / "drafters" / "eagle"
+SHIPPED_STREAMS = SHIPPED_HEAD.with_name("streams")
 RANDOM = "random"
-ARMS = ("lookup", "eagle", "blended")
+NO_DRAFTS = "none"
+ARMS = (NO_DRAFTS, "lookup", "eagle", "blended", "streams", "streams-nodes", "streams-blended")
+DEFAULT_ARMS = ("lookup", "eagle", "blended")
 HEADER = (
-    "N", "drafter", "tokens per step", "depth 1 kept", "nodes per step", "drafting, share of time", "tokens per second"
+    "N", "drafter", "tokens per step", "depth 1 kept", "nodes per step", "drafting, share of time", "tokens per second",
+    "processor ms per token",
 )  # fmt: skip
 
 
 def drafter_makers(
-    arguments: argparse.Namespace, head: EagleHead, temperature: float
+    arguments: argparse.Namespace, head: EagleHead | None, streams: Streams | None, temperature: float
 ) -> dict[str, Callable[[int], stand.Drafter]]:
     """Name of an arm: its drafter for so many rows."""
-    settings = {"temperature": temperature or 1.0, "rounds": arguments.rounds}
+    law = {"temperature": temperature or 1.0}
+    settings = {**law, "rounds": arguments.rounds}
     makers: dict[str, Callable[[int], stand.Drafter]] = {
         "lookup": lambda rows: stand.BlendedDrafter(budget=arguments.nodes * rows),
         "eagle": lambda rows: stand.EagleDrafter(head, budget=arguments.nodes * rows, **settings),
         "blended": lambda rows: stand.BlendedDrafter(
             budget=arguments.nodes * rows,
-            source=stand.EagleLaws(head, rounds=arguments.rounds - 1, temperature=temperature or 1.0),
+            source=stand.EagleLaws(head, rounds=arguments.rounds - 1, **law),
+        ),
+        NO_DRAFTS: lambda rows: stand.BlendedDrafter(budget=0),
+        "streams": lambda rows: stand.StreamingDrafter(streams, budget=arguments.nodes * rows, **law),
+        "streams-nodes": lambda rows: stand.StreamingDrafter(
+            streams, budget=arguments.nodes * rows, placement="nodes", **law
+        ),
+        "streams-blended": lambda rows: stand.BlendedDrafter(
+            budget=arguments.nodes * rows, source=stand.StreamLaws(streams, **law)
         ),
     }
     makers = {name: make for name, make in makers.items() if name in arguments.arms}
@@ -54,20 +71,26 @@ def drafter_makers(
     return makers
 
 
-def head_of(arguments: argparse.Namespace, model) -> EagleHead:
+def head_of(arguments: argparse.Namespace, model) -> EagleHead | None:
+    if not {"eagle", "blended"} & set(arguments.arms):
+        return None
     if str(arguments.head) != RANDOM:
         return EagleHead.load(model, arguments.head)
     torch.manual_seed(arguments.seed)
     return EagleHead(model).eval()
 
 
+def streams_of(arguments: argparse.Namespace, model) -> Streams | None:
+    return Streams.load(model, arguments.streams) if any(arm.startswith("streams") for arm in arguments.arms) else None
+
+
 def measure(arguments: argparse.Namespace) -> list[dict]:
     """One record per temperature, number of samples and arm."""
     torch.set_num_threads(arguments.threads)
     model, tokenizer = load_model(arguments)
-    head, tasks = head_of(arguments, model), load_tasks(arguments)
+    trained, tasks = (head_of(arguments, model), streams_of(arguments, model)), load_tasks(arguments)
     records = []
-    names = list(drafter_makers(arguments, head, 1.0))
+    names = list(drafter_makers(arguments, *trained, 1.0))
     progress = Progress(len(arguments.temperatures) * sum(arguments.trajectories) * len(names) * len(tasks))
     for temperature in arguments.temperatures:
         for count in arguments.trajectories:
@@ -75,19 +98,21 @@ def measure(arguments: argparse.Namespace) -> list[dict]:
             sampling = Sampling(
                 rows, arguments.max_new_tokens, temperature, arguments.top_k, arguments.top_p, arguments.seed
             )
-            for name, make in drafter_makers(arguments, head, temperature).items():
-                stats = stand.Stats()
+            for name, make in drafter_makers(arguments, *trained, temperature).items():
+                stats, used = stand.Stats(), 0.0
                 for index, task in enumerate(tasks):
                     engine = stand.wrap(model, tokenizer, drafter=make(rows), verifier=arguments.verifier)
                     prompt = prompt_ids(tokenizer, task, arguments.instruction)
-                    stats += draw_with_engine(engine, prompt, count, sampling, problem=index, draft=True).stats
+                    started, draft = time.process_time(), name != NO_DRAFTS
+                    stats += draw_with_engine(engine, prompt, count, sampling, problem=index, draft=draft).stats
+                    used += time.process_time() - started
                     progress.add(count, f"T = {temperature}, N = {count}, {name}, problem {index + 1}")
-                records.append(record(temperature, count, name, stats))
+                records.append(record(temperature, count, name, stats, used))
     return records
 
 
-def record(temperature: float, count: int, name: str, stats: stand.Stats) -> dict:
-    """What one arm came to."""
+def record(temperature: float, count: int, name: str, stats: stand.Stats, used: float) -> dict:
+    """What one arm came to; used: seconds of the processor, which other work on the machine does not change much."""
     kept = stats.accepted_by_depth
     return {
         "temperature": temperature,
@@ -98,12 +123,14 @@ def record(temperature: float, count: int, name: str, stats: stand.Stats) -> dic
         "nodes_per_step": stats.num_draft_tokens / stats.num_steps,
         "draft_share": stats.seconds["draft"] / sum(stats.seconds.values()),
         "tokens_per_second": stats.tokens_per_second,
+        "processor_ms_per_token": 1e3 * used / stats.num_tokens,
         "kept_by_depth": [float(number / stats.num_steps) for number in kept[:8]],
     }
 
 
 def tables(records: list[dict]) -> str:
-    columns = ("tokens_per_step", "depth_1_kept", "nodes_per_step", "draft_share", "tokens_per_second")
+    columns = ("tokens_per_step", "depth_1_kept", "nodes_per_step", "draft_share", "tokens_per_second",
+               "processor_ms_per_token")  # fmt: skip
     parts = []
     for temperature in dict.fromkeys(one["temperature"] for one in records):
         rows = [
@@ -128,9 +155,12 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperatures", type=number_list, default=[0.0, 0.8], metavar="T,T,...")
     parser.add_argument("--trajectories", type=count_list, default=[1, 4, 16], metavar="N,N,...")
     parser.add_argument("--head", type=Path, default=SHIPPED_HEAD, help="folder or file of an EAGLE-1 head, or random")
+    parser.add_argument("--streams", type=Path, default=SHIPPED_STREAMS, help="folder or file of streams")
     parser.add_argument("--nodes", type=int, default=8, help="draft nodes per row (25: with the paper's tree, too)")
     parser.add_argument("--rounds", type=int, default=6, help="most runs of the head per step")
-    parser.add_argument("--arms", type=lambda text: text.split(","), default=ARMS, metavar="ARM,ARM", help="drafters")
+    parser.add_argument(
+        "--arms", type=lambda text: text.split(","), default=DEFAULT_ARMS, metavar="ARM,ARM", help=", ".join(ARMS)
+    )
     parser.add_argument("--verifier", default="traversal")
     arguments = parser.parse_args(command_line)
     if set(arguments.arms) - set(ARMS):

@@ -12,123 +12,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import shutil
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
-import torch
-from measuring.setup import REASONER, add_options, fill_defaults, load_model, prompt_ids
-from training.eagle import agreement_on, describe, train_head
-from training.generations import write_generations
-from workloads.problem_sets import Task, read_tasks
-from workloads.problems import draw_problem
-
-import stand
-from stand.drafters.eagle.head import EagleHead
-
-SHIPPED = Path(__file__).resolve().parent / "drafters" / "eagle"
-HELD_OUT_ONE_IN = 8  # problems of a file; the bundled model's generated ones have a split of their own
-
-
-def prompt_source(arguments: argparse.Namespace, tokenizer, *, held_out: bool) -> Callable[[random.Random], list[int]]:
-    """Draws a prompt of the training part, or of the held-out part."""
-    if arguments.problems is None:
-
-        def draw_task(rng: random.Random) -> Task:
-            item = draw_problem(rng, held_out=held_out)
-            return Task(item.family, item.problem, item.answer)
-
-    else:
-        tasks = read_tasks(arguments.problems, count=arguments.num_problems)
-        part = [task for place, task in enumerate(tasks) if (place % HELD_OUT_ONE_IN == 0) == held_out]
-
-        def draw_task(rng: random.Random) -> Task:
-            return rng.choice(part)
-
-    return lambda rng: prompt_ids(tokenizer, draw_task(rng), arguments.instruction)
-
-
-def generate(arguments: argparse.Namespace, model, tokenizer, *, held_out: bool):
-    """The target's own generations, for training at --temperature, held out by greedy decoding."""
-    name = "held_out.jsonl" if held_out else "generations.jsonl"
-    return write_generations(
-        stand.wrap(model, tokenizer),
-        arguments.checkpoints / name,
-        prompt_source(arguments, tokenizer, held_out=held_out),
-        num_tokens=arguments.held_out_tokens if held_out else arguments.tokens,
-        rows=arguments.rows,
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=0.0 if held_out else arguments.temperature,
-        seed=arguments.seed,
-    )
-
-
-def run(arguments: argparse.Namespace) -> dict:
-    """Train and write the head, or evaluate the one at --output; the facts of it."""
-    if arguments.fresh:
-        shutil.rmtree(arguments.checkpoints, ignore_errors=True)
-    arguments.checkpoints.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(arguments.threads)
-    torch.manual_seed(arguments.seed)
-    model, tokenizer = load_model(arguments)
-    facts: dict[str, object] = {}
-    if not arguments.evaluate:
-        head = EagleHead(model).train()
-        generations = generate(arguments, model, tokenizer, held_out=False)
-        progress = train_head(
-            head, model, generations, arguments.checkpoints, minutes=arguments.minutes, steps=arguments.steps,
-            tokens_per_batch=arguments.tokens_per_batch, learning_rate=arguments.learning_rate,
-            save_minutes=arguments.save_minutes, seed=arguments.seed,
-        )  # fmt: skip
-        head.save(arguments.output)
-        facts = {
-            "target": Path(arguments.model).name,
-            "parameters": sum(parameter.numel() for parameter in head.parameters()),
-            "generated_tokens": sum(len(one.token_ids) - one.prompt_length for one in generations),
-            "temperature": arguments.temperature,
-            "steps": progress["step"],
-            "tokens": progress["tokens"],
-            "minutes": round(progress["seconds"] / 60, 1),
-            "learning_rate": arguments.learning_rate,
-            "seed": arguments.seed,
-        }
-    head = EagleHead.load(model, arguments.output)
-    head.config._attn_implementation = "sdpa"
-    held_out = generate(arguments, model, tokenizer, held_out=True)
-    facts["held_out_agreement"] = round(agreement_on(head, model, held_out), 4)
-    if not arguments.evaluate:
-        describe(arguments.output, facts)
-    return facts
+from training.eagle import RECIPE
+from training.head_command import completed, options_of, run
 
 
 def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
-    parser.add_argument("--minutes", type=float, default=20.0, help="time budget of the training, without generations")
-    parser.add_argument("--steps", type=int, default=0, help="budget in steps instead of minutes")
-    parser.add_argument("--tokens", type=int, default=150_000, help="generated tokens to learn from")
-    parser.add_argument("--held-out-tokens", type=int, default=8_000, help="greedy tokens to evaluate on")
-    parser.add_argument("--tokens-per-batch", type=int, default=4_000)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--save-minutes", type=float, default=2.0)
-    parser.add_argument("--checkpoints", type=Path, default=Path("eagle_checkpoints"))
-    parser.add_argument("--output", type=Path, default=SHIPPED)
-    parser.add_argument("--fresh", action="store_true", help="forget earlier generations and checkpoints")
-    parser.add_argument("--evaluate", action="store_true", help="evaluate the head at --output instead")
-    arguments = parser.parse_args(command_line)
-    arguments.rows = arguments.rows or 32
-    is_bundled = Path(arguments.model).resolve() == REASONER
-    if arguments.output == SHIPPED and not is_bundled:
-        parser.error("--output must be given for another model than the bundled one; scripts/drafters/eagle is its own")
-    fill_defaults(arguments)
-    return arguments
+    return completed(RECIPE, options_of(RECIPE, __doc__), command_line)
 
 
 def main() -> int:
     try:
-        print(json.dumps(run(read_arguments())))
+        print(json.dumps(run(RECIPE, read_arguments())))
     except (ValueError, OSError) as error:
         print(f"train_eagle: {error}", file=sys.stderr)
         return 2

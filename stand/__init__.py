@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from stand.drafters.law_source import LawSource
     from stand.drafters.prompt_lookup import PromptLookupDrafter
     from stand.drafters.step_cost import CostTable
+    from stand.drafters.streams.drafter import StreamingDrafter
+    from stand.drafters.streams.laws import StreamLaws
     from stand.drafters.token_recycling import TokenRecyclingDrafter
     from stand.engine import Engine, wrap
     from stand.forward.self_check import UnsupportedModelError
@@ -57,6 +59,8 @@ _HOMES = {
     "Request": "stand.scheduling.request",
     "Run": "stand.scheduling.run",
     "Stats": "stand.stats",
+    "StreamLaws": "stand.drafters.streams.laws",
+    "StreamingDrafter": "stand.drafters.streams.drafter",
     "TokenRecyclingDrafter": "stand.drafters.token_recycling",
     "Trajectory": "stand.scheduling.request",
     "TreeShape": "stand.trees",
@@ -86,6 +90,8 @@ __all__ = [
     "Request",
     "Run",
     "Stats",
+    "StreamLaws",
+    "StreamingDrafter",
     "TokenRecyclingDrafter",
     "Trajectory",
     "TreeShape",

@@ -19,6 +19,7 @@ from stand.step import EagerStep, Step, StepStart
 from stand.verifiers import Verifier
 
 if TYPE_CHECKING:
+    from stand.drafters.drafter import Drafter
     from stand.gpu.device_rule import DeviceRule
     from stand.gpu.fusion.fusion import Fusion
     from stand.gpu.guarded_step import GuardedStep
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 MOST_CAPTURED_TOKENS = 512  # of all rows of a captured step (`stand.gpu.step_size.NUM_TOKENS`)
 NAMES = ("auto", "sdpa", "triton")
 FEATURE_OBSTACLE = "the drafter requires features (last hidden states), which captured steps do not deliver"
+RIDER_OBSTACLE = "the drafter runs on the model's own steps (streams), which captured steps do not carry"
 WAITING_ROPES = frozenset({"dynamic", "longrope"})  # their frequencies depend on the length: the host waits for it
 
 
@@ -80,6 +82,7 @@ class EagerBackend:
             start.verifier,
             num_top=start.num_top,
             wants_features=start.wants_features,
+            rider=start.rider,
         )
 
 
@@ -133,11 +136,11 @@ class CapturedBackend:
 
 
 def choose_backend(
-    model: PreTrainedModel, verifier: Verifier, requested: str, *, fuse: bool, wants_features: bool = False
+    model: PreTrainedModel, verifier: Verifier, requested: str, *, fuse: bool, drafter: Drafter | None = None
 ) -> Backend:
     """Resolve "auto". Raises ValueError for an unknown name, or for "triton" where it cannot serve.
 
-    wants_features: the drafter requires features, which captured steps do not deliver.
+    drafter: one that requires features or has a rider gets eager steps.
     """
     if requested not in NAMES:
         raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {requested!r}; auto is usual")
@@ -145,13 +148,20 @@ def choose_backend(
         return EagerBackend(model, "asked for")
     if requested == "auto" and model.device.type != "cuda":
         return EagerBackend(model, f"the model is on {model.device.type}, kernels are for CUDA")
-    obstacle = FEATURE_OBSTACLE if wants_features else kernel_obstacle(model, verifier)
+    obstacle = drafter_obstacle(drafter) or kernel_obstacle(model, verifier)
     if obstacle is None:
         reason = "asked for" if requested == "triton" else "the kernels serve this model"
         return _fused(model, verifier, reason) if fuse else CapturedBackend(model, reason)
     if requested == "triton":
         raise ValueError(f"backend 'triton' cannot serve here: {obstacle}; use backend='sdpa' or 'auto'")
     return EagerBackend(model, obstacle)
+
+
+def drafter_obstacle(drafter: Drafter | None) -> str | None:
+    """What `drafter` asks of steps that captured ones do not give, or None."""
+    if drafter is not None and drafter.requires_features:
+        return FEATURE_OBSTACLE
+    return RIDER_OBSTACLE if drafter is not None and drafter.rider is not None else None
 
 
 def key_shape(model: PreTrainedModel) -> tuple[int, int, int]:

@@ -66,6 +66,7 @@ class Call:
         self._is_learning = is_learning
         self._is_seeded = is_seeded
         self._wants_features = drafter is not None and drafter.requires_features
+        self._rider = None if drafter is None else drafter.rider
         self._on_commit = on_commit
         self._prompts = PromptKeys(
             model,
@@ -160,6 +161,7 @@ class Call:
                     verifier=self._verifier,
                     num_top=self._drafter.num_candidates if self._is_learning else 0,
                     wants_features=self._wants_features,
+                    rider=self._rider,
                 )
             )
         return changes
@@ -182,7 +184,8 @@ class Call:
         live, timed = LiveRows.of(self.scheduler.live), self.stats.timed
         with timed("draft"):
             request, batch = self._draft(live)
-        self.scheduler.admission.take(live.rows, batch.sizes.tolist())
+        slots = batch.sizes if self._rider is None else batch.sizes + self._rider.num_slots(batch.sizes)
+        self.scheduler.admission.take(live.rows, slots.tolist())
         before = self.stats.scoring_seconds
         with timed("forward"):
             self._step.forward(batch, live, self._noise(live))
@@ -190,6 +193,9 @@ class Call:
             verdicts = self._step.verify()
         if self._drafter is not None:
             self._drafter.record_time(request, batch.num_nodes, self.stats.scoring_seconds - before)
+        if self._rider is not None:
+            with timed("draft"):
+                self._step.ride(verdicts.accepted)
         with timed("commit"):
             self._commit(live, batch, verdicts)
         self._is_settled = self._is_settled and self.scheduler.is_held()

@@ -80,7 +80,7 @@ def wrap(
     typical = drafter.typical_draft()
     if typical is not None:
         rule.check_draft(typical)
-    chosen = choose_backend(model, rule, backend, fuse=fuse, wants_features=drafter.requires_features)
+    chosen = choose_backend(model, rule, backend, fuse=fuse, drafter=drafter)
     return Engine(model, tokenizer, drafter=drafter, verifier=rule, backend=chosen)
 
 
@@ -302,7 +302,7 @@ class Engine:
         """num_rows: the most that may be live, as far as is known."""
         is_seeded, is_learning = seed is not None, draft and learn and self.drafter.num_candidates > 0
         seed = checked_seed(seed)
-        most_nodes = self.drafter.most_nodes if draft else lambda num_rows: 0
+        most_nodes = self.drafter.most_slots if draft else lambda num_rows: 0
         allowed = admission(self.model, max_rows, max_cache_bytes, backend=self.backend, most_nodes=most_nodes)
         for job in jobs if isinstance(jobs, list) else ():  # others are checked as they are read
             allowed.check(job)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from stand.forward.features import taken_features
 from stand.forward.model import run_plan
 from stand.forward.packed_plan import StepPlan
+from stand.forward.rider import Rider
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import DRAFT_ROOM, TreeCache
 from stand.row import LiveRows, Row
@@ -36,11 +37,12 @@ class StepStart:
     verifier: Verifier
     num_top: int  # the most top entries per node that lessons ask for
     wants_features: bool = False  # whether lessons ask for the model's last hidden states
+    rider: Rider | None = None  # which backends refuse whose steps do not carry it
 
 
 class Step(Protocol):
-    """Used in this order: forward, verify, keep, teach; between steps leave, enter and move; close at the end of the
-    call.
+    """Used in this order: forward, verify, ride, keep, teach; between steps leave, enter and move; close at the end of
+    the call.
 
     The live rows hold places 0 .. B-1, in the order in which `forward` gets them.
     """
@@ -53,6 +55,9 @@ class Step(Protocol):
 
     def verify(self) -> Verdicts:
         """What stays of each draft, and the token after it."""
+
+    def ride(self, accepted: Sequence[np.ndarray]) -> None:
+        """Tell the rider where its rows go on, before `keep`; asked where `StepStart.rider` is given."""
 
     def keep(self, live: LiveRows, accepted: Sequence[np.ndarray]) -> None:
         """Move the keys of the nodes accepted[i] of row i to follow its committed ones. A row that has just ended may
@@ -98,6 +103,7 @@ class EagerStep:
         *,
         num_top: int,
         wants_features: bool = False,
+        rider: Rider | None = None,
     ):
         """cache: has a row for every place. num_top: the largest count that `top_entries` will be asked for."""
         self.cache = cache
@@ -106,6 +112,7 @@ class EagerStep:
         self._verifier = verifier
         self._num_top = num_top
         self._wants_features = wants_features
+        self._rider = rider
         self._features: torch.Tensor | None = None
 
     def attention(self) -> AbstractContextManager[None]:
@@ -114,17 +121,22 @@ class EagerStep:
     def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
         plan = StepPlan.for_drafts(batch, live.lengths, device=self._model.device)
         self._batch, self._live, self._noise = batch, live, noise
-        if not self._wants_features:
-            self._logits = run_plan(self._model, self.cache, plan)
-            return
-        with taken_features(self._model) as taken:
+        with (
+            taken_features(self._model) if self._wants_features else nullcontext([None]) as taken,
+            nullcontext() if self._rider is None else self._rider.watching(),
+        ):
             self._logits = run_plan(self._model, self.cache, plan)
         (self._features,) = taken
+        if self._rider is not None:
+            self._rider.scored(self.cache, batch, live.lengths)
 
     def verify(self) -> Verdicts:
         scores = self._law.process(self._logits, self._batch, self._live.rows)
         self._laws = self._law.laws(scores, self._num_top)
         return self._verifier.verify(self._batch, TargetRows(self._laws.probabilities), self._noise)
+
+    def ride(self, accepted: Sequence[np.ndarray]) -> None:
+        self._rider.kept(self.cache, self._batch, self._live, accepted)
 
     def keep(self, live: LiveRows, accepted: Sequence[np.ndarray]) -> None:
         going = [place for place, row in enumerate(live.rows) if row.finish_reason is None]

@@ -66,6 +66,7 @@ class BlendedDrafter(LookupDrafter):
         self.kind = kind
         self.source = source
         self.requires_features = source is not None and source.requires_features
+        self.rider = None if source is None else source.rider
         self._known: KnownCosts | None = None
         self._known_rises: dict[tuple[StepCost, int, int], np.ndarray] = {}  # by cost, rows and budget
 

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.drafters.step_cost import StepCost
+from stand.forward.rider import Rider
 from stand.trees import BlendedLookup, DraftBatch, LookupTree
 
 _COUNTING = Lock()
@@ -57,6 +58,7 @@ class Drafter(ABC):
 
     num_candidates: int = 0  # top entries per scored node that `learn` wants; 0: it never learns
     requires_features: bool = False  # whether `follow_prompt` and `follow` want the target's last hidden states
+    rider: Rider | None = None  # what runs on the model's own steps
     _num_taught: int = 0  # calls that began to teach
 
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:  # noqa: B027
@@ -95,6 +97,16 @@ class Drafter(ABC):
         Where memory is limited, room for them is kept free, and a draft beyond it ends the call. Unknown: 256 a row.
         """
         return None
+
+    def most_slots(self, num_rows: int) -> int | None:
+        """The most slots of the cache, roots excluded, that a step takes behind the committed keys: `most_nodes`, and
+        what `rider` writes."""
+        nodes = self.most_nodes(num_rows)
+        if nodes is None or self.rider is None:
+            return nodes
+        sizes = np.ones(num_rows, dtype=np.int64)
+        sizes[:1] += nodes
+        return nodes + int(self.rider.num_slots(sizes).sum())
 
     def prepare(self, num_rows: int, measure: Callable[..., StepCost]) -> None:  # noqa: B027
         """A call of `num_rows` rows is about to be made; `measure` is `Engine.measure_cost`, if its steps are to be

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.drafters.drafter import DraftRequest, Lesson
+from stand.forward.rider import Rider
 from stand.trees import DraftBatch, OutsideLaws
 
 Plan = Callable[[OutsideLaws | None], DraftBatch]
@@ -24,6 +25,7 @@ class LawSource(ABC):
     """
 
     requires_features: bool = False  # whether `follow_prompt` and `follow` want the target's last hidden states
+    rider: Rider | None = None  # see `Drafter.rider`
 
     def attach(self, model: PreTrainedModel) -> None:  # noqa: B027
         """`stand.wrap` shows the model. Raises ValueError where it does not fit."""

@@ -72,7 +72,7 @@ class StepPlan:
     @classmethod
     def for_drafts(cls, batch: DraftBatch, lengths: np.ndarray, *, device: torch.device | str = "cpu") -> StepPlan:
         """The verification step: one draft per cache row, rows 0 .. A-1."""
-        ancestors = _ancestor_matrix(batch)
+        ancestors = ancestor_matrix(batch)
         return cls(batch.token_ids, batch.offsets, batch.depths, ancestors, lengths, device=device)
 
     @classmethod
@@ -182,7 +182,7 @@ def _padded_width(counts: np.ndarray) -> int:
     return int(widths[np.argmin(costs)])
 
 
-def _ancestor_matrix(batch: DraftBatch) -> np.ndarray:
+def ancestor_matrix(batch: DraftBatch) -> np.ndarray:
     """[M, T] bool: a node sees itself and what its parent sees. Bits of one integer per node: array operations by depth
     take several times as long for drafts of a few dozen nodes."""
     seen: list[int] = []

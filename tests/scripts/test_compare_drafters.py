@@ -27,6 +27,19 @@ def test_some_arms_and_an_untrained_head(monkeypatch, capsys):
     assert record["drafter"] == "blended" and record["tokens_per_step"] >= 1
 
 
+def test_streams_and_no_drafts(monkeypatch, capsys):
+    arms = ["none", "streams", "streams-nodes", "streams-blended"]
+    options = ["--num-problems", "1", "--max-new-tokens", "8", "--trajectories", "2", "--temperatures", "0.8"]
+    monkeypatch.setattr("sys.argv", ["compare_drafters.py", *options, "--arms", ",".join(arms)])
+    assert compare_drafters.main() == 0
+    records = {one["drafter"]: one for one in json.loads(capsys.readouterr().out.strip().splitlines()[-1])}
+    assert list(records) == arms
+    assert records["none"]["tokens_per_step"] == 1 and records["none"]["nodes_per_step"] == 0
+    for name in ("tokens_per_step", "kept_by_depth", "nodes_per_step"):  # the same drafts
+        assert records["streams"][name] == records["streams-nodes"][name]
+    assert all(one["processor_ms_per_token"] > 0 for one in records.values())
+
+
 def test_unknown_arms_are_refused_by_name(capsys):
     with pytest.raises(SystemExit):
         compare_drafters.read_arguments(["--arms", "blended,medusa"])

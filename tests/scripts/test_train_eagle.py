@@ -8,15 +8,18 @@ import pytest
 import torch
 from plain_eagle import random_head
 from tiny_models import tiny_model
-from train_eagle import SHIPPED, prompt_source, read_arguments, run
-from training.eagle import agreement_on, head_batch, train_head
+from train_eagle import read_arguments
+from training.eagle import RECIPE, agreement_on, head_batch
 from training.generations import Generation, read_generations, shuffled_batches, write_generations
+from training.head_command import DRAFTERS, prompt_source, run
+from training.head_training import train_head
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workloads.problems import held_out_problems
 
 import stand
 from stand.drafters.eagle.head import EagleHead
 
+SHIPPED = DRAFTERS / RECIPE.name
 REASONER = Path(__file__).resolve().parents[2] / "scripts" / "reasoner"
 MOST_BYTES = 2 * 2**20
 
@@ -75,11 +78,11 @@ def test_a_head_learns_and_goes_on_from_its_state(tmp_path, capsys):
     head = random_head(model).train()
     before = agreement_on(_plain(head), model, generations)
     settings = {"minutes": 1, "tokens_per_batch": 60, "learning_rate": 5e-3, "save_minutes": 60, "seed": 0}
-    train_head(head, model, generations, tmp_path, steps=40, **settings)
+    train_head(RECIPE, head, model, generations, tmp_path, steps=40, **settings)
     after = agreement_on(head, model, generations)
     assert after > before + 0.1, (before, after)
     fresh = random_head(model, seed=5).train()
-    progress = train_head(fresh, model, generations, tmp_path, steps=42, **settings)
+    progress = train_head(RECIPE, fresh, model, generations, tmp_path, steps=42, **settings)
     assert progress["step"] == 42 and agreement_on(fresh, model, generations) > before + 0.1
     assert "goes on from step 40" in capsys.readouterr().err
     for parameter in model.parameters():
@@ -125,7 +128,7 @@ def test_the_shipped_head_is_small_and_keeps_its_promise():
 def test_the_command_trains_and_evaluates(tmp_path):
     options = ["--tokens", "200", "--held-out-tokens", "100", "--max-new-tokens", "40", "--steps", "2", "--rows", "4"]
     paths = ["--checkpoints", str(tmp_path / "checkpoints"), "--output", str(tmp_path / "head")]
-    facts = run(read_arguments([*options, *paths]))
+    facts = run(RECIPE, read_arguments([*options, *paths]))
     assert facts["steps"] == 2 and 0 <= facts["held_out_agreement"] <= 1
-    again = run(read_arguments([*options, *paths, "--evaluate"]))
+    again = run(RECIPE, read_arguments([*options, *paths, "--evaluate"]))
     assert again["held_out_agreement"] == facts["held_out_agreement"]

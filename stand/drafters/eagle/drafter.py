@@ -11,11 +11,10 @@ from transformers import PreTrainedModel
 from stand.drafters.blended import default_budget
 from stand.drafters.drafter import Drafter, DraftRequest, Lesson
 from stand.drafters.eagle.followed_rows import FollowedRows
-from stand.drafters.eagle.growing_draft import GrowingDraft, typical_tree
+from stand.drafters.eagle.growing_draft import GrowingDraft, planted, typical_tree
 from stand.drafters.eagle.growth import BestFirstGrowth, FixedGrowth, Growth, Node
 from stand.drafters.eagle.head import EagleHead
 from stand.trees import ROOT, DraftBatch, TreeShape
-from stand.trees.noise import DRAFT, uniforms
 
 
 class EagleDrafter(Drafter):
@@ -84,7 +83,7 @@ class EagleDrafter(Drafter):
     def draft(self, request: DraftRequest) -> DraftBatch:
         """One tree per row; see `Drafter.draft`. A row of one token has no feature yet and gets no draft."""
         growth: Growth = BestFirstGrowth(self.budget) if self.shape is None else FixedGrowth(self.shape)
-        drafts = _planted(request, growth.num_nodes)
+        drafts = planted(request, growth.num_nodes)
         rows, estimates = self._rows.catch_up(request.histories)
         asked = [(row, ROOT) for row in rows.tolist()]
         written = [{ROOT: None} for _ in drafts]  # per row: its nodes that the head has seen, numbered as they came
@@ -123,16 +122,6 @@ class EagleDrafter(Drafter):
             parents,
             torch.stack([features[node] for node in above]),
         )
-
-
-def _planted(request: DraftRequest, num_nodes: int) -> list[GrowingDraft]:
-    """Drafts of the pending tokens alone, with random numbers for `num_nodes` nodes each."""
-    nodes = np.arange(num_nodes)
-    points = uniforms(request.seed, DRAFT, request.rows[:, None], request.steps[:, None], nodes[None])
-    return [
-        GrowingDraft(points[row], int(depth), request.is_greedy, [int(history[-1])])
-        for row, (history, depth) in enumerate(zip(request.histories, request.max_depths, strict=True))
-    ]
 
 
 def _require(holds: bool, rule: str, got: object, remedy: str) -> None:

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from stand.drafters.drafter import DraftRequest
 from stand.trees import NO_PARENT, NO_TOKEN, ROOT, DraftTree
+from stand.trees.noise import DRAFT, uniforms
 
 # Assumed overlap of the head's law and the target's at a node, besides the law's collision mass: the chance that a
 # first drawn child is kept. It orders growth and takes no part in what is recorded.
@@ -109,6 +111,16 @@ class GrowingDraft:
         return DraftTree(
             np.array(self.token_ids, dtype=np.int32), np.array(self.parents, dtype=np.int32), support_ids, law
         )
+
+
+def planted(request: DraftRequest, num_nodes: int) -> list[GrowingDraft]:
+    """Drafts of the pending tokens alone, with random numbers for `num_nodes` nodes each."""
+    nodes = np.arange(num_nodes)
+    points = uniforms(request.seed, DRAFT, request.rows[:, None], request.steps[:, None], nodes[None])
+    return [
+        GrowingDraft(points[row], int(depth), request.is_greedy, [int(history[-1])])
+        for row, (history, depth) in enumerate(zip(request.histories, request.max_depths, strict=True))
+    ]
 
 
 def typical_tree(*, is_chain: bool) -> DraftTree:

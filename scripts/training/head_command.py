@@ -1,0 +1,122 @@
+"""What train_eagle.py and train_streams.py have in common: options, generations, training, evaluation."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from measuring.setup import REASONER, add_options, fill_defaults, load_model, prompt_ids
+from workloads.problem_sets import Task, read_tasks
+from workloads.problems import draw_problem
+
+import stand
+from training.generations import write_generations
+from training.head_training import Recipe, describe, train_head
+
+DRAFTERS = Path(__file__).resolve().parents[1] / "drafters"
+HELD_OUT_ONE_IN = 8  # problems of a file; the bundled model's generated ones have a split of their own
+
+
+def prompt_source(arguments: argparse.Namespace, tokenizer, *, held_out: bool) -> Callable[[random.Random], list[int]]:
+    """Draws a prompt of the training part, or of the held-out part."""
+    if arguments.problems is None:
+
+        def draw_task(rng: random.Random) -> Task:
+            item = draw_problem(rng, held_out=held_out)
+            return Task(item.family, item.problem, item.answer)
+
+    else:
+        tasks = read_tasks(arguments.problems, count=arguments.num_problems)
+        part = [task for place, task in enumerate(tasks) if (place % HELD_OUT_ONE_IN == 0) == held_out]
+
+        def draw_task(rng: random.Random) -> Task:
+            return rng.choice(part)
+
+    return lambda rng: prompt_ids(tokenizer, draw_task(rng), arguments.instruction)
+
+
+def generate(arguments: argparse.Namespace, model, tokenizer, *, held_out: bool):
+    """The target's own generations, for training at --temperature, held out by greedy decoding."""
+    name = "held_out.jsonl" if held_out else "generations.jsonl"
+    return write_generations(
+        stand.wrap(model, tokenizer),
+        arguments.checkpoints / name,
+        prompt_source(arguments, tokenizer, held_out=held_out),
+        num_tokens=arguments.held_out_tokens if held_out else arguments.tokens,
+        rows=arguments.rows,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=0.0 if held_out else arguments.temperature,
+        seed=arguments.seed,
+    )
+
+
+def run(recipe: Recipe, arguments: argparse.Namespace) -> dict:
+    """Train and write the head, or evaluate the one at --output; the facts of it."""
+    if arguments.fresh:
+        shutil.rmtree(arguments.checkpoints, ignore_errors=True)
+    arguments.checkpoints.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(arguments.seed)
+    model, tokenizer = load_model(arguments)
+    facts: dict[str, object] = {}
+    if not arguments.evaluate:
+        head = recipe.make(model, arguments).train()
+        generations = generate(arguments, model, tokenizer, held_out=False)
+        progress = train_head(
+            recipe, head, model, generations, arguments.checkpoints, minutes=arguments.minutes, steps=arguments.steps,
+            tokens_per_batch=arguments.tokens_per_batch, learning_rate=arguments.learning_rate,
+            save_minutes=arguments.save_minutes, seed=arguments.seed,
+        )  # fmt: skip
+        head.save(arguments.output)
+        facts = {
+            "target": Path(arguments.model).name,
+            "parameters": sum(parameter.numel() for parameter in head.parameters()),
+            "generated_tokens": sum(len(one.token_ids) - one.prompt_length for one in generations),
+            "temperature": arguments.temperature,
+            "steps": progress["step"],
+            "tokens": progress["tokens"],
+            "minutes": round(progress["seconds"] / 60, 1),
+            "learning_rate": arguments.learning_rate,
+            "seed": arguments.seed,
+        }
+    head = recipe.load(model, arguments.output)
+    head.config._attn_implementation = "sdpa"
+    held_out = generate(arguments, model, tokenizer, held_out=True)
+    facts["held_out_agreement"] = recipe.agreement(head, model, held_out)
+    if not arguments.evaluate:
+        describe(arguments.output, facts)
+    return facts
+
+
+def options_of(recipe: Recipe, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--minutes", type=float, default=20.0, help="time budget of the training, without generations")
+    parser.add_argument("--steps", type=int, default=0, help="budget in steps instead of minutes")
+    parser.add_argument("--tokens", type=int, default=150_000, help="generated tokens to learn from")
+    parser.add_argument("--held-out-tokens", type=int, default=8_000, help="greedy tokens to evaluate on")
+    parser.add_argument("--tokens-per-batch", type=int, default=4_000)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--save-minutes", type=float, default=2.0)
+    parser.add_argument("--checkpoints", type=Path, default=Path(f"{recipe.name}_checkpoints"))
+    parser.add_argument("--output", type=Path, default=DRAFTERS / recipe.name)
+    parser.add_argument("--fresh", action="store_true", help="forget earlier generations and checkpoints")
+    parser.add_argument("--evaluate", action="store_true", help="evaluate the head at --output instead")
+    return parser
+
+
+def completed(recipe: Recipe, parser: argparse.ArgumentParser, command_line: list[str] | None) -> argparse.Namespace:
+    """The parsed options, with the defaults that depend on the model."""
+    arguments = parser.parse_args(command_line)
+    arguments.rows = arguments.rows or 32
+    shipped = DRAFTERS / recipe.name
+    if arguments.output == shipped and Path(arguments.model).resolve() != REASONER:
+        parser.error(
+            f"--output must be given for another model than the bundled one; scripts/drafters/{recipe.name} is its own"
+        )
+    fill_defaults(arguments)
+    return arguments

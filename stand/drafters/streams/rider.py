@@ -1,0 +1,138 @@
+"""Streams on the engine's own steps: they see the keys that the model has just written, and leave nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from os import PathLike
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from stand.drafters.streams.weights import Streams
+from stand.forward.packed_plan import StepPlan, ancestor_matrix
+from stand.forward.tree_cache import TreeCache
+from stand.row import LiveRows
+from stand.trees import ROOT, DraftBatch
+
+PLACEMENTS = ("end", "nodes")
+MOST_HELD = 1024  # laws of rows that have not drafted yet; the oldest go first
+
+Law = tuple[np.ndarray, np.ndarray]  # of every stream: best tokens [gamma, K] int32, their probabilities [gamma, K]
+
+
+class StreamRider:
+    """Runs the streams of every row's last committed token, and keeps their laws until the row drafts again.
+
+    placement: "nodes" runs them in the step's forward, at every node of the draft, because the end of the kept path is
+    not known then (arXiv 2402.11131). "end" waits for the verdict and runs them at that end alone. States,
+    keys and laws are the same.
+
+    Streams have matrix products of their own also in "nodes": more rows in the model's would change the bits of its
+    outputs. A row is known by its tokens, so that what is held is a function of a row's own text. A row that has made
+    no step of this drafter yet has no laws.
+    """
+
+    def __init__(
+        self, streams: Streams | str | PathLike, *, placement: str, temperature: float, num_candidates: int
+    ) -> None:
+        if placement not in PLACEMENTS:
+            raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}, got {placement!r}; end is usual")
+        if not temperature > 0 or not 1 <= num_candidates <= 64:
+            raise ValueError(
+                f"temperature must be positive and num_candidates in [1, 64], got {temperature} and {num_candidates}; "
+                "the target's own and 10 to 32 are usual"
+            )
+        self.streams = streams
+        self.placement = placement
+        self.temperature = temperature
+        self.law_size = num_candidates
+        self._hidden: torch.Tensor | None = None  # [M, D] at the input of the streams' first layer
+        self._states: torch.Tensor | None = None  # [M, gamma, D] of every node's streams, in "nodes"
+        self._laws: dict[bytes, Law] = {}  # by the tokens that streams have seen
+
+    def attach(self, model: PreTrainedModel) -> None:
+        """Raises ValueError where the streams do not belong to `model`."""
+        self.streams = Streams.of(model, self.streams)
+        self._model = model
+
+    def laws_of(self, history: np.ndarray) -> Law | None:
+        """Of a row whose pending token comes last: stream j's law is that of the token j places after it."""
+        return self._laws.get(history[:-1].tobytes())
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """See `Rider.watching`."""
+
+        def take(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+            self._hidden = (args[0] if args else kwargs["hidden_states"])[0]
+
+        layer = self._model.get_decoder().layers[self.streams.first_layer]
+        hook = layer.register_forward_pre_hook(take, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def scored(self, cache: TreeCache, batch: DraftBatch, lengths: np.ndarray) -> None:
+        if self.placement == "nodes":
+            self._states = self._run(cache, batch, lengths, np.arange(batch.num_nodes))
+
+    @torch.inference_mode()
+    def kept(self, cache: TreeCache, batch: DraftBatch, live: LiveRows, accepted: Sequence[np.ndarray]) -> None:
+        """See `Rider.kept`."""
+        last = [path[-1] if len(path) else ROOT for path in accepted]
+        ends = batch.offsets[:-1].astype(np.int64) + last
+        if self.placement == "nodes":
+            states = self._states[torch.from_numpy(ends).to(self._states.device)]
+        else:
+            states = self._run(cache, batch, live.lengths, ends)
+        law = torch.softmax(self.streams.logits(states).float() / self.temperature, dim=2)
+        best = torch.topk(law, min(self.law_size, law.shape[2]), dim=2)
+        ids, probs = best.indices.to(torch.int32).cpu().numpy(), best.values.cpu().numpy()
+        for row, (history, path) in enumerate(zip(live.histories, accepted, strict=True)):
+            seen = np.append(history, batch.token_ids[batch.offsets[row] + path]).astype(np.int32).tobytes()
+            self._laws.pop(seen, None)
+            self._laws[seen] = ids[row], probs[row]
+            self._laws.pop(history[:-1].tobytes(), None)
+        while len(self._laws) > MOST_HELD:
+            del self._laws[next(iter(self._laws))]
+
+    def num_slots(self, sizes: np.ndarray) -> np.ndarray:
+        """See `Rider.num_slots`."""
+        return self.streams.num_streams * (sizes if self.placement == "nodes" else np.ones_like(sizes))
+
+    def _run(self, cache: TreeCache, batch: DraftBatch, lengths: np.ndarray, nodes: np.ndarray) -> torch.Tensor:
+        """States [P, gamma, D] of the streams of `nodes` [P], packed and ascending."""
+        plan = stream_plan(batch, lengths, nodes, self.streams.num_streams, device=self._model.device)
+        cache.begin(plan)
+        hidden = self._hidden[torch.from_numpy(nodes).to(self._hidden.device)]
+        states = self.streams.begin(hidden)
+        output = self.streams(
+            states.flatten(0, 1)[None], plan.position_ids,
+            attention_mask=None, past_key_values=cache, use_cache=True, stand_plan=plan,
+        )  # fmt: skip
+        return output[0].view(states.shape)
+
+
+def stream_plan(
+    batch: DraftBatch, lengths: np.ndarray, nodes: np.ndarray, gamma: int, *, device: torch.device | str = "cpu"
+) -> StepPlan:
+    """Streams 1 .. gamma of `nodes` [P], packed and ascending, in slots behind the nodes of their rows.
+
+    Stream j of a node is j places behind it, and sees what the node sees and streams 1 .. j of the same node.
+    """
+    rows = np.searchsorted(batch.offsets, nodes, side="right") - 1
+    sizes, counts = batch.sizes.astype(np.int64), gamma * np.bincount(rows, minlength=len(batch))
+    behind = sizes[rows] + gamma * (np.arange(len(nodes)) - np.searchsorted(rows, rows))  # slot of a node's stream 1
+    ancestors = ancestor_matrix(batch)[nodes]
+    seen = np.zeros((len(nodes), gamma, int((sizes + counts).max())), dtype=bool)
+    seen[:, :, : ancestors.shape[1]] = ancestors[:, None]
+    later, earlier = np.tril_indices(gamma)
+    seen[np.arange(len(nodes))[:, None], later, behind[:, None] + earlier] = True
+    depths = batch.depths[nodes].astype(np.int64)[:, None] + np.arange(1, gamma + 1)
+    return StepPlan(
+        np.zeros(len(nodes) * gamma, dtype=np.int32), np.concatenate([[0], counts.cumsum()]), depths.ravel(),
+        seen.reshape(len(nodes) * gamma, -1), lengths, starts=sizes, device=device,
+    )  # fmt: skip

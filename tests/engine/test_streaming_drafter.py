@@ -1,0 +1,261 @@
+"""Drafts of streams: recorded laws against a slow twin, the target's outputs bit by bit, and the output's law."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from plain_streams import plain_stream_logits, random_streams
+from small_law import chi_square, continuation_law, small_model
+from tiny_models import VOCABULARY_SIZE, kernel_model, tiny_model
+from transformers import LogitsProcessorList
+from two_tokens import assert_greedy_equals_transformers
+
+import stand
+from stand.drafters.streams import rider
+from stand.scheduling import within_pages
+from stand.scheduling.memory import bytes_per_token
+from stand.step import EagerStep
+from stand.trees import DraftBatch
+
+PROMPTS = [[5, 9, 11, 4, 5, 9], [7, 8], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32], [3]]
+TARGETS = ("llama", "qwen2")
+PLACEMENTS = ("end", "nodes")
+GAMMA = 3
+ENDS = list(range(0, VOCABULARY_SIZE, 9))  # rows end at different steps
+
+
+class CheckedDrafter(stand.StreamingDrafter):
+    """Compares every recorded law with that of streams run plainly behind the row's tokens."""
+
+    num_checked = 0
+
+    def attach(self, model, fingerprint):
+        super().attach(model, fingerprint)
+        self._model = model
+
+    def draft(self, request) -> DraftBatch:
+        batch = super().draft(request)
+        batch.check()
+        for row, history in enumerate(request.histories):
+            assert (self.rider.laws_of(history) is None) == (request.steps[row] == 0)
+            if request.steps[row] == 0:
+                assert batch[row].num_nodes == 1
+            elif self.num_checked < 150:
+                self._check_row(batch[row], history.tolist(), int(request.max_depths[row]))
+        return batch
+
+    def _check_row(self, draft, history: list[int], max_depth: int) -> None:
+        logits = plain_stream_logits(self.rider.streams, self._model, history[:-1]) / self.rider.temperature
+        depths, taken = {0: 0}, {}
+        for node in range(1, draft.num_nodes):
+            parent = int(draft.parents[node])
+            depths[node] = depths[parent] + 1
+            assert depths[node] <= min(max_depth, GAMMA)
+            row = logits[depths[parent]]
+            law = np.exp(row - row.max()) * np.isin(np.arange(len(row)), np.argsort(-row)[: self.rider.law_size])
+            law[taken.setdefault(parent, [])] = 0.0
+            taken[parent].append(int(draft.token_ids[node]))
+            recorded, support = np.zeros(VOCABULARY_SIZE), draft.support_ids[parent]
+            recorded[support[support >= 0]] = draft.law[node][support >= 0]
+            np.testing.assert_allclose(recorded, law / law.sum(), atol=1e-4)
+            self.num_checked += 1
+
+
+def checked(target: str, **settings) -> CheckedDrafter:
+    return CheckedDrafter(random_streams(tiny_model(target)), num_candidates=7, temperature=1.3, **settings)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_recorded_laws_are_the_streams_own_whatever_happens_to_the_rows(target, placement):
+    """Rejections, rows that end and move, equal rows, a second call, a prompt of one token."""
+    drafter = checked(target, budget=14, placement=placement)
+    engine = stand.wrap(tiny_model(target), drafter=drafter)
+    settings = {"temperature": 1.0, "top_k": 0, "seed": 2}
+    output = engine.generate(input_ids=PROMPTS, stop_token_ids=ENDS, max_new_tokens=9, **settings)
+    assert len({len(tokens) for tokens in output.token_ids}) > 1
+    engine.generate(input_ids=PROMPTS[:1] * 2, stop_token_ids=[], max_new_tokens=6, **settings)
+    assert drafter.num_checked > 60
+
+
+def test_calls_that_take_turns_keep_their_rows_apart():
+    drafter = checked("llama", budget=6)
+    engine = stand.wrap(tiny_model("llama"), drafter=drafter)
+    calls = [engine._new_call(ids, on_commit=None, max_new_tokens=6, temperature=1.0, seed=1)[0] for ids in PROMPTS[:2]]
+    with torch.inference_mode():
+        for _ in zip(*(call.steps() for call in calls), strict=False):
+            pass
+    assert drafter.num_checked > 10
+
+
+def test_both_placements_give_the_same_drafts_and_old_laws_go(monkeypatch):
+    monkeypatch.setattr(rider, "MOST_HELD", 3)
+    written = []
+    for placement in PLACEMENTS:
+        drafter = stand.StreamingDrafter(random_streams(tiny_model("llama")), budget=16, placement=placement)
+        engine = stand.wrap(tiny_model("llama"), drafter=drafter)
+        output = engine.generate(input_ids=PROMPTS, max_new_tokens=16, temperature=1.0, seed=5)
+        written.append((output.token_ids, output.stats.num_draft_tokens, output.stats.num_steps))
+        assert len(drafter.rider._laws) <= 3
+    assert written[0] == written[1]
+
+
+# The target's outputs, bit by bit.
+
+
+class Replayed(stand.Drafter):
+    """Drafts that are given beforehand, without streams."""
+
+    def __init__(self, batches):
+        self.batches = iter(batches)
+
+    def draft(self, request):
+        return next(self.batches)
+
+
+class RecordedDrafter(stand.StreamingDrafter):
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.batches = []
+
+    def draft(self, request):
+        self.batches.append(super().draft(request))
+        return self.batches[-1]
+
+
+def logits_of(drafter, model, monkeypatch) -> list[torch.Tensor]:
+    """Of every step of a call with three rows and of one with one, where further packed tokens would change bits."""
+    seen, verify = [], EagerStep.verify
+    with monkeypatch.context() as patched:
+        patched.setattr(EagerStep, "verify", lambda self: (seen.append(self._logits.clone()), verify(self))[1])
+        engine = stand.wrap(model, drafter=drafter)
+        for prompts in (PROMPTS[:3], PROMPTS[:1]):
+            engine.generate(input_ids=prompts, max_new_tokens=9, temperature=1.0, top_k=0, seed=4, stop_token_ids=[])
+    return seen
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_targets_logits_are_bit_equal_with_streams_and_without(target, placement, monkeypatch):
+    """The same drafts, once with streams and once by an engine that has never seen any."""
+    model = tiny_model(target)
+    drafter = RecordedDrafter(random_streams(model), budget=8, placement=placement)
+    with_streams = logits_of(drafter, model, monkeypatch)
+    without = logits_of(Replayed(drafter.batches), model, monkeypatch)
+    assert len(with_streams) == len(without) > 8
+    assert all(torch.equal(one, other) for one, other in zip(with_streams, without, strict=True))
+
+
+class MeddlingRider(rider.StreamRider):
+    """Moves one key of the target by a little after its forward."""
+
+    def scored(self, cache, batch, lengths):
+        super().scored(cache, batch, lengths)
+        cache.keys[0][0, :, 0] += 1e-3
+
+
+def test_a_rider_that_touches_a_key_is_seen(monkeypatch):
+    model = tiny_model("llama")
+    drafter = RecordedDrafter(random_streams(model), budget=8)
+    drafter.rider.__class__ = MeddlingRider
+    with_streams = logits_of(drafter, model, monkeypatch)
+    without = logits_of(Replayed(drafter.batches), model, monkeypatch)
+    assert not all(torch.equal(one, other) for one, other in zip(with_streams, without, strict=False))
+
+
+# The output's law.
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("blended", [False, True])
+def test_greedy_equals_transformers(target, blended):
+    model = tiny_model(target)
+    streams = random_streams(model)
+    source = stand.BlendedDrafter(budget=16, source=stand.StreamLaws(streams))
+    drafter = source if blended else stand.StreamingDrafter(streams, budget=16)
+    assert_greedy_equals_transformers(stand.wrap(model, drafter=drafter), model, PROMPTS)
+
+
+class LyingDrafter(stand.StreamingDrafter):
+    """Records flatter laws than it draws from."""
+
+    def draft(self, request):
+        drawn = super().draft(request)
+        law = np.where(drawn.law > 0, 0.5 * drawn.law + 0.5 / np.maximum((drawn.law > 0).sum(1, keepdims=True), 1), 0)
+        columns = {name: getattr(drawn, name) for name in drawn.__dataclass_fields__}
+        return DraftBatch(**{**columns, "law": law.astype(np.float32)})
+
+
+@pytest.mark.parametrize(("kind", "is_honest"), [(stand.StreamingDrafter, True), (LyingDrafter, False)])
+def test_continuations_follow_the_exact_law(kind, is_honest):
+    """2,000 of four tokens: drafts begin after the first one."""
+    model, counts = small_model(5), Counter()
+    streams = random_streams(model, num_layers=1)
+    engine = stand.wrap(model, drafter=kind(streams, budget=3 * 500), verifier="traversal")
+    for seed in range(4):
+        output = engine.generate(
+            input_ids=[[3, 1, 3]], num_return_sequences=500, max_new_tokens=4, temperature=1.0, top_k=0, seed=seed,
+            stop_token_ids=[2],
+        )  # fmt: skip
+        counts.update(map(tuple, output.token_ids))
+    assert output.stats.num_accepted_draft_tokens > 100
+    law = continuation_law(model, [3, 1, 3], LogitsProcessorList(), end=2, tokens=4)
+    assert (chi_square(counts, law) > 1e-4) == is_honest, chi_square(counts, law)
+
+
+# The engine around it.
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_pages_hold_the_streams_too(placement, monkeypatch):
+    """Rows are put back where pages run out, and with `match` no token changes."""
+    monkeypatch.setattr(within_pages, "GROWTH", 0)
+    model = kernel_model("qwen2")
+    settings = {"num_return_sequences": 24, "max_new_tokens": 60, "temperature": 1.0, "top_k": 0, "seed": 3}
+    written = []
+    for share in (None, 0.3):
+        drafter = stand.StreamingDrafter(random_streams(model), budget=24, placement=placement)
+        engine = stand.wrap(model, drafter=drafter, verifier="match")
+        cap = None if share is None else share * 24 * 66 * bytes_per_token(model) + 400 * bytes_per_token(model)
+        output = engine.generate(PROMPTS[0], **settings, max_cache_bytes=cap)
+        written.append(output.token_ids)
+    assert output.stats.num_put_back > 0 and written[0] == written[1]
+
+
+def test_slots_of_a_step_are_known_before_it():
+    streams = random_streams(tiny_model("llama"))
+    sizes = np.array([4, 1])
+    for placement, slots in (("end", [3, 3]), ("nodes", [12, 3])):
+        drafter = stand.StreamingDrafter(streams, budget=3, placement=placement)
+        assert drafter.rider.num_slots(sizes).tolist() == slots
+        assert drafter.most_slots(2) == 3 + sum(slots)
+        source = stand.StreamLaws(streams, placement=placement)
+        assert stand.BlendedDrafter(budget=3, source=source).most_slots(2) == 3 + sum(slots)
+    assert stand.BlendedDrafter(budget=3).most_slots(2) == 3
+
+
+def test_captured_steps_are_refused_by_name():
+    model = tiny_model("llama")
+    for drafter in (
+        stand.StreamingDrafter(random_streams(model)),
+        stand.BlendedDrafter(source=stand.StreamLaws(random_streams(model))),
+    ):
+        with pytest.raises(ValueError, match=r"'triton' cannot serve here: the drafter runs on .* use backend='sdpa'"):
+            stand.wrap(model, drafter=drafter, backend="triton")
+        assert stand.wrap(model, drafter=drafter).backend.name == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"budget": -1}, {"placement": "prompt"}, {"temperature": 0.0}, {"num_candidates": 65}]
+)
+def test_settings_out_of_range_are_refused(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        stand.StreamingDrafter("streams", **settings)
+
+
+def test_a_rule_for_chains_is_refused():
+    with pytest.raises(ValueError, match="block"):
+        stand.wrap(
+            tiny_model("llama"), drafter=stand.StreamingDrafter(random_streams(tiny_model("llama"))), verifier="block"
+        )

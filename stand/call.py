@@ -160,6 +160,7 @@ class Call:
                     verifier=self._verifier,
                     num_top=self._drafter.num_candidates if self._is_learning else 0,
                     wants_features=self._wants_features,
+                    pages=self.scheduler.admission.pages,
                 )
             )
         return changes

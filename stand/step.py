@@ -21,6 +21,7 @@ from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import DRAFT_ROOM, TreeCache
 from stand.row import LiveRows, Row
 from stand.sampling import TargetLaw
+from stand.scheduling.page_allocator import PageAllocator
 from stand.trees import DraftBatch
 from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise
 
@@ -36,6 +37,7 @@ class StepStart:
     verifier: Verifier
     num_top: int  # the most top entries per node that lessons ask for
     wants_features: bool = False  # whether lessons ask for the model's last hidden states
+    pages: PageAllocator | None = None  # whose page is whose, where the call counts pages
 
 
 class Step(Protocol):

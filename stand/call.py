@@ -183,7 +183,7 @@ class Call:
         live, timed = LiveRows.of(self.scheduler.live), self.stats.timed
         with timed("draft"):
             request, batch = self._draft(live)
-        self.scheduler.admission.take(live.rows, batch.sizes.tolist())
+        self.scheduler.admission.take(live.rows, (live.lengths + batch.sizes).tolist())
         before = self.stats.scoring_seconds
         with timed("forward"):
             self._step.forward(batch, live, self._noise(live))

@@ -114,7 +114,7 @@ class PageTable:
         """Follow what the allocator gave `rows`, in these places, for their coming nodes [offsets[i], offsets[i + 1]).
 
         lengths, places [b] int64, offsets [b + 1] int32; before_moving: as in `enter`."""
-        copies: list[tuple[int, int]] = []
+        changes, copies = [], []
         for packed in outgrown(lengths, offsets, places, self.ends):
             row, place, length = rows[packed], places[packed], int(lengths[packed])
             if self._is_own:
@@ -122,10 +122,12 @@ class PageTable:
             numbers, first = self._numbers_of(row, before_moving), length // self.page_size
             known = self.numbers[place, first : self._pages.count(int(self.ends[place]))].tolist()
             copies += [pair for pair in zip(known, numbers[first:], strict=False) if pair[0] != pair[1]]
-            self.numbers[place, first : len(numbers)] = numbers[first:]
-            self.ends[place] = len(numbers) * self.page_size
+            changes.append((place, first, numbers))
         if copies:
             self.cache.copy(*zip(*copies, strict=True))
+        for place, first, numbers in changes:  # now that nothing can fail any more
+            self.numbers[place, first : len(numbers)] = numbers[first:]
+            self.ends[place] = len(numbers) * self.page_size
 
     def _numbers_of(self, row: Row, before_moving: Callable[[], None]) -> tuple[int, ...]:
         """The row's pages; the pool has them, and the table has columns for them."""

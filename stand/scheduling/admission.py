@@ -49,8 +49,8 @@ class Admission:
     def enter(self, row: Row) -> None:
         """`row` begins with what was opened for it."""
 
-    def take(self, live: Sequence[Row], sizes: Sequence[int]) -> None:
-        """The next step writes so many tokens of each row."""
+    def take(self, live: Sequence[Row], ends: Sequence[int]) -> None:
+        """The next step writes slots of each row up to these."""
 
     def leave(self, row: Row) -> None:
         """The keys of `row` are of no further use."""

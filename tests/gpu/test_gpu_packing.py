@@ -43,7 +43,7 @@ def table_of(num_rows):
 def fill(arrays, batch, lengths, cache_rows, num_rows, ends=ROOM):
     arrays.fill(
         batch.token_ids, batch.parents, batch.depths, batch.offsets, np.asarray(lengths, dtype=np.int64),
-        np.asarray(cache_rows, dtype=np.int64), table_of(num_rows), np.full(num_rows, ends, dtype=np.int64), PAGE, SPARE,
+        np.asarray(cache_rows, dtype=np.int64), table_of(num_rows), np.full(num_rows, ends), PAGE, SPARE,
     )  # fmt: skip
 
 

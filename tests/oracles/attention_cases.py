@@ -81,8 +81,9 @@ def make_case(
 
 
 def run(
-    case: Case, *, tile=None, split_length=SPLIT, row_items=MANY, spare_items=5, order=None, came=0, pages=None, **options
-) -> torch.Tensor:
+    case: Case, *, tile=None, split_length=SPLIT, row_items=MANY, spare_items=5, order=None, came=0, pages=None,
+    **options,
+) -> torch.Tensor:  # fmt: skip
     """The kernel on a padded work list with scratch full of NaN, so that nothing unwritten can be read unnoticed.
 
     order: of the items, a permutation's seed or -1 for backwards; came: splits of every tile that count as finished

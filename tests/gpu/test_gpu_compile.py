@@ -73,8 +73,7 @@ SPILLED = {("7B small tiles", "sm_80"): 16, ("7B large tiles sm_80", "sm_80"): 1
 
 
 def test_attention_keeps_its_registers(kernels):
-    """No spilled registers where a choice of blocks is in use, a few known ones aside: "... sm_80" replaces its namesake
-    there."""
+    """No more than known where a choice of blocks is in use: "... sm_80" replaces its namesake there."""
     attention = [kernel for kernel in kernels if kernel["module"] == "attention"]
     named = {kernel["specimen"] for kernel in attention}
     for kernel in attention:

@@ -96,7 +96,7 @@ def test_a_row_that_cannot_enter(plain_kernels, monkeypatch, count):
 def test_no_memory_for_growth(plain_kernels, monkeypatch):
     monkeypatch.setattr(page_table, "FIRST_ROOM", 1)
     monkeypatch.setattr(page_table, "DRAFT_ROOM", 16)
-    settings = {**SETTINGS, "max_new_tokens": 150}
+    settings = {**SETTINGS, "max_new_tokens": 150, "stop_token_ids": []}
     expected = engine_of("sdpa", budget=16).generate(input_ids=PROMPTS, **settings)
     engine, error = engine_of("triton", budget=16), torch.OutOfMemoryError("CUDA out of memory")
     monkeypatch.setattr(DeviceCache, "grow", failing_after(0, DeviceCache.grow, error, times=1))

@@ -1,4 +1,4 @@
-"""Captured steps under a cap: rows share their prompt's pages, are put back where pages run out, and keep their tokens."""
+"""Captured steps under a cap: rows share their prompt's pages, are put back, and keep their tokens."""
 
 import numpy as np
 import pytest

@@ -228,23 +228,11 @@ def _tree_attention_kernel(
 
 @torch.library.custom_op("stand::tree_attention", mutates_args=("partials", "log_sums", "arrivals"))
 def tree_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    pages: torch.Tensor,
-    ancestors: torch.Tensor,
-    positions: torch.Tensor,
-    items: torch.Tensor,
-    partial_starts: torch.Tensor,
-    partials: torch.Tensor,
-    log_sums: torch.Tensor,
-    arrivals: torch.Tensor,
-    scale: float,
-    tile_tokens: int,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, ancestors: torch.Tensor,
+    positions: torch.Tensor, items: torch.Tensor, partial_starts: torch.Tensor, partials: torch.Tensor,
+    log_sums: torch.Tensor, arrivals: torch.Tensor, scale: float, tile_tokens: int, window: int = 0,
+    softcap: float = 0.0, sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """What each packed token draws from the values it sees: [M, H, D], contiguous, in the query's dtype.
 
     query [M, H, D]; keys, values [P, Hkv, S, D] in the query's dtype: pages of S slots, both of one layout, any strides

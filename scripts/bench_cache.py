@@ -1,7 +1,7 @@
 """What a step costs by the way its keys lie in memory, and what memory they take.
 
     python scripts/bench_cache.py                       # bundled model, 8 rows of 100 to 1,500 tokens
-    python scripts/bench_cache.py --model models/smollm2 --lengths 100,700
+    python scripts/bench_cache.py --model smollm2 --lengths 100,700
 
 `rooms`: a room per row, all as long as the longest may become. `pages`: the same addresses, with memory where
 something was written, and prompts shared (`PagedCache`, what the engine takes on Linux). `gathered`: pages of 16 slots
@@ -25,6 +25,7 @@ from measuring.setup import REASONER, count_list, positive_integer
 from measuring.text_table import format_table
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from workloads.real_models import model_folder
 
 from stand.forward.mapped_memory import SharedFile
 from stand.forward.model import prefill, run_plan, text_config
@@ -132,7 +133,7 @@ def _fill_pool(cache: GatheredCache, whole: TreeCache, row: int, length: int) ->
 
 @torch.inference_mode()
 def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_folder(options.model), dtype=torch.float32).eval()
     lengths = np.linspace(*options.lengths, options.rows).astype(np.int64)
     made = caches(model, lengths.tolist(), min(options.prompt, options.lengths[0] - 1))
     batch = DraftBatch.concatenate([DraftTree.chain(range(5, 6 + options.nodes))] * options.rows)

@@ -1,13 +1,13 @@
 """Places that are handed on against blocks that wait: wall-clock, tokens per second and occupancy on one model.
 
-    python scripts/bench_scheduler.py                                  # bundled model, 64 rows, 8 at a time
-    python scripts/bench_scheduler.py --plot occupancy.png --problems 3
+    python scripts/bench_scheduler.py                          # bundled model, 64 trajectories, 8 rows at a time
+    python scripts/bench_scheduler.py --model smollm2 --num-problems 2 --max-new-tokens 512 --plot occupancy.png
 
-Both arms draw the same rows of the same problem: `blocks` decodes --max-rows of them, waits for the slowest and goes on
-with the next ones; `places` gives a place to the next row as soon as one has ended. With the rule `match` both draw the
-same tokens, which is checked, so that the ratio of their times is that of their speeds. The arms take turns in one
-process, each with an empty lookup; ratios are medians over pairs, one pair per problem. The CPU time of this process,
-which runs one thread, is what the wall-clock would be on a machine without other work.
+Both arms draw the same trajectories of the same problem: `blocks` decodes --rows of them, waits for the slowest and
+goes on with the next ones; `places` gives a place to the next one as soon as one has ended. With the rule `match` both
+draw the same tokens, which is checked, so that the ratio of their times is that of their speeds. The arms take turns in
+one process, each with an empty lookup; ratios are medians over pairs, one pair per problem. The CPU time of this
+process, with one thread (the default), is what the wall-clock would be on a machine without other work.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from measuring.setup import REASONER, positive_integer
+from measuring.setup import add_options, fill_defaults, load_model, load_tasks, positive_integer, prompt_ids
 from measuring.text_table import format_table
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from workloads.problem_sets import generated_tasks
+from workloads.problem_sets import Task
 
 import stand
 
@@ -67,14 +66,15 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace):
         self.options = options
-        self._model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-        self._tokenizer = AutoTokenizer.from_pretrained(options.model)
+        self._model, self._tokenizer = load_model(options)
 
-    def draw(self, arm: str, prompt: str, *, seed: int) -> Drawn:
-        """All rows of one problem."""
-        count, size = self.options.rows, self.options.max_rows
-        drafter = stand.BlendedDrafter(budget=self.options.budget)
-        engine = stand.wrap(self._model, self._tokenizer, drafter=drafter, verifier=self.options.verifier)
+    def draw(self, arm: str, task: Task, *, seed: int) -> Drawn:
+        """All trajectories of one problem."""
+        options = self.options
+        count, size = options.trajectories, options.rows
+        prompt = prompt_ids(self._tokenizer, task, options.instruction)
+        drafter = stand.BlendedDrafter(budget=options.budget)
+        engine = stand.wrap(self._model, self._tokenizer, drafter=drafter, verifier=options.verifier)
         steps = [range(first, min(first + size, count)) for first in range(0, count, size)]
         calls = steps if arm == "blocks" else [range(count)]
         tokens: dict[int, list[int]] = {}
@@ -88,9 +88,10 @@ class Bench:
             run = engine.run(
                 [stand.Request(prompt, rows=rows)],
                 max_rows=size,
-                max_new_tokens=self.options.max_new_tokens,
-                temperature=1.0,
-                top_k=0,
+                max_new_tokens=options.max_new_tokens,
+                temperature=options.temperature,
+                top_k=0 if options.top_k is None else options.top_k,
+                top_p=1.0 if options.top_p is None else options.top_p,
                 seed=seed,
                 on_step=note,
             )
@@ -119,32 +120,33 @@ def plot(drawn: dict[str, Drawn], max_rows: int, path: Path) -> None:
 
 def read_options(command_line: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(REASONER))
-    parser.add_argument("--problems", type=positive_integer, default=5)
-    parser.add_argument("--rows", type=positive_integer, default=64)
-    parser.add_argument("--max-rows", type=positive_integer, default=8)
-    parser.add_argument("--max-new-tokens", type=positive_integer, default=1024)
+    add_options(parser)
+    parser.set_defaults(rows=8, num_problems=5, threads=1)
+    parser.add_argument("--trajectories", type=positive_integer, default=64, help="per problem")
     parser.add_argument("--budget", type=int, default=32, help="draft nodes of all rows of a step together")
     parser.add_argument("--verifier", default="match")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path, help="rows live over time, of the last problem")
-    return parser.parse_args(command_line)
+    options = parser.parse_args(command_line)
+    if options.rows < 1:
+        parser.error(f"--rows must be >= 1 here, got {options.rows}")
+    fill_defaults(options)
+    return options
 
 
 def main(command_line: Sequence[str] | None = None) -> None:
     options = read_options(command_line)
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     bench, drawn = Bench(options), {}
     lines, ratios, cpu_ratios = [], [], []
-    for place, task in enumerate(generated_tasks(options.problems, seed=options.seed)):
+    for place, task in enumerate(load_tasks(options)):
         order = ARMS if place % 2 == 0 else ARMS[::-1]
-        drawn = {arm: bench.draw(arm, f"<|problem|>{task.statement}<|think|>", seed=place) for arm in order}
+        drawn = {arm: bench.draw(arm, task, seed=options.seed + place) for arm in order}
         blocks, places = (drawn[arm] for arm in ARMS)
         if options.verifier in ("match", "coupled") and blocks.tokens != places.tokens:
             raise RuntimeError(f"both arms must draw the same tokens, got others for {task.name}; this is a fault")
         ratios.append(blocks.seconds / places.seconds * places.num_tokens / blocks.num_tokens)
         cpu_ratios.append(blocks.cpu_seconds / places.cpu_seconds * places.num_tokens / blocks.num_tokens)
-        shares = [100 * drawn[arm].occupancy(options.max_rows) for arm in ARMS]
+        shares = [100 * drawn[arm].occupancy(options.rows) for arm in ARMS]
         times = blocks.seconds, places.seconds, ratios[-1], blocks.cpu_seconds, places.cpu_seconds, cpu_ratios[-1]
         taken, cached = places.peak
         lines.append((task.name, places.num_tokens, *times, *shares, taken, 100 * cached / max(taken, 1)))
@@ -153,7 +155,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
     medians = {"median_ratio": statistics.median(ratios), "median_cpu_ratio": statistics.median(cpu_ratios)}
     print(json.dumps({**medians, "ratios": ratios, "cpu_ratios": cpu_ratios}))
     if options.plot is not None:
-        plot({arm: drawn[arm] for arm in ARMS}, options.max_rows, options.plot)
+        plot({arm: drawn[arm] for arm in ARMS}, options.rows, options.plot)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,6 @@ def test_the_first_two_tokens_follow_the_target(small_target, sharpened):
     assert (statistic < 50) == (sharpened == 1.0), statistic
 
 
-
 class LyingDrafter(stand.EagleDrafter):
     """Draws from laws sharpened to temperature `sharpened`, and records the flatter ones."""
 

@@ -98,7 +98,6 @@ def test_the_first_two_tokens_follow_the_target(sharpened):
     assert (statistic < 50) == (sharpened == 1.0), statistic
 
 
-
 class FixedLaws(stand.LawSource):
     """The same law for every row, and a count of what was asked."""
 

@@ -87,6 +87,8 @@ def test_places_are_handed_on_in_order():
     end(scheduler, 6, 7, 8, 9)
     assert [type(change) for change in scheduler.settle(lambda row: "keys")] == [Leave] * 4
     assert scheduler.live == [] and scheduler.next_row() is None
+
+
 def test_a_request_ends_with_its_last_row():
     scheduler = Scheduler(iter(jobs_of(2, 1)), AtMost(2))
     scheduler.settle(lambda row: "keys")

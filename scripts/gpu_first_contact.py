@@ -51,7 +51,7 @@ class Sizes:
 
 
 GPU = Sizes(8192, 896, 2048, 4, 14, 2, 128, prompt=700, tokens=96, budget=None)
-INTERPRETED = Sizes(60, 32, 48, 1, 2, 1, 16, prompt=7, tokens=3, budget=2)
+INTERPRETED = Sizes(60, 32, 48, 1, 2, 1, 16, prompt=62, tokens=3, budget=2)
 
 
 class Contact:
@@ -86,27 +86,28 @@ class Contact:
         return self._compared(self.model, temperature=0.6, top_p=0.95)
 
     def growth(self) -> str:
-        """The cache outgrows its room, and all graphs are made anew."""
+        """Rows outgrow the page table and the pool, and all graphs are made anew."""
         from unittest.mock import patch
 
-        from stand.gpu import captured_step
+        from stand.gpu import page_table
         from stand.gpu.device_cache import DeviceCache
 
-        grow, rooms = DeviceCache.grow, []
+        grow, pools = DeviceCache.grow, []
 
-        def watched(cache: DeviceCache, room: int) -> None:
-            rooms.append(room)
-            grow(cache, room)
+        def watched(cache: DeviceCache, num_pages: int) -> None:
+            pools.append(num_pages)
+            grow(cache, num_pages)
 
         with (
-            patch.object(captured_step, "FIRST_ROOM", 1),
-            patch.object(captured_step, "MAX_ROW_NODES", 2),
+            patch.object(page_table, "FIRST_ROOM", 1),
+            patch.object(page_table, "DRAFT_ROOM", 2),
+            patch.object(page_table, "PROMPTS_AHEAD", 0),
             patch.object(DeviceCache, "grow", watched),
         ):
             compared = self._compared(self.model, temperature=0.0, fuse=False)
-        if not rooms:
-            raise AssertionError("the cache must have grown, got none; decode more tokens")
-        return f"{compared}; rooms {rooms}"
+        if not pools:
+            raise AssertionError("the pool must have grown, got none; decode more tokens")
+        return f"{compared}; pages {pools}"
 
     def two_engines(self) -> str:
         """Graphs live on when another engine and its graphs end."""

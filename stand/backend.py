@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from stand.gpu.guarded_step import GuardedStep
 
 MOST_CAPTURED_TOKENS = 512  # of all rows of a captured step (`stand.gpu.step_size.NUM_TOKENS`)
+POOL_PAGE_SIZE = 64  # slots (`stand.gpu.tiles.PAGE_SIZE`)
 NAMES = ("auto", "sdpa", "triton")
 FEATURE_OBSTACLE = "the drafter requires features (last hidden states), which captured steps do not deliver"
 RIDER_OBSTACLE = "the drafter runs on the model's own steps (streams), which captured steps do not carry"
@@ -39,6 +40,7 @@ class Backend(Protocol):
     most_rows: int | None  # live at once, where the steps have such a limit
     held_bytes: int  # of keys that the last call has left and the next one takes over
     page_size: int | None  # slots of a page of the cache; None: rooms are contiguous, as long as the longest needs
+    has_pool: bool  # whether a call's pages are one block of memory, taken when it begins
 
     def key_maker(self) -> Callable[[int], TreeCache]:
         """For one call: makes a cache of one row with so much room, for what rows begin with."""
@@ -52,6 +54,7 @@ class EagerBackend:
 
     name = "sdpa"
     held_bytes = 0
+    has_pool = False
 
     def __init__(self, model: PreTrainedModel, reason: str):
         self.reason = reason
@@ -87,16 +90,15 @@ class EagerBackend:
 
 
 class CapturedBackend:
-    """The step as one graph of this project's kernels; calls that it cannot serve take the eager step.
+    """The step as one graph of this project's kernels; calls that it cannot serve take eager steps over the same pages.
 
-    Should a captured step fail during a call, the call and all later ones go on with eager steps: `name` becomes "sdpa"
-    and `reason` says why.
+    Should a captured step fail during a call, the call and all later ones go on with eager steps, later ones in rooms:
+    `name` becomes "sdpa" and `reason` says why.
 
     fusion: proven fused forwards of the model's modules (`fusion.report`), or None.
     """
 
     name = "triton"
-    page_size = None  # also in the eager steps that go on after a failure: they take over the rooms
 
     def __init__(self, model: PreTrainedModel, reason: str, *, fusion: Fusion | None = None):
         self.reason = reason
@@ -114,6 +116,14 @@ class CapturedBackend:
         return None if self.name != "triton" else MOST_CAPTURED_TOKENS // 2
 
     @property
+    def page_size(self) -> int | None:
+        return POOL_PAGE_SIZE if self.name == "triton" else None
+
+    @property
+    def has_pool(self) -> bool:
+        return self.name == "triton"
+
+    @property
     def held_bytes(self) -> int:
         return 0 if self._previous is None else self._previous.held_bytes
 
@@ -121,10 +131,13 @@ class CapturedBackend:
         return partial(TreeCache, 1)
 
     def new_step(self, start: StepStart) -> Step:
-        if start.law.has_processors or self.name != "triton":
+        if self.name != "triton":
             return self._eager.new_step(start)
         from stand.gpu.guarded_step import GuardedStep
+        from stand.gpu.pooled_step import PooledStep
 
+        if start.law.has_processors:
+            return PooledStep.starting(self._model, start)
         step = GuardedStep.start(self._previous, self._model, start, fusion=self.fusion, on_failure=self._give_up)
         if self.name == "triton":
             self._previous = step

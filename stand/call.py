@@ -162,6 +162,7 @@ class Call:
                     num_top=self._drafter.num_candidates if self._is_learning else 0,
                     wants_features=self._wants_features,
                     rider=self._rider,
+                    pages=self.scheduler.admission.pages,
                 )
             )
         return changes
@@ -185,7 +186,7 @@ class Call:
         with timed("draft"):
             request, batch = self._draft(live)
         slots = batch.sizes if self._rider is None else batch.sizes + self._rider.num_slots(batch.sizes)
-        self.scheduler.admission.take(live.rows, slots.tolist())
+        self.scheduler.admission.take(live.rows, (live.lengths + slots).tolist())
         before = self.stats.scoring_seconds
         with timed("forward"):
             self._step.forward(batch, live, self._noise(live))

@@ -22,6 +22,7 @@ from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import DRAFT_ROOM, TreeCache
 from stand.row import LiveRows, Row
 from stand.sampling import TargetLaw
+from stand.scheduling.page_allocator import PageAllocator
 from stand.trees import DraftBatch
 from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise
 
@@ -38,6 +39,7 @@ class StepStart:
     num_top: int  # the most top entries per node that lessons ask for
     wants_features: bool = False  # whether lessons ask for the model's last hidden states
     rider: Rider | None = None  # which backends refuse whose steps do not carry it
+    pages: PageAllocator | None = None  # whose page is whose, where the call counts pages
 
 
 class Step(Protocol):

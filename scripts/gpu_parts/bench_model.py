@@ -14,6 +14,7 @@ from stand.backend import device_rule
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.step_size import MAX_ROW_NODES
+from stand.gpu.tiles import PAGE_SIZE
 from stand.row import Row
 from stand.sampling import SamplingParams, TargetLaw
 from stand.verifiers import VerifierNoise
@@ -81,8 +82,9 @@ class BenchModel:
 
     def _random_cache(self, num_rows: int, length: int) -> DeviceCache:
         cache = DeviceCache(
-            num_layers=self.shape.layers, num_rows=num_rows, num_heads=self.shape.key_heads, room=length + MARGIN,
-            head_size=self.shape.head_size, dtype=self.model.dtype, device=self.device,
+            num_layers=self.shape.layers, num_pages=num_rows * -(-(length + MARGIN) // PAGE_SIZE),
+            num_heads=self.shape.key_heads, page_size=PAGE_SIZE, head_size=self.shape.head_size,
+            dtype=self.model.dtype, device=self.device,
         )  # fmt: skip
         cache.storage.normal_()
         return cache

@@ -27,7 +27,7 @@ from stand.gpu.kernels.race import race
 from stand.gpu.kernels.softmax import softmax_rows
 from stand.gpu.kernels.top_rows import top_rows
 from stand.gpu.kernels.traverse import traverse
-from stand.gpu.tiles import limits_of, tile_tokens
+from stand.gpu.tiles import PAGE_SIZE, limits_of, tile_tokens
 from stand.gpu.work_list import Splitting, WorkList
 from stand.sampling import SamplingParams, TargetLaw
 from stand.trees import DraftBatch
@@ -160,10 +160,11 @@ class KernelBench:
                 yield Measurement(label, partial(self._attentions, length, rows))
 
     def _attentions(self, length: int, rows: int) -> list[Timing]:
-        return [self._attention(length, rows, tree) for tree in self.extent.trees]
+        return [timing for tree in self.extent.trees for timing in self._attention(length, rows, tree)]
 
-    def _attention(self, length: int, rows: int, tree: int) -> Timing:
-        shape, room = self.shape, -(-(length + tree) // WORD_BITS) * WORD_BITS
+    def _attention(self, length: int, rows: int, tree: int) -> list[Timing]:
+        """Over rooms, beside masked attention; and over pages in no order, beside rooms."""
+        shape, room = self.shape, -(-(length + tree) // PAGE_SIZE) * PAGE_SIZE
         nbytes = 2 * rows * room * shape.key_heads * shape.head_size * self.element
         layers = [
             self._random(2, rows, shape.key_heads, room, shape.head_size, spread=1.0)
@@ -172,22 +173,27 @@ class KernelBench:
         query = self._random(rows * tree, shape.heads, shape.head_size, spread=1.0)
         ours = self._kernel_attention(query, length, rows, tree)
         masked = self._masked_attention(query, length, rows, tree)
-        seconds = self.timer.seconds(lambda: [ours(layer) for layer in layers])
+        one_page = torch.arange(rows, dtype=torch.int32, device=self.device)[:, None]
+        table = torch.randperm(rows * room // PAGE_SIZE, device=self.device).view(rows, -1).to(torch.int32)
+        seconds = self.timer.seconds(lambda: [ours(layer, one_page) for layer in layers])
         reference = difference = None
         try:
             reference = self.timer.seconds(lambda: [masked(layer) for layer in layers]) / len(layers)
-            difference = (ours(layers[0]).float() - masked(layers[0]).float()).abs().max().item()
+            difference = (ours(layers[0], one_page).float() - masked(layers[0]).float()).abs().max().item()
         except torch.OutOfMemoryError:  # a dense mask and its scores need room that the kernel does not
             torch.cuda.empty_cache()
         keys = rows * (length + tree)
         moved = self.element * (2 * keys * shape.key_heads * shape.head_size + 2 * query.numel())
         flops = shape.attention_flops() / shape.layers * tree * keys
         floor = self.machine.floor(nbytes=moved, flops=flops)
-        return Timing("attention", tree, rows, length, seconds / len(layers), floor, reference, difference)
+        rooms = Timing("attention", tree, rows, length, seconds / len(layers), floor, reference, difference)
+        pools = [layer.view(2, -1, shape.key_heads, PAGE_SIZE, shape.head_size) for layer in layers]
+        pages = self.timer.seconds(lambda: [ours(pool, table) for pool in pools]) / len(layers)
+        return [rooms, Timing("attention in pages", tree, rows, length, pages, floor, rooms.seconds)]
 
     def _kernel_attention(
         self, query: torch.Tensor, length: int, rows: int, tree: int
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
+    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         shape, num_tokens = self.shape, rows * tree
         tile = tile_tokens(tree, shape.groups, shape.head_size, self.dtype, limits=limits_of(self.device))
         work = WorkList.build(
@@ -209,7 +215,9 @@ class KernelBench:
             )
         ]
         scale = shape.head_size**-0.5
-        return lambda layer: tree_attention(query, layer[0], layer[1], *step, partials, log_sums, arrivals, scale, tile)
+        return lambda layer, pages: tree_attention(
+            query, layer[0], layer[1], pages, *step, partials, log_sums, arrivals, scale, tile
+        )
 
     def _masked_attention(
         self, query: torch.Tensor, length: int, rows: int, tree: int
@@ -291,7 +299,8 @@ class KernelBench:
         path = torch.tensor([[2, 5, 11, 23]] * rows, device=self.device)
         place, lengths = torch.arange(rows, device=self.device), torch.full((rows,), 9, device=self.device)
         moved = 2 * path.numel() * shape.cache_elements() * self.element
-        return (lambda: compact(storage, place, lengths, path)), moved
+        pages = torch.arange(rows, dtype=torch.int32, device=self.device)[:, None]
+        return (lambda: compact(storage, pages, place, lengths, path)), moved
 
 
 def heap_parents(num_nodes: int) -> np.ndarray:

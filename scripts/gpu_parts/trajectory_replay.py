@@ -132,6 +132,7 @@ class ReplayBackend:
     most_rows = None
     held_bytes = 0
     page_size = None
+    has_pool = False
 
     def __init__(self, model: PreTrainedModel, fusion: Fusion | None):
         self.rule = RecordedRule(())

@@ -25,20 +25,21 @@ from stand.gpu.device_rule import DeviceRule, GreedyRule
 from stand.gpu.fusion.fusion import Fusion
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME
 from stand.gpu.packing import kept_paths
+from stand.gpu.page_table import PageTable, PoolSize
 from stand.gpu.runner import Program, Runner, runner_for
 from stand.gpu.step_body import LEARNED_ROWS, StepBody, StepOutput
 from stand.gpu.step_packet import StepPacket
-from stand.gpu.step_size import MAX_ROW_NODES, StepSize
+from stand.gpu.step_size import StepSize
 from stand.row import LiveRows, Row
 from stand.sampling import TargetLaw
+from stand.scheduling.page_allocator import PageAllocator
 from stand.trees import DraftBatch
 from stand.verifiers import Verdicts, VerifierNoise
 
-FIRST_ROOM = 8192  # new tokens per row that have room from the start; beyond, the cache doubles
-
 
 class CapturedStep:
-    """A `stand.step.Step` over a `DeviceCache`. A row keeps its place there, whatever its place in the batch."""
+    """A `stand.step.Step` over a `DeviceCache`. A row keeps its place there, whatever its place in the batch: that is
+    its row in the page table."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class CapturedStep:
         self._law = law
         self._rule = GreedyRule() if law.params.is_greedy else rule
         self._num_rows = num_rows
-        self._cache: DeviceCache | None = None
+        self._table: PageTable | None = None
         self._held: list[Row | None] = [None] * num_rows  # by place in the cache: whose keys lie there
         self._place_of: dict[int, int] = {}  # by row number: its place in the cache
         self._output = StepOutput(model, num_rows)
@@ -73,7 +74,7 @@ class CapturedStep:
     @property
     def nbytes(self) -> int:
         """Of the keys and values."""
-        return 0 if self._cache is None else self._cache.nbytes
+        return 0 if self._table is None else self._table.cache.nbytes
 
     @property
     def num_graphs(self) -> int:
@@ -90,35 +91,41 @@ class CapturedStep:
         with tree_attention(self._model, KERNEL_ATTENTION_NAME), fused:
             yield
 
-    def begin(self, keys: TreeCache, rows: Sequence[Row]) -> None:
-        """A call begins with these rows, which are still to enter; keys: any of a prompt of this model."""
-        room = max(row.num_cached + min(row.num_remaining, FIRST_ROOM) for row in rows) + MAX_ROW_NODES
-        if self._cache is None or self._cache.room < room:
-            self.use(None)  # the old block goes before the new one comes
-            self.use(DeviceCache.like(keys, num_rows=self._num_rows, room=room))
-        self._held, self._place_of = [None] * self._num_rows, {}
+    def begin(self, keys: TreeCache, rows: Sequence[Row], pages: PageAllocator | None = None) -> None:
+        """A call begins with these rows, which are still to enter; keys: any of a prompt of this model; pages: says
+        whose page is whose.
+
+        The pool of the call before stays where it is large enough, and no larger than the call allows."""
+        size = PoolSize.of(rows, self._num_rows, pages)
+        known = 0 if self._table is None else self._table.numbers.shape[1]
+        if self._table is None or not size.is_met_by(self._table.cache):
+            self._drop()  # the old pool goes before the new one comes
+            cache = DeviceCache.like(keys, num_pages=size.num_pages, page_size=size.page_size)
+        else:
+            cache = self._table.cache
+        if size.width > known:
+            self._forget()
+        self._follow(cache, max(size.width, known), pages)
         self._unread, self._num_scored, self._lesson = None, 0, None
 
     def enter(self, row: Row, place: int, keys: TreeCache, *, source: int = 0) -> None:
         """As in `Step`; source: the row of `keys`."""
-        self._make_room(row.num_cached + 1, [row, *(held for held in self._held if held is not None)])
         free = self._held.index(None)
+        self._table.enter(free, row, keys, source=source, before_moving=self._forget)
         self._held[free], self._place_of[row.index] = row, free
-        self._cache.enter(free, keys, row.num_cached, source=source)
 
     def leave(self, row: Row, place: int) -> None:
         """Its place in the cache is free."""
         self._held[self._place_of.pop(row.index)] = None
+        self._table.leave(row)
 
-    def use(self, cache: DeviceCache | None, rows: Sequence[Row] = ()) -> None:
-        """Decode after these keys; what is recorded knows another cache's addresses and goes.
-
-        rows: whose keys lie in its places 0, 1, ...
-        """
-        self._forget()
-        self._cache = cache
-        self._held = [*rows, *[None] * (self._num_rows - len(rows))]
-        self._place_of = {row.index: place for place, row in enumerate(rows)}
+    def use(self, cache: DeviceCache, rows: Sequence[Row]) -> None:
+        """Decode after these keys: the pages of `rows` are the first ones of the pool, one row's after another's."""
+        self._drop()
+        self._follow(cache, cache.num_pages // self._num_rows, None)
+        for place, row in enumerate(rows):
+            self._table.enter(place, row, None)
+            self._held[place], self._place_of[row.index] = row, place
 
     def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
         """The whole step, up to the verdict; what the step before showed is learned while the device works."""
@@ -144,19 +151,20 @@ class CapturedStep:
 
     def dissolve(self) -> Runner:
         """Give all memory back; the replay, for the step that follows."""
-        self.use(None)
+        self._drop()
         self._output = None
         return self.replay
 
-    def release(self, rows: Sequence[Row]) -> TreeCache:
-        """The committed keys of these rows, in their order, and room for as many rows as before, for eager steps. The
-        step itself is of no use after it."""
+    def release(self, rows: Sequence[Row]) -> PageTable:
+        """The pages of these rows, in their order, and places for as many rows as before, for eager steps. The step
+        itself is of no use after it."""
         self._forget()
-        cache, self._cache = self._cache, None
+        table, self._table = self._table, None
         places = [self._place_of.get(row.index) for row in rows]  # None: another row has entered there
         others = (place for place in range(self._num_rows) if place not in set(places))
         order = [next(others) if place is None else place for place in places]
-        return cache.release([*order, *others])
+        table.reorder([*order, *others])
+        return table
 
     def prepare(self, batch: DraftBatch, rows: Sequence[Row], noise: VerifierNoise) -> None:
         """Fill the packet of this step, recording it first where its size is new."""
@@ -172,10 +180,10 @@ class CapturedStep:
     ) -> None:
         """lengths [B]: committed tokens; places [B]: rows of the cache; int64."""
         most_nodes = max(batch.sizes.tolist())  # of a few numbers, faster than numpy
-        self._make_room(max(lengths.tolist()) + most_nodes + 1, rows)
+        self._table.extend(rows, lengths, batch.offsets, places, before_moving=self._forget)
         nodes = (batch.num_nodes, most_nodes)
         self.body, self._program = self._by_nodes.get(nodes) or self._recorded_for(*nodes)
-        self.body.packet.fill(batch, lengths, places, noise, room=self._cache.room)
+        self.body.packet.fill(batch, lengths, places, noise, self._table)
         self._batch = batch
 
     def _recorded_for(self, num_nodes: int, most_nodes: int) -> tuple[StepBody, Program]:
@@ -191,7 +199,7 @@ class CapturedStep:
             self._num_rows,
             tile_tokens=self._output.tile_tokens(most_nodes),
             splitting=self._output.splitting,
-            room=self._cache.room,
+            room=self._table.room,
         )
 
     def launch(self) -> None:
@@ -228,8 +236,8 @@ class CapturedStep:
     def written(self, num_nodes: int) -> torch.Tensor:
         """Keys and values [num_nodes, layers, 2, Hkv, D] that lie now where the prepared step's nodes were written."""
         slots = self.body.packet.device["slots"][:num_nodes]
-        room = self._cache.room
-        return self._cache.storage[:, :, slots // room, :, slots % room]
+        cache = self._table.cache
+        return cache.storage[:, :, slots // cache.page_size, :, slots % cache.page_size]
 
     def laws(self, num_nodes: int) -> torch.Tensor:
         """[num_nodes, V] float32 of the last step, a copy."""
@@ -243,18 +251,22 @@ class CapturedStep:
 
     def _record(self, size: StepSize) -> tuple[StepBody, Program]:
         self._keep_best()
-        packet = StepPacket(size, self._rule, self._model.device, splitting=self._output.splitting)
-        packet.clear(self._cache.room)
-        body = StepBody(self._model, self._cache, self._law, self._rule, packet, self._output)
+        splitting = self._output.splitting
+        packet = StepPacket(size, self._rule, self._model.device, splitting=splitting, table=self._table)
+        packet.clear(self._table)
+        body = StepBody(self._model, self._table.cache, self._law, self._rule, packet, self._output)
         self._recorded[size] = body, self.replay.record(body.run, body.find_best)
         return self._recorded[size]
 
-    def _make_room(self, extent: int, rows: Sequence[Row]) -> None:
-        """Double the cache when a row outgrows it, but not beyond what the rows can come to."""
-        if extent > self._cache.room:
-            furthest = max(row.num_cached + row.num_remaining for row in rows) + MAX_ROW_NODES
-            self._forget()
-            self._cache.grow(max(extent, min(furthest, 2 * self._cache.room)))
+    def _follow(self, cache: DeviceCache, width: int, pages: PageAllocator | None) -> None:
+        """A table without rows, for this pool."""
+        self._table = PageTable(cache, num_places=self._num_rows, width=width, pages=pages)
+        self._held, self._place_of = [None] * self._num_rows, {}
+
+    def _drop(self) -> None:
+        """Give the pool back, and what knows its addresses."""
+        self._forget()
+        self._table = None
 
     def _forget(self) -> None:
         """Drop what is recorded, and with it the memory of the graphs."""

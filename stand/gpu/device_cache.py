@@ -1,4 +1,4 @@
-"""The key-value cache of a captured step: one block of memory at fixed addresses."""
+"""The key-value cache of a captured step: a pool of pages in one block of memory at fixed addresses."""
 
 from __future__ import annotations
 
@@ -11,56 +11,62 @@ from stand.forward.tree_cache import CacheMemoryError, TreeCache
 
 
 class DeviceCache(Cache):
-    """`storage` [layers, 2, R, Hkv, S, D]: keys and values of R rows with S slots each; nothing moves while it lives.
+    """`storage` [layers, 2, P + 1, Hkv, S, D]: keys and values of P pages of S slots; nothing moves while it lives.
 
-    The last slot of row 0 belongs to no row: tokens that pad a step write there.
+    Whose pages they are says a `PageTable`. The last page belongs to nobody: tokens that pad a step write there.
     """
 
     def __init__(
         self,
         *,
         num_layers: int,
-        num_rows: int,
+        num_pages: int,
         num_heads: int,
-        room: int,
+        page_size: int,
         head_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ):
         super().__init__(layers=[])
-        shape = (num_layers, 2, num_rows, num_heads, room, head_size)
+        shape = (num_layers, 2, num_pages + 1, num_heads, page_size, head_size)
         self.storage = _zeros(shape, dtype=dtype, device=device)
-        self.slots: torch.Tensor | None = None  # [M] int64, row * S + slot of each token of the running step
+        self.slots: torch.Tensor | None = None  # [M] int64, page * S + slot in it, of each token of the running step
 
     @classmethod
-    def like(cls, prefilled: TreeCache, *, num_rows: int, room: int) -> DeviceCache:
-        """An empty cache for the layers of `prefilled`, which must be of one shape (see `is_uniform`)."""
+    def like(cls, prefilled: TreeCache, *, num_pages: int, page_size: int) -> DeviceCache:
+        """An empty pool for the layers of `prefilled`, which must be of one shape (see `is_uniform`)."""
         keys = prefilled.keys[0]
         return cls(
             num_layers=len(prefilled.keys),
-            num_rows=num_rows,
+            num_pages=num_pages,
             num_heads=keys.shape[1],
-            room=room,
+            page_size=page_size,
             head_size=keys.shape[3],
             dtype=keys.dtype,
             device=keys.device,
         )
 
     @property
-    def num_rows(self) -> int:
-        return self.storage.shape[2]
+    def num_pages(self) -> int:
+        """P."""
+        return self.storage.shape[2] - 1
 
     @property
-    def room(self) -> int:
-        """S, slots per row."""
+    def page_size(self) -> int:
+        """S, slots per page."""
         return self.storage.shape[4]
+
+    @property
+    def spare_slot(self) -> int:
+        """Where padding writes, as in `slots`."""
+        return self.storage.shape[2] * self.page_size - 1
 
     @property
     def nbytes(self) -> int:
         return self.storage.nbytes
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [R, Hkv, S, D] of one layer, views."""
+        """Keys and values [P + 1, Hkv, S, D] of one layer, views."""
         return self.storage[layer_idx, 0], self.storage[layer_idx, 1]
 
     def begin(self, slots: torch.Tensor) -> None:
@@ -73,52 +79,48 @@ class DeviceCache(Cache):
         """Write [1, Hkv, M, D] at the step's slots; the layer's whole storage (called by the model's layers)."""
         if self.slots is None:
             raise RuntimeError("begin(slots) must come before a forward pass, got a forward without slots")
-        rows, places = self.slots // self.room, self.slots % self.room
+        pages, places = self.slots // self.page_size, self.slots % self.page_size
         for storage, states in zip(self.layer(layer_idx), (key_states, value_states), strict=True):
-            storage[rows, :, places] = states[0].transpose(0, 1)
+            storage[pages, :, places] = states[0].transpose(0, 1)
         return self.layer(layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The storage's extent: rows have lengths of their own, which the attention knows."""
-        return self.room
+        """The pool's extent: rows have lengths of their own, which the attention knows."""
+        return self.num_pages * self.page_size
 
-    def enter(self, row: int, prefilled: TreeCache, length: int, *, source: int = 0) -> None:
-        """Row `row` starts as the first `length` slots of row `source` of `prefilled`."""
+    def write(self, pages: Sequence[int], prefilled: TreeCache, length: int, *, source: int = 0) -> None:
+        """These pages take the first `length` slots of row `source` of `prefilled`."""
+        whole, rest = divmod(length, self.page_size)
+        numbers = torch.tensor(pages, dtype=torch.int64, device=self.storage.device)
         for layer, states in enumerate(zip(prefilled.keys, prefilled.values, strict=True)):
-            for kind, state in enumerate(states):
-                self.storage[layer, kind, row, :, :length] = state[source, :, :length]
+            for own, state in zip(self.layer(layer), states, strict=True):
+                first = state[source, :, : length - rest].unflatten(1, (whole, self.page_size))
+                own[numbers[:whole]] = first.transpose(0, 1)
+                if rest:
+                    own[pages[whole], :, :rest] = state[source, :, length - rest : length]
 
-    def grow(self, room: int) -> None:
-        """More slots per row, at new addresses: what was recorded with the old ones must be gone.
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Page targets[i] becomes a copy of page sources[i], in every layer; reads come before writes."""
+        read, write = (torch.tensor(pages, device=self.storage.device) for pages in (sources, targets))
+        self.storage[:, :, write] = self.storage[:, :, read]
+
+    def grow(self, num_pages: int) -> None:
+        """More pages, at new addresses: what was recorded with the old ones must be gone.
 
         Old and new block lie on the device together only where both fit; else the keys wait on the host meanwhile.
         Raises CacheMemoryError or torch.OutOfMemoryError, and then everything is as before.
         """
         old, device = self.storage, self.storage.device
-        shape = (*old.shape[:4], room, old.shape[5])
+        shape = (*old.shape[:2], num_pages + 1, *old.shape[3:])
         try:
             if _nbytes(shape, old.dtype) > available_bytes(device):
                 old, self.storage = old.cpu(), None  # the device's block is free now
             larger = _zeros(shape, dtype=old.dtype, device=device)
-            larger[..., : old.shape[4] - 1, :] = old[..., :-1, :]
+            larger[:, :, : old.shape[2] - 1] = old[:, :, :-1]
         except BaseException:
             self.storage = old.to(device)
             raise
         self.storage = larger
-
-    def release(self, places: Sequence[int]) -> TreeCache:
-        """A cache for eager steps whose row i has the keys of row places[i]; it takes over the memory of this one.
-
-        Nothing is allocated but one layer's keys at a time, so that it works where memory has run out.
-        """
-        order = torch.tensor(places, dtype=torch.int64, device=self.storage.device)
-        rows = TreeCache(num_rows=len(places), room=self.room)
-        rows.room = self.room  # unrounded
-        for keys, values in self.storage:
-            for states, kept in ((keys, rows.keys), (values, rows.values)):
-                states[: len(places)] = states[order]
-                kept.append(states[: len(places)])
-        return rows
 
 
 def is_uniform(prefilled: TreeCache) -> bool:

@@ -16,6 +16,8 @@ from stand.backend import device_rule
 from stand.forward.tree_cache import TreeCache
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.fusion.fusion import Fusion
+from stand.gpu.page_table import PageTable
+from stand.gpu.pooled_step import PooledStep
 from stand.row import LiveRows, Row
 from stand.step import EagerStep, Step, StepStart
 from stand.trees import DraftBatch
@@ -28,7 +30,7 @@ class GuardedStep:
     def __init__(
         self,
         captured: CapturedStep | None,
-        new_eager: Callable[[TreeCache], EagerStep],
+        new_eager: Callable[[PageTable], EagerStep],
         on_failure: Callable[[str], None],
     ):
         """on_failure: told why eager steps take over, when they do."""
@@ -56,8 +58,10 @@ class GuardedStep:
         step that cannot be made begins as an eager one.
         """
 
-        def new_eager(cache: TreeCache) -> EagerStep:
-            return EagerStep(model, cache, start.law, start.verifier, num_top=start.num_top)
+        law, verifier, num_top = start.law, start.verifier, start.num_top  # `start` itself would keep a prompt's keys
+
+        def new_eager(table: PageTable) -> EagerStep:
+            return PooledStep(model, table, law, verifier, num_top=num_top)
 
         captured = None if previous is None or not previous.is_free else previous.captured
         try:
@@ -65,11 +69,11 @@ class GuardedStep:
                 replay = None if captured is None else captured.dissolve()
                 rule, num_rows = device_rule(start.verifier), start.num_places
                 captured = CapturedStep(model, start.law, rule, num_rows=num_rows, fusion=fusion, replay=replay)
-            captured.begin(start.keys, start.rows)
+            captured.begin(start.keys, start.rows, start.pages)
         except Exception as error:
             step = cls(None, new_eager, on_failure)
-            room = max(row.num_cached for row in start.rows) + 1
-            step._go_on(TreeCache(start.num_places, room=room), error)
+            rooms = TreeCache(start.num_places, room=max(row.num_cached for row in start.rows) + 1)
+            step._go_on(EagerStep(model, rooms, law, verifier, num_top=num_top), error)
             return step
         return cls(captured, new_eager, on_failure)
 
@@ -148,17 +152,17 @@ class GuardedStep:
     def _fall_back(self, rows: Sequence[Row], error: Exception) -> None:
         """From here on eager steps over the same memory. Raises `error` where the keys cannot be read."""
         try:
-            cache = self.captured.release(rows)
+            table = self.captured.release(rows)
         except Exception as broken:  # after an illegal access the device answers nothing any more
             raise error from broken
         self.captured.finish()  # what the step before showed, which it still holds
-        self._go_on(cache, error)
+        self._go_on(self._new_eager(table), error)
         if self._attention is not None:
             self._attention.close()
             self._attention.enter_context(self._step.attention())
 
-    def _go_on(self, cache: TreeCache, error: Exception) -> None:
-        self.captured, self._step = None, self._new_eager(cache)
+    def _go_on(self, step: EagerStep, error: Exception) -> None:
+        self.captured, self._step = None, step
         reason = f"a captured step ended in {type(error).__name__}: {error}"
         self._on_failure(reason)
         warnings.warn(f"{reason}; decoding goes on with eager steps", stacklevel=4)

@@ -40,7 +40,7 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Attention of packed tokens over their own rows' slots.
 
-    query [1, H, M, D] rotated; key, value [R, Hkv, S, D]: a layer's whole storage; result [1, M, H, D].
+    query [1, H, M, D] rotated; key, value [P, Hkv, S, D]: a layer's whole pool of pages; result [1, M, H, D].
     `attention_mask` is None by construction, as in `stand.forward.tree_attention`.
     """
     if stand_plan is None:
@@ -53,6 +53,7 @@ def attend(
         query[0].transpose(0, 1),
         key,
         value,
+        step["pages"],
         step["ancestors"],
         step["positions"],
         step["items"],

@@ -1,7 +1,7 @@
 """Fills the arrays of a packed step from its drafts in one pass, without Python per node."""
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 import numpy as np
 
@@ -9,13 +9,14 @@ import numpy as np
 cdef class StepArrays:
     """The arrays of one packed step of at most M tokens and B rows, filled in place (see `StepPacket` for each)."""
 
-    cdef int64_t[::1] token_ids, positions, slots  # [M]; slots: cache row * room + slot
+    cdef int64_t[::1] token_ids, positions, slots  # [M]; slots: page * its size + slot in it
     cdef int64_t[:, ::1] ancestors  # [M, W] bit j of a row: local node j is an ancestor, or itself
     cdef int64_t[::1] parents  # [M] packed; roots and padding are their own parents
     cdef int64_t[::1] depths
     cdef int64_t[::1] follows  # [M] 1 where a walk may step to the node: a child, first of its token
     cdef int32_t[::1] offsets  # [B + 1]
     cdef int64_t[::1] lengths, cache_rows  # [B]
+    cdef int32_t[:, ::1] pages  # [B, T] of all rows of the cache
     cdef int32_t[:, ::1] items  # [I, 8]
     cdef int32_t[::1] partial_starts  # [M + 1]
     cdef int64_t tile_tokens, row_items, shortest_split
@@ -27,6 +28,7 @@ cdef class StepArrays:
         self.ancestors, self.parents = arrays["ancestors"], arrays["parents"]
         self.depths, self.follows = arrays["depths"], arrays["follows"]
         self.offsets, self.lengths, self.cache_rows = arrays["offsets"], arrays["lengths"], arrays["cache_rows"]
+        self.pages = arrays["pages"]
         self.items, self.partial_starts = arrays["items"], arrays["partial_starts"]
         self.tile_tokens, self.row_items, self.shortest_split = tile_tokens, row_items, shortest_split
         self.num_items, self.num_tokens = self.items.shape[0], self.token_ids.shape[0]
@@ -39,27 +41,34 @@ cdef class StepArrays:
         const int32_t[::1] offsets not None,  # [b + 1], b <= B
         const int64_t[::1] lengths not None,  # [b] committed keys of each row
         const int64_t[::1] cache_rows not None,  # [b]
-        int64_t room,  # slots of a cache row; the last one of row 0 takes what padding writes
+        const int32_t[:, ::1] pages not None,  # [B, T] slot s of cache row r is in page pages[r, s // page_size]
+        const int64_t[::1] ends not None,  # [B] slots that a cache row may write
+        int64_t page_size,
+        int64_t spare_slot,  # takes what padding writes
     ):
         """One step; what is left over becomes padding.
 
         Raises ValueError when the drafts do not fit: more rows or nodes than the arrays hold, a row of more nodes than
-        W * 64, or a slot beyond the room.
+        W * 64, or a slot that a row has no page for.
         """
-        cdef Py_ssize_t row, num_rows = lengths.shape[0]
-        self._check(token_ids.shape[0], offsets, lengths, room)
+        cdef Py_ssize_t row, num_rows = lengths.shape[0], end
+        self._check(token_ids.shape[0], offsets, lengths, cache_rows, pages, ends)
         memset(&self.ancestors[0, 0], 0, self.num_tokens * self.ancestors.shape[1] * sizeof(int64_t))
         for row in range(num_rows):
-            self._fill_row(row, token_ids, parents, depths, offsets, lengths[row], cache_rows[row] * room)
+            end = _parts(lengths[row] + offsets[row + 1] - offsets[row], page_size)
+            if end > 0:
+                memcpy(&self.pages[cache_rows[row], 0], &pages[cache_rows[row], 0], end * sizeof(int32_t))
+            self._fill_row(row, token_ids, parents, depths, offsets, lengths[row], &pages[cache_rows[row], 0], page_size)
             self.lengths[row], self.cache_rows[row] = lengths[row], cache_rows[row]
-        self._pad(token_ids.shape[0], num_rows, room - 1)
+        self._pad(token_ids.shape[0], num_rows, spare_slot)
         self.num_items = list_work(
             offsets, lengths, cache_rows, self.tile_tokens, self.row_items, self.shortest_split,
             out_items=self.items, out_partial_starts=self.partial_starts, num_used=self.num_items,
         )  # fmt: skip
 
     cdef _check(
-        self, Py_ssize_t num_tokens, const int32_t[::1] offsets, const int64_t[::1] lengths, int64_t room
+        self, Py_ssize_t num_tokens, const int32_t[::1] offsets, const int64_t[::1] lengths,
+        const int64_t[::1] cache_rows, const int32_t[:, ::1] pages, const int64_t[::1] ends,
     ):
         cdef Py_ssize_t row, most = self.ancestors.shape[1] * 64
         if num_tokens > self.token_ids.shape[0] or lengths.shape[0] > self.lengths.shape[0]:
@@ -67,31 +76,38 @@ cdef class StepArrays:
                 f"a packed step made for {self.token_ids.shape[0]} tokens of {self.lengths.shape[0]} rows must hold "
                 f"its drafts, got {num_tokens} tokens of {lengths.shape[0]} rows; take a larger step size"
             )
+        if pages.shape[0] != self.pages.shape[0] or pages.shape[1] != self.pages.shape[1]:
+            raise ValueError(
+                f"the page table must be as large as the packet's, {self.pages.shape[0]} by {self.pages.shape[1]}, got "
+                f"{pages.shape[0]} by {pages.shape[1]}; record the step anew"
+            )
         for row in range(lengths.shape[0]):
             if offsets[row + 1] - offsets[row] > most:
                 raise ValueError(
                     f"a row's draft must have at most {most} nodes, got {offsets[row + 1] - offsets[row]}; "
                     "lower the budget"
                 )
-            if lengths[row] + offsets[row + 1] - offsets[row] > room - 1:
+            if lengths[row] + offsets[row + 1] - offsets[row] > ends[cache_rows[row]]:
                 raise ValueError(
-                    f"a row must fit into the cache's room of {room - 1} slots, got {lengths[row]} committed tokens "
-                    f"and {offsets[row + 1] - offsets[row]} nodes; grow the cache first"
+                    f"a row must have pages for all that it writes, got {lengths[row]} committed tokens and "
+                    f"{offsets[row + 1] - offsets[row]} nodes where its pages end at slot {ends[cache_rows[row]]}; let "
+                    "the page table take further pages first"
                 )
 
     cdef void _fill_row(
         self, Py_ssize_t row, const int32_t[::1] token_ids, const int32_t[::1] parents, const int32_t[::1] depths,
-        const int32_t[::1] offsets, int64_t length, int64_t start
+        const int32_t[::1] offsets, int64_t length, const int32_t* pages, int64_t page_size
     ) noexcept:
-        """Row `row`, whose slots begin at `start`."""
-        cdef Py_ssize_t first = offsets[row], num_words = self.ancestors.shape[1], node, packed, parent, word, twin
+        """Row `row`, whose slots lie in `pages`."""
+        cdef Py_ssize_t first = offsets[row], num_words = self.ancestors.shape[1], node, packed, parent, word, twin, slot
         self.offsets[row] = offsets[row]
         for packed in range(first, offsets[row + 1]):
             node = packed - first
             parent = packed if parents[packed] < 0 else first + parents[packed]
             self.token_ids[packed] = token_ids[packed]
             self.positions[packed] = length + depths[packed]
-            self.slots[packed] = start + length + node
+            slot = length + node
+            self.slots[packed] = pages[slot // page_size] * page_size + slot % page_size
             self.parents[packed] = parent
             self.depths[packed] = depths[packed]
             self.follows[packed] = node > 0
@@ -117,6 +133,20 @@ cdef class StepArrays:
             self.slots[packed] = spare_slot
             self.parents[packed] = packed
         self.num_tokens = num_tokens
+
+
+def outgrown(
+    const int64_t[::1] lengths not None,  # [b]
+    const int32_t[::1] offsets not None,  # [b + 1]
+    const int64_t[::1] cache_rows not None,  # [b]
+    const int64_t[::1] ends not None,  # [B]
+) -> list:
+    """The packed rows whose nodes reach beyond the slots that their cache rows may write."""
+    cdef Py_ssize_t row
+    return [
+        row for row in range(lengths.shape[0])
+        if lengths[row] + offsets[row + 1] - offsets[row] > ends[cache_rows[row]]
+    ]  # fmt: skip
 
 
 def count_work(

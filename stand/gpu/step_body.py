@@ -116,7 +116,8 @@ class StepBody:
         self._fill_laws(laws, logits)
         verdict = self._output.device_verdict.of_width(self.packet.size.num_words * WORD_BITS)
         self._rule.decide(logits, laws, step, verdict)
-        compact(self._cache.storage.flatten(0, 1), step["cache_rows"], step["lengths"], verdict.path)
+        storage = self._cache.storage.flatten(0, 1)
+        compact(storage, step["pages"], step["cache_rows"], step["lengths"], verdict.path)
         self._output.send_verdict()
 
     def _fill_laws(self, laws: torch.Tensor, logits: torch.Tensor) -> None:

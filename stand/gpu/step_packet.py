@@ -10,6 +10,7 @@ import torch
 from stand.gpu.device_rule import DeviceRule
 from stand.gpu.packet import Packet
 from stand.gpu.packing import StepArrays
+from stand.gpu.page_table import PageTable
 from stand.gpu.step_size import StepSize
 from stand.gpu.work_list import ITEM_FIELDS, Splitting
 from stand.trees import DraftBatch
@@ -19,12 +20,16 @@ from stand.verifiers import VerifierNoise
 class StepPacket:
     """Arrays of one step of at most M tokens, I work items and B rows; the attention function receives it as plan.
 
-    token_ids, positions [M] int64; slots [M] int64: row * room + slot; ancestors [M, W] int64: bit j is local node j;
-    parents [M] int64 packed (roots and padding: themselves); depths, follows [M] int64; offsets [B + 1] int32; lengths,
-    cache_rows [B] int64; items [I, 8] and partial_starts [M + 1] int32: see `WorkList`; and the rule's own arrays.
+    token_ids, positions [M] int64; slots [M] int64: page * its size + slot in it; ancestors [M, W] int64: bit j is
+    local node j; parents [M] int64 packed (roots and padding: themselves); depths, follows [M] int64; offsets [B + 1]
+    int32; lengths, cache_rows [B] int64; pages [B, T] int32: by cache row, see `PageTable`; items [I, 8] and
+    partial_starts [M + 1] int32: see `WorkList`; and the rule's own arrays.
     """
 
-    def __init__(self, size: StepSize, rule: DeviceRule, device: torch.device, *, splitting: Splitting):
+    def __init__(
+        self, size: StepSize, rule: DeviceRule, device: torch.device, *, splitting: Splitting, table: PageTable
+    ):
+        """table: gives the shape of `pages`."""
         num_tokens, num_rows = size.num_tokens, size.num_rows
         per_token, per_row = (np.int64, (num_tokens,)), (np.int64, (num_rows,))
         names = ("token_ids", "positions", "slots", "parents", "depths", "follows")
@@ -37,6 +42,7 @@ class StepPacket:
                 "offsets": (np.int32, (num_rows + 1,)),
                 "lengths": per_row,
                 "cache_rows": per_row,
+                "pages": (np.int32, table.numbers.shape),
                 "items": (np.int32, (size.num_items, len(ITEM_FIELDS))),
                 "partial_starts": (np.int32, (num_tokens + 1,)),
                 **rule.fields(size),
@@ -63,13 +69,19 @@ class StepPacket:
         self._packet.upload()
 
     def fill(
-        self, batch: DraftBatch, lengths: np.ndarray, cache_rows: np.ndarray, noise: VerifierNoise, *, room: int
+        self, batch: DraftBatch, lengths: np.ndarray, cache_rows: np.ndarray, noise: VerifierNoise, table: PageTable
     ) -> None:
         """One step's drafts after `lengths` [b] int64 committed keys in cache rows `cache_rows` [b] int64."""
-        self._arrays.fill(batch.token_ids, batch.parents, batch.depths, batch.offsets, lengths, cache_rows, room)
+        self._arrays.fill(
+            batch.token_ids, batch.parents, batch.depths, batch.offsets, lengths, cache_rows,
+            table.numbers, table.ends, table.page_size, table.spare_slot,
+        )  # fmt: skip
         self._rule.fill(self._packet.host, batch, noise)
 
-    def clear(self, room: int) -> None:
+    def clear(self, table: PageTable) -> None:
         """A step of padding alone: it computes everything and changes nothing."""
         empty, none = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64)
-        self._arrays.fill(empty, empty, empty, np.zeros(1, dtype=np.int32), none, none, room)
+        self._arrays.fill(
+            empty, empty, empty, np.zeros(1, dtype=np.int32), none, none,
+            table.numbers, table.ends, table.page_size, table.spare_slot,
+        )  # fmt: skip

@@ -51,6 +51,7 @@ BLOCKS_FLOAT32 = {
     128: ((Blocks(64, 32, 8, 1, 65536, 65536),),),
     256: ((Blocks(64, 16, 8, 1, 98304, 98304),),),
 }
+PAGE_SIZE = 64  # slots of a page of the cache: as many as the longest block of keys, so that a block lies in two pages
 LEAST_CAPABILITY = 80  # below, the compiler has no fitting matrix instructions and spills kilobytes
 HOPPER = Limits(90, 227 * 1024)  # what the interpreter stands in for
 

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from stand.row import Row
+from stand.scheduling.page_allocator import PageAllocator
 from stand.scheduling.request import Job
 
 
@@ -18,6 +19,7 @@ class Admission:
     """What the scheduler asks and tells. This one has no limits."""
 
     num_slots: int | None = None  # of the cache that are taken, where they are counted
+    pages: PageAllocator | None = None  # by which they are counted
 
     def check(self, job: Job) -> None:
         """Raises ValueError for a request whose rows could never run."""
@@ -47,8 +49,8 @@ class Admission:
     def enter(self, row: Row) -> None:
         """`row` begins with what was opened for it."""
 
-    def take(self, live: Sequence[Row], sizes: Sequence[int]) -> None:
-        """The next step writes so many tokens of each row."""
+    def take(self, live: Sequence[Row], ends: Sequence[int]) -> None:
+        """The next step writes slots of each row up to these."""
 
     def leave(self, row: Row) -> None:
         """The keys of `row` are of no further use."""

@@ -61,8 +61,9 @@ def admission(
         )
     limits = [int(limit) for limit in (max_rows, backend.most_rows) if limit is not None]
     num_bytes = max_cache_bytes
-    if max_rows is None and max_cache_bytes is None:
-        num_bytes = SHARE * (available_bytes(model.device) + backend.held_bytes)
+    if max_cache_bytes is None and (max_rows is None or backend.has_pool):
+        held = backend.held_bytes
+        num_bytes = max(SHARE * (available_bytes(model.device) + held), held)
     if size is not None:
         is_limited = num_bytes is not None and num_bytes != math.inf
         num_pages = max(int(num_bytes // (size * token_bytes)), 1) if is_limited else None

@@ -22,14 +22,11 @@ class PageAllocator:
             raise ValueError(f"pages must have 1 slot or more and be 1 or more, got {page_size} and {num_pages}")
         self.page_size = page_size
         self.num_pages = num_pages
-        self.most_used = 0  # pages at once, so far
+        self.num_used = 0  # pages
+        self.most_used = 0  # at once, so far: their numbers are below this
         self._users: list[int] = []  # by page: owners that hold it
         self._free: list[int] = []  # pages that were given back
         self._held: dict[Hashable, list[int]] = {}  # by owner, in the order of its slots
-
-    @property
-    def num_used(self) -> int:
-        return len(self._users) - len(self._free)
 
     @property
     def num_free(self) -> float:
@@ -82,6 +79,7 @@ class PageAllocator:
             self._users[page] -= 1
             if not self._users[page]:
                 self._free.append(page)
+                self.num_used -= 1
 
     def _take(self) -> int:
         if not self._free:
@@ -89,4 +87,5 @@ class PageAllocator:
             self._free.append(len(self._users) - 1)
         page = self._free.pop()
         self._users[page] = 1
+        self.num_used += 1
         return page

@@ -63,7 +63,9 @@ class WithinPages(Admission):
 
     def holds(self, live: Sequence[Row]) -> bool:
         """Asked before every step: at a glance where much is free."""
-        most = 3 * len(live) + self._most_draft_nodes(len(live)) // self.pages.page_size
+        num_rows = len(live)
+        nodes = self._most_nodes(num_rows)
+        most = 3 * num_rows + (DRAFT_ROOM * num_rows if nodes is None else nodes) // self.pages.page_size
         return most <= self.pages.num_free or self._fit(live, 0)
 
     def open(self, row: Row) -> Hashable:
@@ -82,9 +84,8 @@ class WithinPages(Admission):
         self.pages.fork(self._open[beginning(row)], row.index, row.num_cached)
         self._ends[row.index] = row.num_cached
 
-    def take(self, live: Sequence[Row], sizes: Sequence[int]) -> None:
-        for row, size in zip(live, sizes, strict=True):
-            end = row.num_cached + size
+    def take(self, live: Sequence[Row], ends: Sequence[int]) -> None:
+        for row, end in zip(live, ends, strict=True):
             if end > self._ends[row.index]:
                 self.pages.write(row.index, row.num_cached, end)
                 self._ends[row.index] = self.pages.page_size * self.pages.count(end)

@@ -100,7 +100,7 @@ def test_what_is_missing_is_what_is_taken(steps):
 
 def clone(pages: PageAllocator) -> PageAllocator:
     twin = PageAllocator(pages.page_size, pages.num_pages)
-    twin._users, twin._free = list(pages._users), list(pages._free)
+    twin._users, twin._free, twin.num_used = list(pages._users), list(pages._free), pages.num_used
     twin._held = {owner: list(own) for owner, own in pages._held.items()}
     return twin
 

@@ -11,9 +11,7 @@ from tiny_models import kernel_model, tiny_model
 from transformers import LogitsProcessorList
 
 import stand
-from stand.backend import CapturedBackend
 from stand.drafters.drafter import DraftRequest
-from stand.forward.tree_cache import TreeCache
 from stand.row import Row
 from stand.scheduling import memory, prompt_keys, within_pages
 from stand.scheduling.admission import beginning
@@ -227,13 +225,6 @@ def test_a_request_that_no_memory_holds_is_refused():
 def test_bad_numbers_of_bytes_are_refused(max_cache_bytes):
     with pytest.raises(ValueError, match="max_cache_bytes must be a number of bytes that holds a page of 16 tokens"):
         engine_of().run([PROMPT], max_cache_bytes=max_cache_bytes)
-
-
-def test_captured_steps_keep_to_rooms_within_the_cap():
-    backend = CapturedBackend(kernel_model("qwen2"), "for this test")
-    allowed = memory.admission(backend._model, 300, 1e6, backend=backend, most_nodes=lambda rows: 8)
-    assert allowed == memory.WithinMemory(1e6, memory.bytes_per_token(backend._model), 256)
-    assert type(backend.key_maker()(5)) is TreeCache
 
 
 def test_a_drafter_that_breaks_its_word_ends_the_call(monkeypatch):

@@ -1,6 +1,5 @@
 """A captured step that fails during a generation: the rows go on by eager steps, and lose nothing."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,9 +10,10 @@ from tiny_models import kernel_model  # noqa: E402
 
 import stand  # noqa: E402
 from stand.backend import CapturedBackend  # noqa: E402
-from stand.gpu import captured_step  # noqa: E402
+from stand.gpu import page_table  # noqa: E402
 from stand.gpu.captured_step import CapturedStep  # noqa: E402
 from stand.gpu.device_cache import DeviceCache  # noqa: E402
+from stand.gpu.page_table import PageTable  # noqa: E402
 
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8, 9]]
 SETTINGS = {"num_return_sequences": 2, "max_new_tokens": 40, "temperature": 0.6, "seed": 4}
@@ -29,13 +29,13 @@ def engine_of(backend, *, budget=None):
     return stand.wrap(kernel_model("qwen2"), drafter=drafter, verifier="match", backend=backend, fuse=False)
 
 
-def failing_after(count, work, error):
-    """`work`, until it was called `count` times."""
+def failing_after(count, work, error, *, times=10**6):
+    """`work`, until it was called `count` times; it fails so many times."""
     calls = []
 
     def call(*arguments, **options):
         calls.append(1)
-        if len(calls) > count:
+        if count < len(calls) <= count + times:
             raise type(error)(*error.args)  # one of its own, whose traceback keeps nothing alive
         return work(*arguments, **options)
 
@@ -87,19 +87,19 @@ def test_a_row_that_cannot_enter(plain_kernels, monkeypatch, count):
     expected = engine_of("sdpa").generate(input_ids=PROMPTS, **settings)
     engine = engine_of("triton")
     error = RuntimeError("out of memory")
-    monkeypatch.setattr(DeviceCache, "enter", failing_after(count, DeviceCache.enter, error))
+    monkeypatch.setattr(PageTable, "enter", failing_after(count, PageTable.enter, error, times=1))
     with pytest.warns(UserWarning, match="decoding goes on with eager steps"):
         assert engine.generate(input_ids=PROMPTS, **settings, max_rows=3).token_ids == expected.token_ids
     assert str(engine.backend) == "sdpa"
 
 
 def test_no_memory_for_growth(plain_kernels, monkeypatch):
-    monkeypatch.setattr(captured_step, "FIRST_ROOM", 1)
-    monkeypatch.setattr(captured_step, "MAX_ROW_NODES", 16)
-    settings = {**SETTINGS, "max_new_tokens": 80}
+    monkeypatch.setattr(page_table, "FIRST_ROOM", 1)
+    monkeypatch.setattr(page_table, "DRAFT_ROOM", 16)
+    settings = {**SETTINGS, "max_new_tokens": 150, "stop_token_ids": []}
     expected = engine_of("sdpa", budget=16).generate(input_ids=PROMPTS, **settings)
     engine, error = engine_of("triton", budget=16), torch.OutOfMemoryError("CUDA out of memory")
-    monkeypatch.setattr(DeviceCache, "grow", failing_after(1, DeviceCache.grow, error))
+    monkeypatch.setattr(DeviceCache, "grow", failing_after(0, DeviceCache.grow, error, times=1))
     with pytest.warns(UserWarning, match="out of memory"):
         assert engine.generate(input_ids=PROMPTS, **settings).token_ids == expected.token_ids
 
@@ -131,28 +131,18 @@ def test_an_error_that_the_device_does_not_survive_is_raised(plain_kernels, monk
     engine = engine_of("triton")
     error = RuntimeError("an illegal memory access was encountered")
     monkeypatch.setattr(CapturedStep, "launch", failing_after(3, CapturedStep.launch, error))
-    monkeypatch.setattr(DeviceCache, "release", failing_after(0, None, error))
+    monkeypatch.setattr(PageTable, "reorder", failing_after(0, None, error))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         engine.generate(input_ids=PROMPTS, **SETTINGS)
 
 
-def small_cache(room=6):
+def small_cache(num_pages=6):
     cache = DeviceCache(
-        num_layers=2, num_rows=3, num_heads=1, room=room, head_size=4, dtype=torch.float32, device=torch.device("cpu")
-    )
+        num_layers=2, num_pages=num_pages, num_heads=1, page_size=4, head_size=4, dtype=torch.float32,
+        device=torch.device("cpu"),
+    )  # fmt: skip
     cache.storage.copy_(torch.arange(cache.storage.numel()).view(cache.storage.shape))
     return cache
-
-
-def test_released_rows_are_in_the_order_asked_for_and_in_the_same_memory():
-    cache = small_cache()
-    before = cache.storage.clone()
-    rows = cache.release([2, 0])
-    assert rows.num_rows == 2 and rows.room == 6
-    for layer in range(2):
-        assert torch.equal(rows.keys[layer], before[layer, 0, [2, 0]])
-        assert torch.equal(rows.values[layer], before[layer, 1, [2, 0]])
-        assert rows.keys[layer].untyped_storage().data_ptr() == cache.storage.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("left", [float("inf"), 0])
@@ -163,8 +153,8 @@ def test_growth_keeps_the_keys_with_room_for_both_blocks_or_for_one(monkeypatch,
     monkeypatch.setattr(device_cache, "available_bytes", lambda device: next(answers))
     before = cache.storage
     cache.grow(10)
-    assert cache.room == 10 and torch.equal(cache.storage[..., :5, :], before[..., :5, :])
-    assert not cache.storage[..., 5:, :].any()
+    assert cache.num_pages == 10 and torch.equal(cache.storage[:, :, :6], before[:, :, :6])
+    assert not cache.storage[:, :, 6:].any() and cache.spare_slot == 43
 
 
 def test_growth_that_fails_leaves_the_keys(monkeypatch):
@@ -178,16 +168,6 @@ def test_growth_that_fails_leaves_the_keys(monkeypatch):
     assert torch.equal(cache.storage, before)
 
 
-def test_the_cache_grows_no_further_than_its_rows_can_come_to(plain_kernels, monkeypatch):
-    monkeypatch.setattr(captured_step, "FIRST_ROOM", 1)
-    monkeypatch.setattr(captured_step, "MAX_ROW_NODES", 16)
-    rooms = []
-    grow = DeviceCache.grow
-    monkeypatch.setattr(DeviceCache, "grow", lambda cache, room: rooms.append(room) or grow(cache, room))
-    engine_of("triton", budget=16).generate(input_ids=PROMPTS, **SETTINGS)
-    assert rooms and rooms[-1] <= len(PROMPTS[0]) - 1 + 40 + 16 and np.all(np.diff(rooms) > 0)
-
-
 def test_the_step_before_gives_its_memory_back_before_the_next_one_takes_some(plain_kernels, monkeypatch):
     engine = engine_of("triton")
     engine.generate(input_ids=PROMPTS, **SETTINGS)
@@ -196,7 +176,7 @@ def test_the_step_before_gives_its_memory_back_before_the_next_one_takes_some(pl
     like = DeviceCache.like
 
     def watched(*arguments, **options):
-        alive.append(first._cache)
+        alive.append(first._table)
         return like(*arguments, **options)
 
     monkeypatch.setattr(DeviceCache, "like", watched)

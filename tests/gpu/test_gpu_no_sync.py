@@ -46,7 +46,8 @@ def traverse_arguments(device):
 def compact_arguments(device):
     storage = torch.zeros(2, 2, B, 2, 20, 16, device=device)
     path = torch.tensor([[2, 4, -1]] * B, device=device)
-    return storage, torch.arange(B, device=device), torch.full((B,), 7, device=device), path
+    pages = torch.tensor([[row] for row in range(B)], dtype=torch.int32, device=device)
+    return storage, pages, torch.arange(B, device=device), torch.full((B,), 7, device=device), path
 
 
 def top_rows_arguments(device):

@@ -28,12 +28,14 @@ from stand.gpu.device_rule import CoupledRule, GreedyRule, MatchRule, TraversalR
 from stand.gpu.fusion.fusion import fuse  # noqa: E402
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME  # noqa: E402
 from stand.gpu.kernels import attention  # noqa: E402
+from stand.gpu.page_table import PageTable  # noqa: E402
 from stand.gpu.step_body import StepBody, StepOutput  # noqa: E402
 from stand.gpu.step_packet import StepPacket  # noqa: E402
 from stand.gpu.step_size import StepSize  # noqa: E402
+from stand.gpu.tiles import PAGE_SIZE  # noqa: E402
 from stand.sampling import SamplingParams, TargetLaw  # noqa: E402
 
-NUM_ROWS, ROOM = 2, 64
+NUM_ROWS, ROOM = 2, 128
 RULES = {"match": MatchRule, "coupled": CoupledRule, "traversal": TraversalRule}
 LAWS = {
     "plain": SamplingParams(temperature=0.6),
@@ -85,13 +87,14 @@ def run_body(family: str, rule: str, law: SamplingParams, *, fusion=None, model=
         fake = onto_fake_device(fake)
         config = fake.config
         cache = DeviceCache(
-            num_layers=config.num_hidden_layers, num_rows=NUM_ROWS, num_heads=config.num_key_value_heads,
-            room=ROOM, head_size=64, dtype=dtype, device=device,
+            num_layers=config.num_hidden_layers, num_pages=NUM_ROWS * ROOM // PAGE_SIZE,
+            num_heads=config.num_key_value_heads, page_size=PAGE_SIZE, head_size=64, dtype=dtype, device=device,
         )  # fmt: skip
+        table = PageTable(cache, num_places=NUM_ROWS, width=ROOM // PAGE_SIZE)
         verification = GreedyRule() if law.is_greedy else RULES[rule]()
         output = StepOutput(fake, NUM_ROWS)
         size = StepSize.covering(13, NUM_ROWS, tile_tokens=8, splitting=output.splitting, room=ROOM)
-        filled = StepPacket(size, verification, device, splitting=output.splitting)
+        filled = StepPacket(size, verification, device, splitting=output.splitting, table=table)
         body = StepBody(fake, cache, TargetLaw(law), verification, filled, output)
         with ExitStack() as stack:
             stack.enter_context(tree_attention(fake, KERNEL_ATTENTION_NAME))

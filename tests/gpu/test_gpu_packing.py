@@ -8,14 +8,16 @@ from exact import EX2, deterministic, enumerate_drafts, pack, shaped, with_repla
 
 from stand.forward.packed_plan import StepPlan
 from stand.gpu.packet import Packet
-from stand.gpu.packing import StepArrays, kept_paths
+from stand.gpu.packing import StepArrays, kept_paths, outgrown
 from stand.gpu.step_size import MAX_ROW_NODES, NUM_TOKENS, StepSize
 from stand.gpu.work_list import Splitting
 from stand.trees import DraftBatch, DraftTree
 from stand.verifiers import Verdicts
 from stand.verifiers.schedule import packed_parents
 
-ROOM = 4096
+PAGE, WIDTH = 64, 64
+ROOM = PAGE * WIDTH
+SPARE = 10**6
 
 
 def empty_arrays(size):
@@ -27,21 +29,27 @@ def empty_arrays(size):
         "offsets": np.zeros(num_rows + 1, dtype=np.int32),
         "lengths": np.zeros(num_rows, dtype=np.int64),
         "cache_rows": np.zeros(num_rows, dtype=np.int64),
+        "pages": np.zeros((num_rows, WIDTH), dtype=np.int32),
         "items": np.zeros((size.num_items, 8), dtype=np.int32),
         "partial_starts": np.zeros(num_tokens + 1, dtype=np.int32),
     }
 
 
-def fill(arrays, batch, lengths, cache_rows, room=ROOM):
+def table_of(num_rows):
+    """[R, T] pages in no order, each of one row."""
+    return np.random.default_rng(7).permutation(num_rows * WIDTH).astype(np.int32).reshape(num_rows, WIDTH)
+
+
+def fill(arrays, batch, lengths, cache_rows, num_rows, ends=ROOM):
     arrays.fill(
         batch.token_ids, batch.parents, batch.depths, batch.offsets, np.asarray(lengths, dtype=np.int64),
-        np.asarray(cache_rows, dtype=np.int64), room,
+        np.asarray(cache_rows, dtype=np.int64), table_of(num_rows), np.full(num_rows, ends), PAGE, SPARE,
     )  # fmt: skip
 
 
 def packed(batch, lengths, cache_rows, size):
     out = empty_arrays(size)
-    fill(StepArrays(out, tile_tokens=8, row_items=3, shortest_split=64), batch, lengths, cache_rows)
+    fill(StepArrays(out, tile_tokens=8, row_items=3, shortest_split=64), batch, lengths, cache_rows, size.num_rows)
     return out
 
 
@@ -64,7 +72,12 @@ def test_arrays_equal_the_eager_plan(seed):
     assert np.array_equal(out["token_ids"][:count], batch.token_ids)
     assert np.array_equal(out["positions"][:count], plan.position_ids[0])
     row_of = np.repeat(np.arange(rows), np.diff(batch.offsets))
-    assert np.array_equal(out["slots"][:count], cache_rows[row_of] * ROOM + plan.cache_slots.numpy())
+    slots, table = plan.cache_slots.numpy(), table_of(rows + 2)
+    pages = table[cache_rows[row_of], slots // PAGE]
+    assert np.array_equal(out["slots"][:count], pages * PAGE + slots % PAGE)
+    for row, end in zip(cache_rows, lengths + np.diff(batch.offsets), strict=True):
+        used = -(-end // PAGE)
+        assert np.array_equal(out["pages"][row, :used], table[row, :used]) and not out["pages"][row, used:].any()
     assert np.array_equal(bits(out["ancestors"][:count], plan._ancestors.shape[1]), plan._ancestors)
     parents = packed_parents(batch)
     assert np.array_equal(out["parents"][:count], np.where(parents < 0, np.arange(count), parents))
@@ -75,7 +88,7 @@ def test_arrays_equal_the_eager_plan(seed):
 def test_padding_writes_to_the_spare_slot_and_sees_nothing():
     batch = DraftBatch.concatenate([DraftTree.chain([3, 4, 5])])
     out = packed(batch, [10], [0], StepSize(8, 16, 2, 8))
-    assert set(out["slots"][3:]) == {ROOM - 1}
+    assert set(out["slots"][3:]) == {SPARE}
     assert not out["ancestors"][3:].any()
     assert not out["follows"][3:].any()
 
@@ -124,7 +137,7 @@ def test_long_rows_use_several_words():
     [
         (9, 0, StepSize(8, 16, 1, 8), "take a larger step size"),
         (MAX_ROW_NODES + 1, 0, StepSize(512, 16, 1, 8), "lower the budget"),
-        (4, ROOM - 4, StepSize(8, 16, 1, 8), "grow the cache"),
+        (4, ROOM - 3, StepSize(8, 16, 1, 8), "take further pages first"),
     ],
 )
 def test_what_does_not_fit_is_refused(count, length, size, match):
@@ -133,11 +146,24 @@ def test_what_does_not_fit_is_refused(count, length, size, match):
         packed(batch, [length], [0], size)
 
 
-def test_the_last_slot_before_the_spare_one_is_used():
+def test_the_last_slot_of_the_last_page_is_used():
     batch = pack(EX2, [draft for _, draft in enumerate_drafts(EX2, shaped(deterministic, 1))][:1])
     count = batch.num_nodes
-    out = packed(batch, [ROOM - 1 - count], [0], covering(count, 1))
-    assert out["slots"][:count].max() == ROOM - 2
+    out = packed(batch, [ROOM - count], [0], covering(count, 1))
+    assert out["slots"][count - 1] == table_of(1)[0, -1] * PAGE + PAGE - 1
+
+
+def test_a_table_of_another_shape_is_refused():
+    batch, size = DraftBatch.concatenate([DraftTree.chain([3])]), StepSize(8, 16, 1, 8)
+    arrays = StepArrays(empty_arrays(size), tile_tokens=8, row_items=3, shortest_split=64)
+    with pytest.raises(ValueError, match="record the step anew"):
+        fill(arrays, batch, [0], [0], 2)
+
+
+def test_rows_that_outgrow_their_pages_are_found():
+    lengths, places = np.array([60, 10, 128], dtype=np.int64), np.array([2, 0, 1], dtype=np.int64)
+    offsets, ends = np.array([0, 5, 6, 7], dtype=np.int32), np.array([11, 128, 64], dtype=np.int64)
+    assert outgrown(lengths, offsets, places, ends) == [0, 2]
 
 
 def test_step_sizes_cover_and_refuse():
@@ -156,9 +182,11 @@ def test_a_step_after_a_larger_one_equals_a_first_step():
     for seed in (2, 0, 1, 0):
         batch = case(seed, "sampled")[0]
         lengths, rows = np.arange(len(batch)) * 90 + 5 * seed, np.arange(len(batch))
-        fill(arrays, batch, lengths, rows)
+        fill(arrays, batch, lengths, rows, 6)
         fresh = packed(batch, lengths, rows, size)
-        assert all(np.array_equal(used[name], fresh[name]) for name in used)
+        assert all(np.array_equal(used[name], fresh[name]) for name in used if name != "pages")
+        for row, end in enumerate(lengths + np.diff(batch.offsets)):  # what is behind is never read
+            assert np.array_equal(used["pages"][row, : -(-end // PAGE)], fresh["pages"][row, : -(-end // PAGE)])
         assert used["items"].any()
 
 

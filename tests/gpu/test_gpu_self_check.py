@@ -85,10 +85,21 @@ def test_it_sees_a_second_tile_that_is_wrong(plain_kernels, roomy, monkeypatch):
 def test_it_sees_a_second_word_that_is_not_read(plain_kernels, roomy, monkeypatch):
     right = kernel_attention.tree_attention
 
-    def first_word(query, keys, values, ancestors, *rest):
-        return right(query, keys, values, torch.cat([ancestors[:, :1], 0 * ancestors[:, 1:]], 1), *rest)
+    def first_word(query, keys, values, pages, ancestors, *rest):
+        return right(query, keys, values, pages, torch.cat([ancestors[:, :1], 0 * ancestors[:, 1:]], 1), *rest)
 
     monkeypatch.setattr(kernel_attention, "tree_attention", first_word)
+    assert "must equal those of eager attention" in kernel_failure(roomy, size=FULL)
+
+
+def test_it_sees_pages_that_are_not_looked_up(plain_kernels, roomy, monkeypatch):
+    """The long row's last page does not follow the others: the short row began before it was taken."""
+    right = kernel_attention.tree_attention
+
+    def one_after_another(query, keys, values, pages, *rest):
+        return right(query, keys, values, pages[:, :1] + torch.arange(pages.shape[1], dtype=torch.int32), *rest)
+
+    monkeypatch.setattr(kernel_attention, "tree_attention", one_after_another)
     assert "must equal those of eager attention" in kernel_failure(roomy, size=FULL)
 
 

@@ -13,7 +13,7 @@ from tiny_models import CONFIGS, kernel_model  # noqa: E402
 
 import stand  # noqa: E402
 from stand.drafters.blended import BlendedDrafter  # noqa: E402
-from stand.gpu import captured_step  # noqa: E402
+from stand.gpu import captured_step, page_table  # noqa: E402
 from stand.trees import BlendedLookup  # noqa: E402
 
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8, 9]]
@@ -86,9 +86,10 @@ def test_what_is_learned_late_is_what_is_learned(plain_kernels):
 
 
 def test_growth_of_the_cache_keeps_its_keys(plain_kernels, monkeypatch):
+    """Table and pool begin with one page per row."""
     expected = generate("triton", lookup=taught_lookup(), max_new_tokens=400)
-    monkeypatch.setattr(captured_step, "FIRST_ROOM", 1)
-    monkeypatch.setattr(captured_step, "MAX_ROW_NODES", 32)
+    monkeypatch.setattr(page_table, "FIRST_ROOM", 1)
+    monkeypatch.setattr(page_table, "DRAFT_ROOM", 32)
     assert generate("triton", lookup=taught_lookup(), max_new_tokens=400).token_ids == expected.token_ids
 
 
@@ -103,12 +104,12 @@ def test_rows_that_enter_free_places_have_their_tokens(plain_kernels, max_rows):
         engine = stand.wrap(kernel_model("qwen2"), verifier="match", backend=name, drafter=drafter, fuse=False)
         outputs.append(engine.generate(input_ids=prompts, **settings, max_rows=places).token_ids)
     assert outputs[0] == outputs[1] and str(engine.backend) == "triton"
-    assert engine.backend._previous.captured._cache.num_rows == max_rows
+    assert len(engine.backend._previous.captured._table.numbers) == max_rows
 
 
 def test_a_prompt_beyond_the_room_makes_more(plain_kernels, monkeypatch):
-    monkeypatch.setattr(captured_step, "FIRST_ROOM", 1)
-    monkeypatch.setattr(captured_step, "MAX_ROW_NODES", 20)
+    monkeypatch.setattr(page_table, "FIRST_ROOM", 1)
+    monkeypatch.setattr(page_table, "DRAFT_ROOM", 20)
     prompts, settings = [[3, 4], list(range(3, 60)), [5] * 90], {"max_new_tokens": 9, "temperature": 0.6, "seed": 4}
     outputs = []
     for name, places in (("sdpa", None), ("triton", 2)):
@@ -159,7 +160,7 @@ def test_a_second_call_uses_what_was_recorded(plain_kernels):
     graphs = step.num_graphs
     assert engine.generate(**settings).token_ids == first.token_ids
     assert engine.backend._previous.captured is step and graphs <= step.num_graphs < 20
-    assert engine.backend.held_bytes == step._cache.nbytes > 0  # which the next call may count as free
+    assert engine.backend.held_bytes == step.nbytes > 0  # which the next call may count as free
     engine.generate(**{**settings, "temperature": 0.7})
     assert engine.backend._previous.captured is not step
 

@@ -26,7 +26,7 @@ def use_plain_kernels(monkeypatch) -> None:
 
 
 def tree_attention(
-    query, keys, values, ancestors, positions, items, partial_starts, partials, log_sums, arrivals, scale,
+    query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums, arrivals, scale,
     tile_tokens, window=0, softcap=0.0, sinks=None,
 ):  # fmt: skip
     mixed = torch.zeros_like(query, memory_format=torch.contiguous_format)
@@ -36,7 +36,7 @@ def tree_attention(
         if count == 0 or split != int(partial_starts[first + 1] - partial_starts[first]) - 1:
             continue  # a row's last split knows all that is visible: the prefix, and its own end
         own = slice(first, first + count)
-        key, value = (state[cache_row, :, :end].repeat_interleave(groups, 0) for state in (keys, values))
+        key, value = (row_of(state, pages[cache_row], end).repeat_interleave(groups, 0) for state in (keys, values))
         scores = torch.einsum("mhd,hsd->hms", query[own], key) * scale
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
@@ -53,11 +53,19 @@ def tree_attention(
     return mixed
 
 
-def compact(storage, cache_rows, lengths, path) -> None:
+def row_of(states, pages, end):
+    """[P, Hkv, S, D] and a row's pages -> [Hkv, end, D]"""
+    num_pages = -(-end // states.shape[2])
+    return states[pages[:num_pages].long()].transpose(0, 1).flatten(1, 2)[:, :end]
+
+
+def compact(storage, pages, cache_rows, lengths, path) -> None:
+    size = storage.shape[3]
     for row, length, nodes in zip(cache_rows.tolist(), lengths.tolist(), path, strict=True):
         kept = nodes[nodes >= 0]
-        if len(kept):
-            storage[:, row, :, length + 1 : length + 1 + len(kept)] = storage[:, row, :, length + kept]
+        slots = torch.arange(length + 1, length + 1 + len(kept)), length + kept
+        write, read = ((pages[row, where // size].long(), where % size) for where in slots)
+        storage[:, write[0], :, write[1]] = storage[:, read[0], :, read[1]]
 
 
 def top_rows(probs, count):

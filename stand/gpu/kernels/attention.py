@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from stand.gpu.kernels.launch import launch_device
-from stand.gpu.kernels.merge import MERGED_ROWS_PER_WARP, is_last, merge_tile, merged_splits
+from stand.gpu.kernels.merge import MERGED_ROWS_PER_WARP, clear_padding, is_last, merge_tile, merged_splits
 from stand.gpu.kernels.specimen import Specimen
-from stand.gpu.tiles import BLOCKS_16_BIT, BLOCKS_FLOAT32, Blocks, blocks, limits_of
+from stand.gpu.tiles import BLOCKS_16_BIT, BLOCKS_FLOAT32, PAGE_SIZE, Blocks, blocks, limits_of
 
 MOST_WORDS = 4  # 64-bit words of ancestors per token
 PROGRAMS_PER_PROCESSOR = 2
@@ -85,52 +85,63 @@ def _before_keys(sinks, heads, split, BLOCK_M: tl.constexpr, HAS_SINKS: tl.const
 
 
 @triton.jit
-def _clear_padding(mixed, partial_starts, num_tokens, ROW_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Zeros for the tokens that no item covers: those without partial results."""
-    token = tl.program_id(0)
-    while token < num_tokens:
-        if tl.load(partial_starts + token) == tl.load(partial_starts + token + 1):
-            for first in range(0, ROW_SIZE, BLOCK):
-                cells = first + tl.arange(0, BLOCK)
-                zeros = tl.zeros([BLOCK], mixed.dtype.element_ty)
-                tl.store(mixed + token.to(tl.int64) * ROW_SIZE + cells, zeros, mask=cells < ROW_SIZE)
-        token += tl.num_programs(0)
+def _block_of_keys(block, num_prefix_blocks, first, length, BLOCK_N: tl.constexpr):
+    """(whether it holds new tokens, the first of them, its first slot)"""
+    is_tail = block >= num_prefix_blocks
+    tail_first = tl.maximum(block - num_prefix_blocks, 0) * BLOCK_N
+    return is_tail, tail_first, tl.where(is_tail, length + tail_first, first + block * BLOCK_N)
+
+
+@triton.jit
+def _pages_at(row_pages, start, last, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Numbers of the pages in which a block of slots from `start` up to `last` begins and ends."""
+    near = tl.load(row_pages + tl.minimum(start, last) // PAGE_SIZE)
+    far = tl.load(row_pages + tl.minimum(start + BLOCK_N - 1, last) // PAGE_SIZE)
+    return near, far
 
 
 @triton.jit
 def _attend_keys(
-    queries, key_base, value_base, ancestors, positions, packed, in_tile, row_first, length, first, k_end, blind,
-    highest, mass, scale, softcap, KEY_SLOT_STRIDE: tl.constexpr, VALUE_SLOT_STRIDE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    queries, keys, values, row_pages, ancestors, positions, packed, in_tile, row_first, length, first, k_end, blind,
+    highest, mass, scale, softcap, PAGE_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    IS_PAGED: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """(accumulator [BLOCK_M, BLOCK_D], highest [BLOCK_M], mass [BLOCK_M]) of a tile over slots [first, k_end), the
     latter two beginning with what is given.
 
     Blocks of committed keys, then blocks of new tokens from the first one on: a block of at most 64 tokens needs a
-    single word of ancestors, and only these and the last committed block need a mask at all.
+    single word of ancestors, and only these and the last committed block need a mask at all. No block is longer than a
+    page, so it lies in two at most; which ones is read while the block before is computed.
     """
     sizes, columns = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
-    key_block = columns[:, None] * KEY_SLOT_STRIDE + sizes[None, :]
-    value_block = columns[:, None] * VALUE_SLOT_STRIDE + sizes[None, :]
+    cells = columns[:, None] * SLOT_STRIDE + sizes[None, :]
     accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     unit = _score_unit(scale, softcap, HAS_SOFTCAP)
     prefix_end = tl.minimum(k_end, length)
     num_prefix_blocks = tl.cdiv(tl.maximum(prefix_end - first, 0), BLOCK_N)
     num_tail_blocks = tl.cdiv(tl.maximum(k_end - length, 0), BLOCK_N)
+    _, _, start = _block_of_keys(0, num_prefix_blocks, first, length, BLOCK_N)
+    near, far = _pages_at(row_pages, start, k_end - 1, PAGE_SIZE, BLOCK_N)
     for block in range(0, num_prefix_blocks + num_tail_blocks):
-        is_tail = block >= num_prefix_blocks
-        tail_first = tl.maximum(block - num_prefix_blocks, 0) * BLOCK_N
-        start = tl.where(is_tail, length + tail_first, first + block * BLOCK_N)
+        is_tail, tail_first, start = _block_of_keys(block, num_prefix_blocks, first, length, BLOCK_N)
         end = tl.where(is_tail, k_end, prefix_end)
         slots = start + columns
         inside = slots < end
         real = inside[:, None]
         if BLOCK_D != HEAD_SIZE:
             real = real & (sizes < HEAD_SIZE)[None, :]
-        offset = start.to(tl.int64)
-        key = tl.load(key_base + offset * KEY_SLOT_STRIDE + key_block, mask=real, other=0.0)
-        value = tl.load(value_base + offset * VALUE_SLOT_STRIDE + value_block, mask=real, other=0.0)
+        if IS_PAGED:
+            inner = start % PAGE_SIZE
+            jump = (far - near).to(tl.int64) * PAGE_STRIDE - PAGE_SIZE * SLOT_STRIDE
+            offsets = near.to(tl.int64) * PAGE_STRIDE + inner * SLOT_STRIDE + cells
+            offsets += tl.where(inner + columns >= PAGE_SIZE, jump, 0)[:, None]
+            _, _, coming = _block_of_keys(block + 1, num_prefix_blocks, first, length, BLOCK_N)
+            near, far = _pages_at(row_pages, coming, k_end - 1, PAGE_SIZE, BLOCK_N)
+        else:
+            offsets = near.to(tl.int64) * PAGE_STRIDE + start.to(tl.int64) * SLOT_STRIDE + cells
+        key = tl.load(keys + offsets, mask=real, other=0.0)
+        value = tl.load(values + offsets, mask=real, other=0.0)
         scores = _scores(queries, key, scale, softcap, HAS_SOFTCAP)
         key_positions = slots
         if is_tail | (start + BLOCK_N > end):
@@ -148,19 +159,18 @@ def _attend_keys(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_items", "window"])
 def _tree_attention_kernel(
-    query, keys, values, ancestors, positions, items, partial_starts, partials, log_sums, arrivals, sinks, mixed,
-    num_tokens, num_items, scale, window, softcap, query_token_stride, query_head_stride, key_row_stride,
-    key_head_stride, value_row_stride, value_head_stride, KEY_SLOT_STRIDE: tl.constexpr,
-    VALUE_SLOT_STRIDE: tl.constexpr, KEY_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MERGED_ROWS: tl.constexpr, MERGED_SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums, arrivals, sinks, mixed,
+    num_tokens, num_items, scale, window, softcap, query_token_stride, query_head_stride, table_stride,
+    PAGE_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    IS_PAGED: tl.constexpr, KEY_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MERGED_ROWS: tl.constexpr,
+    MERGED_SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Each program walks over (item, key head) pairs until the first item without tokens.
 
-    query [M, H, D]; keys, values [R, Hkv, S, D]; ancestors [M, W] int64; positions [M] int64; items [I, 8] int32;
-    partial_starts [M + 1] int32; partials [P, H, D] float32; log_sums [P, H] float32; arrivals [>= M, Hkv] int32;
-    sinks [H] or anything; mixed [M, H, D].
+    query [M, H, D]; keys, values [P, Hkv, S, D]; pages [R, T] int32; ancestors [M, W] int64; positions [M] int64;
+    items [I, 8] int32; partial_starts [M + 1] int32; partials [P, H, D] float32; log_sums [P, H] float32; arrivals
+    [>= M, Hkv] int32; sinks [H] or anything; mixed [M, H, D].
     A fixed grid instead of one program per item: the list's room is for the longest context, and thousands of
     programs that only find out that they are empty would cost more than a short context's work.
     """
@@ -179,7 +189,6 @@ def _tree_attention_kernel(
             tile = tile & (sizes < HEAD_SIZE)[None, :]
         query_starts = packed.to(tl.int64) * query_token_stride + heads * query_head_stride
         queries = tl.load(query + query_starts[:, None] + sizes[None, :], mask=tile, other=0.0)
-        cache_row = tl.load(item + 3).to(tl.int64)
         first, blind = tl.load(item + 5), packed
         if HAS_WINDOW:
             # a token sees positions above its own less the window; a committed slot's position is its number
@@ -188,11 +197,10 @@ def _tree_attention_kernel(
             first = first + tl.maximum(earliest - first, 0) // BLOCK_N * BLOCK_N
         highest, mass = _before_keys(sinks, heads, split, BLOCK_M, HAS_SINKS)
         accumulator, highest, mass = _attend_keys(
-            queries, keys + cache_row * key_row_stride + key_head.to(tl.int64) * key_head_stride,
-            values + cache_row * value_row_stride + key_head.to(tl.int64) * value_head_stride, ancestors, positions,
-            packed, in_tile, tl.load(item), tl.load(item + 4), first, tl.load(item + 6), blind, highest, mass, scale,
-            softcap, KEY_SLOT_STRIDE, VALUE_SLOT_STRIDE, HEAD_SIZE, BLOCK_D, WORDS, BLOCK_M, BLOCK_N, HAS_WINDOW,
-            HAS_SOFTCAP,
+            queries, keys + key_head.to(tl.int64) * HEAD_STRIDE, values + key_head.to(tl.int64) * HEAD_STRIDE,
+            pages + tl.load(item + 3) * table_stride, ancestors, positions, packed, in_tile, tl.load(item),
+            tl.load(item + 4), first, tl.load(item + 6), blind, highest, mass, scale, softcap, PAGE_STRIDE, SLOT_STRIDE,
+            PAGE_SIZE, IS_PAGED, HEAD_SIZE, BLOCK_D, WORDS, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP,
         )  # fmt: skip
         has_mass = mass > 0
         mass = tl.where(has_mass, mass, 1.0)
@@ -215,45 +223,35 @@ def _tree_attention_kernel(
                     KEY_HEADS, GROUPS, HEAD_SIZE, BLOCK_D, MERGED_ROWS, MERGED_SPLITS,
                 )  # fmt: skip
         index += tl.num_programs(0)
-    _clear_padding(mixed, partial_starts, num_tokens, KEY_HEADS * GROUPS * HEAD_SIZE, BLOCK_D)
+    clear_padding(mixed, partial_starts, num_tokens, KEY_HEADS * GROUPS * HEAD_SIZE, BLOCK_D)
 
 
 @torch.library.custom_op("stand::tree_attention", mutates_args=("partials", "log_sums", "arrivals"))
 def tree_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    ancestors: torch.Tensor,
-    positions: torch.Tensor,
-    items: torch.Tensor,
-    partial_starts: torch.Tensor,
-    partials: torch.Tensor,
-    log_sums: torch.Tensor,
-    arrivals: torch.Tensor,
-    scale: float,
-    tile_tokens: int,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, ancestors: torch.Tensor,
+    positions: torch.Tensor, items: torch.Tensor, partial_starts: torch.Tensor, partials: torch.Tensor,
+    log_sums: torch.Tensor, arrivals: torch.Tensor, scale: float, tile_tokens: int, window: int = 0,
+    softcap: float = 0.0, sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """What each packed token draws from the values it sees: [M, H, D], contiguous, in the query's dtype.
 
-    query [M, H, D]; keys, values [R, Hkv, S, D] in the query's dtype, any strides but the last; ancestors [M, W <= 4]
-    int64, bit j % 64 of word j // 64 set when the token sees token j of its row (its own bit included, no later one);
-    positions [M] int64, slot k of the committed prefix being position k; items [I, 8] and partial_starts [M + 1] int32
+    query [M, H, D]; keys, values [P, Hkv, S, D] in the query's dtype: pages of S slots, both of one layout, any strides
+    but the last; pages [R, T] int32: slot s of row r lies in page pages[r, s // S]; ancestors [M, W <= 4] int64, bit
+    j % 64 of word j // 64 set when the token sees token j of its row (its own bit included, no later one); positions
+    [M] int64, slot k of the committed prefix being position k; items [I, 8] and partial_starts [M + 1] int32
     as `WorkList` makes them with `tile_tokens`; partials [P, H, D] and log_sums [P, H] float32 are scratch for P
     partial results; arrivals [>= M, Hkv] int32 counts finished splits, zeros before and after. Scores are multiplied by
     `scale` > 0. `window` > 0: a token sees positions above its own less the window. `softcap` > 0: scores
     become softcap * tanh(score / softcap) (Gemma 2). `sinks` [H]: a logit per head that takes mass and gives nothing
-    (gpt-oss). A token that no item covers must have no partial results and gets zeros. Raises ValueError on wrong
-    shapes.
+    (gpt-oss). A token that no item covers must have no partial results and gets zeros. With T > 1 a page must be no
+    shorter than a block of keys (at most 64 slots). Raises ValueError on wrong shapes.
     """
     scratch = (partials, log_sums, arrivals)
-    _check_call(query, keys, values, ancestors, positions, items, partial_starts, *scratch, scale, sinks)
+    _check_call(query, keys, values, pages, ancestors, positions, items, partial_starts, *scratch, scale, sinks)
     mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
     with launch_device(_tree_attention_kernel, query):
         _attend(
-            query, keys, values, ancestors, positions, items, partial_starts, *scratch, sinks, mixed,
+            query, keys, values, pages, ancestors, positions, items, partial_starts, *scratch, sinks, mixed,
             scale, tile_tokens, window, softcap,
         )  # fmt: skip
     return mixed
@@ -265,7 +263,7 @@ def _(query, *rest, **options):
 
 
 def _attend(
-    query, keys, values, ancestors, positions, items, partial_starts, partials, log_sums, arrivals, sinks, mixed,
+    query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums, arrivals, sinks, mixed,
     scale, tile_tokens, window, softcap,
 ) -> None:  # fmt: skip
     """Launch the kernel."""
@@ -273,12 +271,17 @@ def _attend(
     key_heads = keys.shape[1]
     groups = num_heads // key_heads
     sizes = blocks(tile_tokens * groups, head_size, query.dtype, limits=limits_of(query.device))
+    if pages.shape[1] > 1 and keys.shape[2] < sizes.keys:
+        raise ValueError(f"pages must have at least {sizes.keys} slots here, got {keys.shape[2]}; take longer pages")
     _tree_attention_kernel[(_num_programs(query.device, len(items) * key_heads),)](
-        query, keys, values, ancestors, positions, items, partial_starts, partials, log_sums, arrivals,
+        query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums, arrivals,
         query if sinks is None else sinks, mixed, len(query), len(items), scale, window, softcap,
-        *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
-        KEY_SLOT_STRIDE=keys.stride(2),
-        VALUE_SLOT_STRIDE=values.stride(2),
+        *query.stride()[:2], pages.stride(0),
+        PAGE_STRIDE=keys.stride(0),
+        HEAD_STRIDE=keys.stride(1),
+        SLOT_STRIDE=keys.stride(2),
+        PAGE_SIZE=keys.shape[2],
+        IS_PAGED=pages.shape[1] > 1,
         KEY_HEADS=key_heads,
         GROUPS=groups,
         HEAD_SIZE=head_size,
@@ -306,13 +309,14 @@ def _num_programs(device: torch.device, num_pairs: int) -> int:
 
 
 def _check_call(
-    query, keys, values, ancestors, positions, items, partial_starts, partials, log_sums, arrivals, scale, sinks
+    query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums, arrivals, scale, sinks
 ) -> None:
     """Shapes, dtypes and strides; all of it known without a look at the device."""
     num_tokens, num_heads, head_size = query.shape
     expected = {
         "keys": (keys, (*keys.shape[:3], head_size), query.dtype),
         "values": (values, tuple(keys.shape), query.dtype),
+        "pages": (pages, (pages.shape[0], pages.shape[-1]), torch.int32),
         "ancestors": (ancestors, (num_tokens, ancestors.shape[-1]), torch.int64),
         "positions": (positions, (num_tokens,), torch.int64),
         "items": (items, (items.shape[0], 8), torch.int32),
@@ -331,8 +335,11 @@ def _check_call(
             )
         if name not in ("keys", "values") and not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}; call contiguous()")
-    if any(tensor.stride(-1) != 1 for tensor in (query, keys, values)):
-        raise ValueError("query, keys and values must have stride 1 in the last dimension; call contiguous()")
+    if any(tensor.stride(-1) != 1 for tensor in (query, keys, values)) or keys.stride() != values.stride():
+        raise ValueError(
+            "query, keys and values must have stride 1 in the last dimension, keys and values one layout, got strides "
+            f"{query.stride()}, {keys.stride()} and {values.stride()}; take both from one cache"
+        )
     if scale <= 0:
         raise ValueError(f"scale must be positive, got {scale}; turn the queries around instead")
     if num_heads % keys.shape[1] or not 1 <= ancestors.shape[1] <= MOST_WORDS:
@@ -349,6 +356,7 @@ def specimens() -> list[Specimen]:
         _tile_specimen("7B large tiles", "bf16", 128, 7, large),
         _tile_specimen("7B large tiles sm_80", "bf16", 128, 7, narrow),
         _tile_specimen("7B small tiles", "bf16", 128, 7, small),
+        _tile_specimen("7B rooms", "bf16", 128, 7, large, IS_PAGED=False),
         _tile_specimen("windowed large tiles", "bf16", 128, 4, large, HAS_WINDOW=True),
         _tile_specimen("fp16 small tiles", "fp16", 128, 4, small),
         _tile_specimen("gpt-oss", "bf16", 64, 8, BLOCKS_16_BIT[64][1][0], HAS_WINDOW=True, HAS_SINKS=True),
@@ -363,8 +371,11 @@ def specimens() -> list[Specimen]:
 
 def _tile_specimen(name: str, dtype: str, head_size: int, groups: int, sizes: Blocks, **variant: bool) -> Specimen:
     constants = {
-        "KEY_SLOT_STRIDE": head_size,
-        "VALUE_SLOT_STRIDE": head_size,
+        "PAGE_STRIDE": 4 * PAGE_SIZE * head_size,
+        "HEAD_STRIDE": PAGE_SIZE * head_size,
+        "SLOT_STRIDE": head_size,
+        "PAGE_SIZE": PAGE_SIZE,
+        "IS_PAGED": True,
         "KEY_HEADS": 4,
         "GROUPS": groups,
         "HEAD_SIZE": head_size,
@@ -379,9 +390,8 @@ def _tile_specimen(name: str, dtype: str, head_size: int, groups: int, sizes: Bl
         "HAS_SINKS": False,
     } | variant
     types = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
-    types |= {"ancestors": "*i64", "positions": "*i64", "items": "*i32", "partial_starts": "*i32"}
+    types |= {"pages": "*i32", "ancestors": "*i64", "positions": "*i64", "items": "*i32", "partial_starts": "*i32"}
     types |= {"partials": "*fp32", "log_sums": "*fp32", "arrivals": "*i32", "sinks": f"*{dtype}", "mixed": f"*{dtype}"}
     types |= dict.fromkeys(("num_tokens", "num_items", "window"), "i32") | {"scale": "fp32", "softcap": "fp32"}
-    strides = ("query_token", "query_head", "key_row", "key_head", "value_row", "value_head")
-    types |= {f"{stride}_stride": "i32:16" for stride in strides}
+    types |= {f"{stride}_stride": "i32:16" for stride in ("query_token", "query_head")} | {"table_stride": "i32"}
     return Specimen(name, _tree_attention_kernel, types, constants, sizes.num_warps, sizes.num_stages)

@@ -8,15 +8,23 @@ import triton.language as tl
 
 from stand.gpu.kernels.launch import launch_device
 from stand.gpu.kernels.specimen import Specimen
+from stand.gpu.tiles import PAGE_SIZE
 
 BLOCK_DEPTHS = 16  # accepted nodes moved at once; longer paths take turns
 
 
 @triton.jit
+def _slot_offsets(row_pages, slots, is_used, stride_page, stride_slot, PAGE_SIZE: tl.constexpr):
+    """Where the slots of a row lie in a layer and head."""
+    pages = tl.load(row_pages + slots // PAGE_SIZE, mask=is_used, other=0).to(tl.int64)
+    return pages * stride_page + slots % PAGE_SIZE * stride_slot
+
+
+@triton.jit
 def _compact(
-    storage, cache_rows, lengths, path, num_heads, head_size, max_depth,
-    stride_layer, stride_row, stride_head, stride_slot, stride_path,
-    BLOCK_PATH: tl.constexpr, BLOCK_DEPTHS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    storage, pages, cache_rows, lengths, path, num_heads, head_size, max_depth,
+    stride_layer, stride_page, stride_head, stride_slot, stride_table, stride_path,
+    PAGE_SIZE: tl.constexpr, BLOCK_PATH: tl.constexpr, BLOCK_DEPTHS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Program (row, layer and head): slot length + path[j] -> slot length + 1 + j.
 
@@ -32,47 +40,53 @@ def _compact(
     end = tl.max(tl.where((nodes >= 0) & (nodes != depths + 1), depths + 1, 0), axis=0)
     if end > 0:
         layer, head = (state // num_heads).to(tl.int64), state % num_heads
-        base = storage + layer * stride_layer + tl.load(cache_rows + row).to(tl.int64) * stride_row
-        base += head.to(tl.int64) * stride_head + tl.load(lengths + row).to(tl.int64) * stride_slot
+        base = storage + layer * stride_layer + head.to(tl.int64) * stride_head
+        row_pages = pages + tl.load(cache_rows + row).to(tl.int64) * stride_table
+        length = tl.load(lengths + row).to(tl.int64)
         elements = tl.arange(0, BLOCK_SIZE)
         for start in range(0, end, BLOCK_DEPTHS):
             targets = start + tl.arange(0, BLOCK_DEPTHS)
             sources = tl.load(path + row * stride_path + targets, mask=targets < end, other=-1).to(tl.int64)
             is_moved = (sources >= 0) & (sources != targets + 1)
             cells = is_moved[:, None] & (elements < head_size)[None, :]
-            values = tl.load(base + sources[:, None] * stride_slot + elements[None, :], mask=cells)
+            read = _slot_offsets(row_pages, length + sources, is_moved, stride_page, stride_slot, PAGE_SIZE)
+            write = _slot_offsets(row_pages, length + targets + 1, is_moved, stride_page, stride_slot, PAGE_SIZE)
+            values = tl.load(base + read[:, None] + elements[None, :], mask=cells)
             tl.debug_barrier()
-            tl.store(base + (targets + 1).to(tl.int64)[:, None] * stride_slot + elements[None, :], values, mask=cells)
+            tl.store(base + write[:, None] + elements[None, :], values, mask=cells)
 
 
 @torch.library.custom_op("stand::compact", mutates_args=("storage",))
-def compact(storage: torch.Tensor, cache_rows: torch.Tensor, lengths: torch.Tensor, path: torch.Tensor) -> None:
+def compact(
+    storage: torch.Tensor, pages: torch.Tensor, cache_rows: torch.Tensor, lengths: torch.Tensor, path: torch.Tensor
+) -> None:
     """Move slot lengths[b] + path[b, j] to slot lengths[b] + 1 + j of row cache_rows[b], in all layers and heads.
 
-    storage: [C, R, Hkv, S, D] or [layers, 2, R, Hkv, S, D], any strides that keep D contiguous and the layers evenly
-    spaced; written to. cache_rows, lengths: [B] int32 or int64, rows distinct. path: [B, P] int32 or int64, the
-    row-local nodes kept at depths 1, 2, ..., each a child of the one before, -1 behind the last. Slot lengths[b] holds
-    the root, which stays. A row whose path is 1, 2, ... already, or empty, costs next to nothing.
+    storage: [C, P, Hkv, S, D] or [layers, 2, P, Hkv, S, D]: P pages of S slots, any strides that keep D contiguous and
+    the layers evenly spaced; written to. pages [R, T] int32: slot s of row r is in page pages[r, s // S]. cache_rows,
+    lengths: [B] int32 or int64, rows distinct. path: [B, L] int32 or int64, the row-local nodes kept at depths 1, 2,
+    ..., each a child of the one before, -1 behind the last. Slot lengths[b] holds the root, which stays. A row whose
+    path is 1, 2, ... already, or empty, costs next to nothing.
     """
-    _check_arguments(storage, cache_rows, lengths, path)
+    _check_arguments(storage, pages, cache_rows, lengths, path)
     layers = storage if storage.ndim == 5 else storage.flatten(0, 1)
-    num_states, _, num_heads, _, head_size = layers.shape
+    num_states, _, num_heads, page_size, head_size = layers.shape
     num_rows, max_depth = path.shape
     with launch_device(_compact, storage):
         _compact[(num_rows, num_states * num_heads)](
-            layers, cache_rows, lengths, path, num_heads, head_size, max_depth,
-            layers.stride(0), layers.stride(1), layers.stride(2), layers.stride(3), path.stride(0),
-            BLOCK_PATH=triton.next_power_of_2(max_depth), BLOCK_DEPTHS=BLOCK_DEPTHS,
+            layers, pages, cache_rows, lengths, path, num_heads, head_size, max_depth,
+            *layers.stride()[:4], pages.stride(0), path.stride(0),
+            PAGE_SIZE=page_size, BLOCK_PATH=triton.next_power_of_2(max_depth), BLOCK_DEPTHS=BLOCK_DEPTHS,
             BLOCK_SIZE=triton.next_power_of_2(head_size), num_warps=2,
         )  # fmt: skip
 
 
 @compact.register_fake
-def _(storage: torch.Tensor, cache_rows: torch.Tensor, lengths: torch.Tensor, path: torch.Tensor) -> None:
+def _(storage, pages, cache_rows, lengths, path):
     return None
 
 
-def _check_arguments(storage, cache_rows, lengths, path) -> None:
+def _check_arguments(storage, pages, cache_rows, lengths, path) -> None:
     is_even = storage.ndim == 5 or (
         storage.ndim == 6 and storage.stride(0) == storage.shape[1] * storage.stride(1)
     )  # else flatten would copy, and the copy would be compacted
@@ -85,21 +99,25 @@ def _check_arguments(storage, cache_rows, lengths, path) -> None:
     integers = {tensor.dtype for tensor in (cache_rows, lengths, path)} <= {torch.int32, torch.int64}
     if path.ndim != 2 or path.stride(1) != 1 or shapes[:2] != [[len(path)]] * 2 or not integers:
         raise ValueError(
-            f"compact needs integers cache_rows [B], lengths [B] and path [B, P], got {shapes}; pass one entry per row"
+            f"compact needs integers cache_rows [B], lengths [B] and path [B, L], got {shapes}; pass one entry per row"
+        )
+    if pages.ndim != 2 or pages.dtype != torch.int32 or pages.stride(1) != 1:
+        raise ValueError(
+            f"compact needs pages [R, T] int32, got {list(pages.shape)} in {pages.dtype}; pass the packet's"
         )
 
 
 def specimens() -> list[Specimen]:
     """As launched for the usual head sizes, and for paths of up to 64 nodes."""
-    small = ("num_heads", "head_size", "max_depth", "stride_head", "stride_slot", "stride_path")
-    integers = {**dict.fromkeys(small, "i32"), "stride_layer": "i64", "stride_row": "i64"}
-    indices = {"cache_rows": "*i64", "lengths": "*i64", "path": "*i64"}
+    small = ("num_heads", "head_size", "max_depth", "stride_head", "stride_slot", "stride_table", "stride_path")
+    integers = {**dict.fromkeys(small, "i32"), "stride_layer": "i64", "stride_page": "i64"}
+    indices = {"pages": "*i32", "cache_rows": "*i64", "lengths": "*i64", "path": "*i64"}
     return [
         Specimen(
             f"compact_{dtype}_{size}",
             _compact,
             {"storage": f"*{dtype}", **indices, **integers},
-            {"BLOCK_PATH": 64, "BLOCK_DEPTHS": BLOCK_DEPTHS, "BLOCK_SIZE": size},
+            {"PAGE_SIZE": PAGE_SIZE, "BLOCK_PATH": 64, "BLOCK_DEPTHS": BLOCK_DEPTHS, "BLOCK_SIZE": size},
             num_warps=2,
         )
         for dtype, size in (("bf16", 64), ("bf16", 128), ("fp16", 128), ("fp32", 128), ("bf16", 256))

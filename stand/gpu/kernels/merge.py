@@ -70,3 +70,16 @@ def merge_tile(
         result = accumulator / tl.where(mass > 0, mass, 1.0)[:, None]
         cells = ((first_token + rows // GROUPS).to(tl.int64) * (KEY_HEADS * GROUPS) + heads)[:, None] * HEAD_SIZE
         tl.store(mixed + cells + sizes[None, :], result.to(mixed.dtype.element_ty), mask=tile)
+
+
+@triton.jit
+def clear_padding(mixed, partial_starts, num_tokens, ROW_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Zeros for the tokens that no item covers: those without partial results."""
+    token = tl.program_id(0)
+    while token < num_tokens:
+        if tl.load(partial_starts + token) == tl.load(partial_starts + token + 1):
+            for first in range(0, ROW_SIZE, BLOCK):
+                cells = first + tl.arange(0, BLOCK)
+                zeros = tl.zeros([BLOCK], mixed.dtype.element_ty)
+                tl.store(mixed + token.to(tl.int64) * ROW_SIZE + cells, zeros, mask=cells < ROW_SIZE)
+        token += tl.num_programs(0)

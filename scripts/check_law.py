@@ -126,6 +126,10 @@ def continuations(
     return counter, stats
 
 
+def shipped_head(drafter: str) -> Path:
+    return SHIPPED_HEADS["streams" if drafter.startswith("streams") else "eagle"]
+
+
 def new_drafter(model, law: dict[str, float], *, kind: str, drafter: str, head: Path) -> stand.Drafter:
     budget, temperature = NODES_PER_ROW * rows_per_call(model), law["temperature"]
     if drafter == "eagle":
@@ -154,7 +158,7 @@ def new_engine(
     """What draws the continuations of one arm; kind "none" is the arm without drafts."""
     if kind == "none":
         return stand.wrap(model, tokenizer, verifier=verifier)
-    drafts = new_drafter(model, law, kind=kind, drafter=drafter, head=head)
+    drafts = new_drafter(model, law, kind=kind, drafter=drafter, head=head or shipped_head(drafter))
     return warmed_up(model, tokenizer, prompts, law, verifier=verifier, drafter=drafts)
 
 
@@ -336,7 +340,7 @@ def arguments() -> argparse.Namespace:
     is_law, bundled = options.check == "law", Path(options.model).resolve() == REASONER
     if options.drafter in ("eagle", "streams"):
         options.kinds = ["sampled"]
-    options.head = options.head or SHIPPED_HEADS["streams" if options.drafter.startswith("streams") else "eagle"]
+    options.head = options.head or shipped_head(options.drafter)
     options.verifiers = options.verifiers or (["traversal", "match"] if is_law else ["match", "coupled"])
     options.prompts = options.prompts or (10 if is_law else 50 if bundled else 12)
     options.tokens = options.tokens or (4 if is_law else 256)

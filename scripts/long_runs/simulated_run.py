@@ -195,7 +195,7 @@ class Simulation:
         self._now += self.roofline.seconds(
             num_rows * (1 + nodes), float(cached.sum()), float(cached.sum()) * (1 + nodes)
         )
-        scheduler.admission.take(scheduler.live, [1 + self.budget // num_rows] * num_rows)
+        scheduler.admission.take(scheduler.live, (cached + 1 + self.budget // num_rows).tolist())
         taken = self._taken(scheduler, int(cached.max()) + DRAFT_ROOM)
         for row, count in zip(scheduler.live, kept.tolist(), strict=True):
             row.extend(self._zeros[:count])

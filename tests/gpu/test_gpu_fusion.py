@@ -26,6 +26,7 @@ from stand.gpu.fusion.fusion import fuse  # noqa: E402
 
 NAME = "stand_test_dense"
 NUM_ROWS, ROOM = 2, 8
+NUM_SLOTS = (NUM_ROWS + 1) * ROOM  # with the page that padding writes to
 SIZES = (3, 4)  # tokens of the two packed forwards: both rows' prompts, then two tokens of each
 ROWS = torch.tensor([0, 0, 1, 0, 0, 1, 1])
 POSITIONS = torch.tensor([0, 1, 0, 2, 2, 1, 2])  # siblings behind row 0, a chain behind row 1
@@ -56,10 +57,11 @@ AttentionInterface.register(NAME, attend)
 
 
 def cache_for(model, device="cpu") -> DeviceCache:
+    """A page per row, as long as a row."""
     config = model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return DeviceCache(
-        num_layers=config.num_hidden_layers, num_rows=NUM_ROWS, num_heads=config.num_key_value_heads, room=ROOM,
+        num_layers=config.num_hidden_layers, num_pages=NUM_ROWS, num_heads=config.num_key_value_heads, page_size=ROOM,
         head_size=size, dtype=model.dtype, device=torch.device(device),
     )  # fmt: skip
 
@@ -73,8 +75,8 @@ def packed_forwards(model) -> tuple[torch.Tensor, torch.Tensor]:
         for size in SIZES:
             now = slice(first, first + size)
             first += size
-            same_row = ROWS[now, None] == torch.arange(NUM_ROWS * ROOM)[None] // ROOM
-            seen = torch.zeros(size, NUM_ROWS * ROOM, dtype=torch.bool)
+            same_row = ROWS[now, None] == torch.arange(NUM_SLOTS)[None] // ROOM
+            seen = torch.zeros(size, NUM_SLOTS, dtype=torch.bool)
             seen[:, slots[:first]] = POSITIONS[None, :first] < POSITIONS[now, None]
             seen[torch.arange(size), slots[now]] = True
             cache.begin(slots[now])
@@ -445,7 +447,7 @@ def fake_forward(family: str, fusion, num_layers: int = NUM_LAYERS) -> CountedLa
         cache = cache_for(model, "cuda")
         cache.begin(torch.empty(4, dtype=torch.int64, device="cuda"))
         tokens = torch.empty(1, 4, dtype=torch.int64, device="cuda")
-        mask = torch.empty(4, NUM_ROWS * ROOM, dtype=torch.bool, device="cuda")
+        mask = torch.empty(4, NUM_SLOTS, dtype=torch.bool, device="cuda")
         with tree_attention(model, NAME), fusion.mirrored(model).active(), CountedLaunches() as counted:
             output = model(input_ids=tokens, position_ids=tokens, past_key_values=cache, stand_mask=mask)
         assert output.logits.shape == (1, 4, 61) and output.logits.device.type == "cuda"

@@ -26,6 +26,7 @@ from exact import (  # noqa: E402
     without_replacement,
 )
 from exact_draws import LARGEST, draw_laws, support_first  # noqa: E402
+from page_tables import one_page_each  # noqa: E402
 from plain_kernels import draw_nodes as plain_draw  # noqa: E402
 from plain_kernels import race as plain_race  # noqa: E402
 from verdicts import blank_verdict  # noqa: E402
@@ -144,9 +145,10 @@ def decided(world, listed, probs: torch.Tensor, draw: np.ndarray) -> list[tuple[
     batch, rule = pack(world, listed), MatchRule()
     lengths, rows = np.full(len(batch), 9, dtype=np.int64), np.arange(len(batch), dtype=np.int64)
     size = StepSize(batch.num_nodes, 4 * len(batch), len(batch), 8)
-    packet = StepPacket(size, rule, torch.device("cpu"), splitting=Splitting(1))
+    table = one_page_each(len(batch))
+    packet = StepPacket(size, rule, torch.device("cpu"), splitting=Splitting(1), table=table)
     noise = VerifierNoise(seed=1, rows=rows, steps=rows, positions=rows)
-    packet.fill(batch, lengths, rows, noise, room=512)
+    packet.fill(batch, lengths, rows, noise, table)
     packet.upload()
     verdict = blank_verdict(len(batch), 64)
     follow_drawn(plain_draw(probs, torch.from_numpy(draw)), probs, packet.device, verdict)

@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 
 from drafted_cases import agreeing_case  # noqa: E402
 from exact import EX2, EX3, enumerate_drafts, pack, shaped, with_replacement  # noqa: E402
+from page_tables import one_page_each  # noqa: E402
 from verdicts import blank_verdict  # noqa: E402
 
 from stand.gpu.device_rule import CoupledRule, GreedyRule, MatchRule, TraversalRule  # noqa: E402
@@ -19,7 +20,6 @@ from stand.trees import DraftBatch, DraftTree  # noqa: E402
 from stand.verifiers import TargetRows, VerifierNoise, get_verifier  # noqa: E402
 from stand.verifiers.schedule import packed_parents  # noqa: E402
 
-ROOM = 512
 RULES = {"match": MatchRule, "coupled": CoupledRule, "traversal": TraversalRule}
 CPU = torch.device("cpu")
 
@@ -33,8 +33,9 @@ def decide(rule, batch, probs, noise, *, spare_rows=2, spare_tokens=True):
     """(accepted paths, next tokens) by the device rule on a padded packet."""
     lengths = np.arange(len(batch), dtype=np.int64) + 20
     count = batch.num_nodes + (3 if spare_tokens else 0)
-    packet = StepPacket(StepSize(count, 128, len(batch) + spare_rows, 8), rule, CPU, splitting=Splitting(1))
-    packet.fill(batch, lengths, np.arange(len(batch), dtype=np.int64), noise, room=ROOM)
+    size, table = StepSize(count, 128, len(batch) + spare_rows, 8), one_page_each(len(batch) + spare_rows)
+    packet = StepPacket(size, rule, CPU, splitting=Splitting(1), table=table)
+    packet.fill(batch, lengths, np.arange(len(batch), dtype=np.int64), noise, table)
     packet.upload()
     padded = torch.full((count, probs.shape[1]), 1.0 / probs.shape[1], dtype=probs.dtype)
     padded[: batch.num_nodes] = probs

@@ -1,12 +1,15 @@
 """What a step costs: interpolation, files, and a measurement on a real model."""
 
+import math
+import types
+
 import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_model
 
 import stand
-from stand.drafters.step_cost import CostTable, StepCost, synthetic_drafts, table_path
+from stand.drafters.step_cost import CostTable, StepCost, clock_of, measure_cost, synthetic_drafts, table_path
 
 FLAT_THEN_STEEP = StepCost(num_rows=1, length=100, tokens=(1, 64, 128), seconds=(4.0, 4.0, 8.0))
 
@@ -75,3 +78,85 @@ def test_steps_of_a_real_model_are_timed():
     assert model.config._attn_implementation != "stand_tree"
     with pytest.raises(ValueError, match="most_tokens above num_rows"):
         stand.wrap(model).measure_cost(num_rows=4, most_tokens=4)
+
+
+@pytest.mark.parametrize("length", [0, 1, 20, 22, 30, 500])
+def test_the_nearest_length_is_by_ratio(length):
+    lengths = (1, 10, 45)
+    table = CostTable(tuple(StepCost(1, at, tokens=(1, 2), seconds=(1.0, 1.0)) for at in lengths))
+    expected = min(lengths, key=lambda at: max((at + 1) / (length + 1), (length + 1) / (at + 1)))
+    assert table.at(length).length == expected
+
+
+@pytest.mark.parametrize(("device", "clock"), [("cpu", "thread_time"), ("meta", "perf_counter")])
+def test_on_a_cpu_processor_time_is_counted(device, clock):
+    assert clock_of(torch.device(device)).__name__ == clock
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (0.5, [1, 1, 2]),  # two sizes in any case
+        (29.0, [1, 1, 2, 4, 8]),  # what is next may take twice as long
+        (34.0, [1, 1, 2, 4, 8, 16, 16]),  # more than eight of the smallest: once more, and no further
+    ],
+)
+def test_a_brief_measurement_goes_as_far_as_pays(seconds, expected):
+    """Sizes double."""
+    clock = types.SimpleNamespace(now=0.0, sizes=[])
+    steps = {1: 1.0, 2: 1.0, 4: 7.0, 8: 8.0, 16: 9.0}
+
+    def run_step(batch):
+        clock.sizes.append(batch.num_nodes)
+        clock.now += steps.get(batch.num_nodes, math.inf)
+
+    cost = measure_cost(run_step, num_rows=1, length=4, most_tokens=64, seconds=seconds, clock=lambda: clock.now)
+    assert clock.sizes == expected and cost.tokens == tuple(sorted(set(expected)))
+    assert cost.seconds == tuple(steps[size] for size in cost.tokens)
+
+
+def test_a_dear_size_that_was_run_twice_counts_twice():
+    clock = types.SimpleNamespace(now=0.0, sizes=[])
+
+    def run_step(batch):
+        clock.sizes.append(batch.num_nodes)
+        clock.now += {1: 1.0, 2: 1.0, 4: 9.0}.get(batch.num_nodes, math.inf)
+
+    measure_cost(run_step, num_rows=1, length=4, most_tokens=64, seconds=24.0, clock=lambda: clock.now)
+    assert clock.sizes == [1, 1, 2, 4, 4]  # 21 seconds: another round would take 11
+
+
+def test_rises_are_of_the_curve_below_all_timings():
+    rng = np.random.default_rng(4)
+    for _ in range(20):
+        sizes = np.sort(rng.choice(np.arange(1, 30), 6, replace=False))
+        seconds = np.sort(rng.uniform(1.0, 3.0, 6))
+        cost = StepCost(1, 4, tuple(sizes.tolist()), tuple(seconds.tolist()))
+        first, last = int(sizes[0]), int(sizes[-1])
+        below = [
+            min(
+                np.interp(at, sizes[[left, right]], seconds[[left, right]])
+                for left in range(6)
+                for right in range(left, 6)
+                if sizes[left] <= at <= sizes[right]
+            )
+            for at in range(first, last + 1)
+        ]
+        expected = np.diff(below) / below[:-1]
+        np.testing.assert_allclose(cost.rises(first, last - first), expected, rtol=1e-4, atol=1e-7)
+
+
+def test_the_knee_is_measured_from_the_smallest_step():
+    assert StepCost(1, 4, tokens=(1, 2, 4, 8), seconds=(1.0, 1.5, 2.0, 2.9)).knee(2.0) == 4
+
+
+def test_sizes_that_repeat_are_refused():
+    with pytest.raises(ValueError, match="ascending"):
+        StepCost(1, 4, tokens=(2, 2), seconds=(1.0, 1.0))
+
+
+def test_synthetic_drafts_are_sound():
+    batch = synthetic_drafts(9, 2)
+    batch.check()
+    leaves = np.setdiff1d(np.arange(batch.num_nodes), batch.parents + np.repeat(batch.offsets[:-1], batch.sizes))
+    assert (batch.support_ids[leaves] == -1).all()

@@ -11,8 +11,9 @@ built anew. Tests run in a fork of this process until the first failure. Mutants
 short is a fair sample. Those that leave the behaviour as it is (mutants/equivalent.py, with reasons) or do not compile
 are not counted.
 
-Each verdict is appended to the output as a line of JSON. A run with the same output goes on where it stopped; lines
-about sources that have changed since are passed over. Last: a table, and the survivors.
+Each verdict is appended to the output as a line of JSON, and holds as long as its line of code stands in its file. A
+run with the same output goes on where it stopped; verdicts on lines that are gone are passed over. Last: a table, and
+the survivors.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ import time
 from hashlib import blake2b
 from pathlib import Path
 
-from mutants.bench import check_tests, judge_on_bench
+from mutants.bench import check_bench, check_tests, judge_on_bench
 from mutants.judging import REFUSED, Experience, Verdict, check_controls, judge
-from mutants.mutant import Mutant, mutants_of
+from mutants.mutant import KEY, Mutant, mutants_of
 from mutants.targets import ROOT, SUFFIXES, Target, all_files
 
 SLOW_IMPORTS = ("hypothesis", "numpy", "pytest", "torch", "transformers", "tiny_models")  # none of them is mutated
@@ -63,20 +64,21 @@ def read_verdicts(output: Path) -> dict[tuple, str]:
     """{key of a mutant: verdict}."""
     lines = output.read_text(encoding="utf-8").splitlines() if output.exists() else []
     records = [json.loads(line) for line in lines]
-    return {tuple(record[name] for name in ("file", "line", "text", "what")): record["verdict"] for record in records}
+    return {tuple(record[name] for name in KEY): record["verdict"] for record in records}
 
 
 def experience_of(target: Target, output: Path) -> Experience:
     """How long the tests take, from a file beside `output` where nothing has changed since, and what caught what."""
     beside = output.with_suffix(".seconds")
     kept = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
-    state = blake2b(digest_size=16)
+    state = blake2b(repr(target.tests).encode(), digest_size=16)
     for folder, suffixes in (("tests", (".py",)), *((name, SUFFIXES) for name in ("stand", "trees", "verifiers"))):
         for path in sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in suffixes):
             state.update(path.read_bytes())
     if kept.get(target.name, {}).get("state") != state.hexdigest():
         kept[target.name] = {"state": state.hexdigest(), "seconds": check_tests(target)}
         check_controls(target, Experience(seconds=kept[target.name]["seconds"]))
+        check_bench(target, kept[target.name]["seconds"])
         beside.write_text(json.dumps(kept), encoding="utf-8")
     experience = Experience(seconds=kept[target.name]["seconds"])
     for line in output.read_text(encoding="utf-8").splitlines() if output.exists() else ():
@@ -93,8 +95,7 @@ def run(mutants: list[tuple[Target, Mutant]], output: Path, *, minutes: float, s
     end, progress = time.monotonic() + 60 * minutes, os.fdopen(os.dup(2), "w")
 
     def record(mutant: Mutant, verdict: Verdict) -> None:
-        names = dict(zip(("file", "line", "text", "what"), mutant.key, strict=True))
-        line = names | {"verdict": verdict.name, "killer": verdict.killer}
+        line = dict(zip(KEY, mutant.key, strict=True)) | {"verdict": verdict.name, "killer": verdict.killer}
         with output.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         print(f"{mutant}: {verdict.name} {verdict.killer}", file=progress, flush=True)
@@ -102,8 +103,7 @@ def run(mutants: list[tuple[Target, Mutant]], output: Path, *, minutes: float, s
     for target in dict.fromkeys(target for target, _ in waiting):
         experience = experience_of(target, output)
         own = [mutant for other, mutant in waiting if other == target]
-        imported = [mutant for mutant in own if mutant.path.suffix != ".h"]
-        judge_on_bench(target, imported, experience, record, is_over=lambda: time.monotonic() > end)
+        judge_on_bench(target, own, experience, record, is_over=lambda: time.monotonic() > end)
         known = read_verdicts(output)
         for mutant in () if is_quick else own:
             if mutant.key not in known and time.monotonic() < end:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import mutants.cpp_mutants as cpp_mutants
 from mutants.judging import Experience, Verdict, Witness, in_fork, read_log, start_pytest, verdict_of
-from mutants.live import FunctionsByCode, live_functions, put_compiled, put_python
+from mutants.live import FunctionsByCode, live_functions, put_compiled, put_python, put_rebuilt
 from mutants.mutant import Mutant
+from mutants.reached import Reached, reached_lines
 from mutants.targets import ROOT, Target
 
 QUICK_SECONDS = 1.0  # tests that usually take longer are left out
@@ -50,6 +51,21 @@ def check_tests(target: Target) -> dict[str, float]:
         return {name: seconds for name, _, seconds in read_log(log)}
 
 
+def check_bench(target: Target, seconds: dict[str, float]) -> None:
+    """Unchanged compiled sources on the bench. Raises SystemExit where a test fails with one."""
+    first = {path.suffix: path for path in reversed(target.files()) if path.suffix != ".py"}
+    unchanged = [Mutant(path, 0, "", "unchanged", path.read_text(encoding="utf-8")) for path in first.values()]
+    with tempfile.NamedTemporaryFile("a+", encoding="utf-8") as failures:  # verdicts come from another process
+
+        def note(mutant: Mutant, verdict: Verdict) -> None:
+            print(f"{mutant.path.name}: {verdict.killer}", file=failures, flush=True)
+
+        judge_on_bench(target, unchanged, Experience(seconds=seconds), note, is_over=lambda: False)
+        failures.seek(0)
+        if found := failures.read():
+            raise SystemExit(f"unchanged sources must pass {target.name}'s tests on the bench, got:\n{found}")
+
+
 def judge_on_bench(
     target: Target,
     mutants: Sequence[Mutant],
@@ -61,6 +77,7 @@ def judge_on_bench(
     """`record` every mutant that a quick test catches, until time is over; the others need `judging.judge`.
 
     Modules are imported before a mutant is put in place, so what they compute on import is the shipped code's.
+    A header's mutant is a module of its own: objects that a test module made before it are the shipped code's.
     """
 
     def work(items: list) -> None:
@@ -68,14 +85,17 @@ def judge_on_bench(
         quick = [item for item in items if experience.seconds.get(item.nodeid, 0.0) <= QUICK_SECONDS]
         with tempfile.TemporaryDirectory() as folder:
             batches = _Batches(mutants, Path(folder))
-            for mutant in sorted(mutants, key=lambda mutant: mutant.path.suffix):  # Cython's last
+            reached = reached_lines(quick, {mutant.path for mutant in mutants}, Path(folder))
+            for mutant in sorted(mutants, key=lambda mutant: mutant.path.suffix):  # headers first, Cython last
                 if is_over():
                     break
-                ordered = sorted(quick, key=lambda item: experience.place(item.nodeid, mutant))
+                able = _able(quick, mutant, reached)
+                ordered = sorted(able, key=lambda item: experience.place(item.nodeid, mutant))
                 log = Path(folder) / "log"
                 log.unlink(missing_ok=True)
                 witness = LastWitness(log, experience.seconds)
-                status = in_fork(partial(_run, mutant, batches.place(mutant), functions, ordered, witness))
+                put = _way_in(mutant, batches, functions)
+                status = in_fork(partial(_run, put, ordered, witness)) if put is not None else UNCHANGED
                 if status == FAILED or status < 0:  # what broke for another reason stays open too
                     verdict = verdict_of(status, log)
                     experience.note(mutant.file, verdict.killer)
@@ -85,6 +105,12 @@ def judge_on_bench(
         raise SystemExit(f"the tests of {target.name} must be collected before they can judge mutants, got an error")
 
 
+def _able(items: list, mutant: Mutant, reached: Reached) -> list:
+    """The tests that reach the mutant's line; all of them where that is not known, as of compiled code."""
+    tests = reached.get((str(mutant.path), mutant.line))
+    return items if tests is None else [item for item in items if item.nodeid in tests]
+
+
 class _Batches:
     """Cython mutants, compiled when the first of a batch is wanted."""
 
@@ -92,13 +118,11 @@ class _Batches:
         self.folder = folder
         self.waiting: dict[Path, list[Mutant]] = {}
         self.places: dict[Mutant, tuple[int, Path] | None] = {}
-        for mutant in mutants:
+        for mutant in mutants:  # of all files; only Cython's are asked for
             self.waiting.setdefault(mutant.path, []).append(mutant)
 
     def place(self, mutant: Mutant) -> tuple[int, Path] | None:
-        """(number, module); None for Python's, and for one that does not compile."""
-        if mutant.path.suffix != ".pyx":
-            return None
+        """(number, module); None for one that does not compile."""
         if mutant not in self.places:
             waiting = self.waiting[mutant.path]
             batch, self.waiting[mutant.path] = waiting[:BATCH_SIZE], waiting[BATCH_SIZE:]
@@ -116,13 +140,21 @@ class _Batches:
             self.places.update({mutant: built and (number, built) for number, mutant in enumerate(batch)})
 
 
-def _run(
-    mutant: Mutant, place: tuple[int, Path] | None, functions: FunctionsByCode, items: list, witness: Witness
-) -> int:
+def _way_in(mutant: Mutant, batches: _Batches, functions: FunctionsByCode) -> Callable[[], bool | None] | None:
+    """What puts the mutant in place in a fork and says False where it cannot; None where it does not compile."""
+    if mutant.path.suffix == ".py":
+        return partial(put_python, mutant, functions)
+    if mutant.path.suffix == ".h":
+        below = Path(tempfile.mkdtemp(dir=batches.folder))
+        built = cpp_mutants.compile_functions(ROOT, mutant.path, mutant.source, below)
+        return built and partial(put_rebuilt, mutant, built)
+    place = batches.place(mutant)
+    return place and partial(put_compiled, mutant, *place)
+
+
+def _run(put: Callable[[], bool | None], items: list, witness: Witness) -> int:
     """The exit status of a fork: 0 where no test failed, UNCHANGED where the mutant could not be put in place."""
-    if place is not None:
-        put_compiled(mutant, *place)
-    elif mutant.path.suffix != ".py" or not put_python(mutant, functions):
+    if put() is False:
         return UNCHANGED
     if items:
         items[0].config.pluginmanager.register(witness)

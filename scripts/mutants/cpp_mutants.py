@@ -140,7 +140,7 @@ def _flags() -> list[str]:
     includes = [f"-I{sysconfig.get_path('include')}", f"-I{numpy.get_include()}"]
     # setup.py compiles for the stable ABI too: a module of another one cannot share code with the project's others.
     macros = ["-DNDEBUG", *([] if sysconfig.get_config_var("Py_GIL_DISABLED") else ["-DPy_LIMITED_API=0x030B0000"])]
-    return ["-fPIC", "-O0", "-std=c++17", "-ffp-contract=off", "-w", *macros, *includes]
+    return ["-fPIC", "-O1", "-fno-inline", "-std=c++17", "-ffp-contract=off", "-w", *macros, *includes]
 
 
 def compile_module(root: Path, path: Path, source: str, folder: Path) -> Path | None:

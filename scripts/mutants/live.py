@@ -8,7 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 
 from mutants.mutant import Mutant
 
@@ -55,13 +55,31 @@ def put_compiled(mutant: Mutant, number: int, built: Path) -> None:
 
     built: what `cython_mutants.compile_batch` made, with this mutant as the `number`-th.
     """
+    batch, suffix = _loaded(built), f"__{number}"
+    things = {name.removesuffix(suffix): thing for name, thing in vars(batch).items() if name.endswith(suffix)}
+    _replace(mutant.module, things)
+
+
+def put_rebuilt(mutant: Mutant, built: Path) -> None:
+    """Replace the classes of an imported compiled module, wherever they were imported to, by those of `built`, the same
+    module with the mutant's header. Objects that exist already stay what they are.
+    """
+    things = {name: thing for name, thing in vars(_loaded(built)).items() if isinstance(thing, type)}
+    _replace(mutant.module, {name: thing for name, thing in things.items() if thing.__module__ == mutant.module})
+
+
+def _loaded(built: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(built.name.partition(".")[0], built)
-    batch = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(batch)
-    suffix = f"__{number}"
-    live = vars(sys.modules[mutant.module])
-    new = {id(live[name.removesuffix(suffix)]): thing for name, thing in vars(batch).items() if name.endswith(suffix)}
-    for module in list(sys.modules.values()):
-        for name, thing in list(getattr(module, "__dict__", {}).items()):
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _replace(module: str, things: dict[str, object]) -> None:
+    """Everywhere, what `module` has under these names."""
+    live = vars(sys.modules[module])
+    new = {id(live[name]): thing for name, thing in things.items()}
+    for other in list(sys.modules.values()):
+        for name, thing in list(getattr(other, "__dict__", {}).items()):
             if id(thing) in new:
-                setattr(module, name, new[id(thing)])
+                setattr(other, name, new[id(thing)])

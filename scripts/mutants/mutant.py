@@ -14,6 +14,7 @@ from mutants.equivalent import EQUIVALENT
 from mutants.targets import ROOT
 
 CHANGES = {".py": python_mutants.changes, ".pyx": cython_mutants.changes, ".h": cpp_mutants.changes}
+KEY = ("file", "text", "what", "nth")
 GROWN_MODULE = "stand.trees.blended.lookup"  # the one that the headers of growth are compiled into
 
 
@@ -24,6 +25,7 @@ class Mutant:
     text: str  # the source line that it changes
     what: str
     source: str
+    nth: int = 1  # among equal changes of equal lines of the file
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} {self.what}"
@@ -34,8 +36,9 @@ class Mutant:
         return self.path.relative_to(ROOT).as_posix() if self.path.is_relative_to(ROOT) else self.path.name
 
     @property
-    def key(self) -> tuple[str, int, str, str]:
-        return self.file, self.line, self.text, self.what
+    def key(self) -> tuple[str, str, str, int]:
+        """As KEY. Where the line stands does not count, so that a verdict stays when lines above it come and go."""
+        return self.file, self.text, self.what, self.nth
 
     @property
     def module(self) -> str:
@@ -53,8 +56,10 @@ class Mutant:
 def mutants_of(path: Path) -> Iterator[Mutant]:
     """Every mutant of one file; equal changes on one line are told apart by a number."""
     source = path.read_text(encoding="utf-8")
-    lines, seen = source.splitlines(), Counter()
+    lines, seen, alike = source.splitlines(), Counter(), Counter()
     for line, what, changed in CHANGES[path.suffix](source):
         seen[line, what] += 1
         name = what if seen[line, what] == 1 else f"{what} #{seen[line, what]}"
-        yield Mutant(path, line, lines[line - 1].strip(), name, changed)
+        text = lines[line - 1].strip()
+        alike[text, name] += 1
+        yield Mutant(path, line, text, name, changed, alike[text, name])

@@ -8,6 +8,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 GROWTH = ("growth", "thresholds", "outcome", "draft_writer", "frontier")
+GROWN = (  # the tests of production_drafts that draft with growth
+    "test_growth_under_one_budget_is_adapted",
+    "test_grown_chains_are_adapted",
+    "test_settings_matter",
+    "test_grown_drafts_come_as_often_as_their_laws_say",
+)
 SUFFIXES = (".py", ".pyx", ".h")
 
 
@@ -15,7 +21,7 @@ SUFFIXES = (".py", ".pyx", ".h")
 class Target:
     name: str
     sources: tuple[str, ...]  # patterns below the project's root
-    tests: tuple[str, ...]
+    tests: tuple[str, ...]  # files, or one test of a file as FILE::TEST
 
     def files(self) -> list[Path]:
         found = {path for pattern in self.sources for path in ROOT.glob(pattern)}
@@ -43,7 +49,8 @@ TARGETS = (
         ("stand/drafters/*.py",),
         _tests(
             "engine",
-            *("blended_drafter", "cost_drafts", "model_drafter", "planning", "step_cost", "text_drafters", "engine"),
+            *("blended_drafter", "cost_drafts", "drafter_promises", "foreign_drafter", "known_costs", "law_source"),
+            *("model_drafter", "planning", "step_cost", "text_drafters", "engine"),
         ),
     ),
     Target(
@@ -54,7 +61,10 @@ TARGETS = (
     Target(
         "growth",
         tuple(f"trees/blended/growth/{name}.h" for name in GROWTH),
-        (*_tests("verifiers", "production_drafts"), *_tests("trees", "blended")),
+        (
+            *(f"tests/verifiers/test_production_drafts.py::{test}" for test in GROWN),
+            *_tests("trees", "blended", "growth_twin", "outcome", "outside_laws"),
+        ),
     ),
 )
 

@@ -1,0 +1,98 @@
+"""Changes of trees/blended/growth that leave every draft as it is: (header, line, change) and why."""
+
+from __future__ import annotations
+
+_UNREAD = "an item that expands a node has no token and no product: both are unread"
+_REPLACED = "the token of a draw is put in when it is drawn, and of one node's items only one draws"
+_EQUAL = "differs where two floats are equal by accident: either answer is right there"
+_PLACE_0 = "place 0 holds the first root, which is popped before all others: then no list has it"
+_ORDER = "a heap and a radix queue give items out in the same order"
+_WINDOW = "rows begin at their oldest token, which lies within the reach"
+_WHEN = "contexts are the same whether they are fetched when a node is revealed or when it is expanded"
+
+_ROOT = (
+    "if (std::min(request.max_depth, request.max_nodes) > 0 && room_ > 0) push(1.0f, 1.0f, 0, index, Action::expand);"
+)
+_CHILD = "push(thresholds_.patience * path, 0.0f, 0, index, Action::expand);"
+_LIST = "return (bits > lowest ? bits - lowest : 0) >> 17;"
+_BIT = "words_[word] &= ~(static_cast<uint64_t>(heads_[list] < 0) << (list & 63));"
+_CHAIN = "if (settings_.width == 1 && blender_.size > 0) {"
+_AGES = "for (int32_t age = lookup_->reach() - 1; age >= 0; --age)"
+_LAST = "const float last = PRICE * rows / std::max(1, budget);"
+
+OF_GROWTH: dict[tuple[str, str, str], str] = {
+    ("frontier.h", "num_places_ = 0;", "0 -> 1"): "one place stays unused",
+    ("frontier.h", "size_t num_places_ = 0;", "0 -> 1"): "`clear` sets it",
+    ("frontier.h", "return mine != its ? mine < its : token > other.token;", "> -> >="): "no two items are alike",
+    ("frontier.h", _LIST, "> -> >="): "0 either way",
+    (
+        "frontier.h",
+        "constexpr uint32_t lowest = (127u - OCTAVES) << 23;",
+        "- -> +",
+    ): "all items in one list: looking for the best takes longer, and finds the same one",
+    (
+        "frontier.h",
+        "for (int32_t* next = &places_[*best].next; *next >= 0; next = &places_[*next].next)",
+        "0 -> 1",
+    ): "the first root is expanded after the other roots, but all of them before anything is revealed",
+    ("frontier.h", _LIST, "0 -> 1"): "shifted out",
+    ("frontier.h", _BIT, "< -> <="): _PLACE_0,
+    ("frontier.h", _BIT, "0 -> 1"): _PLACE_0,
+    ("growth.h", "int32_t room_ = 0;  // nodes that may still be revealed", "0 -> 1"): "`grow` sets it",
+    (
+        "growth.h",
+        "float expected_ = 0.0f;  // tokens that the step yields by estimate: "
+        "one per row and the nodes' path probabilities",
+        "0.0f -> 1.0f",
+    ): "`grow` sets it",
+    ("growth.h", "frontier_.clear(num_rows > CROWD);", "> -> >="): _ORDER,
+    ("growth.h", "frontier_.clear(num_rows > CROWD);", "> -> <="): _ORDER,
+    ("growth.h", "if (best < bar()) {", "< -> <="): _EQUAL,
+    ("growth.h", "if (item.key < thresholds_.patience * bar()) break;", "< -> <="): _EQUAL,
+    (
+        "growth.h",
+        "if (item.key < thresholds_.patience * bar()) break;",
+        "drop break",
+    ): "nothing is revealed any more, so the bar stays, and all items that are left lie below it",
+    ("growth.h", "while (item.key < thresholds_.least) thresholds_.least *= thresholds_.lowering;", "< -> <="): _EQUAL,
+    ("growth.h", _AGES, "- -> +"): _WINDOW,
+    ("growth.h", _AGES, "1 -> 0"): _WINDOW,
+    ("growth.h", _ROOT, "> -> >= #2"): "without room nothing grows",
+    ("growth.h", _ROOT, "min -> its argument 1"): "a row that may have no node is passed over when its root is popped",
+    ("growth.h", _ROOT, "1.0f -> 0.0f #2"): _UNREAD,
+    ("growth.h", _ROOT, "0 -> 1 #3"): _UNREAD,
+    ("growth.h", "if (thresholds_.patience * path >= thresholds_.least) locate(node);", ">= -> >"): _WHEN,
+    ("growth.h", "if (thresholds_.patience * path >= thresholds_.least) locate(node);", ">= -> <"): _WHEN,
+    ("growth.h", _CHILD, "0.0f -> 1.0f"): _UNREAD,
+    ("growth.h", _CHILD, "0 -> 1"): _UNREAD,
+    ("growth.h", _CHAIN, "1 -> 0"): "the best of one is the first: `first` is only quicker",
+    ("growth.h", _CHAIN, "0 -> 1"): "the best of one candidate is that candidate",
+    (
+        "growth.h",
+        "} else if (settings_.width < blender_.size) {",
+        "< -> <=",
+    ): "all candidates either way; the queue sorts",
+    (
+        "growth.h",
+        "const Item item = child(children, 0, children.product * OVERLAP * tail, Action::sample);",
+        "0 -> 1",
+    ): _REPLACED,
+    (
+        "growth.h",
+        "const int32_t most_sure = std::min(candidates.size(), settings_.width - 1);",
+        "min -> its argument 2",
+    ): "reads behind the last candidate, which only a build with bounds checks notices (make test-debug)",
+    ("growth.h", "if (!(mass > 0.0f)) return;", "> -> >="): "0 / 0 is not a number, and what is none is not queued",
+    (
+        "growth.h",
+        "offer(family(index), 0, OVERLAP * mass + (1.0f - OVERLAP) * squares / mass, Action::sample);",
+        "0 -> 1",
+    ): _REPLACED,
+    (
+        "outcome.h",
+        "if (fates[node] == Fate::accepted) continue;",
+        "drop continue",
+    ): "an accepted node's parent is accepted and not the last one, so that neither branch takes it",
+    ("thresholds.h", _LAST, "max -> its argument 2"): "without a budget nothing grows",
+    ("thresholds.h", _LAST, "1 -> 0"): "without a budget nothing grows",
+}

@@ -30,7 +30,7 @@ DIRECTIVES = {
 
 OPTIMISED = ["-O3", "-DNDEBUG", "-g0"]
 # Modules that check and pass on: their time goes into calls of Python, and a quarter of their size is unrolled loops.
-# Packing a step takes 0.3 us more of its 4 to 5.
+# Packing a step takes 0.3 us more of its 4 to 5. Drawing waits for memory.
 COMPACT = {
     "stand._cyutility",
     "stand.drafters.check_compiled",
@@ -41,10 +41,14 @@ COMPACT = {
     "stand.trees.layouts.layout",
     "stand.trees.noise",
     "stand.trees.sampling",
+    "stand.verifiers.draw_compiled",
     "stand.verifiers.kept",
 }
-# 2 to 3 % slower in this lookup for a tenth of its size.
-LEVELS = {"stand.trees.longest_match.lookup": "-O2", **dict.fromkeys(COMPACT, "-Os")}
+LEVELS = {
+    "stand.trees.longest_match.lookup": "-O2",  # 2 to 3 % slower for a tenth of its size; -Os: 11 to 14 %
+    "stand.verifiers.rules.traversal_compiled": "-Os",  # 0.8 us more of 6 with 80 nodes
+    **dict.fromkeys(COMPACT, "-Os"),
+}
 CHECKED = ["-O1", "-g", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS"]
 # Symbols that nothing looks up at run time are most of an optimised module; other linkers have other words for it.
 STRIP = ["-Wl,--strip-all"] if sys.platform == "linux" and not DEBUG else []

@@ -11,25 +11,15 @@ unless `--fresh` is given. Problems that are held out are never generated from, 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
 from training.eagle import RECIPE
-from training.head_command import completed, options_of, run
+from training.head_command import completed, main, options_of
 
 
 def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     return completed(RECIPE, options_of(RECIPE, __doc__), command_line)
 
 
-def main() -> int:
-    try:
-        print(json.dumps(run(RECIPE, read_arguments())))
-    except (ValueError, OSError) as error:
-        print(f"train_eagle: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(RECIPE, read_arguments))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,6 +92,16 @@ def run(recipe: Recipe, arguments: argparse.Namespace) -> dict:
     if not arguments.evaluate:
         describe(arguments.output, facts)
     return facts
+
+
+def main(recipe: Recipe, read_arguments: Callable[[], argparse.Namespace]) -> int:
+    """The facts of a run as JSON on stdout; the exit status."""
+    try:
+        print(json.dumps(run(recipe, read_arguments())))
+    except (ValueError, OSError) as error:
+        print(f"train_{recipe.name}: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def options_of(recipe: Recipe, description: str) -> argparse.ArgumentParser:

@@ -306,6 +306,6 @@ def test_floors_that_are_taken(floor):
     assert stand.BlendedDrafter(floor=floor).floor == floor
 
 
-@pytest.mark.parametrize("name", ["gamma", "num_candidates"])
-def test_one_is_enough_for_a_draft_model(name):
-    assert getattr(stand.ModelDrafter(tiny_model("llama"), **{name: 1}), {"gamma": "gamma"}.get(name, "law_size")) == 1
+@pytest.mark.parametrize(("setting", "attribute"), [("gamma", "gamma"), ("num_candidates", "law_size")])
+def test_one_is_enough_for_a_draft_model(setting, attribute):
+    assert getattr(stand.ModelDrafter(tiny_model("llama"), **{setting: 1}), attribute) == 1

@@ -6,6 +6,7 @@ import torch
 from plain_eagle import plain_logits, random_head
 from tiny_models import SHAPE, VOCABULARY_SIZE, tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig
+from turns import take_turns
 from two_tokens import assert_greedy_equals_transformers, two_token_statistic
 
 import stand
@@ -72,10 +73,7 @@ def test_calls_that_take_turns_keep_their_rows_apart():
     """What is held is known by its text: two streams of one engine, step by step."""
     drafter = checked("llama", budget=4, rounds=3)
     engine = stand.wrap(tiny_model("llama"), drafter=drafter)
-    calls = [engine._new_call(ids, on_commit=None, max_new_tokens=5, temperature=1.0, seed=1)[0] for ids in PROMPTS[:2]]
-    with torch.inference_mode():
-        for _ in zip(*(call.steps() for call in calls), strict=False):
-            pass
+    calls = take_turns(engine, PROMPTS[:2], max_new_tokens=5)
     assert drafter.num_checked > 15
     assert all(call.stats.num_draft_tokens > 4 for call in calls)
 

@@ -7,6 +7,7 @@ from draft_requests import draft_request
 from plain_eagle import plain_logits, random_head
 from tiny_models import SHAPE, VOCABULARY_SIZE, tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig
+from turns import take_turns
 from two_tokens import assert_greedy_equals_transformers, two_token_statistic
 
 import stand
@@ -61,10 +62,7 @@ def test_laws_are_the_heads_own_whatever_happens_to_the_rows(target):
 def test_calls_that_take_turns_keep_their_rows_apart():
     drafter = blended(tiny_model("llama"), laws=CheckedLaws, budget=6)
     engine = stand.wrap(tiny_model("llama"), drafter=drafter)
-    calls = [engine._new_call(ids, on_commit=None, max_new_tokens=5, temperature=1.0, seed=1)[0] for ids in PROMPTS[:2]]
-    with torch.inference_mode():
-        for _ in zip(*(call.steps() for call in calls), strict=False):
-            pass
+    take_turns(engine, PROMPTS[:2], max_new_tokens=5)
     assert drafter.source.num_checked > 15
 
 

@@ -9,6 +9,7 @@ from plain_streams import plain_stream_logits, random_streams
 from small_law import chi_square, continuation_law, small_model
 from tiny_models import VOCABULARY_SIZE, kernel_model, tiny_model
 from transformers import LogitsProcessorList
+from turns import take_turns
 from two_tokens import assert_greedy_equals_transformers
 
 import stand
@@ -82,10 +83,7 @@ def test_recorded_laws_are_the_streams_own_whatever_happens_to_the_rows(target, 
 def test_calls_that_take_turns_keep_their_rows_apart():
     drafter = checked("llama", budget=6)
     engine = stand.wrap(tiny_model("llama"), drafter=drafter)
-    calls = [engine._new_call(ids, on_commit=None, max_new_tokens=6, temperature=1.0, seed=1)[0] for ids in PROMPTS[:2]]
-    with torch.inference_mode():
-        for _ in zip(*(call.steps() for call in calls), strict=False):
-            pass
+    take_turns(engine, PROMPTS[:2], max_new_tokens=6)
     assert drafter.num_checked > 10
 
 

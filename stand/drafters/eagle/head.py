@@ -13,20 +13,20 @@ from os import PathLike
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from stand.drafters.trained_part import FAMILIES, WEIGHT_FILE, TrainedPart
 from stand.forward.model import text_config
 from stand.forward.tree_attention import ATTENTION_NAME
 
-FAMILIES = ("llama", "qwen2")
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+WEIGHT_FILES = (WEIGHT_FILE, "pytorch_model.bin")
 EMBEDDING = "embed_tokens.weight"
 INPUT_NORM = "layers.0.input_layernorm.weight"
 
 
-class EagleHead(nn.Module):
+class EagleHead(TrainedPart):
     """One linear layer over [embedding, feature] and one decoder layer of the target's own class.
 
     Token embeddings, rotary positions and the LM head are the target's, frozen; a checkpoint may bring embeddings of
@@ -37,7 +37,7 @@ class EagleHead(nn.Module):
     """
 
     def __init__(self, target: PreTrainedModel, *, has_input_norm: bool = False) -> None:
-        super().__init__()
+        super().__init__(target)
         config = text_config(target)
         if config.model_type not in FAMILIES:
             raise ValueError(
@@ -54,7 +54,6 @@ class EagleHead(nn.Module):
         if not has_input_norm:
             self.layers[0].input_layernorm = nn.Identity()
         # In tuples, so that the target's parameters are not the head's.
-        self._model = (target,)
         self._embedding = (decoder.embed_tokens,)
         self._target = (decoder.rotary_emb, target.get_output_embeddings())
         self.to(target.device, target.dtype)
@@ -70,28 +69,6 @@ class EagleHead(nn.Module):
         head = cls(target, has_input_norm=INPUT_NORM in tensors)
         head._take(tensors)
         return head.eval()
-
-    @classmethod
-    def of(cls, target: PreTrainedModel, head: EagleHead | str | PathLike) -> EagleHead:
-        """`head`, read where it is a path. Raises ValueError where it was made for another model."""
-        if not isinstance(head, EagleHead):
-            head = cls.load(target, head)
-        if not head.is_of(target):
-            raise ValueError(
-                "an EagleHead must be the wrapped model's own, got one that was made for another model; make it with "
-                "EagleHead.load(model, path), or pass the path"
-            )
-        return head
-
-    def save(self, folder: str | PathLike) -> None:
-        """Write model.safetensors in bfloat16, without the target's embeddings."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        tensors = {name: value.to(torch.bfloat16).contiguous() for name, value in self.state_dict().items()}
-        save_file(tensors, Path(folder) / WEIGHT_FILES[0], metadata={"format": "pt"})
-
-    def is_of(self, target: PreTrainedModel) -> bool:
-        """Whether this head was made for this very model."""
-        return self._model[0] is target
 
     def forward(
         self, features: torch.Tensor, token_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs: object

@@ -15,16 +15,15 @@ from os import PathLike
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from stand.drafters.trained_part import FAMILIES, WEIGHT_FILE, TrainedPart
 from stand.forward.model import text_config
 from stand.forward.tree_attention import ATTENTION_NAME
 
-FAMILIES = ("llama", "qwen2")
 MOVING_ROPES = ("dynamic", "longrope")  # a position may change the frequencies, and with them the target's outputs
-WEIGHT_FILE = "model.safetensors"
 PROJECTIONS = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
@@ -55,7 +54,7 @@ class AdaptedLinear(nn.Module):
         return self._linear[0](states) + self.adapter(states)
 
 
-class Streams(nn.Module):
+class Streams(TrainedPart):
     """gamma streams through the target's upper layers. Final norm and LM head are the target's.
 
     num_streams: gamma. num_layers: of the target's, from the top. rank: of all adapters.
@@ -65,7 +64,7 @@ class Streams(nn.Module):
     """
 
     def __init__(self, target: PreTrainedModel, *, num_streams: int = 3, num_layers: int = 2, rank: int = 32) -> None:
-        super().__init__()
+        super().__init__(target)
         _check_target(target, num_layers)
         decoder = target.get_decoder()
         self.config = copy.deepcopy(text_config(target))
@@ -78,8 +77,7 @@ class Streams(nn.Module):
         nn.init.zeros_(self.lift.bias)
         self.embeddings = nn.Parameter(0.02 * torch.randn(num_streams, size))
         self.adapters = nn.ModuleList([_adapters(layer, rank) for layer in decoder.layers[self.first_layer :]])
-        # In tuples, so that the target's parameters are not the streams'.
-        self._model = (target,)
+        # In a tuple, so that the target's parameters are not the streams'.
         self._layers = tuple(
             _adapted(layer, adapters, self.config)
             for layer, adapters in zip(decoder.layers[self.first_layer :], self.adapters, strict=True)
@@ -104,24 +102,6 @@ class Streams(nn.Module):
         streams = cls(target, num_streams=len(tensors["embeddings"]), num_layers=len(layers), rank=ranks.pop())
         streams._take(tensors)
         return streams.eval()
-
-    @classmethod
-    def of(cls, target: PreTrainedModel, streams: Streams | str | PathLike) -> Streams:
-        """`streams`, read where it is a path. Raises ValueError where they were made for another model."""
-        if not isinstance(streams, Streams):
-            streams = cls.load(target, streams)
-        if streams._model[0] is not target:
-            raise ValueError(
-                "Streams must be the wrapped model's own, got some that were made for another model; make them with "
-                "Streams.load(model, path), or pass the path"
-            )
-        return streams
-
-    def save(self, folder: str | PathLike) -> None:
-        """Write model.safetensors in bfloat16: nothing of the target is in it."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        tensors = {name: value.to(torch.bfloat16).contiguous() for name, value in self.state_dict().items()}
-        save_file(tensors, Path(folder) / WEIGHT_FILE, metadata={"format": "pt"})
 
     def begin(self, hidden: torch.Tensor) -> torch.Tensor:
         """What streams start as [..., gamma, D], from hidden states [..., D] of the target before `first_layer`."""

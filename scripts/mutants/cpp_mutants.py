@@ -98,8 +98,8 @@ STANDARD_HEADER = re.compile(r"^#include <[\w/.]+>$", re.MULTILINE)
 def compile_functions(root: Path, path: Path, source: str, folder: Path) -> Path | None:
     """Like `compile_module`, but only the headers' functions are compiled anew; None if they are refused.
 
-    Without optimisation every inline function is a weak symbol of its own, and of two the linker takes the first: the
-    mutant's. What a caller has inlined all the same, such as a default value, stays as it was.
+    Where nothing is inlined every inline function is a weak symbol of its own, and of two the linker takes the first:
+    the mutant's. What a caller has taken in all the same, such as a default value, stays as it was.
     """
     parts = _shipped_parts(root)
     copied = folder / "trees"
@@ -146,7 +146,7 @@ def _flags() -> list[str]:
 def compile_module(root: Path, path: Path, source: str, folder: Path) -> Path | None:
     """trees/blended/lookup.pyx with the header `path` replaced by `source`, below `folder`; None if it is refused.
 
-    The .cpp is the one that the project's build left; without optimisation, which is three times as quick to compile.
+    The .cpp is the one that the project's build left; with little optimisation, which is quicker to compile.
     """
     copied = folder / "trees"
     shutil.copytree(root / "trees", copied, ignore=shutil.ignore_patterns("*.so", "*.py*", "__pycache__"))

@@ -14,12 +14,16 @@ import argparse
 import sys
 
 from training.eagle import RECIPE
-from training.head_command import completed, main, options_of
+from training.head_command import completed, options_of, run_command
 
 
 def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     return completed(RECIPE, options_of(RECIPE, __doc__), command_line)
 
 
+def main() -> int:
+    return run_command(RECIPE, read_arguments)
+
+
 if __name__ == "__main__":
-    sys.exit(main(RECIPE, read_arguments))
+    sys.exit(main())

@@ -15,7 +15,7 @@ import argparse
 import sys
 
 from measuring.setup import positive_integer
-from training.head_command import completed, main, options_of
+from training.head_command import completed, options_of, run_command
 from training.streams import RECIPE
 
 
@@ -28,5 +28,9 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     return completed(RECIPE, parser, command_line)
 
 
+def main() -> int:
+    return run_command(RECIPE, read_arguments)
+
+
 if __name__ == "__main__":
-    sys.exit(main(RECIPE, read_arguments))
+    sys.exit(main())

@@ -94,7 +94,7 @@ def run(recipe: Recipe, arguments: argparse.Namespace) -> dict:
     return facts
 
 
-def main(recipe: Recipe, read_arguments: Callable[[], argparse.Namespace]) -> int:
+def run_command(recipe: Recipe, read_arguments: Callable[[], argparse.Namespace]) -> int:
     """The facts of a run as JSON on stdout; the exit status."""
     try:
         print(json.dumps(run(recipe, read_arguments())))

@@ -319,5 +319,30 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "cdef uint64_t key, bits = 0",
         "0 -> 1",
     ): "only bits above 32 count",
+    (
+        "verifiers/rules/ot_traversal.py",
+        "rest[support] = np.maximum(mass[support] - plan.sum(axis=0), 0.0)",
+        "drop maximum",
+    ): "removes rounding below 0",
+    (
+        "verifiers/rules/ot_traversal.py",
+        "inherited = operands.ratio(weights, np.where(left > operands.tiny, left, 0.0))",
+        "0.0 -> 1.0",
+    ): "where nothing is left no weight is left either: they sum to at most 1",
+    (
+        "verifiers/rules/ranked_traversal.py",
+        "children = np.flatnonzero((batch.depths > 0) & (place[parents] >= 0))",
+        "Gt -> GtE",
+    ): "a root's parent, -1, looks up the last node, which has no children",
+    (
+        "verifiers/rules/traversal.py",
+        "threshold = (mass.sum(axis=1) + scale * operands.tail).clip(max=1.0)",
+        "drop clip",
+    ): "what is owed is at most 1: removes rounding above it, and a uniform is below 1",
+    (
+        "stand/drafters/draft_model.py",
+        "self._cache = TreeCache(num_rows=len(prefixes), room=max(map(len, histories)) + self.gamma)",
+        "Add -> Sub",
+    ): "a cache without room grows when it is written to",
     **{(f"trees/blended/growth/{file}", line, change): why for (file, line, change), why in OF_GROWTH.items()},
 }

@@ -38,7 +38,11 @@ TARGETS = (
         ("verifiers/**/*.py", "verifiers/**/*.pyx"),
         (*_tests("verifiers", "compiled", "draw_laws", "verifiers", "verifiers_step"), *_tests("trees", "draft_kinds")),
     ),
-    Target("sampling", ("stand/sampling.py",), _tests("engine", "sampling", "filters")),
+    Target(
+        "sampling",
+        ("stand/sampling.py",),
+        _tests("engine", "sampling", "filters", "processors", "generation_config", "hub"),
+    ),
     Target(
         "cache",
         ("stand/forward/tree_cache.py", "stand/forward/packed_plan.py"),

@@ -2,6 +2,8 @@
 
 import logging
 import math
+import platform
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from tiny_models import tiny_model
 
 import stand
 from stand.drafters import known_costs
-from stand.drafters.known_costs import STEPS_BETWEEN, FollowedCost, KnownCosts
+from stand.drafters.known_costs import STEPS_BETWEEN, FollowedCost, KnownCosts, processor_name
 from stand.drafters.step_cost import StepCost, measure_cost
 from stand.trees import BlendedLookup
 
@@ -173,6 +175,25 @@ def test_a_change_of_shape_is_followed():
     assert busy.seconds[2] / busy.seconds[0] < 1.2  # one busy moment
     between = follow(DEAR, [(8, 2.0), (36, math.sqrt(2 * 16))] * 50)  # as expected
     np.testing.assert_allclose(between.seconds, DEAR.seconds)
+
+
+def test_steps_of_a_millisecond_are_followed_like_those_of_a_second():
+    short = follow(CHEAP, [(4, 0.001), (64, 0.004)] * 300)
+    np.testing.assert_allclose(short.rises(4, 60), follow(CHEAP, [(4, 1.0), (64, 4.0)] * 300).rises(4, 60))
+    unmeasurable = follow(CHEAP, [(4, 0.0), (64, 0.0)] * 300)  # shorter than the clock's tick
+    np.testing.assert_allclose(unmeasurable.rises(4, 60), CHEAP.rises(4, 60), atol=0.2)
+
+
+def test_a_system_that_says_nothing_of_its_processor_is_named_by_its_machine(monkeypatch):
+    def refuse(self, **_):
+        raise OSError
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(platform, "machine", lambda: "some machine")
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    assert processor_name() == "some machine"
+    monkeypatch.setattr(platform, "processor", lambda: "some processor")
+    assert processor_name() == "some processor"
 
 
 class Steps:

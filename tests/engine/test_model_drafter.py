@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from draft_requests import draft_request
 from exact_drafts import recorded_probability
 from tiny_models import VOCABULARY_SIZE, tiny_model
 
 import stand
 from stand import ModelDrafter
+from stand.drafters import draft_model
 from stand.trees import DraftBatch
 
 PROMPTS = [[5, 9, 11, 4, 5, 9], [7], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32]]
@@ -76,6 +78,32 @@ def test_recorded_laws_are_the_models_own_whatever_happens_to_the_rows():
         )
         assert len({len(tokens) for tokens in output.token_ids}) > 1
     assert drafter.num_checked > 200
+
+
+def test_only_new_tokens_are_computed(monkeypatch):
+    """What was rejected is forgotten, a step that gained all it could goes on, and one more token begins anew."""
+    prefilled, forwarded = [], []
+    prefill, run_plan = draft_model.prefill, draft_model.run_plan
+
+    def counted_prefill(model, cache, prefix, **place):
+        prefilled.append(len(prefix))
+        return prefill(model, cache, prefix, **place)
+
+    def counted_run(model, cache, plan):
+        forwarded.append(plan.num_tokens)
+        return run_plan(model, cache, plan)
+
+    monkeypatch.setattr(draft_model, "prefill", counted_prefill)
+    monkeypatch.setattr(draft_model, "run_plan", counted_run)
+    drafter = CheckedDrafter(tiny_model(SMALL), gamma=3, num_candidates=9)
+    history, drafted = list(range(3, 23)), []
+    for step, num_gained in enumerate([0, 1, 4, 4, 5]):
+        other = 7 if 7 not in drafted else 8
+        history += [other] * num_gained
+        forwarded.clear()
+        drafted = drafter.draft(draft_request([np.array(history, np.int32)], step=step)).token_ids.tolist()
+        assert forwarded == [1 if num_gained in (0, 5) else num_gained, 1, 1]
+    assert prefilled == [19, 33]
 
 
 @pytest.mark.parametrize(

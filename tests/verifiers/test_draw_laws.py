@@ -20,7 +20,7 @@ from exact import (
 from exact_draws import draw_laws, support_first
 
 from stand.verifiers import TargetRows, draw_compiled, draw_tokens, get_verifier
-from stand.verifiers.draw import draw_residuals
+from stand.verifiers.draw import BLOCK_SIZE, draw_residuals
 
 BOUND = 1e-9
 COUNT, SIZE = 40, 7
@@ -65,6 +65,16 @@ def test_residuals_by_their_weights(draw, dtype):
     orders = support_first(support, SIZE)
     laws = draw_laws(lambda points: torch.from_numpy(draw(probs, support, mass, scale, points.numpy())), orders)
     assert np.abs(laws - weights / weights.sum(axis=1, keepdims=True)).max() < BOUND
+
+
+def test_one_long_row_is_drawn_from_to_its_end():
+    """More blocks of tokens than rows: the last block counts like the first."""
+    size = 5 * BLOCK_SIZE // 2
+    weights = np.random.default_rng(4).random((1, size)).astype(np.float32)
+    edges = weights[0].astype(np.float64).cumsum()
+    points = (edges - weights[0] / 2) / edges[-1]
+    drawn = [int(draw_tokens(torch.from_numpy(weights), np.array([point]))[0]) for point in points[:: size // 50]]
+    assert drawn == list(range(0, size, size // 50))
 
 
 @dataclass

@@ -453,6 +453,11 @@ def test_device_noise_is_the_host_noise():
     assert np.array_equal(uniforms_on_device(keys, 70, device=torch.device("cpu")).numpy(), grid)
 
 
+def test_noise_is_made_where_the_rows_lie():
+    noise, meta = keyed(2), torch.device("meta")
+    assert noise.exponentials(np.arange(2), 0, vocabulary_size=5, device=meta).device == meta
+
+
 def test_noise_of_all_nodes_is_that_of_every_row():
     """The packed forms: after a node of depth d comes the token at positions[row] + d."""
     listed = [draft for _, draft in drafts("EX2", "without replacement (2,2)")][:7]
@@ -638,6 +643,26 @@ def test_greedy_block_owes_as_long_as_its_draft_was_deep():
         assert all(debt.positions == left > 0 for debt in verdicts.debts[0])
 
 
+def test_greedy_block_owes_nothing_for_a_token_that_was_never_proposed():
+    """Its ratio would be infinite, and (R p - q)+ the law itself."""
+    verifier, laws = get_verifier("greedy_block"), torch.tensor([[0.0, 0.5, 0.5]]).repeat(3, 1)
+    batch = DraftBatch.concatenate([DraftTree.chain([2, 0, 0])])  # token 0 cannot come: another does, and q has none
+    verdicts = verifier.verify(batch, TargetRows(laws, debts=[(Debt(1.5, 2),)]), keyed(1))
+    assert verdicts.num_accepted[0] == 0 and verdicts.debts[0] == ()
+
+
+def test_greedy_block_survives_ratios_without_bound():
+    """A chain of tokens that the target is sure of and the drafter all but ruled out."""
+    depth, tiny = 10, 1e-38
+    support = np.tile(np.array([0, 1], np.int32), (depth + 1, 1))
+    law = np.tile(np.array([tiny, 1.0]), (depth + 1, 1))
+    draft = DraftTree(np.zeros(depth + 1, np.int32), np.arange(-1, depth, dtype=np.int32), support, law)
+    batch, target = DraftBatch.concatenate([draft]), TargetRows(torch.tensor([[1.0, 0.0]]).repeat(depth + 1, 1))
+    thresholds, mass, scale = get_verifier("greedy_block").thresholds(batch, target)
+    assert np.isfinite(mass).all() and np.isfinite(scale).all()
+    np.testing.assert_array_equal(thresholds, 1.0)
+
+
 @pytest.mark.parametrize("rule", ["greedy_block", "block"])
 def test_what_lies_outside_the_support_counts(rule):
     """h of inner nodes against sums over the whole vocabulary (Sun et al., equation 5 and Algorithm 4)."""
@@ -684,6 +709,20 @@ def test_greedy_block_keeps_the_known_mean():
     report = production_report(world, listed, get_verifier("greedy_block"))
     assert report.expected == pytest.approx(199 / 144)
     assert report.distance == pytest.approx(1 / 72)  # one step alone, before its debt is paid
+
+
+def test_a_rule_may_compute_in_single_precision():
+    """Its masses are not what the compiled draw takes; the array form draws the same tokens."""
+
+    class Single(type(get_verifier("block"))):
+        def thresholds(self, batch, target, dtype=np.float64):
+            return super().thresholds(batch, target, np.float32)
+
+    chosen = [draft for _, draft in drafts("EX2", "chain2")]
+    batch, target = pack(WORLDS["EX2"], chosen), target_rows(WORLDS["EX2"], chosen)
+    noise = keyed(len(chosen))
+    single, double = Single().verify(batch, target, noise), get_verifier("block").verify(batch, target, noise)
+    assert single.next_tokens.tolist() == double.next_tokens.tolist()
 
 
 # Lossy rules do what they say.

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.forward.packed_plan import StepPlan
+from stand.forward.products import few_token_products
 from stand.forward.tree_cache import TreeCache
 
 PROMPT_CHUNK = 512  # prompt tokens per forward; bounds the mask to [512, L]
@@ -44,14 +45,15 @@ def max_positions(model: PreTrainedModel) -> int | None:
 def run_plan(model: PreTrainedModel, cache: TreeCache, plan: StepPlan, *, logits_to_keep: int = 0) -> torch.Tensor:
     """One packed forward under `tree_attention`: logits [M, V], or of the last `logits_to_keep` tokens only."""
     cache.begin(plan)
-    output = model(
-        input_ids=plan.input_ids,
-        position_ids=plan.position_ids,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=logits_to_keep,
-        stand_plan=plan,
-    )
+    with few_token_products(model):
+        output = model(
+            input_ids=plan.input_ids,
+            position_ids=plan.position_ids,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+            stand_plan=plan,
+        )
     return output.logits[0]
 
 

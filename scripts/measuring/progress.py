@@ -68,6 +68,8 @@ class RunProgress:
         self._said = time.monotonic()
         rates = f"{run.stats.num_tokens / run.stats.elapsed:.0f} tokens/s, " if run.stats.elapsed else ""
         state = f"{run.num_live} rows live, {rates}{run.stats.mean_acceptance_length:.2f} tokens/step"
+        if run.stats.num_put_back:
+            state += f", {run.stats.num_put_back} times a row was put back"
         if self._bar is not None:
             self._bar.set_postfix_str(state)
             return

@@ -1,7 +1,12 @@
 """Progress lines: the share that is done, and the time left at the pace so far."""
 
+import io
+from types import SimpleNamespace
+
 import pytest
 from measuring import progress
+
+import stand
 
 
 @pytest.mark.parametrize(
@@ -20,3 +25,11 @@ def test_time_left_follows_the_pace(monkeypatch, capsys):
     counted.add(3, "all")
     said = ["nothing yet (0 % done)", "one (25 % done, 30 s left)", "all (100 % done, 0 s left)"]
     assert capsys.readouterr() == ("", "\n".join(said) + "\n")
+
+
+@pytest.mark.parametrize(("num_put_back", "said"), [(0, ""), (3, ", 3 times a row was put back")])
+def test_rows_that_were_put_back_are_counted(num_put_back, said):
+    stats = stand.Stats(num_put_back=num_put_back)
+    stream = io.StringIO()
+    progress.RunProgress(2, 0, stream=stream).close(SimpleNamespace(stats=stats, num_live=1))
+    assert stream.getvalue() == f"0 of 2 trajectories, 1 rows live, 0.00 tokens/step{said}\n"

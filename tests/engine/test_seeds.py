@@ -73,13 +73,24 @@ def blended(kind: str):
     return lambda: stand.BlendedDrafter(BlendedLookup(num_candidates=SIZE), budget=5, kind=kind)
 
 
-def shaped(kind: str):
-    shape = TreeShape.from_branching([2, 1, 1])
+def shaped(kind: str, branching=(2, 1, 1)):
+    shape = TreeShape.from_branching(list(branching))
     return lambda: stand.FixedShapeDrafter(LookupTree(num_candidates=SIZE), shape, kind=kind)
 
 
+def chained(kind: str):
+    return shaped(kind, (1, 1, 1))
+
+
 KINDS = ("sampled", "mixed", "deterministic")
-DRAFTERS = {f"{make.__name__} {kind}": make(kind) for make in (blended, shaped) for kind in KINDS}
+DRAFTERS = {f"{make.__name__} {kind}": make(kind) for make in (blended, shaped, chained) for kind in KINDS}
+DRAFTERS["shaped independent"] = shaped("independent")
+RATIO_RULES = {
+    "blended": ("traversal", "rrs"),
+    "shaped": ("traversal", "rrs", "ranked_traversal", "ot_traversal"),
+    "chained": ("token", "block"),
+    "shaped independent": ("specinfer", "spectr", "traversal", "rrs"),
+}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +105,19 @@ DRAFTERS = {f"{make.__name__} {kind}": make(kind) for make in (blended, shaped) 
 )
 def test_a_second_call_with_the_same_seed_follows_the_target(name, verifier, starts):
     assert p_of_second_calls(DRAFTERS[name], verifier, starts=starts) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("starts", ["apart", "together"])
+@pytest.mark.parametrize(
+    ("name", "verifier"),
+    [(name, verifier) for name in DRAFTERS for verifier in RATIO_RULES.get(name, RATIO_RULES[name.split()[0]])],
+)
+def test_second_calls_of_every_kind_and_rule(name, verifier, starts):
+    """20,000 seeds each, a minute."""
+    p_value = p_of_second_calls(DRAFTERS[name], verifier, starts=starts, num_seeds=20_000)
+    print(f"{name}, {verifier}, {starts}: p {p_value:.2g}")
+    assert p_value > 1e-3
 
 
 def test_calls_that_share_their_numbers_are_seen():

@@ -48,6 +48,7 @@ OF_GROWTH: dict[tuple[str, str, str], str] = {
     ("growth.h", "frontier_.clear(num_rows > CROWD);", "> -> >="): _ORDER,
     ("growth.h", "frontier_.clear(num_rows > CROWD);", "> -> <="): _ORDER,
     ("growth.h", "if (best < bar()) {", "< -> <="): _EQUAL,
+    ("growth.h", "if (!(OVERLAP * path * tail >= worth)) return -1;", ">= -> >"): _EQUAL,
     ("growth.h", "if (item.key < thresholds_.patience * bar()) break;", "< -> <="): _EQUAL,
     (
         "growth.h",

@@ -108,6 +108,21 @@ def test_the_twin_sees_a_difference(blends, change):
         compare(blends, "sampled", num_rows=2, budget=40, rises=RISES, scopes=[1, 2], twin=change)
 
 
+@pytest.mark.parametrize("kind", ["deterministic", "mixed", "sampled"])
+def test_no_node_has_more_children_than_its_width(kind):
+    """Laws so flat that mixed drafts draw a child where no other is sure: the likeliest token is drawn now and then."""
+    lookup = BlendedLookup(rate=0.0)
+    texts = [stream(2000, vocabulary=size, seed=size, stay=0.0) for size in (5, 7, 10)]
+    for scope, text in enumerate(texts, start=1):
+        lookup.learn([], text, scope=scope)
+    widest = []
+    for step in range(20):
+        place = {"seed": 7, "rows": np.arange(3), "steps": np.full(3, step)}
+        batch = draft(lookup, [text[: 900 + step] for text in texts], 300, kind=kind, width=3, **place)
+        widest.append(1 + batch.ranks.max())
+    assert max(widest) == 3
+
+
 @pytest.mark.parametrize("width", [1, None])
 def test_nothing_grows_from_nothing(width):
     """Whatever was drafted before. The arrays stay as wide as a law of one child."""

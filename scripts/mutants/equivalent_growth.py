@@ -64,6 +64,7 @@ OF_GROWTH: dict[tuple[str, str, str], str] = {
     ("growth.h", _ROOT, "0 -> 1 #3"): _UNREAD,
     ("growth.h", "if (thresholds_.patience * path >= thresholds_.least) locate(node);", ">= -> >"): _WHEN,
     ("growth.h", "if (thresholds_.patience * path >= thresholds_.least) locate(node);", ">= -> <"): _WHEN,
+    ("growth.h", "if (thresholds_.patience * path >= thresholds_.least) locate(node);", "* -> /"): _WHEN,
     ("growth.h", _CHILD, "0.0f -> 1.0f"): _UNREAD,
     ("growth.h", _CHILD, "0 -> 1"): _UNREAD,
     ("growth.h", _CHAIN, "1 -> 0"): "the best of one is the first: `first` is only quicker",

@@ -35,6 +35,11 @@ OF_GROWTH: dict[tuple[str, str, str], str] = {
         "for (int32_t* next = &places_[*best].next; *next >= 0; next = &places_[*next].next)",
         "0 -> 1",
     ): "the first root is expanded after the other roots, but all of them before anything is revealed",
+    (
+        "frontier.h",
+        "for (int32_t* next = &places_[*best].next; *next >= 0; next = &places_[*next].next)",
+        ">= -> >",
+    ): "the first root is expanded after the other roots, but all of them before anything is revealed",
     ("frontier.h", _LIST, "0 -> 1"): "shifted out",
     ("frontier.h", _BIT, "< -> <="): _PLACE_0,
     ("frontier.h", _BIT, "0 -> 1"): _PLACE_0,
@@ -97,4 +102,9 @@ OF_GROWTH: dict[tuple[str, str, str], str] = {
     ): "an accepted node's parent is accepted and not the last one, so that neither branch takes it",
     ("thresholds.h", _LAST, "max -> its argument 2"): "without a budget nothing grows",
     ("thresholds.h", _LAST, "1 -> 0"): "without a budget nothing grows",
+    (
+        "outcome.h",
+        "for (int64_t node = 1; node < num_nodes; ++node) {",
+        "1 -> 0",
+    ): "the root is accepted, and passed over",
 }

@@ -53,7 +53,11 @@ OF_GROWTH: dict[tuple[str, str, str], str] = {
     ("growth.h", "frontier_.clear(num_rows > CROWD);", "> -> >="): _ORDER,
     ("growth.h", "frontier_.clear(num_rows > CROWD);", "> -> <="): _ORDER,
     ("growth.h", "if (best < bar()) {", "< -> <="): _EQUAL,
-    ("growth.h", "if (!(OVERLAP * path * tail >= worth)) return -1;", ">= -> >"): _EQUAL,
+    (
+        "growth.h",
+        "while (num_sure < most_sure && path * candidates.probabilities[num_sure] >= worth) ++num_sure;",
+        ">= -> >",
+    ): _EQUAL,
     ("growth.h", "if (item.key < thresholds_.patience * bar()) break;", "< -> <="): _EQUAL,
     (
         "growth.h",

@@ -111,4 +111,9 @@ OF_GROWTH: dict[tuple[str, str, str], str] = {
         "for (int64_t node = 1; node < num_nodes; ++node) {",
         "1 -> 0",
     ): "the root is accepted, and passed over",
+    (
+        "outcome.h",
+        "if (node < 1 || node >= num_nodes || outcome.parents[first + node] != above) return row;",
+        "1 -> 0",
+    ): "a root has no parent, so its parent is not the node above either",
 }

@@ -46,7 +46,7 @@ def costs_folder() -> Path | None:
 class KnownCosts:
     """The tables of one model here, for the numbers of rows that `prepare` was told.
 
-    folder: of the files. A file is named by model type and sizes, processor, dtype, threads and rows.
+    folder: of the files. A file is named by model type and sizes, processor, torch's version, dtype, threads and rows.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path) -> None:
@@ -76,7 +76,8 @@ class KnownCosts:
 
     def path(self, num_rows: int) -> Path:
         """The file for calls of `num_rows` rows. Without it their steps are timed anew, by the next process."""
-        where = f"{processor_name()} {torch.get_num_threads()} threads {_size_class(num_rows)} rows"
+        torch_build = f"torch {torch.__version__}"
+        where = f"{processor_name()} {torch_build} {torch.get_num_threads()} threads {_size_class(num_rows)} rows"
         return table_path(self._folder, model=self._name, device=where, dtype=self._dtype)
 
     def _nearest(self, num_rows: int) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from draft_requests import draft_request
 from tiny_models import tiny_model
 
@@ -135,6 +136,14 @@ def test_a_damaged_file_is_replaced_and_another_process_goes_first(folder, monke
     other = KnownCosts(tiny_model("qwen2"), folder)
     other.prepare(4, beaten)
     assert other.cost(4, is_seeded=True) == DEAR and stand.CostTable.load(path).costs == (DEAR,)
+
+
+def test_another_build_of_torch_is_timed_anew(folder, monkeypatch):
+    paths = set()
+    for version in ("2.13.0+cpu", "2.14.0+cpu"):
+        monkeypatch.setattr(torch, "__version__", version)
+        paths.add(KnownCosts(tiny_model("qwen2"), folder).path(4))
+    assert len(paths) == 2
 
 
 def test_numbers_of_rows_share_the_next_power_of_two(folder):

@@ -53,6 +53,7 @@ OF_GROWTH: dict[tuple[str, str, str], str] = {
     ("growth.h", "frontier_.clear(num_rows > CROWD);", "> -> >="): _ORDER,
     ("growth.h", "frontier_.clear(num_rows > CROWD);", "> -> <="): _ORDER,
     ("growth.h", "if (best < bar()) {", "< -> <="): _EQUAL,
+    ("growth.h", "if (item.key < settings_.floor) return -1;", "< -> <="): _EQUAL,
     (
         "growth.h",
         "while (num_sure < most_sure && path * candidates.probabilities[num_sure] >= worth) ++num_sure;",

@@ -24,6 +24,7 @@ OF_GROWTH: dict[tuple[str, str, str], str] = {
     ("frontier.h", "num_places_ = 0;", "0 -> 1"): "one place stays unused",
     ("frontier.h", "size_t num_places_ = 0;", "0 -> 1"): "`clear` sets it",
     ("frontier.h", "return mine != its ? mine < its : token > other.token;", "> -> >="): "no two items are alike",
+    ("frontier.h", "return mine != its ? mine < its : token > other.token;", "< -> <="): "asked where they differ",
     ("frontier.h", _LIST, "> -> >="): "0 either way",
     (
         "frontier.h",
@@ -53,6 +54,7 @@ OF_GROWTH: dict[tuple[str, str, str], str] = {
     ("growth.h", "frontier_.clear(num_rows > CROWD);", "> -> >="): _ORDER,
     ("growth.h", "frontier_.clear(num_rows > CROWD);", "> -> <="): _ORDER,
     ("growth.h", "if (best < bar()) {", "< -> <="): _EQUAL,
+    ("growth.h", "if (!(OVERLAP * path * tail >= worth)) return -1;", ">= -> >"): _EQUAL,
     ("growth.h", "if (item.key < settings_.floor) return -1;", "< -> <="): _EQUAL,
     (
         "growth.h",

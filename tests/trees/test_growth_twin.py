@@ -24,7 +24,7 @@ CASES = {
     "one node": {"budget": 1},
     "a high floor": {"num_rows": 2, "budget": 30, "floor": 0.3},
     "a floor": {"num_rows": 2, "budget": 20, "floor": 0.06},
-    "a floor above what is drawn": {"num_rows": 2, "budget": 20, "floor": 0.2},
+    "a floor above what is drawn": {"num_rows": 2, "budget": 20, "floor": 0.1},
     "at most two children": {"num_rows": 2, "budget": 14, "width": 2},
     "chains": {"num_rows": 3, "budget": 12, "width": 1},
     "chains below their caps": {"num_rows": 3, "budget": 40, "width": 1, "max_nodes": [3, 1, 11]},

@@ -54,6 +54,12 @@ OF_GROWTH: dict[tuple[str, str, str], str] = {
     ("growth.h", "frontier_.clear(num_rows > CROWD);", "> -> >="): _ORDER,
     ("growth.h", "frontier_.clear(num_rows > CROWD);", "> -> <="): _ORDER,
     ("growth.h", "if (best < bar()) {", "< -> <="): _EQUAL,
+    (
+        "growth.h",
+        "if (key >= (action == Action::expand ? thresholds_.hopeless : "
+        "std::max(thresholds_.hopeless, settings_.floor)))",
+        ">= -> >",
+    ): _EQUAL,
     ("growth.h", "if (!(OVERLAP * path * tail >= worth)) return -1;", ">= -> >"): _EQUAL,
     ("growth.h", "if (item.key < settings_.floor) return -1;", "< -> <="): _EQUAL,
     (

@@ -191,6 +191,14 @@ def test_bad_outcomes_are_refused_and_teach_nothing(tmp_path):
     assert not (factors_of(lookup, tmp_path, "sampled") == 1).all()
 
 
+def test_a_path_may_not_lead_into_the_next_row():
+    """Its first child looks like one of this row's root: parents are local to their rows."""
+    lookup, batch = BlendedLookup(), DraftBatch.concatenate([HAND_MADE] * 3)
+    paths = [[], [HAND_MADE.num_nodes + 1], []]
+    with pytest.raises(ValueError, match="must be a path"):
+        lookup.record_outcome(batch, paths, [NO_TOKEN] * 3, kind="sampled")
+
+
 def test_estimates_are_path_probabilities_before_calibration():
     tokens = stream(4000, vocabulary=12, stay=0.7)
     lookup = BlendedLookup()

@@ -4,32 +4,13 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <vector>
 
-#define STAND_INLINE inline __attribute__((always_inline))
-#if defined(__x86_64__)
-#define STAND_AVX2 [[gnu::target("avx2")]]
-#define STAND_AVX512 [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")]]
-#endif
+#include "../vectors.h"
 
 namespace stand {
-
-enum class Vectors : int32_t { portable, avx2, avx512 };
-
-// The widest instruction set that the processor has; the plainest one where the environment has STAND_PORTABLE.
-inline Vectors widest_vectors() {
-#ifdef STAND_AVX2
-    if (std::getenv("STAND_PORTABLE") != nullptr) return Vectors::portable;
-    const bool is_wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (is_wide) return Vectors::avx512;
-    if (__builtin_cpu_supports("avx2")) return Vectors::avx2;
-#endif
-    return Vectors::portable;
-}
 
 constexpr int32_t BLOCK = 512;
 constexpr int32_t LANES = 16;

@@ -1,0 +1,86 @@
+"""Linear layers on a CPU for the few tokens of a speculative step.
+
+Weights are most of what such a step reads, and memory hands them over at full speed only to who asks in time. Here each
+row of weights is asked for while the rows before it are multiplied with all tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import lru_cache
+
+import torch
+
+from stand.forward.dot_products import multiply
+from stand.laws.filters import VECTORS
+
+WIDEST = len(VECTORS) - 1
+
+
+def few_token_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [..., K] @ weight [N, K]^T + bias [N] -> [..., N], as `torch.nn.functional.linear`; made for up to 32 tokens.
+
+    All are contiguous float32 tensors on a CPU, K >= 1; gradients are not kept. The result of a token has the same bits
+    whatever other tokens `x` holds and with any number of threads: a product is 16 sums, each of every 16th term in
+    order, rounded once per term (twice on x86-64 without FMA), then the sums of its halves, and last the bias.
+
+    Uses torch's threads where torch has GNU's OpenMP, else the calling one. Raises ValueError for other tensors.
+    """
+    if not is_supported(x, weight, bias):
+        raise ValueError(_refusal(x, weight, bias))
+    num_rows, depth = weight.shape
+    results = torch.empty((*x.shape[:-1], num_rows))
+    multiply(
+        x.data_ptr(),
+        weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        results.data_ptr(),
+        x.numel() // depth,
+        num_rows,
+        depth,
+        WIDEST,
+        torch.get_num_threads(),
+        parallel_region(),
+    )
+    return results
+
+
+def is_supported(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+    """Whether `few_token_product` takes them."""
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    for tensor in tensors:
+        if not (tensor.is_cpu and tensor.dtype is torch.float32 and tensor.is_contiguous()):
+            return False
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return False
+    if x.dim() < 1 or weight.dim() != 2 or not x.shape[-1] == weight.shape[1] >= 1:
+        return False
+    return bias is None or bias.shape == weight.shape[:1]
+
+
+def _refusal(*tensors: torch.Tensor | None) -> str:
+    got = ", ".join(
+        f"{name} {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        + ("" if tensor.is_contiguous() else " not contiguous")
+        + (" with gradients" if torch.is_grad_enabled() and tensor.requires_grad else "")
+        for name, tensor in zip(("x", "weight", "bias"), tensors, strict=True)
+        if tensor is not None
+    )
+    return (
+        "x [..., K], weight [N, K] and bias [N] must be contiguous float32 tensors on a CPU without gradients, K >= 1, "
+        f"got {got}; call torch.nn.functional.linear"
+    )
+
+
+@lru_cache
+def parallel_region() -> int:
+    """Address of GOMP_parallel in the OpenMP library that torch has loaded; 0 where torch has another one.
+
+    A pool of threads beside torch's own would fight it for the processors: both wait by spinning.
+    """
+    try:
+        library = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):
+        return 0

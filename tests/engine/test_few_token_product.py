@@ -1,0 +1,169 @@
+"""Products of a few tokens: right to float32's rounding, and the same bits for a token in any company."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from stand.forward.dot_products import multiply
+from stand.forward.few_token_product import few_token_product, is_supported, parallel_region
+from stand.laws.filters import VECTORS
+
+WITH_FMA = [place for place, name in enumerate(VECTORS) if name != "portable"]
+LEVELS = range(len(VECTORS))
+DEPTHS = (1, 7, 16, 63, 576, 1000)
+
+
+def factors(num_tokens: int, num_rows: int, depth: int, *, has_bias: bool = True):
+    generator = torch.Generator().manual_seed(num_tokens * num_rows + depth)
+    sizes = [(num_tokens, depth), (num_rows, depth), *([(num_rows,)] if has_bias else [])]
+    drawn = [torch.randn(size, generator=generator) for size in sizes]
+    return drawn if has_bias else [*drawn, None]
+
+
+def compiled(x, weight, bias=None, *, level: int = len(VECTORS) - 1, threads: int = 1) -> torch.Tensor:
+    """The compiled product by one instruction set and number of threads; places that it leaves out stay NaN."""
+    results = torch.full((len(x), len(weight) + 1), float("nan")).flatten()
+    addresses = [tensor.data_ptr() for tensor in (x, weight)] + [0 if bias is None else bias.data_ptr()]
+    multiply(*addresses, results.data_ptr(), len(x), *weight.shape, level, threads, parallel_region())
+    assert results[len(x) * len(weight) :].isnan().all(), "written beyond the end"
+    return results[: len(x) * len(weight)].view(len(x), len(weight))
+
+
+def assert_close(found, x, weight, bias) -> None:
+    """Each product within the rounding of 16 sums of K / 16 terms, their sum and the bias."""
+    terms = x.double().abs() @ weight.double().abs().T
+    exact = x.double() @ weight.double().T
+    if bias is not None:
+        exact, terms = exact + bias.double(), terms + bias.double().abs()
+    roundings = 2 * (weight.shape[1] / 16 + 1) + 5
+    assert ((found.double() - exact).abs() <= roundings * 2**-24 * terms).all()
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=VECTORS)
+@pytest.mark.parametrize("num_rows", (1, 3, 4, 192))
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_equals_the_exact_product(depth, num_rows, level):
+    for num_tokens in range(1, 34):
+        x, weight, bias = factors(num_tokens, num_rows, depth, has_bias=num_tokens % 2 == 0)
+        assert_close(compiled(x, weight, bias, level=level), x, weight, bias)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_term_that_is_left_out_is_seen(depth):
+    x, weight, bias = factors(3, 5, depth)
+    fewer = x.clone()
+    fewer[1, -1] = 0.0
+    with pytest.raises(AssertionError):
+        assert_close(compiled(fewer, weight, bias), x, weight, bias)
+
+
+@pytest.mark.parametrize("level", LEVELS, ids=VECTORS)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_token_has_the_same_bits_in_any_company(depth, level):
+    x, weight, bias = factors(33, 195, depth)
+    alone = torch.cat([compiled(token[None], weight, bias, level=level) for token in x])
+    for num_tokens in range(2, 34):
+        together = compiled(x[:num_tokens], weight, bias, level=level)
+        assert torch.equal(together, alone[:num_tokens]), num_tokens
+    moved = compiled(x.flip(0).contiguous(), weight, bias, level=level)
+    assert torch.equal(moved.flip(0), alone)
+
+
+def test_a_row_has_the_same_bits_among_any_rows():
+    x, weight, _ = factors(6, 195, 577)
+    whole = compiled(x, weight)
+    assert torch.equal(compiled(x, weight[2:].contiguous()), whole[:, 2:])
+    assert torch.equal(compiled(x, weight[:1]), whole[:, :1])
+
+
+def test_another_order_of_terms_has_other_bits():
+    x, weight, _ = factors(4, 192, 576)
+    assert not torch.equal(compiled(x.flip(1).contiguous(), weight.flip(1).contiguous()), compiled(x, weight))
+
+
+@pytest.mark.skipif(len(WITH_FMA) < 2, reason="needs two instruction sets with FMA")
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_instruction_sets_with_fma_have_equal_bits(depth):
+    x, weight, bias = factors(7, 66, depth)
+    first, *others = [compiled(x, weight, bias, level=level) for level in WITH_FMA]
+    assert all(torch.equal(other, first) for other in others)
+
+
+@pytest.mark.skipif(parallel_region() == 0, reason="needs GNU's OpenMP")
+@pytest.mark.parametrize(("num_rows", "depth"), [(576, 576), (4097, 63), (33, 8000)])
+def test_threads_have_equal_bits(num_rows, depth):
+    x, weight, bias = factors(5, num_rows, depth)
+    alone = compiled(x, weight, bias)
+    assert all(torch.equal(compiled(x, weight, bias, threads=threads), alone) for threads in (2, 3, 8))
+
+
+@pytest.mark.skipif(parallel_region() == 0, reason="needs GNU's OpenMP")
+def test_torch_and_the_product_share_one_pool():
+    """A pool of its own would be seen as threads beside those that torch has started."""
+    code = """
+import os, torch
+torch.set_num_threads(2)
+x, weight = torch.randn(4, 1024), torch.randn(4096, 1024)
+torch.nn.functional.linear(x, weight)
+before = len(os.listdir("/proc/self/task"))
+from stand.forward.few_token_product import few_token_product
+few_token_product(x, weight)
+print(before, len(os.listdir("/proc/self/task")))
+"""
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    before, after = printed.split()
+    assert int(before) >= 2 and after == before
+
+
+def test_infinities_and_nan_stay_with_their_rows():
+    x, weight, bias = factors(3, 9, 70)
+    expected = compiled(x, weight, bias)
+    weight[4, 69], x[1, 3] = float("inf"), float("nan")
+    found = compiled(x, weight, bias)
+    assert found[1].isnan().all() and found[0, 4].isinf() and found[2, 4].isinf()
+    kept = [0, 1, 2, 3, 5, 6, 7, 8]
+    assert torch.equal(found[0, kept], expected[0, kept])
+
+
+def test_takes_what_a_linear_layer_takes():
+    x, weight, bias = factors(6, 20, 48)
+    expected = torch.nn.functional.linear(x, weight, bias)
+    for shape in ((6, 48), (2, 3, 48), (1, 6, 48)):
+        found = few_token_product(x.view(shape), weight, bias)
+        torch.testing.assert_close(found, expected.view(*shape[:-1], 20))
+    assert few_token_product(x[0], weight).shape == (20,)
+    assert few_token_product(x[:0], weight).shape == (0, 20)
+    assert few_token_product(x, weight[:0]).shape == (6, 0)
+
+
+def refused():
+    x, weight, bias = factors(2, 3, 8)
+    return {
+        "float64": (x.double(), weight, bias),
+        "bfloat16": (x, weight.bfloat16(), bias),
+        "weight torch.float32 [3, 7]": (x, weight[:, :7].contiguous(), bias),
+        "not contiguous": (x, weight.T.contiguous().T, bias),
+        "bias torch.float32 [1, 3]": (x, weight, bias[None]),
+        "bias torch.float32 [2]": (x, weight, bias[:2]),
+        "with gradients": (x, weight.clone().requires_grad_(), bias),
+        "on meta": (x.to("meta"), weight, bias),
+        "K >= 1": (x[:, :0].contiguous(), weight[:, :0].contiguous(), bias),
+    }
+
+
+@pytest.mark.parametrize("got", refused())
+def test_refuses_by_rule_got_and_remedy(got):
+    arguments = refused()[got]
+    assert not is_supported(*arguments)
+    with pytest.raises(ValueError, match="must be contiguous float32") as raised:
+        few_token_product(*arguments)
+    assert got in str(raised.value) and "torch.nn.functional.linear" in str(raised.value)
+
+
+def test_gradients_are_fine_where_none_are_kept():
+    x, weight, bias = factors(2, 3, 8)
+    expected = few_token_product(x, weight, bias)
+    with torch.no_grad():
+        assert torch.equal(few_token_product(x, weight.requires_grad_(), bias), expected)

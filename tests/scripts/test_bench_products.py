@@ -1,0 +1,37 @@
+"""The bench of products in small: every way is timed, and one with other results is a fault."""
+
+import json
+
+import bench_products
+import pytest
+
+SMALL = ["--shapes", "20x48,8x16", "--tokens", "1,3", "--threads", "1", "--rounds", "2", "--megabytes", "1"]
+
+
+def test_every_way_is_timed(capsys):
+    bench_products.main(SMALL)
+    *_, document = capsys.readouterr().out.splitlines()
+    found = json.loads(document)
+    assert [(each["rows"], each["depth"], each["tokens"]) for each in found] == [
+        (20, 48, 1), (20, 48, 3), (8, 16, 1), (8, 16, 3)
+    ]  # fmt: skip
+    assert all(0 < each[way] < 1 for each in found for way in bench_products.ways())
+
+
+def test_a_missing_operator_is_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(bench_products.torch.ops, "mkldnn", object())
+    bench_products.main(SMALL)
+    table, document = capsys.readouterr().out.strip().split("\n\n")
+    assert "onednn" not in json.loads(document)[0] and " - " in table.splitlines()[2]
+
+
+def test_a_way_with_other_results_is_a_fault(monkeypatch):
+    monkeypatch.setattr(bench_products, "few_token_product", lambda x, weight: 1.01 * (x @ weight.T))
+    with pytest.raises(AssertionError, match="not close"):
+        bench_products.main(SMALL)
+
+
+def test_shapes_are_pairs(capsys):
+    with pytest.raises(SystemExit):
+        bench_products.main(["--shapes", "20x48x3"])
+    assert "as 576x1536" in capsys.readouterr().err

@@ -1,0 +1,85 @@
+"""Linear layers inside an engine's forward on a CPU: which ones change, for how long, and that the engine's do."""
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from torch import nn
+
+import stand
+from stand.forward import linear_layers
+from stand.forward.linear_layers import MOST_TOKENS, few_token_layers
+
+
+@pytest.fixture
+def taken(monkeypatch) -> list[str]:
+    """The products that are taken, by name, in their order."""
+    names = []
+
+    def watched(name, product):
+        def call(*args):
+            names.append(name)
+            return product(*args)
+
+        return call
+
+    for name in ("few_token_product", "linear"):
+        monkeypatch.setattr(linear_layers, name, watched(name, getattr(linear_layers, name)))
+    return names
+
+
+class OwnLinear(nn.Linear):
+    """A layer that may compute what it likes."""
+
+
+class SomeLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.own, self.replaced = nn.Linear(8, 8), OwnLinear(8, 8), nn.Linear(8, 8)
+        self.double, self.transposed = nn.Linear(8, 8).double(), nn.Linear(8, 8)
+        self.transposed.weight = nn.Parameter(torch.randn(8, 8).t())
+        self.replaced.forward = lambda states: states
+        self.device = torch.device("cpu")
+
+
+@torch.inference_mode()
+def test_only_plain_layers_change_and_only_inside(taken):
+    model, states = SomeLayers(), torch.randn(1, 8)
+    before = {name: layer(states.to(layer.weight.dtype)) for name, layer in model.named_children()}
+    forwards = {name: vars(layer).get("forward") for name, layer in model.named_children()}
+    with few_token_layers(model):
+        for name, layer in model.named_children():
+            taken.clear()
+            found = layer(states.to(layer.weight.dtype))
+            expected = {"plain": ["few_token_product"], "double": ["linear"], "transposed": ["linear"]}
+            assert taken == expected.get(name, []), name
+            torch.testing.assert_close(found, before[name])
+    assert {name: vars(layer).get("forward") for name, layer in model.named_children()} == forwards
+    with torch.autocast("cpu", dtype=torch.bfloat16), few_token_layers(model):
+        assert model.plain(states).dtype == torch.bfloat16
+    with pytest.raises(ZeroDivisionError), few_token_layers(model):
+        _ = 1 / 0
+    assert "forward" not in vars(model.plain)
+
+
+@torch.inference_mode()
+def test_many_tokens_and_none_take_torchs_product(taken):
+    model = SomeLayers()
+    with few_token_layers(model):
+        for shape in ((MOST_TOKENS, 8), (2, MOST_TOKENS // 2, 8), (MOST_TOKENS + 1, 8), (0, 8)):
+            assert model.plain(torch.zeros(shape)).shape == shape
+    assert taken == ["few_token_product"] * 2 + ["linear"] * 2
+
+
+def test_gradients_are_kept():
+    model = SomeLayers()
+    with few_token_layers(model):
+        model.plain(torch.ones(1, 8)).sum().backward()
+    assert model.plain.weight.grad is not None
+
+
+def test_engines_steps_take_it_and_leave_the_model_alone(taken):
+    output = stand.wrap(tiny_model("llama")).generate(input_ids=[[5, 9, 11, 4]], max_new_tokens=6, temperature=0.0)
+    assert set(taken) == {"few_token_product"}
+    taken.clear()
+    plain = tiny_model("llama").generate(torch.tensor([[5, 9, 11, 4]]), do_sample=False, max_new_tokens=6)
+    assert output.token_ids[0] == plain[0, 4:].tolist() and taken == []

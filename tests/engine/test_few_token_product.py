@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from stand.forward.dot_products import multiply
-from stand.forward.few_token_product import few_token_product, is_supported, parallel_region
+from stand.forward.few_token_product import WIDEST, few_token_product, is_supported, parallel_region
 from stand.laws.filters import VECTORS
 
 WITH_FMA = [place for place, name in enumerate(VECTORS) if name != "portable"]
-LEVELS = range(len(VECTORS))
+LEVELS, REGION = range(len(VECTORS)), parallel_region()
 DEPTHS = (1, 7, 16, 63, 576, 1000)
 
 
@@ -22,11 +22,11 @@ def factors(num_tokens: int, num_rows: int, depth: int, *, has_bias: bool = True
     return drawn if has_bias else [*drawn, None]
 
 
-def compiled(x, weight, bias=None, *, level: int = len(VECTORS) - 1, threads: int = 1) -> torch.Tensor:
+def compiled(x, weight, bias=None, *, level=WIDEST, threads=1, region=REGION) -> torch.Tensor:
     """The compiled product by one instruction set and number of threads; places that it leaves out stay NaN."""
     results = torch.full((len(x), len(weight) + 1), float("nan")).flatten()
     addresses = [tensor.data_ptr() for tensor in (x, weight)] + [0 if bias is None else bias.data_ptr()]
-    multiply(*addresses, results.data_ptr(), len(x), *weight.shape, level, threads, parallel_region())
+    multiply(*addresses, results.data_ptr(), len(x), *weight.shape, level, threads, region)
     assert results[len(x) * len(weight) :].isnan().all(), "written beyond the end"
     return results[: len(x) * len(weight)].view(len(x), len(weight))
 
@@ -91,7 +91,7 @@ def test_instruction_sets_with_fma_have_equal_bits(depth):
     assert all(torch.equal(other, first) for other in others)
 
 
-@pytest.mark.skipif(parallel_region() == 0, reason="needs GNU's OpenMP")
+@pytest.mark.skipif(REGION == 0, reason="needs GNU's OpenMP")
 @pytest.mark.parametrize(("num_rows", "depth"), [(576, 576), (4097, 63), (33, 8000)])
 def test_threads_have_equal_bits(num_rows, depth):
     x, weight, bias = factors(5, num_rows, depth)
@@ -99,7 +99,12 @@ def test_threads_have_equal_bits(num_rows, depth):
     assert all(torch.equal(compiled(x, weight, bias, threads=threads), alone) for threads in (2, 3, 8))
 
 
-@pytest.mark.skipif(parallel_region() == 0, reason="needs GNU's OpenMP")
+def test_without_an_openmp_the_calling_thread_does_it_all():
+    x, weight, bias = factors(5, 576, 576)
+    assert torch.equal(compiled(x, weight, bias, threads=2, region=0), compiled(x, weight, bias))
+
+
+@pytest.mark.skipif(REGION == 0, reason="needs GNU's OpenMP")
 def test_torch_and_the_product_share_one_pool():
     """A pool of its own would be seen as threads beside those that torch has started."""
     code = """

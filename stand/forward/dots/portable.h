@@ -15,8 +15,9 @@ using Lanes = float __attribute__((vector_size(16)));
 constexpr int32_t MOST_TOKENS = 2;
 
 STAND_INLINE Lanes load(const float* values) {
-    using Unaligned = float __attribute__((vector_size(16), aligned(4), may_alias));
-    return *reinterpret_cast<const Unaligned*>(values);
+    Lanes lanes;
+    std::memcpy(&lanes, values, sizeof lanes);
+    return lanes;
 }
 
 STAND_INLINE void multiply_add(const Lanes& a, const Lanes& b, Lanes& sum) { sum += a * b; }

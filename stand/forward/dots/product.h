@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstring>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)

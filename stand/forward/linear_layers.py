@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,9 +12,10 @@ from torch.nn import Linear
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from stand.forward.few_token_product import few_token_product, is_supported
+from stand.forward.few_token_product import WIDEST, few_token_product, is_supported
 
-MOST_TOKENS = 64  # of a product of our own: from here on torch's is as fast
+MOST_TOKENS = 64  # of a product of our own: beyond, torch's is as fast
+IS_FASTER = WIDEST > 0 and platform.machine() in ("x86_64", "AMD64")  # AVX2 at least; on ARM nothing was measured
 
 
 @contextmanager
@@ -21,10 +23,10 @@ def few_token_layers(model: PreTrainedModel) -> Iterator[None]:
     """Within it the linear layers of a model on a CPU take `few_token_product` for up to MOST_TOKENS tokens.
 
     Only exact `torch.nn.Linear` whose forward nobody else has replaced, and only contiguous float32 operands; others
-    compute as before. The model is given back as it was.
+    compute as before, and all of them on a processor without AVX2. The model is given back as it was.
     """
     swapped = []
-    if model.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
+    if IS_FASTER and model.device.type == "cpu" and not torch.is_autocast_enabled("cpu"):
         for layer in model.modules():
             if type(layer) is Linear and "forward" not in vars(layer):
                 vars(layer)["forward"] = partial(_forward, layer)

@@ -22,6 +22,7 @@ def taken(monkeypatch) -> list[str]:
 
         return call
 
+    monkeypatch.setattr(linear_layers, "IS_FASTER", True)
     for name in ("few_token_product", "linear"):
         monkeypatch.setattr(linear_layers, name, watched(name, getattr(linear_layers, name)))
     return names
@@ -83,3 +84,9 @@ def test_engines_steps_take_it_and_leave_the_model_alone(taken):
     taken.clear()
     plain = tiny_model("llama").generate(torch.tensor([[5, 9, 11, 4]]), do_sample=False, max_new_tokens=6)
     assert output.token_ids[0] == plain[0, 4:].tolist() and taken == []
+
+
+def test_a_processor_that_it_does_not_serve_keeps_torchs_product(taken, monkeypatch):
+    monkeypatch.setattr(linear_layers, "IS_FASTER", False)
+    stand.wrap(tiny_model("llama")).generate(input_ids=[[5, 9, 11, 4]], max_new_tokens=6, temperature=0.0)
+    assert taken == []

@@ -10,10 +10,12 @@ replay: drafters on these recordings, with what the engine would keep under the 
 rules: the model in the loop; along the steps of `match`, every rule is asked how many tokens it keeps of the same
   draft on average (verifier_parts/expected_kept.py), on drafts of every kind and on chains of the lookup.
 loop: the model in the loop; a lookup that learns the laws of all nodes, of kept paths alone, or tokens.
+time: the model in the loop, one row at a time; wall-clock and processor time of every drafter beside transformers'
+  own `generate` with and without prompt lookup, in turn within every sample. For many rows together: throughput.py.
 
-Every finished arm is a line of FOLDER/MODEL.jsonl; a run with the same options goes on from there. Tables to stdout,
-errors are standard errors over problems (bootstrap), gains are paired by problem. A lookup starts empty at every
-problem. Wall-clock is no part of these tables: see throughput.py.
+Every finished arm (of `time`: problem) is a line of FOLDER/MODEL.jsonl; a run with the same options goes on from
+there. Tables to stdout, errors are standard errors over problems (bootstrap), gains are paired by problem. A lookup
+starts empty at every problem, but in `rules` and `loop`, where one learns from all.
 """
 
 from __future__ import annotations
@@ -31,11 +33,12 @@ from table_parts.law_recording import LawRecording, record
 from table_parts.law_replay import replay
 from table_parts.loop_tables import LoopArm, loop_arms, loop_tables, run_loop_arm
 from table_parts.replay_tables import COUNTS, ReplayArm, replay_arms, replay_tables, result_of
+from table_parts.time_tables import time_problem, time_table
 from workloads.problem_sets import Task, generated_tasks, read_tasks
 
 from stand.drafters.step_cost import CostTable
 
-PARTS = ("replay", "rules", "loop")
+PARTS = ("replay", "rules", "loop", "time")
 SETTINGS = "0.8:0.95,0.6:0.95,1.0:0.95,0.3:0.95,0.8:1.0,1.0:1.0"
 SEED = 11
 
@@ -81,8 +84,12 @@ class Run:
         return LawRecording.load(path)
 
     def result(self, key: tuple[str, ...], compute: Callable[[], dict]) -> dict:
-        """What is known of an arm, or what `compute` finds."""
-        key = (*key, f"{self.options.num_problems} problems, {self.options.tokens} tokens")
+        """What is known of an arm, or what `compute` finds; `key` begins with the part."""
+        options = self.options
+        size = f"{options.num_problems} problems"
+        if key[0] != "replay":
+            size = f"{options.loop_problems} problems x {options.loop_samples} samples"
+        key = (*key, f"{size}, {options.tokens} tokens")
         if key not in self._known:
             self._known[key] = json.loads(json.dumps(compute()))
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,6 +139,24 @@ def run_loop(run: Run, setting: str, arm: LoopArm) -> dict[str, object]:
     return run_loop_arm(*run.model, run.prompts(options.loop_problems), arm, samples=options.loop_samples, **how)
 
 
+def run_times(run: Run, settings: list[str]) -> str:
+    results: dict[str, list[dict]] = {setting: [] for setting in settings}
+    progress = Progress(len(settings) * run.options.loop_problems)
+    for setting in settings:
+        for problem in range(run.options.loop_problems):
+            found = run.result(("time", setting, f"problem {problem}"), partial(run_time, run, setting, problem))
+            results[setting].append(found)
+            progress.add(1, f"{setting}, problem {problem + 1}")
+    return time_table(results)
+
+
+def run_time(run: Run, setting: str, problem: int) -> dict[str, object]:
+    options = run.options
+    how = {**law_settings(setting), "max_new_tokens": options.tokens, "seed": SEED}
+    prompt = run.prompts(options.loop_problems)[problem]
+    return time_problem(*run.model, prompt, samples=options.loop_samples, problem=problem, **how)
+
+
 def settings_list(text: str) -> list[str]:
     settings = text.split(",")
     for setting in settings:
@@ -148,7 +173,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--num-problems", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=128, help="new tokens per trajectory")
     parser.add_argument("--loop-problems", type=int, default=4, help="problems with the model in the loop")
-    parser.add_argument("--loop-samples", type=int, default=4, help="samples per problem, all rows together")
+    parser.add_argument("--loop-samples", type=int, default=4, help="samples per problem, together, in `time` in turn")
     parser.add_argument("--costs", type=Path, help="file of step costs of one row: what drafts would do to the time")
     parser.add_argument("--folder", type=Path, default=Path("results/model_tables"))
     parser.add_argument("--threads", type=lambda text: count_list(text)[0], default=torch.get_num_threads())
@@ -163,6 +188,8 @@ def tables(run: Run) -> Iterator[str]:
     for part in run.options.parts:
         if part == "replay":
             yield run_replays(run, run.options.settings)
+        elif part == "time":
+            yield run_times(run, run.options.loop_settings)
         else:
             yield run_loops(run, part, run.options.loop_settings)
 

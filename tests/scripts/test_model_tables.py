@@ -7,12 +7,14 @@ from dataclasses import replace
 import model_tables
 import numpy as np
 import pytest
+import torch
 from measuring.setup import REASONER
 from measuring.token_drafter import TokenDrafter
 from table_parts import replay_tables
 from table_parts.law_recording import LawRecording, record
 from table_parts.law_replay import replay
 from table_parts.path_laws import PathLawsDrafter
+from table_parts.time_tables import PLAIN, Sampler, counted_forwards, time_arms, time_problem, time_table
 from tiny_models import tiny_model
 
 import stand
@@ -141,11 +143,11 @@ def test_the_command_goes_on_where_it_ended(monkeypatch, tmp_path, capsys):
     words = "--num-problems 2 --tokens 20 --settings 1.0:1.0 --loop-settings 1.0:1.0 --loop-problems 2 --loop-samples 2"
     run(monkeypatch, tmp_path, *words.split())
     first = capsys.readouterr().out
-    for line in ("deterministic 32 4", "chains         block", "kept paths' laws", "laws, 10 a row"):
+    for line in ("deterministic 32 4", "chains         block", "kept paths' laws", "laws, 10 a row", "token recycling"):
         assert " ".join(line.split()) in " ".join(first.split())
     lines = (tmp_path / f"{REASONER.name}.jsonl").read_text().splitlines()
-    assert len(lines) == 3 + 4 + 3 and all(json.loads(line)["result"]["steps"] for line in lines)
-    for name in ("record", "replay", "run_loop_arm"):
+    assert len(lines) == 3 + 4 + 3 + 2 and all(json.loads(line)["result"] for line in lines)
+    for name in ("record", "replay", "run_loop_arm", "time_problem"):
         monkeypatch.setattr(model_tables, name, None)  # nothing is run anew
     run(monkeypatch, tmp_path, *words.split())
     assert capsys.readouterr().out == first
@@ -164,3 +166,60 @@ def test_time_is_that_of_the_steps(recording):
     table = replay_tables.replay_tables({("1:1", arm.name): found}, ["1:1"], stand.CostTable((cost,)))
     (line,) = [line for line in table.splitlines() if line.startswith("1:1")][-1:]
     assert f" {expected:.2f} ± 0.00" in line
+
+
+@pytest.fixture(scope="module")
+def timed():
+    how = {"samples": 3, "problem": 0, "max_new_tokens": 24, "temperature": 0.7, "top_p": 0.95, "top_k": 0, "seed": 5}
+    return time_problem(tiny_model("qwen2"), None, PROMPT, **how)
+
+
+def test_every_arm_is_timed_on_the_same_samples(timed):
+    assert list(timed) == [arm.name for arm in time_arms()] and len(timed) == 10
+    for arm in time_arms():
+        found = timed[arm.name]
+        assert all(len(values) == 3 and min(values) > 0 for values in found.values())
+        if arm.make is not None and arm.rule == "match":
+            assert found["tokens"] == timed[PLAIN]["tokens"]
+    assert timed[PLAIN]["steps"] == timed[PLAIN]["tokens"]
+    assert timed["generate"]["steps"] == timed["generate"]["tokens"]  # one forward a token, and no other is counted
+    for name in timed.keys() - {PLAIN, "generate"}:
+        assert sum(timed[name]["steps"]) < sum(timed[name]["tokens"])
+
+
+def test_samples_of_match_are_those_without_drafts():
+    model, how = tiny_model("qwen2"), {"max_new_tokens": 24, "temperature": 0.7, "top_k": 0}
+    arms = [arm for arm in time_arms() if arm.make is not None and arm.rule == "match"]
+    drawn = [[Sampler(arm, model, None, PROMPT).draw(seed, **how)[0] for seed in (5, 6)] for arm in arms]
+    assert len(drawn) == 6 and all(tokens == drawn[0] for tokens in drawn)
+    assert drawn[0][0] != drawn[0][1]  # the control: another seed is another sample
+
+
+def test_a_sampler_learns_from_sample_to_sample():
+    """The same seed again: the lookup knows the text, and an arm without a lookup does not."""
+    model, how = tiny_model("qwen2"), {"max_new_tokens": 24, "temperature": 0.7, "top_k": 0}
+    by_name = {arm.name: Sampler(arm, model, None, PROMPT) for arm in time_arms()}
+    first, again = ({name: one.draw(5, **how)[1] for name, one in by_name.items()} for _ in range(2))
+    assert again["ours, 8 nodes, match"] < first["ours, 8 nodes, match"]
+    assert again["generate, prompt lookup 8"] == first["generate, prompt lookup 8"]
+
+
+def test_forwards_are_counted_within_the_block_alone():
+    model = tiny_model("qwen2")
+    with counted_forwards(model) as count:
+        for _ in range(3):
+            model(torch.tensor([PROMPT]))
+    model(torch.tensor([PROMPT]))
+    assert count == [3]
+
+
+def test_times_are_told_as_medians_over_problems():
+    def found(tokens, wall, cpu):
+        return {"tokens": [tokens, tokens], "steps": [2, 3], "wall": [wall, wall], "cpu": [cpu, cpu]}
+
+    problems = [
+        {PLAIN: found(5, 5.0, 1.0), "fast": found(10, wall, cpu)} for wall, cpu in ((5.0, 1.0), (2.0, 1.0), (2.5, 4.0))
+    ]
+    lines = time_table({"1:1": problems}).splitlines()
+    assert lines[-2].split()[-5:] == ["2.00", "1.0", "5.0", "1.00", "1.00"]
+    assert lines[-1].split()[-5:] == ["4.00", "4.0", "10.0", "4.00", "2.00"]

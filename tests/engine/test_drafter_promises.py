@@ -36,6 +36,18 @@ def test_the_room_that_is_kept_free(make, expected):
     assert make().most_nodes(3) == expected
 
 
+def test_a_rider_takes_room_beside_the_nodes():
+    """The most that it takes, however the nodes fall to the rows: here two slots per node, roots included."""
+    rider = types.SimpleNamespace(num_slots=lambda sizes: 2 * sizes)
+    drafter = stand.BlendedDrafter(budget=5)
+    assert drafter.most_slots(3) == 5
+    drafter.rider = rider
+    assert drafter.most_slots(3) == 5 + 2 * (5 + 3)
+    unknown = stand.TokenRecyclingDrafter(TWO_LEVELS)
+    unknown.most_nodes, unknown.rider = lambda num_rows: None, rider
+    assert unknown.most_slots(3) is None
+
+
 def test_more_rows_than_were_timed_draft_nothing():
     lookup = BlendedLookup()
     lookup.learn([], np.tile(np.arange(41, dtype=np.int32), 5))

@@ -53,8 +53,8 @@ TARGETS = (
         ("stand/drafters/*.py",),
         _tests(
             "engine",
-            *("blended_drafter", "cost_drafts", "drafter_promises", "foreign_drafter", "known_costs", "law_source"),
-            *("model_drafter", "planning", "step_cost", "text_drafters", "engine"),
+            *("blended_drafter", "cost_drafts", "drafter_promises", "eagle_head", "foreign_drafter", "known_costs"),
+            *("law_source", "model_drafter", "planning", "step_cost", "text_drafters", "engine"),
         ),
     ),
     Target(

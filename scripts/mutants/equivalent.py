@@ -344,5 +344,10 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "self._cache = TreeCache(num_rows=len(prefixes), room=max(map(len, histories)) + self.gamma)",
         "Add -> Sub",
     ): "a cache without room grows when it is written to",
+    (
+        "stand/drafters/check.py",
+        "if np.abs(sums - 1.0).max() > LAW_TOLERANCE:",
+        "Sub -> Add",
+    ): "asked of a draft with a fault, and every other fault was raised before",
     **{(f"trees/blended/growth/{file}", line, change): why for (file, line, change), why in OF_GROWTH.items()},
 }

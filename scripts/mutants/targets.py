@@ -36,7 +36,10 @@ TARGETS = (
     Target(
         "verifiers",
         ("verifiers/**/*.py", "verifiers/**/*.pyx"),
-        (*_tests("verifiers", "compiled", "draw_laws", "verifiers", "verifiers_step"), *_tests("trees", "draft_kinds")),
+        (
+            *_tests("verifiers", "compiled", "draw_laws", "transport", "verifiers", "verifiers_step"),
+            *_tests("trees", "draft_kinds"),
+        ),
     ),
     Target(
         "sampling",

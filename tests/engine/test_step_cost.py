@@ -80,7 +80,7 @@ def test_steps_of_a_real_model_are_timed():
         stand.wrap(model).measure_cost(num_rows=4, most_tokens=4)
 
 
-@pytest.mark.parametrize("length", [0, 1, 20, 22, 30, 500])
+@pytest.mark.parametrize("length", [0, 1, 20, 21, 22, 30, 500])
 def test_the_nearest_length_is_by_ratio(length):
     lengths = (1, 10, 45)
     table = CostTable(tuple(StepCost(1, at, tokens=(1, 2), seconds=(1.0, 1.0)) for at in lengths))

@@ -643,6 +643,19 @@ def test_greedy_block_owes_as_long_as_its_draft_was_deep():
         assert all(debt.positions == left > 0 for debt in verdicts.debts[0])
 
 
+def test_greedy_block_hands_no_paid_debt_on():
+    """A debt of one position, and a token after it that the drafter could have proposed."""
+    verifier, both = get_verifier("greedy_block"), np.tile(np.array([0, 1], np.int32), (3, 1))
+    draft = DraftTree(np.zeros(3, np.int32), np.arange(-1, 2, dtype=np.int32), both, np.full((3, 2), 0.5))
+    target = TargetRows(torch.tensor([[0.2, 0.8]]).repeat(3, 1), debts=[(Debt(1.5, 1),)])
+    lengths = set()
+    for seed in range(30):
+        verdicts = verifier.verify(DraftBatch.concatenate([draft]), target, keyed(1, seed=seed))
+        lengths.add(int(verdicts.num_accepted[0]))
+        assert all(debt.positions > 0 for debt in verdicts.debts[0])
+    assert 0 in lengths
+
+
 def test_greedy_block_owes_nothing_for_a_token_that_was_never_proposed():
     """Its ratio would be infinite, and (R p - q)+ the law itself."""
     verifier, laws = get_verifier("greedy_block"), torch.tensor([[0.0, 0.5, 0.5]]).repeat(3, 1)

@@ -42,6 +42,9 @@ def test_numbers_of_a_steps_tests_are_those_of_their_streams():
     noise.fill_tests(7, rows, steps, offsets, accept, resample)
     assert accept.tolist() == [*noise.node_uniforms(7, noise.ACCEPT, rows, steps, offsets), -1.0, -1.0]
     assert resample.tolist() == [*noise.uniforms(7, noise.RESAMPLE, rows, steps, 0), -1.0]
+    fitting = np.empty(5), np.empty(2)
+    noise.fill_tests(7, rows, steps, offsets, *fitting)
+    assert fitting[0].tolist() == accept[:5].tolist() and fitting[1].tolist() == resample[:2].tolist()
     written = np.empty(6)
     assert noise.node_uniforms(7, noise.ACCEPT, rows, steps, offsets, out=written) is written
     assert written[:5].tolist() == accept[:5].tolist()

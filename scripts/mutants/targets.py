@@ -49,7 +49,7 @@ TARGETS = (
     Target(
         "cache",
         ("stand/forward/tree_cache.py", "stand/forward/packed_plan.py"),
-        (*_tests("engine", "forward", "paged_cache", "scheduler", "engine"), *_tests("gpu", "gpu_guarded_step")),
+        (*_tests("engine", "forward", "paged_cache", "engine"), *_tests("gpu", "gpu_guarded_step")),
     ),
     Target(
         "drafters",

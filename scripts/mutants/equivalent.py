@@ -349,5 +349,45 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "if np.abs(sums - 1.0).max() > LAW_TOLERANCE:",
         "Sub -> Add",
     ): "asked of a draft with a fault, and every other fault was raised before",
+    (
+        "stand/forward/packed_plan.py",
+        "seen.append((seen[first + parent] if parent >= 0 else 0) | 1 << node)",
+        "0 -> 1",
+    ): "a root is node 0, whose bit is set in any case",
+    (
+        "stand/forward/packed_plan.py",
+        "self.is_uniform = bool((counts == self.width).all())",
+        "Eq -> NotEq",
+    ): "rows of one width are padded by nothing: slower, and the same",
+    (
+        "stand/forward/tree_cache.py",
+        "self._grow(max(plan.kv_length, min(2 * self.room, self.most_room or 2 * self.room)))",
+        "Or -> And",
+    ): "how much room a cache grows by at a time, not what is in it",
+    (
+        "stand/forward/tree_cache.py",
+        "self._grow(max(plan.kv_length, min(2 * self.room, self.most_room or 2 * self.room)))",
+        "Mult -> Div",
+    ): "how much room a cache grows by at a time, not what is in it",
+    (
+        "stand/forward/tree_cache.py",
+        "self._grow(max(plan.kv_length, min(2 * self.room, self.most_room or 2 * self.room)))",
+        "Mult -> Div #2",
+    ): "how much room a cache grows by at a time, not what is in it",
+    (
+        "stand/forward/tree_cache.py",
+        "if length > self.room:",
+        "Gt -> GtE",
+    ): "how much room a cache grows by at a time, not what is in it",
+    (
+        "stand/forward/packed_plan.py",
+        "padded[:, :, 0] = True",
+        "0 -> 1",
+    ): "a place without a token may look at any slot, and rows of unequal width have two",
+    (
+        "stand/forward/tree_cache.py",
+        "self.most_room = 0  # rooms that double stop here, where set; a longer row still gets what it needs",
+        "0 -> 1",
+    ): "how much room a cache grows by at a time, not what is in it",
     **{(f"trees/blended/growth/{file}", line, change): why for (file, line, change), why in OF_GROWTH.items()},
 }

@@ -49,7 +49,10 @@ TARGETS = (
     Target(
         "cache",
         ("stand/forward/tree_cache.py", "stand/forward/packed_plan.py"),
-        (*_tests("engine", "forward", "paged_cache", "engine"), *_tests("gpu", "gpu_guarded_step")),
+        (
+            *_tests("engine", "forward", "cache_memory", "paged_cache", "eagle_drafter", "engine"),
+            *_tests("gpu", "gpu_guarded_step"),
+        ),
     ),
     Target(
         "drafters",

@@ -82,7 +82,7 @@ def test_what_is_learned_late_is_what_is_learned(plain_kernels):
         assert list(map(list, early.request.histories)) == list(map(list, late.request.histories))
         assert list(map(list, early.accepted)) == list(map(list, late.accepted))
         assert np.array_equal(early.top_ids, late.top_ids)
-        np.testing.assert_allclose(early.top_probs, late.top_probs, atol=1e-5)
+        np.testing.assert_allclose(early.top_probs, late.top_probs, atol=1e-4)  # two products, two roundings
 
 
 def test_growth_of_the_cache_keeps_its_keys(plain_kernels, monkeypatch):

@@ -1,5 +1,9 @@
 # cython: binding=False, embedsignature=False
-"""Products of a few tokens with all rows of a matrix, compiled: few_token_product.py checks the arguments."""
+"""Products of a few tokens with a matrix, and with keys and values, compiled: few_token_product.py and
+few_token_attention.py check the arguments."""
+
+from libc.stdint cimport int32_t, int64_t
+
 
 cdef extern from "dots/product.h" namespace "stand" nogil:
     cdef enum class C_Vectors "stand::Vectors":
@@ -15,9 +19,35 @@ cdef extern from "dots/product.h" namespace "stand" nogil:
         Py_ssize_t num_tokens
         Py_ssize_t num_rows
         Py_ssize_t depth
+        Py_ssize_t stride
 
     void C_multiply "stand::multiply" (
         const C_Product& product, C_Vectors vectors, int num_threads, C_RunInThreads in_threads)
+
+cdef extern from "dots/attention.h" namespace "stand" nogil:
+    cdef cppclass C_Attention "stand::Attention":
+        const float* queries
+        const float* keys
+        const float* values
+        float* mixed
+        const int64_t* offsets
+        const int64_t* lengths
+        const int64_t* tails
+        const int64_t* path_offsets
+        const int32_t* paths
+        Py_ssize_t query_stride
+        Py_ssize_t query_head_stride
+        Py_ssize_t row_stride
+        Py_ssize_t head_stride
+        Py_ssize_t num_rows
+        Py_ssize_t num_key_heads
+        Py_ssize_t groups
+        Py_ssize_t size
+        Py_ssize_t window
+        float scale
+
+    void C_attend "stand::attend" (
+        const C_Attention& step, C_Vectors vectors, int num_threads, C_RunInThreads in_threads) except +
 
 
 def multiply(Py_ssize_t tokens, Py_ssize_t weights, Py_ssize_t bias, Py_ssize_t results, Py_ssize_t num_tokens,
@@ -30,6 +60,28 @@ def multiply(Py_ssize_t tokens, Py_ssize_t weights, Py_ssize_t bias, Py_ssize_t 
     cdef C_Product product
     product.tokens, product.weights, product.bias = <float*> tokens, <float*> weights, <float*> bias
     product.results = <float*> results
-    product.num_tokens, product.num_rows, product.depth = num_tokens, num_rows, depth
+    product.num_tokens, product.num_rows, product.depth, product.stride = num_tokens, num_rows, depth, num_rows
     with nogil:
         C_multiply(product, <C_Vectors> <int> vectors, <int> num_threads, <C_RunInThreads> in_threads)
+
+
+def attend(Py_ssize_t queries, Py_ssize_t keys, Py_ssize_t values, Py_ssize_t mixed, tuple tokens, tuple strides,
+           tuple sizes, double scale, Py_ssize_t vectors, Py_ssize_t num_threads, Py_ssize_t in_threads, /):
+    """mixed [M, H, D] = attention of queries [M, H, D] over keys and values [A, Hkv, slots, D].
+
+    Addresses of float32. `tokens`: addresses of offsets [A + 1], lengths [A], tails [A] and path_offsets [M + 1], int64,
+    and of paths, int32. `strides`: numbers between queries' tokens and heads, and between keys' rows and heads, as
+    between values'. `sizes`: A, Hkv, H / Hkv, D (a multiple of 16), window or 0. The rest as in `multiply`.
+    """
+    cdef C_Attention step
+    cdef Py_ssize_t offsets, lengths, tails, path_offsets, paths
+    step.queries, step.keys, step.values = <float*> queries, <float*> keys, <float*> values
+    step.mixed = <float*> mixed
+    offsets, lengths, tails, path_offsets, paths = tokens
+    step.offsets, step.lengths, step.tails = <int64_t*> offsets, <int64_t*> lengths, <int64_t*> tails
+    step.path_offsets, step.paths = <int64_t*> path_offsets, <int32_t*> paths
+    step.query_stride, step.query_head_stride, step.row_stride, step.head_stride = strides
+    step.num_rows, step.num_key_heads, step.groups, step.size, step.window = sizes
+    step.scale = <float> scale
+    with nogil:
+        C_attend(step, <C_Vectors> <int> vectors, <int> num_threads, <C_RunInThreads> in_threads)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from functools import lru_cache
 
 import torch
@@ -16,6 +17,7 @@ from stand.forward.dot_products import multiply
 from stand.laws.filters import VECTORS
 
 WIDEST = len(VECTORS) - 1
+IS_FASTER = WIDEST > 0 and platform.machine() in ("x86_64", "AMD64")  # AVX2 at least; on ARM nothing was measured
 
 
 def few_token_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

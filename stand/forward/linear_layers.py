@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,10 +11,9 @@ from torch.nn import Linear
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from stand.forward.few_token_product import WIDEST, few_token_product, is_supported
+from stand.forward.few_token_product import IS_FASTER, few_token_product, is_supported
 
 MOST_TOKENS = 64  # of a product of our own: beyond, torch's is as fast
-IS_FASTER = WIDEST > 0 and platform.machine() in ("x86_64", "AMD64")  # AVX2 at least; on ARM nothing was measured
 
 
 @contextmanager

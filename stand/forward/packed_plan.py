@@ -7,11 +7,16 @@ prefix and its own ancestors. A chain of prompt tokens and a draft are the same 
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import torch
 
+from stand.forward.few_token_attention import TokenPaths
+from stand.forward.few_token_product import IS_FASTER
 from stand.trees import DraftBatch
 
+MOST_ROW_TOKENS = 128  # for an attention of our own: chunks of prompts take torch's
 CALL_COST = 6  # query places that cost as much as one more attention call on a CPU (5 us each at 300 keys, measured)
 
 
@@ -51,6 +56,9 @@ class StepPlan:
             (row, int(offsets[row]) + self.width, int(offsets[row + 1])) for row in np.flatnonzero(counts > self.width)
         ]  # (row of the plan, first packed token, end)
         self.device = torch.device(device)
+        self.has_few_tokens = IS_FASTER and self.device.type == "cpu" and int(counts.max()) <= MOST_ROW_TOKENS
+        self._offsets = offsets
+        self._tails = starts + counts
         self._depths = depths
         self._ancestors = ancestors
         self._lengths = lengths
@@ -90,6 +98,11 @@ class StepPlan:
             first_row=row,
             device=device,
         )
+
+    @cached_property
+    def paths(self) -> TokenPaths:
+        """For `few_token_attention`."""
+        return TokenPaths(self._offsets, self._lengths, self._tails, self._ancestors)
 
     def pad(self, packed: torch.Tensor) -> torch.Tensor:
         """[H, M, D] -> [A, H, T, D]; places without a token are zero, tokens of `overflow` are left out."""

@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
+from stand.forward.few_token_attention import few_token_attention, is_supported
 from stand.forward.packed_plan import StepPlan
 
 ATTENTION_NAME = "stand_tree"
@@ -46,9 +47,12 @@ def attend(
             f"the {ATTENTION_NAME} attention needs the plan of a step, got a plain forward; "
             "call the model through stand.Engine, or set another attention implementation"
         )
+    scale = scaling if scaling is not None else query.shape[3] ** -0.5
+    if softcap is None and s_aux is None and stand_plan.has_few_tokens and is_supported(query, key, value):
+        few = few_token_attention(query, key, value, stand_plan.paths, scale=scale, window=sliding_window or 0)
+        return few, None
     groups = query.shape[1] // key.shape[1]
     kind = {"window": sliding_window, "groups": groups, "dtype": query.dtype}
-    scale = scaling if scaling is not None else query.shape[3] ** -0.5
 
     def mix(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """[A, H, T, D] queries over [A, Hkv, L, D], heads of one key head folded into the query axis."""

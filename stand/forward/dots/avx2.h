@@ -7,6 +7,10 @@ constexpr int32_t MOST_TOKENS = 3;
 
 STAND_TARGET STAND_INLINE Lanes load(const float* values) { return _mm256_loadu_ps(values); }
 
+STAND_TARGET STAND_INLINE void store(Lanes lanes, float* values) { _mm256_storeu_ps(values, lanes); }
+
+STAND_TARGET STAND_INLINE Lanes spread(float value) { return _mm256_set1_ps(value); }
+
 STAND_TARGET STAND_INLINE void multiply_add(Lanes a, Lanes b, Lanes& sum) { sum = _mm256_fmadd_ps(a, b, sum); }
 
 STAND_TARGET STAND_INLINE void add_lanes(const Lanes* sums, float* totals) {

@@ -7,6 +7,10 @@ constexpr int32_t MOST_TOKENS = 6;
 
 STAND_TARGET STAND_INLINE Lanes load(const float* values) { return _mm512_loadu_ps(values); }
 
+STAND_TARGET STAND_INLINE void store(Lanes lanes, float* values) { _mm512_storeu_ps(values, lanes); }
+
+STAND_TARGET STAND_INLINE Lanes spread(float value) { return _mm512_set1_ps(value); }
+
 STAND_TARGET STAND_INLINE void multiply_add(Lanes a, Lanes b, Lanes& sum) { sum = _mm512_fmadd_ps(a, b, sum); }
 
 // [a, b] with half as many lanes each: the sums of their halves.

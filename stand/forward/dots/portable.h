@@ -23,6 +23,10 @@ STAND_INLINE Lanes load(const float* values) {
 STAND_INLINE void multiply_add(const Lanes& a, const Lanes& b, Lanes& sum) { sum += a * b; }
 #endif
 
+STAND_INLINE void store(const Lanes& lanes, float* values) { std::memcpy(values, &lanes, sizeof lanes); }
+
+STAND_INLINE Lanes spread(float value) { return Lanes{value, value, value, value}; }
+
 STAND_INLINE void add_lanes(const Lanes* sums, float* totals) {
     constexpr int32_t PART = MOST_TOKENS * ROWS;
     for (int32_t row = 0; row < ROWS; ++row) {

@@ -5,62 +5,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cstring>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#endif
 
-#include "../../vectors.h"
+#include "instruction_sets.h"
 
 namespace stand {
 
-struct Product {
-    const float* tokens;   // [num_tokens, depth]
-    const float* weights;  // [num_rows, depth]
-    const float* bias;     // [num_rows], or null
-    float* results;        // [num_tokens, num_rows]
-    int64_t num_tokens, num_rows, depth;
-};
-
 namespace dots {
-
-#define STAND_UNROLL _Pragma("GCC unroll 16")
-
-constexpr int32_t TERMS = 16;  // sums that a product is made of
-constexpr int32_t ROWS = 4;    // of a tile
-
-// Wishes for what lies `offset` numbers after `values`, in the second cache. Nothing is read: it may lie beyond the end.
-STAND_INLINE void fetch(const float* values, int64_t offset) { __builtin_prefetch(values + offset, 0, 2); }
-
-#if defined(__x86_64__)
-namespace avx512 {
-#include "avx512.h"
-#include "tile.h"
-#undef STAND_TARGET
-}  // namespace avx512
-
-namespace avx2 {
-#include "avx2.h"
-#include "tile.h"
-#undef STAND_TARGET
-}  // namespace avx2
-#endif
-
-namespace portable {
-#include "portable.h"
-#include "tile.h"
-#undef STAND_TARGET
-}  // namespace portable
-
-inline void multiply_rows(const Product& product, Vectors vectors, int64_t first, int64_t end) {
-#if defined(__x86_64__)
-    if (vectors == Vectors::avx512) return avx512::multiply_rows(product, first, end);
-    if (vectors == Vectors::avx2) return avx2::multiply_rows(product, first, end);
-#endif
-    portable::multiply_rows(product, first, end);
-}
 
 constexpr int64_t LEAST_WEIGHTS = 1 << 17;  // with fewer, waiting for a second thread costs what it saves
 constexpr int64_t LEAST_SHARE = 32;         // rows; a share begins with rows that nobody has fetched
@@ -83,9 +33,6 @@ struct Work {
 };
 
 }  // namespace dots
-
-// GOMP_parallel of GNU's OpenMP: calls a function in so many threads, the caller's among them, and waits for all.
-using RunInThreads = void (*)(void (*)(void*), void*, unsigned, unsigned);
 
 // `in_threads`: null for the calling thread alone.
 inline void multiply(const Product& product, Vectors vectors, int32_t num_threads, RunInThreads in_threads) {

@@ -74,7 +74,7 @@ STAND_TARGET inline void multiply_tile(const Product& product, int64_t row, int6
     for (int32_t t = 0; t < count; ++t) {
         float totals[ROWS];
         add_lanes(sums + t * ROWS, totals);
-        float* results = product.results + (token + t) * product.num_rows;
+        float* results = product.results + (token + t) * product.stride;
         for (int64_t r = row; r < std::min(row + ROWS, product.num_rows); ++r)
             results[r] = product.bias == nullptr ? totals[r - row] : totals[r - row] + product.bias[r];
     }

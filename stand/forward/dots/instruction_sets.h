@@ -1,0 +1,76 @@
+// The loops of this folder, once for every instruction set.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#include "../../exponential.h"
+#include "../../vectors.h"
+#include "operands.h"
+
+namespace stand {
+
+namespace dots {
+
+#define STAND_UNROLL _Pragma("GCC unroll 16")
+
+constexpr int32_t TERMS = 16;  // sums that a product is made of
+constexpr int32_t ROWS = 4;    // of a tile
+
+// Wishes for what lies `offset` numbers after `values`, in the second cache. Nothing is read: it may lie beyond the end.
+STAND_INLINE void fetch(const float* values, int64_t offset) { __builtin_prefetch(values + offset, 0, 2); }
+
+#if defined(__x86_64__)
+namespace avx512 {
+#include "avx512.h"
+#include "tile.h"
+#include "attend_tile.h"
+#undef STAND_TARGET
+}  // namespace avx512
+
+namespace avx2 {
+#include "avx2.h"
+#include "tile.h"
+#include "attend_tile.h"
+#undef STAND_TARGET
+}  // namespace avx2
+#endif
+
+namespace portable {
+#include "portable.h"
+#include "tile.h"
+#include "attend_tile.h"
+#undef STAND_TARGET
+}  // namespace portable
+
+inline void multiply_rows(const Product& product, Vectors vectors, int64_t first, int64_t end) {
+#if defined(__x86_64__)
+    if (vectors == Vectors::avx512) return avx512::multiply_rows(product, first, end);
+    if (vectors == Vectors::avx2) return avx2::multiply_rows(product, first, end);
+#endif
+    portable::multiply_rows(product, first, end);
+}
+
+inline void attend_tokens(const Attention& step, Vectors vectors, int64_t row, int64_t head, int64_t first, int64_t end,
+                          float* scratch) {
+#if defined(__x86_64__)
+    if (vectors == Vectors::avx512) return avx512::attend_tokens(step, row, head, first, end, scratch);
+    if (vectors == Vectors::avx2) return avx2::attend_tokens(step, row, head, first, end, scratch);
+#endif
+    portable::attend_tokens(step, row, head, first, end, scratch);
+}
+
+}  // namespace dots
+
+// GOMP_parallel of GNU's OpenMP: calls a function in so many threads, the caller's among them, and waits for all.
+using RunInThreads = void (*)(void (*)(void*), void*, unsigned, unsigned);
+
+}  // namespace stand

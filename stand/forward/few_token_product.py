@@ -29,36 +29,48 @@ def few_token_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
     Uses torch's threads where torch has GNU's OpenMP, else the calling one. Raises ValueError for other tensors.
     """
-    if not is_supported(x, weight, bias):
+    if not (are_weights(weight, bias) and is_plain(x) and 1 <= x.dim() and x.shape[-1] == weight.shape[1]):
         raise ValueError(_refusal(x, weight, bias))
-    num_rows, depth = weight.shape
-    results = torch.empty((*x.shape[:-1], num_rows))
-    multiply(
-        x.data_ptr(),
-        weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        results.data_ptr(),
-        x.numel() // depth,
-        num_rows,
-        depth,
-        WIDEST,
-        torch.get_num_threads(),
-        parallel_region(),
-    )
-    return results
+    return FewTokenProduct(weight, bias)(x)
 
 
-def is_supported(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+class FewTokenProduct:
+    """`few_token_product` with one weight and bias, which `are_weights`: they are looked at once, and kept alive."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        self._operands = weight.detach(), None if bias is None else bias.detach()
+        self._weight, self._bias = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+        self._num_rows, self._depth = weight.shape
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., K], which `is_plain` -> [..., N]."""
+        results = torch.empty((*x.shape[:-1], self._num_rows))
+        multiply(
+            x.data_ptr(),
+            self._weight,
+            self._bias,
+            results.data_ptr(),
+            x.numel() // self._depth,
+            self._num_rows,
+            self._depth,
+            WIDEST,
+            torch.get_num_threads(),
+            parallel_region(),
+        )
+        return results
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether compiled code can read it, and no gradient is asked of it."""
+    is_readable = tensor.dtype is torch.float32 and tensor.is_contiguous() and tensor.is_cpu
+    return is_readable and not (tensor.requires_grad and torch.is_grad_enabled())
+
+
+def are_weights(weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     """Whether `few_token_product` takes them."""
-    tensors = (x, weight) if bias is None else (x, weight, bias)
-    for tensor in tensors:
-        if not (tensor.is_cpu and tensor.dtype is torch.float32 and tensor.is_contiguous()):
-            return False
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if weight.dim() != 2 or weight.shape[1] < 1 or not is_plain(weight):
         return False
-    if x.dim() < 1 or weight.dim() != 2 or not x.shape[-1] == weight.shape[1] >= 1:
-        return False
-    return bias is None or bias.shape == weight.shape[:1]
+    return bias is None or (is_plain(bias) and bias.shape == weight.shape[:1])
 
 
 def _refusal(*tensors: torch.Tensor | None) -> str:

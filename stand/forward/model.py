@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.forward.linear_layers import few_token_layers
 from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_cache import TreeCache
 
@@ -45,15 +44,14 @@ def max_positions(model: PreTrainedModel) -> int | None:
 def run_plan(model: PreTrainedModel, cache: TreeCache, plan: StepPlan, *, logits_to_keep: int = 0) -> torch.Tensor:
     """One packed forward under `tree_attention`: logits [M, V], or of the last `logits_to_keep` tokens only."""
     cache.begin(plan)
-    with few_token_layers(model):
-        output = model(
-            input_ids=plan.input_ids,
-            position_ids=plan.position_ids,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-            stand_plan=plan,
-        )
+    output = model(
+        input_ids=plan.input_ids,
+        position_ids=plan.position_ids,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=logits_to_keep,
+        stand_plan=plan,
+    )
     return output.logits[0]
 
 

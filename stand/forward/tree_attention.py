@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from stand.forward.few_token_attention import few_token_attention, is_supported
+from stand.forward.linear_layers import few_token_layers
 from stand.forward.packed_plan import StepPlan
 
 ATTENTION_NAME = "stand_tree"
@@ -101,8 +102,9 @@ AttentionInterface.register(ATTENTION_NAME, attend)
 
 @contextmanager
 def tree_attention(model: PreTrainedModel, name: str = ATTENTION_NAME) -> Iterator[None]:
-    """Run the block with tree attention (or the one registered as `name`), then give the model back as it was."""
-    with exclusive(model):
+    """Run the block with tree attention (or the one registered as `name`) and `few_token_layers`, then give the model
+    back as it was."""
+    with exclusive(model), few_token_layers(model):
         previous = model.config._attn_implementation
         model.set_attn_implementation(name)
         try:

@@ -10,6 +10,7 @@ replay: drafters on these recordings, with what the engine would keep under the 
 rules: the model in the loop; along the steps of `match`, every rule is asked how many tokens it keeps of the same
   draft on average (verifier_parts/expected_kept.py), on drafts of every kind and on chains of the lookup.
 loop: the model in the loop; a lookup that learns the laws of all nodes, of kept paths alone, or tokens.
+calibration: the model in the loop, one row at a time; how often nodes are kept that the lookup thought likely.
 time: the model in the loop, one row at a time; wall-clock and processor time of every drafter beside transformers'
   own `generate` with and without prompt lookup, in turn within every sample. For many rows together: throughput.py.
 
@@ -29,6 +30,7 @@ from pathlib import Path
 import torch
 from measuring.progress import Progress, say
 from measuring.setup import BOXED_INSTRUCTION, REASONER, WORD_PROBLEMS, count_list, load_model, prompt_ids
+from table_parts.estimates import CalibrationArm, calibration_arms, calibration_table, run_calibration_arm
 from table_parts.law_recording import LawRecording, record
 from table_parts.law_replay import replay
 from table_parts.loop_tables import LoopArm, loop_arms, loop_tables, run_loop_arm
@@ -38,7 +40,7 @@ from workloads.problem_sets import Task, generated_tasks, read_tasks
 
 from stand.drafters.step_cost import CostTable
 
-PARTS = ("replay", "rules", "loop", "time")
+PARTS = ("replay", "rules", "loop", "calibration", "time")
 SETTINGS = "0.8:0.95,0.6:0.95,1.0:0.95,0.3:0.95,0.8:1.0,1.0:1.0"
 SEED = 11
 
@@ -129,6 +131,16 @@ def run_loops(run: Run, part: str, settings: list[str]) -> str:
     return loop_tables(part, results)
 
 
+def run_calibrations(run: Run, settings: list[str]) -> str:
+    arms = [(setting, arm) for setting in settings for arm in calibration_arms()]
+    named, progress = [], Progress(len(arms))
+    for setting, arm in arms:
+        found = run.result(("calibration", setting, arm.name), partial(run_calibration, run, setting, arm))
+        named.append(([setting, arm.name], found["calibration"]))
+        progress.add(1, f"{setting}, {arm.name}")
+    return calibration_table(named, ["setting", "drafts"])
+
+
 def run_replay(recording: LawRecording, arm: ReplayArm) -> dict[str, object]:
     return result_of(replay(recording, arm.make, rows=arm.rows))
 
@@ -137,6 +149,12 @@ def run_loop(run: Run, setting: str, arm: LoopArm) -> dict[str, object]:
     options = run.options
     how = {**law_settings(setting), "max_new_tokens": options.tokens, "seed": SEED}
     return run_loop_arm(*run.model, run.prompts(options.loop_problems), arm, samples=options.loop_samples, **how)
+
+
+def run_calibration(run: Run, setting: str, arm: CalibrationArm) -> dict[str, object]:
+    options = run.options
+    how = {**law_settings(setting), "max_new_tokens": options.tokens, "seed": SEED}
+    return run_calibration_arm(*run.model, run.prompts(options.loop_problems), arm, samples=options.loop_samples, **how)
 
 
 def run_times(run: Run, settings: list[str]) -> str:
@@ -190,6 +208,8 @@ def tables(run: Run) -> Iterator[str]:
             yield run_replays(run, run.options.settings)
         elif part == "time":
             yield run_times(run, run.options.loop_settings)
+        elif part == "calibration":
+            yield run_calibrations(run, run.options.loop_settings)
         else:
             yield run_loops(run, part, run.options.loop_settings)
 

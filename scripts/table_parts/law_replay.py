@@ -16,9 +16,8 @@ import numpy as np
 
 import stand
 from stand.trees import DraftBatch
+from table_parts.estimates import EstimateCounts
 from table_parts.law_recording import LawRecording, Trajectory
-
-NUM_BINS = 10  # of estimated path probabilities
 
 
 @dataclass(slots=True)
@@ -29,24 +28,12 @@ class Replayed:
     steps: list[list[int]] = field(default_factory=list)
     sizes: list[list[Counter]] = field(default_factory=list)  # [problems][calls]: steps by their tokens of all rows
     nodes: int = 0
-    expected: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS))  # sum of the estimates per bin
-    kept: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS))
-    drafted: np.ndarray = field(default_factory=lambda: np.zeros(NUM_BINS))
+    estimates: EstimateCounts = field(default_factory=EstimateCounts)
 
     def count(self, batch: DraftBatch, accepted: Sequence[np.ndarray]) -> None:
         self.nodes += batch.num_nodes - len(batch)
         self.sizes[-1][-1][batch.num_nodes] += 1
-        if batch.path_probabilities is None:
-            return
-        is_kept = np.zeros(batch.num_nodes)
-        for start, path in zip(batch.offsets[:-1], accepted, strict=True):
-            is_kept[start + path] = 1.0
-        nodes = batch.depths > 0
-        estimates = batch.path_probabilities[nodes]
-        bins = np.minimum((estimates * NUM_BINS).astype(int), NUM_BINS - 1)
-        self.expected += np.bincount(bins, estimates, NUM_BINS)
-        self.kept += np.bincount(bins, is_kept[nodes], NUM_BINS)
-        self.drafted += np.bincount(bins, minlength=NUM_BINS)
+        self.estimates.count(batch, accepted)
 
 
 @dataclass(slots=True)

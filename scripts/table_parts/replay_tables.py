@@ -14,6 +14,7 @@ from verifier_parts.verifier_tables import gain, resampled, with_error
 import stand
 from stand.drafters.step_cost import CostTable, StepCost
 from stand.trees import BlendedLookup, LookupTree, TreeShape
+from table_parts.estimates import calibration_table
 from table_parts.law_recording import NUM_TOP
 from table_parts.law_replay import OnPathDrafter, Replayed
 from table_parts.path_laws import PathLawsDrafter, kept_lesson
@@ -92,7 +93,7 @@ def result_of(replayed: Replayed) -> dict[str, object]:
         "steps": replayed.steps,
         "nodes": replayed.nodes,
         "sizes": [[sorted(call.items()) for call in calls] for calls in replayed.sizes],
-        "calibration": [replayed.drafted.tolist(), replayed.expected.tolist(), replayed.kept.tolist()],
+        "calibration": replayed.estimates.as_lists(),
     }
 
 
@@ -184,16 +185,10 @@ def _evidence_table(arms: list[ReplayArm], results: dict, settings: list[str]) -
 
 
 def _calibration_table(arms: list[ReplayArm], results: dict, settings: list[str]) -> str:
-    """Kept over expected nodes by estimated path probability."""
-    rows = []
-    for setting in settings:
-        for arm in arms:
-            if "calibration" in arm.tables and (setting, arm.name) in results:
-                drafted, expected, kept = map(np.array, results[setting, arm.name]["calibration"])
-                means = [
-                    f"{known / count:.2f}/{seen / count:.2f}" if count >= 100 else "-"
-                    for count, known, seen in zip(drafted, expected, kept, strict=True)
-                ]
-                rows.append([setting, f"{kept.sum() / expected.sum():.2f}", *means])
-    bins = [f"{place / 10:.1f}-" for place in range(10)]
-    return f"calibration: estimated/observed by estimate\n{format_table(['setting', 'kept/expected', *bins], rows)}"
+    named = [
+        ([setting, arm.name], results[setting, arm.name]["calibration"])
+        for setting in settings
+        for arm in arms
+        if "calibration" in arm.tables and (setting, arm.name) in results
+    ]
+    return calibration_table(named, ["setting", "drafts"])

@@ -11,6 +11,7 @@ import torch
 from measuring.setup import REASONER
 from measuring.token_drafter import TokenDrafter
 from table_parts import replay_tables
+from table_parts.estimates import CalibrationArm, calibration_table, run_calibration_arm
 from table_parts.law_recording import LawRecording, record
 from table_parts.law_replay import replay
 from table_parts.path_laws import PathLawsDrafter
@@ -59,7 +60,7 @@ def test_a_replay_drafts_what_the_engine_drafts(recording, kind):
         if rows == 1:
             assert sum(result.steps[0]) == output.stats.num_steps < output.stats.num_tokens
             assert result.nodes == output.stats.num_draft_tokens
-            ended_by_a_node = output.stats.num_accepted_draft_tokens - result.kept.sum()
+            ended_by_a_node = output.stats.num_accepted_draft_tokens - result.estimates.kept.sum()
             assert ended_by_a_node in (0, 1)  # the replay takes the last token as drawn
 
 
@@ -136,6 +137,21 @@ def run(monkeypatch, folder, *words):
     model_tables.main()
 
 
+def test_estimates_with_the_model_in_the_loop():
+    """The nodes that are counted are the engine's."""
+    model, how = tiny_model("qwen2"), {**SETTINGS, "seed": 3}
+    arm = CalibrationArm("deterministic", "match", 8)
+    drafted, expected, kept = run_calibration_arm(model, None, [PROMPT], arm, samples=2, **how)["calibration"]
+    lookup = stand.BlendedDrafter(BlendedLookup(), budget=8, kind="deterministic")
+    engine = stand.wrap(model, drafter=lookup, verifier="match")
+    stats = [engine.generate(input_ids=[PROMPT], **{**how, "seed": seed}).stats for seed in (3, 4)]
+    assert sum(drafted) == sum(each.num_draft_tokens for each in stats) > 100
+    assert 0 < sum(each.num_accepted_draft_tokens for each in stats) <= sum(kept) < sum(drafted)
+    assert 0.3 < sum(kept) / sum(expected) < 3.0 and all(one <= all_ for one, all_ in zip(kept, drafted, strict=True))
+    table = calibration_table([(["0.7", arm.name], [[200.0] * 10, [100.0] * 10, [50.0] * 10])], ["setting", "drafts"])
+    assert table.count("0.50/0.25") == 10 and table.splitlines()[-1].split()[-11] == "0.50"
+
+
 def test_the_command_goes_on_where_it_ended(monkeypatch, tmp_path, capsys):
     wanted = {"deterministic, 32 nodes, 4 rows", "tokens, 8 nodes, 1 rows", "laws, 10 a row, 8 nodes, 1 rows"}
     arms = [arm for arm in replay_tables.replay_arms() if arm.name in wanted]
@@ -146,7 +162,7 @@ def test_the_command_goes_on_where_it_ended(monkeypatch, tmp_path, capsys):
     for line in ("deterministic 32 4", "chains         block", "kept paths' laws", "laws, 10 a row", "token recycling"):
         assert " ".join(line.split()) in " ".join(first.split())
     lines = (tmp_path / f"{REASONER.name}.jsonl").read_text().splitlines()
-    assert len(lines) == 3 + 4 + 3 + 2 and all(json.loads(line)["result"] for line in lines)
+    assert len(lines) == 3 + 4 + 3 + 4 + 2 and all(json.loads(line)["result"] for line in lines)
     for name in ("record", "replay", "run_loop_arm", "time_problem"):
         monkeypatch.setattr(model_tables, name, None)  # nothing is run anew
     run(monkeypatch, tmp_path, *words.split())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -45,7 +47,7 @@ def max_positions(model: PreTrainedModel) -> int | None:
 def run_plan(model: PreTrainedModel, cache: TreeCache, plan: StepPlan, *, logits_to_keep: int = 0) -> torch.Tensor:
     """One packed forward under `tree_attention`: logits [M, V], or of the last `logits_to_keep` tokens only."""
     cache.begin(plan)
-    with few_token_layers(model):
+    with _fused(model, cache), few_token_layers(model):
         output = model(
             input_ids=plan.input_ids,
             position_ids=plan.position_ids,
@@ -55,6 +57,14 @@ def run_plan(model: PreTrainedModel, cache: TreeCache, plan: StepPlan, *, logits
             stand_plan=plan,
         )
     return output.logits[0]
+
+
+def _fused(model: PreTrainedModel, cache: TreeCache) -> AbstractContextManager[None]:
+    """The cache's fusion, where what it computes with serves the model as it is now."""
+    fusion = getattr(cache, "fusion", None)
+    if fusion is None or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or model.dtype != torch.float32:
+        return nullcontext()
+    return fusion.active()
 
 
 def prefill(model: PreTrainedModel, cache: TreeCache, token_ids: np.ndarray, *, row: int) -> None:

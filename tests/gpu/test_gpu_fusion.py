@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 from transformers import AttentionInterface, AutoModelForCausalLM  # noqa: E402
 
 from stand.forward.tree_attention import tree_attention  # noqa: E402
+from stand.fusion import attention as fused_attention  # noqa: E402
+from stand.fusion import merged_linear  # noqa: E402
+from stand.fusion import mlp as fused_mlp  # noqa: E402
+from stand.fusion import norm as fused_norm  # noqa: E402
+from stand.fusion.fusion import fuse  # noqa: E402
 from stand.gpu.device_cache import DeviceCache  # noqa: E402
-from stand.gpu.fusion import attention as fused_attention  # noqa: E402
-from stand.gpu.fusion import merged_linear  # noqa: E402
-from stand.gpu.fusion import mlp as fused_mlp  # noqa: E402
-from stand.gpu.fusion import norm as fused_norm  # noqa: E402
-from stand.gpu.fusion.fusion import fuse  # noqa: E402
 
 NAME = "stand_test_dense"
 NUM_ROWS, ROOM = 2, 8

@@ -50,6 +50,7 @@ class FusedAttention:
         self.kernels = kernels
         self.settings = settings
         self.merged = merged
+        self.direct = kernels.direct_layers(module)
         self.own = frozenset(inspect.signature(type(module).forward).parameters)
 
     def __call__(
@@ -69,7 +70,7 @@ class FusedAttention:
         attend = ALL_ATTENTION_FUNCTIONS[self.module.config._attn_implementation]
         passed = {name: value for name, value in kwargs.items() if name not in self.own}
         mixed, weights = attend(self.module, query, keys, values, attention_mask, **self._constants(), **passed)
-        return self.module.o_proj(mixed.reshape(1, hidden_states.shape[1], -1)), weights
+        return self._linear("o_proj", mixed.reshape(1, hidden_states.shape[1], -1)), weights
 
     def _rotated(
         self,
@@ -97,8 +98,11 @@ class FusedAttention:
         module = self.module
         if hasattr(module, "qkv_proj"):
             sizes = [heads * module.head_dim for heads in _head_counts(module.config)]
-            return module.qkv_proj(hidden_states).split(sizes, dim=-1)
-        return module.q_proj(hidden_states), module.k_proj(hidden_states), module.v_proj(hidden_states)
+            return self._linear("qkv_proj", hidden_states).split(sizes, dim=-1)
+        return tuple(self._linear(name, hidden_states) for name in ("q_proj", "k_proj", "v_proj"))
+
+    def _linear(self, name: str, states: torch.Tensor) -> torch.Tensor:
+        return self.kernels.linear(self.module, name, states, self.direct)
 
     def _constants(self) -> dict[str, object]:
         named = {name: getattr(self.module, parameter) for name, parameter in self.settings.parameters.items()}

@@ -87,8 +87,8 @@ class Fusion:
         self.report = report
         self._merged = merged  # by the name of the owner
         self._norms = {name: FusedNorm(model.get_submodule(name), rule, kernels) for name, rule in recipe.norms.items()}
+        self._guards: dict[str, Guard] = {}  # by the name of the module
         self._swaps = self._make_swaps()
-        self._guards = {guard for swap in self._swaps for guard in swap.guards}
         self._depth = 0
         self._saved: list[tuple[nn.Module, Callable | None]] = []
 
@@ -139,12 +139,12 @@ class Fusion:
         swaps += [self._swapped(name, norm) for name, norm in self._norms.items()]
         for name, activation in recipe.mlps.items():
             mlp = FusedMLP(module(name), activation, kernels, merged=merged(name))
-            passed = (activation_name(mlp.module), *recipe.merged.get(name, ()))
+            passed = (activation_name(mlp.module), *recipe.merged.get(name, ()), *_names(mlp))
             swaps.append(self._swapped(name, mlp, *passed))
         for name, settings in recipe.attentions.items():
             attention = FusedAttention(module(name), settings, kernels, merged=merged(name))
             norms = () if settings.rule == NO_NORM else ("q_norm", "k_norm")
-            swaps.append(self._swapped(name, attention, *norms, *recipe.merged.get(name, ())))
+            swaps.append(self._swapped(name, attention, *norms, *recipe.merged.get(name, ()), *_names(attention)))
         for name, following in recipe.layers.items():
             layer = FusedLayer(module(name), self._norms[f"{name}.{PARTS[2]}"], self._norms.get(following))
             swaps.append(self._swapped(name, layer, PARTS[2], behind=following))
@@ -157,10 +157,16 @@ class Fusion:
         if behind is not None and behind.endswith(f".{PARTS[0]}"):
             names.append(behind.removesuffix(f".{PARTS[0]}"))
         module = self.model.get_submodule(name)
-        return Swapped(module, forward, tuple(Guard.of(self.model, guarded) for guarded in names))
+        return Swapped(module, forward, tuple(map(self._guard, names)))
+
+    def _guard(self, name: str) -> Guard:
+        """One per module."""
+        if name not in self._guards:
+            self._guards[name] = Guard.of(self.model, name)
+        return self._guards[name]
 
     def _swap(self) -> None:
-        changed = {guard for guard in self._guards if not guard.holds()}
+        changed = {guard for guard in self._guards.values() if not guard.holds()}
         for swap in self._swaps:
             if changed and not changed.isdisjoint(swap.guards):
                 continue
@@ -185,3 +191,8 @@ class Fusion:
                     f"a fused model's weights must stay where fuse() put them, got other memory in {owner} (the model "
                     "was moved, cast or reloaded, or another engine's fusion of it was undone); wrap the model again"
                 )
+
+
+def _names(forward: FusedMLP | FusedAttention) -> list[str]:
+    """Of the linear layers that the forward does not call."""
+    return [name for name, child in forward.module.named_children() if child in forward.direct]

@@ -28,17 +28,21 @@ class FusedMLP:
         self.kernels = kernels
         self.activation = activation
         self.merged = merged
+        self.direct = kernels.direct_layers(module)
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         gate, up = self._gate_and_up(hidden_states)
-        return self.module.down_proj(self.kernels.gated_product(gate, up, self.activation))
+        return self._linear("down_proj", self.kernels.gated_product(gate, up, self.activation))
 
     def _gate_and_up(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.merged is not None:
             return self.merged.split(hidden_states)
         if hasattr(self.module, "gate_up_proj"):
-            return self.module.gate_up_proj(hidden_states).chunk(2, dim=-1)
-        return self.module.gate_proj(hidden_states), self.module.up_proj(hidden_states)
+            return self._linear("gate_up_proj", hidden_states).chunk(2, dim=-1)
+        return self._linear("gate_proj", hidden_states), self._linear("up_proj", hidden_states)
+
+    def _linear(self, name: str, states: torch.Tensor) -> torch.Tensor:
+        return self.kernels.linear(self.module, name, states, self.direct)
 
 
 def is_gated_mlp(module: nn.Module) -> bool:

@@ -15,13 +15,14 @@ from stand.forward import mapped_memory
 from stand.forward.model import text_config
 from stand.forward.paged_cache import PagedCache, PromptRoom, fitting_page_size, most_shown_rows
 from stand.forward.tree_cache import DRAFT_ROOM, TreeCache
+from stand.fusion.on_cpu import fuse_on_cpu, is_fusible
 from stand.step import EagerStep, Step, StepStart
 from stand.verifiers import Verifier
 
 if TYPE_CHECKING:
     from stand.drafters.drafter import Drafter
+    from stand.fusion.fusion import Fusion
     from stand.gpu.device_rule import DeviceRule
-    from stand.gpu.fusion.fusion import Fusion
     from stand.gpu.guarded_step import GuardedStep
 
 MOST_CAPTURED_TOKENS = 512  # of all rows of a captured step (`stand.gpu.step_size.NUM_TOKENS`)
@@ -50,14 +51,18 @@ class Backend(Protocol):
 
 
 class EagerBackend:
-    """PyTorch's attention, operation by operation, on any device. On a CPU under Linux the cache has pages."""
+    """PyTorch's attention, operation by operation, on any device. On a CPU under Linux the cache has pages.
+
+    fusion: proven fused forwards of the model's modules (`fusion.report`), or None.
+    """
 
     name = "sdpa"
     held_bytes = 0
     has_pool = False
 
-    def __init__(self, model: PreTrainedModel, reason: str):
+    def __init__(self, model: PreTrainedModel, reason: str, *, fusion: Fusion | None = None):
         self.reason = reason
+        self.fusion = fusion
         self.page_size = _page_size(model)
         self._model = model
 
@@ -67,7 +72,9 @@ class EagerBackend:
         return None if self.page_size is None else most_shown_rows(*key_shape(self._model)[:2])
 
     def key_maker(self) -> Callable[[int], TreeCache]:
-        return partial(TreeCache, 1) if self.page_size is None else partial(PromptRoom, mapped_memory.SharedFile())
+        if self.page_size is None:
+            return partial(TreeCache, 1, fusion=self.fusion)
+        return partial(PromptRoom, mapped_memory.SharedFile(), fusion=self.fusion)
 
     def __str__(self) -> str:
         return self.name
@@ -75,9 +82,10 @@ class EagerBackend:
     def new_step(self, start: StepStart) -> Step:
         if isinstance(start.keys, PromptRoom):
             room = max(row.most_cached for row in start.rows) + DRAFT_ROOM
-            cache = PagedCache(start.num_places, room, page_size=self.page_size)
+            cache = PagedCache(start.num_places, room, page_size=self.page_size, fusion=self.fusion)
         else:
-            cache = TreeCache(start.num_places, room=max(row.num_cached for row in start.rows) + 1)
+            room = max(row.num_cached for row in start.rows) + 1
+            cache = TreeCache(start.num_places, room, fusion=self.fusion)
         return EagerStep(
             self._model,
             cache,
@@ -158,16 +166,16 @@ def choose_backend(
     if requested not in NAMES:
         raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {requested!r}; auto is usual")
     if requested == "sdpa":
-        return EagerBackend(model, "asked for")
+        return _eager(model, "asked for", fuse=fuse)
     if requested == "auto" and model.device.type != "cuda":
-        return EagerBackend(model, f"the model is on {model.device.type}, kernels are for CUDA")
+        return _eager(model, f"the model is on {model.device.type}, kernels are for CUDA", fuse=fuse)
     obstacle = drafter_obstacle(drafter) or kernel_obstacle(model, verifier)
     if obstacle is None:
         reason = "asked for" if requested == "triton" else "the kernels serve this model"
         return _fused(model, verifier, reason) if fuse else CapturedBackend(model, reason)
     if requested == "triton":
         raise ValueError(f"backend 'triton' cannot serve here: {obstacle}; use backend='sdpa' or 'auto'")
-    return EagerBackend(model, obstacle)
+    return _eager(model, obstacle, fuse=fuse)
 
 
 def drafter_obstacle(drafter: Drafter | None) -> str | None:
@@ -220,9 +228,19 @@ def kernel_obstacle(model: PreTrainedModel, verifier: Verifier) -> str | None:
     return kernel_failure(model, verifier)
 
 
+def _eager(model: PreTrainedModel, reason: str, *, fuse: bool) -> EagerBackend:
+    """With proven fused forwards where all of the model is on a CPU in float32; without them where that fails."""
+    if not fuse or not is_fusible(model):
+        return EagerBackend(model, reason)
+    try:
+        return EagerBackend(model, reason, fusion=fuse_on_cpu(model))
+    except Exception as error:  # what a trial meets in a foreign model may be anything
+        return EagerBackend(model, f"{reason}; not fused, because of {type(error).__name__}: {error}")
+
+
 def _fused(model: PreTrainedModel, verifier: Verifier, reason: str) -> CapturedBackend:
     """With proven fused forwards, checked once more all together; without them where that fails."""
-    from stand.gpu.fusion.fusion import fuse
+    from stand.fusion.fusion import fuse
     from stand.gpu.self_check import kernel_failure
 
     try:

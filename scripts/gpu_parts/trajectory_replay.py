@@ -28,9 +28,9 @@ from stand.call import Call
 from stand.drafters.step_cost import CostTable
 from stand.engine import Engine
 from stand.forward.tree_cache import TreeCache
+from stand.fusion.fusion import Fusion
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_rule import DeviceVerdict, MatchRule, follow_drawn
-from stand.gpu.fusion.fusion import Fusion
 from stand.gpu.packet import Field
 from stand.gpu.step_size import StepSize
 from stand.output import GenerationOutput

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -44,15 +46,24 @@ def max_positions(model: PreTrainedModel) -> int | None:
 def run_plan(model: PreTrainedModel, cache: TreeCache, plan: StepPlan, *, logits_to_keep: int = 0) -> torch.Tensor:
     """One packed forward under `tree_attention`: logits [M, V], or of the last `logits_to_keep` tokens only."""
     cache.begin(plan)
-    output = model(
-        input_ids=plan.input_ids,
-        position_ids=plan.position_ids,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=logits_to_keep,
-        stand_plan=plan,
-    )
+    with _fused(model, cache):
+        output = model(
+            input_ids=plan.input_ids,
+            position_ids=plan.position_ids,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+            stand_plan=plan,
+        )
     return output.logits[0]
+
+
+def _fused(model: PreTrainedModel, cache: TreeCache) -> AbstractContextManager[None]:
+    """The cache's fusion, where what it computes with serves the model as it is now."""
+    fusion = getattr(cache, "fusion", None)
+    if fusion is None or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or model.dtype != torch.float32:
+        return nullcontext()
+    return fusion.active()
 
 
 def prefill(model: PreTrainedModel, cache: TreeCache, token_ids: np.ndarray, *, row: int) -> None:

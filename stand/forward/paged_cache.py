@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,6 +11,9 @@ import torch
 from stand.forward.mapped_memory import SYSTEM_PAGE, AddressSpace, SharedBlock, SharedFile
 from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_cache import TreeCache, round_up
+
+if TYPE_CHECKING:
+    from stand.fusion.fusion import Fusion
 
 PAGE_SIZES = (16, 32, 64, 128, 256)  # slots; a room is a whole number of the largest
 
@@ -31,8 +35,8 @@ def most_shown_rows(num_layers: int, num_heads: int) -> int:
 class PromptRoom(TreeCache):
     """One row whose memory rows of a `PagedCache` can share."""
 
-    def __init__(self, file: SharedFile, room: int):
-        super().__init__(num_rows=1, room=room)
+    def __init__(self, file: SharedFile, room: int, *, fusion: Fusion | None = None):
+        super().__init__(num_rows=1, room=room, fusion=fusion)
         self._file = file
         self._blocks: dict[int, SharedBlock] = {}  # by the address of the storage in it
 
@@ -55,8 +59,8 @@ class PagedCache(TreeCache):
     copies the last of these pages when the row first writes behind the prompt.
     """
 
-    def __init__(self, num_rows: int, room: int, *, page_size: int):
-        super().__init__(num_rows, room)
+    def __init__(self, num_rows: int, room: int, *, page_size: int, fusion: Fusion | None = None):
+        super().__init__(num_rows, room, fusion=fusion)
         self._page_size = page_size
         self._spaces: dict[int, AddressSpace] = {}  # by the address of the storage in it
         self._begun: list[tuple[TreeCache, int] | None] = [None] * num_rows  # what a row began with, and its length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_attention import exclusive, tree_attention
 from stand.forward.tree_cache import TreeCache
 from stand.trees import NO_PARENT, DraftBatch, DraftTree
+
+if TYPE_CHECKING:
+    from stand.fusion.fusion import Fusion
 
 SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 CHECK_TOKENS = 6  # committed tokens before the check's tree
@@ -125,7 +129,7 @@ def tree_difference(model: PreTrainedModel) -> float:
     """`relative_difference` of one packed forward over a small tree to plain forwards over its paths."""
     prompt, batch = check_case(model)
     try:
-        return relative_difference(_tree_logits(model, prompt, batch), _plain_logits(model, prompt, batch.token_ids))
+        return relative_difference(tree_logits(model, prompt, batch), _plain_logits(model, prompt, batch.token_ids))
     except (RuntimeError, AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} must run one packed forward with tree attention, got "
@@ -150,9 +154,11 @@ def far_position_difference(model: PreTrainedModel) -> float:
     return relative_difference(together[:CHECK_TOKENS], alone)
 
 
-def _tree_logits(model: PreTrainedModel, prompt: np.ndarray, batch: DraftBatch) -> torch.Tensor:
+def tree_logits(
+    model: PreTrainedModel, prompt: np.ndarray, batch: DraftBatch, *, fusion: Fusion | None = None
+) -> torch.Tensor:
     """[N, V] float32 by one prefill and one packed forward."""
-    cache = TreeCache(num_rows=1, room=CHECK_TOKENS + batch.num_nodes)
+    cache = TreeCache(num_rows=1, room=CHECK_TOKENS + batch.num_nodes, fusion=fusion)
     with tree_attention(model):
         run_plan(model, cache, StepPlan.for_prompt(prompt, 0, row=0, device=model.device), logits_to_keep=1)
         plan = StepPlan.for_drafts(batch, np.array([CHECK_TOKENS]), device=model.device)

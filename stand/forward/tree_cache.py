@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
 from stand.forward.packed_plan import StepPlan
+
+if TYPE_CHECKING:
+    from stand.fusion.fusion import Fusion
 
 ROOM_QUANTUM = 256  # slots; rooms grow by doubling, rounded up to this
 DRAFT_ROOM = 256  # slots behind a row's own tokens that its drafts may take
@@ -29,22 +33,45 @@ class TreeCache(Cache):
 
     What the steps of a call need of a cache: `begin`, `update` and `get_seq_length` in a forward, `compact` after it,
     and between steps `leave` (a row has gone), `enter` (a row starts) and `move` (a row takes another place).
+
+    fusion: of the model, active in its forwards over this cache. A fused attention writes by itself, where `slots` say.
     """
 
-    def __init__(self, num_rows: int, room: int):
+    def __init__(self, num_rows: int, room: int, *, fusion: Fusion | None = None):
         super().__init__(layers=[])
+        self.fusion = fusion
         self.num_rows = num_rows
         self.room = round_up(room)
         self.most_room = 0  # rooms that double stop here, where set; a longer row still gets what it needs
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self._plan: StepPlan | None = None
+        self._slots: torch.Tensor | None = None
+        self._had_layers = False  # when the plan came
 
     def begin(self, plan: StepPlan) -> None:
         """Make room for the plan's tokens; the next forward writes them."""
         if plan.kv_length > self.room:
             self._grow(max(plan.kv_length, min(2 * self.room, self.most_room or 2 * self.room)))
-        self._plan = plan
+        self._plan, self._slots, self._had_layers = plan, None, bool(self.keys)
+
+    @property
+    def slots(self) -> torch.Tensor | None:
+        """[M] int64: row * room + slot of the plan's tokens. None before the first forward has made the layers."""
+        if self._slots is None and self._had_layers:
+            self._slots = self._plan.cache_rows * self.room + self._plan.cache_slots
+        return self._slots
+
+    def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [R, Hkv, S, D] of one layer."""
+        return self.keys[layer_idx], self.values[layer_idx]
+
+    def seen(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views [A, Hkv, L, D] of the plan's rows: what the attention function gets."""
+        plan = self._plan
+        rows = slice(plan.first_row, plan.first_row + plan.num_rows)
+        keys, values = self.layer(layer_idx)
+        return keys[rows, :, : plan.kv_length], values[rows, :, : plan.kv_length]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -56,12 +83,9 @@ class TreeCache(Cache):
         while len(self.keys) <= layer_idx:
             self.keys.append(self._allocate(key_states))
             self.values.append(self._allocate(value_states))
-        rows = slice(plan.first_row, plan.first_row + plan.num_rows)
-        views = []
-        for storage, states in ((self.keys[layer_idx], key_states), (self.values[layer_idx], value_states)):
+        for storage, states in zip(self.layer(layer_idx), (key_states, value_states), strict=True):
             storage[plan.cache_rows, :, plan.cache_slots] = states[0].transpose(0, 1)
-            views.append(storage[rows, :, : plan.kv_length])
-        return views[0], views[1]
+        return self.seen(layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Longest row's extent in the coming step, new tokens included (0 before the first)."""

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
+from stand.fusion.fusion import Fusion
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.device_rule import DeviceRule, GreedyRule
-from stand.gpu.fusion.fusion import Fusion
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME
 from stand.gpu.packing import kept_paths
 from stand.gpu.page_table import PageTable, PoolSize

@@ -69,6 +69,10 @@ class DeviceCache(Cache):
         """Keys and values [P + 1, Hkv, S, D] of one layer, views."""
         return self.storage[layer_idx, 0], self.storage[layer_idx, 1]
 
+    def seen(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the attention function gets: all of `layer`."""
+        return self.layer(layer_idx)
+
     def begin(self, slots: torch.Tensor) -> None:
         """The next forward writes its token i at slots[i]."""
         self.slots = slots

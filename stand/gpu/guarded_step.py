@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from stand.backend import device_rule
 from stand.forward.tree_cache import TreeCache
+from stand.fusion.fusion import Fusion
 from stand.gpu.captured_step import CapturedStep
-from stand.gpu.fusion.fusion import Fusion
 from stand.gpu.page_table import PageTable
 from stand.gpu.pooled_step import PooledStep
 from stand.row import LiveRows, Row

@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 from transformers import AttentionInterface, AutoModelForCausalLM  # noqa: E402
 
 from stand.forward.tree_attention import tree_attention  # noqa: E402
+from stand.fusion import fusion as fusion_module  # noqa: E402
+from stand.fusion import merged_linear  # noqa: E402
+from stand.fusion.fusion import fuse  # noqa: E402
+from stand.fusion.kernels import triton_kernels  # noqa: E402
+from stand.fusion.norm import FusedNorm  # noqa: E402
 from stand.gpu.device_cache import DeviceCache  # noqa: E402
-from stand.gpu.fusion import attention as fused_attention  # noqa: E402
-from stand.gpu.fusion import merged_linear  # noqa: E402
-from stand.gpu.fusion import mlp as fused_mlp  # noqa: E402
-from stand.gpu.fusion import norm as fused_norm  # noqa: E402
-from stand.gpu.fusion.fusion import fuse  # noqa: E402
 
 NAME = "stand_test_dense"
 NUM_ROWS, ROOM = 2, 8
@@ -258,20 +258,23 @@ def test_undo_waits_for_the_end_of_the_block():
         fusion.undo()
 
 
+TRITON = triton_kernels()
+
+
 def wrong_epsilon(states, weight, eps, rule):
-    return fused_norm.own_rms_norm(states, weight, 10 * eps, rule)
+    return TRITON.rms_norm(states, weight, 10 * eps, rule)
 
 
 def wrong_rotation(query, key, value, cos, sin, *rest):
-    return fused_attention.own_rope(query, key, value, cos, -sin, *rest)
+    return TRITON.rope_and_store(query, key, value, cos, -sin, *rest)
 
 
 def wrong_slots(query, key, value, cos, sin, keys, values, slots, *rest):
-    return fused_attention.own_rope(query, key, value, cos, sin, keys, values, slots.roll(1), *rest)
+    return TRITON.rope_and_store(query, key, value, cos, sin, keys, values, slots.roll(1), *rest)
 
 
 def wrong_gate(gate, up, activation):
-    return fused_mlp.own_gate(up, gate, activation)
+    return TRITON.gated_product(up, gate, activation)
 
 
 def failing_gate(gate, up, activation):
@@ -283,22 +286,22 @@ def wrong_product(states, weight, bias):
 
 
 @pytest.mark.parametrize(
-    "module, name, wrong, kind, reason",
+    "name, wrong, kind, reason",
     [
-        (fused_norm, "rms_norm", wrong_epsilon, NORM, "rounding"),
-        (fused_attention, "rope_and_store", wrong_rotation, ATTENTION, "rounding"),
-        (fused_attention, "rope_and_store", wrong_slots, ATTENTION, "rounding"),
-        (fused_mlp, "gated_product", wrong_gate, MLP, "rounding"),
-        (fused_mlp, "gated_product", failing_gate, MLP, "no such instruction"),
-        (merged_linear, "linear", wrong_product, GATE_UP, "rounding"),
+        ("rms_norm", wrong_epsilon, NORM, "rounding"),
+        ("rope_and_store", wrong_rotation, ATTENTION, "rounding"),
+        ("rope_and_store", wrong_slots, ATTENTION, "rounding"),
+        ("gated_product", wrong_gate, MLP, "rounding"),
+        ("gated_product", failing_gate, MLP, "no such instruction"),
+        ("linear", wrong_product, GATE_UP, "rounding"),
     ],
 )
-def test_a_wrong_swap_is_noticed_and_reverted(module, name, wrong, kind, reason, monkeypatch):
-    for owner, own in ((fused_norm, "rms_norm"), (fused_attention, "rope_and_store"), (fused_mlp, "gated_product")):
-        alias = {"rms_norm": "own_rms_norm", "rope_and_store": "own_rope", "gated_product": "own_gate"}[own]
-        monkeypatch.setattr(owner, alias, getattr(owner, own), raising=False)
+def test_a_wrong_swap_is_noticed_and_reverted(name, wrong, kind, reason, monkeypatch):
     monkeypatch.setattr(merged_linear, "own_linear", merged_linear.linear, raising=False)
-    monkeypatch.setattr(module, name, wrong)
+    if name == "linear":
+        monkeypatch.setattr(merged_linear, name, wrong)
+    else:
+        monkeypatch.setattr(fusion_module, "triton_kernels", lambda: TRITON._replace(**{name: wrong}))
     model = fresh("qwen2", 1)
     own, _ = packed_forwards(model)
     fusion = fuse(model)
@@ -462,28 +465,27 @@ def test_fused_forward_never_waits_for_the_device(family):
     assert counted.calls["rope_and_store"] == NUM_LAYERS and norms >= 2 * NUM_LAYERS + 1
 
 
-def test_the_fake_device_notices_a_wait(monkeypatch):
+def test_the_fake_device_notices_a_wait():
     fusion = fuse(fresh("llama"))
-    rms_norm = fused_norm.rms_norm
-    monkeypatch.setattr(fused_norm, "rms_norm", lambda x, *rest: rms_norm(x, *rest) * x.sum().item())
+    fusion.kernels = TRITON._replace(rms_norm=lambda x, *rest: TRITON.rms_norm(x, *rest) * x.sum().item())
     with pytest.raises(DataDependentOutputException):
         fake_forward("llama", fusion)
 
 
 def test_a_norm_that_gets_other_states_than_expected_norms_them():
     model = fresh("llama")
-    norm = fused_norm.FusedNorm(model.model.norm, 0)
+    norm = FusedNorm(model.model.norm, 0, TRITON)
     states, change, other = torch.randn(3, 2, model.config.hidden_size)
     total = norm.expect(states, change)
     assert torch.equal(total, states + change)
-    assert torch.equal(norm(other), fused_norm.FusedNorm(model.model.norm, 0)(other))
-    assert torch.equal(norm(total), fused_norm.FusedNorm(model.model.norm, 0)(states + change))
+    assert torch.equal(norm(other), FusedNorm(model.model.norm, 0, TRITON)(other))
+    assert torch.equal(norm(total), FusedNorm(model.model.norm, 0, TRITON)(states + change))
 
 
 def test_a_layer_that_adds_otherwise_is_left_alone(monkeypatch):
     """Control of the trial: an addition of something else is refused, and the other swaps stay."""
-    after = fused_norm.FusedNorm.after_adding
-    monkeypatch.setattr(fused_norm.FusedNorm, "after_adding", lambda norm, s, c: after(norm, s, 1.001 * c))
+    after = FusedNorm.after_adding
+    monkeypatch.setattr(FusedNorm, "after_adding", lambda norm, s, c: after(norm, s, 1.001 * c))
     found = kept(fuse(fresh("llama", 1)))
     assert ADDED not in found and found[NORM] == 3
 

@@ -22,10 +22,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException  # noqa: 
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from stand.forward.tree_attention import tree_attention  # noqa: E402
+from stand.fusion.fusion import fuse  # noqa: E402
 from stand.gpu import device_rule, step_body, step_packet  # noqa: E402
 from stand.gpu.device_cache import DeviceCache  # noqa: E402
 from stand.gpu.device_rule import CoupledRule, GreedyRule, MatchRule, TraversalRule  # noqa: E402
-from stand.gpu.fusion.fusion import fuse  # noqa: E402
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME  # noqa: E402
 from stand.gpu.kernels import attention  # noqa: E402
 from stand.gpu.page_table import PageTable  # noqa: E402

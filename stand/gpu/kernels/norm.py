@@ -10,13 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
+from stand.fusion.formulas import ONE_PLUS, ROUND_FIRST, RULES, SCALE_FIRST
 from stand.gpu.kernels.launch import launch_device
 from stand.gpu.kernels.specimen import Specimen
 
-ROUND_FIRST = 0  # weight * round(normal): Llama, Qwen, Mistral, Phi
-SCALE_FIRST = 1  # round(weight * normal): OLMo 2
-ONE_PLUS = 2  # round((1 + weight) * normal): Gemma
-RULES = (ROUND_FIRST, SCALE_FIRST, ONE_PLUS)
 MAX_SIZE = 16384  # a row lives in the registers of one program
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from stand.fusion.formulas import NO_NORM, ONE_PLUS, ROUND_FIRST, RULES
 from stand.gpu.kernels.launch import launch_device
-from stand.gpu.kernels.norm import ONE_PLUS, ROUND_FIRST, RULES, scale_normal
+from stand.gpu.kernels.norm import scale_normal
 from stand.gpu.kernels.specimen import Specimen
 
-NO_NORM = -1
 NUM_WARPS = 1  # a head per program: 128 values
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 

@@ -10,13 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
+from stand.fusion.formulas import ACTIVATIONS, GELU_ERF, GELU_TANH, SILU
 from stand.gpu.kernels.launch import launch_device
 from stand.gpu.kernels.specimen import Specimen
 
-SILU = 0
-GELU_TANH = 1
-GELU_ERF = 2
-ACTIVATIONS = (SILU, GELU_TANH, GELU_ERF)
 BLOCK = 1024
 NUM_WARPS = 4
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from stand.gpu.fusion.norm import FusedNorm
+from stand.fusion.norm import FusedNorm
 
 PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 

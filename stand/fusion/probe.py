@@ -51,6 +51,9 @@ class ProbeCache:
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.storage[0], self.storage[1]
 
+    def seen(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer(layer_idx)
+
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from stand.gpu.fusion.merged_linear import MergedLinear
-from stand.gpu.fusion.norm import norm_epsilon
-from stand.gpu.kernels.rope import NO_NORM, rope_and_store
+from stand.fusion.formulas import NO_NORM
+from stand.fusion.kernels import Kernels
+from stand.fusion.merged_linear import MergedLinear
+from stand.fusion.norm import norm_epsilon
 
 NAMED = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
 
@@ -36,15 +37,20 @@ class AttentionSettings:
 class FusedAttention:
     """Stands for `module.forward` wherever the cache has `slots`; any other cache gets the module's own forward.
 
-    The cache is written by the kernel, never through `update`; it must offer `slots` [M] int64 and
-    `layer(layer_idx) -> (keys, values)` [R, Hkv, S, D]. `merged` is q_proj, k_proj and v_proj in one, None where they
+    The cache is written by the kernel, never through `update`; it must offer `slots` [M] int64,
+    `layer(layer_idx) -> (keys, values)` [R, Hkv, S, D], and as `seen(layer_idx)` what `update` hands the attention
+    function. `merged` is q_proj, k_proj and v_proj in one, None where they
     could not be merged or are one already (qkv_proj).
     """
 
-    def __init__(self, module: nn.Module, settings: AttentionSettings, *, merged: MergedLinear | None):
+    def __init__(
+        self, module: nn.Module, settings: AttentionSettings, kernels: Kernels, *, merged: MergedLinear | None
+    ):
         self.module = module
+        self.kernels = kernels
         self.settings = settings
         self.merged = merged
+        self.direct = kernels.direct_layers(module)
         self.own = frozenset(inspect.signature(type(module).forward).parameters)
 
     def __call__(
@@ -60,10 +66,11 @@ class FusedAttention:
             return type(self.module).forward(self.module, **dict(zip(NAMED, values, strict=True)), **kwargs)
         keys, values = past_key_values.layer(self.module.layer_idx)
         query = self._rotated(hidden_states, position_embeddings, keys, values, past_key_values.slots)
+        keys, values = past_key_values.seen(self.module.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS[self.module.config._attn_implementation]
         passed = {name: value for name, value in kwargs.items() if name not in self.own}
         mixed, weights = attend(self.module, query, keys, values, attention_mask, **self._constants(), **passed)
-        return self.module.o_proj(mixed.reshape(1, hidden_states.shape[1], -1)), weights
+        return self._linear("o_proj", mixed.reshape(1, hidden_states.shape[1], -1)), weights
 
     def _rotated(
         self,
@@ -75,12 +82,14 @@ class FusedAttention:
     ) -> torch.Tensor:
         """Write the tokens' keys and values; the query [1, H, M, D]."""
         module, rule = self.module, self.settings.rule
-        parts = [part.squeeze(0).unflatten(-1, (-1, module.head_dim)) for part in self._projected(hidden_states)]
-        cos, sin = (table.squeeze(0) for table in position_embeddings)
+        num_tokens, head_size = hidden_states.shape[1], module.head_dim
+        parts = [part.view(num_tokens, -1, head_size) for part in self._projected(hidden_states)]
+        cos, sin = (table[0] for table in position_embeddings)
         weights, epsilon = (None, None), 0.0
         if rule != NO_NORM:
             weights, epsilon = (module.q_norm.weight, module.k_norm.weight), norm_epsilon(module.q_norm)
-        query = rope_and_store(*parts, cos, sin, keys, values, slots, self.settings.rotary, *weights, epsilon, rule)
+        rotary = self.settings.rotary
+        query = self.kernels.rope_and_store(*parts, cos, sin, keys, values, slots, rotary, *weights, epsilon, rule)
         return query.transpose(0, 1).unsqueeze(0)
 
     def _projected(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -89,8 +98,11 @@ class FusedAttention:
         module = self.module
         if hasattr(module, "qkv_proj"):
             sizes = [heads * module.head_dim for heads in _head_counts(module.config)]
-            return module.qkv_proj(hidden_states).split(sizes, dim=-1)
-        return module.q_proj(hidden_states), module.k_proj(hidden_states), module.v_proj(hidden_states)
+            return self._linear("qkv_proj", hidden_states).split(sizes, dim=-1)
+        return tuple(self._linear(name, hidden_states) for name in ("q_proj", "k_proj", "v_proj"))
+
+    def _linear(self, name: str, states: torch.Tensor) -> torch.Tensor:
+        return self.kernels.linear(self.module, name, states, self.direct)
 
     def _constants(self) -> dict[str, object]:
         named = {name: getattr(self.module, parameter) for name, parameter in self.settings.parameters.items()}

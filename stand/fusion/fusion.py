@@ -14,15 +14,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from stand.gpu.fusion.attention import FusedAttention
-from stand.gpu.fusion.layer import PARTS, FusedLayer
-from stand.gpu.fusion.merged_linear import MergedLinear
-from stand.gpu.fusion.mlp import FusedMLP
-from stand.gpu.fusion.norm import FusedNorm
-from stand.gpu.fusion.probe import TOLERANCES
-from stand.gpu.fusion.trial import Recipe, Swap, Trial
-from stand.gpu.kernels.launch import is_interpreted
-from stand.gpu.kernels.rope import _rope_and_store
+from stand.fusion.attention import FusedAttention
+from stand.fusion.formulas import NO_NORM
+from stand.fusion.guard import Guard, Swapped
+from stand.fusion.kernels import Kernels, triton_kernels
+from stand.fusion.layer import PARTS, FusedLayer
+from stand.fusion.merged_linear import MergedLinear
+from stand.fusion.mlp import FusedMLP, activation_name
+from stand.fusion.norm import FusedNorm
+from stand.fusion.probe import TOLERANCES
+from stand.fusion.trial import Recipe, Swap, Trial
 
 
 def fuse(model: PreTrainedModel, *, kernels: bool = True) -> Fusion:
@@ -41,36 +42,53 @@ def fuse(model: PreTrainedModel, *, kernels: bool = True) -> Fusion:
             "float32 products must be computed in float32 (TF32 moves rotary angles and logits), got precision "
             f"{torch.backends.cuda.matmul.fp32_precision!r}; call torch.set_float32_matmul_precision('highest')"
         )
-    if kernels and model.device.type == "cpu" and not is_interpreted(_rope_and_store):
+    if kernels and model.device.type == "cpu" and not _interprets():
         raise ValueError(
-            "fused kernels need a model on a GPU, got one on the CPU; move it, pass kernels=False, or set "
-            "TRITON_INTERPRET=1 before the first import to try them in the interpreter"
+            "Triton's kernels need a model on a GPU, got one on the CPU; move it, pass kernels=False, set "
+            "TRITON_INTERPRET=1 before the first import to try them in the interpreter, or take fuse_on_cpu"
         )
-    trial = Trial(model)
+    trial = Trial(model, triton_kernels() if kernels else None)
     trial.merge()
     if kernels:
-        trial.try_norms()
-        trial.try_mlps()
-        trial.try_attentions()
-        trial.try_layers()
+        trial.try_kernels()
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # the parts' former memory: freed in pieces that the cache cannot use whole
-    return Fusion(model, trial.recipe, merged=trial.merged, report=trial.report())
+    return Fusion(model, trial.recipe, trial.kernels, merged=trial.merged, report=trial.report())
+
+
+def _interprets() -> bool:
+    from stand.gpu.kernels.launch import is_interpreted
+    from stand.gpu.kernels.rope import _rope_and_store
+
+    return is_interpreted(_rope_and_store)
 
 
 class Fusion:
     """Proven swaps of one model. Forwards are swapped inside `active` only; merged memory lasts until `undo`.
 
+    A module that has been replaced since, or has a hook or another forward now, is left alone, and so is every forward
+    that would go past it.
+
     report: one entry per kind of swap, class and verdict.
     """
 
-    def __init__(self, model: PreTrainedModel, recipe: Recipe, *, merged: dict[str, MergedLinear], report: list[Swap]):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        recipe: Recipe,
+        kernels: Kernels | None,
+        *,
+        merged: dict[str, MergedLinear],
+        report: list[Swap],
+    ):
         self.model = model
         self.recipe = recipe
+        self.kernels = kernels
         self.report = report
         self._merged = merged  # by the name of the owner
-        self._norms = {name: FusedNorm(model.get_submodule(name), rule) for name, rule in recipe.norms.items()}
-        self._forwards = self._make_forwards()
+        self._norms = {name: FusedNorm(model.get_submodule(name), rule, kernels) for name, rule in recipe.norms.items()}
+        self._guards: dict[str, Guard] = {}  # by the name of the module
+        self._swaps = self._make_swaps()
         self._depth = 0
         self._saved: list[tuple[nn.Module, Callable | None]] = []
 
@@ -104,7 +122,8 @@ class Fusion:
             merged.separate()
         self._merged.clear()
         self._norms.clear()
-        self._forwards.clear()
+        self._swaps.clear()
+        self._guards.clear()
 
     def mirrored(self, model: PreTrainedModel) -> Fusion:
         """The same swaps, without proof, for a model of the same configuration (one of fake tensors, say)."""
@@ -112,25 +131,48 @@ class Fusion:
             owner: MergedLinear([model.get_submodule(f"{owner}.{part}") for part in parts])
             for owner, parts in self.recipe.merged.items()
         }
-        return Fusion(model, self.recipe, merged=merged, report=self.report)
+        return Fusion(model, self.recipe, self.kernels, merged=merged, report=self.report)
 
-    def _make_forwards(self) -> list[tuple[nn.Module, Callable]]:
-        module, merged = self.model.get_submodule, self._merged.get
-        forwards = [pair for joined in self._merged.values() for pair in joined.forwards()]
-        forwards += [(module(name), norm) for name, norm in self._norms.items()]
-        for name, activation in self.recipe.mlps.items():
-            forwards.append((module(name), FusedMLP(module(name), activation, merged=merged(name))))
-        for name, settings in self.recipe.attentions.items():
-            forwards.append((module(name), FusedAttention(module(name), settings, merged=merged(name))))
-        for name, following in self.recipe.layers.items():
-            inner = self._norms[f"{name}.{PARTS[2]}"]
-            forwards.append((module(name), FusedLayer(module(name), inner, self._norms.get(following))))
-        return forwards
+    def _make_swaps(self) -> list[Swapped]:
+        module, merged, recipe, kernels = self.model.get_submodule, self._merged.get, self.recipe, self.kernels
+        swaps = [Swapped(part, forward) for joined in self._merged.values() for part, forward in joined.forwards()]
+        swaps += [self._swapped(name, norm) for name, norm in self._norms.items()]
+        for name, activation in recipe.mlps.items():
+            mlp = FusedMLP(module(name), activation, kernels, merged=merged(name))
+            passed = (activation_name(mlp.module), *recipe.merged.get(name, ()), *_names(mlp))
+            swaps.append(self._swapped(name, mlp, *passed))
+        for name, settings in recipe.attentions.items():
+            attention = FusedAttention(module(name), settings, kernels, merged=merged(name))
+            norms = () if settings.rule == NO_NORM else ("q_norm", "k_norm")
+            swaps.append(self._swapped(name, attention, *norms, *recipe.merged.get(name, ()), *_names(attention)))
+        for name, following in recipe.layers.items():
+            layer = FusedLayer(module(name), self._norms[f"{name}.{PARTS[2]}"], self._norms.get(following))
+            swaps.append(self._swapped(name, layer, PARTS[2], behind=following))
+        return swaps
+
+    def _swapped(self, name: str, forward: Callable, *passed: str | None, behind: str | None = None) -> Swapped:
+        """passed: the module's children that the forward does not call. behind: the norm whose outcome it foretells,
+        which what stands between them could change."""
+        names = [name, *(f"{name}.{child}" for child in passed if child is not None)]
+        if behind is not None and behind.endswith(f".{PARTS[0]}"):
+            names.append(behind.removesuffix(f".{PARTS[0]}"))
+        module = self.model.get_submodule(name)
+        return Swapped(module, forward, tuple(map(self._guard, names)))
+
+    def _guard(self, name: str) -> Guard:
+        """One per module."""
+        if name not in self._guards:
+            self._guards[name] = Guard.of(self.model, name)
+        return self._guards[name]
 
     def _swap(self) -> None:
-        for module, forward in self._forwards:
-            self._saved.append((module, vars(module).get("forward")))
-            module.forward = forward
+        changed = {guard for guard in self._guards.values() if not guard.holds()}
+        for swap in self._swaps:
+            if changed and not changed.isdisjoint(swap.guards):
+                continue
+            attributes = vars(swap.module)
+            self._saved.append((swap.module, attributes.get("forward")))
+            attributes["forward"] = swap.forward
 
     def _restore(self) -> None:
         for module, forward in self._saved:
@@ -149,3 +191,8 @@ class Fusion:
                     f"a fused model's weights must stay where fuse() put them, got other memory in {owner} (the model "
                     "was moved, cast or reloaded, or another engine's fusion of it was undone); wrap the model again"
                 )
+
+
+def _names(forward: FusedMLP | FusedAttention) -> list[str]:
+    """Of the linear layers that the forward does not call."""
+    return [name for name, child in forward.module.named_children() if child in forward.direct]

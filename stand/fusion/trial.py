@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from torch import nn
 from transformers import PreTrainedModel
 
-from stand.gpu.fusion.attention import AttentionSettings, FusedAttention, has_head_norms, is_attention
-from stand.gpu.fusion.layer import PARTS, FusedLayer, following_norm, is_layer
-from stand.gpu.fusion.merged_linear import MergedLinear, is_bare, merge_refusal, tied_parameters
-from stand.gpu.fusion.mlp import FusedMLP, find_activation, is_gated_mlp
-from stand.gpu.fusion.norm import FusedNorm, norm_refusal
-from stand.gpu.fusion.probe import TOLERANCES, Outcome, Probe, difference
-from stand.gpu.kernels.norm import RULES
-from stand.gpu.kernels.rope import NO_NORM
+from stand.fusion.attention import AttentionSettings, FusedAttention, has_head_norms, is_attention
+from stand.fusion.formulas import NO_NORM, RULES
+from stand.fusion.kernels import Kernels
+from stand.fusion.layer import PARTS, FusedLayer, following_norm, is_layer
+from stand.fusion.merged_linear import MergedLinear, is_bare, merge_refusal, tied_parameters
+from stand.fusion.mlp import FusedMLP, find_activation, is_gated_mlp
+from stand.fusion.norm import FusedNorm, norm_refusal
+from stand.fusion.probe import TOLERANCES, Outcome, Probe, difference
 
 MERGEABLE = {"merged q/k/v": ("q_proj", "k_proj", "v_proj"), "merged gate/up": ("gate_proj", "up_proj")}
 
@@ -54,9 +54,13 @@ class Recipe:
 
 
 class Trial:
-    """Tries swaps on one model and collects those that hold; `merged` lives on, everything else is given back."""
+    """Tries swaps on one model and collects those that hold; `merged` lives on, everything else is given back.
 
-    def __init__(self, model: PreTrainedModel):
+    kernels: what they compute with; None where nothing but merging is tried.
+    """
+
+    def __init__(self, model: PreTrainedModel, kernels: Kernels | None):
+        self.kernels = kernels
         self.recipe = Recipe()
         self.merged: dict[str, MergedLinear] = {}
         self._modules = dict(model.named_modules())
@@ -86,13 +90,20 @@ class Trial:
                 elif refusal:
                     self._verdicts.append((kind, owner, None, refusal))
 
+    def try_kernels(self) -> None:
+        """All swaps of modules, in the order that they need."""
+        self.try_norms()
+        self.try_mlps()
+        self.try_attentions()
+        self.try_layers()
+
     def try_norms(self) -> None:
         """Every module is tried; the rule that came nearest for the first of a class is the only one for the others."""
         found: dict[type, int] = {}
         for module in filter(_is_norm, self._names):
             refusal = self._untried(module) or norm_refusal(module)
             rules = [found[type(module)]] if type(module) in found else RULES
-            candidates = [] if refusal else [(rule, FusedNorm(module, rule)) for rule in rules]
+            candidates = [] if refusal else [(rule, FusedNorm(module, rule, self.kernels)) for rule in rules]
             rule = self._best("RMSNorm", module, candidates, refusal)
             if rule is not None:
                 self.recipe.norms[self._names[module]] = found[type(module)] = rule
@@ -102,7 +113,7 @@ class Trial:
             activation = find_activation(module)
             refusal = self._untried(module) or ("no kernel for its activation" if activation is None else "")
             merged = self.merged.get(self._names[module])
-            candidates = [] if refusal else [(activation, FusedMLP(module, activation, merged=merged))]
+            candidates = [] if refusal else [(activation, FusedMLP(module, activation, self.kernels, merged=merged))]
             if self._best("gated feed-forward", module, candidates, refusal) is not None:
                 self.recipe.mlps[self._names[module]] = activation
 
@@ -111,7 +122,9 @@ class Trial:
         for module in filter(is_attention, self._names):
             merged = self.merged.get(self._names[module])
             settings, refusal = self._attention_settings(module)
-            candidates = [(setting, FusedAttention(module, setting, merged=merged)) for setting in settings]
+            candidates = [
+                (setting, FusedAttention(module, setting, self.kernels, merged=merged)) for setting in settings
+            ]
             setting = self._best("attention with rotary cache write", module, candidates, refusal)
             if setting is not None:
                 self.recipe.attentions[self._names[module]] = setting
@@ -133,7 +146,7 @@ class Trial:
     def _norm(self, name: str) -> FusedNorm | None:
         """Of a norm that is fused by itself."""
         rule = self.recipe.norms.get(name)
-        return None if rule is None else FusedNorm(self._modules[name], rule)
+        return None if rule is None else FusedNorm(self._modules[name], rule, self.kernels)
 
     def report(self) -> list[Swap]:
         """Verdicts of one kind, class and reason together, in the order of the trials."""

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 from torch.nn.functional import gelu, silu
 
-from stand.gpu.fusion.merged_linear import MergedLinear
-from stand.gpu.kernels.swiglu import GELU_ERF, GELU_TANH, SILU, gated_product
+from stand.fusion.formulas import GELU_ERF, GELU_TANH, SILU
+from stand.fusion.kernels import Kernels
+from stand.fusion.merged_linear import MergedLinear
 
 REFERENCES = {
     SILU: silu,
@@ -22,21 +23,26 @@ class FusedMLP:
     A module with gate_up_proj (Phi 3) has them in one already, the gate first.
     """
 
-    def __init__(self, module: nn.Module, activation: int, *, merged: MergedLinear | None):
+    def __init__(self, module: nn.Module, activation: int, kernels: Kernels, *, merged: MergedLinear | None):
         self.module = module
+        self.kernels = kernels
         self.activation = activation
         self.merged = merged
+        self.direct = kernels.direct_layers(module)
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         gate, up = self._gate_and_up(hidden_states)
-        return self.module.down_proj(gated_product(gate, up, self.activation))
+        return self._linear("down_proj", self.kernels.gated_product(gate, up, self.activation))
 
     def _gate_and_up(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self.merged is not None:
             return self.merged.split(hidden_states)
         if hasattr(self.module, "gate_up_proj"):
-            return self.module.gate_up_proj(hidden_states).chunk(2, dim=-1)
-        return self.module.gate_proj(hidden_states), self.module.up_proj(hidden_states)
+            return self._linear("gate_up_proj", hidden_states).chunk(2, dim=-1)
+        return self._linear("gate_proj", hidden_states), self._linear("up_proj", hidden_states)
+
+    def _linear(self, name: str, states: torch.Tensor) -> torch.Tensor:
+        return self.kernels.linear(self.module, name, states, self.direct)
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
@@ -44,6 +50,11 @@ def is_gated_mlp(module: nn.Module) -> bool:
     children = dict(module.named_children())
     has_pair = "gate_proj" in children and "up_proj" in children
     return (has_pair or "gate_up_proj" in children) and "down_proj" in children
+
+
+def activation_name(module: nn.Module) -> str | None:
+    """What the block calls the module that is its activation, if it is one."""
+    return next((name for name in ("act_fn", "activation_fn") if name in module._modules), None)
 
 
 def find_activation(module: nn.Module) -> int | None:

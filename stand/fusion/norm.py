@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from stand.gpu.kernels.norm import add_rms_norm, rms_norm
+from stand.fusion.kernels import Kernels
 
 
 class FusedNorm:
-    """Stands for `module.forward`; `rule` is one of `norm_kernel.RULES`, found by trial."""
+    """Stands for `module.forward`; `rule` is one of `formulas.RULES`, found by trial."""
 
-    def __init__(self, module: nn.Module, rule: int):
+    def __init__(self, module: nn.Module, rule: int, kernels: Kernels):
         self.module = module
+        self.kernels = kernels
         self.rule = rule
         self._expected: tuple[torch.Tensor, torch.Tensor] | None = None  # states that will come, and their norm
 
@@ -20,11 +21,12 @@ class FusedNorm:
         expected, self._expected = self._expected, None
         if expected is not None and expected[0] is hidden_states:
             return expected[1]
-        return rms_norm(hidden_states, self.module.weight, norm_epsilon(self.module), self.rule)
+        return self.kernels.rms_norm(hidden_states, self.module.weight, norm_epsilon(self.module), self.rule)
 
     def after_adding(self, states: torch.Tensor, change: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """states + change, and its norm."""
-        return add_rms_norm(states, change, self.module.weight, norm_epsilon(self.module), self.rule)
+        weight, epsilon = self.module.weight, norm_epsilon(self.module)
+        return self.kernels.add_rms_norm(states, change, weight, epsilon, self.rule)
 
     def expect(self, states: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
         """states + change, whose norm the next call gives without a kernel if it gets this very tensor."""

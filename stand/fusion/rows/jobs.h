@@ -1,0 +1,134 @@
+// What the layers of a model do between their products, row by row: norms, gates, rotary positions with the cache write.
+//
+// A row is one token's numbers. Its sums have one order, whatever rows are beside it, by any thread and with any
+// instruction set: all of them have sixteen lanes, and none fuses a product with its sum.
+
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "../../vectors.h"
+
+namespace stand {
+
+// states [rows, size], or states + change, which go to `total`; normed and scaled by weight, or by 1 + weight.
+struct Norm {
+    const float* states;
+    const float* change;  // or null
+    const float* weight;  // [size]
+    float* total;         // [rows, size], where there is a change
+    float* output;        // [rows, size]
+    int64_t states_stride, change_stride, size;
+    double epsilon;
+    bool is_one_plus;
+};
+
+enum class Activation : int32_t { silu, gelu_tanh, gelu_erf };
+
+// activation(gate) * up
+struct Gate {
+    const float* gate;  // [rows, size]
+    const float* up;
+    float* output;
+    int64_t gate_stride, up_stride, size;
+    Activation activation;
+};
+
+constexpr int64_t LARGEST_HEAD = 1024;
+
+// Every token's heads, normed where there are weights and turned; keys and values go to the token's slot.
+struct Heads {
+    const float *query, *key, *value;  // [rows, heads, size], [rows, key_heads, size]
+    const float *cosines, *sines;      // [rows, half], the factors of second halves `second` numbers after the first's
+    const float *query_weight, *key_weight;  // [size], or null
+    const int64_t* slots;                    // [rows]: room * (row of the cache) + slot; below 0: is not written
+    float* output;                           // [rows, heads, size]
+    float *keys, *values;
+    int64_t query_stride, key_stride, value_stride, cosine_stride, sine_stride, second;
+    int64_t heads, key_heads, size, half;
+    int64_t row_stride, head_stride, slot_stride, room;
+    double epsilon;
+    bool is_one_plus;
+};
+
+namespace rows {
+
+constexpr int64_t TERMS = 16;  // sums that a sum of squares is made of
+
+#if defined(__x86_64__)
+namespace avx512 {
+#define STAND_TARGET [[gnu::target("avx512f")]]
+constexpr int64_t WIDTH = 16;
+#include "row.h"
+#undef STAND_TARGET
+}  // namespace avx512
+
+namespace avx2 {
+#define STAND_TARGET [[gnu::target("avx2")]]
+constexpr int64_t WIDTH = 8;
+#include "row.h"
+#undef STAND_TARGET
+}  // namespace avx2
+#endif
+
+namespace portable {
+#define STAND_TARGET
+constexpr int64_t WIDTH = 4;
+#include "row.h"
+#undef STAND_TARGET
+}  // namespace portable
+
+template <class Job>
+void do_rows(const Job& job, Vectors vectors, int64_t first, int64_t end) {
+#if defined(__x86_64__)
+    if (vectors == Vectors::avx512) return avx512::do_rows(job, first, end);
+    if (vectors == Vectors::avx2) return avx2::do_rows(job, first, end);
+#endif
+    portable::do_rows(job, first, end);
+}
+
+constexpr int64_t LEAST_SHARE = 1 << 16;  // numbers; with fewer, waiting for a second thread costs what it saves
+
+// What the threads share: each takes the next share of the rows until none is left.
+template <class Job>
+struct Work {
+    const Job& job;
+    Vectors vectors;
+    int64_t num_rows, share;  // rows
+    std::atomic<int64_t> next{0};
+
+    void run() {
+        for (;;) {
+            const int64_t first = next.fetch_add(share, std::memory_order_relaxed);
+            if (first >= num_rows) return;
+            do_rows(job, vectors, first, std::min(first + share, num_rows));
+        }
+    }
+};
+
+}  // namespace rows
+
+// GOMP_parallel of GNU's OpenMP: calls a function in so many threads, the caller's among them, and waits for all.
+using RunInThreads = void (*)(void (*)(void*), void*, unsigned, unsigned);
+
+// `in_threads`: null for the calling thread alone.
+template <class Job>
+void run(const Job& job, int64_t num_rows, int64_t row_size, Vectors vectors, int32_t num_threads,
+         RunInThreads in_threads) {
+    const int64_t share = std::max<int64_t>(rows::LEAST_SHARE / row_size, 1);
+    if (in_threads == nullptr || num_threads < 2 || num_rows <= share)
+        return rows::do_rows(job, vectors, 0, num_rows);
+    rows::Work<Job> work{job, vectors, num_rows, share};
+    in_threads([](void* given) { static_cast<rows::Work<Job>*>(given)->run(); }, &work, num_threads, 0);
+}
+
+// Whether every token's slot is in a cache of `num_slots`.
+inline bool are_inside(const int64_t* slots, int64_t num_tokens, int64_t num_slots) {
+    return std::all_of(slots, slots + num_tokens, [&](int64_t slot) { return slot < num_slots; });
+}
+
+}  // namespace stand

@@ -1,0 +1,277 @@
+"""Fused modules in eager steps on a CPU: equal tokens and logits, proven once, and no swap where a module changed."""
+
+import copy
+import gc
+import weakref
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import CONFIGS, tiny_model
+from transformers import AutoModelForCausalLM
+
+import stand
+from stand.forward.model import prefill, run_plan
+from stand.forward.packed_plan import StepPlan
+from stand.forward.self_check import check_case, tree_logits
+from stand.forward.tree_attention import tree_attention
+from stand.forward.tree_cache import TreeCache
+from stand.fusion import on_cpu
+from stand.fusion.kernels import cpu_kernels
+from stand.fusion.layer import FusedLayer
+from stand.fusion.on_cpu import fuse_on_cpu
+
+PROMPTS = [[5, 9, 11, 4, 7, 8], [3, 5, 6, 7]]
+NORM, MLP, ATTENTION = "RMSNorm", "gated feed-forward", "attention with rotary cache write"
+ADDED = "additions joined with norms"
+PLAIN = {NORM: 7, MLP: 3, ATTENTION: 3, ADDED: 3}
+GEMMA = {MLP: 3, ATTENTION: 3}  # a norm before each addition too
+EXPECTED = {
+    "llama": PLAIN,
+    "qwen2": PLAIN,
+    "mistral": PLAIN,
+    "phi3": PLAIN,
+    "qwen3": {**PLAIN, NORM: 13},
+    "gemma2": {**GEMMA, NORM: 13},
+    "gemma3": {**GEMMA, NORM: 19},
+    "qwen3_moe": {NORM: 13, ATTENTION: 3, ADDED: 3},
+    "gpt_oss": {NORM: 7, ATTENTION: 3},
+}
+
+
+def fresh(family: str = "llama"):
+    """A model of its own, for tests that change it."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[family])).eval()
+
+
+def kept(fusion) -> dict[str, int]:
+    return {swap.kind: swap.count for swap in fusion.report if swap.is_kept}
+
+
+def swapped_names(model, fusion) -> set[str]:
+    """Modules whose forward is another one while the fusion is active."""
+    with fusion.active():
+        return {name for name, module in model.named_modules() if "forward" in vars(module)}
+
+
+@torch.inference_mode()
+def difference(model, fusion) -> float:
+    """Largest difference of the logits of a prompt and a small tree, with the fusion and without."""
+    case = check_case(model)
+    return float((tree_logits(model, *case, fusion=fusion) - tree_logits(model, *case)).abs().max())
+
+
+def answers(model, **settings) -> list[list[int]]:
+    engine = stand.wrap(model, drafter=stand.BlendedDrafter(budget=8), **settings)
+    engine.generate(input_ids=PROMPTS, max_new_tokens=40, temperature=0.0)
+    return engine.generate(input_ids=PROMPTS, max_new_tokens=40, temperature=0.0).token_ids
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_tokens_and_logits_equal_those_of_unfused_modules(family):
+    model = tiny_model(family)
+    engine = stand.wrap(model)
+    assert kept(engine.backend.fusion) == EXPECTED[family]
+    assert all(swap.max_error <= 1e-6 for swap in engine.backend.fusion.report if swap.is_kept)
+    assert difference(model, engine.backend.fusion) <= 1e-4
+    assert answers(model) == answers(model, fuse=False)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3"])
+def test_steps_run_through_the_fused_modules(family, monkeypatch):
+    """Kernels that fail after the proof stop the engine; with fuse=False nobody asks for them."""
+    model = tiny_model(family)
+    answers(model)
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(on_cpu, "cpu_kernels", lambda: cpu_kernels()._replace(rope_and_store=fail))
+    answers(model, fuse=False)
+    with pytest.raises(ZeroDivisionError):
+        answers(model)
+
+
+def test_long_prompts_in_chunks_and_growing_rooms():
+    model = fresh()
+    tokens = (np.arange(460) * 7 % 61).astype(np.int32)
+    caches = [TreeCache(1, 1, fusion=fusion) for fusion in (None, fuse_on_cpu(model))]
+    with tree_attention(model), torch.inference_mode():
+        for cache in caches:
+            prefill(model, cache, tokens[:300], row=0)
+            for first in range(300, 460, 80):
+                plan = StepPlan.for_prompt(tokens[first : first + 80], first, row=0)
+                logits = run_plan(model, cache, plan)
+            cache.logits = logits
+    own, fused = caches
+    assert own.room == fused.room > 256
+    assert (own.logits - fused.logits).abs().max() <= 1e-4
+    for mine, theirs in zip((*own.keys, *own.values), (*fused.keys, *fused.values), strict=True):
+        assert (mine - theirs)[:, :, :460].abs().max() <= 1e-4
+
+
+def test_a_proof_is_made_once_and_lets_go_of_its_model(monkeypatch):
+    model, trials = fresh(), []
+    own = on_cpu.Trial
+    monkeypatch.setattr(on_cpu, "Trial", lambda *args: trials.append(1) or own(*args))
+    first, second = fuse_on_cpu(model), fuse_on_cpu(model)
+    assert first.report is second.report and len(trials) == 1
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight *= 2  # weights are not part of the proof
+    fuse_on_cpu(model)
+    assert len(trials) == 1
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    fuse_on_cpu(model)
+    model.model.layers[1].mlp = copy.deepcopy(model.model.layers[1].mlp)
+    fuse_on_cpu(model)
+    assert len(trials) == 3
+    gone = weakref.ref(model)
+    del model, first, second
+    gc.collect()
+    assert gone() is None
+
+
+def test_nothing_of_the_model_moves():
+    model = fresh()
+    before = {name: (parameter, parameter.data_ptr()) for name, parameter in model.named_parameters()}
+    fusion = fuse_on_cpu(model)
+    with fusion.active():
+        assert all(before[name] == (p, p.data_ptr()) for name, p in model.named_parameters())
+    assert "forward" not in vars(model.model.layers[0])
+
+
+def add_hook(model):
+    model.model.layers[1].mlp.gate_proj.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def add_norm_hook(model):
+    model.model.layers[1].post_attention_layernorm.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def add_layer_hook(model):
+    """Changes in place what the layer before it has handed on, whose norm was foretold."""
+    model.model.layers[1].register_forward_pre_hook(lambda module, args: args[0].mul_(2))
+
+
+def add_adapter(model):
+    class Adapter(torch.nn.Linear):
+        def forward(self, states):
+            return 1.5 * super().forward(states)
+
+    adapted = Adapter(32, 32, bias=False)
+    adapted.weight = model.model.layers[1].self_attn.q_proj.weight
+    model.model.layers[1].self_attn.q_proj = adapted
+
+
+def replace_forward(model):
+    layer = model.model.layers[1].mlp
+    layer.forward = lambda states: 2 * type(layer).forward(layer, states)
+
+
+def replace_norm(model):
+    model.model.layers[1].post_attention_layernorm = torch.nn.LayerNorm(32)
+
+
+def replace_activation(model):
+    model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
+
+
+CHANGES = [
+    add_hook, add_norm_hook, add_layer_hook, add_adapter, replace_forward, replace_norm, replace_activation,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_module_that_changed_before_or_after_the_proof_keeps_its_own_way(change):
+    model = fresh()
+    before = fuse_on_cpu(model)
+    with torch.no_grad():
+        own = tree_logits(model, *check_case(model))
+        change(model)
+        changed = tree_logits(model, *check_case(model))
+    assert (changed - own).abs().max() > 1e-2, "the change must show"
+    assert difference(model, before) <= 1e-4
+    assert difference(model, fuse_on_cpu(model)) <= 1e-4
+    assert swapped_names(model, before) >= {"model.layers.0.mlp", "model.layers.2.mlp", "model.norm"}
+
+
+def test_a_guard_that_is_left_out_is_seen(monkeypatch):
+    """Control: without the guards a hook on a norm between two additions would be passed over."""
+    model = fresh()
+    fusion = fuse_on_cpu(model)
+    add_norm_hook(model)
+    monkeypatch.setattr("stand.fusion.guard.Guard.holds", lambda guard: True)
+    assert difference(model, fusion) > 1e-2
+
+
+def test_all_swaps_together_are_checked(monkeypatch):
+    """Control: layers that add otherwise, but not in the trial."""
+    own = FusedLayer.__call__
+    monkeypatch.setattr(on_cpu.Trial, "_compare", lambda *_: (0.0, ""))
+    monkeypatch.setattr(FusedLayer, "__call__", lambda layer, states, **given: own(layer, 2 * states, **given))
+    model = fresh()
+    with pytest.raises(ValueError, match="must give the model's own logits"):
+        fuse_on_cpu(model)
+    engine = stand.wrap(model)
+    assert engine.backend.fusion is None and "not fused, because of ValueError" in engine.backend.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes_are_not_fused(dtype):
+    model = fresh().to(dtype)
+    assert stand.wrap(model).backend.fusion is None
+    with pytest.raises(ValueError, match="on a CPU must be there in float32"):
+        fuse_on_cpu(model)
+
+
+@contextmanager
+def cast(model):
+    model.bfloat16()
+    yield
+    model.float()
+
+
+WAYS = {
+    "autocast": lambda model: torch.autocast("cpu", dtype=torch.bfloat16),
+    "gradients": lambda model: torch.enable_grad(),
+    "cast": cast,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_forwards_that_the_kernels_do_not_serve_take_the_models_own(way):
+    model = fresh()
+    fusion = fuse_on_cpu(model)
+    prompt, _ = check_case(model)
+    with torch.no_grad(), tree_attention(model), WAYS[way](model):
+        plan = StepPlan.for_prompt(prompt, 0, row=0)
+        outputs = [run_plan(model, TreeCache(1, 8, fusion=each), plan) for each in (fusion, None)]
+        assert torch.equal(*outputs)
+
+
+def test_plain_forwards_inside_have_their_own_attention():
+    model = fresh("qwen3")
+    tokens = torch.arange(6)[None]
+    with torch.inference_mode():
+        own = model(tokens).logits
+        with fuse_on_cpu(model).active():
+            assert (model(tokens).logits - own).abs().max() <= 1e-4
+            assert (model(tokens, use_cache=True).logits - own).abs().max() <= 1e-4
+
+
+@torch.inference_mode()
+def test_watched_layers_change_no_bit():
+    """A rider's hook makes two layers add by themselves; tokens and logits stay those of other fused steps."""
+    model = fresh()
+    fusion = fuse_on_cpu(model)
+    case = check_case(model)
+    free = tree_logits(model, *case, fusion=fusion)
+    seen = []
+    hook = model.model.layers[1].register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
+    assert swapped_names(model, fusion).isdisjoint({"model.layers.0", "model.layers.1"})
+    assert torch.equal(tree_logits(model, *case, fusion=fusion), free) and len(seen) == 2
+    hook.remove()
+    assert swapped_names(model, fusion) >= {"model.layers.0", "model.layers.1"}

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.forward.features import taken_features
-from stand.forward.model import run_plan
+from stand.forward.model import fused, run_plan
 from stand.forward.packed_plan import StepPlan
 from stand.forward.rider import Rider
 from stand.forward.tree_attention import tree_attention
@@ -117,8 +117,12 @@ class EagerStep:
         self._rider = rider
         self._features: torch.Tensor | None = None
 
-    def attention(self) -> AbstractContextManager[None]:
-        return tree_attention(self._model)
+    @contextmanager
+    def attention(self) -> Iterator[None]:
+        """Fused forwards are swapped once for many steps, but where a step's hooks come and go with it."""
+        is_hooked = self._wants_features or self._rider is not None
+        with tree_attention(self._model), nullcontext() if is_hooked else fused(self._model, self.cache):
+            yield
 
     def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
         plan = StepPlan.for_drafts(batch, live.lengths, device=self._model.device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch.nn import Linear
@@ -24,27 +23,38 @@ def few_token_layers(model: PreTrainedModel) -> Iterator[None]:
     before, and all of them on a processor without AVX2, or where gradients are kept. Weights that are replaced within
     it count from the next time on. The model is given back as it was.
     """
-    products = _products(model) if IS_FASTER and model.device.type == "cpu" else {}
-    for layer, product in products.items():
-        vars(layer)["forward"] = partial(_forward, layer, product)
+    forwards = _forwards(model) if IS_FASTER and model.device.type == "cpu" else []
+    for forward in forwards:
+        vars(forward.layer)["forward"] = forward
     try:
         yield
     finally:
-        for layer in products:
-            del layer.forward
+        for forward in forwards:
+            del forward.layer.forward
+
+
+class FewTokenForward:
+    """Stands for the forward of `layer`, whose weights `are_weights`."""
+
+    __slots__ = ("layer", "most_numbers", "product")
+
+    def __init__(self, layer: Linear):
+        self.layer, self.most_numbers = layer, MOST_TOKENS * layer.in_features
+        self.product = FewTokenProduct(layer.weight, layer.bias)
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        layer = self.layer
+        is_few = 0 < states.numel() <= self.most_numbers and states.shape[-1] == layer.in_features
+        is_inference = not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
+        if is_few and is_inference and is_plain(states):
+            return self.product(states)
+        return linear(states, layer.weight, layer.bias)
 
 
 @torch.no_grad()
-def _products(model: PreTrainedModel) -> dict[Linear, FewTokenProduct]:
-    return {
-        layer: FewTokenProduct(layer.weight, layer.bias)
+def _forwards(model: PreTrainedModel) -> list[FewTokenForward]:
+    return [
+        FewTokenForward(layer)
         for layer in model.modules()
         if type(layer) is Linear and "forward" not in vars(layer) and are_weights(layer.weight, layer.bias)
-    }
-
-
-def _forward(layer: Linear, product: FewTokenProduct, states: torch.Tensor) -> torch.Tensor:
-    is_few = 0 < states.numel() <= MOST_TOKENS * layer.in_features and states.shape[-1] == layer.in_features
-    if is_few and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu") and is_plain(states):
-        return product(states)
-    return linear(states, layer.weight, layer.bias)
+    ]

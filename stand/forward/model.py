@@ -46,7 +46,7 @@ def max_positions(model: PreTrainedModel) -> int | None:
 def run_plan(model: PreTrainedModel, cache: TreeCache, plan: StepPlan, *, logits_to_keep: int = 0) -> torch.Tensor:
     """One packed forward under `tree_attention`: logits [M, V], or of the last `logits_to_keep` tokens only."""
     cache.begin(plan)
-    with _fused(model, cache):
+    with fused(model, cache):
         output = model(
             input_ids=plan.input_ids,
             position_ids=plan.position_ids,
@@ -58,7 +58,7 @@ def run_plan(model: PreTrainedModel, cache: TreeCache, plan: StepPlan, *, logits
     return output.logits[0]
 
 
-def _fused(model: PreTrainedModel, cache: TreeCache) -> AbstractContextManager[None]:
+def fused(model: PreTrainedModel, cache: TreeCache) -> AbstractContextManager[None]:
     """The cache's fusion, where what it computes with serves the model as it is now."""
     fusion = getattr(cache, "fusion", None)
     if fusion is None or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or model.dtype != torch.float32:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from stand.fusion.product import direct_layers, direct_product
+from stand.fusion.merged_linear import is_bare
 
 Kernel = Callable[..., torch.Tensor]
 
@@ -16,23 +16,25 @@ Kernel = Callable[..., torch.Tensor]
 class Kernels(NamedTuple):
     """As `stand.gpu.kernels.norm`, `.swiglu` and `.rope` describe them.
 
-    product: what a plain linear layer computes; None: layers are called.
+    calls_forwards: whether plain linear layers are run by their forwards, past what a module does around it.
     """
 
     rms_norm: Kernel
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     gated_product: Kernel
     rope_and_store: Kernel
-    product: Callable[[nn.Linear, torch.Tensor], torch.Tensor] | None = None
+    calls_forwards: bool = False
 
     def linear(self, module: nn.Module, name: str, states: torch.Tensor, direct: frozenset[nn.Module]) -> torch.Tensor:
-        """What the child `name` of `module` makes of the states; by `product` where it is one of `direct`."""
+        """What the child `name` of `module` makes of the states; by its forward where it is one of `direct`."""
         layer = module._modules[name]
-        return self.product(layer, states) if layer in direct else layer(states)
+        return layer.forward(states) if layer in direct else layer(states)
 
     def direct_layers(self, module: nn.Module) -> frozenset[nn.Module]:
-        """The children of `module` that need not be called."""
-        return frozenset() if self.product is None else direct_layers(module)
+        """The children of `module` that need not be called: plain linear layers without hooks."""
+        if not self.calls_forwards:
+            return frozenset()
+        return frozenset(child for child in module.children() if type(child) is nn.Linear and is_bare(child))
 
 
 def triton_kernels() -> Kernels:
@@ -48,4 +50,4 @@ def cpu_kernels() -> Kernels:
     """For float32."""
     from stand.fusion.cpu_kernels import add_rms_norm, gated_product, rms_norm, rope_and_store
 
-    return Kernels(rms_norm, add_rms_norm, gated_product, rope_and_store, direct_product)
+    return Kernels(rms_norm, add_rms_norm, gated_product, rope_and_store, calls_forwards=True)

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from stand.forward.linear_layers import FewTokenForward
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Forward = Callable[..., torch.Tensor]
 
@@ -105,9 +107,10 @@ def merge_refusal(parts: Sequence[nn.Module], tied: frozenset[int]) -> str:
 
 
 def is_bare(module: nn.Module) -> bool:
-    """Whether calling the module runs its class's forward and nothing else."""
+    """Whether calling the module computes what its class's forward does and runs nothing else."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return "forward" not in vars(module) and not any(hooks)
+    forward = vars(module).get("forward")
+    return (forward is None or type(forward) is FewTokenForward) and not any(hooks)
 
 
 def tied_parameters(model: nn.Module) -> frozenset[int]:

@@ -22,7 +22,8 @@ cdef extern from "dots/product.h" namespace "stand" nogil:
         Py_ssize_t stride
 
     void C_multiply "stand::multiply" (
-        const C_Product& product, C_Vectors vectors, int num_threads, C_RunInThreads in_threads)
+        const C_Product* products, Py_ssize_t num_products, C_Vectors vectors, int num_threads,
+        C_RunInThreads in_threads)
 
 cdef extern from "dots/attention.h" namespace "stand" nogil:
     cdef cppclass C_Attention "stand::Attention":
@@ -50,19 +51,30 @@ cdef extern from "dots/attention.h" namespace "stand" nogil:
         const C_Attention& step, C_Vectors vectors, int num_threads, C_RunInThreads in_threads) except +
 
 
-def multiply(Py_ssize_t tokens, Py_ssize_t weights, Py_ssize_t bias, Py_ssize_t results, Py_ssize_t num_tokens,
-             Py_ssize_t num_rows, Py_ssize_t depth, Py_ssize_t vectors, Py_ssize_t num_threads, Py_ssize_t in_threads, /):
-    """results [num_tokens, num_rows] = tokens [num_tokens, depth] @ weights [num_rows, depth]^T + bias [num_rows].
+cdef enum:
+    MOST_PRODUCTS = 4
 
-    Addresses of float32 in C order; 0 for no bias. `vectors`: a place in stand.laws.filters.VECTORS. `in_threads`: the
-    address of GOMP_parallel, or 0 for the calling thread alone.
+
+def multiply(Py_ssize_t tokens, tuple weights, tuple results, Py_ssize_t num_tokens, Py_ssize_t depth,
+             Py_ssize_t vectors, Py_ssize_t num_threads, Py_ssize_t in_threads, /):
+    """results[i] [num_tokens, N] = tokens [num_tokens, depth] @ weights [N, depth]^T + bias [N], up to four of them.
+
+    weights[i]: addresses of weights and bias, 0 for none, and N; results[i] an address. All are float32 in C order.
+    `vectors`: a place in stand.laws.filters.VECTORS. `in_threads`: the address of GOMP_parallel, or 0 for the calling
+    thread alone.
     """
-    cdef C_Product product
-    product.tokens, product.weights, product.bias = <float*> tokens, <float*> weights, <float*> bias
-    product.results = <float*> results
-    product.num_tokens, product.num_rows, product.depth, product.stride = num_tokens, num_rows, depth, num_rows
+    cdef C_Product[MOST_PRODUCTS] products
+    cdef Py_ssize_t i, address, bias, num_rows, num_products = len(weights)
+    if num_products > MOST_PRODUCTS or num_products != len(results):
+        raise ValueError(f"one to {MOST_PRODUCTS} weights must have a result each, got {num_products} and {len(results)}")
+    for i in range(num_products):
+        address, bias, num_rows = weights[i]
+        products[i].tokens, products[i].weights, products[i].bias = <float*> tokens, <float*> address, <float*> bias
+        address = results[i]
+        products[i].results, products[i].num_tokens, products[i].depth = <float*> address, num_tokens, depth
+        products[i].num_rows = products[i].stride = num_rows
     with nogil:
-        C_multiply(product, <C_Vectors> <int> vectors, <int> num_threads, <C_RunInThreads> in_threads)
+        C_multiply(products, num_products, <C_Vectors> <int> vectors, <int> num_threads, <C_RunInThreads> in_threads)
 
 
 def attend(Py_ssize_t queries, Py_ssize_t keys, Py_ssize_t values, Py_ssize_t mixed, tuple tokens, tuple strides,

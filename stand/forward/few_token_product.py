@@ -39,25 +39,32 @@ class FewTokenProduct:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         self._operands = weight.detach(), None if bias is None else bias.detach()
-        self._weight, self._bias = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
-        self._num_rows, self._depth = weight.shape
+        self.num_rows, self.depth = weight.shape
+        self.addresses = weight.data_ptr(), 0 if bias is None else bias.data_ptr(), self.num_rows
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K], which `is_plain` -> [..., N]."""
-        results = torch.empty((*x.shape[:-1], self._num_rows))
-        multiply(
-            x.data_ptr(),
-            self._weight,
-            self._bias,
-            results.data_ptr(),
-            x.numel() // self._depth,
-            self._num_rows,
-            self._depth,
-            WIDEST,
-            torch.get_num_threads(),
-            parallel_region(),
-        )
-        return results
+        return few_token_products((self,), x)[0]
+
+
+def few_token_products(products: tuple[FewTokenProduct, ...], x: torch.Tensor) -> list[torch.Tensor]:
+    """x [..., K], which `is_plain`, with up to four products of that depth -> [..., N] each.
+
+    The same bits as one by one, in less time: threads start and wait once.
+    """
+    depth = products[0].depth
+    results = [torch.empty((*x.shape[:-1], product.num_rows)) for product in products]
+    multiply(
+        x.data_ptr(),
+        tuple([product.addresses for product in products]),
+        tuple([result.data_ptr() for result in results]),
+        x.numel() // depth,
+        depth,
+        WIDEST,
+        torch.get_num_threads(),
+        parallel_region(),
+    )
+    return results
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

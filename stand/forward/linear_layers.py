@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -10,7 +10,7 @@ from torch.nn import Linear
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
-from stand.forward.few_token_product import IS_FASTER, FewTokenProduct, are_weights, is_plain
+from stand.forward.few_token_product import IS_FASTER, FewTokenProduct, are_weights, few_token_products, is_plain
 
 MOST_TOKENS = 64  # of a product of our own: beyond, torch's is as fast
 
@@ -43,12 +43,22 @@ class FewTokenForward:
         self.product = FewTokenProduct(layer.weight, layer.bias)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        layer = self.layer
-        is_few = 0 < states.numel() <= self.most_numbers and states.shape[-1] == layer.in_features
-        is_inference = not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
-        if is_few and is_inference and is_plain(states):
+        if self.serves(states):
             return self.product(states)
-        return linear(states, layer.weight, layer.bias)
+        return linear(states, self.layer.weight, self.layer.bias)
+
+    def serves(self, states: torch.Tensor) -> bool:
+        """Whether these take the product."""
+        is_few = 0 < states.numel() <= self.most_numbers and states.shape[-1] == self.product.depth
+        return is_few and is_plain(states) and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
+
+
+def outputs(layers: Sequence[Linear], states: torch.Tensor) -> Sequence[torch.Tensor]:
+    """What up to four layers make of the same states: `few_token_products` where all of them have a FewTokenForward."""
+    forwards = [vars(layer).get("forward") for layer in layers]
+    if all(type(forward) is FewTokenForward and forward.serves(states) for forward in forwards):
+        return few_token_products(tuple([forward.product for forward in forwards]), states)
+    return [layer(states) for layer in layers]
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,14 +92,14 @@ class FusedAttention:
         query = self.kernels.rope_and_store(*parts, cos, sin, keys, values, slots, rotary, *weights, epsilon, rule)
         return query.transpose(0, 1).unsqueeze(0)
 
-    def _projected(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _projected(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
         if self.merged is not None:
             return self.merged.split(hidden_states)
         module = self.module
         if hasattr(module, "qkv_proj"):
             sizes = [heads * module.head_dim for heads in _head_counts(module.config)]
             return self._linear("qkv_proj", hidden_states).split(sizes, dim=-1)
-        return tuple(self._linear(name, hidden_states) for name in ("q_proj", "k_proj", "v_proj"))
+        return self.kernels.linears(module, ("q_proj", "k_proj", "v_proj"), hidden_states, self.direct)
 
     def _linear(self, name: str, states: torch.Tensor) -> torch.Tensor:
         return self.kernels.linear(self.module, name, states, self.direct)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from stand.forward.linear_layers import outputs
 from stand.fusion.merged_linear import is_bare
 
 Kernel = Callable[..., torch.Tensor]
@@ -29,6 +30,13 @@ class Kernels(NamedTuple):
         """What the child `name` of `module` makes of the states; by its forward where it is one of `direct`."""
         layer = module._modules[name]
         return layer.forward(states) if layer in direct else layer(states)
+
+    def linears(
+        self, module: nn.Module, names: Sequence[str], states: torch.Tensor, direct: frozenset[nn.Module]
+    ) -> Sequence[torch.Tensor]:
+        """The same for children of one input; together where all are of `direct`."""
+        layers = [module._modules[name] for name in names]
+        return outputs(layers, states) if direct.issuperset(layers) else [layer(states) for layer in layers]
 
     def direct_layers(self, module: nn.Module) -> frozenset[nn.Module]:
         """The children of `module` that need not be called: plain linear layers without hooks."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.nn.functional import gelu, silu
@@ -34,12 +36,12 @@ class FusedMLP:
         gate, up = self._gate_and_up(hidden_states)
         return self._linear("down_proj", self.kernels.gated_product(gate, up, self.activation))
 
-    def _gate_and_up(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _gate_and_up(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
         if self.merged is not None:
             return self.merged.split(hidden_states)
         if hasattr(self.module, "gate_up_proj"):
             return self._linear("gate_up_proj", hidden_states).chunk(2, dim=-1)
-        return self._linear("gate_proj", hidden_states), self._linear("up_proj", hidden_states)
+        return self.kernels.linears(self.module, ("gate_proj", "up_proj"), hidden_states, self.direct)
 
     def _linear(self, name: str, states: torch.Tensor) -> torch.Tensor:
         return self.kernels.linear(self.module, name, states, self.direct)

@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from stand.forward.dot_products import multiply
-from stand.forward.few_token_product import WIDEST, few_token_product, parallel_region
+from stand.forward.few_token_product import (
+    WIDEST,
+    FewTokenProduct,
+    few_token_product,
+    few_token_products,
+    parallel_region,
+)
 from stand.laws.filters import VECTORS
 
 WITH_FMA = [place for place, name in enumerate(VECTORS) if name != "portable"]
@@ -25,8 +31,8 @@ def factors(num_tokens: int, num_rows: int, depth: int, *, has_bias: bool = True
 def compiled(x, weight, bias=None, *, level=WIDEST, threads=1, region=REGION) -> torch.Tensor:
     """The compiled product by one instruction set and number of threads; places that it leaves out stay NaN."""
     results = torch.full((len(x), len(weight) + 1), float("nan")).flatten()
-    addresses = [tensor.data_ptr() for tensor in (x, weight)] + [0 if bias is None else bias.data_ptr()]
-    multiply(*addresses, results.data_ptr(), len(x), *weight.shape, level, threads, region)
+    operands = weight.data_ptr(), 0 if bias is None else bias.data_ptr(), len(weight)
+    multiply(x.data_ptr(), (operands,), (results.data_ptr(),), len(x), weight.shape[1], level, threads, region)
     assert results[len(x) * len(weight) :].isnan().all(), "written beyond the end"
     return results[: len(x) * len(weight)].view(len(x), len(weight))
 
@@ -164,6 +170,27 @@ def test_refuses_by_rule_got_and_remedy(got):
     with pytest.raises(ValueError, match="must be contiguous float32") as raised:
         few_token_product(*arguments)
     assert got in str(raised.value) and "torch.nn.functional.linear" in str(raised.value)
+
+
+@pytest.mark.parametrize("threads", (1, 2, 3))
+def test_several_at_once_are_each_alone(threads):
+    """Sizes of no whole share, of fewer rows than a share, and of none."""
+    x = torch.randn(5, 1040)
+    operands = [factors(1, num_rows, 1040, has_bias=num_rows % 2 == 0)[1:] for num_rows in (192, 7, 0, 331)]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        found = few_token_products(tuple(FewTokenProduct(*each) for each in operands), x)
+    finally:
+        torch.set_num_threads(before)
+    for output, (weight, bias) in zip(found, operands, strict=True):
+        assert torch.equal(output, compiled(x, weight, bias))
+
+
+def test_five_at_once_are_refused():
+    x, weight, _ = factors(1, 4, 8)
+    with pytest.raises(ValueError, match="got 5 and 5"):
+        few_token_products((FewTokenProduct(weight, None),) * 5, x)
 
 
 def test_gradients_are_fine_where_none_are_kept():

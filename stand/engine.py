@@ -65,9 +65,10 @@ def wrap(
     object, such as `TypicalVerifier()`: that is consent.
     backend: "triton" (kernels, the step as one graph), "sdpa" (any device) or "auto": triton on a GPU where it
     serves the model. `engine.backend` says which and why.
-    fuse: in captured steps, run merged projections and fused norms, feed-forward blocks and attentions wherever they
-    are proven equal on the loaded weights (`engine.backend.fusion.report`). Merging gives the projections' parameters
-    new addresses; values, names and objects stay.
+    fuse: run fused norms, feed-forward blocks and attentions wherever they are proven equal on the loaded weights
+    (`engine.backend.fusion.report`), in captured steps and in those of a float32 model on a CPU. The proof is kept with
+    the model object. Captured steps have merged projections too, which gives their parameters new addresses; values,
+    names and objects stay.
 
     Raises UnsupportedModelError for a model that cannot be served exactly, ValueError for anything else that
     does not fit. Weights, attention implementation and mode of the model stay as they are.

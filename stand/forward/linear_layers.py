@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 
 import torch
 from torch.nn import Linear
@@ -47,10 +48,18 @@ class FewTokenForward:
             return self.product(states)
         return linear(states, self.layer.weight, self.layer.bias)
 
+    def __reduce__(self) -> tuple:
+        """A copy of the layer has weights of its own, and runs its class's forward."""
+        return _own_forward, (self.layer,)
+
     def serves(self, states: torch.Tensor) -> bool:
         """Whether these take the product."""
         is_few = 0 < states.numel() <= self.most_numbers and states.shape[-1] == self.product.depth
         return is_few and is_plain(states) and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
+
+
+def _own_forward(layer: Linear) -> MethodType:
+    return MethodType(Linear.forward, layer)
 
 
 def outputs(layers: Sequence[Linear], states: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from weakref import WeakKeyDictionary
 
 import torch
@@ -102,9 +102,9 @@ AttentionInterface.register(ATTENTION_NAME, attend)
 
 @contextmanager
 def tree_attention(model: PreTrainedModel, name: str = ATTENTION_NAME) -> Iterator[None]:
-    """Run the block with tree attention (or the one registered as `name`) and `few_token_layers`, then give the model
-    back as it was."""
-    with exclusive(model), few_token_layers(model):
+    """Run the block with tree attention and `few_token_layers`, or with the attention registered as `name` alone; then
+    give the model back as it was."""
+    with exclusive(model), few_token_layers(model) if name == ATTENTION_NAME else nullcontext():
         previous = model.config._attn_implementation
         model.set_attn_implementation(name)
         try:

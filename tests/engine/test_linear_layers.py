@@ -1,5 +1,8 @@
 """Linear layers inside an engine's forward on a CPU: which ones change, for how long, and that the engine's do."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from tiny_models import tiny_model
@@ -32,6 +35,12 @@ def taken(monkeypatch) -> list[str]:
 
 class OwnLinear(nn.Linear):
     """A layer that may compute what it likes."""
+
+
+class OneLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.device = nn.Linear(8, 8), torch.device("cpu")
 
 
 class SomeLayers(nn.Module):
@@ -71,6 +80,22 @@ def test_many_tokens_and_none_take_torchs_product(taken):
         for shape in ((MOST_TOKENS, 8), (2, MOST_TOKENS // 2, 8), (MOST_TOKENS + 1, 8), (0, 8)):
             assert model.plain(torch.zeros(shape)).shape == shape
     assert taken == ["few tokens"] * 2 + ["linear"] * 2
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "copied", (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))), ids=("copy", "pickle")
+)
+def test_a_copy_made_inside_has_weights_of_its_own(copied):
+    states = torch.randn(1, 8)
+    with few_token_layers(model := OneLayer()):
+        twin = copied(model)
+        assert torch.equal(twin.plain(states), nn.functional.linear(states, model.plain.weight, model.plain.bias))
+        twin.plain.weight.zero_()
+        assert torch.equal(twin.plain(states)[0], twin.plain.bias) and not torch.equal(
+            model.plain(states)[0], twin.plain.bias
+        )
+    assert torch.equal(twin.plain(states)[0], twin.plain.bias)
 
 
 def test_gradients_are_kept():

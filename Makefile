@@ -64,6 +64,7 @@ wheel: $(VENV)/.ready away
 	@rm -rf build/wheel build/lib* build/bdist*
 	@$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
 	@$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt "stand-decoding[wheel]"
+	@$(BIN)/python scripts/pack_wheel.py build/wheel/*.whl
 	cd build/away && $(CURDIR)/$(BIN)/python scripts/check_wheel.py $(CURDIR)/build/wheel/*.whl
 
 away:

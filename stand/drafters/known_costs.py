@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+import stand
 from stand.drafters.step_cost import FOLDER, CostTable, StepCost, cost_name, table_path
 
 VARIABLE = "STAND_COSTS"  # environment: the folder of the files, or "off": nothing is timed
@@ -46,7 +47,8 @@ def costs_folder() -> Path | None:
 class KnownCosts:
     """The tables of one model here, for the numbers of rows that `prepare` was told.
 
-    folder: of the files. A file is named by model type and sizes, processor, torch's version, dtype, threads and rows.
+    folder: of the files. A file is named by model type and sizes, processor, torch's version and this project's,
+    dtype, threads and rows.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path) -> None:
@@ -76,8 +78,8 @@ class KnownCosts:
 
     def path(self, num_rows: int) -> Path:
         """The file for calls of `num_rows` rows. Without it their steps are timed anew, by the next process."""
-        torch_build = f"torch {torch.__version__}"
-        where = f"{processor_name()} {torch_build} {torch.get_num_threads()} threads {_size_class(num_rows)} rows"
+        builds = f"torch {torch.__version__} stand {stand.__version__}"
+        where = f"{processor_name()} {builds} {torch.get_num_threads()} threads {_size_class(num_rows)} rows"
         return table_path(self._folder, model=self._name, device=where, dtype=self._dtype)
 
     def _nearest(self, num_rows: int) -> int:

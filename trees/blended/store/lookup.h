@@ -157,6 +157,7 @@ class BlendedLookup {
         num_pages_ = num_evicted_ = 0;
         empty_ = 0;
         first_orphan_ = 0;
+        num_orphans_ = 0;
         ends_.forget();
     }
 
@@ -173,6 +174,7 @@ class BlendedLookup {
     static constexpr float SLOW = 0.1f;        // fading of the empty context, which sees every token, to that of others
     static constexpr float LEAST_NEW = 1.0f / 64;  // probability that a token of a law needs for an entry of its own
     static constexpr float LEAST_TAUGHT = 0.1f;  // probability that a token of a law needs to move odds
+    static constexpr int32_t RESERVE = RES;
     static constexpr int32_t MAX_TRIES = 512;  // blocks looked at to make room for one
     static constexpr uint8_t FULL_CREDIT = 3;
 
@@ -181,7 +183,8 @@ class BlendedLookup {
     uint32_t empty_ = 0;
     int64_t num_pages_ = 0;
     int64_t num_evicted_ = 0;
-    uint32_t first_orphan_ = 0;  // of a list through their blocks
+    uint32_t first_orphan_ = 0, last_orphan_ = 0;  // of a list through their blocks
+    int32_t num_orphans_ = 0;
     EndCache ends_;
     Cursor* cursors_[2] = {nullptr, nullptr};  // in use: their blocks stay, and follow when they move
 

@@ -101,8 +101,12 @@ inline void BlendedLookup::abandon(uint32_t reference) {
     if (reference == 0) return;
     Block* block = arena.at(reference);
     block->order_class |= ORPHAN;
-    block->parent = first_orphan_;
-    first_orphan_ = reference;
+    block->parent = 0;
+    if (num_orphans_++ == 0)
+        first_orphan_ = reference;
+    else
+        arena.at(last_orphan_)->parent = reference;
+    last_orphan_ = reference;
     for (int32_t i = 0; i < block->size; ++i) arena.fetch<1>(children_of(block)[i]);
 }
 
@@ -113,6 +117,7 @@ inline bool BlendedLookup::free_orphan() {
     if (reference == 0 || is_held(reference)) return false;
     const Block* block = arena.at(reference);
     first_orphan_ = block->parent;
+    --num_orphans_;
     for (int32_t i = 0; i < block->size; ++i) abandon(children_of(block)[i]);
     arena.give(reference);
     return true;

@@ -158,6 +158,7 @@ class BlendedLookup {
         empty_ = 0;
         first_orphan_ = 0;
         num_orphans_ = 0;
+        doomed_ = 0;
         ends_.forget();
     }
 
@@ -185,6 +186,7 @@ class BlendedLookup {
     int64_t num_evicted_ = 0;
     uint32_t first_orphan_ = 0, last_orphan_ = 0;  // of a list through their blocks
     int32_t num_orphans_ = 0;
+    uint32_t doomed_ = 0;  // will be listed
     EndCache ends_;
     Cursor* cursors_[2] = {nullptr, nullptr};  // in use: their blocks stay, and follow when they move
 
@@ -229,6 +231,7 @@ class BlendedLookup {
     uint32_t allocate(int32_t size_class);
     bool reclaim(uint32_t reference);
     void abandon(uint32_t reference);
+    void list_orphan(uint32_t reference);
     bool free_orphan();
     bool is_held(uint32_t reference) const;
     bool ends_are_sound() const;

@@ -37,7 +37,7 @@ inline bool BlendedLookup::reserve_page(size_t page) {
 // where memory is short or nothing leads to it.
 inline bool BlendedLookup::grow(const Cursor& cursor, int32_t order) {
     const uint32_t reference = cursor.blocks[order];
-    if (is_orphan(arena.at(reference))) return false;  // listed where it is
+    if (reference == doomed_ || is_orphan(arena.at(reference))) return false;  // listed where it is
     const int32_t size_class = class_of(arena.at(reference)) + 1;
     const uint32_t larger = allocate(size_class);
     if (larger == 0) return false;
@@ -82,7 +82,7 @@ inline uint32_t BlendedLookup::allocate(int32_t size_class) {
 // Frees a context without longer ones whose credit is used up, or takes one unit of its credit.
 inline bool BlendedLookup::reclaim(uint32_t reference) {
     Block* block = arena.at(reference);
-    if (order_of(block) == 0 || is_orphan(block) || is_held(reference)) return false;
+    if (order_of(block) == 0 || reference == doomed_ || is_orphan(block) || is_held(reference)) return false;
     if (block->credit > 0) {
         --block->credit;
         return false;
@@ -96,9 +96,17 @@ inline bool BlendedLookup::reclaim(uint32_t reference) {
     return true;
 }
 
-// Nothing leads to this context any more: it is freed later, with all that hangs on it, which is fetched for that.
+// Nothing leads to this context any more: it is freed later, with all that hangs on it. It is listed when the next one
+// comes: its memory arrives meanwhile.
 inline void BlendedLookup::abandon(uint32_t reference) {
     if (reference == 0) return;
+    arena.fetch<1>(reference);
+    if (doomed_ != 0) list_orphan(doomed_);
+    doomed_ = reference;
+}
+
+// At the end of the list of orphans. What hangs on it is fetched, for it is listed when this one is freed.
+inline void BlendedLookup::list_orphan(uint32_t reference) {
     Block* block = arena.at(reference);
     block->order_class |= ORPHAN;
     block->parent = 0;
@@ -118,7 +126,7 @@ inline bool BlendedLookup::free_orphan() {
     const Block* block = arena.at(reference);
     first_orphan_ = block->parent;
     --num_orphans_;
-    for (int32_t i = 0; i < block->size; ++i) abandon(children_of(block)[i]);
+    for (int32_t i = 0; i < block->size; ++i) if (children_of(block)[i] != 0) list_orphan(children_of(block)[i]);
     arena.give(reference);
     return true;
 }

@@ -106,6 +106,7 @@ inline void BlendedLookup::train(const Cursor& cursor, uint32_t token, float mas
         level.escape = read_buckets(block, clock, level.entries);
         level.size = block->size;
         level.position = find_entry(block, token);
+        if (level.position >= 0) arena.fetch(children_of(block)[level.position]);  // learned next
         is_known |= level.position >= 0;
     }
     float probability = UNSEEN;

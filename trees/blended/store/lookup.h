@@ -158,7 +158,7 @@ class BlendedLookup {
         empty_ = 0;
         first_orphan_ = 0;
         num_orphans_ = 0;
-        doomed_ = 0;
+        unlisted_orphan_ = 0;
         ends_.forget();
     }
 
@@ -175,7 +175,6 @@ class BlendedLookup {
     static constexpr float SLOW = 0.1f;        // fading of the empty context, which sees every token, to that of others
     static constexpr float LEAST_NEW = 1.0f / 64;  // probability that a token of a law needs for an entry of its own
     static constexpr float LEAST_TAUGHT = 0.1f;  // probability that a token of a law needs to move odds
-    static constexpr int32_t RESERVE = RES;
     static constexpr int32_t MAX_TRIES = 512;  // blocks looked at to make room for one
     static constexpr uint8_t FULL_CREDIT = 3;
 
@@ -184,9 +183,10 @@ class BlendedLookup {
     uint32_t empty_ = 0;
     int64_t num_pages_ = 0;
     int64_t num_evicted_ = 0;
+    static constexpr int32_t ORPHANS_KEPT = 16;
     uint32_t first_orphan_ = 0, last_orphan_ = 0;  // of a list through their blocks
     int32_t num_orphans_ = 0;
-    uint32_t doomed_ = 0;  // will be listed
+    uint32_t unlisted_orphan_ = 0;  // not marked as one yet
     EndCache ends_;
     Cursor* cursors_[2] = {nullptr, nullptr};  // in use: their blocks stay, and follow when they move
 
@@ -232,7 +232,9 @@ class BlendedLookup {
     bool reclaim(uint32_t reference);
     void abandon(uint32_t reference);
     void list_orphan(uint32_t reference);
+    bool is_abandoned(uint32_t reference) const;
     bool free_orphan();
+    void free_spare_orphan(int32_t order);
     bool is_held(uint32_t reference) const;
     bool ends_are_sound() const;
     const char* find_fault_below(uint32_t reference, int32_t order, int64_t& num_reached) const;

@@ -183,7 +183,7 @@ class BlendedLookup {
     uint32_t empty_ = 0;
     int64_t num_pages_ = 0;
     int64_t num_evicted_ = 0;
-    static constexpr int32_t ORPHANS_KEPT = 16;
+    static constexpr int32_t ORPHANS_KEPT = 8;
     uint32_t first_orphan_ = 0, last_orphan_ = 0;  // of a list through their blocks
     int32_t num_orphans_ = 0;
     uint32_t unlisted_orphan_ = 0;  // not marked as one yet

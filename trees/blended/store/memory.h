@@ -43,6 +43,10 @@ inline bool BlendedLookup::grow(const Cursor& cursor, int32_t order) {
     const int32_t size_class = class_of(arena.at(reference)) + 1;
     const uint32_t larger = allocate(size_class);
     if (larger == 0) return false;
+    if (is_abandoned(reference)) {  // meanwhile, to make room
+        arena.give(larger);
+        return false;
+    }
     Block* block = arena.at(larger);
     copy_block(arena.at(reference), block, size_class);
     for (int32_t i = 0; i < block->size; ++i)

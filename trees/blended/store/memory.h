@@ -85,20 +85,23 @@ inline uint32_t BlendedLookup::allocate(int32_t size_class) {
     return reference;
 }
 
-// Frees a context without longer ones whose credit is used up, or takes one unit of its credit.
+// Frees a context without longer ones whose credit is used up, or takes one unit of its credit. Most have longer ones:
+// that is asked first.
 inline bool BlendedLookup::reclaim(uint32_t reference) {
     Block* block = arena.at(reference);
-    if (order_of(block) == 0 || is_abandoned(reference) || is_held(reference)) return false;
+    const int32_t order = order_of(block);
+    if (order == 0 || is_abandoned(reference)) return false;
+    for (int32_t i = 0; i < block->size && block->credit == 0; ++i)
+        if (children_of(block)[i] != 0) return false;
+    if (is_held(reference)) return false;
     if (block->credit > 0) {
         --block->credit;
         return false;
     }
-    for (int32_t i = 0; i < block->size; ++i)
-        if (children_of(block)[i] != 0) return false;
     link(reference, 0);
     arena.give(reference);
     ++num_evicted_;
-    ends_.forget();
+    ends_.lose(order, reference);
     return true;
 }
 

@@ -141,6 +141,7 @@ class Arena {
         }
         const uint32_t reference = pool.first_free;
         pool.first_free = at(reference)->parent;
+        fetch<1>(pool.first_free);  // taken next
         ++pool.num_used;
         return reference;
     }

@@ -63,6 +63,13 @@ class EndCache {
             if (holds(windows_[place], pair)) newest_[place] = NO_NEWEST;
     }
 
+    // A context of `order` tokens is gone.
+    void lose(int32_t order, uint32_t block) {
+        if (order > size_) return;
+        for (int32_t place = 0; place < NUM_ENDS; ++place)
+            if (newest_[place] != NO_NEWEST && contexts_[place].blocks[order] == block) newest_[place] = NO_NEWEST;
+    }
+
     // A context of `order` tokens that ends with this one has moved.
     void move(uint32_t token, int32_t order, uint32_t from, uint32_t to) {
         if (order < 1 || order > size_) return;

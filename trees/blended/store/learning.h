@@ -35,7 +35,7 @@ inline Cursor BlendedLookup::learn(Cursor& cursor, uint32_t token) {
     cursors_[1] = &next;
     bool is_soft = false;
     for (int32_t order = depth(); order >= 0; order = next_order(order)) {
-        free_orphan();  // one more than contexts are made, so that the list empties by itself
+        free_spare_orphan(order);
         if (context(cursor, order) == 0) continue;
         int32_t position = find_entry(arena.at(cursor.blocks[order]), token);
         const bool was_known = position >= 0;
@@ -66,7 +66,7 @@ inline void BlendedLookup::learn_law(Cursor& cursor, const int32_t* ids, const f
     cursors_[1] = &none;
     bool is_soft = false;
     for (int32_t order = depth(); order >= 0; order = next_order(order)) {
-        free_orphan();  // one more than contexts are made, so that the list empties by itself
+        free_spare_orphan(order);
         if (context(cursor, order) == 0) continue;
         fade(arena.at(cursor.blocks[order]), is_soft);
         float known = 0.0f;
@@ -106,6 +106,7 @@ inline void BlendedLookup::train(const Cursor& cursor, uint32_t token, float mas
         level.escape = read_buckets(block, clock, level.entries);
         level.size = block->size;
         level.position = find_entry(block, token);
+        if (level.position >= 0) arena.fetch(children_of(block)[level.position]);  // learned next
         is_known |= level.position >= 0;
     }
     float probability = UNSEEN;

@@ -157,6 +157,8 @@ class BlendedLookup {
         num_pages_ = num_evicted_ = 0;
         empty_ = 0;
         first_orphan_ = 0;
+        num_orphans_ = 0;
+        unlisted_orphan_ = 0;
         ends_.forget();
     }
 
@@ -181,7 +183,10 @@ class BlendedLookup {
     uint32_t empty_ = 0;
     int64_t num_pages_ = 0;
     int64_t num_evicted_ = 0;
-    uint32_t first_orphan_ = 0;  // of a list through their blocks
+    static constexpr int32_t ORPHANS_KEPT = 8;
+    uint32_t first_orphan_ = 0, last_orphan_ = 0;  // of a list through their blocks
+    int32_t num_orphans_ = 0;
+    uint32_t unlisted_orphan_ = 0;  // not marked as one yet
     EndCache ends_;
     Cursor* cursors_[2] = {nullptr, nullptr};  // in use: their blocks stay, and follow when they move
 
@@ -226,7 +231,10 @@ class BlendedLookup {
     uint32_t allocate(int32_t size_class);
     bool reclaim(uint32_t reference);
     void abandon(uint32_t reference);
+    void list_orphan(uint32_t reference);
+    bool is_abandoned(uint32_t reference) const;
     bool free_orphan();
+    void free_spare_orphan(int32_t order);
     bool is_held(uint32_t reference) const;
     bool ends_are_sound() const;
     const char* find_fault_below(uint32_t reference, int32_t order, int64_t& num_reached) const;

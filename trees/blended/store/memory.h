@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <utility>
+
 #include "lookup.h"
 
 namespace stand {
@@ -37,10 +39,14 @@ inline bool BlendedLookup::reserve_page(size_t page) {
 // where memory is short or nothing leads to it.
 inline bool BlendedLookup::grow(const Cursor& cursor, int32_t order) {
     const uint32_t reference = cursor.blocks[order];
-    if (is_orphan(arena.at(reference))) return false;  // listed where it is
+    if (is_abandoned(reference)) return false;  // listed where it is
     const int32_t size_class = class_of(arena.at(reference)) + 1;
     const uint32_t larger = allocate(size_class);
     if (larger == 0) return false;
+    if (is_abandoned(reference)) {  // meanwhile, to make room
+        arena.give(larger);
+        return false;
+    }
     Block* block = arena.at(larger);
     copy_block(arena.at(reference), block, size_class);
     for (int32_t i = 0; i < block->size; ++i)
@@ -79,43 +85,71 @@ inline uint32_t BlendedLookup::allocate(int32_t size_class) {
     return reference;
 }
 
-// Frees a context without longer ones whose credit is used up, or takes one unit of its credit.
+// Frees a context without longer ones whose credit is used up, or takes one unit of its credit. Most have longer ones:
+// that is asked first.
 inline bool BlendedLookup::reclaim(uint32_t reference) {
     Block* block = arena.at(reference);
-    if (order_of(block) == 0 || is_orphan(block) || is_held(reference)) return false;
+    const int32_t order = order_of(block);
+    if (order == 0 || is_abandoned(reference)) return false;
+    for (int32_t i = 0; i < block->size && block->credit == 0; ++i)
+        if (children_of(block)[i] != 0) return false;
+    if (is_held(reference)) return false;
     if (block->credit > 0) {
         --block->credit;
         return false;
     }
-    for (int32_t i = 0; i < block->size; ++i)
-        if (children_of(block)[i] != 0) return false;
     link(reference, 0);
     arena.give(reference);
     ++num_evicted_;
-    ends_.forget();
+    ends_.lose(order, reference);
     return true;
 }
 
-// Nothing leads to this context any more: it is freed later, with all that hangs on it, which is fetched for that.
+// Nothing leads to this context any more: it is freed later, with all that hangs on it. It is listed when the next one
+// comes: its memory arrives meanwhile.
 inline void BlendedLookup::abandon(uint32_t reference) {
     if (reference == 0) return;
+    arena.fetch<1>(reference);
+    if (unlisted_orphan_ != 0) list_orphan(unlisted_orphan_);
+    unlisted_orphan_ = reference;
+}
+
+inline bool BlendedLookup::is_abandoned(uint32_t reference) const {
+    return reference == unlisted_orphan_ || is_orphan(arena.at(reference));
+}
+
+// At the end of the list. What hangs on the orphan is fetched, for it is listed when the orphan is freed.
+inline void BlendedLookup::list_orphan(uint32_t reference) {
     Block* block = arena.at(reference);
     block->order_class |= ORPHAN;
-    block->parent = first_orphan_;
-    first_orphan_ = reference;
+    block->parent = 0;
+    if (num_orphans_++ == 0)
+        first_orphan_ = reference;
+    else
+        arena.at(last_orphan_)->parent = reference;
+    last_orphan_ = reference;
     for (int32_t i = 0; i < block->size; ++i) arena.fetch<1>(children_of(block)[i]);
 }
 
-// Frees the orphan that waits for the shortest time; its longer contexts are orphans then. False where none waits, or
-// that one is held. Learning does this one order at a time: the memory of the next orphan comes meanwhile.
+// Frees the orphan that waits for the longest time; its longer contexts are orphans then. False where none waits, or
+// that one is held.
 inline bool BlendedLookup::free_orphan() {
+    if (first_orphan_ == 0 && unlisted_orphan_ != 0) list_orphan(std::exchange(unlisted_orphan_, 0));
     const uint32_t reference = first_orphan_;
     if (reference == 0 || is_held(reference)) return false;
     const Block* block = arena.at(reference);
     first_orphan_ = block->parent;
-    for (int32_t i = 0; i < block->size; ++i) abandon(children_of(block)[i]);
+    --num_orphans_;
+    for (int32_t i = 0; i < block->size; ++i)
+        if (children_of(block)[i] != 0) list_orphan(children_of(block)[i]);
     arena.give(reference);
     return true;
+}
+
+// Learning does this at every order, one more time than it makes contexts: orphans do not pile up. A few are kept, so
+// that the longer contexts of each, far apart in memory, have time to arrive; the last order frees one of those too.
+inline void BlendedLookup::free_spare_orphan(int32_t order) {
+    if (num_orphans_ > ORPHANS_KEPT || order == 0) free_orphan();
 }
 
 // For loading: a block with room for `size` entries, below the entry at `position` of `parent` (orders 1 and SKIP:

@@ -110,6 +110,15 @@ class Stats:
         finally:
             self.wall_seconds, self._began = self.elapsed, None
 
+    @contextmanager
+    def paused_wall(self) -> Iterator[None]:
+        """A part of a `timed_wall` block that does not count."""
+        self.wall_seconds, self._began = self.elapsed, None
+        try:
+            yield
+        finally:
+            self._began = time.perf_counter()
+
     @property
     def elapsed(self) -> float:
         """Wall seconds so far, the block that is running included."""

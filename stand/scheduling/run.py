@@ -69,7 +69,7 @@ class Run(Iterator[Trajectory]):
     @torch.inference_mode()
     def _decode(self) -> Iterator[Trajectory]:
         """What ends in a step comes before the next one, and before an error that a later one ends in."""
-        steps = self._call.steps()
+        steps = self._call.steps(until_ended=True)
         try:
             for _ in steps:
                 if self._on_step is not None:

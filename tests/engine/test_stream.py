@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import stand
+from stand import step
 from stand.text_pieces import TextPieces
 
 PROMPTS = ["ab", "bcabc", "ca"]
@@ -51,6 +52,19 @@ def test_the_model_is_free_between_pieces(engine):
     assert torch.equal(engine.model(torch.tensor([[3, 4, 5]])).logits, plain)
     stream.close()  # a stream may be left
     assert len(engine.generate("ab", max_new_tokens=5, seed=1)) == 1
+
+
+def test_a_run_swaps_forwards_where_rows_end_and_frees_the_model_for_its_consumer(engine, monkeypatch):
+    """Not before every step, of which there are tens."""
+    entered, own = [], step.tree_attention
+    monkeypatch.setattr(step, "tree_attention", lambda model: entered.append(1) or own(model))
+    before, steps = engine.model.config._attn_implementation, []
+    settings = {"num_return_sequences": 2, "max_new_tokens": 40, "temperature": 1.0, "seed": 1, "draft": False}
+    run = engine.run(["ab ab a", "ba"], max_rows=2, on_step=lambda run: steps.append(run.num_live), **settings)
+    for _ in run:
+        assert engine.model.config._attn_implementation == before
+        assert not any("forward" in vars(module) for module in engine.model.modules())
+    assert run.stats.wall_seconds > 0 and len(steps) == run.stats.num_forwards > 2 * len(entered) > 0
 
 
 def test_what_generate_does_not_take_is_refused(engine):

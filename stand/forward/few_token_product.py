@@ -35,16 +35,27 @@ def few_token_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 class FewTokenProduct:
-    """`few_token_product` with one weight and bias, which `are_weights`: they are looked at once, and kept alive."""
+    """`few_token_product` with one weight and bias, which `are_weights`: they are looked at once.
+
+    They are not kept as they are: a parameter that gets other data is read there, as long as `reads` holds.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
-        self._operands = weight.detach(), None if bias is None else bias.detach()
+        self.weight, self.bias = weight, bias
         self.num_rows, self.depth = weight.shape
-        self.addresses = weight.data_ptr(), 0 if bias is None else bias.data_ptr(), self.num_rows
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K], which `is_plain` -> [..., N]."""
         return few_token_products((self,), x)[0]
+
+    def reads(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        """Whether these are its operands, and still as they were."""
+        is_same = weight is self.weight and bias is self.bias
+        return is_same and weight.shape == (self.num_rows, self.depth) and are_weights(weight, bias)
+
+    def operands(self) -> tuple[int, int, int]:
+        """As `dot_products.multiply` takes them."""
+        return self.weight.data_ptr(), 0 if self.bias is None else self.bias.data_ptr(), self.num_rows
 
 
 def few_token_products(products: tuple[FewTokenProduct, ...], x: torch.Tensor) -> list[torch.Tensor]:
@@ -56,7 +67,7 @@ def few_token_products(products: tuple[FewTokenProduct, ...], x: torch.Tensor) -
     results = [torch.empty((*x.shape[:-1], product.num_rows)) for product in products]
     multiply(
         x.data_ptr(),
-        tuple([product.addresses for product in products]),
+        tuple([product.operands() for product in products]),
         tuple([result.data_ptr() for result in results]),
         x.numel() // depth,
         depth,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import Linear
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from stand.forward.few_token_product import IS_FASTER, FewTokenProduct, are_weights, few_token_products, is_plain
 
 MOST_TOKENS = 64  # of a product of our own: beyond, torch's is as fast
+_KNOWN: WeakKeyDictionary[PreTrainedModel, list[FewTokenForward]] = WeakKeyDictionary()  # of models in use
 
 
 @contextmanager
@@ -25,12 +27,13 @@ def few_token_layers(model: PreTrainedModel) -> Iterator[None]:
     it count from the next time on. The model is given back as it was.
     """
     forwards = _forwards(model) if IS_FASTER and model.device.type == "cpu" else []
-    for forward in forwards:
+    swapped = [forward for forward in forwards if "forward" not in vars(forward.layer)]
+    for forward in swapped:
         vars(forward.layer)["forward"] = forward
     try:
         yield
     finally:
-        for forward in forwards:
+        for forward in swapped:
             del forward.layer.forward
 
 
@@ -43,6 +46,10 @@ class FewTokenForward:
         self.layer, self.most_numbers = layer, MOST_TOKENS * layer.in_features
         self.product = FewTokenProduct(layer.weight, layer.bias)
 
+    def is_current(self) -> bool:
+        """Whether the layer still has the weights that the product reads."""
+        return self.product.reads(self.layer.weight, self.layer.bias)
+
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         if self.serves(states):
             return self.product(states)
@@ -54,8 +61,10 @@ class FewTokenForward:
 
     def serves(self, states: torch.Tensor) -> bool:
         """Whether these take the product."""
-        is_few = 0 < states.numel() <= self.most_numbers and states.shape[-1] == self.product.depth
-        return is_few and is_plain(states) and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
+        if not 0 < states.numel() <= self.most_numbers or states.shape[-1] != self.product.depth:
+            return False
+        is_inference = not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
+        return is_inference and is_plain(states) and self.product.weight.dtype is torch.float32
 
 
 def _own_forward(layer: Linear) -> MethodType:
@@ -70,10 +79,14 @@ def outputs(layers: Sequence[Linear], states: torch.Tensor) -> Sequence[torch.Te
     return [layer(states) for layer in layers]
 
 
-@torch.no_grad()
 def _forwards(model: PreTrainedModel) -> list[FewTokenForward]:
-    return [
-        FewTokenForward(layer)
-        for layer in model.modules()
-        if type(layer) is Linear and "forward" not in vars(layer) and are_weights(layer.weight, layer.bias)
-    ]
+    """Made anew where a layer has other weights by now; layers that came in between are left alone until then."""
+    known = _KNOWN.get(model)
+    if not known or not all(forward.is_current() for forward in known):
+        with torch.no_grad():
+            known = _KNOWN[model] = [
+                FewTokenForward(layer)
+                for layer in model.modules()
+                if type(layer) is Linear and are_weights(layer.weight, layer.bias)
+            ]
+    return known

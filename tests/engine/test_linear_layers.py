@@ -98,6 +98,25 @@ def test_a_copy_made_inside_has_weights_of_its_own(copied):
     assert torch.equal(twin.plain(states)[0], twin.plain.bias)
 
 
+@torch.inference_mode()
+def test_other_weights_are_read_from_the_next_time_on(taken):
+    model, states = OneLayer(), torch.randn(1, 8)
+    with few_token_layers(model):
+        model.plain(states)
+    model.double()
+    with few_token_layers(model):
+        assert torch.equal(
+            model.plain(states.double()), nn.functional.linear(states.double(), *model.plain.parameters())
+        )
+    model.float()
+    model.plain.weight = nn.Parameter(torch.eye(8))
+    with few_token_layers(model):
+        torch.testing.assert_close(model.plain(states), states + model.plain.bias)
+        model.double()
+        assert model.plain(states.double()).dtype == torch.float64
+    assert taken == ["few tokens", "few tokens", "linear"]
+
+
 def test_gradients_are_kept():
     model = SomeLayers()
     with few_token_layers(model):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ def taken(monkeypatch) -> list[str]:
         return nn.functional.linear(*args)
 
     monkeypatch.setattr(linear_layers, "IS_FASTER", True)
+    monkeypatch.setattr(linear_layers, "_KNOWN", WeakKeyDictionary())  # other tests' models, with products unwatched
     monkeypatch.setattr(linear_layers, "FewTokenProduct", Watched)
     monkeypatch.setattr(linear_layers, "linear", watched_linear)
     return names

@@ -45,6 +45,13 @@ def few_token_attention(
     """
     if not is_supported(query, key, value) or query.shape[2] != paths.num_tokens or key.shape[0] != paths.num_rows:
         raise ValueError(_refusal(paths, query=query, key=key, value=value))
+    return supported_attention(query, key, value, paths, scale=scale, window=window)
+
+
+def supported_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, paths: TokenPaths, *, scale: float, window: int = 0
+) -> torch.Tensor:
+    """`few_token_attention` of tensors that are known to be supported and to fit the paths."""
     num_heads, num_tokens, size = query.shape[1:]
     mixed = torch.empty((1, num_tokens, num_heads, size))
     row_stride, head_stride = key.stride()[:2]

@@ -46,19 +46,14 @@ class StepPlan:
         local_nodes = np.arange(len(token_ids)) - np.repeat(offsets[:-1], counts)
         self.num_tokens = len(token_ids)  # M
         self.num_rows = len(counts)  # A
-        self.width = _padded_width(counts) if torch.device(device).type == "cpu" else int(counts.max())  # T
         self.first_row = first_row
-        self.ends = lengths + starts + counts  # [A] slots per row, the new tokens' included
+        self._tails = starts + counts
+        self.ends = lengths + self._tails  # [A] slots per row, the new tokens' included
         self.kv_length = int(self.ends.max())  # L
-        self.is_uniform = bool((counts == self.width).all())
-        # On a CPU, where a call costs little, the rows' tokens beyond `width` are attended to row by row.
-        self.overflow = [
-            (row, int(offsets[row]) + self.width, int(offsets[row + 1])) for row in np.flatnonzero(counts > self.width)
-        ]  # (row of the plan, first packed token, end)
         self.device = torch.device(device)
         self.has_few_tokens = IS_FASTER and self.device.type == "cpu" and int(counts.max()) <= MOST_ROW_TOKENS
         self._offsets = offsets
-        self._tails = starts + counts
+        self._counts = counts
         self._depths = depths
         self._ancestors = ancestors
         self._lengths = lengths
@@ -70,12 +65,6 @@ class StepPlan:
         self.cache_rows = self._to_device((local_rows + first_row).astype(np.int64))  # [M]
         slots = (lengths + starts)[local_rows] + local_nodes
         self.cache_slots = self._to_device(slots.astype(np.int64))  # [M]
-        self._padded = np.flatnonzero(local_nodes < self.width)  # packed tokens that have a padded place
-        self._tokens = self._places = None
-        if not self.is_uniform:
-            self._tokens = self._to_device(self._padded)
-            places = local_rows * self.width + local_nodes
-            self._places = self._to_device(places[self._padded].astype(np.int64))
 
     @classmethod
     def for_drafts(cls, batch: DraftBatch, lengths: np.ndarray, *, device: torch.device | str = "cpu") -> StepPlan:
@@ -103,6 +92,41 @@ class StepPlan:
     def paths(self) -> TokenPaths:
         """For `few_token_attention`."""
         return TokenPaths(self._offsets, self._lengths, self._tails, self._ancestors)
+
+    @cached_property
+    def width(self) -> int:
+        """T: tokens per row that are attended to in one padded call, where attention pads."""
+        return _padded_width(self._counts) if self.device.type == "cpu" else int(self._counts.max())
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether all rows have `width` tokens."""
+        return bool((self._counts == self.width).all())
+
+    @cached_property
+    def overflow(self) -> list[tuple[int, int, int]]:
+        """(row of the plan, first packed token, end): on a CPU, where a call costs little, the rows' tokens beyond
+        `width` are attended to row by row."""
+        offsets = self._offsets
+        return [
+            (row, int(offsets[row]) + self.width, int(offsets[row + 1]))
+            for row in np.flatnonzero(self._counts > self.width)
+        ]
+
+    @cached_property
+    def _padded(self) -> np.ndarray:
+        """Packed tokens that have a padded place."""
+        return np.flatnonzero(self._local_nodes < self.width)
+
+    @cached_property
+    def _tokens(self) -> torch.Tensor:
+        return self._to_device(self._padded)
+
+    @cached_property
+    def _places(self) -> torch.Tensor:
+        """Of `_tokens`, in all rows' padded places."""
+        places = self._local_rows * self.width + self._local_nodes
+        return self._to_device(places[self._padded].astype(np.int64))
 
     def pad(self, packed: torch.Tensor) -> torch.Tensor:
         """[H, M, D] -> [A, H, T, D]; places without a token are zero, tokens of `overflow` are left out."""

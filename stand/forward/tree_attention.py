@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from stand.forward.few_token_attention import few_token_attention, is_supported
+from stand.forward.few_token_attention import is_supported, supported_attention
 from stand.forward.linear_layers import few_token_layers
 from stand.forward.packed_plan import StepPlan
 
@@ -50,7 +50,7 @@ def attend(
         )
     scale = scaling if scaling is not None else query.shape[3] ** -0.5
     if softcap is None and s_aux is None and stand_plan.has_few_tokens and is_supported(query, key, value):
-        few = few_token_attention(query, key, value, stand_plan.paths, scale=scale, window=sliding_window or 0)
+        few = supported_attention(query, key, value, stand_plan.paths, scale=scale, window=sliding_window or 0)
         return few, None
     groups = query.shape[1] // key.shape[1]
     kind = {"window": sliding_window, "groups": groups, "dtype": query.dtype}

@@ -39,8 +39,8 @@ class FusedAttention:
 
     The cache is written by the kernel, never through `update`; it must offer `slots` [M] int64,
     `layer(layer_idx) -> (keys, values)` [R, Hkv, S, D], and as `seen(layer_idx)` what `update` hands the attention
-    function. `merged` is q_proj, k_proj and v_proj in one, None where they
-    could not be merged or are one already (qkv_proj).
+    function. `merged` is q_proj, k_proj and v_proj in one, None where they could not be merged or are one already
+    (qkv_proj).
     """
 
     def __init__(

@@ -11,6 +11,7 @@ import torch
 
 from stand.forward.few_token_product import WIDEST, parallel_region
 from stand.fusion.formulas import ACTIVATIONS, NO_NORM, ONE_PLUS, RULES
+from stand.fusion.rotation_checks import check_heads, check_norm, check_rotation
 from stand.fusion.row_kernels import gate as gate_rows
 from stand.fusion.row_kernels import norm as norm_rows
 from stand.fusion.row_kernels import turn as turn_rows
@@ -101,9 +102,10 @@ def rope_and_store(
 
     Raises ValueError for other tensors, IndexError for a slot beyond the cache, before anything is written.
     """
-    _check_heads(query, key, value, keys, values, slots)
-    _check_rotation(query, cos, sin, rotary)
-    _check_norm(query, query_weight, key_weight, rule)
+    _check_plain(query, key, value, cos, sin, keys, values, slots, query_weight, key_weight)
+    check_heads(query, key, value, keys, values, slots)
+    check_rotation(query, cos, sin, rotary)
+    check_norm(query, query_weight, key_weight, rule)
     num_tokens, heads, size = query.shape
     output = _new(query)
     weights = [0, 0] if rule == NO_NORM else [query_weight.data_ptr(), key_weight.data_ptr()]
@@ -167,83 +169,10 @@ def _checked_size(states: torch.Tensor, weight: torch.Tensor, rule: int) -> int:
     return size
 
 
-def _check_heads(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
-    if not all(map(_is_plain, (query, key, value, keys, values))):
-        raise ValueError(
-            "query, key, value and the cache must be float32 on a CPU, got "
-            f"{query.dtype}, {key.dtype}, {value.dtype}, {keys.dtype} and {values.dtype}; make the cache in the "
-            "model's dtype"
-        )
-    tokens, _, size = query.shape
-    shape = key.shape
-    if value.shape != shape or shape[0] != tokens or shape[2] != size or slots.shape != (tokens,):
-        raise ValueError(
-            "query [M, H, D], key and value [M, Hkv, D] and slots [M] must agree, got "
-            f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)} and {tuple(slots.shape)}"
-        )
-    if size > LARGEST_HEAD or any(not _has_adjacent_heads(part) for part in (query, key, value)):
-        raise ValueError(
-            f"a token's heads, of at most {LARGEST_HEAD} numbers, must lie next to each other, got another layout; use "
-            "contiguous()"
-        )
-    cache = keys.shape
-    if (
-        (cache[1], cache[3]) != shape[1:]
-        or keys.stride(3) != 1
-        or slots.dtype is not torch.int64
-        or not slots.is_contiguous()
-    ):
-        raise ValueError(
-            f"the cache must be [R, {shape[1]}, S, {size}] with adjacent components and slots contiguous int64, got "
-            f"{tuple(cache)} and {slots.dtype}"
-        )
-    if values.shape != cache or values.stride() != keys.stride():
-        raise ValueError(
-            "keys and values must have one layout, got "
-            f"{tuple(cache)} {keys.stride()} and {tuple(values.shape)} {values.stride()}"
-        )
-
-
-def _has_adjacent_heads(part: torch.Tensor) -> bool:
-    _, between, inside = part.stride()
-    return inside == 1 and (between == part.shape[2] or part.shape[1] == 1)
-
-
-def _check_rotation(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: int) -> None:
-    if rotary == 0:
-        return
-    tokens, _, size = query.shape
-    if rotary % 2 or not 0 < rotary <= size:
-        raise ValueError(f"rotary must be even and at most the head size {size}, got {rotary}")
-    if cos.shape != sin.shape or cos.shape[0] != tokens or cos.shape[1] not in (rotary, rotary // 2):
-        raise ValueError(
-            f"cos and sin must be [{tokens}, {rotary}] or half as wide, got {tuple(cos.shape)} and {tuple(sin.shape)}"
-        )
-    if not (_is_plain(cos) and _is_plain(sin)) or cos.stride(1) != 1 or sin.stride(1) != 1:
-        raise ValueError(
-            f"cos and sin must be float32 with adjacent components, got {cos.dtype} and {sin.dtype}; use contiguous()"
-        )
-
-
-def _check_norm(
-    query: torch.Tensor, query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, rule: int
-) -> None:
-    weights = (query_weight, key_weight)
-    if rule == NO_NORM:
-        if query_weight is not None or key_weight is not None:
-            raise ValueError("weights need a rule, got weights without a norm; pass None")
-        return
-    if rule not in RULES:
-        raise ValueError(f"rule must be {NO_NORM} or one of {RULES}, got {rule}")
-    if any(
-        weight is None or weight.shape != query.shape[2:] or not _is_plain(weight) or not weight.is_contiguous()
-        for weight in weights
-    ):
-        raise ValueError(f"a norm needs two contiguous weights [{query.shape[2]}] in float32, got others")
+def _check_plain(query: torch.Tensor, *others: torch.Tensor | None) -> None:
+    """All on a CPU, the query of float32 and small enough; that dtypes agree is checked elsewhere."""
+    if not (_is_plain(query) and all(other is None or other.is_cpu for other in others)):
+        devices = ", ".join(str(part.device) for part in (query, *others) if part is not None)
+        raise ValueError(f"a query of float32 and all else must be on a CPU, got {query.dtype} on {devices}")
+    if query.shape[-1] > LARGEST_HEAD:
+        raise ValueError(f"heads must have at most {LARGEST_HEAD} numbers, got {query.shape[-1]}; pass fuse=False")

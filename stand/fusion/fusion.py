@@ -2,7 +2,7 @@
 
 Nothing is assumed of a model class. A swap is tried on the loaded weights, its outcome is compared with the module's
 own (see `probe`), and only one that rounding explains is kept. Nothing uses TF32: no kernel here has a matrix product,
-products stay torch's own, and TF32 in torch's settings is refused.
+products on a GPU stay torch's own, and TF32 in torch's settings is refused.
 """
 
 from __future__ import annotations

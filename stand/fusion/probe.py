@@ -7,8 +7,7 @@ leaves it: its outputs, what it hands to the attention function, and what it wri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from stand.forward.model import max_positions, text_config
+from stand.forward.tree_attention import tree_attention
 
 PROBE_NAME = "stand_probe"
 NUM_TOKENS = 5
@@ -89,7 +89,7 @@ class Probe:
             cache.allocate(keys.shape[1], keys.shape[3], keys.dtype)
         if "past_key_values" in keywords:
             keywords |= {"past_key_values": cache, "stand_probe": seen}
-        with probe_attention(self._model), torch.inference_mode():
+        with tree_attention(self._model, PROBE_NAME), torch.inference_mode():
             result = forward(*arguments, **keywords)
         return _outcome(result, seen, passed=keywords)
 
@@ -102,7 +102,7 @@ class Probe:
         positions = torch.linspace(0, reach - 1, NUM_TOKENS).long()[None].to(self._model.device)
         hooks = [module.register_forward_pre_hook(remember, with_kwargs=True) for module in modules]
         try:
-            with probe_attention(self._model), torch.inference_mode():
+            with tree_attention(self._model, PROBE_NAME), torch.inference_mode():
                 self._model(input_ids=tokens, position_ids=positions, use_cache=False, stand_probe={})
         finally:
             for hook in hooks:
@@ -140,17 +140,6 @@ def difference(reference: Outcome, outcome: Outcome) -> tuple[float, str | None]
         sizes = expected.float().abs().amax(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
         largest = max(largest, float((errors / sizes).nan_to_num(nan=torch.inf).max()))
     return largest, None
-
-
-@contextmanager
-def probe_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Run the block with an attention function that records its arguments and returns the query."""
-    previous = model.config._attn_implementation
-    model.set_attn_implementation(PROBE_NAME)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(previous)
 
 
 def _reach(model: PreTrainedModel) -> int:

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "../../threads.h"
 #include "instruction_sets.h"
 
 namespace stand {
@@ -64,7 +65,7 @@ inline void attend(const Attention& step, Vectors vectors, int32_t num_threads, 
     std::unique_ptr<float[]> scratch(new float[room * (is_alone ? 1 : num_threads)]);
     Heads heads{step, vectors, tokens, room, scratch.get()};
     if (is_alone) return heads.run();
-    in_threads([](void* given) { static_cast<Heads*>(given)->run(); }, &heads, num_threads, 0);
+    run_in_threads(heads, num_threads, in_threads);
 }
 
 }  // namespace stand

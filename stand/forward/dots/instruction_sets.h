@@ -70,7 +70,4 @@ inline void attend_tokens(const Attention& step, Vectors vectors, int64_t row, i
 
 }  // namespace dots
 
-// GOMP_parallel of GNU's OpenMP: calls a function in so many threads, the caller's among them, and waits for all.
-using RunInThreads = void (*)(void (*)(void*), void*, unsigned, unsigned);
-
 }  // namespace stand

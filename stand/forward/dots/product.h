@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "../../threads.h"
 #include "instruction_sets.h"
 
 namespace stand {
@@ -50,7 +51,7 @@ inline void multiply(const Product* products, int64_t num_products, Vectors vect
     const int64_t share = num_rows / (std::max(num_threads, 1) * SHARES_PER_THREAD) / ROWS * ROWS;
     Work work{products, num_products, vectors, std::max(share, LEAST_SHARE)};
     if (in_threads == nullptr || num_threads < 2 || num_rows * products->depth < LEAST_WEIGHTS) return work.run();
-    in_threads([](void* given) { static_cast<Work*>(given)->run(); }, &work, num_threads, 0);
+    run_in_threads(work, num_threads, in_threads);
 }
 
 }  // namespace stand

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../../threads.h"
 #include "../../vectors.h"
 
 namespace stand {
@@ -112,9 +113,6 @@ struct Work {
 
 }  // namespace rows
 
-// GOMP_parallel of GNU's OpenMP: calls a function in so many threads, the caller's among them, and waits for all.
-using RunInThreads = void (*)(void (*)(void*), void*, unsigned, unsigned);
-
 // `in_threads`: null for the calling thread alone.
 template <class Job>
 void run(const Job& job, int64_t num_rows, int64_t row_size, Vectors vectors, int32_t num_threads,
@@ -123,7 +121,7 @@ void run(const Job& job, int64_t num_rows, int64_t row_size, Vectors vectors, in
     if (in_threads == nullptr || num_threads < 2 || num_rows <= share)
         return rows::do_rows(job, vectors, 0, num_rows);
     rows::Work<Job> work{job, vectors, num_rows, share};
-    in_threads([](void* given) { static_cast<rows::Work<Job>*>(given)->run(); }, &work, num_threads, 0);
+    run_in_threads(work, num_threads, in_threads);
 }
 
 // Whether every token's slot is in a cache of `num_slots`.

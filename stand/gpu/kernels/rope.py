@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from stand.fusion.formulas import NO_NORM, ONE_PLUS, ROUND_FIRST, RULES
+from stand.fusion.formulas import NO_NORM, ONE_PLUS, ROUND_FIRST
+from stand.fusion.rotation_checks import check_heads, check_norm, check_rotation
 from stand.gpu.kernels.launch import launch_device
 from stand.gpu.kernels.norm import scale_normal
 from stand.gpu.kernels.specimen import Specimen
@@ -108,9 +109,10 @@ def rope_and_store(
     rotary: leading components that turn; 0 leaves cos and sin unread.
     rule: how query_weight and key_weight [D] norm the heads first (`norm_kernel.RULES`), or NO_NORM.
     """
-    _check_heads(query, key, value, keys, values, slots)
-    _check_rotation(query, cos, sin, rotary)
-    _check_norm(query, query_weight, key_weight, rule)
+    _check_dtype(query)
+    check_heads(query, key, value, keys, values, slots)
+    check_rotation(query, cos, sin, rotary)
+    check_norm(query, query_weight, key_weight, rule)
     tokens, heads, size = query.shape
     half = rotary // 2
     output = torch.empty((tokens, heads, size), dtype=query.dtype, device=query.device)
@@ -131,9 +133,10 @@ def rope_and_store(
 
 @rope_and_store.register_fake
 def _(query, key, value, cos, sin, keys, values, slots, rotary, query_weight, key_weight, eps, rule):
-    _check_heads(query, key, value, keys, values, slots)
-    _check_rotation(query, cos, sin, rotary)
-    _check_norm(query, query_weight, key_weight, rule)
+    _check_dtype(query)
+    check_heads(query, key, value, keys, values, slots)
+    check_rotation(query, cos, sin, rotary)
+    check_norm(query, query_weight, key_weight, rule)
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 
@@ -178,65 +181,6 @@ def _specimen(heads: int, kv_heads: int, size: int, dtype: str, rule: int) -> Sp
     )
 
 
-def _check_heads(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
-) -> None:
-    if any(part.dtype != query.dtype for part in (key, value, keys, values)) or query.dtype not in DTYPES:
-        raise ValueError(
-            "query, key, value and the cache must share a dtype of float32, bfloat16 and float16, got "
-            f"{query.dtype}, {key.dtype}, {value.dtype}, {keys.dtype} and {values.dtype}; make the cache in the "
-            "model's dtype"
-        )
-    tokens, _, size = query.shape
-    if key.shape != value.shape or key.shape[0] != tokens or key.shape[2] != size or slots.shape != (tokens,):
-        raise ValueError(
-            "query [M, H, D], key and value [M, Hkv, D] and slots [M] must agree, got "
-            f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)} and {tuple(slots.shape)}"
-        )
-    if any(part.stride(2) != 1 or (part.shape[1] > 1 and part.stride(1) != size) for part in (query, key, value)):
-        raise ValueError("the heads of a token must lie next to each other, got another layout; use contiguous()")
-    if keys.shape[1] != key.shape[1] or keys.shape[3] != size or keys.stride(3) != 1 or slots.dtype != torch.int64:
-        raise ValueError(
-            f"the cache must be [R, {key.shape[1]}, S, {size}] with adjacent components and slots int64, got "
-            f"{tuple(keys.shape)} and {slots.dtype}"
-        )
-    if keys.shape != values.shape or keys.stride() != values.stride():
-        raise ValueError(
-            "keys and values must have one layout, got "
-            f"{tuple(keys.shape)} {keys.stride()} and {tuple(values.shape)} {values.stride()}"
-        )
-
-
-def _check_rotation(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: int) -> None:
-    if rotary == 0:
-        return
-    if rotary % 2 or not 0 < rotary <= query.shape[2]:
-        raise ValueError(f"rotary must be even and at most the head size {query.shape[2]}, got {rotary}")
-    if cos.shape != sin.shape or cos.shape not in {(query.shape[0], rotary), (query.shape[0], rotary // 2)}:
-        raise ValueError(
-            f"cos and sin must be [{query.shape[0]}, {rotary}] or half as wide, got {tuple(cos.shape)} and "
-            f"{tuple(sin.shape)}"
-        )
-    if cos.dtype != query.dtype or sin.dtype != query.dtype or cos.stride(1) != 1 or sin.stride(1) != 1:
-        raise ValueError(
-            f"cos and sin must be of the query's dtype {query.dtype} with adjacent components, got {cos.dtype} and "
-            f"{sin.dtype}"
-        )
-
-
-def _check_norm(
-    query: torch.Tensor, query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, rule: int
-) -> None:
-    if rule != NO_NORM and rule not in RULES:
-        raise ValueError(f"rule must be {NO_NORM} or one of {RULES}, got {rule}")
-    weights = (query_weight, key_weight)
-    if rule == NO_NORM:
-        if any(weight is not None for weight in weights):
-            raise ValueError("weights need a rule, got weights without a norm")
-    elif any(weight is None or weight.shape != query.shape[2:] or weight.dtype != query.dtype for weight in weights):
-        raise ValueError(f"a norm needs two weights [{query.shape[2]}] of dtype {query.dtype}, got others")
+def _check_dtype(query: torch.Tensor) -> None:
+    if query.dtype not in DTYPES:
+        raise ValueError(f"the query must be float32, bfloat16 or float16, got {query.dtype}; pass fuse=False")

@@ -356,7 +356,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "a root is node 0, whose bit is set in any case",
     (
         "stand/forward/packed_plan.py",
-        "self.is_uniform = bool((counts == self.width).all())",
+        "return bool((self._counts == self.width).all())",
         "Eq -> NotEq",
     ): "rows of one width are padded by nothing: slower, and the same",
     (

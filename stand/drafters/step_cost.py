@@ -25,9 +25,10 @@ from stand.trees import DraftBatch, DraftTree
 
 FORMAT = "stand cost table 1"
 FOLDER = Path.home() / ".cache" / "stand"  # where scripts/gpu_bench.py keeps its tables
-SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # tokens per row that are timed, besides `most_tokens` in all
+MOST_PER_ROW = 128  # tokens per row of the largest step that is timed, besides `most_tokens` in all
 REPEATS = 7
 BRIEF_RATIO = 8.0  # a step that costs more than so many of the smallest one never pays
+NEAR_RATIO = 3.0  # steps up to so many of the smallest one are run most, so they are timed best
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ def measure_cost(
     if seconds is not None:
         times = _measure_briefly(timed, num_rows, most_tokens, seconds)
         return StepCost.measured(list(times), list(times.values()), num_rows=num_rows, length=length)
-    sizes = sorted({size * num_rows for size in SIZES if size * num_rows < most_tokens} | {most_tokens})
+    sizes = _sizes(num_rows, most_tokens)
     timings: dict[int, list[float]] = {size: [] for size in sizes}
     for size in sizes:
         timed(size)  # compiles, captures
@@ -201,33 +202,46 @@ def measure_cost(
     return StepCost.measured(sizes, medians, num_rows=num_rows, length=length)
 
 
+def _sizes(num_rows: int, most_tokens: int) -> list[int]:
+    """From one token per row on, two per doubling: between them a cost is a straight line, and it bends where a matrix
+    product takes another tile."""
+    per_row = [1 << power for power in range(MOST_PER_ROW.bit_length())]
+    sizes = {num_rows * size for size in per_row} | {3 * num_rows * size // 2 for size in per_row[:-1]}
+    return sorted({size for size in sizes if size < most_tokens} | {most_tokens})
+
+
 def _measure_briefly(
     timed: Callable[[int], float], num_rows: int, most_tokens: int, seconds: float
 ) -> dict[int, float]:
     """Seconds by size, within about `seconds` in all. The shortest of a size's runs counts: other work only adds.
 
-    Sizes double. One pass over them at least, as far as BRIEF_RATIO and the time allow, but two sizes in any case:
-    steps of seconds take as long as they take.
+    First one pass over sizes that double, as far as BRIEF_RATIO and the time allow, but two sizes in any case: steps of
+    seconds take as long as they take. Then, in turn, those that cost up to NEAR_RATIO, and the sizes between them.
     """
     spent = timed(num_rows)  # loads weights, compiles
     times: dict[int, float] = {}
     size, last = num_rows, 0.0
-    while size <= most_tokens:
-        is_enough = spent + 2 * last > seconds or last > BRIEF_RATIO * times.get(num_rows, math.inf)
-        if len(times) > 1 and is_enough:
-            break
+    while size <= most_tokens and (len(times) < 2 or spent + 2 * last <= seconds):
         last = timed(size)
         spent += last
-        if last > BRIEF_RATIO * times.get(num_rows, math.inf):  # or a busy moment
+        is_dear = 2 * last > BRIEF_RATIO * times.get(num_rows, math.inf)
+        if is_dear:  # or it was a busy moment
             again = timed(size)
             last, spent = min(last, again), spent + again
+            is_dear = 2 * last > BRIEF_RATIO * times[num_rows]
         times[size] = last
+        if is_dear and len(times) > 1:
+            break
         size *= 2
-    while spent + sum(times.values()) < seconds:
-        for size in times:
+    near = [size for size in times if times[size] <= NEAR_RATIO * times[num_rows]]
+    wanted = [size for size in _sizes(num_rows, most_tokens) if size <= near[-1]]
+    while True:
+        for size in wanted:
+            upper = min(times[larger] for larger in times if larger >= size)
+            if spent + upper > seconds:
+                return times
             last = timed(size)
-            times[size], spent = min(times[size], last), spent + last
-    return times
+            times[size], spent = min(times.get(size, math.inf), last), spent + last
 
 
 def synthetic_drafts(num_tokens: int, num_rows: int) -> DraftBatch:

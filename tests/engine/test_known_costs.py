@@ -222,10 +222,10 @@ class Steps:
 def test_a_brief_measurement_keeps_to_its_time():
     quick = Steps(lambda size: 0.01 + 0.0001 * size)
     cost = quick.measure(num_rows=4, most_tokens=128, seconds=1.5)
-    assert cost.tokens == (4, 8, 16, 32, 64, 128) and 1.0 < quick.now < 1.5
+    assert cost.tokens == (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) and 1.0 < quick.now < 1.5
     np.testing.assert_allclose(cost.seconds, 0.01 + 0.0001 * np.array(cost.tokens))
     slow = Steps(lambda size: 0.3 * size / 4)
-    assert slow.measure(num_rows=4, most_tokens=128, seconds=1.5).tokens == (4, 8) and slow.now < 1.5
+    assert slow.measure(num_rows=4, most_tokens=128, seconds=1.5).tokens == (4, 8) and slow.now <= 1.5
     steep = Steps(lambda size: 0.001 * size**2)
     assert steep.measure(num_rows=1, most_tokens=32, seconds=9.0).tokens == (1, 2, 4)  # more never pays
 
@@ -233,7 +233,7 @@ def test_a_brief_measurement_keeps_to_its_time():
 def test_the_shortest_run_counts():
     stalls = iter([0.0, 0.0, 0.5, 0.0])  # a busy moment while the second size is timed first
     noisy = Steps(lambda size: 0.01 + next(stalls, 0.0))
-    assert noisy.measure(num_rows=1, most_tokens=4, seconds=1.5).seconds == pytest.approx((0.01, 0.01, 0.01))
+    assert noisy.measure(num_rows=1, most_tokens=4, seconds=1.5).seconds == pytest.approx((0.01,) * 4)
 
 
 def test_foreign_drafters_are_told():

@@ -73,7 +73,7 @@ def test_steps_of_a_real_model_are_timed():
     model = tiny_model("llama")
     before = [parameter.clone() for parameter in model.parameters()]
     cost = stand.wrap(model).measure_cost(num_rows=2, length=20, most_tokens=40)
-    assert cost.tokens == (2, 4, 8, 16, 24, 32, 40) and min(cost.seconds) > 0
+    assert cost.tokens == (2, 3, 4, 6, 8, 12, 16, 24, 32, 40) and min(cost.seconds) > 0
     assert all(torch.equal(left, right) for left, right in zip(before, model.parameters(), strict=True))
     assert model.config._attn_implementation != "stand_tree"
     with pytest.raises(ValueError, match="most_tokens above num_rows"):
@@ -97,14 +97,15 @@ def test_on_a_cpu_processor_time_is_counted(device, clock):
     ("seconds", "expected"),
     [
         (0.5, [1, 1, 2]),  # two sizes in any case
-        (29.0, [1, 1, 2, 4, 8]),  # what is next may take twice as long
-        (34.0, [1, 1, 2, 4, 8, 16, 16]),  # more than eight of the smallest: once more, and no further
+        (10.0, [1, 1, 2, 4, 1, 2]),  # what is next may take twice as long
+        (12.0, [1, 1, 2, 4, 8, 1, 2]),
+        (29.0, [1, 1, 2, 4, 8, 16, 16, 1, 2, 3, 4]),  # once more, and no further: 32 may cost more than eight of 1
     ],
 )
 def test_a_brief_measurement_goes_as_far_as_pays(seconds, expected):
-    """Sizes double."""
+    """Sizes double; what is left goes to those that cost up to three of the smallest, and to those between them."""
     clock = types.SimpleNamespace(now=0.0, sizes=[])
-    steps = {1: 1.0, 2: 1.0, 4: 7.0, 8: 8.0, 16: 9.0}
+    steps = {1: 1.0, 2: 1.0, 3: 2.0, 4: 3.0, 8: 4.0, 16: 6.0}
 
     def run_step(batch):
         clock.sizes.append(batch.num_nodes)
@@ -113,17 +114,6 @@ def test_a_brief_measurement_goes_as_far_as_pays(seconds, expected):
     cost = measure_cost(run_step, num_rows=1, length=4, most_tokens=64, seconds=seconds, clock=lambda: clock.now)
     assert clock.sizes == expected and cost.tokens == tuple(sorted(set(expected)))
     assert cost.seconds == tuple(steps[size] for size in cost.tokens)
-
-
-def test_a_dear_size_that_was_run_twice_counts_twice():
-    clock = types.SimpleNamespace(now=0.0, sizes=[])
-
-    def run_step(batch):
-        clock.sizes.append(batch.num_nodes)
-        clock.now += {1: 1.0, 2: 1.0, 4: 9.0}.get(batch.num_nodes, math.inf)
-
-    measure_cost(run_step, num_rows=1, length=4, most_tokens=64, seconds=24.0, clock=lambda: clock.now)
-    assert clock.sizes == [1, 1, 2, 4, 4]  # 21 seconds: another round would take 11
 
 
 def test_rises_are_of_the_curve_below_all_timings():

@@ -38,6 +38,7 @@ class Candidates:
     tokens: list[int]
     probabilities: list[np.float32]
     uniforms: list[float]
+    weights: list[np.float32]  # that children are drawn by
     taken: list[bool] = field(default_factory=list)
 
 
@@ -157,7 +158,9 @@ class SlowGrowth:
             return
         place = ([self.rows[node.row]], [self.steps[node.row]], [node.local])
         numbers = [float(uniforms(self.seed, DRAFT, *place, slot=slot)[0]) for slot in range(len(best))]
-        node.candidates = Candidates(*map(list, zip(*best, strict=True)), numbers, [False] * len(best))
+        tokens, probabilities = map(list, zip(*best, strict=True))
+        weights = [one * np.sqrt(one) for one in probabilities] if self.kind == "sampled" else probabilities
+        node.candidates = Candidates(tokens, probabilities, numbers, weights, [False] * len(best))
         if self.kind == "sampled":
             self._push_sample(item.node)
         else:
@@ -186,19 +189,21 @@ class SlowGrowth:
         return self._sample(item)
 
     def _push_sample(self, index: int) -> None:
-        candidates, mass, squares = self.nodes[index].candidates, F(0), F(0)
-        for probability, taken in zip(candidates.probabilities, candidates.taken, strict=True):
+        candidates, mass, total, shared = self.nodes[index].candidates, F(0), F(0), F(0)
+        drawn = zip(candidates.probabilities, candidates.weights, candidates.taken, strict=True)
+        for probability, weight, taken in drawn:
             if not taken:
                 mass += probability
-                squares += probability * probability
-        if mass > 0:
-            self._offer(index, 0, OVERLAP * mass + (F(1) - OVERLAP) * squares / mass, "sample")
+                total += weight
+                shared += weight * probability
+        if total > 0:
+            self._offer(index, 0, OVERLAP * mass + (F(1) - OVERLAP) * shared / total, "sample")
 
     def _sample(self, item: Item) -> int:
         node = self.nodes[item.node]
         candidates = node.candidates
-        chances = zip(candidates.probabilities, candidates.taken, strict=True)
-        weights = [0.0 if taken else float(probability) for probability, taken in chances]
+        chances = zip(candidates.weights, candidates.taken, strict=True)
+        weights = [0.0 if taken else float(weight) for weight, taken in chances]
         times = [-np.log(u) / p if p > 0 else np.inf for p, u in zip(weights, candidates.uniforms, strict=True)]
         winner = int(np.argmin(times))
         law = [F(weight / sum(weights)) for weight in weights]

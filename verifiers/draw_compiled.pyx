@@ -1,6 +1,6 @@
-"""The draw of the next token on a CPU, compiled: two passes over one row of probabilities per trajectory.
+"""The draw of the next token on a CPU, compiled: a pass over one row of probabilities per trajectory, then one block.
 
-The same formulas as `draw.draw_residuals`, in float64 throughout; that one is array code and runs on any device.
+The same formulas as in `draw`, in float64 throughout; those are array code and run on any device.
 """
 
 import numpy as np
@@ -8,9 +8,35 @@ import numpy as np
 from libc.stdint cimport int32_t, int64_t
 from libcpp.vector cimport vector
 
+cdef extern from "sum.h" namespace "stand" nogil:
+    double sum_of "stand::sum"[Number](const Number* numbers, Py_ssize_t count)
+
 ctypedef fused Prob:
     float
     double
+
+cdef enum:
+    BLOCK_SIZE = 256  # tokens whose weights are added up before one of them is looked for
+
+
+def draw_tokens(const Prob[:, ::1] probs not None, const int64_t[::1] nodes not None,
+                const double[::1] uniforms not None):
+    """[B] int64: token ids drawn from probs [M, V] at each of `nodes` [B], with uniforms [B] in [0, 1).
+
+    Raises ValueError where a row of `probs` has no positive sum.
+    """
+    tokens = np.empty(len(nodes), dtype=np.int64)
+    cdef int64_t[::1] drawn = tokens
+    cdef const int32_t[::1] support = np.empty(0, dtype=np.int32)
+    cdef const double[::1] mass = np.empty(0)
+    cdef vector[char] is_known = vector[char](probs.shape[1], 0)
+    cdef vector[double] sums = vector[double](probs.shape[1] // BLOCK_SIZE + 1)
+    cdef Py_ssize_t place
+    with nogil:
+        for place in range(nodes.shape[0]):
+            drawn[place] = _draw(probs[nodes[place]], support, mass, 1.0, uniforms[place], is_known, sums)
+    return _checked(tokens)
+
 
 def draw_residuals(const Prob[:, ::1] probs not None, const int64_t[::1] nodes not None,
                    const int32_t[:, ::1] support_ids not None, const double[:, ::1] mass not None,
@@ -22,41 +48,44 @@ def draw_residuals(const Prob[:, ::1] probs not None, const int64_t[::1] nodes n
 
     Raises ValueError where a row of `probs` has no positive sum.
     """
-    cdef Py_ssize_t place
-    cdef int64_t token = 0
     tokens = np.empty(len(nodes), dtype=np.int64)
     cdef int64_t[::1] drawn = tokens
     cdef vector[char] is_known = vector[char](probs.shape[1], 0)
-    cdef Py_ssize_t node
+    cdef vector[double] sums = vector[double](probs.shape[1] // BLOCK_SIZE + 1)
+    cdef Py_ssize_t place, node
     with nogil:
         for place in range(nodes.shape[0]):
             node = nodes[place]
-            token = _draw(probs[node], support_ids[node], mass[node], scale[node], uniforms[place], is_known)
-            if token < 0:  # no weight at all
-                token = _draw(probs[node], support_ids[node, :0], mass[node, :0], 1.0, uniforms[place], is_known)
-            if token < 0:
-                break
-            drawn[place] = token
-    if token < 0:
+            drawn[place] = _draw(
+                probs[node], support_ids[node], mass[node], scale[node], uniforms[place], is_known, sums
+            )
+            if drawn[place] < 0:  # no weight at all
+                drawn[place] = _draw(
+                    probs[node], support_ids[node, :0], mass[node, :0], 1.0, uniforms[place], is_known, sums
+                )
+    return _checked(tokens)
+
+
+cdef _checked(tokens):
+    if len(tokens) and tokens.min() < 0:
         raise ValueError("every target row must have a positive sum, got none; look for NaN or -inf-only logits")
     return tokens
 
 
 cdef int64_t _draw(const Prob[::1] probs, const int32_t[::1] support, const double[::1] mass, double scale,
-                   double uniform, vector[char]& is_known) noexcept nogil:
+                   double uniform, vector[char]& is_known, vector[double]& sums) noexcept nogil:
     """The first token whose cumulated weight exceeds uniform x total; the last one of positive weight where rounding
-    carries the sum past the end; -1 unless the total is positive. `is_known` [V] is all zero before and after."""
-    cdef Py_ssize_t slot, token
-    cdef double on_support = 0.0, others = 0.0, total, point, weight
+    carries the sum past the end; -1 unless the total is positive. `is_known` [V] is all zero before and after; sums:
+    scratch memory, one per block."""
+    cdef Py_ssize_t slot
+    cdef double on_support = 0.0, total, point
     cdef int64_t last = -1  # the token that was looked at
     cdef bint found = False
     for slot in range(support.shape[0]):
         if support[slot] >= 0:
             on_support += mass[slot]
             is_known[support[slot]] = 1
-    for token in range(probs.shape[0]):
-        others += 0.0 if is_known[token] else <double> probs[token]
-    total = on_support + scale * others
+    total = on_support + scale * _sum_blocks(probs, support, is_known, sums)
     point = uniform * total
     for slot in range(support.shape[0]):
         if total > 0 and support[slot] >= 0 and mass[slot] > 0 and not found:
@@ -64,14 +93,52 @@ cdef int64_t _draw(const Prob[::1] probs, const int32_t[::1] support, const doub
             point -= mass[slot]
             found = point < 0
     if total > 0 and not found:
-        for token in range(probs.shape[0]):
-            weight = 0.0 if is_known[token] else scale * probs[token]
-            if weight > 0:
-                last = token
-                point -= weight
-                if point < 0:
-                    break
+        last = _find(probs, scale, point, is_known, sums, last)
     for slot in range(support.shape[0]):
         if support[slot] >= 0:
             is_known[support[slot]] = 0
+    return last
+
+
+cdef double _sum_blocks(const Prob[::1] probs, const int32_t[::1] support, vector[char]& is_known,
+                        vector[double]& sums) noexcept nogil:
+    """The probability of the tokens that are not known; by block in `sums`."""
+    cdef Py_ssize_t size = probs.shape[0], block, slot, first
+    cdef double total = 0.0
+    for block in range((size + BLOCK_SIZE - 1) // BLOCK_SIZE):
+        first = block * BLOCK_SIZE
+        sums[block] = sum_of(&probs[first], min(<Py_ssize_t> BLOCK_SIZE, size - first))
+    for slot in range(support.shape[0]):
+        if support[slot] >= 0:
+            block = support[slot] // BLOCK_SIZE
+            sums[block] = 0.0
+            for first in range(block * BLOCK_SIZE, min(size, (block + 1) * BLOCK_SIZE)):
+                sums[block] += 0.0 if is_known[first] else <double> probs[first]
+    for block in range((size + BLOCK_SIZE - 1) // BLOCK_SIZE):
+        total += sums[block]
+    return total
+
+
+cdef int64_t _find(const Prob[::1] probs, double scale, double point, vector[char]& is_known, vector[double]& sums,
+                   int64_t last) noexcept nogil:
+    """The first unknown token whose cumulated weight exceeds `point`, or the last one with a weight, or `last`."""
+    cdef Py_ssize_t block, chosen = -1, token
+    cdef double weight
+    for block in range((probs.shape[0] + BLOCK_SIZE - 1) // BLOCK_SIZE):
+        weight = scale * sums[block]
+        if weight > 0:
+            if chosen >= 0:
+                point -= scale * sums[chosen]
+            chosen = block
+            if point < weight:
+                break
+    if chosen < 0:
+        return last
+    for token in range(chosen * BLOCK_SIZE, min(probs.shape[0], <Py_ssize_t> (chosen + 1) * BLOCK_SIZE)):
+        weight = 0.0 if is_known[token] else scale * probs[token]
+        if weight > 0:
+            last = token
+            point -= weight
+            if point < 0:
+                break
     return last

@@ -76,7 +76,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "return ids.gather(1, within.clip(max=BLOCK_SIZE - 1))[:, 0]",
         "1 -> 0",
     ): "a point lies below its block's sum, so a token is always found: a guard for NaN only",
-    ("verifiers/draw_compiled.pyx", "cdef int64_t token = 0", "0 -> 1"): "every row overwrites it; its sign is read",
     (
         "verifiers/rules/traversal_compiled.pyx",
         "if failure <= TINY:",

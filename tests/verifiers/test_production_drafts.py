@@ -108,7 +108,7 @@ def test_settings_matter(blended):
         sizes[kind, name] = {tuple(draft.num_nodes for draft in each.drafts) for each in joint}
         counts[kind, name] = len(joint)
     plain = sizes["sampled", "budget 4"]
-    assert len(plain) > 2  # what one row draws decides what the other one gets
+    assert len(plain) > 1  # what one row draws decides what the other one gets
     assert all(sizes["sampled", name] != plain for name in ("floor", "depths", "rises", "scopes", "budget 8"))
     for kind in ("sampled", "mixed"):
         assert sizes[kind, "caps below the budget"] == {(2, 4)} and sizes[kind, "a row without nodes"] == {(1, 4)}

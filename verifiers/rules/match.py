@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from stand.trees import DraftBatch
+from stand.verifiers import draw_compiled
 from stand.verifiers.draw import draw_tokens
 from stand.verifiers.noise import VerifierNoise
 from stand.verifiers.operands import Array, Operands
@@ -47,9 +48,15 @@ class MatchVerifier(ThresholdVerifier):
     def verify(self, batch: DraftBatch, target: TargetRows, noise: VerifierNoise) -> Verdicts:
         """See `Verifier.verify`; level by level, only rows still on a drafted path are drawn."""
         self.check_draft(batch)
-        return follow_drawn(
-            batch, target, lambda rows, nodes, depth: draw_tokens(target.rows(nodes), noise.target(rows, depth))
-        )
+        return follow_drawn(batch, target, lambda rows, nodes, depth: _draw(target, nodes, noise.target(rows, depth)))
+
+
+def _draw(target: TargetRows, nodes: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
+    """[B] int64: the target's tokens at packed nodes [B]."""
+    probs = target.on_host()
+    if probs is None:
+        return draw_tokens(target.rows(nodes), uniforms)
+    return draw_compiled.draw_tokens(probs, nodes, uniforms)
 
 
 def follow_drawn(batch: DraftBatch, target: TargetRows, draw: Draw) -> Verdicts:

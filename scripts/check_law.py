@@ -209,6 +209,8 @@ def check_law(model, tokenizer, options: argparse.Namespace) -> dict:
     law = {"temperature": options.temperature, "top_p": options.top_p}
     prompts = fixed_prompts(stand.wrap(model, tokenizer, verifier="match"), options.prompts, law)
     conditions = {**law, "model": options.model, "tokens": options.tokens, "continuations": options.continuations}
+    if options.sample != 1:
+        conditions["sample"] = options.sample
     if options.drafter != "lookup":
         conditions |= {"drafter": options.drafter, "head": str(options.head)}
     kept = KeptCounts(options.kept, {**conditions, "prompts": prompts})
@@ -223,7 +225,7 @@ def check_law(model, tokenizer, options: argparse.Namespace) -> dict:
             if line is None:
                 arm = {"verifier": verifier, "kind": kind, "drafter": options.drafter, "head": options.head}
                 engine = engine or new_engine(model, tokenizer, prompts, law, **arm)
-                seed = (1 if kind == "none" else 2) * 10**6 + 1000 * place
+                seed = 10**8 * (options.sample - 1) + (1 if kind == "none" else 2) * 10**6 + 1000 * place
                 drawn, stats = continuations(
                     engine, prompt, rows, law, tokens=options.tokens, seed=seed, draft=kind != "none"
                 )
@@ -325,6 +327,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--drafter", choices=DRAFTERS, default="lookup", help="of `law`")
     parser.add_argument("--head", type=Path, help="EAGLE-1 head or streams (default: those shipped)")
     parser.add_argument("--continuations", type=int, default=20_000, help="of one arm of `law`, all prompts together")
+    parser.add_argument("--sample", type=int, default=1, help="2, 3, ...: other seeds of `law`, for a further test")
     parser.add_argument("--no-plain", action="store_true", help="leave the arm without drafts out")
     parser.add_argument("--prompts", type=int)
     parser.add_argument("--rows", type=int, default=16)

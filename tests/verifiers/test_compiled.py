@@ -10,7 +10,7 @@ from drafted_cases import case
 from stand.drafters.check import check_batch
 from stand.trees import DraftBatch, DraftTree
 from stand.verifiers import TargetRows, Verdicts, draw_compiled, get_verifier, operands
-from stand.verifiers.draw import draw_residuals
+from stand.verifiers.draw import draw_residuals, draw_tokens
 from stand.verifiers.rules import traversal_compiled
 
 
@@ -110,6 +110,35 @@ def test_any_support_equals_the_array_code(support):
         assert got.tolist() == expected.tolist(), (heavy, scale)
 
 
+SUPPORTS = ([5, 7, -1], [255, 256, 1023], [1023, 300, 511], [-1, -1, -1], [0, 512, 513])
+
+
+@pytest.mark.parametrize("support", SUPPORTS)
+@pytest.mark.parametrize("size", [1024, 1025, 1279])
+def test_many_blocks_equal_the_array_code(support, size):
+    """Candidates in one block and in several, at their borders; blocks without weight, among them the last."""
+    generator, count = np.random.default_rng(6), 400
+    probs = generator.random((4, size)) * (generator.random((4, size)) < 0.5)
+    probs[1, 256:768] = probs[2, :512] = probs[3, 768:] = 0.0
+    nodes, uniforms = np.arange(count) % 4, (np.arange(count) + 0.5) / count
+    mass = np.where(np.array(support) >= 0, [40.0, 0.0, 20.0], 0.0)
+    for scale in (1.0, 0.25, 0.0 if mass.any() else 0.5):
+        got = draw_compiled.draw_residuals(
+            probs, nodes, np.array([support] * 4, np.int32), np.tile(mass, (4, 1)), np.full(4, scale), uniforms
+        )
+        expected = draw_residuals(
+            torch.from_numpy(probs[nodes]),
+            support_ids=np.array([support] * count, np.int32),
+            mass=torch.from_numpy(np.tile(mass, (count, 1))),
+            scale=torch.full((count,), scale, dtype=torch.float64),
+            uniforms=uniforms,
+        )
+        assert got.tolist() == expected.tolist(), scale
+    drawn = draw_compiled.draw_tokens(probs, nodes, uniforms)
+    assert drawn.tolist() == draw_tokens(torch.from_numpy(probs[nodes]), uniforms).tolist()
+    assert len(set(drawn.tolist())) > 300
+
+
 def test_the_largest_uniform_stays_inside_the_weights():
     """Sums in another order than the total's: what rounding carries past the end goes to the last positive weight."""
     generator, count, size = np.random.default_rng(4), 3000, 40
@@ -119,6 +148,7 @@ def test_the_largest_uniform_stays_inside_the_weights():
     mass = np.stack([generator.random(count), np.zeros(count)], axis=1)
     largest = np.full(count, np.nextafter(1.0, 0.0))
     tokens = draw_compiled.draw_residuals(probs, np.arange(count), support, mass, generator.random(count), largest)
+    assert np.all(draw_compiled.draw_tokens(probs, np.arange(count), largest) < size // 2)
     assert np.all((tokens > 0) & (tokens < size // 2))
     support = np.tile(np.array([[7, 3, 5, 1, 2]], dtype=np.int32), (count, 1))
     mass = np.hstack([generator.random((count, 4)), np.zeros((count, 1))])
@@ -159,6 +189,8 @@ def test_rows_without_weight_are_refused_wherever_they_stand():
     for nodes in ([1], [0, 1], [1, 2], [2, 1, 0]):
         with pytest.raises(ValueError, match="positive sum, got none"):
             draw_compiled.draw_residuals(probs, np.array(nodes), *arguments, np.full(len(nodes), 0.25))
+        with pytest.raises(ValueError, match="positive sum, got none"):
+            draw_compiled.draw_tokens(probs, np.array(nodes), np.full(len(nodes), 0.25))
     assert draw_compiled.draw_residuals(probs, np.array([0, 2]), *arguments, np.full(2, 0.25)).tolist() == [0, 0]
 
 

@@ -26,8 +26,13 @@ BOUND = 1e-9
 COUNT, SIZE = 40, 7
 
 
+def compiled_tokens(rows: torch.Tensor, points: np.ndarray) -> np.ndarray:
+    return draw_compiled.draw_tokens(rows.numpy(), np.arange(len(rows)), points)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_tokens_by_their_weights(dtype):
+@pytest.mark.parametrize("draw_tokens", [draw_tokens, compiled_tokens])
+def test_tokens_by_their_weights(draw_tokens, dtype):
     generator = np.random.default_rng(1)
     weights = (generator.random((COUNT, SIZE)) * (generator.random((COUNT, SIZE)) < 0.7) + 1e-30).astype(dtype)
     rows = torch.from_numpy(weights)
@@ -67,7 +72,8 @@ def test_residuals_by_their_weights(draw, dtype):
     assert np.abs(laws - weights / weights.sum(axis=1, keepdims=True)).max() < BOUND
 
 
-def test_one_long_row_is_drawn_from_to_its_end():
+@pytest.mark.parametrize("draw_tokens", [draw_tokens, compiled_tokens])
+def test_one_long_row_is_drawn_from_to_its_end(draw_tokens):
     """More blocks of tokens than rows: the last block counts like the first."""
     size = 5 * BLOCK_SIZE // 2
     weights = np.random.default_rng(4).random((1, size)).astype(np.float32)

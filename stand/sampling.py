@@ -19,6 +19,7 @@ from transformers.generation.logits_process import (
 from stand.laws.filters import filter_laws
 from stand.processors import ProcessorChain
 from stand.row import Row
+from stand.threads import parallel_region
 from stand.trees import DraftBatch
 
 FILTERS = {  # in transformers' order; each class keeps its setting in an attribute of that name
@@ -93,9 +94,7 @@ class TargetLaw:
     @classmethod
     def of(cls, processors: Sequence[LogitsProcessor], *, is_sampled: bool) -> TargetLaw:
         """What transformers draws with these processors, made for request 0; `admit` takes those of further ones."""
-        params, count = (
-            SamplingParams.at_the_end_of(processors) if is_sampled else (SamplingParams(temperature=0.0), 0)
-        )
+        params, count = SamplingParams.at_the_end_of(processors) if is_sampled else (SamplingParams(temperature=0.0), 0)
         others = processors[: len(processors) - count]
         return cls(params, processors=ProcessorChain(others) if others else None, num_filters=count)
 
@@ -166,7 +165,8 @@ class TargetLaw:
         settings = {} if params.is_greedy else {
             "temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p
         }  # fmt: skip
-        arrays = filter_laws(scores.contiguous().numpy(), **settings, count=num_top)
+        threads = {"num_threads": torch.get_num_threads(), "in_threads": parallel_region()}
+        arrays = filter_laws(scores.contiguous().numpy(), **settings, count=num_top, **threads)
         return Laws(*map(torch.from_numpy, arrays))
 
 

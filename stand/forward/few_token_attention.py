@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from stand.forward.dot_products import attend
-from stand.forward.few_token_product import WIDEST, parallel_region
+from stand.forward.few_token_product import WIDEST
+from stand.threads import parallel_region
 
 LANES = 16  # numbers of a head are a multiple of it
 

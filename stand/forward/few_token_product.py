@@ -6,15 +6,13 @@ row of weights is asked for while the rows before it are multiplied with all tok
 
 from __future__ import annotations
 
-import ctypes
-import os
 import platform
-from functools import lru_cache
 
 import torch
 
 from stand.forward.dot_products import multiply
 from stand.laws.filters import VECTORS
+from stand.threads import parallel_region
 
 WIDEST = len(VECTORS) - 1
 IS_FASTER = WIDEST > 0 and platform.machine() in ("x86_64", "AMD64")  # AVX2 at least; on ARM nothing was measured
@@ -103,16 +101,3 @@ def _refusal(*tensors: torch.Tensor | None) -> str:
         "x [..., K], weight [N, K] and bias [N] must be contiguous float32 tensors on a CPU without gradients, K >= 1, "
         f"got {got}; call torch.nn.functional.linear"
     )
-
-
-@lru_cache
-def parallel_region() -> int:
-    """Address of GOMP_parallel in the OpenMP library that torch has loaded; 0 where torch has another one.
-
-    A pool of threads beside torch's own would fight it for the processors: both wait by spinning.
-    """
-    try:
-        library = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
-    except (OSError, AttributeError):
-        return 0

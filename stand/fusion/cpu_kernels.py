@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from stand.forward.few_token_product import WIDEST, parallel_region
+from stand.forward.few_token_product import WIDEST
 from stand.fusion.formulas import ACTIVATIONS, NO_NORM, ONE_PLUS, RULES
 from stand.fusion.rotation_checks import check_heads, check_norm, check_rotation
 from stand.fusion.row_kernels import gate as gate_rows
 from stand.fusion.row_kernels import norm as norm_rows
 from stand.fusion.row_kernels import turn as turn_rows
+from stand.threads import parallel_region
 
 LARGEST_HEAD = 1024  # numbers; as in rows/jobs.h
 

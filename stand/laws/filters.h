@@ -4,12 +4,15 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <new>
 #include <vector>
 
+#include "../threads.h"
 #include "block_passes.h"
 
 namespace stand {
@@ -245,13 +248,41 @@ class RowFilter {
     }
 };
 
-// RowFilter over `num_rows` rows that follow on each other, in all arrays.
-inline void filter_rows(const float* scores, int64_t num_rows, int64_t size, const Filters& filters, Vectors vectors,
-                        float* laws, int64_t count, int32_t* best_ids, float* best_probabilities) {
-    RowFilter filter(size, filters, vectors);
-    for (int64_t row = 0; row < num_rows; ++row)
-        filter.apply(scores + row * size, laws + row * size, count, best_ids + row * count,
-                     best_probabilities + row * count);
+// Rows that follow on each other, in all arrays. Threads take them one by one; a row's results are its own.
+struct FilterRows {
+    const float* scores;
+    int64_t num_rows, size;
+    Filters filters;
+    Vectors vectors;
+    float* laws;
+    int64_t count;
+    int32_t* best_ids;
+    float* best_probabilities;
+    std::atomic<int64_t> next{0};
+    std::atomic<bool> has_failed{false};
+
+    void run() noexcept {
+        try {
+            int64_t row = next.fetch_add(1);
+            if (row >= num_rows) return;
+            for (RowFilter filter(size, filters, vectors); row < num_rows; row = next.fetch_add(1))
+                filter.apply(scores + row * size, laws + row * size, count, best_ids + row * count,
+                             best_probabilities + row * count);
+        } catch (...) {  // memory: nothing may leave a thread
+            has_failed = true;
+        }
+    }
+};
+
+// By `num_threads` threads at once, where that many numbers are worth the start; null `in_threads`: by the calling one.
+inline void filter_rows(FilterRows& rows, int num_threads, RunInThreads in_threads) {
+    constexpr int64_t LEAST_NUMBERS = 1 << 15;
+    const bool is_shared = rows.num_rows > 1 && rows.num_rows * rows.size >= LEAST_NUMBERS;
+    if (in_threads == nullptr || num_threads < 2 || !is_shared)
+        rows.run();
+    else
+        run_in_threads(rows, num_threads, in_threads);
+    if (rows.has_failed) throw std::bad_alloc();
 }
 
 }  // namespace stand

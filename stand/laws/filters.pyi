@@ -11,4 +11,6 @@ def filter_laws(
     min_p: float = 0.0,
     count: int = 0,
     vectors: str | None = None,
+    num_threads: int = 1,
+    in_threads: int = 0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]: ...

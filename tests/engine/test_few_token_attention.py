@@ -6,8 +6,9 @@ import torch
 
 from stand.forward.dot_products import attend
 from stand.forward.few_token_attention import TokenPaths, few_token_attention, is_supported
-from stand.forward.few_token_product import WIDEST, parallel_region
+from stand.forward.few_token_product import WIDEST
 from stand.laws.filters import VECTORS
+from stand.threads import parallel_region
 
 LEVELS, REGION = range(len(VECTORS)), parallel_region()
 SHAPES = {"odd heads": (2, 3, 16), "usual": (3, 3, 64), "one head, many queries": (1, 30, 80), "no groups": (2, 1, 128)}

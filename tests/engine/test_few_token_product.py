@@ -12,9 +12,9 @@ from stand.forward.few_token_product import (
     FewTokenProduct,
     few_token_product,
     few_token_products,
-    parallel_region,
 )
 from stand.laws.filters import VECTORS
+from stand.threads import parallel_region
 
 WITH_FMA = [place for place, name in enumerate(VECTORS) if name != "portable"]
 LEVELS, REGION = range(len(VECTORS)), parallel_region()

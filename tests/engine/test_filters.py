@@ -11,6 +11,7 @@ import torch
 
 from stand.laws.filters import VECTORS, filter_laws
 from stand.sampling import SamplingParams, TargetLaw
+from stand.threads import parallel_region
 
 TEMPERATURE = 0.6
 BORDER = 1e-6  # of the whole mass: nearer to top_p's border, rounding decides
@@ -198,6 +199,20 @@ def test_all_instruction_sets_give_equal_bits(filters):
     results = [filter_laws(scores, temperature=TEMPERATURE, count=10, vectors=name, **filters) for name in VECTORS]
     for result in results:
         assert [array.tobytes() for array in result] == [array.tobytes() for array in results[0]]
+
+
+@pytest.mark.skipif(parallel_region() == 0, reason="torch has no GNU OpenMP here")
+@pytest.mark.parametrize("filters", [{}, *FILTERS])
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 40])
+def test_threads_share_the_rows(num_rows, filters):
+    """More rows than threads and fewer, enough numbers to be shared: the bits of one thread."""
+    scores = np.random.default_rng(3).normal(0, 3, (num_rows, 20_000)).astype(np.float32)
+    alone = filter_laws(scores, temperature=TEMPERATURE, count=5, **filters)
+    for num_threads in (2, 5):
+        shared = filter_laws(
+            scores, temperature=TEMPERATURE, count=5, num_threads=num_threads, in_threads=parallel_region(), **filters
+        )
+        assert [array.tobytes() for array in shared] == [array.tobytes() for array in alone]
 
 
 def test_the_environment_can_ask_for_the_plain_instructions():

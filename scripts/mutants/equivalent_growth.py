@@ -102,10 +102,14 @@ OF_GROWTH: dict[tuple[str, str, str], str] = {
         "const int32_t most_sure = std::min(candidates.size(), settings_.width - 1);",
         "min -> its argument 2",
     ): "reads behind the last candidate, which only a build with bounds checks notices (make test-debug)",
-    ("growth.h", "if (!(mass > 0.0f)) return;", "> -> >="): "0 / 0 is not a number, and what is none is not queued",
     (
         "growth.h",
-        "offer(family(index), 0, OVERLAP * mass + (1.0f - OVERLAP) * squares / mass, Action::sample);",
+        "if (weight > 0.0f) offer(family(index), 0, OVERLAP * mass + (1.0f - OVERLAP) * shared / weight, Action::sample);",
+        "> -> >=",
+    ): "0 / 0 is not a number, and what is none is not queued",
+    (
+        "growth.h",
+        "if (weight > 0.0f) offer(family(index), 0, OVERLAP * mass + (1.0f - OVERLAP) * shared / weight, Action::sample);",
         "0 -> 1",
     ): _REPLACED,
     (

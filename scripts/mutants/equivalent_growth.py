@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 _UNREAD = "an item that expands a node has no token and no product: both are unread"
+_NEXT_DRAW = (
+    "if (weight > 0.0f) offer(family(index), 0, OVERLAP * mass + (1.0f - OVERLAP) * shared / weight, "
+    "Action::sample);"
+)
 _REPLACED = "the token of a draw is put in when it is drawn, and of one node's items only one draws"
 _EQUAL = "differs where two floats are equal by accident: either answer is right there"
 _PLACE_0 = "place 0 holds the first root, which is popped before all others: then no list has it"
@@ -104,12 +108,12 @@ OF_GROWTH: dict[tuple[str, str, str], str] = {
     ): "reads behind the last candidate, which only a build with bounds checks notices (make test-debug)",
     (
         "growth.h",
-        "if (weight > 0.0f) offer(family(index), 0, OVERLAP * mass + (1.0f - OVERLAP) * shared / weight, Action::sample);",
+        _NEXT_DRAW,
         "> -> >=",
     ): "0 / 0 is not a number, and what is none is not queued",
     (
         "growth.h",
-        "if (weight > 0.0f) offer(family(index), 0, OVERLAP * mass + (1.0f - OVERLAP) * shared / weight, Action::sample);",
+        _NEXT_DRAW,
         "0 -> 1",
     ): _REPLACED,
     (

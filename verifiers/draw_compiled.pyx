@@ -19,23 +19,15 @@ cdef enum:
     BLOCK_SIZE = 256  # tokens whose weights are added up before one of them is looked for
 
 
-def draw_tokens(const Prob[:, ::1] probs not None, const int64_t[::1] nodes not None,
-                const double[::1] uniforms not None):
+def draw_tokens(probs, nodes, uniforms):
     """[B] int64: token ids drawn from probs [M, V] at each of `nodes` [B], with uniforms [B] in [0, 1).
 
     Raises ValueError where a row of `probs` has no positive sum.
     """
-    tokens = np.empty(len(nodes), dtype=np.int64)
-    cdef int64_t[::1] drawn = tokens
-    cdef const int32_t[::1] support = np.empty(0, dtype=np.int32)
-    cdef const double[::1] mass = np.empty(0)
-    cdef vector[char] is_known = vector[char](probs.shape[1], 0)
-    cdef vector[double] sums = vector[double](probs.shape[1] // BLOCK_SIZE + 1)
-    cdef Py_ssize_t place
-    with nogil:
-        for place in range(nodes.shape[0]):
-            drawn[place] = _draw(probs[nodes[place]], support, mass, 1.0, uniforms[place], is_known, sums)
-    return _checked(tokens)
+    size = len(probs)
+    return draw_residuals(
+        probs, nodes, np.empty((size, 0), dtype=np.int32), np.empty((size, 0)), np.ones(size), uniforms
+    )
 
 
 def draw_residuals(const Prob[:, ::1] probs not None, const int64_t[::1] nodes not None,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 _UNREAD = "an item that expands a node has no token and no product: both are unread"
 _NEXT_DRAW = (
-    "if (weight > 0.0f) offer(family(index), 0, OVERLAP * mass + (1.0f - OVERLAP) * shared / weight, "
-    "Action::sample);"
+    "if (weight > 0.0f) offer(family(index), 0, OVERLAP * mass + (1.0f - OVERLAP) * shared / weight, Action::sample);"
 )
 _REPLACED = "the token of a draw is put in when it is drawn, and of one node's items only one draws"
 _EQUAL = "differs where two floats are equal by accident: either answer is right there"

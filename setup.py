@@ -81,7 +81,11 @@ def extension(name, source, compile_args=(), **settings):
     return Extension(
         name,
         [source],
-        extra_compile_args=[*compile_args, *COMPILE_ARGS, *(LEVELS[name].split() if name in LEVELS and not DEBUG else [])],
+        extra_compile_args=[
+            *compile_args,
+            *COMPILE_ARGS,
+            *(LEVELS[name].split() if name in LEVELS and not DEBUG else []),
+        ],
         extra_link_args=STRIP,
         define_macros=MACROS,
         py_limited_api=STABLE_ABI,

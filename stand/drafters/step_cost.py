@@ -222,15 +222,14 @@ def _measure_briefly(
     times: dict[int, float] = {}
     size, last = num_rows, 0.0
     while size <= most_tokens and (len(times) < 2 or spent + 2 * last <= seconds):
+        dear = BRIEF_RATIO / 2 * times.get(num_rows, math.inf)  # the next size may cost twice as much
         last = timed(size)
         spent += last
-        is_dear = 2 * last > BRIEF_RATIO * times.get(num_rows, math.inf)
-        if is_dear:  # or it was a busy moment
+        if last > dear:  # or it was a busy moment
             again = timed(size)
             last, spent = min(last, again), spent + again
-            is_dear = 2 * last > BRIEF_RATIO * times[num_rows]
         times[size] = last
-        if is_dear and len(times) > 1:
+        if last > dear:
             break
         size *= 2
     near = [size for size in times if times[size] <= NEAR_RATIO * times[num_rows]]

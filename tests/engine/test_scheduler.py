@@ -348,8 +348,10 @@ def test_rooms_are_as_many_as_memory_holds(monkeypatch):
     assert max(live) == 3 and [found[row] for row in range(8)] == expected.token_ids
     monkeypatch.setattr(memory, "available_bytes", lambda device: 1.0)
     assert engine_with_rooms().generate(PROMPTS, **SETTINGS).stats.num_forwards > 3 * expected.stats.num_forwards
-    capped = engine_with_rooms().generate(PROMPTS[:1], **settings, max_rows=8, max_cache_bytes=memory.SHARE * free)
-    assert capped.token_ids == expected.token_ids and capped.stats.num_forwards > 1.5 * expected.stats.num_forwards
+    capped = engine_with_rooms().generate(
+        PROMPTS[:1], **settings, max_rows=8, max_cache_bytes=memory.SHARE * free * 2.5 / 3.5
+    )
+    assert capped.token_ids == expected.token_ids and capped.stats.num_forwards > 2 * expected.stats.num_forwards
 
 
 def test_a_step_may_hold_fewer_rows_than_memory():

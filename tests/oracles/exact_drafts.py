@@ -35,7 +35,7 @@ class JointDraft:
     drafts: tuple[DraftTree, ...]  # one per row
 
 
-def joint_drafts(draft_with: Callable[[int], DraftBatch], *, most_seeds: int = 40_000) -> list[JointDraft]:
+def joint_drafts(draft_with: Callable[[int], DraftBatch], *, most_seeds: int = 160_000) -> list[JointDraft]:
     """Every different draft of `draft_with(seed)`: until all probability is found, or nothing new comes."""
     found: dict[bytes, JointDraft] = {}
     total, last_find = 0.0, 0

@@ -29,6 +29,7 @@ import torch
 if TYPE_CHECKING:  # transformers imports Triton, which then has chosen between its interpreter and its compiler
     from transformers import PreTrainedModel
 
+    from stand.drafters.law_source import LawSource
     from stand.engine import Engine
 
 SHARPER = 20  # times larger logits: of nearly equal ones nothing would be drafted
@@ -109,6 +110,10 @@ class Contact:
             raise AssertionError("the pool must have grown, got none; decode more tokens")
         return f"{compared}; pages {pools}"
 
+    def head(self) -> str:
+        """An untrained EAGLE-1 head drafts from the hidden states that captured steps deliver."""
+        return self._compared(self.model, temperature=0.6, source=self._random_head)
+
     def two_engines(self) -> str:
         """Graphs live on when another engine and its graphs end."""
         first, second = (self._engine(self.model, "triton", fuse=False) for _ in range(2))
@@ -128,11 +133,26 @@ class Contact:
             return "left out: Triton's interpreter multiplies the bits of bfloat16"
         return self._compared(self._new_model("qwen3", torch.bfloat16), temperature=0.0)
 
-    def _compared(self, model: PreTrainedModel, *, verifier: str = "match", fuse: bool = True, **law: float) -> str:
+    def _random_head(self) -> LawSource:
+        import stand
+        from stand.drafters.eagle.head import EagleHead
+
+        torch.manual_seed(0)
+        return stand.EagleLaws(EagleHead(self.model).eval(), rounds=2)
+
+    def _compared(
+        self,
+        model: PreTrainedModel,
+        *,
+        verifier: str = "match",
+        fuse: bool = True,
+        source: Callable[[], LawSource] | None = None,
+        **law: float,
+    ) -> str:
         """Captured against eager steps. Raises AssertionError where tokens differ in float32, or steps fell back."""
         outputs = []
         for backend in ("triton", "sdpa"):
-            engine = self._engine(model, backend, verifier=verifier, fuse=fuse)
+            engine = self._engine(model, backend, verifier=verifier, fuse=fuse, source=source)
             outputs.append([self._decoded(engine, **law) for _ in range(2)])
             if backend == "triton":
                 chosen, swaps = engine.backend, getattr(engine.backend, "fusion", None)
@@ -146,10 +166,18 @@ class Contact:
             raise AssertionError(f"all tokens must be those of eager steps, got {same} of {total}")
         return f"{same}/{total} tokens as eager{kept}; {chosen.reason}"
 
-    def _engine(self, model: PreTrainedModel, backend: str, *, verifier: str = "match", fuse: bool) -> Engine:
+    def _engine(
+        self,
+        model: PreTrainedModel,
+        backend: str,
+        *,
+        verifier: str = "match",
+        fuse: bool,
+        source: Callable[[], LawSource] | None = None,
+    ) -> Engine:
         import stand
 
-        drafter = stand.BlendedDrafter(budget=self.sizes.budget)
+        drafter = stand.BlendedDrafter(budget=self.sizes.budget, source=None if source is None else source())
         return stand.wrap(model, drafter=drafter, backend=backend, verifier=verifier, fuse=fuse)
 
     def _decoded(self, engine: Engine, **law: float) -> list[list[int]]:
@@ -173,7 +201,7 @@ class Contact:
         return model
 
 
-PIECES = ("unfused", "fused", "match", "traversal", "coupled", "top_p", "growth", "two_engines", "bf16")
+PIECES = ("unfused", "fused", "match", "traversal", "coupled", "top_p", "growth", "head", "two_engines", "bf16")
 
 
 def run_piece(name: str, work: Callable[[], str]) -> bool:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 MOST_CAPTURED_TOKENS = 512  # of all rows of a captured step (`stand.gpu.step_size.NUM_TOKENS`)
 POOL_PAGE_SIZE = 64  # slots (`stand.gpu.tiles.PAGE_SIZE`)
 NAMES = ("auto", "sdpa", "triton")
-FEATURE_OBSTACLE = "the drafter requires features (last hidden states), which captured steps do not deliver"
 RIDER_OBSTACLE = "the drafter runs on the model's own steps (streams), which captured steps do not carry"
 WAITING_ROPES = frozenset({"dynamic", "longrope"})  # their frequencies depend on the length: the host waits for it
 
@@ -161,7 +160,7 @@ def choose_backend(
 ) -> Backend:
     """Resolve "auto". Raises ValueError for an unknown name, or for "triton" where it cannot serve.
 
-    drafter: one that requires features or has a rider gets eager steps.
+    drafter: one that has a rider gets eager steps.
     """
     if requested not in NAMES:
         raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {requested!r}; auto is usual")
@@ -169,10 +168,11 @@ def choose_backend(
         return _eager(model, "asked for", fuse=fuse)
     if requested == "auto" and model.device.type != "cuda":
         return _eager(model, f"the model is on {model.device.type}, kernels are for CUDA", fuse=fuse)
-    obstacle = drafter_obstacle(drafter) or kernel_obstacle(model, verifier)
+    wants_features = drafter is not None and drafter.requires_features
+    obstacle = drafter_obstacle(drafter) or kernel_obstacle(model, verifier, wants_features=wants_features)
     if obstacle is None:
         reason = "asked for" if requested == "triton" else "the kernels serve this model"
-        return _fused(model, verifier, reason) if fuse else CapturedBackend(model, reason)
+        return _fused(model, verifier, reason, wants_features) if fuse else CapturedBackend(model, reason)
     if requested == "triton":
         raise ValueError(f"backend 'triton' cannot serve here: {obstacle}; use backend='sdpa' or 'auto'")
     return _eager(model, obstacle, fuse=fuse)
@@ -180,8 +180,6 @@ def choose_backend(
 
 def drafter_obstacle(drafter: Drafter | None) -> str | None:
     """What `drafter` asks of steps that captured ones do not give, or None."""
-    if drafter is not None and drafter.requires_features:
-        return FEATURE_OBSTACLE
     return RIDER_OBSTACLE if drafter is not None and drafter.rider is not None else None
 
 
@@ -208,8 +206,8 @@ def device_rule(verifier: Verifier) -> DeviceRule | None:
     return getattr(importlib.import_module(module), name)()
 
 
-def kernel_obstacle(model: PreTrainedModel, verifier: Verifier) -> str | None:
-    """Why the captured step cannot run this model with this rule, or None."""
+def kernel_obstacle(model: PreTrainedModel, verifier: Verifier, *, wants_features: bool = False) -> str | None:
+    """Why the captured step cannot run this model with this rule, or deliver features of it, or None."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     from stand.gpu.self_check import kernel_failure
@@ -225,7 +223,7 @@ def kernel_obstacle(model: PreTrainedModel, verifier: Verifier) -> str | None:
     kinds = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
     if kinds & WAITING_ROPES:
         return f"rotary positions of kind {', '.join(sorted(kinds & WAITING_ROPES))} make the host wait"
-    return kernel_failure(model, verifier)
+    return kernel_failure(model, verifier, wants_features=wants_features)
 
 
 def _eager(model: PreTrainedModel, reason: str, *, fuse: bool) -> EagerBackend:
@@ -238,7 +236,7 @@ def _eager(model: PreTrainedModel, reason: str, *, fuse: bool) -> EagerBackend:
         return EagerBackend(model, f"{reason}; not fused, because of {type(error).__name__}: {error}")
 
 
-def _fused(model: PreTrainedModel, verifier: Verifier, reason: str) -> CapturedBackend:
+def _fused(model: PreTrainedModel, verifier: Verifier, reason: str, wants_features: bool) -> CapturedBackend:
     """With proven fused forwards, checked once more all together; without them where that fails."""
     from stand.fusion.fusion import fuse
     from stand.gpu.self_check import kernel_failure
@@ -248,7 +246,7 @@ def _fused(model: PreTrainedModel, verifier: Verifier, reason: str) -> CapturedB
     except Exception as error:  # Triton's errors derive from Exception alone
         return CapturedBackend(model, f"{reason}; not fused, because of {type(error).__name__}: {error}")
     with fusion.active():
-        failure = kernel_failure(model, verifier)
+        failure = kernel_failure(model, verifier, wants_features=wants_features)
     if failure is None:
         return CapturedBackend(model, reason, fusion=fusion)
     fusion.undo()

@@ -79,12 +79,12 @@ class Step(Protocol):
         """The target's best tokens after every node: ids [M, count] int32, probabilities [M, count] float32."""
 
     def features(self) -> torch.Tensor:
-        """[M, D]: the model's last hidden state at every node; asked where `StepStart.wants_features`, which backends
-        refuse whose steps do not deliver them."""
+        """[M, D]: the model's last hidden state at every node, not written over by later steps; asked where
+        `StepStart.wants_features`."""
 
     def teach(self, lesson: Callable[[], None]) -> None:
-        """Call `lesson`, which may ask for `top_entries`: at once, or where a device works by itself, during the next
-        forward."""
+        """Call `lesson`, which may ask for `top_entries` and `features`: at once, or where a device works by itself and
+        no features are wanted, during the next forward."""
 
     def finish(self) -> None:
         """Call what `teach` has put off."""

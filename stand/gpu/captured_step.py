@@ -5,8 +5,9 @@
     side                                                                           [ best rows -> host ]
 
 The host waits once per step, for the verdict. The best tokens of all nodes, which the lookup tree learns from, follow
-on a side stream while the host drafts, and are learned one step late. Without a GPU the same bodies run operation by
-operation (under Triton's interpreter), which is how they are tested.
+on a side stream while the host drafts, and are learned one step late; where a drafter requires features, before the
+next draft. Without a GPU the same bodies run operation by operation (under Triton's interpreter), which is how they are
+tested.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from stand.gpu.step_size import StepSize
 from stand.row import LiveRows, Row
 from stand.sampling import TargetLaw
 from stand.scheduling.page_allocator import PageAllocator
+from stand.step import StepStart
 from stand.trees import DraftBatch
 from stand.verifiers import Verdicts, VerifierNoise
 
@@ -49,6 +51,7 @@ class CapturedStep:
         *,
         num_rows: int,
         fusion: Fusion | None,
+        wants_features: bool = False,
         replay: Runner | None = None,
     ):
         """replay: of a step that was closed, so that an engine has one capture stream; default: a new one."""
@@ -60,10 +63,10 @@ class CapturedStep:
         self._table: PageTable | None = None
         self._held: list[Row | None] = [None] * num_rows  # by place in the cache: whose keys lie there
         self._place_of: dict[int, int] = {}  # by row number: its place in the cache
-        self._output = StepOutput(model, num_rows)
+        self._output = StepOutput(model, num_rows, wants_features=wants_features)
         self.replay = runner_for(model.device) if replay is None else replay
         self._recorded: dict[StepSize, tuple[StepBody, Program]] = {}
-        self._by_nodes: dict[tuple[int, int], tuple[StepBody, Program]] = {}  # the same by nodes met
+        self._by_nodes: dict[tuple[int, int, int], tuple[StepBody, Program]] = {}  # the same by what was met
         self.body: StepBody | None = None  # of the last step prepared
         self._program: Program | None = None
         self._unread: tuple[np.ndarray, np.ndarray] | None = None  # best rows that a recording would overwrite
@@ -81,9 +84,14 @@ class CapturedStep:
         """Step sizes met since the cache last grew."""
         return len(self._recorded)
 
-    def serves(self, law: TargetLaw, num_rows: int) -> bool:
-        """Whether a further call with these settings can use what is recorded."""
-        return law.params == self._law.params and num_rows <= self._num_rows
+    def serves(self, start: StepStart) -> bool:
+        """Whether a further call that begins so can use what is recorded."""
+        has_features = self._output.features is not None
+        return (
+            start.law.params == self._law.params
+            and start.num_places <= self._num_rows
+            and start.wants_features <= has_features
+        )
 
     @contextmanager
     def attention(self) -> Iterator[None]:
@@ -138,7 +146,11 @@ class CapturedStep:
         return self._verdicts
 
     def teach(self, lesson: Callable[[], None]) -> None:
-        self._lesson = lesson
+        """Put off, but where the next draft follows from this step's features."""
+        if self._output.features is None:
+            self._lesson = lesson
+        else:
+            lesson()
 
     def finish(self) -> None:
         lesson, self._lesson = self._lesson, None
@@ -181,25 +193,26 @@ class CapturedStep:
         """lengths [B]: committed tokens; places [B]: rows of the cache; int64."""
         most_nodes = max(batch.sizes.tolist())  # of a few numbers, faster than numpy
         self._table.extend(rows, lengths, batch.offsets, places, before_moving=self._forget)
-        nodes = (batch.num_nodes, most_nodes)
-        self.body, self._program = self._by_nodes.get(nodes) or self._recorded_for(*nodes)
+        met = (batch.num_nodes, most_nodes, batch.support_ids.shape[1])
+        self.body, self._program = self._by_nodes.get(met) or self._recorded_for(*met)
         self.body.packet.fill(batch, lengths, places, noise, self._table)
         self._batch = batch
 
-    def _recorded_for(self, num_nodes: int, most_nodes: int) -> tuple[StepBody, Program]:
-        """What serves `num_nodes` nodes of all rows together and `most_nodes` of the longest."""
-        size = self._size(num_nodes, most_nodes)
-        found = self._by_nodes[num_nodes, most_nodes] = self._recorded.get(size) or self._record(size)
+    def _recorded_for(self, *met: int) -> tuple[StepBody, Program]:
+        """What serves drafts as in `_size`."""
+        size = self._size(*met)
+        found = self._by_nodes[met] = self._recorded.get(size) or self._record(size)
         return found
 
-    def _size(self, num_nodes: int, most_nodes: int) -> StepSize:
-        """For `num_nodes` nodes of all rows together and `most_nodes` of the longest."""
+    def _size(self, num_nodes: int, most_nodes: int, num_candidates: int) -> StepSize:
+        """For `num_nodes` nodes of all rows together, `most_nodes` of the longest, and laws over so many candidates."""
         return StepSize.covering(
             num_nodes,
             self._num_rows,
             tile_tokens=self._output.tile_tokens(most_nodes),
             splitting=self._output.splitting,
             room=self._table.room,
+            support_size=self._rule.support_size(num_candidates),
         )
 
     def launch(self) -> None:
@@ -226,6 +239,10 @@ class CapturedStep:
         self._keep_best()
         ids, probabilities = self._unread
         return ids[:, :count], probabilities[:, :count]
+
+    def features(self) -> torch.Tensor:
+        """As in `Step`, a copy."""
+        return self._output.features[: self._num_scored].clone()
 
     def direct(self, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What a replay of the prepared step is checked against: by the body itself, logits [num_nodes, V] and

@@ -19,7 +19,7 @@ from stand.gpu.kernels.race import race
 from stand.gpu.kernels.traverse import traverse
 from stand.gpu.packet import Field
 from stand.gpu.packing import fill_laws
-from stand.gpu.step_size import SUPPORT_SIZE, StepSize
+from stand.gpu.step_size import SUPPORT_SIZES, StepSize
 from stand.trees import DraftBatch
 from stand.verifiers import VerifierNoise
 
@@ -42,6 +42,10 @@ class DeviceVerdict:
 
 class DeviceRule(ABC):
     """One verification rule over a packed step (see `StepPacket` for the common arrays)."""
+
+    def support_size(self, num_candidates: int) -> int:
+        """Candidates per node that a step makes room for where laws have so many. Raises ValueError for too many."""
+        return SUPPORT_SIZES[0]
 
     @abstractmethod
     def fields(self, size: StepSize) -> dict[str, Field]:
@@ -85,24 +89,26 @@ class CoupledRule(DeviceRule):
 class TraversalRule(DeviceRule):
     """`traversal`: thresholds of all nodes by one sequential program per row, then one residual draw per row."""
 
+    def support_size(self, num_candidates: int) -> int:
+        return StepSize.covering_support(num_candidates)
+
     def fields(self, size: StepSize) -> dict[str, Field]:
         return {
             "accept": (np.float64, (size.num_tokens,)),
             "resample": (np.float64, (size.num_rows,)),
-            "support_ids": (np.int32, (size.num_tokens, SUPPORT_SIZE)),
-            "law": (np.float32, (size.num_tokens, SUPPORT_SIZE)),
+            "support_ids": (np.int32, (size.num_tokens, size.support_size)),
+            "law": (np.float32, (size.num_tokens, size.support_size)),
             "local_parents": (np.int32, (size.num_tokens,)),
         }
 
     def fill(self, host: Mapping[str, np.ndarray], batch: DraftBatch, noise: VerifierNoise) -> None:
-        num_nodes, width = batch.support_ids.shape
-        if width > SUPPORT_SIZE:
+        if batch.support_ids.shape[1] > host["support_ids"].shape[1]:
             raise ValueError(
-                f"a captured step takes laws over at most {SUPPORT_SIZE} candidates, got {width}; "
-                "draft with fewer per node or wrap the model with backend='sdpa'"
+                f"laws over {batch.support_ids.shape[1]} candidates must fit the packet, got one for "
+                f"{host['support_ids'].shape[1]}; take a larger step size"
             )
         noise.fill_tests(batch, host["accept"], host["resample"])
-        host["local_parents"][:num_nodes] = batch.parents
+        host["local_parents"][: batch.num_nodes] = batch.parents
         law = np.asarray(batch.law, dtype=np.float32)
         fill_laws(batch.support_ids, law, host["support_ids"], host["law"])
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from stand.backend import device_rule
@@ -58,22 +59,25 @@ class GuardedStep:
         step that cannot be made begins as an eager one.
         """
 
-        law, verifier, num_top = start.law, start.verifier, start.num_top  # `start` itself would keep a prompt's keys
+        law, verifier = start.law, start.verifier  # `start` itself would keep a prompt's keys
+        asked = {"num_top": start.num_top, "wants_features": start.wants_features}
 
         def new_eager(table: PageTable) -> EagerStep:
-            return PooledStep(model, table, law, verifier, num_top=num_top)
+            return PooledStep(model, table, law, verifier, **asked)
 
         captured = None if previous is None or not previous.is_free else previous.captured
         try:
-            if captured is None or not captured.serves(start.law, start.num_places):
+            if captured is None or not captured.serves(start):
                 replay = None if captured is None else captured.dissolve()
-                rule, num_rows = device_rule(start.verifier), start.num_places
-                captured = CapturedStep(model, start.law, rule, num_rows=num_rows, fusion=fusion, replay=replay)
+                captured = CapturedStep(
+                    model, law, device_rule(verifier), num_rows=start.num_places, fusion=fusion,
+                    wants_features=start.wants_features, replay=replay,
+                )  # fmt: skip
             captured.begin(start.keys, start.rows, start.pages)
         except Exception as error:
             step = cls(None, new_eager, on_failure)
             rooms = TreeCache(start.num_places, room=max(row.num_cached for row in start.rows) + 1)
-            step._go_on(EagerStep(model, rooms, law, verifier, num_top=num_top), error)
+            step._go_on(EagerStep(model, rooms, law, verifier, **asked), error)
             return step
         return cls(captured, new_eager, on_failure)
 
@@ -131,6 +135,9 @@ class GuardedStep:
 
     def top_entries(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         return self._step.top_entries(count)
+
+    def features(self) -> torch.Tensor:
+        return self._step.features()
 
     def teach(self, lesson: Callable[[], None]) -> None:
         def watched() -> None:

@@ -68,8 +68,17 @@ class GatheredKeys(Cache):
 class PooledStep(EagerStep):
     """An `EagerStep` whose row i has the pages of place i of a table."""
 
-    def __init__(self, model: PreTrainedModel, table: PageTable, law: TargetLaw, verifier: Verifier, *, num_top: int):
-        super().__init__(model, GatheredKeys(table), law, verifier, num_top=num_top)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        table: PageTable,
+        law: TargetLaw,
+        verifier: Verifier,
+        *,
+        num_top: int,
+        wants_features: bool = False,
+    ):
+        super().__init__(model, GatheredKeys(table), law, verifier, num_top=num_top, wants_features=wants_features)
         self._table = table
 
     @classmethod
@@ -78,7 +87,8 @@ class PooledStep(EagerStep):
         size = PoolSize.of(start.rows, start.num_places, start.pages)
         cache = DeviceCache.like(start.keys, num_pages=size.num_pages, page_size=size.page_size)
         table = PageTable(cache, num_places=start.num_places, width=size.width, pages=start.pages)
-        return cls(model, table, start.law, start.verifier, num_top=start.num_top)
+        asked = {"num_top": start.num_top, "wants_features": start.wants_features}
+        return cls(model, table, start.law, start.verifier, **asked)
 
     def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
         self._table.extend(live.rows, live.lengths, batch.offsets, np.arange(len(live.rows)))

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.backend import device_rule
+from stand.forward.features import taken_features
 from stand.forward.model import max_positions, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
 from stand.forward.self_check import TOLERANCES, relative_difference
@@ -53,17 +54,20 @@ FULL = CheckSize((600, 6), (70, 7), (GREEDY, FILTERED))
 INTERPRETED = CheckSize((6,), (7,), (GREEDY,))  # the interpreter takes minutes for the full one
 
 
-def kernel_failure(model: PreTrainedModel, verifier: Verifier, *, size: CheckSize | None = None) -> str | None:
+def kernel_failure(
+    model: PreTrainedModel, verifier: Verifier, *, wants_features: bool = False, size: CheckSize | None = None
+) -> str | None:
     """Why the captured step cannot serve the model with this rule, or None where it does what the host does.
 
-    size: default `FULL` on a GPU, `INTERPRETED` elsewhere, cut to the model's context.
+    wants_features: whether it must deliver last hidden states. size: default `FULL` on a GPU, `INTERPRETED` elsewhere,
+    cut to the model's context.
     """
     try:
         obstacle = refusal(limits_of(model.device)) if model.device.type == "cuda" else interpreter_obstacle()
         if obstacle is not None:
             return obstacle
         size = (FULL if model.device.type == "cuda" else INTERPRETED) if size is None else size
-        check = StepCheck(model, verifier, size.within(max_positions(model)))
+        check = StepCheck(model, verifier, size.within(max_positions(model)), wants_features=wants_features)
         return next(filter(None, map(check.failure, size.laws)), None)
     except Exception as error:  # Triton's errors derive from Exception alone
         return f"a step with kernels ends in {type(error).__name__}: {error}"
@@ -73,9 +77,10 @@ class StepCheck:
     """Prompts, drafts that the model's greedy choice accepts in part, and what the eager forward makes of them."""
 
     @torch.inference_mode()
-    def __init__(self, model: PreTrainedModel, verifier: Verifier, size: CheckSize):
+    def __init__(self, model: PreTrainedModel, verifier: Verifier, size: CheckSize, *, wants_features: bool):
         """Raises ValueError where layers differ in shape, and what the model raises."""
         self._model, self._verifier, self._tolerance = model, verifier, TOLERANCES[model.dtype]
+        self._wants_features = wants_features
         generator, vocabulary = np.random.default_rng(0), text_config(model).vocab_size
         prompts = [generator.integers(0, vocabulary, length + 1).astype(np.int32) for length in size.lengths]
         self._rows = [Row(index, prompt, max(size.nodes)) for index, prompt in enumerate(prompts)]
@@ -89,14 +94,18 @@ class StepCheck:
                 run_plan(model, self._keys, plan, logits_to_keep=1)
             if not is_uniform(self._keys):
                 raise ValueError("all layers must have one head count, head size and type, got different ones")
-            self._batch, self._eager = self._drafted([int(prompt[-1]) for prompt in prompts], size.nodes)
+            self._batch, self._eager, self._features = self._drafted(
+                [int(prompt[-1]) for prompt in prompts], size.nodes
+            )
 
     @torch.inference_mode()
     def failure(self, params: SamplingParams) -> str | None:
         """What a step under this law gets wrong, or None."""
         batch, law = self._batch, TargetLaw(params)
         rule = device_rule(self._verifier)
-        step = CapturedStep(self._model, law, rule, num_rows=len(batch) + 1, fusion=None)
+        step = CapturedStep(
+            self._model, law, rule, num_rows=len(batch) + 1, fusion=None, wants_features=self._wants_features
+        )
         step.begin(self._keys, self._rows)
         for place, row in enumerate(self._rows):
             step.enter(row, place, self._keys, source=place)
@@ -114,22 +123,27 @@ class StepCheck:
                 step.written(batch.num_nodes), written, batch, verdicts
             ),
         }
+        if self._wants_features:
+            rule = "last hidden states must equal those of eager attention"
+            differences[rule] = relative_difference(step.features().float(), self._features)
         for rule, difference in differences.items():
             if not difference <= self._tolerance:
                 return f"{rule} up to {self._tolerance:g} of their spread, got {difference:.3g}"
         judged = (get_verifier("match"), _one_hot(laws)) if params.is_greedy else (self._verifier, laws)
         return _verdict_failure(verdicts, judged[1], batch, self._noise, judged[0]) or _best_failure(best, laws)
 
-    def _drafted(self, pending: Sequence[int], nodes: Sequence[int]) -> tuple[DraftBatch, torch.Tensor]:
-        """Trees of `BRANCHES` children per node, the eager forward's best tokens, level by level; its logits [M, V]."""
+    def _drafted(self, pending: Sequence[int], nodes: Sequence[int]) -> tuple[DraftBatch, torch.Tensor, torch.Tensor]:
+        """Trees of `BRANCHES` children per node, the eager forward's best tokens, level by level; its logits [M, V] and
+        last hidden states [M, D]."""
         tokens = [np.full(count, token, dtype=np.int32) for token, count in zip(pending, nodes, strict=True)]
         known = 1
         while True:
             batch = DraftBatch.concatenate([_draft(one) for one in tokens])
             plan = StepPlan.for_drafts(batch, self._lengths, device=self._model.device)
-            logits = run_plan(self._model, self._keys, plan).float()
+            with taken_features(self._model) as features:
+                logits = run_plan(self._model, self._keys, plan).float()
             if known >= max(nodes):
-                return batch, logits
+                return batch, logits, features[0].float()
             best = torch.topk(logits, BRANCHES, dim=1).indices.cpu().numpy()
             for first, own in zip(batch.offsets, tokens, strict=False):
                 children = np.arange(1, len(own))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from stand.forward.features import taken_features
 from stand.forward.model import text_config
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.device_rule import DeviceRule, DeviceVerdict
@@ -25,10 +29,10 @@ LEARNED_ROWS = 10  # best tokens per node that come back
 
 
 class StepOutput:
-    """What steps of every size share: how keys are split, scratch and laws on the device, verdict and best tokens on
-    the host. No two steps run at once."""
+    """What steps of every size share: how keys are split, scratch, laws and features on the device, verdict and best
+    tokens on the host. No two steps run at once."""
 
-    def __init__(self, model: PreTrainedModel, num_rows: int):
+    def __init__(self, model: PreTrainedModel, num_rows: int, *, wants_features: bool = False):
         config = text_config(model)
         self.num_heads = config.num_attention_heads
         self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
@@ -38,6 +42,9 @@ class StepOutput:
         self.splitting = Splitting.filling(model.device, key_heads=key_heads, num_rows=num_rows)
         self._make_scratch(num_rows, key_heads, model.device)
         self.laws = torch.zeros(NUM_TOKENS[-1], config.vocab_size, dtype=torch.float32, device=model.device)
+        self.features: torch.Tensor | None = None  # [most, D]: last hidden states, where they are wanted
+        if wants_features:
+            self.features = torch.zeros(NUM_TOKENS[-1], config.hidden_size, dtype=model.dtype, device=model.device)
         count = min(LEARNED_ROWS, config.vocab_size)
         per_row, per_node = (np.int64, (num_rows,)), (NUM_TOKENS[-1], count)
         fields = {"stops": per_row, "next_tokens": per_row, "is_broken": (np.int32, (num_rows,))}
@@ -57,6 +64,16 @@ class StepOutput:
         self.partials = torch.zeros(*shape, self.head_size, dtype=torch.float32, device=device)
         self.log_sums = torch.zeros(shape, dtype=torch.float32, device=device)
         self.arrivals = torch.zeros(most, key_heads, dtype=torch.int32, device=device)
+
+    @contextmanager
+    def features_of(self, model: PreTrainedModel) -> Iterator[None]:
+        """Within it the forward leaves its last hidden states in `features`, where they are wanted."""
+        if self.features is None:
+            yield
+            return
+        with taken_features(model) as taken:
+            yield
+        self.features[: len(taken[0])].copy_(taken[0])
 
     def send_verdict(self) -> None:
         """What the rule wrote, down to the host."""
@@ -132,14 +149,15 @@ class StepBody:
         self._output.send_best(self.packet.size.num_tokens)
 
     def forward(self) -> torch.Tensor:
-        """[M, V] logits of the packet's tokens; their keys are in the cache then."""
+        """[M, V] logits of the packet's tokens; their keys are in the cache then, and wanted features in the output."""
         step = self.packet.device
         self._cache.begin(step["slots"])
-        output = self._model(
-            input_ids=step["token_ids"][None],
-            position_ids=step["positions"][None],
-            past_key_values=self._cache,
-            use_cache=True,
-            stand_plan=self._plan,
-        )
+        with self._output.features_of(self._model):
+            output = self._model(
+                input_ids=step["token_ids"][None],
+                position_ids=step["positions"][None],
+                past_key_values=self._cache,
+                use_cache=True,
+                stand_plan=self._plan,
+            )
         return output.logits[0]

@@ -10,7 +10,7 @@ from stand.gpu.work_list import Splitting
 WORD_BITS = 64
 MAX_ROW_NODES = 256
 NUM_TOKENS = (1, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512)
-SUPPORT_SIZE = 16  # candidates per node that a draft's laws may span
+SUPPORT_SIZES = (16, 32, 64)  # candidates per node that a draft's laws may span
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,19 @@ class StepSize:
     num_items: int  # I, pieces of attention work
     num_rows: int  # B
     tile_tokens: int  # tokens of a row that share a piece of attention work
+    support_size: int = SUPPORT_SIZES[0]  # S, candidates per node, where the rule reads laws
 
     @classmethod
-    def covering(cls, num_tokens: int, num_rows: int, *, tile_tokens: int, splitting: Splitting, room: int) -> StepSize:
+    def covering(
+        cls,
+        num_tokens: int,
+        num_rows: int,
+        *,
+        tile_tokens: int,
+        splitting: Splitting,
+        room: int,
+        support_size: int = SUPPORT_SIZES[0],
+    ) -> StepSize:
         """The smallest bucket that holds `num_tokens` tokens of at most `num_rows` rows with `room` slots each.
 
         Its items are those that any such step can need, so that a growing context needs no other size. Raises
@@ -36,7 +46,17 @@ class StepSize:
             )
         bucket = NUM_TOKENS[bisect_left(NUM_TOKENS, num_tokens)]
         items = splitting.most_items(bucket, num_rows, room, tile_tokens=tile_tokens)
-        return cls(num_tokens=bucket, num_items=items, num_rows=num_rows, tile_tokens=tile_tokens)
+        return cls(bucket, items, num_rows, tile_tokens, support_size)
+
+    @staticmethod
+    def covering_support(num_candidates: int) -> int:
+        """The smallest support size for laws over so many candidates. Raises ValueError beyond the largest."""
+        if num_candidates > SUPPORT_SIZES[-1]:
+            raise ValueError(
+                f"a captured step takes laws over at most {SUPPORT_SIZES[-1]} candidates, got {num_candidates}; "
+                "draft with fewer per node or wrap the model with backend='sdpa'"
+            )
+        return SUPPORT_SIZES[bisect_left(SUPPORT_SIZES, num_candidates)]
 
     @property
     def num_words(self) -> int:

@@ -105,9 +105,3 @@ def test_nothing_is_taken_where_nobody_asks(monkeypatch):
     generate(Plain())
     with pytest.raises(AssertionError, match="features were taken"):
         generate(Recorder())
-
-
-def test_a_backend_that_cannot_deliver_them_is_refused_by_name():
-    with pytest.raises(ValueError, match="'triton' cannot serve here: the drafter requires features"):
-        stand.wrap(tiny_model("llama"), drafter=Recorder(), backend="triton")
-    assert stand.wrap(tiny_model("llama"), drafter=Recorder()).backend.name == "sdpa"

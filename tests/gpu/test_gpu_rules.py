@@ -29,11 +29,12 @@ def keyed(num_rows, seed=5):
     return VerifierNoise(seed=seed, rows=rows + 3, steps=rows + 1, positions=rows * 7 + 11)
 
 
-def decide(rule, batch, probs, noise, *, spare_rows=2, spare_tokens=True):
+def decide(rule, batch, probs, noise, *, spare_rows=2, spare_tokens=True, support_size=16):
     """(accepted paths, next tokens) by the device rule on a padded packet."""
     lengths = np.arange(len(batch), dtype=np.int64) + 20
     count = batch.num_nodes + (3 if spare_tokens else 0)
-    size, table = StepSize(count, 128, len(batch) + spare_rows, 8), one_page_each(len(batch) + spare_rows)
+    size = StepSize(count, 128, len(batch) + spare_rows, 8, support_size)
+    table = one_page_each(len(batch) + spare_rows)
     packet = StepPacket(size, rule, CPU, splitting=Splitting(1), table=table)
     packet.fill(batch, lengths, np.arange(len(batch), dtype=np.int64), noise, table)
     packet.upload()
@@ -108,10 +109,21 @@ def test_noise_of_all_nodes_equals_the_level_wise_one():
     assert noise.keys_at_nodes(batch).view(np.uint64).tolist() == keys
 
 
-def test_a_wide_law_is_refused():
+def test_a_wide_law_takes_a_wide_packet():
     ids = np.arange(17, dtype=np.int32)[None].repeat(2, axis=0)
     law = np.zeros((2, 17), dtype=np.float32)
-    law[1, 3] = 1.0
-    tree = DraftTree(np.array([0, 3], dtype=np.int32), np.array([-1, 0], dtype=np.int32), ids, law)
-    with pytest.raises(ValueError, match="at most 16 candidates"):
-        decide(RULES["traversal"](), DraftBatch.concatenate([tree]), torch.ones(2, 20), keyed(1))
+    law[1] = np.arange(1, 18) / np.arange(1, 18).sum()
+    tree = DraftTree(np.array([0, 16], dtype=np.int32), np.array([-1, 0], dtype=np.int32), ids, law)
+    batch, probs = DraftBatch.concatenate([tree]), torch.full((2, 20), 0.05)
+    rule = RULES["traversal"]()
+    assert rule.support_size(17) == 32 and RULES["match"]().support_size(17) == 16
+    kept = set()
+    for seed in range(20):
+        found = decide(rule, batch, probs, keyed(1, seed), support_size=32)
+        assert found == expect("traversal", batch, probs, keyed(1, seed))
+        kept.add(len(found[0][0]))
+    assert kept == {0, 1}
+    with pytest.raises(ValueError, match="at most 64 candidates, got 65"):
+        rule.support_size(65)
+    with pytest.raises(ValueError, match="must fit the packet, got one for 16"):
+        decide(rule, batch, probs, keyed(1))

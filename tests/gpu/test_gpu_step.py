@@ -201,6 +201,6 @@ def test_a_fusion_that_is_wrong_as_a_whole_is_undone(monkeypatch):
     from stand.gpu import self_check
 
     answers = iter([None, "the logits differ"])
-    monkeypatch.setattr(self_check, "kernel_failure", lambda *arguments: next(answers))
+    monkeypatch.setattr(self_check, "kernel_failure", lambda *arguments, **options: next(answers))
     engine = stand.wrap(kernel_model("qwen2"), backend="triton")
     assert engine.backend.fusion is None and "not fused, because the logits differ" in engine.backend.reason

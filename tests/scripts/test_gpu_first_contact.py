@@ -14,7 +14,7 @@ from plain_kernels import use_plain_kernels  # noqa: E402
 from workloads.model_shapes import SMOKE_SHAPE  # noqa: E402
 
 
-@pytest.mark.parametrize("piece", ["unfused", "growth", "two_engines"])
+@pytest.mark.parametrize("piece", ["unfused", "growth", "head", "two_engines"])
 def test_a_piece_is_well(monkeypatch, capsys, piece):
     """With the kernels in plain PyTorch: the interpreter takes half a minute for a piece."""
     use_plain_kernels(monkeypatch)

@@ -1,0 +1,132 @@
+"""Last hidden states from captured steps: those of eager ones, in time for the next draft, whoever asks."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from plain_eagle import random_head  # noqa: E402
+from plain_kernels import use_plain_kernels  # noqa: E402
+from tiny_models import kernel_model  # noqa: E402
+
+import stand  # noqa: E402
+from stand.gpu import self_check, step_body  # noqa: E402
+from stand.gpu.captured_step import CapturedStep  # noqa: E402
+from stand.verifiers import get_verifier  # noqa: E402
+
+PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8, 9]]
+SETTINGS = {"num_return_sequences": 2, "max_new_tokens": 24, "temperature": 0.6, "seed": 4}
+
+
+@pytest.fixture(autouse=True)
+def plain_kernels(monkeypatch):
+    use_plain_kernels(monkeypatch)
+
+
+class Watched(stand.BlendedDrafter):
+    """Drafts with a random head's laws in front, and keeps every lesson."""
+
+    def __init__(self, family="qwen2"):
+        super().__init__(budget=8, source=stand.EagleLaws(random_head(kernel_model(family), scale=1.5), rounds=2))
+        self.lessons = []
+
+    def follow(self, lesson):
+        self.lessons.append(lesson)
+        super().follow(lesson)
+
+
+def decode(backend, drafter, *, family="qwen2", verifier="match", **settings):
+    engine = stand.wrap(kernel_model(family), drafter=drafter, verifier=verifier, backend=backend, fuse=False)
+    output = engine.generate(input_ids=PROMPTS, **SETTINGS | settings)
+    assert str(engine.backend) == backend
+    return output
+
+
+def assert_same_lessons(drafters):
+    """Read after the last step, when every step has had the chance to write over what an earlier one gave."""
+    eager, captured = (drafter.lessons for drafter in drafters)
+    assert len(eager) > 8
+    for one, other in zip(eager, captured, strict=True):
+        assert one.batch.token_ids.tolist() == other.batch.token_ids.tolist()
+        assert one.features.shape == (one.batch.num_nodes, kernel_model("qwen2").config.hidden_size)
+        torch.testing.assert_close(other.features, one.features, atol=1e-4, rtol=1e-3)
+        assert other.top_ids.tolist() == one.top_ids.tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_features_are_those_of_eager_steps(family):
+    drafters = [Watched(family) for _ in range(2)]
+    outputs = [decode(name, drafter, family=family) for name, drafter in zip(("sdpa", "triton"), drafters, strict=True)]
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert_same_lessons(drafters)
+
+
+@pytest.mark.parametrize("verifier", ["match", "traversal", "coupled"])
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}, {"learn": False}])
+def test_a_heads_drafts_are_those_of_eager_steps(verifier, settings):
+    outputs = []
+    for name in ("sdpa", "triton"):
+        drafter = stand.EagleDrafter(random_head(kernel_model("qwen2"), scale=1.5), budget=8, rounds=3)
+        outputs.append(decode(name, drafter, verifier=verifier, **settings))
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert outputs[0].stats.num_steps == outputs[1].stats.num_steps
+    assert outputs[0].stats.num_draft_tokens == outputs[1].stats.num_draft_tokens > 50
+
+
+def test_penalties_take_eager_steps_with_features():
+    drafters = [Watched() for _ in range(2)]
+    for name, drafter in zip(("sdpa", "triton"), drafters, strict=True):
+        decode(name, drafter, repetition_penalty=1.3)
+    assert_same_lessons(drafters)
+
+
+def test_a_step_that_fails_goes_on_with_features(monkeypatch):
+    drafters = [Watched() for _ in range(2)]
+    expected = decode("sdpa", drafters[0])
+    launch, count = CapturedStep.launch, iter(range(100))
+
+    def failing(step):
+        if next(count) == 5:
+            raise RuntimeError("gone")
+        launch(step)
+
+    monkeypatch.setattr(CapturedStep, "launch", failing)
+    engine = stand.wrap(kernel_model("qwen2"), drafter=drafters[1], verifier="match", backend="triton", fuse=False)
+    with pytest.warns(UserWarning, match="decoding goes on with eager steps"):
+        assert engine.generate(input_ids=PROMPTS, **SETTINGS).token_ids == expected.token_ids
+    assert_same_lessons(drafters)
+
+
+def test_nobody_else_pays(monkeypatch):
+    """No room for them, no hook; and a call without drafts takes over the graphs of one with them."""
+
+    def refuse(*_):
+        raise AssertionError("features were taken")
+
+    engine = stand.wrap(kernel_model("qwen2"), drafter=Watched(), backend="triton", fuse=False)
+    engine.generate(input_ids=PROMPTS, **SETTINGS)
+    captured = engine.backend._previous.captured
+    engine.generate(input_ids=PROMPTS, **SETTINGS, draft=False)
+    assert engine.backend._previous.captured is captured
+    monkeypatch.setattr(step_body, "taken_features", refuse)
+    other = stand.wrap(kernel_model("qwen2"), backend="triton", fuse=False)
+    other.generate(input_ids=PROMPTS, **SETTINGS)
+    assert other.backend._previous.captured._output.features is None
+
+
+def test_the_check_sees_features_that_are_wrong(monkeypatch):
+    model = copy.deepcopy(kernel_model("qwen2"))
+    assert self_check.kernel_failure(model, get_verifier("match"), wants_features=True) is None
+    right = step_body.StepOutput.features_of
+
+    def one_place_on(output, target):
+        with right(output, target):
+            yield
+        output.features.copy_(output.features.roll(1, 0))
+
+    monkeypatch.setattr(step_body.StepOutput, "features_of", step_body.contextmanager(one_place_on))
+    assert "last hidden states must equal" in self_check.kernel_failure(
+        model, get_verifier("match"), wants_features=True
+    )

@@ -22,13 +22,14 @@ from pathlib import Path
 
 import torch
 from measuring.progress import Progress, say
-from measuring.setup import add_options, count_list, fill_defaults, load_model, load_tasks, prompt_ids
+from measuring.setup import add_options, count_list, fill_defaults, load_model, load_tasks, positive_integer, prompt_ids
 from measuring.text_table import format_table
 from measuring.trajectories import Sampling, draw_with_engine
 
 import stand
 from stand.drafters.eagle.growth import PAPER_SHAPE
 from stand.drafters.eagle.head import EagleHead
+from stand.drafters.eagle.paying_rounds import MOST_RUNS
 from stand.drafters.streams.weights import Streams
 
 SHIPPED_HEAD = Path(__file__).resolve().parent / "drafters" / "eagle"
@@ -48,13 +49,13 @@ def drafter_makers(
 ) -> dict[str, Callable[[int], stand.Drafter]]:
     """Name of an arm: its drafter for so many rows."""
     law = {"temperature": temperature or 1.0}
-    settings = {**law, "rounds": arguments.rounds}
+    settings = {**law, "rounds": arguments.rounds or MOST_RUNS}
     makers: dict[str, Callable[[int], stand.Drafter]] = {
         "lookup": lambda rows: stand.BlendedDrafter(budget=arguments.nodes * rows),
         "eagle": lambda rows: stand.EagleDrafter(head, budget=arguments.nodes * rows, **settings),
         "blended": lambda rows: stand.BlendedDrafter(
             budget=arguments.nodes * rows,
-            source=stand.EagleLaws(head, rounds=arguments.rounds - 1, **law),
+            source=stand.EagleLaws(head, rounds=arguments.rounds and arguments.rounds - 1, **law),
         ),
         NO_DRAFTS: lambda rows: stand.BlendedDrafter(budget=0),
         "streams": lambda rows: stand.StreamingDrafter(streams, budget=arguments.nodes * rows, **law),
@@ -157,7 +158,11 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head", type=Path, default=SHIPPED_HEAD, help="folder or file of an EAGLE-1 head, or random")
     parser.add_argument("--streams", type=Path, default=SHIPPED_STREAMS, help="folder or file of streams")
     parser.add_argument("--nodes", type=int, default=8, help="draft nodes per row (25: with the paper's tree, too)")
-    parser.add_argument("--rounds", type=int, default=6, help="most runs of the head per step")
+    parser.add_argument(
+        "--rounds",
+        type=positive_integer,
+        help=f"most runs of the head per step (default: {MOST_RUNS}; blended as many as pay)",
+    )
     parser.add_argument(
         "--arms", type=lambda text: text.split(","), default=DEFAULT_ARMS, metavar="ARM,ARM", help=", ".join(ARMS)
     )

@@ -43,7 +43,7 @@ def draw_residuals(const Prob[:, ::1] probs not None, const int64_t[::1] nodes n
     tokens = np.empty(len(nodes), dtype=np.int64)
     cdef int64_t[::1] drawn = tokens
     cdef vector[char] is_known = vector[char](probs.shape[1], 0)
-    cdef vector[double] sums = vector[double](probs.shape[1] // BLOCK_SIZE + 1)
+    cdef vector[double] sums = vector[double]((probs.shape[1] + BLOCK_SIZE - 1) // BLOCK_SIZE)
     cdef Py_ssize_t place, node
     with nogil:
         for place in range(nodes.shape[0]):
@@ -97,7 +97,7 @@ cdef double _sum_blocks(const Prob[::1] probs, const int32_t[::1] support, vecto
     """The probability of the tokens that are not known; by block in `sums`."""
     cdef Py_ssize_t size = probs.shape[0], block, slot, first
     cdef double total = 0.0
-    for block in range((size + BLOCK_SIZE - 1) // BLOCK_SIZE):
+    for block in range(<Py_ssize_t> sums.size()):
         first = block * BLOCK_SIZE
         sums[block] = sum_of(&probs[first], min(<Py_ssize_t> BLOCK_SIZE, size - first))
     for slot in range(support.shape[0]):
@@ -106,7 +106,7 @@ cdef double _sum_blocks(const Prob[::1] probs, const int32_t[::1] support, vecto
             sums[block] = 0.0
             for first in range(block * BLOCK_SIZE, min(size, (block + 1) * BLOCK_SIZE)):
                 sums[block] += 0.0 if is_known[first] else <double> probs[first]
-    for block in range((size + BLOCK_SIZE - 1) // BLOCK_SIZE):
+    for block in range(<Py_ssize_t> sums.size()):
         total += sums[block]
     return total
 
@@ -116,7 +116,7 @@ cdef int64_t _find(const Prob[::1] probs, double scale, double point, vector[cha
     """The first unknown token whose cumulated weight exceeds `point`, or the last one with a weight, or `last`."""
     cdef Py_ssize_t block, chosen = -1, token
     cdef double weight
-    for block in range((probs.shape[0] + BLOCK_SIZE - 1) // BLOCK_SIZE):
+    for block in range(<Py_ssize_t> sums.size()):
         weight = scale * sums[block]
         if weight > 0:
             if chosen >= 0:

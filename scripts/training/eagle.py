@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from stand.drafters.eagle.head import EagleHead
 from training.generations import Generation, shuffled_batches
-from training.head_training import Recipe, padded_tokens
+from training.head_training import Recipe, padded_tokens, places_for_laws
 
 NOISE = 0.1
 LAW_WEIGHT = 0.1  # of the cross-entropy beside the Smooth-L1 loss
@@ -49,10 +49,12 @@ def head_loss(head: EagleHead, batch: HeadBatch) -> tuple[torch.Tensor, float]:
     noise = torch.empty_like(batch.features).uniform_(-NOISE, NOISE)
     predicted = head(batch.features + noise, batch.token_ids, batch.positions)[batch.counts]
     targets = batch.targets[batch.counts]
-    logits = head.logits(predicted)
-    with torch.no_grad():
-        wanted = head.logits(targets)
-    cross_entropy = torch.nn.functional.cross_entropy(logits, wanted.softmax(dim=-1))
+    places = places_for_laws(len(targets), head.config.vocab_size).to(targets.device)
+    with torch.autocast(targets.device.type, dtype=torch.bfloat16):
+        logits = head.logits(predicted[places])
+        with torch.no_grad():
+            wanted = head.logits(targets[places])
+        cross_entropy = torch.nn.functional.cross_entropy(logits, wanted.softmax(dim=-1))
     agreement = (logits.argmax(dim=-1) == wanted.argmax(dim=-1)).float().mean().item()
     return torch.nn.functional.smooth_l1_loss(predicted, targets) + LAW_WEIGHT * cross_entropy, agreement
 

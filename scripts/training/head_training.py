@@ -20,6 +20,7 @@ from training.generations import Generation, shuffled_batches
 from training.trainer import apply_step, rate_at
 
 REPORT_STEPS = 20
+MOST_LAW_NUMBERS = 1 << 25  # of the laws that one batch compares: with many tokens in them, at fewer places
 KEPT_BYTES = 1 << 30  # of what the target computed, in memory, so that it does so once; the rest anew in every pass
 
 
@@ -48,6 +49,12 @@ def padded_tokens(generations: list[Generation]) -> torch.Tensor:
     for row, one in enumerate(generations):
         token_ids[row, : len(one.token_ids)] = torch.tensor(one.token_ids)
     return token_ids
+
+
+def places_for_laws(count: int, vocabulary_size: int) -> torch.Tensor:
+    """Random ones of `count` places, ascending: as many as may be compared in a batch, all of them where that is so."""
+    most = max(MOST_LAW_NUMBERS // vocabulary_size, 1)
+    return torch.arange(count) if count <= most else torch.randperm(count)[:most].sort().values
 
 
 def train_head(

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from stand.drafters.streams.weights import Streams
 from training.generations import Generation, shuffled_batches
-from training.head_training import Recipe, padded_tokens
+from training.head_training import Recipe, padded_tokens, places_for_laws
 
 SHARE = 0.5  # of the places of a batch that a training step takes
 
@@ -86,9 +86,11 @@ def compared_laws(
 
 
 def stream_loss(streams: Streams, batch: StreamBatch) -> tuple[torch.Tensor, float]:
-    """(mean cross-entropy of all streams, share of equal best tokens of the first) at a random half of the places."""
-    length = batch.hidden.shape[1]
-    places = torch.randperm(length)[: max(round(SHARE * length), 1)].sort().values.to(batch.hidden.device)
+    """(mean cross-entropy of all streams, share of equal best tokens of the first) at half of the places or fewer."""
+    num_rows, length = batch.hidden.shape[:2]
+    most = len(places_for_laws(num_rows * length * streams.num_streams, streams.config.vocab_size))
+    count = min(round(SHARE * length), most // (num_rows * streams.num_streams))
+    places = torch.randperm(length)[: max(count, 1)].sort().values.to(batch.hidden.device)
     total, agreement = 0.0, 0.0
     with torch.autocast(batch.hidden.device.type, dtype=torch.bfloat16):
         states = stream_states(streams, batch, places)

@@ -98,6 +98,8 @@ class BlendedDrafter(LookupDrafter):
     def record_time(self, request: DraftRequest, num_tokens: int, seconds: float) -> None:
         if self._known is not None:
             self._known.record(len(request.histories), num_tokens, seconds)
+        if self.source is not None:
+            self.source.record_time(request, num_tokens, seconds)
 
     def typical_draft(self) -> DraftBatch:
         lookup = BlendedLookup()

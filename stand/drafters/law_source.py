@@ -38,6 +38,9 @@ class LawSource(ABC):
         tokens. It has no noise in it, and so may say at which nodes more laws are worth their time.
         """
 
+    def record_time(self, request: DraftRequest, num_tokens: int, seconds: float) -> None:  # noqa: B027
+        """See `Drafter.record_time`."""
+
     def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:  # noqa: B027
         """See `Drafter.follow_prompt`."""
 

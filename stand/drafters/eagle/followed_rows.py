@@ -59,14 +59,18 @@ class FollowedRows:
             if counts[row]:
                 self._fresh[row] = torch.cat([self._fresh[row], fresh])
 
+    def hold(self, histories: Sequence[np.ndarray]) -> None:
+        """These are the rows from now on, whether the head runs for them or not."""
+        keys = [history[:-1].tobytes() for history in histories]
+        if keys != self._keys:
+            self._seat(histories, keys)
+
     def catch_up(self, histories: Sequence[np.ndarray]) -> tuple[np.ndarray, torch.Tensor]:
         """Run the head over all pairs of `histories` that it has not seen.
 
         (rows that have a pair at all, the head's estimates [rows, D] of the features of their pending tokens).
         """
-        keys = [history[:-1].tobytes() for history in histories]
-        if keys != self._keys:
-            self._seat(histories, keys)
+        self.hold(histories)
         chunks = [
             history[length + 1 : length + 1 + len(fresh)]
             for history, length, fresh in zip(histories, self._lengths.tolist(), self._fresh, strict=True)

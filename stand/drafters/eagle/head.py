@@ -86,6 +86,12 @@ class EagleHead(TrainedPart):
         """[..., V]: the target's LM head."""
         return self._target[1](features)
 
+    def share_of_weights(self, target: PreTrainedModel) -> float:
+        """Of the weights that a forward of the target reads, those that a run of the head does."""
+        own = sum(parameter.numel() for parameter in self.parameters()) + self._target[1].weight.numel()
+        layers = sum(parameter.numel() for parameter in target.get_decoder().layers.parameters())
+        return own / (layers + self._target[1].weight.numel())
+
     def _take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load `tensors`; what may be missing is zero."""
         own = self.state_dict()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from os import PathLike
 
 import numpy as np
@@ -12,16 +13,18 @@ from stand.drafters.drafter import DraftRequest, Lesson
 from stand.drafters.eagle.followed_rows import FollowedRows
 from stand.drafters.eagle.head import EagleHead
 from stand.drafters.eagle.law_trees import LawTrees, Place, roots
+from stand.drafters.eagle.paying_rounds import PayingRounds, expected_tokens
 from stand.drafters.law_source import LawSource, Plan
-from stand.trees import ROOT, OutsideLaws
+from stand.trees import ROOT, DraftBatch, OutsideLaws
 
 
 class EagleLaws(LawSource):
     """Laws of a trained head (EAGLE-1, arXiv 2401.15077) for `BlendedDrafter(source=...)`.
 
     head: an `EagleHead` of the target, or the file or folder of a checkpoint, read when the engine is made.
-    rounds: the most times that the head runs in a step after the run at the pending tokens, each time on the planned
-    nodes of all rows that it has not seen, as one batch.
+    rounds: how often the head runs in a step after the run at the pending tokens, each time on the planned nodes of all
+    rows that it has not seen, as one batch. None: as often as it pays (`PayingRounds`), or not at all; by measured
+    time, or in calls with a seed by the weights that a run reads.
     temperature, num_candidates: a law is the head's at `temperature`, its `num_candidates` best tokens. `temperature`
     is best the target's own, 1 under greedy decoding; what is wrong with it is learned.
     source: 0..3; a lookup learns apart what each source is worth.
@@ -35,15 +38,15 @@ class EagleLaws(LawSource):
         self,
         head: EagleHead | str | PathLike,
         *,
-        rounds: int = 2,
+        rounds: int | None = None,
         temperature: float = 1.0,
         num_candidates: int = 10,
         source: int = 0,
     ) -> None:
-        if rounds < 0 or not temperature > 0 or not 1 <= num_candidates <= 64:
+        if (rounds is not None and rounds < 0) or not temperature > 0 or not 1 <= num_candidates <= 64:
             raise ValueError(
-                "rounds must be at least 0, temperature positive and num_candidates in [1, 64], got "
-                f"{rounds}, {temperature} and {num_candidates}; 2, the target's own and 10 are usual"
+                "rounds must be at least 0 or None, temperature positive and num_candidates in [1, 64], got "
+                f"{rounds}, {temperature} and {num_candidates}; None, the target's own and 10 are usual"
             )
         self.head = head
         self.rounds = rounds
@@ -51,10 +54,17 @@ class EagleLaws(LawSource):
         self.law_size = num_candidates
         self.source = source
         self._rows: FollowedRows | None = None
+        self._paying: PayingRounds | None = None  # where `rounds` is None
 
     def attach(self, model: PreTrainedModel) -> None:
         self.head = EagleHead.of(model, self.head)
         self._rows = FollowedRows(model, self.head)
+        if self.rounds is None:
+            self._paying = PayingRounds(self.head.share_of_weights(model), time.perf_counter)
+
+    def record_time(self, request: DraftRequest, num_tokens: int, seconds: float) -> None:
+        if self._paying is not None:
+            self._paying.record_step(seconds)
 
     def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:
         self._rows.follow_prompt(token_ids, features)
@@ -66,16 +76,47 @@ class EagleLaws(LawSource):
     def laws(self, request: DraftRequest, plan: Plan) -> OutsideLaws | None:
         """See `LawSource.laws`; a row of one token has no feature yet and gets no law."""
         trees = LawTrees(len(request.histories))
+        if self._paying is not None:
+            return self._paid_laws(trees, request, plan)
+        laws = self._rooted(trees, request)
+        for _ in range(self.rounds if laws is not None else 0):
+            deeper = self._deepened(trees, request, plan(laws))
+            if deeper is None:
+                break
+            laws = deeper
+        return laws
+
+    def _paid_laws(self, trees: LawTrees, request: DraftRequest, plan: Plan) -> OutsideLaws | None:
+        """Of as many runs as pay."""
+        paying, laws, run = self._paying, None, 0
+        planned = plan(None)
+        self._rows.hold(request.histories)
+        while paying.pays(run, is_seeded=request.is_seeded):
+            begun = paying.begin()
+            more = self._rooted(trees, request) if run == 0 else self._deepened(trees, request, planned)
+            if more is None:
+                break
+            before, laws, planned = planned, more, plan(more)
+            paying.record_run(run, begun, expected_tokens(before), expected_tokens(planned))
+            run += 1
+        paying.end_step(run)
+        return laws
+
+    def _rooted(self, trees: LawTrees, request: DraftRequest) -> OutsideLaws | None:
+        """Run the head at the pending tokens; None where no row has a feature."""
         rows, estimates = self._rows.catch_up(request.histories)
         places = roots(rows.tolist(), request.histories)
         if not places:
             return None
         self._add(trees, places, estimates)
-        for _ in range(self.rounds):
-            places = trees.frontier(plan(trees.laws(self.source)), request.max_depths)
-            if not places:
-                break
-            self._add(trees, places, self._extend(trees, places))
+        return trees.laws(self.source)
+
+    def _deepened(self, trees: LawTrees, request: DraftRequest, planned: DraftBatch) -> OutsideLaws | None:
+        """Run the head on planned nodes that it has not seen; None where there is none."""
+        places = trees.frontier(planned, request.max_depths)
+        if not places:
+            return None
+        self._add(trees, places, self._extend(trees, places))
         return trees.laws(self.source)
 
     def _add(self, trees: LawTrees, places: list[Place], estimates: torch.Tensor) -> None:

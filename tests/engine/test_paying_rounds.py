@@ -1,0 +1,117 @@
+"""How often a head runs: as often as its laws are worth their time, by a clock or, with a seed, by weights."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from plain_eagle import random_head
+from tiny_models import tiny_model
+
+import stand
+from stand.drafters.eagle.paying_rounds import FIRST_TRIES, MOST_RUNS, RETRY, PayingRounds, expected_tokens
+from stand.trees import DraftBatch, DraftTree
+
+PROMPTS = [[5, 9, 11, 4, 5, 9], [7, 8]]
+
+
+class Clock:
+    """Stands still but where it is told."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def decide(gains, seconds, *, step=1.0, share=0.1, is_seeded=False, num_steps=200):
+    """Runs made in each step, where run k gains gains[k] of the expected tokens and takes seconds[k]."""
+    clock, made = Clock(), []
+    paying = PayingRounds(share, clock)
+    for _ in range(num_steps):
+        run, tokens = 0, 1.0
+        while paying.pays(run, is_seeded=is_seeded):
+            begun = paying.begin()
+            clock.now += seconds[run]
+            paying.record_run(run, begun, tokens, tokens * (1 + gains[run]))
+            tokens, run = tokens * (1 + gains[run]), run + 1
+        paying.end_step(run)
+        paying.record_step(step)
+        made.append(run)
+    return made
+
+
+def usual(made):
+    return int(np.median(made[2 * FIRST_TRIES :]))
+
+
+def test_runs_are_made_while_they_gain_more_than_they_cost():
+    costs = [0.1] * MOST_RUNS
+    assert usual(decide([0.5, 0.3, 0.05, 0.04, 0.03, 0.02], costs)) == 2
+    assert usual(decide([0.05] * MOST_RUNS, costs)) == 0
+    assert usual(decide([0.5] * MOST_RUNS, costs)) == MOST_RUNS
+    # The third run's tenth of a step is a twelfth of what the step takes by then.
+    assert usual(decide([0.5, 0.3, 0.09, 0.0, 0.0, 0.0], costs)) == 3
+
+
+def test_a_step_twice_as_long_pays_for_more():
+    gains, seconds = [0.3, 0.08, 0.0, 0.0, 0.0, 0.0], [0.1] * MOST_RUNS
+    assert usual(decide(gains, seconds, step=1.0)) == 1
+    assert usual(decide(gains, seconds, step=2.0)) == 2
+
+
+def test_with_a_seed_no_clock_matters():
+    gains = [0.3, 0.08, 0.0, 0.0, 0.0, 0.0]
+    slow, fast = (decide(gains, [seconds] * MOST_RUNS, share=0.05, is_seeded=True) for seconds in (9.0, 1e-9))
+    assert slow == fast and usual(slow) == 2
+
+
+def test_what_does_not_pay_is_tried_again():
+    made = decide([0.0] * MOST_RUNS, [0.1] * MOST_RUNS, num_steps=4 * RETRY)
+    assert 2 <= sum(run > 0 for run in made[FIRST_TRIES:]) <= 5
+
+
+def test_expected_tokens_count_the_one_after_the_path():
+    tree = DraftTree.chain([3, 4, 5])
+    batch = DraftBatch.concatenate([tree, tree])
+    batch = replace(batch, path_probabilities=np.array([1, 0.5, 0.25, 1, 0.1, 0.0], np.float32))
+    assert expected_tokens(batch) == pytest.approx(2.85)
+
+
+def engine_with(source):
+    return stand.wrap(tiny_model("llama"), drafter=stand.BlendedDrafter(budget=6, source=source))
+
+
+class Counting(stand.EagleLaws):
+    num_runs = num_steps = 0
+
+    def laws(self, request, plan):
+        self.num_steps += 1
+        return super().laws(request, plan)
+
+    def _add(self, trees, places, estimates):
+        self.num_runs += 1
+        super()._add(trees, places, estimates)
+
+
+def test_an_untrained_head_is_seldom_run():
+    """Its laws are of no worth, and the lookup's draft loses nothing but a few tries."""
+    source = Counting(random_head(tiny_model("llama"), scale=1.5))
+    engine = engine_with(source)
+    settings = {"input_ids": PROMPTS, "num_return_sequences": 4, "max_new_tokens": 200, "temperature": 0.3}
+    engine.generate(**settings, seed=1)
+    assert source.num_steps > 100 and source.num_runs < 0.5 * source.num_steps
+    always = Counting(random_head(tiny_model("llama"), scale=1.5), rounds=0)
+    engine_with(always).generate(**settings, seed=1)
+    assert always.num_runs == always.num_steps
+
+
+def test_a_seed_repeats_a_call_whatever_runs_take(monkeypatch):
+    outputs = []
+    for slowness in (0.0, 1.0):
+        source = stand.EagleLaws(random_head(tiny_model("llama"), scale=1.5))
+        engine = engine_with(source)
+        ticks = iter(range(10**9))
+        source._paying._clock = lambda ticks=ticks, slowness=slowness: slowness * next(ticks)
+        outputs.append(engine.generate(input_ids=PROMPTS, max_new_tokens=60, temperature=0.8, seed=3))
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert outputs[0].stats.num_draft_tokens == outputs[1].stats.num_draft_tokens

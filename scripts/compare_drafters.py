@@ -29,7 +29,7 @@ from measuring.trajectories import Sampling, draw_with_engine
 import stand
 from stand.drafters.eagle.growth import PAPER_SHAPE
 from stand.drafters.eagle.head import EagleHead
-from stand.drafters.eagle.paying_rounds import MOST_RUNS
+from stand.drafters.eagle.laws import MOST_RUNS
 from stand.drafters.streams.weights import Streams
 
 SHIPPED_HEAD = Path(__file__).resolve().parent / "drafters" / "eagle"
@@ -82,7 +82,12 @@ def head_of(arguments: argparse.Namespace, model) -> EagleHead | None:
 
 
 def streams_of(arguments: argparse.Namespace, model) -> Streams | None:
-    return Streams.load(model, arguments.streams) if any(arm.startswith("streams") for arm in arguments.arms) else None
+    if not any(arm.startswith("streams") for arm in arguments.arms):
+        return None
+    if str(arguments.streams) != RANDOM:
+        return Streams.load(model, arguments.streams)
+    torch.manual_seed(arguments.seed)
+    return Streams(model).eval()
 
 
 def measure(arguments: argparse.Namespace) -> list[dict]:
@@ -156,7 +161,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperatures", type=number_list, default=[0.0, 0.8], metavar="T,T,...")
     parser.add_argument("--trajectories", type=count_list, default=[1, 4, 16], metavar="N,N,...")
     parser.add_argument("--head", type=Path, default=SHIPPED_HEAD, help="folder or file of an EAGLE-1 head, or random")
-    parser.add_argument("--streams", type=Path, default=SHIPPED_STREAMS, help="folder or file of streams")
+    parser.add_argument("--streams", type=Path, default=SHIPPED_STREAMS, help="folder or file of streams, or random")
     parser.add_argument("--nodes", type=int, default=8, help="draft nodes per row (25: with the paper's tree, too)")
     parser.add_argument(
         "--rounds",

@@ -13,9 +13,11 @@ from stand.drafters.drafter import DraftRequest, Lesson
 from stand.drafters.eagle.followed_rows import FollowedRows
 from stand.drafters.eagle.head import EagleHead
 from stand.drafters.eagle.law_trees import LawTrees, Place, roots
-from stand.drafters.eagle.paying_rounds import PayingRounds, expected_tokens
 from stand.drafters.law_source import LawSource, Plan
+from stand.drafters.paying_runs import PayingRuns, expected_tokens
 from stand.trees import ROOT, DraftBatch, OutsideLaws
+
+MOST_RUNS = 6  # of the head per step
 
 
 class EagleLaws(LawSource):
@@ -23,7 +25,7 @@ class EagleLaws(LawSource):
 
     head: an `EagleHead` of the target, or the file or folder of a checkpoint, read when the engine is made.
     rounds: how often the head runs in a step after the run at the pending tokens, each time on the planned nodes of all
-    rows that it has not seen, as one batch. None: as often as it pays (`PayingRounds`), or not at all; by measured
+    rows that it has not seen, as one batch. None: as often as it pays (`PayingRuns`), or not at all; by measured
     time, or in calls with a seed by the weights that a run reads.
     temperature, num_candidates: a law is the head's at `temperature`, its `num_candidates` best tokens. `temperature`
     is best the target's own, 1 under greedy decoding; what is wrong with it is learned.
@@ -54,13 +56,13 @@ class EagleLaws(LawSource):
         self.law_size = num_candidates
         self.source = source
         self._rows: FollowedRows | None = None
-        self._paying: PayingRounds | None = None  # where `rounds` is None
+        self._paying: PayingRuns | None = None  # where `rounds` is None
 
     def attach(self, model: PreTrainedModel) -> None:
         self.head = EagleHead.of(model, self.head)
         self._rows = FollowedRows(model, self.head)
         if self.rounds is None:
-            self._paying = PayingRounds(self.head.share_of_weights(model), time.perf_counter)
+            self._paying = PayingRuns(self.head.share_of_weights(model), most=MOST_RUNS)
 
     def record_time(self, request: DraftRequest, num_tokens: int, seconds: float) -> None:
         if self._paying is not None:
@@ -92,12 +94,13 @@ class EagleLaws(LawSource):
         planned = plan(None)
         self._rows.hold(request.histories)
         while paying.pays(run, is_seeded=request.is_seeded):
-            begun = paying.begin()
+            begun = time.perf_counter()
             more = self._rooted(trees, request) if run == 0 else self._deepened(trees, request, planned)
             if more is None:
                 break
             before, laws, planned = planned, more, plan(more)
-            paying.record_run(run, begun, expected_tokens(before), expected_tokens(planned))
+            paying.record_run(run, time.perf_counter() - begun)
+            paying.record_gain(run, expected_tokens(before), expected_tokens(planned))
             run += 1
         paying.end_step(run)
         return laws

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from stand.drafters.drafter import DraftRequest
 from stand.drafters.law_source import LawSource, Plan
+from stand.drafters.paying_runs import PayingRuns, expected_tokens
 from stand.drafters.streams.rider import StreamRider
 from stand.drafters.streams.weights import Streams
 from stand.trees import OutsideLaws
@@ -18,6 +19,8 @@ class StreamLaws(LawSource):
     """Laws of streams (arXiv 2402.11131) for `BlendedDrafter(source=...)`.
 
     streams, temperature, num_candidates, placement: as in `StreamingDrafter`; what is wrong with a law is learned.
+    always: run at the end of every step. Else where the last runs paid (`PayingRuns`), by measured time, or in calls
+    with a seed by the weights that a run reads; at every node (`placement="nodes"`) always.
     source: 0..3; a lookup learns apart what each source is worth.
 
     One object serves one engine at a time. Raises ValueError for settings out of range.
@@ -30,18 +33,38 @@ class StreamLaws(LawSource):
         temperature: float = 1.0,
         num_candidates: int = 10,
         placement: str = "end",
+        always: bool = False,
         source: int = 0,
     ) -> None:
         self.source = source
+        self.always = always or placement == "nodes"
+        self._paying: PayingRuns | None = None  # where streams do not always run
         self.rider = StreamRider(
             streams, placement=placement, temperature=temperature, num_candidates=num_candidates
         )  # fmt: skip
 
     def attach(self, model: PreTrainedModel) -> None:
         self.rider.attach(model)
+        if not self.always:
+            self._paying = PayingRuns(self.rider.streams.share_of_weights(), most=1)
+
+    def record_time(self, request: DraftRequest, num_tokens: int, seconds: float) -> None:
+        if self._paying is not None:
+            self._paying.record_step(seconds)
 
     def laws(self, request: DraftRequest, plan: Plan) -> OutsideLaws | None:
-        """See `LawSource.laws`; a row that has made no step yet gets no law."""
+        """See `LawSource.laws`; a row that has made no step yet gets no law, nor does one whose last step was not
+        followed by a run."""
+        laws = self._known_laws(request)
+        if self._paying is not None:
+            if laws is not None:
+                self._paying.record_run(0, self.rider.last_seconds)
+                self._paying.record_gain(0, expected_tokens(plan(None)), expected_tokens(plan(laws)))
+            self.rider.is_idle = not self._paying.pays(0, is_seeded=request.is_seeded)
+            self._paying.end_step(0 if self.rider.is_idle else 1)
+        return laws
+
+    def _known_laws(self, request: DraftRequest) -> OutsideLaws | None:
         found = [self.rider.laws_of(history) for history in request.histories]
         known = [law for law in found if law is not None]
         if not known:

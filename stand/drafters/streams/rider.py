@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -51,6 +52,8 @@ class StreamRider:
         self._hidden: torch.Tensor | None = None  # [M, D] at the input of the streams' first layer
         self._states: torch.Tensor | None = None  # [M, gamma, D] of every node's streams, in "nodes"
         self._laws: dict[bytes, Law] = {}  # by the tokens that streams have seen
+        self.is_idle = False  # in "end": nothing is run at the end of the coming step
+        self.last_seconds = 0.0  # that the run at a step's end took
 
     def attach(self, model: PreTrainedModel) -> None:
         """Raises ValueError where the streams do not belong to `model`."""
@@ -82,6 +85,11 @@ class StreamRider:
     @torch.inference_mode()
     def kept(self, cache: TreeCache, batch: DraftBatch, live: LiveRows, accepted: Sequence[np.ndarray]) -> None:
         """See `Rider.kept`."""
+        begun = time.perf_counter()
+        if self.is_idle:
+            for history in live.histories:
+                self._laws.pop(history[:-1].tobytes(), None)
+            return
         last = [path[-1] if len(path) else ROOT for path in accepted]
         ends = batch.offsets[:-1].astype(np.int64) + last
         if self.placement == "nodes":
@@ -98,6 +106,7 @@ class StreamRider:
             self._laws.pop(history[:-1].tobytes(), None)
         while len(self._laws) > MOST_HELD:
             del self._laws[next(iter(self._laws))]
+        self.last_seconds = time.perf_counter() - begun
 
     def num_slots(self, sizes: np.ndarray) -> np.ndarray:
         """See `Rider.num_slots`."""

@@ -123,6 +123,14 @@ class Streams(TrainedPart):
         """[..., V]: the target's LM head."""
         return self._model[0].get_output_embeddings()(states)
 
+    def share_of_weights(self) -> float:
+        """Of the weights that a forward of the target reads, those that a run of the streams does."""
+        target = self._model[0]
+        layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in target.get_decoder().layers]
+        head = target.get_output_embeddings().weight.numel()
+        own = sum(parameter.numel() for parameter in self.parameters()) + sum(layers[self.first_layer :])
+        return (own + head) / (sum(layers) + head)
+
     def _take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         own = {name: tuple(value.shape) for name, value in self.state_dict().items()}
         got = {name: tuple(value.shape) for name, value in tensors.items()}

@@ -157,6 +157,35 @@ def _attend_keys(
     return accumulator, highest, mass
 
 
+@triton.jit
+def _store_result(
+    accumulator, highest, mass, partial_starts, partials, log_sums, arrivals, mixed, first_token, count, split,
+    key_head, tokens, heads, in_tile, tile, KEY_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr, MERGED_ROWS: tl.constexpr, MERGED_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Of a tile: into `mixed` where it has one split, else as a partial result, which the last split to come merges."""
+    has_mass = mass > 0
+    mass = tl.where(has_mass, mass, 1.0)
+    result = accumulator / mass[:, None]
+    first_partial = tl.load(partial_starts + first_token)
+    num_splits = tl.load(partial_starts + first_token + 1) - first_partial
+    is_whole = num_splits == 1
+    begin = tl.where(is_whole, first_token, first_partial + split).to(tl.int64) * (KEY_HEADS * GROUPS)
+    places = tokens * (num_splits * KEY_HEADS * GROUPS) + heads
+    cells = places[:, None] * HEAD_SIZE + tl.arange(0, BLOCK_D)[None, :]
+    if is_whole:
+        tl.store(mixed + begin * HEAD_SIZE + cells, result.to(mixed.dtype.element_ty), mask=tile)
+    else:
+        log_sum = tl.where(has_mass, highest + tl.log2(mass), float("-inf"))
+        tl.store(log_sums + begin + places, log_sum, mask=in_tile)
+        tl.store(partials + begin * HEAD_SIZE + cells, result, mask=tile)
+        if is_last(arrivals + first_token * KEY_HEADS + key_head, num_splits):
+            merge_tile(
+                partials, log_sums, mixed, first_partial, num_splits, first_token, count * GROUPS, key_head,
+                KEY_HEADS, GROUPS, HEAD_SIZE, BLOCK_D, MERGED_ROWS, MERGED_SPLITS,
+            )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_items", "window"])
 def _tree_attention_kernel(
     query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums, arrivals, sinks, mixed,
@@ -202,26 +231,10 @@ def _tree_attention_kernel(
             tl.load(item + 4), first, tl.load(item + 6), blind, highest, mass, scale, softcap, PAGE_STRIDE, SLOT_STRIDE,
             PAGE_SIZE, IS_PAGED, HEAD_SIZE, BLOCK_D, WORDS, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP,
         )  # fmt: skip
-        has_mass = mass > 0
-        mass = tl.where(has_mass, mass, 1.0)
-        result = accumulator / mass[:, None]
-        first_partial = tl.load(partial_starts + first_token)
-        num_splits = tl.load(partial_starts + first_token + 1) - first_partial
-        is_whole = num_splits == 1
-        begin = tl.where(is_whole, first_token, first_partial + split).to(tl.int64) * (KEY_HEADS * GROUPS)
-        places = tokens * (num_splits * KEY_HEADS * GROUPS) + heads
-        cells = places[:, None] * HEAD_SIZE + sizes[None, :]
-        if is_whole:
-            tl.store(mixed + begin * HEAD_SIZE + cells, result.to(mixed.dtype.element_ty), mask=tile)
-        else:
-            log_sum = tl.where(has_mass, highest + tl.log2(mass), float("-inf"))
-            tl.store(log_sums + begin + places, log_sum, mask=in_tile)
-            tl.store(partials + begin * HEAD_SIZE + cells, result, mask=tile)
-            if is_last(arrivals + first_token * KEY_HEADS + key_head, num_splits):
-                merge_tile(
-                    partials, log_sums, mixed, first_partial, num_splits, first_token, count * GROUPS, key_head,
-                    KEY_HEADS, GROUPS, HEAD_SIZE, BLOCK_D, MERGED_ROWS, MERGED_SPLITS,
-                )  # fmt: skip
+        _store_result(
+            accumulator, highest, mass, partial_starts, partials, log_sums, arrivals, mixed, first_token, count, split,
+            key_head, tokens, heads, in_tile, tile, KEY_HEADS, GROUPS, HEAD_SIZE, BLOCK_D, MERGED_ROWS, MERGED_SPLITS,
+        )  # fmt: skip
         index += tl.num_programs(0)
     clear_padding(mixed, partial_starts, num_tokens, KEY_HEADS * GROUPS * HEAD_SIZE, BLOCK_D)
 

@@ -1,14 +1,11 @@
-"""How often a head runs in a step: as long as one more run pays."""
+"""How often a trained part runs in a step: as long as one more run pays."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 
 from stand.trees import DraftBatch
 
-MOST_RUNS = 6  # per step
 FADE = 1 / 16  # weight of the newest step in a mean
 FIRST_TRIES = 4  # so often a run is made before it is judged
 RETRY = 32  # steps after which a run that does not pay is made again
@@ -25,60 +22,57 @@ class FadingMean:
         self.value += (value - self.value) * max(1 / self.count, FADE)
 
 
-class PayingRounds:
-    """Run k of a step pays where it makes the expected tokens grow by a larger share than the step's time.
+class PayingRuns:
+    """Run 0, 1, ... of a step pays where it makes the expected tokens grow by a larger share than the step's time.
 
     What a run adds to the expected tokens is the mean over earlier steps, of the plans before it and after it; what it
     costs is the mean of its times as shares of a step without runs. Both follow from earlier steps alone, so drafts
     stay adapted. `share` stands for the times where drafts must not depend on a clock.
     """
 
-    def __init__(self, share: float, clock: Callable[[], float]) -> None:
-        """share: of the target's weights that one run reads."""
-        self._share, self._clock = share, clock
-        self._gains = [FadingMean() for _ in range(MOST_RUNS)]
-        self._seconds = [FadingMean() for _ in range(MOST_RUNS)]
-        self._left_out = [0] * MOST_RUNS  # steps since the run was made
+    def __init__(self, share: float, *, most: int) -> None:
+        """share: of the weights that the target's forward reads, what one run does; most: runs per step."""
+        self.most = most
+        self._share = share
+        self._gains = [FadingMean() for _ in range(most)]
+        self._seconds = [FadingMean() for _ in range(most)]
+        self._left_out = [0] * most  # steps since the run was made
         self._step = FadingMean()  # seconds of forward and verdict
+
+    def pays(self, run: int, *, is_seeded: bool) -> bool:
+        """Whether this run of a step is to be made, all before it having been made.
+
+        is_seeded: nothing that differs from run to run may matter.
+        """
+        if run >= self.most:
+            return False
+        if self._gains[run].count < FIRST_TRIES or self._left_out[run] >= RETRY:
+            return True
+        spent = sum(self._cost(earlier, is_seeded) for earlier in range(run))
+        return self._gains[run].value > self._cost(run, is_seeded) / (1 + spent)
 
     def record_step(self, seconds: float) -> None:
         """The target's forward and the verdict took so long."""
         self._step.add(seconds)
 
-    def pays(self, run: int, *, is_seeded: bool) -> bool:
-        """Whether run 0, 1, ... of this step is to be made, all before it having been made.
+    def record_run(self, run: int, seconds: float) -> None:
+        """The run took so long."""
+        self._seconds[run].add(seconds)
 
-        is_seeded: nothing that differs from run to run may matter.
-        """
-        if run >= MOST_RUNS:
-            return False
-        if self._gains[run].count < FIRST_TRIES or self._left_out[run] >= RETRY:
-            return True
-        return self._gains[run].value > self._cost(run, is_seeded) / (1 + self._spent(run, is_seeded))
-
-    def begin(self) -> float:
-        """The time at which a run begins."""
-        return self._clock()
-
-    def record_run(self, run: int, begun: float, before: float, after: float) -> None:
-        """Run `run`, begun at that time, took the expected tokens of a step from `before` to `after`."""
-        self._seconds[run].add(self._clock() - begun)
+    def record_gain(self, run: int, before: float, after: float) -> None:
+        """It took the expected tokens of a step from `before` to `after`."""
         self._gains[run].add(after / before - 1)
-        self._left_out[run] = 0
 
     def end_step(self, num_runs: int) -> None:
-        for run in range(num_runs, MOST_RUNS):
-            self._left_out[run] += 1
+        """So many runs were made in this step."""
+        for run in range(self.most):
+            self._left_out[run] = 0 if run < num_runs else self._left_out[run] + 1
 
     def _cost(self, run: int, is_seeded: bool) -> float:
         """Of one run, in steps without runs."""
         if is_seeded or not self._step.value:
             return self._share
         return self._seconds[run].value / self._step.value
-
-    def _spent(self, run: int, is_seeded: bool) -> float:
-        """Of all runs before it, in steps without runs."""
-        return sum(self._cost(earlier, is_seeded) for earlier in range(run))
 
 
 def expected_tokens(planned: DraftBatch) -> float:

@@ -1,38 +1,33 @@
 """How often a head runs: as often as its laws are worth their time, by a clock or, with a seed, by weights."""
 
+import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from plain_eagle import random_head
 from tiny_models import tiny_model
 
 import stand
-from stand.drafters.eagle.paying_rounds import FIRST_TRIES, MOST_RUNS, RETRY, PayingRounds, expected_tokens
+from stand.drafters.eagle import laws as eagle_laws
+from stand.drafters.paying_runs import FIRST_TRIES, RETRY, PayingRuns, expected_tokens
+from stand.drafters.streams import rider as streams_rider
+from stand.drafters.streams.weights import Streams
 from stand.trees import DraftBatch, DraftTree
 
 PROMPTS = [[5, 9, 11, 4, 5, 9], [7, 8]]
 
 
-class Clock:
-    """Stands still but where it is told."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def decide(gains, seconds, *, step=1.0, share=0.1, is_seeded=False, num_steps=200):
     """Runs made in each step, where run k gains gains[k] of the expected tokens and takes seconds[k]."""
-    clock, made = Clock(), []
-    paying = PayingRounds(share, clock)
+    paying, made = PayingRuns(share, most=len(gains)), []
     for _ in range(num_steps):
         run, tokens = 0, 1.0
         while paying.pays(run, is_seeded=is_seeded):
-            begun = paying.begin()
-            clock.now += seconds[run]
-            paying.record_run(run, begun, tokens, tokens * (1 + gains[run]))
+            paying.record_run(run, seconds[run])
+            paying.record_gain(run, tokens, tokens * (1 + gains[run]))
             tokens, run = tokens * (1 + gains[run]), run + 1
         paying.end_step(run)
         paying.record_step(step)
@@ -45,28 +40,28 @@ def usual(made):
 
 
 def test_runs_are_made_while_they_gain_more_than_they_cost():
-    costs = [0.1] * MOST_RUNS
+    costs = [0.1] * 6
     assert usual(decide([0.5, 0.3, 0.05, 0.04, 0.03, 0.02], costs)) == 2
-    assert usual(decide([0.05] * MOST_RUNS, costs)) == 0
-    assert usual(decide([0.5] * MOST_RUNS, costs)) == MOST_RUNS
+    assert usual(decide([0.05] * 6, costs)) == 0
+    assert usual(decide([0.5] * 6, costs)) == 6
     # The third run's tenth of a step is a twelfth of what the step takes by then.
     assert usual(decide([0.5, 0.3, 0.09, 0.0, 0.0, 0.0], costs)) == 3
 
 
 def test_a_step_twice_as_long_pays_for_more():
-    gains, seconds = [0.3, 0.08, 0.0, 0.0, 0.0, 0.0], [0.1] * MOST_RUNS
+    gains, seconds = [0.3, 0.08, 0.0, 0.0, 0.0, 0.0], [0.1] * 6
     assert usual(decide(gains, seconds, step=1.0)) == 1
     assert usual(decide(gains, seconds, step=2.0)) == 2
 
 
 def test_with_a_seed_no_clock_matters():
     gains = [0.3, 0.08, 0.0, 0.0, 0.0, 0.0]
-    slow, fast = (decide(gains, [seconds] * MOST_RUNS, share=0.05, is_seeded=True) for seconds in (9.0, 1e-9))
+    slow, fast = (decide(gains, [seconds] * 6, share=0.05, is_seeded=True) for seconds in (9.0, 1e-9))
     assert slow == fast and usual(slow) == 2
 
 
 def test_what_does_not_pay_is_tried_again():
-    made = decide([0.0] * MOST_RUNS, [0.1] * MOST_RUNS, num_steps=4 * RETRY)
+    made = decide([0.0] * 6, [0.1] * 6, num_steps=4 * RETRY)
     assert 2 <= sum(run > 0 for run in made[FIRST_TRIES:]) <= 5
 
 
@@ -105,13 +100,35 @@ def test_an_untrained_head_is_seldom_run():
     assert always.num_runs == always.num_steps
 
 
-def test_a_seed_repeats_a_call_whatever_runs_take(monkeypatch):
+@pytest.mark.parametrize("source", ["head", "streams"])
+def test_a_seed_repeats_a_call_whatever_runs_take(monkeypatch, source):
     outputs = []
-    for slowness in (0.0, 1.0):
-        source = stand.EagleLaws(random_head(tiny_model("llama"), scale=1.5))
-        engine = engine_with(source)
-        ticks = iter(range(10**9))
-        source._paying._clock = lambda ticks=ticks, slowness=slowness: slowness * next(ticks)
+    for slowness in (1e-9, 1.0):
+        engine = engine_with(untrained(source))
+        ticks = itertools.count()
+        for module in (eagle_laws, streams_rider):
+            clock = SimpleNamespace(perf_counter=lambda ticks=ticks, slowness=slowness: slowness * next(ticks))
+            monkeypatch.setattr(module, "time", clock)
         outputs.append(engine.generate(input_ids=PROMPTS, max_new_tokens=60, temperature=0.8, seed=3))
     assert outputs[0].token_ids == outputs[1].token_ids
     assert outputs[0].stats.num_draft_tokens == outputs[1].stats.num_draft_tokens
+
+
+def test_streams_that_are_of_no_worth_are_seldom_run(monkeypatch):
+    counts = {}
+    for always in (False, True):
+        source = untrained("streams", always=always)
+        runs, work = [], source.rider._run
+        source.rider._run = lambda *arguments, runs=runs, work=work: runs.append(1) or work(*arguments)
+        output = engine_with(source).generate(
+            input_ids=PROMPTS, num_return_sequences=4, max_new_tokens=200, temperature=0.3, seed=1
+        )
+        counts[always] = len(runs) / output.stats.num_forwards
+    assert counts[True] == 1.0 and counts[False] < 0.5
+
+
+def untrained(source, **settings):
+    torch.manual_seed(0)
+    if source == "head":
+        return stand.EagleLaws(random_head(tiny_model("llama"), scale=1.5))
+    return stand.StreamLaws(Streams(tiny_model("llama"), num_layers=1), **settings)

@@ -66,8 +66,9 @@ def agreement_on(head: EagleHead, target: PreTrainedModel, generations: list[Gen
     for part in shuffled_batches(generations, tokens_per_batch=8192, seed="agreement"):
         batch = head_batch(target, part)
         predicted = head(batch.features, batch.token_ids, batch.positions)[batch.counts]
-        best = head.logits(predicted).argmax(dim=-1), head.logits(batch.targets[batch.counts]).argmax(dim=-1)
-        same, count = same + int((best[0] == best[1]).sum()), count + len(predicted)
+        guessed = head.best_tokens(predicted, temperature=1.0, count=1)[0][:, 0]
+        best = head.logits(batch.targets[batch.counts]).argmax(dim=-1)
+        same, count = same + int((guessed == best).sum()), count + len(predicted)
     return same / max(count, 1)
 
 

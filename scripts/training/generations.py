@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,12 @@ def read_generations(path: Path) -> list[Generation]:
         return []
     whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
     return [Generation(**json.loads(line)) for line in whole.splitlines()]
+
+
+def frequent_tokens(generations: list[Generation], most: int) -> list[int]:
+    """At most so many tokens, the most frequent ones of all texts, prompts included."""
+    counts = Counter(token for one in generations for token in one.token_ids)
+    return [token for token, _ in counts.most_common(most)]
 
 
 def write_generations(

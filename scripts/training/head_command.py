@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measuring.setup import REASONER, add_options, fill_defaults, load_model, prompt_ids
+from measuring.setup import REASONER, add_options, fill_defaults, load_model, positive_integer, prompt_ids
 from workloads.problem_sets import Task, read_tasks
 from workloads.problems import draw_problem
 
 import stand
-from training.generations import write_generations
+from training.generations import frequent_tokens, write_generations
 from training.head_training import Recipe, describe, train_head
 
 DRAFTERS = Path(__file__).resolve().parents[1] / "drafters"
@@ -73,6 +73,8 @@ def run(recipe: Recipe, arguments: argparse.Namespace) -> dict:
             tokens_per_batch=arguments.tokens_per_batch, learning_rate=arguments.learning_rate,
             save_minutes=arguments.save_minutes, seed=arguments.seed,
         )  # fmt: skip
+        if arguments.vocabulary_size < model.config.vocab_size:
+            head.restrict(frequent_tokens(generations, arguments.vocabulary_size))
         head.save(arguments.output)
         facts = {
             "target": Path(arguments.model).name,
@@ -83,6 +85,7 @@ def run(recipe: Recipe, arguments: argparse.Namespace) -> dict:
             "tokens": progress["tokens"],
             "minutes": round(progress["seconds"] / 60, 1),
             "learning_rate": arguments.learning_rate,
+            "vocabulary_size": len(head.vocabulary) if head.vocabulary is not None else model.config.vocab_size,
             "seed": arguments.seed,
         }
     head = recipe.load(model, arguments.output)
@@ -111,6 +114,9 @@ def options_of(recipe: Recipe, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=0, help="budget in steps instead of minutes")
     parser.add_argument("--tokens", type=int, default=150_000, help="generated tokens to learn from")
     parser.add_argument("--held-out-tokens", type=int, default=8_000, help="greedy tokens to evaluate on")
+    parser.add_argument(
+        "--vocabulary-size", type=positive_integer, default=8192, help="the most frequent tokens alone are guessed"
+    )
     parser.add_argument("--tokens-per-batch", type=int, default=4_000)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--save-minutes", type=float, default=2.0)

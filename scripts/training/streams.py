@@ -79,10 +79,14 @@ def compared_laws(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [n, V] of stream 0 .. gamma - 1 at the places that count, and the target's so many places later."""
     counts = batch.counts[:, places, stream]
+    return streams.logits(states[:, :, stream][counts]), wanted_logits(streams, batch, places, stream)
+
+
+@torch.no_grad()
+def wanted_logits(streams: Streams, batch: StreamBatch, places: torch.Tensor, stream: int) -> torch.Tensor:
+    """The target's own [n, V] that a stream of the places that count is to foresee."""
     later = (places + 1 + stream).clamp(max=batch.features.shape[1] - 1)
-    with torch.no_grad():
-        wanted = streams.logits(batch.features[:, later][counts])
-    return streams.logits(states[:, :, stream][counts]), wanted
+    return streams.logits(batch.features[:, later][batch.counts[:, places, stream]])
 
 
 def stream_loss(streams: Streams, batch: StreamBatch) -> tuple[torch.Tensor, float]:
@@ -112,9 +116,10 @@ def agreement_on(streams: Streams, target: PreTrainedModel, generations: list[Ge
         places = torch.arange(batch.hidden.shape[1], device=target.device)
         states = stream_states(streams, batch, places)
         for stream in range(streams.num_streams):
-            logits, wanted = compared_laws(streams, batch, places, stream, states)
-            same[stream] += int((logits.argmax(dim=-1) == wanted.argmax(dim=-1)).sum())
-            count[stream] += len(logits)
+            counted = batch.counts[:, places, stream]
+            guessed = streams.best_tokens(states[:, :, stream][counted], temperature=1.0, count=1)[0][:, 0]
+            same[stream] += int((guessed == wanted_logits(streams, batch, places, stream).argmax(dim=-1)).sum())
+            count[stream] += len(guessed)
     return [round(one / max(of, 1), 4) for one, of in zip(same, count, strict=True)]
 
 

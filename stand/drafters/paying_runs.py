@@ -7,7 +7,7 @@ import numpy as np
 from stand.trees import DraftBatch
 
 FADE = 1 / 16  # weight of the newest step in a mean
-FIRST_TRIES = 4  # so often a run is made before it is judged
+FIRST_TRIES = 16  # so often a run is made before it is judged, and before the one after it is tried
 RETRY = 32  # steps after which a run that does not pay is made again
 
 
@@ -44,12 +44,10 @@ class PayingRuns:
 
         is_seeded: nothing that differs from run to run may matter.
         """
-        if run >= self.most:
+        if run >= self.most or (run > 0 and not self._is_worth_it(run - 1, is_seeded)):
             return False
-        if self._gains[run].count < FIRST_TRIES or self._left_out[run] >= RETRY:
-            return True
-        spent = sum(self._cost(earlier, is_seeded) for earlier in range(run))
-        return self._gains[run].value > self._cost(run, is_seeded) / (1 + spent)
+        is_tried = self._gains[run].count < FIRST_TRIES or self._left_out[run] >= RETRY
+        return is_tried or self._is_worth_it(run, is_seeded)
 
     def record_step(self, seconds: float) -> None:
         """The target's forward and the verdict took so long."""
@@ -67,6 +65,11 @@ class PayingRuns:
         """So many runs were made in this step."""
         for run in range(self.most):
             self._left_out[run] = 0 if run < num_runs else self._left_out[run] + 1
+
+    def _is_worth_it(self, run: int, is_seeded: bool) -> bool:
+        spent = sum(self._cost(earlier, is_seeded) for earlier in range(run))
+        gain = self._gains[run]
+        return gain.count >= FIRST_TRIES and gain.value > self._cost(run, is_seeded) / (1 + spent)
 
     def _cost(self, run: int, is_seeded: bool) -> float:
         """Of one run, in steps without runs."""

@@ -1,8 +1,10 @@
-"""What trained parts beside a frozen target have in common: whose they are, and the file they are saved in."""
+"""What trained parts beside a frozen target have in common: whose they are, the tokens that they guess, and the file
+they are saved in."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Self
@@ -14,14 +16,21 @@ from transformers import PreTrainedModel
 
 FAMILIES = ("llama", "qwen2")  # of targets
 WEIGHT_FILE = "model.safetensors"
+VOCABULARY = "vocabulary"  # its name in the file
 
 
 class TrainedPart(nn.Module):
-    """A module that uses the target's own parts and has parameters of its own."""
+    """A module that uses the target's own parts and has parameters of its own.
+
+    It guesses tokens by the target's LM head; of a large vocabulary by the rows of frequent tokens alone, where
+    `restrict` names them (FR-Spec, arXiv 2502.14856). That changes what is guessed, never what the target says.
+    """
 
     def __init__(self, target: PreTrainedModel) -> None:
         super().__init__()
         self._model = (target,)  # in a tuple, so that the target's parameters are not this part's
+        self.vocabulary: torch.Tensor | None = None  # [W] int64, ascending: the tokens that are guessed; None: all
+        self._rows: tuple[torch.Tensor, torch.Tensor | None] | None = None  # of the LM head: weight [W, D], bias [W]
 
     @classmethod
     @abstractmethod
@@ -41,12 +50,53 @@ class TrainedPart(nn.Module):
             )
         return part
 
+    def restrict(self, token_ids: Sequence[int] | torch.Tensor) -> None:
+        """Guess these tokens alone. Raises ValueError for none, and for tokens that the target does not have."""
+        lm_head = self._model[0].get_output_embeddings()
+        vocabulary = torch.as_tensor(token_ids, dtype=torch.int64).unique()
+        size = lm_head.weight.shape[0]
+        if len(vocabulary) == 0 or vocabulary[0] < 0 or vocabulary[-1] >= size:
+            got = "none" if len(vocabulary) == 0 else f"{int(vocabulary[0])} to {int(vocabulary[-1])}"
+            raise ValueError(
+                f"a vocabulary must be some tokens from 0 to {size - 1}, got {got}; give the target's own ids"
+            )
+        self.vocabulary = vocabulary.to(lm_head.weight.device)
+        bias = None if lm_head.bias is None else lm_head.bias.detach()[self.vocabulary]
+        self._rows = lm_head.weight.detach()[self.vocabulary], bias
+
+    def best_tokens(
+        self, features: torch.Tensor, *, temperature: float, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest tokens after features [..., D]: ids [..., K] int32, probabilities [..., K] float32 among all
+        that are guessed, K the smaller of `count` and their number."""
+        if self._rows is None:
+            logits = self._model[0].get_output_embeddings()(features)
+        else:
+            logits = nn.functional.linear(features, *self._rows)
+        best, probs = likeliest(logits, temperature=temperature, count=count)
+        ids = best if self.vocabulary is None else self.vocabulary[best]
+        return ids.to(torch.int32), probs
+
+    def lm_head_size(self) -> int:
+        """Numbers of the LM head that a guess reads."""
+        weight = self._model[0].get_output_embeddings().weight if self._rows is None else self._rows[0]
+        return weight.numel()
+
     def save(self, folder: str | PathLike) -> None:
-        """Write model.safetensors in bfloat16: nothing of the target is in it."""
+        """Write model.safetensors in bfloat16, and the vocabulary: nothing of the target is in it."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         tensors = {name: value.to(torch.bfloat16).contiguous() for name, value in self.state_dict().items()}
+        if self.vocabulary is not None:
+            tensors[VOCABULARY] = self.vocabulary.to(torch.int32).contiguous()
         save_file(tensors, Path(folder) / WEIGHT_FILE, metadata={"format": "pt"})
 
     def is_of(self, target: PreTrainedModel) -> bool:
         """Whether this part was made for this very model."""
         return self._model[0] is target
+
+
+def likeliest(logits: torch.Tensor, *, temperature: float, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places [..., K] int64 of the largest of logits [..., W], and their probabilities [..., K] float32 among all W."""
+    law = torch.softmax(logits.float() / temperature, dim=-1)
+    best = torch.topk(law, min(count, law.shape[-1]), dim=-1)
+    return best.indices, best.values

@@ -42,8 +42,8 @@ class CheckedLaws(stand.EagleLaws):
         super()._add(trees, places, estimates)
 
 
-def blended(target, *, budget=14, laws=stand.EagleLaws, **settings) -> stand.BlendedDrafter:
-    return stand.BlendedDrafter(budget=budget, source=laws(random_head(target, scale=1.5), **settings))
+def blended(target, *, budget=14, laws=stand.EagleLaws, rounds=2, **settings) -> stand.BlendedDrafter:
+    return stand.BlendedDrafter(budget=budget, source=laws(random_head(target, scale=1.5), rounds=rounds, **settings))
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -89,7 +89,9 @@ def test_the_first_two_tokens_follow_the_target(sharpened):
     """Chi-square against the exact law; recorded laws that were not drawn from must be seen."""
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(LlamaConfig(**{**SHAPE, "vocab_size": 7})).eval()
-    drafter = Flattering(budget=3 * 1000, source=stand.EagleLaws(random_head(target, scale=1.5), num_candidates=7))
+    drafter = Flattering(
+        budget=3 * 1000, source=stand.EagleLaws(random_head(target, scale=1.5), rounds=2, num_candidates=7)
+    )
     drafter.sharpened = sharpened
     engine = stand.wrap(target, drafter=drafter)
     statistic = two_token_statistic(engine, target)

@@ -11,6 +11,7 @@ from exact_drafts import ROUNDING, chi_square, distance_from_target, joint_draft
 
 import stand
 from stand.drafters.eagle.growth import BestFirstGrowth
+from stand.drafters.trained_part import likeliest
 from stand.trees import DraftBatch, TreeShape
 from stand.verifiers import get_verifier
 
@@ -24,8 +25,9 @@ LOGITS = torch.from_numpy(0.4 * np.random.default_rng(3).normal(size=(5000, SIZE
 class TableHead:
     """A feature is the number of its context; the table has a law for each."""
 
-    def logits(self, features: torch.Tensor) -> torch.Tensor:
-        return LOGITS[features[:, 0].long() % len(LOGITS)]
+    def best_tokens(self, features: torch.Tensor, **settings) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, probs = likeliest(LOGITS[features[:, 0].long() % len(LOGITS)], **settings)
+        return ids.to(torch.int32), probs
 
 
 class TableRows:

@@ -101,11 +101,9 @@ class EagleDrafter(Drafter):
 
     def _open(self, drafts: list[GrowingDraft], nodes: list[Node], estimates: torch.Tensor) -> None:
         """Give `nodes` their laws, by the target's LM head on estimates [n, D]."""
-        logits = self.head.logits(estimates).float() / self.temperature
-        best = torch.topk(logits, min(self.law_size, logits.shape[1]), dim=1)
-        laws = torch.softmax(best.values, dim=1).cpu().numpy()
-        token_ids = best.indices.to(torch.int32).cpu().numpy()
-        for (row, node), ids, law in zip(nodes, token_ids, laws, strict=True):
+        best, probs = self.head.best_tokens(estimates, temperature=self.temperature, count=self.law_size)
+        laws = (probs / probs.sum(dim=1, keepdim=True)).cpu().numpy()
+        for (row, node), ids, law in zip(nodes, best.cpu().numpy(), laws, strict=True):
             drafts[row].open(node, ids, law)
 
     def _extend(

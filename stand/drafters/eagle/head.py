@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from stand.drafters.trained_part import FAMILIES, WEIGHT_FILE, TrainedPart
+from stand.drafters.trained_part import FAMILIES, VOCABULARY, WEIGHT_FILE, TrainedPart
 from stand.forward.model import text_config
 from stand.forward.tree_attention import ATTENTION_NAME
 
@@ -67,7 +67,10 @@ class EagleHead(TrainedPart):
         """
         tensors = _read(Path(path))
         head = cls(target, has_input_norm=INPUT_NORM in tensors)
+        vocabulary = tensors.pop(VOCABULARY, None)
         head._take(tensors)
+        if vocabulary is not None:
+            head.restrict(vocabulary)
         return head.eval()
 
     def forward(
@@ -88,7 +91,7 @@ class EagleHead(TrainedPart):
 
     def share_of_weights(self, target: PreTrainedModel) -> float:
         """Of the weights that a forward of the target reads, those that a run of the head does."""
-        own = sum(parameter.numel() for parameter in self.parameters()) + self._target[1].weight.numel()
+        own = sum(parameter.numel() for parameter in self.parameters()) + self.lm_head_size()
         layers = sum(parameter.numel() for parameter in target.get_decoder().layers.parameters())
         return own / (layers + self._target[1].weight.numel())
 

@@ -124,9 +124,8 @@ class EagleLaws(LawSource):
 
     def _add(self, trees: LawTrees, places: list[Place], estimates: torch.Tensor) -> None:
         """The laws that the target's LM head reads from estimates [n, D]."""
-        logits = self.head.logits(estimates).float() / self.temperature
-        best = torch.topk(torch.softmax(logits, dim=1), min(self.law_size, logits.shape[1]), dim=1)
-        trees.add(places, estimates, best.indices.to(torch.int32).cpu().numpy(), best.values.cpu().numpy())
+        ids, probs = self.head.best_tokens(estimates, temperature=self.temperature, count=self.law_size)
+        trees.add(places, estimates, ids.cpu().numpy(), probs.cpu().numpy())
 
     def _extend(self, trees: LawTrees, places: list[Place]) -> torch.Tensor:
         """The head on planned nodes: estimates [n, D]."""

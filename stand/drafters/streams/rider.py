@@ -96,9 +96,8 @@ class StreamRider:
             states = self._states[torch.from_numpy(ends).to(self._states.device)]
         else:
             states = self._run(cache, batch, live.lengths, ends)
-        law = torch.softmax(self.streams.logits(states).float() / self.temperature, dim=2)
-        best = torch.topk(law, min(self.law_size, law.shape[2]), dim=2)
-        ids, probs = best.indices.to(torch.int32).cpu().numpy(), best.values.cpu().numpy()
+        best = self.streams.best_tokens(states, temperature=self.temperature, count=self.law_size)
+        ids, probs = (part.cpu().numpy() for part in best)
         for row, (history, path) in enumerate(zip(live.histories, accepted, strict=True)):
             seen = np.append(history, batch.token_ids[batch.offsets[row] + path]).astype(np.int32).tobytes()
             self._laws.pop(seen, None)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from stand.drafters.trained_part import FAMILIES, WEIGHT_FILE, TrainedPart
+from stand.drafters.trained_part import FAMILIES, VOCABULARY, WEIGHT_FILE, TrainedPart
 from stand.forward.model import text_config
 from stand.forward.tree_attention import ATTENTION_NAME
 
@@ -91,6 +91,7 @@ class Streams(TrainedPart):
         Raises ValueError where names or shapes do not belong to streams of this target.
         """
         tensors = _read(Path(path))
+        vocabulary = tensors.pop(VOCABULARY, None)
         adapters = {name for name in tensors if name.startswith("adapters.")}
         layers = {name.split(".")[1] for name in adapters}
         ranks = {len(tensors[name]) for name in adapters if name.endswith(".down")}
@@ -101,6 +102,8 @@ class Streams(TrainedPart):
             )
         streams = cls(target, num_streams=len(tensors["embeddings"]), num_layers=len(layers), rank=ranks.pop())
         streams._take(tensors)
+        if vocabulary is not None:
+            streams.restrict(vocabulary)
         return streams.eval()
 
     def begin(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -129,7 +132,7 @@ class Streams(TrainedPart):
         layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in target.get_decoder().layers]
         head = target.get_output_embeddings().weight.numel()
         own = sum(parameter.numel() for parameter in self.parameters()) + sum(layers[self.first_layer :])
-        return (own + head) / (sum(layers) + head)
+        return (own + self.lm_head_size()) / (sum(layers) + head)
 
     def _take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         own = {name: tuple(value.shape) for name, value in self.state_dict().items()}

@@ -1,0 +1,86 @@
+"""A head or streams that guess frequent tokens alone: what they say, what is saved, and the law that comes out."""
+
+import pytest
+import torch
+from plain_eagle import random_head
+from tiny_models import SHAPE, tiny_model
+from transformers import AutoModelForCausalLM, LlamaConfig
+from two_tokens import assert_greedy_equals_transformers, two_token_statistic
+
+import stand
+from stand.drafters.eagle.head import EagleHead
+from stand.drafters.streams.weights import Streams
+
+FREQUENT = [2, 3, 5, 8, 13, 21, 34]
+PROMPTS = [[5, 9, 11, 4, 5, 9], [7, 8]]
+
+
+def part_of(kind: str, target):
+    torch.manual_seed(0)
+    return random_head(target, scale=1.5) if kind == "head" else Streams(target, num_layers=1).eval()
+
+
+@pytest.mark.parametrize("kind", ["head", "streams"])
+def test_guesses_are_those_of_the_lm_heads_rows(kind):
+    target = tiny_model("qwen2")
+    part, features = part_of(kind, target), torch.randn(2, 3, target.config.hidden_size)
+    whole_ids, whole = part.best_tokens(features, temperature=0.7, count=10**6)
+    logits = target.get_output_embeddings()(features)
+    assert torch.equal(whole_ids[..., 0].long(), logits.argmax(dim=-1))
+    torch.testing.assert_close(whole.sum(dim=-1), torch.ones(2, 3))
+    share = part.share_of_weights(*([target] if kind == "head" else []))
+    part.restrict(torch.tensor(FREQUENT[::-1]))
+    ids, probs = part.best_tokens(features, temperature=0.7, count=3)
+    law = torch.softmax(logits[..., FREQUENT] / 0.7, dim=-1)
+    expected = torch.topk(law, 3, dim=-1)
+    assert torch.equal(ids, torch.tensor(FREQUENT, dtype=torch.int32)[expected.indices])
+    torch.testing.assert_close(probs, expected.values)
+    assert part.share_of_weights(*([target] if kind == "head" else [])) < share
+
+
+@pytest.mark.parametrize("kind", ["head", "streams"])
+def test_the_file_keeps_the_vocabulary(kind, tmp_path):
+    target = tiny_model("llama")
+    part = part_of(kind, target)
+    part.restrict(FREQUENT)
+    part.save(tmp_path)
+    again = type(part).load(target, tmp_path)
+    assert again.vocabulary.tolist() == FREQUENT
+    features = torch.randn(4, target.config.hidden_size)
+    for one, other in zip(*(one.best_tokens(features, temperature=1.0, count=4) for one in (part, again)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("ids", [[], [-1, 3], [10**6]])
+def test_tokens_that_the_target_does_not_have_are_refused(ids):
+    with pytest.raises(ValueError, match="a vocabulary must be some tokens from 0 to 60, got"):
+        random_head(tiny_model("llama")).restrict(ids)
+
+
+def restricted_head(target, ids) -> EagleHead:
+    head = random_head(target, scale=1.5)
+    head.restrict(ids)
+    return head
+
+
+@pytest.mark.parametrize("blended", [False, True])
+def test_drafts_hold_frequent_tokens_and_greedy_stays(blended):
+    target = tiny_model("llama")
+    head = restricted_head(target, FREQUENT)
+    source = stand.EagleLaws(head, rounds=2)
+    drafter = stand.BlendedDrafter(budget=12, source=source) if blended else stand.EagleDrafter(head, budget=12)
+    engine, batches = stand.wrap(target, drafter=drafter), []
+    draft = drafter.draft
+    drafter.draft = lambda request: batches.append(draft(request)) or batches[-1]
+    engine.generate(input_ids=PROMPTS, max_new_tokens=20, temperature=1.0, seed=1, learn=False)
+    drawn = {int(token) for batch in batches for token in batch.token_ids[batch.depths > 0]}
+    assert drawn and drawn <= set(FREQUENT)
+    assert_greedy_equals_transformers(engine, target, PROMPTS)
+
+
+def test_the_first_two_tokens_follow_the_target():
+    """Chi-square against the exact law; the target itself says tokens that are never guessed."""
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(LlamaConfig(**{**SHAPE, "vocab_size": 7})).eval()
+    drafter = stand.EagleDrafter(restricted_head(target, [1, 3, 4]), budget=3 * 1000, rounds=2)
+    assert two_token_statistic(stand.wrap(target, drafter=drafter), target) < 50

@@ -6,7 +6,8 @@ draft nodes, by number of samples.
     python scripts/compare_drafters.py --head random --arms lookup,blended    # what an untrained head costs
     python scripts/compare_drafters.py --arms none,streams,streams-nodes      # streams at every node, as in the paper
 
-Every arm draws the same problems with the same seeds, `--nodes` draft nodes per row and step. The lookup starts empty
+Every arm draws the same problems with the same seeds, `--nodes` draft nodes per row and step, or with `--nodes cost` as
+many as pay by the measured costs of steps, as in use. The lookup starts empty
 with every problem, so what it knows at sample n are the samples before and beside it. A table per temperature goes to
 stdout, then one JSON line with all figures; progress goes to stderr.
 """
@@ -36,6 +37,7 @@ SHIPPED_HEAD = Path(__file__).resolve().parent / "drafters" / "eagle"
 SHIPPED_STREAMS = SHIPPED_HEAD.with_name("streams")
 RANDOM = "random"
 NO_DRAFTS = "none"
+COST = "cost"
 ARMS = (NO_DRAFTS, "lookup", "eagle", "blended", "streams", "streams-nodes", "streams-blended")
 DEFAULT_ARMS = ("lookup", "eagle", "blended")
 HEADER = (
@@ -50,24 +52,23 @@ def drafter_makers(
     """Name of an arm: its drafter for so many rows."""
     law = {"temperature": temperature or 1.0}
     settings = {**law, "rounds": arguments.rounds or MOST_RUNS}
+    nodes = arguments.nodes
     makers: dict[str, Callable[[int], stand.Drafter]] = {
-        "lookup": lambda rows: stand.BlendedDrafter(budget=arguments.nodes * rows),
-        "eagle": lambda rows: stand.EagleDrafter(head, budget=arguments.nodes * rows, **settings),
+        "lookup": lambda rows: stand.BlendedDrafter(budget=nodes and nodes * rows),
+        "eagle": lambda rows: stand.EagleDrafter(head, budget=nodes * rows, **settings),
         "blended": lambda rows: stand.BlendedDrafter(
-            budget=arguments.nodes * rows,
+            budget=nodes and nodes * rows,
             source=stand.EagleLaws(head, rounds=arguments.rounds and arguments.rounds - 1, **law),
         ),
         NO_DRAFTS: lambda rows: stand.BlendedDrafter(budget=0),
-        "streams": lambda rows: stand.StreamingDrafter(streams, budget=arguments.nodes * rows, **law),
-        "streams-nodes": lambda rows: stand.StreamingDrafter(
-            streams, budget=arguments.nodes * rows, placement="nodes", **law
-        ),
+        "streams": lambda rows: stand.StreamingDrafter(streams, budget=nodes * rows, **law),
+        "streams-nodes": lambda rows: stand.StreamingDrafter(streams, budget=nodes * rows, placement="nodes", **law),
         "streams-blended": lambda rows: stand.BlendedDrafter(
-            budget=arguments.nodes * rows, source=stand.StreamLaws(streams, **law)
+            budget=nodes and nodes * rows, source=stand.StreamLaws(streams, **law)
         ),
     }
     makers = {name: make for name, make in makers.items() if name in arguments.arms}
-    if arguments.nodes == PAPER_SHAPE.num_nodes - 1 and "eagle" in arguments.arms:
+    if nodes == PAPER_SHAPE.num_nodes - 1 and "eagle" in arguments.arms:
         makers["eagle, paper's tree"] = lambda rows: stand.EagleDrafter(head, shape=PAPER_SHAPE, **settings)
     return makers
 
@@ -155,6 +156,11 @@ def number_list(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(f"must be numbers with commas between, as 0,0.8; got {text!r}") from error
 
 
+def node_count(text: str) -> int | None:
+    """None where the measured cost of steps decides."""
+    return None if text == COST else positive_integer(text)
+
+
 def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
@@ -162,7 +168,9 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trajectories", type=count_list, default=[1, 4, 16], metavar="N,N,...")
     parser.add_argument("--head", type=Path, default=SHIPPED_HEAD, help="folder or file of an EAGLE-1 head, or random")
     parser.add_argument("--streams", type=Path, default=SHIPPED_STREAMS, help="folder or file of streams, or random")
-    parser.add_argument("--nodes", type=int, default=8, help="draft nodes per row (25: with the paper's tree, too)")
+    parser.add_argument(
+        "--nodes", type=node_count, default=8, help="draft nodes per row (25: with the paper's tree, too), or cost"
+    )
     parser.add_argument(
         "--rounds",
         type=positive_integer,
@@ -175,6 +183,8 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(command_line)
     if set(arguments.arms) - set(ARMS):
         parser.error(f"--arms must be some of {','.join(ARMS)}, got {','.join(arguments.arms)}")
+    if arguments.nodes is None and {"eagle", "streams", "streams-nodes"} & set(arguments.arms):
+        parser.error("--nodes cost is for the lookup and blended arms; leave the others out of --arms")
     if arguments.temperature is not None:
         parser.error("--temperature is one number; give --temperatures, such as 0,0.8")
     fill_defaults(arguments)

@@ -50,3 +50,15 @@ def test_one_temperature_is_refused_by_name(capsys):
     with pytest.raises(SystemExit):
         compare_drafters.read_arguments(["--temperature", "0.5"])
     assert "--temperatures" in capsys.readouterr().err
+
+
+def test_nodes_by_the_cost_of_steps_and_untrained_streams(monkeypatch, capsys):
+    options = ["--num-problems", "1", "--max-new-tokens", "6", "--trajectories", "1", "--temperatures", "0"]
+    drafters = ["--nodes", "cost", "--arms", "lookup,streams-blended", "--streams", "random"]
+    monkeypatch.setattr("sys.argv", ["compare_drafters.py", *options, *drafters])
+    assert compare_drafters.main() == 0
+    records = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert [one["drafter"] for one in records] == ["lookup", "streams-blended"]
+    with pytest.raises(SystemExit):
+        compare_drafters.read_arguments(["--nodes", "cost"])
+    assert "--nodes cost is for the lookup and blended arms" in capsys.readouterr().err

@@ -145,7 +145,7 @@ class ReplayBackend:
         return partial(TreeCache, 1)
 
     def new_step(self, start: StepStart) -> TimedStep:
-        if self.step is None or not self.step.serves(start.law, start.num_places):
+        if self.step is None or not self.step.serves(start):
             self.step = TimedStep(self._model, start.law, self.rule, num_rows=start.num_places, fusion=self._fusion)
         self.step.begin(start.keys, start.rows)
         self.start = time.perf_counter() - self.step.recording_seconds

@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from stand.forward.linear_layers import few_token_layers
+
 FAMILIES = ("llama", "qwen2")  # of targets
 WEIGHT_FILE = "model.safetensors"
 VOCABULARY = "vocabulary"  # its name in the file
@@ -28,9 +30,9 @@ class TrainedPart(nn.Module):
 
     def __init__(self, target: PreTrainedModel) -> None:
         super().__init__()
-        self._model = (target,)  # in a tuple, so that the target's parameters are not this part's
+        self._model = (target,)  # in tuples, so that the target's parameters are not this part's
         self.vocabulary: torch.Tensor | None = None  # [W] int64, ascending: the tokens that are guessed; None: all
-        self._rows: tuple[torch.Tensor, torch.Tensor | None] | None = None  # of the LM head: weight [W, D], bias [W]
+        self._lm_head = (target.get_output_embeddings(),)  # or its rows of the vocabulary
 
     @classmethod
     @abstractmethod
@@ -61,26 +63,22 @@ class TrainedPart(nn.Module):
                 f"a vocabulary must be some tokens from 0 to {size - 1}, got {got}; give the target's own ids"
             )
         self.vocabulary = vocabulary.to(lm_head.weight.device)
-        bias = None if lm_head.bias is None else lm_head.bias.detach()[self.vocabulary]
-        self._rows = lm_head.weight.detach()[self.vocabulary], bias
+        self._lm_head = (_rows_of(lm_head, self.vocabulary),)
 
     def best_tokens(
         self, features: torch.Tensor, *, temperature: float, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The likeliest tokens after features [..., D]: ids [..., K] int32, probabilities [..., K] float32 among all
         that are guessed, K the smaller of `count` and their number."""
-        if self._rows is None:
-            logits = self._model[0].get_output_embeddings()(features)
-        else:
-            logits = nn.functional.linear(features, *self._rows)
+        with few_token_layers(self._lm_head[0]):
+            logits = self._lm_head[0](features)
         best, probs = likeliest(logits, temperature=temperature, count=count)
         ids = best if self.vocabulary is None else self.vocabulary[best]
         return ids.to(torch.int32), probs
 
     def lm_head_size(self) -> int:
         """Numbers of the LM head that a guess reads."""
-        weight = self._model[0].get_output_embeddings().weight if self._rows is None else self._rows[0]
-        return weight.numel()
+        return self._lm_head[0].weight.numel()
 
     def save(self, folder: str | PathLike) -> None:
         """Write model.safetensors in bfloat16, and the vocabulary: nothing of the target is in it."""
@@ -93,6 +91,14 @@ class TrainedPart(nn.Module):
     def is_of(self, target: PreTrainedModel) -> bool:
         """Whether this part was made for this very model."""
         return self._model[0] is target
+
+
+def _rows_of(layer: nn.Linear, rows: torch.Tensor) -> nn.Linear:
+    """A frozen layer with these of its outputs."""
+    part = nn.Linear(layer.in_features, len(rows), bias=layer.bias is not None, device="meta")
+    for name, parameter in layer.named_parameters():
+        setattr(part, name, nn.Parameter(parameter.detach()[rows], requires_grad=False))
+    return part
 
 
 def likeliest(logits: torch.Tensor, *, temperature: float, count: int) -> tuple[torch.Tensor, torch.Tensor]:

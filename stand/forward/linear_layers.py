@@ -8,25 +8,26 @@ from types import MethodType
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.nn import Linear
+from torch.nn import Linear, Module
 from torch.nn.functional import linear
-from transformers import PreTrainedModel
 
 from stand.forward.few_token_product import IS_FASTER, FewTokenProduct, are_weights, few_token_products, is_plain
 
 MOST_TOKENS = 64  # of a product of our own: beyond, torch's is as fast
-_KNOWN: WeakKeyDictionary[PreTrainedModel, list[FewTokenForward]] = WeakKeyDictionary()  # of models in use
+_KNOWN: WeakKeyDictionary[Module, list[FewTokenForward]] = WeakKeyDictionary()  # of models in use
 
 
 @contextmanager
-def few_token_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Within it the linear layers of a model on a CPU take `FewTokenProduct` for up to MOST_TOKENS tokens.
+def few_token_layers(model: Module) -> Iterator[None]:
+    """Within it the linear layers of a model, or of a part of one, take `FewTokenProduct` for up to MOST_TOKENS tokens
+    on a CPU.
 
     Only exact `torch.nn.Linear` with plain float32 weights whose forward nobody else has replaced; others compute as
     before, and all of them on a processor without AVX2, or where gradients are kept. Weights that are replaced within
     it count from the next time on. The model is given back as it was.
     """
-    forwards = _forwards(model) if IS_FASTER and model.device.type == "cpu" else []
+    is_on_cpu = next(model.parameters()).is_cpu
+    forwards = _forwards(model) if IS_FASTER and is_on_cpu else []
     swapped = [forward for forward in forwards if "forward" not in vars(forward.layer)]
     for forward in swapped:
         vars(forward.layer)["forward"] = forward
@@ -79,7 +80,7 @@ def outputs(layers: Sequence[Linear], states: torch.Tensor) -> Sequence[torch.Te
     return [layer(states) for layer in layers]
 
 
-def _forwards(model: PreTrainedModel) -> list[FewTokenForward]:
+def _forwards(model: Module) -> list[FewTokenForward]:
     """Made anew where a layer has other weights by now; layers that came in between are left alone until then."""
     known = _KNOWN.get(model)
     if not known or not all(forward.is_current() for forward in known):

@@ -36,7 +36,7 @@ class Proof:
 _PROOFS: WeakKeyDictionary[PreTrainedModel, Proof] = WeakKeyDictionary()
 
 
-def is_fusible(model: PreTrainedModel) -> bool:
+def is_fusible(model: nn.Module) -> bool:
     """Whether there are kernels for it: all in float32 on a CPU."""
     return all(p.is_cpu and p.dtype is torch.float32 for p in model.parameters())
 
@@ -64,6 +64,21 @@ def fuse_on_cpu(model: PreTrainedModel) -> Fusion:
             _check_together(model, Fusion(model, proof.recipe, kernels, merged={}, report=proof.report))
             _PROOFS[model] = proof
     return Fusion(model, proof.recipe, kernels, merged={}, report=proof.report)
+
+
+def fused_twin(model: PreTrainedModel, layer: nn.Module, owner: nn.Module, name: str) -> Fusion | None:
+    """The swaps that were proven for a layer of `model`, for a layer of the same kind: `name` in `owner`.
+
+    They are formulas of classes and settings, so they hold with other weights. Modules of another class run their own
+    forward. None where nothing has been proven for this model as it is, or the owner is not in float32 on a CPU.
+    """
+    proof = _PROOFS.get(model)
+    if proof is None or not proof.holds(model) or not is_fusible(owner):
+        return None
+    known, own = dict(model.named_modules()), dict(owner.named_modules())
+    source = next(known_name for known_name, module in known.items() if module is layer)
+    recipe = proof.recipe.of_layer(source, name, lambda old, new: type(known[old]) is type(own.get(new)))
+    return Fusion(owner, recipe, cpu_kernels(), merged={}, report=[])
 
 
 def _check_together(model: PreTrainedModel, fusion: Fusion) -> None:

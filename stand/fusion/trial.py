@@ -52,6 +52,17 @@ class Recipe:
     attentions: dict[str, AttentionSettings] = field(default_factory=dict)
     layers: dict[str, str | None] = field(default_factory=dict)  # the norm behind the layer, by name
 
+    def of_layer(self, layer: str, name: str, is_like: Callable[[str, str], bool]) -> Recipe:
+        """What is swapped in `layer`, for one that is called `name`: where `is_like(module, its counterpart)`."""
+
+        def moved(swaps: dict[str, object]) -> dict:
+            names = {old: name + old.removeprefix(layer) for old in swaps if f"{old}.".startswith(f"{layer}.")}
+            return {new: swaps[old] for old, new in names.items() if is_like(old, new)}
+
+        norms = moved(self.norms)
+        layers = dict.fromkeys(moved(self.layers)) if f"{name}.{PARTS[2]}" in norms else {}  # no norm behind
+        return Recipe(moved(self.merged), norms, moved(self.mlps), moved(self.attentions), layers)
+
 
 class Trial:
     """Tries swaps on one model and collects those that hold; `merged` lives on, everything else is given back.

@@ -13,6 +13,7 @@ from tiny_models import CONFIGS, tiny_model
 from transformers import AutoModelForCausalLM
 
 import stand
+from stand.drafters.eagle.head import EagleHead
 from stand.forward.model import prefill, run_plan
 from stand.forward.packed_plan import StepPlan
 from stand.forward.self_check import check_case, tree_logits
@@ -21,7 +22,7 @@ from stand.forward.tree_cache import TreeCache
 from stand.fusion import on_cpu
 from stand.fusion.kernels import cpu_kernels
 from stand.fusion.layer import FusedLayer
-from stand.fusion.on_cpu import fuse_on_cpu
+from stand.fusion.on_cpu import fuse_on_cpu, fused_twin
 
 own_model = lru_cache(
     tiny_model.__wrapped__
@@ -279,3 +280,29 @@ def test_watched_layers_change_no_bit():
     assert torch.equal(tree_logits(model, *case, fusion=fusion), free) and len(seen) == 2
     hook.remove()
     assert swapped_names(model, fusion) >= {"model.layers.0", "model.layers.1"}
+
+
+@pytest.mark.parametrize("has_input_norm", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_layer_of_the_same_kind_takes_what_was_proven(family, has_input_norm):
+    """A head's layer, with weights of its own and a module in another place."""
+    model = fresh(family)
+    head = EagleHead(model, has_input_norm=has_input_norm).eval()
+    layer = model.get_decoder().layers[0]
+    assert fused_twin(model, layer, head, "layers.0") is None  # nothing is proven yet
+    fuse_on_cpu(model)
+    twin = fused_twin(model, layer, head, "layers.0")
+    norms = {"layers.0.post_attention_layernorm"} | ({"layers.0.input_layernorm"} if has_input_norm else set())
+    assert swapped_names(head, twin) == {"layers.0", "layers.0.self_attn", "layers.0.mlp"} | norms
+    head.layers[0].mlp = torch.nn.Identity()
+    assert not any("mlp" in name for name in swapped_names(head, fused_twin(model, layer, head, "layers.0")))
+    assert fused_twin(model, layer, head.double(), "layers.0") is None
+
+
+def test_without_its_inner_norm_a_layer_runs_its_own_forward():
+    model = fresh()
+    fuse_on_cpu(model)
+    head = EagleHead(model).eval()
+    head.layers[0].post_attention_layernorm = torch.nn.Identity()
+    twin = fused_twin(model, model.get_decoder().layers[0], head, "layers.0")
+    assert swapped_names(head, twin) == {"layers.0.self_attn", "layers.0.mlp"}

@@ -11,10 +11,14 @@ from two_tokens import assert_greedy_equals_transformers, two_token_statistic
 
 import stand
 from stand.drafters.eagle.growth import PAPER_SHAPE
+from stand.fusion.attention import FusedAttention
 from stand.trees import DraftBatch, TreeShape
 
 PROMPTS = [[5, 9, 11, 4, 5, 9], [7, 8], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32], [3]]
 TARGETS = ("llama", "qwen2")
+
+
+unproven_model = tiny_model.__wrapped__  # another one at every call
 
 
 class CheckedDrafter(stand.EagleDrafter):
@@ -67,6 +71,22 @@ def test_recorded_laws_are_the_heads_own_whatever_happens_to_the_rows(target, se
     assert len({len(tokens) for tokens in output.token_ids}) > 1
     engine.generate(input_ids=PROMPTS[:1] * 2, stop_token_ids=[], max_new_tokens=4, **settings)
     assert drafter.num_checked > 60
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_the_heads_runs_are_fused_where_the_targets_are(fuse, monkeypatch):
+    fused, own = set(), FusedAttention.__call__
+
+    def watched(self, *args, **kwargs):
+        fused.add(self.module)
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(FusedAttention, "__call__", watched)
+    model = unproven_model("llama")
+    drafter = stand.EagleDrafter(random_head(model), budget=4)
+    engine = stand.wrap(model, drafter=drafter, fuse=fuse)
+    engine.generate(input_ids=PROMPTS[:2], max_new_tokens=4, temperature=0.0)
+    assert (drafter.head.layers[0].self_attn in fused) == fuse
 
 
 def test_calls_that_take_turns_keep_their_rows_apart():

@@ -42,7 +42,7 @@ class OwnLinear(nn.Linear):
 class OneLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.plain, self.device = nn.Linear(8, 8), torch.device("cpu")
+        self.plain = nn.Linear(8, 8)
 
 
 class SomeLayers(nn.Module):
@@ -52,7 +52,6 @@ class SomeLayers(nn.Module):
         self.double, self.transposed = nn.Linear(8, 8).double(), nn.Linear(8, 8)
         self.transposed.weight = nn.Parameter(torch.randn(8, 8).t())
         self.replaced.forward = lambda states: states
-        self.device = torch.device("cpu")
 
 
 @torch.inference_mode()

@@ -11,10 +11,12 @@ from transformers import PreTrainedModel
 from stand.drafters.drafter import Lesson
 from stand.drafters.eagle.head import EagleHead
 from stand.forward.features import prefill_features
-from stand.forward.model import PROMPT_CHUNK
+from stand.forward.linear_layers import few_token_layers
+from stand.forward.model import PROMPT_CHUNK, fused
 from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
+from stand.fusion.on_cpu import fused_twin
 
 MOST_PROMPTS = 256  # whose features wait for their first draft; of a prompt beyond, the target computes them anew
 
@@ -118,10 +120,11 @@ class FollowedRows:
     def _run(self, plan: StepPlan, features: torch.Tensor) -> torch.Tensor:
         """The head on the plan's pairs: [M, D]."""
         self._cache.begin(plan)
-        return self._head(
-            features[None], plan.input_ids, plan.position_ids,
-            attention_mask=None, past_key_values=self._cache, use_cache=True, stand_plan=plan,
-        )[0]  # fmt: skip
+        with few_token_layers(self._head), fused(self._target, self._cache):
+            return self._head(
+                features[None], plan.input_ids, plan.position_ids,
+                attention_mask=None, past_key_values=self._cache, use_cache=True, stand_plan=plan,
+            )[0]  # fmt: skip
 
     def _seat(self, histories: Sequence[np.ndarray], keys: list[bytes]) -> None:
         """Place i becomes histories[i]: held rows move, new ones begin with the features of their tokens."""
@@ -132,7 +135,8 @@ class FollowedRows:
         if known:
             self._cache.fan_out([known[0] if source is None else source for source in sources])
         else:
-            self._cache = TreeCache(num_rows=len(keys), room=room)
+            fusion = fused_twin(self._target, self._target.get_decoder().layers[0], self._head, "layers.0")
+            self._cache = TreeCache(num_rows=len(keys), room=room, fusion=fusion)
         empty = torch.empty(0, self._head.config.hidden_size, dtype=self._target.dtype, device=self._target.device)
         self._fresh = [empty if source is None else self._fresh[source] for source in sources]
         self._lengths = np.array([0 if source is None else self._lengths[source] for source in sources])

@@ -39,11 +39,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from gpu_parts.bench_record import BenchRecord, Budget, Figure, Measurement
-from gpu_parts.device_timer import device_name
 from gpu_parts.part_process import run_part as run_part_process
 from gpu_parts.versions import versions
 from measuring.text_table import format_table
 from workloads.model_shapes import SHAPES, SMOKE_SHAPE, ModelShape
+
+from stand.gpu.device_timer import device_name
 
 if TYPE_CHECKING:  # the kernels are imported once it is known whether they are to be interpreted
     from gpu_parts.bench_model import BenchModel

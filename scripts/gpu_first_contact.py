@@ -114,6 +114,24 @@ class Contact:
         """An untrained EAGLE-1 head drafts from the hidden states that captured steps deliver."""
         return self._compared(self.model, temperature=0.6, source=self._random_head)
 
+    def products(self) -> str:
+        """Every tile of the few-token product against torch's, and on a GPU which is faster."""
+        from stand.gpu.device_timer import DeviceTimer
+        from stand.gpu.product_tiles import MOST_TOKENS, TILES
+        from stand.gpu.products import TOKENS, Products, choose, is_equal
+
+        is_gpu = self.device.type == "cuda"
+        size, dtype = (4096, torch.bfloat16) if is_gpu else (64, torch.float32)
+        weights = [torch.randn(size, size, device=self.device).to(dtype) for _ in range(8 if is_gpu else 1)]
+        states = torch.randn(MOST_TOKENS, size, device=self.device).to(dtype)
+        for number, tile in enumerate(TILES):
+            products = Products({(size, size): (number,) * len(TOKENS)}, self.device)
+            for num_tokens in (1, MOST_TOKENS):
+                if not is_equal(products, states[:num_tokens], weights[0]):
+                    raise AssertionError(f"{tile} must multiply as torch does, got others with {num_tokens} tokens")
+        timer = DeviceTimer(self.device, repeats=5 if is_gpu else 1)
+        return f"{len(TILES)} tiles equal torch's product; for {TOKENS} tokens chosen: {choose(weights, timer.seconds)}"
+
     def two_engines(self) -> str:
         """Graphs live on when another engine and its graphs end."""
         first, second = (self._engine(self.model, "triton", fuse=False) for _ in range(2))
@@ -201,7 +219,9 @@ class Contact:
         return model
 
 
-PIECES = ("unfused", "fused", "match", "traversal", "coupled", "top_p", "growth", "head", "two_engines", "bf16")
+PIECES = (
+    "unfused", "fused", "match", "traversal", "coupled", "top_p", "growth", "head", "products", "two_engines", "bf16",
+)  # fmt: skip
 
 
 def run_piece(name: str, work: Callable[[], str]) -> bool:

@@ -8,7 +8,7 @@ run walks over several copies, together several times the GPU's cache.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -19,7 +19,7 @@ from workloads.model_shapes import INITIAL_SPREAD, ModelShape, Product
 from workloads.random_draft import random_draft
 
 from gpu_parts.bench_record import Measurement
-from gpu_parts.device_timer import DeviceTimer
+from stand.gpu.device_timer import DeviceTimer
 from stand.gpu.kernels.attention import tree_attention
 from stand.gpu.kernels.compact import compact
 from stand.gpu.kernels.filter import filter_rows
@@ -27,6 +27,8 @@ from stand.gpu.kernels.race import race
 from stand.gpu.kernels.softmax import softmax_rows
 from stand.gpu.kernels.top_rows import top_rows
 from stand.gpu.kernels.traverse import traverse
+from stand.gpu.product_tiles import MOST_TOKENS, TILES
+from stand.gpu.products import TOKENS, Products
 from stand.gpu.tiles import PAGE_SIZE, limits_of, tile_tokens
 from stand.gpu.work_list import Splitting, WorkList
 from stand.sampling import SamplingParams, TargetLaw
@@ -150,7 +152,25 @@ class KernelBench:
             seconds = self.timer.seconds(lambda states=states: [torch.mm(states, weight.t()) for weight in weights])
             moved = nbytes + tokens * (product.inputs + product.outputs) * self.element
             floor = self.machine.floor(nbytes=moved, flops=2 * tokens * product.inputs * product.outputs)
-            yield Timing(product.name, tokens, 1, None, seconds / len(weights), floor)
+            timing = Timing(product.name, tokens, 1, None, seconds / len(weights), floor)
+            yield timing
+            yield from self._tiled_products(states, weights, timing)
+
+    def _tiled_products(
+        self, states: torch.Tensor, weights: Sequence[torch.Tensor], reference: Timing
+    ) -> Iterator[Timing]:
+        """The same by every tile of the few-token product, where it takes so many tokens."""
+        expected = torch.mm(states, weights[0].t()).float()
+        for number, tile in enumerate(TILES if len(states) <= MOST_TOKENS else ()):
+            products = Products({tuple(weights[0].shape): (number,) * len(TOKENS)}, self.device)
+            difference = (products(states, weights[0], None).float() - expected).abs().max().item()
+            seconds = self.timer.seconds(
+                lambda products=products: [products(states, weight, None) for weight in weights]
+            )  # fmt: skip
+            name = f"{reference.name}, tile {tile.rows} x {tile.depth}"
+            yield replace(
+                reference, name=name, seconds=seconds / len(weights), reference=reference.seconds, difference=difference
+            )  # fmt: skip
 
     def attention(self) -> Iterator[Measurement]:
         """Tree attention of one layer, by context length, rows and tokens per row, beside masked attention."""

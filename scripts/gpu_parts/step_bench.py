@@ -19,9 +19,10 @@ import torch
 
 from gpu_parts.bench_model import BenchModel, step_noise
 from gpu_parts.bench_record import Measurement
-from gpu_parts.device_timer import device_name
-from stand.drafters.step_cost import CostTable, StepCost, cost_name, measure_cost, table_path
+from stand.drafters.step_cost import CostTable, StepCost, measure_cost, table_path
+from stand.forward.model import size_name
 from stand.gpu.captured_step import CapturedStep
+from stand.gpu.device_timer import device_name
 from stand.row import Row
 from stand.trees import DraftBatch, DraftTree
 
@@ -191,5 +192,5 @@ class StepBench:
 def cost_table_path(folder: Path, bench: BenchModel) -> Path:
     """Where `stand.wrap` looks for this model's table."""
     return table_path(
-        folder, model=cost_name(bench.model), device=device_name(bench.device), dtype=str(bench.model.dtype)
+        folder, model=size_name(bench.model), device=device_name(bench.device), dtype=str(bench.model.dtype)
     )

@@ -9,9 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.drafters.drafter import DraftRequest, Lesson, LookupDrafter, check_fingerprint, check_kind, teach_two_ways
-from stand.drafters.known_costs import KnownCosts, Measure, costs_folder
+from stand.drafters.known_costs import KnownCosts, Measure
 from stand.drafters.law_source import LawSource
 from stand.drafters.step_cost import CostTable, StepCost, saved_costs
+from stand.measured_files import measured_folder
 from stand.trees import BlendedLookup, DraftBatch
 from stand.trees.sampling import KINDS
 
@@ -76,7 +77,7 @@ class BlendedDrafter(LookupDrafter):
         check_fingerprint(self.lookup, fingerprint)
         if self.source is not None:
             self.source.attach(model)
-        folder = costs_folder()
+        folder = measured_folder()
         if self.costs is None and self.budget is None and folder is not None:
             self.costs = saved_costs(model, folder)
             self._known = KnownCosts(model, folder) if model.device.type == "cpu" else None

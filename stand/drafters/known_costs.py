@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +20,10 @@ import torch
 from transformers import PreTrainedModel
 
 import stand
-from stand.drafters.step_cost import FOLDER, CostTable, StepCost, cost_name, table_path
+from stand.drafters.step_cost import CostTable, StepCost, table_path
+from stand.forward.model import size_name
+from stand.measured_files import VARIABLE, keep_first
 
-VARIABLE = "STAND_COSTS"  # environment: the folder of the files, or "off": nothing is timed
 MOST_ROWS = 256  # a call with more rows takes the table of so many
 LENGTH = 32  # committed tokens of each row when steps are timed; longer contexts are followed
 SECONDS = 1.5  # of processor time, for timing; what comes before takes less than half a second more
@@ -36,14 +36,6 @@ _IN_MEMORY: dict[Path, StepCost] = {}  # filed ones of this process, also where 
 Measure = Callable[..., StepCost]  # `Engine.measure_cost`
 
 
-def costs_folder() -> Path | None:
-    """Where the files are: FOLDER, or as the environment variable STAND_COSTS says; None: nothing is timed."""
-    named = os.environ.get(VARIABLE)
-    if named == "off":
-        return None
-    return Path(named) if named else FOLDER
-
-
 class KnownCosts:
     """The tables of one model here, for the numbers of rows that `prepare` was told.
 
@@ -52,7 +44,7 @@ class KnownCosts:
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path) -> None:
-        self._name, self._dtype, self._folder = cost_name(model), str(model.dtype), folder
+        self._name, self._dtype, self._folder = size_name(model), str(model.dtype), folder
         self._filed: dict[int, StepCost] = {}
         self._followed: dict[int, FollowedCost] = {}
 
@@ -150,18 +142,9 @@ def _file(path: Path, cost: StepCost) -> StepCost:
     Without a folder that can be written it holds for this process.
     """
     kept = f"kept in {path}"
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        CostTable((cost,)).save(unfinished)
-        try:
-            os.link(unfinished, path)
-        except FileExistsError:
-            known = _read(path)
-            if known is not None:
-                return known
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        keep_first(path, CostTable((cost,)).save, is_sound=lambda known: _read(known) is not None)
+        cost = _read(path) or cost
     except OSError as error:
         kept = f"kept for this process only, as {path} cannot be written ({error.strerror})"
     logging.getLogger("stand").warning(

@@ -31,7 +31,7 @@ class PayingRuns:
     """
 
     def __init__(self, share: float, *, most: int) -> None:
-        """share: of the weights that the target's forward reads, what one run does; most: runs per step."""
+        """share: of a step without runs, what one run is estimated to cost; most: runs per step."""
         self.most = most
         self._share = share
         self._gains = [FadingMean() for _ in range(most)]

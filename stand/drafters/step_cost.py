@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,11 +19,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.forward.model import text_config
+from stand.forward.model import size_name
+from stand.measured_files import FOLDER, measured_path
 from stand.trees import DraftBatch, DraftTree
 
 FORMAT = "stand cost table 1"
-FOLDER = Path.home() / ".cache" / "stand"  # where scripts/gpu_bench.py keeps its tables
 MOST_PER_ROW = 128  # tokens per row of the largest step that is timed, besides `most_tokens` in all
 REPEATS = 7
 BRIEF_RATIO = 8.0  # a step that costs more than so many of the smallest one never pays
@@ -123,25 +122,18 @@ class CostTable:
             raise ValueError(f"{path} must hold a saved cost table, got {error!r}; measure it again") from error
 
 
-def cost_name(model: PreTrainedModel) -> str:
-    """What a step's cost depends on in a model: its type and its sizes."""
-    config = text_config(model)
-    return f"{config.model_type}-{config.num_hidden_layers}x{config.hidden_size}-{config.vocab_size}"
-
-
 def saved_costs(model: PreTrainedModel, folder: Path = FOLDER) -> CostTable | None:
-    """The table that was measured for such a model on this GPU, or None; always None elsewhere."""
+    """The table that scripts/gpu_bench.py measured for such a model on this GPU, or None; always None elsewhere."""
     if model.device.type != "cuda":
         return None
     device = torch.cuda.get_device_name(model.device)
-    path = table_path(folder, model=cost_name(model), device=device, dtype=str(model.dtype))
+    path = table_path(folder, model=size_name(model), device=device, dtype=str(model.dtype))
     return CostTable.load(path) if path.exists() else None
 
 
 def table_path(folder: Path, *, model: str, device: str, dtype: str) -> Path:
     """Where the table of one model on one device is kept."""
-    name = "--".join(re.sub(r"[^a-z0-9.]+", "-", part.lower()).strip("-") for part in (model, device, dtype))
-    return folder / f"{name}.json"
+    return measured_path(folder, model, device, dtype)
 
 
 def _convex_below(sizes: Sequence[int], seconds: Sequence[float]) -> list[int]:

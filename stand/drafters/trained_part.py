@@ -19,6 +19,7 @@ from stand.forward.linear_layers import few_token_layers
 FAMILIES = ("llama", "qwen2")  # of targets
 WEIGHT_FILE = "model.safetensors"
 VOCABULARY = "vocabulary"  # its name in the file
+OTHER_WORK = 1.5  # LM head, plans and laws of a run, in decoder layers: what two cores take with two small models
 
 
 class TrainedPart(nn.Module):
@@ -76,9 +77,18 @@ class TrainedPart(nn.Module):
         ids = best if self.vocabulary is None else self.vocabulary[best]
         return ids.to(torch.int32), probs
 
-    def lm_head_size(self) -> int:
-        """Numbers of the LM head that a guess reads."""
-        return self._lm_head[0].weight.numel()
+    @abstractmethod
+    def layers_of_a_run(self) -> Sequence[nn.Module]:
+        """The decoder layers that a run goes through, its own or the target's."""
+
+    def share_of_step(self) -> float:
+        """What a run costs of a forward of the target: of the weights that it reads, or of the layers that it goes
+        through, whichever is the larger share. Beside its layers a run has OTHER_WORK, the forward its LM head."""
+        target = self._model[0]
+        own, all_layers = self.layers_of_a_run(), target.get_decoder().layers
+        weights = _num_weights([self, *own, self._lm_head[0]])
+        share = weights / _num_weights([*all_layers, target.get_output_embeddings()])
+        return max(share, (len(own) + OTHER_WORK) / (len(all_layers) + 1))
 
     def save(self, folder: str | PathLike) -> None:
         """Write model.safetensors in bfloat16, and the vocabulary: nothing of the target is in it."""
@@ -91,6 +101,10 @@ class TrainedPart(nn.Module):
     def is_of(self, target: PreTrainedModel) -> bool:
         """Whether this part was made for this very model."""
         return self._model[0] is target
+
+
+def _num_weights(modules: Sequence[nn.Module]) -> int:
+    return sum({id(part): part.numel() for module in modules for part in module.parameters()}.values())
 
 
 def _rows_of(layer: nn.Linear, rows: torch.Tensor) -> nn.Linear:

@@ -19,6 +19,12 @@ def text_config(model: PreTrainedModel):
     return model.config.get_text_config(decoder=True)
 
 
+def size_name(model: PreTrainedModel) -> str:
+    """Its type and its sizes: what the time of its steps depends on, for the name of a file."""
+    config = text_config(model)
+    return f"{config.model_type}-{config.num_hidden_layers}x{config.hidden_size}-{config.vocab_size}"
+
+
 def longrope_border(model: PreTrainedModel) -> int | None:
     """The length up to which a LongRoPE model rotates every token by its short factors; None for other models.
 

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stand.fusion.attention import FusedAttention
+from stand.fusion.chosen_products import ChosenLinear, ChosenProduct, Weights, choose_products
 from stand.fusion.formulas import NO_NORM
 from stand.fusion.guard import Guard, Swapped
 from stand.fusion.kernels import Kernels, triton_kernels
@@ -30,7 +31,8 @@ def fuse(model: PreTrainedModel, *, kernels: bool = True) -> Fusion:
     """Merge the model's projections and prove fused forwards for its modules; nothing is swapped yet.
 
     kernels: also replace norms, feed-forward blocks and attentions by Triton kernels, which need a GPU (or Triton's
-    interpreter). Without, only q/k/v and gate/up projections become one product each.
+    interpreter), and products of few tokens where that was measured to be faster (`stand.gpu.known_products`). Without,
+    only q/k/v and gate/up projections become one product each.
 
     The parameters become slices of merged tensors (same objects, same values, other addresses) until `Fusion.undo`.
     Not to be called inside `tree_attention`. Raises ValueError for kernels on a CPU, and where torch may use TF32.
@@ -49,11 +51,20 @@ def fuse(model: PreTrainedModel, *, kernels: bool = True) -> Fusion:
         )
     trial = Trial(model, triton_kernels() if kernels else None)
     trial.merge()
+    product, verdicts = None, []
     if kernels:
         trial.try_kernels()
+        product, verdicts = choose_products(model, trial.recipe, trial.merged, _known_products)
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # the parts' former memory: freed in pieces that the cache cannot use whole
-    return Fusion(model, trial.recipe, trial.kernels, merged=trial.merged, report=trial.report())
+    report = trial.report() + verdicts
+    return Fusion(model, trial.recipe, trial.kernels, merged=trial.merged, product=product, report=report)
+
+
+def _known_products(model: PreTrainedModel, weights: Weights) -> ChosenProduct | None:
+    from stand.gpu.known_products import known_products
+
+    return known_products(model, weights)
 
 
 def _interprets() -> bool:
@@ -80,11 +91,13 @@ class Fusion:
         *,
         merged: dict[str, MergedLinear],
         report: list[Swap],
+        product: ChosenProduct | None = None,
     ):
         self.model = model
         self.recipe = recipe
         self.kernels = kernels
         self.report = report
+        self._product = product
         self._merged = merged  # by the name of the owner
         self._norms = {name: FusedNorm(model.get_submodule(name), rule, kernels) for name, rule in recipe.norms.items()}
         self._guards: dict[str, Guard] = {}  # by the name of the module
@@ -126,7 +139,8 @@ class Fusion:
         self._guards.clear()
 
     def mirrored(self, model: PreTrainedModel) -> Fusion:
-        """The same swaps, without proof, for a model of the same configuration (one of fake tensors, say)."""
+        """The same swaps, without proof and with torch's products, for a model of the same configuration (one of fake
+        tensors, say)."""
         merged = {
             owner: MergedLinear([model.get_submodule(f"{owner}.{part}") for part in parts])
             for owner, parts in self.recipe.merged.items()
@@ -137,6 +151,10 @@ class Fusion:
         module, merged, recipe, kernels = self.model.get_submodule, self._merged.get, self.recipe, self.kernels
         swaps = [Swapped(part, forward) for joined in self._merged.values() for part, forward in joined.forwards()]
         swaps += [self._swapped(name, norm) for name, norm in self._norms.items()]
+        if self._product is not None:
+            for joined in self._merged.values():
+                joined.product = self._product
+            swaps += [self._swapped(name, ChosenLinear(module(name), self._product)) for name in recipe.singles]
         for name, activation in recipe.mlps.items():
             mlp = FusedMLP(module(name), activation, kernels, merged=merged(name))
             passed = (activation_name(mlp.module), *recipe.merged.get(name, ()), *_names(mlp))

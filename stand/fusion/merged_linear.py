@@ -12,6 +12,7 @@ from stand.forward.linear_layers import FewTokenForward
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Forward = Callable[..., torch.Tensor]
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 class MergedLinear:
@@ -20,7 +21,7 @@ class MergedLinear:
     The parameters stay the same objects with the same values, so state dictionaries, optimisers and the parts' own
     forwards see no difference; only their addresses change, here and in `separate`. No second copy is kept. Parts that
     already lie behind each other (merged for another engine) are taken over, and left, as they are.
-    No gradient flows through the product.
+    No gradient flows through the product, which `product` computes.
     """
 
     def __init__(self, parts: Sequence[nn.Linear]):
@@ -31,12 +32,13 @@ class MergedLinear:
             self.weight = _merged([part.weight for part in self.parts])  # [sum of sizes, in]
             has_bias = self.parts[0].bias is not None
             self.bias = _merged([part.bias for part in self.parts]) if has_bias else None  # [sum of sizes]
+        self.product: Product = linear
         self._input: torch.Tensor | None = None
         self._waiting: dict[int, torch.Tensor] = {}
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., sum of sizes]."""
-        return linear(states, self.weight, self.bias)
+        return self.product(states, self.weight, self.bias)
 
     def split(self, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The parts' outputs [..., size] as slices of one output."""

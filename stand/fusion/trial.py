@@ -51,6 +51,7 @@ class Recipe:
     mlps: dict[str, int] = field(default_factory=dict)  # activation
     attentions: dict[str, AttentionSettings] = field(default_factory=dict)
     layers: dict[str, str | None] = field(default_factory=dict)  # the norm behind the layer, by name
+    singles: list[str] = field(default_factory=list)  # linear layers that are not merged and have a chosen product
 
     def of_layer(self, layer: str, name: str, is_like: Callable[[str, str], bool]) -> Recipe:
         """What is swapped in `layer`, for one that is called `name`: where `is_like(module, its counterpart)`."""

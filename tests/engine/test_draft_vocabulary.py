@@ -1,5 +1,7 @@
 """A head or streams that guess frequent tokens alone: what they say, what is saved, and the law that comes out."""
 
+import copy
+
 import pytest
 import torch
 from plain_eagle import random_head
@@ -17,7 +19,7 @@ PROMPTS = [[5, 9, 11, 4, 5, 9], [7, 8]]
 
 def part_of(kind: str, target):
     torch.manual_seed(0)
-    return random_head(target, scale=1.5) if kind == "head" else Streams(target, num_layers=1).eval()
+    return random_head(target, scale=1.5) if kind == "head" else Streams(target, num_layers=1, rank=4).eval()
 
 
 @pytest.mark.parametrize("kind", ["head", "streams"])
@@ -28,14 +30,22 @@ def test_guesses_are_those_of_the_lm_heads_rows(kind):
     logits = target.get_output_embeddings()(features)
     assert torch.equal(whole_ids[..., 0].long(), logits.argmax(dim=-1))
     torch.testing.assert_close(whole.sum(dim=-1), torch.ones(2, 3))
-    share = part.share_of_weights(*([target] if kind == "head" else []))
     part.restrict(torch.tensor(FREQUENT[::-1]))
     ids, probs = part.best_tokens(features, temperature=0.7, count=3)
     law = torch.softmax(logits[..., FREQUENT] / 0.7, dim=-1)
     expected = torch.topk(law, 3, dim=-1)
     assert torch.equal(ids, torch.tensor(FREQUENT, dtype=torch.int32)[expected.indices])
     torch.testing.assert_close(probs, expected.values)
-    assert part.share_of_weights(*([target] if kind == "head" else [])) < share
+
+
+@pytest.mark.parametrize("kind", ["head", "streams"])
+def test_a_run_costs_its_weights_or_its_layers_whichever_are_more(kind):
+    config = copy.deepcopy(tiny_model("qwen2").config)
+    config.vocab_size = 5000
+    part = part_of(kind, AutoModelForCausalLM.from_config(config).eval())
+    assert 0.8 < part.share_of_step() < 1  # its LM head alone is most of the target's weights
+    part.restrict(FREQUENT)
+    assert part.share_of_step() == (1 + 1.5) / (3 + 1)
 
 
 @pytest.mark.parametrize("kind", ["head", "streams"])

@@ -7,9 +7,8 @@ import torch
 pytest.importorskip("triton")
 
 import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
 from attention_cases import Case, difference, expected, make_case, run  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
+from widened_bfloat16 import widened_bfloat16  # noqa: E402
 
 from stand.gpu.kernels import attention as attention_kernel  # noqa: E402
 from stand.gpu.kernels.attention import tree_attention  # noqa: E402
@@ -17,18 +16,9 @@ from stand.gpu.kernels.merge import merged_splits  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def real_bfloat16_products(monkeypatch):
-    """Triton 3.7.1's interpreter keeps bfloat16 as bit patterns and multiplies those; widen them first."""
-    builder = interpreter.InterpreterBuilder
-    multiply = builder.create_dot
-
-    def widened(self, left, right, *rest):
-        sides = [
-            self.cast_impl(side, tl.float32) if side.dtype.scalar == tl.bfloat16 else side for side in (left, right)
-        ]
-        return multiply(self, *sides, *rest)
-
-    monkeypatch.setattr(builder, "create_dot", widened)
+def real_bfloat16_products():
+    with widened_bfloat16():
+        yield
 
 
 @pytest.mark.parametrize("groups, heads", [(1, 2), (4, 4), (7, 7), (3, 6)])

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 import stand.gpu.kernels  # noqa: E402
 from stand.gpu.kernels import attention  # noqa: E402
+from stand.gpu.product_tiles import TILES  # noqa: E402
 from stand.gpu.tiles import BLOCKS_16_BIT, BLOCKS_FLOAT32, Limits  # noqa: E402
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -116,10 +117,19 @@ def test_attention_uses_the_tensor_cores(kernels):
             assert kernel["matrix"] == ("-" if "float32" in kernel["specimen"] else expected), kernel
 
 
+def test_products_fit_every_gpu_and_use_its_matrix_instructions(kernels):
+    products = [kernel for kernel in kernels if kernel["module"] == "product"]
+    assert len(products) > len(TILES)
+    for kernel in products:
+        assert kernel["spill_bytes"] == 0, kernel
+        if "fp32" not in kernel["specimen"]:
+            assert kernel["shared_bytes"] <= 65536 and kernel["matrix"] == "mma", kernel
+
+
 PTX = """
 from compile_kernels import compile_specimen
-from stand.gpu.kernels.attention import specimens
-print(compile_specimen(specimens()[2], 90)[0].asm["ptx"])
+from stand.gpu.kernels.{module} import specimens
+print(compile_specimen(specimens()[{place}], 90)[0].asm["ptx"])
 """
 
 
@@ -133,9 +143,10 @@ def is_released(ptx: str) -> bool:
     )
 
 
-def test_results_are_stored_before_they_are_counted(tmp_path):
+@pytest.mark.parametrize(("module", "place"), [("attention", 2), ("product", 0)])
+def test_results_are_stored_before_they_are_counted(module, place, tmp_path):
     source = tmp_path / "ptx.py"
-    source.write_text(PTX, encoding="utf-8")
+    source.write_text(PTX.format(module=module, place=place), encoding="utf-8")
     ptx = run(str(source), timeout=60).stdout
     assert is_released(ptx)
     assert not is_released(ptx.replace("acq_rel", "relaxed")) and not is_released(ptx.replace("bar.sync", "bar.warp"))

@@ -26,12 +26,14 @@ from fake_events import FakeEvent  # noqa: E402
 from gpu_parts.bench_model import BenchModel  # noqa: E402
 from gpu_parts.bench_record import BenchRecord, Budget, Measurement  # noqa: E402
 from gpu_parts.decode_engines import DecodeBench, DecodeTiming  # noqa: E402
-from gpu_parts.device_timer import DeviceTimer  # noqa: E402
 from triton.runtime.errors import OutOfResources  # noqa: E402
 from workloads.model_shapes import SHAPES, SMOKE_SHAPE  # noqa: E402
 
 from stand.drafters import step_cost  # noqa: E402
-from stand.drafters.step_cost import CostTable, StepCost, cost_name, table_path  # noqa: E402
+from stand.drafters.step_cost import CostTable, StepCost, table_path  # noqa: E402
+from stand.forward.model import size_name  # noqa: E402
+from stand.gpu.device_timer import DeviceTimer  # noqa: E402
+from stand.gpu.product_tiles import TILES  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -105,7 +107,10 @@ def test_smoke_runs_every_part(smoke):
         },
         "replay": {"no drafts", "3 nodes", "measured costs"},
         "attention": {"attention", "attention in pages"},
-        "products": {"qkv", "o", "gate_up", "down", "lm_head"},
+        "products": {
+            f"{product}{tile}" for product in ("qkv", "o", "gate_up", "down", "lm_head")
+            for tile in ("", *(f", tile {tile.rows} x {tile.depth}" for tile in TILES))
+        },
     }  # fmt: skip
     laws = {"softmax", "softmax, top_p", "top rows", "race", "traverse", "compact"}
     assert {figure["name"] for figure in parts["laws"]} == laws
@@ -139,7 +144,7 @@ def test_smoke_compares_the_attention_kernel_with_masked_attention(smoke):
 
 
 def test_smoke_writes_its_cost_table_where_wrap_looks_and_only_if_told_to(smoke, small):
-    path = table_path(smoke.costs, model=cost_name(small.model), device="cpu", dtype="torch.float32")
+    path = table_path(smoke.costs, model=size_name(small.model), device="cpu", dtype="torch.float32")
     assert smoke.result["cost_table"] == str(path) and list(smoke.costs.iterdir()) == [path]
     (cost,) = CostTable.load(path).costs
     (figure,) = smoke.result["parts"]["costs"]
@@ -318,7 +323,7 @@ def test_without_a_model_the_kernels_are_measured_all_the_same(capsys, monkeypat
     monkeypatch.setattr(bench_model, "BenchModel", refuse)
     assert gpu_bench.main(["--in-process", "--device", "cpu", "--smoke", "--parts", "steps,checks,products"]) == 1
     (result,) = json.loads(capsys.readouterr().out)["results"]
-    assert list(result["parts"]) == ["products"] and len(result["parts"]["products"]) == 10
+    assert list(result["parts"]) == ["products"] and len(result["parts"]["products"]) == 10 * (1 + len(TILES))
     assert [entry["measurement"] for entry in result["left_out"]] == ["checks", "steps"]
     assert [entry["error"] for entry in result["failed"]] == ["ValueError('no back end')"]
 
@@ -366,7 +371,7 @@ def test_a_part_that_hangs_or_crashes_costs_itself_alone(monkeypatch, capsys, tm
 def test_a_part_of_its_own_gives_what_the_process_itself_would(capfd):
     status = gpu_bench.main(["--device", "cpu", "--smoke", "--parts", "products"])
     (result,) = json.loads(capfd.readouterr().out)["results"]
-    assert status == 0 and len(result["parts"]["products"]) == 10 and not result["failed"]
+    assert status == 0 and len(result["parts"]["products"]) == 10 * (1 + len(TILES)) and not result["failed"]
 
 
 def test_parts_of_their_own_know_the_options_and_the_measured_costs():

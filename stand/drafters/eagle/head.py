@@ -8,7 +8,7 @@ that the law of t[i + 2].
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -89,11 +89,8 @@ class EagleHead(TrainedPart):
         """[..., V]: the target's LM head."""
         return self._target[1](features)
 
-    def share_of_weights(self, target: PreTrainedModel) -> float:
-        """Of the weights that a forward of the target reads, those that a run of the head does."""
-        own = sum(parameter.numel() for parameter in self.parameters()) + self.lm_head_size()
-        layers = sum(parameter.numel() for parameter in target.get_decoder().layers.parameters())
-        return own / (layers + self._target[1].weight.numel())
+    def layers_of_a_run(self) -> Sequence[nn.Module]:
+        return self.layers
 
     def _take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Load `tensors`; what may be missing is zero."""

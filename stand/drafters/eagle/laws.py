@@ -26,7 +26,7 @@ class EagleLaws(LawSource):
     head: an `EagleHead` of the target, or the file or folder of a checkpoint, read when the engine is made.
     rounds: how often the head runs in a step after the run at the pending tokens, each time on the planned nodes of all
     rows that it has not seen, as one batch. None: as often as it pays (`PayingRuns`), or not at all; by measured
-    time, or in calls with a seed by the weights that a run reads.
+    time, or in calls with a seed by what a run reads and does.
     temperature, num_candidates: a law is the head's at `temperature`, its `num_candidates` best tokens. `temperature`
     is best the target's own, 1 under greedy decoding; what is wrong with it is learned.
     source: 0..3; a lookup learns apart what each source is worth.
@@ -62,7 +62,7 @@ class EagleLaws(LawSource):
         self.head = EagleHead.of(model, self.head)
         self._rows = FollowedRows(model, self.head)
         if self.rounds is None:
-            self._paying = PayingRuns(self.head.share_of_weights(model), most=MOST_RUNS)
+            self._paying = PayingRuns(self.head.share_of_step(), most=MOST_RUNS)
 
     def record_time(self, request: DraftRequest, num_tokens: int, seconds: float) -> None:
         if self._paying is not None:

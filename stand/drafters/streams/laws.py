@@ -20,7 +20,7 @@ class StreamLaws(LawSource):
 
     streams, temperature, num_candidates, placement: as in `StreamingDrafter`; what is wrong with a law is learned.
     always: run at the end of every step. Else where the last runs paid (`PayingRuns`), by measured time, or in calls
-    with a seed by the weights that a run reads; at every node (`placement="nodes"`) always.
+    with a seed by what a run reads and does; at every node (`placement="nodes"`) always.
     source: 0..3; a lookup learns apart what each source is worth.
 
     One object serves one engine at a time. Raises ValueError for settings out of range.
@@ -46,7 +46,7 @@ class StreamLaws(LawSource):
     def attach(self, model: PreTrainedModel) -> None:
         self.rider.attach(model)
         if not self.always:
-            self._paying = PayingRuns(self.rider.streams.share_of_weights(), most=1)
+            self._paying = PayingRuns(self.rider.streams.share_of_step(), most=1)
 
     def record_time(self, request: DraftRequest, num_tokens: int, seconds: float) -> None:
         if self._paying is not None:

@@ -10,7 +10,7 @@ of the target: the paper tunes the target as well, this form leaves its outputs 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -126,13 +126,8 @@ class Streams(TrainedPart):
         """[..., V]: the target's LM head."""
         return self._model[0].get_output_embeddings()(states)
 
-    def share_of_weights(self) -> float:
-        """Of the weights that a forward of the target reads, those that a run of the streams does."""
-        target = self._model[0]
-        layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in target.get_decoder().layers]
-        head = target.get_output_embeddings().weight.numel()
-        own = sum(parameter.numel() for parameter in self.parameters()) + sum(layers[self.first_layer :])
-        return (own + self.lm_head_size()) / (sum(layers) + head)
+    def layers_of_a_run(self) -> Sequence[nn.Module]:
+        return self._model[0].get_decoder().layers[self.first_layer :]
 
     def _take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         own = {name: tuple(value.shape) for name, value in self.state_dict().items()}

@@ -59,9 +59,9 @@ class DeviceTimer:
         with torch.cuda.stream(side):
             for _ in range(WARM_UP_RUNS):
                 work()
-        torch.cuda.current_stream(self.device).wait_stream(side)
+        side.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
             for _ in range(num_runs):
                 work()
         return graph

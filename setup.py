@@ -26,6 +26,8 @@ DIRECTIVES = {
     "cdivision": True,
     "embedsignature": True,
     "freethreading_compatible": False,
+    "auto_pickle": False,  # code that would only say that a class cannot be pickled, which Python says by itself
+    "binding": False,  # plain functions; the two lookups, which users hold, have methods that `inspect` can read
 }
 
 IS_LEAN = sys.platform == "linux" and not DEBUG  # other compilers and linkers have other words for what follows from it
@@ -45,14 +47,14 @@ COMPACT = {
     "stand.verifiers.draw_compiled",
     "stand.verifiers.kept",
 }
+COMPACT_LEVEL = "-Os -fno-schedule-insns2" if IS_LEAN else "-Os"  # in the order of the source they pack 2 % smaller
 LEVELS = {
     "stand.forward.dot_products": "-O2",  # loops are unrolled by hand; -Os: a fifth slower
-    "stand.fusion.row_kernels": "-Os",  # calls for few tokens take as long; a third of its size
+    "stand.fusion.row_kernels": COMPACT_LEVEL,  # calls for few tokens take as long; a third of its size
     "stand.laws.filters": "-O2 -ftree-vectorize -fvect-cost-model=dynamic",  # as fast as -O3, a tenth smaller
     "stand.trees.longest_match.lookup": "-O2",  # 2 to 3 % slower for a tenth of its size; -Os: 11 to 14 %
-    "stand.verifiers.rules.traversal_compiled": "-Os",  # 0.8 us more of 6 with 80 nodes
-    # In the order of the source they pack 2 % smaller.
-    **dict.fromkeys(COMPACT, "-Os -fno-schedule-insns2" if IS_LEAN else "-Os"),
+    "stand.verifiers.rules.traversal_compiled": COMPACT_LEVEL,  # 0.8 us more of 6 with 80 nodes
+    **dict.fromkeys(COMPACT, COMPACT_LEVEL),
 }
 CHECKED = ["-O1", "-g", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS"]
 # Symbols that nothing looks up at run time are most of an optimised module. Of the wheel's bytes, calls without a table

@@ -1,4 +1,4 @@
-# cython: binding=False, embedsignature=False
+# cython: embedsignature=False
 """Norms, gates and rotary positions, compiled for CPUs: cpu_kernels.py checks the arguments.
 
 Addresses are of float32 (slots: int64), strides are in numbers. `vectors`: a place in stand.laws.filters.VECTORS.

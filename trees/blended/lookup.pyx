@@ -1,3 +1,4 @@
+# cython: binding=True
 """The blended lookup tree: every context length votes, its weight is learned, memory is bounded.
 
 The work is done in C++ without the interpreter's lock: lookup.h (what is stored), learning.h, growth.h (drafts),

@@ -1,3 +1,4 @@
+# cython: binding=True
 """The lookup tree: what followed each context, with probabilities. Drafts come from it, every step teaches it.
 
 The work is done in C++ without the interpreter's lock: table.h (what is stored), learning.h and fill_shape.h (drafts).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,22 +34,25 @@ def known_products(model: PreTrainedModel, weights: Weights, *, timer: Timer | N
     if folder is None or not is_served or not weights:
         return None
     path = _path(folder, model)
-    choices = _read(path, weights)
-    if choices is None:
-        with torch.inference_mode():
-            seconds = timer or DeviceTimer(model.device, repeats=REPEATS).seconds
-            measured = {shape: choose(tensors, seconds) for shape, tensors in weights.items()}
-        try:
-            keep_first(path, _saver(measured), is_sound=lambda known: _read(known, weights) is not None)
-        except OSError as error:
-            reason = f"{path} cannot be written ({error.strerror})"
-            logging.getLogger("stand").warning("products are torch's: a choice that is not kept would vary; %s", reason)
-            return None
-        choices = _read(path, weights)
-        logging.getLogger("stand").warning(
-            "timed products of few tokens; the choice is kept in %s (%s=off does without)", path, VARIABLE
-        )
-    return Products(choices, model.device)
+    timer = timer or DeviceTimer(model.device, repeats=REPEATS).seconds
+    choices = _read(path, weights) or _measured(path, weights, timer)
+    return None if choices is None else Products(choices, model.device)
+
+
+def _measured(path: Path, weights: Weights, timer: Timer) -> Choices | None:
+    """What is measured now is kept and said; None where it cannot be kept."""
+    with torch.inference_mode():
+        choices = {shape: choose(tensors, timer) for shape, tensors in weights.items()}
+    try:
+        keep_first(path, partial(_write, choices=choices), is_sound=lambda known: _read(known, weights) is not None)
+    except OSError as error:
+        reason = f"{path} cannot be written ({error.strerror})"
+        logging.getLogger("stand").warning("products are torch's: a choice that is not kept would vary; %s", reason)
+        return None
+    logging.getLogger("stand").warning(
+        "timed products of few tokens; the choice is kept in %s (%s=off does without)", path, VARIABLE
+    )
+    return _read(path, weights)
 
 
 def _path(folder: Path, model: PreTrainedModel) -> Path:
@@ -59,13 +62,10 @@ def _path(folder: Path, model: PreTrainedModel) -> Path:
     )
 
 
-def _saver(choices: Choices) -> Callable[[Path], None]:
-    document = {
-        "format": FORMAT,
-        "tokens": TOKENS,
-        "choices": [{"shape": shape, "tiles": tiles} for shape, tiles in choices.items()],
-    }
-    return lambda path: path.write_text(json.dumps(document) + "\n", encoding="utf-8") and None
+def _write(path: Path, choices: Choices) -> None:
+    entries = [{"shape": shape, "tiles": tiles} for shape, tiles in choices.items()]
+    document = {"format": FORMAT, "tokens": TOKENS, "choices": entries}
+    path.write_text(json.dumps(document) + "\n", encoding="utf-8")
 
 
 def _read(path: Path, weights: Weights) -> Choices | None:

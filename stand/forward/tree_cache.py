@@ -95,13 +95,19 @@ class TreeCache(Cache):
         """Copy slot sources[i] of row rows[i] to slot targets[i], in every layer; reads come before writes."""
         if len(rows) == 0:
             return
-        places: dict[torch.device, list[torch.Tensor]] = {}
+        places: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
         for storage in (*self.keys, *self.values):
-            device = storage.device
-            if device not in places:
-                places[device] = [torch.from_numpy(array).to(device) for array in (rows, sources, targets)]
-            at, read, write = places[device]
-            storage[at, :, write] = storage[at, :, read]
+            kind = storage.shape[1], storage.device
+            if kind not in places:
+                places[kind] = [self._places(rows, slots, *kind) for slots in (sources, targets)]
+            read, write = places[kind]
+            states = storage.view(-1, storage.shape[3])
+            states.index_copy_(0, write, states.index_select(0, read))
+
+    def _places(self, rows: np.ndarray, slots: np.ndarray, heads: int, device: torch.device) -> torch.Tensor:
+        """[n * heads] int64: of slot slots[i] of row rows[i], for every head, in a storage [R * Hkv * S, D]."""
+        places = (rows[:, None] * heads + np.arange(heads)) * self.room + slots[:, None]
+        return torch.from_numpy(places.ravel()).to(device)
 
     def enter(self, row: int, prefilled: TreeCache, length: int) -> None:
         """Row `row` starts with the first `length` slots of row 0 of `prefilled`; what it held is gone."""

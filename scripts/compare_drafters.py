@@ -7,9 +7,9 @@ draft nodes, by number of samples.
     python scripts/compare_drafters.py --arms none,streams,streams-nodes      # streams at every node, as in the paper
 
 Every arm draws the same problems with the same seeds, `--nodes` draft nodes per row and step, or with `--nodes cost` as
-many as pay by the measured costs of steps, as in use. The lookup starts empty
-with every problem, so what it knows at sample n are the samples before and beside it. A table per temperature goes to
-stdout, then one JSON line with all figures; progress goes to stderr.
+many as pay by the measured costs of steps, as in use. Drafters start anew with every problem, so what the lookup knows
+at sample n are the samples before and beside it; with `--lookup-scope run` they are kept from problem to problem, as an
+engine keeps them. A table per temperature goes to stdout, then one JSON line with all figures; progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -106,9 +106,10 @@ def measure(arguments: argparse.Namespace) -> list[dict]:
                 rows, arguments.max_new_tokens, temperature, arguments.top_k, arguments.top_p, arguments.seed
             )
             for name, make in drafter_makers(arguments, *trained, temperature).items():
-                stats, used = stand.Stats(), 0.0
+                stats, used, engine = stand.Stats(), 0.0, None
                 for index, task in enumerate(tasks):
-                    engine = stand.wrap(model, tokenizer, drafter=make(rows), verifier=arguments.verifier)
+                    if engine is None or arguments.lookup_scope == "problem":
+                        engine = stand.wrap(model, tokenizer, drafter=make(rows), verifier=arguments.verifier)
                     prompt = prompt_ids(tokenizer, task, arguments.instruction)
                     started, draft = time.process_time(), name != NO_DRAFTS
                     stats += draw_with_engine(engine, prompt, count, sampling, problem=index, draft=draft).stats
@@ -179,6 +180,9 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--arms", type=lambda text: text.split(","), default=DEFAULT_ARMS, metavar="ARM,ARM", help=", ".join(ARMS)
     )
+    parser.add_argument(
+        "--lookup-scope", choices=("problem", "run"), default="problem", help="when drafters start anew"
+    )  # fmt: skip
     parser.add_argument("--verifier", default="traversal")
     arguments = parser.parse_args(command_line)
     if set(arguments.arms) - set(ARMS):

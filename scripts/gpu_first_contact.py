@@ -114,6 +114,10 @@ class Contact:
         """An untrained EAGLE-1 head drafts from the hidden states that captured steps deliver."""
         return self._compared(self.model, temperature=0.6, source=self._random_head)
 
+    def streams(self) -> str:
+        """Untrained streams run behind the verdicts of captured steps."""
+        return self._compared(self.model, temperature=0.6, source=self._random_streams)
+
     def products(self) -> str:
         """Every tile of the few-token product against torch's, and on a GPU which is faster."""
         from stand.gpu.device_timer import DeviceTimer
@@ -157,6 +161,13 @@ class Contact:
 
         torch.manual_seed(0)
         return stand.EagleLaws(EagleHead(self.model).eval(), rounds=2)
+
+    def _random_streams(self) -> LawSource:
+        import stand
+        from stand.drafters.streams.weights import Streams
+
+        torch.manual_seed(0)
+        return stand.StreamLaws(Streams(self.model, num_layers=1).eval(), always=True)
 
     def _compared(
         self,
@@ -220,7 +231,7 @@ class Contact:
 
 
 PIECES = (
-    "unfused", "fused", "match", "traversal", "coupled", "top_p", "growth", "head", "products", "two_engines", "bf16",
+    "unfused", "fused", "match", "traversal", "coupled", "top_p", "growth", "head", "streams", "products", "two_engines", "bf16",
 )  # fmt: skip
 
 

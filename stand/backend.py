@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from stand.forward import mapped_memory
 from stand.forward.model import text_config
 from stand.forward.paged_cache import PagedCache, PromptRoom, fitting_page_size, most_shown_rows
+from stand.forward.rider import Rider
 from stand.forward.tree_cache import DRAFT_ROOM, TreeCache
 from stand.fusion.on_cpu import fuse_on_cpu, is_fusible
 from stand.step import EagerStep, Step, StepStart
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 MOST_CAPTURED_TOKENS = 512  # of all rows of a captured step (`stand.gpu.step_size.NUM_TOKENS`)
 POOL_PAGE_SIZE = 64  # slots (`stand.gpu.tiles.PAGE_SIZE`)
 NAMES = ("auto", "sdpa", "triton")
-RIDER_OBSTACLE = "the drafter runs on the model's own steps (streams), which captured steps do not carry"
+RIDER_OBSTACLE = "the drafter runs at every node (placement='nodes'), which captured steps do not carry"
 WAITING_ROPES = frozenset({"dynamic", "longrope"})  # their frequencies depend on the length: the host waits for it
 
 
@@ -160,7 +161,7 @@ def choose_backend(
 ) -> Backend:
     """Resolve "auto". Raises ValueError for an unknown name, or for "triton" where it cannot serve.
 
-    drafter: one that has a rider gets eager steps.
+    drafter: one whose rider cannot be captured gets eager steps.
     """
     if requested not in NAMES:
         raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {requested!r}; auto is usual")
@@ -169,18 +170,14 @@ def choose_backend(
     if requested == "auto" and model.device.type != "cuda":
         return _eager(model, f"the model is on {model.device.type}, kernels are for CUDA", fuse=fuse)
     wants_features = drafter is not None and drafter.requires_features
-    obstacle = drafter_obstacle(drafter) or kernel_obstacle(model, verifier, wants_features=wants_features)
+    asked = {"wants_features": wants_features, "rider": None if drafter is None else drafter.rider}
+    obstacle = kernel_obstacle(model, verifier, **asked)
     if obstacle is None:
         reason = "asked for" if requested == "triton" else "the kernels serve this model"
-        return _fused(model, verifier, reason, wants_features) if fuse else CapturedBackend(model, reason)
+        return _fused(model, verifier, reason, **asked) if fuse else CapturedBackend(model, reason)
     if requested == "triton":
         raise ValueError(f"backend 'triton' cannot serve here: {obstacle}; use backend='sdpa' or 'auto'")
     return _eager(model, obstacle, fuse=fuse)
-
-
-def drafter_obstacle(drafter: Drafter | None) -> str | None:
-    """What `drafter` asks of steps that captured ones do not give, or None."""
-    return RIDER_OBSTACLE if drafter is not None and drafter.rider is not None else None
 
 
 def key_shape(model: PreTrainedModel) -> tuple[int, int, int]:
@@ -206,8 +203,12 @@ def device_rule(verifier: Verifier) -> DeviceRule | None:
     return getattr(importlib.import_module(module), name)()
 
 
-def kernel_obstacle(model: PreTrainedModel, verifier: Verifier, *, wants_features: bool = False) -> str | None:
-    """Why the captured step cannot run this model with this rule, or deliver features of it, or None."""
+def kernel_obstacle(
+    model: PreTrainedModel, verifier: Verifier, *, wants_features: bool = False, rider: Rider | None = None
+) -> str | None:
+    """Why the captured step cannot run this model with this rule, deliver its features or carry the rider, or None."""
+    if rider is not None and not rider.is_capturable:
+        return RIDER_OBSTACLE
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     from stand.gpu.self_check import kernel_failure
@@ -223,7 +224,7 @@ def kernel_obstacle(model: PreTrainedModel, verifier: Verifier, *, wants_feature
     kinds = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
     if kinds & WAITING_ROPES:
         return f"rotary positions of kind {', '.join(sorted(kinds & WAITING_ROPES))} make the host wait"
-    return kernel_failure(model, verifier, wants_features=wants_features)
+    return kernel_failure(model, verifier, wants_features=wants_features, rider=rider)
 
 
 def _eager(model: PreTrainedModel, reason: str, *, fuse: bool) -> EagerBackend:
@@ -236,7 +237,9 @@ def _eager(model: PreTrainedModel, reason: str, *, fuse: bool) -> EagerBackend:
         return EagerBackend(model, f"{reason}; not fused, because of {type(error).__name__}: {error}")
 
 
-def _fused(model: PreTrainedModel, verifier: Verifier, reason: str, wants_features: bool) -> CapturedBackend:
+def _fused(
+    model: PreTrainedModel, verifier: Verifier, reason: str, *, wants_features: bool, rider: Rider | None
+) -> CapturedBackend:
     """With proven fused forwards, checked once more all together; without them where that fails."""
     from stand.fusion.fusion import fuse
     from stand.gpu.self_check import kernel_failure
@@ -246,7 +249,7 @@ def _fused(model: PreTrainedModel, verifier: Verifier, reason: str, wants_featur
     except Exception as error:  # Triton's errors derive from Exception alone
         return CapturedBackend(model, f"{reason}; not fused, because of {type(error).__name__}: {error}")
     with fusion.active():
-        failure = kernel_failure(model, verifier, wants_features=wants_features)
+        failure = kernel_failure(model, verifier, wants_features=wants_features, rider=rider)
     if failure is None:
         return CapturedBackend(model, reason, fusion=fusion)
     fusion.undo()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from stand.forward.features import taken_features
 from stand.forward.model import fused, run_plan
 from stand.forward.packed_plan import StepPlan
-from stand.forward.rider import Rider
+from stand.forward.rider import Rider, path_ends
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import DRAFT_ROOM, TreeCache
 from stand.row import LiveRows, Row
@@ -142,7 +143,9 @@ class EagerStep:
         return self._verifier.verify(self._batch, TargetRows(self._laws.probabilities), self._noise)
 
     def ride(self, accepted: Sequence[np.ndarray]) -> None:
-        self._rider.kept(self.cache, self._batch, self._live, accepted)
+        ends = path_ends(self._batch, accepted)
+        guesses = partial(self._rider.guesses, self.cache, self._batch, self._live.lengths, ends)
+        self._rider.kept(self._batch, self._live, accepted, guesses)
 
     def keep(self, live: LiveRows, accepted: Sequence[np.ndarray]) -> None:
         going = [place for place, row in enumerate(live.rows) if row.finish_reason is None]

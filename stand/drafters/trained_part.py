@@ -77,6 +77,11 @@ class TrainedPart(nn.Module):
         ids = best if self.vocabulary is None else self.vocabulary[best]
         return ids.to(torch.int32), probs
 
+    @property
+    def num_guessed(self) -> int:
+        """Tokens that may be guessed."""
+        return self._lm_head[0].weight.shape[0]
+
     @abstractmethod
     def layers_of_a_run(self) -> Sequence[nn.Module]:
         """The decoder layers that a run goes through, its own or the target's."""

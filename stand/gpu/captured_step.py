@@ -4,6 +4,7 @@
     stream                        [ packet -> model -> laws -> rule -> compaction -> verdict ]
     side                                                                           [ best rows -> host ]
 
+A rider's tails (`stand.gpu.tails`) run between the verdict and the commit, and the host waits for them too.
 The host waits once per step, for the verdict. The best tokens of all nodes, which the lookup tree learns from, follow
 on a side stream while the host drafts, and are learned one step late; where a drafter requires features, before the
 next draft. Without a GPU the same bodies run operation by operation (under Triton's interpreter), which is how they are
@@ -14,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from stand.forward.rider import Guesses, Rider, path_ends
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
 from stand.fusion.fusion import Fusion
@@ -31,6 +34,7 @@ from stand.gpu.runner import Program, Runner, runner_for
 from stand.gpu.step_body import LEARNED_ROWS, StepBody, StepOutput
 from stand.gpu.step_packet import StepPacket
 from stand.gpu.step_size import StepSize
+from stand.gpu.tails import Tails
 from stand.row import LiveRows, Row
 from stand.sampling import TargetLaw
 from stand.scheduling.page_allocator import PageAllocator
@@ -52,6 +56,7 @@ class CapturedStep:
         num_rows: int,
         fusion: Fusion | None,
         wants_features: bool = False,
+        rider: Rider | None = None,
         replay: Runner | None = None,
     ):
         """replay: of a step that was closed, so that an engine has one capture stream; default: a new one."""
@@ -63,8 +68,9 @@ class CapturedStep:
         self._table: PageTable | None = None
         self._held: list[Row | None] = [None] * num_rows  # by place in the cache: whose keys lie there
         self._place_of: dict[int, int] = {}  # by row number: its place in the cache
-        self._output = StepOutput(model, num_rows, wants_features=wants_features)
+        self._output = StepOutput(model, num_rows, wants_features=wants_features, rider=rider)
         self.replay = runner_for(model.device) if replay is None else replay
+        self._tails = None if rider is None else Tails(model, self._output, num_rows, self.replay)
         self._recorded: dict[StepSize, tuple[StepBody, Program]] = {}
         self._by_nodes: dict[tuple[int, int, int], tuple[StepBody, Program]] = {}  # the same by what was met
         self.body: StepBody | None = None  # of the last step prepared
@@ -91,6 +97,7 @@ class CapturedStep:
             start.law.params == self._law.params
             and start.num_places <= self._num_rows
             and start.wants_features <= has_features
+            and (start.rider is None or start.rider is self._output.rider)
         )
 
     @contextmanager
@@ -137,6 +144,7 @@ class CapturedStep:
 
     def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
         """The whole step, up to the verdict; what the step before showed is learned while the device works."""
+        self._live = live
         self._prepare(batch, live.lengths, self._places(live.rows), noise, rows=live.rows)
         self.launch()
         self.finish()
@@ -144,6 +152,18 @@ class CapturedStep:
 
     def verify(self) -> Verdicts:
         return self._verdicts
+
+    def ride(self, accepted: Sequence[np.ndarray]) -> None:
+        guesses = partial(self.guesses, self._live, accepted)
+        self._output.rider.kept(self._batch, self._live, accepted, guesses)
+
+    def guesses(self, live: LiveRows, accepted: Sequence[np.ndarray]) -> Guesses:
+        """The rider's, behind the paths that the last step kept."""
+        lengths = live.lengths + 1 + np.array([len(path) for path in accepted], dtype=np.int64)
+        places, ends = self._places(live.rows), path_ends(self._batch, accepted)
+        return self._tails.guesses(
+            live.rows, lengths, places, ends, table=self._table, before_moving=self._forget
+        )  # fmt: skip
 
     def teach(self, lesson: Callable[[], None]) -> None:
         """Put off, but where the next draft follows from this step's features."""
@@ -164,7 +184,7 @@ class CapturedStep:
     def dissolve(self) -> Runner:
         """Give all memory back; the replay, for the step that follows."""
         self._drop()
-        self._output = None
+        self._output = self._tails = None
         return self.replay
 
     def release(self, rows: Sequence[Row]) -> PageTable:
@@ -195,7 +215,8 @@ class CapturedStep:
         self._table.extend(rows, lengths, batch.offsets, places, before_moving=self._forget)
         met = (batch.num_nodes, most_nodes, batch.support_ids.shape[1])
         self.body, self._program = self._by_nodes.get(met) or self._recorded_for(*met)
-        self.body.packet.fill(batch, lengths, places, noise, self._table)
+        self.body.packet.fill(batch, lengths, places, self._table)
+        self._rule.fill(self.body.packet.host, batch, noise)
         self._batch = batch
 
     def _recorded_for(self, *met: int) -> tuple[StepBody, Program]:
@@ -269,7 +290,9 @@ class CapturedStep:
     def _record(self, size: StepSize) -> tuple[StepBody, Program]:
         self._keep_best()
         splitting = self._output.splitting
-        packet = StepPacket(size, self._rule, self._model.device, splitting=splitting, table=self._table)
+        packet = StepPacket(
+            size, self._model.device, splitting=splitting, table=self._table, more=self._rule.fields(size)
+        )  # fmt: skip
         packet.clear(self._table)
         body = StepBody(self._model, self._table.cache, self._law, self._rule, packet, self._output)
         self._recorded[size] = body, self.replay.record(body.run, body.find_best)
@@ -292,3 +315,5 @@ class CapturedStep:
         self._recorded.clear()
         self._by_nodes.clear()
         self._program = self.body = None
+        if self._tails is not None:
+            self._tails.forget()

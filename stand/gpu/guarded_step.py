@@ -42,6 +42,7 @@ class GuardedStep:
         self._rows: list[Row] = []  # by place
         self._attention: ExitStack | None = None  # while it is entered
         self._lesson_error: Exception | None = None
+        self._ride_error: Exception | None = None  # of a step whose verdict stood
 
     @classmethod
     def start(
@@ -60,7 +61,7 @@ class GuardedStep:
         """
 
         law, verifier = start.law, start.verifier  # `start` itself would keep a prompt's keys
-        asked = {"num_top": start.num_top, "wants_features": start.wants_features}
+        asked = {"num_top": start.num_top, "wants_features": start.wants_features, "rider": start.rider}
 
         def new_eager(table: PageTable) -> EagerStep:
             return PooledStep(model, table, law, verifier, **asked)
@@ -71,7 +72,7 @@ class GuardedStep:
                 replay = None if captured is None else captured.dissolve()
                 captured = CapturedStep(
                     model, law, device_rule(verifier), num_rows=start.num_places, fusion=fusion,
-                    wants_features=start.wants_features, replay=replay,
+                    wants_features=start.wants_features, rider=start.rider, replay=replay,
                 )  # fmt: skip
             captured.begin(start.keys, start.rows, start.pages)
         except Exception as error:
@@ -97,6 +98,8 @@ class GuardedStep:
 
     def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
         """A ValueError is no failure of the device, the step refuses what it was given; nor is a lesson's error."""
+        if self._ride_error is not None and self.captured is not None:
+            self._fall_back(live.rows, self._ride_error)
         if self.captured is not None:
             try:
                 return self.captured.forward(batch, live, noise)
@@ -110,6 +113,15 @@ class GuardedStep:
 
     def verify(self) -> Verdicts:
         return self._step.verify()
+
+    def ride(self, accepted: Sequence[np.ndarray]) -> None:
+        """Where it fails, the verdict stands, rows have no guesses, and from the next forward on steps are eager."""
+        try:
+            self._step.ride(accepted)
+        except Exception as error:
+            if self.captured is None:
+                raise
+            self._ride_error = error
 
     def keep(self, live: LiveRows, accepted: Sequence[np.ndarray]) -> None:
         self._step.keep(live, accepted)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from stand.forward.packed_plan import StepPlan
+from stand.forward.rider import Rider
 from stand.forward.tree_cache import TreeCache
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.page_table import PageTable, PoolSize
@@ -77,8 +78,10 @@ class PooledStep(EagerStep):
         *,
         num_top: int,
         wants_features: bool = False,
+        rider: Rider | None = None,
     ):
-        super().__init__(model, GatheredKeys(table), law, verifier, num_top=num_top, wants_features=wants_features)
+        asked = {"num_top": num_top, "wants_features": wants_features, "rider": rider}
+        super().__init__(model, GatheredKeys(table), law, verifier, **asked)
         self._table = table
 
     @classmethod
@@ -87,11 +90,15 @@ class PooledStep(EagerStep):
         size = PoolSize.of(start.rows, start.num_places, start.pages)
         cache = DeviceCache.like(start.keys, num_pages=size.num_pages, page_size=size.page_size)
         table = PageTable(cache, num_places=start.num_places, width=size.width, pages=start.pages)
-        asked = {"num_top": start.num_top, "wants_features": start.wants_features}
+        asked = {"num_top": start.num_top, "wants_features": start.wants_features, "rider": start.rider}
         return cls(model, table, start.law, start.verifier, **asked)
 
     def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
-        self._table.extend(live.rows, live.lengths, batch.offsets, np.arange(len(live.rows)))
+        offsets = batch.offsets
+        if self._rider is not None:
+            slots = np.cumsum(batch.sizes + self._rider.num_slots(batch.sizes))
+            offsets = np.concatenate([[0], slots]).astype(np.int32)
+        self._table.extend(live.rows, live.lengths, offsets, np.arange(len(live.rows)))
         super().forward(batch, live, noise)
 
     def leave(self, row: Row, place: int) -> None:

@@ -29,6 +29,12 @@ class Runner(Protocol):
     def record(self, step: Body, best: Body) -> Program:
         """Make both bodies ready to run often. They are run a few times: their packet must hold padding alone."""
 
+    def record_alone(self, body: Body) -> Body:
+        """The same for a body that runs between two steps."""
+
+    def run_alone(self, body: Body) -> None:
+        """Run what `record_alone` gave, after a step's verdict and before the next step, and wait for it."""
+
     def step(self, program: Program) -> None:
         """Start a step."""
 
@@ -49,6 +55,12 @@ class DirectRunner:
     def record(self, step: Body, best: Body) -> Program:
         return Program(step, best)
 
+    def record_alone(self, body: Body) -> Body:
+        return body
+
+    def run_alone(self, body: Body) -> None:
+        body()
+
     def step(self, program: Program) -> None:
         program.step()
 
@@ -62,10 +74,10 @@ class DirectRunner:
 class GraphRunner:
     """CUDA graphs; the step on the caller's stream, the best tokens on one next to it.
 
-    No two graphs run at once: best tokens wait for their step, and a step waits for the best tokens of the one before.
-    So all graphs may share one memory pool. All warm-ups and captures of a replay run on a stream of its own: where a
-    graph ends, torch 2.13 clears the cuBLAS workspaces of the stream that it was captured on (pytorch #193402), which
-    other engines' live graphs may still use.
+    No two graphs run at once: best tokens wait for their step, and whatever runs next waits for them. So all graphs may
+    share one memory pool. All warm-ups and captures of a replay run on a stream of its own: where a graph ends, torch
+    2.13 clears the cuBLAS workspaces of the stream that it was captured on (pytorch #193402), which other engines' live
+    graphs may still use.
     """
 
     def __init__(self, device: torch.device):
@@ -75,15 +87,20 @@ class GraphRunner:
         self._side = torch.cuda.Stream(device)
         self._decided = torch.cuda.Event()
         self._learnable = torch.cuda.Event()
+        self._alone = torch.cuda.Event()
 
     def record(self, step: Body, best: Body) -> Program:
-        self._captures.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._captures):
-            for _ in range(WARM_UP_RUNS):
-                step()
-                best()
-        torch.cuda.current_stream(self._device).wait_stream(self._captures)
-        return Program(self._capture(step), self._capture(best))
+        return Program(*self._captured(step, best))
+
+    def record_alone(self, body: Body) -> Body:
+        return self._captured(body)[0]
+
+    def run_alone(self, body: Body) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._learnable)
+        body()
+        self._alone.record(stream)
+        self._alone.synchronize()
 
     def step(self, program: Program) -> None:
         stream = torch.cuda.current_stream(self._device)
@@ -100,6 +117,16 @@ class GraphRunner:
 
     def wait_for_best(self) -> None:
         self._learnable.synchronize()
+
+    def _captured(self, *bodies: Body) -> list[Body]:
+        """Graphs of bodies that follow each other."""
+        self._captures.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._captures):
+            for _ in range(WARM_UP_RUNS):
+                for body in bodies:
+                    body()
+        torch.cuda.current_stream(self._device).wait_stream(self._captures)
+        return [self._capture(body) for body in bodies]
 
     def _capture(self, body: Body) -> Body:
         graph = torch.cuda.CUDAGraph()

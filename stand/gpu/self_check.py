@@ -17,6 +17,7 @@ from stand.backend import device_rule
 from stand.forward.features import taken_features
 from stand.forward.model import max_positions, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
+from stand.forward.rider import Guesses, Rider, path_ends
 from stand.forward.self_check import TOLERANCES, relative_difference
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
@@ -24,7 +25,7 @@ from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_cache import is_uniform
 from stand.gpu.kernels.launch import interpreter_obstacle
 from stand.gpu.tiles import limits_of, refusal
-from stand.row import Row
+from stand.row import LiveRows, Row
 from stand.sampling import SamplingParams, TargetLaw
 from stand.trees import NO_TOKEN, DraftBatch, DraftTree
 from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise, get_verifier
@@ -55,19 +56,25 @@ INTERPRETED = CheckSize((6,), (7,), (GREEDY,))  # the interpreter takes minutes 
 
 
 def kernel_failure(
-    model: PreTrainedModel, verifier: Verifier, *, wants_features: bool = False, size: CheckSize | None = None
+    model: PreTrainedModel,
+    verifier: Verifier,
+    *,
+    wants_features: bool = False,
+    rider: Rider | None = None,
+    size: CheckSize | None = None,
 ) -> str | None:
     """Why the captured step cannot serve the model with this rule, or None where it does what the host does.
 
-    wants_features: whether it must deliver last hidden states. size: default `FULL` on a GPU, `INTERPRETED` elsewhere,
-    cut to the model's context.
+    wants_features: whether it must deliver last hidden states; rider: which it must carry; size: default `FULL` on a
+    GPU, `INTERPRETED` elsewhere, cut to the model's context.
     """
     try:
         obstacle = refusal(limits_of(model.device)) if model.device.type == "cuda" else interpreter_obstacle()
         if obstacle is not None:
             return obstacle
         size = (FULL if model.device.type == "cuda" else INTERPRETED) if size is None else size
-        check = StepCheck(model, verifier, size.within(max_positions(model)), wants_features=wants_features)
+        asked = {"wants_features": wants_features, "rider": rider}
+        check = StepCheck(model, verifier, size.within(max_positions(model)), **asked)
         return next(filter(None, map(check.failure, size.laws)), None)
     except Exception as error:  # Triton's errors derive from Exception alone
         return f"a step with kernels ends in {type(error).__name__}: {error}"
@@ -77,10 +84,18 @@ class StepCheck:
     """Prompts, drafts that the model's greedy choice accepts in part, and what the eager forward makes of them."""
 
     @torch.inference_mode()
-    def __init__(self, model: PreTrainedModel, verifier: Verifier, size: CheckSize, *, wants_features: bool):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        verifier: Verifier,
+        size: CheckSize,
+        *,
+        wants_features: bool,
+        rider: Rider | None,
+    ):
         """Raises ValueError where layers differ in shape, and what the model raises."""
         self._model, self._verifier, self._tolerance = model, verifier, TOLERANCES[model.dtype]
-        self._wants_features = wants_features
+        self._wants_features, self._rider = wants_features, rider
         generator, vocabulary = np.random.default_rng(0), text_config(model).vocab_size
         prompts = [generator.integers(0, vocabulary, length + 1).astype(np.int32) for length in size.lengths]
         self._rows = [Row(index, prompt, max(size.nodes)) for index, prompt in enumerate(prompts)]
@@ -97,15 +112,15 @@ class StepCheck:
             self._batch, self._eager, self._features = self._drafted(
                 [int(prompt[-1]) for prompt in prompts], size.nodes
             )
+            self._guesses = None if rider is None else self._guesses_at_nodes(rider)
 
     @torch.inference_mode()
     def failure(self, params: SamplingParams) -> str | None:
         """What a step under this law gets wrong, or None."""
         batch, law = self._batch, TargetLaw(params)
         rule = device_rule(self._verifier)
-        step = CapturedStep(
-            self._model, law, rule, num_rows=len(batch) + 1, fusion=None, wants_features=self._wants_features
-        )
+        asked = {"wants_features": self._wants_features, "rider": self._rider}
+        step = CapturedStep(self._model, law, rule, num_rows=len(batch) + 1, fusion=None, **asked)
         step.begin(self._keys, self._rows)
         for place, row in enumerate(self._rows):
             step.enter(row, place, self._keys, source=place)
@@ -116,6 +131,7 @@ class StepCheck:
             verdicts = step.verdicts()
             laws = step.laws(batch.num_nodes)
             best = step.top_entries(min(BEST, laws.shape[1]))
+            guesses = None if self._rider is None else step.guesses(LiveRows.of(self._rows), verdicts.accepted)
         differences = {
             "logits must equal those of eager attention": relative_difference(logits.float(), self._eager),
             "laws of a replayed step must be those of its logits": _law_difference(laws, logits, law),
@@ -126,11 +142,26 @@ class StepCheck:
         if self._wants_features:
             rule = "last hidden states must equal those of eager attention"
             differences[rule] = relative_difference(step.features().float(), self._features)
+        if guesses is not None:
+            rule = "a rider's guesses must be those that it makes in eager steps"
+            differences[rule] = self._guess_difference(guesses, verdicts)
         for rule, difference in differences.items():
             if not difference <= self._tolerance:
                 return f"{rule} up to {self._tolerance:g} of their spread, got {difference:.3g}"
         judged = (get_verifier("match"), _one_hot(laws)) if params.is_greedy else (self._verifier, laws)
         return _verdict_failure(verdicts, judged[1], batch, self._noise, judged[0]) or _best_failure(best, laws)
+
+    def _guesses_at_nodes(self, rider: Rider) -> Guesses:
+        """Behind every node of the draft, of eager steps."""
+        plan = StepPlan.for_drafts(self._batch, self._lengths, device=self._model.device)
+        with rider.watching():
+            run_plan(self._model, self._keys, plan)
+        return rider.guesses(self._keys, self._batch, self._lengths, np.arange(self._batch.num_nodes))
+
+    def _guess_difference(self, found: Guesses, verdicts: Verdicts) -> float:
+        """Largest distance in probability of the guesses in descending order: equally likely ones may change places."""
+        expected = self._guesses[1][path_ends(self._batch, verdicts.accepted)]
+        return float(np.abs(found[1] - expected).max())
 
     def _drafted(self, pending: Sequence[int], nodes: Sequence[int]) -> tuple[DraftBatch, torch.Tensor, torch.Tensor]:
         """Trees of `BRANCHES` children per node, the eager forward's best tokens, level by level; its logits [M, V] and

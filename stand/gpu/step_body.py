@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from stand.forward.features import taken_features
 from stand.forward.model import text_config
+from stand.forward.rider import Rider
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.device_rule import DeviceRule, DeviceVerdict
 from stand.gpu.kernel_attention import KernelPlan
@@ -29,10 +30,12 @@ LEARNED_ROWS = 10  # best tokens per node that come back
 
 
 class StepOutput:
-    """What steps of every size share: how keys are split, scratch, laws and features on the device, verdict and best
-    tokens on the host. No two steps run at once."""
+    """What steps of every size share: how keys are split, scratch, laws and hidden states on the device, verdict and
+    best tokens on the host. No two steps run at once."""
 
-    def __init__(self, model: PreTrainedModel, num_rows: int, *, wants_features: bool = False):
+    def __init__(
+        self, model: PreTrainedModel, num_rows: int, *, wants_features: bool = False, rider: Rider | None = None
+    ):
         config = text_config(model)
         self.num_heads = config.num_attention_heads
         self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
@@ -42,9 +45,14 @@ class StepOutput:
         self.splitting = Splitting.filling(model.device, key_heads=key_heads, num_rows=num_rows)
         self._make_scratch(num_rows, key_heads, model.device)
         self.laws = torch.zeros(NUM_TOKENS[-1], config.vocab_size, dtype=torch.float32, device=model.device)
+        self.rider = rider
         self.features: torch.Tensor | None = None  # [most, D]: last hidden states, where they are wanted
+        self.watched: torch.Tensor | None = None  # [most, D]: what the rider sees of the forward
+        size = (NUM_TOKENS[-1], config.hidden_size)
         if wants_features:
-            self.features = torch.zeros(NUM_TOKENS[-1], config.hidden_size, dtype=model.dtype, device=model.device)
+            self.features = torch.zeros(size, dtype=model.dtype, device=model.device)
+        if rider is not None:
+            self.watched = torch.zeros(size, dtype=model.dtype, device=model.device)
         count = min(LEARNED_ROWS, config.vocab_size)
         per_row, per_node = (np.int64, (num_rows,)), (NUM_TOKENS[-1], count)
         fields = {"stops": per_row, "next_tokens": per_row, "is_broken": (np.int32, (num_rows,))}
@@ -74,6 +82,27 @@ class StepOutput:
         with taken_features(model) as taken:
             yield
         self.features[: len(taken[0])].copy_(taken[0])
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within it the forward leaves in `watched` what the rider sees, where there is one."""
+        if self.rider is None:
+            yield
+            return
+        with self.rider.watching():
+            yield
+        hidden = self.rider.hidden
+        self.watched[: len(hidden)].copy_(hidden)
+
+    def plan(self, packet: StepPacket) -> KernelPlan:
+        """What attention needs of a packet of this step."""
+        return KernelPlan(
+            packet.device,
+            tile_tokens=packet.size.tile_tokens,
+            partials=self.partials,
+            log_sums=self.log_sums,
+            arrivals=self.arrivals,
+        )
 
     def send_verdict(self) -> None:
         """What the rule wrote, down to the host."""
@@ -116,13 +145,7 @@ class StepBody:
     ):
         self.packet = packet
         self._model, self._cache, self._law, self._rule, self._output = model, cache, law, rule, output
-        self._plan = KernelPlan(
-            packet.device,
-            tile_tokens=packet.size.tile_tokens,
-            partials=output.partials,
-            log_sums=output.log_sums,
-            arrivals=output.arrivals,
-        )
+        self._plan = output.plan(packet)
 
     def run(self) -> None:
         """Packet up, forward, laws, verification, compaction, verdict down."""
@@ -149,10 +172,10 @@ class StepBody:
         self._output.send_best(self.packet.size.num_tokens)
 
     def forward(self) -> torch.Tensor:
-        """[M, V] logits of the packet's tokens; their keys are in the cache then, and wanted features in the output."""
+        """[M, V] logits of the packet's tokens; their keys are in the cache then, and wanted states in the output."""
         step = self.packet.device
         self._cache.begin(step["slots"])
-        with self._output.features_of(self._model):
+        with self._output.features_of(self._model), self._output.watching():
             output = self._model(
                 input_ids=step["token_ids"][None],
                 position_ids=step["positions"][None],

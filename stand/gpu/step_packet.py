@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from stand.gpu.device_rule import DeviceRule
-from stand.gpu.packet import Packet
+from stand.gpu.packet import Field, Packet
 from stand.gpu.packing import StepArrays
 from stand.gpu.page_table import PageTable
 from stand.gpu.step_size import StepSize
 from stand.gpu.work_list import ITEM_FIELDS, Splitting
-from stand.trees import DraftBatch
-from stand.verifiers import VerifierNoise
+
+
+class Trees(Protocol):
+    """Packed trees, as `DraftBatch` has them; int32."""
+
+    token_ids: np.ndarray  # [m]
+    parents: np.ndarray  # [m] row-local, -1 at roots
+    depths: np.ndarray  # [m]
+    offsets: np.ndarray  # [b + 1]
 
 
 class StepPacket:
@@ -23,18 +30,23 @@ class StepPacket:
     token_ids, positions [M] int64; slots [M] int64: page * its size + slot in it; ancestors [M, W] int64: bit j is
     local node j; parents [M] int64 packed (roots and padding: themselves); depths, follows [M] int64; offsets [B + 1]
     int32; lengths, cache_rows [B] int64; pages [B, T] int32: by cache row, see `PageTable`; items [I, 8] and
-    partial_starts [M + 1] int32: see `WorkList`; and the rule's own arrays.
+    partial_starts [M + 1] int32: see `WorkList`; and what else is asked for.
     """
 
     def __init__(
-        self, size: StepSize, rule: DeviceRule, device: torch.device, *, splitting: Splitting, table: PageTable
+        self,
+        size: StepSize,
+        device: torch.device,
+        *,
+        splitting: Splitting,
+        table: PageTable,
+        more: Mapping[str, Field],
     ):
-        """table: gives the shape of `pages`."""
+        """table: gives the shape of `pages`. more: arrays that the owner fills in `host`."""
         num_tokens, num_rows = size.num_tokens, size.num_rows
         per_token, per_row = (np.int64, (num_tokens,)), (np.int64, (num_rows,))
         names = ("token_ids", "positions", "slots", "parents", "depths", "follows")
         self.size = size
-        self._rule = rule
         self._packet = Packet(
             {
                 **dict.fromkeys(names, per_token),
@@ -45,7 +57,7 @@ class StepPacket:
                 "pages": (np.int32, table.numbers.shape),
                 "items": (np.int32, (size.num_items, len(ITEM_FIELDS))),
                 "partial_starts": (np.int32, (num_tokens + 1,)),
-                **rule.fields(size),
+                **more,
             },
             device,
         )
@@ -55,6 +67,11 @@ class StepPacket:
             row_items=splitting.row_items,
             shortest_split=splitting.shortest,
         )
+
+    @property
+    def host(self) -> Mapping[str, np.ndarray]:
+        """The arrays as `upload` will send them."""
+        return self._packet.host
 
     @property
     def device(self) -> Mapping[str, torch.Tensor]:
@@ -68,15 +85,12 @@ class StepPacket:
     def upload(self) -> None:
         self._packet.upload()
 
-    def fill(
-        self, batch: DraftBatch, lengths: np.ndarray, cache_rows: np.ndarray, noise: VerifierNoise, table: PageTable
-    ) -> None:
-        """One step's drafts after `lengths` [b] int64 committed keys in cache rows `cache_rows` [b] int64."""
+    def fill(self, trees: Trees, lengths: np.ndarray, cache_rows: np.ndarray, table: PageTable) -> None:
+        """One tree per row after `lengths` [b] int64 committed keys in cache rows `cache_rows` [b] int64."""
         self._arrays.fill(
-            batch.token_ids, batch.parents, batch.depths, batch.offsets, lengths, cache_rows,
+            trees.token_ids, trees.parents, trees.depths, trees.offsets, lengths, cache_rows,
             table.numbers, table.ends, table.page_size, table.spare_slot,
         )  # fmt: skip
-        self._rule.fill(self._packet.host, batch, noise)
 
     def clear(self, table: PageTable) -> None:
         """A step of padding alone: it computes everything and changes nothing."""

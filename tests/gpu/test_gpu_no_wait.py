@@ -6,6 +6,7 @@ The packet goes up and the verdict comes down by copies that do not wait; everyt
 import copy
 from collections import Counter
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -17,13 +18,15 @@ pytest.importorskip("triton")
 from fake_cuda import fake_cuda, onto_fake_device  # noqa: E402
 from no_host_copy import HostCopyError, NoHostCopy  # noqa: E402
 from no_kernel import Launches  # noqa: E402
+from plain_streams import random_streams  # noqa: E402
 from tiny_models import CONFIGS, kernel_model  # noqa: E402
 from torch._subclasses.fake_tensor import DataDependentOutputException  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+import stand  # noqa: E402
 from stand.forward.tree_attention import tree_attention  # noqa: E402
 from stand.fusion.fusion import fuse  # noqa: E402
-from stand.gpu import device_rule, step_body, step_packet  # noqa: E402
+from stand.gpu import device_rule, step_body, step_packet, tails  # noqa: E402
 from stand.gpu.device_cache import DeviceCache  # noqa: E402
 from stand.gpu.device_rule import CoupledRule, GreedyRule, MatchRule, TraversalRule  # noqa: E402
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME  # noqa: E402
@@ -32,6 +35,7 @@ from stand.gpu.page_table import PageTable  # noqa: E402
 from stand.gpu.step_body import StepBody, StepOutput  # noqa: E402
 from stand.gpu.step_packet import StepPacket  # noqa: E402
 from stand.gpu.step_size import StepSize  # noqa: E402
+from stand.gpu.tails import TailBody, Tails  # noqa: E402
 from stand.gpu.tiles import PAGE_SIZE  # noqa: E402
 from stand.sampling import SamplingParams, TargetLaw  # noqa: E402
 
@@ -78,6 +82,15 @@ def fake_device():
         yield
 
 
+def fake_table(config, dtype: torch.dtype) -> PageTable:
+    cache = DeviceCache(
+        num_layers=config.num_hidden_layers, num_pages=NUM_ROWS * ROOM // PAGE_SIZE,
+        num_heads=config.num_key_value_heads, page_size=PAGE_SIZE, head_size=64, dtype=dtype,
+        device=torch.device("cuda"),
+    )  # fmt: skip
+    return PageTable(cache, num_places=NUM_ROWS, width=ROOM // PAGE_SIZE)
+
+
 def run_body(family: str, rule: str, law: SamplingParams, *, fusion=None, model=None) -> None:
     # experts are multiplied in groups, without a wait, in bfloat16 only
     dtype = torch.bfloat16 if hasattr(CONFIGS[family], "num_experts_per_tok") else torch.float32
@@ -85,17 +98,13 @@ def run_body(family: str, rule: str, law: SamplingParams, *, fusion=None, model=
     device = torch.device("cuda")
     with fake_device(), torch.inference_mode():
         fake = onto_fake_device(fake)
-        config = fake.config
-        cache = DeviceCache(
-            num_layers=config.num_hidden_layers, num_pages=NUM_ROWS * ROOM // PAGE_SIZE,
-            num_heads=config.num_key_value_heads, page_size=PAGE_SIZE, head_size=64, dtype=dtype, device=device,
-        )  # fmt: skip
-        table = PageTable(cache, num_places=NUM_ROWS, width=ROOM // PAGE_SIZE)
+        table = fake_table(fake.config, dtype)
         verification = GreedyRule() if law.is_greedy else RULES[rule]()
         output = StepOutput(fake, NUM_ROWS)
         size = StepSize.covering(13, NUM_ROWS, tile_tokens=8, splitting=output.splitting, room=ROOM)
-        filled = StepPacket(size, verification, device, splitting=output.splitting, table=table)
-        body = StepBody(fake, cache, TargetLaw(law), verification, filled, output)
+        asked = {"splitting": output.splitting, "table": table}
+        filled = StepPacket(size, device, more=verification.fields(size), **asked)
+        body = StepBody(fake, table.cache, TargetLaw(law), verification, filled, output)
         with ExitStack() as stack:
             stack.enter_context(tree_attention(fake, KERNEL_ATTENTION_NAME))
             if fusion is not None:
@@ -198,6 +207,44 @@ def test_no_rule_and_no_law_waits(rule, law):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_no_family_waits(family):
     run_body(family, "traversal", LAWS["plain"])
+
+
+def run_tail(monkeypatch, *, restricted: bool) -> None:
+    """A step's forward with streams, and their tail."""
+    model = copy.deepcopy(kernel_model("qwen2"))
+    streams = random_streams(model)
+    if restricted:
+        streams.restrict(range(0, 40, 2))
+    drafter = stand.StreamingDrafter(streams)
+    drafter.rider.attach(model)
+    monkeypatch.setattr(tails, "Packet", FakePacket)
+    with fake_device(), torch.inference_mode():
+        fake = onto_fake_device(model)
+        for part in (streams, *streams._layers, streams._lm_head[0]):
+            onto_fake_device(part)
+        if restricted:
+            streams.vocabulary = torch.empty(20, dtype=torch.int64, device="cuda")
+        table, output = fake_table(fake.config, torch.float32), StepOutput(fake, NUM_ROWS, rider=drafter.rider)
+        size = StepSize.covering(13, NUM_ROWS, tile_tokens=8, splitting=output.splitting, room=ROOM)
+        asked = {"splitting": output.splitting, "table": table}
+        packet = StepPacket(size, torch.device("cuda"), more={}, **asked)
+        runner = SimpleNamespace(record_alone=lambda body: body)
+        with tree_attention(fake, KERNEL_ATTENTION_NAME):
+            StepBody(fake, table.cache, TargetLaw(LAWS["plain"]), GreedyRule(), packet, output).forward()
+            body, _ = Tails(fake, output, NUM_ROWS, runner)._recorded_for(NUM_ROWS, table)
+            body.run()
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+def test_a_tail_does_not_wait(monkeypatch, restricted):
+    run_tail(monkeypatch, restricted=restricted)
+
+
+def test_a_wait_in_a_tail_is_noticed(monkeypatch):
+    run = TailBody.run
+    monkeypatch.setattr(TailBody, "run", lambda body: (run(body), body._output.watched.cpu()))
+    with pytest.raises(HostCopyError):
+        run_tail(monkeypatch, restricted=False)
 
 
 def test_a_fused_step_does_not_wait():

@@ -35,8 +35,9 @@ def decide(rule, batch, probs, noise, *, spare_rows=2, spare_tokens=True, suppor
     count = batch.num_nodes + (3 if spare_tokens else 0)
     size = StepSize(count, 128, len(batch) + spare_rows, 8, support_size)
     table = one_page_each(len(batch) + spare_rows)
-    packet = StepPacket(size, rule, CPU, splitting=Splitting(1), table=table)
-    packet.fill(batch, lengths, np.arange(len(batch), dtype=np.int64), noise, table)
+    packet = StepPacket(size, CPU, splitting=Splitting(1), table=table, more=rule.fields(size))
+    packet.fill(batch, lengths, np.arange(len(batch), dtype=np.int64), table)
+    rule.fill(packet.host, batch, noise)
     packet.upload()
     padded = torch.full((count, probs.shape[1]), 1.0 / probs.shape[1], dtype=probs.dtype)
     padded[: batch.num_nodes] = probs

@@ -18,6 +18,7 @@ class FakeCuda:
         self.log: list[tuple[str, object]] = []
         self.stream = "caller"
         self.num_streams = 0
+        self.waited = lambda event: None  # told of events that the caller's stream waits for
 
     def Stream(self, device):  # noqa: N802
         self.num_streams += 1
@@ -34,7 +35,7 @@ class FakeCuda:
         return "pool"
 
     def current_stream(self, device):
-        return SimpleNamespace(name=self.stream, wait_stream=lambda other: None, wait_event=lambda event: None)
+        return SimpleNamespace(name=self.stream, wait_stream=lambda other: None, wait_event=self.waited)
 
     @contextmanager
     def using(self, stream):
@@ -72,6 +73,19 @@ def test_a_replay_warms_up_and_captures_on_one_stream_of_its_own(cuda):
         assert len(used) == 1 and "caller" not in used
         streams += used
     assert streams[0] == streams[2] != streams[1]
+
+
+def test_what_runs_alone_is_captured_like_a_step_and_runs_on_the_callers_stream(cuda):
+    replay = GraphRunner(DEVICE)
+    body = replay.record_alone(lambda: cuda.log.append(("tail", cuda.stream)))
+    assert [kind for kind, _ in cuda.log] == ["tail"] * WARM_UP_RUNS + ["capture", "tail"]
+    assert {stream for _, stream in cuda.log} == {"stream 1"}
+    waits = []
+    cuda.waited = waits.append
+    cuda.log.clear()
+    replay.run_alone(body)
+    assert cuda.log == [("replay", "caller")]
+    assert waits == [replay._learnable]  # the best tokens of the step before: they share its memory
 
 
 def test_steps_run_on_the_callers_stream_and_best_tokens_next_to_it(cuda):

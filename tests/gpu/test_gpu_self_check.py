@@ -8,6 +8,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from plain_kernels import use_plain_kernels  # noqa: E402
+from plain_streams import random_streams  # noqa: E402
 from tiny_models import CONFIGS, kernel_model  # noqa: E402
 from triton.runtime.errors import OutOfResources  # noqa: E402
 
@@ -49,6 +50,13 @@ def with_law(params) -> CheckSize:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_it_passes(family):
     assert kernel_failure(kernel_model(family)) is None
+
+
+def test_it_passes_with_streams():
+    model = copy.deepcopy(kernel_model("qwen2"))
+    rider = stand.StreamingDrafter(random_streams(model)).rider
+    rider.attach(model)
+    assert self_check.kernel_failure(model, get_verifier("traversal"), rider=rider) is None
 
 
 @pytest.mark.parametrize("rule", ["match", "coupled", "traversal"])

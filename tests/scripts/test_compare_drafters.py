@@ -62,3 +62,13 @@ def test_nodes_by_the_cost_of_steps_and_untrained_streams(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         compare_drafters.read_arguments(["--nodes", "cost"])
     assert "--nodes cost is for the lookup and blended arms" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("scope", "num_engines"), [("problem", 2), ("run", 1)])
+def test_drafters_are_kept_as_long_as_asked_for(monkeypatch, capsys, scope, num_engines):
+    wrap, engines = compare_drafters.stand.wrap, []
+    monkeypatch.setattr(compare_drafters.stand, "wrap", lambda *a, **k: engines.append(wrap(*a, **k)) or engines[-1])
+    options = ["--num-problems", "2", "--max-new-tokens", "6", "--trajectories", "1", "--temperatures", "0"]
+    monkeypatch.setattr("sys.argv", ["compare_drafters.py", *options, "--arms", "lookup", "--lookup-scope", scope])
+    assert compare_drafters.main() == 0
+    assert len(engines) == num_engines

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from stand.drafters.streams.weights import Streams
 from stand.forward.packed_plan import StepPlan, ancestor_matrix
+from stand.forward.rider import Guesses
+from stand.forward.tree_attention import ATTENTION_NAME
 from stand.forward.tree_cache import TreeCache
 from stand.row import LiveRows
-from stand.trees import ROOT, DraftBatch
+from stand.trees import DraftBatch
 
 PLACEMENTS = ("end", "nodes")
 MOST_HELD = 1024  # laws of rows that have not drafted yet; the oldest go first
@@ -49,7 +52,7 @@ class StreamRider:
         self.placement = placement
         self.temperature = temperature
         self.law_size = num_candidates
-        self._hidden: torch.Tensor | None = None  # [M, D] at the input of the streams' first layer
+        self.hidden: torch.Tensor | None = None  # [M, D] at the input of the streams' first layer
         self._states: torch.Tensor | None = None  # [M, gamma, D] of every node's streams, in "nodes"
         self._laws: dict[bytes, Law] = {}  # by the tokens that streams have seen
         self.is_idle = False  # in "end": nothing is run at the end of the coming step
@@ -58,7 +61,22 @@ class StreamRider:
     def attach(self, model: PreTrainedModel) -> None:
         """Raises ValueError where the streams do not belong to `model`."""
         self.streams = Streams.of(model, self.streams)
+        self.law_size = min(self.law_size, self.streams.num_guessed)
         self._model = model
+
+    @property
+    def is_capturable(self) -> bool:
+        """See `Rider`: at every node they would run before the verdict."""
+        return self.placement == "end"
+
+    @property
+    def tail_length(self) -> int:
+        """See `Rider`: gamma."""
+        return self.streams.num_streams
+
+    @property
+    def guess_width(self) -> int:
+        return self.law_size
 
     def laws_of(self, history: np.ndarray) -> Law | None:
         """Of a row whose pending token comes last: stream j's law is that of the token j places after it."""
@@ -69,7 +87,7 @@ class StreamRider:
         """See `Rider.watching`."""
 
         def take(module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-            self._hidden = (args[0] if args else kwargs["hidden_states"])[0]
+            self.hidden = (args[0] if args else kwargs["hidden_states"])[0]
 
         layer = self._model.get_decoder().layers[self.streams.first_layer]
         hook = layer.register_forward_pre_hook(take, with_kwargs=True)
@@ -80,24 +98,22 @@ class StreamRider:
 
     def scored(self, cache: TreeCache, batch: DraftBatch, lengths: np.ndarray) -> None:
         if self.placement == "nodes":
-            self._states = self._run(cache, batch, lengths, np.arange(batch.num_nodes))
+            self._states = self._behind(cache, batch, lengths, np.arange(batch.num_nodes))
 
-    @torch.inference_mode()
-    def kept(self, cache: TreeCache, batch: DraftBatch, live: LiveRows, accepted: Sequence[np.ndarray]) -> None:
+    def kept(
+        self,
+        batch: DraftBatch,
+        live: LiveRows,
+        accepted: Sequence[np.ndarray],
+        guesses: Callable[[], Guesses],
+    ) -> None:
         """See `Rider.kept`."""
         begun = time.perf_counter()
         if self.is_idle:
             for history in live.histories:
                 self._laws.pop(history[:-1].tobytes(), None)
             return
-        last = [path[-1] if len(path) else ROOT for path in accepted]
-        ends = batch.offsets[:-1].astype(np.int64) + last
-        if self.placement == "nodes":
-            states = self._states[torch.from_numpy(ends).to(self._states.device)]
-        else:
-            states = self._run(cache, batch, live.lengths, ends)
-        best = self.streams.best_tokens(states, temperature=self.temperature, count=self.law_size)
-        ids, probs = (part.cpu().numpy() for part in best)
+        ids, probs = guesses()
         for row, (history, path) in enumerate(zip(live.histories, accepted, strict=True)):
             seen = np.append(history, batch.token_ids[batch.offsets[row] + path]).astype(np.int32).tobytes()
             self._laws.pop(seen, None)
@@ -107,21 +123,50 @@ class StreamRider:
             del self._laws[next(iter(self._laws))]
         self.last_seconds = time.perf_counter() - begun
 
+    @torch.inference_mode()
+    def guesses(self, cache: TreeCache, batch: DraftBatch, lengths: np.ndarray, ends: np.ndarray) -> Guesses:
+        """See `Rider.guesses`."""
+        if self.placement == "nodes":
+            states = self._states[torch.from_numpy(ends).to(self._states.device)]
+        else:
+            states = self._behind(cache, batch, lengths, ends)
+        ids, probs = self._best(states)
+        return ids.cpu().numpy(), probs.cpu().numpy()
+
+    def guess(
+        self, hidden: torch.Tensor, position_ids: torch.Tensor, *, attention: str, cache: Cache, plan: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Rider.guess`."""
+        states = self.streams.begin(hidden).flatten(0, 1)[: position_ids.shape[1]]
+        return self._best(self._through(states, position_ids, attention=attention, cache=cache, plan=plan))
+
     def num_slots(self, sizes: np.ndarray) -> np.ndarray:
         """See `Rider.num_slots`."""
         return self.streams.num_streams * (sizes if self.placement == "nodes" else np.ones_like(sizes))
 
-    def _run(self, cache: TreeCache, batch: DraftBatch, lengths: np.ndarray, nodes: np.ndarray) -> torch.Tensor:
+    def _behind(self, cache: TreeCache, batch: DraftBatch, lengths: np.ndarray, nodes: np.ndarray) -> torch.Tensor:
         """States [P, gamma, D] of the streams of `nodes` [P], packed and ascending."""
         plan = stream_plan(batch, lengths, nodes, self.streams.num_streams, device=self._model.device)
         cache.begin(plan)
-        hidden = self._hidden[torch.from_numpy(nodes).to(self._hidden.device)]
+        hidden = self.hidden[torch.from_numpy(nodes).to(self.hidden.device)]
         states = self.streams.begin(hidden)
-        output = self.streams(
-            states.flatten(0, 1)[None], plan.position_ids,
-            attention_mask=None, past_key_values=cache, use_cache=True, stand_plan=plan,
+        through = self._through(
+            states.flatten(0, 1), plan.position_ids, attention=ATTENTION_NAME, cache=cache, plan=plan
         )  # fmt: skip
-        return output[0].view(states.shape)
+        return through.view(states.shape)
+
+    def _through(
+        self, states: torch.Tensor, position_ids: torch.Tensor, *, attention: str, cache: Cache, plan: object
+    ) -> torch.Tensor:
+        """[T, D] -> [T, D] through the streams' layers."""
+        return self.streams(
+            states[None], position_ids, attention=attention,
+            attention_mask=None, past_key_values=cache, use_cache=True, stand_plan=plan,
+        )[0]  # fmt: skip
+
+    def _best(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[..., D] -> [..., K] each."""
+        return self.streams.best_tokens(states, temperature=self.temperature, count=self.law_size)
 
 
 def stream_plan(

@@ -16,7 +16,7 @@ VENV ?= .venv
 ARGS ?=
 # A real model for make throughput: smollm2, gemma3-270m, a folder or a hub id. Its run is sized for two cores.
 MODEL ?=
-MODEL_ARGS ?= --trajectories 1,4,16 --num-problems 3 --max-new-tokens 160 --temperature 0.8 --top-p 0.95
+MODEL_ARGS ?= --trajectories 1,4,16 --problem-counts 6,6,3 --max-new-tokens 160 --temperature 0.8 --top-p 0.95
 
 BIN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml $(CONSTRAINTS) $(shell find stand trees verifiers -name '*.pyx' -o -name '*.pxi' -o -name '*.h')

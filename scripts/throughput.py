@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -111,7 +112,12 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        return len(self.measured) == len(self.tasks) * len(self.arguments.trajectories)
+        return len(self.measured) == sum(len(self._tasks_of(count)) for count in self.arguments.trajectories)
+
+    def _tasks_of(self, count: int) -> Sequence[Task]:
+        """The first problems, as many as are drawn with so many trajectories."""
+        counts = self.arguments.problem_counts
+        return self.tasks if counts is None else self.tasks[: counts[self.arguments.trajectories.index(count)]]
 
     def warm_up(self) -> None:
         """Step costs, then a short run of every arm on an engine that is thrown away."""
@@ -126,9 +132,10 @@ class Run:
 
     def measure(self, lines: JsonLines, interruption: Interruption) -> None:
         """All problems with all numbers of trajectories; every arm is written to `lines` as it ends."""
-        progress = Progress(sum(self._num_calls(count) for count in self.arguments.trajectories) * len(self.tasks))
-        for count in self.arguments.trajectories:
-            for index, task in enumerate(self.tasks):
+        counts = self.arguments.trajectories
+        progress = Progress(sum(self._num_calls(count) * len(self._tasks_of(count)) for count in counts))
+        for count in counts:
+            for index, task in enumerate(tasks := self._tasks_of(count)):
                 if index == 0 or self.arguments.lookup_scope == "problem":
                     self.engine = self._new_engine()
                 arms = {}
@@ -136,7 +143,7 @@ class Run:
                     arms[arm] = self._measure_arm(arm, index, count)
                     lines.add(self._line(task, count, arm, arms[arm]))
                     rate = f"{arm} {arms[arm].stats.tokens_per_second:.0f} tokens/s"
-                    where = f"N = {count}, problem {index + 1} of {len(self.tasks)}"
+                    where = f"N = {count}, problem {index + 1} of {len(tasks)}"
                     progress.add(self._num_calls(count) / len(ARMS), f"{where}: {rate}")
                     interruption.check()
                 self.measured.append(Measured(task, count, {arm: arms[arm] for arm in ARMS}))
@@ -166,6 +173,10 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--trajectories", type=count_list, default=[1, 4, 8, 16], metavar="N,N,...")
+    parser.add_argument(
+        "--problem-counts", type=count_list, metavar="P,P,...",
+        help="so many problems with each of --trajectories, so that few trajectories do not mean short runs",
+    )  # fmt: skip
     parser.add_argument("--verifier", default="traversal")
     parser.add_argument(
         "--budget",
@@ -198,6 +209,10 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
         parser.error("--only needs one number of trajectories and a file; add --trajectories N --output FILE.jsonl")
     if arguments.texts and arguments.output is None:
         parser.error("--texts needs a file to write to; add --output FILE.jsonl")
+    if arguments.problem_counts is not None:
+        if len(arguments.problem_counts) != len(arguments.trajectories) or arguments.num_problems is not None:
+            parser.error("--problem-counts needs one number for each of --trajectories, and no --num-problems")
+        arguments.num_problems = max(arguments.problem_counts)
     fill_defaults(arguments)
     return arguments
 

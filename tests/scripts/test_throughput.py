@@ -78,6 +78,22 @@ def test_document_has_settings_and_versions(document):
     assert document["settings"]["dtype"] == "float32" and document["is_complete"]
 
 
+def test_few_trajectories_may_have_more_problems(capsys):
+    options = ["--problem-counts", "2,1", "--trajectories", "1,2", "--max-new-tokens", "8", "--budget", "4"]
+    status, out, err = run(capsys, *options)
+    document = json.loads(out.splitlines()[-1])
+    assert status == 0 and document["is_complete"] and "100 % done" in err
+    assert [item["trajectories"] for item in document["problems"]] == [1, 1, 2]
+    assert [total["arms"]["plain"]["num_steps"] for total in document["totals"]] == [16, 16]
+
+
+@pytest.mark.parametrize("options", [("--problem-counts", "2"), ("--problem-counts", "2,1", "--num-problems", "2")])
+def test_problem_counts_that_fit_nothing_are_refused(options, capsys):
+    with pytest.raises(SystemExit):
+        throughput.read_arguments(["--trajectories", "1,2", *options])
+    assert "--problem-counts needs one number for each" in capsys.readouterr().err
+
+
 def test_drafts_are_accepted(document):
     assert document["totals"][-1]["arms"]["drafted"]["mean_acceptance_length"] > 1.2
 

@@ -11,26 +11,28 @@ cdef extern from "dots/product.h" namespace "stand" nogil:
 
     ctypedef void (*C_RunInThreads "stand::RunInThreads")(void (*)(void*), void*, unsigned, unsigned)
 
-    cdef cppclass C_Product "stand::Product":
-        const float* tokens
-        const float* weights
-        const float* bias
-        float* results
-        Py_ssize_t num_tokens
+    cdef enum class C_Numbers "stand::Numbers":
+        pass
+
+    cdef cppclass C_Matrix "stand::Matrix":
+        const void* weights
+        const void* bias
+        void* results
         Py_ssize_t num_rows
-        Py_ssize_t depth
-        Py_ssize_t stride
+
+    bint C_has_pairs "stand::dots::has_pairs" ()
 
     void C_multiply "stand::multiply" (
-        const C_Product* products, Py_ssize_t num_products, C_Vectors vectors, int num_threads,
-        C_RunInThreads in_threads)
+        const void* tokens, Py_ssize_t num_tokens, Py_ssize_t depth, const C_Matrix* matrices,
+        Py_ssize_t num_matrices, C_Numbers numbers, C_Vectors vectors, int num_threads, C_RunInThreads in_threads
+    ) except +
 
 cdef extern from "dots/attention.h" namespace "stand" nogil:
     cdef cppclass C_Attention "stand::Attention":
-        const float* queries
-        const float* keys
-        const float* values
-        float* mixed
+        const void* queries
+        const void* keys
+        const void* values
+        void* mixed
         const int64_t* offsets
         const int64_t* lengths
         const int64_t* tails
@@ -48,47 +50,52 @@ cdef extern from "dots/attention.h" namespace "stand" nogil:
         float scale
 
     void C_attend "stand::attend" (
-        const C_Attention& step, C_Vectors vectors, int num_threads, C_RunInThreads in_threads) except +
+        const C_Attention& step, bint is_narrow, C_Vectors vectors, int num_threads, C_RunInThreads in_threads
+    ) except +
 
 
 cdef enum:
-    MOST_PRODUCTS = 4
+    MOST_PRODUCTS = 4  # MOST_MATRICES in dots/product.h
+
+HAS_PAIRS = C_has_pairs()  # whether `multiply` takes `numbers` 2
 
 
 def multiply(Py_ssize_t tokens, tuple weights, tuple results, Py_ssize_t num_tokens, Py_ssize_t depth,
-             Py_ssize_t vectors, Py_ssize_t num_threads, Py_ssize_t in_threads, /):
+             Py_ssize_t numbers, Py_ssize_t vectors, Py_ssize_t num_threads, Py_ssize_t in_threads, /):
     """results[i] [num_tokens, N] = tokens [num_tokens, depth] @ weights [N, depth]^T + bias [N], up to four of them.
 
-    weights[i]: addresses of weights and bias, 0 for none, and N; results[i] an address. All are float32 in C order.
-    `vectors`: a place in stand.laws.filters.VECTORS. `in_threads`: the address of GOMP_parallel, or 0 for the calling
-    thread alone.
+    weights[i]: addresses of weights and bias, 0 for none, and N; results[i] an address. All are in C order; `numbers`:
+    0 for float32, 1 for bfloat16, 2 for bfloat16 by instructions that take pairs. `vectors`: a place in
+    stand.laws.filters.VECTORS. `in_threads`: the address of GOMP_parallel, or 0 for the calling thread alone.
     """
-    cdef C_Product[MOST_PRODUCTS] products
+    cdef C_Matrix[MOST_PRODUCTS] matrices
     cdef Py_ssize_t i, address, bias, num_rows, num_products = len(weights)
     if num_products > MOST_PRODUCTS or num_products != len(results):
         raise ValueError(f"one to {MOST_PRODUCTS} weights must have a result each, got {num_products} and {len(results)}")
     for i in range(num_products):
         address, bias, num_rows = weights[i]
-        products[i].tokens, products[i].weights, products[i].bias = <float*> tokens, <float*> address, <float*> bias
+        matrices[i].weights, matrices[i].bias, matrices[i].num_rows = <void*> address, <void*> bias, num_rows
         address = results[i]
-        products[i].results, products[i].num_tokens, products[i].depth = <float*> address, num_tokens, depth
-        products[i].num_rows = products[i].stride = num_rows
+        matrices[i].results = <void*> address
     with nogil:
-        C_multiply(products, num_products, <C_Vectors> <int> vectors, <int> num_threads, <C_RunInThreads> in_threads)
+        C_multiply(
+            <void*> tokens, num_tokens, depth, matrices, num_products, <C_Numbers> <int> numbers,
+            <C_Vectors> <int> vectors, <int> num_threads, <C_RunInThreads> in_threads)
 
 
 def attend(Py_ssize_t queries, Py_ssize_t keys, Py_ssize_t values, Py_ssize_t mixed, tuple tokens, tuple strides,
-           tuple sizes, double scale, Py_ssize_t vectors, Py_ssize_t num_threads, Py_ssize_t in_threads, /):
+           tuple sizes, double scale, bint is_narrow, Py_ssize_t vectors, Py_ssize_t num_threads,
+           Py_ssize_t in_threads, /):
     """mixed [M, H, D] = attention of queries [M, H, D] over keys and values [A, Hkv, slots, D].
 
-    Addresses of float32. `tokens`: addresses of offsets [A + 1], lengths [A], tails [A] and path_offsets [M + 1], int64,
+    Addresses of float32, or of bfloat16 if `is_narrow`. `tokens`: addresses of offsets [A + 1], lengths [A], tails [A] and path_offsets [M + 1], int64,
     and of paths, int32. `strides`: numbers between queries' tokens and heads, and between keys' rows and heads, as
     between values'. `sizes`: A, Hkv, H / Hkv, D (a multiple of 16), window or 0. The rest as in `multiply`.
     """
     cdef C_Attention step
     cdef Py_ssize_t offsets, lengths, tails, path_offsets, paths
-    step.queries, step.keys, step.values = <float*> queries, <float*> keys, <float*> values
-    step.mixed = <float*> mixed
+    step.queries, step.keys, step.values = <void*> queries, <void*> keys, <void*> values
+    step.mixed = <void*> mixed
     offsets, lengths, tails, path_offsets, paths = tokens
     step.offsets, step.lengths, step.tails = <int64_t*> offsets, <int64_t*> lengths, <int64_t*> tails
     step.path_offsets, step.paths = <int64_t*> path_offsets, <int32_t*> paths
@@ -96,4 +103,4 @@ def attend(Py_ssize_t queries, Py_ssize_t keys, Py_ssize_t values, Py_ssize_t mi
     step.num_rows, step.num_key_heads, step.groups, step.size, step.window = sizes
     step.scale = <float> scale
     with nogil:
-        C_attend(step, <C_Vectors> <int> vectors, <int> num_threads, <C_RunInThreads> in_threads)
+        C_attend(step, is_narrow, <C_Vectors> <int> vectors, <int> num_threads, <C_RunInThreads> in_threads)

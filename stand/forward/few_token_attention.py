@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from stand.forward.dot_products import attend
-from stand.forward.few_token_product import WIDEST
+from stand.forward.few_token_product import DTYPES, WIDEST
 from stand.threads import parallel_region
 
 LANES = 16  # numbers of a head are a multiple of it
@@ -37,7 +37,8 @@ class TokenPaths:
 def few_token_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, paths: TokenPaths, *, scale: float, window: int = 0
 ) -> torch.Tensor:
-    """query [1, H, M, D] over key and value [A, Hkv, L, D] -> [1, M, H, D]; float32 on a CPU, D a multiple of 16.
+    """query [1, H, M, D] over key and value [A, Hkv, L, D] -> [1, M, H, D]; all float32 or all bfloat16 on a CPU, D a
+    multiple of 16. Sums are in float32.
 
     `window`: keys that a token sees, itself among them; 0 for all. Scores and sums are added up key by key in order, so
     a token's result has the same bits whatever else the step holds and with any number of threads.
@@ -54,7 +55,7 @@ def supported_attention(
 ) -> torch.Tensor:
     """`few_token_attention` of tensors that are known to be supported and to fit the paths."""
     num_heads, num_tokens, size = query.shape[1:]
-    mixed = torch.empty((1, num_tokens, num_heads, size))
+    mixed = torch.empty((1, num_tokens, num_heads, size), dtype=query.dtype)
     row_stride, head_stride = key.stride()[:2]
     attend(
         query.data_ptr(),
@@ -65,6 +66,7 @@ def supported_attention(
         (query.stride(2), query.stride(1), row_stride, head_stride),
         (paths.num_rows, key.shape[1], num_heads // key.shape[1], size, window),
         scale,
+        query.dtype is torch.bfloat16,
         WIDEST,
         torch.get_num_threads(),
         parallel_region(),
@@ -74,9 +76,12 @@ def supported_attention(
 
 def is_supported(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether `few_token_attention` takes them."""
+    dtype = query.dtype
     for tensor in (query, key, value):
-        if not (tensor.is_cpu and tensor.dtype is torch.float32 and tensor.dim() == 4 and tensor.stride(3) == 1):
+        if not (tensor.is_cpu and tensor.dtype is dtype and tensor.dim() == 4 and tensor.stride(3) == 1):
             return False
+    if dtype not in DTYPES:
+        return False
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return False
     size, shape = query.shape[3], key.shape
@@ -92,6 +97,6 @@ def _refusal(paths: TokenPaths, **tensors: torch.Tensor) -> str:
         for name, tensor in tensors.items()
     )
     return (
-        f"query [1, H, {paths.num_tokens}, D], key and value [{paths.num_rows}, Hkv, L, D] must be float32 on a CPU "
-        f"without gradients, D a multiple of {LANES}, a head's keys one behind the other, got {got}; take torch's sdpa"
+        f"query [1, H, {paths.num_tokens}, D], key and value [{paths.num_rows}, Hkv, L, D] must be on a CPU, of float32 "
+        f"or all of bfloat16, without gradients, D a multiple of {LANES}, a head's keys one behind the other, got {got}; take torch's sdpa"
     )

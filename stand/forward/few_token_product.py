@@ -10,10 +10,12 @@ import platform
 
 import torch
 
-from stand.forward.dot_products import multiply
+from stand.forward.dot_products import HAS_PAIRS, multiply
 from stand.laws.filters import VECTORS
 from stand.threads import parallel_region
 
+NUMBERS = {torch.float32: 0, torch.bfloat16: 2 if HAS_PAIRS else 1}  # as `dot_products.multiply` takes them
+DTYPES = tuple(NUMBERS)
 WIDEST = len(VECTORS) - 1
 IS_FASTER = WIDEST > 0 and platform.machine() in ("x86_64", "AMD64")  # AVX2 at least; on ARM nothing was measured
 
@@ -21,13 +23,15 @@ IS_FASTER = WIDEST > 0 and platform.machine() in ("x86_64", "AMD64")  # AVX2 at 
 def few_token_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., K] @ weight [N, K]^T + bias [N] -> [..., N], as `torch.nn.functional.linear`; made for up to 32 tokens.
 
-    All are contiguous float32 tensors on a CPU, K >= 1; gradients are not kept. The result of a token has the same bits
-    whatever other tokens `x` holds and with any number of threads: a product is 16 sums, each of every 16th term in
-    order, rounded once per term (twice on x86-64 without FMA), then the sums of its halves, and last the bias.
+    All are contiguous tensors on a CPU, of float32 or of bfloat16, K >= 1; gradients are not kept. The result of a
+    token has the same bits whatever other tokens `x` holds and with any number of threads: a product is 16 sums in
+    float32, each of every 16th term in order, rounded once per term (twice on x86-64 without FMA), then the sums of its
+    halves, and last the bias; in bfloat16 the result is rounded once more, at the end.
 
     Uses torch's threads where torch has GNU's OpenMP, else the calling one. Raises ValueError for other tensors.
     """
-    if not (are_weights(weight, bias) and is_plain(x) and 1 <= x.dim() and x.shape[-1] == weight.shape[1]):
+    fits = x.dtype is weight.dtype and 1 <= x.dim() and weight.shape[1:] == x.shape[-1:]
+    if not (are_weights(weight, bias) and is_plain(x) and fits):
         raise ValueError(_refusal(x, weight, bias))
     return FewTokenProduct(weight, bias)(x)
 
@@ -43,7 +47,7 @@ class FewTokenProduct:
         self.num_rows, self.depth = weight.shape
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., K], which `is_plain` -> [..., N]."""
+        """[..., K], which `is_plain` and of the weight's dtype -> [..., N]."""
         return few_token_products((self,), x)[0]
 
     def reads(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
@@ -57,18 +61,20 @@ class FewTokenProduct:
 
 
 def few_token_products(products: tuple[FewTokenProduct, ...], x: torch.Tensor) -> list[torch.Tensor]:
-    """x [..., K], which `is_plain`, with up to four products of that depth -> [..., N] each.
+    """x [..., K], which `is_plain`, with up to four products of that depth and dtype -> [..., N] each.
 
     The same bits as one by one, in less time: threads start and wait once.
     """
     depth = products[0].depth
-    results = [torch.empty((*x.shape[:-1], product.num_rows)) for product in products]
+    dtype = x.dtype
+    results = [torch.empty((*x.shape[:-1], product.num_rows), dtype=dtype) for product in products]
     multiply(
         x.data_ptr(),
         tuple([product.operands() for product in products]),
         tuple([result.data_ptr() for result in results]),
         x.numel() // depth,
         depth,
+        NUMBERS[dtype],
         WIDEST,
         torch.get_num_threads(),
         parallel_region(),
@@ -78,7 +84,7 @@ def few_token_products(products: tuple[FewTokenProduct, ...], x: torch.Tensor) -
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether compiled code can read it, and no gradient is asked of it."""
-    is_readable = tensor.dtype is torch.float32 and tensor.is_contiguous() and tensor.is_cpu
+    is_readable = tensor.dtype in DTYPES and tensor.is_contiguous() and tensor.is_cpu
     return is_readable and not (tensor.requires_grad and torch.is_grad_enabled())
 
 
@@ -86,7 +92,7 @@ def are_weights(weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     """Whether `few_token_product` takes them."""
     if weight.dim() != 2 or weight.shape[1] < 1 or not is_plain(weight):
         return False
-    return bias is None or (is_plain(bias) and bias.shape == weight.shape[:1])
+    return bias is None or (is_plain(bias) and bias.shape == weight.shape[:1] and bias.dtype is weight.dtype)
 
 
 def _refusal(*tensors: torch.Tensor | None) -> str:
@@ -98,6 +104,6 @@ def _refusal(*tensors: torch.Tensor | None) -> str:
         if tensor is not None
     )
     return (
-        "x [..., K], weight [N, K] and bias [N] must be contiguous float32 tensors on a CPU without gradients, K >= 1, "
-        f"got {got}; call torch.nn.functional.linear"
+        "x [..., K], weight [N, K] and bias [N] must be contiguous tensors of float32 or all of bfloat16 on a CPU, "
+        f"without gradients, K >= 1, got {got}; call torch.nn.functional.linear"
     )

@@ -22,7 +22,7 @@ def few_token_layers(model: Module) -> Iterator[None]:
     """Within it the linear layers of a model, or of a part of one, take `FewTokenProduct` for up to MOST_TOKENS tokens
     on a CPU.
 
-    Only exact `torch.nn.Linear` with plain float32 weights whose forward nobody else has replaced; others compute as
+    Only exact `torch.nn.Linear` with plain weights in float32 or bfloat16 whose forward nobody else has replaced; others compute as
     before, and all of them on a processor without AVX2, or where gradients are kept. Weights that are replaced within
     it count from the next time on. The model is given back as it was.
     """
@@ -65,7 +65,7 @@ class FewTokenForward:
         if not 0 < states.numel() <= self.most_numbers or states.shape[-1] != self.product.depth:
             return False
         is_inference = not (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
-        return is_inference and is_plain(states) and self.product.weight.dtype is torch.float32
+        return is_inference and is_plain(states) and self.product.weight.dtype is states.dtype
 
 
 def _own_forward(layer: Linear) -> MethodType:

@@ -2,9 +2,9 @@
 
 // sums [QUERIES, PIECES * WIDTH], `size` apart, += weights [QUERIES, count], `stride` apart, times values [count, size],
 // value by value.
-template <int32_t QUERIES, int32_t PIECES>
-STAND_TARGET [[gnu::noinline]] void add_values(const float* weights, int64_t stride, const float* values, int64_t count,
-                                               int64_t size, float* sums) {
+template <int32_t QUERIES, int32_t PIECES, class Number>
+STAND_TARGET [[gnu::noinline]] void add_values(const float* weights, int64_t stride, const Number* values,
+                                               int64_t count, int64_t size, float* sums) {
     Lanes own[QUERIES][PIECES];
     STAND_UNROLL for (int32_t q = 0; q < QUERIES; ++q)
         STAND_UNROLL for (int32_t p = 0; p < PIECES; ++p) own[q][p] = load(sums + q * size + p * WIDTH);
@@ -21,8 +21,8 @@ STAND_TARGET [[gnu::noinline]] void add_values(const float* weights, int64_t str
 }
 
 // add_values for 1 <= queries <= MOST queries, all of `size`.
-template <int32_t MOST>
-STAND_TARGET void add_all_values(int64_t queries, const float* weights, int64_t stride, const float* values,
+template <int32_t MOST, class Number>
+STAND_TARGET void add_all_values(int64_t queries, const float* weights, int64_t stride, const Number* values,
                                  int64_t count, int64_t size, float* sums) {
     if constexpr (MOST > 1)
         if (queries < MOST) return add_all_values<MOST - 1>(queries, weights, stride, values, count, size, sums);
@@ -33,8 +33,9 @@ STAND_TARGET void add_all_values(int64_t queries, const float* weights, int64_t 
         add_values<MOST, 1>(weights, stride, values + first, count, size, sums + first);
 }
 
-STAND_TARGET inline void mix_values(int64_t queries, const float* weights, int64_t stride, const float* values,
-                                    int64_t count, int64_t size, float* sums) {
+template <class Number>
+STAND_TARGET void mix_values(int64_t queries, const float* weights, int64_t stride, const Number* values,
+                             int64_t count, int64_t size, float* sums) {
     for (int64_t q = 0; q < queries; q += MOST_TOKENS)
         add_all_values<MOST_TOKENS>(std::min<int64_t>(queries - q, MOST_TOKENS), weights + q * stride, stride, values,
                                     count, size, sums + q * size);
@@ -63,8 +64,9 @@ STAND_TARGET inline float weigh(float* scores, int64_t count) {
 
 // The queries of tokens [first, end) of row `row` and of key head `head`. Each token looks at the committed keys and,
 // as if they followed those, at its path's, so it makes no difference to a bit what else is drafted.
-STAND_TARGET inline void attend_tokens(const Attention& step, int64_t row, int64_t head, int64_t first, int64_t end,
-                                       float* scratch) {
+template <class Number>
+STAND_TARGET void attend_tokens(const Attention& step, int64_t row, int64_t head, int64_t first, int64_t end,
+                                float* scratch) {
     const int64_t size = step.size, groups = step.groups, queries = (end - first) * groups;
     const int64_t length = step.lengths[row], tail = step.tails[row];
     int64_t longest = 0, from = length;  // the first key that one of them sees, or one that nobody sees
@@ -79,17 +81,20 @@ STAND_TARGET inline void attend_tokens(const Attention& step, int64_t row, int64
     float* const tail_scores = sums + queries * size;
     float* const totals = tail_scores + queries * tail;
     float* const scores = totals + queries;
-    const float* const keys = step.keys + row * step.row_stride + head * step.head_stride;
-    const float* const values = step.values + row * step.row_stride + head * step.head_stride;
+    const int64_t place = row * step.row_stride + head * step.head_stride;
+    const Number* const keys = static_cast<const Number*>(step.keys) + place;
+    const Number* const values = static_cast<const Number*>(step.values) + place;
 
     for (int64_t t = first, q = 0; t < end; ++t)
         for (int64_t g = 0; g < groups; ++g, ++q) {
-            const float* query = step.queries + t * step.query_stride + (head * groups + g) * step.query_head_stride;
+            const Number* query = static_cast<const Number*>(step.queries) + t * step.query_stride +
+                                  (head * groups + g) * step.query_head_stride;
             for (int64_t d = 0; d < size; d += TERMS)
-                for (int32_t i = 0; i < TERMS; ++i) packed[q * size + d + i] = query[d + i] * step.scale;
+                for (int32_t i = 0; i < TERMS; ++i) packed[q * size + d + i] = widened(query[d + i]) * step.scale;
         }
-    multiply_rows({packed, keys + from * size, nullptr, scores, queries, common, size, stride}, 0, common);
-    multiply_rows({packed, keys + length * size, nullptr, tail_scores, queries, tail, size, tail}, 0, tail);
+    using Scores = Product<Number, float>;
+    multiply_rows(Scores{packed, keys + from * size, nullptr, scores, queries, common, size, stride}, 0, common);
+    multiply_rows(Scores{packed, keys + length * size, nullptr, tail_scores, queries, tail, size, tail}, 0, tail);
     std::fill_n(sums, queries * size, 0.0f);
 
     for (int64_t t = first, q = 0; t < end; ++t) {
@@ -110,8 +115,8 @@ STAND_TARGET inline void attend_tokens(const Attention& step, int64_t row, int64
                        values + (length + step.paths[step.path_offsets[t] + k]) * size, 1, size, sums + q * size);
     for (int64_t t = first, q = 0; t < end; ++t)
         for (int64_t g = 0; g < groups; ++g, ++q) {
-            float* mixed = step.mixed + (t * step.num_heads() + head * groups + g) * size;
+            Number* mixed = static_cast<Number*>(step.mixed) + (t * step.num_heads() + head * groups + g) * size;
             for (int64_t d = 0; d < size; d += TERMS)
-                for (int32_t i = 0; i < TERMS; ++i) mixed[d + i] = sums[q * size + d + i] / totals[q];
+                for (int32_t i = 0; i < TERMS; ++i) narrow(sums[q * size + d + i] / totals[q], mixed[d + i]);
         }
 }

@@ -18,6 +18,7 @@ constexpr int64_t MOST_QUERIES = 24;       // of a piece of work that reads a he
 constexpr int64_t LEAST_TERMS = 1 << 20;   // of scores and sums; with fewer, a second thread costs what it saves
 
 // What the threads share: each takes the next key head of a row until none is left.
+template <class Number>
 struct Heads {
     const Attention& step;
     Vectors vectors;
@@ -33,7 +34,8 @@ struct Heads {
             if (item >= step.num_rows * step.num_key_heads) return;
             const int64_t row = item / step.num_key_heads, end = step.offsets[row + 1];
             for (int64_t token = step.offsets[row]; token < end; token += tokens)
-                attend_tokens(step, vectors, row, item % step.num_key_heads, token, std::min(token + tokens, end), own);
+                attend_tokens<Number>(step, vectors, row, item % step.num_key_heads, token,
+                                      std::min(token + tokens, end), own);
         }
     }
 };
@@ -55,17 +57,24 @@ inline int64_t num_terms(const Attention& step) {
     return 2 * terms * step.num_key_heads * step.groups * step.size;
 }
 
-}  // namespace dots
-
-// `in_threads`: null for the calling thread alone. Throws std::bad_alloc.
-inline void attend(const Attention& step, Vectors vectors, int32_t num_threads, RunInThreads in_threads) {
-    using namespace dots;
+// See `attend`.
+template <class Number>
+void attend_as(const Attention& step, Vectors vectors, int32_t num_threads, RunInThreads in_threads) {
     const int64_t tokens = std::max<int64_t>(MOST_QUERIES / step.groups, 1), room = scratch_room(step, tokens);
     const bool is_alone = in_threads == nullptr || num_threads < 2 || num_terms(step) < LEAST_TERMS;
     std::unique_ptr<float[]> scratch(new float[room * (is_alone ? 1 : num_threads)]);
-    Heads heads{step, vectors, tokens, room, scratch.get()};
+    Heads<Number> heads{step, vectors, tokens, room, scratch.get()};
     if (is_alone) return heads.run();
     run_in_threads(heads, num_threads, in_threads);
+}
+
+}  // namespace dots
+
+// is_narrow: numbers are Bfloat16. `in_threads`: null for the calling thread alone. Throws std::bad_alloc.
+inline void attend(const Attention& step, bool is_narrow, Vectors vectors, int32_t num_threads,
+                   RunInThreads in_threads) {
+    if (is_narrow) return dots::attend_as<Bfloat16>(step, vectors, num_threads, in_threads);
+    dots::attend_as<float>(step, vectors, num_threads, in_threads);
 }
 
 }  // namespace stand

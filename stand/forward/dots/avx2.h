@@ -5,7 +5,14 @@
 using Lanes = __m256;
 constexpr int32_t MOST_TOKENS = 3;
 
+#include "single_terms.h"
+
 STAND_TARGET STAND_INLINE Lanes load(const float* values) { return _mm256_loadu_ps(values); }
+
+STAND_TARGET STAND_INLINE Lanes load(const Bfloat16* values) {
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
 
 STAND_TARGET STAND_INLINE void store(Lanes lanes, float* values) { _mm256_storeu_ps(values, lanes); }
 

@@ -26,7 +26,10 @@ constexpr int32_t TERMS = 16;  // sums that a product is made of
 constexpr int32_t ROWS = 4;    // of a tile
 
 // Wishes for what lies `offset` numbers after `values`, in the second cache. Nothing is read: it may lie beyond the end.
-STAND_INLINE void fetch(const float* values, int64_t offset) { __builtin_prefetch(values + offset, 0, 2); }
+template <class Number>
+STAND_INLINE void fetch(const Number* values, int64_t offset) {
+    __builtin_prefetch(values + offset, 0, 2);
+}
 
 #if defined(__x86_64__)
 namespace avx512 {
@@ -35,6 +38,12 @@ namespace avx512 {
 #include "attend_tile.h"
 #undef STAND_TARGET
 }  // namespace avx512
+
+namespace avx512_pairs {
+#include "avx512_pairs.h"
+#include "tile.h"
+#undef STAND_TARGET
+}  // namespace avx512_pairs
 
 namespace avx2 {
 #include "avx2.h"
@@ -51,7 +60,24 @@ namespace portable {
 #undef STAND_TARGET
 }  // namespace portable
 
-inline void multiply_rows(const Product& product, Vectors vectors, int64_t first, int64_t end) {
+// Whether there are products of tokens in Bfloat16.
+inline bool has_pairs() {
+#if defined(__x86_64__)
+    return widest_vectors() == Vectors::avx512 && __builtin_cpu_supports("avx512bf16");
+#else
+    return false;
+#endif
+}
+
+// Only where `has_pairs`.
+inline void multiply_rows(const Product<Bfloat16, Bfloat16, Bfloat16>& product, Vectors, int64_t first, int64_t end) {
+#if defined(__x86_64__)
+    avx512_pairs::multiply_rows(product, first, end);
+#endif
+}
+
+template <class Number, class Result>
+void multiply_rows(const Product<Number, Result>& product, Vectors vectors, int64_t first, int64_t end) {
 #if defined(__x86_64__)
     if (vectors == Vectors::avx512) return avx512::multiply_rows(product, first, end);
     if (vectors == Vectors::avx2) return avx2::multiply_rows(product, first, end);
@@ -59,13 +85,14 @@ inline void multiply_rows(const Product& product, Vectors vectors, int64_t first
     portable::multiply_rows(product, first, end);
 }
 
-inline void attend_tokens(const Attention& step, Vectors vectors, int64_t row, int64_t head, int64_t first, int64_t end,
-                          float* scratch) {
+template <class Number>
+void attend_tokens(const Attention& step, Vectors vectors, int64_t row, int64_t head, int64_t first, int64_t end,
+                   float* scratch) {
 #if defined(__x86_64__)
-    if (vectors == Vectors::avx512) return avx512::attend_tokens(step, row, head, first, end, scratch);
-    if (vectors == Vectors::avx2) return avx2::attend_tokens(step, row, head, first, end, scratch);
+    if (vectors == Vectors::avx512) return avx512::attend_tokens<Number>(step, row, head, first, end, scratch);
+    if (vectors == Vectors::avx2) return avx2::attend_tokens<Number>(step, row, head, first, end, scratch);
 #endif
-    portable::attend_tokens(step, row, head, first, end, scratch);
+    portable::attend_tokens<Number>(step, row, head, first, end, scratch);
 }
 
 }  // namespace dots

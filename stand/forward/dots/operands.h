@@ -4,23 +4,52 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 namespace stand {
 
+// The upper half of a float's bits.
+struct Bfloat16 {
+    uint16_t bits;
+};
+
+// What arithmetic takes of a number.
+inline float widened(float value) { return value; }
+
+inline float widened(Bfloat16 value) {
+    const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
+inline void narrow(float value, float& result) { result = value; }
+
+// To the nearest one, of two as near to the even one; NaN stays.
+inline void narrow(float value, Bfloat16& result) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    const bool is_nan = (bits & 0x7FFFFFFF) > 0x7F800000;
+    result.bits = is_nan ? 0x7FC0 : static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+// Sums are floats, whatever the rest is.
+template <class Number, class Result = Number, class Token = float>
 struct Product {
-    const float* tokens;   // [num_tokens, depth]
-    const float* weights;  // [num_rows, depth]
-    const float* bias;     // [num_rows], or null
-    float* results;        // [num_tokens, num_rows], `stride` apart
+    const Token* tokens;    // [num_tokens, depth]
+    const Number* weights;  // [num_rows, depth]
+    const Number* bias;     // [num_rows], or null
+    Result* results;        // [num_tokens, num_rows], `stride` apart
     int64_t num_tokens, num_rows, depth, stride;
 };
 
-// One layer's attention of packed tokens, each over its row's committed keys and its own path. Distances are in numbers.
+// One layer's attention of packed tokens, each over its row's committed keys and its own path. Distances are in numbers,
+// which are floats or Bfloat16.
 struct Attention {
-    const float* queries;            // [num_tokens, num_key_heads * groups, size], with two distances of their own
-    const float* keys;               // [num_rows, num_key_heads, slots, size], with two distances of their own
-    const float* values;             // as keys
-    float* mixed;                    // [num_tokens, num_key_heads * groups, size]
+    const void* queries;             // [num_tokens, num_key_heads * groups, size], with two distances of their own
+    const void* keys;                // [num_rows, num_key_heads, slots, size], with two distances of their own
+    const void* values;              // as keys
+    void* mixed;                     // [num_tokens, num_key_heads * groups, size]
     const int64_t* offsets;          // [num_rows + 1]: where a row's tokens begin
     const int64_t* lengths;          // [num_rows]: committed keys
     const int64_t* tails;            // [num_rows]: keys behind the committed ones

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <memory>
 
 #include "../../threads.h"
 #include "instruction_sets.h"
@@ -18,8 +19,9 @@ constexpr int64_t LEAST_SHARE = 32;         // rows; a share begins with rows th
 constexpr int64_t SHARES_PER_THREAD = 4;    // so that a thread that comes late leaves its work to the others
 
 // What the threads share: each takes the next share of some product's rows until none is left.
+template <class Factors>
 struct Work {
-    const Product* products;  // of the same tokens
+    const Factors* products;  // of the same tokens
     int64_t num_products;
     Vectors vectors;
     int64_t share;  // rows; a multiple of ROWS
@@ -28,7 +30,7 @@ struct Work {
     void run() {
         for (;;) {
             int64_t first = next.fetch_add(share, std::memory_order_relaxed);
-            const Product* own = products;
+            const Factors* own = products;
             for (; own != products + num_products; ++own) {
                 const int64_t whole = (own->num_rows + share - 1) / share * share;
                 if (first < whole) break;
@@ -40,18 +42,63 @@ struct Work {
     }
 };
 
-}  // namespace dots
-
-// Products of the same tokens, all by one call of `in_threads`; null for the calling thread alone.
-inline void multiply(const Product* products, int64_t num_products, Vectors vectors, int32_t num_threads,
-                     RunInThreads in_threads) {
-    using namespace dots;
+// See `multiply`.
+template <class Factors>
+void multiply_all(const Factors* products, int64_t num_products, Vectors vectors, int32_t num_threads,
+                  RunInThreads in_threads) {
     int64_t num_rows = 0;
     for (int64_t i = 0; i < num_products; ++i) num_rows += products[i].num_rows;
     const int64_t share = num_rows / (std::max(num_threads, 1) * SHARES_PER_THREAD) / ROWS * ROWS;
-    Work work{products, num_products, vectors, std::max(share, LEAST_SHARE)};
+    Work<Factors> work{products, num_products, vectors, std::max(share, LEAST_SHARE)};
     if (in_threads == nullptr || num_threads < 2 || num_rows * products->depth < LEAST_WEIGHTS) return work.run();
     run_in_threads(work, num_threads, in_threads);
+}
+
+// Where one product's numbers are.
+struct Matrix {
+    const void* weights;  // [num_rows, depth]
+    const void* bias;     // [num_rows], or null
+    void* results;        // [num_tokens, num_rows]
+    int64_t num_rows;
+};
+
+constexpr int64_t MOST_MATRICES = 4;
+
+// Numbers of all matrices, and the tokens as they are multiplied.
+template <class Number, class Token>
+void multiply_as(const Token* tokens, int64_t num_tokens, int64_t depth, const Matrix* matrices, int64_t num_matrices,
+                 Vectors vectors, int32_t num_threads, RunInThreads in_threads) {
+    Product<Number, Number, Token> products[MOST_MATRICES];
+    for (int64_t i = 0; i < num_matrices; ++i) {
+        const Matrix& one = matrices[i];
+        products[i] = {tokens, static_cast<const Number*>(one.weights), static_cast<const Number*>(one.bias),
+                       static_cast<Number*>(one.results), num_tokens, one.num_rows, depth, one.num_rows};
+    }
+    multiply_all(products, num_matrices, vectors, num_threads, in_threads);
+}
+
+}  // namespace dots
+
+using dots::Matrix;
+
+// What all numbers are, and how they are multiplied: of Bfloat16 one by one as floats, or by the processor in pairs.
+enum class Numbers : int32_t { floats, narrow, pairs };
+
+// tokens [num_tokens, depth] times up to MOST_MATRICES matrices, all by one call of `in_threads`; null for the calling
+// thread alone. Throws std::bad_alloc.
+inline void multiply(const void* tokens, int64_t num_tokens, int64_t depth, const Matrix* matrices,
+                     int64_t num_matrices, Numbers numbers, Vectors vectors, int32_t num_threads,
+                     RunInThreads in_threads) {
+    const auto multiplied = [&](auto number, const auto* factors) {
+        using Number = decltype(number);
+        dots::multiply_as<Number>(factors, num_tokens, depth, matrices, num_matrices, vectors, num_threads, in_threads);
+    };
+    const auto* narrow = static_cast<const Bfloat16*>(tokens);
+    if (numbers == Numbers::floats) return multiplied(float{}, static_cast<const float*>(tokens));
+    if (numbers == Numbers::pairs) return multiplied(Bfloat16{}, narrow);
+    std::unique_ptr<float[]> wide(new float[num_tokens * depth]);
+    for (int64_t i = 0; i < num_tokens * depth; ++i) wide[i] = widened(narrow[i]);
+    multiplied(Bfloat16{}, wide.get());
 }
 
 }  // namespace stand

@@ -231,7 +231,8 @@ class Contact:
 
 
 PIECES = (
-    "unfused", "fused", "match", "traversal", "coupled", "top_p", "growth", "head", "streams", "products", "two_engines", "bf16",
+    "unfused", "fused", "match", "traversal", "coupled", "top_p", "growth", "head", "streams", "products",
+    "two_engines", "bf16",
 )  # fmt: skip
 
 

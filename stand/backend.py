@@ -228,7 +228,7 @@ def kernel_obstacle(
 
 
 def _eager(model: PreTrainedModel, reason: str, *, fuse: bool) -> EagerBackend:
-    """With proven fused forwards where all of the model is on a CPU in float32; without them where that fails."""
+    """With proven fused forwards where all of the model is on a CPU; without them where that fails."""
     if not fuse or not is_fusible(model):
         return EagerBackend(model, reason)
     try:

@@ -14,9 +14,11 @@ from stand.forward.dot_products import HAS_PAIRS, multiply
 from stand.laws.filters import VECTORS
 from stand.threads import parallel_region
 
-NUMBERS = {torch.float32: 0, torch.bfloat16: 2 if HAS_PAIRS else 1}  # as `dot_products.multiply` takes them
-DTYPES = tuple(NUMBERS)
 WIDEST = len(VECTORS) - 1
+NUMBERS = {torch.float32: 0}  # as `dot_products.multiply` takes them
+if WIDEST > 0:
+    NUMBERS[torch.bfloat16] = 2 if HAS_PAIRS else 1
+DTYPES = tuple(NUMBERS)
 IS_FASTER = WIDEST > 0 and platform.machine() in ("x86_64", "AMD64")  # AVX2 at least; on ARM nothing was measured
 
 

@@ -22,9 +22,9 @@ def few_token_layers(model: Module) -> Iterator[None]:
     """Within it the linear layers of a model, or of a part of one, take `FewTokenProduct` for up to MOST_TOKENS tokens
     on a CPU.
 
-    Only exact `torch.nn.Linear` with plain weights in float32 or bfloat16 whose forward nobody else has replaced; others compute as
-    before, and all of them on a processor without AVX2, or where gradients are kept. Weights that are replaced within
-    it count from the next time on. The model is given back as it was.
+    Only exact `torch.nn.Linear` with plain weights in float32 or bfloat16 whose forward nobody else has replaced;
+    others compute as before, and all of them on a processor without AVX2, or where gradients are kept. Weights that are
+    replaced within it count from the next time on. The model is given back as it was.
     """
     is_on_cpu = next(model.parameters()).is_cpu
     forwards = _forwards(model) if IS_FASTER and is_on_cpu else []

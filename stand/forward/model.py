@@ -67,7 +67,7 @@ def run_plan(model: PreTrainedModel, cache: TreeCache, plan: StepPlan, *, logits
 def fused(model: PreTrainedModel, cache: TreeCache) -> AbstractContextManager[None]:
     """The cache's fusion, where what it computes with serves the model as it is now."""
     fusion = getattr(cache, "fusion", None)
-    if fusion is None or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or model.dtype != torch.float32:
+    if fusion is None or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or model.dtype != fusion.dtype:
         return nullcontext()
     return fusion.active()
 

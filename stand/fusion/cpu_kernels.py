@@ -1,4 +1,5 @@
-"""Norms, gates and rotary positions with the cache write on a CPU: float32, each in one pass over its numbers.
+"""Norms, gates and rotary positions with the cache write on a CPU, each in one pass over its numbers: float32, or
+bfloat16 on a processor with AVX2.
 
 They take and return what the Triton kernels of the same names do (`stand.gpu.kernels`). A token's result has the same
 bits whatever other tokens there are, with any number of threads and any instruction set. Threads are torch's own, where
@@ -9,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from stand.forward.few_token_product import WIDEST
-from stand.fusion.formulas import ACTIVATIONS, NO_NORM, ONE_PLUS, RULES
+from stand.forward.few_token_product import DTYPES, WIDEST
+from stand.fusion.formulas import ACTIVATIONS, NO_NORM, RULES
 from stand.fusion.rotation_checks import check_heads, check_norm, check_rotation
 from stand.fusion.row_kernels import gate as gate_rows
 from stand.fusion.row_kernels import norm as norm_rows
@@ -29,8 +30,8 @@ def rms_norm(states: torch.Tensor, weight: torch.Tensor, eps: float, rule: int) 
     rows, stride = _rows(states)
     output = _new(states)
     norm_rows(
-        rows.data_ptr(), 0, weight.data_ptr(), 0, output.data_ptr(), stride, 0, output.numel() // size, size, eps,
-        rule == ONE_PLUS, *_ways(),
+        rows.data_ptr(), 0, weight.data_ptr(), 0, output.data_ptr(), stride, 0, output.numel() // size, size, eps, rule,
+        _is_narrow(states), *_ways(),
     )  # fmt: skip
     return output
 
@@ -40,16 +41,16 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(states + change, and what `rms_norm` makes of it), both [..., N], contiguous, for two tensors of one shape."""
     size = _checked_size(states, weight, rule)
-    if change.shape != states.shape or not _is_plain(change):
+    if change.shape != states.shape or not (change.is_cpu and change.dtype is states.dtype):
         raise ValueError(
-            f"what is added must be as the states, {tuple(states.shape)} in float32, got {tuple(change.shape)} in "
-            f"{change.dtype}; use the module's own forward"
+            f"what is added must be as the states, {tuple(states.shape)} in {states.dtype}, got {tuple(change.shape)} "
+            f"in {change.dtype}; use the module's own forward"
         )
     (rows, stride), (changes, change_stride) = _rows(states), _rows(change)
     total, output = _new(states), _new(states)
     norm_rows(
         rows.data_ptr(), changes.data_ptr(), weight.data_ptr(), total.data_ptr(), output.data_ptr(), stride,
-        change_stride, output.numel() // size, size, eps, rule == ONE_PLUS, *_ways(),
+        change_stride, output.numel() // size, size, eps, rule, _is_narrow(states), *_ways(),
     )  # fmt: skip
     return total, output
 
@@ -59,10 +60,11 @@ def gated_product(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torc
 
     Result [..., I], contiguous. `activation` is one of `ACTIVATIONS`.
     """
-    if not (_is_plain(gate) and _is_plain(up)) or up.shape != gate.shape or gate.dim() == 0:
+    is_one_kind = _is_plain(gate) and up.is_cpu and up.dtype is gate.dtype
+    if not is_one_kind or up.shape != gate.shape or gate.dim() == 0:
         raise ValueError(
-            f"gate and up must be float32 on a CPU of one shape, got {tuple(gate.shape)} {gate.dtype} and "
-            f"{tuple(up.shape)} {up.dtype}; use the module's own forward"
+            "gate and up must be float32 or bfloat16 on a CPU and of one shape, got "
+            f"{tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype}; use the module's own forward"
         )
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation}")
@@ -73,7 +75,7 @@ def gated_product(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torc
     (gates, gate_stride), (ups, up_stride) = _rows(gate), _rows(up)
     gate_rows(
         gates.data_ptr(), ups.data_ptr(), output.data_ptr(), gate_stride, up_stride, output.numel() // size, size,
-        activation, *_ways(),
+        activation, _is_narrow(gate), *_ways(),
     )  # fmt: skip
     return output
 
@@ -120,8 +122,8 @@ def rope_and_store(
     )  # fmt: skip
     num_rows, key_heads, room, _ = keys.shape
     is_inside = turn_rows(
-        addresses, strides, num_tokens, heads, key_heads, size, rotary // 2, room, num_rows * room, eps,
-        rule == ONE_PLUS, *_ways(),
+        addresses, strides, num_tokens, heads, key_heads, size, rotary // 2, room, num_rows * room, eps, rule,
+        _is_narrow(query), *_ways(),
     )  # fmt: skip
     if not is_inside:
         raise IndexError(
@@ -141,7 +143,11 @@ def _new(like: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and tensor.dtype is torch.float32
+    return tensor.is_cpu and tensor.dtype in DTYPES
+
+
+def _is_narrow(tensor: torch.Tensor) -> bool:
+    return tensor.dtype is torch.bfloat16
 
 
 def _rows(states: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -154,10 +160,10 @@ def _rows(states: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _checked_size(states: torch.Tensor, weight: torch.Tensor, rule: int) -> int:
-    if not (_is_plain(states) and _is_plain(weight)):
+    if not (_is_plain(states) and weight.is_cpu and weight.dtype is states.dtype):
         raise ValueError(
-            f"states and weight must be float32 on a CPU, got {states.dtype} on {states.device} and {weight.dtype} on "
-            f"{weight.device}; load the model with dtype=torch.float32"
+            f"states and weight must be float32 or bfloat16 on a CPU, got {states.dtype} on {states.device} and "
+            f"{weight.dtype} on {weight.device}; use the module's own forward"
         )
     size = states.shape[-1]
     if weight.shape != (size,) or size == 0 or not weight.is_contiguous():
@@ -171,9 +177,12 @@ def _checked_size(states: torch.Tensor, weight: torch.Tensor, rule: int) -> int:
 
 
 def _check_plain(query: torch.Tensor, *others: torch.Tensor | None) -> None:
-    """All on a CPU, the query of float32 and small enough; that dtypes agree is checked elsewhere."""
+    """All on a CPU, the query of a known dtype and small enough; that dtypes agree is checked elsewhere."""
     if not (_is_plain(query) and all(other is None or other.is_cpu for other in others)):
         devices = ", ".join(str(part.device) for part in (query, *others) if part is not None)
-        raise ValueError(f"a query of float32 and all else must be on a CPU, got {query.dtype} on {devices}")
+        raise ValueError(
+            f"a query of float32 or bfloat16 and all else must be on a CPU, got {query.dtype} on {devices}; use the "
+            "module's own forward"
+        )
     if query.shape[-1] > LARGEST_HEAD:
         raise ValueError(f"heads must have at most {LARGEST_HEAD} numbers, got {query.shape[-1]}; pass fuse=False")

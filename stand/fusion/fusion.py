@@ -94,6 +94,7 @@ class Fusion:
         product: ChosenProduct | None = None,
     ):
         self.model = model
+        self.dtype = next(model.parameters()).dtype  # in which the swaps were proven: rounding is a part of them
         self.recipe = recipe
         self.kernels = kernels
         self.report = report

@@ -55,7 +55,7 @@ def triton_kernels() -> Kernels:
 
 
 def cpu_kernels() -> Kernels:
-    """For float32."""
+    """For float32 and bfloat16."""
     from stand.fusion.cpu_kernels import add_rms_norm, gated_product, rms_norm, rope_and_store
 
     return Kernels(rms_norm, add_rms_norm, gated_product, rope_and_store, calls_forwards=True)

@@ -3,7 +3,7 @@
 import copy
 import gc
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 
 import numpy as np
@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import stand
 from stand.drafters.eagle.head import EagleHead
-from stand.forward.model import prefill, run_plan
+from stand.forward.few_token_product import DTYPES
+from stand.forward.model import fused, prefill, run_plan
 from stand.forward.packed_plan import StepPlan
 from stand.forward.self_check import check_case, tree_logits
 from stand.forward.tree_attention import tree_attention
@@ -224,7 +225,29 @@ def test_all_swaps_together_are_checked(monkeypatch):
     assert engine.backend.fusion is None and "not fused, because of ValueError" in engine.backend.reason
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.skipif(torch.bfloat16 not in DTYPES, reason="needs AVX2")
+@pytest.mark.parametrize("family", EXPECTED)
+def test_in_bfloat16_as_much_is_swapped(family):
+    """Rounded where the modules round: most swaps have their bits."""
+    fusion = fuse_on_cpu(fresh(family).bfloat16())
+    assert kept(fusion) == EXPECTED[family]
+    errors = [swap.max_error for swap in fusion.report if swap.is_kept]
+    assert max(errors) <= 2.0**-8 and errors.count(0.0) > len(errors) // 2
+
+
+@pytest.mark.skipif(torch.bfloat16 not in DTYPES, reason="needs AVX2")
+def test_what_was_proven_in_one_dtype_does_not_serve_another():
+    model = fresh()
+    fusion = fuse_on_cpu(model)
+    model.bfloat16()
+    with torch.inference_mode():
+        assert isinstance(fused(model, TreeCache(1, 1, fusion=fusion)), nullcontext)
+        again = fuse_on_cpu(model)
+        assert again.dtype is torch.bfloat16
+        assert not isinstance(fused(model, TreeCache(1, 1, fusion=again)), nullcontext)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_other_dtypes_are_not_fused(dtype):
     model = fresh().to(dtype)
     assert stand.wrap(model).backend.fusion is None

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
+from stand.forward.few_token_product import DTYPES
 from stand.fusion import cpu_kernels
 from stand.fusion.cpu_kernels import add_rms_norm, gated_product, rms_norm, rope_and_store
 from stand.fusion.formulas import GELU_ERF, GELU_TANH, NO_NORM, ONE_PLUS, ROUND_FIRST, RULES, SCALE_FIRST, SILU
@@ -19,12 +20,20 @@ SIZES = (1, 3, 16, 17, 63, 576, 1001)
 ACTIVATIONS = {SILU: silu, GELU_TANH: lambda x: gelu(x, approximate="tanh"), GELU_ERF: gelu}
 EPSILON = 1e-5
 ROOM = 6  # cache slots per row
+needs_narrow = pytest.mark.skipif(torch.bfloat16 not in DTYPES, reason="needs AVX2")
 SLOTS = torch.tensor([7, 0, -1, 17, 3])  # the third token is not written
 
 
 @pytest.fixture(params=LEVELS, ids=VECTORS)
 def level(request, monkeypatch) -> int:
     """The kernels by one instruction set, in one thread."""
+    monkeypatch.setattr(cpu_kernels, "_ways", lambda: (request.param, 1, 0))
+    return request.param
+
+
+@pytest.fixture(params=LEVELS[1:], ids=VECTORS[1:])
+def narrow_level(request, monkeypatch) -> int:
+    """As `level`, of those that take bfloat16."""
     monkeypatch.setattr(cpu_kernels, "_ways", lambda: (request.param, 1, 0))
     return request.param
 
@@ -148,14 +157,78 @@ def test_a_cache_with_gaps_keeps_what_is_between():
     assert (whole[..., 16:] == 7.0).all() and torch.equal(values[1, :, 1], value[0])
 
 
-def everything(tokens: slice) -> list[torch.Tensor]:
+def rounded_norm(states: torch.Tensor, weight: torch.Tensor, rule: int) -> torch.Tensor:
+    """As the classes of transformers compute it, which round in different places."""
+    wide, scales = states.float(), weight.float()
+    normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPSILON)
+    if rule == ROUND_FIRST:
+        return weight * normal.to(states.dtype)
+    return ((1 + scales) * normal if rule == ONE_PLUS else scales * normal).to(states.dtype)
+
+
+def assert_alike(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """One in a hundred may be a neighbour, or the next one: sums in float32 have another order. The tails of gates, next
+    to nothing, may be anything as small."""
+    assert found.dtype is expected.dtype is torch.bfloat16 and found.shape == expected.shape
+    apart = (found.contiguous().view(torch.int16).int() - expected.contiguous().view(torch.int16).int()).abs()
+    apart[(found.abs() < 1e-5) & (expected.abs() < 1e-5)] = 0
+    assert apart.max() <= 2 and (apart > 0).double().mean() <= 0.01
+
+
+@needs_narrow
+@pytest.mark.parametrize("size", SIZES)
+def test_in_bfloat16_numbers_are_rounded_where_modules_round(size, narrow_level):
+    states, change, weight = (drawn(*shape).bfloat16() for shape in ((40, size), (41, size), (size,)))
+    for rule in RULES:
+        assert_alike(rms_norm(states, weight, EPSILON, rule), rounded_norm(states, weight, rule))
+        total, normed = add_rms_norm(states, change[:40], weight, EPSILON, rule)
+        assert torch.equal(total, states + change[:40])
+        assert torch.equal(normed, rms_norm(total, weight, EPSILON, rule))
+    for activation, reference in ACTIVATIONS.items():
+        active = reference((4 * states).double()).bfloat16()
+        assert_alike(gated_product(4 * states, change[:40], activation), active * change[:40])
+
+
+@needs_narrow
+def test_another_place_to_round_is_seen():
+    states, weight = drawn(40, 577).bfloat16(), drawn(577).bfloat16()
+    with pytest.raises(AssertionError):
+        assert_alike(rms_norm(states, weight, EPSILON, SCALE_FIRST), rounded_norm(states, weight, ROUND_FIRST))
+
+
+@needs_narrow
+@pytest.mark.parametrize("size, rotary", [(2, 2), (64, 64), (80, 20), (128, 0)])
+def test_heads_turn_in_bfloat16(size, rotary, narrow_level):
+    case = [part.bfloat16() for part in heads_case(size, rotary, width=rotary or 8)]
+    query, key, value, cos, sin, keys, values = case
+    found = rope_and_store(query, key, value, cos, sin, keys, values, SLOTS, rotary, None, None, 0.0, NO_NORM)
+    expected = [turned_by_torch(part, cos, sin, rotary) for part in (query, key)]
+    assert torch.equal(found, expected[0])
+    for token, slot in enumerate(SLOTS.tolist()):
+        if slot >= 0:
+            assert torch.equal(keys[slot // ROOM, :, slot % ROOM], expected[1][token])
+            assert torch.equal(values[slot // ROOM, :, slot % ROOM], value[token])
+
+
+def turned_by_torch(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary: int) -> torch.Tensor:
+    """x cos + rotate_half(x) sin, every operation rounded."""
+    if rotary == 0:
+        return heads
+    turned, rest = heads[..., :rotary], heads[..., rotary:]
+    first, second = turned.chunk(2, dim=-1)
+    crossed = torch.cat([-second, first], dim=-1)
+    return torch.cat([turned * cos[:, None] + crossed * sin[:, None], rest], dim=-1)
+
+
+def everything(tokens: slice, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """What all kernels make of some of 40 tokens."""
-    states, change, up, weight = drawn(40, 576), drawn(41, 576)[:40], drawn(42, 576)[:40], drawn(576)
+    numbers = drawn(40, 576), drawn(41, 576)[:40], drawn(42, 576)[:40], drawn(576)
+    states, change, up, weight = (part.to(dtype) for part in numbers)
     results = [*add_rms_norm(states[tokens], change[tokens], weight, EPSILON, ROUND_FIRST)]
     results += [gated_product(states[tokens], up[tokens], activation) for activation in ACTIVATIONS]
     query, key, value = (part[tokens].view(-1, 9, 64) for part in (states, change, up))
-    cos, sin, slots = drawn(40, 64)[tokens], drawn(41, 64)[:40][tokens], torch.arange(40)[tokens]
-    keys, values = torch.zeros(2, 4, 9, 10, 64)
+    cos, sin, slots = drawn(40, 64)[tokens].to(dtype), drawn(41, 64)[:40][tokens].to(dtype), torch.arange(40)[tokens]
+    keys, values = torch.zeros(2, 4, 9, 10, 64, dtype=dtype)
     weights = (weight[:64], weight[64:128])
     query = rope_and_store(query, key, value, cos, sin, keys, values, slots, 64, *weights, EPSILON, SCALE_FIRST)
     written = keys.transpose(1, 2).flatten(0, 1)[slots]
@@ -163,10 +236,20 @@ def everything(tokens: slice) -> list[torch.Tensor]:
 
 
 def test_a_token_has_the_same_bits_in_any_company(level):
-    together = everything(slice(0, 40))
-    for token in range(0, 40, 7):
-        alone = everything(slice(token, token + 1))
-        assert all(torch.equal(a, b[token : token + 1]) for a, b in zip(alone, together, strict=True))
+    for dtype in DTYPES if level > 0 else (torch.float32,):
+        together = everything(slice(0, 40), dtype)
+        for token in range(0, 40, 7):
+            alone = everything(slice(token, token + 1), dtype)
+            assert all(torch.equal(a, b[token : token + 1]) for a, b in zip(alone, together, strict=True))
+
+
+@needs_narrow
+def test_instruction_sets_and_threads_have_equal_bits_in_bfloat16(monkeypatch):
+    found = []
+    for ways in [(place, 1, 0) for place in LEVELS[1:]] + [(LEVELS[-1], 3, parallel_region())]:
+        monkeypatch.setattr(cpu_kernels, "_ways", lambda ways=ways: ways)
+        found.append(everything(slice(0, 40), torch.bfloat16))
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
 @pytest.mark.parametrize("other", [(place, 1, 0) for place in LEVELS] + [(len(VECTORS) - 1, 3, parallel_region())])
@@ -205,11 +288,11 @@ def refused():
         return lambda: rope_and_store(**(dict(zip(names, good, strict=True)) | changed))
 
     return {
-        "float32 on a CPU, got torch.float64": lambda: rms_norm(x.double(), w, EPSILON, 0),
+        "float32 or bfloat16 on a CPU, got torch.float64": lambda: rms_norm(x.double(), w, EPSILON, 0),
         "last size": lambda: rms_norm(x, w[:4], EPSILON, 0),
         "rule must be one of": lambda: rms_norm(x, w, EPSILON, 3),
         "as the states": lambda: add_rms_norm(x, x[:2], w, EPSILON, 0),
-        "of one shape": lambda: gated_product(x, x[:2], SILU),
+        "on a CPU and of one shape": lambda: gated_product(x, x[:2], SILU),
         "activation must be": lambda: gated_product(x, x, 5),
         "make the cache in": rope(keys=keys.double()),
         "must agree": rope(slots=SLOTS[:2]),

@@ -6,7 +6,7 @@ import torch
 
 from stand.forward.dot_products import attend
 from stand.forward.few_token_attention import TokenPaths, few_token_attention, is_supported
-from stand.forward.few_token_product import WIDEST
+from stand.forward.few_token_product import DTYPES, WIDEST
 from stand.laws.filters import VECTORS
 from stand.threads import parallel_region
 
@@ -15,10 +15,15 @@ SHAPES = {"odd heads": (2, 3, 16), "usual": (3, 3, 64), "one head, many queries"
 LENGTHS = ([5, 300, 0, 33], [7, 1, 20, 2])  # committed keys per row, new tokens per row
 
 
+needs_narrow = pytest.mark.skipif(torch.bfloat16 not in DTYPES, reason="needs AVX2")
+
+
 class Step:
     """Random trees behind random committed keys, in a cache with more rows and slots than they need."""
 
-    def __init__(self, shape=(3, 3, 64), *, lengths=LENGTHS[0], counts=LENGTHS[1], seed=0):
+    def __init__(
+        self, shape=(3, 3, 64), *, lengths=LENGTHS[0], counts=LENGTHS[1], seed=0, dtype=torch.float32
+    ):  # fmt: skip
         generator = np.random.default_rng(seed)
         torch.manual_seed(seed)
         self.heads, self.groups, self.size = shape
@@ -27,7 +32,8 @@ class Step:
         self.parents = [[-1, *(int(generator.integers(0, n)) for n in range(1, count))] for count in counts]
         slots = int((self.lengths + self.counts).max()) + 3
         self.query = torch.randn(1, len(self.ancestors), self.heads * self.groups, self.size).transpose(1, 2)
-        storages = (torch.randn(len(counts) + 2, self.heads, slots + 5, self.size) for _ in range(2))
+        storages = [torch.randn(len(counts) + 2, self.heads, slots + 5, self.size).to(dtype) for _ in range(2)]
+        self.query = self.query.to(dtype)
         self.key, self.value = (storage[1 : len(counts) + 1, :, :slots] for storage in storages)
 
     @property
@@ -71,7 +77,8 @@ def exact(step: Step, *, window=0) -> tuple[torch.Tensor, torch.Tensor]:
 
 def assert_close(found: torch.Tensor, step: Step, *, window=0) -> None:
     expected, terms = exact(step, window=window)
-    assert ((found.double() - expected).abs() <= 400 * 2**-24 * terms).all()
+    last = 1.01 * 2**-8 * expected.abs() if found.dtype is torch.bfloat16 else 0.0
+    assert ((found.double() - expected).abs() <= 400 * 2**-24 * terms + last).all()
 
 
 @pytest.mark.parametrize("window", (0, 1, 3, 40))
@@ -79,6 +86,18 @@ def assert_close(found: torch.Tensor, step: Step, *, window=0) -> None:
 def test_equals_the_exact_softmax(shape, window):
     step = Step(shape)
     assert_close(step.attended(window=window), step, window=window)
+
+
+@needs_narrow
+@pytest.mark.parametrize("window", (0, 3, 40))
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_equals_the_exact_softmax_in_bfloat16(shape, window):
+    step = Step(shape, dtype=torch.bfloat16)
+    found = step.attended(window=window)
+    assert found.dtype is torch.bfloat16
+    assert_close(found, step, window=window)
+    with pytest.raises(AssertionError):
+        assert_close(found, step, window=window + 1)
 
 
 def test_a_key_too_many_is_seen():
@@ -93,7 +112,8 @@ def test_a_key_too_many_is_seen():
 
 
 def compiled(step: Step, *, level=WIDEST, threads=1, region=REGION, window=0) -> torch.Tensor:
-    mixed = torch.full((step.query.shape[2] * step.query.shape[1] * step.size + 1,), float("nan"))
+    count, dtype = step.query.shape[2] * step.query.shape[1] * step.size, step.query.dtype
+    mixed = torch.full((count + 1,), float("nan"), dtype=dtype)
     paths = step.paths
     attend(
         *(tensor.data_ptr() for tensor in (step.query, step.key, step.value, mixed)),
@@ -101,6 +121,7 @@ def compiled(step: Step, *, level=WIDEST, threads=1, region=REGION, window=0) ->
         (step.query.stride(2), step.query.stride(1), *step.key.stride()[:2]),
         (len(step.counts), step.heads, step.groups, step.size, window),
         0.1,
+        dtype is torch.bfloat16,
         level,
         threads,
         region,
@@ -118,6 +139,13 @@ def test_every_instruction_set_computes_it(shape, level):
         assert torch.equal(compiled(step, level=level), step.attended())
 
 
+@needs_narrow
+def test_every_instruction_set_computes_it_in_bfloat16():
+    step = Step(dtype=torch.bfloat16)
+    for level in LEVELS[1:]:
+        assert torch.equal(compiled(step, level=level), step.attended())
+
+
 @pytest.mark.parametrize("threads", (2, 3, 7))
 def test_threads_change_no_bit(threads):
     step = Step(lengths=[900, 1100, 1000, 1200], seed=1)
@@ -127,10 +155,11 @@ def test_threads_change_no_bit(threads):
             assert torch.equal(compiled(step, threads=threads, region=region), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", (0, 20))
-def test_other_tokens_and_rows_change_no_bit(window):
+def test_other_tokens_and_rows_change_no_bit(window, dtype):
     """Every token alone, behind its path as committed keys: the step without drafts that would come to it."""
-    step = Step(seed=2)
+    step = Step(seed=2, dtype=dtype)
     together = step.attended(window=window)
     for token in range(step.query.shape[2]):
         row, slots = step.slots_seen(token, 0)
@@ -174,6 +203,7 @@ def test_other_tensors_are_refused():
     assert is_supported(step.query, step.key, step.value)
     wrong = {
         "double": [part.double() for part in (step.query, step.key, step.value)],
+        "two dtypes": [step.query, step.key.bfloat16(), step.value.bfloat16()],
         "meta": [part.to("meta") for part in (step.query, step.key, step.value)],
         "size": [part[..., :60] for part in (step.query, step.key, step.value)],
         "order of slots": [step.query, *(part.mT.contiguous().mT for part in (step.key, step.value))],
@@ -184,6 +214,6 @@ def test_other_tensors_are_refused():
         "tokens": [step.query[:, :, :5], step.key, step.value],
     }
     for name, (query, key, value) in wrong.items():
-        with pytest.raises(ValueError, match="float32 on a CPU"):
+        with pytest.raises(ValueError, match="must be on a CPU, of float32"):
             few_token_attention(query, key, value, step.paths, scale=0.1)
         assert name in ("rows", "tokens") or not is_supported(query, key, value), name

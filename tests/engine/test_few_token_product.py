@@ -1,4 +1,4 @@
-"""Products of a few tokens: right to float32's rounding, and the same bits for a token in any company."""
+"""Products of a few tokens: right to their dtype's rounding, and the same bits for a token in any company."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from stand.forward.dot_products import multiply
+from stand.forward.dot_products import HAS_PAIRS, multiply
 from stand.forward.few_token_product import (
     WIDEST,
     FewTokenProduct,
@@ -19,6 +19,10 @@ from stand.threads import parallel_region
 WITH_FMA = [place for place, name in enumerate(VECTORS) if name != "portable"]
 LEVELS, REGION = range(len(VECTORS)), parallel_region()
 DEPTHS = (1, 7, 16, 63, 576, 1000)
+FLOATS, NARROW, PAIRS = range(3)  # what `multiply` calls the numbers
+# Ways to multiply bfloat16: by the instruction set, number by number or in pairs.
+NARROW_WAYS = [(NARROW, level) for level in WITH_FMA] + ([(PAIRS, WIDEST)] if HAS_PAIRS else [])
+needs_narrow = pytest.mark.skipif(not NARROW_WAYS, reason="needs AVX2")
 
 
 def factors(num_tokens: int, num_rows: int, depth: int, *, has_bias: bool = True):
@@ -28,23 +32,30 @@ def factors(num_tokens: int, num_rows: int, depth: int, *, has_bias: bool = True
     return drawn if has_bias else [*drawn, None]
 
 
-def compiled(x, weight, bias=None, *, level=WIDEST, threads=1, region=REGION) -> torch.Tensor:
+def narrow(*parts):
+    """The same in bfloat16."""
+    return [None if part is None else part.bfloat16() for part in parts]
+
+
+def compiled(x, weight, bias=None, *, numbers=FLOATS, level=WIDEST, threads=1, region=REGION) -> torch.Tensor:
     """The compiled product by one instruction set and number of threads; places that it leaves out stay NaN."""
-    results = torch.full((len(x), len(weight) + 1), float("nan")).flatten()
+    results = torch.full((len(x), len(weight) + 1), float("nan"), dtype=x.dtype).flatten()
     operands = weight.data_ptr(), 0 if bias is None else bias.data_ptr(), len(weight)
-    multiply(x.data_ptr(), (operands,), (results.data_ptr(),), len(x), weight.shape[1], level, threads, region)
+    sizes = len(x), weight.shape[1], numbers
+    multiply(x.data_ptr(), (operands,), (results.data_ptr(),), *sizes, level, threads, region)
     assert results[len(x) * len(weight) :].isnan().all(), "written beyond the end"
     return results[: len(x) * len(weight)].view(len(x), len(weight))
 
 
 def assert_close(found, x, weight, bias) -> None:
-    """Each product within the rounding of 16 sums of K / 16 terms, their sum and the bias."""
+    """Each product within the rounding of 16 sums of K / 16 terms, their sum and the bias, and of its dtype."""
     terms = x.double().abs() @ weight.double().abs().T
     exact = x.double() @ weight.double().T
     if bias is not None:
         exact, terms = exact + bias.double(), terms + bias.double().abs()
     roundings = 2 * (weight.shape[1] / 16 + 1) + 5
-    assert ((found.double() - exact).abs() <= roundings * 2**-24 * terms).all()
+    last = 2**-8 * exact.abs() if found.dtype is torch.bfloat16 else 0.0
+    assert ((found.double() - exact).abs() <= 1.01 * roundings * 2**-24 * terms + 1.01 * last).all()
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=VECTORS)
@@ -56,13 +67,27 @@ def test_equals_the_exact_product(depth, num_rows, level):
         assert_close(compiled(x, weight, bias, level=level), x, weight, bias)
 
 
+@needs_narrow
+@pytest.mark.parametrize(("numbers", "level"), NARROW_WAYS)
+@pytest.mark.parametrize("num_rows", (1, 3, 4, 192))
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_term_that_is_left_out_is_seen(depth):
+def test_equals_the_exact_product_in_bfloat16(depth, num_rows, numbers, level):
+    for num_tokens in range(1, 34):
+        x, weight, bias = narrow(*factors(num_tokens, num_rows, depth, has_bias=num_tokens % 2 == 0))
+        assert_close(compiled(x, weight, bias, numbers=numbers, level=level), x, weight, bias)
+
+
+@pytest.mark.parametrize("numbers", (FLOATS, *{numbers for numbers, _ in NARROW_WAYS}))
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_term_that_is_left_out_is_seen(depth, numbers):
     x, weight, bias = factors(3, 5, depth)
+    x[1, -1] = 30.0  # so that bfloat16 shows it
+    if numbers != FLOATS:
+        x, weight, bias = narrow(x, weight, bias)
     fewer = x.clone()
     fewer[1, -1] = 0.0
     with pytest.raises(AssertionError):
-        assert_close(compiled(fewer, weight, bias), x, weight, bias)
+        assert_close(compiled(fewer, weight, bias, numbers=numbers), x, weight, bias)
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=VECTORS)
@@ -75,6 +100,38 @@ def test_a_token_has_the_same_bits_in_any_company(depth, level):
         assert torch.equal(together, alone[:num_tokens]), num_tokens
     moved = compiled(x.flip(0).contiguous(), weight, bias, level=level)
     assert torch.equal(moved.flip(0), alone)
+
+
+@needs_narrow
+@pytest.mark.parametrize(("numbers", "level"), NARROW_WAYS)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_token_has_the_same_bits_in_any_company_in_bfloat16(depth, numbers, level):
+    x, weight, bias = narrow(*factors(33, 195, depth))
+    way = {"numbers": numbers, "level": level}
+    alone = torch.cat([compiled(token[None], weight, bias, **way) for token in x])
+    for num_tokens in range(2, 34):
+        assert torch.equal(compiled(x[:num_tokens], weight, bias, **way), alone[:num_tokens]), num_tokens
+    if REGION:
+        assert torch.equal(compiled(x, weight, bias, threads=2, **way), alone)
+
+
+@needs_narrow
+def test_numbers_that_only_just_fit_are_rounded_to_even():
+    """Halfway between two of bfloat16, a little beyond, and beyond the largest."""
+    x = torch.tensor([[1.0, 2.0**-8, 0.0], [1.0, 3 * 2.0**-8, 0.0], [1.0, 2.0**-8, 2.0**-20], [3e38, 3e38, 0.0]])
+    x, weight = narrow(x, torch.ones(1, 3))
+    for numbers, level in NARROW_WAYS:
+        found = compiled(x, weight, numbers=numbers, level=level)
+        assert found[:, 0].tolist() == [1.0, 1.0 + 2.0**-6, 1.0 + 2.0**-7, float("inf")]
+
+
+@needs_narrow
+def test_infinities_and_nan_stay_with_their_rows_in_bfloat16():
+    x, weight, bias = narrow(*factors(3, 9, 70))
+    weight[4, 69], x[1, 3] = float("inf"), float("nan")
+    for numbers, level in NARROW_WAYS:
+        found = compiled(x, weight, bias, numbers=numbers, level=level)
+        assert found[1].isnan().all() and found[0, 4].isinf() and found[2, [0, 1, 2, 3, 5, 6, 7, 8]].isfinite().all()
 
 
 def test_a_row_has_the_same_bits_among_any_rows():
@@ -149,11 +206,21 @@ def test_takes_what_a_linear_layer_takes():
     assert few_token_product(x, weight[:0]).shape == (6, 0)
 
 
+@needs_narrow
+def test_takes_a_layer_in_bfloat16():
+    x, weight, bias = narrow(*factors(6, 20, 48))
+    found = few_token_product(x.view(2, 3, 48), weight, bias)
+    assert found.dtype is torch.bfloat16 and found.shape == (2, 3, 20)
+    assert_close(found.view(6, 20), x, weight, bias)
+
+
 def refused():
     x, weight, bias = factors(2, 3, 8)
     return {
         "float64": (x.double(), weight, bias),
-        "bfloat16": (x, weight.bfloat16(), bias),
+        "weight torch.bfloat16": (x, weight.bfloat16(), bias),
+        "bias torch.bfloat16": (x, weight, bias.bfloat16()),
+        "float16": (x.half(), weight.half(), bias.half()),
         "weight torch.float32 [3, 7]": (x, weight[:, :7].contiguous(), bias),
         "not contiguous": (x, weight.T.contiguous().T, bias),
         "bias torch.float32 [1, 3]": (x, weight, bias[None]),
@@ -167,7 +234,7 @@ def refused():
 @pytest.mark.parametrize("got", refused())
 def test_refuses_by_rule_got_and_remedy(got):
     arguments = refused()[got]
-    with pytest.raises(ValueError, match="must be contiguous float32") as raised:
+    with pytest.raises(ValueError, match="must be contiguous tensors of float32") as raised:
         few_token_product(*arguments)
     assert got in str(raised.value) and "torch.nn.functional.linear" in str(raised.value)
 

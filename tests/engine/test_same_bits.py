@@ -1,5 +1,7 @@
 """On a CPU with the engine's own kernels drafts change no bit of a step's logits."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from test_forward import path_to, ragged_case
 from tiny_models import kernel_model
 
 import stand
-from stand.forward.few_token_product import IS_FASTER
+from stand.forward.few_token_product import DTYPES, IS_FASTER
 from stand.forward.model import run_plan
 from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_attention import tree_attention
@@ -26,9 +28,9 @@ def prefilled(model, prompts, fusion) -> TreeCache:
     return cache
 
 
-def differing_nodes(family: str, *, is_fused: bool = True) -> int:
+def differing_nodes(family: str, *, is_fused: bool = True, dtype: torch.dtype = torch.float32) -> int:
     """Nodes of a drafted step whose logits have other bits than the steps without drafts along their paths."""
-    model = kernel_model(family)
+    model = copy.deepcopy(kernel_model(family)).to(dtype)
     fusion = fuse_on_cpu(model) if is_fused else None
     prompts, drafts = ragged_case(1)
     batch = DraftBatch.concatenate(drafts)
@@ -46,9 +48,10 @@ def differing_nodes(family: str, *, is_fused: bool = True) -> int:
     return found
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_drafted_step_has_the_bits_of_plain_steps(family):
-    assert differing_nodes(family) == 0
+def test_a_drafted_step_has_the_bits_of_plain_steps(family, dtype):
+    assert differing_nodes(family, dtype=dtype) == 0
 
 
 def test_other_bits_would_be_seen(monkeypatch):
@@ -56,10 +59,11 @@ def test_other_bits_would_be_seen(monkeypatch):
     assert differing_nodes("llama") > 0
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("verifier", ("match", "coupled"))
-def test_tokens_are_those_without_drafts(verifier):
+def test_tokens_are_those_without_drafts(verifier, dtype):
     """With the same seed, without a border between two tokens to fall off."""
-    model = kernel_model("llama")
+    model = copy.deepcopy(kernel_model("llama")).to(dtype)
     engine = stand.wrap(model, verifier=verifier, drafter=stand.BlendedDrafter(budget=24))
     how = {
         "num_return_sequences": 6,

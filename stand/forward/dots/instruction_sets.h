@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -76,15 +77,17 @@ inline void multiply_rows(const Product<Bfloat16, Bfloat16, Bfloat16>& product, 
 #endif
 }
 
+// Numbers other than floats: only with AVX2 at least. Without it nobody asks, and the loops are not there.
 template <class Number, class Result>
 void multiply_rows(const Product<Number, Result>& product, Vectors vectors, int64_t first, int64_t end) {
 #if defined(__x86_64__)
     if (vectors == Vectors::avx512) return avx512::multiply_rows(product, first, end);
     if (vectors == Vectors::avx2) return avx2::multiply_rows(product, first, end);
 #endif
-    portable::multiply_rows(product, first, end);
+    if constexpr (std::is_same_v<Number, float>) portable::multiply_rows(product, first, end);
 }
 
+// As `multiply_rows`.
 template <class Number>
 void attend_tokens(const Attention& step, Vectors vectors, int64_t row, int64_t head, int64_t first, int64_t end,
                    float* scratch) {
@@ -92,7 +95,8 @@ void attend_tokens(const Attention& step, Vectors vectors, int64_t row, int64_t 
     if (vectors == Vectors::avx512) return avx512::attend_tokens<Number>(step, row, head, first, end, scratch);
     if (vectors == Vectors::avx2) return avx2::attend_tokens<Number>(step, row, head, first, end, scratch);
 #endif
-    portable::attend_tokens<Number>(step, row, head, first, end, scratch);
+    if constexpr (std::is_same_v<Number, float>)
+        portable::attend_tokens<Number>(step, row, head, first, end, scratch);
 }
 
 }  // namespace dots

@@ -25,10 +25,6 @@ STAND_INLINE void multiply_add(const Lanes& a, const Lanes& b, Lanes& sum) { sum
 
 #include "single_terms.h"
 
-STAND_INLINE Lanes load(const Bfloat16* values) {
-    return Lanes{widened(values[0]), widened(values[1]), widened(values[2]), widened(values[3])};
-}
-
 STAND_INLINE void store(const Lanes& lanes, float* values) { std::memcpy(values, &lanes, sizeof lanes); }
 
 STAND_INLINE Lanes spread(float value) { return Lanes{value, value, value, value}; }

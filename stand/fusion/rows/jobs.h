@@ -1,7 +1,8 @@
 // What the layers of a model do between their products, row by row: norms, gates, rotary positions with the cache write.
 //
-// A row is one token's numbers. Its sums have one order, whatever rows are beside it, by any thread and with any
-// instruction set: all of them have sixteen lanes, and none fuses a product with its sum.
+// A row is one token's numbers, floats or Bfloat16. Its sums have one order, whatever rows are beside it, by any thread
+// and with any instruction set: all of them have sixteen lanes, and none fuses a product with its sum. Arithmetic is in
+// floats; of Bfloat16 each result is rounded that a module of transformers rounds.
 
 #pragma once
 
@@ -10,31 +11,36 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
+#include "../../bfloat16.h"
 #include "../../threads.h"
 #include "../../vectors.h"
 
 namespace stand {
 
-// states [rows, size], or states + change, which go to `total`; normed and scaled by weight, or by 1 + weight.
+// How a normal number n and its weight w become a result: as in stand/fusion/formulas.py.
+enum class Rule : int32_t { round_first, scale_first, one_plus };
+
+// states [rows, size], or states + change, which go to `total`; normed and scaled by weight.
 struct Norm {
-    const float* states;
-    const float* change;  // or null
-    const float* weight;  // [size]
-    float* total;         // [rows, size], where there is a change
-    float* output;        // [rows, size]
+    const void* states;
+    const void* change;  // or null
+    const void* weight;  // [size]
+    void* total;         // [rows, size], where there is a change
+    void* output;        // [rows, size]
     int64_t states_stride, change_stride, size;
     double epsilon;
-    bool is_one_plus;
+    Rule rule;
 };
 
 enum class Activation : int32_t { silu, gelu_tanh, gelu_erf };
 
 // activation(gate) * up
 struct Gate {
-    const float* gate;  // [rows, size]
-    const float* up;
-    float* output;
+    const void* gate;  // [rows, size]
+    const void* up;
+    void* output;
     int64_t gate_stride, up_stride, size;
     Activation activation;
 };
@@ -43,17 +49,17 @@ constexpr int64_t LARGEST_HEAD = 1024;
 
 // Every token's heads, normed where there are weights and turned; keys and values go to the token's slot.
 struct Heads {
-    const float *query, *key, *value;  // [rows, heads, size], [rows, key_heads, size]
-    const float *cosines, *sines;      // [rows, half], the factors of second halves `second` numbers after the first's
-    const float *query_weight, *key_weight;  // [size], or null
-    const int64_t* slots;                    // [rows]: room * (row of the cache) + slot; below 0: is not written
-    float* output;                           // [rows, heads, size]
-    float *keys, *values;
+    const void *query, *key, *value;  // [rows, heads, size], [rows, key_heads, size]
+    const void *cosines, *sines;      // [rows, half], the factors of second halves `second` numbers after the first's
+    const void *query_weight, *key_weight;  // [size], or null
+    const int64_t* slots;                   // [rows]: room * (row of the cache) + slot; below 0: is not written
+    void* output;                           // [rows, heads, size]
+    void *keys, *values;
     int64_t query_stride, key_stride, value_stride, cosine_stride, sine_stride, second;
     int64_t heads, key_heads, size, half;
     int64_t row_stride, head_stride, slot_stride, room;
     double epsilon;
-    bool is_one_plus;
+    Rule rule;
 };
 
 namespace rows {
@@ -83,19 +89,20 @@ constexpr int64_t WIDTH = 4;
 #undef STAND_TARGET
 }  // namespace portable
 
-template <class Job>
+// Bfloat16 only with AVX2 at least: without it nobody asks, and the loops are not there.
+template <class Number, class Job>
 void do_rows(const Job& job, Vectors vectors, int64_t first, int64_t end) {
 #if defined(__x86_64__)
-    if (vectors == Vectors::avx512) return avx512::do_rows(job, first, end);
-    if (vectors == Vectors::avx2) return avx2::do_rows(job, first, end);
+    if (vectors == Vectors::avx512) return avx512::do_rows<Number>(job, first, end);
+    if (vectors == Vectors::avx2) return avx2::do_rows<Number>(job, first, end);
 #endif
-    portable::do_rows(job, first, end);
+    if constexpr (std::is_same_v<Number, float>) portable::do_rows<Number>(job, first, end);
 }
 
 constexpr int64_t LEAST_SHARE = 1 << 16;  // numbers; with fewer, waiting for a second thread costs what it saves
 
 // What the threads share: each takes the next share of the rows until none is left.
-template <class Job>
+template <class Number, class Job>
 struct Work {
     const Job& job;
     Vectors vectors;
@@ -106,22 +113,30 @@ struct Work {
         for (;;) {
             const int64_t first = next.fetch_add(share, std::memory_order_relaxed);
             if (first >= num_rows) return;
-            do_rows(job, vectors, first, std::min(first + share, num_rows));
+            do_rows<Number>(job, vectors, first, std::min(first + share, num_rows));
         }
     }
 };
 
+// See `run`.
+template <class Number, class Job>
+void run_as(const Job& job, int64_t num_rows, int64_t row_size, Vectors vectors, int32_t num_threads,
+            RunInThreads in_threads) {
+    const int64_t share = std::max<int64_t>(LEAST_SHARE / row_size, 1);
+    if (in_threads == nullptr || num_threads < 2 || num_rows <= share)
+        return do_rows<Number>(job, vectors, 0, num_rows);
+    Work<Number, Job> work{job, vectors, num_rows, share};
+    run_in_threads(work, num_threads, in_threads);
+}
+
 }  // namespace rows
 
-// `in_threads`: null for the calling thread alone.
+// is_narrow: numbers are Bfloat16. `in_threads`: null for the calling thread alone.
 template <class Job>
-void run(const Job& job, int64_t num_rows, int64_t row_size, Vectors vectors, int32_t num_threads,
+void run(const Job& job, int64_t num_rows, int64_t row_size, bool is_narrow, Vectors vectors, int32_t num_threads,
          RunInThreads in_threads) {
-    const int64_t share = std::max<int64_t>(rows::LEAST_SHARE / row_size, 1);
-    if (in_threads == nullptr || num_threads < 2 || num_rows <= share)
-        return rows::do_rows(job, vectors, 0, num_rows);
-    rows::Work<Job> work{job, vectors, num_rows, share};
-    run_in_threads(work, num_threads, in_threads);
+    if (is_narrow) return rows::run_as<Bfloat16>(job, num_rows, row_size, vectors, num_threads, in_threads);
+    rows::run_as<float>(job, num_rows, row_size, vectors, num_threads, in_threads);
 }
 
 // Whether every token's slot is in a cache of `num_slots`.

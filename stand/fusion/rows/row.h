@@ -3,6 +3,7 @@
 
 using Lanes = float __attribute__((vector_size(4 * WIDTH)));
 using Bits = int32_t __attribute__((vector_size(4 * WIDTH)));
+using Halves = uint16_t __attribute__((vector_size(2 * WIDTH)));
 
 // The first `count` of WIDTH numbers, zeros behind them.
 STAND_TARGET STAND_INLINE Lanes load(const float* values, int64_t count) {
@@ -14,6 +15,12 @@ STAND_TARGET STAND_INLINE Lanes load(const float* values, int64_t count) {
     return lanes;
 }
 
+STAND_TARGET STAND_INLINE Lanes load(const Bfloat16* values, int64_t count) {
+    Halves halves{};
+    std::memcpy(&halves, values, std::min(count, WIDTH) * sizeof(Bfloat16));
+    return (Lanes)(__builtin_convertvector(halves, Bits) << 16);
+}
+
 STAND_TARGET STAND_INLINE void store(float* values, int64_t count, Lanes lanes) {
     if (count >= WIDTH)
         std::memcpy(values, &lanes, sizeof lanes);
@@ -21,8 +28,27 @@ STAND_TARGET STAND_INLINE void store(float* values, int64_t count, Lanes lanes) 
         std::memcpy(values, &lanes, count * sizeof(float));
 }
 
+// As `narrow`.
+STAND_TARGET STAND_INLINE Bits upper_halves(Lanes lanes) {
+    const Bits bits = (Bits)lanes, nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 & 0xFFFF;
+    return lanes == lanes ? nearest : Bits{} + 0x7FC0;
+}
+
+STAND_TARGET STAND_INLINE void store(Bfloat16* values, int64_t count, Lanes lanes) {
+    const Halves halves = __builtin_convertvector(upper_halves(lanes), Halves);
+    std::memcpy(values, &halves, std::min(count, WIDTH) * sizeof(Bfloat16));
+}
+
+// What a Number keeps of them.
+template <class Number>
+STAND_TARGET STAND_INLINE Lanes rounded(Lanes lanes) {
+    if constexpr (std::is_same_v<Number, float>) return lanes;
+    return (Lanes)(upper_halves(lanes) << 16);
+}
+
 // 1 / sqrt(mean of squares + epsilon)
-STAND_TARGET STAND_INLINE float scale_of(const float* row, int64_t size, double epsilon) {
+template <class Number>
+STAND_TARGET STAND_INLINE float scale_of(const Number* row, int64_t size, double epsilon) {
     Lanes sums[TERMS / WIDTH] = {};
     for (int64_t k = 0; k < size; k += TERMS)
         for (int64_t part = 0; part < TERMS; part += WIDTH) {
@@ -36,27 +62,33 @@ STAND_TARGET STAND_INLINE float scale_of(const float* row, int64_t size, double 
     return 1.0f / std::sqrt(lanes[0] / static_cast<float>(size) + static_cast<float>(epsilon));
 }
 
-STAND_TARGET STAND_INLINE void scale_row(const float* row, const float* weight, float scale, float added, int64_t size,
-                                         float* output) {
+template <class Number>
+STAND_TARGET STAND_INLINE void scale_row(const Number* row, const Number* weight, float scale, Rule rule, int64_t size,
+                                         Number* output) {
+    const float added = rule == Rule::one_plus ? 1.0f : 0.0f;
     for (int64_t k = 0; k < size; k += WIDTH) {
         const int64_t count = size - k;
-        store(output + k, count, load(row + k, count) * scale * (load(weight + k, count) + added));
+        Lanes normal = load(row + k, count) * scale;
+        if (rule == Rule::round_first) normal = rounded<Number>(normal);
+        store(output + k, count, normal * (load(weight + k, count) + added));
     }
 }
 
-STAND_TARGET inline void do_rows(const Norm& job, int64_t first, int64_t end) {
+template <class Number>
+STAND_TARGET void do_rows(const Norm& job, int64_t first, int64_t end) {
     const int64_t size = job.size;
+    const Number* const weight = static_cast<const Number*>(job.weight);
     for (int64_t row = first; row < end; ++row) {
-        const float* states = job.states + row * job.states_stride;
+        const Number* states = static_cast<const Number*>(job.states) + row * job.states_stride;
         if (job.change != nullptr) {
-            const float* change = job.change + row * job.change_stride;
-            float* total = job.total + row * size;
+            const Number* change = static_cast<const Number*>(job.change) + row * job.change_stride;
+            Number* total = static_cast<Number*>(job.total) + row * size;
             for (int64_t k = 0; k < size; k += WIDTH)
                 store(total + k, size - k, load(states + k, size - k) + load(change + k, size - k));
             states = total;
         }
         const float scale = scale_of(states, size, job.epsilon);
-        scale_row(states, job.weight, scale, job.is_one_plus ? 1.0f : 0.0f, size, job.output + row * size);
+        scale_row(states, weight, scale, job.rule, size, static_cast<Number*>(job.output) + row * size);
     }
 }
 
@@ -97,8 +129,8 @@ STAND_TARGET STAND_INLINE Lanes normal_below(Lanes x) {
     return x < 0.0f ? tail : 1.0f - tail;
 }
 
-template <Activation ACTIVATION>
-STAND_TARGET STAND_INLINE void gate_row(const float* gate, const float* up, int64_t size, float* output) {
+template <Activation ACTIVATION, class Number>
+STAND_TARGET STAND_INLINE void gate_row(const Number* gate, const Number* up, int64_t size, Number* output) {
     for (int64_t k = 0; k < size; k += WIDTH) {
         const Lanes x = load(gate + k, size - k);
         Lanes share;
@@ -108,14 +140,16 @@ STAND_TARGET STAND_INLINE void gate_row(const float* gate, const float* up, int6
             share = sigmoid((x * x * x * 0.044715f + x) * 1.59576912f);
         else
             share = normal_below(x);
-        store(output + k, size - k, x * share * load(up + k, size - k));
+        store(output + k, size - k, rounded<Number>(x * share) * load(up + k, size - k));
     }
 }
 
-STAND_TARGET inline void do_rows(const Gate& job, int64_t first, int64_t end) {
+template <class Number>
+STAND_TARGET void do_rows(const Gate& job, int64_t first, int64_t end) {
     for (int64_t row = first; row < end; ++row) {
-        const float *gate = job.gate + row * job.gate_stride, *up = job.up + row * job.up_stride;
-        float* output = job.output + row * job.size;
+        const Number* gate = static_cast<const Number*>(job.gate) + row * job.gate_stride;
+        const Number* up = static_cast<const Number*>(job.up) + row * job.up_stride;
+        Number* output = static_cast<Number*>(job.output) + row * job.size;
         if (job.activation == Activation::silu)
             gate_row<Activation::silu>(gate, up, job.size, output);
         else if (job.activation == Activation::gelu_tanh)
@@ -126,12 +160,12 @@ STAND_TARGET inline void do_rows(const Gate& job, int64_t first, int64_t end) {
 }
 
 // One head, normed where there is a weight, turned by the factors of its token.
-STAND_TARGET [[gnu::noinline]] inline void turn_head(const Heads& job, const float* head, const float* weight,
-                                                     const float* cosines, const float* sines, float* output) {
-    float normed[LARGEST_HEAD];
+template <class Number>
+STAND_TARGET [[gnu::noinline]] void turn_head(const Heads& job, const Number* head, const Number* weight,
+                                              const Number* cosines, const Number* sines, Number* output) {
+    Number normed[LARGEST_HEAD];
     if (weight != nullptr) {
-        const float scale = scale_of(head, job.size, job.epsilon);
-        scale_row(head, weight, scale, job.is_one_plus ? 1.0f : 0.0f, job.size, normed);
+        scale_row(head, weight, scale_of(head, job.size, job.epsilon), job.rule, job.size, normed);
         head = normed;
     }
     const int64_t half = job.half, rest = job.size - 2 * half;
@@ -139,26 +173,33 @@ STAND_TARGET [[gnu::noinline]] inline void turn_head(const Heads& job, const flo
         const int64_t count = half - k;
         const Lanes first = load(head + k, count), second = load(head + half + k, count);
         const Lanes cos_second = load(cosines + job.second + k, count), sin_second = load(sines + job.second + k, count);
-        store(output + k, count, first * load(cosines + k, count) - second * load(sines + k, count));
-        store(output + half + k, count, second * cos_second + first * sin_second);
+        const Lanes straight = rounded<Number>(first * load(cosines + k, count));
+        store(output + k, count, straight - rounded<Number>(second * load(sines + k, count)));
+        store(output + half + k, count, rounded<Number>(second * cos_second) + rounded<Number>(first * sin_second));
     }
-    std::memcpy(output + 2 * half, head + 2 * half, rest * sizeof(float));
+    std::memcpy(output + 2 * half, head + 2 * half, rest * sizeof(Number));
 }
 
-STAND_TARGET inline void do_rows(const Heads& job, int64_t first, int64_t end) {
+template <class Number>
+STAND_TARGET void do_rows(const Heads& job, int64_t first, int64_t end) {
     const int64_t size = job.size;
+    const auto at = [](const void* numbers, int64_t place) { return static_cast<const Number*>(numbers) + place; };
+    const Number *query_weight = at(job.query_weight, 0), *key_weight = at(job.key_weight, 0);
+    Number* const keys = static_cast<Number*>(job.keys);
+    Number* const values = static_cast<Number*>(job.values);
     for (int64_t row = first; row < end; ++row) {
-        const float *cosines = job.cosines + row * job.cosine_stride, *sines = job.sines + row * job.sine_stride;
+        const Number *cosines = at(job.cosines, row * job.cosine_stride), *sines = at(job.sines, row * job.sine_stride);
+        Number* const output = static_cast<Number*>(job.output) + row * job.heads * size;
         for (int64_t head = 0; head < job.heads; ++head)
-            turn_head(job, job.query + row * job.query_stride + head * size, job.query_weight, cosines, sines,
-                      job.output + (row * job.heads + head) * size);
+            turn_head(job, at(job.query, row * job.query_stride + head * size), query_weight, cosines, sines,
+                      output + head * size);
         const int64_t slot = job.slots[row];
         if (slot < 0) continue;
         const int64_t place = slot / job.room * job.row_stride + slot % job.room * job.slot_stride;
         for (int64_t head = 0; head < job.key_heads; ++head) {
-            const int64_t at = place + head * job.head_stride;
-            turn_head(job, job.key + row * job.key_stride + head * size, job.key_weight, cosines, sines, job.keys + at);
-            std::memcpy(job.values + at, job.value + row * job.value_stride + head * size, size * sizeof(float));
+            const int64_t to = place + head * job.head_stride;
+            turn_head(job, at(job.key, row * job.key_stride + head * size), key_weight, cosines, sines, keys + to);
+            std::memcpy(values + to, at(job.value, row * job.value_stride + head * size), size * sizeof(Number));
         }
     }
 }

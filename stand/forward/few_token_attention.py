@@ -98,6 +98,6 @@ def _refusal(paths: TokenPaths, **tensors: torch.Tensor) -> str:
     )
     return (
         f"query [1, H, {paths.num_tokens}, D], key and value [{paths.num_rows}, Hkv, L, D] must be on a CPU, of float32 "
-        f"or all of bfloat16, without gradients, D a multiple of {LANES}, a head's keys one behind the other, got {got}; "
-        "take torch's sdpa"
+        f"or all of bfloat16, without gradients, D a multiple of {LANES}, a head's keys one behind the other, got "
+        f"{got}; take torch's sdpa"
     )

@@ -167,8 +167,8 @@ def rounded_norm(states: torch.Tensor, weight: torch.Tensor, rule: int) -> torch
 
 
 def assert_alike(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """One in a hundred may be a neighbour, or the next one: sums in float32 have another order. The tails of gates, next
-    to nothing, may be anything as small."""
+    """One in a hundred may be a neighbour, or the next one: sums in float32 have another order. The tails of gates,
+    next to nothing, may be anything as small."""
     assert found.dtype is expected.dtype is torch.bfloat16 and found.shape == expected.shape
     apart = (found.contiguous().view(torch.int16).int() - expected.contiguous().view(torch.int16).int()).abs()
     apart[(found.abs() < 1e-5) & (expected.abs() < 1e-5)] = 0

@@ -97,7 +97,7 @@ def _refusal(paths: TokenPaths, **tensors: torch.Tensor) -> str:
         for name, tensor in tensors.items()
     )
     return (
-        f"query [1, H, {paths.num_tokens}, D], key and value [{paths.num_rows}, Hkv, L, D] must be on a CPU, of float32 "
-        f"or all of bfloat16, without gradients, D a multiple of {LANES}, a head's keys one behind the other, got "
-        f"{got}; take torch's sdpa"
+        f"query [1, H, {paths.num_tokens}, D], key and value [{paths.num_rows}, Hkv, L, D] must be on a CPU, all of "
+        f"float32 or all of bfloat16, without gradients, D a multiple of {LANES}, a head's keys one behind the other, "
+        f"got {got}; take torch's sdpa"
     )

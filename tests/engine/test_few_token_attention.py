@@ -214,6 +214,6 @@ def test_other_tensors_are_refused():
         "tokens": [step.query[:, :, :5], step.key, step.value],
     }
     for name, (query, key, value) in wrong.items():
-        with pytest.raises(ValueError, match="must be on a CPU, of float32"):
+        with pytest.raises(ValueError, match="must be on a CPU, all of float32"):
             few_token_attention(query, key, value, step.paths, scale=0.1)
         assert name in ("rows", "tokens") or not is_supported(query, key, value), name

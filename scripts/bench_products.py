@@ -1,7 +1,7 @@
 """What linear layers of a few tokens cost on this processor, by who multiplies.
 
     python scripts/bench_products.py                                  # SmolLM2's layers, 1 to 16 tokens
-    python scripts/bench_products.py --shapes 2048x2048 --tokens 1,8 --threads 1
+    python scripts/bench_products.py --shapes 2048x2048 --tokens 1,8 --threads 1 --dtype bfloat16
 
 `linear`: torch.nn.functional.linear. `onednn`: torch's oneDNN operator, where this build has it. `ours`:
 `stand.forward.few_token_product`. Weights change from call to call, so that they come from memory (a model's do), and
@@ -42,10 +42,12 @@ def ways() -> dict[str, Product]:
 
 def seconds_per_product(weights: Sequence[torch.Tensor], num_tokens: int, rounds: int) -> dict[str, float]:
     """Of every way the least over rounds of its mean over the weights; their results are compared first."""
-    x = torch.randn(num_tokens, weights[0].shape[1])
+    x = torch.randn(num_tokens, weights[0].shape[1]).to(weights[0].dtype)
     least = dict.fromkeys(ways(), float("inf"))
+    expected = x.double() @ weights[0].double().T
+    tolerance = 1e-2 if x.dtype is torch.bfloat16 else 1e-4
     for multiply in ways().values():
-        torch.testing.assert_close(multiply(x, weights[0]), x @ weights[0].T, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(multiply(x, weights[0]).double(), expected, rtol=tolerance, atol=10 * tolerance)
     for _ in range(rounds):
         for way, multiply in ways().items():
             begin = time.perf_counter()
@@ -57,21 +59,22 @@ def seconds_per_product(weights: Sequence[torch.Tensor], num_tokens: int, rounds
 
 def measure(shape: tuple[int, int], options: argparse.Namespace) -> list[dict]:
     num_rows, depth = shape
-    nbytes = 4 * num_rows * depth
-    weights = [torch.randn(shape) for _ in range(max(1, round(options.megabytes * 1e6 / nbytes)))]
+    nbytes = options.dtype.itemsize * num_rows * depth
+    weights = [torch.randn(shape).to(options.dtype) for _ in range(max(1, round(options.megabytes * 1e6 / nbytes)))]
     found = []
     for threads in options.threads:
         torch.set_num_threads(threads)
         for num_tokens in options.tokens:
             seconds = seconds_per_product(weights, num_tokens, options.rounds)
-            found.append({"rows": num_rows, "depth": depth, "threads": threads, "tokens": num_tokens, **seconds})
+            sizes = {"rows": num_rows, "depth": depth, "nbytes": nbytes, "threads": threads, "tokens": num_tokens}
+            found.append({**sizes, **seconds})
     return found
 
 
 def table_row(found: dict) -> tuple:
     milliseconds = [1e3 * found[way] if way in found else None for way in ("linear", "onednn", "ours")]
     weights = found["rows"] * found["depth"]
-    speeds = 4e-9 * weights / found["ours"], 2e-9 * weights * found["tokens"] / found["ours"]
+    speeds = 1e-9 * found["nbytes"] / found["ours"], 2e-9 * weights * found["tokens"] / found["ours"]
     cells = [None if value is None else f"{value:.3f}" for value in milliseconds]
     return (f"{found['rows']}x{found['depth']}", found["threads"], found["tokens"], *cells, *speeds)
 
@@ -84,12 +87,19 @@ def shape_list(text: str) -> list[tuple[int, int]]:
     return [(rows, depth) for rows, depth in pairs]
 
 
+def dtype_named(text: str) -> torch.dtype:
+    if text not in ("float32", "bfloat16"):
+        raise argparse.ArgumentTypeError(f"must be float32 or bfloat16, got {text!r}")
+    return getattr(torch, text)
+
+
 def read_options(command_line: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     threads = sorted({1, torch.get_num_threads()})
     parser.add_argument("--shapes", type=shape_list, default=shape_list(LAYERS), help=f"default: {LAYERS}")
     parser.add_argument("--tokens", type=count_list, default=[1, 2, 4, 8, 16])
     parser.add_argument("--threads", type=count_list, default=threads, help="default: 1 and all of torch's")
+    parser.add_argument("--dtype", type=dtype_named, default=torch.float32, help="float32 or bfloat16")
     parser.add_argument("--rounds", type=positive_integer, default=10)
     parser.add_argument("--megabytes", type=positive_integer, default=MEGABYTES, help="of weights in a round")
     return parser.parse_args(command_line)

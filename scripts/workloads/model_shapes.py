@@ -1,6 +1,6 @@
 """Shapes of the models that figures are given for, written out: nothing is downloaded to time them.
 
-Sizes are those of the published configurations (Qwen2.5-7B and 14B, Qwen3-8B, Llama-3.1-8B). Weights are random, which
+Sizes are those of the published configurations (Qwen2.5-1.5B, 7B and 14B, Qwen3-8B, Llama-3.1-8B). Weights are random, which
 is as good as trained ones for time and says nothing about acceptance.
 """
 
@@ -90,6 +90,7 @@ class ModelShape:
 SHAPES = {
     shape.name: shape
     for shape in (
+        ModelShape("qwen2.5-1.5b", "qwen2", 28, 1536, 12, 2, 128, 8960, 151936, 1e6),
         ModelShape("qwen2.5-7b", "qwen2", 28, 3584, 28, 4, 128, 18944, 152064, 1e6),
         ModelShape("qwen2.5-14b", "qwen2", 48, 5120, 40, 8, 128, 13824, 152064, 1e6),
         ModelShape("qwen3-8b", "qwen3", 36, 4096, 32, 8, 128, 12288, 151936, 1e6),

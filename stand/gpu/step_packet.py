@@ -61,17 +61,13 @@ class StepPacket:
             },
             device,
         )
+        self.host: Mapping[str, np.ndarray] = self._packet.host  # as `upload` sends them
         self._arrays = StepArrays(
-            self._packet.host,
+            self.host,
             tile_tokens=size.tile_tokens,
             row_items=splitting.row_items,
             shortest_split=splitting.shortest,
         )
-
-    @property
-    def host(self) -> Mapping[str, np.ndarray]:
-        """The arrays as `upload` will send them."""
-        return self._packet.host
 
     @property
     def device(self) -> Mapping[str, torch.Tensor]:

@@ -119,8 +119,8 @@ def test_streams_that_are_of_no_worth_are_seldom_run(monkeypatch):
     counts = {}
     for always in (False, True):
         source = untrained("streams", always=always)
-        runs, work = [], source.rider._run
-        source.rider._run = lambda *arguments, runs=runs, work=work: runs.append(1) or work(*arguments)
+        runs, work = [], source.rider.guesses
+        source.rider.guesses = lambda *arguments, runs=runs, work=work: runs.append(1) or work(*arguments)
         output = engine_with(source).generate(
             input_ids=PROMPTS, num_return_sequences=4, max_new_tokens=200, temperature=0.3, seed=1
         )

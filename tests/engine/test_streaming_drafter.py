@@ -233,17 +233,6 @@ def test_slots_of_a_step_are_known_before_it():
     assert stand.BlendedDrafter(budget=3).most_slots(2) == 3
 
 
-def test_captured_steps_are_refused_by_name():
-    model = tiny_model("llama")
-    for drafter in (
-        stand.StreamingDrafter(random_streams(model)),
-        stand.BlendedDrafter(source=stand.StreamLaws(random_streams(model))),
-    ):
-        with pytest.raises(ValueError, match=r"'triton' cannot serve here: the drafter runs on .* use backend='sdpa'"):
-            stand.wrap(model, drafter=drafter, backend="triton")
-        assert stand.wrap(model, drafter=drafter).backend.name == "sdpa"
-
-
 @pytest.mark.parametrize(
     "settings", [{"budget": -1}, {"placement": "prompt"}, {"temperature": 0.0}, {"num_candidates": 65}]
 )

@@ -8,8 +8,9 @@ import pytest
 SMALL = ["--shapes", "20x48,8x16", "--tokens", "1,3", "--threads", "1", "--rounds", "2", "--megabytes", "1"]
 
 
-def test_every_way_is_timed(capsys):
-    bench_products.main(SMALL)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_way_is_timed(capsys, dtype):
+    bench_products.main([*SMALL, "--dtype", dtype])
     *_, document = capsys.readouterr().out.splitlines()
     found = json.loads(document)
     assert [(each["rows"], each["depth"], each["tokens"]) for each in found] == [
@@ -26,7 +27,7 @@ def test_a_missing_operator_is_left_out(monkeypatch, capsys):
 
 
 def test_a_way_with_other_results_is_a_fault(monkeypatch):
-    monkeypatch.setattr(bench_products, "few_token_product", lambda x, weight: 1.01 * (x @ weight.T))
+    monkeypatch.setattr(bench_products, "few_token_product", lambda x, weight: 1.1 * (x @ weight.T))
     with pytest.raises(AssertionError, match="not close"):
         bench_products.main(SMALL)
 

@@ -68,6 +68,7 @@ class Streams(TrainedPart):
         _check_target(target, num_layers)
         decoder = target.get_decoder()
         self.config = copy.deepcopy(text_config(target))
+        self.config._attn_implementation = ATTENTION_NAME
         self.num_streams = num_streams
         self.first_layer = len(decoder.layers) - num_layers
         size = self.config.hidden_size
@@ -110,15 +111,16 @@ class Streams(TrainedPart):
         return self.lift(hidden)[..., None, :] + self.embeddings
 
     def forward(
-        self, states: torch.Tensor, position_ids: torch.Tensor, *, attention: str = ATTENTION_NAME, **kwargs: object
+        self, states: torch.Tensor, position_ids: torch.Tensor, *, attention: str | None = None, **kwargs: object
     ) -> torch.Tensor:
         """States [B, G, D] through the layers and the final norm: [B, G, D], as the LM head takes them.
 
-        position_ids [B, G]: stream j of a token is j places behind it. attention: a name that transformers knows.
-        kwargs go to the layers: a cache that holds the target's keys and takes the streams' behind them, and who sees
-        whom.
+        position_ids [B, G]: stream j of a token is j places behind it. attention: from now on, a name that transformers
+        knows. kwargs go to the layers: a cache that holds the target's keys and takes the streams' behind them, and who
+        sees whom.
         """
-        self.config._attn_implementation = attention
+        if attention is not None:
+            self.config._attn_implementation = attention
         decoder = self._model[0].get_decoder()
         angles = decoder.rotary_emb(states, position_ids=position_ids)
         for layer in self._layers:

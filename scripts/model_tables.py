@@ -120,7 +120,11 @@ def run_replays(run: Run, settings: list[str]) -> str:
 
 
 def run_loops(run: Run, part: str, settings: list[str]) -> str:
-    arms = [(setting, arm) for setting in settings for arm in loop_arms(part)]
+    arms = [
+        (setting, arm)
+        for setting in settings
+        for arm in loop_arms(part, head=run.options.head, temperature=law_settings(setting)["temperature"])
+    ]
     results: dict[tuple[str, LoopArm], dict] = {}
     progress = Progress(len(arms))
     for setting, arm in arms:
@@ -193,6 +197,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--loop-problems", type=int, default=4, help="problems with the model in the loop")
     parser.add_argument("--loop-samples", type=int, default=4, help="samples per problem, together, in `time` in turn")
     parser.add_argument("--costs", type=Path, help="file of step costs of one row: what drafts would do to the time")
+    parser.add_argument("--head", help="an EAGLE-1 head of the model: `rules` with chains that it draws, too")
     parser.add_argument("--folder", type=Path, default=Path("results/model_tables"))
     parser.add_argument("--threads", type=lambda text: count_list(text)[0], default=torch.get_num_threads())
     options = parser.parse_args()

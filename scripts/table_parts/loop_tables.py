@@ -20,12 +20,14 @@ from table_parts.path_laws import PathLawsDrafter
 NODES_PER_ROW = 8
 ROOM = 10  # a step counts where a row has room for so many tokens
 CHAIN = 8
+HEAD_CANDIDATES = 64  # of its laws, the most that are recorded
 RULES = {
     "sampled": ("traversal", "match", "rrs"),
     "mixed": ("traversal", "match", "rrs"),
     "deterministic": ("match",),
     "chains": ("token", "block", "match"),
 }
+HEAD_CHAINS = "head's chains"  # of an EAGLE-1 head
 LEARNERS = {"all nodes' laws": stand.BlendedDrafter, "kept paths' laws": PathLawsDrafter, "tokens": TokenDrafter}
 
 
@@ -36,13 +38,18 @@ class LoopArm:
     name: str
     rules: tuple[str, ...]
     kind: str = "sampled"
+    head: str | None = None  # where a head's checkpoint lies
+    temperature: float = 1.0  # of the head's laws
     learner: type[stand.BlendedDrafter] = field(default=stand.BlendedDrafter, compare=False)
 
 
-def loop_arms(part: str) -> Iterator[LoopArm]:
+def loop_arms(part: str, *, head: str | None = None, temperature: float = 1.0) -> Iterator[LoopArm]:
+    """head: of a trained head, whose chains are compared too; temperature: the target's."""
     if part == "rules":
         for kind, rules in RULES.items():
             yield LoopArm(kind, rules, kind)
+        if head is not None:
+            yield LoopArm(HEAD_CHAINS, RULES["chains"], "chains", head=head, temperature=temperature)
     else:
         for name, learner in LEARNERS.items():
             yield LoopArm(name, ("match",), learner=learner)
@@ -76,7 +83,10 @@ def run_loop_arm(
     model, tokenizer, prompts: Sequence[Sequence[int]], arm: LoopArm, *, samples: int, **settings
 ) -> dict[str, object]:
     """Per problem: steps, and the tokens that every rule gets from them on average. One lookup learns from all."""
-    if arm.kind == "chains":
+    if arm.head is not None:
+        shape, law = TreeShape.chain(CHAIN), {"temperature": arm.temperature, "num_candidates": HEAD_CANDIDATES}
+        drafter = stand.EagleDrafter(arm.head, shape=shape, **law)
+    elif arm.kind == "chains":
         drafter = stand.FixedShapeDrafter(LookupTree(), TreeShape.chain(CHAIN))
     else:
         budget = NODES_PER_ROW * samples * len(prompts)

@@ -37,8 +37,12 @@ class RoomDrafter(stand.Drafter):
 
     def __init__(self, drafter: stand.Drafter, room: int) -> None:
         self.drafter, self.room = drafter, room
-        self.num_candidates = drafter.num_candidates
+        self.num_candidates, self.requires_features = drafter.num_candidates, drafter.requires_features
         self.has_room = np.zeros(0, dtype=bool)
+
+    def attach(self, model, fingerprint) -> None:
+        self.drafter.attach(model, fingerprint)
+        self.num_candidates = self.drafter.num_candidates  # a lookup may have been made
 
     def draft(self, request: stand.DraftRequest) -> DraftBatch:
         self.has_room = request.max_depths >= self.room
@@ -49,3 +53,9 @@ class RoomDrafter(stand.Drafter):
 
     def learn(self, lesson: stand.Lesson) -> None:
         self.drafter.learn(lesson)
+
+    def follow_prompt(self, token_ids, features) -> None:
+        self.drafter.follow_prompt(token_ids, features)
+
+    def follow(self, lesson: stand.Lesson) -> None:
+        self.drafter.follow(lesson)

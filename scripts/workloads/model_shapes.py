@@ -1,7 +1,7 @@
 """Shapes of the models that figures are given for, written out: nothing is downloaded to time them.
 
-Sizes are those of the published configurations (Qwen2.5-1.5B, 7B and 14B, Qwen3-8B, Llama-3.1-8B). Weights are random, which
-is as good as trained ones for time and says nothing about acceptance.
+Sizes are those of the published configurations (Qwen2.5-1.5B, 7B and 14B, Qwen3-8B, Llama-3.1-8B). Weights are random,
+which is as good as trained ones for time and says nothing about acceptance.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import model_tables
 import numpy as np
@@ -14,9 +15,11 @@ from table_parts import replay_tables
 from table_parts.estimates import CalibrationArm, calibration_table, run_calibration_arm
 from table_parts.law_recording import LawRecording, record
 from table_parts.law_replay import replay
+from table_parts.loop_tables import loop_arms, run_loop_arm
 from table_parts.path_laws import PathLawsDrafter
 from table_parts.time_tables import PLAIN, Sampler, counted_forwards, time_arms, time_problem, time_table
 from tiny_models import tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import stand
 from stand.drafters.step_cost import StepCost
@@ -29,6 +32,12 @@ SETTINGS = {"max_new_tokens": 40, "temperature": 0.7, "top_k": 0, "seed": 5}
 @pytest.fixture(scope="module")
 def recording():
     return record(tiny_model("qwen2"), None, [PROMPT], 4, **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def model_and_tokenizer():
+    tokenizer = AutoTokenizer.from_pretrained(REASONER)
+    return AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32), tokenizer
 
 
 class Counter(PathLawsDrafter):
@@ -167,6 +176,16 @@ def test_the_command_goes_on_where_it_ended(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(model_tables, name, None)  # nothing is run anew
     run(monkeypatch, tmp_path, *words.split())
     assert capsys.readouterr().out == first
+
+
+def test_chains_of_a_head_are_asked_about_too(model_and_tokenizer):
+    head = Path(model_tables.__file__).parent / "drafters" / "eagle"
+    (arm,) = (one for one in loop_arms("rules", head=str(head), temperature=0.8) if one.head)
+    how = {**SETTINGS, "temperature": 0.8, "max_new_tokens": 24}
+    found = run_loop_arm(*model_and_tokenizer, [PROMPT], arm, samples=2, **how)
+    steps, tokens = found["steps"][0], {rule: kept[0] for rule, kept in found["tokens"].items()}
+    assert set(tokens) == {"token", "block", "match"}
+    assert steps < tokens["match"] <= tokens["token"] and 0.95 < tokens["block"] / tokens["token"] < 1.2
 
 
 def test_time_is_that_of_the_steps(recording):

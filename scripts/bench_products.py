@@ -59,8 +59,9 @@ def seconds_per_product(weights: Sequence[torch.Tensor], num_tokens: int, rounds
 
 def measure(shape: tuple[int, int], options: argparse.Namespace) -> list[dict]:
     num_rows, depth = shape
-    nbytes = options.dtype.itemsize * num_rows * depth
-    weights = [torch.randn(shape).to(options.dtype) for _ in range(max(1, round(options.megabytes * 1e6 / nbytes)))]
+    dtype = getattr(torch, options.dtype)
+    nbytes = dtype.itemsize * num_rows * depth
+    weights = [torch.randn(shape).to(dtype) for _ in range(max(1, round(options.megabytes * 1e6 / nbytes)))]
     found = []
     for threads in options.threads:
         torch.set_num_threads(threads)
@@ -87,19 +88,13 @@ def shape_list(text: str) -> list[tuple[int, int]]:
     return [(rows, depth) for rows, depth in pairs]
 
 
-def dtype_named(text: str) -> torch.dtype:
-    if text not in ("float32", "bfloat16"):
-        raise argparse.ArgumentTypeError(f"must be float32 or bfloat16, got {text!r}")
-    return getattr(torch, text)
-
-
 def read_options(command_line: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     threads = sorted({1, torch.get_num_threads()})
     parser.add_argument("--shapes", type=shape_list, default=shape_list(LAYERS), help=f"default: {LAYERS}")
     parser.add_argument("--tokens", type=count_list, default=[1, 2, 4, 8, 16])
     parser.add_argument("--threads", type=count_list, default=threads, help="default: 1 and all of torch's")
-    parser.add_argument("--dtype", type=dtype_named, default=torch.float32, help="float32 or bfloat16")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=positive_integer, default=10)
     parser.add_argument("--megabytes", type=positive_integer, default=MEGABYTES, help="of weights in a round")
     return parser.parse_args(command_line)

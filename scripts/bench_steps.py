@@ -17,7 +17,6 @@ from collections.abc import Sequence
 import torch
 from measuring.setup import count_list, positive_integer
 from measuring.text_table import format_table
-from transformers import AutoModelForCausalLM, PreTrainedModel
 from workloads.model_shapes import SHAPES, SMOKE_SHAPE
 
 import stand
@@ -27,17 +26,12 @@ MAX_POSITIONS = 8192
 HEADER = ("rows", "tokens", "milliseconds", "x without drafts", "GB/s of weights")
 
 
-def random_model(name: str, dtype: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = MODELS[name].config(max_positions=MAX_POSITIONS)
-    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
-
-
 def measure(options: argparse.Namespace) -> list[dict]:
     torch.set_num_threads(options.threads)
-    model = random_model(options.shape, options.dtype)
+    shape, dtype = MODELS[options.shape], getattr(torch, options.dtype)
+    model = shape.random_model(device=torch.device("cpu"), dtype=dtype, max_positions=MAX_POSITIONS)
     engine = stand.wrap(model, fuse=options.fuse)
-    nbytes = MODELS[options.shape].weight_count() * model.dtype.itemsize
+    nbytes = shape.weight_count() * dtype.itemsize
     found = []
     for rows in options.rows:
         cost = engine.measure_cost(num_rows=rows, length=options.length, most_tokens=max(options.most_tokens, 2 * rows))

@@ -6,7 +6,6 @@ import gc
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 from workloads.model_shapes import ModelShape
 
 import stand
@@ -35,7 +34,7 @@ class BenchModel:
         self.shape = shape
         if device.type == "cuda":
             free_memory()
-        self.model = build(shape, device=device, dtype=dtype, max_positions=max_positions)
+        self.model = shape.random_model(device=device, dtype=dtype, max_positions=max_positions)
         self.engine = stand.wrap(self.model, verifier=RULE, backend="auto" if device.type == "cuda" else "triton")
         if self.engine.backend.name != "triton":
             raise ValueError(
@@ -88,14 +87,6 @@ class BenchModel:
         )  # fmt: skip
         cache.storage.normal_()
         return cache
-
-
-def build(shape: ModelShape, *, device: torch.device, dtype: torch.dtype, max_positions: int) -> PreTrainedModel:
-    """The shape with random weights, made where it runs."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(shape.config(max_positions=max_positions), dtype=dtype)
-    return model.eval()
 
 
 def free_memory() -> None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
 
 INITIAL_SPREAD = 0.02  # standard deviation of random weights; zeros would make matrix products faster
 
@@ -85,6 +86,16 @@ class ModelShape:
             initializer_range=INITIAL_SPREAD,
             tie_word_embeddings=False,
         )
+
+    def random_model(self, *, device: torch.device, dtype: torch.dtype, max_positions: int) -> PreTrainedModel:
+        """With random weights, made where it runs."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(self.config(max_positions=max_positions), dtype=dtype)
+        return model.eval()
 
 
 SHAPES = {

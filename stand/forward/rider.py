@@ -30,7 +30,7 @@ class Rider(Protocol):
 
     is_capturable: bool  # whether captured steps can carry it: all that it runs are tails
     tail_length: int  # G, tokens of its own behind the end of a kept path
-    guess_width: int  # K, tokens that it guesses at each of them
+    law_size: int  # K, tokens that it guesses at each of them
     hidden: torch.Tensor | None  # [M, D]: of the last forward that was watched
 
     def watching(self) -> AbstractContextManager[None]:

@@ -74,7 +74,7 @@ class Tails:
 
     def __init__(self, model: PreTrainedModel, output: StepOutput, num_rows: int, runner: Runner):
         """output: has a rider."""
-        self._length, width = output.rider.tail_length, output.rider.guess_width
+        self._length, width = output.rider.tail_length, output.rider.law_size
         self._device, self._output, self._num_rows, self._runner = model.device, output, num_rows, runner
         per_token = (NUM_TOKENS[-1], width)
         self._guessed = Packet({"ids": (np.int32, per_token), "probs": (np.float32, per_token)}, model.device)
@@ -113,18 +113,13 @@ class Tails:
         return tuple(self._guessed.host[name][:count].reshape(shape).copy() for name in ("ids", "probs"))
 
     def _recorded_for(self, num_rows: int, table: PageTable) -> tuple[TailBody, Body]:
+        tile_tokens, splitting = self._output.tile_tokens(self._length), self._output.splitting
         size = StepSize.covering(
-            num_rows * self._length,
-            self._num_rows,
-            tile_tokens=self._output.tile_tokens(self._length),
-            splitting=self._output.splitting,
-            room=table.room,
+            num_rows * self._length, self._num_rows, tile_tokens=tile_tokens, splitting=splitting, room=table.room
         )
         if size not in self._recorded:
             ends = (np.int64, (-(-size.num_tokens // self._length),))
-            packet = StepPacket(
-                size, self._device, splitting=self._output.splitting, table=table, more={"ends": ends}
-            )  # fmt: skip
+            packet = StepPacket(size, self._device, splitting=splitting, table=table, more={"ends": ends})
             packet.clear(table)
             body = TailBody(packet, table.cache, self._output, self._guessed)
             self._recorded[size] = body, self._runner.record_alone(body.run)

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from failures import failing_after  # noqa: E402
 from plain_eagle import random_head  # noqa: E402
 from plain_kernels import use_plain_kernels  # noqa: E402
 from tiny_models import kernel_model  # noqa: E402
@@ -85,14 +86,7 @@ def test_penalties_take_eager_steps_with_features():
 def test_a_step_that_fails_goes_on_with_features(monkeypatch):
     drafters = [Watched() for _ in range(2)]
     expected = decode("sdpa", drafters[0])
-    launch, count = CapturedStep.launch, iter(range(100))
-
-    def failing(step):
-        if next(count) == 5:
-            raise RuntimeError("gone")
-        launch(step)
-
-    monkeypatch.setattr(CapturedStep, "launch", failing)
+    monkeypatch.setattr(CapturedStep, "launch", failing_after(5, CapturedStep.launch, RuntimeError("gone")))
     engine = stand.wrap(kernel_model("qwen2"), drafter=drafters[1], verifier="match", backend="triton", fuse=False)
     with pytest.warns(UserWarning, match="decoding goes on with eager steps"):
         assert engine.generate(input_ids=PROMPTS, **SETTINGS).token_ids == expected.token_ids

@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from failures import failing_after  # noqa: E402
 from plain_kernels import use_plain_kernels  # noqa: E402
 from tiny_models import kernel_model  # noqa: E402
 
@@ -27,19 +28,6 @@ def plain_kernels(monkeypatch):
 def engine_of(backend, *, budget=None):
     drafter = stand.BlendedDrafter(budget=budget)
     return stand.wrap(kernel_model("qwen2"), drafter=drafter, verifier="match", backend=backend, fuse=False)
-
-
-def failing_after(count, work, error, *, times=10**6):
-    """`work`, until it was called `count` times; it fails so many times."""
-    calls = []
-
-    def call(*arguments, **options):
-        calls.append(1)
-        if count < len(calls) <= count + times:
-            raise type(error)(*error.args)  # one of its own, whose traceback keeps nothing alive
-        return work(*arguments, **options)
-
-    return call
 
 
 FAILURES = {

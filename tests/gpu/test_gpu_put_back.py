@@ -6,6 +6,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from failures import failing_after  # noqa: E402
 from plain_kernels import use_plain_kernels  # noqa: E402
 from tiny_models import kernel_model  # noqa: E402
 
@@ -119,15 +120,7 @@ def test_a_copy_that_is_left_out_is_noticed(monkeypatch, expected):
 
 def test_a_failure_under_a_cap_goes_on_over_the_same_pages(monkeypatch, expected):
     """Also in the step in which a row has just copied its prompt's last page; rows are still put back."""
-    launch, calls = CapturedStep.launch, []
-
-    def failing(step):
-        calls.append(1)
-        if len(calls) > 12:
-            raise RuntimeError("gone")
-        launch(step)
-
-    monkeypatch.setattr(CapturedStep, "launch", failing)
+    monkeypatch.setattr(CapturedStep, "launch", failing_after(12, CapturedStep.launch, RuntimeError("gone")))
     engine = engine_of()
     with pytest.warns(UserWarning, match="decoding goes on with eager steps"):
         output = engine.generate(PROMPT, **SETTINGS, max_cache_bytes=cap_of(11))

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from failures import failing_after  # noqa: E402
 from plain_kernels import use_plain_kernels  # noqa: E402
 from plain_streams import plain_stream_logits, random_streams  # noqa: E402
 from tiny_models import kernel_model  # noqa: E402
@@ -140,14 +141,7 @@ def test_tails_run_as_rows_grow_and_pages_run_out(monkeypatch):
 
 def test_tails_that_fail_leave_the_verdict_and_go_on_with_eager_steps(monkeypatch):
     expected = decode("sdpa", alone)
-    run, count = TailBody.run, iter(range(100))
-
-    def failing(body):
-        if next(count) == 5:
-            raise RuntimeError("gone")
-        run(body)
-
-    monkeypatch.setattr(TailBody, "run", failing)
+    monkeypatch.setattr(TailBody, "run", failing_after(5, TailBody.run, RuntimeError("gone")))
     model = kernel_model("qwen2")
     engine = stand.wrap(model, drafter=alone(model), verifier="match", backend="triton", fuse=False)
     with pytest.warns(UserWarning, match="RuntimeError: gone; decoding goes on with eager steps"):

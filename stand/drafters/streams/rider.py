@@ -74,10 +74,6 @@ class StreamRider:
         """See `Rider`: gamma."""
         return self.streams.num_streams
 
-    @property
-    def guess_width(self) -> int:
-        return self.law_size
-
     def laws_of(self, history: np.ndarray) -> Law | None:
         """Of a row whose pending token comes last: stream j's law is that of the token j places after it."""
         return self._laws.get(history[:-1].tobytes())
@@ -150,10 +146,8 @@ class StreamRider:
         cache.begin(plan)
         hidden = self.hidden[torch.from_numpy(nodes).to(self.hidden.device)]
         states = self.streams.begin(hidden)
-        through = self._through(
-            states.flatten(0, 1), plan.position_ids, attention=ATTENTION_NAME, cache=cache, plan=plan
-        )  # fmt: skip
-        return through.view(states.shape)
+        packed, positions = states.flatten(0, 1), plan.position_ids
+        return self._through(packed, positions, attention=ATTENTION_NAME, cache=cache, plan=plan).view(states.shape)
 
     def _through(
         self, states: torch.Tensor, position_ids: torch.Tensor, *, attention: str, cache: Cache, plan: object

@@ -52,7 +52,7 @@ LEVELS = {
     "stand.forward.dot_products": "-O2",  # loops are unrolled by hand; -Os: a fifth slower
     "stand.fusion.row_kernels": COMPACT_LEVEL,  # calls for few tokens take as long; a third of its size
     "stand.laws.filters": "-O2 -ftree-vectorize -fvect-cost-model=dynamic",  # as fast as -O3, a tenth smaller
-    # Vectorised loops are a twenty-fifth of it and save nothing. -O2: a sixth smaller, slower at serving engines' doors.
+    # Vectorised loops are a twenty-fifth of it and save nothing. -O2 is a sixth smaller, and slower at serving engines.
     "stand.trees.blended.lookup": "-O3 -fno-tree-vectorize -fno-tree-slp-vectorize",
     "stand.trees.longest_match.lookup": "-O2",  # 2 to 3 % slower for a tenth of its size; -Os: 11 to 14 %
     "stand.verifiers.rules.traversal_compiled": COMPACT_LEVEL,  # 0.8 us more of 6 with 80 nodes

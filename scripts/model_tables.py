@@ -23,13 +23,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
+from measuring.output_file import JsonLines
 from measuring.progress import Progress, say
-from measuring.setup import BOXED_INSTRUCTION, REASONER, WORD_PROBLEMS, count_list, load_model, prompt_ids
+from measuring.setup import BOXED_INSTRUCTION, REASONER, WORD_PROBLEMS, load_model, positive_integer, prompt_ids
 from table_parts.estimates import CalibrationArm, calibration_arms, calibration_table, run_calibration_arm
 from table_parts.law_recording import LawRecording, record
 from table_parts.law_replay import replay
@@ -37,6 +39,7 @@ from table_parts.loop_tables import LoopArm, loop_arms, loop_tables, run_loop_ar
 from table_parts.replay_tables import COUNTS, ReplayArm, replay_arms, replay_tables, result_of
 from table_parts.time_tables import time_problem, time_table
 from workloads.problem_sets import Task, generated_tasks, read_tasks
+from workloads.real_models import MODELS
 
 from stand.drafters.step_cost import CostTable
 
@@ -52,10 +55,26 @@ class Run:
         self.options = options
         self._loaded = None
         name = Path(options.model).name
-        self._path = options.folder / f"{name}.jsonl"
         self._recordings = options.folder / f"{name}-{options.num_problems}x{COUNTS[-1]}x{options.tokens}"
-        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
-        self._known = {tuple(line["key"]): line["result"] for line in map(json.loads, lines)}
+        options.folder.mkdir(parents=True, exist_ok=True)
+        self._file = JsonLines(options.folder / f"{name}.jsonl", "--folder", goes_on=True)
+        self._check_same_run()
+        self._known = {tuple(line["key"]): line["result"] for line in self._file.earlier[1:]}
+
+    def _check_same_run(self) -> None:
+        """The file begins with what its results depend on and their keys do not name."""
+        options = self.options
+        costs = None if options.costs is None else options.costs.read_text(encoding="utf-8")
+        is_folder = options.model not in MODELS and Path(options.model).is_dir()
+        model = str(Path(options.model).resolve()) if is_folder else options.model
+        run = {"model": model, "head": options.head, "costs": costs}
+        if not self._file.earlier:
+            self._file.add(run)
+        elif self._file.earlier[0] != run:
+            raise ValueError(
+                f"--folder must hold results of this model, --head and --costs, got {options.folder} with those of "
+                f"{self._file.earlier[0]}; name another folder"
+            )
 
     @property
     def model(self):
@@ -94,9 +113,7 @@ class Run:
         key = (*key, f"{size}, {options.tokens} tokens")
         if key not in self._known:
             self._known[key] = json.loads(json.dumps(compute()))
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"key": key, "result": self._known[key]}) + "\n")
+            self._file.add({"key": key, "result": self._known[key]})
         return self._known[key]
 
 
@@ -199,7 +216,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--costs", type=Path, help="file of step costs of one row: what drafts would do to the time")
     parser.add_argument("--head", help="an EAGLE-1 head of the model: `rules` with chains that it draws, too")
     parser.add_argument("--folder", type=Path, default=Path("results/model_tables"))
-    parser.add_argument("--threads", type=lambda text: count_list(text)[0], default=torch.get_num_threads())
+    parser.add_argument("--threads", type=positive_integer, default=torch.get_num_threads())
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"--parts must be among {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
@@ -222,7 +239,11 @@ def tables(run: Run) -> Iterator[str]:
 def main() -> None:
     options = read_arguments()
     torch.set_num_threads(options.threads)
-    for table in tables(Run(options)):
+    try:
+        run = Run(options)
+    except (ValueError, OSError) as error:
+        sys.exit(f"model_tables.py: {error}")
+    for table in tables(run):
         print(table, end="\n\n", flush=True)
 
 

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stand.trees.layouts import layout
+from stand.trees.parents import NO_PARENT, ROOT, check_parents, depths_and_ranks
 
 if TYPE_CHECKING:
     from stand.trees.blended.lookup import OutsideLaws
 
-ROOT = 0
-NO_PARENT = -1
 NO_TOKEN = -1
 LAW_TOLERANCE = 1e-5
 OPTIONAL_ARRAYS = ("slots", "path_probabilities", "path_estimates")  # one entry per node, or None
@@ -213,16 +212,12 @@ def _pending_arrays(num_rows: int) -> tuple[np.ndarray, ...]:
 
 
 def _depths_and_ranks(parents: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    depths = np.zeros(len(parents), dtype=np.int32)
-    ranks = np.zeros(len(parents), dtype=np.int32)
-    for first, end in zip(offsets[:-1], offsets[1:], strict=True):
-        num_children = np.zeros(end - first, dtype=np.int32)
-        for node in range(1, end - first):
-            parent = parents[first + node]
-            depths[first + node] = depths[first + parent] + 1
-            ranks[first + node] = num_children[parent]
-            num_children[parent] += 1
-    return depths, ranks
+    """Of every draft of a batch, [M] int32 each."""
+    found = [depths_and_ranks(parents[first:end]) for first, end in zip(offsets[:-1], offsets[1:], strict=True)]
+    if not found:
+        return np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int32)
+    depths, ranks, _ = zip(*found, strict=True)
+    return np.concatenate(depths), np.concatenate(ranks)
 
 
 def _part(array: np.ndarray | None, nodes: slice) -> np.ndarray | None:
@@ -257,10 +252,7 @@ def _check_arrays(draft: DraftTree) -> None:
         array = getattr(draft, name)
         if array is not None and array.shape != (num_nodes,):
             raise ValueError(f"{name} must be [N] with N = {num_nodes}, got shape {array.shape}")
-    if draft.parents[ROOT] != NO_PARENT:
-        raise ValueError(f"parents[0] must be {NO_PARENT}, got {draft.parents[ROOT]}")
-    if np.any(draft.parents[1:] < 0) or np.any(draft.parents[1:] >= np.arange(1, num_nodes)):
-        raise ValueError("parents[i] must be in [0, i) for i > 0; reorder nodes so that parents come first")
+    check_parents(draft.parents)
     if np.any(draft.law < 0) or not np.all(np.isfinite(draft.law)):
         raise ValueError("law must be finite and not negative")
 

@@ -15,10 +15,11 @@ FINGERPRINT_BYTES = 16
 def vocabulary_fingerprint(token_to_id: Mapping[str, int]) -> bytes:
     """16 bytes (blake2b) that identify a vocabulary, whatever the order of the mapping.
 
-    token_to_id: as given by `tokenizer.get_vocab()`. Raises ValueError where it is empty.
+    token_to_id: as given by `tokenizer.get_vocab()`. Raises ValueError where it is no such mapping, or empty.
     """
-    if len(token_to_id) == 0:
-        raise ValueError("token_to_id must not be empty, got no token; pass tokenizer.get_vocab()")
+    if not isinstance(token_to_id, Mapping) or len(token_to_id) == 0:
+        got = type(token_to_id).__name__ if not isinstance(token_to_id, Mapping) else "an empty one"
+        raise ValueError(f"token_to_id must be a mapping of tokens to ids, got {got}; pass tokenizer.get_vocab()")
     digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
     for token, token_id in sorted(token_to_id.items()):
         text = token.encode("utf-8", "surrogatepass")

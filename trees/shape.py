@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from stand.trees.draft import NO_PARENT, ROOT
+from stand.trees.parents import NO_PARENT, ROOT, check_parents, depths_and_ranks
 
 # STAND, figure of the optimised tree: slots by depth, without the root. The paper gives these counts alone.
 PAPER_SLOTS_BY_DEPTH = (8, 19, 16, 13, 8, 7, 2, 1, 1, 1, 1, 1, 1)
@@ -31,17 +31,23 @@ class TreeShape:
     """
 
     parents: np.ndarray  # [N] int32
+    depths: np.ndarray = field(init=False)  # [N] int32, 0 at the root
+    ranks: np.ndarray = field(init=False)  # [N] int32, position among the siblings
+    num_children: np.ndarray = field(init=False)  # [N] int32
 
     def __post_init__(self) -> None:
         parents = np.array(self.parents, dtype=np.int32)
-        _check_parents(parents)
+        check_parents(parents)
         parents = _by_depth(parents)
-        parents.setflags(write=False)
-        object.__setattr__(self, "parents", parents)
+        depths, ranks, num_children = depths_and_ranks(parents)
+        arrays = {"parents": parents, "depths": depths, "ranks": ranks, "num_children": num_children}
+        for name, array in arrays.items():
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
 
     def check(self) -> None:
         """Raise ValueError where an invariant is broken."""
-        _check_parents(self.parents)
+        check_parents(self.parents)
         if np.any(np.diff(self.depths) < 0):
             raise ValueError("slots must be numbered by depth; build the shape anew from its parents")
 
@@ -61,28 +67,8 @@ class TreeShape:
         return len(self.parents)
 
     @property
-    def num_children(self) -> np.ndarray:
-        """[N] int32."""
-        return np.bincount(self.parents[1:], minlength=self.num_nodes).astype(np.int32)
-
-    @property
-    def depths(self) -> np.ndarray:
-        """[N] int32, 0 at the root."""
-        return _depths(self.parents)
-
-    @property
     def max_depth(self) -> int:
         return int(self.depths[-1])
-
-    @property
-    def ranks(self) -> np.ndarray:
-        """[N] int32, position among the siblings."""
-        ranks = np.zeros(self.num_nodes, dtype=np.int32)
-        seen = np.zeros(self.num_nodes, dtype=np.int32)
-        for slot in range(1, self.num_nodes):
-            ranks[slot] = seen[self.parents[slot]]
-            seen[self.parents[slot]] += 1
-        return ranks
 
     def truncated(self, depth: int) -> TreeShape:
         """The slots down to `depth`, with the numbers they have here."""
@@ -172,22 +158,8 @@ class TreeShape:
         )
 
 
-def _check_parents(parents: np.ndarray) -> None:
-    if parents.ndim != 1 or len(parents) == 0 or parents[ROOT] != NO_PARENT:
-        raise ValueError(f"parents must be a list that starts with {NO_PARENT}, got {parents.tolist()}")
-    if np.any(parents[1:] < 0) or np.any(parents[1:] >= np.arange(1, len(parents))):
-        raise ValueError("parents[i] must be in [0, i) for i > 0; reorder slots so that parents come first")
-
-
-def _depths(parents: np.ndarray) -> np.ndarray:
-    depths = np.zeros(len(parents), dtype=np.int32)
-    for slot in range(1, len(parents)):
-        depths[slot] = depths[parents[slot]] + 1
-    return depths
-
-
 def _by_depth(parents: np.ndarray) -> np.ndarray:
-    order = np.argsort(_depths(parents), kind="stable")
+    order = np.argsort(depths_and_ranks(parents)[0], kind="stable")
     new_index = np.empty(len(parents), dtype=np.int32)
     new_index[order] = np.arange(len(parents), dtype=np.int32)
     renumbered = new_index[parents[order]]

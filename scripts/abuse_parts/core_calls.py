@@ -68,7 +68,7 @@ def sound_calls(blended: BlendedLookup, tree: LookupTree) -> list[Call]:
         Call("draw_children", draw_children, {"kind": "mixed", "probabilities": np.array([0.5, 0.3], "f4"),
                                               "uniforms": np.array([0.2, 0.9]), "num_children": 2}),
         Call("uniforms", noise.uniforms, {"seed": 1, "stream": 0, "rows": [0], "steps": [0], "nodes": [1]}),
-        Call("vocabulary_fingerprint", vocabulary_fingerprint, {"vocabulary": {"a": 0}}),
+        Call("vocabulary_fingerprint", vocabulary_fingerprint, {"token_to_id": {"a": 0}}),
     ]  # fmt: skip
 
 

@@ -90,15 +90,15 @@ def sampling_for(arguments: argparse.Namespace, trajectories: int) -> Sampling:
 
 
 def count_list(text: str) -> list[int]:
-    """Numbers of trajectories, as 1,4,8,16."""
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"must be integers >= 1 with commas between, as 1,4,8,16; got {text!r}")
-    return counts
+    """Numbers of at least 1 with commas between, as 1,4,8,16."""
+    return [positive_integer(part) for part in text.split(",")]
 
 
 def positive_integer(text: str) -> int:
-    return count_list(text)[0]
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
+    return number

@@ -11,6 +11,7 @@ import abuse
 import numpy as np
 import pytest
 from abuse_parts.child import run_all
+from abuse_parts.core_calls import sound_calls
 from abuse_parts.damaged_files import damaged_files, reseal, taught
 from abuse_parts.interruptions import kills
 from abuse_parts.trial import EITHER, HONOURED_ONLY, REFUSED_ONLY, Trial, Unsound, judge
@@ -29,6 +30,12 @@ def verdicts(trials, **settings):
     outcomes = []
     run_all(trials, lambda trial, outcome: outcomes.append((outcome.verdict, outcome.detail)), **settings)
     return outcomes
+
+
+def test_sound_calls_are_sound():
+    lookups = taught()
+    for call in sound_calls(lookups["blended"], lookups["longest match"]):
+        call.verb(**call.arguments)
 
 
 def test_a_small_run_finds_nothing_wrong(capsys):

@@ -171,11 +171,13 @@ def test_the_command_goes_on_where_it_ended(monkeypatch, tmp_path, capsys):
     for line in ("deterministic 32 4", "chains         block", "kept paths' laws", "laws, 10 a row", "token recycling"):
         assert " ".join(line.split()) in " ".join(first.split())
     lines = (tmp_path / f"{REASONER.name}.jsonl").read_text().splitlines()
-    assert len(lines) == 3 + 4 + 3 + 4 + 2 and all(json.loads(line)["result"] for line in lines)
+    assert len(lines) == 1 + 3 + 4 + 3 + 4 + 2 and all(json.loads(line)["result"] for line in lines[1:])
     for name in ("record", "replay", "run_loop_arm", "time_problem"):
         monkeypatch.setattr(model_tables, name, None)  # nothing is run anew
     run(monkeypatch, tmp_path, *words.split())
     assert capsys.readouterr().out == first
+    with pytest.raises(SystemExit, match="must hold results of this model, --head and --costs"):
+        run(monkeypatch, tmp_path, *words.split(), "--head", "another")
 
 
 def test_chains_of_a_head_are_asked_about_too(model_and_tokenizer):

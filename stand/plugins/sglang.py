@@ -44,9 +44,9 @@ class LookupCorpus:
     """What SGLang's NgramCorpus is for its workers: same arguments, methods and arrays.
 
     draft_token_num: nodes of every request's draft, its last token included. max_trie_depth: tokens that SGLang shows
-    of each text; from 12 + draft_token_num on nothing is missed. external_corpus_max_tokens: of all corpora together.
-    The other arguments belong to SGLang's trie and have no meaning here; options come from the environment
-    (`ServingOptions`).
+    of each text; from 12 + draft_token_num on nothing is missed. max_bfs_breadth: with 1 drafts are chains, for SGLang
+    verifies them without a mask then. external_corpus_max_tokens: of all corpora together. The other arguments
+    belong to SGLang's trie and have no meaning here; options come from the environment (`ServingOptions`).
     """
 
     hands_over_laws = False  # a worker sets it that calls `learn_laws`
@@ -66,6 +66,7 @@ class LookupCorpus:
         if self.options.budget > 0:
             raise ValueError("budget must be left out, for SGLang gives every request as many nodes; got STAND_BUDGET")
         self.draft_token_num = draft_token_num
+        self._width = 1 if max_bfs_breadth <= 1 else None  # of a draft
         self.external_corpus_max_tokens = external_corpus_max_tokens
         self.row_steps = RowSteps()
         self._reporter = Reporter(self.row_steps, LOGGER, every=self.options.report_every)
@@ -264,6 +265,7 @@ class LookupCorpus:
             steps=nothing,
             floor=self.options.floor,
             max_nodes=self.draft_token_num - 1,
+            width=self._width,
             scopes=scopes,
         )
 

@@ -58,6 +58,16 @@ def test_drafts_keep_the_rules_of_masks(d, num_steps):
     made.lookup.check()
 
 
+def test_drafts_are_chains_where_sglang_verifies_chains():
+    """With a breadth of 1 SGLang's attention is causal and reads no mask."""
+    made, generator = corpus(max_bfs_breadth=1), np.random.default_rng(0)
+    text = generator.integers(0, 4, 300).tolist()
+    for end in range(100, 300):
+        tokens, mask = ask(made, {"a": text[:end]})["a"]
+        assert np.array_equal(mask, np.tril(np.ones_like(mask)))
+    assert len(set(tokens[1:].tolist()) - {0}) > 0
+
+
 def test_what_a_request_got_is_learned_once(monkeypatch):
     made, lessons = corpus(), []
 

@@ -1,4 +1,5 @@
-# Every target sets up what it needs in .venv: Python >= 3.11, a C++ compiler and make are enough.
+# Every target sets up what it needs in .venv: Python >= 3.11, a C++ compiler and make are enough; on Debian and Ubuntu
+# python3-dev and python3-venv too. Where python3 is older: PYTHON=python3.12 make ...
 #   make throughput      the main job on the bundled model: speed with and without drafts
 #   make throughput MODEL=smollm2      the same on a real small model, fetched on first use
 #   make test            the test suite
@@ -8,6 +9,7 @@
 #   make test-oldest     the engine on the oldest transformers that it takes
 #   make wheel           the wheel to hand out: its ABI, its size, the drafter's tests on the oldest and newest Python here
 # On a machine with a GPU: make CONSTRAINTS=constraints-gpu.txt ...
+# Without one: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make ..., else pip may bring 2.7 GB of CUDA
 
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
@@ -72,9 +74,17 @@ away:
 	cp -r tests scripts docs pyproject.toml README.md build/away/
 	find stand trees verifiers \( -name '*.py' -o -name '*.pyx' \) > build/away/modules.txt
 
+# Said before anything is downloaded.
+CHECK_PYTHON := import os, sys, sysconfig; \
+  has_headers = os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")); \
+  sys.exit("Python must be 3.11 or newer, got %d.%d; name one: PYTHON=python3.12 make ..." % sys.version_info[:2] \
+    if sys.version_info[:2] < (3, 11) else None if has_headers else \
+    "Python.h must be there to compile modules, got none; on Debian and Ubuntu: apt install python3-dev python3-venv")
+
 # torch goes first and alone: another package's looser range must not choose the build. Where pip finds no build without
 # CUDA, the one that it finds is taken. $(1)/constraints.txt then holds what was settled, for everything that follows.
 define install_torch
+	@$(PYTHON) -c '$(CHECK_PYTHON)'
 	@echo "== $(1): installing torch (a download of 0.2 GB, with CUDA 2.7 GB), numpy and Cython; this takes minutes"
 	@$(PYTHON) -m venv $(1)
 	@cp $(CONSTRAINTS) $(1)/constraints.txt

@@ -11,6 +11,8 @@ Names are loaded on first use, so that `stand.trees` imports in milliseconds, wi
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 from typing import TYPE_CHECKING
 
 from stand.extra import MissingExtraError, has_engine
@@ -36,6 +38,14 @@ if TYPE_CHECKING:
     from stand.stats import Stats
     from stand.trees import BlendedLookup, LookupTree, OutsideLaws, TreeShape
     from stand.verifiers import Verifier
+
+# A program that is run in the source folder imports that, whatever is installed.
+if any(importlib.util.find_spec(f"stand.{part}") is None for part in ("_cyutility", "trees")):
+    raise ImportError(
+        f"stand must be built before it is imported, got the source folder {os.path.dirname(__path__[0])}, which was "
+        "not built; run in another folder, where what is installed is found, or pip install --editable this one",
+        name="stand",
+    )
 
 __version__ = "0.1.0"
 

@@ -1,6 +1,10 @@
 """What is installed is whole: every module of the source is there and can be imported, with its type information."""
 
 import importlib
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,3 +56,24 @@ def test_types_come_along():
     lookups = [importlib.import_module(f"stand.trees.{name}.lookup") for name in ("blended", "longest_match")]
     assert all((Path(module.__file__).parent / "lookup.pyi").exists() for module in lookups)
     assert (INSTALLED / "py.typed").exists()
+
+
+def import_at(folder: Path) -> subprocess.CompletedProcess:
+    """`import stand` by a program that is run in `folder`, without what is installed."""
+    return subprocess.run([sys.executable, "-S", "-c", "import stand"], cwd=folder, capture_output=True, text=True)
+
+
+def test_a_source_folder_that_was_not_built_says_so(tmp_path):
+    """In one line with a remedy, instead of the name of the first compiled module that somebody asks for."""
+    (tmp_path / "stand").mkdir()
+    for name in ("__init__.py", "extra.py"):
+        shutil.copy(INSTALLED / name, tmp_path / "stand" / name)
+    refused = import_at(tmp_path)
+    assert refused.returncode == 1
+    said = refused.stderr.strip().splitlines()[-1]
+    assert re.fullmatch(r"ImportError: stand must be built .*, got .*; .*pip install --editable .*", said)
+    assert f" {tmp_path}, " in said
+    (tmp_path / "stand" / "trees.py").touch()
+    assert import_at(tmp_path).returncode == 1  # packages at their place, compiled modules absent
+    (tmp_path / "stand" / "_cyutility.py").touch()
+    assert import_at(tmp_path).returncode == 0, "whatever has both is taken"

@@ -3,13 +3,16 @@
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 # Called as `python -m venv FOLDER`: makes a folder whose pip notes its arguments and knows the builds in $BUILDS.
+# With -c a real Python answers, which takes itself for $VERSION.
 PYTHON = """#!/bin/sh
+if [ "$1" = -c ]; then exec "$REAL" -c "import sys; sys.version_info = ($VERSION, 0); $2"; fi
 mkdir -p "$3/bin"
 cat > "$3/bin/pip" <<'END'
 #!/bin/sh
@@ -30,15 +33,24 @@ def pinned_version() -> str:
     return re.search(r"torch==([0-9.]+)\+cpu", (ROOT / "constraints.txt").read_text()).group(1)
 
 
-def set_up(folder: Path, builds: str, complaint: str = "No matching distribution found for torch"):
+def set_up(folder: Path, builds: str, complaint: str = "No matching distribution found for torch", version="3, 11"):
     """(the finished process, what pip was called with, the constraints that were settled)."""
     python, notes, environment = folder / "python", folder / "notes", folder / "venv"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    variables = {**os.environ, "BUILDS": builds, "NOTES": str(notes), "COMPLAINT": complaint}
+    notes.touch()
+    (environment / "constraints.txt").parent.mkdir()
+    (environment / "constraints.txt").touch()
+    variables = {
+        "BUILDS": builds,
+        "NOTES": str(notes),
+        "COMPLAINT": complaint,
+        "REAL": sys.executable,
+        "VERSION": version,
+    }
     target = f"{environment}/.ready"
     command = ["make", "--no-print-directory", target, f"VENV={environment}", f"PYTHON={python}"]
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=60)
     return done, notes.read_text().splitlines(), (environment / "constraints.txt").read_text()
 
 
@@ -62,3 +74,9 @@ def test_other_failures_are_shown_and_fetch_nothing_else(tmp_path):
     done, calls, _ = set_up(tmp_path, f"torch=={pinned_version()}", complaint="Connection timed out")
     assert done.returncode != 0 and "Connection timed out" in done.stderr
     assert len(calls) == 1 and not (tmp_path / "venv" / ".ready").exists()
+
+
+def test_an_old_python_is_refused_before_anything_is_made(tmp_path):
+    done, calls, constraints = set_up(tmp_path, f"torch=={pinned_version()}", version="3, 10")
+    assert done.returncode != 0 and not calls and not constraints
+    assert "Python must be 3.11 or newer, got 3.10; name one: PYTHON=python3.12 make" in done.stderr

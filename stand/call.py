@@ -216,7 +216,7 @@ class Call:
             histories=live.histories,
             seed=self._own_seed,
             target_seed=self.seed,
-            rows=live.indices,
+            rows=live.noise_keys,
             steps=live.steps,
             problems=live.problems,
             max_depths=live.max_depths,
@@ -232,7 +232,7 @@ class Call:
     def _noise(self, live: LiveRows) -> VerifierNoise:
         return VerifierNoise(
             seed=self._own_seed,
-            rows=live.indices,
+            rows=live.noise_keys,
             steps=live.steps,
             positions=live.lengths + 1,
             target_seed=self.seed,

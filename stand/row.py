@@ -8,13 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from stand.row_columns import row_columns
+from stand.seeds import noise_key
 
 
 class Row:
     """Committed tokens of a trajectory. The last one is *pending*: its keys are not in the cache yet."""
 
     def __init__(self, index: int, prompt: np.ndarray, max_new_tokens: int, *, problem: int = 0, request: int = 0):
-        self.index = index  # its number in the call; with the seed it names the row's random streams
+        self.index = index  # its number in the call
+        self.noise_key = noise_key(index, prompt)
         self.problem = problem  # number of its prompt; the samples of a prompt share it
         self.request = request  # number of its request in the call
         self.num_steps = 0  # verifications so far
@@ -71,7 +73,7 @@ class LiveRows:
 
     rows: Sequence[Row]
     histories: list[np.ndarray]  # per row: int32 committed tokens, the pending one last
-    indices: np.ndarray  # [B] int64: the rows' numbers in the call
+    noise_keys: np.ndarray  # [B] int64: with the seed they name the rows' random numbers
     steps: np.ndarray  # [B] int64: verifications so far
     problems: np.ndarray  # [B] int64
     lengths: np.ndarray  # [B] int64: tokens whose keys the cache holds

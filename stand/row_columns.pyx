@@ -6,12 +6,12 @@ import numpy as np
 
 
 def row_columns(rows):
-    """[5, B] int64: of each `Row` its index, steps, problem, tokens in the cache, and how deep a draft may be of use."""
+    """[5, B] int64: of each `Row` its noise key, steps, problem, tokens in the cache, and how deep a draft may be of use."""
     cdef Py_ssize_t place = 0
     columns = np.empty((5, len(rows)), dtype=np.int64)
     cdef int64_t[:, ::1] numbers = columns
     for row in rows:
-        numbers[0, place] = row.index
+        numbers[0, place] = row.noise_key
         numbers[1, place] = row.num_steps
         numbers[2, place] = row.problem
         numbers[3, place] = row.num_cached

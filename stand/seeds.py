@@ -4,7 +4,10 @@ A call's drafts, tests and residual draws use numbers that follow from (seed, wh
 which calls began to teach it before). Two calls with one seed therefore share no number where one of them may draft
 from the other one's outcome, be it over, under way or begun at the same instant in another thread: with shared numbers
 one test would decide what is drafted and then test it again, and the output's law would be wrong. The noise of `match`
-and `coupled` follows from the seed alone, because it never meets the drafts.
+and `coupled` follows from the user's seed, because it never meets the drafts.
+
+All of a row's numbers also follow from its prompt. So a call whose prompt holds what an earlier one drew with the same
+seed, such as the next turn of a chat, draws anew.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from __future__ import annotations
 import operator
 import secrets
 from hashlib import blake2b
+
+import numpy as np
 
 
 def checked_seed(seed: object) -> int:
@@ -36,3 +41,12 @@ def call_seed(seed: int, start: int) -> int:
         return seed
     words = b"".join(word.to_bytes(8, "little") for word in (seed, start))
     return int.from_bytes(blake2b(words, digest_size=8).digest(), "little") >> 1
+
+
+def noise_key(row: int, prompt: np.ndarray) -> int:
+    """In [0, 2**32): names a row's random numbers, by its number in the call and its prompt, int32 [L].
+
+    Rows of one prompt never share a key; two rows of different prompts do with a chance of 2**-32.
+    """
+    digest = blake2b(np.ascontiguousarray(prompt, dtype="<i4"), digest_size=4).digest()
+    return row ^ int.from_bytes(digest, "little")

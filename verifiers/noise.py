@@ -29,7 +29,7 @@ from stand.trees.noise import (
 
 @dataclass(frozen=True, slots=True)
 class VerifierNoise:
-    """Keys of one step: the seeds, and per row its number, its step and the position of its next token.
+    """Keys of one step: the seeds, and per row its name, its step and the position of its next token.
 
     Tests of drafted tokens and draws from residuals must never use a number again in a later call whose drafts depend
     on what it decided, so `seed` differs from call to call while a drafter learns. The target's own draws of `match`
@@ -37,7 +37,7 @@ class VerifierNoise:
     """
 
     seed: int  # of acceptance and resampling
-    rows: np.ndarray  # [B] int64, the row's number within the call
+    rows: np.ndarray  # [B] int64 in [0, 2**32), names the row's numbers
     steps: np.ndarray  # [B] int64, decoding steps this row has done
     positions: np.ndarray  # [B] int64, absolute index of the row's first new token
     target_seed: int | None = None  # of the target's draws; None: `seed`

@@ -25,7 +25,7 @@ class DraftRequest:
     histories: Sequence[np.ndarray]  # per row: int32 committed tokens, the pending one last
     seed: int  # of this call's own random streams; never that of an earlier call which the drafter learned from
     target_seed: int  # of the noise that `match` and `coupled` draw the target's tokens with
-    rows: np.ndarray  # [B] int64: names the rows' random streams
+    rows: np.ndarray  # [B] int64 in [0, 2**32): names each row's random numbers, the same in all of its steps
     steps: np.ndarray  # [B] int64: steps each row has made
     problems: np.ndarray  # [B] int64: samples of one prompt share a number, which no other prompt has
     max_depths: np.ndarray  # [B] int64: drafts deeper than this are of no use

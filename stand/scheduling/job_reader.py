@@ -16,7 +16,7 @@ from stand.scheduling.request import Job, Request
 from stand.stop import StopRule, as_strings
 from stand.trees import problem_key
 
-MOST_ROWS = 1 << 62  # row numbers lie below
+MOST_ROWS = 1 << 32  # row numbers lie below: random numbers are named by as many bits
 
 
 class JobReader:
@@ -141,14 +141,23 @@ class JobReader:
         if isinstance(count, bool) or not hasattr(count, "__index__") or int(count) < 1:
             raise ValueError(f"num_return_sequences must be an integer >= 1, got {count!r}; ask for at least one row")
         if request.rows is None:
-            return range(self._next_row, self._next_row + int(count))
+            return self._next_rows(int(count))
         rows = [int(row) for row in request.rows]
         if request.num_return_sequences is not None and len(rows) != int(count):
             raise ValueError(f"rows must name {count} rows, got {len(rows)}; leave num_return_sequences out")
         taken = [row for row in rows if row in self._named or any(row in counted for counted in self._counted)]
         if not rows or min(rows) < 0 or max(rows) >= MOST_ROWS or len(set(rows)) < len(rows) or taken:
             raise ValueError(
-                f"rows must be numbers in [0, 2**62) that no other row of the run has, got {rows[:8]}"
+                f"rows must be numbers in [0, 2**32) that no other row of the run has, got {rows[:8]}"
                 f"{f', of which {taken[:8]} are taken' if taken else ''}; equal numbers would share random numbers"
+            )
+        return rows
+
+    def _next_rows(self, count: int) -> range:
+        rows = range(self._next_row, self._next_row + count)
+        if rows.stop > MOST_ROWS:
+            raise ValueError(
+                f"row numbers must be in [0, 2**32), got {rows.stop - 1} after the run's largest; "
+                "name the rows of this request, or begin another run"
             )
         return rows

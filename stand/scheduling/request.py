@@ -23,7 +23,7 @@ class Request:
     max_new_tokens: int | None = None
     stop: str | Sequence[str] | None = None  # added to the run's
     stop_token_ids: int | Sequence[int] | None = None  # instead of the run's
-    rows: Sequence[int] | None = None  # numbers of the rows, in [0, 2**62); None: the next ones of the run
+    rows: Sequence[int] | None = None  # numbers of the rows, in [0, 2**32); None: the next ones of the run
     id: object = None  # the caller's, given back with every trajectory
 
 
@@ -32,7 +32,7 @@ class Trajectory:
     """A row that has ended."""
 
     id: object  # of its request
-    row: int  # its number in the run: with the seed it names the row's random numbers
+    row: int  # its number in the run: with the seed and the prompt it names the row's random numbers
     token_ids: list[int]  # the new tokens, an end token included
     text: str | None  # special tokens dropped; None without a tokenizer
     finish_reason: str  # "eos", "stop", "criteria", "length" or "time"; see `StopRule.cut`

@@ -5,15 +5,17 @@ of calls take seconds.
 """
 
 import itertools
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
+from small_law import chi_square, small_model
 from tiny_models import tiny_model
 
 import stand
-from stand.seeds import call_seed, checked_seed
+from stand.seeds import call_seed, checked_seed, noise_key
 from stand.trees import BlendedLookup, LookupTree, TreeShape
 from stand.verifiers import TargetRows, VerifierNoise, get_verifier
 
@@ -132,6 +134,50 @@ def test_a_rule_that_never_looks_at_drafts_may_share_its_numbers():
 def engine_of(lookup=None, **settings) -> stand.Engine:
     drafter = stand.BlendedDrafter(lookup, budget=12, kind="deterministic")
     return stand.wrap(tiny_model("qwen2"), drafter=drafter, **settings)
+
+
+def p_of_two_turns(make_engine, **settings) -> float:
+    """Of the joint law of a token and of the one that a second call draws, with the same seed, after prompt and token;
+    chi-square against the target's, over rows."""
+    model, prompt, num_rows = small_model(7), [3, 5, 1, 3], 1500
+    engine, more = make_engine(model), {"seed": 11, "max_new_tokens": 1, "temperature": 1.0, "top_k": 0}
+    first = engine.generate(input_ids=prompt, num_return_sequences=num_rows, stop_token_ids=[], **more, **settings)
+    prompts = [[*prompt, *tokens] for tokens in first.token_ids]
+    second = make_engine(model).generate(input_ids=prompts, stop_token_ids=[], **more, **settings)
+    pairs = Counter((one[-1], two[0]) for one, two in zip(prompts, second.token_ids, strict=True))
+    with torch.inference_mode():
+        one = model(input_ids=torch.tensor([prompt])).logits[0, -1].double().softmax(0)
+        two = model(input_ids=torch.tensor([[*prompt, token] for token in range(7)])).logits[:, -1].double().softmax(1)
+    law = (one[:, None] * two).tolist()
+    return chi_square(pairs, {(i, j): law[i][j] for i in range(7) for j in range(7)})
+
+
+TURNS = {
+    "without drafts": (lambda model: stand.wrap(model), {"draft": False}),
+    "an engine per turn": (lambda model: stand.wrap(model, drafter=stand.BlendedDrafter(budget=8)), {}),
+    "nothing learned": (lambda model: stand.wrap(model, drafter=stand.PromptLookupDrafter()), {}),
+    "match": (lambda model: stand.wrap(model, verifier="match"), {"draft": False}),
+}
+
+
+@pytest.mark.parametrize("turns", TURNS)
+def test_a_turn_draws_anew_though_the_seed_is_the_same(turns):
+    make_engine, settings = TURNS[turns]
+    assert p_of_two_turns(make_engine, **settings) > 1e-3
+
+
+def test_turns_that_share_their_numbers_are_seen(monkeypatch):
+    """The negative control: numbers that do not follow from the prompt."""
+    monkeypatch.setattr("stand.row.noise_key", lambda row, prompt: row)
+    make_engine, settings = TURNS["without drafts"]
+    assert p_of_two_turns(make_engine, **settings) < 1e-6
+
+
+def test_rows_of_one_prompt_never_share_a_key():
+    prompt = np.array([3, 1, 4], dtype=np.int32)
+    keys = [noise_key(row, prompt) for row in (*range(1000), 2**32 - 1)]
+    assert len(set(keys)) == 1001 and 0 <= min(keys) and max(keys) < 2**32
+    assert not set(keys[:1000]) & {noise_key(row, prompt[:2]) for row in range(1000)}
 
 
 SETTINGS = {"input_ids": [[3, 4, 5, 3, 4]], "num_return_sequences": 3, "max_new_tokens": 24, "temperature": 1.0}

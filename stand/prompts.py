@@ -9,6 +9,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+TYPES = ("token_type_ids", "mm_token_type_ids")  # 0 at text of one segment; others tell images and second segments
+OF_TOKENIZERS = frozenset(  # what their outputs hold beside, which changes no forward
+    "input_ids attention_mask special_tokens_mask offset_mapping length overflowing_tokens num_truncated_tokens "
+    "overflow_to_sample_mapping assistant_masks".split()
+)
+
 
 @dataclass(frozen=True, slots=True)
 class PromptReader:
@@ -45,7 +51,7 @@ class PromptReader:
             sequences = [self._encoded(text) for text in texts]
         if not sequences:
             raise ValueError("at least one prompt is needed, got an empty list; pass a text or token ids")
-        return [self._checked(sequence) for sequence in sequences]
+        return [self._checked(sequence, place) for place, sequence in enumerate(sequences)]
 
     def _encoded(self, text: str | list[Mapping]) -> list[int]:
         """A text as the tokenizer encodes it; a chat by its template, with the beginning of the answer."""
@@ -55,6 +61,9 @@ class PromptReader:
             return self.tokenizer(text)["input_ids"]
         if any("role" not in message for message in text):
             raise ValueError(f"every chat message must have a role, got {text!r}; add role and content")
+        for kind in _kinds(text):
+            if kind != "text":
+                raise ValueError(f"a chat must be text alone, got content of type {kind!r}; call model.generate for it")
         if self.tokenizer.chat_template is None:
             raise ValueError(
                 f"chats need a chat template, got none in {type(self.tokenizer).__name__}; set "
@@ -85,7 +94,7 @@ class PromptReader:
             )
         return rows
 
-    def _checked(self, sequence: object) -> np.ndarray:
+    def _checked(self, sequence: object, place: int) -> np.ndarray:
         try:
             prompt = np.asarray(sequence)
         except ValueError as error:
@@ -94,8 +103,8 @@ class PromptReader:
             ) from error
         if prompt.ndim != 1 or len(prompt) == 0:
             raise ValueError(
-                f"a prompt must hold at least one token, got shape {prompt.shape}; start with the model's bos token or "
-                "text"
+                f"a prompt must hold at least one token, got shape {prompt.shape} in prompt {place}; start with the "
+                "model's bos token or text"
             )
         if prompt.dtype.kind not in "iu":
             raise ValueError(
@@ -110,7 +119,7 @@ class PromptReader:
 
 
 def _unpacked(given: Mapping, attention_mask: object) -> tuple[object, object]:
-    """input_ids and mask of a tokenizer's output."""
+    """input_ids and mask of a tokenizer's output, which may hold nothing else that a forward would take."""
     if "input_ids" not in given:
         raise ValueError(
             f"a tokenizer's output must hold input_ids, got {', '.join(map(str, given))}; put a single chat message "
@@ -121,7 +130,22 @@ def _unpacked(given: Mapping, attention_mask: object) -> tuple[object, object]:
             "attention_mask must be given once, got it beside a tokenizer's output; put it into the output, or pass "
             "input_ids=output['input_ids']"
         )
+    for name, value in given.items():
+        if value is None or name in OF_TOKENIZERS:
+            continue
+        if name not in TYPES or any(np.any(row) for row in _rows(value, name)):
+            raise ValueError(
+                f"a prompt must be text alone, got {name} in the tokenizer's output: the engine runs the model on "
+                "token ids; leave it out, or call model.generate"
+            )
     return given["input_ids"], given.get("attention_mask")
+
+
+def _kinds(chat: list[Mapping]) -> list[object]:
+    """Of the parts that messages' contents are made of, where they are lists."""
+    contents = [message.get("content") for message in chat]
+    parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
+    return [part.get("type", "text") for part in parts if isinstance(part, Mapping)]
 
 
 def _as_texts(given: object) -> list[str | list[Mapping]] | None:

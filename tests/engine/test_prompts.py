@@ -50,6 +50,7 @@ RIGHT = torch.tensor([LONG, [*SHORT, PAD, PAD]])
         {"input_ids": LONG, "attention_mask": [1, 1, 1, 1]},
         BatchEncoding({"input_ids": [LONG]}),
         BatchEncoding({"input_ids": torch.tensor([LONG]), "attention_mask": torch.ones(1, 4)}),
+        {"input_ids": [LONG], "token_type_ids": torch.zeros(1, 4), "offset_mapping": [[(0, 1)]], "pixel_values": None},
     ],
 )
 def test_one_prompt_of_ids(ids):
@@ -133,6 +134,18 @@ def test_left_padded_batches_decode_as_generate_does():
         ({"input_ids": LONG, "attention_mask": [0, 0, 0, 0]}, "must hold at least one token"),
         ({"input_ids": torch.tensor([[5, PAD, 7]]), "pad_id": PAD}, "got a gap among its 2 tokens.*mask of ones"),
         ({"prompts": {"input_ids": LONG}, "attention_mask": [1, 1, 1, 1]}, "attention_mask must be given once"),
+        ({"prompts": [TEXT, "", TEXT]}, r"at least one token, got shape \(0,\) in prompt 1"),
+        ({"prompts": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "got content of type 'image'"),
+        *(
+            ({"prompts": {"input_ids": LONG, name: value}}, f"text alone, got {name} in the tokenizer's output.*leave")
+            for name, value in {
+                "pixel_values": torch.zeros(1, 3, 2, 2),
+                "inputs_embeds": torch.zeros(1, 4, 8),
+                "position_ids": [7, 8, 9, 10],
+                "token_type_ids": torch.tensor([[0, 1, 1, 0]]),  # images, to Gemma 3
+                "past_key_values": object(),
+            }.items()
+        ),
     ],
 )
 def test_what_has_no_clear_meaning_is_refused(given, rule):

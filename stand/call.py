@@ -222,6 +222,7 @@ class Call:
             max_depths=live.max_depths,
             is_greedy=self._law.params.is_greedy,
             is_seeded=self._is_seeded,
+            is_learning=self._is_learning,
         )
         batch = self._drafter.draft(request)
         check_batch(batch, request, vocabulary_size=self._vocabulary_size)

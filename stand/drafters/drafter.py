@@ -31,6 +31,7 @@ class DraftRequest:
     max_depths: np.ndarray  # [B] int64: drafts deeper than this are of no use
     is_greedy: bool  # the target's laws are one-hots
     is_seeded: bool = True  # the call was given its seed: nothing that differs from run to run may shape the draft
+    is_learning: bool = True  # else nothing that this step shows may shape the drafts of another call
 
 
 @dataclass(frozen=True, slots=True, eq=False)

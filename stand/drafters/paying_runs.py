@@ -27,7 +27,8 @@ class PayingRuns:
 
     What a run adds to the expected tokens is the mean over earlier steps, of the plans before it and after it; what it
     costs is the mean of its times as shares of a step without runs. Both follow from earlier steps alone, so drafts
-    stay adapted. `share` stands for the times where drafts must not depend on a clock.
+    stay adapted, and from calls that teach alone (`DraftRequest.is_learning`), whose random numbers no other call has.
+    `share` stands for the times where drafts must not depend on a clock.
     """
 
     def __init__(self, share: float, *, most: int) -> None:

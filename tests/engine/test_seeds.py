@@ -7,6 +7,7 @@ of calls take seconds.
 import itertools
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -263,6 +264,19 @@ def test_a_drafter_whose_memory_does_not_count_does_it_itself():
     engine = stand.wrap(tiny_model("qwen2"), drafter=Counted(LookupTree(), TreeShape.from_branching([2, 1])))
     outputs = [engine.generate(**SETTINGS, seed=7).token_ids for _ in range(2)]
     assert outputs[0] != outputs[1]
+
+
+@pytest.mark.parametrize("laws", [stand.EagleLaws, stand.StreamLaws])
+def test_a_call_that_teaches_nothing_repeats_itself(reasoner, laws):
+    """Also where a trained part runs as often as pays: such a call leaves that alone."""
+    part = {stand.EagleLaws: "eagle", stand.StreamLaws: "streams"}[laws]
+    source = laws(Path(stand.__file__).parents[1] / "scripts" / "drafters" / part)
+    engine = stand.wrap(*reasoner, drafter=stand.BlendedDrafter(budget=16, source=source))
+    settings = {"num_return_sequences": 2, "max_new_tokens": 60, "temperature": 1.0, "top_k": 0, "seed": 7}
+    engine.generate("Find 8^34 mod 5.", **settings)
+    one, two, three = (engine.generate("Find 8^34 mod 5.", learn=False, **settings) for _ in range(3))
+    assert one.token_ids == two.token_ids == three.token_ids
+    assert one.stats.num_steps == two.stats.num_steps == three.stats.num_steps
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.5, "7", True])

@@ -65,7 +65,7 @@ class EagleLaws(LawSource):
             self._paying = PayingRuns(self.head.share_of_step(), most=MOST_RUNS)
 
     def record_time(self, request: DraftRequest, num_tokens: int, seconds: float) -> None:
-        if self._paying is not None:
+        if self._paying is not None and request.is_learning:
             self._paying.record_step(seconds)
 
     def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:
@@ -99,10 +99,12 @@ class EagleLaws(LawSource):
             if more is None:
                 break
             before, laws, planned = planned, more, plan(more)
-            paying.record_run(run, time.perf_counter() - begun)
-            paying.record_gain(run, expected_tokens(before), expected_tokens(planned))
+            if request.is_learning:
+                paying.record_run(run, time.perf_counter() - begun)
+                paying.record_gain(run, expected_tokens(before), expected_tokens(planned))
             run += 1
-        paying.end_step(run)
+        if request.is_learning:
+            paying.end_step(run)
         return laws
 
     def _rooted(self, trees: LawTrees, request: DraftRequest) -> OutsideLaws | None:

@@ -49,19 +49,21 @@ class StreamLaws(LawSource):
             self._paying = PayingRuns(self.rider.streams.share_of_step(), most=1)
 
     def record_time(self, request: DraftRequest, num_tokens: int, seconds: float) -> None:
-        if self._paying is not None:
+        if self._paying is not None and request.is_learning:
             self._paying.record_step(seconds)
 
     def laws(self, request: DraftRequest, plan: Plan) -> OutsideLaws | None:
         """See `LawSource.laws`; a row that has made no step yet gets no law, nor does one whose last step was not
         followed by a run."""
-        laws = self._known_laws(request)
-        if self._paying is not None:
-            if laws is not None:
-                self._paying.record_run(0, self.rider.last_seconds)
-                self._paying.record_gain(0, expected_tokens(plan(None)), expected_tokens(plan(laws)))
-            self.rider.is_idle = not self._paying.pays(0, is_seeded=request.is_seeded)
-            self._paying.end_step(0 if self.rider.is_idle else 1)
+        laws, paying = self._known_laws(request), self._paying
+        if paying is None:
+            return laws
+        if laws is not None and request.is_learning:
+            paying.record_run(0, self.rider.last_seconds)
+            paying.record_gain(0, expected_tokens(plan(None)), expected_tokens(plan(laws)))
+        self.rider.is_idle = not paying.pays(0, is_seeded=request.is_seeded)
+        if request.is_learning:
+            paying.end_step(0 if self.rider.is_idle else 1)
         return laws
 
     def _known_laws(self, request: DraftRequest) -> OutsideLaws | None:

@@ -19,16 +19,18 @@ NUMBERS = {torch.float32: 0}  # as `dot_products.multiply` takes them
 if WIDEST > 0:
     NUMBERS[torch.bfloat16] = 2 if HAS_PAIRS else 1
 DTYPES = tuple(NUMBERS)
+DTYPE_NAMES = " or ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+ORDINARY = (torch.Tensor, torch.nn.Parameter)  # a tensor of another class, quantised or sharded, has other bytes
 IS_FASTER = WIDEST > 0 and platform.machine() in ("x86_64", "AMD64")  # AVX2 at least; on ARM nothing was measured
 
 
 def few_token_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., K] @ weight [N, K]^T + bias [N] -> [..., N], as `torch.nn.functional.linear`; made for up to 32 tokens.
 
-    All are contiguous tensors on a CPU, of float32 or of bfloat16, K >= 1; gradients are not kept. The result of a
-    token has the same bits whatever other tokens `x` holds and with any number of threads: a product is 16 sums in
-    float32, each of every 16th term in order, rounded once per term (twice on x86-64 without FMA), then the sums of its
-    halves, and last the bias; in bfloat16 the result is rounded once more, at the end.
+    All are contiguous tensors on a CPU, of one of DTYPES (bfloat16 needs AVX2), K >= 1; gradients are not kept. The
+    result of a token has the same bits whatever other tokens `x` holds and with any number of threads: a product is 16
+    sums in float32, each of every 16th term in order, rounded once per term (twice on x86-64 without FMA), then the
+    sums of its halves, and last the bias; in bfloat16 the result is rounded once more, at the end.
 
     Uses torch's threads where torch has GNU's OpenMP, else the calling one. Raises ValueError for other tensors.
     """
@@ -68,15 +70,14 @@ def few_token_products(products: tuple[FewTokenProduct, ...], x: torch.Tensor) -
     The same bits as one by one, in less time: threads start and wait once.
     """
     depth = products[0].depth
-    dtype = x.dtype
-    results = [torch.empty((*x.shape[:-1], product.num_rows), dtype=dtype) for product in products]
+    results = [x.new_empty((*x.shape[:-1], product.num_rows)) for product in products]
     multiply(
         x.data_ptr(),
         tuple([product.operands() for product in products]),
         tuple([result.data_ptr() for result in results]),
         x.numel() // depth,
         depth,
-        NUMBERS[dtype],
+        NUMBERS[x.dtype],
         WIDEST,
         torch.get_num_threads(),
         parallel_region(),
@@ -86,7 +87,7 @@ def few_token_products(products: tuple[FewTokenProduct, ...], x: torch.Tensor) -
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether compiled code can read it, and no gradient is asked of it."""
-    is_readable = tensor.dtype in DTYPES and tensor.is_contiguous() and tensor.is_cpu
+    is_readable = tensor.dtype in DTYPES and tensor.is_contiguous() and tensor.is_cpu and type(tensor) in ORDINARY
     return is_readable and not (tensor.requires_grad and torch.is_grad_enabled())
 
 
@@ -97,15 +98,22 @@ def are_weights(weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
     return bias is None or (is_plain(bias) and bias.shape == weight.shape[:1] and bias.dtype is weight.dtype)
 
 
+def described(tensor: torch.Tensor) -> str:
+    """What a refusal says of a tensor."""
+    return (
+        f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+        + ("" if type(tensor) in ORDINARY else f" of class {type(tensor).__name__}")
+        + (" with gradients" if torch.is_grad_enabled() and tensor.requires_grad else "")
+    )
+
+
 def _refusal(*tensors: torch.Tensor | None) -> str:
     got = ", ".join(
-        f"{name} {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-        + ("" if tensor.is_contiguous() else " not contiguous")
-        + (" with gradients" if torch.is_grad_enabled() and tensor.requires_grad else "")
+        f"{name} {described(tensor)}" + ("" if tensor.is_contiguous() else " not contiguous")
         for name, tensor in zip(("x", "weight", "bias"), tensors, strict=True)
         if tensor is not None
     )
     return (
-        "x [..., K], weight [N, K] and bias [N] must be contiguous tensors of float32 or all of bfloat16 on a CPU, "
+        f"x [..., K], weight [N, K] and bias [N] must be contiguous tensors, all of {DTYPE_NAMES}, on a CPU, "
         f"without gradients, K >= 1, got {got}; call torch.nn.functional.linear"
     )

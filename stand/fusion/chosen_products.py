@@ -84,4 +84,9 @@ def _weights(layers: Sequence[MergedLinear | nn.Linear]) -> Weights:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and is_bare(module) and module.weight.is_contiguous()
+    """Whether kernels can read its weight: a quantised one may be a tensor of another class."""
+    return type(module) is nn.Linear and is_bare(module) and _is_readable(module.weight)
+
+
+def _is_readable(weight: torch.Tensor) -> bool:
+    return type(weight) is nn.Parameter and weight.is_contiguous()

@@ -39,6 +39,25 @@ class OwnLinear(nn.Linear):
     """A layer that may compute what it likes."""
 
 
+class QuantisedWeight(torch.Tensor):
+    """As torchao's: says float32 and has int8 inside, with nothing at the address that compiled code would read."""
+
+    @staticmethod
+    def __new__(cls, weight):
+        return torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype, device=weight.device)
+
+    def __init__(self, weight):
+        self.scale = weight.abs().amax(dim=1, keepdim=True) / 127
+        self.integers = (weight / self.scale).round().to(torch.int8)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        whole = [one.integers * one.scale if isinstance(one, cls) else one for one in args]
+        return func(*whole, **(kwargs or {}))
+
+
 class OneLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -52,6 +71,8 @@ class SomeLayers(nn.Module):
         self.double, self.transposed = nn.Linear(8, 8).double(), nn.Linear(8, 8)
         self.transposed.weight = nn.Parameter(torch.randn(8, 8).t())
         self.replaced.forward = lambda states: states
+        self.quantised = nn.Linear(8, 8)
+        self.quantised.weight = nn.Parameter(QuantisedWeight(self.transposed.weight.detach()), requires_grad=False)
 
 
 @torch.inference_mode()
@@ -137,3 +158,13 @@ def test_a_processor_that_it_does_not_serve_keeps_torchs_product(taken, monkeypa
     monkeypatch.setattr(linear_layers, "IS_FASTER", False)
     stand.wrap(tiny_model("llama")).generate(input_ids=[[5, 9, 11, 4]], max_new_tokens=6, temperature=0.0)
     assert taken == []
+
+
+def test_quantised_weights_keep_their_own_product(taken):
+    """Tensors of another class are not read as what they say they are; the engine still writes the model's tokens."""
+    model = copy.deepcopy(tiny_model("llama"))
+    for layer in [module for module in model.model.modules() if type(module) is nn.Linear]:
+        layer.weight = nn.Parameter(QuantisedWeight(layer.weight.detach()), requires_grad=False)
+    output = stand.wrap(model).generate(input_ids=[[5, 9, 11, 4]], max_new_tokens=6, do_sample=False)
+    plain = model.generate(torch.tensor([[5, 9, 11, 4]]), do_sample=False, max_new_tokens=6)
+    assert output.token_ids[0] == plain[0, 4:].tolist()

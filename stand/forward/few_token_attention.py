@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from stand.forward.dot_products import attend
-from stand.forward.few_token_product import DTYPES, WIDEST
+from stand.forward.few_token_product import DTYPE_NAMES, DTYPES, ORDINARY, WIDEST, described
 from stand.threads import parallel_region
 
 LANES = 16  # numbers of a head are a multiple of it
@@ -31,21 +31,24 @@ class TokenPaths:
         longs = (np.ascontiguousarray(array, dtype=np.int64) for array in (offsets, lengths, tails, path_offsets))
         self._arrays = (*longs, paths.astype(np.int32))
         self.num_rows, self.num_tokens = len(lengths), len(ancestors)
+        self.longest = int((lengths + tails).max(initial=0))  # keys of one row
         self.addresses = tuple(array.__array_interface__["data"][0] for array in self._arrays)
 
 
 def few_token_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, paths: TokenPaths, *, scale: float, window: int = 0
 ) -> torch.Tensor:
-    """query [1, H, M, D] over key and value [A, Hkv, L, D] -> [1, M, H, D]; all float32 or all bfloat16 on a CPU, D a
-    multiple of 16. Sums are in float32.
+    """query [1, H, M, D] over key and value [A, Hkv, L, D] -> [1, M, H, D]; on a CPU, all of one dtype of
+    `few_token_product.DTYPES` (bfloat16 needs AVX2), L at least `paths.longest`, D a multiple of 16. Sums are in
+    float32.
 
     `window`: keys that a token sees, itself among them; 0 for all. Scores and sums are added up key by key in order, so
     a token's result has the same bits whatever else the step holds and with any number of threads.
 
     Raises ValueError for other tensors.
     """
-    if not is_supported(query, key, value) or query.shape[2] != paths.num_tokens or key.shape[0] != paths.num_rows:
+    fits = is_supported(query, key, value) and query.shape[2] == paths.num_tokens and key.shape[0] == paths.num_rows
+    if not fits or key.shape[2] < paths.longest:
         raise ValueError(_refusal(paths, query=query, key=key, value=value))
     return supported_attention(query, key, value, paths, scale=scale, window=window)
 
@@ -55,7 +58,7 @@ def supported_attention(
 ) -> torch.Tensor:
     """`few_token_attention` of tensors that are known to be supported and to fit the paths."""
     num_heads, num_tokens, size = query.shape[1:]
-    mixed = torch.empty((1, num_tokens, num_heads, size), dtype=query.dtype)
+    mixed = query.new_empty((1, num_tokens, num_heads, size))
     row_stride, head_stride = key.stride()[:2]
     attend(
         query.data_ptr(),
@@ -78,7 +81,9 @@ def is_supported(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
     """Whether `few_token_attention` takes them."""
     dtype = query.dtype
     for tensor in (query, key, value):
-        if not (tensor.is_cpu and tensor.dtype is dtype and tensor.dim() == 4 and tensor.stride(3) == 1):
+        if type(tensor) not in ORDINARY or not (tensor.is_cpu and tensor.dtype is dtype):
+            return False
+        if tensor.dim() != 4 or tensor.stride(3) != 1:
             return False
     if dtype not in DTYPES:
         return False
@@ -92,12 +97,10 @@ def is_supported(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
 
 def _refusal(paths: TokenPaths, **tensors: torch.Tensor) -> str:
     got = ", ".join(
-        f"{name} {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())} on {tensor.device}"
-        + (" with gradients" if torch.is_grad_enabled() and tensor.requires_grad else "")
-        for name, tensor in tensors.items()
+        f"{name} {described(tensor)} with strides {list(tensor.stride())}" for name, tensor in tensors.items()
     )
     return (
         f"query [1, H, {paths.num_tokens}, D], key and value [{paths.num_rows}, Hkv, L, D] must be on a CPU, all of "
-        f"float32 or all of bfloat16, without gradients, D a multiple of {LANES}, a head's keys one behind the other, "
-        f"got {got}; take torch's sdpa"
+        f"{DTYPE_NAMES}, without gradients, L at least {paths.longest}, D a multiple of {LANES}, a head's keys one "
+        f"behind the other, got {got}; take torch's sdpa"
     )

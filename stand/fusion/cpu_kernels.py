@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from stand.forward.few_token_product import DTYPES, WIDEST
+from stand.forward.few_token_product import DTYPE_NAMES, DTYPES, ORDINARY, WIDEST, described
 from stand.fusion.formulas import ACTIVATIONS, NO_NORM, RULES
 from stand.fusion.rotation_checks import check_heads, check_norm, check_rotation
 from stand.fusion.row_kernels import gate as gate_rows
@@ -41,10 +41,10 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(states + change, and what `rms_norm` makes of it), both [..., N], contiguous, for two tensors of one shape."""
     size = _checked_size(states, weight, rule)
-    if change.shape != states.shape or not (change.is_cpu and change.dtype is states.dtype):
+    if change.shape != states.shape or not (_is_readable(change) and change.dtype is states.dtype):
         raise ValueError(
-            f"what is added must be as the states, {tuple(states.shape)} in {states.dtype}, got {tuple(change.shape)} "
-            f"in {change.dtype}; use the module's own forward"
+            f"what is added must be as the states, {described(states)}, got {described(change)}; use the module's own "
+            "forward"
         )
     (rows, stride), (changes, change_stride) = _rows(states), _rows(change)
     total, output = _new(states), _new(states)
@@ -60,14 +60,14 @@ def gated_product(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torc
 
     Result [..., I], contiguous. `activation` is one of `ACTIVATIONS`.
     """
-    is_one_kind = _is_plain(gate) and up.is_cpu and up.dtype is gate.dtype
+    is_one_kind = _is_plain(gate) and _is_readable(up) and up.dtype is gate.dtype
     if not is_one_kind or up.shape != gate.shape or gate.dim() == 0:
         raise ValueError(
-            "gate and up must be float32 or bfloat16 on a CPU and of one shape, got "
-            f"{tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype}; use the module's own forward"
+            f"gate and up must be {DTYPE_NAMES} on a CPU and of one shape, got {described(gate)} and {described(up)}; "
+            "use the module's own forward"
         )
     if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation}")
+        raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation}; use the module's own forward")
     output = _new(gate)
     if output.numel() == 0:
         return output
@@ -143,7 +143,11 @@ def _new(like: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and tensor.dtype in DTYPES
+    return _is_readable(tensor) and tensor.dtype in DTYPES
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and type(tensor) in ORDINARY
 
 
 def _is_narrow(tensor: torch.Tensor) -> bool:
@@ -160,10 +164,10 @@ def _rows(states: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _checked_size(states: torch.Tensor, weight: torch.Tensor, rule: int) -> int:
-    if not (_is_plain(states) and weight.is_cpu and weight.dtype is states.dtype):
+    if not (_is_plain(states) and _is_readable(weight) and weight.dtype is states.dtype):
         raise ValueError(
-            f"states and weight must be float32 or bfloat16 on a CPU, got {states.dtype} on {states.device} and "
-            f"{weight.dtype} on {weight.device}; use the module's own forward"
+            f"states and weight must be {DTYPE_NAMES} on a CPU, got {described(states)} and {described(weight)}; "
+            "use the module's own forward"
         )
     size = states.shape[-1]
     if weight.shape != (size,) or size == 0 or not weight.is_contiguous():
@@ -172,17 +176,16 @@ def _checked_size(states: torch.Tensor, weight: torch.Tensor, rule: int) -> int:
             "module's own forward"
         )
     if rule not in RULES:
-        raise ValueError(f"rule must be one of {RULES}, got {rule}")
+        raise ValueError(f"rule must be one of {RULES}, got {rule}; use the module's own forward")
     return size
 
 
 def _check_plain(query: torch.Tensor, *others: torch.Tensor | None) -> None:
     """All on a CPU, the query of a known dtype and small enough; that dtypes agree is checked elsewhere."""
-    if not (_is_plain(query) and all(other is None or other.is_cpu for other in others)):
-        devices = ", ".join(str(part.device) for part in (query, *others) if part is not None)
+    if not (_is_plain(query) and all(other is None or _is_readable(other) for other in others)):
+        got = ", ".join(described(part) for part in (query, *others) if part is not None)
         raise ValueError(
-            f"a query of float32 or bfloat16 and all else must be on a CPU, got {query.dtype} on {devices}; use the "
-            "module's own forward"
+            f"a query of {DTYPE_NAMES} and all else must be on a CPU, got {got}; use the module's own forward"
         )
     if query.shape[-1] > LARGEST_HEAD:
         raise ValueError(f"heads must have at most {LARGEST_HEAD} numbers, got {query.shape[-1]}; pass fuse=False")

@@ -64,7 +64,7 @@ def find_activation(module: nn.Module) -> int | None:
     function = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
     if function is None or (isinstance(function, nn.Module) and function.state_dict()):
         return None
-    grid = torch.linspace(-8, 8, 257)
+    grid = torch.linspace(-8, 8, 257, device="cpu")
     values = function(grid)
     for activation, reference in REFERENCES.items():
         if torch.allclose(values, reference(grid), rtol=1e-6, atol=1e-6):

@@ -71,7 +71,7 @@ class Probe:
         self._model = model
         self._generator = torch.Generator().manual_seed(0)
         self.calls: dict[nn.Module, tuple[tuple, dict]] = {}
-        places = torch.randperm(NUM_ROWS * ROOM, generator=self._generator)[:NUM_TOKENS]
+        places = torch.randperm(NUM_ROWS * ROOM, generator=self._generator, device="cpu")[:NUM_TOKENS]
         self._slots = places.to(model.device)
         self._noise: dict[tuple[int, ...], torch.Tensor] = {}
         self._record(list(modules))
@@ -98,8 +98,10 @@ class Probe:
             self.calls[module] = (arguments, {k: v for k, v in keywords.items() if k != "stand_probe"})
 
         vocabulary, reach = text_config(self._model).vocab_size, _reach(self._model)
-        tokens = torch.randint(vocabulary, (1, NUM_TOKENS), generator=self._generator).to(self._model.device)
-        positions = torch.linspace(0, reach - 1, NUM_TOKENS).long()[None].to(self._model.device)
+        tokens = torch.randint(vocabulary, (1, NUM_TOKENS), generator=self._generator, device="cpu").to(
+            self._model.device
+        )
+        positions = torch.linspace(0, reach - 1, NUM_TOKENS, device=self._model.device).long()[None]
         hooks = [module.register_forward_pre_hook(remember, with_kwargs=True) for module in modules]
         try:
             with tree_attention(self._model, PROBE_NAME), torch.inference_mode():
@@ -119,8 +121,8 @@ class Probe:
         """Normal values of the same shape and dtype; rows along the second last dimension differ in size."""
         shape = tuple(states.shape)
         if shape not in self._noise:
-            values = torch.randn(shape, generator=self._generator)
-            sizes = torch.tensor(SCALES).repeat(-(-shape[-2] // len(SCALES)))[: shape[-2], None]
+            values = torch.randn(shape, generator=self._generator, device="cpu")
+            sizes = torch.tensor(SCALES, device="cpu").repeat(-(-shape[-2] // len(SCALES)))[: shape[-2], None]
             self._noise[shape] = (values * sizes).to(states.device, states.dtype)
         return self._noise[shape].clone()
 

@@ -27,7 +27,8 @@ def check_heads(
     if value.shape != shape or shape[0] != tokens or shape[2] != size or slots.shape != (tokens,):
         raise ValueError(
             "query [M, H, D], key and value [M, Hkv, D] and slots [M] must agree, got "
-            f"{tuple(query.shape)}, {tuple(shape)}, {tuple(value.shape)} and {tuple(slots.shape)}"
+            f"{tuple(query.shape)}, {tuple(shape)}, {tuple(value.shape)} and {tuple(slots.shape)}; "
+            "give every token a key, a value and a slot"
         )
     if not (_has_adjacent_heads(query) and _has_adjacent_heads(key) and _has_adjacent_heads(value)):
         raise ValueError("a token's heads must lie next to each other, got another layout; use contiguous()")
@@ -36,12 +37,12 @@ def check_heads(
     if not fits or slots.dtype is not torch.int64 or not slots.is_contiguous():
         raise ValueError(
             f"the cache must be [R, {shape[1]}, S, {size}] with adjacent components and contiguous slots int64, got "
-            f"{tuple(cache)} and {slots.dtype}"
+            f"{tuple(cache)} with strides {keys.stride()} and {slots.dtype}; make the cache for these heads"
         )
     if values.shape != cache or values.stride() != keys.stride():
         raise ValueError(
             "keys and values must have one layout, got "
-            f"{tuple(cache)} {keys.stride()} and {tuple(values.shape)} {values.stride()}"
+            f"{tuple(cache)} {keys.stride()} and {tuple(values.shape)} {values.stride()}; make both in one way"
         )
 
 
@@ -51,10 +52,13 @@ def check_rotation(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, ro
         return
     tokens, _, size = query.shape
     if rotary % 2 or not 0 < rotary <= size:
-        raise ValueError(f"rotary must be even and at most the head size {size}, got {rotary}")
+        raise ValueError(
+            f"rotary must be even and at most the head size {size}, got {rotary}; use 0 for heads that do not turn"
+        )
     if cos.shape != sin.shape or cos.shape[0] != tokens or cos.shape[1] not in (rotary, rotary // 2):
         raise ValueError(
-            f"cos and sin must be [{tokens}, {rotary}] or half as wide, got {tuple(cos.shape)} and {tuple(sin.shape)}"
+            f"cos and sin must be [{tokens}, {rotary}] or half as wide, got {tuple(cos.shape)} and {tuple(sin.shape)}; "
+            "give every token its factors"
         )
     if cos.dtype != query.dtype or sin.dtype != query.dtype or cos.stride(1) != 1 or sin.stride(1) != 1:
         raise ValueError(
@@ -73,10 +77,14 @@ def check_norm(
             raise ValueError("weights need a rule, got weights without a norm; pass None")
         return
     if rule not in RULES:
-        raise ValueError(f"rule must be {NO_NORM} or one of {RULES}, got {rule}")
+        raise ValueError(f"rule must be {NO_NORM} or one of {RULES}, got {rule}; use the module's own forward")
     size, dtype = query.shape[2:], query.dtype
     if any(w is None or w.shape != size or w.dtype != dtype or not w.is_contiguous() for w in weights):
-        raise ValueError(f"a norm needs two contiguous weights [{query.shape[2]}] of dtype {dtype}, got others")
+        got = " and ".join("None" if w is None else f"{w.dtype} {list(w.shape)}" for w in weights)
+        raise ValueError(
+            f"a norm needs two contiguous weights [{query.shape[2]}] of dtype {dtype}, got {got}; use contiguous(), or "
+            "rule NO_NORM without weights"
+        )
 
 
 def _has_adjacent_heads(part: torch.Tensor) -> bool:

@@ -140,6 +140,13 @@ def test_a_proof_is_made_once_and_lets_go_of_its_model(monkeypatch):
     assert gone() is None
 
 
+def test_another_default_device_changes_nothing():
+    """Results lie where the operands do: compiled code writes there."""
+    with torch.device("meta"):
+        found = answers(tiny_model("llama"))
+    assert found == answers(tiny_model("llama"))
+
+
 def test_nothing_of_the_model_moves():
     model = fresh()
     before = {name: (parameter, parameter.data_ptr()) for name, parameter in model.named_parameters()}

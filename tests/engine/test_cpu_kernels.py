@@ -278,6 +278,10 @@ print(WIDEST, rms_norm(x, torch.ones(100), 1e-6, 0).sum().item())
     assert printed[0].split()[0] == "0" and printed[0].split()[1] == printed[1].split()[1]
 
 
+class Sharded(torch.Tensor):
+    """A tensor whose bytes compiled code must not take for its numbers."""
+
+
 def refused():
     x, w = drawn(3, 8), drawn(8)
     query, key, value, cos, sin, keys, values = heads_case(8, 8, width=8)
@@ -311,6 +315,21 @@ def refused():
 def test_refuses_by_rule(reason):
     with pytest.raises(ValueError, match=reason):
         refused()[reason]()
+
+
+def test_tensors_of_other_classes_are_refused():
+    x, w = drawn(3, 8), drawn(8)
+    parts = [*heads_case(8, 8, width=8), SLOTS]
+    odd = [part.as_subclass(Sharded) for part in (x, w, *parts)]
+    calls = [lambda: rms_norm(odd[0], w, EPSILON, 0), lambda: rms_norm(x, odd[1], EPSILON, 0)]
+    calls += [lambda: add_rms_norm(x, odd[0], w, EPSILON, 0)]
+    calls += [lambda: gated_product(odd[0], x, SILU), lambda: gated_product(x, odd[0], SILU)]
+    for place, part in enumerate(odd[2:]):
+        given = [*parts[:place], part, *parts[place + 1 :]]
+        calls.append(lambda given=given: rope_and_store(*given, 8, None, None, 0.0, NO_NORM))
+    for call in calls:
+        with pytest.raises(ValueError, match="Sharded"):
+            call()
 
 
 def test_a_slot_beyond_the_cache_is_refused_before_anything_is_written():

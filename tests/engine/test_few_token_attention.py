@@ -190,12 +190,23 @@ def test_scores_far_apart_neither_overflow_nor_vanish():
     torch.testing.assert_close(found[0, 3, 0], step.value[row, 0, best])
 
 
+def test_the_result_lies_where_the_operands_do():
+    step = Step()
+    with torch.device("meta"):
+        found = step.attended()
+    assert torch.equal(found, step.attended())
+
+
 def test_tokens_that_grew_in_several_forwards():
     """The second half of the tokens alone, behind the first half's keys."""
     step = Step(lengths=[40], counts=[12])
     later = TokenPaths(np.array([0, 6]), np.array([40]), np.array([12]), step.ancestors[6:])
     found = few_token_attention(step.query[:, :, 6:], step.key, step.value, later, scale=0.1)
     assert torch.equal(found, step.attended()[:, 6:])
+
+
+class Sharded(torch.Tensor):
+    """A tensor whose bytes compiled code must not take for its numbers."""
 
 
 def test_other_tensors_are_refused():
@@ -208,12 +219,15 @@ def test_other_tensors_are_refused():
         "size": [part[..., :60] for part in (step.query, step.key, step.value)],
         "order of slots": [step.query, *(part.mT.contiguous().mT for part in (step.key, step.value))],
         "strides that differ": [step.query, step.key, step.value.contiguous()],
+        "sharded query": [step.query.as_subclass(Sharded), step.key, step.value],
+        "sharded keys": [step.query, step.key.as_subclass(Sharded), step.value],
         "gradients": [step.query.clone().requires_grad_(), step.key, step.value],
         "heads": [step.query[:, :7], step.key, step.value],
+        "short": [step.query, step.key[:, :, :300], step.value[:, :, :300]],
         "rows": [step.query, step.key[:3], step.value[:3]],
         "tokens": [step.query[:, :, :5], step.key, step.value],
     }
     for name, (query, key, value) in wrong.items():
-        with pytest.raises(ValueError, match="must be on a CPU, all of float32"):
+        with pytest.raises(ValueError, match="must be on a CPU, all of float32.* L at least 301"):
             few_token_attention(query, key, value, step.paths, scale=0.1)
-        assert name in ("rows", "tokens") or not is_supported(query, key, value), name
+        assert name in ("short", "rows", "tokens") or not is_supported(query, key, value), name

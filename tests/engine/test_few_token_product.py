@@ -214,6 +214,17 @@ def test_takes_a_layer_in_bfloat16():
     assert_close(found.view(6, 20), x, weight, bias)
 
 
+class Sharded(torch.Tensor):
+    """A tensor whose bytes compiled code must not take for its numbers."""
+
+
+def test_the_result_lies_where_the_operands_do():
+    x, weight, bias = factors(2, 3, 8)
+    with torch.device("meta"):
+        found = few_token_product(x, weight, bias)
+    assert torch.equal(found, few_token_product(x, weight, bias))
+
+
 def refused():
     x, weight, bias = factors(2, 3, 8)
     return {
@@ -227,6 +238,9 @@ def refused():
         "bias torch.float32 [2]": (x, weight, bias[:2]),
         "with gradients": (x, weight.clone().requires_grad_(), bias),
         "on meta": (x.to("meta"), weight, bias),
+        "x torch.float32 [2, 8] on cpu of class Sharded": (x.as_subclass(Sharded), weight, bias),
+        "weight torch.float32 [3, 8] on cpu of class Sharded": (x, weight.as_subclass(Sharded), bias),
+        "bias torch.float32 [3] on cpu of class Sharded": (x, weight, bias.as_subclass(Sharded)),
         "K >= 1": (x[:, :0].contiguous(), weight[:, :0].contiguous(), bias),
     }
 
@@ -234,7 +248,7 @@ def refused():
 @pytest.mark.parametrize("got", refused())
 def test_refuses_by_rule_got_and_remedy(got):
     arguments = refused()[got]
-    with pytest.raises(ValueError, match="must be contiguous tensors of float32") as raised:
+    with pytest.raises(ValueError, match="must be contiguous tensors, all of float32") as raised:
         few_token_product(*arguments)
     assert got in str(raised.value) and "torch.nn.functional.linear" in str(raised.value)
 

@@ -196,10 +196,12 @@ def _page_size(model: PreTrainedModel) -> int | None:
 
 
 def device_rule(verifier: Verifier) -> DeviceRule | None:
-    """The rule of a captured step that decides as `verifier` does, or None where it offers none."""
-    if verifier.device_rule is None:
+    """The rule of a captured step that decides as `verifier` does, or None where its class names none: a subclass may
+    decide otherwise than its parent."""
+    named = vars(type(verifier)).get("device_rule")
+    if named is None:
         return None
-    module, _, name = verifier.device_rule.partition(":")
+    module, _, name = named.partition(":")
     return getattr(importlib.import_module(module), name)()
 
 
@@ -213,8 +215,8 @@ def kernel_obstacle(
         return "triton is not installed"
     from stand.gpu.self_check import kernel_failure
 
-    if verifier.device_rule is None:
-        return f"rule {verifier.name!r} offers no device rule"
+    if device_rule(verifier) is None:
+        return f"rule {verifier.name!r} offers no device rule of its own"
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:
         return f"the model lies on {len(devices)} devices"

@@ -9,7 +9,6 @@ import torch
 from workloads.model_shapes import ModelShape
 
 import stand
-from stand.backend import device_rule
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.step_size import MAX_ROW_NODES
@@ -57,8 +56,8 @@ class BenchModel:
 
     def step(self, num_rows: int, length: int) -> tuple[CapturedStep, list[Row]]:
         """A captured step behind `length` random keys per row, and its rows."""
-        rule, fusion = device_rule(self.engine.verifier), self.engine.backend.fusion
-        step = CapturedStep(self.model, TargetLaw(LAW), rule, num_rows=num_rows, fusion=fusion)
+        fusion = self.engine.backend.fusion
+        step = CapturedStep(self.model, TargetLaw(LAW), self.engine.verifier, num_rows=num_rows, fusion=fusion)
         rows = [Row(row, self.tokens(length + 1), 1) for row in range(num_rows)]
         step.use(self._random_cache(num_rows, length), rows)
         return step, rows

@@ -24,7 +24,6 @@ from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
 from stand.gpu.captured_step import CapturedStep
-from stand.gpu.device_rule import MatchRule
 from stand.gpu.kernels.race import race
 from stand.gpu.kernels.traverse import traverse
 from stand.row import Row
@@ -161,7 +160,7 @@ class ChecksBench:
             plan = StepPlan.for_prompt(prefix, 0, row=0, device=bench.device)
             run_plan(bench.model, cache, plan, logits_to_keep=1)
         law = TargetLaw(SamplingParams(temperature=1.0))
-        step = CapturedStep(bench.model, law, MatchRule(), num_rows=1, fusion=bench.engine.backend.fusion)
+        step = CapturedStep(bench.model, law, get_verifier("match"), num_rows=1, fusion=bench.engine.backend.fusion)
         step.begin(cache, [row])
         step.enter(row, 0, cache)
         nothing = np.zeros((count, 1), dtype=np.int32)

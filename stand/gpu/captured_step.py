@@ -21,12 +21,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from stand.backend import device_rule
 from stand.forward.rider import Guesses, Rider, path_ends
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
 from stand.fusion.fusion import Fusion
 from stand.gpu.device_cache import DeviceCache
-from stand.gpu.device_rule import DeviceRule, GreedyRule
+from stand.gpu.device_rule import GreedyRule
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME
 from stand.gpu.packing import kept_paths
 from stand.gpu.page_table import PageTable, PoolSize
@@ -40,7 +41,7 @@ from stand.sampling import TargetLaw
 from stand.scheduling.page_allocator import PageAllocator
 from stand.step import StepStart
 from stand.trees import DraftBatch
-from stand.verifiers import Verdicts, VerifierNoise
+from stand.verifiers import Verdicts, Verifier, VerifierNoise
 
 
 class CapturedStep:
@@ -51,7 +52,7 @@ class CapturedStep:
         self,
         model: PreTrainedModel,
         law: TargetLaw,
-        rule: DeviceRule,
+        verifier: Verifier,
         *,
         num_rows: int,
         fusion: Fusion | None,
@@ -59,11 +60,13 @@ class CapturedStep:
         rider: Rider | None = None,
         replay: Runner | None = None,
     ):
-        """replay: of a step that was closed, so that an engine has one capture stream; default: a new one."""
+        """verifier: has a device rule; replay: of a step that was closed, so that an engine has one capture stream,
+        default: a new one."""
         self._model = model
         self._fusion = fusion
         self._law = law
-        self._rule = GreedyRule() if law.params.is_greedy else rule
+        self._verifier = verifier
+        self._rule = GreedyRule() if law.params.is_greedy else device_rule(verifier)
         self._num_rows = num_rows
         self._table: PageTable | None = None
         self._held: list[Row | None] = [None] * num_rows  # by place in the cache: whose keys lie there
@@ -95,6 +98,7 @@ class CapturedStep:
         has_features = self._output.features is not None
         return (
             start.law.params == self._law.params
+            and start.verifier is self._verifier
             and start.num_places <= self._num_rows
             and start.wants_features <= has_features
             and (start.rider is None or start.rider is self._output.rider)
@@ -211,6 +215,7 @@ class CapturedStep:
         self, batch: DraftBatch, lengths: np.ndarray, places: np.ndarray, noise: VerifierNoise, *, rows: Sequence[Row]
     ) -> None:
         """lengths [B]: committed tokens; places [B]: rows of the cache; int64."""
+        self._verifier.check_draft(batch)
         most_nodes = max(batch.sizes.tolist())  # of a few numbers, faster than numpy
         self._table.extend(rows, lengths, batch.offsets, places, before_moving=self._forget)
         met = (batch.num_nodes, most_nodes, batch.support_ids.shape[1])

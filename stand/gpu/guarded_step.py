@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.backend import device_rule
 from stand.forward.tree_cache import TreeCache
 from stand.fusion.fusion import Fusion
 from stand.gpu.captured_step import CapturedStep
@@ -71,7 +70,7 @@ class GuardedStep:
             if captured is None or not captured.serves(start):
                 replay = None if captured is None else captured.dissolve()
                 captured = CapturedStep(
-                    model, law, device_rule(verifier), num_rows=start.num_places, fusion=fusion,
+                    model, law, verifier, num_rows=start.num_places, fusion=fusion,
                     wants_features=start.wants_features, rider=start.rider, replay=replay,
                 )  # fmt: skip
             captured.begin(start.keys, start.rows, start.pages)

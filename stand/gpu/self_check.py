@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.backend import device_rule
 from stand.forward.features import taken_features
 from stand.forward.model import max_positions, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
@@ -118,9 +117,8 @@ class StepCheck:
     def failure(self, params: SamplingParams) -> str | None:
         """What a step under this law gets wrong, or None."""
         batch, law = self._batch, TargetLaw(params)
-        rule = device_rule(self._verifier)
         asked = {"wants_features": self._wants_features, "rider": self._rider}
-        step = CapturedStep(self._model, law, rule, num_rows=len(batch) + 1, fusion=None, **asked)
+        step = CapturedStep(self._model, law, self._verifier, num_rows=len(batch) + 1, fusion=None, **asked)
         step.begin(self._keys, self._rows)
         for place, row in enumerate(self._rows):
             step.enter(row, place, self._keys, source=place)

@@ -1,6 +1,7 @@
 """The captured step in the engine: the same tokens as the eager step, whatever moves, grows, ends or is padded."""
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from plain_kernels import use_plain_kernels  # noqa: E402
 from tiny_models import CONFIGS, kernel_model  # noqa: E402
 
 import stand  # noqa: E402
+from stand.backend import device_rule  # noqa: E402
 from stand.drafters.blended import BlendedDrafter  # noqa: E402
 from stand.gpu import captured_step, page_table  # noqa: E402
-from stand.trees import BlendedLookup  # noqa: E402
+from stand.trees import BlendedLookup, DraftBatch  # noqa: E402
+from stand.verifiers.rules.match import MatchVerifier  # noqa: E402
 
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8, 9]]
 
@@ -193,8 +196,43 @@ def test_the_choice_is_visible_and_can_be_made():
     assert str(engine.backend) == "sdpa" and "kernels are for CUDA" in engine.backend.reason
     with pytest.raises(ValueError, match="must be one of auto, sdpa, triton"):
         stand.wrap(kernel_model("qwen2"), backend="flash")
-    with pytest.raises(ValueError, match="rule 'rrs' offers no device rule"):
+    with pytest.raises(ValueError, match="rule 'rrs' offers no device rule of its own"):
         stand.wrap(kernel_model("qwen2"), backend="triton", verifier="rrs")
+
+
+class Reranked(stand.Drafter):
+    """Keeps what it likes of what it drew, and says so."""
+
+    def draft(self, request):
+        batch = DraftBatch.pending([history[-1] for history in request.histories])
+        return dataclasses.replace(batch, adapted=False)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_that_the_rule_refuses_is_refused(plain_kernels, temperature):
+    settings = {"max_new_tokens": 4, "temperature": temperature, "seed": 0}
+    for backend in ("sdpa", "triton"):
+        model = kernel_model("qwen2")
+        engine = stand.wrap(model, drafter=Reranked(), verifier="traversal", backend=backend, fuse=False)
+        with pytest.raises(ValueError, match="must get an adapted draft"):
+            engine.generate(input_ids=PROMPTS, **settings)
+        assert str(engine.backend) == backend
+        engine = stand.wrap(model, drafter=Reranked(), verifier="match", backend=backend, fuse=False)
+        engine.generate(input_ids=PROMPTS, **settings)  # keeps the law whatever the draft
+
+
+def test_a_rule_derived_from_another_is_not_taken_for_it():
+    class Sevens(MatchVerifier):
+        lossless = False
+
+        def verify(self, batch, target, noise):
+            verdicts = super().verify(batch, target, noise)
+            verdicts.next_tokens[:] = 7
+            return verdicts
+
+    with pytest.raises(ValueError, match="rule 'match' offers no device rule of its own"):
+        stand.wrap(kernel_model("qwen2"), backend="triton", verifier=Sevens())
+    assert device_rule(MatchVerifier()) is not None
 
 
 def test_a_fusion_that_is_wrong_as_a_whole_is_undone(monkeypatch):

@@ -14,7 +14,6 @@ from torch.nn.functional import linear
 from stand.forward.few_token_product import IS_FASTER, FewTokenProduct, are_weights, few_token_products, is_plain
 
 MOST_TOKENS = 64  # of a product of our own: beyond, torch's is as fast
-_KNOWN: WeakKeyDictionary[Module, list[FewTokenForward]] = WeakKeyDictionary()  # of models in use
 
 
 @contextmanager
@@ -26,16 +25,20 @@ def few_token_layers(model: Module) -> Iterator[None]:
     others compute as before, and all of them on a processor without AVX2, or where gradients are kept. Weights that are
     replaced within it count from the next time on. The model is given back as it was.
     """
-    is_on_cpu = next(model.parameters()).is_cpu
-    forwards = _forwards(model) if IS_FASTER and is_on_cpu else []
-    swapped = [forward for forward in forwards if "forward" not in vars(forward.layer)]
-    for forward in swapped:
-        vars(forward.layer)["forward"] = forward
+    layers = _KNOWN.setdefault(model, _Layers())
+    layers.depth += 1
     try:
+        if layers.depth == 1 and IS_FASTER and next(model.parameters()).is_cpu:
+            layers.swap(model)
         yield
     finally:
-        for forward in swapped:
-            del forward.layer.forward
+        layers.depth -= 1
+        if layers.depth == 0:
+            try:
+                layers.restore()
+            except BaseException:  # an interrupt has cut it
+                layers.restore()
+                raise
 
 
 class FewTokenForward:
@@ -80,14 +83,32 @@ def outputs(layers: Sequence[Linear], states: torch.Tensor) -> Sequence[torch.Te
     return [layer(states) for layer in layers]
 
 
-def _forwards(model: Module) -> list[FewTokenForward]:
-    """Made anew where a layer has other weights by now; layers that came in between are left alone until then."""
-    known = _KNOWN.get(model)
-    if not known or not all(forward.is_current() for forward in known):
-        with torch.no_grad():
-            known = _KNOWN[model] = [
-                FewTokenForward(layer)
-                for layer in model.modules()
-                if type(layer) is Linear and are_weights(layer.weight, layer.bias)
-            ]
-    return known
+class _Layers:
+    """Those of one model that are swapped, in how many blocks at once."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self._forwards: list[FewTokenForward] = []
+
+    def swap(self, model: Module) -> None:
+        """Forwards are made anew where a layer has other weights by now; layers that came in between are left alone
+        until then."""
+        if not self._forwards or not all(forward.is_current() for forward in self._forwards):
+            self.restore()
+            with torch.no_grad():
+                self._forwards = [
+                    FewTokenForward(layer)
+                    for layer in model.modules()
+                    if type(layer) is Linear and are_weights(layer.weight, layer.bias)
+                ]
+        for forward in self._forwards:
+            vars(forward.layer).setdefault("forward", forward)
+
+    def restore(self) -> None:
+        for forward in self._forwards:
+            attributes = vars(forward.layer)
+            if attributes.get("forward") is forward:
+                del attributes["forward"]
+
+
+_KNOWN: WeakKeyDictionary[Module, _Layers] = WeakKeyDictionary()  # of models in use

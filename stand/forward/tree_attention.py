@@ -13,14 +13,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from stand.forward.few_token_attention import is_supported, supported_attention
 from stand.forward.linear_layers import few_token_layers
 from stand.forward.packed_plan import StepPlan
 
+PREFIX = "stand_"  # of every attention that this project registers
 ATTENTION_NAME = "stand_tree"
-_LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()  # one per model in use
 
 
 def attend(
@@ -103,29 +103,67 @@ AttentionInterface.register(ATTENTION_NAME, attend)
 @contextmanager
 def tree_attention(model: PreTrainedModel, name: str = ATTENTION_NAME) -> Iterator[None]:
     """Run the block with tree attention and `few_token_layers`, or with the attention registered as `name` alone; then
-    give the model back as it was."""
+    give the model back as it was, also where an interrupt cuts the way in or out."""
     with exclusive(model), few_token_layers(model) if name == ATTENTION_NAME else nullcontext():
-        previous = model.config._attn_implementation
-        model.set_attn_implementation(name)
+        before = _implementations(model)
+        if not _is_ours(model):
+            _TURNS[model].own = before
         try:
+            model.set_attn_implementation(name)
             yield
         finally:
-            model.set_attn_implementation(previous)
+            try:
+                _restore(before)
+            except BaseException:
+                _restore(before)
+                raise
 
 
 @contextmanager
 def exclusive(model: PreTrainedModel) -> Iterator[None]:
-    """Keep other threads from running this model in the block; within one thread blocks may nest.
-
-    Raises RuntimeError at once where another thread is in such a block: both would change the model's attention.
-    """
-    lock = _LOCKS.setdefault(model, threading.RLock())
-    if not lock.acquire(blocking=False):
-        raise RuntimeError(
-            "one model runs one call at a time, got a second call from another thread; "
-            "wait for the first, give all prompts to one call, or load the model twice"
-        )
-    try:
+    """Keep other threads from running this model in the block: they wait, and get their turn in the order in which they
+    came. Within one thread blocks may nest."""
+    turns = _TURNS.setdefault(model, _Turns())
+    if turns.thread == threading.get_ident():
         yield
-    finally:
-        lock.release()
+        return
+    with turns.line, turns.turn:
+        pass  # who gives the turn back and wants it again comes behind those who wait
+    with turns.turn:
+        try:
+            turns.thread = threading.get_ident()
+            if _is_ours(model):  # an interrupt has left it there
+                _restore(turns.own)
+            yield
+        finally:
+            turns.thread = None
+
+
+class _Turns:
+    """Who runs a model."""
+
+    def __init__(self) -> None:
+        self.line, self.turn = threading.Lock(), threading.Lock()
+        self.thread: int | None = None  # whose turn it is
+        self.own: list[tuple[PreTrainedConfig, str | None]] = []  # the attention that the user has chosen
+
+
+_TURNS: WeakKeyDictionary[PreTrainedModel, _Turns] = WeakKeyDictionary()  # of models in use
+
+
+def _is_ours(model: PreTrainedModel) -> bool:
+    return str(model.config._attn_implementation).startswith(PREFIX)
+
+
+def _implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:
+    """The attention of every configuration in the model, its own one last."""
+    configs = [model.config]
+    for config in configs:  # which grows
+        configs += [part for key in config.sub_configs if (part := getattr(config, key, None)) is not None]
+    configs += [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    return [(config, config._attn_implementation) for config in reversed(configs)]
+
+
+def _restore(implementations: list[tuple[PreTrainedConfig, str | None]]) -> None:
+    for config, name in implementations:
+        config._attn_implementation_internal = name  # the property would set inner configurations, too

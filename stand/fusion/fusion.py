@@ -115,15 +115,19 @@ class Fusion:
         Raises RuntimeError when the model's weights have moved since `fuse`.
         """
         self._check_linked()
-        if self._depth == 0:
-            self._swap()
         self._depth += 1
         try:
+            if self._depth == 1:
+                self._swap()
             yield
         finally:
             self._depth -= 1
             if self._depth == 0:
-                self._restore()
+                try:
+                    self._restore()
+                except BaseException:  # an interrupt has cut it
+                    self._restore()
+                    raise
 
     def undo(self) -> None:
         """Give every merged parameter memory of its own again; the fusion is of no use afterwards.
@@ -196,7 +200,7 @@ class Fusion:
     def _restore(self) -> None:
         for module, forward in self._saved:
             if forward is None:
-                del module.forward
+                vars(module).pop("forward", None)
             else:
                 module.forward = forward
         self._saved.clear()

@@ -88,11 +88,11 @@ class Call:
                         self._advance()
 
     def steps(self, *, until_ended: bool = False) -> Iterator[None]:
-        """The same step by step. Between two steps the model is free for other work; with `until_ended` only where
-        rows have ended in the first of them, which saves swapping its forwards in between."""
+        """The same step by step. Between two steps the model is free for other work, of other threads too; with
+        `until_ended` only where rows have ended in the first of them, which saves swapping its forwards in between."""
         with self._ending():
             while True:
-                with self.stats.timed_wall():
+                with exclusive(self._model), self.stats.timed_wall():
                     if not self._refill():
                         break
                     with self._step.attention():
@@ -109,7 +109,8 @@ class Call:
         try:
             yield
             if self._step is not None:
-                self._step.finish()
+                with exclusive(self._model):
+                    self._step.finish()
         finally:
             if self._step is not None:
                 self._step.close()

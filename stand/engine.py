@@ -31,6 +31,7 @@ from stand.drafters.fixed_shape import FixedShapeDrafter
 from stand.drafters.step_cost import StepCost, clock_of, measure_cost
 from stand.forward.model import text_config
 from stand.forward.self_check import check_model
+from stand.forward.tree_attention import exclusive
 from stand.generation_settings import check_flags
 from stand.output import GenerationOutput
 from stand.row import Row
@@ -86,9 +87,11 @@ def wrap(
 
 
 class Engine:
-    """Decodes many rows at once; made by `stand.wrap`. One model runs one call at a time.
+    """Decodes many rows at once; made by `stand.wrap`.
 
-    It switches the model's attention while it runs and gives it back afterwards.
+    It switches the model's attention while it runs and gives it back afterwards. Calls of several threads on one model
+    take turns: a `generate` as a whole, streams step by step, runs from one trajectory to the next. So what a call runs
+    of yours (requests, criteria, a streamer) must not wait for another thread's call.
     """
 
     def __init__(
@@ -257,18 +260,19 @@ class Engine:
     ) -> tuple[Call, list[Job]]:
         """A call that has not begun, and its jobs; everything that does not fit raises before any work, the drafter's
         preparation included."""
-        check_flags(draft=draft, learn=learn)
-        reader = JobReader(self.model, self.tokenizer, problems=self._problems, **settings)
-        token_ids = reader.prompts.read(prompts, input_ids, attention_mask=attention_mask)
-        count = reader.settings.num_return_sequences
-        if count * len(token_ids) > MOST_ROWS:
-            raise ValueError(
-                f"a call returns at most {MOST_ROWS} rows, got {len(token_ids)} prompts with num_return_sequences "
-                f"{count}; use engine.run, which yields rows as they end"
-            )
-        jobs = [reader.job(ids, range(place * count, (place + 1) * count)) for place, ids in enumerate(token_ids)]
-        options = {"seed": seed, "draft": draft, "learn": learn, "on_commit": on_commit}
-        return self._call_of(reader, jobs, max_rows, max_cache_bytes, num_rows=count * len(jobs), **options), jobs
+        with exclusive(self.model):
+            check_flags(draft=draft, learn=learn)
+            reader = JobReader(self.model, self.tokenizer, problems=self._problems, **settings)
+            token_ids = reader.prompts.read(prompts, input_ids, attention_mask=attention_mask)
+            count = reader.settings.num_return_sequences
+            if count * len(token_ids) > MOST_ROWS:
+                raise ValueError(
+                    f"a call returns at most {MOST_ROWS} rows, got {len(token_ids)} prompts with num_return_sequences "
+                    f"{count}; use engine.run, which yields rows as they end"
+                )
+            jobs = [reader.job(ids, range(place * count, (place + 1) * count)) for place, ids in enumerate(token_ids)]
+            options = {"seed": seed, "draft": draft, "learn": learn, "on_commit": on_commit}
+            return self._call_of(reader, jobs, max_rows, max_cache_bytes, num_rows=count * len(jobs), **options), jobs
 
     def _run_of(
         self,
@@ -282,10 +286,11 @@ class Engine:
         **settings: object,
     ) -> Call:
         """As `_new_call`, of requests that are still to be read."""
-        check_flags(draft=draft, learn=learn)
-        reader = JobReader(self.model, self.tokenizer, problems=self._problems, **settings)
-        options = {"num_rows": MANY_ROWS, "seed": seed, "draft": draft, "learn": learn, "on_commit": None}
-        return self._call_of(reader, map(reader.read, requests), max_rows, max_cache_bytes, **options)
+        with exclusive(self.model):
+            check_flags(draft=draft, learn=learn)
+            reader = JobReader(self.model, self.tokenizer, problems=self._problems, **settings)
+            options = {"num_rows": MANY_ROWS, "seed": seed, "draft": draft, "learn": learn, "on_commit": None}
+            return self._call_of(reader, map(reader.read, requests), max_rows, max_cache_bytes, **options)
 
     def _call_of(
         self,

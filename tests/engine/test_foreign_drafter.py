@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from letter_tokenizer import letter_tokenizer
 from tiny_models import VOCABULARY_SIZE, tiny_model
 
 import stand
@@ -77,10 +78,10 @@ def test_a_right_answer_is_not_refused():
     assert len(engine.generate(input_ids=PROMPTS, max_new_tokens=1, seed=0)) == 2
 
 
-def test_a_second_thread_is_refused_at_once():
+def test_a_second_thread_waits_for_its_turn():
     """Two calls at the same time would switch the attention under each other."""
     model = tiny_model("llama")
-    inside, go_on, errors = threading.Event(), threading.Event(), []
+    inside, go_on, ended = threading.Event(), threading.Event(), []
 
     class Waiting(stand.Drafter):
         def draft(self, request: stand.DraftRequest) -> DraftBatch:
@@ -88,17 +89,44 @@ def test_a_second_thread_is_refused_at_once():
             assert go_on.wait(60)
             return DraftBatch.concatenate([DraftTree.pending(int(history[-1])) for history in request.histories])
 
-    first, second = stand.wrap(model, drafter=Waiting()), stand.wrap(model)
-    outputs = []
-    thread = threading.Thread(target=lambda: outputs.append(first.generate(input_ids=[[3, 4]], max_new_tokens=2)))
-    thread.start()
+    first, second = stand.wrap(model, drafter=Waiting()), stand.wrap(model, drafter=stand.BlendedDrafter(budget=4))
+    calls = {
+        "first": lambda: first.generate(input_ids=[[3, 4]], max_new_tokens=2),
+        "second": lambda: second.generate(input_ids=[[3, 4]], max_new_tokens=2),
+        "stream": lambda: second.run([[3, 4]], max_new_tokens=2),
+        "wrap": lambda: stand.wrap(model),
+    }
+    threads = [threading.Thread(target=lambda name=name: (calls[name](), ended.append(name))) for name in calls]
+    threads[0].start()
     try:
         assert inside.wait(60)
-        for call in (lambda: second.generate(input_ids=[[3, 4]], max_new_tokens=2), lambda: stand.wrap(model)):
-            with pytest.raises(RuntimeError, match="one model runs one call at a time"):
-                call()
-            errors.append(call)
+        for thread in threads[1:]:
+            thread.start()
+        threads[1].join(0.2)
+        assert not ended
     finally:
         go_on.set()
-        thread.join()
-    assert len(outputs) == 1 and len(second.generate(input_ids=[[3, 4]], max_new_tokens=2)) == 1
+        for thread in threads:
+            thread.join(60)
+    assert sorted(ended) == sorted(calls) and ended[0] == "first"
+
+
+def test_streams_of_two_threads_take_turns_step_by_step():
+    model, texts, order = tiny_model("llama"), {}, []
+    engine = stand.wrap(model, letter_tokenizer(), drafter=stand.BlendedDrafter(budget=4), verifier="match")
+
+    def read(name, stream):
+        for _, piece in stream:
+            order.append(name)
+            texts[name] = texts.get(name, "") + piece
+
+    settings = {"max_new_tokens": 60, "temperature": 1.0, "stop_token_ids": []}
+    streams = {seed: engine.stream([3, 4, seed], seed=seed, **settings) for seed in (5, 6)}
+    threads = [threading.Thread(target=read, args=item) for item in streams.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for seed in (5, 6):
+        assert texts[seed] == engine.generate([3, 4, seed], seed=seed, **settings).texts[0]
+    assert sum(one != other for one, other in zip(order, order[1:], strict=False)) > 10

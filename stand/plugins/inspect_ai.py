@@ -9,7 +9,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 
@@ -25,6 +24,8 @@ from inspect_ai.model import (
     modelapi,
 )
 from inspect_ai.tool import ToolChoice, ToolInfo
+
+from stand.plugins.saving import Saver, check_can_be_written
 
 GATHERING = 0.02  # seconds to wait for requests that begin together
 ROWS = 16
@@ -127,8 +128,8 @@ class StandAPI(ModelAPI):
     """A transformers model of this machine, decoded by the engine.
 
     Model arguments (-M name=value): `rows`, the most requests decoded together (16); `device`, `dtype` ("auto");
-    `lookup`, a file that the drafter starts from; `save_lookup`, a file to write what it has learned to, when the
-    provider is closed or the process ends: inspect does not close what it was given by name.
+    `lookup`, a file that the drafter starts from; `save_lookup`, a file to write what it has learned to, every
+    few minutes and when the provider is closed or the process ends: inspect does not close what it was given by name.
     Settings that are left out are the model's own, as `generation_config.json` has them. config.seed fixes the
     random numbers, but which requests share a batch depends on time, so a run does not repeat itself token for token.
 
@@ -152,6 +153,8 @@ class StandAPI(ModelAPI):
         super().__init__(model_name, base_url=base_url, api_key=api_key, config=config)
         if rows < 1:
             raise ValueError(f"rows must be at least 1, got {rows}")
+        if save_lookup is not None:
+            check_can_be_written(save_lookup, "save_lookup")
         # Here, because inspect imports this module whenever it lists providers.
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -170,9 +173,7 @@ class StandAPI(ModelAPI):
     def _begin(self, engine: object, rows: int, save_lookup: str | None, seed: int | None) -> None:
         self.engine, self.rows = engine, rows
         self.batches = RequestBatches(engine, num_rows=rows, seed=seed)
-        self.save_at_exit = None
-        if save_lookup is not None:
-            self.save_at_exit = weakref.finalize(self, engine.lookup.save, save_lookup)
+        self.saver = None if save_lookup is None else Saver(self, engine.lookup, save_lookup)
 
     async def generate(
         self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
@@ -194,8 +195,8 @@ class StandAPI(ModelAPI):
     def close(self) -> None:
         self.batches.close()
         self.batches.thread.join()
-        if self.save_at_exit is not None:
-            self.save_at_exit()
+        if self.saver is not None:
+            self.saver.finish()
 
 
 def _message(message: ChatMessage) -> dict[str, str]:

@@ -7,19 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from stand.plugins.saving import check_can_be_written
 from stand.trees import BlendedLookup
 
+FILES = ("lookup", "save")
 PREFIX = "STAND_"  # of names in the environment: STAND_FLOOR is `floor`
 
 
 @dataclass(frozen=True, slots=True)
 class ServingOptions:
-    """lookup: a file to start from. save: a file that is written when the process ends; it may be the same one.
-    max_bytes: memory cap of the lookup. fade: see `BlendedLookup`. floor: no draft token that is less likely to be
-    accepted, in [0, 1]. budget: the most draft tokens of all rows of a step together, 0 for no bound beside the
-    engine's own. text_tokens: tokens of prompts and corpora that are learned per step; 0: they are not learned.
-    report_every: steps of single rows between two lines in the log; 0: none. laws: entries of the target's law that are
-    learned at every verified node, 10 is usual; 0: tokens are learned.
+    """lookup: a file to start from. save: a file that a `Saver` writes; it may be the same one. max_bytes: memory cap
+    of the lookup. fade: see `BlendedLookup`. floor: no draft token that is less likely to be accepted, in [0, 1].
+    budget: the most draft tokens of all rows of a step together, 0 for no bound beside the engine's own. text_tokens:
+    tokens of prompts and corpora that are learned per step; 0: they are not learned. report_every: steps of single rows
+    between two lines in the log; 0: none. laws: entries of the target's law that are learned at every verified node, 10
+    is usual; 0: tokens are learned.
     """
 
     lookup: str = ""
@@ -33,8 +35,12 @@ class ServingOptions:
     laws: int = 0
 
     @classmethod
-    def read(cls, given: object = None, environment: Mapping[str, str] = os.environ) -> ServingOptions:
-        """given: a mapping, which goes before the environment. Raises ValueError for an unknown name or bad value."""
+    def read(
+        cls, given: object = None, environment: Mapping[str, str] = os.environ, *, rank: int | None = None
+    ) -> ServingOptions:
+        """given: a mapping, which goes before the environment. rank: what `{rank}` becomes in the names of files.
+
+        Raises ValueError for an unknown name, a bad value, and a file that could not be written."""
         if given is not None and not isinstance(given, Mapping):
             raise ValueError(f"options must be a mapping of names to values, got {type(given).__name__}")
         kinds = {field.name: type(field.default) for field in fields(cls)}
@@ -43,10 +49,15 @@ class ServingOptions:
             raise ValueError(f"options must be among {', '.join(kinds)}, got {', '.join(sorted(map(str, unknown)))}")
         values = {name: environment[PREFIX + name.upper()] for name in kinds if PREFIX + name.upper() in environment}
         values |= given or {}
+        for name in FILES:
+            if rank is not None and isinstance(values.get(name), str):
+                values[name] = values[name].replace("{rank}", str(rank))
         options = cls(**{name: _converted(name, value, kinds[name]) for name, value in values.items()})
         counts = options.budget, options.text_tokens, options.report_every, options.laws
         if not 0 <= options.floor <= 1 or min(counts) < 0:
             raise ValueError(f"floor must be in [0, 1] and counts at least 0, got {options}")
+        if options.save:
+            check_can_be_written(options.save, "save")
         return options
 
     def new_lookup(self) -> BlendedLookup:

@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import sys
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from stand.plugins.backlog import Backlog
 from stand.plugins.known_texts import NamedTexts
 from stand.plugins.options import PREFIX, ServingOptions
 from stand.plugins.row_steps import Reporter, RowSteps
+from stand.plugins.saving import Saver
 from stand.plugins.scopes import TEXTS, Scopes
 from stand.plugins.sglang_worker import CHOOSES_WORKER, with_laws
 from stand.trees import DraftBatch, problem_key
@@ -73,8 +73,12 @@ class LookupCorpus:
         self._corpora: dict[str, list[np.ndarray]] = {}  # documents
         self._loaded: dict[str, int] = {}  # tokens of corpora whose load was confirmed
         self._masks = np.empty(0, dtype=np.int64)
-        self.save_at_exit: weakref.finalize | None = None
-        self._begin()
+        self.lookup = self.options.new_lookup()
+        if self.options.save:
+            self.saver = Saver(self, self.lookup, self.options.save)
+        self._scopes = Scopes()
+        self._backlog = Backlog(self.lookup, tokens_per_step=self.options.text_tokens)
+        self.reset()
         if max_trie_depth < self.lookup.depth + draft_token_num:
             LOGGER.warning(
                 "STAND: --speculative-ngram-max-trie-depth is %d; with %d or more nothing that is accepted is missed",
@@ -146,10 +150,12 @@ class LookupCorpus:
         self._requests.forget(req_ids)
 
     def reset(self) -> None:
-        """Begin anew: with the file, where there is one, and with the corpora."""
-        self._begin()
-        for documents in (self._corpora[corpus_id] for corpus_id in self._loaded):
-            self._study(documents)
+        """Forget the requests. SGLang asks for it after new weights, too, which change what is likely a little: what
+        was learned stays, and fades."""
+        self._requests = NamedTexts()
+        self._prompts: dict[str, tuple[int, int]] = {}  # length and scope, of requests that were not asked for yet
+        self._drafted: Drafted | None = None
+        self._lawful: set[str] = set()  # requests whose last draft's laws are learned
 
     def load_external_corpus_named(self, corpus_id: str, chunks: Iterable[Sequence[int]]) -> int:
         """Take a corpus, in pieces of token ids; its documents are separated by -2**31. Returns its tokens.
@@ -179,7 +185,7 @@ class LookupCorpus:
         self._study(self._corpora[corpus_id])
 
     def remove_external_corpus(self, corpus_id: str) -> None:
-        """Free a corpus' name and budget. What the lookup has learned of it fades; `reset` forgets it at once."""
+        """Free a corpus' name and budget. What the lookup has learned of it fades."""
         self._corpora.pop(corpus_id, None)
         self._loaded.pop(corpus_id, None)
 
@@ -209,19 +215,6 @@ class LookupCorpus:
         if self._masks.size < size or sys.getrefcount(self._masks) > OWN_REFERENCES:
             self._masks = np.empty(size, dtype=np.int64)
         return self._masks[:size].reshape(shape)
-
-    def _begin(self) -> None:
-        self.lookup = self.options.new_lookup()
-        if self.save_at_exit is not None:
-            self.save_at_exit.detach()  # it would write what was to be forgotten
-        if self.options.save:
-            self.save_at_exit = weakref.finalize(self, self.lookup.save, self.options.save)
-        self._requests = NamedTexts()
-        self._prompts: dict[str, tuple[int, int]] = {}  # length and scope, of requests that were not asked for yet
-        self._drafted: Drafted | None = None
-        self._lawful: set[str] = set()  # requests whose last draft's laws are learned
-        self._scopes = Scopes()
-        self._backlog = Backlog(self.lookup, tokens_per_step=self.options.text_tokens)
 
     def _study(self, documents: Iterable[np.ndarray]) -> None:
         for document in documents:

@@ -8,7 +8,6 @@ chains as if they were certain, so the output's law is vLLM's own.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ from stand.plugins.backlog import Backlog
 from stand.plugins.known_texts import KnownTexts
 from stand.plugins.options import ServingOptions
 from stand.plugins.row_steps import Reporter, RowSteps
+from stand.plugins.saving import Saver
 from stand.plugins.scopes import Scopes
 from stand.trees import problem_key
 from stand.trees.layouts.text_rows import TextRows
@@ -41,7 +41,10 @@ class LookupProposer:
 
     def __init__(self, vllm_config: VllmConfig):
         given = vllm_config.additional_config
-        self.options = ServingOptions.read(given.get(OPTIONS) if isinstance(given, dict) else None)
+        ranks = getattr(vllm_config, "parallel_config", None)
+        self.options = ServingOptions.read(
+            given.get(OPTIONS) if isinstance(given, dict) else None, rank=getattr(ranks, "data_parallel_index", 0)
+        )
         if self.options.laws > 0:
             raise ValueError(f"laws must be 0, for vLLM hands no logits to a proposer; got {self.options.laws}")
         self.num_tokens = vllm_config.speculative_config.num_speculative_tokens
@@ -53,7 +56,7 @@ class LookupProposer:
         self._backlog = Backlog(self.lookup, tokens_per_step=self.options.text_tokens)
         self._reporter = Reporter(self.row_steps, LOGGER, every=self.options.report_every)
         if self.options.save:
-            self.save_at_exit = weakref.finalize(self, self.lookup.save, self.options.save)
+            self.saver = Saver(self, self.lookup, self.options.save)
         LOGGER.info("STAND drafts chains of at most %d tokens; %r", self.num_tokens, self.lookup)
 
     def load_model(self, *arguments: object, **named: object) -> None:

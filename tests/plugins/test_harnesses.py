@@ -179,17 +179,23 @@ def provider(inspect_door):
 
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_inspects_provider_saves_its_lookup(inspect_door, tmp_path, is_closed):
-    """inspect closes no model that it was given by name: then the file is written when the process ends."""
+    """inspect closes no model that it was given by name: then the file is written when the provider is gone."""
     path, engine = tmp_path / "letters.lookup", stand.wrap(fresh_model(), letter_tokenizer())
     api = inspect_door.StandAPI.__new__(inspect_door.StandAPI)
     api._begin(engine, 2, str(path), None)
     engine.lookup.learn([1], [2, 3])
-    assert api.save_at_exit.atexit and not path.exists()
+    assert not path.exists()
     if is_closed:
         api.close()
     else:
-        api.save_at_exit()  # what the end of the process calls
+        del api
     assert len(stand.BlendedLookup.load(path)) == len(engine.lookup) > 0
+
+
+def test_inspects_provider_tries_the_file_before_it_loads_a_model(inspect_door, tmp_path):
+    path = tmp_path / "none" / "letters.lookup"
+    with pytest.raises(ValueError, match="save_lookup must name a file that can be written"):
+        inspect_door.StandAPI("no model", save_lookup=str(path))
 
 
 def ask_all(provider, texts, config):

@@ -9,6 +9,7 @@ from ancestor_rules import broken_rule
 
 from stand.plugins.sglang import REPLACED, LookupCorpus, register
 from stand.plugins.vllm import register as register_vllm
+from stand.trees import BlendedLookup
 
 SHOWN = 24
 
@@ -162,16 +163,21 @@ def test_corpora_are_learned_after_their_load(monkeypatch):
         made.load_external_corpus_named("book", [[1]])
     with pytest.raises(ValueError, match="at most 8 tokens"):
         made.load_external_corpus_named("long", [[1] * 9])
-    made.reset()
-    assert len(made.lookup) == 0 and made.list_external_corpora() == {"book": 12}
-    ask(made, {"a": [1]})
-    ask(made, {"a": [1, 1]})
-    assert knows(made, [12, 13], 14)
     made.remove_external_corpus("book")
     assert made.list_external_corpora() == {} and made.remaining_token_budget == 20
+
+
+def test_new_weights_forget_the_requests_alone(monkeypatch, tmp_path):
+    """SGLang flushes its cache then. What was learned stays, and is still written."""
+    path = tmp_path / "served.lookup"
+    monkeypatch.setenv("STAND_SAVE", str(path))
+    made = corpus()
+    ask(made, {"a": [7, 3, 9, 4]})
     made.reset()
-    ask(made, {"a": [1]})
-    assert not knows(made, [12, 13], 14)
+    assert not made.knows("a") and knows(made, [3, 9], 4)
+    ask(made, {"a": [1, 8, 2, 6]})
+    made.saver.finish()
+    assert len(BlendedLookup.load(path)) == len(made.lookup)
 
 
 def test_files_are_read_and_written(monkeypatch, tmp_path):
@@ -180,7 +186,7 @@ def test_files_are_read_and_written(monkeypatch, tmp_path):
     monkeypatch.setenv("STAND_SAVE", str(path))
     made = corpus()
     ask(made, {"a": [7, 3, 9, 4, 1, 8]})
-    made.save_at_exit()
+    made.saver.finish()
     again = corpus(4)
     assert [9, 4, 1, 8] in again.leaf_paths_from_mask(*ask(again, {"b": [7, 3, 9]})["b"])
 

@@ -17,13 +17,14 @@ from stand.trees import BlendedLookup
 MOST_ROWS, LONGEST, K = 6, 512, 4
 
 
-def proposer(*, num_tokens: int = K, longest: int = LONGEST, **options) -> LookupProposer:
+def proposer(*, num_tokens: int = K, longest: int = LONGEST, rank: int = 0, **options) -> LookupProposer:
     return LookupProposer(
         SimpleNamespace(
             additional_config={"stand": options},
             speculative_config=SimpleNamespace(num_speculative_tokens=num_tokens),
             model_config=SimpleNamespace(max_model_len=longest),
             scheduler_config=SimpleNamespace(max_num_seqs=MOST_ROWS),
+            parallel_config=SimpleNamespace(data_parallel_index=rank),
         )
     )
 
@@ -245,12 +246,20 @@ def test_a_run_begins_with_what_another_one_saved(tmp_path):
     first = Batch(proposer(lookup=path, save=path))
     first.put(0, [7, 3, 9, 4, 1, 8, 2, 6, 5])
     first.step([[1]])
-    first.made.save_at_exit()
+    first.made.saver.finish()
     second = Batch(proposer(lookup=path))
     second.put(0, [7, 3])
     assert second.step([[9]]) == [[4, 1, 8, 2]]
     with pytest.raises(OSError):
         proposer(lookup=str(tmp_path / "none.lookup"))
+
+
+def test_ranks_of_data_parallelism_have_files_of_their_own(tmp_path):
+    for rank in (0, 1):
+        made = proposer(rank=rank, save=str(tmp_path / "{rank}.lookup"))
+        made.lookup.learn([], [1, 2 + rank])
+        made.saver.finish()
+    assert [BlendedLookup.load(tmp_path / f"{rank}.lookup").predict([1])[0][0] for rank in (0, 1)] == [2, 3]
 
 
 def test_options_come_from_the_environment_or_by_name():

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from stand.fusion.attention import FusedAttention
 from stand.fusion.chosen_products import ChosenLinear, ChosenProduct, Weights, choose_products
 from stand.fusion.formulas import NO_NORM
-from stand.fusion.guard import Guard, Swapped
+from stand.fusion.guard import Guard, Settings, Swapped
 from stand.fusion.kernels import Kernels, triton_kernels
 from stand.fusion.layer import PARTS, FusedLayer
 from stand.fusion.merged_linear import MergedLinear
@@ -77,8 +77,8 @@ def _interprets() -> bool:
 class Fusion:
     """Proven swaps of one model. Forwards are swapped inside `active` only; merged memory lasts until `undo`.
 
-    A module that has been replaced since, or has a hook or another forward now, is left alone, and so is every forward
-    that would go past it.
+    A module that has been replaced since, or has other settings, a hook or another forward now, is left alone, and so
+    is every forward that would go past it. Changed settings of a configuration leave all modules alone that have it.
 
     report: one entry per kind of swap, class and verdict.
     """
@@ -101,7 +101,7 @@ class Fusion:
         self._product = product
         self._merged = merged  # by the name of the owner
         self._norms = {name: FusedNorm(model.get_submodule(name), rule, kernels) for name, rule in recipe.norms.items()}
-        self._guards: dict[str, Guard] = {}  # by the name of the module
+        self._guards: dict[str | int, Guard | Settings] = {}  # by the name of the module; by the id of who has settings
         self._swaps = self._make_swaps()
         self._depth = 0
         self._saved: list[tuple[nn.Module, Callable | None]] = []
@@ -180,13 +180,18 @@ class Fusion:
         if behind is not None and behind.endswith(f".{PARTS[0]}"):
             names.append(behind.removesuffix(f".{PARTS[0]}"))
         module = self.model.get_submodule(name)
-        return Swapped(module, forward, tuple(map(self._guard, names)))
+        holders = [module] if getattr(module, "config", None) is None else [module, module.config]
+        return Swapped(module, forward, (*map(self._guard, names), *map(self._settings, holders)))
 
     def _guard(self, name: str) -> Guard:
         """One per module."""
         if name not in self._guards:
             self._guards[name] = Guard.of(self.model, name)
         return self._guards[name]
+
+    def _settings(self, holder: object) -> Settings:
+        """One per module or configuration."""
+        return self._guards.setdefault(id(holder), Settings.of(holder))
 
     def _swap(self) -> None:
         changed = {guard for guard in self._guards.values() if not guard.holds()}

@@ -1,4 +1,5 @@
-"""What a swapped forward relies on: that modules are those of the proof, and run nothing but their own forward."""
+"""What a swapped forward relies on: that modules are those of the proof with its settings, and run nothing but their
+own forward."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from typing import NamedTuple
 from torch import nn
 
 from stand.fusion.merged_linear import is_bare
+
+PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,9 +33,34 @@ class Guard:
         return self.parent._modules.get(self.name) is self.module and is_bare(self.module)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Settings:
+    """Of a module or a configuration, as they were: a proven forward may have taken their values in."""
+
+    holder: object
+    values: dict[str, object]
+
+    @classmethod
+    def of(cls, holder: object) -> Settings:
+        return cls(holder, plain_values(holder))
+
+    def holds(self) -> bool:
+        """Whether all are the same by now."""
+        return self.values.items() <= vars(self.holder).items()
+
+
+def plain_values(holder: object) -> dict[str, object]:
+    """Numbers, flags and names that a module or a configuration has, but for its mode and for token ids."""
+    return {
+        name: value
+        for name, value in vars(holder).items()
+        if isinstance(value, PLAIN) and not name.startswith("_") and name != "training" and "token_id" not in name
+    }
+
+
 class Swapped(NamedTuple):
     """A module, the forward that stands for its own, and what this takes for granted."""
 
     module: nn.Module
     forward: Callable
-    guards: tuple[Guard, ...] = ()
+    guards: tuple[Guard | Settings, ...] = ()

@@ -10,28 +10,35 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stand.forward.few_token_product import DTYPES
+from stand.forward.model import text_config
 from stand.forward.self_check import TOLERANCES, check_case, relative_difference, tree_logits
 from stand.forward.tree_attention import exclusive
 from stand.fusion.fusion import Fusion
+from stand.fusion.guard import plain_values
 from stand.fusion.kernels import cpu_kernels
 from stand.fusion.merged_linear import is_bare
 from stand.fusion.trial import Recipe, Swap, Trial
 
+State = tuple[bool, dict[str, object]]  # whether a module runs its class's forward and nothing else; its settings
+
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was tried on a model, and which modules it had: their formulas were tried, not their weights."""
+    """What was tried on a model, and which modules and settings it had: formulas were tried, not weights."""
 
-    modules: dict[str, tuple[ref[nn.Module], bool]]  # by name; whether it ran its class's forward and nothing else
+    modules: dict[str, tuple[ref[nn.Module], State]]  # by name
+    settings: dict[str, object]  # of the model's configuration
     dtype: torch.dtype
     recipe: Recipe
     report: list[Swap]
 
     def holds(self, model: PreTrainedModel) -> bool:
         found = dict(model.named_modules())
-        is_alike = model.dtype is self.dtype and found.keys() == self.modules.keys()
-        return is_alike and all(
-            self.modules[name][0]() is module and self.modules[name][1] == is_bare(module)
+        is_set_alike = model.dtype is self.dtype and plain_values(text_config(model)) == self.settings
+        if not is_set_alike or found.keys() != self.modules.keys():
+            return False
+        return all(
+            self.modules[name][0]() is module and self.modules[name][1] == _state(module)
             for name, module in found.items()
         )
 
@@ -61,10 +68,11 @@ def fuse_on_cpu(model: PreTrainedModel) -> Fusion:
     with exclusive(model), torch.inference_mode():
         proof = _PROOFS.get(model)
         if proof is None or not proof.holds(model):
-            modules = {name: (ref(module), is_bare(module)) for name, module in model.named_modules()}
+            modules = {name: (ref(module), _state(module)) for name, module in model.named_modules()}
+            settings = plain_values(text_config(model))
             trial = Trial(model, kernels)
             trial.try_kernels()
-            proof = Proof(modules, model.dtype, trial.recipe, trial.report())
+            proof = Proof(modules, settings, model.dtype, trial.recipe, trial.report())
             _check_together(model, Fusion(model, proof.recipe, kernels, merged={}, report=proof.report))
             _PROOFS[model] = proof
     return Fusion(model, proof.recipe, kernels, merged={}, report=proof.report)
@@ -84,6 +92,10 @@ def fused_twin(model: PreTrainedModel, layer: nn.Module, owner: nn.Module, name:
     source = next(known_name for known_name, module in known.items() if module is layer)
     recipe = proof.recipe.of_layer(source, name, lambda old, new: type(known[old]) is type(own.get(new)))
     return Fusion(owner, recipe, cpu_kernels(), merged={}, report=[])
+
+
+def _state(module: nn.Module) -> State:
+    return is_bare(module), plain_values(module)
 
 
 def _check_together(model: PreTrainedModel, fusion: Fusion) -> None:

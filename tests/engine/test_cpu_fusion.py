@@ -142,9 +142,10 @@ def test_a_proof_is_made_once_and_lets_go_of_its_model(monkeypatch):
 
 def test_another_default_device_changes_nothing():
     """Results lie where the operands do: compiled code writes there."""
+    model = tiny_model("llama")
     with torch.device("meta"):
-        found = answers(tiny_model("llama"))
-    assert found == answers(tiny_model("llama"))
+        found = answers(model)
+    assert found == answers(model)
 
 
 def test_nothing_of_the_model_moves():
@@ -192,8 +193,14 @@ def replace_activation(model):
     model.model.layers[1].mlp.act_fn = torch.nn.ReLU()
 
 
+def set_scaling(model):
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 0.1
+
+
 CHANGES = [
     add_hook, add_norm_hook, add_layer_hook, add_adapter, replace_forward, replace_norm, replace_activation,
+    set_scaling,
 ]  # fmt: skip
 
 
@@ -209,6 +216,21 @@ def test_a_module_that_changed_before_or_after_the_proof_keeps_its_own_way(chang
     assert difference(model, before) <= 1e-4
     assert difference(model, fuse_on_cpu(model)) <= 1e-4
     assert swapped_names(model, before) >= {"model.layers.0.mlp", "model.layers.2.mlp", "model.norm"}
+
+
+def test_a_configuration_that_changed_is_read():
+    """Mistral's attention reads its window there; token ids are read by nobody."""
+    model = fresh("mistral")
+    before, window = fuse_on_cpu(model), model.config.sliding_window
+    model.config.pad_token_id = 3
+    assert len(swapped_names(model, before)) == 16
+    model.config.sliding_window = 2
+    assert "model.layers.0.self_attn" not in swapped_names(model, before)
+    again = fuse_on_cpu(model)
+    assert again.report is not before.report and len(swapped_names(model, again)) == 16
+    assert difference(model, before) <= 1e-4 and difference(model, again) <= 1e-4
+    model.config.sliding_window = window
+    assert len(swapped_names(model, before)) == 16
 
 
 def test_a_guard_that_is_left_out_is_seen(monkeypatch):

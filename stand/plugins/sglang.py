@@ -70,7 +70,7 @@ class LookupCorpus:
         self.external_corpus_max_tokens = external_corpus_max_tokens
         self.row_steps = RowSteps()
         self._reporter = Reporter(self.row_steps, LOGGER, every=self.options.report_every)
-        self._corpora: dict[str, list[np.ndarray]] = {}  # documents
+        self._read: tuple[str, list[np.ndarray]] = ("", [])  # name and documents of the corpus that was read last
         self._loaded: dict[str, int] = {}  # tokens of corpora whose load was confirmed
         self._masks = np.empty(0, dtype=np.int64)
         self.lookup = self.options.new_lookup()
@@ -160,8 +160,8 @@ class LookupCorpus:
     def load_external_corpus_named(self, corpus_id: str, chunks: Iterable[Sequence[int]]) -> int:
         """Take a corpus, in pieces of token ids; its documents are separated by -2**31. Returns its tokens.
 
-        It is learned little by little after `commit_external_corpus_load`. Raises ValueError for a name that is taken,
-        and for more tokens than the budget has left.
+        It is learned little by little after `commit_external_corpus_load`; SGLang reads one at a time. Raises
+        ValueError for a name that is taken, and for more tokens than the budget has left.
         """
         if corpus_id in self._loaded:
             raise ValueError(f"corpus {corpus_id!r} is there already; remove it before another one takes its name")
@@ -176,18 +176,22 @@ class LookupCorpus:
         if pieces:
             tokens = np.concatenate(pieces)
         documents = np.split(tokens, np.flatnonzero(tokens == SEPARATOR))
-        self._corpora[corpus_id] = [document[document != SEPARATOR] for document in documents]
+        self._read = corpus_id, [document[document != SEPARATOR] for document in documents]
         return num_tokens
 
     def commit_external_corpus_load(self, corpus_id: str, loaded_token_count: int) -> None:
         """The load is over: the corpus counts, and is learned from the next `batch_get` on."""
+        name, documents = self._read
+        if name != corpus_id:
+            raise ValueError(f"the corpus that was read last must be committed, got {corpus_id!r}; read it again")
         self._loaded[corpus_id] = loaded_token_count
-        self._study(self._corpora[corpus_id])
+        self._backlog.add_corpus(corpus_id, documents, TEXTS)
+        self._read = "", []
 
     def remove_external_corpus(self, corpus_id: str) -> None:
-        """Free a corpus' name and budget. What the lookup has learned of it fades."""
-        self._corpora.pop(corpus_id, None)
+        """Free a corpus' name and budget. What the lookup has learned of it fades, the rest is not learned."""
         self._loaded.pop(corpus_id, None)
+        self._backlog.remove_corpus(corpus_id)
 
     def list_external_corpora(self) -> dict[str, int]:
         """Tokens by name."""
@@ -215,10 +219,6 @@ class LookupCorpus:
         if self._masks.size < size or sys.getrefcount(self._masks) > OWN_REFERENCES:
             self._masks = np.empty(size, dtype=np.int64)
         return self._masks[:size].reshape(shape)
-
-    def _study(self, documents: Iterable[np.ndarray]) -> None:
-        for document in documents:
-            self._backlog.add(document, TEXTS)
 
     def _news(self, names: Sequence[str], texts: TextRows, totals: Sequence[int]) -> tuple[np.ndarray, list[int]]:
         """(new tokens among those shown int64[B], scopes). The row-steps of known requests are counted.

@@ -167,6 +167,21 @@ def test_corpora_are_learned_after_their_load(monkeypatch):
     assert made.list_external_corpora() == {} and made.remaining_token_budget == 20
 
 
+def test_a_removed_corpus_is_not_learned_any_further(monkeypatch):
+    monkeypatch.setenv("STAND_TEXT_TOKENS", "6")
+    made, book = corpus(), np.random.default_rng(0).integers(0, 900, 50).tolist()
+    for name in ("read alone", "book"):
+        made.load_external_corpus_named(name, [book])
+    made.commit_external_corpus_load("book", 50)
+    ask(made, {"a": [1]})
+    made.remove_external_corpus("book")
+    for end in range(2, 12):
+        ask(made, {"a": [1] * end})
+    assert knows(made, book[:5], book[5]) and not knows(made, book[20:25], book[25])
+    with pytest.raises(ValueError, match="read last must be committed, got 'read alone'"):
+        made.commit_external_corpus_load("read alone", 50)
+
+
 def test_new_weights_forget_the_requests_alone(monkeypatch, tmp_path):
     """SGLang flushes its cache then. What was learned stays, and is still written."""
     path = tmp_path / "served.lookup"

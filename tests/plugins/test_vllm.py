@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from stand.plugins.backlog import Backlog
 from stand.plugins.known_texts import KnownTexts
 from stand.plugins.options import ServingOptions
 from stand.plugins.scopes import Scopes
@@ -319,14 +318,6 @@ def test_scopes_are_numbered_as_problems_come():
     numbers = [scopes.of(key) for key in range(300)]
     assert numbers == [key % 254 for key in range(300)]
     assert scopes.of(0) == 0 and 299 in scopes and 300 not in scopes
-
-
-def test_a_backlog_that_takes_nothing_is_empty():
-    lookup = BlendedLookup()
-    backlog = Backlog(lookup, tokens_per_step=0)
-    backlog.add(np.arange(5, dtype=np.int32), 0)
-    backlog.work()
-    assert len(backlog) == 0 == len(lookup)
 
 
 def test_the_door_needs_neither_torch_nor_vllm():

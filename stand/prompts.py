@@ -51,7 +51,8 @@ class PromptReader:
             sequences = [self._encoded(text) for text in texts]
         if not sequences:
             raise ValueError("at least one prompt is needed, got an empty list; pass a text or token ids")
-        return [self._checked(sequence, place) for place, sequence in enumerate(sequences)]
+        places = [f" as prompt {place}" for place in range(len(sequences))] if len(sequences) > 1 else [""]
+        return [self._checked(*given) for given in zip(sequences, places, strict=True)]
 
     def _encoded(self, text: str | list[Mapping]) -> list[int]:
         """A text as the tokenizer encodes it; a chat by its template, with the beginning of the answer."""
@@ -94,7 +95,7 @@ class PromptReader:
             )
         return rows
 
-    def _checked(self, sequence: object, place: int) -> np.ndarray:
+    def _checked(self, sequence: object, place: str) -> np.ndarray:
         try:
             prompt = np.asarray(sequence)
         except ValueError as error:
@@ -103,7 +104,7 @@ class PromptReader:
             ) from error
         if prompt.ndim != 1 or len(prompt) == 0:
             raise ValueError(
-                f"a prompt must hold at least one token, got shape {prompt.shape} in prompt {place}; start with the "
+                f"a prompt must hold at least one token, got shape {prompt.shape}{place}; start with the "
                 "model's bos token or text"
             )
         if prompt.dtype.kind not in "iu":
@@ -116,6 +117,11 @@ class PromptReader:
                 "use the tokenizer that belongs to the model"
             )
         return prompt.astype(np.int32)
+
+
+def is_one_prompt(given: object) -> bool:
+    """Whether it is a text, a tokenizer's output or a chat, and not an iterable of prompts."""
+    return isinstance(given, (str, Mapping)) or (_is_chat(given) and any("role" in message for message in given))
 
 
 def _unpacked(given: Mapping, attention_mask: object) -> tuple[object, object]:

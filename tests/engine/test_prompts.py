@@ -134,7 +134,7 @@ def test_left_padded_batches_decode_as_generate_does():
         ({"input_ids": LONG, "attention_mask": [0, 0, 0, 0]}, "must hold at least one token"),
         ({"input_ids": torch.tensor([[5, PAD, 7]]), "pad_id": PAD}, "got a gap among its 2 tokens.*mask of ones"),
         ({"prompts": {"input_ids": LONG}, "attention_mask": [1, 1, 1, 1]}, "attention_mask must be given once"),
-        ({"prompts": [TEXT, "", TEXT]}, r"at least one token, got shape \(0,\) in prompt 1"),
+        ({"prompts": [TEXT, "", TEXT]}, r"at least one token, got shape \(0,\) as prompt 1"),
         ({"prompts": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "got content of type 'image'"),
         *(
             ({"prompts": {"input_ids": LONG, name: value}}, f"text alone, got {name} in the tokenizer's output.*leave")

@@ -399,11 +399,19 @@ def test_requests_with_other_processors_are_refused():
 
 
 @pytest.mark.parametrize(
+    "requests", ["text", {"input_ids": [[3], [4]]}, [{"role": "user", "content": "text"}], stand.Request([3])]
+)
+def test_one_prompt_is_no_list_of_requests(requests):
+    with pytest.raises(ValueError, match=f"got one {type(requests).__name__} itself; put it into a list"):
+        engine_of().run(requests)
+
+
+@pytest.mark.parametrize(
     ("request_", "rule"),
     [
         (stand.Request([3, 4], rows=[0]), "no other row of the run has"),
         (stand.Request([3, 4], rows=[5, 5]), "no other row of the run has"),
-        (stand.Request([3, 4], rows=[-1]), r"numbers in \[0, 2\*\*62\)"),
+        (stand.Request([3, 4], rows=[-1]), r"numbers in \[0, 2\*\*32\)"),
         (stand.Request([3, 4], rows=[]), "numbers in"),
         (stand.Request([3, 4], rows=[1, 2], num_return_sequences=3), "rows must name 3 rows, got 2"),
         (stand.Request([3, 4], num_return_sequences=0), "num_return_sequences must be an integer >= 1"),

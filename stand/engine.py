@@ -30,10 +30,11 @@ from stand.drafters.drafter import Drafter, LookupDrafter
 from stand.drafters.fixed_shape import FixedShapeDrafter
 from stand.drafters.step_cost import StepCost, clock_of, measure_cost
 from stand.forward.model import text_config
-from stand.forward.self_check import check_model
+from stand.forward.self_check import check_model, refuse_training
 from stand.forward.tree_attention import exclusive
 from stand.generation_settings import check_flags
 from stand.output import GenerationOutput
+from stand.prompts import is_one_prompt
 from stand.row import Row
 from stand.scheduling.job_reader import JobReader
 from stand.scheduling.memory import admission
@@ -286,6 +287,11 @@ class Engine:
         **settings: object,
     ) -> Call:
         """As `_new_call`, of requests that are still to be read."""
+        if isinstance(requests, Request) or is_one_prompt(requests):
+            raise ValueError(
+                f"requests must be prompts or Requests, got one {type(requests).__name__} itself; put it into a list, "
+                "the prompts of a tokenizer's output one by one"
+            )
         with exclusive(self.model):
             check_flags(draft=draft, learn=learn)
             reader = JobReader(self.model, self.tokenizer, problems=self._problems, **settings)
@@ -306,6 +312,7 @@ class Engine:
         on_commit: Callable[[Row, list[int]], None] | None,
     ) -> Call:
         """num_rows: the most that may be live, as far as is known."""
+        refuse_training(self.model)
         is_seeded, is_learning = seed is not None, draft and learn and self.drafter.num_candidates > 0
         seed = checked_seed(seed)
         most_nodes = self.drafter.most_slots if draft else lambda num_rows: 0

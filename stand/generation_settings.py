@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -23,6 +24,9 @@ LAW = frozenset(  # transformers' own code makes processors of them
     "min_new_tokens renormalize_logits forced_bos_token_id forced_eos_token_id remove_invalid_values "
     "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias watermarking_config".split()
 )
+OF_SAMPLING = (
+    "top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff".split()
+)  # of LAW: without it they do nothing
 LIMITS = frozenset("max_length max_new_tokens max_time stop_strings num_return_sequences eos_token_id".split())
 BEAMS = "a beam search ranks continuations instead of drawing them"
 OTHER_MODE = "it is another way of decoding than sampling and greedy search"
@@ -108,6 +112,8 @@ class GenerationSettings:
             resolved.do_sample, resolved.temperature = False, 1.0
         _refuse_unserved(resolved)
         _check_ranges(resolved)
+        if not resolved.do_sample:
+            _warn_of_greedy(given, resolved.num_return_sequences)
         ends = _end_ids(resolved.eos_token_id if end_ids is None else end_ids)
         if end_ids is None and resolved.eos_token_id is None and default_end is not None:
             ends = (default_end,)
@@ -215,6 +221,21 @@ def _sampling_switch(given: Mapping[str, object]) -> dict[str, object]:
             f"{temperature:g}; leave do_sample out"
         )
     return {"do_sample": is_sampled}
+
+
+def _warn_of_greedy(given: Mapping[str, object], num_return_sequences: int | None) -> None:
+    """Where transformers warns or refuses; a temperature of 0 says that greedy decoding is meant."""
+    filters = [] if "temperature" in given else [name for name in OF_SAMPLING if given.get(name, 0) not in (0, 1)]
+    if filters:
+        warnings.warn(
+            f"{', '.join(filters)} need sampling, which is off; give a temperature, or do_sample=True", stacklevel=2
+        )
+    if (num_return_sequences or 1) > 1:
+        warnings.warn(
+            f"greedy rows of a prompt are all equal, got num_return_sequences={num_return_sequences}; give a "
+            "temperature, or ask for one row",
+            stacklevel=2,
+        )
 
 
 def _refuse_unserved(config: GenerationConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ CHECK_TOKENS = 6  # committed tokens before the check's tree
 CHECK_PARENTS = (NO_PARENT, 0, 0, 1, 1, 2, 5)
 # Largest logit difference, as a share of the logits' spread, that rounding explains (measured: fp32 1e-6, bf16 1e-2).
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.15, torch.float16: 0.05}
+SMALLEST_MASK = 6e4  # about float16's largest number: models mask tokens with it, a larger one or an infinity
 
 
 class UnsupportedModelError(ValueError):
@@ -34,7 +36,7 @@ def check_model(model: PreTrainedModel) -> None:
     forward with a far position in it with one without."""
     _refuse_wrappers(model)
     _refuse_by_configuration(model)
-    _refuse_dropout(model)
+    refuse_training(model)
     with exclusive(model):
         _compare_forwards(model)
 
@@ -45,6 +47,11 @@ def _compare_forwards(model: PreTrainedModel) -> None:
     if tolerance is None:
         raise UnsupportedModelError(
             f"the model's dtype must be float32, bfloat16 or float16, got {model.dtype}; load it with dtype="
+        )
+    if math.isnan(difference):
+        raise UnsupportedModelError(
+            f"logits must be numbers, got NaN from {type(model).__name__}, or no row with a logit below {SMALLEST_MASK:g} "
+            "in size; check the model's weights and dtype"
         )
     if not difference <= tolerance:
         raise UnsupportedModelError(
@@ -71,12 +78,20 @@ def _refuse_wrappers(model: object) -> None:
             )
 
 
-def _refuse_dropout(model: PreTrainedModel) -> None:
+def refuse_training(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError where the training mode changes what the model computes."""
+    if not model.training:
+        return
     rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
     rates.append(getattr(text_config(model), "attention_dropout", 0.0) or 0.0)
-    if model.training and max(rates) > 0:
+    if max(rates) > 0:
         raise UnsupportedModelError(
             f"the model must be in evaluation mode, got training mode with dropout {max(rates):g}; call model.eval()"
+        )
+    if model.is_gradient_checkpointing:
+        raise UnsupportedModelError(
+            "the model must keep its keys and values, got training mode with gradient checkpointing, which drops them; "
+            "call model.eval()"
         )
 
 
@@ -119,9 +134,13 @@ def check_case(model: PreTrainedModel) -> tuple[np.ndarray, DraftBatch]:
 
 
 def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest |logit - expected logit| of [N, V] logits, divided by the spread of the expected ones."""
-    spread = float((expected.amax(dim=-1) - expected.amin(dim=-1)).mean())
-    return float((logits - expected).abs().max()) / max(spread, 1e-12)
+    """Largest |logit - expected logit| of [N, V] logits, divided by the spread of the expected ones: twice as far as
+    their largest lies above their median, of those that are no masks. NaN where a logit is."""
+    is_score = expected.abs() < SMALLEST_MASK
+    middle = expected.masked_fill(~is_score, torch.nan).nanmedian(dim=-1).values
+    spread = float(2 * (expected.masked_fill(~is_score, -torch.inf).amax(dim=-1) - middle).mean())
+    differences = (logits - expected).abs().masked_fill(logits == expected, 0.0)  # infinities may be equal, too
+    return float(differences.max()) / max(spread, 1e-12)
 
 
 @torch.inference_mode()

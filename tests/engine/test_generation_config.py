@@ -3,6 +3,9 @@
 A field that a later version adds fails here until it is put into one of the groups of stand/generation_settings.py.
 """
 
+import re
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -275,6 +278,25 @@ def test_defaults_are_those_of_transformers():
 def test_bad_settings_name_rule_value_and_remedy(asked, rule):
     with pytest.raises(ValueError, match=rule):
         engine().generate(input_ids=PROMPT, **asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "rule"),
+    [
+        ({"top_p": 0.95, "top_k": 40}, "top_k, top_p need sampling, which is off; give a temperature"),
+        ({"min_p": 0.1, "do_sample": False}, "min_p need sampling"),
+        ({"num_return_sequences": 2}, "rows of a prompt are all equal, got num_return_sequences=2; give a temperature"),
+        ({"top_p": 0.95, "temperature": 0.6}, None),
+        ({"top_p": 0.95, "temperature": 0}, None),
+        ({"top_p": 1.0, "top_k": 0}, None),
+    ],
+)
+def test_settings_of_sampling_without_sampling_are_told(asked, rule):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        GenerationSettings.resolve(tiny_model("qwen2"), **asked)
+    assert bool(told) == (rule is not None)
+    assert rule is None or re.search(rule, str(told[0].message))
 
 
 def test_limits_count_each_prompt_by_itself():

@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import stand
-from stand.forward.self_check import TOLERANCES, check_model, tree_difference
+from stand.forward.self_check import TOLERANCES, check_model, relative_difference, tree_difference
 
 REFUSED = {
     "mamba": (MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2), "recurrent|linear_attention"),
@@ -106,7 +106,25 @@ def test_training_mode_with_dropout_is_refused():
     model.config.attention_dropout = 0.1
     with pytest.raises(stand.UnsupportedModelError, match=r"call model.eval\(\)"):
         stand.wrap(model)
-    stand.wrap(model.eval())
+    engine = stand.wrap(model.eval())
+    model.train()  # after wrap
+    for call in (lambda: engine.generate([3, 4]), lambda: engine.run([[3, 4]])):
+        with pytest.raises(stand.UnsupportedModelError, match=r"call model.eval\(\)"):
+            call()
+
+
+def test_gradient_checkpointing_in_training_mode_is_refused():
+    """transformers drops keys and values then."""
+    model = copy.deepcopy(tiny_model("llama"))
+    engine = stand.wrap(model)
+    model.gradient_checkpointing_enable()
+    expected = engine.generate([3, 4], max_new_tokens=4).token_ids
+    model.train()
+    for call in (lambda: engine.generate([3, 4]), lambda: stand.wrap(model)):
+        with pytest.raises(stand.UnsupportedModelError, match=r"with gradient checkpointing.*call model.eval\(\)"):
+            call()
+    model.eval()
+    assert engine.generate([3, 4], max_new_tokens=4).token_ids == expected
 
 
 def test_the_self_check_sees_positions_taken_from_slots():
@@ -121,6 +139,55 @@ def test_the_self_check_sees_positions_taken_from_slots():
     rotary.forward = by_slot
     assert tree_difference(model) > TOLERANCES[torch.float32]
     with pytest.raises(stand.UnsupportedModelError, match="must equal plain forwards"):
+        check_model(model)
+
+
+MASKS = {"finfo": torch.finfo(torch.float32).min, "float16": -65504.0, "thousands": -1e4, "infinity": -torch.inf}
+
+
+def mask_logits(model, value: float, places=slice(0, 1)) -> None:
+    def masked(module, args, logits):
+        logits = logits.clone()
+        logits[..., places] = value
+        return logits
+
+    model.lm_head.register_forward_hook(masked)
+
+
+@pytest.mark.parametrize("value", MASKS.values(), ids=MASKS)
+def test_masked_logits_hide_nothing_and_refuse_nobody(value):
+    """A spread that counts masks would be so large that no difference shows."""
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"]).eval()
+    mask_logits(model, value, slice(0, 20))
+    assert tree_difference(model) < 1e-5
+    check_model(model)
+    original = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda x, position_ids: original(x, torch.arange(position_ids.shape[1])[None])
+    with pytest.raises(stand.UnsupportedModelError, match="must equal plain forwards"):
+        check_model(model)
+
+
+def test_most_tokens_may_be_masked():
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"]).eval()
+    mask_logits(model, torch.finfo(torch.float32).min, slice(8, None))
+    assert 0 < tree_difference(model) < 1e-5
+
+
+def test_the_differences_of_a_mask_count():
+    expected = torch.tensor([[1.0, 0.0, -1.0, -torch.inf, -1e9]])
+    assert relative_difference(expected, expected) == 0.0
+    assert relative_difference(expected + 0.1, expected) == pytest.approx(0.05)
+    for place, value in ((3, 2.0), (3, torch.inf), (1, -torch.inf), (4, 0.0)):
+        logits = expected.clone()
+        logits[0, place] = value
+        assert relative_difference(logits, expected) > 1e6
+
+
+def test_weights_that_are_no_numbers_are_named():
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"]).eval()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
+    with pytest.raises(stand.UnsupportedModelError, match="got NaN.*check the model's weights and dtype"):
         check_model(model)
 
 

@@ -96,21 +96,30 @@ class LookupProposer:
     def _learn(
         self, tokens: np.ndarray, rows: np.ndarray, lengths: np.ndarray, num_sampled: np.ndarray
     ) -> tuple[np.ndarray, list[int]]:
-        """The notes on the rows, and their scopes. A new text is learned whole: what came before its first token little
-        by little."""
+        """The notes on the rows, and their scopes. What no step gave is learned little by little: a prompt, or the next
+        turn of the chat that lay in the row."""
         before = lengths - num_sampled
         known, notes = self._texts.find(tokens, rows, before)
-        for place in [] if known.all() else (known == 0).nonzero()[0].tolist():
-            prompt = tokens[rows[place], : before[place]]
-            key = problem_key(prompt)
-            if key not in self._scopes:
-                self._backlog.add(prompt, self._scopes.of(key))
-            known[place], notes[place] = before[place], (self._scopes.of(key), NOT_A_STEP)
+        is_given = (known == 0) | (before - known > 2 * (self.num_tokens + 1))  # two steps may have been missed
+        for place in is_given.nonzero()[0].tolist():
+            text = tokens[rows[place], : before[place]]
+            notes[place] = self._scope_of_given(text, known[place], notes[place, SCOPE]), NOT_A_STEP
+            known[place] = before[place]
         self._backlog.work()
         scopes = notes[:, SCOPE].tolist()
         self.lookup.learn_rows(tokens, lengths, lengths - known, rows=rows, scopes=scopes)
         self.row_steps.add(num_sampled.tolist(), notes[:, DRAFTED].tolist())
         return notes, scopes
+
+    def _scope_of_given(self, text: np.ndarray, num_known: int, scope: int) -> int:
+        """The scope of a text that was given after its first tokens. It is learned soon, unless its like was."""
+        if num_known == 0:
+            key = problem_key(text)
+            if key in self._scopes:
+                return self._scopes.of(key)
+            scope = self._scopes.of(key)
+        self._backlog.add(text, scope, num_known=num_known)
+        return scope
 
     def _draft(self, tokens: np.ndarray, rows: np.ndarray, lengths: np.ndarray, scopes: list[int]) -> list[list[int]]:
         num_rows, room = len(rows), self.num_tokens

@@ -228,6 +228,26 @@ def test_a_long_prompt_is_learned_little_by_little(monkeypatch):
     assert sum(prompts, []) == text[0, :1_000].tolist()
 
 
+@pytest.mark.parametrize("text_tokens", [100, 0])
+def test_the_next_turn_of_a_chat_is_learned_little_by_little(monkeypatch, text_tokens):
+    """It lies in the row of the turn before, with a document that no step gave."""
+    lessons = learned(monkeypatch)
+    batch = Batch(proposer(text_tokens=text_tokens))
+    batch.put(0, PROMPTS[0])
+    for _ in range(3):
+        batch.step([[1, 2]])
+    lessons.clear()
+    chat, counts = batch.tokens[0, : batch.lengths[0]].tolist(), batch.made.row_steps.num_row_steps
+    document = list(range(200, 350))
+    batch.put(0, [*chat, *document])
+    for _ in range(3):
+        batch.step([[7]])
+    assert new_tokens(lessons) == [[7]] * 3 and len({scope for *_, scope in lessons}) == 1
+    parts = [tokens for verb, tokens, _ in lessons if verb == "prompt"]
+    assert parts == ([document[:100], document[100:]] if text_tokens else [])
+    assert batch.made.row_steps.num_row_steps == counts + 2  # reading the turn is no step
+
+
 def test_ranks_draft_alike():
     """The same calls, the same drafts."""
     generator, one, other = np.random.default_rng(1), Batch(proposer()), Batch(proposer())

@@ -50,8 +50,8 @@ def _compare_forwards(model: PreTrainedModel) -> None:
         )
     if math.isnan(difference):
         raise UnsupportedModelError(
-            f"logits must be numbers, got NaN from {type(model).__name__}, or no row with a logit below {SMALLEST_MASK:g} "
-            "in size; check the model's weights and dtype"
+            f"a model's logits must be numbers, got NaN, or none below {SMALLEST_MASK:g}, from {type(model).__name__}; "
+            "check the model's weights and dtype"
         )
     if not difference <= tolerance:
         raise UnsupportedModelError(

@@ -41,7 +41,8 @@ class DraftTree:
     was revealed before, and that nothing drawn was dropped or re-ordered (needed by every ratio rule). Children drawn
     with noise that the verifier will use too are not adapted.
 
-    `slots[i]` is the slot of the shape that node i fills, where the builder followed one.
+    `slots[i]` is the slot of the shape that node i fills, where the builder followed one: how many children each node
+    got was then settled before any of them was drawn, which some rules ask for.
 
     `path_probabilities[i]` is the builder's estimate that node i is accepted, where it makes one; `path_estimates[i]`
     is the same before it was corrected by what became of earlier drafts.

@@ -24,8 +24,9 @@ class Requirements:
       each child's is the law that it was drawn from; "with_replacement", moreover siblings were drawn independently
       from one law; "one_batch", moreover a node's children were drawn at once: without replacement from one law, or one
       of them drawn and the rest given.
-    fixed_widths: how many children a node gets was settled before any of them was drawn. A builder that estimates path
-      probabilities grows the likeliest place next, so what it has drawn decides how many siblings follow.
+    fixed_widths: how many children a node gets was settled before any of them was drawn, as by a builder that follows
+      a shape (`DraftTree.slots`). One that grows the likeliest place next lets what it has drawn decide how many
+      siblings follow.
     carries_debts: later targets change with what was accepted (`TargetRows.debts`), and the drafter must be one fixed
       function of the context, which a lookup tree that learns is not.
     shared_noise: the rule keeps more when the drafter perturbs its laws with the verifier's own noise.
@@ -66,12 +67,12 @@ def check_requirements(name: str, requires: Requirements, batch: DraftBatch) -> 
                 f"drawn and the rest deterministic), got others in row {_row_of(batch, wrong)}; "
                 "use verifier 'traversal', which takes any recorded laws"
             )
-    if requires.fixed_widths and batch.path_probabilities is not None:
+    if requires.fixed_widths and batch.slots is None:
         wrong = _drawn_siblings(batch)
         if np.any(wrong):
             raise ValueError(
                 f"verifier {name!r} must get as many siblings as were settled before they were drawn, got a draft "
-                f"grown by path probability in row {_row_of(batch, wrong)}; use verifier 'traversal' or a fixed shape"
+                f"that follows no shape in row {_row_of(batch, wrong)}; use verifier 'traversal' or a fixed shape"
             )
 
 

@@ -307,6 +307,7 @@ def _draft_tree(world: World, draft: Draft, support_size: int, order: SupportOrd
         parents=np.array([-1, *(node.parent for node in draft.nodes)], dtype=np.int32),
         support_ids=support_ids,
         law=laws,
+        slots=np.arange(len(draft), dtype=np.int32),
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -33,6 +33,14 @@ class JointDraft:
     key: bytes
     probability: float  # by the recorded laws
     drafts: tuple[DraftTree, ...]  # one per row
+
+
+def as_if_shaped(joint: Sequence[JointDraft]) -> list[JointDraft]:
+    """The same drafts with the claim that they follow a shape, so that rules take them which would refuse them."""
+    return [
+        replace(each, drafts=tuple(replace(draft, slots=np.arange(draft.num_nodes)) for draft in each.drafts))
+        for each in joint
+    ]
 
 
 def joint_drafts(draft_with: Callable[[int], DraftBatch], *, most_seeds: int = 160_000) -> list[JointDraft]:

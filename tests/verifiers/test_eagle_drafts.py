@@ -7,7 +7,7 @@ import pytest
 import torch
 from draft_requests import draft_request
 from draft_worlds import dense_world
-from exact_drafts import ROUNDING, chi_square, distance_from_target, joint_drafts
+from exact_drafts import ROUNDING, as_if_shaped, chi_square, distance_from_target, joint_drafts
 
 import stand
 from stand.drafters.eagle.growth import BestFirstGrowth
@@ -17,6 +17,7 @@ from stand.verifiers import get_verifier
 
 SIZE = 3
 RULES = ["traversal", "rrs", "match"]
+SET_RULES = ["ranked_traversal", "ot_traversal"]  # want widths that were settled before the draws
 HISTORIES = [np.array([0, 1, 0], np.int32), np.array([2, 0, 2], np.int32)]
 SAME = [HISTORIES[0], HISTORIES[0]]
 LOGITS = torch.from_numpy(0.4 * np.random.default_rng(3).normal(size=(5000, SIZE)))  # all tokens are likely
@@ -86,8 +87,20 @@ def test_shapes_are_adapted(name):
     shape, depth = SHAPED[name]
     joint = joint_drafts(partial(draft, TableEagle(shape=shape), depth=depth))
     assert sum(each.probability for each in joint) == pytest.approx(1.0, abs=ROUNDING)
-    for rule in RULES:
+    for rule in (*RULES, *SET_RULES):
         assert distance_from_target(joint, worlds, get_verifier(rule)) < ROUNDING, rule
+        for each in joint:
+            get_verifier(rule).check_draft(DraftBatch.concatenate(each.drafts))
+
+
+@pytest.mark.parametrize("rule", SET_RULES)
+def test_rules_over_sets_refuse_grown_drafts(rule):
+    """They would be lossy there: who gets more children follows from what was drawn."""
+    joint = joint_drafts(partial(draft, TableEagle(budget=3, rounds=1)))
+    assert distance_from_target(as_if_shaped(joint), worlds, get_verifier(rule)) > 0.05
+    with pytest.raises(ValueError, match="settled before they were drawn"):
+        for each in joint:
+            get_verifier(rule).check_draft(DraftBatch.concatenate(each.drafts))
 
 
 def test_drafts_come_as_often_as_their_laws_say():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from draft_requests import draft_request
 from draft_worlds import dense_world
-from exact_drafts import ROUNDING, chi_square, distance_from_target, joint_drafts
+from exact_drafts import ROUNDING, as_if_shaped, chi_square, distance_from_target, joint_drafts
 
 import stand
 from stand.drafters.streams import drafter as streaming
@@ -15,6 +15,7 @@ from stand.verifiers import get_verifier
 
 SIZE = 3
 RULES = ["traversal", "rrs", "match"]
+SET_RULES = ["ranked_traversal", "ot_traversal"]  # want widths that were settled before the draws
 HISTORIES = [np.array([0, 1, 0], np.int32), np.array([2, 0, 2], np.int32)]
 SAME = [HISTORIES[0], HISTORIES[0]]
 LAWS = np.random.default_rng(3).dirichlet(np.full(SIZE, 4.0), size=(SIZE, 2)).astype(np.float32)  # two streams
@@ -57,6 +58,16 @@ def test_growth_is_adapted(name):
     assert len(joint) > 5
     for rule in RULES:
         assert distance_from_target(joint, worlds, get_verifier(rule)) < ROUNDING, rule
+
+
+@pytest.mark.parametrize("rule", SET_RULES)
+def test_rules_over_sets_refuse_grown_drafts(rule):
+    """They would be lossy there: who gets more children follows from what was drawn."""
+    joint = joint_drafts(partial(draft, budget=3, depth=1))
+    assert distance_from_target(as_if_shaped(joint), worlds, get_verifier(rule)) > 0.05
+    with pytest.raises(ValueError, match="settled before they were drawn"):
+        for each in joint:
+            get_verifier(rule).check_draft(DraftBatch.concatenate(each.drafts))
 
 
 def test_drafts_come_as_often_as_their_laws_say():

@@ -380,6 +380,7 @@ def fork(laws, tokens=(0, 1)) -> DraftBatch:
                 parents=np.array([-1] + [0] * len(laws), dtype=np.int32),
                 support_ids=np.array([[0, 1, 2]] + [[-1, -1, -1]] * (size - 1), dtype=np.int32),
                 law=np.array([[0, 0, 0], *laws], dtype=np.float32),
+                slots=np.arange(size, dtype=np.int32),
             )
         ]
     )
@@ -451,26 +452,26 @@ def widened_by_luck(child_law):
     ],
 )
 def test_rules_over_sets_refuse_widths_that_follow_the_draws(rule, child_law, distance):
-    """Such drafts are adapted, yet these rules are lossy on them; growth by path probability makes such drafts."""
+    """Such drafts are adapted, yet these rules are lossy on them; growth by what was drawn makes such drafts."""
     listed = enumerate_drafts(WORLDS["EX2"], widened_by_luck(child_law))
     assert production_report(WORLDS["EX2"], listed, get_verifier("traversal")).distance < 1e-12
     assert production_report(WORLDS["EX2"], listed, get_verifier(rule)).distance > distance
     batch = pack(WORLDS["EX2"], [draft for _, draft in listed])
-    grown = dataclasses.replace(batch, path_probabilities=np.ones(batch.num_nodes, dtype=np.float32))
+    grown = dataclasses.replace(batch, slots=None)
     get_verifier("traversal").check_draft(grown)
     get_verifier(rule).check_draft(batch)
     with pytest.raises(ValueError, match="settled before they were drawn.*'traversal' or a fixed shape"):
         get_verifier(rule).check_draft(grown)
 
 
-def test_one_drawn_child_may_be_grown_by_path_probability():
+def test_one_drawn_child_needs_no_shape():
     """One drawn and the rest given, all given, or a chain: no set of draws, whatever the width followed."""
     for batch in (MIXED, fork([[1, 0, 0], [0, 1, 0]]), DraftBatch.concatenate([DraftTree.chain([1, 2, 0])])):
-        grown = dataclasses.replace(batch, path_probabilities=np.ones(batch.num_nodes, dtype=np.float32))
+        grown = dataclasses.replace(batch, slots=None)
         for rule in ("ranked_traversal", "ot_traversal"):
             get_verifier(rule).check_draft(grown)
     exhausted = fork([[0.5, 0.5, 0], [0, 1, 0]])  # two candidates, both drawn
-    grown = dataclasses.replace(exhausted, path_probabilities=np.ones(3, dtype=np.float32))
+    grown = dataclasses.replace(exhausted, slots=None)
     with pytest.raises(ValueError, match="settled before they were drawn"):
         get_verifier("ot_traversal").check_draft(grown)
 

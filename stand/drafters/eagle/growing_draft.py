@@ -68,6 +68,7 @@ class GrowingDraft:
     chances: list[float] = field(default_factory=lambda: [1.0])
     laws: list[np.ndarray | None] = field(default_factory=lambda: [None])
     nodes: dict[int, OpenNode] = field(default_factory=dict)  # those whose laws are known
+    slots: list[int] | None = None  # of the shape that is followed, by node
 
     def open(self, node: int, token_ids: np.ndarray, law: np.ndarray) -> None:
         """The law [S] over token_ids [S] of what follows `node`."""
@@ -109,7 +110,11 @@ class GrowingDraft:
             support_ids[parent, : len(self.laws[node])] = self.nodes[parent].token_ids
             law[node, : len(self.laws[node])] = self.laws[node]
         return DraftTree(
-            np.array(self.token_ids, dtype=np.int32), np.array(self.parents, dtype=np.int32), support_ids, law
+            np.array(self.token_ids, dtype=np.int32),
+            np.array(self.parents, dtype=np.int32),
+            support_ids,
+            law,
+            slots=None if self.slots is None else np.array(self.slots, dtype=np.int32),
         )
 
 
@@ -123,7 +128,7 @@ def planted(request: DraftRequest, num_nodes: int) -> list[GrowingDraft]:
     ]
 
 
-def typical_tree(*, is_chain: bool) -> DraftTree:
+def typical_tree(*, is_chain: bool, follows_shape: bool = False) -> DraftTree:
     """A draft of two drawn tokens: below each other, or siblings."""
     draft = GrowingDraft(np.full(3, 0.5), max_depth=2, is_greedy=False, token_ids=[0])
     ids, law = np.array([1, 2, 3], dtype=np.int32), np.array([0.5, 0.3, 0.2])
@@ -131,4 +136,5 @@ def typical_tree(*, is_chain: bool) -> DraftTree:
     first = draft.reveal(ROOT)
     draft.open(first, ids, law)
     draft.reveal(first if is_chain else ROOT)
+    draft.slots = [0, 1, 2] if follows_shape else None
     return draft.tree()

@@ -85,12 +85,16 @@ class FixedGrowth(Growth):
         self._level: list[tuple[int, int, int]] | None = None  # (row, node, slot) with laws by the next round
 
     def grow(self, drafts: Sequence[GrowingDraft], *, is_last: bool) -> list[Node]:
-        level = [(row, ROOT, ROOT) for row in range(len(drafts))] if self._level is None else self._level
+        if self._level is None:
+            self._level = [(row, ROOT, ROOT) for row in range(len(drafts))]
+            for draft in drafts:
+                draft.slots = [ROOT]
         revealed = []
-        for row, node, slot in level:
+        for row, node, slot in self._level:
             for child in self._children[slot]:
                 if drafts[row].next_chance(node) > 0.0:
                     revealed.append((row, drafts[row].reveal(node), child))
+                    drafts[row].slots.append(child)
         self._level = [] if is_last else [
             (row, node, slot) for row, node, slot in revealed
             if self._children[slot] and drafts[row].depths[node] < drafts[row].max_depth

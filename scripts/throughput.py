@@ -30,7 +30,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from long_runs.trajectory_run import LongRun, check_resumable, lookup_to_start_with
+from long_runs.trajectory_run import LongRun, check_resumable, digest_of, lookup_to_start_with
 from measuring.interruption import Interrupted, Interruption
 from measuring.output_file import JsonLines, check_writable
 from measuring.progress import Progress, RunProgress, say
@@ -222,7 +222,7 @@ def run(arguments: argparse.Namespace, interruption: Interruption) -> None:
     if arguments.costs is not None and not arguments.costs.exists():
         check_writable(arguments.costs, "--costs")
     if arguments.only is not None:
-        run_long(arguments)
+        run_long(arguments, interruption)
         return
     lines = JsonLines(arguments.output, "--output")
     torch.set_num_threads(arguments.threads)
@@ -235,7 +235,7 @@ def run(arguments: argparse.Namespace, interruption: Interruption) -> None:
         finish(this_run)
 
 
-def run_long(arguments: argparse.Namespace) -> None:
+def run_long(arguments: argparse.Namespace, interruption: Interruption) -> None:
     """All problems as one run. However it ends, what was finished is told and the lookup is saved."""
     check_resumable(arguments)
     lines = JsonLines(arguments.output, "--output", goes_on=arguments.resume)
@@ -246,10 +246,10 @@ def run_long(arguments: argparse.Namespace) -> None:
     costs = step_costs(arguments, model, tokenizer) if arguments.only == "drafted" else None
     engine = new_engine(arguments, model, tokenizer, costs)
     if not lines.earlier:
-        lines.add(conditions(arguments, costs))
+        lines.add({**conditions(arguments, costs), "problems_digest": digest_of(this_run.tasks)})
     say(f"{len(this_run.done)} of {this_run.total} trajectories were done before")
     try:
-        this_run.draw(engine, lines, RunProgress(this_run.total, len(this_run.done)))
+        this_run.draw(engine, lines, RunProgress(this_run.total, len(this_run.done)), interruption)
     finally:
         print(this_run.table(), end="\n\n")
         print(json.dumps(this_run.document()), flush=True)

@@ -4,10 +4,13 @@ stopped goes on where it ended."""
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
+from measuring.interruption import Interruption
 from measuring.output_file import JsonLines
 from measuring.progress import RunProgress
 from measuring.setup import prompt_ids, sampling_for
@@ -40,7 +43,7 @@ class LongRun:
         """earlier: lines of the file that is gone on with. Raises ValueError where they belong to another run."""
         this = cls(arguments, tasks, arguments.trajectories[0])
         if earlier:
-            _check_same_run(arguments, earlier[0])
+            _check_same_run(arguments, tasks, earlier[0])
         this.done = {line["row"]: line for line in earlier if "row" in line}
         return this
 
@@ -55,8 +58,13 @@ class LongRun:
             if rows:
                 yield stand.Request(prompt_ids(tokenizer, task, self.arguments.instruction), rows=rows, id=place)
 
-    def draw(self, engine: stand.Engine, lines: JsonLines, progress: RunProgress) -> None:
+    def draw(self, engine: stand.Engine, lines: JsonLines, progress: RunProgress, interruption: Interruption) -> None:
         """Decode what is missing; every trajectory is with the operating system when the next one is asked for."""
+
+        def on_step(run: stand.Run) -> None:
+            interruption.check()
+            progress.step(run)
+
         sampling = sampling_for(self.arguments, self.total)
         run = engine.run(
             self.requests(engine.tokenizer),
@@ -66,7 +74,7 @@ class LongRun:
             **law_settings(sampling),
             seed=sampling.seed,
             draft=self.arguments.only == "drafted",
-            on_step=progress.step,
+            on_step=on_step,
         )
         try:
             for trajectory in run:
@@ -135,7 +143,12 @@ def check_resumable(arguments: argparse.Namespace) -> None:
         )
 
 
-def _check_same_run(arguments: argparse.Namespace, first: Mapping[str, object]) -> None:
+def digest_of(tasks: Sequence[Task]) -> str:
+    """Of names, statements and answers."""
+    return hashlib.sha256(json.dumps([astuple(task) for task in tasks]).encode()).hexdigest()
+
+
+def _check_same_run(arguments: argparse.Namespace, tasks: Sequence[Task], first: Mapping[str, object]) -> None:
     earlier = first.get("settings")
     if not isinstance(earlier, Mapping):
         raise ValueError("--resume needs a file that a run has begun, got one without settings in its first line")
@@ -144,11 +157,14 @@ def _check_same_run(arguments: argparse.Namespace, first: Mapping[str, object]) 
     if other:
         changes = ", ".join(f"{name} {earlier.get(name)!r} -> {now[name]!r}" for name in other)
         raise ValueError(f"--resume must go on with the settings that the run began with, got {changes}; keep them")
+    if first.get("problems_digest") != digest_of(tasks):
+        raise ValueError(
+            f"--resume must go on with the problems that the run began with, got others from {arguments.problems}; "
+            "restore them, or begin another file"
+        )
 
 
 def lookup_to_start_with(arguments: argparse.Namespace) -> Path | None:
-    """`--lookup`, or what the stopped run has saved."""
+    """What the stopped run has saved, or else `--lookup`."""
     saved = arguments.save_lookup
-    if arguments.lookup is None and arguments.resume and saved is not None and saved.exists():
-        return saved
-    return arguments.lookup
+    return saved if arguments.resume and saved is not None and saved.exists() else arguments.lookup

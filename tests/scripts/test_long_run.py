@@ -66,12 +66,22 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path, monkeypatch, 
     assert run(monkeypatch, path, "--resume") == 0 and trajectories(path) == after  # nothing is left to do
 
 
-def interrupt_at(monkeypatch, step: int) -> None:
+def raise_in_a_finalizer() -> None:
+    """Python swallows what is raised there."""
+
+    class Swallows:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+
+    Swallows()
+
+
+def interrupt_at(monkeypatch, step: int, interrupt=lambda: signal.raise_signal(signal.SIGINT)) -> None:
     steps, real = iter(range(10**6)), RunProgress.step
 
     def stopped(self, a_run):
         if next(steps) == step:
-            signal.raise_signal(signal.SIGINT)
+            interrupt()
         real(self, a_run)
 
     monkeypatch.setattr(RunProgress, "step", stopped)
@@ -101,6 +111,38 @@ def watched(draw, sizes: list[int]):
         draw(self, engine, *rest)
 
     return call
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interruption_in_a_finalizer_ends_the_run_and_the_next_goes_on_with_its_lookup(tmp_path, monkeypatch):
+    path, base, saved = tmp_path / "run.jsonl", tmp_path / "base.lookup", tmp_path / "run.lookup"
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 0)
+        assert run(patch, tmp_path / "other.jsonl", "--save-lookup", str(base)) == 130
+    files = ["--lookup", str(base), "--save-lookup", str(saved)]
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 30, raise_in_a_finalizer)
+        assert run(patch, path, *files) == 143
+    before, sizes = trajectories(path), []
+    assert 0 < len(before) < 12
+    monkeypatch.setattr(throughput.LongRun, "draw", watched(throughput.LongRun.draw, sizes))
+    learned = len(BlendedLookup.load(saved))
+    interrupt_at(monkeypatch, 0)
+    assert run(monkeypatch, path, *files, "--resume") == 130
+    assert sizes == [learned] and learned > len(BlendedLookup.load(base))
+
+
+def test_changed_problems_are_refused(tmp_path, monkeypatch, capsys):
+    path, problems = tmp_path / "run.jsonl", tmp_path / "problems.jsonl"
+    options = ["--num-problems", "1", "--problems", str(problems)]
+    problems.write_text('{"problem": "Find 8^34 mod 5.", "answer": 4}\n')
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 0)
+        assert run(patch, path, *options) == 130
+    for changed in ('{"problem": "Find 3^3 mod 7.", "answer": 4}', '{"problem": "Find 8^34 mod 5.", "answer": 5}'):
+        problems.write_text(changed + "\n")
+        assert run(monkeypatch, path, *options, "--resume") == 2
+        assert "problems that the run began with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

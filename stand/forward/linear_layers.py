@@ -21,9 +21,10 @@ def few_token_layers(model: Module) -> Iterator[None]:
     """Within it the linear layers of a model, or of a part of one, take `FewTokenProduct` for up to MOST_TOKENS tokens
     on a CPU.
 
-    Only exact `torch.nn.Linear` with plain weights in float32 or bfloat16 whose forward nobody else has replaced;
-    others compute as before, and all of them on a processor without AVX2, or where gradients are kept. Weights that are
-    replaced within it count from the next time on. The model is given back as it was.
+    Only exact `torch.nn.Linear` with plain parameters in float32 or bfloat16 whose forward nobody else has replaced,
+    and which no hook comes before; others compute as before, and all of them on a processor without AVX2, or where
+    gradients are kept. Weights that are replaced within it count from the next time on. The model is given back as it
+    was.
     """
     layers = _KNOWN.setdefault(model, _Layers())
     layers.depth += 1
@@ -54,10 +55,10 @@ class FewTokenForward:
         """Whether the layer still has the weights that the product reads."""
         return self.product.reads(self.layer.weight, self.layer.bias)
 
-    def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        if self.serves(states):
-            return self.product(states)
-        return linear(states, self.layer.weight, self.layer.bias)
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        if self.serves(input):
+            return self.product(input)
+        return linear(input, self.layer.weight, self.layer.bias)
 
     def __reduce__(self) -> tuple:
         """A copy of the layer has weights of its own, and runs its class's forward."""
@@ -83,6 +84,12 @@ def outputs(layers: Sequence[Linear], states: torch.Tensor) -> Sequence[torch.Te
     return [layer(states) for layer in layers]
 
 
+def _has_own_weights(layer: Linear) -> bool:
+    """Whether they are parameters that the product takes, and not computed from others before each forward."""
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    return weight is layer.weight and bias is layer.bias and are_weights(weight, bias)
+
+
 class _Layers:
     """Those of one model that are swapped, in how many blocks at once."""
 
@@ -99,10 +106,11 @@ class _Layers:
                 self._forwards = [
                     FewTokenForward(layer)
                     for layer in model.modules()
-                    if type(layer) is Linear and are_weights(layer.weight, layer.bias)
+                    if type(layer) is Linear and _has_own_weights(layer)
                 ]
         for forward in self._forwards:
-            vars(forward.layer).setdefault("forward", forward)
+            if not forward.layer._forward_pre_hooks:  # one may compute the weights
+                vars(forward.layer).setdefault("forward", forward)
 
     def restore(self) -> None:
         for forward in self._forwards:

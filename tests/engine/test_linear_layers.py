@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 from torch import nn
+from torch.nn.utils import prune, weight_norm
 
 import stand
 from stand.forward import linear_layers
@@ -137,6 +138,52 @@ def test_other_weights_are_read_from_the_next_time_on(taken):
         model.double()
         assert model.plain(states.double()).dtype == torch.float64
     assert taken == ["few tokens", "few tokens", "linear"]
+
+
+WAYS = {"pruned": lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5), "normed": weight_norm}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_that_a_hook_computes_are_never_stale(way, taken):
+    """Before the layer's forward, from parameters that may have changed since the last one."""
+    model, states = OneLayer(), torch.randn(1, 8)
+    WAYS[way](model.plain)
+    with torch.no_grad():
+        for _ in range(2):
+            with few_token_layers(model):
+                found = model.plain(states)
+            assert torch.equal(found, model.plain(states))
+            for parameter in model.parameters():
+                parameter.mul_(3.0)
+    assert taken == []
+
+
+@torch.inference_mode()
+def test_a_hook_that_comes_later_is_waited_for(taken):
+    """Until it goes: it may give the layer other weights than those that were known before it ran."""
+    model, states, twice = OneLayer(), torch.ones(1, 8), nn.Parameter(2 * torch.eye(8))
+    with few_token_layers(model):
+        model.plain(states)
+
+    def replace(module, args):
+        module.weight = twice
+
+    hook = model.plain.register_forward_pre_hook(replace)
+    with few_token_layers(model):
+        torch.testing.assert_close(model.plain(states), 2 * states + model.plain.bias)
+    hook.remove()
+    with few_token_layers(model):
+        model.plain(states)
+    assert taken == ["few tokens"] * 2
+
+
+@torch.inference_mode()
+def test_layers_take_their_input_by_name(taken):
+    model, states = OneLayer(), torch.randn(1, 8)
+    with few_token_layers(model):
+        assert torch.equal(model.plain(input=states), model.plain(states))
+    assert taken == ["few tokens"] * 2
 
 
 def test_gradients_are_kept():

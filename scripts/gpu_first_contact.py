@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import logging
 import os
 import sys
 import time
@@ -272,6 +273,7 @@ def main(command_line: list[str] | None = None) -> int:
     if device.type == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
     faulthandler.dump_traceback_later(arguments.seconds, exit=True, file=sys.__stderr__)
+    logging.basicConfig(stream=sys.stdout)  # tracebacks of steps that went on as eager ones
     print(describe(device), flush=True)
     contact = Contact(device)
     is_well = [run_piece(name, getattr(contact, name)) for name in names]

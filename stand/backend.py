@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -30,6 +31,7 @@ MOST_CAPTURED_TOKENS = 512  # of all rows of a captured step (`stand.gpu.step_si
 POOL_PAGE_SIZE = 64  # slots (`stand.gpu.tiles.PAGE_SIZE`)
 NAMES = ("auto", "sdpa", "triton")
 RIDER_OBSTACLE = "the drafter runs at every node (placement='nodes'), which captured steps do not carry"
+LOGGER = logging.getLogger("stand")
 WAITING_ROPES = frozenset({"dynamic", "longrope"})  # their frequencies depend on the length: the host waits for it
 
 
@@ -171,12 +173,18 @@ def choose_backend(
         return _eager(model, f"the model is on {model.device.type}, kernels are for CUDA", fuse=fuse)
     wants_features = drafter is not None and drafter.requires_features
     asked = {"wants_features": wants_features, "rider": None if drafter is None else drafter.rider}
-    obstacle = kernel_obstacle(model, verifier, **asked)
+    failure = None
+    try:
+        obstacle = kernel_obstacle(model, verifier, **asked)
+    except Exception as error:  # Triton's errors derive from Exception alone
+        obstacle, failure = _ended_in(error), error
     if obstacle is None:
         reason = "asked for" if requested == "triton" else "the kernels serve this model"
         return _fused(model, verifier, reason, **asked) if fuse else CapturedBackend(model, reason)
     if requested == "triton":
-        raise ValueError(f"backend 'triton' cannot serve here: {obstacle}; use backend='sdpa' or 'auto'")
+        raise ValueError(f"backend 'triton' cannot serve here: {obstacle}; use backend='sdpa' or 'auto'") from failure
+    if failure is not None:
+        LOGGER.warning("steps are eager: %s", obstacle, exc_info=failure)
     return _eager(model, obstacle, fuse=fuse)
 
 
@@ -208,7 +216,9 @@ def device_rule(verifier: Verifier) -> DeviceRule | None:
 def kernel_obstacle(
     model: PreTrainedModel, verifier: Verifier, *, wants_features: bool = False, rider: Rider | None = None
 ) -> str | None:
-    """Why the captured step cannot run this model with this rule, deliver its features or carry the rider, or None."""
+    """Why the captured step cannot run this model with this rule, deliver its features or carry the rider, or None.
+
+    Raises what a step with kernels raises."""
     if rider is not None and not rider.is_capturable:
         return RIDER_OBSTACLE
     if importlib.util.find_spec("triton") is None:
@@ -227,6 +237,10 @@ def kernel_obstacle(
     if kinds & WAITING_ROPES:
         return f"rotary positions of kind {', '.join(sorted(kinds & WAITING_ROPES))} make the host wait"
     return kernel_failure(model, verifier, wants_features=wants_features, rider=rider)
+
+
+def _ended_in(error: Exception) -> str:
+    return f"a step with kernels ends in {type(error).__name__}: {error}"
 
 
 def _eager(model: PreTrainedModel, reason: str, *, fuse: bool) -> EagerBackend:
@@ -250,8 +264,12 @@ def _fused(
         fusion = fuse(model)
     except Exception as error:  # Triton's errors derive from Exception alone
         return CapturedBackend(model, f"{reason}; not fused, because of {type(error).__name__}: {error}")
-    with fusion.active():
-        failure = kernel_failure(model, verifier, wants_features=wants_features, rider=rider)
+    try:
+        with fusion.active():
+            failure = kernel_failure(model, verifier, wants_features=wants_features, rider=rider)
+    except Exception as error:
+        failure = _ended_in(error)
+        LOGGER.warning("modules are not fused: %s", failure, exc_info=error)
     if failure is None:
         return CapturedBackend(model, reason, fusion=fusion)
     fusion.undo()

@@ -5,6 +5,7 @@ What is committed lies in the cache untouched by the step that failed, so the ro
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -183,4 +184,5 @@ class GuardedStep:
         self.captured, self._step = None, step
         reason = f"a captured step ended in {type(error).__name__}: {error}"
         self._on_failure(reason)
+        logging.getLogger("stand").warning("%s", reason, exc_info=error)
         warnings.warn(f"{reason}; decoding goes on with eager steps", stacklevel=4)

@@ -65,18 +65,15 @@ def kernel_failure(
     """Why the captured step cannot serve the model with this rule, or None where it does what the host does.
 
     wants_features: whether it must deliver last hidden states; rider: which it must carry; size: default `FULL` on a
-    GPU, `INTERPRETED` elsewhere, cut to the model's context.
+    GPU, `INTERPRETED` elsewhere, cut to the model's context. Raises what a step raises, of whatever class.
     """
-    try:
-        obstacle = refusal(limits_of(model.device)) if model.device.type == "cuda" else interpreter_obstacle()
-        if obstacle is not None:
-            return obstacle
-        size = (FULL if model.device.type == "cuda" else INTERPRETED) if size is None else size
-        asked = {"wants_features": wants_features, "rider": rider}
-        check = StepCheck(model, verifier, size.within(max_positions(model)), **asked)
-        return next(filter(None, map(check.failure, size.laws)), None)
-    except Exception as error:  # Triton's errors derive from Exception alone
-        return f"a step with kernels ends in {type(error).__name__}: {error}"
+    obstacle = refusal(limits_of(model.device)) if model.device.type == "cuda" else interpreter_obstacle()
+    if obstacle is not None:
+        return obstacle
+    size = (FULL if model.device.type == "cuda" else INTERPRETED) if size is None else size
+    asked = {"wants_features": wants_features, "rider": rider}
+    check = StepCheck(model, verifier, size.within(max_positions(model)), **asked)
+    return next(filter(None, map(check.failure, size.laws)), None)
 
 
 class StepCheck:

@@ -39,7 +39,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_the_tokens_are_those_of_eager_steps(plain_kernels, monkeypatch, failure):
+def test_the_tokens_are_those_of_eager_steps(plain_kernels, monkeypatch, caplog, failure):
     name, count, error = FAILURES[failure]
     expected = engine_of("sdpa").generate(input_ids=PROMPTS, **SETTINGS)
     engine, lessons, learn = engine_of("triton"), [], stand.BlendedDrafter.learn
@@ -53,6 +53,8 @@ def test_the_tokens_are_those_of_eager_steps(plain_kernels, monkeypatch, failure
     assert [len(lesson.top_ids) for lesson in lessons] == [lesson.batch.num_nodes for lesson in lessons]
     assert len(lessons) == output.stats.num_forwards  # no step's lesson is lost
     assert str(engine.backend) == "sdpa" and str(error) in engine.backend.reason
+    logged = [record.exc_info[1] for record in caplog.records if record.exc_info]  # with its traceback
+    assert [str(one) for one in logged] == [str(error)]
     assert engine.generate(input_ids=PROMPTS, **SETTINGS).token_ids == expected.token_ids  # without another warning
 
 

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from failures import failing_after  # noqa: E402
 from plain_kernels import use_plain_kernels  # noqa: E402
 from tiny_models import CONFIGS, kernel_model  # noqa: E402
 
@@ -242,3 +243,13 @@ def test_a_fusion_that_is_wrong_as_a_whole_is_undone(monkeypatch):
     monkeypatch.setattr(self_check, "kernel_failure", lambda *arguments, **options: next(answers))
     engine = stand.wrap(kernel_model("qwen2"), backend="triton")
     assert engine.backend.fusion is None and "not fused, because the logits differ" in engine.backend.reason
+
+
+def test_a_fusion_that_fails_as_a_whole_is_undone(monkeypatch, caplog):
+    from stand.gpu import self_check
+
+    fails = failing_after(1, lambda *arguments, **options: None, RuntimeError("illegal address"))
+    monkeypatch.setattr(self_check, "kernel_failure", fails)
+    engine = stand.wrap(kernel_model("qwen2"), backend="triton")
+    assert engine.backend.fusion is None and "because a step with kernels ends in RuntimeError" in engine.backend.reason
+    assert caplog.records[-1].exc_info[1].args == ("illegal address",)

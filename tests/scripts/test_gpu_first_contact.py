@@ -13,6 +13,8 @@ from gpu_parts.bench_model import BenchModel  # noqa: E402
 from plain_kernels import use_plain_kernels  # noqa: E402
 from workloads.model_shapes import SMOKE_SHAPE  # noqa: E402
 
+from stand.gpu import step_body  # noqa: E402
+
 
 @pytest.mark.parametrize("piece", ["unfused", "growth", "head", "two_engines"])
 def test_a_piece_is_well(monkeypatch, capsys, piece):
@@ -33,6 +35,19 @@ def test_a_piece_that_fails_prints_its_traceback_and_stops_nobody(monkeypatch, c
     printed = capsys.readouterr().out
     assert "FAIL unfused" in printed and "in broken" in printed and "ok   bf16: well" in printed
     assert gpu_first_contact.main(["--device", "cpu", "--only", "bf16"]) == 0
+
+
+def test_a_kernel_that_fails_is_named(monkeypatch, capsys):
+    """By the traceback of the step that tried it, not by wrap's refusal alone."""
+
+    def broken(*arguments):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    use_plain_kernels(monkeypatch)
+    monkeypatch.setattr(step_body, "compact", broken)
+    assert gpu_first_contact.main(["--device", "cpu", "--only", "unfused"]) == 1
+    printed = capsys.readouterr().out
+    assert "in broken" in printed and "cannot serve here" in printed
 
 
 class FakeBackend:

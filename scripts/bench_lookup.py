@@ -1,15 +1,15 @@
-"""What the blended lookup tree costs: drafting, learning, memory; beside Arctic's suffix decoding where installed.
+"""What the blended lookup costs: drafting, learning, memory; beside Arctic's suffix decoding where installed.
 
     taskset -c 1 python scripts/bench_lookup.py FILE... --tokenizer tokenizer.json --contexts 1000000 10000000 --arctic
 
-FILE is a recording as for `replay.py`. The tree learns recordings until it holds `--contexts` contexts (beginning
+FILE is a recording as for `replay.py`. The lookup learns recordings until it holds `--contexts` contexts (beginning
 again with other ids where they are not enough), then the last ones are decoded as in a replay, in groups; every step
 drafts with each budget, in turn, and follows the largest. Sixteen others are decoded side by side. Arctic gets the same
-recordings as the smallest tree. Times are CPU time of calls from Python, in microseconds, without what reading the
+recordings as the smallest lookup. Times are CPU time of calls from Python, in microseconds, without what reading the
 clock takes. What else runs on the machine can only make them longer, so the group with the lowest median counts, with
 its own 99th percentile; those over all groups stand in the JSON document, which is the last line of stdout. With
-`--repeats` all of it is done so many times, from an empty tree, call by call the same, and each call's shortest time
-counts: what interrupted it once does not come at the same place again, while what a call has to do stays in.
+`--repeats` all of it is done so many times, from an empty lookup, call by call the same, and each call's shortest time
+counts: what interrupted it once does not interrupt the same call again, while what a call has to do stays in.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from stand.trees import BlendedLookup
 
 BUDGETS = (8, 32, 80)
 ROWS, NODES_PER_ROW = 16, 8
-CHUNK = 8  # tokens per call while the tree is filled
+CHUNK = 8  # tokens per call while the lookup is filled
 ROW_GROUPS = 5  # of steps
 GROUP_SIZE = 3  # recordings
 LARGEST_ID = 2**20
@@ -229,11 +229,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--tokenizer", required=True, type=Path, help="tokenizer.json")
-    parser.add_argument("--contexts", nargs="+", type=int, default=[1_000_000], help="sizes of the tree")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[1_000_000], help="sizes of the lookup")
     parser.add_argument("--max-tokens", type=int, default=16_000, help="cut samples to so many tokens")
     parser.add_argument("--samples", type=int, help="at most so many samples per problem")
     parser.add_argument("--groups", type=int, default=5, help="of three recordings each, to decode")
-    parser.add_argument("--max-bytes", type=int, default=2 << 30, help="memory cap of the tree")
+    parser.add_argument("--max-bytes", type=int, default=2 << 30, help="memory cap of the lookup")
     parser.add_argument("--repeats", type=int, default=1, help="runs alike, of which each call's shortest time counts")
     parser.add_argument("--arctic", action="store_true", help="Arctic's tree mode too (arctic-inference)")
     options = parser.parse_args()

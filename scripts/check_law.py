@@ -14,9 +14,10 @@ it by chi-square; rare cells count as one. One statistic over all prompts, one p
 and streams-blended are the same with streams (Speculative Streaming).
 The lossy rule `typical` is run too, on a quarter of the continuations: a test that does not refuse it is blind.
 
-`tokens`: with `match` and `coupled` the token ids must equal those of plain sampling with the same seed (float32). A
-packed forward rounds differently from a plain one, so a draw that falls within 1e-5 of the border between two tokens
-may go either way; such rows are counted apart (seen: one in 168,000 tokens).
+`tokens`: with `match` and `coupled` the token ids must equal those of plain sampling with the same seed (float32).
+Without the engine's CPU kernels a packed forward rounds differently from a plain one, so a draw that falls within 1e-5
+of the border between two tokens may go either way; such rows are counted apart (seen: one in 168,000 tokens). With them
+the bits are equal.
 
 The bundled model draws at temperature 1 without filters, other models at 0.8 with top_p 0.95, from the word problems
 of scripts/workloads. --kept FILE keeps the counts of every finished arm and prompt, and a run with the same settings

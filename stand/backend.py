@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 MOST_CAPTURED_TOKENS = 512  # of all rows of a captured step (`stand.gpu.step_size.NUM_TOKENS`)
 POOL_PAGE_SIZE = 64  # slots (`stand.gpu.tiles.PAGE_SIZE`)
 NAMES = ("auto", "sdpa", "triton")
+REFUSAL = "backend 'triton' cannot serve here: {}; use backend='sdpa' or 'auto'"
 RIDER_OBSTACLE = "the drafter runs at every node (placement='nodes'), which captured steps do not carry"
 LOGGER = logging.getLogger("stand")
 WAITING_ROPES = frozenset({"dynamic", "longrope"})  # their frequencies depend on the length: the host waits for it
@@ -173,18 +174,18 @@ def choose_backend(
         return _eager(model, f"the model is on {model.device.type}, kernels are for CUDA", fuse=fuse)
     wants_features = drafter is not None and drafter.requires_features
     asked = {"wants_features": wants_features, "rider": None if drafter is None else drafter.rider}
-    failure = None
     try:
         obstacle = kernel_obstacle(model, verifier, **asked)
     except Exception as error:  # Triton's errors derive from Exception alone
-        obstacle, failure = _ended_in(error), error
+        obstacle = _ended_in(error)
+        if requested == "triton":
+            raise ValueError(REFUSAL.format(obstacle)) from error
+        LOGGER.warning("steps are eager: %s", obstacle, exc_info=error)
     if obstacle is None:
         reason = "asked for" if requested == "triton" else "the kernels serve this model"
         return _fused(model, verifier, reason, **asked) if fuse else CapturedBackend(model, reason)
     if requested == "triton":
-        raise ValueError(f"backend 'triton' cannot serve here: {obstacle}; use backend='sdpa' or 'auto'") from failure
-    if failure is not None:
-        LOGGER.warning("steps are eager: %s", obstacle, exc_info=failure)
+        raise ValueError(REFUSAL.format(obstacle))
     return _eager(model, obstacle, fuse=fuse)
 
 

@@ -243,8 +243,9 @@ class Call:
     def _commit(self, live: LiveRows, batch: DraftBatch, verdicts: Verdicts) -> None:
         """Append what was kept to every row, up to its end, and move its keys together."""
         num_kept: list[int] = []  # by row: nodes that are emitted
+        elapsed = self.stats.elapsed
         for row, tokens, size in zip(live.rows, verdicts.gained(batch), batch.sizes.tolist(), strict=True):
-            emitted, row.finish_reason = self.scheduler.job_of(row).stop.cut(row, tokens)
+            emitted, row.finish_reason = self.scheduler.job_of(row).stop.cut(row, tokens, elapsed=elapsed)
             row.extend(tokens[:emitted])
             row.num_drafted += size - 1
             num_kept.append(min(emitted, len(tokens) - 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import torch
 from transformers import LogitsProcessor
 from transformers.generation import logits_process as library
 
+from stand.own_copy import own_copy
 from stand.row import Row
 from stand.trees import DraftBatch
 
@@ -77,7 +77,7 @@ def checked_processors(processors: object) -> list[LogitsProcessor]:
                 f"a logits processor must be callable with (input_ids, scores), got {processor!r}; pass an object "
                 "whose class derives from transformers' LogitsProcessor"
             )
-        arguments = list(inspect.signature(processor.__call__).parameters)
+        arguments = list(inspect.signature(processor).parameters)
         if len(arguments) > 2:
             raise ValueError(
                 f"a logits processor must take input_ids and scores alone, got {name} with {', '.join(arguments)}; "
@@ -204,8 +204,8 @@ class PerRow:
     """A processor that may keep a state, called with one row at a time as plain decoding of that row would call it.
 
     Every node of a draft continues a copy of what its parent's call left behind, so branches that are not kept leave
-    no trace. The processors themselves, one per request, are only copied, by `copy.deepcopy`: a class with large
-    constant parts should share them in its `__deepcopy__`.
+    no trace. The processors themselves, one per request, are only copied (`own_copy`): a class with large constant
+    parts should share them in its `__deepcopy__`.
     """
 
     by_request: dict[int, LogitsProcessor]
@@ -247,13 +247,7 @@ class PerRow:
 
 
 def _copy(processor: LogitsProcessor) -> LogitsProcessor:
-    try:
-        return copy.deepcopy(processor)
-    except Exception as error:  # a class may raise anything from its copying
-        raise ValueError(
-            "a logits processor must be copyable, for every draft node continues a copy of its own, got "
-            f"{type(processor).__name__} with {type(error).__name__}: {error}; give the class a __deepcopy__"
-        ) from error
+    return own_copy(processor, "a logits processor must be copyable, for every draft node continues a copy of its own")
 
 
 def _checked_scores(processed: object, processor: LogitsProcessor, vocabulary_size: int) -> torch.Tensor:

@@ -1,5 +1,4 @@
-"""What a generation cost and what its drafts were worth. It reads the clock, as step_cost.py
-and stop.py (`max_time`) do."""
+"""What a generation cost and what its drafts were worth. It reads the clock, as step_cost.py does."""
 
 from __future__ import annotations
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import time
+import math
 from collections.abc import Iterable
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
+from stand.own_copy import own_copy
 from stand.row import Row
 
 
@@ -27,7 +27,7 @@ class StopRule:
         max_time: float | None = None,
     ):
         """criteria: one of transformers' `StoppingCriteria` or any iterable of them; every row asks copies of its own.
-        max_time: seconds from now after which rows end with the step that is running."""
+        max_time: seconds of the call's own time after which rows end with the step that is running."""
         if stop_strings and tokenizer is None:
             raise ValueError(f"stop strings need a tokenizer, got {list(stop_strings)}; pass tokenizer= to stand.wrap")
         if any(not isinstance(text, str) or not text for text in stop_strings):
@@ -38,27 +38,27 @@ class StopRule:
         # A byte-level token is at least one byte: this many tokens reach back over any stop string.
         self._window = max((len(text.encode()) for text in stop_strings), default=0) + 4
         self._criteria = _checked_criteria(criteria)
+        _copies(self._criteria)
         self._criteria_of: dict[int, list[StoppingCriteria]] = {}  # by row index
         self._device = device
-        self._deadline = None if max_time is None else time.monotonic() + max_time
+        self._max_time = math.inf if max_time is None else max_time
 
     def with_ends(self, end_ids: Iterable[int], stop_strings: tuple[str, ...]) -> StopRule:
-        """The same rule, same deadline, with other end tokens and stop strings; see `__init__`."""
-        other = StopRule(
-            end_ids, stop_strings=stop_strings, tokenizer=self._tokenizer, criteria=self._criteria, device=self._device
-        )
-        other._deadline = self._deadline
+        """The same rule, same time, with other end tokens and stop strings; see `__init__`."""
+        other = StopRule(end_ids, stop_strings=stop_strings, tokenizer=self._tokenizer, device=self._device)
+        other._criteria, other._max_time = self._criteria, self._max_time
         return other
 
     def forget(self, row: Row) -> None:
         """The row has ended: its copies of the criteria may go."""
         self._criteria_of.pop(row.index, None)
 
-    def cut(self, row: Row, token_ids: list[int]) -> tuple[int, str | None]:
+    def cut(self, row: Row, token_ids: list[int], *, elapsed: float = 0.0) -> tuple[int, str | None]:
         """How many of a step's tokens the row gains, and why it ends with the last of them, if it does.
 
-        The reason is "eos", "stop", "criteria", "length" or "time". Checked token by token, for an end may lie inside
-        an accepted run; but time only ends a row together with a step, like transformers' `MaxTimeCriteria`.
+        elapsed: seconds that the call has worked so far. The reason is "eos", "stop", "criteria", "length" or "time".
+        Checked token by token, for an end may lie inside an accepted run; but time only ends a row together with a
+        step, like transformers' `MaxTimeCriteria`.
         """
         is_plain = not self._stop_strings and not self._criteria and self._end_ids.isdisjoint(token_ids)
         if is_plain and len(token_ids) >= row.num_remaining:
@@ -72,18 +72,22 @@ class StopRule:
                 return count, "criteria"
             if count == row.num_remaining:
                 return count, "length"
-        is_late = self._deadline is not None and time.monotonic() > self._deadline
-        return len(token_ids), "time" if is_late else None
+        return len(token_ids), "time" if elapsed > self._max_time else None
 
     def _ends_with_stop_string(self, row: Row, token_ids: list[int]) -> bool:
+        """A stop string that begins in the prompt does not count, but the space that a row's first word begins with
+        does: some tokenizers write it only behind another token, here the prompt's last one."""
         recent = [*row.new_token_ids[-self._window :].tolist(), *token_ids][-self._window :]
         text = self._tokenizer.decode(recent)
+        if len(recent) < self._window:
+            before = row.prompt[-1:].tolist()
+            text = self._tokenizer.decode([*before, *recent])[len(self._tokenizer.decode(before)) :]
         return any(stop in text for stop in self._stop_strings)
 
     def _meets_criteria(self, row: Row, token_ids: list[int]) -> bool:
         """All of them are asked about prompt and new tokens [1, L], as plain decoding of this row would ask."""
         if row.index not in self._criteria_of:
-            self._criteria_of[row.index] = copy.deepcopy(self._criteria)
+            self._criteria_of[row.index] = _copies(self._criteria)
         tokens = np.concatenate([row.history, np.array(token_ids, dtype=np.int32)]).astype(np.int64)
         input_ids = torch.from_numpy(tokens)[None].to(self._device)
         answers = [_checked_answer(criterion(input_ids, None), criterion) for criterion in self._criteria_of[row.index]]
@@ -106,6 +110,10 @@ def _checked_criteria(criteria: object) -> list[StoppingCriteria]:
                 "whose class derives from transformers' StoppingCriteria"
             )
     return found
+
+
+def _copies(criteria: list[StoppingCriteria]) -> list[StoppingCriteria]:
+    return own_copy(criteria, "a stopping criterion must be copyable, for every row asks a copy of its own")
 
 
 def _checked_answer(answer: object, criterion: StoppingCriteria) -> bool:

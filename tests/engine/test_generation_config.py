@@ -4,6 +4,7 @@ A field that a later version adds fails here until it is put into one of the gro
 """
 
 import re
+import time
 import warnings
 
 import numpy as np
@@ -18,6 +19,7 @@ import stand
 from stand import generation_settings as groups
 from stand.generation_settings import GenerationSettings
 from stand.row import Row
+from stand.stats import Stats
 from stand.trees import DraftBatch
 
 PROMPT = [5, 9, 11, 4, 5, 9]
@@ -220,10 +222,18 @@ def test_num_return_sequences_comes_from_the_config():
 
 
 def test_max_time_ends_rows_with_the_step_that_runs(monkeypatch):
-    decoder, times = engine(), iter(range(100))
-    monkeypatch.setattr("stand.stop.time.monotonic", lambda: float(next(times)))
-    output = decoder.generate(input_ids=PROMPT, max_time=3.5, max_new_tokens=50, draft=False, stop_token_ids=[])
+    decoder = engine()
+    monkeypatch.setattr(Stats, "elapsed", property(lambda stats: stats.num_forwards + 0.5))
+    output = decoder.generate(input_ids=PROMPT, max_time=3.0, max_new_tokens=50, draft=False, stop_token_ids=[])
     assert output.finish_reasons == ["time"] and len(output.token_ids[0]) == 4
+
+
+def test_max_time_begins_with_the_first_step(monkeypatch):
+    """And not with what times steps for the drafter."""
+    decoder = engine()
+    monkeypatch.setattr(type(decoder.drafter), "prepare", lambda *given: time.sleep(1.0))
+    output = decoder.generate(input_ids=PROMPT, max_time=0.9, max_new_tokens=2, stop_token_ids=[])
+    assert output.finish_reasons == ["length"]
 
 
 def test_defaults_are_those_of_transformers():

@@ -1,10 +1,12 @@
 """Processors run at every node as plain decoding of that prefix would run them, in transformers' order."""
 
 import copy
+import threading
 
 import numpy as np
 import pytest
 import torch
+from letter_tokenizer import letter_tokenizer
 from node_cases import draft_of, node_case
 from tiny_models import VOCABULARY_SIZE, tiny_model
 from transformers import (
@@ -17,6 +19,7 @@ from transformers.generation import logits_process as library
 
 import stand
 from stand.generation_settings import GenerationSettings
+from stand.own_copy import own_copy
 from stand.processors import ProcessorChain, checked_processors
 from stand.row import Row
 from stand.sampling import SamplingParams
@@ -225,7 +228,8 @@ class Narrow(LogitsProcessor):
         (TakesMore(), "must take input_ids and scores alone, got TakesMore with input_ids, scores, beam"),
         (library.ClassifierFreeGuidanceLogitsProcessor(1.5), "got ClassifierFree.*side by side; leave it out"),
         (library.PrefixConstrainedLogitsProcessor(lambda row, ids: [1], 1), "a row's number in the batch"),
-        (Uncopyable(), "must be copyable.*got Uncopyable with TypeError: no copies; give the class a __deepcopy__"),
+        (Uncopyable(), "must be copyable.*got Uncopyable with TypeError: no copies; .* give the class a __deepcopy__"),
+        (lambda ids, scores, beam: scores, "alone, got function with ids, scores, beam"),
         (Narrow(), r"must return scores \[1, 61\] for one row, got \[1, 60\] from Narrow"),
     ],
 )
@@ -238,3 +242,23 @@ def test_one_processor_needs_no_list():
     assert checked_processors(None) == []
     processor = Boost()
     assert checked_processors(processor) == checked_processors(iter([processor])) == [processor]
+
+
+class Holding(LogitsProcessor):
+    """What must not be copied for every node of a draft, and a state that must."""
+
+    def __init__(self):
+        self.held = {"tokenizer": letter_tokenizer(), "models": [tiny_model("llama")]}
+        self.event, self.seen = threading.Event(), []
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+def test_copies_share_tokenizers_models_and_events():
+    first = Holding()
+    second = own_copy(first, "it must be copyable")
+    third = own_copy([second], "it must be copyable")[0]
+    assert third is not first and third.seen is not first.seen
+    assert third.held["tokenizer"] is first.held["tokenizer"] and third.event is first.event
+    assert third.held["models"][0] is first.held["models"][0] and third.held is not first.held

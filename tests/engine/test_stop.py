@@ -1,5 +1,7 @@
 """Stop strings: found token by token, also across token borders and inside an accepted run."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -105,11 +107,48 @@ def test_criteria_that_cannot_be_asked_are_refused(criteria, rule):
     assert len(engine().generate(input_ids=[3, 4], max_new_tokens=3, stopping_criteria=None)) == 1
 
 
-def test_time_ends_a_row_with_its_step(monkeypatch):
-    now = iter([10.0, 10.9, 11.1])
-    monkeypatch.setattr("stand.stop.time.monotonic", lambda: next(now))
-    rule = StopRule([9], max_time=1.0)
+def test_time_ends_a_row_with_its_step():
+    rule = StopRule([9], max_time=1.0).with_ends([9], ())
     row = Row(0, np.array([5], dtype=np.int32), 8)
-    assert rule.cut(row, [7, 7]) == (2, None)
-    assert rule.cut(row, [7, 7, 7]) == (3, "time")
-    assert rule.cut(row, [7, 9, 7]) == (2, "eos")
+    assert rule.cut(row, [7, 7], elapsed=0.9) == (2, None)
+    assert rule.cut(row, [7, 7, 7], elapsed=1.1) == (3, "time")
+    assert rule.cut(row, [7, 9, 7], elapsed=1.1) == (2, "eos")
+
+
+class Cancelled(StoppingCriteria):
+    def __init__(self, *held):
+        self.event, self.held = threading.Event(), held
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.tensor([self.event.is_set()])
+
+
+def test_a_flag_that_copies_share_ends_rows_from_outside():
+    criterion, pieces = Cancelled(letter_tokenizer(), [tiny_model("llama")]), []
+    for piece in engine().stream("abc", max_new_tokens=200, stop_token_ids=[], stopping_criteria=criterion):
+        pieces.append(piece)
+        criterion.event.set()
+    assert len(pieces) == 2
+
+
+def test_a_criterion_that_cannot_be_copied_is_refused_before_the_call_begins():
+    with pytest.raises(ValueError, match="must be copyable.*got Cancelled with TypeError.*flag in a threading.Event"):
+        engine().stream("abc", stopping_criteria=Cancelled(threading.Lock()))
+
+
+class Spaces:
+    """As tokenizers that write the space of a word only where another token comes before it."""
+
+    WORDS = ("the", " the", " end")
+
+    def decode(self, token_ids):
+        return "".join(self.WORDS[token] for token in token_ids).removeprefix(" ")
+
+
+def test_the_space_of_a_rows_first_word_counts():
+    row = Row(0, np.array([0], dtype=np.int32), 9)
+    for stop, ends in ((" the", True), (" the end", False), ("the the", False)):  # the last begins in the prompt
+        found = StopRule((), stop_strings=(stop,), tokenizer=Spaces()).cut(row, [1])
+        assert found == (1, "stop" if ends else None)
+    row.extend([1])
+    assert StopRule((), stop_strings=(" the end",), tokenizer=Spaces()).cut(row, [2]) == (1, "stop")

@@ -47,12 +47,12 @@ class WithinPages(Admission):
 
     def check(self, job: Job) -> None:
         page_size, num_pages = self.pages.page_size, self.pages.num_pages
-        prompt = len(job.prompt) - 1
-        needed = self.pages.count(prompt + job.limit + DRAFT_ROOM) + 1 if num_pages is not None else 0
+        most = len(job.prompt) - 1 + job.limit + max(DRAFT_ROOM, self._most_draft_nodes(1))
+        needed = self.pages.count(most) + 1 if num_pages is not None else 0
         if self._is_asked_for and needed > num_pages:
             raise ValueError(
                 f"max_cache_bytes must hold one row with its {job.limit} new tokens, {needed} pages of {page_size} "
-                f"tokens, got {num_pages}; raise it, or lower max_new_tokens"
+                f"tokens, got {num_pages}; raise it, or lower max_new_tokens or what is drafted"
             )
 
     def allows(self, live: Sequence[Row], row: Row) -> bool:
@@ -64,8 +64,7 @@ class WithinPages(Admission):
     def holds(self, live: Sequence[Row]) -> bool:
         """Asked before every step: at a glance where much is free."""
         num_rows = len(live)
-        nodes = self._most_nodes(num_rows)
-        most = 3 * num_rows + (DRAFT_ROOM * num_rows if nodes is None else nodes) // self.pages.page_size
+        most = 3 * num_rows + self._most_draft_nodes(num_rows) // self.pages.page_size
         return most <= self.pages.num_free or self._fit(live, 0)
 
     def open(self, row: Row) -> Hashable:

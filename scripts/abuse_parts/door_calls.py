@@ -146,8 +146,18 @@ def drafters() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"BlendedDrafter({arguments})", lambda arguments=arguments: blended(**arguments)
     for arguments in ({"shape": "paper"}, {"shape": 3}, {"kind": "paper"}):
         yield f"FixedShapeDrafter({arguments})", lambda arguments=arguments: stand.FixedShapeDrafter(**arguments)
-    for arguments in ({"gamma": -1}, {"longest": 0}):
+    for arguments in ({"gamma": -1}, {"longest": 0}, {"gamma": 2.5}):
         yield f"PromptLookupDrafter({arguments})", lambda arguments=arguments: stand.PromptLookupDrafter(**arguments)
+    for arguments in ({"shape": "paper"}, {"num_successors": 0}):
+        yield (
+            f"TokenRecyclingDrafter({arguments})",
+            lambda arguments=arguments: stand.TokenRecyclingDrafter(**arguments),
+        )
+    of_trained = ({"temperature": "hot"}, {"temperature": 0}, {"temperature": float("inf")}, {"num_candidates": 2.5})
+    for kind in (stand.EagleDrafter, stand.StreamingDrafter, stand.EagleLaws, stand.StreamLaws):
+        is_drafter = issubclass(kind, stand.Drafter)
+        for arguments in (*of_trained, *(({"budget": "8"}, {"budget": 2.5}) if is_drafter else ({"source": 4},))):
+            yield f"{kind.__name__}({arguments})", lambda kind=kind, arguments=arguments: kind("no file", **arguments)
 
 
 def door_calls(number: int, *, seed: int) -> Iterator[Trial]:

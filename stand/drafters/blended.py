@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from stand.drafters.drafter import DraftRequest, Lesson, LookupDrafter, check_fingerprint, check_kind, teach_two_ways
 from stand.drafters.known_costs import KnownCosts, Measure
 from stand.drafters.law_source import LawSource
+from stand.drafters.settings import check_count
 from stand.drafters.step_cost import CostTable, StepCost, saved_costs
 from stand.measured_files import measured_folder
 from stand.trees import BlendedLookup, DraftBatch
@@ -174,14 +175,10 @@ def _check_settings(lookup: object, budget: object, costs: object, floor: object
     if lookup is not None and not isinstance(lookup, BlendedLookup):
         remedy = "load a file with stand.BlendedLookup.load(path), or give a LookupTree to stand.FixedShapeDrafter"
         raise ValueError(f"lookup must be a BlendedLookup, got {type(lookup).__name__}; {remedy}")
-    if budget is not None and not (_is_integer(budget) and 0 <= budget <= MOST_NODES):
-        raise ValueError(f"budget must be an integer in [0, {MOST_NODES}], got {budget!r}; 32 to 128 nodes are usual")
+    if budget is not None:
+        check_count("budget", budget, 0, MOST_NODES, usual="32 to 128 nodes are usual")
     if costs is not None and not isinstance(costs, CostTable):
         raise ValueError(f"costs must be a CostTable, got {type(costs).__name__}; write CostTable((cost, ...))")
     is_number = isinstance(floor, (int, float, np.floating)) and not isinstance(floor, bool)
     if not is_number or not 0 <= floor <= 1:
         raise ValueError(f"floor must be a probability in [0, 1], got {floor!r}; 0 leaves nothing out")
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

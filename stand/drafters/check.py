@@ -7,6 +7,7 @@ import numpy as np
 from stand.drafters.check_compiled import is_sound
 from stand.drafters.drafter import DraftRequest
 from stand.trees import DraftBatch
+from stand.trees.draft import check_packing
 
 LAW_TOLERANCE = 1e-3  # of a sum over a float32 law
 
@@ -21,13 +22,14 @@ def check_batch(batch: DraftBatch, request: DraftRequest, *, vocabulary_size: in
         )
     integers = (batch.token_ids, batch.parents, batch.offsets, batch.support_ids)
     integers = [np.ascontiguousarray(array, dtype=np.int32) for array in integers]
-    law = np.asarray(batch.law, dtype=np.float32)
+    law = np.ascontiguousarray(batch.law, dtype=np.float32)
     if not is_sound(*integers, law, request.histories, vocabulary_size, LAW_TOLERANCE):
         _name_the_fault(batch, request, vocabulary_size)
 
 
 def _name_the_fault(batch: DraftBatch, request: DraftRequest, vocabulary_size: int) -> None:
     """Once more, with the place of the fault."""
+    check_packing(batch)
     roots = batch.token_ids[batch.offsets[:-1]]
     pending = np.array([history[-1] for history in request.histories], dtype=np.int32)
     if not np.array_equal(roots, pending):
@@ -45,9 +47,11 @@ def _name_the_fault(batch: DraftBatch, request: DraftRequest, vocabulary_size: i
         )
     if batch.num_nodes > len(batch):
         sums = batch.law.sum(axis=1)[batch.parents >= 0]
-        if np.abs(sums - 1.0).max() > LAW_TOLERANCE:
+        if not np.all(np.abs(sums - 1.0) <= LAW_TOLERANCE):
             worst = float(sums[np.abs(sums - 1.0).argmax()])
             raise ValueError(
                 f"the law of every drafted node must sum to 1, got {worst:.4g}; "
                 "record the law that the node was drawn from, over its parent's support"
             )
+    batch.check()
+    raise ValueError("a drafter must answer sound drafts, got others; see DraftTree for what a draft is")

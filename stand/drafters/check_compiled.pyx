@@ -8,27 +8,46 @@ def is_sound(
     const int32_t[::1] token_ids not None,  # [M]
     const int32_t[::1] parents not None,  # [M] row-local, -1 at roots
     const int32_t[::1] offsets not None,  # [B + 1]
-    const int32_t[:, :] support_ids not None,  # [M, S]
-    const float[:, :] law not None,  # [M, S]
+    const int32_t[:, ::1] support_ids not None,  # [M, S]
+    const float[:, ::1] law not None,  # [M, S]
     histories,  # B arrays int32, the pending token last
     Py_ssize_t vocabulary_size,
     double tolerance,
 ):
-    """Whether every root is its row's pending token, every id is in the vocabulary, and every child's law sums to 1."""
-    cdef Py_ssize_t node, slot, row = 0
-    cdef double total
+    """Whether every root is its row's pending token, every id is in the vocabulary, parents come before their children,
+    and every child's law sums to 1, is nowhere negative and gives the child's own token mass."""
+    cdef Py_ssize_t num_nodes = token_ids.shape[0], width = support_ids.shape[1], row = 0, first, node, slot, above
+    cdef double total, mass
+    cdef bint has_own
+    if not parents.shape[0] == support_ids.shape[0] == law.shape[0] == num_nodes or law.shape[1] != width:
+        return False
+    if offsets.shape[0] != len(histories) + 1 or offsets[0] != 0 or offsets[offsets.shape[0] - 1] != num_nodes:
+        return False
     for history in histories:
-        if token_ids[offsets[row]] != history[-1]:
-            return False
+        first = offsets[row]
         row += 1
-    for node in range(token_ids.shape[0]):
-        if not 0 <= token_ids[node] < vocabulary_size:
+        if not first < offsets[row] <= num_nodes or parents[first] != -1 or token_ids[first] != history[-1]:
             return False
-        total = 0.0
-        for slot in range(support_ids.shape[1]):
-            if support_ids[node, slot] >= vocabulary_size:
+        for node in range(first, offsets[row]):
+            if not 0 <= token_ids[node] < vocabulary_size:
                 return False
-            total += law[node, slot]
-        if parents[node] >= 0 and not fabs(total - 1.0) <= tolerance:
-            return False
+            for slot in range(width):
+                if support_ids[node, slot] >= vocabulary_size:
+                    return False
+            if node == first:
+                continue
+            if not 0 <= parents[node] < node - first:
+                return False
+            above = first + parents[node]
+            total = 0.0
+            has_own = False
+            for slot in range(width):
+                mass = law[node, slot]
+                if not mass >= 0.0:
+                    return False
+                total += mass
+                if support_ids[above, slot] == token_ids[node] and mass > 0.0:
+                    has_own = True
+            if not (has_own and fabs(total - 1.0) <= tolerance):
+                return False
     return True

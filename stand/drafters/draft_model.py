@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.drafters.drafter import Drafter, DraftRequest
+from stand.drafters.settings import check_count, check_temperature
 from stand.forward.model import prefill, run_plan
 from stand.forward.packed_plan import StepPlan
 from stand.forward.self_check import check_model
@@ -35,9 +36,9 @@ class ModelDrafter(Drafter):
     def __init__(
         self, model: PreTrainedModel, *, gamma: int = 4, temperature: float = 1.0, num_candidates: int = 64
     ) -> None:
-        _require(gamma >= 1, "gamma must be at least 1", gamma, "use wrap() without drafts for ordinary decoding")
-        _require(num_candidates >= 1, "num_candidates must be at least 1", num_candidates, "64 is usual")
-        _require(temperature > 0, "temperature must be positive", temperature, "greedy decoding ignores it: leave it")
+        check_count("gamma", gamma, 1, usual="4 is usual; generate(draft=False) drafts nothing")
+        check_count("num_candidates", num_candidates, 1, usual="64 is usual")
+        check_temperature(temperature)
         check_model(model)
         self.model = model
         self.gamma = gamma
@@ -148,8 +149,3 @@ def _chain(pending: int, levels: list[list]) -> DraftTree:
         support_ids=support_ids,
         law=law,
     )
-
-
-def _require(holds: bool, rule: str, got: object, remedy: str) -> None:
-    if not holds:
-        raise ValueError(f"{rule}, got {got!r}; {remedy}")

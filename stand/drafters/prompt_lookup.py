@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from stand.drafters.drafter import Drafter, DraftRequest
+from stand.drafters.settings import check_count
 from stand.trees import DraftBatch, DraftTree
 
 
@@ -16,11 +17,9 @@ class PromptLookupDrafter(Drafter):
     """
 
     def __init__(self, *, gamma: int = 8, longest: int = 3, shortest: int = 1) -> None:
-        if not (gamma >= 1 and longest >= shortest >= 1):
-            raise ValueError(
-                f"gamma must be at least 1 and longest >= shortest >= 1, got {gamma}, {longest} and {shortest}; "
-                "gamma 8, longest 3, shortest 1 are usual"
-            )
+        check_count("gamma", gamma, 1, usual="8 is usual")
+        check_count("shortest", shortest, 1, usual="1 is usual")
+        check_count("longest", longest, shortest, usual="3 is usual, and no less than shortest")
         self.gamma = gamma
         self.longest = longest
         self.shortest = shortest

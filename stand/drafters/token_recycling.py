@@ -5,20 +5,23 @@ from __future__ import annotations
 import numpy as np
 
 from stand.drafters.drafter import Drafter, DraftRequest, Lesson
+from stand.drafters.settings import check_count
 from stand.trees import NO_PARENT, NO_TOKEN, ROOT, DraftBatch, DraftTree, TreeShape
 
 
 class TokenRecyclingDrafter(Drafter):
     """The adjacency table of section 3.1: the newest row of a token replaces the old one, whatever came before it.
 
-    shape: slots that a draft may fill; the child of rank r takes the r-th best successor, and a slot whose token is not
-    known stays empty with all below it. Deterministic: `match` is the rule for it.
+    shape: slots that a draft may fill, by default `TreeShape.paper()`; the child of rank r takes the r-th best
+    successor, and a slot whose token is not known stays empty with all below it. Deterministic: `match` is the rule for
+    it.
     """
 
-    def __init__(self, shape: TreeShape, *, num_successors: int = 8) -> None:
-        if num_successors < 1:
-            raise ValueError(f"num_successors must be at least 1, got {num_successors}; the paper keeps 8")
-        self.shape = shape
+    def __init__(self, shape: TreeShape | None = None, *, num_successors: int = 8) -> None:
+        if shape is not None and not isinstance(shape, TreeShape):
+            raise ValueError(f"shape must be a TreeShape, got {shape!r}; None takes TreeShape.paper()")
+        check_count("num_successors", num_successors, 1, usual="the paper keeps 8")
+        self.shape = TreeShape.paper() if shape is None else shape
         self.num_candidates = num_successors
         self._successors: dict[int, np.ndarray] = {}  # token: its successors, best first
 

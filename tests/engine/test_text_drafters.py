@@ -93,13 +93,17 @@ def test_the_output_is_plain_samplings(make, temperature):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"gamma": 0}, {"shortest": 0}, {"longest": 1, "shortest": 2}]
+    "settings", [{"gamma": 0}, {"shortest": 0}, {"longest": 1, "shortest": 2}, {"gamma": 2.5}]
 )  # fmt: skip
 def test_lengths_out_of_range_are_refused(settings):
-    with pytest.raises(ValueError, match="longest >= shortest >= 1"):
+    with pytest.raises(ValueError, match="(gamma|shortest|longest) must be an integer of at least"):
         PromptLookupDrafter(**settings)
 
 
+def test_a_table_has_the_papers_shape_by_default():
+    assert TokenRecyclingDrafter().shape == TreeShape.paper()
+
+
 def test_a_table_without_successors_is_refused():
-    with pytest.raises(ValueError, match="num_successors must be at least 1"):
+    with pytest.raises(ValueError, match="num_successors must be an integer of at least 1"):
         TokenRecyclingDrafter(TreeShape.chain(2), num_successors=0)

@@ -14,6 +14,7 @@ from stand.drafters.eagle.followed_rows import FollowedRows
 from stand.drafters.eagle.growing_draft import GrowingDraft, planted, typical_tree
 from stand.drafters.eagle.growth import BestFirstGrowth, FixedGrowth, Growth, Node
 from stand.drafters.eagle.head import EagleHead
+from stand.drafters.settings import check_count, check_temperature
 from stand.trees import ROOT, DraftBatch, TreeShape
 
 
@@ -48,10 +49,11 @@ class EagleDrafter(Drafter):
         temperature: float = 1.0,
         num_candidates: int = 32,
     ) -> None:
-        _require(budget is None or budget >= 0, "budget must be at least 0", budget, "32 to 128 nodes are usual")
-        _require(rounds >= 1, "rounds must be at least 1", rounds, "5 or 6 are usual")
-        _require(temperature > 0, "temperature must be positive", temperature, "greedy decoding ignores it: leave it")
-        _require(num_candidates >= 1, "num_candidates must be at least 1", num_candidates, "32 is usual")
+        if budget is not None:
+            check_count("budget", budget, 0, usual="32 to 128 nodes are usual")
+        check_count("rounds", rounds, 1, usual="5 or 6 are usual")
+        check_temperature(temperature)
+        check_count("num_candidates", num_candidates, 1, usual="32 is usual")
         self.head = head
         self.budget = budget
         self.shape = shape
@@ -120,8 +122,3 @@ class EagleDrafter(Drafter):
             parents,
             torch.stack([features[node] for node in above]),
         )
-
-
-def _require(holds: bool, rule: str, got: object, remedy: str) -> None:
-    if not holds:
-        raise ValueError(f"{rule}, got {got!r}; {remedy}")

@@ -15,6 +15,7 @@ from stand.drafters.eagle.head import EagleHead
 from stand.drafters.eagle.law_trees import LawTrees, Place, roots
 from stand.drafters.law_source import LawSource, Plan
 from stand.drafters.paying_runs import PayingRuns, expected_tokens
+from stand.drafters.settings import check_count, check_temperature
 from stand.trees import ROOT, DraftBatch, OutsideLaws
 
 MOST_RUNS = 6  # of the head per step
@@ -45,11 +46,11 @@ class EagleLaws(LawSource):
         num_candidates: int = 10,
         source: int = 0,
     ) -> None:
-        if (rounds is not None and rounds < 0) or not temperature > 0 or not 1 <= num_candidates <= 64:
-            raise ValueError(
-                "rounds must be at least 0 or None, temperature positive and num_candidates in [1, 64], got "
-                f"{rounds}, {temperature} and {num_candidates}; None, the target's own and 10 are usual"
-            )
+        if rounds is not None:
+            check_count("rounds", rounds, 0, usual="None runs the head as often as pays")
+        check_temperature(temperature)
+        check_count("num_candidates", num_candidates, 1, 64, usual="10 is usual")
+        check_count("source", source, 0, 3, usual="0 for the only source")
         self.head = head
         self.rounds = rounds
         self.temperature = temperature

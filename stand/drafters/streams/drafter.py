@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from stand.drafters.blended import default_budget
 from stand.drafters.drafter import Drafter, DraftRequest
 from stand.drafters.eagle.growing_draft import GrowingDraft, planted, typical_tree
+from stand.drafters.settings import check_count
 from stand.drafters.streams.rider import Law, StreamRider
 from stand.drafters.streams.weights import Streams
 from stand.trees import ROOT, DraftBatch
@@ -45,8 +46,8 @@ class StreamingDrafter(Drafter):
         num_candidates: int = 32,
         placement: str = "end",
     ) -> None:
-        if budget is not None and budget < 0:
-            raise ValueError(f"budget must be at least 0, got {budget!r}; 32 to 128 nodes are usual")
+        if budget is not None:
+            check_count("budget", budget, 0, usual="32 to 128 nodes are usual")
         self.budget = budget
         self.rider = StreamRider(
             streams, placement=placement, temperature=temperature, num_candidates=num_candidates

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from stand.drafters.drafter import DraftRequest
 from stand.drafters.law_source import LawSource, Plan
 from stand.drafters.paying_runs import PayingRuns, expected_tokens
+from stand.drafters.settings import check_count
 from stand.drafters.streams.rider import StreamRider
 from stand.drafters.streams.weights import Streams
 from stand.trees import OutsideLaws
@@ -36,6 +37,7 @@ class StreamLaws(LawSource):
         always: bool = False,
         source: int = 0,
     ) -> None:
+        check_count("source", source, 0, 3, usual="0 for the only source")
         self.source = source
         self.always = always or placement == "nodes"
         self._paying: PayingRuns | None = None  # where streams do not always run

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from stand.drafters.settings import check_count, check_temperature
 from stand.drafters.streams.weights import Streams
 from stand.forward.packed_plan import StepPlan, ancestor_matrix
 from stand.forward.rider import Guesses
@@ -43,11 +44,8 @@ class StreamRider:
     ) -> None:
         if placement not in PLACEMENTS:
             raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}, got {placement!r}; end is usual")
-        if not temperature > 0 or not 1 <= num_candidates <= 64:
-            raise ValueError(
-                f"temperature must be positive and num_candidates in [1, 64], got {temperature} and {num_candidates}; "
-                "the target's own and 10 to 32 are usual"
-            )
+        check_temperature(temperature)
+        check_count("num_candidates", num_candidates, 1, 64, usual="10 to 32 are usual")
         self.streams = streams
         self.placement = placement
         self.temperature = temperature

@@ -7,8 +7,11 @@ STAND_DEBUG=1 turns on bounds checks and C++ assertions and keeps symbols for a 
 """
 
 import os
+import shlex
+import subprocess
 import sys
 import sysconfig
+import tempfile
 from glob import glob
 
 import numpy
@@ -30,6 +33,22 @@ DIRECTIVES = {
     "binding": False,  # plain functions; the two lookups, which users hold, have methods that `inspect` can read
 }
 
+
+def taken(flag):
+    """[flag] where compilers and their linkers take it, else []: clang lacks some of GCC's, lld some of GNU ld's."""
+    with tempfile.TemporaryDirectory() as folder:
+        empty = os.path.join(folder, "empty.cpp")
+        open(empty, "w").close()
+        for name in ("CC", "CXX"):
+            compiler = shlex.split(os.environ.get(name) or sysconfig.get_config_var(name) or "")
+            others = [*shlex.split(os.environ.get("LDFLAGS", "")), "-shared", "-fPIC", "-Werror"]
+            try:
+                subprocess.run([*compiler, *others, flag, empty, "-o", empty + ".so"], check=True, capture_output=True)
+            except (OSError, subprocess.CalledProcessError):  # where there is no compiler, the build says so
+                return []
+    return [flag]
+
+
 IS_LEAN = sys.platform == "linux" and not DEBUG  # other compilers and linkers have other words for what follows from it
 OPTIMISED = ["-O3", "-DNDEBUG", "-g0"]
 # Modules that check and pass on: their time goes into calls of Python, and a quarter of their size is unrolled loops.
@@ -47,14 +66,16 @@ COMPACT = {
     "stand.verifiers.draw_compiled",
     "stand.verifiers.kept",
 }
-COMPACT_LEVEL = "-Os -fno-schedule-insns2" if IS_LEAN else "-Os"  # in the order of the source they pack 2 % smaller
+# In the order of the source they pack 2 % smaller.
+COMPACT_LEVEL = ["-Os", *(taken("-fno-schedule-insns2") if IS_LEAN else [])]
 LEVELS = {
-    "stand.forward.dot_products": "-O2",  # loops are unrolled by hand; -Os: a fifth slower
+    "stand.forward.dot_products": ["-O2"],  # loops are unrolled by hand; -Os: a fifth slower
     "stand.fusion.row_kernels": COMPACT_LEVEL,  # calls for few tokens take as long; a third of its size
-    "stand.laws.filters": "-O2 -ftree-vectorize -fvect-cost-model=dynamic",  # as fast as -O3, a tenth smaller
+    # As fast as -O3, a tenth smaller.
+    "stand.laws.filters": ["-O2", "-ftree-vectorize", *taken("-fvect-cost-model=dynamic")],
     # Vectorised loops are a twenty-fifth of it and save nothing. -O2 is a sixth smaller, and slower at serving engines.
-    "stand.trees.blended.lookup": "-O3 -fno-tree-vectorize -fno-tree-slp-vectorize",
-    "stand.trees.longest_match.lookup": "-O2",  # 2 to 3 % slower for a tenth of its size; -Os: 11 to 14 %
+    "stand.trees.blended.lookup": ["-O3", "-fno-tree-vectorize", "-fno-tree-slp-vectorize"],
+    "stand.trees.longest_match.lookup": ["-O2"],  # 2 to 3 % slower for a tenth of its size; -Os: 11 to 14 %
     "stand.verifiers.rules.traversal_compiled": COMPACT_LEVEL,  # 0.8 us more of 6 with 80 nodes
     **dict.fromkeys(COMPACT, COMPACT_LEVEL),
 }
@@ -64,7 +85,8 @@ CHECKED = ["-O1", "-g", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS"]
 # exceptions pass, 0.6 %.
 SECTIONS = ["-fvisibility=hidden", "-ffunction-sections", "-fdata-sections"]
 LEAN = [*SECTIONS, "-fno-plt", "-fno-asynchronous-unwind-tables"] if IS_LEAN else []
-STRIP = ["-Wl,--strip-all,--gc-sections,--build-id=none,--no-ld-generated-unwind-info"] if IS_LEAN else []
+SMALLEST = ["-Wl,--strip-all,--gc-sections,--build-id=none", *taken("-Wl,--no-ld-generated-unwind-info")]
+STRIP = SMALLEST if IS_LEAN else []
 # Without contraction a sum of products is rounded in the same way on every processor.
 COMPILE_ARGS = ["-ffp-contract=off", *(CHECKED if DEBUG else OPTIMISED), *LEAN]
 
@@ -89,7 +111,7 @@ def extension(name, source, compile_args=(), **settings):
         extra_compile_args=[
             *compile_args,
             *COMPILE_ARGS,
-            *(LEVELS[name].split() if name in LEVELS and not DEBUG else []),
+            *([] if DEBUG else LEVELS.get(name, [])),
         ],
         extra_link_args=STRIP,
         define_macros=MACROS,

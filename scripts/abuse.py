@@ -79,10 +79,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tries", type=int, default=2000, help="damaged files and calls of the core, half each")
     parser.add_argument("--kills", type=int, default=50, help="during a save")
-    parser.add_argument("--forks", type=int, default=20)
+    parser.add_argument("--forks", type=int, default=20, help="forks while a lookup learns (%(default)s)")
     parser.add_argument("--threads", type=int, default=20, help="tries with several threads")
     parser.add_argument("--calls", type=int, default=100, help="of generate with random settings, after its tables")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts and damages (%(default)s)")
     parsed = parser.parse_args(arguments)
     if min(parsed.tries, parsed.kills, parsed.forks, parsed.threads, parsed.calls) < 0:
         parser.error("numbers of tries must be at least 0, got a negative one; 0 leaves a part out")

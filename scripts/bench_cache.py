@@ -171,12 +171,18 @@ def _summary(times: list[float], rooms: list[float], cache: TreeCache, tokens: i
 
 def read_options(command_line: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(REASONER))
-    parser.add_argument("--rows", type=positive_integer, default=8)
-    parser.add_argument("--lengths", type=count_list, default=[100, 1500], metavar="SHORTEST,LONGEST")
+    parser.add_argument("--model", default=str(REASONER), help="folder, hub id or short name (default: bundled model)")
+    parser.add_argument("--rows", type=positive_integer, default=8, help="rows decoded together (%(default)s)")
+    parser.add_argument(
+        "--lengths",
+        type=count_list,
+        default=[100, 1500],
+        metavar="SHORTEST,LONGEST",
+        help="committed tokens of the shortest and the longest row (default: 100,1500)",
+    )
     parser.add_argument("--prompt", type=positive_integer, default=60, help="tokens that all rows share")
     parser.add_argument("--nodes", type=int, default=4, help="draft nodes per row")
-    parser.add_argument("--steps", type=positive_integer, default=60)
+    parser.add_argument("--steps", type=positive_integer, default=60, help="steps of every way, in turn (%(default)s)")
     return parser.parse_args(command_line)
 
 

@@ -227,7 +227,7 @@ def table(figures: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="recordings, as for replay.py")
     parser.add_argument("--tokenizer", required=True, type=Path, help="tokenizer.json")
     parser.add_argument("--contexts", nargs="+", type=int, default=[1_000_000], help="sizes of the lookup")
     parser.add_argument("--max-tokens", type=int, default=16_000, help="cut samples to so many tokens")

@@ -92,10 +92,16 @@ def read_options(command_line: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     threads = sorted({1, torch.get_num_threads()})
     parser.add_argument("--shapes", type=shape_list, default=shape_list(LAYERS), help=f"default: {LAYERS}")
-    parser.add_argument("--tokens", type=count_list, default=[1, 2, 4, 8, 16])
+    parser.add_argument(
+        "--tokens", type=count_list, default=[1, 2, 4, 8, 16], help="tokens of a product (default: 1,2,4,8,16)"
+    )
     parser.add_argument("--threads", type=count_list, default=threads, help="default: 1 and all of torch's")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--rounds", type=positive_integer, default=10)
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and states (%(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=positive_integer, default=10, help="of all ways in turn; the least time counts (%(default)s)"
+    )
     parser.add_argument("--megabytes", type=positive_integer, default=MEGABYTES, help="of weights in a round")
     return parser.parse_args(command_line)
 

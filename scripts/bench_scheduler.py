@@ -124,7 +124,7 @@ def read_options(command_line: Sequence[str] | None = None) -> argparse.Namespac
     parser.set_defaults(rows=8, num_problems=5, threads=1)
     parser.add_argument("--trajectories", type=positive_integer, default=64, help="per problem")
     parser.add_argument("--budget", type=int, default=32, help="draft nodes of all rows of a step together")
-    parser.add_argument("--verifier", default="match")
+    parser.add_argument("--verifier", default="match", help="rule by name (%(default)s)")
     parser.add_argument("--plot", type=Path, help="rows live over time, of the last problem")
     options = parser.parse_args(command_line)
     if options.rows < 1:

@@ -43,12 +43,23 @@ def measure(options: argparse.Namespace) -> list[dict]:
 
 def read_options(command_line: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=MODELS, default="qwen2.5-1.5b")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--rows", type=count_list, default=[1, 4], metavar="B,B,...")
+    parser.add_argument(
+        "--shape",
+        choices=MODELS,
+        default="qwen2.5-1.5b",
+        help="the model whose shape the random weights have (%(default)s)",
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights (%(default)s)"
+    )
+    parser.add_argument(
+        "--rows", type=count_list, default=[1, 4], metavar="B,B,...", help="rows decoded together (default: 1,4)"
+    )
     parser.add_argument("--most-tokens", type=positive_integer, default=16, help="of all rows of a step (%(default)s)")
     parser.add_argument("--length", type=positive_integer, default=300, help="committed tokens per row (%(default)s)")
-    parser.add_argument("--threads", type=positive_integer, default=torch.get_num_threads())
+    parser.add_argument(
+        "--threads", type=positive_integer, default=torch.get_num_threads(), help="CPU threads (default: torch's)"
+    )
     parser.add_argument("--no-fuse", dest="fuse", action="store_false", help="modules as transformers has them")
     return parser.parse_args(command_line)
 

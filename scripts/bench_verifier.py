@@ -50,11 +50,11 @@ def target_laws(num_nodes: int, options: argparse.Namespace, *, device: torch.de
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--nodes", type=int, default=80)
-    parser.add_argument("--vocabulary", type=int, default=152_064)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rows", type=int, default=16, help="drafts verified together (%(default)s)")
+    parser.add_argument("--nodes", type=int, default=80, help="nodes of a draft (%(default)s)")
+    parser.add_argument("--vocabulary", type=int, default=152_064, help="tokens of a law (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each, of which the median counts (%(default)s)")
+    parser.add_argument("--device", default="cpu", help="where the laws lie (%(default)s)")
     return parser.parse_args()
 
 

@@ -324,22 +324,39 @@ def check_tokens(model, tokenizer, options: argparse.Namespace) -> dict:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("check", choices=("law", "tokens"))
-    parser.add_argument("--verifiers", type=lambda text: text.split(","))
-    parser.add_argument("--kinds", type=lambda text: text.split(","), default=["sampled", "mixed"])
+    parser.add_argument(
+        "check",
+        choices=("law", "tokens"),
+        help="law: frequencies against the exact law; tokens: equal tokens with equal seeds",
+    )
+    parser.add_argument(
+        "--verifiers",
+        type=lambda text: text.split(","),
+        help="rules (default: traversal,match of `law`, match,coupled of `tokens`)",
+    )
+    parser.add_argument(
+        "--kinds",
+        type=lambda text: text.split(","),
+        default=["sampled", "mixed"],
+        help="draft kinds for `law` (default: sampled,mixed)",
+    )
     parser.add_argument("--drafter", choices=DRAFTERS, default="lookup", help="of `law`")
     parser.add_argument("--head", type=Path, help="EAGLE-1 head or streams (default: those shipped)")
     parser.add_argument("--continuations", type=int, default=20_000, help="of one arm of `law`, all prompts together")
     parser.add_argument("--sample", type=int, default=1, help="2, 3, ...: other seeds of `law`, for a further test")
     parser.add_argument("--no-plain", action="store_true", help="leave the arm without drafts out")
-    parser.add_argument("--prompts", type=int)
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--tokens", type=int)
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--top-p", type=float)
+    parser.add_argument(
+        "--prompts", type=int, help="fixed prompts (default: 10 of `law`, 50 of `tokens`, 12 of another model)"
+    )
+    parser.add_argument("--rows", type=int, default=16, help="rows per prompt in `tokens` (%(default)s)")
+    parser.add_argument("--tokens", type=int, help="new tokens (default: 4 of `law`, 256 of `tokens`)")
+    parser.add_argument(
+        "--temperature", type=float, help="of the draws (default: 1, other models than the bundled one 0.8)"
+    )
+    parser.add_argument("--top-p", type=float, help="of the draws (default: none, other models 0.95)")
     parser.add_argument("--budget", type=int, default=32, help="draft nodes of all rows together in `tokens`")
-    parser.add_argument("--level", type=float, default=1e-4)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--level", type=float, default=1e-4, help="p-values below it are refused (%(default)s)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default: torch's)")
     parser.add_argument("--kept", type=Path, help="file of finished counts of `law`, read and added to")
     parser.add_argument("--model", default=str(REASONER), help="folder, hub id or short name (default: bundled model)")
     options = parser.parse_args()

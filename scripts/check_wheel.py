@@ -125,7 +125,7 @@ def test_on(python: str, wheel: Path) -> tuple[str | None, list[str]]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wheel", nargs="?", type=Path)
+    parser.add_argument("wheel", nargs="?", type=Path, help="the .whl file")
     parser.add_argument("--drafts", action="store_true", help="only print the digest of the installed package's drafts")
     parser.add_argument("--python", nargs="+", help="interpreters (default: the oldest and the newest of this machine)")
     options = parser.parse_args(arguments)

@@ -165,8 +165,16 @@ def node_count(text: str) -> int | None:
 def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--temperatures", type=number_list, default=[0.0, 0.8], metavar="T,T,...")
-    parser.add_argument("--trajectories", type=count_list, default=[1, 4, 16], metavar="N,N,...")
+    parser.add_argument(
+        "--temperatures", type=number_list, default=[0.0, 0.8], metavar="T,T,...", help="0 is greedy (default: 0,0.8)"
+    )
+    parser.add_argument(
+        "--trajectories",
+        type=count_list,
+        default=[1, 4, 16],
+        metavar="N,N,...",
+        help="samples per problem (default: 1,4,16)",
+    )
     parser.add_argument("--head", type=Path, default=SHIPPED_HEAD, help="folder or file of an EAGLE-1 head, or random")
     parser.add_argument("--streams", type=Path, default=SHIPPED_STREAMS, help="folder or file of streams, or random")
     parser.add_argument(
@@ -183,7 +191,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--lookup-scope", choices=("problem", "run"), default="problem", help="when drafters start anew"
     )  # fmt: skip
-    parser.add_argument("--verifier", default="traversal")
+    parser.add_argument("--verifier", default="traversal", help="rule by name (%(default)s)")
     arguments = parser.parse_args(command_line)
     if set(arguments.arms) - set(ARMS):
         parser.error(f"--arms must be some of {','.join(ARMS)}, got {','.join(arguments.arms)}")

@@ -175,16 +175,33 @@ def different_outputs(results: list[dict[str, object]]) -> int:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
-    parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--branching", type=lambda text: tuple(map(int, text.split(","))), default=(3, 2, 1, 1))
-    parser.add_argument("--own-rows", type=int, default=8)
+    parser.add_argument(
+        "--parts",
+        type=lambda text: text.split(","),
+        default=list(PARTS),
+        help="which comparisons, with commas between (default: all)",
+    )
+    parser.add_argument("--prompts", type=int, default=24, help="held-out problems (%(default)s)")
+    parser.add_argument("--rows", type=int, default=2, help="samples per problem (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens per sample (%(default)s)")
+    parser.add_argument(
+        "--branching",
+        type=lambda text: tuple(map(int, text.split(","))),
+        default=(3, 2, 1, 1),
+        help="children by depth of the fixed shape (default: 3,2,1,1)",
+    )
+    parser.add_argument(
+        "--own-rows", type=int, default=8, help="samples per problem along a rule's own steps (%(default)s)"
+    )
     parser.add_argument("--worlds", type=int, default=20, help="random pairs of laws per distance")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of draws and drafts (%(default)s)")
     parser.add_argument("--fresh", action="store_true", help="forget what the JSON of --output holds")
-    parser.add_argument("--output", type=Path, default=SCRIPTS.parent / "docs" / "compare_verifiers")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=SCRIPTS.parent / "docs" / "compare_verifiers",
+        help="path of the .json and .png files, without ending (default: docs/compare_verifiers)",
+    )
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"--parts must be among {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")

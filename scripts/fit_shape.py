@@ -97,8 +97,13 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trajectories", type=positive_integer, default=4, help="per problem")
     parser.add_argument("--nodes", type=count_list, default=[80], metavar="N,N,...", help="nodes, the root included")
     parser.add_argument("--start", type=TreeShape.parse, default=TreeShape.start(), help="shape to choose slots from")
-    parser.add_argument("--draft-kind", choices=("sampled", "deterministic"), default="sampled")
-    parser.add_argument("--verifier", default="traversal")
+    parser.add_argument(
+        "--draft-kind",
+        choices=("sampled", "deterministic"),
+        default="sampled",
+        help="how children are chosen (%(default)s)",
+    )
+    parser.add_argument("--verifier", default="traversal", help="rule by name (%(default)s)")
     parser.add_argument("--save", type=Path, help="write the last fitted shape as text for --shape")
     arguments = parser.parse_args(command_line)
     fill_defaults(arguments)

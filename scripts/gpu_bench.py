@@ -343,9 +343,17 @@ def names_of(allowed: Sequence[str]):
 
 def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", type=names_of(tuple(SHAPES)), default=["qwen2.5-7b"], metavar="NAME,...")
-    parser.add_argument("--parts", type=names_of(PARTS), default=list(PARTS), metavar="PART,...")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--shapes",
+        type=names_of(tuple(SHAPES)),
+        default=["qwen2.5-7b"],
+        metavar="NAME,...",
+        help="models by shape (default: qwen2.5-7b)",
+    )
+    parser.add_argument(
+        "--parts", type=names_of(PARTS), default=list(PARTS), metavar="PART,...", help="in this order (default: all)"
+    )
+    parser.add_argument("--device", default="cuda", help="of torch (%(default)s)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 in a smoke run, else bfloat16")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="after these nothing new begins (%(default)s)")
     parser.add_argument("--output", type=Path, help="JSON file, complete after every measurement")

@@ -261,7 +261,7 @@ def describe(device: torch.device) -> str:
 
 def main(command_line: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda", help="of torch (%(default)s)")
     parser.add_argument("--only", default=",".join(PIECES), metavar="PIECE,...", help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=150, help="after these the process ends (%(default)s)")
     arguments = parser.parse_args(command_line)

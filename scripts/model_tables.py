@@ -206,17 +206,38 @@ def settings_list(text: str) -> list[str]:
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(REASONER), help="folder, hub id or short name (default: bundled model)")
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
-    parser.add_argument("--settings", type=settings_list, default=settings_list(SETTINGS), metavar="T:P,T:P,...")
-    parser.add_argument("--loop-settings", type=settings_list, default=["0.8:0.95", "1.0:1.0"], metavar="T:P,...")
-    parser.add_argument("--num-problems", type=int, default=6)
+    parser.add_argument(
+        "--parts",
+        type=lambda text: text.split(","),
+        default=list(PARTS),
+        help="of replay, rules, loop, calibration, time, with commas between (default: all)",
+    )
+    parser.add_argument(
+        "--settings",
+        type=settings_list,
+        default=settings_list(SETTINGS),
+        metavar="T:P,T:P,...",
+        help="TEMPERATURE:TOP_P of `replay` (default: six of them)",
+    )
+    parser.add_argument(
+        "--loop-settings",
+        type=settings_list,
+        default=["0.8:0.95", "1.0:1.0"],
+        metavar="T:P,...",
+        help="those of the other parts (default: 0.8:0.95,1.0:1.0)",
+    )
+    parser.add_argument("--num-problems", type=int, default=6, help="recorded for `replay` (%(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens per trajectory")
     parser.add_argument("--loop-problems", type=int, default=4, help="problems with the model in the loop")
     parser.add_argument("--loop-samples", type=int, default=4, help="samples per problem, together, in `time` in turn")
     parser.add_argument("--costs", type=Path, help="file of step costs of one row: what drafts would do to the time")
     parser.add_argument("--head", help="an EAGLE-1 head of the model: `rules` with chains that it draws, too")
-    parser.add_argument("--folder", type=Path, default=Path("results/model_tables"))
-    parser.add_argument("--threads", type=positive_integer, default=torch.get_num_threads())
+    parser.add_argument(
+        "--folder", type=Path, default=Path("results/model_tables"), help="of recordings and results (%(default)s)"
+    )
+    parser.add_argument(
+        "--threads", type=positive_integer, default=torch.get_num_threads(), help="CPU threads (default: torch's)"
+    )
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"--parts must be among {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")

@@ -47,7 +47,7 @@ def pack(wheel: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wheel", type=Path)
+    parser.add_argument("wheel", type=Path, help="the .whl file, which is replaced")
     wheel = parser.parse_args().wheel
     before = wheel.stat().st_size
     pack(wheel)

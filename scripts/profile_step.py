@@ -65,7 +65,7 @@ def profiled(bench, nodes: int, rows: int, length: int, *, repeats: int) -> str:
 
 def main(command_line: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="qwen2.5-7b")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="qwen2.5-7b", help="model by shape (%(default)s)")
     parser.add_argument("--steps", type=read_sizes, metavar="NODESxROWS@LENGTH,...", help=f"default: {STEPS}")
     parser.add_argument("--repeats", type=int, default=20, help="steps per table (%(default)s)")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU")

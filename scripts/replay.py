@@ -144,11 +144,19 @@ def plot(results: list[Result], path: Path) -> None:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="recordings: .jsonl, also compressed")
     parser.add_argument("--tokenizer", required=True, type=Path, help="tokenizer.json")
-    parser.add_argument("--drafter", nargs="+", choices=DRAFTERS, default=["lookup", "stand"])
+    parser.add_argument(
+        "--drafter", nargs="+", choices=DRAFTERS, default=["lookup", "stand"], help="default: lookup stand"
+    )
     parser.add_argument("--budget", nargs="+", type=int, default=[8, 80], help="nodes per draft, the root not counted")
-    parser.add_argument("--setting", nargs="+", choices=SETTINGS, default=["same"])
+    parser.add_argument(
+        "--setting",
+        nargs="+",
+        choices=SETTINGS,
+        default=["same"],
+        help="all: nothing is forgotten; same: everything at each problem (default: same)",
+    )
     parser.add_argument("--samples", type=int, help="at most so many samples per problem")
     parser.add_argument("--max-problems", type=int, help="at most so many problems per file")
     parser.add_argument("--every", type=int, default=1, help="every n-th problem")

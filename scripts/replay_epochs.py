@@ -113,11 +113,25 @@ def table(results: list[Result]) -> str:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("file", type=Path, metavar="FILE", help="recordings: .jsonl, also compressed")
     parser.add_argument("--tokenizer", required=True, type=Path, help="tokenizer.json")
-    parser.add_argument("--checkpoint", type=re.compile, default=re.compile(r"checkpoint-(\d+)"), metavar="EXPRESSION")
-    parser.add_argument("--lookup", nargs="+", choices=LOOKUPS, default=list(LOOKUPS))
-    parser.add_argument("--fade", nargs="+", type=float, default=[0.95])
+    parser.add_argument(
+        "--checkpoint",
+        type=re.compile,
+        default=re.compile(r"checkpoint-(\d+)"),
+        metavar="EXPRESSION",
+        help="regular expression whose group is a checkpoint's number",
+    )
+    parser.add_argument(
+        "--lookup",
+        nargs="+",
+        choices=LOOKUPS,
+        default=list(LOOKUPS),
+        help="what is kept over checkpoints (default: all ways)",
+    )
+    parser.add_argument(
+        "--fade", nargs="+", type=float, default=[0.95], help="how fast old evidence fades (default: 0.95)"
+    )
     parser.add_argument("--budget", nargs="+", type=int, default=[8], help="nodes per draft, the root not counted")
     parser.add_argument("--max-tokens", type=int, help="cut samples to so many tokens")
     parsed = parser.parse_args(arguments)

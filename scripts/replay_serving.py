@@ -302,9 +302,15 @@ def result_of(done: Replay, **named) -> Result:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="recordings: .jsonl, also compressed")
     parser.add_argument("--tokenizer", required=True, type=Path, help="tokenizer.json")
-    parser.add_argument("--door", nargs="+", choices=DOORS, default=["vllm"])
+    parser.add_argument(
+        "--door",
+        nargs="+",
+        choices=DOORS,
+        default=["vllm"],
+        help="the plug-ins that are replayed through (default: vllm)",
+    )
     parser.add_argument("--size", nargs="+", type=int, default=[8], help="tokens of a chain, or nodes per request")
     parser.add_argument("--rows", type=int, default=16, help="rows decoded side by side")
     parser.add_argument("--options", default="{}", help="`vllm`: options as a JSON object (ServingOptions)")

@@ -45,15 +45,23 @@ def read_arguments(command_line: Sequence[str] | None = None) -> argparse.Namesp
     parser.add_argument("--mean-length", type=float, default=8000.0, help="of made-up lengths, tokens")
     parser.add_argument("--scale", type=float, default=1.0, help="all lengths times this")
     parser.add_argument("--limit", type=int, help="new tokens that a row may get (default: the longest sample's)")
-    parser.add_argument("--rows", type=count_list, default=[64, 256, 1024, 4096], metavar="N,N,...")
-    parser.add_argument("--max-rows", type=count_list, default=[64], metavar="N,N,...")
+    parser.add_argument(
+        "--rows",
+        type=count_list,
+        default=[64, 256, 1024, 4096],
+        metavar="N,N,...",
+        help="of a whole run (default: 64,256,1024,4096)",
+    )
+    parser.add_argument(
+        "--max-rows", type=count_list, default=[64], metavar="N,N,...", help="decoded at a time (default: 64)"
+    )
     parser.add_argument("--memory", type=float, help="GB for keys: further lines with as many rows as they hold")
     parser.add_argument("--page-size", type=count_list, default=[64], metavar="SLOTS,...", help="of the lines by pages")
     parser.add_argument(
         "--growth", type=count_list, default=[GROWTH], metavar="SLOTS,...", help="kept free per row when one starts"
     )
     parser.add_argument("--most-rows", type=int, default=256, help="live at once where memory decides (256: captured)")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b", help="model by shape (%(default)s)")
     parser.add_argument("--bandwidth", type=float, default=3.4, help="TB/s that a step reaches (an H200: 4.8 at most)")
     parser.add_argument("--flops", type=float, default=600.0, help="TFLOP/s that it reaches (an H200: 989 at most)")
     parser.add_argument("--host-us", type=float, default=300.0, help="what the host adds to a step")
@@ -61,7 +69,7 @@ def read_arguments(command_line: Sequence[str] | None = None) -> argparse.Namesp
     parser.add_argument(
         "--acceptance", default="0:1,8:2.6,80:3.9", metavar="NODES:TOKENS,...", help="tokens per step by nodes per row"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and accepted tokens (%(default)s)")
     parser.add_argument("--plot", type=Path, help="draw the last number of rows over time")
     arguments = parser.parse_args(command_line)
     if (arguments.file is None) != arguments.made_up:

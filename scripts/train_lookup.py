@@ -38,9 +38,9 @@ def read_runs(path: Path, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="texts or recordings to learn from")
     parser.add_argument("--tokenizer", required=True, type=Path, help="tokenizer.json")
-    parser.add_argument("--output", required=True, type=Path)
+    parser.add_argument("--output", required=True, type=Path, help="the lookup's file")
     parser.add_argument("--max-bytes", type=int, default=256 << 20, help="memory cap, kept in the file")
     parser.add_argument("--max-tokens", type=int, help="cut every record to so many tokens")
     parser.add_argument("--depth", type=int, default=12, help="longest context in tokens")

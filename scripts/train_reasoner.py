@@ -76,24 +76,31 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, help="time budget of the training (80; a draft model's own)")
     parser.add_argument("--steps", type=int, default=0, help="budget in steps instead of minutes")
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=2, help="that train together (%(default)s)")
     parser.add_argument("--rows", type=int, default=32, help="texts per process and step")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--intermediate", type=int, default=704)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=1024)
-    parser.add_argument("--attention", default="eager", choices=("eager", "sdpa"))
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--save-minutes", type=float, default=5.0)
-    parser.add_argument("--checkpoints", type=Path, default=Path("reasoner_checkpoints"))
-    parser.add_argument("--output", type=Path, default=REASONER)
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size (%(default)s)")
+    parser.add_argument("--intermediate", type=int, default=704, help="size of the feed-forward (%(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="decoder layers (%(default)s)")
+    parser.add_argument("--vocabulary", type=int, default=1024, help="tokens of the tokenizer (%(default)s)")
+    parser.add_argument(
+        "--attention", default="eager", choices=("eager", "sdpa"), help="transformers' implementation (%(default)s)"
+    )
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="at its largest (%(default)s)")
+    parser.add_argument("--save-minutes", type=float, default=5.0, help="between checkpoints (%(default)s)")
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        default=Path("reasoner_checkpoints"),
+        help="folder that a run goes on from (%(default)s)",
+    )
+    parser.add_argument("--output", type=Path, default=REASONER, help="folder of the model (default: the bundled one)")
     parser.add_argument("--fresh", action="store_true", help="forget earlier checkpoints")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of weights and texts (%(default)s)")
     parser.add_argument("--draft-model", choices=sorted(SIZES), help="train this one of compare_verifiers.py instead")
     parser.add_argument("--evaluate", action="store_true", help="measure held-out accuracy instead")
     parser.add_argument("--model", type=Path, help="folder to evaluate (default: --output)")
     parser.add_argument("--problems", type=int, default=65, help="held-out problems to evaluate on")
-    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=16, help="per problem with --evaluate (%(default)s)")
     return parser.parse_args()
 
 

@@ -58,7 +58,9 @@ def row_steps() -> object:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8, help="speculative tokens")
-    parser.add_argument("--part", nargs="+", choices=("greedy", "sampling"), default=["greedy", "sampling"])
+    parser.add_argument(
+        "--part", nargs="+", choices=("greedy", "sampling"), default=["greedy", "sampling"], help="default: both"
+    )
     parser.add_argument("--save", default="", help="write the lookup to this file at the end of the process")
     parsed = parser.parse_args(arguments)
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that the proposer's counts are in this process

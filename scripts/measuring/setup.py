@@ -22,18 +22,28 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Model, problems, sampling and device; `fill_defaults` completes what depends on them."""
     parser.add_argument("--model", default=str(REASONER), help="folder, hub id or short name (default: bundled model)")
-    parser.add_argument("--problems", help="jsonl file or hub dataset with fields problem, answer")
-    parser.add_argument("--num-problems", type=positive_integer, help="use the first so many problems only")
+    parser.add_argument("--problems", help="jsonl file or hub dataset: problem, answer (default: by model)")
+    parser.add_argument("--num-problems", type=positive_integer, help="use the first so many problems only (generated ones: 6)")
     parser.add_argument("--rows", type=int, help="rows decoded at a time, 0 for all (default: 4 on a CPU, else all)")
-    parser.add_argument("--max-new-tokens", type=positive_integer)
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--top-p", type=float)
+    parser.add_argument(
+        "--max-new-tokens",
+        type=positive_integer,
+        help="per trajectory (default: 1024 for the bundled model, else 8192)",
+    )
+    parser.add_argument("--temperature", type=float, help="default: 1 for the bundled model, else 0.6")
+    parser.add_argument("--top-k", type=int, help="default: none")
+    parser.add_argument("--top-p", type=float, help="default: none for the bundled model, else 0.95")
     parser.add_argument("--instruction", help="text appended to every problem")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="of torch (default: cuda where there is one, else cpu)",
+    )
     parser.add_argument("--threads", type=positive_integer, help="CPU threads (default: 1 for the bundled model)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 on a CPU, else bfloat16")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the draws, and of the bundled model's problems (%(default)s)"
+    )
 
 
 def fill_defaults(arguments: argparse.Namespace) -> None:

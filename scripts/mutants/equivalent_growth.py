@@ -64,7 +64,7 @@ OF_GROWTH: dict[tuple[str, str, str], str] = {
         ">= -> >",
     ): _EQUAL,
     ("growth.h", "if (!(OVERLAP * path * tail >= worth)) return -1;", ">= -> >"): _EQUAL,
-    ("growth.h", "if (item.key < settings_.floor) return -1;", "< -> <="): _EQUAL,
+    ("growth.h", "if (item.key < std::max(settings_.floor, bar())) return -1;", "< -> <="): _EQUAL,
     (
         "growth.h",
         "while (num_sure < most_sure && path * candidates.probabilities[num_sure] >= worth) ++num_sure;",

@@ -117,11 +117,21 @@ def options_of(recipe: Recipe, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--vocabulary-size", type=positive_integer, default=8192, help="the most frequent tokens alone are guessed"
     )
-    parser.add_argument("--tokens-per-batch", type=int, default=4_000)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--save-minutes", type=float, default=2.0)
-    parser.add_argument("--checkpoints", type=Path, default=Path(f"{recipe.name}_checkpoints"))
-    parser.add_argument("--output", type=Path, default=DRAFTERS / recipe.name)
+    parser.add_argument("--tokens-per-batch", type=int, default=4_000, help="tokens of a step (%(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="at its largest (%(default)s)")
+    parser.add_argument("--save-minutes", type=float, default=2.0, help="between checkpoints (%(default)s)")
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        default=Path(f"{recipe.name}_checkpoints"),
+        help="folder that a run goes on from (%(default)s)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=DRAFTERS / recipe.name,
+        help="folder of what was trained (default: the bundled one)",
+    )
     parser.add_argument("--fresh", action="store_true", help="forget earlier generations and checkpoints")
     parser.add_argument("--evaluate", action="store_true", help="evaluate the head at --output instead")
     return parser

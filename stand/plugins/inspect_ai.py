@@ -35,6 +35,7 @@ SERVED = {  # inspect's names of settings: `Engine.generate`'s
     "top_p": "top_p",
     "top_k": "top_k",
     "stop_seqs": "stop",
+    "seed": "seed",
 }
 REFUSED = (
     "best_of", "frequency_penalty", "presence_penalty", "logit_bias", "num_choices", "logprobs", "top_logprobs",
@@ -52,18 +53,25 @@ class RequestBatches:
         self.engine, self.num_rows, self.seed = engine, num_rows, seed
         self.requests: queue.Queue[tuple[Chat, Mapping, Future] | None] = queue.Queue()
         self.num_calls = 0
+        self._is_closed = False
+        self._entrance = threading.Lock()
         self.thread = threading.Thread(target=self._run, name="stand", daemon=True)
         self.thread.start()
 
     def submit(self, chat: Chat, settings: Mapping) -> Future:
         """A future of the `ModelOutput` fields that `_answers` gives; it raises what the engine raises."""
         future: Future = Future()
-        self.requests.put((chat, settings, future))
+        with self._entrance:
+            if self._is_closed:
+                raise RuntimeError("the provider must be open, got a request after close(); make another one")
+            self.requests.put((chat, settings, future))
         return future
 
     def close(self) -> None:
         """End the thread after what waits already."""
-        self.requests.put(None)
+        with self._entrance:
+            self._is_closed = True
+            self.requests.put(None)
 
     def _run(self) -> None:
         waiting: list[tuple[Chat, Mapping, Future]] = []
@@ -102,8 +110,9 @@ class RequestBatches:
             )["input_ids"]
             for chat in chats
         ]
-        seed = None if self.seed is None else self.seed + self.num_calls  # calls must not repeat each other
-        output = self.engine.generate(input_ids=prompts, seed=seed, **settings)
+        seed = settings.get("seed", self.seed)
+        seed = None if seed is None else seed + self.num_calls  # calls must not repeat each other
+        output = self.engine.generate(input_ids=prompts, **{**settings, "seed": seed})
         self.num_calls += 1
         worth = {
             "stand_rows": len(chats),
@@ -130,8 +139,9 @@ class StandAPI(ModelAPI):
     Model arguments (-M name=value): `rows`, the most requests decoded together (16); `device`, `dtype` ("auto");
     `lookup`, a file that the drafter starts from; `save_lookup`, a file to write what it has learned to, every
     few minutes and when the provider is closed or the process ends: inspect does not close what it was given by name.
-    Settings that are left out are the model's own, as `generation_config.json` has them. config.seed fixes the
-    random numbers, but which requests share a batch depends on time, so a run does not repeat itself token for token.
+    Settings that are left out are the model's own, as `generation_config.json` has them. A seed, the provider's or a
+    call's own, fixes the random numbers, but which requests share a batch depends on time, so a run does not repeat
+    itself token for token.
 
     Raises ValueError by name for what cannot be served: tools, images, penalties, several choices, log-probabilities.
     """

@@ -225,6 +225,29 @@ def test_inspect_gets_the_engines_errors_and_goes_on(provider):
     assert not isinstance(ask_all(provider, ["ABC"], right)[0], Exception)
 
 
+@pytest.mark.parametrize(("own", "of_call"), [(7, None), (None, 7), (3, 7)])
+def test_inspects_seed_may_be_the_providers_or_the_calls(inspect_door, own, of_call):
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    api = inspect_door.StandAPI.__new__(inspect_door.StandAPI)
+    api.model_name = "letters"
+    api._begin(stand.wrap(fresh_model(), tokenizer), 4, None, own)
+    config = Config(max_tokens=12, temperature=1.0, seed=of_call)
+    first, second = (
+        ask_all(api, ["ABC"], config)[0].given["choices"][0].given["message"].given["content"] for _ in range(2)
+    )
+    api.close()
+    engine = stand.wrap(fresh_model(), tokenizer)
+    assert first == engine.generate("ABC", max_new_tokens=12, temperature=1.0, seed=7).texts[0]
+    assert second != first, "calls with one seed must not repeat each other"
+
+
+def test_inspects_provider_takes_nothing_after_its_end(provider):
+    provider.close()
+    (answer,) = ask_all(provider, ["ABC"], Config(max_tokens=4))
+    assert isinstance(answer, RuntimeError) and "after close()" in str(answer)
+
+
 def test_inspect_refuses_what_would_be_ignored(provider):
     for config in (Config(logprobs=True), Config(num_choices=2)):
         (answer,) = ask_all(provider, ["ABC"], config)

@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Model, problems, sampling and device; `fill_defaults` completes what depends on them."""
     parser.add_argument("--model", default=str(REASONER), help="folder, hub id or short name (default: bundled model)")
     parser.add_argument("--problems", help="jsonl file or hub dataset: problem, answer (default: by model)")
-    parser.add_argument("--num-problems", type=positive_integer, help="use the first so many problems only (generated ones: 6)")
+    parser.add_argument("--num-problems", type=positive_integer, help="the first so many problems only")
     parser.add_argument("--rows", type=int, help="rows decoded at a time, 0 for all (default: 4 on a CPU, else all)")
     parser.add_argument(
         "--max-new-tokens",

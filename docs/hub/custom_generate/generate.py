@@ -4,7 +4,7 @@ try:
     from stand.plugins.generate import generate
 except ImportError as error:
     raise ImportError(
-        'this generation recipe needs STAND and its engine; in its source: pip install ".[engine]"'
+        'this generation recipe needs STAND and its engine; in its source folder: pip install --editable ".[engine]"'
     ) from error
 
 __all__ = ["generate"]

@@ -117,7 +117,7 @@ inline void BlendedLookup::train(const Cursor& cursor, uint32_t token, float mas
         for (int32_t i = 0; i < level.size; ++i) level.total += odds.entry[level.entries[i]];
         const float found = level.position < 0 ? 0.0f : odds.entry[level.entries[level.position]];
         level.own = found / (found + escape * probability);
-        probability = (found + escape * probability) / level.total;
+        probability = std::max((found + escape * probability) / level.total, LEAST_CHANCE);
     }
     float duty = mass;
     for (int32_t at = 0; at < num_levels && settings.rate * duty > 1e-4f; ++at) {
@@ -144,7 +144,8 @@ inline float BlendedLookup::chance(const Cursor& cursor, uint32_t token) const {
         const int32_t position = find_entry(block, token);
         float total = escape;
         for (int32_t i = 0; i < block->size; ++i) total += odds.entry[buckets[i]];
-        probability = ((position < 0 ? 0.0f : odds.entry[buckets[position]]) + escape * probability) / total;
+        const float found = position < 0 ? 0.0f : odds.entry[buckets[position]];
+        probability = std::max((found + escape * probability) / total, LEAST_CHANCE);
     };
     ask(0);
     ask(SKIP);

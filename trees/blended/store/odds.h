@@ -23,6 +23,7 @@ constexpr int32_t SKIP = MAX_DEPTH + 1;  // "order" of the context that is the t
 constexpr int32_t NUM_ORDERS = MAX_DEPTH + 2;  // 0 (no token at all), 1 to MAX_DEPTH, SKIP
 constexpr int32_t WEIGHT_ONE = 4096;
 constexpr float UNSEEN = 1e-5f;  // of any token where no context knows it
+constexpr float LEAST_CHANCE = 1e-30f;  // of any token; very sure contexts would make it 0, and 0 / 0 teaches nothing
 
 constexpr int32_t NUM_WEIGHTS = 16, NUM_AGES = 3, NUM_RANKS = 3;
 constexpr int32_t NUM_SIZES = 6, NUM_VISITS = 8, NUM_SHARES = 4;

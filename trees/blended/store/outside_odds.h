@@ -62,8 +62,9 @@ class OutsideOdds {
     }
 
     // One gradient step: what each of a law's tokens gained, and what the contexts gained, of the mass that was observed.
-    // `evidence`: by how much Q's log likelihood of it was above that of P.
+    // `evidence`: by how much Q's log likelihood of it was above that of P. Where that is no number nothing is learned.
     void train(const Reading& reading, const float* gained, float escaped, float mass, float evidence, float rate) {
+        if (!std::isfinite(evidence)) return;
         Table& table = tables_[reading.source];
         table.evidence = std::clamp(table.evidence + evidence, -MOST_EVIDENCE, MOST_EVIDENCE);
         const float step = rate * (escaped - mass * reading.escape / reading.total);

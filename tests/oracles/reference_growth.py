@@ -116,12 +116,16 @@ class SlowGrowth:
             row = self.nodes[item.node].row
             if self.sizes[row] > self.max_nodes[row]:
                 continue
-            bar = F(0) if self.rises is None else self.expected * self.rises[self.budget - self.room]
+            bar = self._bar()
             if (item.key / limits.patience if item.action == "expand" else item.key) < bar:
                 if item.key < limits.patience * bar:
                     break
                 continue
             {"expand": self._expand, "sample": self._sample, "reveal": self._reveal}[item.action](item)
+
+    def _bar(self) -> np.float32:
+        """The least path probability with which one more node pays."""
+        return F(0) if self.rises is None else self.expected * self.rises[self.budget - self.room]
 
     def _item(self, parent: int, token: int, product: np.float32, action: str) -> Item:
         depth = self.nodes[parent].depth + 1
@@ -183,7 +187,7 @@ class SlowGrowth:
         for probability in candidates.probabilities[sure:]:
             tail += probability
         item = self._item(index, 0, node.product * OVERLAP * tail, "sample")
-        if not OVERLAP * node.path * tail >= worth or item.key < self.floor:
+        if not OVERLAP * node.path * tail >= worth or item.key < max(self.floor, self._bar()):
             return None
         candidates.taken[:sure] = [True] * sure
         return self._sample(item)

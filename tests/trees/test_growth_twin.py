@@ -110,6 +110,20 @@ def test_the_twin_sees_a_difference(blends, change):
 
 
 @pytest.mark.parametrize("kind", ["deterministic", "mixed", "sampled"])
+def test_every_node_pays(kind):
+    """A node adds a larger share to the step's tokens than to its cost, also the one that mixed drafts draw."""
+    lookup, count = BlendedLookup(num_candidates=32), 0
+    lookup.learn([], stream(4000, vocabulary=20, stay=0.2))
+    for step in range(100):
+        place = {"seed": 7, "rows": [0], "steps": [step]}
+        batch = draft(lookup, [stream(20, seed=step, vocabulary=20)], 20, kind=kind, rises=[0.1] * 20, **place)
+        paths = batch.path_probabilities  # in the order in which they were revealed
+        assert (paths[1:] >= 0.1 * np.cumsum(paths)[:-1] * (1 - 1e-6)).all()
+        count += batch.num_nodes - 1
+    assert count > 50
+
+
+@pytest.mark.parametrize("kind", ["deterministic", "mixed", "sampled"])
 def test_no_node_has_more_children_than_its_width(kind):
     """Laws so flat that mixed drafts draw a child where no other is sure: the likeliest token is drawn now and then."""
     lookup = BlendedLookup(rate=0.0)

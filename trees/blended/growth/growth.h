@@ -355,8 +355,8 @@ inline bool Growth::take_candidates(int32_t index) {
     return true;
 }
 
-// Draws one child from outside the sure candidates of a node, where this is worth a node and not below the floor.
-// Returns its position, or -1.
+// Draws one child from outside the sure candidates of a node, where this is worth a node, not below the floor and pays:
+// what decides is known before the draw. Returns its position, or -1.
 inline int32_t Growth::sample_tail(const Family& children) {
     CandidateSet& candidates = candidates_of(children.parent);
     const float path = nodes[children.parent].path, worth = 2.0f * thresholds_.least;
@@ -368,7 +368,7 @@ inline int32_t Growth::sample_tail(const Family& children) {
         tail += candidates.probabilities[position];
     if (!(OVERLAP * path * tail >= worth)) return -1;
     const Item item = child(children, 0, children.product * OVERLAP * tail, Action::sample);
-    if (item.key < settings_.floor) return -1;
+    if (item.key < std::max(settings_.floor, bar())) return -1;
     std::fill(candidates.taken.begin(), candidates.taken.begin() + num_sure, char(1));
     return sample(item);
 }

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stand.trees.arguments import int32_array
 from stand.trees.layouts import layout
 from stand.trees.parents import NO_PARENT, ROOT, check_parents, depths_and_ranks
 
@@ -65,7 +66,7 @@ class DraftTree:
     def pending(cls, token_id: int, *, support_size: int = 1) -> DraftTree:
         """The empty draft: the pending token alone."""
         return cls(
-            token_ids=np.array([token_id], dtype=np.int32),
+            token_ids=int32_array([token_id], "token_id"),
             parents=np.array([NO_PARENT], dtype=np.int32),
             support_ids=np.full((1, support_size), NO_TOKEN, dtype=np.int32),
             law=np.zeros((1, support_size), dtype=np.float32),
@@ -73,10 +74,15 @@ class DraftTree:
 
     @classmethod
     def chain(cls, token_ids: Sequence[int]) -> DraftTree:
-        """A deterministic chain: token_ids[0] is the pending token, the rest are guesses."""
-        tokens = np.asarray(token_ids, dtype=np.int32)
+        """A deterministic chain: token_ids[0] is the pending token, the rest are guesses.
+
+        Raises ValueError where they are no list of whole numbers of 32 bits, or none.
+        """
+        tokens = int32_array(token_ids, "token_ids")
         if tokens.ndim != 1 or len(tokens) == 0:
-            raise ValueError(f"token_ids must be a non-empty list, got shape {tokens.shape}")
+            raise ValueError(
+                f"token_ids must be a non-empty list, got shape {tokens.shape}; the pending token is first"
+            )
         parents = np.arange(-1, len(tokens) - 1, dtype=np.int32)
         support_ids = np.full((len(tokens), 1), NO_TOKEN, dtype=np.int32)
         support_ids[:-1, 0] = tokens[1:]
@@ -119,7 +125,7 @@ class DraftBatch:
 
     def __getitem__(self, row: int) -> DraftTree:
         if not 0 <= row < len(self):
-            raise IndexError(f"row must be in [0, {len(self)}), got {row}")
+            raise IndexError(f"row must be in [0, {len(self)}), got {row}; a batch holds one draft per row")
         nodes = slice(self.offsets[row], self.offsets[row + 1])
         return DraftTree(
             token_ids=self.token_ids[nodes],
@@ -148,7 +154,7 @@ class DraftBatch:
         batch could not say any more which drafts were grown by them.
         """
         if len(drafts) == 0:
-            raise ValueError("drafts must hold at least one draft, got none")
+            raise ValueError("drafts must hold at least one draft, got none; give DraftTree.pending() to rows without")
         has_slots = all(draft.slots is not None for draft in drafts)
         width = max(draft.support_ids.shape[1] for draft in drafts)
         parents = np.concatenate([draft.parents for draft in drafts])
@@ -192,15 +198,32 @@ class DraftBatch:
     @classmethod
     def pending(cls, token_ids: Sequence[int]) -> DraftBatch:
         """Empty drafts: the pending token of every row alone. All but the tokens is shared between such batches."""
-        return cls(np.array(token_ids, dtype=np.int32), *_pending_arrays(len(token_ids)))
+        return cls(np.array(int32_array(token_ids, "token_ids")), *_pending_arrays(len(token_ids)))
 
     def check(self) -> None:
         """Raise ValueError where an invariant is broken."""
+        check_packing(self)
         for row in range(len(self)):
             self[row].check()
         depths, ranks = _depths_and_ranks(self.parents, self.offsets)
         if not np.array_equal(depths, self.depths) or not np.array_equal(ranks, self.ranks):
-            raise ValueError("depths and ranks must follow from parents; rebuild the batch with concatenate()")
+            raise ValueError("depths and ranks must follow from parents, got others; build the batch by concatenate()")
+
+
+def check_packing(batch: DraftBatch) -> None:
+    """Raise ValueError unless every array has an entry per node and the offsets share the nodes out."""
+    num_nodes, ends = batch.num_nodes, np.asarray(batch.offsets)
+    if ends.ndim != 1 or len(ends) == 0 or ends[0] != 0 or ends[-1] != num_nodes or np.any(ends[1:] <= ends[:-1]):
+        raise ValueError(
+            f"offsets must rise from 0 to the number of nodes, {num_nodes}, got {ends.tolist()}; build the batch by "
+            "concatenate()"
+        )
+    for name in ("parents", "depths", "ranks", "support_ids", "law", *OPTIONAL_ARRAYS):
+        array = getattr(batch, name)
+        if array is not None and len(array) != num_nodes:
+            raise ValueError(
+                f"{name} must have one entry per node, {num_nodes}, got {len(array)}; build the batch by concatenate()"
+            )
 
 
 @lru_cache(maxsize=64)
@@ -246,27 +269,34 @@ def _widen(array: np.ndarray, width: int, fill: float) -> np.ndarray:
 def _check_arrays(draft: DraftTree) -> None:
     num_nodes = draft.num_nodes
     if num_nodes == 0:
-        raise ValueError("a draft must hold at least the pending token, got 0 nodes")
-    if draft.parents.shape != (num_nodes,) or draft.support_ids.shape != draft.law.shape:
-        raise ValueError("parents must be [N], support_ids and law [N, S] with N = len(token_ids)")
+        raise ValueError("a draft must hold at least the pending token, got 0 nodes; see DraftTree.pending()")
+    if draft.parents.shape != (num_nodes,) or len(draft.law) != num_nodes or draft.support_ids.shape != draft.law.shape:
+        shapes = draft.parents.shape, draft.support_ids.shape, draft.law.shape
+        raise ValueError(
+            f"parents must be [N], support_ids and law [N, S] with N = {num_nodes}, got {shapes}; match them"
+        )
     for name in OPTIONAL_ARRAYS:
         array = getattr(draft, name)
         if array is not None and array.shape != (num_nodes,):
-            raise ValueError(f"{name} must be [N] with N = {num_nodes}, got shape {array.shape}")
+            raise ValueError(f"{name} must be [N] with N = {num_nodes}, got shape {array.shape}; None is allowed")
+    if np.any(draft.token_ids < 0):
+        raise ValueError(f"token_ids must not be negative, got {draft.token_ids.min()}; leave padding out")
     check_parents(draft.parents)
-    if np.any(draft.law < 0) or not np.all(np.isfinite(draft.law)):
-        raise ValueError("law must be finite and not negative")
+    wrong = draft.law[~((draft.law >= 0) & np.isfinite(draft.law))]
+    if len(wrong):
+        raise ValueError(f"law must be finite and not negative, got {wrong[0]}; record the law of each draw")
 
 
 def _check_node(draft: DraftTree, node: int) -> None:
     parent = draft.parents[node]
     support, law, token = draft.support_ids[parent], draft.law[node], draft.token_ids[node]
+    place = f"; record it over support_ids[{parent}]"
     if abs(law.sum(dtype=np.float64) - 1.0) > LAW_TOLERANCE:
-        raise ValueError(f"law of node {node} must sum to 1, got {law.sum(dtype=np.float64)}")
+        raise ValueError(f"law of node {node} must sum to 1, got {law.sum(dtype=np.float64)}" + place)
     if np.any(law[support == NO_TOKEN] != 0):
-        raise ValueError(f"law of node {node} must be 0 on padding; record it over support_ids[{parent}]")
+        raise ValueError(f"law of node {node} must be 0 on padding, got {law[support == NO_TOKEN].max()}" + place)
     kept = support[support != NO_TOKEN]
     if len(np.unique(kept)) != len(kept):
-        raise ValueError(f"support_ids[{parent}] must hold distinct token ids, got {support.tolist()}")
+        raise ValueError(f"support_ids[{parent}] must hold distinct token ids, got {support.tolist()}; add mass up")
     if not law[support == token].sum() > 0:
-        raise ValueError(f"law of node {node} must give its own token {token} positive mass")
+        raise ValueError(f"law of node {node} must give its own token {token} positive mass, got none" + place)

@@ -73,13 +73,12 @@ def node_uniforms(
     cdef const int32_t[::1] depths = None if node_depths is None else np.ascontiguousarray(node_depths, dtype=np.int32)
     cdef Py_ssize_t row, node, num_rows = offsets.shape[0] - 1
     cdef uint64_t key = stream_key(seed, stream), row_key, step, bits = 0
-    if rows.shape[0] != num_rows or steps.shape[0] != num_rows:
-        raise ValueError(f"rows and steps must be [{num_rows}] as the offsets say, got {len(rows)} and {len(steps)}")
+    _check_offsets(offsets, rows, steps)
     if out is None:
         out = np.empty(offsets[num_rows], dtype=np.float64)
     cdef double[::1] numbers = out
-    if numbers.shape[0] < offsets[num_rows]:
-        raise ValueError(f"out must hold {offsets[num_rows]} nodes, got {len(out)}; give a longer array")
+    if numbers.shape[0] < offsets[num_rows] or (depths is not None and depths.shape[0] < offsets[num_rows]):
+        raise ValueError(f"out and node_depths must hold {offsets[num_rows]} nodes, got less; give longer arrays")
     for row in range(num_rows):
         row_key = step_key(key, rows[row], steps[row])
         bits |= <uint64_t> rows[row] | <uint64_t> steps[row]
@@ -114,8 +113,7 @@ def fill_tests(
     cdef Py_ssize_t row, node, num_rows = offsets.shape[0] - 1
     cdef uint64_t accept_key = stream_key(seed, ACCEPT_STREAM), resample_key = stream_key(seed, RESAMPLE_STREAM)
     cdef uint64_t key, bits = 0
-    if rows.shape[0] != num_rows or steps.shape[0] != num_rows:
-        raise ValueError(f"rows and steps must be [{num_rows}] as the offsets say, got {len(rows)} and {len(steps)}")
+    _check_offsets(offsets, rows, steps)
     if accept.shape[0] < offsets[num_rows] or resample.shape[0] < num_rows:
         raise ValueError(
             f"accept and resample must hold {offsets[num_rows]} nodes and {num_rows} rows, got {len(accept)} and "
@@ -151,6 +149,19 @@ def step_keys(seed, stream, rows, steps):
     if words >> WORD_BITS:
         raise ValueError("rows and steps must be in [0, 2**32), got others; number them from 0")
     return keys
+
+
+cdef int _check_offsets(const int32_t[::1] offsets, const int64_t[::1] rows, const int64_t[::1] steps) except -1:
+    """ValueError where they are not those of as many rows, or do not ascend from 0."""
+    cdef Py_ssize_t row, num_rows = offsets.shape[0] - 1
+    if rows.shape[0] != num_rows or steps.shape[0] != num_rows:
+        raise ValueError(f"rows and steps must be [{num_rows}] as the offsets say, got {len(rows)} and {len(steps)}")
+    cdef bint sound = offsets[0] == 0
+    for row in range(num_rows):
+        sound = sound and offsets[row] <= offsets[row + 1]
+    if not sound:
+        raise ValueError("offsets must ascend from 0, got others; pass those of a DraftBatch")
+    return 0
 
 
 def _check_stream(seed, stream):

@@ -303,6 +303,54 @@ def test_the_fault_is_named(draft, message):
         checked(DraftTree.pending(7), draft)
 
 
+def batch_of(**changes):
+    """Two rows, [3, 4, 5] and [6, 7]; changed."""
+    batch = DraftBatch.concatenate([DraftTree.chain([3, 4, 5]), DraftTree.chain([6, 7])])
+    return replace(batch, **{name: np.array(values, getattr(batch, name).dtype) for name, values in changes.items()})
+
+
+def check_two_rows(batch):
+    histories = [np.array([9, 3], np.int32), np.array([9, 6], np.int32)]
+    check_batch(batch, draft_request(histories), vocabulary_size=VOCABULARY_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"law": [[0], [np.nan], [1], [0], [1]]}, "must sum to 1, got nan"),
+        (
+            {
+                "law": [[0, 0], [2, -1], [1, 0], [0, 0], [1, 0]],
+                "support_ids": [[4, 9], [5, -1], [-1, -1], [7, -1], [-1, -1]],
+            },
+            "law must be finite and not negative, got -1",
+        ),
+        ({"support_ids": [[8], [5], [-1], [7], [-1]]}, "give its own token 4 positive mass"),
+        ({"law": [[0], [1], [1], [0]]}, "law must have one entry per node, 5, got 4"),
+        ({"law": [[0], [1]], "support_ids": [[4], [5]]}, "support_ids must have one entry per node, 5, got 2"),
+        ({"parents": [-1, 0, 1]}, "parents must have one entry per node, 5, got 3"),
+        ({"parents": [-1, 0, 1, -1, 3]}, r"parents\[1\] = 3; .* count from the draft's own root"),
+        ({"parents": [-1, 0, 10**8, -1, 0]}, r"parents\[2\] = 100000000"),
+        ({"parents": [-1, 0, 1, 0, 0]}, "must sum to 1, got 0"),
+        ({"parents": [-1, -1, 1, -1, 0]}, r"parents\[1\] = -1"),
+        ({"offsets": [0, 3, 4]}, r"offsets must rise from 0 to the number of nodes, 5, got \[0, 3, 4\]"),
+        ({"offsets": [0, 10**7, 5]}, "offsets must rise"),
+        ({"offsets": [0, -3, 5]}, "offsets must rise"),
+        ({"offsets": [0, 0, 5]}, "offsets must rise"),
+    ],
+)
+def test_what_no_draft_can_be_is_named(changes, message):
+    check_two_rows(batch_of())
+    with pytest.raises(ValueError, match=message):
+        check_two_rows(batch_of(**changes))
+
+
+def test_a_fault_without_a_name_is_refused(monkeypatch):
+    monkeypatch.setattr("stand.drafters.check.is_sound", lambda *arguments: False)
+    with pytest.raises(ValueError, match="must answer sound drafts"):
+        check_two_rows(batch_of())
+
+
 def test_sound_drafts_pass():
     checked(draft_of(0, 1.0), draft_of(VOCABULARY_SIZE - 1, 1.0), DraftTree.pending(0))
 

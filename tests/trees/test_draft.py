@@ -323,8 +323,58 @@ def test_check_finds_depths_or_ranks_that_do_not_follow(name):
         dataclasses.replace(batch, **{name: getattr(batch, name) + 1}).check()
 
 
+PACKED = DraftBatch.concatenate([DraftTree.chain([1, 2, 3]), DraftTree.pending(7)])
+PACKED_BREAKS = [
+    {"offsets": np.array([0, 1], np.int32)},
+    {"offsets": np.array([0, 3], np.int32)},
+    {"offsets": np.array([0], np.int32)},
+    {"offsets": np.array([1, 3, 4], np.int32)},
+    {"offsets": np.array([0, 4, 4], np.int32)},
+    {"offsets": np.array([0, 9, 4], np.int32)},
+    {"offsets": np.zeros(0, np.int32)},
+    {"token_ids": np.array([1, 2, -5, 7], np.int32)},
+    {"token_ids": np.array([1, 2, 3, -1], np.int32)},
+    {"parents": np.array([-1, 0, 1, 3], np.int32)},
+    {"parents": PACKED.parents[:3]},
+    {"law": PACKED.law[:3]},
+    {"support_ids": PACKED.support_ids[:3], "law": PACKED.law[:3]},
+    {"depths": PACKED.depths[:3]},
+    {"path_probabilities": np.ones(3, np.float32)},
+    {"path_probabilities": np.ones(5, np.float32)},
+]
+
+
+@pytest.mark.parametrize("changes", PACKED_BREAKS, ids=lambda changes: " ".join(changes))
+def test_check_finds_what_others_refuse_a_batch_for(changes):
+    PACKED.check()
+    broken = dataclasses.replace(PACKED, **changes)
+    with pytest.raises(ValueError, match=f"({'|'.join(changes)}|parents).* must .*got .*;"):
+        broken.check()
+
+
+def test_short_path_probabilities_are_not_read():
+    with pytest.raises(ValueError, match="path_probabilities must hold one number per node"):
+        dataclasses.replace(PACKED, path_probabilities=np.ones(1, np.float32)).chains(5)
+
+
+@pytest.mark.parametrize("wrong", [2**32 + 5, 2**31, 1.7, np.int64(2**32 + 5), np.float32(2)])
+def test_tokens_of_drafts_are_whole_numbers_of_32_bits(wrong):
+    """Taken modulo 2**32 they would be other tokens."""
+    for make, tokens in ((DraftTree.chain, [wrong]), (DraftTree.pending, wrong), (DraftBatch.pending, [wrong])):
+        with pytest.raises(ValueError, match="token_ids? must .*got .*;"):
+            make(tokens)
+
+
+def test_a_batch_of_pending_tokens_has_an_array_of_its_own():
+    tokens = np.array([4, 5], np.int32)
+    batch = DraftBatch.pending(tokens)
+    tokens[0] = 9
+    assert batch.token_ids.tolist() == [4, 5] and batch.token_ids.dtype == np.int32
+
+
 BREAKS = [
     ("law", slice(0, 2), None, "law \\[N, S\\]"),
+    ("token_ids", 2, -5, "token_ids must not be negative, got -5"),
     ("parents", slice(0, 2), None, "parents must be \\[N\\]"),
     ("parents", 1, 1, "parents"),
     ("parents", 0, 0, "parents"),

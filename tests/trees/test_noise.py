@@ -58,6 +58,22 @@ def test_numbers_of_a_steps_tests_are_those_of_their_streams():
             wrong()
 
 
+@pytest.mark.parametrize("offsets", [[0, 9, 5], [0, -3, 5], [1, 3, 5], [-1, 3, 5], [3, 2, 0], [0, 10**7, 5], []])
+def test_offsets_that_do_not_ascend_from_0_are_refused(offsets):
+    """What lies beyond the arrays is neither read nor written."""
+    rows, offsets = np.array([3, 4]), np.array(offsets, dtype=np.int32)
+    with pytest.raises(ValueError, match="offsets"):
+        noise.node_uniforms(7, noise.ACCEPT, rows, rows, offsets)
+    with pytest.raises(ValueError, match="offsets"):
+        noise.fill_tests(7, rows, rows, offsets, np.empty(5), np.empty(2))
+
+
+def test_every_node_has_a_depth():
+    rows, offsets = np.array([3, 4]), np.array([0, 3, 5], dtype=np.int32)
+    with pytest.raises(ValueError, match="must hold 5 nodes"):
+        noise.node_uniforms(7, noise.TARGET, rows, rows, offsets, np.zeros(4, np.int32))
+
+
 def test_broadcasts_and_keeps_the_shape():
     grid = noise.uniforms(5, noise.ACCEPT, np.arange(3)[:, None], 9, np.arange(4)[None, :])
     assert grid.shape == (3, 4)

@@ -8,7 +8,7 @@ import numpy as np
 
 cnp.import_array()
 
-from stand.trees.arguments import check_batch
+from stand.trees.arguments import check_batch, whole
 
 cdef extern from "layout.h" namespace "stand" nogil:
     cdef cppclass DraftView:
@@ -44,6 +44,8 @@ cdef DraftView view_of(batch) except *:
         view.offsets = <const int32_t*> cnp.PyArray_DATA(offsets)
         if batch.path_probabilities is not None:
             probabilities = batch.path_probabilities
+            if probabilities.shape[0] != cnp.PyArray_DIM(token_ids, 0):
+                raise ValueError("path_probabilities must hold one number per node, got others; see batch.check()")
             view.path_probabilities = &probabilities[0]
     return view
 
@@ -55,8 +57,8 @@ def chains(batch, num_tokens):
     cdef vector[int32_t] path
     cdef int64_t row
     cdef int32_t most
-    if num_tokens < 0:
-        raise ValueError(f"num_tokens must be at least 0, got {num_tokens}")
+    if whole(num_tokens, "num_tokens") < 0:
+        raise ValueError(f"num_tokens must be at least 0, got {num_tokens}; 0 is no token")
     most = min(num_tokens, MOST)
     found = []
     for row in range(view.num_rows):
@@ -68,10 +70,12 @@ def chains(batch, num_tokens):
 def ancestor_masks(batch, num_nodes, pad_id, out):
     """See `DraftBatch.ancestor_masks`."""
     cdef DraftView view = view_of(batch)
-    cdef int64_t size = num_nodes, too_large
+    cdef int64_t size = whole(num_nodes, "num_nodes"), too_large
     cdef int32_t pad = pad_id
-    if not 1 <= num_nodes <= 4096 or pad < 0:
-        raise ValueError(f"num_nodes must be in [1, 4096] and pad_id at least 0, got {num_nodes} and {pad_id}")
+    if not 1 <= size <= 4096 or pad < 0:
+        raise ValueError(
+            f"num_nodes must be in [1, 4096] and pad_id at least 0, got {num_nodes} and {pad_id}; pads are a token"
+        )
     too_large = first_too_large(view, size)
     if too_large >= 0:
         raise ValueError(

@@ -20,29 +20,27 @@ class Lockable(Protocol):
 
 
 _lookups: weakref.WeakSet[Lockable] = weakref.WeakSet()
-_one_fork = threading.Lock()
+_one_at_a_time = threading.RLock()  # a fork, or a new lookup; again where a signal's handler forks
 _locked: list[Lockable] = []
 
 
 def lock_at_forks(lookup: Lockable) -> None:
-    """From now on every `os.fork` of this process takes the lookup's lock."""
-    _lookups.add(lookup)
+    """From now on every `os.fork` of this process takes the lookup's lock. While one does, new lookups wait here."""
+    with _one_at_a_time:
+        _lookups.add(lookup)
 
 
 def _lock_all() -> None:
-    _one_fork.acquire()
-    known: set[int] = set()
-    while fresh := [lookup for lookup in list(_lookups) if id(lookup) not in known]:  # some may be new by now
-        for lookup in fresh:
-            lookup._lock()
-            _locked.append(lookup)
-            known.add(id(lookup))
+    _one_at_a_time.acquire()
+    for lookup in list(_lookups):
+        lookup._lock()
+        _locked.append(lookup)
 
 
 def _unlock_all() -> None:
     while _locked:
         _locked.pop()._unlock()
-    _one_fork.release()
+    _one_at_a_time.release()
 
 
 if hasattr(os, "register_at_fork"):

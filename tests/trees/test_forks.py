@@ -53,3 +53,41 @@ print(failures)
 def test_a_child_of_a_busy_process_can_go_on():
     done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout.split()) == (0, ["0"]), done.stderr
+
+
+MAKERS = """
+import os, sys, threading, warnings
+from stand.trees import LookupTree
+
+warnings.simplefilter("ignore", DeprecationWarning)
+failures = []
+sys.unraisablehook = lambda unraisable: failures.append(unraisable.exc_value)
+kept = [LookupTree() for _ in range(300)]
+is_over = False
+
+def make():
+    while not is_over:
+        made = [LookupTree() for _ in range(50)]
+
+sys.setswitchinterval(1e-5)
+threads = [threading.Thread(target=make) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for _ in range(40):
+    child = os.fork()
+    if child == 0:
+        LookupTree().learn([], [1, 2])
+        os._exit(0 if not failures and kept[0].lookup([1]) is None else 1)
+    if os.waitpid(child, 0)[1] != 0:
+        failures.append(child)
+is_over = True
+for thread in threads:
+    thread.join()
+print(len(failures))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_lookups_may_be_made_while_another_thread_forks():
+    done = subprocess.run([sys.executable, "-c", MAKERS], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout.split()) == (0, ["0"]), done.stderr

@@ -7,8 +7,6 @@ from libcpp cimport bool as bool_t
 
 import numpy as np
 
-from stand.trees.checked_file import MAX_FINGERPRINT_BYTES
-
 LARGEST_PROBABILITY = 1.001  # room for the rounding of a softmax in low precision
 
 
@@ -20,6 +18,24 @@ def whole(value, name):
         return operator.index(value)
     except TypeError:
         raise ValueError(f"{name} must be a whole number, got {value!r}; pass an integer") from None
+
+
+def real(value, name):
+    """The value as Python's float; ValueError where it is none. Texts are none."""
+    if type(value) is float:
+        return value
+    try:
+        return value.__float__()
+    except (AttributeError, TypeError):
+        raise ValueError(f"{name} must be a number, got {value!r}; pass a float") from None
+
+
+def within(value, name, least, most, usual):
+    """The value as a number of the kind of `least`; ValueError where it is none in [least, most]."""
+    number = whole(value, name) if type(least) is int else real(value, name)
+    if not least <= number <= most:
+        raise ValueError(f"{name} must be in [{least:g}, {most:g}], got {value}; {usual} is usual")
+    return number
 
 
 def int32_array(values, name):
@@ -122,7 +138,9 @@ def check_batch(batch):
         for node in range(offsets[row] + 1, offsets[row + 1] if sound else 0):
             sound = sound and token_ids[node] >= 0 and 0 <= parents[node] < node - offsets[row]
     if not sound:
-        raise ValueError("batch must be a sound DraftBatch (tokens >= 0, parents before children); see batch.check()")
+        raise ValueError(
+            "batch must be a sound DraftBatch (tokens >= 0, parents before children), got another; see batch.check()"
+        )
 
 
 def checked_estimates(batch):
@@ -140,14 +158,3 @@ def checked_estimates(batch):
     if not sound:
         raise ValueError(f"path_estimates must be {batch.num_nodes} numbers in [0, 1], got {estimates}")
     return values.base
-
-
-def checked_fingerprint(fingerprint):
-    """bytes that fit into a file's header."""
-    if not isinstance(fingerprint, bytes):
-        raise ValueError(f"fingerprint must be bytes, got {fingerprint!r}; use vocabulary_fingerprint()")
-    if len(fingerprint) > MAX_FINGERPRINT_BYTES:
-        raise ValueError(
-            f"fingerprint must have at most {MAX_FINGERPRINT_BYTES} bytes, got {len(fingerprint)}; use a digest"
-        )
-    return fingerprint

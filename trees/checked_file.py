@@ -51,6 +51,17 @@ class FileFormat:
     array_shapes: Callable[[dict[str, Any]], list[ArrayShape]]
 
 
+def checked_fingerprint(fingerprint: Any) -> bytes:
+    """Bytes that fit into a file's header; ValueError otherwise."""
+    if not isinstance(fingerprint, bytes):
+        raise ValueError(f"fingerprint must be bytes, got {fingerprint!r}; use vocabulary_fingerprint()")
+    if len(fingerprint) > MAX_FINGERPRINT_BYTES:
+        raise ValueError(
+            f"fingerprint must have at most {MAX_FINGERPRINT_BYTES} bytes, got {len(fingerprint)}; use a digest"
+        )
+    return fingerprint
+
+
 def write_checked_file(
     path: str | os.PathLike, file_format: FileFormat, header: dict[str, Any], arrays: Sequence[np.ndarray]
 ) -> None:
@@ -95,7 +106,8 @@ def _open_fresh(target: Path) -> tuple[Path, BinaryIO]:
     while True:
         fresh = target.with_name(f".{target.name}.{secrets.token_hex(RANDOM_BYTES)}.tmp")
         file = open(fresh, "xb")
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # without locks nobody takes the file for abandoned either
+            fcntl.flock(file, fcntl.LOCK_EX)
         if fresh.exists():
             return fresh, file
         file.close()  # removed before it was locked
@@ -108,8 +120,11 @@ def read_checked_file(
 
     digest: 64 bits of the checksum, which name the file's content.
 
-    Never allocates more than about the file's own size. Raises LookupFileError.
+    Never allocates more than about the file's own size. Raises LookupFileError, and ValueError on a fingerprint that
+    is none.
     """
+    if fingerprint is not None:
+        checked_fingerprint(fingerprint)
     with open(path, "rb") as file:
         file_size = os.fstat(file.fileno()).st_size
         digest = hashlib.blake2b(digest_size=CHECKSUM_BYTES)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from stand.trees.arguments import vector
+from stand.trees.arguments import tokens_of
 
 FINGERPRINT_BYTES = 16
 
@@ -33,5 +33,5 @@ def problem_key(prompt: Sequence[int] | np.ndarray) -> bytes:
 
     prompt: token ids [L]. Raises ValueError where they are no whole numbers in [0, 2**31).
     """
-    tokens = vector(prompt, "prompt")
+    tokens = tokens_of(prompt, "prompt")
     return hashlib.blake2b(tokens.astype("<i4", copy=False).tobytes(), digest_size=FINGERPRINT_BYTES).digest()

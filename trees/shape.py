@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from stand.trees.arguments import int64_array, vector, whole
 from stand.trees.parents import NO_PARENT, ROOT, check_parents, depths_and_ranks
 
 # STAND, figure of the optimised tree: slots by depth, without the root. The paper gives these counts alone.
@@ -36,7 +37,7 @@ class TreeShape:
     num_children: np.ndarray = field(init=False)  # [N] int32
 
     def __post_init__(self) -> None:
-        parents = np.array(self.parents, dtype=np.int32)
+        parents = vector(self.parents, "parents")
         check_parents(parents)
         parents = _by_depth(parents)
         depths, ranks, num_children = depths_and_ranks(parents)
@@ -49,7 +50,9 @@ class TreeShape:
         """Raise ValueError where an invariant is broken."""
         check_parents(self.parents)
         if np.any(np.diff(self.depths) < 0):
-            raise ValueError("slots must be numbered by depth; build the shape anew from its parents")
+            raise ValueError(
+                f"slots must be numbered by depth, got {self.depths.tolist()}; build the shape anew from its parents"
+            )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TreeShape) and np.array_equal(self.parents, other.parents)
@@ -84,15 +87,17 @@ class TreeShape:
     @classmethod
     def chain(cls, length: int) -> TreeShape:
         """`length` slots below the root, one under the other."""
-        if length < 0:
-            raise ValueError(f"length must not be negative, got {length}")
+        if whole(length, "length") < 0:
+            raise ValueError(f"length must not be negative, got {length}; 0 leaves the root alone")
         return cls(np.arange(-1, length))
 
     @classmethod
     def from_branching(cls, branching: Sequence[int]) -> TreeShape:
         """Every slot of depth d has branching[d] children; [2, 1] is two chains of two. Breadth first."""
-        if any(number < 1 for number in branching):
-            raise ValueError(f"branching must hold numbers of at least 1, got {list(branching)}")
+        if any(whole(number, "branching") < 1 for number in branching):
+            raise ValueError(
+                f"branching must hold numbers of at least 1, got {list(branching)}; leave out the depths without slots"
+            )
         parents = [NO_PARENT]
         level = [ROOT]
         for number in branching:
@@ -179,10 +184,11 @@ def fit_shape(counts: np.ndarray, shape: TreeShape, num_nodes: int) -> TreeShape
 
     Raises ValueError unless counts match the shape and 1 <= num_nodes <= N.
     """
-    counts = np.asarray(counts, dtype=np.int64)
+    counts = int64_array(counts, "counts")
     if counts.shape != (shape.num_nodes,) or np.any(counts < 0):
-        raise ValueError(f"counts must be {shape.num_nodes} numbers >= 0, got shape {counts.shape}")
-    if not 1 <= num_nodes <= shape.num_nodes:
+        got = f"{counts.min()}" if counts.shape == (shape.num_nodes,) else f"shape {counts.shape}"
+        raise ValueError(f"counts must be {shape.num_nodes} numbers >= 0, got {got}; count each slot of the shape")
+    if not 1 <= whole(num_nodes, "num_nodes") <= shape.num_nodes:
         raise ValueError(f"num_nodes must be in [1, {shape.num_nodes}], got {num_nodes}; start from a larger shape")
     order, sizes = _binary_preorder(shape.parents)
     best = np.full((len(order) + 1, num_nodes + 1), -1, dtype=np.int64)  # -1: impossible

@@ -7,17 +7,23 @@ cdef object C_TEXT_ROWS = text_rows.TextRows
 
 cdef int32_t fill_window(history, int32_t limit, int32_t* window) except -1:
     """The last tokens of a history, newest first; returns how many."""
-    cdef int32_t size, age
+    cdef int32_t size
     cdef const int32_t* end
     if not cnp.PyArray_Check(history) or not _is_run(history):
         history = tail(history, limit)
     size = <int32_t> min(limit, cnp.PyArray_DIM(history, 0))
     end = <const int32_t*> cnp.PyArray_DATA(history) + cnp.PyArray_DIM(history, 0)
+    _copy_newest(end, size, window)
+    return size
+
+
+cdef void _copy_newest(const int32_t* end, int32_t size, int32_t* window) except *:
+    """The `size` tokens before `end`, newest first."""
+    cdef int32_t age
     for age in range(size):
         if end[-1 - age] < 0:
-            raise ValueError("token ids must not be negative; pass the tokens without padding")
+            raise ValueError(f"token ids must not be negative, got {end[-1 - age]}; pass the tokens without padding")
         window[age] = end[-1 - age]
-    return size
 
 
 cdef bool_t _is_run(cnp.ndarray tokens):
@@ -47,7 +53,6 @@ cdef void _fill_from_rows(cnp.ndarray tokens, cnp.ndarray rows, cnp.ndarray leng
     cdef const int64_t* row_numbers = <const int64_t*> cnp.PyArray_DATA(rows)
     cdef const int64_t* ends = <const int64_t*> cnp.PyArray_DATA(lengths)
     cdef const int32_t* end
-    cdef int32_t age
     for text in range(cnp.PyArray_DIM(lengths, 0)):
         if not (0 <= row_numbers[text] < num_rows and 0 <= ends[text] <= width):
             raise ValueError(
@@ -56,10 +61,7 @@ cdef void _fill_from_rows(cnp.ndarray tokens, cnp.ndarray rows, cnp.ndarray leng
             )
         end = <const int32_t*> cnp.PyArray_DATA(tokens) + row_numbers[text] * width + ends[text]
         sizes[text] = <int32_t> min(<int64_t> limit, ends[text])
-        for age in range(sizes[text]):
-            if end[-1 - age] < 0:
-                raise ValueError("token ids must not be negative; pass the tokens without padding")
-            windows[text * limit + age] = end[-1 - age]
+        _copy_newest(end, sizes[text], &windows[text * limit])
 
 
 cdef StepView step_view(batch, histories, int32_t limit, vector[int32_t]& windows, vector[int32_t]& sizes) except *:

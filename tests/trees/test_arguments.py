@@ -79,6 +79,71 @@ def test_as_many_children_as_one_must_be_wanted(num_children):
             draw_children(kind, np.array([0.6, 0.4], np.float32), np.array([0.5, 0.5]), num_children)
 
 
+WRONG_SETTINGS = [
+    {"max_nodes": 2.5},
+    {"max_nodes": [2.5]},
+    {"max_nodes": [-1]},
+    {"max_nodes": -1},
+    {"max_nodes": [1, 2]},
+    {"max_nodes": np.array(3.0)},
+    {"max_nodes": [float("nan")]},
+    {"max_nodes": "3"},
+    {"max_depths": 3},
+    {"max_depths": [2.5]},
+    {"max_depths": [-1]},
+    {"max_depths": [1, 2]},
+    {"max_depths": {0: 1}},
+    {"scopes": 3},
+    {"scopes": [2.0]},
+    {"width": 2.5},
+    {"width": 0},
+    {"width": float("nan")},
+    {"width": "3"},
+    {"width": 1, "kind": "mixed"},
+    {"floor": None},
+    {"floor": "0.5"},
+    {"floor": float("nan")},
+    {"floor": 1.5},
+    {"budget": 2.5},
+]
+
+
+@pytest.mark.parametrize("change", WRONG_SETTINGS, ids=str)
+def test_bounds_of_drafts_are_whole_numbers(change):
+    lookup, history = BlendedLookup(), np.array([3], np.int32)
+    with pytest.raises(ValueError, match="must .*got .*;"):
+        draft(lookup, [history], **({"budget": 4} | change))
+
+
+def test_bounds_of_drafts_may_be_numbers_of_numpy():
+    lookup, tokens = BlendedLookup(), stream(400)
+    lookup.learn([], tokens)
+    one = {"width": np.int32(1), "max_depths": (3,)}
+    for bounds in ({"max_nodes": np.int64(3)}, {"max_nodes": np.array([3])}, one):
+        assert draft(lookup, [tokens[:50]], 40, floor=np.float32(0), **bounds).num_nodes == 4
+    assert draft(lookup, [tokens[:50]], 3, max_nodes=2**40, width=2**40, max_depths=[2**40]).num_nodes == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fade": "x"}, {"fade": None}, {"fade": 0}, {"fade": 1.5}, {"fade": float("nan")}, {"rate": "0.1"},
+        {"rate": -0.1}, {"depth": 2.0}, {"depth": 13}, {"max_bytes": 1e9}, {"max_bytes": 1000}, {"max_bytes": 2**40},
+        {"num_candidates": 0}, {"fingerprint": "abc"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_no_lookup_can_have(change):
+    (name,) = change
+    with pytest.raises(ValueError, match=f"{name} must .*got .*;"):
+        BlendedLookup(**change)
+
+
+def test_settings_may_be_numbers_of_numpy():
+    lookup = BlendedLookup(fade=np.float32(0.5), rate=0, depth=np.int32(3), max_bytes=np.int64(1 << 20))
+    assert (lookup.fade, lookup.rate, lookup.depth, lookup.max_bytes) == (0.5, 0.0, 3, 1 << 20)
+
+
 @pytest.mark.parametrize("make", LOOKUPS)
 def test_readers_wait_for_the_lock(make):
     lookup = make()

@@ -133,6 +133,6 @@ def test_a_problems_key_never_changes():
     """Golden bytes: what is stored by key must be found by later releases, on any machine."""
     assert problem_key([1, 2, 3]).hex() == "b30a3c159d7e8193559a42a84f1fcae1"
     assert problem_key(np.array([1, 2, 3], np.int64)) == problem_key((1, 2, 3)) != problem_key([1, 2, 3, 0])
-    for wrong in ([1.5], [2**31], [[1]]):
+    for wrong in ([1.5], [2**31], [[1]], [-1]):
         with pytest.raises(ValueError, match="prompt"):
             problem_key(wrong)

@@ -1,5 +1,7 @@
 """Saved lookup trees: what is written is read, and nothing else is."""
 
+import errno
+import fcntl
 import hashlib
 import os
 import struct
@@ -10,7 +12,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from stand.trees import LookupFileError, LookupTree, TreeShape, vocabulary_fingerprint
+from stand.trees import BlendedLookup, LookupFileError, LookupTree, TreeShape, vocabulary_fingerprint
 from stand.trees.longest_match.file import CHECKSUM_BYTES, FORMAT_VERSION, MAGIC, PREFIX
 
 FINGERPRINT = vocabulary_fingerprint({"a": 0, "b": 1})
@@ -211,6 +213,35 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(saved, monkeypatch):
         taught(num_tokens=200).save(saved)
     assert saved.read_bytes() == before
     assert os.listdir(saved.parent) == [saved.name]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_file_systems_without_locks_take_saves(saved, monkeypatch, number):
+    def fail(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    larger = taught(num_tokens=200)
+    larger.save(saved)
+    assert len(LookupTree.load(saved)) == len(larger)
+    assert os.listdir(saved.parent) == [saved.name]
+
+
+@pytest.mark.parametrize("make", [BlendedLookup, LookupTree])
+@pytest.mark.parametrize("fingerprint", ["abc", 7, bytes(65)])
+def test_a_fingerprint_that_is_none_is_not_the_files_fault(tmp_path, make, fingerprint):
+    make().save(tmp_path / "run.lookup")
+    with pytest.raises(ValueError, match="fingerprint must") as raised:
+        make.load(tmp_path / "run.lookup", fingerprint=fingerprint)
+    assert not isinstance(raised.value, LookupFileError)
+
+
+@pytest.mark.parametrize("max_bytes", [1000, 2**40, 1e9, "1GB"])
+def test_a_cap_that_no_lookup_may_have_is_not_the_files_fault(tmp_path, max_bytes):
+    BlendedLookup().save(tmp_path / "run.lookup")
+    with pytest.raises(ValueError, match="max_bytes must") as raised:
+        BlendedLookup.load(tmp_path / "run.lookup", max_bytes=max_bytes)
+    assert not isinstance(raised.value, LookupFileError)
 
 
 def test_a_missing_file_is_an_os_error(tmp_path):

@@ -86,6 +86,24 @@ def test_bad_numbers_are_refused():
         TreeShape.paper().truncated(-1)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TreeShape([NO_PARENT, 2**32]),
+        lambda: TreeShape([NO_PARENT, 0.9]),
+        lambda: TreeShape(5),
+        lambda: TreeShape.parse("parents:-1,4294967296"),
+        lambda: TreeShape.chain(1.5),
+        lambda: TreeShape.from_branching([1.5]),
+        lambda: fit_shape(np.array([1.9, 0.9]), TreeShape.chain(1), 2),
+        lambda: fit_shape(np.array([2, 1]), TreeShape.chain(1), 1.5),
+    ],
+)
+def test_fractions_and_numbers_that_wrap_are_refused(make):
+    with pytest.raises(ValueError, match="must .*got .*;|one-dimensional"):
+        make()
+
+
 def random_shape(rng, num_nodes):
     return TreeShape(np.array([NO_PARENT] + [rng.integers(0, slot) for slot in range(1, num_nodes)]))
 

@@ -16,11 +16,11 @@ import numpy as np
 cnp.import_array()
 
 from stand.trees.arguments import (
-    check_batch, check_is_batch, checked_estimates, checked_fingerprint, checked_laws, checked_nodes, tail, tokens_of,
-    vector as int32_vector, whole,
+    check_batch, check_is_batch, checked_estimates, checked_laws, checked_nodes, real, tail, tokens_of,
+    vector as int32_vector, whole, within,
 )
 from stand.trees.blended.file import read_blended_lookup, write_blended_lookup
-from stand.trees.checked_file import LookupFileError
+from stand.trees.checked_file import LookupFileError, checked_fingerprint
 from stand.trees.draft import DraftBatch
 from stand.trees.fork_safety import lock_at_forks
 from stand.trees.noise import DRAFT, step_keys
@@ -91,22 +91,17 @@ cdef class BlendedLookup:
         self._lookup = NULL
         self._growth = NULL
         self._outside_odds = NULL
-        depth, max_bytes = whole(depth, "depth"), whole(max_bytes, "max_bytes")
-        num_candidates = whole(num_candidates, "num_candidates")
-        if not 1 <= depth <= MAX_DEPTH:
-            raise ValueError(f"depth must be in [1, {MAX_DEPTH}], got {depth}; 12 is usual")
-        if not MIN_BYTES <= max_bytes < 2**40:
-            raise ValueError(f"max_bytes must be in [{MIN_BYTES}, 2**40), got {max_bytes}; 256 MB is usual")
-        if not 0.0 < fade <= 1.0:
-            raise ValueError(f"fade must be in (0, 1], got {fade}; 0.95 is usual")
-        if not 0.0 <= rate <= 0.5:
-            raise ValueError(f"rate must be in [0, 0.5], got {rate}; 0.05 is usual")
-        if not 1 <= num_candidates <= MAX_CANDIDATES:
-            raise ValueError(f"num_candidates must be in [1, {MAX_CANDIDATES}], got {num_candidates}; 10 is usual")
-        self.depth, self.max_bytes, self.fade, self.rate = depth, max_bytes, fade, rate
-        self.num_candidates, self.fingerprint = num_candidates, checked_fingerprint(fingerprint)
+        self.depth = within(depth, "depth", 1, MAX_DEPTH, 12)
+        self.max_bytes = checked_cap(max_bytes)
+        self.fade = within(fade, "fade", 0.0, 1.0, 0.95)
+        if self.fade == 0.0:
+            raise ValueError("fade must be above 0, got 0; 0.95 is usual")
+        self.rate = within(rate, "rate", 0.0, 0.5, 0.05)
+        self.num_candidates = within(num_candidates, "num_candidates", 1, MAX_CANDIDATES, 10)
+        self.fingerprint = checked_fingerprint(fingerprint)
         cdef LookupSettings settings
-        settings.depth, settings.max_bytes, settings.fade, settings.rate = depth, max_bytes, fade, rate
+        settings.depth, settings.max_bytes = self.depth, self.max_bytes
+        settings.fade, settings.rate = self.fade, self.rate
         settings.learns_odds = self.rate > 0.0
         self._lookup = new CLookup(settings)
         self._growth = new Growth()
@@ -302,9 +297,11 @@ cdef class BlendedLookup:
             raise ValueError(f"draft needs 1 to {MAX_ROWS} histories, got {num_rows}")
         if kind not in C_KINDS:
             raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
-        budget = whole(budget, "budget")
+        budget, floor = whole(budget, "budget"), real(floor, "floor")
         if not 0 <= budget <= 2**20 or not 0.0 <= floor <= 1.0:
-            raise ValueError(f"budget must be in [0, 2**20] and floor in [0, 1], got {budget} and {floor}")
+            raise ValueError(
+                f"budget must be in [0, 2**20] and floor in [0, 1], got {budget} and {floor}; a floor of 0 is none"
+            )
         cdef GrowthSettings settings
         settings.kind = <DraftKind> <int32_t> C_KIND_NUMBERS[kind]
         settings.budget, settings.floor, settings.num_candidates = budget, floor, self.num_candidates
@@ -320,7 +317,7 @@ cdef class BlendedLookup:
         requests.resize(num_rows)
         for row in range(num_rows):
             if sizes[row] == 0:
-                raise ValueError("every history must end with the pending token, got an empty one")
+                raise ValueError("every history must end with the pending token, got an empty one; pass it at least")
             requests[row].window, requests[row].window_size = &windows[row * reach], sizes[row]
             requests[row].max_depth, requests[row].max_nodes = NO_BOUND, NO_BOUND
             requests[row].scope, requests[row].key = 0, 0
@@ -417,8 +414,11 @@ cdef class BlendedLookup:
 
         fingerprint: the vocabulary that the file must be of; None accepts any. max_bytes: another cap than the file's.
         Raises LookupFileError where the file is damaged, newer, of another vocabulary, or too large for the cap, and
-        where a small file asks for a huge cap; OSError where unreadable.
+        where a small file asks for a huge cap; ValueError for a fingerprint or a cap that no lookup may have; OSError
+        where unreadable.
         """
+        if max_bytes is not None:
+            max_bytes = checked_cap(max_bytes)
         parameters, arrays, digest = read_blended_lookup(
             path, num_odds=C_NUM_ODDS, fingerprint=fingerprint, max_bytes=max_bytes
         )

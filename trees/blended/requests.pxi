@@ -1,5 +1,9 @@
 # Arguments of a draft and of its outcome, row by row.
 
+cdef int64_t checked_cap(max_bytes) except -1:
+    return within(max_bytes, "max_bytes", MIN_BYTES, 2**40 - 1, DEFAULT_MAX_BYTES)
+
+
 cdef uint8_t scope_of(scope) except? 255:
     cdef int64_t number
     try:
@@ -18,61 +22,66 @@ cdef vector[uint8_t] scopes_of(scopes, Py_ssize_t num_rows) except *:
     numbers.resize(max(1, num_rows), 0)
     if scopes is None:
         return numbers
-    _check_number(scopes, num_rows)
+    _check_number(scopes, "scopes", num_rows)
     for row in range(num_rows):
         numbers[row] = scope_of(scopes[row])
     return numbers
 
 
-cdef void _check_number(scopes, Py_ssize_t num_rows) except *:
-    if len(scopes) != num_rows or isinstance(scopes, dict):
-        raise ValueError(f"scopes must hold one number per row ({num_rows}), got {len(scopes)}")
+cdef void _check_number(values, name, Py_ssize_t num_rows) except *:
+    cdef Py_ssize_t length = -1
+    try:
+        length = len(values)
+    except TypeError:
+        pass
+    if length != num_rows or isinstance(values, dict):
+        raise ValueError(f"{name} must hold one number per row ({num_rows}), got {values!r}; pass a list or an array")
 
 
 cdef void set_scopes(scopes, vector[GrowthRequest]& requests) except *:
     cdef size_t row
-    _check_number(scopes, requests.size())
+    _check_number(scopes, "scopes", requests.size())
     for row in range(requests.size()):
         requests[row].scope = scope_of(scopes[row])
 
 
 cdef void set_depths(max_depths, vector[GrowthRequest]& requests) except *:
     cdef size_t row
-    if len(max_depths) != <Py_ssize_t> requests.size() or min(max_depths) < 0:
-        raise ValueError(f"max_depths must hold one number >= 0 per row ({requests.size()}), got {max_depths}")
+    _check_number(max_depths, "max_depths", requests.size())
     for row in range(requests.size()):
-        requests[row].max_depth = min(whole(max_depths[row], "max_depths"), NO_BOUND)
+        requests[row].max_depth = _bound_of(max_depths[row], "max_depths", 0)
 
 
 cdef void set_caps(max_nodes, vector[GrowthRequest]& requests) except *:
     """max_nodes: one number for all rows, or one per row."""
     cdef size_t row
     cdef bool_t is_one = type(max_nodes) is int or isinstance(max_nodes, (int, np.integer))
-    if (max_nodes if is_one else min(max_nodes)) < 0 or not (is_one or len(max_nodes) == <Py_ssize_t> requests.size()):
-        raise ValueError(
-            f"max_nodes must be a number >= 0, or one per row ({requests.size()}), got {max_nodes}; "
-            "nodes are counted without the pending token"
-        )
+    if not is_one:
+        _check_number(max_nodes, "max_nodes", requests.size())
     for row in range(requests.size()):
-        requests[row].max_nodes = min(max_nodes if is_one else max_nodes[row], NO_BOUND)
+        requests[row].max_nodes = _bound_of(max_nodes if is_one else max_nodes[row], "max_nodes", 0)
+
+
+cdef int32_t _bound_of(value, name, int32_t least) except -1:
+    number = whole(value, name)
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}; None is no bound")
+    return min(number, NO_BOUND)
 
 
 cdef int32_t checked_width(width, kind) except -1:
     """Children that a node may have; None for no bound."""
     if width is None:
         return NO_BOUND
-    if width < 1 or (width == 1 and kind == "mixed"):
-        raise ValueError(
-            f"width must be at least 1, with mixed drafts at least 2, got {width}; "
-            "ask for sampled or deterministic chains"
-        )
-    return min(width, NO_BOUND)
+    if width == 1 and kind == "mixed":
+        raise ValueError("width must be at least 2 with mixed drafts, got 1; ask for sampled or deterministic chains")
+    return _bound_of(width, "width", 1)
 
 
 cdef cnp.ndarray checked_array(tokens):
     """int32[R, L], C-contiguous, as it was given: a copy of what an engine holds would take longer than learning."""
     if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 2:
-        raise ValueError(f"tokens must be an int32[R, L] array, got {getattr(tokens, 'dtype', type(tokens))}")
+        raise ValueError(f"tokens must be an int32[R, L] array, got {getattr(tokens, 'dtype', type(tokens))}; fill one")
     if not tokens.flags.c_contiguous:
         raise ValueError("tokens must be C-contiguous, got strides of another order; pass the whole array and rows")
     return tokens

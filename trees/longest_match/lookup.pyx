@@ -15,9 +15,9 @@ import numpy as np
 cnp.import_array()
 
 from stand.trees.arguments import (
-    check_batch, check_is_batch, checked_fingerprint, checked_laws, checked_nodes, int64_array, tail, tokens_of, whole,
+    check_batch, check_is_batch, checked_laws, checked_nodes, int64_array, tail, tokens_of, whole, within,
 )
-from stand.trees.checked_file import LookupFileError
+from stand.trees.checked_file import LookupFileError, checked_fingerprint
 from stand.trees.draft import NO_TOKEN, DraftBatch
 from stand.trees.fork_safety import lock_at_forks
 from stand.trees.longest_match.file import read_lookup_tree, write_lookup_tree
@@ -57,13 +57,8 @@ cdef class LookupTree:
     def __cinit__(self, *, orders=(1, 2, 3, 4), num_candidates=10, min_rate=0.1, fingerprint=b""):
         self._lookup = NULL
         self.orders = _checked_orders(orders)
-        num_candidates = whole(num_candidates, "num_candidates")
-        if not 1 <= num_candidates <= MAX_CANDIDATES:
-            raise ValueError(f"num_candidates must be in [1, {MAX_CANDIDATES}], got {num_candidates}; 10 is usual")
-        if not 0.0 <= min_rate <= 1.0:
-            raise ValueError(f"min_rate must be in [0, 1], got {min_rate}; 0 is the plain average, 0.1 is usual")
-        self.num_candidates = num_candidates
-        self.min_rate = min_rate
+        self.num_candidates = within(num_candidates, "num_candidates", 1, MAX_CANDIDATES, 10)
+        self.min_rate = within(min_rate, "min_rate", 0.0, 1.0, 0.1)
         self.fingerprint = checked_fingerprint(fingerprint)
         self._lookup = new Lookup(self.orders, self.num_candidates, self.min_rate)
         lock_at_forks(self)
@@ -255,8 +250,7 @@ cdef class LookupTree:
         return lookup
 
     def _check_floor(self, floor_order):
-        if not 1 <= whole(floor_order, "floor_order") <= MAX_ORDER:
-            raise ValueError(f"floor_order must be in [1, {MAX_ORDER}], got {floor_order}; 1 asks all orders")
+        within(floor_order, "floor_order", 1, MAX_ORDER, 1)
 
     def _parameters(self):
         return {

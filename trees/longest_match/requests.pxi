@@ -16,7 +16,9 @@ cdef vector[ShapeView] shape_views_of(list shapes) except *:
             raise ValueError("a shape must hold at least the root, got no slot; use TreeShape.empty()")
         view.parents, view.num_slots = &parents[0], parents.shape[0]
         if not shape_is_sound(view):
-            raise ValueError("a shape must have parents[0] = -1 and 0 <= parents[i] < i; see TreeShape.check()")
+            raise ValueError(
+                f"a shape must have parents[0] = -1 and 0 <= parents[i] < i, got {shape.parents}; see TreeShape.check()"
+            )
         views.push_back(view)
     return views
 
@@ -43,7 +45,10 @@ cdef void share_noise(vector[DraftRequest]& requests, uint64_t seed, rows, posit
     cdef const int64_t[::1] first_positions = int64_array(positions, "positions")
     cdef size_t row
     if first_positions.shape[0] != <Py_ssize_t> requests.size():
-        raise ValueError(f"positions must hold one number per history ({requests.size()}); they key the noise")
+        raise ValueError(
+            f"positions must hold one number per history ({requests.size()}), got {len(positions)}; "
+            "None is the histories' lengths"
+        )
     for row in range(requests.size()):
         if not 0 <= first_positions[row] < LARGEST_POSITION:
             raise ValueError(f"positions must be in [0, 2**31), got {first_positions[row]}; count tokens from 0")

@@ -148,6 +148,9 @@ class CapturedBackend:
         from stand.gpu.pooled_step import PooledStep
 
         if start.law.has_processors:
+            if self._previous is not None and self._previous.is_free:
+                self._previous.dissolve()  # admission has counted its pool as free
+                self._previous = None
             return PooledStep.starting(self._model, start)
         step = GuardedStep.start(self._previous, self._model, start, fusion=self.fusion, on_failure=self._give_up)
         if self.name == "triton":

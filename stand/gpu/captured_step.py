@@ -38,6 +38,7 @@ from stand.gpu.step_size import StepSize
 from stand.gpu.tails import Tails
 from stand.row import LiveRows, Row
 from stand.sampling import TargetLaw
+from stand.scheduling.memory import lower_limit
 from stand.scheduling.page_allocator import PageAllocator
 from stand.step import StepStart
 from stand.trees import DraftBatch
@@ -115,6 +116,7 @@ class CapturedStep:
         whose page is whose.
 
         The pool of the call before stays where it is large enough, and no larger than the call allows."""
+        lower_limit(pages, rows, self._model, held=self.nbytes)
         size = PoolSize.of(rows, self._num_rows, pages)
         known = 0 if self._table is None else self._table.numbers.shape[1]
         if self._table is None or not size.is_met_by(self._table.cache):

@@ -168,6 +168,11 @@ class GuardedStep:
         self._step.close()
         self._rows, self.is_free = [], True
 
+    def dissolve(self) -> None:
+        """Give all memory back."""
+        if self.captured is not None:
+            self.captured.dissolve()
+
     def _fall_back(self, rows: Sequence[Row], error: Exception) -> None:
         """From here on eager steps over the same memory. Raises `error` where the keys cannot be read."""
         try:

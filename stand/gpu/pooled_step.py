@@ -18,6 +18,7 @@ from stand.gpu.device_cache import DeviceCache
 from stand.gpu.page_table import PageTable, PoolSize
 from stand.row import LiveRows, Row
 from stand.sampling import TargetLaw
+from stand.scheduling.memory import lower_limit
 from stand.step import EagerStep, StepStart
 from stand.trees import DraftBatch
 from stand.verifiers import Verifier, VerifierNoise
@@ -87,6 +88,7 @@ class PooledStep(EagerStep):
     @classmethod
     def starting(cls, model: PreTrainedModel, start: StepStart) -> PooledStep:
         """With a pool of its own, for as long as the call lasts."""
+        lower_limit(start.pages, start.rows, model)
         size = PoolSize.of(start.rows, start.num_places, start.pages)
         cache = DeviceCache.like(start.keys, num_pages=size.num_pages, page_size=size.page_size)
         table = PageTable(cache, num_places=start.num_places, width=size.width, pages=start.pages)

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedModel
 
-from stand.backend import Backend, key_shape
+from stand.backend import MOST_CAPTURED_TOKENS, Backend, key_shape
 from stand.forward.tree_cache import DRAFT_ROOM, available_bytes
 from stand.row import Row
 from stand.scheduling.admission import Admission, AtMost
@@ -62,8 +63,7 @@ def admission(
     limits = [int(limit) for limit in (max_rows, backend.most_rows) if limit is not None]
     num_bytes = max_cache_bytes
     if max_cache_bytes is None and (max_rows is None or backend.has_pool):
-        held = backend.held_bytes
-        num_bytes = max(SHARE * (available_bytes(model.device) + held), held)
+        num_bytes = _most_bytes(model.device, backend.held_bytes)
     if size is not None:
         is_limited = num_bytes is not None and num_bytes != math.inf
         num_pages = max(int(num_bytes // (size * token_bytes)), 1) if is_limited else None
@@ -72,6 +72,25 @@ def admission(
     if num_bytes is None:
         return AtMost(int(max_rows))
     return WithinMemory(num_bytes, token_bytes, min(limits, default=None))
+
+
+def lower_limit(pages: PageAllocator | None, rows: Sequence[Row], model: PreTrainedModel, *, held: int = 0) -> None:
+    """Of pages, to what is free when a pool is about to be taken: prompts' keys have taken rooms since a call was
+    admitted. Not to less than `rows` need for a first step, a copied page and a new one each and those of the drafts;
+    then the limit stays.
+
+    held: bytes of the pool that is given back before."""
+    if pages is None:
+        return
+    most = _most_bytes(model.device, held) // (pages.page_size * bytes_per_token(model))
+    least = pages.most_used + 2 * len(rows) + pages.count(MOST_CAPTURED_TOKENS)
+    if least <= most < (pages.num_pages or math.inf):
+        pages.num_pages = int(most)
+
+
+def _most_bytes(device: torch.device, held: int) -> float:
+    """That a call's keys may take: a share of what is free, or what the call before has left."""
+    return max(SHARE * (available_bytes(device) + held), held)
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:

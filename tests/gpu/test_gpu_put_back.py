@@ -1,5 +1,7 @@
 """Captured steps under a cap: rows share their prompt's pages, are put back, and keep their tokens."""
 
+from weakref import WeakSet
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from tiny_models import kernel_model  # noqa: E402
 import stand  # noqa: E402
 from stand import backend as backends  # noqa: E402
 from stand.backend import CapturedBackend  # noqa: E402
-from stand.gpu import page_table, tiles  # noqa: E402
+from stand.gpu import device_cache, page_table, tiles  # noqa: E402
 from stand.gpu.captured_step import CapturedStep  # noqa: E402
 from stand.gpu.page_table import PageTable  # noqa: E402
 from stand.scheduling import memory, within_pages  # noqa: E402
@@ -126,6 +128,45 @@ def test_a_failure_under_a_cap_goes_on_over_the_same_pages(monkeypatch, expected
         output = engine.generate(PROMPT, **SETTINGS, max_cache_bytes=cap_of(11))
     assert output.token_ids == expected and output.stats.num_put_back > 1
     assert engine.backend.page_size is None and not engine.backend.has_pool  # later calls have rooms
+
+
+def test_a_pool_that_no_longer_fits_beside_the_prompts_keys_is_smaller(monkeypatch):
+    """Of 60 pages' memory prompts have taken rooms when the pool is taken: 27 are left, where rows need up to 41."""
+    settings = {**SETTINGS, "max_new_tokens": 200}
+    wanted, engine = engine_of(captured=False).generate(PROMPT, **settings).token_ids, engine_of()
+    left = iter([cap_of(60), cap_of(27) / memory.SHARE + 1])
+    monkeypatch.setattr(memory, "available_bytes", lambda device: next(left))
+    output = engine.generate(PROMPT, **settings)
+    assert output.token_ids == wanted and output.stats.num_put_back > 0
+    assert str(engine.backend) == "triton" and engine.backend._previous.captured._table.cache.num_pages == 27
+
+
+def test_a_limit_is_not_lowered_below_what_rows_begin_with(monkeypatch):
+    pages, model = PageAllocator(64, 99), kernel_model("qwen2")
+    pages.write("a prompt", 0, 640)
+    rows = [stand.row.Row(0, np.zeros(641, dtype=np.int32), 9)]
+    for num_pages, limit in ((200, 99), (50, 50), (20, 20), (19, 20), (0, 20)):  # 10, 2 for the row, 8 for drafts
+        monkeypatch.setattr(memory, "available_bytes", lambda device, n=num_pages: cap_of(n) / memory.SHARE + 1)
+        memory.lower_limit(pages, rows, model)
+        assert pages.num_pages == limit
+    memory.lower_limit(None, rows, model)
+
+
+def test_penalties_after_an_ordinary_call_have_its_pools_memory(monkeypatch):
+    """Admission counts what the call before has left as free."""
+    pools, free = WeakSet(), cap_of(120)
+    new = page_table.DeviceCache.__init__
+    monkeypatch.setattr(page_table.DeviceCache, "__init__", lambda one, **rest: pools.add(one) or new(one, **rest))
+
+    def left(device):
+        return free - sum(pool.nbytes for pool in pools if hasattr(pool, "storage"))
+
+    engine, settings = engine_of(), {**SETTINGS, "max_new_tokens": 437, "stop_token_ids": list(range(61))}
+    for module in (memory, device_cache):
+        monkeypatch.setattr(module, "available_bytes", left)
+    for penalty in (1.0, 1.2, 1.0, 1.2):
+        engine.generate(PROMPT, **settings, repetition_penalty=penalty)
+        assert str(engine.backend) == "triton" and bool(engine.backend.held_bytes) == (penalty == 1.0)
 
 
 def test_penalties_under_a_cap(expected):

@@ -1,0 +1,29 @@
+"""The picture of docs/drafting.md is drawn from the figures of the page."""
+
+import json
+
+import plot_drafting
+import pytest
+
+needs_data = pytest.mark.skipif(not (plot_drafting.DOCS / "drafting.json").is_file(), reason="needs the documents")
+
+
+@needs_data
+def test_draws_the_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot_drafting.main(["--output", str(tmp_path / "drafting.png")])
+    assert (tmp_path / "drafting.png").read_bytes().startswith(b"\x89PNG")
+
+
+@needs_data
+def test_every_coloured_line_has_its_points():
+    results = json.loads((plot_drafting.DOCS / "drafting.json").read_text(encoding="utf-8"))["results"]
+    results = [one for one in results if one["setting"] == "all"]
+    for family in plot_drafting.HELD_OUT:
+        numbers = {name: len(plot_drafting.tokens_by_nodes(results, family, name)) for name in plot_drafting.DRAFTERS}
+        assert numbers == {"lookup": 6, "arctic": 3, "stand": 3}
+
+
+def test_bins_with_few_nodes_are_left_out():
+    bins = [[0.15, 0.18, 500], [0.25, 0.9, 499]]
+    assert plot_drafting.errors({"calibration": bins}) == [(0.15, pytest.approx(0.03))]

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_cache import TreeCache
 
+MOVING_ROPES = frozenset({"dynamic", "longrope"})
 PROMPT_CHUNK = 512  # prompt tokens per forward; bounds the mask to [512, L]
 
 
@@ -32,14 +33,23 @@ def longrope_border(model: PreTrainedModel) -> int | None:
     `longrope_frequency_update`; arXiv 2402.13753). Up to the border there is one set, whatever shares the forward.
     """
     config = text_config(model)
-    ropes = getattr(config, "rope_parameters", None) or {}
-    parts = [ropes, *(part for part in ropes.values() if isinstance(part, dict))]
     borders = [
-        part.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-        for part in parts
-        if part.get("rope_type") == "longrope"
+        rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        for rope in _ropes(model)
+        if rope.get("rope_type") == "longrope"
     ]
     return min((border for border in borders if border is not None), default=None)
+
+
+def moving_ropes(model: PreTrainedModel) -> list[str]:
+    """Its kinds of rotary positions whose frequencies depend on the longest position of a forward, by name."""
+    return sorted({rope.get("rope_type") for rope in _ropes(model)} & MOVING_ROPES)
+
+
+def _ropes(model: PreTrainedModel) -> list[dict]:
+    """Parameters of its rotary positions; where layers differ, those of each kind of layer too."""
+    ropes = getattr(text_config(model), "rope_parameters", None) or {}
+    return [ropes, *(part for part in ropes.values() if isinstance(part, dict))]
 
 
 def max_positions(model: PreTrainedModel) -> int | None:

@@ -18,6 +18,8 @@ REFERENCES = {
     GELU_ERF: gelu,
 }
 
+REACHES = (8, 100)  # of values: where activations bend, and where some of them are cut off
+
 
 class FusedMLP:
     """Stands for `module.forward`; `merged` is gate_proj and up_proj in one, None where they could not be merged.
@@ -64,7 +66,7 @@ def find_activation(module: nn.Module) -> int | None:
     function = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
     if function is None or (isinstance(function, nn.Module) and function.state_dict()):
         return None
-    grid = torch.linspace(-8, 8, 257, device="cpu")
+    grid = torch.cat([torch.linspace(-reach, reach, 257, device="cpu") for reach in REACHES])
     values = function(grid)
     for activation, reference in REFERENCES.items():
         if torch.allclose(values, reference(grid), rtol=1e-6, atol=1e-6):

@@ -14,16 +14,15 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from stand.forward.model import max_positions, text_config
+from stand.forward.model import max_positions, moving_ropes, text_config
 from stand.forward.tree_attention import tree_attention
 
 PROBE_NAME = "stand_probe"
 NUM_TOKENS = 5
 NUM_ROWS, ROOM = 2, 8  # of the probe's cache
-ADAPTIVE_ROPES = {"dynamic", "longrope"}
 FEW_POSITIONS = 128
-# Rows of ordinary, small and large size: a wrong epsilon shows in the second only.
-SCALES = (1.0, 1e-2, 4.0)
+# Rows of ordinary, small, large and very large size: a wrong epsilon shows in the second only, a clamp in the last.
+SCALES = (1.0, 1e-2, 4.0, 100.0)
 # Largest difference, as a share of the largest value of its row, that rounding explains: two steps of the last place
 # of the 16-bit types.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
@@ -128,7 +127,10 @@ class Probe:
 
 
 def difference(reference: Outcome, outcome: Outcome) -> tuple[float, str | None]:
-    """Largest difference relative to the largest value of its row, over all tensors; or what differs in kind."""
+    """Largest difference relative to the largest value of its row, over all tensors; or what differs in kind.
+
+    Rows where the reference itself overflows, as float16 may, say nothing.
+    """
     if reference.tensors.keys() != outcome.tensors.keys() or reference.kinds != outcome.kinds:
         return float("inf"), "it computes other things"
     if not _same_constants(reference.constants, outcome.constants):
@@ -138,9 +140,12 @@ def difference(reference: Outcome, outcome: Outcome) -> tuple[float, str | None]
         got = outcome.tensors[name]
         if got.shape != expected.shape or got.dtype != expected.dtype:
             return float("inf"), f"its {name} has another shape or dtype"
+        is_finite = expected.isfinite().all(dim=-1)
+        if not is_finite.any():
+            return float("inf"), f"its {name} is not finite"
         errors = (got.float() - expected.float()).abs().amax(dim=-1)
         sizes = expected.float().abs().amax(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-        largest = max(largest, float((errors / sizes).nan_to_num(nan=torch.inf).max()))
+        largest = max(largest, float((errors / sizes)[is_finite].nan_to_num(nan=torch.inf).max()))
     return largest, None
 
 
@@ -150,9 +155,7 @@ def _reach(model: PreTrainedModel) -> int:
     Rotary embeddings that adapt to the longest position seen would be changed by a far one: few positions there.
     """
     limit = max_positions(model) or FEW_POSITIONS
-    parameters = getattr(text_config(model), "rope_parameters", None) or {}
-    kinds = {entry.get("rope_type") for entry in (parameters, *parameters.values()) if isinstance(entry, dict)}
-    return min(limit, FEW_POSITIONS) if kinds & ADAPTIVE_ROPES else limit
+    return min(limit, FEW_POSITIONS) if moving_ropes(model) else limit
 
 
 def _outcome(result: object, seen: dict, *, passed: Mapping[str, object]) -> Outcome:

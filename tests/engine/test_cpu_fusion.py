@@ -9,8 +9,8 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from tiny_models import CONFIGS, tiny_model
-from transformers import AutoModelForCausalLM
+from tiny_models import CONFIGS, SHAPE, tiny_model
+from transformers import AutoModelForCausalLM, LlamaConfig, OlmoConfig
 
 import stand
 from stand.drafters.eagle.head import EagleHead
@@ -24,6 +24,8 @@ from stand.fusion import on_cpu
 from stand.fusion.kernels import cpu_kernels
 from stand.fusion.layer import FusedLayer
 from stand.fusion.on_cpu import fuse_on_cpu, fused_twin
+from stand.fusion.probe import Outcome
+from stand.fusion.probe import difference as outcome_difference
 
 own_model = lru_cache(
     tiny_model.__wrapped__
@@ -218,6 +220,31 @@ def test_a_module_that_changed_before_or_after_the_proof_keeps_its_own_way(chang
     assert swapped_names(model, before) >= {"model.layers.0.mlp", "model.layers.2.mlp", "model.norm"}
 
 
+def test_what_large_states_alone_show_is_not_fused():
+    """OLMo cuts queries, keys and values off, gelu_10 its result."""
+    torch.manual_seed(0)
+    shape = {**SHAPE, "initializer_range": 0.02}
+    for clip, is_cut in ((8.0, True), (None, False)):
+        model = AutoModelForCausalLM.from_config(OlmoConfig(**shape, clip_qkv=clip)).eval()
+        assert (ATTENTION in kept(fuse_on_cpu(model))) is not is_cut
+    for activation, is_cut in (("gelu_10", True), ("gelu", False), ("gelu_new", False), ("silu", False)):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**shape, hidden_act=activation)).eval()
+        assert (MLP in kept(fuse_on_cpu(model))) is not is_cut, activation
+
+
+def test_rows_that_overflow_say_nothing():
+    """float16 does so where states are large."""
+    expected = torch.tensor([[1.0, 2.0], [torch.inf, 1.0]], dtype=torch.float16)
+    reference = Outcome(tensors={"output 0": expected})
+    found = expected.clone()
+    found[1] = torch.nan
+    assert outcome_difference(reference, Outcome(tensors={"output 0": found})) == (0.0, None)
+    found[0, 1] = torch.nan
+    assert outcome_difference(reference, Outcome(tensors={"output 0": found}))[0] == torch.inf
+    nothing = Outcome(tensors={"output 0": expected[1:]})
+    assert outcome_difference(nothing, nothing) == (torch.inf, "its output 0 is not finite")
+
+
 def test_a_configuration_that_changed_is_read():
     """Mistral's attention reads its window there; token ids are read by nobody."""
     model = fresh("mistral")
@@ -279,7 +306,8 @@ def test_what_was_proven_in_one_dtype_does_not_serve_another():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_other_dtypes_are_not_fused(dtype):
     model = fresh().to(dtype)
-    assert stand.wrap(model).backend.fusion is None
+    backend = stand.wrap(model).backend
+    assert backend.fusion is None and "not fused, because of ValueError: a model that is fused" in backend.reason
     with pytest.raises(ValueError, match="on a CPU must be there in float32"):
         fuse_on_cpu(model)
 

@@ -13,11 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.forward import mapped_memory
-from stand.forward.model import text_config
+from stand.forward.model import moving_ropes, text_config
 from stand.forward.paged_cache import PagedCache, PromptRoom, fitting_page_size, most_shown_rows
 from stand.forward.rider import Rider
 from stand.forward.tree_cache import DRAFT_ROOM, TreeCache
-from stand.fusion.on_cpu import fuse_on_cpu, is_fusible
+from stand.fusion.on_cpu import fuse_on_cpu
 from stand.step import EagerStep, Step, StepStart
 from stand.verifiers import Verifier
 
@@ -33,7 +33,6 @@ NAMES = ("auto", "sdpa", "triton")
 REFUSAL = "backend 'triton' cannot serve here: {}; use backend='sdpa' or 'auto'"
 RIDER_OBSTACLE = "the drafter runs at every node (placement='nodes'), which captured steps do not carry"
 LOGGER = logging.getLogger("stand")
-WAITING_ROPES = frozenset({"dynamic", "longrope"})  # their frequencies depend on the length: the host waits for it
 
 
 class Backend(Protocol):
@@ -236,10 +235,8 @@ def kernel_obstacle(
         return f"the model lies on {len(devices)} devices"
     if torch.get_float32_matmul_precision() != "highest":
         return "TF32 is on, which rounds rotary positions; call torch.set_float32_matmul_precision('highest')"
-    rope = getattr(text_config(model), "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
-    if kinds & WAITING_ROPES:
-        return f"rotary positions of kind {', '.join(sorted(kinds & WAITING_ROPES))} make the host wait"
+    if moving_ropes(model):  # their frequencies depend on the length: the host waits for it
+        return f"rotary positions of kind {', '.join(moving_ropes(model))} make the host wait"
     return kernel_failure(model, verifier, wants_features=wants_features, rider=rider)
 
 
@@ -248,8 +245,8 @@ def _ended_in(error: Exception) -> str:
 
 
 def _eager(model: PreTrainedModel, reason: str, *, fuse: bool) -> EagerBackend:
-    """With proven fused forwards where all of the model is on a CPU; without them where that fails."""
-    if not fuse or not is_fusible(model):
+    """With proven fused forwards on a CPU; without them where that fails."""
+    if not fuse or model.device.type != "cpu":
         return EagerBackend(model, reason)
     try:
         return EagerBackend(model, reason, fusion=fuse_on_cpu(model))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from stand.forward.few_token_product import DTYPES
+from stand.forward.few_token_product import DTYPE_NAMES, DTYPES
 from stand.forward.model import text_config
 from stand.forward.self_check import TOLERANCES, check_case, relative_difference, tree_logits
 from stand.forward.tree_attention import exclusive
@@ -61,8 +61,9 @@ def fuse_on_cpu(model: PreTrainedModel) -> Fusion:
     """
     if not is_fusible(model):
         raise ValueError(
-            f"a model that is fused on a CPU must be there in float32 or bfloat16, got {model.dtype} on "
-            f"{model.device}; load it with dtype=torch.float32"
+            f"a model that is fused on a CPU must be there in {DTYPE_NAMES}, all of it, got "
+            f"{', '.join(sorted({f'{each.dtype} on {each.device}' for each in model.parameters()}))}; load it with "
+            "dtype=torch.float32"
         )
     kernels = cpu_kernels()
     with exclusive(model), torch.inference_mode():

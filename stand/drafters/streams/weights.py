@@ -20,10 +20,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stand.drafters.trained_part import FAMILIES, VOCABULARY, WEIGHT_FILE, TrainedPart
-from stand.forward.model import text_config
+from stand.forward.model import moving_ropes, text_config
 from stand.forward.tree_attention import ATTENTION_NAME
 
-MOVING_ROPES = ("dynamic", "longrope")  # a position may change the frequencies, and with them the target's outputs
 PROJECTIONS = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
@@ -155,9 +154,9 @@ def _check_target(target: PreTrainedModel, num_layers: int) -> None:
     layers = target.get_decoder().layers
     if any(getattr(layer.self_attn, "sliding_window", None) is not None for layer in layers):
         raise ValueError(f"streams need a target that attends to all tokens, got sliding windows; {remedy}")
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    if rope in MOVING_ROPES:
-        raise ValueError(f"streams need rotary frequencies that never change, got kind {rope!r}; {remedy}")
+    if moving_ropes(target):  # a position may change the target's outputs
+        kinds = ", ".join(moving_ropes(target))
+        raise ValueError(f"streams need rotary frequencies that never change, got kind {kinds!r}; {remedy}")
     if not 1 <= num_layers <= len(layers):
         raise ValueError(f"num_layers must be in [1, {len(layers)}], got {num_layers}; half of the layers are usual")
 

@@ -1,4 +1,4 @@
-"""What a generation cost and what its drafts were worth. It reads the clock, as step_cost.py does."""
+"""What a generation cost and what its drafts were worth."""
 
 from __future__ import annotations
 

@@ -29,7 +29,6 @@ class Requirements:
       siblings follow.
     carries_debts: later targets change with what was accepted (`TargetRows.debts`), and the drafter must be one fixed
       function of the context, which a lookup tree that learns is not.
-    shared_noise: the rule keeps more when the drafter perturbs its laws with the verifier's own noise.
     """
 
     chain: bool = False
@@ -37,7 +36,6 @@ class Requirements:
     laws: Laws = "recorded"
     fixed_widths: bool = False
     carries_debts: bool = False
-    shared_noise: bool = False
 
 
 def check_requirements(name: str, requires: Requirements, batch: DraftBatch) -> None:

@@ -50,21 +50,9 @@ class Verdicts:
         """[B] int32: drafted tokens kept; the row gains one more, the next token."""
         return np.array([len(path) for path in self.accepted], dtype=np.int32)
 
-    def last_nodes(self, batch: DraftBatch) -> np.ndarray:
-        """[B] int64: packed node whose law the next token was drawn from."""
-        ends = [path[-1] if len(path) else 0 for path in self.accepted]
-        return batch.offsets[:-1].astype(np.int64) + np.array(ends, dtype=np.int64)
-
     def gained(self, batch: DraftBatch) -> list[list[int]]:
         """B lists: the tokens each row gains, the next token last."""
         return gained(self.accepted, batch.token_ids, batch.offsets, self.next_tokens)
-
-    def token_ids(self, batch: DraftBatch) -> list[np.ndarray]:
-        """B arrays int64 [A + 1]: the tokens each row gains, the next token last."""
-        return [
-            np.append(batch.token_ids[batch.offsets[row] + path], self.next_tokens[row]).astype(np.int64)
-            for row, path in enumerate(self.accepted)
-        ]
 
 
 class Verifier(ABC):

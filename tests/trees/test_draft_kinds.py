@@ -156,7 +156,7 @@ def decode(kind: str | None, *, rule: str, rows: int, length: int, target: np.nd
             batch = lookup.draft(histories, shape, seed=6, rows=numbers, steps=steps, kind=kind)
         noise = VerifierNoise(6, rows=numbers, steps=steps, positions=np.array(list(map(len, histories))))
         verdicts = verifier.verify(batch, TargetRows(torch.from_numpy(target[batch.token_ids])), noise)
-        gained = verdicts.token_ids(batch)
+        gained = verdicts.gained(batch)
         histories = [np.append(old, new).astype(np.int32) for old, new in zip(histories, gained, strict=True)]
         num_steps += 1
     mean = np.mean([len(history) - 1 for history in histories]) / num_steps
@@ -195,7 +195,7 @@ def joint_counts(kind: str, *, rows: int, target: np.ndarray, drafter: np.ndarra
         batch = dataclasses.replace(batch, adapted=True)
         noise = VerifierNoise(3, rows=numbers, steps=steps, positions=np.array(list(map(len, histories))))
         verdicts = get_verifier("traversal").verify(batch, TargetRows(torch.from_numpy(target[batch.token_ids])), noise)
-        gained = verdicts.token_ids(batch)
+        gained = verdicts.gained(batch)
         histories = [np.append(old, new).astype(np.int32) for old, new in zip(histories, gained, strict=True)]
     counts = np.zeros((3, 3, 3))
     for history in histories:

@@ -24,6 +24,7 @@ from exact import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stand.forward.rider import path_ends
 from stand.trees import DraftBatch, DraftTree
 from stand.trees.noise import uniforms
 from stand.verifiers import TargetRows, VerifierNoise, draw_tokens, fitting_names, get_verifier, resolve, verifier_names
@@ -249,7 +250,7 @@ def test_verify_follows_its_thresholds(rule, kind):
     counts = Counter(int(path[-1]) if len(path) else 0 for path in verdicts.accepted)
     assert [counts[node] / len(lattice) for node in range(len(draft))] == pytest.approx(expected, abs=1e-12)
     laws = full_laws(single, row, mass=mass, scale=scale)
-    assert (verdicts.last_nodes(batch) - batch.offsets[:-1]).tolist() == [
+    assert (path_ends(batch, verdicts.accepted) - batch.offsets[:-1]).tolist() == [
         path[-1] if len(path) else 0 for path in map(np.ndarray.tolist, verdicts.accepted)
     ]
     for path, token in zip(verdicts.accepted, verdicts.next_tokens, strict=True):
@@ -268,7 +269,7 @@ def test_next_token_follows_the_law_of_the_stopping_node(rule):
     batch, rows = pack(world, [draft] * count), target_rows(world, [draft] * count)
     accepts = np.full((count, len(draft)), LARGEST)
     verdicts = verifier.verify(batch, rows, GivenNoise(accepts.reshape(-1), (np.arange(count) + 0.5) / count))
-    node = verdicts.last_nodes(batch) - batch.offsets[:-1]
+    node = path_ends(batch, verdicts.accepted) - batch.offsets[:-1]
     assert len(set(node.tolist())) == 1
     frequencies = np.bincount(verdicts.next_tokens, minlength=4) / count
     assert np.abs(frequencies - laws[int(node[0])]).max() < 2 / count
@@ -316,7 +317,7 @@ def test_first_two_tokens_follow_the_target(rule, kind):
     batch, verdicts = sampled_step(rule, kind, count)
     generator = np.random.default_rng(3)
     seen = np.zeros((3, 3))
-    for tokens in verdicts.token_ids(batch):
+    for tokens in verdicts.gained(batch):
         second = tokens[1] if len(tokens) > 1 else generator.choice(3, p=[float(x) for x in world.p((tokens[0],))])
         seen[tokens[0], second] += 1
     expected = count * np.array([[float(a * b) for b in world.p((x,))] for x, a in enumerate(world.p(()))])
@@ -494,8 +495,8 @@ def decode(rule: str, kind: str, *, rows: int, length: int, world, seed: int) ->
         )
         batch = pack(WORLDS["EX2"], chosen)
         verdicts = verifier.verify(batch, TargetRows(torch.tensor(laws, dtype=torch.float32)), noise)
-        for history, tokens in zip(histories, verdicts.token_ids(batch), strict=True):
-            history += tokens.tolist()
+        for history, tokens in zip(histories, verdicts.gained(batch), strict=True):
+            history += tokens
         step += 1
     return [history[:length] for history in histories]
 

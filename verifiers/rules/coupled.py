@@ -28,7 +28,7 @@ class CoupledVerifier(Verifier):
 
     name = "coupled"
     device_rule = "stand.gpu.device_rule:CoupledRule"
-    requires = Requirements(adapted=False, laws="ignored", shared_noise=True)
+    requires = Requirements(adapted=False, laws="ignored")
 
     def verify(self, batch: DraftBatch, target: TargetRows, noise: VerifierNoise) -> Verdicts:
         self.check_draft(batch)

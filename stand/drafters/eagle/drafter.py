@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from stand.drafters.blended import default_budget
 from stand.drafters.drafter import Drafter, DraftRequest, Lesson
 from stand.drafters.eagle.followed_rows import FollowedRows
-from stand.drafters.eagle.growing_draft import GrowingDraft, planted, typical_tree
 from stand.drafters.eagle.growth import BestFirstGrowth, FixedGrowth, Growth, Node
 from stand.drafters.eagle.head import EagleHead
+from stand.drafters.growing_draft import GrowingDraft, planted, typical_tree
 from stand.drafters.settings import check_count, check_temperature
 from stand.trees import ROOT, DraftBatch, TreeShape
 

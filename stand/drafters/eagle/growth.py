@@ -6,7 +6,7 @@ import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from stand.drafters.eagle.growing_draft import GrowingDraft
+from stand.drafters.growing_draft import GrowingDraft
 from stand.trees import ROOT, TreeShape
 
 Node = tuple[int, int]  # (row, number within its draft)

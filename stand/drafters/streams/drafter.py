@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from stand.drafters.blended import default_budget
 from stand.drafters.drafter import Drafter, DraftRequest
-from stand.drafters.eagle.growing_draft import GrowingDraft, planted, typical_tree
+from stand.drafters.growing_draft import GrowingDraft, planted, typical_tree
 from stand.drafters.settings import check_count
 from stand.drafters.streams.rider import Law, StreamRider
 from stand.drafters.streams.weights import Streams

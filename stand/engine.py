@@ -29,7 +29,7 @@ from stand.drafters.blended import BlendedDrafter
 from stand.drafters.drafter import Drafter, LookupDrafter
 from stand.drafters.fixed_shape import FixedShapeDrafter
 from stand.drafters.step_cost import StepCost, clock_of, measure_cost
-from stand.forward.model import text_config
+from stand.forward.model import max_positions, text_config
 from stand.forward.self_check import check_model, refuse_training
 from stand.forward.tree_attention import exclusive
 from stand.generation_settings import check_flags
@@ -79,7 +79,7 @@ def wrap(
     rule = _checked_rule(verifier)
     drafter = _checked_drafter(drafter)
     check_model(model)
-    drafter.attach(model, _fingerprint(model, tokenizer))
+    drafter.attach(model, _fingerprint(model, tokenizer, drafter))
     typical = drafter.typical_draft()
     if typical is not None:
         rule.check_draft(typical)
@@ -233,7 +233,8 @@ class Engine:
         self, *, num_rows: int = 1, length: int = 1024, most_tokens: int | None = None, seconds: float | None = None
     ) -> StepCost:
         """Time steps of several sizes for `num_rows` rows after `length` tokens each, up to `most_tokens` tokens in
-        all (default: what 32 nodes per row on a CPU, the largest captured step elsewhere, come to).
+        all (default: what 32 nodes per row on a CPU, the largest captured step elsewhere, come to). Where the model's
+        context is shorter, after as many as leave room for the draft.
 
         seconds: time fewer sizes, less often, and stop after about so long; on a CPU all times are processor time.
         None: it takes seconds to minutes. `BlendedDrafter(costs=CostTable((cost, ...)))` takes the results; save the
@@ -246,6 +247,10 @@ class Engine:
                 f"num_rows and length must be at least 1 and most_tokens above num_rows, got {num_rows}, {length} and "
                 f"{most_tokens}; a step holds one token per row and its drafts"
             )
+        context = max_positions(self.model)
+        if context is not None:
+            depth = (-(-most_tokens // num_rows)).bit_length()  # of a draft of two branches, its root included
+            length = max(min(length, context - depth), 1)
         sizes = {"num_rows": num_rows, "length": length}
         with sample_steps(self.model, self.backend, self.verifier, **sizes) as run_step:
             clock = clock_of(self.model.device)
@@ -265,8 +270,8 @@ class Engine:
         learn: bool = True,
         **settings: object,
     ) -> tuple[Call, list[Job]]:
-        """A call that has not begun, and its jobs; everything that does not fit raises before any work, the drafter's
-        preparation included."""
+        """A call that has not begun, and its jobs. What does not fit raises before any work; what does not fit into
+        memory, after the drafter's preparation."""
         with exclusive(self.model):
             check_flags(draft=draft, learn=learn)
             reader = JobReader(self.model, self.tokenizer, problems=self._problems, **settings)
@@ -323,9 +328,11 @@ class Engine:
         seed = checked_seed(seed)
         most_nodes = self.drafter.most_slots if draft else lambda num_rows: 0
         allowed = admission(self.model, max_rows, max_cache_bytes, backend=self.backend, most_nodes=most_nodes)
+        if draft:  # its largest draft counts in the checks
+            self.drafter.prepare(min(num_rows, max_rows or num_rows), self.measure_cost)
         for job in jobs if isinstance(jobs, list) else ():  # others are checked as they are read
             allowed.check(job)
-        call = Call(
+        return Call(
             self.model,
             backend=self.backend,
             drafter=self.drafter if draft else None,
@@ -339,9 +346,6 @@ class Engine:
             is_seeded=is_seeded,
             on_commit=on_commit,
         )
-        if draft:
-            self.drafter.prepare(min(num_rows, max_rows or num_rows), self.measure_cost)
-        return call
 
     def _own_seed(self, seed: int, is_drafting: bool, is_learning: bool) -> int:
         """The seed of the own streams of a call that starts now (stand/seeds.py)."""
@@ -407,13 +411,18 @@ def _checked_drafter(drafter: object) -> Drafter:
     return drafter
 
 
-def _fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> bytes:
-    """Names the vocabulary that token ids mean something in; without a tokenizer, its size alone."""
-    if tokenizer is not None:
-        if not hasattr(tokenizer, "get_vocab"):
-            raise ValueError(
-                f"tokenizer must be one of transformers', got {type(tokenizer).__name__}; pass "
-                "AutoTokenizer.from_pretrained(...), or leave it out and pass token ids"
-            )
-        return vocabulary_fingerprint(tokenizer.get_vocab())
-    return vocabulary_fingerprint({"vocab_size": text_config(model).vocab_size})
+def _fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, drafter: Drafter) -> bytes:
+    """Names the vocabulary that token ids mean something in; its size alone without a tokenizer, and where the
+    drafter's lookup was learned without one."""
+    by_size = vocabulary_fingerprint({"vocab_size": text_config(model).vocab_size})
+    if tokenizer is None:
+        return by_size
+    if not hasattr(tokenizer, "get_vocab"):
+        raise ValueError(
+            f"tokenizer must be one of transformers', got {type(tokenizer).__name__}; pass "
+            "AutoTokenizer.from_pretrained(...), or leave it out and pass token ids"
+        )
+    lookup = drafter.lookup if isinstance(drafter, LookupDrafter) else None
+    if lookup is not None and lookup.fingerprint == by_size:
+        return by_size
+    return vocabulary_fingerprint(tokenizer.get_vocab())

@@ -169,6 +169,7 @@ def check_fingerprint(lookup: object, fingerprint: bytes) -> None:
     """Raise ValueError where a lookup was trained with another vocabulary."""
     if lookup.fingerprint and lookup.fingerprint != fingerprint:
         raise ValueError(
-            f"a lookup must have been trained with this tokenizer (vocabulary {fingerprint.hex()[:12]}), got one "
-            f"for vocabulary {lookup.fingerprint.hex()[:12]}; train or load the lookup that belongs to this model"
+            f"a lookup must have been learned with this tokenizer (vocabulary {fingerprint.hex()[:12]}; without one "
+            f"its size counts), got one for vocabulary {lookup.fingerprint.hex()[:12]}; pass the tokenizer that it was "
+            "learned with to stand.wrap, or load the lookup that belongs to this model"
         )

@@ -12,8 +12,8 @@ from stand.backend import Backend
 from stand.forward.model import prefill, text_config
 from stand.forward.tree_attention import exclusive, tree_attention
 from stand.forward.tree_cache import TreeCache
-from stand.generation_settings import GenerationSettings
 from stand.row import LiveRows, Row
+from stand.sampling import SamplingParams, TargetLaw
 from stand.step import StepStart
 from stand.trees import DraftBatch
 from stand.verifiers import Verifier, VerifierNoise
@@ -23,13 +23,13 @@ from stand.verifiers import Verifier, VerifierNoise
 def sample_steps(
     model: PreTrainedModel, backend: Backend, verifier: Verifier, *, num_rows: int, length: int
 ) -> Iterator[Callable[[DraftBatch], None]]:
-    """Within the block: runs forward and verdict of drafts for `num_rows` rows of `length` cached tokens each."""
+    """Within the block: runs forward and verdict of drafts for `num_rows` rows of `length` cached tokens each, under
+    plain sampling: a call's settings, which may replace those of the model, do not matter."""
     prompt = np.arange(length + 1, dtype=np.int32) % text_config(model).vocab_size
     rows = [Row(row, prompt, 1) for row in range(num_rows)]
     live = LiveRows.of(rows)
     noise = VerifierNoise(seed=0, rows=live.noise_keys, steps=live.steps, positions=live.lengths + 1)
-    settings = GenerationSettings.resolve(model, num_return_sequences=num_rows)
-    law = settings.law(settings.processors(model, prompt, 1))
+    law = TargetLaw(SamplingParams())
     with exclusive(model):
         with tree_attention(model):
             keys = TreeCache(num_rows=1, room=length + 1)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from letter_tokenizer import letter_tokenizer
 from tiny_models import CONFIGS, VOCABULARY_SIZE, tiny_model
 from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
@@ -207,6 +208,17 @@ def test_the_lookup_tree_learns_and_survives_a_save(make, tmp_path):
     again = engine.generate(input_ids=PROMPTS, max_new_tokens=40, temperature=0.0)
     assert again.token_ids == first.token_ids
     assert again.stats.num_steps < first.stats.num_steps
+
+
+@pytest.mark.parametrize("kind", [LookupTree, BlendedLookup])
+def test_a_lookup_that_was_learned_without_a_tokenizer_serves_with_one(kind):
+    model, tokenizer = tiny_model("qwen2"), letter_tokenizer()
+    by_size = stand.wrap(model, drafter=stand.BlendedDrafter()).lookup.fingerprint
+    stand.wrap(model, tokenizer, drafter=kind(fingerprint=by_size))
+    named = stand.wrap(model, tokenizer).lookup.fingerprint
+    stand.wrap(model, tokenizer, drafter=kind(fingerprint=named))
+    with pytest.raises(ValueError, match="pass the tokenizer that it was learned with"):
+        stand.wrap(model, drafter=kind(fingerprint=named))
 
 
 def test_learn_false_leaves_the_lookup_tree_alone():

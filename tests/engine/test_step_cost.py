@@ -1,5 +1,6 @@
 """What a step costs: interpolation, files, and a measurement on a real model."""
 
+import copy
 import math
 import types
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_model
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import stand
 from stand.drafters.step_cost import CostTable, StepCost, clock_of, measure_cost, synthetic_drafts, table_path
@@ -78,6 +80,23 @@ def test_steps_of_a_real_model_are_timed():
     assert model.config._attn_implementation != "stand_tree"
     with pytest.raises(ValueError, match="most_tokens above num_rows"):
         stand.wrap(model).measure_cost(num_rows=4, most_tokens=4)
+
+
+def test_a_short_context_leaves_room_for_the_timed_drafts():
+    """Learned positions end with the context."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=61, n_positions=24, n_embd=32, n_layer=1, n_head=2)
+    engine = stand.wrap(GPT2LMHeadModel(config).eval(), drafter=stand.BlendedDrafter(budget=4))
+    for most_tokens, length in ((2, 22), (31, 19), (32, 18)):
+        assert engine.measure_cost(most_tokens=most_tokens).length == length
+    assert engine.measure_cost(length=7).length == 7
+
+
+def test_settings_that_a_call_replaces_do_not_matter_to_timings():
+    model = copy.deepcopy(tiny_model("llama"))
+    model.generation_config.num_beams = 4
+    engine = stand.wrap(model)
+    assert engine.measure_cost(most_tokens=2, length=4).tokens == (1, 2)
 
 
 @pytest.mark.parametrize("length", [0, 1, 20, 21, 22, 30, 500])

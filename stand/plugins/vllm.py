@@ -41,9 +41,9 @@ class LookupProposer:
 
     def __init__(self, vllm_config: VllmConfig):
         given = vllm_config.additional_config
-        ranks = getattr(vllm_config, "parallel_config", None)
+        parallel = getattr(vllm_config, "parallel_config", None)
         self.options = ServingOptions.read(
-            given.get(OPTIONS) if isinstance(given, dict) else None, rank=getattr(ranks, "data_parallel_index", 0)
+            given.get(OPTIONS) if isinstance(given, dict) else None, rank=getattr(parallel, "data_parallel_index", 0)
         )
         if self.options.laws > 0:
             raise ValueError(f"laws must be 0, for vLLM hands no logits to a proposer; got {self.options.laws}")
@@ -55,7 +55,9 @@ class LookupProposer:
         self._scopes = Scopes()
         self._backlog = Backlog(self.lookup, tokens_per_step=self.options.text_tokens)
         self._reporter = Reporter(self.row_steps, LOGGER, every=self.options.report_every)
-        if self.options.save:
+        self.saver: Saver | None = None
+        # The ranks of tensor parallelism learn alike: one writes, so that steps wait for one.
+        if self.options.save and getattr(parallel, "rank", 0) % getattr(parallel, "tensor_parallel_size", 1) == 0:
             self.saver = Saver(self, self.lookup, self.options.save)
         LOGGER.info("STAND drafts chains of at most %d tokens; %r", self.num_tokens, self.lookup)
 

@@ -16,14 +16,16 @@ from stand.trees import BlendedLookup
 MOST_ROWS, LONGEST, K = 6, 512, 4
 
 
-def proposer(*, num_tokens: int = K, longest: int = LONGEST, rank: int = 0, **options) -> LookupProposer:
+def proposer(
+    *, num_tokens: int = K, longest: int = LONGEST, rank: int = 0, place: int = 0, **options
+) -> LookupProposer:
     return LookupProposer(
         SimpleNamespace(
             additional_config={"stand": options},
             speculative_config=SimpleNamespace(num_speculative_tokens=num_tokens),
             model_config=SimpleNamespace(max_model_len=longest),
             scheduler_config=SimpleNamespace(max_num_seqs=MOST_ROWS),
-            parallel_config=SimpleNamespace(data_parallel_index=rank),
+            parallel_config=SimpleNamespace(data_parallel_index=rank, rank=place, tensor_parallel_size=2),
         )
     )
 
@@ -279,6 +281,11 @@ def test_ranks_of_data_parallelism_have_files_of_their_own(tmp_path):
         made.lookup.learn([], [1, 2 + rank])
         made.saver.finish()
     assert [BlendedLookup.load(tmp_path / f"{rank}.lookup").predict([1])[0][0] for rank in (0, 1)] == [2, 3]
+
+
+def test_one_rank_of_tensor_parallelism_writes_the_file(tmp_path):
+    made = [proposer(place=place, save=str(tmp_path / "a.lookup")) for place in range(4)]
+    assert [one.saver is not None for one in made] == [True, False, True, False]  # two stages of two ranks
 
 
 def test_options_come_from_the_environment_or_by_name():

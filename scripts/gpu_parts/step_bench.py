@@ -165,10 +165,11 @@ class StepBench:
         """One step's share of a queue of steps, in which no step waits for its launch."""
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         step.launch()
-        first.record()
-        for _ in range(self.sizes.repeats):
-            step.launch()
-        last.record()
+        with torch.cuda.device(self.bench.device):  # on whose stream events are recorded
+            first.record()
+            for _ in range(self.sizes.repeats):
+                step.launch()
+            last.record()
         torch.cuda.synchronize(self.bench.device)
         step.verdicts()
         return first.elapsed_time(last) / 1e3 / self.sizes.repeats

@@ -36,6 +36,7 @@ from stand.gpu.step_size import StepSize
 from stand.output import GenerationOutput
 from stand.row import Row
 from stand.scheduling.request import Job
+from stand.seeds import noise_key
 from stand.stats import Stats
 from stand.step import StepStart
 from stand.trees import BlendedLookup, DraftBatch
@@ -54,8 +55,8 @@ class RecordedRule(MatchRule):
     (`coupled`), for which this is a lower bound; and rounding that turns a greedy token in 16-bit types.
     """
 
-    def __init__(self, streams: Sequence[np.ndarray]):
-        self.streams = streams  # per row: prompt, recorded tokens and the end token, int64
+    def __init__(self, streams: Mapping[int, np.ndarray]):
+        self.streams = streams  # by a row's noise key: prompt, recorded tokens and the end token, int64
 
     def fields(self, size: StepSize) -> dict[str, Field]:
         return {**super().fields(size), "recorded": (np.int64, (size.num_tokens,))}
@@ -64,10 +65,10 @@ class RecordedRule(MatchRule):
         super().fill(host, batch, noise)
         recorded = host["recorded"]
         recorded[batch.num_nodes :] = 0
-        for row, position, first, end in zip(
+        for key, position, first, end in zip(
             noise.rows, noise.positions, batch.offsets[:-1], batch.offsets[1:], strict=True
         ):
-            stream = self.streams[row]
+            stream = self.streams[key]
             recorded[first:end] = stream[np.minimum(position + batch.depths[first:end], len(stream) - 1)]
 
     def decide(
@@ -83,8 +84,10 @@ class TimedStep(CapturedStep):
     The device's time of a step begins with its launch, so that the way of the launch to the device counts as work.
     """
 
-    def __init__(self, *arguments, **settings):
+    def __init__(self, *arguments, rule: RecordedRule, **settings):
+        """rule: in place of the verifier's."""
         super().__init__(*arguments, **settings)
+        self._rule = rule
         self.recording_seconds = 0.0
         self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -93,9 +96,10 @@ class TimedStep(CapturedStep):
             super().launch()
             return
         marks = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        marks[0].record()
-        super().launch()
-        marks[1].record()
+        with torch.cuda.device(self._model.device):  # on whose stream events are recorded
+            marks[0].record()
+            super().launch()
+            marks[1].record()
         self._marks.append(marks)
 
     def device_seconds(self) -> float | None:
@@ -135,7 +139,7 @@ class ReplayBackend:
     has_pool = False
 
     def __init__(self, model: PreTrainedModel, fusion: Fusion | None):
-        self.rule = RecordedRule(())
+        self.rule = RecordedRule({})
         self.step: TimedStep | None = None
         self.start = 0.0  # when decoding began
         self._model = model
@@ -146,7 +150,8 @@ class ReplayBackend:
 
     def new_step(self, start: StepStart) -> TimedStep:
         if self.step is None or not self.step.serves(start):
-            self.step = TimedStep(self._model, start.law, self.rule, num_rows=start.num_places, fusion=self._fusion)
+            asked = {"num_rows": start.num_places, "fusion": self._fusion}
+            self.step = TimedStep(self._model, start.law, start.verifier, rule=self.rule, **asked)
         self.step.begin(start.keys, start.rows)
         self.start = time.perf_counter() - self.step.recording_seconds
         return self.step
@@ -169,10 +174,12 @@ class ReplayEngine(Engine):
         Raises RuntimeError should a row leave its recording.
         """
         longest = max(len(recording.tokens) for recording in recordings) + 1
-        self.backend.rule.streams = [
-            np.concatenate([recording.prompt, recording.tokens, [end_token]]).astype(np.int64)
-            for recording in recordings
-        ]
+        self.backend.rule.streams = {
+            noise_key(row, recordings[0].prompt): np.concatenate(
+                [recording.prompt, recording.tokens, [end_token]]
+            ).astype(np.int64)
+            for row, recording in enumerate(recordings)
+        }
         self.finishes = []
         output = self.generate(
             input_ids=recordings[0].prompt[None],

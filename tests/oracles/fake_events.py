@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
+import torch
+
 
 class FakeEvent:
     """Stands for `torch.cuda.Event`."""
 
-    def __init__(self, clock: list[object]):
-        self._clock = clock
+    def __init__(self, clock: list[object], current: list[object], device: object):
+        self._clock, self._current, self._device = clock, current, device
         self.time = 0
 
     def record(self) -> None:
+        """On the stream of the current device."""
+        assert self._current[-1:] == [self._device], "the events of another device tell nothing of this one"
         self.time = len(self._clock)
 
     def elapsed_time(self, later: FakeEvent) -> int:
         return later.time - self.time
+
+
+def use_fake_events(monkeypatch, clock: list[object], device: object) -> None:
+    """For work on `device`, which is not the current one."""
+    current = []
+
+    @contextmanager
+    def using(one):
+        current.append(one)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", using)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent(clock, current, device))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

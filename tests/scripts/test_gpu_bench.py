@@ -22,7 +22,7 @@ import gpu_parts.decode_engines as decode_engines  # noqa: E402
 import gpu_parts.gpu_checks as gpu_checks  # noqa: E402
 import gpu_parts.kernel_bench as kernel_bench  # noqa: E402
 import gpu_parts.step_bench as step_bench  # noqa: E402
-from fake_events import FakeEvent  # noqa: E402
+from fake_events import use_fake_events  # noqa: E402
 from gpu_parts.bench_model import BenchModel  # noqa: E402
 from gpu_parts.bench_record import BenchRecord, Budget, Measurement  # noqa: E402
 from gpu_parts.decode_engines import DecodeBench, DecodeTiming  # noqa: E402
@@ -166,10 +166,9 @@ def test_a_step_is_compared_with_the_one_without_nodes_and_with_bandwidth():
 
 def test_a_step_on_the_device_is_a_share_of_a_queue_of_steps(monkeypatch):
     clock, verdicts = [], []
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent(clock))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    use_fake_events(monkeypatch, clock, "cuda:1")
     step = SimpleNamespace(launch=lambda: clock.append("1 ms"), verdicts=lambda: verdicts.append(len(clock)))
-    bench = step_bench.StepBench(SimpleNamespace(device=None), step_bench.FULL, bytes_per_second=1.0)
+    bench = step_bench.StepBench(SimpleNamespace(device="cuda:1"), step_bench.FULL, bytes_per_second=1.0)
     assert bench._device_seconds(step) == pytest.approx(1e-3)
     assert verdicts == [step_bench.FULL.repeats + 1]
 

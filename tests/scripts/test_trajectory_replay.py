@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from draft_requests import draft_request  # noqa: E402
-from fake_events import FakeEvent  # noqa: E402
+from fake_events import use_fake_events  # noqa: E402
 from gpu_parts.bench_model import BenchModel  # noqa: E402
 from gpu_parts.trajectory_replay import (  # noqa: E402
     RecordedRule,
@@ -93,7 +93,7 @@ def test_a_row_that_leaves_its_recording_is_noticed(bench, monkeypatch):
 
 
 def test_the_rule_fills_in_what_was_recorded_at_each_depth():
-    streams = [np.arange(100, 110), np.arange(200, 206)]
+    streams = dict(enumerate([np.arange(100, 110), np.arange(200, 206)]))
     tree = DraftTree(
         np.array([1, 2, 3, 4], dtype=np.int32),
         np.array([-1, 0, 0, 2], dtype=np.int32),
@@ -164,10 +164,10 @@ def test_problems_with_too_few_samples_are_left_out(bench):
 def test_time_on_the_device_is_that_between_marks(monkeypatch):
     clock = []
     step = object.__new__(TimedStep)
-    step._model, step._marks = SimpleNamespace(device=SimpleNamespace(type="cuda")), []
+    device = SimpleNamespace(type="cuda")
+    step._model, step._marks = SimpleNamespace(device=device), []
     monkeypatch.setattr(CapturedStep, "launch", lambda self: clock.append("a launch of 1 ms"))
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent(clock))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    use_fake_events(monkeypatch, clock, device)
     for _ in range(3):
         step.launch()
         clock.append("an idle millisecond")

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from stand.gpu.runner import captured, own_stream
+
 WARM_UP_RUNS = 3  # kernels are compiled and library handles made before anything is captured or timed
 SHORTEST = 1e-3  # seconds that one timed replay should last: shorter ones would wait for their own launch
 MOST_RUNS = 200  # of the work in one graph
@@ -22,6 +24,7 @@ class DeviceTimer:
             raise ValueError(f"repeats must be at least 1, got {repeats}")
         self.device = device
         self.repeats = repeats
+        self._stream = own_stream(device, self) if device.type == "cuda" else None
 
     def seconds(self, work: Work) -> float:
         """One run of `work`, which must use the same memory every time and never wait for the device."""
@@ -46,25 +49,26 @@ class DeviceTimer:
             (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(self.repeats)
         ]
         graph.replay()
-        for start, end in marks:
-            start.record()
-            graph.replay()
-            end.record()
+        with torch.cuda.device(self.device):  # on whose stream events are recorded
+            for start, end in marks:
+                start.record()
+                graph.replay()
+                end.record()
         torch.cuda.synchronize(self.device)
         return [start.elapsed_time(end) / 1e3 for start, end in marks]
 
     def _captured(self, work: Work, num_runs: int) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
             for _ in range(WARM_UP_RUNS):
                 work()
-        side.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        self._stream.synchronize()
+
+        def body() -> None:
             for _ in range(num_runs):
                 work()
-        return graph
+
+        return captured(body, self._stream)
 
 
 def device_name(device: torch.device) -> str:

@@ -5,14 +5,18 @@ A body is a function without arguments that reads and writes memory at fixed add
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import finalize
 
 import torch
 
 Body = Callable[[], None]
 WARM_UP_RUNS = 2  # before capture: kernels are compiled and libraries make their handles, which a capture must not
+TORCH_STREAMS = 32  # that torch has of a device and hands out in turn
+_OWNED: set[int] = set()  # handles of streams whose owners live
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +79,13 @@ class GraphRunner:
     """CUDA graphs; the step on the caller's stream, the best tokens on one next to it.
 
     No two graphs run at once: best tokens wait for their step, and whatever runs next waits for them. So all graphs may
-    share one memory pool. All warm-ups and captures of a replay run on a stream of its own: where a graph ends, torch
-    2.13 clears the cuBLAS workspaces of the stream that it was captured on (pytorch #193402), which other engines' live
-    graphs may still use.
+    share one memory pool. All warm-ups and captures of a replay run on a stream of its own (`own_stream`).
     """
 
     def __init__(self, device: torch.device):
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._captures = torch.cuda.Stream(device)
+        self._captures = own_stream(device, self)
         self._side = torch.cuda.Stream(device)
         self._decided = torch.cuda.Event()
         self._learnable = torch.cuda.Event()
@@ -126,10 +128,41 @@ class GraphRunner:
                 for body in bodies:
                     body()
         torch.cuda.current_stream(self._device).wait_stream(self._captures)
-        return [self._capture(body) for body in bodies]
+        return [captured(body, self._captures, pool=self._pool).replay for body in bodies]
 
-    def _capture(self, body: Body) -> Body:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._captures, capture_error_mode="thread_local"):
-            body()
-        return graph.replay
+
+def own_stream(device: torch.device, owner: object) -> torch.cuda.Stream:
+    """A stream for captures that nobody else gets from here while `owner` lives.
+
+    torch hands out the same few streams in turn, and where a graph ends, torch 2.13 clears the cuBLAS workspaces of the
+    stream that it was captured on (pytorch #193402), which other live graphs may still use. Raises RuntimeError where
+    none is left.
+    """
+    for _ in range(2):
+        for _ in range(TORCH_STREAMS):
+            stream = torch.cuda.Stream(device)
+            if stream.cuda_stream not in _OWNED:
+                _OWNED.add(stream.cuda_stream)
+                finalize(owner, _OWNED.discard, stream.cuda_stream)
+                return stream
+        gc.collect()  # what is left of engines that ended
+    raise RuntimeError(f"a capture needs a stream of its own, got {TORCH_STREAMS} taken ones; let engines go")
+
+
+def captured(body: Body, stream: torch.cuda.Stream, **options: object) -> torch.cuda.CUDAGraph:
+    """A graph of `body`. Raises what `body` raises, also where the capture cannot be ended then."""
+    graph, failures = torch.cuda.CUDAGraph(), []
+    try:
+        with (
+            torch.cuda.stream(stream),  # the next one, where it cannot end the capture, does not leave the stream
+            torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local", **options),
+        ):
+            try:
+                body()
+            except Exception as error:
+                failures.append(error)
+                raise
+    finally:
+        if failures:
+            raise failures.pop()
+    return graph

@@ -5,28 +5,46 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_events import FakeEvent
 
-from stand.gpu.runner import WARM_UP_RUNS, GraphRunner
+from stand.gpu import runner
+from stand.gpu.device_timer import DeviceTimer
+from stand.gpu.runner import TORCH_STREAMS, WARM_UP_RUNS, GraphRunner
 
 DEVICE = torch.device("cuda")
 
 
 class FakeCuda:
-    """Streams, events and graphs that write down what is done on which stream."""
+    """Streams, events and graphs that write down what is done on which stream. There are 32 streams, given in turn."""
 
     def __init__(self):
         self.log: list[tuple[str, object]] = []
         self.stream = "caller"
         self.num_streams = 0
         self.waited = lambda event: None  # told of events that the caller's stream waits for
+        self.devices = []
 
     def Stream(self, device):  # noqa: N802
+        handle = 1 + self.num_streams % 32
         self.num_streams += 1
-        name = f"stream {self.num_streams}"
-        return SimpleNamespace(name=name, wait_stream=lambda other: None, wait_event=lambda event: None)
+        return SimpleNamespace(
+            name=f"stream {handle}",
+            cuda_stream=handle,
+            wait_stream=lambda other: None,
+            wait_event=lambda event: None,
+            synchronize=lambda: None,
+        )
 
-    def Event(self):  # noqa: N802
+    def Event(self, enable_timing=False):  # noqa: N802
+        if enable_timing:
+            return FakeEvent(self.log, self.devices, DEVICE)
         return SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
+
+    @contextmanager
+    def device(self, device):
+        self.devices.append(device)
+        yield
+        self.devices.pop()
 
     def CUDAGraph(self):  # noqa: N802
         return SimpleNamespace(replay=lambda: self.log.append(("replay", self.stream)))
@@ -40,21 +58,30 @@ class FakeCuda:
     @contextmanager
     def using(self, stream):
         before, self.stream = self.stream, stream.name
-        yield
-        self.stream = before
+        try:
+            yield
+        finally:
+            self.stream = before
 
     @contextmanager
-    def graph(self, graph, *, pool, stream, capture_error_mode):
-        assert (pool, capture_error_mode) == ("pool", "thread_local")
-        with self.using(stream):
-            self.log.append(("capture", self.stream))
+    def graph(self, graph, *, stream, capture_error_mode, pool=None):
+        """Like torch's, where a capture that was invalidated cannot be ended: it stays on its stream."""
+        assert capture_error_mode == "thread_local"
+        before, self.stream = self.stream, stream.name
+        self.log.append(("capture", self.stream))
+        try:
             yield
+        except Exception:
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
+        self.stream = before
 
 
 @pytest.fixture
 def cuda(monkeypatch):
     fake = FakeCuda()
-    for name in ("Stream", "Event", "CUDAGraph", "graph_pool_handle", "current_stream", "graph"):
+    monkeypatch.setattr(runner, "_OWNED", set())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    for name in ("Stream", "Event", "CUDAGraph", "graph_pool_handle", "current_stream", "graph", "device"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
     monkeypatch.setattr(torch.cuda, "stream", fake.using)
     return fake
@@ -73,6 +100,51 @@ def test_a_replay_warms_up_and_captures_on_one_stream_of_its_own(cuda):
         assert len(used) == 1 and "caller" not in used
         streams += used
     assert streams[0] == streams[2] != streams[1]
+
+
+def captures_of(cuda, work) -> set[str]:
+    """The streams that `work` captures on."""
+    cuda.log.clear()
+    work()
+    return {stream for kind, stream in cuda.log if kind == "capture"}
+
+
+def test_no_other_capture_runs_on_an_engines_stream(cuda):
+    """torch gives the same 32 streams in turn: timers and engines that come and go meet each one again."""
+    first = GraphRunner(DEVICE)
+    (own,) = captures_of(cuda, lambda: first.record_alone(lambda: None))
+    others = set()
+    for _ in range(40):
+        others |= captures_of(cuda, lambda: GraphRunner(DEVICE).record_alone(lambda: None))
+    timers = [DeviceTimer(DEVICE, repeats=1) for _ in range(2)]
+    for timer in timers * 20:
+        found = captures_of(cuda, lambda timer=timer: timer.seconds(lambda: None))
+        assert len(found) == 1
+        others |= found
+    assert len(others) > 2 and own not in others
+
+
+def test_streams_that_are_all_taken_are_refused_and_given_back(cuda):
+    engines = [GraphRunner(DEVICE) for _ in range(TORCH_STREAMS)]
+    with pytest.raises(RuntimeError, match="a stream of its own, got 32 taken ones; let engines go"):
+        GraphRunner(DEVICE)
+    engines[0].others = engines  # a cycle
+    del engines
+    GraphRunner(DEVICE)  # what only the collector finds is found
+
+
+def test_a_capture_that_is_refused_leaves_the_callers_stream_and_its_own_error(cuda):
+    def refused():
+        if cuda.log:  # not a warm-up
+            raise ValueError("this waits for the device") from KeyError("the reason")
+
+    with pytest.raises(ValueError, match="waits for the device") as raised:
+        GraphRunner(DEVICE).record_alone(refused)
+    assert cuda.stream == "caller" and isinstance(raised.value.__cause__, KeyError)
+    cuda.log.clear()
+    with pytest.raises(ValueError, match="waits for the device"):
+        DeviceTimer(DEVICE, repeats=1).seconds(refused)
+    assert cuda.stream == "caller"
 
 
 def test_what_runs_alone_is_captured_like_a_step_and_runs_on_the_callers_stream(cuda):

@@ -68,9 +68,9 @@ def wrap(
     backend: "triton" (kernels, the step as one graph), "sdpa" (any device) or "auto": triton on a GPU where it
     serves the model. `engine.backend` says which and why.
     fuse: run fused norms, feed-forward blocks and attentions wherever they are proven equal on the loaded weights
-    (`engine.backend.fusion.report`), in captured steps and in those of a float32 model on a CPU. The proof is kept with
-    the model object. Captured steps have merged projections too, which gives their parameters new addresses; values,
-    names and objects stay.
+    (`engine.backend.fusion.report`), in captured steps and in those of a model on a CPU in float32 or bfloat16. The
+    proof is kept with the model object. Captured steps have merged projections too, which gives their parameters new
+    addresses; values, names and objects stay.
 
     Raises UnsupportedModelError for a model that cannot be served exactly, ValueError for anything else that
     does not fit. Weights, attention implementation and mode of the model stay as they are.
@@ -212,7 +212,9 @@ class Engine:
 
     def stream(self, prompts: object = None, **settings: object) -> Iterator[tuple[int, str]]:
         """Yield (row, piece of text) as tokens are committed, any number of rows; takes what `generate` takes but
-        streamer. The pieces of a row, joined, are its text. Between two pieces the model is free for other work.
+        streamer. The pieces of a row, joined, are its text; but bytes that make no character may be shown by another
+        number of signs. Between two pieces the model is free for other work, of which every step takes a few
+        milliseconds to give it back.
 
         Raises ValueError without a tokenizer, and for an argument that `generate` does not take.
         """

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, WatermarkingConfig
 
-from stand.forward.model import longrope_border, max_positions
+from stand.forward.model import longrope_border, max_positions, text_config
 from stand.sampling import SamplingParams, TargetLaw
 from stand.stop import as_strings
 
@@ -115,6 +115,8 @@ class GenerationSettings:
         if not resolved.do_sample:
             _warn_of_greedy(given, resolved.num_return_sequences)
         ends = _end_ids(resolved.eos_token_id if end_ids is None else end_ids)
+        if end_ids is not None or "eos_token_id" in given:  # those of a config are taken as transformers takes them
+            _check_end_ids(ends, text_config(model).vocab_size)
         if end_ids is None and resolved.eos_token_id is None and default_end is not None:
             ends = (default_end,)
         resolved.eos_token_id = list(ends) or None
@@ -297,3 +299,11 @@ def _end_ids(given: object) -> tuple[int, ...]:
     if any(not isinstance(token, Integral) or isinstance(token, bool) for token in ids):
         raise ValueError(f"end tokens must be token ids, got {given!r}; give integers")
     return tuple(int(token) for token in ids)
+
+
+def _check_end_ids(ends: Sequence[int], vocabulary_size: int) -> None:
+    beyond = [token for token in ends if not 0 <= token < vocabulary_size]
+    if beyond:
+        raise ValueError(
+            f"end tokens must be in [0, {vocabulary_size}), got {beyond}; no row would end by them: leave them out"
+        )

@@ -25,6 +25,9 @@ class GenerationOutput:
 
     def of_prompt(self, prompt: int) -> list[int]:
         """Row indices of the samples of one prompt."""
+        if not 0 <= prompt < len(self) // self.num_return_sequences:
+            number = len(self) // self.num_return_sequences
+            raise IndexError(f"prompt must be in [0, {number}), got {prompt}; the call had so many prompts")
         first = prompt * self.num_return_sequences
         return list(range(first, first + self.num_return_sequences))
 

@@ -28,6 +28,7 @@ FILTERS = {  # in transformers' order; each class keeps its setting in an attrib
     "top_p": TopPLogitsWarper,
     "min_p": MinPLogitsWarper,
 }
+LEAST = 1e-30  # temperature above 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _require(_finite(self.temperature) and self.temperature >= 0, "temperature must be >= 0", self.temperature,
                  "use 0 for greedy decoding")  # fmt: skip
+        _require(self.temperature == 0 or self.temperature >= LEAST, f"temperature must be 0 or >= {LEAST:g}",
+                 self.temperature, "scores divided by less overflow; use 0 for greedy decoding")  # fmt: skip
         _require(isinstance(self.top_k, int) and self.top_k >= 0, "top_k must be an integer >= 0", self.top_k,
                  "use 0 to switch it off")  # fmt: skip
         _require(_finite(self.top_p) and 0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p,

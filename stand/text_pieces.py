@@ -1,4 +1,5 @@
-"""The text of a row while it grows: pieces that, joined, are the text of all its tokens."""
+"""The text of a row while it grows: pieces that, joined, are the text of all its tokens, signs for bytes that make no
+character apart."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ def attend(
     """
     if stand_plan is None:
         raise RuntimeError(
-            f"the {ATTENTION_NAME} attention needs the plan of a step, got a plain forward; "
-            "call the model through stand.Engine, or set another attention implementation"
+            f"the {ATTENTION_NAME} attention needs the plan of a step, got a plain forward within one: processors, "
+            "criteria and streamers must not call the model that decodes; give them one of their own"
         )
     scale = scaling if scaling is not None else query.shape[3] ** -0.5
     if softcap is None and s_aux is None and stand_plan.has_few_tokens and is_supported(query, key, value):

@@ -127,7 +127,7 @@ class TreeCache(Cache):
         self.num_rows = len(sources)
         for storages in (self.keys, self.values):
             for layer, storage in enumerate(storages):
-                wide = _allocate(storage, len(sources), self.room)
+                wide = self._allocate(storage)
                 for row, source in enumerate(sources):
                     wide[row] = storage[source]
                 storages[layer] = wide
@@ -142,8 +142,14 @@ class TreeCache(Cache):
         return sum(storage.nbytes for storage in (*self.keys, *self.values))
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Zeros for all rows, with heads, head size and type of `like` [*, Hkv, *, D]."""
-        return _allocate(like, self.num_rows, self.room)
+        """Zeros [R, Hkv, S, D] for all rows, with the heads, head size, dtype and device of `like` [*, Hkv, *, D]."""
+        shape = (self.num_rows, like.shape[1], self.room, like.shape[3])
+        nbytes = int(np.prod(shape, dtype=object)) * like.element_size()
+        check_fits(nbytes, like.device)
+        try:
+            return like.new_zeros(shape)
+        except (RuntimeError, MemoryError) as error:
+            raise CacheMemoryError(_too_large(nbytes)) from error
 
     def _begin_row(
         self, storage: torch.Tensor, row: int, states: torch.Tensor, prefilled: TreeCache, length: int
@@ -163,16 +169,6 @@ class TreeCache(Cache):
 def round_up(room: int) -> int:
     """To whole quanta."""
     return -(-room // ROOM_QUANTUM) * ROOM_QUANTUM
-
-
-def _allocate(like: torch.Tensor, num_rows: int, room: int) -> torch.Tensor:
-    """Zeros [num_rows, Hkv, room, D] with the heads, head size, dtype and device of `like` [*, Hkv, *, D]."""
-    shape = (num_rows, like.shape[1], room, like.shape[3])
-    check_fits(int(np.prod(shape, dtype=object)) * like.element_size(), like.device)
-    try:
-        return like.new_zeros(shape)
-    except (RuntimeError, MemoryError) as error:
-        raise CacheMemoryError(_too_large(int(np.prod(shape, dtype=object)) * like.element_size())) from error
 
 
 def check_fits(nbytes: int, device: torch.device) -> None:

@@ -119,7 +119,7 @@ def stand_generate(
         generation_config=_for_single_rows(generation_config, width, processors),
         logits_processors=processors,
         stopping_criteria=criteria,
-        stop_token_ids=generation_config.eos_token_id if generation_config.eos_token_id is not None else [],
+        stop_token_ids=[] if generation_config.eos_token_id is None else None,
         seed=stand_seed,
         streamer=stand_streamer,
     )

@@ -209,7 +209,7 @@ def test_the_memory_asked_for_is_the_memory_taken(monkeypatch):
     asked = []
     monkeypatch.setattr(tree_cache, "check_fits", lambda nbytes, device: asked.append(nbytes))
     for dtype in (torch.float32, torch.bfloat16):
-        storage = tree_cache._allocate(torch.zeros(1, 2, 1, 4, dtype=dtype), 3, 256)
+        storage = TreeCache(3, 256)._allocate(torch.zeros(1, 2, 1, 4, dtype=dtype))
         assert asked.pop() == storage.nbytes == 3 * 2 * 256 * 4 * storage.element_size()
 
 

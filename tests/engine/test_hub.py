@@ -129,6 +129,11 @@ def test_every_case_changes_the_tokens(model, case):
     assert plain.tolist() != model.generate(**PADDED, **{**settings, **EQUAL[case]}).tolist()
 
 
+def test_an_end_token_outside_the_vocabulary_ends_nothing(model):
+    expected, got = both(model, PADDED, eos_token_id=-1)
+    assert torch.equal(expected, got)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_families(family):
     expected, got = both(copy.deepcopy(tiny_model(family)), PADDED, eos_token_id=ENDS)

@@ -153,6 +153,14 @@ def test_what_has_no_clear_meaning_is_refused(given, rule):
         read(**given)
 
 
+def test_rows_of_a_prompt():
+    output = stand.GenerationOutput([[3], [4], [5], [6]], None, ["eos"] * 4, 2, 0, Stats())
+    assert output.of_prompt(1) == [2, 3]
+    for prompt in (-1, 2, 5):
+        with pytest.raises(IndexError, match=rf"prompt must be in \[0, 2\), got {prompt}"):
+            output.of_prompt(prompt)
+
+
 def test_padded_output():
     output = stand.GenerationOutput([[3, 4, 5], [], [6]], None, ["eos"] * 3, 1, 0, Stats())
     assert output.padded(9).tolist() == [[3, 4, 5], [9, 9, 9], [6, 9, 9]]

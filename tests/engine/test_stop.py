@@ -136,6 +136,20 @@ def test_a_criterion_that_cannot_be_copied_is_refused_before_the_call_begins():
         engine().stream("abc", stopping_criteria=Cancelled(threading.Lock()))
 
 
+class Calling(StoppingCriteria):
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return self.model(input_ids).logits.sum() > 0
+
+
+def test_a_criterion_that_calls_the_decoding_model_is_told():
+    decoder = engine()
+    with pytest.raises(RuntimeError, match="must not call the model that decodes; give them one"):
+        decoder.generate("abc", max_new_tokens=3, stopping_criteria=Calling(decoder.model))
+
+
 class Spaces:
     """As tokenizers that write the space of a word only where another token comes before it."""
 

@@ -172,12 +172,14 @@ def draw(engine: stand.Engine, arm: str, prompt: list[int], count: int, sampling
 def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--trajectories", type=count_list, default=[1, 4, 8, 16], metavar="N,N,...")
+    parser.add_argument(
+        "--trajectories", type=count_list, default=[1, 4, 8, 16], metavar="N,N,...", help="per problem (1,4,8,16)"
+    )
     parser.add_argument(
         "--problem-counts", type=count_list, metavar="P,P,...",
         help="so many problems with each of --trajectories, so that few trajectories do not mean short runs",
     )  # fmt: skip
-    parser.add_argument("--verifier", default="traversal")
+    parser.add_argument("--verifier", default="traversal", help="the rule, see docs/verifiers.md (traversal)")
     parser.add_argument(
         "--budget",
         type=int,
@@ -189,7 +191,12 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--shape", type=TreeShape.parse, help="fixed drafts by STAND's rule: paper, chain:8, branching:4,2,1 ..."
     )
-    parser.add_argument("--draft-kind", choices=("sampled", "mixed", "deterministic"), default="sampled")
+    parser.add_argument(
+        "--draft-kind",
+        choices=("sampled", "mixed", "deterministic"),
+        default="sampled",
+        help="how children are chosen, see docs/verifiers.md (sampled)",
+    )
     parser.add_argument("--lookup", type=Path, help="start from this lookup tree")
     parser.add_argument("--save-lookup", type=Path, help="write the lookup tree of the last number of trajectories")
     parser.add_argument("--lookup-scope", choices=("run", "problem"), default="run", help="when it starts anew")

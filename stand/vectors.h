@@ -8,7 +8,11 @@
 #define STAND_INLINE inline __attribute__((always_inline))
 #if defined(__x86_64__)
 #define STAND_AVX2 [[gnu::target("avx2")]]
+#ifdef __clang__  // which would leave the whole attribute out
+#define STAND_AVX512 [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq")]]
+#else
 #define STAND_AVX512 [[gnu::target("avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")]]
+#endif
 #endif
 
 namespace stand {

@@ -278,6 +278,27 @@ print(WIDEST, rms_norm(x, torch.ones(100), 1e-6, 0).sum().item())
     assert printed[0].split()[0] == "0" and printed[0].split()[1] == printed[1].split()[1]
 
 
+def test_a_refusal_names_what_this_processor_has_kernels_for():
+    code = """
+import torch
+from stand.forward.few_token_product import few_token_product
+from stand.fusion.cpu_kernels import rms_norm
+x = torch.ones(2, 8, dtype=torch.bfloat16)
+for call in (lambda: rms_norm(x, x[0], 1e-6, 0), lambda: few_token_product(x, x)):
+    try:
+        call()
+    except ValueError as error:
+        print(error)
+"""
+    environment = os.environ | {"STAND_PORTABLE": "1"}
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    ).stdout
+    norm, product = printed.splitlines()
+    assert norm.startswith("states and weight must be float32 on a CPU, got torch.bfloat16")
+    assert "all of float32, on a CPU" in product and "x torch.bfloat16" in product
+
+
 class Sharded(torch.Tensor):
     """A tensor whose bytes compiled code must not take for its numbers."""
 
@@ -292,7 +313,7 @@ def refused():
         return lambda: rope_and_store(**(dict(zip(names, good, strict=True)) | changed))
 
     return {
-        "float32 or bfloat16 on a CPU, got torch.float64": lambda: rms_norm(x.double(), w, EPSILON, 0),
+        "on a CPU, got torch.float64": lambda: rms_norm(x.double(), w, EPSILON, 0),
         "last size": lambda: rms_norm(x, w[:4], EPSILON, 0),
         "rule must be one of": lambda: rms_norm(x, w, EPSILON, 3),
         "as the states": lambda: add_rms_norm(x, x[:2], w, EPSILON, 0),

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from stand.gpu.device_rule import DeviceRule
     from stand.gpu.guarded_step import GuardedStep
 
-MOST_CAPTURED_TOKENS = 512  # of all rows of a captured step (`stand.gpu.step_size.NUM_TOKENS`)
-POOL_PAGE_SIZE = 64  # slots (`stand.gpu.tiles.PAGE_SIZE`)
 NAMES = ("auto", "sdpa", "triton")
 REFUSAL = "backend 'triton' cannot serve here: {}; use backend='sdpa' or 'auto'"
 RIDER_OBSTACLE = "the drafter runs at every node (placement='nodes'), which captured steps do not carry"
@@ -123,11 +121,15 @@ class CapturedBackend:
     @property
     def most_rows(self) -> int | None:
         """Half of the largest step's tokens, so that rows have room for drafts."""
-        return None if self.name != "triton" else MOST_CAPTURED_TOKENS // 2
+        from stand.gpu.step_size import NUM_TOKENS
+
+        return None if self.name != "triton" else NUM_TOKENS[-1] // 2
 
     @property
     def page_size(self) -> int | None:
-        return POOL_PAGE_SIZE if self.name == "triton" else None
+        from stand.gpu.tiles import PAGE_SIZE
+
+        return PAGE_SIZE if self.name == "triton" else None
 
     @property
     def has_pool(self) -> bool:
@@ -233,7 +235,7 @@ def kernel_obstacle(
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:
         return f"the model lies on {len(devices)} devices"
-    if torch.get_float32_matmul_precision() != "highest":
+    if torch.backends.cuda.matmul.fp32_precision not in {"none", "ieee"}:
         return "TF32 is on, which rounds rotary positions; call torch.set_float32_matmul_precision('highest')"
     if moving_ropes(model):  # their frequencies depend on the length: the host waits for it
         return f"rotary positions of kind {', '.join(moving_ropes(model))} make the host wait"

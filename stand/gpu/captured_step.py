@@ -89,11 +89,6 @@ class CapturedStep:
         """Of the keys and values."""
         return 0 if self._table is None else self._table.cache.nbytes
 
-    @property
-    def num_graphs(self) -> int:
-        """Step sizes met since the cache last grew."""
-        return len(self._recorded)
-
     def serves(self, start: StepStart) -> bool:
         """Whether a further call that begins so can use what is recorded."""
         has_features = self._output.features is not None
@@ -101,7 +96,8 @@ class CapturedStep:
             start.law.params == self._law.params
             and start.verifier is self._verifier
             and start.num_places <= self._num_rows
-            and start.wants_features <= has_features
+            and self._output.has_splits_of(start.num_places)
+            and (has_features or not start.wants_features)
             and (start.rider is None or start.rider is self._output.rider)
         )
 

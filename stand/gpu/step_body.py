@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from stand.backend import key_shape
 from stand.forward.features import taken_features
 from stand.forward.model import text_config
 from stand.forward.rider import Rider
@@ -36,13 +39,13 @@ class StepOutput:
     def __init__(
         self, model: PreTrainedModel, num_rows: int, *, wants_features: bool = False, rider: Rider | None = None
     ):
-        config = text_config(model)
+        config, (_, key_heads, key_bytes) = text_config(model), key_shape(model)
         self.num_heads = config.num_attention_heads
-        self.head_size = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
-        key_heads = getattr(config, "num_key_value_heads", None) or self.num_heads
+        self.head_size = key_bytes // model.dtype.itemsize
         self.groups = self.num_heads // key_heads
         self._dtype, self._limits = model.dtype, limits_of(model.device)
-        self.splitting = Splitting.filling(model.device, key_heads=key_heads, num_rows=num_rows)
+        self._splitting_for = partial(Splitting.filling, model.device, key_heads=key_heads)
+        self.splitting = self._splitting_for(num_rows=num_rows)
         self._make_scratch(num_rows, key_heads, model.device)
         self.laws = torch.zeros(NUM_TOKENS[-1], config.vocab_size, dtype=torch.float32, device=model.device)
         self.rider = rider
@@ -61,14 +64,19 @@ class StepOutput:
         self.device_verdict = DeviceVerdict(**self._verdict.device, path=path)
         self._best = Packet({"ids": (np.int32, per_node), "probabilities": (np.float32, per_node)}, model.device)
 
+    def has_splits_of(self, num_rows: int) -> bool:
+        """Whether rows are split as in a call of so many."""
+        return self._splitting_for(num_rows=num_rows) == self.splitting
+
     def tile_tokens(self, tokens_per_row: int) -> int:
         """Tokens per piece of attention work where the longest row has `tokens_per_row`."""
         return tile_tokens(tokens_per_row, self.groups, self.head_size, self._dtype, limits=self._limits)
 
     def _make_scratch(self, num_rows: int, key_heads: int, device: torch.device) -> None:
         """Room for the partial results of the largest step, whatever the length of its rows, and who has come."""
-        most, tile = NUM_TOKENS[-1], self.tile_tokens(NUM_TOKENS[-1])
-        shape = (most + min(num_rows, most) * self.splitting.row_items * tile, self.num_heads)
+        most = NUM_TOKENS[-1]
+        count = self.splitting.most_partials(most, num_rows, sys.maxsize, tile_tokens=self.tile_tokens(most))
+        shape = (count, self.num_heads)
         self.partials = torch.zeros(*shape, self.head_size, dtype=torch.float32, device=device)
         self.log_sums = torch.zeros(shape, dtype=torch.float32, device=device)
         self.arrivals = torch.zeros(most, key_heads, dtype=torch.int32, device=device)
@@ -93,6 +101,7 @@ class StepOutput:
             yield
         hidden = self.rider.hidden
         self.watched[: len(hidden)].copy_(hidden)
+        self.rider.hidden = None  # which lies in the graphs' memory
 
     def plan(self, packet: StepPacket) -> KernelPlan:
         """What attention needs of a packet of this step."""

@@ -91,7 +91,7 @@ class WorkList:
         ValueError below.
         """
         if tile_tokens < 1:
-            raise ValueError(f"tile_tokens must be at least 1, got {tile_tokens}; take it from attention.tile_tokens")
+            raise ValueError(f"tile_tokens must be at least 1, got {tile_tokens}; take tiles.tile_tokens")
         offsets = np.ascontiguousarray(offsets, dtype=np.int32)
         lengths = np.ascontiguousarray(lengths, dtype=np.int64)
         cache_rows = np.ascontiguousarray(cache_rows, dtype=np.int64)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from stand.backend import MOST_CAPTURED_TOKENS, Backend, key_shape
+from stand.backend import Backend, key_shape
 from stand.forward.tree_cache import DRAFT_ROOM, available_bytes
 from stand.row import Row
 from stand.scheduling.admission import Admission, AtMost
@@ -82,8 +82,10 @@ def lower_limit(pages: PageAllocator | None, rows: Sequence[Row], model: PreTrai
     held: bytes of the pool that is given back before."""
     if pages is None:
         return
+    from stand.gpu.step_size import NUM_TOKENS
+
     most = _most_bytes(model.device, held) // (pages.page_size * bytes_per_token(model))
-    least = pages.most_used + 2 * len(rows) + pages.count(MOST_CAPTURED_TOKENS)
+    least = pages.most_used + 2 * len(rows) + pages.count(NUM_TOKENS[-1])
     if least <= most < (pages.num_pages or math.inf):
         pages.num_pages = int(most)
 

@@ -13,7 +13,6 @@ from plain_kernels import use_plain_kernels  # noqa: E402
 from tiny_models import kernel_model  # noqa: E402
 
 import stand  # noqa: E402
-from stand import backend as backends  # noqa: E402
 from stand.backend import CapturedBackend  # noqa: E402
 from stand.gpu import device_cache, page_table, tiles  # noqa: E402
 from stand.gpu.captured_step import CapturedStep  # noqa: E402
@@ -44,7 +43,7 @@ def engine_of(*, captured: bool = True, verifier: str = "match") -> stand.Engine
 
 
 def cap_of(num_pages: int) -> int:
-    return num_pages * backends.POOL_PAGE_SIZE * memory.bytes_per_token(kernel_model("qwen2"))
+    return num_pages * tiles.PAGE_SIZE * memory.bytes_per_token(kernel_model("qwen2"))
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +198,7 @@ def test_admission_counts_pages_of_the_pool(monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda device: 4 * cap_of(10))
     most_nodes = {"most_nodes": lambda rows: 8}
     asked = memory.admission(backend._model, 300, cap_of(7), backend=backend, **most_nodes)
-    assert asked.pages.num_pages == 7 and backend.page_size == tiles.PAGE_SIZE == backends.POOL_PAGE_SIZE
+    assert asked.pages.num_pages == 7 and backend.page_size == tiles.PAGE_SIZE
     for max_rows in (None, 4):  # what is free bounds the pool, whether rows are counted or not
         allowed = memory.admission(backend._model, max_rows, None, backend=backend, **most_nodes)
         assert allowed.pages.num_pages == 32

@@ -161,12 +161,27 @@ def test_a_second_call_uses_what_was_recorded(plain_kernels):
     settings = {"input_ids": PROMPTS, "max_new_tokens": 30, "temperature": 0.6, "seed": 9}
     first = engine.generate(**settings)
     step = engine.backend._previous.captured
-    graphs = step.num_graphs
+    graphs = len(step._recorded)
     assert engine.generate(**settings).token_ids == first.token_ids
-    assert engine.backend._previous.captured is step and graphs <= step.num_graphs < 20
+    assert engine.backend._previous.captured is step and graphs <= len(step._recorded) < 20
     assert engine.backend.held_bytes == step.nbytes > 0  # which the next call may count as free
     engine.generate(**{**settings, "temperature": 0.7})
     assert engine.backend._previous.captured is not step
+
+
+def test_fewer_rows_have_the_splits_of_a_call_of_their_own(plain_kernels):
+    """A seed's tokens must not depend on the call before."""
+    drafter = BlendedDrafter(budget=16)
+    engine = stand.wrap(kernel_model("qwen2"), backend="triton", verifier="match", drafter=drafter, fuse=False)
+    settings = {"input_ids": PROMPTS[:1], "max_new_tokens": 3, "temperature": 0.6, "seed": 9}
+    items = []
+    for num_rows in (8, 1, 2, 8):
+        engine.generate(**settings, num_return_sequences=num_rows)
+        items.append(engine.backend._previous.captured._output.splitting.row_items)
+    assert items == [1, 4, 2, 1]  # of eight processors and two key heads
+    step = engine.backend._previous.captured
+    engine.generate(**settings, num_return_sequences=7)
+    assert engine.backend._previous.captured is step  # the splits are the same
 
 
 def test_penalties_take_the_eager_step(plain_kernels):
@@ -199,6 +214,23 @@ def test_the_choice_is_visible_and_can_be_made():
         stand.wrap(kernel_model("qwen2"), backend="flash")
     with pytest.raises(ValueError, match="rule 'rrs' offers no device rule of its own"):
         stand.wrap(kernel_model("qwen2"), backend="triton", verifier="rrs")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: torch.set_float32_matmul_precision("high"),
+        lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    ],
+)
+def test_tf32_is_an_obstacle_however_it_was_asked_for(ask):
+    ask()
+    try:
+        with pytest.raises(ValueError, match="TF32 is on"):
+            stand.wrap(kernel_model("qwen2"), backend="triton")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 class Reranked(stand.Drafter):

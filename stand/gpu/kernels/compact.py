@@ -92,7 +92,7 @@ def _check_arguments(storage, pages, cache_rows, lengths, path) -> None:
     )  # else flatten would copy, and the copy would be compacted
     if not is_even or storage.stride(-1) != 1:
         raise ValueError(
-            "compact needs storage [C, R, Hkv, S, D] or [layers, 2, R, Hkv, S, D] with contiguous D and evenly spaced "
+            "compact needs storage [C, P, Hkv, S, D] or [layers, 2, P, Hkv, S, D] with contiguous D and evenly spaced "
             f"layers, got {list(storage.shape)} with strides {storage.stride()}; pass the cache's own block"
         )
     shapes = [list(tensor.shape) for tensor in (cache_rows, lengths, path)]

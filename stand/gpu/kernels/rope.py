@@ -107,7 +107,7 @@ def rope_and_store(
     [R, Hkv, S, D]: the cache of one layer, any strides but adjacent D. slots [M] int64: row * S + slot of each token;
     a negative one is not written.
     rotary: leading components that turn; 0 leaves cos and sin unread.
-    rule: how query_weight and key_weight [D] norm the heads first (`norm_kernel.RULES`), or NO_NORM.
+    rule: how query_weight and key_weight [D] norm the heads first (`stand.fusion.formulas.RULES`), or NO_NORM.
     """
     _check_dtype(query)
     check_heads(query, key, value, keys, values, slots)

@@ -213,8 +213,8 @@ class Engine:
     def stream(self, prompts: object = None, **settings: object) -> Iterator[tuple[int, str]]:
         """Yield (row, piece of text) as tokens are committed, any number of rows; takes what `generate` takes but
         streamer. The pieces of a row, joined, are its text; but bytes that make no character may be shown by another
-        number of signs. Between two pieces the model is free for other work, of which every step takes a few
-        milliseconds to give it back.
+        number of signs. Between two pieces the model is free for other work; giving it back at every step costs 1.5 ms
+        of 30 layers (SmolLM2), which `generate` and `run` spend seldom.
 
         Raises ValueError without a tokenizer, and for an argument that `generate` does not take.
         """

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from threading import Event
+from types import FunctionType, ModuleType
 
 import numpy as np
 import torch
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
 from transformers.generation import logits_process as library
 
-from stand.own_copy import own_copy
 from stand.row import Row
 from stand.trees import DraftBatch
 
@@ -60,6 +62,7 @@ REFUSED = {
     library.DiaEOSDelayPatternLogitsProcessor: "it belongs to an audio model",
     library.WhisperNoSpeechDetection: "it belongs to an audio model",
 }
+SHARED = (PreTrainedTokenizerBase, torch.nn.Module, Event)  # by all copies: large and constant, or made to be shared
 
 
 def checked_processors(processors: object) -> list[LogitsProcessor]:
@@ -248,6 +251,42 @@ class PerRow:
 
 def _copy(processor: LogitsProcessor) -> LogitsProcessor:
     return own_copy(processor, "a logits processor must be copyable, for every draft node continues a copy of its own")
+
+
+def own_copy(part: object, rule: str) -> object:
+    """A copy of an object of the caller's, or of a list of them, that shares what is SHARED.
+
+    Raises ValueError, which begins with `rule`, where a class cannot be copied.
+    """
+    parts = part if isinstance(part, list) else [part]
+    try:
+        return copy.deepcopy(part, _shared(parts))
+    except Exception as error:  # a class may raise anything from its copying
+        raise ValueError(
+            f"{rule}, got {_names(list(map(type, parts)))} with {type(error).__name__}: {error}; keep a flag in a "
+            "threading.Event, which copies share, or give the class a __deepcopy__"
+        ) from error
+
+
+def _shared(parts: Sequence[object]) -> dict[int, object]:
+    """SHARED objects within `parts` by their ids: `deepcopy` takes them for copied already."""
+    found: dict[int, object] = {}
+    seen: set[int] = set()
+    waiting = [getattr(part, "__dict__", None) for part in parts]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, (type, FunctionType, ModuleType)):
+            continue
+        seen.add(id(one))
+        if isinstance(one, SHARED):
+            found[id(one)] = one
+        elif isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, (list, tuple, set, frozenset)):
+            waiting += one
+        else:
+            waiting.append(getattr(one, "__dict__", None))
+    return found
 
 
 def _checked_scores(processed: object, processor: LogitsProcessor, vocabulary_size: int) -> torch.Tensor:

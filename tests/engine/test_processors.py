@@ -19,8 +19,7 @@ from transformers.generation import logits_process as library
 
 import stand
 from stand.generation_settings import GenerationSettings
-from stand.own_copy import own_copy
-from stand.processors import ProcessorChain, checked_processors
+from stand.processors import ProcessorChain, checked_processors, own_copy
 from stand.row import Row
 from stand.sampling import SamplingParams
 from stand.trees import DraftBatch

@@ -19,8 +19,10 @@ Random weights, nothing is downloaded. Every part runs in a process of its own u
   speed-up over this engine without drafts, under temperature 0.6 and top_p 0.95;
 - `compiled`: generate with a static cache and torch.compile.
 
-After `--minutes` nothing new begins, and what was left out is said. `--output` is complete at any time, so that an
-abrupt end loses only what runs. Progress goes to stderr, tables to stdout; the last stdout line is one JSON document.
+After `--minutes` nothing new begins, and what was left out is said. `--output` is begun anew and complete at any time.
+What runs writes to a file beside it, such as bench.qwen2.5-7b.steps.json, which an abrupt end leaves there; a later run
+of other parts takes it in. Where a command's time is limited, give each some `--parts` and an `--output` of its own.
+Progress goes to stderr, tables to stdout; the last stdout line is one JSON document.
 A smoke run prints no table: the times of an interpreter mean nothing. Exit status: 0, 1 where a measurement failed or a
 check that must hold did not, 2 where the run was refused.
 """
@@ -35,10 +37,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
 from gpu_parts.bench_record import BenchRecord, Budget, Figure, Measurement
+from gpu_parts.part_process import PartRun, left_in
 from gpu_parts.part_process import run_part as run_part_process
 from gpu_parts.versions import versions
 from measuring.text_table import format_table
@@ -193,7 +197,22 @@ def run_shape(arguments: argparse.Namespace, shape: ModelShape, record: BenchRec
 
 
 def run_processes(arguments: argparse.Namespace, shape: ModelShape, record: BenchRecord, budget: Budget) -> None:
-    """Every part asked for of one shape, each in a process of its own."""
+    """Every part asked for of one shape, each in a process of its own; of others, what a killed run has left."""
+    with TemporaryDirectory() as folder:
+        outputs = part_outputs(arguments.output or Path(folder) / "bench.json", shape)
+        for part in [part for part in PARTS if part not in arguments.parts]:
+            take(part, left_in(outputs[part]), record)
+        run_parts(arguments, shape, outputs, record, budget)
+
+
+def part_outputs(output: Path, shape: ModelShape) -> dict[str, Path]:
+    """By part: where its process writes until its end."""
+    return {part: output.with_name(f"{output.stem}.{shape.name}.{part}.json") for part in PARTS}
+
+
+def run_parts(
+    arguments: argparse.Namespace, shape: ModelShape, outputs: dict[str, Path], record: BenchRecord, budget: Budget
+) -> None:
     for part in [part for part in PARTS if part in arguments.parts]:
         left = 60 * (budget.minutes - budget.spent)
         if left <= 0:
@@ -201,29 +220,24 @@ def run_processes(arguments: argparse.Namespace, shape: ModelShape, record: Benc
             continue
         report(f"{shape.name}: {part}")
         if part in SCRIPTS:
-            run_script(arguments, shape, part, record, limit=min(LIMITS[part], left + LAST_SECONDS))
-            continue
-        options = part_options(arguments, shape, part, minutes=left / 60, costs=record.notes.get("cost_table"))
-        run = run_part_process(partial(part_command, options), limit=min(LIMITS[part], left + LAST_SECONDS))
-        if run.result is not None:
-            record.merge(run.result)
+            start, fine = partial(script_command, part, script_options(arguments, shape, part)), (0,)
+        else:
+            options = part_options(arguments, shape, part, minutes=left / 60, costs=record.notes.get("cost_table"))
+            start, fine = partial(part_command, options), (0, 1)
+        run = run_part_process(start, outputs[part], limit=min(LIMITS[part], left + LAST_SECONDS), fine=fine)
+        take(part, run, record)
         if run.printed:
             show(arguments, run.printed)
-        if run.failure is not None:
-            record.fail(part, RuntimeError(f"{part} did not end well: {run.failure}"))
 
 
-def run_script(
-    arguments: argparse.Namespace, shape: ModelShape, part: str, record: BenchRecord, *, limit: float
-) -> None:
-    """A part that is a command of its own; what it prints is noted under the part's name, whatever comes of it."""
-    options = script_options(arguments, shape, part)
-    script = Path(__file__).resolve().parent / SCRIPTS[part]
-    run = run_part_process(lambda output: [sys.executable, str(script), *options], limit=limit, fine=(0,))
-    record.note(part, run.printed.splitlines())
-    show(arguments, run.printed)
+def take(part: str, run: PartRun, record: BenchRecord) -> None:
+    """What came of a part into the record; of a command of its own what it printed, whatever came of it."""
+    if run.result is not None:
+        record.merge(run.result)
+    elif run.printed and part in SCRIPTS:
+        record.note(part, run.printed.splitlines())
     if run.failure is not None:
-        record.fail(part, RuntimeError(f"{SCRIPTS[part]} did not end well: {run.failure}"))
+        record.fail(part, RuntimeError(f"{SCRIPTS.get(part, part)} did not end well: {run.failure}"))
 
 
 def script_options(arguments: argparse.Namespace, shape: ModelShape, part: str) -> list[str]:
@@ -248,6 +262,10 @@ def part_options(
         options += ["--replay-problems", str(arguments.replay_problems)]
         options += ["--replay-tokens", str(arguments.replay_tokens)]
     return options
+
+
+def script_command(part: str, options: Sequence[str], output: Path) -> list[str]:
+    return [sys.executable, str(Path(__file__).resolve().parent / SCRIPTS[part]), *options]
 
 
 def part_command(options: Sequence[str], output: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """The GPU benchmark in small: model shapes, one smoke run through the interpreter, records, checks, refusals."""
 
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -365,6 +366,32 @@ def test_a_part_that_hangs_or_crashes_costs_itself_alone(monkeypatch, capsys, tm
     errors = " ".join(entry["error"] for entry in result["failed"])
     assert "more than 1 seconds" in errors and "status -9" in errors and "status 2" in errors
     assert printed.count("a table") == 4 and result["machine"] == {"bytes_per_second": 5}
+
+
+def test_what_runs_when_the_bench_is_killed_is_left_beside_its_output(monkeypatch, capsys, tmp_path):
+    """And taken in by a later run of other parts."""
+    writes = {part: f"NAME = {part!r}" + WRITES for part in gpu_bench.PARTS}
+    dies = writes["steps"] + "import os, signal, sys; sys.stdout.flush(); os.kill(os.getppid(), signal.SIGUSR1)"
+    with_commands(monkeypatch, {**writes, "steps": dies + "; import time; time.sleep(60)"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_bench, "device_name", lambda device: "x")
+
+    def killed(number, frame):
+        raise KeyboardInterrupt  # nothing catches it, as nothing would a kill
+
+    before = signal.signal(signal.SIGUSR1, killed)
+    output = tmp_path / "new" / "bench.json"
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            gpu_bench.main(["--parts", "laws,steps", "--output", str(output)])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    names = sorted(path.name for path in output.parent.iterdir())
+    assert names == ["bench.json", "bench.qwen2.5-7b.steps.json", "bench.qwen2.5-7b.steps.txt"]
+    assert gpu_bench.main(["--parts", "laws", "--output", str(output)]) == 0
+    (result,) = json.loads(output.read_text())["results"]
+    assert list(result["parts"]) == ["steps", "laws"] and list(output.parent.iterdir()) == [output]
+    capsys.readouterr()
 
 
 def test_a_part_of_its_own_gives_what_the_process_itself_would(capfd):

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 import stand.gpu.kernels  # noqa: E402
 from stand.gpu.kernels import attention  # noqa: E402
 from stand.gpu.product_tiles import TILES  # noqa: E402
+from stand.gpu.step_size import SUPPORT_SIZES  # noqa: E402
 from stand.gpu.tiles import BLOCKS_16_BIT, BLOCKS_FLOAT32, Limits  # noqa: E402
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -82,6 +83,12 @@ def test_attention_keeps_its_registers(kernels):
         for_hopper = kernel["specimen"] == "7B rooms" or f"{kernel['specimen']} sm_80" in named
         is_replaced = kernel["target"] == "sm_80" and for_hopper
         assert is_replaced or kernel["spill_bytes"] <= SPILLED.get((kernel["specimen"], kernel["target"]), 0), kernel
+
+
+def test_residual_draws_spill_nothing(kernels):
+    """Supports of up to 64 ids: compared with a chunk all at once they would cost kilobytes per thread."""
+    residual = [kernel for kernel in kernels if kernel["specimen"].startswith("residual")]
+    assert len(residual) == 1 + len(SUPPORT_SIZES) and not any(kernel["spill_bytes"] for kernel in residual)
 
 
 def test_pages_keep_the_buffers_of_rooms(kernels):

@@ -50,6 +50,12 @@ def test_tokens_equal_the_hosts(seed):
     assert draw_residuals(*arguments).tolist() == by_host(*arguments)
 
 
+@pytest.mark.parametrize("width", [1, 16, 33, 64])
+def test_supports_of_every_width(width):
+    arguments = case(4, width=width)
+    assert draw_residuals(*arguments).tolist() == by_host(*arguments)
+
+
 def test_float64_laws_and_one_chunk():
     laws, *rest = case(7, vocabulary=40)
     assert draw_residuals(laws.double(), *rest).tolist() == by_host(laws.double(), *rest)

@@ -13,9 +13,10 @@ import triton.language as tl
 from stand.gpu.kernels.follow import check_verdict, climbed, is_any_broken
 from stand.gpu.kernels.launch import launch_device
 from stand.gpu.kernels.specimen import Specimen
+from stand.gpu.step_size import SUPPORT_SIZES
 
 CHUNK = 1024  # tokens per program and per draw, 8 per thread
-MIN_BLOCK_SLOTS = 16
+SLOTS = tl.constexpr(8)  # of a support that a chunk is compared with at once: with 64, registers spill
 
 
 @triton.jit
@@ -52,24 +53,27 @@ def _draw_node(
 
 
 @triton.jit
-def _rest_of_chunk(probs, tokens, ids, vocabulary_size, BLOCK_SLOTS: tl.constexpr):
-    """p of a chunk's tokens in float64, and the same without the support."""
+def _rest_of_chunk(probs, tokens, support, vocabulary_size, width):
+    """p of a chunk's tokens in float64, and the same without the support's `width` ids."""
     law = tl.load(probs + tokens, mask=tokens < vocabulary_size, other=0.0).to(tl.float64)
-    is_on_support = tl.max((tokens[:, None] == ids[None, :]).to(tl.int32), axis=1) > 0
-    return law, tl.where(is_on_support, 0.0, law)
+    rest = law
+    for first in range(0, width, SLOTS):
+        slots = first + tl.arange(0, SLOTS)
+        ids = tl.load(support + slots, mask=slots < width, other=-1)
+        is_on_support = tl.max((tokens[:, None] == ids[None, :]).to(tl.int32), axis=1) > 0
+        rest = tl.where(is_on_support, 0.0, rest)
+    return law, rest
 
 
 @triton.jit
 def _sum_chunk(
-    probs, stops, support_ids, whole_sums, rest_sums, row_stride, vocabulary_size, width,
-    BLOCK: tl.constexpr, BLOCK_SLOTS: tl.constexpr,
+    probs, stops, support_ids, whole_sums, rest_sums, row_stride, vocabulary_size, width, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Program (row, chunk): the chunk's mass at the row's stop, and what of it lies outside the support."""
     row, chunk = tl.program_id(0), tl.program_id(1)
-    stop, slots = tl.load(stops + row), tl.arange(0, BLOCK_SLOTS)
-    ids = tl.load(support_ids + stop * width + slots, mask=slots < width, other=-1)
-    tokens = chunk * BLOCK + tl.arange(0, BLOCK)
-    whole, rest = _rest_of_chunk(probs + stop * row_stride, tokens, ids, vocabulary_size, BLOCK_SLOTS)
+    stop, tokens = tl.load(stops + row), chunk * BLOCK + tl.arange(0, BLOCK)
+    support = support_ids + stop * width
+    whole, rest = _rest_of_chunk(probs + stop * row_stride, tokens, support, vocabulary_size, width)
     place = row * tl.num_programs(1) + chunk
     tl.store(whole_sums + place, tl.sum(whole, axis=0))
     tl.store(rest_sums + place, tl.sum(rest, axis=0))
@@ -108,9 +112,8 @@ def _draw(
         chunk = _first_above(sums, cumulated, point, chunks, BLOCK_CHUNKS)
         before = tl.sum(tl.where(chunks < chunk, sums, 0.0), axis=0)
         places = tl.arange(0, BLOCK)
-        whole, rest = _rest_of_chunk(
-            probs + stop * row_stride, chunk * BLOCK + places, ids, vocabulary_size, BLOCK_SLOTS
-        )
+        tokens, support = chunk * BLOCK + places, support_ids + stop * width
+        whole, rest = _rest_of_chunk(probs + stop * row_stride, tokens, support, vocabulary_size, width)
         values = tl.where(is_empty, whole, rest)
         token = chunk * BLOCK + _first_above(values, tl.cumsum(values, axis=0), point - before, places, BLOCK)
     tl.store(final_stops + row, stop)
@@ -180,13 +183,14 @@ def draw_residuals(
     whole_sums = mass.new_empty((num_rows, num_chunks))
     rest_sums = torch.empty_like(whole_sums)
     sizes = (probs.stride(0), vocabulary_size, width)
-    blocks = {"BLOCK": CHUNK, "BLOCK_SLOTS": max(MIN_BLOCK_SLOTS, triton.next_power_of_2(width)), "num_warps": 4}
+    blocks = {"BLOCK": CHUNK, "num_warps": 4}
     with launch_device(_sum_chunk, probs):
         _sum_chunk[(num_rows, num_chunks)](probs, stops, support_ids, whole_sums, rest_sums, *sizes, **blocks)
         _draw[(num_rows,)](
             probs, stops, support_ids, mass, scale, uniforms, whole_sums, rest_sums, parents, depths, offsets,
             final_stops, next_tokens, is_broken, path, *sizes, num_chunks, path.stride(0), path.shape[1],
-            BLOCK_CHUNKS=triton.next_power_of_2(num_chunks), BLOCK_ROW=triton.next_power_of_2(path.shape[1]), **blocks,
+            BLOCK_SLOTS=triton.next_power_of_2(width), BLOCK_CHUNKS=triton.next_power_of_2(num_chunks),
+            BLOCK_ROW=triton.next_power_of_2(path.shape[1]), **blocks,
         )  # fmt: skip
 
 
@@ -215,7 +219,7 @@ def _check_arguments(probs, stops, support_ids, mass, scale, uniforms, parents, 
 
 
 def specimens() -> list[Specimen]:
-    """All kernels as launched for 152,064 tokens (149 chunks), supports of up to 16 and rows of up to 256 nodes."""
+    """All kernels as launched for 152,064 tokens (149 chunks), supports of every size and rows of up to 256 nodes."""
     law = {"probs": "*fp32", "stops": "*i64", "support_ids": "*i32"}
     sums = {"whole_sums": "*fp64", "rest_sums": "*fp64"}
     sizes = {"row_stride": "i32", "vocabulary_size": "i32"}
@@ -224,10 +228,10 @@ def specimens() -> list[Specimen]:
     draw = {**law, **owed, **sums, **verdict, **sizes}
     draw |= dict.fromkeys(("width", "num_chunks", "path_stride", "max_depth"), "i32")
     node = {"probs": "*fp32", "uniforms": "*fp64", "sums": "*fp64", "drawn": "*i64", **sizes, "num_chunks": "i32"}
-    blocks = {"BLOCK": CHUNK, "BLOCK_SLOTS": 16}
+    blocks = {"BLOCK": CHUNK, "BLOCK_CHUNKS": 256, "BLOCK_ROW": 256}
     return [
         Specimen("sum_law_chunk", _sum_law_chunk, {"probs": "*fp32", "sums": "*fp64", **sizes}, {"BLOCK": CHUNK}),
         Specimen("draw_node", _draw_node, node, {"BLOCK": CHUNK, "BLOCK_CHUNKS": 256}),
-        Specimen("residual_sum_chunk", _sum_chunk, {**law, **sums, **sizes, "width": "i32"}, blocks),
-        Specimen("residual_draw", _draw, draw, {**blocks, "BLOCK_CHUNKS": 256, "BLOCK_ROW": 256}),
+        Specimen("residual_sum_chunk", _sum_chunk, {**law, **sums, **sizes, "width": "i32"}, {"BLOCK": CHUNK}),
+        *(Specimen(f"residual_draw_{slots}", _draw, draw, {**blocks, "BLOCK_SLOTS": slots}) for slots in SUPPORT_SIZES),
     ]

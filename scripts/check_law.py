@@ -55,7 +55,7 @@ from workloads.problems import write_prompt
 from workloads.real_models import model_folder
 
 import stand
-from stand.seeds import noise_key
+from stand.seeds import prompt_word
 from stand.verifiers import VerifierNoise
 
 SHIPPED_HEADS = {name: Path(__file__).resolve().parent / "drafters" / name for name in ("eagle", "streams")}
@@ -271,8 +271,8 @@ def is_near_border(
 ) -> bool:
     """Whether rounding explains the first difference of two rows: both tokens win if the noise moves by ROUNDING."""
     place = next(place for place, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1])
-    key = noise_key(row, np.array(prompt))
-    noise = VerifierNoise(seed, np.array([key]), np.array([place]), np.array([len(prompt) + place]))
+    keyed = (np.array([row]), np.array([place]), np.array([len(prompt) + place]))
+    noise = VerifierNoise(seed, *keyed, prompt_words=prompt_word(np.array(prompt)))
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([prompt + one[:place]]), use_cache=False).logits[:, -1]
     chances = next_token_laws(logits, **law)[0]

@@ -217,13 +217,14 @@ class Call:
             histories=live.histories,
             seed=self._own_seed,
             target_seed=self.seed,
-            rows=live.noise_keys,
+            rows=live.indices,
             steps=live.steps,
             problems=live.problems,
             max_depths=live.max_depths,
             is_greedy=self._law.params.is_greedy,
             is_seeded=self._is_seeded,
             is_learning=self._is_learning,
+            prompt_words=live.prompt_words,
         )
         batch = self._drafter.draft(request)
         check_batch(batch, request, vocabulary_size=self._vocabulary_size)
@@ -234,10 +235,11 @@ class Call:
     def _noise(self, live: LiveRows) -> VerifierNoise:
         return VerifierNoise(
             seed=self._own_seed,
-            rows=live.noise_keys,
+            rows=live.indices,
             steps=live.steps,
             positions=live.lengths + 1,
             target_seed=self.seed,
+            prompt_words=live.prompt_words,
         )
 
     def _commit(self, live: LiveRows, batch: DraftBatch, verdicts: Verdicts) -> None:

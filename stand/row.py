@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stand.row_columns import row_columns
-from stand.seeds import noise_key
+from stand.seeds import prompt_word
 
 
 class Row:
@@ -16,7 +16,7 @@ class Row:
 
     def __init__(self, index: int, prompt: np.ndarray, max_new_tokens: int, *, problem: int = 0, request: int = 0):
         self.index = index  # its number in the call
-        self.noise_key = noise_key(index, prompt)
+        self.prompt_word = prompt_word(prompt)  # together they name its random numbers
         self.problem = problem  # number of its prompt; the samples of a prompt share it
         self.request = request  # number of its request in the call
         self.num_steps = 0  # verifications so far
@@ -73,7 +73,8 @@ class LiveRows:
 
     rows: Sequence[Row]
     histories: list[np.ndarray]  # per row: int32 committed tokens, the pending one last
-    noise_keys: np.ndarray  # [B] int64: with the seed they name the rows' random numbers
+    indices: np.ndarray  # [B] int64: the rows' numbers in the call
+    prompt_words: np.ndarray  # [B] int64: `prompt_word` of each
     steps: np.ndarray  # [B] int64: verifications so far
     problems: np.ndarray  # [B] int64
     lengths: np.ndarray  # [B] int64: tokens whose keys the cache holds

@@ -43,10 +43,11 @@ def call_seed(seed: int, start: int) -> int:
     return int.from_bytes(blake2b(words, digest_size=8).digest(), "little") >> 1
 
 
-def noise_key(row: int, prompt: np.ndarray) -> int:
-    """In [0, 2**32): names a row's random numbers, by its number in the call and its prompt, int32 [L].
+def prompt_word(prompt: np.ndarray) -> int:
+    """32 bits of a digest of a prompt, int32 [L].
 
-    Rows of one prompt never share a key; two rows of different prompts do with a chance of 2**-32.
+    A row's random numbers are named by its number in the call XOR this word: rows of one prompt never share a name, two
+    rows of different prompts do with a chance of 2**-32.
     """
     digest = blake2b(np.ascontiguousarray(prompt, dtype="<i4"), digest_size=4).digest()
-    return row ^ int.from_bytes(digest, "little")
+    return int.from_bytes(digest, "little")

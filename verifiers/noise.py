@@ -7,7 +7,7 @@ not depend on the draft.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from stand.trees.noise import (
 
 @dataclass(frozen=True, slots=True)
 class VerifierNoise:
-    """Keys of one step: the seeds, and per row its name, its step and the position of its next token.
+    """Keys of one step: the seeds, and per row its number, its step and the position of its next token.
 
     Tests of drafted tokens and draws from residuals must never use a number again in a later call whose drafts depend
     on what it decided, so `seed` differs from call to call while a drafter learns. The target's own draws of `match`
@@ -37,10 +37,15 @@ class VerifierNoise:
     """
 
     seed: int  # of acceptance and resampling
-    rows: np.ndarray  # [B] int64 in [0, 2**32), names the row's numbers
+    rows: np.ndarray  # [B] int64, the row's number within the call
     steps: np.ndarray  # [B] int64, decoding steps this row has done
     positions: np.ndarray  # [B] int64, absolute index of the row's first new token
     target_seed: int | None = None  # of the target's draws; None: `seed`
+    prompt_words: np.ndarray | int = 0  # [B] int64 in [0, 2**32), of the rows' prompts: other prompts, other numbers
+    keys: np.ndarray = field(init=False)  # [B] int64, rows ^ prompt_words: what numbers are keyed by as "row"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keys", self.rows ^ self.prompt_words)
 
     @property
     def _target_seed(self) -> int:
@@ -48,27 +53,27 @@ class VerifierNoise:
 
     def accept(self, batch: DraftBatch) -> np.ndarray:
         """[M] float64 in [0, 1): one per packed node, keyed (seed, row, step, row-local node)."""
-        return node_uniforms(self.seed, ACCEPT, self.rows, self.steps, batch.offsets)
+        return node_uniforms(self.seed, ACCEPT, self.keys, self.steps, batch.offsets)
 
     def resample(self) -> np.ndarray:
         """[B] float64 in [0, 1): one per row, keyed (seed, row, step)."""
-        return uniforms(self.seed, RESAMPLE, self.rows, self.steps, np.zeros_like(self.rows))
+        return uniforms(self.seed, RESAMPLE, self.keys, self.steps, np.zeros_like(self.keys))
 
     def fill_tests(self, batch: DraftBatch, accept: np.ndarray, resample: np.ndarray) -> None:
         """Write `accept` and `resample` into arrays float64 that may be longer."""
-        fill_tests(self.seed, self.rows, self.steps, batch.offsets, accept, resample)
+        fill_tests(self.seed, self.keys, self.steps, batch.offsets, accept, resample)
 
     def target(self, rows: np.ndarray, depth: int) -> np.ndarray:
         """[n] float64 in [0, 1): for the token at positions[row] + depth of each of `rows` [n] (below B)."""
         zeros = np.zeros(len(rows), dtype=np.int64)
-        return uniforms(self._target_seed, TARGET, self.rows[rows], self.positions[rows] + depth, zeros)
+        return uniforms(self._target_seed, TARGET, self.keys[rows], self.positions[rows] + depth, zeros)
 
     def target_at_nodes(self, batch: DraftBatch, *, out: np.ndarray | None = None) -> np.ndarray:
         """[M] float64 in [0, 1): `target` for the token that follows each packed node.
 
         out: written to and returned, may be longer.
         """
-        return node_uniforms(self._target_seed, TARGET, self.rows, self.positions, batch.offsets, batch.depths, out=out)
+        return node_uniforms(self._target_seed, TARGET, self.keys, self.positions, batch.offsets, batch.depths, out=out)
 
     def keys_at_nodes(self, batch: DraftBatch) -> np.ndarray:
         """[M] int64: `step_keys` for the token that follows each packed node, as the int64 with the same bits."""
@@ -78,7 +83,7 @@ class VerifierNoise:
     def _after_nodes(self, batch: DraftBatch) -> tuple[np.ndarray, np.ndarray]:
         """Rows' numbers [M] and positions [M] of the tokens that follow the packed nodes."""
         sizes = batch.sizes
-        return np.repeat(self.rows, sizes), np.repeat(self.positions, sizes) + batch.depths
+        return np.repeat(self.keys, sizes), np.repeat(self.positions, sizes) + batch.depths
 
     def exponentials(self, rows: np.ndarray, depth: int, *, vocabulary_size: int, device: torch.device) -> torch.Tensor:
         """[len(rows), V] float64, positive: noise of the token at positions[row] + depth, one number per token id.
@@ -88,7 +93,7 @@ class VerifierNoise:
         if device.type != "cpu":
             return self.device_exponentials(rows, depth, vocabulary_size=vocabulary_size, device=device)
         positions, tokens = self.positions[rows] + depth, np.arange(vocabulary_size)
-        keys = (self.rows[rows][:, None], positions[:, None], tokens[None, :])
+        keys = (self.keys[rows][:, None], positions[:, None], tokens[None, :])
         return torch.from_numpy(-np.log(uniforms(self._target_seed, TARGET, *keys)))
 
     def device_exponentials(
@@ -99,7 +104,7 @@ class VerifierNoise:
 
     def step_keys(self, rows: np.ndarray, depth: int) -> list[int]:
         """Per row the 64-bit key of the target's noise at positions[row] + depth, before the token is mixed in."""
-        return step_keys(self._target_seed, TARGET, self.rows[rows], self.positions[rows] + depth).tolist()
+        return step_keys(self._target_seed, TARGET, self.keys[rows], self.positions[rows] + depth).tolist()
 
 
 def uniforms_on_device(step_keys: list[int], num_nodes: int, *, device: torch.device) -> torch.Tensor:

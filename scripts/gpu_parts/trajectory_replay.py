@@ -36,7 +36,6 @@ from stand.gpu.step_size import StepSize
 from stand.output import GenerationOutput
 from stand.row import Row
 from stand.scheduling.request import Job
-from stand.seeds import noise_key
 from stand.stats import Stats
 from stand.step import StepStart
 from stand.trees import BlendedLookup, DraftBatch
@@ -55,8 +54,8 @@ class RecordedRule(MatchRule):
     (`coupled`), for which this is a lower bound; and rounding that turns a greedy token in 16-bit types.
     """
 
-    def __init__(self, streams: Mapping[int, np.ndarray]):
-        self.streams = streams  # by a row's noise key: prompt, recorded tokens and the end token, int64
+    def __init__(self, streams: Sequence[np.ndarray]):
+        self.streams = streams  # per row: prompt, recorded tokens and the end token, int64
 
     def fields(self, size: StepSize) -> dict[str, Field]:
         return {**super().fields(size), "recorded": (np.int64, (size.num_tokens,))}
@@ -65,10 +64,10 @@ class RecordedRule(MatchRule):
         super().fill(host, batch, noise)
         recorded = host["recorded"]
         recorded[batch.num_nodes :] = 0
-        for key, position, first, end in zip(
+        for row, position, first, end in zip(
             noise.rows, noise.positions, batch.offsets[:-1], batch.offsets[1:], strict=True
         ):
-            stream = self.streams[key]
+            stream = self.streams[row]
             recorded[first:end] = stream[np.minimum(position + batch.depths[first:end], len(stream) - 1)]
 
     def decide(
@@ -174,12 +173,10 @@ class ReplayEngine(Engine):
         Raises RuntimeError should a row leave its recording.
         """
         longest = max(len(recording.tokens) for recording in recordings) + 1
-        self.backend.rule.streams = {
-            noise_key(row, recordings[0].prompt): np.concatenate(
-                [recording.prompt, recording.tokens, [end_token]]
-            ).astype(np.int64)
-            for row, recording in enumerate(recordings)
-        }
+        self.backend.rule.streams = [
+            np.concatenate([recording.prompt, recording.tokens, [end_token]]).astype(np.int64)
+            for recording in recordings
+        ]
         self.finishes = []
         output = self.generate(
             input_ids=recordings[0].prompt[None],

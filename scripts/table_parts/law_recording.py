@@ -65,12 +65,12 @@ class LawRecording:
 
 
 class WatchingDrafter(stand.Drafter):
-    """Drafts nothing and notes every row's laws, in the order of the rows."""
+    """Drafts nothing and notes every row's laws."""
 
     num_candidates = NUM_TOP
 
     def __init__(self) -> None:
-        self.laws: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}  # all rows make the first step together
+        self.laws: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
 
     def draft(self, request: stand.DraftRequest) -> DraftBatch:
         return DraftBatch.concatenate([DraftTree.pending(int(history[-1])) for history in request.histories])
@@ -89,7 +89,7 @@ def record(
     settings |= {"num_return_sequences": samples, "max_new_tokens": max_new_tokens}
     output = engine.generate(input_ids=[list(prompt) for prompt in prompts], **settings)
     trajectories = []
-    for row, (token_ids, laws) in enumerate(zip(output.token_ids, drafter.laws.values(), strict=True)):
-        ids, probs = (np.array(part) for part in zip(*laws, strict=True))
+    for row, token_ids in enumerate(output.token_ids):
+        ids, probs = (np.array(part) for part in zip(*drafter.laws[row], strict=True))
         trajectories.append(Trajectory(row // samples, np.array(token_ids, dtype=np.int32), ids, probs))
     return LawRecording([np.array(prompt, dtype=np.int32) for prompt in prompts], trajectories, max_new_tokens)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import stand
+from stand.seeds import prompt_word
 from stand.trees import DraftBatch
 from table_parts.estimates import EstimateCounts
 from table_parts.law_recording import LawRecording, Trajectory
@@ -91,6 +92,7 @@ def _step(drafter: stand.Drafter, live: list[ReplayedRow], problem: int, seed: i
         problems=np.full(len(live), problem),
         max_depths=np.array([row.most - row.length - 1 for row in live]),
         is_greedy=False,
+        prompt_words=np.array([prompt_word(row.text[: row.start]) for row in live]),
     )
     batch = drafter.draft(request)
     accepted = [_path(batch, place, row) for place, row in enumerate(live)]

@@ -116,7 +116,7 @@ class BlendedDrafter(LookupDrafter):
             request.histories,
             budget,
             seed=request.seed,
-            rows=request.rows,
+            rows=request.noise_keys,
             steps=request.steps,
             floor=self.floor,
             rises=rises,

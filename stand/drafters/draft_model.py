@@ -63,7 +63,7 @@ class ModelDrafter(Drafter):
                     if depth > 1:
                         logits = self._forward(list(levels[-1][0][:, None]))
                     layers = np.full(len(depths), depth)
-                    points = uniforms(request.seed, DRAFT, request.rows, request.steps, layers)
+                    points = uniforms(request.seed, DRAFT, request.noise_keys, request.steps, layers)
                     levels.append(self._draw(logits, points, is_greedy=request.is_greedy))
         chains = [
             _chain(int(history[-1]), [[part[row] for part in level] for level in levels[:depth]])

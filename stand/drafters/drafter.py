@@ -25,13 +25,19 @@ class DraftRequest:
     histories: Sequence[np.ndarray]  # per row: int32 committed tokens, the pending one last
     seed: int  # of this call's own random streams; never that of an earlier call which the drafter learned from
     target_seed: int  # of the noise that `match` and `coupled` draw the target's tokens with
-    rows: np.ndarray  # [B] int64 in [0, 2**32): names each row's random numbers, the same in all of its steps
+    rows: np.ndarray  # [B] int64: numbers of the rows in the call
     steps: np.ndarray  # [B] int64: steps each row has made
     problems: np.ndarray  # [B] int64: samples of one prompt share a number, which no other prompt has
     max_depths: np.ndarray  # [B] int64: drafts deeper than this are of no use
     is_greedy: bool  # the target's laws are one-hots
     is_seeded: bool = True  # the call was given its seed: nothing that differs from run to run may shape the draft
     is_learning: bool = True  # else nothing that this step shows may shape the drafts of another call
+    prompt_words: np.ndarray | int = 0  # [B] int64: `stand.seeds.prompt_word` of the rows' prompts
+
+    @property
+    def noise_keys(self) -> np.ndarray:
+        """[B] int64 in [0, 2**32): with `seed` they name the rows' random numbers."""
+        return self.rows ^ self.prompt_words
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -52,7 +52,7 @@ class FixedShapeDrafter(LookupDrafter):
             request.histories,
             [self._up_to(int(depth)) for depth in request.max_depths],
             seed=request.target_seed if kind == "coupled" else request.seed,
-            rows=request.rows,
+            rows=request.noise_keys,
             steps=request.steps,
             kind=kind,
         )

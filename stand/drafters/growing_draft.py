@@ -121,7 +121,7 @@ class GrowingDraft:
 def planted(request: DraftRequest, num_nodes: int) -> list[GrowingDraft]:
     """Drafts of the pending tokens alone, with random numbers for `num_nodes` nodes each."""
     nodes = np.arange(num_nodes)
-    points = uniforms(request.seed, DRAFT, request.rows[:, None], request.steps[:, None], nodes[None])
+    points = uniforms(request.seed, DRAFT, request.noise_keys[:, None], request.steps[:, None], nodes[None])
     return [
         GrowingDraft(points[row], int(depth), request.is_greedy, [int(history[-1])])
         for row, (history, depth) in enumerate(zip(request.histories, request.max_depths, strict=True))

@@ -28,7 +28,7 @@ def sample_steps(
     prompt = np.arange(length + 1, dtype=np.int32) % text_config(model).vocab_size
     rows = [Row(row, prompt, 1) for row in range(num_rows)]
     live = LiveRows.of(rows)
-    noise = VerifierNoise(seed=0, rows=live.noise_keys, steps=live.steps, positions=live.lengths + 1)
+    noise = VerifierNoise(seed=0, rows=live.indices, steps=live.steps, positions=live.lengths + 1)
     law = TargetLaw(SamplingParams())
     with exclusive(model):
         with tree_attention(model):

@@ -7,16 +7,17 @@ of calls take seconds.
 import itertools
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from measuring.setup import REASONER
 from small_law import chi_square, small_model
 from tiny_models import tiny_model
+from transformers import AutoModelForCausalLM
 
 import stand
-from stand.seeds import call_seed, checked_seed, noise_key
+from stand.seeds import call_seed, checked_seed, prompt_word
 from stand.trees import BlendedLookup, LookupTree, TreeShape
 from stand.verifiers import TargetRows, VerifierNoise, get_verifier
 
@@ -169,16 +170,16 @@ def test_a_turn_draws_anew_though_the_seed_is_the_same(turns):
 
 def test_turns_that_share_their_numbers_are_seen(monkeypatch):
     """The negative control: numbers that do not follow from the prompt."""
-    monkeypatch.setattr("stand.row.noise_key", lambda row, prompt: row)
+    monkeypatch.setattr("stand.row.prompt_word", lambda prompt: 0)
     make_engine, settings = TURNS["without drafts"]
     assert p_of_two_turns(make_engine, **settings) < 1e-6
 
 
 def test_rows_of_one_prompt_never_share_a_key():
-    prompt = np.array([3, 1, 4], dtype=np.int32)
-    keys = [noise_key(row, prompt) for row in (*range(1000), 2**32 - 1)]
-    assert len(set(keys)) == 1001 and 0 <= min(keys) and max(keys) < 2**32
-    assert not set(keys[:1000]) & {noise_key(row, prompt[:2]) for row in range(1000)}
+    prompt, rows = np.array([3, 1, 4], dtype=np.int32), np.array([*range(1000), 2**32 - 1])
+    keys = [VerifierNoise(7, rows, rows, rows, prompt_words=prompt_word(each)).keys for each in (prompt, prompt[:2])]
+    assert len(set(keys[0].tolist())) == 1001 and keys[0].min() >= 0 and keys[0].max() < 2**32
+    assert not set(keys[0].tolist()) & set(keys[1].tolist())
 
 
 SETTINGS = {"input_ids": [[3, 4, 5, 3, 4]], "num_return_sequences": 3, "max_new_tokens": 24, "temperature": 1.0}
@@ -267,14 +268,14 @@ def test_a_drafter_whose_memory_does_not_count_does_it_itself():
 
 
 @pytest.mark.parametrize("laws", [stand.EagleLaws, stand.StreamLaws])
-def test_a_call_that_teaches_nothing_repeats_itself(reasoner, laws):
+def test_a_call_that_teaches_nothing_repeats_itself(laws):
     """Also where a trained part runs as often as pays: such a call leaves that alone."""
     part = {stand.EagleLaws: "eagle", stand.StreamLaws: "streams"}[laws]
-    source = laws(Path(stand.__file__).parents[1] / "scripts" / "drafters" / part)
-    engine = stand.wrap(*reasoner, drafter=stand.BlendedDrafter(budget=16, source=source))
-    settings = {"num_return_sequences": 2, "max_new_tokens": 60, "temperature": 1.0, "top_k": 0, "seed": 7}
-    engine.generate("Find 8^34 mod 5.", **settings)
-    one, two, three = (engine.generate("Find 8^34 mod 5.", learn=False, **settings) for _ in range(3))
+    model, source = AutoModelForCausalLM.from_pretrained(REASONER), laws(REASONER.parent / "drafters" / part)
+    engine = stand.wrap(model, drafter=stand.BlendedDrafter(budget=16, source=source))
+    settings = {"input_ids": list(range(5, 15)), "num_return_sequences": 2, "max_new_tokens": 60, "temperature": 1.0}
+    engine.generate(**settings, top_k=0, seed=7)
+    one, two, three = (engine.generate(**settings, top_k=0, seed=7, learn=False) for _ in range(3))
     assert one.token_ids == two.token_ids == three.token_ids
     assert one.stats.num_steps == two.stats.num_steps == three.stats.num_steps
 

@@ -93,7 +93,7 @@ def test_a_row_that_leaves_its_recording_is_noticed(bench, monkeypatch):
 
 
 def test_the_rule_fills_in_what_was_recorded_at_each_depth():
-    streams = dict(enumerate([np.arange(100, 110), np.arange(200, 206)]))
+    streams = [np.arange(100, 110), np.arange(200, 206)]
     tree = DraftTree(
         np.array([1, 2, 3, 4], dtype=np.int32),
         np.array([-1, 0, 0, 2], dtype=np.int32),

@@ -144,6 +144,15 @@ def test_settings_may_be_numbers_of_numpy():
     assert (lookup.fade, lookup.rate, lookup.depth, lookup.max_bytes) == (0.5, 0.0, 3, 1 << 20)
 
 
+@pytest.mark.parametrize(
+    "probabilities", [[0.4, 0.6], [0.6, 0.0], [0.6, -0.1], [float("nan"), 0.1], [0.6, float("nan")]]
+)
+def test_candidates_are_likely_and_descend(probabilities):
+    for kind in KINDS:
+        with pytest.raises(ValueError, match="probabilities must be positive and descend, got .*;"):
+            draw_children(kind, np.array(probabilities, np.float32), np.array([0.5, 0.5]), 2)
+
+
 @pytest.mark.parametrize("make", LOOKUPS)
 def test_readers_wait_for_the_lock(make):
     lookup = make()

@@ -171,6 +171,7 @@ class BlendedLookup {
     using Page = std::unique_ptr<uint32_t[]>;
     static constexpr uint32_t PAGE_SLOTS = 2 * PAGE_SIZE;  // order 1 and SKIP
     static constexpr int64_t PAGE_BYTES = PAGE_SLOTS * sizeof(uint32_t);
+    static constexpr int64_t COMMON_IDS = 1 << 18;  // few vocabularies are larger
     static constexpr float SOFT = 0.05f;       // weight of what a longer context already knew
     static constexpr float SLOW = 0.1f;        // fading of the empty context, which sees every token, to that of others
     static constexpr float LEAST_NEW = 1.0f / 64;  // probability that a token of a law needs for an entry of its own
@@ -199,9 +200,14 @@ class BlendedLookup {
     }
     uint32_t& slot(uint32_t token, int32_t order) { return pages_[token >> PAGE_SHIFT][index_in_page(token, order)]; }
 
-    // A 32nd is left to the table of contexts that are one token.
+    // What is left to the table of contexts that are one token, 8 bytes per id: a 32nd, of small caps up to an eighth.
+    // Its pages are never given back, and a slab neither: a token that comes late would find no room for good.
+    static int64_t table_room(int64_t max_bytes) {
+        return std::max(max_bytes / 32, std::min<int64_t>(max_bytes / 8, (PAGE_BYTES >> PAGE_SHIFT) * COMMON_IDS));
+    }
+
     static int64_t slabs_within(int64_t max_bytes) {
-        const int64_t room = max_bytes - max_bytes / 32 - static_cast<int64_t>(sizeof(BlendedLookup));
+        const int64_t room = max_bytes - table_room(max_bytes) - static_cast<int64_t>(sizeof(BlendedLookup));
         return std::clamp<int64_t>(room / (SLAB_BYTES + Arena::overhead(1)), NUM_CLASSES, MAX_SLABS);
     }
 

@@ -177,7 +177,14 @@ def test_every_chain_is_drawn_and_none_beside_its_law():
 
 def test_a_draft_model_like_the_target_is_never_rejected():
     engine = engine_of(small=TARGET, gamma=5, num_candidates=VOCABULARY_SIZE)
-    settings = {"input_ids": PROMPTS, "max_new_tokens": 60, "temperature": 1.0, "seed": 4, "stop_token_ids": []}
+    settings = {
+        "input_ids": PROMPTS,
+        "max_new_tokens": 60,
+        "temperature": 1.0,
+        "top_k": 0,
+        "seed": 4,
+        "stop_token_ids": [],
+    }
     stats = engine.generate(**settings).stats
     assert stats.num_accepted_draft_tokens == stats.num_draft_tokens == 150
     assert stats.mean_acceptance_length == 6.0

@@ -66,7 +66,7 @@ def test_estimates_and_paired_gains():
 
 
 def test_arms_are_run_once_and_kept(tmp_path, monkeypatch):
-    size = {"prompts": 1, "rows": 1, "tokens": 24, "branching": (2, 1), "own_rows": 2, "seed": 3}
+    size = {"prompts": 1, "rows": 1, "tokens": 24, "branching": (2, 1), "own_rows": 2, "seed": 5}
     monkeypatch.setattr(compare_verifiers, "ROOM", 4)
     chosen = [
         arms.Arm("chains", "good", 1.0, 4, ("token", "block")),

@@ -65,7 +65,7 @@ TARGETS = (
     ),
     Target(
         "drafts",
-        ("trees/noise.py*", "trees/draft.py"),
+        ("trees/noise.py*", "trees/draft.py", "trees/parents.py"),
         (*_tests("trees", "draft", "noise", "draft_kinds"), *_tests("verifiers", "verifiers_step")),
     ),
     Target(

@@ -177,13 +177,13 @@ def test_a_mutant_takes_the_place_of_its_module():
 
 
 TESTS = """
-from stand.trees.draft import NO_PARENT, DraftTree
+from stand.trees.draft import NO_TOKEN, DraftTree
 
 def test_quick():
-    assert NO_PARENT < 0
+    assert NO_TOKEN < 0
 
 def test_exact():
-    assert NO_PARENT == -1
+    assert NO_TOKEN == -1
 
 def test_chain():
     assert DraftTree.chain([5, 6]).law.sum() == 1
@@ -198,7 +198,7 @@ from mutants.targets import ROOT, Target
 target, path = Target("drafts", (), (sys.argv[1],)), ROOT / "trees" / "draft.py"
 experience, source = Experience(seconds=check_tests(target)), path.read_text()
 for value in ("-2", "3", "-1", "nothing"):
-    changed = source.replace("NO_PARENT = -1", f"NO_PARENT = {value}")
+    changed = source.replace("NO_TOKEN = -1", f"NO_TOKEN = {value}")
     verdict = judge(Mutant(path, 1, "", "", changed), target, experience)
     print(value, verdict.name, verdict.killer.partition("::")[2] or verdict.killer)
 changes = [("np.ones((len(tokens)", "np.zeros((len(tokens)"), ("law[ROOT] = 0.0", "law[ROOT] = 0"), ("= -1", "= 3")]

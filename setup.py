@@ -55,10 +55,9 @@ OPTIMISED = ["-O3", "-DNDEBUG", "-g0"]
 # Packing a step takes 0.3 us more of its 4 to 5. Drawing waits for memory.
 COMPACT = {
     "stand._cyutility",
-    "stand.drafters.check_compiled",
     "stand.gpu.packing",
     "stand.plugins.known_texts",
-    "stand.row_columns",
+    "stand.step_compiled",
     "stand.trees.arguments",
     "stand.trees.layouts.layout",
     "stand.trees.noise",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stand.row_columns import row_columns
+from stand.step_compiled import row_columns
 from stand.seeds import prompt_word
 
 

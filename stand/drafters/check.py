@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stand.drafters.check_compiled import is_sound
+from stand.step_compiled import is_sound
 from stand.drafters.drafter import DraftRequest
 from stand.trees import DraftBatch
 from stand.trees.draft import check_packing

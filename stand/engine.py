@@ -160,8 +160,8 @@ class Engine:
         The law of every row is plain sampling's, in every call, also when calls share a seed (stand/seeds.py). A fresh
         engine repeats a call with the same seed and inputs exactly, as long as the files stand in which the default
         drafter keeps what steps cost here (`stand.drafters.known_costs`). With the verifiers `match` and `coupled` a
-        row's tokens are a function of (seed, row) alone; with ratio rules also of its drafts, and so, while the drafter
-        learns, of its batch mates and of earlier calls.
+        row's tokens are a function of seed, prompt and row alone; with ratio rules also of its drafts, and so of its
+        batch mates and, while the drafter learns, of earlier calls.
         """
         call, jobs = self._new_call(
             prompts, on_commit=None if streamer is None else _into(streamer),
@@ -204,8 +204,8 @@ class Engine:
         max_new_tokens, stop and stop_token_ids.
 
         Rows are numbered over the run. Order and batch mates change no row's law; with `match` and `coupled` they
-        change no token, which follows from (seed, number). Between two trajectories the model is free for other work.
-        Closing the iterator ends the run, and so do errors of a request (ValueError), after what had ended before.
+        change no token, which follows from seed, prompt and number. Between two trajectories the model is free for
+        other work. Closing the iterator ends the run, and so do errors of a request (ValueError), after what had ended before.
         """
         call = self._run_of(requests, max_rows=max_rows, max_cache_bytes=max_cache_bytes, **settings)
         return Run(call, self.tokenizer, on_step=on_step)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stand.step_compiled import row_columns
 from stand.seeds import prompt_word
+from stand.step_compiled import row_columns
 
 
 class Row:

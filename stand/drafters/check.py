@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from stand.step_compiled import is_sound
 from stand.drafters.drafter import DraftRequest
+from stand.step_compiled import is_sound
 from stand.trees import DraftBatch
 from stand.trees.draft import check_packing
 

@@ -31,7 +31,7 @@ class EagleDrafter(Drafter):
     renormalised before the draw: what is recorded is what was drawn from. `temperature` is best the target's own; under
     greedy decoding the best tokens are drafted as they are.
 
-    Nothing is learned while it drafts: drafts are a function of a row's own text and random numbers. One drafter serves
+    Nothing is learned while it drafts: drafts are a function of the rows' texts and random numbers. One drafter serves
     one engine at a time.
 
     Raises ValueError for settings out of range.

@@ -205,9 +205,9 @@ def _check_names(given: Mapping[str, object]) -> None:
     unknown = sorted(set(given) - {name for name in vars(GenerationConfig()) if not name.startswith("_")})
     if unknown:
         raise ValueError(
-            f"a setting must be a field of transformers' GenerationConfig, got {', '.join(unknown)}; check the spelling; "
-            "options of a chat template go to tokenizer.apply_chat_template(chat, ..., return_dict=True), and what that "
-            "returns to the engine"
+            f"a setting must be a field of transformers' GenerationConfig, got {', '.join(unknown)}; "
+            "check the spelling; options of a chat template go to "
+            "tokenizer.apply_chat_template(chat, return_dict=True, ...), and the engine takes what that returns"
         )
 
 

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <cstdint>
 #include <mutex>
 
 namespace stand {
@@ -29,6 +30,29 @@ class FairMutex {
 
    private:
     std::mutex entrance_, inner_;
+};
+
+// Holds a mutex and lets others have it after so much work.
+class Turn {
+   public:
+    Turn(FairMutex& mutex, int64_t size) : mutex_(mutex), size_(size) { mutex_.lock(); }
+    ~Turn() { mutex_.unlock(); }
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+    int64_t room() const { return size_ - done_; }
+    void count(int64_t work) {
+        done_ += work;
+        if (done_ < size_) return;
+        mutex_.unlock();
+        mutex_.lock();
+        done_ = 0;
+    }
+
+   private:
+    FairMutex& mutex_;
+    const int64_t size_;
+    int64_t done_ = 0;
 };
 
 }  // namespace stand

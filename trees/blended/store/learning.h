@@ -225,29 +225,7 @@ inline void BlendedLookup::observe(Block* block, int32_t position, bool is_soft,
 
 // The verbs. Each takes the lock.
 
-// Holds a lookup's mutex and lets others have it after every few hundred tokens: none waits for a whole prompt.
-class Turn {
-   public:
-    static constexpr int64_t TOKENS = 256;
-
-    explicit Turn(FairMutex& mutex) : mutex_(mutex) { mutex_.lock(); }
-    ~Turn() { mutex_.unlock(); }
-    Turn(const Turn&) = delete;
-    Turn& operator=(const Turn&) = delete;
-
-    int64_t room() const { return TOKENS - num_taught_; }
-    void count(int64_t num_tokens) {
-        num_taught_ += num_tokens;
-        if (num_taught_ < TOKENS) return;
-        mutex_.unlock();
-        mutex_.lock();
-        num_taught_ = 0;
-    }
-
-   private:
-    FairMutex& mutex_;
-    int64_t num_taught_ = 0;
-};
+constexpr int64_t TURN_TOKENS = 256;  // of a lesson, before others have the lookup: none waits for a whole prompt
 
 // The `size` tokens before `end`, newest first.
 inline void reversed_copy(const int32_t* end, int32_t size, uint32_t* window) {
@@ -278,7 +256,7 @@ inline void teach(BlendedLookup& lookup, Turn& turn, uint8_t scope, const uint32
 // A run of one or more tokens that was observed after a window.
 inline void learn_tokens(BlendedLookup& lookup, uint8_t scope, const uint32_t* window, int32_t available,
                          const int32_t* tokens, int64_t num_tokens) {
-    Turn turn(lookup.mutex);
+    Turn turn(lookup.mutex, TURN_TOKENS);
     teach(lookup, turn, scope, window, available, tokens, num_tokens);
 }
 
@@ -294,7 +272,7 @@ struct TextRows {
 };
 
 inline void learn_texts(BlendedLookup& lookup, const TextRows& texts) {
-    Turn turn(lookup.mutex);
+    Turn turn(lookup.mutex, TURN_TOKENS);
     uint32_t window[MAX_DEPTH];
     for (int64_t text = 0; text < texts.num_texts; ++text) {
         const int64_t num_before = texts.lengths[text] - texts.num_new[text];

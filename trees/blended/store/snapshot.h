@@ -42,15 +42,20 @@ inline void append_context(const BlendedLookup& lookup, uint32_t reference, Snap
         if (children_of(block)[i] != 0) append_context(lookup, children_of(block)[i], snapshot);
 }
 
+constexpr int64_t TURN_CONTEXTS = 1024;  // copied before others have the lookup
+
+// What is learned meanwhile is in it or not, by root: contexts of different roots share nothing.
 inline void take_snapshot(const BlendedLookup& lookup, Snapshot& snapshot) {
-    const std::lock_guard guard(lookup.mutex);
+    Turn turn(lookup.mutex, TURN_CONTEXTS);
     // It was made before all others.
     if (lookup.empty_context() != 0) append_context(lookup, lookup.empty_context(), snapshot);
     for (uint32_t token = 0; token < lookup.num_root_slots(); ++token)
         for (const int32_t order : ONE_TOKEN_ORDERS) {
             if (lookup.root(token, order) == 0) continue;
+            const size_t before = snapshot.sizes.size();
             snapshot.roots.push_back(2 * token + (order == SKIP));
             append_context(lookup, lookup.root(token, order), snapshot);
+            turn.count(static_cast<int64_t>(snapshot.sizes.size() - before));
         }
     for (int32_t place = 0; place < NUM_ENTRY_ODDS; ++place)
         snapshot.odds.push_back(lookup.odds.entry[bucket_at(place)]);

@@ -13,7 +13,7 @@ from stand.trees import BlendedLookup
 
 LOGGER = logging.getLogger("stand")
 PAUSE = 60.0  # seconds between two files of a small lookup
-PAUSE_PER_BYTE = 2e-6  # of a large one: its users wait for less than 1 % of that (docs/vllm.md)
+PAUSE_PER_BYTE = 2e-6  # of a large one: writing it takes about 1 % of that
 
 
 def check_can_be_written(path: str, option: str) -> None:
@@ -33,8 +33,8 @@ def check_can_be_written(path: str, option: str) -> None:
 class Saver:
     """Writes a lookup now and then, and by `finish`, which is called when the owner is freed or the process ends.
 
-    A child of multiprocessing, too, ends by `finish`, though not one that is killed. The lookup's users wait while it
-    is copied, and not while the copy is written.
+    A child of multiprocessing, too, ends by `finish`, though not one that is killed. The lookup's users take turns with
+    the copy, and do not wait while it is written.
     """
 
     def __init__(self, owner: object, lookup: BlendedLookup, path: str):

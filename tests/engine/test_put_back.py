@@ -222,14 +222,14 @@ def test_a_request_that_no_memory_holds_is_refused():
 
 
 def test_a_request_that_fits_without_its_draft_alone_is_refused():
-    """(5 + 72 + 2,000 nodes) tokens and a page for the prompt: what is allowed is enough, whatever is drafted."""
+    """(5 + 72 + 500 nodes) tokens and a page for the prompt: what is allowed is enough, whatever is drafted."""
     page = 16 * memory.bytes_per_token(kernel_model("qwen2"))
-    for num_pages in (22, 130):
-        engine = stand.wrap(kernel_model("qwen2"), verifier="match", drafter=stand.BlendedDrafter(budget=2000))
-        with pytest.raises(ValueError, match=f"72 new tokens, 131 pages of 16 tokens, got {num_pages}; raise it"):
+    for num_pages in (22, 37):
+        engine = stand.wrap(kernel_model("qwen2"), verifier="match", drafter=stand.BlendedDrafter(budget=500))
+        with pytest.raises(ValueError, match=f"72 new tokens, 38 pages of 16 tokens, got {num_pages}; raise it"):
             engine.generate(PROMPT, **SETTINGS, max_cache_bytes=num_pages * page)
     settings = {**SETTINGS, "num_return_sequences": 1}
-    assert engine.generate(PROMPT, **settings, max_cache_bytes=131 * page).stats.num_tokens > 0
+    assert engine.generate(PROMPT, **settings, max_cache_bytes=38 * page).stats.num_tokens > 0
 
 
 @pytest.mark.parametrize("max_cache_bytes", [0, -1, "1G", True, float("nan")])

@@ -141,7 +141,7 @@ def engine_of(lookup=None, **settings) -> stand.Engine:
 def p_of_two_turns(make_engine, **settings) -> float:
     """Of the joint law of a token and of the one that a second call draws, with the same seed, after prompt and token;
     chi-square against the target's, over rows."""
-    model, prompt, num_rows = small_model(7), [3, 5, 1, 3], 1500
+    model, prompt, num_rows = small_model(7), [3, 5, 1, 3], 600
     engine, more = make_engine(model), {"seed": 11, "max_new_tokens": 1, "temperature": 1.0, "top_k": 0}
     first = engine.generate(input_ids=prompt, num_return_sequences=num_rows, stop_token_ids=[], **more, **settings)
     prompts = [[*prompt, *tokens] for tokens in first.token_ids]

@@ -85,8 +85,9 @@ CHECKED = ["-O1", "-g", "-UNDEBUG", "-D_GLIBCXX_ASSERTIONS"]
 # exceptions pass, 0.6 %.
 SECTIONS = ["-fvisibility=hidden", "-ffunction-sections", "-fdata-sections"]
 LEAN = [*SECTIONS, "-fno-plt", "-fno-asynchronous-unwind-tables"] if IS_LEAN else []
-SMALLEST = ["-Wl,--strip-all,--gc-sections,--build-id=none", *taken("-Wl,--no-ld-generated-unwind-info")]
-STRIP = SMALLEST if IS_LEAN else []
+STRIP = []
+if IS_LEAN:
+    STRIP = ["-Wl,--strip-all,--gc-sections,--build-id=none", *taken("-Wl,--no-ld-generated-unwind-info")]
 # Without contraction a sum of products is rounded in the same way on every processor.
 COMPILE_ARGS = ["-ffp-contract=off", *(CHECKED if DEBUG else OPTIMISED), *LEAN]
 

@@ -149,13 +149,12 @@ class Engine:
         stop adds to the config's stop_strings; what begins in the prompt ends no row. stop_token_ids replace its end
         tokens. stopping_criteria are asked token by token, one row at a time. max_time counts the call's own time, from
         its first step on. Without max_new_tokens and max_length a row may fill the model's context, where transformers
-        ends it after 20 tokens. seed None draws one; it is in the output.
+        ends it after 20 tokens. seed None draws one; it is in the output. draft=False is ordinary decoding by the same
+        engine; learn=False leaves the drafter as it is.
 
         Processors and criteria that are given are never called: every row, of processors every draft node, has a copy.
         So a state belongs in attributes, not in a closure, and a recorder stays empty. Copies share tokenizers, modules
         and any threading.Event, by which a call can be ended from outside.
-
-        draft=False is ordinary decoding by the same engine; learn=False leaves the drafter as it is.
 
         The law of every row is plain sampling's, in every call, also when calls share a seed (stand/seeds.py). A fresh
         engine repeats a call with the same seed and inputs exactly, as long as the files stand in which the default

@@ -7,16 +7,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stand.seeds import prompt_word
 from stand.step_compiled import row_columns
 
 
 class Row:
     """Committed tokens of a trajectory. The last one is *pending*: its keys are not in the cache yet."""
 
-    def __init__(self, index: int, prompt: np.ndarray, max_new_tokens: int, *, problem: int = 0, request: int = 0):
+    def __init__(
+        self,
+        index: int,
+        prompt: np.ndarray,
+        max_new_tokens: int,
+        *,
+        problem: int = 0,
+        request: int = 0,
+        prompt_word: int = 0,
+    ):
         self.index = index  # its number in the call
-        self.prompt_word = prompt_word(prompt)  # together they name its random numbers
+        self.prompt_word = prompt_word  # of `stand.seeds`; together they name its random numbers
         self.problem = problem  # number of its prompt; the samples of a prompt share it
         self.request = request  # number of its request in the call
         self.num_steps = 0  # verifications so far

@@ -138,7 +138,7 @@ class ReplayBackend:
     has_pool = False
 
     def __init__(self, model: PreTrainedModel, fusion: Fusion | None):
-        self.rule = RecordedRule({})
+        self.rule = RecordedRule(())
         self.step: TimedStep | None = None
         self.start = 0.0  # when decoding began
         self._model = model

@@ -92,7 +92,7 @@ def _step(drafter: stand.Drafter, live: list[ReplayedRow], problem: int, seed: i
         problems=np.full(len(live), problem),
         max_depths=np.array([row.most - row.length - 1 for row in live]),
         is_greedy=False,
-        prompt_words=np.array([prompt_word(row.text[: row.start]) for row in live]),
+        prompt_words=prompt_word(live[0].text[: live[0].start]),  # of all: they are samples of one problem
     )
     batch = drafter.draft(request)
     accepted = [_path(batch, place, row) for place, row in enumerate(live)]

@@ -191,7 +191,9 @@ class Fusion:
 
     def _settings(self, holder: object) -> Settings:
         """One per module or configuration."""
-        return self._guards.setdefault(id(holder), Settings.of(holder))
+        if id(holder) not in self._guards:
+            self._guards[id(holder)] = Settings.of(holder)
+        return self._guards[id(holder)]
 
     def _swap(self) -> None:
         changed = {guard for guard in self._guards.values() if not guard.holds()}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from stand.row import Row
 from stand.scheduling.admission import Admission
 from stand.scheduling.request import Job
+from stand.seeds import prompt_word
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,9 +74,8 @@ class Scheduler:
         if self._next is None and (job := next(self._jobs, None)) is not None:
             self.admission.check(job)
             self._open[job.number], self._num_left[job.number] = job, len(job.rows)
-            self._waiting = (
-                Row(index, job.prompt, job.limit, problem=job.problem, request=job.number) for index in job.rows
-            )
+            shared = {"problem": job.problem, "request": job.number, "prompt_word": prompt_word(job.prompt)}
+            self._waiting = (Row(index, job.prompt, job.limit, **shared) for index in job.rows)
             self._next = next(self._waiting)
         return self._next
 

@@ -88,9 +88,10 @@ def attend(Py_ssize_t queries, Py_ssize_t keys, Py_ssize_t values, Py_ssize_t mi
            Py_ssize_t in_threads, /):
     """mixed [M, H, D] = attention of queries [M, H, D] over keys and values [A, Hkv, slots, D].
 
-    Addresses of float32, or of bfloat16 if `is_narrow`. `tokens`: addresses of offsets [A + 1], lengths [A], tails [A] and path_offsets [M + 1], int64,
-    and of paths, int32. `strides`: numbers between queries' tokens and heads, and between keys' rows and heads, as
-    between values'. `sizes`: A, Hkv, H / Hkv, D (a multiple of 16), window or 0. The rest as in `multiply`.
+    Addresses of float32, or of bfloat16 if `is_narrow`. `tokens`: addresses of offsets [A + 1], lengths [A], tails [A]
+    and path_offsets [M + 1], int64, and of paths, int32. `strides`: numbers between queries' tokens and heads, and
+    between keys' rows and heads, as between values'. `sizes`: A, Hkv, H / Hkv, D (a multiple of 16), window or 0. The
+    rest as in `multiply`.
     """
     cdef C_Attention step
     cdef Py_ssize_t offsets, lengths, tails, path_offsets, paths

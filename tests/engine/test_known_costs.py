@@ -19,6 +19,7 @@ from stand.trees import BlendedLookup
 
 CHEAP = StepCost(4, 32, tokens=(4, 8, 64), seconds=(1.0, 1.0, 1.1))
 DEAR = StepCost(4, 32, tokens=(4, 8, 64), seconds=(1.0, 2.0, 16.0))
+DEARER = StepCost(4, 32, tokens=(4, 8, 64), seconds=(1.0, 1.3, 2.4))  # than CHEAP, as machines are in a busy hour
 PROMPT = {"input_ids": [[3, 4, 5, 3, 4]], "num_return_sequences": 4, "max_new_tokens": 24}
 
 
@@ -184,6 +185,36 @@ def test_a_change_of_shape_is_followed():
     assert busy.seconds[2] / busy.seconds[0] < 1.2  # one busy moment
     between = follow(DEAR, [(8, 2.0), (36, math.sqrt(2 * 16))] * 50)  # as expected
     np.testing.assert_allclose(between.seconds, DEAR.seconds)
+
+
+def noisy_steps(cost, num_steps, *, noise, seed=0):
+    """Steps of 6 to 40 tokens that take what `cost` says, but for noise and a busy moment in thirty steps."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(6, 41, num_steps)
+    places = np.arange(len(cost.tokens))
+    logs = np.interp(np.interp(sizes, cost.tokens, places), places, np.log(cost.seconds))
+    busy = np.where(rng.random(num_steps) < 1 / 30, rng.exponential(1.0, num_steps), 0.0)
+    return list(zip(sizes.tolist(), np.exp(logs + rng.normal(0.0, noise, num_steps) + busy).tolist(), strict=True))
+
+
+def error(followed, cost):
+    """Of the largest ratio, in logs."""
+    return abs(math.log(followed.seconds[-1] / followed.seconds[0] / cost.seconds[-1] * cost.seconds[0]))
+
+
+@pytest.mark.parametrize(("noise", "num_steps", "most"), [(0.01, 64, 0.4), (0.1, 192, 0.4)])
+def test_noise_decides_how_fast_a_step_is_believed(noise, num_steps, most):
+    assert error(CHEAP, DEARER) > 0.7
+    for seed in range(5):
+        assert error(follow(CHEAP, noisy_steps(DEARER, num_steps, noise=noise, seed=seed)), DEARER) < most
+        assert error(follow(DEARER, noisy_steps(DEARER, 1600, noise=noise, seed=seed)), DEARER) < 0.15  # and stays
+
+
+def test_a_change_that_comes_late_is_followed():
+    for seed in range(5):
+        before = noisy_steps(CHEAP, 4800, noise=0.05, seed=seed)
+        assert error(follow(CHEAP, before), CHEAP) < 0.1
+        assert error(follow(CHEAP, before + noisy_steps(DEARER, 800, noise=0.05, seed=seed)), DEARER) < 0.3
 
 
 def test_steps_of_a_millisecond_are_followed_like_those_of_a_second():

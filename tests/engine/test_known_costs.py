@@ -217,6 +217,12 @@ def test_a_change_that_comes_late_is_followed():
         assert error(follow(CHEAP, before + noisy_steps(DEARER, 800, noise=0.05, seed=seed)), DEARER) < 0.3
 
 
+def test_one_step_of_a_size_that_was_long_unseen_moves_little():
+    times = np.exp(np.random.default_rng(0).normal(0.0, 0.3, 20_000)).tolist()
+    found = follow(CHEAP, [(8, seconds) for seconds in times] + [(64, 1.1 * math.e)] * STEPS_BETWEEN)
+    assert 0.0 < error(found, CHEAP) < 0.1
+
+
 def test_steps_of_a_millisecond_are_followed_like_those_of_a_second():
     short = follow(CHEAP, [(4, 0.001), (64, 0.004)] * 300)
     np.testing.assert_allclose(short.rises(4, 60), follow(CHEAP, [(4, 1.0), (64, 4.0)] * 300).rises(4, 60))

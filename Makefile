@@ -38,6 +38,9 @@ OLDEST_TESTS := tests/engine/test_support.py tests/engine/test_forward.py::test_
 # Test processes at a time.
 WORKERS ?= 2
 
+# Python compiles what it imports; to compile every file of every package takes pip as long as all else.
+export PIP_COMPILE := 0
+
 # One thread: the matrices of the suite are too small for more, and as many processes run as there are cores.
 test test-debug test-wheel: export OMP_NUM_THREADS ?= 1
 
@@ -69,7 +72,7 @@ test-oldest: .venv-oldest/.ready
 wheel: $(VENV)/.ready away
 	@rm -rf build/wheel build/lib* build/bdist*
 	@$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
-	@$(BIN)/pip install --quiet --no-compile --constraint $(VENV)/constraints.txt "stand-decoding[wheel]"
+	@$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt "stand-decoding[wheel]"
 	@$(BIN)/python scripts/pack_wheel.py build/wheel/*.whl
 	cd build/away && $(CURDIR)/$(BIN)/python scripts/check_wheel.py $(CURDIR)/build/wheel/*.whl
 
@@ -85,7 +88,6 @@ CHECK_PYTHON := import os, sys, sysconfig; \
     if sys.version_info[:2] < (3, 11) else None if has_headers else \
     "Python.h must be there to compile modules, got none; on Debian and Ubuntu: apt install python3-dev python3-venv")
 
-# --no-compile: Python compiles what it imports; to compile every file of every package takes pip as long as the rest.
 # torch goes first and alone: another package's looser range must not choose the build. Where pip finds no build without
 # CUDA, the one that it finds is taken. $(1)/constraints.txt then holds what was settled, for everything that follows.
 define install_torch
@@ -93,14 +95,14 @@ define install_torch
 	@echo "== $(1): installing torch (a download of 0.2 GB, with CUDA 2.7 GB), numpy and Cython; this takes minutes"
 	@$(PYTHON) -m venv $(1)
 	@cp $(CONSTRAINTS) $(1)/constraints.txt
-	@$(1)/bin/pip install --quiet --no-compile --constraint $(1)/constraints.txt torch 2> $(1)/pip.log || { \
+	@$(1)/bin/pip install --quiet --constraint $(1)/constraints.txt torch 2> $(1)/pip.log || { \
 	  if grep -q '+cpu' $(CONSTRAINTS) && grep -qE 'No matching distribution|ResolutionImpossible' $(1)/pip.log; then \
 	    echo "== $(1): pip finds no build of torch without CUDA, so the one with CUDA comes: a download of 2.7 GB." \
 	      "For the small one stop here and name an index that has it, in PIP_EXTRA_INDEX_URL"; \
 	    sed 's/+cpu//' $(CONSTRAINTS) > $(1)/constraints.txt; \
-	    $(1)/bin/pip install --quiet --no-compile --constraint $(1)/constraints.txt torch; \
+	    $(1)/bin/pip install --quiet --constraint $(1)/constraints.txt torch; \
 	  else cat $(1)/pip.log >&2; exit 1; fi; }
-	@$(1)/bin/pip install --quiet --no-compile --constraint $(1)/constraints.txt "setuptools>=77" "Cython>=3.3" "numpy>=2" wheel
+	@$(1)/bin/pip install --quiet --constraint $(1)/constraints.txt "setuptools>=77" "Cython>=3.3" "numpy>=2" wheel
 endef
 
 $(VENV)/.ready: $(SOURCES)
@@ -108,7 +110,7 @@ $(VENV)/.ready: $(SOURCES)
 	@echo "== $(VENV): compiling the modules in C++ (one or two minutes) and installing the rest"
 	@# Of two builds of one module Python takes the one that names its own version, however old it is.
 	@find stand trees verifiers -name '*.cpython-*.so' -delete
-	@$(BIN)/pip install --quiet --no-compile --constraint $(VENV)/constraints.txt --no-build-isolation --editable ".[test]"
+	@$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --no-build-isolation --editable ".[test]"
 	@touch $@
 
 # The debug build is an ordinary, non-editable install of a copy, so that it never replaces the fast core. Everything else
@@ -121,7 +123,7 @@ $(VENV)/.ready: $(SOURCES)
 	@rm -rf build/debug && mkdir -p build/debug
 	@cp -r setup.py pyproject.toml MANIFEST.in README.md LICENSE stand trees verifiers build/debug/
 	@find build/debug \( -name '*.so' -o -name '*.cpp' -o -name _cyutility.c \) -delete
-	@STAND_DEBUG=1 $(BIN)/pip --python .venv-debug/bin/python install --quiet --no-compile --no-build-isolation --no-deps \
+	@STAND_DEBUG=1 $(BIN)/pip --python .venv-debug/bin/python install --quiet --no-build-isolation --no-deps \
 	  --ignore-installed ./build/debug
 	@touch $@
 
@@ -132,7 +134,7 @@ $(VENV)/.ready: $(SOURCES)
 	@$(PYTHON) -m venv --clear --without-pip .venv-oldest
 	@$(BIN)/python -c 'import sysconfig; p = sysconfig.get_path("purelib"); print(f"import site; site.addsitedir({p!r})")' \
 	  > "$$(.venv-oldest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lent.pth"
-	@$(BIN)/pip --python .venv-oldest/bin/python install --quiet --no-compile "transformers==$(OLDEST)"
+	@$(BIN)/pip --python .venv-oldest/bin/python install --quiet "transformers==$(OLDEST)"
 	@touch $@
 
 .venv-wheel/.ready: $(SOURCES) $(VENV)/.ready $(MODULES)
@@ -141,8 +143,8 @@ $(VENV)/.ready: $(SOURCES)
 	@$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
 	$(call install_torch,.venv-wheel)
 	@wheel=$$(ls $(CURDIR)/build/wheel/*.whl) && \
-	  .venv-wheel/bin/pip install --quiet --no-compile --force-reinstall --no-deps "$$wheel" && \
-	  .venv-wheel/bin/pip install --quiet --no-compile --constraint .venv-wheel/constraints.txt "$$wheel[test]"
+	  .venv-wheel/bin/pip install --quiet --force-reinstall --no-deps "$$wheel" && \
+	  .venv-wheel/bin/pip install --quiet --constraint .venv-wheel/constraints.txt "$$wheel[test]"
 	@touch $@
 
 clean:

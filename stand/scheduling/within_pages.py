@@ -59,12 +59,12 @@ class WithinPages(Admission):
         return (self._most_rows is None or len(live) < self._most_rows) and self.fits(live, row)
 
     def fits(self, live: Sequence[Row], row: Row) -> bool:
-        prompt = self.pages.count(row.num_cached)
-        return self._is_plenty(len(live) + 1, self._growth, prompt) or self._fit([*live, row], self._growth)
+        grown, prompt = self.pages.count(1 + self._growth), self.pages.count(row.num_cached)
+        return self._is_plenty(len(live) + 1, grown, prompt) or self._fit([*live, row], self._growth)
 
     def holds(self, live: Sequence[Row]) -> bool:
         """Asked before every step."""
-        return self._is_plenty(len(live), 0) or self._fit(live, 0)
+        return self._is_plenty(len(live), 1) or self._fit(live, 0)
 
     def open(self, row: Row) -> Hashable:
         self._num_opened += 1
@@ -104,9 +104,10 @@ class WithinPages(Admission):
         drafts = most_draft_pages(slacks, self._most_draft_nodes(len(rows)), page_size=size)
         return needed + drafts <= self.pages.num_free
 
-    def _is_plenty(self, num_rows: int, growth: int, others: int = 0) -> bool:
-        """At a glance: as many pages are free as `_fit` may ask for at most, and `others`."""
-        of_row = self.pages.count(1 + growth) + 2  # a page that is shared or begun, and one more by its drafts
+    def _is_plenty(self, num_rows: int, grown: int, others: int = 0) -> bool:
+        """At a glance: as many pages are free as `_fit` may ask for at most, where a row grows by `grown` pages, and
+        `others`."""
+        of_row = grown + 2  # a page that is shared or begun, and one more by its drafts
         of_drafts = self._most_draft_nodes(num_rows) // self.pages.page_size
         return of_row * num_rows + of_drafts + others <= self.pages.num_free
 

@@ -106,8 +106,9 @@ def calls_per_step(monkeypatch, verifier: str, num_rows: int, num_nodes: int) ->
     return (counted(LONG) - counted(SHORT)) / (LONG - SHORT)
 
 
-# Counted with Python 3.11, whose comprehensions are calls, and 3 more. About 40 of them are for a row that gets another
-# page: every tenth step for the first, three of four for 16 rows of 7 nodes, whose rows grow by 3 tokens a step.
+# Counted with Python 3.11, whose comprehensions are calls, and less than one more. About 40 of them are for a row that
+# gets another page: every tenth step for the first, three of four for 16 rows of 7 nodes, whose rows grow by 3 tokens a
+# step.
 MOST_CALLS = {
     ("traversal", 1, 81): 173, ("match", 1, 1): 133, ("traversal", 16, 7): 410, ("match", 16, 7): 406,
     ("match", 16, 1): 358,

@@ -90,11 +90,14 @@ STAND_TARGET void attend_tokens(const Attention& step, int64_t row, int64_t head
             const Number* query = static_cast<const Number*>(step.queries) + t * step.query_stride +
                                   (head * groups + g) * step.query_head_stride;
             for (int64_t d = 0; d < size; d += TERMS)
-                for (int32_t i = 0; i < TERMS; ++i) packed[q * size + d + i] = widened(query[d + i]) * step.scale;
+                for (int32_t i = 0; i < TERMS; ++i) sums[q * size + d + i] = widened(query[d + i]) * step.scale;
         }
-    using Scores = Product<Number, float>;
-    multiply_rows(Scores{packed, keys + from * size, nullptr, scores, queries, common, size, stride}, 0, common);
-    multiply_rows(Scores{packed, keys + length * size, nullptr, tail_scores, queries, tail, size, tail}, 0, tail);
+    pack_tokens(sums, queries, size, SHAPE, packed);
+    const auto score = [&](const Number* first, int64_t count, float* results, int64_t apart) {
+        multiply_rows(Product<Number>{packed, first, nullptr, results, nullptr, queries, count, size, apart}, 0, count);
+    };
+    score(keys + from * size, common, scores, stride);
+    score(keys + length * size, tail, tail_scores, tail);
     std::fill_n(sums, queries * size, 0.0f);
 
     for (int64_t t = first, q = 0; t < end; ++t) {

@@ -16,6 +16,8 @@
 #include "../../exponential.h"
 #include "../../vectors.h"
 #include "operands.h"
+#include "order.h"
+#include "packed_tokens.h"
 
 namespace stand {
 
@@ -24,7 +26,6 @@ namespace dots {
 #define STAND_UNROLL _Pragma("GCC unroll 16")
 
 constexpr int32_t TERMS = 16;  // sums that a product is made of
-constexpr int32_t ROWS = 4;    // of a tile
 
 // Wishes for what lies `offset` numbers after `values`, in the second cache. Nothing is read: it may lie beyond the end.
 template <class Number>
@@ -36,6 +37,7 @@ STAND_INLINE void fetch(const Number* values, int64_t offset) {
 namespace avx512 {
 #include "avx512.h"
 #include "tile.h"
+#include "band.h"
 #include "attend_tile.h"
 #undef STAND_TARGET
 }  // namespace avx512
@@ -43,12 +45,14 @@ namespace avx512 {
 namespace avx512_pairs {
 #include "avx512_pairs.h"
 #include "tile.h"
+#include "band.h"
 #undef STAND_TARGET
 }  // namespace avx512_pairs
 
 namespace avx2 {
 #include "avx2.h"
 #include "tile.h"
+#include "band.h"
 #include "attend_tile.h"
 #undef STAND_TARGET
 }  // namespace avx2
@@ -57,6 +61,7 @@ namespace avx2 {
 namespace portable {
 #include "portable.h"
 #include "tile.h"
+#include "band.h"
 #include "attend_tile.h"
 #undef STAND_TARGET
 }  // namespace portable
@@ -70,16 +75,26 @@ inline bool has_pairs() {
 #endif
 }
 
+// For which tiles tokens are packed; in Bfloat16 only where `has_pairs`.
+inline TileShape tile_shape(Vectors vectors, bool in_pairs) {
+#if defined(__x86_64__)
+    if (in_pairs) return avx512_pairs::SHAPE;
+    if (vectors == Vectors::avx512) return avx512::SHAPE;
+    if (vectors == Vectors::avx2) return avx2::SHAPE;
+#endif
+    return portable::SHAPE;
+}
+
 // Only where `has_pairs`.
-inline void multiply_rows(const Product<Bfloat16, Bfloat16, Bfloat16>& product, Vectors, int64_t first, int64_t end) {
+inline void multiply_rows(const Product<Bfloat16, Bfloat16>& product, Vectors, int64_t first, int64_t end) {
 #if defined(__x86_64__)
     avx512_pairs::multiply_rows(product, first, end);
 #endif
 }
 
 // Numbers other than floats: only with AVX2 at least. Without it nobody asks, and the loops are not there.
-template <class Number, class Result>
-void multiply_rows(const Product<Number, Result>& product, Vectors vectors, int64_t first, int64_t end) {
+template <class Number>
+void multiply_rows(const Product<Number>& product, Vectors vectors, int64_t first, int64_t end) {
 #if defined(__x86_64__)
     if (vectors == Vectors::avx512) return avx512::multiply_rows(product, first, end);
     if (vectors == Vectors::avx2) return avx2::multiply_rows(product, first, end);

@@ -10,12 +10,13 @@
 namespace stand {
 
 // Sums are floats, whatever the rest is.
-template <class Number, class Result = Number, class Token = float>
+template <class Number, class Token = float>
 struct Product {
-    const Token* tokens;    // [num_tokens, depth]
-    const Number* weights;  // [num_rows, depth]
-    const Number* bias;     // [num_rows], or null
-    Result* results;        // [num_tokens, num_rows], `stride` apart
+    const Token* tokens;       // [num_tokens, depth], packed
+    const Number* weights;     // [num_rows, depth]
+    const Number* bias;        // [num_rows], or null
+    float* results;            // [num_tokens, num_rows], `stride` apart; null where they are narrow
+    Bfloat16* narrow_results;  // as `results`
     int64_t num_tokens, num_rows, depth, stride;
 };
 

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <type_traits>
 
 #include "../../threads.h"
 #include "instruction_sets.h"
@@ -16,6 +17,7 @@ namespace dots {
 
 constexpr int64_t LEAST_WEIGHTS = 1 << 17;  // with fewer, waiting for a second thread costs what it saves
 constexpr int64_t LEAST_SHARE = 32;         // rows; a share begins with rows that nobody has fetched
+constexpr int64_t LINE = 64;                // bytes
 constexpr int64_t SHARES_PER_THREAD = 4;    // so that a thread that comes late leaves its work to the others
 
 // What the threads share: each takes the next share of some product's rows until none is left.
@@ -54,6 +56,21 @@ void multiply_all(const Factors* products, int64_t num_products, Vectors vectors
     run_in_threads(work, num_threads, in_threads);
 }
 
+// Tokens packed at an address where a cache line begins.
+template <class Token>
+struct Packed {
+    std::unique_ptr<Token[]> memory;
+    Token* tokens;
+
+    template <class Number>
+    Packed(const Number* plain, int64_t num_tokens, int64_t depth, TileShape shape)
+        : memory(new Token[num_tokens * packed_depth(depth, shape) + LINE / sizeof(Token)]) {
+        const auto address = reinterpret_cast<uintptr_t>(memory.get());
+        tokens = reinterpret_cast<Token*>((address + LINE - 1) / LINE * LINE);
+        pack_tokens(plain, num_tokens, depth, shape, tokens);
+    }
+};
+
 // Where one product's numbers are.
 struct Matrix {
     const void* weights;  // [num_rows, depth]
@@ -64,15 +81,19 @@ struct Matrix {
 
 constexpr int64_t MOST_MATRICES = 4;
 
-// Numbers of all matrices, and the tokens as they are multiplied.
+// Numbers of all matrices and of the tokens, and the tokens as they are multiplied.
 template <class Number, class Token>
-void multiply_as(const Token* tokens, int64_t num_tokens, int64_t depth, const Matrix* matrices, int64_t num_matrices,
+void multiply_as(const void* tokens, int64_t num_tokens, int64_t depth, const Matrix* matrices, int64_t num_matrices,
                  Vectors vectors, int32_t num_threads, RunInThreads in_threads) {
-    Product<Number, Number, Token> products[MOST_MATRICES];
+    const TileShape shape = tile_shape(vectors, std::is_same_v<Token, Bfloat16>);
+    const Packed<Token> packed(static_cast<const Number*>(tokens), num_tokens, depth, shape);
+    Product<Number, Token> products[MOST_MATRICES];
     for (int64_t i = 0; i < num_matrices; ++i) {
         const Matrix& one = matrices[i];
-        products[i] = {tokens, static_cast<const Number*>(one.weights), static_cast<const Number*>(one.bias),
-                       static_cast<Number*>(one.results), num_tokens, one.num_rows, depth, one.num_rows};
+        products[i] = {packed.tokens, static_cast<const Number*>(one.weights), static_cast<const Number*>(one.bias),
+                       nullptr, nullptr, num_tokens, one.num_rows, depth, one.num_rows};
+        if constexpr (std::is_same_v<Number, float>) products[i].results = static_cast<float*>(one.results);
+        else products[i].narrow_results = static_cast<Bfloat16*>(one.results);
     }
     multiply_all(products, num_matrices, vectors, num_threads, in_threads);
 }
@@ -89,16 +110,14 @@ enum class Numbers : int32_t { floats, narrow, pairs };
 inline void multiply(const void* tokens, int64_t num_tokens, int64_t depth, const Matrix* matrices,
                      int64_t num_matrices, Numbers numbers, Vectors vectors, int32_t num_threads,
                      RunInThreads in_threads) {
-    const auto multiplied = [&](auto number, const auto* factors) {
-        using Number = decltype(number);
-        dots::multiply_as<Number>(factors, num_tokens, depth, matrices, num_matrices, vectors, num_threads, in_threads);
+    if (num_tokens == 0) return;
+    const auto as = [&](auto number, auto token) {
+        dots::multiply_as<decltype(number), decltype(token)>(tokens, num_tokens, depth, matrices, num_matrices, vectors,
+                                                             num_threads, in_threads);
     };
-    const auto* narrow = static_cast<const Bfloat16*>(tokens);
-    if (numbers == Numbers::floats) return multiplied(float{}, static_cast<const float*>(tokens));
-    if (numbers == Numbers::pairs) return multiplied(Bfloat16{}, narrow);
-    std::unique_ptr<float[]> wide(new float[num_tokens * depth]);
-    for (int64_t i = 0; i < num_tokens * depth; ++i) wide[i] = widened(narrow[i]);
-    multiplied(Bfloat16{}, wide.get());
+    if (numbers == Numbers::floats) return as(float{}, float{});
+    if (numbers == Numbers::narrow) return as(Bfloat16{}, float{});
+    as(Bfloat16{}, Bfloat16{});
 }
 
 }  // namespace stand

@@ -21,6 +21,7 @@ cdef extern from "dots/product.h" namespace "stand" nogil:
         Py_ssize_t num_rows
 
     bint C_has_pairs "stand::dots::has_pairs" ()
+    bint C_is_intel "stand::dots::is_intel" ()
 
     void C_multiply "stand::multiply" (
         const void* tokens, Py_ssize_t num_tokens, Py_ssize_t depth, const C_Matrix* matrices,
@@ -58,6 +59,7 @@ cdef enum:
     MOST_PRODUCTS = 4  # MOST_MATRICES in dots/product.h
 
 HAS_PAIRS = C_has_pairs()  # whether `multiply` takes `numbers` 2
+IS_INTEL = C_is_intel()  # the processor
 
 
 def multiply(Py_ssize_t tokens, tuple weights, tuple results, Py_ssize_t num_tokens, Py_ssize_t depth,

@@ -25,7 +25,7 @@ IS_FASTER = WIDEST > 0 and platform.machine() in ("x86_64", "AMD64")  # AVX2 at 
 
 
 def few_token_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., K] @ weight [N, K]^T + bias [N] -> [..., N], as `torch.nn.functional.linear`; made for up to 64 tokens.
+    """x [..., K] @ weight [N, K]^T + bias [N] -> [..., N], as `torch.nn.functional.linear`; made for few tokens.
 
     All are contiguous tensors on a CPU, of one of DTYPES (bfloat16 needs AVX2), K >= 1; gradients are not kept. The
     result of a token has the same bits whatever other tokens `x` holds and with any number of threads: a product is 16

@@ -11,15 +11,20 @@ import torch
 from torch.nn import Linear, Module
 from torch.nn.functional import linear
 
+from stand.forward.dot_products import IS_INTEL
 from stand.forward.few_token_product import IS_FASTER, FewTokenProduct, are_weights, few_token_products, is_plain
+from stand.laws.filters import VECTORS
 
-MOST_TOKENS = 64  # of a product of our own: beyond, torch's is as fast
+# Up to so many tokens a product of our own is taken: beyond, torch's is as fast. In float32 torch's is MKL's, which takes
+# twice the time of ours for a whole chunk of a prompt where a processor has AVX-512 and is not Intel's.
+IS_AHEAD_OF_MKL = torch.backends.mkl.is_available() and VECTORS[-1] == "avx512" and not IS_INTEL
+MOST_TOKENS = {torch.float32: 512 if IS_AHEAD_OF_MKL else 64, torch.bfloat16: 64}
 
 
 @contextmanager
 def few_token_layers(model: Module) -> Iterator[None]:
-    """Within it the linear layers of a model, or of a part of one, take `FewTokenProduct` for up to MOST_TOKENS tokens
-    on a CPU.
+    """Within it the linear layers of a model, or of a part of one, take `FewTokenProduct` on a CPU for up to as many
+    tokens as MOST_TOKENS says of their dtype.
 
     Only exact `torch.nn.Linear` with plain parameters in float32 or bfloat16 whose forward nobody else has replaced,
     and which no hook comes before; others compute as before, and all of them on a processor without AVX2, or where
@@ -48,7 +53,7 @@ class FewTokenForward:
     __slots__ = ("layer", "most_numbers", "product")
 
     def __init__(self, layer: Linear):
-        self.layer, self.most_numbers = layer, MOST_TOKENS * layer.in_features
+        self.layer, self.most_numbers = layer, MOST_TOKENS[layer.weight.dtype] * layer.in_features
         self.product = FewTokenProduct(layer.weight, layer.bias)
 
     def is_current(self) -> bool:

@@ -18,7 +18,8 @@ from stand.threads import parallel_region
 
 WITH_FMA = [place for place, name in enumerate(VECTORS) if name != "portable"]
 LEVELS, REGION = range(len(VECTORS)), parallel_region()
-DEPTHS = (1, 7, 16, 63, 576, 1000)
+DEPTHS = (1, 7, 16, 63, 576, 2100)  # the last one is multiplied in blocks of terms
+COMPANIES = (*range(2, 34), 67, 140)  # tokens, in one chunk to eight
 FLOATS, NARROW, PAIRS = range(3)  # what `multiply` calls the numbers
 # Ways to multiply bfloat16: by the instruction set, number by number or in pairs.
 NARROW_WAYS = [(NARROW, level) for level in WITH_FMA] + ([(PAIRS, WIDEST)] if HAS_PAIRS else [])
@@ -93,9 +94,9 @@ def test_a_term_that_is_left_out_is_seen(depth, numbers):
 @pytest.mark.parametrize("level", LEVELS, ids=VECTORS)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_token_has_the_same_bits_in_any_company(depth, level):
-    x, weight, bias = factors(33, 195, depth)
+    x, weight, bias = factors(max(COMPANIES), 195, depth)
     alone = torch.cat([compiled(token[None], weight, bias, level=level) for token in x])
-    for num_tokens in range(2, 34):
+    for num_tokens in COMPANIES:
         together = compiled(x[:num_tokens], weight, bias, level=level)
         assert torch.equal(together, alone[:num_tokens]), num_tokens
     moved = compiled(x.flip(0).contiguous(), weight, bias, level=level)
@@ -106,10 +107,10 @@ def test_a_token_has_the_same_bits_in_any_company(depth, level):
 @pytest.mark.parametrize(("numbers", "level"), NARROW_WAYS)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_token_has_the_same_bits_in_any_company_in_bfloat16(depth, numbers, level):
-    x, weight, bias = narrow(*factors(33, 195, depth))
+    x, weight, bias = narrow(*factors(max(COMPANIES), 195, depth))
     way = {"numbers": numbers, "level": level}
     alone = torch.cat([compiled(token[None], weight, bias, **way) for token in x])
-    for num_tokens in range(2, 34):
+    for num_tokens in COMPANIES:
         assert torch.equal(compiled(x[:num_tokens], weight, bias, **way), alone[:num_tokens]), num_tokens
     if REGION:
         assert torch.equal(compiled(x, weight, bias, threads=2, **way), alone)

@@ -12,7 +12,7 @@ from torch.nn.utils import prune, weight_norm
 
 import stand
 from stand.forward import linear_layers
-from stand.forward.linear_layers import MOST_TOKENS, few_token_layers
+from stand.forward.linear_layers import few_token_layers
 
 
 @pytest.fixture
@@ -97,11 +97,12 @@ def test_only_plain_layers_change_and_only_inside(taken):
 
 
 @torch.inference_mode()
-def test_many_tokens_and_none_take_torchs_product(taken):
-    model = SomeLayers()
+@pytest.mark.parametrize("dtype", linear_layers.MOST_TOKENS, ids=str)
+def test_many_tokens_and_none_take_torchs_product(taken, dtype):
+    model, most = OneLayer().to(dtype), linear_layers.MOST_TOKENS[dtype]
     with few_token_layers(model):
-        for shape in ((MOST_TOKENS, 8), (2, MOST_TOKENS // 2, 8), (MOST_TOKENS + 1, 8), (0, 8)):
-            assert model.plain(torch.zeros(shape)).shape == shape
+        for shape in ((most, 8), (2, most // 2, 8), (most + 1, 8), (0, 8)):
+            assert model.plain(torch.zeros(shape, dtype=dtype)).shape == shape
     assert taken == ["few tokens"] * 2 + ["linear"] * 2
 
 

@@ -1,6 +1,6 @@
 // Rows of the weights with all tokens, tile by tile. Included once per instruction set, after tile.h.
 
-constexpr int64_t CHUNK_TILES = CHUNK_TOKENS / MOST_TOKENS;
+constexpr int64_t CHUNK_TILES = most_tiles(SHAPE);
 
 // A band's rows [begin, end) with the tokens of a chunk. sums [BAND / ROWS, CHUNK_TILES, TILE] are room.
 template <class Number>

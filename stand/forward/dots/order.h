@@ -19,7 +19,9 @@ namespace dots {
 
 constexpr int32_t ROWS = 4;           // of a tile
 constexpr int64_t BAND = 32;          // rows that go through all chunks and blocks together
-constexpr int64_t CHUNK_TOKENS = 18;  // of a chunk, at most
+
+// Of a chunk, at most: as many as hold 18 tokens.
+constexpr int64_t most_tiles(TileShape shape) { return 18 / shape.tokens; }
 
 // Which of the terms that come next are asked of memory meanwhile, in numbers from here: twice, because a processor drops
 // such wishes when it has many. With zeros nothing is asked for: what is here has come.
@@ -37,7 +39,7 @@ struct Order {
     // token_size: bytes of a term.
     [[gnu::noinline]] Order(int64_t num_tokens, int64_t depth, TileShape shape, int64_t token_size)
         : tiles(num_tokens, shape), whole(depth / shape.step * shape.step) {
-        const int64_t chunk_tiles = CHUNK_TOKENS / shape.tokens, steps = std::max<int64_t>(whole / shape.step, 1);
+        const int64_t chunk_tiles = most_tiles(shape), steps = std::max<int64_t>(whole / shape.step, 1);
         num_chunks = (tiles.count + chunk_tiles - 1) / chunk_tiles;
         const int64_t tokens = (num_tokens + num_chunks - 1) / num_chunks;
         const int64_t fitting = first_cache() / ((tokens + ROWS) * shape.step * token_size);

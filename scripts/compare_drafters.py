@@ -51,14 +51,13 @@ def drafter_makers(
 ) -> dict[str, Callable[[int], stand.Drafter]]:
     """Name of an arm: its drafter for so many rows."""
     law = {"temperature": temperature or 1.0}
-    settings = {**law, "rounds": arguments.rounds or MOST_RUNS}
+    settings = {**law, "runs": arguments.runs or MOST_RUNS}
     nodes = arguments.nodes
     makers: dict[str, Callable[[int], stand.Drafter]] = {
         "lookup": lambda rows: stand.BlendedDrafter(budget=nodes and nodes * rows),
         "eagle": lambda rows: stand.EagleDrafter(head, budget=nodes * rows, **settings),
         "blended": lambda rows: stand.BlendedDrafter(
-            budget=nodes and nodes * rows,
-            source=stand.EagleLaws(head, rounds=arguments.rounds and arguments.rounds - 1, **law),
+            budget=nodes and nodes * rows, source=stand.EagleLaws(head, runs=arguments.runs, **law)
         ),
         NO_DRAFTS: lambda rows: stand.BlendedDrafter(budget=0),
         "streams": lambda rows: stand.StreamingDrafter(streams, budget=nodes * rows, **law),
@@ -181,7 +180,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
         "--nodes", type=node_count, default=8, help="draft nodes per row (25: with the paper's tree, too), or cost"
     )
     parser.add_argument(
-        "--rounds",
+        "--runs",
         type=positive_integer,
         help=f"most runs of the head per step (default: {MOST_RUNS}; blended as many as pay)",
     )

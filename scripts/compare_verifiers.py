@@ -16,7 +16,7 @@ that rules on one kind of draft are compared without sampling noise. A rule that
 more often than `coupled` does: `own` is what counts in the end, and needs more samples, since other tokens come out.
 On drafts with noise of their own `coupled` keeps what `match` does; on coupled ones its count is taken.
 
-The lookup trees have read other problems before and go on learning, as in use. A step counts where ROOM tokens are
+The lookups have read other problems before and go on learning, as in use. A step counts where ROOM tokens are
 left, so that limits do not blur the figures. Standard errors are bootstrapped over prompts, gains paired by prompt.
 Tables to stdout, JSON and a plot to --output. What the JSON holds already, with the same settings, is not run
 anew: give --fresh once the code has changed.
@@ -48,7 +48,7 @@ from stand.trees import BlendedLookup, LookupTree, TreeShape, vocabulary_fingerp
 
 SCRIPTS = Path(__file__).resolve().parent
 ROOM = 12
-WARM_UP_SEED = 77  # problems that the lookup trees have read before
+WARM_UP_SEED = 77  # problems that the lookups have read before
 
 
 @cache

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measuring.interruption import Interrupted, Interruption
+from measuring.interruption import Interruption, run_command
 from measuring.output_file import check_writable
 from measuring.progress import Progress, say
 from measuring.setup import (
@@ -146,16 +146,7 @@ def finish(arguments: argparse.Namespace, counts: SlotCounts) -> None:
 
 def main() -> int:
     arguments = read_arguments()
-    with Interruption() as interruption:
-        try:
-            run(arguments, interruption)
-        except Interrupted as interrupted:
-            say(f"fit_shape: ended early by {interrupted}")
-            return interrupted.exit_status
-        except (ValueError, OSError) as error:
-            say(f"fit_shape: {error}")
-            return 2
-    return 0
+    return run_command("fit_shape", lambda interruption: run(arguments, interruption))
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ class Contact:
         from stand.drafters.eagle.head import EagleHead
 
         torch.manual_seed(0)
-        return stand.EagleLaws(EagleHead(self.model).eval(), rounds=2)
+        return stand.EagleLaws(EagleHead(self.model).eval(), runs=3)
 
     def _random_streams(self) -> LawSource:
         import stand

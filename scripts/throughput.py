@@ -8,7 +8,7 @@
 Three arms draw from the same law with the same prompts and seeds: `generate` is transformers' `model.generate`
 (one call of `--rows` rows per problem, enough for its rate), `plain` is this engine without drafts, `drafted` is
 this engine. They take turns within every problem, so that a noisy machine disturbs all of them. For every number
-of trajectories the lookup tree starts anew (from `--lookup` if given) and is kept from problem to problem, unless
+of trajectories the lookup starts anew (from `--lookup` if given) and is kept from problem to problem, unless
 `--lookup-scope problem` is given. Progress goes to stderr, tables to stdout; the last stdout line is one JSON
 document with every figure.
 
@@ -17,7 +17,7 @@ trajectory is a line of `--output` as soon as it ends; `--resume` goes on with s
 
 Nothing is lost when a run ends early. `--output` gets one line per problem, number of trajectories and arm as soon as
 it is measured. After SIGINT or SIGTERM the tables and the JSON document tell of all problems that were finished, the
-lookup tree is saved if `--save-lookup` is given, and the exit status is 130 or 143.
+lookup is saved if `--save-lookup` is given, and the exit status is 130 or 143.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 from long_runs.trajectory_run import LongRun, check_resumable, digest_of, lookup_to_start_with
-from measuring.interruption import Interrupted, Interruption
+from measuring.interruption import Interruption, run_command
 from measuring.output_file import JsonLines, check_writable
 from measuring.progress import Progress, RunProgress, say
 from measuring.setup import (
@@ -63,7 +63,7 @@ MOST_TOKENS = 128  # timed in one step on a CPU
 
 
 def new_engine(arguments: argparse.Namespace, model, tokenizer, costs: CostTable | None = None) -> stand.Engine:
-    """An engine with an empty lookup tree, or with the one in `--lookup`. costs: what steps cost here."""
+    """An engine with an empty lookup, or with the one in `--lookup`. costs: what steps cost here."""
     lookup = None
     if arguments.lookup is not None:
         fingerprint = vocabulary_fingerprint(tokenizer.get_vocab())
@@ -95,7 +95,7 @@ def step_costs(arguments: argparse.Namespace, model, tokenizer) -> CostTable | N
 class Run:
     """Problems measured one after another. What is finished stays in `measured` when the run is interrupted.
 
-    engine: the one that is drafting, with the lookup tree of the number of trajectories that is being measured.
+    engine: the one that is drafting, with the lookup of the number of trajectories that is being measured.
     costs: what steps cost here, timed when the run begins; None with a fixed budget or shape.
     """
 
@@ -197,8 +197,8 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
         default="sampled",
         help="how children are chosen, see docs/verifiers.md (sampled)",
     )
-    parser.add_argument("--lookup", type=Path, help="start from this lookup tree")
-    parser.add_argument("--save-lookup", type=Path, help="write the lookup tree of the last number of trajectories")
+    parser.add_argument("--lookup", type=Path, help="start from this lookup")
+    parser.add_argument("--save-lookup", type=Path, help="write the lookup of the last number of trajectories")
     parser.add_argument("--lookup-scope", choices=("run", "problem"), default="run", help="when it starts anew")
     parser.add_argument(
         "--output", type=Path, help="new file for one JSON line per problem, N and arm, written as each ends"
@@ -264,7 +264,7 @@ def run_long(arguments: argparse.Namespace, interruption: Interruption) -> None:
 
 
 def finish(this_run: Run) -> None:
-    """Tables, JSON document and lookup tree of what was measured, be it all or not."""
+    """Tables, JSON document and lookup of what was measured, be it all or not."""
     arguments = this_run.arguments
     if this_run.measured:
         groups = by_trajectories(this_run.measured)
@@ -282,16 +282,7 @@ def save_lookup(arguments: argparse.Namespace, engine: stand.Engine) -> None:
 
 def main() -> int:
     arguments = read_arguments()
-    with Interruption() as interruption:
-        try:
-            run(arguments, interruption)
-        except Interrupted as interrupted:
-            say(f"throughput: ended early by {interrupted}")
-            return interrupted.exit_status
-        except (ValueError, OSError) as error:
-            say(f"throughput: {error}")
-            return 2
-    return 0
+    return run_command("throughput", lambda interruption: run(arguments, interruption))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Learns a blended lookup tree from texts or trajectories and writes it to a file.
+"""Learns a blended lookup from texts or trajectories and writes it to a file.
 
     python scripts/train_lookup.py FILE... --tokenizer tokenizer.json --output warm.blend
     python scripts/replay.py RECORDINGS --tokenizer tokenizer.json --lookup warm.blend
@@ -48,7 +48,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def train(options: argparse.Namespace) -> dict[str, object]:
-    """Learns every file, writes the lookup tree and returns its figures. Says on stderr how far it is."""
+    """Learns every file, writes the lookup and returns its figures. Says on stderr how far it is."""
     check_writable(options.output, "--output")
     tokenizer = Tokenizer.from_file(str(options.tokenizer))
     fingerprint = vocabulary_fingerprint(tokenizer.get_vocab())

@@ -45,6 +45,7 @@ from stand.seeds import call_seed, checked_seed
 from stand.text_pieces import TextPieces
 from stand.trees import BlendedLookup, LookupTree, vocabulary_fingerprint
 from stand.verifiers import Verifier, get_verifier
+from stand.verifiers.registry import fitted
 
 MANY_ROWS = 64  # a run of unknown size, as drafters are told of it
 MOST_ROWS = 1 << 20  # of a call that returns them together
@@ -82,7 +83,7 @@ def wrap(
     drafter.attach(model, _fingerprint(model, tokenizer, drafter))
     typical = drafter.typical_draft()
     if typical is not None:
-        rule.check_draft(typical)
+        fitted(rule, typical)
     chosen = choose_backend(model, rule, backend, fuse=fuse, drafter=drafter)
     return Engine(model, tokenizer, drafter=drafter, verifier=rule, backend=chosen)
 
@@ -235,8 +236,8 @@ class Engine:
         self, *, num_rows: int = 1, length: int = 1024, most_tokens: int | None = None, seconds: float | None = None
     ) -> StepCost:
         """Time steps of several sizes for `num_rows` rows after `length` tokens each, up to `most_tokens` tokens in
-        all (default: what 32 nodes per row on a CPU, the largest captured step elsewhere, come to). Where the model's
-        context is shorter, after as many as leave room for the draft.
+        all, one per row among them (default: 32 per row on a CPU, 256 elsewhere). Where the model's context is shorter,
+        after as many tokens as leave room for the draft.
 
         seconds: time fewer sizes, less often, and stop after about so long; on a CPU all times are processor time.
         None: it takes seconds to minutes. `BlendedDrafter(costs=CostTable((cost, ...)))` takes the results; save the

@@ -134,10 +134,6 @@ class TargetLaw:
             scores = warper(None, scores)
         return scores
 
-    def probabilities(self, scores: torch.Tensor) -> torch.Tensor:
-        """[M, V] float32: the laws of `process`ed scores alone; see `laws`."""
-        return self.laws(scores).probabilities
-
     def laws(self, scores: torch.Tensor, num_top: int = 0) -> Laws:
         """The laws of `process`ed scores [M, V], and the best `num_top` (at most V) tokens of each.
 

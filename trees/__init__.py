@@ -1,4 +1,4 @@
-"""What to guess next: the lookup tree, tree shapes and drafts.
+"""What to guess next: the lookup, tree shapes and drafts.
 
 Imports in milliseconds: numpy, msgpack and the compiled core, never torch.
 """

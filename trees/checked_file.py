@@ -38,7 +38,7 @@ ArrayShape = tuple[tuple[int, ...], str]  # shape, little-endian dtype
 
 
 class LookupFileError(ValueError):
-    """The file is not a lookup tree that this version can use; the message says why."""
+    """The file is not a lookup that this version can use; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def read_checked_file(
         raise LookupFileError(
             f"{path} must be of this tokenizer's vocabulary ({fingerprint.hex()}), "
             f"got {header['fingerprint'].hex()}; "
-            "token ids differ between vocabularies, so build a lookup tree with this tokenizer"
+            "token ids differ between vocabularies, so build a lookup with this tokenizer"
         )
     return header, arrays, int.from_bytes(digest.digest()[:8], "little")
 
@@ -166,7 +166,7 @@ def _read_header(path, file: BinaryIO, file_format: FileFormat, digest, file_siz
     prefix = file.read(PREFIX.size)
     magic, version = file_format.magic, file_format.version
     if len(prefix) < PREFIX.size or prefix[: len(magic)] != magic:
-        raise LookupFileError(f"{path} must start with {magic!r}, got {prefix[: len(magic)]!r}; it is no lookup tree")
+        raise LookupFileError(f"{path} must start with {magic!r}, got {prefix[: len(magic)]!r}; it is no lookup")
     _, got_version, header_size = PREFIX.unpack(prefix)
     if got_version != version:
         raise LookupFileError(

@@ -39,9 +39,9 @@ def draw_residuals(
     scale: [B] float; uniforms: [B] float64 in [0, 1). A row whose weights are all zero (they underflowed: such a
     node is where a row stops with a probability within rounding of zero) is drawn from its target law.
     """
-    cells, erased = _erase(rows, torch.from_numpy(support_ids).to(rows.device, torch.int64))
+    cells, erased = erase(rows, torch.from_numpy(support_ids).to(rows.device, torch.int64))
     points = torch.from_numpy(uniforms).to(rows.device)
-    tokens, weights = _residuals_at(rows, cells, mass.double(), scale.double(), points)
+    tokens, weights = residuals_at(rows, cells, mass.double(), scale.double(), points)
     tokens = tokens.cpu().numpy()
     empty = np.flatnonzero(~(weights.cpu().numpy() > 0))
     if len(empty):
@@ -56,16 +56,6 @@ def tokens_at(rows: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def residuals_at(
-    rows: torch.Tensor, support_ids: torch.Tensor, mass: torch.Tensor, scale: torch.Tensor, uniforms: torch.Tensor
-) -> torch.Tensor:
-    """`draw_residuals` without a wait for the device; arguments as there, tensors throughout; rows are left erased."""
-    from_law, _ = tokens_at(rows, uniforms)
-    cells, _ = _erase(rows, support_ids.to(torch.int64))
-    tokens, weights = _residuals_at(rows, cells, mass.double(), scale.double(), uniforms)
-    return torch.where(weights > 0, tokens, from_law)
-
-
-def _residuals_at(
     rows: torch.Tensor, cells: torch.Tensor, mass: torch.Tensor, scale: torch.Tensor, uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [B] and total weights [B] of laws whose supports were erased from `rows`."""
@@ -80,7 +70,7 @@ def _residuals_at(
     return torch.where(points < on_support, from_support, from_rows), weights
 
 
-def _erase(rows: torch.Tensor, support_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def erase(rows: torch.Tensor, support_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Write zeros into rows [B, V] at support_ids [B, S]; returns the cells [B, S] and what stood there.
 
     Padding repeats a cell of its row that is erased anyway; a row of padding alone rewrites its token 0.

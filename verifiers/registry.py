@@ -91,15 +91,22 @@ def resolve(batch: DraftBatch, name: str | None = None, *, allow_lossy: bool = F
     Raises ValueError as `get_verifier` does, and for a rule that such drafts do not fit, with those that they do fit.
     """
     if name is not None:
-        verifier = get_verifier(name, allow_lossy=allow_lossy)
-        try:
-            verifier.check_draft(batch)
-        except ValueError as error:
-            raise ValueError(f"{error}; rules that fit: {', '.join(fitting_names(batch))}") from error
-        return verifier
+        return fitted(get_verifier(name, allow_lossy=allow_lossy), batch)
     if not batch.adapted or _deterministic(batch):
         return MatchVerifier()
     return TraversalVerifier()
+
+
+def fitted(verifier: Verifier, batch: DraftBatch) -> Verifier:
+    """`verifier`, once it is clear that it takes drafts like this one.
+
+    Raises ValueError where it does not, with the lossless rules that do.
+    """
+    try:
+        verifier.check_draft(batch)
+    except ValueError as error:
+        raise ValueError(f"{error}; rules that fit: {', '.join(fitting_names(batch))}") from error
+    return verifier
 
 
 def _deterministic(batch: DraftBatch) -> bool:

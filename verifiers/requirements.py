@@ -28,7 +28,7 @@ class Requirements:
       a shape (`DraftTree.slots`). One that grows the likeliest place next lets what it has drawn decide how many
       siblings follow.
     carries_debts: later targets change with what was accepted (`TargetRows.debts`), and the drafter must be one fixed
-      function of the context, which a lookup tree that learns is not.
+      function of the context, which a lookup that learns is not.
     """
 
     chain: bool = False

@@ -27,8 +27,8 @@ RowDebts = tuple[Debt, ...]  # oldest first: each alters the law that the earlie
 class TargetRows:
     """Row i is the law of the children of packed node i, after temperature, filters and penalties.
 
-    Rules read it through five methods only (`probs_at`, `rows`, `row`, `on_host`, `entropies`), so a version that
-    processes its logits lazily can stand in its place.
+    Rules read laws through four methods only (`probs_at`, `rows`, `on_host`, `entropies`), so a version that processes
+    its logits lazily can stand in its place.
     """
 
     __slots__ = ("_probs", "debts")
@@ -74,10 +74,6 @@ class TargetRows:
         if self.device.type != "cpu" or not self._probs.is_contiguous():
             return None
         return self._probs.numpy()
-
-    def row(self, node: int) -> torch.Tensor:
-        """[V]: the law of one packed node's children, not a copy."""
-        return self._probs[node]
 
     def entropies(self, nodes: np.ndarray) -> torch.Tensor:
         """[n] float64, in nats: one pass over the rows of packed nodes [n]."""

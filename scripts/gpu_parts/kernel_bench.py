@@ -25,7 +25,7 @@ from stand.gpu.kernels.compact import compact
 from stand.gpu.kernels.filter import filter_rows
 from stand.gpu.kernels.race import race
 from stand.gpu.kernels.softmax import softmax_rows
-from stand.gpu.kernels.top_rows import top_rows
+from stand.gpu.kernels.top_tokens import top_tokens
 from stand.gpu.kernels.traverse import traverse
 from stand.gpu.product_tiles import MOST_TOKENS, TILES
 from stand.gpu.products import TOKENS, Products
@@ -292,7 +292,7 @@ class KernelBench:
             lambda: laws.copy_(torch.softmax(logits.float() / 0.6, dim=1)),
         )  # fmt: skip
         count = min(10, vocabulary)
-        yield timing("top rows", lambda: top_rows(laws, count), law_bytes, lambda: torch.topk(laws, count, dim=1))
+        yield timing("top rows", lambda: top_tokens(laws, count), law_bytes, lambda: torch.topk(laws, count, dim=1))
         keys = torch.arange(tokens, device=self.device)
         yield timing("race", lambda: race(laws, keys), law_bytes, self._torch_race(laws))
         walk = self._traversal(laws, rows)

@@ -4,7 +4,7 @@ For a rule that draws from the target and follows what was drafted this is unbia
 the recorded model. It measures tokens per step, nodes, step time on device and host, tokens per second and when rows
 end. What it cannot measure is said at `RecordedRule`.
 
-The samples of a problem are decoded `rows` at a time; the lookup tree starts empty with every problem and keeps what
+The samples of a problem are decoded `rows` at a time; the lookup starts empty with every problem and keeps what
 it learned from one batch to the next.
 """
 
@@ -49,7 +49,7 @@ class RecordedRule(MatchRule):
     """Draws as `match` does, then goes on with the recorded token of the position.
 
     Not measured by a replay: the law and the quality of the output; learning from the target's laws, because the
-    random model's mean nothing, so that the lookup tree counts recorded tokens (on drafted paths that were rejected it
+    random model's mean nothing, so that the lookup counts recorded tokens (on drafted paths that were rejected it
     learns nothing); the acceptance of rules that test drafted laws (`traversal`) or share the drafter's noise
     (`coupled`), for which this is a lower bound; and rounding that turns a greedy token in 16-bit types.
     """

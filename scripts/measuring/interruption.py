@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from types import FrameType
+
+from measuring.progress import say
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -42,3 +45,17 @@ class Interruption:
     def _restore(self) -> None:
         for number, handler in self._earlier.items():
             signal.signal(number, handler)
+
+
+def run_command(name: str, run: Callable[[Interruption], None]) -> int:
+    """The exit status of a command: 0, 2 after an error that its user can mend, 130 or 143 after a signal."""
+    with Interruption() as interruption:
+        try:
+            run(interruption)
+        except Interrupted as interrupted:
+            say(f"{name}: ended early by {interrupted}")
+            return interrupted.exit_status
+        except (ValueError, OSError) as error:
+            say(f"{name}: {error}")
+            return 2
+    return 0

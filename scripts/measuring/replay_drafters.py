@@ -75,7 +75,7 @@ def accepted_path(guess: Guess, truth: np.ndarray) -> list[int]:
 
 
 class BlendedReplay:
-    """`lookup`: the blended lookup tree, best-first growth."""
+    """`lookup`: the blended lookup, best-first growth."""
 
     def __init__(self, path: Path | None = None, *, floor: float = 0.0, **parameters):
         self.path, self.floor, self.parameters = path, floor, parameters

@@ -15,7 +15,7 @@ from measuring.trajectories import Sampling
 REASONER = Path(__file__).resolve().parents[1] / "reasoner"
 WORD_PROBLEMS = Path(__file__).resolve().parents[1] / "workloads" / "word_problems.jsonl"  # for small models
 BOXED_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-CPU_ROWS = 4  # more rows are bound by arithmetic without drafts already: drafts pay less there, see README
+CPU_ROWS = 4  # more rows are bound by arithmetic without drafts already: drafts pay less there, see docs/throughput.md
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

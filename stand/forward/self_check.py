@@ -23,7 +23,7 @@ SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 CHECK_TOKENS = 6  # committed tokens before the check's tree
 CHECK_PARENTS = (NO_PARENT, 0, 0, 1, 1, 2, 5)
 # Largest logit difference, as a share of the logits' spread, that rounding explains (measured: fp32 1e-6, bf16 1e-2).
-TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.15, torch.float16: 0.05}
+LOGIT_TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.15, torch.float16: 0.05}
 SMALLEST_MASK = 6e4  # about float16's largest number: models mask tokens with it, a larger one or an infinity
 
 
@@ -43,7 +43,7 @@ def check_model(model: PreTrainedModel) -> None:
 
 def _compare_forwards(model: PreTrainedModel) -> None:
     difference = tree_difference(model)
-    tolerance = TOLERANCES.get(model.dtype)
+    tolerance = LOGIT_TOLERANCES.get(model.dtype)
     if tolerance is None:
         raise UnsupportedModelError(
             f"the model's dtype must be float32, bfloat16 or float16, got {model.dtype}; load it with dtype="

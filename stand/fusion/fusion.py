@@ -23,7 +23,7 @@ from stand.fusion.layer import PARTS, FusedLayer
 from stand.fusion.merged_linear import MergedLinear
 from stand.fusion.mlp import FusedMLP, activation_name
 from stand.fusion.norm import FusedNorm
-from stand.fusion.probe import TOLERANCES
+from stand.fusion.probe import MODULE_TOLERANCES
 from stand.fusion.trial import Recipe, Swap, Trial
 
 
@@ -37,7 +37,7 @@ def fuse(model: PreTrainedModel, *, kernels: bool = True) -> Fusion:
     The parameters become slices of merged tensors (same objects, same values, other addresses) until `Fusion.undo`.
     Not to be called inside `tree_attention`. Raises ValueError for kernels on a CPU, and where torch may use TF32.
     """
-    if model.dtype not in TOLERANCES:
+    if model.dtype not in MODULE_TOLERANCES:
         raise ValueError(f"a fused model must be float32, bfloat16 or float16, got {model.dtype}; load it with dtype=")
     if torch.backends.cuda.matmul.fp32_precision not in {"none", "ieee"}:
         raise ValueError(
@@ -142,15 +142,6 @@ class Fusion:
         self._norms.clear()
         self._swaps.clear()
         self._guards.clear()
-
-    def mirrored(self, model: PreTrainedModel) -> Fusion:
-        """The same swaps, without proof and with torch's products, for a model of the same configuration (one of fake
-        tensors, say)."""
-        merged = {
-            owner: MergedLinear([model.get_submodule(f"{owner}.{part}") for part in parts])
-            for owner, parts in self.recipe.merged.items()
-        }
-        return Fusion(model, self.recipe, self.kernels, merged=merged, report=self.report)
 
     def _make_swaps(self) -> list[Swapped]:
         module, merged, recipe, kernels = self.model.get_submodule, self._merged.get, self.recipe, self.kernels

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from stand.forward.few_token_product import DTYPE_NAMES, DTYPES
 from stand.forward.model import text_config
-from stand.forward.self_check import TOLERANCES, check_case, relative_difference, tree_logits
+from stand.forward.self_check import LOGIT_TOLERANCES, check_case, relative_difference, tree_logits
 from stand.forward.tree_attention import exclusive
 from stand.fusion.fusion import Fusion
 from stand.fusion.guard import plain_values
@@ -104,7 +104,7 @@ def _check_together(model: PreTrainedModel, fusion: Fusion) -> None:
     difference = relative_difference(
         tree_logits(model, prompt, batch, fusion=fusion), tree_logits(model, prompt, batch)
     )
-    tolerance = TOLERANCES[model.dtype]
+    tolerance = LOGIT_TOLERANCES[model.dtype]
     if not difference <= tolerance:
         raise ValueError(
             f"fused forwards together must give the model's own logits, up to {tolerance:g} of their "

@@ -25,7 +25,7 @@ FEW_POSITIONS = 128
 SCALES = (1.0, 1e-2, 4.0, 100.0)
 # Largest difference, as a share of the largest value of its row, that rounding explains: two steps of the last place
 # of the 16-bit types.
-TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
+MODULE_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 
 
 @dataclass

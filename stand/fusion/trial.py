@@ -16,7 +16,7 @@ from stand.fusion.layer import PARTS, FusedLayer, following_norm, is_layer
 from stand.fusion.merged_linear import MergedLinear, is_bare, merge_refusal, tied_parameters
 from stand.fusion.mlp import FusedMLP, find_activation, is_gated_mlp
 from stand.fusion.norm import FusedNorm, norm_refusal
-from stand.fusion.probe import TOLERANCES, Outcome, Probe, difference
+from stand.fusion.probe import MODULE_TOLERANCES, Outcome, Probe, difference
 
 MERGEABLE = {"merged q/k/v": ("q_proj", "k_proj", "v_proj"), "merged gate/up": ("gate_proj", "up_proj")}
 
@@ -78,7 +78,7 @@ class Trial:
         self._modules = dict(model.named_modules())
         self._names = {module: name for name, module in self._modules.items()}
         self._tied = tied_parameters(model)
-        self._tolerance = TOLERANCES[model.dtype]
+        self._tolerance = MODULE_TOLERANCES[model.dtype]
         self._probe = Probe(model, [module for module in self._names if _is_candidate(module)])
         self._verdicts: list[tuple[str, nn.Module, float | None, str]] = []
         self._own: dict[nn.Module, Outcome] = {}  # what the modules themselves do, before anything changes

@@ -2,10 +2,10 @@
 
     host      draft | fill packet | replay ......  learn the step before  ...... | read verdict | commit | draft ...
     stream                        [ packet -> model -> laws -> rule -> compaction -> verdict ]
-    side                                                                           [ best rows -> host ]
+    side                                                                           [ best tokens -> host ]
 
 A rider's tails (`stand.gpu.tails`) run between the verdict and the commit, and the host waits for them too.
-The host waits once per step, for the verdict. The best tokens of all nodes, which the lookup tree learns from, follow
+The host waits once per step, for the verdict. The best tokens of all nodes, which the lookup learns from, follow
 on a side stream while the host drafts, and are learned one step late; where a drafter requires features, before the
 next draft. Without a GPU the same bodies run operation by operation (under Triton's interpreter), which is how they are
 tested.
@@ -59,9 +59,9 @@ class CapturedStep:
         fusion: Fusion | None,
         wants_features: bool = False,
         rider: Rider | None = None,
-        replay: Runner | None = None,
+        runner: Runner | None = None,
     ):
-        """verifier: has a device rule; replay: of a step that was closed, so that an engine has one capture stream,
+        """verifier: has a device rule; runner: of a step that was closed, so that an engine has one capture stream,
         default: a new one."""
         self._model = model
         self._fusion = fusion
@@ -73,13 +73,13 @@ class CapturedStep:
         self._held: list[Row | None] = [None] * num_rows  # by place in the cache: whose keys lie there
         self._place_of: dict[int, int] = {}  # by row number: its place in the cache
         self._output = StepOutput(model, num_rows, wants_features=wants_features, rider=rider)
-        self.replay = runner_for(model.device) if replay is None else replay
-        self._tails = None if rider is None else Tails(model, self._output, num_rows, self.replay)
+        self.runner = runner_for(model.device) if runner is None else runner
+        self._tails = None if rider is None else Tails(model, self._output, num_rows, self.runner)
         self._recorded: dict[StepSize, tuple[StepBody, Program]] = {}
         self._by_nodes: dict[tuple[int, int, int], tuple[StepBody, Program]] = {}  # the same by what was met
         self.body: StepBody | None = None  # of the last step prepared
         self._program: Program | None = None
-        self._unread: tuple[np.ndarray, np.ndarray] | None = None  # best rows that a recording would overwrite
+        self._unread: tuple[np.ndarray, np.ndarray] | None = None  # best tokens that a recording would overwrite
         self._num_scored = 0
         self._verdicts: Verdicts | None = None
         self._lesson: Callable[[], None] | None = None  # of the step before, for the time while the device works
@@ -184,10 +184,10 @@ class CapturedStep:
         self._lesson = None
 
     def dissolve(self) -> Runner:
-        """Give all memory back; the replay, for the step that follows."""
+        """Give all memory back; the runner, for the step that follows."""
         self._drop()
         self._output = self._tails = None
-        return self.replay
+        return self.runner
 
     def release(self, rows: Sequence[Row]) -> PageTable:
         """The pages of these rows, in their order, and places for as many rows as before, for eager steps. The step
@@ -240,10 +240,10 @@ class CapturedStep:
         )
 
     def launch(self) -> None:
-        self.replay.step(self._program)
+        self.runner.step(self._program)
 
     def verdicts(self) -> Verdicts:
-        self.replay.wait(self._program)
+        self.runner.wait(self._program)
         self._unread, self._num_scored = None, self._batch.num_nodes
         stops, next_tokens = self._output.verdict(len(self._batch))
         return Verdicts(kept_paths(stops, self._batch.parents, self._batch.offsets), next_tokens)
@@ -286,7 +286,7 @@ class CapturedStep:
 
     def _keep_best(self) -> None:
         """Those of the last verdicts, before something writes over them."""
-        self.replay.wait_for_best()
+        self.runner.wait_for_best()
         if self._unread is None:
             self._unread = self._output.best(self._num_scored)
 
@@ -298,7 +298,7 @@ class CapturedStep:
         )  # fmt: skip
         packet.clear(self._table)
         body = StepBody(self._model, self._table.cache, self._law, self._rule, packet, self._output)
-        self._recorded[size] = body, self.replay.record(body.run, body.find_best)
+        self._recorded[size] = body, self.runner.record(body.run, body.find_best)
         return self._recorded[size]
 
     def _follow(self, cache: DeviceCache, width: int, pages: PageAllocator | None) -> None:

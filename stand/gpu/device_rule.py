@@ -1,7 +1,7 @@
 """Verification inside a captured step: tensors in, tensors out, every shape fixed, no wait for the device.
 
 The same rules, noise and draws as in `stand.verifiers`; there a step's schedule shapes the arrays, here the shapes are
-a bucket's and padding does nothing. Each rule says which arrays it needs from the host and fills them.
+those of the step size and padding does nothing. Each rule says which arrays it needs from the host and fills them.
 """
 
 from __future__ import annotations

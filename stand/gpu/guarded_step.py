@@ -69,10 +69,10 @@ class GuardedStep:
         captured = None if previous is None or not previous.is_free else previous.captured
         try:
             if captured is None or not captured.serves(start):
-                replay = None if captured is None else captured.dissolve()
+                runner = None if captured is None else captured.dissolve()
                 captured = CapturedStep(
                     model, law, verifier, num_rows=start.num_places, fusion=fusion,
-                    wants_features=start.wants_features, rider=start.rider, replay=replay,
+                    wants_features=start.wants_features, rider=start.rider, runner=runner,
                 )  # fmt: skip
             captured.begin(start.keys, start.rows, start.pages)
         except Exception as error:

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from stand.fusion.chosen_products import Shape
 from stand.fusion.merged_linear import Product
-from stand.fusion.probe import TOLERANCES
+from stand.fusion.probe import MODULE_TOLERANCES
 from stand.gpu.kernels.product import few_token_product
 from stand.gpu.product_tiles import MOST_TOKENS, TILES
 
@@ -84,7 +84,7 @@ def is_equal(product: Product, states: torch.Tensor, weight: torch.Tensor) -> bo
     """Whether its result is torch's in float32, as near as rounding to the dtype lets it be."""
     exact = linear(states.float(), weight.float())
     error = (product(states, weight, None).float() - exact).abs().amax(dim=-1)
-    return bool((error <= TOLERANCES[states.dtype] * exact.abs().amax(dim=-1)).all())
+    return bool((error <= MODULE_TOLERANCES[states.dtype] * exact.abs().amax(dim=-1)).all())
 
 
 def num_processors(device: torch.device) -> int:

@@ -43,10 +43,10 @@ class Runner(Protocol):
         """Start a step."""
 
     def wait(self, program: Program) -> None:
-        """Until its verdict has arrived; then its best rows are on their way."""
+        """Until its verdict has arrived; then its best tokens are on their way."""
 
     def wait_for_best(self) -> None:
-        """Until the best rows of the last step waited for have arrived."""
+        """Until the best tokens of the last step waited for have arrived."""
 
 
 def runner_for(device: torch.device) -> Runner:
@@ -79,7 +79,7 @@ class GraphRunner:
     """CUDA graphs; the step on the caller's stream, the best tokens on one next to it.
 
     No two graphs run at once: best tokens wait for their step, and whatever runs next waits for them. So all graphs may
-    share one memory pool. All warm-ups and captures of a replay run on a stream of its own (`own_stream`).
+    share one memory pool. All warm-ups and captures of a runner run on a stream of its own (`own_stream`).
     """
 
     def __init__(self, device: torch.device):

@@ -17,7 +17,7 @@ from stand.forward.features import taken_features
 from stand.forward.model import max_positions, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
 from stand.forward.rider import Guesses, Rider, path_ends
-from stand.forward.self_check import TOLERANCES, relative_difference
+from stand.forward.self_check import LOGIT_TOLERANCES, relative_difference
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
 from stand.gpu.captured_step import CapturedStep
@@ -90,7 +90,7 @@ class StepCheck:
         rider: Rider | None,
     ):
         """Raises ValueError where layers differ in shape, and what the model raises."""
-        self._model, self._verifier, self._tolerance = model, verifier, TOLERANCES[model.dtype]
+        self._model, self._verifier, self._tolerance = model, verifier, LOGIT_TOLERANCES[model.dtype]
         self._wants_features, self._rider = wants_features, rider
         generator, vocabulary = np.random.default_rng(0), text_config(model).vocab_size
         prompts = [generator.integers(0, vocabulary, length + 1).astype(np.int32) for length in size.lengths]

@@ -21,7 +21,7 @@ from stand.gpu.kernel_attention import KernelPlan
 from stand.gpu.kernels.compact import compact
 from stand.gpu.kernels.filter import filter_rows
 from stand.gpu.kernels.softmax import softmax_rows
-from stand.gpu.kernels.top_rows import top_rows
+from stand.gpu.kernels.top_tokens import top_tokens
 from stand.gpu.packet import Packet
 from stand.gpu.step_packet import StepPacket
 from stand.gpu.step_size import MAX_ROW_NODES, NUM_TOKENS, WORD_BITS
@@ -119,7 +119,7 @@ class StepOutput:
 
     def send_best(self, num_tokens: int) -> None:
         count = self._best.device["ids"].shape[1]
-        ids, probabilities = top_rows(self.laws[:num_tokens], count)
+        ids, probabilities = top_tokens(self.laws[:num_tokens], count)
         self._best.device["ids"][:num_tokens].copy_(ids)
         self._best.device["probabilities"][:num_tokens].copy_(probabilities)
         self._best.download()

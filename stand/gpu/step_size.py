@@ -1,4 +1,4 @@
-"""Sizes that a step is captured for: a few buckets, so that a few graphs serve every step."""
+"""Sizes that a step is captured for: a few, so that a few graphs serve every step."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class StepSize:
         room: int,
         support_size: int = SUPPORT_SIZES[0],
     ) -> StepSize:
-        """The smallest bucket that holds `num_tokens` tokens of at most `num_rows` rows with `room` slots each.
+        """The smallest size that holds `num_tokens` tokens of at most `num_rows` rows with `room` slots each.
 
         Its items are those that any such step can need, so that a growing context needs no other size. Raises
-        ValueError beyond the largest bucket.
+        ValueError beyond the largest size.
         """
         if num_tokens > NUM_TOKENS[-1]:
             raise ValueError(
                 f"a captured step holds at most {NUM_TOKENS[-1]} tokens of all rows together, got {num_tokens}; "
                 "lower the budget or the number of rows, or wrap the model with backend='sdpa'"
             )
-        bucket = NUM_TOKENS[bisect_left(NUM_TOKENS, num_tokens)]
-        items = splitting.most_items(bucket, num_rows, room, tile_tokens=tile_tokens)
-        return cls(bucket, items, num_rows, tile_tokens, support_size)
+        size = NUM_TOKENS[bisect_left(NUM_TOKENS, num_tokens)]
+        items = splitting.most_items(size, num_rows, room, tile_tokens=tile_tokens)
+        return cls(size, items, num_rows, tile_tokens, support_size)
 
     @staticmethod
     def covering_support(num_candidates: int) -> int:

@@ -77,7 +77,7 @@ def restricted_head(target, ids) -> EagleHead:
 def test_drafts_hold_frequent_tokens_and_greedy_stays(blended):
     target = tiny_model("llama")
     head = restricted_head(target, FREQUENT)
-    source = stand.EagleLaws(head, rounds=2)
+    source = stand.EagleLaws(head, runs=3)
     drafter = stand.BlendedDrafter(budget=12, source=source) if blended else stand.EagleDrafter(head, budget=12)
     engine, batches = stand.wrap(target, drafter=drafter), []
     draft = drafter.draft
@@ -92,5 +92,5 @@ def test_the_first_two_tokens_follow_the_target():
     """Chi-square against the exact law; the target itself says tokens that are never guessed."""
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(LlamaConfig(**{**SHAPE, "vocab_size": 7})).eval()
-    drafter = stand.EagleDrafter(restricted_head(target, [1, 3, 4]), budget=3 * 1000, rounds=2)
+    drafter = stand.EagleDrafter(restricted_head(target, [1, 3, 4]), budget=3 * 1000, runs=2)
     assert two_token_statistic(stand.wrap(target, drafter=drafter), target) < 50

@@ -38,7 +38,7 @@ class CheckedDrafter(stand.EagleDrafter):
         for node in range(1, draft.num_nodes):
             parent = int(draft.parents[node])
             paths[node] = [*paths[parent], int(draft.token_ids[node])]
-            assert len(paths[node]) <= min(max_depth, self.rounds)
+            assert len(paths[node]) <= min(max_depth, self.runs)
             logits = plain_logits(self.head, self._model, history, paths[parent]) / self.temperature
             best = np.argsort(-logits)[: self.law_size]
             law = np.exp(logits - logits.max()) * np.isin(np.arange(len(logits)), best)
@@ -60,7 +60,7 @@ def checked(target: str, **settings) -> CheckedDrafter:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("settings", [{"budget": 14, "rounds": 4}, {"shape": TreeShape.parse("branching:2,2,1")}])
+@pytest.mark.parametrize("settings", [{"budget": 14, "runs": 4}, {"shape": TreeShape.parse("branching:2,2,1")}])
 def test_recorded_laws_are_the_heads_own_whatever_happens_to_the_rows(target, settings):
     """Rejections, rows that end and move, equal rows, a second call, a prompt of one token."""
     drafter = checked(target, **settings)
@@ -91,7 +91,7 @@ def test_the_heads_runs_are_fused_where_the_targets_are(fuse, monkeypatch):
 
 def test_calls_that_take_turns_keep_their_rows_apart():
     """What is held is known by its text: two streams of one engine, step by step."""
-    drafter = checked("llama", budget=4, rounds=3)
+    drafter = checked("llama", budget=4, runs=3)
     engine = stand.wrap(tiny_model("llama"), drafter=drafter)
     calls = take_turns(engine, PROMPTS[:2], max_new_tokens=5)
     assert drafter.num_checked > 15
@@ -116,7 +116,7 @@ def small_target():
 @pytest.mark.parametrize("sharpened", [1.0, 0.5])
 def test_the_first_two_tokens_follow_the_target(small_target, sharpened):
     """Chi-square against the exact law; a head that records a flatter law than it draws from must be seen."""
-    drafter = LyingDrafter(random_head(small_target, scale=1.5), budget=3 * 1000, rounds=2)
+    drafter = LyingDrafter(random_head(small_target, scale=1.5), budget=3 * 1000, runs=2)
     drafter.sharpened = sharpened
     engine = stand.wrap(small_target, drafter=drafter)
     statistic = two_token_statistic(engine, small_target)
@@ -149,7 +149,7 @@ def test_a_fresh_engine_repeats_itself_and_a_used_one_too():
     assert used.generate(**settings).token_ids == first == fresh.generate(**settings, learn=False).token_ids
 
 
-@pytest.mark.parametrize("settings", [{"budget": -1}, {"rounds": 0}, {"temperature": 0.0}, {"num_candidates": 0}])
+@pytest.mark.parametrize("settings", [{"budget": -1}, {"runs": 0}, {"temperature": 0.0}, {"num_candidates": 0}])
 def test_settings_out_of_range_are_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         stand.EagleDrafter("head", **settings)

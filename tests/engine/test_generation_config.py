@@ -163,7 +163,7 @@ def laws(settings: dict, **run) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = [PROMPT[-1], *output.sequences[0, len(PROMPT) : -1].tolist()]
     batch = DraftBatch.concatenate([draft_of(tokens, range(-1, len(tokens) - 1))])
     scores = law.process(torch.cat(output.logits), batch, [Row(0, history, 6)])
-    return torch.softmax(torch.cat(output.scores), dim=-1), law.probabilities(scores)
+    return torch.softmax(torch.cat(output.scores), dim=-1), law.laws(scores).probabilities
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

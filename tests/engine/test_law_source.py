@@ -42,14 +42,14 @@ class CheckedLaws(stand.EagleLaws):
         super()._add(trees, places, estimates)
 
 
-def blended(target, *, budget=14, laws=stand.EagleLaws, rounds=2, **settings) -> stand.BlendedDrafter:
-    return stand.BlendedDrafter(budget=budget, source=laws(random_head(target, scale=1.5), rounds=rounds, **settings))
+def blended(target, *, budget=14, laws=stand.EagleLaws, runs=3, **settings) -> stand.BlendedDrafter:
+    return stand.BlendedDrafter(budget=budget, source=laws(random_head(target, scale=1.5), runs=runs, **settings))
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_laws_are_the_heads_own_whatever_happens_to_the_rows(target):
     """Rejections, rows that end and move, equal rows, a second call, a prompt of one token."""
-    drafter = blended(tiny_model(target), laws=CheckedLaws, rounds=3)
+    drafter = blended(tiny_model(target), laws=CheckedLaws, runs=4)
     engine = stand.wrap(tiny_model(target), drafter=drafter)
     settings = {"temperature": 1.0, "top_k": 0, "seed": 2}
     ends = list(range(0, VOCABULARY_SIZE, 9))  # rows end at different steps
@@ -90,7 +90,7 @@ def test_the_first_two_tokens_follow_the_target(sharpened):
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_config(LlamaConfig(**{**SHAPE, "vocab_size": 7})).eval()
     drafter = Flattering(
-        budget=3 * 1000, source=stand.EagleLaws(random_head(target, scale=1.5), rounds=2, num_candidates=7)
+        budget=3 * 1000, source=stand.EagleLaws(random_head(target, scale=1.5), runs=3, num_candidates=7)
     )
     drafter.sharpened = sharpened
     engine = stand.wrap(target, drafter=drafter)
@@ -150,7 +150,7 @@ def test_odds_of_laws_are_learned_from_lessons_alone():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("rounds", -1), ("temperature", 0.0), ("num_candidates", 0), ("num_candidates", 65)]
+    ("name", "value"), [("runs", 0), ("temperature", 0.0), ("num_candidates", 0), ("num_candidates", 65)]
 )
 def test_settings_out_of_range_are_refused(name, value):
     with pytest.raises(ValueError, match=name):

@@ -96,7 +96,7 @@ def test_an_untrained_head_is_seldom_run():
     settings = {"input_ids": PROMPTS, "num_return_sequences": 4, "max_new_tokens": 200, "temperature": 0.3}
     engine.generate(**settings, seed=1)
     assert source.num_steps > 100 and source.num_runs < 0.5 * source.num_steps
-    always = Counting(random_head(tiny_model("llama"), scale=1.5), rounds=0)
+    always = Counting(random_head(tiny_model("llama"), scale=1.5), runs=1)
     engine_with(always).generate(**settings, seed=1)
     assert always.num_runs == always.num_steps
 

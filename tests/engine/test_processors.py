@@ -94,7 +94,7 @@ def differences(asked: dict, run: dict | None = None) -> list[float]:
     batch, rows, prefixes, logits = node_case(VOCABULARY_SIZE)
     logits = logits / 2
     law = law_of(asked if run is None else run, [row.history for row in rows], limit=3)
-    got = law.probabilities(law.process(logits, batch, rows))
+    got = law.laws(law.process(logits, batch, rows)).probabilities
     found = []
     for node, prefix in enumerate(prefixes):
         prompt = rows[int(node >= batch.offsets[1])].history.tolist()

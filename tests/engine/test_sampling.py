@@ -34,7 +34,7 @@ WARPERS = {
 def test_laws_equal_the_warpers_of_transformers(settings):
     batch, rows, _, logits = node_case()
     law = TargetLaw(SamplingParams(**settings))
-    got = law.probabilities(law.process(logits, batch, rows))
+    got = law.laws(law.process(logits, batch, rows)).probabilities
     reference = LogitsProcessorList([WARPERS[name](value) for name, value in settings.items()])
     torch.testing.assert_close(got, torch.softmax(reference(None, logits.clone()), dim=-1))
 
@@ -48,7 +48,7 @@ def test_the_order_of_the_filters_is_transformers_own(settings):
     other = torch.softmax(LogitsProcessorList(reversed(warpers))(None, logits.clone()), dim=-1)
     assert float((expected - other).abs().sum()) > 0.2
     law = TargetLaw(SamplingParams(**settings))
-    torch.testing.assert_close(law.probabilities(logits), expected)
+    torch.testing.assert_close(law.laws(logits).probabilities, expected)
     torch.testing.assert_close(torch.softmax(law.warp(logits), dim=-1), expected)  # as on other devices
 
 
@@ -91,7 +91,7 @@ def test_temperature_zero_is_all_mass_on_the_best_token():
     batch, rows, _, logits = node_case()
     logits[0] = 0.0  # a tie: the lowest id wins
     law = TargetLaw(SamplingParams(temperature=0.0))
-    probabilities = law.probabilities(law.process(logits, batch, rows))
+    probabilities = law.laws(law.process(logits, batch, rows)).probabilities
     assert probabilities.sum(dim=-1).tolist() == [1.0] * 7
     assert probabilities.argmax(dim=-1).tolist() == [0, *logits[1:].argmax(dim=-1).tolist()]
 
@@ -122,7 +122,7 @@ def test_broken_logits_are_refused(fill, kind):
     logits[3] = fill
     with pytest.raises(ValueError, match=f"finite best logit, got {kind}"):
         law = TargetLaw(SamplingParams())
-        law.probabilities(law.process(logits, batch, rows))
+        law.laws(law.process(logits, batch, rows))
 
 
 def test_only_filters_that_may_take_tokens_out_count():

@@ -19,7 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import stand
-from stand.forward.self_check import TOLERANCES, check_model, relative_difference, tree_difference
+from stand.forward.self_check import LOGIT_TOLERANCES, check_model, relative_difference, tree_difference
 
 REFUSED = {
     "mamba": (MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2), "recurrent|linear_attention"),
@@ -137,7 +137,7 @@ def test_the_self_check_sees_positions_taken_from_slots():
         return original(hidden_states, torch.arange(position_ids.shape[1])[None])
 
     rotary.forward = by_slot
-    assert tree_difference(model) > TOLERANCES[torch.float32]
+    assert tree_difference(model) > LOGIT_TOLERANCES[torch.float32]
     with pytest.raises(stand.UnsupportedModelError, match="must equal plain forwards"):
         check_model(model)
 
@@ -194,10 +194,10 @@ def test_weights_that_are_no_numbers_are_named():
 def test_bfloat16_passes_the_self_check():
     config = copy.deepcopy(CONFIGS["qwen2"])  # from_config notes the dtype in it
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    assert tree_difference(model) < TOLERANCES[torch.bfloat16]
+    assert tree_difference(model) < LOGIT_TOLERANCES[torch.bfloat16]
 
 
 def test_an_unfit_dtype_is_refused(monkeypatch):
-    monkeypatch.delitem(TOLERANCES, torch.float32)
+    monkeypatch.delitem(LOGIT_TOLERANCES, torch.float32)
     with pytest.raises(stand.UnsupportedModelError, match="dtype must be float32.*got torch.float32"):
         check_model(tiny_model("qwen2"))

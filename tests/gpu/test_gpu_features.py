@@ -30,7 +30,7 @@ class Watched(stand.BlendedDrafter):
     """Drafts with a random head's laws in front, and keeps every lesson."""
 
     def __init__(self, family="qwen2"):
-        super().__init__(budget=8, source=stand.EagleLaws(random_head(kernel_model(family), scale=1.5), rounds=2))
+        super().__init__(budget=8, source=stand.EagleLaws(random_head(kernel_model(family), scale=1.5), runs=3))
         self.lessons = []
 
     def follow(self, lesson):
@@ -69,7 +69,7 @@ def test_features_are_those_of_eager_steps(family):
 def test_a_heads_drafts_are_those_of_eager_steps(verifier, settings):
     outputs = []
     for name in ("sdpa", "triton"):
-        drafter = stand.EagleDrafter(random_head(kernel_model("qwen2"), scale=1.5), budget=8, rounds=3)
+        drafter = stand.EagleDrafter(random_head(kernel_model("qwen2"), scale=1.5), budget=8, runs=3)
         outputs.append(decode(name, drafter, verifier=verifier, **settings))
     assert outputs[0].token_ids == outputs[1].token_ids
     assert outputs[0].stats.num_steps == outputs[1].stats.num_steps

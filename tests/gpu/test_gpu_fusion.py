@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fake_cuda import fake_cuda, onto_fake_device  # noqa: E402
+from fake_cuda import fake_cuda, mirrored, onto_fake_device  # noqa: E402
 from nearest_bfloat16 import nearest_bfloat16  # noqa: E402
 from tiny_models import CONFIGS  # noqa: E402
 from torch._subclasses.fake_tensor import DataDependentOutputException  # noqa: E402
@@ -451,7 +451,7 @@ def fake_forward(family: str, fusion, num_layers: int = NUM_LAYERS) -> CountedLa
         cache.begin(torch.empty(4, dtype=torch.int64, device="cuda"))
         tokens = torch.empty(1, 4, dtype=torch.int64, device="cuda")
         mask = torch.empty(4, NUM_SLOTS, dtype=torch.bool, device="cuda")
-        with tree_attention(model, NAME), fusion.mirrored(model).active(), CountedLaunches() as counted:
+        with tree_attention(model, NAME), mirrored(fusion, model).active(), CountedLaunches() as counted:
             output = model(input_ids=tokens, position_ids=tokens, past_key_values=cache, stand_mask=mask)
         assert output.logits.shape == (1, 4, 61) and output.logits.device.type == "cuda"
     return counted

@@ -171,4 +171,4 @@ def test_the_step_before_gives_its_memory_back_before_the_next_one_takes_some(pl
 
     monkeypatch.setattr(DeviceCache, "like", watched)
     engine.generate(input_ids=PROMPTS, **{**SETTINGS, "temperature": 0.7})
-    assert alive == [None] and engine.backend._previous.captured.replay is first.replay
+    assert alive == [None] and engine.backend._previous.captured.runner is first.runner

@@ -22,7 +22,7 @@ from stand.gpu.kernels import filter as filter_kernel
 from stand.gpu.kernels import follow as follow_kernel
 from stand.gpu.kernels import race as race_kernel
 from stand.gpu.kernels import softmax as softmax_kernel
-from stand.gpu.kernels import top_rows as top_rows_kernel
+from stand.gpu.kernels import top_tokens as top_tokens_kernel
 from stand.gpu.kernels import traverse as traverse_kernel
 
 M, V, S, B = 12, 3000, 5, 3  # nodes, tokens, candidates, rows
@@ -50,7 +50,7 @@ def compact_arguments(device):
     return storage, pages, torch.arange(B, device=device), torch.full((B,), 7, device=device), path
 
 
-def top_rows_arguments(device):
+def top_tokens_arguments(device):
     return race_arguments(device)[0], 10
 
 
@@ -95,7 +95,7 @@ OPERATIONS = {
     "race": (race_kernel, race_kernel.race, race_arguments),
     "traverse": (traverse_kernel, traverse_kernel.traverse, traverse_arguments),
     "compact": (compact_kernel, compact_kernel.compact, compact_arguments),
-    "top_rows": (top_rows_kernel, top_rows_kernel.top_rows, top_rows_arguments),
+    "top_tokens": (top_tokens_kernel, top_tokens_kernel.top_tokens, top_tokens_arguments),
     "softmax_rows": (softmax_kernel, softmax_kernel.softmax_rows, softmax_arguments),
     "filter_rows": (filter_kernel, filter_kernel.filter_rows, filter_arguments),
 }

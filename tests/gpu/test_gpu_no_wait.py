@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fake_cuda import fake_cuda, onto_fake_device  # noqa: E402
+from fake_cuda import fake_cuda, mirrored, onto_fake_device  # noqa: E402
 from no_host_copy import HostCopyError, NoHostCopy  # noqa: E402
 from no_kernel import Launches  # noqa: E402
 from plain_streams import random_streams  # noqa: E402
@@ -108,7 +108,7 @@ def run_body(family: str, rule: str, law: SamplingParams, *, fusion=None, model=
         with ExitStack() as stack:
             stack.enter_context(tree_attention(fake, KERNEL_ATTENTION_NAME))
             if fusion is not None:
-                stack.enter_context(fusion.mirrored(fake).active())
+                stack.enter_context(mirrored(fusion, fake).active())
             body.run()
             body.find_best()
 

@@ -30,6 +30,7 @@ from page_tables import one_page_each  # noqa: E402
 from plain_kernels import draw_nodes as plain_draw  # noqa: E402
 from plain_kernels import race as plain_race  # noqa: E402
 from verdicts import blank_verdict  # noqa: E402
+from waitless_draws import draw_residuals_at  # noqa: E402
 
 from stand.gpu.device_rule import MatchRule, follow_drawn  # noqa: E402
 from stand.gpu.kernels.race import race  # noqa: E402
@@ -39,7 +40,7 @@ from stand.gpu.step_size import StepSize  # noqa: E402
 from stand.gpu.work_list import Splitting  # noqa: E402
 from stand.trees import DraftBatch, DraftTree  # noqa: E402
 from stand.verifiers import VerifierNoise  # noqa: E402
-from stand.verifiers.draw import residuals_at, tokens_at  # noqa: E402
+from stand.verifiers.draw import tokens_at  # noqa: E402
 
 BOUND = 2e-6  # total variation of laws in float32
 WORLDS = {"EX2": EX2, "EX3": EX3}
@@ -83,7 +84,7 @@ def traversal_report(world, policy, *, law_of=lambda batch: batch.law) -> Report
     _, mass, scale, thresholds = traverse(probs, *arrays, torch.zeros(batch.num_nodes, dtype=torch.float64))
     support = arrays[3]
     orders = support_first(batch.support_ids, probs.shape[1])
-    next_laws = draw_laws(lambda points: residuals_at(probs.clone(), support, mass, scale, points), orders)
+    next_laws = draw_laws(lambda points: draw_residuals_at(probs.clone(), support, mass, scale, points), orders)
     stops_of = {parents: walks(parents) for parents in {tuple(batch[row].parents) for row in range(len(batch))}}
     outcomes = []
     for row, (weight, draft) in enumerate(drafts):

@@ -149,7 +149,7 @@ def test_it_sees_wrong_best_tokens(plain_kernels, roomy, monkeypatch):
         ids, values = torch.topk(probs, count, dim=1, largest=False)[::-1]
         return ids.to(torch.int32), values
 
-    monkeypatch.setattr(step_body, "top_rows", worst)
+    monkeypatch.setattr(step_body, "top_tokens", worst)
     assert "best tokens of a replayed step" in kernel_failure(roomy, size=with_law(GREEDY))
 
 

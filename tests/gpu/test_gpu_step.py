@@ -29,7 +29,7 @@ def plain_kernels(monkeypatch):
 
 
 def taught_lookup() -> BlendedLookup:
-    """A lookup tree that drafts much, and often rightly: it has read the model's own samples."""
+    """A lookup that drafts much, and often rightly: it has read the model's own samples."""
     lookup = BlendedLookup()
     engine = stand.wrap(kernel_model("qwen2"), drafter=BlendedDrafter(lookup, budget=16), backend="sdpa")
     engine.generate(input_ids=PROMPTS, num_return_sequences=3, max_new_tokens=60, temperature=0.4, seed=1)

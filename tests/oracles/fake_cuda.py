@@ -12,6 +12,9 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from stand.fusion.fusion import Fusion
+from stand.fusion.merged_linear import MergedLinear
+
 
 @contextmanager
 def fake_cuda() -> Iterator[None]:
@@ -32,6 +35,15 @@ def onto_fake_device(model: torch.nn.Module) -> torch.nn.Module:
         for name, own in [*module.named_buffers(recurse=False)]:
             setattr(module, name, torch.empty(own.shape, dtype=own.dtype, device="cuda"))
     return model
+
+
+def mirrored(fusion: Fusion, model: torch.nn.Module) -> Fusion:
+    """The swaps of `fusion` on a model of fake tensors, without proof and with torch's products."""
+    merged = {
+        owner: MergedLinear([model.get_submodule(f"{owner}.{part}") for part in parts])
+        for owner, parts in fusion.recipe.merged.items()
+    }
+    return Fusion(model, fusion.recipe, fusion.kernels, merged=merged, report=fusion.report)
 
 
 def _indexed(tensor: torch.Tensor, index: object) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Texts that mostly repeat themselves, drafts from them, and what a blended lookup tree learned of them."""
+"""Texts that mostly repeat themselves, drafts from them, and what a blended lookup learned of them."""
 
 import numpy as np
 

@@ -4,10 +4,11 @@ The interpreter runs the real kernels, each against such a reference in its own 
 """
 
 import torch
+from waitless_draws import draw_residuals_at
 
 from stand.gpu import device_rule, kernel_attention, step_body
 from stand.sampling import SamplingParams, TargetLaw
-from stand.verifiers.draw import residuals_at, tokens_at
+from stand.verifiers.draw import tokens_at
 from stand.verifiers.noise import uniforms_on_device
 from stand.verifiers.rules import traversal_compiled
 
@@ -15,7 +16,7 @@ from stand.verifiers.rules import traversal_compiled
 def use_plain_kernels(monkeypatch) -> None:
     monkeypatch.setattr(kernel_attention, "tree_attention", tree_attention)
     monkeypatch.setattr(step_body, "compact", compact)
-    monkeypatch.setattr(step_body, "top_rows", top_rows)
+    monkeypatch.setattr(step_body, "top_tokens", top_tokens)
     monkeypatch.setattr(step_body, "softmax_rows", softmax_rows)
     monkeypatch.setattr(step_body, "filter_rows", filter_rows)
     monkeypatch.setattr(device_rule, "race", race)
@@ -68,7 +69,7 @@ def compact(storage, pages, cache_rows, lengths, path) -> None:
         storage[:, write[0], :, write[1]] = storage[:, read[0], :, read[1]]
 
 
-def top_rows(probs, count):
+def top_tokens(probs, count):
     best = torch.topk(probs, count, dim=1)
     return best.indices.to(torch.int32), best.values
 
@@ -112,7 +113,7 @@ def draw_residuals(
 ) -> None:  # fmt: skip
     rows = probs.index_select(0, stops)
     final_stops.copy_(stops)
-    next_tokens.copy_(residuals_at(rows, support_ids[stops], mass[stops], scale[stops], uniforms))
+    next_tokens.copy_(draw_residuals_at(rows, support_ids[stops], mass[stops], scale[stops], uniforms))
     _write_rest(probs, parents, offsets, stops, is_broken, path)
 
 

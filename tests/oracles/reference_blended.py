@@ -1,4 +1,4 @@
-"""Slow twin of the blended lookup tree: the same rules as plain objects, without memory bounds and without drafting."""
+"""Slow twin of the blended lookup: the same rules as plain objects, without memory bounds and without drafting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of the lookup tree: runs alike, of which each call's shortest time counts."""
+"""The benchmark of the lookup: runs alike, of which each call's shortest time counts."""
 
 import json
 import sys

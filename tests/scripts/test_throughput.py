@@ -33,7 +33,7 @@ def problem_file(folder: Path, *records: object) -> str:
 
 @pytest.fixture(scope="module")
 def document(tmp_path_factory) -> dict:
-    """The JSON line of one small run that also writes its lookup tree."""
+    """The JSON line of one small run that also writes its lookup."""
     path = tmp_path_factory.mktemp("lookup") / "lookup.msgpack"
     options = ["--num-problems", "2", "--trajectories", "1,3", "--rows", "2", "--max-new-tokens", "48"]
     arguments = throughput.read_arguments([*options, "--save-lookup", str(path)])

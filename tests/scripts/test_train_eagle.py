@@ -117,7 +117,7 @@ def test_the_shipped_head_is_small_and_keeps_its_promise():
     assert sum(path.stat().st_size for path in SHIPPED.iterdir()) <= MOST_BYTES
     model = AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(REASONER)
-    drafter = stand.EagleDrafter(SHIPPED, budget=13, rounds=1)
+    drafter = stand.EagleDrafter(SHIPPED, budget=13, runs=1)
     engine = stand.wrap(model, tokenizer, drafter=drafter)
     assert facts["parameters"] == sum(parameter.numel() for parameter in drafter.head.parameters())
     chats = [[{"role": "user", "content": item.problem}] for item in held_out_problems(13, seed=5)]

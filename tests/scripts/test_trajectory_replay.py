@@ -73,7 +73,7 @@ def test_rows_continue_as_recorded_and_drafts_save_steps(bench):
     assert plain.stats.mean_acceptance_length == 1.0 and plain.stats.num_draft_tokens == 0
     assert drafted.stats.mean_acceptance_length > 2  # drafts were accepted and their keys moved
     again = engine.replay(rows, end_token=END)
-    assert again.stats.num_forwards < drafted.stats.num_forwards  # the lookup tree knows the samples by now
+    assert again.stats.num_forwards < drafted.stats.num_forwards  # the lookup knows the samples by now
 
 
 def test_ends_of_rows_are_noted(bench):

@@ -1,4 +1,4 @@
-"""The blended lookup tree: against its slow twin, its drafts, its memory bound, its files."""
+"""The blended lookup: against its slow twin, its drafts, its memory bound, its files."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Saved lookup trees: what is written is read, and nothing else is."""
+"""Saved lookups: what is written is read, and nothing else is."""
 
 import errno
 import fcntl

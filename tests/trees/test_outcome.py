@@ -104,7 +104,7 @@ def test_rows_with_equal_contexts_are_told_apart(tmp_path):
 
 
 def test_drafts_of_any_step_can_be_recorded(tmp_path):
-    """The batch carries all that is needed: later drafts, learning and other lookup trees change nothing."""
+    """The batch carries all that is needed: later drafts, learning and other lookups change nothing."""
     tokens = stream(2000, vocabulary=12)
     lookup, other = BlendedLookup(), BlendedLookup()
     lookup.learn([], tokens)

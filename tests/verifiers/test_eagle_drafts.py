@@ -58,8 +58,8 @@ def draft(drafter, seed, *, histories=HISTORIES, depth=3, rows=None, step=0) -> 
 GROWN = {
     "budget 2": ({"budget": 2}, {}),
     "budget 3": ({"budget": 3}, {}),
-    "one round": ({"budget": 3, "rounds": 1}, {}),
-    "two rounds": ({"budget": 3, "rounds": 2, "temperature": 3.0}, {}),
+    "one run": ({"budget": 3, "runs": 1}, {}),
+    "two runs": ({"budget": 3, "runs": 2, "temperature": 3.0}, {}),
     "peaked": ({"budget": 3, "temperature": 0.9}, {"histories": SAME}),
     "depth 1": ({"budget": 4}, {"depth": 1}),
 }
@@ -96,7 +96,7 @@ def test_shapes_are_adapted(name):
 @pytest.mark.parametrize("rule", SET_RULES)
 def test_rules_over_sets_refuse_grown_drafts(rule):
     """They would be lossy there: who gets more children follows from what was drawn."""
-    joint = joint_drafts(partial(draft, TableEagle(budget=3, rounds=1)))
+    joint = joint_drafts(partial(draft, TableEagle(budget=3, runs=1)))
     assert distance_from_target(as_if_shaped(joint), worlds, get_verifier(rule)) > 0.05
     with pytest.raises(ValueError, match="settled before they were drawn"):
         for each in joint:
@@ -136,18 +136,18 @@ class LooksAhead(BestFirstGrowth):
 
 
 def shared_noise(seed):
-    return draft(TableEagle(budget=2, rounds=1), seed, histories=SAME, rows=(0, 0))
+    return draft(TableEagle(budget=2, runs=1), seed, histories=SAME, rows=(0, 0))
 
 
 def looks_ahead(seed, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("stand.drafters.eagle.drafter.BestFirstGrowth", LooksAhead)
-        return draft(TableEagle(budget=3, rounds=1), seed)
+        return draft(TableEagle(budget=3, runs=1), seed)
 
 
 def flattened(seed):
     """Records flatter laws than it draws from."""
-    batch = draft(TableEagle(budget=3, rounds=1), seed)
+    batch = draft(TableEagle(budget=3, runs=1), seed)
     law = np.where(batch.law > 0, 0.5 * batch.law + 0.5 / np.maximum((batch.law > 0).sum(1, keepdims=True), 1), 0)
     return type(batch)(**{name: getattr(batch, name) for name in batch.__dataclass_fields__} | {
         "law": law.astype(np.float32)

@@ -23,12 +23,13 @@ from exact import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waitless_draws import draw_residuals_at
 
 from stand.forward.rider import path_ends
 from stand.trees import DraftBatch, DraftTree
 from stand.trees.noise import uniforms
 from stand.verifiers import TargetRows, VerifierNoise, draw_tokens, fitting_names, get_verifier, resolve, verifier_names
-from stand.verifiers.draw import BLOCK_SIZE, draw_residuals, residuals_at
+from stand.verifiers.draw import BLOCK_SIZE, draw_residuals
 from stand.verifiers.noise import uniforms_on_device
 from stand.verifiers.rules.greedy_block import pay
 from stand.verifiers.target import Debt
@@ -159,7 +160,7 @@ def test_residual_draws_without_a_wait_are_the_same():
     uniforms = generator.random(count)
     mass[::7], scale[::7] = 0.0, 0.0
     waited = draw_residuals(rows.clone(), support_ids=support, mass=mass, scale=scale, uniforms=uniforms)
-    drawn = residuals_at(rows.clone(), torch.from_numpy(support), mass, scale, torch.from_numpy(uniforms))
+    drawn = draw_residuals_at(rows.clone(), torch.from_numpy(support), mass, scale, torch.from_numpy(uniforms))
     assert drawn.tolist() == waited.tolist()
 
 

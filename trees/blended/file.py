@@ -1,4 +1,4 @@
-"""Saved blended lookup trees, a `checked_file` with
+"""Saved blended lookups, a `checked_file` with
 
 magic   b"STANDCTX"
 header  depth, max_bytes, fade, rate, row_size (num_candidates), fingerprint,

@@ -1,5 +1,5 @@
 # cython: binding=True
-"""The blended lookup tree: every context length votes, its weight is learned, memory is bounded.
+"""The blended lookup: every context length votes, its weight is learned, memory is bounded.
 
 The work is done in C++ without the interpreter's lock: lookup.h (what is stored), learning.h, growth.h (drafts),
 outcome.h, snapshot.h, and the headers that these include. This file checks arguments and owns memory.
@@ -294,7 +294,7 @@ cdef class BlendedLookup:
         Raises ValueError on an empty history, an unknown kind, a floor outside [0, 1], fewer rises than the budget, a
         width of 0, or laws of another number of rows.
         """
-        cdef Py_ssize_t num_rows = len(histories), row
+        cdef Py_ssize_t num_rows = len(histories)
         if not 1 <= num_rows <= MAX_ROWS:
             raise ValueError(f"draft needs 1 to {MAX_ROWS} histories, got {num_rows}")
         if kind not in C_KINDS:
@@ -308,21 +308,14 @@ cdef class BlendedLookup:
         settings.kind = <DraftKind> <int32_t> C_KIND_NUMBERS[kind]
         settings.budget, settings.floor, settings.num_candidates = budget, floor, self.num_candidates
         settings.width = checked_width(width, kind)
-        cdef const float[::1] prices
+        cdef const float[::1] shares
         if rises is not None and budget > 0:
-            prices = prices_of(rises, budget)
-            settings.rises = &prices[0]
+            shares = checked_rises(rises, budget)
+            settings.rises = &shares[0]
         cdef vector[int32_t] windows, sizes
-        cdef int32_t reach = self._lookup.reach()
-        fill_windows(histories, reach, windows, sizes)
         cdef vector[GrowthRequest] requests
-        requests.resize(num_rows)
-        for row in range(num_rows):
-            if sizes[row] == 0:
-                raise ValueError("every history must end with the pending token, got an empty one; pass it at least")
-            requests[row].window, requests[row].window_size = &windows[row * reach], sizes[row]
-            requests[row].max_depth, requests[row].max_nodes = NO_BOUND, NO_BOUND
-            requests[row].scope, requests[row].key = 0, 0
+        fill_windows(histories, self._lookup.reach(), windows, sizes)
+        set_windows(windows, sizes, self._lookup.reach(), requests)
         if kind != "deterministic":
             set_keys(step_keys(seed, DRAFT, rows, steps), requests)
         if max_depths is not None:
@@ -415,9 +408,9 @@ cdef class BlendedLookup:
         """Read a file written by `save`.
 
         fingerprint: the vocabulary that the file must be of; None accepts any. max_bytes: another cap than the file's.
-        Raises LookupFileError where the file is damaged, newer, of another vocabulary, or too large for the cap, and
-        where a small file asks for a huge cap; ValueError for a fingerprint or a cap that no lookup may have; OSError
-        where unreadable.
+        Raises LookupFileError where the file is damaged, of another format version or vocabulary, or too large for the
+        cap, and where a small file asks for a huge cap; ValueError for a fingerprint or a cap that no lookup may have;
+        OSError where unreadable.
         """
         if max_bytes is not None:
             max_bytes = checked_cap(max_bytes)

@@ -133,12 +133,25 @@ cdef void set_keys(const uint64_t[::1] keys, vector[GrowthRequest]& requests) ex
         requests[row].key = keys[row]
 
 
-cdef object prices_of(rises, budget):
+cdef void set_windows(
+    vector[int32_t]& windows, vector[int32_t]& sizes, int32_t reach, vector[GrowthRequest]& requests
+) except *:
+    """One request per row, with its window [reach], in scope 0 and without bounds or noise."""
+    requests.resize(sizes.size())
+    for row in range(sizes.size()):
+        if sizes[row] == 0:
+            raise ValueError("every history must end with the pending token, got an empty one; pass it at least")
+        requests[row].window, requests[row].window_size = &windows[row * reach], sizes[row]
+        requests[row].max_depth, requests[row].max_nodes = NO_BOUND, NO_BOUND
+        requests[row].scope, requests[row].key = 0, 0
+
+
+cdef object checked_rises(rises, budget):
     """float32[at least the budget]."""
-    prices = np.ascontiguousarray(rises, dtype=np.float32)
-    if prices.ndim != 1 or len(prices) < budget:
-        raise ValueError(f"rises must hold one entry per node of the budget ({budget}), got shape {prices.shape}")
-    return prices
+    rises = np.ascontiguousarray(rises, dtype=np.float32)
+    if rises.ndim != 1 or len(rises) < budget:
+        raise ValueError(f"rises must hold one entry per node of the budget ({budget}), got shape {rises.shape}")
+    return rises
 
 
 cdef void fill_paths(paths, vector[int32_t]& nodes, vector[int64_t]& ends) except *:

@@ -23,10 +23,10 @@ class EagleDrafter(Drafter):
 
     head: an `EagleHead` of the target, or the file or folder of a checkpoint, read when the engine is made.
     budget: the most nodes of all rows of a step together; None: `default_budget` of the model's device.
-    rounds: the most times that the head runs in a step, each time on all rows; drafts are at most so deep. The paper's
+    runs: the most times that the head runs in a step, each time on all rows; drafts are at most so deep. The paper's
     tree takes 5.
     shape: slots that every row's draft fills instead, whatever the laws say, such as the paper's `PAPER_SHAPE`; budget
-    and rounds then follow from it.
+    and runs then follow from it.
     temperature, num_candidates: a law is the head's at `temperature` over its `num_candidates` best tokens,
     renormalised before the draw: what is recorded is what was drawn from. `temperature` is best the target's own; under
     greedy decoding the best tokens are drafted as they are.
@@ -44,20 +44,20 @@ class EagleDrafter(Drafter):
         head: EagleHead | str | PathLike,
         *,
         budget: int | None = None,
-        rounds: int = 6,
+        runs: int = 6,
         shape: TreeShape | None = None,
         temperature: float = 1.0,
         num_candidates: int = 32,
     ) -> None:
         if budget is not None:
             check_count("budget", budget, 0, usual="32 to 128 nodes are usual")
-        check_count("rounds", rounds, 1, usual="5 or 6 are usual")
+        check_count("runs", runs, 1, usual="5 or 6 are usual")
         check_temperature(temperature)
         check_count("num_candidates", num_candidates, 1, usual="32 is usual")
         self.head = head
         self.budget = budget
         self.shape = shape
-        self.rounds = rounds if shape is None else max(shape.max_depth, 1)
+        self.runs = runs if shape is None else max(shape.max_depth, 1)
         self.temperature = temperature
         self.law_size = num_candidates
         self._rows: FollowedRows | None = None
@@ -90,7 +90,7 @@ class EagleDrafter(Drafter):
         asked = [(row, ROOT) for row in rows.tolist()]
         written = [{ROOT: None} for _ in drafts]  # per row: its nodes that the head has seen, numbered as they came
         features: dict[Node, torch.Tensor] = {}  # of these nodes, as estimated
-        for remaining in reversed(range(self.rounds)):
+        for remaining in reversed(range(self.runs)):
             if asked:
                 self._open(drafts, asked, estimates)
                 features |= zip(asked, estimates, strict=True)

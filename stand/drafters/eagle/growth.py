@@ -1,4 +1,4 @@
-"""Which nodes a step's drafts reveal, and which of them the head is run on: few rounds, each one batch of all rows."""
+"""Which nodes a step's drafts reveal, and which of them the head is run on: few runs, each one batch of all rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Growth(ABC):
 
     @abstractmethod
     def grow(self, drafts: Sequence[GrowingDraft], *, is_last: bool) -> list[Node]:
-        """Reveal a round's nodes; those that the head is to be run on, by row, parents in earlier rounds."""
+        """Reveal the nodes of one run; those that the head is to be run on next, by row, parents in earlier runs."""
 
 
 class BestFirstGrowth(Growth):

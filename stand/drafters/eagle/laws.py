@@ -25,8 +25,8 @@ class EagleLaws(LawSource):
     """Laws of a trained head (EAGLE-1, arXiv 2401.15077) for `BlendedDrafter(source=...)`.
 
     head: an `EagleHead` of the target, or the file or folder of a checkpoint, read when the engine is made.
-    rounds: how often the head runs in a step after the run at the pending tokens, each time on the planned nodes of all
-    rows that it has not seen, as one batch. None: as often as it pays (`PayingRuns`), or not at all; by measured
+    runs: the most times that the head runs in a step, each time on all rows as one batch: first at the pending tokens,
+    then on planned nodes that it has not seen. None: as often as it pays (`PayingRuns`), or not at all; by measured
     time, or in calls with a seed by what a run reads and does.
     temperature, num_candidates: a law is the head's at `temperature`, its `num_candidates` best tokens. `temperature`
     is best the target's own, 1 under greedy decoding; what is wrong with it is learned.
@@ -41,28 +41,28 @@ class EagleLaws(LawSource):
         self,
         head: EagleHead | str | PathLike,
         *,
-        rounds: int | None = None,
+        runs: int | None = None,
         temperature: float = 1.0,
         num_candidates: int = 10,
         source: int = 0,
     ) -> None:
-        if rounds is not None:
-            check_count("rounds", rounds, 0, usual="None runs the head as often as pays")
+        if runs is not None:
+            check_count("runs", runs, 1, usual="None runs the head as often as pays")
         check_temperature(temperature)
         check_count("num_candidates", num_candidates, 1, 64, usual="10 is usual")
         check_count("source", source, 0, 3, usual="0 for the only source")
         self.head = head
-        self.rounds = rounds
+        self.runs = runs
         self.temperature = temperature
         self.law_size = num_candidates
         self.source = source
         self._rows: FollowedRows | None = None
-        self._paying: PayingRuns | None = None  # where `rounds` is None
+        self._paying: PayingRuns | None = None  # where `runs` is None
 
     def attach(self, model: PreTrainedModel) -> None:
         self.head = EagleHead.of(model, self.head)
         self._rows = FollowedRows(model, self.head)
-        if self.rounds is None:
+        if self.runs is None:
             self._paying = PayingRuns(self.head.share_of_step(), most=MOST_RUNS)
 
     def record_time(self, request: DraftRequest, num_tokens: int, seconds: float) -> None:
@@ -82,7 +82,7 @@ class EagleLaws(LawSource):
         if self._paying is not None:
             return self._paid_laws(trees, request, plan)
         laws = self._rooted(trees, request)
-        for _ in range(self.rounds if laws is not None else 0):
+        for _ in range(self.runs - 1 if laws is not None else 0):
             deeper = self._deepened(trees, request, plan(laws))
             if deeper is None:
                 break

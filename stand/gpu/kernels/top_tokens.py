@@ -1,4 +1,4 @@
-"""The best tokens of every node, which the lookup tree learns from: top-k over the vocabulary in two passes."""
+"""The best tokens of every node, which the lookup learns from: top-k over the vocabulary in two passes."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def _best_of_chunks(best, ids, values, num_candidates, count, BLOCK: tl.constexp
         keys = tl.where(keys == largest, NOTHING, keys)
 
 
-@torch.library.custom_op("stand::top_rows", mutates_args=())
-def top_rows(probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+@torch.library.custom_op("stand::top_tokens", mutates_args=())
+def top_tokens(probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids [M, count] int32, values [M, count] float32): the largest entries of probs [M, V], in descending order.
 
     probs: float32, rows contiguous; any values, not only probabilities. Of equal values the lowest ids come first.
@@ -79,7 +79,7 @@ def top_rows(probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
     return ids, values
 
 
-@top_rows.register_fake
+@top_tokens.register_fake
 def _(probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return _outputs(probs, count)
 
@@ -92,7 +92,7 @@ def _outputs(probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
 def _check_arguments(probs: torch.Tensor, count: int) -> None:
     if probs.ndim != 2 or probs.dtype != torch.float32 or probs.stride(1) != 1:
         raise ValueError(
-            f"top_rows needs [M, V] in float32 with contiguous rows, got {list(probs.shape)} in {probs.dtype} with "
+            f"top_tokens needs [M, V] in float32 with contiguous rows, got {list(probs.shape)} in {probs.dtype} with "
             f"strides {probs.stride()}; convert it first"
         )
     if not 1 <= count <= min(MAX_COUNT, probs.shape[1]):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
+from weakref import WeakMethod
 
 import torch
 from transformers import PreTrainedModel
@@ -16,6 +18,7 @@ from stand.forward import mapped_memory
 from stand.forward.model import moving_ropes, text_config
 from stand.forward.paged_cache import PagedCache, PromptRoom, fitting_page_size, most_shown_rows
 from stand.forward.rider import Rider
+from stand.forward.tree_attention import exclusive
 from stand.forward.tree_cache import DRAFT_ROOM, TreeCache
 from stand.fusion.on_cpu import fuse_on_cpu
 from stand.step import EagerStep, Step, StepStart
@@ -153,10 +156,23 @@ class CapturedBackend:
                 self._previous.dissolve()  # admission has counted its pool as free
                 self._previous = None
             return PooledStep.starting(self._model, start)
-        step = GuardedStep.start(self._previous, self._model, start, fusion=self.fusion, on_failure=self._give_up)
+        if torch.is_autocast_enabled(self._model.device.type):
+            warnings.warn("steps are eager inside torch.autocast, whose types no recorded step has", stacklevel=2)
+            return self._eager.new_step(start)
+        step = GuardedStep.start(self._previous, self._model, start, fusion=self.fusion, on_failure=self._told())
         if self.name == "triton":
             self._previous = step
         return step
+
+    def _told(self) -> Callable[[str], None]:
+        """`_give_up`, without keeping this backend and its memory from ending with its engine."""
+        give_up = WeakMethod(self._give_up)
+
+        def on_failure(reason: str) -> None:
+            if give_up() is not None:
+                give_up()(reason)
+
+        return on_failure
 
     def _give_up(self, reason: str) -> None:
         """Eager steps from now on."""
@@ -264,7 +280,8 @@ def _fused(
     from stand.gpu.self_check import kernel_failure
 
     try:
-        fusion = fuse(model)
+        with exclusive(model):  # weights move: nobody may run it meanwhile
+            fusion = fuse(model)
     except Exception as error:  # Triton's errors derive from Exception alone
         return CapturedBackend(model, f"{reason}; not fused, because of {type(error).__name__}: {error}")
     try:
@@ -275,5 +292,6 @@ def _fused(
         LOGGER.warning("modules are not fused: %s", failure, exc_info=error)
     if failure is None:
         return CapturedBackend(model, reason, fusion=fusion)
-    fusion.undo()
+    with exclusive(model):
+        fusion.undo()
     return CapturedBackend(model, f"{reason}; not fused, because {failure}")

@@ -43,7 +43,7 @@ def run_part(
 def left_in(output: Path, *, failure: str | None = None) -> PartRun:
     """What came of a part that was to write to `output`, whose files are removed."""
     printed = _printed(output)
-    lines = printed.read_text(encoding="utf-8").splitlines() if printed.is_file() else []
+    lines = printed.read_text(encoding="utf-8", errors="replace").splitlines() if printed.is_file() else []
     results = json.loads(output.read_text(encoding="utf-8"))["results"] if output.is_file() else []
     for path in (printed, output):
         path.unlink(missing_ok=True)

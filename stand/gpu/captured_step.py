@@ -13,6 +13,7 @@ tested.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -29,6 +30,7 @@ from stand.fusion.fusion import Fusion
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.device_rule import GreedyRule
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME
+from stand.gpu.model_state import ModelState
 from stand.gpu.packing import kept_paths
 from stand.gpu.page_table import PageTable, PoolSize
 from stand.gpu.runner import Program, Runner, runner_for
@@ -43,6 +45,8 @@ from stand.scheduling.page_allocator import PageAllocator
 from stand.step import StepStart
 from stand.trees import DraftBatch
 from stand.verifiers import Verdicts, Verifier, VerifierNoise
+
+LOGGER = logging.getLogger("stand")
 
 
 class CapturedStep:
@@ -64,6 +68,7 @@ class CapturedStep:
         """verifier: has a device rule; runner: of a step that was closed, so that an engine has one capture stream,
         default: a new one."""
         self._model = model
+        self._state: ModelState | None = None  # of the model when the call began
         self._fusion = fusion
         self._law = law
         self._verifier = verifier
@@ -103,6 +108,8 @@ class CapturedStep:
 
     @contextmanager
     def attention(self) -> Iterator[None]:
+        if self._state is not None and not self._state.holds_weights():  # moved while a stream waited
+            self._follow_model()
         fused = nullcontext() if self._fusion is None else self._fusion.active()
         with tree_attention(self._model, KERNEL_ATTENTION_NAME), fused:
             yield
@@ -111,19 +118,25 @@ class CapturedStep:
         """A call begins with these rows, which are still to enter; keys: any of a prompt of this model; pages: says
         whose page is whose.
 
-        The pool of the call before stays where it is large enough, and no larger than the call allows."""
+        The pool of the call before stays where it is large enough and no larger than the call allows, and what is
+        recorded stays where the model is as it was."""
+        self._follow_model()
         lower_limit(pages, rows, self._model, held=self.nbytes)
         size = PoolSize.of(rows, self._num_rows, pages)
         known = 0 if self._table is None else self._table.numbers.shape[1]
-        if self._table is None or not size.is_met_by(self._table.cache):
+        if not self._has_pool(size):
             self._drop()  # the old pool goes before the new one comes
-            cache = DeviceCache.like(keys, num_pages=size.num_pages, page_size=size.page_size)
+            cache = DeviceCache.like(keys, model=self._model, num_pages=size.num_pages, page_size=size.page_size)
         else:
             cache = self._table.cache
         if size.width > known:
             self._forget()
         self._follow(cache, max(size.width, known), pages)
         self._unread, self._num_scored, self._lesson = None, 0, None
+
+    def _has_pool(self, size: PoolSize) -> bool:
+        cache = None if self._table is None else self._table.cache
+        return cache is not None and size.is_met_by(cache) and cache.suits(self._model)
 
     def enter(self, row: Row, place: int, keys: TreeCache, *, source: int = 0) -> None:
         """As in `Step`; source: the row of `keys`."""
@@ -301,6 +314,14 @@ class CapturedStep:
         self._recorded[size] = body, self.runner.record(body.run, body.find_best)
         return self._recorded[size]
 
+    def _follow_model(self) -> None:
+        """Forget what was recorded of a model that has changed since: a graph would not see it."""
+        earlier, self._state = self._state, ModelState(self._model)
+        change = None if earlier is None else self._state.change_since(earlier)
+        if change is not None:
+            LOGGER.info("steps are recorded anew, because the model is not as it was: %s", change)
+            self._forget()
+
     def _follow(self, cache: DeviceCache, width: int, pages: PageAllocator | None) -> None:
         """A table without rows, for this pool."""
         self._table = PageTable(cache, num_places=self._num_rows, width=width, pages=pages)
@@ -320,3 +341,4 @@ class CapturedStep:
         self._program = self.body = None
         if self._tails is not None:
             self._tails.forget()
+        self.runner.forget()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from stand.backend import key_shape
 from stand.forward.tree_cache import CacheMemoryError, TreeCache
 
 
@@ -33,18 +36,29 @@ class DeviceCache(Cache):
         self.slots: torch.Tensor | None = None  # [M] int64, page * S + slot in it, of each token of the running step
 
     @classmethod
-    def like(cls, prefilled: TreeCache, *, num_pages: int, page_size: int) -> DeviceCache:
-        """An empty pool for the layers of `prefilled`, which must be of one shape (see `is_uniform`)."""
-        keys = prefilled.keys[0]
+    def like(cls, prefilled: TreeCache, *, model: PreTrainedModel, num_pages: int, page_size: int) -> DeviceCache:
+        """An empty pool for the layers of `prefilled`, which must be of one shape (see `is_uniform`). Where it has
+        none, because nothing comes before a prompt's only token, by the configuration of `model`."""
+        if prefilled.keys:
+            num_layers, (_, num_heads, _, head_size) = len(prefilled.keys), prefilled.keys[0].shape
+            dtype, device = prefilled.keys[0].dtype, prefilled.keys[0].device
+        else:
+            num_layers, num_heads, head_bytes = key_shape(model)
+            dtype, device = model.dtype, model.device
+            head_size = head_bytes * 8 // torch.finfo(dtype).bits
         return cls(
-            num_layers=len(prefilled.keys),
+            num_layers=num_layers,
             num_pages=num_pages,
-            num_heads=keys.shape[1],
+            num_heads=num_heads,
             page_size=page_size,
-            head_size=keys.shape[3],
-            dtype=keys.dtype,
-            device=keys.device,
+            head_size=head_size,
+            dtype=dtype,
+            device=device,
         )
+
+    def suits(self, model: PreTrainedModel) -> bool:
+        """Whether it could hold this model's keys: they have its type and lie on its device."""
+        return (self.storage.dtype, self.storage.device) == (model.dtype, model.device)
 
     @property
     def num_pages(self) -> int:
@@ -135,6 +149,9 @@ def is_uniform(prefilled: TreeCache) -> bool:
 def _zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros, because a masked weight of 0 times what memory happens to hold (NaN) would not be 0."""
     needed, left = _nbytes(shape, dtype), available_bytes(device)
+    if needed > left:
+        gc.collect()  # engines that nobody holds any more may wait for it with their memory
+        left = available_bytes(device)
     if needed > left:
         raise CacheMemoryError(
             f"the key-value cache must fit into the device's free memory, got a request for {needed / 2**30:.1f} GiB "

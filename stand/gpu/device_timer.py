@@ -68,7 +68,7 @@ class DeviceTimer:
             for _ in range(num_runs):
                 work()
 
-        return captured(body, self._stream)
+        return captured(body, self._stream, pool=torch.cuda.graph_pool_handle())
 
 
 def device_name(device: torch.device) -> str:

@@ -21,7 +21,7 @@ class Packet:
 
     def __init__(self, fields: Mapping[str, Field], device: torch.device):
         places, size = _places(fields)
-        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._host = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
         self.host: dict[str, np.ndarray] = {
             name: self._host[start:end].numpy().view(dtype).reshape(shape)

@@ -90,7 +90,7 @@ class PooledStep(EagerStep):
         """With a pool of its own, for as long as the call lasts."""
         lower_limit(start.pages, start.rows, model)
         size = PoolSize.of(start.rows, start.num_places, start.pages)
-        cache = DeviceCache.like(start.keys, num_pages=size.num_pages, page_size=size.page_size)
+        cache = DeviceCache.like(start.keys, model=model, num_pages=size.num_pages, page_size=size.page_size)
         table = PageTable(cache, num_places=start.num_places, width=size.width, pages=start.pages)
         asked = {"num_top": start.num_top, "wants_features": start.wants_features, "rider": start.rider}
         return cls(model, table, start.law, start.verifier, **asked)

@@ -63,10 +63,11 @@ def choose(weights: Sequence[torch.Tensor], timer: Timer) -> tuple[int | None, .
     A tile counts where its result is torch's up to rounding, and takes at most LEAST_GAIN of torch's time. The weights
     are gone through in turn, so that they come from memory, as a model's do.
     """
-    shape = tuple(weights[0].shape)
+    shape, device = tuple(weights[0].shape), weights[0].device
+    generator = torch.Generator(device).manual_seed(0)  # the user's stays where it is
     chosen: list[int | None] = []
     for num_tokens in TOKENS:
-        states = torch.randn(num_tokens, shape[1], device=weights[0].device).to(weights[0].dtype)
+        states = torch.randn(num_tokens, shape[1], generator=generator, device=device).to(weights[0].dtype)
         seconds = {None: _seconds(Products({}, states.device), states, weights, timer)}
         for tile in range(len(TILES)):
             products = Products({shape: (tile,) * len(TOKENS)}, states.device)

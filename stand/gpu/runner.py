@@ -6,7 +6,9 @@ A body is a function without arguments that reads and writes memory at fixed add
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 from weakref import finalize
@@ -17,6 +19,8 @@ Body = Callable[[], None]
 WARM_UP_RUNS = 2  # before capture: kernels are compiled and libraries make their handles, which a capture must not
 TORCH_STREAMS = 32  # that torch has of a device and hands out in turn
 _OWNED: set[int] = set()  # handles of streams whose owners live
+_ABANDONED: list[torch.cuda.CUDAGraph] = []  # which torch's allocators may still ask whether they are being captured
+LOGGER = logging.getLogger("stand")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,9 @@ class Runner(Protocol):
 
     def run_alone(self, body: Body) -> None:
         """Run what `record_alone` gave, after a step's verdict and before the next step, and wait for it."""
+
+    def forget(self) -> None:
+        """Nothing that was recorded so far will run again, and nobody holds it."""
 
     def step(self, program: Program) -> None:
         """Start a step."""
@@ -65,6 +72,9 @@ class DirectRunner:
     def run_alone(self, body: Body) -> None:
         body()
 
+    def forget(self) -> None:
+        pass
+
     def step(self, program: Program) -> None:
         program.step()
 
@@ -86,7 +96,7 @@ class GraphRunner:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._captures = own_stream(device, self)
-        self._side = torch.cuda.Stream(device)
+        self._side = own_stream(device, self)  # or another engine could capture on it
         self._decided = torch.cuda.Event()
         self._learnable = torch.cuda.Event()
         self._alone = torch.cuda.Event()
@@ -103,6 +113,10 @@ class GraphRunner:
         body()
         self._alone.record(stream)
         self._alone.synchronize()
+
+    def forget(self) -> None:
+        """The next graphs get a pool of their own: torch takes one whose graphs are all gone for freed."""
+        self._pool = torch.cuda.graph_pool_handle()
 
     def step(self, program: Program) -> None:
         stream = torch.cuda.current_stream(self._device)
@@ -149,20 +163,49 @@ def own_stream(device: torch.device, owner: object) -> torch.cuda.Stream:
     raise RuntimeError(f"a capture needs a stream of its own, got {TORCH_STREAMS} taken ones; let engines go")
 
 
-def captured(body: Body, stream: torch.cuda.Stream, **options: object) -> torch.cuda.CUDAGraph:
-    """A graph of `body`. Raises what `body` raises, also where the capture cannot be ended then."""
+def captured(body: Body, stream: torch.cuda.Stream, *, pool: tuple[int, int]) -> torch.cuda.CUDAGraph:
+    """A graph of `body`, with its memory in `pool`. Raises what `body` raises, also where the capture cannot be ended
+    then."""
     graph, failures = torch.cuda.CUDAGraph(), []
     try:
         with (
+            _uncollected(),
             torch.cuda.stream(stream),  # the next one, where it cannot end the capture, does not leave the stream
-            torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local", **options),
+            torch.cuda.graph(graph, stream=stream, pool=pool, capture_error_mode="thread_local"),
         ):
             try:
                 body()
             except Exception as error:
                 failures.append(error)
                 raise
+    except BaseException:
+        _abandon(graph, stream, pool)
+        raise
     finally:
         if failures:
             raise failures.pop()
     return graph
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
+    """After a capture that failed. Where it could not be ended, torch 2.11 to 2.13 take it for one that still goes on,
+    and give back no memory from then on; later versions end it in `reset`, and say so by an error here."""
+    _ABANDONED.append(graph)
+    try:
+        graph.reset()
+        torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+        torch._C._cuda_releasePool(stream.device_index, pool)
+    except (RuntimeError, AttributeError) as error:
+        LOGGER.debug("nothing was left of a capture that failed: %s", error)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep the garbage collector from ending another engine's graphs in the middle of a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

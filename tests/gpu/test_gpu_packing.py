@@ -201,3 +201,11 @@ def test_a_packet_carries_every_field():
     packet.device["c"].fill_(True)
     packet.download()
     assert packet.host["c"][0] and packet.nbytes == 64  # each field aligned to 16 bytes
+
+
+def test_packets_lie_on_the_host_whatever_the_default_device_is():
+    with torch.device("meta"):
+        packet = Packet({"numbers": (np.int32, (3,))}, torch.device("cpu"))
+    packet.host["numbers"][:] = 7
+    packet.upload()
+    assert packet.device["numbers"].tolist() == [7, 7, 7]

@@ -1,5 +1,6 @@
 """How graphs are recorded, told by a stand-in for torch.cuda: which streams a replay captures and runs on."""
 
+import gc
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -20,7 +21,9 @@ class FakeCuda:
     def __init__(self):
         self.log: list[tuple[str, object]] = []
         self.stream = "caller"
-        self.num_streams = 0
+        self.num_streams = self.num_pools = 0
+        self.pools = []  # of the captures, in order
+        self.underway = []  # pools that the allocator believes to be captured into
         self.waited = lambda event: None  # told of events that the caller's stream waits for
         self.devices = []
 
@@ -30,6 +33,7 @@ class FakeCuda:
         return SimpleNamespace(
             name=f"stream {handle}",
             cuda_stream=handle,
+            device_index=0,
             wait_stream=lambda other: None,
             wait_event=lambda event: None,
             synchronize=lambda: None,
@@ -47,10 +51,13 @@ class FakeCuda:
         self.devices.pop()
 
     def CUDAGraph(self):  # noqa: N802
-        return SimpleNamespace(replay=lambda: self.log.append(("replay", self.stream)))
+        graph = SimpleNamespace(replay=lambda: self.log.append(("replay", self.stream)))
+        graph.reset = lambda: self.log.append(("reset", self.stream))
+        return graph
 
     def graph_pool_handle(self):
-        return "pool"
+        self.num_pools += 1
+        return (0, self.num_pools)
 
     def current_stream(self, device):
         return SimpleNamespace(name=self.stream, wait_stream=lambda other: None, wait_event=self.waited)
@@ -69,11 +76,22 @@ class FakeCuda:
         assert capture_error_mode == "thread_local"
         before, self.stream = self.stream, stream.name
         self.log.append(("capture", self.stream))
+        self.pools.append(pool)
+        self.underway.append(pool)
         try:
             yield
         except Exception:
             raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
         self.stream = before
+        self.underway.remove(pool)
+
+    def end_allocate_to_pool(self, device, pool):
+        if pool not in self.underway:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.underway.remove(pool)
+
+    def release_pool(self, device, pool):
+        self.log.append(("release", pool))
 
 
 @pytest.fixture
@@ -84,6 +102,9 @@ def cuda(monkeypatch):
     for name in ("Stream", "Event", "CUDAGraph", "graph_pool_handle", "current_stream", "graph", "device"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
     monkeypatch.setattr(torch.cuda, "stream", fake.using)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", fake.end_allocate_to_pool, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", fake.release_pool, raising=False)
+    monkeypatch.setattr(runner, "_ABANDONED", [])
     return fake
 
 
@@ -125,7 +146,7 @@ def test_no_other_capture_runs_on_an_engines_stream(cuda):
 
 
 def test_streams_that_are_all_taken_are_refused_and_given_back(cuda):
-    engines = [GraphRunner(DEVICE) for _ in range(TORCH_STREAMS)]
+    engines = [GraphRunner(DEVICE) for _ in range(TORCH_STREAMS // 2)]  # captures, and what runs beside a step
     with pytest.raises(RuntimeError, match="a stream of its own, got 32 taken ones; let engines go"):
         GraphRunner(DEVICE)
     engines[0].others = engines  # a cycle
@@ -141,6 +162,8 @@ def test_a_capture_that_is_refused_leaves_the_callers_stream_and_its_own_error(c
     with pytest.raises(ValueError, match="waits for the device") as raised:
         GraphRunner(DEVICE).record_alone(refused)
     assert cuda.stream == "caller" and isinstance(raised.value.__cause__, KeyError)
+    assert cuda.underway == []  # or torch's allocator would give back no memory from then on
+    assert ([kind for kind, _ in cuda.log].count("release"), len(runner._ABANDONED)) == (1, 1)
     cuda.log.clear()
     with pytest.raises(ValueError, match="waits for the device"):
         DeviceTimer(DEVICE, repeats=1).seconds(refused)
@@ -168,3 +191,41 @@ def test_steps_run_on_the_callers_stream_and_best_tokens_next_to_it(cuda):
     replay.wait(program)
     (step, best) = cuda.log
     assert step == ("replay", "caller") and best[1] not in ("caller", "stream 1")
+
+
+def test_no_engine_captures_where_another_ones_best_tokens_run(cuda):
+    first = GraphRunner(DEVICE)
+    beside = []
+    program = first.record(lambda: None, lambda: beside.append(cuda.stream))
+    cuda.log.clear()
+    first.step(program)
+    first.wait(program)
+    ((_, side),) = [entry for entry in cuda.log if entry[1] != "caller"]
+    captures = set()
+    for _ in range(40):
+        captures |= captures_of(cuda, lambda: GraphRunner(DEVICE).record_alone(lambda: None))
+    assert len(captures) > 2 and side not in captures
+
+
+def test_graphs_share_a_pool_until_they_are_forgotten(cuda):
+    """torch takes a pool whose graphs are all gone for freed, and refuses to capture into it."""
+    replay = GraphRunner(DEVICE)
+    replay.record(lambda: None, lambda: None)
+    replay.record_alone(lambda: None)
+    assert len(set(cuda.pools)) == 1
+    replay.forget()
+    replay.record_alone(lambda: None)
+    assert len(set(cuda.pools)) == 2 and cuda.pools[-1] != cuda.pools[0]
+
+
+def test_the_collector_does_not_run_inside_a_capture(cuda):
+    """It could end another engine's graphs there."""
+    enabled = []
+    GraphRunner(DEVICE).record_alone(lambda: enabled.append(gc.isenabled()))
+    assert enabled == [True] * WARM_UP_RUNS + [False] and gc.isenabled()
+    gc.disable()
+    try:
+        GraphRunner(DEVICE).record_alone(lambda: None)
+        assert not gc.isenabled()  # as its user wants it
+    finally:
+        gc.enable()

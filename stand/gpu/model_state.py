@@ -1,0 +1,74 @@
+"""What recorded steps take for granted of a model: where its tensors lie, its modules, their settings and their hooks.
+
+A graph reads the addresses and runs the operations that were there when it was recorded. Whatever moves weights, swaps
+a module, sets an adapter or adds a hook between two calls must be seen before the graph is replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+PLAIN = (bool, int, float, str, type(None))
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+PASSED_OVER = vars(nn.Module()).keys() - {"training"}  # what torch keeps in every module
+
+
+class ModelState:
+    """As it is now. Modules are told apart by `id`, functions are kept, so that no other one can get theirs."""
+
+    def __init__(self, model: nn.Module):
+        self._tensors = list(_tensors(model))
+        self._places = [_place(tensor) for tensor in self._tensors]
+        self._modules = {name: _module_state(module) for name, module in model.named_modules()}
+        configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+        self._configs = {name: _settings(config) for name, config in configs.items()}
+
+    def holds_weights(self) -> bool:
+        """Whether the tensors that were the model's still lie where they did; takes microseconds per tensor."""
+        return all(_place(tensor) == place for tensor, place in zip(self._tensors, self._places, strict=True))
+
+    def change_since(self, earlier: ModelState) -> str | None:
+        """What is not as it was in `earlier`, or None."""
+        if self._modules.keys() != earlier._modules.keys():
+            return "it has other modules"
+        for name, state in self._modules.items():
+            if state != earlier._modules[name]:
+                return f"module {name or 'at the root'!r} has changed"
+        if self._configs != earlier._configs:
+            return "its configuration has changed"
+        return None if self._places == earlier._places else "its weights have moved"
+
+
+def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _place(tensor: torch.Tensor) -> tuple:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _module_state(module: nn.Module) -> tuple:
+    values = vars(module)
+    hooks = [list(values[kind].values()) for kind in HOOKS]
+    return id(module), type(module), values.get("forward"), hooks, _settings(module)
+
+
+def _settings(holder: object) -> dict[str, object]:
+    """Plain values, and lists, tuples and dictionaries of plain values as text: an adapter's name is in a list."""
+    return {
+        name: value if isinstance(value, PLAIN) else repr(value)
+        for name, value in vars(holder).items()
+        if name not in PASSED_OVER and _is_plain(value)
+    }
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(isinstance(one, PLAIN) for one in value)
+    if isinstance(value, dict):
+        return all(isinstance(one, PLAIN) for one in value.values())
+    return isinstance(value, PLAIN)

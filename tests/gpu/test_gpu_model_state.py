@@ -1,0 +1,196 @@
+"""What is recorded follows the model: whatever a graph would not see between two calls makes it be recorded anew."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from letter_tokenizer import letter_tokenizer  # noqa: E402
+from plain_kernels import use_plain_kernels  # noqa: E402
+from tiny_models import kernel_model  # noqa: E402
+
+import stand  # noqa: E402
+from stand.gpu.captured_step import CapturedStep  # noqa: E402
+from stand.gpu.model_state import ModelState  # noqa: E402
+from stand.gpu.runner import DirectRunner  # noqa: E402
+
+PROMPT = [[3, 4, 5, 6, 7, 3, 4]]
+SETTINGS = {"max_new_tokens": 8, "temperature": 0.0, "stop_token_ids": [], "seed": 4}
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Grows by one with every size that is recorded."""
+    use_plain_kernels(monkeypatch)
+    sizes, record = [], DirectRunner.record
+    monkeypatch.setattr(DirectRunner, "record", lambda self, *bodies: sizes.append(1) or record(self, *bodies))
+    return sizes
+
+
+def own_model():
+    return copy.deepcopy(kernel_model("qwen2"))
+
+
+def engine_of(model, backend="triton", **settings):
+    return stand.wrap(model, drafter=stand.BlendedDrafter(budget=2), backend=backend, **{"fuse": False, **settings})
+
+
+def move_weights(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def move_a_buffer(model):
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq.clone()
+
+
+def add_a_hook(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: -5 * output)
+
+
+def add_a_hook_before(model):
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda module, args: (-args[0],))
+
+
+def replace_a_forward(model):
+    mlp = model.model.layers[0].mlp
+    mlp.forward = lambda states: -mlp.down_proj(mlp.up_proj(states))
+
+
+def replace_a_module(model):
+    layer = model.model.layers[0]
+    layer.mlp.down_proj = torch.nn.Linear(*reversed(layer.mlp.down_proj.weight.shape), bias=False)
+
+
+def name_an_adapter(model):
+    """As peft keeps which one is active."""
+    model.model.layers[0].mlp._active_adapter = ["second"]
+
+
+def change_a_setting(model):
+    model.model.layers[0].self_attn.scaling *= 0.25
+
+
+def change_the_configuration(model):
+    model.config.rms_norm_eps = 0.5
+
+
+def merge_projections(model):
+    engine_of(model, fuse=True)
+
+
+CHANGES = (
+    move_weights, move_a_buffer, add_a_hook, add_a_hook_before, replace_a_forward, replace_a_module, name_an_adapter,
+    change_a_setting, change_the_configuration, merge_projections,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_changed_model_is_recorded_anew(recorded, change):
+    model = own_model()
+    engine = engine_of(model)
+    engine.generate(input_ids=PROMPT, **SETTINGS)
+    recorded.clear()
+    change(model)
+    recorded.clear()  # what a further engine has recorded
+    output = engine.generate(input_ids=PROMPT, **SETTINGS)
+    assert recorded and str(engine.backend) == "triton"
+    assert output.token_ids == engine_of(model, "sdpa").generate(input_ids=PROMPT, **SETTINGS).token_ids
+
+
+def test_an_unchanged_model_is_not(recorded):
+    """Weights that are written where they lie are read by graphs as they are."""
+    model = own_model()
+    engine = engine_of(model)
+    first = engine.generate(input_ids=PROMPT, **SETTINGS)
+    recorded.clear()
+    assert engine.generate(input_ids=PROMPT, **SETTINGS).token_ids == first.token_ids
+    with torch.no_grad():
+        model.lm_head.weight.neg_()
+    output = engine.generate(input_ids=PROMPT, **SETTINGS)
+    assert not recorded and output.token_ids != first.token_ids
+    assert output.token_ids == engine_of(model, "sdpa").generate(input_ids=PROMPT, **SETTINGS).token_ids
+
+
+def test_weights_that_move_while_a_stream_waits(recorded):
+    model = own_model()
+    engine = engine_of(model, tokenizer=letter_tokenizer())
+    expected = engine.generate(input_ids=PROMPT, **SETTINGS).texts
+    pieces = engine.stream(input_ids=PROMPT, **SETTINGS)
+    first = next(pieces)
+    recorded.clear()
+    move_weights(model)
+    assert "".join(text for _, text in [first, *pieces]) == expected[0]
+    assert recorded
+
+
+def test_what_has_changed_is_named(recorded, caplog):
+    model = own_model()
+    engine = engine_of(model)
+    engine.generate(input_ids=PROMPT, **SETTINGS)
+    add_a_hook(model)
+    with caplog.at_level("INFO", logger="stand"):
+        engine.generate(input_ids=PROMPT, **SETTINGS)
+    assert "recorded anew, because the model is not as it was: module 'model.layers.0.mlp' has changed" in caplog.text
+
+
+def test_states_are_compared():
+    model = own_model()
+    state = ModelState(model)
+    assert ModelState(model).change_since(state) is None and state.holds_weights()
+    move_weights(model)
+    assert not state.holds_weights() and ModelState(model).change_since(state) == "its weights have moved"
+    state = ModelState(model)
+    change_the_configuration(model)
+    assert ModelState(model).change_since(state) == "its configuration has changed"
+    del model.model.layers[-1]
+    assert ModelState(model).change_since(state) == "it has other modules"
+
+
+def test_a_prompt_of_one_token_has_a_pool(recorded):
+    """Nothing comes before it, so its cache has no layer whose shape the pool could take."""
+    model = own_model()
+    engine = engine_of(model)
+    output = engine.generate(input_ids=[[5]], **SETTINGS)
+    assert recorded and str(engine.backend) == "triton"
+    assert output.token_ids == engine_of(model, "sdpa").generate(input_ids=[[5]], **SETTINGS).token_ids
+
+
+def test_a_prompt_of_one_token_with_penalties(recorded):
+    model = own_model()
+    asked = {**SETTINGS, "repetition_penalty": 1.5}
+    output = engine_of(model).generate(input_ids=[[5]], **asked)
+    assert output.token_ids == engine_of(model, "sdpa").generate(input_ids=[[5]], **asked).token_ids
+
+
+def test_memory_goes_with_its_engine(recorded):
+    engine = engine_of(own_model())
+    engine.generate(input_ids=PROMPT, **SETTINGS)
+    captured = weakref.ref(engine.backend._previous.captured)
+    assert isinstance(captured(), CapturedStep)
+    gc.collect()
+    gc.disable()
+    try:
+        del engine
+        assert captured() is None
+    finally:
+        gc.enable()
+
+
+def test_steps_are_eager_inside_autocast(recorded):
+    model = own_model()
+    engine = engine_of(model)
+    engine.generate(input_ids=PROMPT, **SETTINGS)
+    recorded.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.warns(UserWarning, match="steps are eager inside torch.autocast"):
+            output = engine.generate(input_ids=PROMPT, **SETTINGS)
+        assert output.token_ids == engine_of(model, "sdpa").generate(input_ids=PROMPT, **SETTINGS).token_ids
+    assert not recorded and str(engine.backend) == "triton"
+    engine.generate(input_ids=PROMPT, **SETTINGS)
+    assert not recorded  # what was recorded before serves again

@@ -28,7 +28,7 @@ FILTERS = {  # in transformers' order; each class keeps its setting in an attrib
     "top_p": TopPLogitsWarper,
     "min_p": MinPLogitsWarper,
 }
-LEAST = 1e-30  # temperature above 0
+LEAST, MOST = 1e-30, 1e30  # temperatures above 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _require(_finite(self.temperature) and self.temperature >= 0, "temperature must be >= 0", self.temperature,
                  "use 0 for greedy decoding")  # fmt: skip
-        _require(self.temperature == 0 or self.temperature >= LEAST, f"temperature must be 0 or >= {LEAST:g}",
-                 self.temperature, "scores divided by less overflow; use 0 for greedy decoding")  # fmt: skip
+        _require(self.temperature == 0 or LEAST <= self.temperature <= MOST,
+                 f"temperature must be 0 or in [{LEAST:g}, {MOST:g}]", self.temperature,
+                 "beyond them float32 overflows; use 0 for greedy decoding")  # fmt: skip
         _require(isinstance(self.top_k, int) and self.top_k >= 0, "top_k must be an integer >= 0", self.top_k,
                  "use 0 to switch it off")  # fmt: skip
         _require(_finite(self.top_p) and 0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p,

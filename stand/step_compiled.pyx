@@ -45,7 +45,7 @@ def is_sound(
     for history in histories:
         first = offsets[row]
         row += 1
-        if not first < offsets[row] <= num_nodes or parents[first] != -1 or token_ids[first] != history[-1]:
+        if not first < offsets[row] <= num_nodes or parents[first] != -1 or token_ids[first] != history[len(history) - 1]:
             return False
         for node in range(first, offsets[row]):
             if not 0 <= token_ids[node] < vocabulary_size:

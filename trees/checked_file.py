@@ -69,8 +69,11 @@ def write_checked_file(
 
     The bytes go to a new file in the same folder, which then takes the place of `path` in one step; on any error `path`
     is untouched. An existing file keeps its mode; a symbolic link stays, and the file that it leads to is replaced.
+    Raises ValueError where something other than a file is there.
     """
     target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise ValueError(f"path must name a file, or nothing yet, got {path}, a folder or a device; name another")
     packed = msgpack.packb(header)
     if len(packed) > MAX_HEADER_BYTES or len(header["fingerprint"]) > MAX_FINGERPRINT_BYTES:
         raise ValueError(f"fingerprint must have at most {MAX_FINGERPRINT_BYTES} bytes, got more; use a digest")
@@ -125,7 +128,7 @@ def read_checked_file(
     """
     if fingerprint is not None:
         checked_fingerprint(fingerprint)
-    with open(path, "rb") as file:
+    with open(os.fspath(path), "rb") as file:
         file_size = os.fstat(file.fileno()).st_size
         digest = hashlib.blake2b(digest_size=CHECKSUM_BYTES)
         header = _read_header(path, file, file_format, digest, file_size)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from stand.trees import DraftBatch
+from stand.trees.arguments import check_batch
 
 PAD = -1
 
@@ -80,7 +81,14 @@ class TargetRows:
         return torch.special.entr(self.rows(nodes)).sum(1, dtype=torch.float64)
 
     def check(self, batch: DraftBatch) -> None:
-        """Raise ValueError where the rows do not belong to `batch`."""
+        """Raise ValueError where the rows do not belong to `batch`, or it is unsound: compiled rules trust it."""
+        check_batch(batch)
+        laws, supports = batch.law.shape, batch.support_ids.shape
+        if laws != supports or laws[0] != batch.num_nodes:
+            raise ValueError(
+                f"law and support_ids must be [M, S] with one row per node ({batch.num_nodes}), got {laws} and "
+                f"{supports}; see batch.check()"
+            )
         if self.num_nodes != batch.num_nodes:
             raise ValueError(
                 f"target must hold one row per packed node ({batch.num_nodes}), got {self.num_nodes}; "

@@ -90,6 +90,8 @@ def is_supported(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) ->
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return False
     size, shape = query.shape[3], key.shape
+    if query.shape[1] == 0 or shape[1] == 0:
+        return False
     if value.shape != shape or value.stride() != key.stride() or shape[3] != size or key.stride(2) != size:
         return False
     return size % LANES == 0 and size > 0 and query.shape[0] == 1 and query.shape[1] % shape[1] == 0

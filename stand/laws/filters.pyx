@@ -84,8 +84,10 @@ def filter_laws(const float[:, ::1] scores not None, *, double temperature=1.0, 
 def _check(size, temperature, top_k, top_p, min_p, count, vectors):
     if size < 1:
         raise ValueError("scores must have at least one column, got 0; pass [M, V] with V >= 1")
-    if not temperature > 0:
-        raise ValueError(f"temperature must be > 0, got {temperature}; take the best token for greedy decoding")
+    if not 1e-30 <= temperature <= 1e30:
+        raise ValueError(
+            f"temperature must be in [1e-30, 1e30], got {temperature}; take the best token for greedy decoding"
+        )
     if not (top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1):
         raise ValueError(
             f"top_k must be >= 0, top_p in (0, 1], min_p in [0, 1], got {top_k}, {top_p} and {min_p}; "

@@ -37,6 +37,13 @@ cdef Texts texts_of(cnp.ndarray tokens, cnp.ndarray rows, cnp.ndarray lengths) e
     texts.tokens, texts.width = <const int32_t*> cnp.PyArray_DATA(tokens), cnp.PyArray_DIM(tokens, 1)
     texts.rows, texts.lengths = <const int64_t*> cnp.PyArray_DATA(rows), <const int64_t*> cnp.PyArray_DATA(lengths)
     texts.num_texts = cnp.PyArray_DIM(rows, 0)
+    cdef Py_ssize_t place
+    for place in range(texts.num_texts):
+        if not (0 <= texts.rows[place] < cnp.PyArray_DIM(tokens, 0) and 0 <= texts.lengths[place] <= texts.width):
+            raise ValueError(
+                f"rows and lengths must lie in tokens, of shape {(<object> tokens).shape}, got row {texts.rows[place]} "
+                f"with {texts.lengths[place]} tokens; pass the array that holds them"
+            )
     return texts
 
 

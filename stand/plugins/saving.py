@@ -21,7 +21,7 @@ def check_can_be_written(path: str, option: str) -> None:
     target = Path(os.path.realpath(path))
     try:
         with tempfile.TemporaryFile(dir=target.parent):
-            reason = "a folder" if target.is_dir() else ""
+            reason = "a folder or a device" if target.exists() and not target.is_file() else ""
     except OSError as error:
         reason = error.strerror
     if reason:
@@ -40,7 +40,7 @@ class Saver:
     def __init__(self, owner: object, lookup: BlendedLookup, path: str):
         self._lookup, self._path = lookup, path
         self._written: int | None = None  # digest
-        self._one = threading.Lock()
+        self._one = threading.RLock()  # the collector may call `finish` in the middle of a write
         self._is_over = threading.Event()
         self.finish = Finalize(owner, self._finish, exitpriority=0)
         threading.Thread(target=self._run, name="stand-saver", daemon=True).start()

@@ -223,6 +223,8 @@ def test_other_tensors_are_refused():
         "sharded keys": [step.query, step.key.as_subclass(Sharded), step.value],
         "gradients": [step.query.clone().requires_grad_(), step.key, step.value],
         "heads": [step.query[:, :7], step.key, step.value],
+        "no heads": [step.query[:, :0], step.key, step.value],
+        "no key heads": [step.query, step.key[:, :0], step.value[:, :0]],
         "short": [step.query, step.key[:, :, :300], step.value[:, :, :300]],
         "rows": [step.query, step.key[:3], step.value[:3]],
         "tokens": [step.query[:, :, :5], step.key, step.value],

@@ -1,5 +1,7 @@
 """The end of every law, temperature and filters, is what transformers' own warpers give."""
 
+import math
+
 import pytest
 import torch
 from node_cases import node_case
@@ -10,6 +12,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
+from stand.laws.filters import filter_laws
 from stand.processors import ProcessorChain
 from stand.sampling import SamplingParams, TargetLaw
 
@@ -136,3 +139,19 @@ def test_a_law_tells_whether_it_has_processors():
     chain = ProcessorChain([[TopKLogitsWarper(3)]])
     assert TargetLaw(SamplingParams(), processors=chain).has_processors
     assert not TargetLaw(SamplingParams()).has_processors
+
+
+@pytest.mark.parametrize("temperature", [1e31, 1e39, math.inf, 1e-31, -1.0, math.nan])
+def test_temperatures_that_float32_cannot_divide_by_are_refused(temperature):
+    """Infinity divided by infinity is no number, and compiled code would look for tokens that are not there."""
+    with pytest.raises(ValueError, match="temperature must be"):
+        SamplingParams(temperature=temperature)
+    with pytest.raises(ValueError, match=r"temperature must be in \[1e-30, 1e30\]"):
+        filter_laws(torch.zeros(1, 8).numpy(), temperature=temperature, count=3)
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e-30])
+def test_the_hottest_and_the_coldest_law(temperature):
+    scores = torch.tensor([[2.0, -math.inf, 1.0, 2.0]])
+    laws = TargetLaw(SamplingParams(temperature=temperature, top_k=2)).laws(scores, 3).probabilities
+    assert laws.sum().item() == pytest.approx(1.0) and laws[0, 1] == 0.0

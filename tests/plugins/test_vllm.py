@@ -323,6 +323,9 @@ def test_texts_of_another_kind_are_refused():
             known.find(*given)
         with pytest.raises(ValueError, match="int64"):
             known.keep(*given, np.zeros((2, 1), np.int64))
+    for rows, lengths in [([0, -1], [20, 20]), ([0, 2], [20, 20]), ([0, 1], [20, 31]), ([0, 1], [-1, 20])]:
+        with pytest.raises(ValueError, match="rows and lengths must lie in tokens"):
+            known.keep(tokens, np.array(rows), np.array(lengths), np.zeros((2, 1), np.int64))
     known.keep(*good, np.array([[3], [4]]))
     assert known.find(*good)[1].tolist() == [[3], [4]]
 

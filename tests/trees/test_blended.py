@@ -1,9 +1,11 @@
 """The blended lookup: against its slow twin, its drafts, its memory bound, its files."""
 
+import gc
 import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 
 import numpy as np
@@ -628,3 +630,49 @@ def test_verbs_are_atomic_under_threads():
         thread.join()
     assert not failures
     lookup.check()
+
+
+class Reporter:
+    """Says how large a lookup is when the collector finds it: it is in a cycle."""
+
+    def __init__(self, lookup, seen):
+        self.lookup, self.seen, self.itself = lookup, seen, self
+
+    def __del__(self):
+        self.seen.append(len(self.lookup))
+
+
+def test_the_collector_may_run_finalisers_that_use_the_lookup():
+    """A draft makes objects, which may start a collection; then a finaliser would wait for its own thread's lock."""
+    lookup, seen = BlendedLookup(), []
+    lookup.learn([], [1, 2, 3, 4] * 20)
+
+    def draft():
+        for _ in range(300):
+            Reporter(lookup, seen)
+            lookup.draft([np.array([1, 2], np.int32)], 5, seed=1, rows=[0], steps=[0])
+
+    before = gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(1)
+    try:
+        drafting = threading.Thread(target=draft, daemon=True)
+        drafting.start()
+        drafting.join(timeout=60)
+        assert not drafting.is_alive() and len(seen) > 200
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_drafts_of_many_threads_are_those_of_one():
+    lookup = BlendedLookup()
+    lookup.learn([], np.random.default_rng(3).integers(0, 20, 4000))
+    histories = [np.random.default_rng(seed).integers(0, 20, 30).astype(np.int32) for seed in range(40)]
+
+    def draft(history):
+        return lookup.draft([history], 12, seed=1, rows=[0], steps=[0], kind="sampled").token_ids.tolist()
+
+    expected = [draft(history) for history in histories]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(20):
+            assert list(pool.map(draft, histories)) == expected

@@ -4,9 +4,11 @@ import errno
 import fcntl
 import hashlib
 import os
+import stat
 import struct
 import subprocess
 import sys
+import threading
 
 import msgpack
 import numpy as np
@@ -299,3 +301,72 @@ def test_what_killed_processes_left_is_removed_and_what_others_write_is_not(save
         for writer in writers:
             writer.kill()
             writer.communicate()
+
+
+def full_lookup(max_bytes=1 << 20):
+    """One that gives contexts' memory to others."""
+    lookup = BlendedLookup(max_bytes=max_bytes)
+    lookup.learn([], np.random.default_rng(0).integers(0, 3000, 120_000))
+    assert lookup.num_evicted > 10_000
+    return lookup
+
+
+def test_files_written_while_a_full_lookup_learns_are_read(tmp_path):
+    """Contexts go while they are copied, and others that get their memory are copied later."""
+    lookup, is_over = full_lookup(), threading.Event()
+
+    def teach():
+        while not is_over.is_set():
+            lookup.learn([], np.random.default_rng(1).integers(0, 3000, 3000))
+
+    teacher = threading.Thread(target=teach)
+    teacher.start()
+    try:
+        for number in range(20):
+            lookup.save(tmp_path / "busy.lookup")
+            loaded = BlendedLookup.load(tmp_path / "busy.lookup")
+            loaded.check()
+            assert len(loaded) > 0.98 * len(lookup) and loaded.nbytes <= loaded.max_bytes, number
+    finally:
+        is_over.set()
+        teacher.join()
+
+
+def claim_cap(path, other, max_bytes):
+    """The same file, as if it had been saved with this cap."""
+    content = path.read_bytes()
+    magic, version, header_size = PREFIX.unpack(content[: PREFIX.size])
+    end = PREFIX.size + header_size
+    header = msgpack.packb({**msgpack.unpackb(content[PREFIX.size : end]), "max_bytes": max_bytes})
+    body = PREFIX.pack(magic, version, len(header)) + header + content[end:-CHECKSUM_BYTES]
+    other.write_bytes(body + hashlib.blake2b(body, digest_size=CHECKSUM_BYTES).digest())
+
+
+def test_contexts_beyond_the_files_own_cap_are_left_out_and_beyond_another_refused(tmp_path):
+    large = full_lookup(1 << 22)
+    large.save(tmp_path / "large.lookup")
+    claim_cap(tmp_path / "large.lookup", tmp_path / "small.lookup", 1 << 20)
+    loaded = BlendedLookup.load(tmp_path / "small.lookup")
+    loaded.check()
+    assert 0.1 * len(large) < len(loaded) < 0.6 * len(large) and loaded.nbytes <= 1 << 20
+    for token in range(0, 3000, 100):
+        if len(loaded.predict([token])[0]):
+            assert set(loaded.predict([token])[0]) <= set(large.predict([token], limit=3000)[0])
+    with pytest.raises(LookupFileError, match="must fit into max_bytes=1048576, got more"):
+        BlendedLookup.load(tmp_path / "large.lookup", max_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("kind", [BlendedLookup, LookupTree])
+def test_only_files_are_replaced(tmp_path, kind):
+    """A device or a pipe that is replaced by a file is gone for all who use it."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(ValueError, match="path must name a file, or nothing yet"):
+            kind().save(tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == ["folder", "pipe"] and stat.S_ISFIFO(os.stat(tmp_path / "pipe").st_mode)
+
+
+def test_numbers_are_no_paths():
+    with pytest.raises(TypeError, match="PathLike"):
+        BlendedLookup.load(0)

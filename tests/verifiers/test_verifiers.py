@@ -41,7 +41,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stand.trees import DraftBatch, DraftTree
-from stand.verifiers import TargetRows, ThresholdVerifier, get_verifier, operands, verifier_names
+from stand.verifiers import (
+    TargetRows,
+    ThresholdVerifier,
+    VerifierNoise,
+    get_verifier,
+    operands,
+    verifier_names,
+)  # fmt: skip
 from stand.verifiers.requirements import wrong_batches
 from stand.verifiers.schedule import Schedule
 from stand.verifiers.set_law import set_law, set_sizes
@@ -513,3 +520,21 @@ def test_rows_must_belong_to_the_batch():
     for wrong in (torch.full((3, 3), 1 / 3).bfloat16(), torch.ones(3)):
         with pytest.raises(ValueError, match="float32 or float64"):
             TargetRows(wrong)
+
+
+@pytest.mark.parametrize("rule", ["traversal", "match", "rrs", "block"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"parents": np.array([-1, 0, 500_000_000], np.int32)},
+        {"offsets": np.array([0, 200_000_000], np.int32)},
+        {"law": np.ones((0, 1), np.float32)},
+        {"support_ids": np.zeros((3, 2), np.int32)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_unsound_batches_are_refused_before_memory_is_read(rule, change):
+    batch = dataclasses.replace(DraftBatch.concatenate([DraftTree.chain([1, 2, 3])]), **change)
+    noise = VerifierNoise(seed=1, rows=np.array([0]), steps=np.array([0]), positions=np.array([0]))
+    with pytest.raises(ValueError, match="see batch.check()"):
+        get_verifier(rule).verify(batch, TargetRows(torch.full((3, 10), 0.1)), noise)

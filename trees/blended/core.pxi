@@ -181,7 +181,7 @@ cdef extern from "store/snapshot.h" namespace "stand" nogil:
         too_large
 
     cdef cppclass SnapshotReader:
-        SnapshotReader(const SnapshotView& snapshot, CLookup& lookup)
+        SnapshotReader(const SnapshotView& snapshot, CLookup& lookup, bool_t is_its_cap) except +
         Restored read() except +
 
     const int64_t C_NUM_ODDS "stand::NUM_ODDS"

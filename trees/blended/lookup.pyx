@@ -215,7 +215,8 @@ cdef class BlendedLookup:
         fill_numbers(np.arange(num_texts) if rows is None else rows, "rows", num_texts, row_numbers)
         fill_numbers(lengths, "lengths", num_texts, sizes)
         fill_numbers(num_new, "num_new", num_texts, fresh)
-        cdef vector[uint8_t] scope_numbers = scopes_of(scopes, num_texts)
+        cdef vector[uint8_t] scope_numbers
+        fill_scopes(scopes, num_texts, scope_numbers)
         if num_texts == 0 or num_rows == 0 or width == 0:
             return
         texts.tokens, texts.stride, texts.num_texts = <const int32_t*> cnp.PyArray_DATA(array), width, num_texts
@@ -246,7 +247,8 @@ cdef class BlendedLookup:
         cdef const float[:, ::1] probs
         ids, probs = checked_laws(top_ids, top_probs, batch.num_nodes)
         cdef const int64_t[::1] chosen = checked_nodes(nodes, batch.num_nodes)
-        cdef vector[uint8_t] scope_numbers = scopes_of(scopes, step.num_rows)
+        cdef vector[uint8_t] scope_numbers
+        fill_scopes(scopes, step.num_rows, scope_numbers)
         cdef OutsideLaws laws = checked_outside(getattr(batch, "outside_laws", None), step.num_rows)
         cdef const COutsideLaws* outside = NULL
         if laws is not None:
@@ -333,15 +335,19 @@ cdef class BlendedLookup:
         return batch
 
     cdef object _grow(self, const vector[GrowthRequest]& requests, const GrowthSettings& settings):
-        with nogil:
-            self._lookup.mutex.lock()
+        # No object of Python is made under the lock: the garbage collector may run then, and a finaliser may want it.
+        cdef Growth* growth = self._growth
+        cdef Growth* other
+        self._growth = NULL  # of a draft at the same time, which makes its own
+        if growth == NULL:
+            growth = new Growth()
         try:
             with nogil:
-                self._growth.grow(self._lookup[0], requests, settings)
-            batch = batch_of(self._growth[0])
+                growth.grow(self._lookup[0], requests, settings)
+            return batch_of(growth[0])
         finally:
-            self._lookup.mutex.unlock()
-        return batch
+            other, self._growth = self._growth, growth
+            del other
 
     def record_outcome(self, batch, accepted, next_tokens, *, kind):
         """Teach what became of a draft, so that path probabilities come true as often as they say.
@@ -407,7 +413,8 @@ cdef class BlendedLookup:
     def load(cls, path, *, fingerprint=None, max_bytes=None):
         """Read a file written by `save`.
 
-        fingerprint: the vocabulary that the file must be of; None accepts any. max_bytes: another cap than the file's.
+        fingerprint: the vocabulary that the file must be of; None accepts any. max_bytes: another cap than the file's,
+        which all contexts must fit into. Without it the few are left out that came while a full lookup was saved.
         Raises LookupFileError where the file is damaged, of another format version or vocabulary, or too large for the
         cap, and where a small file asks for a huge cap; ValueError for a fingerprint or a cap that no lookup may have;
         OSError where unreadable.
@@ -422,7 +429,7 @@ cdef class BlendedLookup:
             lookup = cls(**parameters)
         except (ValueError, OverflowError) as error:
             raise LookupFileError(f"{path} must hold sound parameters, got {parameters}; build it again") from error
-        restore(path, arrays, lookup._lookup[0], lookup.max_bytes)
+        restore(path, arrays, lookup._lookup[0], lookup.max_bytes, max_bytes is None)
         lookup.digest = digest
         return lookup
 

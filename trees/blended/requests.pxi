@@ -15,17 +15,15 @@ cdef uint8_t scope_of(scope) except? 255:
     return <uint8_t> number
 
 
-cdef vector[uint8_t] scopes_of(scopes, Py_ssize_t num_rows) except *:
+cdef void fill_scopes(scopes, Py_ssize_t num_rows, vector[uint8_t]& numbers) except *:
     """One per row; None for 0."""
-    cdef vector[uint8_t] numbers
     cdef Py_ssize_t row
     numbers.resize(max(1, num_rows), 0)
     if scopes is None:
-        return numbers
+        return
     _check_number(scopes, "scopes", num_rows)
     for row in range(num_rows):
         numbers[row] = scope_of(scopes[row])
-    return numbers
 
 
 cdef void _check_number(values, name, Py_ssize_t num_rows) except *:

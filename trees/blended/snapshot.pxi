@@ -38,10 +38,12 @@ cdef SnapshotView view_of(dict arrays) except *:
     return view
 
 
-cdef void restore(path, dict arrays, CLookup& lookup, max_bytes) except *:
-    """Fill an empty lookup. Raises LookupFileError where the arrays are broken or too much for it."""
+cdef void restore(path, dict arrays, CLookup& lookup, max_bytes, bint is_its_cap) except *:
+    """Fill an empty lookup. is_its_cap: it has the cap of the one that was saved, so that what does not fit is left out.
+
+    Raises LookupFileError where the arrays are broken, or too much for another cap."""
     cdef SnapshotView view = view_of(arrays)
-    cdef SnapshotReader* reader = new SnapshotReader(view, lookup)
+    cdef SnapshotReader* reader = new SnapshotReader(view, lookup, is_its_cap)
     cdef Restored restored
     try:
         restored = reader.read()

@@ -84,11 +84,11 @@ def ancestor_masks(batch, num_nodes, pad_id, out):
         )
     tokens = np.empty((view.num_rows, size), dtype=np.int32)
     masks = np.empty((view.num_rows, size, size), dtype=np.bool_) if out is None else out
-    if masks.shape != (view.num_rows, size, size) or not masks.flags.c_contiguous or (
+    if masks.shape != (view.num_rows, size, size) or not masks.flags.carray or (
         masks.dtype != (np.bool_ if out is None else np.int64)
     ):
         raise ValueError(
-            f"out must be a C-contiguous int64 array of shape {(view.num_rows, size, size)}, got {masks.dtype} of shape "
+            f"out must be a writable C-contiguous int64 array of shape {(view.num_rows, size, size)}, got {masks.dtype} of shape "
             f"{masks.shape}"
         )
     cdef int32_t* first = <int32_t*> cnp.PyArray_DATA(tokens)

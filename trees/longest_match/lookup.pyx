@@ -211,8 +211,11 @@ cdef class LookupTree:
             raise ValueError(f"draft needs one history and one shape per row, got {len(histories)} and {len(shapes)}")
         cdef vector[int32_t] windows, sizes
         fill_windows(histories, self._lookup.max_order(), windows, sizes)
-        cdef vector[ShapeView] shape_views = shape_views_of(shapes)
-        cdef vector[DraftRequest] requests = requests_of(windows, sizes, step_keys(seed, DRAFT, rows, steps))
+        cdef list held = []
+        cdef vector[ShapeView] shape_views
+        cdef vector[DraftRequest] requests
+        view_shapes(shapes, held, shape_views)
+        set_requests(windows, sizes, step_keys(seed, DRAFT, rows, steps), requests)
         cdef size_t index
         for index in range(requests.size()):
             requests[index].kind, requests[index].floor_order = <DraftKind> <int32_t> KIND_NUMBERS[kind], floor_order

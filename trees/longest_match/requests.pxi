@@ -4,29 +4,30 @@ cdef enum:
     LARGEST_POSITION = 2147483648  # leaves room for the deepest draft below 2**32
 
 
-cdef vector[ShapeView] shape_views_of(list shapes) except *:
-    cdef vector[ShapeView] views
+cdef void view_shapes(list shapes, list held, vector[ShapeView]& views) except *:
+    """Views into arrays that `held` keeps."""
     cdef ShapeView view
     cdef const int32_t[::1] parents
     for shape in shapes:
         if not hasattr(shape, "parents"):
             raise TypeError(f"shape must be a TreeShape or one per history, got {type(shape).__name__}; see TreeShape")
-        parents = shape.parents
+        numbers = shape.parents
+        held.append(numbers)
+        parents = numbers
         if parents.shape[0] == 0:
             raise ValueError("a shape must hold at least the root, got no slot; use TreeShape.empty()")
         view.parents, view.num_slots = &parents[0], parents.shape[0]
         if not shape_is_sound(view):
             raise ValueError(
-                f"a shape must have parents[0] = -1 and 0 <= parents[i] < i, got {shape.parents}; see TreeShape.check()"
+                f"a shape must have parents[0] = -1 and 0 <= parents[i] < i, got {numbers}; see TreeShape.check()"
             )
         views.push_back(view)
-    return views
 
 
-cdef vector[DraftRequest] requests_of(vector[int32_t]& windows, vector[int32_t]& sizes,
-                                      const uint64_t[::1] keys) except *:
+cdef void set_requests(
+    vector[int32_t]& windows, vector[int32_t]& sizes, const uint64_t[::1] keys, vector[DraftRequest]& requests
+) except *:
     """One per row, its kind and floor still unset."""
-    cdef vector[DraftRequest] requests
     cdef size_t row, limit = windows.size() // sizes.size()
     if keys.shape[0] != <Py_ssize_t> sizes.size():
         raise ValueError(f"rows and steps must hold one number per history ({sizes.size()}), got {keys.shape[0]}")
@@ -36,7 +37,6 @@ cdef vector[DraftRequest] requests_of(vector[int32_t]& windows, vector[int32_t]&
             raise ValueError("every history must end with the pending token, got an empty one; pass at least one token")
         requests[row].window, requests[row].window_size = &windows[row * limit], sizes[row]
         requests[row].key = keys[row]
-    return requests
 
 
 cdef void share_noise(vector[DraftRequest]& requests, uint64_t seed, rows, positions) except *:

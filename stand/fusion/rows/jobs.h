@@ -122,7 +122,7 @@ struct Work {
 template <class Number, class Job>
 void run_as(const Job& job, int64_t num_rows, int64_t row_size, Vectors vectors, int32_t num_threads,
             RunInThreads in_threads) {
-    const int64_t share = std::max<int64_t>(LEAST_SHARE / row_size, 1);
+    const int64_t share = std::max<int64_t>(LEAST_SHARE / std::max<int64_t>(row_size, 1), 1);
     if (in_threads == nullptr || num_threads < 2 || num_rows <= share)
         return do_rows<Number>(job, vectors, 0, num_rows);
     Work<Number, Job> work{job, vectors, num_rows, share};

@@ -132,6 +132,7 @@ class Growth {
 
 inline void Growth::grow(const BlendedLookup& lookup, const std::vector<GrowthRequest>& requests,
                          const GrowthSettings& settings) {
+    const std::lock_guard guard(lookup.mutex);
     lookup_ = &lookup;
     calibration_ = &lookup.calibrations[static_cast<int32_t>(settings.kind)];
     requests_ = &requests;

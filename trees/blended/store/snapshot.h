@@ -77,10 +77,12 @@ struct SnapshotView {
 
 enum class Restored : int32_t { complete = 0, damaged = 1, too_large = 2 };
 
-// Fills an empty lookup; trusts nothing in the snapshot.
+// Fills an empty lookup; trusts nothing in the snapshot. is_its_cap: what does not fit is left out, with all below it.
+// While a snapshot of a full lookup is taken, contexts go and others get their memory; it may hold both.
 class SnapshotReader {
    public:
-    SnapshotReader(const SnapshotView& snapshot, BlendedLookup& lookup) : snapshot_(snapshot), lookup_(lookup) {}
+    SnapshotReader(const SnapshotView& snapshot, BlendedLookup& lookup, bool is_its_cap)
+        : snapshot_(snapshot), lookup_(lookup), is_its_cap_(is_its_cap) {}
 
     Restored read() {
         if (snapshot_.num_contexts > 0) {
@@ -100,6 +102,7 @@ class SnapshotReader {
    private:
     const SnapshotView& snapshot_;
     BlendedLookup& lookup_;
+    const bool is_its_cap_;
     int64_t context_ = 0, entry_ = 0;
 
     Restored read_context(int32_t order, uint32_t parent, int32_t position, uint32_t token) {
@@ -107,14 +110,15 @@ class SnapshotReader {
         const int32_t size = snapshot_.sizes[context_], visits = snapshot_.visits[context_++];
         if (size > BlendedLookup::max_entries(order) || (size > 0 && visits == 0)) return Restored::damaged;
         if (size > snapshot_.num_entries - entry_) return Restored::damaged;
-        const uint32_t reference = lookup_.add_block(order, parent, position, token, size);
-        if (reference == 0) return Restored::too_large;
-        Block* block = lookup_.arena.at(reference);
-        block->visits = static_cast<uint8_t>(visits);
+        const bool is_left_out = parent == 0 && order != 0 && !is_one_token(order);
+        const uint32_t reference = is_left_out ? 0 : lookup_.add_block(order, parent, position, token, size);
+        if (reference == 0 && !is_its_cap_) return Restored::too_large;
+        Block* block = reference == 0 ? nullptr : lookup_.arena.at(reference);
+        if (block != nullptr) block->visits = static_cast<uint8_t>(visits);
         const int64_t first = entry_;
         entry_ += size;
         for (int32_t i = 0; i < size; ++i)
-            if (!read_entry(block, first + i)) return Restored::damaged;
+            if (block != nullptr && !read_entry(block, first + i)) return Restored::damaged;
         for (int32_t i = 0; i < size; ++i) {
             if (!snapshot_.has_child[first + i]) continue;
             if (!may_have_longer(order)) return Restored::damaged;

@@ -30,7 +30,7 @@ from stand.drafters.drafter import Drafter, LookupDrafter
 from stand.drafters.fixed_shape import FixedShapeDrafter
 from stand.drafters.step_cost import StepCost, clock_of, measure_cost
 from stand.forward.model import max_positions, text_config
-from stand.forward.self_check import check_model, refuse_training
+from stand.forward.self_check import check_model, refuse_compiled, refuse_training
 from stand.forward.tree_attention import exclusive
 from stand.generation_settings import check_flags
 from stand.output import GenerationOutput
@@ -164,7 +164,7 @@ class Engine:
         batch mates and, while the drafter learns, of earlier calls.
         """
         call, jobs = self._new_call(
-            prompts, on_commit=None if streamer is None else _into(streamer),
+            prompts, None if streamer is None else _into(streamer),
             input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config,
             num_return_sequences=num_return_sequences, max_new_tokens=max_new_tokens, temperature=temperature,
             top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
@@ -228,7 +228,7 @@ class Engine:
             pieces = texts.setdefault(row.index, TextPieces(self.tokenizer))
             committed.append((row.index, pieces.add(token_ids, is_last=row.finish_reason is not None)))
 
-        call, _ = self._new_call(prompts, on_commit=collect, **settings)
+        call, _ = self._new_call(prompts, collect, **settings)
         return _stream(call, committed)
 
     @torch.inference_mode()
@@ -262,8 +262,9 @@ class Engine:
     def _new_call(
         self,
         prompts: object,
-        *,
         on_commit: Callable[[Row, list[int]], None] | None,
+        /,
+        *,
         input_ids: object = None,
         attention_mask: object = None,
         max_rows: int | None = None,
@@ -277,7 +278,7 @@ class Engine:
         memory, after the drafter's preparation."""
         with exclusive(self.model):
             check_flags(draft=draft, learn=learn)
-            reader = JobReader(self.model, self.tokenizer, problems=self._problems, **settings)
+            reader = JobReader(self.model, self.tokenizer, self._problems, **settings)
             token_ids = reader.prompts.read(prompts, input_ids, attention_mask=attention_mask)
             count = reader.settings.num_return_sequences
             if count * len(token_ids) > MOST_ROWS:
@@ -301,14 +302,14 @@ class Engine:
         **settings: object,
     ) -> Call:
         """As `_new_call`, of requests that are still to be read."""
-        if isinstance(requests, Request) or is_one_prompt(requests):
+        if isinstance(requests, Request) or is_one_prompt(requests) or not isinstance(requests, Iterable):
             raise ValueError(
                 f"requests must be prompts or Requests, got one {type(requests).__name__} itself; put it into a list, "
                 "the prompts of a tokenizer's output one by one"
             )
         with exclusive(self.model):
             check_flags(draft=draft, learn=learn)
-            reader = JobReader(self.model, self.tokenizer, problems=self._problems, **settings)
+            reader = JobReader(self.model, self.tokenizer, self._problems, **settings)
             options = {"num_rows": MANY_ROWS, "seed": seed, "draft": draft, "learn": learn, "on_commit": None}
             return self._call_of(reader, map(reader.read, requests), max_rows, max_cache_bytes, **options)
 
@@ -327,6 +328,7 @@ class Engine:
     ) -> Call:
         """num_rows: the most that may be live, as far as is known."""
         refuse_training(self.model)
+        refuse_compiled(self.model)
         is_seeded, is_learning = seed is not None, draft and learn and self.drafter.num_candidates > 0
         seed = checked_seed(seed)
         most_nodes = self.drafter.most_slots if draft else lambda num_rows: 0
@@ -420,9 +422,9 @@ def _fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | No
     by_size = vocabulary_fingerprint({"vocab_size": text_config(model).vocab_size})
     if tokenizer is None:
         return by_size
-    if not hasattr(tokenizer, "get_vocab"):
+    if isinstance(tokenizer, type) or not hasattr(tokenizer, "get_vocab"):
         raise ValueError(
-            f"tokenizer must be one of transformers', got {type(tokenizer).__name__}; pass "
+            f"tokenizer must be one of transformers', got {tokenizer!r:.80}; pass "
             "AutoTokenizer.from_pretrained(...), or leave it out and pass token ids"
         )
     lookup = drafter.lookup if isinstance(drafter, LookupDrafter) else None

@@ -81,9 +81,9 @@ class GenerationSettings:
         cls,
         model: PreTrainedModel,
         config: GenerationConfig | None = None,
-        *,
         end_ids: object = None,
         default_end: int | None = None,
+        /,
         **given: object,
     ) -> GenerationSettings:
         """Settings that are given, then those of `config`, then the model's, then transformers' defaults.
@@ -102,6 +102,8 @@ class GenerationSettings:
                 f"generation_config must be a GenerationConfig, got {type(config).__name__}; "
                 "make one with GenerationConfig(**settings)"
             )
+        if config is not None:
+            _warn_of_strangers(config)
         givers = (GenerationConfig(), model.generation_config) if config is None else (config, model.generation_config)
         has_max_length = given.get("max_length") is not None or any(giver.max_length is not None for giver in givers)
         resolved, _ = model._prepare_generation_config(config)
@@ -201,12 +203,24 @@ def _plain(name: str, value: object) -> object:
     return value
 
 
+def _warn_of_strangers(config: GenerationConfig) -> None:
+    """Say which values of a config mean nothing: files of the hub may have such, and so may a slip of the pen."""
+    known = vars(GenerationConfig())
+    strangers = [name for name, value in vars(config).items() if name not in known and value is not None]
+    if strangers:
+        warnings.warn(
+            f"generation_config has values that mean nothing to transformers or to this engine: "
+            f"{', '.join(strangers)}; check the spelling",
+            stacklevel=2,
+        )
+
+
 def _check_names(given: Mapping[str, object]) -> None:
     unknown = sorted(set(given) - {name for name in vars(GenerationConfig()) if not name.startswith("_")})
     if unknown:
         raise ValueError(
             f"a setting must be a field of transformers' GenerationConfig, got {', '.join(unknown)}; "
-            "check the spelling; options of a chat template go to "
+            "check the spelling; model and tokenizer are those of stand.wrap; options of a chat template go to "
             "tokenizer.apply_chat_template(chat, return_dict=True, ...), and the engine takes what that returns"
         )
 

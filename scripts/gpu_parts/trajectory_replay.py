@@ -199,8 +199,8 @@ class ReplayEngine(Engine):
         """Of the last call."""
         return self.backend.step
 
-    def _new_call(self, prompts: None, *, on_commit: None, **settings: object) -> tuple[Call, list[Job]]:
-        return super()._new_call(prompts, on_commit=self._note_end, **settings)
+    def _new_call(self, prompts: None, on_commit: None, /, **settings: object) -> tuple[Call, list[Job]]:
+        return super()._new_call(prompts, self._note_end, **settings)
 
     def _note_end(self, row: Row, token_ids: list[int]) -> None:
         if row.finish_reason is not None:

@@ -60,6 +60,11 @@ class BlendedDrafter(LookupDrafter):
         source: LawSource | None = None,
     ):
         _check_settings(lookup, budget, costs, floor)
+        if source is not None and not isinstance(source, LawSource):
+            raise ValueError(
+                f"source must be a LawSource such as EagleLaws, got {type(source).__name__}; a head alone goes into "
+                "stand.EagleLaws(head)"
+            )
         check_kind(kind, KINDS, "growth under a budget")
         self.lookup = lookup
         self.budget = budget

@@ -17,6 +17,7 @@ from stand.laws.filters import VECTORS
 
 # Up to so many tokens a product of our own is taken: beyond, torch's is as fast. In float32 torch's is MKL's: on a
 # processor with AVX-512 that is not Intel's it takes twice the time of ours, for a whole chunk of a prompt too.
+LINEAR_FORWARD = Linear.forward  # unless somebody replaces it
 IS_AHEAD_OF_MKL = torch.backends.mkl.is_available() and VECTORS[-1] == "avx512" and not IS_INTEL
 MOST_TOKENS = {torch.float32: 512 if IS_AHEAD_OF_MKL else 64, torch.bfloat16: 64}
 
@@ -34,7 +35,7 @@ def few_token_layers(model: Module) -> Iterator[None]:
     layers = _KNOWN.setdefault(model, _Layers())
     layers.depth += 1
     try:
-        if layers.depth == 1 and IS_FASTER and next(model.parameters()).is_cpu:
+        if layers.depth == 1 and IS_FASTER and Linear.forward is LINEAR_FORWARD and next(model.parameters()).is_cpu:
             layers.swap(model)
         yield
     finally:

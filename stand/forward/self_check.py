@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from stand.forward.model import max_positions, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
-from stand.forward.tree_attention import exclusive, tree_attention
+from stand.forward.tree_attention import OwnMaskError, exclusive, tree_attention
 from stand.forward.tree_cache import TreeCache
+from stand.forward.window_check import window_disagreement
 from stand.trees import NO_PARENT, DraftBatch, DraftTree
 
 if TYPE_CHECKING:
@@ -32,17 +33,32 @@ class UnsupportedModelError(ValueError):
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Refuse a model whose layers cannot hold a tree, then compare one small tree forward with plain forwards, and a
-    forward with a far position in it with one without."""
+    """Refuse a model whose layers cannot hold a tree or whose masks say what attention is not told, then compare one
+    small tree forward with plain forwards, and a forward with a far position in it with one without."""
     _refuse_wrappers(model)
     _refuse_by_configuration(model)
     refuse_training(model)
+    refuse_compiled(model)
     with exclusive(model):
+        _refuse_other_masks(model)
         _compare_forwards(model)
 
 
+def _refuse_other_masks(model: PreTrainedModel) -> None:
+    disagreement = window_disagreement(model)
+    if disagreement is not None:
+        raise UnsupportedModelError(
+            f"a layer's attention must be told the window that its mask has, got {type(model).__name__}, where "
+            f"{disagreement}; tree attention makes its own masks, so the model is served only where its configuration "
+            "has no sliding window"
+        )
+
+
 def _compare_forwards(model: PreTrainedModel) -> None:
-    difference = tree_difference(model)
+    try:
+        difference = tree_difference(model)
+    except OwnMaskError as error:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be served: {error}") from error
     tolerance = LOGIT_TOLERANCES.get(model.dtype)
     if tolerance is None:
         raise UnsupportedModelError(
@@ -93,6 +109,17 @@ def refuse_training(model: PreTrainedModel) -> None:
             "the model must keep its keys and values, got training mode with gradient checkpointing, which drops them; "
             "call model.eval()"
         )
+
+
+def refuse_compiled(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError where torch.compile has taken a module: it would trace what swaps its forwards."""
+    for name, module in model.named_modules():
+        forward = vars(module).get("forward")
+        if module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable"):
+            raise UnsupportedModelError(
+                f"wrap needs a model that is not compiled, got a compiled forward of {name or type(model).__name__}; "
+                "load the model anew, or remove what torch.compile has put there (del module.forward)"
+            )
 
 
 def _refuse_by_configuration(model: PreTrainedModel) -> None:

@@ -23,6 +23,10 @@ PREFIX = "stand_"  # of every attention that this project registers
 ATTENTION_NAME = "stand_tree"
 
 
+class OwnMaskError(ValueError):
+    """A model masks tokens by itself."""
+
+
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -40,13 +44,18 @@ def attend(
     """Attention of packed tokens over their own rows.
 
     query [1, H, M, D] packed and rotated; key, value [A, Hkv, L, D] as `TreeCache.update` returned them;
-    result [1, M, H, D]. `attention_mask` is None by construction; further keyword arguments of other back ends
-    (dropout, is_causal, ...) mean nothing here.
+    result [1, M, H, D]. `attention_mask` is None unless a model makes one of its own, which is refused; further keyword
+    arguments of other back ends (dropout, is_causal, ...) mean nothing here.
     """
+    if attention_mask is not None:
+        raise OwnMaskError(
+            f"attention must get no mask but that of the tree, got one of shape {list(attention_mask.shape)} that "
+            f"{type(module).__name__} makes itself; it counts cache slots, which a tree does not follow"
+        )
     if stand_plan is None:
         raise RuntimeError(
             f"the {ATTENTION_NAME} attention needs the plan of a step, got a plain forward within one: processors, "
-            "criteria and streamers must not call the model that decodes; give them one of their own"
+            "criteria, streamers and other threads must not call the model that decodes; give them one of their own"
         )
     scale = scaling if scaling is not None else query.shape[3] ** -0.5
     if softcap is None and s_aux is None and stand_plan.has_few_tokens and is_supported(query, key, value):

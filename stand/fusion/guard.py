@@ -14,6 +14,12 @@ from stand.fusion.merged_linear import is_bare
 PLAIN = (bool, int, float, str, type(None))
 
 
+def code_of(module: nn.Module) -> tuple[object, ...]:
+    """What a module's own forward runs: its class, that class's forward, and the rotary positions that this calls."""
+    forward = type(module).forward
+    return type(module), forward, getattr(forward, "__globals__", {}).get("apply_rotary_pos_emb")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Guard:
     """A module in its place."""
@@ -21,16 +27,19 @@ class Guard:
     parent: nn.Module
     name: str
     module: nn.Module
+    code: tuple[object, ...]
 
     @classmethod
     def of(cls, model: nn.Module, name: str) -> Guard:
         parent, _, child = name.rpartition(".")
         owner = model.get_submodule(parent)
-        return cls(owner, child, getattr(owner, child))
+        module = getattr(owner, child)
+        return cls(owner, child, module, code_of(module))
 
     def holds(self) -> bool:
-        """Whether it is still there, without hooks and with its class's forward."""
-        return self.parent._modules.get(self.name) is self.module and is_bare(self.module)
+        """Whether it is still there, without hooks and with its class's forward, which nobody has replaced."""
+        is_there = self.parent._modules.get(self.name) is self.module
+        return is_there and is_bare(self.module) and self.code == code_of(self.module)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 from torch.nn.functional import linear
+from torch.nn.modules import module as all_modules
 
 from stand.forward.linear_layers import FewTokenForward
 
@@ -110,9 +111,10 @@ def merge_refusal(parts: Sequence[nn.Module], tied: frozenset[int]) -> str:
 
 def is_bare(module: nn.Module) -> bool:
     """Whether calling the module computes what its class's forward does and runs nothing else."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    of_all = (all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks)
     forward = vars(module).get("forward")
-    return (forward is None or type(forward) is FewTokenForward) and not any(hooks)
+    return (forward is None or type(forward) is FewTokenForward) and not any((*own, *of_all))
 
 
 def tied_parameters(model: nn.Module) -> frozenset[int]:

@@ -14,12 +14,12 @@ from stand.forward.model import text_config
 from stand.forward.self_check import LOGIT_TOLERANCES, check_case, relative_difference, tree_logits
 from stand.forward.tree_attention import exclusive
 from stand.fusion.fusion import Fusion
-from stand.fusion.guard import plain_values
+from stand.fusion.guard import code_of, plain_values
 from stand.fusion.kernels import cpu_kernels
 from stand.fusion.merged_linear import is_bare
 from stand.fusion.trial import Recipe, Swap, Trial
 
-State = tuple[bool, dict[str, object]]  # whether a module runs its class's forward and nothing else; its settings
+State = tuple[bool, dict[str, object], tuple]  # of a module: `is_bare`, its settings, `code_of`
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def fused_twin(model: PreTrainedModel, layer: nn.Module, owner: nn.Module, name:
 
 
 def _state(module: nn.Module) -> State:
-    return is_bare(module), plain_values(module)
+    return is_bare(module), plain_values(module), code_of(module)
 
 
 def _check_together(model: PreTrainedModel, fusion: Fusion) -> None:

@@ -26,8 +26,9 @@ class JobReader:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None,
-        *,
         problems: dict[bytes, int],
+        /,
+        *,
         generation_config: GenerationConfig | None = None,
         stop: object = None,
         stop_token_ids: object = None,
@@ -129,8 +130,8 @@ class JobReader:
         return GenerationSettings.resolve(
             self._model,
             self._given["generation_config"],
-            end_ids=end_ids,
-            default_end=None if self._tokenizer is None else self._tokenizer.eos_token_id,
+            end_ids,
+            None if self._tokenizer is None else self._tokenizer.eos_token_id,
             **given,
         )
 

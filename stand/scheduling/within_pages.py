@@ -47,9 +47,11 @@ class WithinPages(Admission):
 
     def check(self, job: Job) -> None:
         page_size, num_pages = self.pages.page_size, self.pages.num_pages
+        if num_pages is None or not self._is_asked_for:
+            return
         most = len(job.prompt) - 1 + job.limit + max(DRAFT_ROOM, self._most_draft_nodes(1))
-        needed = self.pages.count(most) + 1 if num_pages is not None else 0
-        if self._is_asked_for and needed > num_pages:
+        needed = self.pages.count(most) + 1
+        if needed > num_pages:
             raise ValueError(
                 f"max_cache_bytes must hold one row with its {job.limit} new tokens, {needed} pages of {page_size} "
                 f"tokens, got {num_pages}; raise it, or lower max_new_tokens or what is drafted"

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import sys
 import weakref
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import CONFIGS, SHAPE, tiny_model
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, LlamaConfig, OlmoConfig
 
 import stand
@@ -386,3 +388,50 @@ def test_without_its_inner_norm_a_layer_runs_its_own_forward():
     head.layers[0].post_attention_layernorm = torch.nn.Identity()
     twin = fused_twin(model, model.get_decoder().layers[0], head, "layers.0")
     assert swapped_names(head, twin) == {"layers.0.self_attn", "layers.0.mlp"}
+
+
+def negated(forward):
+    return lambda self, *args, **kwargs: -forward(self, *args, **kwargs)
+
+
+@pytest.mark.parametrize("is_wrapped_again", [False, True])
+@pytest.mark.parametrize("part", ["norm", "mlp", "rotary"])
+def test_code_that_is_replaced_later_is_run(part, is_wrapped_again, monkeypatch):
+    """As libraries of kernels do it: for a class, or for a function of its file."""
+    model = copy.deepcopy(tiny_model("llama"))
+    engine = stand.wrap(model)
+    engine.generate(input_ids=[[1, 2, 3]], max_new_tokens=2)
+    layer = model.model.layers[0]
+    if part == "rotary":
+        file = sys.modules[type(layer.self_attn).__module__]
+        monkeypatch.setattr(file, "apply_rotary_pos_emb", lambda q, k, *args, **kwargs: (-q, k))
+    else:
+        owner = type(layer.mlp if part == "mlp" else layer.input_layernorm)
+        monkeypatch.setattr(owner, "forward", negated(owner.forward))
+    engine = stand.wrap(model) if is_wrapped_again else engine
+    found = engine.generate(input_ids=[[1, 2, 3]], max_new_tokens=8, temperature=0.0, stop_token_ids=[]).token_ids
+    plain = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert found == [plain[0, 3:].tolist()]
+
+
+@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
+def test_hooks_of_all_modules_are_run(register):
+    model = copy.deepcopy(tiny_model("llama"))
+    engine = stand.wrap(model)
+    asked = {"max_new_tokens": 8, "temperature": 0.0, "stop_token_ids": []}
+    without = engine.generate(input_ids=[[1, 2, 3]], **asked).token_ids
+    norm = type(model.model.norm)
+
+    def hook(module, args, output=None):
+        if type(module) is norm:
+            return (-args[0],) if output is None else output.roll(1, -1)
+        return None
+
+    handle = register(hook)
+    try:
+        found = engine.generate(input_ids=[[1, 2, 3]], **asked).token_ids
+        plain = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    finally:
+        handle.remove()
+    assert found == [plain[0, 3:].tolist()] != without
+    assert engine.generate(input_ids=[[1, 2, 3]], **asked).token_ids == without

@@ -147,11 +147,10 @@ def test_coupled_drafts_follow_the_targets_seed():
     assert tokens(target_seed=2) != tokens() == tokens(seed=2)
 
 
-class Source:
+class Source(stand.LawSource):
     """A source of laws that says nothing and remembers what it was asked."""
 
     requires_features = True
-    rider = None
 
     def __init__(self):
         self.asked = []

@@ -279,7 +279,10 @@ def test_defaults_are_those_of_transformers():
         ({"typical": 0.9}, "must be a field of transformers' GenerationConfig, got typical; check the spelling"),
         ({"logits_processor": []}, "got logits_processor"),
         ({"generation_config": {"top_k": 3}}, "must be a GenerationConfig, got dict"),
-        ({"temperature": 1e-40}, "temperature must be 0 or >= 1e-30, got 1e-40; scores divided by less overflow"),
+        (
+            {"temperature": 1e-40},
+            r"temperature must be 0 or in \[1e-30, 1e\+30\], got 1e-40; beyond them float32 overflows",
+        ),
         ({"stop_token_ids": [2, 61]}, r"end tokens must be in \[0, 61\), got \[61\]; no row would end by them"),
         ({"eos_token_id": -7}, r"end tokens must be in \[0, 61\), got \[-7\]"),
         ({"stop_token_ids": 1.5}, "end tokens must be token ids, got 1.5"),
@@ -325,3 +328,23 @@ def test_end_tokens_may_be_one_number():
     for end in (free[4], np.int64(free[4]), torch.tensor([free[4]])):
         output = engine().generate(input_ids=PROMPT, max_new_tokens=9, stop_token_ids=end)
         assert output.token_ids[0] == free[: free.index(free[4]) + 1]
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer", "model", "problems", "config", "default_end", "end_ids", "cls", "on_commit"]
+)
+def test_names_that_mean_something_inside_are_refused_like_others(name):
+    """`tokenizer=` beside `stop_strings=` is what transformers' own generate wants."""
+    model = tiny_model("qwen2")
+    for call in (stand.wrap(model).generate, stand.wrap(model, letter_tokenizer()).stream):
+        with pytest.raises(
+            ValueError, match=f"a setting must be a field of transformers' GenerationConfig, got {name}"
+        ):
+            list(call(input_ids=PROMPT, max_new_tokens=2, **{name: 5}))
+
+
+def test_a_slip_of_the_pen_in_a_config_is_said():
+    config = GenerationConfig(max_new_tokens=2)
+    config.temprature = 0.2
+    with pytest.warns(UserWarning, match="values that mean nothing to transformers or to this engine: temprature"):
+        stand.wrap(tiny_model("qwen2")).generate(input_ids=PROMPT, generation_config=config)

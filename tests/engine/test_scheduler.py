@@ -442,3 +442,12 @@ def test_what_a_trajectory_says():
     ends = [one.ended for one in found]
     assert ends == sorted(ends) and all(0 <= one.started < one.ended <= run.stats.wall_seconds for one in found)
     assert max(one.started for one in found) > min(ends)  # a place was handed on
+
+
+def test_a_cap_without_end_is_none():
+    model = tiny_model("qwen2")
+    asked = {"input_ids": [[5, 6, 7]], "max_new_tokens": 6, "num_return_sequences": 3, "seed": 1}
+    engines = [stand.wrap(model, verifier="match") for _ in range(2)]
+    assert (
+        engines[0].generate(**asked, max_cache_bytes=float("inf")).token_ids == engines[1].generate(**asked).token_ids
+    )

@@ -222,7 +222,7 @@ def test_no_call_shares_a_start_with_one_that_teaches(memory):
 def test_two_engines_that_begin_on_one_lookup_before_either_teaches_have_other_seeds():
     engines = [engine_of()]
     engines.append(engine_of(engines[0].lookup))
-    calls = [engine._new_call(None, on_commit=None, **SETTINGS, seed=7)[0] for engine in engines for _ in range(2)]
+    calls = [engine._new_call(None, None, **SETTINGS, seed=7)[0] for engine in engines for _ in range(2)]
     with ThreadPoolExecutor(4) as threads:
         seeds = list(threads.map(lambda call: call._new_own_seed(), calls))
     assert len(set(seeds)) == 4
@@ -232,7 +232,7 @@ def test_two_engines_that_begin_on_one_lookup_before_either_teaches_have_other_s
 def test_calls_that_are_made_early_take_their_seed_when_they_begin():
     """The second of two calls that were made before either ran depends on what the first one taught."""
     engine = engine_of()
-    calls = [engine._new_call(None, on_commit=None, **SETTINGS, seed=7)[0] for _ in range(2)]
+    calls = [engine._new_call(None, None, **SETTINGS, seed=7)[0] for _ in range(2)]
     for call in calls:
         call.run()
     assert calls[0]._own_seed == 7 != calls[1]._own_seed

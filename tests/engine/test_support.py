@@ -3,6 +3,7 @@
 import copy
 import re
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from tiny_models import CONFIGS, SHAPE, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    DogeConfig,
     FalconConfig,
     MambaConfig,
     MptConfig,
+    PhimoeConfig,
     Qwen3NextConfig,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -20,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import stand
 from stand.forward.self_check import LOGIT_TOLERANCES, check_model, relative_difference, tree_difference
+from stand.forward.window_check import window_disagreement
 
 REFUSED = {
     "mamba": (MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2), "recurrent|linear_attention"),
@@ -201,3 +205,65 @@ def test_an_unfit_dtype_is_refused(monkeypatch):
     monkeypatch.delitem(LOGIT_TOLERANCES, torch.float32)
     with pytest.raises(stand.UnsupportedModelError, match="dtype must be float32.*got torch.float32"):
         check_model(tiny_model("qwen2"))
+
+
+def windowed(config_class, window):
+    """Classes that put a sliding window into their mask alone. It is longer than what the self-check looks at."""
+    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    config = config_class(**shape, **heads, sliding_window=window, num_local_experts=4, pad_token_id=0)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("config_class", [PhimoeConfig, DogeConfig])
+def test_a_window_in_the_mask_alone_is_refused(config_class):
+    with pytest.raises(stand.UnsupportedModelError, match="must be told the window that its mask has, got"):
+        stand.wrap(windowed(config_class, 24))
+
+
+def test_without_its_window_such_a_model_is_served():
+    model = windowed(PhimoeConfig, None)
+    prompt = torch.arange(3, 43)[None]
+    expected = model.generate(prompt, max_new_tokens=8, do_sample=False, eos_token_id=None)[0, 40:].tolist()
+    assert stand.wrap(model).generate(input_ids=prompt, max_new_tokens=8, temperature=0.0).token_ids == [expected]
+
+
+def test_a_mask_that_a_model_makes_itself_is_refused():
+    """Doge keeps the 2,048 keys that it finds most important: the self-check is shorter."""
+    with pytest.raises(stand.UnsupportedModelError, match="no mask but that of the tree|window that its mask has"):
+        stand.wrap(windowed(DogeConfig, None))
+
+
+@pytest.mark.parametrize("told", [None, 7, 9])
+def test_the_probe_sees_another_window(told, monkeypatch):
+    """One layer says no window, or one that is by one key too short or too long."""
+    model = tiny_model("mistral")
+    assert window_disagreement(model) is None
+    assert model.config.sliding_window == 8
+    attention = model.model.layers[1].self_attn
+    forward = attention.forward
+
+    def misled(*args, **kwargs):
+        config = copy.copy(model.config)
+        config.sliding_window = told
+        with patch.object(attention, "config", config):
+            return forward(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", misled)
+    assert f"is told of {told or 512} keys, and its mask shows 8" in window_disagreement(model)
+
+
+@pytest.mark.parametrize("compiled", ["forward", "module", "layer"])
+def test_compiled_models_are_refused_by_name(compiled):
+    model = copy.deepcopy(tiny_model("llama"))
+    engine = stand.wrap(model)
+    if compiled == "forward":
+        model.forward = torch.compile(model.forward, backend="eager")
+    elif compiled == "module":
+        model.compile(backend="eager")
+    else:
+        model.model.layers[0].compile(backend="eager")
+    for use in (lambda: stand.wrap(model), lambda: engine.generate(input_ids=[[1, 2]], max_new_tokens=2)):
+        with pytest.raises(stand.UnsupportedModelError, match="not compiled, got a compiled forward of"):
+            use()

@@ -1,0 +1,79 @@
+"""Whether attention is told the window that a model's masks have: some classes put it into the mask alone.
+
+Tree attention takes no masks of transformers': it makes its own, with the window that a layer's attention is called
+with. The probe runs a forward in which every mask is one number, how many keys it lets a far token see, and compares
+that with what each layer says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from stand.forward.model import max_positions
+from stand.forward.tree_attention import PREFIX, tree_attention
+
+PROBE = PREFIX + "window_probe"
+MOST_KEYS = 1 << 20  # a longer window is none
+OTHER = -1  # said of a mask that is no window
+
+
+class _Probe:
+    """What the layers of the running forward were told, and what their masks say."""
+
+    def __init__(self, num_keys: int) -> None:
+        self.num_keys = num_keys
+        self.found: list[tuple[str, int, int]] = []  # class of a layer's attention, keys by its argument, by its mask
+
+    def number_of(self, mask_function: Callable) -> int:
+        """How many keys the last of `num_keys` tokens sees."""
+        keys = torch.arange(self.num_keys, device="cpu")
+        first = torch.zeros((), dtype=torch.int64, device="cpu")
+        seen = torch.as_tensor(mask_function(first, first, keys[-1], keys)).expand(self.num_keys)
+        number = int(seen.sum())
+        return number if bool(seen[self.num_keys - number :].all()) else OTHER
+
+
+_probe: _Probe | None = None  # of the forward that is running: `exclusive` lets one thread in
+
+
+def _mask(*, mask_function: Callable, **kwargs: object) -> torch.Tensor:
+    return torch.full((1, 1, 1, 1), _probe.number_of(mask_function), device="cpu")
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    sliding_window: int | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    told = min(sliding_window or _probe.num_keys, _probe.num_keys)
+    masked = _probe.num_keys if attention_mask is None else int(attention_mask.flatten()[0])
+    _probe.found.append((type(module).__name__, told, masked))
+    return query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3])), None
+
+
+AttentionInterface.register(PROBE, _attention)
+AttentionMaskInterface.register(PROBE, _mask)
+
+
+@torch.inference_mode()
+def window_disagreement(model: PreTrainedModel) -> str | None:
+    """Which layer's attention is told another window than its mask has, or None."""
+    global _probe
+    _probe = _Probe(min(max_positions(model) or MOST_KEYS, MOST_KEYS))
+    try:
+        with tree_attention(model, PROBE):
+            model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=model.device), use_cache=False)
+        for name, told, masked in _probe.found:
+            if told != masked:
+                return f"{name} is told of {told} keys, and its mask shows {masked if masked > 0 else 'others'}"
+    finally:
+        _probe = None
+    return None

@@ -31,7 +31,7 @@ class _Probe:
         """How many keys the last of `num_keys` tokens sees."""
         keys = torch.arange(self.num_keys, device="cpu")
         first = torch.zeros((), dtype=torch.int64, device="cpu")
-        seen = torch.as_tensor(mask_function(first, first, keys[-1], keys)).expand(self.num_keys)
+        seen = mask_function(first, first, keys[-1], keys).expand(self.num_keys)
         number = int(seen.sum())
         return number if bool(seen[self.num_keys - number :].all()) else OTHER
 

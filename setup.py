@@ -65,21 +65,19 @@ COMPACT = {
     "stand.verifiers.draw_compiled",
     "stand.verifiers.kept",
 }
-# In the order of the source they pack 2 % smaller.
-COMPACT_LEVEL = ["-Os", *(taken("-fno-schedule-insns2") if IS_LEAN else [])]
+# In the order of the source modules pack 2 % smaller, and unaligned as much again; neither costs time that is seen.
+IN_ORDER = taken("-fno-schedule-insns2") if IS_LEAN else []
+UNALIGNED = ["-falign-functions=1", "-falign-loops=1", "-falign-jumps=1"]
+COMPACT_LEVEL = ["-Os", *IN_ORDER]
 LEVELS = {
-    # Loops are unrolled by hand; -Os: a fifth slower. Unaligned it is 1.5 % smaller and as fast; in the order of the
-    # source and without vectors of unrelated numbers, another 7 %, within 1 % as fast.
-    "stand.forward.dot_products": [
-        *["-O2", "-falign-functions=1", "-falign-loops=1", "-falign-jumps=1", "-fno-tree-slp-vectorize"],
-        *(taken("-fno-schedule-insns2") if IS_LEAN else []),
-    ],
+    # Loops are unrolled by hand; -Os: a fifth slower. Without vectors of unrelated numbers smaller, within 1 % as fast.
+    "stand.forward.dot_products": ["-O2", *UNALIGNED, "-fno-tree-slp-vectorize", *IN_ORDER],
     "stand.fusion.row_kernels": COMPACT_LEVEL,  # calls for few tokens take as long; a third of its size
     # As fast as -O3, a tenth smaller.
     "stand.laws.filters": ["-O2", "-ftree-vectorize", *taken("-fvect-cost-model=dynamic")],
     # Vectorised loops are a twenty-fifth of it and save nothing. -O2 is a sixth smaller, and slower at serving engines.
-    "stand.trees.blended.lookup": ["-O3", "-fno-tree-vectorize", "-fno-tree-slp-vectorize"],
-    "stand.trees.longest_match.lookup": ["-O2"],  # 2 to 3 % slower for a tenth of its size; -Os: 11 to 14 %
+    "stand.trees.blended.lookup": ["-O3", "-fno-tree-vectorize", "-fno-tree-slp-vectorize", *UNALIGNED, *IN_ORDER],
+    "stand.trees.longest_match.lookup": ["-O2", *IN_ORDER],  # 2 to 3 % slower for a tenth of its size; -Os: 11 to 14 %
     "stand.verifiers.rules.traversal_compiled": COMPACT_LEVEL,  # 0.8 us more of 6 with 80 nodes
     **dict.fromkeys(COMPACT, COMPACT_LEVEL),
 }

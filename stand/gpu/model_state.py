@@ -10,6 +10,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn.modules import module as all_modules
+
+from stand.fusion.guard import code_of
 
 PLAIN = (bool, int, float, str, type(None))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -25,6 +28,8 @@ class ModelState:
         self._modules = {name: _module_state(module) for name, module in model.named_modules()}
         configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
         self._configs = {name: _settings(config) for name, config in configs.items()}
+        kinds = (all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks)
+        self._hooks_of_all = [list(hooks.values()) for hooks in kinds]
 
     def holds_weights(self) -> bool:
         """Whether the tensors that were the model's still lie where they did; takes microseconds per tensor."""
@@ -37,6 +42,8 @@ class ModelState:
         for name, state in self._modules.items():
             if state != earlier._modules[name]:
                 return f"module {name or 'at the root'!r} has changed"
+        if self._hooks_of_all != earlier._hooks_of_all:
+            return "other hooks are registered for all modules"
         if self._configs != earlier._configs:
             return "its configuration has changed"
         return None if self._places == earlier._places else "its weights have moved"
@@ -54,7 +61,7 @@ def _place(tensor: torch.Tensor) -> tuple:
 def _module_state(module: nn.Module) -> tuple:
     values = vars(module)
     hooks = [list(values[kind].values()) for kind in HOOKS]
-    return id(module), type(module), values.get("forward"), hooks, _settings(module)
+    return id(module), code_of(module), values.get("forward"), hooks, _settings(module)
 
 
 def _settings(holder: object) -> dict[str, object]:

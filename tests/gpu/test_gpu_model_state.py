@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from letter_tokenizer import letter_tokenizer  # noqa: E402
 from plain_kernels import use_plain_kernels  # noqa: E402
 from tiny_models import kernel_model  # noqa: E402
+from torch.nn.modules.module import register_module_forward_hook  # noqa: E402
 
 import stand  # noqa: E402
 from stand.gpu.captured_step import CapturedStep  # noqa: E402
@@ -84,9 +85,15 @@ def merge_projections(model):
     engine_of(model, fuse=True)
 
 
+def hook_all_modules(model):
+    mlp = model.model.layers[0].mlp
+    handle = register_module_forward_hook(lambda module, args, output: -5 * output if module is mlp else None)
+    weakref.finalize(model, handle.remove)
+
+
 CHANGES = (
     move_weights, move_a_buffer, add_a_hook, add_a_hook_before, replace_a_forward, replace_a_module, name_an_adapter,
-    change_a_setting, change_the_configuration, merge_projections,
+    change_a_setting, change_the_configuration, merge_projections, hook_all_modules,
 )  # fmt: skip
 
 
@@ -100,6 +107,19 @@ def test_a_changed_model_is_recorded_anew(recorded, change):
     recorded.clear()  # what a further engine has recorded
     output = engine.generate(input_ids=PROMPT, **SETTINGS)
     assert recorded and str(engine.backend) == "triton"
+    assert output.token_ids == engine_of(model, "sdpa").generate(input_ids=PROMPT, **SETTINGS).token_ids
+
+
+def test_code_of_a_class_that_is_replaced(recorded, monkeypatch):
+    model = own_model()
+    engine = engine_of(model)
+    engine.generate(input_ids=PROMPT, **SETTINGS)
+    recorded.clear()
+    kind = type(model.model.layers[0].mlp)
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, states: -5 * forward(self, states))
+    output = engine.generate(input_ids=PROMPT, **SETTINGS)
+    assert recorded
     assert output.token_ids == engine_of(model, "sdpa").generate(input_ids=PROMPT, **SETTINGS).token_ids
 
 

@@ -95,13 +95,17 @@ class Call:
                 with exclusive(self._model), self.stats.timed_wall():
                     if not self._refill():
                         break
-                    with self._step.attention():
-                        self._advance()
-                        while until_ended and self._is_settled and not self.scheduler.ended:
-                            with self.stats.paused_wall():
-                                yield
-                            self._advance()
+                    yield from self._settled_steps(until_ended)
                 yield
+
+    def _settled_steps(self, until_ended: bool) -> Iterator[None]:
+        """A step, and with `until_ended` more while nothing has to be let in; between two of them the clock stands."""
+        with self._step.attention():
+            self._advance()
+            while until_ended and self._is_settled and not self.scheduler.ended:
+                with self.stats.paused_wall():
+                    yield
+                self._advance()
 
     @contextmanager
     def _ending(self) -> Iterator[None]:

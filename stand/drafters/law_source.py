@@ -13,7 +13,7 @@ from stand.drafters.drafter import DraftRequest, Lesson
 from stand.forward.rider import Rider
 from stand.trees import DraftBatch, OutsideLaws
 
-Plan = Callable[[OutsideLaws | None], DraftBatch]
+Planner = Callable[[OutsideLaws | None], DraftBatch]
 
 
 class LawSource(ABC):
@@ -21,7 +21,7 @@ class LawSource(ABC):
 
     It may be as wrong as it likes: the drafter learns what its laws are worth, and what it draws children from is what
     it records. But laws must be made before the draft and must not depend on its noise: they follow from the row's own
-    text, from what the source was shown, and from plans.
+    text, from what the source was shown, and from planned drafts.
     """
 
     requires_features: bool = False  # whether `follow_prompt` and `follow` want the target's last hidden states
@@ -31,7 +31,7 @@ class LawSource(ABC):
         """`stand.wrap` shows the model. Raises ValueError where it does not fit."""
 
     @abstractmethod
-    def laws(self, request: DraftRequest, plan: Plan) -> OutsideLaws | None:
+    def laws(self, request: DraftRequest, plan: Planner) -> OutsideLaws | None:
         """The laws for one step's drafts: B rows, any nodes; None where there is none.
 
         plan: of laws that are known so far, the draft that would be grown if children were not drawn but the likeliest

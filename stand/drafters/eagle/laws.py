@@ -13,7 +13,7 @@ from stand.drafters.drafter import DraftRequest, Lesson
 from stand.drafters.eagle.followed_rows import FollowedRows
 from stand.drafters.eagle.head import EagleHead
 from stand.drafters.eagle.law_trees import LawTrees, Place, roots
-from stand.drafters.law_source import LawSource, Plan
+from stand.drafters.law_source import LawSource, Planner
 from stand.drafters.paying_runs import PayingRuns, expected_tokens
 from stand.drafters.settings import check_count, check_temperature
 from stand.trees import ROOT, DraftBatch, OutsideLaws
@@ -76,7 +76,7 @@ class EagleLaws(LawSource):
         self._rows.follow(lesson)
 
     @torch.inference_mode()
-    def laws(self, request: DraftRequest, plan: Plan) -> OutsideLaws | None:
+    def laws(self, request: DraftRequest, plan: Planner) -> OutsideLaws | None:
         """See `LawSource.laws`; a row of one token has no feature yet and gets no law."""
         trees = LawTrees(len(request.histories))
         if self._paying is not None:
@@ -89,7 +89,7 @@ class EagleLaws(LawSource):
             laws = deeper
         return laws
 
-    def _paid_laws(self, trees: LawTrees, request: DraftRequest, plan: Plan) -> OutsideLaws | None:
+    def _paid_laws(self, trees: LawTrees, request: DraftRequest, plan: Planner) -> OutsideLaws | None:
         """Of as many runs as pay."""
         paying, laws, run = self._paying, None, 0
         planned = plan(None)

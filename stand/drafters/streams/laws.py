@@ -8,7 +8,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from stand.drafters.drafter import DraftRequest
-from stand.drafters.law_source import LawSource, Plan
+from stand.drafters.law_source import LawSource, Planner
 from stand.drafters.paying_runs import PayingRuns, expected_tokens
 from stand.drafters.settings import check_count
 from stand.drafters.streams.rider import StreamRider
@@ -54,7 +54,7 @@ class StreamLaws(LawSource):
         if self._paying is not None and request.is_learning:
             self._paying.record_step(seconds)
 
-    def laws(self, request: DraftRequest, plan: Plan) -> OutsideLaws | None:
+    def laws(self, request: DraftRequest, plan: Planner) -> OutsideLaws | None:
         """See `LawSource.laws`; a row that has made no step yet gets no law, nor does one whose last step was not
         followed by a run."""
         laws, paying = self._known_laws(request), self._paying

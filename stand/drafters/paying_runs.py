@@ -25,9 +25,10 @@ class FadingMean:
 class PayingRuns:
     """Run 0, 1, ... of a step pays where it makes the expected tokens grow by a larger share than the step's time.
 
-    What a run adds to the expected tokens is the mean over earlier steps, of the planned drafts before it and after it; what it
-    costs is the mean of its times as shares of a step without runs. Both follow from earlier steps alone, so drafts
-    stay adapted, and from calls that teach alone (`DraftRequest.is_learning`), whose random numbers no other call has.
+    What a run adds to the expected tokens is the mean over earlier steps, of the planned drafts before it and after it;
+    what it costs is the mean of its times as shares of a step without runs. Both follow from earlier steps alone, so
+    drafts stay adapted, and from calls that teach alone (`DraftRequest.is_learning`), whose random numbers no other
+    call has.
     `share` stands for the times where drafts must not depend on a clock.
     """
 

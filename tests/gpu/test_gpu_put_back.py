@@ -216,7 +216,7 @@ def test_a_table_of_its_own_shares_nothing():
     torch.manual_seed(0)
     keys = stand.forward.tree_cache.TreeCache(1, 100)
     keys.keys, keys.values = [torch.randn(1, 2, 256, 16)], [torch.randn(1, 2, 256, 16)]
-    cache = page_table.DeviceCache.like(keys, num_pages=2, page_size=64)
+    cache = page_table.DeviceCache.like(keys, model=kernel_model("qwen2"), num_pages=2, page_size=64)
     table = PageTable(cache, num_places=2, width=1)
     rows = [stand.row.Row(row, np.zeros(76, dtype=np.int32), 9) for row in range(2)]
     moved = []

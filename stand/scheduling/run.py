@@ -23,6 +23,8 @@ class Run(Iterator[Trajectory]):
         *,
         on_step: Callable[[Run], None] | None = None,
     ):
+        if on_step is not None and not callable(on_step):
+            raise ValueError(f"on_step must be callable with the run, got {on_step!r}; leave it out for none")
         self._call = call
         self._tokenizer = tokenizer
         self._on_step = on_step

@@ -451,3 +451,10 @@ def test_a_cap_without_end_is_none():
     assert (
         engines[0].generate(**asked, max_cache_bytes=float("inf")).token_ids == engines[1].generate(**asked).token_ids
     )
+
+
+def test_what_is_called_after_a_step_must_be_callable():
+    with pytest.raises(ValueError, match="on_step must be callable with the run, got 5; leave it out"):
+        stand.wrap(tiny_model("qwen2")).run([[5, 6]], max_new_tokens=2, on_step=5)
+    with pytest.raises(ValueError, match="requests must be prompts or Requests, got one NoneType itself"):
+        stand.wrap(tiny_model("qwen2")).run(None, max_new_tokens=2)

@@ -159,8 +159,8 @@ def compile_module(root: Path, path: Path, source: str, folder: Path) -> Path | 
     """
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(root / name, folder / name)
-    shutil.copytree(root / "trees", folder / "trees", ignore=_all_but_headers)
-    (folder / "stand").mkdir()  # setup.py writes the code there that all modules share
+    for package in ("stand", "trees", "verifiers"):  # setup.py writes the code that all modules share into `stand`
+        shutil.copytree(root / package, folder / package, ignore=_all_but_headers)
     copy = folder / path.relative_to(root)
     copy.parent.mkdir(parents=True, exist_ok=True)
     copy.write_text(source, encoding="utf-8")

@@ -2,8 +2,10 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import mutants.cpp_mutants as cpp_mutants
 import mutants.cython_mutants as cython_mutants
@@ -271,3 +273,23 @@ def test_cython_mutants_are_joined_with_names_of_their_own():
 def test_expressions_must_close_on_their_line():
     with pytest.raises(ValueError, match="write it on one line"):
         list(cython_mutants.changes("cdef f(x):\n    y = min(x,\n            1)\n"))
+
+
+def cython_sources() -> list[Path]:
+    return [path for target in TARGETS for path in target.files() if path.suffix == ".pyx"]
+
+
+@from_sources
+@pytest.mark.parametrize("source", cython_sources(), ids=lambda path: path.name)
+def test_a_module_is_compiled_with_its_headers(source, tmp_path, monkeypatch):
+    """Without them it does not compile, whatever is changed."""
+    folders = []
+    monkeypatch.setattr(
+        cython_mutants.subprocess, "run",
+        lambda command, *, cwd, **_: folders.append(cwd) or subprocess.CompletedProcess(command, 1),
+    )  # fmt: skip
+    assert cython_mutants.compile_module(ROOT, source, source.read_text(), tmp_path) is None
+    (folder,) = folders
+    copy = folder / source.relative_to(ROOT)
+    headers = re.findall(r'cdef extern from "([\w./]+\.h)"', copy.read_text())
+    assert all((copy.parent / header).is_file() for header in headers), headers

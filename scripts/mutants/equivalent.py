@@ -88,6 +88,26 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "a total of 0 has no positive mass in it",
     ("verifiers/draw_compiled.pyx", "if total > 0 and not found:", "> -> >="): "a total of 0 has no weight in it",
     (
+        "verifiers/draw_compiled.pyx",
+        "probs, nodes, np.empty((size, 0), dtype=np.int32), np.empty((size, 0)), np.ones(size), uniforms",
+        "0 -> 1 #2",
+    ): "masses are read where there is a support, of which there is none",
+    (
+        "verifiers/draw_compiled.pyx",
+        "for token in range(chosen * BLOCK_SIZE, min(probs.shape[0], <Py_ssize_t> (chosen + 1) * BLOCK_SIZE)):",
+        "min -> its argument 1",
+    ): "the block outweighs the point; two orders of addition may differ in the last bit, then the next token is taken",
+    (
+        "verifiers/draw_compiled.pyx",
+        "cdef vector[double] sums = vector[double]((probs.shape[1] + BLOCK_SIZE - 1) // BLOCK_SIZE)",
+        "- -> +",
+    ): "a further block has no tokens, and so no weight",
+    (
+        "verifiers/draw_compiled.pyx",
+        "cdef vector[double] sums = vector[double]((probs.shape[1] + BLOCK_SIZE - 1) // BLOCK_SIZE)",
+        "1 -> 0",
+    ): "a further block has no tokens, and so no weight",
+    (
         "verifiers/rules/traversal.py",
         "possible = failure > operands.tiny",
         "Gt -> GtE",

@@ -253,3 +253,26 @@ def test_weights_that_underflowed_give_way_to_the_target():
     for uniform, token in ((0.5, 1), (0.8, 2)):
         arguments = (probs, np.array([0]), support, mass, np.zeros(1), np.array([uniform]))
         assert draw_compiled.draw_residuals(*arguments).tolist() == [token]
+
+
+def test_a_point_at_a_blocks_end_belongs_to_the_next_one():
+    """The first token whose cumulated weight exceeds the point: half of the mass does not exceed a half."""
+    probs = np.zeros((1, 512))
+    probs[0, [0, 256]] = 0.5
+    for uniform, token in [(0.5, 256), (np.nextafter(0.5, 0.0), 0)]:
+        assert draw_compiled.draw_tokens(probs, np.array([0]), np.array([uniform])).tolist() == [token]
+        assert draw_tokens(torch.from_numpy(probs), np.array([uniform])).tolist() == [token]
+
+
+def test_laws_that_are_not_row_by_row_draw_the_same_tokens():
+    """They are none of the host's arrays, so torch draws from them."""
+    batch, target, noise = case(3, "deterministic", peaked=0.5)
+    rows = target.on_host()
+    spread = torch.zeros((len(rows), 2 * rows.shape[1]), dtype=torch.from_numpy(rows).dtype)[:, ::2]
+    spread.copy_(torch.from_numpy(rows))
+    other = TargetRows(spread)
+    assert other.on_host() is None
+    for rule in ("match", "traversal"):
+        found, expected = (get_verifier(rule).verify(batch, one, noise) for one in (other, target))
+        assert [path.tolist() for path in found.accepted] == [path.tolist() for path in expected.accepted]
+        assert found.next_tokens.tolist() == expected.next_tokens.tolist()

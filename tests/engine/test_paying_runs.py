@@ -64,6 +64,7 @@ def test_what_does_not_pay_is_tried_again():
     made = decide([0.0] * 6, [0.1] * 6, num_steps=FIRST_TRIES + 4 * RETRY)
     assert made[:FIRST_TRIES] == [1] * FIRST_TRIES  # and none after it is tried
     assert 2 <= sum(made[FIRST_TRIES:]) <= 4
+    assert set(np.diff(np.flatnonzero(made[FIRST_TRIES:]))) == {RETRY + 1}  # so many steps without it in between
 
 
 def test_expected_tokens_count_the_one_after_the_path():

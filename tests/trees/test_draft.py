@@ -399,3 +399,18 @@ def test_check_finds_what_is_broken(name, index, value, message):
         fields[name][index] = value
     with pytest.raises(ValueError, match=message):
         DraftTree(**fields).check()
+
+
+@pytest.mark.parametrize("offsets", [[0, 0, 3], [0, 2, 1, 3], [0, 2], [1, 3], [0, 3, 3], []])
+def test_offsets_that_do_not_rise_to_the_number_of_nodes_are_refused(offsets):
+    batch = DraftBatch.concatenate([DraftTree.chain([4, 5, 6])])
+    batch = dataclasses.replace(batch, offsets=np.array(offsets, dtype=np.int32))
+    with pytest.raises(ValueError, match="offsets must rise from 0 to the number of nodes, 3, got"):
+        batch.check()
+
+
+def test_a_batch_without_rows_is_sound():
+    batch = DraftBatch.concatenate([DraftTree.chain([4, 5, 6])])
+    arrays = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    none = {name: array[:0] for name, array in arrays.items() if isinstance(array, np.ndarray)}
+    dataclasses.replace(batch, **{**none, "offsets": np.zeros(1, dtype=np.int32)}).check()

@@ -161,3 +161,13 @@ def test_single_bits_of_the_key_flip_half_of_the_output():
 def chi_square(counts):
     expected = counts.sum() / len(counts)
     return float(((counts - expected) ** 2).sum() / expected)
+
+
+def test_rows_without_nodes_have_none():
+    rows, steps, offsets = np.array([3, 4]), np.array([1, 9]), np.array([0, 0, 2], dtype=np.int32)
+    both = noise.node_uniforms(7, noise.ACCEPT, rows, steps, offsets)
+    assert (
+        both.tolist() == noise.node_uniforms(7, noise.ACCEPT, rows[1:], steps[1:], np.array([0, 2], np.int32)).tolist()
+    )
+    with pytest.raises(ValueError, match="offsets must ascend from 0"):
+        noise.node_uniforms(7, noise.ACCEPT, rows, steps, np.array([0, 2, 1], dtype=np.int32))

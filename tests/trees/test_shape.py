@@ -77,6 +77,11 @@ def test_unsound_parents_are_refused(parents):
         TreeShape(np.array(parents))
 
 
+def test_the_first_unsound_parent_is_named():
+    with pytest.raises(ValueError, match=r"got parents\[2\] = 2; put parents first"):
+        TreeShape(np.array([NO_PARENT, 0, 2, 9]))
+
+
 def test_bad_numbers_are_refused():
     with pytest.raises(ValueError, match="length"):
         TreeShape.chain(-1)

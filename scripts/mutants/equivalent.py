@@ -403,5 +403,10 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "self.most_room = 0  # rooms that double stop here, where set; a longer row still gets what it needs",
         "0 -> 1",
     ): "how much room a cache grows by at a time, not what is in it",
+    (
+        "stand/drafters/growing_draft.py",
+        "width = max((len(opened.law) for opened in self.nodes.values()), default=1)",
+        "1 -> 0",
+    ): "a draft of the root alone has no law whose width could matter",
     **{(f"trees/blended/growth/{file}", line, change): why for (file, line, change), why in OF_GROWTH.items()},
 }

@@ -61,7 +61,7 @@ def test_the_file_keeps_the_vocabulary(kind, tmp_path):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("ids", [[], [-1, 3], [10**6]])
+@pytest.mark.parametrize("ids", [[], [-1, 3], [10**6], [0, 61]])
 def test_tokens_that_the_target_does_not_have_are_refused(ids):
     with pytest.raises(ValueError, match="a vocabulary must be some tokens from 0 to 60, got"):
         random_head(tiny_model("llama")).restrict(ids)

@@ -60,6 +60,11 @@ def test_with_a_seed_no_clock_matters():
     assert slow == fast and usual(slow) == 2
 
 
+def test_a_gain_as_large_as_the_cost_does_not_pay():
+    assert usual(decide([0.5, 0.5], [9.0] * 2, share=0.5, is_seeded=True)) == 0
+    assert usual(decide([0.5, 0.5], [9.0] * 2, share=0.499, is_seeded=True)) == 2
+
+
 def test_what_does_not_pay_is_tried_again():
     made = decide([0.0] * 6, [0.1] * 6, num_steps=FIRST_TRIES + 4 * RETRY)
     assert made[:FIRST_TRIES] == [1] * FIRST_TRIES  # and none after it is tried

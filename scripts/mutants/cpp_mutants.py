@@ -38,6 +38,10 @@ FACTOR = re.compile(r"(?<![\w.])(?!0\.0f?\b|1\.0f?\b)(\d+\.\d+)(f?)(?!\w)")
 CAP = re.compile(r"\bstd::(min|max)(<\w+>)?\(")
 LEAP = re.compile(r"\b(break|continue);")
 SKIPPED = ("#", "//", "namespace", "using", "template", "static_assert", "enum")
+INCLUDED_BY = {  # folders of headers, and what Cython makes of the module that they are compiled into
+    "stand/laws": "stand/laws/filters.cpp",
+    "trees/blended/growth": "trees/blended/lookup.cpp",
+}
 
 
 def changes(source: str) -> Iterator[tuple[int, str, str]]:
@@ -95,41 +99,55 @@ def compile_batch(root: Path, path: Path, sources: Sequence[str], folder: Path) 
 STANDARD_HEADER = re.compile(r"^#include <[\w/.]+>$", re.MULTILINE)
 
 
+def including(root: Path, header: Path) -> Path:
+    """The .cpp of the module that a header of the project is compiled into."""
+    return root / INCLUDED_BY[header.parent.relative_to(root).as_posix()]
+
+
 def compile_functions(root: Path, path: Path, source: str, folder: Path) -> Path | None:
     """Like `compile_module`, but only the headers' functions are compiled anew; None if they are refused.
 
     Where nothing is inlined every inline function is a weak symbol of its own, and of two the linker takes the first:
     the mutant's. What a caller has taken in all the same, such as a default value, stays as it was.
     """
-    parts = _shipped_parts(root)
-    copied = folder / "trees"
-    shutil.copytree(root / "trees", copied, ignore=shutil.ignore_patterns("*.so", "*.cpp", "*.py*", "__pycache__"))
-    (folder / path.relative_to(root)).write_text(source, encoding="utf-8")
+    module = including(root, path)
+    parts = _shipped_parts(root, module)
+    _copy_headers(root, path, source, folder)
     lines = ["#define inline inline __attribute__((used))"]
-    lines += [f'#include "trees/blended/growth/{header.name}"' for header in sorted(path.parent.glob("*.h"))]
+    lines += [f'#include "{header.relative_to(root)}"' for header in sorted(path.parent.glob("*.h"))]
     functions = folder / "functions.cpp"
     functions.write_text("\n".join(lines), encoding="utf-8")
     command = ["c++", *_flags(), "-c", f"-I{folder}", "-include", str(parts / "standard.h"), str(functions)]
     done = subprocess.run([*command, "-o", str(folder / "functions.o")], capture_output=True)
     if done.returncode != 0:
         return None
-    built = folder / f"lookup{sysconfig.get_config_var('EXT_SUFFIX')}"
-    objects = [str(folder / "functions.o"), str(parts / "lookup.o")]
+    built = folder / f"{module.stem}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    objects = [str(folder / "functions.o"), str(parts / "module.o")]
     subprocess.run(["c++", "-shared", *objects, "-o", str(built)], check=True, capture_output=True)
     return built
 
 
+def _copy_headers(root: Path, path: Path, source: str, folder: Path) -> None:
+    """Those of the header's package, to the same places below `folder`; `source` in place of the header's own."""
+    package = path.relative_to(root).parts[0]
+    for header in (root / package).rglob("*.h"):
+        copy = folder / header.relative_to(root)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(header, copy)
+    (folder / path.relative_to(root)).write_text(source, encoding="utf-8")
+
+
 @cache
-def _shipped_parts(root: Path) -> Path:
-    """A folder with the shipped module's object and the standard headers, precompiled; it goes with this process."""
+def _shipped_parts(root: Path, module: Path) -> Path:
+    """A folder with the shipped module's object and the standard headers beside it, precompiled; it goes with this
+    process."""
     folder = Path(tempfile.mkdtemp(prefix="mutants"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    texts = [path.read_text(encoding="utf-8") for path in sorted((root / "trees").rglob("*.h"))]
+    texts = [path.read_text(encoding="utf-8") for path in sorted(module.parent.rglob("*.h"))]
     included = sorted({include for text in texts for include in STANDARD_HEADER.findall(text)})
     (folder / "standard.h").write_text("\n".join(included) + "\n", encoding="utf-8")
     headers = ["-x", "c++-header", str(folder / "standard.h"), "-o", str(folder / "standard.h.gch")]
-    lookup = ["-c", str(root / "trees" / "blended" / "lookup.cpp"), "-o", str(folder / "lookup.o")]
-    for command in (headers, lookup):
+    for command in (headers, ["-c", str(module), "-o", str(folder / "module.o")]):
         subprocess.run(["c++", *_flags(), *command], check=True, capture_output=True)
     return folder
 
@@ -144,14 +162,14 @@ def _flags() -> list[str]:
 
 
 def compile_module(root: Path, path: Path, source: str, folder: Path) -> Path | None:
-    """trees/blended/lookup.pyx with the header `path` replaced by `source`, below `folder`; None if it is refused.
+    """The module that the header `path` is compiled into, with `source` in its place, below `folder`; None if it is
+    refused.
 
     The .cpp is the one that the project's build left; with little optimisation, which is quicker to compile.
     """
-    copied = folder / "trees"
-    shutil.copytree(root / "trees", copied, ignore=shutil.ignore_patterns("*.so", "*.py*", "__pycache__"))
-    (folder / path.relative_to(root)).write_text(source, encoding="utf-8")
-    return compile_cpp(copied / "blended" / "lookup.cpp")
+    _copy_headers(root, path, source, folder)
+    module = including(root, path)
+    return compile_cpp(Path(shutil.copy(module, folder / module.relative_to(root))))
 
 
 def compile_cpp(source: Path) -> Path | None:

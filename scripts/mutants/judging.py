@@ -23,7 +23,7 @@ from mutants.targets import ROOT, Target
 MAX_CPU_SECONDS = 200  # of all tests; they take up to 40
 LEAST_SECONDS = 0.02  # what every test takes besides its own time
 MAX_TEST_SECONDS = 3.0  # of processor time, and ten times what the test usually takes: a mutant that loops is caught
-MAX_MEMORY = 64 << 30  # bytes of address space, for a mutant that grows without end; a test maps 32 GiB
+MAX_MEMORY = 64 << 30  # bytes of data, for a mutant that grows without end; a test maps 32 GiB
 TESTS_FAILED, INTERRUPTED = 1, 2  # pytest's: a test failed, or a test module could not even be imported
 BROKEN_RUN = (3, 4, 5)  # pytest's: an error of its own, wrong arguments, no tests
 REFUSED = "does not compile"
@@ -68,7 +68,8 @@ def in_fork(work: Callable[[], int], *, is_bounded: bool = True) -> int:
         os.dup2(null, 2)
         if is_bounded:
             resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_SECONDS, MAX_CPU_SECONDS))
-        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+        # Not of address space: with a limit on that, keys are not kept in mapped pages.
+        resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         status = 3
         try:

@@ -55,21 +55,22 @@ def put_compiled(mutant: Mutant, number: int, built: Path) -> None:
 
     built: what `cython_mutants.compile_batch` made, with this mutant as the `number`-th.
     """
-    batch, suffix = _loaded(built), f"__{number}"
+    batch, suffix = _loaded(mutant.module, built), f"__{number}"
     things = {name.removesuffix(suffix): thing for name, thing in vars(batch).items() if name.endswith(suffix)}
     _replace(mutant.module, things)
 
 
 def put_rebuilt(mutant: Mutant, built: Path) -> None:
-    """Replace the classes of an imported compiled module, wherever they were imported to, by those of `built`, the same
-    module with the mutant's header. Objects that exist already stay what they are.
+    """Replace the classes and functions of an imported compiled module, wherever they were imported to, by those of
+    `built`, the same module with the mutant's header. Objects that exist already stay what they are.
     """
-    things = {name: thing for name, thing in vars(_loaded(built)).items() if isinstance(thing, type)}
-    _replace(mutant.module, {name: thing for name, thing in things.items() if thing.__module__ == mutant.module})
+    things = vars(_loaded(mutant.module, built))
+    own = {name: thing for name, thing in things.items() if getattr(thing, "__module__", None) == mutant.module}
+    _replace(mutant.module, own)
 
 
-def _loaded(built: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(built.name.partition(".")[0], built)
+def _loaded(name: str, built: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, built)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

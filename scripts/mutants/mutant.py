@@ -15,7 +15,6 @@ from mutants.targets import ROOT
 
 CHANGES = {".py": python_mutants.changes, ".pyx": cython_mutants.changes, ".h": cpp_mutants.changes}
 KEY = ("file", "text", "what", "nth")
-GROWN_MODULE = "stand.trees.blended.lookup"  # the one that the headers of growth are compiled into
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,8 @@ class Mutant:
     @property
     def module(self) -> str:
         """verifiers/rules/token.py -> stand.verifiers.rules.token; a header: what it is compiled into."""
-        if self.path.suffix == ".h":
-            return GROWN_MODULE
-        name = ".".join(self.path.relative_to(ROOT).with_suffix("").parts)
+        path = cpp_mutants.including(ROOT, self.path) if self.path.suffix == ".h" else self.path
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         return name if name.startswith("stand.") else "stand." + name
 
     @property

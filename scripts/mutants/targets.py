@@ -46,6 +46,7 @@ TARGETS = (
         ("stand/sampling.py",),
         _tests("engine", "sampling", "filters", "processors", "generation_config", "hub"),
     ),
+    Target("filters", ("stand/laws/*.h",), _tests("engine", "filters", "sampling")),
     Target(
         "cache",
         ("stand/forward/tree_cache.py", "stand/forward/packed_plan.py"),
@@ -62,6 +63,22 @@ TARGETS = (
             *("blended_drafter", "cost_drafts", "drafter_promises", "eagle_head", "foreign_drafter", "known_costs"),
             *("law_source", "model_drafter", "planning", "step_cost", "text_drafters", "engine"),
             *("draft_vocabulary", "eagle_drafter", "growing_draft", "paying_runs", "stream_weights"),
+        ),
+    ),
+    Target(
+        "trained",
+        ("stand/drafters/eagle/*.py", "stand/drafters/streams/*.py"),
+        (
+            *_tests("engine", "eagle_drafter", "eagle_head", "foreign_head", "streaming_drafter", "stream_weights"),
+            *_tests("engine", "law_source", "draft_vocabulary", "paying_runs", "features", "growing_draft"),
+            *_tests("verifiers", "eagle_drafts", "stream_drafts"),
+        ),
+    ),
+    Target(
+        "scheduling",
+        ("stand/scheduling/*.py", "stand/forward/paged_cache.py"),
+        _tests(
+            "engine", "scheduler", "paged_cache", "page_allocator", "put_back", "given_back", "cache_memory", "stream"
         ),
     ),
     Target(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
+
+from stand.sampling import LEAST, MOST
 
 
 def check_count(name: str, value: object, least: int, most: int | None = None, *, usual: str) -> None:
@@ -18,7 +18,8 @@ def check_count(name: str, value: object, least: int, most: int | None = None, *
 def check_temperature(value: object) -> None:
     """Raise ValueError unless a law can be taken at this temperature."""
     is_number = isinstance(value, (int, float, np.floating, np.integer)) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
+    if not is_number or not LEAST <= value <= MOST:
         raise ValueError(
-            f"temperature must be positive and finite, got {value!r}; the target's own is best, 1 for greedy decoding"
+            f"temperature must be a number in [{LEAST:g}, {MOST:g}], got {value!r}; the target's own is best, 1 for "
+            "greedy decoding"
         )

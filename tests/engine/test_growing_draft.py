@@ -3,15 +3,21 @@
 import numpy as np
 import pytest
 
-from stand.drafters.growing_draft import GrowingDraft
+from stand.drafters.growing_draft import OVERLAP, GrowingDraft, typical_tree
 from stand.trees import ROOT
 
 LARGEST = np.nextafter(1.0, 0.0)  # of random numbers in [0, 1)
 
 
-def revealed(uniform, law):
-    draft = GrowingDraft(np.full(2, uniform), max_depth=1, is_greedy=False, token_ids=[0])
+def opened(law, *, uniform=0.5, is_greedy=False):
+    """A draft whose root is followed by tokens 1, 2, ... with these probabilities."""
+    draft = GrowingDraft(np.full(len(law) + 1, uniform), max_depth=1, is_greedy=is_greedy, token_ids=[0])
     draft.open(ROOT, np.arange(1, len(law) + 1, dtype=np.int32), law)
+    return draft
+
+
+def revealed(uniform, law):
+    draft = opened(law, uniform=uniform)
     return draft.token_ids[draft.reveal(ROOT)]
 
 
@@ -28,3 +34,36 @@ def test_the_largest_random_number_names_the_last_possible_token():
 @pytest.mark.parametrize(("uniform", "token"), [(0.0, 2), (0.2499, 2), (0.2501, 3), (0.74, 3), (0.76, 5)])
 def test_a_random_number_names_the_token_in_whose_share_it_lies(uniform, token):
     assert revealed(uniform, np.array([0.0, 0.25, 0.5, 0.0, 0.25])) == token
+
+
+def test_chances_of_children():
+    """The first one overlaps with the target's token or is equal to it by chance, the others by chance alone."""
+    law = np.array([0.5, 0.3, 0.2])
+    draft = opened(law)
+    first = OVERLAP + (1 - OVERLAP) * (0.25 + 0.09 + 0.04)
+    assert draft.next_chance(ROOT) == pytest.approx(first)
+    draft.reveal(ROOT)  # token 2: its share begins at 0.5
+    assert draft.token_ids == [0, 2]
+    second = (1 - first) * (25 + 4) / 49
+    assert draft.next_chance(ROOT) == pytest.approx(second)
+    draft.reveal(ROOT)
+    draft.reveal(ROOT)
+    assert draft.chances == pytest.approx([1.0, first, second, (1 - first) * (1 - 29 / 49)])
+    assert draft.next_chance(ROOT) == 0.0  # no token is left
+
+
+def test_chances_of_greedy_children_are_the_probabilities_that_are_left():
+    draft = opened(np.array([0.2, 0.5, 0.3]), is_greedy=True)
+    assert draft.next_chance(ROOT) == pytest.approx(0.5)
+    draft.reveal(ROOT)
+    assert draft.next_chance(ROOT) == pytest.approx(0.5 * 3 / 5)
+    draft.reveal(ROOT)
+    assert draft.token_ids == [0, 2, 3]
+
+
+@pytest.mark.parametrize(("is_chain", "parents"), [(True, [-1, 0, 1]), (False, [-1, 0, 0])])
+def test_typical_trees(is_chain, parents):
+    tree = typical_tree(is_chain=is_chain, follows_shape=True)
+    assert tree.parents.tolist() == parents and tree.slots.tolist() == [0, 1, 2]
+    assert tree.token_ids.tolist() == ([0, 2, 2] if is_chain else [0, 2, 1])
+    assert typical_tree(is_chain=is_chain).slots is None

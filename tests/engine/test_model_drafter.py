@@ -200,7 +200,14 @@ def test_the_same_seed_gives_the_same_rows_whatever_was_drafted_before():
     assert alone.token_ids == fresh.token_ids[:2]
 
 
-@pytest.mark.parametrize("settings", [{"gamma": 0}, {"num_candidates": 0}, {"temperature": 0.0}, {"temperature": -1.0}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"gamma": gamma} for gamma in (0, True, 2.0)),
+        {"num_candidates": 0},
+        *({"temperature": temperature} for temperature in (0.0, -1.0, 1e-40, 1e39, np.nan, True, "1")),
+    ],
+)
 def test_settings_out_of_range_are_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         ModelDrafter(tiny_model(SMALL), **settings)

@@ -12,7 +12,7 @@ from tiny_models import tiny_model
 
 import stand
 from stand.drafters.eagle import laws as eagle_laws
-from stand.drafters.paying_runs import FIRST_TRIES, RETRY, PayingRuns, expected_tokens
+from stand.drafters.paying_runs import FADE, FIRST_TRIES, RETRY, FadingMean, PayingRuns, expected_tokens
 from stand.drafters.streams import rider as streams_rider
 from stand.drafters.streams.weights import Streams
 from stand.trees import DraftBatch, DraftTree
@@ -70,6 +70,16 @@ def test_what_does_not_pay_is_tried_again():
     assert made[:FIRST_TRIES] == [1] * FIRST_TRIES  # and none after it is tried
     assert 2 <= sum(made[FIRST_TRIES:]) <= 4
     assert set(np.diff(np.flatnonzero(made[FIRST_TRIES:]))) == {RETRY + 1}  # so many steps without it in between
+
+
+def test_a_fading_mean_is_a_mean_until_the_newest_weighs_its_share():
+    values, mean = np.random.default_rng(0).normal(size=40), FadingMean()
+    assert (mean.value, mean.count) == (0.0, 0)
+    expected = 0.0
+    for number, value in enumerate(values, start=1):
+        mean.add(value)
+        expected = values[:number].mean() if number <= 1 / FADE else (1 - FADE) * expected + FADE * value
+        assert mean.value == pytest.approx(expected) and mean.count == number
 
 
 def test_expected_tokens_count_the_one_after_the_path():

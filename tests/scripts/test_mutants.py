@@ -174,7 +174,9 @@ def test_a_mutant_takes_the_place_of_its_module():
     assert module.NONE == 77
     assert Finder(mutant, None).find_spec("stand.verifiers.rules.token", None) is None
     assert Mutant(ROOT / "stand" / "sampling.py", 1, "", "", "").module == "stand.sampling"
-    assert Mutant(ROOT / "trees" / "blended" / "growth.h", 1, "", "", "").module == "stand.trees.blended.lookup"
+    growth = ROOT / "trees" / "blended" / "growth" / "growth.h"
+    assert Mutant(growth, 1, "", "", "").module == "stand.trees.blended.lookup"
+    assert Mutant(ROOT / "stand" / "laws" / "block_passes.h", 1, "", "", "").module == "stand.laws.filters"
     assert in_fork(lambda: 5) == 5
 
 

@@ -51,7 +51,9 @@ TARGETS = (
         "cache",
         ("stand/forward/tree_cache.py", "stand/forward/packed_plan.py"),
         (
-            *_tests("engine", "forward", "cache_memory", "paged_cache", "eagle_drafter", "engine"),
+            *_tests(
+                "engine", "forward", "cache_memory", "few_token_attention", "paged_cache", "eagle_drafter", "engine"
+            ),
             *_tests("gpu", "gpu_guarded_step"),
         ),
     ),

@@ -4,9 +4,11 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_cache import CacheMemoryError, TreeCache, available_bytes, check_fits
 
 CPU, META, CUDA = torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0)
@@ -54,3 +56,14 @@ def test_an_unused_cache_is_empty():
     assert cache.get_seq_length() == 0
     cache.begin(SimpleNamespace(kv_length=3))
     assert cache.get_seq_length() == 3
+
+
+def test_slots_of_a_plan_are_known_once_there_are_layers():
+    cache, plan = TreeCache(num_rows=3, room=4), StepPlan.for_prompt(np.array([5, 6, 7]), 2, row=1)
+    cache.begin(plan)
+    assert cache.room >= 5 and cache.slots is None
+    states = torch.zeros(1, 2, 3, 8)
+    cache.update(states, states, 0)
+    assert cache.slots is None  # of this plan: its first layers wrote without them
+    cache.begin(plan)
+    assert cache.slots.tolist() == [cache.room + slot for slot in (2, 3, 4)]

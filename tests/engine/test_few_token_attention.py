@@ -6,7 +6,8 @@ import torch
 
 from stand.forward.dot_products import attend
 from stand.forward.few_token_attention import TokenPaths, few_token_attention, is_supported
-from stand.forward.few_token_product import DTYPES, WIDEST
+from stand.forward.few_token_product import DTYPES, IS_FASTER, WIDEST
+from stand.forward.packed_plan import MOST_ROW_TOKENS, StepPlan
 from stand.laws.filters import VECTORS
 from stand.threads import parallel_region
 
@@ -233,3 +234,11 @@ def test_other_tensors_are_refused():
         with pytest.raises(ValueError, match="must be on a CPU, all of float32.* L at least 301"):
             few_token_attention(query, key, value, step.paths, scale=0.1)
         assert name in ("short", "rows", "tokens") or not is_supported(query, key, value), name
+
+
+PLANS = [(MOST_ROW_TOKENS, "cpu", IS_FASTER), (MOST_ROW_TOKENS + 1, "cpu", False), (1, "meta", False)]
+
+
+@pytest.mark.parametrize(("count", "device", "is_fit"), PLANS)
+def test_steps_that_it_is_made_for(count, device, is_fit):
+    assert StepPlan.for_prompt(np.zeros(count, int), 3, row=0, device=device).has_few_tokens == is_fit

@@ -5,6 +5,7 @@
 #   make test            the test suite
 #   make lint            ruff
 #   make test-debug      the compiled core with bounds checks, its own tests
+#   make test-ptx        the GPU kernels as they are compiled for sm_90, run without a GPU; CAPABILITY=80 for sm_80
 #   make test-wheel      the wheel in an empty environment, tests run away from the source
 #   make test-oldest     the engine on the oldest transformers that it takes
 #   make environments    what the last three run in
@@ -35,6 +36,10 @@ OLDEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml
 OLDEST_TESTS := tests/engine/test_support.py tests/engine/test_forward.py::test_tree_logits_equal_plain_forwards \
   tests/engine/test_engine.py::test_greedy_equals_transformers_token_for_token tests/engine/test_hub.py \
   --deselect tests/engine/test_hub.py::test_the_page_runs_as_printed
+# Kernels as Triton compiles them, each instruction run on the CPU (tests/oracles/ptx). All of tests/gpu can run so; these
+# take the shortest time.
+CAPABILITY ?= 90
+PTX_TESTS := $(patsubst %,tests/gpu/test_gpu_%.py,ptx fused_kernels traverse draw race softmax top_tokens compact filter)
 # Test processes at a time.
 WORKERS ?= 2
 
@@ -42,15 +47,18 @@ WORKERS ?= 2
 export PIP_COMPILE := 0
 
 # One thread: the matrices of the suite are too small for more, and as many processes run as there are cores.
-test test-debug test-wheel: export OMP_NUM_THREADS ?= 1
+test test-debug test-ptx test-wheel: export OMP_NUM_THREADS ?= 1
 
-.PHONY: throughput test lint environments test-debug test-wheel test-oldest wheel away clean
+.PHONY: throughput test lint environments test-debug test-ptx test-wheel test-oldest wheel away clean
 
 throughput: $(VENV)/.ready
 	$(BIN)/python scripts/throughput.py $(if $(MODEL),--model $(MODEL) $(MODEL_ARGS)) $(ARGS)
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+test-ptx: $(VENV)/.ready
+	STAND_PTX=$(CAPABILITY) $(BIN)/python -m pytest -n $(WORKERS) $(PTX_TESTS) $(ARGS)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -1,14 +1,14 @@
 """One thread: the suite's matrices are tiny, and two busy threads are slower than one.
 
 Triton chooses between its interpreter and its compiler when a kernel is decorated, so the choice comes before any
-import.
+import: the compiler with `STAND_PTX=90`, whose kernels run on the PTX machine of tests/oracles.
 
 No steps are timed: drafts have fixed budgets, and nothing is written to the home folder.
 """
 
 import os
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("TRITON_INTERPRET", "0" if "STAND_PTX" in os.environ else "1")
 os.environ["STAND_COSTS"] = "off"
 
 try:

@@ -126,7 +126,7 @@ def rope_and_store(
             half if cos.shape[1] == rotary else 0,
             keys.stride(0), keys.stride(1), keys.stride(2), keys.shape[2], eps,
             HEADS=heads, KV_HEADS=key.shape[1], SIZE=size, HALF=half, RULE=rule,
-            BLOCK=triton.next_power_of_2(size), num_warps=NUM_WARPS,
+            BLOCK=triton.next_power_of_2(size), num_warps=NUM_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return output
 

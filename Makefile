@@ -39,7 +39,8 @@ OLDEST_TESTS := tests/engine/test_support.py tests/engine/test_forward.py::test_
 # Kernels as Triton compiles them, each instruction run on the CPU (tests/oracles/ptx). All of tests/gpu can run so; these
 # take the shortest time.
 CAPABILITY ?= 90
-PTX_TESTS := $(patsubst %,tests/gpu/test_gpu_%.py,ptx fused_kernels traverse draw race softmax top_tokens compact filter)
+PTX_PARTS := ptx ptx_models fused_kernels traverse draw race softmax top_tokens compact filter
+PTX_TESTS := $(PTX_PARTS:%=tests/gpu/test_gpu_%.py)
 # Test processes at a time.
 WORKERS ?= 2
 

@@ -1,0 +1,59 @@
+"""Compiled kernels in the shapes of real models, in 16 bits: matrix instructions, every choice of blocks, whole models.
+
+Needs STAND_PTX: the interpreter multiplies the bits of bfloat16.
+"""
+
+import copy
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from attention_cases import difference, make_case  # noqa: E402
+from tiny_models import CONFIGS  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+import stand  # noqa: E402
+from stand.drafters.blended import BlendedDrafter  # noqa: E402
+
+pytestmark = pytest.mark.skipif("STAND_PTX" not in os.environ, reason="needs compiled kernels: STAND_PTX=90")
+ATTENTION = {  # heads, key heads per query head, size, tokens and committed keys per row, options
+    "7B, large tiles": (7, 7, 128, [80, 1], [600, 70], {}),
+    "7B, small tiles": (7, 7, 128, [7, 3], [300, 6], {}),
+    "8B, three words": (4, 4, 128, [170], [130], {}),
+    "Phi-3": (2, 1, 96, [70, 5], [300, 20], {"window": 50}),
+    "Gemma 2": (2, 2, 256, [70, 5], [200, 20], {"softcap": 50.0, "window": 40}),
+    "gpt-oss": (8, 8, 64, [20, 5], [200, 20], {"sinks": torch.linspace(-1, 2, 8), "window": 100}),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_errs_by_rounding_alone(name):
+    """Of results up to 3; splits of 64 keys, so that many programs hand their parts to the last one."""
+    heads, groups, size, counts, lengths, options = ATTENTION[name]
+    case = make_case(counts, lengths, heads=heads, groups=groups, size=size, dtype=torch.bfloat16)
+    options = {key: value.bfloat16() if key == "sinks" else value for key, value in options.items()}
+    assert difference(case, **options) <= 8e-3
+
+
+def sixteen_bit_model(family: str):
+    """Random, with a size of heads that the kernels take."""
+    config = copy.deepcopy(CONFIGS[family])
+    config.head_dim, config.hidden_size = 64, 256 if family == "phi3" else 64
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_whole_model_writes_the_tokens_of_the_eager_step(family):
+    """Checked while it is wrapped; fused modules have the bits of the model's own."""
+    settings = {"input_ids": [[3, 4, 5, 3, 4], [7, 8, 7, 8]], "max_new_tokens": 6, "temperature": 0.8, "top_p": 0.9}
+    written = {}
+    for name in ("sdpa", "triton"):
+        engine = stand.wrap(sixteen_bit_model(family), backend=name, drafter=BlendedDrafter(budget=6))
+        written[name] = engine.generate(**settings, seed=2, learn=False).token_ids
+    assert written["triton"] == written["sdpa"] and str(engine.backend) == "triton"
+    report = [swap for swap in engine.backend.fusion.report if swap.kind != "product of few tokens"]
+    assert len(report) >= 6 and all(swap.is_kept and swap.max_error == 0 for swap in report)

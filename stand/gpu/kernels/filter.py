@@ -2,8 +2,8 @@
 
 Non-negative floats order like their bits, so a probability is a 30-bit integer key (below 2.0). All chunks of a law are
 looked at side by side, for their largest key and for what lies above 16 thresholds. Then one program per law, which
-reads only chunks with keys above the interval that is left, takes the keys of the interval out and halves it until it
-is one key. Last, all chunks are written. Decisions rest on sums in float64 in a fixed order, without atomics: equal
+reads the chunks with keys above the interval that is left, once, takes the keys of the interval out and halves it until
+it is one key. Last, all chunks are written. Decisions rest on sums in float64 in a fixed order, without atomics: equal
 input gives equal bits, whatever the batch mates.
 """
 
@@ -51,7 +51,11 @@ def _look(
     values, keys, _ = _load_chunk(law, tl.program_id(1), vocabulary_size, BLOCK)
     place, largest = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(keys, axis=0)
     tl.store(largest_keys + place, largest)
-    for way in range(0, WAYS):
+    if HAS_TOP_P:  # of all tokens, in float64: what top_p is a share of
+        tl.store(masses + place * WAYS, tl.sum(tl.where(keys >= 0, values, 0.0).to(tl.float64), axis=0))
+    if HAS_TOP_K:
+        tl.store(counts + place * WAYS, tl.sum((keys >= 0).to(tl.float32), axis=0))
+    for way in range(1, WAYS):
         count, mass = tl.zeros((), tl.float32), tl.zeros((), tl.float32)
         if largest >= _threshold(way):
             is_above = keys >= _threshold(way)
@@ -62,7 +66,7 @@ def _look(
         if HAS_TOP_K:
             tl.store(counts + place * WAYS + way, count)
         if HAS_TOP_P:
-            tl.store(masses + place * WAYS + way, mass)
+            tl.store(masses + place * WAYS + way, mass.to(tl.float64))
 
 
 @triton.jit
@@ -139,20 +143,60 @@ def _halve(
 
 
 @triton.jit
+def _interval(
+    counts, masses, largest, top_k, top_p, num_chunks,
+    BLOCK_CHUNKS: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr,
+):  # fmt: skip
+    """(low, high, how many keys reach high, mass of the law): both filters' cuts lie in [low, high)."""
+    chunks, ways = tl.arange(0, BLOCK_CHUNKS), tl.arange(0, WAYS)
+    cells, is_chunk = chunks[:, None] * WAYS + ways[None, :], chunks[:, None] < num_chunks
+    low_way, high_way = tl.zeros((), tl.int32), tl.full((), WAYS, tl.int32)
+    num_above, total = tl.zeros((), tl.float64), tl.zeros((), tl.float64)
+    if HAS_TOP_K:
+        count = tl.sum(tl.load(counts + cells, mask=is_chunk, other=0.0), axis=0)  # whole numbers, exact
+        low_way = tl.max(tl.where(count >= top_k, ways, 0), axis=0)
+        high_way = tl.min(tl.where(count < top_k, ways, WAYS), axis=0)
+    if HAS_TOP_P:
+        mass = tl.sum(tl.load(masses + cells, mask=is_chunk, other=0.0), axis=0)
+        total = tl.sum(tl.where(ways == 0, mass, 0.0), axis=0)
+        if HAS_TOP_K:  # leaves at least what reaches its own high way, so the cut of top_p has no less above it
+            share = top_p * tl.sum(tl.where(ways == high_way, mass, 0.0), axis=0)
+            high_way = tl.maximum(high_way, tl.min(tl.where(mass < share * (1 - MARGIN), ways, WAYS), axis=0))
+        else:
+            low_way = tl.max(tl.where(mass >= top_p * total * (1 + MARGIN), ways, 0), axis=0)
+            high_way = tl.min(tl.where(mass < top_p * total * (1 - MARGIN), ways, WAYS), axis=0)
+    if HAS_TOP_K:
+        num_above = tl.sum(tl.where(ways == high_way, count, 0.0), axis=0).to(tl.float64)
+    high = tl.where(high_way < WAYS, _threshold(high_way), largest + 1)
+    return _threshold(low_way), high, num_above, total
+
+
+@triton.jit
+def _cut_among(
+    taken, count, low, high, num_above, mass_above, total, top_k, top_p,
+    ROOM: tl.constexpr, HALVINGS: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr,
+):  # fmt: skip
+    """(cut, top_p's share, mass above the cut, how many keys equal it), all keys of [low, high) being taken out."""
+    places = tl.arange(0, ROOM)
+    keys = tl.load(taken + places, mask=places < count, other=-1)
+    values, cut, share = keys.to(tl.float32, bitcast=True), low, total
+    if HAS_TOP_K:
+        cut = _halve(taken, count, cut, high, num_above, top_k.to(tl.float64), ROOM, HALVINGS, True)
+        share = mass_above + _measure(values, keys >= cut, False)
+    if HAS_TOP_P:
+        share *= top_p
+        cut = _halve(taken, count, cut, high, mass_above, share, ROOM, HALVINGS, False)
+    ties = tl.sum((keys == cut).to(tl.int32), axis=0)
+    return cut, share, mass_above + _measure(values, keys > cut, False), ties
+
+
+@triton.jit
 def _search(
-    law, taken, measures, largest_keys, target, least, num_chunks, vocabulary_size,
+    law, taken, largest_keys, low, high, target, vocabulary_size,
     BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, CAPACITY: tl.constexpr, FEW: tl.constexpr,
     HALVINGS: tl.constexpr, BY_COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The largest key, `least` or more, that has the target (a number of tokens or a mass) at or above it."""
-    chunks, ways = tl.arange(0, BLOCK_CHUNKS), tl.arange(0, WAYS)
-    cells = chunks[:, None] * WAYS + ways[None, :]
-    seen = tl.load(measures + cells, mask=chunks[:, None] < num_chunks, other=0.0)
-    measure = tl.sum(seen.to(tl.float64), axis=0)
-    low_way = tl.max(tl.where(measure >= target * (1 + MARGIN), ways, 0), axis=0)
-    high_way = tl.min(tl.where(measure < target * (1 - MARGIN), ways, WAYS), axis=0)
-    low = tl.maximum(_threshold(low_way), least)
-    high = tl.where(high_way < WAYS, _threshold(high_way), tl.max(largest_keys, axis=0) + 1)
+    """The largest key of [low, high) that has the target (a number of tokens or a mass) at or above it."""
     count, lowest, highest, above = _take_out(
         law, taken, largest_keys, low, high, vocabulary_size, BLOCK, BLOCK_CHUNKS, CAPACITY, BY_COUNT
     )
@@ -170,6 +214,31 @@ def _search(
     else:
         cut = _halve(taken, count, low, high, above, target, CAPACITY, HALVINGS, BY_COUNT)
     return cut
+
+
+@triton.jit
+def _cut_by_reading(
+    law, taken, largest_keys, low, high, total, top_k, top_p, vocabulary_size, BLOCK: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr, CAPACITY: tl.constexpr, FEW: tl.constexpr, HALVINGS: tl.constexpr,
+    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr,
+):  # fmt: skip
+    """As `_cut_among`, where [low, high) has more keys than there is room for; ties are not counted."""
+    cut, share, above = low, total, tl.full((), float("nan"), tl.float64)
+    if HAS_TOP_K:
+        cut = _search(
+            law, taken, largest_keys, low, high, top_k.to(tl.float64), vocabulary_size,
+            BLOCK, BLOCK_CHUNKS, CAPACITY, FEW, HALVINGS, True,
+        )  # fmt: skip
+    if HAS_TOP_P:
+        if HAS_TOP_K:
+            share = _measure_from(law, largest_keys, cut, vocabulary_size, BLOCK, BLOCK_CHUNKS, False)
+        share *= top_p
+        cut = _search(
+            law, taken, largest_keys, cut, high, share, vocabulary_size,
+            BLOCK, BLOCK_CHUNKS, CAPACITY, FEW, HALVINGS, False,
+        )  # fmt: skip
+        above = _measure_from(law, largest_keys, cut + 1, vocabulary_size, BLOCK, BLOCK_CHUNKS, False)
+    return cut, share, above, vocabulary_size + 1
 
 
 @triton.jit
@@ -204,24 +273,36 @@ def _find_cut(
     largest = tl.max(keys, axis=0)
     cut, first, total = tl.zeros((), tl.int32), tl.zeros((), tl.int32), tl.full((), float("nan"), tl.float64)
     if largest != NAN_KEY:
-        if HAS_TOP_K:
-            cut = _search(
-                law, taken, counts + row * num_chunks * WAYS, keys, top_k.to(tl.float64), cut, num_chunks,
-                vocabulary_size, BLOCK, BLOCK_CHUNKS, CAPACITY, FEW, HALVINGS, True,
-            )  # fmt: skip
-        if HAS_TOP_P:
+        if HAS_TOP_K or HAS_TOP_P:
             share = tl.full((), top_p, tl.float64) + tl.full((), top_p_rest, tl.float64)
-            share *= _measure_from(law, keys, cut, vocabulary_size, BLOCK, BLOCK_CHUNKS, False)
-            cut = _search(
-                law, taken, masses + row * num_chunks * WAYS, keys, share, cut, num_chunks,
-                vocabulary_size, BLOCK, BLOCK_CHUNKS, CAPACITY, FEW, HALVINGS, False,
+            low, high, num_above, mass = _interval(
+                counts + row * num_chunks * WAYS, masses + row * num_chunks * WAYS, largest, top_k, share, num_chunks,
+                BLOCK_CHUNKS, HAS_TOP_K, HAS_TOP_P,
             )  # fmt: skip
-            # the j-th of the ties stays while what is above and j of them are less than the share
-            above = _measure_from(law, keys, cut + 1, vocabulary_size, BLOCK, BLOCK_CHUNKS, False)
-            value = cut.to(tl.float32, bitcast=True).to(tl.float64)
-            missing = tl.where(cut > 0, tl.ceil((share - above) / tl.where(cut > 0, value, 1.0)), 0.0)
-            num_kept = tl.maximum(tl.minimum(missing, vocabulary_size), 0).to(tl.int32)
-            first, num_kept = _highest_ties(law, keys, cut, num_kept, vocabulary_size, BLOCK, BLOCK_CHUNKS)
+            count, _, _, above = _take_out(
+                law, taken, keys, low, high, vocabulary_size, BLOCK, BLOCK_CHUNKS, CAPACITY, False
+            )
+            if count <= FEW:
+                cut, share, above, ties = _cut_among(
+                    taken, count, low, high, num_above, above, mass, top_k, share, FEW, HALVINGS, HAS_TOP_K, HAS_TOP_P
+                )
+            elif count <= CAPACITY:
+                cut, share, above, ties = _cut_among(
+                    taken, count, low, high, num_above, above, mass, top_k, share, CAPACITY, HALVINGS, HAS_TOP_K,
+                    HAS_TOP_P,
+                )  # fmt: skip
+            else:
+                cut, share, above, ties = _cut_by_reading(
+                    law, taken, keys, low, high, mass, top_k, share, vocabulary_size, BLOCK, BLOCK_CHUNKS, CAPACITY,
+                    FEW, HALVINGS, HAS_TOP_K, HAS_TOP_P,
+                )  # fmt: skip
+            value, num_kept = cut.to(tl.float32, bitcast=True).to(tl.float64), ties
+            if HAS_TOP_P:
+                # the j-th of the ties stays while what is above and j of them are less than the share
+                missing = tl.where(cut > 0, tl.ceil((share - above) / tl.where(cut > 0, value, 1.0)), 0.0)
+                num_kept = tl.maximum(tl.minimum(missing, ties), 0).to(tl.int32)
+                if num_kept < ties:
+                    first, num_kept = _highest_ties(law, keys, cut, num_kept, vocabulary_size, BLOCK, BLOCK_CHUNKS)
             total = above + num_kept * value
         floor = (min_p * largest.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
         if floor > cut:
@@ -265,9 +346,8 @@ def filter_rows(laws: torch.Tensor, top_k: int, top_p: float, min_p: float) -> N
     grid = (num_rows, triton.cdiv(vocabulary_size, CHUNK))
     largest_keys = laws.new_empty(grid, dtype=torch.int32)
     has_top_k, has_top_p = 0 < top_k < vocabulary_size, top_p < 1
-    counts, masses = (
-        laws.new_empty((*grid, WAYS.value)) if has_filter else laws for has_filter in (has_top_k, has_top_p)
-    )  # laws: not read
+    counts = laws.new_empty((*grid, WAYS.value)) if has_top_k else laws  # laws: not read
+    masses = laws.new_empty((*grid, WAYS.value), dtype=torch.float64) if has_top_p else laws
     taken = laws.new_empty((num_rows, CAPACITY), dtype=torch.int32)
     cuts, firsts = laws.new_empty((2, num_rows), dtype=torch.int32)
     totals = laws.new_empty(num_rows, dtype=torch.float64)
@@ -304,7 +384,7 @@ def _check_arguments(laws: torch.Tensor, top_k: int, top_p: float, min_p: float)
 def specimens() -> list[Specimen]:
     """The kernels as launched for 152,064 tokens (75 chunks)."""
     laws, sizes = {"laws": "*fp32", "largest_keys": "*i32"}, {"row_stride": "i32", "vocabulary_size": "i32"}
-    seen, found = {"counts": "*fp32", "masses": "*fp32"}, {"cuts": "*i32", "firsts": "*i32", "totals": "*fp64"}
+    seen, found = {"counts": "*fp32", "masses": "*fp64"}, {"cuts": "*i32", "firsts": "*i32", "totals": "*fp64"}
     chosen = {"num_chunks": "i32", "top_k": "i32", "top_p": "fp32", "top_p_rest": "fp32", "min_p": "fp32"}
     cut = {"laws": "*fp32", "largest_of": "*i32", **seen, "taken": "*i32", **found, **sizes, **chosen}
     blocks = {"BLOCK": CHUNK, "BLOCK_CHUNKS": 128, "CAPACITY": CAPACITY, "FEW": FEW, "HALVINGS": HALVINGS}

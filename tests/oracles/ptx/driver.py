@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace
 
@@ -11,7 +12,6 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
-from triton.runtime.jit import _triton_jit_function_registry
 
 from ptx.machine import Machine
 from ptx.memory import tensor_allocations
@@ -32,6 +32,7 @@ class Driver:
         self.capability, self.is_judged, self.may_collide, self.order = capability, is_judged, may_collide, order
         self.launches: list[str] = []
         self.device, self._edit = 0, str
+        self._other_devices = itertools.count(1)
         self.launcher_cls = self._launcher
         self.utils = SimpleNamespace(load_binary=self._load, get_device_properties=self._properties)
 
@@ -43,13 +44,11 @@ class Driver:
 
     @contextlib.contextmanager
     def edited(self, edit: Callable[[str], str]) -> Iterator[None]:
-        """Kernels are loaded anew with their PTX changed; Triton keeps them by device, so there is one more."""
-        before, self.device, self._edit = (self.device, self._edit), self.device + 1, edit
+        """Kernels are loaded anew with their PTX changed; Triton keeps them by device, so each edit has one."""
+        before, self.device, self._edit = (self.device, self._edit), next(self._other_devices), edit
         try:
             yield
         finally:
-            for kernel in _triton_jit_function_registry.values():
-                kernel.device_caches.pop(self.device, None)
             self.device, self._edit = before
 
     def get_current_stream(self, device: int) -> int:

@@ -204,9 +204,12 @@ def _plain(name: str, value: object) -> object:
 
 
 def _warn_of_strangers(config: GenerationConfig) -> None:
-    """Say which values of a config mean nothing: files of the hub may have such, and so may a slip of the pen."""
-    known = vars(GenerationConfig())
-    strangers = [name for name, value in vars(config).items() if name not in known and value is not None]
+    """Say which values of a config mean nothing: files of the hub may have such, and so may a slip of the pen.
+
+    Private ones are transformers' own notes.
+    """
+    known, values = vars(GenerationConfig()), vars(config).items()
+    strangers = [name for name, value in values if not (name.startswith("_") or name in known or value is None)]
     if strangers:
         warnings.warn(
             f"generation_config has values that mean nothing to transformers or to this engine: "

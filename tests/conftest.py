@@ -8,6 +8,8 @@ No steps are timed: drafts have fixed budgets, and nothing is written to the hom
 
 import os
 
+import pytest
+
 os.environ.setdefault("TRITON_INTERPRET", "0" if "STAND_PTX" in os.environ else "1")
 os.environ["STAND_COSTS"] = "off"
 
@@ -17,3 +19,12 @@ except ModuleNotFoundError:  # the drafter alone is installed; see scripts/check
     pass
 else:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def interpreter():
+    """For tests that interpret kernels: where the installed interpreter cannot run, they are skipped and say so."""
+    from stand.gpu.kernels.launch import interpreter_obstacle
+
+    if obstacle := interpreter_obstacle():
+        pytest.skip(obstacle)

@@ -84,7 +84,7 @@ class FusedAttention:
         module, rule = self.module, self.settings.rule
         num_tokens, head_size = hidden_states.shape[1], module.head_dim
         parts = [part.view(num_tokens, -1, head_size) for part in self._projected(hidden_states)]
-        cos, sin = (table[0] for table in position_embeddings)
+        cos, sin = (_with_adjacent_columns(table[0]) for table in position_embeddings)
         weights, epsilon = (None, None), 0.0
         if rule != NO_NORM:
             weights, epsilon = (module.q_norm.weight, module.k_norm.weight), norm_epsilon(module.q_norm)
@@ -107,6 +107,11 @@ class FusedAttention:
     def _constants(self) -> dict[str, object]:
         named = {name: getattr(self.module, parameter) for name, parameter in self.settings.parameters.items()}
         return {**self.settings.constants, **named}
+
+
+def _with_adjacent_columns(table: torch.Tensor) -> torch.Tensor:
+    """Kernels read rows; tables may come transposed, as those of GPT-OSS do under transformers 5.17."""
+    return table if table.stride(-1) == 1 else table.contiguous()
 
 
 def is_attention(module: nn.Module) -> bool:

@@ -90,6 +90,21 @@ def test_tokens_and_logits_equal_those_of_unfused_modules(family):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+def test_rotary_tables_may_come_transposed(monkeypatch):
+    """As the product of frequencies and positions leaves those of GPT-OSS under transformers 5.17."""
+    model = fresh("gpt_oss")
+    rotary = type(model.model.rotary_emb)
+    own = rotary.forward
+
+    def transposed(self, x, position_ids):
+        return tuple(table.mT.contiguous().mT for table in own(self, x, position_ids))
+
+    monkeypatch.setattr(rotary, "forward", transposed)
+    fusion = fuse_on_cpu(model)
+    assert kept(fusion) == EXPECTED["gpt_oss"]
+    assert difference(model, fusion) <= 1e-4
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3", "phi3"])
 def test_steps_run_through_the_fused_modules(family, monkeypatch):
     """Kernels that fail after the proof stop the engine; with fuse=False nobody asks for them."""

@@ -5,6 +5,7 @@ import gc
 import inspect
 import re
 import shutil
+import warnings
 import weakref
 from pathlib import Path
 
@@ -127,6 +128,13 @@ def test_every_case_changes_the_tokens(model, case):
     settings = {"do_sample": False, "max_new_tokens": 24}
     plain = model.generate(**PADDED, **{**settings, **WITHOUT.get(case, {})})
     assert plain.tolist() != model.generate(**PADDED, **{**settings, **EQUAL[case]}).tolist()
+
+
+def test_a_call_warns_of_nothing(model):
+    """transformers leaves notes of its own in the config that it passes on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.generate(**PADDED, do_sample=False, max_new_tokens=2, custom_generate=stand_generate)
 
 
 def test_an_end_token_outside_the_vocabulary_ends_nothing(model):

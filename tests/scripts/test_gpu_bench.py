@@ -54,7 +54,7 @@ class Smoke:
 
 
 @pytest.fixture(scope="module")
-def smoke(tmp_path_factory) -> Smoke:
+def smoke(tmp_path_factory, interpreter) -> Smoke:
     folder = tmp_path_factory.mktemp("smoke")
     found = Smoke([], folder / "new" / "bench.json", folder / "costs")
     with pytest.MonkeyPatch.context() as patch:
@@ -72,7 +72,7 @@ def smoke(tmp_path_factory) -> Smoke:
 
 
 @pytest.fixture(scope="module")
-def small() -> BenchModel:
+def small(interpreter) -> BenchModel:
     return BenchModel(SMOKE_SHAPE, device=CPU, dtype=torch.float32, max_positions=256)
 
 
@@ -316,6 +316,7 @@ def test_a_run_with_a_failure_or_a_broken_check_ends_with_1(capsys, monkeypatch)
         capsys.readouterr()
 
 
+@pytest.mark.usefixtures("interpreter")
 def test_without_a_model_the_kernels_are_measured_all_the_same(capsys, monkeypatch):
     def refuse(*arguments, **settings):
         raise ValueError("no back end")
@@ -394,6 +395,7 @@ def test_what_runs_when_the_bench_is_killed_is_left_beside_its_output(monkeypatc
     capsys.readouterr()
 
 
+@pytest.mark.usefixtures("interpreter")
 def test_a_part_of_its_own_gives_what_the_process_itself_would(capfd):
     status = gpu_bench.main(["--device", "cpu", "--smoke", "--parts", "products"])
     (result,) = json.loads(capfd.readouterr().out)["results"]

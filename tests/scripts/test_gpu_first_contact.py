@@ -16,6 +16,7 @@ from workloads.model_shapes import SMOKE_SHAPE  # noqa: E402
 from stand.gpu import step_body  # noqa: E402
 
 
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("piece", ["unfused", "growth", "head", "two_engines"])
 def test_a_piece_is_well(monkeypatch, capsys, piece):
     """With the kernels in plain PyTorch: the interpreter takes half a minute for a piece."""
@@ -37,6 +38,7 @@ def test_a_piece_that_fails_prints_its_traceback_and_stops_nobody(monkeypatch, c
     assert gpu_first_contact.main(["--device", "cpu", "--only", "bf16"]) == 0
 
 
+@pytest.mark.usefixtures("interpreter")
 def test_a_kernel_that_fails_is_named(monkeypatch, capsys):
     """By the traceback of the step that tried it, not by wrap's refusal alone."""
 
@@ -96,6 +98,7 @@ def test_sizes_of_a_profile():
         profile_step.main(["--smoke", "--steps", "80@1"])
 
 
+@pytest.mark.usefixtures("interpreter")
 def test_a_profile_names_its_operations(monkeypatch):
     use_plain_kernels(monkeypatch)
     bench = BenchModel(SMOKE_SHAPE, device=torch.device("cpu"), dtype=torch.float32, max_positions=256)

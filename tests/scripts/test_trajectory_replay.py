@@ -39,7 +39,7 @@ DEAR_NODES = CostTable((StepCost(num_rows=1, length=50, tokens=(1, 40), seconds=
 
 
 @pytest.fixture(scope="module")
-def bench() -> BenchModel:
+def bench(interpreter) -> BenchModel:
     with pytest.MonkeyPatch.context() as patch:
         use_plain_kernels(patch)
         found = BenchModel(SMOKE_SHAPE, device=torch.device("cpu"), dtype=torch.float32, max_positions=256)

@@ -232,7 +232,7 @@ def test_a_child_that_fails_by_rounding_alone_leaves_its_parent_as_it_was(path, 
     if path == "arrays":
         monkeypatch.setattr(TargetRows, "on_host", lambda self: None)
     law = np.full(10, 0.1)
-    assert 0 < 1.0 - sum(law.tolist()) < 1e-15
+    assert 0 < 1.0 - np.cumsum(law)[-1] < 1e-15  # Python's own sum makes up for rounding errors since 3.12
     draft = DraftTree(
         token_ids=np.array([0, 3, 4], dtype=np.int32),
         parents=np.array([-1, 0, 0], dtype=np.int32),

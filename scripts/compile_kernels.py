@@ -4,7 +4,9 @@ Usage: python scripts/compile_kernels.py [--targets 80,90] [--only WORD]
 
 Each specimen of stand/gpu/kernels is compiled for each compute capability. `--only` keeps specimens whose module or
 name contains WORD. Columns: registers per thread, bytes of spilled registers (stores and loads), shared memory in
-bytes, matrix instructions (wgmma, mma or -). Ends with exit status 1 when something does not compile. Last line: JSON.
+bytes, matrix instructions (wgmma, mma or -), products whose operand in registers is overwritten while it may still be
+read (gpu_parts/wgmma_inputs.py; none should be). Ends with exit status 1 when something does not compile. Last line:
+JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import sys
 os.environ["TRITON_INTERPRET"] = "0"  # the compiler, not the interpreter; read when the kernels are imported
 
 import triton
+from gpu_parts.wgmma_inputs import disassembled, num_register_products, overwritten_inputs
 from measuring.text_table import format_table
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -81,7 +84,18 @@ def describe(module: str, specimen: Specimen, capability: int) -> dict[str, obje
         "shared_bytes": kernel.metadata.shared,
         "matrix": matrix_instructions(ptx, report),
         "num_warps": specimen.num_warps,
+        **_register_products(kernel, ptx),
     }
+
+
+def _register_products(kernel: CompiledKernel, ptx: str) -> dict[str, int]:
+    """Of wgmma with an operand in registers: how many there are, and of how many the operand is overwritten."""
+    if "wgmma" not in ptx:
+        return {}
+    machine_code = disassembled(kernel.asm["cubin"])
+    return {
+        "register_products": num_register_products(machine_code), "overwritten": len(overwritten_inputs(machine_code))
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -95,7 +109,7 @@ def main() -> None:
         for specimen in importlib.import_module(f"stand.gpu.kernels.{module}").specimens():
             if options.only in module or options.only in specimen.name:
                 lines += [describe(module, specimen, capability) for capability in capabilities]
-    columns = ("module", "specimen", "target", "registers", "spill_bytes", "shared_bytes", "matrix")
+    columns = ("module", "specimen", "target", "registers", "spill_bytes", "shared_bytes", "matrix", "overwritten")
     print(format_table(columns, [[line.get(column) for column in columns] for line in lines]))
     failures = [line for line in lines if "error" in line]
     for line in failures:

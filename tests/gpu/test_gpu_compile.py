@@ -124,6 +124,46 @@ def test_attention_uses_the_tensor_cores(kernels):
             assert kernel["matrix"] == ("-" if "float32" in kernel["specimen"] else expected), kernel
 
 
+def test_no_operand_in_registers_is_overwritten_while_it_may_be_read(kernels):
+    """What assemblers before CUDA 13.3 can do (triton #11781)."""
+    products = [kernel for kernel in kernels if kernel.get("register_products")]
+    assert len(products) > 8 and all(kernel["module"] == "attention" for kernel in products)
+    assert not any(kernel["overwritten"] for kernel in products)
+
+
+LOOP = """
+.L_x_1:
+        /*0010*/                   HGMMA.64x64x16.F32.BF16 R88, gdesc[UR4], R88, gsb0 ;
+        /*0020*/                   {first} ;
+        /*0030*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0040*/                   FADD R128, R114, R111 ;
+        /*0050*/                   HGMMA.64x128x16.F32.BF16 R24, R128, gdesc[UR4].tnspB, R24, gsb0 ;
+        /*0060*/                   {second} ;
+        /*0070*/              @P3 BRA `(.L_x_1) ;
+        /*0080*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0090*/                   MOV R129, R3 ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_wrong"),
+    [
+        ("NOP", "STS.128 [R130], R128", False),
+        ("NOP", "IMAD.MOV.U32 R131, RZ, RZ, R4", True),
+        ("NOP", "@!P1 LDS.128 R125, [R2]", True),
+        ("NOP", "SHFL.BFLY PT, R127, R118, 0x2, 0x1f", False),
+        ("IMAD.WIDE R127, R2, 0x4, R6", "NOP", True),  # around the loop
+        ("WARPGROUP.DEPBAR.LE gsb0, 0x1", "LDG.E.64 R132, [R4]", False),
+    ],
+)
+def test_overwritten_operands_are_found(first, second, is_wrong):
+    from gpu_parts.wgmma_inputs import num_register_products, overwritten_inputs
+
+    machine_code = LOOP.format(first=first, second=second)
+    assert num_register_products(machine_code) == 1
+    assert bool(overwritten_inputs(machine_code)) == is_wrong
+
+
 def test_products_fit_every_gpu_and_use_its_matrix_instructions(kernels):
     products = [kernel for kernel in kernels if kernel["module"] == "product"]
     assert len(products) > len(TILES)

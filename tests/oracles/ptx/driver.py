@@ -23,13 +23,21 @@ MOST_SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # 
 class Driver:
     """What `triton.runtime.driver.active` is asked for. `launches` names what ran.
 
-    may_collide: kernels whose blocks may write to one place that nobody reads.
+    may_collide: kernels whose blocks may write to one place that nobody reads. needs_fences: between what threads
+    write to shared memory and what wgmma reads there.
     """
 
     def __init__(
-        self, capability: int, *, is_judged: bool = True, may_collide: Collection[str] = (), order: Callable = range
+        self,
+        capability: int,
+        *,
+        is_judged: bool = True,
+        may_collide: Collection[str] = (),
+        needs_fences: bool = True,
+        order: Callable = range,
     ) -> None:
         self.capability, self.is_judged, self.may_collide, self.order = capability, is_judged, may_collide, order
+        self.needs_fences = needs_fences
         self.launches: list[str] = []
         self._devices = itertools.count()
         self.device, self._edit = next(self._devices), str
@@ -71,7 +79,9 @@ class Driver:
         def launch(x, y, z, stream, function, packed, launch_metadata, enter_hook, exit_hook, *given) -> None:
             program, machines = function
             if not machines:
-                machines.append(Machine(program, metadata.num_warps * 32, metadata.shared))
+                machines.append(
+                    Machine(program, metadata.num_warps * 32, metadata.shared, needs_fences=self.needs_fences)
+                )
             arguments = [value for value, kind in zip(given, kinds, strict=True) if kind != "constexpr"]
             tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
             values = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]

@@ -372,7 +372,7 @@ def _operand(words: np.ndarray, rows: int, is_transposed: bool, kind: str, state
     addresses = matrix.Descriptor.decode(int(words[0])).addresses(rows, 16, is_transposed=is_transposed)
     flat = addresses.ravel().astype(np.uint64)
     allocation = state.shared_allocation
-    if state.shared.is_judged and not allocation.is_fenced[allocation.places(flat, 2)].all():
+    if state.needs_fences and state.shared.is_judged and not allocation.is_fenced[allocation.places(flat, 2)].all():
         raise PtxError("wgmma reads shared memory that was written without a fence of the asynchronous proxy")
     (bits,) = state.shared.load(flat, np.full(len(flat), thread), 2, 1, state.clock)
     return matrix.numbers_of(bits, kind).reshape(rows, 16)

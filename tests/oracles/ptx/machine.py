@@ -35,6 +35,7 @@ class State:
     """What the steps of a running block share."""
 
     num_threads: int
+    needs_fences: bool = True
     memory: Space | None = None  # of the launch
     shared: Space | None = None  # of the block
     clock: Clock | None = None
@@ -48,10 +49,10 @@ class State:
 class Machine:
     """A compiled kernel for blocks of `num_threads` threads with `shared_bytes` of shared memory."""
 
-    def __init__(self, program: Program, num_threads: int, shared_bytes: int) -> None:
+    def __init__(self, program: Program, num_threads: int, shared_bytes: int, *, needs_fences: bool = True) -> None:
         self.program, self.shared_bytes = program, shared_bytes
         self.registers = Registers(program, num_threads)
-        self.state = State(num_threads)
+        self.state = State(num_threads, needs_fences)
         self._starts = self._find_starts()
         self._blocks = [Block() for _ in self._starts]
         for number, (start, end) in enumerate(itertools.pairwise([*self._starts, len(program.instructions)])):

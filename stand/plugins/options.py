@@ -19,11 +19,11 @@ ALL, PAYING = DRAFTS = ("all", "paying")
 class ServingOptions:
     """lookup: a file to start from. save: a file that a `Saver` writes; it may be the same one. max_bytes: memory cap
     of the lookup. fade: see `BlendedLookup`. floor: no draft token that is less likely to be accepted, in [0, 1].
-    budget: the most draft tokens of all rows of a step together, 0 for no bound beside the engine's own. drafts: "all"
-    that these bounds allow, or "paying": of them those that pay by the times of earlier steps; vLLM alone. text_tokens:
-    tokens of prompts and corpora that are learned per step; 0: they are not learned. report_every: steps of single rows
-    between two lines in the log; 0: none. laws: entries of the target's law that are learned at every verified node, 10
-    is usual; 0: tokens are learned.
+    budget: the most draft tokens of all rows of a step together, 0 for no bound beside the engine's own. drafts:
+    "paying" for those that pay by the times of earlier steps, "all" for what the bounds allow; of vLLM alone.
+    text_tokens: tokens of prompts and corpora that are learned per step; 0: they are not learned. report_every: steps
+    of single rows between two lines in the log; 0: none. laws: entries of the target's law that are learned at every
+    verified node, 10 is usual; 0: tokens are learned.
     """
 
     lookup: str = ""
@@ -32,7 +32,7 @@ class ServingOptions:
     fade: float = 0.95
     floor: float = 0.0
     budget: int = 0
-    drafts: str = ALL
+    drafts: str = PAYING
     text_tokens: int = 512
     report_every: int = 100_000
     laws: int = 0

@@ -17,8 +17,11 @@ from stand.drafters.step_cost import StepCost
 
 DOUBT = 0.3**2  # variance of the log of what a size costs by the size below it, before steps have run
 POWER = 0.75  # of its tokens, as which a step's time is expected to rise then
-TRY_EVERY = 4  # steps: one of so many drafts by a cost drawn from what is believed
+TRY_EVERY = 8  # steps: one of so many drafts by a cost drawn from what is believed
+FIRST = 256  # steps in which there are twice as many tries
 REST_EVERY = 32  # steps: one of so many has no drafts, for what they cost shows beside such steps alone
+DOUBT_EVERY = 2048  # steps: what is known is doubted anew, so that a change is found that nothing hinted at
+PROBES = range(8, 64, 16)  # steps after that: one token is drafted for every row, whatever it seems to cost
 NEAR_ROWS = 16  # steps are compared whose numbers of rows differ by less than one part of so many
 
 
@@ -46,8 +49,8 @@ class PayingDrafts:
         """num_tokens: the most that a row's draft may have."""
         self._num_tokens = num_tokens
         self._costs: dict[int, FollowedCost] = {}  # by the largest number of rows that they are for
+        self._num_plans: dict[int, int] = {}  # by the same, since what they cost was doubted
         self._before = 0, 0  # class and rows of the last step
-        self._num_plans = 0
         self._known: dict[int, tuple[StepCost, Limits]] = {}  # by rows
         self._generator = np.random.default_rng(0)
 
@@ -62,11 +65,16 @@ class PayingDrafts:
 
     def limits(self, num_rows: int) -> Limits:
         """Of the next step, which has so many rows."""
-        self._num_plans += 1
-        if self._num_plans % REST_EVERY == 0:
-            return Limits(0, np.empty(0, dtype=np.float32), np.ones(1))
-        cost = self._cost(_size_class(num_rows))
-        if self._num_plans % TRY_EVERY == 0:
+        size = _size_class(num_rows)
+        plan = self._num_plans.get(size, 0)
+        self._num_plans[size] = (plan + 1) % DOUBT_EVERY
+        if plan == 0 and size in self._costs:
+            self._costs[size] = FollowedCost(self._costs[size].cost, doubt=DOUBT)
+        if plan in PROBES or (plan + 1) % REST_EVERY == 0:
+            budget = num_rows if plan in PROBES else 0
+            return Limits(budget, np.zeros(budget, dtype=np.float32), np.ones(budget + 1))
+        cost = self._cost(size)
+        if (plan + 1) % (TRY_EVERY if plan >= FIRST else TRY_EVERY // 2) == 0:
             return self._limits_of(cost.drawn(self._generator), num_rows)
         known, limits = self._known.get(num_rows, (None, None))
         if known is not cost.cost:

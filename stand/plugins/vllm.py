@@ -12,14 +12,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stand.plugins.backlog import Backlog
 from stand.plugins.known_texts import KnownTexts
-from stand.plugins.options import ALL, PAYING, ServingOptions
+from stand.plugins.options import PAYING, ServingOptions
 from stand.plugins.paying_drafts import PayingDrafts
 from stand.plugins.row_steps import Reporter, RowSteps
 from stand.plugins.saving import Saver
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("vllm.stand")  # below vLLM's own, so that its lines are shown
 OPTIONS = "stand"  # the entry of `additional_config` that holds ours
 SCOPE, DRAFTED, CALL, PLACE = 0, 1, 2, 3  # notes on a text; the last two say which call drafted for it, and where
+RECOVERY = (  # the first arguments of what `only_for_drafts` replaces
+    "max_spec_len num_draft_tokens cu_num_draft_tokens draft_token_ids draft_probs target_probs sampling_metadata"
+).split()
 NOT_A_STEP = -1  # tokens drafted for a row that has only read its prompt
 
 
@@ -66,8 +69,10 @@ class LookupProposer:
         if self.options.save and getattr(parallel, "rank", 0) % getattr(parallel, "tensor_parallel_size", 1) == 0:
             self.saver = Saver(self, self.lookup, self.options.save)
         self._clock = clock or _clock_of(vllm_config)
-        self._started, self._num_calls = 0.0, 0  # the last call: when it was made, which one it was
+        self._started = self._now = 0.0  # when the last call was made, and this one
+        self._num_calls = 0  # before this one
         self._drafted: DraftBatch | None = None  # by the last call, if its drafts were handed over
+        self._path = np.arange(1, self.num_tokens + 1, dtype=np.int32)  # the nodes of a chain
         self._paying = PayingDrafts(self.num_tokens) if self._follows_times(parallel) else None
         LOGGER.info(
             "STAND drafts chains of at most %d tokens%s; %r",
@@ -75,17 +80,13 @@ class LookupProposer:
         )  # fmt: skip
 
     def _follows_times(self, parallel: object) -> bool:
-        """Where every rank schedules by itself ranks must draft alike; between pipeline stages steps overlap."""
-        is_alone = getattr(parallel, "world_size", 1) == 1
+        """With an external launcher every rank schedules by itself and must draft alike. Pipeline stages overlap."""
         backend = getattr(parallel, "distributed_executor_backend", None)
-        is_shared = backend == "external_launcher" or getattr(parallel, "pipeline_parallel_size", 1) > 1
-        if self.options.drafts != PAYING or is_alone or not is_shared:
-            return self.options.drafts == PAYING
-        LOGGER.warning(
-            "STAND: drafts is %r here, for with pipeline stages or an external launcher drafts cannot follow the times "
-            "of steps; bound them with budget", ALL,
-        )  # fmt: skip
-        return False
+        is_bound = backend == "external_launcher" and getattr(parallel, "world_size", 1) > 1
+        if self.options.drafts == PAYING and (is_bound or getattr(parallel, "pipeline_parallel_size", 1) > 1):
+            LOGGER.warning("STAND: drafts is all, not paying, with an external launcher or pipeline stages; see budget")
+            return False
+        return self.options.drafts == PAYING
 
     def load_model(self, *arguments: object, **named: object) -> None:
         """There is no model; vLLM on a CPU asks for it."""
@@ -102,15 +103,14 @@ class LookupProposer:
         sampled_token_ids: per row the tokens of this step, none while its prompt is being read. num_tokens_no_spec
         int [R]: tokens of every row, those of this step included. token_ids_cpu int32 [R, L]: the rows' tokens.
         """
-        now = self._clock()
+        self._started, self._now = self._now, self._clock()
         num_sampled = np.array(list(map(len, sampled_token_ids)), dtype=np.int64)
         (rows,) = num_sampled.nonzero()
         if len(rows) > 0:
             lengths = num_tokens_no_spec[rows].astype(np.int64)
             notes, scopes = self._learn(token_ids_cpu, rows, lengths, num_sampled[rows])
             if self._paying is not None:
-                is_step = len(rows) == len(num_sampled) and bool((notes[:, CALL] == self._num_calls).all())
-                self._follow(notes, [sampled_token_ids[row] for row in rows.tolist()], now if is_step else None)
+                self._follow(notes, token_ids_cpu, rows, lengths, num_sampled)
             chains = self._draft(token_ids_cpu, rows, lengths, scopes)
             notes[:, DRAFTED] = list(map(len, chains))
             notes[:, CALL], notes[:, PLACE] = self._num_calls + 1, np.arange(len(rows))
@@ -118,7 +118,7 @@ class LookupProposer:
         else:
             chains = []
             self._backlog.work()
-        self._started, self._num_calls = now, self._num_calls + 1
+        self._num_calls += 1
         self._reporter.look()
         if len(chains) == len(num_sampled):
             return chains
@@ -156,20 +156,24 @@ class LookupProposer:
         self._backlog.add(text, scope, num_known=num_known)
         return scope
 
-    def _follow(self, notes: np.ndarray, sampled: Sequence[Sequence[int]], now: float | None) -> None:
-        """Learn what the step since the last call took, where it is told when it ended, and what became of its drafts.
-        A step that read a prompt is not timed."""
-        if now is not None:
-            self._paying.record(len(notes), int(notes[:, DRAFTED].sum()), now - self._started)
-        batch, self._drafted = self._drafted, None
+    def _follow(
+        self, notes: np.ndarray, tokens: np.ndarray, rows: np.ndarray, lengths: np.ndarray, num_sampled: np.ndarray
+    ) -> None:
+        """Learn what the step since the last call took, unless it read a prompt, and what became of its drafts.
+
+        num_sampled: of all rows, the others' that are reading their prompt included."""
+        is_known = notes[:, CALL] == self._num_calls
+        if len(rows) == len(num_sampled) and is_known.all():
+            self._paying.record(len(rows), int(notes[:, DRAFTED].sum()), self._now - self._started)
+        batch = self._drafted
         if batch is None:
             return
-        sizes = batch.sizes.tolist()
-        accepted, following = [_path(0)] * len(batch), np.full(len(batch), NO_TOKEN, dtype=np.int32)
-        for (_, _, call, place), tokens in zip(notes.tolist(), sampled, strict=True):
-            if call == self._num_calls:
-                accepted[place] = _path(min(len(tokens), sizes[place]) - 1)
-                following[place] = tokens[-1]
+        places, known = notes[is_known, PLACE], rows[is_known]
+        num_accepted = np.zeros(len(batch), dtype=np.int64)
+        num_accepted[places] = np.minimum(num_sampled[known], batch.sizes[places]) - 1
+        following = np.full(len(batch), NO_TOKEN, dtype=np.int32)
+        following[places] = tokens[known, lengths[is_known] - 1]
+        accepted = [self._path[:count] for count in num_accepted.tolist()]
         self.lookup.record_outcome(batch, accepted, following, kind="deterministic")
 
     def _draft(self, tokens: np.ndarray, rows: np.ndarray, lengths: np.ndarray, scopes: list[int]) -> list[list[int]]:
@@ -193,16 +197,11 @@ class LookupProposer:
         )
         if limits is not None:
             expected = float(batch.path_probabilities.sum()) - num_rows  # roots are sure
-            if not limits.pays(num_rows, expected, batch.num_nodes - num_rows):
+            num_drafted = batch.num_nodes - num_rows
+            self._drafted = batch if num_drafted > 0 and limits.pays(num_rows, expected, num_drafted) else None
+            if self._drafted is None:
                 return [[] for _ in range(num_rows)]
-            self._drafted = batch
         return batch.chains(self.num_tokens)
-
-
-@lru_cache(maxsize=64)
-def _path(num_tokens: int) -> np.ndarray:
-    """The first nodes of a chain."""
-    return np.arange(1, num_tokens + 1, dtype=np.int32)
 
 
 def _clock_of(vllm_config: VllmConfig) -> Callable[[], float]:
@@ -223,35 +222,29 @@ def register() -> None:
         import vllm.v1.sample.rejection_sampler as sampler
 
         sampler.expand_batch_to_tokens = expand_batch_to_tokens
-        sampler.sample_recovered_tokens = only_for_drafts(sampler.sample_recovered_tokens)
+        if hasattr(sampler, "sample_recovered_tokens"):
+            sampler.sample_recovered_tokens = only_for_drafts(sampler.sample_recovered_tokens)
 
 
 def only_for_drafts(sample: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """vLLM's `sample_recovered_tokens`, called for the rows that have drafts.
 
-    In every step of an engine that may draft it draws a random number per row and token of the vocabulary: a
-    millisecond per row on a CPU, drafts or not. A row without a draft recovers no token.
+    In every step of an engine that may draft it draws a number per row and token of the vocabulary, a millisecond per
+    row on a CPU. A row without a draft recovers no token.
     """
-    signature = inspect.signature(sample)
-    if not signature.parameters.keys() >= {"num_draft_tokens", "cu_num_draft_tokens", "sampling_metadata"}:
-        return sample
 
     @wraps(sample)
-    def sample_recovered_tokens(*given: object, **named: object) -> torch.Tensor:
-        call = signature.bind(*given, **named)
-        arguments = call.arguments
-        num_drafted, metadata = arguments["num_draft_tokens"], arguments["sampling_metadata"]
+    def sample_recovered_tokens(most, num_drafted, ends, token_ids, draft_probs, probs, metadata, *others, **named):
         rows = [row for row, number in enumerate(num_drafted) if number > 0]
         if not rows:
-            return arguments["draft_token_ids"].clone()
+            return token_ids.clone()
         places = {row: place for place, row in enumerate(rows)}
         generators = {places[row]: one for row, one in metadata.generators.items() if row in places}
-        arguments["num_draft_tokens"] = [num_drafted[row] for row in rows]
-        arguments["cu_num_draft_tokens"] = arguments["cu_num_draft_tokens"][rows]
-        arguments["sampling_metadata"] = replace(metadata, generators=generators)
-        return sample(*call.args, **call.kwargs)
+        num_drafted, metadata = [num_drafted[row] for row in rows], replace(metadata, generators=generators)
+        return sample(most, num_drafted, ends[rows], token_ids, draft_probs, probs, metadata, *others, **named)
 
-    return sample_recovered_tokens
+    names = [*inspect.signature(sample).parameters][:7]
+    return sample_recovered_tokens if names == RECOVERY else sample
 
 
 def expand_batch_to_tokens(

@@ -172,6 +172,31 @@ def test_a_load_that_comes_later_is_followed():
     assert mean_drafted(server, 4, 100) < 1.5
 
 
+def test_drafts_that_have_stopped_come_back():
+    server = Server(lambda rows, drafted: 1.0 + 3.0 * drafted)
+    server.run(4, 400)
+    assert mean_drafted(server, 4, 100) < 0.5
+    server.cost = lambda rows, drafted: 1.0
+    server.run(4, 4000)
+    assert mean_drafted(server, 4, 100) > 8.0
+
+
+def test_steps_with_other_rows_say_nothing_about_drafts():
+    """Time goes with the rows: fewer rows with drafts take less than more rows without."""
+    drafts = PayingDrafts(4)
+    before = drafts.limits(16).ratios[-1]
+    for _ in range(200):
+        drafts.record(16, 0, 1.6)
+        drafts.record(9, 36, 0.9)
+    assert drafts.limits(16).ratios[-1] == pytest.approx(before)
+    for _ in range(100):
+        drafts.record(16, 0, 1.6)
+        drafts.record(16, 64, 1.6)
+    assert 1.0 <= drafts.limits(16).ratios[-1] < 1.2 < before
+    assert drafts.limits(128).ratios[-1] < 1.2  # what is known of the nearest number of rows is believed at first
+    assert PayingDrafts(4).limits(128).ratios[-1] == pytest.approx(before, rel=0.01)
+
+
 def test_equal_steps_give_equal_drafts():
     assert Server(bounded_by_memory).run(4, 200) == Server(bounded_by_memory).run(4, 200)
     one, other = Server(bounded_by_memory), Server(bounded_by_memory)

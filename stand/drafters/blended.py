@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.drafters.drafter import DraftRequest, Lesson, LookupDrafter, check_fingerprint, check_kind, teach_two_ways
-from stand.drafters.known_costs import KnownCosts, Measure
+from stand.drafters.known_costs import KnownCosts, Measure, saved_costs
 from stand.drafters.law_source import LawSource
 from stand.drafters.settings import check_count
-from stand.drafters.step_cost import CostTable, StepCost, saved_costs
+from stand.drafters.step_cost import CostTable, StepCost
 from stand.measured_files import measured_folder
 from stand.trees import BlendedLookup, DraftBatch
 from stand.trees.sampling import KINDS

@@ -10,29 +10,22 @@ seed of an earlier one must not draft by it (stand/seeds.py).
 from __future__ import annotations
 
 import logging
-import math
 import platform
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 import stand
+from stand.drafters.followed_cost import FollowedCost
 from stand.drafters.step_cost import CostTable, StepCost, table_path
 from stand.forward.model import size_name
-from stand.measured_files import VARIABLE, keep_first
+from stand.measured_files import FOLDER, VARIABLE, keep_first
 
 MOST_ROWS = 256  # a call with more rows takes the table of so many
 LENGTH = 32  # committed tokens of each row when steps are timed; longer contexts are followed
 SECONDS = 1.5  # of processor time, for timing; what comes before takes less than half a second more
-LARGEST_DOUBT = 0.15**2  # variance of the log by which a step rises from a size to the next, of a filed table
-DRIFT = 0.002  # how far such a rise wanders in a step
-NOISE = 0.1  # of the log of a step's time, before any was seen
-NOISE_RATE = 0.01  # of what a surprise says about the noise
-TAILS = 4.0  # degrees of freedom: a surprise twice as large as expected counts half
-STEPS_BETWEEN = 16  # the followed table that drafts see changes once in so many steps
 
 _IN_MEMORY: dict[Path, StepCost] = {}  # filed ones of this process, also where no file can be written
 
@@ -87,51 +80,13 @@ class KnownCosts:
         return _IN_MEMORY[path]
 
 
-class FollowedCost:
-    """A step cost that follows the times of running steps, in its ratios, which alone decide about drafts.
-
-    Each step is compared with the one before: what made both longer, such as a load that slows all work, says nothing.
-    The log of the ratio of their times is a noisy sum of the rises between the sizes that lie between them, which a
-    Kalman filter learns: fast while they are doubtful, by less and less as steps agree. Each rise begins as it was
-    filed and drifts. A surprise that the noise does not explain counts less the larger it is: a busy moment moves
-    little.
-    """
-
-    def __init__(self, cost: StepCost) -> None:
-        self.cost = cost  # what drafts see
-        self._rises = np.diff(np.log(np.array(cost.seconds)))  # [sizes - 1], from each size to the next, in logs
-        self._covariance = np.diag(np.full(len(self._rises), LARGEST_DOUBT))  # of the errors in them
-        self._doubts = np.einsum("ii->i", self._covariance)  # a view of its diagonal
-        self._noise = 2 * NOISE**2  # variance of the log of two steps' ratio
-        self._passed: dict[int, np.ndarray] = {}  # by a step's tokens, shares of the rises that lie below it
-        self._before: tuple[np.ndarray, float] | None = None  # the last step's, and the log of its time
-        self._num_steps = 0
-
-    def record(self, num_tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long; larger ones than the largest size count as that."""
-        passed = self._passed.get(num_tokens)
-        if passed is None:
-            place = np.interp(num_tokens, self.cost.tokens, np.arange(len(self.cost.tokens)))
-            passed = self._passed[num_tokens] = np.clip(place - np.arange(len(self._rises)), 0.0, 1.0)
-        time = math.log(max(seconds, 1e-9))
-        if self._before is not None:
-            self._learn(passed - self._before[0], time - self._before[1])
-        self._before = passed, time
-        self._num_steps += 1
-        if self._num_steps % STEPS_BETWEEN == 0:
-            times = self.cost.seconds[0] * np.exp(np.append(0.0, np.cumsum(self._rises)))
-            self.cost = StepCost.measured(self.cost.tokens, times, num_rows=self.cost.num_rows, length=self.cost.length)
-
-    def _learn(self, apart: np.ndarray, change: float) -> None:
-        """Two steps that lie `apart` rises from each other differed by `change`, in logs."""
-        shared = self._covariance @ apart
-        variance = float(apart @ shared) + self._noise
-        surprise = change - float(apart @ self._rises)
-        gain = shared / (variance + surprise**2 / TAILS)
-        self._rises += surprise * gain
-        self._covariance -= gain[:, None] * shared
-        self._doubts += np.minimum(DRIFT**2, LARGEST_DOUBT - self._doubts)
-        self._noise += NOISE_RATE * (min(surprise**2, TAILS * self._noise) - self._noise)
+def saved_costs(model: PreTrainedModel, folder: Path = FOLDER) -> CostTable | None:
+    """The table that scripts/gpu_bench.py measured for such a model on this GPU, or None; always None elsewhere."""
+    if model.device.type != "cuda":
+        return None
+    device = torch.cuda.get_device_name(model.device)
+    path = table_path(folder, model=size_name(model), device=device, dtype=str(model.dtype))
+    return CostTable.load(path) if path.exists() else None
 
 
 def processor_name() -> str:

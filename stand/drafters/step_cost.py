@@ -14,14 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from transformers import PreTrainedModel
 
-from stand.forward.model import size_name
-from stand.measured_files import FOLDER, measured_path
+from stand.measured_files import measured_path
 from stand.trees import DraftBatch, DraftTree
+
+if TYPE_CHECKING:
+    import torch
 
 FORMAT = "stand cost table 1"
 MOST_PER_ROW = 128  # tokens per row of the largest step that is timed, besides `most_tokens` in all
@@ -120,15 +121,6 @@ class CostTable:
             ))  # fmt: skip
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} must hold a saved cost table, got {error!r}; measure it again") from error
-
-
-def saved_costs(model: PreTrainedModel, folder: Path = FOLDER) -> CostTable | None:
-    """The table that scripts/gpu_bench.py measured for such a model on this GPU, or None; always None elsewhere."""
-    if model.device.type != "cuda":
-        return None
-    device = torch.cuda.get_device_name(model.device)
-    path = table_path(folder, model=size_name(model), device=device, dtype=str(model.dtype))
-    return CostTable.load(path) if path.exists() else None
 
 
 def table_path(folder: Path, *, model: str, device: str, dtype: str) -> Path:

@@ -12,16 +12,18 @@ from stand.trees import BlendedLookup
 
 FILES = ("lookup", "save")
 PREFIX = "STAND_"  # of names in the environment: STAND_FLOOR is `floor`
+ALL, PAYING = DRAFTS = ("all", "paying")
 
 
 @dataclass(frozen=True, slots=True)
 class ServingOptions:
     """lookup: a file to start from. save: a file that a `Saver` writes; it may be the same one. max_bytes: memory cap
     of the lookup. fade: see `BlendedLookup`. floor: no draft token that is less likely to be accepted, in [0, 1].
-    budget: the most draft tokens of all rows of a step together, 0 for no bound beside the engine's own. text_tokens:
-    tokens of prompts and corpora that are learned per step; 0: they are not learned. report_every: steps of single rows
-    between two lines in the log; 0: none. laws: entries of the target's law that are learned at every verified node, 10
-    is usual; 0: tokens are learned.
+    budget: the most draft tokens of all rows of a step together, 0 for no bound beside the engine's own. drafts:
+    "paying" for those that pay by the times of earlier steps, "all" for what the bounds allow; of vLLM alone.
+    text_tokens: tokens of prompts and corpora that are learned per step; 0: they are not learned. report_every: steps
+    of single rows between two lines in the log; 0: none. laws: entries of the target's law that are learned at every
+    verified node, 10 is usual; 0: tokens are learned.
     """
 
     lookup: str = ""
@@ -30,6 +32,7 @@ class ServingOptions:
     fade: float = 0.95
     floor: float = 0.0
     budget: int = 0
+    drafts: str = PAYING
     text_tokens: int = 512
     report_every: int = 100_000
     laws: int = 0
@@ -56,6 +59,8 @@ class ServingOptions:
         counts = options.budget, options.text_tokens, options.report_every, options.laws
         if not 0 <= options.floor <= 1 or min(counts) < 0:
             raise ValueError(f"floor must be in [0, 1] and counts at least 0, got {options}")
+        if options.drafts not in DRAFTS:
+            raise ValueError(f"drafts must be one of {', '.join(DRAFTS)}, got {options.drafts!r}")
         if options.save:
             check_can_be_written(options.save, "save")
         return options

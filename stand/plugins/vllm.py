@@ -7,19 +7,24 @@ chains as if they were certain, so the output's law is vLLM's own.
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import wraps
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stand.plugins.backlog import Backlog
 from stand.plugins.known_texts import KnownTexts
-from stand.plugins.options import ServingOptions
+from stand.plugins.options import PAYING, ServingOptions
+from stand.plugins.paying_drafts import PayingDrafts
 from stand.plugins.row_steps import Reporter, RowSteps
 from stand.plugins.saving import Saver
 from stand.plugins.scopes import Scopes
-from stand.trees import problem_key
+from stand.trees import NO_TOKEN, DraftBatch, problem_key
 from stand.trees.layouts.text_rows import TextRows
 
 if TYPE_CHECKING:
@@ -28,18 +33,22 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("vllm.stand")  # below vLLM's own, so that its lines are shown
 OPTIONS = "stand"  # the entry of `additional_config` that holds ours
-SCOPE, DRAFTED = 0, 1  # notes on a text
+SCOPE, DRAFTED, CALL, PLACE = 0, 1, 2, 3  # notes on a text; the last two say which call drafted for it, and where
+RECOVERY = (  # the first arguments of what `only_for_drafts` replaces
+    "max_spec_len num_draft_tokens cu_num_draft_tokens draft_token_ids draft_probs target_probs sampling_metadata"
+).split()
 NOT_A_STEP = -1  # tokens drafted for a row that has only read its prompt
 
 
 class LookupProposer:
     """Made by vLLM in every process that runs the model.
 
-    Options: `additional_config={"stand": {...}}` or the environment, see `ServingOptions`. What is drafted follows from
-    the calls alone, so that ranks which draft by themselves draft alike.
+    Options: `additional_config={"stand": {...}}` or the environment, see `ServingOptions`. With drafts="all" what is
+    drafted follows from the calls alone, else from the times of steps too. vLLM verifies the drafts of one rank.
     """
 
-    def __init__(self, vllm_config: VllmConfig):
+    def __init__(self, vllm_config: VllmConfig, *, clock: Callable[[], float] | None = None):
+        """clock: in seconds, which steps are timed by."""
         given = vllm_config.additional_config
         parallel = getattr(vllm_config, "parallel_config", None)
         self.options = ServingOptions.read(
@@ -51,7 +60,7 @@ class LookupProposer:
         self.max_length = vllm_config.model_config.max_model_len
         self.lookup = self.options.new_lookup()
         self.row_steps = RowSteps()
-        self._texts = KnownTexts(vllm_config.scheduler_config.max_num_seqs, num_notes=2)  # scope, tokens drafted
+        self._texts = KnownTexts(vllm_config.scheduler_config.max_num_seqs, num_notes=4)
         self._scopes = Scopes()
         self._backlog = Backlog(self.lookup, tokens_per_step=self.options.text_tokens)
         self._reporter = Reporter(self.row_steps, LOGGER, every=self.options.report_every)
@@ -59,7 +68,25 @@ class LookupProposer:
         # The ranks of tensor parallelism learn alike: one writes, so that steps wait for one.
         if self.options.save and getattr(parallel, "rank", 0) % getattr(parallel, "tensor_parallel_size", 1) == 0:
             self.saver = Saver(self, self.lookup, self.options.save)
-        LOGGER.info("STAND drafts chains of at most %d tokens; %r", self.num_tokens, self.lookup)
+        self._clock = clock or _clock_of(vllm_config)
+        self._started = self._now = 0.0  # when the last call was made, and this one
+        self._num_calls = 0  # before this one
+        self._drafted: DraftBatch | None = None  # by the last call, if its drafts were handed over
+        self._path = np.arange(1, self.num_tokens + 1, dtype=np.int32)  # the nodes of a chain
+        self._paying = PayingDrafts(self.num_tokens) if self._follows_times(parallel) else None
+        LOGGER.info(
+            "STAND drafts chains of at most %d tokens%s; %r",
+            self.num_tokens, "" if self._paying is None else ", as many as pay", self.lookup,
+        )  # fmt: skip
+
+    def _follows_times(self, parallel: object) -> bool:
+        """With an external launcher every rank schedules by itself and must draft alike. Pipeline stages overlap."""
+        backend = getattr(parallel, "distributed_executor_backend", None)
+        is_bound = backend == "external_launcher" and getattr(parallel, "world_size", 1) > 1
+        if self.options.drafts == PAYING and (is_bound or getattr(parallel, "pipeline_parallel_size", 1) > 1):
+            LOGGER.warning("STAND: drafts is all, not paying, with an external launcher or pipeline stages; see budget")
+            return False
+        return self.options.drafts == PAYING
 
     def load_model(self, *arguments: object, **named: object) -> None:
         """There is no model; vLLM on a CPU asks for it."""
@@ -76,17 +103,22 @@ class LookupProposer:
         sampled_token_ids: per row the tokens of this step, none while its prompt is being read. num_tokens_no_spec
         int [R]: tokens of every row, those of this step included. token_ids_cpu int32 [R, L]: the rows' tokens.
         """
+        self._started, self._now = self._now, self._clock()
         num_sampled = np.array(list(map(len, sampled_token_ids)), dtype=np.int64)
         (rows,) = num_sampled.nonzero()
         if len(rows) > 0:
             lengths = num_tokens_no_spec[rows].astype(np.int64)
             notes, scopes = self._learn(token_ids_cpu, rows, lengths, num_sampled[rows])
+            if self._paying is not None:
+                self._follow(notes, token_ids_cpu, rows, lengths, num_sampled)
             chains = self._draft(token_ids_cpu, rows, lengths, scopes)
             notes[:, DRAFTED] = list(map(len, chains))
+            notes[:, CALL], notes[:, PLACE] = self._num_calls + 1, np.arange(len(rows))
             self._texts.keep(token_ids_cpu, rows, lengths, notes)
         else:
             chains = []
             self._backlog.work()
+        self._num_calls += 1
         self._reporter.look()
         if len(chains) == len(num_sampled):
             return chains
@@ -103,9 +135,10 @@ class LookupProposer:
         before = lengths - num_sampled
         known, notes = self._texts.find(tokens, rows, before)
         is_given = (known == 0) | (before - known > 2 * (self.num_tokens + 1))  # two steps may have been missed
+        notes[known != before, CALL] = NOT_A_STEP
         for place in is_given.nonzero()[0].tolist():
             text = tokens[rows[place], : before[place]]
-            notes[place] = self._scope_of_given(text, known[place], notes[place, SCOPE]), NOT_A_STEP
+            notes[place, : DRAFTED + 1] = self._scope_of_given(text, known[place], notes[place, SCOPE]), NOT_A_STEP
             known[place] = before[place]
         self._backlog.work()
         scopes = notes[:, SCOPE].tolist()
@@ -123,11 +156,32 @@ class LookupProposer:
         self._backlog.add(text, scope, num_known=num_known)
         return scope
 
+    def _follow(
+        self, notes: np.ndarray, tokens: np.ndarray, rows: np.ndarray, lengths: np.ndarray, num_sampled: np.ndarray
+    ) -> None:
+        """Learn what the step since the last call took, unless it read a prompt, and what became of its drafts.
+
+        num_sampled: of all rows, the others' that are reading their prompt included."""
+        is_known = notes[:, CALL] == self._num_calls
+        if len(rows) == len(num_sampled) and is_known.all():
+            self._paying.record(len(rows), int(notes[:, DRAFTED].sum()), self._now - self._started)
+        batch = self._drafted
+        if batch is None:
+            return
+        places, known = notes[is_known, PLACE], rows[is_known]
+        num_accepted = np.zeros(len(batch), dtype=np.int64)
+        num_accepted[places] = np.minimum(num_sampled[known], batch.sizes[places]) - 1
+        following = np.full(len(batch), NO_TOKEN, dtype=np.int32)
+        following[places] = tokens[known, lengths[is_known] - 1]
+        accepted = [self._path[:count] for count in num_accepted.tolist()]
+        self.lookup.record_outcome(batch, accepted, following, kind="deterministic")
+
     def _draft(self, tokens: np.ndarray, rows: np.ndarray, lengths: np.ndarray, scopes: list[int]) -> list[list[int]]:
         num_rows, room = len(rows), self.num_tokens
         if max(lengths.tolist()) + room >= self.max_length:
             room = np.clip(self.max_length - 1 - lengths, 0, room).tolist()
-        most = num_rows * self.num_tokens
+        limits = None if self._paying is None else self._paying.limits(num_rows)
+        most = num_rows * self.num_tokens if limits is None else limits.budget
         nothing = np.zeros(num_rows, dtype=np.int64)  # deterministic drafts take no noise
         batch = self.lookup.draft(
             TextRows(tokens, lengths, rows),
@@ -136,17 +190,31 @@ class LookupProposer:
             rows=nothing,
             steps=nothing,
             floor=self.options.floor,
+            rises=None if limits is None else limits.rises,
             max_nodes=room,
             width=1,
             scopes=scopes,
         )
+        if limits is not None:
+            expected = float(batch.path_probabilities.sum()) - num_rows  # roots are sure
+            num_drafted = batch.num_nodes - num_rows
+            self._drafted = batch if num_drafted > 0 and limits.pays(num_rows, expected, num_drafted) else None
+            if self._drafted is None:
+                return [[] for _ in range(num_rows)]
         return batch.chains(self.num_tokens)
+
+
+def _clock_of(vllm_config: VllmConfig) -> Callable[[], float]:
+    """On a CPU the processor time of this thread, which runs the model: other work does not lengthen it."""
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
+    return time.thread_time if device == "cpu" else time.perf_counter
 
 
 def register() -> None:
     """The entry point of `vllm.general_plugins`: vLLM calls it in each of its processes.
 
-    On a CPU it mends the sampler (`expand_batch_to_tokens`); elsewhere it changes nothing.
+    On a CPU it mends the sampler (`expand_batch_to_tokens`) and spares rows without drafts what is drawn for drafts
+    (`only_for_drafts`); elsewhere it changes nothing.
     """
     from vllm.platforms import current_platform
 
@@ -154,6 +222,29 @@ def register() -> None:
         import vllm.v1.sample.rejection_sampler as sampler
 
         sampler.expand_batch_to_tokens = expand_batch_to_tokens
+        if hasattr(sampler, "sample_recovered_tokens"):
+            sampler.sample_recovered_tokens = only_for_drafts(sampler.sample_recovered_tokens)
+
+
+def only_for_drafts(sample: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """vLLM's `sample_recovered_tokens`, called for the rows that have drafts.
+
+    In every step of an engine that may draft it draws a number per row and token of the vocabulary, a millisecond per
+    row on a CPU. A row without a draft recovers no token.
+    """
+
+    @wraps(sample)
+    def sample_recovered_tokens(most, num_drafted, ends, token_ids, draft_probs, probs, metadata, *others, **named):
+        rows = [row for row, number in enumerate(num_drafted) if number > 0]
+        if not rows:
+            return token_ids.clone()
+        places = {row: place for place, row in enumerate(rows)}
+        generators = {places[row]: one for row, one in metadata.generators.items() if row in places}
+        num_drafted, metadata = [num_drafted[row] for row in rows], replace(metadata, generators=generators)
+        return sample(most, num_drafted, ends[rows], token_ids, draft_probs, probs, metadata, *others, **named)
+
+    names = [*inspect.signature(sample).parameters][:7]
+    return sample_recovered_tokens if names == RECOVERY else sample
 
 
 def expand_batch_to_tokens(

@@ -13,7 +13,8 @@ from tiny_models import tiny_model
 
 import stand
 from stand.drafters import known_costs
-from stand.drafters.known_costs import STEPS_BETWEEN, FollowedCost, KnownCosts, processor_name
+from stand.drafters.followed_cost import STEPS_BETWEEN, FollowedCost
+from stand.drafters.known_costs import KnownCosts, processor_name
 from stand.drafters.step_cost import StepCost, measure_cost
 from stand.trees import BlendedLookup
 

@@ -248,14 +248,19 @@ def test_the_entry_point_replaces_the_class(modules):
 def test_vllms_sampler_is_mended_on_a_cpu_alone(modules, is_cpu):
     packages = dict.fromkeys(("vllm", "vllm__v1", "vllm__v1__sample"), {})
     platform = types.SimpleNamespace(is_cpu=lambda: is_cpu)
+
+    def recover(max_spec_len, num_draft_tokens, cu_num_draft_tokens, draft_token_ids, draft_probs, target_probs,
+                sampling_metadata):  # fmt: skip
+        raise AssertionError("nothing is to be recovered")
+
     modules(
         **packages,
         vllm__platforms={"current_platform": platform},
-        vllm__v1__sample__rejection_sampler={"expand_batch_to_tokens": "its own"},
+        vllm__v1__sample__rejection_sampler={"expand_batch_to_tokens": "its own", "sample_recovered_tokens": recover},
     )
     register_vllm()
-    mended = sys.modules["vllm.v1.sample.rejection_sampler"].expand_batch_to_tokens
-    assert (mended != "its own") == is_cpu
+    sampler = sys.modules["vllm.v1.sample.rejection_sampler"]
+    assert (sampler.expand_batch_to_tokens != "its own") == (sampler.sample_recovered_tokens is not recover) == is_cpu
 
 
 def test_the_entry_points_name_what_is_there():

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from stand.plugins.known_texts import KnownTexts
 from stand.plugins.options import ServingOptions
+from stand.plugins.paying_drafts import Limits, PayingDrafts
 from stand.plugins.scopes import Scopes
 from stand.plugins.vllm import LookupProposer
 from stand.trees import BlendedLookup
@@ -17,17 +19,17 @@ MOST_ROWS, LONGEST, K = 6, 512, 4
 
 
 def proposer(
-    *, num_tokens: int = K, longest: int = LONGEST, rank: int = 0, place: int = 0, **options
+    *, num_tokens: int = K, longest: int = LONGEST, rank: int = 0, place: int = 0, clock=None, parallel=None, **options
 ) -> LookupProposer:
-    return LookupProposer(
-        SimpleNamespace(
-            additional_config={"stand": options},
-            speculative_config=SimpleNamespace(num_speculative_tokens=num_tokens),
-            model_config=SimpleNamespace(max_model_len=longest),
-            scheduler_config=SimpleNamespace(max_num_seqs=MOST_ROWS),
-            parallel_config=SimpleNamespace(data_parallel_index=rank, rank=place, tensor_parallel_size=2),
-        )
+    places = {"data_parallel_index": rank, "rank": place, "tensor_parallel_size": 2, **(parallel or {})}
+    config = SimpleNamespace(
+        additional_config={"stand": {"drafts": "all", **options}},
+        speculative_config=SimpleNamespace(num_speculative_tokens=num_tokens),
+        model_config=SimpleNamespace(max_model_len=longest),
+        scheduler_config=SimpleNamespace(max_num_seqs=MOST_ROWS),
+        parallel_config=SimpleNamespace(**places),
     )
+    return LookupProposer(config, clock=clock)
 
 
 class Batch:
@@ -262,6 +264,146 @@ def test_ranks_draft_alike():
     assert one.made.lookup.digest == other.made.lookup.digest
 
 
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def timed(monkeypatch) -> list[tuple[int, int, float]]:
+    """Steps that are counted: rows, draft tokens, seconds."""
+    steps: list[tuple[int, int, float]] = []
+    monkeypatch.setattr(PayingDrafts, "record", lambda self, *step: steps.append(step))
+    return steps
+
+
+def test_steps_are_timed_from_call_to_call_unless_they_read_prompts(monkeypatch):
+    steps, clock = timed(monkeypatch), Clock()
+    batch = Batch(proposer(drafts="paying", clock=clock))
+
+    def step(sampled: list[list[int]], seconds: float) -> int:
+        clock.now += seconds
+        return sum(map(len, batch.step(sampled)))
+
+    for row in (0, 1):
+        batch.put(row, PROMPTS[row])
+    step([[1], [2]], 7.0)  # prompts
+    drafted = step([[3], [4]], 1.0)
+    assert steps == [(2, 0, 1.0)]
+    batch.swap(0, 1)
+    drafted_then = step([[6], [5]], 2.0)
+    assert steps[1:] == [(2, drafted, 2.0)]
+    batch.put(2, PROMPTS[2])
+    step([[1], [1], []], 8.0)  # a part of a prompt
+    step([[1], [1], [9]], 9.0)  # its end
+    assert drafted_then >= 0 and len(steps) == 2
+    drafted = step([[2], [2], [8]], 3.0)
+    step([[4], [4]], 4.0)  # the third row has ended
+    assert [(rows, seconds) for rows, _, seconds in steps[2:]] == [(3, 3.0), (2, 4.0)]
+    batch.lengths[0] += 1  # a step without a call
+    step([[1], [1]], 5.0)
+    assert len(steps) == 4
+    batch.put(0, PROMPTS[2])  # after a pause, another request
+    step([[1]], 500.0)
+    assert len(steps) == 4 and step([[1]], 1.0) >= 0 and steps[4][0::2] == (1, 1.0)
+
+
+def test_a_row_that_comes_back_is_no_step(monkeypatch):
+    """A preempted row is known again, though its prompt was read anew."""
+    steps = timed(monkeypatch)
+    batch = Batch(proposer(drafts="paying"))
+    batch.put(0, PROMPTS[0])
+    batch.put(1, PROMPTS[1])
+    batch.step([[1], [2]])
+    batch.step([[3], [4]])
+    batch.step([[5]])
+    assert [rows for rows, *_ in steps] == [2, 1]
+    batch.step([[6], [7]])
+    assert [rows for rows, *_ in steps] == [2, 1]
+    batch.step([[6], [7]])
+    assert [rows for rows, *_ in steps] == [2, 1, 2]
+
+
+@pytest.mark.parametrize(("per_token", "least", "most"), [(0.0, 0.8 * K, K), (1.0, 0.0, 0.2 * K)])
+def test_drafts_are_made_where_they_pay(per_token, least, most):
+    """All drafts come true for half of the rows; a token costs nothing, or as much as a step."""
+    clock, text = Clock(), [1, 2, 3, 4, 5, 6, 7] * 200
+    batch, drafts, counts = Batch(proposer(drafts="paying", clock=clock, longest=LONGEST)), [], []
+    lengths = [30, 33]
+    for row, length in enumerate(lengths):
+        batch.put(row, text[:length])
+    for _ in range(200):
+        kept = [len(draft) for draft in drafts] or [0, 0]
+        clock.now += 1.0 + per_token * sum(kept)
+        sampled = [text[length : length + keep + 1] for length, keep in zip(lengths, kept, strict=True)]
+        lengths = [length + len(new) for length, new in zip(lengths, sampled, strict=True)]
+        if max(lengths) > LONGEST - 3 * K:  # the next requests
+            lengths, drafts = [30, 33], []
+            for row, length in enumerate(lengths):
+                batch.put(row, text[:length])
+            sampled = [[text[length]] for length in lengths]
+            lengths = [length + 1 for length in lengths]
+        drafts = batch.step(sampled)
+        counts.append(sum(map(len, drafts)) / 2)
+    assert least <= np.mean(counts[100:]) <= most
+
+
+def test_outcomes_correct_what_is_expected_of_drafts(monkeypatch):
+    """Rows that have moved, ended and come are told apart."""
+    outcomes = []
+    monkeypatch.setattr(PayingDrafts, "limits", lambda self, rows: Limits(rows * K, np.zeros(rows * K, np.float32),
+                                                                          np.ones(rows * K + 1)))  # fmt: skip
+
+    class Witness(BlendedLookup):
+        def record_outcome(self, batch, accepted, next_tokens, *, kind):
+            outcomes.append(([path.tolist() for path in accepted], next_tokens.tolist(), kind))
+            super().record_outcome(batch, accepted, next_tokens, kind=kind)
+
+    monkeypatch.setattr("stand.plugins.options.BlendedLookup", Witness)
+    batch = Batch(proposer(drafts="paying"))
+    for row in range(3):
+        batch.put(row, [10 * row + token for token in (1, 2, 3, 4, 5, 6)] * 5)
+    assert all(len(draft) >= 2 for draft in batch.step([[1], [11], [21]]))
+    assert outcomes == []
+    batch.move(2, 0)  # the first row has ended
+    batch.put(2, [99] * 20)  # and another one comes
+    batch.step([[22, 23, 9], [5], [8]])
+    assert outcomes == [([[], [], [1, 2]], [-1, 5, 9], "deterministic")]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "follows"),
+    [
+        ({"world_size": 1, "distributed_executor_backend": "external_launcher"}, True),
+        ({"world_size": 2, "distributed_executor_backend": "mp", "pipeline_parallel_size": 1}, True),
+        ({"world_size": 2, "distributed_executor_backend": "external_launcher", "pipeline_parallel_size": 1}, False),
+        ({"world_size": 2, "distributed_executor_backend": "mp", "pipeline_parallel_size": 2}, False),
+    ],
+)
+def test_where_ranks_must_draft_alike_times_are_not_followed(monkeypatch, caplog, parallel, follows):
+    steps = timed(monkeypatch)
+    with caplog.at_level("WARNING", logger="vllm.stand"):
+        batch = Batch(proposer(drafts="paying", parallel=parallel))
+    assert ("drafts is all, not paying" in caplog.text) != follows
+    batch.put(0, PROMPTS[0])
+    for _ in range(3):
+        batch.step([[1]])
+    assert (len(steps) > 0) == follows
+
+
+def test_all_drafts_follow_from_the_calls_alone(monkeypatch):
+    steps, clock = timed(monkeypatch), Clock()
+    one, other = Batch(proposer(drafts="all", clock=clock)), Batch(proposer(drafts="all"))
+    for batch in (one, other):
+        batch.put(0, PROMPTS[0] * 3)
+    for token in range(40):
+        clock.now += 10.0 ** (token % 5)
+        assert one.step([[token % 4]]) == other.step([[token % 4]])
+    assert steps == []
+
+
 def test_a_run_begins_with_what_another_one_saved(tmp_path):
     path = str(tmp_path / "served.lookup")
     first = Batch(proposer(lookup=path, save=path))
@@ -303,6 +445,7 @@ def test_options_come_from_the_environment_or_by_name():
         ({"budget": -1}, "counts"),
         ({"budget": "many"}, "budget must be of type int"),
         ({"budget": 1.5}, "budget must be of type int"),
+        ({"drafts": "some"}, "drafts must be one of all, paying, got 'some'"),
         ({"save": True}, "save must be of type str"),
         ("floor", "mapping"),
     ],
@@ -367,3 +510,25 @@ def test_temperatures_are_spread_over_draft_positions():
     assert spread.dtype == torch.float32 and spread.tolist() == pytest.approx([0.6, 0.6, 0.6, 1.0])
     spread = expand_batch_to_tokens(torch.tensor([20, 5, 7], dtype=torch.int32), ends, 4)
     assert spread.dtype == torch.int32 and spread.tolist() == [20, 20, 20, 7]
+
+
+def test_numbers_are_drawn_for_rows_with_drafts_alone():
+    torch = pytest.importorskip("torch")
+    from stand.plugins.vllm import only_for_drafts
+
+    @dataclass
+    class Metadata:
+        generators: dict
+
+    def sample(max_spec_len, num_draft_tokens, cu_num_draft_tokens, draft_token_ids, draft_probs, target_probs,
+               sampling_metadata, device):  # fmt: skip
+        calls.append((num_draft_tokens, cu_num_draft_tokens.tolist(), sampling_metadata.generators, device))
+        return draft_token_ids + 1
+
+    calls, patched = [], only_for_drafts(sample)
+    ends, ids, metadata = torch.tensor([0, 2, 2, 3]), torch.tensor([5, 6, 7]), Metadata({0: "a", 1: "b", 3: "d"})
+    assert patched(2, [0, 2, 0, 1], ends, ids, None, None, metadata, device="cpu").tolist() == [6, 7, 8]
+    assert calls == [([2, 1], [2, 3], {0: "b", 1: "d"}, "cpu")] and metadata.generators[0] == "a"
+    assert patched(0, [0, 0], torch.tensor([0, 0]), ids[:0], None, None, metadata, "cpu").tolist() == []
+    assert len(calls) == 1
+    assert only_for_drafts(len) is len  # another vLLM

@@ -192,14 +192,14 @@ def _cut_among(
 
 @triton.jit
 def _search(
-    law, taken, largest_keys, low, high, target, vocabulary_size,
+    law, taken, largest_keys, low, high, count, lowest, highest, above, target, vocabulary_size,
     BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, CAPACITY: tl.constexpr, FEW: tl.constexpr,
     HALVINGS: tl.constexpr, BY_COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The largest key of [low, high) that has the target (a number of tokens or a mass) at or above it."""
-    count, lowest, highest, above = _take_out(
-        law, taken, largest_keys, low, high, vocabulary_size, BLOCK, BLOCK_CHUNKS, CAPACITY, BY_COUNT
-    )
+    """The largest key of [low, high) that has the target (a number of tokens or a mass) at or above it.
+
+    count, lowest, highest, above: what `_take_out` said of the interval.
+    """
     while (count > CAPACITY) & (highest > lowest):  # the key looked for is one of the interval's
         low, high, middle = lowest, highest + 1, lowest + (highest - lowest + 1) // 2
         is_reached = _measure_from(law, largest_keys, middle, vocabulary_size, BLOCK, BLOCK_CHUNKS, BY_COUNT) >= target
@@ -218,23 +218,26 @@ def _search(
 
 @triton.jit
 def _cut_by_reading(
-    law, taken, largest_keys, low, high, total, top_k, top_p, vocabulary_size, BLOCK: tl.constexpr,
-    BLOCK_CHUNKS: tl.constexpr, CAPACITY: tl.constexpr, FEW: tl.constexpr, HALVINGS: tl.constexpr,
-    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr,
+    law, taken, largest_keys, low, high, count, lowest, highest, num_above, mass_above, total, top_k, top_p,
+    vocabulary_size, BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, CAPACITY: tl.constexpr, FEW: tl.constexpr,
+    HALVINGS: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr,
 ):  # fmt: skip
     """As `_cut_among`, where [low, high) has more keys than there is room for; ties are not counted."""
     cut, share, above = low, total, tl.full((), float("nan"), tl.float64)
     if HAS_TOP_K:
         cut = _search(
-            law, taken, largest_keys, low, high, top_k.to(tl.float64), vocabulary_size,
-            BLOCK, BLOCK_CHUNKS, CAPACITY, FEW, HALVINGS, True,
+            law, taken, largest_keys, low, high, count, lowest, highest, num_above, top_k.to(tl.float64),
+            vocabulary_size, BLOCK, BLOCK_CHUNKS, CAPACITY, FEW, HALVINGS, True,
         )  # fmt: skip
     if HAS_TOP_P:
         if HAS_TOP_K:
             share = _measure_from(law, largest_keys, cut, vocabulary_size, BLOCK, BLOCK_CHUNKS, False)
+            count, lowest, highest, mass_above = _take_out(
+                law, taken, largest_keys, cut, high, vocabulary_size, BLOCK, BLOCK_CHUNKS, CAPACITY, False
+            )
         share *= top_p
         cut = _search(
-            law, taken, largest_keys, cut, high, share, vocabulary_size,
+            law, taken, largest_keys, cut, high, count, lowest, highest, mass_above, share, vocabulary_size,
             BLOCK, BLOCK_CHUNKS, CAPACITY, FEW, HALVINGS, False,
         )  # fmt: skip
         above = _measure_from(law, largest_keys, cut + 1, vocabulary_size, BLOCK, BLOCK_CHUNKS, False)
@@ -279,7 +282,7 @@ def _find_cut(
                 counts + row * num_chunks * WAYS, masses + row * num_chunks * WAYS, largest, top_k, share, num_chunks,
                 BLOCK_CHUNKS, HAS_TOP_K, HAS_TOP_P,
             )  # fmt: skip
-            count, _, _, above = _take_out(
+            count, lowest, highest, above = _take_out(
                 law, taken, keys, low, high, vocabulary_size, BLOCK, BLOCK_CHUNKS, CAPACITY, False
             )
             if count <= FEW:
@@ -293,8 +296,8 @@ def _find_cut(
                 )  # fmt: skip
             else:
                 cut, share, above, ties = _cut_by_reading(
-                    law, taken, keys, low, high, mass, top_k, share, vocabulary_size, BLOCK, BLOCK_CHUNKS, CAPACITY,
-                    FEW, HALVINGS, HAS_TOP_K, HAS_TOP_P,
+                    law, taken, keys, low, high, count, lowest, highest, num_above, above, mass, top_k, share,
+                    vocabulary_size, BLOCK, BLOCK_CHUNKS, CAPACITY, FEW, HALVINGS, HAS_TOP_K, HAS_TOP_P,
                 )  # fmt: skip
             value, num_kept = cut.to(tl.float32, bitcast=True).to(tl.float64), ties
             if HAS_TOP_P:

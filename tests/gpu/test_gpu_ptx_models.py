@@ -31,7 +31,7 @@ ATTENTION = {  # heads, key heads per query head, size, tokens and committed key
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_errs_by_rounding_alone(name):
-    """Of results up to 3; splits of 64 keys, so that many programs hand their parts to the last one."""
+    """Values are normal; splits of 64 keys, so that many programs hand their parts to the last one."""
     heads, groups, size, counts, lengths, options = ATTENTION[name]
     case = make_case(counts, lengths, heads=heads, groups=groups, size=size, dtype=torch.bfloat16)
     options = {key: value.bfloat16() if key == "sinks" else value for key, value in options.items()}

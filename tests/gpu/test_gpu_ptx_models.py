@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from attention_cases import difference, make_case  # noqa: E402
+from attention_cases import difference, make_case, run  # noqa: E402
 from tiny_models import CONFIGS  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
@@ -36,6 +36,13 @@ def test_attention_errs_by_rounding_alone(name):
     case = make_case(counts, lengths, heads=heads, groups=groups, size=size, dtype=torch.bfloat16)
     options = {key: value.bfloat16() if key == "sinks" else value for key, value in options.items()}
     assert difference(case, **options) <= 8e-3
+
+
+def test_the_order_of_programs_changes_no_bit(compiled, monkeypatch):
+    case = make_case([80, 1], [600, 70], heads=7, groups=7, size=128, dtype=torch.bfloat16)
+    expected = run(case)
+    monkeypatch.setattr(compiled, "order", lambda count: reversed(range(count)))
+    assert torch.equal(run(case), expected)
 
 
 def sixteen_bit_model(family: str):

@@ -21,7 +21,7 @@ MOST_SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # 
 
 
 class Driver:
-    """What `triton.runtime.driver.active` is asked for. `launches` names what ran.
+    """What `triton.runtime.driver.active` is asked for.
 
     may_collide: kernels whose blocks may write to one place that nobody reads. needs_fences: between what threads
     write to shared memory and what wgmma reads there.
@@ -31,14 +31,11 @@ class Driver:
         self,
         capability: int,
         *,
-        is_judged: bool = True,
         may_collide: Collection[str] = (),
         needs_fences: bool = True,
-        order: Callable = range,
     ) -> None:
-        self.capability, self.is_judged, self.may_collide, self.order = capability, is_judged, may_collide, order
-        self.needs_fences = needs_fences
-        self.launches: list[str] = []
+        self.capability, self.may_collide, self.needs_fences = capability, may_collide, needs_fences
+        self.order = range  # in which the blocks of a launch run, of their number
         self._devices = itertools.count()
         self.device, self._edit = next(self._devices), str
         self.launcher_cls = self._launcher
@@ -86,11 +83,13 @@ class Driver:
             tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
             values = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]
             scratch = [0] * (len(program.parameters) - len(values))  # the compiler's own; no kernel here uses it
-            self.launches.append(program.name)
             machines[0].launch(
-                (x, y, z), [*values, *scratch], tensor_allocations(tensors), is_judged=self.is_judged,
-                may_collide=program.name in self.may_collide, order=self.order,
-            )  # fmt: skip
+                (x, y, z),
+                [*values, *scratch],
+                tensor_allocations(tensors),
+                may_collide=program.name in self.may_collide,
+                order=self.order,
+            )
 
         return launch
 

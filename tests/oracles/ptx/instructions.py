@@ -231,10 +231,8 @@ def _cp(parts: list[str], operands: tuple[str, ...], registers: Registers, state
         if not len(threads):
             return
         copy = to.of(threads), source.of(threads), threads, size, np.broadcast_to(read, len(mask))[threads].copy()
-        if state.shared.is_judged:
-            allocation = state.shared_allocation
-            places = state.shared.note_write(allocation, copy[0], threads, size, state.clock)
-            allocation.is_in_flight[places] = True
+        allocation = state.shared_allocation
+        allocation.is_in_flight[state.shared.note_write(allocation, copy[0], threads, size, state.clock)] = True
         state.copies.add(copy)
 
     return run
@@ -245,9 +243,8 @@ def _arrive(copy: tuple, state: State) -> None:
     to, source, threads, size, read = copy
     if not np.isin(read, (0, size)).all():
         raise NotImplementedError("an asynchronous copy that reads a part")
-    if state.shared.is_judged:
-        allocation = state.shared_allocation
-        allocation.is_in_flight[allocation.places(to, size)] = False
+    allocation = state.shared_allocation
+    allocation.is_in_flight[allocation.places(to, size)] = False
     is_read, words = read > 0, [np.zeros(len(threads), dtype=np.uint32) for _ in range(size // 4)]
     if is_read.any():
         loaded = state.memory.load(source[is_read], threads[is_read], 4, size // 4, state.clock)
@@ -372,7 +369,7 @@ def _operand(words: np.ndarray, rows: int, is_transposed: bool, kind: str, state
     addresses = matrix.Descriptor.decode(int(words[0])).addresses(rows, 16, is_transposed=is_transposed)
     flat = addresses.ravel().astype(np.uint64)
     allocation = state.shared_allocation
-    if state.needs_fences and state.shared.is_judged and not allocation.is_fenced[allocation.places(flat, 2)].all():
+    if state.needs_fences and not allocation.is_fenced[allocation.places(flat, 2)].all():
         raise PtxError("wgmma reads shared memory that was written without a fence of the asynchronous proxy")
     (bits,) = state.shared.load(flat, np.full(len(flat), thread), 2, 1, state.clock)
     return matrix.numbers_of(bits, kind).reshape(rows, 16)

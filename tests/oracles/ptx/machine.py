@@ -84,12 +84,11 @@ class Machine:
         arguments: Iterable[object],
         allocations: Iterable[Allocation],
         *,
-        is_judged: bool = True,
         may_collide: bool = False,
         order: Callable[[int], Iterable[int]] = range,
     ) -> None:
         """Run all blocks of the grid. may_collide: as in `Clock`. order: gives the order of so many blocks."""
-        self.state.memory = Space(list(allocations), is_judged=is_judged)
+        self.state.memory = Space(list(allocations))
         values = dict(zip(self.program.parameters, arguments, strict=True))
         released: dict = {}
         sizes = grid[0] * grid[1] * grid[2]
@@ -97,12 +96,12 @@ class Machine:
             at = (number % grid[0], number // grid[0] % grid[1], number // (grid[0] * grid[1]))
             self.state.clock = Clock(number, self.state.num_threads, released, may_collide)
             with np.errstate(all="ignore"):
-                self._run_block(at, grid, values, is_judged)
+                self._run_block(at, grid, values)
 
-    def _run_block(self, at: tuple, grid: tuple, values: Mapping[str, object], is_judged: bool) -> None:
+    def _run_block(self, at: tuple, grid: tuple, values: Mapping[str, object]) -> None:
         state = self.state
         self.registers.begin(at, grid, values)
-        state.shared = Space([shared_memory(self.shared_bytes)], is_judged=is_judged)
+        state.shared = Space([shared_memory(self.shared_bytes)])
         state.copies = CopyGroups()
         waiting: dict[int, np.ndarray] = {}
         ready = {0: np.ones(state.num_threads, dtype=bool)}

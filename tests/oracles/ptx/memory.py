@@ -50,23 +50,19 @@ class Allocation:
 
 
 class Space:
-    """Allocations by address. `is_judged`: whether races are looked for."""
+    """Allocations by address."""
 
-    def __init__(self, allocations: Sequence[Allocation], *, is_judged: bool = True) -> None:
+    def __init__(self, allocations: Sequence[Allocation]) -> None:
         self.allocations = sorted(allocations, key=lambda one: one.start)
         self.starts = np.array([one.start for one in self.allocations], dtype=np.int64)
-        self.is_judged = is_judged
 
-    def load(
-        self, addresses: np.ndarray, threads: np.ndarray, size: int, count: int, clock: Clock
-    ) -> list[np.ndarray]:
+    def load(self, addresses: np.ndarray, threads: np.ndarray, size: int, count: int, clock: Clock) -> list[np.ndarray]:
         """`count` neighbours of `size` bytes for each thread [n] at its address [n]."""
         results = [np.zeros(len(threads), dtype=UNSIGNED[size]) for _ in range(count)]
         for allocation, lanes in self._split(addresses, size * count):
-            if self.is_judged:
-                places = allocation.places(addresses[lanes], size * count)
-                allocation.check_arrived(places)
-                allocation.ledger.note_read(places, threads[lanes], clock)
+            places = allocation.places(addresses[lanes], size * count)
+            allocation.check_arrived(places)
+            allocation.ledger.note_read(places, threads[lanes], clock)
             for result, values in zip(results, allocation.load(addresses[lanes], size, count), strict=True):
                 result[lanes] = values
         return results
@@ -77,8 +73,7 @@ class Space:
         """Write one value [n] or more side by side. Lanes that write one byte differently are a race."""
         for allocation, lanes in self._split(addresses, size * len(values)):
             chosen = [value[lanes] for value in values]
-            if self.is_judged:
-                self.note_write(allocation, addresses[lanes], threads[lanes], size * len(values), clock)
+            self.note_write(allocation, addresses[lanes], threads[lanes], size * len(values), clock)
             allocation.store(addresses[lanes], chosen, size)
             kept = allocation.load(addresses[lanes], size, len(values))
             if any((mine != now).any() for mine, now in zip(chosen, kept, strict=True)):
@@ -150,5 +145,3 @@ class CopyGroups:
         ready = committed[: max(len(committed) - most_left, 0)]
         self.groups = [*committed[len(ready) :], self.groups[-1]]
         return [copy for group in ready for copy in group]
-
-

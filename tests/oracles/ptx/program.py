@@ -45,9 +45,7 @@ def parse(text: str) -> Program:
     head = re.search(r"\.entry\s+(\w+)\s*\((.*?)\)", text, re.DOTALL)
     if head is None:
         raise ValueError("a PTX text must have an .entry, got none")
-    parameters = {
-        name: kind for kind, name in re.findall(r"\.param\s+\.(\w+)[^,]*?(\w+)\s*(?:,|$)", head.group(2))
-    }
+    parameters = {name: kind for kind, name in re.findall(r"\.param\s+\.(\w+)[^,]*?(\w+)\s*(?:,|$)", head.group(2))}
     body, first_line = _body(text, head.end())
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}

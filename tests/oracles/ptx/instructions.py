@@ -253,8 +253,8 @@ def _arrive(copy: tuple, state: State) -> None:
     state.shared.store(to, threads, words, 4, state.clock)
 
 
-def _matrices(parts: list[str], names: list[str], address: Address, registers: Registers, state: State):
-    """Registers [x, W, 32], and the addresses of 8 rows of each of the x matrices [W, x, 8] of some warps."""
+def _matrices(names: list[str], address: Address, registers: Registers):
+    """Registers [x, W, 32] of x matrices, and a function of warps: threads and addresses of the matrices' 8 rows."""
     stack = [registers.array(name).reshape(-1, WARP) for name in names]
 
     def rows(warps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -265,7 +265,7 @@ def _matrices(parts: list[str], names: list[str], address: Address, registers: R
 
 
 def _ldmatrix(parts: list[str], operands: tuple[str, ...], registers: Registers, state: State) -> Step:
-    stack, rows = _matrices(parts, _names(operands[0]), Address(operands[1], registers), registers, state)
+    stack, rows = _matrices(_names(operands[0]), Address(operands[1], registers), registers)
     row, pair, is_transposed = matrix.ROW, matrix.PAIR, "trans" in parts
 
     def run(mask: np.ndarray) -> None:
@@ -283,7 +283,7 @@ def _ldmatrix(parts: list[str], operands: tuple[str, ...], registers: Registers,
 
 
 def _stmatrix(parts: list[str], operands: tuple[str, ...], registers: Registers, state: State) -> Step:
-    stack, rows = _matrices(parts, _names(operands[1]), Address(operands[0], registers), registers, state)
+    stack, rows = _matrices(_names(operands[1]), Address(operands[0], registers), registers)
     is_transposed = "trans" in parts
 
     def run(mask: np.ndarray) -> None:
@@ -326,7 +326,7 @@ def _fence(parts: list[str], operands: tuple[str, ...], registers: Registers, st
 def _wgmma(parts: list[str], operands: tuple[str, ...], registers: Registers, state: State) -> Step:
     """The product is taken at once; the assembler sees to registers that are read before a wait."""
     if parts[1] in ("fence", "commit_group", "wait_group"):
-        return lambda mask: None
+        return _no_effect(parts, operands, registers, state)
     width, kind = int(re.fullmatch(r"m64n(\d+)k16", parts[4]).group(1)), parts[-1]
     results = [registers.array(name).view(np.float32) for name in _names(operands[0])]
     flags = [int(text, 0) for text in operands[4:]]

@@ -6,9 +6,8 @@
 #   make lint            ruff
 #   make test-debug      the compiled core with bounds checks, its own tests
 #   make test-ptx        the GPU kernels as they are compiled for sm_90, run without a GPU; CAPABILITY=80 for sm_80
-#   make test-wheel      the wheel in an empty environment, tests run away from the source
-#   make test-oldest     the engine on the oldest transformers that it takes
-#   make environments    what the last three run in
+#   make test-wheel      the wheel beside the oldest torch, transformers, numpy and msgpack that it takes
+#   make environments    what the last two run in
 #   make wheel           the wheel to hand out: its ABI, its size, the drafter's tests on the oldest and newest Python here
 # On a machine with a GPU: make CONSTRAINTS=constraints-gpu.txt ...
 # Without one: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make ..., else pip may bring 2.7 GB of CUDA
@@ -28,14 +27,13 @@ MODULES := $(shell find stand trees verifiers -name '*.py')
 CORE_TESTS := tests/trees tests/gpu/test_gpu_packing.py tests/gpu/test_gpu_work_list.py tests/engine/test_filters.py
 
 # A wheel holds the files of the source and modules compiled with the same options: what can go wrong is that one is
-# missing, or found in the source folder only. So every module is imported, and one test file of each part is run.
+# missing, or found in the source folder only. So every module is imported, and one test file of each part is run. What
+# goes wrong with old versions is what models, `generate` and Triton do: every family, custom_generate, fused kernels.
 WHEEL_TESTS := tests/test_installed.py tests/engine/test_stream.py tests/trees/test_lookup_file.py \
-  tests/verifiers/test_compiled.py tests/gpu/test_gpu_packing.py tests/scripts/test_throughput.py
-# The oldest transformers that pyproject.toml takes: every family by itself and through `generate`, and custom_generate.
-OLDEST := $(shell sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)
-OLDEST_TESTS := tests/engine/test_support.py tests/engine/test_forward.py::test_tree_logits_equal_plain_forwards \
+  tests/verifiers/test_compiled.py tests/gpu/test_gpu_packing.py tests/scripts/test_throughput.py \
+  tests/engine/test_support.py tests/engine/test_forward.py::test_tree_logits_equal_plain_forwards \
   tests/engine/test_engine.py::test_greedy_equals_transformers_token_for_token tests/engine/test_hub.py \
-  --deselect tests/engine/test_hub.py::test_the_page_runs_as_printed
+  tests/gpu/test_gpu_fusion.py tests/gpu/test_gpu_attention.py
 # Kernels as Triton compiles them, each instruction run on the CPU (tests/oracles/ptx). All of tests/gpu can run so; these
 # take the shortest time.
 CAPABILITY ?= 90
@@ -50,7 +48,7 @@ export PIP_COMPILE := 0
 # One thread: the matrices of the suite are too small for more, and as many processes run as there are cores.
 test test-debug test-ptx test-wheel: export OMP_NUM_THREADS ?= 1
 
-.PHONY: throughput test lint environments test-debug test-ptx test-wheel test-oldest wheel away clean
+.PHONY: throughput test lint environments test-debug test-ptx test-wheel wheel away clean
 
 throughput: $(VENV)/.ready
 	$(BIN)/python scripts/throughput.py $(if $(MODEL),--model $(MODEL) $(MODEL_ARGS)) $(ARGS)
@@ -64,8 +62,8 @@ test-ptx: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 
-# All others, side by side where make is given --jobs: while one of them downloads, another one compiles.
-environments: .venv-debug/.ready .venv-wheel/.ready .venv-oldest/.ready
+# Both, side by side where make is given --jobs: while one of them downloads, the other one compiles.
+environments: .venv-debug/.ready .venv-wheel/.ready
 
 # Both run away from the source tree, so that only what was installed can be imported.
 test-debug: .venv-debug/.ready away
@@ -73,9 +71,6 @@ test-debug: .venv-debug/.ready away
 
 test-wheel: .venv-wheel/.ready away
 	cd build/away && $(CURDIR)/.venv-wheel/bin/python -m pytest -n $(WORKERS) $(WHEEL_TESTS)
-
-test-oldest: .venv-oldest/.ready
-	.venv-oldest/bin/python -m pytest -n $(WORKERS) $(OLDEST_TESTS)
 
 # The wheel holds the stable ABI of Python 3.11. Without torch: that is what serving engines install.
 wheel: $(VENV)/.ready away
@@ -98,24 +93,24 @@ CHECK_PYTHON := import os, sys, sysconfig; \
     "Python.h must be there to compile modules, got none; on Debian and Ubuntu: apt install python3-dev python3-venv")
 
 # torch goes first and alone: another package's looser range must not choose the build. Where pip finds no build without
-# CUDA, the one that it finds is taken. $(1)/constraints.txt then holds what was settled, for everything that follows.
+# CUDA, the one that it finds is taken. $(2): what is asked for; $(1)/constraints.txt: what was settled, for all that follows.
 define install_torch
 	@$(PYTHON) -c '$(CHECK_PYTHON)'
-	@echo "== $(1): installing torch (a download of 0.2 GB, with CUDA 2.7 GB), numpy and Cython; this takes minutes"
+	@echo "== $(1): installing torch (a download of 0.2 GB, with CUDA 2.7 GB); this takes minutes"
 	@$(PYTHON) -m venv $(1)
-	@cp $(CONSTRAINTS) $(1)/constraints.txt
+	@cp $(2) $(1)/constraints.txt
 	@$(1)/bin/pip install --quiet --constraint $(1)/constraints.txt torch 2> $(1)/pip.log || { \
-	  if grep -q '+cpu' $(CONSTRAINTS) && grep -qE 'No matching distribution|ResolutionImpossible' $(1)/pip.log; then \
+	  if grep -q '+cpu' $(2) && grep -qE 'No matching distribution|ResolutionImpossible' $(1)/pip.log; then \
 	    echo "== $(1): pip finds no build of torch without CUDA, so the one with CUDA comes: a download of 2.7 GB." \
 	      "For the small one stop here and name an index that has it, in PIP_EXTRA_INDEX_URL"; \
-	    sed 's/+cpu//' $(CONSTRAINTS) > $(1)/constraints.txt; \
+	    sed 's/+cpu//' $(2) > $(1)/constraints.txt; \
 	    $(1)/bin/pip install --quiet --constraint $(1)/constraints.txt torch; \
 	  else cat $(1)/pip.log >&2; exit 1; fi; }
-	@$(1)/bin/pip install --quiet --constraint $(1)/constraints.txt "setuptools>=77" "Cython>=3.3" "numpy>=2" wheel
 endef
 
 $(VENV)/.ready: $(SOURCES)
-	$(call install_torch,$(VENV))
+	$(call install_torch,$(VENV),$(CONSTRAINTS))
+	@$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt "setuptools>=77" "Cython>=3.3" "numpy>=2" wheel
 	@echo "== $(VENV): compiling the modules in C++ (one or two minutes) and installing the rest"
 	@# Of two builds of one module Python takes the one that names its own version, however old it is.
 	@find stand trees verifiers -name '*.cpython-*.so' -delete
@@ -136,26 +131,16 @@ $(VENV)/.ready: $(SOURCES)
 	  --ignore-installed ./build/debug
 	@touch $@
 
-# The oldest transformers, and of what it needs only what the versions in $(VENV) do not serve; everything else, the
-# editable install too, is found there.
-.venv-oldest/.ready: pyproject.toml $(VENV)/.ready
-	@echo "== .venv-oldest: transformers $(OLDEST) beside the packages of $(VENV)"
-	@$(PYTHON) -m venv --clear --without-pip .venv-oldest
-	@$(BIN)/python -c 'import sysconfig; p = sysconfig.get_path("purelib"); print(f"import site; site.addsitedir({p!r})")' \
-	  > "$$(.venv-oldest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lent.pth"
-	@$(BIN)/pip --python .venv-oldest/bin/python install --quiet "transformers==$(OLDEST)"
-	@touch $@
-
-.venv-wheel/.ready: $(SOURCES) $(VENV)/.ready $(MODULES)
+.venv-wheel/.ready: $(SOURCES) $(VENV)/.ready $(MODULES) constraints-oldest.txt
 	@echo "== .venv-wheel: building the wheel (one or two minutes)"
 	@rm -rf build/wheel build/lib* build/bdist*
 	@$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
-	$(call install_torch,.venv-wheel)
+	$(call install_torch,.venv-wheel,constraints-oldest.txt)
 	@wheel=$$(ls $(CURDIR)/build/wheel/*.whl) && \
 	  .venv-wheel/bin/pip install --quiet --force-reinstall --no-deps "$$wheel" && \
 	  .venv-wheel/bin/pip install --quiet --constraint .venv-wheel/constraints.txt "$$wheel[test]"
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-debug .venv-wheel .venv-oldest build dist *.egg-info
+	rm -rf .venv .venv-debug .venv-wheel build dist *.egg-info
 	find stand trees verifiers \( -name '*.so' -o -name '*.cpp' -o -name _cyutility.c \) -delete

@@ -309,7 +309,8 @@ class KernelBench:
         parents = heap_parents(len(laws) // rows)
         batch = DraftBatch.concatenate([random_draft(parents, laws.shape[1], generator) for _ in range(rows)])
         arrays = (batch.token_ids, batch.parents, batch.offsets, batch.support_ids, batch.law)
-        step = [torch.from_numpy(array).to(self.device) for array in (*arrays, generator.random(len(laws)))]
+        order = [np.concatenate([of(parents)] * rows) for of in (turns_of, ancestor_words)]
+        step = [torch.from_numpy(array).to(self.device) for array in (*arrays, generator.random(len(laws)), *order)]
         return lambda: traverse(laws, *step)
 
     def _compaction(self, rows: int) -> tuple[Callable[[], object], int]:
@@ -344,3 +345,15 @@ def ancestor_words(parents: Sequence[int]) -> np.ndarray:
             words[node] = words[parent]
         words[node, node // WORD_BITS] |= np.uint64(1) << np.uint64(node % WORD_BITS)
     return words.view(np.int64)
+
+
+def turns_of(parents: Sequence[int]) -> np.ndarray:
+    """[N] int64: the nodes below the root in turns, as in `StepPacket`."""
+    rounds, youngest = [0] * len(parents), list(range(len(parents)))
+    for node, parent in list(enumerate(parents))[1:]:
+        rounds[node] = rounds[youngest[parent]] + 1
+        youngest[parent] = node
+    alike = [np.flatnonzero(np.equal(rounds, number)) for number in range(1, max(rounds) + 1)]
+    turns = [nodes[start : start + 8].tolist() for nodes in alike for start in range(0, len(nodes), 8)]
+    words = [int.from_bytes(bytes(turn), "little") for turn in turns]
+    return np.array([*words, *[0] * (len(parents) - len(words) - 1), len(words)], dtype=np.uint64).view(np.int64)

@@ -87,7 +87,7 @@ class CoupledRule(DeviceRule):
 
 
 class TraversalRule(DeviceRule):
-    """`traversal`: thresholds of all nodes by one sequential program per row, then one residual draw per row."""
+    """`traversal`: thresholds of all nodes by one program per row, turn by turn, then one residual draw per row."""
 
     def support_size(self, num_candidates: int) -> int:
         return StepSize.covering_support(num_candidates)
@@ -115,8 +115,9 @@ class TraversalRule(DeviceRule):
     def decide(self, logits: torch.Tensor, laws: torch.Tensor, step: Tensors, verdict: DeviceVerdict) -> None:
         support_ids = step["support_ids"]
         stops, mass, scale, _ = traverse(
-            laws, step["token_ids"], step["local_parents"], step["offsets"], support_ids, step["law"], step["accept"]
-        )
+            laws, step["token_ids"], step["local_parents"], step["offsets"], support_ids, step["law"], step["accept"],
+            step["turns"], step["ancestors"],
+        )  # fmt: skip
         draw_residuals(
             laws, stops, support_ids, mass, scale, step["resample"], step["parents"], step["depths"], step["offsets"],
             verdict.stops, verdict.next_tokens, verdict.is_broken, verdict.path,

@@ -5,6 +5,9 @@ from libc.string cimport memcpy, memset
 
 import numpy as np
 
+cdef enum:
+    MAX_ROW_NODES = 256
+
 
 cdef class StepArrays:
     """The arrays of one packed step of at most M tokens and B rows, filled in place (see `StepPacket` for each)."""
@@ -14,6 +17,7 @@ cdef class StepArrays:
     cdef int64_t[::1] parents  # [M] packed; roots and padding are their own parents
     cdef int64_t[::1] depths
     cdef int64_t[::1] follows  # [M] 1 where a walk may step to the node: a child, first of its token
+    cdef int64_t[::1] turns  # [M] which nodes can be settled at once, by row: see `list_turns`
     cdef int32_t[::1] offsets  # [B + 1]
     cdef int64_t[::1] lengths, cache_rows  # [B]
     cdef int32_t[:, ::1] pages  # [B, T] of all rows of the cache
@@ -26,7 +30,7 @@ cdef class StepArrays:
         """`arrays` by name, zeros; the rest as in `WorkList.build`."""
         self.token_ids, self.positions, self.slots = arrays["token_ids"], arrays["positions"], arrays["slots"]
         self.ancestors, self.parents = arrays["ancestors"], arrays["parents"]
-        self.depths, self.follows = arrays["depths"], arrays["follows"]
+        self.depths, self.follows, self.turns = arrays["depths"], arrays["follows"], arrays["turns"]
         self.offsets, self.lengths, self.cache_rows = arrays["offsets"], arrays["lengths"], arrays["cache_rows"]
         self.pages = arrays["pages"]
         self.items, self.partial_starts = arrays["items"], arrays["partial_starts"]
@@ -70,7 +74,7 @@ cdef class StepArrays:
         self, Py_ssize_t num_tokens, const int32_t[::1] offsets, const int64_t[::1] lengths,
         const int64_t[::1] cache_rows, const int32_t[:, ::1] pages, const int64_t[::1] ends,
     ):
-        cdef Py_ssize_t row, most = self.ancestors.shape[1] * 64
+        cdef Py_ssize_t row, most = min(self.ancestors.shape[1] * 64, MAX_ROW_NODES)
         if num_tokens > self.token_ids.shape[0] or lengths.shape[0] > self.lengths.shape[0]:
             raise ValueError(
                 f"a packed step made for {self.token_ids.shape[0]} tokens of {self.lengths.shape[0]} rows must hold "
@@ -120,6 +124,8 @@ cdef class StepArrays:
             self.ancestors[packed, node >> 6] = <int64_t>(
                 (<uint64_t>self.ancestors[packed, node >> 6]) | ((<uint64_t>1) << (node & 63))
             )
+        if offsets[row + 1] > first:
+            list_turns(&parents[first], <int32_t>(offsets[row + 1] - first), &self.turns[first])
 
     cdef void _pad(self, Py_ssize_t num_tokens, Py_ssize_t num_rows, int64_t spare_slot) noexcept:
         """What is behind the drafts, as far as the fill before reached."""
@@ -129,10 +135,40 @@ cdef class StepArrays:
         for row in range(num_rows, self.offsets.shape[0]):
             self.offsets[row] = <int32_t>num_tokens
         for packed in range(num_tokens, self.num_tokens):
-            self.token_ids[packed] = self.positions[packed] = self.depths[packed] = self.follows[packed] = 0
+            self.token_ids[packed] = self.positions[packed] = self.depths[packed] = 0
+            self.follows[packed] = self.turns[packed] = 0
             self.slots[packed] = spare_slot
             self.parents[packed] = packed
         self.num_tokens = num_tokens
+
+
+cdef void list_turns(const int32_t* parents, int32_t count, int64_t* out_turns) noexcept:
+    """A row's nodes below its root, parents [n] row-local, in as few turns [n] as their order allows.
+
+    A node comes after its earlier siblings, the first child after its parent: of the nodes of one turn none reads what
+    another one writes. Up to 8 nodes make a turn, a byte each from the lowest on; 0 is none. The last word, which no turn
+    can need, is the number of turns. n is 256 at most.
+    """
+    cdef int32_t before[MAX_ROW_NODES]  # the node that has to come before: the youngest child so far
+    cdef int32_t rounds[MAX_ROW_NODES]
+    cdef int32_t places[MAX_ROW_NODES]  # nodes per round, then where its next node goes
+    cdef int32_t place, node, parent, turns = 0
+    memset(places, 0, sizeof(places))
+    memset(out_turns, 0, count * sizeof(int64_t))
+    rounds[0] = before[0] = 0
+    for node in range(1, count):
+        parent, before[node] = parents[node], node
+        rounds[node] = rounds[before[parent]] + 1
+        before[parent] = node
+        places[rounds[node]] += 1
+    for node in range(1, count):  # rounds are numbered so, too
+        place, places[node] = places[node], turns * 8
+        turns += (place + 7) // 8
+    for node in range(1, count):
+        place = places[rounds[node]]
+        places[rounds[node]] += 1
+        out_turns[place // 8] |= <int64_t>((<uint64_t>node) << (8 * (place % 8)))
+    out_turns[count - 1] = turns
 
 
 def outgrown(

@@ -28,9 +28,10 @@ class StepPacket:
     """Arrays of one step of at most M tokens, I work items and B rows; the attention function receives it as plan.
 
     token_ids, positions [M] int64; slots [M] int64: page * its size + slot in it; ancestors [M, W] int64: bit j is
-    local node j; parents [M] int64 packed (roots and padding: themselves); depths, follows [M] int64; offsets [B + 1]
-    int32; lengths, cache_rows [B] int64; pages [B, T] int32: by cache row, see `PageTable`; items [I, 8] and
-    partial_starts [M + 1] int32: see `WorkList`; and what else is asked for.
+    local node j; parents [M] int64 packed (roots and padding: themselves); depths, follows [M] int64; turns [M] int64:
+    up to eight nodes of a row that can be settled at once, a byte each, and in its last word the number of turns;
+    offsets [B + 1] int32; lengths, cache_rows [B] int64; pages [B, T] int32: by cache row, see `PageTable`; items
+    [I, 8] and partial_starts [M + 1] int32: see `WorkList`; and what else is asked for.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class StepPacket:
         """table: gives the shape of `pages`. more: arrays that the owner fills in `host`."""
         num_tokens, num_rows = size.num_tokens, size.num_rows
         per_token, per_row = (np.int64, (num_tokens,)), (np.int64, (num_rows,))
-        names = ("token_ids", "positions", "slots", "parents", "depths", "follows")
+        names = ("token_ids", "positions", "slots", "parents", "depths", "follows", "turns")
         self.size = size
         self._packet = Packet(
             {

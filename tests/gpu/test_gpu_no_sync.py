@@ -40,7 +40,8 @@ def traverse_arguments(device):
     token_ids = torch.tensor([0, 0, 1, 6] * B, device=device)
     law = torch.full((M, S), 1.0 / S, device=device)
     uniforms = torch.full((M,), 0.5, dtype=torch.float64, device=device)
-    return race_arguments(device)[0], token_ids, parents, offsets, support_ids, law, uniforms
+    words = torch.zeros(M, dtype=torch.int64, device=device), torch.zeros(M, 1, dtype=torch.int64, device=device)
+    return race_arguments(device)[0], token_ids, parents, offsets, support_ids, law, uniforms, *words
 
 
 def compact_arguments(device):

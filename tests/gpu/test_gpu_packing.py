@@ -5,6 +5,7 @@ import pytest
 import torch
 from drafted_cases import case
 from exact import EX2, deterministic, enumerate_drafts, pack, shaped, with_replacement
+from gpu_parts.kernel_bench import heap_parents, turns_of
 
 from stand.forward.packed_plan import StepPlan
 from stand.gpu.packet import Packet
@@ -18,11 +19,12 @@ from stand.verifiers.schedule import packed_parents
 PAGE, WIDTH = 64, 64
 ROOM = PAGE * WIDTH
 SPARE = 10**6
+HEAP = heap_parents(20)
 
 
 def empty_arrays(size):
     num_tokens, num_rows = size.num_tokens, size.num_rows
-    names = ("token_ids", "positions", "slots", "parents", "depths", "follows")
+    names = ("token_ids", "positions", "slots", "parents", "depths", "follows", "turns")
     return {
         **{name: np.zeros(num_tokens, dtype=np.int64) for name in names},
         "ancestors": np.zeros((num_tokens, size.num_words), dtype=np.int64),
@@ -111,6 +113,52 @@ def test_only_the_first_of_equal_siblings_is_followed():
             seen.add(key)
     assert out["follows"][: batch.num_nodes].tolist() == [int(value) for value in expected]
     assert not all(expected[1:])
+
+
+def turns_in(words):
+    """Per turn the nodes that its bytes name; the last word says how many turns there are."""
+    return [[int(node) for node in word.tobytes() if node] for word in words[: int(words[-1])]]
+
+
+def some_parents(kind, generator):
+    count = int(generator.integers(1, MAX_ROW_NODES + 1))
+    above = {
+        "chain": lambda node: node - 1,
+        "star": lambda node: 0,
+        "any": lambda node: int(generator.integers(0, node)),
+        "deep": lambda node: max(0, node - int(generator.integers(1, 9))),
+    }[kind]
+    return np.array([-1, *map(above, range(1, count))], dtype=np.int32)
+
+
+@pytest.mark.parametrize("kind", ["chain", "star", "any", "deep"])
+def test_a_turn_needs_only_what_earlier_ones_have_settled(kind):
+    """Parents and earlier siblings come first, every node once, as early as that allows; 255 is a node too."""
+    generator = np.random.default_rng(11)
+    for parents in [*(some_parents(kind, generator) for _ in range(20)), np.array([-1], dtype=np.int32)]:
+        words = packed(draft_of(parents), [0], [0], covering(len(parents), 1))["turns"][: len(parents)]
+        turns = turns_in(words)
+        assert sorted(sum(turns, [])) == list(range(1, len(parents))) and all(len(turn) <= 8 for turn in turns)
+        turn_of = {node: number for number, turn in enumerate(turns) for node in turn}
+        for node in range(1, len(parents)):
+            needed = [parents[node], *(one for one in range(1, node) if parents[one] == parents[node])]
+            assert all(turn_of.get(one, -1) < turn_of[node] for one in needed)
+        assert np.array_equal(words, turns_of(parents))
+        assert not kind == "chain" or len(turns) == len(parents) - 1
+
+
+def draft_of(parents):
+    support = np.zeros((len(parents), 1), dtype=np.int32)
+    tokens = np.arange(len(parents), dtype=np.int32)
+    return DraftBatch.concatenate([DraftTree(tokens, parents, support, support.astype(np.float32))])
+
+
+def test_the_turns_of_every_row_lie_at_its_nodes():
+    batch = DraftBatch.concatenate([DraftTree.chain(range(5)), DraftTree.pending(3), draft_of(HEAP)[0]])
+    out = packed(batch, [7] * 3, np.arange(3), covering(batch.num_nodes + 1, 3))
+    expected = np.concatenate([turns_of(batch[row].parents) for row in range(3)])
+    assert np.array_equal(out["turns"][: batch.num_nodes], expected)
+    assert not out["turns"][batch.num_nodes :].any() and out["turns"][4] == 4
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -296,10 +296,12 @@ def test_swizzled_matrices_use_every_place_once(row_bytes, is_transposed):
 BARRIER_TEXT = "bar.sync \t0;"
 
 
-def without_barrier(number: int):
-    """PTX whose barrier of that number is gone."""
+def without_barrier(number: int, kernel: str = ""):
+    """PTX whose barrier of that number is gone; of one kernel alone, if it is named."""
 
     def edit(ptx: str) -> str:
+        if f".entry {kernel}" not in ptx:
+            return ptx
         pieces = ptx.split(BARRIER_TEXT)
         joined = [BARRIER_TEXT.join(part) for part in (pieces[: number + 1], pieces[number + 1 :])]
         return "".join(joined)
@@ -319,3 +321,25 @@ def test_barriers_of_production_kernels_are_needed(compiled):
     for number in range(3):
         with compiled.edited(without_barrier(number)), pytest.raises(PtxError, match="race"):
             draw_nodes(laws, uniforms)
+
+
+@pytest.mark.skipif("STAND_PTX" not in os.environ, reason="needs compiled kernels: STAND_PTX=90")
+def test_every_barrier_of_the_traversal_is_needed(compiled):
+    """Turns read what earlier turns have stored; with one barrier less any of them races."""
+    from gpu_parts.kernel_bench import heap_parents
+    from traversal_arrays import traversal_arrays
+    from workloads.random_draft import random_draft
+
+    from stand.gpu.kernels.traverse import traverse
+    from stand.trees import DraftBatch
+
+    batch = DraftBatch.concatenate([random_draft(heap_parents(40), 60, np.random.default_rng(0))])
+    laws, arrays = torch.full((40, 60), 1 / 60), traversal_arrays(batch, np.full(40, 0.5))
+    texts = []
+    with compiled.edited(lambda ptx: texts.append(ptx) or ptx):
+        traverse(laws, *arrays)
+    number_of_them = next(ptx for ptx in texts if ".entry _traverse" in ptx).count(BARRIER_TEXT)
+    assert number_of_them > 4
+    for number in range(number_of_them):
+        with compiled.edited(without_barrier(number, "_traverse")), pytest.raises(PtxError, match="race"):
+            traverse(laws, *arrays)

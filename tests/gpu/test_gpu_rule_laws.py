@@ -29,6 +29,7 @@ from exact_draws import LARGEST, draw_laws, support_first  # noqa: E402
 from page_tables import one_page_each  # noqa: E402
 from plain_kernels import draw_nodes as plain_draw  # noqa: E402
 from plain_kernels import race as plain_race  # noqa: E402
+from traversal_arrays import traversal_arrays  # noqa: E402
 from verdicts import blank_verdict  # noqa: E402
 from waitless_draws import draw_residuals_at  # noqa: E402
 
@@ -49,9 +50,8 @@ WORLDS = {"EX2": EX2, "EX3": EX3}
 # Traversal: thresholds, the walk, the residual draw.
 
 
-def tensors_of(batch: DraftBatch) -> list[torch.Tensor]:
-    arrays = (batch.token_ids, batch.parents, batch.offsets, batch.support_ids, batch.law.astype(np.float32))
-    return [torch.tensor(array) for array in arrays]
+def tensors_of(batch: DraftBatch, uniforms: np.ndarray) -> list[torch.Tensor]:
+    return traversal_arrays(dataclasses.replace(batch, law=batch.law.astype(np.float32)), uniforms)
 
 
 def walks(parents: tuple[int, ...]) -> dict[tuple[bool, ...], int]:
@@ -67,7 +67,7 @@ def walks(parents: tuple[int, ...]) -> dict[tuple[bool, ...], int]:
     uniforms = np.array([[0.0, *(0.0 if passes else LARGEST for passes in pattern)] for pattern in patterns])
     probs = torch.full((batch.num_nodes, 13), 0.7 / 12)
     probs[:, 12] = 0.3  # outside all supports: always owed
-    stops, _, _, thresholds = traverse(probs, *tensors_of(batch), torch.from_numpy(uniforms.reshape(-1)))
+    stops, _, _, thresholds = traverse(probs, *tensors_of(batch, uniforms.reshape(-1)))
     thresholds = thresholds.numpy().reshape(len(patterns), size)
     assert np.all((thresholds[:, 1:] > 0) & (thresholds[:, 1:] < 1))
     return dict(zip(patterns, (stops.numpy() - batch.offsets[:-1]).tolist(), strict=True))
@@ -80,8 +80,8 @@ def traversal_report(world, policy, *, law_of=lambda batch: batch.law) -> Report
     batch = pack(world, listed)
     batch = dataclasses.replace(batch, law=law_of(batch))
     probs = target_rows(world, listed, torch.float32).rows(np.arange(batch.num_nodes))
-    arrays = tensors_of(batch)
-    _, mass, scale, thresholds = traverse(probs, *arrays, torch.zeros(batch.num_nodes, dtype=torch.float64))
+    arrays = tensors_of(batch, np.zeros(batch.num_nodes))
+    _, mass, scale, thresholds = traverse(probs, *arrays)
     support = arrays[3]
     orders = support_first(batch.support_ids, probs.shape[1])
     next_laws = draw_laws(lambda points: draw_residuals_at(probs.clone(), support, mass, scale, points), orders)

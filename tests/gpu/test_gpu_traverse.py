@@ -19,17 +19,13 @@ from exact import (  # noqa: E402
     with_replacement,
     without_replacement,
 )
+from traversal_arrays import traversal_arrays  # noqa: E402
 
 from stand.gpu.kernels.traverse import traverse  # noqa: E402
 from stand.trees import DraftBatch, DraftTree  # noqa: E402
 from stand.verifiers.rules import traversal_compiled  # noqa: E402
 from stand.verifiers.schedule import packed_parents  # noqa: E402
 from stand.verifiers.walk import first_in_post_order  # noqa: E402
-
-
-def tensors_of(batch: DraftBatch) -> list[torch.Tensor]:
-    arrays = (batch.token_ids, batch.parents, batch.offsets, batch.support_ids, batch.law)
-    return [torch.tensor(array) for array in arrays]
 
 
 def expect(batch: DraftBatch, probs: torch.Tensor, uniforms: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -46,7 +42,7 @@ def expect(batch: DraftBatch, probs: torch.Tensor, uniforms: np.ndarray) -> tupl
 
 
 def assert_equal(batch: DraftBatch, probs: torch.Tensor, uniforms: np.ndarray) -> np.ndarray:
-    stops, *numbers = traverse(probs, *tensors_of(batch), torch.from_numpy(uniforms))
+    stops, *numbers = traverse(probs, *traversal_arrays(batch, uniforms))
     expected_stops, *expected = expect(batch, probs, uniforms)
     for got, wanted in zip(numbers, expected, strict=True):
         np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-12, atol=1e-12)
@@ -98,9 +94,10 @@ def test_a_uniform_of_zero_does_not_pass_a_threshold_of_zero():
 
 def test_rows_without_nodes_and_padding_tokens_change_nothing():
     batch, target, noise = case(2, "sampled")
-    probs, uniforms = target.rows(np.arange(batch.num_nodes)), torch.from_numpy(noise.accept(batch))
-    token_ids, parents, offsets, support_ids, law = tensors_of(batch)
-    alone = traverse(probs, token_ids, parents, offsets, support_ids, law, uniforms)
+    probs = target.rows(np.arange(batch.num_nodes))
+    arrays = traversal_arrays(batch, noise.accept(batch))
+    token_ids, parents, offsets, support_ids, law, uniforms, turns, ancestors = arrays
+    alone = traverse(probs, *arrays)
 
     def padded(tensor: torch.Tensor, fill: float) -> torch.Tensor:
         return torch.cat([tensor, torch.full_like(tensor[:6], fill)])
@@ -108,7 +105,7 @@ def test_rows_without_nodes_and_padding_tokens_change_nothing():
     more_rows = torch.cat([offsets, offsets[-1:], offsets[-1:]])
     bucket = traverse(
         padded(probs, 0.5), padded(token_ids, 3), padded(parents, 0), more_rows,
-        padded(support_ids, 7), padded(law, 1.0), padded(uniforms, 0.0),
+        padded(support_ids, 7), padded(law, 1.0), padded(uniforms, 0.0), padded(turns, 513), padded(ancestors, -1),
     )  # fmt: skip
     assert bucket[0].tolist() == [*alone[0].tolist(), 0, 0]
     for wide, narrow in zip(bucket[1:], alone[1:], strict=True):
@@ -131,21 +128,44 @@ def test_siblings_in_another_order_are_noticed():
     """Control: reveal order is the order of nodes, so laws exchanged between siblings change what is owed."""
     batch, probs, noise = agreeing_case(0, "sampled")
     siblings = np.flatnonzero(batch.ranks == 1)
-    token_ids, parents, offsets, support_ids, law = tensors_of(batch)
+    arrays = traversal_arrays(batch, noise.accept(batch))
+    law = arrays[4]
     law[siblings], law[siblings - 1] = law[siblings - 1].clone(), law[siblings].clone()
-    _, mass, _, _ = traverse(
-        probs, token_ids, parents, offsets, support_ids, law, torch.from_numpy(noise.accept(batch))
-    )
+    _, mass, _, _ = traverse(probs, *arrays)
     _, expected, _, _ = expect(batch, probs, noise.accept(batch))
     assert np.abs(mass.numpy() - expected).max() > 1e-3
 
 
 def test_refuses_arrays_that_do_not_belong_together():
     batch, target, noise = case(0, "sampled")
-    probs, uniforms = target.rows(np.arange(batch.num_nodes)), torch.from_numpy(noise.accept(batch))
-    arrays = tensors_of(batch)
-    for bad in (arrays[:1] + [arrays[1].long()] + arrays[2:], arrays[:1] + [arrays[1][1:]] + arrays[2:]):
+    probs, arrays = target.rows(np.arange(batch.num_nodes)), traversal_arrays(batch, noise.accept(batch))
+    worse = [(1, arrays[1].long()), (1, arrays[1][1:]), (6, arrays[6].int()), (7, arrays[7][:, 0]), (7, arrays[7][1:])]
+    for place, bad in worse:
         with pytest.raises(ValueError, match="one DraftBatch"):
-            traverse(probs, *bad, uniforms)
+            traverse(probs, *arrays[:place], bad, *arrays[place + 1 :])
     with pytest.raises(ValueError, match="one DraftBatch"):
-        traverse(probs[1:], *arrays, uniforms)
+        traverse(probs[1:], *arrays)
+
+
+def test_rows_of_more_than_one_word():
+    """200 nodes: bytes above 127, several words of ancestors, stops beyond the first of them."""
+    parents = np.array([-1, 0, 0, 0, *((node - 1) // 3 * 3 - 2 for node in range(4, 200))], dtype=np.int32)
+    support, tokens = np.tile(np.arange(12, dtype=np.int32), (200, 1)), (np.arange(200) % 12).astype(np.int32)
+    law = np.where(tokens[:, None] == support, 0.5, 0.5 / 11).astype(np.float32)
+    batch = DraftBatch.concatenate([DraftTree(tokens, parents, support, law), DraftTree.pending(1)])
+    probs = torch.full((201, 13), 0.7 / 12)
+    probs[:, 12] = 0.3  # outside all supports: always owed
+    for node in (1, 2, 61, 64, 127, 130, 199):  # all others are owed nothing
+        uniforms = np.where(np.arange(201) == node, 0.0, np.nextafter(1.0, 0.0))
+        assert assert_equal(batch, probs, uniforms).tolist() == [node, 200]
+
+
+def test_nodes_of_one_turn_that_depend_on_each_other_are_noticed():
+    """Control: the turns are what orders siblings."""
+    batch, probs, noise = agreeing_case(0, "sampled")
+    arrays = traversal_arrays(batch, noise.accept(batch))
+    first, end = batch.offsets[:2]
+    number = int(arrays[6][end - 1])
+    arrays[6][first : first + number] = arrays[6][first : first + number].flip(0)
+    _, mass, _, _ = traverse(probs, *arrays)
+    assert np.abs(mass.numpy() - expect(batch, probs, noise.accept(batch))[1]).max() > 1e-3

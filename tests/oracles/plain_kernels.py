@@ -89,7 +89,7 @@ def race(probs, keys):
     return (probs.double() / noise).argmax(dim=1)
 
 
-def traverse(probs, token_ids, parents, offsets, support_ids, law, uniforms):
+def traverse(probs, token_ids, parents, offsets, support_ids, law, uniforms, turns, ancestors):
     num_nodes = int(offsets[-1])
     arrays = (token_ids.to(torch.int32), parents, offsets, support_ids, law)
     live = [array[:num_nodes].numpy() if array is not offsets else array.numpy() for array in arrays]

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,22 @@ def test_an_old_python_is_refused_before_anything_is_made(tmp_path):
     done, calls, constraints = set_up(tmp_path, f"torch=={pinned_version()}", version="3, 10")
     assert done.returncode != 0 and not calls and not constraints
     assert "Python must be 3.11 or newer, got 3.10; name one: PYTHON=python3.12 make" in done.stderr
+
+
+def test_the_oldest_constraints_are_those_of_the_package():
+    """As pip reads them on this Python, so that `make test-wheel` runs on what pyproject.toml promises."""
+    requirements = pytest.importorskip("packaging.requirements")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    given = [line for line in (ROOT / "constraints-oldest.txt").read_text().splitlines() if not line.startswith("#")]
+    pinned = {}
+    for one in map(requirements.Requirement, given):
+        if one.marker is None or one.marker.evaluate({"python_version": "3.11"}):
+            pinned[one.name] = re.sub(r"\+cpu$", "", next(iter(one.specifier)).version)
+    promised = [*project["dependencies"], *extras["engine"], *(line for line in extras["test"] if "triton" in line)]
+    oldest = {
+        one.name: next(bound.version for bound in one.specifier if bound.operator == ">=")
+        for one in map(requirements.Requirement, promised)
+    }
+    padded = {name: tuple(map(int, (version.split(".") + ["0", "0"])[:3])) for name, version in oldest.items()}
+    assert {name: tuple(map(int, version.split("."))) for name, version in pinned.items()} == padded

@@ -233,7 +233,9 @@ def _bfe(kind: str, modifiers: list[str]) -> Operation:
 
 
 def _popc(kind: str, modifiers: list[str]) -> Operation:
-    return [kind], "u32", lambda number: np.bitwise_count(number).astype(np.uint32)
+    dtype = DTYPES[kind]
+    places = np.arange(dtype().itemsize * 8, dtype=dtype)
+    return [kind], "u32", lambda number: ((np.asarray(number)[..., None] >> places) & dtype(1)).sum(-1, dtype=np.uint32)
 
 
 def _prmt(kind: str, modifiers: list[str]) -> Operation:

@@ -75,8 +75,16 @@ LEVELS = {
     "stand.fusion.row_kernels": COMPACT_LEVEL,  # calls for few tokens take as long; a third of its size
     # As fast as -O3, a tenth smaller.
     "stand.laws.filters": ["-O2", "-ftree-vectorize", *taken("-fvect-cost-model=dynamic"), *UNALIGNED, *IN_ORDER],
-    # Vectorised loops are a twenty-fifth of it and save nothing. -O2 is a sixth smaller, and slower at serving engines.
-    "stand.trees.blended.lookup": ["-O3", "-fno-tree-vectorize", "-fno-tree-slp-vectorize", *UNALIGNED, *IN_ORDER],
+    # Vectorised loops are a twenty-fifth of it and save nothing; half of what GCC would inline is a fourteenth, and
+    # learning is faster without. -O2 is a sixth smaller, and slower at serving engines.
+    "stand.trees.blended.lookup": [
+        "-O3",
+        "-fno-tree-vectorize",
+        "-fno-tree-slp-vectorize",
+        *(taken("--param=inline-unit-growth=20") if IS_LEAN else []),
+        *UNALIGNED,
+        *IN_ORDER,
+    ],
     # 2 to 3 % slower for a tenth of its size; -Os: 11 to 14 %
     "stand.trees.longest_match.lookup": ["-O2", *UNALIGNED, *IN_ORDER],
     "stand.verifiers.rules.traversal_compiled": COMPACT_LEVEL,  # 0.8 us more of 6 with 80 nodes

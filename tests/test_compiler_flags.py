@@ -9,8 +9,13 @@ import pytest
 
 SETUP = Path(__file__).parent.parent / "setup.py"
 pytestmark = pytest.mark.skipif(not SETUP.exists() or sys.platform != "linux", reason="needs the source, on Linux")
-OF_GCC = ("-fno-schedule-insns2", "-fvect-cost-model=dynamic", "-Wl,--no-ld-generated-unwind-info")
-COMPILERS = {"gcc": (), "clang": OF_GCC, "clang with GNU's linker": OF_GCC[:2], "gcc with lld": OF_GCC[2:]}
+OF_GCC = (
+    "-fno-schedule-insns2",
+    "-fvect-cost-model=dynamic",
+    "--param=inline-unit-growth=20",
+    "-Wl,--no-ld-generated-unwind-info",
+)
+COMPILERS = {"gcc": (), "clang": OF_GCC, "clang with GNU's linker": OF_GCC[:3], "gcc with lld": OF_GCC[3:]}
 
 
 def flags(monkeypatch, compiler: str) -> set[str]:

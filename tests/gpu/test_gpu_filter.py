@@ -21,7 +21,7 @@ FILTERS = [filters for filters in product((0, 40), (1.0, 0.9), (0.0, 0.02)) if f
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """So small that intervals of these laws come in all kinds: few keys, some, more than there is room for."""
-    for name, value in (("CHUNK", 256), ("CAPACITY", 64), ("FEW", 16)):
+    for name, value in (("CHUNK", 256), ("CAPACITY", 64), ("FEW", 16), ("PAIRS", 8)):
         monkeypatch.setattr(filter_kernel, name, value)
 
 
@@ -183,13 +183,14 @@ def test_every_bit_of_the_key_is_needed(monkeypatch):
 
 
 def test_room_decides_nothing(monkeypatch):
-    """To the bit: with room for all keys, and with so little that intervals are halved by reading the law again."""
+    """To the bit: with room for all keys, compared in pairs or halved, and with so little that intervals are halved by
+    reading the law again."""
     laws, found = torch.softmax(random_logits()[1:3] / TEMPERATURE, dim=1), []
-    for capacity, few in ((512, 512), (512, 4), (32, 4)):
-        monkeypatch.setattr(filter_kernel, "CAPACITY", capacity)
-        monkeypatch.setattr(filter_kernel, "FEW", few)
+    for rooms in ((512, 512, 512), (512, 512, 4), (512, 4, 4), (32, 4, 4)):
+        for name, value in zip(("CAPACITY", "FEW", "PAIRS"), rooms, strict=True):
+            monkeypatch.setattr(filter_kernel, name, value)
         found.append(filtered(laws, top_p=0.9))
-    assert found[0].equal(found[1]) and found[0].equal(found[2])
+    assert all(one.equal(found[0]) for one in found)
 
 
 @pytest.mark.parametrize("top_p", [0.5, 0.999, 1 - 2.0**-53])

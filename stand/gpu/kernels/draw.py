@@ -16,7 +16,7 @@ from stand.gpu.kernels.specimen import Specimen
 from stand.gpu.step_size import SUPPORT_SIZES
 
 CHUNK = 1024  # tokens per program and per draw, 8 per thread
-SLOTS = tl.constexpr(8)  # of a support that a chunk is compared with at once: with 64, registers spill
+SLOTS = tl.constexpr(8)  # of a support, whose ids are loaded together
 
 
 @triton.jit
@@ -58,10 +58,8 @@ def _rest_of_chunk(probs, tokens, support, vocabulary_size, width):
     law = tl.load(probs + tokens, mask=tokens < vocabulary_size, other=0.0).to(tl.float64)
     rest = law
     for first in range(0, width, SLOTS):
-        slots = first + tl.arange(0, SLOTS)
-        ids = tl.load(support + slots, mask=slots < width, other=-1)
-        is_on_support = tl.max((tokens[:, None] == ids[None, :]).to(tl.int32), axis=1) > 0
-        rest = tl.where(is_on_support, 0.0, rest)
+        for slot in tl.static_range(SLOTS):
+            rest = tl.where(tokens == tl.load(support + first + slot, mask=first + slot < width, other=-1), 0.0, rest)
     return law, rest
 
 

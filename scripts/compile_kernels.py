@@ -34,7 +34,7 @@ from stand.gpu import kernels
 from stand.gpu.kernels.specimen import Specimen
 
 WARP_SIZE = 32
-NOT_KERNELS = {"launch", "merge", "specimen"}  # merge: part of the attention kernel
+NOT_KERNELS = {"cut", "launch", "merge", "specimen"}  # cut and merge: parts of the filters and the attention
 ALIGNMENT = 16  # bytes of a pointer, as torch allocates; a type "i32:16" promises a multiple of 16 too
 
 

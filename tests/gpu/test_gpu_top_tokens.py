@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from stand.gpu.kernels import top_tokens as top_tokens_kernel  # noqa: E402
 from stand.gpu.kernels.top_tokens import top_tokens  # noqa: E402
 
 VOCABULARY_SIZE = 5000  # two chunks and a half
@@ -48,6 +49,20 @@ def test_ties_within_and_across_chunks_go_to_the_lowest_ids():
     ids, _ = top_tokens(scores, 16)
     assert torch.equal(ids.long(), expect(scores, 16))
     assert ids[0].tolist()[:6] == [30, 2047, 2048, 4100, 4999, 0]
+
+
+@pytest.mark.parametrize("count", [1, 3, 10])
+def test_more_chunks_than_are_searched(monkeypatch, count):
+    """Best tokens of one chunk, one of each chunk, ties between chunks' largest, and chunks of nothing but -inf."""
+    monkeypatch.setattr(top_tokens_kernel, "CHUNK", 256)
+    scores = random_scores(5, seed=3)
+    scores[1, 700:712] += 10
+    scores[2, ::256] += 10
+    scores[3] = scores[3].mul(2).round()
+    scores[4, 512:] = float("-inf")
+    ids, values = top_tokens(scores, count)
+    assert torch.equal(ids.long(), expect(scores, count))
+    assert torch.equal(values, scores.gather(1, ids.long()))
 
 
 def test_rows_of_one_chunk_of_as_many_tokens_as_asked_for_and_strided_ones():

@@ -1,4 +1,4 @@
-"""The best tokens of every node, which the lookup learns from: top-k over the vocabulary in two passes."""
+"""The best tokens of every node, which the lookup learns from: top-k over the vocabulary, in the best chunks alone."""
 
 from __future__ import annotations
 
@@ -24,35 +24,60 @@ def _keys(values, tokens):
 
 
 @triton.jit
+def _token_of(key):
+    return ((key & LOWEST_WORD) ^ LOWEST_WORD).to(tl.int32)
+
+
+@triton.jit
 def _value_of(key):
     bits = (key >> 32).to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _best_in_chunk(probs, best, vocabulary_size, row_stride, count, BLOCK: tl.constexpr):
-    """Program (row, chunk): the chunk's `count` largest keys, one repeated maximum each."""
-    row, chunk = tl.program_id(0), tl.program_id(1)
+def _keys_of_chunk(probs, row, chunk, vocabulary_size, row_stride, BLOCK: tl.constexpr):
     tokens = chunk * BLOCK + tl.arange(0, BLOCK)
     inside = tokens < vocabulary_size
     values = tl.load(probs + row.to(tl.int64) * row_stride + tokens, mask=inside, other=0.0)
-    keys = tl.where(inside, _keys(values, tokens), NOTHING)
-    place = (row * tl.num_programs(1) + chunk) * count
+    return tl.where(inside, _keys(values, tokens), NOTHING)
+
+
+@triton.jit
+def _largest_in_chunk(probs, largest, vocabulary_size, row_stride, BLOCK: tl.constexpr):
+    """Program (row, chunk): the chunk's largest key."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    keys = _keys_of_chunk(probs, row, chunk, vocabulary_size, row_stride, BLOCK)
+    tl.store(largest + row * tl.num_programs(1) + chunk, tl.max(keys, axis=0))
+
+
+@triton.jit
+def _best_in_chunk(
+    probs, largest, best, vocabulary_size, row_stride, num_chunks, count,
+    BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Program (row, place): of the chunk whose largest key is the place-th of the row, the `count` largest keys, one
+    repeated maximum each."""
+    row, place = tl.program_id(0), tl.program_id(1)
+    chunks = tl.arange(0, BLOCK_CHUNKS)
+    largest_of = tl.load(largest + row * num_chunks + chunks, mask=chunks < num_chunks, other=NOTHING)
+    key = tl.max(largest_of, axis=0)
+    for _ in range(0, place):
+        key = tl.max(tl.where(largest_of < key, largest_of, NOTHING), axis=0)
+    keys = _keys_of_chunk(probs, row, _token_of(key) // BLOCK, vocabulary_size, row_stride, BLOCK)
     for rank in range(0, count):
-        largest = tl.max(keys, axis=0)
-        tl.store(best + place + rank, largest)
-        keys = tl.where(keys == largest, NOTHING, keys)
+        tl.store(best + (row * tl.num_programs(1) + place) * count + rank, key)
+        key = tl.max(tl.where(keys < key, keys, NOTHING), axis=0)
 
 
 @triton.jit
 def _best_of_chunks(best, ids, values, num_candidates, count, BLOCK: tl.constexpr):
-    """Program (row): the `count` largest of all chunks' keys, decoded."""
+    """Program (row): the `count` largest of the chunks' keys, decoded."""
     row = tl.program_id(0)
     places = tl.arange(0, BLOCK)
     keys = tl.load(best + row * num_candidates + places, mask=places < num_candidates, other=NOTHING)
     for rank in range(0, count):
         largest = tl.max(keys, axis=0)
-        tl.store(ids + row * count + rank, ((largest & LOWEST_WORD) ^ LOWEST_WORD).to(tl.int32))
+        tl.store(ids + row * count + rank, _token_of(largest))
         tl.store(values + row * count + rank, _value_of(largest))
         keys = tl.where(keys == largest, NOTHING, keys)
 
@@ -67,12 +92,17 @@ def top_tokens(probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Ten
     _check_arguments(probs, count)
     (num_rows, vocabulary_size), (ids, values) = probs.shape, _outputs(probs, count)
     num_chunks = triton.cdiv(vocabulary_size, CHUNK)
-    num_candidates = num_chunks * count
+    num_searched = min(num_chunks, count)  # no other chunk's largest key is among the best, so no other key is
+    num_candidates = num_searched * count
+    largest = probs.new_empty((num_rows, num_chunks), dtype=torch.int64)
     best = probs.new_empty((num_rows, num_candidates), dtype=torch.int64)
+    sizes = (vocabulary_size, probs.stride(0))
     with launch_device(_best_in_chunk, probs):
-        _best_in_chunk[(num_rows, num_chunks)](
-            probs, best, vocabulary_size, probs.stride(0), count, BLOCK=CHUNK, num_warps=4
-        )
+        _largest_in_chunk[(num_rows, num_chunks)](probs, largest, *sizes, BLOCK=CHUNK, num_warps=4)
+        _best_in_chunk[(num_rows, num_searched)](
+            probs, largest, best, *sizes, num_chunks, count, BLOCK=CHUNK,
+            BLOCK_CHUNKS=triton.next_power_of_2(num_chunks), num_warps=4,
+        )  # fmt: skip
         _best_of_chunks[(num_rows,)](
             best, ids, values, num_candidates, count, BLOCK=triton.next_power_of_2(num_candidates), num_warps=4
         )
@@ -103,10 +133,12 @@ def _check_arguments(probs: torch.Tensor, count: int) -> None:
 
 
 def specimens() -> list[Specimen]:
-    """Both kernels as launched for ten of 152,064 tokens (75 chunks)."""
-    sizes = {"vocabulary_size": "i32", "row_stride": "i32", "count": "i32"}
+    """All kernels as launched for ten of 152,064 tokens (75 chunks)."""
+    law, sizes = {"probs": "*fp32", "largest": "*i64"}, {"vocabulary_size": "i32", "row_stride": "i32"}
+    search = {**law, "best": "*i64", **sizes, "num_chunks": "i32", "count": "i32"}
     merge = {"best": "*i64", "ids": "*i32", "values": "*fp32", "num_candidates": "i32", "count": "i32"}
     return [
-        Specimen("best_in_chunk", _best_in_chunk, {"probs": "*fp32", "best": "*i64", **sizes}, {"BLOCK": CHUNK}),
-        Specimen("top_of_chunks", _best_of_chunks, merge, {"BLOCK": 1024}),
+        Specimen("largest_in_chunk", _largest_in_chunk, {**law, **sizes}, {"BLOCK": CHUNK}),
+        Specimen("best_in_chunk", _best_in_chunk, search, {"BLOCK": CHUNK, "BLOCK_CHUNKS": 128}),
+        Specimen("top_of_chunks", _best_of_chunks, merge, {"BLOCK": 128}),
     ]

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from stand.gpu.kernels import filter as filter_kernel  # noqa: E402
-from stand.gpu.kernels.filter import filter_rows  # noqa: E402
+from stand.gpu.kernels.filter import filter_rows, first_doubtful_way  # noqa: E402
 from stand.gpu.step_body import StepBody  # noqa: E402
 from stand.sampling import SamplingParams, TargetLaw  # noqa: E402
 
@@ -191,6 +191,19 @@ def test_room_decides_nothing(monkeypatch):
             monkeypatch.setattr(filter_kernel, name, value)
         found.append(filtered(laws, top_p=0.9))
     assert all(one.equal(found[0]) for one in found)
+
+
+def test_ways_that_are_left_out_decide_nothing(monkeypatch):
+    """To the bit; flat laws have their cut at the first way that is looked at, as low as it can be."""
+    flat = torch.full((2, VOCABULARY_SIZE), 1 / VOCABULARY_SIZE)
+    flat[1, ::2] *= 0.001
+    laws = torch.cat([torch.softmax(random_logits(), dim=1), flat / flat.sum(1, keepdim=True)])
+    assert first_doubtful_way(VOCABULARY_SIZE, 0.9) == 11 and first_doubtful_way(151_936, 0.95) == 6
+    found = filtered(laws, top_p=0.9)
+    monkeypatch.setattr(filter_kernel, "first_doubtful_way", lambda *_: 1)
+    assert filtered(laws, top_p=0.9).equal(found)
+    monkeypatch.setattr(filter_kernel, "first_doubtful_way", lambda *_: 13)  # control: a threshold above the cut
+    assert not filtered(laws, top_p=0.9).equal(found)
 
 
 @pytest.mark.parametrize("top_p", [0.5, 0.999, 1 - 2.0**-53])

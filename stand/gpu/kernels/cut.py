@@ -118,10 +118,11 @@ def _cut_of(
 
 @triton.jit
 def interval(
-    counts, masses, largest, top_k, top_p, num_chunks,
+    counts, masses, largest, top_k, top_p, first_way, num_chunks,
     BLOCK_CHUNKS: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr,
 ):  # fmt: skip
-    """(low, high, how many keys reach high, mass of the law): both filters' cuts lie in [low, high)."""
+    """(low, high, how many keys reach high, mass of the law): both filters' cuts lie in [low, high). Ways before
+    `first_way`, but for 0, were not looked at, because the cut does not lie below them."""
     chunks, ways = tl.arange(0, BLOCK_CHUNKS), tl.arange(0, WAYS)
     cells, is_chunk = chunks[:, None] * WAYS + ways[None, :], chunks[:, None] < num_chunks
     low_way, high_way = tl.zeros((), tl.int32), tl.full((), WAYS, tl.int32)
@@ -131,8 +132,10 @@ def interval(
         low_way = tl.max(tl.where(count >= top_k, ways, 0), axis=0)
         high_way = tl.min(tl.where(count < top_k, ways, WAYS), axis=0)
     if HAS_TOP_P:
-        mass = tl.sum(tl.load(masses + cells, mask=is_chunk, other=0.0), axis=0)
+        is_known = is_chunk & ((ways == 0) | (ways >= first_way))[None, :]
+        mass = tl.sum(tl.load(masses + cells, mask=is_known, other=0.0), axis=0)
         total = tl.sum(tl.where(ways == 0, mass, 0.0), axis=0)
+        mass = tl.where(ways < first_way, total, mass)
         if HAS_TOP_K:  # leaves at least what reaches its own high way, so the cut of top_p has no less above it
             share = top_p * tl.sum(tl.where(ways == high_way, mass, 0.0), axis=0)
             high_way = tl.maximum(high_way, tl.min(tl.where(mass < share * (1 - MARGIN), ways, WAYS), axis=0))

@@ -34,12 +34,13 @@ HALVINGS = 30  # of the keys
 CUT_WARPS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_way"])
 def _look(
-    laws, largest_keys, counts, masses, row_stride, vocabulary_size,
+    laws, largest_keys, counts, masses, row_stride, vocabulary_size, first_way,
     BLOCK: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr,
 ):  # fmt: skip
-    """Program (law, chunk): the chunk's largest key, and how many tokens and how much mass reach each threshold."""
+    """Program (law, chunk): the chunk's largest key, and how many tokens and how much mass reach each threshold from
+    `first_way` on, and the lowest."""
     law = laws + tl.program_id(0).to(tl.int64) * row_stride
     values, keys, _ = load_chunk(law, tl.program_id(1), vocabulary_size, BLOCK)
     place, largest = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), tl.max(keys, axis=0)
@@ -48,7 +49,7 @@ def _look(
         tl.store(masses + place * WAYS, tl.sum(tl.where(keys >= 0, values, 0.0).to(tl.float64), axis=0))
     if HAS_TOP_K:
         tl.store(counts + place * WAYS, tl.sum((keys >= 0).to(tl.float32), axis=0))
-    for way in range(1, WAYS):
+    for way in range(first_way, WAYS):
         count, mass = tl.zeros((), tl.float32), tl.zeros((), tl.float32)
         if largest >= threshold(way):
             is_above = keys >= threshold(way)
@@ -62,9 +63,9 @@ def _look(
             tl.store(masses + place * WAYS + way, mass.to(tl.float64))
 
 
-@triton.jit(do_not_specialize=["top_k"])
+@triton.jit(do_not_specialize=["first_way", "top_k"])
 def _find_cut(
-    laws, largest_of, counts, masses, taken, cuts, firsts, totals, row_stride, vocabulary_size, num_chunks,
+    laws, largest_of, counts, masses, taken, cuts, firsts, totals, row_stride, vocabulary_size, first_way, num_chunks,
     top_k, top_p, top_p_rest, min_p, BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, CAPACITY: tl.constexpr,
     FEW: tl.constexpr, PAIRS: tl.constexpr, HALVINGS: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr,
 ):  # fmt: skip
@@ -78,8 +79,8 @@ def _find_cut(
         if HAS_TOP_K or HAS_TOP_P:
             share = tl.full((), top_p, tl.float64) + tl.full((), top_p_rest, tl.float64)
             low, high, num_above, mass = interval(
-                counts + row * num_chunks * WAYS, masses + row * num_chunks * WAYS, largest, top_k, share, num_chunks,
-                BLOCK_CHUNKS, HAS_TOP_K, HAS_TOP_P,
+                counts + row * num_chunks * WAYS, masses + row * num_chunks * WAYS, largest, top_k, share, first_way,
+                num_chunks, BLOCK_CHUNKS, HAS_TOP_K, HAS_TOP_P,
             )  # fmt: skip
             count, lowest, highest, above = take_out(
                 law, taken, keys, low, high, vocabulary_size, BLOCK, BLOCK_CHUNKS, CAPACITY, False
@@ -159,7 +160,8 @@ def filter_rows(laws: torch.Tensor, top_k: int, top_p: float, min_p: float) -> N
     taken = laws.new_empty((num_rows, CAPACITY), dtype=torch.int32)
     cuts, firsts = laws.new_empty((2, num_rows), dtype=torch.int32)
     totals = laws.new_empty(num_rows, dtype=torch.float64)
-    sizes, rounded = (laws.stride(0), vocabulary_size), float(np.float32(top_p))
+    rounded, first_way = float(np.float32(top_p)), 1 if has_top_k else first_doubtful_way(vocabulary_size, top_p)
+    sizes = (laws.stride(0), vocabulary_size, first_way)
     flags = {"BLOCK": CHUNK, "HAS_TOP_K": has_top_k, "HAS_TOP_P": has_top_p}
     with launch_device(_look, laws):
         _look[grid](laws, largest_keys, counts, masses, *sizes, **flags, num_warps=4)
@@ -168,7 +170,14 @@ def filter_rows(laws: torch.Tensor, top_k: int, top_p: float, min_p: float) -> N
             top_p - rounded, min_p, **flags, BLOCK_CHUNKS=triton.next_power_of_2(grid[1]), CAPACITY=CAPACITY, FEW=FEW,
             PAIRS=PAIRS, HALVINGS=HALVINGS, num_warps=CUT_WARPS,
         )  # fmt: skip
-        _write_chunk[grid](laws, largest_keys, cuts, firsts, totals, *sizes, BLOCK=CHUNK, num_warps=4)
+        _write_chunk[grid](laws, largest_keys, cuts, firsts, totals, *sizes[:2], BLOCK=CHUNK, num_warps=4)
+
+
+def first_doubtful_way(vocabulary_size: int, top_p: float) -> int:
+    """The first threshold that top_p's cut may lie below. All tokens below a lower one have no more mass together than
+    top_p leaves out, by their number: below 2^-22 for 151,936 tokens and 0.95."""
+    ways = range(1, WAYS.value)
+    return next((way for way in ways if vocabulary_size * 2.0 ** (2 * way - 32) > 0.99 * (1 - top_p)), WAYS.value)
 
 
 @filter_rows.register_fake
@@ -192,14 +201,15 @@ def _check_arguments(laws: torch.Tensor, top_k: int, top_p: float, min_p: float)
 def specimens() -> list[Specimen]:
     """The kernels as launched for 152,064 tokens (75 chunks)."""
     laws, sizes = {"laws": "*fp32", "largest_keys": "*i32"}, {"row_stride": "i32", "vocabulary_size": "i32"}
+    first = {"first_way": "i32"}
     seen, found = {"counts": "*fp32", "masses": "*fp64"}, {"cuts": "*i32", "firsts": "*i32", "totals": "*fp64"}
     chosen = {"num_chunks": "i32", "top_k": "i32", "top_p": "fp32", "top_p_rest": "fp32", "min_p": "fp32"}
-    cut = {"laws": "*fp32", "largest_of": "*i32", **seen, "taken": "*i32", **found, **sizes, **chosen}
+    cut = {"laws": "*fp32", "largest_of": "*i32", **seen, "taken": "*i32", **found, **sizes, **first, **chosen}
     blocks = {"BLOCK": CHUNK, "BLOCK_CHUNKS": 128}
     blocks |= {"CAPACITY": CAPACITY, "FEW": FEW, "PAIRS": PAIRS, "HALVINGS": HALVINGS}
     cases = []
     for name, has_top_k, has_top_p in (("top_k", True, False), ("top_p", False, True), ("both", True, True)):
         flags = {"HAS_TOP_K": has_top_k, "HAS_TOP_P": has_top_p}
-        cases.append(Specimen(f"look_{name}", _look, {**laws, **seen, **sizes}, {"BLOCK": CHUNK, **flags}))
+        cases.append(Specimen(f"look_{name}", _look, {**laws, **seen, **sizes, **first}, {"BLOCK": CHUNK, **flags}))
         cases.append(Specimen(f"find_cut_{name}", _find_cut, cut, {**blocks, **flags}, num_warps=CUT_WARPS))
     return [*cases, Specimen("write_chunk", _write_chunk, {**laws, **found, **sizes}, {"BLOCK": CHUNK})]

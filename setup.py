@@ -81,7 +81,7 @@ LEVELS = {
         "-O3",
         "-fno-tree-vectorize",
         "-fno-tree-slp-vectorize",
-        *(taken("--param=inline-unit-growth=20") if IS_LEAN else []),
+        *taken("--param=inline-unit-growth=20"),
         *UNALIGNED,
         *IN_ORDER,
     ],

@@ -18,7 +18,7 @@ from workloads.random_draft import random_draft
 
 from gpu_parts.bench_model import BenchModel, step_noise
 from gpu_parts.bench_record import Measurement
-from gpu_parts.kernel_bench import ancestor_words, heap_parents, turns_of
+from gpu_parts.kernel_bench import heap_parents, walk_order
 from stand.forward.model import run_plan
 from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_attention import tree_attention
@@ -224,8 +224,7 @@ def judged_by_traversal(
     """(rows that agree, nodes accepted, largest difference of thresholds)."""
     uniforms = np.random.default_rng(seed).random(batch.num_nodes)
     arrays = (batch.token_ids, batch.parents, batch.offsets, batch.support_ids, batch.law)
-    parents = batch.parents[: batch.offsets[1]]  # of every row
-    order = [np.concatenate([of(parents)] * len(batch)) for of in (turns_of, ancestor_words)]
+    order = walk_order(batch.parents[: batch.offsets[1]], len(batch))  # rows are alike
     on_device = [torch.from_numpy(array).to(device) for array in (*arrays, uniforms, *order)]
     stops, *_, thresholds = traverse(laws.to(device), *on_device)
     expected, _, _ = traversal_compiled.thresholds(*arrays, laws.numpy())

@@ -309,8 +309,8 @@ class KernelBench:
         parents = heap_parents(len(laws) // rows)
         batch = DraftBatch.concatenate([random_draft(parents, laws.shape[1], generator) for _ in range(rows)])
         arrays = (batch.token_ids, batch.parents, batch.offsets, batch.support_ids, batch.law)
-        order = [np.concatenate([of(parents)] * rows) for of in (turns_of, ancestor_words)]
-        step = [torch.from_numpy(array).to(self.device) for array in (*arrays, generator.random(len(laws)), *order)]
+        numbers = (*arrays, generator.random(len(laws)), *walk_order(parents, rows))
+        step = [torch.from_numpy(array).to(self.device) for array in numbers]
         return lambda: traverse(laws, *step)
 
     def _compaction(self, rows: int) -> tuple[Callable[[], object], int]:
@@ -357,3 +357,8 @@ def turns_of(parents: Sequence[int]) -> np.ndarray:
     turns = [nodes[start : start + 8].tolist() for nodes in alike for start in range(0, len(nodes), 8)]
     words = [int.from_bytes(bytes(turn), "little") for turn in turns]
     return np.array([*words, *[0] * (len(parents) - len(words) - 1), len(words)], dtype=np.uint64).view(np.int64)
+
+
+def walk_order(parents: Sequence[int], num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """(turns [M], ancestors [M, W]) of rows that all have these parents, as traversal takes them."""
+    return np.tile(turns_of(parents), num_rows), np.tile(ancestor_words(parents), (num_rows, 1))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from stand.gpu.work_list import Splitting
 
 WORD_BITS = 64
-MAX_ROW_NODES = 256
+MAX_ROW_NODES = 256  # a byte of a turn names one
 NUM_TOKENS = (1, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512)
 SUPPORT_SIZES = (16, 32, 64)  # candidates per node that a draft's laws may span
 

@@ -14,12 +14,12 @@ import triton.language as tl
 
 from stand.gpu.kernels.launch import launch_device
 from stand.gpu.kernels.specimen import Specimen
+from stand.gpu.step_size import MAX_ROW_NODES
 
 MIN_BLOCK_SLOTS = 16
 GATHER_NODES = 8  # nodes per program of the gather
 TILE_NODES = 32  # nodes at a time, of the thresholds
 TURN_NODES = tl.constexpr(8)  # bytes of a turn
-MAX_ROW_NODES = 256  # that a byte can name
 TINY = tl.constexpr(1e-12)  # a denominator below this is rounding
 
 

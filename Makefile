@@ -28,12 +28,13 @@ CORE_TESTS := tests/trees tests/gpu/test_gpu_packing.py tests/gpu/test_gpu_work_
 
 # A wheel holds the files of the source and modules compiled with the same options: what can go wrong is that one is
 # missing, or found in the source folder only. So every module is imported, and one test file of each part is run. What
-# goes wrong with old versions is what models, `generate` and Triton do: every family, custom_generate, fused kernels.
+# goes wrong with old versions is what models, `generate` and Triton do: every family, custom_generate, fused kernels,
+# and fences in the attention as it is compiled.
 WHEEL_TESTS := tests/test_installed.py tests/engine/test_stream.py tests/trees/test_lookup_file.py \
   tests/verifiers/test_compiled.py tests/gpu/test_gpu_packing.py tests/scripts/test_throughput.py \
   tests/engine/test_support.py tests/engine/test_forward.py::test_tree_logits_equal_plain_forwards \
   tests/engine/test_engine.py::test_greedy_equals_transformers_token_for_token tests/engine/test_hub.py \
-  tests/gpu/test_gpu_fusion.py::test_fused_logits_and_cache_equal_the_models_own
+  tests/gpu/test_gpu_fusion.py::test_fused_logits_and_cache_equal_the_models_own tests/gpu/test_gpu_proxy_fence.py
 # Kernels as Triton compiles them, each instruction run on the CPU (tests/oracles/ptx). All of tests/gpu can run so; these
 # take the shortest time.
 CAPABILITY ?= 90
@@ -71,6 +72,7 @@ test-debug: .venv-debug/.ready away
 
 test-wheel: .venv-wheel/.ready away
 	cd build/away && $(CURDIR)/.venv-wheel/bin/python -m pytest -n $(WORKERS) $(WHEEL_TESTS)
+	cd build/away && STAND_PTX=90 $(CURDIR)/.venv-wheel/bin/python -m pytest tests/gpu/test_gpu_ptx_models.py -k "fence or small"
 
 # The wheel holds the stable ABI of Python 3.11. Without torch: that is what serving engines install.
 wheel: $(VENV)/.ready away

@@ -31,10 +31,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from stand.gpu import kernels
+from stand.gpu.kernels.proxy_fence import fences_added
 from stand.gpu.kernels.specimen import Specimen
 
 WARP_SIZE = 32
-NOT_KERNELS = {"cut", "launch", "merge", "specimen"}  # cut and merge: parts of the filters and the attention
+NOT_KERNELS = {"cut", "launch", "merge", "proxy_fence", "specimen"}  # cut and merge are parts of kernels
 ALIGNMENT = 16  # bytes of a pointer, as torch allocates; a type "i32:16" promises a multiple of 16 too
 
 
@@ -57,7 +58,7 @@ def compile_specimen(specimen: Specimen, capability: int) -> tuple[CompiledKerne
     options = {"num_warps": specimen.num_warps, "num_stages": specimen.num_stages}
     knobs.compilation.always_compile = True  # the assembler is silent about what comes from the cache
     knobs.nvidia.dump_ptxas_log = True
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with fences_added(), contextlib.redirect_stdout(io.StringIO()) as printed:
         kernel = triton.compile(source, target=GPUTarget("cuda", capability, WARP_SIZE), options=options)
     return kernel, printed.getvalue()
 

@@ -17,7 +17,6 @@ NEEDS_INTERPRETER = {
 }  # fmt: skip
 CAPABILITY = os.environ.get("STAND_PTX")
 PADDED = {"_rope_and_store"}  # tokens of padding share a slot that nobody reads
-FENCES_SINCE = (3, 7, 1)  # Triton's: between asynchronous copies and wgmma (triton #10537)
 
 
 def pytest_collection_modifyitems(items):
@@ -41,7 +40,6 @@ def compiled(request):
     if not CAPABILITY:
         yield None
         return
-    import triton
     from ptx.driver import compiled_kernels
 
     from stand.gpu.kernels import launch
@@ -50,6 +48,5 @@ def compiled(request):
         patch.setattr(launch, "is_interpreted", lambda kernel: True)  # CPU tensors are served
         patch.setattr(launch, "interpreter_obstacle", lambda: None)
         cache = request.config.rootpath / "build" / "ptx"
-        has_fences = tuple(map(int, triton.__version__.split(".")[:3])) >= FENCES_SINCE
-        with compiled_kernels(int(CAPABILITY), cache, may_collide=PADDED, needs_fences=has_fences) as driver:
+        with compiled_kernels(int(CAPABILITY), cache, may_collide=PADDED) as driver:
             yield driver

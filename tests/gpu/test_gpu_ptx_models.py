@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from attention_cases import difference, make_case, run  # noqa: E402
+from ptx.ledger import PtxError  # noqa: E402
 from tiny_models import CONFIGS  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
@@ -43,6 +44,23 @@ def test_the_order_of_programs_changes_no_bit(compiled, monkeypatch):
     expected = run(case)
     monkeypatch.setattr(compiled, "order", lambda count: reversed(range(count)))
     assert torch.equal(run(case), expected)
+
+
+WAIT, FENCE = "cp.async.wait_group", "fence.proxy.async.shared::cta;"
+
+
+@pytest.mark.skipif(os.environ.get("STAND_PTX") != "90", reason="wgmma is sm_90's")
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda ptx: ptx.replace(FENCE, ""),
+        lambda ptx: ptx.replace(FENCE, "").replace(WAIT, f"{FENCE}\n\t{WAIT}"),  # copies have not arrived yet
+    ],
+)
+def test_a_fence_that_is_missing_or_too_early_is_noticed(compiled, edit):
+    case = make_case([7, 3], [300, 6], heads=7, groups=7, size=128, dtype=torch.bfloat16)
+    with compiled.edited(edit), pytest.raises(PtxError, match="without a fence"):
+        run(case)
 
 
 def sixteen_bit_model(family: str):

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from stand.gpu.kernels.launch import launch_device
 from stand.gpu.kernels.merge import MERGED_ROWS_PER_WARP, clear_padding, is_last, merge_tile, merged_splits
+from stand.gpu.kernels.proxy_fence import MUST_ADD_FENCES, fences_added
 from stand.gpu.kernels.specimen import Specimen
 from stand.gpu.tiles import BLOCKS_16_BIT, BLOCKS_FLOAT32, PAGE_SIZE, Blocks, blocks, limits_of
 
@@ -194,12 +195,14 @@ def _tree_attention_kernel(
     IS_PAGED: tl.constexpr, KEY_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MERGED_ROWS: tl.constexpr,
     MERGED_SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    ADDS_FENCES: tl.constexpr,
 ):  # fmt: skip
     """Each program walks over (item, key head) pairs until the first item without tokens.
 
     query [M, H, D]; keys, values [P, Hkv, S, D]; pages [R, T] int32; ancestors [M, W] int64; positions [M] int64;
     items [I, 8] int32; partial_starts [M + 1] int32; partials [P, H, D] float32; log_sums [P, H] float32; arrivals
-    [>= M, Hkv] int32; sinks [H] or anything; mixed [M, H, D].
+    [>= M, Hkv] int32; sinks [H] or anything; mixed [M, H, D]. ADDS_FENCES: whether `fences_added` adds what this
+    Triton leaves out.
     A fixed grid instead of one program per item: the list's room is for the longest context, and thousands of
     programs that only find out that they are empty would cost more than a short context's work.
     """
@@ -262,7 +265,7 @@ def tree_attention(
     scratch = (partials, log_sums, arrivals)
     _check_call(query, keys, values, pages, ancestors, positions, items, partial_starts, *scratch, scale, sinks)
     mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
-    with launch_device(_tree_attention_kernel, query):
+    with launch_device(_tree_attention_kernel, query), fences_added():
         _attend(
             query, keys, values, pages, ancestors, positions, items, partial_starts, *scratch, sinks, mixed,
             scale, tile_tokens, window, softcap,
@@ -307,6 +310,7 @@ def _attend(
         HAS_WINDOW=window > 0,
         HAS_SOFTCAP=softcap > 0,
         HAS_SINKS=sinks is not None,
+        ADDS_FENCES=MUST_ADD_FENCES,
         num_warps=sizes.num_warps,
         num_stages=sizes.num_stages,
     )  # fmt: skip
@@ -401,6 +405,7 @@ def _tile_specimen(name: str, dtype: str, head_size: int, groups: int, sizes: Bl
         "HAS_WINDOW": False,
         "HAS_SOFTCAP": False,
         "HAS_SINKS": False,
+        "ADDS_FENCES": MUST_ADD_FENCES,
     } | variant
     types = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
     types |= {"pages": "*i32", "ancestors": "*i64", "positions": "*i64", "items": "*i32", "partial_starts": "*i32"}

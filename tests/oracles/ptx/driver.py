@@ -23,18 +23,11 @@ MOST_SHARED = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # 
 class Driver:
     """What `triton.runtime.driver.active` is asked for.
 
-    may_collide: kernels whose blocks may write to one place that nobody reads. needs_fences: between what threads
-    write to shared memory and what wgmma reads there.
+    may_collide: kernels whose blocks may write to one place that nobody reads.
     """
 
-    def __init__(
-        self,
-        capability: int,
-        *,
-        may_collide: Collection[str] = (),
-        needs_fences: bool = True,
-    ) -> None:
-        self.capability, self.may_collide, self.needs_fences = capability, may_collide, needs_fences
+    def __init__(self, capability: int, *, may_collide: Collection[str] = ()) -> None:
+        self.capability, self.may_collide = capability, may_collide
         self.order = range  # in which the blocks of a launch run, of their number
         self._devices = itertools.count()
         self.device, self._edit = next(self._devices), str
@@ -76,9 +69,7 @@ class Driver:
         def launch(x, y, z, stream, function, packed, launch_metadata, enter_hook, exit_hook, *given) -> None:
             program, machines = function
             if not machines:
-                machines.append(
-                    Machine(program, metadata.num_warps * 32, metadata.shared, needs_fences=self.needs_fences)
-                )
+                machines.append(Machine(program, metadata.num_warps * 32, metadata.shared))
             arguments = [value for value, kind in zip(given, kinds, strict=True) if kind != "constexpr"]
             tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
             values = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in arguments]

@@ -10,9 +10,9 @@ import numpy as np
 from ptx import matrix
 from ptx.arithmetic import DTYPES, operation
 from ptx.ledger import WARP, PtxError
-from ptx.machine import State, Step
 from ptx.program import Instruction
 from ptx.registers import Registers
+from ptx.state import State, Step
 
 REDUCTIONS = {"add": np.sum, "max": np.max, "min": np.min, "and": np.bitwise_and.reduce, "or": np.bitwise_or.reduce}
 
@@ -369,7 +369,7 @@ def _operand(words: np.ndarray, rows: int, is_transposed: bool, kind: str, state
     addresses = matrix.Descriptor.decode(int(words[0])).addresses(rows, 16, is_transposed=is_transposed)
     flat = addresses.ravel().astype(np.uint64)
     allocation = state.shared_allocation
-    if state.needs_fences and not allocation.is_fenced[allocation.places(flat, 2)].all():
+    if not allocation.is_fenced[allocation.places(flat, 2)].all():
         raise PtxError("wgmma reads shared memory that was written without a fence of the asynchronous proxy")
     (bits,) = state.shared.load(flat, np.full(len(flat), thread), 2, 1, state.clock)
     return matrix.numbers_of(bits, kind).reshape(rows, 16)

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ptx.instructions import compile_step
 from ptx.ledger import Clock, PtxError
 from ptx.memory import Allocation, CopyGroups, Space, shared_memory
 from ptx.program import Instruction, Program
 from ptx.registers import Registers
+from ptx.state import State, Step
 
-Step = Callable[[np.ndarray], None]
 MOST_BLOCKS_OF_CODE = 2_000_000  # that one block may enter: more is an endless loop
 
 
@@ -30,29 +31,13 @@ class Block:
     end: Instruction | None = None
 
 
-@dataclass
-class State:
-    """What the steps of a running block share."""
-
-    num_threads: int
-    needs_fences: bool = True
-    memory: Space | None = None  # of the launch
-    shared: Space | None = None  # of the block
-    clock: Clock | None = None
-    copies: CopyGroups = field(default_factory=CopyGroups)
-
-    @property
-    def shared_allocation(self) -> Allocation:
-        return self.shared.allocations[0]
-
-
 class Machine:
     """A compiled kernel for blocks of `num_threads` threads with `shared_bytes` of shared memory."""
 
-    def __init__(self, program: Program, num_threads: int, shared_bytes: int, *, needs_fences: bool = True) -> None:
+    def __init__(self, program: Program, num_threads: int, shared_bytes: int) -> None:
         self.program, self.shared_bytes = program, shared_bytes
         self.registers = Registers(program, num_threads)
-        self.state = State(num_threads, needs_fences)
+        self.state = State(num_threads)
         self._starts = self._find_starts()
         self._blocks = [Block() for _ in self._starts]
         for number, (start, end) in enumerate(itertools.pairwise([*self._starts, len(program.instructions)])):
@@ -65,8 +50,6 @@ class Machine:
         self._number_at = {start: number for number, start in enumerate(self._starts)}
 
     def _compile(self, instruction: Instruction) -> Step:
-        from ptx.instructions import compile_step
-
         try:
             return compile_step(instruction, self.registers, self.state)
         except Exception as error:

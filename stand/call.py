@@ -45,11 +45,12 @@ class Call:
         own_seed: Callable[[], int],
         is_learning: bool,
         is_seeded: bool = True,
+        most_rows: int = 0,
         on_commit: Callable[[Row, list[int]], None] | None = None,
     ):
         """law: of all jobs that were read; jobs: read as places become free.
         seed: the user's, or drawn where `is_seeded` is False; own_seed: gives, when the call begins, that of its
-        drafts, tests and residual draws (stand/seeds.py).
+        drafts, tests and residual draws (stand/seeds.py). most_rows: see `DraftRequest`.
         on_commit: told of every row's new tokens as they are kept."""
         self.seed = seed
         self.stats = Stats()
@@ -65,6 +66,7 @@ class Call:
         self._own_seed: int | None = None  # until the call begins
         self._is_learning = is_learning
         self._is_seeded = is_seeded
+        self._most_rows = most_rows
         self._wants_features = drafter is not None and drafter.requires_features
         self._rider = None if drafter is None else drafter.rider
         self._on_commit = on_commit
@@ -229,6 +231,7 @@ class Call:
             is_seeded=self._is_seeded,
             is_learning=self._is_learning,
             prompt_words=live.prompt_words,
+            most_rows=self._most_rows,
         )
         batch = self._drafter.draft(request)
         check_batch(batch, request, vocabulary_size=self._vocabulary_size)

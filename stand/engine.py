@@ -333,8 +333,9 @@ class Engine:
         seed = checked_seed(seed)
         most_nodes = self.drafter.most_slots if draft else lambda num_rows: 0
         allowed = admission(self.model, max_rows, max_cache_bytes, backend=self.backend, most_nodes=most_nodes)
+        most_rows = min(num_rows, max_rows or num_rows)
         if draft:  # its largest draft counts in the checks
-            self.drafter.prepare(min(num_rows, max_rows or num_rows), self.measure_cost)
+            self.drafter.prepare(most_rows, self.measure_cost)
         for job in jobs if isinstance(jobs, list) else ():  # others are checked as they are read
             allowed.check(job)
         return Call(
@@ -349,6 +350,7 @@ class Engine:
             own_seed=partial(self._own_seed, seed, draft, is_learning),
             is_learning=is_learning,
             is_seeded=is_seeded,
+            most_rows=most_rows,
             on_commit=on_commit,
         )
 

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-FOLDER = Path.home() / ".cache" / "stand"
 VARIABLE = "STAND_COSTS"  # environment: another folder, or "off": nothing is measured
 
 
 def measured_folder() -> Path | None:
-    """Where the files are: FOLDER, or as the environment variable STAND_COSTS says; None: nothing is measured."""
+    """Where the files are: as the environment variable STAND_COSTS says, else in ~/.cache/stand, or for a user without
+    a home, as in some containers, among temporary files; None: nothing is measured."""
     named = os.environ.get(VARIABLE)
     if named == "off":
         return None
-    return Path(named) if named else FOLDER
+    if named:
+        return Path(named)
+    try:
+        return Path.home() / ".cache" / "stand"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"stand-{os.getuid()}"
 
 
 def measured_path(folder: Path, *parts: str) -> Path:

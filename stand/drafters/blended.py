@@ -39,8 +39,9 @@ class BlendedDrafter(LookupDrafter):
     costs: what steps cost on this machine (`CostTable((engine.measure_cost(), ...))`): growth then ends as soon as a
     node adds a larger share to the step's time than to its expected tokens.
 
-    With neither, on a CPU, the first call of so many rows times a few steps, in less than two seconds of processor
-    time; the result is kept in a file and followed while steps run (`stand.drafters.known_costs`). On a GPU it is the
+    With neither, on a CPU, the first call of so many rows times a few steps, of fewer rows too, since rows end: less
+    than two seconds of processor time for each of 1, 4, 16 ... rows. The results are kept in files and followed while
+    steps run (`stand.drafters.known_costs`). On a GPU it is the
     table that scripts/gpu_bench.py saved, if there is one. Where nothing was timed, the budget is `default_budget`.
     floor: no node that is less likely to be accepted (estimated), in [0, 1].
     kind: "sampled" children; "mixed": one sampled child, then the likeliest others; or "deterministic".
@@ -162,7 +163,10 @@ class BlendedDrafter(LookupDrafter):
         """The most nodes, never beyond what was timed, and what each adds to the cost of a step, as a share of it."""
         num_rows = len(request.histories)
         if self._known is not None:
-            cost = self._known.cost(num_rows, is_seeded=request.is_seeded)
+            if request.is_seeded:
+                cost = self._known.seeded_cost(num_rows, request.most_rows)
+            else:
+                cost = self._known.followed_cost(num_rows)
         elif self.costs is not None:
             cost = self.costs.at(sum(map(len, request.histories)) / num_rows)
         else:

@@ -33,6 +33,7 @@ class DraftRequest:
     is_seeded: bool = True  # the call was given its seed: nothing that differs from run to run may shape the draft
     is_learning: bool = True  # else nothing that this step shows may shape the drafts of another call
     prompt_words: np.ndarray | int = 0  # [B] int64: `stand.seeds.prompt_word` of the rows' prompts
+    most_rows: int = 0  # that the call may have at once, as `prepare` was told; 0: not known
 
     @property
     def noise_keys(self) -> np.ndarray:

@@ -21,12 +21,13 @@ import stand
 from stand.drafters.followed_cost import FollowedCost
 from stand.drafters.step_cost import CostTable, StepCost, table_path
 from stand.forward.model import size_name
-from stand.measured_files import FOLDER, VARIABLE, keep_first
+from stand.measured_files import VARIABLE, keep_first
 
 MOST_ROWS = 256  # a call with more rows takes the table of so many
 LENGTH = 32  # committed tokens of each row when steps are timed; longer contexts are followed
 SECONDS = 1.5  # of processor time, for timing; what comes before takes less than half a second more
 
+LOGGER = logging.getLogger("stand")
 _IN_MEMORY: dict[Path, StepCost] = {}  # filed ones of this process, also where no file can be written
 
 Measure = Callable[..., StepCost]  # `Engine.measure_cost`
@@ -35,8 +36,8 @@ Measure = Callable[..., StepCost]  # `Engine.measure_cost`
 class KnownCosts:
     """The tables of one model here, for the numbers of rows that `prepare` was told.
 
-    folder: of the files. A file is named by model type and sizes, processor, torch's version and this project's,
-    dtype, threads and rows.
+    folder: of the files. A file is named by model type, sizes and bytes of weights, processor, torch's version and this
+    project's, dtype, threads and rows.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path) -> None:
@@ -45,20 +46,25 @@ class KnownCosts:
         self._followed: dict[int, FollowedCost] = {}
 
     def prepare(self, num_rows: int, measure: Measure) -> None:
-        """Have a table for calls of `num_rows` rows: from this process, its file, or by `measure`."""
-        size = _size_class(num_rows)
-        if size not in self._filed:
-            self._filed[size] = self._find(size, measure)
-            self._followed[size] = FollowedCost(self._filed[size])
+        """Have the tables of a call of `num_rows` rows: from this process, their files, or by `measure`."""
+        for size in _size_classes(num_rows):
+            if size not in self._filed:
+                self._filed[size] = self._find(size, measure)
+                self._followed[size] = FollowedCost(self._filed[size])
 
-    def cost(self, num_rows: int, *, is_seeded: bool) -> StepCost:
+    def seeded_cost(self, num_rows: int, most_rows: int) -> StepCost:
+        """Of a step of `num_rows` rows in a call of `most_rows`: the same whatever else was prepared. 0: not known."""
+        sizes = _size_classes(most_rows or self._nearest(num_rows))
+        return self._filed[min((size for size in sizes if size >= num_rows), default=max(sizes))]
+
+    def followed_cost(self, num_rows: int) -> StepCost:
         """Of the smallest number of rows that was prepared and is no smaller than `num_rows`, else of the largest."""
-        size = self._nearest(num_rows)
-        return self._filed[size] if is_seeded else self._followed[size].cost
+        return self._followed[self._nearest(num_rows)].cost
 
     def most_tokens(self, num_rows: int) -> int:
-        """Of a step that `cost` tells of, now and later."""
-        return self._filed[self._nearest(num_rows)].most_tokens
+        """Of a step that either cost tells of, now and later."""
+        sizes = [size for size in self._filed if size >= num_rows] or [max(self._filed)]
+        return max(self._filed[size].most_tokens for size in sizes)
 
     def record(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """A step with `num_tokens` tokens of `num_rows` rows took so long."""
@@ -80,13 +86,18 @@ class KnownCosts:
         return _IN_MEMORY[path]
 
 
-def saved_costs(model: PreTrainedModel, folder: Path = FOLDER) -> CostTable | None:
-    """The table that scripts/gpu_bench.py measured for such a model on this GPU, or None; always None elsewhere."""
+def saved_costs(model: PreTrainedModel, folder: Path) -> CostTable | None:
+    """The table that scripts/gpu_bench.py measured for such a model on this GPU; None where there is none, or a damaged
+    one, and always elsewhere."""
     if model.device.type != "cuda":
         return None
     device = torch.cuda.get_device_name(model.device)
     path = table_path(folder, model=size_name(model), device=device, dtype=str(model.dtype))
-    return CostTable.load(path) if path.exists() else None
+    try:
+        return CostTable.load(path) if path.exists() else None
+    except ValueError as error:
+        LOGGER.warning("no costs of steps are known: %s", error)
+        return None
 
 
 def processor_name() -> str:
@@ -102,6 +113,12 @@ def processor_name() -> str:
 def _size_class(num_rows: int) -> int:
     """The power of two at or above `num_rows`, at most MOST_ROWS."""
     return min(1 << max(num_rows - 1, 0).bit_length(), MOST_ROWS)
+
+
+def _size_classes(most_rows: int) -> list[int]:
+    """Numbers of rows that a call of `most_rows` has tables for: its own, and powers of four below, since rows end."""
+    own = _size_class(most_rows)
+    return [own, *(size for size in (64, 16, 4, 1) if size < own)]
 
 
 def _read(path: Path) -> StepCost | None:
@@ -123,7 +140,7 @@ def _file(path: Path, cost: StepCost) -> StepCost:
         cost = _read(path) or cost
     except OSError as error:
         kept = f"kept for this process only, as {path} cannot be written ({error.strerror})"
-    logging.getLogger("stand").warning(
+    LOGGER.warning(
         "timed steps of %d rows, so that drafts are made where they pay; %s (budget= or costs= of BlendedDrafter, "
         "or %s=off, do without)", cost.num_rows, kept, VARIABLE,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -105,8 +106,11 @@ class CostTable:
 
     def save(self, path: str | PathLike) -> None:
         document = {"format": FORMAT, "costs": [asdict(cost) for cost in self.costs]}
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(document) + "\n", encoding="utf-8")
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.part{os.getpid()}")
+        unfinished.write_text(json.dumps(document) + "\n", encoding="utf-8")
+        unfinished.replace(path)  # whoever is killed meanwhile leaves the old file
 
     @classmethod
     def load(cls, path: str | PathLike) -> CostTable:

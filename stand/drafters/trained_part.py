@@ -4,13 +4,13 @@ they are saved in."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Self
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -54,9 +54,13 @@ class TrainedPart(nn.Module):
         return part
 
     def restrict(self, token_ids: Sequence[int] | torch.Tensor) -> None:
-        """Guess these tokens alone. Raises ValueError for none, and for tokens that the target does not have."""
+        """Guess these tokens alone. Raises ValueError for none, for tokens that the target does not have, and for other
+        numbers than integers."""
         lm_head = self._model[0].get_output_embeddings()
-        vocabulary = torch.as_tensor(token_ids, dtype=torch.int64).unique()
+        given = torch.as_tensor(token_ids)
+        if given.numel() and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
+            raise ValueError(f"a vocabulary must hold token ids, got numbers of {given.dtype}; give integers")
+        vocabulary = given.to(torch.int64).unique()
         size = lm_head.weight.shape[0]
         if len(vocabulary) == 0 or vocabulary[0] < 0 or vocabulary[-1] >= size:
             got = "none" if len(vocabulary) == 0 else f"{int(vocabulary[0])} to {int(vocabulary[-1])}"
@@ -108,6 +112,29 @@ class TrainedPart(nn.Module):
         return self._model[0] is target
 
 
+def read_tensors(path: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Tensors by name, all finite, of a file, or of the first of `names` in a folder.
+
+    Raises ValueError where there is none, or a damaged one.
+    """
+    files = [path] if path.is_file() else [path / name for name in names if (path / name).is_file()]
+    if not files:
+        raise ValueError(f"a trained part must be a file or a folder with {' or '.join(names)}, got {path}; check it")
+    try:
+        if files[0].suffix == ".safetensors":
+            tensors = load_file(files[0])
+        else:
+            tensors = torch.load(files[0], map_location="cpu", weights_only=True)
+    except Exception as error:  # either library has many, and few name the file
+        raise ValueError(f"{files[0]} must hold tensors, got {error!r}; fetch or write it again") from error
+    if not isinstance(tensors, Mapping) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
+        raise ValueError(f"{files[0]} must hold tensors by name, got {type(tensors).__name__}; write its state_dict()")
+    for name, value in tensors.items():
+        if not value.isfinite().all():
+            raise ValueError(f"{name} in {files[0]} must be finite, got NaN or infinities; train or fetch it again")
+    return dict(tensors)
+
+
 def _num_weights(modules: Sequence[nn.Module]) -> int:
     return sum({id(part): part.numel() for module in modules for part in module.parameters()}.values())
 
@@ -121,7 +148,10 @@ def _rows_of(layer: nn.Linear, rows: torch.Tensor) -> nn.Linear:
 
 
 def likeliest(logits: torch.Tensor, *, temperature: float, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places [..., K] int64 of the largest of logits [..., W], and their probabilities [..., K] float32 among all W."""
-    law = torch.softmax(logits.float() / temperature, dim=-1)
+    """Places [..., K] int64 of the largest of logits [..., W], and their probabilities [..., K] float32 among all W.
+
+    A law that is not finite says nothing: its probabilities are 0, so that one overflow costs a draft and not the call.
+    """
+    law = torch.softmax(logits.float() / temperature, dim=-1).nan_to_num_(nan=0.0)
     best = torch.topk(law, min(count, law.shape[-1]), dim=-1)
     return best.indices, best.values

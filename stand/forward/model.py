@@ -21,9 +21,10 @@ def text_config(model: PreTrainedModel):
 
 
 def size_name(model: PreTrainedModel) -> str:
-    """Its type and its sizes: what the time of its steps depends on, for the name of a file."""
+    """Its type, its sizes and its bytes: what the time of its steps depends on, for the name of a file."""
     config = text_config(model)
-    return f"{config.model_type}-{config.num_hidden_layers}x{config.hidden_size}-{config.vocab_size}"
+    sizes = f"{config.num_hidden_layers}x{config.hidden_size}-{config.vocab_size}"
+    return f"{config.model_type}-{sizes}-{model.get_memory_footprint()}"
 
 
 def longrope_border(model: PreTrainedModel) -> int | None:

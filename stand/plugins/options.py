@@ -41,7 +41,8 @@ class ServingOptions:
     def read(
         cls, given: object = None, environment: Mapping[str, str] = os.environ, *, rank: int | None = None
     ) -> ServingOptions:
-        """given: a mapping, which goes before the environment. rank: what `{rank}` becomes in the names of files.
+        """given: a mapping, which goes before the environment; None is as if it was not there. rank: what `{rank}`
+        becomes in the names of files.
 
         Raises ValueError for an unknown name, a bad value, and a file that could not be written."""
         if given is not None and not isinstance(given, Mapping):
@@ -51,11 +52,11 @@ class ServingOptions:
         if unknown:
             raise ValueError(f"options must be among {', '.join(kinds)}, got {', '.join(sorted(map(str, unknown)))}")
         values = {name: environment[PREFIX + name.upper()] for name in kinds if PREFIX + name.upper() in environment}
-        values |= given or {}
-        for name in FILES:
-            if rank is not None and isinstance(values.get(name), str):
-                values[name] = values[name].replace("{rank}", str(rank))
-        options = cls(**{name: _converted(name, value, kinds[name]) for name, value in values.items()})
+        values |= {name: value for name, value in (given or {}).items() if value is not None}  # null: as left out
+        converted = {name: _converted(name, value, kinds[name]) for name, value in values.items()}
+        if rank is not None:
+            converted |= {name: converted[name].replace("{rank}", str(rank)) for name in FILES if name in converted}
+        options = cls(**converted)
         counts = options.budget, options.text_tokens, options.report_every, options.laws
         if not 0 <= options.floor <= 1 or min(counts) < 0:
             raise ValueError(f"floor must be in [0, 1] and counts at least 0, got {options}")

@@ -1,21 +1,25 @@
 """Costs that are timed on first use: filed for seeded calls, followed for the others, and never in a test's way."""
 
+import copy
 import logging
 import math
 import platform
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from draft_requests import draft_request
-from tiny_models import tiny_model
+from tiny_models import CONFIGS, tiny_model
+from transformers import AutoModelForCausalLM
 
 import stand
 from stand.drafters import known_costs
 from stand.drafters.followed_cost import STEPS_BETWEEN, FollowedCost
 from stand.drafters.known_costs import KnownCosts, processor_name
 from stand.drafters.step_cost import StepCost, measure_cost
+from stand.measured_files import measured_folder
 from stand.trees import BlendedLookup
 
 CHEAP = StepCost(4, 32, tokens=(4, 8, 64), seconds=(1.0, 1.0, 1.1))
@@ -52,11 +56,12 @@ def test_steps_are_timed_once_and_said_once(folder, monkeypatch, caplog):
         assert asked == [] and not folder.exists()  # a wrap alone costs nothing
         engine.generate(**PROMPT)
         engine.generate(**{**PROMPT, "num_return_sequences": 3})  # the same power of two
-        assert asked == [4]
-        assert len(list(folder.iterdir())) == 1 and "4-rows" in next(folder.iterdir()).name
+        assert asked == [4, 1]  # rows end, and then there are fewer
+        names = sorted(path.name for path in folder.iterdir())
+        assert ["1-rows" in names[0], "4-rows" in names[1], len(names)] == [True, True, 2]
         monkeypatch.setattr(known_costs, "_IN_MEMORY", {})  # another process
         new_engine(monkeypatch)[0].generate(**PROMPT)
-    assert [record.message.startswith("timed steps of 4 rows") for record in caplog.records] == [True]
+    assert [record.message.startswith("timed steps of 4 rows") for record in caplog.records] == [True] * 2
 
 
 @pytest.mark.parametrize("settings", [{"budget": 8}, {"costs": stand.CostTable((CHEAP,))}])
@@ -137,7 +142,7 @@ def test_a_damaged_file_is_replaced_and_another_process_goes_first(folder, monke
 
     other = KnownCosts(tiny_model("qwen2"), folder)
     other.prepare(4, beaten)
-    assert other.cost(4, is_seeded=True) == DEAR and stand.CostTable.load(path).costs == (DEAR,)
+    assert other.seeded_cost(4, 4) == DEAR and stand.CostTable.load(path).costs == (DEAR,)
 
 
 def test_another_build_of_torch_is_timed_anew(folder, monkeypatch):
@@ -155,11 +160,69 @@ def test_numbers_of_rows_share_the_next_power_of_two(folder):
         costs[num_rows] = StepCost(num_rows, 32, (num_rows, 2 * num_rows), (1.0, 1.0))
         return costs[num_rows]
 
-    for num_rows in (1, 3, 16, 1000):
+    for num_rows in (1, 3, 30, 1000):
         known.prepare(num_rows, measure)
-    assert list(costs) == [1, 4, 16, 256]
-    expected = {1: 1, 2: 4, 4: 4, 5: 16, 17: 256, 1000: 256}
-    assert {rows: known.cost(rows, is_seeded=True).num_rows for rows in expected} == expected
+    assert list(costs) == [1, 4, 32, 16, 256, 64]
+    expected = {1: 1, 2: 4, 4: 4, 5: 16, 17: 32, 33: 64, 65: 256, 1000: 256}
+    assert {rows: known.followed_cost(rows).num_rows for rows in expected} == expected
+
+
+def test_a_seeded_call_has_its_own_tables_whatever_else_was_prepared(folder):
+    """Rows that go on alone have the same one in an engine that made calls of other sizes."""
+    known = KnownCosts(tiny_model("qwen2"), folder)
+
+    def measure(*, num_rows, **_):
+        return StepCost(num_rows, 32, (num_rows, 100 - num_rows), (1.0, 1.0))
+
+    known.prepare(8, measure)
+    own = [known.seeded_cost(rows, 8).num_rows for rows in range(1, 9)]
+    assert own == [1, 4, 4, 4, 8, 8, 8, 8]
+    known.prepare(2, measure)
+    assert [known.seeded_cost(rows, 8).num_rows for rows in range(1, 9)] == own
+    assert known.followed_cost(2).num_rows == 2 and known.seeded_cost(2, 0).num_rows == 2
+    for rows in range(1, 9):  # memory is kept free for whichever of them is asked
+        costs = known.seeded_cost(rows, 8), known.followed_cost(rows)
+        assert known.most_tokens(rows) >= max(cost.most_tokens for cost in costs)
+
+
+def test_a_seeded_call_that_teaches_nothing_repeats_itself_after_calls_of_other_sizes(folder, monkeypatch):
+    engine, _ = new_engine(monkeypatch)
+    by_rows = {8: CHEAP, 4: DEAR, 2: DEARER, 1: CHEAP}
+    monkeypatch.setattr(stand.Engine, "measure_cost", lambda self, *, num_rows, **_: by_rows[num_rows])
+    ends = {"max_new_tokens": 40, "stop_token_ids": [7, 8, 9]}
+    prompt = {**PROMPT, **ends, "num_return_sequences": 8, "temperature": 1.0}
+
+    def call():
+        output = engine.generate(**prompt, seed=3, learn=False)
+        return output.token_ids, output.stats.num_draft_tokens
+
+    engine.generate(**prompt, seed=1)
+    before = call()
+    assert len({len(tokens) for tokens in before[0]}) > 2  # rows end one by one
+    for num_rows in (4, 2, 1):
+        engine.generate(**{**prompt, "num_return_sequences": num_rows}, learn=False)
+    assert call() == before
+
+
+def test_models_of_other_sizes_have_other_files(folder):
+    """Also where layers, hidden size and vocabulary are the same; of one type and of quantised ones."""
+    configs = [copy.deepcopy(CONFIGS["qwen2"]) for _ in range(2)]
+    configs[1].intermediate_size *= 2
+    models = [AutoModelForCausalLM.from_config(config) for config in configs]
+    assert len({KnownCosts(model, folder).path(1) for model in models}) == 2
+
+
+def test_a_user_without_a_home_is_served(monkeypatch):
+    """As in a container with a user of any number."""
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("STAND_COSTS", raising=False)
+    assert measured_folder().parent == Path(tempfile.gettempdir())
+    monkeypatch.setenv("STAND_COSTS", "off")
+    assert measured_folder() is None
 
 
 def follow(cost, steps):

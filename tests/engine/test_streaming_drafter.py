@@ -38,8 +38,8 @@ class CheckedDrafter(stand.StreamingDrafter):
     def draft(self, request) -> DraftBatch:
         batch = super().draft(request)
         batch.check()
-        for row, history in enumerate(request.histories):
-            assert (self.rider.laws_of(history) is None) == (request.steps[row] == 0)
+        for row, (history, law) in enumerate(zip(request.histories, self.rider.laws_of(request), strict=True)):
+            assert (law is None) == (request.steps[row] == 0)
             if request.steps[row] == 0:
                 assert batch[row].num_nodes == 1
             elif self.num_checked < 150:

@@ -63,8 +63,8 @@ class CheckedDrafter(stand.StreamingDrafter):
         self._model = model
 
     def draft(self, request):
-        for history, steps in zip(request.histories, request.steps, strict=True):
-            law = self.rider.laws_of(history)
+        laws = self.rider.laws_of(request)
+        for history, steps, law in zip(request.histories, request.steps, laws, strict=True):
             assert (law is None) == (steps == 0)
             if law is not None and self.num_checked < 40:
                 logits = plain_stream_logits(self.rider.streams, self._model, history[:-1].tolist())

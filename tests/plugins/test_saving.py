@@ -40,6 +40,19 @@ def test_the_end_of_a_process_writes_the_file(tmp_path, method):
     assert process.exitcode == 0 and len(BlendedLookup.load(path)) == len(lookup_of(1, 2, 3))
 
 
+def test_an_empty_lookup_does_not_take_the_place_of_a_file(tmp_path):
+    """A process that ends before its first request; one that has learned writes."""
+    path = tmp_path / "served.lookup"
+    lookup_of(1, 2, 3).save(path)
+    owner, empty = Owner(), BlendedLookup()
+    saver = Saver(owner, empty, str(path))
+    saver.finish()
+    assert size_of(path) == len(lookup_of(1, 2, 3))
+    empty.learn([], [7, 8])
+    Saver(owner, empty, str(path)).finish()
+    assert size_of(path) == len(lookup_of(7, 8))
+
+
 def wait_for(condition) -> None:
     end = time.monotonic() + 30
     while not condition():

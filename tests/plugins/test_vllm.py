@@ -430,6 +430,15 @@ def test_one_rank_of_tensor_parallelism_writes_the_file(tmp_path):
     assert [one.saver is not None for one in made] == [True, False, True, False]  # two stages of two ranks
 
 
+def test_what_is_null_is_as_if_left_out():
+    given = {"lookup": None, "save": None, "floor": None, "budget": 64}
+    assert ServingOptions.read(given, {"STAND_FLOOR": "0.25"}) == ServingOptions(floor=0.25, budget=64)
+
+
+def test_a_path_may_name_its_rank(tmp_path):
+    assert ServingOptions.read({"save": tmp_path / "{rank}.lookup"}, {}, rank=3).save == str(tmp_path / "3.lookup")
+
+
 def test_options_come_from_the_environment_or_by_name():
     environment = {"STAND_FLOOR": "0.25", "STAND_BUDGET": "64", "STAND_DEBUG": "1", "HOME": "/"}
     assert ServingOptions.read(None, environment) == ServingOptions(floor=0.25, budget=64)

@@ -413,15 +413,15 @@ cdef class BlendedLookup:
     def load(cls, path, *, fingerprint=None, max_bytes=None):
         """Read a file written by `save`.
 
-        fingerprint: the vocabulary that the file must be of; None accepts any. max_bytes: another cap than the file's,
-        which all contexts must fit into. Without it the few are left out that came while a full lookup was saved.
+        fingerprint: the vocabulary that the file must be of; None accepts any. max_bytes: another cap than the file's; a
+        smaller one must hold all contexts. Else the few are left out that came while a full lookup was saved.
         Raises LookupFileError where the file is damaged, of another format version or vocabulary, or too large for the
         cap, and where a small file asks for a huge cap; ValueError for a fingerprint or a cap that no lookup may have;
         OSError where unreadable.
         """
         if max_bytes is not None:
             max_bytes = checked_cap(max_bytes)
-        parameters, arrays, digest = read_blended_lookup(
+        parameters, arrays, digest, own_cap = read_blended_lookup(
             path, num_odds=C_NUM_ODDS, fingerprint=fingerprint, max_bytes=max_bytes
         )
         cdef BlendedLookup lookup
@@ -429,7 +429,7 @@ cdef class BlendedLookup:
             lookup = cls(**parameters)
         except (ValueError, OverflowError) as error:
             raise LookupFileError(f"{path} must hold sound parameters, got {parameters}; build it again") from error
-        restore(path, arrays, lookup._lookup[0], lookup.max_bytes, max_bytes is None)
+        restore(path, arrays, lookup._lookup[0], lookup.max_bytes, lookup.max_bytes >= own_cap)
         lookup.digest = digest
         return lookup
 

@@ -39,9 +39,10 @@ cdef SnapshotView view_of(dict arrays) except *:
 
 
 cdef void restore(path, dict arrays, CLookup& lookup, max_bytes, bint is_its_cap) except *:
-    """Fill an empty lookup. is_its_cap: it has the cap of the one that was saved, so that what does not fit is left out.
+    """Fill an empty lookup. is_its_cap: its cap is no smaller than that of the one that was saved, so that what does not
+    fit is left out.
 
-    Raises LookupFileError where the arrays are broken, or too much for another cap."""
+    Raises LookupFileError where the arrays are broken, or too much for a smaller cap."""
     cdef SnapshotView view = view_of(arrays)
     cdef SnapshotReader* reader = new SnapshotReader(view, lookup, is_its_cap)
     cdef Restored restored

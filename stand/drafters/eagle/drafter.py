@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.drafters.blended import default_budget
+from stand.drafters.blended import MOST_NODES, default_budget
 from stand.drafters.drafter import Drafter, DraftRequest, Lesson
 from stand.drafters.eagle.followed_rows import FollowedRows
 from stand.drafters.eagle.growth import BestFirstGrowth, FixedGrowth, Growth, Node
@@ -50,7 +50,7 @@ class EagleDrafter(Drafter):
         num_candidates: int = 32,
     ) -> None:
         if budget is not None:
-            check_count("budget", budget, 0, usual="32 to 128 nodes are usual")
+            check_count("budget", budget, 0, MOST_NODES, usual="32 to 128 nodes are usual")
         check_count("runs", runs, 1, usual="5 or 6 are usual")
         check_temperature(temperature)
         check_count("num_candidates", num_candidates, 1, usual="32 is usual")
@@ -104,7 +104,8 @@ class EagleDrafter(Drafter):
     def _open(self, drafts: list[GrowingDraft], nodes: list[Node], estimates: torch.Tensor) -> None:
         """Give `nodes` their laws, by the target's LM head on estimates [n, D]."""
         best, probs = self.head.best_tokens(estimates, temperature=self.temperature, count=self.law_size)
-        laws = (probs / probs.sum(dim=1, keepdim=True)).cpu().numpy()
+        masses = probs.sum(dim=1, keepdim=True).clamp_min(torch.finfo(probs.dtype).tiny)  # 0: its law was not finite
+        laws = (probs / masses).cpu().numpy()
         for (row, node), ids, law in zip(nodes, best.cpu().numpy(), laws, strict=True):
             drafts[row].open(node, ids, law)
 

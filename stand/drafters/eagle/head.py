@@ -13,11 +13,10 @@ from os import PathLike
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from stand.drafters.trained_part import FAMILIES, VOCABULARY, WEIGHT_FILE, TrainedPart
+from stand.drafters.trained_part import FAMILIES, VOCABULARY, WEIGHT_FILE, TrainedPart, read_tensors
 from stand.forward.model import text_config
 from stand.forward.tree_attention import ATTENTION_NAME
 
@@ -65,7 +64,7 @@ class EagleHead(TrainedPart):
 
         Raises ValueError where names or shapes do not belong to an EAGLE-1 head of this target.
         """
-        tensors = _read(Path(path))
+        tensors = read_tensors(Path(path), WEIGHT_FILES)
         head = cls(target, has_input_norm=INPUT_NORM in tensors)
         vocabulary = tensors.pop(VOCABULARY, None)
         head._take(tensors)
@@ -119,12 +118,3 @@ class EagleHead(TrainedPart):
 
 def _frozen_embedding(weight: torch.Tensor) -> nn.Embedding:
     return nn.Embedding.from_pretrained(weight, freeze=True)
-
-
-def _read(path: Path) -> dict[str, torch.Tensor]:
-    files = [path] if path.is_file() else [path / name for name in WEIGHT_FILES if (path / name).is_file()]
-    if not files:
-        raise ValueError(f"a head must be a file or a folder with {' or '.join(WEIGHT_FILES)}, got {path}; check it")
-    if files[0].suffix == ".safetensors":
-        return load_file(files[0])
-    return torch.load(files[0], map_location="cpu", weights_only=True)

@@ -8,7 +8,7 @@ from os import PathLike
 
 from transformers import PreTrainedModel
 
-from stand.drafters.blended import default_budget
+from stand.drafters.blended import MOST_NODES, default_budget
 from stand.drafters.drafter import Drafter, DraftRequest
 from stand.drafters.growing_draft import GrowingDraft, planted, typical_tree
 from stand.drafters.settings import check_count
@@ -47,7 +47,7 @@ class StreamingDrafter(Drafter):
         placement: str = "end",
     ) -> None:
         if budget is not None:
-            check_count("budget", budget, 0, usual="32 to 128 nodes are usual")
+            check_count("budget", budget, 0, MOST_NODES, usual="32 to 128 nodes are usual")
         self.budget = budget
         self.rider = StreamRider(
             streams, placement=placement, temperature=temperature, num_candidates=num_candidates
@@ -67,7 +67,7 @@ class StreamingDrafter(Drafter):
     def draft(self, request: DraftRequest) -> DraftBatch:
         """One tree per row; see `Drafter.draft`."""
         drafts = planted(request, self.budget + 1)
-        grow(drafts, [self.rider.laws_of(history) for history in request.histories], self.budget)
+        grow(drafts, self.rider.laws_of(request), self.budget)
         return DraftBatch.concatenate([draft.tree() for draft in drafts])
 
 
@@ -83,8 +83,8 @@ def grow(drafts: Sequence[GrowingDraft], laws: Sequence[Law | None], budget: int
 
     def open_node(row: int, node: int) -> None:
         depth, (ids, probs) = drafts[row].depths[node], laws[row]
-        if depth < len(ids):
-            drafts[row].open(node, ids[depth], probs[depth] / probs[depth].sum())
+        if depth < len(ids) and (total := probs[depth].sum()) > 0.0:  # 0: its law was not finite
+            drafts[row].open(node, ids[depth], probs[depth] / total)
             push(row, node)
 
     for row, law in enumerate(laws):

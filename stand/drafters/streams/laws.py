@@ -69,7 +69,7 @@ class StreamLaws(LawSource):
         return laws
 
     def _known_laws(self, request: DraftRequest) -> OutsideLaws | None:
-        found = [self.rider.laws_of(history) for history in request.histories]
+        found = self.rider.laws_of(request)
         known = [law for law in found if law is not None]
         if not known:
             return None

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from stand.drafters.drafter import DraftRequest
 from stand.drafters.settings import check_count, check_temperature
 from stand.drafters.streams.weights import Streams
 from stand.forward.packed_plan import StepPlan, ancestor_matrix
@@ -72,9 +73,11 @@ class StreamRider:
         """See `Rider`: gamma."""
         return self.streams.num_streams
 
-    def laws_of(self, history: np.ndarray) -> Law | None:
-        """Of a row whose pending token comes last: stream j's law is that of the token j places after it."""
-        return self._laws.get(history[:-1].tobytes())
+    def laws_of(self, request: DraftRequest) -> list[Law | None]:
+        """Per row: stream j's law is that of the token j places after its pending one. None before its first step, also
+        where a row of an earlier call ended with the same text."""
+        known = [self._laws.get(history[:-1].tobytes()) for history in request.histories]
+        return [law if steps else None for law, steps in zip(known, request.steps.tolist(), strict=True)]
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -103,16 +106,15 @@ class StreamRider:
     ) -> None:
         """See `Rider.kept`."""
         begun = time.perf_counter()
+        for history in live.histories:
+            self._laws.pop(history[:-1].tobytes(), None)
         if self.is_idle:
-            for history in live.histories:
-                self._laws.pop(history[:-1].tobytes(), None)
             return
         ids, probs = guesses()
         for row, (history, path) in enumerate(zip(live.histories, accepted, strict=True)):
             seen = np.append(history, batch.token_ids[batch.offsets[row] + path]).astype(np.int32).tobytes()
-            self._laws.pop(seen, None)
+            self._laws.pop(seen, None)  # the newest goes last
             self._laws[seen] = ids[row], probs[row]
-            self._laws.pop(history[:-1].tobytes(), None)
         while len(self._laws) > MOST_HELD:
             del self._laws[next(iter(self._laws))]
         self.last_seconds = time.perf_counter() - begun

@@ -15,11 +15,10 @@ from os import PathLike
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from stand.drafters.trained_part import FAMILIES, VOCABULARY, WEIGHT_FILE, TrainedPart
+from stand.drafters.trained_part import FAMILIES, VOCABULARY, WEIGHT_FILE, TrainedPart, read_tensors
 from stand.forward.model import moving_ropes, text_config
 from stand.forward.tree_attention import ATTENTION_NAME
 
@@ -89,7 +88,7 @@ class Streams(TrainedPart):
 
         Raises ValueError where names or shapes do not belong to streams of this target.
         """
-        tensors = _read(Path(path))
+        tensors = read_tensors(Path(path), (WEIGHT_FILE,))
         vocabulary = tensors.pop(VOCABULARY, None)
         adapters = {name for name in tensors if name.startswith("adapters.")}
         layers = {name.split(".")[1] for name in adapters}
@@ -179,13 +178,6 @@ def _adapted(layer: nn.Module, adapters: nn.ModuleDict, config: object) -> nn.Mo
             linear = getattr(getattr(layer, part), name)
             setattr(getattr(twin, part), name, AdaptedLinear(linear, adapters[name]))
     return twin
-
-
-def _read(path: Path) -> dict[str, torch.Tensor]:
-    file = path if path.is_file() else path / WEIGHT_FILE
-    if not file.is_file():
-        raise ValueError(f"streams must be a file or a folder with {WEIGHT_FILE}, got {path}; check it")
-    return load_file(file)
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

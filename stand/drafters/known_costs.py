@@ -24,6 +24,7 @@ from stand.forward.model import size_name
 from stand.measured_files import VARIABLE, keep_first
 
 MOST_ROWS = 256  # a call with more rows takes the table of so many
+SHARED_SIZES = (64, 16, 4, 1)  # rows end: every call has the tables of these numbers of rows below its own
 LENGTH = 32  # committed tokens of each row when steps are timed; longer contexts are followed
 SECONDS = 1.5  # of processor time, for timing; what comes before takes less than half a second more
 
@@ -63,7 +64,8 @@ class KnownCosts:
 
     def most_tokens(self, num_rows: int) -> int:
         """Of a step that either cost tells of, now and later."""
-        sizes = [size for size in self._filed if size >= num_rows] or [max(self._filed)]
+        farthest = min((size for size in SHARED_SIZES if size >= num_rows), default=MOST_ROWS)
+        sizes = [size for size in self._filed if num_rows <= size <= farthest] or [self._nearest(num_rows)]
         return max(self._filed[size].most_tokens for size in sizes)
 
     def record(self, num_rows: int, num_tokens: int, seconds: float) -> None:
@@ -116,9 +118,9 @@ def _size_class(num_rows: int) -> int:
 
 
 def _size_classes(most_rows: int) -> list[int]:
-    """Numbers of rows that a call of `most_rows` has tables for: its own, and powers of four below, since rows end."""
+    """Numbers of rows that a call of `most_rows` has tables for: its own, and those below that calls share."""
     own = _size_class(most_rows)
-    return [own, *(size for size in (64, 16, 4, 1) if size < own)]
+    return [own, *(size for size in SHARED_SIZES if size < own)]
 
 
 def _read(path: Path) -> StepCost | None:

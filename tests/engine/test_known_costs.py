@@ -172,7 +172,7 @@ def test_a_seeded_call_has_its_own_tables_whatever_else_was_prepared(folder):
     known = KnownCosts(tiny_model("qwen2"), folder)
 
     def measure(*, num_rows, **_):
-        return StepCost(num_rows, 32, (num_rows, 100 - num_rows), (1.0, 1.0))
+        return StepCost(num_rows, 32, (num_rows, 1000 - num_rows), (1.0, 1.0))
 
     known.prepare(8, measure)
     own = [known.seeded_cost(rows, 8).num_rows for rows in range(1, 9)]
@@ -183,6 +183,8 @@ def test_a_seeded_call_has_its_own_tables_whatever_else_was_prepared(folder):
     for rows in range(1, 9):  # memory is kept free for whichever of them is asked
         costs = known.seeded_cost(rows, 8), known.followed_cost(rows)
         assert known.most_tokens(rows) >= max(cost.most_tokens for cost in costs)
+    known.prepare(1000, measure)
+    assert known.most_tokens(1) == 999  # and not for those of many rows
 
 
 def test_a_seeded_call_that_teaches_nothing_repeats_itself_after_calls_of_other_sizes(folder, monkeypatch):

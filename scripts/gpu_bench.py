@@ -22,7 +22,7 @@ Random weights, nothing is downloaded. Every part runs in a process of its own u
 After `--minutes` nothing new begins, and what was left out is said. `--output` is begun anew and complete at any time.
 What runs writes to a file beside it, such as bench.qwen2.5-7b.steps.json, which an abrupt end leaves there; a later run
 of other parts takes it in. Where a command's time is limited, give each some `--parts` and an `--output` of its own.
-Progress goes to stderr, tables to stdout; the last stdout line is one JSON document.
+Progress goes to stderr, tables to stdout; without `--output` the last stdout line is the document.
 A smoke run prints no table: the times of an interpreter mean nothing. Exit status: 0, 1 where a measurement failed or a
 check that must hold did not, 2 where the run was refused.
 """
@@ -44,6 +44,7 @@ import torch
 from gpu_parts.bench_record import BenchRecord, Budget, Figure, Measurement
 from gpu_parts.part_process import PartRun, left_in
 from gpu_parts.part_process import run_part as run_part_process
+from gpu_parts.plain_float32 import use_plain_float32
 from gpu_parts.versions import versions
 from measuring.text_table import format_table
 from workloads.model_shapes import SHAPES, SMOKE_SHAPE, ModelShape
@@ -58,18 +59,19 @@ if TYPE_CHECKING:  # the kernels are imported once it is known whether they are 
     from workloads.recordings import Recording
 
 LIMITS = {  # seconds of each part's process, in the order of the parts
-    "contact": 160, "products": 120, "laws": 120, "checks": 180, "steps": 240, "profile": 150, "attention": 180,
+    "contact": 240, "products": 120, "laws": 120, "checks": 180, "steps": 240, "profile": 150, "attention": 180,
     "decoding": 300, "replay": 440, "compiled": 240,
 }  # fmt: skip
 PARTS = tuple(LIMITS)
 SCRIPTS = {"contact": "gpu_first_contact.py", "profile": "profile_step.py"}  # parts that are commands of their own
 MODEL_PARTS = ("checks", "steps", "decoding", "replay", "compiled")
-LAST_SECONDS = 60  # that what runs may take when the minutes are over
+LAST_SECONDS = 20  # that what runs may take when the minutes are over
+MARGIN = 15  # seconds: a part begins no measurement so shortly before its end, and says so by itself
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SMOKE_NOTE = "smoke run in Triton's interpreter: the times below mean nothing"
 MAX_POSITIONS = 40960
 MAX_SMOKE_POSITIONS = 256
-MINUTES = 28  # of half an hour; a measurement that has begun may take one more
+MINUTES = 28  # of half an hour
 REPLAY_SAMPLES = 20  # of a problem; a few more than the largest batch, because short ones are skipped
 SMOKE_TOKENS = 4  # of a made-up recording
 SMOKE_CONTACT = "match"  # the piece of the first contact that a smoke run tries
@@ -191,9 +193,6 @@ def run_shape(arguments: argparse.Namespace, shape: ModelShape, record: BenchRec
         parts = [part for part in parts if part not in MODEL_PARTS]
     for part in parts:
         run_part(arguments, bench, part, record, budget)
-    if record.figures("costs") and bench.step_bench.cost_path is not None:
-        record.note("cost_table", str(bench.step_bench.cost_path))
-        report(f"wrote {bench.step_bench.cost_path}")
 
 
 def run_processes(arguments: argparse.Namespace, shape: ModelShape, record: BenchRecord, budget: Budget) -> None:
@@ -219,12 +218,14 @@ def run_parts(
             record.leave_out(part, f"{budget.minutes:g} minutes were over")
             continue
         report(f"{shape.name}: {part}")
+        limit = min(LIMITS[part], left + LAST_SECONDS)
         if part in SCRIPTS:
-            start, fine = partial(script_command, part, script_options(arguments, shape, part)), (0,)
+            start, fine = partial(script_command, part, script_options(arguments, shape, part, limit)), (0,)
         else:
-            options = part_options(arguments, shape, part, minutes=left / 60, costs=record.notes.get("cost_table"))
+            minutes, costs = min(left, max(limit - MARGIN, 1)) / 60, record.notes.get("cost_table")
+            options = part_options(arguments, shape, part, minutes=minutes, costs=costs)
             start, fine = partial(part_command, options), (0, 1)
-        run = run_part_process(start, outputs[part], limit=min(LIMITS[part], left + LAST_SECONDS), fine=fine)
+        run = run_part_process(start, outputs[part], limit=limit, fine=fine)
         take(part, run, record)
         if run.printed:
             show(arguments, run.printed)
@@ -237,12 +238,14 @@ def take(part: str, run: PartRun, record: BenchRecord) -> None:
     elif run.printed and part in SCRIPTS:
         record.note(part, run.printed.splitlines())
     if run.failure is not None:
-        record.fail(part, RuntimeError(f"{SCRIPTS.get(part, part)} did not end well: {run.failure}"))
+        lines = f"\n{run.last_errors}" if run.last_errors else ""
+        record.fail(part, RuntimeError(f"{SCRIPTS.get(part, part)} did not end well: {run.failure}{lines}"))
 
 
-def script_options(arguments: argparse.Namespace, shape: ModelShape, part: str) -> list[str]:
+def script_options(arguments: argparse.Namespace, shape: ModelShape, part: str, limit: float) -> list[str]:
     if part == "contact":
-        return ["--device", arguments.device, *(["--only", SMOKE_CONTACT] if arguments.smoke else [])]
+        options = ["--device", arguments.device, "--seconds", f"{max(limit - MARGIN, 1):.0f}"]
+        return [*options, *(["--only", SMOKE_CONTACT] if arguments.smoke else [])]
     return ["--smoke", "--repeats", "1"] if arguments.smoke else ["--shape", shape.name]
 
 
@@ -296,6 +299,8 @@ def run_part(arguments: argparse.Namespace, bench: ShapeBench, part: str, record
             for label, more in record.run(name, measurements, budget):
                 report(f"{bench.shape.name}: {label}")
                 figures += more
+                if name == "costs" and bench.step_bench.cost_path is not None:
+                    record.note("cost_table", str(bench.step_bench.cost_path))
             if figures:
                 show(arguments, format_table(figures[0].HEADER, [figure.cells() for figure in figures]))
     except Exception as error:  # whatever it is, the other parts are worth having
@@ -321,7 +326,8 @@ def run(arguments: argparse.Namespace) -> bool:
         (run_shape if arguments.in_process else run_processes)(arguments, shape, record, budget)
         show_rest(arguments, record)
         is_well = is_well and not record.failed and all(check["holds"] for check in record.figures("checks"))
-    print(json.dumps(record.document))
+    if arguments.output is None:
+        print(json.dumps(record.document))
     return is_well
 
 
@@ -410,6 +416,8 @@ def check(arguments: argparse.Namespace) -> None:
 
 def main(command_line: list[str] | None = None) -> int:
     arguments = read_arguments(command_line)
+    if undone := use_plain_float32():
+        report(f"products are not to be rounded to TF32: {undone} undone")
     try:
         check(arguments)
         if torch.device(arguments.device).type == "cpu":

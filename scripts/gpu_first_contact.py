@@ -6,8 +6,9 @@
 
 Every piece decodes the same prompts by captured steps and by eager ones, twice, the second time with drafts from what
 was learned. In float32 all tokens must be equal, in bfloat16 they may part where two tokens are nearly as likely. A
-piece that fails prints its traceback and does not stop the others; after `--seconds` the process ends with the stacks
-of what hangs. Exit status: 0, or 1 where a piece failed.
+piece that fails prints its traceback and does not stop the others; where it leaves the GPU of no use to its process,
+such as after an illegal access, the others go on in another one. After `--seconds` the process ends with the stacks of
+what hangs. Exit status: 0, or 1 where a piece failed.
 """
 
 from __future__ import annotations
@@ -17,22 +18,25 @@ import faulthandler
 import gc
 import logging
 import os
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from gpu_parts.plain_float32 import use_plain_float32
 
 if TYPE_CHECKING:  # transformers imports Triton, which then has chosen between its interpreter and its compiler
     from transformers import PreTrainedModel
 
     from stand.drafters.law_source import LawSource
     from stand.engine import Engine
+    from stand.trees import BlendedLookup
 
 SHARPER = 20  # times larger logits: of nearly equal ones nothing would be drafted
 
@@ -64,6 +68,7 @@ class Contact:
         self.device = device
         self.sizes = INTERPRETED if device.type == "cpu" else GPU
         generator = np.random.default_rng(0)
+        self.num_drafted = 0  # tokens, by all engines so far
         self.prompts = generator.integers(0, self.sizes.vocabulary, (2, self.sizes.prompt)).tolist()
 
     @cached_property
@@ -85,7 +90,19 @@ class Contact:
         return self._compared(self.model, temperature=0.6)
 
     def traversal(self) -> str:
-        return self._compared(self.model, temperature=0.6, verifier="traversal")
+        """From one lookup that learns no more, so that drafts, and with them all tokens, are those of eager steps."""
+        from stand.trees import BlendedLookup
+
+        lookup = BlendedLookup()
+        plain = self._engine(self.model, "sdpa", fuse=False)
+        for prompt, tokens in zip(self.prompts, self._decoded(plain, temperature=0.6), strict=True):
+            lookup.learn(prompt, tokens)
+        rule = {"verifier": "traversal", "lookup": lookup, "learn": False}
+        self.num_drafted = 0
+        compared = self._compared(self.model, temperature=0.6, **rule)
+        if not self.num_drafted:
+            raise AssertionError("steps must have drafts, got none; decode more tokens")
+        return f"{compared}; {self.num_drafted} drafted"
 
     def coupled(self) -> str:
         return self._compared(self.model, temperature=0.6, verifier="coupled")
@@ -179,13 +196,15 @@ class Contact:
         verifier: str = "match",
         fuse: bool = True,
         source: Callable[[], LawSource] | None = None,
+        lookup: BlendedLookup | None = None,
+        learn: bool = True,
         **law: float,
     ) -> str:
         """Captured against eager steps. Raises AssertionError where tokens differ in float32, or steps fell back."""
         outputs = []
         for backend in ("triton", "sdpa"):
-            engine = self._engine(model, backend, verifier=verifier, fuse=fuse, source=source)
-            outputs.append([self._decoded(engine, **law) for _ in range(2)])
+            engine = self._engine(model, backend, verifier=verifier, fuse=fuse, source=source, lookup=lookup)
+            outputs.append([self._decoded(engine, learn=learn, **law) for _ in range(2)])
             if backend == "triton":
                 chosen, swaps = engine.backend, getattr(engine.backend, "fusion", None)
                 kept = "" if swaps is None else f", {sum(swap.is_kept for swap in swaps.report)} swaps"
@@ -194,7 +213,7 @@ class Contact:
         pairs = [(a, b) for ours, theirs in zip(*outputs, strict=True) for a, b in zip(ours, theirs, strict=True)]
         same = sum(a == b for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True))
         total = sum(len(ours) for ours, _ in pairs)
-        if model.dtype == torch.float32 and verifier != "traversal" and same != total:
+        if model.dtype == torch.float32 and same != total:
             raise AssertionError(f"all tokens must be those of eager steps, got {same} of {total}")
         return f"{same}/{total} tokens as eager{kept}; {chosen.reason}"
 
@@ -206,15 +225,19 @@ class Contact:
         verifier: str = "match",
         fuse: bool,
         source: Callable[[], LawSource] | None = None,
+        lookup: BlendedLookup | None = None,
     ) -> Engine:
         import stand
 
-        drafter = stand.BlendedDrafter(budget=self.sizes.budget, source=None if source is None else source())
+        source = None if source is None else source()
+        drafter = stand.BlendedDrafter(lookup, budget=self.sizes.budget, source=source)
         return stand.wrap(model, drafter=drafter, backend=backend, verifier=verifier, fuse=fuse)
 
-    def _decoded(self, engine: Engine, **law: float) -> list[list[int]]:
-        settings = {"max_new_tokens": self.sizes.tokens, "stop_token_ids": [], "seed": 0}
-        return engine.generate(input_ids=self.prompts, **settings, **law).token_ids
+    def _decoded(self, engine: Engine, *, learn: bool = True, **law: float) -> list[list[int]]:
+        settings = {"max_new_tokens": self.sizes.tokens, "stop_token_ids": [], "seed": 0, "learn": learn}
+        output = engine.generate(input_ids=self.prompts, **settings, **law)
+        self.num_drafted += output.stats.num_draft_tokens
+        return output.token_ids
 
     def _new_model(self, kind: str, dtype: torch.dtype) -> PreTrainedModel:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -251,21 +274,48 @@ def run_piece(name: str, work: Callable[[], str]) -> bool:
     return True
 
 
+def run_pieces(contact: Contact, names: Sequence[str], started: float, seconds: float) -> bool:
+    """Whether all are well."""
+    is_well = True
+    for place, name in enumerate(names):
+        is_well = run_piece(name, getattr(contact, name)) and is_well
+        rest = names[place + 1 :]
+        if rest and not is_well and not is_usable(contact.device):
+            left = seconds - (time.monotonic() - started)
+            print(f"the GPU is of no use to this process after {name}; the others go on in another one", flush=True)
+            options = ["--device", str(contact.device), "--only", ",".join(rest), "--seconds", f"{max(left, 1):.0f}"]
+            faulthandler.cancel_dump_traceback_later()  # the other one has a limit of its own
+            subprocess.run([sys.executable, __file__, *options], check=False)
+            return False
+    return is_well
+
+
+def is_usable(device: torch.device) -> bool:
+    """Whether this process can still work on the GPU: an illegal access is told by every later call."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
+
+
 def describe(device: torch.device) -> str:
-    """Versions and the device."""
+    """Versions, the device, and how products in float32 are rounded."""
     import transformers
     import triton
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu, interpreted"
     packages = {"torch": torch, "triton": triton, "transformers": transformers, "numpy": np}
-    return ", ".join([*(f"{name} {package.__version__}" for name, package in packages.items()), name])
+    rounding = f"float32 products {torch.backends.cuda.matmul.fp32_precision}"
+    return ", ".join([*(f"{name} {package.__version__}" for name, package in packages.items()), name, rounding])
 
 
 def main(command_line: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="of torch (%(default)s)")
     parser.add_argument("--only", default=",".join(PIECES), metavar="PIECE,...", help="default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=150, help="after these the process ends (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=220, help="after these the process ends (%(default)s)")
     arguments = parser.parse_args(command_line)
     device, names = torch.device(arguments.device), arguments.only.split(",")
     if not set(names) <= set(PIECES):
@@ -274,15 +324,16 @@ def main(command_line: list[str] | None = None) -> int:
         parser.error("no GPU is visible to torch; use --device cpu to see that the script runs")
     if device.type == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
+    started = time.monotonic()
     faulthandler.dump_traceback_later(arguments.seconds, exit=True, file=sys.__stderr__)
     logging.basicConfig(stream=sys.stdout)  # tracebacks of steps that went on as eager ones
-    print(describe(device), flush=True)
-    contact = Contact(device)
-    is_well = [run_piece(name, getattr(contact, name)) for name in names]
+    undone = use_plain_float32()
+    print(describe(device) + (f", undone: {undone}" if undone else ""), flush=True)
+    is_well = run_pieces(Contact(device), names, started, arguments.seconds)
     faulthandler.cancel_dump_traceback_later()
     if device.type == "cuda":
         print(f"most memory {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB")
-    return 0 if all(is_well) else 1
+    return 0 if is_well else 1
 
 
 if __name__ == "__main__":

@@ -75,7 +75,9 @@ def main(command_line: list[str] | None = None) -> int:
     if arguments.smoke:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
     from gpu_parts.bench_model import BenchModel
+    from gpu_parts.plain_float32 import use_plain_float32
 
+    use_plain_float32()
     device, dtype = ("cpu", torch.float32) if arguments.smoke else ("cuda", torch.bfloat16)
     shape = SMOKE_SHAPE if arguments.smoke else SHAPES[arguments.shape]
     bench = BenchModel(shape, device=torch.device(device), dtype=dtype, max_positions=MAX_POSITIONS)

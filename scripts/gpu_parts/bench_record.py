@@ -84,20 +84,23 @@ class BenchRecord:
     def run(self, part: str, measurements: Iterable[Measurement], budget: Budget) -> Iterator[tuple[str, list[Figure]]]:
         """(label, figures) of every measurement that begins in time and ends well.
 
-        A failure is kept with its traceback and does not take the other measurements with it.
+        A failure is kept with its traceback. It takes neither the other measurements with it nor the figures before it.
         """
         kept = self._result["parts"].setdefault(part, [])
+        self.save()
         for measurement in self._named(part, measurements):
             if measurement.obstacle is not None or budget.is_spent:
                 self.leave_out(measurement.label, measurement.obstacle or f"{budget.minutes:g} minutes were over")
                 continue
-            start = time.monotonic()
+            start, figures = time.monotonic(), []
             try:
-                figures = list(measurement.work())
-            except Exception as error:  # whatever it is, figures of the others are worth having
+                for figure in measurement.work():
+                    figures.append(figure)
+                    kept.append(as_document(figure))
+            except Exception as error:  # whatever it is, other figures are worth having
                 self.fail(measurement.label, error)
-                continue
-            kept += [as_document(figure) for figure in figures]
+                if not figures:
+                    continue
             self._result["seconds"][measurement.label] = time.monotonic() - start
             self.save()
             yield measurement.label, figures

@@ -7,6 +7,7 @@ run walks over several copies, together several times the GPU's cache.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +35,8 @@ from stand.gpu.work_list import Splitting, WorkList
 from stand.sampling import SamplingParams, TargetLaw
 from stand.trees import DraftBatch
 from stand.verifiers.noise import uniforms_on_device
+
+LOGGER = logging.getLogger("stand")
 
 WORD_BITS = 64
 
@@ -179,8 +182,8 @@ class KernelBench:
                 label = f"attention, {rows} rows, length {length}"
                 yield Measurement(label, partial(self._attentions, length, rows))
 
-    def _attentions(self, length: int, rows: int) -> list[Timing]:
-        return [timing for tree in self.extent.trees for timing in self._attention(length, rows, tree)]
+    def _attentions(self, length: int, rows: int) -> Iterator[Timing]:
+        return (timing for tree in self.extent.trees for timing in self._attention(length, rows, tree))
 
     def _attention(self, length: int, rows: int, tree: int) -> list[Timing]:
         """Over rooms, beside masked attention; and over pages in no order, beside rooms."""
@@ -273,9 +276,8 @@ class KernelBench:
         logit_bytes, law_bytes = logits.numel() * self.element, laws.numel() * 4
 
         def timing(name, ours, nbytes, reference=None) -> Timing:
-            other = None if reference is None else self.timer.seconds(reference)
             floor = self.machine.floor(nbytes=nbytes)
-            return Timing(name, tokens, rows, None, self.timer.seconds(ours), floor, other)
+            return Timing(name, tokens, rows, None, self.timer.seconds(ours), floor, self._reference(reference))
 
         filtered = TargetLaw(SamplingParams(temperature=0.6, top_p=0.95))
 
@@ -298,6 +300,14 @@ class KernelBench:
         walk = self._traversal(laws, rows)
         yield timing("traverse", walk, 0)
         yield timing("compact", *self._compaction(rows))
+
+    def _reference(self, work: Callable[[], object] | None) -> float | None:
+        """Seconds of the same work by torch; None where there is none, or torch cannot capture it."""
+        try:
+            return None if work is None else self.timer.seconds(work)
+        except Exception as error:  # our own figure is worth having
+            LOGGER.warning("no reference: %r", error)
+            return None
 
     def _torch_race(self, laws: torch.Tensor) -> Callable[[], torch.Tensor]:
         """By whole tensors; the noise is made beforehand here, although a step would have to make it."""

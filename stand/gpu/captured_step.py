@@ -335,6 +335,7 @@ class CapturedStep:
     def _forget(self) -> None:
         """Drop what is recorded, and with it the memory of the graphs."""
         if self._recorded:
+            self.runner.wait_for_step()  # one that was interrupted may run without a verdict
             self._keep_best()  # which waits, so that nothing that is recorded still runs
         self._recorded.clear()
         self._by_nodes.clear()

@@ -52,6 +52,9 @@ class Runner(Protocol):
     def wait(self, program: Program) -> None:
         """Until its verdict has arrived; then its best tokens are on their way."""
 
+    def wait_for_step(self) -> None:
+        """Until the last step that was started is over, whether anybody waits for its verdict or not."""
+
     def wait_for_best(self) -> None:
         """Until the best tokens of the last step waited for have arrived."""
 
@@ -80,6 +83,9 @@ class DirectRunner:
 
     def wait(self, program: Program) -> None:
         program.best()
+
+    def wait_for_step(self) -> None:
+        pass
 
     def wait_for_best(self) -> None:
         pass
@@ -129,6 +135,9 @@ class GraphRunner:
             self._side.wait_event(self._decided)
             program.best()
             self._learnable.record(self._side)
+        self._decided.synchronize()
+
+    def wait_for_step(self) -> None:
         self._decided.synchronize()
 
     def wait_for_best(self) -> None:

@@ -2,7 +2,8 @@
 
 import copy
 import math
-import types
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tiny_models import tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import stand
+from stand.drafters import known_costs
 from stand.drafters.step_cost import CostTable, StepCost, clock_of, measure_cost, synthetic_drafts, table_path
 
 FLAT_THEN_STEEP = StepCost(num_rows=1, length=100, tokens=(1, 64, 128), seconds=(4.0, 4.0, 8.0))
@@ -45,6 +47,34 @@ def test_tables_are_saved_and_loaded(tmp_path):
             CostTable.load(path)
     with pytest.raises(ValueError, match="at least one"):
         CostTable(())
+
+
+def test_who_is_killed_while_it_saves_leaves_the_old_table(tmp_path, monkeypatch):
+    path = tmp_path / "table.json"
+    CostTable((FLAT_THEN_STEEP,)).save(path)
+    write = Path.write_text
+
+    def killed(self, text, **settings):
+        write(self, text[: len(text) // 2], **settings)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        CostTable((FLAT_THEN_STEEP, FLAT_THEN_STEEP)).save(path)
+    assert CostTable.load(path).costs == (FLAT_THEN_STEEP,)
+
+
+def test_a_damaged_table_of_a_gpu_is_none(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    monkeypatch.setattr(known_costs, "size_name", lambda model: "small")
+    path = table_path(tmp_path, model="small", device="NVIDIA H200", dtype="torch.bfloat16")
+    table = CostTable((FLAT_THEN_STEEP,))
+    assert known_costs.saved_costs(model, tmp_path) is None and not caplog.records
+    table.save(path)
+    assert known_costs.saved_costs(model, tmp_path) == table
+    path.write_text(path.read_text()[:20])
+    assert known_costs.saved_costs(model, tmp_path) is None and "measure it again" in caplog.text
 
 
 def test_the_knee_is_the_largest_cheap_size():
@@ -123,7 +153,7 @@ def test_on_a_cpu_processor_time_is_counted(device, clock):
 )
 def test_a_brief_measurement_goes_as_far_as_pays(seconds, expected):
     """Sizes double; what is left goes to those that cost up to three of the smallest, and to those between them."""
-    clock = types.SimpleNamespace(now=0.0, sizes=[])
+    clock = SimpleNamespace(now=0.0, sizes=[])
     steps = {1: 1.0, 2: 1.0, 3: 2.0, 4: 3.0, 8: 4.0, 16: 6.0}
 
     def run_step(batch):

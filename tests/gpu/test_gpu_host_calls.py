@@ -41,6 +41,9 @@ class IdleRunner:
     def wait(self, program):
         pass
 
+    def wait_for_step(self):
+        pass
+
     def wait_for_best(self):
         pass
 

@@ -156,6 +156,7 @@ class Model:
 
     def __init__(self) -> None:
         self.config = tiny_model("llama").config
+        self.get_memory_footprint = tiny_model("llama").get_memory_footprint
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import stand  # noqa: E402
 from stand.backend import device_rule  # noqa: E402
 from stand.drafters.blended import BlendedDrafter  # noqa: E402
 from stand.gpu import captured_step, page_table  # noqa: E402
+from stand.gpu.runner import DirectRunner  # noqa: E402
 from stand.trees import BlendedLookup, DraftBatch  # noqa: E402
 from stand.verifiers.rules.match import MatchVerifier  # noqa: E402
 
@@ -109,6 +110,32 @@ def test_rows_that_enter_free_places_have_their_tokens(plain_kernels, max_rows):
         outputs.append(engine.generate(input_ids=prompts, **settings, max_rows=places).token_ids)
     assert outputs[0] == outputs[1] and str(engine.backend) == "triton"
     assert len(engine.backend._previous.captured._table.numbers) == max_rows
+
+
+def test_nothing_runs_where_what_is_recorded_is_dropped(plain_kernels, monkeypatch):
+    """Also where somebody interrupted between a step's start and its verdict: packets go back with the graphs."""
+    order = []
+
+    def told(name):
+        run = getattr(DirectRunner, name)
+        return lambda self, *given: order.append(name) or run(self, *given)
+
+    def interrupt(self, program):
+        order.append("wait")
+        raise KeyboardInterrupt
+
+    for name in ("step", "wait_for_step", "wait_for_best", "forget"):
+        monkeypatch.setattr(DirectRunner, name, told(name))
+    engine = stand.wrap(kernel_model("qwen2"), backend="triton", drafter=BlendedDrafter(budget=4))
+    settings = {"input_ids": [[3, 4, 5, 3, 4]], "max_new_tokens": 8}
+    engine.generate(**settings)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(DirectRunner, "wait", interrupt)
+        engine.generate(**settings)
+    order.clear()
+    engine.generate(input_ids=[[3, 4, 5] * 70], max_new_tokens=8)  # a larger pool: all is recorded anew
+    dropped = order[: order.index("forget")]
+    assert "step" not in dropped and dropped.index("wait_for_step") < len(dropped) - 1
 
 
 def test_a_prompt_beyond_the_room_makes_more(plain_kernels, monkeypatch):

@@ -1,9 +1,11 @@
 """The GPU benchmark in small: model shapes, one smoke run through the interpreter, records, checks, refusals."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +29,8 @@ from fake_events import use_fake_events  # noqa: E402
 from gpu_parts.bench_model import BenchModel  # noqa: E402
 from gpu_parts.bench_record import BenchRecord, Budget, Measurement  # noqa: E402
 from gpu_parts.decode_engines import DecodeBench, DecodeTiming  # noqa: E402
+from gpu_parts.part_process import PartRun, run_part  # noqa: E402
+from gpu_parts.plain_float32 import use_plain_float32  # noqa: E402
 from triton.runtime.errors import OutOfResources  # noqa: E402
 from workloads.model_shapes import SHAPES, SMOKE_SHAPE  # noqa: E402
 
@@ -35,6 +39,7 @@ from stand.drafters.step_cost import CostTable, StepCost, table_path  # noqa: E4
 from stand.forward.model import size_name  # noqa: E402
 from stand.gpu.device_timer import DeviceTimer  # noqa: E402
 from stand.gpu.product_tiles import TILES  # noqa: E402
+from stand.sampling import TargetLaw  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -49,7 +54,7 @@ class Smoke:
 
     @property
     def result(self) -> dict:
-        (result,) = json.loads(self.lines[-1])["results"]
+        (result,) = json.loads(self.output.read_text(encoding="utf-8"))["results"]
         return result
 
 
@@ -77,14 +82,13 @@ def small(interpreter) -> BenchModel:
 
 
 def test_smoke_prints_no_table_and_says_what_its_times_are(smoke):
-    assert len(smoke.lines) == 1
-    document = json.loads(smoke.lines[0])
+    assert smoke.lines == []
+    document = json.loads(smoke.output.read_text())
     assert document["is_smoke"] and "mean nothing" in document["note"]
     assert document["device"] == "cpu"
 
 
-def test_smoke_writes_what_it_prints(smoke):
-    assert json.loads(smoke.output.read_text()) == json.loads(smoke.lines[0])
+def test_smoke_leaves_nothing_beside_its_output(smoke):
     assert [path.name for path in smoke.output.parent.iterdir()] == ["bench.json"]
 
 
@@ -250,6 +254,31 @@ def test_a_failure_takes_nothing_with_it_and_the_file_is_complete_before_the_nex
     assert set(result["seconds"]) == {"one", "three"}
 
 
+def test_what_was_measured_before_a_failure_is_kept(tmp_path):
+    record = BenchRecord({}, tmp_path / "bench.json")
+    record.begin({})
+
+    def half():
+        yield Number(1)
+        raise RuntimeError("broken")
+
+    runs = dict(record.run("p", [Measurement("half", half), Measurement("whole", lambda: [Number(2)])], Budget(1)))
+    assert runs == {"half": [Number(1)], "whole": [Number(2)]}
+    (result,) = json.loads((tmp_path / "bench.json").read_text())["results"]
+    assert [figure["number"] for figure in result["parts"]["p"]] == [1, 2]
+    assert [entry["measurement"] for entry in result["failed"]] == ["half"]
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_a_reference_that_fails_takes_no_figure_with_it(monkeypatch, caplog):
+    """Such as a sort that cannot be captured."""
+    bench = kernel_bench.KernelBench(SMOKE_SHAPE, kernel_bench.SMOKE, device=CPU, dtype=torch.float32)
+    monkeypatch.setattr(TargetLaw, "warp", lambda self, logits: 1 / 0)
+    timings = list(next(bench.laws()).work())
+    assert [timing.name for timing in timings][:2] == ["softmax, top_p", "softmax"] and len(timings) == 6
+    assert timings[0].reference is None and timings[1].reference > 0 and "ZeroDivisionError" in caplog.text
+
+
 def test_a_part_that_cannot_go_on_keeps_what_it_has():
     record = BenchRecord({}, None)
     record.begin({})
@@ -345,28 +374,70 @@ print("a table")
 document = {"format": "x", "results": [{"parts": {NAME: [{"name": NAME}]}, "seconds": {NAME: 1.0},
     "left_out": [], "failed": [], "machine": {"bytes_per_second": 5}}]}
 open(sys.argv[1], "w").write(json.dumps(document))
-print(json.dumps(document))
 """
 
 
 def test_a_part_that_hangs_or_crashes_costs_itself_alone(monkeypatch, capsys, tmp_path):
     writes = {part: f"NAME = {part!r}" + WRITES for part in gpu_bench.PARTS}
     hangs = writes["checks"] + "import time; sys.stdout.flush(); time.sleep(60)"
-    crashes = writes["steps"] + "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    crashes = writes["steps"] + "import os, signal; os.write(2, b'its stack\\n'); os.kill(os.getpid(), signal.SIGKILL)"
     with_commands(monkeypatch, {**writes, "checks": hangs, "steps": crashes, "attention": "raise SystemExit(2)"})
     monkeypatch.setitem(gpu_bench.LIMITS, "checks", 1.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_bench, "device_name", lambda device: "x")
     output = tmp_path / "bench.json"
     assert gpu_bench.main(["--parts", "laws,checks,steps,attention,decoding", "--output", str(output)]) == 1
-    printed = capsys.readouterr().out
+    printed, progress = capsys.readouterr()
     (result,) = json.loads(output.read_text())["results"]
-    assert json.loads(printed.splitlines()[-1])["results"] == [result]
+    assert "its stack" in progress and "its stack" in json.dumps(result["failed"])  # where crashes say what they were
+    assert '"format"' not in printed
     assert list(result["parts"]) == ["laws", "checks", "steps", "decoding"]  # of what hung or crashed, what there was
     assert {entry["measurement"] for entry in result["failed"]} == {"checks", "steps", "attention"}
     errors = " ".join(entry["error"] for entry in result["failed"])
     assert "more than 1 seconds" in errors and "status -9" in errors and "status 2" in errors
     assert printed.count("a table") == 4 and result["machine"] == {"bytes_per_second": 5}
+
+
+def test_a_part_is_told_to_end_before_it_is_killed(monkeypatch, tmp_path):
+    """So that it says itself what it left out, and writes down what it knows."""
+    asked = {}
+
+    def start(command, output, *, limit, fine):
+        options = gpu_bench.read_arguments(list(command.args[0]))
+        asked[options.parts[0]] = 60 * options.minutes, limit
+        return PartRun(None, "", None)
+
+    monkeypatch.setattr(gpu_bench, "run_part_process", start)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_bench, "device_name", lambda device: "x")
+    for minutes in ("28", "2"):
+        options = ["--parts", "steps", "--minutes", minutes, "--output", str(tmp_path / "bench.json")]
+        gpu_bench.main(options)
+        own, limit = asked["steps"]
+        assert own <= limit - gpu_bench.MARGIN and limit <= min(240, 60 * float(minutes) + gpu_bench.LAST_SECONDS)
+
+
+def test_what_a_killed_part_has_started_ends_too(tmp_path):
+    """A child that outlives its parent would hold the GPU, and the pipe."""
+    program = (
+        "import subprocess, sys, time; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
+        "print(child.pid, flush=True); time.sleep(60)"
+    )
+    run = run_part(lambda output: [sys.executable, "-c", program], tmp_path / "part.json", limit=2.0)
+    assert "more than 2 seconds" in run.failure
+    with pytest.raises(ProcessLookupError):
+        for _ in range(200):  # until the system has taken it in
+            os.kill(int(run.printed), 0)
+            if Path(f"/proc/{run.printed}/stat").read_text().split()[2] == "Z":
+                raise ProcessLookupError
+            time.sleep(0.01)
+
+
+def test_what_rounds_float32_products_is_undone(monkeypatch):
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    torch.set_float32_matmul_precision("high")
+    assert use_plain_float32() == "NVIDIA_TF32_OVERRIDE" and "NVIDIA_TF32_OVERRIDE" not in os.environ
+    assert torch.backends.cuda.matmul.fp32_precision in {"none", "ieee"} and use_plain_float32() == ""
 
 
 def test_what_runs_when_the_bench_is_killed_is_left_beside_its_output(monkeypatch, capsys, tmp_path):
@@ -388,7 +459,7 @@ def test_what_runs_when_the_bench_is_killed_is_left_beside_its_output(monkeypatc
     finally:
         signal.signal(signal.SIGUSR1, before)
     names = sorted(path.name for path in output.parent.iterdir())
-    assert names == ["bench.json", "bench.qwen2.5-7b.steps.json", "bench.qwen2.5-7b.steps.txt"]
+    assert names == ["bench.json", *(f"bench.qwen2.5-7b.steps.{kind}" for kind in ("err", "json", "txt"))]
     assert gpu_bench.main(["--parts", "laws", "--output", str(output)]) == 0
     (result,) = json.loads(output.read_text())["results"]
     assert list(result["parts"]) == ["steps", "laws"] and list(output.parent.iterdir()) == [output]
@@ -436,8 +507,9 @@ def test_parts_that_are_commands_keep_what_they_print(monkeypatch, tmp_path, cap
 
 def test_commands_know_device_and_shape():
     arguments = gpu_bench.read_arguments([])
-    assert gpu_bench.script_options(arguments, SHAPES["qwen3-8b"], "contact") == ["--device", "cuda"]
-    assert gpu_bench.script_options(arguments, SHAPES["qwen3-8b"], "profile") == ["--shape", "qwen3-8b"]
+    contact = gpu_bench.script_options(arguments, SHAPES["qwen3-8b"], "contact", 240)
+    assert contact == ["--device", "cuda", "--seconds", "225"]  # it ends by itself, and tells where it hung
+    assert gpu_bench.script_options(arguments, SHAPES["qwen3-8b"], "profile", 150) == ["--shape", "qwen3-8b"]
     assert all((SCRIPTS / script).is_file() for script in gpu_bench.SCRIPTS.values())
 
 
@@ -465,7 +537,7 @@ def test_the_whole_list_in_order_and_within_half_an_hour():
 
 
 def test_versions_name_what_a_figure_depends_on(smoke):
-    versions = json.loads(smoke.lines[0])["versions"]
+    versions = json.loads(smoke.output.read_text())["versions"]
     assert set(versions) == {"python", "cuda", "driver", "torch", "triton", "transformers", "numpy"}
     assert versions["torch"] == torch.__version__ and versions["triton"] and versions["transformers"]
 

@@ -17,7 +17,7 @@ from stand.gpu import step_body  # noqa: E402
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.parametrize("piece", ["unfused", "growth", "head", "two_engines"])
+@pytest.mark.parametrize("piece", ["unfused", "traversal", "growth", "head", "two_engines"])
 def test_a_piece_is_well(monkeypatch, capsys, piece):
     """With the kernels in plain PyTorch: the interpreter takes half a minute for a piece."""
     use_plain_kernels(monkeypatch)
@@ -36,6 +36,43 @@ def test_a_piece_that_fails_prints_its_traceback_and_stops_nobody(monkeypatch, c
     printed = capsys.readouterr().out
     assert "FAIL unfused" in printed and "in broken" in printed and "ok   bf16: well" in printed
     assert gpu_first_contact.main(["--device", "cpu", "--only", "bf16"]) == 0
+
+
+def test_where_a_piece_takes_the_gpu_with_it_the_others_go_on_in_another_process(monkeypatch, capsys):
+    started = []
+
+    def broken(contact):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(gpu_first_contact.Contact, "fused", broken)
+    monkeypatch.setattr(gpu_first_contact.Contact, "unfused", lambda contact: "well")
+    monkeypatch.setattr(gpu_first_contact, "is_usable", lambda device: False)
+    monkeypatch.setattr(gpu_first_contact.subprocess, "run", lambda command, check: started.append(command))
+    assert gpu_first_contact.main(["--device", "cpu", "--only", "unfused,fused,bf16,match", "--seconds", "100"]) == 1
+    (command,) = started
+    asked = dict(zip(command[2::2], command[3::2], strict=True))
+    assert asked["--only"] == "bf16,match" and asked["--device"] == "cpu" and 90 < float(asked["--seconds"]) <= 100
+    assert "of no use to this process after fused" in capsys.readouterr().out
+
+
+def test_a_gpu_that_answers_with_an_error_is_of_no_use(monkeypatch):
+    def answer(device):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    assert gpu_first_contact.is_usable(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert gpu_first_contact.is_usable(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "synchronize", answer)
+    assert not gpu_first_contact.is_usable(torch.device("cuda"))
+
+
+def test_the_traversal_has_drafts_or_says_that_it_had_none(monkeypatch):
+    contact = gpu_first_contact.Contact(torch.device("cpu"))
+    monkeypatch.setattr(contact, "_engine", lambda *arguments, **settings: None)
+    monkeypatch.setattr(contact, "_decoded", lambda *arguments, **law: [[1, 2], [3]])
+    monkeypatch.setattr(contact, "_compared", lambda *arguments, **settings: "equal")
+    with pytest.raises(AssertionError, match="must have drafts, got none"):
+        contact.traversal()
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -7,7 +7,8 @@
 #   make test-debug      the compiled core with bounds checks, its own tests
 #   make test-ptx        the GPU kernels as they are compiled for sm_90, run without a GPU; CAPABILITY=80 for sm_80
 #   make test-wheel      the wheel beside the oldest torch, transformers, numpy and msgpack that it takes
-#   make environments    what the last two run in
+#   make torch-builds    torch, for the suite and for the wheel
+#   make environments    what test-debug and test-wheel run in
 #   make wheel           the wheel to hand out: its ABI, its size, the drafter's tests on the oldest and newest Python here
 # On a machine with a GPU: make CONSTRAINTS=constraints-gpu.txt ...
 # Without one: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make ..., else pip may bring 2.7 GB of CUDA
@@ -49,7 +50,7 @@ export PIP_COMPILE := 0
 # One thread: the matrices of the suite are too small for more, and as many processes run as there are cores.
 test test-debug test-ptx test-wheel: export OMP_NUM_THREADS ?= 1
 
-.PHONY: throughput test lint environments test-debug test-ptx test-wheel wheel away clean
+.PHONY: throughput test lint torch-builds environments test-debug test-ptx test-wheel wheel away clean
 
 throughput: $(VENV)/.ready
 	$(BIN)/python scripts/throughput.py $(if $(MODEL),--model $(MODEL) $(MODEL_ARGS)) $(ARGS)
@@ -63,7 +64,8 @@ test-ptx: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 
-# Both, side by side where make is given --jobs: while one of them downloads, the other one compiles.
+# Side by side where make is given --jobs: while one of them downloads or unpacks, the other one compiles.
+torch-builds: $(VENV)/.ready .venv-wheel/.torch
 environments: .venv-debug/.ready .venv-wheel/.ready
 
 # Both run away from the source tree, so that only what was installed can be imported.
@@ -133,11 +135,14 @@ $(VENV)/.ready: $(SOURCES)
 	  --ignore-installed ./build/debug
 	@touch $@
 
-.venv-wheel/.ready: $(SOURCES) $(VENV)/.ready $(MODULES) constraints-oldest.txt
+.venv-wheel/.torch: constraints-oldest.txt
+	$(call install_torch,.venv-wheel,constraints-oldest.txt)
+	@touch $@
+
+.venv-wheel/.ready: $(SOURCES) $(VENV)/.ready $(MODULES) .venv-wheel/.torch
 	@echo "== .venv-wheel: building the wheel (one or two minutes)"
 	@rm -rf build/wheel build/lib* build/bdist*
 	@$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
-	$(call install_torch,.venv-wheel,constraints-oldest.txt)
 	@wheel=$$(ls $(CURDIR)/build/wheel/*.whl) && \
 	  .venv-wheel/bin/pip install --quiet --force-reinstall --no-deps "$$wheel" && \
 	  .venv-wheel/bin/pip install --quiet --constraint .venv-wheel/constraints.txt "$$wheel[test]"

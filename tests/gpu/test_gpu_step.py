@@ -224,6 +224,7 @@ def test_broken_logits_are_refused(plain_kernels):
         engine.generate(input_ids=PROMPTS, max_new_tokens=4, seed=0)
 
 
+@pytest.mark.slow  # make test-ptx does the same with compiled kernels
 def test_real_kernels_in_a_whole_generation():
     """A few steps in Triton's interpreter, fused modules included."""
     settings = {"input_ids": [[3, 4, 5, 3, 4]], "max_new_tokens": 3, "temperature": 0.6, "top_p": 0.9, "seed": 2}

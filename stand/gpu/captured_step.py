@@ -195,6 +195,7 @@ class CapturedStep:
     def close(self) -> None:
         """The rows are gone; the cache and what is recorded stay, for a further call."""
         self._lesson = None
+        self.runner.wait_for_best()  # else they might come after the memory has gone to somebody else
 
     def dissolve(self) -> Runner:
         """Give all memory back; the runner, for the step that follows."""

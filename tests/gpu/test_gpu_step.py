@@ -112,20 +112,26 @@ def test_rows_that_enter_free_places_have_their_tokens(plain_kernels, max_rows):
     assert len(engine.backend._previous.captured._table.numbers) == max_rows
 
 
-def test_nothing_runs_where_what_is_recorded_is_dropped(plain_kernels, monkeypatch):
-    """Also where somebody interrupted between a step's start and its verdict: packets go back with the graphs."""
-    order = []
+def order_of(monkeypatch, *names: str) -> list[str]:
+    """What the runner is asked from now on, of these."""
+    order: list[str] = []
 
     def told(name):
         run = getattr(DirectRunner, name)
         return lambda self, *given: order.append(name) or run(self, *given)
 
+    for name in names:
+        monkeypatch.setattr(DirectRunner, name, told(name))
+    return order
+
+
+def test_nothing_runs_where_what_is_recorded_is_dropped(plain_kernels, monkeypatch):
+    """Also where somebody interrupted between a step's start and its verdict: packets go back with the graphs."""
+    order = order_of(monkeypatch, "step", "wait_for_step", "wait_for_best", "forget")
+
     def interrupt(self, program):
-        order.append("wait")
         raise KeyboardInterrupt
 
-    for name in ("step", "wait_for_step", "wait_for_best", "forget"):
-        monkeypatch.setattr(DirectRunner, name, told(name))
     engine = stand.wrap(kernel_model("qwen2"), backend="triton", drafter=BlendedDrafter(budget=4))
     settings = {"input_ids": [[3, 4, 5, 3, 4]], "max_new_tokens": 8}
     engine.generate(**settings)
@@ -136,6 +142,15 @@ def test_nothing_runs_where_what_is_recorded_is_dropped(plain_kernels, monkeypat
     engine.generate(input_ids=[[3, 4, 5] * 70], max_new_tokens=8)  # a larger pool: all is recorded anew
     dropped = order[: order.index("forget")]
     assert "step" not in dropped and dropped.index("wait_for_step") < len(dropped) - 1
+
+
+def test_best_tokens_have_come_when_a_call_ends(plain_kernels, monkeypatch):
+    """They are written next to the caller's stream, also where nobody reads them."""
+    order = order_of(monkeypatch, "wait", "wait_for_best")
+    engine = stand.wrap(kernel_model("qwen2"), backend="triton", drafter=BlendedDrafter(budget=4))
+    order.clear()
+    engine.generate(input_ids=[[3, 4, 5, 3, 4]], max_new_tokens=4, learn=False)
+    assert order.count("wait") > 1 and order[-1] == "wait_for_best"
 
 
 def test_a_prompt_beyond_the_room_makes_more(plain_kernels, monkeypatch):

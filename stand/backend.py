@@ -15,7 +15,8 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.forward import mapped_memory
-from stand.forward.model import moving_ropes, text_config
+from stand.forward.key_shape import key_shape
+from stand.forward.model import moving_ropes
 from stand.forward.paged_cache import PagedCache, PromptRoom, fitting_page_size, most_shown_rows
 from stand.forward.rider import Rider
 from stand.forward.tree_attention import exclusive
@@ -72,7 +73,8 @@ class EagerBackend:
     @property
     def most_rows(self) -> int | None:
         """As many as the system lets share prompts."""
-        return None if self.page_size is None else most_shown_rows(*key_shape(self._model)[:2])
+        shape = key_shape(self._model)
+        return None if self.page_size is None else most_shown_rows(shape.num_layers, shape.num_heads)
 
     def key_maker(self) -> Callable[[int], TreeCache]:
         if self.page_size is None:
@@ -209,19 +211,11 @@ def choose_backend(
     return _eager(model, obstacle, fuse=fuse)
 
 
-def key_shape(model: PreTrainedModel) -> tuple[int, int, int]:
-    """Layers, key heads and bytes of a head's key, by the model's configuration."""
-    config = text_config(model)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_hidden_layers, heads, size * torch.finfo(model.dtype).bits // 8
-
-
 def _page_size(model: PreTrainedModel) -> int | None:
     """Slots per page where all of the model is on a CPU whose system maps memory as pages need it."""
     if {parameter.device.type for parameter in model.parameters()} != {"cpu"} or not mapped_memory.is_available():
         return None
-    return fitting_page_size(key_shape(model)[2])
+    return fitting_page_size(key_shape(model).head_bytes)
 
 
 def device_rule(verifier: Verifier) -> DeviceRule | None:

@@ -19,7 +19,7 @@ from stand.sampling import TargetLaw
 from stand.scheduling.admission import Admission, beginning
 from stand.scheduling.prompt_keys import PromptKeys
 from stand.scheduling.request import Job
-from stand.scheduling.scheduler import Change, Entry, Leave, Scheduler
+from stand.scheduling.scheduler import Change, Entry, Scheduler
 from stand.stats import Stats
 from stand.step import Step, StepStart
 from stand.trees import DraftBatch
@@ -136,7 +136,7 @@ class Call:
             self._prompts.allow_one_chunk() if is_running else self._prompts.allow_all()
             if not scheduler.is_held():
                 self._prompts.keep_shared(scheduler.live)  # before a row is put back, what only waits goes
-            changes = self._begun(scheduler.settle(self._prompts.ready))
+            changes = self._begun(scheduler.settle(self._prompts.ready, self._leave))
             self._follow([change for change in changes if isinstance(change, Entry)])
             for change in changes:
                 self._change(change)
@@ -149,10 +149,11 @@ class Call:
         self.stats.num_put_back, self.stats.num_replayed_tokens = scheduler.num_put_back, self._prompts.num_replayed
         return bool(scheduler.live)
 
+    def _leave(self, row: Row, place: int) -> None:
+        self._step.leave(row, place)
+
     def _change(self, change: Change) -> None:
-        if isinstance(change, Leave):
-            self._step.leave(change.row, change.place)
-        elif isinstance(change, Entry):
+        if isinstance(change, Entry):
             if not change.row.num_steps:
                 change.row.started = self.stats.elapsed
             self._step.enter(change.row, change.place, change.keys.keys)

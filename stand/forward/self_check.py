@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from stand.forward.key_shape import remember
 from stand.forward.model import max_positions, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_attention import OwnMaskError, exclusive, tree_attention
@@ -208,7 +209,9 @@ def tree_logits(
     with tree_attention(model):
         run_plan(model, cache, StepPlan.for_prompt(prompt, 0, row=0, device=model.device), logits_to_keep=1)
         plan = StepPlan.for_drafts(batch, np.array([CHECK_TOKENS]), device=model.device)
-        return run_plan(model, cache, plan).float()
+        logits = run_plan(model, cache, plan).float()
+    remember(model, cache)
+    return logits
 
 
 def _plain_logits(model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarray) -> torch.Tensor:

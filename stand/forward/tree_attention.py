@@ -79,7 +79,7 @@ def attend(
         for (row, first, end), mask in zip(stand_plan.overflow, stand_plan.overflow_masks(**kind), strict=True):
             rest = mix(query[:, :, first:end], key[row : row + 1], value[row : row + 1], mask)
             packed[:, first:end] = rest.transpose(1, 2)
-    return packed, None
+    return packed.contiguous(), None  # as transformers' own functions give it: models take views of it
 
 
 def _explicit_attention(
@@ -114,11 +114,14 @@ def tree_attention(model: PreTrainedModel, name: str = ATTENTION_NAME) -> Iterat
     """Run the block with tree attention and `few_token_layers`, or with the attention registered as `name` alone; then
     give the model back as it was, also where an interrupt cuts the way in or out."""
     with exclusive(model), few_token_layers(model) if name == ATTENTION_NAME else nullcontext():
-        before = _implementations(model)
+        reached, own = _configs(model)
+        before = [(config, config._attn_implementation) for config in [*own, *reversed(reached)]]
         if not _is_ours(model):
             _TURNS[model].own = before
         try:
             model.set_attn_implementation(name)
+            for config in own:
+                config._attn_implementation_internal = name
             yield
         finally:
             try:
@@ -130,9 +133,9 @@ def tree_attention(model: PreTrainedModel, name: str = ATTENTION_NAME) -> Iterat
 
 @contextmanager
 def exclusive(model: PreTrainedModel) -> Iterator[None]:
-    """Keep other threads from running this model in the block: they wait, and get their turn in the order in which they
-    came. Within one thread blocks may nest."""
-    turns = _TURNS.setdefault(model, _Turns())
+    """Keep other threads from running this model, and models that share its configuration, in the block: they wait, and
+    get their turn in the order in which they came. Within one thread blocks may nest."""
+    turns = _TURNS.get(model) or _turns_of(model)
     if turns.thread == threading.get_ident():
         yield
         return
@@ -158,19 +161,43 @@ class _Turns:
 
 
 _TURNS: WeakKeyDictionary[PreTrainedModel, _Turns] = WeakKeyDictionary()  # of models in use
+_NEW_TURNS = threading.Lock()
+
+
+def _turns_of(model: PreTrainedModel) -> _Turns:
+    """Models that share a configuration, in which attention is chosen, take turns with each other."""
+    with _NEW_TURNS:
+        own = _config_numbers(model)
+        for other, turns in list(_TURNS.items()):
+            if own & _config_numbers(other):
+                return _TURNS.setdefault(model, turns)
+        return _TURNS.setdefault(model, _Turns())
+
+
+def _config_numbers(model: PreTrainedModel) -> set[int]:
+    return {id(config) for configs in _configs(model) for config in configs}
 
 
 def _is_ours(model: PreTrainedModel) -> bool:
     return str(model.config._attn_implementation).startswith(PREFIX)
 
 
-def _implementations(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:
-    """The attention of every configuration in the model, its own one last."""
-    configs = [model.config]
-    for config in configs:  # which grows
-        configs += [part for key in config.sub_configs if (part := getattr(config, key, None)) is not None]
-    configs += [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
-    return [(config, config._attn_implementation) for config in reversed(configs)]
+def _configs(model: PreTrainedModel) -> tuple[list[PreTrainedConfig], list[PreTrainedConfig]]:
+    """Where attention is looked up: in those that `set_attn_implementation` reaches, the model's own one first, and in
+    those that layers have for themselves, as copies of layers do."""
+    reached = [model.config]
+    for config in reached:  # which grows
+        reached += [part for key in config.sub_configs if (part := getattr(config, key, None)) is not None]
+    own: dict[int, PreTrainedConfig] = {}
+    for part in model.modules():
+        config = vars(part).get("config")
+        if isinstance(part, PreTrainedModel):
+            reached.append(config)
+        elif isinstance(config, PreTrainedConfig):
+            own[id(config)] = config
+    for config in reached:
+        own.pop(id(config), None)
+    return reached, list(own.values())
 
 
 def _restore(implementations: list[tuple[PreTrainedConfig, str | None]]) -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from stand.backend import key_shape
+from stand.forward.key_shape import key_shape
 from stand.forward.tree_cache import CacheMemoryError, TreeCache
 
 
@@ -38,14 +38,14 @@ class DeviceCache(Cache):
     @classmethod
     def like(cls, prefilled: TreeCache, *, model: PreTrainedModel, num_pages: int, page_size: int) -> DeviceCache:
         """An empty pool for the layers of `prefilled`, which must be of one shape (see `is_uniform`). Where it has
-        none, because nothing comes before a prompt's only token, by the configuration of `model`."""
+        none, because nothing comes before a prompt's only token, as `key_shape` says."""
         if prefilled.keys:
             num_layers, (_, num_heads, _, head_size) = len(prefilled.keys), prefilled.keys[0].shape
             dtype, device = prefilled.keys[0].dtype, prefilled.keys[0].device
         else:
-            num_layers, num_heads, head_bytes = key_shape(model)
-            dtype, device = model.dtype, model.device
-            head_size = head_bytes * 8 // torch.finfo(dtype).bits
+            shape, dtype, device = key_shape(model), model.dtype, model.device
+            num_layers, num_heads = shape.num_layers, shape.num_heads
+            head_size = shape.head_bytes // dtype.itemsize
         return cls(
             num_layers=num_layers,
             num_pages=num_pages,

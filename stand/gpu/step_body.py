@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.backend import key_shape
 from stand.forward.features import taken_features
+from stand.forward.key_shape import key_shape
 from stand.forward.model import text_config
 from stand.forward.rider import Rider
 from stand.gpu.device_cache import DeviceCache
@@ -39,9 +39,9 @@ class StepOutput:
     def __init__(
         self, model: PreTrainedModel, num_rows: int, *, wants_features: bool = False, rider: Rider | None = None
     ):
-        config, (_, key_heads, key_bytes) = text_config(model), key_shape(model)
-        self.num_heads = config.num_attention_heads
-        self.head_size = key_bytes // model.dtype.itemsize
+        config, shape = text_config(model), key_shape(model)
+        key_heads, self.num_heads = shape.num_heads, config.num_attention_heads
+        self.head_size = shape.head_bytes // model.dtype.itemsize
         self.groups = self.num_heads // key_heads
         self._dtype, self._limits = model.dtype, limits_of(model.device)
         self._splitting_for = partial(Splitting.filling, model.device, key_heads=key_heads)

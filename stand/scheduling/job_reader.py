@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -143,7 +144,7 @@ class JobReader:
             raise ValueError(f"num_return_sequences must be an integer >= 1, got {count!r}; ask for at least one row")
         if request.rows is None:
             return self._next_rows(int(count))
-        rows = [int(row) for row in request.rows]
+        rows = _integers(request.rows)
         if request.num_return_sequences is not None and len(rows) != int(count):
             raise ValueError(f"rows must name {count} rows, got {len(rows)}; leave num_return_sequences out")
         taken = [row for row in rows if row in self._named or any(row in counted for counted in self._counted)]
@@ -162,3 +163,10 @@ class JobReader:
                 "name the rows of this request, or begin another run"
             )
         return rows
+
+
+def _integers(rows: object) -> list[int]:
+    try:
+        return [operator.index(row) for row in rows]
+    except TypeError:
+        raise ValueError(f"rows must be a list of integers, got {rows!r}; write rows=[7] for row 7") from None

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from stand.backend import Backend, key_shape
+from stand.backend import Backend
+from stand.forward.key_shape import key_shape
 from stand.forward.tree_cache import DRAFT_ROOM, available_bytes
 from stand.row import Row
 from stand.scheduling.admission import Admission, AtMost
@@ -96,6 +97,5 @@ def _most_bytes(device: torch.device, held: int) -> float:
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:
-    """Of the keys and values of all layers, by the model's configuration."""
-    num_layers, num_heads, slot_bytes = key_shape(model)
-    return 2 * num_layers * num_heads * slot_bytes
+    """Of the keys and values of all layers."""
+    return key_shape(model).token_bytes

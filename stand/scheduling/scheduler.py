@@ -14,14 +14,6 @@ from stand.seeds import prompt_word
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Leave:
-    """`row` has ended or was put back; its keys, in `place`, are of no further use."""
-
-    place: int
-    row: Row
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Entry:
     """`row` starts in `place`, which nobody has; keys: what `ready` gave for it."""
 
@@ -39,7 +31,7 @@ class Move:
     row: Row
 
 
-Change = Leave | Entry | Move
+Change = Entry | Move
 
 
 class Scheduler:
@@ -91,18 +83,24 @@ class Scheduler:
         """Whether `row`, which waits, could start beside the rows that go on, were a place free."""
         return self.admission.fits([other for other in self.live if other.finish_reason is None], row)
 
-    def settle(self, ready: Callable[[Row], object | None]) -> list[Change]:
+    def settle(
+        self, ready: Callable[[Row], object | None], leave: Callable[[Row, int], None] = lambda row, place: None
+    ) -> list[Change]:
         """Let ended rows go, put rows back that memory does not hold, and let waiting ones in; what follows for the
         places, in order.
 
-        ready: the keys that a row begins with, or None where they are still to come; then nobody enters.
+        ready: the keys that a row begins with, or None where they are still to come; then nobody enters. leave: told
+        before of every row that has ended or was put back, with its place, where its keys are of no further use: the
+        memory that they give back is what the keys of those who wait are computed into.
         """
         going = [row for row in self.live if row.finish_reason is None]
         while len(going) > 1 and not self.admission.holds(going):
             self._put_youngest_back(going)
         staying = {row.index for row in going}
         holes = deque(place for place, row in enumerate(self.live) if row.index not in staying)
-        changes: list[Change] = [Leave(place, self.live[place]) for place in holes]
+        for place in holes:
+            leave(self.live[place], place)
+        changes: list[Change] = []
         while (entering := self._entering(going, ready)) is not None:
             row, keys = entering
             place = holes.popleft() if holes else len(self.live)

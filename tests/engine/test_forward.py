@@ -8,7 +8,7 @@ from tiny_models import CONFIGS, VOCABULARY_SIZE, tiny_model
 from stand.forward import tree_cache
 from stand.forward.model import run_plan
 from stand.forward.packed_plan import CALL_COST, StepPlan, _padded_width
-from stand.forward.tree_attention import ATTENTION_NAME, tree_attention
+from stand.forward.tree_attention import ATTENTION_NAME, attend, tree_attention
 from stand.forward.tree_cache import CacheMemoryError, TreeCache
 from stand.trees import DraftBatch, DraftTree
 
@@ -196,6 +196,19 @@ def test_the_model_gets_its_attention_back():
         assert model.config._attn_implementation == ATTENTION_NAME
         raise KeyError
     assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("num_tokens", [3, 150])
+def test_what_attention_gives_is_contiguous(num_tokens):
+    """As transformers' own functions do; AFMoE takes a view of it. Rows that are all padded to one width would come
+    transposed."""
+    plan = StepPlan.for_prompt(np.full(num_tokens, 3, dtype=np.int32), 0, row=0)
+    cache = TreeCache(num_rows=1, room=num_tokens)
+    states = [torch.randn(1, heads, num_tokens, 16) for heads in (4, 2, 2)]
+    cache.begin(plan)
+    keys, values = cache.update(*states[1:], 0)
+    mixed, _ = attend(torch.nn.Module(), states[0], keys, values, None, stand_plan=plan)
+    assert mixed.shape == (1, num_tokens, 4, 16) and mixed.is_contiguous()
 
 
 def test_an_impossible_cache_is_one_clear_error():

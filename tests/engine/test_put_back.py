@@ -242,3 +242,24 @@ def test_a_drafter_that_breaks_its_word_ends_the_call(monkeypatch):
     monkeypatch.setattr(stand.BlendedDrafter, "most_nodes", lambda drafter, num_rows: 0)
     with pytest.raises(PagesExhaustedError, match="pages must be free"):
         engine_of().generate(PROMPT, **SETTINGS, max_cache_bytes=cap_of(1 / 4))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_prompt_is_computed_into_what_the_row_before_has_given_back(count):
+    """Caps that hold any one of the rows and not two of their prompts: they run one after another."""
+    prompts = [[5 + (place * factor) % 50 for place in range(400)] for factor in (3, 7, 11)[:count]]
+    settings = {"max_new_tokens": 5, "temperature": 0, "stop_token_ids": []}
+    engine = engine_of()
+    expected = engine.generate(prompts, **settings, max_rows=1, learn=False).token_ids
+    page = engine.backend.page_size * memory.bytes_per_token(engine.model)
+    served = 0
+    for num_pages in range(38, 60, 2):
+        limit = {"max_cache_bytes": num_pages * page}
+        try:
+            tokens = engine.generate(prompts, **settings, **limit, learn=False).token_ids
+        except ValueError as error:
+            assert "must hold one row" in str(error) and not served
+            continue
+        assert tokens == expected == tokens_of(engine.run(prompts, **settings, **limit, learn=False))
+        served += 1
+    assert served > 7

@@ -23,7 +23,7 @@ from stand.scheduling.admission import AtMost
 from stand.scheduling.memory import WithinMemory
 from stand.scheduling.page_allocator import PageAllocator
 from stand.scheduling.request import Job
-from stand.scheduling.scheduler import Entry, Leave, Move, Scheduler
+from stand.scheduling.scheduler import Entry, Move, Scheduler
 
 PROMPTS = [[5, 9, 11, 4, 5, 9], [7], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32]]
 SETTINGS = {"num_return_sequences": 3, "max_new_tokens": 24, "temperature": 0.9, "seed": 3}
@@ -76,16 +76,26 @@ def test_places_are_handed_on_in_order():
     assert read == [0, 1] and scheduler.next_row().index == 4 and scheduler.num_places == 4
     end(scheduler, 1, 2)
     assert [row.index for _, row in scheduler.ended] == [1, 2]
-    changes = scheduler.settle(lambda row: "keys" if row.index < 5 else None)  # the next prompt is not ready
-    assert [type(change) for change in changes] == [Leave, Leave, Entry, Move] and numbers_of(scheduler) == [0, 4, 3]
-    assert [(change.place, change.row.index) for change in changes[:2]] == [(1, 1), (2, 2)]
-    assert (changes[3].source, changes[3].target, changes[3].row.index) == (3, 2, 3)
+    told: list[object] = []
+
+    def leave(row: Row, place: int) -> None:
+        told.append((place, row.index))
+
+    def ready(row: Row) -> str | None:
+        told.append(row.index)
+        return "keys" if row.index < 5 else None  # the next prompt is not ready
+
+    changes = scheduler.settle(ready, leave)
+    assert [type(change) for change in changes] == [Entry, Move] and numbers_of(scheduler) == [0, 4, 3]
+    assert told == [(1, 1), (2, 2), 4, 5]  # who leaves gives the memory for those who enter
+    assert (changes[1].source, changes[1].target, changes[1].row.index) == (3, 2, 3)
     scheduler.settle(lambda row: "keys")
     assert numbers_of(scheduler) == [0, 4, 3, 5] and read == [0, 1, 2]
     end(scheduler, 0, 3, 4, 5)
     scheduler.settle(lambda row: "keys")
     end(scheduler, 6, 7, 8, 9)
-    assert [type(change) for change in scheduler.settle(lambda row: "keys")] == [Leave] * 4
+    told.clear()
+    assert scheduler.settle(ready, leave) == [] and told == [(place, 6 + place) for place in range(4)]
     assert scheduler.live == [] and scheduler.next_row() is None
 
 
@@ -414,6 +424,9 @@ def test_one_prompt_is_no_list_of_requests(requests):
         (stand.Request([3, 4], rows=[-1]), r"numbers in \[0, 2\*\*32\)"),
         (stand.Request([3, 4], rows=[]), "numbers in"),
         (stand.Request([3, 4], rows=[1, 2], num_return_sequences=3), "rows must name 3 rows, got 2"),
+        (stand.Request([3, 4], rows=3), "rows must be a list of integers, got 3; write rows="),
+        (stand.Request([3, 4], rows="12"), "rows must be a list of integers, got '12'"),
+        (stand.Request([3, 4], rows=[1.5]), "rows must be a list of integers, got .1.5."),
         (stand.Request([3, 4], num_return_sequences=0), "num_return_sequences must be an integer >= 1"),
         (stand.Request([[3, 4], [5]]), "one prompt, got 2"),
         (stand.Request([3, 4], max_new_tokens=1000), "fit into the model's context"),

@@ -1,0 +1,52 @@
+"""What a model keeps per token: heads and bytes of its keys and values, as its layers have stored them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+
+from stand.forward.model import text_config
+from stand.forward.tree_cache import TreeCache
+
+
+@dataclass(frozen=True, slots=True)
+class KeyShape:
+    """num_heads: the most key heads of a layer. head_bytes: of one slot of a head; where layers, or keys and values,
+    differ, what all of them are multiples of. token_bytes: of one token in all layers."""
+
+    num_layers: int
+    num_heads: int
+    head_bytes: int
+    token_bytes: int
+
+
+_STORED: WeakKeyDictionary[PreTrainedModel, KeyShape] = WeakKeyDictionary()
+
+
+def key_shape(model: PreTrainedModel) -> KeyShape:
+    """As `remember` has seen it, else by the model's configuration."""
+    return _STORED.get(model) or _configured(model)
+
+
+def remember(model: PreTrainedModel, cache: TreeCache) -> None:
+    """`cache` holds what a forward of `model` has stored."""
+    stored = [*cache.keys, *cache.values]
+    sizes = [(tensor.shape[1], tensor.shape[3] * tensor.element_size()) for tensor in stored]
+    _STORED[model] = KeyShape(
+        num_layers=len(cache.keys),
+        num_heads=max(heads for heads, _ in sizes),
+        head_bytes=math.gcd(*(head_bytes for _, head_bytes in sizes)),
+        token_bytes=sum(heads * head_bytes for heads, head_bytes in sizes),
+    )
+
+
+def _configured(model: PreTrainedModel) -> KeyShape:
+    config = text_config(model)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_bytes = size * torch.finfo(model.dtype).bits // 8
+    return KeyShape(config.num_hidden_layers, heads, head_bytes, 2 * config.num_hidden_layers * heads * head_bytes)

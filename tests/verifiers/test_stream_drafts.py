@@ -25,10 +25,10 @@ class TableRider:
     def __init__(self, unknown=()):
         self.unknown = unknown
 
-    def laws_of(self, history):
-        if history[0] in self.unknown:
-            return None
-        return np.tile(np.arange(SIZE, dtype=np.int32), (2, 1)), LAWS[history[0]]
+    def laws_of(self, request):
+        ids = np.tile(np.arange(SIZE, dtype=np.int32), (2, 1))
+        tokens = [history[0] for history in request.histories]
+        return [None if token in self.unknown else (ids, LAWS[token]) for token in tokens]
 
 
 def draft(seed, *, budget, histories=HISTORIES, depth=3, rows=None, unknown=()) -> DraftBatch:

@@ -82,7 +82,7 @@ class BenchRecord:
         self.save()
 
     def run(self, part: str, measurements: Iterable[Measurement], budget: Budget) -> Iterator[tuple[str, list[Figure]]]:
-        """(label, figures) of every measurement that begins in time and ends well.
+        """(label, figures) of every measurement that begins in time and gives some.
 
         A failure is kept with its traceback. It takes neither the other measurements with it nor the figures before it.
         """

@@ -20,8 +20,8 @@ SECONDS_TO_END = 10  # that a killed process may take; one that is stuck in a dr
 
 @dataclass(frozen=True, slots=True)
 class PartRun:
-    """What came of a part: its result as far as it got, what it printed but the document, what ended it early, and the
-    last lines of its stderr where that was so."""
+    """What came of a part: its result as far as it got, what it printed, what ended it early, and the last lines of its
+    stderr where that was so."""
 
     result: dict[str, object] | None
     printed: str

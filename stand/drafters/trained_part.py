@@ -152,6 +152,6 @@ def likeliest(logits: torch.Tensor, *, temperature: float, count: int) -> tuple[
 
     A law that is not finite says nothing: its probabilities are 0, so that one overflow costs a draft and not the call.
     """
-    law = torch.softmax(logits.float() / temperature, dim=-1).nan_to_num_(nan=0.0)
+    law = torch.softmax(logits.float() / temperature, dim=-1)
     best = torch.topk(law, min(count, law.shape[-1]), dim=-1)
-    return best.indices, best.values
+    return best.indices, best.values.nan_to_num(nan=0.0)

@@ -20,7 +20,7 @@ def lookup(tmp_path):
     for _ in range(300):
         taught.learn([], TEXT)
     taught.save(path)
-    parameters, arrays, *_ = read_blended_lookup(path, num_odds=NUM_ODDS)
+    parameters, arrays, _ = read_blended_lookup(path, num_odds=NUM_ODDS)
     arrays["odds"][: NUM_ORDERS * ENTRY_BUCKETS] = 1e4
     arrays["odds"][NUM_ORDERS * ENTRY_BUCKETS : NUM_ORDERS * (ENTRY_BUCKETS + ESCAPE_BUCKETS)] = 1e-4
     write_blended_lookup(path, parameters, arrays)

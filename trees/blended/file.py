@@ -47,18 +47,16 @@ def write_blended_lookup(path: str | os.PathLike, parameters: dict[str, Any], ar
 
 def read_blended_lookup(
     path: str | os.PathLike, *, num_odds: int, fingerprint: bytes | None = None, max_bytes: int | None = None
-) -> tuple[dict[str, Any], dict[str, np.ndarray], int, int]:
-    """(parameters, arrays, digest, the file's own cap) of a file; the contents of arrays are not judged here.
+) -> tuple[dict[str, Any], dict[str, np.ndarray], int]:
+    """(parameters, arrays, digest) of a file; the contents of arrays are not judged here.
 
-    max_bytes: another cap than the file's, for the parameters. Raises LookupFileError.
+    max_bytes: a cap that will be taken in place of the file's, which then is not judged. Raises LookupFileError.
     """
     header, arrays, digest = read_checked_file(path, _format(num_odds), fingerprint=fingerprint)
     parameters = {name: header[key] for key, name in PARAMETER_NAMES.items()}
-    if max_bytes is not None:
-        parameters["max_bytes"] = max_bytes
-    else:
+    if max_bytes is None:
         _check_cap(path, header["max_bytes"], sum(array.nbytes for array in arrays))
-    return parameters, dict(zip(ARRAYS, arrays, strict=True)), digest, header["max_bytes"]
+    return parameters, dict(zip(ARRAYS, arrays, strict=True)), digest
 
 
 def _check_cap(path: str | os.PathLike, max_bytes: int, num_bytes: int) -> None:

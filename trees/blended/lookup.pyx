@@ -421,9 +421,12 @@ cdef class BlendedLookup:
         """
         if max_bytes is not None:
             max_bytes = checked_cap(max_bytes)
-        parameters, arrays, digest, own_cap = read_blended_lookup(
+        parameters, arrays, digest = read_blended_lookup(
             path, num_odds=C_NUM_ODDS, fingerprint=fingerprint, max_bytes=max_bytes
         )
+        own_cap = parameters["max_bytes"]
+        if max_bytes is not None:
+            parameters["max_bytes"] = max_bytes
         cdef BlendedLookup lookup
         try:
             lookup = cls(**parameters)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import torch
 import triton
@@ -15,7 +17,7 @@ def is_interpreted(kernel: object) -> bool:
 
 def interpreter_obstacle() -> str | None:
     """Why Triton's interpreter cannot run here, or None. Compiled kernels are not affected."""
-    if _version(triton.__version__) < (3, 7) and _version(np.__version__) >= (2, 4):
+    if version_numbers(triton.__version__) < (3, 7) and version_numbers(np.__version__) >= (2, 4):
         return (
             f"the interpreter of triton {triton.__version__} fails with numpy >= 2.4 (triton #9171), got numpy "
             f"{np.__version__}; install numpy < 2.4 or triton >= 3.7"
@@ -23,9 +25,9 @@ def interpreter_obstacle() -> str | None:
     return None
 
 
-def _version(text: str) -> tuple[int, int]:
-    major, minor = text.split(".")[:2]
-    return int(major), int(minor)
+def version_numbers(text: str) -> tuple[int, ...]:
+    """The first three of a version, such as (3, 7, 1)."""
+    return tuple(map(int, re.findall(r"\d+", text)[:3]))
 
 
 def launch_device(kernel: triton.JITFunction | InterpretedFunction, tensor: torch.Tensor) -> torch.cuda.device_of:

@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterator, MutableMapping
 import triton
 from triton import knobs
 
+from stand.gpu.kernels.launch import version_numbers
+
 FENCED_SINCE = (3, 7, 1)
-MUST_ADD_FENCES = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3])) < FENCED_SINCE
+MUST_ADD_FENCES = version_numbers(triton.__version__) < FENCED_SINCE
 _FENCE = "fence.proxy.async.shared::cta;"
 _WAIT = re.compile(r"cp\.async\.wait_(?:group\s+\d+|all);")
 _READERS = ("wgmma.mma_async", "tcgen05.mma")

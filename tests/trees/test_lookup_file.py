@@ -326,10 +326,19 @@ def test_files_written_while_a_full_lookup_learns_are_read(tmp_path):
             lookup.save(tmp_path / "busy.lookup")
             loaded = BlendedLookup.load(tmp_path / "busy.lookup", max_bytes=lookup.max_bytes if number % 2 else None)
             loaded.check()
-            assert len(loaded) > 0.98 * len(lookup) and loaded.nbytes <= loaded.max_bytes, number
+            # How much is learned while a file is written is up to the threads: its roots are of two states or more.
+            num_contexts = read_header(tmp_path / "busy.lookup")["num_contexts"]
+            assert num_contexts > 0.9 * len(lookup), number
+            assert len(loaded) > 0.95 * min(num_contexts, len(lookup)) and loaded.nbytes <= loaded.max_bytes, number
     finally:
         is_over.set()
         teacher.join()
+
+
+def read_header(path):
+    content = path.read_bytes()
+    _, _, header_size = PREFIX.unpack(content[: PREFIX.size])
+    return msgpack.unpackb(content[PREFIX.size : PREFIX.size + header_size])
 
 
 def claim_cap(path, other, max_bytes):
@@ -337,7 +346,7 @@ def claim_cap(path, other, max_bytes):
     content = path.read_bytes()
     magic, version, header_size = PREFIX.unpack(content[: PREFIX.size])
     end = PREFIX.size + header_size
-    header = msgpack.packb({**msgpack.unpackb(content[PREFIX.size : end]), "max_bytes": max_bytes})
+    header = msgpack.packb({**read_header(path), "max_bytes": max_bytes})
     body = PREFIX.pack(magic, version, len(header)) + header + content[end:-CHECKSUM_BYTES]
     other.write_bytes(body + hashlib.blake2b(body, digest_size=CHECKSUM_BYTES).digest())
 

@@ -18,6 +18,7 @@ from stand.forward import mapped_memory
 from stand.forward.key_shape import key_shape
 from stand.forward.model import moving_ropes
 from stand.forward.paged_cache import PagedCache, PromptRoom, fitting_page_size, most_shown_rows
+from stand.forward.recurrent_layers import recurrent_layers
 from stand.forward.rider import Rider
 from stand.forward.tree_attention import exclusive
 from stand.forward.tree_cache import DRAFT_ROOM, TreeCache
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 NAMES = ("auto", "sdpa", "triton")
 REFUSAL = "backend 'triton' cannot serve here: {}; use backend='sdpa' or 'auto'"
 RIDER_OBSTACLE = "the drafter runs at every node (placement='nodes'), which captured steps do not carry"
+RECURRENT_OBSTACLE = "layers with a recurrent state run eager steps alone"
 LOGGER = logging.getLogger("stand")
 
 
@@ -212,8 +214,11 @@ def choose_backend(
 
 
 def _page_size(model: PreTrainedModel) -> int | None:
-    """Slots per page where all of the model is on a CPU whose system maps memory as pages need it."""
+    """Slots per page where all of the model is on a CPU whose system maps memory as pages need it, and rows keep keys
+    alone: pages do not count states."""
     if {parameter.device.type for parameter in model.parameters()} != {"cpu"} or not mapped_memory.is_available():
+        return None
+    if recurrent_layers(model):
         return None
     return fitting_page_size(key_shape(model).head_bytes)
 
@@ -236,6 +241,8 @@ def kernel_obstacle(
     Raises what a step with kernels raises."""
     if rider is not None and not rider.is_capturable:
         return RIDER_OBSTACLE
+    if recurrent_layers(model):
+        return RECURRENT_OBSTACLE
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     from stand.gpu.self_check import kernel_failure

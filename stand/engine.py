@@ -30,7 +30,8 @@ from stand.drafters.drafter import Drafter, LookupDrafter
 from stand.drafters.fixed_shape import FixedShapeDrafter
 from stand.drafters.step_cost import StepCost, clock_of, measure_cost
 from stand.forward.model import max_positions, text_config
-from stand.forward.self_check import check_model, refuse_compiled, refuse_training
+from stand.forward.recurrent_layers import recurrent_layers
+from stand.forward.self_check import UnsupportedModelError, check_model, refuse_compiled, refuse_training
 from stand.forward.tree_attention import exclusive
 from stand.generation_settings import check_flags
 from stand.output import GenerationOutput
@@ -80,6 +81,11 @@ def wrap(
     rule = _checked_rule(verifier)
     drafter = _checked_drafter(drafter)
     check_model(model)
+    if drafter.rider is not None and recurrent_layers(model):
+        raise UnsupportedModelError(
+            f"{type(drafter).__name__} needs a model that keeps keys and values alone, got {type(model).__name__} with "
+            "recurrent states, which its streams would have to go through; leave drafter= out"
+        )
     drafter.attach(model, _fingerprint(model, tokenizer, drafter))
     typical = drafter.typical_draft()
     if typical is not None:

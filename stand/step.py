@@ -24,7 +24,7 @@ from stand.forward.tree_cache import DRAFT_ROOM, TreeCache
 from stand.row import LiveRows, Row
 from stand.sampling import TargetLaw
 from stand.scheduling.page_allocator import PageAllocator
-from stand.trees import DraftBatch
+from stand.trees import ROOT, DraftBatch
 from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise
 
 
@@ -148,6 +148,7 @@ class EagerStep:
         self._rider.kept(self._batch, self._live, accepted, guesses)
 
     def keep(self, live: LiveRows, accepted: Sequence[np.ndarray]) -> None:
+        self.cache.keep_states([path[-1] if len(path) else ROOT for path in accepted])
         going = [place for place, row in enumerate(live.rows) if row.finish_reason is None]
         moved = [place for place in going if len(path := accepted[place]) and path[-1] != len(path)]
         if not moved:

@@ -12,7 +12,8 @@ from stand.drafters.drafter import Drafter, DraftRequest
 from stand.drafters.settings import check_count, check_temperature
 from stand.forward.model import prefill, run_plan
 from stand.forward.packed_plan import StepPlan
-from stand.forward.self_check import check_model
+from stand.forward.recurrent_layers import recurrent_layers
+from stand.forward.self_check import UnsupportedModelError, check_model
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
 from stand.trees import NO_PARENT, NO_TOKEN, DraftBatch, DraftTree
@@ -40,6 +41,11 @@ class ModelDrafter(Drafter):
         check_count("num_candidates", num_candidates, 1, usual="64 is usual")
         check_temperature(temperature)
         check_model(model)
+        if recurrent_layers(model):
+            raise UnsupportedModelError(
+                f"a draft model must keep keys and values alone, got {type(model).__name__} with recurrent states, "
+                "which do not go back to an earlier token; the default drafter needs no model"
+            )
         self.model = model
         self.gamma = gamma
         self.temperature = temperature

@@ -16,12 +16,14 @@ from stand.forward.tree_cache import TreeCache
 @dataclass(frozen=True, slots=True)
 class KeyShape:
     """num_heads: the most key heads of a layer. head_bytes: of one slot of a head; where layers, or keys and values,
-    differ, what all of them are multiples of. token_bytes: of one token in all layers."""
+    differ, what all of them are multiples of. token_bytes: of one token in all layers. row_bytes: of the recurrent
+    states of one row, however long it is."""
 
     num_layers: int
     num_heads: int
     head_bytes: int
     token_bytes: int
+    row_bytes: int = 0
 
 
 _STORED: WeakKeyDictionary[PreTrainedModel, KeyShape] = WeakKeyDictionary()
@@ -41,6 +43,7 @@ def remember(model: PreTrainedModel, cache: TreeCache) -> None:
         num_heads=max(heads for heads, _ in sizes),
         head_bytes=math.gcd(*(head_bytes for _, head_bytes in sizes)),
         token_bytes=sum(heads * head_bytes for heads, head_bytes in sizes),
+        row_bytes=cache.recurrent.row_bytes,
     )
 
 

@@ -38,6 +38,7 @@ class StepPlan:
         *,
         starts: np.ndarray | None = None,  # [A] tokens behind the committed ones that earlier forwards wrote; default 0
         first_row: int = 0,
+        is_prompt: bool = False,  # one row, a chain, and all of it stays
         device: torch.device | str = "cpu",
     ):
         starts = np.zeros_like(lengths) if starts is None else starts
@@ -47,6 +48,7 @@ class StepPlan:
         self.num_tokens = len(token_ids)  # M
         self.num_rows = len(counts)  # A
         self.first_row = first_row
+        self.is_prompt = is_prompt
         self._tails = starts + counts
         self.ends = lengths + self._tails  # [A] slots per row, the new tokens' included
         self.kv_length = int(self.ends.max())  # L
@@ -60,6 +62,7 @@ class StepPlan:
         self._local_rows = local_rows
         self._local_nodes = local_nodes
         self._masks: dict[tuple[int | None, int, torch.dtype], list[torch.Tensor]] = {}
+        self._paths_back: dict[int, torch.Tensor] = {}
         self.input_ids = self._to_device(token_ids.astype(np.int64))[None]  # [1, M]
         self.position_ids = self._to_device((lengths[local_rows] + depths).astype(np.int64))[None]  # [1, M]
         self.cache_rows = self._to_device((local_rows + first_row).astype(np.int64))  # [M]
@@ -85,6 +88,7 @@ class StepPlan:
             np.tri(count, dtype=bool),
             np.array([length]),
             first_row=row,
+            is_prompt=True,
             device=device,
         )
 
@@ -145,6 +149,54 @@ class StepPlan:
         packed = flat.new_empty(self.num_tokens, *flat.shape[1:])
         packed[self._tokens] = flat[self._places]
         return packed[None]
+
+    @cached_property
+    def offsets(self) -> torch.Tensor:
+        """[A + 1] int64: the first packed token of every row."""
+        return self._to_device(self._offsets.astype(np.int64))
+
+    @cached_property
+    def seen(self) -> torch.Tensor:
+        """[A, 1, T, T] bool, T tokens in the longest row: token j of a row is an ancestor of token i, or is it."""
+        most = int(self._counts.max())
+        seen = np.zeros((self.num_rows, most, most), dtype=bool)
+        seen[self._local_rows, self._local_nodes] = self._ancestors[:, :most]
+        return self._to_device(seen)[:, None]
+
+    @cached_property
+    def _row_places(self) -> torch.Tensor:
+        """[M]: row * T + place of the packed tokens, T tokens in the longest row."""
+        return self._to_device((self._local_rows * int(self._counts.max()) + self._local_nodes).astype(np.int64))
+
+    def pad_rows(self, packed: torch.Tensor) -> torch.Tensor:
+        """[M, ...] -> [A, T, ...], T tokens in the longest row; places without a token are zero."""
+        shape = (self.num_rows, int(self._counts.max()), *packed.shape[1:])
+        if self.num_tokens == shape[0] * shape[1]:
+            return packed.view(shape)
+        padded = packed.new_zeros(shape[0] * shape[1], *shape[2:])
+        padded[self._row_places.to(packed.device)] = packed
+        return padded.view(shape)
+
+    def unpad_rows(self, padded: torch.Tensor) -> torch.Tensor:
+        """[A, T, ...] -> [M, ...]."""
+        flat = padded.flatten(0, 1)
+        return flat if self.num_tokens == len(flat) else flat[self._row_places.to(padded.device)]
+
+    def paths_back(self, count: int) -> torch.Tensor:
+        """[M, count] int64: every token and what comes before it on its path, the oldest first, as places in a list of
+        the `count` - 1 newest committed tokens of every row, and then the packed tokens."""
+        if count not in self._paths_back:
+            packed, local = np.nonzero(self._ancestors)  # by token in the order of its path
+            ends = np.cumsum(np.bincount(packed, minlength=self.num_tokens))
+            lengths = np.diff(ends, prepend=0)
+            places = np.empty((self.num_tokens, count), dtype=np.int64)
+            for place in range(count):
+                at = ends - count + place
+                is_new = at >= ends - lengths
+                new = self._offsets[self._local_rows] + local[np.maximum(at, 0)] + (count - 1) * self.num_rows
+                places[:, place] = np.where(is_new, new, (count - 1) * self._local_rows + lengths - 1 + place)
+            self._paths_back[count] = self._to_device(places)
+        return self._paths_back[count]
 
     def mask(self, *, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
         """Additive mask [A, 1, groups * T, L] of the padded places: 0 where a token may look, -inf elsewhere.

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from stand.forward.key_shape import remember
 from stand.forward.model import max_positions, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
+from stand.forward.recurrent_layers import recurrent_layers
 from stand.forward.tree_attention import OwnMaskError, exclusive, tree_attention
 from stand.forward.tree_cache import TreeCache
 from stand.forward.window_check import window_disagreement
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
     from stand.fusion.fusion import Fusion
 
 SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+RECURRENT_LAYERS = frozenset({"linear_attention"})  # where their forward is one of `recurrent_layers`
 CHECK_TOKENS = 6  # committed tokens before the check's tree
 CHECK_PARENTS = (NO_PARENT, 0, 0, 1, 1, 2, 5)
+KEPT_NODE = 6  # of that tree
 # Largest logit difference, as a share of the logits' spread, that rounding explains (measured: fp32 1e-6, bf16 1e-2).
 LOGIT_TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.15, torch.float16: 0.05}
 SMALLEST_MASK = 6e4  # about float16's largest number: models mask tokens with it, a larger one or an infinity
@@ -75,6 +78,11 @@ def _compare_forwards(model: PreTrainedModel) -> None:
             f"a tree forward of {type(model).__name__} must equal plain forwards up to rounding "
             f"({tolerance:g} of the logits' spread), got {difference:.3g}; "
             "its positions or its attention look at cache slots rather than at position_ids, so it cannot be served"
+        )
+    if recurrent_layers(model) and not (difference := kept_difference(model)) <= tolerance:
+        raise UnsupportedModelError(
+            f"the states of {type(model).__name__} must follow the kept path of a tree (up to rounding, {tolerance:g} "
+            f"of the logits' spread), got {difference:.3g} after {len(_path_to(KEPT_NODE))} tokens; it cannot be served"
         )
     difference = far_position_difference(model)
     if not difference <= tolerance:
@@ -132,18 +140,21 @@ def _refuse_by_configuration(model: PreTrainedModel) -> None:
     config = text_config(model)
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"the model must be decoder-only, got the encoder-decoder {name}")
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    if getattr(model, "_is_stateful", False) or layer_types - SERVED_LAYERS:
-        kinds = ", ".join(sorted(layer_types - SERVED_LAYERS)) or "recurrent state"
+    layer_types = list(getattr(config, "layer_types", None) or ())
+    num_recurrent = sum(kind in RECURRENT_LAYERS for kind in layer_types)
+    has_known_states = 0 < num_recurrent == len(recurrent_layers(model))
+    others = set(layer_types) - SERVED_LAYERS - (RECURRENT_LAYERS if has_known_states else set())
+    if others or (getattr(model, "_is_stateful", False) and not has_known_states):
+        kinds = ", ".join(sorted(others)) or "recurrent state"
         raise UnsupportedModelError(
-            f"every layer must keep keys and values per token, got {name} with {kinds}; "
-            "a recurrent or compressed state cannot hold the branches of a tree, so siblings would mix"
+            f"every layer must keep keys and values per token, or the state of a gated delta rule, got {name} with "
+            f"{kinds}; another state cannot hold the branches of a tree, so siblings would mix"
         )
     if getattr(config, "alibi", False):
         raise UnsupportedModelError(
             f"positions must be rotary, got ALiBi in {name}; its bias counts cache slots, which a tree does not follow"
         )
-    if not model._supports_attention_backend:
+    if not (model._supports_attention_backend or has_known_states):  # classes with states do not say that they do
         raise UnsupportedModelError(
             f"{name} must call its attention through transformers' AttentionInterface, and does not; "
             "use a model class of the library itself rather than remote code"
@@ -182,6 +193,25 @@ def tree_difference(model: PreTrainedModel) -> float:
             f"{type(model).__name__} must run one packed forward with tree attention, got "
             f"{type(error).__name__}: {error}; this model class cannot be served"
         ) from error
+
+
+@torch.inference_mode()
+def kept_difference(model: PreTrainedModel) -> float:
+    """`relative_difference` of the tree's logits behind a prompt of two chunks and a kept path of the same tree."""
+    prompt, batch = check_case(model)
+    path = _path_to(KEPT_NODE)
+    cache = TreeCache(num_rows=1, room=2 * CHECK_TOKENS + 2 * batch.num_nodes)
+    with tree_attention(model):
+        for first, last in ((0, CHECK_TOKENS // 2), (CHECK_TOKENS // 2, CHECK_TOKENS)):
+            run_plan(model, cache, StepPlan.for_prompt(prompt[first:last], first, row=0, device=model.device))
+        run_plan(model, cache, StepPlan.for_drafts(batch, np.array([CHECK_TOKENS]), device=model.device))
+        cache.keep_states([KEPT_NODE])
+        places = CHECK_TOKENS + np.arange(len(path))
+        cache.compact(np.zeros(len(path), dtype=np.int64), CHECK_TOKENS + np.array(path), places)
+        plan = StepPlan.for_drafts(batch, np.array([CHECK_TOKENS + len(path)]), device=model.device)
+        logits = run_plan(model, cache, plan).float()
+    kept = np.concatenate([prompt, batch.token_ids[path]])
+    return relative_difference(logits, _plain_logits(model, kept, batch.token_ids))
 
 
 @torch.inference_mode()
@@ -225,11 +255,16 @@ def _plain_logits(model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarray
         return torch.stack([_path_logits(model, prompt, tokens, node) for node in range(len(tokens))])
 
 
-def _path_logits(model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarray, node: int) -> torch.Tensor:
-    """[V] float32 after the path to one node."""
+def _path_to(node: int) -> list[int]:
+    """Of the check's tree, from the root on."""
     path = [node]
     while CHECK_PARENTS[path[0]] != NO_PARENT:
         path.insert(0, CHECK_PARENTS[path[0]])
-    input_ids = np.concatenate([prompt, tokens[path]]).astype(np.int64)
+    return path
+
+
+def _path_logits(model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarray, node: int) -> torch.Tensor:
+    """[V] float32 after the path to one node."""
+    input_ids = np.concatenate([prompt, tokens[_path_to(node)]]).astype(np.int64)
     output = model(input_ids=torch.from_numpy(input_ids).to(model.device)[None], use_cache=False)
     return output.logits[0, -1].float()

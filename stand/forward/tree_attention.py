@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from stand.forward.few_token_attention import is_supported, supported_attention
 from stand.forward.linear_layers import few_token_layers
 from stand.forward.packed_plan import StepPlan
+from stand.forward.recurrent_layers import recurrent_forwards
 
 PREFIX = "stand_"  # of every attention that this project registers
 ATTENTION_NAME = "stand_tree"
@@ -111,9 +112,14 @@ AttentionInterface.register(ATTENTION_NAME, attend)
 
 @contextmanager
 def tree_attention(model: PreTrainedModel, name: str = ATTENTION_NAME) -> Iterator[None]:
-    """Run the block with tree attention and `few_token_layers`, or with the attention registered as `name` alone; then
-    give the model back as it was, also where an interrupt cuts the way in or out."""
-    with exclusive(model), few_token_layers(model) if name == ATTENTION_NAME else nullcontext():
+    """Run the block with tree attention, `few_token_layers` and `recurrent_forwards`, or with the attention registered
+    as `name` alone; then give the model back as it was, also where an interrupt cuts the way in or out."""
+    is_whole = name == ATTENTION_NAME
+    with (
+        exclusive(model),
+        few_token_layers(model) if is_whole else nullcontext(),
+        recurrent_forwards(model) if is_whole else nullcontext(),
+    ):
         reached, own = _configs(model)
         before = [(config, config._attn_implementation) for config in [*own, *reversed(reached)]]
         if not _is_ours(model):

@@ -12,6 +12,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from stand.forward.packed_plan import StepPlan
+from stand.forward.recurrent_states import RecurrentStates
 
 if TYPE_CHECKING:
     from stand.fusion.fusion import Fusion
@@ -45,6 +46,7 @@ class TreeCache(Cache):
         self.most_room = 0  # rooms that double stop here, where set; a longer row still gets what it needs
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
+        self.recurrent = RecurrentStates(num_rows)
         self._plan: StepPlan | None = None
         self._slots: torch.Tensor | None = None
         self._had_layers = False  # when the plan came
@@ -56,6 +58,13 @@ class TreeCache(Cache):
         self._plan, self._slots, self._had_layers = plan, None, bool(self.keys)
 
     @property
+    def plan(self) -> StepPlan:
+        """Of the forward that is running."""
+        if self._plan is None:
+            raise RuntimeError("begin(plan) must come before a forward pass, got a forward without a plan")
+        return self._plan
+
+    @property
     def slots(self) -> torch.Tensor | None:
         """[M] int64: row * room + slot of the plan's tokens. None before the first forward has made the layers."""
         if self._slots is None and self._had_layers:
@@ -64,7 +73,12 @@ class TreeCache(Cache):
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [R, Hkv, S, D] of one layer."""
-        return self.keys[layer_idx], self.values[layer_idx]
+        place = self._place(layer_idx)
+        return self.keys[place], self.values[place]
+
+    def _place(self, layer_idx: int) -> int:
+        """In `keys`, where layers with a recurrent state, which come first where they come before it, have none."""
+        return layer_idx - sum(index < layer_idx for index in self.recurrent.layers)
 
     def seen(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views [A, Hkv, L, D] of the plan's rows: what the attention function gets."""
@@ -77,10 +91,8 @@ class TreeCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write [1, Hkv, M, D] and return views [A, Hkv, L, D] of the plan's rows (called by the model's layers)."""
-        plan = self._plan
-        if plan is None:
-            raise RuntimeError("begin(plan) must come before a forward pass, got a forward without a plan")
-        while len(self.keys) <= layer_idx:
+        plan = self.plan
+        while len(self.keys) <= self._place(layer_idx):
             self.keys.append(self._allocate(key_states))
             self.values.append(self._allocate(value_states))
         for storage, states in zip(self.layer(layer_idx), (key_states, value_states), strict=True):
@@ -90,6 +102,11 @@ class TreeCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Longest row's extent in the coming step, new tokens included (0 before the first)."""
         return self._plan.kv_length if self._plan is not None else 0
+
+    def keep_states(self, ends: Sequence[int]) -> None:
+        """Recurrent states go on to token ends[a], row-local, of each row a of the last forward over drafts."""
+        if self.recurrent.layers:
+            self.recurrent.keep(self.plan, ends)
 
     def compact(self, rows: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy slot sources[i] of row rows[i] to slot targets[i], in every layer; reads come before writes."""
@@ -118,6 +135,7 @@ class TreeCache(Cache):
                 if layer == len(own):
                     own.append(self._allocate(states))
                 self._begin_row(own[layer], row, states, prefilled, length)
+        self.recurrent.enter(row, prefilled.recurrent)
 
     def leave(self, row: int) -> None:
         """What row `row` held is of no further use."""
@@ -125,6 +143,7 @@ class TreeCache(Cache):
     def fan_out(self, sources: Sequence[int]) -> None:
         """Row i becomes a copy of today's row sources[i]."""
         self.num_rows = len(sources)
+        self.recurrent.fan_out(sources)
         for storages in (self.keys, self.values):
             for layer, storage in enumerate(storages):
                 wide = self._allocate(storage)
@@ -136,10 +155,11 @@ class TreeCache(Cache):
         """Overwrite row `target` with the first `length` slots of row `source`."""
         for storage in (*self.keys, *self.values):
             storage[target, :, :length] = storage[source, :, :length]
+        self.recurrent.move(source, target)
 
     @property
     def nbytes(self) -> int:
-        return sum(storage.nbytes for storage in (*self.keys, *self.values))
+        return sum(storage.nbytes for storage in (*self.keys, *self.values)) + self.num_rows * self.recurrent.row_bytes
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         """Zeros [R, Hkv, S, D] for all rows, with the heads, head size, dtype and device of `like` [*, Hkv, *, D]."""

@@ -30,10 +30,12 @@ class WithinMemory(Admission):
     num_bytes: float  # one row is admitted in any case
     bytes_per_token: int
     most_rows: int | None = None
+    bytes_per_row: int = 0  # beside its tokens'
 
     def allows(self, live: Sequence[Row], row: Row) -> bool:
         longest = max(row.most_cached, *(other.most_cached for other in live)) + DRAFT_ROOM
-        is_within = (len(live) + 1) * longest * self.bytes_per_token <= self.num_bytes
+        of_row = longest * self.bytes_per_token + self.bytes_per_row
+        is_within = (len(live) + 1) * of_row <= self.num_bytes
         return is_within and (self.most_rows is None or len(live) < self.most_rows)
 
 
@@ -72,7 +74,7 @@ def admission(
         return WithinPages(pages, most_rows=min(limits, default=None), most_nodes=most_nodes, is_asked_for=is_asked_for)
     if num_bytes is None:
         return AtMost(int(max_rows))
-    return WithinMemory(num_bytes, token_bytes, min(limits, default=None))
+    return WithinMemory(num_bytes, token_bytes, min(limits, default=None), key_shape(model).row_bytes)
 
 
 def lower_limit(pages: PageAllocator | None, rows: Sequence[Row], model: PreTrainedModel, *, held: int = 0) -> None:

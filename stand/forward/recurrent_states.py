@@ -1,0 +1,78 @@
+"""What layers without keys keep of every row: a state, and the newest inputs of the short convolution before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stand.forward.delta_rule import TreeChanges
+from stand.forward.packed_plan import StepPlan
+
+
+@dataclass(slots=True, eq=False)
+class LayerStates:
+    """Of R rows in one layer, and what the last forward over drafts would make of them."""
+
+    tails: torch.Tensor  # [R, N, C]: inputs of the convolution at the N newest tokens, the oldest first
+    states: torch.Tensor | None = None  # [R, H, K, V] float32; None until the layer's first forward has made them
+    inputs: torch.Tensor | None = None  # [A * N + M, C]: tails of the plan's rows, then the inputs of its tokens
+    changes: TreeChanges | None = None
+
+    @property
+    def stored(self) -> list[torch.Tensor]:
+        return [self.tails] if self.states is None else [self.tails, self.states]
+
+
+class RecurrentStates:
+    """By layer. A row's states are those after its committed tokens; a forward over drafts leaves them alone until
+    `keep` says which path stays."""
+
+    def __init__(self, num_rows: int):
+        self.num_rows = num_rows
+        self.layers: dict[int, LayerStates] = {}  # by index, in the order of the model
+
+    def layer(self, index: int, inputs: torch.Tensor, num_tails: int) -> LayerStates:
+        """That of a layer whose convolution gets `inputs` [M, C] and looks back on `num_tails` more."""
+        if index not in self.layers:
+            self.layers[index] = LayerStates(inputs.new_zeros(self.num_rows, num_tails, inputs.shape[1]))
+        return self.layers[index]
+
+    def keep(self, plan: StepPlan, ends: Sequence[int]) -> None:
+        """Of the forward over `plan` the path to token ends[a], row-local, of each of its rows a stays."""
+        rows = slice(plan.first_row, plan.first_row + plan.num_rows)
+        for layer in self.layers.values():
+            local = torch.tensor(ends, dtype=torch.int64, device=layer.tails.device)
+            packed = local + plan.offsets[:-1].to(local.device)
+            newest = plan.paths_back(layer.tails.shape[1] + 1)[packed.to(plan.device)][:, 1:].to(local.device)
+            layer.tails[rows] = layer.inputs[newest]
+            layer.states[rows] = layer.changes.states_after(layer.states[rows], local)
+            layer.inputs = layer.changes = None
+
+    def enter(self, row: int, others: RecurrentStates) -> None:
+        """Row `row` begins with what row 0 of `others` has, or with nothing where that has seen no token."""
+        for index, layer in others.layers.items():
+            if index not in self.layers:
+                own = [states.new_zeros(self.num_rows, *states.shape[1:]) for states in layer.stored]
+                self.layers[index] = LayerStates(*own)
+        for index, layer in self.layers.items():
+            begun = others.layers[index].stored if index in others.layers else [None] * 2
+            for own, states in zip(layer.stored, begun, strict=False):
+                own[row] = 0.0 if states is None else states[0]
+
+    def move(self, source: int, target: int) -> None:
+        for layer in self.layers.values():
+            for states in layer.stored:
+                states[target] = states[source]
+
+    def fan_out(self, sources: Sequence[int]) -> None:
+        """Row i becomes a copy of today's row sources[i]."""
+        self.num_rows = len(sources)
+        for layer in self.layers.values():
+            layer.tails, layer.states = layer.tails[list(sources)], layer.states[list(sources)]
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row in all layers."""
+        return sum(states[0].nbytes for layer in self.layers.values() for states in layer.stored)

@@ -1,13 +1,14 @@
-"""Layers that keep a state instead of keys, scored over trees: Qwen3-Next, Qwen3.5, OLMo Hybrid.
+"""Layers that keep a state instead of keys, scored over trees: the gated delta rule (Qwen3-Next, Qwen3.5, OLMo Hybrid),
+Mamba-2 (Nemotron-H, Bamba, Granite 4, Falcon-H1, Zamba2) and short convolutions (LFM2).
 
-Their forward is transformers' own. It calls a short convolution and the gated delta rule by name, and gets those of
-this file instead, which follow the paths of a `StepPlan` and the rows of a `TreeCache`.
+Their forward is transformers' own. It calls the convolution and the rule by name, and gets those of this file instead,
+which follow the paths of a `StepPlan` and the rows of a `TreeCache`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING
@@ -15,18 +16,19 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import Module
-from torch.nn.functional import conv1d
+from torch.nn.functional import conv1d, softplus
 from transformers.activations import ACT2FN
 
-from stand.forward.delta_rule import tree_delta_rule
+from stand.forward.linear_attention import TreeChanges, gated_delta_rule, state_space
 from stand.forward.packed_plan import StepPlan
 from stand.forward.recurrent_states import LayerStates
 
 if TYPE_CHECKING:
     from stand.forward.tree_cache import TreeCache
 
-CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
-CHUNK = 64  # tokens of a prompt that one triangular system takes
+CONVOLUTION, DELTA_RULE, STATE_SPACE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"
+STORES_A_STATE = "update_recurrent_state"  # what a forward calls that has more than a convolution
+CHUNK = 64  # tokens of a prompt that a rule takes at once
 
 
 def recurrent_layers(model: Module) -> list[Module]:
@@ -58,15 +60,23 @@ class RecurrentForward:
     def __init__(self, layer: Module):
         self.layer = layer
         own = inspect.unwrap(type(layer).forward)
-        names = {**own.__globals__, CONVOLUTION: self._convolve, DELTA_RULE: self._mix}
+        given = {CONVOLUTION: self._convolve, DELTA_RULE: self._delta_rule, STATE_SPACE: self._state_space}
+        names = {**own.__globals__, **given}
         self._run = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
         self._plan: StepPlan | None = None
         self._cache: TreeCache | None = None
         self._states: LayerStates | None = None
 
-    def __call__(self, hidden_states: torch.Tensor, cache_params: TreeCache, **kwargs: object) -> torch.Tensor:
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        cache_params: TreeCache | None = None,  # called the one or the other
+        past_key_values: TreeCache | None = None,
+        **kwargs: object,
+    ) -> torch.Tensor:
         """[1, M, D] of packed tokens."""
-        self._cache, self._plan = cache_params, cache_params.plan
+        self._cache = past_key_values if cache_params is None else cache_params
+        self._plan = self._cache.plan
         try:
             return self._run(self.layer, hidden_states, _NO_CACHE, None)
         finally:
@@ -92,6 +102,7 @@ class RecurrentForward:
         if plan.is_prompt:
             mixed = conv1d(layer.inputs.T[None].to(weight.dtype), weight[:, None], bias, groups=len(weight))
             layer.tails[plan.first_row] = layer.inputs[len(layer.inputs) - size + 1 :]
+            layer.inputs = None
         else:
             windows = layer.inputs[plan.paths_back(size).to(inputs.device)].float()  # [M, N + 1, C]
             mixed = (windows * weight.T.float()).sum(dim=1)
@@ -99,7 +110,7 @@ class RecurrentForward:
         mixed = mixed if activation is None else ACT2FN[activation](mixed)
         return mixed.to(hidden_states.dtype)
 
-    def _mix(
+    def _delta_rule(
         self,
         query: torch.Tensor,  # [1, M, Hk, K]
         key: torch.Tensor,
@@ -110,43 +121,61 @@ class RecurrentForward:
         **kwargs: object,
     ) -> tuple[torch.Tensor, None]:
         """[1, M, H, V], and no state: it stays in the cache."""
-        plan, layer, heads = self._plan, self._states, value.shape[2]
-        if layer.states is None:
-            shape = (self._cache.num_rows, heads, key.shape[3], value.shape[3])
-            layer.states = torch.zeros(shape, dtype=torch.float32, device=value.device)
-        query, key = (_widened(states, heads) for states in (query, key))
-        trees = [plan.pad_rows(states[0].float()).transpose(1, 2) for states in (query, key, value, g, beta)]
-        output = self._over_prompt(*trees) if plan.is_prompt else self._over_drafts(*trees)
-        return plan.unpad_rows(output.transpose(1, 2)).to(value.dtype)[None], None
+        query, key = (_widened(states, value.shape[2]) for states in (query, key))
+        return self._apply(gated_delta_rule, query, key, value, g, beta).to(value.dtype), None
 
-    def _over_drafts(self, query, key, value, log_decay, beta) -> torch.Tensor:  # [A, H, T, ...]
-        plan = self._plan
-        states = self._states.states[plan.first_row : plan.first_row + plan.num_rows]
-        output, self._states.changes = tree_delta_rule(
-            query, key, value, log_decay=log_decay, beta=beta, states=states, seen=plan.seen.to(value.device)
+    def _state_space(
+        self,
+        hidden_states: torch.Tensor,  # [1, M, H, V]
+        dt: torch.Tensor,  # [1, M, H]
+        A: torch.Tensor,  # [H]
+        B: torch.Tensor,  # [1, M, G, K]
+        C: torch.Tensor,
+        *,
+        D: torch.Tensor | None = None,  # [H]
+        dt_bias: torch.Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        return_final_states: bool = False,
+        **kwargs: object,
+    ) -> torch.Tensor | tuple[torch.Tensor, None]:
+        """[1, M, H, V] float32, and no state where one is asked for."""
+        dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+        dt = torch.clamp(softplus(dt) if dt_softplus else dt, *dt_limit).float()
+        inputs, heads = hidden_states.float(), hidden_states.shape[2]
+        output = self._apply(
+            state_space, _widened(C, heads), _widened(B, heads), inputs * dt[..., None], A.float() * dt
         )
-        return output
+        output = output if D is None else output + D[:, None] * inputs
+        return (output, None) if return_final_states else output
 
-    def _over_prompt(self, query, key, value, log_decay, beta) -> torch.Tensor:  # [1, H, M, ...]
-        """Chunk by chunk; all tokens stay."""
+    def _apply(self, rule: Callable[..., tuple[torch.Tensor, TreeChanges]], *operands: torch.Tensor) -> torch.Tensor:
+        """[1, M, H, V] float32. operands: queries, keys and values [1, M, H, ...], and what else the rule takes."""
+        plan, layer = self._plan, self._states
+        _, key, value, *_ = operands
+        if layer.states is None:
+            shape = (self._cache.num_rows, value.shape[2], key.shape[3], value.shape[3])
+            layer.states = torch.zeros(shape, dtype=torch.float32, device=value.device)
+        trees = [plan.pad_rows(operand[0].float()).transpose(1, 2) for operand in operands]
+        if plan.is_prompt:
+            output = self._over_prompt(rule, trees)
+        else:
+            states = layer.states[plan.first_row : plan.first_row + plan.num_rows]
+            output, layer.changes = rule(*trees, states=states, seen=plan.seen.to(value.device))
+        return plan.unpad_rows(output.transpose(1, 2)).contiguous()[None]  # models take views of it
+
+    def _over_prompt(self, rule: Callable[..., tuple[torch.Tensor, TreeChanges]], chain: list[torch.Tensor]):
+        """[1, H, M, V] of operands [1, H, M, ...], chunk by chunk; all tokens stay."""
         row, outputs = self._plan.first_row, []
         states = self._states.states[row : row + 1]
-        for first in range(0, query.shape[2], CHUNK):
-            part = slice(first, first + CHUNK)
-            num_tokens = query[:, :, part].shape[2]
-            output, changes = tree_delta_rule(
-                query[:, :, part],
-                key[:, :, part],
-                value[:, :, part],
-                log_decay=log_decay[:, :, part],
-                beta=beta[:, :, part],
-                states=states,
-                seen=torch.ones(1, 1, num_tokens, num_tokens, dtype=torch.bool, device=query.device).tril(),
-            )
+        for first in range(0, self._plan.num_tokens, CHUNK):
+            chunk = [operand[:, :, first : first + CHUNK] for operand in chain]
+            size = chunk[0].shape[2]
+            seen = torch.ones(1, 1, size, size, dtype=torch.bool, device=states.device).tril()
+            output, changes = rule(*chunk, states=states, seen=seen)
+            states = changes.states_after(states, torch.tensor([size - 1], device=states.device))
             outputs.append(output)
-            states = changes.states_after(states, torch.tensor([num_tokens - 1], device=query.device))
         self._states.states[row] = states[0]
-        self._states.inputs = None
         return torch.cat(outputs, dim=2)
 
 
@@ -176,8 +205,11 @@ def _forwards(model: Module) -> list[RecurrentForward]:
 
 
 def _is_recurrent(layer: Module) -> bool:
+    """Whether its forward calls a convolution, and a rule of this file or nothing else that stores a state."""
     code = getattr(inspect.unwrap(type(layer).forward), "__code__", None)
-    return code is not None and {CONVOLUTION, DELTA_RULE} <= set(code.co_names) and hasattr(layer, "layer_idx")
+    names = set() if code is None else set(code.co_names)
+    is_known = bool(names & {DELTA_RULE, STATE_SPACE}) or STORES_A_STATE not in names
+    return CONVOLUTION in names and is_known and hasattr(layer, "layer_idx")
 
 
 def _is_own(layer: Module) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stand.forward.delta_rule import TreeChanges
+from stand.forward.linear_attention import TreeChanges
 from stand.forward.packed_plan import StepPlan
 
 
@@ -16,7 +16,7 @@ class LayerStates:
     """Of R rows in one layer, and what the last forward over drafts would make of them."""
 
     tails: torch.Tensor  # [R, N, C]: inputs of the convolution at the N newest tokens, the oldest first
-    states: torch.Tensor | None = None  # [R, H, K, V] float32; None until the layer's first forward has made them
+    states: torch.Tensor | None = None  # [R, H, K, V] float32; None in a layer that is a convolution alone
     inputs: torch.Tensor | None = None  # [A * N + M, C]: tails of the plan's rows, then the inputs of its tokens
     changes: TreeChanges | None = None
 
@@ -31,7 +31,7 @@ class RecurrentStates:
 
     def __init__(self, num_rows: int):
         self.num_rows = num_rows
-        self.layers: dict[int, LayerStates] = {}  # by index, in the order of the model
+        self.layers: dict[int, LayerStates] = {}  # by index
 
     def layer(self, index: int, inputs: torch.Tensor, num_tails: int) -> LayerStates:
         """That of a layer whose convolution gets `inputs` [M, C] and looks back on `num_tails` more."""
@@ -43,11 +43,12 @@ class RecurrentStates:
         """Of the forward over `plan` the path to token ends[a], row-local, of each of its rows a stays."""
         rows = slice(plan.first_row, plan.first_row + plan.num_rows)
         for layer in self.layers.values():
-            local = torch.tensor(ends, dtype=torch.int64, device=layer.tails.device)
-            packed = local + plan.offsets[:-1].to(local.device)
-            newest = plan.paths_back(layer.tails.shape[1] + 1)[packed.to(plan.device)][:, 1:].to(local.device)
-            layer.tails[rows] = layer.inputs[newest]
-            layer.states[rows] = layer.changes.states_after(layer.states[rows], local)
+            device, count = layer.tails.device, layer.tails.shape[1] + 1
+            local = torch.tensor(ends, dtype=torch.int64, device=device)
+            newest = plan.paths_back(count).to(device)[plan.offsets.to(device)[:-1] + local]
+            layer.tails[rows] = layer.inputs[newest[:, 1:]]
+            if layer.changes is not None:
+                layer.states[rows] = layer.changes.states_after(layer.states[rows], local)
             layer.inputs = layer.changes = None
 
     def enter(self, row: int, others: RecurrentStates) -> None:
@@ -57,9 +58,9 @@ class RecurrentStates:
                 own = [states.new_zeros(self.num_rows, *states.shape[1:]) for states in layer.stored]
                 self.layers[index] = LayerStates(*own)
         for index, layer in self.layers.items():
-            begun = others.layers[index].stored if index in others.layers else [None] * 2
-            for own, states in zip(layer.stored, begun, strict=False):
-                own[row] = 0.0 if states is None else states[0]
+            begun = others.layers.get(index)
+            for place, states in enumerate(layer.stored):
+                states[row] = 0.0 if begun is None else begun.stored[place][0]
 
     def move(self, source: int, target: int) -> None:
         for layer in self.layers.values():
@@ -69,8 +70,8 @@ class RecurrentStates:
     def fan_out(self, sources: Sequence[int]) -> None:
         """Row i becomes a copy of today's row sources[i]."""
         self.num_rows = len(sources)
-        for layer in self.layers.values():
-            layer.tails, layer.states = layer.tails[list(sources)], layer.states[list(sources)]
+        for index, layer in self.layers.items():
+            self.layers[index] = LayerStates(*[states[list(sources)] for states in layer.stored])
 
     @property
     def row_bytes(self) -> int:

@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from stand.fusion.fusion import Fusion
 
 SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
-RECURRENT_LAYERS = frozenset({"linear_attention"})  # where their forward is one of `recurrent_layers`
+RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid"})  # where all are among `recurrent_layers`
+KEEPING_KEYS = SERVED_LAYERS | {"hybrid"}
+LAYERS_BESIDE = frozenset({"moe", "mlp"})  # of models with such layers: they keep nothing
 CHECK_TOKENS = 6  # committed tokens before the check's tree
 CHECK_PARENTS = (NO_PARENT, 0, 0, 1, 1, 2, 5)
 KEPT_NODE = 6  # of that tree
 # Largest logit difference, as a share of the logits' spread, that rounding explains (measured: fp32 1e-6, bf16 1e-2).
 LOGIT_TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.15, torch.float16: 0.05}
+STEP_TOLERANCE = 1e-4  # in float32: rules that differ in rare tokens alone differ by little
 SMALLEST_MASK = 6e4  # about float16's largest number: models mask tokens with it, a larger one or an infinity
 
 
@@ -79,17 +82,29 @@ def _compare_forwards(model: PreTrainedModel) -> None:
             f"({tolerance:g} of the logits' spread), got {difference:.3g}; "
             "its positions or its attention look at cache slots rather than at position_ids, so it cannot be served"
         )
-    if recurrent_layers(model) and not (difference := kept_difference(model)) <= tolerance:
-        raise UnsupportedModelError(
-            f"the states of {type(model).__name__} must follow the kept path of a tree (up to rounding, {tolerance:g} "
-            f"of the logits' spread), got {difference:.3g} after {len(_path_to(KEPT_NODE))} tokens; it cannot be served"
-        )
+    if recurrent_layers(model):
+        _compare_states(model, tolerance)
     difference = far_position_difference(model)
     if not difference <= tolerance:
         raise UnsupportedModelError(
             f"tokens of {type(model).__name__} must not depend on later positions of the same forward (up to rounding, "
             f"{tolerance:g} of the logits' spread), got {difference:.3g} from position {max_positions(model) - 1}; "
             "rows of other lengths share a forward, so it cannot be served"
+        )
+
+
+def _compare_states(model: PreTrainedModel, tolerance: float) -> None:
+    of_steps = min(tolerance, STEP_TOLERANCE) if model.dtype is torch.float32 else tolerance
+    if not (difference := own_steps_difference(model)) <= of_steps:
+        raise UnsupportedModelError(
+            f"steps of {type(model).__name__} over transformers' own cache must equal its forwards over whole texts "
+            f"(up to rounding, {of_steps:g} of the logits' spread), got {difference:.3g}: which of them is meant is "
+            "not known (Mamba-2's steps leave time_step_min out); it cannot be served"
+        )
+    if not (difference := kept_difference(model)) <= tolerance:
+        raise UnsupportedModelError(
+            f"the states of {type(model).__name__} must follow the kept path of a tree (up to rounding, {tolerance:g} "
+            f"of the logits' spread), got {difference:.3g} after {len(_path_to(KEPT_NODE))} tokens; it cannot be served"
         )
 
 
@@ -143,12 +158,17 @@ def _refuse_by_configuration(model: PreTrainedModel) -> None:
     layer_types = list(getattr(config, "layer_types", None) or ())
     num_recurrent = sum(kind in RECURRENT_LAYERS for kind in layer_types)
     has_known_states = 0 < num_recurrent == len(recurrent_layers(model))
-    others = set(layer_types) - SERVED_LAYERS - (RECURRENT_LAYERS if has_known_states else set())
+    served = SERVED_LAYERS | RECURRENT_LAYERS | LAYERS_BESIDE if has_known_states else SERVED_LAYERS
+    others = set(layer_types) - served
     if others or (getattr(model, "_is_stateful", False) and not has_known_states):
         kinds = ", ".join(sorted(others)) or "recurrent state"
         raise UnsupportedModelError(
-            f"every layer must keep keys and values per token, or the state of a gated delta rule, got {name} with "
-            f"{kinds}; another state cannot hold the branches of a tree, so siblings would mix"
+            f"every layer must keep keys and values per token, or a state by the gated delta rule or Mamba-2, got "
+            f"{name} with {kinds}; another state cannot hold the branches of a tree, so siblings would mix"
+        )
+    if has_known_states and set(layer_types).isdisjoint(KEEPING_KEYS):
+        raise UnsupportedModelError(
+            f"a layer at least must keep keys and values, got {name} with none; transformers' own cache needs one, too"
         )
     if getattr(config, "alibi", False):
         raise UnsupportedModelError(
@@ -193,6 +213,22 @@ def tree_difference(model: PreTrainedModel) -> float:
             f"{type(model).__name__} must run one packed forward with tree attention, got "
             f"{type(error).__name__}: {error}; this model class cannot be served"
         ) from error
+
+
+@torch.inference_mode()
+def own_steps_difference(model: PreTrainedModel) -> float:
+    """`relative_difference` of steps of one token over transformers' cache to one forward over all tokens."""
+    prompt, batch = check_case(model)
+    tokens = np.concatenate([prompt, batch.token_ids]).astype(np.int64)
+    input_ids = torch.from_numpy(tokens).to(model.device)[None]
+    output = model(input_ids=input_ids[:, :CHECK_TOKENS], use_cache=True)
+    logits = [output.logits[0]]
+    for place in range(CHECK_TOKENS, len(tokens)):
+        past, position_ids = output.past_key_values, torch.tensor([[place]], device=model.device)
+        newest = input_ids[:, place : place + 1]
+        output = model(input_ids=newest, position_ids=position_ids, past_key_values=past, use_cache=True)
+        logits.append(output.logits[0])
+    return relative_difference(torch.cat(logits).float(), model(input_ids=input_ids, use_cache=False).logits[0].float())
 
 
 @torch.inference_mode()

@@ -47,6 +47,7 @@ class TreeCache(Cache):
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self.recurrent = RecurrentStates(num_rows)
+        self._layer_places: dict[int, int] = {}  # by index of a layer that keeps keys: where `keys` has them
         self._plan: StepPlan | None = None
         self._slots: torch.Tensor | None = None
         self._had_layers = False  # when the plan came
@@ -73,12 +74,8 @@ class TreeCache(Cache):
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [R, Hkv, S, D] of one layer."""
-        place = self._place(layer_idx)
+        place = self._layer_places[layer_idx]
         return self.keys[place], self.values[place]
-
-    def _place(self, layer_idx: int) -> int:
-        """In `keys`, where layers with a recurrent state, which come first where they come before it, have none."""
-        return layer_idx - sum(index < layer_idx for index in self.recurrent.layers)
 
     def seen(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views [A, Hkv, L, D] of the plan's rows: what the attention function gets."""
@@ -92,7 +89,8 @@ class TreeCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write [1, Hkv, M, D] and return views [A, Hkv, L, D] of the plan's rows (called by the model's layers)."""
         plan = self.plan
-        while len(self.keys) <= self._place(layer_idx):
+        if layer_idx not in self._layer_places:
+            self._layer_places[layer_idx] = len(self.keys)
             self.keys.append(self._allocate(key_states))
             self.values.append(self._allocate(value_states))
         for storage, states in zip(self.layer(layer_idx), (key_states, value_states), strict=True):
@@ -135,6 +133,7 @@ class TreeCache(Cache):
                 if layer == len(own):
                     own.append(self._allocate(states))
                 self._begin_row(own[layer], row, states, prefilled, length)
+        self._layer_places = self._layer_places or dict(prefilled._layer_places)
         self.recurrent.enter(row, prefilled.recurrent)
 
     def leave(self, row: int) -> None:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from plain_forwards import path_to, plain_logits, prefilled, ragged_case, random_draft, spread
 from tiny_models import CONFIGS, VOCABULARY_SIZE, tiny_model
 
 from stand.forward import tree_cache
@@ -10,48 +11,9 @@ from stand.forward.model import run_plan
 from stand.forward.packed_plan import CALL_COST, StepPlan, _padded_width
 from stand.forward.tree_attention import ATTENTION_NAME, attend, tree_attention
 from stand.forward.tree_cache import CacheMemoryError, TreeCache
-from stand.trees import DraftBatch, DraftTree
+from stand.trees import DraftBatch
 
 TOLERANCE = 2e-5  # share of the logits' spread; float32 rounding is about 1e-6
-
-
-def random_draft(generator: np.random.Generator, num_nodes: int) -> DraftTree:
-    parents = np.array([-1] + [generator.integers(0, node) for node in range(1, num_nodes)], dtype=np.int32)
-    tokens = generator.integers(3, VOCABULARY_SIZE, num_nodes).astype(np.int32)
-    empty = np.zeros((num_nodes, 1), dtype=np.int32)
-    return DraftTree(token_ids=tokens, parents=parents, support_ids=empty, law=empty.astype(np.float32))
-
-
-def path_to(draft: DraftTree, node: int) -> list[int]:
-    path = []
-    while node >= 0:
-        path.insert(0, node)
-        node = int(draft.parents[node])
-    return path
-
-
-def plain_logits(model, token_ids) -> torch.Tensor:
-    return model(input_ids=torch.tensor([list(map(int, token_ids))]), use_cache=False).logits[0, -1]
-
-
-def prefilled(model, prompts, *, chunk=512) -> TreeCache:
-    cache = TreeCache(num_rows=len(prompts), room=1)
-    for row, prompt in enumerate(prompts):
-        for start in range(0, len(prompt), chunk):
-            run_plan(model, cache, StepPlan.for_prompt(prompt[start : start + chunk], start, row=row))
-    return cache
-
-
-def ragged_case(seed: int):
-    """Three rows: prompts longer and shorter than the window, trees of 12, 1 and 5 nodes."""
-    generator = np.random.default_rng(seed)
-    prompts = [generator.integers(3, VOCABULARY_SIZE, n).astype(np.int32) for n in (5, 19, 12)]
-    drafts = [random_draft(generator, n) for n in (12, 1, 5)]
-    return prompts, drafts
-
-
-def spread(logits: torch.Tensor) -> float:
-    return float(logits.max() - logits.min())
 
 
 @pytest.mark.parametrize("family", CONFIGS)

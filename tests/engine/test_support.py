@@ -13,10 +13,10 @@ from transformers import (
     BloomConfig,
     DogeConfig,
     FalconConfig,
+    JambaConfig,
     MambaConfig,
     MptConfig,
     PhimoeConfig,
-    Qwen3NextConfig,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -27,7 +27,10 @@ from stand.forward.window_check import window_disagreement
 
 REFUSED = {
     "mamba": (MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2), "recurrent|linear_attention"),
-    "qwen3_next": (Qwen3NextConfig(**SHAPE, head_dim=16), "linear_attention.*siblings would mix"),
+    "jamba": (
+        JambaConfig(**SHAPE, num_experts=2, mamba_d_state=8, mamba_dt_rank=4, attn_layer_period=2, attn_layer_offset=1),
+        "linear_attention.*siblings would mix",
+    ),
     "bloom": (BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4), "AttentionInterface"),
     "mpt": (MptConfig(vocab_size=61, d_model=32, n_heads=4, n_layers=2), "AttentionInterface"),
     "falcon_alibi": (

@@ -125,7 +125,7 @@ class VllmDoor:
         config = SimpleNamespace(
             additional_config={"stand": {"drafts": "all", **options}},  # no step is run that could be timed
             speculative_config=SimpleNamespace(num_speculative_tokens=num_tokens),
-            model_config=SimpleNamespace(max_model_len=longest + num_tokens + 1),
+            model_config=SimpleNamespace(max_model_len=longest + num_tokens + 1, get_vocab_size=lambda: 2**31),
             scheduler_config=SimpleNamespace(max_num_seqs=num_rows),
         )
         self.proposer = LookupProposer(config)

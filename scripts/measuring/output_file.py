@@ -58,7 +58,9 @@ class JsonLines:
 
     def add(self, record: Mapping[str, object]) -> None:
         if self._file is not None:
-            self._file.write((json.dumps(record) + "\n").encode("utf-8"))
+            line = (json.dumps(record) + "\n").encode("utf-8")
+            while line:  # a full disk takes a part of a line, and then raises
+                line = line[self._file.write(line) :]
 
 
 def _whole_lines(path: Path, option: str) -> list[dict[str, object]]:

@@ -89,14 +89,19 @@ class RequestBatches:
             if waiting:
                 batch = [one for one in waiting if one[1] == waiting[0][1]][: self.num_rows]
                 waiting = [one for one in waiting if not any(one is taken for taken in batch)]
-                self._decode(batch)
+                batch = [one for one in batch if one[2].set_running_or_notify_cancel()]
+                if batch:
+                    self._decode(batch)
 
     def _decode(self, batch: list[tuple[Chat, Mapping, Future]]) -> None:
         try:
             answers = self._answers([chat for chat, _, _ in batch], batch[0][1])
-        except Exception as error:  # whatever it is, those who wait get it
-            for _, _, future in batch:
-                future.set_exception(error)
+        except Exception as error:  # whatever it is, those who wait get it; one request must not fail its neighbours
+            if len(batch) > 1:
+                for one in batch:
+                    self._decode([one])
+            else:
+                batch[0][2].set_exception(error)
             return
         for (_, _, future), answer in zip(batch, answers, strict=True):
             future.set_result(answer)
@@ -191,8 +196,11 @@ class StandAPI(ModelAPI):
         if tools:
             raise ValueError(f"tools must be left out, got {[tool.name for tool in tools]}; use another provider")
         answer = self.batches.submit([_message(one) for one in input], _settings(config))
-        while not answer.done():
-            await anyio.sleep(GATHERING / 2)
+        try:
+            while not answer.done():
+                await anyio.sleep(GATHERING / 2)
+        finally:
+            answer.cancel()  # where nobody waits any more; one that is decoded goes on
         return _output(self.model_name, answer.result())
 
     def max_connections(self) -> int:

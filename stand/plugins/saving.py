@@ -50,7 +50,7 @@ class Saver:
         while not self._is_over.wait(max(PAUSE, PAUSE_PER_BYTE * self._lookup.nbytes)):
             try:
                 self._write()
-            except OSError as error:
+            except Exception as error:  # memory that is short, too: the thread must live
                 LOGGER.warning("STAND: the lookup could not be written, it is tried again: %s", error)
 
     def _finish(self) -> None:

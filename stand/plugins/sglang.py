@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +28,8 @@ from stand.trees.layouts.text_rows import TextRows
 LOGGER = logging.getLogger("sglang.stand")  # below SGLang's own, so that its lines are shown
 REPLACED = "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus"
 OWN_REFERENCES = 2  # to an attribute, as `sys.getrefcount` counts: the attribute itself and its argument
+ADDS_CORPUS = "sglang.srt.speculative.external_corpus_manager.ExternalCorpusManager.add"
+NO_TEXT = 1_000_000  # from this id on SGLang writes pieces of images (MM_PAD_SHIFT_VALUE)
 SEPARATOR = -(2**31)  # SGLang puts it between the documents of a corpus
 
 
@@ -125,7 +127,7 @@ class LookupCorpus:
         """The whole prompt int32[L] of a request that was not asked for yet. Prompts are learned little by little, and
         equal ones once."""
         key = problem_key(prompt)
-        if key not in self._scopes and not (prompt < 0).any():
+        if key not in self._scopes and not ((prompt < 0) | (prompt >= NO_TEXT)).any():
             self._backlog.add(prompt, self._scopes.of(key))
         self._prompts[name] = len(prompt), self._scopes.of(key)
 
@@ -236,6 +238,9 @@ class LookupCorpus:
             else:
                 scopes[row] = self._scopes.of((totals[row], texts[row][:-1].tobytes()))
         self.row_steps.add(num_new.tolist(), drafted)
+        for row in _rows_with_pieces(texts):
+            behind = len(texts[row]) - 1 - int(np.flatnonzero(texts[row] >= NO_TEXT)[-1])
+            num_new[row] = min(num_new[row], behind)
         if self._lawful:
             num_new[[known in self._lawful and steps >= 0 for known, steps in zip(names, drafted, strict=True)]] = 0
             self._lawful = set()
@@ -263,10 +268,28 @@ class LookupCorpus:
         )
 
 
+def _rows_with_pieces(texts: TextRows) -> list[int]:
+    """Rows in whose shown tokens an image is."""
+    if texts.tokens.max(initial=0) < NO_TEXT:
+        return []
+    return [row for row in range(len(texts)) if (texts[row] >= NO_TEXT).any()]
+
+
+def wait_for_corpus(add: Callable, manager: object, *given: object, **named: object) -> object:
+    """Around the manager's `add`: the corpus is there when it returns. SGLang lets it come when each rank has seen that
+    its thread has ended, so ranks would begin to learn it in different steps, and draft differently from then on."""
+    answer = add(manager, *given, **named)
+    if answer is None and manager._pending_load is not None:
+        manager._pending_load[1].join()
+        manager.check_pending_load()
+    return answer
+
+
 def register() -> None:
     """The entry point of `sglang.srt.plugins`: SGLang calls it in each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(REPLACED, LookupCorpus, HookType.REPLACE)
+    HookRegistry.register(ADDS_CORPUS, wait_for_corpus, HookType.AROUND)
     if f"{PREFIX}LAWS" in os.environ:
         HookRegistry.register(CHOOSES_WORKER, with_laws, HookType.AFTER)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,6 +59,7 @@ class LookupProposer:
             raise ValueError(f"laws must be 0, for vLLM hands no logits to a proposer; got {self.options.laws}")
         self.num_tokens = vllm_config.speculative_config.num_speculative_tokens
         self.max_length = vllm_config.model_config.max_model_len
+        self.vocabulary_size = vllm_config.model_config.get_vocab_size()
         self.lookup = self.options.new_lookup()
         self.row_steps = RowSteps()
         self._texts = KnownTexts(vllm_config.scheduler_config.max_num_seqs, num_notes=4)
@@ -153,7 +155,8 @@ class LookupProposer:
             if key in self._scopes:
                 return self._scopes.of(key)
             scope = self._scopes.of(key)
-        self._backlog.add(text, scope, num_known=num_known)
+        if text.max() < self.vocabulary_size:  # placeholders of images may be no tokens of the model
+            self._backlog.add(text, scope, num_known=num_known)
         return scope
 
     def _follow(
@@ -201,7 +204,10 @@ class LookupProposer:
             self._drafted = batch if num_drafted > 0 and limits.pays(num_rows, expected, num_drafted) else None
             if self._drafted is None:
                 return [[] for _ in range(num_rows)]
-        return batch.chains(self.num_tokens)
+        chains = batch.chains(self.num_tokens)
+        if int(batch.token_ids.max()) >= self.vocabulary_size:  # from a file of another model
+            chains = [list(takewhile(self.vocabulary_size.__gt__, chain)) for chain in chains]
+        return chains
 
 
 def _clock_of(vllm_config: VllmConfig) -> Callable[[], float]:

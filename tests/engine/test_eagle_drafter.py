@@ -10,6 +10,7 @@ from turns import take_turns
 from two_tokens import assert_greedy_equals_transformers, two_token_statistic
 
 import stand
+from stand.drafters.eagle import followed_rows
 from stand.drafters.eagle.growth import PAPER_SHAPE
 from stand.fusion.attention import FusedAttention
 from stand.trees import DraftBatch, TreeShape
@@ -165,3 +166,16 @@ def test_a_rule_for_chains_takes_chains_alone():
 def test_a_head_of_another_model_is_refused():
     with pytest.raises(ValueError, match="another model"):
         stand.wrap(tiny_model("llama"), drafter=stand.EagleDrafter(random_head(tiny_model("qwen2"))))
+
+
+def test_of_many_prompts_the_oldest_are_forgotten(target, monkeypatch):
+    """Steps without drafts never ask for them: newer ones must still find a place."""
+    monkeypatch.setattr(followed_rows, "MOST_PROMPTS", 3)
+    rows = followed_rows.FollowedRows(target, random_head(target))
+    prompts = [np.array([5, 6, number, 7], dtype=np.int32) for number in range(6)]
+    for number, prompt in enumerate(prompts):
+        rows.follow_prompt(prompt, torch.full((3, target.config.hidden_size), float(number)))
+    monkeypatch.setattr(followed_rows, "prefill_features", None)  # computing one again would fail
+    with torch.inference_mode():
+        rows.hold(prompts[3:])
+    assert [float(fresh[0, 0]) for fresh in rows._fresh] == [3.0, 4.0, 5.0] and not rows._prompts

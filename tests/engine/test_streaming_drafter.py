@@ -95,7 +95,7 @@ def test_both_placements_give_the_same_drafts_and_old_laws_go(monkeypatch):
         engine = stand.wrap(tiny_model("llama"), drafter=drafter)
         output = engine.generate(input_ids=PROMPTS, max_new_tokens=16, temperature=1.0, seed=5)
         written.append((output.token_ids, output.stats.num_draft_tokens, output.stats.num_steps))
-        assert len(drafter.rider._laws) <= 3
+        assert len(drafter.rider._laws) <= max(3, len(PROMPTS))
     assert written[0] == written[1]
 
 

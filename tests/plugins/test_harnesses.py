@@ -1,6 +1,7 @@
 """Harness doors: what they ask of the engine and what they hand back, with stand-ins where the library is absent."""
 
 import asyncio
+import contextlib
 import copy
 import importlib
 import sys
@@ -223,6 +224,22 @@ def test_inspect_gets_the_engines_errors_and_goes_on(provider):
     wrong, right = Config(max_tokens=4, temperature=-1.0), Config(max_tokens=4)
     assert isinstance(ask_all(provider, ["ABC"], wrong)[0], ValueError)
     assert not isinstance(ask_all(provider, ["ABC"], right)[0], Exception)
+
+
+def test_one_request_that_cannot_be_served_does_not_fail_its_neighbours(provider):
+    texts = ["ABC", "BCDE", "A" * 2000, "HIHI"]
+    answers = ask_all(provider, texts, Config(max_tokens=4, temperature=0.0))
+    assert [isinstance(answer, ValueError) for answer in answers] == [False, False, True, False]
+
+
+def test_requests_that_nobody_waits_for_are_not_decoded(provider):
+    async def ask():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(provider.generate([Message("user", "ABC")], [], "auto", Config(max_tokens=4)), 0.001)
+        return await provider.generate([Message("user", "BCD")], [], "auto", Config(max_tokens=4))
+
+    answer = asyncio.run(ask())
+    assert answer.given["metadata"]["stand_rows"] == 1 and provider.batches.num_calls == 1
 
 
 @pytest.mark.parametrize(("own", "of_call"), [(7, None), (None, 7), (3, 7)])

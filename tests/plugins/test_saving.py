@@ -99,6 +99,32 @@ def test_a_failure_is_told_and_tried_again(tmp_path, monkeypatch, caplog):
     saver.finish()
 
 
+def test_a_lack_of_memory_does_not_end_the_saving(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(saving, "PAUSE", 0.01)
+    path, owner, lookup = tmp_path / "served.lookup", Owner(), lookup_of(1, 2, 3)
+    save, fails = BlendedLookup.save, [True]
+
+    class Short:
+        """The lookup while memory is short."""
+
+        nbytes, digest = lookup.nbytes, lookup.digest
+
+        def __len__(self):
+            return len(lookup)
+
+        def save(self, path):
+            if fails:
+                fails.pop()
+                raise MemoryError
+            save(lookup, path)
+
+    saver = Saver(owner, Short(), str(path))
+    saver._written = None
+    wait_for(lambda: size_of(path) > 0)
+    assert "could not be written" in caplog.text
+    saver.finish()
+
+
 def test_who_is_freed_writes_the_file(tmp_path):
     path, owner, lookup = tmp_path / "served.lookup", Owner(), lookup_of(1, 2, 3)
     owner.saver = Saver(owner, lookup, str(path))

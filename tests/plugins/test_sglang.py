@@ -1,13 +1,15 @@
 """The corpus for SGLang, called as its NGRAM worker calls its own, without SGLang: masks, requests, corpora."""
 
 import sys
+import threading
+import time
 import types
 
 import numpy as np
 import pytest
 from ancestor_rules import broken_rule
 
-from stand.plugins.sglang import REPLACED, LookupCorpus, register
+from stand.plugins.sglang import ADDS_CORPUS, REPLACED, LookupCorpus, register, wait_for_corpus
 from stand.plugins.vllm import register as register_vllm
 from stand.trees import BlendedLookup
 
@@ -237,11 +239,57 @@ def modules(monkeypatch):
 def test_the_entry_point_replaces_the_class(modules):
     calls = []
     registry = types.SimpleNamespace(register=lambda *arguments: calls.append(arguments))
-    kinds = types.SimpleNamespace(REPLACE="replace")
+    kinds = types.SimpleNamespace(REPLACE="replace", AROUND="around")
     packages = dict.fromkeys(("sglang", "sglang__srt", "sglang__srt__plugins"), {})
     modules(**packages, sglang__srt__plugins__hook_registry={"HookRegistry": registry, "HookType": kinds})
     register()
-    assert calls == [(REPLACED, LookupCorpus, "replace")]
+    assert calls == [(REPLACED, LookupCorpus, "replace"), (ADDS_CORPUS, wait_for_corpus, "around")]
+
+
+def test_a_corpus_is_there_when_it_was_added():
+    """SGLang's manager loads in a thread, and commits when it is next asked and sees that the thread has ended."""
+
+    class Manager:
+        def __init__(self, made):
+            self.made, self._pending_load = made, None
+
+        def add(self, name, chunks):
+            if self._pending_load is not None:
+                return "busy"
+
+            def load():
+                time.sleep(0.05)
+                self.number = self.made.load_external_corpus_named(name, chunks)
+
+            self._pending_load = name, threading.Thread(target=load)
+            self._pending_load[1].start()
+            return None
+
+        def check_pending_load(self):
+            if self._pending_load is None or self._pending_load[1].is_alive():
+                return
+            (name, _), self._pending_load = self._pending_load, None
+            self.made.commit_external_corpus_load(name, self.number)
+
+    made = corpus()
+    manager = Manager(made)
+    assert wait_for_corpus(Manager.add, manager, "a", [[1, 2, 3]]) is None
+    assert made.list_external_corpora() == {"a": 3}
+    assert wait_for_corpus(Manager.add, manager, "b", chunks=[[4]]) is None
+    assert made.list_external_corpora() == {"a": 3, "b": 1}
+
+
+def test_pieces_of_images_are_not_learned():
+    made = corpus()
+    text = [1, 2, 3, *[1_000_123, 1_000_124] * 5, 4, 5, 6]
+    for token in (4, 5, 6) * 8:
+        text.append(token)
+        tokens, _ = ask(made, {"one": text})["one"]
+        assert tokens.max() < 1_000_000
+    assert knows(made, [4, 5], 6) and not knows(made, [3], 1_000_123) and not knows(made, [1], 2)
+    plain = corpus()
+    ask(plain, {"one": [1, 2, 3, 4]})
+    assert knows(plain, [1], 2)  # control: without an image all that is shown is learned
 
 
 @pytest.mark.parametrize("is_cpu", [True, False])

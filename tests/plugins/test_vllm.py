@@ -16,6 +16,7 @@ from stand.plugins.vllm import LookupProposer
 from stand.trees import BlendedLookup
 
 MOST_ROWS, LONGEST, K = 6, 512, 4
+VOCABULARY_SIZE = 1 << 17
 
 
 def proposer(
@@ -25,7 +26,7 @@ def proposer(
     config = SimpleNamespace(
         additional_config={"stand": {"drafts": "all", **options}},
         speculative_config=SimpleNamespace(num_speculative_tokens=num_tokens),
-        model_config=SimpleNamespace(max_model_len=longest),
+        model_config=SimpleNamespace(max_model_len=longest, get_vocab_size=lambda: VOCABULARY_SIZE),
         scheduler_config=SimpleNamespace(max_num_seqs=MOST_ROWS),
         parallel_config=SimpleNamespace(**places),
     )
@@ -178,6 +179,27 @@ def test_drafts_continue_what_was_seen():
     first, second = batch.step([[1], [4]])
     assert second == story[4:][:K]
     assert len(first) <= K and all(type(token) is int for token in first + second)
+
+
+def test_prompts_with_placeholders_are_not_learned():
+    """Ids of images may lie beyond the vocabulary: vLLM would look up their embeddings and laws."""
+    made = proposer()
+    batch = Batch(made)
+    image = [VOCABULARY_SIZE + 5] * 20
+    batch.put(0, [1, 2, 3, *image, 4, 5, 6])
+    drafts = [batch.step([[7 + number % 3]]) for number in range(30)]
+    assert any(draft[0] for draft in drafts)
+    assert max(token for draft in drafts for token in draft[0]) < VOCABULARY_SIZE
+
+
+def test_drafts_of_another_models_file_end_before_its_ids(tmp_path):
+    lookup = BlendedLookup()
+    lookup.learn([], [1, 2, 3, VOCABULARY_SIZE, 4] * 20)
+    lookup.save(tmp_path / "other.lookup")
+    made = proposer(lookup=str(tmp_path / "other.lookup"))
+    batch = Batch(made)
+    batch.put(0, [4, 1])
+    assert batch.step([[2]]) == [[3]]
 
 
 def test_drafts_end_before_the_models_length():

@@ -1,5 +1,6 @@
 """Files of long runs: what cannot be written is found before the work, and every line is there once it was added."""
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -14,6 +15,29 @@ def test_lines_are_there_while_the_file_is_open(tmp_path):
     for number in range(3):
         lines.add({"number": number})
         assert [json.loads(line)["number"] for line in path.read_text().splitlines()] == list(range(number + 1))
+
+
+def test_a_line_that_was_taken_in_parts_is_written_whole(tmp_path):
+    """A raw file may take a part of a line; the next write says that the disk is full."""
+    path = tmp_path / "lines.jsonl"
+    lines = JsonLines(path, "--output")
+    whole = lines._file
+
+    class Sparing:
+        room = 60
+
+        def write(self, data):
+            part = data[: min(7, self.room)]
+            if not part:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self.room -= len(part)
+            return whole.write(part)
+
+    lines._file = Sparing()
+    lines.add({"text": "longer than a part"})
+    assert json.loads(path.read_text())["text"] == "longer than a part"
+    with pytest.raises(OSError, match="No space left"):
+        lines.add({"text": "longer than what is left of the disk"})
 
 
 def test_no_path_writes_nothing(tmp_path, monkeypatch):

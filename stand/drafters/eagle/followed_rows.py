@@ -43,8 +43,9 @@ class FollowedRows:
 
     def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:
         """See `Drafter.follow_prompt`."""
-        if len(self._prompts) < MOST_PROMPTS:
-            self._prompts[token_ids[:-1].tobytes()] = features
+        self._prompts[token_ids[:-1].tobytes()] = features
+        if len(self._prompts) > MOST_PROMPTS:
+            del self._prompts[next(iter(self._prompts))]  # the oldest
 
     def follow(self, lesson: Lesson) -> None:
         """Note the features of the tokens that a step has committed; rows that are not held are left out."""

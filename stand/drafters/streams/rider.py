@@ -115,7 +115,7 @@ class StreamRider:
             seen = np.append(history, batch.token_ids[batch.offsets[row] + path]).astype(np.int32).tobytes()
             self._laws.pop(seen, None)  # the newest goes last
             self._laws[seen] = ids[row], probs[row]
-        while len(self._laws) > MOST_HELD:
+        while len(self._laws) > max(MOST_HELD, len(live.histories)):
             del self._laws[next(iter(self._laws))]
         self.last_seconds = time.perf_counter() - begun
 

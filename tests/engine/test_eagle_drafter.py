@@ -168,9 +168,10 @@ def test_a_head_of_another_model_is_refused():
         stand.wrap(tiny_model("llama"), drafter=stand.EagleDrafter(random_head(tiny_model("qwen2"))))
 
 
-def test_of_many_prompts_the_oldest_are_forgotten(target, monkeypatch):
+def test_of_many_prompts_the_oldest_are_forgotten(monkeypatch):
     """Steps without drafts never ask for them: newer ones must still find a place."""
     monkeypatch.setattr(followed_rows, "MOST_PROMPTS", 3)
+    target = tiny_model("llama")
     rows = followed_rows.FollowedRows(target, random_head(target))
     prompts = [np.array([5, 6, number, 7], dtype=np.int32) for number in range(6)]
     for number, prompt in enumerate(prompts):

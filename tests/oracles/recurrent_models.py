@@ -3,6 +3,8 @@
 from functools import lru_cache
 
 import torch
+import transformers
+from packaging.version import Version
 from tiny_models import SHAPE
 from transformers import (
     AutoModelForCausalLM,
@@ -67,6 +69,8 @@ CONVOLUTION: dict[str, PreTrainedConfig] = {
         num_dense_layers=1,
     ),
 }  # fmt: skip
+if Version(transformers.__version__) < Version("5.23"):  # 5.16 does not hand the plan on to this one's attention
+    del STATE_SPACE["falcon_h1"]
 RECURRENT = {**DELTA_RULE, **STATE_SPACE, **CONVOLUTION}
 
 

@@ -155,7 +155,7 @@ class CapturedBackend:
         from stand.gpu.guarded_step import GuardedStep
         from stand.gpu.pooled_step import PooledStep
 
-        if start.law.has_processors:
+        if start.law.has_processors or start.law.needs_scores:
             if self._previous is not None and self._previous.is_free:
                 self._previous.dissolve()  # admission has counted its pool as free
                 self._previous = None

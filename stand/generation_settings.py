@@ -62,6 +62,7 @@ WITHOUT_EFFECT = frozenset(  # on tokens here: other modes' details, ways to com
     "cache_config max_cache_len prefill_chunk_size compile_config disable_compile continuous_batching_config "
     "return_dict_in_generate pad_token_id bos_token_id decoder_start_token_id transformers_version".split()
 )
+PREPARED = "_stand_prepared"  # of a config that `generate` has filled already: what is None there was given as None
 FRACTIONS = frozenset(  # settings for which transformers asks for a float
     "temperature top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty "
     "max_time".split()
@@ -106,7 +107,8 @@ class GenerationSettings:
             _warn_of_strangers(config)
         givers = (GenerationConfig(), model.generation_config) if config is None else (config, model.generation_config)
         has_max_length = given.get("max_length") is not None or any(giver.max_length is not None for giver in givers)
-        resolved, _ = model._prepare_generation_config(config)
+        is_prepared = getattr(config, PREPARED, False)
+        resolved = copy.deepcopy(config) if is_prepared else model._prepare_generation_config(config)[0]
         for name, value in [*vars(resolved).items(), *given.items()]:
             setattr(resolved, name, _plain(name, value))
         resolved.do_sample = False if resolved.do_sample is None else resolved.do_sample

@@ -29,6 +29,7 @@ FILTERS = {  # in transformers' order; each class keeps its setting in an attrib
     "min_p": MinPLogitsWarper,
 }
 LEAST, MOST = 1e-30, 1e30  # temperatures above 0
+HOT = 1e4  # from about a hundred times that on, tokens of unlike scores have equal probabilities in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,12 @@ class TargetLaw:
         return not self.params.is_greedy and (
             self.params.top_k > 0 or self.params.top_p < 1.0 or self.params.min_p > 0.0
         )
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether filters must see scores and not their softmax: where it is hot, float32 probabilities are equal
+        though scores are not."""
+        return self.has_filters and self.params.temperature > HOT
 
     def warp(self, scores: torch.Tensor) -> torch.Tensor:
         """[M, V] float32: the temperature and the filters, row by row; nothing at temperature 0."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.drafters.drafter import DraftRequest, Lesson, LookupDrafter, check_fingerprint, check_kind, teach_two_ways
+from stand.drafters.drafter import DraftRequest, Lesson, LookupDrafter, check_kind, settle_vocabulary, teach_two_ways
 from stand.drafters.known_costs import KnownCosts, Measure, saved_costs
 from stand.drafters.law_source import LawSource
 from stand.drafters.settings import check_count
@@ -81,7 +81,7 @@ class BlendedDrafter(LookupDrafter):
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
         if self.lookup is None:
             self.lookup = BlendedLookup(fingerprint=fingerprint)
-        check_fingerprint(self.lookup, fingerprint)
+        settle_vocabulary(self.lookup, fingerprint)
         if self.source is not None:
             self.source.attach(model)
         folder = measured_folder()

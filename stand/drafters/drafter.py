@@ -172,8 +172,9 @@ def teach_two_ways(lookup: object) -> np.ndarray:
     return context
 
 
-def check_fingerprint(lookup: object, fingerprint: bytes) -> None:
-    """Raise ValueError where a lookup was trained with another vocabulary."""
+def settle_vocabulary(lookup: object, fingerprint: bytes) -> None:
+    """Raise ValueError where a lookup was trained with another vocabulary; an empty one without any gets this one."""
+    lookup.name_vocabulary(fingerprint)
     if lookup.fingerprint and lookup.fingerprint != fingerprint:
         raise ValueError(
             f"a lookup must have been learned with this tokenizer (vocabulary {fingerprint.hex()[:12]}; without one "

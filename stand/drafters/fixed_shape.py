@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from transformers import PreTrainedModel
 
-from stand.drafters.drafter import DraftRequest, Lesson, LookupDrafter, check_fingerprint, check_kind, teach_two_ways
+from stand.drafters.drafter import DraftRequest, Lesson, LookupDrafter, check_kind, settle_vocabulary, teach_two_ways
 from stand.trees import DraftBatch, LookupTree, TreeShape
 from stand.trees.sampling import SHAPED_KINDS
 
@@ -34,7 +34,7 @@ class FixedShapeDrafter(LookupDrafter):
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
         if self.lookup is None:
             self.lookup = LookupTree(fingerprint=fingerprint)
-        check_fingerprint(self.lookup, fingerprint)
+        settle_vocabulary(self.lookup, fingerprint)
 
     def typical_draft(self) -> DraftBatch:
         lookup = LookupTree()

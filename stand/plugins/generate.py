@@ -28,6 +28,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, PrefixConstrained
 from transformers.generation.streamers import BaseStreamer
 
 from stand.engine import Engine, wrap
+from stand.generation_settings import PREPARED
 from stand.output import GenerationOutput
 
 ATTRIBUTE = "_stand_engine"  # of a model: its `_Kept`
@@ -250,6 +251,8 @@ def _padding(config: GenerationConfig, num_rows: int, criteria: list) -> int | N
 def _for_single_rows(config: GenerationConfig, width: int, processors: list) -> GenerationConfig:
     """The config with lengths as new tokens: prepared ones count the padding, which the engine takes off."""
     config = copy.deepcopy(config)
+    setattr(config, PREPARED, True)
+    config.num_return_sequences = config.num_return_sequences or 1
     config.max_new_tokens, config.max_length = config.max_length - width, None
     least, config.min_length = (config.min_length or 0) - width, None
     is_replaced = any(type(processor) is MinLengthLogitsProcessor for processor in processors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -57,7 +58,7 @@ def admission(
             f"max_rows must be an integer >= 1, got {max_rows!r}; leave it out for as many rows as memory holds"
         )
     token_bytes, size = bytes_per_token(model), backend.page_size
-    is_number = isinstance(max_cache_bytes, (int, float)) and not isinstance(max_cache_bytes, bool)
+    is_number = isinstance(max_cache_bytes, numbers.Real) and not isinstance(max_cache_bytes, bool)
     if max_cache_bytes is not None and not (is_number and max_cache_bytes >= token_bytes * (size or 1)):
         raise ValueError(
             f"max_cache_bytes must be a number of bytes that holds a page of {size or 1} tokens, {token_bytes} bytes "

@@ -221,6 +221,24 @@ def test_a_lookup_that_was_learned_without_a_tokenizer_serves_with_one(kind):
         stand.wrap(model, drafter=kind(fingerprint=named))
 
 
+@pytest.mark.parametrize("kind", [LookupTree, BlendedLookup])
+def test_a_lookup_made_by_hand_belongs_to_the_first_vocabulary(kind, tmp_path):
+    """Its file must not be taken by a model of another one; what has learned without a name stays free."""
+    lookup = kind()
+    drafter = {LookupTree: stand.FixedShapeDrafter, BlendedLookup: stand.BlendedDrafter}[kind]
+    engine = stand.wrap(tiny_model("qwen2"), letter_tokenizer(), drafter=drafter(lookup))
+    engine.generate(input_ids=PROMPTS, max_new_tokens=4)
+    lookup.save(tmp_path / "lookup")
+    for other in (lookup, kind.load(tmp_path / "lookup")):
+        assert other.fingerprint == stand.wrap(tiny_model("qwen2"), letter_tokenizer()).lookup.fingerprint
+        with pytest.raises(ValueError, match="a lookup must have been learned with this tokenizer"):
+            stand.wrap(tiny_model("llama"), drafter=drafter(other))
+    nameless = kind()
+    nameless.learn([1], [2])
+    stand.wrap(tiny_model("qwen2"), letter_tokenizer(), drafter=drafter(nameless))
+    assert nameless.fingerprint == b""
+
+
 def test_learn_false_leaves_the_lookup_tree_alone():
     engine = engine_of()
     engine.generate(input_ids=PROMPTS, max_new_tokens=10, temperature=0.0, learn=False)

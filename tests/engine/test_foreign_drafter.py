@@ -52,6 +52,16 @@ def pair(root: int, token: int, *, mass: float = 1.0) -> DraftTree:
     )
 
 
+def wide_pair(root: int, support: list[int], law: list[float]) -> DraftTree:
+    """A root and one child, the first of its support."""
+    return DraftTree(
+        np.array([root, support[0]], dtype=np.int32),
+        np.array([-1, 0], dtype=np.int32),
+        np.array([support, [-1] * len(support)], dtype=np.int32),
+        np.array([[0.0] * len(support), law], dtype=np.float32),
+    )
+
+
 @pytest.mark.parametrize(
     ("drafts", "message"),
     [
@@ -59,6 +69,8 @@ def pair(root: int, token: int, *, mass: float = 1.0) -> DraftTree:
         ([pair(9, 3), pair(8, 3)], "must be its row's pending token 7, got 8 in row 1"),
         ([pair(9, 3), pair(7, VOCABULARY_SIZE)], rf"must be in \[0, {VOCABULARY_SIZE}\), got {VOCABULARY_SIZE}"),
         ([pair(9, 3), pair(7, 3, mass=0.7)], "must sum to 1, got 0.7"),
+        ([pair(9, 3), wide_pair(7, [5, 5, 1], [1 / 3] * 3)], "must hold distinct token ids"),
+        ([pair(9, 3), wide_pair(7, [5, 1, -1], [1 / 3] * 3)], "padding"),
     ],
 )
 def test_a_wrong_answer_is_refused_before_the_forward(drafts, message):
@@ -74,8 +86,11 @@ def test_a_wrong_answer_is_refused_before_the_forward(drafts, message):
 
 
 def test_a_right_answer_is_not_refused():
-    engine = stand.wrap(tiny_model("qwen2"), drafter=Answer(pair(9, 3), pair(7, 3)))
-    assert len(engine.generate(input_ids=PROMPTS, max_new_tokens=1, seed=0)) == 2
+    for second in (pair(7, 3), wide_pair(7, [5, 21, 1], [0.2, 0.3, 0.5]), wide_pair(7, [5, -1, -1], [1.0, 0.0, 0.0])):
+        first = pair(9, 3)
+        first = wide_pair(9, [3, -1, -1], [1.0, 0.0, 0.0]) if second.law.shape[1] > 1 else first
+        engine = stand.wrap(tiny_model("qwen2"), drafter=Answer(first, second))
+        assert len(engine.generate(input_ids=PROMPTS, max_new_tokens=1, seed=0)) == 2
 
 
 def test_a_second_thread_waits_for_its_turn():

@@ -148,6 +148,34 @@ def test_families(family):
     assert expected.tolist() == got.tolist()
 
 
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [("repetition_penalty", 2.5), ("no_repeat_ngram_size", 2), ("suppress_tokens", [*range(20, 50)]),
+     ("sequence_bias", [[[17], 40.0]]), ("min_new_tokens", 8), ("forced_eos_token_id", 4), ("min_length", 11)],
+)  # fmt: skip
+def test_an_explicit_none_switches_the_models_own_setting_off(name, own):
+    """And what is left out does not: a config that `generate` has prepared must not be filled a second time."""
+    model = copy.deepcopy(tiny_model("qwen2"))
+    setattr(model.generation_config, name, own)
+    settings = {"eos_token_id": [*range(10, 50)]} if name.startswith("min") else {}
+    off_expected, off = both(model, PADDED, **settings, **{name: None})
+    on_expected, on = both(model, PADDED, **settings)
+    assert off.tolist() == off_expected.tolist() and on.tolist() == on_expected.tolist()
+    assert off.tolist() != on.tolist() or name == "min_length"  # the padding uses it up
+
+
+def test_an_explicit_none_switches_the_default_top_k_off():
+    model = copy.deepcopy(tiny_model("llama"))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.05)
+    settings = {"do_sample": True, "num_return_sequences": 600, "max_new_tokens": 1, "eos_token_id": -1}
+    prompt, drawn = torch.tensor([[3, 5, 1]]), []
+    for top_k in ({"top_k": None}, {}):
+        tokens = model.generate(prompt, custom_generate=stand_generate, stand_seed=0, **settings, **top_k)[:, -1]
+        drawn.append(len(set(tokens.tolist())))
+    assert drawn[0] > 50 >= drawn[1]
+
+
 def test_a_seed_decides_and_generators_are_left_alone_when_greedy(model):
     def sampled(seed: int) -> list:
         torch.manual_seed(seed)

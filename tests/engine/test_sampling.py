@@ -135,6 +135,18 @@ def test_only_filters_that_may_take_tokens_out_count():
     assert not TargetLaw(SamplingParams(temperature=0.6)).has_filters
 
 
+def test_filters_of_hot_laws_need_scores():
+    """Float32 probabilities of a hot law are equal where scores are not: filters of captured steps see the former."""
+    scores = torch.linspace(0, 5, 1000)[None]
+    for temperature, needs in ((1e3, False), (1e4, False), (2e4, True), (1e8, True)):
+        law = TargetLaw(SamplingParams(temperature=temperature, top_k=50))
+        assert law.needs_scores == needs and not TargetLaw(SamplingParams(temperature=temperature)).needs_scores
+        probabilities = torch.softmax(scores / temperature, dim=1)[0]
+        num_kept = int((probabilities >= probabilities.sort(descending=True).values[49]).sum())
+        assert num_kept == 50 or needs
+        assert int((law.laws(scores).probabilities > 0).sum()) == 50
+
+
 def test_a_law_tells_whether_it_has_processors():
     chain = ProcessorChain([[TopKLogitsWarper(3)]])
     assert TargetLaw(SamplingParams(), processors=chain).has_processors

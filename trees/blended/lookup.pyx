@@ -151,6 +151,11 @@ cdef class BlendedLookup:
     def _unlock(self):
         self._lookup.mutex.open()
 
+    def name_vocabulary(self, bytes fingerprint not None):
+        """The fingerprint of what it is going to learn, where it has none and has learned nothing yet; else nothing."""
+        if not self.fingerprint and len(self) == 0:
+            self.fingerprint = checked_fingerprint(fingerprint)
+
     def clear(self):
         """Forget every context and all that was learned about their worth; parameters stay.
 

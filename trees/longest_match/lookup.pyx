@@ -97,6 +97,11 @@ cdef class LookupTree:
     def _unlock(self):
         self._lookup.mutex.unlock()
 
+    def name_vocabulary(self, bytes fingerprint not None):
+        """The fingerprint of what it is going to learn, where it has none and has learned nothing yet; else nothing."""
+        if not self.fingerprint and len(self) == 0:
+            self.fingerprint = checked_fingerprint(fingerprint)
+
     def clear(self):
         """Forget everything; parameters stay. No call may be running, see `BlendedLookup.clear`."""
         with nogil:

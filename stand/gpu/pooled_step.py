@@ -6,6 +6,8 @@ as the longest row, for as long as the layer runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -51,6 +53,9 @@ class GatheredKeys(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Longest row's extent in the coming step, new tokens included (0 before the first)."""
         return self._plan.kv_length if self._plan is not None else 0
+
+    def keep_states(self, ends: Sequence[int]) -> None:
+        """Nothing: models with recurrent states have no pools."""
 
     def compact(self, rows: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy slot sources[i] of row rows[i] to slot targets[i], in every layer; reads come before writes."""

@@ -31,14 +31,16 @@ class TreeChanges:
     sums: torch.Tensor  # [A, H, T]: G
     seen: torch.Tensor  # [A, 1, T, T] bool: token j is an ancestor of token i, or is it
 
-    def states_after(self, states: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """[A, H, K, V]: `states` once the path to token ends[a] of tree a is part of its row; ends int64 [A]."""
+    def move(self, states: torch.Tensor, ends: torch.Tensor) -> None:
+        """Make `states` [A, H, K, V], contiguous, what they are once the path to token ends[a] of tree a is part of its
+        row; ends int64 [A]."""
         trees = torch.arange(len(ends), device=ends.device)
         last = self.sums[trees, :, ends]  # [A, H]
         seen = self.seen[trees, :, ends]  # [A, 1, T]
         weights = _exp_where(seen, last[..., None] - self.sums)  # [A, H, T]
-        changes = self.keys.transpose(2, 3) @ (weights[..., None] * self.updates)
-        return torch.exp(last)[..., None, None] * states + changes
+        states.mul_(torch.exp(last)[..., None, None])
+        turned, weighted = self.keys.transpose(2, 3).flatten(0, 1), (weights[..., None] * self.updates).flatten(0, 1)
+        states.view(-1, *states.shape[2:]).baddbmm_(turned, weighted)
 
 
 def gated_delta_rule(
@@ -58,11 +60,14 @@ def gated_delta_rule(
     """
     query, key = _unit(query) * query.shape[3] ** -0.5, _unit(key)
     sums, decays = _decays(log_decay, seen)
-    rest = beta[..., None] * (value - torch.exp(sums)[..., None] * (key @ states))
-    system = beta[..., None] * ((key @ key.transpose(2, 3)) * decays)  # the diagonal is not read: it counts as 1
+    both = torch.cat([query, key], dim=2)  # states are large: they are read once
+    of_states, of_keys = (both @ other for other in (states, key.transpose(2, 3)))
+    fresh, num_tokens = torch.exp(sums)[..., None], query.shape[2]
+    rest = beta[..., None] * (value - fresh * of_states[:, :, num_tokens:])
+    system = beta[..., None] * (of_keys[:, :, num_tokens:] * decays)  # the diagonal is not read: it counts as 1
     updates = torch.linalg.solve_triangular(system, rest, upper=False, unitriangular=True)
-    changes = TreeChanges(key, updates, sums, seen)
-    return _outputs(query, changes, decays, states), changes
+    output = fresh * of_states[:, :, :num_tokens] + (of_keys[:, :, :num_tokens] * decays) @ updates
+    return output, TreeChanges(key, updates, sums, seen)
 
 
 def state_space(
@@ -76,19 +81,14 @@ def state_space(
 ) -> tuple[torch.Tensor, TreeChanges]:
     """Outputs [A, H, T, V], and what the tokens would change: u_i = v_i, arXiv 2405.21060 (Mamba-2), equation 16."""
     sums, decays = _decays(log_decay, seen)
-    changes = TreeChanges(key, value, sums, seen)
-    return _outputs(query, changes, decays, states), changes
+    scores = (query @ key.transpose(2, 3)) * decays
+    return torch.exp(sums)[..., None] * (query @ states) + scores @ value, TreeChanges(key, value, sums, seen)
 
 
 def _decays(log_decay: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """G [A, H, T], and exp(G_i - G_j) [A, H, T, T] where token i sees token j, else 0."""
     sums = (seen.to(log_decay.dtype) @ log_decay[..., None])[..., 0]
     return sums, _exp_where(seen, sums[..., :, None] - sums[..., None, :])
-
-
-def _outputs(query: torch.Tensor, changes: TreeChanges, decays: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-    scores = (query @ changes.keys.transpose(2, 3)) * decays
-    return torch.exp(changes.sums)[..., None] * (query @ states) + scores @ changes.updates
 
 
 def _unit(vectors: torch.Tensor) -> torch.Tensor:

@@ -104,9 +104,12 @@ class RecurrentForward:
             layer.tails[plan.first_row] = layer.inputs[len(layer.inputs) - size + 1 :]
             layer.inputs = None
         else:
-            windows = layer.inputs[plan.paths_back(size).to(inputs.device)].float()  # [M, N + 1, C]
-            mixed = (windows * weight.T.float()).sum(dim=1)
-            mixed = (mixed if bias is None else mixed + bias.float()).to(weight.dtype).T[None]
+            places, taps = plan.paths_back(size).to(inputs.device), weight.T.float()
+            mixed = torch.zeros(inputs.shape, device=inputs.device)
+            mixed = mixed if bias is None else mixed + bias.float()
+            for place, tap in zip(places.T, taps, strict=True):
+                mixed.addcmul_(layer.inputs[place].float(), tap)
+            mixed = mixed.to(weight.dtype).T[None]
         mixed = mixed if activation is None else ACT2FN[activation](mixed)
         return mixed.to(hidden_states.dtype)
 
@@ -167,15 +170,14 @@ class RecurrentForward:
     def _over_prompt(self, rule: Callable[..., tuple[torch.Tensor, TreeChanges]], chain: list[torch.Tensor]):
         """[1, H, M, V] of operands [1, H, M, ...], chunk by chunk; all tokens stay."""
         row, outputs = self._plan.first_row, []
-        states = self._states.states[row : row + 1]
+        states = self._states.states[row : row + 1]  # which every chunk moves
         for first in range(0, self._plan.num_tokens, CHUNK):
             chunk = [operand[:, :, first : first + CHUNK] for operand in chain]
             size = chunk[0].shape[2]
             seen = torch.ones(1, 1, size, size, dtype=torch.bool, device=states.device).tril()
             output, changes = rule(*chunk, states=states, seen=seen)
-            states = changes.states_after(states, torch.tensor([size - 1], device=states.device))
+            changes.move(states, torch.tensor([size - 1], device=states.device))
             outputs.append(output)
-        self._states.states[row] = states[0]
         return torch.cat(outputs, dim=2)
 
 

@@ -48,7 +48,7 @@ class RecurrentStates:
             newest = plan.paths_back(count).to(device)[plan.offsets.to(device)[:-1] + local]
             layer.tails[rows] = layer.inputs[newest[:, 1:]]
             if layer.changes is not None:
-                layer.states[rows] = layer.changes.states_after(layer.states[rows], local)
+                layer.changes.move(layer.states[rows], local)
             layer.inputs = layer.changes = None
 
     def enter(self, row: int, others: RecurrentStates) -> None:

@@ -22,8 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from measuring.option_types import count_list, positive_integer
 from measuring.progress import Progress, say
-from measuring.setup import add_options, count_list, fill_defaults, load_model, load_tasks, positive_integer, prompt_ids
+from measuring.setup import add_options, fill_defaults, load_model, load_tasks, prompt_ids
 from measuring.text_table import format_table
 from measuring.trajectories import Sampling, draw_with_engine
 

@@ -21,18 +21,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from measuring.interruption import Interruption, run_command
+from measuring.option_types import count_list, positive_integer
 from measuring.output_file import check_writable
 from measuring.progress import Progress, say
-from measuring.setup import (
-    add_options,
-    count_list,
-    fill_defaults,
-    load_model,
-    load_tasks,
-    positive_integer,
-    prompt_ids,
-    sampling_for,
-)
+from measuring.setup import add_options, fill_defaults, load_model, load_tasks, prompt_ids, sampling_for
 from measuring.text_table import format_table
 from measuring.trajectories import draw_with_engine
 

@@ -10,6 +10,7 @@ import transformers
 from workloads.problem_sets import AIME_2024, Task, generated_tasks, read_tasks
 from workloads.real_models import MODELS, model_folder
 
+from measuring.option_types import positive_integer
 from measuring.trajectories import Sampling
 
 REASONER = Path(__file__).resolve().parents[1] / "reasoner"
@@ -97,18 +98,3 @@ def sampling_for(arguments: argparse.Namespace, trajectories: int) -> Sampling:
         top_p=arguments.top_p,
         seed=arguments.seed,
     )
-
-
-def count_list(text: str) -> list[int]:
-    """Numbers of at least 1 with commas between, as 1,4,8,16."""
-    return [positive_integer(part) for part in text.split(",")]
-
-
-def positive_integer(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
-    return number

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measuring.setup import REASONER, add_options, fill_defaults, load_model, positive_integer, prompt_ids
+from measuring.option_types import positive_integer
+from measuring.setup import REASONER, add_options, fill_defaults, load_model, prompt_ids
 from workloads.problem_sets import Task, read_tasks
 from workloads.problems import draw_problem
 

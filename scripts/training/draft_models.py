@@ -12,11 +12,11 @@ from pathlib import Path
 from measuring.setup import REASONER
 from transformers import AutoTokenizer
 
+from training.checkpoint import TOKENIZER_FILES
 from training.trainer import train
 
 DRAFTERS = Path(__file__).resolve().parents[1] / "drafters"
 SIZES = {"good": {"layers": 2, "minutes": 9.0}, "weak": {"layers": 1, "minutes": 3.0}}
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def train_draft_model(name: str, *, minutes: float | None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +16,12 @@ from workloads.problem_sets import Task, read_tasks
 from workloads.problems import draw_problem
 
 import stand
+from training.checkpoint import forget_checkpoints
 from training.generations import frequent_tokens, write_generations
 from training.head_training import Recipe, describe, train_head
 
 DRAFTERS = Path(__file__).resolve().parents[1] / "drafters"
+FILES = ("generations.jsonl", "held_out.jsonl", "state.pt", "state.new", "settings.json")  # of checkpoints
 HELD_OUT_ONE_IN = 8  # problems of a file; the bundled model's generated ones have a split of their own
 
 
@@ -59,12 +60,12 @@ def generate(arguments: argparse.Namespace, model, tokenizer, *, held_out: bool)
 
 def run(recipe: Recipe, arguments: argparse.Namespace) -> dict:
     """Train and write the head, or evaluate the one at --output; the facts of it."""
-    if arguments.fresh:
-        shutil.rmtree(arguments.checkpoints, ignore_errors=True)
-    arguments.checkpoints.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     model, tokenizer = load_model(arguments)
+    if arguments.fresh:
+        forget_checkpoints(arguments.checkpoints, FILES)
+    arguments.checkpoints.mkdir(parents=True, exist_ok=True)
     facts: dict[str, object] = {}
     if not arguments.evaluate:
         head = recipe.make(model, arguments).train()

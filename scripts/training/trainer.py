@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -23,7 +22,16 @@ import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from training.batches import IGNORED, draw_batches
-from training.checkpoint import load_state, save_folder, save_state
+from training.checkpoint import (
+    FACTS,
+    check_output,
+    forget_checkpoints,
+    is_model_folder,
+    is_tokenizer_folder,
+    load_state,
+    save_folder,
+    save_state,
+)  # fmt: skip
 from training.tokenizer import train_tokenizer
 
 # Keep freed memory in the process: returning and faulting it in again can cost more than the arithmetic.
@@ -32,12 +40,15 @@ ALLOCATOR = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_TOP_PAD_": str(256 << 20),
 }
+FILES = ("state.pt", "state.new", "settings.json")  # of checkpoints
+FOLDERS = {"tokenizer": is_tokenizer_folder, "latest": is_model_folder}
 
 
 def train(arguments: argparse.Namespace) -> None:
     """Prepare tokenizer and folders, then run all training processes."""
+    check_output(arguments.output)
     if arguments.fresh:
-        shutil.rmtree(arguments.checkpoints, ignore_errors=True)
+        forget_checkpoints(arguments.checkpoints, FILES, FOLDERS)
     arguments.checkpoints.mkdir(parents=True, exist_ok=True)
     if not (arguments.checkpoints / "tokenizer").exists():
         tokenizer = train_tokenizer(arguments.vocabulary, seed=arguments.seed)
@@ -85,7 +96,7 @@ def describe_training(arguments: argparse.Namespace, model: torch.nn.Module, pro
         "learning_rate": arguments.learning_rate,
         "seed": arguments.seed,
     }
-    (arguments.output / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    (arguments.output / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def run_steps(rank: int, arguments, model, optimizers, tokenizer, progress: dict) -> None:

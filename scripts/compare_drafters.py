@@ -94,8 +94,9 @@ def streams_of(arguments: argparse.Namespace, model) -> Streams | None:
 def measure(arguments: argparse.Namespace) -> list[dict]:
     """One record per temperature, number of samples and arm."""
     torch.set_num_threads(arguments.threads)
+    tasks = load_tasks(arguments)
     model, tokenizer = load_model(arguments)
-    trained, tasks = (head_of(arguments, model), streams_of(arguments, model)), load_tasks(arguments)
+    trained = head_of(arguments, model), streams_of(arguments, model)
     records = []
     names = list(drafter_makers(arguments, *trained, 1.0))
     progress = Progress(len(arguments.temperatures) * sum(arguments.trajectories) * len(names) * len(tasks))

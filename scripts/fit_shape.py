@@ -53,11 +53,12 @@ class SlotCounts:
 
     def draw(self, arguments: argparse.Namespace, interruption: Interruption) -> None:
         """Trajectories of every problem, drafted with the starting shape."""
+        tasks = load_tasks(arguments)
+        sampling = sampling_for(arguments, arguments.trajectories)
         say(f"{arguments.model}: loading")
         model, tokenizer = load_model(arguments)
         drafter = stand.FixedShapeDrafter(shape=self.start, kind=arguments.draft_kind)
         engine = stand.wrap(model, tokenizer, drafter=drafter, verifier=arguments.verifier)
-        tasks, sampling = load_tasks(arguments), sampling_for(arguments, arguments.trajectories)
         progress = Progress(len(tasks))
         for index, task in enumerate(tasks):
             prompt = prompt_ids(tokenizer, task, arguments.instruction)

@@ -31,6 +31,20 @@ def probability(text: str) -> float:
     return number
 
 
+def device_name(text: str) -> str:
+    """A device that torch has here, as cpu, cuda or cuda:1."""
+    import torch  # commands without a model need none
+
+    try:
+        if torch.device(text).type == "meta":
+            raise ValueError("it holds no numbers")
+        torch.empty(1, device=text)
+    except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+        there = ", ".join(["cpu", *(f"cuda:{place}" for place in range(torch.cuda.device_count()))])
+        raise argparse.ArgumentTypeError(f"must be one that torch has here, got {text!r}; take {there}") from error
+    return text
+
+
 def count_list(text: str) -> list[int]:
     """Numbers of at least 1 with commas between, as 1,4,8,16."""
     return [positive_integer(part) for part in text.split(",")]

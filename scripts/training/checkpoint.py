@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from measuring.output_file import check_replaceable
+from measuring.output_file import check_replaceable, replace_text
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from workloads.problems import write_prompt
 
@@ -17,6 +18,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json",
 )  # fmt: skip
 FACTS = "training.json"
+SETTINGS = "settings.json"
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", FACTS)
 
 
@@ -66,6 +68,25 @@ def forget_checkpoints(
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in files:
         (folder / name).unlink(missing_ok=True)
+
+
+def claim(folder: Path, settings: Mapping[str, object], files: Sequence[str]) -> None:
+    """Make the folder for checkpoints one of these settings, or raise ValueError where it is one of others.
+
+    files: what lies there only where a run has begun. Settings that its folder does not name yet are added to it.
+    """
+    path, remedy = folder / SETTINGS, "keep them, name another --checkpoints, or begin anew with --fresh"
+    begun = [name for name in files if name != SETTINGS and (folder / name).exists()]
+    if begun and not path.exists():
+        raise ValueError(f"checkpoints must have {SETTINGS} beside them, got {', '.join(begun)} in {folder}; {remedy}")
+    earlier = json.loads(path.read_text(encoding="utf-8")) if begun else {}
+    other = [name for name, value in settings.items() if name in earlier and earlier[name] != value]
+    if other:
+        changes = ", ".join(f"{name} {earlier[name]!r} -> {settings[name]!r}" for name in other)
+        raise ValueError(f"a run must go on with the settings of {folder}, got {changes}; {remedy}")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not settings.items() <= earlier.items():
+        replace_text(path, json.dumps({**earlier, **settings}, indent=1) + "\n")
 
 
 def check_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -24,7 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 from training.batches import IGNORED, draw_batches
 from training.checkpoint import (
     FACTS,
+    SETTINGS,
     check_output,
+    claim,
     forget_checkpoints,
     is_model_folder,
     is_tokenizer_folder,
@@ -40,18 +42,19 @@ ALLOCATOR = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_TOP_PAD_": str(256 << 20),
 }
-FILES = ("state.pt", "state.new", "settings.json")  # of checkpoints
+FILES = ("state.pt", "state.new", SETTINGS)  # of checkpoints
+FIXED = ("hidden", "intermediate", "layers", "vocabulary", "rows", "processes", "learning_rate", "seed")
 FOLDERS = {"tokenizer": is_tokenizer_folder, "latest": is_model_folder}
 
 
-def train(arguments: argparse.Namespace) -> None:
-    """Prepare tokenizer and folders, then run all training processes."""
+def train(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
+    """Prepare tokenizer (default: a new one) and folders, then run all training processes."""
     check_output(arguments.output)
     if arguments.fresh:
         forget_checkpoints(arguments.checkpoints, FILES, FOLDERS)
-    arguments.checkpoints.mkdir(parents=True, exist_ok=True)
+    claim(arguments.checkpoints, {name: getattr(arguments, name, None) for name in FIXED}, (*FILES, "tokenizer"))
     if not (arguments.checkpoints / "tokenizer").exists():
-        tokenizer = train_tokenizer(arguments.vocabulary, seed=arguments.seed)
+        tokenizer = tokenizer or train_tokenizer(arguments.vocabulary, seed=arguments.seed)
         tokenizer.save_pretrained(arguments.checkpoints / "tokenizer")
     os.environ.update(ALLOCATOR)  # read by the allocator of the spawned processes
     with tempfile.TemporaryDirectory() as folder:

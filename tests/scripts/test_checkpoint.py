@@ -66,3 +66,16 @@ def test_the_command_refuses_another_ones_folder_in_one_line(tmp_path, monkeypat
     monkeypatch.setattr("sys.argv", ["train_reasoner.py", "--fresh", "--output", str(tmp_path)])
     assert train_reasoner.main() == 2
     assert capsys.readouterr().err.startswith("train_reasoner: the folder for a trained model must be new")
+
+
+def test_checkpoints_of_other_settings_are_refused_by_name(tmp_path):
+    files = ("state.pt", "settings.json")
+    checkpoint.claim(tmp_path, {"model": "one", "seed": 0}, files)
+    checkpoint.claim(tmp_path, {"model": "two"}, files)  # nothing was begun yet
+    (tmp_path / "state.pt").touch()
+    checkpoint.claim(tmp_path, {"model": "two", "seed": 3}, files)
+    with pytest.raises(ValueError, match="model 'two' -> 'one', seed 3 -> 4; keep them, .* --checkpoints, .* --fresh"):
+        checkpoint.claim(tmp_path, {"model": "one", "seed": 4}, files)
+    (tmp_path / "settings.json").unlink()
+    with pytest.raises(ValueError, match="settings.json beside them, got state.pt in"):
+        checkpoint.claim(tmp_path, {"model": "two", "seed": 3}, files)

@@ -21,7 +21,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from long_runs.resident_memory import resident_bytes
-from measuring.setup import REASONER, count_list, positive_integer
+from measuring.option_types import count_list, positive_integer
+from measuring.setup import REASONER
 from measuring.text_table import format_table
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel

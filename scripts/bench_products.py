@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from measuring.setup import count_list, positive_integer
+from measuring.option_types import count_list, positive_integer
 from measuring.text_table import format_table
 
 from stand.forward.few_token_product import few_token_product

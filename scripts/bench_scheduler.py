@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from measuring.setup import add_options, fill_defaults, load_model, load_tasks, positive_integer, prompt_ids
+from measuring.option_types import positive_integer
+from measuring.setup import add_options, fill_defaults, load_model, load_tasks, prompt_ids
 from measuring.text_table import format_table
 from workloads.problem_sets import Task
 

@@ -15,7 +15,7 @@ import json
 from collections.abc import Sequence
 
 import torch
-from measuring.setup import count_list, positive_integer
+from measuring.option_types import count_list, positive_integer
 from measuring.text_table import format_table
 from workloads.model_shapes import SHAPES, SMOKE_SHAPE
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from measuring.setup import count_list, positive_integer
+from measuring.option_types import count_list, positive_integer
 from measuring.text_table import format_table
 
 from stand.forward.packed_plan import StepPlan

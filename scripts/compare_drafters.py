@@ -22,8 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from measuring.option_types import count_list, positive_integer
 from measuring.progress import Progress, say
-from measuring.setup import add_options, count_list, fill_defaults, load_model, load_tasks, positive_integer, prompt_ids
+from measuring.setup import add_options, fill_defaults, load_model, load_tasks, prompt_ids
 from measuring.text_table import format_table
 from measuring.trajectories import Sampling, draw_with_engine
 
@@ -93,8 +94,9 @@ def streams_of(arguments: argparse.Namespace, model) -> Streams | None:
 def measure(arguments: argparse.Namespace) -> list[dict]:
     """One record per temperature, number of samples and arm."""
     torch.set_num_threads(arguments.threads)
+    tasks = load_tasks(arguments)
     model, tokenizer = load_model(arguments)
-    trained, tasks = (head_of(arguments, model), streams_of(arguments, model)), load_tasks(arguments)
+    trained = head_of(arguments, model), streams_of(arguments, model)
     records = []
     names = list(drafter_makers(arguments, *trained, 1.0))
     progress = Progress(len(arguments.temperatures) * sum(arguments.trajectories) * len(names) * len(tasks))

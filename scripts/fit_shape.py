@@ -21,18 +21,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from measuring.interruption import Interruption, run_command
+from measuring.option_types import count_list, positive_integer
 from measuring.output_file import check_writable
 from measuring.progress import Progress, say
-from measuring.setup import (
-    add_options,
-    count_list,
-    fill_defaults,
-    load_model,
-    load_tasks,
-    positive_integer,
-    prompt_ids,
-    sampling_for,
-)
+from measuring.setup import add_options, fill_defaults, load_model, load_tasks, prompt_ids, sampling_for
 from measuring.text_table import format_table
 from measuring.trajectories import draw_with_engine
 
@@ -61,11 +53,12 @@ class SlotCounts:
 
     def draw(self, arguments: argparse.Namespace, interruption: Interruption) -> None:
         """Trajectories of every problem, drafted with the starting shape."""
+        tasks = load_tasks(arguments)
+        sampling = sampling_for(arguments, arguments.trajectories)
         say(f"{arguments.model}: loading")
         model, tokenizer = load_model(arguments)
         drafter = stand.FixedShapeDrafter(shape=self.start, kind=arguments.draft_kind)
         engine = stand.wrap(model, tokenizer, drafter=drafter, verifier=arguments.verifier)
-        tasks, sampling = load_tasks(arguments), sampling_for(arguments, arguments.trajectories)
         progress = Progress(len(tasks))
         for index, task in enumerate(tasks):
             prompt = prompt_ids(tokenizer, task, arguments.instruction)

@@ -29,9 +29,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from measuring.option_types import positive_integer
 from measuring.output_file import JsonLines
 from measuring.progress import Progress, say
-from measuring.setup import BOXED_INSTRUCTION, REASONER, WORD_PROBLEMS, load_model, positive_integer, prompt_ids
+from measuring.setup import BOXED_INSTRUCTION, REASONER, WORD_PROBLEMS, load_model, prompt_ids
 from table_parts.estimates import CalibrationArm, calibration_arms, calibration_table, run_calibration_arm
 from table_parts.law_recording import LawRecording, record
 from table_parts.law_replay import replay

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 from long_runs.simulated_run import Acceptance, Roofline, Simulation, Trace, Workload
-from measuring.setup import count_list
+from measuring.option_types import count_list
 from measuring.text_table import format_table
 from workloads.model_shapes import SHAPES
 

@@ -32,17 +32,10 @@ from pathlib import Path
 import torch
 from long_runs.trajectory_run import LongRun, check_resumable, digest_of, lookup_to_start_with
 from measuring.interruption import Interruption, run_command
+from measuring.option_types import count_list
 from measuring.output_file import JsonLines, check_writable
 from measuring.progress import Progress, RunProgress, say
-from measuring.setup import (
-    add_options,
-    count_list,
-    fill_defaults,
-    load_model,
-    load_tasks,
-    prompt_ids,
-    sampling_for,
-)
+from measuring.setup import add_options, fill_defaults, load_model, load_tasks, prompt_ids, sampling_for
 from measuring.throughput_report import (
     Measured,
     arm_document,

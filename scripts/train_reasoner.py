@@ -104,8 +104,7 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    arguments = read_arguments()
+def run(arguments: argparse.Namespace) -> None:
     if arguments.evaluate:
         print(json.dumps(evaluate(arguments)))
     elif arguments.draft_model is not None:
@@ -115,5 +114,14 @@ def main() -> None:
         train(arguments)
 
 
+def main() -> int:
+    try:
+        run(read_arguments())
+    except (ValueError, OSError) as error:
+        print(f"train_reasoner: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

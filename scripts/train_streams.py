@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from measuring.setup import positive_integer
+from measuring.option_types import positive_integer
 from training.head_command import completed, options_of, run_command
 from training.streams import RECIPE
 

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from measuring.token_drafter import TokenDrafter
+from table_parts.token_drafter import TokenDrafter
 from transformers import PreTrainedModel
 from workloads.recordings import Recording
 

@@ -1,11 +1,11 @@
-"""Files that a long run writes: tried before the work begins, and complete up to the last line at any moment."""
+"""Files and folders that a run writes: tried before the work begins, and complete up to the last line at any moment."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 
@@ -29,6 +29,20 @@ def check_writable(path: Path | None, option: str) -> None:
             file.write(b"tried")
     except OSError as error:
         raise ValueError(f"{option} must name a file that can be written, got {path} ({error.strerror})") from error
+
+
+def check_replaceable(folder: Path, name: str, is_own: Callable[[Path], bool]) -> None:
+    """Raise ValueError unless the folder is new, empty, or `is_own` knows what it holds: then it may be replaced.
+
+    name: of what the folder is for, for the message.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not folder.is_dir() or not is_own(folder):
+        raise ValueError(
+            f"the folder for {name} must be new, empty or hold {name}, got {folder}, which holds "
+            "something else; remove it or name another folder"
+        )
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -15,19 +15,23 @@ def say(line: str) -> None:
 
 
 class Progress:
-    """Counts `total` units of work, which should take about equally long. The clock starts at once."""
+    """Counts `total` units of work, which should take about equally long. The clock starts at once.
 
-    def __init__(self, total: float) -> None:
+    done: units of an earlier session, which took none of this one's time.
+    """
+
+    def __init__(self, total: float, done: float = 0.0) -> None:
         self.total = total
-        self.done = 0.0
+        self.done = self._earlier = done
         self._start = time.monotonic()
 
     def add(self, units: float, line: str) -> None:
         """So many units ended: say `line`, the share that is done and the time that the rest takes at this pace."""
         self.done += units
         spent = time.monotonic() - self._start
-        share = self.done / self.total if self.total else 1.0
-        left = f", {duration(spent / share - spent)} left" if share else ""
+        share = min(self.done / self.total, 1.0) if self.total else 1.0
+        own, rest = self.done - self._earlier, max(self.total - self.done, 0.0)
+        left = f", {duration(spent / own * rest)} left" if own else ", 0 s left" if not rest else ""
         say(f"{line} ({100 * share:.0f} % done{left})")
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import transformers
 from workloads.problem_sets import AIME_2024, Task, generated_tasks, read_tasks
 from workloads.real_models import MODELS, model_folder
 
+from measuring.option_types import device_name, positive_integer, whole_number
 from measuring.trajectories import Sampling
+from stand.forward.model import max_positions
 
 REASONER = Path(__file__).resolve().parents[1] / "reasoner"
 WORD_PROBLEMS = Path(__file__).resolve().parents[1] / "workloads" / "word_problems.jsonl"  # for small models
 BOXED_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+MOST_NEW_TOKENS = 8192  # where none are given, of a model whose context holds as many
 CPU_ROWS = 4  # more rows are bound by arithmetic without drafts already: drafts pay less there, see docs/throughput.md
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -24,11 +28,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=str(REASONER), help="folder, hub id or short name (default: bundled model)")
     parser.add_argument("--problems", help="jsonl file or hub dataset: problem, answer (default: by model)")
     parser.add_argument("--num-problems", type=positive_integer, help="the first so many problems only")
-    parser.add_argument("--rows", type=int, help="rows decoded at a time, 0 for all (default: 4 on a CPU, else all)")
+    parser.add_argument(
+        "--rows", type=whole_number, help="rows decoded at a time, 0 for all (default: 4 on a CPU, else all)"
+    )
     parser.add_argument(
         "--max-new-tokens",
         type=positive_integer,
-        help="per trajectory (default: 1024 for the bundled model, else 8192)",
+        help="per trajectory (default: 1024 for the bundled model, else 8192 or what the model's context leaves)",
     )
     parser.add_argument("--temperature", type=float, help="default: 1 for the bundled model, else 0.6")
     parser.add_argument("--top-k", type=int, help="default: none")
@@ -36,6 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--instruction", help="text appended to every problem")
     parser.add_argument(
         "--device",
+        type=device_name,
         default="cuda" if torch.cuda.is_available() else "cpu",
         help="of torch (default: cuda where there is one, else cpu)",
     )
@@ -47,13 +54,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def fill_defaults(arguments: argparse.Namespace) -> None:
-    """Defaults that depend on the model (bundled or real) and on the device."""
+    """Defaults that depend on the model (bundled or real) and on the device; `load_tasks` settles max_new_tokens."""
     is_bundled = Path(arguments.model).resolve() == REASONER
     on_cpu = arguments.device == "cpu"
     by_situation = {
         "problems": None if is_bundled else str(WORD_PROBLEMS) if arguments.model in MODELS else AIME_2024,
         "rows": CPU_ROWS if on_cpu else 0,
-        "max_new_tokens": 1024 if is_bundled else 8192,
+        "max_new_tokens": 1024 if is_bundled else None,
         "temperature": 1.0 if is_bundled else 0.6,
         "top_p": None if is_bundled else 0.95,
         "instruction": "" if is_bundled else BOXED_INSTRUCTION,
@@ -74,9 +81,39 @@ def load_model(arguments: argparse.Namespace):
 
 
 def load_tasks(arguments: argparse.Namespace) -> list[Task]:
+    """The problems. Their longest prompt settles `max_new_tokens`, or has to fit beside those that were given.
+
+    Of the model only configuration and tokenizer are read, and before the problems. Raises ValueError and OSError.
+    """
+    folder = model_folder(arguments.model)
+    config, tokenizer = (kind.from_pretrained(folder) for kind in (transformers.AutoConfig, transformers.AutoTokenizer))
     if arguments.problems is None:
-        return generated_tasks(arguments.num_problems or 6, seed=arguments.seed)
-    return read_tasks(arguments.problems, count=arguments.num_problems)
+        tasks = generated_tasks(arguments.num_problems or 6, seed=arguments.seed)
+    else:
+        tasks = read_tasks(arguments.problems, count=arguments.num_problems)
+    longest = max(len(prompt_ids(tokenizer, task, arguments.instruction)) for task in tasks)
+    arguments.max_new_tokens = fitting_length(
+        arguments.max_new_tokens, longest, max_positions(SimpleNamespace(config=config))
+    )
+    return tasks
+
+
+def fitting_length(given: int | None, longest: int, context: int | None) -> int:
+    """New tokens per trajectory: those given, else as many as usual or as fit. Raises ValueError where none fit.
+
+    longest: tokens of the longest prompt; context: None where the model has no limit.
+    """
+    if context is None:
+        return given or MOST_NEW_TOKENS
+    name = f"the model's context of {context} tokens"
+    if longest >= context:
+        raise ValueError(f"prompts must be shorter than {name}, got one of {longest}; leave that problem out")
+    if given is not None and given > context - longest:
+        raise ValueError(
+            f"--max-new-tokens must fit into {name} behind the longest prompt, which has {longest}, got {given}; "
+            f"give at most {context - longest}"
+        )
+    return given or min(MOST_NEW_TOKENS, context - longest)
 
 
 def prompt_ids(tokenizer, task: Task, instruction: str) -> list[int]:
@@ -97,18 +134,3 @@ def sampling_for(arguments: argparse.Namespace, trajectories: int) -> Sampling:
         top_p=arguments.top_p,
         seed=arguments.seed,
     )
-
-
-def count_list(text: str) -> list[int]:
-    """Numbers of at least 1 with commas between, as 1,4,8,16."""
-    return [positive_integer(part) for part in text.split(",")]
-
-
-def positive_integer(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
-    return number

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from measuring.text_table import format_table
-from measuring.token_drafter import TokenDrafter
 from verifier_parts.drafters import RoomDrafter
 from verifier_parts.expected_kept import expected_kept
 from verifier_parts.verifier_tables import gain, resampled, with_error
@@ -16,6 +15,7 @@ import stand
 from stand.trees import BlendedLookup, DraftBatch, LookupTree, TreeShape
 from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise, get_verifier
 from table_parts.path_laws import PathLawsDrafter
+from table_parts.token_drafter import TokenDrafter
 
 NODES_PER_ROW = 8
 ROOM = 10  # a step counts where a row has room for so many tokens

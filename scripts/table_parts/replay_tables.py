@@ -8,7 +8,6 @@ from functools import partial
 
 import numpy as np
 from measuring.text_table import format_table
-from measuring.token_drafter import TokenDrafter
 from verifier_parts.verifier_tables import gain, resampled, with_error
 
 import stand
@@ -18,6 +17,7 @@ from table_parts.estimates import calibration_table
 from table_parts.law_recording import NUM_TOP
 from table_parts.law_replay import OnPathDrafter, Replayed
 from table_parts.path_laws import PathLawsDrafter, kept_lesson
+from table_parts.token_drafter import TokenDrafter
 
 COUNTS = (1, 2, 4, 8, 16)  # samples per problem
 EVIDENCE = {"tokens": (TokenDrafter, 10), **{f"laws, {k} a row": (PathLawsDrafter, k) for k in (4, 10, NUM_TOP)}}

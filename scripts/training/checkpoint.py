@@ -2,32 +2,91 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from measuring.output_file import check_replaceable, replace_text
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from workloads.problems import write_prompt
 
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json",
+)  # fmt: skip
+FACTS = "training.json"
+SETTINGS = "settings.json"
+MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", FACTS)
+
+
+def check_output(folder: Path) -> None:
+    """Raise ValueError unless the folder is new, empty, or a model's that was trained here: all of it is replaced."""
+    check_replaceable(folder, "a trained model", lambda held: is_model_folder(held) and (held / FACTS).exists())
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Whether it holds files of a saved model and nothing else."""
+    return {path.name for path in folder.iterdir()} <= {*MODEL_FILES, *TOKENIZER_FILES}
+
+
+def is_tokenizer_folder(folder: Path) -> bool:
+    return {path.name for path in folder.iterdir()} <= set(TOKENIZER_FILES)
+
 
 def save_folder(folder: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write model (bfloat16) and tokenizer into a new folder and swap it in for the old one."""
+    """Write model (bfloat16) and tokenizer into a new folder and swap it in for the old one.
+
+    Raises ValueError where the old one holds something else than such a model.
+    """
+    check_replaceable(folder, "a trained model", is_model_folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    fresh.chmod(0o755)
-    half = AutoModelForCausalLM.from_config(model.config).to(torch.bfloat16)
-    half.load_state_dict(model.state_dict())
-    half.save_pretrained(fresh)
-    tokenizer.save_pretrained(fresh)
-    check_tokenizer(fresh, tokenizer)
-    old = folder.with_name(f".{folder.name}-old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    fresh.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
+        fresh = Path(work) / "fresh"
+        half = AutoModelForCausalLM.from_config(model.config).to(torch.bfloat16)
+        half.load_state_dict(model.state_dict())
+        half.save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+        check_tokenizer(fresh, tokenizer)
+        if folder.exists():
+            folder.rename(Path(work) / "old")
+        fresh.rename(folder)
+
+
+def forget_checkpoints(
+    folder: Path, files: Sequence[str], folders: Mapping[str, Callable[[Path], bool]] | None = None
+) -> None:
+    """Remove what a training writes into its folder for checkpoints, and nothing else that lies there.
+
+    folders: by name, what knows such a folder. Raises ValueError where one of that name holds something else.
+    """
+    for name, is_own in (folders or {}).items():
+        check_replaceable(folder / name, f"the checkpoints' {name}", is_own)
+    for name in folders or {}:
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in files:
+        (folder / name).unlink(missing_ok=True)
+
+
+def claim(folder: Path, settings: Mapping[str, object], files: Sequence[str]) -> None:
+    """Make the folder for checkpoints one of these settings, or raise ValueError where it is one of others.
+
+    files: what lies there only where a run has begun. Settings that its folder does not name yet are added to it.
+    """
+    path, remedy = folder / SETTINGS, "keep them, name another --checkpoints, or begin anew with --fresh"
+    begun = [name for name in files if name != SETTINGS and (folder / name).exists()]
+    if begun and not path.exists():
+        raise ValueError(f"checkpoints must have {SETTINGS} beside them, got {', '.join(begun)} in {folder}; {remedy}")
+    earlier = json.loads(path.read_text(encoding="utf-8")) if begun else {}
+    other = [name for name, value in settings.items() if name in earlier and earlier[name] != value]
+    if other:
+        changes = ", ".join(f"{name} {earlier[name]!r} -> {settings[name]!r}" for name in other)
+        raise ValueError(f"a run must go on with the settings of {folder}, got {changes}; {remedy}")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not settings.items() <= earlier.items():
+        replace_text(path, json.dumps({**earlier, **settings}, indent=1) + "\n")
 
 
 def check_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 from measuring.setup import REASONER
 from transformers import AutoTokenizer
 
+from training.checkpoint import TOKENIZER_FILES
 from training.trainer import train
 
 DRAFTERS = Path(__file__).resolve().parents[1] / "drafters"
 SIZES = {"good": {"layers": 2, "minutes": 9.0}, "weak": {"layers": 1, "minutes": 3.0}}
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def train_draft_model(name: str, *, minutes: float | None) -> None:
@@ -24,11 +24,10 @@ def train_draft_model(name: str, *, minutes: float | None) -> None:
     size = SIZES[name]
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = Path(folder)
-        AutoTokenizer.from_pretrained(REASONER).save_pretrained(checkpoints / "tokenizer")
         train(argparse.Namespace(
             minutes=minutes or size["minutes"], steps=0, processes=1, rows=32, hidden=128, intermediate=352,
             layers=size["layers"], attention="eager", learning_rate=4e-3, save_minutes=60.0, checkpoints=checkpoints,
             output=DRAFTERS / name, fresh=False, seed=1,
-        ))  # fmt: skip
+        ), AutoTokenizer.from_pretrained(REASONER))  # fmt: skip
     for file in TOKENIZER_FILES:
         (DRAFTERS / name / file).unlink(missing_ok=True)  # the bundled model's serves

@@ -51,8 +51,7 @@ def write_generations(
     held = read_generations(path)
     if path.exists():
         path.write_text("".join(_line(generation) for generation in held), encoding="utf-8")
-    progress = Progress(num_tokens)
-    progress.done = float(sum(len(one.token_ids) - one.prompt_length for one in held))
+    progress = Progress(num_tokens, sum(len(one.token_ids) - one.prompt_length for one in held))
     while progress.done < num_tokens:
         batch = f"{seed} {len(held)}"
         rng = random.Random(f"generations {batch}")

@@ -5,21 +5,26 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measuring.setup import REASONER, add_options, fill_defaults, load_model, positive_integer, prompt_ids
+from long_runs.trajectory_run import digest_of
+from measuring.option_types import positive_integer, positive_number, whole_number
+from measuring.setup import REASONER, add_options, fill_defaults, load_model, load_tasks, prompt_ids
 from workloads.problem_sets import Task, read_tasks
 from workloads.problems import draw_problem
 
 import stand
+from training.checkpoint import SETTINGS, claim, forget_checkpoints
 from training.generations import frequent_tokens, write_generations
 from training.head_training import Recipe, describe, train_head
 
 DRAFTERS = Path(__file__).resolve().parents[1] / "drafters"
+FILES = ("generations.jsonl", "held_out.jsonl", "state.pt", "state.new", SETTINGS)  # of checkpoints
+FIXED = ("problems", "num_problems", "instruction", "max_new_tokens", "dtype", "seed")  # what decides held-out texts
+FIXED_IN_TRAINING = ("temperature", "learning_rate", "streams", "layers", "rank")
 HELD_OUT_ONE_IN = 8  # problems of a file; the bundled model's generated ones have a split of their own
 
 
@@ -34,6 +39,8 @@ def prompt_source(arguments: argparse.Namespace, tokenizer, *, held_out: bool) -
     else:
         tasks = read_tasks(arguments.problems, count=arguments.num_problems)
         part = [task for place, task in enumerate(tasks) if (place % HELD_OUT_ONE_IN == 0) == held_out]
+        if not part:
+            raise ValueError(f"--problems must hold 2 problems or more, as one in {HELD_OUT_ONE_IN} is held out, got 1")
 
         def draw_task(rng: random.Random) -> Task:
             return rng.choice(part)
@@ -56,14 +63,27 @@ def generate(arguments: argparse.Namespace, model, tokenizer, *, held_out: bool)
     )
 
 
+def fixed_settings(recipe: Recipe, arguments: argparse.Namespace, tasks: list[Task]) -> dict[str, object]:
+    """What a folder for checkpoints belongs to, as JSON holds it; of an evaluation what decides held-out texts."""
+    model = Path(arguments.model)
+    found = {"kind": recipe.name, "model": str(model.resolve()) if model.is_dir() else arguments.model}
+    found |= {name: getattr(arguments, name) for name in FIXED}
+    if arguments.problems is not None:
+        found["problems_digest"] = digest_of(tasks)
+    if not arguments.evaluate:
+        found |= {name: getattr(arguments, name) for name in FIXED_IN_TRAINING if hasattr(arguments, name)}
+    return found
+
+
 def run(recipe: Recipe, arguments: argparse.Namespace) -> dict:
     """Train and write the head, or evaluate the one at --output; the facts of it."""
-    if arguments.fresh:
-        shutil.rmtree(arguments.checkpoints, ignore_errors=True)
-    arguments.checkpoints.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
+    tasks = load_tasks(arguments)
     model, tokenizer = load_model(arguments)
+    if arguments.fresh:
+        forget_checkpoints(arguments.checkpoints, FILES)
+    claim(arguments.checkpoints, fixed_settings(recipe, arguments, tasks), FILES)
     facts: dict[str, object] = {}
     if not arguments.evaluate:
         head = recipe.make(model, arguments).train()
@@ -110,21 +130,26 @@ def run_command(recipe: Recipe, read_arguments: Callable[[], argparse.Namespace]
 def options_of(recipe: Recipe, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--minutes", type=float, default=20.0, help="time budget of the training, without generations")
-    parser.add_argument("--steps", type=int, default=0, help="budget in steps instead of minutes")
-    parser.add_argument("--tokens", type=int, default=150_000, help="generated tokens to learn from")
-    parser.add_argument("--held-out-tokens", type=int, default=8_000, help="greedy tokens to evaluate on")
+    parser.add_argument(
+        "--minutes", type=positive_number, default=20.0, help="time budget of the training, without generations"
+    )
+    parser.add_argument("--steps", type=whole_number, default=0, help="budget in steps instead of minutes")
+    parser.add_argument("--tokens", type=positive_integer, default=150_000, help="generated tokens to learn from")
+    parser.add_argument(
+        "--held-out-tokens", type=positive_integer, default=8_000, help="greedy tokens to evaluate on"
+    )
     parser.add_argument(
         "--vocabulary-size", type=positive_integer, default=8192, help="the most frequent tokens alone are guessed"
     )
-    parser.add_argument("--tokens-per-batch", type=int, default=4_000, help="tokens of a step (%(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="at its largest (%(default)s)")
-    parser.add_argument("--save-minutes", type=float, default=2.0, help="between checkpoints (%(default)s)")
+    parser.add_argument(
+        "--tokens-per-batch", type=positive_integer, default=4_000, help="tokens of a step (%(default)s)"
+    )
+    parser.add_argument("--learning-rate", type=positive_number, default=1e-3, help="at its largest (%(default)s)")
+    parser.add_argument("--save-minutes", type=positive_number, default=2.0, help="between checkpoints (%(default)s)")
     parser.add_argument(
         "--checkpoints",
         type=Path,
-        default=Path(f"{recipe.name}_checkpoints"),
-        help="folder that a run goes on from (%(default)s)",
+        help=f"folder that a run goes on from (default: {recipe.name}_checkpoints_MODEL)",
     )
     parser.add_argument(
         "--output",
@@ -141,6 +166,10 @@ def completed(recipe: Recipe, parser: argparse.ArgumentParser, command_line: lis
     """The parsed options, with the defaults that depend on the model."""
     arguments = parser.parse_args(command_line)
     arguments.rows = arguments.rows or 32
+    if arguments.top_k is not None or arguments.top_p is not None:
+        parser.error("--top-k and --top-p have no effect here: texts to learn from come from the whole law; leave them")
+    if arguments.checkpoints is None:
+        arguments.checkpoints = Path(f"{recipe.name}_checkpoints_{Path(arguments.model).name}")
     shipped = DRAFTERS / recipe.name
     if arguments.output == shipped and Path(arguments.model).resolve() != REASONER:
         parser.error(

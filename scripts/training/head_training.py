@@ -126,7 +126,7 @@ def _endless(
 
 def _report(recent: list[tuple[float, float]], used: float, progress: dict) -> None:
     loss, agreement = (sum(column) / len(recent) for column in zip(*recent, strict=True))
-    left = progress["seconds"] / used - progress["seconds"]
+    left = max(progress["seconds"] / used - progress["seconds"], 0.0)
     say(f"step {progress['step']}: loss {loss:.4f}, same best token {agreement:.3f}, {duration(left)} left")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -23,7 +22,18 @@ import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from training.batches import IGNORED, draw_batches
-from training.checkpoint import load_state, save_folder, save_state
+from training.checkpoint import (
+    FACTS,
+    SETTINGS,
+    check_output,
+    claim,
+    forget_checkpoints,
+    is_model_folder,
+    is_tokenizer_folder,
+    load_state,
+    save_folder,
+    save_state,
+)  # fmt: skip
 from training.tokenizer import train_tokenizer
 
 # Keep freed memory in the process: returning and faulting it in again can cost more than the arithmetic.
@@ -32,15 +42,19 @@ ALLOCATOR = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_TOP_PAD_": str(256 << 20),
 }
+FILES = ("state.pt", "state.new", SETTINGS)  # of checkpoints
+FIXED = ("hidden", "intermediate", "layers", "vocabulary", "rows", "processes", "learning_rate", "seed")
+FOLDERS = {"tokenizer": is_tokenizer_folder, "latest": is_model_folder}
 
 
-def train(arguments: argparse.Namespace) -> None:
-    """Prepare tokenizer and folders, then run all training processes."""
+def train(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerFast | None = None) -> None:
+    """Prepare tokenizer (default: a new one) and folders, then run all training processes."""
+    check_output(arguments.output)
     if arguments.fresh:
-        shutil.rmtree(arguments.checkpoints, ignore_errors=True)
-    arguments.checkpoints.mkdir(parents=True, exist_ok=True)
+        forget_checkpoints(arguments.checkpoints, FILES, FOLDERS)
+    claim(arguments.checkpoints, {name: getattr(arguments, name, None) for name in FIXED}, (*FILES, "tokenizer"))
     if not (arguments.checkpoints / "tokenizer").exists():
-        tokenizer = train_tokenizer(arguments.vocabulary, seed=arguments.seed)
+        tokenizer = tokenizer or train_tokenizer(arguments.vocabulary, seed=arguments.seed)
         tokenizer.save_pretrained(arguments.checkpoints / "tokenizer")
     os.environ.update(ALLOCATOR)  # read by the allocator of the spawned processes
     with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +99,7 @@ def describe_training(arguments: argparse.Namespace, model: torch.nn.Module, pro
         "learning_rate": arguments.learning_rate,
         "seed": arguments.seed,
     }
-    (arguments.output / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    (arguments.output / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def run_steps(rank: int, arguments, model, optimizers, tokenizer, progress: dict) -> None:

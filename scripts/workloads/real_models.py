@@ -23,6 +23,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from measuring.output_file import check_replaceable
+
 MODELS_FOLDER = Path(__file__).resolve().parents[2] / "models"
 CONVERSION = Path(__file__).resolve().parent / "gguf_conversion.py"
 SOURCE_FILE = "source.json"
@@ -146,7 +148,7 @@ def fetch_model(
     folder = (default_folder(model, dtype) if folder is None else folder).resolve()
     if _is_complete(folder, model, dtype):
         return folder
-    _check_replaceable(folder, model)
+    check_replaceable(folder, model.name, lambda held: (_read_source(held) or {}).get("name") == model.name)
     _announce(model, folder, dtype)
     work = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(work, ignore_errors=True)
@@ -190,17 +192,6 @@ def _is_complete(folder: Path, model: PackagedModel, dtype: str) -> bool:
 
 def _file_sizes(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.name != SOURCE_FILE}
-
-
-def _check_replaceable(folder: Path, model: PackagedModel) -> None:
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    source = _read_source(folder)
-    if source is None or source.get("name") != model.name:
-        raise ValueError(
-            f"the folder for {model.name} must be new, empty or hold {model.name}, got {folder}, which holds "
-            "something else; remove it or name another folder"
-        )
 
 
 def _announce(model: PackagedModel, folder: Path, dtype: str) -> None:

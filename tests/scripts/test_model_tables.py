@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from measuring.setup import REASONER
-from measuring.token_drafter import TokenDrafter
 from table_parts import replay_tables
 from table_parts.estimates import CalibrationArm, calibration_table, run_calibration_arm
 from table_parts.law_recording import LawRecording, record
@@ -18,6 +17,7 @@ from table_parts.law_replay import replay
 from table_parts.loop_tables import loop_arms, run_loop_arm
 from table_parts.path_laws import PathLawsDrafter
 from table_parts.time_tables import PLAIN, Sampler, counted_forwards, time_arms, time_problem, time_table
+from table_parts.token_drafter import TokenDrafter
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

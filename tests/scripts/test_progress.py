@@ -27,6 +27,15 @@ def test_time_left_follows_the_pace(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "\n".join(said) + "\n")
 
 
+def test_work_of_an_earlier_session_took_none_of_this_ones_time(monkeypatch, capsys):
+    clock = iter([100.0, 110.0, 120.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    counted = progress.Progress(4, 2)
+    counted.add(1, "one")
+    counted.add(3, "more than asked for")
+    assert capsys.readouterr().err == "one (75 % done, 10 s left)\nmore than asked for (100 % done, 0 s left)\n"
+
+
 @pytest.mark.parametrize(("num_put_back", "said"), [(0, ""), (3, ", 3 times a row was put back")])
 def test_rows_that_were_put_back_are_counted(num_put_back, said):
     stats = stand.Stats(num_put_back=num_put_back)

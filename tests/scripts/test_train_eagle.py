@@ -132,3 +132,30 @@ def test_the_command_trains_and_evaluates(tmp_path):
     assert facts["steps"] == 2 and 0 <= facts["held_out_agreement"] <= 1
     again = run(RECIPE, read_arguments([*options, *paths, "--evaluate"]))
     assert again["held_out_agreement"] == facts["held_out_agreement"]
+    for other in (["--temperature", "0.5"], ["--max-new-tokens", "41", "--evaluate"], ["--instruction", "Hurry."]):
+        with pytest.raises(ValueError, match=f"must go on with the settings of .*{other[0][2:5]}.* -> .*--fresh"):
+            run(RECIPE, read_arguments([*options, *paths, *other]))
+
+
+def test_every_model_has_checkpoints_of_its_own():
+    named = [read_arguments(["--output", "head", *model]).checkpoints.name for model in ([], ["--model", "smollm2"])]
+    assert named == ["eagle_checkpoints_reasoner", "eagle_checkpoints_smollm2"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--steps", "-1"), ("--minutes", "0"), ("--tokens", "0"), ("--held-out-tokens", "0"), ("--top-p", "0.9"),
+     ("--top-k", "5"), ("--device", "foo"), ("--rows", "-1")],
+)  # fmt: skip
+def test_options_that_mean_nothing_are_refused(options, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        read_arguments([*options])
+    assert options[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_single_problem_leaves_none_to_learn_from(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    path.write_text(json.dumps({"problem": "1 + 1", "answer": 2}) + "\n")
+    arguments = read_arguments(["--problems", str(path)])
+    with pytest.raises(ValueError, match="--problems must hold 2 problems or more"):
+        prompt_source(arguments, AutoTokenizer.from_pretrained(REASONER), held_out=False)

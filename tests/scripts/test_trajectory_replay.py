@@ -21,8 +21,8 @@ from gpu_parts.trajectory_replay import (  # noqa: E402
     free_token,
     made_up_recordings,
 )
-from measuring.token_drafter import TokenDrafter  # noqa: E402
 from plain_kernels import use_plain_kernels  # noqa: E402
+from table_parts.token_drafter import TokenDrafter  # noqa: E402
 from workloads.model_shapes import SMOKE_SHAPE  # noqa: E402
 from workloads.recordings import Recording  # noqa: E402
 

@@ -1,0 +1,81 @@
+"""What options of commands may be: types for argparse whose errors name the rule and the value."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+
+
+def positive_integer(text: str) -> int:
+    return _integer(text, least=1)
+
+
+def whole_number(text: str) -> int:
+    """0 is allowed, too."""
+    return _integer(text, least=0)
+
+
+def positive_number(text: str) -> float:
+    number = _number(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"must be a number > 0, got {text!r}")
+    return number
+
+
+def probability(text: str) -> float:
+    """In [0, 1]."""
+    number = _number(text)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, got {text!r}")
+    return number
+
+
+def device_name(text: str) -> str:
+    """A device that torch has here, as cpu, cuda or cuda:1."""
+    import torch  # commands without a model need none
+
+    try:
+        if torch.device(text).type == "meta":
+            raise ValueError("it holds no numbers")
+        torch.empty(1, device=text)
+    except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:
+        there = ", ".join(["cpu", *(f"cuda:{place}" for place in range(torch.cuda.device_count()))])
+        raise argparse.ArgumentTypeError(f"must be one that torch has here, got {text!r}; take {there}") from error
+    return text
+
+
+def count_list(text: str) -> list[int]:
+    """Numbers of at least 1 with commas between, as 1,4,8,16."""
+    return [positive_integer(part) for part in text.split(",")]
+
+
+def worded(read: Callable[[str], object]) -> Callable[[str], object]:
+    """`read`, whose ValueErrors become the option's error in their own words: argparse drops them otherwise."""
+
+    def parse(text: str) -> object:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse
+
+
+def _integer(text: str, *, least: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"must be an integer >= {least}, got {text!r}")
+    return number
+
+
+def _number(text: str) -> float:
+    """Finite, else no number: every comparison with it fails."""
+    try:
+        number = float(text)
+    except ValueError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan

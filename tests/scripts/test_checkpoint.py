@@ -1,0 +1,81 @@
+"""What trainings keep and what they remove: their own files, and nothing that someone else has put there."""
+
+import argparse
+import json
+
+import pytest
+import train_reasoner
+from tiny_models import tiny_model
+from train_eagle import read_arguments
+from training import checkpoint, head_command, trainer
+from training.eagle import RECIPE
+from transformers import AutoTokenizer
+
+REASONER = head_command.REASONER
+
+
+def test_a_fresh_start_removes_the_commands_own_files_alone(tmp_path, monkeypatch):
+    for name in ("thesis.txt", *head_command.FILES):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "tokenizer").mkdir()
+    arguments = read_arguments(["--fresh", "--checkpoints", str(tmp_path), "--model", "no/such", "--output", "head"])
+    with pytest.raises((ValueError, OSError)):  # before the model is there, nothing is removed
+        head_command.run(RECIPE, arguments)
+    assert (tmp_path / "state.pt").exists()
+    checkpoint.forget_checkpoints(tmp_path, head_command.FILES)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["thesis.txt", "tokenizer"]
+
+
+def test_a_fresh_model_removes_tokenizer_and_latest_where_they_are_its_own(tmp_path):
+    for name in trainer.FOLDERS:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="checkpoints' tokenizer must be new, empty or hold .* something else"):
+        checkpoint.forget_checkpoints(tmp_path, trainer.FILES, trainer.FOLDERS)
+    assert (tmp_path / "latest" / "tokenizer.json").exists()
+    (tmp_path / "tokenizer" / "thesis.txt").unlink()
+    checkpoint.forget_checkpoints(tmp_path, trainer.FILES, trainer.FOLDERS)
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_output_that_holds_other_files_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    arguments = argparse.Namespace(output=tmp_path, fresh=True, checkpoints=tmp_path)
+    with pytest.raises(ValueError, match="a trained model must be new, empty or hold a trained model, got"):
+        trainer.train(arguments)
+    with pytest.raises(ValueError, match="a trained model must be new"):
+        checkpoint.save_folder(tmp_path, tiny_model("llama"), AutoTokenizer.from_pretrained(REASONER))
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_saved_model_replaces_the_earlier_one(tmp_path):
+    tokenizer, folder = AutoTokenizer.from_pretrained(REASONER), tmp_path / "model"
+    for _ in range(2):
+        checkpoint.save_folder(folder, tiny_model("llama"), tokenizer)
+        (folder / "training.json").write_text(json.dumps({}))
+    checkpoint.check_output(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    (folder / "training.json").unlink()  # someone else's model
+    with pytest.raises(ValueError, match="a trained model must be new"):
+        checkpoint.check_output(folder)
+
+
+def test_the_command_refuses_another_ones_folder_in_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    monkeypatch.setattr("sys.argv", ["train_reasoner.py", "--fresh", "--output", str(tmp_path)])
+    assert train_reasoner.main() == 2
+    assert capsys.readouterr().err.startswith("train_reasoner: the folder for a trained model must be new")
+
+
+def test_checkpoints_of_other_settings_are_refused_by_name(tmp_path):
+    files = ("state.pt", "settings.json")
+    checkpoint.claim(tmp_path, {"model": "one", "seed": 0}, files)
+    checkpoint.claim(tmp_path, {"model": "two"}, files)  # nothing was begun yet
+    (tmp_path / "state.pt").touch()
+    checkpoint.claim(tmp_path, {"model": "two", "seed": 3}, files)
+    with pytest.raises(ValueError, match="model 'two' -> 'one', seed 3 -> 4; keep them, .* --checkpoints, .* --fresh"):
+        checkpoint.claim(tmp_path, {"model": "one", "seed": 4}, files)
+    (tmp_path / "settings.json").unlink()
+    with pytest.raises(ValueError, match="settings.json beside them, got state.pt in"):
+        checkpoint.claim(tmp_path, {"model": "two", "seed": 3}, files)

@@ -157,7 +157,10 @@ class GenerationSettings:
             limits = [self.config.max_length - len(prompt) for prompt in prompts]
         elif most is None:
             if context is None:
-                raise ValueError("max_new_tokens must be given, got None, and the model's configuration has no limit")
+                raise ValueError(
+                    "max_new_tokens must be given where the model's configuration has no limit, got None; "
+                    "pass max_new_tokens="
+                )
             return [context - len(prompt) for prompt in prompts]
         else:
             limits = [most] * len(prompts)

@@ -105,7 +105,8 @@ class EagerBackend:
 
 
 class CapturedBackend:
-    """The step as one graph of this project's kernels; calls that it cannot serve take eager steps over the same pages.
+    """The step as one graph of this project's kernels. Calls with processors take eager steps over the same pages, calls
+    inside torch.autocast eager steps in rooms.
 
     Should a captured step fail during a call, the call and all later ones go on with eager steps, later ones in rooms:
     `name` becomes "sdpa" and `reason` says why.
@@ -113,14 +114,17 @@ class CapturedBackend:
     fusion: proven fused forwards of the model's modules (`fusion.report`), or None.
     """
 
-    name = "triton"
-
     def __init__(self, model: PreTrainedModel, reason: str, *, fusion: Fusion | None = None):
         self.reason = reason
         self.fusion = fusion
         self._model = model
+        self._is_captured = True  # until a captured step has failed
         self._eager = EagerBackend(model, reason)
         self._previous: GuardedStep | None = None  # graphs and cache of the last call, for the next one
+
+    @property
+    def name(self) -> str:
+        return "triton" if self._is_captured else "sdpa"
 
     def __str__(self) -> str:
         return self.name
@@ -130,17 +134,17 @@ class CapturedBackend:
         """Half of the largest step's tokens, so that rows have room for drafts."""
         from stand.gpu.step_size import NUM_TOKENS
 
-        return None if self.name != "triton" else NUM_TOKENS[-1] // 2
+        return NUM_TOKENS[-1] // 2 if self._is_captured else None
 
     @property
     def page_size(self) -> int | None:
         from stand.gpu.tiles import PAGE_SIZE
 
-        return PAGE_SIZE if self.name == "triton" else None
+        return PAGE_SIZE if self._is_captured else None
 
     @property
     def has_pool(self) -> bool:
-        return self.name == "triton"
+        return self._is_captured
 
     @property
     def held_bytes(self) -> int:
@@ -150,7 +154,7 @@ class CapturedBackend:
         return partial(TreeCache, 1)
 
     def new_step(self, start: StepStart) -> Step:
-        if self.name != "triton":
+        if not self._is_captured:
             return self._eager.new_step(start)
         from stand.gpu.guarded_step import GuardedStep
         from stand.gpu.pooled_step import PooledStep
@@ -164,7 +168,7 @@ class CapturedBackend:
             warnings.warn("steps are eager inside torch.autocast, whose types no recorded step has", stacklevel=2)
             return self._eager.new_step(start)
         step = GuardedStep.start(self._previous, self._model, start, fusion=self.fusion, on_failure=self._told())
-        if self.name == "triton":
+        if self._is_captured:
             self._previous = step
         return step
 
@@ -180,7 +184,7 @@ class CapturedBackend:
 
     def _give_up(self, reason: str) -> None:
         """Eager steps from now on."""
-        self.name, self.reason, self._previous = "sdpa", reason, None
+        self._is_captured, self.reason, self._previous = False, reason, None
 
 
 def choose_backend(

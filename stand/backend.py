@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import logging
 import warnings
@@ -29,7 +28,6 @@ from stand.verifiers import Verifier
 if TYPE_CHECKING:
     from stand.drafters.drafter import Drafter
     from stand.fusion.fusion import Fusion
-    from stand.gpu.device_rule import DeviceRule
     from stand.gpu.guarded_step import GuardedStep
 
 NAMES = ("auto", "sdpa", "triton")
@@ -227,16 +225,6 @@ def _page_size(model: PreTrainedModel) -> int | None:
     return fitting_page_size(key_shape(model).head_bytes)
 
 
-def device_rule(verifier: Verifier) -> DeviceRule | None:
-    """The rule of a captured step that decides as `verifier` does, or None where its class names none: a subclass may
-    decide otherwise than its parent."""
-    named = vars(type(verifier)).get("device_rule")
-    if named is None:
-        return None
-    module, _, name = named.partition(":")
-    return getattr(importlib.import_module(module), name)()
-
-
 def kernel_obstacle(
     model: PreTrainedModel, verifier: Verifier, *, wants_features: bool = False, rider: Rider | None = None
 ) -> str | None:
@@ -249,9 +237,10 @@ def kernel_obstacle(
         return RECURRENT_OBSTACLE
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
+    from stand.gpu.device_rule import rule_like
     from stand.gpu.self_check import kernel_failure
 
-    if device_rule(verifier) is None:
+    if rule_like(verifier) is None:
         return f"rule {verifier.name!r} offers no device rule of its own"
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:

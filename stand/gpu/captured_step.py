@@ -22,13 +22,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.backend import device_rule
 from stand.forward.rider import Guesses, Rider, path_ends
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
 from stand.fusion.fusion import Fusion
 from stand.gpu.device_cache import DeviceCache
-from stand.gpu.device_rule import GreedyRule
+from stand.gpu.device_rule import GreedyRule, rule_like
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME
 from stand.gpu.model_state import ModelState
 from stand.gpu.packing import kept_paths
@@ -72,7 +71,7 @@ class CapturedStep:
         self._fusion = fusion
         self._law = law
         self._verifier = verifier
-        self._rule = GreedyRule() if law.params.is_greedy else device_rule(verifier)
+        self._rule = GreedyRule() if law.params.is_greedy else rule_like(verifier)
         self._num_rows = num_rows
         self._table: PageTable | None = None
         self._held: list[Row | None] = [None] * num_rows  # by place in the cache: whose keys lie there

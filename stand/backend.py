@@ -103,8 +103,8 @@ class EagerBackend:
 
 
 class CapturedBackend:
-    """The step as one graph of this project's kernels. Calls with processors take eager steps over the same pages, calls
-    inside torch.autocast eager steps in rooms.
+    """The step as one graph of this project's kernels. Calls with processors take eager steps over the same pages;
+    calls inside torch.autocast take eager steps in rooms.
 
     Should a captured step fail during a call, the call and all later ones go on with eager steps, later ones in rooms:
     `name` becomes "sdpa" and `reason` says why.

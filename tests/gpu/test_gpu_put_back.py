@@ -161,8 +161,8 @@ def test_penalties_after_an_ordinary_call_have_its_pools_memory(monkeypatch):
         return free - sum(pool.nbytes for pool in pools if hasattr(pool, "storage"))
 
     engine, settings = engine_of(), {**SETTINGS, "max_new_tokens": 437, "stop_token_ids": list(range(61))}
-    for module in (memory, device_cache):
-        monkeypatch.setattr(module, "available_bytes", left)
+    for module, name in ((memory, "available_bytes"), (device_cache, "_free_bytes")):
+        monkeypatch.setattr(module, name, left)
     for penalty in (1.0, 1.2, 1.0, 1.2):
         engine.generate(PROMPT, **settings, repetition_penalty=penalty)
         assert str(engine.backend) == "triton" and bool(engine.backend.held_bytes) == (penalty == 1.0)

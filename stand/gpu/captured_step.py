@@ -35,7 +35,7 @@ from stand.gpu.page_table import PageTable, PoolSize
 from stand.gpu.runner import Program, Runner, runner_for
 from stand.gpu.step_body import LEARNED_ROWS, StepBody, StepOutput
 from stand.gpu.step_packet import StepPacket
-from stand.gpu.step_size import StepSize
+from stand.gpu.step_size import NUM_TOKENS, StepSize
 from stand.gpu.tails import Tails
 from stand.row import LiveRows, Row
 from stand.sampling import TargetLaw
@@ -120,7 +120,7 @@ class CapturedStep:
         The pool of the call before stays where it is large enough and no larger than the call allows, and what is
         recorded stays where the model is as it was."""
         self._follow_model()
-        lower_limit(pages, rows, self._model, held=self.nbytes)
+        lower_limit(pages, rows, self._model, num_tokens=NUM_TOKENS[-1], held=self.nbytes)
         size = PoolSize.of(rows, self._num_rows, pages)
         known = 0 if self._table is None else self._table.numbers.shape[1]
         if not self._has_pool(size):

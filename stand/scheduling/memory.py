@@ -78,18 +78,18 @@ def admission(
     return WithinMemory(num_bytes, token_bytes, min(limits, default=None), key_shape(model).row_bytes)
 
 
-def lower_limit(pages: PageAllocator | None, rows: Sequence[Row], model: PreTrainedModel, *, held: int = 0) -> None:
-    """Of pages, to what is free when a pool is about to be taken: prompts' keys have taken rooms since a call was
-    admitted. Not to less than `rows` need for a first step, a copied page and a new one each and those of the drafts;
-    then the limit stays.
+def lower_limit(
+    pages: PageAllocator | None, rows: Sequence[Row], model: PreTrainedModel, *, num_tokens: int, held: int = 0
+) -> None:
+    """Lower the limit of pages to what is free when a pool is about to be taken, because prompts' keys have taken rooms
+    since the call was admitted. The limit stays if it would be less than `rows` need for a first step (one copied and
+    one new page each, and those of the drafts).
 
-    held: bytes of the pool that is given back before."""
+    num_tokens: tokens of the largest step. held: bytes of the pool that is given back before."""
     if pages is None:
         return
-    from stand.gpu.step_size import NUM_TOKENS
-
     most = _most_bytes(model.device, held) // (pages.page_size * bytes_per_token(model))
-    least = pages.most_used + 2 * len(rows) + pages.count(NUM_TOKENS[-1])
+    least = pages.most_used + 2 * len(rows) + pages.count(num_tokens)
     if least <= most < (pages.num_pages or math.inf):
         pages.num_pages = int(most)
 

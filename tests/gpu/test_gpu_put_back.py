@@ -146,9 +146,9 @@ def test_a_limit_is_not_lowered_below_what_rows_begin_with(monkeypatch):
     rows = [stand.row.Row(0, np.zeros(641, dtype=np.int32), 9)]
     for num_pages, limit in ((200, 99), (50, 50), (20, 20), (19, 20), (0, 20)):  # 10, 2 for the row, 8 for drafts
         monkeypatch.setattr(memory, "available_bytes", lambda device, n=num_pages: cap_of(n) / memory.SHARE + 1)
-        memory.lower_limit(pages, rows, model)
+        memory.lower_limit(pages, rows, model, num_tokens=512)
         assert pages.num_pages == limit
-    memory.lower_limit(None, rows, model)
+    memory.lower_limit(None, rows, model, num_tokens=512)
 
 
 def test_penalties_after_an_ordinary_call_have_its_pools_memory(monkeypatch):

@@ -337,8 +337,8 @@ class Engine:
         refuse_compiled(self.model)
         is_seeded, is_learning = seed is not None, draft and learn and self.drafter.num_candidates > 0
         seed = checked_seed(seed)
-        most_nodes = self.drafter.most_slots if draft else lambda num_rows: 0
-        allowed = admission(self.model, max_rows, max_cache_bytes, backend=self.backend, most_nodes=most_nodes)
+        most_slots = self.drafter.most_slots if draft else lambda num_rows: 0
+        allowed = admission(self.model, max_rows, max_cache_bytes, backend=self.backend, most_slots=most_slots)
         most_rows = min(num_rows, max_rows or num_rows)
         if draft:  # its largest draft counts in the checks
             self.drafter.prepare(most_rows, self.measure_cost)

@@ -46,12 +46,13 @@ def admission(
     max_cache_bytes: object,
     *,
     backend: Backend,
-    most_nodes: Callable[[int], int | None],
+    most_slots: Callable[[int], int | None],
 ) -> Admission:
     """For `max_rows` and `max_cache_bytes` as users give them; None: as many as memory and the backend's steps hold.
 
-    most_nodes: draft nodes of so many rows together at most, where that is known. Raises ValueError unless `max_rows`
-    is an integer >= 1 or None, and `max_cache_bytes` a number of bytes that holds a page, or None.
+    most_slots: slots behind the committed keys that a step of so many rows takes at most, where that is known. Raises
+    ValueError unless `max_rows` is an integer >= 1 or None, and `max_cache_bytes` a number of bytes that holds a page,
+    or None.
     """
     if max_rows is not None and (isinstance(max_rows, bool) or not hasattr(max_rows, "__index__") or int(max_rows) < 1):
         raise ValueError(
@@ -72,7 +73,7 @@ def admission(
         is_limited = num_bytes is not None and num_bytes != math.inf
         num_pages = max(int(num_bytes // (size * token_bytes)), 1) if is_limited else None
         pages, is_asked_for = PageAllocator(size, num_pages), max_cache_bytes is not None
-        return WithinPages(pages, most_rows=min(limits, default=None), most_nodes=most_nodes, is_asked_for=is_asked_for)
+        return WithinPages(pages, most_rows=min(limits, default=None), most_slots=most_slots, is_asked_for=is_asked_for)
     if num_bytes is None:
         return AtMost(int(max_rows))
     return WithinMemory(num_bytes, token_bytes, min(limits, default=None), key_shape(model).row_bytes)

@@ -196,11 +196,11 @@ def test_a_prompts_keys_are_given_back_when_its_last_row_has_started(monkeypatch
 def test_admission_counts_pages_of_the_pool(monkeypatch):
     backend = CapturedBackend(kernel_model("qwen2"), "for this test")
     monkeypatch.setattr(memory, "available_bytes", lambda device: 4 * cap_of(10))
-    most_nodes = {"most_nodes": lambda rows: 8}
-    asked = memory.admission(backend._model, 300, cap_of(7), backend=backend, **most_nodes)
+    most_slots = {"most_slots": lambda rows: 8}
+    asked = memory.admission(backend._model, 300, cap_of(7), backend=backend, **most_slots)
     assert asked.pages.num_pages == 7 and backend.page_size == tiles.PAGE_SIZE
     for max_rows in (None, 4):  # what is free bounds the pool, whether rows are counted or not
-        allowed = memory.admission(backend._model, max_rows, None, backend=backend, **most_nodes)
+        allowed = memory.admission(backend._model, max_rows, None, backend=backend, **most_slots)
         assert allowed.pages.num_pages == 32
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from stand.trees.blended.lookup import OutsideLaws
 
 NO_TOKEN = -1
-LAW_TOLERANCE = 1e-5
+LAW_TOLERANCE = 1e-5  # of a sum over a law, and between laws that must be equal
 OPTIONAL_ARRAYS = ("slots", "path_probabilities", "path_estimates")  # one entry per node, or None
 
 

@@ -349,18 +349,18 @@ class Engine:
             backend=self.backend,
             drafter=self.drafter if draft else None,
             verifier=self.verifier,
-            law=lambda: reader.law,
+            read_law=lambda: reader.law,
             jobs=jobs,
             admission=allowed,
             seed=seed,
-            own_seed=partial(self._own_seed, seed, draft, is_learning),
+            new_own_seed=partial(self._new_own_seed, seed, draft, is_learning),
             is_learning=is_learning,
             is_seeded=is_seeded,
             most_rows=most_rows,
             on_commit=on_commit,
         )
 
-    def _own_seed(self, seed: int, is_drafting: bool, is_learning: bool) -> int:
+    def _new_own_seed(self, seed: int, is_drafting: bool, is_learning: bool) -> int:
         """The seed of the own streams of a call that starts now (stand/seeds.py)."""
         return call_seed(seed, self.drafter.start_call(learns=is_learning)) if is_drafting else seed
 

@@ -133,10 +133,15 @@ class Call:
             self._own_seed = self._new_own_seed()
         with self.stats.timed_prefill():
             is_running = any(row.finish_reason is None for row in scheduler.live)
-            self._prompts.allow_one_chunk() if is_running else self._prompts.allow_all()
+            if is_running:
+                self._prompts.allow_one_chunk()
+            else:
+                self._prompts.allow_all()
             if not scheduler.is_held():
                 self._prompts.keep_shared(scheduler.live)  # before a row is put back, what only waits goes
-            changes = self._begun(scheduler.settle(self._prompts.ready, self._leave))
+            changes = scheduler.settle(self._prompts.ready, self._leave)
+            if self._step is None and changes:
+                self._make_step(changes)
             self._follow([change for change in changes if isinstance(change, Entry)])
             for change in changes:
                 self._change(change)
@@ -176,7 +181,7 @@ class Call:
                 rider=self._rider,
                 pages=self.scheduler.admission.pages,
             )
-        return changes
+        )
 
     def _follow(self, entries: Sequence[Entry]) -> None:
         """Show a drafter that asks for features those of what the rows that enter begin with, each prompt once."""

@@ -49,7 +49,7 @@ from stand.verifiers import Verifier, get_verifier
 from stand.verifiers.registry import fitted
 
 MANY_ROWS = 64  # a run of unknown size, as drafters are told of it
-MOST_ROWS = 1 << 20  # of a call that returns them together
+MOST_RETURNED_ROWS = 1 << 20  # of a call that gives them all together
 
 
 def wrap(
@@ -287,10 +287,10 @@ class Engine:
             reader = JobReader(self.model, self.tokenizer, self._problems, **settings)
             token_ids = reader.prompts.read(prompts, input_ids, attention_mask=attention_mask)
             count = reader.settings.num_return_sequences
-            if count * len(token_ids) > MOST_ROWS:
+            if count * len(token_ids) > MOST_RETURNED_ROWS:
                 raise ValueError(
-                    f"a call returns at most {MOST_ROWS} rows, got {len(token_ids)} prompts with num_return_sequences "
-                    f"{count}; use engine.run, which yields rows as they end"
+                    f"a call returns at most {MOST_RETURNED_ROWS} rows, got {len(token_ids)} prompts with "
+                    f"num_return_sequences {count}; use engine.run, which yields rows as they end"
                 )
             jobs = [reader.job(ids, range(place * count, (place + 1) * count)) for place, ids in enumerate(token_ids)]
             options = {"seed": seed, "draft": draft, "learn": learn, "on_commit": on_commit}

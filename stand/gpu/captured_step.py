@@ -85,6 +85,8 @@ class CapturedStep:
         self._program: Program | None = None
         self._unread: tuple[np.ndarray, np.ndarray] | None = None  # best tokens that a recording would overwrite
         self._num_scored = 0
+        self._batch: DraftBatch | None = None  # of the last step prepared
+        self._live: LiveRows | None = None  # of the last forward
         self._verdicts: Verdicts | None = None
         self._lesson: Callable[[], None] | None = None  # of the step before, for the time while the device works
 

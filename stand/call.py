@@ -90,8 +90,9 @@ class Call:
                         self._advance()
 
     def steps(self, *, until_ended: bool = False) -> Iterator[None]:
-        """The same step by step. Between two steps the model is free for other work, of other threads too; with
-        `until_ended` only where rows have ended in the first of them, which saves swapping its forwards in between."""
+        """The same step by step. Between two steps the model is free for other work, also of other threads. With
+        `until_ended` it is given back only where rows have ended or others are to be let in, so that its forwards are
+        swapped less often."""
         with self._ending():
             while True:
                 with exclusive(self._model), self.stats.timed_wall():

@@ -219,9 +219,9 @@ class Engine:
 
     def stream(self, prompts: object = None, **settings: object) -> Iterator[tuple[int, str]]:
         """Yield (row, piece of text) as tokens are committed, any number of rows; takes what `generate` takes but
-        streamer. The pieces of a row, joined, are its text; but bytes that make no character may be shown by another
-        number of signs. Between two pieces the model is free for other work; giving it back at every step costs 1.5 ms
-        of 30 layers (SmolLM2), which `generate` and `run` spend seldom.
+        streamer. The pieces of a row, joined, are its text. Only bytes that form no character may be shown as more or
+        fewer replacement signs. Between two pieces the model is free for other work. That costs 1.5 ms per step for 30
+        layers (SmolLM2); `generate` and `run` pay it seldom.
 
         Raises ValueError without a tokenizer, and for an argument that `generate` does not take.
         """

@@ -196,7 +196,8 @@ class GenerationSettings:
 
 
 def _plain(name: str, value: object) -> object:
-    """A numpy or tensor scalar as Python's number, and a float where transformers asks for one."""
+    """A value as transformers takes it: scalars as Python's numbers, arrays as lists, a watermarking dict as its
+    config, floats where fractions are asked for."""
     if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.ndim == 0):
         value = value.item()
     if isinstance(value, (np.ndarray, torch.Tensor)):

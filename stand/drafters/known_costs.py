@@ -54,7 +54,8 @@ class KnownCosts:
                 self._followed[size] = FollowedCost(self._filed[size])
 
     def seeded_cost(self, num_rows: int, most_rows: int) -> StepCost:
-        """Of a step of `num_rows` rows in a call of `most_rows`: the same whatever else was prepared. 0: not known."""
+        """Cost of a step of `num_rows` rows in a call of `most_rows` (0: not known). It does not depend on what else
+        was prepared if `most_rows` is known."""
         sizes = _size_classes(most_rows or self._nearest(num_rows))
         return self._filed[min((size for size in sizes if size >= num_rows), default=max(sizes))]
 

@@ -25,11 +25,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from stand.backend import Backend, choose_backend
 from stand.call import Call
-from stand.drafters.blended import BlendedDrafter
 from stand.drafters.drafter import Drafter, LookupDrafter
-from stand.drafters.fixed_shape import FixedShapeDrafter
 from stand.drafters.step_cost import StepCost, clock_of, measure_cost
-from stand.forward.model import max_positions, text_config
+from stand.forward.model import max_positions
 from stand.forward.recurrent_layers import recurrent_layers
 from stand.forward.self_check import UnsupportedModelError, check_model, refuse_compiled, refuse_training
 from stand.forward.tree_attention import exclusive
@@ -44,9 +42,10 @@ from stand.scheduling.run import Run
 from stand.scheduling.sample_steps import sample_steps
 from stand.seeds import call_seed, checked_seed
 from stand.text_pieces import TextPieces
-from stand.trees import BlendedLookup, LookupTree, vocabulary_fingerprint
-from stand.verifiers import Verifier, get_verifier
+from stand.trees import BlendedLookup, LookupTree
+from stand.verifiers import Verifier
 from stand.verifiers.registry import fitted
+from stand.wrapping import checked_drafter, checked_rule, fingerprint_of
 
 MANY_ROWS = 64  # a run of unknown size, as drafters are told of it
 MOST_RETURNED_ROWS = 1 << 20  # of a call that gives them all together
@@ -78,15 +77,15 @@ def wrap(
     does not fit. Weights, attention implementation and mode of the model stay as they are.
     """
     check_flags(fuse=fuse)
-    rule = _checked_rule(verifier)
-    drafter = _checked_drafter(drafter)
+    rule = checked_rule(verifier)
+    drafter = checked_drafter(drafter)
     check_model(model)
     if drafter.rider is not None and recurrent_layers(model):
         raise UnsupportedModelError(
             f"{type(drafter).__name__} needs a model that keeps keys and values alone, got {type(model).__name__} with "
             "recurrent states, which its streams would have to go through; leave drafter= out"
         )
-    drafter.attach(model, _fingerprint(model, tokenizer, drafter))
+    drafter.attach(model, fingerprint_of(model, tokenizer, drafter))
     typical = drafter.typical_draft()
     if typical is not None:
         fitted(rule, typical)
@@ -399,43 +398,3 @@ def _into(streamer: BaseStreamer) -> Callable[[Row, list[int]], None]:
             f"streamer must be a BaseStreamer, got {type(streamer).__name__}; make a TextStreamer, or use engine.stream"
         )
     return lambda row, token_ids: streamer.put(torch.tensor(token_ids))
-
-
-def _checked_rule(verifier: object) -> Verifier:
-    rule = verifier if isinstance(verifier, Verifier) else get_verifier(verifier)
-    if rule.requires.carries_debts:
-        raise ValueError(
-            f"the engine's drafters learn and may draft less than asked for, got verifier {rule.name!r}, which needs "
-            "one fixed law at every position of its debt; use 'block' on chains or 'traversal'"
-        )
-    return rule
-
-
-def _checked_drafter(drafter: object) -> Drafter:
-    if drafter is None or isinstance(drafter, BlendedLookup):
-        return BlendedDrafter(drafter)
-    if isinstance(drafter, LookupTree):
-        return FixedShapeDrafter(drafter)
-    if not isinstance(drafter, Drafter):
-        raise ValueError(
-            f"drafter must be a Drafter, a BlendedLookup or a LookupTree, got {type(drafter).__name__}; load a lookup "
-            "with stand.BlendedLookup.load(path), or derive your class from stand.Drafter"
-        )
-    return drafter
-
-
-def _fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, drafter: Drafter) -> bytes:
-    """Names the vocabulary that token ids mean something in; its size alone without a tokenizer, and where the
-    drafter's lookup was learned without one."""
-    by_size = vocabulary_fingerprint({"vocab_size": text_config(model).vocab_size})
-    if tokenizer is None:
-        return by_size
-    if isinstance(tokenizer, type) or not hasattr(tokenizer, "get_vocab"):
-        raise ValueError(
-            f"tokenizer must be one of transformers', got {tokenizer!r:.80}; pass "
-            "AutoTokenizer.from_pretrained(...), or leave it out and pass token ids"
-        )
-    lookup = drafter.lookup if isinstance(drafter, LookupDrafter) else None
-    if lookup is not None and lookup.fingerprint == by_size:
-        return by_size
-    return vocabulary_fingerprint(tokenizer.get_vocab())

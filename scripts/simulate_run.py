@@ -134,7 +134,7 @@ def traces(arguments: argparse.Namespace, workload: Workload) -> Iterator[tuple[
         yield int(trace.live.max()), "rooms", trace
         for size, growth in product(arguments.page_size, arguments.growth):
             pages = PageAllocator(size, int(num_bytes / roofline.cache_bytes / size))
-            allowed = WithinPages(pages, most_rows=most, most_nodes=lambda rows: arguments.budget, growth=growth)
+            allowed = WithinPages(pages, most_rows=most, most_slots=lambda rows: arguments.budget, growth=growth)
             trace = simulation().places(allowed)
             yield int(trace.live.max()), f"pages of {size}, growth {growth}", trace
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import logging
 import warnings
@@ -29,7 +28,6 @@ from stand.verifiers import Verifier
 if TYPE_CHECKING:
     from stand.drafters.drafter import Drafter
     from stand.fusion.fusion import Fusion
-    from stand.gpu.device_rule import DeviceRule
     from stand.gpu.guarded_step import GuardedStep
 
 NAMES = ("auto", "sdpa", "triton")
@@ -105,7 +103,8 @@ class EagerBackend:
 
 
 class CapturedBackend:
-    """The step as one graph of this project's kernels; calls that it cannot serve take eager steps over the same pages.
+    """The step as one graph of this project's kernels. Calls with processors take eager steps over the same pages;
+    calls inside torch.autocast take eager steps in rooms.
 
     Should a captured step fail during a call, the call and all later ones go on with eager steps, later ones in rooms:
     `name` becomes "sdpa" and `reason` says why.
@@ -113,14 +112,17 @@ class CapturedBackend:
     fusion: proven fused forwards of the model's modules (`fusion.report`), or None.
     """
 
-    name = "triton"
-
     def __init__(self, model: PreTrainedModel, reason: str, *, fusion: Fusion | None = None):
         self.reason = reason
         self.fusion = fusion
         self._model = model
+        self._is_captured = True  # until a captured step has failed
         self._eager = EagerBackend(model, reason)
         self._previous: GuardedStep | None = None  # graphs and cache of the last call, for the next one
+
+    @property
+    def name(self) -> str:
+        return "triton" if self._is_captured else "sdpa"
 
     def __str__(self) -> str:
         return self.name
@@ -130,17 +132,17 @@ class CapturedBackend:
         """Half of the largest step's tokens, so that rows have room for drafts."""
         from stand.gpu.step_size import NUM_TOKENS
 
-        return None if self.name != "triton" else NUM_TOKENS[-1] // 2
+        return NUM_TOKENS[-1] // 2 if self._is_captured else None
 
     @property
     def page_size(self) -> int | None:
         from stand.gpu.tiles import PAGE_SIZE
 
-        return PAGE_SIZE if self.name == "triton" else None
+        return PAGE_SIZE if self._is_captured else None
 
     @property
     def has_pool(self) -> bool:
-        return self.name == "triton"
+        return self._is_captured
 
     @property
     def held_bytes(self) -> int:
@@ -150,7 +152,7 @@ class CapturedBackend:
         return partial(TreeCache, 1)
 
     def new_step(self, start: StepStart) -> Step:
-        if self.name != "triton":
+        if not self._is_captured:
             return self._eager.new_step(start)
         from stand.gpu.guarded_step import GuardedStep
         from stand.gpu.pooled_step import PooledStep
@@ -164,7 +166,7 @@ class CapturedBackend:
             warnings.warn("steps are eager inside torch.autocast, whose types no recorded step has", stacklevel=2)
             return self._eager.new_step(start)
         step = GuardedStep.start(self._previous, self._model, start, fusion=self.fusion, on_failure=self._told())
-        if self.name == "triton":
+        if self._is_captured:
             self._previous = step
         return step
 
@@ -180,7 +182,7 @@ class CapturedBackend:
 
     def _give_up(self, reason: str) -> None:
         """Eager steps from now on."""
-        self.name, self.reason, self._previous = "sdpa", reason, None
+        self._is_captured, self.reason, self._previous = False, reason, None
 
 
 def choose_backend(
@@ -223,16 +225,6 @@ def _page_size(model: PreTrainedModel) -> int | None:
     return fitting_page_size(key_shape(model).head_bytes)
 
 
-def device_rule(verifier: Verifier) -> DeviceRule | None:
-    """The rule of a captured step that decides as `verifier` does, or None where its class names none: a subclass may
-    decide otherwise than its parent."""
-    named = vars(type(verifier)).get("device_rule")
-    if named is None:
-        return None
-    module, _, name = named.partition(":")
-    return getattr(importlib.import_module(module), name)()
-
-
 def kernel_obstacle(
     model: PreTrainedModel, verifier: Verifier, *, wants_features: bool = False, rider: Rider | None = None
 ) -> str | None:
@@ -245,9 +237,10 @@ def kernel_obstacle(
         return RECURRENT_OBSTACLE
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
+    from stand.gpu.device_rule import rule_like
     from stand.gpu.self_check import kernel_failure
 
-    if device_rule(verifier) is None:
+    if rule_like(verifier) is None:
         return f"rule {verifier.name!r} offers no device rule of its own"
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:

@@ -38,19 +38,19 @@ class Call:
         backend: Backend,
         drafter: Drafter | None,  # None: ordinary decoding
         verifier: Verifier,
-        law: Callable[[], TargetLaw],
+        read_law: Callable[[], TargetLaw],
         jobs: Iterable[Job],
         admission: Admission,
         seed: int,
-        own_seed: Callable[[], int],
+        new_own_seed: Callable[[], int],
         is_learning: bool,
         is_seeded: bool = True,
         most_rows: int = 0,
         on_commit: Callable[[Row, list[int]], None] | None = None,
     ):
-        """law: of all jobs that were read; jobs: read as places become free.
-        seed: the user's, or drawn where `is_seeded` is False; own_seed: gives, when the call begins, that of its
-        drafts, tests and residual draws (stand/seeds.py). most_rows: see `DraftRequest`.
+        """read_law: of all jobs that were read; jobs: read as places become free.
+        seed: the user's, or drawn where `is_seeded` is False; new_own_seed: gives, when the call begins, that of
+        its drafts, tests and residual draws (stand/seeds.py). most_rows: see `DraftRequest`.
         on_commit: told of every row's new tokens as they are kept."""
         self.seed = seed
         self.stats = Stats()
@@ -60,9 +60,9 @@ class Call:
         self._backend = backend
         self._drafter = drafter
         self._verifier = verifier
-        self._read_law = law
+        self._read_law = read_law
         self._law: TargetLaw | None = None  # from the first step on
-        self._new_own_seed = own_seed
+        self._new_own_seed = new_own_seed
         self._own_seed: int | None = None  # until the call begins
         self._is_learning = is_learning
         self._is_seeded = is_seeded
@@ -90,8 +90,9 @@ class Call:
                         self._advance()
 
     def steps(self, *, until_ended: bool = False) -> Iterator[None]:
-        """The same step by step. Between two steps the model is free for other work, of other threads too; with
-        `until_ended` only where rows have ended in the first of them, which saves swapping its forwards in between."""
+        """The same step by step. Between two steps the model is free for other work, also of other threads. With
+        `until_ended` it is given back only where rows have ended or others are to be let in, so that its forwards are
+        swapped less often."""
         with self._ending():
             while True:
                 with exclusive(self._model), self.stats.timed_wall():
@@ -133,10 +134,15 @@ class Call:
             self._own_seed = self._new_own_seed()
         with self.stats.timed_prefill():
             is_running = any(row.finish_reason is None for row in scheduler.live)
-            self._prompts.allow_one_chunk() if is_running else self._prompts.allow_all()
+            if is_running:
+                self._prompts.allow_one_chunk()
+            else:
+                self._prompts.allow_all()
             if not scheduler.is_held():
                 self._prompts.keep_shared(scheduler.live)  # before a row is put back, what only waits goes
-            changes = self._begun(scheduler.settle(self._prompts.ready, self._leave))
+            changes = scheduler.settle(self._prompts.ready, self._leave)
+            if self._step is None and changes:
+                self._make_step(changes)
             self._follow([change for change in changes if isinstance(change, Entry)])
             for change in changes:
                 self._change(change)
@@ -160,25 +166,23 @@ class Call:
         else:
             self._step.move(change.row, change.source, change.target)
 
-    def _begun(self, changes: Sequence[Change]) -> Sequence[Change]:
-        """The same; the first ones make the step."""
-        if self._step is None and changes:
-            longest = max(changes, key=lambda entry: entry.row.num_cached)
-            self._law = self._read_law()
-            self._step = self._backend.new_step(
-                StepStart(
-                    num_places=self.scheduler.num_places,
-                    rows=[entry.row for entry in changes],
-                    keys=longest.keys.keys,
-                    law=self._law,
-                    verifier=self._verifier,
-                    num_top=self._drafter.num_candidates if self._is_learning else 0,
-                    wants_features=self._wants_features,
-                    rider=self._rider,
-                    pages=self.scheduler.admission.pages,
-                )
+    def _make_step(self, changes: Sequence[Entry]) -> None:
+        """The step of this call, of the rows that enter first."""
+        longest = max(changes, key=lambda entry: entry.row.num_cached)
+        self._law = self._read_law()
+        self._step = self._backend.new_step(
+            StepStart(
+                num_places=self.scheduler.num_places,
+                rows=[entry.row for entry in changes],
+                keys=longest.keys.keys,
+                law=self._law,
+                verifier=self._verifier,
+                num_top=self._drafter.num_candidates if self._is_learning else 0,
+                wants_features=self._wants_features,
+                rider=self._rider,
+                pages=self.scheduler.admission.pages,
             )
-        return changes
+        )
 
     def _follow(self, entries: Sequence[Entry]) -> None:
         """Show a drafter that asks for features those of what the rows that enter begin with, each prompt once."""

@@ -25,11 +25,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from stand.backend import Backend, choose_backend
 from stand.call import Call
-from stand.drafters.blended import BlendedDrafter
 from stand.drafters.drafter import Drafter, LookupDrafter
-from stand.drafters.fixed_shape import FixedShapeDrafter
 from stand.drafters.step_cost import StepCost, clock_of, measure_cost
-from stand.forward.model import max_positions, text_config
+from stand.forward.model import max_positions
 from stand.forward.recurrent_layers import recurrent_layers
 from stand.forward.self_check import UnsupportedModelError, check_model, refuse_compiled, refuse_training
 from stand.forward.tree_attention import exclusive
@@ -44,12 +42,13 @@ from stand.scheduling.run import Run
 from stand.scheduling.sample_steps import sample_steps
 from stand.seeds import call_seed, checked_seed
 from stand.text_pieces import TextPieces
-from stand.trees import BlendedLookup, LookupTree, vocabulary_fingerprint
-from stand.verifiers import Verifier, get_verifier
+from stand.trees import BlendedLookup, LookupTree
+from stand.verifiers import Verifier
 from stand.verifiers.registry import fitted
+from stand.wrapping import checked_drafter, checked_rule, fingerprint_of
 
 MANY_ROWS = 64  # a run of unknown size, as drafters are told of it
-MOST_ROWS = 1 << 20  # of a call that returns them together
+MOST_RETURNED_ROWS = 1 << 20  # of a call that gives them all together
 
 
 def wrap(
@@ -78,15 +77,15 @@ def wrap(
     does not fit. Weights, attention implementation and mode of the model stay as they are.
     """
     check_flags(fuse=fuse)
-    rule = _checked_rule(verifier)
-    drafter = _checked_drafter(drafter)
+    rule = checked_rule(verifier)
+    drafter = checked_drafter(drafter)
     check_model(model)
     if drafter.rider is not None and recurrent_layers(model):
         raise UnsupportedModelError(
             f"{type(drafter).__name__} needs a model that keeps keys and values alone, got {type(model).__name__} with "
             "recurrent states, which its streams would have to go through; leave drafter= out"
         )
-    drafter.attach(model, _fingerprint(model, tokenizer, drafter))
+    drafter.attach(model, fingerprint_of(model, tokenizer, drafter))
     typical = drafter.typical_draft()
     if typical is not None:
         fitted(rule, typical)
@@ -219,9 +218,9 @@ class Engine:
 
     def stream(self, prompts: object = None, **settings: object) -> Iterator[tuple[int, str]]:
         """Yield (row, piece of text) as tokens are committed, any number of rows; takes what `generate` takes but
-        streamer. The pieces of a row, joined, are its text; but bytes that make no character may be shown by another
-        number of signs. Between two pieces the model is free for other work; giving it back at every step costs 1.5 ms
-        of 30 layers (SmolLM2), which `generate` and `run` spend seldom.
+        streamer. The pieces of a row, joined, are its text. Only bytes that form no character may be shown as more or
+        fewer replacement signs. Between two pieces the model is free for other work. That costs 1.5 ms per step for 30
+        layers (SmolLM2); `generate` and `run` pay it seldom.
 
         Raises ValueError without a tokenizer, and for an argument that `generate` does not take.
         """
@@ -287,10 +286,10 @@ class Engine:
             reader = JobReader(self.model, self.tokenizer, self._problems, **settings)
             token_ids = reader.prompts.read(prompts, input_ids, attention_mask=attention_mask)
             count = reader.settings.num_return_sequences
-            if count * len(token_ids) > MOST_ROWS:
+            if count * len(token_ids) > MOST_RETURNED_ROWS:
                 raise ValueError(
-                    f"a call returns at most {MOST_ROWS} rows, got {len(token_ids)} prompts with num_return_sequences "
-                    f"{count}; use engine.run, which yields rows as they end"
+                    f"a call returns at most {MOST_RETURNED_ROWS} rows, got {len(token_ids)} prompts with "
+                    f"num_return_sequences {count}; use engine.run, which yields rows as they end"
                 )
             jobs = [reader.job(ids, range(place * count, (place + 1) * count)) for place, ids in enumerate(token_ids)]
             options = {"seed": seed, "draft": draft, "learn": learn, "on_commit": on_commit}
@@ -337,8 +336,8 @@ class Engine:
         refuse_compiled(self.model)
         is_seeded, is_learning = seed is not None, draft and learn and self.drafter.num_candidates > 0
         seed = checked_seed(seed)
-        most_nodes = self.drafter.most_slots if draft else lambda num_rows: 0
-        allowed = admission(self.model, max_rows, max_cache_bytes, backend=self.backend, most_nodes=most_nodes)
+        most_slots = self.drafter.most_slots if draft else lambda num_rows: 0
+        allowed = admission(self.model, max_rows, max_cache_bytes, backend=self.backend, most_slots=most_slots)
         most_rows = min(num_rows, max_rows or num_rows)
         if draft:  # its largest draft counts in the checks
             self.drafter.prepare(most_rows, self.measure_cost)
@@ -349,18 +348,18 @@ class Engine:
             backend=self.backend,
             drafter=self.drafter if draft else None,
             verifier=self.verifier,
-            law=lambda: reader.law,
+            read_law=lambda: reader.law,
             jobs=jobs,
             admission=allowed,
             seed=seed,
-            own_seed=partial(self._own_seed, seed, draft, is_learning),
+            new_own_seed=partial(self._new_own_seed, seed, draft, is_learning),
             is_learning=is_learning,
             is_seeded=is_seeded,
             most_rows=most_rows,
             on_commit=on_commit,
         )
 
-    def _own_seed(self, seed: int, is_drafting: bool, is_learning: bool) -> int:
+    def _new_own_seed(self, seed: int, is_drafting: bool, is_learning: bool) -> int:
         """The seed of the own streams of a call that starts now (stand/seeds.py)."""
         return call_seed(seed, self.drafter.start_call(learns=is_learning)) if is_drafting else seed
 
@@ -399,43 +398,3 @@ def _into(streamer: BaseStreamer) -> Callable[[Row, list[int]], None]:
             f"streamer must be a BaseStreamer, got {type(streamer).__name__}; make a TextStreamer, or use engine.stream"
         )
     return lambda row, token_ids: streamer.put(torch.tensor(token_ids))
-
-
-def _checked_rule(verifier: object) -> Verifier:
-    rule = verifier if isinstance(verifier, Verifier) else get_verifier(verifier)
-    if rule.requires.carries_debts:
-        raise ValueError(
-            f"the engine's drafters learn and may draft less than asked for, got verifier {rule.name!r}, which needs "
-            "one fixed law at every position of its debt; use 'block' on chains or 'traversal'"
-        )
-    return rule
-
-
-def _checked_drafter(drafter: object) -> Drafter:
-    if drafter is None or isinstance(drafter, BlendedLookup):
-        return BlendedDrafter(drafter)
-    if isinstance(drafter, LookupTree):
-        return FixedShapeDrafter(drafter)
-    if not isinstance(drafter, Drafter):
-        raise ValueError(
-            f"drafter must be a Drafter, a BlendedLookup or a LookupTree, got {type(drafter).__name__}; load a lookup "
-            "with stand.BlendedLookup.load(path), or derive your class from stand.Drafter"
-        )
-    return drafter
-
-
-def _fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, drafter: Drafter) -> bytes:
-    """Names the vocabulary that token ids mean something in; its size alone without a tokenizer, and where the
-    drafter's lookup was learned without one."""
-    by_size = vocabulary_fingerprint({"vocab_size": text_config(model).vocab_size})
-    if tokenizer is None:
-        return by_size
-    if isinstance(tokenizer, type) or not hasattr(tokenizer, "get_vocab"):
-        raise ValueError(
-            f"tokenizer must be one of transformers', got {tokenizer!r:.80}; pass "
-            "AutoTokenizer.from_pretrained(...), or leave it out and pass token ids"
-        )
-    lookup = drafter.lookup if isinstance(drafter, LookupDrafter) else None
-    if lookup is not None and lookup.fingerprint == by_size:
-        return by_size
-    return vocabulary_fingerprint(tokenizer.get_vocab())

@@ -157,7 +157,10 @@ class GenerationSettings:
             limits = [self.config.max_length - len(prompt) for prompt in prompts]
         elif most is None:
             if context is None:
-                raise ValueError("max_new_tokens must be given, got None, and the model's configuration has no limit")
+                raise ValueError(
+                    "max_new_tokens must be given where the model's configuration has no limit, got None; "
+                    "pass max_new_tokens="
+                )
             return [context - len(prompt) for prompt in prompts]
         else:
             limits = [most] * len(prompts)
@@ -193,7 +196,8 @@ class GenerationSettings:
 
 
 def _plain(name: str, value: object) -> object:
-    """A numpy or tensor scalar as Python's number, and a float where transformers asks for one."""
+    """A value as transformers takes it: scalars as Python's numbers, arrays as lists, a watermarking dict as its
+    config, floats where fractions are asked for."""
     if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.ndim == 0):
         value = value.item()
     if isinstance(value, (np.ndarray, torch.Tensor)):

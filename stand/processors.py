@@ -51,7 +51,7 @@ BY_PREFIX = frozenset(
         library.WatermarkLogitsProcessor,
     }
 )
-# Of a batch they need more than one row's prefix and scores.
+# Refused by name, each with its reason.
 REFUSED = {
     library.UnbatchedClassifierFreeGuidanceLogitsProcessor: "it runs forwards of its own beside the packed ones",
     library.ClassifierFreeGuidanceLogitsProcessor: "it needs conditional and unconditional rows side by side",

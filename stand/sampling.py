@@ -47,7 +47,7 @@ class SamplingParams:
         _require(self.temperature == 0 or LEAST <= self.temperature <= MOST,
                  f"temperature must be 0 or in [{LEAST:g}, {MOST:g}]", self.temperature,
                  "beyond them float32 overflows; use 0 for greedy decoding")  # fmt: skip
-        _require(isinstance(self.top_k, int) and self.top_k >= 0, "top_k must be an integer >= 0", self.top_k,
+        _require(_is_whole(self.top_k) and self.top_k >= 0, "top_k must be an integer >= 0", self.top_k,
                  "use 0 to switch it off")  # fmt: skip
         _require(_finite(self.top_p) and 0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p,
                  "use 1 to switch it off, temperature=0 for greedy decoding")  # fmt: skip
@@ -204,6 +204,10 @@ def _refuse_scores(scores: torch.Tensor) -> None:
 
 def _finite(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _require(holds: bool, rule: str, got: object, remedy: str) -> None:

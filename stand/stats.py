@@ -95,6 +95,7 @@ class Stats:
 
     @contextmanager
     def timed_prefill(self) -> Iterator[None]:
+        """Add the wall time of the block to `prefill_seconds`."""
         start = time.perf_counter()
         try:
             yield
@@ -103,6 +104,7 @@ class Stats:
 
     @contextmanager
     def timed_wall(self) -> Iterator[None]:
+        """Add the wall time of the block to `wall_seconds`. `elapsed` counts it while the block runs."""
         self._began = time.perf_counter()
         try:
             yield
@@ -154,6 +156,7 @@ class Stats:
             "num_put_back": self.num_put_back,
             "num_replayed_tokens": self.num_replayed_tokens,
             "accepted_by_depth": self.accepted_by_depth.tolist(),
+            "accepted_by_slot": self.accepted_by_slot.tolist(),
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.draft_acceptance_rate,
             "tokens_per_second": self.tokens_per_second,

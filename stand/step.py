@@ -22,7 +22,7 @@ from stand.forward.rider import Rider, path_ends
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import DRAFT_ROOM, TreeCache
 from stand.row import LiveRows, Row
-from stand.sampling import TargetLaw
+from stand.sampling import Laws, TargetLaw
 from stand.scheduling.page_allocator import PageAllocator
 from stand.trees import ROOT, DraftBatch
 from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise
@@ -116,7 +116,12 @@ class EagerStep:
         self._num_top = num_top
         self._wants_features = wants_features
         self._rider = rider
+        self._batch: DraftBatch | None = None  # from here to `_features` of the last forward
+        self._live: LiveRows | None = None
+        self._noise: VerifierNoise | None = None
+        self._logits: torch.Tensor | None = None
         self._features: torch.Tensor | None = None
+        self._laws: Laws | None = None  # of the last verdicts
 
     @contextmanager
     def attention(self) -> Iterator[None]:

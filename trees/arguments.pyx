@@ -48,7 +48,8 @@ def int32_array(values, name):
             raise ValueError(f"{name} must hold whole numbers below 2**31, got {array.dtype}; token ids are int32")
         low, high = array.min(), array.max()
         if low < -(2**31) or high >= 2**31:
-            raise ValueError(f"{name} must be in [0, 2**31), got {low if low < 0 else high}; token ids are int32")
+            wrong = low if low < -(2**31) else high
+            raise ValueError(f"{name} must be in [-2**31, 2**31), got {wrong}; token ids are int32")
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
@@ -67,7 +68,7 @@ def vector(values, name):
     """`int32_array` of one dimension."""
     array = int32_array(values, name)
     if array.ndim != 1:
-        raise ValueError(f"{name} must be one-dimensional, got shape {array.shape}")
+        raise ValueError(f"{name} must be one-dimensional, got shape {array.shape}; pass one list of tokens")
     return array
 
 
@@ -96,7 +97,8 @@ def checked_laws(top_ids, top_probs, num_laws):
     shapes = id_array.shape, prob_array.shape
     if shapes[0] != shapes[1] or id_array.ndim != 2 or len(id_array) != num_laws or id_array.shape[1] == 0:
         raise ValueError(
-            f"top_ids and top_probs must be two [{num_laws}, W] arrays with W > 0, got {shapes[0]} and {shapes[1]}"
+            f"top_ids and top_probs must be two [{num_laws}, W] arrays with W > 0, got {shapes[0]} and {shapes[1]}; "
+            "give each node a law"
         )
     ids, probs = id_array, prob_array
     for law in range(ids.shape[0]):
@@ -156,5 +158,7 @@ def checked_estimates(batch):
     for node in range(values.shape[0]):
         sound = sound and 0.0 <= values[node] <= most
     if not sound:
-        raise ValueError(f"path_estimates must be {batch.num_nodes} numbers in [0, 1], got {estimates}")
+        raise ValueError(
+            f"path_estimates must be {batch.num_nodes} numbers in [0, 1], got {estimates}; pass a draft as it was made"
+        )
     return values.base

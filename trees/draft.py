@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from stand.trees.blended.lookup import OutsideLaws
 
 NO_TOKEN = -1
-LAW_TOLERANCE = 1e-5
+LAW_TOLERANCE = 1e-5  # of a sum over a law, and between laws that must be equal
 OPTIONAL_ARRAYS = ("slots", "path_probabilities", "path_estimates")  # one entry per node, or None
 
 
@@ -197,7 +197,7 @@ class DraftBatch:
 
     @classmethod
     def pending(cls, token_ids: Sequence[int]) -> DraftBatch:
-        """Empty drafts: the pending token of every row alone. All but the tokens is shared between such batches."""
+        """Empty drafts: the pending token of every row alone. Such batches share all but the tokens, read-only."""
         return cls(np.array(int32_array(token_ids, "token_ids")), *_pending_arrays(len(token_ids)))
 
     def check(self) -> None:
@@ -232,7 +232,10 @@ def _pending_arrays(num_rows: int) -> tuple[np.ndarray, ...]:
     zeros = np.zeros(num_rows, dtype=np.int32)
     parents, offsets = np.full(num_rows, NO_PARENT, dtype=np.int32), np.arange(num_rows + 1, dtype=np.int32)
     support_ids, law = np.full((num_rows, 1), NO_TOKEN, dtype=np.int32), np.zeros((num_rows, 1), dtype=np.float32)
-    return parents, offsets, zeros, zeros, support_ids, law
+    arrays = parents, offsets, zeros, zeros, support_ids, law
+    for array in arrays:  # all such batches share them: who wrote into one would change the others
+        array.flags.writeable = False
+    return arrays
 
 
 def _depths_and_ranks(parents: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

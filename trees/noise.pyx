@@ -139,7 +139,9 @@ def step_keys(seed, stream, rows, steps):
     cdef const int64_t[::1] step_numbers = np.atleast_1d(int64_array(steps, "steps"))
     cdef Py_ssize_t num_keys = row_numbers.shape[0], i
     if step_numbers.shape[0] != num_keys:
-        raise ValueError(f"rows and steps must be of one length, got {num_keys} and {step_numbers.shape[0]}")
+        raise ValueError(
+            f"rows and steps must be of one length, got {num_keys} and {step_numbers.shape[0]}; give each row its step"
+        )
     keys = np.empty(num_keys, dtype=np.uint64)
     cdef uint64_t[::1] key_view = keys
     cdef uint64_t words = 0, key = stream_key(seed, stream)
@@ -155,7 +157,10 @@ cdef int _check_offsets(const int32_t[::1] offsets, const int64_t[::1] rows, con
     """ValueError where they are not those of as many rows, or do not ascend from 0."""
     cdef Py_ssize_t row, num_rows = offsets.shape[0] - 1
     if rows.shape[0] != num_rows or steps.shape[0] != num_rows:
-        raise ValueError(f"rows and steps must be [{num_rows}] as the offsets say, got {len(rows)} and {len(steps)}")
+        raise ValueError(
+            f"rows and steps must be [{num_rows}] as the offsets say, got {len(rows)} and {len(steps)}; give each row "
+            "its own"
+        )
     cdef bint sound = offsets[0] == 0
     for row in range(num_rows):
         sound = sound and offsets[row] <= offsets[row + 1]

@@ -47,16 +47,19 @@ def draw_children(kind, const float[::1] probabilities not None, const double[::
     cdef Children children
     cdef int32_t size = probabilities.shape[0], place
     if kind not in KINDS:
-        raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
+        raise ValueError(f"kind must be one of {KINDS}, got {kind!r}; others need a shape")
     if not 1 <= whole(num_children, "num_children") < 2**31:
         raise ValueError(f"num_children must be in [1, 2**31), got {num_children}; one at least")
     if size == 0 or uniforms.shape[0] != size:
-        raise ValueError(f"uniforms must match probabilities and not be empty, got {uniforms.shape[0]} for {size}")
+        raise ValueError(
+            f"uniforms must match probabilities and not be empty, got {uniforms.shape[0]} for {size}; give each "
+            "candidate one"
+        )
     for place in range(size):
         if not 0.0 < probabilities[place] <= probabilities[max(0, place - 1)]:
             raise ValueError(f"probabilities must be positive and descend, got {probabilities[place]}; sort them")
     if not all(0.0 < number < 1.0 for number in uniforms):
-        raise ValueError(f"uniforms must lie in (0, 1), got {np.asarray(uniforms)}")
+        raise ValueError(f"uniforms must lie in (0, 1), got {np.asarray(uniforms)}; draw them by noise.uniforms")
     cdef DraftKind wanted = <DraftKind> <int32_t> KIND_NUMBERS[kind]
     c_draw_children(wanted, &probabilities[0], &uniforms[0], size, num_children, children)
     picks = np.array([children.picks[i] for i in range(children.picks.size())], dtype=np.int32)

@@ -159,7 +159,8 @@ class TreeShape:
         if name == "parents" and values:
             return cls(np.array(values))
         raise ValueError(
-            f"a shape must be paper, start, empty, chain:LENGTH, branching:N,N,... or parents:-1,0,..., got {text!r}"
+            f"a shape must be paper, start, empty, chain:LENGTH, branching:N,N,... or parents:-1,0,..., got {text!r}; "
+            "see TreeShape.parse"
         )
 
 

@@ -57,7 +57,7 @@ cdef void _fill_from_rows(cnp.ndarray tokens, cnp.ndarray rows, cnp.ndarray leng
         if not (0 <= row_numbers[text] < num_rows and 0 <= ends[text] <= width):
             raise ValueError(
                 f"texts must lie in their array of {num_rows} rows and {width} columns, got row {row_numbers[text]} "
-                f"and length {ends[text]}"
+                f"and length {ends[text]}; lengths are those of the texts"
             )
         end = <const int32_t*> cnp.PyArray_DATA(tokens) + row_numbers[text] * width + ends[text]
         sizes[text] = <int32_t> min(<int64_t> limit, ends[text])
@@ -70,7 +70,7 @@ cdef StepView step_view(batch, histories, int32_t limit, vector[int32_t]& window
     cdef const int32_t[::1] token_ids, parents, offsets
     check_is_batch(batch)
     if len(histories) != len(batch):
-        raise ValueError(f"histories must have one entry per row ({len(batch)}), got {len(histories)}")
+        raise ValueError(f"histories must have one entry per row ({len(batch)}), got {len(histories)}; see DraftBatch")
     check_batch(batch)
     fill_windows(histories, limit, windows, sizes)
     token_ids, parents, offsets = batch.token_ids, batch.parents, batch.offsets

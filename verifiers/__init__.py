@@ -13,7 +13,7 @@ if not has_engine():
 
 from stand.verifiers.draw import draw_tokens
 from stand.verifiers.noise import VerifierNoise
-from stand.verifiers.registry import fitting_names, get_verifier, resolve, verifier_names
+from stand.verifiers.registry import fitting_names, get_verifier, verifier_names
 from stand.verifiers.target import TargetRows
 from stand.verifiers.verifier import Requirements, ThresholdVerifier, Verdicts, Verifier
 
@@ -27,6 +27,5 @@ __all__ = [
     "draw_tokens",
     "fitting_names",
     "get_verifier",
-    "resolve",
     "verifier_names",
 ]

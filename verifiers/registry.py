@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import difflib
 
-import numpy as np
-
 from stand.trees import DraftBatch
 from stand.verifiers.rules.block import BlockVerifier
 from stand.verifiers.rules.coupled import CoupledVerifier
@@ -80,23 +78,6 @@ def fitting_names(batch: DraftBatch) -> list[str]:
     return names
 
 
-def resolve(batch: DraftBatch, name: str | None = None, *, allow_lossy: bool = False) -> Verifier:
-    """The rule called `name`, once it is clear that it takes drafts like this one; without a name, the best one:
-    `match` if unadapted or deterministic throughout, else `traversal`.
-
-    To be asked once, with a draft typical of the drafter, and not at every step: the two rules draw with
-    different noise, so a choice that followed each step's batch would let a row's tokens depend on its
-    batch mates.
-
-    Raises ValueError as `get_verifier` does, and for a rule that such drafts do not fit, with those that they do fit.
-    """
-    if name is not None:
-        return fitted(get_verifier(name, allow_lossy=allow_lossy), batch)
-    if not batch.adapted or _deterministic(batch):
-        return MatchVerifier()
-    return TraversalVerifier()
-
-
 def fitted(verifier: Verifier, batch: DraftBatch) -> Verifier:
     """`verifier`, once it is clear that it takes drafts like this one.
 
@@ -107,8 +88,3 @@ def fitted(verifier: Verifier, batch: DraftBatch) -> Verifier:
     except ValueError as error:
         raise ValueError(f"{error}; rules that fit: {', '.join(fitting_names(batch))}") from error
     return verifier
-
-
-def _deterministic(batch: DraftBatch) -> bool:
-    children = batch.depths > 0
-    return bool(np.all(np.count_nonzero(batch.law[children], axis=1) == 1))

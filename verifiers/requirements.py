@@ -8,10 +8,10 @@ from typing import Literal
 import numpy as np
 
 from stand.trees import NO_PARENT, DraftBatch
+from stand.trees.draft import LAW_TOLERANCE
 from stand.verifiers.schedule import Schedule, packed_parents, token_columns
 
 Laws = Literal["ignored", "recorded", "with_replacement", "one_batch"]
-LAW_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)

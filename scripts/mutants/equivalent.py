@@ -265,7 +265,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "roots alone with right tokens have no fault, so this is not asked",
     (
         "stand/drafters/check.py",
-        "if not np.all(np.abs(sums - 1.0) <= LAW_TOLERANCE):",
+        "if not np.all(np.abs(sums - 1.0) <= SUM_TOLERANCE):",
         "LtE -> Lt",
     ): "differs where both sides are equal to the last bit",
     (

@@ -17,7 +17,7 @@ from stand.measured_files import measured_folder
 from stand.trees import BlendedLookup, DraftBatch
 from stand.trees.sampling import KINDS
 
-MOST_RISES = 1000  # kept ones; followed costs change
+MOST_RISES = 1000  # arrays of rises that are kept; a cost that follows the steps' times changes, and has new ones
 MOST_NODES = 1 << 16  # a budget beyond this is a mistake: no step holds so many tokens
 
 

@@ -9,7 +9,8 @@ from stand.step_compiled import is_sound
 from stand.trees import DraftBatch
 from stand.trees.draft import check_packing
 
-LAW_TOLERANCE = 1e-3  # of a sum over a float32 law
+# Of a sum over a float32 law. A step refuses what is plainly no law; `DraftBatch.check` has a closer look.
+SUM_TOLERANCE = 1e-3
 
 
 def check_batch(batch: DraftBatch, request: DraftRequest, *, vocabulary_size: int) -> None:
@@ -23,7 +24,7 @@ def check_batch(batch: DraftBatch, request: DraftRequest, *, vocabulary_size: in
     integers = (batch.token_ids, batch.parents, batch.offsets, batch.support_ids)
     integers = [np.ascontiguousarray(array, dtype=np.int32) for array in integers]
     law = np.ascontiguousarray(batch.law, dtype=np.float32)
-    if not is_sound(*integers, law, request.histories, vocabulary_size, LAW_TOLERANCE):
+    if not is_sound(*integers, law, request.histories, vocabulary_size, SUM_TOLERANCE):
         _name_the_fault(batch, request, vocabulary_size)
 
 
@@ -47,7 +48,7 @@ def _name_the_fault(batch: DraftBatch, request: DraftRequest, vocabulary_size: i
         )
     if batch.num_nodes > len(batch):
         sums = batch.law.sum(axis=1)[batch.parents >= 0]
-        if not np.all(np.abs(sums - 1.0) <= LAW_TOLERANCE):
+        if not np.all(np.abs(sums - 1.0) <= SUM_TOLERANCE):
             worst = float(sums[np.abs(sums - 1.0).argmax()])
             raise ValueError(
                 f"the law of every drafted node must sum to 1, got {worst:.4g}; "

@@ -23,7 +23,7 @@ from stand.drafters.step_cost import CostTable, StepCost, table_path
 from stand.forward.model import size_name
 from stand.measured_files import VARIABLE, keep_first
 
-MOST_ROWS = 256  # a call with more rows takes the table of so many
+MOST_TIMED_ROWS = 256  # a call with more rows takes the table of so many
 SHARED_SIZES = (64, 16, 4, 1)  # rows end: every call has the tables of these numbers of rows below its own
 LENGTH = 32  # committed tokens of each row when steps are timed; longer contexts are followed
 SECONDS = 1.5  # of processor time, for timing; what comes before takes less than half a second more
@@ -54,7 +54,8 @@ class KnownCosts:
                 self._followed[size] = FollowedCost(self._filed[size])
 
     def seeded_cost(self, num_rows: int, most_rows: int) -> StepCost:
-        """Of a step of `num_rows` rows in a call of `most_rows`: the same whatever else was prepared. 0: not known."""
+        """Cost of a step of `num_rows` rows in a call of `most_rows` (0: not known). It does not depend on what else
+        was prepared if `most_rows` is known."""
         sizes = _size_classes(most_rows or self._nearest(num_rows))
         return self._filed[min((size for size in sizes if size >= num_rows), default=max(sizes))]
 
@@ -64,7 +65,7 @@ class KnownCosts:
 
     def most_tokens(self, num_rows: int) -> int:
         """Of a step that either cost tells of, now and later."""
-        farthest = min((size for size in SHARED_SIZES if size >= num_rows), default=MOST_ROWS)
+        farthest = min((size for size in SHARED_SIZES if size >= num_rows), default=MOST_TIMED_ROWS)
         sizes = [size for size in self._filed if num_rows <= size <= farthest] or [self._nearest(num_rows)]
         return max(self._filed[size].most_tokens for size in sizes)
 
@@ -113,8 +114,8 @@ def processor_name() -> str:
 
 
 def _size_class(num_rows: int) -> int:
-    """The power of two at or above `num_rows`, at most MOST_ROWS."""
-    return min(1 << max(num_rows - 1, 0).bit_length(), MOST_ROWS)
+    """The power of two at or above `num_rows`, at most MOST_TIMED_ROWS."""
+    return min(1 << max(num_rows - 1, 0).bit_length(), MOST_TIMED_ROWS)
 
 
 def _size_classes(most_rows: int) -> list[int]:

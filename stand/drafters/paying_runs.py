@@ -12,7 +12,7 @@ RETRY = 32  # steps after which a run that does not pay is made again
 
 
 class FadingMean:
-    """Mean over what was seen, the newest `FADE` of it at least."""
+    """A mean in which the newest value weighs at least FADE, so that old values fade."""
 
     def __init__(self) -> None:
         self.value, self.count = 0.0, 0

@@ -72,8 +72,11 @@ def multiply(Py_ssize_t tokens, tuple weights, tuple results, Py_ssize_t num_tok
     """
     cdef C_Matrix[MOST_PRODUCTS] matrices
     cdef Py_ssize_t i, address, bias, num_rows, num_products = len(weights)
-    if num_products > MOST_PRODUCTS or num_products != len(results):
-        raise ValueError(f"one to {MOST_PRODUCTS} weights must have a result each, got {num_products} and {len(results)}")
+    if not 1 <= num_products <= MOST_PRODUCTS or num_products != len(results):
+        raise ValueError(
+            f"one to {MOST_PRODUCTS} weights must have a result each, got {num_products} and {len(results)}; "
+            "multiply more of them by further calls"
+        )
     for i in range(num_products):
         address, bias, num_rows = weights[i]
         matrices[i].weights, matrices[i].bias, matrices[i].num_rows = <void*> address, <void*> bias, num_rows

@@ -43,7 +43,8 @@ def few_token_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 class FewTokenProduct:
     """`few_token_product` with one weight and bias, which `are_weights`: they are looked at once.
 
-    They are not kept as they are: a parameter that gets other data is read there, as long as `reads` holds.
+    Weight and bias are held as tensors, not as addresses: if a parameter gets other data, that is read, as long as
+    `reads` holds.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):

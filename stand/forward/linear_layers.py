@@ -15,10 +15,10 @@ from stand.forward.dot_products import IS_INTEL
 from stand.forward.few_token_product import IS_FASTER, FewTokenProduct, are_weights, few_token_products, is_plain
 from stand.laws.filters import VECTORS
 
-# Up to so many tokens a product of our own is taken: beyond, torch's is as fast. In float32 torch's is MKL's: on a
-# processor with AVX-512 that is not Intel's it takes twice the time of ours, for a whole chunk of a prompt too.
 LINEAR_FORWARD = Linear.forward  # unless somebody replaces it
 IS_AHEAD_OF_MKL = torch.backends.mkl.is_available() and VECTORS[-1] == "avx512" and not IS_INTEL
+# Up to so many tokens a product of our own is taken: beyond, torch's is as fast. In float32 torch's is MKL's: on a
+# processor with AVX-512 that is not Intel's it takes twice the time of ours, for a whole chunk of a prompt too.
 MOST_TOKENS = {torch.float32: 512 if IS_AHEAD_OF_MKL else 64, torch.bfloat16: 64}
 
 

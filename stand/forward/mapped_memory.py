@@ -63,18 +63,23 @@ class AddressSpace:
 class SharedFile:
     """An unnamed file in memory, of which blocks are shared; closed with the last of them."""
 
+    number = -1  # until the system has given one
+
     def __init__(self) -> None:
         self.number = os.memfd_create(FILE_NAME)
         self.process = os.getpid()
         self.size = 0
 
     def __del__(self) -> None:
-        os.close(self.number)
+        if self.number >= 0:
+            os.close(self.number)
 
 
 class SharedBlock(AddressSpace):
     """Addresses that other address spaces can show. Its memory is given back when it is gone: what shows it must
     hold it."""
+
+    file: SharedFile | None = None  # until there are addresses
 
     def __init__(self, file: SharedFile, nbytes: int):
         super().__init__(nbytes)
@@ -84,6 +89,8 @@ class SharedBlock(AddressSpace):
         _map(self.start, nbytes, mmap.MAP_SHARED, file.number, self.offset)
 
     def __del__(self) -> None:
+        if self.file is None:
+            return
         if os.getpid() == self.file.process:  # a child's copy of this object must not empty its parent's file
             _libc().fallocate(self.file.number, PUNCH_HOLE, self.offset, self.nbytes)
 

@@ -22,13 +22,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.backend import device_rule
 from stand.forward.rider import Guesses, Rider, path_ends
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
 from stand.fusion.fusion import Fusion
 from stand.gpu.device_cache import DeviceCache
-from stand.gpu.device_rule import GreedyRule
+from stand.gpu.device_rule import GreedyRule, rule_like
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME
 from stand.gpu.model_state import ModelState
 from stand.gpu.packing import kept_paths
@@ -36,7 +35,7 @@ from stand.gpu.page_table import PageTable, PoolSize
 from stand.gpu.runner import Program, Runner, runner_for
 from stand.gpu.step_body import LEARNED_ROWS, StepBody, StepOutput
 from stand.gpu.step_packet import StepPacket
-from stand.gpu.step_size import StepSize
+from stand.gpu.step_size import NUM_TOKENS, StepSize
 from stand.gpu.tails import Tails
 from stand.row import LiveRows, Row
 from stand.sampling import TargetLaw
@@ -72,7 +71,7 @@ class CapturedStep:
         self._fusion = fusion
         self._law = law
         self._verifier = verifier
-        self._rule = GreedyRule() if law.params.is_greedy else device_rule(verifier)
+        self._rule = GreedyRule() if law.params.is_greedy else rule_like(verifier)
         self._num_rows = num_rows
         self._table: PageTable | None = None
         self._held: list[Row | None] = [None] * num_rows  # by place in the cache: whose keys lie there
@@ -86,6 +85,8 @@ class CapturedStep:
         self._program: Program | None = None
         self._unread: tuple[np.ndarray, np.ndarray] | None = None  # best tokens that a recording would overwrite
         self._num_scored = 0
+        self._batch: DraftBatch | None = None  # of the last step prepared
+        self._live: LiveRows | None = None  # of the last forward
         self._verdicts: Verdicts | None = None
         self._lesson: Callable[[], None] | None = None  # of the step before, for the time while the device works
 
@@ -121,7 +122,7 @@ class CapturedStep:
         The pool of the call before stays where it is large enough and no larger than the call allows, and what is
         recorded stays where the model is as it was."""
         self._follow_model()
-        lower_limit(pages, rows, self._model, held=self.nbytes)
+        lower_limit(pages, rows, self._model, num_tokens=NUM_TOKENS[-1], held=self.nbytes)
         size = PoolSize.of(rows, self._num_rows, pages)
         known = 0 if self._table is None else self._table.numbers.shape[1]
         if not self._has_pool(size):

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from stand.forward.key_shape import key_shape
-from stand.forward.tree_cache import CacheMemoryError, TreeCache
+from stand.forward.tree_cache import CacheMemoryError, TreeCache, available_bytes
 
 
 class DeviceCache(Cache):
@@ -131,7 +131,7 @@ class DeviceCache(Cache):
         old, device = self.storage, self.storage.device
         shape = (*old.shape[:2], num_pages + 1, *old.shape[3:])
         try:
-            if _nbytes(shape, old.dtype) > available_bytes(device):
+            if _nbytes(shape, old.dtype) > _free_bytes(device):
                 old, self.storage = old.cpu(), None  # the device's block is free now
             larger = _zeros(shape, dtype=old.dtype, device=device)
             larger[:, :, : old.shape[2] - 1] = old[:, :, :-1]
@@ -148,10 +148,10 @@ def is_uniform(prefilled: TreeCache) -> bool:
 
 def _zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros, because a masked weight of 0 times what memory happens to hold (NaN) would not be 0."""
-    needed, left = _nbytes(shape, dtype), available_bytes(device)
+    needed, left = _nbytes(shape, dtype), _free_bytes(device)
     if needed > left:
         gc.collect()  # engines that nobody holds any more may wait for it with their memory
-        left = available_bytes(device)
+        left = _free_bytes(device)
     if needed > left:
         raise CacheMemoryError(
             f"the key-value cache must fit into the device's free memory, got a request for {needed / 2**30:.1f} GiB "
@@ -160,13 +160,10 @@ def _zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) 
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def available_bytes(device: torch.device) -> float:
-    """What can still be allocated on a GPU: its free memory, and what torch holds of it unused. Elsewhere no limit:
-    a CPU's pages are given when they are written."""
-    if device.type != "cuda":
-        return float("inf")
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+def _free_bytes(device: torch.device) -> float:
+    """What a block of memory may take: on a GPU what is available, elsewhere no limit, because a CPU's pages are given
+    when they are written."""
+    return available_bytes(device) if device.type == "cuda" else float("inf")
 
 
 def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

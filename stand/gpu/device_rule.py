@@ -6,6 +6,7 @@ those of the step size and padding does nothing. Each rule says which arrays it 
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from stand.gpu.packet import Field
 from stand.gpu.packing import fill_laws
 from stand.gpu.step_size import SUPPORT_SIZES, StepSize
 from stand.trees import DraftBatch
-from stand.verifiers import VerifierNoise
+from stand.verifiers import Verifier, VerifierNoise
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -135,6 +136,16 @@ class GreedyRule(DeviceRule):
 
     def decide(self, logits: torch.Tensor, laws: torch.Tensor, step: Tensors, verdict: DeviceVerdict) -> None:
         follow_drawn(logits.argmax(dim=1), laws, step, verdict)
+
+
+def rule_like(verifier: Verifier) -> DeviceRule | None:
+    """The rule of a captured step that decides as `verifier` does, or None where its class names none: a subclass may
+    decide otherwise than its parent."""
+    named = vars(type(verifier)).get("device_rule")
+    if named is None:
+        return None
+    module, _, name = named.partition(":")
+    return getattr(importlib.import_module(module), name)()
 
 
 def follow_drawn(drawn: torch.Tensor, laws: torch.Tensor, step: Tensors, verdict: DeviceVerdict) -> None:

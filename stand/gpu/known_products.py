@@ -73,10 +73,10 @@ def _read(path: Path, weights: Weights) -> Choices | None:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         choices = {tuple(entry["shape"]): tuple(entry["tiles"]) for entry in document["choices"]}
+        tiles = {tile for entry in choices.values() for tile in entry}
         is_sound = document["format"] == FORMAT and document["tokens"] == list(TOKENS)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    tiles = {tile for entry in choices.values() for tile in entry}
     is_sound = is_sound and tiles <= {None, *range(len(TILES))}
     is_sound = is_sound and all(len(entry) == len(TOKENS) for entry in choices.values())
     return {shape: choices[shape] for shape in weights} if is_sound and weights.keys() <= choices.keys() else None

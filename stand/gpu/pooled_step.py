@@ -18,6 +18,7 @@ from stand.forward.rider import Rider
 from stand.forward.tree_cache import TreeCache
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.page_table import PageTable, PoolSize
+from stand.gpu.step_size import NUM_TOKENS
 from stand.row import LiveRows, Row
 from stand.sampling import TargetLaw
 from stand.scheduling.memory import lower_limit
@@ -93,7 +94,7 @@ class PooledStep(EagerStep):
     @classmethod
     def starting(cls, model: PreTrainedModel, start: StepStart) -> PooledStep:
         """With a pool of its own, for as long as the call lasts."""
-        lower_limit(start.pages, start.rows, model)
+        lower_limit(start.pages, start.rows, model, num_tokens=NUM_TOKENS[-1])
         size = PoolSize.of(start.rows, start.num_places, start.pages)
         cache = DeviceCache.like(start.keys, model=model, num_pages=size.num_pages, page_size=size.page_size)
         table = PageTable(cache, num_places=start.num_places, width=size.width, pages=start.pages)

@@ -37,10 +37,13 @@ class Chains:
     @classmethod
     @lru_cache(maxsize=64)
     def of(cls, num_rows: int, length: int) -> Chains:
-        """One per row. Their tokens are not known: only their places matter."""
+        """One per row, read-only. Their tokens are not known: only their places matter."""
         depths = np.tile(np.arange(length, dtype=np.int32), num_rows)
         offsets = np.arange(num_rows + 1, dtype=np.int32) * np.int32(length)
-        return cls(np.zeros_like(depths), depths - np.int32(1), depths, offsets)
+        chains = cls(np.zeros_like(depths), depths - np.int32(1), depths, offsets)
+        for array in (chains.token_ids, chains.parents, chains.depths, chains.offsets):
+            array.flags.writeable = False  # every call gets the same arrays
+        return chains
 
 
 class TailBody:

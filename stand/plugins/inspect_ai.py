@@ -167,7 +167,7 @@ class StandAPI(ModelAPI):
         config = config or GenerateConfig()
         super().__init__(model_name, base_url=base_url, api_key=api_key, config=config)
         if rows < 1:
-            raise ValueError(f"rows must be at least 1, got {rows}")
+            raise ValueError(f"rows must be at least 1, got {rows}; leave it out for the default")
         if save_lookup is not None:
             check_can_be_written(save_lookup, "save_lookup")
         # Here, because inspect imports this module whenever it lists providers.

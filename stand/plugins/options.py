@@ -11,6 +11,7 @@ from stand.plugins.saving import check_can_be_written
 from stand.trees import BlendedLookup
 
 FILES = ("lookup", "save")
+COUNTS = ("budget", "text_tokens", "report_every", "laws")
 PREFIX = "STAND_"  # of names in the environment: STAND_FLOOR is `floor`
 ALL, PAYING = DRAFTS = ("all", "paying")
 
@@ -46,25 +47,34 @@ class ServingOptions:
 
         Raises ValueError for an unknown name, a bad value, and a file that could not be written."""
         if given is not None and not isinstance(given, Mapping):
-            raise ValueError(f"options must be a mapping of names to values, got {type(given).__name__}")
+            raise ValueError(
+                f"options must be a mapping of names to values, got {type(given).__name__}; pass a dict, or None"
+            )
         kinds = {field.name: type(field.default) for field in fields(cls)}
         unknown = set(given or ()) - set(kinds)
         if unknown:
-            raise ValueError(f"options must be among {', '.join(kinds)}, got {', '.join(sorted(map(str, unknown)))}")
+            got = ", ".join(sorted(map(str, unknown)))
+            raise ValueError(f"options must be among {', '.join(kinds)}, got {got}; leave others out")
         values = {name: environment[PREFIX + name.upper()] for name in kinds if PREFIX + name.upper() in environment}
         values |= {name: value for name, value in (given or {}).items() if value is not None}  # null: as left out
         converted = {name: _converted(name, value, kinds[name]) for name, value in values.items()}
         if rank is not None:
             converted |= {name: converted[name].replace("{rank}", str(rank)) for name in FILES if name in converted}
         options = cls(**converted)
-        counts = options.budget, options.text_tokens, options.report_every, options.laws
-        if not 0 <= options.floor <= 1 or min(counts) < 0:
-            raise ValueError(f"floor must be in [0, 1] and counts at least 0, got {options}")
-        if options.drafts not in DRAFTS:
-            raise ValueError(f"drafts must be one of {', '.join(DRAFTS)}, got {options.drafts!r}")
+        options._check()
         if options.save:
             check_can_be_written(options.save, "save")
         return options
+
+    def _check(self) -> None:
+        for name in COUNTS:
+            value = getattr(self, name)
+            if value < 0:
+                raise ValueError(f"{name} must be at least 0, got {value}; leave it out for the default")
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"floor must be in [0, 1], got {self.floor}; 0 drafts everything")
+        if self.drafts not in DRAFTS:
+            raise ValueError(f"drafts must be one of {', '.join(DRAFTS)}, got {self.drafts!r}; {PAYING} is usual")
 
     def new_lookup(self) -> BlendedLookup:
         """The lookup of the file, or an empty one. Raises OSError, LookupFileError, and ValueError for a bad value."""
@@ -80,4 +90,6 @@ def _converted(name: str, value: object, kind: type) -> object:
             raise ValueError
         return kind(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{name} must be of type {kind.__name__}, got {value!r}") from None
+        raise ValueError(
+            f"{name} must be of type {kind.__name__}, got {value!r}; leave it out for the default"
+        ) from None

@@ -17,7 +17,7 @@ from stand.scheduling.request import Job, Request
 from stand.stop import StopRule, as_strings
 from stand.trees import problem_key
 
-MOST_ROWS = 1 << 32  # row numbers lie below: random numbers are named by as many bits
+ROW_NUMBERS = 1 << 32  # row numbers lie below: random numbers are named by as many bits
 
 
 class JobReader:
@@ -148,7 +148,7 @@ class JobReader:
         if request.num_return_sequences is not None and len(rows) != int(count):
             raise ValueError(f"rows must name {count} rows, got {len(rows)}; leave num_return_sequences out")
         taken = [row for row in rows if row in self._named or any(row in counted for counted in self._counted)]
-        if not rows or min(rows) < 0 or max(rows) >= MOST_ROWS or len(set(rows)) < len(rows) or taken:
+        if not rows or min(rows) < 0 or max(rows) >= ROW_NUMBERS or len(set(rows)) < len(rows) or taken:
             raise ValueError(
                 f"rows must be numbers in [0, 2**32) that no other row of the run has, got {rows[:8]}"
                 f"{f', of which {taken[:8]} are taken' if taken else ''}; equal numbers would share random numbers"
@@ -157,7 +157,7 @@ class JobReader:
 
     def _next_rows(self, count: int) -> range:
         rows = range(self._next_row, self._next_row + count)
-        if rows.stop > MOST_ROWS:
+        if rows.stop > ROW_NUMBERS:
             raise ValueError(
                 f"row numbers must be in [0, 2**32), got {rows.stop - 1} after the run's largest; "
                 "name the rows of this request, or begin another run"

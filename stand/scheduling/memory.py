@@ -46,12 +46,13 @@ def admission(
     max_cache_bytes: object,
     *,
     backend: Backend,
-    most_nodes: Callable[[int], int | None],
+    most_slots: Callable[[int], int | None],
 ) -> Admission:
     """For `max_rows` and `max_cache_bytes` as users give them; None: as many as memory and the backend's steps hold.
 
-    most_nodes: draft nodes of so many rows together at most, where that is known. Raises ValueError unless `max_rows`
-    is an integer >= 1 or None, and `max_cache_bytes` a number of bytes that holds a page, or None.
+    most_slots: slots behind the committed keys that a step of so many rows takes at most, where that is known. Raises
+    ValueError unless `max_rows` is an integer >= 1 or None, and `max_cache_bytes` a number of bytes that holds a page,
+    or None.
     """
     if max_rows is not None and (isinstance(max_rows, bool) or not hasattr(max_rows, "__index__") or int(max_rows) < 1):
         raise ValueError(
@@ -72,24 +73,24 @@ def admission(
         is_limited = num_bytes is not None and num_bytes != math.inf
         num_pages = max(int(num_bytes // (size * token_bytes)), 1) if is_limited else None
         pages, is_asked_for = PageAllocator(size, num_pages), max_cache_bytes is not None
-        return WithinPages(pages, most_rows=min(limits, default=None), most_nodes=most_nodes, is_asked_for=is_asked_for)
+        return WithinPages(pages, most_rows=min(limits, default=None), most_slots=most_slots, is_asked_for=is_asked_for)
     if num_bytes is None:
         return AtMost(int(max_rows))
     return WithinMemory(num_bytes, token_bytes, min(limits, default=None), key_shape(model).row_bytes)
 
 
-def lower_limit(pages: PageAllocator | None, rows: Sequence[Row], model: PreTrainedModel, *, held: int = 0) -> None:
-    """Of pages, to what is free when a pool is about to be taken: prompts' keys have taken rooms since a call was
-    admitted. Not to less than `rows` need for a first step, a copied page and a new one each and those of the drafts;
-    then the limit stays.
+def lower_limit(
+    pages: PageAllocator | None, rows: Sequence[Row], model: PreTrainedModel, *, num_tokens: int, held: int = 0
+) -> None:
+    """Lower the limit of pages to what is free when a pool is about to be taken, because prompts' keys have taken rooms
+    since the call was admitted. The limit stays if it would be less than `rows` need for a first step (one copied and
+    one new page each, and those of the drafts).
 
-    held: bytes of the pool that is given back before."""
+    num_tokens: tokens of the largest step. held: bytes of the pool that is given back before."""
     if pages is None:
         return
-    from stand.gpu.step_size import NUM_TOKENS
-
     most = _most_bytes(model.device, held) // (pages.page_size * bytes_per_token(model))
-    least = pages.most_used + 2 * len(rows) + pages.count(NUM_TOKENS[-1])
+    least = pages.most_used + 2 * len(rows) + pages.count(num_tokens)
     if least <= most < (pages.num_pages or math.inf):
         pages.num_pages = int(most)
 

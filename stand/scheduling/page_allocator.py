@@ -19,7 +19,9 @@ class PageAllocator:
     def __init__(self, page_size: int, num_pages: int | None = None):
         """num_pages: None for as many as are asked for."""
         if page_size < 1 or num_pages is not None and num_pages < 1:
-            raise ValueError(f"pages must have 1 slot or more and be 1 or more, got {page_size} and {num_pages}")
+            raise ValueError(
+                f"page_size and num_pages must be at least 1, got {page_size} and {num_pages}; None is no limit"
+            )
         self.page_size = page_size
         self.num_pages = num_pages
         self.num_used = 0  # pages
@@ -68,7 +70,10 @@ class PageAllocator:
         """`target`, which holds nothing, begins with the first `num_slots` slots of `source`."""
         shared = self._held.get(source, [])[: self.count(num_slots)]
         if len(shared) < self.count(num_slots) or target in self._held:
-            raise ValueError(f"a fork needs {num_slots} slots of its source and a target without pages")
+            raise ValueError(
+                f"a fork needs {num_slots} slots of its source and a target without pages, got {len(shared)} pages and "
+                f"{len(self.pages(target))}; release the target first"
+            )
         for page in shared:
             self._users[page] += 1
         self._held[target] = list(shared)

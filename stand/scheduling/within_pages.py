@@ -25,16 +25,17 @@ class WithinPages(Admission):
         pages: PageAllocator,
         *,
         most_rows: int | None = None,
-        most_nodes: Callable[[int], int | None] = lambda num_rows: 0,
+        most_slots: Callable[[int], int | None] = lambda num_rows: 0,
         is_asked_for: bool = False,
         growth: int | None = None,
     ):
-        """most_nodes: draft nodes, roots excluded, of so many rows together at most; None: DRAFT_ROOM each.
+        """most_slots: slots behind the committed keys, roots excluded, that a step of so many rows takes at most; None:
+        DRAFT_ROOM each.
         is_asked_for: the number of pages is the user's; a request that may come to need more is refused.
         growth: slots that every row can still grow by when another one starts, if its limit lets it; None: GROWTH."""
         self.pages = pages
         self._most_rows = most_rows
-        self._most_nodes = most_nodes
+        self._most_slots = most_slots
         self._is_asked_for = is_asked_for
         self._growth = GROWTH if growth is None else growth
         self._open: dict[Hashable, Hashable] = {}  # by what rows begin with: who holds its pages
@@ -49,7 +50,7 @@ class WithinPages(Admission):
         page_size, num_pages = self.pages.page_size, self.pages.num_pages
         if num_pages is None or not self._is_asked_for:
             return
-        most = len(job.prompt) - 1 + job.limit + max(DRAFT_ROOM, self._most_draft_nodes(1))
+        most = len(job.prompt) - 1 + job.limit + max(DRAFT_ROOM, self._most_draft_slots(1))
         needed = self.pages.count(most) + 1
         if needed > num_pages:
             raise ValueError(
@@ -103,18 +104,18 @@ class WithinPages(Admission):
             end = row.num_cached + 1 + min(growth, row.num_remaining)
             needed += self._missing(row, end)
             slacks.append(max(size * self.pages.count(end), self._ends.get(row.index, 0)) - end)
-        drafts = most_draft_pages(slacks, self._most_draft_nodes(len(rows)), page_size=size)
+        drafts = most_draft_pages(slacks, self._most_draft_slots(len(rows)), page_size=size)
         return needed + drafts <= self.pages.num_free
 
     def _is_plenty(self, num_rows: int, grown: int, others: int = 0) -> bool:
         """At a glance: as many pages are free as `_fit` may ask for at most, where a row grows by `grown` pages, and
         `others`."""
         of_row = grown + 2  # a page that is shared or begun, and one more by its drafts
-        of_drafts = self._most_draft_nodes(num_rows) // self.pages.page_size
+        of_drafts = self._most_draft_slots(num_rows) // self.pages.page_size
         return of_row * num_rows + of_drafts + others <= self.pages.num_free
 
-    def _most_draft_nodes(self, num_rows: int) -> int:
-        known = self._most_nodes(num_rows)
+    def _most_draft_slots(self, num_rows: int) -> int:
+        known = self._most_slots(num_rows)
         return DRAFT_ROOM * num_rows if known is None else known
 
     def _missing(self, row: Row, end: int) -> int:

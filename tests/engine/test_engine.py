@@ -1,5 +1,8 @@
 """The whole path on real transformers models: exactness, ends, streams, errors."""
 
+import dataclasses
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -192,6 +195,9 @@ def test_counters_add_up():
     assert stats.num_draft_tokens >= stats.num_accepted_draft_tokens > 0
     assert set(stats.seconds) == {"draft", "forward", "verify", "commit", "learn"}
     assert sum(stats.seconds.values()) + stats.prefill_seconds <= stats.wall_seconds
+    written = json.loads(json.dumps(stats.as_dict()))
+    assert written["accepted_by_slot"] == stats.accepted_by_slot.tolist()
+    assert {field.name for field in dataclasses.fields(stats) if field.init} <= set(written)
     doubled = stats + stats
     assert doubled.num_tokens == 2 * stats.num_tokens
     assert doubled.mean_acceptance_length == stats.mean_acceptance_length

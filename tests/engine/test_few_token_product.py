@@ -275,6 +275,11 @@ def test_five_at_once_are_refused():
         few_token_products((FewTokenProduct(weight, None),) * 5, x)
 
 
+def test_none_at_once_are_refused():
+    with pytest.raises(ValueError, match="one to 4 weights must have a result each, got 0 and 0; .*calls"):
+        multiply(0, (), (), 1, 8, FLOATS, WIDEST, 1, REGION)
+
+
 def test_gradients_are_fine_where_none_are_kept():
     x, weight, bias = factors(2, 3, 8)
     expected = few_token_product(x, weight, bias)

@@ -4,8 +4,8 @@ A field that a later version adds fails here until it is put into one of the gro
 """
 
 import re
-import time
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -228,12 +228,20 @@ def test_max_time_ends_rows_with_the_step_that_runs(monkeypatch):
     assert output.finish_reasons == ["time"] and len(output.token_ids[0]) == 4
 
 
-def test_max_time_begins_with_the_first_step(monkeypatch):
-    """And not with what times steps for the drafter."""
-    decoder = engine()
-    monkeypatch.setattr(type(decoder.drafter), "prepare", lambda *given: time.sleep(1.0))
+@pytest.mark.parametrize(("method", "reason"), [("prepare", "length"), ("draft", "time")])
+def test_max_time_begins_with_the_first_step(monkeypatch, method, reason):
+    """And not with what times steps for the drafter. The clock moves in one method of the drafter alone."""
+    decoder, now = engine(), [0.0]
+    right = getattr(type(decoder.drafter), method)
+
+    def slow(*given):
+        now[0] += 1.0
+        return None if method == "prepare" else right(*given)
+
+    monkeypatch.setattr("stand.stats.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(type(decoder.drafter), method, slow)
     output = decoder.generate(input_ids=PROMPT, max_time=0.9, max_new_tokens=2, stop_token_ids=[])
-    assert output.finish_reasons == ["length"]
+    assert now[0] > 0 and output.finish_reasons == [reason]
 
 
 def test_defaults_are_those_of_transformers():

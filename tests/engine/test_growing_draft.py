@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stand.drafters.growing_draft import OVERLAP, GrowingDraft, typical_tree
+from stand.drafters.growing_draft import HEAD_OVERLAP, GrowingDraft, typical_tree
 from stand.trees import ROOT
 
 LARGEST = np.nextafter(1.0, 0.0)  # of random numbers in [0, 1)
@@ -40,7 +40,7 @@ def test_chances_of_children():
     """The first one overlaps with the target's token or is equal to it by chance, the others by chance alone."""
     law = np.array([0.5, 0.3, 0.2])
     draft = opened(law)
-    first = OVERLAP + (1 - OVERLAP) * (0.25 + 0.09 + 0.04)
+    first = HEAD_OVERLAP + (1 - HEAD_OVERLAP) * (0.25 + 0.09 + 0.04)
     assert draft.next_chance(ROOT) == pytest.approx(first)
     draft.reveal(ROOT)  # token 2: its share begins at 0.5
     assert draft.token_ids == [0, 2]

@@ -80,7 +80,11 @@ def test_nothing_is_timed_where_the_environment_says_so(monkeypatch, tmp_path):
 
 
 def test_plain_decoding_is_not_timed(folder, monkeypatch):
-    new_engine(monkeypatch)[0].generate(**PROMPT, draft=False)
+    engine, asked = new_engine(monkeypatch, CHEAP)
+    engine.generate(**PROMPT, draft=False)
+    assert asked == [] and not folder.exists()
+    engine.generate(**PROMPT)  # what drafts is timed
+    assert asked and folder.exists()
 
 
 def test_drafts_are_made_where_they_pay_and_only_there(folder, monkeypatch):

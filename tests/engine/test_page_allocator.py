@@ -136,7 +136,7 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(PagesExhaustedError, match="1 pages must be free, got 0"):
         pages.write("b", 0, 1)
     for source, target, length in (("a", "b", 9), ("a", "a", 2), ("c", "b", 1)):
-        with pytest.raises(ValueError, match="a fork needs"):
+        with pytest.raises(ValueError, match="a fork needs .*, got .*; release"):
             pages.fork(source, target, length)
-    with pytest.raises(ValueError, match="1 slot or more"):
+    with pytest.raises(ValueError, match="must be at least 1, got 0 and None; None"):
         PageAllocator(0)

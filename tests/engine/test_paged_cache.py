@@ -1,8 +1,11 @@
 """The paged cache against rooms, through random histories; and what the system says that it takes."""
 
+import errno
+import gc
 import os
 import random
 import resource
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -151,6 +154,30 @@ def test_what_the_system_refuses_is_an_error():
         space.drop(5, SYSTEM_PAGE)
     with pytest.raises((OSError, OverflowError)):
         AddressSpace(1 << 60)
+
+
+def test_what_the_system_refuses_leaves_nothing_to_close(monkeypatch):
+    """An object whose making failed goes without a further error."""
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+
+    def refuse(*arguments, **settings):
+        raise OSError(errno.ENFILE, "no more files")
+
+    file = SharedFile()
+    with monkeypatch.context() as refusing:
+        refusing.setattr(mapped_memory.mmap, "mmap", refuse)
+        with pytest.raises(OSError, match="no more files"):
+            SharedBlock(file, SYSTEM_PAGE)
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(OSError, match="no more files"):
+        SharedFile()
+    gc.collect()
+    assert unraisable == []
+    monkeypatch.setattr(SharedFile, "__del__", lambda file: file.missing)  # the hook sees what goes wrong
+    del file
+    gc.collect()
+    assert len(unraisable) == 1
 
 
 def test_pages_fill_whole_pages_of_the_system():

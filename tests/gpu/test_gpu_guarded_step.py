@@ -140,7 +140,7 @@ def test_growth_keeps_the_keys_with_room_for_both_blocks_or_for_one(monkeypatch,
     from stand.gpu import device_cache
 
     cache, answers = small_cache(), iter([left, 1e9])
-    monkeypatch.setattr(device_cache, "available_bytes", lambda device: next(answers))
+    monkeypatch.setattr(device_cache, "_free_bytes", lambda device: next(answers))
     before = cache.storage
     cache.grow(10)
     assert cache.num_pages == 10 and torch.equal(cache.storage[:, :, :6], before[:, :, :6])
@@ -151,7 +151,7 @@ def test_growth_that_fails_leaves_the_keys(monkeypatch):
     from stand.gpu import device_cache
 
     cache = small_cache()
-    monkeypatch.setattr(device_cache, "available_bytes", lambda device: 100)
+    monkeypatch.setattr(device_cache, "_free_bytes", lambda device: 100)
     before = cache.storage.clone()
     with pytest.raises(MemoryError, match="must fit into the device's free memory"):
         cache.grow(10)

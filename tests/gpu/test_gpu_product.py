@@ -183,7 +183,7 @@ def test_a_choice_is_made_once(folder, caplog):
     assert measured().choices == first.choices  # a timer that knows no times
 
 
-@pytest.mark.parametrize("damage", ["text", "format", "tokens", "tile", "length", "shape"])
+@pytest.mark.parametrize("damage", ["text", "format", "tokens", "tile", "list", "length", "shape"])
 def test_a_damaged_file_is_measured_anew(folder, damage):
     measured(*FIRST_TILE)
     (path,) = folder.iterdir()
@@ -193,6 +193,7 @@ def test_a_damaged_file_is_measured_anew(folder, damage):
         "format": {"format": "stand product choices 0"},
         "tokens": {"tokens": [1, 2, 16]},
         "tile": {"choices": [entry | {"tiles": [0, 0, len(TILES)]}]},
+        "list": {"choices": [entry | {"tiles": [[0], [0], [0]]}]},
         "length": {"choices": [entry | {"tiles": [0, 0]}]},
         "shape": {"choices": [entry | {"shape": [1, 2]}]},
     }

@@ -146,9 +146,9 @@ def test_a_limit_is_not_lowered_below_what_rows_begin_with(monkeypatch):
     rows = [stand.row.Row(0, np.zeros(641, dtype=np.int32), 9)]
     for num_pages, limit in ((200, 99), (50, 50), (20, 20), (19, 20), (0, 20)):  # 10, 2 for the row, 8 for drafts
         monkeypatch.setattr(memory, "available_bytes", lambda device, n=num_pages: cap_of(n) / memory.SHARE + 1)
-        memory.lower_limit(pages, rows, model)
+        memory.lower_limit(pages, rows, model, num_tokens=512)
         assert pages.num_pages == limit
-    memory.lower_limit(None, rows, model)
+    memory.lower_limit(None, rows, model, num_tokens=512)
 
 
 def test_penalties_after_an_ordinary_call_have_its_pools_memory(monkeypatch):
@@ -161,8 +161,8 @@ def test_penalties_after_an_ordinary_call_have_its_pools_memory(monkeypatch):
         return free - sum(pool.nbytes for pool in pools if hasattr(pool, "storage"))
 
     engine, settings = engine_of(), {**SETTINGS, "max_new_tokens": 437, "stop_token_ids": list(range(61))}
-    for module in (memory, device_cache):
-        monkeypatch.setattr(module, "available_bytes", left)
+    for module, name in ((memory, "available_bytes"), (device_cache, "_free_bytes")):
+        monkeypatch.setattr(module, name, left)
     for penalty in (1.0, 1.2, 1.0, 1.2):
         engine.generate(PROMPT, **settings, repetition_penalty=penalty)
         assert str(engine.backend) == "triton" and bool(engine.backend.held_bytes) == (penalty == 1.0)
@@ -196,11 +196,11 @@ def test_a_prompts_keys_are_given_back_when_its_last_row_has_started(monkeypatch
 def test_admission_counts_pages_of_the_pool(monkeypatch):
     backend = CapturedBackend(kernel_model("qwen2"), "for this test")
     monkeypatch.setattr(memory, "available_bytes", lambda device: 4 * cap_of(10))
-    most_nodes = {"most_nodes": lambda rows: 8}
-    asked = memory.admission(backend._model, 300, cap_of(7), backend=backend, **most_nodes)
+    most_slots = {"most_slots": lambda rows: 8}
+    asked = memory.admission(backend._model, 300, cap_of(7), backend=backend, **most_slots)
     assert asked.pages.num_pages == 7 and backend.page_size == tiles.PAGE_SIZE
     for max_rows in (None, 4):  # what is free bounds the pool, whether rows are counted or not
-        allowed = memory.admission(backend._model, max_rows, None, backend=backend, **most_nodes)
+        allowed = memory.admission(backend._model, max_rows, None, backend=backend, **most_slots)
         assert allowed.pages.num_pages == 32
 
 

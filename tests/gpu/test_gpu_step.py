@@ -14,9 +14,9 @@ from plain_kernels import use_plain_kernels  # noqa: E402
 from tiny_models import CONFIGS, kernel_model  # noqa: E402
 
 import stand  # noqa: E402
-from stand.backend import device_rule  # noqa: E402
 from stand.drafters.blended import BlendedDrafter  # noqa: E402
 from stand.gpu import captured_step, page_table  # noqa: E402
+from stand.gpu.device_rule import rule_like  # noqa: E402
 from stand.gpu.runner import DirectRunner  # noqa: E402
 from stand.trees import BlendedLookup, DraftBatch  # noqa: E402
 from stand.verifiers.rules.match import MatchVerifier  # noqa: E402
@@ -308,7 +308,7 @@ def test_a_rule_derived_from_another_is_not_taken_for_it():
 
     with pytest.raises(ValueError, match="rule 'match' offers no device rule of its own"):
         stand.wrap(kernel_model("qwen2"), backend="triton", verifier=Sevens())
-    assert device_rule(MatchVerifier()) is not None
+    assert rule_like(MatchVerifier()) is not None
 
 
 def test_a_fusion_that_is_wrong_as_a_whole_is_undone(monkeypatch):

@@ -19,7 +19,7 @@ from stand.fusion.merged_linear import MergedLinear
 @contextmanager
 def fake_cuda() -> Iterator[None]:
     """Run the block on fake tensors; make them with device="cuda"."""
-    fits = patch("stand.gpu.device_cache.available_bytes", lambda device: float("inf"))  # asks the driver
+    fits = patch("stand.gpu.device_cache._free_bytes", lambda device: float("inf"))  # asks the driver
     reads, writes = patch.object(FakeTensor, "__getitem__", _indexed), patch.object(FakeTensor, "__setitem__", _assign)
     copies = patch.object(FakeTensor, "copy_", lambda tensor, *others: torch.ops.aten.copy_(tensor, *others))
     with reads, writes, copies, fits, FakeTensorMode():

@@ -69,10 +69,12 @@ def test_a_lookup_in_use_is_written_now_and_then(tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "PAUSE", 0.01)
     path, owner, lookup = tmp_path / "served.lookup", Owner(), lookup_of(1, 2, 3)
     monkeypatch.setattr(saving, "PAUSE_PER_BYTE", 0)
+    write, rounds = Saver._write, []
+    monkeypatch.setattr(Saver, "_write", lambda saver: (write(saver), rounds.append(len(lookup))))
     saver = Saver(owner, lookup, str(path))
     wait_for(lambda: size_of(path) == len(lookup))
-    first = path.stat().st_ino
-    time.sleep(0.1)
+    first, seen = path.stat().st_ino, len(rounds)
+    wait_for(lambda: len(rounds) >= seen + 3)
     assert path.stat().st_ino == first
     lookup.learn([], [4, 5, 6])
     wait_for(lambda: size_of(path) == len(lookup))

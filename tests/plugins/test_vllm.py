@@ -472,8 +472,9 @@ def test_options_come_from_the_environment_or_by_name():
     ("given", "message"),
     [
         ({"flor": 0.1}, "flor"),
-        ({"floor": 2}, "floor"),
-        ({"budget": -1}, "counts"),
+        ({"floor": 2}, r"floor must be in \[0, 1\], got 2.0; 0 drafts"),
+        ({"budget": -1}, "budget must be at least 0, got -1; leave it out"),
+        ({"laws": -2}, "laws must be at least 0, got -2"),
         ({"budget": "many"}, "budget must be of type int"),
         ({"budget": 1.5}, "budget must be of type int"),
         ({"drafts": "some"}, "drafts must be one of all, paying, got 'some'"),

@@ -6,10 +6,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import abuse
 import numpy as np
 import pytest
+from abuse_parts import interruptions
 from abuse_parts.child import run_all
 from abuse_parts.core_calls import sound_calls
 from abuse_parts.damaged_files import damaged_files, reseal, taught
@@ -94,22 +96,35 @@ def test_a_loader_that_does_not_look_is_found_out(load, said, tmp_path):
     assert all(said in detail for verdict, detail in outcomes if verdict == "wrong")
 
 
-def test_a_save_in_place_is_found_out(tmp_path):
-    """Control: a save that empties the old file first, as `open(path, "wb")` does, loses it in a kill."""
+def test_a_save_in_place_is_found_out(tmp_path, monkeypatch):
+    """Control: a save that empties the old file first, as `open(path, "wb")` does, loses it in a kill. The child waits
+    in the middle of its save, and is killed there."""
 
-    contents = {}  # a child has what its parent saved before
+    contents = {}  # by number of contexts: the file, and who saved it; a child has what its parent saved before
+    is_half_saved = tmp_path / "half-saved"
 
     def save_in_place(lookup, path):
         if len(lookup) not in contents:
             lookup.save(tmp_path / "whole")
-            contents[len(lookup)] = (tmp_path / "whole").read_bytes()
+            contents[len(lookup)] = (tmp_path / "whole").read_bytes(), os.getpid()
+        data, process = contents[len(lookup)]
         with open(path, "wb", buffering=0) as file:
-            for piece in np.array_split(np.frombuffer(contents[len(lookup)], np.uint8), 50):
-                file.write(piece.tobytes())
-                time.sleep(1e-4)
+            file.write(data[: len(data) // 2])
+            if os.getpid() != process:
+                is_half_saved.touch()
+                time.sleep(60)
+            file.write(data[len(data) // 2 :])
 
+    def wait_for_the_child(seconds):
+        end = time.monotonic() + 30
+        while not is_half_saved.exists():
+            assert time.monotonic() < end
+            time.sleep(1e-3)
+        is_half_saved.unlink()
+
+    monkeypatch.setattr(interruptions, "time", SimpleNamespace(sleep=wait_for_the_child))
     outcomes = verdicts(kills(4, tmp_path, seed=0, save=save_in_place))
-    assert any(verdict == "wrong" and "neither" in detail for verdict, detail in outcomes)
+    assert [verdict == "wrong" and "neither" in detail for verdict, detail in outcomes] == [True] * 4
 
 
 def test_resealed_files_get_past_the_checksum(tmp_path):

@@ -75,7 +75,7 @@ def test_memory_admits_fewer_rows():
 
 
 def paged(num_pages: int, size: int, **options) -> WithinPages:
-    return WithinPages(PageAllocator(size, num_pages), most_nodes=lambda rows: 16, **options)
+    return WithinPages(PageAllocator(size, num_pages), most_slots=lambda rows: 16, **options)
 
 
 @pytest.mark.parametrize("growth", [0, 64])

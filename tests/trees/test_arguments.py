@@ -1,5 +1,6 @@
 """What both lookups refuse, and what they can bear: ids that do not fit, huge laws, crowds of rows, waiting threads."""
 
+import re
 import threading
 import time
 
@@ -8,6 +9,7 @@ import pytest
 from noisy_walks import draft, stream
 
 from stand.trees import BlendedLookup, DraftBatch, DraftTree, LookupTree, TreeShape
+from stand.trees.arguments import int32_array
 from stand.trees.sampling import KIND_NUMBERS, KINDS, SHAPED_KINDS, draw_children
 
 LOOKUPS = (BlendedLookup, LookupTree)
@@ -54,6 +56,14 @@ def test_ids_that_do_not_fit_are_refused_wherever_they_enter(make, wrong):
         with pytest.raises(ValueError, match="must"):
             call()
     assert len(lookup) == 0
+
+
+def test_a_range_of_ids_names_the_id_beyond_it():
+    """A negative one may be padding, so that the range has it."""
+    for wrong, got in (([-1, 2**31], 2**31), ([-(2**31) - 1, 5], -(2**31) - 1)):
+        with pytest.raises(ValueError, match=re.escape(f"must be in [-2**31, 2**31), got {got};")):
+            int32_array(wrong, "ids")
+    assert int32_array([-(2**31), -1, 2**31 - 1], "ids").tolist() == [-(2**31), -1, 2**31 - 1]
 
 
 @pytest.mark.parametrize("make", LOOKUPS)
@@ -160,14 +170,22 @@ def test_readers_wait_for_the_lock(make):
     readers = [lambda: len(lookup), lambda: lookup.nbytes]
     readers += [lambda: lookup.num_evicted, lookup.check] if make is BlendedLookup else [lambda: lookup.lookup([5])]
     for read in readers:
+        order, is_started = [], threading.Event()
+
+        def ask(read=read, order=order, is_started=is_started):
+            is_started.set()
+            read()
+            order.append("read")
+
         lookup._lock()
-        thread = threading.Thread(target=read)
+        thread = threading.Thread(target=ask)
         thread.start()
-        thread.join(0.05)
-        was_waiting = thread.is_alive()
+        assert is_started.wait(10)
+        thread.join(0.05)  # a reader that does not wait is through by then
+        order.append("unlocked")
         lookup._unlock()
         thread.join(10)
-        assert was_waiting and not thread.is_alive()
+        assert order == ["unlocked", "read"]
 
 
 @pytest.mark.parametrize("make", LOOKUPS)

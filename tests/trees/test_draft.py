@@ -316,6 +316,16 @@ def test_empty_drafts_are_pending_tokens_beside_each_other():
             assert np.array_equal(one, other) and one.dtype == other.dtype, name
 
 
+def test_what_empty_drafts_share_cannot_be_written():
+    """Else one batch would change the others."""
+    batch = DraftBatch.pending([1])
+    for name in ("parents", "offsets", "depths", "ranks", "support_ids", "law"):
+        with pytest.raises(ValueError, match="read-only"):
+            getattr(batch, name)[...] = 9
+    batch.token_ids[0] = 2  # its own
+    assert DraftBatch.pending([2]).law.tolist() == [[0.0]]
+
+
 @pytest.mark.parametrize("name", ["depths", "ranks"])
 def test_check_finds_depths_or_ranks_that_do_not_follow(name):
     batch = DraftBatch.concatenate([DraftTree.chain([1, 2, 3])])

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from stand.trees import BlendedLookup, LookupFileError, LookupTree, TreeShape, vocabulary_fingerprint
-from stand.trees.longest_match.file import CHECKSUM_BYTES, FORMAT_VERSION, MAGIC, PREFIX
+from stand.trees.checked_file import CHECKSUM_BYTES, PREFIX
+from stand.trees.longest_match.file import FORMAT_VERSION, MAGIC
 
 FINGERPRINT = vocabulary_fingerprint({"a": 0, "b": 1})
 

@@ -16,10 +16,8 @@ from exact import (
     full_laws,
     pack,
     production_report,
-    shaped,
     stop_probabilities,
     target_rows,
-    with_replacement,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,9 +26,10 @@ from waitless_draws import draw_residuals_at
 from stand.forward.rider import path_ends
 from stand.trees import DraftBatch, DraftTree
 from stand.trees.noise import uniforms
-from stand.verifiers import TargetRows, VerifierNoise, draw_tokens, fitting_names, get_verifier, resolve, verifier_names
+from stand.verifiers import TargetRows, VerifierNoise, draw_tokens, fitting_names, get_verifier, verifier_names
 from stand.verifiers.draw import BLOCK_SIZE, draw_residuals
 from stand.verifiers.noise import uniforms_on_device
+from stand.verifiers.registry import fitted
 from stand.verifiers.rules.greedy_block import pay
 from stand.verifiers.target import Debt
 
@@ -392,16 +391,6 @@ def test_a_row_does_not_depend_on_its_batch_mates(rule):
         assert alone.next_tokens[0] == together.next_tokens[row]
 
 
-def test_dispatch():
-    sampled = pack(WORLDS["EX2"], [drafts("EX2", "without replacement (2,1)")[0][1]])
-    given_children = pack(WORLDS["EX2"], [drafts("EX2", "deterministic (2,2)")[0][1]])
-    assert resolve(sampled).name == "traversal"
-    assert resolve(dataclasses.replace(sampled, adapted=False)).name == "match"
-    assert resolve(given_children).name == "match"
-    one_drawn_child = pack(WORLDS["EX2"], [enumerate_drafts(WORLDS["EX2"], shaped(with_replacement, 1))[0][1]])
-    assert resolve(one_drawn_child).name == "traversal"
-
-
 def test_named_rules_are_checked_against_the_draft():
     sampled = pack(WORLDS["EX2"], [drafts("EX2", "without replacement (2,1)")[0][1]])
     chain = pack(WORLDS["EX2"], [drafts("EX2", "chain2")[0][1]])
@@ -409,14 +398,14 @@ def test_named_rules_are_checked_against_the_draft():
     assert set(verifier_names()) - set(fitting_names(chain)) == {"greedy_block", "typical", "kl_threshold"}
     assert fitting_names(dataclasses.replace(sampled, adapted=False)) == ["match", "coupled"]
     for name in fitting_names(sampled):
-        assert resolve(sampled, name).name == name
+        assert fitted(get_verifier(name), sampled).name == name
     with pytest.raises(ValueError, match="must get chains.*rules that fit: traversal, match, coupled, rrs, ranked_tr"):
-        resolve(sampled, "block")
+        fitted(get_verifier("block"), sampled)
     with pytest.raises(ValueError, match="adapted=False.*rules that fit: match, coupled$"):
-        resolve(dataclasses.replace(chain, adapted=False), "block")
+        fitted(get_verifier("block"), dataclasses.replace(chain, adapted=False))
     with pytest.raises(ValueError, match="changes the output distribution"):
-        resolve(chain, "typical")
-    assert resolve(chain, "typical", allow_lossy=True).name == "typical"
+        get_verifier("typical")
+    assert get_verifier("typical", allow_lossy=True).name == "typical"
 
 
 # Noise.

@@ -303,9 +303,9 @@ cdef class BlendedLookup:
         """
         cdef Py_ssize_t num_rows = len(histories)
         if not 1 <= num_rows <= MAX_ROWS:
-            raise ValueError(f"draft needs 1 to {MAX_ROWS} histories, got {num_rows}")
+            raise ValueError(f"draft needs 1 to {MAX_ROWS} histories, got {num_rows}; draft for more by further calls")
         if kind not in C_KINDS:
-            raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
+            raise ValueError(f"kind must be one of {KINDS}, got {kind!r}; deterministic is usual")
         budget, floor = whole(budget, "budget"), real(floor, "floor")
         if not 0 <= budget <= 2**20 or not 0.0 <= floor <= 1.0:
             raise ValueError(
@@ -374,7 +374,7 @@ cdef class BlendedLookup:
         if len(accepted) != num_rows or next_ids.shape[0] != num_rows:
             raise ValueError(
                 f"accepted and next_tokens must have one entry per row of the batch ({num_rows}), "
-                f"got {len(accepted)} and {next_ids.shape[0]}"
+                f"got {len(accepted)} and {next_ids.shape[0]}; give a row that kept nothing an empty path"
             )
         if num_rows == 0:
             return

@@ -91,10 +91,10 @@ cdef void fill_numbers(values, name, Py_ssize_t length, vector[int64_t]& numbers
     if not cnp.PyArray_Check(values) or not _is_int64(values):
         array = np.ascontiguousarray(values)
         if array.dtype.kind not in "iu" and array.size:
-            raise ValueError(f"{name} must hold one whole number per text ({length}), got {values!r}")
+            raise ValueError(f"{name} must hold one whole number per text ({length}), got {values!r}; give each its own")
         values = array.astype(np.int64)
     if cnp.PyArray_NDIM(values) != 1 or cnp.PyArray_DIM(values, 0) != length:
-        raise ValueError(f"{name} must hold one whole number per text ({length}), got {values!r}")
+        raise ValueError(f"{name} must hold one whole number per text ({length}), got {values!r}; give each its own")
     first = <const int64_t*> cnp.PyArray_DATA(values)
     numbers.assign(first, first + length)
 
@@ -126,7 +126,9 @@ cdef void check_texts(const TextRows& texts, Py_ssize_t num_rows, Py_ssize_t mos
 cdef void set_keys(const uint64_t[::1] keys, vector[GrowthRequest]& requests) except *:
     cdef size_t row
     if keys.shape[0] != <Py_ssize_t> requests.size():
-        raise ValueError(f"rows and steps must hold one number per history ({requests.size()}), got {keys.shape[0]}")
+        raise ValueError(
+            f"rows and steps must hold one number per history ({requests.size()}), got {keys.shape[0]}; number them from 0"
+        )
     for row in range(requests.size()):
         requests[row].key = keys[row]
 
@@ -148,7 +150,9 @@ cdef object checked_rises(rises, budget):
     """float32[at least the budget]."""
     rises = np.ascontiguousarray(rises, dtype=np.float32)
     if rises.ndim != 1 or len(rises) < budget:
-        raise ValueError(f"rises must hold one entry per node of the budget ({budget}), got shape {rises.shape}")
+        raise ValueError(
+            f"rises must hold one entry per node of the budget ({budget}), got shape {rises.shape}; lower the budget"
+        )
     return rises
 
 

@@ -88,8 +88,8 @@ def ancestor_masks(batch, num_nodes, pad_id, out):
         masks.dtype != (np.bool_ if out is None else np.int64)
     ):
         raise ValueError(
-            f"out must be a writable C-contiguous int64 array of shape {(view.num_rows, size, size)}, got {masks.dtype} of shape "
-            f"{masks.shape}"
+            f"out must be a writable C-contiguous int64 array of shape {(view.num_rows, size, size)}, got {masks.dtype} "
+            f"of shape {masks.shape}; leave it out for a new one"
         )
     cdef int32_t* first = <int32_t*> cnp.PyArray_DATA(tokens)
     if view.num_rows > 0 and out is None:
@@ -119,5 +119,5 @@ def left_aligned(texts):
                 row[i] = numbers[i]
             row += longest
     except (TypeError, OverflowError) as error:
-        raise ValueError(f"texts must hold whole numbers below 2**31, got {error} in text {text}") from None
+        raise ValueError(f"texts must hold whole numbers below 2**31, got {error} in text {text}; token ids are int32") from None
     return tokens, lengths

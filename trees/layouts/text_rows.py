@@ -28,11 +28,16 @@ class TextRows:
                                              ("rows", rows, np.int64, 1)):  # fmt: skip
             if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != num_axes:
                 got = getattr(array, "dtype", type(array).__name__)
-                raise ValueError(f"{name} must be an array of {np.dtype(dtype)} with {num_axes} axes, got {got}")
+                raise ValueError(
+                    f"{name} must be an array of {np.dtype(dtype)} with {num_axes} axes, got {got}; give other "
+                    "texts to TextRows.from_lists"
+                )
             if not array.flags.c_contiguous:
                 raise ValueError(f"{name} must be C-contiguous, got strides of another order; pass the whole array")
         if len(rows) != len(lengths):
-            raise ValueError(f"rows must hold one row per text ({len(lengths)}), got {len(rows)}")
+            raise ValueError(
+                f"rows must hold one row per text ({len(lengths)}), got {len(rows)}; leave them out for the first ones"
+            )
         self.tokens, self.lengths, self.rows = tokens, lengths, rows
 
     @classmethod

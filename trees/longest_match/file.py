@@ -15,16 +15,11 @@ from typing import Any
 import numpy as np
 
 from stand.trees.checked_file import (
-    CHECKSUM_BYTES,
-    PREFIX,
     ArrayShape,
     FileFormat,
-    LookupFileError,
     read_checked_file,
     write_checked_file,
 )
-
-__all__ = ["CHECKSUM_BYTES", "FORMAT_VERSION", "MAGIC", "PREFIX", "LookupFileError"]
 
 MAGIC = b"STANDLUT"
 FORMAT_VERSION = 1

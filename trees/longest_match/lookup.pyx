@@ -210,10 +210,13 @@ cdef class LookupTree:
         """
         self._check_floor(floor_order)
         if kind not in SHAPED_KINDS:
-            raise ValueError(f"kind must be one of {SHAPED_KINDS}, got {kind!r}")
+            raise ValueError(f"kind must be one of {SHAPED_KINDS}, got {kind!r}; sampled is usual")
         shapes = [shape] * len(histories) if hasattr(shape, "parents") else list(shape)
         if len(histories) == 0 or len(shapes) != len(histories):
-            raise ValueError(f"draft needs one history and one shape per row, got {len(histories)} and {len(shapes)}")
+            raise ValueError(
+                f"draft needs one history and one shape per row, got {len(histories)} and {len(shapes)}; one TreeShape "
+                "serves all rows"
+            )
         cdef vector[int32_t] windows, sizes
         fill_windows(histories, self._lookup.max_order(), windows, sizes)
         cdef list held = []

@@ -30,7 +30,9 @@ cdef void set_requests(
     """One per row, its kind and floor still unset."""
     cdef size_t row, limit = windows.size() // sizes.size()
     if keys.shape[0] != <Py_ssize_t> sizes.size():
-        raise ValueError(f"rows and steps must hold one number per history ({sizes.size()}), got {keys.shape[0]}")
+        raise ValueError(
+            f"rows and steps must hold one number per history ({sizes.size()}), got {keys.shape[0]}; number them from 0"
+        )
     requests.resize(sizes.size())
     for row in range(sizes.size()):
         if sizes[row] == 0:

@@ -94,7 +94,7 @@ class EagleDrafter(Drafter):
             if asked:
                 self._open(drafts, asked, estimates)
                 features |= zip(asked, estimates, strict=True)
-            asked = growth.grow(drafts, is_last=remaining == 0)
+            asked = growth.grow(drafts, is_last=False) if remaining else []
             if not asked:
                 growth.grow(drafts, is_last=True)
                 break

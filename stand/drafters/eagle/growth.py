@@ -70,7 +70,8 @@ class BestFirstGrowth(Growth):
         best = heapq.nsmallest(self._room, self._open)
         least = -best[-1][0] if len(best) == self._room else 0.0
         chosen = [(row, node) for row, node in self._waiting if drafts[row].chances[node] > least]
-        self._waiting = [node for node in self._waiting if node not in set(chosen)]
+        taken = set(chosen)
+        self._waiting = [node for node in self._waiting if node not in taken]
         return sorted(chosen)
 
 

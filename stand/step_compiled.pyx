@@ -23,14 +23,39 @@ def row_columns(rows):
     return columns
 
 
-cdef bint is_new(int32_t* seen, int64_t* seen_at, Py_ssize_t num_places, Py_ssize_t node, int32_t token) noexcept:
-    """Whether this is the first time that the node's support has the token; places: a power of two, more than tokens."""
-    cdef Py_ssize_t place = (<uint32_t>token * <uint32_t>2654435761) & (num_places - 1)
-    while seen_at[place] == node:
-        if seen[place] == token:
+# The ids of one support, by a hash. Kept from call to call, under the interpreter's lock: a number says which support a
+# place belongs to, so nothing is cleared.
+cdef int32_t[::1] _seen = np.empty(64, dtype=np.int32)
+cdef int64_t[::1] _seen_in = np.zeros(64, dtype=np.int64)
+cdef int64_t _support = 0
+
+
+cdef int make_places(Py_ssize_t least) except -1:
+    """At least so many, a power of two."""
+    global _seen, _seen_in
+    cdef Py_ssize_t size = _seen.shape[0]
+    if size >= least:
+        return 0
+    while size < least:
+        size *= 2
+    _seen, _seen_in = np.empty(size, dtype=np.int32), np.zeros(size, dtype=np.int64)
+    return 0
+
+
+cdef void start_support() noexcept:
+    global _support
+    _support += 1
+
+
+cdef bint is_new(int32_t token) noexcept:
+    """Whether the support that was started last has this token for the first time; it has fewer tokens than places."""
+    cdef Py_ssize_t mask = _seen.shape[0] - 1
+    cdef Py_ssize_t place = (<uint32_t>token * <uint32_t>2654435761) & mask
+    while _seen_in[place] == _support:
+        if _seen[place] == token:
             return False
-        place = (place + 1) & (num_places - 1)
-    seen[place], seen_at[place] = token, node
+        place = (place + 1) & mask
+    _seen[place], _seen_in[place] = token, _support
     return True
 
 
@@ -48,11 +73,7 @@ def is_sound(
     come before their children, and every child's law sums to 1, is nowhere negative, has no mass on padding and gives
     the child's own token mass."""
     cdef Py_ssize_t num_nodes = token_ids.shape[0], width = support_ids.shape[1], row = 0, first, node, slot, above
-    cdef Py_ssize_t num_places = 2
-    while num_places < 2 * width:
-        num_places *= 2
-    cdef int32_t[::1] seen = np.empty(num_places, dtype=np.int32)  # ids of one support, by a hash
-    cdef int64_t[::1] seen_at = np.full(num_places, -1, dtype=np.int64)  # of which node
+    make_places(2 * width)
     cdef double total, mass
     cdef bint has_own
     if not parents.shape[0] == support_ids.shape[0] == law.shape[0] == num_nodes or law.shape[1] != width:
@@ -67,11 +88,11 @@ def is_sound(
         for node in range(first, offsets[row]):
             if not 0 <= token_ids[node] < vocabulary_size:
                 return False
+            start_support()
             for slot in range(width):
                 if support_ids[node, slot] >= vocabulary_size:
                     return False
-                if support_ids[node, slot] >= 0 and not is_new(&seen[0], &seen_at[0], num_places, node,
-                                                               support_ids[node, slot]):
+                if support_ids[node, slot] >= 0 and not is_new(support_ids[node, slot]):
                     return False
             if node == first:
                 continue

@@ -48,6 +48,8 @@ def evaluate(arguments: argparse.Namespace) -> dict:
     """Held-out accuracy at temperature 1: mean over single samples and majority vote, per family and in all."""
     torch.manual_seed(arguments.seed)
     folder = arguments.model or arguments.output
+    if not folder.is_dir():
+        raise ValueError(f"--model must be a folder of a model, got {folder}; train one, or name another")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     problems = held_out_problems(arguments.problems, seed=arguments.seed)

@@ -72,9 +72,16 @@ def fill_defaults(arguments: argparse.Namespace) -> None:
             setattr(arguments, name, value)
 
 
+def known_folder(name: str) -> str:
+    """What `from_pretrained` takes. Raises ValueError for a path that names no folder."""
+    if name.startswith(("/", "./", "../", "~")) and not Path(name).is_dir():
+        raise ValueError(f"--model must be an existing folder, a hub id or one of {', '.join(MODELS)}, got {name!r}")
+    return model_folder(name)
+
+
 def load_model(arguments: argparse.Namespace):
     """(model, tokenizer) on the wanted device, ready for inference."""
-    folder = model_folder(arguments.model)
+    folder = known_folder(arguments.model)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[arguments.dtype])
     return model.to(arguments.device).eval(), tokenizer
@@ -85,7 +92,7 @@ def load_tasks(arguments: argparse.Namespace) -> list[Task]:
 
     Of the model only configuration and tokenizer are read, and before the problems. Raises ValueError and OSError.
     """
-    folder = model_folder(arguments.model)
+    folder = known_folder(arguments.model)
     config, tokenizer = (kind.from_pretrained(folder) for kind in (transformers.AutoConfig, transformers.AutoTokenizer))
     if arguments.problems is None:
         tasks = generated_tasks(arguments.num_problems or 6, seed=arguments.seed)

@@ -66,6 +66,9 @@ def test_the_command_refuses_another_ones_folder_in_one_line(tmp_path, monkeypat
     monkeypatch.setattr("sys.argv", ["train_reasoner.py", "--fresh", "--output", str(tmp_path)])
     assert train_reasoner.main() == 2
     assert capsys.readouterr().err.startswith("train_reasoner: the folder for a trained model must be new")
+    monkeypatch.setattr("sys.argv", ["train_reasoner.py", "--evaluate", "--model", "/no/such"])
+    assert train_reasoner.main() == 2
+    assert capsys.readouterr().err.startswith("train_reasoner: --model must be a folder of a model, got /no/such")
 
 
 def test_checkpoints_of_other_settings_are_refused_by_name(tmp_path):

@@ -34,8 +34,8 @@ def test_problems_settle_the_length_and_the_model_is_looked_at_first(tmp_path):
     arguments.model = str(REASONER)
     load_tasks(arguments)
     assert 0 < arguments.max_new_tokens < 2048 - 400
-    arguments.problems, arguments.model = "no/such/set.jsonl", "no/such/model"
-    with pytest.raises((OSError, ValueError), match="no/such/model"):
+    arguments.problems, arguments.model = "no/such/set.jsonl", "/no/such/model"
+    with pytest.raises(ValueError, match="--model must be an existing folder, .* got '/no/such/model'"):
         load_tasks(arguments)
 
 

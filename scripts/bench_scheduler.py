@@ -6,8 +6,10 @@
 Both arms draw the same trajectories of the same problem: `blocks` decodes --rows of them, waits for the slowest and
 goes on with the next ones; `places` gives a place to the next one as soon as one has ended. With the rule `match` both
 draw the same tokens, which is checked, so that the ratio of their times is that of their speeds. The arms take turns in
-one process, each with an empty lookup; ratios are medians over pairs, one pair per problem. The CPU time of this
-process, with one thread (the default), is what the wall-clock would be on a machine without other work.
+one process, each with an empty lookup, after a short draw by both that is thrown away; ratios are medians over pairs,
+one pair per problem. Other rules draw other texts in the two arms: their rates in tokens per second are compared then,
+which is said on stderr. The CPU time of this process, with one thread (the default), is what the wall-clock would be on
+a machine without other work.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from measuring.option_types import positive_integer
+from measuring.option_types import picture_file, positive_integer, whole_number
+from measuring.progress import say
 from measuring.setup import add_options, fill_defaults, load_model, load_tasks, prompt_ids
 from measuring.text_table import format_table
 from workloads.problem_sets import Task
@@ -29,6 +32,8 @@ from workloads.problem_sets import Task
 import stand
 
 ARMS = ("blocks", "places")
+REPEATING = ("match", "coupled")  # rules whose tokens do not depend on who is decoded beside
+WARM_UP_TOKENS = 32
 HEADER = (
     "problem", "tokens", "blocks s", "places s", "ratio", "blocks CPU s", "places CPU s", "CPU ratio", "blocks taken %",
     "places taken %", "peak slots", "of them tokens %",
@@ -63,11 +68,20 @@ class Drawn:
 
 
 class Bench:
-    """All arms share the model; each call gets an engine of its own."""
+    """All arms share the model; each call gets an engine of its own. Problems are in `tasks`."""
 
     def __init__(self, options: argparse.Namespace):
-        self.options = options
+        self.options, self.tasks = options, load_tasks(options)
         self._model, self._tokenizer = load_model(options)
+
+    def warm_up(self) -> None:
+        """A few tokens by both arms: what only the first call of a process does is in no figure."""
+        options = self.options
+        few = {"trajectories": 2 * options.rows, "max_new_tokens": min(WARM_UP_TOKENS, options.max_new_tokens)}
+        self.options = argparse.Namespace(**{**vars(options), **few})
+        for arm in ARMS:
+            self.draw(arm, self.tasks[0], seed=options.seed)
+        self.options = options
 
     def draw(self, arm: str, task: Task, *, seed: int) -> Drawn:
         """All trajectories of one problem."""
@@ -124,9 +138,9 @@ def read_options(command_line: Sequence[str] | None = None) -> argparse.Namespac
     add_options(parser)
     parser.set_defaults(rows=8, num_problems=5, threads=1)
     parser.add_argument("--trajectories", type=positive_integer, default=64, help="per problem")
-    parser.add_argument("--budget", type=int, default=32, help="draft nodes of all rows of a step together")
+    parser.add_argument("--budget", type=whole_number, default=32, help="draft nodes of all rows of a step together")
     parser.add_argument("--verifier", default="match", help="rule by name (%(default)s)")
-    parser.add_argument("--plot", type=Path, help="rows live over time, of the last problem")
+    parser.add_argument("--plot", type=picture_file, help="rows live over time, of the last problem")
     options = parser.parse_args(command_line)
     if options.rows < 1:
         parser.error(f"--rows must be >= 1 here, got {options.rows}")
@@ -138,12 +152,15 @@ def main(command_line: Sequence[str] | None = None) -> None:
     options = read_options(command_line)
     torch.set_num_threads(options.threads)
     bench, drawn = Bench(options), {}
+    bench.warm_up()
+    if options.verifier not in REPEATING:
+        say(f"with {options.verifier} the arms draw other texts: ratios are those of tokens per second")
     lines, ratios, cpu_ratios = [], [], []
-    for place, task in enumerate(load_tasks(options)):
+    for place, task in enumerate(bench.tasks):
         order = ARMS if place % 2 == 0 else ARMS[::-1]
         drawn = {arm: bench.draw(arm, task, seed=options.seed + place) for arm in order}
         blocks, places = (drawn[arm] for arm in ARMS)
-        if options.verifier in ("match", "coupled") and blocks.tokens != places.tokens:
+        if options.verifier in REPEATING and blocks.tokens != places.tokens:
             raise RuntimeError(f"both arms must draw the same tokens, got others for {task.name}; this is a fault")
         ratios.append(blocks.seconds / places.seconds * places.num_tokens / blocks.num_tokens)
         cpu_ratios.append(blocks.cpu_seconds / places.cpu_seconds * places.num_tokens / blocks.num_tokens)

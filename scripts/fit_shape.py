@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from measuring.interruption import Interruption, run_command
-from measuring.option_types import count_list, positive_integer
+from measuring.option_types import count_list, positive_integer, worded
 from measuring.output_file import check_writable
 from measuring.progress import Progress, say
 from measuring.setup import add_options, fill_defaults, load_model, load_tasks, prompt_ids, sampling_for
@@ -89,7 +89,9 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     add_options(parser)
     parser.add_argument("--trajectories", type=positive_integer, default=4, help="per problem")
     parser.add_argument("--nodes", type=count_list, default=[80], metavar="N,N,...", help="nodes, the root included")
-    parser.add_argument("--start", type=TreeShape.parse, default=TreeShape.start(), help="shape to choose slots from")
+    parser.add_argument(
+        "--start", type=worded(TreeShape.parse), default=TreeShape.start(), help="shape to choose slots from"
+    )
     parser.add_argument(
         "--draft-kind",
         choices=("sampled", "deterministic"),

@@ -13,6 +13,8 @@ import argparse
 import json
 from pathlib import Path
 
+from measuring.option_types import picture_file
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 SETTING, NODES, FEWEST = "all", 80, 500
 BAND = 0.03  # what was asked of the largest error
@@ -74,7 +76,7 @@ def plot(results: list[dict], path: Path) -> None:
 def main(command_line: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DOCS / "drafting.json", help="default: docs/drafting.json")
-    parser.add_argument("--output", type=Path, default=DOCS / "drafting.png", help="default: docs/drafting.png")
+    parser.add_argument("--output", type=picture_file, default=DOCS / "drafting.png", help="default: docs/drafting.png")
     options = parser.parse_args(command_line)
     plot(json.loads(options.data.read_text(encoding="utf-8"))["results"], options.output)
 

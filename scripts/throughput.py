@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 from long_runs.trajectory_run import LongRun, check_resumable, digest_of, lookup_to_start_with
 from measuring.interruption import Interruption, run_command
-from measuring.option_types import count_list
+from measuring.option_types import count_list, positive_number, whole_number, worded
 from measuring.output_file import JsonLines, check_writable
 from measuring.progress import Progress, RunProgress, say
 from measuring.setup import add_options, fill_defaults, load_model, load_tasks, prompt_ids, sampling_for
@@ -175,31 +175,32 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--verifier", default="traversal", help="the rule, see docs/verifiers.md (traversal)")
     parser.add_argument(
         "--budget",
-        type=int,
+        type=whole_number,
         help="fixed draft nodes of all rows of a step together (default: what pays, by timed steps)",
     )
     parser.add_argument(
         "--costs", type=Path, help="file of step costs, so that runs repeat; measured and written if it does not exist"
     )
     parser.add_argument(
-        "--shape", type=TreeShape.parse, help="fixed drafts by STAND's rule: paper, chain:8, branching:4,2,1 ..."
+        "--shape",
+        type=worded(TreeShape.parse),
+        help="fixed drafts by STAND's rule: paper, chain:8, branching:4,2,1 ...",
     )
     parser.add_argument(
         "--draft-kind",
         choices=("sampled", "mixed", "deterministic"),
-        default="sampled",
         help="how children are chosen, see docs/verifiers.md (sampled)",
     )
     parser.add_argument("--lookup", type=Path, help="start from this lookup")
     parser.add_argument("--save-lookup", type=Path, help="write the lookup of the last number of trajectories")
-    parser.add_argument("--lookup-scope", choices=("run", "problem"), default="run", help="when it starts anew")
+    parser.add_argument("--lookup-scope", choices=("run", "problem"), help="when it starts anew (run)")
     parser.add_argument(
         "--output", type=Path, help="new file for one JSON line per problem, N and arm, written as each ends"
     )
     parser.add_argument("--texts", action="store_true", help="put the trajectories' texts into the lines of --output")
     parser.add_argument("--only", choices=("drafted", "plain"), help="no comparison: one run, trajectories to --output")
     parser.add_argument("--resume", action="store_true", help="go on with the run of --output, with --only")
-    parser.add_argument("--cache-gb", type=float, help="most GB of keys and values, with --only")
+    parser.add_argument("--cache-gb", type=positive_number, help="most GB of keys and values, with --only")
     arguments = parser.parse_args(command_line)
     if arguments.resume and arguments.only is None:
         parser.error("--resume goes on with a run of trajectories; add --only drafted, as the run began")
@@ -207,6 +208,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
         parser.error("--cache-gb limits a run of trajectories; add --only drafted")
     if arguments.only is not None and (arguments.output is None or len(arguments.trajectories) != 1):
         parser.error("--only needs one number of trajectories and a file; add --trajectories N --output FILE.jsonl")
+    refuse_idle_options(parser, arguments)
     if arguments.texts and arguments.output is None:
         parser.error("--texts needs a file to write to; add --output FILE.jsonl")
     if arguments.problem_counts is not None:
@@ -215,6 +217,22 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
         arguments.num_problems = max(arguments.problem_counts)
     fill_defaults(arguments)
     return arguments
+
+
+def refuse_idle_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """End with an error where an option would have no effect beside another one; then fill the defaults of those."""
+    if arguments.only == "plain":
+        for name in ("budget", "costs", "shape", "draft_kind", "lookup", "save_lookup"):
+            if getattr(arguments, name) is not None:
+                parser.error(f"--{name.replace('_', '-')} has no effect on --only plain, which has no drafts")
+    if arguments.only is not None and arguments.lookup_scope is not None:
+        parser.error("--lookup-scope has no effect with --only, where all problems are one run; leave it")
+    if arguments.shape is not None and arguments.budget is not None:
+        parser.error("--budget has no effect beside --shape, which has its own number of nodes; give one of them")
+    if arguments.costs is not None and (arguments.shape is not None or arguments.budget is not None):
+        parser.error("--costs has no effect beside --budget or --shape, which fix the drafts; give one of them")
+    arguments.draft_kind = arguments.draft_kind or "sampled"
+    arguments.lookup_scope = arguments.lookup_scope or "run"
 
 
 def run(arguments: argparse.Namespace, interruption: Interruption) -> None:
@@ -245,11 +263,11 @@ def run_long(arguments: argparse.Namespace, interruption: Interruption) -> None:
     model, tokenizer = load_model(arguments)
     costs = step_costs(arguments, model, tokenizer) if arguments.only == "drafted" else None
     engine = new_engine(arguments, model, tokenizer, costs)
-    if not lines.earlier:
-        lines.add({**conditions(arguments, costs), "problems_digest": digest_of(this_run.tasks)})
+    header = {**conditions(arguments, costs), "problems_digest": digest_of(this_run.tasks)}
     say(f"{len(this_run.done)} of {this_run.total} trajectories were done before")
     try:
-        this_run.draw(engine, lines, RunProgress(this_run.total, len(this_run.done)), interruption)
+        progress = RunProgress(this_run.total, len(this_run.done))
+        this_run.draw(engine, lines, progress, interruption, header=None if lines.earlier else header)
     finally:
         print(this_run.table(), end="\n\n")
         print(json.dumps(this_run.document()), flush=True)

@@ -58,11 +58,25 @@ class LongRun:
             if rows:
                 yield stand.Request(prompt_ids(tokenizer, task, self.arguments.instruction), rows=rows, id=place)
 
-    def draw(self, engine: stand.Engine, lines: JsonLines, progress: RunProgress, interruption: Interruption) -> None:
-        """Decode what is missing; every trajectory is with the operating system when the next one is asked for."""
+    def draw(
+        self,
+        engine: stand.Engine,
+        lines: JsonLines,
+        progress: RunProgress,
+        interruption: Interruption,
+        *,
+        header: Mapping[str, object] | None,
+    ) -> None:
+        """Decode what is missing; every trajectory is with the operating system when the next one is asked for.
+
+        header: first line of a new file, written after the first step, so that a refused run leaves the file empty.
+        """
+        waiting = [] if header is None else [header]
 
         def on_step(run: stand.Run) -> None:
             interruption.check()
+            if waiting:
+                lines.add(waiting.pop())
             progress.step(run)
 
         sampling = sampling_for(self.arguments, self.total)

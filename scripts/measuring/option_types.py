@@ -5,6 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from pathlib import Path
+
+from measuring.output_file import check_writable
+
+PICTURES = (".png", ".svg", ".pdf", ".jpg")
 
 
 def positive_integer(text: str) -> int:
@@ -43,6 +48,22 @@ def device_name(text: str) -> str:
         there = ", ".join(["cpu", *(f"cuda:{place}" for place in range(torch.cuda.device_count()))])
         raise argparse.ArgumentTypeError(f"must be one that torch has here, got {text!r}; take {there}") from error
     return text
+
+
+def new_file(text: str) -> Path:
+    """A file that can be written, tried before the work begins."""
+    try:
+        check_writable(Path(text), "it")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return Path(text)
+
+
+def picture_file(text: str) -> Path:
+    """A new file of a kind that matplotlib draws everywhere."""
+    if Path(text).suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"must end in one of {', '.join(PICTURES)}, got {text!r}")
+    return new_file(text)
 
 
 def count_list(text: str) -> list[int]:

@@ -4,6 +4,7 @@ import json
 
 import bench_scheduler
 import pytest
+from workloads.problem_sets import Task
 
 
 def test_both_ways_draw_the_same_rows(tmp_path, capsys):
@@ -26,9 +27,34 @@ def test_other_tokens_are_a_fault(monkeypatch):
         bench_scheduler.main(["--num-problems", "1"])
 
 
+def test_the_first_draws_of_a_process_are_thrown_away(monkeypatch, capsys):
+    drawn, real = [], bench_scheduler.Bench.draw
+
+    def draw(self, arm, task, *, seed):
+        drawn.append((arm, self.options.trajectories, self.options.max_new_tokens))
+        return real(self, arm, task, seed=seed)
+
+    monkeypatch.setattr(bench_scheduler.Bench, "draw", draw)
+    options = ["--num-problems", "1", "--trajectories", "5", "--rows", "1", "--max-new-tokens", "40"]
+    bench_scheduler.main([*options, "--verifier", "traversal"])
+    assert drawn == [("blocks", 2, 32), ("places", 2, 32), ("blocks", 5, 40), ("places", 5, 40)]
+    assert "with traversal the arms draw other texts" in capsys.readouterr().err
+
+
+def test_a_plot_without_a_folder_is_refused_before_the_work(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench_scheduler.main(["--plot", "no/such/folder/plot.png"])
+    assert "argument --plot: it must name a file in an existing folder" in capsys.readouterr().err
+
+
 class Fake:
+    tasks = (Task("one", "1 + 1", 2),)
+
     def __init__(self, tokens):
         self.tokens = tokens
+
+    def warm_up(self):
+        pass
 
     def draw(self, arm, task, *, seed):
         return bench_scheduler.Drawn(next(self.tokens), 1.0, 1.0, ((1.0, 1),))

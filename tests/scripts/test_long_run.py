@@ -106,9 +106,9 @@ def test_an_interrupted_run_ends_politely(tmp_path, monkeypatch, capsys, uninter
 
 
 def watched(draw, sizes: list[int]):
-    def call(self, engine, *rest):
+    def call(self, engine, *rest, **named):
         sizes.append(len(engine.lookup))
-        draw(self, engine, *rest)
+        draw(self, engine, *rest, **named)
 
     return call
 

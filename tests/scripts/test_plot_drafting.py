@@ -27,3 +27,10 @@ def test_every_coloured_line_has_its_points():
 def test_bins_with_few_nodes_are_left_out():
     bins = [[0.15, 0.18, 500], [0.25, 0.9, 499]]
     assert plot_drafting.errors({"calibration": bins}) == [(0.15, pytest.approx(0.03))]
+
+
+@pytest.mark.parametrize("name", ["no/such/folder/plot.png", "plot.xyz"])
+def test_a_picture_that_cannot_be_written_is_refused_at_once(name, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        plot_drafting.main(["--output", name])
+    assert "argument --output: " in capsys.readouterr().err

@@ -105,6 +105,7 @@ def test_saved_lookup_helps_from_the_start(capsys, tmp_path):
     first = run(capsys, *small, "--trajectories", "1")
     warm = run(capsys, *small, "--trajectories", "1", "--lookup", str(path))
     assert [cold[0], first[0], warm[0]] == [0, 0, 0]
+    assert json.loads(cold[1].splitlines()[-1])["step_costs"] is None  # of a fixed budget
     lengths = [
         json.loads(out.splitlines()[-1])["totals"][0]["arms"]["drafted"]["mean_acceptance_length"]
         for _, out, _ in (first, warm)
@@ -138,7 +139,8 @@ def test_own_problem_file_and_lookup_per_problem(capsys, tmp_path):
     ],
 )
 def test_bad_input_is_one_error(capsys, options, message):
-    status, out, err = run(capsys, "--num-problems", "1", "--trajectories", "1", "--budget", "4", *options)
+    budget = [] if "--costs" in options else ["--budget", "4"]
+    status, out, err = run(capsys, "--num-problems", "1", "--trajectories", "1", *budget, *options)
     assert status == 2
     assert message in err
     assert "Traceback" not in err and out == ""
@@ -149,6 +151,40 @@ def test_missing_model_is_one_error(capsys, tmp_path):
     status, out, err = run(capsys, "--model", "no/such/model-folder", "--problems", path)
     assert (status, out) == (2, "")
     assert "no/such/model-folder" in err
+
+
+ONLY = ("--trajectories", "1", "--output", "results.jsonl", "--only")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--shape", "paper", "--budget", "5"), "--budget has no effect beside --shape"),
+        (("--shape", "paper", "--costs", "file"), "--costs has no effect beside"),
+        (("--budget", "5", "--costs", "file"), "--costs has no effect beside"),
+        ((*ONLY, "plain", "--lookup", "file"), "--lookup has no effect on --only plain"),
+        ((*ONLY, "plain", "--save-lookup", "file"), "--save-lookup has no effect on --only plain"),
+        ((*ONLY, "plain", "--draft-kind", "mixed"), "--draft-kind has no effect on --only plain"),
+        ((*ONLY, "drafted", "--lookup-scope", "problem"), "--lookup-scope has no effect with --only"),
+        ((*ONLY, "drafted", "--cache-gb", "0"), "--cache-gb: must be a number > 0"),
+        (("--rows", "-1"), "--rows: must be an integer >= 0"),
+        (("--shape", "foo"), "--shape: a shape must be paper"),
+    ],
+)
+def test_options_without_effect_or_meaning_are_refused(capsys, options, message):
+    with pytest.raises(SystemExit, match="2"):
+        throughput.read_arguments([*options])
+    assert message in capsys.readouterr().err
+
+
+def test_a_refused_long_run_leaves_its_file_empty(capsys, tmp_path):
+    path = tmp_path / "run.jsonl"
+    options = ("--num-problems", "1", "--trajectories", "1", "--max-new-tokens", "8", "--budget", "4")
+    options = (*options, "--output", str(path), "--only", "drafted")
+    assert run(capsys, *options, "--top-p", "0")[0] == 2
+    assert not path.read_bytes()
+    assert run(capsys, *options)[0] == 0
+    assert ["settings" in json.loads(line) for line in path.read_text().splitlines()] == [True, False]
 
 
 @pytest.mark.parametrize("text", ["0", "1,,2", "x", "-1", ""])
@@ -225,7 +261,5 @@ def test_runs_with_saved_costs_repeat(capsys, tmp_path):
     assert documents[0]["step_costs"] == documents[1]["step_costs"] and len(documents[0]["step_costs"]) == 1
     for name in ("num_draft_tokens", "num_tokens", "answers"):
         assert first[name] == second[name]
-    fixed = json.loads(run(capsys, *options, "--budget", "3")[1].strip().splitlines()[-1])
-    assert fixed["step_costs"] is None
     (tmp_path / "costs").write_text("{}")
     assert "measure it again" in run(capsys, *options)[2]

@@ -23,8 +23,8 @@ The bundled model draws at temperature 1 without filters, other models at 0.8 wi
 of scripts/workloads. --kept FILE keeps the counts of every finished arm and prompt, and a run with the same settings
 goes on from there.
 
-Last line: JSON. Exit status 1 where a p-value is below --level (default 1e-4: that is the false-alarm rate per test),
-tokens differ, or the lossy rule passes.
+Last line: JSON. Exit status 1 where a p-value is below --level (default 1e-4: that is the false-alarm rate per test) or
+tokens differ; 2 where the lossy rule alone passes, as it does with few continuations, and for options that are refused.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import argparse
 import json
 import math
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -47,18 +48,30 @@ from measuring.continuation_law import (
     continuation_law,
     next_token_laws,
 )
+from measuring.interruption import run_command
+from measuring.option_types import positive_integer, positive_number, probability, whole_number
+from measuring.output_file import check_writable
 from measuring.progress import Progress, say
-from measuring.setup import BOXED_INSTRUCTION, REASONER, WORD_PROBLEMS, prompt_ids
+from measuring.setup import BOXED_INSTRUCTION, REASONER, WORD_PROBLEMS, known_folder, prompt_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workloads.problem_sets import generated_tasks, read_tasks
 from workloads.problems import write_prompt
-from workloads.real_models import model_folder
 
 import stand
 from stand.seeds import prompt_word
 from stand.verifiers import VerifierNoise
 
 SHIPPED_HEADS = {name: Path(__file__).resolve().parent / "drafters" / name for name in ("eagle", "streams")}
+REPEATING = ("match", "coupled")  # rules whose tokens are those of plain sampling
+KINDS = ("sampled", "mixed", "deterministic")
+CONTROL = "typical"  # a lossy rule, which the test must refuse
+OWN = {  # defaults of the options that one check alone has
+    "law": {
+        "kinds": None, "drafter": "lookup", "head": None, "continuations": 20_000, "sample": 1, "no_plain": False,
+        "level": 1e-4, "kept": None,
+    },
+    "tokens": {"rows": 16, "budget": 32},
+}  # fmt: skip
 DRAFTERS = ("lookup", "blended", "eagle", "streams", "streams-blended")
 LONGEST_CUT = 6  # tokens of a solution that a prompt may hold
 MOST_ROWS = 500  # of a call
@@ -202,7 +215,7 @@ def arms_of(options: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
     for verifier in options.verifiers:
         for kind in options.kinds:
             yield verifier, kind, rows
-    yield "typical", "sampled", math.ceil(rows / 4)
+    yield CONTROL, "sampled", math.ceil(rows / 4)
     if not options.no_plain:
         yield "match", "none", rows
 
@@ -322,49 +335,87 @@ def check_tokens(model, tokenizer, options: argparse.Namespace) -> dict:
     return {"check": "tokens", **law, "arms": results}
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def options_of_both(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "check",
         choices=("law", "tokens"),
         help="law: frequencies against the exact law; tokens: equal tokens with equal seeds",
     )
     parser.add_argument(
-        "--verifiers",
-        type=lambda text: text.split(","),
-        help="rules (default: traversal,match of `law`, match,coupled of `tokens`)",
+        "--verifiers", type=names, help="rules (default: traversal,match of `law`, match,coupled of `tokens`)"
     )
     parser.add_argument(
-        "--kinds",
-        type=lambda text: text.split(","),
-        default=["sampled", "mixed"],
-        help="draft kinds for `law` (default: sampled,mixed)",
+        "--prompts",
+        type=positive_integer,
+        help="fixed prompts (default: 10 of `law`, 50 of `tokens`, 12 of another model)",
     )
-    parser.add_argument("--drafter", choices=DRAFTERS, default="lookup", help="of `law`")
-    parser.add_argument("--head", type=Path, help="EAGLE-1 head or streams (default: those shipped)")
-    parser.add_argument("--continuations", type=int, default=20_000, help="of one arm of `law`, all prompts together")
-    parser.add_argument("--sample", type=int, default=1, help="2, 3, ...: other seeds of `law`, for a further test")
-    parser.add_argument("--no-plain", action="store_true", help="leave the arm without drafts out")
     parser.add_argument(
-        "--prompts", type=int, help="fixed prompts (default: 10 of `law`, 50 of `tokens`, 12 of another model)"
+        "--tokens", type=positive_integer, help="new tokens (default: 4 of `law`, 256 of `tokens`)"
     )
-    parser.add_argument("--rows", type=int, default=16, help="rows per prompt in `tokens` (%(default)s)")
-    parser.add_argument("--tokens", type=int, help="new tokens (default: 4 of `law`, 256 of `tokens`)")
     parser.add_argument(
-        "--temperature", type=float, help="of the draws (default: 1, other models than the bundled one 0.8)"
+        "--temperature", type=positive_number, help="of the draws (default: 1, other models than the bundled one 0.8)"
     )
-    parser.add_argument("--top-p", type=float, help="of the draws (default: none, other models 0.95)")
-    parser.add_argument("--budget", type=int, default=32, help="draft nodes of all rows together in `tokens`")
-    parser.add_argument("--level", type=float, default=1e-4, help="p-values below it are refused (%(default)s)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads (default: torch's)")
-    parser.add_argument("--kept", type=Path, help="file of finished counts of `law`, read and added to")
+    parser.add_argument("--top-p", type=probability, help="of the draws (default: none, other models 0.95)")
+    parser.add_argument(
+        "--threads", type=positive_integer, default=torch.get_num_threads(), help="CPU threads (default: torch's)"
+    )
     parser.add_argument("--model", default=str(REASONER), help="folder, hub id or short name (default: bundled model)")
-    options = parser.parse_args()
-    is_law, bundled = options.check == "law", Path(options.model).resolve() == REASONER
+
+
+def options_of_one(parser: argparse.ArgumentParser) -> None:
+    """Those that one check alone has; `OWN` names their defaults."""
+    parser.add_argument("--kinds", type=names, help="draft kinds for `law` (default: sampled,mixed)")
+    parser.add_argument("--drafter", choices=DRAFTERS, help="of `law` (default: lookup)")
+    parser.add_argument("--head", type=Path, help="EAGLE-1 head or streams (default: those shipped)")
+    parser.add_argument(
+        "--continuations", type=positive_integer, help="of one arm of `law`, all prompts together (default: 20000)"
+    )
+    parser.add_argument("--sample", type=positive_integer, help="2, 3, ...: other seeds of `law`, for a further test")
+    parser.add_argument(
+        "--no-plain", action="store_true", default=None, help="leave the arm of `law` without drafts out"
+    )
+    parser.add_argument("--level", type=probability, help="p-values of `law` below it are refused (default: 1e-4)")
+    parser.add_argument("--kept", type=Path, help="file of finished counts of `law`, read and added to")
+    parser.add_argument("--rows", type=positive_integer, help="rows per prompt in `tokens` (default: 16)")
+    parser.add_argument(
+        "--budget", type=whole_number, help="draft nodes of all rows together in `tokens` (default: 32)"
+    )
+
+
+def fill_own(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse what the chosen check, or drafter, would ignore; then its defaults."""
+    for check, own in OWN.items():
+        for name, value in own.items():
+            if getattr(options, name) is None:
+                setattr(options, name, value)
+            elif check != options.check:
+                parser.error(f"--{name.replace('_', '-')} has no effect on `{options.check}`, but on `{check}`")
     if options.drafter in ("eagle", "streams"):
+        if options.kinds not in (None, ["sampled"]):
+            parser.error(f"--kinds must be sampled with --drafter {options.drafter}, got {','.join(options.kinds)}")
         options.kinds = ["sampled"]
+    if options.drafter == "lookup" and options.head is not None:
+        parser.error("--head has no effect without a --drafter that has one, such as blended; give both")
+    options.kinds = options.kinds or ["sampled", "mixed"]
     options.head = options.head or shipped_head(options.drafter)
-    options.verifiers = options.verifiers or (["traversal", "match"] if is_law else ["match", "coupled"])
+
+
+def arguments(command_line: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options_of_both(parser)
+    options_of_one(parser)
+    options = parser.parse_args(command_line)
+    fill_own(parser, options)
+    is_law, bundled = options.check == "law", Path(options.model).resolve() == REASONER
+    options.verifiers = options.verifiers or (["traversal", "match"] if is_law else list(REPEATING))
+    known = stand.verifiers.verifier_names() if is_law else REPEATING
+    for option, given, allowed in (("--verifiers", options.verifiers, known), ("--kinds", options.kinds, KINDS)):
+        if unknown := [name for name in given if name not in allowed]:
+            parser.error(f"{option} of `{options.check}` must be among {', '.join(allowed)}, got {', '.join(unknown)}")
     options.prompts = options.prompts or (10 if is_law else 50 if bundled else 12)
     options.tokens = options.tokens or (4 if is_law else 256)
     if options.temperature is None:
@@ -374,16 +425,29 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def main() -> None:
-    options = arguments()
+def run(options: argparse.Namespace) -> bool:
+    """Whether all is as it should be. Raises ValueError where that is not known, since the control has passed."""
     torch.set_num_threads(options.threads)
-    folder = model_folder(options.model)
+    check_writable(options.kept, "--kept")
+    folder = known_folder(options.model)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     result = (check_law if options.check == "law" else check_tokens)(model, tokenizer, options)
     print(json.dumps({**result, "model": options.model, "torch": torch.__version__}))
-    raise SystemExit(0 if all(arm["as_it_should"] for arm in result["arms"]) else 1)
+    wrong = [arm["verifier"] for arm in result["arms"] if not arm["as_it_should"]]
+    if wrong and set(wrong) <= {CONTROL}:
+        raise ValueError(
+            f"the lossy rule {CONTROL} must be refused, got a p-value of at least --level: the test is blind; raise "
+            f"--continuations ({options.continuations})"
+        )
+    return not wrong
+
+
+def main(command_line: Sequence[str] | None = None) -> int:
+    options, results = arguments(command_line), []
+    status = run_command("check_law", lambda interruption: results.append(run(options)))
+    return status or int(not results[0])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

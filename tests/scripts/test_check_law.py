@@ -1,0 +1,48 @@
+"""The end-to-end check as a command: misuse is refused with status 2, which a failed law never gives."""
+
+import json
+import re
+
+import check_law
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["law", "--verifiers", "traversal,hope"], "--verifiers of `law` must be among traversal, .*, got hope"),
+        (["tokens", "--verifiers", "traversal"], "--verifiers of `tokens` must be among match, coupled, got traversal"),
+        (["law", "--kinds", "sweet"], "--kinds of `law` must be among sampled, .*, got sweet"),
+        (["law", "--continuations", "0"], "--continuations: must be an integer >= 1"),
+        (["tokens", "--prompts", "0"], "--prompts: must be an integer >= 1"),
+        (["tokens", "--continuations", "5"], "--continuations has no effect on `tokens`"),
+        (["law", "--rows", "5"], "--rows has no effect on `law`"),
+        (["law", "--drafter", "eagle", "--kinds", "mixed"], "--kinds must be sampled with --drafter eagle, got mixed"),
+        (["law", "--head", "folder"], "--head has no effect without a --drafter"),
+    ],
+)
+def test_misuse_is_refused(options, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        check_law.main(options)
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_defaults_are_those_of_the_check():
+    law, tokens = check_law.arguments(["law"]), check_law.arguments(["tokens"])
+    assert (law.continuations, law.kinds, law.prompts, law.level) == (20_000, ["sampled", "mixed"], 10, 1e-4)
+    assert (tokens.rows, tokens.budget, tokens.prompts, tokens.verifiers) == (16, 32, 50, ["match", "coupled"])
+
+
+@pytest.mark.parametrize(("wrong", "status"), [([], 0), (["match", "typical"], 1), (["typical"], 2)])
+def test_a_blind_test_is_no_failed_law(wrong, status, monkeypatch, capsys):
+    arms = [{"verifier": name, "as_it_should": name not in wrong} for name in ("match", "typical")]
+    monkeypatch.setattr(check_law, "check_law", lambda *_: {"arms": arms})
+    assert check_law.main(["law", "--continuations", "3"]) == status
+    said = capsys.readouterr()
+    assert json.loads(said.out)["arms"] == arms
+    assert ("the test is blind; raise --continuations (3)" in said.err) == (status == 2)
+
+
+def test_a_missing_model_is_one_line(capsys):
+    assert check_law.main(["tokens", "--model", "/no/such/model"]) == 2
+    assert capsys.readouterr().err.startswith("check_law: --model must be an existing folder")

@@ -31,8 +31,7 @@ from measuring.replay_drafters import (
     grown_guess,
 )
 from measuring.text_table import format_table
-from tokenizers import Tokenizer
-from workloads.recordings import Recording, Selection, read_recordings
+from workloads.recordings import Recording, Selection, read_recordings, read_tokenizer
 
 from stand.trees import BlendedLookup
 
@@ -239,7 +238,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.repeats < 1:
         parser.error(f"--repeats must be at least 1, got {options.repeats}")
-    tokenizer = Tokenizer.from_file(str(options.tokenizer))
+    tokenizer = read_tokenizer(options.tokenizer)
     selection = Selection(samples=options.samples, max_tokens=options.max_tokens)
     recordings = [one for file in options.files for one in read_recordings(file, tokenizer, selection)]
     num_fresh = options.groups * GROUP_SIZE

@@ -25,13 +25,12 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-from measuring.output_file import check_writable
+from measuring.option_types import picture_file, positive_integer, probability
 from measuring.progress import Progress, say
 from measuring.replay_drafters import ReplayDrafter, make_drafter
 from measuring.replay_walk import Tally, replay_one
 from measuring.text_table import format_table
-from tokenizers import Tokenizer
-from workloads.recordings import Recording, Selection, read_recordings
+from workloads.recordings import Recording, Selection, read_recordings, read_tokenizer
 
 from stand.trees import BlendedLookup, vocabulary_fingerprint
 
@@ -149,7 +148,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--drafter", nargs="+", choices=DRAFTERS, default=["lookup", "stand"], help="default: lookup stand"
     )
-    parser.add_argument("--budget", nargs="+", type=int, default=[8, 80], help="nodes per draft, the root not counted")
+    parser.add_argument(
+        "--budget", nargs="+", type=positive_integer, default=[8, 80], help="nodes per draft, the root not counted"
+    )
     parser.add_argument(
         "--setting",
         nargs="+",
@@ -157,17 +158,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         default=["same"],
         help="all: nothing is forgotten; same: everything at each problem (default: same)",
     )
-    parser.add_argument("--samples", type=int, help="at most so many samples per problem")
-    parser.add_argument("--max-problems", type=int, help="at most so many problems per file")
-    parser.add_argument("--every", type=int, default=1, help="every n-th problem")
-    parser.add_argument("--max-tokens", type=int, help="cut samples to so many tokens")
+    parser.add_argument("--samples", type=positive_integer, help="at most so many samples per problem")
+    parser.add_argument("--max-problems", type=positive_integer, help="at most so many problems per file")
+    parser.add_argument("--every", type=positive_integer, default=1, help="every n-th problem")
+    parser.add_argument("--max-tokens", type=positive_integer, help="cut samples to so many tokens")
     parser.add_argument("--lookup", type=Path, help="file that `lookup` starts from (scripts/train_lookup.py)")
-    parser.add_argument("--floor", type=float, default=0.0, help="`lookup`: no node that is less likely than this")
-    parser.add_argument("--max-bytes", type=int, help="`lookup`: memory cap")
-    parser.add_argument("--plot", type=Path, help="write tau against budget to this picture")
+    parser.add_argument(
+        "--floor", type=probability, default=0.0, help="`lookup`: no node that is less likely than this"
+    )
+    parser.add_argument("--max-bytes", type=positive_integer, help="`lookup`: memory cap")
+    parser.add_argument("--plot", type=picture_file, help="write tau against budget to this picture")
     parsed = parser.parse_args(arguments)
-    if min(parsed.budget) < 1:
-        parser.error(f"--budget must be at least 1, got {min(parsed.budget)}")
+    if parsed.max_tokens == 1:
+        parser.error("--max-tokens must be at least 2, got 1; a sample's first token comes from the prompt")
     if parsed.lookup is not None and parsed.max_bytes is not None:
         parser.error("--max-bytes must not be given with --lookup; a file brings its own cap")
     return parsed
@@ -175,7 +178,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> list[Result]:
     """Every drafter with every budget and setting on every file; each result is said on stderr as it comes."""
-    tokenizer = Tokenizer.from_file(str(options.tokenizer))
+    tokenizer = read_tokenizer(options.tokenizer)
     if options.lookup is not None:  # once, so that a file of another tokenizer is refused before anything is replayed
         BlendedLookup.load(options.lookup, fingerprint=vocabulary_fingerprint(tokenizer.get_vocab()))
     selection = Selection(options.every, options.max_problems, options.samples, options.max_tokens)
@@ -197,7 +200,6 @@ def run(options: argparse.Namespace) -> list[Result]:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
-        check_writable(options.plot, "--plot")
         results = run(options)
         print(table(results))
         if options.plot is not None:

@@ -24,12 +24,13 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+from measuring.option_types import positive_integer
 from measuring.progress import Progress, say
 from measuring.replay_drafters import BlendedReplay
 from measuring.replay_walk import Tally, replay_one
 from measuring.text_table import format_table
 from tokenizers import Tokenizer
-from workloads.recordings import SHORTEST, Recording, encode, read_records, record_tokens
+from workloads.recordings import SHORTEST, Recording, encode, read_records, read_tokenizer, record_tokens
 
 LOOKUPS = ("fresh", "kept", "renamed")
 HALVES = ("even", "odd")
@@ -111,13 +112,20 @@ def table(results: list[Result]) -> str:
     return format_table(header, rows)
 
 
+def expression(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"must be a regular expression, got {text!r} ({error})") from error
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, metavar="FILE", help="recordings: .jsonl, also compressed")
     parser.add_argument("--tokenizer", required=True, type=Path, help="tokenizer.json")
     parser.add_argument(
         "--checkpoint",
-        type=re.compile,
+        type=expression,
         default=re.compile(r"checkpoint-(\d+)"),
         metavar="EXPRESSION",
         help="regular expression whose group is a checkpoint's number",
@@ -132,18 +140,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--fade", nargs="+", type=float, default=[0.95], help="how fast old evidence fades (default: 0.95)"
     )
-    parser.add_argument("--budget", nargs="+", type=int, default=[8], help="nodes per draft, the root not counted")
-    parser.add_argument("--max-tokens", type=int, help="cut samples to so many tokens")
+    parser.add_argument(
+        "--budget", nargs="+", type=positive_integer, default=[8], help="nodes per draft, the root not counted"
+    )
+    parser.add_argument("--max-tokens", type=positive_integer, help="cut samples to so many tokens")
     parsed = parser.parse_args(arguments)
-    if min(parsed.budget) < 1:
-        parser.error(f"--budget must be at least 1, got {min(parsed.budget)}")
+    if parsed.max_tokens is not None and parsed.max_tokens < SHORTEST:
+        parser.error(f"--max-tokens must be at least {SHORTEST}, got {parsed.max_tokens}; shorter samples are skipped")
     if parsed.checkpoint.groups < 1:
         parser.error(f"--checkpoint must have a group around the number, got {parsed.checkpoint.pattern!r}")
     return parsed
 
 
 def run(options: argparse.Namespace) -> tuple[list[float], list[Result]]:
-    tokenizer = Tokenizer.from_file(str(options.tokenizer))
+    tokenizer = read_tokenizer(options.tokenizer)
     numbers, epochs = read_epochs(options.file, tokenizer, options.checkpoint, options.max_tokens)
     say(f"{sum(map(len, epochs))} recordings of checkpoints {', '.join(f'{number:g}' for number in numbers)}")
     progress = Progress(len(options.lookup) * len(options.fade) * len(options.budget))

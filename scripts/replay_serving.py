@@ -33,8 +33,7 @@ import numpy as np
 from measuring.cpu_time import timed
 from measuring.progress import Progress, say
 from measuring.text_table import format_table
-from tokenizers import Tokenizer
-from workloads.recordings import Recording, Selection, read_recordings
+from workloads.recordings import Recording, Selection, read_recordings, read_tokenizer
 
 from stand.plugins.vllm import LookupProposer
 
@@ -269,7 +268,7 @@ def make_door(name: str, size: int, options: argparse.Namespace, recordings: lis
 
 
 def run(options: argparse.Namespace) -> list[Result]:
-    tokenizer = Tokenizer.from_file(str(options.tokenizer))
+    tokenizer = read_tokenizer(options.tokenizer)
     selection = Selection(options.every, options.max_problems, options.samples, options.max_tokens)
     progress = Progress(len(options.files) * len(options.door) * len(options.size))
     results = []

@@ -17,10 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from measuring.option_types import positive_integer
 from measuring.output_file import check_writable
 from measuring.progress import Progress, say
 from tokenizers import Tokenizer
-from workloads.recordings import encode, read_records, record_tokens
+from workloads.recordings import encode, read_records, read_tokenizer, record_tokens
 
 from stand.trees import BlendedLookup, vocabulary_fingerprint
 
@@ -41,16 +42,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="texts or recordings to learn from")
     parser.add_argument("--tokenizer", required=True, type=Path, help="tokenizer.json")
     parser.add_argument("--output", required=True, type=Path, help="the lookup's file")
-    parser.add_argument("--max-bytes", type=int, default=256 << 20, help="memory cap, kept in the file")
-    parser.add_argument("--max-tokens", type=int, help="cut every record to so many tokens")
-    parser.add_argument("--depth", type=int, default=12, help="longest context in tokens")
+    parser.add_argument("--max-bytes", type=positive_integer, default=256 << 20, help="memory cap, kept in the file")
+    parser.add_argument("--max-tokens", type=positive_integer, help="cut every record to so many tokens")
+    parser.add_argument("--depth", type=positive_integer, default=12, help="longest context in tokens")
     return parser.parse_args(arguments)
 
 
 def train(options: argparse.Namespace) -> dict[str, object]:
     """Learns every file, writes the lookup and returns its figures. Says on stderr how far it is."""
     check_writable(options.output, "--output")
-    tokenizer = Tokenizer.from_file(str(options.tokenizer))
+    tokenizer = read_tokenizer(options.tokenizer)
     fingerprint = vocabulary_fingerprint(tokenizer.get_vocab())
     lookup = BlendedLookup(depth=options.depth, max_bytes=options.max_bytes, fingerprint=fingerprint)
     progress = Progress(sum(path.stat().st_size for path in options.files))
@@ -61,6 +62,8 @@ def train(options: argparse.Namespace) -> dict[str, object]:
             lookup.learn([], run)
             num_tokens += len(run)
         progress.add(path.stat().st_size, f"{path.name}: {num_tokens} tokens, {len(lookup)} contexts")
+    if num_tokens == 0:
+        raise ValueError(f"files must hold tokens to learn, got none in {', '.join(map(str, options.files))}")
     lookup.save(options.output)
     return {
         "output": str(options.output),

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+LARGEST_ID = 2**31 - 1  # of an int32
 SHORTEST = 64  # tokens; shorter samples say little and are skipped
 
 
@@ -69,11 +70,24 @@ def read_recordings(path: Path, tokenizer: Tokenizer, selection: Selection) -> l
     return recordings
 
 
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Raises ValueError where the file is no tokenizer.json, OSError where it cannot be read."""
+    text = path.read_text(encoding="utf-8")
+    try:
+        return Tokenizer.from_str(text)
+    except Exception as error:  # tokenizers has no class of its own for it
+        raise ValueError(f"--tokenizer must be a tokenizer.json, got {path} ({error}); name another file") from error
+
+
 def record_tokens(record: dict, tokenizer: Tokenizer) -> np.ndarray:
-    """Recorded ids where there are any, else the text's, without special tokens."""
-    if record.get("token_ids"):
-        return np.array(record["token_ids"], dtype=np.int32)
-    return encode(tokenizer, record["text"])
+    """Recorded ids where there are any, else the text's, without special tokens. Raises ValueError for other ids."""
+    token_ids = record.get("token_ids")
+    if not token_ids:
+        return encode(tokenizer, record["text"])
+    wrong = [token for token in token_ids if not isinstance(token, int) or not 0 <= token <= LARGEST_ID]
+    if wrong:
+        raise ValueError(f"token_ids must be integers from 0 to {LARGEST_ID}, got {wrong[0]!r}; mend that record")
+    return np.array(token_ids, dtype=np.int32)
 
 
 def encode(tokenizer: Tokenizer, text: str) -> np.ndarray:

@@ -204,17 +204,40 @@ def test_outputs_are_checked_before_the_work(files, tmp_path, monkeypatch, capsy
     missing = str(tmp_path / "missing" / "file")
     assert train_lookup.main([*common, "--output", missing]) == 2
     assert "--output must name a file in an existing folder" in capsys.readouterr().err
-    assert replay.main([*common, "--plot", missing]) == 2
-    assert "--plot must name a file in an existing folder" in capsys.readouterr().err
+    for path, message in ((missing + ".png", "it must name a file in an existing folder"), ("a.xyz", "must end in")):
+        with pytest.raises(SystemExit, match="2"):
+            replay.main([*common, "--plot", path])
+        assert f"--plot: {message}" in capsys.readouterr().err
 
 
 def test_bad_options_are_refused(files):
     common = ["replay.py", files / "walks.jsonl.gz", "--tokenizer", files / "tokenizer.json"]
     cases = {
-        "must be at least 1": ["--budget", "0"],
+        "must be an integer >= 1": ["--budget", "0"],
+        "--max-tokens must be at least 2": ["--max-tokens", "1"],
+        "--samples: must be": ["--samples", "0"],
+        "--every: must be": ["--every", "-1"],
+        "--tokenizer must be a tokenizer.json": ["--tokenizer", __file__],
         "must not be given with": ["--lookup", "x", "--max-bytes", "5"],
         "invalid choice": ["--drafter", "oracle"],
     }
     for message, extra in cases.items():
         done = run(*common, *extra)
         assert done.returncode == 2 and message in done.stderr
+
+
+def test_ids_beyond_int32_and_files_without_tokens_are_refused(files, tmp_path, capsys):
+    import replay
+    import train_lookup
+
+    path, empty, output = tmp_path / "big.jsonl", tmp_path / "empty.jsonl", tmp_path / "out.blend"
+    path.write_text(json.dumps({"problem_id": 0, "token_ids": [1] * 99 + [2**31]}) + "\n")
+    empty.touch()
+    tokenizer = ["--tokenizer", str(files / "tokenizer.json")]
+    for main, options in ((replay.main, []), (train_lookup.main, ["--output", str(output)])):
+        assert main([str(path), *tokenizer, *options]) == 2
+        assert "token_ids must be integers from 0 to 2147483647, got 2147483648" in capsys.readouterr().err
+    assert train_lookup.main([str(empty), *tokenizer, "--output", str(output)]) == 2
+    assert "files must hold tokens to learn, got none" in capsys.readouterr().err and not output.exists()
+    with pytest.raises(SystemExit, match="2"):
+        train_lookup.main([str(path), *tokenizer, "--output", str(output), "--max-tokens", "0"])

@@ -61,3 +61,13 @@ def test_the_command_prints_a_table_and_a_document(file, capsys):
     assert [(one["fade"], one["half"]) for one in results] == [(0.9, "even"), (0.9, "odd"), (1.0, "even"), (1.0, "odd")]
     assert main([str(file), "--tokenizer", tokenizer, "--checkpoint", r"step-(\d+)"]) == 2
     assert "at least two checkpoints" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--checkpoint", "("], "must be a regular expression, got '('"), (["--max-tokens", "63"], "at least 64, got 63")],
+)
+def test_options_without_meaning_are_refused(file, options, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(file), "--tokenizer", str(file.parent / "tokenizer.json"), *options])
+    assert message in capsys.readouterr().err

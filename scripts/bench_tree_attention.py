@@ -86,7 +86,10 @@ def read_options(command_line: Sequence[str] | None = None) -> argparse.Namespac
         "--rounds", type=positive_integer, default=10, help="of both ways in turn; the least time counts (%(default)s)"
     )
     parser.add_argument("--megabytes", type=positive_integer, default=MEGABYTES, help="of keys and values in a round")
-    return parser.parse_args(command_line)
+    options = parser.parse_args(command_line)
+    if options.heads % options.key_heads:
+        parser.error(f"--heads must be a multiple of --key-heads, got {options.heads} and {options.key_heads}")
+    return options
 
 
 @torch.inference_mode()

@@ -14,16 +14,18 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from measuring.option_types import device_name, positive_integer
 from measuring.progress import say
 from workloads.random_draft import random_draft
 
 from stand.trees import DraftBatch, TreeShape
 from stand.verifiers import TargetRows, VerifierNoise, get_verifier
 
+MOST_NODES = TreeShape.paper().num_nodes
 TIMED_RULES = ("match", "coupled", "rrs", "traversal")
 
 
@@ -48,14 +50,19 @@ def target_laws(num_nodes: int, options: argparse.Namespace, *, device: torch.de
     return torch.softmax(logits * 2, dim=1), seconds
 
 
-def arguments() -> argparse.Namespace:
+def arguments(command_line: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=16, help="drafts verified together (%(default)s)")
-    parser.add_argument("--nodes", type=int, default=80, help="nodes of a draft (%(default)s)")
-    parser.add_argument("--vocabulary", type=int, default=152_064, help="tokens of a law (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each, of which the median counts (%(default)s)")
-    parser.add_argument("--device", default="cpu", help="where the laws lie (%(default)s)")
-    return parser.parse_args()
+    parser.add_argument("--rows", type=positive_integer, default=16, help="drafts verified together (%(default)s)")
+    parser.add_argument("--nodes", type=positive_integer, default=MOST_NODES, help="nodes of a draft (%(default)s)")
+    parser.add_argument("--vocabulary", type=positive_integer, default=152_064, help="tokens of a law (%(default)s)")
+    parser.add_argument(
+        "--repeats", type=positive_integer, default=5, help="runs of each, of which the median counts (%(default)s)"
+    )
+    parser.add_argument("--device", type=device_name, default="cpu", help="where the laws lie (%(default)s)")
+    options = parser.parse_args(command_line)
+    if options.nodes > MOST_NODES:
+        parser.error(f"--nodes must be at most {MOST_NODES}, those of the shape, got {options.nodes}")
+    return options
 
 
 def measure(options: argparse.Namespace) -> dict:

@@ -34,6 +34,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from measuring.option_types import positive_integer
 from measuring.output_file import check_writable, replace_text
 from measuring.progress import Progress, say
 from verifier_parts.arms import DRAFT_MODELS, GAMMAS, PARTS, TEMPERATURES, Arm, Size, all_arms, sized
@@ -181,9 +182,9 @@ def arguments() -> argparse.Namespace:
         default=list(PARTS),
         help="which comparisons, with commas between (default: all)",
     )
-    parser.add_argument("--prompts", type=int, default=24, help="held-out problems (%(default)s)")
-    parser.add_argument("--rows", type=int, default=2, help="samples per problem (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens per sample (%(default)s)")
+    parser.add_argument("--prompts", type=positive_integer, default=24, help="held-out problems (%(default)s)")
+    parser.add_argument("--rows", type=positive_integer, default=2, help="samples per problem (%(default)s)")
+    parser.add_argument("--tokens", type=positive_integer, default=128, help="new tokens per sample (%(default)s)")
     parser.add_argument(
         "--branching",
         type=lambda text: tuple(map(int, text.split(","))),
@@ -191,9 +192,12 @@ def arguments() -> argparse.Namespace:
         help="children by depth of the fixed shape (default: 3,2,1,1)",
     )
     parser.add_argument(
-        "--own-rows", type=int, default=8, help="samples per problem along a rule's own steps (%(default)s)"
+        "--own-rows",
+        type=positive_integer,
+        default=8,
+        help="samples per problem along a rule's own steps (%(default)s)",
     )
-    parser.add_argument("--worlds", type=int, default=20, help="random pairs of laws per distance")
+    parser.add_argument("--worlds", type=positive_integer, default=20, help="random pairs of laws per distance")
     parser.add_argument("--seed", type=int, default=0, help="of draws and drafts (%(default)s)")
     parser.add_argument("--fresh", action="store_true", help="forget what the JSON of --output holds")
     parser.add_argument(
@@ -203,6 +207,8 @@ def arguments() -> argparse.Namespace:
         help="path of the .json and .png files, without ending (default: docs/compare_verifiers)",
     )
     options = parser.parse_args()
+    if options.worlds < 2:
+        parser.error("--worlds must be at least 2, since their spread is told, got 1")
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"--parts must be among {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     try:

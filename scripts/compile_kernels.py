@@ -25,6 +25,7 @@ os.environ["TRITON_INTERPRET"] = "0"  # the compiler, not the interpreter; read 
 
 import triton
 from gpu_parts.wgmma_inputs import disassembled, num_register_products, overwritten_inputs
+from measuring.option_types import count_list
 from measuring.text_table import format_table
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -35,6 +36,7 @@ from stand.gpu.kernels.proxy_fence import fences_added
 from stand.gpu.kernels.specimen import Specimen
 
 WARP_SIZE = 32
+CAPABILITIES = (75, 80, 86, 87, 89, 90, 100, 103, 120, 121)  # at others LLVM may end the whole process
 NOT_KERNELS = {"cut", "launch", "merge", "proxy_fence", "specimen"}  # cut and merge are parts of kernels
 ALIGNMENT = 16  # bytes of a pointer, as torch allocates; a type "i32:16" promises a multiple of 16 too
 
@@ -99,17 +101,26 @@ def _register_products(kernel: CompiledKernel, ptx: str) -> dict[str, int]:
     }  # fmt: skip
 
 
+def capabilities(text: str) -> list[int]:
+    """As 80,90."""
+    found = count_list(text)
+    if set(found) - set(CAPABILITIES):
+        raise argparse.ArgumentTypeError(f"must be among {', '.join(map(str, CAPABILITIES))}, got {text!r}")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", default="80,90", help="compute capabilities, comma-separated")
+    parser.add_argument("--targets", type=capabilities, default="80,90", help="compute capabilities, comma-separated")
     parser.add_argument("--only", default="", help="part of a module's or specimen's name")
     options = parser.parse_args()
-    capabilities = [int(target) for target in options.targets.split(",")]
     lines = []
     for module in kernel_modules():
         for specimen in importlib.import_module(f"stand.gpu.kernels.{module}").specimens():
             if options.only in module or options.only in specimen.name:
-                lines += [describe(module, specimen, capability) for capability in capabilities]
+                lines += [describe(module, specimen, capability) for capability in options.targets]
+    if not lines:
+        parser.error(f"--only must be part of a module's or specimen's name, got {options.only!r}")
     columns = ("module", "specimen", "target", "registers", "spill_bytes", "shared_bytes", "matrix", "overwritten")
     print(format_table(columns, [[line.get(column) for column in columns] for line in lines]))
     failures = [line for line in lines if "error" in line]

@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from measuring.option_types import positive_integer
+from measuring.option_types import positive_integer, worded
 from measuring.output_file import JsonLines
 from measuring.progress import Progress, say
 from measuring.setup import BOXED_INSTRUCTION, REASONER, WORD_PROBLEMS, load_model, prompt_ids
@@ -199,8 +199,11 @@ def run_time(run: Run, setting: str, problem: int) -> dict[str, object]:
 
 def settings_list(text: str) -> list[str]:
     settings = text.split(",")
-    for setting in settings:
-        law_settings(setting)
+    try:
+        for setting in settings:
+            law_settings(setting)
+    except ValueError as error:
+        raise ValueError(f"must be TEMPERATURE:TOP_P with commas between, as 0.8:0.95; got {text!r}") from error
     return settings
 
 
@@ -215,14 +218,14 @@ def read_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--settings",
-        type=settings_list,
+        type=worded(settings_list),
         default=settings_list(SETTINGS),
         metavar="T:P,T:P,...",
         help="TEMPERATURE:TOP_P of `replay` (default: six of them)",
     )
     parser.add_argument(
         "--loop-settings",
-        type=settings_list,
+        type=worded(settings_list),
         default=["0.8:0.95", "1.0:1.0"],
         metavar="T:P,...",
         help="those of the other parts (default: 0.8:0.95,1.0:1.0)",

@@ -45,7 +45,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the order in which they are tried")
     parser.add_argument("--quick", action="store_true", help="leave what the quick tests do not catch for a later run")
     parser.add_argument("--report", action="store_true", help="judge nothing, only read the output")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.report and not options.output.exists():
+        parser.error(f"--report needs an --output that a run has written, got {options.output}; name that file")
+    return options
 
 
 def chosen_mutants(only: str) -> list[tuple[Target, Mutant]]:

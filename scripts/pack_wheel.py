@@ -49,6 +49,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path, help="the .whl file, which is replaced")
     wheel = parser.parse_args().wheel
+    if not zipfile.is_zipfile(wheel):
+        parser.error(f"must be a wheel, got {wheel}; build one first (make wheel)")
     before = wheel.stat().st_size
     pack(wheel)
     print(f"{wheel.name}: {before:,} bytes packed into {wheel.stat().st_size:,}")

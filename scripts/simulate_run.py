@@ -15,16 +15,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 from long_runs.simulated_run import Acceptance, Roofline, Simulation, Trace, Workload
-from measuring.option_types import count_list
+from measuring.interruption import run_command
+from measuring.option_types import (
+    count_list,
+    number_from_zero,
+    picture_file,
+    positive_integer,
+    positive_number,
+    whole_number,
+    worded,
+)
 from measuring.text_table import format_table
 from workloads.model_shapes import SHAPES
 
+from stand.forward.tree_cache import DRAFT_ROOM
 from stand.scheduling.admission import AtMost
 from stand.scheduling.memory import WithinMemory
 from stand.scheduling.page_allocator import PageAllocator
@@ -42,9 +54,11 @@ def read_arguments(command_line: Sequence[str] | None = None) -> argparse.Namesp
     parser.add_argument("file", nargs="?", type=Path, help="recorded trajectories, .jsonl or .jsonl.gz")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json")
     parser.add_argument("--made-up", action="store_true", help="log-normal lengths instead of a file")
-    parser.add_argument("--mean-length", type=float, default=8000.0, help="of made-up lengths, tokens")
-    parser.add_argument("--scale", type=float, default=1.0, help="all lengths times this")
-    parser.add_argument("--limit", type=int, help="new tokens that a row may get (default: the longest sample's)")
+    parser.add_argument("--mean-length", type=positive_number, default=8000.0, help="of made-up lengths, tokens")
+    parser.add_argument("--scale", type=positive_number, default=1.0, help="all lengths times this")
+    parser.add_argument(
+        "--limit", type=positive_integer, help="new tokens that a row may get (default: the longest sample's)"
+    )
     parser.add_argument(
         "--rows",
         type=count_list,
@@ -55,22 +69,34 @@ def read_arguments(command_line: Sequence[str] | None = None) -> argparse.Namesp
     parser.add_argument(
         "--max-rows", type=count_list, default=[64], metavar="N,N,...", help="decoded at a time (default: 64)"
     )
-    parser.add_argument("--memory", type=float, help="GB for keys: further lines with as many rows as they hold")
+    parser.add_argument(
+        "--memory", type=positive_number, help="GB for keys: further lines with as many rows as they hold"
+    )
     parser.add_argument("--page-size", type=count_list, default=[64], metavar="SLOTS,...", help="of the lines by pages")
     parser.add_argument(
         "--growth", type=count_list, default=[GROWTH], metavar="SLOTS,...", help="kept free per row when one starts"
     )
-    parser.add_argument("--most-rows", type=int, default=256, help="live at once where memory decides (256: captured)")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b", help="model by shape (%(default)s)")
-    parser.add_argument("--bandwidth", type=float, default=3.4, help="TB/s that a step reaches (an H200: 4.8 at most)")
-    parser.add_argument("--flops", type=float, default=600.0, help="TFLOP/s that it reaches (an H200: 989 at most)")
-    parser.add_argument("--host-us", type=float, default=300.0, help="what the host adds to a step")
-    parser.add_argument("--budget", type=int, default=112, help="draft nodes of all rows of a step together")
     parser.add_argument(
-        "--acceptance", default="0:1,8:2.6,80:3.9", metavar="NODES:TOKENS,...", help="tokens per step by nodes per row"
+        "--most-rows", type=positive_integer, default=256, help="live at once where memory decides (256: captured)"
+    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b", help="model by shape (%(default)s)")
+    parser.add_argument(
+        "--bandwidth", type=positive_number, default=3.4, help="TB/s that a step reaches (an H200: 4.8 at most)"
+    )
+    parser.add_argument(
+        "--flops", type=positive_number, default=600.0, help="TFLOP/s that it reaches (an H200: 989 at most)"
+    )
+    parser.add_argument("--host-us", type=number_from_zero, default=300.0, help="what the host adds to a step")
+    parser.add_argument("--budget", type=whole_number, default=112, help="draft nodes of all rows of a step together")
+    parser.add_argument(
+        "--acceptance",
+        type=worded(read_acceptance),
+        default="0:1,8:2.6,80:3.9",
+        metavar="NODES:TOKENS,...",
+        help="tokens per step by nodes per row",
     )
     parser.add_argument("--seed", type=int, default=0, help="of lengths and accepted tokens (%(default)s)")
-    parser.add_argument("--plot", type=Path, help="draw the last number of rows over time")
+    parser.add_argument("--plot", type=picture_file, help="draw the last number of rows over time")
     arguments = parser.parse_args(command_line)
     if (arguments.file is None) != arguments.made_up:
         parser.error("give a file of recordings or --made-up, one of them")
@@ -81,9 +107,12 @@ def read_arguments(command_line: Sequence[str] | None = None) -> argparse.Namesp
 
 def read_acceptance(text: str) -> Acceptance:
     """From 0:1,8:2.6,80:3.9."""
-    nodes, tokens = zip(*(map(float, pair.split(":")) for pair in text.split(",")), strict=True)
-    if nodes[0] != 0 or list(nodes) != sorted(set(nodes)) or min(tokens) < 1:
-        raise ValueError(f"--acceptance must rise from 0 nodes with 1 token or more each, got {text}; write 0:1,8:2.6")
+    try:
+        nodes, tokens = zip(*(map(float, pair.split(":")) for pair in text.split(",")), strict=True)
+    except ValueError:
+        nodes, tokens = (), ()
+    if not nodes or nodes[0] != 0 or list(nodes) != sorted(set(nodes)) or not min(tokens) >= 1:
+        raise ValueError(f"must rise from 0 nodes with 1 token or more each, got {text!r}; write 0:1,8:2.6")
     return Acceptance(nodes, tokens)
 
 
@@ -93,11 +122,10 @@ def problems_of(arguments: argparse.Namespace) -> list[tuple[int, np.ndarray]]:
         generator, spread = np.random.default_rng(arguments.seed), 0.6
         middles = arguments.mean_length * generator.lognormal(-0.125, 0.5, 64)
         return [(200, middle * generator.lognormal(-(spread**2) / 2, spread, PER_PROBLEM)) for middle in middles]
-    from tokenizers import Tokenizer
-    from workloads.recordings import Selection, read_recordings
+    from workloads.recordings import Selection, read_recordings, read_tokenizer
 
     found: dict[int, tuple[int, list[int]]] = {}
-    for recording in read_recordings(arguments.file, Tokenizer.from_file(str(arguments.tokenizer)), Selection()):
+    for recording in read_recordings(arguments.file, read_tokenizer(arguments.tokenizer), Selection()):
         found.setdefault(recording.problem, (max(len(recording.prompt), 1), []))[1].append(len(recording.tokens))
     return [(prompt, np.array(lengths)) for prompt, lengths in found.values()]
 
@@ -115,9 +143,19 @@ def workload_of(arguments: argparse.Namespace, problems: list[tuple[int, np.ndar
     return Workload(tuple(prompts), tuple(tuple(min(n, limit) for n in own) for own in samples), limit)
 
 
+def check_memory(memory: float, workload: Workload, token_bytes: int) -> None:
+    """Raise ValueError where one row alone, with its prompt and its draft, may need more GB than there are."""
+    num_bytes = (max(workload.prompts) + workload.limit + DRAFT_ROOM) * token_bytes
+    least = math.ceil(num_bytes / 1e5) / 1e4
+    if memory < least:
+        raise ValueError(
+            f"--memory must hold a row of {workload.limit} new tokens, got {memory}; give {least} or more"
+        )
+
+
 def traces(arguments: argparse.Namespace, workload: Workload) -> Iterator[tuple[int, str, Trace]]:
     """Places, way and trace of everything that is compared."""
-    acceptance, shape = read_acceptance(arguments.acceptance), SHAPES[arguments.shape]
+    acceptance, shape = arguments.acceptance, SHAPES[arguments.shape]
     rates = 1e12 * arguments.bandwidth, 1e12 * arguments.flops, 1e-6 * arguments.host_us
     roofline = Roofline(shape, *rates)
 
@@ -130,6 +168,7 @@ def traces(arguments: argparse.Namespace, workload: Workload) -> Iterator[tuple[
         yield places, "places", simulation().places(AtMost(max_rows))
     if arguments.memory is not None:
         num_bytes, most = 1e9 * arguments.memory, arguments.most_rows
+        check_memory(arguments.memory, workload, roofline.cache_bytes)
         trace = simulation().places(WithinMemory(num_bytes, roofline.cache_bytes, most))
         yield int(trace.live.max()), "rooms", trace
         for size, growth in product(arguments.page_size, arguments.growth):
@@ -178,8 +217,12 @@ def plot(kept: Sequence[tuple[int, str, Trace]], token_bytes: int, path: Path) -
     pyplot.close(figure)
 
 
-def main(command_line: Sequence[str] | None = None) -> None:
+def main(command_line: Sequence[str] | None = None) -> int:
     arguments = read_arguments(command_line)
+    return run_command("simulate_run", lambda interruption: run(arguments))
+
+
+def run(arguments: argparse.Namespace) -> None:
     problems, lines, documents, kept = problems_of(arguments), [], [], []
     token_bytes = 2 * SHAPES[arguments.shape].cache_elements()
     for num_rows in arguments.rows:
@@ -198,4 +241,4 @@ def float_or_text(value: object) -> object:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -17,6 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
+from measuring.option_types import positive_integer, positive_number, whole_number
 from measuring.setup import REASONER
 from training.draft_models import SIZES, train_draft_model
 from training.trainer import train
@@ -76,19 +77,23 @@ def mean(values: list[float]) -> float:
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, help="time budget of the training (80; a draft model's own)")
-    parser.add_argument("--steps", type=int, default=0, help="budget in steps instead of minutes")
-    parser.add_argument("--processes", type=int, default=2, help="that train together (%(default)s)")
-    parser.add_argument("--rows", type=int, default=32, help="texts per process and step")
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size (%(default)s)")
-    parser.add_argument("--intermediate", type=int, default=704, help="size of the feed-forward (%(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="decoder layers (%(default)s)")
-    parser.add_argument("--vocabulary", type=int, default=1024, help="tokens of the tokenizer (%(default)s)")
+    parser.add_argument("--minutes", type=positive_number, help="time budget of the training (80; a draft model's own)")
+    parser.add_argument("--steps", type=whole_number, default=0, help="budget in steps instead of minutes")
+    parser.add_argument("--processes", type=positive_integer, default=2, help="that train together (%(default)s)")
+    parser.add_argument("--rows", type=positive_integer, default=32, help="texts per process and step")
+    parser.add_argument("--hidden", type=positive_integer, default=256, help="hidden size (%(default)s)")
+    parser.add_argument(
+        "--intermediate", type=positive_integer, default=704, help="size of the feed-forward (%(default)s)"
+    )
+    parser.add_argument("--layers", type=positive_integer, default=4, help="decoder layers (%(default)s)")
+    parser.add_argument(
+        "--vocabulary", type=positive_integer, default=1024, help="tokens of the tokenizer (%(default)s)"
+    )
     parser.add_argument(
         "--attention", default="eager", choices=("eager", "sdpa"), help="transformers' implementation (%(default)s)"
     )
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="at its largest (%(default)s)")
-    parser.add_argument("--save-minutes", type=float, default=5.0, help="between checkpoints (%(default)s)")
+    parser.add_argument("--learning-rate", type=positive_number, default=3e-3, help="at its largest (%(default)s)")
+    parser.add_argument("--save-minutes", type=positive_number, default=5.0, help="between checkpoints (%(default)s)")
     parser.add_argument(
         "--checkpoints",
         type=Path,
@@ -101,8 +106,10 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--draft-model", choices=sorted(SIZES), help="train this one of compare_verifiers.py instead")
     parser.add_argument("--evaluate", action="store_true", help="measure held-out accuracy instead")
     parser.add_argument("--model", type=Path, help="folder to evaluate (default: --output)")
-    parser.add_argument("--problems", type=int, default=65, help="held-out problems to evaluate on")
-    parser.add_argument("--samples", type=int, default=16, help="per problem with --evaluate (%(default)s)")
+    parser.add_argument("--problems", type=positive_integer, default=65, help="held-out problems to evaluate on")
+    parser.add_argument(
+        "--samples", type=positive_integer, default=16, help="per problem with --evaluate (%(default)s)"
+    )
     return parser.parse_args()
 
 

@@ -28,6 +28,13 @@ def positive_number(text: str) -> float:
     return number
 
 
+def number_from_zero(text: str) -> float:
+    number = _number(text)
+    if not number >= 0:
+        raise argparse.ArgumentTypeError(f"must be a number >= 0, got {text!r}")
+    return number
+
+
 def probability(text: str) -> float:
     """In [0, 1]."""
     number = _number(text)

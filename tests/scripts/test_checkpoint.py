@@ -82,3 +82,11 @@ def test_checkpoints_of_other_settings_are_refused_by_name(tmp_path):
     (tmp_path / "settings.json").unlink()
     with pytest.raises(ValueError, match="settings.json beside them, got state.pt in"):
         checkpoint.claim(tmp_path, {"model": "two", "seed": 3}, files)
+
+
+@pytest.mark.parametrize("option", ["--samples", "--problems", "--minutes", "--rows"])
+def test_numbers_of_nothing_are_refused(option, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["train_reasoner.py", "--evaluate", option, "0"])
+    with pytest.raises(SystemExit, match="2"):
+        train_reasoner.main()
+    assert f"argument {option}: must be" in capsys.readouterr().err

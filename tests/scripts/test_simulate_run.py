@@ -99,7 +99,7 @@ def test_the_command_tells_all_ways_and_draws(tmp_path, capsys):
     path = tmp_path / "run.png"
     options = ["--made-up", "--mean-length", "60", "--rows", "16,70", "--max-rows", "8", "--memory", "1"]
     options += ["--page-size", "16,64", "--growth", "8"]
-    simulate_run.main([*options, "--plot", str(path)])
+    assert simulate_run.main([*options, "--plot", str(path)]) == 0
     *table, _, document = capsys.readouterr().out.splitlines()
     lines = json.loads(document)
     assert [(line["rows"], line["way"]) for line in lines] == [
@@ -126,9 +126,9 @@ def test_lengths_of_a_file(tmp_path):
     assert {*one.samples[0]} == {140, 142} and {*one.samples[1]} == {144, 146} and one.limit == 146
 
 
-@pytest.mark.parametrize("text", ["8:2,80:3", "0:1,8:0.5", "0:1,80:3,8:2"])
+@pytest.mark.parametrize("text", ["8:2,80:3", "0:1,8:0.5", "0:1,80:3,8:2", "x", "0:nan"])
 def test_acceptance_that_means_nothing_is_refused(text):
-    with pytest.raises(ValueError, match="--acceptance must rise"):
+    with pytest.raises(ValueError, match="must rise from 0 nodes"):
         simulate_run.read_acceptance(text)
 
 
@@ -136,3 +136,22 @@ def test_a_file_or_made_up_lengths_are_needed():
     for options in ([], ["file", "--made-up"], ["file"]):
         with pytest.raises(SystemExit):
             simulate_run.read_arguments(options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--memory", "0"), ("--limit", "0"), ("--bandwidth", "0"), ("--acceptance", "x"), ("--acceptance", "1:2"),
+     ("--mean-length", "0"), ("--plot", "no/such/folder/plot.png")],
+)  # fmt: skip
+def test_options_without_meaning_are_refused(options, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        simulate_run.main(["--made-up", *options])
+    assert f"argument {options[0]}: " in capsys.readouterr().err
+
+
+def test_memory_that_holds_no_row_is_refused(capsys):
+    options = ["--made-up", "--mean-length", "60", "--limit", "200", "--rows", "2", "--max-rows", "1", "--memory"]
+    assert simulate_run.main([*options, "0.01"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("simulate_run: --memory must hold a row of 200 new tokens, got 0.01; give ")
+    assert simulate_run.main([*options, said.split("give ")[1].split()[0]]) == 0

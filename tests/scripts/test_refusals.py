@@ -1,0 +1,40 @@
+"""Options that mean nothing are refused by name, with status 2, before any work."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        ("bench_verifier", ["--nodes", "200"], "--nodes must be at most 80, those of the shape, got 200"),
+        ("bench_verifier", ["--nodes", "0"], "--nodes: must be an integer >= 1, got '0'"),
+        ("bench_verifier", ["--device", "foo"], "--device: must be one that torch has here, got 'foo'; take cpu"),
+        ("bench_tree_attention", ["--heads", "4", "--key-heads", "3"], "multiple of --key-heads, got 4 and 3"),
+        ("compare_verifiers", ["--worlds", "1"], "--worlds must be at least 2"),
+        ("model_tables", ["--settings", "x"], "--settings: must be TEMPERATURE:TOP_P with commas between"),
+        ("mutate", ["--report", "--output", "/no/such/file"], "--report needs an --output that a run has written"),
+        ("pack_wheel", ["/no/such.whl"], "must be a wheel, got /no/such.whl"),
+        ("fit_shape", ["--start", "foo"], "--start: a shape must be paper"),
+    ],
+)
+def test_it_is_refused(command, options, message, monkeypatch, capsys):
+    if command == "pack_wheel":
+        pytest.importorskip("zopfli")
+    monkeypatch.setattr(sys, "argv", [f"{command}.py", *options])
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module(command).main()
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--targets", "12"], ["--only", "nosuchthing"]])
+def test_kernels_that_are_none_are_refused(options):
+    pytest.importorskip("triton")
+    done = subprocess.run([sys.executable, SCRIPTS / "compile_kernels.py", *options], capture_output=True, text=True)
+    assert done.returncode == 2 and f"{options[0]}" in done.stderr.splitlines()[-1]

@@ -17,12 +17,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from measuring.interruption import run_command
 from measuring.option_types import picture_file, positive_integer, whole_number
 from measuring.progress import say
 from measuring.setup import add_options, fill_defaults, load_model, load_tasks, prompt_ids
@@ -148,8 +150,12 @@ def read_options(command_line: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
-def main(command_line: Sequence[str] | None = None) -> None:
+def main(command_line: Sequence[str] | None = None) -> int:
     options = read_options(command_line)
+    return run_command("bench_scheduler", lambda interruption: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     bench, drawn = Bench(options), {}
     bench.warm_up()
@@ -177,4 +183,4 @@ def main(command_line: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -47,6 +47,11 @@ def test_a_plot_without_a_folder_is_refused_before_the_work(capsys):
     assert "argument --plot: it must name a file in an existing folder" in capsys.readouterr().err
 
 
+def test_a_missing_model_is_one_line(capsys):
+    assert bench_scheduler.main(["--model", "/no/such/model"]) == 2
+    assert capsys.readouterr().err.startswith("bench_scheduler: --model must be an existing folder")
+
+
 class Fake:
     tasks = (Task("one", "1 + 1", 2),)
 

@@ -155,7 +155,7 @@ class LookupProposer:
             if key in self._scopes:
                 return self._scopes.of(key)
             scope = self._scopes.of(key)
-        if text.max() < self.vocabulary_size:  # placeholders of images may be no tokens of the model
+        if text.max(initial=0) < self.vocabulary_size:  # placeholders of images may be no tokens of the model
             self._backlog.add(text, scope, num_known=num_known)
         return scope
 

@@ -192,6 +192,13 @@ def test_prompts_with_placeholders_are_not_learned():
     assert max(token for draft in drafts for token in draft[0]) < VOCABULARY_SIZE
 
 
+def test_a_text_that_was_sampled_from_its_first_token_on_has_no_prompt():
+    made = proposer()
+    batch = Batch(made)
+    drafts = [batch.step([[5, 6]]) for _ in range(7)]
+    assert drafts[-1][0][:2] == [5, 6]
+
+
 def test_drafts_of_another_models_file_end_before_its_ids(tmp_path):
     lookup = BlendedLookup()
     lookup.learn([], [1, 2, 3, VOCABULARY_SIZE, 4] * 20)

@@ -29,12 +29,12 @@ from measuring.option_types import picture_file, positive_integer, whole_number
 from measuring.progress import say
 from measuring.setup import add_options, fill_defaults, load_model, load_tasks, prompt_ids
 from measuring.text_table import format_table
+from measuring.trajectories import REPEATING
 from workloads.problem_sets import Task
 
 import stand
 
 ARMS = ("blocks", "places")
-REPEATING = ("match", "coupled")  # rules whose tokens do not depend on who is decoded beside
 WARM_UP_TOKENS = 32
 HEADER = (
     "problem", "tokens", "blocks s", "places s", "ratio", "blocks CPU s", "places CPU s", "CPU ratio", "blocks taken %",

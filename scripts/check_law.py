@@ -53,17 +53,17 @@ from measuring.option_types import positive_integer, positive_number, probabilit
 from measuring.output_file import check_writable
 from measuring.progress import Progress, say
 from measuring.setup import BOXED_INSTRUCTION, REASONER, WORD_PROBLEMS, known_folder, prompt_ids
+from measuring.trajectories import REPEATING
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workloads.problem_sets import generated_tasks, read_tasks
 from workloads.problems import write_prompt
 
 import stand
 from stand.seeds import prompt_word
+from stand.trees.sampling import KINDS
 from stand.verifiers import VerifierNoise
 
 SHIPPED_HEADS = {name: Path(__file__).resolve().parent / "drafters" / name for name in ("eagle", "streams")}
-REPEATING = ("match", "coupled")  # rules whose tokens are those of plain sampling
-KINDS = ("sampled", "mixed", "deterministic")
 CONTROL = "typical"  # a lossy rule, which the test must refuse
 OWN = {  # defaults of the options that one check alone has
     "law": {

@@ -165,12 +165,11 @@ def read_families(arguments: argparse.Namespace, vocabulary: int) -> dict[str, l
         from gpu_parts.trajectory_replay import made_up_recordings
 
         return {"made up": made_up_recordings(vocabulary, tokens=SMOKE_TOKENS)}
-    from tokenizers import Tokenizer
-    from workloads.recordings import Selection, read_recordings
+    from workloads.recordings import Selection, read_recordings, read_tokenizer
 
     if not arguments.replay:
         return {}
-    tokenizer = Tokenizer.from_file(str(arguments.tokenizer))
+    tokenizer = read_tokenizer(arguments.tokenizer)
     selection = Selection(
         max_problems=1 + arguments.replay_problems, samples=REPLAY_SAMPLES, max_tokens=arguments.replay_tokens
     )  # fmt: skip

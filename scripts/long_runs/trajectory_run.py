@@ -16,7 +16,7 @@ from measuring.progress import RunProgress
 from measuring.setup import prompt_ids, sampling_for
 from measuring.text_table import format_table
 from measuring.throughput_report import plain_setting
-from measuring.trajectories import law_settings
+from measuring.trajectories import REPEATING, law_settings
 from workloads.answers import extract_answer, majority_answer
 from workloads.problem_sets import Task
 
@@ -26,7 +26,6 @@ FIXED = (  # what a run must not change where it goes on: the law, the seed and 
     "model", "problems", "num_problems", "instruction", "max_new_tokens", "temperature", "top_k", "top_p", "seed",
     "dtype", "trajectories", "verifier", "only",
 )  # fmt: skip
-REPEATING = ("match", "coupled")  # rules with which a row drawn again has the tokens that it would have had
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from workloads.answers import extract_answer, majority_answer
 from stand import Engine, Request, Stats
 
 ARMS = ("generate", "plain", "drafted")
+REPEATING = ("match", "coupled")  # rules whose tokens follow from seed and row alone, whatever is drafted beside whom
 
 
 @dataclass(frozen=True, slots=True)

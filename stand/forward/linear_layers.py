@@ -43,7 +43,7 @@ def few_token_layers(model: Module) -> Iterator[None]:
         if layers.depth == 0:
             try:
                 layers.restore()
-            except BaseException:  # an interrupt has cut it
+            except BaseException:  # an interrupt has cut it; a function for this could be cut before its own try
                 layers.restore()
                 raise
 
@@ -68,7 +68,7 @@ class FewTokenForward:
 
     def __reduce__(self) -> tuple:
         """A copy of the layer has weights of its own, and runs its class's forward."""
-        return _own_forward, (self.layer,)
+        return class_forward, (self.layer,)
 
     def serves(self, states: torch.Tensor) -> bool:
         """Whether these take the product."""
@@ -78,8 +78,9 @@ class FewTokenForward:
         return is_inference and is_plain(states) and self.product.weight.dtype is states.dtype
 
 
-def _own_forward(layer: Linear) -> MethodType:
-    return MethodType(Linear.forward, layer)
+def class_forward(layer: Module) -> MethodType:
+    """The forward of its class: a copy of a layer with another one is made with this."""
+    return MethodType(type(layer).forward, layer)
 
 
 def outputs(layers: Sequence[Linear], states: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -7,6 +7,7 @@ prefix and its own ancestors. A chain of prompt tokens and a draft are the same 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -53,7 +54,8 @@ class StepPlan:
         self.ends = lengths + self._tails  # [A] slots per row, the new tokens' included
         self.kv_length = int(self.ends.max())  # L
         self.device = torch.device(device)
-        self.has_few_tokens = IS_FASTER and self.device.type == "cpu" and int(counts.max()) <= MOST_ROW_TOKENS
+        self._longest = int(counts.max())  # tokens
+        self.has_few_tokens = IS_FASTER and self.device.type == "cpu" and self._longest <= MOST_ROW_TOKENS
         self._offsets = offsets
         self._counts = counts
         self._depths = depths
@@ -100,7 +102,7 @@ class StepPlan:
     @cached_property
     def width(self) -> int:
         """T: tokens per row that are attended to in one padded call, where attention pads."""
-        return _padded_width(self._counts) if self.device.type == "cpu" else int(self._counts.max())
+        return _padded_width(self._counts) if self.device.type == "cpu" else self._longest
 
     @cached_property
     def is_uniform(self) -> bool:
@@ -150,27 +152,25 @@ class StepPlan:
         packed[self._tokens] = flat[self._places]
         return packed[None]
 
-    @cached_property
-    def offsets(self) -> torch.Tensor:
-        """[A + 1] int64: the first packed token of every row."""
-        return self._to_device(self._offsets.astype(np.int64))
+    def packed_places(self, local: Sequence[int]) -> np.ndarray:
+        """[A]: of token local[a] of each row a among all packed tokens."""
+        return self._offsets[:-1] + np.asarray(local)
 
     @cached_property
     def seen(self) -> torch.Tensor:
         """[A, 1, T, T] bool, T tokens in the longest row: token j of a row is an ancestor of token i, or is it."""
-        most = int(self._counts.max())
-        seen = np.zeros((self.num_rows, most, most), dtype=bool)
-        seen[self._local_rows, self._local_nodes] = self._ancestors[:, :most]
+        seen = np.zeros((self.num_rows, self._longest, self._longest), dtype=bool)
+        seen[self._local_rows, self._local_nodes] = self._ancestors[:, : self._longest]
         return self._to_device(seen)[:, None]
 
     @cached_property
     def _row_places(self) -> torch.Tensor:
         """[M]: row * T + place of the packed tokens, T tokens in the longest row."""
-        return self._to_device((self._local_rows * int(self._counts.max()) + self._local_nodes).astype(np.int64))
+        return self._to_device((self._local_rows * self._longest + self._local_nodes).astype(np.int64))
 
     def pad_rows(self, packed: torch.Tensor) -> torch.Tensor:
         """[M, ...] -> [A, T, ...], T tokens in the longest row; places without a token are zero."""
-        shape = (self.num_rows, int(self._counts.max()), *packed.shape[1:])
+        shape = (self.num_rows, self._longest, *packed.shape[1:])
         if self.num_tokens == shape[0] * shape[1]:
             return packed.view(shape)
         padded = packed.new_zeros(shape[0] * shape[1], *shape[2:])

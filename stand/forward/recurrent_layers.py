@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -20,6 +20,7 @@ from torch.nn.functional import conv1d, softplus
 from transformers.activations import ACT2FN
 
 from stand.forward.linear_attention import TreeChanges, gated_delta_rule, state_space
+from stand.forward.linear_layers import class_forward
 from stand.forward.packed_plan import StepPlan
 from stand.forward.recurrent_states import LayerStates
 
@@ -84,7 +85,7 @@ class RecurrentForward:
 
     def __reduce__(self) -> tuple:
         """A copy of the layer runs its class's forward."""
-        return _own_forward, (self.layer,)
+        return class_forward, (self.layer,)
 
     def _convolve(
         self,
@@ -217,11 +218,7 @@ def _is_recurrent(layer: Module) -> bool:
 def _is_own(layer: Module) -> bool:
     """Whether it runs its class's forward: nobody has put another one into its place."""
     forward = vars(layer).get("forward")
-    return forward is None or (isinstance(forward, MethodType) and forward.__func__ is type(layer).forward)
-
-
-def _own_forward(layer: Module) -> MethodType:
-    return MethodType(type(layer).forward, layer)
+    return forward is None or forward == class_forward(layer)
 
 
 def _restore(layers: list[Module]) -> None:

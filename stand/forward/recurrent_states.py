@@ -42,13 +42,17 @@ class RecurrentStates:
     def keep(self, plan: StepPlan, ends: Sequence[int]) -> None:
         """Of the forward over `plan` the path to token ends[a], row-local, of each of its rows a stays."""
         rows = slice(plan.first_row, plan.first_row + plan.num_rows)
+        local, packed = (torch.tensor(places, dtype=torch.int64) for places in (ends, plan.packed_places(ends)))
+        known: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}  # layers are mostly alike
         for layer in self.layers.values():
-            device, count = layer.tails.device, layer.tails.shape[1] + 1
-            local = torch.tensor(ends, dtype=torch.int64, device=device)
-            newest = plan.paths_back(count).to(device)[plan.offsets.to(device)[:-1] + local]
-            layer.tails[rows] = layer.inputs[newest[:, 1:]]
+            kind = layer.tails.shape[1], layer.tails.device
+            if kind not in known:
+                newest = plan.paths_back(kind[0] + 1)[packed.to(plan.device), 1:]
+                known[kind] = newest.to(kind[1]), local.to(kind[1])
+            newest, own_ends = known[kind]
+            layer.tails[rows] = layer.inputs[newest]
             if layer.changes is not None:
-                layer.changes.move(layer.states[rows], local)
+                layer.changes.move(layer.states[rows], own_ends)
             layer.inputs = layer.changes = None
 
     def enter(self, row: int, others: RecurrentStates) -> None:

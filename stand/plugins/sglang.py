@@ -238,9 +238,7 @@ class LookupCorpus:
             else:
                 scopes[row] = self._scopes.of((totals[row], texts[row][:-1].tobytes()))
         self.row_steps.add(num_new.tolist(), drafted)
-        for row in _rows_with_pieces(texts):
-            behind = len(texts[row]) - 1 - int(np.flatnonzero(texts[row] >= NO_TEXT)[-1])
-            num_new[row] = min(num_new[row], behind)
+        _leave_out_pieces(texts, num_new)
         if self._lawful:
             num_new[[known in self._lawful and steps >= 0 for known, steps in zip(names, drafted, strict=True)]] = 0
             self._lawful = set()
@@ -268,11 +266,14 @@ class LookupCorpus:
         )
 
 
-def _rows_with_pieces(texts: TextRows) -> list[int]:
-    """Rows in whose shown tokens an image is."""
+def _leave_out_pieces(texts: TextRows, num_new: np.ndarray) -> None:
+    """Of a text with an image in it only what comes after the image is new."""
     if texts.tokens.max(initial=0) < NO_TEXT:
-        return []
-    return [row for row in range(len(texts)) if (texts[row] >= NO_TEXT).any()]
+        return
+    for row in range(len(texts)):
+        pieces = np.flatnonzero(texts[row] >= NO_TEXT)
+        if len(pieces):
+            num_new[row] = min(num_new[row], len(texts[row]) - 1 - int(pieces[-1]))
 
 
 def wait_for_corpus(add: Callable, manager: object, *given: object, **named: object) -> object:

@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from plain_forwards import path_to, plain_logits, prefilled, ragged_case, random_draft, spread
+from plain_forwards import (
+    assert_equals_plain_forwards,
+    keep,
+    path_to,
+    plain_logits,
+    prefilled,
+    ragged_case,
+    random_draft,
+    spread,
+)
 from tiny_models import CONFIGS, VOCABULARY_SIZE, tiny_model
 
 from stand.forward import tree_cache
@@ -26,11 +35,7 @@ def test_tree_logits_equal_plain_forwards(family):
         cache = prefilled(model, prompts)
         lengths = np.array([len(prompt) for prompt in prompts])
         logits = run_plan(model, cache, StepPlan.for_drafts(batch, lengths))
-    for row, (prompt, draft) in enumerate(zip(prompts, drafts, strict=True)):
-        for node in range(draft.num_nodes):
-            expected = plain_logits(model, [*prompt, *draft.token_ids[path_to(draft, node)]])
-            got = logits[batch.offsets[row] + node]
-            assert float((got - expected).abs().max()) < TOLERANCE * spread(expected), (row, node)
+    assert_equals_plain_forwards(model, prompts, drafts, logits, tolerance=TOLERANCE)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -46,10 +51,7 @@ def test_cache_after_commit_equals_a_fresh_prefill(family):
         cache = prefilled(model, prompts)
         lengths = np.array([len(prompt) for prompt in prompts])
         run_plan(model, cache, StepPlan.for_drafts(batch, lengths))
-        rows = np.concatenate([np.full(len(path), row) for row, path in enumerate(deepest)])
-        sources = np.concatenate([lengths[row] + np.array(path) for row, path in enumerate(deepest)])
-        targets = np.concatenate([lengths[row] + np.arange(len(path)) for row, path in enumerate(deepest)])
-        cache.compact(rows, sources, targets)
+        keep(cache, prompts, deepest)
         extended = [
             np.concatenate([prompt, draft.token_ids[path]])
             for prompt, draft, path in zip(prompts, drafts, deepest, strict=True)

@@ -6,7 +6,16 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from plain_forwards import path_to, plain_logits, prefilled, ragged_case, random_draft, spread
+from plain_forwards import (
+    assert_equals_plain_forwards,
+    keep,
+    lengths_of,
+    path_to,
+    prefilled,
+    ragged_case,
+    random_draft,
+    spread,
+)
 from recurrent_models import CONVOLUTION, DELTA_RULE, RECURRENT, STATE_SPACE, new_recurrent_model, recurrent_model
 from tiny_models import VOCABULARY_SIZE, tiny_model
 from transformers import Qwen3_5TextConfig
@@ -26,19 +35,6 @@ TOLERANCE = 1e-4  # share of the logits' spread; float32 rounding is about 1e-6,
 ONE_EACH = [family for family in ("qwen3_5", "nemotron_h", "falcon_h1", "lfm2") if family in RECURRENT]  # of every kind
 
 
-def lengths_of(prompts) -> np.ndarray:
-    return np.array([len(prompt) for prompt in prompts])
-
-
-def keep(cache: TreeCache, prompts, paths) -> None:
-    """Rows go on with these paths of the last forward's drafts."""
-    cache.keep_states([path[-1] for path in paths])
-    rows = np.repeat(np.arange(len(paths)), [len(path) for path in paths])
-    starts = lengths_of(prompts)[rows]
-    places = np.concatenate([np.arange(len(path)) for path in paths])
-    cache.compact(rows, starts + np.concatenate(paths), starts + places)
-
-
 @pytest.mark.parametrize("family", RECURRENT)
 @pytest.mark.parametrize("chunk", [512, 5])
 @torch.inference_mode()
@@ -49,11 +45,7 @@ def test_tree_logits_equal_plain_forwards(family, chunk):
     with tree_attention(model):
         cache = prefilled(model, prompts, chunk=chunk)
         logits = run_plan(model, cache, StepPlan.for_drafts(batch, lengths_of(prompts)))
-    for row, (prompt, draft) in enumerate(zip(prompts, drafts, strict=True)):
-        for node in range(draft.num_nodes):
-            expected = plain_logits(model, [*prompt, *draft.token_ids[path_to(draft, node)]])
-            got = logits[batch.offsets[row] + node]
-            assert float((got - expected).abs().max()) < TOLERANCE * spread(expected), (row, node)
+    assert_equals_plain_forwards(model, prompts, drafts, logits, tolerance=TOLERANCE)
 
 
 @pytest.mark.parametrize("family", RECURRENT)
@@ -91,9 +83,7 @@ def test_a_long_prompt_in_chunks_of_the_rule_equals_a_plain_forward(family):
         cache = prefilled(model, [prompt], chunk=150)
         plan = StepPlan.for_drafts(DraftBatch.concatenate([draft]), np.array([200]))
         logits = run_plan(model, cache, plan)
-    for node in range(4):
-        expected = plain_logits(model, [*prompt, *draft.token_ids[path_to(draft, node)]])
-        assert float((logits[node] - expected).abs().max()) < TOLERANCE * spread(expected)
+    assert_equals_plain_forwards(model, [prompt], [draft], logits, tolerance=TOLERANCE)
 
 
 @pytest.mark.parametrize("family", ONE_EACH)

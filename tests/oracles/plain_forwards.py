@@ -47,3 +47,26 @@ def ragged_case(seed: int):
 
 def spread(logits: torch.Tensor) -> float:
     return float(logits.max() - logits.min())
+
+
+def lengths_of(prompts) -> np.ndarray:
+    return np.array([len(prompt) for prompt in prompts])
+
+
+def keep(cache: TreeCache, prompts, paths) -> None:
+    """Rows go on with these paths of the last forward's drafts, roots included."""
+    cache.keep_states([path[-1] for path in paths])
+    rows = np.repeat(np.arange(len(paths)), [len(path) for path in paths])
+    starts = lengths_of(prompts)[rows]
+    targets = np.concatenate([np.arange(len(path)) for path in paths])
+    cache.compact(rows, starts + np.concatenate(paths), starts + targets)
+
+
+def assert_equals_plain_forwards(model, prompts, drafts, logits: torch.Tensor, *, tolerance: float) -> None:
+    """logits [M, V] of the drafts against a plain forward over the path to each node; tolerance: of their spread."""
+    offsets = np.cumsum([0, *(draft.num_nodes for draft in drafts)])
+    for row, (prompt, draft) in enumerate(zip(prompts, drafts, strict=True)):
+        for node in range(draft.num_nodes):
+            expected = plain_logits(model, [*prompt, *draft.token_ids[path_to(draft, node)]])
+            got = logits[offsets[row] + node]
+            assert float((got - expected).abs().max()) < tolerance * spread(expected), (row, node)

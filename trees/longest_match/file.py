@@ -14,12 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from stand.trees.checked_file import (
-    ArrayShape,
-    FileFormat,
-    read_checked_file,
-    write_checked_file,
-)
+from stand.trees.checked_file import ArrayShape, FileFormat, read_checked_file, write_checked_file
 
 MAGIC = b"STANDLUT"
 FORMAT_VERSION = 1

@@ -6,6 +6,7 @@ import: the compiler with `STAND_PTX=90`, whose kernels run on the PTX machine o
 No steps are timed: drafts have fixed budgets, and nothing is written to the home folder.
 """
 
+import importlib.util
 import os
 
 import pytest
@@ -19,6 +20,11 @@ except ModuleNotFoundError:  # the drafter alone is installed; see scripts/check
     pass
 else:
     torch.set_num_threads(1)
+
+if os.environ["TRITON_INTERPRET"] == "1" and importlib.util.find_spec("triton"):
+    from quick_interpreter import make_quick
+
+    make_quick()
 
 
 @pytest.fixture(scope="session")

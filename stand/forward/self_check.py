@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,10 +63,8 @@ def _refuse_other_masks(model: PreTrainedModel) -> None:
 
 
 def _compare_forwards(model: PreTrainedModel) -> None:
-    try:
+    with _failures_refused(model, "run one packed forward with tree attention"):
         difference = tree_difference(model)
-    except OwnMaskError as error:
-        raise UnsupportedModelError(f"{type(model).__name__} cannot be served: {error}") from error
     tolerance = LOGIT_TOLERANCES.get(model.dtype)
     if tolerance is None:
         raise UnsupportedModelError(
@@ -84,7 +83,8 @@ def _compare_forwards(model: PreTrainedModel) -> None:
         )
     if recurrent_layers(model):
         _compare_states(model, tolerance)
-    difference = far_position_difference(model)
+    with _failures_refused(model, "run a forward whose last position is its farthest"):
+        difference = far_position_difference(model)
     if not difference <= tolerance:
         raise UnsupportedModelError(
             f"tokens of {type(model).__name__} must not depend on later positions of the same forward (up to rounding, "
@@ -93,17 +93,37 @@ def _compare_forwards(model: PreTrainedModel) -> None:
         )
 
 
+@contextmanager
+def _failures_refused(model: PreTrainedModel, rule: str) -> Iterator[None]:
+    """Within it, whatever a model's own code raises is a refusal: what it must do, and what came instead. A lack of
+    memory says nothing of the model."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except OwnMaskError as error:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be served: {error}") from error
+    except (RuntimeError, AttributeError, TypeError, ValueError, LookupError) as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} must {rule}, got {type(error).__name__}: {error}; "
+            "this model class cannot be served"
+        ) from error
+
+
 def _compare_states(model: PreTrainedModel, tolerance: float) -> None:
-    if model.dtype is torch.float32 and not (difference := own_steps_difference(model)) <= STEP_TOLERANCE:
+    with _failures_refused(model, "run steps over its cache, and a tree over states that it kept"):
+        own_steps = own_steps_difference(model) if model.dtype is torch.float32 else 0.0
+        kept = kept_difference(model)
+    if not own_steps <= STEP_TOLERANCE:
         raise UnsupportedModelError(
             f"steps of {type(model).__name__} over transformers' own cache must equal its forwards over whole texts "
-            f"(up to rounding, {STEP_TOLERANCE:g} of the logits' spread), got {difference:.3g}: which of them is meant "
+            f"(up to rounding, {STEP_TOLERANCE:g} of the logits' spread), got {own_steps:.3g}: which of them is meant "
             "is not known (Mamba-2's steps leave time_step_min out); it cannot be served"
         )
-    if not (difference := kept_difference(model)) <= tolerance:
+    if not kept <= tolerance:
         raise UnsupportedModelError(
             f"the states of {type(model).__name__} must follow the kept path of a tree (up to rounding, {tolerance:g} "
-            f"of the logits' spread), got {difference:.3g} after {len(_path_to(KEPT_NODE))} tokens; it cannot be served"
+            f"of the logits' spread), got {kept:.3g} after {len(_path_to(KEPT_NODE))} tokens; it cannot be served"
         )
 
 
@@ -205,13 +225,7 @@ def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
 def tree_difference(model: PreTrainedModel) -> float:
     """`relative_difference` of one packed forward over a small tree to plain forwards over its paths."""
     prompt, batch = check_case(model)
-    try:
-        return relative_difference(tree_logits(model, prompt, batch), _plain_logits(model, prompt, batch.token_ids))
-    except (RuntimeError, AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} must run one packed forward with tree attention, got "
-            f"{type(error).__name__}: {error}; this model class cannot be served"
-        ) from error
+    return relative_difference(tree_logits(model, prompt, batch), _plain_logits(model, prompt, batch.token_ids))
 
 
 @torch.inference_mode()

@@ -132,7 +132,7 @@ def test_nothing_runs_where_what_is_recorded_is_dropped(plain_kernels, monkeypat
     def interrupt(self, program):
         raise KeyboardInterrupt
 
-    engine = stand.wrap(kernel_model("qwen2"), backend="triton", drafter=BlendedDrafter(budget=4))
+    engine = stand.wrap(kernel_model("qwen2"), backend="triton", drafter=BlendedDrafter(budget=4), fuse=False)
     settings = {"input_ids": [[3, 4, 5, 3, 4]], "max_new_tokens": 8}
     engine.generate(**settings)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -147,7 +147,7 @@ def test_nothing_runs_where_what_is_recorded_is_dropped(plain_kernels, monkeypat
 def test_best_tokens_have_come_when_a_call_ends(plain_kernels, monkeypatch):
     """They are written next to the caller's stream, also where nobody reads them."""
     order = order_of(monkeypatch, "wait", "wait_for_best")
-    engine = stand.wrap(kernel_model("qwen2"), backend="triton", drafter=BlendedDrafter(budget=4))
+    engine = stand.wrap(kernel_model("qwen2"), backend="triton", drafter=BlendedDrafter(budget=4), fuse=False)
     order.clear()
     engine.generate(input_ids=[[3, 4, 5, 3, 4]], max_new_tokens=4, learn=False)
     assert order.count("wait") > 1 and order[-1] == "wait_for_best"

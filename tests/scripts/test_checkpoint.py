@@ -18,7 +18,8 @@ def test_a_fresh_start_removes_the_commands_own_files_alone(tmp_path, monkeypatc
     for name in ("thesis.txt", *head_command.FILES):
         (tmp_path / name).write_text("{}")
     (tmp_path / "tokenizer").mkdir()
-    arguments = read_arguments(["--fresh", "--checkpoints", str(tmp_path), "--model", "no/such", "--output", "head"])
+    options = {"--checkpoints": tmp_path, "--model": tmp_path / "none", "--output": "head"}
+    arguments = read_arguments(["--fresh", *(str(text) for option in options.items() for text in option)])
     with pytest.raises((ValueError, OSError)):  # before the model is there, nothing is removed
         head_command.run(RECIPE, arguments)
     assert (tmp_path / "state.pt").exists()

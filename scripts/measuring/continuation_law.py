@@ -21,6 +21,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from stand.forward.cache_argument import cache_argument
+
 SMALLEST_CELL = 10  # continuations expected in a cell
 BATCH = 64  # prefixes in one forward
 
@@ -86,15 +88,15 @@ def continuation_law(
 
 def _laws_after(model, prompt: Sequence[int], prefixes: list[Cell], *, temperature: float, top_p: float):
     """The law of the next token after each of `prefixes`, which are equally long."""
-    cache = DynamicCache(config=model.config)
-    first = model(torch.tensor([list(prompt)]), past_key_values=cache).logits[:, -1]
+    cache, argument = DynamicCache(config=model.config), cache_argument(model)
+    first = model(torch.tensor([list(prompt)]), **{argument: cache}).logits[:, -1]
     for start in range(0, len(prefixes), BATCH):
         part = prefixes[start : start + BATCH]
         logits = first
         if part[0]:
             copies = copy.deepcopy(cache)
             copies.batch_repeat_interleave(len(part))
-            logits = model(torch.tensor(part), past_key_values=copies).logits[:, -1]
+            logits = model(torch.tensor(part), **{argument: copies}).logits[:, -1]
         yield from next_token_laws(logits, temperature=temperature, top_p=top_p)
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.drafters.streams.weights import Streams
+from stand.forward.cache_argument import cache_argument
 from training.generations import Generation, shuffled_batches
 from training.head_training import Recipe, padded_tokens, places_for_laws
 
@@ -48,7 +49,7 @@ def stream_batch(streams: Streams, target: PreTrainedModel, generations: list[Ge
     """Padding is on the right, so causality hides it."""
     token_ids = padded_tokens(generations).to(target.device)
     output = target.base_model(input_ids=token_ids, use_cache=True, output_hidden_states=True)
-    first, layers = streams.first_layer, output.past_key_values.layers
+    first, layers = streams.first_layer, output[cache_argument(target.base_model)].layers
     keys = {place: (layer.keys, layer.values) for place, layer in enumerate(layers) if place >= first}
     counts = torch.zeros(*token_ids.shape, streams.num_streams, dtype=torch.bool, device=target.device)
     for row, one in enumerate(generations):
@@ -69,7 +70,7 @@ def stream_states(streams: Streams, batch: StreamBatch, places: torch.Tensor) ->
     own = torch.block_diag(*[torch.ones(gamma, gamma).tril()] * count).bool().to(places.device)
     output = streams(
         states.flatten(1, 2), positions.expand(num_rows, -1), attention_mask=torch.cat([seen, own], dim=1)[None, None],
-        past_key_values=batch.keys, use_cache=True,
+        cache=batch.keys, use_cache=True,
     )  # fmt: skip
     return output.unflatten(1, (count, gamma))
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from stand.forward.cache_argument import cache_argument
 from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_cache import TreeCache
 
@@ -67,10 +68,10 @@ def run_plan(model: PreTrainedModel, cache: TreeCache, plan: StepPlan, *, logits
         output = model(
             input_ids=plan.input_ids,
             position_ids=plan.position_ids,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=logits_to_keep,
             stand_plan=plan,
+            **{cache_argument(model): cache},
         )
     return output.logits[0]
 

@@ -71,12 +71,13 @@ class RecurrentForward:
     def __call__(
         self,
         hidden_states: torch.Tensor,
-        cache_params: TreeCache | None = None,  # called the one or the other
+        cache: TreeCache | None = None,  # called by the one name or another
+        cache_params: TreeCache | None = None,
         past_key_values: TreeCache | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
         """[1, M, D] of packed tokens."""
-        self._cache = past_key_values if cache_params is None else cache_params
+        self._cache = next(given for given in (cache, cache_params, past_key_values) if given is not None)
         self._plan = self._cache.plan
         try:
             return self._run(self.layer, hidden_states, _NO_CACHE, None)

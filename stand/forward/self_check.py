@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from stand.forward.cache_argument import cache_argument
 from stand.forward.key_shape import remember
 from stand.forward.model import max_positions, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
@@ -53,7 +54,8 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def _refuse_other_masks(model: PreTrainedModel) -> None:
-    disagreement = window_disagreement(model)
+    with _failures_refused(model, "run a plain forward over a short text"):
+        disagreement = window_disagreement(model)
     if disagreement is not None:
         raise UnsupportedModelError(
             f"a layer's attention must be told the window that its mask has, got {type(model).__name__}, where "
@@ -236,10 +238,10 @@ def own_steps_difference(model: PreTrainedModel) -> float:
     input_ids = torch.from_numpy(tokens).to(model.device)[None]
     output = model(input_ids=input_ids[:, :CHECK_TOKENS], use_cache=True)
     logits = [output.logits[0]]
+    argument = cache_argument(model)
     for place in range(CHECK_TOKENS, len(tokens)):
-        past, position_ids = output.past_key_values, torch.tensor([[place]], device=model.device)
-        newest = input_ids[:, place : place + 1]
-        output = model(input_ids=newest, position_ids=position_ids, past_key_values=past, use_cache=True)
+        past, position_ids = {argument: output[argument]}, torch.tensor([[place]], device=model.device)
+        output = model(input_ids=input_ids[:, place : place + 1], position_ids=position_ids, use_cache=True, **past)
         logits.append(output.logits[0])
     return relative_difference(torch.cat(logits).float(), model(input_ids=input_ids, use_cache=False).logits[0].float())
 

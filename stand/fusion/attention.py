@@ -10,12 +10,11 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from stand.forward.cache_argument import cache_argument
 from stand.fusion.formulas import NO_NORM
 from stand.fusion.kernels import Kernels
 from stand.fusion.merged_linear import MergedLinear
 from stand.fusion.norm import norm_epsilon
-
-NAMED = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
 
 
 @dataclass(frozen=True)
@@ -58,15 +57,15 @@ class FusedAttention:
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: object = None,
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if getattr(past_key_values, "slots", None) is None or hidden_states.shape[0] != 1:
-            values = (hidden_states, position_embeddings, attention_mask, past_key_values)
-            return type(self.module).forward(self.module, **dict(zip(NAMED, values, strict=True)), **kwargs)
-        keys, values = past_key_values.layer(self.module.layer_idx)
-        query = self._rotated(hidden_states, position_embeddings, keys, values, past_key_values.slots)
-        keys, values = past_key_values.seen(self.module.layer_idx)
+        cache = kwargs.get(cache_argument(self.module))
+        if getattr(cache, "slots", None) is None or hidden_states.shape[0] != 1:
+            named = {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
+            return type(self.module).forward(self.module, hidden_states=hidden_states, **named, **kwargs)
+        keys, values = cache.layer(self.module.layer_idx)
+        query = self._rotated(hidden_states, position_embeddings, keys, values, cache.slots)
+        keys, values = cache.seen(self.module.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS[self.module.config._attn_implementation]
         passed = {name: value for name, value in kwargs.items() if name not in self.own}
         mixed, weights = attend(self.module, query, keys, values, attention_mask, **self._constants(), **passed)

@@ -3,8 +3,10 @@ own forward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from torch import nn
@@ -17,7 +19,13 @@ PLAIN = (bool, int, float, str, type(None))
 def code_of(module: nn.Module) -> tuple[object, ...]:
     """What a module's own forward runs: its class, that class's forward, and the rotary positions that this calls."""
     forward = type(module).forward
-    return type(module), forward, getattr(forward, "__globals__", {}).get("apply_rotary_pos_emb")
+    return type(module), forward, _names_seen_by(forward).get("apply_rotary_pos_emb")
+
+
+@lru_cache(maxsize=256)
+def _names_seen_by(forward: Callable) -> Mapping[str, object]:
+    """Its file's names as they are whenever this is read; of what decorators have wrapped, the inmost."""
+    return getattr(inspect.unwrap(forward), "__globals__", {})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from stand.forward.cache_argument import cache_argument
 from stand.forward.model import max_positions, moving_ropes, text_config
 from stand.forward.tree_attention import tree_attention
 
@@ -86,8 +87,8 @@ class Probe:
         if like is not None and "keys" in like.tensors:
             keys = like.tensors["keys"]
             cache.allocate(keys.shape[1], keys.shape[3], keys.dtype)
-        if "past_key_values" in keywords:
-            keywords |= {"past_key_values": cache, "stand_probe": seen}
+        if (argument := cache_argument(module)) in keywords:
+            keywords |= {argument: cache, "stand_probe": seen}
         with tree_attention(self._model, PROBE_NAME), torch.inference_mode():
             result = forward(*arguments, **keywords)
         return _outcome(result, seen, passed=keywords)

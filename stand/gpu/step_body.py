@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from stand.forward.cache_argument import cache_argument
 from stand.forward.features import taken_features
 from stand.forward.key_shape import key_shape
 from stand.forward.model import text_config
@@ -188,8 +189,8 @@ class StepBody:
             output = self._model(
                 input_ids=step["token_ids"][None],
                 position_ids=step["positions"][None],
-                past_key_values=self._cache,
                 use_cache=True,
                 stand_plan=self._plan,
+                **{cache_argument(self._model): self._cache},
             )
         return output.logits[0]

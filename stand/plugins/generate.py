@@ -28,11 +28,12 @@ from transformers.generation import GenerateDecoderOnlyOutput, PrefixConstrained
 from transformers.generation.streamers import BaseStreamer
 
 from stand.engine import Engine, wrap
+from stand.forward.cache_argument import CACHE_ARGUMENTS
 from stand.generation_settings import PREPARED
 from stand.output import GenerationOutput
 
 ATTRIBUTE = "_stand_engine"  # of a model: its `_Kept`
-MADE_BY_GENERATE = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
+MADE_BY_GENERATE = {"attention_mask", "position_ids", *CACHE_ARGUMENTS, "logits_to_keep", "use_cache"}
 NOT_FORWARDED = {  # arguments of `generate` that a hub folder receives: why only None is served
     "assistant_model": "the engine drafts by its own drafter",
     "prefix_allowed_tokens_fn": "it asks for a row's number in the batch, and rows run apart",
@@ -161,12 +162,13 @@ def _refuse_unserved(input_ids: torch.Tensor, model_kwargs: Mapping[str, object]
                 f"{name} cannot be given here, got {type(value).__name__}: the engine runs the model on token ids "
                 "alone; leave it out, or call model.generate without custom_generate"
             )
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and (cache.get_seq_length() > 0 or getattr(cache, "_is_user_defined", False)):
-        raise ValueError(
-            "past_key_values must be left out here, got a cache: the engine keeps keys and values in its own; "
-            "pass the whole text as input_ids"
-        )
+    for name in CACHE_ARGUMENTS:
+        cache = model_kwargs.get(name)
+        if cache is not None and (cache.get_seq_length() > 0 or getattr(cache, "_is_user_defined", False)):
+            raise ValueError(
+                f"{name} must be left out here, got a cache: the engine keeps keys and values in its own; "
+                "pass the whole text as input_ids"
+            )
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     if positions is not None:
         ones = torch.ones_like(input_ids) if mask is None else mask.long()

@@ -26,6 +26,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import stand
+from stand.forward.cache_argument import cache_argument
 from stand.plugins.generate import engine_of, stand_generate, use_engine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -289,11 +290,11 @@ def test_what_cannot_be_served_is_refused_by_name(model, name, monkeypatch):
 
 @pytest.mark.parametrize("num_filled", [3, pytest.param(0, marks=in_marked_caches)])
 def test_a_cache_of_ones_own_is_refused(model, num_filled):
-    cache = DynamicCache()
+    cache, argument = DynamicCache(), cache_argument(model)
     if num_filled:
-        model(PADDED["input_ids"][:, :num_filled], past_key_values=cache)
-    with pytest.raises(ValueError, match="past_key_values"):
-        model.generate(**PADDED, custom_generate=stand_generate, max_new_tokens=4, past_key_values=cache)
+        model(PADDED["input_ids"][:, :num_filled], **{argument: cache})
+    with pytest.raises(ValueError, match=f"{argument} must be left out here"):
+        model.generate(**PADDED, custom_generate=stand_generate, max_new_tokens=4, **{argument: cache})
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 import stand
 from stand.drafters.blended import BlendedDrafter
+from stand.forward.cache_argument import cache_argument
 from stand.forward.key_shape import KeyShape, key_shape
 from stand.scheduling.memory import bytes_per_token
 
@@ -41,7 +42,7 @@ def test_what_is_counted_is_what_is_stored(make):
     model = new_model(make())
     engine = stand.wrap(model, drafter=BlendedDrafter(budget=6))
     with torch.inference_mode():
-        stored = model(torch.tensor([[5, 6, 7]]), use_cache=True).past_key_values.layers
+        stored = model(torch.tensor([[5, 6, 7]]), use_cache=True)[cache_argument(model)].layers
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in stored)
     assert bytes_per_token(model) == kept // 3
     prompts = [[5, 6, 7, 8, 5, 6], [9, 10, 11] * 30]

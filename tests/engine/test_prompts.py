@@ -144,6 +144,7 @@ def test_left_padded_batches_decode_as_generate_does():
                 "position_ids": [7, 8, 9, 10],
                 "token_type_ids": torch.tensor([[0, 1, 1, 0]]),  # images, to Gemma 3
                 "past_key_values": object(),
+                "cache": object(),
             }.items()
         ),
     ],

@@ -21,7 +21,6 @@ from tiny_models import VOCABULARY_SIZE, tiny_model
 from transformers import Qwen3_5TextConfig
 
 import stand
-from stand.forward import self_check
 from stand.forward.key_shape import key_shape
 from stand.forward.model import run_plan
 from stand.forward.packed_plan import StepPlan
@@ -221,22 +220,6 @@ def test_states_that_take_another_path_are_seen(monkeypatch):
     monkeypatch.setattr(TreeCache, "keep_states", lambda cache, ends: keep_states(cache, [end - 1 for end in ends]))
     assert kept_difference(model) > 1e-2
     with pytest.raises(UnsupportedModelError, match="must follow the kept path"):
-        check_model(model)
-
-
-@pytest.mark.parametrize("failing", ["own_steps_difference", "kept_difference", "far_position_difference"])
-def test_what_a_models_own_code_raises_is_a_refusal(monkeypatch, failing):
-    model = recurrent_model("qwen3_5")
-
-    def fail(model):
-        raise error
-
-    monkeypatch.setattr(self_check, failing, fail)
-    error = KeyError("conv_states")
-    with pytest.raises(UnsupportedModelError, match="must run .*, got KeyError: 'conv_states'"):
-        check_model(model)
-    error = torch.OutOfMemoryError("CUDA out of memory")
-    with pytest.raises(torch.OutOfMemoryError):
         check_model(model)
 
 

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from recurrent_models import recurrent_model
 from tiny_models import CONFIGS, SHAPE, tiny_model
 from transformers import (
     AutoModelForCausalLM,
@@ -22,6 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import stand
+from stand.forward import self_check
 from stand.forward.self_check import LOGIT_TOLERANCES, check_model, relative_difference, tree_difference
 from stand.forward.window_check import window_disagreement
 
@@ -132,6 +134,27 @@ def test_gradient_checkpointing_in_training_mode_is_refused():
             call()
     model.eval()
     assert engine.generate([3, 4], max_new_tokens=4).token_ids == expected
+
+
+CHECKS = [
+    "window_disagreement", "tree_difference", "own_steps_difference", "kept_difference", "far_position_difference",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("failing", CHECKS)
+def test_what_a_models_own_code_raises_is_a_refusal(monkeypatch, failing):
+    model = recurrent_model("lfm2")
+
+    def fail(model):
+        raise error
+
+    monkeypatch.setattr(self_check, failing, fail)
+    error = KeyError("conv_states")
+    with pytest.raises(stand.UnsupportedModelError, match="must run .*, got KeyError: 'conv_states'"):
+        check_model(model)
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        check_model(model)
 
 
 def test_the_self_check_sees_positions_taken_from_slots():

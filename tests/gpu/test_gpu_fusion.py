@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from transformers import AttentionInterface, AutoModelForCausalLM  # noqa: E402
 
+from stand.forward.cache_argument import cache_argument
 from stand.forward.tree_attention import tree_attention  # noqa: E402
 from stand.fusion import fusion as fusion_module  # noqa: E402
 from stand.fusion import merged_linear  # noqa: E402
@@ -81,8 +82,8 @@ def packed_forwards(model) -> tuple[torch.Tensor, torch.Tensor]:
             seen[torch.arange(size), slots[now]] = True
             cache.begin(slots[now])
             output = model(
-                input_ids=tokens[None, now], position_ids=POSITIONS[None, now], past_key_values=cache, use_cache=True,
-                stand_mask=seen & same_row,
+                input_ids=tokens[None, now], position_ids=POSITIONS[None, now], use_cache=True,
+                stand_mask=seen & same_row, **{cache_argument(model): cache},
             )  # fmt: skip
             logits.append(output.logits[0])
     return torch.cat(logits), cache.storage
@@ -341,7 +342,7 @@ def test_linear_layers_that_cannot_merge_are_left_alone():
 
 def test_modules_the_kernels_do_not_know_are_left_alone():
     model = fresh("llama", 3)
-    layers = model.model.layers
+    layers, argument = model.model.layers, cache_argument(model)
 
     class Reversed(type(layers[0].self_attn)):
         """Turns by the angles in the opposite order."""
@@ -353,10 +354,10 @@ def test_modules_the_kernels_do_not_know_are_left_alone():
     class Curious(type(layers[0].self_attn)):
         """Asks the cache for more than the probe's can tell."""
 
-        def forward(self, hidden_states, past_key_values=None, **kwargs):
-            if past_key_values is not None:
-                past_key_values.get_seq_length()
-            return super().forward(hidden_states, past_key_values=past_key_values, **kwargs)
+        def forward(self, hidden_states, **kwargs):
+            if (cache := kwargs.get(argument)) is not None:
+                cache.get_seq_length()
+            return super().forward(hidden_states, **kwargs)
 
     class Distant(type(layers[0].self_attn)):
         """Attends more sharply beyond position 300."""
@@ -452,7 +453,7 @@ def fake_forward(family: str, fusion, num_layers: int = NUM_LAYERS) -> CountedLa
         tokens = torch.empty(1, 4, dtype=torch.int64, device="cuda")
         mask = torch.empty(4, NUM_SLOTS, dtype=torch.bool, device="cuda")
         with tree_attention(model, NAME), mirrored(fusion, model).active(), CountedLaunches() as counted:
-            output = model(input_ids=tokens, position_ids=tokens, past_key_values=cache, stand_mask=mask)
+            output = model(input_ids=tokens, position_ids=tokens, stand_mask=mask, **{cache_argument(model): cache})
         assert output.logits.shape == (1, 4, 61) and output.logits.device.type == "cuda"
     return counted
 

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.drafters.streams.weights import PROJECTIONS, Streams
+from stand.forward.cache_argument import cache_argument
 from stand.forward.tree_attention import tree_attention
 
 
@@ -25,14 +26,15 @@ def plain_stream_logits(streams: Streams, target: PreTrainedModel, tokens: list[
     """[gamma, V]: the logits of the streams of the last one of `tokens`."""
     with tree_attention(target, "sdpa"):  # plain attention, also in the middle of a call
         output = target(torch.tensor([tokens]), use_cache=True, output_hidden_states=True)
-        keys, decoder = output.past_key_values, target.get_decoder()
+        keys, decoder = output[cache_argument(target)], target.get_decoder()
         begins = streams.begin(output.hidden_states[streams.first_layer][0, -1])
         logits = []
         for stream, state in enumerate(begins[:, None, None]):
             angles = decoder.rotary_emb(state, position_ids=torch.tensor([[len(tokens) + stream]]))
             for place, adapters in enumerate(streams.adapters, start=streams.first_layer):
                 layer = merged(decoder.layers[place], adapters)
-                state = layer(state, position_embeddings=angles, past_key_values=keys, attention_mask=None)
+                given = {"attention_mask": None, cache_argument(layer): keys}
+                state = layer(state, position_embeddings=angles, **given)
             logits.append(target.lm_head(decoder.norm(state))[0, 0])
     return torch.stack(logits).numpy()
 

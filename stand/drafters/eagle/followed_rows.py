@@ -124,7 +124,7 @@ class FollowedRows:
         with few_token_layers(self._head), fused(self._target, self._cache):
             return self._head(
                 features[None], plan.input_ids, plan.position_ids,
-                attention_mask=None, past_key_values=self._cache, use_cache=True, stand_plan=plan,
+                attention_mask=None, cache=self._cache, use_cache=True, stand_plan=plan,
             )[0]  # fmt: skip
 
     def _seat(self, histories: Sequence[np.ndarray], keys: list[bytes]) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stand.drafters.trained_part import FAMILIES, VOCABULARY, WEIGHT_FILE, TrainedPart, read_tensors
+from stand.forward.cache_argument import cache_argument
 from stand.forward.model import text_config
 from stand.forward.tree_attention import ATTENTION_NAME
 
@@ -73,15 +74,22 @@ class EagleHead(TrainedPart):
         return head.eval()
 
     def forward(
-        self, features: torch.Tensor, token_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs: object
+        self,
+        features: torch.Tensor,
+        token_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        *,
+        cache: object = None,
+        **kwargs: object,
     ) -> torch.Tensor:
         """Estimates [B, M, D] of the next features, from features [B, M, D] and the tokens after them [B, M] int64.
 
-        position_ids [B, M]: of the features. kwargs go to the decoder layer.
+        position_ids [B, M]: of the features. cache and kwargs go to the decoder layer.
         """
         embedded = self._embedding[0](token_ids)
         hidden = self.fc(torch.cat([embedded, features.to(embedded.dtype)], dim=-1))
         angles = self._target[0](hidden, position_ids=position_ids)
+        kwargs[cache_argument(self.layers[0])] = cache
         return self.layers[0](hidden, position_embeddings=angles, position_ids=position_ids, **kwargs)
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:

@@ -155,7 +155,7 @@ class StreamRider:
         """[T, D] -> [T, D] through the streams' layers."""
         return self.streams(
             states[None], position_ids, attention=attention,
-            attention_mask=None, past_key_values=cache, use_cache=True, stand_plan=plan,
+            attention_mask=None, cache=cache, use_cache=True, stand_plan=plan,
         )[0]  # fmt: skip
 
     def _best(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

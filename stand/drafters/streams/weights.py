@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stand.drafters.trained_part import FAMILIES, VOCABULARY, WEIGHT_FILE, TrainedPart, read_tensors
+from stand.forward.cache_argument import cache_argument
 from stand.forward.model import moving_ropes, text_config
 from stand.forward.tree_attention import ATTENTION_NAME
 
@@ -109,18 +110,25 @@ class Streams(TrainedPart):
         return self.lift(hidden)[..., None, :] + self.embeddings
 
     def forward(
-        self, states: torch.Tensor, position_ids: torch.Tensor, *, attention: str | None = None, **kwargs: object
+        self,
+        states: torch.Tensor,
+        position_ids: torch.Tensor,
+        *,
+        attention: str | None = None,
+        cache: object = None,
+        **kwargs: object,
     ) -> torch.Tensor:
         """States [B, G, D] through the layers and the final norm: [B, G, D], as the LM head takes them.
 
         position_ids [B, G]: stream j of a token is j places behind it. attention: from now on, a name that transformers
-        knows. kwargs go to the layers: a cache that holds the target's keys and takes the streams' behind them, and who
+        knows. cache: holds the target's keys and takes the streams' behind them. kwargs go to the layers: they say who
         sees whom.
         """
         if attention is not None:
             self.config._attn_implementation = attention
         decoder = self._model[0].get_decoder()
         angles = decoder.rotary_emb(states, position_ids=position_ids)
+        kwargs[cache_argument(self._layers[0])] = cache
         for layer in self._layers:
             states = layer(states, position_embeddings=angles, position_ids=position_ids, **kwargs)
         return decoder.norm(states)

@@ -209,8 +209,8 @@ def test_the_check_sees_guesses_that_are_wrong(monkeypatch):
 
 
 def apart(chains: Chains) -> Chains:
-    """Streams that do not see each other: all of them roots."""
-    return Chains(chains.token_ids, np.full_like(chains.parents, -1), chains.depths, chains.offsets)
+    """Streams that see the first one and themselves."""
+    return Chains(chains.token_ids, np.minimum(chains.parents, 0), chains.depths, chains.offsets)
 
 
 def test_the_check_sees_hidden_states_of_other_nodes(monkeypatch):

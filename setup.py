@@ -68,25 +68,27 @@ COMPACT = {
 # In the order of the source modules pack 2 % smaller, and unaligned as much again; neither costs time that is seen.
 IN_ORDER = taken("-fno-schedule-insns2") if IS_LEAN else []
 UNALIGNED = ["-falign-functions=1", "-falign-loops=1", "-falign-jumps=1"]
-COMPACT_LEVEL = ["-Os", *IN_ORDER]
+COMPACT_LEVEL = ["-Os", *IN_ORDER, *(taken("-fno-caller-saves") + taken("-fno-thread-jumps") if IS_LEAN else [])]
 LEVELS = {
     # Loops are unrolled by hand; -Os: a fifth slower. Without vectors of unrelated numbers smaller, within 1 % as fast.
     "stand.forward.dot_products": ["-O2", *UNALIGNED, "-fno-tree-slp-vectorize", *IN_ORDER],
     "stand.fusion.row_kernels": COMPACT_LEVEL,  # calls for few tokens take as long; a third of its size
     # As fast as -O3, a tenth smaller.
     "stand.laws.filters": ["-O2", "-ftree-vectorize", *taken("-fvect-cost-model=dynamic"), *UNALIGNED, *IN_ORDER],
-    # Vectorised loops are a twenty-fifth of it and save nothing; half of what GCC would inline is a fourteenth, and
-    # learning is faster without. -O2 is a sixth smaller, and slower at serving engines.
+    # Vectorised loops are a twenty-fifth of it and save nothing; most of what GCC would inline is a tenth, and learning
+    # is faster without. -O2 is a sixth smaller, and slower at serving engines.
     "stand.trees.blended.lookup": [
         "-O3",
         "-fno-tree-vectorize",
         "-fno-tree-slp-vectorize",
-        *taken("--param=inline-unit-growth=20"),
+        *taken("-fno-ipa-cp-clone"),
+        *taken("-fno-reorder-blocks-and-partition"),
+        *taken("--param=inline-unit-growth=15"),
         *UNALIGNED,
         *IN_ORDER,
     ],
-    # 2 to 3 % slower for a tenth of its size; -Os: 11 to 14 %
-    "stand.trees.longest_match.lookup": ["-O2", *UNALIGNED, *IN_ORDER],
+    # 2 to 3 % slower for a tenth of its size; -Os: 11 to 14 %. Inlining half as much saves a twentieth and costs nothing.
+    "stand.trees.longest_match.lookup": ["-O2", *taken("--param=inline-unit-growth=20"), *UNALIGNED, *IN_ORDER],
     "stand.verifiers.rules.traversal_compiled": COMPACT_LEVEL,  # 0.8 us more of 6 with 80 nodes
     **dict.fromkeys(COMPACT, COMPACT_LEVEL),
 }

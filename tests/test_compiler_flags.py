@@ -12,10 +12,15 @@ pytestmark = pytest.mark.skipif(not SETUP.exists() or sys.platform != "linux", r
 OF_GCC = (
     "-fno-schedule-insns2",
     "-fvect-cost-model=dynamic",
+    "-fno-caller-saves",
+    "-fno-thread-jumps",
+    "-fno-ipa-cp-clone",
+    "-fno-reorder-blocks-and-partition",
+    "--param=inline-unit-growth=15",
     "--param=inline-unit-growth=20",
     "-Wl,--no-ld-generated-unwind-info",
 )
-COMPILERS = {"gcc": (), "clang": OF_GCC, "clang with GNU's linker": OF_GCC[:3], "gcc with lld": OF_GCC[3:]}
+COMPILERS = {"gcc": (), "clang": OF_GCC, "clang with GNU's linker": OF_GCC[:-1], "gcc with lld": OF_GCC[-1:]}
 
 
 def flags(monkeypatch, compiler: str) -> set[str]:

@@ -209,3 +209,5 @@ def test_an_interpreter_that_cannot_run_is_named(monkeypatch):
     assert "fails with numpy >= 2.4" in kernel_failure(kernel_model("qwen2"))
     monkeypatch.setattr(launch.np, "__version__", "2.3.5")
     assert launch.interpreter_obstacle() is None
+    monkeypatch.setattr(launch.triton, "__version__", "3.9.0")
+    assert "the interpreter of triton 3.9.0" in kernel_failure(kernel_model("qwen2"))

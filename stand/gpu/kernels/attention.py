@@ -136,7 +136,8 @@ def _attend_keys(
             inner = start % PAGE_SIZE
             jump = (far - near).to(tl.int64) * PAGE_STRIDE - PAGE_SIZE * SLOT_STRIDE
             offsets = near.to(tl.int64) * PAGE_STRIDE + inner * SLOT_STRIDE + cells
-            offsets += tl.where(inner + columns >= PAGE_SIZE, jump, 0)[:, None]
+            # By `tl.where` Triton 3.8 and 3.9 would not know that 16 bytes lie together, and copy nothing ahead.
+            offsets += ((inner + columns >= PAGE_SIZE).to(tl.int64) * jump)[:, None]
             _, _, coming = _block_of_keys(block + 1, num_prefix_blocks, first, length, BLOCK_N)
             near, far = _pages_at(row_pages, coming, k_end - 1, PAGE_SIZE, BLOCK_N)
         else:

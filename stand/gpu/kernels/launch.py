@@ -22,6 +22,11 @@ def interpreter_obstacle() -> str | None:
             f"the interpreter of triton {triton.__version__} fails with numpy >= 2.4 (triton #9171), got numpy "
             f"{np.__version__}; install numpy < 2.4 or triton >= 3.7"
         )
+    if version_numbers(triton.__version__) == (3, 9, 0):
+        return (
+            "the interpreter of triton 3.9.0 takes conditions on single numbers for integers and refuses them as masks; "
+            "install another version"
+        )
     return None
 
 

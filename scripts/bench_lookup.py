@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
 import numpy as np
 from measuring.cpu_time import timed
+from measuring.option_types import positive_integer
+from measuring.progress import say
 from measuring.replay_drafters import (
     SCOPES,
     ArcticReplay,
@@ -38,6 +41,7 @@ from stand.trees import BlendedLookup
 BUDGETS = (8, 32, 80)
 ROWS, NODES_PER_ROW = 16, 8
 CHUNK = 8  # tokens per call while the lookup is filled
+LEAST_TOKENS = ROWS * NODES_PER_ROW + 1  # a row that one step could take to its end is not decoded
 ROW_GROUPS = 5  # of steps
 GROUP_SIZE = 3  # recordings
 LARGEST_ID = 2**20
@@ -154,7 +158,7 @@ def bench_rows(lookup: BlendedLookup, recordings: list[Recording]) -> list[list[
         for row, (history, run) in enumerate(zip(histories, runs, strict=True)):
             lookup.learn(history, run, scope=scopes[row])
             ends[row] += len(run)
-    return [part.tolist() for part in np.array_split(micros, ROW_GROUPS)]
+    return [part.tolist() for part in np.array_split(micros, min(ROW_GROUPS, len(micros)))]
 
 
 def bench_laws(lookup: BlendedLookup, recordings: list[Recording]) -> list[list[float]]:
@@ -224,28 +228,39 @@ def table(figures: dict) -> str:
     return format_table(header, rows)
 
 
-def main() -> None:
+def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="recordings, as for replay.py")
     parser.add_argument("--tokenizer", required=True, type=Path, help="tokenizer.json")
-    parser.add_argument("--contexts", nargs="+", type=int, default=[1_000_000], help="sizes of the lookup")
-    parser.add_argument("--max-tokens", type=int, default=16_000, help="cut samples to so many tokens")
-    parser.add_argument("--samples", type=int, help="at most so many samples per problem")
-    parser.add_argument("--groups", type=int, default=5, help="of three recordings each, to decode")
-    parser.add_argument("--max-bytes", type=int, default=2 << 30, help="memory cap of the lookup")
-    parser.add_argument("--repeats", type=int, default=1, help="runs alike, of which each call's shortest time counts")
+    parser.add_argument("--contexts", nargs="+", type=positive_integer, default=[1_000_000], help="sizes of the lookup")
+    parser.add_argument("--max-tokens", type=positive_integer, default=16_000, help="cut samples to so many tokens")
+    parser.add_argument("--samples", type=positive_integer, help="at most so many samples per problem")
+    parser.add_argument("--groups", type=positive_integer, default=5, help="of three recordings each, to decode")
+    parser.add_argument("--max-bytes", type=positive_integer, default=2 << 30, help="memory cap of the lookup")
+    parser.add_argument(
+        "--repeats", type=positive_integer, default=1, help="runs alike, of which each call's shortest time counts"
+    )
     parser.add_argument("--arctic", action="store_true", help="Arctic's tree mode too (arctic-inference)")
-    options = parser.parse_args()
-    if options.repeats < 1:
-        parser.error(f"--repeats must be at least 1, got {options.repeats}")
+    return parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> dict[str, dict]:
+    """Figures by what was filled. Raises ValueError, OSError and ImportError before anything is timed."""
+    if options.arctic:
+        ArcticReplay()  # is it installed?
     tokenizer = read_tokenizer(options.tokenizer)
     selection = Selection(samples=options.samples, max_tokens=options.max_tokens)
     recordings = [one for file in options.files for one in read_recordings(file, tokenizer, selection)]
     num_fresh = options.groups * GROUP_SIZE
     if len(recordings) <= num_fresh + ROWS:
-        parser.error(f"the files must hold more than {num_fresh + ROWS} recordings, got {len(recordings)}")
+        raise ValueError(f"the files must hold more than {num_fresh + ROWS} recordings, got {len(recordings)}")
     known, rest = recordings[: -num_fresh - ROWS], recordings[-num_fresh - ROWS :]
     crowd, fresh = rest[:ROWS], rest[ROWS:]
+    if (shortest := min(len(one.tokens) for one in crowd)) <= LEAST_TOKENS:
+        raise ValueError(
+            f"the {ROWS} recordings before the last {num_fresh} must be longer than {LEAST_TOKENS} tokens, got one of "
+            f"{shortest}; leave it out or raise --max-tokens"
+        )
     figures = {}
     for size in options.contexts:
         arguments = known, fresh, crowd, size, options.max_bytes
@@ -254,9 +269,19 @@ def main() -> None:
     if options.arctic:
         num_tokens = next(iter(figures.values()))["tokens"]
         figures["arctic"] = repeated(bench_arctic, options.repeats, known, fresh, num_tokens)
+    return figures
+
+
+def main() -> int:
+    try:
+        figures = run(read_arguments())
+    except (ValueError, OSError, ImportError) as error:
+        say(f"bench_lookup: {error}")
+        return 2
     print(table(figures))
     print(json.dumps(figures))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

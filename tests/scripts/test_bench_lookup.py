@@ -55,9 +55,26 @@ def test_the_same_calls_are_made_in_every_run(arguments, monkeypatch, capsys):
         }
 
 
-def test_too_few_recordings_and_no_runs_are_refused(arguments, monkeypatch, capsys):
-    for more, said in ((["--groups", "9"], "more than 43 recordings"), (["--repeats", "0"], "at least 1, got 0")):
-        monkeypatch.setattr(sys, "argv", ["bench_lookup.py", *arguments, *more])
-        with pytest.raises(SystemExit):
-            bench.main()
-        assert said in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--groups", "9"], "more than 43 recordings"),
+        (["--max-tokens", "100"], "must be longer than 129 tokens, got one of 100"),
+        (["/no/such.jsonl"], "No such file or directory: '/no/such.jsonl'"),
+        (["--arctic"], "arctic_inference"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_timed(options, message, arguments, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "arctic_inference", None)
+    monkeypatch.setattr(bench, "repeated", None)
+    monkeypatch.setattr(sys, "argv", ["bench_lookup.py", *arguments[1:], *options, arguments[0]])
+    assert bench.main() == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--contexts", "--max-tokens", "--samples", "--groups", "--max-bytes", "--repeats"])
+def test_numbers_below_one_are_refused(option, arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_lookup.py", *arguments, option, "0"])
+    with pytest.raises(SystemExit, match="2"):
+        bench.main()
+    assert f"{option}: must be an integer >= 1, got '0'" in capsys.readouterr().err

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from measuring.option_types import picture_file
+from measuring.progress import say
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 SETTING, NODES, FEWEST = "all", 80, 500
@@ -73,13 +75,30 @@ def plot(results: list[dict], path: Path) -> None:
     pyplot.close(figure)
 
 
-def main(command_line: list[str] | None = None) -> None:
+def read_results(path: Path) -> list[dict]:
+    """Raises ValueError where the file does not hold the figures, OSError where it cannot be read."""
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))["results"]
+        families = {(one["family"], one["drafter"]) for one in results if one["setting"] == SETTING}
+    except (ValueError, TypeError, LookupError) as error:
+        raise ValueError(f"--data must hold results as docs/drafting.json does, got {path} ({error!r})") from error
+    if missing := sorted({(family, drafter) for family in HELD_OUT for drafter in DRAFTERS} - families):
+        raise ValueError(f"--data must hold results of {len(HELD_OUT)} families, got none of {missing[0]} in {path}")
+    return results
+
+
+def main(command_line: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DOCS / "drafting.json", help="default: docs/drafting.json")
     parser.add_argument("--output", type=picture_file, default=DOCS / "drafting.png", help="default: docs/drafting.png")
     options = parser.parse_args(command_line)
-    plot(json.loads(options.data.read_text(encoding="utf-8"))["results"], options.output)
+    try:
+        plot(read_results(options.data), options.output)
+    except (ValueError, OSError) as error:
+        say(f"plot_drafting: {error}")
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

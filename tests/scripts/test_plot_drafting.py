@@ -34,3 +34,13 @@ def test_a_picture_that_cannot_be_written_is_refused_at_once(name, capsys):
     with pytest.raises(SystemExit, match="2"):
         plot_drafting.main(["--output", name])
     assert "argument --output: " in capsys.readouterr().err
+
+
+def test_figures_that_are_none_are_refused(tmp_path, capsys):
+    others, few = tmp_path / "others.json", tmp_path / "few.json"
+    others.write_text("[1]")
+    few.write_text(json.dumps({"results": [{"family": "math", "drafter": "lookup", "setting": "all"}]}))
+    for file, message in ((others, "as docs/drafting.json does"), (few, "got none of"), (tmp_path, "Is a directory")):
+        assert plot_drafting.main(["--data", str(file), "--output", str(tmp_path / "drafting.png")]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "drafting.png").exists()

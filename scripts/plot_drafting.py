@@ -90,7 +90,9 @@ def read_results(path: Path) -> list[dict]:
 def main(command_line: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DOCS / "drafting.json", help="default: docs/drafting.json")
-    parser.add_argument("--output", type=picture_file, default=DOCS / "drafting.png", help="default: docs/drafting.png")
+    parser.add_argument(
+        "--output", type=picture_file, default=str(DOCS / "drafting.png"), help="default: docs/drafting.png"
+    )
     options = parser.parse_args(command_line)
     try:
         plot(read_results(options.data), options.output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -67,7 +68,9 @@ def new_file(text: str) -> Path:
 
 
 def picture_file(text: str) -> Path:
-    """A new file of a kind that matplotlib draws everywhere."""
+    """A new file of a kind that matplotlib draws everywhere, where it is installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError('needs matplotlib, which is not installed; pip install --editable ".[plot]"')
     if Path(text).suffix.lower() not in PICTURES:
         raise argparse.ArgumentTypeError(f"must end in one of {', '.join(PICTURES)}, got {text!r}")
     return new_file(text)

@@ -33,6 +33,23 @@ def test_it_is_refused(command, options, message, monkeypatch, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("bench_scheduler", ["--plot", "x.png"]),
+        ("plot_drafting", []),
+        ("replay", ["FILE", "--tokenizer", "FILE", "--plot", "x.png"]),
+        ("simulate_run", ["--made-up", "9", "--rows", "4", "--plot", "x.png"]),
+    ],
+)
+def test_a_picture_is_refused_before_the_work_where_nothing_can_draw_it(command, options, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(sys, "argv", [f"{command}.py", *options])
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module(command).main()
+    assert "needs matplotlib, which is not installed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("options", [["--targets", "12"], ["--only", "nosuchthing"]])
 def test_kernels_that_are_none_are_refused(options):
     pytest.importorskip("triton")

@@ -49,7 +49,7 @@ from measuring.continuation_law import (
     next_token_laws,
 )
 from measuring.interruption import run_command
-from measuring.option_types import positive_integer, positive_number, probability, whole_number
+from measuring.option_types import positive_integer, positive_number, probability, top_share, whole_number
 from measuring.output_file import check_writable
 from measuring.progress import Progress, say
 from measuring.setup import BOXED_INSTRUCTION, REASONER, WORD_PROBLEMS, known_folder, prompt_ids
@@ -359,7 +359,7 @@ def options_of_both(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature", type=positive_number, help="of the draws (default: 1, other models than the bundled one 0.8)"
     )
-    parser.add_argument("--top-p", type=probability, help="of the draws (default: none, other models 0.95)")
+    parser.add_argument("--top-p", type=top_share, help="of the draws (default: none, other models 0.95)")
     parser.add_argument(
         "--threads", type=positive_integer, default=torch.get_num_threads(), help="CPU threads (default: torch's)"
     )

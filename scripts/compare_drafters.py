@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measuring.option_types import count_list, positive_integer
+from measuring.option_types import count_list, number_from_zero, positive_integer
 from measuring.progress import Progress, say
 from measuring.setup import add_options, fill_defaults, load_model, load_tasks, prompt_ids
 from measuring.text_table import format_table
@@ -152,10 +152,8 @@ def tables(records: list[dict]) -> str:
 
 
 def number_list(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be numbers with commas between, as 0,0.8; got {text!r}") from error
+    """Numbers of at least 0 with commas between, as 0,0.8."""
+    return [number_from_zero(part) for part in text.split(",")]
 
 
 def node_count(text: str) -> int | None:

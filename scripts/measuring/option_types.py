@@ -44,6 +44,14 @@ def probability(text: str) -> float:
     return number
 
 
+def top_share(text: str) -> float:
+    """In (0, 1], as of top_p."""
+    number = _number(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"must be a number in (0, 1], got {text!r}; use 1 to switch it off")
+    return number
+
+
 def device_name(text: str) -> str:
     """A device that torch has here, as cpu, cuda or cuda:1."""
     import torch  # commands without a model need none

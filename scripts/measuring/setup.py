@@ -11,7 +11,7 @@ import transformers
 from workloads.problem_sets import AIME_2024, Task, generated_tasks, read_tasks
 from workloads.real_models import MODELS, model_folder
 
-from measuring.option_types import device_name, positive_integer, whole_number
+from measuring.option_types import device_name, number_from_zero, positive_integer, top_share, whole_number
 from measuring.trajectories import Sampling
 from stand.forward.model import max_positions
 
@@ -36,9 +36,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=positive_integer,
         help="per trajectory (default: 1024 for the bundled model, else 8192 or what the model's context leaves)",
     )
-    parser.add_argument("--temperature", type=float, help="default: 1 for the bundled model, else 0.6")
-    parser.add_argument("--top-k", type=int, help="default: none")
-    parser.add_argument("--top-p", type=float, help="default: none for the bundled model, else 0.95")
+    parser.add_argument("--temperature", type=number_from_zero, help="default: 1 for the bundled model, else 0.6")
+    parser.add_argument("--top-k", type=whole_number, help="default: none")
+    parser.add_argument("--top-p", type=top_share, help="default: none for the bundled model, else 0.95")
     parser.add_argument("--instruction", help="text appended to every problem")
     parser.add_argument(
         "--device",

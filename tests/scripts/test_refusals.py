@@ -22,6 +22,12 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
         ("mutate", ["--report", "--output", "/no/such/file"], "--report needs an --output that a run has written"),
         ("pack_wheel", ["/no/such.whl"], "must be a wheel, got /no/such.whl"),
         ("fit_shape", ["--start", "foo"], "--start: a shape must be paper"),
+        ("throughput", ["--top-p", "0"], "--top-p: must be a number in (0, 1], got '0'; use 1 to switch it off"),
+        ("throughput", ["--temperature", "0", "--top-p", "5"], "--top-p: must be a number in (0, 1], got '5'"),
+        ("throughput", ["--top-k", "-3"], "--top-k: must be an integer >= 0, got '-3'"),
+        ("bench_scheduler", ["--temperature", "-1"], "--temperature: must be a number >= 0, got '-1'"),
+        ("compare_drafters", ["--temperatures", "0,-1"], "--temperatures: must be a number >= 0, got '-1'"),
+        ("check_law", ["law", "--top-p", "0"], "--top-p: must be a number in (0, 1], got '0'"),
     ],
 )
 def test_it_is_refused(command, options, message, monkeypatch, capsys):

@@ -136,16 +136,20 @@ def plot(drawn: dict[str, Drawn], max_rows: int, path: Path) -> None:
 
 
 def read_options(command_line: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, conflict_handler="resolve"
+    )
     add_options(parser)
-    parser.set_defaults(rows=8, num_problems=5, threads=1)
+    parser.add_argument("--rows", type=positive_integer, default=8, help="rows decoded at a time (%(default)s)")
+    parser.add_argument(
+        "--num-problems", type=positive_integer, default=5, help="the first so many problems (%(default)s)"
+    )
+    parser.add_argument("--threads", type=positive_integer, default=1, help="CPU threads (%(default)s)")
     parser.add_argument("--trajectories", type=positive_integer, default=64, help="per problem")
     parser.add_argument("--budget", type=whole_number, default=32, help="draft nodes of all rows of a step together")
     parser.add_argument("--verifier", default="match", help="rule by name (%(default)s)")
     parser.add_argument("--plot", type=picture_file, help="rows live over time, of the last problem")
     options = parser.parse_args(command_line)
-    if options.rows < 1:
-        parser.error(f"--rows must be >= 1 here, got {options.rows}")
     fill_defaults(options)
     return options
 

@@ -128,8 +128,11 @@ def run_command(recipe: Recipe, read_arguments: Callable[[], argparse.Namespace]
 
 
 def options_of(recipe: Recipe, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, conflict_handler="resolve"
+    )
     add_options(parser)
+    parser.add_argument("--rows", type=positive_integer, default=32, help="rows decoded at a time (%(default)s)")
     parser.add_argument(
         "--minutes", type=positive_number, default=20.0, help="time budget of the training, without generations"
     )
@@ -165,7 +168,6 @@ def options_of(recipe: Recipe, description: str) -> argparse.ArgumentParser:
 def completed(recipe: Recipe, parser: argparse.ArgumentParser, command_line: list[str] | None) -> argparse.Namespace:
     """The parsed options, with the defaults that depend on the model."""
     arguments = parser.parse_args(command_line)
-    arguments.rows = arguments.rows or 32
     if arguments.top_k is not None or arguments.top_p is not None:
         parser.error("--top-k and --top-p have no effect here: texts to learn from come from the whole law; leave them")
     if arguments.checkpoints is None:

@@ -27,6 +27,8 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
         ("throughput", ["--top-k", "-3"], "--top-k: must be an integer >= 0, got '-3'"),
         ("bench_scheduler", ["--temperature", "-1"], "--temperature: must be a number >= 0, got '-1'"),
         ("compare_drafters", ["--temperatures", "0,-1"], "--temperatures: must be a number >= 0, got '-1'"),
+        ("bench_scheduler", ["--rows", "0"], "--rows: must be an integer >= 1, got '0'"),
+        ("train_eagle", ["--rows", "0"], "--rows: must be an integer >= 1, got '0'"),
         ("check_law", ["law", "--top-p", "0"], "--top-p: must be a number in (0, 1], got '0'"),
     ],
 )

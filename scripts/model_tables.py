@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from measuring.option_types import positive_integer, worded
+from measuring.option_types import number_from_zero, positive_integer, top_share, worded
 from measuring.output_file import JsonLines
 from measuring.progress import Progress, say
 from measuring.setup import BOXED_INSTRUCTION, REASONER, WORD_PROBLEMS, load_model, prompt_ids
@@ -119,8 +119,8 @@ class Run:
 
 
 def law_settings(setting: str) -> dict[str, float]:
-    temperature, top_p = map(float, setting.split(":"))
-    return {"temperature": temperature, "top_p": top_p, "top_k": 0}
+    temperature, top_p = setting.split(":")
+    return {"temperature": number_from_zero(temperature), "top_p": top_share(top_p), "top_k": 0}
 
 
 def run_replays(run: Run, settings: list[str]) -> str:
@@ -230,10 +230,12 @@ def read_arguments() -> argparse.Namespace:
         metavar="T:P,...",
         help="those of the other parts (default: 0.8:0.95,1.0:1.0)",
     )
-    parser.add_argument("--num-problems", type=int, default=6, help="recorded for `replay` (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=128, help="new tokens per trajectory")
-    parser.add_argument("--loop-problems", type=int, default=4, help="problems with the model in the loop")
-    parser.add_argument("--loop-samples", type=int, default=4, help="samples per problem, together, in `time` in turn")
+    parser.add_argument("--num-problems", type=positive_integer, default=6, help="recorded for `replay` (%(default)s)")
+    parser.add_argument("--tokens", type=positive_integer, default=128, help="new tokens per trajectory")
+    parser.add_argument("--loop-problems", type=positive_integer, default=4, help="problems with the model in the loop")
+    parser.add_argument(
+        "--loop-samples", type=positive_integer, default=4, help="samples per problem, together, in `time` in turn"
+    )
     parser.add_argument("--costs", type=Path, help="file of step costs of one row: what drafts would do to the time")
     parser.add_argument("--head", help="an EAGLE-1 head of the model: `rules` with chains that it draws, too")
     parser.add_argument(
@@ -261,16 +263,17 @@ def tables(run: Run) -> Iterator[str]:
             yield run_loops(run, part, run.options.loop_settings)
 
 
-def main() -> None:
+def main() -> int:
     options = read_arguments()
     torch.set_num_threads(options.threads)
     try:
-        run = Run(options)
+        for table in tables(Run(options)):
+            print(table, end="\n\n", flush=True)
     except (ValueError, OSError) as error:
-        sys.exit(f"model_tables.py: {error}")
-    for table in tables(run):
-        print(table, end="\n\n", flush=True)
+        say(f"model_tables: {error}")
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

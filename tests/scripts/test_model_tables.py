@@ -143,7 +143,7 @@ def test_a_fixed_shape_learns_kept_paths_alone(recording):
 
 def run(monkeypatch, folder, *words):
     monkeypatch.setattr(sys, "argv", ["model_tables.py", "--folder", str(folder), "--threads", "1", *words])
-    model_tables.main()
+    return model_tables.main()
 
 
 def test_estimates_with_the_model_in_the_loop():
@@ -176,8 +176,14 @@ def test_the_command_goes_on_where_it_ended(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(model_tables, name, None)  # nothing is run anew
     run(monkeypatch, tmp_path, *words.split())
     assert capsys.readouterr().out == first
-    with pytest.raises(SystemExit, match="must hold results of this model, --head and --costs"):
-        run(monkeypatch, tmp_path, *words.split(), "--head", "another")
+    assert run(monkeypatch, tmp_path, *words.split(), "--head", "another") == 2
+    assert "must hold results of this model, --head and --costs" in capsys.readouterr().err
+
+
+def test_what_a_table_cannot_work_with_is_one_error(monkeypatch, tmp_path, capsys):
+    (tmp_path / "costs.json").write_text("{}")
+    assert run(monkeypatch, tmp_path, "--parts", "replay", "--costs", str(tmp_path / "costs.json")) == 2
+    assert "model_tables: " in capsys.readouterr().err
 
 
 def test_chains_of_a_head_are_asked_about_too(model_and_tokenizer):

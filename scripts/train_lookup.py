@@ -21,7 +21,7 @@ from measuring.option_types import positive_integer
 from measuring.output_file import check_writable
 from measuring.progress import Progress, say
 from tokenizers import Tokenizer
-from workloads.recordings import encode, read_records, read_tokenizer, record_tokens
+from workloads.recordings import encode, lines_of, read_records, read_tokenizer, record_tokens
 
 from stand.trees import BlendedLookup, vocabulary_fingerprint
 
@@ -29,7 +29,8 @@ from stand.trees import BlendedLookup, vocabulary_fingerprint
 def read_runs(path: Path, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(prompt, tokens) of every record, or of a whole plain text."""
     if ".jsonl" not in path.suffixes:
-        yield np.empty(0, np.int32), encode(tokenizer, path.read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8") as file:
+            yield np.empty(0, np.int32), encode(tokenizer, "".join(lines_of(file, path)))
         return
     for record in read_records(path):
         if not ("text" in record or "token_ids" in record):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -39,12 +41,23 @@ def read_records(path: Path) -> Iterator[dict]:
     """The objects of a .jsonl or .jsonl.gz file. Raises ValueError on a line that is no object."""
     opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8")
     with opened as file:
-        for number, line in enumerate(file, start=1):
-            record = json.loads(line) if line.strip() else {}
+        for number, line in enumerate(lines_of(file, path), start=1):
+            try:
+                record = json.loads(line) if line.strip() else {}
+            except ValueError as error:
+                raise ValueError(f"{path} must hold JSON lines, got another line {number} ({error})") from error
             if not isinstance(record, dict):
                 raise ValueError(f"{path} must hold one object per line, got {type(record).__name__} in line {number}")
             if record:
                 yield record
+
+
+def lines_of(file: TextIO, path: Path) -> Iterator[str]:
+    """Raises ValueError with the file's name where it holds no text, or a .gz was cut off or damaged."""
+    try:
+        yield from file
+    except (UnicodeDecodeError, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} must hold text in UTF-8, whole, got something else ({error})") from error
 
 
 def read_recordings(path: Path, tokenizer: Tokenizer, selection: Selection) -> list[Recording]:

@@ -241,3 +241,21 @@ def test_ids_beyond_int32_and_files_without_tokens_are_refused(files, tmp_path, 
     assert "files must hold tokens to learn, got none" in capsys.readouterr().err and not output.exists()
     with pytest.raises(SystemExit, match="2"):
         train_lookup.main([str(path), *tokenizer, "--output", str(output), "--max-tokens", "0"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("cut.jsonl.gz", gzip.compress(b"{}\n", mtime=0)[:-9], "must hold text in UTF-8, whole"),
+        ("picture.jsonl", b"\x89PNG", "must hold text in UTF-8, whole"),
+        ("table.jsonl", b"{}\nname,text\n", "must hold JSON lines, got another line 2"),
+    ],
+)
+def test_a_file_that_holds_no_recordings_is_named(name, content, message, files, tmp_path, capsys):
+    import replay
+    import train_lookup
+
+    (tmp_path / name).write_bytes(content)
+    for command, options in ((replay, []), (train_lookup, ["--output", str(tmp_path / "x")])):
+        assert command.main([str(tmp_path / name), "--tokenizer", str(files / "tokenizer.json"), *options]) == 2
+        assert f"{tmp_path / name} {message}" in capsys.readouterr().err

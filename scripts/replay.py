@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 from measuring.option_types import picture_file, positive_integer, probability
 from measuring.progress import Progress, say
-from measuring.replay_drafters import ReplayDrafter, make_drafter
+from measuring.replay_drafters import ArcticReplay, ReplayDrafter, make_drafter
 from measuring.replay_walk import Tally, replay_one
 from measuring.text_table import format_table
 from workloads.recordings import Recording, Selection, read_recordings, read_tokenizer
@@ -182,6 +182,10 @@ def run(options: argparse.Namespace) -> list[Result]:
     if options.lookup is not None:  # once, so that a file of another tokenizer is refused before anything is replayed
         BlendedLookup.load(options.lookup, fingerprint=vocabulary_fingerprint(tokenizer.get_vocab()))
     selection = Selection(options.every, options.max_problems, options.samples, options.max_tokens)
+    for file in options.files:
+        file.open("rb").close()
+    if any(name.startswith("arctic") for name in options.drafter):
+        ArcticReplay()  # is it installed?
     progress = Progress(len(options.files) * len(options.setting) * len(options.drafter) * len(options.budget))
     results = []
     for file in options.files:

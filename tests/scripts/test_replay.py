@@ -259,3 +259,16 @@ def test_a_file_that_holds_no_recordings_is_named(name, content, message, files,
     for command, options in ((replay, []), (train_lookup, ["--output", str(tmp_path / "x")])):
         assert command.main([str(tmp_path / name), "--tokenizer", str(files / "tokenizer.json"), *options]) == 2
         assert f"{tmp_path / name} {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [(["--drafter", "lookup", "arctic"], "arctic_inference"), (["no.jsonl"], "'no.jsonl'")]
+)
+def test_what_is_missing_is_told_before_anything_is_replayed(options, message, files, monkeypatch, capsys):
+    import replay
+
+    monkeypatch.setitem(sys.modules, "arctic_inference", None)
+    monkeypatch.setattr(replay, "replay", None)
+    command_line = [str(files / "walks.jsonl.gz"), *options, "--tokenizer", str(files / "tokenizer.json")]
+    assert replay.main(command_line) == 2
+    assert message in capsys.readouterr().err

@@ -173,7 +173,7 @@ class GenerationSettings:
 
     def law(self, processors: Sequence[LogitsProcessor]) -> TargetLaw:
         """What transformers would draw from with the `processors` of request 0."""
-        return TargetLaw.of(processors, is_sampled=self.config.do_sample)
+        return TargetLaw.of(processors, is_sampled=self.config.do_sample, end_ids=self.end_ids)
 
     def processors(
         self, model: PreTrainedModel, prompt: np.ndarray, limit: int, *, own: Sequence[LogitsProcessor] = ()

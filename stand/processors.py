@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Event
@@ -97,6 +98,7 @@ class Node:
     """A node of a step's drafts, with what was drafted before it."""
 
     place: int  # in the packed batch
+    parent: int  # its parent's place; a root's own
     row: Row
     path: tuple[int, ...]  # draft tokens from the row's pending token down to the node itself
 
@@ -112,9 +114,10 @@ class ProcessorChain:
     other than those above may remember their calls: see `PerRow`.
     """
 
-    def __init__(self, first: Sequence[LogitsProcessor]):
-        """first: those of request 0."""
+    def __init__(self, first: Sequence[LogitsProcessor], *, end_ids: Iterable[int] = ()):
+        """first: those of request 0; end_ids: tokens that end its rows."""
         self.by_request = {0: list(first)}
+        self._ends = {0: frozenset(end_ids)}  # by request
         self._kinds = [type(processor) for processor in first]
         self._has_prefixes = any(kind not in WITHOUT_PREFIX for kind in self._kinds)
         self._per_row = {
@@ -122,8 +125,9 @@ class ProcessorChain:
             for place, processor in enumerate(first)
             if type(processor) not in WITHOUT_PREFIX | BY_PREFIX
         }
+        self._num_stateful = max(self._per_row, default=-1) + 1  # up to the last of these
 
-    def admit(self, request: int, processors: Sequence[LogitsProcessor]) -> None:
+    def admit(self, request: int, processors: Sequence[LogitsProcessor], *, end_ids: Iterable[int] = ()) -> None:
         """Those of a further request. Raises ValueError where they are not of the same kinds."""
         kinds = [type(processor) for processor in processors]
         if kinds != self._kinds:
@@ -131,7 +135,7 @@ class ProcessorChain:
                 f"the requests of a call must need the same processors, got {_names(kinds)} beside "
                 f"{_names(self._kinds)}; give end tokens to all or none, or make two calls"
             )
-        self.by_request[request] = list(processors)
+        self.by_request[request], self._ends[request] = list(processors), frozenset(end_ids)
         for place, per_row in self._per_row.items():
             per_row.by_request[request] = processors[place]
 
@@ -141,13 +145,37 @@ class ProcessorChain:
             per_row.forget(row, is_last=is_last)
         if is_last:
             self.by_request.pop(row.request, None)
+            self._ends.pop(row.request, None)
 
     def __call__(self, scores: torch.Tensor, batch: DraftBatch, rows: Sequence[Row]) -> torch.Tensor:
         """[M, V] float32 raw scores of the packed nodes of `rows` -> processed ones."""
-        processors = self.by_request[rows[0].request]
         nodes = self._nodes(batch, rows) if self._has_prefixes else []
+        if self._num_stateful:
+            scores = self._by_depth(scores, nodes)
+        return self._run(range(self._num_stateful, len(self._kinds)), scores, nodes, request=rows[0].request)
+
+    def _by_depth(self, scores: torch.Tensor, nodes: Sequence[Node]) -> torch.Tensor:
+        """The processors up to the last of `_per_row`, depth by depth, and never below a token that they forbid or that
+        ends the row: plain decoding asks nothing there. The model's scores stay, for no token is drawn from them."""
+        scores, reached = scores.clone(), [node for node in nodes if not node.path]
+        while reached:
+            places = [node.place for node in reached]
+            request = reached[0].row.request
+            scores[places] = self._run(range(self._num_stateful), scores[places], reached, request=request)
+            below = [node for node in nodes if node.path and node.parent in places and not self._has_ended(node)]
+            drafted = scores[[node.parent for node in below], [node.path[-1] for node in below]]
+            reached = [node for node, score in zip(below, drafted.tolist(), strict=True) if score > -math.inf]
+        return scores
+
+    def _has_ended(self, node: Node) -> bool:
+        return node.path[-1] in self._ends[node.row.request]
+
+    def _run(self, places: range, scores: torch.Tensor, nodes: Sequence[Node], *, request: int) -> torch.Tensor:
+        """The processors at these places of a request's list: scores [n, V] of `nodes` -> processed ones."""
+        processors = self.by_request[request]
         groups: dict[tuple[int, int], tuple[list[int], torch.Tensor]] = {}  # filled when first asked for
-        for place, processor in enumerate(processors):
+        for place in places:
+            processor = processors[place]
             if type(processor) in WITHOUT_PREFIX:
                 scores = processor(None, scores)
             elif place in self._per_row:
@@ -156,8 +184,8 @@ class ProcessorChain:
                 scores = processor(_padded(nodes, scores.device), scores)
             else:
                 scores, groups = scores.clone(), groups or _groups(nodes, scores.device)
-                for (request, _), (places, prefixes) in groups.items():
-                    scores[places] = self.by_request[request][place](prefixes, scores[places])
+                for (owner, _), (lines, prefixes) in groups.items():
+                    scores[lines] = self.by_request[owner][place](prefixes, scores[lines])
         return scores
 
     def _nodes(self, batch: DraftBatch, rows: Sequence[Row]) -> list[Node]:
@@ -166,9 +194,9 @@ class ProcessorChain:
         offsets = batch.offsets.tolist()
         for row, first, end in zip(rows, offsets[:-1], offsets[1:], strict=True):
             for place in range(first, end):
-                parent = first + int(batch.parents[place])
+                parent = first + int(batch.parents[place]) if place > first else first
                 path = (*nodes[parent].path, int(batch.token_ids[place])) if place > first else ()
-                nodes.append(Node(place, row, path))
+                nodes.append(Node(place, parent, row, path))
         return nodes
 
 
@@ -192,13 +220,13 @@ def _padded(nodes: Sequence[Node], device: torch.device) -> torch.Tensor:
 
 
 def _groups(nodes: Sequence[Node], device: torch.device) -> dict[tuple[int, int], tuple[list[int], torch.Tensor]]:
-    """By request and length of prefix: places of nodes, and their prefixes [n, length] int64."""
-    members: dict[tuple[int, int], list[Node]] = {}
-    for node in nodes:
-        members.setdefault((node.row.request, len(node.row.history) + len(node.path)), []).append(node)
+    """By request and length of prefix: where its nodes are in `nodes`, and their prefixes [n, length] int64."""
+    members: dict[tuple[int, int], list[int]] = {}
+    for line, node in enumerate(nodes):
+        members.setdefault((node.row.request, len(node.row.history) + len(node.path)), []).append(line)
     return {
-        key: ([node.place for node in group], torch.from_numpy(np.stack([node.prefix() for node in group])).to(device))
-        for key, group in members.items()
+        key: (lines, torch.from_numpy(np.stack([nodes[line].prefix() for line in lines])).to(device))
+        for key, lines in members.items()
     }
 
 
@@ -218,21 +246,19 @@ class PerRow:
         _copy(self.by_request[0])
 
     def __call__(self, scores: torch.Tensor, nodes: Sequence[Node]) -> torch.Tensor:
-        """[M, V] float32 -> the same shape; `nodes` holds parents before children."""
+        """[n, V] float32 of `nodes` -> the same shape; parents were asked about before their children."""
         scores = scores.clone()
-        now: dict[int, tuple[int, dict[tuple[int, ...], LogitsProcessor]]] = {}
-        for node in nodes:
+        for line, node in enumerate(nodes):
             if node.path:
-                copies = now[node.row.index][1]
+                copies = self._last[node.row.index][1]
                 processor = _copy(copies[node.path[:-1]])
             else:
                 processor, copies = self._continued(node), {}
-                now[node.row.index] = len(node.row.history), copies
+                self._last[node.row.index] = len(node.row.history), copies
             copies[node.path] = processor
             input_ids = torch.from_numpy(node.prefix())[None].to(scores.device)
-            processed = processor(input_ids, scores[node.place][None])
-            scores[node.place] = _checked_scores(processed, processor, scores.shape[1])
-        self._last.update(now)
+            processed = processor(input_ids, scores[line][None])
+            scores[line] = _checked_scores(processed, processor, scores.shape[1])
         return scores
 
     def forget(self, row: Row, *, is_last: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -97,16 +97,20 @@ class TargetLaw:
         self._warpers = _make_warpers(params)
 
     @classmethod
-    def of(cls, processors: Sequence[LogitsProcessor], *, is_sampled: bool) -> TargetLaw:
-        """What transformers draws with these processors, made for request 0; `admit` takes those of further ones."""
+    def of(cls, processors: Sequence[LogitsProcessor], *, is_sampled: bool, end_ids: Iterable[int] = ()) -> TargetLaw:
+        """What transformers draws with these processors, made for request 0; `admit` takes those of further ones.
+
+        end_ids: tokens that end the request's rows."""
         params, count = SamplingParams.at_the_end_of(processors) if is_sampled else (SamplingParams(temperature=0.0), 0)
         others = processors[: len(processors) - count]
-        return cls(params, processors=ProcessorChain(others) if others else None, num_filters=count)
+        chain = ProcessorChain(others, end_ids=end_ids) if others else None
+        return cls(params, processors=chain, num_filters=count)
 
-    def admit(self, request: int, processors: Sequence[LogitsProcessor]) -> None:
+    def admit(self, request: int, processors: Sequence[LogitsProcessor], *, end_ids: Iterable[int] = ()) -> None:
         """A further request's, made with the same settings. Raises ValueError where they are of other kinds."""
         others = processors[: len(processors) - self._num_filters]
-        (ProcessorChain([]) if self._processors is None else self._processors).admit(request, others)
+        chain = ProcessorChain([]) if self._processors is None else self._processors
+        chain.admit(request, others, end_ids=end_ids)
 
     def forget(self, row: Row, *, is_last: bool) -> None:
         """The row has ended; is_last: and so have all others of its request."""

@@ -105,7 +105,7 @@ class JobReader:
         if self._law is None:
             self._law = settings.law(processors)
         else:
-            self._law.admit(number, processors)
+            self._law.admit(number, processors, end_ids=settings.end_ids)
         self._num_jobs += 1
         self._note(rows)
         problem = self._problems.setdefault(problem_key(prompt), len(self._problems))

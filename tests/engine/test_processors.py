@@ -91,7 +91,7 @@ def law_of(asked: dict, prompts: list[np.ndarray], limit: int):
 
 def differences(asked: dict, run: dict | None = None) -> list[float]:
     """Total variation between each node's law and that of the list that `generate` makes for the node's prompt."""
-    batch, rows, prefixes, logits = node_case(VOCABULARY_SIZE)
+    batch, rows, prefixes, logits = node_case(VOCABULARY_SIZE, seed=11)  # no drafted token is forbidden
     logits = logits / 2
     law = law_of(asked if run is None else run, [row.history for row in rows], limit=3)
     got = law.laws(law.process(logits, batch, rows)).probabilities
@@ -124,15 +124,15 @@ def test_another_order_is_seen(asked, monkeypatch):
     """Negative control: the processors of the chain, or chain and filters, the other way round."""
     backwards = ProcessorChain.__init__
 
-    def reversed_chain(self, first):
-        backwards(self, list(reversed(first)))
+    def reversed_chain(self, first, **ends):
+        backwards(self, list(reversed(first)), **ends)
 
     monkeypatch.setattr("stand.sampling.SamplingParams.at_the_end_of", lambda processors: (SamplingParams(), 0))
     assert max(differences(asked)) < 1e-6  # all of them in the chain, nothing after it
     admit = ProcessorChain.admit
     monkeypatch.setattr(ProcessorChain, "__init__", reversed_chain)
     monkeypatch.setattr(
-        ProcessorChain, "admit", lambda self, request, others: admit(self, request, list(reversed(others)))
+        ProcessorChain, "admit", lambda self, request, others, **_: admit(self, request, list(reversed(others)))
     )
     assert max(differences(asked)) > 1e-3
 
@@ -186,6 +186,33 @@ def test_a_processor_with_a_state_changes_no_token_when_drafts_are_used(verifier
     drafted = engine.generate(**asked)
     assert drafted.token_ids == plain.token_ids
     assert drafted.stats.num_steps < plain.stats.num_steps
+
+
+class Grammar(LogitsProcessor):
+    """A token follows the one before it by 1 to 3; knows nothing of other texts, and nothing after an end token."""
+
+    END = 20
+
+    def __call__(self, input_ids, scores):
+        before, last = input_ids[0, -2:].tolist()
+        assert self.END not in (before, last) and (last - before) % 20 in (1, 2, 3), "no text of this grammar"
+        allowed = [(last + step) % 20 for step in (1, 2, 3)] + [self.END]
+        return torch.full_like(scores, -torch.inf).index_copy(1, torch.tensor(allowed), scores[:, allowed])
+
+
+@pytest.mark.parametrize("settings", [{"seed": 1, "temperature": 1.0, "top_k": 0}, {}])
+def test_processors_are_asked_about_no_text_that_they_forbid_or_that_has_ended(settings):
+    """As in plain decoding: whatever a drafter that was taught other texts drafts."""
+    engine = stand.wrap(tiny_model("qwen2"), verifier="match")
+    prompts, ends = [[3, 4], [9, 7, 8]], {"stop_token_ids": [Grammar.END]}
+    engine.generate(input_ids=prompts, max_new_tokens=40, temperature=1.5, seed=0, stop_token_ids=[])
+    asked = {"input_ids": prompts, "max_new_tokens": 40, "logits_processors": Grammar(), **ends, **settings}
+    expected = engine.generate(draft=False, **asked).token_ids
+    assert all(set(tokens) <= {*range(21)} for tokens in expected)
+    for _ in range(2):
+        output = engine.generate(**asked)
+        assert output.token_ids == expected
+    assert output.stats.num_accepted_draft_tokens > 3
 
 
 def test_processors_without_prefix_run_once_for_all_nodes(monkeypatch):

@@ -16,9 +16,9 @@ def draft_of(tokens, parents) -> DraftTree:
     return DraftTree(tokens, parents, empty, empty.astype(np.float32))
 
 
-def node_case(vocabulary_size: int = VOCABULARY_SIZE):
+def node_case(vocabulary_size: int = VOCABULARY_SIZE, *, seed: int = 5):
     """(packed drafts of 4 and 3 nodes, their rows, their prefixes per node, logits [7, vocabulary_size])."""
-    generator = np.random.default_rng(5)
+    generator = np.random.default_rng(seed)
     rows, drafts, prefixes = [], [], []
     for index, parents in enumerate(([-1, 0, 0, 1], [-1, 0, 1])):
         history = generator.integers(0, vocabulary_size, 6 + index).astype(np.int32)

@@ -7,8 +7,9 @@ import inspect
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Event
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 
 import numpy as np
 import torch
@@ -298,7 +299,7 @@ def _shared(parts: Sequence[object]) -> dict[int, object]:
     """SHARED objects within `parts` by their ids: `deepcopy` takes them for copied already."""
     found: dict[int, object] = {}
     seen: set[int] = set()
-    waiting = [getattr(part, "__dict__", None) for part in parts]
+    waiting = [inner for part in parts for inner in _inside(part)]
     while waiting:
         one = waiting.pop()
         if id(one) in seen or isinstance(one, (type, FunctionType, ModuleType)):
@@ -311,8 +312,16 @@ def _shared(parts: Sequence[object]) -> dict[int, object]:
         elif isinstance(one, (list, tuple, set, frozenset)):
             waiting += one
         else:
-            waiting.append(getattr(one, "__dict__", None))
+            waiting += _inside(one)
     return found
+
+
+def _inside(one: object) -> list[object]:
+    """What a copy of an object copies: its attributes, a method's object, what a partial was given."""
+    if isinstance(one, MethodType):
+        return [one.__self__]
+    given = [one.func, one.args, one.keywords] if isinstance(one, partial) else []
+    return [*given, getattr(one, "__dict__", None)]
 
 
 def _checked_scores(processed: object, processor: LogitsProcessor, vocabulary_size: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -288,3 +289,13 @@ def test_copies_share_tokenizers_models_and_events():
     assert third is not first and third.seen is not first.seen
     assert third.held["tokenizer"] is first.held["tokenizer"] and third.event is first.event
     assert third.held["models"][0] is first.held["models"][0] and third.held is not first.held
+
+
+@pytest.mark.parametrize("wrapped", [lambda first: first.__call__, lambda first: partial(Holding.__call__, first)])
+def test_copies_of_methods_and_partials_share_the_same(wrapped):
+    """A method of the object that holds the flag and the model is a usual criterion."""
+    first = Holding()
+    copied = own_copy(wrapped(first), "it must be copyable")
+    second = copied.args[0] if isinstance(copied, partial) else copied.__self__
+    assert second is not first and second.seen is not first.seen
+    assert second.event is first.event and second.held["models"][0] is first.held["models"][0]

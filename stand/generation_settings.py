@@ -62,7 +62,7 @@ WITHOUT_EFFECT = frozenset(  # on tokens here: other modes' details, ways to com
     "cache_config max_cache_len prefill_chunk_size compile_config disable_compile continuous_batching_config "
     "return_dict_in_generate pad_token_id bos_token_id decoder_start_token_id transformers_version".split()
 )
-PREPARED = "_stand_prepared"  # of a config that `generate` has filled already: what is None there was given as None
+PREPARED = "_stand_prepared"  # of a config that was filled already: what is None there was given as None
 FRACTIONS = frozenset(  # settings for which transformers asks for a float
     "temperature top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty "
     "max_time".split()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from stand.forward.model import text_config
-from stand.generation_settings import GenerationSettings
+from stand.generation_settings import PREPARED, GenerationSettings
 from stand.processors import checked_processors
 from stand.prompts import PromptReader
 from stand.sampling import TargetLaw
@@ -40,9 +42,9 @@ class JobReader:
         """problems: `problem_key` of every prompt that the engine has seen and its number; it grows.
         settings: fields of `GenerationConfig`; the others are as in `Engine.generate`."""
         self._model, self._tokenizer, self._problems = model, tokenizer, problems
-        self._given = dict(generation_config=generation_config, stop_token_ids=stop_token_ids, settings=settings)
         self._processors = checked_processors(logits_processors)
-        self.settings = self._resolved()
+        default_end = None if tokenizer is None else tokenizer.eos_token_id
+        self.settings = GenerationSettings.resolve(model, generation_config, stop_token_ids, default_end, **settings)
         self._strings = as_strings(stop)
         self._stop = StopRule(
             self.settings.end_ids,
@@ -83,7 +85,7 @@ class JobReader:
             raise ValueError(f"a request has one prompt, got {len(read)}; make a request of each")
         settings, stop = self.settings, self._stop
         if (request.max_new_tokens, request.stop, request.stop_token_ids) != (None, None, None):
-            settings = self._resolved(request)
+            settings = self._settings_of(request)
             strings = (*settings.stop_strings, *self._strings, *as_strings(request.stop))
             stop = stop.with_ends(settings.end_ids, strings)
         return self.job(read[0], self._row_numbers(request), settings=settings, stop=stop, id=request.id)
@@ -121,20 +123,14 @@ class JobReader:
         else:
             self._counted.append(rows)
 
-    def _resolved(self, request: Request | None = None) -> GenerationSettings:
-        given = dict(self._given["settings"])
-        end_ids = self._given["stop_token_ids"]
-        if request is not None:
-            end_ids = end_ids if request.stop_token_ids is None else request.stop_token_ids
-            if request.max_new_tokens is not None:
-                given["max_new_tokens"] = request.max_new_tokens
-        return GenerationSettings.resolve(
-            self._model,
-            self._given["generation_config"],
-            end_ids,
-            None if self._tokenizer is None else self._tokenizer.eos_token_id,
-            **given,
+    def _settings_of(self, request: Request) -> GenerationSettings:
+        """The call's, as they were when it was made, with the request's own."""
+        config = copy.deepcopy(self.settings.config)
+        setattr(config, PREPARED, True)
+        resolved = GenerationSettings.resolve(
+            self._model, config, request.stop_token_ids, max_new_tokens=request.max_new_tokens
         )
+        return replace(resolved, has_max_length=self.settings.has_max_length)
 
     def _row_numbers(self, request: Request) -> Sequence[int]:
         count = self.settings.num_return_sequences

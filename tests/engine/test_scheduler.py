@@ -10,7 +10,7 @@ import pytest
 import torch
 from letter_tokenizer import LETTERS, letter_tokenizer
 from tiny_models import SHAPE, tiny_model
-from transformers import AutoModelForCausalLM, LogitsProcessor, Qwen2Config
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, Qwen2Config
 
 import stand
 from stand.call import Call
@@ -406,6 +406,22 @@ def test_requests_with_other_processors_are_refused():
     run = engine_of().run(requests, max_rows=1, max_new_tokens=4, min_new_tokens=2, seed=0)
     with pytest.raises(ValueError, match="must need the same processors, got none beside MinLength"):
         list(run)
+
+
+def test_settings_are_those_of_the_moment_when_a_run_was_made():
+    """Whatever a config is changed to before the requests are read, those with settings of their own among them."""
+    requests = [stand.Request([5, 9, 11], max_new_tokens=8), stand.Request([3, 4], stop_token_ids=[7]), [3, 4]]
+
+    def tokens(change) -> dict:
+        config = GenerationConfig(max_new_tokens=8, do_sample=True, temperature=0.2, top_k=0, eos_token_id=2)
+        run = engine_of().run(requests, generation_config=config, seed=3)
+        change(config)
+        return tokens_of(run)
+
+    def to_others(config):
+        config.temperature, config.max_new_tokens, config.eos_token_id = 5.0, 3, [*range(60)]
+
+    assert tokens(to_others) == tokens(lambda config: None)
 
 
 @pytest.mark.parametrize(

@@ -137,11 +137,11 @@ def generate(model: PreTrainedModel, **arguments: object) -> torch.Tensor | Gene
         if arguments.pop(name, None) is not None:
             raise ValueError(f"{name} must be None here, got a value: {reason}; leave it out")
     tokenizer, streamer = arguments.pop("tokenizer", None), arguments.pop("streamer", None)
-    config, stop = arguments.get("generation_config"), arguments.pop("stop_strings", None)
-    if stop is None and config is not None and config.stop_strings is not None:
-        config = copy.deepcopy(config)
-        stop, config.stop_strings = config.stop_strings, None
-        arguments["generation_config"] = config
+    givers = [giver for giver in (arguments.get("generation_config"), model.generation_config) if giver is not None]
+    set_there = [giver.stop_strings for giver in givers if giver.stop_strings is not None]
+    stop = arguments.pop("stop_strings", set_there[0] if set_there else None)
+    if set_there:
+        arguments["stop_strings"] = None  # a criterion takes their place, else `generate` misses the tokenizer
     if stop is not None:
         if tokenizer is None:
             raise ValueError(f"stop strings need a tokenizer, got {stop!r}; pass tokenizer= to generate")

@@ -16,6 +16,7 @@ from tiny_models import CONFIGS, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
+    GenerationConfig,
     GenerationMixin,
     LogitsProcessor,
     MaxLengthCriteria,
@@ -28,6 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 import stand
 from stand.forward.cache_argument import cache_argument
 from stand.plugins.generate import engine_of, stand_generate, use_engine
+from stand.plugins.generate import generate as hub_generate
 
 ROOT = Path(__file__).resolve().parents[2]
 HUB = ROOT / "docs" / "hub"
@@ -316,6 +318,22 @@ def test_a_hub_folder_serves_streamer_and_stop_strings(model, recipe):
     assert streamer.pieces == got[0].tolist() and streamer.ended
     with pytest.raises(ValueError, match="assistant_model"):
         model.generate(**inputs, custom_generate=recipe, trust_remote_code=True, assistant_model=model)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"stop_strings": None}, {"config": LETTERS[20:30]}, {"config": None}, {"stop_strings": LETTERS[50:]}]
+)
+def test_the_models_own_stop_strings_are_served_by_the_folders_form(given):
+    model, config = copy.deepcopy(tiny_model("llama")), GenerationConfig(max_new_tokens=24, do_sample=False)
+    model.generation_config.stop_strings = LETTERS[30:40]
+    settings = {"max_new_tokens": 24, "do_sample": False, **given}
+    if "config" in given:
+        config.stop_strings = given["config"]
+        settings = {"generation_config": config}
+    settings |= {"input_ids": PADDED["input_ids"][:1], "tokenizer": letter_tokenizer()}
+    expected = model.generate(**settings)
+    assert hub_generate(model, **settings).tolist() == expected.tolist()
+    assert (expected.shape[1] < 30) == (given != {"stop_strings": None})
 
 
 def test_a_model_folder_with_the_recipe_generates_by_it(recipe):

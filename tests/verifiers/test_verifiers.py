@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import warnings
 from fractions import Fraction
 
 import exact_rules
@@ -397,6 +398,21 @@ INDEPENDENT = fork([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]])
 BATCH = fork([[0.5, 0.3, 0.2], [0, 0.6, 0.4]])
 MIXED = fork([[0.5, 0.5, 0], [0, 0, 1]], tokens=(0, 2))
 ADAPTIVE = fork([[0.5, 0.3, 0.2], [0.2, 0.4, 0.4]])
+
+
+@pytest.mark.parametrize("rule", sorted(set(verifier_names()) - {"greedy_block"}))
+def test_empty_drafts_warn_of_nothing(rule):
+    """Their arrays are read-only, of which torch warns, else once per process."""
+    zeros = np.zeros(1, dtype=np.int64)
+    batch, noise = DraftBatch.pending([3]), VerifierNoise(seed=0, rows=zeros, steps=zeros, positions=zeros)
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            get_verifier(rule, allow_lossy=True).verify(batch, TargetRows(torch.full((1, 4), 0.25)), noise)
+    finally:
+        torch.set_warn_always(before)
 
 
 def test_chains_are_required():

@@ -8,6 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PACKAGES = ("stand", "trees", "verifiers", "scripts")
+RULES = ("verifiers", "stand/drafters")  # what docs/verifiers.md is about
 MOST_LINES = 120
 
 in_the_source = pytest.mark.skipif(
@@ -84,6 +85,14 @@ def test_every_command_is_named():
 
 def test_the_checker_sees_an_unnamed_command():
     assert unnamed({"replay.py", "lay.py"}, "`replay.py`") == {"lay.py"}
+
+
+@in_the_source
+def test_functions_that_the_page_of_rules_calls_exist():
+    sources = (path.read_text(encoding="utf-8") for name in RULES for path in (ROOT / name).rglob("*.py"))
+    defined = {name for source in sources for name in re.findall(r"def (\w+)\(", source)}
+    called = set(re.findall(r"`(?:\w+\.)*(\w+)\([^`]*`", (ROOT / "docs" / "verifiers.md").read_text(encoding="utf-8")))
+    assert "fitting_names" in called and not called - defined
 
 
 @in_the_source

@@ -148,25 +148,26 @@ class DraftBatch:
 
     @classmethod
     def concatenate(cls, drafts: Sequence[DraftTree]) -> DraftBatch:
-        """Pack drafts, one per row; supports are padded to the widest.
+        """Pack drafts, one per row; supports are padded to the widest, whole numbers become int32.
 
-        Raises ValueError where there is no draft, or where only some have path probabilities or path estimates: the
-        batch could not say any more which drafts were grown by them.
+        Raises ValueError where there is no draft, where numbers are not whole, or where only some drafts have path
+        probabilities or path estimates: the batch could not say any more which ones were grown by them.
         """
         if len(drafts) == 0:
             raise ValueError("drafts must hold at least one draft, got none; give DraftTree.pending() to rows without")
         has_slots = all(draft.slots is not None for draft in drafts)
         width = max(draft.support_ids.shape[1] for draft in drafts)
-        parents = np.concatenate([draft.parents for draft in drafts])
+        parents = int32_array(np.concatenate([draft.parents for draft in drafts]), "parents")
+        supports = np.concatenate([_widen(draft.support_ids, width, NO_TOKEN) for draft in drafts])
         offsets = np.cumsum([0] + [draft.num_nodes for draft in drafts]).astype(np.int32)
         depths, ranks = _depths_and_ranks(parents, offsets)
         return cls(
-            token_ids=np.concatenate([draft.token_ids for draft in drafts]),
+            token_ids=int32_array(np.concatenate([draft.token_ids for draft in drafts]), "token_ids"),
             parents=parents,
             offsets=offsets,
             depths=depths,
             ranks=ranks,
-            support_ids=np.concatenate([_widen(draft.support_ids, width, NO_TOKEN) for draft in drafts]),
+            support_ids=int32_array(supports, "support_ids"),
             law=np.concatenate([_widen(draft.law, width, 0.0) for draft in drafts]),
             adapted=all(draft.adapted for draft in drafts),
             slots=np.concatenate([draft.slots for draft in drafts]) if has_slots else None,

@@ -1,5 +1,6 @@
 """Drafters of other people: docs/architecture.md's example runs, and wrong answers are refused before the forward."""
 
+import dataclasses
 import re
 import threading
 from pathlib import Path
@@ -13,6 +14,7 @@ import stand
 from stand.trees import DraftBatch, DraftTree
 
 ARCHITECTURE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
+ARRAYS = ("token_ids", "parents", "support_ids", "law")
 PROMPTS = [[5, 9, 11, 4, 5, 9], [7]]
 
 
@@ -91,6 +93,24 @@ def test_a_right_answer_is_not_refused():
         first = wide_pair(9, [3, -1, -1], [1.0, 0.0, 0.0]) if second.law.shape[1] > 1 else first
         engine = stand.wrap(tiny_model("qwen2"), drafter=Answer(first, second))
         assert len(engine.generate(input_ids=PROMPTS, max_new_tokens=1, seed=0)) == 2
+
+
+@pytest.mark.parametrize("rule", ["traversal", "match", "rrs"])
+def test_numbers_as_numpy_makes_them_are_taken(rule):
+    """int64, and laws in float64."""
+    drafts = [pair(9, 3), pair(7, 3)]
+    wide = [DraftTree(*(np.array(getattr(draft, name).tolist()) for name in ARRAYS)) for draft in drafts]
+    assert {array.dtype for draft in wide for array in (draft.token_ids, draft.support_ids)} == {np.dtype(np.int64)}
+    settings = {"input_ids": PROMPTS, "max_new_tokens": 1, "temperature": 1.0, "seed": 0}
+    engines = [stand.wrap(tiny_model("qwen2"), drafter=Answer(*given), verifier=rule) for given in (drafts, wide)]
+    assert engines[0].generate(**settings).token_ids == engines[1].generate(**settings).token_ids
+
+
+def test_numbers_that_are_not_whole_are_refused():
+    for name in ARRAYS[:3]:
+        half = dataclasses.replace(pair(9, 3), **{name: getattr(pair(9, 3), name) + 0.5})
+        with pytest.raises(ValueError, match=f"{name} must hold whole numbers"):
+            DraftBatch.concatenate([half])
 
 
 def test_a_second_thread_waits_for_its_turn():

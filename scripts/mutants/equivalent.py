@@ -294,11 +294,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "0 -> 1 #2",
     ): "the first draft fills a cache of its own",
     (
-        "stand/drafters/draft_model.py",
-        "if depths.max() > 0:",
-        "Gt -> GtE",
-    ): "without depth nothing is drawn; the cache is only brought up earlier",
-    (
         "stand/drafters/drafter.py",
         "lookup.learn(context[:1], np.append(context[1:], np.int32(token)))",
         "1 -> 0",

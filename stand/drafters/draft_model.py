@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from stand.drafters.drafter import Drafter, DraftRequest
 from stand.drafters.settings import check_count, check_temperature
-from stand.forward.model import prefill, run_plan
+from stand.forward.model import max_positions, prefill, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
 from stand.forward.recurrent_layers import recurrent_layers
 from stand.forward.self_check import UnsupportedModelError, check_model
@@ -31,6 +31,9 @@ class ModelDrafter(Drafter):
     It holds a key-value cache of its own and goes on from whatever prefix of a row's history is in it, so that rejected
     tokens cost nothing and rows may come and go. One drafter serves one engine at a time.
 
+    Vocabularies may be padded to unlike sizes: no token is drafted that the target lacks, and one that the draft model
+    lacks stands for its last. A row that has outgrown the draft model's context gets no draft.
+
     Raises UnsupportedModelError for a model that cannot be served, ValueError for settings out of range.
     """
 
@@ -50,9 +53,14 @@ class ModelDrafter(Drafter):
         self.gamma = gamma
         self.temperature = temperature
         self.law_size = num_candidates
+        self._last_token = text_config(model).vocab_size - 1
+        self._target_size: int | None = None  # of the target's vocabulary; None: as large
         self._cache = TreeCache(num_rows=0, room=0)
         self._held: list[np.ndarray] = []  # per cache row: the tokens whose keys it holds
         self._rows: list[int] = []  # per cache row: the row of the call that it serves
+
+    def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
+        self._target_size = text_config(model).vocab_size
 
     def most_nodes(self, num_rows: int) -> int:
         return num_rows * self.gamma
@@ -60,27 +68,40 @@ class ModelDrafter(Drafter):
     @torch.inference_mode()
     def draft(self, request: DraftRequest) -> DraftBatch:
         """One chain per row, min(gamma, max_depths) deep; see `Drafter.draft`."""
-        depths = np.clip(request.max_depths, 0, self.gamma)
-        levels: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # (tokens [B], supports [B, S], laws [B, S])
-        if depths.max() > 0:
+        depths = self._depths(request)
+        drafted = np.flatnonzero(depths)
+        levels: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # of these rows: tokens, supports, laws
+        if len(drafted):
             with tree_attention(self.model):
-                logits = self._catch_up(request.histories, request.rows.tolist())
+                logits = self._catch_up([request.histories[row] for row in drafted], request.rows[drafted].tolist())
                 for depth in range(1, int(depths.max()) + 1):
                     if depth > 1:
                         logits = self._forward(list(levels[-1][0][:, None]))
-                    layers = np.full(len(depths), depth)
-                    points = uniforms(request.seed, DRAFT, request.noise_keys, request.steps, layers)
+                    layers = np.full(len(drafted), depth)
+                    keys, steps = request.noise_keys[drafted], request.steps[drafted]
+                    points = uniforms(request.seed, DRAFT, keys, steps, layers)
                     levels.append(self._draw(logits, points, is_greedy=request.is_greedy))
+        places = np.cumsum(depths > 0) - 1
         chains = [
-            _chain(int(history[-1]), [[part[row] for part in level] for level in levels[:depth]])
-            for row, (history, depth) in enumerate(zip(request.histories, depths.tolist(), strict=True))
+            _chain(int(history[-1]), [[part[place] for part in level] for level in levels[:depth]])
+            for history, depth, place in zip(request.histories, depths.tolist(), places, strict=True)
         ]
         return DraftBatch.concatenate(chains)
+
+    def _depths(self, request: DraftRequest) -> np.ndarray:
+        """[B]: how deep each row's chain will be; 0 where gamma tokens could lie beyond the model's context."""
+        depths = np.clip(request.max_depths, 0, self.gamma)
+        context = max_positions(self.model)
+        if context is not None:
+            lengths = np.array([len(history) for history in request.histories])
+            depths[lengths + self.gamma - 1 > context] = 0  # the last token of a chain is not run
+        return depths
 
     def _draw(
         self, logits: torch.Tensor, points: np.ndarray, *, is_greedy: bool
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(tokens [B] int32, token ids [B, S] int32, laws [B, S] float32) after logits [B, V]; points: uniforms [B]."""
+        logits = logits[:, : self._target_size]
         size = min(1 if is_greedy else self.law_size, logits.shape[1])
         best = torch.topk(logits.float(), size, dim=1)
         law = torch.softmax(best.values / self.temperature, dim=1)
@@ -119,19 +140,23 @@ class ModelDrafter(Drafter):
         self._cache = TreeCache(num_rows=len(prefixes), room=max(map(len, histories)) + self.gamma)
         for place in range(len(prefixes)):
             prefix = histories[places.index(place)][:-1]
-            prefill(self.model, self._cache, prefix, row=place)
+            prefill(self.model, self._cache, self._known(prefix), row=place)
         self._cache.fan_out(places)
         self._held = [history[:-1].copy() for history in histories]
 
     def _forward(self, chunks: list[np.ndarray]) -> torch.Tensor:
         """Append `chunks`, one per row, to what the cache holds; logits [B, V] after the last token of each."""
-        batch = DraftBatch.concatenate([DraftTree.chain(chunk) for chunk in chunks])
+        batch = DraftBatch.concatenate([DraftTree.chain(self._known(chunk)) for chunk in chunks])
         lengths = np.array([len(held) for held in self._held], dtype=np.int64)
         plan = StepPlan.for_drafts(batch, lengths, device=self.model.device)
         logits = run_plan(self.model, self._cache, plan)
         self._held = [np.concatenate([held, chunk]) for held, chunk in zip(self._held, chunks, strict=True)]
         ends = torch.from_numpy(batch.offsets[1:].astype(np.int64) - 1).to(logits.device)
         return logits[ends]
+
+    def _known(self, token_ids: np.ndarray) -> np.ndarray:
+        """The same length; a guess after a token that the model lacks may well be wrong."""
+        return np.minimum(token_ids, self._last_token)
 
 
 def _common_length(first: np.ndarray, second: np.ndarray) -> int:

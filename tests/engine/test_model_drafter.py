@@ -6,6 +6,7 @@ import torch
 from draft_requests import draft_request
 from exact_drafts import recorded_probability
 from tiny_models import VOCABULARY_SIZE, tiny_model
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 import stand
 from stand import ModelDrafter
@@ -198,6 +199,39 @@ def test_the_same_seed_gives_the_same_rows_whatever_was_drafted_before():
     assert used.generate(**settings, seed=7).token_ids == fresh.token_ids
     alone = engine_of().generate(**{**settings, "input_ids": PROMPTS[:1]}, seed=7)
     assert alone.token_ids == fresh.token_ids[:2]
+
+
+def small_of(**changes) -> PreTrainedModel:
+    """A model of learned positions, which has no more of them than its context."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=VOCABULARY_SIZE, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
+    config.update(changes)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("size", [VOCABULARY_SIZE - 30, VOCABULARY_SIZE + 400])
+def test_vocabularies_of_unlike_sizes_draft_what_both_have(size):
+    """Qwen2.5's models have 151,936 tokens or 152,064, of which as many mean something."""
+    engine = stand.wrap(tiny_model(TARGET), verifier="match", drafter=ModelDrafter(small_of(vocab_size=size)))
+    settings = {"input_ids": PROMPTS, "max_new_tokens": 16, "temperature": 2.0, "top_k": 0, "seed": 1}
+    output = engine.generate(**settings, stop_token_ids=[])
+    assert max(map(max, output.token_ids)) > VOCABULARY_SIZE - 30 and output.stats.num_draft_tokens > 0
+    assert output.token_ids == engine.generate(**settings, stop_token_ids=[], draft=False).token_ids
+
+
+def test_a_row_that_outgrows_the_draft_models_context_gets_no_draft():
+    """The others go on, also where the row would end within the context that it has."""
+    drafter = ModelDrafter(small_of(n_positions=16), gamma=3)
+    histories = [np.arange(3, 3 + length, dtype=np.int32) for length in (5, 14, 15, 30)]
+    assert [len(draft) - 1 for draft in chains_of(drafter, histories)] == [3, 3, 0, 0]
+    engine = stand.wrap(tiny_model(TARGET), drafter=drafter, verifier="block")
+    output = engine.generate(input_ids=PROMPTS, max_new_tokens=20, temperature=1.0, seed=1, stop_token_ids=[])
+    assert [len(tokens) for tokens in output.token_ids] == [20, 20, 20] and output.stats.num_draft_tokens > 0
+
+
+def chains_of(drafter: ModelDrafter, histories: list[np.ndarray]) -> list[list[int]]:
+    batch = drafter.draft(draft_request(histories))
+    return [batch[row].token_ids.tolist() for row in range(len(batch))]
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,8 @@ class ModelDrafter(Drafter):
         levels: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # of these rows: tokens, supports, laws
         if len(drafted):
             with tree_attention(self.model):
-                logits = self._catch_up([request.histories[row] for row in drafted], request.rows[drafted].tolist())
+                rows = request.rows[drafted].tolist()
+                logits = self._catch_up([request.histories[row] for row in drafted], rows)
                 for depth in range(1, int(depths.max()) + 1):
                     if depth > 1:
                         logits = self._forward(list(levels[-1][0][:, None]))
@@ -81,6 +82,7 @@ class ModelDrafter(Drafter):
                     keys, steps = request.noise_keys[drafted], request.steps[drafted]
                     points = uniforms(request.seed, DRAFT, keys, steps, layers)
                     levels.append(self._draw(logits, points, is_greedy=request.is_greedy))
+            self._rows = rows  # last: where an error ends this, none is known
         places = np.cumsum(depths > 0) - 1
         chains = [
             _chain(int(history[-1]), [[part[place] for part in level] for level in levels[:depth]])
@@ -111,21 +113,20 @@ class ModelDrafter(Drafter):
 
     def _catch_up(self, histories: Sequence[np.ndarray], rows: list[int]) -> torch.Tensor:
         """Bring the cache to the end of every history; logits [B, V] after it."""
-        is_known = set(rows) <= set(self._rows)
+        known, self._rows = self._rows, []
+        is_known = set(rows) <= set(known)
         if is_known:
-            self._keep(histories, rows)
+            self._keep(histories, [known.index(row) for row in rows])
         longest = self.gamma + 1  # new tokens of a step that kept all it could
         if not is_known or any(
             len(history) - len(held) > longest for history, held in zip(histories, self._held, strict=True)
         ):
             self._start(histories)
-        self._rows = rows
         return self._forward([history[len(held) :] for history, held in zip(histories, self._held, strict=True)])
 
-    def _keep(self, histories: Sequence[np.ndarray], rows: list[int]) -> None:
-        """Seat the cache's rows like `rows` and forget what their histories do not begin with."""
-        if rows != self._rows:
-            sources = [self._rows.index(row) for row in rows]
+    def _keep(self, histories: Sequence[np.ndarray], sources: list[int]) -> None:
+        """Row i becomes the cache's row sources[i]; forget what its history does not begin with."""
+        if sources != list(range(len(self._held))):
             self._cache.fan_out(sources)
             self._held = [self._held[source] for source in sources]
         self._held = [

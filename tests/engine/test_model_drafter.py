@@ -5,6 +5,7 @@ import pytest
 import torch
 from draft_requests import draft_request
 from exact_drafts import recorded_probability
+from failures import failing_after
 from tiny_models import VOCABULARY_SIZE, tiny_model
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
@@ -232,6 +233,20 @@ def test_a_row_that_outgrows_the_draft_models_context_gets_no_draft():
 def chains_of(drafter: ModelDrafter, histories: list[np.ndarray]) -> list[list[int]]:
     batch = drafter.draft(draft_request(histories))
     return [batch[row].token_ids.tolist() for row in range(len(batch))]
+
+
+def test_after_an_error_a_call_is_as_before_it(monkeypatch):
+    """Where the draft model's cache was being filled for other rows."""
+    engine = engine_of(small=TARGET, gamma=4, num_candidates=VOCABULARY_SIZE)
+    settings = {"input_ids": PROMPTS[2:], "max_new_tokens": 20, "temperature": 1.0, "top_k": 0, "stop_token_ids": []}
+    before = engine.generate(**settings, seed=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(draft_model, "prefill", failing_after(0, draft_model.prefill, MemoryError("no room")))
+        with pytest.raises(MemoryError, match="no room"):
+            engine.generate(**settings, num_return_sequences=3, seed=1)
+    after = engine.generate(**settings, seed=1)
+    assert after.token_ids == before.token_ids
+    assert after.stats.num_accepted_draft_tokens == after.stats.num_draft_tokens == 16
 
 
 @pytest.mark.parametrize(

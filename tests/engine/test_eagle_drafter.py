@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from failures import failing_after
 from plain_eagle import plain_logits, random_head
 from tiny_models import SHAPE, VOCABULARY_SIZE, tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -97,6 +98,21 @@ def test_calls_that_take_turns_keep_their_rows_apart():
     calls = take_turns(engine, PROMPTS[:2], max_new_tokens=5)
     assert drafter.num_checked > 15
     assert all(call.stats.num_draft_tokens > 4 for call in calls)
+
+
+@pytest.mark.parametrize("num_runs", range(4))
+def test_after_an_error_rows_begin_anew(num_runs, monkeypatch):
+    """Where the head fails on a prompt, on the first draft or on a later one."""
+    drafter = checked("llama", budget=4, runs=3)
+    engine = stand.wrap(tiny_model("llama"), drafter=drafter)
+    settings = {"input_ids": PROMPTS[:1], "max_new_tokens": 6, "temperature": 1.0, "seed": 1, "stop_token_ids": []}
+    with monkeypatch.context() as patch:
+        work = drafter.head.forward
+        patch.setattr(drafter.head, "forward", failing_after(num_runs, work, MemoryError("no room")))
+        with pytest.raises(MemoryError, match="no room"):
+            engine.generate(**settings)
+    before = drafter.num_checked
+    assert engine.generate(**settings).stats.num_draft_tokens == drafter.num_checked - before > 4
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -120,16 +120,20 @@ class FollowedRows:
 
     def _run(self, plan: StepPlan, features: torch.Tensor) -> torch.Tensor:
         """The head on the plan's pairs: [M, D]."""
+        keys, self._keys = self._keys, []  # where an error ends this, no row is held
         self._cache.begin(plan)
         with few_token_layers(self._head), fused(self._target, self._cache):
-            return self._head(
+            estimates = self._head(
                 features[None], plan.input_ids, plan.position_ids,
                 attention_mask=None, cache=self._cache, use_cache=True, stand_plan=plan,
             )[0]  # fmt: skip
+        self._keys = keys
+        return estimates
 
     def _seat(self, histories: Sequence[np.ndarray], keys: list[bytes]) -> None:
         """Place i becomes histories[i]: held rows move, new ones begin with the features of their tokens."""
         held = {key: place for place, key in enumerate(self._keys)}
+        self._keys = []  # until all are seated
         sources = [held.get(key) for key in keys]
         known = [source for source in sources if source is not None]
         room = max(map(len, histories))
@@ -141,16 +145,19 @@ class FollowedRows:
         empty = torch.empty(0, self._head.config.hidden_size, dtype=self._target.dtype, device=self._target.device)
         self._fresh = [empty if source is None else self._fresh[source] for source in sources]
         self._lengths = np.array([0 if source is None else self._lengths[source] for source in sources])
-        self._keys = keys
         first: dict[bytes, int] = {}
         for place, (history, source) in enumerate(zip(histories, sources, strict=True)):
             if source is None:
-                self._begin(place, history, first.setdefault(keys[place], place))
+                self._begin(place, history, first.setdefault(keys[place], place), self._prompts.get(keys[place]))
+        self._keys = keys
         for key in keys:
             self._prompts.pop(key, None)
 
-    def _begin(self, place: int, history: np.ndarray, first: int) -> None:
-        """All pairs but the last one of a row that is not held; those of an equal row at `first` are copied."""
+    def _begin(self, place: int, history: np.ndarray, first: int, features: torch.Tensor | None) -> None:
+        """All pairs but the last one of a row that is not held; those of an equal row at `first` are copied.
+
+        features: of its tokens, where they are known.
+        """
         length = len(history) - 1
         if length == 0:
             return
@@ -158,7 +165,6 @@ class FollowedRows:
             self._cache.move(first, place, int(self._lengths[first]))
             self._fresh[place], self._lengths[place] = self._fresh[first], self._lengths[first]
             return
-        features = self._prompts.get(self._keys[place])
         if features is None:
             with tree_attention(self._target):
                 features = prefill_features(self._target, TreeCache(num_rows=1, room=length), history[:-1], row=0)

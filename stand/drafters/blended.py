@@ -8,12 +8,21 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.drafters.drafter import DraftRequest, Lesson, LookupDrafter, check_kind, settle_vocabulary, teach_two_ways
+from stand.drafters.drafter import (
+    Drafter,
+    DraftRequest,
+    Lesson,
+    LookupDrafter,
+    check_kind,
+    settle_vocabulary,
+    teach_two_ways,
+)
 from stand.drafters.known_costs import KnownCosts, Measure, saved_costs
 from stand.drafters.law_source import LawSource
 from stand.drafters.settings import check_count
 from stand.drafters.step_cost import CostTable, StepCost
 from stand.measured_files import measured_folder
+from stand.seeds import call_seed
 from stand.trees import BlendedLookup, DraftBatch
 from stand.trees.sampling import KINDS
 
@@ -90,6 +99,11 @@ class BlendedDrafter(LookupDrafter):
             self._known = KnownCosts(model, folder) if model.device.type == "cpu" else None
         if self.budget is None and self._known is None:
             self.budget = default_budget(model.device) if self.costs is None else self.costs.most_tokens
+
+    def start_call(self, *, learns: bool) -> int:
+        """Of the lookup, and with a source of the calls that taught: what they taught it outlives `lookup.clear()`."""
+        start = super().start_call(learns=learns)
+        return start if self.source is None else call_seed(start, Drafter.start_call(self, learns=learns))
 
     def most_nodes(self, num_rows: int) -> int:
         if self._known is not None:

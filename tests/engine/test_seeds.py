@@ -280,6 +280,24 @@ def test_a_call_that_teaches_nothing_repeats_itself(laws):
     assert one.stats.num_steps == two.stats.num_steps == three.stats.num_steps
 
 
+class NoLaws(stand.LawSource):
+    def laws(self, request, plan):
+        return None
+
+
+@pytest.mark.parametrize("source", [None, NoLaws()])
+def test_a_cleared_lookup_begins_anew_unless_a_source_remembers(source):
+    """How often a trained part pays follows from earlier calls, and no lookup knows of it."""
+    drafter = stand.BlendedDrafter(BlendedLookup(), source=source)
+    starts = []
+    for _ in range(2):
+        drafter.lookup.learn([1], [2, 3])
+        starts += [drafter.start_call(learns=learns) for learns in (False, False, True, True)]
+        drafter.lookup.clear()
+    assert starts[0] == starts[1] and starts[4] == starts[5]
+    assert len(set(starts)) == (3 if source is None else 6)
+
+
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.5, "7", True])
 def test_bad_seeds_are_refused(seed):
     with pytest.raises(ValueError, match="seed must be an integer"):

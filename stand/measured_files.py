@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -32,14 +33,14 @@ def measured_path(folder: Path, *parts: str) -> Path:
 
 
 def keep_first(path: Path, save: Callable[[Path], None], *, is_sound: Callable[[Path], bool]) -> None:
-    """Have `save` write the file, unless another process has written a sound one meanwhile.
+    """Have `save` write the file, unless another process or thread has written a sound one meanwhile.
 
     Raises OSError where the folder cannot be written.
     """
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    save(unfinished)
     try:
+        save(unfinished)
         os.link(unfinished, path)
     except FileExistsError:
         if not is_sound(path):

@@ -85,7 +85,8 @@ class KnownCosts:
     def _find(self, size: int, measure: Measure) -> StepCost:
         path = self.path(size)
         if path not in _IN_MEMORY:
-            _IN_MEMORY[path] = _read(path) or _file(path, measure(num_rows=size, length=LENGTH, seconds=SECONDS))
+            cost = _read(path) or _file(path, measure(num_rows=size, length=LENGTH, seconds=SECONDS))
+            _IN_MEMORY.setdefault(path, cost)  # another thread may have timed it meanwhile
         return _IN_MEMORY[path]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import secrets
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -108,9 +108,12 @@ class CostTable:
         document = {"format": FORMAT, "costs": [asdict(cost) for cost in self.costs]}
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f"{path.name}.part{os.getpid()}")
-        unfinished.write_text(json.dumps(document) + "\n", encoding="utf-8")
-        unfinished.replace(path)  # whoever is killed meanwhile leaves the old file
+        unfinished = path.with_name(f"{path.name}.part{secrets.token_hex(4)}")
+        try:
+            unfinished.write_text(json.dumps(document) + "\n", encoding="utf-8")
+            unfinished.replace(path)  # whoever is killed meanwhile leaves the old file
+        finally:
+            unfinished.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | PathLike) -> CostTable:

@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+import os
 import platform
 import tempfile
 from pathlib import Path
@@ -19,7 +20,7 @@ from stand.drafters import known_costs
 from stand.drafters.followed_cost import STEPS_BETWEEN, FollowedCost
 from stand.drafters.known_costs import KnownCosts, processor_name
 from stand.drafters.step_cost import StepCost, measure_cost
-from stand.measured_files import measured_folder
+from stand.measured_files import keep_first, measured_folder
 from stand.trees import BlendedLookup
 
 CHEAP = StepCost(4, 32, tokens=(4, 8, 64), seconds=(1.0, 1.0, 1.1))
@@ -147,6 +148,46 @@ def test_a_damaged_file_is_replaced_and_another_process_goes_first(folder, monke
     other = KnownCosts(tiny_model("qwen2"), folder)
     other.prepare(4, beaten)
     assert other.seeded_cost(4, 4) == DEAR and stand.CostTable.load(path).costs == (DEAR,)
+
+
+def test_of_two_that_file_at_once_the_first_is_kept(tmp_path, monkeypatch):
+    """Threads of a process, or containers, whose processes have the same number."""
+    path, link = tmp_path / "costs", os.link
+
+    def keep(cost):
+        keep_first(path, stand.CostTable((cost,)).save, is_sound=Path.exists)
+
+    def overtaken(*names):
+        monkeypatch.setattr(os, "link", link)
+        keep(DEAR)
+        link(*names)
+
+    monkeypatch.setattr(os, "link", overtaken)
+    keep(CHEAP)
+    assert stand.CostTable.load(path).costs == (DEAR,) and list(tmp_path.iterdir()) == [path]
+
+
+def test_without_a_folder_the_threads_of_a_process_share_the_first_costs(folder):
+    folder.write_text("in the way")
+    first, second = (KnownCosts(tiny_model("qwen2"), folder) for _ in range(2))
+
+    def overtaken(**_):
+        first.prepare(1, lambda **_: DEAR)
+        return CHEAP
+
+    second.prepare(1, overtaken)
+    assert first.seeded_cost(1, 1) == second.seeded_cost(1, 1) == DEAR
+
+
+def test_a_full_disk_is_left_as_it_was(tmp_path, monkeypatch):
+    def fill(self, text, **_):
+        self.write_bytes(text[:9].encode())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fill)
+    with pytest.raises(OSError, match="No space"):
+        keep_first(tmp_path / "costs", stand.CostTable((CHEAP,)).save, is_sound=Path.exists)
+    assert not list(tmp_path.iterdir())
 
 
 def test_another_build_of_torch_is_timed_anew(folder, monkeypatch):

@@ -91,15 +91,15 @@ class KnownCosts:
 
 
 def saved_costs(model: PreTrainedModel, folder: Path) -> CostTable | None:
-    """The table that scripts/gpu_bench.py measured for such a model on this GPU; None where there is none, or a damaged
-    one, and always elsewhere."""
+    """The table that scripts/gpu_bench.py measured for such a model on this GPU; None where there is none, or one that
+    is damaged or may not be read, and always elsewhere."""
     if model.device.type != "cuda":
         return None
     device = torch.cuda.get_device_name(model.device)
     path = table_path(folder, model=size_name(model), device=device, dtype=str(model.dtype))
     try:
         return CostTable.load(path) if path.exists() else None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         LOGGER.warning("no costs of steps are known: %s", error)
         return None
 

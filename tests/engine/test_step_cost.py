@@ -64,7 +64,7 @@ def test_who_is_killed_while_it_saves_leaves_the_old_table(tmp_path, monkeypatch
     assert CostTable.load(path).costs == (FLAT_THEN_STEEP,)
 
 
-def test_a_damaged_table_of_a_gpu_is_none(tmp_path, monkeypatch, caplog):
+def test_a_damaged_table_of_a_gpu_is_none_and_so_is_one_that_may_not_be_read(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
     monkeypatch.setattr(known_costs, "size_name", lambda model: "small")
@@ -75,6 +75,13 @@ def test_a_damaged_table_of_a_gpu_is_none(tmp_path, monkeypatch, caplog):
     assert known_costs.saved_costs(model, tmp_path) == table
     path.write_text(path.read_text()[:20])
     assert known_costs.saved_costs(model, tmp_path) is None and "measure it again" in caplog.text
+
+    def refuse(self, **_):
+        raise PermissionError(13, "Permission denied")  # another user's home
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    monkeypatch.setattr(Path, "exists", lambda path: bool(path.stat()))  # Python 3.14 says no
+    assert known_costs.saved_costs(model, tmp_path) is None and "Permission denied" in caplog.text
 
 
 def test_the_knee_is_the_largest_cheap_size():

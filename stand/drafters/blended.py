@@ -96,7 +96,9 @@ class BlendedDrafter(LookupDrafter):
         folder = measured_folder()
         if self.costs is None and self.budget is None and folder is not None:
             self.costs = saved_costs(model, folder)
-            self._known = KnownCosts(model, folder) if model.device.type == "cpu" else None
+            known = KnownCosts(model, folder) if model.device.type == "cpu" else None
+            if known is None or self._known is None or known.path(1) != self._known.path(1):
+                self._known = known  # else calls that were prepared go on with their tables
         if self.budget is None and self._known is None:
             self.budget = default_budget(model.device) if self.costs is None else self.costs.most_tokens
 

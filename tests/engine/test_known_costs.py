@@ -80,6 +80,13 @@ def test_nothing_is_timed_where_the_environment_says_so(monkeypatch, tmp_path):
     assert engine.drafter.budget == 32
 
 
+def test_a_run_goes_on_after_its_drafter_was_wrapped_again(folder, monkeypatch):
+    engine, _ = new_engine(monkeypatch, CHEAP)
+    run = engine.run([[3, 4, 5]], max_new_tokens=4, temperature=1.0, stop_token_ids=[])
+    stand.wrap(engine.model, drafter=engine.drafter, verifier="match")
+    assert [len(trajectory.token_ids) for trajectory in run] == [4]
+
+
 def test_plain_decoding_is_not_timed(folder, monkeypatch):
     engine, asked = new_engine(monkeypatch, CHEAP)
     engine.generate(**PROMPT, draft=False)

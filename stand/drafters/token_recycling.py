@@ -23,7 +23,7 @@ class TokenRecyclingDrafter(Drafter):
         check_count("num_successors", num_successors, 1, usual="the paper keeps 8")
         self.shape = TreeShape.paper() if shape is None else shape
         self.num_candidates = num_successors
-        self._successors: dict[int, np.ndarray] = {}  # token: its successors, best first
+        self._successors: dict[int, list[int]] = {}  # token: its successors, best first
 
     def most_nodes(self, num_rows: int) -> int:
         return num_rows * (self.shape.num_nodes - 1)
@@ -41,7 +41,8 @@ class TokenRecyclingDrafter(Drafter):
 
         The table holds what the target said; of a prompt it says nothing to the drafter.
         """
-        self._successors.update(zip(lesson.batch.token_ids.tolist(), lesson.top_ids, strict=True))
+        successors = lesson.top_ids.tolist()  # a row of the array would keep all of it
+        self._successors.update(zip(lesson.batch.token_ids.tolist(), successors, strict=True))
 
     def _unroll(self, pending: int, max_depth: int) -> DraftTree:
         """The draft below `pending`, at most `max_depth` deep."""
@@ -55,7 +56,7 @@ class TokenRecyclingDrafter(Drafter):
             known = self._successors.get(tokens[parent], ())
             if ranks[slot] < len(known):
                 node_of_slot[slot] = len(tokens)
-                tokens.append(int(known[ranks[slot]]))
+                tokens.append(known[ranks[slot]])
                 parents.append(parent)
                 slots.append(slot)
         return _deterministic(tokens, parents, slots, ranks=ranks[slots])

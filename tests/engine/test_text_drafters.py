@@ -1,6 +1,7 @@
 """The two baselines that need no second model: prompt lookup and the table of Token Recycling."""
 
 import dataclasses
+import weakref
 
 import numpy as np
 import pytest
@@ -69,6 +70,15 @@ def test_the_table_unrolls_into_the_shape():
     assert all(path[:-1] == () or path[:-1] in paths.values() for path in paths.values())
     assert not any(path[-2:-1] in ((1,), (2,), (8,)) for path in paths.values())  # unknown tokens have no children
     assert np.count_nonzero(draft.law[1:], axis=1).tolist() == [1] * (draft.num_nodes - 1)
+
+
+def test_the_table_holds_no_array_of_a_step():
+    """A step of many nodes would stay in memory for each token that came last in it."""
+    drafter, top_ids = TokenRecyclingDrafter(TreeShape.chain(2)), np.array([[5, 6], [6, 5]], dtype=np.int32)
+    batch, held = DraftBatch.pending([4, 5]), weakref.ref(top_ids)
+    drafter.learn(stand.Lesson(None, batch, [], None, top_ids, None))
+    del top_ids
+    assert held() is None and chains(drafted(drafter, [4])) == [[4, 5, 6]]
 
 
 def test_the_table_keeps_the_newest_row_and_the_depth():

@@ -107,7 +107,7 @@ class RecurrentForward:
             layer.inputs = None
         else:
             places, taps = plan.paths_back(size).to(inputs.device), weight.T.float()
-            mixed = torch.zeros(inputs.shape, device=inputs.device)
+            mixed = inputs.new_zeros(inputs.shape, dtype=torch.float32)
             mixed = mixed if bias is None else mixed + bias.float()
             for place, tap in zip(places.T, taps, strict=True):
                 mixed.addcmul_(layer.inputs[place].float(), tap)

@@ -48,6 +48,23 @@ def test_tree_logits_equal_plain_forwards(family, chunk):
     assert_equals_plain_forwards(model, prompts, drafts, logits, tolerance=TOLERANCE)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
+@torch.inference_mode()
+def test_the_default_dtype_does_not_round_a_convolution(family):
+    model = recurrent_model(family)
+    prompts, drafts = ragged_case(1)
+    plan = StepPlan.for_drafts(DraftBatch.concatenate(drafts), lengths_of(prompts))
+    with tree_attention(model):
+        cache = prefilled(model, prompts)
+        expected = run_plan(model, cache, plan)
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            logits = run_plan(model, cache, plan)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert torch.equal(logits, expected)
+
+
 @pytest.mark.parametrize("family", RECURRENT)
 @torch.inference_mode()
 def test_states_after_kept_paths_equal_a_fresh_prefill(family):

@@ -162,11 +162,12 @@ class RecurrentForward:
             shape = (self._cache.num_rows, value.shape[2], key.shape[3], value.shape[3])
             layer.states = torch.zeros(shape, dtype=torch.float32, device=value.device)
         trees = [plan.pad_rows(operand[0].float()).transpose(1, 2) for operand in operands]
-        if plan.is_prompt:
-            output = self._over_prompt(rule, trees)
-        else:
-            states = layer.states[plan.first_row : plan.first_row + plan.num_rows]
-            output, layer.changes = rule(*trees, states=states, seen=plan.seen.to(value.device))
+        with torch.autocast(value.device.type, enabled=False):  # it would round sums of decays, and states as read
+            if plan.is_prompt:
+                output = self._over_prompt(rule, trees)
+            else:
+                states = layer.states[plan.first_row : plan.first_row + plan.num_rows]
+                output, layer.changes = rule(*trees, states=states, seen=plan.seen.to(value.device))
         return plan.unpad_rows(output.transpose(1, 2)).contiguous()[None]  # models take views of it
 
     def _over_prompt(self, rule: Callable[..., tuple[torch.Tensor, TreeChanges]], chain: list[torch.Tensor]):

@@ -21,6 +21,7 @@ from tiny_models import VOCABULARY_SIZE, tiny_model
 from transformers import Qwen3_5TextConfig
 
 import stand
+import stand.forward.recurrent_layers as recurrent_layers_module
 from stand.forward.key_shape import key_shape
 from stand.forward.model import run_plan
 from stand.forward.packed_plan import StepPlan
@@ -63,6 +64,27 @@ def test_the_default_dtype_does_not_round_a_convolution(family):
         finally:
             torch.set_default_dtype(torch.float32)
     assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "bamba"])
+@torch.inference_mode()
+def test_autocast_does_not_round_what_a_rule_computes(family, monkeypatch):
+    name = "gated_delta_rule" if family in DELTA_RULE else "state_space"
+    rule, are_equal = getattr(recurrent_layers_module, name), []
+
+    def compared(*operands, **trees):
+        output, changes = rule(*operands, **trees)
+        with torch.autocast("cpu", enabled=False):
+            are_equal.append(torch.equal(output, rule(*operands, **trees)[0]))
+        return output, changes
+
+    monkeypatch.setattr(recurrent_layers_module, name, compared)
+    prompts, drafts = ragged_case(1)
+    model = recurrent_model(family)
+    with torch.autocast("cpu", torch.bfloat16), tree_attention(model):
+        cache = prefilled(model, prompts)
+        run_plan(model, cache, StepPlan.for_drafts(DraftBatch.concatenate(drafts), lengths_of(prompts)))
+    assert are_equal and all(are_equal)
 
 
 @pytest.mark.parametrize("family", RECURRENT)

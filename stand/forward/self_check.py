@@ -181,7 +181,8 @@ def _refuse_by_configuration(model: PreTrainedModel) -> None:
     has_known_states = 0 < num_recurrent == len(recurrent_layers(model))
     served = SERVED_LAYERS | RECURRENT_LAYERS | LAYERS_BESIDE if has_known_states else SERVED_LAYERS
     others = set(layer_types) - served
-    if others or (getattr(model, "_is_stateful", False) and not has_known_states):
+    keeps_keys_alone = bool(layer_types) and SERVED_LAYERS.issuperset(layer_types)  # Granite 4 has such sizes, too
+    if others or (getattr(model, "_is_stateful", False) and not (has_known_states or keeps_keys_alone)):
         kinds = ", ".join(sorted(others)) or "recurrent state"
         raise UnsupportedModelError(
             f"every layer must keep keys and values per token, or a state by the gated delta rule or Mamba-2, got "

@@ -278,6 +278,16 @@ def test_a_model_without_any_keys_is_refused():
         check_model(new_recurrent_model(config))
 
 
+def test_a_hybrid_class_whose_layers_all_keep_keys_is_served():
+    """Granite 4 has sizes without a recurrent layer, of the same class."""
+    config = copy.deepcopy(STATE_SPACE["granite"])
+    config.layer_types = ["full_attention"] * 4
+    model = new_recurrent_model(config)
+    assert recurrent_layers(model) == []
+    output = stand.wrap(model, None).generate([[5, 6, 7]], max_new_tokens=9, temperature=0.0)
+    assert output.token_ids == [generated(model, [5, 6, 7], 9)]
+
+
 def test_ordinary_models_have_no_recurrent_layers():
     assert recurrent_layers(tiny_model("llama")) == [] and recurrent_layers(tiny_model("gpt_oss")) == []
     assert len(recurrent_layers(recurrent_model("lfm2"))) == 3 and set(CONVOLUTION) <= set(RECURRENT)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import FunctionType
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -204,17 +205,21 @@ _KNOWN: WeakKeyDictionary[Module, list[RecurrentForward]] = WeakKeyDictionary() 
 
 
 def _forwards(model: Module) -> list[RecurrentForward]:
-    if model not in _KNOWN:
-        _KNOWN[model] = [RecurrentForward(layer) for layer in model.modules() if _is_recurrent(layer)]
-    return _KNOWN[model]
+    """Made anew where the model has other layers by now."""
+    layers = [layer for layer in model.modules() if _is_served(type(layer).forward) and hasattr(layer, "layer_idx")]
+    known = _KNOWN.get(model)
+    if known is None or [forward.layer for forward in known] != layers:
+        known = _KNOWN[model] = [RecurrentForward(layer) for layer in layers]
+    return known
 
 
-def _is_recurrent(layer: Module) -> bool:
-    """Whether its forward calls a convolution, and a rule of this file or nothing else that stores a state."""
-    code = getattr(inspect.unwrap(type(layer).forward), "__code__", None)
+@cache
+def _is_served(forward: Callable) -> bool:
+    """Whether it calls a convolution, and a rule of this file or nothing else that stores a state."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
     names = set() if code is None else set(code.co_names)
     is_known = bool(names & {DELTA_RULE, STATE_SPACE}) or STORES_A_STATE not in names
-    return CONVOLUTION in names and is_known and hasattr(layer, "layer_idx")
+    return CONVOLUTION in names and is_known
 
 
 def _is_own(layer: Module) -> bool:

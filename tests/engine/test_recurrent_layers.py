@@ -271,6 +271,18 @@ def test_a_layer_whose_forward_somebody_has_replaced_is_refused():
         check_model(model)
 
 
+def test_a_layer_that_takes_anothers_place_is_served():
+    model = new_recurrent_model(CONVOLUTION["lfm2"])
+    engine = stand.wrap(model, None)
+    twin = copy.deepcopy(model.model.layers[0].conv)
+    torch.nn.init.ones_(twin.conv.weight)
+    model.model.layers[0].conv = twin
+    expected = [generated(model, [5, 6, 7], 9)]
+    assert twin in recurrent_layers(model)
+    for current in (engine, stand.wrap(model, None)):
+        assert current.generate([[5, 6, 7]], max_new_tokens=9, temperature=0.0).token_ids == expected
+
+
 def test_a_model_without_any_keys_is_refused():
     config = copy.deepcopy(DELTA_RULE["qwen3_5"])
     config.layer_types = ["linear_attention"] * 4

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from gpu_parts.part_process import end_with_parent
 from gpu_parts.plain_float32 import use_plain_float32
 
 if TYPE_CHECKING:  # transformers imports Triton, which then has chosen between its interpreter and its compiler
@@ -285,7 +286,7 @@ def run_pieces(contact: Contact, names: Sequence[str], started: float, seconds: 
             print(f"the GPU is of no use to this process after {name}; the others go on in another one", flush=True)
             options = ["--device", str(contact.device), "--only", ",".join(rest), "--seconds", f"{max(left, 1):.0f}"]
             faulthandler.cancel_dump_traceback_later()  # the other one has a limit of its own
-            subprocess.run([sys.executable, __file__, *options], check=False)
+            subprocess.run([sys.executable, __file__, *options], check=False, preexec_fn=end_with_parent)
             return False
     return is_well
 

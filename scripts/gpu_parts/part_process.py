@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -15,6 +16,8 @@ from threading import Thread
 from typing import IO
 
 LAST_LINES = 200  # of what a part that ended badly wrote to stderr: where crashes and hangs leave their stacks
+SIGNAL_AT_PARENTS_END = 1  # of prctl, PR_SET_PDEATHSIG
+LIBC = ctypes.CDLL(None)
 SECONDS_TO_END = 10  # that a killed process may take; one that is stuck in a driver may never end
 
 
@@ -33,7 +36,8 @@ def run_part(
     command: Callable[[Path], Sequence[str]], output: Path, *, limit: float, fine: Sequence[int] = (0, 1)
 ) -> PartRun:
     """Run command(output) for at most `limit` seconds; it keeps its document complete in the file `output`, and what it
-    prints goes to files beside it (its stderr to ours, too). Where this process is killed, they stay, for `left_in`.
+    prints goes to files beside it (its stderr to ours, too). Where this process is killed, the part ends with it, and
+    they stay, for `left_in`.
 
     fine: exit statuses of a part that went to its end (1: a measurement failed or a check did not hold, which is in the
     result).
@@ -42,7 +46,9 @@ def run_part(
     output.parent.mkdir(parents=True, exist_ok=True)
     output.unlink(missing_ok=True)
     with _printed(output).open("w", encoding="utf-8") as printed, _errors(output).open("wb") as errors:
-        process = subprocess.Popen(command(output), stdout=printed, stderr=subprocess.PIPE, start_new_session=True)
+        process = subprocess.Popen(
+            command(output), stdout=printed, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=end_with_parent
+        )
         copier = Thread(target=_copy, args=(process.stderr, errors), daemon=True)
         copier.start()
         try:
@@ -65,6 +71,12 @@ def left_in(output: Path, *, failure: str | None = None) -> PartRun:
         path.unlink(missing_ok=True)
     last_errors = "" if failure is None else "\n".join(errors[-LAST_LINES:])
     return PartRun(results[0] if results else None, "\n".join(lines).strip(), failure, last_errors)
+
+
+def end_with_parent() -> None:
+    """In a new process, before its program starts: should the parent be killed, it would go on and hold the GPU."""
+    if sys.platform == "linux":
+        LIBC.prctl(SIGNAL_AT_PARENTS_END, signal.SIGKILL)
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -47,7 +47,7 @@ def test_where_a_piece_takes_the_gpu_with_it_the_others_go_on_in_another_process
     monkeypatch.setattr(gpu_first_contact.Contact, "fused", broken)
     monkeypatch.setattr(gpu_first_contact.Contact, "unfused", lambda contact: "well")
     monkeypatch.setattr(gpu_first_contact, "is_usable", lambda device: False)
-    monkeypatch.setattr(gpu_first_contact.subprocess, "run", lambda command, check: started.append(command))
+    monkeypatch.setattr(gpu_first_contact.subprocess, "run", lambda command, **how: started.append(command))
     assert gpu_first_contact.main(["--device", "cpu", "--only", "unfused,fused,bf16,match", "--seconds", "100"]) == 1
     (command,) = started
     asked = dict(zip(command[2::2], command[3::2], strict=True))

@@ -245,7 +245,9 @@ def script_options(arguments: argparse.Namespace, shape: ModelShape, part: str, 
     if part == "contact":
         options = ["--device", arguments.device, "--seconds", f"{max(limit - MARGIN, 1):.0f}"]
         return [*options, *(["--only", SMOKE_CONTACT] if arguments.smoke else [])]
-    return ["--smoke", "--repeats", "1"] if arguments.smoke else ["--shape", shape.name]
+    if arguments.smoke:
+        return ["--smoke", "--repeats", "1"]
+    return ["--shape", shape.name, "--device", arguments.device, "--dtype", arguments.dtype]
 
 
 def part_options(

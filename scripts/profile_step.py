@@ -20,6 +20,7 @@ from workloads.model_shapes import SHAPES, SMOKE_SHAPE
 STEPS = "0x1@2048,80x1@2048,80x1@16384,112x16@2048"
 SMOKE_STEPS = "3x1@70"
 MAX_POSITIONS = 40960
+DTYPES = ("bfloat16", "float16", "float32")  # of torch
 
 
 def read_sizes(text: str) -> list[tuple[int, int, int]]:
@@ -66,6 +67,8 @@ def profiled(bench, nodes: int, rows: int, length: int, *, repeats: int) -> str:
 def main(command_line: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="qwen2.5-7b", help="model by shape (%(default)s)")
+    parser.add_argument("--device", default="cuda", help="of torch (%(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights (%(default)s)")
     parser.add_argument("--steps", type=read_sizes, metavar="NODESxROWS@LENGTH,...", help=f"default: {STEPS}")
     parser.add_argument("--repeats", type=int, default=20, help="steps per table (%(default)s)")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU")
@@ -78,9 +81,9 @@ def main(command_line: list[str] | None = None) -> int:
     from gpu_parts.plain_float32 import use_plain_float32
 
     use_plain_float32()
-    device, dtype = ("cpu", torch.float32) if arguments.smoke else ("cuda", torch.bfloat16)
+    device, dtype = ("cpu", "float32") if arguments.smoke else (arguments.device, arguments.dtype)
     shape = SMOKE_SHAPE if arguments.smoke else SHAPES[arguments.shape]
-    bench = BenchModel(shape, device=torch.device(device), dtype=dtype, max_positions=MAX_POSITIONS)
+    bench = BenchModel(shape, device=torch.device(device), dtype=getattr(torch, dtype), max_positions=MAX_POSITIONS)
     print("\n".join([bench.engine.backend.reason, *bench.fusion_report()]), flush=True)
     for nodes, rows, length in arguments.steps or read_sizes(SMOKE_STEPS if arguments.smoke else STEPS):
         print(f"== {nodes} nodes, {rows} rows, length {length}, {arguments.repeats} steps together")

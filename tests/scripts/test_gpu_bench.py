@@ -505,11 +505,12 @@ def test_parts_that_are_commands_keep_what_they_print(monkeypatch, tmp_path, cap
     assert len(errors) == len(failures) and all(part in text for part, text in zip(failures, errors, strict=True))
 
 
-def test_commands_know_device_and_shape():
-    arguments = gpu_bench.read_arguments([])
+def test_commands_know_device_type_and_shape():
+    arguments = gpu_bench.read_arguments(["--device", "cuda:1", "--dtype", "float16"])
     contact = gpu_bench.script_options(arguments, SHAPES["qwen3-8b"], "contact", 240)
-    assert contact == ["--device", "cuda", "--seconds", "225"]  # it ends by itself, and tells where it hung
-    assert gpu_bench.script_options(arguments, SHAPES["qwen3-8b"], "profile", 150) == ["--shape", "qwen3-8b"]
+    assert contact == ["--device", "cuda:1", "--seconds", "225"]  # it ends by itself, and tells where it hung
+    profile = gpu_bench.script_options(arguments, SHAPES["qwen3-8b"], "profile", 150)
+    assert profile == ["--shape", "qwen3-8b", "--device", "cuda:1", "--dtype", "float16"]
     assert all((SCRIPTS / script).is_file() for script in gpu_bench.SCRIPTS.values())
 
 

@@ -135,6 +135,23 @@ def test_sizes_of_a_profile():
         profile_step.main(["--smoke", "--steps", "80@1"])
 
 
+def test_a_profile_is_of_the_device_and_type_that_are_asked_for(monkeypatch):
+    asked = []
+
+    def model(shape, *, device, dtype, max_positions):
+        raise InterruptedError(asked.append((shape.name, device, dtype)))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("gpu_parts.bench_model.BenchModel", model)
+    for options in ([], ["--device", "cuda:1", "--dtype", "float16", "--shape", "qwen3-8b"]):
+        with pytest.raises(InterruptedError):
+            profile_step.main(options)
+    assert asked == [
+        ("qwen2.5-7b", torch.device("cuda"), torch.bfloat16),
+        ("qwen3-8b", torch.device("cuda:1"), torch.float16),
+    ]
+
+
 @pytest.mark.usefixtures("interpreter")
 def test_a_profile_names_its_operations(monkeypatch):
     use_plain_kernels(monkeypatch)

@@ -50,6 +50,7 @@ from measuring.text_table import format_table
 from workloads.model_shapes import SHAPES, SMOKE_SHAPE, ModelShape
 
 from stand.gpu.device_timer import device_name
+from stand.measured_files import measured_folder
 
 if TYPE_CHECKING:  # the kernels are imported once it is known whether they are to be interpreted
     from gpu_parts.bench_model import BenchModel
@@ -382,7 +383,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 in a smoke run, else bfloat16")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="after these nothing new begins (%(default)s)")
     parser.add_argument("--output", type=Path, help="JSON file, complete after every measurement")
-    parser.add_argument("--cost-folder", type=Path, help="default: ~/.cache/stand; of a smoke run, none")
+    parser.add_argument("--cost-folder", type=Path, help="default: where stand.wrap looks; of a smoke run, none")
     parser.add_argument("--replay", type=Path, nargs="+", default=[], metavar="FILE", help="recorded trajectories")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json for --replay")
     parser.add_argument("--replay-problems", type=int, default=1, help="measured per file, behind one (%(default)s)")
@@ -394,7 +395,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     if arguments.dtype is None:
         arguments.dtype = "float32" if arguments.smoke else "bfloat16"
     if arguments.cost_folder is None and not arguments.smoke:
-        arguments.cost_folder = Path.home() / ".cache" / "stand"
+        arguments.cost_folder = measured_folder()
     return arguments
 
 

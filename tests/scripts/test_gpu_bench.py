@@ -154,8 +154,17 @@ def test_smoke_writes_its_cost_table_where_wrap_looks_and_only_if_told_to(smoke,
     (cost,) = CostTable.load(path).costs
     (figure,) = smoke.result["parts"]["costs"]
     assert (cost.num_rows, cost.length, cost.tokens) == (1, 70, (1, 2)) and list(cost.seconds) == figure["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("named", "folder"), [(None, Path.home() / ".cache" / "stand"), ("elsewhere", Path("elsewhere")), ("off", None)]
+)
+def test_a_cost_table_goes_where_wrap_looks(monkeypatch, named, folder):
+    monkeypatch.delenv("STAND_COSTS")
+    if named is not None:
+        monkeypatch.setenv("STAND_COSTS", named)
     assert gpu_bench.read_arguments(["--smoke"]).cost_folder is None
-    assert gpu_bench.read_arguments([]).cost_folder == Path.home() / ".cache" / "stand"
+    assert gpu_bench.read_arguments([]).cost_folder == folder
 
 
 def test_knees_are_those_of_the_cost():

@@ -21,7 +21,8 @@ Random weights, nothing is downloaded. Every part runs in a process of its own u
 
 After `--minutes` nothing new begins, and what was left out is said. `--output` is begun anew and complete at any time.
 What runs writes to a file beside it, such as bench.qwen2.5-7b.steps.json, which an abrupt end leaves there; a later run
-of other parts takes it in. Where a command's time is limited, give each some `--parts` and an `--output` of its own.
+of other parts takes it in, if device, type and versions are the same. Where a command's time is limited, give each some
+`--parts` and an `--output` of its own.
 Progress goes to stderr, tables to stdout; without `--output` the last stdout line is the document.
 A smoke run prints no table: the times of an interpreter mean nothing. Exit status: 0, 1 where a measurement failed or a
 check that must hold did not, 2 where the run was refused.
@@ -42,7 +43,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from gpu_parts.bench_record import BenchRecord, Budget, Figure, Measurement
-from gpu_parts.part_process import PartRun, left_in
+from gpu_parts.part_process import PartRun, differing_settings, left_in
 from gpu_parts.part_process import run_part as run_part_process
 from gpu_parts.plain_float32 import use_plain_float32
 from gpu_parts.versions import versions
@@ -66,6 +67,7 @@ LIMITS = {  # seconds of each part's process, in the order of the parts
 PARTS = tuple(LIMITS)
 SCRIPTS = {"contact": "gpu_first_contact.py", "profile": "profile_step.py"}  # parts that are commands of their own
 MODEL_PARTS = ("checks", "steps", "decoding", "replay", "compiled")
+SAME_SETTINGS = ("is_smoke", "device", "dtype", "versions")  # of figures that one document may hold
 LAST_SECONDS = 20  # that what runs may take when the minutes are over
 MARGIN = 15  # seconds: a part begins no measurement so shortly before its end, and says so by itself
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -199,8 +201,12 @@ def run_processes(arguments: argparse.Namespace, shape: ModelShape, record: Benc
     """Every part asked for of one shape, each in a process of its own; of others, what a killed run has left."""
     with TemporaryDirectory() as folder:
         outputs = part_outputs(arguments.output or Path(folder) / "bench.json", shape)
+        same = {name: record.document[name] for name in SAME_SETTINGS}
         for part in [part for part in PARTS if part not in arguments.parts]:
-            take(part, left_in(outputs[part]), record)
+            if other := differing_settings(outputs[part], same):
+                record.leave_out(part, f"{outputs[part].name} is of another {' and '.join(other)}; it stays there")
+            else:
+                take(part, left_in(outputs[part]), record)
         run_parts(arguments, shape, outputs, record, budget)
 
 

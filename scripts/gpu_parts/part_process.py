@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +71,12 @@ def left_in(output: Path, *, failure: str | None = None) -> PartRun:
         path.unlink(missing_ok=True)
     last_errors = "" if failure is None else "\n".join(errors[-LAST_LINES:])
     return PartRun(results[0] if results else None, "\n".join(lines).strip(), failure, last_errors)
+
+
+def differing_settings(output: Path, settings: Mapping[str, object]) -> list[str]:
+    """Which of these what is left in `output` was made with other values of."""
+    left = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else {}
+    return [name for name, value in settings.items() if left.get(name, value) != value]
 
 
 def end_with_parent() -> None:

@@ -475,6 +475,22 @@ def test_what_runs_when_the_bench_is_killed_is_left_beside_its_output(monkeypatc
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("other", [{"dtype": "float16"}, {"device": "y"}, {"dtype": "bfloat16", "device": "x"}])
+def test_what_was_left_is_taken_in_only_beside_figures_of_the_same_settings(monkeypatch, capsys, tmp_path, other):
+    with_commands(monkeypatch, {"laws": "NAME = 'laws'" + WRITES})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_bench, "device_name", lambda device: "x")
+    left, output = tmp_path / "bench.qwen2.5-7b.steps.json", tmp_path / "bench.json"
+    left.write_text(json.dumps({**other, "results": [{"parts": {"steps": [{"name": "steps"}]}}]}))
+    is_same = len(other) == 2
+    assert gpu_bench.main(["--parts", "laws", "--output", str(output)]) == 0
+    (result,) = json.loads(output.read_text())["results"]
+    assert list(result["parts"]) == [*(["steps"] if is_same else []), "laws"] and left.exists() is not is_same
+    reason = f"bench.qwen2.5-7b.steps.json is of another {next(iter(other))}; it stays there"
+    assert result["left_out"] == ([] if is_same else [{"measurement": "steps", "reason": reason}])
+    capsys.readouterr()
+
+
 @pytest.mark.usefixtures("interpreter")
 def test_a_part_of_its_own_gives_what_the_process_itself_would(capfd):
     status = gpu_bench.main(["--device", "cpu", "--smoke", "--parts", "laws"])

@@ -75,15 +75,6 @@ inline bool has_pairs() {
 #endif
 }
 
-// Whether the processor is of the maker of MKL, whose products are fast on its own.
-inline bool is_intel() {
-#if defined(__x86_64__)
-    return __builtin_cpu_is("intel");
-#else
-    return false;
-#endif
-}
-
 // For which tiles tokens are packed; in Bfloat16 only where `has_pairs`.
 inline TileShape tile_shape(Vectors vectors, bool in_pairs) {
 #if defined(__x86_64__)

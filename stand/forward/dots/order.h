@@ -11,6 +11,7 @@
 #include <limits>
 
 #include "first_cache.h"
+#include "maker.h"
 #include "packed_tokens.h"
 
 namespace stand {
@@ -24,7 +25,8 @@ constexpr int64_t BAND = 32;          // rows that go through all chunks and blo
 constexpr int64_t most_tiles(TileShape shape) { return 18 / shape.tokens; }
 
 // Which of the terms that come next are asked of memory meanwhile, in numbers from here: twice, because a processor drops
-// such wishes when it has many. With zeros nothing is asked for: what is here has come.
+// such wishes when it has many. On Intel's, where several tiles ask, more wishes than one take longer than they save. With
+// zeros nothing is asked for: what is here has come.
 struct Ahead {
     int64_t near, far;
 };
@@ -57,7 +59,7 @@ struct Order {
             if (k + block < whole) return (later - (end - begin)) * depth + block;
             return later * depth - k;
         };
-        return {distance(ROWS), distance(2 * ROWS)};
+        return {distance(ROWS), tiles.count > 1 && is_intel() ? 0 : distance(2 * ROWS)};
     }
 };
 

@@ -244,9 +244,9 @@ class Engine:
         all, one per row among them (default: 32 per row on a CPU, 256 elsewhere). Where the model's context is shorter,
         after as many tokens as leave room for the draft.
 
-        seconds: time fewer sizes, less often, and stop after about so long; on a CPU all times are processor time.
-        None: it takes seconds to minutes. `BlendedDrafter(costs=CostTable((cost, ...)))` takes the results; save the
-        table for runs that are to repeat.
+        seconds: time fewer sizes, less often, and stop after about so long, or after sixteen of the smallest steps; on
+        a CPU all times are processor time. None: it takes seconds to minutes.
+        `BlendedDrafter(costs=CostTable((cost, ...)))` takes the results; save the table for runs that are to repeat.
         """
         if most_tokens is None:
             most_tokens = 32 * num_rows if self.model.device.type == "cpu" else 256

@@ -49,9 +49,9 @@ class BlendedDrafter(LookupDrafter):
     node adds a larger share to the step's time than to its expected tokens.
 
     With neither, on a CPU, the first call of so many rows times a few steps, of fewer rows too, since rows end: less
-    than two seconds of processor time for each of 1, 4, 16 ... rows. The results are kept in files and followed while
-    steps run (`stand.drafters.known_costs`). On a GPU it is the table that scripts/gpu_bench.py saved, if there is one.
-    Where nothing was timed, the budget is `default_budget`.
+    than two seconds of processor time for each of 1, 4, 16 ... rows, or sixteen of its steps. The results are kept in
+    files and followed while steps run (`stand.drafters.known_costs`). On a GPU it is the table that gpu_bench.py saved,
+    if there is one. Where nothing was timed, the budget is `default_budget`.
     floor: no node that is less likely to be accepted (estimated), in [0, 1].
     kind: "sampled" children; "mixed": one sampled child, then the likeliest others; or "deterministic".
     source: a head whose laws are blended in, by odds that are learned while decoding (`EagleLaws`, or your own).

@@ -26,7 +26,7 @@ from stand.measured_files import VARIABLE, keep_first
 MOST_TIMED_ROWS = 256  # a call with more rows takes the table of so many
 SHARED_SIZES = (64, 16, 4, 1)  # rows end: every call has the tables of these numbers of rows below its own
 LENGTH = 32  # committed tokens of each row when steps are timed; longer contexts are followed
-SECONDS = 1.5  # of processor time, for timing; what comes before takes less than half a second more
+SECONDS = 1.5  # of processor time, for timing (more where steps are long); what comes before takes half a second more
 
 LOGGER = logging.getLogger("stand")
 _IN_MEMORY: dict[Path, StepCost] = {}  # filed ones of this process, also where no file can be written

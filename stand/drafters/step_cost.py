@@ -30,6 +30,7 @@ MOST_PER_ROW = 128  # tokens per row of the largest step that is timed, besides 
 REPEATS = 7
 BRIEF_RATIO = 8.0  # a step that costs more than so many of the smallest one never pays
 NEAR_RATIO = 3.0  # steps up to so many of the smallest one are run most, so they are timed best
+BRIEF_STEPS = 16  # so many of the smallest one a brief measurement may take, however long one is
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +205,11 @@ def _sizes(num_rows: int, most_tokens: int) -> list[int]:
 def _measure_briefly(
     timed: Callable[[int], float], num_rows: int, most_tokens: int, seconds: float
 ) -> dict[int, float]:
-    """Seconds by size, within about `seconds` in all. The shortest of a size's runs counts: other work only adds.
+    """Seconds by size, within about `seconds` in all, or BRIEF_STEPS of the smallest steps where these take longer. The
+    shortest of a size's runs counts: other work only adds.
 
-    First one pass over sizes that double, as far as BRIEF_RATIO and the time allow, but two sizes in any case: steps of
-    seconds take as long as they take. Then, in turn, those that cost up to NEAR_RATIO, and the sizes between them.
+    First one pass over sizes that double, as far as BRIEF_RATIO and the time allow. Then, in turn, those that cost up
+    to NEAR_RATIO, and the sizes between them.
     """
     spent = timed(num_rows)  # loads weights, compiles
     times: dict[int, float] = {}
@@ -216,7 +218,9 @@ def _measure_briefly(
         dear = BRIEF_RATIO / 2 * times.get(num_rows, math.inf)  # the next size may cost twice as much
         last = timed(size)
         spent += last
-        if last > dear:  # or it was a busy moment
+        if size == num_rows:
+            seconds = max(seconds, BRIEF_STEPS * last)
+        if last > dear and spent + last <= seconds:  # or it was a busy moment
             again = timed(size)
             last, spent = min(last, again), spent + again
         times[size] = last

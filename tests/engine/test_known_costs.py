@@ -379,8 +379,11 @@ def test_a_brief_measurement_keeps_to_its_time():
     cost = quick.measure(num_rows=4, most_tokens=128, seconds=1.5)
     assert cost.tokens == (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) and 1.0 < quick.now < 1.5
     np.testing.assert_allclose(cost.seconds, 0.01 + 0.0001 * np.array(cost.tokens))
-    slow = Steps(lambda size: 0.3 * size / 4)
-    assert slow.measure(num_rows=4, most_tokens=128, seconds=1.5).tokens == (4, 8) and slow.now <= 1.5
+    slow = Steps(lambda size: 2.0 + 0.1 * size)  # a large model's: sixteen of its smallest steps, of 2.4 seconds
+    cost = slow.measure(num_rows=4, most_tokens=128, seconds=1.5)
+    assert cost.tokens == (4, 6, 8, 12, 16, 32, 64) and slow.now <= 16 * 2.4
+    steeper = Steps(lambda size: 0.3 * size / 4)
+    assert steeper.measure(num_rows=4, most_tokens=128, seconds=1.5).tokens == (4, 8, 16, 32) and steeper.now < 4.81
     steep = Steps(lambda size: 0.001 * size**2)
     assert steep.measure(num_rows=1, most_tokens=32, seconds=9.0).tokens == (1, 2, 4)  # more never pays
 

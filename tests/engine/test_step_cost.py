@@ -152,9 +152,8 @@ def test_on_a_cpu_processor_time_is_counted(device, clock):
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
-        (0.5, [1, 1, 2]),  # two sizes in any case
-        (10.0, [1, 1, 2, 4, 1, 2]),  # what is next may take twice as long
-        (12.0, [1, 1, 2, 4, 8, 1, 2]),
+        (0.5, [1, 1, 2, 4, 8, 1, 2, 3]),  # sixteen of the smallest in any case; what is next may take twice as long
+        (17.0, [1, 1, 2, 4, 8, 1, 2, 3, 4]),
         (29.0, [1, 1, 2, 4, 8, 16, 16, 1, 2, 3, 4]),  # once more, and no further: 32 may cost more than eight of 1
     ],
 )

@@ -23,7 +23,7 @@ from measuring.text_table import format_table
 from stand.forward.few_token_product import few_token_product
 
 LAYERS = "192x576,576x576,1536x576,576x1536,49152x576"
-MEGABYTES = 64  # of different weights in a round: more than caches hold
+MEGABYTES = 64  # of different weights in a round: more than most caches hold
 HEADER = ("weights", "threads", "tokens", "linear", "onednn", "ours", "GB/s", "GFLOP/s")
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -102,7 +102,12 @@ def read_options(command_line: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--rounds", type=positive_integer, default=10, help="of all ways in turn; the least time counts (%(default)s)"
     )
-    parser.add_argument("--megabytes", type=positive_integer, default=MEGABYTES, help="of weights in a round")
+    parser.add_argument(
+        "--megabytes",
+        type=positive_integer,
+        default=MEGABYTES,
+        help="of weights in a round (%(default)s); more where a cache holds as many, so that they come from memory",
+    )
     return parser.parse_args(command_line)
 
 

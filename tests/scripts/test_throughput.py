@@ -180,7 +180,7 @@ def test_a_refused_long_run_leaves_its_file_empty(capsys, tmp_path):
     path = tmp_path / "run.jsonl"
     options = ("--num-problems", "1", "--trajectories", "1", "--max-new-tokens", "8", "--budget", "4")
     options = (*options, "--output", str(path), "--only", "drafted")
-    assert run(capsys, *options, "--top-p", "0")[0] == 2
+    assert run(capsys, *options, "--cache-gb", "0.0000001")[0] == 2
     assert not path.read_bytes()
     assert run(capsys, *options)[0] == 0
     assert ["settings" in json.loads(line) for line in path.read_text().splitlines()] == [True, False]

@@ -68,8 +68,8 @@ COMPACT = {
 # In the order of the source modules pack 2 % smaller, and unaligned as much again; neither costs time that is seen.
 IN_ORDER = taken("-fno-schedule-insns2") if IS_LEAN else []
 UNALIGNED = ["-falign-functions=1", "-falign-loops=1", "-falign-jumps=1"]
-# Two passes that trade size for time: without them compact modules pack 1 % smaller, and products 4 %, which take as long
-# (small ones of 12 to 16 tokens 3 % longer).
+# Two passes that trade size for time: without them compact modules pack 1 % smaller, and products 4 %, which take as
+# long (small ones of 12 to 16 tokens 3 % longer).
 SPARING = taken("-fno-caller-saves") + taken("-fno-thread-jumps") if IS_LEAN else []
 COMPACT_LEVEL = ["-Os", *IN_ORDER, *SPARING]
 LEVELS = {

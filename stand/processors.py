@@ -163,7 +163,8 @@ class ProcessorChain:
             places = [node.place for node in reached]
             request = reached[0].row.request
             scores[places] = self._run(range(self._num_stateful), scores[places], reached, request=request)
-            below = [node for node in nodes if node.path and node.parent in places and not self._has_ended(node)]
+            parents = set(places)
+            below = [node for node in nodes if node.path and node.parent in parents and not self._has_ended(node)]
             drafted = scores[[node.parent for node in below], [node.path[-1] for node in below]]
             reached = [node for node, score in zip(below, drafted.tolist(), strict=True) if score > -math.inf]
         return scores

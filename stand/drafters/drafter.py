@@ -92,7 +92,10 @@ class Drafter(ABC):
         return number if learns else number + 1
 
     def typical_draft(self) -> DraftBatch | None:
-        """A draft typical of this drafter, by which `wrap` sees early that a rule takes its drafts; None: unknown."""
+        """A draft typical of this drafter, by which `wrap` sees early that a rule takes its drafts; None: unknown.
+
+        Asked after `attach`. Its support is as wide as drafts may have one.
+        """
         return None
 
     @abstractmethod

@@ -37,7 +37,7 @@ class FixedShapeDrafter(LookupDrafter):
         settle_vocabulary(self.lookup, fingerprint)
 
     def typical_draft(self) -> DraftBatch:
-        lookup = LookupTree()
+        lookup = LookupTree(num_candidates=self.lookup.num_candidates)
         tokens = teach_two_ways(lookup)
         row = np.zeros(1, dtype=np.int64)
         return lookup.draft([tokens], self.shape, seed=0, rows=row, steps=row, kind=self.kind)

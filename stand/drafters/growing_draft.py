@@ -129,13 +129,13 @@ def planted(request: DraftRequest, num_nodes: int) -> list[GrowingDraft]:
     ]
 
 
-def typical_tree(*, is_chain: bool, follows_shape: bool = False) -> DraftTree:
-    """A draft of two drawn tokens: below each other, or siblings."""
+def typical_tree(width: int, *, is_chain: bool, follows_shape: bool = False) -> DraftTree:
+    """A draft of two tokens drawn from laws over `width` tokens: below each other, or siblings if there can be two."""
     draft = GrowingDraft(np.full(3, 0.5), max_depth=2, is_greedy=False, token_ids=[0])
-    ids, law = np.array([1, 2, 3], dtype=np.int32), np.array([0.5, 0.3, 0.2])
+    ids, law = np.arange(width, dtype=np.int32), np.full(width, 1 / width)
     draft.open(ROOT, ids, law)
     first = draft.reveal(ROOT)
     draft.open(first, ids, law)
-    draft.reveal(first if is_chain else ROOT)
+    draft.reveal(first if is_chain or width == 1 else ROOT)
     draft.slots = [0, 1, 2] if follows_shape else None
     return draft.tree()

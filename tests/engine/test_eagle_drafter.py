@@ -14,7 +14,8 @@ import stand
 from stand.drafters.eagle import followed_rows
 from stand.drafters.eagle.growth import PAPER_SHAPE
 from stand.fusion.attention import FusedAttention
-from stand.trees import DraftBatch, TreeShape
+from stand.trees import DraftBatch, LookupTree, TreeShape
+from stand.verifiers import fitting_names
 
 PROMPTS = [[5, 9, 11, 4, 5, 9], [7, 8], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32], [3]]
 TARGETS = ("llama", "qwen2")
@@ -177,6 +178,19 @@ def test_a_rule_for_chains_takes_chains_alone():
     stand.wrap(model, drafter=stand.EagleDrafter(random_head(model), shape=TreeShape.chain(3)), verifier="block")
     with pytest.raises(ValueError, match="block"):
         stand.wrap(model, drafter=stand.EagleDrafter(random_head(model)), verifier="block")
+
+
+@pytest.mark.parametrize("rule", ["ranked_traversal", "ot_traversal"])
+def test_rules_over_sets_refuse_wide_laws_when_the_engine_is_made(rule):
+    model, shape = tiny_model("llama"), TreeShape.parse("branching:2,1")
+    for narrow, wide in (
+        [stand.EagleDrafter(random_head(model), shape=shape, num_candidates=width) for width in (14, 15)],
+        [stand.FixedShapeDrafter(LookupTree(num_candidates=width), shape) for width in (14, 15)],
+    ):
+        assert rule in fitting_names(stand.wrap(model, drafter=narrow, verifier=rule).drafter.typical_draft())
+        with pytest.raises(ValueError, match=f"{rule}.*at most 14 .* got 15; .* rules that fit: traversal, match, c"):
+            stand.wrap(model, drafter=wide, verifier=rule)
+        assert rule not in fitting_names(wide.typical_draft())
 
 
 def test_a_head_of_another_model_is_refused():

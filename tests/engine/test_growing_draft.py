@@ -61,9 +61,11 @@ def test_chances_of_greedy_children_are_the_probabilities_that_are_left():
     assert draft.token_ids == [0, 2, 3]
 
 
-@pytest.mark.parametrize(("is_chain", "parents"), [(True, [-1, 0, 1]), (False, [-1, 0, 0])])
-def test_typical_trees(is_chain, parents):
-    tree = typical_tree(is_chain=is_chain, follows_shape=True)
+@pytest.mark.parametrize(
+    ("width", "is_chain", "parents"), [(3, True, [-1, 0, 1]), (20, False, [-1, 0, 0]), (1, False, [-1, 0, 1])]
+)
+def test_typical_trees(width, is_chain, parents):
+    tree = typical_tree(width, is_chain=is_chain, follows_shape=True)
     assert tree.parents.tolist() == parents and tree.slots.tolist() == [0, 1, 2]
-    assert tree.token_ids.tolist() == ([0, 2, 2] if is_chain else [0, 2, 1])
-    assert typical_tree(is_chain=is_chain).slots is None
+    assert tree.support_ids.shape == (3, width)
+    assert typical_tree(width, is_chain=is_chain).slots is None

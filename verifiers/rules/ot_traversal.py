@@ -9,7 +9,7 @@ from stand.verifiers.operands import HOST, Array, Operands
 from stand.verifiers.requirements import Requirements, drawn_without_replacement
 from stand.verifiers.rules.traversal import after_failure, pass_probability
 from stand.verifiers.schedule import Schedule
-from stand.verifiers.set_law import set_law, set_sizes
+from stand.verifiers.set_law import MAX_SUPPORT, set_law, set_sizes
 from stand.verifiers.target import TargetRows
 from stand.verifiers.transport import largest_transport
 from stand.verifiers.verifier import ThresholdVerifier
@@ -33,7 +33,7 @@ class TransportTraversalVerifier(ThresholdVerifier):
     """
 
     name = "ot_traversal"
-    requires = Requirements(laws="one_batch", fixed_widths=True)
+    requires = Requirements(laws="one_batch", fixed_widths=True, most_candidates=MAX_SUPPORT)
     walk = first_in_post_order
 
     def thresholds(self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64) -> tuple[Array, Array, Array]:

@@ -11,7 +11,7 @@ from stand.verifiers.operands import HOST, Array, Operands
 from stand.verifiers.requirements import Requirements, drawn_without_replacement
 from stand.verifiers.rules.traversal import traverse
 from stand.verifiers.schedule import Schedule, packed_parents, token_columns, token_laws
-from stand.verifiers.set_law import set_law, set_sizes
+from stand.verifiers.set_law import MAX_SUPPORT, set_law, set_sizes
 from stand.verifiers.target import TargetRows
 from stand.verifiers.verifier import ThresholdVerifier
 from stand.verifiers.walk import first_in_post_order
@@ -31,7 +31,7 @@ class RankedTraversalVerifier(ThresholdVerifier):
     """
 
     name = "ranked_traversal"
-    requires = Requirements(laws="one_batch", fixed_widths=True)
+    requires = Requirements(laws="one_batch", fixed_widths=True, most_candidates=MAX_SUPPORT)
     walk = first_in_post_order
 
     def thresholds(self, batch: DraftBatch, target: TargetRows, dtype: type = np.float64) -> tuple[Array, Array, Array]:

@@ -70,7 +70,8 @@ class EagleDrafter(Drafter):
 
     def typical_draft(self) -> DraftBatch:
         is_chain = self.shape is not None and not (self.shape.num_children > 1).any()
-        return DraftBatch.concatenate([typical_tree(is_chain=is_chain, follows_shape=self.shape is not None)])
+        width = min(self.law_size, self.head.num_guessed)
+        return DraftBatch.concatenate([typical_tree(width, is_chain=is_chain, follows_shape=self.shape is not None)])
 
     def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:
         self._rows.follow_prompt(token_ids, features)

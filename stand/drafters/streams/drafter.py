@@ -59,7 +59,7 @@ class StreamingDrafter(Drafter):
             self.budget = default_budget(model.device)
 
     def typical_draft(self) -> DraftBatch:
-        return DraftBatch.concatenate([typical_tree(is_chain=False)])
+        return DraftBatch.concatenate([typical_tree(self.rider.law_size, is_chain=False)])
 
     def most_nodes(self, num_rows: int) -> int:
         return self.budget

@@ -7,6 +7,7 @@ the same config, for every prompt without its padding, so of the prepared ones o
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
 
 from stand.extra import MissingExtraError, has_engine
@@ -40,6 +41,25 @@ NOT_FORWARDED = {  # arguments of `generate` that a hub folder receives: why onl
     "negative_prompt_ids": "guidance needs a second forward over every node",
     "negative_prompt_attention_mask": "guidance needs a second forward over every node",
 }
+NOT_HANDED_OVER = {  # arguments that `generate` keeps from a function: why none is served
+    "assistant_model": NOT_FORWARDED["assistant_model"],
+    "synced_gpus": "ranks draft apart and take other numbers of steps",
+}
+
+
+class _AfterPrompt(BaseStreamer):
+    """A streamer that `generate` has shown the prompt."""
+
+    def __init__(self, streamer: BaseStreamer):
+        self._streamer, self._is_prompt = streamer, True
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self._is_prompt:
+            self._streamer.put(value)
+        self._is_prompt = False
+
+    def end(self) -> None:
+        self._streamer.end()
 
 
 class _Kept:
@@ -102,11 +122,12 @@ def stand_generate(
     with padding tokens after a row's end. With return_dict_in_generate it is in `sequences`, and `stats` says what
     the drafts were worth.
     stand_seed: seed of a sampled call; None draws it from torch's generator, so `torch.manual_seed` decides it.
-    stand_streamer: a streamer for one row. transformers does not hand over what is given to it as `streamer`.
+    stand_streamer: a streamer for one row, as `streamer` is.
 
     Raises ValueError by name for an argument that cannot be served exactly.
     """
     _refuse_unserved(input_ids, model_kwargs)
+    streamer = _streamer(stand_streamer)
     engine, mask = engine_of(model), model_kwargs.get("attention_mask")
     num_rows, width = input_ids.shape
     num_samples = generation_config.num_return_sequences or 1
@@ -123,7 +144,7 @@ def stand_generate(
         stopping_criteria=criteria,
         stop_token_ids=[] if generation_config.eos_token_id is None else None,
         seed=stand_seed,
-        streamer=stand_streamer,
+        streamer=streamer,
     )
     return _result(input_ids, output, pad_id, as_dict=generation_config.return_dict_in_generate)
 
@@ -150,6 +171,23 @@ def generate(model: PreTrainedModel, **arguments: object) -> torch.Tensor | Gene
     return GenerationMixin.generate(model, custom_generate=stand_generate, stand_streamer=streamer, **arguments)
 
 
+def _of_caller(name: str) -> object:
+    """An argument of the `generate` that has called: it hands some over to no function."""
+    code, frame = inspect.unwrap(GenerationMixin.generate).__code__, inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get(name)
+
+
+def _streamer(own: BaseStreamer | None) -> BaseStreamer | None:
+    given = _of_caller("streamer")
+    if given is None:
+        return own
+    if own is not None:
+        raise ValueError("one streamer can be served, got streamer and stand_streamer; leave stand_streamer out")
+    return _AfterPrompt(given)
+
+
 def _place(model: PreTrainedModel) -> tuple:
     return model.device, model.dtype
 
@@ -162,6 +200,9 @@ def _refuse_unserved(input_ids: torch.Tensor, model_kwargs: Mapping[str, object]
                 f"{name} cannot be given here, got {type(value).__name__}: the engine runs the model on token ids "
                 "alone; leave it out, or call model.generate without custom_generate"
             )
+    for name, reason in NOT_HANDED_OVER.items():
+        if _of_caller(name) not in (None, False):
+            raise ValueError(f"{name} must be left out here, got a value: {reason}; call model.generate for it")
     for name in CACHE_ARGUMENTS:
         cache = model_kwargs.get(name)
         if cache is not None and (cache.get_seq_length() > 0 or getattr(cache, "_is_user_defined", False)):

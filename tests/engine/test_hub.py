@@ -260,11 +260,15 @@ def test_an_engine_ends_with_its_model_and_copies_start_without():
     assert engine() is None
 
 
-def test_a_streamer_of_the_callable_form(model):
+@pytest.mark.parametrize("argument", ["streamer", "stand_streamer"])
+def test_a_streamer_of_the_callable_form(model, argument):
+    """A reader of a `TextIteratorStreamer` waits for its end."""
     streamer, inputs = Recorder(), {"input_ids": PADDED["input_ids"][:1]}
-    settings = {"do_sample": False, "max_new_tokens": 12}
-    got = model.generate(**inputs, custom_generate=stand_generate, stand_streamer=streamer, **settings)
+    settings = {"do_sample": False, "max_new_tokens": 12, "custom_generate": stand_generate}
+    got = model.generate(**inputs, **{argument: streamer}, **settings)
     assert streamer.pieces == got[0].tolist() and streamer.ended
+    with pytest.raises(ValueError, match="leave stand_streamer out"):
+        model.generate(**inputs, streamer=Recorder(), stand_streamer=Recorder(), **settings)
 
 
 REFUSED = {
@@ -275,6 +279,8 @@ REFUSED = {
     "output_hidden_states": {"output_hidden_states": True, "return_dict_in_generate": True},
     "guidance_scale": {"guidance_scale": 2.0},
     "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda row, tokens: [5, 6]},
+    "assistant_model": {"assistant_model": tiny_model("llama")},
+    "synced_gpus": {"synced_gpus": True},
     "position_ids": {"position_ids": torch.arange(3, 9).expand(3, 6)},
     "inputs_embeds": {"inputs_embeds": torch.zeros(3, 6, 32)},
     "MaxLengthCriteria": {"stopping_criteria": [MaxLengthCriteria(9)]},

@@ -43,12 +43,14 @@ class UnsupportedModelError(ValueError):
 
 def check_model(model: PreTrainedModel) -> None:
     """Refuse a model whose layers cannot hold a tree or whose masks say what attention is not told, then compare one
-    small tree forward with plain forwards, and a forward with a far position in it with one without."""
+    small tree forward with plain forwards, and a forward with a far position in it with one without.
+
+    In the model's own type, also inside `torch.autocast`: rounding of 16 bits would hide what differs."""
     _refuse_wrappers(model)
     _refuse_by_configuration(model)
     refuse_training(model)
     refuse_compiled(model)
-    with exclusive(model):
+    with exclusive(model), torch.autocast(model.device.type, enabled=False):
         _refuse_other_masks(model)
         _compare_forwards(model)
 

@@ -227,6 +227,11 @@ def test_bfloat16_passes_the_self_check():
     assert tree_difference(model) < LOGIT_TOLERANCES[torch.bfloat16]
 
 
+def test_inside_autocast_the_models_own_type_is_checked():
+    with torch.autocast("cpu", torch.bfloat16):
+        check_model(tiny_model("llama"))
+
+
 def test_an_unfit_dtype_is_refused(monkeypatch):
     monkeypatch.delitem(LOGIT_TOLERANCES, torch.float32)
     with pytest.raises(stand.UnsupportedModelError, match="dtype must be float32.*got torch.float32"):

@@ -8,22 +8,25 @@ from collections.abc import Sequence
 
 NUMBER = r"([-+]?\d[\d,]*)"
 BOXED = re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*" + NUMBER + r"\s*\}")
-STATED = re.compile(r"answer\s*(?:is)?\s*[:=]?\s*\**\s*\$?\s*" + NUMBER, re.IGNORECASE)
+WHOLE = r"(?![./]?\d)"  # 12.5 does not state 12
+STATED = re.compile(r"answer\s*(?:is)?\s*[:=]?\s*\**\s*\$?\s*" + NUMBER + WHOLE, re.IGNORECASE)
 THINK_END = "</think>"
+MOST_DIGITS = 1000  # a loop of digits is no answer, and Python reads no number of more than 4300
 
 
 def extract_answer(text: str) -> int | None:
     """The last `\\boxed{N}`, else the last "Answer: N", looked for after the reasoning if it was closed.
 
-    A text without either has no answer (None); so has one whose reasoning was opened by the prompt and never
-    closed, unless it states an answer anyway.
+    A text without either has no answer (None); so has one whose last number is a loop of digits, and one whose
+    reasoning was opened by the prompt and never closed, unless it states an answer anyway.
     """
     _, closed, conclusion = text.rpartition(THINK_END)
     for part in (conclusion, text) if closed else (text,):
         for pattern in (BOXED, STATED):
             found = pattern.findall(part)
             if found:
-                return int(found[-1].replace(",", ""))
+                digits = found[-1].replace(",", "")
+                return int(digits) if len(digits) <= MOST_DIGITS else None
     return None
 
 

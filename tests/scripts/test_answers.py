@@ -20,6 +20,10 @@ from workloads.answers import extract_answer, majority_answer
         (r"maybe \boxed{4}</think>Answer: 9", 9),
         ("I do not know, perhaps 12", None),
         (r"\boxed{x + 1}", None),
+        ("Answer: 12.5", None),
+        ("Answer: 3/4", None),
+        ("Answer: 12.", 12),
+        pytest.param("Answer: " + "3" * 5000, None, id="more digits than Python reads"),
         ("", None),
     ],
 )

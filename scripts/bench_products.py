@@ -3,10 +3,10 @@
     python scripts/bench_products.py                                  # SmolLM2's layers, 1 to 16 tokens
     python scripts/bench_products.py --shapes 2048x2048 --tokens 1,8 --threads 1 --dtype bfloat16
 
-`linear`: torch.nn.functional.linear. `onednn`: torch's oneDNN operator, where this build has it. `ours`:
-`stand.forward.few_token_product`. Weights change from call to call, so that they come from memory (a model's do), and
-the ways take turns. Milliseconds are the least over rounds; `GB/s` says how fast ours reads weights, `GFLOP/s` how fast
-it calculates. Last line: JSON.
+`linear`: torch.nn.functional.linear. `onednn`: torch's oneDNN operator, where this build has it and the processor can
+run it. `ours`: `stand.forward.few_token_product`. Weights change from call to call, so that they come from memory (a
+model's do), and the ways take turns. Milliseconds are the least over rounds; `GB/s` says how fast ours reads weights,
+`GFLOP/s` how fast it calculates. Last line: JSON.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ def one_dnn(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
-def ways() -> dict[str, Product]:
+def ways(dtype: torch.dtype) -> dict[str, Product]:
     found: dict[str, Product] = {"linear": torch.nn.functional.linear, "ours": few_token_product}
-    if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    has_operator = hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if has_operator and (dtype is not torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         found["onednn"] = one_dnn
     return found
 
@@ -43,13 +44,14 @@ def ways() -> dict[str, Product]:
 def seconds_per_product(weights: Sequence[torch.Tensor], num_tokens: int, rounds: int) -> dict[str, float]:
     """Of every way the least over rounds of its mean over the weights; their results are compared first."""
     x = torch.randn(num_tokens, weights[0].shape[1]).to(weights[0].dtype)
-    least = dict.fromkeys(ways(), float("inf"))
+    products = ways(x.dtype)
+    least = dict.fromkeys(products, float("inf"))
     expected = x.double() @ weights[0].double().T
     tolerance = 1e-2 if x.dtype is torch.bfloat16 else 1e-4
-    for multiply in ways().values():
+    for multiply in products.values():
         torch.testing.assert_close(multiply(x, weights[0]).double(), expected, rtol=tolerance, atol=10 * tolerance)
     for _ in range(rounds):
-        for way, multiply in ways().items():
+        for way, multiply in products.items():
             begin = time.perf_counter()
             for weight in weights:
                 multiply(x, weight)

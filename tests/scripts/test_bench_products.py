@@ -1,10 +1,13 @@
 """The bench of products in small: every way is timed, and one with other results is a fault."""
 
 import json
+from types import SimpleNamespace
 
 import bench_products
 import pytest
+import torch
 
+OPERATOR = {"_linear_pointwise": None}  # which would fail
 SMALL = ["--shapes", "20x48,8x16", "--tokens", "1,3", "--threads", "1", "--rounds", "2", "--megabytes", "1"]
 
 
@@ -16,12 +19,14 @@ def test_every_way_is_timed(capsys, dtype):
     assert [(each["rows"], each["depth"], each["tokens"]) for each in found] == [
         (20, 48, 1), (20, 48, 3), (8, 16, 1), (8, 16, 3)
     ]  # fmt: skip
-    assert all(0 < each[way] < 1 for each in found for way in bench_products.ways())
+    assert all(0 < each[way] < 1 for each in found for way in bench_products.ways(getattr(torch, dtype)))
 
 
-def test_a_missing_operator_is_left_out(monkeypatch, capsys):
-    monkeypatch.setattr(bench_products.torch.ops, "mkldnn", object())
-    bench_products.main(SMALL)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_cannot_be_run_is_left_out(monkeypatch, capsys, dtype):
+    without = object() if dtype == "float32" else SimpleNamespace(_is_mkldnn_bf16_supported=lambda: False, **OPERATOR)
+    monkeypatch.setattr(bench_products.torch.ops, "mkldnn", without)
+    bench_products.main([*SMALL, "--dtype", dtype])
     table, document = capsys.readouterr().out.strip().split("\n\n")
     assert "onednn" not in json.loads(document)[0] and " - " in table.splitlines()[2]
 

@@ -34,7 +34,7 @@ def pinned_version() -> str:
     return re.search(r"torch==([0-9.]+)\+cpu", (ROOT / "constraints.txt").read_text()).group(1)
 
 
-def set_up(folder: Path, builds: str, complaint: str = "No matching distribution found for torch", version="3, 11"):
+def set_up(folder: Path, builds: str, complaint: str = "No matching distribution found for torch", version=None):
     """(the finished process, what pip was called with, the constraints that were settled)."""
     python, notes, environment = folder / "python", folder / "notes", folder / "venv"
     python.write_text(PYTHON)
@@ -47,7 +47,7 @@ def set_up(folder: Path, builds: str, complaint: str = "No matching distribution
         "NOTES": str(notes),
         "COMPLAINT": complaint,
         "REAL": sys.executable,
-        "VERSION": version,
+        "VERSION": version or f"{sys.version_info[0]}, {sys.version_info[1]}",  # whose headers are looked for
     }
     target = f"{environment}/.ready"
     command = ["make", "--no-print-directory", target, f"VENV={environment}", f"PYTHON={python}"]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from stand.drafters.eagle.laws import EagleLaws
     from stand.drafters.fixed_shape import FixedShapeDrafter
     from stand.drafters.law_source import LawSource
+    from stand.drafters.neighbours.laws import NeighbourLaws
     from stand.drafters.prompt_lookup import PromptLookupDrafter
     from stand.drafters.step_cost import CostTable
     from stand.drafters.streams.drafter import StreamingDrafter
@@ -64,6 +65,7 @@ _HOMES = {
     "Lesson": "stand.drafters.drafter",
     "LookupTree": "stand.trees",
     "ModelDrafter": "stand.drafters.draft_model",
+    "NeighbourLaws": "stand.drafters.neighbours.laws",
     "OutsideLaws": "stand.trees",
     "PromptLookupDrafter": "stand.drafters.prompt_lookup",
     "Request": "stand.scheduling.request",
@@ -95,6 +97,7 @@ __all__ = [
     "Lesson",
     "LookupTree",
     "ModelDrafter",
+    "NeighbourLaws",
     "OutsideLaws",
     "PromptLookupDrafter",
     "Request",

@@ -160,12 +160,16 @@ class BlendedDrafter(LookupDrafter):
 
     def learn_prompt(self, token_ids: np.ndarray, *, problem: int) -> None:
         self.lookup.learn(token_ids[:1], token_ids[1:], scope=problem % self.NUM_SCOPES)
+        if self.source is not None:
+            self.source.learn_prompt(token_ids)
 
     def learn(self, lesson: Lesson) -> None:
         request, scopes = lesson.request, lesson.request.problems % self.NUM_SCOPES
         befores = [history[:-1] for history in request.histories]
         self.lookup.learn_batch(lesson.batch, befores, lesson.top_ids, lesson.top_probs, scopes=scopes)
         self.record(lesson)
+        if self.source is not None:
+            self.source.learn(lesson)
 
     def record(self, lesson: Lesson) -> None:
         """What became of the draft corrects the odds of the next ones, whatever else is learned."""

@@ -46,3 +46,9 @@ class LawSource(ABC):
 
     def follow(self, lesson: Lesson) -> None:  # noqa: B027
         """See `Drafter.follow`."""
+
+    def learn_prompt(self, token_ids: np.ndarray) -> None:  # noqa: B027
+        """See `Drafter.learn_prompt`; `follow_prompt` comes later, when a row of the prompt enters."""
+
+    def learn(self, lesson: Lesson) -> None:  # noqa: B027
+        """See `Drafter.learn`; the lookup has learned the lesson already."""

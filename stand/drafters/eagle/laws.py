@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from stand.drafters.drafter import DraftRequest, Lesson
 from stand.drafters.eagle.followed_rows import FollowedRows
 from stand.drafters.eagle.head import EagleHead
-from stand.drafters.eagle.law_trees import LawTrees, Place, roots
 from stand.drafters.law_source import LawSource, Planner
+from stand.drafters.law_trees import LawTrees, Place, roots
 from stand.drafters.paying_runs import PayingRuns, expected_tokens
 from stand.drafters.settings import check_count, check_temperature
 from stand.trees import ROOT, DraftBatch, OutsideLaws
@@ -78,7 +78,7 @@ class EagleLaws(LawSource):
     @torch.inference_mode()
     def laws(self, request: DraftRequest, plan: Planner) -> OutsideLaws | None:
         """See `LawSource.laws`; a row of one token has no feature yet and gets no law."""
-        trees = LawTrees(len(request.histories))
+        trees: LawTrees[torch.Tensor] = LawTrees(len(request.histories))
         if self._paying is not None:
             return self._paid_laws(trees, request, plan)
         laws = self._rooted(trees, request)
@@ -89,7 +89,7 @@ class EagleLaws(LawSource):
             laws = deeper
         return laws
 
-    def _paid_laws(self, trees: LawTrees, request: DraftRequest, plan: Planner) -> OutsideLaws | None:
+    def _paid_laws(self, trees: LawTrees[torch.Tensor], request: DraftRequest, plan: Planner) -> OutsideLaws | None:
         """Of as many runs as pay."""
         paying, laws, run = self._paying, None, 0
         planned = plan(None)
@@ -108,7 +108,7 @@ class EagleLaws(LawSource):
             paying.end_step(run)
         return laws
 
-    def _rooted(self, trees: LawTrees, request: DraftRequest) -> OutsideLaws | None:
+    def _rooted(self, trees: LawTrees[torch.Tensor], request: DraftRequest) -> OutsideLaws | None:
         """Run the head at the pending tokens; None where no row has a feature."""
         rows, estimates = self._rows.catch_up(request.histories)
         places = roots(rows.tolist(), request.histories)
@@ -117,7 +117,9 @@ class EagleLaws(LawSource):
         self._add(trees, places, estimates)
         return trees.laws(self.source)
 
-    def _deepened(self, trees: LawTrees, request: DraftRequest, planned: DraftBatch) -> OutsideLaws | None:
+    def _deepened(
+        self, trees: LawTrees[torch.Tensor], request: DraftRequest, planned: DraftBatch
+    ) -> OutsideLaws | None:
         """Run the head on planned nodes that it has not seen; None where there is none."""
         places = trees.frontier(planned, request.max_depths)
         if not places:
@@ -125,13 +127,15 @@ class EagleLaws(LawSource):
         self._add(trees, places, self._extend(trees, places))
         return trees.laws(self.source)
 
-    def _add(self, trees: LawTrees, places: list[Place], estimates: torch.Tensor) -> None:
+    def _add(self, trees: LawTrees[torch.Tensor], places: list[Place], estimates: torch.Tensor) -> None:
         """The laws that the target's LM head reads from estimates [n, D]."""
         ids, probs = self.head.best_tokens(estimates, temperature=self.temperature, count=self.law_size)
         trees.add(places, estimates, ids.cpu().numpy(), probs.cpu().numpy())
 
-    def _extend(self, trees: LawTrees, places: list[Place]) -> torch.Tensor:
+    def _extend(self, trees: LawTrees[torch.Tensor], places: list[Place]) -> torch.Tensor:
         """The head on planned nodes: estimates [n, D]."""
         parents = [None if parent == ROOT else parent - 1 for _, parent, _ in places]  # the root is none of them
         tokens = [token for _, _, token in places]
-        return self._rows.extend([row for row, _, _ in places], tokens, parents, trees.estimates_at(places))
+        return self._rows.extend(
+            [row for row, _, _ in places], tokens, parents, torch.stack(trees.estimates_at(places))
+        )

@@ -1,18 +1,19 @@
-"""The nodes that a head was run on in one step, with the laws that it gave there."""
+"""The nodes that a source was asked about in one step, with the laws that it gave there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
-import torch
 
 from stand.trees import NO_PARENT, ROOT, DraftBatch, OutsideLaws
 
 Place = tuple[int, int, int]  # (row, node above, token)
+Estimate = TypeVar("Estimate")  # of the target's feature after a node
 
 
-class LawTrees:
+class LawTrees(Generic[Estimate]):
     """One tree per row, node 0 its pending token. Nodes are numbered as they come, row by row."""
 
     def __init__(self, num_rows: int) -> None:
@@ -21,12 +22,12 @@ class LawTrees:
         self._tokens: list[int] = []
         self._places: list[dict[tuple[int, int], int]] = [{} for _ in range(num_rows)]  # by node above and token
         self._sizes = [0] * num_rows
-        self._estimates: list[list[torch.Tensor]] = [[] for _ in range(num_rows)]
+        self._estimates: list[list[Estimate]] = [[] for _ in range(num_rows)]
         self._ids: list[np.ndarray] = []
         self._probs: list[np.ndarray] = []
 
-    def add(self, places: Sequence[Place], estimates: torch.Tensor, ids: np.ndarray, probs: np.ndarray) -> None:
-        """Nodes with the head's estimates [n, D] of the features after them and their laws, ids and probs [n, K]."""
+    def add(self, places: Sequence[Place], estimates: Iterable[Estimate], ids: np.ndarray, probs: np.ndarray) -> None:
+        """Nodes with n estimates of the features after them and their laws, ids and probs [n, K]."""
         for (row, parent, token), estimate in zip(places, estimates, strict=True):
             self._places[row][parent, token] = self._sizes[row]
             self._sizes[row] += 1
@@ -37,9 +38,9 @@ class LawTrees:
         self._ids.append(ids)
         self._probs.append(probs)
 
-    def estimates_at(self, places: Sequence[Place]) -> torch.Tensor:
-        """[n, D]: those of the nodes above."""
-        return torch.stack([self._estimates[row][parent] for row, parent, _ in places])
+    def estimates_at(self, places: Sequence[Place]) -> list[Estimate]:
+        """Those of the nodes above."""
+        return [self._estimates[row][parent] for row, parent, _ in places]
 
     def frontier(self, planned: DraftBatch, max_depths: np.ndarray) -> list[Place]:
         """Planned nodes just below the trees, where a child could be likelier than the last planned node."""

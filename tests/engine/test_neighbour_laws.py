@@ -1,0 +1,138 @@
+"""Nearest neighbours as a source: states against plain forwards, the target's law, and what calls may leave behind."""
+
+import numpy as np
+import pytest
+import torch
+from draft_requests import draft_request
+from plain_eagle import plain_features
+from tiny_models import SHAPE, VOCABULARY_SIZE, tiny_model
+from transformers import AutoModelForCausalLM, LlamaConfig
+from turns import take_turns
+from two_tokens import assert_greedy_equals_transformers, two_token_statistic
+
+import stand
+
+PROMPTS = [[5, 9, 11, 4, 5, 9], [7, 8], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32], [3]]
+
+
+class CheckedLaws(stand.NeighbourLaws):
+    """Compares every state of a row with a plain forward over its text, and what is remembered with one over a path."""
+
+    num_checked = num_missing = num_remembered = 0
+
+    def attach(self, model):
+        super().attach(model)
+        self._model = model
+
+    def _expected(self, tokens):
+        return self._projected(plain_features(self._model, tokens)[-1:])[0]
+
+    def _state_of(self, request, row):
+        state, before = super()._state_of(request, row), request.histories[row][:-1].tolist()
+        if state is None:
+            self.num_missing += len(before) > 0
+        else:
+            np.testing.assert_allclose(state, self._expected(before), atol=2e-3)
+            self.num_checked += 1
+        return state
+
+    def learn(self, lesson):
+        shown, batch = self._shown, lesson.batch
+        for node, before, after in list(zip(shown.nodes, shown.befores, shown.afters, strict=True))[::5]:
+            row = int(np.searchsorted(batch.offsets, node, side="right")) - 1
+            path, history = [], lesson.request.histories[row].tolist()
+            while node > batch.offsets[row]:
+                path.insert(0, int(batch.token_ids[node]))
+                node = batch.offsets[row] + batch.parents[node]
+            np.testing.assert_allclose(before, self._expected((history + path)[:-1]), atol=2e-3)
+            np.testing.assert_allclose(after, self._expected(history + path), atol=2e-3)
+            self.num_remembered += bool(path)
+        super().learn(lesson)
+
+
+def blended(*, budget=14, laws=stand.NeighbourLaws, **settings) -> stand.BlendedDrafter:
+    return stand.BlendedDrafter(budget=budget, source=laws(**{"runs": 3, "dim": 16} | settings))
+
+
+@pytest.mark.parametrize("target", ["llama", "qwen2"])
+def test_states_are_the_rows_own_whatever_happens_to_them(target):
+    """Rejections, rows that end, wait and move, equal rows, a second call, a prompt of one token."""
+    drafter = blended(laws=CheckedLaws)
+    engine = stand.wrap(tiny_model(target), drafter=drafter)
+    settings = {"temperature": 1.0, "top_k": 0, "seed": 2}
+    ends = list(range(0, VOCABULARY_SIZE, 9))  # rows end at different steps
+    output = engine.generate(input_ids=PROMPTS, stop_token_ids=ends, max_new_tokens=9, **settings)
+    assert len({len(tokens) for tokens in output.token_ids}) > 1
+    engine.generate(input_ids=PROMPTS[:2] * 2, stop_token_ids=[], max_new_tokens=4, max_rows=2, **settings)
+    source = drafter.source
+    assert source.num_checked > 20 and source.num_remembered > 20 and source.num_missing == 0
+
+
+def test_calls_that_take_turns_keep_their_rows_apart():
+    drafter = blended(laws=CheckedLaws, budget=6)
+    take_turns(stand.wrap(tiny_model("llama"), drafter=drafter), PROMPTS[:2], max_new_tokens=5)
+    assert drafter.source.num_checked > 8 and drafter.source.num_missing == 0
+
+
+@pytest.mark.parametrize("target", ["llama", "gemma2"])
+def test_greedy_equals_transformers(target):
+    engine = stand.wrap(tiny_model(target), drafter=blended())
+    assert_greedy_equals_transformers(engine, tiny_model(target), PROMPTS)
+    assert len(engine.drafter.source.memory) > 50
+
+
+def test_the_first_two_tokens_follow_the_target():
+    """Chi-square against the exact law; `test_law_source.py` has the control."""
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(LlamaConfig(**{**SHAPE, "vocab_size": 7})).eval()
+    drafter = blended(budget=3 * 1000)
+    assert two_token_statistic(stand.wrap(target, drafter=drafter), target) < 50
+    assert len(drafter.source.memory) > 1000
+
+
+def test_a_call_that_must_not_learn_leaves_the_memory_alone():
+    drafter = blended()
+    engine = stand.wrap(tiny_model("llama"), drafter=drafter)
+    settings = {"input_ids": PROMPTS, "max_new_tokens": 12, "temperature": 1.0, "seed": 3}
+    engine.generate(**settings, learn=False)
+    assert drafter.source.memory is None
+    engine.generate(**settings)
+    size = len(drafter.source.memory)
+    one, two = (engine.generate(**settings, learn=False) for _ in range(2))
+    assert one.token_ids == two.token_ids and len(drafter.source.memory) == size > 0
+
+
+def test_states_tell_apart_what_tokens_hide():
+    """After one token the law is one of two, by what came long before it: contexts of tokens cannot know which."""
+    source = stand.NeighbourLaws(runs=1, dim=2)
+    source._projection = torch.eye(2)
+    drafter = stand.BlendedDrafter(stand.BlendedLookup(), budget=1, kind="deterministic", source=source)
+    hits = 0
+    for step in range(80):
+        kind = step * step % 7 % 2
+        feature = torch.tensor([[1.0, 0.1 * (step % 3)], [-1.0, 0.1 * (step % 4)]])[kind : kind + 1]
+        history = np.array([4, 5], dtype=np.int32)
+        source.follow_prompt(history, feature)
+        request = draft_request([history])
+        batch = drafter.draft(request)
+        next_token = 20 + kind
+        is_hit = batch.num_nodes == 2 and batch.token_ids[1] == next_token
+        hits += is_hit and step >= 40
+        accepted = [np.array([1], np.int32) if is_hit else np.array([], np.int32)]
+        top_ids = np.full((batch.num_nodes, 10), -1, np.int32)
+        top_probs = np.zeros((batch.num_nodes, 10), np.float32)
+        top_ids[0, 0], top_probs[0, 0] = next_token, 1.0
+        features = torch.zeros(batch.num_nodes, 2)
+        next_tokens = np.array([9 if is_hit else next_token])
+        lesson = stand.Lesson(request, batch, accepted, next_tokens, top_ids, top_probs, features=features)
+        drafter.follow(lesson)
+        drafter.learn(lesson)
+    assert hits >= 36
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("runs", 0), ("dim", 0), ("most_entries", 0), ("source", 4), ("dim", 2.0), ("runs", True)]
+)
+def test_settings_out_of_range_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        stand.NeighbourLaws(**{name: value})

@@ -1,0 +1,86 @@
+"""The memory of nearest neighbours against a slow twin that keeps a list, and its limits."""
+
+import numpy as np
+import pytest
+
+from stand.drafters.neighbours.memory import MOST_ASKED, NUM_NEAREST, SHARPNESS, Entries, NeighbourMemory
+from stand.trees import NO_TOKEN
+
+DIM, WIDTH = 5, 4
+
+
+def some_entries(rng, count, *, num_tokens=6) -> Entries:
+    ids = rng.permuted(np.tile(np.arange(9, dtype=np.int32), (count, 1)), axis=1)[:, :WIDTH].copy()
+    ids[rng.random((count, WIDTH)) < 0.2] = NO_TOKEN
+    probs = np.where(ids < 0, 0.0, rng.random((count, WIDTH)) / WIDTH).astype(np.float32)
+    states = rng.standard_normal((2, count, DIM)).astype(np.float32) + 3.0  # they have a part in common
+    return Entries(rng.integers(0, num_tokens, count).astype(np.int32), *states, ids, probs)
+
+
+class SlowMemory:
+    """The same with a list of entries that never ends."""
+
+    def __init__(self, most_entries):
+        self.held, self.befores, self.most_entries = [], [], most_entries
+
+    def add(self, entries):
+        columns = (entries.tokens, entries.befores, entries.afters, entries.top_ids, entries.top_probs)
+        self.held += list(zip(*columns, strict=True))
+        self.befores += list(entries.befores)
+
+    def nearest(self, token, before):
+        mean = np.mean(self.befores, axis=0, dtype=np.float64)
+        found = []
+        for held, state, after, ids, probs in self.held[-self.most_entries :]:
+            if held == token:
+                one, other = state - mean, before - mean
+                found.append((one @ other / np.linalg.norm(one) / np.linalg.norm(other), after, ids, probs))
+        found = sorted(found[-MOST_ASKED:], key=lambda one: -one[0])[:NUM_NEAREST]
+        if not found:
+            return None
+        best = found[0][0]
+        shares = np.array([np.exp(SHARPNESS * (one[0] - best)) for one in found])
+        shares /= shares.sum()
+        law = dict.fromkeys(range(9), 0.0)
+        for share, (_, _, ids, probs) in zip(shares, found, strict=True):
+            for token_id, prob in zip(ids.tolist(), probs.tolist(), strict=True):
+                if token_id >= 0:
+                    law[token_id] += share * prob * min(max(best, 0.1), 1.0) ** 2
+        likeliest = sorted(law.values(), reverse=True)[:WIDTH]
+        return law, likeliest, shares @ np.array([one[1] for one in found])
+
+
+@pytest.mark.parametrize(("most_entries", "num_tokens"), [(4000, 2), (4000, 40), (50, 6), (1, 2)])
+def test_it_answers_as_a_slow_twin(most_entries, num_tokens):
+    rng = np.random.default_rng(most_entries + num_tokens)
+    fast, slow = NeighbourMemory(dim=DIM, width=WIDTH, most_entries=most_entries), SlowMemory(most_entries)
+    for count in (7, 0, 300, 900, 1, 20):
+        entries = some_entries(rng, count, num_tokens=num_tokens)
+        fast.add(entries)
+        slow.add(entries)
+        assert len(fast) == min(len(slow.held), most_entries)
+        for token in range(0, num_tokens + 1, max(num_tokens // 6, 1)):
+            before = rng.standard_normal(DIM).astype(np.float32) + 3.0
+            got, expected = fast.nearest(token, before), slow.nearest(token, before)
+            assert (got is None) == (expected is None)
+            if got is not None:
+                ids, probs, after = got
+                law, likeliest, state = expected
+                assert ids.shape == probs.shape == (WIDTH,) and (np.diff(probs) <= 0).all()
+                np.testing.assert_allclose(probs, likeliest, atol=1e-4)
+                np.testing.assert_allclose(probs, [law[one] if one >= 0 else 0.0 for one in ids.tolist()], atol=1e-4)
+                np.testing.assert_allclose(after, state, atol=1e-3)
+
+
+def test_the_nearer_state_decides():
+    """One token, two states, two laws; far from both, probabilities are small."""
+    memory = NeighbourMemory(dim=2, width=1, most_entries=8)
+    states = np.array([[1, 0], [0, 1], [-1, 0], [0, -1]], dtype=np.float32)  # their mean is zero
+    ids = np.arange(4, dtype=np.int32)[:, None]
+    memory.add(Entries(np.array([7, 7, 8, 8], np.int32), states, states, ids, np.ones((4, 1), np.float32)))
+    for place, state in enumerate(states):
+        found, probs, after = memory.nearest(7 + place // 2, state)
+        assert found.tolist() == [place] and probs[0] > 0.99
+        np.testing.assert_allclose(after, state, atol=1e-6)
+    assert memory.nearest(7, np.array([-1.0, -0.2], np.float32))[1][0] < 0.02
+    assert memory.nearest(9, states[0]) is None

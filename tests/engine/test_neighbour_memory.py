@@ -23,17 +23,19 @@ class SlowMemory:
     def __init__(self, most_entries):
         self.held, self.befores, self.most_entries = [], [], most_entries
 
+    def mean(self):
+        return np.mean(self.befores, axis=0, dtype=np.float64)
+
     def add(self, entries):
-        columns = (entries.tokens, entries.befores, entries.afters, entries.top_ids, entries.top_probs)
-        self.held += list(zip(*columns, strict=True))
         self.befores += list(entries.befores)
+        centred = [before - self.mean() for before in entries.befores]
+        columns = (entries.tokens, centred, entries.afters, entries.top_ids, entries.top_probs)
+        self.held += list(zip(*columns, strict=True))
 
     def nearest(self, token, before):
-        mean = np.mean(self.befores, axis=0, dtype=np.float64)
-        found = []
-        for held, state, after, ids, probs in self.held[-self.most_entries :]:
+        found, other = [], before - self.mean()
+        for held, one, after, ids, probs in self.held[-self.most_entries :]:
             if held == token:
-                one, other = state - mean, before - mean
                 found.append((one @ other / np.linalg.norm(one) / np.linalg.norm(other), after, ids, probs))
         found = sorted(found[-MOST_ASKED:], key=lambda one: -one[0])[:NUM_NEAREST]
         if not found:
@@ -59,17 +61,19 @@ def test_it_answers_as_a_slow_twin(most_entries, num_tokens):
         fast.add(entries)
         slow.add(entries)
         assert len(fast) == min(len(slow.held), most_entries)
-        for token in range(0, num_tokens + 1, max(num_tokens // 6, 1)):
-            before = rng.standard_normal(DIM).astype(np.float32) + 3.0
-            got, expected = fast.nearest(token, before), slow.nearest(token, before)
-            assert (got is None) == (expected is None)
-            if got is not None:
-                ids, probs, after = got
-                law, likeliest, state = expected
-                assert ids.shape == probs.shape == (WIDTH,) and (np.diff(probs) <= 0).all()
-                np.testing.assert_allclose(probs, likeliest, atol=1e-4)
-                np.testing.assert_allclose(probs, [law[one] if one >= 0 else 0.0 for one in ids.tolist()], atol=1e-4)
-                np.testing.assert_allclose(after, state, atol=1e-3)
+        asked = [*range(0, num_tokens + 1, max(num_tokens // 6, 1)), 0, num_tokens + 9]
+        befores = rng.standard_normal((len(asked), DIM)).astype(np.float32) + 3.0
+        expected = [slow.nearest(token, before) for token, before in zip(asked, befores, strict=True)]
+        answers = fast.nearest(asked, befores)
+        known = [place for place, answer in enumerate(expected) if answer is not None]
+        assert answers.places.tolist() == known
+        assert answers.ids.shape == answers.probs.shape == (len(known), WIDTH)
+        assert (np.diff(answers.probs, axis=1) <= 0).all() and ((answers.ids < 0) == (answers.probs == 0)).all()
+        for place, ids, probs, state in zip(known, answers.ids, answers.probs, answers.states, strict=True):
+            law, likeliest, after = expected[place]
+            np.testing.assert_allclose(probs, likeliest, atol=1e-4)
+            np.testing.assert_allclose(probs, [law[one] if one >= 0 else 0.0 for one in ids.tolist()], atol=1e-4)
+            np.testing.assert_allclose(state, after, atol=1e-3)
 
 
 def test_the_nearer_state_decides():
@@ -78,9 +82,8 @@ def test_the_nearer_state_decides():
     states = np.array([[1, 0], [0, 1], [-1, 0], [0, -1]], dtype=np.float32)  # their mean is zero
     ids = np.arange(4, dtype=np.int32)[:, None]
     memory.add(Entries(np.array([7, 7, 8, 8], np.int32), states, states, ids, np.ones((4, 1), np.float32)))
-    for place, state in enumerate(states):
-        found, probs, after = memory.nearest(7 + place // 2, state)
-        assert found.tolist() == [place] and probs[0] > 0.99
-        np.testing.assert_allclose(after, state, atol=1e-6)
-    assert memory.nearest(7, np.array([-1.0, -0.2], np.float32))[1][0] < 0.02
-    assert memory.nearest(9, states[0]) is None
+    answers = memory.nearest([7, 7, 8, 8], states)
+    assert answers.ids[:, 0].tolist() == [0, 1, 2, 3] and (answers.probs > 0.99).all()
+    np.testing.assert_allclose(answers.states, states, atol=1e-6)
+    assert memory.nearest([7], np.array([[-1.0, -0.2]], np.float32)).probs < 0.02
+    assert memory.nearest([9], states[:1]) is None

@@ -145,15 +145,14 @@ class NeighbourLaws(LawSource):
 
     def _ask(self, trees: LawTrees[np.ndarray], places: list[Place], states: list[np.ndarray | None]) -> bool:
         """Add the places that the memory knows; whether there is one."""
-        found = [
-            (place, *answer)
-            for place, state in zip(places, states, strict=True)
-            if state is not None and (answer := self.memory.nearest(place[2], state)) is not None
-        ]
-        if found:
-            known, ids, probs, afters = zip(*found, strict=True)
-            trees.add(known, afters, np.stack(ids), np.stack(probs))
-        return bool(found)
+        known = [(place, state) for place, state in zip(places, states, strict=True) if state is not None]
+        if not known:
+            return False
+        places, states = zip(*known, strict=True)
+        answers = self.memory.nearest([token for _, _, token in places], np.stack(states))
+        if answers is not None:
+            trees.add([places[place] for place in answers.places], answers.states, answers.ids, answers.probs)
+        return answers is not None
 
     def _state_of(self, request: DraftRequest, row: int) -> np.ndarray | None:
         """[dim] at the token before the pending one."""

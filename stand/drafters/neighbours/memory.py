@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
 from stand.trees import NO_TOKEN
 
 FEWEST_SLOTS = 1024
+NO_SLOT = 0  # where there are too few neighbours: any slot, its share is 0
 MOST_ASKED = 256  # entries of one token that a question looks at, the newest ones
 NUM_NEAREST = 8  # of them that answer
 SHARPNESS = 20.0  # a neighbour counts exp(SHARPNESS * its cosine)
@@ -38,11 +41,22 @@ class Entries:
             laws[places, width:] = padding
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Answers:
+    """What a memory says about m places, each the weighted mean of its neighbours."""
+
+    places: np.ndarray  # [m] int64, ascending: those of the question that it knows something about
+    ids: np.ndarray  # [m, K] int32: the tokens after it, likeliest first, padded with -1
+    probs: np.ndarray  # [m, K] float32
+    states: np.ndarray  # [m, d] float32: the state at the token
+
+
 class NeighbourMemory:
     """The newest `most_entries` entries of `dim` numbers a state and `width` tokens a law, by their token.
 
     An entry takes 8 * dim + 8 * width bytes and a few. States are compared by their cosine after the mean of all states
-    before a token has been taken away: final norms leave a large part that all states have in common.
+    before a token, as far as it was known when they came, has been taken away: final norms leave a large part that all
+    states have in common.
     """
 
     def __init__(self, *, dim: int, width: int, most_entries: int) -> None:
@@ -52,7 +66,7 @@ class NeighbourMemory:
         self._next = 0  # the slot that is written next; the oldest one, when all are taken
         self._size = 0
         self._sum, self._count = np.zeros(dim), 0  # of states before a token
-        self._entries = self._empty(min(FEWEST_SLOTS, most_entries), dim)
+        self._entries = self._empty(min(FEWEST_SLOTS, most_entries), dim)  # `befores` without the mean, of length 1
 
     def __len__(self) -> int:
         return self._size
@@ -65,38 +79,53 @@ class NeighbourMemory:
         first = max(count - self.most_entries, 0)  # of those before it none would be left
         self._grow(min(self._size + count, self.most_entries))
         slots = [self._take(token) for token in entries.tokens[first:].tolist()]
-        self._entries.put(slots, entries, first=first)
+        self._entries.put(slots, replace(entries, befores=self._directions(entries.befores)), first=first)
 
-    def nearest(self, token: int, before: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """What followed `token` in the states nearest to `before` [d]; None where it is not known.
+    def nearest(self, tokens: Sequence[int], befores: np.ndarray) -> Answers | None:
+        """What followed each of n tokens in the states nearest to `befores` [n, d]; None where no token is known.
 
-        (ids [K] int32 and probabilities [K] float32, likeliest first, padded with -1 and 0; the state [d] at the
-        token): the neighbours' weighted means. Probabilities are scaled by the square of the best cosine, because far
-        neighbours know little.
+        Probabilities are scaled by the square of the best cosine, because far neighbours know little.
         """
-        known = self._slots.get(token)
-        if not known:
+        places = [place for place, token in enumerate(tokens) if token in self._slots]
+        if not places:
             return None
-        slots = np.array(known if len(known) <= MOST_ASKED else list(known)[-MOST_ASKED:])
-        mean = self._sum / self._count
-        cosines = _unit(self._entries.befores[slots] - mean) @ _unit(before - mean)
-        best = np.argsort(-cosines, kind="stable")[:NUM_NEAREST]
-        slots, cosines = slots[best], cosines[best]
-        shares = np.exp(SHARPNESS * (cosines - cosines[0]))
-        shares /= shares.sum()
-        worth = min(max(float(cosines[0]), LEAST_COSINE), 1.0) ** 2
+        slots = np.full((len(places), NUM_NEAREST), NO_SLOT, dtype=np.int64)
+        cosines = np.full((len(places), NUM_NEAREST), -np.inf, dtype=np.float32)
+        for row, (place, direction) in enumerate(zip(places, self._directions(befores[places]), strict=True)):
+            known = self._slots[tokens[place]]
+            asked = np.fromiter(islice(reversed(known), MOST_ASKED), np.int64, min(len(known), MOST_ASKED))
+            found = self._entries.befores[asked] @ direction
+            best = (-found).argsort(kind="stable")[:NUM_NEAREST]
+            slots[row, : len(best)], cosines[row, : len(best)] = asked[best], found[best]
+        shares = np.exp(SHARPNESS * (cosines - cosines[:, :1]))  # 0 where there is no neighbour
+        shares /= shares.sum(axis=1, keepdims=True)
+        worth = cosines[:, :1].clip(LEAST_COSINE, 1.0) ** 2
         ids, probs = self._mixed(slots, worth * shares)
-        return ids, probs, shares.astype(np.float32) @ self._entries.afters[slots]
+        states = (shares[:, None] @ self._entries.afters[slots])[:, 0]
+        return Answers(np.array(places), ids, probs, states)
 
     def _mixed(self, slots: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The best tokens of the sum of these entries' laws."""
-        ids, places = np.unique(self._entries.top_ids[slots], return_inverse=True)
-        probs = np.bincount(places.ravel(), (shares[:, None] * self._entries.top_probs[slots]).ravel(), len(ids))
-        probs[ids < 0] = 0.0
-        best = np.argsort(-probs, kind="stable")[: self._width]
-        best = best[probs[best] > 0.0]
-        padding = (0, self._width - len(best))
-        return np.pad(ids[best], padding, constant_values=NO_TOKEN), np.pad(probs[best].clip(max=1.0), padding)
+        """The best tokens of the sums of these entries' laws, [m, n] of both."""
+        rows = len(slots)
+        ids = self._entries.top_ids[slots].reshape(rows, -1)
+        probs = (shares[:, :, None] * self._entries.top_probs[slots]).reshape(rows, -1)
+        order = ids.argsort(axis=1, kind="stable")
+        ids, probs = np.take_along_axis(ids, order, axis=1), np.take_along_axis(probs, order, axis=1)
+        is_first = np.ones(ids.shape, dtype=bool)
+        is_first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        starts = np.flatnonzero(is_first)
+        sums = np.zeros(ids.shape, dtype=np.float32)
+        sums.flat[starts] = np.add.reduceat(probs.ravel(), starts)
+        sums[ids < 0] = 0.0
+        best = (-sums).argsort(axis=1, kind="stable")[:, : self._width]
+        sums = np.take_along_axis(sums, best, axis=1)
+        return np.where(sums > 0.0, np.take_along_axis(ids, best, axis=1), NO_TOKEN), sums.clip(max=1.0)
+
+    def _directions(self, states: np.ndarray) -> np.ndarray:
+        """[n, d] float32 without the mean, of length 1; zeros stay."""
+        centred = states - (self._sum / self._count).astype(np.float32)
+        lengths = np.linalg.norm(centred, axis=-1, keepdims=True)
+        return centred / np.maximum(lengths, np.finfo(np.float32).tiny)
 
     def _take(self, token: int) -> int:
         """A slot for an entry of `token`: a free one, else the oldest entry's."""
@@ -127,9 +156,3 @@ class NeighbourMemory:
             np.zeros((size, self._width), dtype=np.int32),
             np.zeros((size, self._width), dtype=np.float32),
         )
-
-
-def _unit(states: np.ndarray) -> np.ndarray:
-    """[..., d] of length 1; zeros stay."""
-    lengths = np.linalg.norm(states, axis=-1, keepdims=True)
-    return states / np.maximum(lengths, np.finfo(np.float32).tiny)

@@ -62,8 +62,7 @@ COMPACT = {
     "stand.trees.layouts.layout",
     "stand.trees.noise",
     "stand.trees.sampling",
-    "stand.verifiers.draw_compiled",
-    "stand.verifiers.kept",
+    "stand.verifiers.verdict_compiled",
 }
 # In the order of the source modules pack 2 % smaller, and unaligned as much again; neither costs time that is seen.
 IN_ORDER = taken("-fno-schedule-insns2") if IS_LEAN else []

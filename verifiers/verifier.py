@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from stand.trees import DraftBatch
-from stand.verifiers import draw_compiled
+from stand.verifiers import verdict_compiled
 from stand.verifiers.draw import draw_residuals
-from stand.verifiers.kept import gained
 from stand.verifiers.noise import VerifierNoise
 from stand.verifiers.operands import Array
 from stand.verifiers.requirements import Requirements, check_requirements
@@ -52,7 +51,7 @@ class Verdicts:
 
     def gained(self, batch: DraftBatch) -> list[list[int]]:
         """B lists: the tokens each row gains, the next token last."""
-        return gained(self.accepted, batch.token_ids, batch.offsets, self.next_tokens)
+        return verdict_compiled.gained(self.accepted, batch.token_ids, batch.offsets, self.next_tokens)
 
 
 class Verifier(ABC):
@@ -116,7 +115,7 @@ def _draw(
     """[B] int64: the token after stopping at packed nodes `stops`, on the host or where the rows lie."""
     probs = target.on_host()
     if probs is not None and mass.dtype == np.float64:
-        return draw_compiled.draw_residuals(probs, stops, support_ids, mass, scale, uniforms)
+        return verdict_compiled.draw_residuals(probs, stops, support_ids, mass, scale, uniforms)
     return draw_residuals(
         target.rows(stops),
         support_ids=support_ids[stops],

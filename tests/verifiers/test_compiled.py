@@ -9,7 +9,7 @@ from drafted_cases import case
 
 from stand.drafters.check import check_batch
 from stand.trees import DraftBatch, DraftTree
-from stand.verifiers import TargetRows, Verdicts, draw_compiled, get_verifier, operands
+from stand.verifiers import TargetRows, Verdicts, get_verifier, operands, verdict_compiled
 from stand.verifiers.draw import draw_residuals, draw_tokens
 from stand.verifiers.rules import traversal_compiled
 
@@ -68,7 +68,7 @@ def test_draws_over_a_grid_of_uniforms_equal_the_array_code():
     for uniform in np.linspace(0, 1, 200, endpoint=False):
         nodes = np.arange(batch.num_nodes)
         uniforms = np.full(len(nodes), uniform)
-        got = draw_compiled.draw_residuals(target.on_host(), nodes, batch.support_ids, mass, scale, uniforms)
+        got = verdict_compiled.draw_residuals(target.on_host(), nodes, batch.support_ids, mass, scale, uniforms)
         expected = draw_residuals(
             target.rows(nodes),
             support_ids=batch.support_ids,
@@ -85,7 +85,7 @@ def test_a_token_of_weight_zero_is_never_drawn():
     support, mass = np.array([[2, 1, -1]], dtype=np.int32), np.array([[0.0, 0.25, 0.0]])
     for uniform in (0.0, 0.3333, 0.34, 1 - 2**-53):
         arguments = (probs, np.array([0]), support, mass, np.ones(1), np.array([uniform]))
-        assert draw_compiled.draw_residuals(*arguments).tolist() == [1 if uniform < 1 / 3 else 4]
+        assert verdict_compiled.draw_residuals(*arguments).tolist() == [1 if uniform < 1 / 3 else 4]
 
 
 @pytest.mark.parametrize("support", [[0, -1], [2, 0], [0, 2], [-1, 0], [-1, -1]])
@@ -97,7 +97,7 @@ def test_any_support_equals_the_array_code(support):
     for heavy, scale in ((0.0, 1.0), (0.5, 1.0), (0.5, 0.25), (0.5, 0.0)):
         mass = np.array([[heavy if token >= 0 else 0.0 for token in support]] * 2)
         supports = np.array([support] * 2, np.int32)
-        got = draw_compiled.draw_residuals(probs, nodes, supports, mass, np.full(2, scale), uniforms)
+        got = verdict_compiled.draw_residuals(probs, nodes, supports, mass, np.full(2, scale), uniforms)
         expected = draw_residuals(
             torch.from_numpy(probs[nodes]),
             support_ids=np.array([support] * count, np.int32),
@@ -121,7 +121,7 @@ def test_many_blocks_equal_the_array_code(support, size):
     nodes, uniforms = np.arange(count) % 4, (np.arange(count) + 0.5) / count
     mass = np.where(np.array(support) >= 0, [40.0, 0.0, 20.0], 0.0)
     for scale in (1.0, 0.25, 0.0 if mass.any() else 0.5):
-        got = draw_compiled.draw_residuals(
+        got = verdict_compiled.draw_residuals(
             probs, nodes, np.array([support] * 4, np.int32), np.tile(mass, (4, 1)), np.full(4, scale), uniforms
         )
         expected = draw_residuals(
@@ -132,7 +132,7 @@ def test_many_blocks_equal_the_array_code(support, size):
             uniforms=uniforms,
         )
         assert got.tolist() == expected.tolist(), scale
-    drawn = draw_compiled.draw_tokens(probs, nodes, uniforms)
+    drawn = verdict_compiled.draw_tokens(probs, nodes, uniforms)
     assert drawn.tolist() == draw_tokens(torch.from_numpy(probs[nodes]), uniforms).tolist()
     assert len(set(drawn.tolist())) > 300
 
@@ -145,12 +145,12 @@ def test_the_largest_uniform_stays_inside_the_weights():
     support = np.tile(np.array([[0, size - 1]], dtype=np.int32), (count, 1))
     mass = np.stack([generator.random(count), np.zeros(count)], axis=1)
     largest = np.full(count, np.nextafter(1.0, 0.0))
-    tokens = draw_compiled.draw_residuals(probs, np.arange(count), support, mass, generator.random(count), largest)
-    assert np.all(draw_compiled.draw_tokens(probs, np.arange(count), largest) < size // 2)
+    tokens = verdict_compiled.draw_residuals(probs, np.arange(count), support, mass, generator.random(count), largest)
+    assert np.all(verdict_compiled.draw_tokens(probs, np.arange(count), largest) < size // 2)
     assert np.all((tokens > 0) & (tokens < size // 2))
     support = np.tile(np.array([[7, 3, 5, 1, 2]], dtype=np.int32), (count, 1))
     mass = np.hstack([generator.random((count, 4)), np.zeros((count, 1))])
-    on_support = draw_compiled.draw_residuals(probs, np.arange(count), support, mass, np.zeros(count), largest)
+    on_support = verdict_compiled.draw_residuals(probs, np.arange(count), support, mass, np.zeros(count), largest)
     assert set(on_support.tolist()) == {1}  # the last one that has weight
 
 
@@ -160,7 +160,7 @@ def test_a_point_on_an_edge_belongs_to_the_token_after_it():
     mass = np.array([[0.25, 0.0]])
     for uniform, token in ((0.0, 3), (0.25, 0), (0.375, 1), (0.875, 2)):
         arguments = (probs, np.array([0]), support, mass, np.ones(1), np.array([uniform]))
-        assert draw_compiled.draw_residuals(*arguments).tolist() == [token]
+        assert verdict_compiled.draw_residuals(*arguments).tolist() == [token]
 
 
 def test_supports_do_not_reach_into_later_rows():
@@ -168,7 +168,7 @@ def test_supports_do_not_reach_into_later_rows():
     probs = np.array([[0.25, 0.25, 0.5], [0.5, 0.25, 0.25]])
     support, mass = np.array([[0, 1], [-1, -1]], dtype=np.int32), np.array([[0.5, 0.5], [0.0, 0.0]])
     nodes, uniforms = np.array([0, 1, 1, 1]), np.array([0.1, 0.1, 0.6, 0.9])
-    drawn = draw_compiled.draw_residuals(probs, nodes, support, mass, np.ones(2), uniforms)
+    drawn = verdict_compiled.draw_residuals(probs, nodes, support, mass, np.ones(2), uniforms)
     assert drawn.tolist() == [0, 0, 1, 2]
 
 
@@ -186,10 +186,10 @@ def test_rows_without_weight_are_refused_wherever_they_stand():
     arguments = (support, np.zeros((3, 1)), np.ones(3))
     for nodes in ([1], [0, 1], [1, 2], [2, 1, 0]):
         with pytest.raises(ValueError, match="positive sum, got none"):
-            draw_compiled.draw_residuals(probs, np.array(nodes), *arguments, np.full(len(nodes), 0.25))
+            verdict_compiled.draw_residuals(probs, np.array(nodes), *arguments, np.full(len(nodes), 0.25))
         with pytest.raises(ValueError, match="positive sum, got none"):
-            draw_compiled.draw_tokens(probs, np.array(nodes), np.full(len(nodes), 0.25))
-    assert draw_compiled.draw_residuals(probs, np.array([0, 2]), *arguments, np.full(2, 0.25)).tolist() == [0, 0]
+            verdict_compiled.draw_tokens(probs, np.array(nodes), np.full(len(nodes), 0.25))
+    assert verdict_compiled.draw_residuals(probs, np.array([0, 2]), *arguments, np.full(2, 0.25)).tolist() == [0, 0]
 
 
 def test_what_the_law_cannot_have_drawn_inherits_nothing():
@@ -252,7 +252,7 @@ def test_weights_that_underflowed_give_way_to_the_target():
     support, mass = np.array([[1]], dtype=np.int32), np.zeros((1, 1))
     for uniform, token in ((0.5, 1), (0.8, 2)):
         arguments = (probs, np.array([0]), support, mass, np.zeros(1), np.array([uniform]))
-        assert draw_compiled.draw_residuals(*arguments).tolist() == [token]
+        assert verdict_compiled.draw_residuals(*arguments).tolist() == [token]
 
 
 def test_a_point_at_a_blocks_end_belongs_to_the_next_one():
@@ -260,7 +260,7 @@ def test_a_point_at_a_blocks_end_belongs_to_the_next_one():
     probs = np.zeros((1, 512))
     probs[0, [0, 256]] = 0.5
     for uniform, token in [(0.5, 256), (np.nextafter(0.5, 0.0), 0)]:
-        assert draw_compiled.draw_tokens(probs, np.array([0]), np.array([uniform])).tolist() == [token]
+        assert verdict_compiled.draw_tokens(probs, np.array([0]), np.array([uniform])).tolist() == [token]
         assert draw_tokens(torch.from_numpy(probs), np.array([uniform])).tolist() == [token]
 
 

@@ -19,7 +19,7 @@ from exact import (
 )
 from exact_draws import draw_laws, support_first
 
-from stand.verifiers import TargetRows, draw_compiled, draw_tokens, get_verifier
+from stand.verifiers import TargetRows, draw_tokens, get_verifier, verdict_compiled
 from stand.verifiers.draw import BLOCK_SIZE, draw_residuals
 
 BOUND = 1e-9
@@ -27,7 +27,7 @@ COUNT, SIZE = 40, 7
 
 
 def compiled_tokens(rows: torch.Tensor, points: np.ndarray) -> np.ndarray:
-    return draw_compiled.draw_tokens(rows.numpy(), np.arange(len(rows)), points)
+    return verdict_compiled.draw_tokens(rows.numpy(), np.arange(len(rows)), points)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -44,7 +44,7 @@ def test_tokens_by_their_weights(draw_tokens, dtype):
 
 
 def compiled(probs, support, mass, scale, points):
-    return draw_compiled.draw_residuals(probs, np.arange(len(probs)), support, mass, scale, points)
+    return verdict_compiled.draw_residuals(probs, np.arange(len(probs)), support, mass, scale, points)
 
 
 def arrays(probs, support, mass, scale, points):

@@ -1,6 +1,7 @@
-"""The draw of the next token on a CPU, compiled: a pass over one row of probabilities per trajectory, then one block.
+"""The end of a verdict on a CPU, compiled: the draw of the next token, and what the rows gain.
 
-The same formulas as in `draw`, in float64 throughout; those are array code and run on any device.
+The draw passes over one row of probabilities per trajectory, then over one block. It has the formulas of `draw`, in
+float64 throughout; those are array code and run on any device.
 """
 
 import numpy as np
@@ -134,3 +135,24 @@ cdef int64_t _find(const Prob[::1] probs, double scale, double point, vector[cha
             if point < 0:
                 break
     return last
+
+
+def gained(
+    accepted,  # B arrays int32: row-local nodes that are kept, root excluded
+    batch_tokens,  # [M] int32
+    batch_offsets,  # [B + 1]
+    next_tokens,  # [B] int64
+):
+    """B lists: the tokens of the nodes that are kept, the next token last."""
+    cdef const int32_t[::1] token_ids = np.ascontiguousarray(batch_tokens, dtype=np.int32)
+    cdef const int32_t[::1] offsets = np.ascontiguousarray(batch_offsets, dtype=np.int32)
+    cdef const int32_t[::1] nodes = np.ascontiguousarray(np.concatenate(accepted), dtype=np.int32)
+    cdef Py_ssize_t row, end, place = 0
+    rows = []
+    for row, (path, next_token) in enumerate(zip(accepted, next_tokens.tolist(), strict=True)):
+        end = place + len(path)
+        tokens = [token_ids[offsets[row] + nodes[kept]] for kept in range(place, end)]
+        tokens.append(next_token)
+        rows.append(tokens)
+        place = end
+    return rows

@@ -56,7 +56,7 @@ def fuse(model: PreTrainedModel, *, kernels: bool = True) -> Fusion:
         trial.try_kernels()
         product, verdicts = choose_products(model, trial.recipe, trial.merged, _known_products)
     if model.device.type == "cuda":
-        torch.cuda.empty_cache()  # the parts' former memory: freed in pieces that the cache cannot use whole
+        _empty_cache()  # the parts' former memory: freed in pieces that the cache cannot use whole
     report = trial.report() + verdicts
     return Fusion(model, trial.recipe, trial.kernels, merged=trial.merged, product=product, report=report)
 
@@ -65,6 +65,13 @@ def _known_products(model: PreTrainedModel, weights: Weights) -> ChosenProduct |
     from stand.gpu.known_products import known_products
 
     return known_products(model, weights)
+
+
+def _empty_cache() -> None:
+    from stand.gpu.runner import CAPTURING
+
+    with CAPTURING:
+        torch.cuda.empty_cache()
 
 
 def _interprets() -> bool:

@@ -54,7 +54,7 @@ class DeviceTimer:
                 start.record()
                 graph.replay()
                 end.record()
-        torch.cuda.synchronize(self.device)
+        marks[-1][1].synchronize()  # not the device: that would break another thread's capture
         return [start.elapsed_time(end) / 1e3 for start, end in marks]
 
     def _captured(self, work: Work, num_runs: int) -> torch.cuda.CUDAGraph:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ WARM_UP_RUNS = 2  # before capture: kernels are compiled and libraries make thei
 TORCH_STREAMS = 32  # that torch has of a device and hands out in turn
 _OWNED: set[int] = set()  # handles of streams whose owners live
 _ABANDONED: list[torch.cuda.CUDAGraph] = []  # which torch's allocators may still ask whether they are being captured
+CAPTURING = threading.Lock()  # held by who captures, and by who empties torch's cache, which no capture survives
 LOGGER = logging.getLogger("stand")
 
 
@@ -172,13 +174,27 @@ def own_stream(device: torch.device, owner: object) -> torch.cuda.Stream:
     raise RuntimeError(f"a capture needs a stream of its own, got {TORCH_STREAMS} taken ones; let engines go")
 
 
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """One capture at a time: torch waits for the whole device and empties its cache where one begins, and both break
+    any other. And keep the garbage collector from ending another engine's graphs in the middle of one."""
+    with CAPTURING:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
+
+
+@_undisturbed()
 def captured(body: Body, stream: torch.cuda.Stream, *, pool: tuple[int, int]) -> torch.cuda.CUDAGraph:
     """A graph of `body`, with its memory in `pool`. Raises what `body` raises, also where the capture cannot be ended
     then."""
     graph, failures = torch.cuda.CUDAGraph(), []
     try:
         with (
-            _uncollected(),
             torch.cuda.stream(stream),  # the next one, where it cannot end the capture, does not leave the stream
             torch.cuda.graph(graph, stream=stream, pool=pool, capture_error_mode="thread_local"),
         ):
@@ -206,15 +222,3 @@ def _abandon(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: tuple
         torch._C._cuda_releasePool(stream.device_index, pool)
     except (RuntimeError, AttributeError) as error:
         LOGGER.debug("nothing was left of a capture that failed: %s", error)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Keep the garbage collector from ending another engine's graphs in the middle of a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -1,6 +1,8 @@
 """How graphs are recorded, told by a stand-in for torch.cuda: which streams a replay captures and runs on."""
 
 import gc
+import threading
+import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from fake_events import FakeEvent
 
+from stand.fusion import fusion
 from stand.gpu import runner
 from stand.gpu.device_timer import DeviceTimer
 from stand.gpu.runner import TORCH_STREAMS, WARM_UP_RUNS, GraphRunner
@@ -98,7 +101,7 @@ class FakeCuda:
 def cuda(monkeypatch):
     fake = FakeCuda()
     monkeypatch.setattr(runner, "_OWNED", set())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", None)  # of the device: it breaks a capture of another thread
     for name in ("Stream", "Event", "CUDAGraph", "graph_pool_handle", "current_stream", "graph", "device"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
     monkeypatch.setattr(torch.cuda, "stream", fake.using)
@@ -216,6 +219,24 @@ def test_graphs_share_a_pool_until_they_are_forgotten(cuda):
     replay.forget()
     replay.record_alone(lambda: None)
     assert len(set(cuda.pools)) == 2 and cuda.pools[-1] != cuda.pools[0]
+
+
+def test_no_two_threads_capture_at_once(cuda, monkeypatch):
+    """torch takes one capture at a time in a process: where one begins it waits for the device, which breaks others."""
+    most = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: most.append(1 + len(cuda.underway)))
+
+    def body():
+        time.sleep(0.01)
+        most.append(len(cuda.underway))
+
+    threads = [threading.Thread(target=GraphRunner(DEVICE).record_alone, args=(body,)) for _ in range(3)]
+    threads.append(threading.Thread(target=lambda: (time.sleep(0.05), fusion._empty_cache())))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) == 1 and gc.isenabled()
 
 
 def test_the_collector_does_not_run_inside_a_capture(cuda):

@@ -19,6 +19,9 @@ class FakeEvent:
         assert self._current[-1:] == [self._device], "the events of another device tell nothing of this one"
         self.time = len(self._clock)
 
+    def synchronize(self) -> None:
+        assert self.time, "an event that was never recorded waits for nothing"
+
     def elapsed_time(self, later: FakeEvent) -> int:
         return later.time - self.time
 

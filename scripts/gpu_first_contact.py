@@ -6,9 +6,9 @@
 
 Every piece decodes the same prompts by captured steps and by eager ones, twice, the second time with drafts from what
 was learned. In float32 all tokens must be equal, in bfloat16 they may part where two tokens are nearly as likely. A
-piece that fails prints its traceback and does not stop the others; where it leaves the GPU of no use to its process,
-such as after an illegal access, the others go on in another one. After `--seconds` the process ends with the stacks of
-what hangs. Exit status: 0, or 1 where a piece failed.
+piece that fails prints its traceback and does not stop the others. On a GPU the pieces run in a process of their own:
+after an illegal access torch may end it in the middle of anything, and the others go on in another one. After
+`--seconds` the process ends with the stacks of what hangs. Exit status: 0, or 1 where a piece failed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -275,20 +275,47 @@ def run_piece(name: str, work: Callable[[], str]) -> bool:
     return True
 
 
-def run_pieces(contact: Contact, names: Sequence[str], started: float, seconds: float) -> bool:
-    """Whether all are well."""
+def run_pieces(contact: Contact, names: Sequence[str]) -> bool:
+    """Whether all are well. Ends the process where one leaves the GPU of no use to it: see `in_processes`."""
     is_well = True
-    for place, name in enumerate(names):
+    for name in names:
         is_well = run_piece(name, getattr(contact, name)) and is_well
-        rest = names[place + 1 :]
-        if rest and not is_well and not is_usable(contact.device):
-            left = seconds - (time.monotonic() - started)
-            print(f"the GPU is of no use to this process after {name}; the others go on in another one", flush=True)
-            options = ["--device", str(contact.device), "--only", ",".join(rest), "--seconds", f"{max(left, 1):.0f}"]
-            faulthandler.cancel_dump_traceback_later()  # the other one has a limit of its own
-            subprocess.run([sys.executable, __file__, *options], check=False, preexec_fn=end_with_parent)
-            return False
+        if not is_well and not is_usable(contact.device):
+            print(f"the GPU is of no use to this process after {name}", flush=True)
+            os._exit(1)  # no destructor runs, of which torch's may not end well
     return is_well
+
+
+def in_processes(names: Sequence[str], command: Callable[[Sequence[str], float], list[str]], seconds: float) -> bool:
+    """Whether all pieces are well, which run by command(pieces, seconds left) until a process has come to its end.
+
+    One that ends earlier has died of the piece after those that it told of, or of the last one, where that failed.
+    """
+    started, is_well = time.monotonic(), True
+    while names:
+        left = seconds - (time.monotonic() - started)
+        if left < 1:
+            print(f"left out, because {seconds:.0f} seconds were over: {', '.join(names)}", flush=True)
+            return False
+        process = subprocess.Popen(
+            command(names, left), stdout=subprocess.PIPE, text=True, errors="replace", preexec_fn=end_with_parent
+        )
+        told, verdict = 0, "ok"
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if line.startswith(("ok   ", "FAIL ")):
+                told, verdict = told + 1, line.split()[0]
+        status = process.wait()
+        is_well, names = is_well and status == 0, names[told:]
+        if names and verdict == "ok":
+            print(f"FAIL {names[0]}: its process ended with status {status}", flush=True)
+            is_well, names = False, names[1:]
+    return is_well
+
+
+def piece_command(device: str, names: Sequence[str], seconds: float) -> list[str]:
+    options = ["--device", device, "--only", ",".join(names), "--seconds", f"{seconds:.0f}"]
+    return [sys.executable, __file__, "--in-process", *options]
 
 
 def is_usable(device: torch.device) -> bool:
@@ -317,20 +344,22 @@ def main(command_line: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="of torch (%(default)s)")
     parser.add_argument("--only", default=",".join(PIECES), metavar="PIECE,...", help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=220, help="after these the process ends (%(default)s)")
+    parser.add_argument("--in-process", action="store_true", help="all in this one, as always on a CPU")
     arguments = parser.parse_args(command_line)
     device, names = torch.device(arguments.device), arguments.only.split(",")
     if not set(names) <= set(PIECES):
         parser.error(f"--only must be some of {', '.join(PIECES)} with commas between, got {arguments.only}")
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("no GPU is visible to torch; use --device cpu to see that the script runs")
+    if device.type != "cpu" and not arguments.in_process:
+        return 0 if in_processes(names, partial(piece_command, arguments.device), arguments.seconds) else 1
     if device.type == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
-    started = time.monotonic()
     faulthandler.dump_traceback_later(arguments.seconds, exit=True, file=sys.__stderr__)
     logging.basicConfig(stream=sys.stdout)  # tracebacks of steps that went on as eager ones
     undone = use_plain_float32()
     print(describe(device) + (f", undone: {undone}" if undone else ""), flush=True)
-    is_well = run_pieces(Contact(device), names, started, arguments.seconds)
+    is_well = run_pieces(Contact(device), names)
     faulthandler.cancel_dump_traceback_later()
     if device.type == "cuda":
         print(f"most memory {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB")

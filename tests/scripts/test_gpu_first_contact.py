@@ -1,5 +1,6 @@
 """The first-contact script on a CPU: pieces that are well, and pieces that fail or part from eager steps."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -38,21 +39,59 @@ def test_a_piece_that_fails_prints_its_traceback_and_stops_nobody(monkeypatch, c
     assert gpu_first_contact.main(["--device", "cpu", "--only", "bf16"]) == 0
 
 
-def test_where_a_piece_takes_the_gpu_with_it_the_others_go_on_in_another_process(monkeypatch, capsys):
-    started = []
+DYING = """
+import os, sys
+for name in sys.argv[1].split(","):
+    if name == "top_p":
+        os.abort()  # a destructor of torch's, in the middle of a piece
+    print("FAIL" if name == "fused" else "ok  ", f"{name}: told", flush=True)
+    if name == "fused":
+        os.abort()  # the same once the piece has failed
+"""
 
+
+def test_the_others_go_on_where_a_piece_ends_its_process(capsys):
+    """After an illegal access torch's destructors end the process (pytorch #178154)."""
+
+    def command(names, seconds):
+        started.append(seconds)
+        return [sys.executable, "-c", DYING, ",".join(names)]
+
+    started = []
+    names = ["unfused", "fused", "bf16", "top_p", "head"]
+    assert not gpu_first_contact.in_processes(names, command, 100)
+    printed = capsys.readouterr().out
+    assert [line.split(":")[0] for line in printed.splitlines()] == [
+        "ok   unfused", "FAIL fused", "ok   bf16", "FAIL top_p", "ok   head",
+    ]  # fmt: skip
+    assert "top_p: its process ended with status -6" in printed and len(started) == 3 and 90 < started[-1] < 100
+    assert gpu_first_contact.in_processes(["head"], command, 100)
+    assert not gpu_first_contact.in_processes(["head"], command, 0)
+    assert "left out, because 0 seconds were over: head" in capsys.readouterr().out
+
+
+def test_pieces_on_a_gpu_get_a_process(monkeypatch):
+    commands = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        gpu_first_contact, "in_processes", lambda names, command, seconds: commands.append(command(names, seconds))
+    )
+    assert gpu_first_contact.main(["--device", "cuda:1", "--only", "bf16,match", "--seconds", "100"]) == 1
+    assert commands[0][2:] == ["--in-process", "--device", "cuda:1", "--only", "bf16,match", "--seconds", "100"]
+
+
+def test_a_process_ends_where_a_piece_has_taken_the_gpu_with_it(monkeypatch, capsys):
     def broken(contact):
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(gpu_first_contact.Contact, "fused", broken)
     monkeypatch.setattr(gpu_first_contact.Contact, "unfused", lambda contact: "well")
     monkeypatch.setattr(gpu_first_contact, "is_usable", lambda device: False)
-    monkeypatch.setattr(gpu_first_contact.subprocess, "run", lambda command, **how: started.append(command))
-    assert gpu_first_contact.main(["--device", "cpu", "--only", "unfused,fused,bf16,match", "--seconds", "100"]) == 1
-    (command,) = started
-    asked = dict(zip(command[2::2], command[3::2], strict=True))
-    assert asked["--only"] == "bf16,match" and asked["--device"] == "cpu" and 90 < float(asked["--seconds"]) <= 100
-    assert "of no use to this process after fused" in capsys.readouterr().out
+    monkeypatch.setattr(gpu_first_contact.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit):
+        gpu_first_contact.main(["--device", "cpu", "--only", "unfused,fused,match"])
+    printed = capsys.readouterr().out
+    assert "of no use to this process after fused" in printed and "match" not in printed
 
 
 def test_a_gpu_that_answers_with_an_error_is_of_no_use(monkeypatch):

@@ -99,7 +99,9 @@ class GuardedStep:
     def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
         """A ValueError is no failure of the device, the step refuses what it was given; nor is a lesson's error."""
         if self._ride_error is not None and self.captured is not None:
-            self._fall_back(live.rows, self._ride_error)
+            error, self._ride_error = self._ride_error, None  # its traceback holds the graphs' memory
+            self._fall_back(live.rows, error)
+            del error
         if self.captured is not None:
             try:
                 return self.captured.forward(batch, live, noise)

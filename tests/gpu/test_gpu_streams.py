@@ -1,6 +1,8 @@
 """Streams behind captured steps: what they guess, draft and leave behind is what eager steps make of them."""
 
 import copy
+import logging
+import weakref
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from tiny_models import kernel_model  # noqa: E402
 
 import stand  # noqa: E402
 from stand.gpu import self_check, tails  # noqa: E402
+from stand.gpu.captured_step import CapturedStep  # noqa: E402
+from stand.gpu.pooled_step import PooledStep  # noqa: E402
 from stand.gpu.tails import Chains, TailBody, Tails  # noqa: E402
 from stand.scheduling import within_pages  # noqa: E402
 from stand.scheduling.memory import bytes_per_token  # noqa: E402
@@ -149,6 +153,19 @@ def test_tails_run_as_rows_grow_and_pages_run_out(monkeypatch):
 
 
 def test_tails_that_fail_leave_the_verdict_and_go_on_with_eager_steps(monkeypatch):
+    released, forward, release = [], PooledStep.forward, CapturedStep.release
+
+    def watched_release(step, rows):
+        released.append(weakref.ref(step))
+        return release(step, rows)
+
+    def watched_forward(step, *arguments):
+        assert released[0]() is None, "the memory of the graphs is kept"
+        return forward(step, *arguments)
+
+    monkeypatch.setattr(CapturedStep, "release", watched_release)
+    monkeypatch.setattr(PooledStep, "forward", watched_forward)
+    monkeypatch.setattr(logging.getLogger("stand"), "disabled", True)  # pytest keeps tracebacks that are logged
     expected = decode("sdpa", alone)
     monkeypatch.setattr(TailBody, "run", failing_after(5, TailBody.run, RuntimeError("gone")))
     model = kernel_model("qwen2")

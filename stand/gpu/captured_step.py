@@ -196,6 +196,7 @@ class CapturedStep:
     def close(self) -> None:
         """The rows are gone; the cache and what is recorded stay, for a further call."""
         self._lesson = None
+        self.runner.wait_for_step()  # one that was interrupted reads its packet yet, which may be filled or go
         self.runner.wait_for_best()  # else they might come after the memory has gone to somebody else
 
     def dissolve(self) -> Runner:

@@ -138,6 +138,8 @@ def test_nothing_runs_where_what_is_recorded_is_dropped(plain_kernels, monkeypat
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(DirectRunner, "wait", interrupt)
         engine.generate(**settings)
+    ended = order[-order[::-1].index("step") :]
+    assert ended[:1] == ["wait_for_step"]  # the next call may fill the packet that the step reads
     order.clear()
     engine.generate(input_ids=[[3, 4, 5] * 70], max_new_tokens=8)  # a larger pool: all is recorded anew
     dropped = order[: order.index("forget")]

@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from gpu_parts.bench_record import BenchRecord, Budget, Figure, Measurement
+from gpu_parts.device_option import cpu_or_gpu
 from gpu_parts.part_process import PartRun, differing_settings, left_in
 from gpu_parts.part_process import run_part as run_part_process
 from gpu_parts.plain_float32 import use_plain_float32
@@ -385,7 +386,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--parts", type=names_of(PARTS), default=list(PARTS), metavar="PART,...", help="in this order (default: all)"
     )
-    parser.add_argument("--device", default="cuda", help="of torch (%(default)s)")
+    parser.add_argument("--device", type=cpu_or_gpu, default="cuda", help="of torch (%(default)s)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 in a smoke run, else bfloat16")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="after these nothing new begins (%(default)s)")
     parser.add_argument("--output", type=Path, help="JSON file, complete after every measurement")

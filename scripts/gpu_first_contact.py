@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from gpu_parts.device_option import cpu_or_gpu
 from gpu_parts.part_process import end_with_parent
 from gpu_parts.plain_float32 import use_plain_float32
 
@@ -341,7 +342,7 @@ def describe(device: torch.device) -> str:
 
 def main(command_line: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="of torch (%(default)s)")
+    parser.add_argument("--device", type=cpu_or_gpu, default="cuda", help="of torch (%(default)s)")
     parser.add_argument("--only", default=",".join(PIECES), metavar="PIECE,...", help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=220, help="after these the process ends (%(default)s)")
     parser.add_argument("--in-process", action="store_true", help="all in this one, as always on a CPU")

@@ -15,6 +15,7 @@ import os
 import sys
 
 import torch
+from gpu_parts.device_option import cpu_or_gpu
 from workloads.model_shapes import SHAPES, SMOKE_SHAPE
 
 STEPS = "0x1@2048,80x1@2048,80x1@16384,112x16@2048"
@@ -67,7 +68,7 @@ def profiled(bench, nodes: int, rows: int, length: int, *, repeats: int) -> str:
 def main(command_line: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="qwen2.5-7b", help="model by shape (%(default)s)")
-    parser.add_argument("--device", default="cuda", help="of torch (%(default)s)")
+    parser.add_argument("--device", type=cpu_or_gpu, default="cuda", help="of torch (%(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights (%(default)s)")
     parser.add_argument("--steps", type=read_sizes, metavar="NODESxROWS@LENGTH,...", help=f"default: {STEPS}")
     parser.add_argument("--repeats", type=int, default=20, help="steps per table (%(default)s)")

@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+import gpu_bench  # noqa: E402
 import gpu_first_contact  # noqa: E402
 import profile_step  # noqa: E402
 from gpu_parts.bench_model import BenchModel  # noqa: E402
@@ -73,6 +74,7 @@ def test_the_others_go_on_where_a_piece_ends_its_process(capsys):
 def test_pieces_on_a_gpu_get_a_process(monkeypatch):
     commands = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(
         gpu_first_contact, "in_processes", lambda names, command, seconds: commands.append(command(names, seconds))
     )
@@ -181,6 +183,7 @@ def test_a_profile_is_of_the_device_and_type_that_are_asked_for(monkeypatch):
         raise InterruptedError(asked.append((shape.name, device, dtype)))
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr("gpu_parts.bench_model.BenchModel", model)
     for options in ([], ["--device", "cuda:1", "--dtype", "float16", "--shape", "qwen3-8b"]):
         with pytest.raises(InterruptedError):
@@ -196,3 +199,13 @@ def test_a_profile_names_its_operations(monkeypatch):
     use_plain_kernels(monkeypatch)
     bench = BenchModel(SMOKE_SHAPE, device=torch.device("cpu"), dtype=torch.float32, max_positions=256)
     assert "aten::mm" in profile_step.profiled(bench, 1, 1, 5, repeats=1)
+
+
+@pytest.mark.parametrize("command", [gpu_first_contact.main, gpu_bench.main, profile_step.main])
+@pytest.mark.parametrize(("device", "rule"), [("cdua", "must be cpu, cuda or"), ("cuda:1", "one of the 1 GPUs")])
+def test_a_device_that_is_not_there_is_refused_in_a_line(monkeypatch, capsys, command, device, rule):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit, match="2"):
+        command(["--device", device])
+    assert rule in capsys.readouterr().err

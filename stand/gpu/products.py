@@ -61,7 +61,7 @@ def choose(weights: Sequence[torch.Tensor], timer: Timer) -> tuple[int | None, .
     """Per entry of `TOKENS` the number of the fastest tile for `weights`, all of one shape [N, K].
 
     A tile counts where its result is torch's up to rounding, and takes at most LEAST_GAIN of torch's time. The weights
-    are gone through in turn, so that they come from memory, as a model's do.
+    are gone through in turn, so that they come from memory, as a model's do. Raises torch.OutOfMemoryError.
     """
     shape, device = tuple(weights[0].shape), weights[0].device
     generator = torch.Generator(device).manual_seed(0)  # the user's stays where it is
@@ -74,6 +74,8 @@ def choose(weights: Sequence[torch.Tensor], timer: Timer) -> tuple[int | None, .
             try:
                 if is_equal(products, states, weights[0]):
                     seconds[tile] = _seconds(products, states, weights, timer)
+            except torch.OutOfMemoryError:
+                raise  # says nothing of the tile, and what is chosen is kept for good
             except Exception:  # a kernel that this device refuses, in whatever way: Triton's errors derive from it
                 continue
         best = min(seconds, key=seconds.__getitem__)

@@ -138,6 +138,17 @@ def test_wrong_and_failing_tiles_are_never_chosen(monkeypatch):
     assert not is_equal(Products({(ROWS, DEPTH): (1,) * 3}, CPU), tensors(1)[0], weight)
 
 
+def test_no_memory_for_a_trial_chooses_nothing(monkeypatch):
+    """A choice is filed for good, and another day the tile may be the fastest."""
+
+    def full(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(products_module, "is_equal", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        choose([tensors(1)[1]], timer_of(*[1.0] * len(TOKENS)))
+
+
 def test_products_take_torch_beyond_their_tokens_and_for_other_types():
     products = Products(dict.fromkeys([(ROWS, DEPTH)], (0, 0, 0)), CPU)
     for num_tokens in (1, 16, 17):

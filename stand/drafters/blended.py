@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.drafters.drafter import (
-    Drafter,
     DraftRequest,
     Lesson,
     LookupDrafter,
@@ -103,9 +102,9 @@ class BlendedDrafter(LookupDrafter):
             self.budget = default_budget(model.device) if self.costs is None else self.costs.most_tokens
 
     def start_call(self, *, learns: bool) -> int:
-        """Of the lookup, and with a source of the calls that taught: what they taught it outlives `lookup.clear()`."""
+        """Of the lookup, and of the source: what calls taught it outlives `lookup.clear()` and this drafter."""
         start = super().start_call(learns=learns)
-        return start if self.source is None else call_seed(start, Drafter.start_call(self, learns=learns))
+        return start if self.source is None else call_seed(start, self.source.start_call(learns=learns))
 
     def most_nodes(self, num_rows: int) -> int:
         if self._known is not None:

@@ -57,7 +57,21 @@ class Lesson:
     features: torch.Tensor | None = None  # [M, D]: of every node, where the drafter requires them; see `Drafter.follow`
 
 
-class Drafter(ABC):
+class CallCounter:
+    """Counts the calls that begin to teach it."""
+
+    _num_taught: int = 0
+
+    def count_call(self, *, learns: bool) -> int:
+        """A number for a call that starts now: of one that teaches no other call's, else one of such calls alone."""
+        with _COUNTING:
+            number = 2 * self._num_taught
+            if learns:
+                self._num_taught += 1
+        return number if learns else number + 1
+
+
+class Drafter(CallCounter, ABC):
     """Proposes drafts and may learn from what the target said. Only `draft` must be written.
 
     Drafts must keep the promise of `DraftBatch.adapted`; docs/verifiers.md says what each rule asks of a draft. A
@@ -67,7 +81,6 @@ class Drafter(ABC):
     num_candidates: int = 0  # top entries per scored node that `learn` wants; 0: it never learns
     requires_features: bool = False  # whether `follow_prompt` and `follow` want the target's last hidden states
     rider: Rider | None = None  # what runs on the model's own steps
-    _num_taught: int = 0  # calls that began to teach
 
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:  # noqa: B027
         """`stand.wrap` shows the model and names its vocabulary, before anything else.
@@ -83,13 +96,7 @@ class Drafter(ABC):
         counts the calls that teach. That is safe unless the drafter is saved and loaded, or several drafters share a
         memory: then the number must come from the memory.
         """
-        if self.num_candidates == 0:
-            return 0
-        with _COUNTING:
-            number = 2 * self._num_taught
-            if learns:
-                self._num_taught += 1
-        return number if learns else number + 1
+        return self.count_call(learns=learns) if self.num_candidates else 0
 
     def typical_draft(self) -> DraftBatch | None:
         """A draft typical of this drafter, by which `wrap` sees early that a rule takes its drafts; None: unknown.

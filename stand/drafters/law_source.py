@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.drafters.drafter import DraftRequest, Lesson
+from stand.drafters.drafter import CallCounter, DraftRequest, Lesson
 from stand.forward.rider import Rider
 from stand.trees import DraftBatch, OutsideLaws
 
 Planner = Callable[[OutsideLaws | None], DraftBatch]
 
 
-class LawSource(ABC):
+class LawSource(CallCounter, ABC):
     """Says what comes next in each row; `BlendedDrafter(source=...)` weighs it and drafts. Only `laws` must be written.
 
     It may be as wrong as it likes: the drafter learns what its laws are worth, and what it draws children from is what
@@ -37,6 +37,10 @@ class LawSource(ABC):
         plan: of laws that are known so far, the draft that would be grown if children were not drawn but the likeliest
         tokens. It has no noise in it, and so may say at which nodes more laws are worth their time.
         """
+
+    def start_call(self, *, learns: bool) -> int:
+        """See `Drafter.start_call`: what a source has learned outlives the drafter that it was given to."""
+        return self.count_call(learns=learns)
 
     def record_time(self, request: DraftRequest, num_tokens: int, seconds: float) -> None:  # noqa: B027
         """See `Drafter.record_time`."""

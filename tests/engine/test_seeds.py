@@ -199,13 +199,28 @@ def test_own_seeds_differ_whenever_something_was_learned(monkeypatch):
     assert len(seeds) == 5  # the numbers of a call without drafts follow from the seed alone
 
 
+class NoLaws(stand.LawSource):
+    def laws(self, request, plan):
+        return None
+
+
+class OneSource:
+    """A source that every call gets in a drafter of its own, as after another `wrap`."""
+
+    def __init__(self):
+        self.source = NoLaws()
+
+    def start_call(self, *, learns):
+        return stand.BlendedDrafter(BlendedLookup(), source=self.source).start_call(learns=learns)
+
+
 class Counted(stand.FixedShapeDrafter):
     """A drafter whose memory does not count the calls."""
 
     start_call = stand.Drafter.start_call
 
 
-@pytest.mark.parametrize("memory", [BlendedLookup, LookupTree, Counted])
+@pytest.mark.parametrize("memory", [BlendedLookup, LookupTree, Counted, OneSource])
 def test_no_call_shares_a_start_with_one_that_teaches(memory):
     """Calls that teach or not, begun before any has taught, and by many threads at once."""
     shared = memory() if memory is not Counted else Counted(LookupTree(), TreeShape.from_branching([1]))
@@ -278,11 +293,6 @@ def test_a_call_that_teaches_nothing_repeats_itself(laws):
     one, two, three = (engine.generate(**settings, top_k=0, seed=7, learn=False) for _ in range(3))
     assert one.token_ids == two.token_ids == three.token_ids
     assert one.stats.num_steps == two.stats.num_steps == three.stats.num_steps
-
-
-class NoLaws(stand.LawSource):
-    def laws(self, request, plan):
-        return None
 
 
 @pytest.mark.parametrize("source", [None, NoLaws()])

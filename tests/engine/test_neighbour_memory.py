@@ -56,6 +56,8 @@ class SlowMemory:
 def test_it_answers_as_a_slow_twin(most_entries, num_tokens):
     rng = np.random.default_rng(most_entries + num_tokens)
     fast, slow = NeighbourMemory(dim=DIM, width=WIDTH, most_entries=most_entries), SlowMemory(most_entries)
+    fast.add(some_entries(rng, 0))  # as a first prompt of two tokens: there is no mean yet
+    assert fast.nearest([0], np.ones((1, DIM), np.float32)) is None
     for count in (7, 0, 300, 900, 1, 20):
         entries = some_entries(rng, count, num_tokens=num_tokens)
         fast.add(entries)

@@ -74,6 +74,8 @@ class NeighbourMemory:
     def add(self, entries: Entries) -> None:
         """Remember entries, in their order."""
         count = len(entries.tokens)
+        if count == 0:
+            return  # there may be no mean yet
         self._sum += entries.befores.sum(axis=0, dtype=np.float64)
         self._count += count
         first = max(count - self.most_entries, 0)  # of those before it none would be left

@@ -102,6 +102,19 @@ def test_a_call_that_must_not_learn_leaves_the_memory_alone():
     assert one.token_ids == two.token_ids and len(drafter.source.memory) == size > 0
 
 
+def test_a_call_that_must_not_learn_learns_no_prompt_of_a_call_that_was_given_up():
+    """Of a run that is closed before a prompt that is ready enters, the next call may show that prompt."""
+    drafter, waiting = blended(), list(range(5, 30))
+    engine = stand.wrap(tiny_model("llama"), drafter=drafter)
+    requests = [stand.Request([5, 6, 7], max_new_tokens=2), stand.Request([5, 6, 8]), waiting]
+    run = engine.run(requests, max_rows=2, max_new_tokens=50, temperature=1.0, seed=3, stop_token_ids=[])
+    next(run)
+    run.close()
+    size = len(drafter.source.memory)
+    engine.generate(input_ids=waiting, max_new_tokens=2, learn=False)
+    assert drafter.source._prompts and len(drafter.source.memory) == size
+
+
 def test_states_tell_apart_what_tokens_hide():
     """After one token the law is one of two, by what came long before it: contexts of tokens cannot know which."""
     source = stand.NeighbourLaws(runs=1, dim=2)

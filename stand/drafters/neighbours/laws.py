@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -65,8 +66,8 @@ class NeighbourLaws(LawSource):
         self.memory: NeighbourMemory | None = None  # from the first lesson on
         self._projection: torch.Tensor | None = None  # [D, dim]
         self._states: dict[Key, np.ndarray] = {}  # by row: [dim], at the token before the pending one
-        self._prompts: dict[bytes, np.ndarray] = {}  # the same by the tokens up to it
-        self._taught: set[bytes] = set()  # prompts that are to be learned, until their states are known
+        self._prompts: dict[bytes, np.ndarray] = {}  # the same by `_digest` of the tokens up to it
+        self._taught: set[bytes] = set()  # `_digest` of prompts to be learned, until their states are known
         self._shown: _Shown | None = None  # what the newest step showed, until it is learned
 
     def attach(self, model: PreTrainedModel) -> None:
@@ -78,17 +79,23 @@ class NeighbourLaws(LawSource):
         self._projection = projection
         self._states, self._prompts, self._taught, self._shown = {}, {}, set(), None
 
+    def start_call(self, *, learns: bool) -> int:
+        """See `LawSource.start_call`; prompts that a call before left without states are not learned by this one."""
+        if not learns:
+            self._taught.clear()
+        return super().start_call(learns=learns)
+
     def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:
         states = self._projected(features)
         if len(states):
-            _keep(self._prompts, token_ids[:-1].tobytes(), states[-1])
-        if token_ids.tobytes() in self._taught:
-            self._taught.remove(token_ids.tobytes())
+            _keep(self._prompts, _digest(token_ids[:-1]), states[-1])
+        if _digest(token_ids) in self._taught:
+            self._taught.remove(_digest(token_ids))
             self._remember_prompt(token_ids, states)
 
     def learn_prompt(self, token_ids: np.ndarray) -> None:
         """Its states come later, with `follow_prompt`."""
-        self._taught.add(token_ids.tobytes())
+        self._taught.add(_digest(token_ids))
 
     def follow(self, lesson: Lesson) -> None:
         """Note the states of the rows' new tokens, and what is to be learned of them."""
@@ -158,7 +165,7 @@ class NeighbourLaws(LawSource):
         """[dim] at the token before the pending one."""
         before = request.histories[row][:-1]
         state = self._states.get(_key(request, row, before, len(before)))
-        return state if state is not None or request.steps[row] else self._prompts.get(before.tobytes())
+        return state if state is not None or request.steps[row] else self._prompts.get(_digest(before))
 
     def _projected(self, features: torch.Tensor) -> np.ndarray:
         """[n, dim] float32 of [n, D]."""
@@ -169,6 +176,11 @@ def _key(request: DraftRequest, row: int, tokens: np.ndarray, length: int) -> Ke
     """A row that has computed `length` tokens, `tokens` the last of them. Rows where all of this is equal may take each
     other's states, which costs acceptance and nothing else."""
     return int(request.rows[row]), int(request.noise_keys[row]), length, tokens[-TAIL:].tobytes()
+
+
+def _digest(tokens: np.ndarray) -> bytes:
+    """Prompts may be long, and many are kept."""
+    return blake2b(tokens.tobytes(), digest_size=16).digest()
 
 
 def _keep(states: dict, key: object, state: np.ndarray) -> None:

@@ -1,5 +1,7 @@
 """Nearest neighbours as a source: states against plain forwards, the target's law, and what calls may leave behind."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -113,6 +115,35 @@ def test_a_call_that_must_not_learn_learns_no_prompt_of_a_call_that_was_given_up
     size = len(drafter.source.memory)
     engine.generate(input_ids=waiting, max_new_tokens=2, learn=False)
     assert drafter.source._prompts and len(drafter.source.memory) == size
+
+
+def test_states_that_are_not_finite_say_nothing(monkeypatch):
+    """As in float16: one overflow costs drafts, and not all later laws."""
+    project, numbers = stand.NeighbourLaws._projected, itertools.cycle([0.0, 0.0, np.inf, np.nan])
+
+    def overflowing(source, features):
+        return project(source, features + next(numbers))
+
+    monkeypatch.setattr(stand.NeighbourLaws, "_projected", overflowing)
+    drafter = blended()
+    assert_greedy_equals_transformers(stand.wrap(tiny_model("llama"), drafter=drafter), tiny_model("llama"), PROMPTS)
+    token = drafter.source.memory._entries.tokens[0]
+    answers = drafter.source.memory.nearest([token], np.ones((1, 16), np.float32))
+    assert answers.ids[0, 0] >= 0 and np.isfinite(answers.states).all()
+
+
+@pytest.mark.parametrize("sizes", [{"hidden_size": 2 * SHAPE["hidden_size"]}, {"vocab_size": 9}])
+def test_another_model_finds_the_memory_empty(sizes):
+    other = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE | sizes)).eval()
+    source, settings = stand.NeighbourLaws(), {"input_ids": PROMPTS[1], "max_new_tokens": 40, "stop_token_ids": []}
+    first = stand.wrap(tiny_model("llama"), drafter=stand.BlendedDrafter(budget=8, source=source))
+    first.generate(**settings, temperature=1.0)
+    second = stand.wrap(other, drafter=stand.BlendedDrafter(budget=8, source=source))
+    assert source.memory is None
+    second.generate(**settings, temperature=1.0)
+    if "hidden_size" in sizes:
+        with pytest.raises(ValueError, match="serves one engine at a time, got a model of hidden size"):
+            first.generate(**settings)
 
 
 def test_states_tell_apart_what_tokens_hide():

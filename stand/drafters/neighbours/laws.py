@@ -64,6 +64,7 @@ class NeighbourLaws(LawSource):
         self.most_entries = most_entries
         self.source = source
         self.memory: NeighbourMemory | None = None  # from the first lesson on
+        self._sizes: tuple[int, int] | None = None  # hidden, vocabulary: of the model that was wrapped last
         self._projection: torch.Tensor | None = None  # [D, dim]
         self._states: dict[Key, np.ndarray] = {}  # by row: [dim], at the token before the pending one
         self._prompts: dict[bytes, np.ndarray] = {}  # the same by `_digest` of the tokens up to it
@@ -71,12 +72,13 @@ class NeighbourLaws(LawSource):
         self._shown: _Shown | None = None  # what the newest step showed, until it is learned
 
     def attach(self, model: PreTrainedModel) -> None:
-        size = text_config(model).hidden_size
-        drawn = np.random.default_rng(0).standard_normal((size, self.dim), dtype=np.float32)
-        projection = torch.from_numpy(drawn / np.sqrt(self.dim, dtype=np.float32)).to(model.device)
-        if self._projection is None or self._projection.shape != projection.shape:
-            self.memory = None
-        self._projection = projection
+        config = text_config(model)
+        sizes = config.hidden_size, config.vocab_size
+        if sizes != self._sizes:
+            self.memory = None  # states of another size, or tokens that this model does not have
+        drawn = np.random.default_rng(0).standard_normal((sizes[0], self.dim), dtype=np.float32)
+        self._projection = torch.from_numpy(drawn / np.sqrt(self.dim, dtype=np.float32)).to(model.device)
+        self._sizes = sizes
         self._states, self._prompts, self._taught, self._shown = {}, {}, set(), None
 
     def start_call(self, *, learns: bool) -> int:
@@ -168,8 +170,14 @@ class NeighbourLaws(LawSource):
         return state if state is not None or request.steps[row] else self._prompts.get(_digest(before))
 
     def _projected(self, features: torch.Tensor) -> np.ndarray:
-        """[n, dim] float32 of [n, D]."""
-        return (features.float() @ self._projection).float().cpu().numpy()
+        """[n, dim] float32 of [n, D], finite: one overflow must not spoil the mean of all states."""
+        if features.shape[1] != len(self._projection):
+            raise ValueError(
+                f"a NeighbourLaws object serves one engine at a time, got a model of hidden size {features.shape[1]} "
+                f"after one of {len(self._projection)} was wrapped; wrap this one again, or give each its own"
+            )
+        states = features.float() @ self._projection.to(features.device)
+        return states.float().nan_to_num(0.0, 0.0, 0.0).cpu().numpy()
 
 
 def _key(request: DraftRequest, row: int, tokens: np.ndarray, length: int) -> Key:

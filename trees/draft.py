@@ -148,7 +148,8 @@ class DraftBatch:
 
     @classmethod
     def concatenate(cls, drafts: Sequence[DraftTree]) -> DraftBatch:
-        """Pack drafts, one per row; supports are padded to the widest, whole numbers become int32.
+        """Pack drafts, one per row; supports are padded to the widest, whole numbers become int32, laws that are
+        not float64 float32.
 
         Raises ValueError where there is no draft, where numbers are not whole, or where only some drafts have path
         probabilities or path estimates: the batch could not say any more which ones were grown by them.
@@ -159,6 +160,7 @@ class DraftBatch:
         width = max(draft.support_ids.shape[1] for draft in drafts)
         parents = int32_array(np.concatenate([draft.parents for draft in drafts]), "parents")
         supports = np.concatenate([_widen(draft.support_ids, width, NO_TOKEN) for draft in drafts])
+        law = np.concatenate([_widen(draft.law, width, 0.0) for draft in drafts])
         offsets = np.cumsum([0] + [draft.num_nodes for draft in drafts]).astype(np.int32)
         depths, ranks = _depths_and_ranks(parents, offsets)
         return cls(
@@ -168,7 +170,7 @@ class DraftBatch:
             depths=depths,
             ranks=ranks,
             support_ids=int32_array(supports, "support_ids"),
-            law=np.concatenate([_widen(draft.law, width, 0.0) for draft in drafts]),
+            law=law if law.dtype == np.float64 else law.astype(np.float32, copy=False),
             adapted=all(draft.adapted for draft in drafts),
             slots=np.concatenate([draft.slots for draft in drafts]) if has_slots else None,
             path_probabilities=_of_all(drafts, "path_probabilities"),

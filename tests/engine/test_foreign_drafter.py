@@ -96,10 +96,12 @@ def test_a_right_answer_is_not_refused():
 
 
 @pytest.mark.parametrize("rule", ["traversal", "match", "rrs"])
-def test_numbers_as_numpy_makes_them_are_taken(rule):
-    """int64, and laws in float64."""
+@pytest.mark.parametrize("law", [np.float64, np.float16, np.int64])
+def test_numbers_as_numpy_makes_them_are_taken(rule, law):
+    """int64, and laws in float64, or as a model in half precision and one-hots are."""
     drafts = [pair(9, 3), pair(7, 3)]
     wide = [DraftTree(*(np.array(getattr(draft, name).tolist()) for name in ARRAYS)) for draft in drafts]
+    wide = [dataclasses.replace(draft, law=draft.law.astype(law)) for draft in wide]
     assert {array.dtype for draft in wide for array in (draft.token_ids, draft.support_ids)} == {np.dtype(np.int64)}
     settings = {"input_ids": PROMPTS, "max_new_tokens": 1, "temperature": 1.0, "seed": 0}
     engines = [stand.wrap(tiny_model("qwen2"), drafter=Answer(*given), verifier=rule) for given in (drafts, wide)]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Event
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 
 import numpy as np
 import torch
@@ -322,7 +322,12 @@ def _inside(one: object) -> list[object]:
     if isinstance(one, MethodType):
         return [one.__self__]
     given = [one.func, one.args, one.keywords] if isinstance(one, partial) else []
-    return [*given, getattr(one, "__dict__", None)]
+    slots = [
+        getattr(one, name, None)
+        for kind in type(one).__mro__ if "__slots__" in vars(kind)
+        for name, part in vars(kind).items() if isinstance(part, MemberDescriptorType)
+    ]  # fmt: skip
+    return [*given, *slots, getattr(one, "__dict__", None)]
 
 
 def _checked_scores(processed: object, processor: LogitsProcessor, vocabulary_size: int) -> torch.Tensor:

@@ -123,8 +123,13 @@ class Cancelled(StoppingCriteria):
         return torch.tensor([self.event.is_set()])
 
 
-def test_a_flag_that_copies_share_ends_rows_from_outside():
-    criterion, pieces = Cancelled(letter_tokenizer(), [tiny_model("llama")]), []
+class Slotted(Cancelled):
+    __slots__ = ("event",)
+
+
+@pytest.mark.parametrize("kind", [Cancelled, Slotted])
+def test_a_flag_that_copies_share_ends_rows_from_outside(kind):
+    criterion, pieces = kind(letter_tokenizer(), [tiny_model("llama")]), []
     for piece in engine().stream("abc", max_new_tokens=200, stop_token_ids=[], stopping_criteria=criterion):
         pieces.append(piece)
         criterion.event.set()

@@ -11,7 +11,7 @@ sampling is worked out exactly, by forwards of the model and products of probabi
 Per prompt the frequencies of whole continuations, and of places where they leave the likely ones, are compared with
 it by chi-square; rare cells count as one. One statistic over all prompts, one p-value per verifier and draft kind.
 --drafter blended adds the laws of an EAGLE-1 head to the lookup's, eagle drafts by the head alone (sampled), streams
-and streams-blended are the same with streams (Speculative Streaming).
+and streams-blended are the same with streams (Speculative Streaming), neighbours adds the laws of `NeighbourLaws`.
 The lossy rule `typical` is run too, on a quarter of the continuations: a test that does not refuse it is blind.
 
 `tokens`: with `match` and `coupled` the token ids must equal those of plain sampling with the same seed (float32).
@@ -72,7 +72,8 @@ OWN = {  # defaults of the options that one check alone has
     },
     "tokens": {"rows": 16, "budget": 32},
 }  # fmt: skip
-DRAFTERS = ("lookup", "blended", "eagle", "streams", "streams-blended")
+DRAFTERS = ("lookup", "blended", "eagle", "streams", "streams-blended", "neighbours")
+HEADLESS = ("lookup", "neighbours")
 LONGEST_CUT = 6  # tokens of a solution that a prompt may hold
 MOST_ROWS = 500  # of a call
 MOST_SCORES = 20_000_000  # probabilities of a call's step; they decide how many rows it has
@@ -153,6 +154,7 @@ def new_drafter(model, law: dict[str, float], *, kind: str, drafter: str, head: 
         return stand.StreamingDrafter(head, budget=budget, temperature=temperature)
     makers = {"blended": stand.EagleLaws, "streams-blended": stand.StreamLaws}
     source = makers[drafter](head, temperature=temperature) if drafter in makers else None
+    source = stand.NeighbourLaws() if drafter == "neighbours" else source
     return stand.BlendedDrafter(budget=budget, kind=kind, source=source)
 
 
@@ -398,7 +400,7 @@ def fill_own(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
         if options.kinds not in (None, ["sampled"]):
             parser.error(f"--kinds must be sampled with --drafter {options.drafter}, got {','.join(options.kinds)}")
         options.kinds = ["sampled"]
-    if options.drafter == "lookup" and options.head is not None:
+    if options.drafter in HEADLESS and options.head is not None:
         parser.error("--head has no effect without a --drafter that has one, such as blended; give both")
     options.kinds = options.kinds or ["sampled", "mixed"]
     options.head = options.head or shipped_head(options.drafter)

@@ -1,5 +1,5 @@
-"""Tokens per step of the lookup, of an EAGLE-1 head, of streams, and of either one blended with the lookup, at equal
-draft nodes, by number of samples.
+"""Tokens per step of the lookup, of an EAGLE-1 head, of streams, and of either one or of nearest neighbours blended
+with the lookup, at equal draft nodes, by number of samples.
 
     python scripts/compare_drafters.py                                        # bundled model and its shipped head
     python scripts/compare_drafters.py --model smollm2 --head eagle_smollm2   # a head of your own
@@ -39,7 +39,7 @@ SHIPPED_STREAMS = SHIPPED_HEAD.with_name("streams")
 RANDOM = "random"
 NO_DRAFTS = "none"
 COST = "cost"
-ARMS = (NO_DRAFTS, "lookup", "eagle", "blended", "streams", "streams-nodes", "streams-blended")
+ARMS = (NO_DRAFTS, "lookup", "eagle", "blended", "streams", "streams-nodes", "streams-blended", "neighbours")
 DEFAULT_ARMS = ("lookup", "eagle", "blended")
 HEADER = (
     "N", "drafter", "tokens per step", "depth 1 kept", "nodes per step", "drafting, share of time", "tokens per second",
@@ -66,6 +66,7 @@ def drafter_makers(
         "streams-blended": lambda rows: stand.BlendedDrafter(
             budget=nodes and nodes * rows, source=stand.StreamLaws(streams, **law)
         ),
+        "neighbours": lambda rows: stand.BlendedDrafter(budget=nodes and nodes * rows, source=stand.NeighbourLaws()),
     }
     makers = {name: make for name, make in makers.items() if name in arguments.arms}
     if nodes == PAPER_SHAPE.num_nodes - 1 and "eagle" in arguments.arms:

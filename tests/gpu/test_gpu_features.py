@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
@@ -62,6 +63,16 @@ def test_features_are_those_of_eager_steps(family):
     outputs = [decode(name, drafter, family=family) for name, drafter in zip(("sdpa", "triton"), drafters, strict=True)]
     assert outputs[0].token_ids == outputs[1].token_ids
     assert_same_lessons(drafters)
+
+
+def test_neighbours_remember_what_eager_steps_show():
+    """The same entries in the same order, and so the same drafts."""
+    drafters = [stand.BlendedDrafter(budget=8, source=stand.NeighbourLaws(dim=16)) for _ in range(2)]
+    one, other = (decode(name, each) for name, each in zip(("sdpa", "triton"), drafters, strict=True))
+    assert one.token_ids == other.token_ids and one.stats.num_steps == other.stats.num_steps
+    held = [drafter.source.memory._entries for drafter in drafters]
+    assert held[0].tokens.tolist() == held[1].tokens.tolist()
+    np.testing.assert_allclose(held[1].afters, held[0].afters, atol=1e-2)
 
 
 @pytest.mark.parametrize("verifier", ["match", "traversal", "coupled"])

@@ -19,6 +19,7 @@ import pytest
         (["law", "--rows", "5"], "--rows has no effect on `law`"),
         (["law", "--drafter", "eagle", "--kinds", "mixed"], "--kinds must be sampled with --drafter eagle, got mixed"),
         (["law", "--head", "folder"], "--head has no effect without a --drafter"),
+        (["law", "--head", "folder", "--drafter", "neighbours"], "--head has no effect without a --drafter"),
     ],
 )
 def test_misuse_is_refused(options, message, capsys):

@@ -28,7 +28,7 @@ def test_some_arms_and_an_untrained_head(monkeypatch, capsys):
 
 
 def test_streams_and_no_drafts(monkeypatch, capsys):
-    arms = ["none", "streams", "streams-nodes", "streams-blended"]
+    arms = ["none", "streams", "streams-nodes", "streams-blended", "neighbours"]
     options = ["--num-problems", "1", "--max-new-tokens", "8", "--trajectories", "2", "--temperatures", "0.8"]
     monkeypatch.setattr("sys.argv", ["compare_drafters.py", *options, "--arms", ",".join(arms)])
     assert compare_drafters.main() == 0

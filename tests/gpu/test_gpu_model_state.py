@@ -124,7 +124,7 @@ def test_code_of_a_class_that_is_replaced(recorded, monkeypatch):
 
 
 def test_an_unchanged_model_is_not(recorded):
-    """Weights that are written where they lie are read by graphs as they are. Without drafts all steps have one size."""
+    """Weights that are written where they lie are read by graphs as they are. Without drafts steps have one size."""
     settings = SETTINGS | {"draft": False}
     model = own_model()
     engine = engine_of(model)

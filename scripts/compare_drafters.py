@@ -66,7 +66,9 @@ def drafter_makers(
         "streams-blended": lambda rows: stand.BlendedDrafter(
             budget=nodes and nodes * rows, source=stand.StreamLaws(streams, **law)
         ),
-        "neighbours": lambda rows: stand.BlendedDrafter(budget=nodes and nodes * rows, source=stand.NeighbourLaws()),
+        "neighbours": lambda rows: stand.BlendedDrafter(
+            budget=nodes and nodes * rows, source=stand.NeighbourLaws(runs=arguments.runs)
+        ),
     }
     makers = {name: make for name, make in makers.items() if name in arguments.arms}
     if nodes == PAPER_SHAPE.num_nodes - 1 and "eagle" in arguments.arms:
@@ -183,7 +185,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--runs",
         type=positive_integer,
-        help=f"most runs of the head per step (default: {MOST_RUNS}; blended as many as pay)",
+        help=f"most runs of the head or of neighbours per step (default: {MOST_RUNS}; blended as many as pay)",
     )
     parser.add_argument(
         "--arms", type=lambda text: text.split(","), default=DEFAULT_ARMS, metavar="ARM,ARM", help=", ".join(ARMS)

@@ -1,14 +1,24 @@
-"""How often a trained part runs in a step: as long as one more run pays."""
+"""How often a source of laws is asked in a step: as long as one more run pays."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import numpy as np
 
-from stand.trees import DraftBatch
+from stand.drafters.drafter import DraftRequest
+from stand.drafters.law_source import Planner
+from stand.trees import DraftBatch, OutsideLaws
 
 FADE = 1 / 16  # weight of the newest step in a mean
 FIRST_TRIES = 16  # so often a run is made before it is judged, and before the one after it is tried
 RETRY = 32  # steps after which a run that does not pay is made again
+
+
+# (run 0, 1, ..., the draft planned by what is known before it) -> all laws that are known then, or None where there is
+# nothing to ask for. Run 0 asks at the pending tokens and needs no plan.
+Ask = Callable[[int, DraftBatch | None], OutsideLaws | None]
 
 
 class FadingMean:
@@ -40,6 +50,23 @@ class PayingRuns:
         self._seconds = [FadingMean() for _ in range(most)]
         self._left_out = [0] * most  # steps since the run was made
         self._step = FadingMean()  # seconds of forward and verdict
+
+    def laws(self, request: DraftRequest, plan: Planner, ask: Ask) -> OutsideLaws | None:
+        """Those of as many runs as pay; None where there is none."""
+        laws, planned, run = None, plan(None), 0
+        while self.pays(run, is_seeded=request.is_seeded):
+            begun = time.perf_counter()
+            more = ask(run, planned)
+            if more is None:
+                break
+            before, laws, planned = planned, more, plan(more)
+            if request.is_learning:
+                self.record_run(run, time.perf_counter() - begun)
+                self.record_gain(run, expected_tokens(before), expected_tokens(planned))
+            run += 1
+        if request.is_learning:
+            self.end_step(run)
+        return laws
 
     def pays(self, run: int, *, is_seeded: bool) -> bool:
         """Whether this run of a step is to be made, all before it having been made.
@@ -78,6 +105,17 @@ class PayingRuns:
         if is_seeded or not self._step.value:
             return self._share
         return self._seconds[run].value / self._step.value
+
+
+def laws_of_runs(most: int, plan: Planner, ask: Ask) -> OutsideLaws | None:
+    """Those of `most` runs, or of fewer where there is nothing more to ask for."""
+    laws = None
+    for run in range(most):
+        more = ask(run, plan(laws) if run else None)
+        if more is None:
+            break
+        laws = more
+    return laws
 
 
 def expected_tokens(planned: DraftBatch) -> float:

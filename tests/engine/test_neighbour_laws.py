@@ -13,6 +13,7 @@ from turns import take_turns
 from two_tokens import assert_greedy_equals_transformers, two_token_statistic
 
 import stand
+from stand.drafters.neighbours.memory import NeighbourMemory
 
 PROMPTS = [[5, 9, 11, 4, 5, 9], [7, 8], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32], [3]]
 
@@ -81,6 +82,17 @@ def test_greedy_equals_transformers(target):
     engine = stand.wrap(tiny_model(target), drafter=blended())
     assert_greedy_equals_transformers(engine, tiny_model(target), PROMPTS)
     assert len(engine.drafter.source.memory) > 50
+
+
+@pytest.mark.parametrize(("runs", "least", "most"), [(1, 150, 240), (None, 16, 60)])
+def test_it_asks_as_often_as_pays(monkeypatch, runs, least, most):
+    """In a call with a seed by size: a model that is read in no time goes on without, but for what is tried again."""
+    asked, nearest = [], NeighbourMemory.nearest
+    monkeypatch.setattr(NeighbourMemory, "nearest", lambda self, *question: asked.append(1) or nearest(self, *question))
+    engine = stand.wrap(tiny_model("llama"), drafter=blended(runs=runs, budget=1))
+    for seed in range(3):
+        engine.generate(input_ids=PROMPTS[:1], max_new_tokens=80, stop_token_ids=[], temperature=5.0, seed=seed)
+    assert least <= len(asked) <= most and len(engine.drafter.source.memory) > 200
 
 
 def test_the_first_two_tokens_follow_the_target():

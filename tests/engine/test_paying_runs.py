@@ -11,7 +11,7 @@ from plain_eagle import random_head
 from tiny_models import tiny_model
 
 import stand
-from stand.drafters.eagle import laws as eagle_laws
+from stand.drafters import paying_runs
 from stand.drafters.paying_runs import FADE, FIRST_TRIES, RETRY, FadingMean, PayingRuns, expected_tokens
 from stand.drafters.streams import rider as streams_rider
 from stand.drafters.streams.weights import Streams
@@ -123,7 +123,7 @@ def test_a_seed_repeats_a_call_whatever_runs_take(monkeypatch, source):
     for slowness in (1e-9, 1.0):
         engine = engine_with(untrained(source))
         ticks = itertools.count()
-        for module in (eagle_laws, streams_rider):
+        for module in (paying_runs, streams_rider):
             clock = SimpleNamespace(perf_counter=lambda ticks=ticks, slowness=slowness: slowness * next(ticks))
             monkeypatch.setattr(module, "time", clock)
         outputs.append(engine.generate(input_ids=PROMPTS, max_new_tokens=60, temperature=0.8, seed=3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from os import PathLike
 
 import numpy as np
@@ -14,7 +13,7 @@ from stand.drafters.eagle.followed_rows import FollowedRows
 from stand.drafters.eagle.head import EagleHead
 from stand.drafters.law_source import LawSource, Planner
 from stand.drafters.law_trees import LawTrees, Place, roots
-from stand.drafters.paying_runs import PayingRuns, expected_tokens
+from stand.drafters.paying_runs import PayingRuns, laws_of_runs
 from stand.drafters.settings import check_count, check_temperature
 from stand.trees import ROOT, DraftBatch, OutsideLaws
 
@@ -79,34 +78,14 @@ class EagleLaws(LawSource):
     def laws(self, request: DraftRequest, plan: Planner) -> OutsideLaws | None:
         """See `LawSource.laws`; a row of one token has no feature yet and gets no law."""
         trees: LawTrees[torch.Tensor] = LawTrees(len(request.histories))
-        if self._paying is not None:
-            return self._paid_laws(trees, request, plan)
-        laws = self._rooted(trees, request)
-        for _ in range(self.runs - 1 if laws is not None else 0):
-            deeper = self._deepened(trees, request, plan(laws))
-            if deeper is None:
-                break
-            laws = deeper
-        return laws
 
-    def _paid_laws(self, trees: LawTrees[torch.Tensor], request: DraftRequest, plan: Planner) -> OutsideLaws | None:
-        """Of as many runs as pay."""
-        paying, laws, run = self._paying, None, 0
-        planned = plan(None)
-        self._rows.hold(request.histories)
-        while paying.pays(run, is_seeded=request.is_seeded):
-            begun = time.perf_counter()
-            more = self._rooted(trees, request) if run == 0 else self._deepened(trees, request, planned)
-            if more is None:
-                break
-            before, laws, planned = planned, more, plan(more)
-            if request.is_learning:
-                paying.record_run(run, time.perf_counter() - begun)
-                paying.record_gain(run, expected_tokens(before), expected_tokens(planned))
-            run += 1
-        if request.is_learning:
-            paying.end_step(run)
-        return laws
+        def ask(run: int, planned: DraftBatch | None) -> OutsideLaws | None:
+            return self._rooted(trees, request) if run == 0 else self._deepened(trees, request, planned)
+
+        if self._paying is not None:
+            self._rows.hold(request.histories)
+            return self._paying.laws(request, plan, ask)
+        return laws_of_runs(self.runs, plan, ask)
 
     def _rooted(self, trees: LawTrees[torch.Tensor], request: DraftRequest) -> OutsideLaws | None:
         """Run the head at the pending tokens; None where no row has a feature."""

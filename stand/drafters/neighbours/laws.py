@@ -13,10 +13,14 @@ from stand.drafters.drafter import DraftRequest, Lesson
 from stand.drafters.law_source import LawSource, Planner
 from stand.drafters.law_trees import LawTrees, Place, roots
 from stand.drafters.neighbours.memory import Entries, NeighbourMemory
+from stand.drafters.paying_runs import PayingRuns, laws_of_runs
 from stand.drafters.settings import check_count
 from stand.forward.model import text_config
-from stand.trees import ROOT, OutsideLaws
+from stand.trees import ROOT, DraftBatch, OutsideLaws
 
+MOST_RUNS = 4  # as many as pay, of these
+RUN_SECONDS = 0.4e-3  # of one run, one row
+BYTES_PER_SECOND = {"cpu": 15e9, "cuda": 2e12}  # of weights that are read, roughly
 MOST_ROWS = 4096  # whose last states are kept
 WIDTH = 10  # tokens of a law that are remembered
 TAIL = 32  # tokens by which a row is known, beside its length and its numbers
@@ -42,7 +46,8 @@ class NeighbourLaws(LawSource):
     state (nearest neighbours as in kNN-LM, arXiv 1911.00172, and in DReSD, arXiv 2502.15572); tokens below it by the
     mean state of the neighbours found there, which stands for a state that the target has not computed yet.
 
-    runs: how many levels are asked for, the pending tokens first, then planned nodes. 1 is the cheapest.
+    runs: how many levels are asked for, the pending tokens first, then planned nodes. None: as many of 4 as pay
+    (`PayingRuns`), or none; by measured time, or in calls with a seed by how long the weights take to read.
     dim: numbers of a state that are kept, by a fixed random projection, which leaves cosines as they are within
     1 / sqrt(dim) or so.
     most_entries: tokens that are remembered, the newest ones, 8 * dim + 80 bytes each (39 MB).
@@ -54,8 +59,9 @@ class NeighbourLaws(LawSource):
 
     requires_features = True
 
-    def __init__(self, *, runs: int = 4, dim: int = 64, most_entries: int = 1 << 16, source: int = 0) -> None:
-        check_count("runs", runs, 1, usual="1 to 4 are usual")
+    def __init__(self, *, runs: int | None = None, dim: int = 64, most_entries: int = 1 << 16, source: int = 0) -> None:
+        if runs is not None:
+            check_count("runs", runs, 1, usual="None asks as often as pays")
         check_count("dim", dim, 1, 1 << 16, usual="64 is usual")
         check_count("most_entries", most_entries, 1, usual="65536 is usual")
         check_count("source", source, 0, 3, usual="0 for the only source")
@@ -66,6 +72,7 @@ class NeighbourLaws(LawSource):
         self.memory: NeighbourMemory | None = None  # from the first lesson on
         self._sizes: tuple[int, int] | None = None  # hidden, vocabulary: of the model that was wrapped last
         self._projection: torch.Tensor | None = None  # [D, dim]
+        self._paying: PayingRuns | None = None  # from `attach` on
         self._states: dict[Key, np.ndarray] = {}  # by row: [dim], at the token before the pending one
         self._prompts: dict[bytes, np.ndarray] = {}  # the same by `_digest` of the tokens up to it
         self._taught: set[bytes] = set()  # `_digest` of prompts to be learned, until their states are known
@@ -79,6 +86,7 @@ class NeighbourLaws(LawSource):
         drawn = np.random.default_rng(0).standard_normal((sizes[0], self.dim), dtype=np.float32)
         self._projection = torch.from_numpy(drawn / np.sqrt(self.dim, dtype=np.float32)).to(model.device)
         self._sizes = sizes
+        self._paying = PayingRuns(_share_of_step(model), most=MOST_RUNS)
         self._states, self._prompts, self._taught, self._shown = {}, {}, set(), None
 
     def start_call(self, *, learns: bool) -> int:
@@ -86,6 +94,10 @@ class NeighbourLaws(LawSource):
         if not learns:
             self._taught.clear()
         return super().start_call(learns=learns)
+
+    def record_time(self, request: DraftRequest, num_tokens: int, seconds: float) -> None:
+        if request.is_learning:
+            self._paying.record_step(seconds)
 
     def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:
         states = self._projected(features)
@@ -140,17 +152,17 @@ class NeighbourLaws(LawSource):
         if self.memory is None:
             return None
         trees: LawTrees[np.ndarray] = LawTrees(len(request.histories))
-        places = roots(range(len(request.histories)), request.histories)
-        states = [self._state_of(request, row) for row, _, _ in places]
-        laws = None
-        for run in range(self.runs):
-            if not self._ask(trees, places, states):
-                break
-            laws = trees.laws(self.source)
-            if run + 1 < self.runs:
-                places = trees.frontier(plan(laws), request.max_depths)
+
+        def ask(run: int, planned: DraftBatch | None) -> OutsideLaws | None:
+            if run == 0:
+                places = roots(range(len(request.histories)), request.histories)
+                states = [self._state_of(request, row) for row, _, _ in places]
+            else:
+                places = trees.frontier(planned, request.max_depths)
                 states = trees.estimates_at(places)
-        return laws
+            return trees.laws(self.source) if self._ask(trees, places, states) else None
+
+        return laws_of_runs(self.runs, plan, ask) if self.runs else self._paying.laws(request, plan, ask)
 
     def _ask(self, trees: LawTrees[np.ndarray], places: list[Place], states: list[np.ndarray | None]) -> bool:
         """Add the places that the memory knows; whether there is one."""
@@ -178,6 +190,12 @@ class NeighbourLaws(LawSource):
             )
         states = features.float() @ self._projection.to(features.device)
         return states.float().nan_to_num(0.0, 0.0, 0.0).cpu().numpy()
+
+
+def _share_of_step(model: PreTrainedModel) -> float:
+    """What a run costs of a forward of `model` that reads its weights once."""
+    num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    return RUN_SECONDS * BYTES_PER_SECOND.get(model.device.type, BYTES_PER_SECOND["cpu"]) / num_bytes
 
 
 def _key(request: DraftRequest, row: int, tokens: np.ndarray, length: int) -> Key:

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 from abuse_parts.child import run_all
 from abuse_parts.core_calls import core_calls
 from abuse_parts.damaged_files import damaged_files

@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 import torch
 from long_runs.resident_memory import resident_bytes

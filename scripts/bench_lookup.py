@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 from measuring.cpu_time import timed
 from measuring.option_types import positive_integer

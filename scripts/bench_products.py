@@ -16,6 +16,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
 from measuring.option_types import count_list, positive_integer
 from measuring.text_table import format_table

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
 from measuring.interruption import run_command
 from measuring.option_types import picture_file, positive_integer, whole_number

@@ -14,6 +14,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
 from measuring.option_types import count_list, positive_integer
 from measuring.text_table import format_table

@@ -16,6 +16,7 @@ import json
 import time
 from collections.abc import Sequence
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 import torch
 from measuring.option_types import count_list, positive_integer

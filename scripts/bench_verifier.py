@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 import torch
 from measuring.option_types import device_name, positive_integer

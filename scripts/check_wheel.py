@@ -20,6 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 from measuring.progress import say
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
 from measuring.option_types import count_list, number_from_zero, positive_integer
 from measuring.progress import Progress, say

@@ -32,6 +32,7 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
 import transformers
 from measuring.option_types import positive_integer

@@ -23,6 +23,7 @@ import sys
 
 os.environ["TRITON_INTERPRET"] = "0"  # the compiler, not the interpreter; read when the kernels are imported
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 import triton
 from gpu_parts.wgmma_inputs import disassembled, num_register_products, overwritten_inputs
 from measuring.option_types import count_list

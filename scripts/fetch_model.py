@@ -16,6 +16,7 @@ import argparse
 import sys
 from pathlib import Path
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 from workloads.real_models import DTYPES, MODELS, fetch_model
 
 

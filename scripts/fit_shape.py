@@ -18,6 +18,7 @@ import json
 import sys
 from pathlib import Path
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 import torch
 from measuring.interruption import Interruption, run_command

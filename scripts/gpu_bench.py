@@ -41,6 +41,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
 from gpu_parts.bench_record import BenchRecord, Budget, Figure, Measurement
 from gpu_parts.device_option import cpu_or_gpu

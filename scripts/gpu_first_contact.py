@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 import torch
 from gpu_parts.device_option import cpu_or_gpu

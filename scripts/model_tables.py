@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
 from measuring.option_types import number_from_zero, positive_integer, top_share, worded
 from measuring.output_file import JsonLines

@@ -29,6 +29,7 @@ import time
 from hashlib import blake2b
 from pathlib import Path
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 from mutants.bench import check_bench, check_tests, judge_on_bench
 from mutants.judging import REFUSED, Experience, Verdict, check_controls, judge
 from mutants.mutant import KEY, Mutant, mutants_of

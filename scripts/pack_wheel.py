@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 import zopfli
 
 

@@ -14,6 +14,7 @@ import json
 import sys
 from pathlib import Path
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 from measuring.option_types import picture_file
 from measuring.progress import say
 

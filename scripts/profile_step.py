@@ -14,6 +14,7 @@ import argparse
 import os
 import sys
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
 from gpu_parts.device_option import cpu_or_gpu
 from workloads.model_shapes import SHAPES, SMOKE_SHAPE

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 from measuring.option_types import picture_file, positive_integer, probability
 from measuring.progress import Progress, say

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 from measuring.option_types import positive_integer
 from measuring.progress import Progress, say

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 from long_runs.simulated_run import Acceptance, Roofline, Simulation, Trace, Workload
 from measuring.interruption import run_command

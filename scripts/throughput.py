@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
 from long_runs.trajectory_run import LongRun, check_resumable, digest_of, lookup_to_start_with
 from measuring.interruption import Interruption, run_command

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 from training.eagle import RECIPE
 from training.head_command import completed, options_of, run_command
 

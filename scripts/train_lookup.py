@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 from measuring.option_types import positive_integer
 from measuring.output_file import check_writable

@@ -16,6 +16,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
 from measuring.option_types import positive_integer, positive_number, whole_number
 from measuring.setup import REASONER

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 from measuring.option_types import positive_integer
 from training.head_command import completed, options_of, run_command
 from training.streams import RECIPE

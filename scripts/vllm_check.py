@@ -16,6 +16,7 @@ import os
 import sys
 from pathlib import Path
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 from measuring.progress import say
 from workloads.answers import extract_answer
 from workloads.problems import held_out_problems, write_prompt

@@ -21,6 +21,7 @@ import sys
 import time
 from functools import partial
 
+import measuring.interruption  # noqa: F401  (before what loads slowly)
 from measuring.progress import say
 from workloads.problem_sets import read_tasks
 

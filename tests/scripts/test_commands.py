@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,25 @@ def test_imports_of_commands_are_found(tmp_path):
     path = tmp_path / "file.py"
     path.write_text("def late():\n    from throughput import run\n    import replay as r\n    import numpy.linalg\n")
     assert imported_modules(path) == {"throughput", "replay", "numpy"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_interruption_is_expected_before_anything_loads_slowly(command):
+    body = ast.parse((SCRIPTS / f"{command}.py").read_text(encoding="utf-8")).body
+    imports = [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = [node.names[0].name if isinstance(node, ast.Import) else node.module for node in imports]
+    assert [name for name in names if name.split(".")[0] not in sys.stdlib_module_names][0] == "measuring.interruption"
+
+
+@pytest.mark.parametrize("is_loading", [True, False])
+def test_an_interruption_ends_a_command_with_one_line(is_loading, tmp_path):
+    source, slow = "import sys; import measuring.interruption; ", "import signal; signal.raise_signal(signal.SIGINT)\n"
+    (tmp_path / "slow.py").write_text(f"try:\n    {slow}except KeyboardInterrupt:\n    raise RuntimeError from None\n")
+    source += "import slow" if is_loading else slow
+    called = f"import sys; sys.argv = [{str(SCRIPTS / 'replay.py')!r}]; sys.path[:0] = {[str(SCRIPTS), str(tmp_path)]}"
+    done = subprocess.run([sys.executable, "-c", f"{called}; {source}"], capture_output=True, text=True, timeout=300)
+    assert done.stderr == "replay: ended early by SIGINT\n"
+    assert done.returncode == -signal.SIGINT
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -18,13 +18,14 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
+from measuring.interruption import run_command
 from measuring.option_types import count_list, number_from_zero, positive_integer
-from measuring.progress import Progress, say
+from measuring.progress import Progress
 from measuring.setup import add_options, fill_defaults, load_model, load_tasks, prompt_ids
 from measuring.text_table import format_table
 from measuring.trajectories import Sampling, draw_with_engine
@@ -95,13 +96,12 @@ def streams_of(arguments: argparse.Namespace, model) -> Streams | None:
     return Streams(model).eval()
 
 
-def measure(arguments: argparse.Namespace) -> list[dict]:
-    """One record per temperature, number of samples and arm."""
+def measure(arguments: argparse.Namespace) -> Iterator[dict]:
+    """One record per temperature, number of samples and arm, as each is finished."""
     torch.set_num_threads(arguments.threads)
     tasks = load_tasks(arguments)
     model, tokenizer = load_model(arguments)
     trained = head_of(arguments, model), streams_of(arguments, model)
-    records = []
     names = list(drafter_makers(arguments, *trained, 1.0))
     progress = Progress(len(arguments.temperatures) * sum(arguments.trajectories) * len(names) * len(tasks))
     for temperature in arguments.temperatures:
@@ -120,8 +120,7 @@ def measure(arguments: argparse.Namespace) -> list[dict]:
                     stats += draw_with_engine(engine, prompt, count, sampling, problem=index, draft=draft).stats
                     used += time.process_time() - started
                     progress.add(count, f"T = {temperature}, N = {count}, {name}, problem {index + 1}")
-                records.append(record(temperature, count, name, stats, used))
-    return records
+                yield record(temperature, count, name, stats, used)
 
 
 def record(temperature: float, count: int, name: str, stats: stand.Stats, used: float) -> dict:
@@ -207,14 +206,12 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    try:
-        records = measure(read_arguments())
-    except (ValueError, OSError) as error:
-        say(f"compare_drafters: {error}")
-        return 2
-    print(tables(records), end="\n\n")
-    print(json.dumps(records))
-    return 0
+    arguments, records = read_arguments(), []
+    status = run_command("compare_drafters", lambda interruption: records.extend(measure(arguments)))
+    if records:  # of a run that ended early, too
+        print(tables(records), end="\n\n")
+        print(json.dumps(records))
+    return status
 
 
 if __name__ == "__main__":

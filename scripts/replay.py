@@ -20,14 +20,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
+from measuring.interruption import run_command
 from measuring.option_types import picture_file, positive_integer, probability
-from measuring.progress import Progress, say
+from measuring.progress import Progress
 from measuring.replay_drafters import ArcticReplay, ReplayDrafter, make_drafter
 from measuring.replay_walk import Tally, replay_one
 from measuring.text_table import format_table
@@ -177,8 +179,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parsed
 
 
-def run(options: argparse.Namespace) -> list[Result]:
-    """Every drafter with every budget and setting on every file; each result is said on stderr as it comes."""
+def run(options: argparse.Namespace) -> Iterator[Result]:
+    """Every drafter with every budget and setting on every file, as each is finished."""
     tokenizer = read_tokenizer(options.tokenizer)
     if options.lookup is not None:  # once, so that a file of another tokenizer is refused before anything is replayed
         BlendedLookup.load(options.lookup, fingerprint=vocabulary_fingerprint(tokenizer.get_vocab()))
@@ -188,7 +190,6 @@ def run(options: argparse.Namespace) -> list[Result]:
     if any(name.startswith("arctic") for name in options.drafter):
         ArcticReplay()  # is it installed?
     progress = Progress(len(options.files) * len(options.setting) * len(options.drafter) * len(options.budget))
-    results = []
     for file in options.files:
         recordings = read_recordings(file, tokenizer, selection)
         for setting, name in product(options.setting, options.drafter):
@@ -197,23 +198,19 @@ def run(options: argparse.Namespace) -> list[Result]:
             for budget in options.budget:
                 tally = replay(drafter, recordings, budget=budget, setting=setting)
                 result = Result(name, budget, setting, file.name, **summarise(tally, drafter, empty_bytes))
-                results.append(result)
                 progress.add(1, f"{file.name} {setting} {name} {budget}: tau {result.tau:.3f}")
-    return results
+                yield result
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
-    try:
-        results = run(options)
+    options, results = parse(arguments), []
+    status = run_command("replay", lambda interruption: results.extend(run(options)))
+    if results:  # of a run that ended early, too
         print(table(results))
-        if options.plot is not None:
-            plot(results, options.plot)
-    except (ValueError, OSError, ImportError) as error:
-        say(f"replay: {error}")
-        return 2
-    print(json.dumps({"results": [asdict(result) for result in results]}))
-    return 0
+        print(json.dumps({"results": [asdict(result) for result in results]}))
+    if status == 0 and options.plot is not None:
+        status = run_command("replay", lambda interruption: plot(results, options.plot))
+    return status
 
 
 if __name__ == "__main__":

@@ -19,12 +19,14 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
+from measuring.interruption import run_command
 from measuring.option_types import positive_integer
 from measuring.progress import Progress, say
 from measuring.replay_drafters import BlendedReplay
@@ -64,7 +66,9 @@ def read_epochs(
         found = checkpoint.search(record.get("model") or "")
         if found is None or record.get("loop"):
             continue
-        key = record["problem_id"]
+        key = record.get("problem_id")
+        if key is None:
+            raise ValueError(f"{path} must have problem_id in every record, got fields {sorted(record)}")
         if key not in problems:
             problems[key], prompts[key] = len(problems), encode(tokenizer, record.get("problem") or "")
         tokens = record_tokens(record, tokenizer)[:max_tokens]
@@ -153,12 +157,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parsed
 
 
-def run(options: argparse.Namespace) -> tuple[list[float], list[Result]]:
+def run(options: argparse.Namespace, numbers: list[float]) -> Iterator[Result]:
+    """The figures of both halves, as each way is finished; `numbers` takes those of the checkpoints."""
     tokenizer = read_tokenizer(options.tokenizer)
-    numbers, epochs = read_epochs(options.file, tokenizer, options.checkpoint, options.max_tokens)
+    found, epochs = read_epochs(options.file, tokenizer, options.checkpoint, options.max_tokens)
+    numbers.extend(found)
     say(f"{sum(map(len, epochs))} recordings of checkpoints {', '.join(f'{number:g}' for number in numbers)}")
     progress = Progress(len(options.lookup) * len(options.fade) * len(options.budget))
-    results = []
     for budget, lookup, fade in product(options.budget, options.lookup, options.fade):
         tallies = replay_epochs(epochs, lookup, fade, budget)
         both = [
@@ -166,22 +171,18 @@ def run(options: argparse.Namespace) -> tuple[list[float], list[Result]]:
             for half, tally in zip(HALVES, tallies, strict=True)
             if tally.tokens
         ]
-        results += both
         said = ", ".join(f"{one.half} {one.tau:.3f}" for one in both)
         progress.add(1, f"{lookup}, fade {fade:g}, {budget} nodes: tau {said}")
-    return numbers, results
+        yield from both
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
-    try:
-        numbers, results = run(options)
-    except (ValueError, OSError, KeyError) as error:
-        say(f"replay_epochs: {error}")
-        return 2
-    print(table(results))
-    print(json.dumps({"checkpoints": numbers, "results": [asdict(result) for result in results]}))
-    return 0
+    options, numbers, results = parse(arguments), [], []
+    status = run_command("replay_epochs", lambda interruption: results.extend(run(options, numbers)))
+    if results:  # of a run that ended early, too
+        print(table(results))
+        print(json.dumps({"checkpoints": numbers, "results": [asdict(result) for result in results]}))
+    return status
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from itertools import product
@@ -32,7 +32,8 @@ from typing import Protocol
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 from measuring.cpu_time import timed
-from measuring.progress import Progress, say
+from measuring.interruption import run_command
+from measuring.progress import Progress
 from measuring.text_table import format_table
 from workloads.recordings import Recording, Selection, read_recordings, read_tokenizer
 
@@ -268,11 +269,11 @@ def make_door(name: str, size: int, options: argparse.Namespace, recordings: lis
     return SuffixDoor(size, factor=4.0 if most else 1.0, floor=0.0 if most else 0.1)
 
 
-def run(options: argparse.Namespace) -> list[Result]:
+def run(options: argparse.Namespace) -> Iterator[Result]:
+    """Every door and size on every file, as each is finished."""
     tokenizer = read_tokenizer(options.tokenizer)
     selection = Selection(options.every, options.max_problems, options.samples, options.max_tokens)
     progress = Progress(len(options.files) * len(options.door) * len(options.size))
-    results = []
     for file in options.files:
         recordings = read_recordings(file, tokenizer, selection)
         for name, size in product(options.door, options.size):
@@ -282,9 +283,9 @@ def run(options: argparse.Namespace) -> list[Result]:
             )
             done = reduce(Replay.shortest, runs)
             shown = options.corpus if name == "sglang" and options.corpus != OURS else name
-            results.append(result_of(done, file=file.name, door=shown, size=size, rows=options.rows))
-            progress.add(1, f"{file.name} {shown} {size}: {results[-1].tokens_per_row_step:.3f} tokens per row-step")
-    return results
+            result = result_of(done, file=file.name, door=shown, size=size, rows=options.rows)
+            progress.add(1, f"{file.name} {shown} {size}: {result.tokens_per_row_step:.3f} tokens per row-step")
+            yield result
 
 
 def result_of(done: Replay, **named) -> Result:
@@ -328,11 +329,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    try:
-        results = run(parse(arguments))
-    except (ValueError, OSError, ImportError) as error:
-        say(f"replay_serving: {error}")
-        return 2
+    options, results = parse(arguments), []
+    status = run_command("replay_serving", lambda interruption: results.extend(run(options)))
+    if not results:
+        return status
     header = ["file", "door", "size", "rows", "tokens/row-step", "drafted", "us/row-step", "median", "slowest step us"]
     rows = [
         [r.file, r.door, r.size, r.rows, f"{r.tokens_per_row_step:.3f}", r.drafted_per_row_step, r.us_per_row_step]
@@ -341,7 +341,7 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     print(format_table(header, rows))
     print(json.dumps({"results": [asdict(result) for result in results]}))
-    return 0
+    return status
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def run_command(name: str, run: Callable[[Interruption], None]) -> int:
         except Interrupted as interrupted:
             say(f"{name}: ended early by {interrupted}")
             return interrupted.exit_status
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, ImportError) as error:
             say(f"{name}: {error}")
             return 2
     return 0

@@ -1,6 +1,7 @@
 """The comparison of lookup and head: one record per temperature, number of samples and arm, at equal nodes."""
 
 import json
+import signal
 
 import compare_drafters
 import pytest
@@ -38,6 +39,24 @@ def test_streams_and_no_drafts(monkeypatch, capsys):
     for name in ("tokens_per_step", "kept_by_depth", "nodes_per_step"):  # the same drafts
         assert records["streams"][name] == records["streams-nodes"][name]
     assert all(one["processor_ms_per_token"] > 0 for one in records.values())
+
+
+def test_an_interrupted_run_shows_the_arms_that_were_finished(monkeypatch, capsys):
+    draw, drawn = compare_drafters.draw_with_engine, []
+
+    def interrupted(*arguments, **named):
+        if drawn:
+            signal.raise_signal(signal.SIGINT)
+        drawn.append(draw(*arguments, **named))
+        return drawn[-1]
+
+    monkeypatch.setattr(compare_drafters, "draw_with_engine", interrupted)
+    options = ["--num-problems", "1", "--max-new-tokens", "4", "--trajectories", "1", "--temperatures", "0"]
+    monkeypatch.setattr("sys.argv", ["compare_drafters.py", *options, "--arms", "none,lookup"])
+    assert compare_drafters.main() == 128 + signal.SIGINT
+    captured = capsys.readouterr()
+    assert [one["drafter"] for one in json.loads(captured.out.splitlines()[-1])] == ["lookup"]
+    assert "compare_drafters: ended early by SIGINT" in captured.err
 
 
 def test_unknown_arms_are_refused_by_name(capsys):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -272,3 +273,23 @@ def test_what_is_missing_is_told_before_anything_is_replayed(options, message, f
     command_line = [str(files / "walks.jsonl.gz"), *options, "--tokenizer", str(files / "tokenizer.json")]
     assert replay.main(command_line) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "status"), [(None, 128 + signal.SIGINT), (ValueError("no"), 2)])
+def test_a_run_that_ends_early_shows_what_was_finished(error, status, files, monkeypatch, capsys):
+    import replay
+
+    replayed, done = replay.replay, []
+
+    def ended(*arguments, **named):
+        if done and error is not None:
+            raise error
+        if done:
+            signal.raise_signal(signal.SIGINT)
+        done.append(replayed(*arguments, **named))
+        return done[-1]
+
+    monkeypatch.setattr(replay, "replay", ended)
+    command_line = [str(files / "walks.jsonl.gz"), "--tokenizer", str(files / "tokenizer.json"), "--max-tokens", "80"]
+    assert replay.main(command_line) == status
+    assert [one["budget"] for one in json.loads(capsys.readouterr().out.splitlines()[-1])["results"]] == [8]

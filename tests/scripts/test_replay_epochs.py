@@ -61,6 +61,10 @@ def test_the_command_prints_a_table_and_a_document(file, capsys):
     assert [(one["fade"], one["half"]) for one in results] == [(0.9, "even"), (0.9, "odd"), (1.0, "even"), (1.0, "odd")]
     assert main([str(file), "--tokenizer", tokenizer, "--checkpoint", r"step-(\d+)"]) == 2
     assert "at least two checkpoints" in capsys.readouterr().err
+    nameless = file.with_name("nameless.jsonl")
+    nameless.write_text('{"model": "checkpoint-5"}\n')
+    assert main([str(nameless), "--tokenizer", tokenizer]) == 2
+    assert "must have problem_id in every record, got fields ['model']" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

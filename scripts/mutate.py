@@ -65,10 +65,14 @@ def chosen_mutants(only: str) -> list[tuple[Target, Mutant]]:
 
 
 def read_verdicts(output: Path) -> dict[tuple, str]:
-    """{key of a mutant: verdict}."""
-    lines = output.read_text(encoding="utf-8").splitlines() if output.exists() else []
-    records = [json.loads(line) for line in lines]
-    return {tuple(record[name] for name in KEY): record["verdict"] for record in records}
+    """{key of a mutant: verdict}. Raises SystemExit for a file that holds something else."""
+    if not output.exists():
+        return {}
+    try:
+        records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+        return {tuple(record[name] for name in KEY): record["verdict"] for record in records}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"--output must be a file of verdicts, got {output} ({error}); name a run's") from error
 
 
 def experience_of(target: Target, output: Path) -> Experience:
@@ -153,6 +157,7 @@ def warm_up() -> None:
 
 def main() -> None:
     options = arguments()
+    read_verdicts(options.output)  # a wrong file is refused before the tests are tried
     mutants = chosen_mutants(options.only)
     if not options.report:
         warm_up()

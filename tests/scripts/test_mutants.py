@@ -234,6 +234,13 @@ def test_judging_begins_with_the_test_that_caught_the_last_one(tmp_path):
 
 
 @from_sources
+@pytest.mark.parametrize("content", [b"# words\n", b"\x89PNG", b"{}\n", b"[1]\n"])
+def test_a_file_without_verdicts_is_refused(content, tmp_path):
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(SystemExit, match="--output must be a file of verdicts, got .*; name a run's"):
+        mutate.read_verdicts(tmp_path / "file")
+
+
 def test_a_report_counts_what_was_judged(tmp_path):
     """Verdicts of lines that have changed since are passed over."""
     target = next(target for target in TARGETS if target.name == "sampling")

@@ -166,7 +166,7 @@ def node_count(text: str) -> int | None:
 
 def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
+    add_options(parser, refused=("--temperature",))
     parser.add_argument(
         "--temperatures", type=number_list, default=[0.0, 0.8], metavar="T,T,...", help="0 is greedy (default: 0,0.8)"
     )

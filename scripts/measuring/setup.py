@@ -23,8 +23,15 @@ CPU_ROWS = 4  # more rows are bound by arithmetic without drafts already: drafts
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Model, problems, sampling and device; `fill_defaults` completes what depends on them."""
+def add_options(parser: argparse.ArgumentParser, refused: tuple[str, ...] = ()) -> None:
+    """Model, problems, sampling and device; `fill_defaults` completes what depends on them.
+
+    refused: options of sampling that the command refuses by name, so that its help does not list them.
+    """
+
+    def told(option: str, text: str) -> str:
+        return argparse.SUPPRESS if option in refused else text
+
     parser.add_argument("--model", default=str(REASONER), help="folder, hub id or short name (default: bundled model)")
     parser.add_argument("--problems", help="jsonl file or hub dataset: problem, answer (default: by model)")
     parser.add_argument("--num-problems", type=positive_integer, help="the first so many problems only")
@@ -36,9 +43,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=positive_integer,
         help="per trajectory (default: 1024 for the bundled model, else 8192 or what the model's context leaves)",
     )
-    parser.add_argument("--temperature", type=number_from_zero, help="default: 1 for the bundled model, else 0.6")
-    parser.add_argument("--top-k", type=whole_number, help="default: none")
-    parser.add_argument("--top-p", type=top_share, help="default: none for the bundled model, else 0.95")
+    told_heat = told("--temperature", "default: 1 for the bundled model, else 0.6")
+    parser.add_argument("--temperature", type=number_from_zero, help=told_heat)
+    parser.add_argument("--top-k", type=whole_number, help=told("--top-k", "default: none"))
+    told_share = told("--top-p", "default: none for the bundled model, else 0.95")
+    parser.add_argument("--top-p", type=top_share, help=told_share)
     parser.add_argument("--instruction", help="text appended to every problem")
     parser.add_argument(
         "--device",

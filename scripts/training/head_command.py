@@ -131,7 +131,7 @@ def options_of(recipe: Recipe, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, conflict_handler="resolve"
     )
-    add_options(parser)
+    add_options(parser, refused=("--top-k", "--top-p"))
     parser.add_argument("--rows", type=positive_integer, default=32, help="rows decoded at a time (%(default)s)")
     parser.add_argument(
         "--minutes", type=positive_number, default=20.0, help="time budget of the training, without generations"

@@ -14,6 +14,7 @@ SCRIPTS = ROOT / "scripts"
 COMMANDS = sorted(path.stem for path in SCRIPTS.glob("*.py"))
 PACKAGES = sorted(str(path.parent.relative_to(SCRIPTS)) for path in SCRIPTS.rglob("__init__.py"))
 SEPARATE = {"compile_kernels"}  # chooses Triton's compiler when it is imported, for the whole process
+HEADS = ("eagle", "streams")
 MOST_FILES = 12  # of a package
 
 
@@ -42,6 +43,15 @@ def test_help_explains_the_command(command, monkeypatch, capsys):
     text = help_of(command, monkeypatch, capsys)
     assert text.startswith(f"usage: {command}.py")
     assert f"scripts/{command}.py" in text, "the help must show a command line to begin with"
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [("compare_drafters", ["--temperature "]), *((f"train_{name}", ["--top-k", "--top-p"]) for name in HEADS)],
+)
+def test_help_lists_no_option_that_is_refused(command, options, monkeypatch, capsys):
+    text = help_of(command, monkeypatch, capsys)
+    assert [option for option in options if option in text] == []
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -295,6 +295,8 @@ def _for_single_rows(config: GenerationConfig, width: int, processors: list) -> 
     """The config with lengths as new tokens: prepared ones count the padding, which the engine takes off."""
     config = copy.deepcopy(config)
     setattr(config, PREPARED, True)
+    if not config.return_dict_in_generate:  # transformers returns none then
+        config.output_scores = config.output_logits = None
     config.num_return_sequences = config.num_return_sequences or 1
     config.max_new_tokens, config.max_length = config.max_length - width, None
     least, config.min_length = (config.min_length or 0) - width, None

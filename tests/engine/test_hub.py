@@ -364,3 +364,11 @@ def test_the_page_runs_as_printed(tmp_path, monkeypatch, capsys):
     assert float(re.search(r"(\d+\.\d\d) tokens per step and row", printed)[1]) > 1.5
     assert re.search(r"\d+ tokens per second without drafts, \d+ with: x \d+\.\d\d", printed)
     assert (tmp_path / "power.lookup").is_file() and namespace["stopped"].shape[0] == 2
+
+
+@pytest.mark.parametrize("name", ["output_scores", "output_logits"])
+def test_scores_that_a_bare_tensor_has_no_room_for_are_left_out(name):
+    model, settings = tiny_model("llama"), {"max_new_tokens": 3, "do_sample": False, name: True}
+    prompt = torch.tensor([[1, 2, 3]])
+    expected = model.generate(prompt, **settings)
+    assert model.generate(prompt, custom_generate=stand_generate, **settings).equal(expected)

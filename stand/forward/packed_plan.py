@@ -282,3 +282,11 @@ def ancestor_matrix(batch: DraftBatch) -> np.ndarray:
     num_bytes = -(-most // 8)
     packed = np.frombuffer(b"".join([bits.to_bytes(num_bytes, "little") for bits in seen]), dtype=np.uint8)
     return np.unpackbits(packed.reshape(-1, num_bytes), axis=1, count=most, bitorder="little").view(bool)
+
+
+def plain_forward_error(part: str) -> RuntimeError:
+    """For a part of the model that runs without the plan that a step gives it."""
+    return RuntimeError(
+        f"{part} needs the plan of a step, got a plain forward within one: processors, criteria, streamers and other "
+        "threads must not call the model that decodes; give them one of their own"
+    )

@@ -22,7 +22,7 @@ from transformers.activations import ACT2FN
 
 from stand.forward.linear_attention import TreeChanges, gated_delta_rule, state_space
 from stand.forward.linear_layers import class_forward
-from stand.forward.packed_plan import StepPlan
+from stand.forward.packed_plan import StepPlan, plain_forward_error
 from stand.forward.recurrent_states import LayerStates
 
 if TYPE_CHECKING:
@@ -78,8 +78,10 @@ class RecurrentForward:
         **kwargs: object,
     ) -> torch.Tensor:
         """[1, M, D] of packed tokens."""
-        self._cache = next(given for given in (cache, cache_params, past_key_values) if given is not None)
-        self._plan = self._cache.plan
+        taken = next((given for given in (cache, cache_params, past_key_values) if given is not None), None)
+        if not hasattr(taken, "recurrent"):  # before anything is set: another thread's forward may be in its midst
+            raise plain_forward_error(type(self.layer).__name__)
+        self._cache, self._plan = taken, taken.plan
         try:
             return self._run(self.layer, hidden_states, _NO_CACHE, None)
         finally:

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from stand.forward.few_token_attention import is_supported, supported_attention
 from stand.forward.linear_layers import few_token_layers
-from stand.forward.packed_plan import StepPlan
+from stand.forward.packed_plan import StepPlan, plain_forward_error
 from stand.forward.recurrent_layers import recurrent_forwards
 
 PREFIX = "stand_"  # of every attention that this project registers
@@ -54,10 +54,7 @@ def attend(
             f"{type(module).__name__} makes itself; it counts cache slots, which a tree does not follow"
         )
     if stand_plan is None:
-        raise RuntimeError(
-            f"the {ATTENTION_NAME} attention needs the plan of a step, got a plain forward within one: processors, "
-            "criteria, streamers and other threads must not call the model that decodes; give them one of their own"
-        )
+        raise plain_forward_error(f"the {ATTENTION_NAME} attention")
     scale = scaling if scaling is not None else query.shape[3] ** -0.5
     if softcap is None and s_aux is None and stand_plan.has_few_tokens and is_supported(query, key, value):
         few = supported_attention(query, key, value, stand_plan.paths, scale=scale, window=sliding_window or 0)

@@ -87,6 +87,26 @@ def test_autocast_does_not_round_what_a_rule_computes(family, monkeypatch):
     assert are_equal and all(are_equal)
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+@torch.inference_mode()
+def test_a_plain_forward_within_a_step_is_refused_and_leaves_the_step_alone(use_cache, monkeypatch):
+    """As of another thread: before the rule of a layer goes on, the model is called without a plan."""
+    model, rule = recurrent_model("qwen3_5"), recurrent_layers_module.gated_delta_rule
+
+    def interrupted(*operands, **trees):
+        with pytest.raises(RuntimeError, match="must not call the model that decodes"):
+            model(torch.tensor([[5, 6, 7]]), use_cache=use_cache)
+        return rule(*operands, **trees)
+
+    prompts, drafts = ragged_case(1)
+    plan = StepPlan.for_drafts(DraftBatch.concatenate(drafts), lengths_of(prompts))
+    with tree_attention(model):
+        cache = prefilled(model, prompts)
+        expected = run_plan(model, cache, plan)
+        monkeypatch.setattr(recurrent_layers_module, "gated_delta_rule", interrupted)
+        assert torch.equal(run_plan(model, cache, plan), expected)
+
+
 @pytest.mark.parametrize("family", RECURRENT)
 @torch.inference_mode()
 def test_states_after_kept_paths_equal_a_fresh_prefill(family):

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,14 @@ def test_modules_are_named_as_they_are_imported():
     names = [module_of(file) for file in ("stand/engine.py", "trees/blended/lookup.pyx", "verifiers/__init__.py")]
     assert names == ["stand.engine", "stand.trees.blended.lookup", "stand.verifiers"]
     assert len(source_files()) > 80
+
+
+def test_every_folder_of_modules_is_named_as_a_package():
+    """An editable install finds the others too; a wheel leaves them out."""
+    packaging = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {str(Path(file).parent) for file in source_files()}
+    assert set(packaging["package-dir"].values()) == folders
+    assert set(packaging["packages"]) == set(packaging["package-dir"])
 
 
 def test_types_come_along():

@@ -33,6 +33,7 @@ MAX_HEADER_BYTES = 4096
 MAX_FINGERPRINT_BYTES = 64
 CHECKSUM_BYTES = 32
 RANDOM_BYTES = 4  # in the names of unfinished files
+MAX_NAME_BYTES = 255  # of a file, on the file systems in use
 
 ArrayShape = tuple[tuple[int, ...], str]  # shape, little-endian dtype
 
@@ -95,7 +96,7 @@ def write_checked_file(
 
 def _remove_abandoned(target: Path) -> None:
     """Remove the unfinished files of processes that were killed while they wrote `target`."""
-    name = re.compile(re.escape(f".{target.name}.") + f"[0-9a-f]{{{2 * RANDOM_BYTES}}}" + re.escape(".tmp"))
+    name = re.compile(re.escape(_unfinished_prefix(target)) + f"[0-9a-f]{{{2 * RANDOM_BYTES}}}" + re.escape(".tmp"))
     for other in target.parent.glob("*.tmp"):
         if not name.fullmatch(other.name):
             continue
@@ -104,10 +105,16 @@ def _remove_abandoned(target: Path) -> None:
             other.unlink()
 
 
+def _unfinished_prefix(target: Path) -> str:
+    """How the names of unfinished files for `target` begin: with its own, cut where all of it would be too long."""
+    room = MAX_NAME_BYTES - len("..") - 2 * RANDOM_BYTES - len(".tmp")
+    return f".{os.fsdecode(os.fsencode(target.name)[:room])}."
+
+
 def _open_fresh(target: Path) -> tuple[Path, BinaryIO]:
     """A new file for what will be `target`, locked so that nobody takes it for abandoned."""
     while True:
-        fresh = target.with_name(f".{target.name}.{secrets.token_hex(RANDOM_BYTES)}.tmp")
+        fresh = target.with_name(f"{_unfinished_prefix(target)}{secrets.token_hex(RANDOM_BYTES)}.tmp")
         file = open(fresh, "xb")
         with contextlib.suppress(OSError):  # without locks nobody takes the file for abandoned either
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -304,6 +304,17 @@ def test_what_killed_processes_left_is_removed_and_what_others_write_is_not(save
             writer.communicate()
 
 
+@pytest.mark.parametrize("name", ["l" * 255, "é" * 124 + ".lookup"])
+def test_a_name_may_be_as_long_as_the_file_system_takes(tmp_path, name):
+    assert len(name.encode()) == 255
+    path = tmp_path / name
+    abandoned = tmp_path / (os.fsdecode(b"." + name.encode()[:241]) + ".0123abcd.tmp")
+    abandoned.touch()
+    taught().save(path)
+    assert os.listdir(tmp_path) == [name]
+    LookupTree.load(path)
+
+
 def full_lookup(max_bytes=1 << 20):
     """One that gives contexts' memory to others."""
     lookup = BlendedLookup(max_bytes=max_bytes)

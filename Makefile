@@ -47,6 +47,8 @@ WORKERS ?= 2
 
 # Python compiles what it imports; to compile every file of every package takes pip as long as all else.
 export PIP_COMPILE := 0
+# What it compiles it must keep: torch and transformers anew in every process cost the suite half of its time.
+unexport PYTHONDONTWRITEBYTECODE
 
 # One thread: the matrices of the suite are too small for more, and as many processes run as there are cores.
 test test-debug test-ptx test-wheel: export OMP_NUM_THREADS ?= 1

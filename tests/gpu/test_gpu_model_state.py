@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import logging
 import weakref
 
 import pytest
@@ -24,8 +25,9 @@ SETTINGS = {"max_new_tokens": 8, "temperature": 0.0, "stop_token_ids": [], "seed
 
 
 @pytest.fixture
-def recorded(monkeypatch):
-    """Grows by one with every size that is recorded."""
+def recorded(monkeypatch, caplog):
+    """Grows by one with every size that is recorded; where a test fails, the log says why one was."""
+    caplog.set_level(logging.INFO, logger="stand")
     use_plain_kernels(monkeypatch)
     sizes, record = [], DirectRunner.record
     monkeypatch.setattr(DirectRunner, "record", lambda self, *bodies: sizes.append(1) or record(self, *bodies))

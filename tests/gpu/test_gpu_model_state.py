@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from letter_tokenizer import letter_tokenizer  # noqa: E402
 from plain_kernels import use_plain_kernels  # noqa: E402
 from tiny_models import kernel_model  # noqa: E402
+from torch.nn.modules import module as all_modules  # noqa: E402
 from torch.nn.modules.module import register_module_forward_hook  # noqa: E402
 
 import stand  # noqa: E402
@@ -26,8 +27,13 @@ SETTINGS = {"max_new_tokens": 8, "temperature": 0.0, "stop_token_ids": [], "seed
 
 @pytest.fixture
 def recorded(monkeypatch, caplog):
-    """Grows by one with every size that is recorded; where a test fails, the log says why one was."""
+    """Grows by one with every size that is recorded; where a test fails, the log says why one was.
+
+    Hooks for all modules that a test registers end with it. Were they to end with its model, the collector of garbage
+    would remove them in the middle of a later test, which then sees a change that it did not make.
+    """
     caplog.set_level(logging.INFO, logger="stand")
+    monkeypatch.setattr(all_modules, "_global_forward_hooks", all_modules._global_forward_hooks.copy())
     use_plain_kernels(monkeypatch)
     sizes, record = [], DirectRunner.record
     monkeypatch.setattr(DirectRunner, "record", lambda self, *bodies: sizes.append(1) or record(self, *bodies))
@@ -89,8 +95,7 @@ def merge_projections(model):
 
 def hook_all_modules(model):
     mlp = model.model.layers[0].mlp
-    handle = register_module_forward_hook(lambda module, args, output: -5 * output if module is mlp else None)
-    weakref.finalize(model, handle.remove)
+    register_module_forward_hook(lambda module, args, output: -5 * output if module is mlp else None)
 
 
 CHANGES = (

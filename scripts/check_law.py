@@ -50,7 +50,7 @@ from measuring.continuation_law import (
     next_token_laws,
 )
 from measuring.interruption import run_command
-from measuring.option_types import positive_integer, positive_number, probability, top_share, whole_number
+from measuring.option_types import positive_integer, positive_number, probability, share, whole_number
 from measuring.output_file import check_writable
 from measuring.progress import Progress, say
 from measuring.setup import BOXED_INSTRUCTION, REASONER, WORD_PROBLEMS, known_folder, prompt_ids
@@ -356,13 +356,11 @@ def options_of_both(parser: argparse.ArgumentParser) -> None:
         type=positive_integer,
         help="fixed prompts (default: 10 of `law`, 50 of `tokens`, 12 of another model)",
     )
-    parser.add_argument(
-        "--tokens", type=positive_integer, help="new tokens (default: 4 of `law`, 256 of `tokens`)"
-    )
+    parser.add_argument("--tokens", type=positive_integer, help="new tokens (default: 4 of `law`, 256 of `tokens`)")
     parser.add_argument(
         "--temperature", type=positive_number, help="of the draws (default: 1, other models than the bundled one 0.8)"
     )
-    parser.add_argument("--top-p", type=top_share, help="of the draws (default: none, other models 0.95)")
+    parser.add_argument("--top-p", type=share, help="of the draws (default: none, other models 0.95)")
     parser.add_argument(
         "--threads", type=positive_integer, default=torch.get_num_threads(), help="CPU threads (default: torch's)"
     )

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
-from measuring.option_types import number_from_zero, positive_integer, top_share, worded
+from measuring.option_types import number_from_zero, positive_integer, share, worded
 from measuring.output_file import JsonLines
 from measuring.progress import Progress, say
 from measuring.setup import BOXED_INSTRUCTION, REASONER, WORD_PROBLEMS, load_model, prompt_ids
@@ -121,7 +121,7 @@ class Run:
 
 def law_settings(setting: str) -> dict[str, float]:
     temperature, top_p = setting.split(":")
-    return {"temperature": number_from_zero(temperature), "top_p": top_share(top_p), "top_k": 0}
+    return {"temperature": number_from_zero(temperature), "top_p": share(top_p), "top_k": 0}
 
 
 def run_replays(run: Run, settings: list[str]) -> str:

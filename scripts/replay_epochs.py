@@ -27,7 +27,7 @@ from pathlib import Path
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 from measuring.interruption import run_command
-from measuring.option_types import positive_integer
+from measuring.option_types import positive_integer, share
 from measuring.progress import Progress, say
 from measuring.replay_drafters import BlendedReplay
 from measuring.replay_walk import Tally, replay_one
@@ -143,7 +143,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="what is kept over checkpoints (default: all ways)",
     )
     parser.add_argument(
-        "--fade", nargs="+", type=float, default=[0.95], help="how fast old evidence fades (default: 0.95)"
+        "--fade", nargs="+", type=share, default=[0.95], help="how fast old evidence fades (default: 0.95)"
     )
     parser.add_argument(
         "--budget", nargs="+", type=positive_integer, default=[8], help="nodes per draft, the root not counted"

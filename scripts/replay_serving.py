@@ -33,6 +33,7 @@ import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 from measuring.cpu_time import timed
 from measuring.interruption import run_command
+from measuring.option_types import positive_integer
 from measuring.progress import Progress
 from measuring.text_table import format_table
 from workloads.recordings import Recording, Selection, read_recordings, read_tokenizer
@@ -261,7 +262,7 @@ def replay(door: Door, recordings: list[Recording], *, num_rows: int) -> Replay:
 def make_door(name: str, size: int, options: argparse.Namespace, recordings: list[Recording]) -> Door:
     if name == "vllm":
         longest = max(len(one.prompt) + len(one.tokens) for one in recordings)
-        return VllmDoor(size, num_rows=options.rows, longest=longest, options=json.loads(options.options))
+        return VllmDoor(size, num_rows=options.rows, longest=longest, options=options.options)
     if name == "sglang":
         depth = options.depth if options.depth is not None else 12 + size
         return CorpusDoor(options.corpus, size, depth=depth)
@@ -301,6 +302,22 @@ def result_of(done: Replay, **named) -> Result:
     )
 
 
+def json_object(text: str) -> dict[str, object]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
+    return found
+
+
+def class_name(text: str) -> str:
+    if text.count(":") != 1 or text.startswith(":") or text.endswith(":"):
+        raise argparse.ArgumentTypeError(f"must be module:Class, got {text!r}")
+    return text
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="recordings: .jsonl, also compressed")
@@ -312,19 +329,27 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         default=["vllm"],
         help="the plug-ins that are replayed through (default: vllm)",
     )
-    parser.add_argument("--size", nargs="+", type=int, default=[8], help="tokens of a chain, or nodes per request")
-    parser.add_argument("--rows", type=int, default=16, help="rows decoded side by side")
-    parser.add_argument("--options", default="{}", help="`vllm`: options as a JSON object (ServingOptions)")
-    parser.add_argument("--corpus", default=OURS, help="`sglang`: the class, module:Class")
-    parser.add_argument("--depth", type=int, help="`sglang`: tokens shown of each text (default: 12 + nodes)")
-    parser.add_argument("--repeats", type=int, default=1, help="runs alike, of which each call's shortest time counts")
-    parser.add_argument("--samples", type=int, help="at most so many samples per problem")
-    parser.add_argument("--max-problems", type=int, help="at most so many problems per file")
-    parser.add_argument("--every", type=int, default=1, help="every n-th problem")
-    parser.add_argument("--max-tokens", type=int, help="cut samples to so many tokens")
+    parser.add_argument(
+        "--size", nargs="+", type=positive_integer, default=[8], help="tokens of a chain, or nodes per request"
+    )
+    parser.add_argument("--rows", type=positive_integer, default=16, help="rows decoded side by side")
+    parser.add_argument(
+        "--options", type=json_object, default={}, help="`vllm`: options as a JSON object (ServingOptions)"
+    )
+    parser.add_argument("--corpus", type=class_name, default=OURS, help="`sglang`: the class, module:Class")
+    parser.add_argument(
+        "--depth", type=positive_integer, help="`sglang`: tokens shown of each text (default: 12 + nodes)"
+    )
+    parser.add_argument(
+        "--repeats", type=positive_integer, default=1, help="runs alike, of which each call's shortest time counts"
+    )
+    parser.add_argument("--samples", type=positive_integer, help="at most so many samples per problem")
+    parser.add_argument("--max-problems", type=positive_integer, help="at most so many problems per file")
+    parser.add_argument("--every", type=positive_integer, default=1, help="every n-th problem")
+    parser.add_argument("--max-tokens", type=positive_integer, help="cut samples to so many tokens")
     parsed = parser.parse_args(arguments)
-    if min(*parsed.size, parsed.rows, parsed.repeats) < 1:
-        parser.error("--size, --rows and --repeats must be at least 1")
+    if parsed.max_tokens == 1:
+        parser.error("--max-tokens must be at least 2, got 1; a sample's first token comes from the prompt")
     return parsed
 
 

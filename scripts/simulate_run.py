@@ -149,9 +149,7 @@ def check_memory(memory: float, workload: Workload, token_bytes: int) -> None:
     num_bytes = (max(workload.prompts) + workload.limit + DRAFT_ROOM) * token_bytes
     least = math.ceil(num_bytes / 1e5) / 1e4
     if memory < least:
-        raise ValueError(
-            f"--memory must hold a row of {workload.limit} new tokens, got {memory}; give {least} or more"
-        )
+        raise ValueError(f"--memory must hold a row of {workload.limit} new tokens, got {memory}; give {least} or more")
 
 
 def traces(arguments: argparse.Namespace, workload: Workload) -> Iterator[tuple[int, str, Trace]]:

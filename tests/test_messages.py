@@ -56,7 +56,7 @@ def test_a_rule_and_a_value_come_with_a_remedy():
     [
         ('raise ValueError("rows must be positive, got 0")', True),
         ('raise TypeError(f"rows must be {kind}, got {rows}")', True),
-        ('raise ValueError(f"names must be known, got {\'; \'.join(names)}") from None', True),
+        ("raise ValueError(f\"names must be known, got {'; '.join(names)}\") from None", True),
         ('raise ValueError(f"rows must be positive, got {rows}; 1 is usual")', False),
         ('raise ValueError("nothing to say")', False),
         ('raise OSError("rows must be positive, got 0")', False),

@@ -44,8 +44,8 @@ def probability(text: str) -> float:
     return number
 
 
-def top_share(text: str) -> float:
-    """In (0, 1], as of top_p."""
+def share(text: str) -> float:
+    """In (0, 1], as of top_p and of what is kept of old evidence."""
     number = _number(text)
     if not 0 < number <= 1:
         raise argparse.ArgumentTypeError(f"must be a number in (0, 1], got {text!r}; use 1 to switch it off")

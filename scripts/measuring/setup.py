@@ -11,7 +11,7 @@ import transformers
 from workloads.problem_sets import AIME_2024, Task, generated_tasks, read_tasks
 from workloads.real_models import MODELS, model_folder
 
-from measuring.option_types import device_name, number_from_zero, positive_integer, top_share, whole_number
+from measuring.option_types import device_name, number_from_zero, positive_integer, share, whole_number
 from measuring.trajectories import Sampling
 from stand.forward.model import max_positions
 
@@ -47,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser, refused: tuple[str, ...] = ()) 
     parser.add_argument("--temperature", type=number_from_zero, help=told_heat)
     parser.add_argument("--top-k", type=whole_number, help=told("--top-k", "default: none"))
     told_share = told("--top-p", "default: none for the bundled model, else 0.95")
-    parser.add_argument("--top-p", type=top_share, help=told_share)
+    parser.add_argument("--top-p", type=share, help=told_share)
     parser.add_argument("--instruction", help="text appended to every problem")
     parser.add_argument(
         "--device",

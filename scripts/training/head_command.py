@@ -138,9 +138,7 @@ def options_of(recipe: Recipe, description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--steps", type=whole_number, default=0, help="budget in steps instead of minutes")
     parser.add_argument("--tokens", type=positive_integer, default=150_000, help="generated tokens to learn from")
-    parser.add_argument(
-        "--held-out-tokens", type=positive_integer, default=8_000, help="greedy tokens to evaluate on"
-    )
+    parser.add_argument("--held-out-tokens", type=positive_integer, default=8_000, help="greedy tokens to evaluate on")
     parser.add_argument(
         "--vocabulary-size", type=positive_integer, default=8192, help="the most frequent tokens alone are guessed"
     )

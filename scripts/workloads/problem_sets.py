@@ -67,7 +67,7 @@ def _read_hub(name: str) -> Iterable[Mapping]:
     except ImportError as error:
         raise ValueError(
             f"{name!r} is not a file, and reading it from the hub needs the package `datasets`; "
-            "pip install --editable \".[hub]\", or give a .jsonl file with fields problem and answer"
+            'pip install --editable ".[hub]", or give a .jsonl file with fields problem and answer'
         ) from error
     splits = datasets.load_dataset(name)
     return splits["test"] if "test" in splits else next(iter(splits.values()))

@@ -63,9 +63,7 @@ def test_compiled_attention_has_its_fences(tmp_path):
     source.write_text(PTX.format(names=["7B small tiles", "Gemma 2"]), encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2] / "scripts")
-    result = subprocess.run(
-        [sys.executable, str(source)], capture_output=True, text=True, env=environment, timeout=120
-    )
+    result = subprocess.run([sys.executable, str(source)], capture_output=True, text=True, env=environment, timeout=120)
     kernels = result.stdout.split(".version")[1:]
     assert len(kernels) == 2, result.stderr
     for ptx in kernels:

@@ -33,6 +33,11 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
         ("bench_scheduler", ["--rows", "0"], "--rows: must be an integer >= 1, got '0'"),
         ("train_eagle", ["--rows", "0"], "--rows: must be an integer >= 1, got '0'"),
         ("check_law", ["law", "--top-p", "0"], "--top-p: must be a number in (0, 1], got '0'"),
+        ("replay_serving", ["FILE", "--every", "0"], "--every: must be an integer >= 1, got '0'"),
+        ("replay_serving", ["FILE", "--options", "[]"], "--options: must be a JSON object, got '[]'"),
+        ("replay_serving", ["FILE", "--corpus", "ngram"], "--corpus: must be module:Class, got 'ngram'"),
+        ("replay_serving", ["F", "--tokenizer", "F", "--max-tokens", "1"], "--max-tokens must be at least 2, got 1"),
+        ("replay_epochs", ["FILE", "--fade", "0"], "--fade: must be a number in (0, 1], got '0'"),
     ],
 )
 def test_it_is_refused(command, options, message, monkeypatch, capsys):

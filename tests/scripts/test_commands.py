@@ -84,8 +84,8 @@ def test_an_interruption_ends_a_command_with_one_line(is_loading, tmp_path):
     source, slow = "import sys; import measuring.interruption; ", "import signal; signal.raise_signal(signal.SIGINT)\n"
     (tmp_path / "slow.py").write_text(f"try:\n    {slow}except KeyboardInterrupt:\n    raise RuntimeError from None\n")
     source += "import slow" if is_loading else slow
-    called = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell's `&` ignores it
-    called += f"; import sys; sys.argv = [{str(SCRIPTS / 'replay.py')!r}]; sys.path[:0] = {[str(SCRIPTS), str(tmp_path)]}"
+    called = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell's `&` ignores it
+    called += f"; sys.argv = [{str(SCRIPTS / 'replay.py')!r}]; sys.path[:0] = {[str(SCRIPTS), str(tmp_path)]}"
     done = subprocess.run([sys.executable, "-c", f"{called}; {source}"], capture_output=True, text=True, timeout=300)
     assert done.stderr == "replay: ended early by SIGINT\n"
     assert done.returncode == -signal.SIGINT

@@ -21,6 +21,7 @@ cdef extern from "dots/product.h" namespace "stand" nogil:
         Py_ssize_t num_rows
 
     bint C_has_pairs "stand::dots::has_pairs" ()
+    bint C_has_tiles "stand::dots::matrix_unit::is_there" ()
     bint C_is_intel "stand::dots::is_intel" ()
 
     void C_multiply "stand::multiply" (
@@ -59,6 +60,7 @@ cdef enum:
     MOST_PRODUCTS = 4  # MOST_MATRICES in dots/product.h
 
 HAS_PAIRS = C_has_pairs()  # whether `multiply` takes `numbers` 2
+HAS_TILES = C_has_tiles()  # and 3
 IS_INTEL = C_is_intel()  # the processor
 
 
@@ -67,8 +69,8 @@ def multiply(Py_ssize_t tokens, tuple weights, tuple results, Py_ssize_t num_tok
     """results[i] [num_tokens, N] = tokens [num_tokens, depth] @ weights [N, depth]^T + bias [N], up to four of them.
 
     weights[i]: addresses of weights and bias, 0 for none, and N; results[i] an address. All are in C order; `numbers`:
-    0 for float32, 1 for bfloat16, 2 for bfloat16 by instructions that take pairs. `vectors`: a place in
-    stand.laws.filters.VECTORS. `in_threads`: the address of GOMP_parallel, or 0 for the calling thread alone.
+    0 for float32, 1 for bfloat16, 2 for bfloat16 by instructions that take pairs, 3 by a matrix unit (AMX). `vectors`:
+    a place in stand.laws.filters.VECTORS. `in_threads`: the address of GOMP_parallel, or 0 for the calling thread alone.
     """
     cdef C_Matrix[MOST_PRODUCTS] matrices
     cdef Py_ssize_t i, address, bias, num_rows, num_products = len(weights)

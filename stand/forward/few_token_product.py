@@ -10,14 +10,14 @@ import platform
 
 import torch
 
-from stand.forward.dot_products import HAS_PAIRS, IS_INTEL, multiply
+from stand.forward.dot_products import HAS_PAIRS, HAS_TILES, IS_INTEL, multiply
 from stand.laws.filters import VECTORS
 from stand.threads import parallel_region
 
 WIDEST = len(VECTORS) - 1
 NUMBERS = {torch.float32: 0}  # as `dot_products.multiply` takes them
 if WIDEST > 0:  # Intel's multiply pairs at half the rate of others, so that widened numbers take less time
-    NUMBERS[torch.bfloat16] = 2 if HAS_PAIRS and not IS_INTEL else 1
+    NUMBERS[torch.bfloat16] = 3 if HAS_TILES else 2 if HAS_PAIRS and not IS_INTEL else 1
 DTYPES = tuple(NUMBERS)
 DTYPE_NAMES = " or ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 ORDINARY = (torch.Tensor, torch.nn.Parameter)  # a tensor of another class, quantised or sharded, has other bytes
@@ -30,7 +30,8 @@ def few_token_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     All are contiguous tensors on a CPU, of one of DTYPES (bfloat16 needs AVX2), K >= 1; gradients are not kept. The
     result of a token has the same bits whatever other tokens `x` holds and with any number of threads: a product is 16
     sums in float32, each of every 16th term in order, rounded once per term (twice on x86-64 without FMA), then the
-    sums of its halves, and last the bias; in bfloat16 the result is rounded once more, at the end.
+    sums of its halves, and last the bias; in bfloat16 the result is rounded once more, at the end. A matrix unit (AMX)
+    adds up bfloat16 as dots/matrix_unit.h says.
 
     Uses torch's threads where torch has GNU's OpenMP, else the calling one. Raises ValueError for other tensors.
     """

@@ -3,11 +3,13 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
-from stand.forward.dot_products import HAS_PAIRS, multiply
+from stand.forward.dot_products import HAS_PAIRS, HAS_TILES, multiply
 from stand.forward.few_token_product import (
+    NUMBERS,
     WIDEST,
     FewTokenProduct,
     few_token_product,
@@ -20,9 +22,10 @@ WITH_FMA = [place for place, name in enumerate(VECTORS) if name != "portable"]
 LEVELS, REGION = range(len(VECTORS)), parallel_region()
 DEPTHS = (1, 7, 16, 63, 576, 2100)  # the last one is multiplied in blocks of terms
 COMPANIES = (*range(2, 34), 67, 140)  # tokens, in one chunk to eight
-FLOATS, NARROW, PAIRS = range(3)  # what `multiply` calls the numbers
-# Ways to multiply bfloat16: by the instruction set, number by number or in pairs.
+FLOATS, NARROW, PAIRS, TILES = range(4)  # what `multiply` calls the numbers
+# Ways to multiply bfloat16: by the instruction set, number by number or in pairs, and by a matrix unit.
 NARROW_WAYS = [(NARROW, level) for level in WITH_FMA] + ([(PAIRS, WIDEST)] if HAS_PAIRS else [])
+NARROW_WAYS += [(TILES, WIDEST)] if HAS_TILES else []
 needs_narrow = pytest.mark.skipif(not NARROW_WAYS, reason="needs AVX2")
 
 
@@ -48,13 +51,15 @@ def compiled(x, weight, bias=None, *, numbers=FLOATS, level=WIDEST, threads=1, r
     return results[: len(x) * len(weight)].view(len(x), len(weight))
 
 
-def assert_close(found, x, weight, bias) -> None:
-    """Each product within the rounding of 16 sums of K / 16 terms, their sum and the bias, and of its dtype."""
+def assert_close(found, x, weight, bias, numbers=FLOATS) -> None:
+    """Each product within the rounding of 16 sums of K / 16 terms, their sum and the bias, and of its dtype. A matrix
+    unit has K / 32 sums, each of two of 16 terms."""
     terms = x.double().abs() @ weight.double().abs().T
     exact = x.double() @ weight.double().T
     if bias is not None:
         exact, terms = exact + bias.double(), terms + bias.double().abs()
-    roundings = 2 * (weight.shape[1] / 16 + 1) + 5
+    depth = weight.shape[1]
+    roundings = depth / 32 + 1 + 17 if numbers == TILES else 2 * (depth / 16 + 1) + 5
     last = 2**-8 * exact.abs() if found.dtype is torch.bfloat16 else 0.0
     assert ((found.double() - exact).abs() <= 1.01 * roundings * 2**-24 * terms + 1.01 * last).all()
 
@@ -75,7 +80,7 @@ def test_equals_the_exact_product(depth, num_rows, level):
 def test_equals_the_exact_product_in_bfloat16(depth, num_rows, numbers, level):
     for num_tokens in range(1, 34):
         x, weight, bias = narrow(*factors(num_tokens, num_rows, depth, has_bias=num_tokens % 2 == 0))
-        assert_close(compiled(x, weight, bias, numbers=numbers, level=level), x, weight, bias)
+        assert_close(compiled(x, weight, bias, numbers=numbers, level=level), x, weight, bias, numbers)
 
 
 @pytest.mark.parametrize("numbers", (FLOATS, *{numbers for numbers, _ in NARROW_WAYS}))
@@ -88,7 +93,7 @@ def test_a_term_that_is_left_out_is_seen(depth, numbers):
     fewer = x.clone()
     fewer[1, -1] = 0.0
     with pytest.raises(AssertionError):
-        assert_close(compiled(fewer, weight, bias, numbers=numbers), x, weight, bias)
+        assert_close(compiled(fewer, weight, bias, numbers=numbers), x, weight, bias, numbers)
 
 
 @pytest.mark.parametrize("level", LEVELS, ids=VECTORS)
@@ -114,6 +119,41 @@ def test_a_token_has_the_same_bits_in_any_company_in_bfloat16(depth, numbers, le
         assert torch.equal(compiled(x[:num_tokens], weight, bias, **way), alone[:num_tokens]), num_tokens
     if REGION:
         assert torch.equal(compiled(x, weight, bias, threads=2, **way), alone)
+
+
+def sums_of_a_matrix_unit(x, weight, bias) -> torch.Tensor:
+    """Its order of terms, in numpy's float32. A product of two bfloat16 is exact there."""
+    rest = -weight.shape[1] % 32
+    x, weight = (np.pad(part.float().numpy(), ((0, 0), (0, rest))) for part in (x, weight))
+    terms = (x[:, None] * weight[None]).reshape(len(x), len(weight), -1, 16, 2)
+    totals = np.zeros(terms.shape[:2], np.float32)
+    for step in range(terms.shape[2]):
+        halves = np.zeros((*totals.shape, 2), np.float32)
+        for pair in range(16):
+            halves += terms[:, :, step, pair]
+        totals += halves[..., 0] + halves[..., 1]
+    return torch.from_numpy(totals + bias.float().numpy()).bfloat16()
+
+
+def with_what_cancels(x, weight):
+    """A step of terms more, which takes away from x's one token the first 16 bits of its products: what is left is what
+    rounding has done, and bfloat16 holds it."""
+    exact = (x.double() @ weight.double().T)[0]
+    first = exact.bfloat16()
+    more = torch.zeros(len(weight), 32, dtype=torch.bfloat16)
+    more[:, 0], more[:, 1] = -first, -(exact - first.double()).bfloat16()
+    return torch.cat([x, torch.ones_like(more[:1])], dim=1), torch.cat([weight, more], dim=1)
+
+
+@pytest.mark.skipif(not HAS_TILES, reason="needs AMX")
+@pytest.mark.parametrize("depth", (32, 576, 2112))
+def test_a_matrix_unit_adds_terms_in_the_order_that_its_page_says(depth):
+    x, weight, _ = narrow(*factors(1, 500, depth))
+    zeros = torch.zeros(500).bfloat16()
+    expected = sums_of_a_matrix_unit(*with_what_cancels(x, weight), zeros)
+    assert torch.equal(compiled(*with_what_cancels(x, weight), numbers=TILES), expected)
+    turned = [part.flip(1).contiguous() for part in (x, weight)]
+    assert not torch.equal(compiled(*with_what_cancels(*turned), numbers=TILES), expected)
 
 
 @needs_narrow
@@ -212,7 +252,7 @@ def test_takes_a_layer_in_bfloat16():
     x, weight, bias = narrow(*factors(6, 20, 48))
     found = few_token_product(x.view(2, 3, 48), weight, bias)
     assert found.dtype is torch.bfloat16 and found.shape == (2, 3, 20)
-    assert_close(found.view(6, 20), x, weight, bias)
+    assert_close(found.view(6, 20), x, weight, bias, NUMBERS[torch.bfloat16])
 
 
 class Sharded(torch.Tensor):

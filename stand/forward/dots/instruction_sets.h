@@ -15,6 +15,7 @@
 
 #include "../../exponential.h"
 #include "../../vectors.h"
+#include "matrix_unit.h"
 #include "operands.h"
 #include "order.h"
 #include "packed_tokens.h"
@@ -75,10 +76,12 @@ inline bool has_pairs() {
 #endif
 }
 
-// For which tiles tokens are packed; in Bfloat16 only where `has_pairs`.
-inline TileShape tile_shape(Vectors vectors, bool in_pairs) {
+// For which tiles tokens are packed.
+template <class Token>
+TileShape tile_shape(Vectors vectors) {
+    if constexpr (std::is_same_v<Token, Pair>) return matrix_unit::SHAPE;
 #if defined(__x86_64__)
-    if (in_pairs) return avx512_pairs::SHAPE;
+    if constexpr (std::is_same_v<Token, Bfloat16>) return avx512_pairs::SHAPE;
     if (vectors == Vectors::avx512) return avx512::SHAPE;
     if (vectors == Vectors::avx2) return avx2::SHAPE;
 #endif
@@ -89,6 +92,13 @@ inline TileShape tile_shape(Vectors vectors, bool in_pairs) {
 inline void multiply_rows(const Product<Bfloat16, Bfloat16>& product, Vectors, int64_t first, int64_t end) {
 #if defined(__x86_64__)
     avx512_pairs::multiply_rows(product, first, end);
+#endif
+}
+
+// Only where `matrix_unit::is_there`.
+inline void multiply_rows(const Product<Bfloat16, Pair>& product, Vectors, int64_t first, int64_t end) {
+#if defined(STAND_HAS_AMX)
+    matrix_unit::multiply_rows(product, first, end);
 #endif
 }
 

@@ -26,7 +26,7 @@ struct Work {
     const Factors* products;  // of the same tokens
     int64_t num_products;
     Vectors vectors;
-    int64_t share;  // rows; a multiple of ROWS
+    int64_t share;  // rows; whole tiles
     std::atomic<int64_t> next{0};
 
     void run() {
@@ -44,16 +44,30 @@ struct Work {
     }
 };
 
+// Rows of a share: a matrix unit's tiles are many rows, so rather more of them than a few rows in a tile of zeros.
+template <class Token>
+int64_t whole_tiles(int64_t rows, const Token*) {
+    if constexpr (std::is_same_v<Token, Pair>) return packed_depth(rows, {1, matrix_unit::SIDE});
+    else return rows / ROWS * ROWS;
+}
+
 // See `multiply`.
 template <class Factors>
 void multiply_all(const Factors* products, int64_t num_products, Vectors vectors, int32_t num_threads,
                   RunInThreads in_threads) {
     int64_t num_rows = 0;
     for (int64_t i = 0; i < num_products; ++i) num_rows += products[i].num_rows;
-    const int64_t share = num_rows / (std::max(num_threads, 1) * SHARES_PER_THREAD) / ROWS * ROWS;
-    Work<Factors> work{products, num_products, vectors, std::max(share, LEAST_SHARE)};
+    const int64_t share = num_rows / (std::max(num_threads, 1) * SHARES_PER_THREAD);
+    Work<Factors> work{products, num_products, vectors, std::max(whole_tiles(share, products->tokens), LEAST_SHARE)};
     if (in_threads == nullptr || num_threads < 2 || num_rows * products->depth < LEAST_WEIGHTS) return work.run();
     run_in_threads(work, num_threads, in_threads);
+}
+
+// What packed tokens are.
+template <class Token>
+int64_t packed_size(int64_t num_tokens, int64_t depth, TileShape shape) {
+    if constexpr (std::is_same_v<Token, Pair>) return matrix_unit::packed_size(num_tokens, depth);
+    else return num_tokens * packed_depth(depth, shape);
 }
 
 // Tokens packed at an address where a cache line begins.
@@ -64,7 +78,7 @@ struct Packed {
 
     template <class Number>
     Packed(const Number* plain, int64_t num_tokens, int64_t depth, TileShape shape)
-        : memory(new Token[num_tokens * packed_depth(depth, shape) + LINE / sizeof(Token)]) {
+        : memory(new Token[packed_size<Token>(num_tokens, depth, shape) + LINE / sizeof(Token)]) {
         const auto address = reinterpret_cast<uintptr_t>(memory.get());
         tokens = reinterpret_cast<Token*>((address + LINE - 1) / LINE * LINE);
         pack_tokens(plain, num_tokens, depth, shape, tokens);
@@ -85,7 +99,7 @@ constexpr int64_t MOST_MATRICES = 4;
 template <class Number, class Token>
 void multiply_as(const void* tokens, int64_t num_tokens, int64_t depth, const Matrix* matrices, int64_t num_matrices,
                  Vectors vectors, int32_t num_threads, RunInThreads in_threads) {
-    const TileShape shape = tile_shape(vectors, std::is_same_v<Token, Bfloat16>);
+    const TileShape shape = tile_shape<Token>(vectors);
     const Packed<Token> packed(static_cast<const Number*>(tokens), num_tokens, depth, shape);
     Product<Number, Token> products[MOST_MATRICES];
     for (int64_t i = 0; i < num_matrices; ++i) {
@@ -102,8 +116,9 @@ void multiply_as(const void* tokens, int64_t num_tokens, int64_t depth, const Ma
 
 using dots::Matrix;
 
-// What all numbers are, and how they are multiplied: of Bfloat16 one by one as floats, or by the processor in pairs.
-enum class Numbers : int32_t { floats, narrow, pairs };
+// What all numbers are, and how they are multiplied: of Bfloat16 one by one as floats, or by the processor in pairs, or
+// in tiles by its matrix unit.
+enum class Numbers : int32_t { floats, narrow, pairs, tiles };
 
 // tokens [num_tokens, depth] times up to MOST_MATRICES matrices, all by one call of `in_threads`; null for the calling
 // thread alone. Throws std::bad_alloc.
@@ -117,7 +132,8 @@ inline void multiply(const void* tokens, int64_t num_tokens, int64_t depth, cons
     };
     if (numbers == Numbers::floats) return as(float{}, float{});
     if (numbers == Numbers::narrow) return as(Bfloat16{}, float{});
-    as(Bfloat16{}, Bfloat16{});
+    if (numbers == Numbers::pairs) return as(Bfloat16{}, Bfloat16{});
+    as(Bfloat16{}, dots::Pair{});
 }
 
 }  // namespace stand

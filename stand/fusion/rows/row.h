@@ -17,7 +17,10 @@ STAND_TARGET STAND_INLINE Lanes load(const float* values, int64_t count) {
 
 STAND_TARGET STAND_INLINE Lanes load(const Bfloat16* values, int64_t count) {
     Halves halves{};
-    std::memcpy(&halves, values, std::min(count, WIDTH) * sizeof(Bfloat16));
+    if (count >= WIDTH)
+        std::memcpy(&halves, values, sizeof halves);
+    else
+        std::memcpy(&halves, values, count * sizeof(Bfloat16));
     return (Lanes)(__builtin_convertvector(halves, Bits) << 16);
 }
 
@@ -36,7 +39,10 @@ STAND_TARGET STAND_INLINE Bits upper_halves(Lanes lanes) {
 
 STAND_TARGET STAND_INLINE void store(Bfloat16* values, int64_t count, Lanes lanes) {
     const Halves halves = __builtin_convertvector(upper_halves(lanes), Halves);
-    std::memcpy(values, &halves, std::min(count, WIDTH) * sizeof(Bfloat16));
+    if (count >= WIDTH)
+        std::memcpy(values, &halves, sizeof halves);
+    else
+        std::memcpy(values, &halves, count * sizeof(Bfloat16));
 }
 
 // What a Number keeps of them.

@@ -76,7 +76,7 @@ LEVELS = {
     "stand.forward.dot_products": ["-O2", *UNALIGNED, "-fno-tree-slp-vectorize", *IN_ORDER, *SPARING],
     "stand.fusion.row_kernels": COMPACT_LEVEL,  # calls for few tokens take as long; a third of its size
     # As fast as -O3, a tenth smaller.
-    "stand.laws.filters": ["-O2", "-ftree-vectorize", *taken("-fvect-cost-model=dynamic"), *UNALIGNED, *IN_ORDER],
+    "stand.laws.filters": ["-O2", "-ftree-vectorize", *taken("-fvect-cost-model=dynamic"), *UNALIGNED, *IN_ORDER, *SPARING],
     # Vectorised loops are a twenty-fifth of it and save nothing; most of what GCC would inline is a tenth, and learning
     # is faster without. -O2 is a sixth smaller, and slower at serving engines.
     "stand.trees.blended.lookup": [
@@ -90,7 +90,7 @@ LEVELS = {
         *IN_ORDER,
     ],
     # 2 to 3 % slower for a tenth of its size; -Os: 11 to 14 %. To inline half as much saves a twentieth and is as fast.
-    "stand.trees.longest_match.lookup": ["-O2", *taken("--param=inline-unit-growth=20"), *UNALIGNED, *IN_ORDER],
+    "stand.trees.longest_match.lookup": ["-O2", *taken("--param=inline-unit-growth=20"), *UNALIGNED, *IN_ORDER, *SPARING],
     "stand.verifiers.rules.traversal_compiled": COMPACT_LEVEL,  # 0.8 us more of 6 with 80 nodes
     **dict.fromkeys(COMPACT, COMPACT_LEVEL),
 }

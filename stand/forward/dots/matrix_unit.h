@@ -72,14 +72,21 @@ STAND_AMX inline void set_up() {
     _tile_loadconfig(&shapes);
 }
 
-// sums [GROUPS, SIDE rows, SIDE tokens] of the rows from `row` on; where rows or terms end, zeros stand for more.
+// A step's terms of `there` rows, with zeros for more where rows or terms end.
+[[gnu::noinline]] inline void fill(const Bfloat16* weights, int64_t depth, int64_t there, int64_t terms,
+                                   Bfloat16* filled) {
+    std::fill_n(filled, SIDE * SHAPE.step, Bfloat16{});
+    for (int64_t r = 0; r < there; ++r) std::copy_n(weights + r * depth, terms, filled + r * SHAPE.step);
+}
+
+// sums [GROUPS, SIDE rows, SIDE tokens] of the rows from `row` on.
 template <int64_t GROUPS>
 STAND_AMX void add_terms(const Product<Bfloat16, Pair>& product, int64_t row, const Pair* tokens, float* sums) {
     constexpr int64_t STEP = SHAPE.step;
     const int64_t depth = product.depth, group = packed_depth(depth, SHAPE) * SIDE / 2;
     const int64_t there = std::min(SIDE, product.num_rows - row);
     const Bfloat16* const weights = product.weights + row * depth;
-    Bfloat16 filled[SIDE * STEP] = {};
+    Bfloat16 filled[SIDE * STEP];
     _tile_zero(0);
     if constexpr (GROUPS > 1) _tile_zero(1);
     if constexpr (GROUPS > 2) _tile_zero(2);
@@ -89,11 +96,7 @@ STAND_AMX void add_terms(const Product<Bfloat16, Pair>& product, int64_t row, co
             _tile_loadd(4, weights + k, depth * sizeof(Bfloat16));
             for (int64_t r = 0; r < SIDE; ++r) __builtin_prefetch(weights + k + r * depth + AHEAD, 0, 3);
         } else {
-            const int64_t terms = std::min(STEP, depth - k);
-            for (int64_t r = 0; r < there; ++r) {
-                std::copy_n(weights + r * depth + k, terms, filled + r * STEP);
-                std::fill_n(filled + r * STEP + terms, STEP - terms, Bfloat16{});
-            }
+            fill(weights + k, depth, there, std::min(STEP, depth - k), filled);
             _tile_loadd(4, filled, STEP * sizeof(Bfloat16));
         }
         _tile_loadd(5, tokens, SIDE * sizeof(Pair));

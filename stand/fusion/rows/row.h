@@ -5,30 +5,30 @@ using Lanes = float __attribute__((vector_size(4 * WIDTH)));
 using Bits = int32_t __attribute__((vector_size(4 * WIDTH)));
 using Halves = uint16_t __attribute__((vector_size(2 * WIDTH)));
 
-// The first `count` of WIDTH numbers, zeros behind them.
-STAND_TARGET STAND_INLINE Lanes load(const float* values, int64_t count) {
-    Lanes lanes{};
-    if (count >= WIDTH)
-        std::memcpy(&lanes, values, sizeof lanes);
-    else
-        std::memcpy(&lanes, values, count * sizeof(float));
+STAND_TARGET STAND_INLINE Lanes load_whole(const float* values) {
+    Lanes lanes;
+    std::memcpy(&lanes, values, sizeof lanes);
     return lanes;
 }
 
-STAND_TARGET STAND_INLINE Lanes load(const Bfloat16* values, int64_t count) {
-    Halves halves{};
-    if (count >= WIDTH)
-        std::memcpy(&halves, values, sizeof halves);
-    else
-        std::memcpy(&halves, values, count * sizeof(Bfloat16));
+STAND_TARGET STAND_INLINE Lanes load_whole(const Bfloat16* values) {
+    Halves halves;
+    std::memcpy(&halves, values, sizeof halves);
     return (Lanes)(__builtin_convertvector(halves, Bits) << 16);
 }
 
-STAND_TARGET STAND_INLINE void store(float* values, int64_t count, Lanes lanes) {
-    if (count >= WIDTH)
-        std::memcpy(values, &lanes, sizeof lanes);
-    else
-        std::memcpy(values, &lanes, count * sizeof(float));
+// The first `count` < WIDTH numbers, zeros behind them: a call, since it is seldom needed.
+template <class Number>
+STAND_TARGET [[gnu::noinline]] Lanes load_last(const Number* values, int64_t count) {
+    Number filled[WIDTH] = {};
+    std::memcpy(filled, values, count * sizeof(Number));
+    return load_whole(filled);
+}
+
+// The first of `count` numbers, as many as there are.
+template <class Number>
+STAND_TARGET STAND_INLINE Lanes load(const Number* values, int64_t count) {
+    return count < WIDTH ? load_last(values, count) : load_whole(values);
 }
 
 // As `narrow`.
@@ -37,12 +37,24 @@ STAND_TARGET STAND_INLINE Bits upper_halves(Lanes lanes) {
     return lanes == lanes ? nearest : Bits{} + 0x7FC0;
 }
 
-STAND_TARGET STAND_INLINE void store(Bfloat16* values, int64_t count, Lanes lanes) {
+STAND_TARGET STAND_INLINE void store_whole(float* values, Lanes lanes) { std::memcpy(values, &lanes, sizeof lanes); }
+
+STAND_TARGET STAND_INLINE void store_whole(Bfloat16* values, Lanes lanes) {
     const Halves halves = __builtin_convertvector(upper_halves(lanes), Halves);
-    if (count >= WIDTH)
-        std::memcpy(values, &halves, sizeof halves);
-    else
-        std::memcpy(values, &halves, count * sizeof(Bfloat16));
+    std::memcpy(values, &halves, sizeof halves);
+}
+
+template <class Number>
+STAND_TARGET [[gnu::noinline]] void store_last(Number* values, int64_t count, Lanes lanes) {
+    Number filled[WIDTH];
+    store_whole(filled, lanes);
+    std::memcpy(values, filled, count * sizeof(Number));
+}
+
+template <class Number>
+STAND_TARGET STAND_INLINE void store(Number* values, int64_t count, Lanes lanes) {
+    if (count < WIDTH) return store_last(values, count, lanes);
+    store_whole(values, lanes);
 }
 
 // What a Number keeps of them.

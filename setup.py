@@ -67,16 +67,17 @@ COMPACT = {
 # In the order of the source modules pack 2 % smaller, and unaligned as much again; neither costs time that is seen.
 IN_ORDER = taken("-fno-schedule-insns2") if IS_LEAN else []
 UNALIGNED = ["-falign-functions=1", "-falign-loops=1", "-falign-jumps=1"]
-# Two passes that trade size for time: without them compact modules pack 1 % smaller, and products 4 %, which take as
-# long (small ones of 12 to 16 tokens 3 % longer).
+# Two passes that trade size for time: without them compact modules pack 1 % smaller, filters 2 %, STAND's lookup 3 % and
+# products 4 %. All take as long, but for small products of 12 to 16 tokens (3 % longer).
 SPARING = taken("-fno-caller-saves") + taken("-fno-thread-jumps") if IS_LEAN else []
+SMALL = [*UNALIGNED, *IN_ORDER, *SPARING]
 COMPACT_LEVEL = ["-Os", *IN_ORDER, *SPARING]
 LEVELS = {
     # Loops are unrolled by hand; -Os: a fifth slower. Without vectors of unrelated numbers smaller, within 1 % as fast.
-    "stand.forward.dot_products": ["-O2", *UNALIGNED, "-fno-tree-slp-vectorize", *IN_ORDER, *SPARING],
+    "stand.forward.dot_products": ["-O2", *SMALL, "-fno-tree-slp-vectorize"],
     "stand.fusion.row_kernels": COMPACT_LEVEL,  # calls for few tokens take as long; a third of its size
     # As fast as -O3, a tenth smaller.
-    "stand.laws.filters": ["-O2", "-ftree-vectorize", *taken("-fvect-cost-model=dynamic"), *UNALIGNED, *IN_ORDER, *SPARING],
+    "stand.laws.filters": ["-O2", "-ftree-vectorize", *taken("-fvect-cost-model=dynamic"), *SMALL],
     # Vectorised loops are a twenty-fifth of it and save nothing; most of what GCC would inline is a tenth, and learning
     # is faster without. -O2 is a sixth smaller, and slower at serving engines.
     "stand.trees.blended.lookup": [
@@ -90,7 +91,7 @@ LEVELS = {
         *IN_ORDER,
     ],
     # 2 to 3 % slower for a tenth of its size; -Os: 11 to 14 %. To inline half as much saves a twentieth and is as fast.
-    "stand.trees.longest_match.lookup": ["-O2", *taken("--param=inline-unit-growth=20"), *UNALIGNED, *IN_ORDER, *SPARING],
+    "stand.trees.longest_match.lookup": ["-O2", *taken("--param=inline-unit-growth=20"), *SMALL],
     "stand.verifiers.rules.traversal_compiled": COMPACT_LEVEL,  # 0.8 us more of 6 with 80 nodes
     **dict.fromkeys(COMPACT, COMPACT_LEVEL),
 }

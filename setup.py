@@ -67,7 +67,7 @@ COMPACT = {
 # In the order of the source modules pack 2 % smaller, and unaligned as much again; neither costs time that is seen.
 IN_ORDER = taken("-fno-schedule-insns2") if IS_LEAN else []
 UNALIGNED = ["-falign-functions=1", "-falign-loops=1", "-falign-jumps=1"]
-# Two passes that trade size for time: without them compact modules pack 1 % smaller, filters 2 %, STAND's lookup 3 % and
+# Two passes that trade size for time: without, compact modules pack 1 % smaller, filters 2 %, STAND's lookup 3 % and
 # products 4 %. All take as long, but for small products of 12 to 16 tokens (3 % longer).
 SPARING = taken("-fno-caller-saves") + taken("-fno-thread-jumps") if IS_LEAN else []
 SMALL = [*UNALIGNED, *IN_ORDER, *SPARING]

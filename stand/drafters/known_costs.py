@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 import stand
 from stand.drafters.followed_cost import FollowedCost
 from stand.drafters.step_cost import CostTable, StepCost, table_path
+from stand.forward.few_token_product import INSTRUCTION_SET
 from stand.forward.model import size_name
 from stand.measured_files import VARIABLE, keep_first
 
@@ -37,8 +38,8 @@ Measure = Callable[..., StepCost]  # `Engine.measure_cost`
 class KnownCosts:
     """The tables of one model here, for the numbers of rows that `prepare` was told.
 
-    folder: of the files. A file is named by model type, sizes and bytes of weights, processor, torch's version and this
-    project's, dtype, threads and rows.
+    folder: of the files. A file is named by model type, sizes and bytes of weights, processor, instruction set (those
+    of one name may differ), torch's version and this project's, dtype, threads and rows.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path) -> None:
@@ -75,7 +76,7 @@ class KnownCosts:
 
     def path(self, num_rows: int) -> Path:
         """The file for calls of `num_rows` rows. Without it their steps are timed anew, by the next process."""
-        builds = f"torch {torch.__version__} stand {stand.__version__}"
+        builds = f"{INSTRUCTION_SET} torch {torch.__version__} stand {stand.__version__}"
         where = f"{processor_name()} {builds} {torch.get_num_threads()} threads {_size_class(num_rows)} rows"
         return table_path(self._folder, model=self._name, device=where, dtype=self._dtype)
 

@@ -18,6 +18,7 @@ WIDEST = len(VECTORS) - 1
 NUMBERS = {torch.float32: 0}  # as `dot_products.multiply` takes them
 if WIDEST > 0:  # Intel's multiply pairs at half the rate of others, so that widened numbers take less time
     NUMBERS[torch.bfloat16] = 3 if HAS_TILES else 2 if HAS_PAIRS and not IS_INTEL else 1
+INSTRUCTION_SET = "amx" if HAS_TILES else VECTORS[-1]  # the widest in use
 DTYPES = tuple(NUMBERS)
 DTYPE_NAMES = " or ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 ORDINARY = (torch.Tensor, torch.nn.Parameter)  # a tensor of another class, quantised or sharded, has other bytes

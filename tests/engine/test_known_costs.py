@@ -348,6 +348,14 @@ def test_steps_of_a_millisecond_are_followed_like_those_of_a_second():
     np.testing.assert_allclose(unmeasurable.rises(4, 60), CHEAP.rises(4, 60), atol=0.2)
 
 
+def test_machines_of_one_name_with_other_instruction_sets_have_files_of_their_own(tmp_path, monkeypatch):
+    known, paths = KnownCosts(tiny_model("qwen2"), tmp_path), set()
+    for instruction_set in ("portable", "avx512", "amx"):
+        monkeypatch.setattr(known_costs, "INSTRUCTION_SET", instruction_set)
+        paths.add(known.path(4))
+    assert len(paths) == 3
+
+
 def test_a_system_that_says_nothing_of_its_processor_is_named_by_its_machine(monkeypatch):
     def refuse(self, **_):
         raise OSError

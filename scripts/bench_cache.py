@@ -22,7 +22,7 @@ import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 import torch
 from long_runs.resident_memory import resident_bytes
-from measuring.option_types import count_list, positive_integer
+from measuring.option_types import count_list, positive_integer, whole_number
 from measuring.setup import REASONER
 from measuring.text_table import format_table
 from torch.nn.functional import scaled_dot_product_attention
@@ -137,7 +137,7 @@ def _fill_pool(cache: GatheredCache, whole: TreeCache, row: int, length: int) ->
 def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     model = AutoModelForCausalLM.from_pretrained(model_folder(options.model), dtype=torch.float32).eval()
     lengths = np.linspace(*options.lengths, options.rows).astype(np.int64)
-    made = caches(model, lengths.tolist(), min(options.prompt, options.lengths[0] - 1))
+    made = caches(model, lengths.tolist(), options.prompt)
     batch = DraftBatch.concatenate([DraftTree.chain(range(5, 6 + options.nodes))] * options.rows)
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     logits: dict[str, torch.Tensor] = {}
@@ -183,9 +183,15 @@ def read_options(command_line: Sequence[str] | None = None) -> argparse.Namespac
         help="committed tokens of the shortest and the longest row (default: 100,1500)",
     )
     parser.add_argument("--prompt", type=positive_integer, default=60, help="tokens that all rows share")
-    parser.add_argument("--nodes", type=int, default=4, help="draft nodes per row")
+    parser.add_argument("--nodes", type=whole_number, default=4, help="draft nodes per row")
     parser.add_argument("--steps", type=positive_integer, default=60, help="steps of every way, in turn (%(default)s)")
-    return parser.parse_args(command_line)
+    options = parser.parse_args(command_line)
+    if len(options.lengths) != 2 or options.lengths[0] > options.lengths[1]:
+        given = ",".join(map(str, options.lengths))
+        parser.error(f"--lengths must be SHORTEST,LONGEST, in this order, got {given}")
+    if options.prompt >= options.lengths[0]:
+        parser.error(f"--prompt must be less than the shortest row's {options.lengths[0]}, got {options.prompt}")
+    return options
 
 
 def main(command_line: Sequence[str] | None = None) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from measuring.option_types import device_name, positive_integer
 from measuring.progress import say
-from workloads.random_draft import random_draft
+from workloads.random_draft import SUPPORT_SIZE, random_draft
 
 from stand.trees import DraftBatch, TreeShape
 from stand.verifiers import TargetRows, VerifierNoise, get_verifier
@@ -63,6 +63,8 @@ def arguments(command_line: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(command_line)
     if options.nodes > MOST_NODES:
         parser.error(f"--nodes must be at most {MOST_NODES}, those of the shape, got {options.nodes}")
+    if options.vocabulary < SUPPORT_SIZE:
+        parser.error(f"--vocabulary must be at least {SUPPORT_SIZE}, the tokens of a law, got {options.vocabulary}")
     return options
 
 
@@ -91,7 +93,7 @@ def main() -> None:
     torch.set_num_threads(1)
     result = measure(options)
     seconds = result["seconds"]
-    print(f"{options.rows} rows, {result['num_nodes']} nodes, vocabulary {options.vocabulary}, {options.device}")
+    print(f"{options.rows} rows x {options.nodes} nodes, vocabulary {options.vocabulary}, {options.device}")
     print(f"{'part':24} {'ms':>10} {'of log_softmax':>16}")
     for part, value in seconds.items():
         print(f"{part:24} {value * 1e3:10.3f} {value / seconds['log_softmax']:16.4f}")

@@ -161,7 +161,12 @@ def number_list(text: str) -> list[float]:
 
 def node_count(text: str) -> int | None:
     """None where the measured cost of steps decides."""
-    return None if text == COST else positive_integer(text)
+    if text == COST:
+        return None
+    try:
+        return positive_integer(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or {COST}") from None
 
 
 def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:

@@ -30,3 +30,13 @@ def test_a_way_with_other_logits_is_a_fault(monkeypatch):
     monkeypatch.setattr(bench_cache.GatheredCache, "update", turned)
     with pytest.raises(AssertionError, match="not close"):
         bench_cache.main(SMALL)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [["--lengths", "100"], ["--lengths", "500,100"], ["--lengths", "1,2,3"], ["--nodes", "-1"], ["--prompt", "100"]],
+)
+def test_sizes_that_mean_nothing_are_refused(given, capsys):
+    with pytest.raises(SystemExit) as refusal:
+        bench_cache.read_options(given)
+    assert refusal.value.code == 2 and given[0] in capsys.readouterr().err.splitlines()[-1]

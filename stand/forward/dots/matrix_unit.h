@@ -39,20 +39,14 @@ constexpr int64_t MOST_GROUPS = 4;      // of SIDE tokens, which are multiplied 
 
 inline int64_t num_groups(int64_t num_tokens) { return (num_tokens + SIDE - 1) / SIDE; }
 
-// Pairs of packed tokens.
-inline int64_t packed_size(int64_t num_tokens, int64_t depth) {
-    return num_groups(num_tokens) * SIDE * packed_depth(depth, SHAPE) / 2;
-}
-
 // Whether the processor has a unit, and the system lets this process use it.
 inline bool is_there() {
 #if defined(STAND_HAS_AMX)
-    constexpr unsigned BFLOAT16 = 1 << 22, TILES = 1 << 24;                // of CPUID's leaf 7, EDX
-    constexpr long ASK_FOR = 0x1023, TILE_DATA = 18;                       // of Linux's arch_prctl
+    constexpr unsigned BFLOAT16 = 1 << 22, TILES = 1 << 24;  // of CPUID's leaf 7, EDX
+    constexpr long ASK_FOR = 0x1023, TILE_DATA = 18;         // of Linux's arch_prctl
     unsigned a, b, c, d;
     if (widest_vectors() != Vectors::avx512 || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-    if ((d & BFLOAT16) == 0 || (d & TILES) == 0 || !__builtin_cpu_supports("avx512bw")) return false;
-    return __builtin_cpu_supports("avx512vl") && syscall(SYS_arch_prctl, ASK_FOR, TILE_DATA) == 0;
+    return (d & BFLOAT16) != 0 && (d & TILES) != 0 && syscall(SYS_arch_prctl, ASK_FOR, TILE_DATA) == 0;
 #else
     return false;
 #endif
@@ -177,11 +171,16 @@ STAND_AMX inline void multiply_rows(const Product<Bfloat16, Pair>& product, int6
 
 }  // namespace matrix_unit
 
+template <>
+inline int64_t packed_size<Pair>(int64_t num_tokens, int64_t depth, TileShape shape) {
+    return matrix_unit::num_groups(num_tokens) * matrix_unit::SIDE * packed_depth(depth, shape) / 2;
+}
+
 // tokens [num_tokens, depth] -> packed [groups of SIDE tokens, steps, SIDE pairs, SIDE tokens], filled up with zeros.
-inline void pack_tokens(const Bfloat16* tokens, int64_t num_tokens, int64_t depth, TileShape, Pair* packed) {
+inline void pack_tokens(const Bfloat16* tokens, int64_t num_tokens, int64_t depth, TileShape shape, Pair* packed) {
     using matrix_unit::SIDE;
-    const int64_t pairs = packed_depth(depth, matrix_unit::SHAPE) / 2;
-    std::fill_n(packed, matrix_unit::packed_size(num_tokens, depth), Pair{});
+    const int64_t pairs = packed_depth(depth, shape) / 2;
+    std::fill_n(packed, packed_size<Pair>(num_tokens, depth, shape), Pair{});
     for (int64_t t = 0; t < num_tokens; ++t) {
         const Bfloat16* const own = tokens + t * depth;
         Pair* const place = packed + t / SIDE * SIDE * pairs + t % SIDE;

@@ -36,6 +36,12 @@ inline int64_t packed_depth(int64_t depth, TileShape shape) {
     return (depth + shape.step - 1) / shape.step * shape.step;
 }
 
+// How many of them `pack_tokens` writes.
+template <class Token>
+int64_t packed_size(int64_t num_tokens, int64_t depth, TileShape shape) {
+    return num_tokens * packed_depth(depth, shape);
+}
+
 // tokens [num_tokens, depth] -> packed: of one tile behind the other [packed_depth / step, its tokens, step].
 template <class Number, class Token>
 void pack_tokens(const Number* tokens, int64_t num_tokens, int64_t depth, TileShape shape, Token* packed) {

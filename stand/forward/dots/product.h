@@ -63,13 +63,6 @@ void multiply_all(const Factors* products, int64_t num_products, Vectors vectors
     run_in_threads(work, num_threads, in_threads);
 }
 
-// What packed tokens are.
-template <class Token>
-int64_t packed_size(int64_t num_tokens, int64_t depth, TileShape shape) {
-    if constexpr (std::is_same_v<Token, Pair>) return matrix_unit::packed_size(num_tokens, depth);
-    else return num_tokens * packed_depth(depth, shape);
-}
-
 // Tokens packed at an address where a cache line begins.
 template <class Token>
 struct Packed {

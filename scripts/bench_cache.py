@@ -6,8 +6,9 @@
 `rooms`: a room per row, all as long as the longest may become. `pages`: the same addresses, with memory where
 something was written, and prompts shared (`PagedCache`, what the engine takes on Linux). `gathered`: pages of 16 slots
 in one pool, copied together before every attention call. `by row`: one attention call per row and layer, over keys as
-long as the row. The ways take turns, step by step, in one process; the figures are medians over steps of a way's
-processor time over that of `rooms` in the same round.
+long as the row. The ways take turns, step by step, in one process. Columns: the median of a step's processor time; the
+median, and the middle half (`low` to `high`), of that time over the one of `rooms` in the same round; the memory taken,
+and that over what the keys of all tokens need, the prompt counted once.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from stand.forward.tree_cache import DRAFT_ROOM, TreeCache
 from stand.trees import DraftBatch, DraftTree
 
 WAYS = {"rooms": ATTENTION_NAME, "pages": ATTENTION_NAME, "gathered": ATTENTION_NAME, "by row": "stand_by_row"}
-HEADER = ("way", "ms", "over rooms", "low", "high", "MB taken", "over the tokens'")
+HEADER = ("way", "ms", "over rooms", "low", "high", "MB taken", "over the tokens' own")
 PAGE = 16
 
 
@@ -98,8 +99,9 @@ def attend_by_row(module, query, key, value, attention_mask, *, scaling=None, st
 AttentionInterface.register("stand_by_row", attend_by_row)
 
 
-def caches(model: PreTrainedModel, lengths: Sequence[int], prompt: int) -> dict[str, TreeCache]:
-    """One of each way, filled with the same tokens: a prompt that all rows share, and what each wrote."""
+def caches(model: PreTrainedModel, lengths: Sequence[int], prompt: int, shared: PromptRoom) -> dict[str, TreeCache]:
+    """One of each way, filled with the same tokens: a prompt of so many tokens that all rows begin with, put into
+    `shared`, too, and what each wrote."""
     longest, tokens = max(lengths) + DRAFT_ROOM, np.arange(max(lengths)) * 7 % text_config(model).vocab_size
     tokens = tokens.astype(np.int32)
     made = {
@@ -108,7 +110,6 @@ def caches(model: PreTrainedModel, lengths: Sequence[int], prompt: int) -> dict[
         "gathered": GatheredCache(len(lengths), longest),
         "by row": RowCache(len(lengths), longest),
     }
-    shared = PromptRoom(SharedFile(), prompt)
     with tree_attention(model):
         prefill(model, shared, tokens[:prompt], row=0)
         for row, length in enumerate(lengths):
@@ -137,7 +138,8 @@ def _fill_pool(cache: GatheredCache, whole: TreeCache, row: int, length: int) ->
 def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     model = AutoModelForCausalLM.from_pretrained(model_folder(options.model), dtype=torch.float32).eval()
     lengths = np.linspace(*options.lengths, options.rows).astype(np.int64)
-    made = caches(model, lengths.tolist(), options.prompt)
+    shared = PromptRoom(SharedFile(), options.prompt)
+    made = caches(model, lengths.tolist(), options.prompt, shared)
     batch = DraftBatch.concatenate([DraftTree.chain(range(5, 6 + options.nodes))] * options.rows)
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     logits: dict[str, torch.Tensor] = {}
@@ -152,22 +154,29 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         for way in WAYS:
             torch.testing.assert_close(logits[way], logits["rooms"], rtol=1e-3, atol=1e-3)
     tokens = int((lengths + options.steps // 2).sum()) - (options.rows - 1) * options.prompt  # committed in the end
-    return {way: _summary(times[way][1:], times["rooms"][1:], made[way], tokens) for way in WAYS}
+    tokens_take = tokens * made["rooms"].nbytes / (options.rows * made["rooms"].room)
+    found = {}
+    for way, cache in made.items():
+        taken = _taken(cache, shared) if isinstance(cache, PagedCache) else cache.nbytes
+        memory = {"megabytes": taken / 1e6, "over_tokens": taken / tokens_take}
+        found[way] = _times(times[way][1:], times["rooms"][1:]) | memory
+    return found
 
 
-def _summary(times: list[float], rooms: list[float], cache: TreeCache, tokens: int) -> dict[str, float]:
+def _taken(cache: PagedCache, shared: PromptRoom) -> int:
+    """Bytes in memory of what the rows wrote and of the prompt that they show."""
+    blocks = [shared.block(storage) for storage in (*shared.keys, *shared.values)]
+    return resident_bytes([(space.start, space.nbytes) for space in (*cache.spaces, *blocks)])
+
+
+def _times(times: list[float], rooms: list[float]) -> dict[str, float]:
     ratios = sorted(own / room for own, room in zip(times, rooms, strict=True))
-    taken, slot = cache.nbytes, cache.nbytes / (cache.num_rows * cache.room)
-    if isinstance(cache, PagedCache):
-        taken = resident_bytes([(space.start, space.nbytes) for space in cache.spaces])
     quarter = len(ratios) // 4
     return {
         "ms": 1e3 * statistics.median(times),
         "ratio": statistics.median(ratios),
         "low": ratios[quarter],
         "high": ratios[-quarter - 1],
-        "megabytes": taken / 1e6,
-        "over_tokens": taken / (tokens * slot),
     }
 
 
@@ -189,6 +198,8 @@ def read_options(command_line: Sequence[str] | None = None) -> argparse.Namespac
     if len(options.lengths) != 2 or options.lengths[0] > options.lengths[1]:
         given = ",".join(map(str, options.lengths))
         parser.error(f"--lengths must be SHORTEST,LONGEST, in this order, got {given}")
+    if options.rows == 1 and options.lengths[0] < options.lengths[1]:
+        parser.error(f"--rows 1 has one length, got {options.lengths[0]},{options.lengths[1]}; give --lengths N,N")
     if options.prompt >= options.lengths[0]:
         parser.error(f"--prompt must be less than the shortest row's {options.lengths[0]}, got {options.prompt}")
     return options

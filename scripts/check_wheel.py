@@ -134,7 +134,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(drafts_digest())
         return 0
     if options.wheel is None or not options.wheel.is_file():
-        parser.error(f"WHEEL must be a file, got {options.wheel}; build it with pip wheel --no-deps .")
+        given = "none" if options.wheel is None else options.wheel
+        parser.error(f"a wheel must be given, or --drafts, got {given}; build it with pip wheel --no-deps .")
     faults = size_faults(options.wheel) + tag_faults(options.wheel) + audit_faults(options.wheel)
     digests = {}
     for python in options.python or pythons_here():

@@ -35,6 +35,7 @@ from measuring.cpu_time import timed
 from measuring.interruption import run_command
 from measuring.option_types import positive_integer
 from measuring.progress import Progress
+from measuring.replay_drafters import suffix_decoding_cache
 from measuring.text_table import format_table
 from workloads.recordings import Recording, Selection, read_recordings, read_tokenizer
 
@@ -154,9 +155,7 @@ class SuffixDoor:
     """Arctic's suffix decoding as vLLM's `suffix` method calls it; `factor` 1 and `floor` 0.1 are vLLM's defaults."""
 
     def __init__(self, num_tokens: int, *, factor: float, floor: float):
-        from arctic_inference.suffix_decoding import SuffixDecodingCache
-
-        self.cache = SuffixDecodingCache(max_tree_depth=SUFFIX_DEPTH, max_cached_requests=10_000)
+        self.cache = suffix_decoding_cache()(max_tree_depth=SUFFIX_DEPTH, max_cached_requests=10_000)
         self.bounds = {"max_spec_tokens": num_tokens, "max_spec_factor": factor, "min_token_prob": floor}
         if factor > 1:
             self.bounds["max_spec_offset"] = float(num_tokens)

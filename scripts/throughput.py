@@ -10,7 +10,7 @@ Three arms draw from the same law with the same prompts and seeds: `generate` is
 this engine. They take turns within every problem, so that a noisy machine disturbs all of them. For every number
 of trajectories the lookup starts anew (from `--lookup` if given) and is kept from problem to problem, unless
 `--lookup-scope problem` is given. Progress goes to stderr, tables to stdout; the last stdout line is one JSON
-document with every figure.
+document with every figure. docs/throughput.md says what the columns are.
 
 With `--only drafted` (or `plain`) nothing is compared: all problems are one run, `--rows` rows at a time, and every
 trajectory is a line of `--output` as soon as it ends; `--resume` goes on with such a file (docs/long_runs.md).

@@ -19,6 +19,14 @@ class MissingExtraError(ImportError):
         )
 
 
+def missing_package(error: ModuleNotFoundError, package: str, *, asker: str, install: str) -> ImportError:
+    """What to raise where `asker` could not import: how to `install` the absent `package`, or `error` itself where
+    something else is absent."""
+    if error.name is None or error.name.partition(".")[0] != package:
+        return error
+    return ImportError(f"{asker} needs {error.name}, which is not installed; pip install {install}", name=error.name)
+
+
 def has_engine() -> bool:
     """Can what the extra `engine` installs be imported? Nothing is imported to find out."""
     return all(importlib.util.find_spec(name) is not None for name in ENGINE_PACKAGES)

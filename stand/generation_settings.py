@@ -253,8 +253,9 @@ def _warn_of_greedy(given: Mapping[str, object], num_return_sequences: int | Non
     """Where transformers warns or refuses; a temperature of 0 says that greedy decoding is meant."""
     filters = [] if "temperature" in given else [name for name in OF_SAMPLING if given.get(name, 0) not in (0, 1)]
     if filters:
+        need = "needs" if len(filters) == 1 else "need"
         warnings.warn(
-            f"{', '.join(filters)} need sampling, which is off; give a temperature, or do_sample=True", stacklevel=2
+            f"{', '.join(filters)} {need} sampling, which is off; give a temperature, or do_sample=True", stacklevel=2
         )
     if (num_return_sequences or 1) > 1:
         warnings.warn(

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from stand.extra import missing_package
 from stand.trees import NO_TOKEN, ROOT, BlendedLookup, DraftBatch, DraftTree, LookupTree, TreeShape
 
 if TYPE_CHECKING:
     import torch
-    from arctic_inference.suffix_decoding import SuffixDecodingDraft
+    from arctic_inference.suffix_decoding import SuffixDecodingCache, SuffixDecodingDraft
 
 Guess = tuple[np.ndarray, np.ndarray, np.ndarray | None]  # tokens, parents (-1: the pending token), path probabilities
 NOTHING: Guess = (np.empty(0, np.int32), np.empty(0, np.int32), None)
@@ -192,6 +193,16 @@ class PromptLookupReplay:
         pass
 
 
+def suffix_decoding_cache() -> type[SuffixDecodingCache]:
+    """Arctic's class. Raises ImportError where it is not installed."""
+    try:
+        from arctic_inference.suffix_decoding import SuffixDecodingCache
+    except ModuleNotFoundError as error:
+        install = "arctic-inference"
+        raise missing_package(error, "arctic_inference", asker="suffix decoding", install=install) from error
+    return SuffixDecodingCache
+
+
 class ArcticReplay:
     """`arctic`: suffix decoding of arctic-inference in tree mode, depth 64, factor 4, no probability floor.
 
@@ -204,9 +215,7 @@ class ArcticReplay:
 
     def __init__(self, *, is_gated: bool = False):
         self.is_gated = is_gated
-        from arctic_inference.suffix_decoding import SuffixDecodingCache
-
-        self.make = SuffixDecodingCache
+        self.make = suffix_decoding_cache()
         self.forget()
 
     def forget(self) -> None:

@@ -12,20 +12,24 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 
-import anyio
-from inspect_ai.model import (
-    ChatCompletionChoice,
-    ChatMessage,
-    ChatMessageAssistant,
-    GenerateConfig,
-    ModelAPI,
-    ModelOutput,
-    ModelUsage,
-    modelapi,
-)
-from inspect_ai.tool import ToolChoice, ToolInfo
-
+from stand.extra import missing_package
 from stand.plugins.saving import Saver, check_can_be_written
+
+try:
+    import anyio  # inspect-ai's own
+    from inspect_ai.model import (
+        ChatCompletionChoice,
+        ChatMessage,
+        ChatMessageAssistant,
+        GenerateConfig,
+        ModelAPI,
+        ModelOutput,
+        ModelUsage,
+        modelapi,
+    )
+    from inspect_ai.tool import ToolChoice, ToolInfo
+except ModuleNotFoundError as error:
+    raise missing_package(error, "inspect_ai", asker=__name__, install="inspect-ai") from error
 
 GATHERING = 0.02  # seconds to wait for requests that begin together
 ROWS = 16

@@ -11,14 +11,19 @@ from __future__ import annotations
 import sys
 
 import torch
-from lm_eval.api.registry import register_model
-from lm_eval.models.huggingface import HFLM
 from transformers import StoppingCriteriaList, StopStringCriteria
 
 from stand.engine import wrap
+from stand.extra import missing_package
 from stand.plugins.generate import engine_of, stand_generate, use_engine
 from stand.stats import Stats
 from stand.trees import BlendedLookup
+
+try:
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+except ModuleNotFoundError as error:
+    raise missing_package(error, "lm_eval", asker=__name__, install='"lm-eval[hf]"') from error
 
 
 @register_model("stand")

@@ -308,7 +308,7 @@ def test_bad_settings_name_rule_value_and_remedy(asked, rule):
     ("asked", "rule"),
     [
         ({"top_p": 0.95, "top_k": 40}, "top_k, top_p need sampling, which is off; give a temperature"),
-        ({"min_p": 0.1, "do_sample": False}, "min_p need sampling"),
+        ({"min_p": 0.1, "do_sample": False}, "min_p needs sampling"),
         ({"num_return_sequences": 2}, "rows of a prompt are all equal, got num_return_sequences=2; give a temperature"),
         ({"top_p": 0.95, "temperature": 0.6}, None),
         ({"top_p": 0.95, "temperature": 0}, None),

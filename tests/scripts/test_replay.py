@@ -263,7 +263,8 @@ def test_a_file_that_holds_no_recordings_is_named(name, content, message, files,
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [(["--drafter", "lookup", "arctic"], "arctic_inference"), (["no.jsonl"], "'no.jsonl'")]
+    ("options", "message"),
+    [(["--drafter", "lookup", "arctic"], "pip install arctic-inference"), (["no.jsonl"], "'no.jsonl'")],
 )
 def test_what_is_missing_is_told_before_anything_is_replayed(options, message, files, monkeypatch, capsys):
     import replay

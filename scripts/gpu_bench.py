@@ -19,7 +19,9 @@ Random weights, nothing is downloaded. Every part runs in a process of its own u
   speed-up over this engine without drafts, under temperature 0.6 and top_p 0.95;
 - `compiled`: generate with a static cache and torch.compile.
 
-After `--minutes` nothing new begins, and what was left out is said. `--output` is begun anew and complete at any time.
+After `--minutes` nothing new begins, and what was left out is said; nor does a part whose process would be over before
+its first figure. With `--together` the parts that need a model share one process: that saves the time of starting it
+and of wrapping the model, and what kills it takes them all. `--output` is begun anew and complete at any time.
 What runs writes to a file beside it, such as bench.qwen2.5-7b.steps.json, which an abrupt end leaves there; a later run
 of other parts takes it in, if device, type and versions are the same. Where a command's time is limited, give each some
 `--parts` and an `--output` of its own.
@@ -31,9 +33,11 @@ check that must hold did not, 2 where the run was refused.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property, partial
@@ -69,15 +73,17 @@ LIMITS = {  # seconds of each part's process, in the order of the parts
 PARTS = tuple(LIMITS)
 SCRIPTS = {"contact": "gpu_first_contact.py", "profile": "profile_step.py"}  # parts that are commands of their own
 MODEL_PARTS = ("checks", "steps", "decoding", "replay", "compiled")
+LEAST_SECONDS = {**dict.fromkeys(PARTS, 25), **dict.fromkeys(MODEL_PARTS, 60)}  # before a part's first figure
 SAME_SETTINGS = ("is_smoke", "device", "dtype", "versions")  # of figures that one document may hold
 LAST_SECONDS = 20  # that what runs may take when the minutes are over
 MARGIN = 15  # seconds: a part begins no measurement so shortly before its end, and says so by itself
+STACKS = 5  # seconds before a process is killed: it says where it hangs
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SMOKE_NOTE = "smoke run in Triton's interpreter: the times below mean nothing"
 MAX_POSITIONS = 40960
 MAX_SMOKE_POSITIONS = 256
 MINUTES = 28  # of half an hour
-REPLAY_SAMPLES = 20  # of a problem; a few more than the largest batch, because short ones are skipped
+REPLAY_SAMPLES = 80  # of a problem; a few more than the largest batch, because short ones are skipped
 SMOKE_TOKENS = 4  # of a made-up recording
 SMOKE_CONTACT = "match"  # the piece of the first contact that a smoke run tries
 
@@ -93,8 +99,10 @@ class ShapeBench:
         """Table names and what is to be measured for each, in order."""
         is_replayed = part == "replay" and bool(self.arguments.replay or self.arguments.smoke)
         has_costs = "steps" in self.arguments.parts or self.arguments.costs is not None
-        if part == "steps" or (is_replayed and not has_costs):
+        if part == "steps":
             yield "costs", self.step_bench.cost_measurements()
+        elif is_replayed and not has_costs:
+            yield "costs", self.step_bench.cost_measurements(longest=self.arguments.replay_tokens)
         if part in {"attention", "products", "laws"}:
             yield part, getattr(self.kernels, part)()
         else:
@@ -220,23 +228,37 @@ def part_outputs(output: Path, shape: ModelShape) -> dict[str, Path]:
 def run_parts(
     arguments: argparse.Namespace, shape: ModelShape, outputs: dict[str, Path], record: BenchRecord, budget: Budget
 ) -> None:
-    for part in [part for part in PARTS if part in arguments.parts]:
-        left = 60 * (budget.minutes - budget.spent)
-        if left <= 0:
-            record.leave_out(part, f"{budget.minutes:g} minutes were over")
+    for parts in part_groups(arguments):
+        name, left = ",".join(parts), 60 * (budget.minutes - budget.spent)
+        if parts == ["replay"] and not (arguments.replay or arguments.smoke):
+            record.leave_out(name, "no --replay FILE was given")
             continue
-        report(f"{shape.name}: {part}")
-        limit = min(LIMITS[part], left + LAST_SECONDS)
-        if part in SCRIPTS:
-            start, fine = partial(script_command, part, script_options(arguments, shape, part, limit)), (0,)
+        if left < LEAST_SECONDS[parts[0]]:
+            record.leave_out(name, f"{max(left, 0):.0f} seconds were left of {budget.minutes:g} minutes")
+            continue
+        report(f"{shape.name}: {name}")
+        limit = min(sum(LIMITS[part] for part in parts), left + LAST_SECONDS)
+        if name in SCRIPTS:
+            start, fine = partial(script_command, name, script_options(arguments, shape, name, limit)), (0,)
         else:
             minutes, costs = min(left, max(limit - MARGIN, 1)) / 60, record.notes.get("cost_table")
-            options = part_options(arguments, shape, part, minutes=minutes, costs=costs)
+            options = part_options(arguments, shape, name, minutes=minutes, costs=costs)
             start, fine = partial(part_command, options), (0, 1)
-        run = run_part_process(start, outputs[part], limit=limit, fine=fine)
-        take(part, run, record)
+        run = run_part_process(start, outputs[parts[0]], limit=limit, fine=fine)
+        take(name, run, record)
         if run.printed:
             show(arguments, run.printed)
+
+
+def part_groups(arguments: argparse.Namespace) -> list[list[str]]:
+    """Parts by the process that they run in, in order."""
+    groups: list[list[str]] = []
+    for part in [part for part in PARTS if part in arguments.parts]:
+        if arguments.together and part in MODEL_PARTS and groups and groups[-1][-1] in MODEL_PARTS:
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+    return groups
 
 
 def take(part: str, run: PartRun, record: BenchRecord) -> None:
@@ -253,7 +275,9 @@ def take(part: str, run: PartRun, record: BenchRecord) -> None:
 def script_options(arguments: argparse.Namespace, shape: ModelShape, part: str, limit: float) -> list[str]:
     if part == "contact":
         options = ["--device", arguments.device, "--seconds", f"{max(limit - MARGIN, 1):.0f}"]
-        return [*options, *(["--only", SMOKE_CONTACT] if arguments.smoke else [])]
+        options += ["--started", f"{time.time():.1f}"]
+        pieces = SMOKE_CONTACT if arguments.smoke else arguments.pieces
+        return [*options, *(["--only", pieces] if pieces is not None else [])]
     if arguments.smoke:
         return ["--smoke", "--repeats", "1"]
     return ["--shape", shape.name, "--device", arguments.device, "--dtype", arguments.dtype]
@@ -262,13 +286,13 @@ def script_options(arguments: argparse.Namespace, shape: ModelShape, part: str, 
 def part_options(
     arguments: argparse.Namespace, shape: ModelShape, part: str, *, minutes: float, costs: str | None
 ) -> list[str]:
-    """What the process of a part is started with, `--output` excepted."""
-    options = ["--in-process", "--parts", part, "--minutes", f"{minutes:.3f}"]
+    """What the process of a part, or of several with commas between, is started with, `--output` excepted."""
+    options = ["--in-process", "--parts", part, "--minutes", f"{minutes:.3f}", "--started", f"{time.time():.1f}"]
     options += ["--device", arguments.device, "--dtype", arguments.dtype]
     options += ["--smoke"] if arguments.smoke else ["--shapes", shape.name]
     if arguments.cost_folder is not None:
         options += ["--cost-folder", str(arguments.cost_folder)]
-    if part == "replay":
+    if "replay" in part.split(","):
         options += ["--costs", costs] if costs is not None else []
         options += ["--replay", *map(str, arguments.replay)] if arguments.replay else []
         options += ["--tokenizer", str(arguments.tokenizer)] if arguments.tokenizer is not None else []
@@ -306,8 +330,8 @@ def run_part(arguments: argparse.Namespace, bench: ShapeBench, part: str, record
     try:
         for name, measurements in bench.tables(part):
             figures: list[Figure] = []
-            for label, more in record.run(name, measurements, budget):
-                report(f"{bench.shape.name}: {label}")
+            announce = partial(report_measurement, bench.shape.name)
+            for more in record.run(name, measurements, budget, announce=announce):
                 figures += more
                 if name == "costs" and bench.step_bench.cost_path is not None:
                     record.note("cost_table", str(bench.step_bench.cost_path))
@@ -329,7 +353,11 @@ def show_rest(arguments: argparse.Namespace, record: BenchRecord) -> None:
 
 def run(arguments: argparse.Namespace) -> bool:
     """Whether nothing failed and every check held."""
-    record, budget = BenchRecord(settings(arguments), arguments.output), Budget(arguments.minutes)
+    record = BenchRecord(settings(arguments), arguments.output)
+    budget = Budget(arguments.minutes, started=arguments.started)
+    if arguments.started is not None:  # what hangs says where, shortly before it is killed
+        seconds = 60 * (budget.minutes - budget.spent) + MARGIN - STACKS
+        faulthandler.dump_traceback_later(max(seconds, 1.0), file=sys.__stderr__)
     is_well = True
     for shape in [SMOKE_SHAPE] if arguments.smoke else [SHAPES[name] for name in arguments.shapes]:
         record.begin(asdict(shape))
@@ -357,6 +385,10 @@ def show(arguments: argparse.Namespace, text: str) -> None:
     """To stdout, except for the figures of a smoke run."""
     if not arguments.smoke:
         print(text + "\n", flush=True)
+
+
+def report_measurement(shape: str, label: str) -> None:
+    report(f"{shape}: {label}")
 
 
 def report(line: str) -> None:
@@ -397,7 +429,10 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--replay-problems", type=int, default=1, help="measured per file, behind one (%(default)s)")
     parser.add_argument("--replay-tokens", type=int, default=1536, help="of every sample at most (%(default)s)")
     parser.add_argument("--costs", type=Path, help="cost table to replay with (default: measured)")
+    parser.add_argument("--pieces", metavar="PIECE,...", help="of `contact`, as in gpu_first_contact.py (default: all)")
+    parser.add_argument("--together", action="store_true", help="one process for all parts that need the model")
     parser.add_argument("--in-process", action="store_true", help="without time limits; not `contact` and `profile`")
+    parser.add_argument("--started", type=float, help="seconds since 1970 from which --minutes count (default: now)")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that everything runs")
     arguments = parser.parse_args(command_line)
     if arguments.dtype is None:

@@ -317,6 +317,7 @@ def in_processes(names: Sequence[str], command: Callable[[Sequence[str], float],
 
 def piece_command(device: str, names: Sequence[str], seconds: float) -> list[str]:
     options = ["--device", device, "--only", ",".join(names), "--seconds", f"{seconds:.0f}"]
+    options += ["--started", f"{time.time():.1f}"]
     return [sys.executable, __file__, "--in-process", *options]
 
 
@@ -346,18 +347,21 @@ def main(command_line: list[str] | None = None) -> int:
     parser.add_argument("--device", type=cpu_or_gpu, default="cuda", help="of torch (%(default)s)")
     parser.add_argument("--only", default=",".join(PIECES), metavar="PIECE,...", help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=220, help="after these the process ends (%(default)s)")
+    parser.add_argument("--started", type=float, help="seconds since 1970 from which --seconds count (default: now)")
     parser.add_argument("--in-process", action="store_true", help="all in this one, as always on a CPU")
     arguments = parser.parse_args(command_line)
+    spent = 0.0 if arguments.started is None else time.time() - arguments.started
+    seconds = max(arguments.seconds - spent, 1.0)
     device, names = torch.device(arguments.device), arguments.only.split(",")
     if not set(names) <= set(PIECES):
         parser.error(f"--only must be some of {', '.join(PIECES)} with commas between, got {arguments.only}")
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("no GPU is visible to torch; use --device cpu to see that the script runs")
     if device.type != "cpu" and not arguments.in_process:
-        return 0 if in_processes(names, partial(piece_command, arguments.device), arguments.seconds) else 1
+        return 0 if in_processes(names, partial(piece_command, arguments.device), seconds) else 1
     if device.type == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
-    faulthandler.dump_traceback_later(arguments.seconds, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
     logging.basicConfig(stream=sys.stdout)  # tracebacks of steps that went on as eager ones
     undone = use_plain_float32()
     print(describe(device) + (f", undone: {undone}" if undone else ""), flush=True)

@@ -31,13 +31,16 @@ class Measurement:
 
 
 class Budget:
-    """Wall-clock minutes; a measurement that has begun is finished."""
+    """Wall-clock minutes; a measurement that has begun is finished.
 
-    def __init__(self, minutes: float):
+    started: `time.time()` from which they count; None: now.
+    """
+
+    def __init__(self, minutes: float, *, started: float | None = None):
         if not minutes > 0:
             raise ValueError(f"minutes must be above 0, got {minutes}; a run needs time for one measurement at least")
         self.minutes = minutes
-        self._start = time.monotonic()
+        self._start = time.monotonic() - (0.0 if started is None else time.time() - started)
 
     @property
     def spent(self) -> float:
@@ -81,8 +84,15 @@ class BenchRecord:
                 self._result[name] = value
         self.save()
 
-    def run(self, part: str, measurements: Iterable[Measurement], budget: Budget) -> Iterator[tuple[str, list[Figure]]]:
-        """(label, figures) of every measurement that begins in time and gives some.
+    def run(
+        self,
+        part: str,
+        measurements: Iterable[Measurement],
+        budget: Budget,
+        *,
+        announce: Callable[[str], None] = lambda label: None,
+    ) -> Iterator[list[Figure]]:
+        """Figures of every measurement that begins in time and gives some; `announce` is told its label before.
 
         A failure is kept with its traceback. It takes neither the other measurements with it nor the figures before it.
         """
@@ -92,6 +102,7 @@ class BenchRecord:
             if measurement.obstacle is not None or budget.is_spent:
                 self.leave_out(measurement.label, measurement.obstacle or f"{budget.minutes:g} minutes were over")
                 continue
+            announce(measurement.label)
             start, figures = time.monotonic(), []
             try:
                 for figure in measurement.work():
@@ -103,7 +114,7 @@ class BenchRecord:
                     continue
             self._result["seconds"][measurement.label] = time.monotonic() - start
             self.save()
-            yield measurement.label, figures
+            yield figures
 
     def _named(self, part: str, measurements: Iterable[Measurement]) -> Iterator[Measurement]:
         """Measurements as they are named; a failure to name the next one ends the part."""

@@ -1,6 +1,6 @@
 """Whole captured steps on one model: their time by rows, context length and nodes, and the cost table of drafts.
 
-The cost table is the one that an engine reads: `stand.drafters.step_cost.CostTable`, of one row, over context lengths.
+The cost table is the one that an engine reads: `stand.drafters.step_cost.CostTable`, over context lengths and rows.
 Keys are random and not computed from a prompt, which would cost more time than the steps.
 """
 
@@ -37,14 +37,17 @@ class StepSizes:
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
     nodes: tuple[int, ...]
+    costs: tuple[tuple[int, int], ...]  # rows and committed tokens per row, of the cost table
     most_tokens: int  # of the cost table
     repeats: int
 
 
 FULL = StepSizes(
-    rows=(1, 4, 8, 16), lengths=(2048, 8192, 16384, 32768), nodes=(0, 80, 112), most_tokens=256, repeats=20
-)
-SMOKE = StepSizes(rows=(1, 2), lengths=(70,), nodes=(0, 3), most_tokens=2, repeats=1)
+    rows=(1, 4, 8, 16), lengths=(2048, 8192, 16384, 32768), nodes=(0, 80, 112),
+    costs=((1, 2048), (16, 2048), (64, 2048), (1, 8192), (1, 16384), (16, 16384), (1, 32768)), most_tokens=256,
+    repeats=20,
+)  # fmt: skip
+SMOKE = StepSizes(rows=(1, 2), lengths=(70,), nodes=(0, 3), costs=((1, 70), (2, 70)), most_tokens=3, repeats=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +84,11 @@ class StepTiming:
 
 @dataclass(frozen=True, slots=True)
 class CostFigure:
-    """A `StepCost` of one row, and its knees: the most tokens that cost at most 1.05, 1.10, 1.25 times one."""
+    """A `StepCost`, and its knees: the most tokens that cost at most 1.05, 1.10, 1.25 times one per row."""
 
-    HEADER: ClassVar = ("length", "ms, 1 token", *(f"tokens at {ratio:.2f} x" for ratio in RATIOS))
+    HEADER: ClassVar = ("rows", "length", "ms, no nodes", *(f"tokens at {ratio:.2f} x" for ratio in RATIOS))
 
+    rows: int
     length: int
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -92,10 +96,11 @@ class CostFigure:
 
     @classmethod
     def of(cls, cost: StepCost) -> CostFigure:
-        return cls(cost.length, cost.tokens, cost.seconds, tuple(cost.knee(ratio) for ratio in RATIOS))
+        knees = tuple(cost.knee(ratio) for ratio in RATIOS)
+        return cls(cost.num_rows, cost.length, cost.tokens, cost.seconds, knees)
 
     def cells(self) -> tuple[object, ...]:
-        return (self.length, 1e3 * self.seconds[0], *self.knees)
+        return (self.rows, self.length, 1e3 * self.seconds[0], *self.knees)
 
 
 class StepBench:
@@ -108,10 +113,13 @@ class StepBench:
         self.costs: list[StepCost] = []
         self.cost_path = None if cost_folder is None else cost_table_path(cost_folder, bench)
 
-    def cost_measurements(self) -> Iterator[Measurement]:
-        for length in self.sizes.lengths:
-            work = partial(self.measured_cost, length)
-            yield Measurement(f"cost, length {length}", work, self.bench.obstacle(1, length))
+    def cost_measurements(self, *, longest: int | None = None) -> Iterator[Measurement]:
+        """longest: of the rows that are to be drafted for; what is measured behind longer ones is left out then."""
+        nearest = min(length for _, length in self.sizes.costs)
+        for num_rows, length in self.sizes.costs:
+            if longest is None or length <= max(longest, nearest):
+                label, work = f"cost, {num_rows} rows, length {length}", partial(self.measured_cost, num_rows, length)
+                yield Measurement(label, work, self.bench.obstacle(num_rows, length))
 
     def step_measurements(self) -> Iterator[Measurement]:
         for length in self.sizes.lengths:
@@ -121,9 +129,9 @@ class StepBench:
                 yield Measurement(label, work, self.bench.obstacle(num_rows, length))
 
     @torch.inference_mode()
-    def measured_cost(self, length: int) -> list[CostFigure]:
-        """Steps of one row behind `length` tokens, 1 .. most_tokens packed tokens."""
-        step, rows = self.bench.step(1, length)
+    def measured_cost(self, num_rows: int, length: int) -> list[CostFigure]:
+        """Steps behind `length` tokens per row, num_rows .. most_tokens packed tokens."""
+        step, rows = self.bench.step(num_rows, length)
         noise = step_noise(rows)
 
         def run_step(batch: DraftBatch) -> None:
@@ -132,7 +140,7 @@ class StepBench:
             step.verdicts()
 
         with step.attention():
-            cost = measure_cost(run_step, num_rows=1, length=length, most_tokens=self.sizes.most_tokens)
+            cost = measure_cost(run_step, num_rows=num_rows, length=length, most_tokens=self.sizes.most_tokens)
         self.costs.append(cost)
         if self.cost_path is not None:
             CostTable(tuple(self.costs)).save(self.cost_path)

@@ -213,8 +213,8 @@ class ReplayFigure:
     """One way to draft, on the same batches as the other ways. The recording of graphs is in none of the times."""
 
     HEADER: ClassVar = (
-        "drafts", "file", "rows", "samples", "tau", "nodes/step", "step ms", "device ms", "idle us", "host %",
-        "tokens/s", "speed-up", "first, last row s",
+        "drafts", "file", "rows", "live rows", "samples", "tau", "nodes/step", "step ms", "device ms", "idle us",
+        "host %", "tokens/s", "speed-up", "first, last row s",
     )  # fmt: skip
 
     drafts: str
@@ -234,6 +234,11 @@ class ReplayFigure:
     finishes: tuple[tuple[Finish, ...], ...]  # per batch
 
     @property
+    def live_rows(self) -> float:
+        """On average over steps: rows end when their recordings do, and no other row takes their place."""
+        return self.num_tokens / self.tau / self.num_steps
+
+    @property
     def idle(self) -> float | None:
         """Seconds per step in which no step runs on the device; the best tokens of the step before may be ranked."""
         return None if self.device_seconds is None else self.step_seconds - self.device_seconds
@@ -241,7 +246,8 @@ class ReplayFigure:
     def cells(self) -> tuple[object, ...]:
         seconds = [finish.seconds for finish in self.finishes[0]]
         return (
-            self.drafts, self.file, self.rows, self.samples, self.tau, self.nodes_per_step, 1e3 * self.step_seconds,
+            self.drafts, self.file, self.rows, f"{self.live_rows:.1f}", self.samples, self.tau, self.nodes_per_step,
+            1e3 * self.step_seconds,
             None if self.device_seconds is None else 1e3 * self.device_seconds,
             None if self.idle is None else 1e6 * self.idle,
             100 * self.host_share, self.tokens_per_second, self.speedup, f"{min(seconds):.2f}, {max(seconds):.2f}",
@@ -259,7 +265,7 @@ class ReplaySizes:
     fixed_nodes: int
 
 
-FULL = ReplaySizes(rows=(1, 4, 8, 16), batches=4, warm_up=256, fixed_nodes=80)
+FULL = ReplaySizes(rows=(1, 4, 8, 16, 64), batches=4, warm_up=256, fixed_nodes=80)
 SMOKE = ReplaySizes(rows=(2,), batches=1, warm_up=1, fixed_nodes=3)
 
 

@@ -187,7 +187,7 @@ class BlendedDrafter(LookupDrafter):
             else:
                 cost = self._known.followed_cost(num_rows)
         elif self.costs is not None:
-            cost = self.costs.at(sum(map(len, request.histories)) / num_rows)
+            cost = self.costs.at(sum(map(len, request.histories)) / num_rows, num_rows=num_rows)
         else:
             return self.budget, None
         budget = max(min(MOST_NODES if self.budget is None else self.budget, cost.most_tokens - num_rows), 0)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT = "stand cost table 1"
-MOST_PER_ROW = 128  # tokens per row of the largest step that is timed, besides `most_tokens` in all
+MOST_PER_ROW = 256  # tokens per row of the largest step that is timed, besides `most_tokens` in all
 REPEATS = 7
 BRIEF_RATIO = 8.0  # a step that costs more than so many of the smallest one never pays
 NEAR_RATIO = 3.0  # steps up to so many of the smallest one are run most, so they are timed best
@@ -96,9 +96,12 @@ class CostTable:
         if not self.costs:
             raise ValueError("a cost table needs at least one step cost, got none; measure with engine.measure_cost()")
 
-    def at(self, length: float) -> StepCost:
-        """The cost that was measured at the nearest length, by ratio."""
-        return min(self.costs, key=lambda cost: abs(math.log((cost.length + 1) / (length + 1))))
+    def at(self, length: float, *, num_rows: int = 1) -> StepCost:
+        """The cost that was measured with the nearest number of rows, and of those at the nearest length, by ratio."""
+        return min(
+            self.costs,
+            key=lambda cost: (abs(math.log(cost.num_rows / num_rows)), abs(math.log((cost.length + 1) / (length + 1)))),
+        )
 
     @property
     def most_tokens(self) -> int:

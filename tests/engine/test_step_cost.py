@@ -41,6 +41,9 @@ def test_tables_are_saved_and_loaded(tmp_path):
     table.save(path)
     assert path.name == "qwen-qwen3-8b--nvidia-h200--torch.bfloat16.json" and CostTable.load(path) == table
     assert table.at(5) is table.at(900) is FLAT_THEN_STEEP and table.at(1100) is longer
+    many = StepCost(num_rows=16, length=2_000, tokens=(16, 64), seconds=(6.0, 7.0))
+    by_rows = CostTable((FLAT_THEN_STEEP, longer, many))  # rows before lengths
+    assert by_rows.at(10_000, num_rows=3) is longer and by_rows.at(10_000, num_rows=5) is many
     for text in ('{"format": "stand cost table 1", "costs": 3}', '{"format": "other"}', "[]", "{}"):
         path.write_text(text)
         with pytest.raises(ValueError, match="measure it again"):

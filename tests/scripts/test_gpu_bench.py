@@ -151,9 +151,19 @@ def test_smoke_compares_the_attention_kernel_with_masked_attention(smoke):
 def test_smoke_writes_its_cost_table_where_wrap_looks_and_only_if_told_to(smoke, small):
     path = table_path(smoke.costs, model=size_name(small.model), device="cpu", dtype="torch.float32")
     assert smoke.result["cost_table"] == str(path) and list(smoke.costs.iterdir()) == [path]
-    (cost,) = CostTable.load(path).costs
-    (figure,) = smoke.result["parts"]["costs"]
-    assert (cost.num_rows, cost.length, cost.tokens) == (1, 70, (1, 2)) and list(cost.seconds) == figure["seconds"]
+    costs, figures = CostTable.load(path).costs, smoke.result["parts"]["costs"]
+    assert [(cost.num_rows, cost.length, cost.tokens) for cost in costs] == [(1, 70, (1, 2, 3)), (2, 70, (2, 3))]
+    assert [list(cost.seconds) for cost in costs] == [figure["seconds"] for figure in figures]
+
+
+def test_costs_are_measured_behind_such_lengths_as_are_to_come(monkeypatch):
+    bench = step_bench.StepBench(SimpleNamespace(obstacle=lambda *sizes: None), step_bench.FULL, bytes_per_second=1.0)
+
+    def lengths(longest):
+        return [one.label.split("length ")[1] for one in bench.cost_measurements(longest=longest)]
+
+    assert lengths(None) == ["2048", "2048", "2048", "8192", "16384", "16384", "32768"]
+    assert lengths(1536) == ["2048"] * 3 and lengths(9000) == ["2048", "2048", "2048", "8192"]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +180,7 @@ def test_a_cost_table_goes_where_wrap_looks(monkeypatch, named, folder):
 def test_knees_are_those_of_the_cost():
     cost = StepCost(num_rows=1, length=100, tokens=(1, 64, 128, 256), seconds=(4.0, 4.1, 4.9, 9.0))
     figure = step_bench.CostFigure.of(cost)
-    assert figure.knees == (64, 64, 128) and figure.cells() == (100, 4000.0, 64, 64, 128)
+    assert figure.knees == (64, 64, 128) and figure.cells() == (1, 100, 4000.0, 64, 64, 128)
 
 
 def test_a_step_is_compared_with_the_one_without_nodes_and_with_bandwidth():
@@ -253,8 +263,10 @@ def test_a_failure_takes_nothing_with_it_and_the_file_is_complete_before_the_nex
         Measurement("three", lambda: [Number(3)]),
         Measurement("four", lambda: [Number(4)], "no room"),
     ]
-    kept = [figure.number for _, figures in record.run("p", measurements, Budget(1)) for figure in figures]
-    assert kept == [1, 3] and seen == [[{"number": 1, "double": 2}]]
+    told: list[str] = []
+    runs = record.run("p", measurements, Budget(1), announce=told.append)
+    assert [(figure.number, told[-1]) for figures in runs for figure in figures] == [(1, "one"), (3, "three")]
+    assert told == ["one", "two", "three"] and seen == [[{"number": 1, "double": 2}]]
     (result,) = json.loads(path.read_text())["results"]
     assert result["parts"]["p"] == [{"number": 1, "double": 2}, {"number": 3, "double": 6}]
     assert result["left_out"] == [{"measurement": "four", "reason": "no room"}]
@@ -271,8 +283,8 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path):
         yield Number(1)
         raise RuntimeError("broken")
 
-    runs = dict(record.run("p", [Measurement("half", half), Measurement("whole", lambda: [Number(2)])], Budget(1)))
-    assert runs == {"half": [Number(1)], "whole": [Number(2)]}
+    runs = record.run("p", [Measurement("half", half), Measurement("whole", lambda: [Number(2)])], Budget(1))
+    assert list(runs) == [[Number(1)], [Number(2)]]
     (result,) = json.loads((tmp_path / "bench.json").read_text())["results"]
     assert [figure["number"] for figure in result["parts"]["p"]] == [1, 2]
     assert [entry["measurement"] for entry in result["failed"]] == ["half"]
@@ -296,7 +308,7 @@ def test_a_part_that_cannot_go_on_keeps_what_it_has():
         yield Measurement("one", lambda: [Number(1)])
         raise RuntimeError("no memory left")
 
-    assert [label for label, _ in record.run("p", measurements(), Budget(1))] == ["one"]
+    assert list(record.run("p", measurements(), Budget(1))) == [[Number(1)]]
     assert [(entry["measurement"], entry["error"]) for entry in record.failed] == [
         ("p", "RuntimeError('no memory left')")
     ]
@@ -307,6 +319,7 @@ def test_nothing_begins_after_the_minutes():
     record.begin({})
     assert list(record.run("p", [Measurement("late", lambda: [Number(1)])], budget)) == []
     assert record.left_out == [{"measurement": "late", "reason": "1e-09 minutes were over"}]
+    assert not Budget(1, started=time.time() - 50).is_spent and Budget(1, started=time.time() - 61).is_spent
     with pytest.raises(ValueError, match="above 0"):
         Budget(0)
 
@@ -315,7 +328,7 @@ def test_tables_have_a_line_per_figure_except_in_smoke_runs(capsys):
     figures = [
         kernel_bench.Timing("o", 16, 1, None, 8e-6, 6e-6),
         step_bench.StepTiming(1, 2048, 0, 4e-3, 5e-3, 3e-3),
-        step_bench.CostFigure(2048, (1, 2), (1.0, 2.0), (1, 1, 1)),
+        step_bench.CostFigure(1, 2048, (1, 2), (1.0, 2.0), (1, 1, 1)),
         DecodeTiming("x", 1, 2048, 100.0, 300.0),
         gpu_checks.Check("c", 2, 1, False, 1e-3, "close"),
     ]
@@ -426,6 +439,60 @@ def test_a_part_is_told_to_end_before_it_is_killed(monkeypatch, tmp_path):
         assert own <= limit - gpu_bench.MARGIN and limit <= min(240, 60 * float(minutes) + gpu_bench.LAST_SECONDS)
 
 
+def test_nothing_is_started_that_would_end_before_its_first_figure(monkeypatch, tmp_path):
+    started = []
+
+    def start(command, output, *, limit, fine):
+        started.append(gpu_bench.read_arguments(list(command.args[0])).parts)
+        return PartRun(None, "", None)
+
+    monkeypatch.setattr(gpu_bench, "run_part_process", start)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_bench, "device_name", lambda device: "x")
+    output = tmp_path / "bench.json"
+    gpu_bench.main(["--parts", "laws,steps,replay", "--minutes", "0.9", "--output", str(output)])
+    (result,) = json.loads(output.read_text())["results"]
+    assert started == [["laws"]] and [entry["measurement"] for entry in result["left_out"]] == ["steps", "replay"]
+    reasons = [entry["reason"] for entry in result["left_out"]]
+    assert reasons[0].endswith(" seconds were left of 0.9 minutes") and reasons[1] == "no --replay FILE was given"
+
+
+def test_parts_that_need_a_model_share_a_process_where_asked():
+    def groups(*options):
+        return gpu_bench.part_groups(gpu_bench.read_arguments(list(options)))
+
+    assert groups("--parts", "steps,decoding,replay") == [["steps"], ["decoding"], ["replay"]]
+    assert groups("--parts", "replay,contact,steps,decoding", "--together") == [
+        ["contact"], ["steps", "decoding", "replay"],
+    ]  # fmt: skip
+    assert groups("--parts", "steps,attention,replay", "--together") == [["steps"], ["attention"], ["replay"]]
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_parts_in_one_process_give_all_their_figures(capfd):
+    options = ["--device", "cpu", "--smoke", "--parts", "steps,decoding", "--together"]
+    status = gpu_bench.main(options)
+    (result,) = json.loads(capfd.readouterr().out)["results"]
+    assert status == 0 and list(result["parts"]) == ["costs", "steps", "decoding"] and not result["failed"]
+
+
+def test_what_hangs_says_where():
+    program = (
+        "import time; import gpu_bench\n"
+        "def hanging(*arguments): time.sleep(60)\n"
+        "gpu_bench.run_shape, gpu_bench.MARGIN, gpu_bench.STACKS = hanging, 1.5, 0.5\n"
+        "options = ['--in-process', '--device', 'cpu', '--smoke', '--parts', 'products', '--minutes', '0.02']\n"
+        "gpu_bench.main([*options, '--started', str(time.time())])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parent)])}
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
+    ) as process:
+        told = next(line for line in process.stderr if "in hanging" in line)
+        process.kill()
+    assert told.startswith("  File ")
+
+
 def test_what_a_killed_part_has_started_ends_too(tmp_path):
     """A child that outlives its parent would hold the GPU, and the pipe."""
     program = (
@@ -533,7 +600,10 @@ def test_parts_that_are_commands_keep_what_they_print(monkeypatch, tmp_path, cap
 def test_commands_know_device_type_and_shape():
     arguments = gpu_bench.read_arguments(["--device", "cuda:1", "--dtype", "float16"])
     contact = gpu_bench.script_options(arguments, SHAPES["qwen3-8b"], "contact", 240)
-    assert contact == ["--device", "cuda:1", "--seconds", "225"]  # it ends by itself, and tells where it hung
+    assert contact[:4] == ["--device", "cuda:1", "--seconds", "225"]  # it ends by itself, and tells where it hung
+    assert contact[4] == "--started" and 0 <= time.time() - float(contact[5]) < 60 and len(contact) == 6
+    some = gpu_bench.read_arguments(["--pieces", "bf16,match"])
+    assert gpu_bench.script_options(some, SHAPES["qwen3-8b"], "contact", 240)[-2:] == ["--only", "bf16,match"]
     profile = gpu_bench.script_options(arguments, SHAPES["qwen3-8b"], "profile", 150)
     assert profile == ["--shape", "qwen3-8b", "--device", "cuda:1", "--dtype", "float16"]
     assert all((SCRIPTS / script).is_file() for script in gpu_bench.SCRIPTS.values())
@@ -587,7 +657,7 @@ def test_errors_of_triton_are_failures_and_no_end(monkeypatch, capsys, part):
 def test_a_replay_without_steps_measures_its_costs_and_one_without_files_is_left_out():
     def tables(*options):
         bench = gpu_bench.ShapeBench(gpu_bench.read_arguments(["--parts", "replay", *options]), SMOKE_SHAPE)
-        bench.__dict__["step_bench"] = SimpleNamespace(cost_measurements=lambda: iter(()), costs=[])
+        bench.__dict__["step_bench"] = SimpleNamespace(cost_measurements=lambda **_: iter(()), costs=[])
         return dict(bench.tables("replay"))
 
     assert list(tables("--smoke", "--costs", "table")) == ["replay"]

@@ -1,6 +1,7 @@
 """The first-contact script on a CPU: pieces that are well, and pieces that fail or part from eager steps."""
 
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -79,7 +80,18 @@ def test_pieces_on_a_gpu_get_a_process(monkeypatch):
         gpu_first_contact, "in_processes", lambda names, command, seconds: commands.append(command(names, seconds))
     )
     assert gpu_first_contact.main(["--device", "cuda:1", "--only", "bf16,match", "--seconds", "100"]) == 1
-    assert commands[0][2:] == ["--in-process", "--device", "cuda:1", "--only", "bf16,match", "--seconds", "100"]
+    *options, started = commands[0][2:]
+    given = ["--in-process", "--device", "cuda:1", "--only", "bf16,match", "--seconds", "100", "--started"]
+    assert options == given and 0 <= time.time() - float(started) < 60
+
+
+def test_seconds_count_from_the_start_that_is_told(monkeypatch):
+    """Of the process that is ended, not from when its imports are over."""
+    left = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_first_contact, "in_processes", lambda names, command, seconds: left.append(seconds))
+    gpu_first_contact.main(["--only", "bf16", "--seconds", "100", "--started", f"{time.time() - 30:.1f}"])
+    assert 40 < left[0] <= 70.1
 
 
 def test_a_process_ends_where_a_piece_has_taken_the_gpu_with_it(monkeypatch, capsys):

@@ -151,7 +151,7 @@ def test_arms_are_compared_on_the_same_batches(bench):
     assert 1.5 < eight.tau and 0 < eight.nodes_per_step <= 8 < many.nodes_per_step <= 38
     assert plain.speedup is None and eight.speedup == eight.tokens_per_second / plain.tokens_per_second
     assert eight.step_seconds * eight.num_steps * eight.tokens_per_second == pytest.approx(eight.num_tokens)
-    assert 0 < eight.host_share < 1 and eight.idle is None
+    assert 0 < eight.host_share < 1 and eight.idle is None and 1 <= eight.live_rows <= eight.rows
     assert len(eight.cells()) == len(eight.HEADER)
 
 

@@ -188,7 +188,7 @@ def _store_result(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_items", "window"])
+@triton.jit(do_not_specialize=["num_tokens", "num_items", "window", "table_stride"])
 def _tree_attention_kernel(
     query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums, arrivals, sinks, mixed,
     num_tokens, num_items, scale, window, softcap, query_token_stride, query_head_stride, table_stride,

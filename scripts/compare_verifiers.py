@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 import tempfile
 from dataclasses import asdict
 from functools import cache
@@ -35,7 +36,7 @@ from pathlib import Path
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
 import transformers
-from measuring.option_types import positive_integer
+from measuring.option_types import count_list, positive_integer
 from measuring.output_file import check_writable, replace_text
 from measuring.progress import Progress, say
 from verifier_parts.arms import DRAFT_MODELS, GAMMAS, PARTS, TEMPERATURES, Arm, Size, all_arms, sized
@@ -146,19 +147,29 @@ def run_all(arms: list[Arm], settings: dict, output: Path) -> list[dict[str, obj
     for arm in new:
         result = {**run_arm(arm, sized(arm, size), settings["seed"] + arm.seed), "arm": repr(arm)}
         known[repr(arm)] = result
-        replace_text(output, json.dumps({"settings": settings, "arms": list(known.values())}))
+        document = {"settings": settings, "synthetic": earlier_synthetic(output), "arms": list(known.values())}
+        replace_text(output, json.dumps(document))
         means = {rule: round(sum(tokens) / sum(result["steps"]), 3) for rule, tokens in result["tokens"].items()}
         progress.add(1, f"{arm.part} {arm.drafts} T {arm.temperature} gamma {arm.gamma}: {means}")
     return [known[repr(arm)] for arm in all_arms(list(PARTS)) if repr(arm) in known]
 
 
+def earlier_synthetic(output: Path) -> list[dict[str, object]]:
+    """The synthetic pairs of an earlier run, which no other part changes."""
+    return json.loads(output.read_text(encoding="utf-8")).get("synthetic", []) if output.exists() else []
+
+
 def known_results(settings: dict, output: Path) -> dict[str, dict[str, object]]:
-    """What an earlier run with the same settings left in `output`, by arm."""
+    """What an earlier run left in `output`, by arm. Raises ValueError where its settings were others."""
     if not output.exists():
         return {}
     document = json.loads(output.read_text(encoding="utf-8"))
-    if document["settings"] != json.loads(json.dumps(settings)):
-        return {}
+    own, earlier = json.loads(json.dumps(settings)), document["settings"]
+    if own != earlier:
+        other = [name for name, value in own.items() if earlier.get(name) != value]
+        changes = ", ".join(f"{name} {earlier.get(name)} -> {own[name]}" for name in other)
+        remedy = "keep them, name another --output, or begin anew with --fresh"
+        raise ValueError(f"a run must go on with the settings of {output}, got {changes}; {remedy}")
     return {result["arm"]: result for result in document["arms"]}
 
 
@@ -188,7 +199,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=positive_integer, default=128, help="new tokens per sample (%(default)s)")
     parser.add_argument(
         "--branching",
-        type=lambda text: tuple(map(int, text.split(","))),
+        type=lambda text: tuple(count_list(text)),
         default=(3, 2, 1, 1),
         help="children by depth of the fixed shape (default: 3,2,1,1)",
     )
@@ -208,6 +219,8 @@ def arguments() -> argparse.Namespace:
         help="path of the .json and .png files, without ending (default: docs/compare_verifiers)",
     )
     options = parser.parse_args()
+    if options.tokens <= ROOM:
+        parser.error(f"--tokens must be above {ROOM}: steps count where so many are to come, got {options.tokens}")
     if options.worlds < 2:
         parser.error("--worlds must be at least 2, since their spread is told, got 1")
     if unknown := set(options.parts) - set(PARTS):
@@ -220,27 +233,34 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def main() -> None:
+def main() -> int:
     options = arguments()
     torch.set_num_threads(1)
     size = Size(options.prompts, options.rows, options.tokens, options.branching, options.own_rows)
     settings, output = {**asdict(size), "seed": options.seed}, options.output.with_suffix(".json")
     if options.fresh:
         output.unlink(missing_ok=True)
+    try:
+        known_results(settings, output)  # before anything is measured
+    except ValueError as error:
+        say(f"compare_verifiers: {error}")
+        return 2
     results = [add_estimates(result) for result in run_all(list(all_arms(options.parts)), settings, output)]
     say("measuring the target's entropy" + (" and the synthetic pairs" if "synthetic" in options.parts else ""))
+    synthetic = synthetic_gains(options.worlds, GAMMAS) if "synthetic" in options.parts else earlier_synthetic(output)
     document = {
         "settings": settings,
         "versions": {"stand": stand.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "target_entropy_nats": {str(heat): mean_entropy(size, heat, options.seed) for heat in TEMPERATURES},
         "different_outputs": different_outputs(results),
-        "synthetic": synthetic_gains(options.worlds, GAMMAS) if "synthetic" in options.parts else [],
+        "synthetic": synthetic,
         "arms": results,
     }
     replace_text(output, json.dumps(document) + "\n")
     print(tables(document))
     plot(options.output.with_suffix(".png"), document)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

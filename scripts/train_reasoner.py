@@ -18,7 +18,7 @@ from pathlib import Path
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
-from measuring.option_types import positive_integer, positive_number, whole_number
+from measuring.option_types import positive_integer, positive_number
 from measuring.setup import REASONER
 from training.draft_models import SIZES, train_draft_model
 from training.trainer import train
@@ -79,7 +79,7 @@ def mean(values: list[float]) -> float:
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=positive_number, help="time budget of the training (80; a draft model's own)")
-    parser.add_argument("--steps", type=whole_number, default=0, help="budget in steps instead of minutes")
+    parser.add_argument("--steps", type=positive_integer, help="budget in steps instead of minutes")
     parser.add_argument("--processes", type=positive_integer, default=2, help="that train together (%(default)s)")
     parser.add_argument("--rows", type=positive_integer, default=32, help="texts per process and step")
     parser.add_argument("--hidden", type=positive_integer, default=256, help="hidden size (%(default)s)")

@@ -70,12 +70,16 @@ def forget_checkpoints(
         (folder / name).unlink(missing_ok=True)
 
 
-def claim(folder: Path, settings: Mapping[str, object], files: Sequence[str]) -> None:
+ANEW = "keep them, name another --checkpoints, or begin anew with --fresh"
+
+
+def claim(folder: Path, settings: Mapping[str, object], files: Sequence[str], *, remedy: str = ANEW) -> None:
     """Make the folder for checkpoints one of these settings, or raise ValueError where it is one of others.
 
-    files: what lies there only where a run has begun. Settings that its folder does not name yet are added to it.
+    files: what lies there only where a run has begun; remedy: for the message. Settings that its folder does not name
+    yet are added to it.
     """
-    path, remedy = folder / SETTINGS, "keep them, name another --checkpoints, or begin anew with --fresh"
+    path = folder / SETTINGS
     begun = [name for name in files if name != SETTINGS and (folder / name).exists()]
     if begun and not path.exists():
         raise ValueError(f"checkpoints must have {SETTINGS} beside them, got {', '.join(begun)} in {folder}; {remedy}")

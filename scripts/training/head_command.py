@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 from long_runs.trajectory_run import digest_of
-from measuring.option_types import positive_integer, positive_number, whole_number
+from measuring.option_types import positive_integer, positive_number
+from measuring.output_file import check_writable
 from measuring.setup import REASONER, add_options, fill_defaults, load_model, load_tasks, prompt_ids
 from workloads.problem_sets import Task, read_tasks
 from workloads.problems import draw_problem
 
 import stand
-from training.checkpoint import SETTINGS, claim, forget_checkpoints
+from training.checkpoint import ANEW, SETTINGS, claim, forget_checkpoints
 from training.generations import frequent_tokens, write_generations
 from training.head_training import Recipe, describe, train_head
 
@@ -83,7 +84,8 @@ def run(recipe: Recipe, arguments: argparse.Namespace) -> dict:
     model, tokenizer = load_model(arguments)
     if arguments.fresh:
         forget_checkpoints(arguments.checkpoints, FILES)
-    claim(arguments.checkpoints, fixed_settings(recipe, arguments, tasks), FILES)
+    remedy = "give those, or name another --checkpoints" if arguments.evaluate else ANEW
+    claim(arguments.checkpoints, fixed_settings(recipe, arguments, tasks), FILES, remedy=remedy)
     facts: dict[str, object] = {}
     if not arguments.evaluate:
         head = recipe.make(model, arguments).train()
@@ -95,6 +97,7 @@ def run(recipe: Recipe, arguments: argparse.Namespace) -> dict:
         )  # fmt: skip
         if arguments.vocabulary_size < model.config.vocab_size:
             head.restrict(frequent_tokens(generations, arguments.vocabulary_size))
+        check_finite(head)
         head.save(arguments.output)
         facts = {
             "target": Path(arguments.model).name,
@@ -117,6 +120,16 @@ def run(recipe: Recipe, arguments: argparse.Namespace) -> dict:
     return facts
 
 
+def check_finite(head: torch.nn.Module) -> None:
+    """Raise ValueError after a training that has diverged, before it replaces what an earlier one has written."""
+    lost = [name for name, weights in head.named_parameters() if not weights.isfinite().all()]
+    if lost:
+        raise ValueError(
+            f"trained weights must be finite, got others in {', '.join(lost)}; begin anew (--fresh) with a lower "
+            "--learning-rate"
+        )
+
+
 def run_command(recipe: Recipe, read_arguments: Callable[[], argparse.Namespace]) -> int:
     """The facts of a run as JSON on stdout; the exit status."""
     try:
@@ -136,7 +149,7 @@ def options_of(recipe: Recipe, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--minutes", type=positive_number, default=20.0, help="time budget of the training, without generations"
     )
-    parser.add_argument("--steps", type=whole_number, default=0, help="budget in steps instead of minutes")
+    parser.add_argument("--steps", type=positive_integer, help="budget in steps instead of minutes")
     parser.add_argument("--tokens", type=positive_integer, default=150_000, help="generated tokens to learn from")
     parser.add_argument("--held-out-tokens", type=positive_integer, default=8_000, help="greedy tokens to evaluate on")
     parser.add_argument(
@@ -175,5 +188,14 @@ def completed(recipe: Recipe, parser: argparse.ArgumentParser, command_line: lis
         parser.error(
             f"--output must be given for another model than the bundled one; scripts/drafters/{recipe.name} is its own"
         )
+    if arguments.evaluate and arguments.fresh:
+        parser.error("--fresh would remove what a training has made, got --evaluate with it; leave one out")
+    if arguments.evaluate and not arguments.output.is_dir():
+        parser.error(f"--evaluate needs a trained folder at --output, got {arguments.output}; train it first")
+    try:
+        if not arguments.evaluate:
+            check_writable(arguments.output.absolute().parent / f".{arguments.output.name}", "--output")
+    except ValueError as error:
+        parser.error(str(error))
     fill_defaults(arguments)
     return arguments

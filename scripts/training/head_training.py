@@ -65,13 +65,13 @@ def train_head(
     folder: Path,
     *,
     minutes: float,
-    steps: int,
+    steps: int | None,
     tokens_per_batch: int,
     learning_rate: float,
     save_minutes: float,
     seed: int,
 ) -> dict:
-    """Train until `minutes`, or `steps` where they are not 0, are used up; `folder`/state.pt continues a run."""
+    """Train until `minutes`, or `steps` where they are given, are used up; `folder`/state.pt continues a run."""
     target.requires_grad_(False)
     head.config._attn_implementation = "sdpa"  # whole sequences; drafting sets its own
     optimizers = [torch.optim.AdamW(head.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)]

@@ -38,7 +38,8 @@ class Selection:
 
 
 def read_records(path: Path) -> Iterator[dict]:
-    """The objects of a .jsonl or .jsonl.gz file. Raises ValueError on a line that is no object."""
+    """The objects of a .jsonl or .jsonl.gz file. Raises ValueError on a line that is no object, or whose `text` or
+    `problem` is no text."""
     opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8")
     with opened as file:
         for number, line in enumerate(lines_of(file, path), start=1):
@@ -48,6 +49,9 @@ def read_records(path: Path) -> Iterator[dict]:
                 raise ValueError(f"{path} must hold JSON lines, got another line {number} ({error})") from error
             if not isinstance(record, dict):
                 raise ValueError(f"{path} must hold one object per line, got {type(record).__name__} in line {number}")
+            wrong = [name for name in ("text", "problem") if not isinstance(record.get(name), str | None)]
+            if wrong:
+                raise ValueError(f"{path} must hold {wrong[0]} as text, got {record[wrong[0]]!r} in line {number}")
             if record:
                 yield record
 

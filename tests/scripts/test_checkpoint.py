@@ -80,6 +80,8 @@ def test_checkpoints_of_other_settings_are_refused_by_name(tmp_path):
     checkpoint.claim(tmp_path, {"model": "two", "seed": 3}, files)
     with pytest.raises(ValueError, match="model 'two' -> 'one', seed 3 -> 4; keep them, .* --checkpoints, .* --fresh"):
         checkpoint.claim(tmp_path, {"model": "one", "seed": 4}, files)
+    with pytest.raises(ValueError, match="model 'two' -> 'one'; give those"):
+        checkpoint.claim(tmp_path, {"model": "one"}, files, remedy="give those")
     (tmp_path / "settings.json").unlink()
     with pytest.raises(ValueError, match="settings.json beside them, got state.pt in"):
         checkpoint.claim(tmp_path, {"model": "two", "seed": 3}, files)

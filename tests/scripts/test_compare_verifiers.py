@@ -45,6 +45,26 @@ def test_pairs_of_laws_have_the_distance_asked_for():
             assert proposal.sum() == pytest.approx(1.0) and np.all(proposal >= -1e-15)
 
 
+@pytest.mark.parametrize("options", [("--tokens", "12"), ("--branching", "0,x")])
+def test_sizes_that_mean_nothing_are_refused(options, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("sys.argv", ["compare_verifiers.py", *options, "--output", str(tmp_path / "made")])
+    with pytest.raises(SystemExit, match="2"):
+        compare_verifiers.main()
+    assert options[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_file_of_other_settings_is_not_overwritten(monkeypatch, capsys, tmp_path):
+    path = tmp_path / "made.json"
+    earlier = {"prompts": 24, "rows": 2, "tokens": 128, "branching": [3, 2, 1, 1], "own_rows": 8, "seed": 0}
+    path.write_text(json.dumps({"settings": earlier, "synthetic": [{"gain": 1}], "arms": [{"arm": "one"}]}))
+    text = path.read_text()
+    assert compare_verifiers.known_results({**earlier, "branching": (3, 2, 1, 1)}, path) == {"one": {"arm": "one"}}
+    assert compare_verifiers.earlier_synthetic(path) == [{"gain": 1}]
+    monkeypatch.setattr("sys.argv", ["compare_verifiers.py", "--rows", "3", "--output", str(tmp_path / "made")])
+    assert compare_verifiers.main() == 2 and path.read_text() == text
+    assert "rows 2 -> 3; keep them, name another --output, or begin anew with --fresh" in capsys.readouterr().err
+
+
 def arm_of(steps, tokens, **others):
     return {"drafts": "sampled", "driver": "match", "temperature": 1.0, "steps": steps, "tokens": tokens, **others}
 

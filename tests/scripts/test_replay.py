@@ -262,6 +262,16 @@ def test_a_file_that_holds_no_recordings_is_named(name, content, message, files,
         assert f"{tmp_path / name} {message}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("field", ["text", "problem"])
+def test_a_field_that_is_no_text_is_named(field, tmp_path):
+    from workloads.recordings import read_records
+
+    path = tmp_path / "recordings.jsonl"
+    path.write_text(json.dumps({"problem_id": 1, "text": "a", "problem": "b", field: 3}) + "\n")
+    with pytest.raises(ValueError, match=f"must hold {field} as text, got 3 in line 1"):
+        list(read_records(path))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [(["--drafter", "lookup", "arctic"], "pip install arctic-inference"), (["no.jsonl"], "'no.jsonl'")],

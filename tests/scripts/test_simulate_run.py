@@ -149,6 +149,13 @@ def test_options_without_meaning_are_refused(options, capsys):
     assert f"argument {options[0]}: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [("--page-size", "16"), ("--growth", "64")])
+def test_options_of_pages_without_memory_are_refused(options, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        simulate_run.main(["--made-up", *options])
+    assert "are of lines by pages; give --memory" in capsys.readouterr().err
+
+
 def test_memory_that_holds_no_row_is_refused(capsys):
     options = ["--made-up", "--mean-length", "60", "--limit", "200", "--rows", "2", "--max-rows", "1", "--memory"]
     assert simulate_run.main([*options, "0.01"]) == 2

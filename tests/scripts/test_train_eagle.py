@@ -132,9 +132,18 @@ def test_the_command_trains_and_evaluates(tmp_path):
     assert facts["steps"] == 2 and 0 <= facts["held_out_agreement"] <= 1
     again = run(RECIPE, read_arguments([*options, *paths, "--evaluate"]))
     assert again["held_out_agreement"] == facts["held_out_agreement"]
-    for other in (["--temperature", "0.5"], ["--max-new-tokens", "41", "--evaluate"], ["--instruction", "Hurry."]):
-        with pytest.raises(ValueError, match=f"must go on with the settings of .*{other[0][2:5]}.* -> .*--fresh"):
+    for other, remedy in (
+        (["--temperature", "0.5"], "--fresh"),
+        (["--max-new-tokens", "41", "--evaluate"], "give those"),  # never what would remove a training's texts
+        (["--instruction", "Hurry."], "--fresh"),
+    ):
+        with pytest.raises(ValueError, match=f"must go on with the settings of .*{other[0][2:5]}.* -> .*{remedy}"):
             run(RECIPE, read_arguments([*options, *paths, *other]))
+    weights = (tmp_path / "head" / "model.safetensors").read_bytes()
+    diverging = [*options, *paths, "--fresh", "--learning-rate", "1e30"]
+    with pytest.raises(ValueError, match="trained weights must be finite, got others in .*--learning-rate"):
+        run(RECIPE, read_arguments(diverging))
+    assert (tmp_path / "head" / "model.safetensors").read_bytes() == weights
 
 
 def test_every_model_has_checkpoints_of_its_own():
@@ -145,7 +154,8 @@ def test_every_model_has_checkpoints_of_its_own():
 @pytest.mark.parametrize(
     "options",
     [("--steps", "-1"), ("--minutes", "0"), ("--tokens", "0"), ("--held-out-tokens", "0"), ("--top-p", "0.9"),
-     ("--top-k", "5"), ("--device", "foo"), ("--rows", "-1")],
+     ("--top-k", "5"), ("--device", "foo"), ("--rows", "-1"), ("--steps", "0"), ("--output", "/no/such/folder"),
+     ("--fresh", "--evaluate"), ("--evaluate", "--output", "nothing_there")],
 )  # fmt: skip
 def test_options_that_mean_nothing_are_refused(options, capsys):
     with pytest.raises(SystemExit, match="2"):

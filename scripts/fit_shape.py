@@ -130,11 +130,9 @@ def finish(arguments: argparse.Namespace, counts: SlotCounts) -> None:
         by_depth = " ".join(str(number) for number in np.bincount(kept.depths))
         rows.append([num_nodes, tokens_per_step, by_depth])
     print(format_table(("nodes", "predicted tok/step", "slots by depth, root first"), rows))
-    settings = {
-        name: value if isinstance(value, int | float) else str(value) for name, value in vars(arguments).items()
-    }
     figures = {"num_steps": counts.num_steps, "accepted_by_slot": counts.accepted.tolist()}
-    print(json.dumps({"settings": settings, **figures, "fitted": shapes}), flush=True)
+    document = {"settings": vars(arguments), **figures, "fitted": shapes}
+    print(json.dumps(document, default=str), flush=True)  # paths and shapes as text
     if arguments.save is not None:
         arguments.save.write_text(shapes[arguments.nodes[-1]]["shape"] + "\n", encoding="utf-8")
         say(f"wrote {arguments.save}")

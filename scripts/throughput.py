@@ -201,7 +201,9 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--texts", action="store_true", help="put the trajectories' texts into the lines of --output")
     parser.add_argument("--only", choices=("drafted", "plain"), help="no comparison: one run, trajectories to --output")
     parser.add_argument("--resume", action="store_true", help="go on with the run of --output, with --only")
-    parser.add_argument("--cache-gb", type=positive_number, help="most GB of keys and values, with --only")
+    parser.add_argument(
+        "--cache-gb", type=positive_number, help="most GB of keys and values (`max_cache_bytes`), with --only"
+    )
     arguments = parser.parse_args(command_line)
     if arguments.resume and arguments.only is None:
         parser.error("--resume goes on with a run of trajectories; add --only drafted, as the run began")

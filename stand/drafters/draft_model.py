@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,6 +21,8 @@ from stand.trees import NO_PARENT, NO_TOKEN, DraftBatch, DraftTree
 from stand.trees.noise import DRAFT, uniforms
 from stand.verifiers import draw_tokens
 
+LEAST_SHARE = 0.9  # of the larger vocabulary, that a padded smaller one has
+
 
 class ModelDrafter(Drafter):
     """Any transformers model with the target's vocabulary that the engine could serve itself.
@@ -32,7 +35,8 @@ class ModelDrafter(Drafter):
     tokens cost nothing and rows may come and go. One drafter serves one engine at a time.
 
     Vocabularies may be padded to unlike sizes: no token is drafted that the target lacks, and one that the draft model
-    lacks stands for its last. A row that has outgrown the draft model's context gets no draft.
+    lacks stands for its last. Sizes so unlike that they are hardly one vocabulary give a warning. A row that has
+    outgrown the draft model's context gets no draft.
 
     Raises UnsupportedModelError for a model that cannot be served, ValueError for settings out of range.
     """
@@ -60,7 +64,13 @@ class ModelDrafter(Drafter):
         self._rows: list[int] = []  # per cache row: the row of the call that it serves
 
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
-        self._target_size = text_config(model).vocab_size
+        own, self._target_size = text_config(self.model).vocab_size, text_config(model).vocab_size
+        if min(own, self._target_size) < LEAST_SHARE * max(own, self._target_size):
+            warnings.warn(
+                f"a draft model must have the target's vocabulary, got {own} tokens for {self._target_size}: few "
+                "drafts will be kept, though the output's law stays; take a smaller model of the target's family",
+                stacklevel=3,
+            )
 
     def most_nodes(self, num_rows: int) -> int:
         return num_rows * self.gamma

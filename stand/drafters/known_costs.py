@@ -146,7 +146,7 @@ def _file(path: Path, cost: StepCost) -> StepCost:
     except OSError as error:
         kept = f"kept for this process only, as {path} cannot be written ({error.strerror})"
     LOGGER.warning(
-        "timed steps of %d rows, so that drafts are made where they pay; %s (budget= or costs= of BlendedDrafter, "
-        "or %s=off, do without)", cost.num_rows, kept, VARIABLE,
+        "timed steps of %d row%s, so that drafts are made where they pay; %s (budget= or costs= of BlendedDrafter, "
+        "or %s=off, do without)", cost.num_rows, "" if cost.num_rows == 1 else "s", kept, VARIABLE,
     )  # fmt: skip
     return cost

@@ -151,7 +151,7 @@ def refuse_training(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"the model must be in evaluation mode, got training mode with dropout {max(rates):g}; call model.eval()"
         )
-    if model.is_gradient_checkpointing:
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise UnsupportedModelError(
             "the model must keep its keys and values, got training mode with gradient checkpointing, which drops them; "
             "call model.eval()"

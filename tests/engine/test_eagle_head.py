@@ -86,7 +86,7 @@ def test_parts_that_may_be_missing_count_as_published_code_has_them(tmp_path):
         ({"fc.weight": (SIZE, SIZE)}, r"fc.weight must be \[32, 64\] for this target, got \[32, 32\]"),
         ({"layers.0.mlp.up_proj.weight": (INNER + 8, SIZE)}, r"mlp.up_proj.weight must be \[48, 32\]"),
         ({"embed_tokens.weight": (50, SIZE)}, r"embed_tokens.weight must be \[61, 32\]"),
-        ({"layers.0.self_attn.v_proj.weight": None}, "without layers.0.self_attn.v_proj.weight"),
+        ({"layers.0.self_attn.v_proj.weight": None}, "lacks layers.0.self_attn.v_proj.weight"),
         ({"midlayer.hidden_norm.weight": (SIZE,)}, "got midlayer.hidden_norm.weight beyond them"),
         ({"layers.1.mlp.up_proj.weight": (INNER, SIZE)}, "got layers.1.mlp.up_proj.weight beyond them"),
     ],

@@ -210,10 +210,12 @@ def small_of(**changes) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-@pytest.mark.parametrize("size", [VOCABULARY_SIZE - 30, VOCABULARY_SIZE + 400])
-def test_vocabularies_of_unlike_sizes_draft_what_both_have(size):
+@pytest.mark.parametrize("size", [VOCABULARY_SIZE - 30, VOCABULARY_SIZE + 3, VOCABULARY_SIZE + 400])
+def test_vocabularies_of_unlike_sizes_draft_what_both_have(size, recwarn):
     """Qwen2.5's models have 151,936 tokens or 152,064, of which as many mean something."""
     engine = stand.wrap(tiny_model(TARGET), verifier="match", drafter=ModelDrafter(small_of(vocab_size=size)))
+    told = [str(one.message) for one in recwarn if "target's vocabulary" in str(one.message)]
+    assert len(told) == (size != VOCABULARY_SIZE + 3)  # too unlike for padding
     settings = {"input_ids": PROMPTS, "max_new_tokens": 16, "temperature": 2.0, "top_k": 0, "seed": 1}
     output = engine.generate(**settings, stop_token_ids=[])
     assert max(map(max, output.token_ids)) > VOCABULARY_SIZE - 30 and output.stats.num_draft_tokens > 0

@@ -109,8 +109,8 @@ class EagleHead(TrainedPart):
         if unknown or missing:
             raise ValueError(
                 "an EAGLE-1 checkpoint must hold fc.*, layers.0.* and may hold embed_tokens.weight, got "
-                f"{', '.join(unknown[:4]) or 'nothing'} beyond them and without {', '.join(missing[:4]) or 'nothing'}; "
-                "heads of later EAGLE versions are not read"
+                f"{_named(unknown)} beyond them and lacks {_named(missing)}; take a head that was trained for this "
+                "model (heads of later EAGLE versions are not read)"
             )
         for name, value in tensors.items():
             if tuple(value.shape) != shapes[name]:
@@ -122,6 +122,10 @@ class EagleHead(TrainedPart):
             self._embedding = (_frozen_embedding(tensors[EMBEDDING].to(embedding)),)
         zeros = {name: torch.zeros_like(value) for name, value in own.items()}
         self.load_state_dict(zeros | {name: value for name, value in tensors.items() if name != EMBEDDING})
+
+
+def _named(tensors: Sequence[str]) -> str:
+    return ", ".join(tensors[:4]) or "nothing"
 
 
 def _frozen_embedding(weight: torch.Tensor) -> nn.Embedding:

@@ -33,6 +33,7 @@ import torch
 from gpu_parts.device_option import cpu_or_gpu
 from gpu_parts.part_process import end_with_parent
 from gpu_parts.plain_float32 import use_plain_float32
+from measuring.option_types import positive_number
 
 if TYPE_CHECKING:  # transformers imports Triton, which then has chosen between its interpreter and its compiler
     from transformers import PreTrainedModel
@@ -316,7 +317,7 @@ def in_processes(names: Sequence[str], command: Callable[[Sequence[str], float],
 
 
 def piece_command(device: str, names: Sequence[str], seconds: float) -> list[str]:
-    options = ["--device", device, "--only", ",".join(names), "--seconds", f"{seconds:.0f}"]
+    options = ["--device", device, "--only", ",".join(names), "--seconds", f"{max(seconds, 1.0):.0f}"]
     options += ["--started", f"{time.time():.1f}"]
     return [sys.executable, __file__, "--in-process", *options]
 
@@ -346,7 +347,9 @@ def main(command_line: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", type=cpu_or_gpu, default="cuda", help="of torch (%(default)s)")
     parser.add_argument("--only", default=",".join(PIECES), metavar="PIECE,...", help="default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=220, help="after these the process ends (%(default)s)")
+    parser.add_argument(
+        "--seconds", type=positive_number, default=220, help="after these the process ends (%(default)s)"
+    )
     parser.add_argument("--started", type=float, help="seconds since 1970 from which --seconds count (default: now)")
     parser.add_argument("--in-process", action="store_true", help="all in this one, as always on a CPU")
     arguments = parser.parse_args(command_line)

@@ -30,6 +30,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
+from measuring.option_types import positive_number
+from measuring.output_file import check_writable
 from mutants.bench import check_bench, check_tests, judge_on_bench
 from mutants.judging import REFUSED, Experience, Verdict, check_controls, judge
 from mutants.mutant import KEY, Mutant, mutants_of
@@ -42,11 +44,18 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="comma-separated targets, or files below the project's root")
     parser.add_argument("--output", type=Path, default=Path("mutants.jsonl"), help="verdicts, one per line")
-    parser.add_argument("--minutes", type=float, default=1e6, help="stop after the mutant at which these are over")
+    parser.add_argument(
+        "--minutes", type=positive_number, default=1e6, help="of judging; the unchanged tests are run before, as needed"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the order in which they are tried")
     parser.add_argument("--quick", action="store_true", help="leave what the quick tests do not catch for a later run")
     parser.add_argument("--report", action="store_true", help="judge nothing, only read the output")
     options = parser.parse_args()
+    if not options.report:
+        try:
+            check_writable(options.output, "--output")
+        except ValueError as error:
+            parser.error(str(error))
     if options.report and not options.output.exists():
         parser.error(f"--report needs an --output that a run has written, got {options.output}; name that file")
     return options
@@ -100,7 +109,7 @@ def run(mutants: list[tuple[Target, Mutant]], output: Path, *, minutes: float, s
     known = read_verdicts(output)
     waiting = [(target, mutant) for target, mutant in mutants if mutant.key not in known]
     random.Random(seed).shuffle(waiting)
-    end, progress = time.monotonic() + 60 * minutes, os.fdopen(os.dup(2), "w")
+    left, progress = 60 * minutes, os.fdopen(os.dup(2), "w")
 
     def record(mutant: Mutant, verdict: Verdict) -> None:
         line = dict(zip(KEY, mutant.key, strict=True)) | {"verdict": verdict.name, "killer": verdict.killer}
@@ -109,13 +118,17 @@ def run(mutants: list[tuple[Target, Mutant]], output: Path, *, minutes: float, s
         print(f"{mutant}: {verdict.name} {verdict.killer}", file=progress, flush=True)
 
     for target in dict.fromkeys(target for target, _ in waiting):
+        print(f"{target.name}: its tests on the unchanged code", file=progress, flush=True)
         experience = experience_of(target, output)
+        begin = time.monotonic()
+        end = begin + left
         own = [mutant for other, mutant in waiting if other == target]
-        judge_on_bench(target, own, experience, record, is_over=lambda: time.monotonic() > end)
+        judge_on_bench(target, own, experience, record, is_over=lambda end=end: time.monotonic() > end)
         known = read_verdicts(output)
         for mutant in () if is_quick else own:
             if mutant.key not in known and time.monotonic() < end:
                 record(mutant, judge(mutant, target, experience))
+        left -= time.monotonic() - begin
 
 
 def report(mutants: list[tuple[Target, Mutant]], output: Path) -> str:

@@ -17,6 +17,7 @@ import sys
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
 from gpu_parts.device_option import cpu_or_gpu
+from measuring.option_types import positive_integer
 from workloads.model_shapes import SHAPES, SMOKE_SHAPE
 
 STEPS = "0x1@2048,80x1@2048,80x1@16384,112x16@2048"
@@ -33,9 +34,13 @@ def read_sizes(text: str) -> list[tuple[int, int, int]]:
             counts, length = size.split("@")
             nodes, rows = counts.split("x")
             sizes.append((int(nodes), int(rows), int(length)))
-        return sizes
+        if all(nodes >= 0 and rows >= 1 and length >= 1 for nodes, rows, length in sizes):
+            return sizes
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be NODESxROWS@LENGTH with commas between, got {text!r}") from None
+        pass
+    raise argparse.ArgumentTypeError(
+        f"must be NODESxROWS@LENGTH, of at least 0 x 1 @ 1, with commas between, got {text!r}"
+    )
 
 
 def profiled(bench, nodes: int, rows: int, length: int, *, repeats: int) -> str:
@@ -72,7 +77,7 @@ def main(command_line: list[str] | None = None) -> int:
     parser.add_argument("--device", type=cpu_or_gpu, default="cuda", help="of torch (%(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights (%(default)s)")
     parser.add_argument("--steps", type=read_sizes, metavar="NODESxROWS@LENGTH,...", help=f"default: {STEPS}")
-    parser.add_argument("--repeats", type=int, default=20, help="steps per table (%(default)s)")
+    parser.add_argument("--repeats", type=positive_integer, default=20, help="steps per table (%(default)s)")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes on the CPU")
     arguments = parser.parse_args(command_line)
     if not arguments.smoke and not torch.cuda.is_available():
@@ -86,7 +91,7 @@ def main(command_line: list[str] | None = None) -> int:
     device, dtype = ("cpu", "float32") if arguments.smoke else (arguments.device, arguments.dtype)
     shape = SMOKE_SHAPE if arguments.smoke else SHAPES[arguments.shape]
     bench = BenchModel(shape, device=torch.device(device), dtype=getattr(torch, dtype), max_positions=MAX_POSITIONS)
-    print("\n".join([bench.engine.backend.reason, *bench.fusion_report()]), flush=True)
+    print("\n".join([f"back end: {bench.engine.backend.reason}", *bench.fusion_report()]), flush=True)
     for nodes, rows, length in arguments.steps or read_sizes(SMOKE_STEPS if arguments.smoke else STEPS):
         print(f"== {nodes} nodes, {rows} rows, length {length}, {arguments.repeats} steps together")
         print(profiled(bench, nodes, rows, length, repeats=arguments.repeats), flush=True)

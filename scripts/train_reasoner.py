@@ -21,7 +21,8 @@ import torch
 from measuring.option_types import positive_integer, positive_number
 from measuring.setup import REASONER
 from training.draft_models import SIZES, train_draft_model
-from training.trainer import train
+from training.tokenizer import LEAST_VOCABULARY
+from training.trainer import HEAD_SIZE, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workloads.answers import extract_answer, majority_answer
 from workloads.problems import FAMILIES, held_out_problems, write_prompt
@@ -76,7 +77,7 @@ def mean(values: list[float]) -> float:
     return round(sum(values) / len(values), 4)
 
 
-def read_arguments() -> argparse.Namespace:
+def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=positive_number, help="time budget of the training (80; a draft model's own)")
     parser.add_argument("--steps", type=positive_integer, help="budget in steps instead of minutes")
@@ -111,7 +112,17 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--samples", type=positive_integer, default=16, help="per problem with --evaluate (%(default)s)"
     )
-    return parser.parse_args()
+    options = parser.parse_args(command_line)
+    if options.hidden % HEAD_SIZE:
+        parser.error(f"--hidden must be a multiple of {HEAD_SIZE}, the size of a head, got {options.hidden}")
+    if options.vocabulary < LEAST_VOCABULARY:
+        parser.error(f"--vocabulary must be at least {LEAST_VOCABULARY}, bytes and specials, got {options.vocabulary}")
+    if options.draft_model is not None:
+        idle = [name for name, value in vars(options).items() if value != parser.get_default(name)]
+        if other := [name for name in idle if name not in ("draft_model", "minutes")]:
+            named = ", ".join("--" + name.replace("_", "-") for name in other)
+            parser.error(f"--draft-model has sizes and a folder of its own, got {named} with it; take --minutes alone")
+    return options
 
 
 def run(arguments: argparse.Namespace) -> None:

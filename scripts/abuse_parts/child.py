@@ -37,16 +37,21 @@ def _run_child(batch: Sequence[Trial], on_outcome: Callable[[Trial, Outcome], No
     num_done = 0
     with open(read_end, "rb", buffering=0) as pipe:
         text = b""
-        while select.select([pipe], [], [], limit_s)[0]:
-            new = pipe.read(1 << 16)
-            if not new:
-                break
-            *lines, text = (text + new).split(b"\n")
-            for line in lines:
-                on_outcome(batch[num_done], Outcome(*json.loads(line)))
-                num_done += 1
-        else:
+        try:
+            while select.select([pipe], [], [], limit_s)[0]:
+                new = pipe.read(1 << 16)
+                if not new:
+                    break
+                *lines, text = (text + new).split(b"\n")
+                for line in lines:
+                    on_outcome(batch[num_done], Outcome(*json.loads(line)))
+                    num_done += 1
+            else:
+                os.kill(child, signal.SIGKILL)
+        except BaseException:  # an interrupt: a child that goes on would write into a folder that is being removed
             os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status == 0 and num_done == len(batch):
         return num_done

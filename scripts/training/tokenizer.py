@@ -16,6 +16,7 @@ CHAT_TEMPLATE = (
     "{% elif message.role == 'assistant' %}" + THINK_TOKEN + "{{ message.content }}" + END_TOKEN + "{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}" + THINK_TOKEN + "{% endif %}"
 )
+LEAST_VOCABULARY = 256 + 5  # every byte and the special tokens
 
 
 def train_tokenizer(vocabulary_size: int, *, seed: int, samples: int = 8000) -> PreTrainedTokenizerFast:

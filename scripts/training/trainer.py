@@ -44,6 +44,7 @@ ALLOCATOR = {
 }
 FILES = ("state.pt", "state.new", SETTINGS)  # of checkpoints
 FIXED = ("hidden", "intermediate", "layers", "vocabulary", "rows", "processes", "learning_rate", "seed")
+HEAD_SIZE = 64
 FOLDERS = {"tokenizer": is_tokenizer_folder, "latest": is_model_folder}
 
 
@@ -156,7 +157,7 @@ def build_model(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerFas
         hidden_size=arguments.hidden,
         intermediate_size=arguments.intermediate,
         num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.hidden // 64,
+        num_attention_heads=arguments.hidden // HEAD_SIZE,
         num_key_value_heads=max(1, arguments.hidden // 128),
         attention_bias=True,
         max_position_embeddings=2048,

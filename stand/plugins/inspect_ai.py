@@ -29,7 +29,7 @@ try:
     )
     from inspect_ai.tool import ToolChoice, ToolInfo
 except ModuleNotFoundError as error:
-    raise missing_package(error, "inspect_ai", asker=__name__, install="inspect-ai") from error
+    raise missing_package(error, "inspect_ai", asker="stand.plugins.inspect_ai", install="inspect-ai") from error
 
 GATHERING = 0.02  # seconds to wait for requests that begin together
 ROWS = 16

@@ -23,7 +23,7 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 except ModuleNotFoundError as error:
-    raise missing_package(error, "lm_eval", asker=__name__, install='"lm-eval[hf]"') from error
+    raise missing_package(error, "lm_eval", asker="stand.plugins.lm_eval", install='"lm-eval[hf]"') from error
 
 
 @register_model("stand")

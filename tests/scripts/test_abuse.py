@@ -40,6 +40,26 @@ def test_sound_calls_are_sound():
         call.verb(**call.arguments)
 
 
+def test_an_interrupt_ends_the_child_first(tmp_path):
+    """One that goes on would write into a folder that is being removed."""
+    late = tmp_path / "late"
+
+    def interrupted(trial, outcome):
+        raise KeyboardInterrupt
+
+    def slow():
+        time.sleep(1)
+        late.touch()
+
+    trials = [Trial("kind", name, run, HONOURED_ONLY) for name, run in (("quick", lambda: None), ("slow", slow))]
+    with pytest.raises(KeyboardInterrupt):
+        run_all(trials, interrupted)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+    time.sleep(1.2)
+    assert not late.exists()
+
+
 def test_a_small_run_finds_nothing_wrong(capsys):
     status = abuse.main(["--tries", "240", "--kills", "2", "--forks", "1", "--threads", "1", "--calls", "0"])
     text, said = capsys.readouterr()

@@ -110,6 +110,12 @@ def read_arguments(command_line: Sequence[str] | None = None) -> argparse.Namesp
     parser.add_argument("--seed", type=int, default=0, help="of lengths and accepted tokens (%(default)s)")
     parser.add_argument("--plot", type=picture_file, help="draw the last number of rows over time")
     arguments = parser.parse_args(command_line)
+    settle(parser, arguments)
+    return arguments
+
+
+def settle(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Refuse options that do not go together, and fill in those of pages."""
     if (arguments.file is None) != arguments.made_up:
         parser.error("give a file of recordings or --made-up, one of them")
     if arguments.file is not None and arguments.tokenizer is None:
@@ -117,7 +123,6 @@ def read_arguments(command_line: Sequence[str] | None = None) -> argparse.Namesp
     if arguments.memory is None and (arguments.page_size or arguments.growth):
         parser.error("--page-size and --growth are of lines by pages; give --memory")
     arguments.page_size, arguments.growth = arguments.page_size or [64], arguments.growth or [GROWTH]
-    return arguments
 
 
 def read_acceptance(text: str) -> Acceptance:

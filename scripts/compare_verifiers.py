@@ -36,8 +36,9 @@ from pathlib import Path
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
 import transformers
+from measuring.interruption import run_command
 from measuring.option_types import count_list, positive_integer
-from measuring.output_file import check_writable, replace_text
+from measuring.output_file import check_same_settings, check_writable, replace_text
 from measuring.progress import Progress, say
 from verifier_parts.arms import DRAFT_MODELS, GAMMAS, PARTS, TEMPERATURES, Arm, Size, all_arms, sized
 from verifier_parts.asking_verifier import AskingVerifier
@@ -143,11 +144,11 @@ def run_all(arms: list[Arm], settings: dict, output: Path) -> list[dict[str, obj
     size = Size(**{key: settings[key] for key in Size.__dataclass_fields__})
     new = [arm for arm in arms if repr(arm) not in known]
     say(f"{len(arms)} arms, {len(arms) - len(new)} of them in {output} already; the first one warms the lookups up")
-    progress = Progress(len(new))
+    progress, synthetic = Progress(len(new)), earlier_synthetic(output)
     for arm in new:
         result = {**run_arm(arm, sized(arm, size), settings["seed"] + arm.seed), "arm": repr(arm)}
         known[repr(arm)] = result
-        document = {"settings": settings, "synthetic": earlier_synthetic(output), "arms": list(known.values())}
+        document = {"settings": settings, "synthetic": synthetic, "arms": list(known.values())}
         replace_text(output, json.dumps(document))
         means = {rule: round(sum(tokens) / sum(result["steps"]), 3) for rule, tokens in result["tokens"].items()}
         progress.add(1, f"{arm.part} {arm.drafts} T {arm.temperature} gamma {arm.gamma}: {means}")
@@ -164,12 +165,8 @@ def known_results(settings: dict, output: Path) -> dict[str, dict[str, object]]:
     if not output.exists():
         return {}
     document = json.loads(output.read_text(encoding="utf-8"))
-    own, earlier = json.loads(json.dumps(settings)), document["settings"]
-    if own != earlier:
-        other = [name for name, value in own.items() if earlier.get(name) != value]
-        changes = ", ".join(f"{name} {earlier.get(name)} -> {own[name]}" for name in other)
-        remedy = "keep them, name another --output, or begin anew with --fresh"
-        raise ValueError(f"a run must go on with the settings of {output}, got {changes}; {remedy}")
+    remedy = "keep them, name another --output, or begin anew with --fresh"
+    check_same_settings(output, document["settings"], json.loads(json.dumps(settings)), remedy=remedy)
     return {result["arm"]: result for result in document["arms"]}
 
 
@@ -235,16 +232,15 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
+    return run_command("compare_verifiers", lambda interruption: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     size = Size(options.prompts, options.rows, options.tokens, options.branching, options.own_rows)
     settings, output = {**asdict(size), "seed": options.seed}, options.output.with_suffix(".json")
     if options.fresh:
         output.unlink(missing_ok=True)
-    try:
-        known_results(settings, output)  # before anything is measured
-    except ValueError as error:
-        say(f"compare_verifiers: {error}")
-        return 2
     results = [add_estimates(result) for result in run_all(list(all_arms(options.parts)), settings, output)]
     say("measuring the target's entropy" + (" and the synthetic pairs" if "synthetic" in options.parts else ""))
     synthetic = synthetic_gains(options.worlds, GAMMAS) if "synthetic" in options.parts else earlier_synthetic(output)
@@ -259,7 +255,6 @@ def main() -> int:
     replace_text(output, json.dumps(document) + "\n")
     print(tables(document))
     plot(options.output.with_suffix(".png"), document)
-    return 0
 
 
 if __name__ == "__main__":

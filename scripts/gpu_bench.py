@@ -275,7 +275,7 @@ def take(part: str, run: PartRun, record: BenchRecord) -> None:
 def script_options(arguments: argparse.Namespace, shape: ModelShape, part: str, limit: float) -> list[str]:
     if part == "contact":
         options = ["--device", arguments.device, "--seconds", f"{max(limit - MARGIN, 1):.0f}"]
-        options += ["--started", f"{time.time():.1f}"]
+        options += ["--started", str(time.time())]
         pieces = SMOKE_CONTACT if arguments.smoke else arguments.pieces
         return [*options, *(["--only", pieces] if pieces is not None else [])]
     if arguments.smoke:
@@ -287,7 +287,7 @@ def part_options(
     arguments: argparse.Namespace, shape: ModelShape, part: str, *, minutes: float, costs: str | None
 ) -> list[str]:
     """What the process of a part, or of several with commas between, is started with, `--output` excepted."""
-    options = ["--in-process", "--parts", part, "--minutes", f"{minutes:.3f}", "--started", f"{time.time():.1f}"]
+    options = ["--in-process", "--parts", part, "--minutes", f"{minutes:.3f}", "--started", str(time.time())]
     options += ["--device", arguments.device, "--dtype", arguments.dtype]
     options += ["--smoke"] if arguments.smoke else ["--shapes", shape.name]
     if arguments.cost_folder is not None:
@@ -327,10 +327,13 @@ def describe_model(arguments: argparse.Namespace, bench: ShapeBench, record: Ben
 
 def run_part(arguments: argparse.Namespace, bench: ShapeBench, part: str, record: BenchRecord, budget: Budget) -> None:
     """All tables of a part; a part that cannot even begin is a failure of its own."""
+
+    def announce(label: str) -> None:
+        report(f"{bench.shape.name}: {label}")
+
     try:
         for name, measurements in bench.tables(part):
             figures: list[Figure] = []
-            announce = partial(report_measurement, bench.shape.name)
             for more in record.run(name, measurements, budget, announce=announce):
                 figures += more
                 if name == "costs" and bench.step_bench.cost_path is not None:
@@ -385,10 +388,6 @@ def show(arguments: argparse.Namespace, text: str) -> None:
     """To stdout, except for the figures of a smoke run."""
     if not arguments.smoke:
         print(text + "\n", flush=True)
-
-
-def report_measurement(shape: str, label: str) -> None:
-    report(f"{shape}: {label}")
 
 
 def report(line: str) -> None:

@@ -318,7 +318,7 @@ def in_processes(names: Sequence[str], command: Callable[[Sequence[str], float],
 
 def piece_command(device: str, names: Sequence[str], seconds: float) -> list[str]:
     options = ["--device", device, "--only", ",".join(names), "--seconds", f"{max(seconds, 1.0):.0f}"]
-    options += ["--started", f"{time.time():.1f}"]
+    options += ["--started", str(time.time())]
     return [sys.executable, __file__, "--in-process", *options]
 
 

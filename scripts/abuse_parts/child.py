@@ -34,30 +34,37 @@ def _run_child(batch: Sequence[Trial], on_outcome: Callable[[Trial, Outcome], No
         os.close(read_end)
         _report(batch, write_end)
     os.close(write_end)
-    num_done = 0
-    with open(read_end, "rb", buffering=0) as pipe:
-        text = b""
-        try:
-            while select.select([pipe], [], [], limit_s)[0]:
-                new = pipe.read(1 << 16)
-                if not new:
-                    break
-                *lines, text = (text + new).split(b"\n")
-                for line in lines:
-                    on_outcome(batch[num_done], Outcome(*json.loads(line)))
-                    num_done += 1
-            else:
-                os.kill(child, signal.SIGKILL)
-        except BaseException:  # an interrupt: a child that goes on would write into a folder that is being removed
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            raise
+    try:
+        num_done, is_over = _follow(batch, read_end, on_outcome, limit_s)
+    except BaseException:  # an interrupt: a child that goes on would write into a folder that is being removed
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    if not is_over:
+        os.kill(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status == 0 and num_done == len(batch):
         return num_done
     died = f"hung for {limit_s:g} s" if status == -signal.SIGKILL else f"crashed with exit status {status}"
     on_outcome(batch[min(num_done, len(batch) - 1)], Outcome(WRONG, died))
     return num_done + 1
+
+
+def _follow(
+    batch: Sequence[Trial], read_end: int, on_outcome: Callable[[Trial, Outcome], None], limit_s: float
+) -> tuple[int, bool]:
+    """How many trials of the batch the child told of, and whether it has ended: else one of them takes too long."""
+    num_done, text = 0, b""
+    with open(read_end, "rb", buffering=0) as pipe:
+        while select.select([pipe], [], [], limit_s)[0]:
+            new = pipe.read(1 << 16)
+            if not new:
+                return num_done, True
+            *lines, text = (text + new).split(b"\n")
+            for line in lines:
+                on_outcome(batch[num_done], Outcome(*json.loads(line)))
+                num_done += 1
+    return num_done, False
 
 
 def _report(batch: Sequence[Trial], write_end: int) -> None:

@@ -55,16 +55,14 @@ class Interruption:
             signal.signal(number, handler)
 
 
-_ended: list[str] = []  # commands that a signal has ended: a second one meets a process that is about to go
-
-
 def run_command(name: str, run: Callable[[Interruption], None]) -> int:
     """The exit status of a command: 0, 2 after an error that its user can mend, 130 or 143 after a signal."""
     with Interruption() as interruption:
         try:
             run(interruption)
         except Interrupted as interrupted:
-            _ended.append(name)
+            if signal.getsignal(signal.SIGINT) is _arrive_early:  # a second one meets a process that is about to go
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
             say(f"{name}: ended early by {interrupted}")
             return interrupted.exit_status
         except (ValueError, OSError, ImportError) as error:
@@ -75,12 +73,11 @@ def run_command(name: str, run: Callable[[Interruption], None]) -> int:
 
 def _arrive_early(number: int, frame: FrameType | None) -> None:
     """While a module loads the process ends at once: libraries swallow what is raised there, or rename it."""
-    while not _ended and frame is not None and frame.f_code.co_filename != IMPORTING:
+    while frame is not None and frame.f_code.co_filename != IMPORTING:
         frame = frame.f_back
-    if frame is None and not _ended:
+    if frame is None:
         raise KeyboardInterrupt
-    if not _ended:
-        _say_end()
+    _say_end()
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 

@@ -45,6 +45,17 @@ def check_replaceable(folder: Path, name: str, is_own: Callable[[Path], bool]) -
         )
 
 
+def check_same_settings(
+    place: Path, earlier: Mapping[str, object], settings: Mapping[str, object], *, remedy: str
+) -> None:
+    """Raise ValueError, which names the changes, where a run would go on with `place` under other settings than those
+    that an earlier run left there."""
+    other = [name for name, value in settings.items() if earlier.get(name) != value]
+    if other:
+        changes = ", ".join(f"{name} {earlier.get(name)!r} -> {settings[name]!r}" for name in other)
+        raise ValueError(f"a run must go on with the settings of {place}, got {changes}; {remedy}")
+
+
 def replace_text(path: Path, text: str) -> None:
     """Write the whole file or leave the old one: a kill in between loses nothing."""
     unfinished = path.with_name(path.name + ".part")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from measuring.output_file import check_replaceable, replace_text
+from measuring.output_file import check_replaceable, check_same_settings, replace_text
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from workloads.problems import write_prompt
 
@@ -84,10 +84,8 @@ def claim(folder: Path, settings: Mapping[str, object], files: Sequence[str], *,
     if begun and not path.exists():
         raise ValueError(f"checkpoints must have {SETTINGS} beside them, got {', '.join(begun)} in {folder}; {remedy}")
     earlier = json.loads(path.read_text(encoding="utf-8")) if begun else {}
-    other = [name for name, value in settings.items() if name in earlier and earlier[name] != value]
-    if other:
-        changes = ", ".join(f"{name} {earlier[name]!r} -> {settings[name]!r}" for name in other)
-        raise ValueError(f"a run must go on with the settings of {folder}, got {changes}; {remedy}")
+    told = {name: value for name, value in settings.items() if name in earlier}
+    check_same_settings(folder, earlier, told, remedy=remedy)
     folder.mkdir(parents=True, exist_ok=True)
     if not settings.items() <= earlier.items():
         replace_text(path, json.dumps({**earlier, **settings}, indent=1) + "\n")

@@ -42,20 +42,23 @@ def test_sound_calls_are_sound():
 
 def test_an_interrupt_ends_the_child_first(tmp_path):
     """One that goes on would write into a folder that is being removed."""
-    late = tmp_path / "late"
+    late, number = tmp_path / "late", tmp_path / "number"
 
     def interrupted(trial, outcome):
         raise KeyboardInterrupt
+
+    def quick():
+        number.write_text(str(os.getpid()))
 
     def slow():
         time.sleep(1)
         late.touch()
 
-    trials = [Trial("kind", name, run, HONOURED_ONLY) for name, run in (("quick", lambda: None), ("slow", slow))]
+    trials = [Trial("kind", name, run, HONOURED_ONLY) for name, run in (("quick", quick), ("slow", slow))]
     with pytest.raises(KeyboardInterrupt):
         run_all(trials, interrupted)
     with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+        os.waitpid(int(number.read_text()), os.WNOHANG)  # other tests of this process may have children, too
     time.sleep(1.2)
     assert not late.exists()
 

@@ -30,6 +30,7 @@ from abuse_parts.core_calls import core_calls
 from abuse_parts.damaged_files import damaged_files
 from abuse_parts.interruptions import forks, kills, threads
 from abuse_parts.trial import VERDICTS, WRONG, Outcome, Trial
+from measuring.interruption import run_command
 from measuring.progress import Progress
 from measuring.text_table import format_table
 
@@ -78,11 +79,15 @@ def trials(options: argparse.Namespace, folder: Path) -> Iterator[Trial]:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tries", type=int, default=2000, help="damaged files and calls of the core, half each")
-    parser.add_argument("--kills", type=int, default=50, help="during a save")
+    parser.add_argument(
+        "--tries", type=int, default=2000, help="damaged files and calls of the core, half each (%(default)s)"
+    )
+    parser.add_argument("--kills", type=int, default=50, help="during a save (%(default)s)")
     parser.add_argument("--forks", type=int, default=20, help="forks while a lookup learns (%(default)s)")
-    parser.add_argument("--threads", type=int, default=20, help="tries with several threads")
-    parser.add_argument("--calls", type=int, default=100, help="of generate with random settings, after its tables")
+    parser.add_argument("--threads", type=int, default=20, help="tries with several threads (%(default)s)")
+    parser.add_argument(
+        "--calls", type=int, default=100, help="of generate with random settings, after its tables (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and damages (%(default)s)")
     parsed = parser.parse_args(arguments)
     if min(parsed.tries, parsed.kills, parsed.forks, parsed.threads, parsed.calls) < 0:
@@ -90,18 +95,26 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parsed
 
 
-def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
-    tally = Tally(options.tries + options.kills + options.forks + options.threads + options.calls)
+def try_all(options: argparse.Namespace, tally: Tally) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_all(trials(options, Path(folder)), tally.add)
+
+
+def report(tally: Tally) -> None:
     print(tally.table())
     for one in tally.wrong[:SHOWN]:
         print(f"wrong: {one['kind']}: {one['try']}: {one['what']}")
     if len(tally.wrong) > SHOWN:
         print(f"... and {len(tally.wrong) - SHOWN} more, see the JSON document")
     print(json.dumps({"counts": tally.counts, "wrong": tally.wrong}))
-    return 1 if tally.wrong else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    tally = Tally(options.tries + options.kills + options.forks + options.threads + options.calls)
+    status = run_command("abuse", lambda interruption: try_all(options, tally))
+    report(tally)  # of a run that ended early, too
+    return status or (1 if tally.wrong else 0)
 
 
 if __name__ == "__main__":

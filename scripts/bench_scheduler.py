@@ -22,7 +22,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,7 +121,40 @@ class Bench:
         return Drawn(tokens, seconds, time.process_time() - start, tuple(live), tuple(slots))
 
 
-def plot(drawn: dict[str, Drawn], max_rows: int, path: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What both arms took for one problem."""
+
+    problem: str
+    blocks: Drawn
+    places: Drawn
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast places were, by the clock."""
+        return self.blocks.seconds / self.places.seconds * self._tokens_ratio
+
+    @property
+    def cpu_ratio(self) -> float:
+        """By CPU time."""
+        return self.blocks.cpu_seconds / self.places.cpu_seconds * self._tokens_ratio
+
+    @property
+    def _tokens_ratio(self) -> float:
+        return self.places.num_tokens / self.blocks.num_tokens
+
+    def cells(self, max_rows: int) -> tuple[object, ...]:
+        """As in `HEADER`."""
+        blocks, places = self.blocks, self.places
+        taken, cached = places.peak
+        return (
+            self.problem, places.num_tokens, blocks.seconds, places.seconds, self.ratio, blocks.cpu_seconds,
+            places.cpu_seconds, self.cpu_ratio, 100 * blocks.occupancy(max_rows), 100 * places.occupancy(max_rows),
+            taken, 100 * cached / max(taken, 1),
+        )  # fmt: skip
+
+
+def plot(pair: Pair, max_rows: int, path: Path) -> None:
     """Rows live over time."""
     import matplotlib
 
@@ -129,7 +162,8 @@ def plot(drawn: dict[str, Drawn], max_rows: int, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(8, 3))
-    for arm, one in drawn.items():
+    for arm in ARMS:
+        one: Drawn = getattr(pair, arm)
         share = 100 * one.occupancy(max_rows)
         axis.step(*zip(*one.live, strict=True), where="pre", label=f"{arm}: {share:.0f} % of {max_rows} places taken")
     axis.set(xlabel="CPU seconds", ylabel="rows live", ylim=(0, max_rows + 0.5))
@@ -158,36 +192,37 @@ def read_options(command_line: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
-def main(command_line: Sequence[str] | None = None) -> int:
-    options = read_options(command_line)
-    return run_command("bench_scheduler", lambda interruption: run(options))
-
-
-def run(options: argparse.Namespace) -> None:
+def measure(options: argparse.Namespace) -> Iterator[Pair]:
+    """One pair per problem, as each is finished. Raises RuntimeError where arms that must draw the same do not."""
     torch.set_num_threads(options.threads)
-    bench, drawn = Bench(options), {}
+    bench = Bench(options)
     bench.warm_up()
     if options.verifier not in REPEATING:
         say(f"with {options.verifier} the arms draw other texts: ratios are those of tokens per second")
-    lines, ratios, cpu_ratios = [], [], []
     for place, task in enumerate(bench.tasks):
         order = ARMS if place % 2 == 0 else ARMS[::-1]
-        drawn = {arm: bench.draw(arm, task, seed=options.seed + place) for arm in order}
-        blocks, places = (drawn[arm] for arm in ARMS)
-        if options.verifier in REPEATING and blocks.tokens != places.tokens:
+        pair = Pair(task.name, **{arm: bench.draw(arm, task, seed=options.seed + place) for arm in order})
+        if options.verifier in REPEATING and pair.blocks.tokens != pair.places.tokens:
             raise RuntimeError(f"both arms must draw the same tokens, got others for {task.name}; this is a fault")
-        ratios.append(blocks.seconds / places.seconds * places.num_tokens / blocks.num_tokens)
-        cpu_ratios.append(blocks.cpu_seconds / places.cpu_seconds * places.num_tokens / blocks.num_tokens)
-        shares = [100 * drawn[arm].occupancy(options.rows) for arm in ARMS]
-        times = blocks.seconds, places.seconds, ratios[-1], blocks.cpu_seconds, places.cpu_seconds, cpu_ratios[-1]
-        taken, cached = places.peak
-        lines.append((task.name, places.num_tokens, *times, *shares, taken, 100 * cached / max(taken, 1)))
-        print(f"{task.name}: places are {ratios[-1]:.2f} ({cpu_ratios[-1]:.2f}) times as fast as blocks", flush=True)
-    print(format_table(HEADER, lines), end="\n\n")
+        say(f"{task.name}: places are {pair.ratio:.2f} ({pair.cpu_ratio:.2f}) times as fast as blocks")
+        yield pair
+
+
+def report(pairs: Sequence[Pair], max_rows: int) -> None:
+    print(format_table(HEADER, [pair.cells(max_rows) for pair in pairs]), end="\n\n")
+    ratios, cpu_ratios = [pair.ratio for pair in pairs], [pair.cpu_ratio for pair in pairs]
     medians = {"median_ratio": statistics.median(ratios), "median_cpu_ratio": statistics.median(cpu_ratios)}
     print(json.dumps({**medians, "ratios": ratios, "cpu_ratios": cpu_ratios}))
-    if options.plot is not None:
-        plot({arm: drawn[arm] for arm in ARMS}, options.rows, options.plot)
+
+
+def main(command_line: Sequence[str] | None = None) -> int:
+    options, pairs = read_options(command_line), []
+    status = run_command("bench_scheduler", lambda interruption: pairs.extend(measure(options)))
+    if pairs:  # of a run that ended early, too
+        report(pairs, options.rows)
+    if status == 0 and options.plot is not None:
+        status = run_command("bench_scheduler", lambda interruption: plot(pairs[-1], options.rows, options.plot))
+    return status
 
 
 if __name__ == "__main__":

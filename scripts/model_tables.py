@@ -15,8 +15,8 @@ time: the model in the loop, one row at a time; wall-clock and processor time of
   own `generate` with and without prompt lookup, in turn within every sample. For many rows together: throughput.py.
 
 Every finished arm (of `time`: problem) is a line of FOLDER/MODEL.jsonl; a run with the same options goes on from
-there. Tables to stdout, errors are standard errors over problems (bootstrap), gains are paired by problem. A lookup
-starts empty at every problem, but in `rules` and `loop`, where one learns from all.
+there. Tables to stdout, errors are standard errors over problems (bootstrap; one problem has none), gains are paired by
+problem. A lookup starts empty at every problem, but in `rules` and `loop`, where one learns from all.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -40,6 +41,7 @@ from measuring.option_types import (
     whole_number,
     worded,
 )
+from measuring.progress import say
 from measuring.text_table import format_table
 from workloads.model_shapes import SHAPES
 
@@ -186,7 +188,6 @@ def traces(arguments: argparse.Namespace, workload: Workload) -> Iterator[tuple[
         yield places, "places", simulation().places(AtMost(max_rows))
     if arguments.memory is not None:
         num_bytes, most = 1e9 * arguments.memory, arguments.most_rows
-        check_memory(arguments.memory, workload, roofline.cache_bytes)
         trace = simulation().places(WithinMemory(num_bytes, roofline.cache_bytes, most))
         yield int(trace.live.max()), "rooms", trace
         for size, growth in product(arguments.page_size, arguments.growth):
@@ -235,23 +236,43 @@ def plot(kept: Sequence[tuple[int, str, Trace]], token_bytes: int, path: Path) -
     pyplot.close(figure)
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One way to schedule so many rows. cells: as in `HEADER`."""
+
+    cells: tuple[object, ...]
+    places: int
+    way: str
+    trace: Trace
+
+
+def simulate(arguments: argparse.Namespace) -> Iterator[Line]:
+    """Everything that is compared, as each is finished."""
+    problems, token_bytes = problems_of(arguments), token_bytes_of(arguments)
+    workloads = [workload_of(arguments, problems, num_rows) for num_rows in arguments.rows]
+    for workload in workloads if arguments.memory is not None else ():
+        check_memory(arguments.memory, workload, token_bytes)
+    for num_rows, workload in zip(arguments.rows, workloads, strict=True):
+        for places, way, trace in traces(arguments, workload):
+            say(f"{num_rows} rows, {way}: {trace.rate():,.0f} tokens/s")
+            yield Line(cells(num_rows, places, way, trace, token_bytes), places, way, trace)
+
+
+def token_bytes_of(arguments: argparse.Namespace) -> int:
+    """Keys and values of a token, in 16 bits each."""
+    return 2 * SHAPES[arguments.shape].cache_elements()
+
+
 def main(command_line: Sequence[str] | None = None) -> int:
-    arguments = read_arguments(command_line)
-    return run_command("simulate_run", lambda interruption: run(arguments))
-
-
-def run(arguments: argparse.Namespace) -> None:
-    problems, lines, documents, kept = problems_of(arguments), [], [], []
-    token_bytes = 2 * SHAPES[arguments.shape].cache_elements()
-    for num_rows in arguments.rows:
-        kept = list(traces(arguments, workload_of(arguments, problems, num_rows)))
-        for places, way, trace in kept:
-            lines.append(cells(num_rows, places, way, trace, token_bytes))
-            documents.append(dict(zip(HEADER, map(float_or_text, lines[-1]), strict=True)))
-    print(format_table(HEADER, lines), end="\n\n")
-    print(json.dumps(documents))
-    if arguments.plot is not None:
-        plot(kept, token_bytes, arguments.plot)
+    arguments, lines = read_arguments(command_line), []
+    status = run_command("simulate_run", lambda interruption: lines.extend(simulate(arguments)))
+    if lines:  # of a run that ended early, too
+        print(format_table(HEADER, [line.cells for line in lines]), end="\n\n")
+        print(json.dumps([dict(zip(HEADER, map(float_or_text, line.cells), strict=True)) for line in lines]))
+    if status == 0 and arguments.plot is not None:
+        last = [(line.places, line.way, line.trace) for line in lines if line.cells[0] == arguments.rows[-1]]
+        status = run_command("simulate_run", lambda interruption: plot(last, token_bytes_of(arguments), arguments.plot))
+    return status
 
 
 def float_or_text(value: object) -> object:

@@ -5,7 +5,8 @@
     python scripts/train_reasoner.py --draft-model weak        # a draft model, then write scripts/drafters/weak
 
 Training data are drawn without end from `workloads/problems.py`; held-out problems never appear. How it trains is in
-`training/trainer.py`. A checkpoint is written every few minutes and a run continues from it unless `--fresh` is given.
+`training/trainer.py`. A checkpoint is written every few minutes and at the end, and a run continues from it unless
+`--fresh` is given.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def evaluate(arguments: argparse.Namespace) -> dict:
     """Held-out accuracy at temperature 1: mean over single samples and majority vote, per family and in all."""
     torch.manual_seed(arguments.seed)
     folder = arguments.model or arguments.output
-    if not folder.is_dir():
+    if not (folder / "config.json").exists():
         raise ValueError(f"--model must be a folder of a model, got {folder}; train one, or name another")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -82,7 +83,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=positive_number, help="time budget of the training (80; a draft model's own)")
     parser.add_argument("--steps", type=positive_integer, help="budget in steps instead of minutes")
     parser.add_argument("--processes", type=positive_integer, default=2, help="that train together (%(default)s)")
-    parser.add_argument("--rows", type=positive_integer, default=32, help="texts per process and step")
+    parser.add_argument("--rows", type=positive_integer, default=32, help="texts per process and step (%(default)s)")
     parser.add_argument("--hidden", type=positive_integer, default=256, help="hidden size (%(default)s)")
     parser.add_argument(
         "--intermediate", type=positive_integer, default=704, help="size of the feed-forward (%(default)s)"
@@ -108,7 +109,9 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft-model", choices=sorted(SIZES), help="train this one of compare_verifiers.py instead")
     parser.add_argument("--evaluate", action="store_true", help="measure held-out accuracy instead")
     parser.add_argument("--model", type=Path, help="folder to evaluate (default: --output)")
-    parser.add_argument("--problems", type=positive_integer, default=65, help="held-out problems to evaluate on")
+    parser.add_argument(
+        "--problems", type=positive_integer, default=65, help="held-out problems to evaluate on (%(default)s)"
+    )
     parser.add_argument(
         "--samples", type=positive_integer, default=16, help="per problem with --evaluate (%(default)s)"
     )

@@ -5,6 +5,7 @@ Every command imports this before anything else: from then on Ctrl-C ends it wit
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -95,5 +96,8 @@ def _say_error(kind: type[BaseException], error: BaseException, trace: Traceback
 
 is_command = COMMAND.parent == Path(__file__).resolve().parents[1]
 if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job ignores it
-    signal.signal(signal.SIGINT, _arrive_early)
-    sys.excepthook = _say_error
+    if multiprocessing.parent_process() is None:
+        signal.signal(signal.SIGINT, _arrive_early)
+        sys.excepthook = _say_error
+    else:  # a terminal sends it to every process: the command ends those that it spawned, and says so once
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -9,7 +9,7 @@ import numpy as np
 from measuring.text_table import format_table
 from verifier_parts.drafters import RoomDrafter
 from verifier_parts.expected_kept import expected_kept
-from verifier_parts.verifier_tables import gain, resampled, with_error
+from verifier_parts.verifier_tables import estimate, gain, resampled, with_error
 
 import stand
 from stand.trees import BlendedLookup, DraftBatch, LookupTree, TreeShape
@@ -105,8 +105,7 @@ def loop_tables(part: str, results: dict[tuple[str, LoopArm], dict]) -> str:
     for (setting, arm), result in results.items():
         reference = next(one for (where, _), one in results.items() if where == setting)
         for rule, tokens in result["tokens"].items():
-            rates = resampled(result["steps"], tokens)
-            cells = [with_error(float(rates[0]), float(rates[1:].std()))]
+            cells = [with_error(*estimate(resampled(result["steps"], tokens)))]
             if arm.kind == "chains":
                 cells.append(with_error(*gain(result, rule, result, "token"), "+"))
             else:

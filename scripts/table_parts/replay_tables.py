@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 from measuring.text_table import format_table
-from verifier_parts.verifier_tables import gain, resampled, with_error
+from verifier_parts.verifier_tables import estimate, gain, resampled, with_error
 
 import stand
 from stand.drafters.step_cost import CostTable, StepCost
@@ -106,8 +106,7 @@ def up_to(result: dict, samples: int) -> dict[str, object]:
 def rate(result: dict, samples: int) -> str:
     """Tokens per step with its standard error over problems."""
     part = up_to(result, samples)
-    rates = resampled(part["steps"], part["tokens"]["match"])
-    return with_error(float(rates[0]), float(rates[1:].std()))
+    return with_error(*estimate(resampled(part["steps"], part["tokens"]["match"])))
 
 
 def more(one: dict, other: dict, samples: int) -> str:
@@ -139,8 +138,7 @@ def _time_table(arms: list[ReplayArm], results: dict, settings: list[str], cost:
                     for calls in found["sizes"]
                 ]
                 without = [sum(tokens[:count]) * cost.seconds[0] for tokens in found["tokens"]]
-                ratios = resampled(with_drafts, without)
-                cells.append(with_error(float(ratios[0]), float(ratios[1:].std())))
+                cells.append(with_error(*estimate(resampled(with_drafts, without))))
             rows.append([setting, arm.name, *cells])
     table = format_table(["setting", "draft", *(f"N = {count}" for count in COUNTS)], rows)
     return f"time without drafts over time with them, by costs\n{table}"

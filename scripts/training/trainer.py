@@ -42,7 +42,8 @@ ALLOCATOR = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_TOP_PAD_": str(256 << 20),
 }
-FILES = ("state.pt", "state.new", SETTINGS)  # of checkpoints
+STATE = "state.pt"
+FILES = (STATE, "state.new", SETTINGS)  # of checkpoints
 FIXED = ("hidden", "intermediate", "layers", "vocabulary", "rows", "processes", "learning_rate", "seed")
 HEAD_SIZE = 64
 FOLDERS = {"tokenizer": is_tokenizer_folder, "latest": is_model_folder}
@@ -72,7 +73,7 @@ def train_process(rank: int, arguments: argparse.Namespace, meeting_file: str) -
     model = build_model(arguments, tokenizer).train()
     optimizers = build_optimizers(model, arguments.learning_rate)
     progress = {"step": 0, "tokens": 0, "seconds": 0.0}
-    state_path = arguments.checkpoints / "state.pt"
+    state_path = arguments.checkpoints / STATE
     if state_path.exists():
         progress = load_state(state_path, model, optimizers)
     if rank == 0:
@@ -81,6 +82,7 @@ def train_process(rank: int, arguments: argparse.Namespace, meeting_file: str) -
     dist.barrier()
     run_steps(rank, arguments, model, optimizers, tokenizer, progress)
     if rank == 0:
+        save_state(state_path, model, optimizers, progress)
         save_folder(arguments.output, model, tokenizer)
         describe_training(arguments, model, progress)
         print(f"wrote {arguments.output}", flush=True)
@@ -131,7 +133,7 @@ def run_steps(rank: int, arguments, model, optimizers, tokenizer, progress: dict
             print(json.dumps(report), flush=True)
             recent.clear()
         if rank == 0 and time.monotonic() - last_save > 60 * arguments.save_minutes:
-            save_state(arguments.checkpoints / "state.pt", model, optimizers, progress)
+            save_state(arguments.checkpoints / STATE, model, optimizers, progress)
             save_folder(arguments.checkpoints / "latest", model, tokenizer)
             last_save = time.monotonic()
 

@@ -14,23 +14,33 @@ STYLES = {"good": "-", "good+1": "--", "good+2": "-.", "good+3": (0, (1, 1)), "w
 
 
 def resampled(steps: list[float], tokens: list[float]) -> np.ndarray:
-    """[1 + RESAMPLES] tokens per step: of all prompts, then of prompts drawn with replacement (always the same)."""
+    """[1 + RESAMPLES] tokens per step: of all prompts, then of prompts drawn with replacement (always the same).
+
+    [1] of one prompt, which says nothing of how prompts differ.
+    """
     counts = np.array([tokens, steps], dtype=np.float64)
     num_prompts = counts.shape[1]
+    if num_prompts == 1:
+        return counts[0] / counts[1]
     drawn = np.random.default_rng(0).integers(0, num_prompts, (RESAMPLES, num_prompts))
     totals = counts[:, np.vstack([np.arange(num_prompts), drawn])].sum(axis=2)
     return totals[0] / totals[1]
 
 
+def estimate(ratios: np.ndarray) -> tuple[float, float | None]:
+    """(estimate, standard error) from what `resampled` gave, or from what was computed of it; None where unknown."""
+    return float(ratios[0]), float(ratios[1:].std()) if len(ratios) > 1 else None
+
+
 def add_estimates(result: dict) -> dict:
     """Tokens per step of every rule, and their standard errors."""
     rates = {rule: resampled(result["steps"], tokens) for rule, tokens in result["tokens"].items()}
-    means = {rule: [float(rate[0]), float(rate[1:].std())] for rule, rate in rates.items()}
+    means = {rule: list(estimate(rate)) for rule, rate in rates.items()}
     return {**result, "tokens_per_step": means}
 
 
-def gain(one: dict, rule: str, other: dict, over: str) -> tuple[float, float]:
-    """(per cent more tokens per step, standard error), paired by prompt.
+def gain(one: dict, rule: str, other: dict, over: str) -> tuple[float, float | None]:
+    """(per cent more tokens per step, standard error), paired by prompt; None of one prompt.
 
     Raises ValueError where the two were not run on as many prompts.
     """
@@ -40,12 +50,11 @@ def gain(one: dict, rule: str, other: dict, over: str) -> tuple[float, float]:
         )
     first = resampled(one["steps"], one["tokens"][rule])
     second = resampled(other["steps"], other["tokens"][over])
-    ratios = 100 * (first / second - 1)
-    return float(ratios[0]), float(ratios[1:].std())
+    return estimate(100 * (first / second - 1))
 
 
-def with_error(value: float, error: float, sign: str = "") -> str:
-    return f"{value:{sign}.2f} ± {error:.2f}"
+def with_error(value: float, error: float | None, sign: str = "") -> str:
+    return f"{value:{sign}.2f}" + ("" if error is None else f" ± {error:.2f}")
 
 
 def chain_table(arms: list[dict]) -> str:
@@ -65,9 +74,9 @@ def lookup_table(arms: list[dict], reference: tuple[str, str]) -> str:
     rows = []
     for (temperature, kind), arm in by_kind.items():
         base = by_kind[temperature, reference[0]]
-        for rule, estimate in arm["tokens_per_step"].items():
+        for rule, rate in arm["tokens_per_step"].items():
             percent = with_error(*gain(arm, rule, base, reference[1]), "+")
-            rows.append((kind, rule, str(temperature), arm["nodes_per_step"], with_error(*estimate), percent))
+            rows.append((kind, rule, str(temperature), arm["nodes_per_step"], with_error(*rate), percent))
     return format_table(header, rows)
 
 
@@ -90,9 +99,9 @@ def own_table(arms: list[dict]) -> str:
     base = {arm["temperature"]: arm for arm in arms if (arm["drafts"], arm["driver"]) == ("sampled", "traversal")}
     rows = []
     for arm in arms:
-        ((rule, estimate),) = arm["tokens_per_step"].items()
+        ((rule, rate),) = arm["tokens_per_step"].items()
         percent = gain(arm, rule, base[arm["temperature"]], "traversal")
-        rows.append((arm["drafts"], rule, str(arm["temperature"]), with_error(*estimate), with_error(*percent, "+")))
+        rows.append((arm["drafts"], rule, str(arm["temperature"]), with_error(*rate), with_error(*percent, "+")))
     return format_table(("kind", "rule, own steps", "T", "tokens per step", "% over sampled+traversal"), rows)
 
 
@@ -138,9 +147,9 @@ def _plot_chains(axis, arms: list[dict]) -> None:
     heats = sorted({temperature for _, temperature in lines})
     for drafts, temperature in lines:
         line = [arm for arm in arms if (arm["drafts"], arm["temperature"]) == (drafts, temperature)]
-        points = [gain(arm, "block", arm, "token") for arm in line]
-        axis.errorbar([arm["gamma"] for arm in line], [point[0] for point in points], [point[1] for point in points],
-                      capsize=2, color=f"C{heats.index(temperature)}", linestyle=STYLES[drafts],
+        gained, errors = zip(*(gain(arm, "block", arm, "token") for arm in line), strict=True)
+        axis.errorbar([arm["gamma"] for arm in line], gained, [error or 0.0 for error in errors], capsize=2,
+                      color=f"C{heats.index(temperature)}", linestyle=STYLES[drafts],
                       label=f"{drafts}, T = {temperature}")  # fmt: skip
     axis.axhline(0, color="grey", linewidth=0.6)
     axis.set(xlabel="gamma", ylabel="block over token, %", title="chains from a draft model")
@@ -153,12 +162,12 @@ def _plot_trees(axis, arms: list[dict]) -> None:
     pairs = list(dict.fromkeys((arm["drafts"], rule) for arm in arms for rule in arm["tokens_per_step"]))
     for place, temperature in enumerate(sorted({arm["temperature"] for arm in arms})):
         found = {
-            (arm["drafts"], rule): estimate
+            (arm["drafts"], rule): rate
             for arm in arms
             if arm["temperature"] == temperature
-            for rule, estimate in arm["tokens_per_step"].items()
+            for rule, rate in arm["tokens_per_step"].items()
         }
-        axis.errorbar(range(len(pairs)), [found[pair][0] for pair in pairs], [found[pair][1] for pair in pairs],
+        axis.errorbar(range(len(pairs)), [found[pair][0] for pair in pairs], [found[pair][1] or 0.0 for pair in pairs],
                       fmt="o", capsize=2, color=f"C{place}", label=f"T = {temperature}")  # fmt: skip
     axis.set_xticks(range(len(pairs)), [f"{kind} {rule}" for kind, rule in pairs], rotation=60, ha="right", fontsize=7)
     axis.set(ylabel="tokens per step")

@@ -1,5 +1,6 @@
 """scripts/abuse.py: what it tries comes out well, and targets that are broken on purpose are counted as wrong."""
 
+import json
 import os
 import signal
 import subprocess
@@ -61,6 +62,20 @@ def test_an_interrupt_ends_the_child_first(tmp_path):
         os.waitpid(int(number.read_text()), os.WNOHANG)  # other tests of this process may have children, too
     time.sleep(1.2)
     assert not late.exists()
+
+
+def test_an_interrupted_run_tells_what_it_found(monkeypatch, capsys):
+    def trials(options, folder):
+        yield Trial("kind", "first", lambda: 1, REFUSED_ONLY)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("abuse_parts.child.BATCH", 1)
+    monkeypatch.setattr(abuse, "trials", trials)
+    assert abuse.main([]) == 143
+    text, said = capsys.readouterr()
+    assert said == "abuse: ended early by SIGTERM\n"
+    assert "wrong: kind: first: taken without a word" in text
+    assert json.loads(text.splitlines()[-1])["counts"] == {"kind": {"wrong": 1}}
 
 
 def test_a_small_run_finds_nothing_wrong(capsys):

@@ -1,6 +1,7 @@
 """Blocks against places in small."""
 
 import json
+import signal
 
 import bench_scheduler
 import pytest
@@ -41,6 +42,15 @@ def test_the_first_draws_of_a_process_are_thrown_away(monkeypatch, capsys):
     assert "with traversal the arms draw other texts" in capsys.readouterr().err
 
 
+def test_an_interrupted_run_reports_the_problems_that_are_finished(monkeypatch, capsys):
+    monkeypatch.setattr(bench_scheduler, "Bench", lambda options: Fake(iter(2 * ({0: [1]},))))
+    monkeypatch.setattr(Fake, "tasks", 2 * Fake.tasks)
+    assert bench_scheduler.main(["--num-problems", "2"]) == 143
+    captured = capsys.readouterr()
+    assert captured.err.endswith("bench_scheduler: ended early by SIGTERM\n")
+    assert json.loads(captured.out.splitlines()[-1])["ratios"] == [1.0]
+
+
 def test_a_plot_without_a_folder_is_refused_before_the_work(capsys):
     with pytest.raises(SystemExit, match="2"):
         bench_scheduler.main(["--plot", "no/such/folder/plot.png"])
@@ -62,4 +72,7 @@ class Fake:
         pass
 
     def draw(self, arm, task, *, seed):
-        return bench_scheduler.Drawn(next(self.tokens), 1.0, 1.0, ((1.0, 1),))
+        tokens = next(self.tokens, None)
+        if tokens is None:
+            signal.raise_signal(signal.SIGTERM)
+        return bench_scheduler.Drawn(tokens, 1.0, 1.0, ((1.0, 1),), ((64, 16),))

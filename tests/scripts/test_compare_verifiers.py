@@ -85,6 +85,12 @@ def test_estimates_and_paired_gains():
         verifier_tables.gain(both[0], "a", arm, "a")
 
 
+def test_one_prompt_has_no_standard_error():
+    arm = verifier_tables.add_estimates(arm_of([10.0], {"a": [25.0], "b": [30.0]}))
+    assert arm["tokens_per_step"] == {"a": [2.5, None], "b": [3.0, None]}
+    assert verifier_tables.with_error(*verifier_tables.gain(arm, "b", arm, "a"), "+") == "+20.00"
+
+
 def test_arms_are_run_once_and_kept(tmp_path, monkeypatch):
     size = {"prompts": 1, "rows": 1, "tokens": 24, "branching": (2, 1), "own_rows": 2, "seed": 5}
     monkeypatch.setattr(compare_verifiers, "ROOM", 4)

@@ -208,7 +208,7 @@ def test_time_is_that_of_the_steps(recording):
     )
     table = replay_tables.replay_tables({("1:1", arm.name): found}, ["1:1"], stand.CostTable((cost,)))
     (line,) = [line for line in table.splitlines() if line.startswith("1:1")][-1:]
-    assert f" {expected:.2f} ± 0.00" in line
+    assert f" {expected:.2f} " in line and "±" not in line
 
 
 @pytest.fixture(scope="module")

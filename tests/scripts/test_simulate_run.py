@@ -1,6 +1,7 @@
 """The simulator of long runs in small: nothing is lost, costs by hand, and waiting for the slowest is seen."""
 
 import json
+import signal
 
 import numpy as np
 import pytest
@@ -154,6 +155,19 @@ def test_options_of_pages_without_memory_are_refused(options, capsys):
     with pytest.raises(SystemExit, match="2"):
         simulate_run.main(["--made-up", *options])
     assert "are of lines by pages; give --memory" in capsys.readouterr().err
+
+
+def test_an_interrupted_simulation_prints_the_lines_that_are_finished(monkeypatch, capsys):
+    def places(self, admission):
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Simulation, "places", places)
+    options = ["--made-up", "--mean-length", "60", "--rows", "4", "--max-rows", "2"]
+    assert simulate_run.main(options) == 143
+    captured = capsys.readouterr()
+    assert captured.err.startswith("4 rows, blocks: ")
+    assert captured.err.endswith("simulate_run: ended early by SIGTERM\n")
+    assert [line["way"] for line in json.loads(captured.out.splitlines()[-1])] == ["blocks"]
 
 
 def test_memory_that_holds_no_row_is_refused(capsys):

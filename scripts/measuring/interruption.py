@@ -96,7 +96,7 @@ def _say_error(kind: type[BaseException], error: BaseException, trace: Traceback
 
 is_command = COMMAND.parent == Path(__file__).resolve().parents[1]
 if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job ignores it
-    if multiprocessing.parent_process() is None:
+    if multiprocessing.current_process().name == "MainProcess":
         signal.signal(signal.SIGINT, _arrive_early)
         sys.excepthook = _say_error
     else:  # a terminal sends it to every process: the command ends those that it spawned, and says so once

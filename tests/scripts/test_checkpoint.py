@@ -2,6 +2,10 @@
 
 import argparse
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 import train_reasoner
@@ -93,3 +97,18 @@ def test_numbers_of_nothing_are_refused(option, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         train_reasoner.main()
     assert f"argument {option}: must be" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_its_end_and_tells_of_an_interrupt_once(tmp_path):
+    command = [sys.executable, train_reasoner.__file__, "--rows", "2", "--layers", "1", "--hidden", "64"]
+    command += ["--output", str(tmp_path / "model"), "--checkpoints", str(tmp_path / "checkpoints")]
+    first = subprocess.run([*command, "--steps", "3"], capture_output=True, text=True, check=True)
+    assert "from step 0\n" in first.stdout
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as run:
+        line = run.stdout.readline()
+        os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to every process
+        said = run.communicate()[1]
+    assert line.endswith("from step 3\n")
+    assert said == "train_reasoner: ended early by SIGINT\n" and run.returncode in (130, -signal.SIGINT)

@@ -24,12 +24,11 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
-from pathlib import Path
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 from measuring.cpu_time import timed
-from measuring.option_types import positive_integer
+from measuring.option_types import existing_file, positive_integer
 from measuring.progress import say
 from measuring.replay_drafters import (
     SCOPES,
@@ -236,8 +235,8 @@ def table(figures: dict) -> str:
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="recordings, as for replay.py")
-    parser.add_argument("--tokenizer", required=True, type=Path, help="tokenizer.json")
+    parser.add_argument("files", nargs="+", type=existing_file, metavar="FILE", help="recordings, as for replay.py")
+    parser.add_argument("--tokenizer", required=True, type=existing_file, help="tokenizer.json")
     parser.add_argument("--contexts", nargs="+", type=positive_integer, default=[1_000_000], help="sizes of the lookup")
     parser.add_argument("--max-tokens", type=positive_integer, default=16_000, help="cut samples to so many tokens")
     parser.add_argument("--samples", type=positive_integer, help="at most so many samples per problem")

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
-from measuring.option_types import number_from_zero, positive_integer, share, worded
+from measuring.option_types import existing_file, number_from_zero, positive_integer, share, worded
 from measuring.output_file import JsonLines
 from measuring.progress import Progress, say
 from measuring.setup import BOXED_INSTRUCTION, REASONER, WORD_PROBLEMS, load_model, prompt_ids
@@ -237,7 +237,9 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--loop-samples", type=positive_integer, default=4, help="samples per problem, together, in `time` in turn"
     )
-    parser.add_argument("--costs", type=Path, help="file of step costs of one row: what drafts would do to the time")
+    parser.add_argument(
+        "--costs", type=existing_file, help="file of step costs of one row: what drafts would do to the time"
+    )
     parser.add_argument("--head", help="an EAGLE-1 head of the model: `rules` with chains that it draws, too")
     parser.add_argument(
         "--folder", type=Path, default=Path("results/model_tables"), help="of recordings and results (%(default)s)"

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
-from measuring.option_types import picture_file
+from measuring.option_types import existing_file, picture_file
 from measuring.progress import say
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -90,7 +90,9 @@ def read_results(path: Path) -> list[dict]:
 
 def main(command_line: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=DOCS / "drafting.json", help="default: docs/drafting.json")
+    parser.add_argument(
+        "--data", type=existing_file, default=DOCS / "drafting.json", help="default: docs/drafting.json"
+    )
     parser.add_argument(
         "--output", type=picture_file, default=str(DOCS / "drafting.png"), help="default: docs/drafting.png"
     )

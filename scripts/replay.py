@@ -33,7 +33,7 @@ from pathlib import Path
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 from measuring.interruption import run_command
-from measuring.option_types import picture_file, positive_integer, probability
+from measuring.option_types import existing_file, picture_file, positive_integer, probability
 from measuring.progress import Progress
 from measuring.replay_drafters import ArcticReplay, ReplayDrafter, make_drafter
 from measuring.replay_walk import Tally, replay_one
@@ -151,8 +151,10 @@ def plot(results: list[Result], path: Path) -> None:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="recordings: .jsonl, also compressed")
-    parser.add_argument("--tokenizer", required=True, type=Path, help="tokenizer.json")
+    parser.add_argument(
+        "files", nargs="+", type=existing_file, metavar="FILE", help="recordings: .jsonl, also compressed"
+    )
+    parser.add_argument("--tokenizer", required=True, type=existing_file, help="tokenizer.json")
     parser.add_argument(
         "--drafter", nargs="+", choices=DRAFTERS, default=["lookup", "stand"], help="default: lookup stand"
     )
@@ -170,7 +172,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-problems", type=positive_integer, help="at most so many problems per file")
     parser.add_argument("--every", type=positive_integer, default=1, help="every n-th problem")
     parser.add_argument("--max-tokens", type=positive_integer, help="cut samples to so many tokens")
-    parser.add_argument("--lookup", type=Path, help="file that `lookup` starts from (scripts/train_lookup.py)")
+    parser.add_argument("--lookup", type=existing_file, help="file that `lookup` starts from (scripts/train_lookup.py)")
     parser.add_argument(
         "--floor", type=probability, default=0.0, help="`lookup`: no node that is less likely than this"
     )
@@ -190,8 +192,6 @@ def run(options: argparse.Namespace) -> Iterator[Result]:
     if options.lookup is not None:  # once, so that a file of another tokenizer is refused before anything is replayed
         BlendedLookup.load(options.lookup, fingerprint=vocabulary_fingerprint(tokenizer.get_vocab()))
     selection = Selection(options.every, options.max_problems, options.samples, options.max_tokens)
-    for file in options.files:
-        file.open("rb").close()
     if any(name.startswith("arctic") for name in options.drafter):
         ArcticReplay()  # is it installed?
     progress = Progress(len(options.files) * len(options.setting) * len(options.drafter) * len(options.budget))

@@ -27,7 +27,7 @@ from pathlib import Path
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 from measuring.interruption import run_command
-from measuring.option_types import positive_integer, share
+from measuring.option_types import existing_file, positive_integer, share
 from measuring.progress import Progress, say
 from measuring.replay_drafters import BlendedReplay
 from measuring.replay_walk import Tally, replay_one
@@ -126,8 +126,8 @@ def expression(text: str) -> re.Pattern[str]:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, metavar="FILE", help="recordings: .jsonl, also compressed")
-    parser.add_argument("--tokenizer", required=True, type=Path, help="tokenizer.json")
+    parser.add_argument("file", type=existing_file, metavar="FILE", help="recordings: .jsonl, also compressed")
+    parser.add_argument("--tokenizer", required=True, type=existing_file, help="tokenizer.json")
     parser.add_argument(
         "--checkpoint",
         type=expression,

@@ -25,7 +25,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Protocol
 
@@ -33,7 +32,7 @@ import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 from measuring.cpu_time import timed
 from measuring.interruption import run_command
-from measuring.option_types import positive_integer
+from measuring.option_types import existing_file, positive_integer
 from measuring.progress import Progress
 from measuring.replay_drafters import suffix_decoding_cache
 from measuring.text_table import format_table
@@ -319,8 +318,10 @@ def class_name(text: str) -> str:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="recordings: .jsonl, also compressed")
-    parser.add_argument("--tokenizer", required=True, type=Path, help="tokenizer.json")
+    parser.add_argument(
+        "files", nargs="+", type=existing_file, metavar="FILE", help="recordings: .jsonl, also compressed"
+    )
+    parser.add_argument("--tokenizer", required=True, type=existing_file, help="tokenizer.json")
     parser.add_argument(
         "--door",
         nargs="+",

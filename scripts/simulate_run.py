@@ -34,6 +34,7 @@ from long_runs.simulated_run import Acceptance, Roofline, Simulation, Trace, Wor
 from measuring.interruption import run_command
 from measuring.option_types import (
     count_list,
+    existing_file,
     number_from_zero,
     picture_file,
     positive_integer,
@@ -60,8 +61,8 @@ PER_PROBLEM = 64
 
 def read_arguments(command_line: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", type=Path, help="recorded trajectories, .jsonl or .jsonl.gz")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json")
+    parser.add_argument("file", nargs="?", type=existing_file, help="recorded trajectories, .jsonl or .jsonl.gz")
+    parser.add_argument("--tokenizer", type=existing_file, help="tokenizer.json")
     parser.add_argument("--made-up", action="store_true", help="log-normal lengths instead of a file")
     parser.add_argument("--mean-length", type=positive_number, default=8000.0, help="of made-up lengths, tokens")
     parser.add_argument("--scale", type=positive_number, default=1.0, help="all lengths times this")

@@ -33,7 +33,7 @@ import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
 from long_runs.trajectory_run import LongRun, check_resumable, digest_of, lookup_to_start_with
 from measuring.interruption import Interruption, run_command
-from measuring.option_types import count_list, positive_number, whole_number, worded
+from measuring.option_types import count_list, existing_file, positive_number, whole_number, worded
 from measuring.output_file import JsonLines, check_writable
 from measuring.progress import Progress, RunProgress, say
 from measuring.setup import add_options, fill_defaults, load_model, load_tasks, prompt_ids, sampling_for
@@ -192,7 +192,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
         choices=("sampled", "mixed", "deterministic"),
         help="how children are chosen, see docs/verifiers.md (sampled)",
     )
-    parser.add_argument("--lookup", type=Path, help="start from this lookup")
+    parser.add_argument("--lookup", type=existing_file, help="start from this lookup")
     parser.add_argument("--save-lookup", type=Path, help="write the lookup of the last number of trajectories")
     parser.add_argument("--lookup-scope", choices=("run", "problem"), help="when it starts anew (run)")
     parser.add_argument(

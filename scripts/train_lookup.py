@@ -18,7 +18,7 @@ from pathlib import Path
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
-from measuring.option_types import positive_integer
+from measuring.option_types import existing_file, positive_integer
 from measuring.output_file import check_writable
 from measuring.progress import Progress, say
 from tokenizers import Tokenizer
@@ -41,8 +41,10 @@ def read_runs(path: Path, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="texts or recordings to learn from")
-    parser.add_argument("--tokenizer", required=True, type=Path, help="tokenizer.json")
+    parser.add_argument(
+        "files", nargs="+", type=existing_file, metavar="FILE", help="texts or recordings to learn from"
+    )
+    parser.add_argument("--tokenizer", required=True, type=existing_file, help="tokenizer.json")
     parser.add_argument("--output", required=True, type=Path, help="the lookup's file")
     parser.add_argument("--max-bytes", type=positive_integer, default=256 << 20, help="memory cap, kept in the file")
     parser.add_argument("--max-tokens", type=positive_integer, help="cut every record to so many tokens")

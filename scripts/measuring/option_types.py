@@ -66,6 +66,16 @@ def device_name(text: str) -> str:
     return text
 
 
+def existing_file(text: str) -> Path:
+    """A file that can be read, tried before the work begins."""
+    try:
+        Path(text).open("rb").close()
+    except OSError as error:
+        reason = error.strerror.lower()
+        raise argparse.ArgumentTypeError(f"must be a file that can be read, got {text!r} ({reason})") from error
+    return Path(text)
+
+
 def new_file(text: str) -> Path:
     """A file that can be written, tried before the work begins."""
     try:

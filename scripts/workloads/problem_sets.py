@@ -30,8 +30,8 @@ def generated_tasks(count: int, *, seed: int) -> list[Task]:
 def read_tasks(source: str, *, count: int | None = None) -> list[Task]:
     """The first `count` problems of a JSON-lines file or hub dataset with fields `problem` and `answer`.
 
-    A source that exists as a file, or ends in .jsonl, is a file. Raises ValueError for missing fields and for
-    answers that are not integers, OSError for a file that cannot be read.
+    A source that exists as a file, or ends in .jsonl, is a file. Raises ValueError for missing fields, for answers that
+    are not integers and for a file that cannot be read, OSError for a dataset that cannot.
     """
     records = _read_lines(Path(source)) if _is_file(source) else _read_hub(source)
     tasks = []
@@ -49,7 +49,12 @@ def _is_file(source: str) -> bool:
 
 
 def _read_lines(path: Path) -> Iterable[Mapping]:
-    with path.open(encoding="utf-8") as file:
+    try:
+        file = path.open(encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror.lower()
+        raise ValueError(f"--problems must be a file that can be read, got {path} ({reason}); name another") from error
+    with file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+FILES = (__file__, "--tokenizer", __file__)  # that are there
 
 
 @pytest.mark.parametrize(
@@ -42,11 +43,13 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
         ("bench_scheduler", ["--rows", "0"], "--rows: must be an integer >= 1, got '0'"),
         ("train_eagle", ["--rows", "0"], "--rows: must be an integer >= 1, got '0'"),
         ("check_law", ["law", "--top-p", "0"], "--top-p: must be a number in (0, 1], got '0'"),
-        ("replay_serving", ["FILE", "--every", "0"], "--every: must be an integer >= 1, got '0'"),
-        ("replay_serving", ["FILE", "--options", "[]"], "--options: must be a JSON object, got '[]'"),
-        ("replay_serving", ["FILE", "--corpus", "ngram"], "--corpus: must be module:Class, got 'ngram'"),
-        ("replay_serving", ["F", "--tokenizer", "F", "--max-tokens", "1"], "--max-tokens must be at least 2, got 1"),
-        ("replay_epochs", ["FILE", "--fade", "0"], "--fade: must be a number in (0, 1], got '0'"),
+        ("replay_serving", [__file__, "--every", "0"], "--every: must be an integer >= 1, got '0'"),
+        ("replay_serving", [__file__, "--options", "[]"], "--options: must be a JSON object, got '[]'"),
+        ("replay_serving", [__file__, "--corpus", "ngram"], "--corpus: must be module:Class, got 'ngram'"),
+        ("replay_serving", [*FILES, "--max-tokens", "1"], "--max-tokens must be at least 2, got 1"),
+        ("replay", ["/no/such", "--tokenizer", __file__], "FILE: must be a file that can be read, got '/no/such'"),
+        ("replay_epochs", [__file__, "--tokenizer", "/"], "--tokenizer: must be a file that can be read, got '/'"),
+        ("replay_epochs", [__file__, "--fade", "0"], "--fade: must be a number in (0, 1], got '0'"),
     ],
 )
 def test_it_is_refused(command, options, message, monkeypatch, capsys):
@@ -63,8 +66,8 @@ def test_it_is_refused(command, options, message, monkeypatch, capsys):
     [
         ("bench_scheduler", ["--plot", "x.png"]),
         ("plot_drafting", []),
-        ("replay", ["FILE", "--tokenizer", "FILE", "--plot", "x.png"]),
-        ("simulate_run", ["--made-up", "9", "--rows", "4", "--plot", "x.png"]),
+        ("replay", [*FILES, "--plot", "x.png"]),
+        ("simulate_run", ["--made-up", "--rows", "4", "--plot", "x.png"]),
     ],
 )
 def test_a_picture_is_refused_before_the_work_where_nothing_can_draw_it(command, options, monkeypatch, capsys):

@@ -219,7 +219,7 @@ def test_bad_options_are_refused(files):
         "--samples: must be": ["--samples", "0"],
         "--every: must be": ["--every", "-1"],
         "--tokenizer must be a tokenizer.json": ["--tokenizer", __file__],
-        "must not be given with": ["--lookup", "x", "--max-bytes", "5"],
+        "must not be given with": ["--lookup", __file__, "--max-bytes", "5"],
         "invalid choice": ["--drafter", "oracle"],
     }
     for message, extra in cases.items():
@@ -272,18 +272,14 @@ def test_a_field_that_is_no_text_is_named(field, tmp_path):
         list(read_records(path))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [(["--drafter", "lookup", "arctic"], "pip install arctic-inference"), (["no.jsonl"], "'no.jsonl'")],
-)
-def test_what_is_missing_is_told_before_anything_is_replayed(options, message, files, monkeypatch, capsys):
+def test_a_missing_package_is_told_before_anything_is_replayed(files, monkeypatch, capsys):
     import replay
 
     monkeypatch.setitem(sys.modules, "arctic_inference", None)
     monkeypatch.setattr(replay, "replay", None)
-    command_line = [str(files / "walks.jsonl.gz"), *options, "--tokenizer", str(files / "tokenizer.json")]
-    assert replay.main(command_line) == 2
-    assert message in capsys.readouterr().err
+    command_line = [str(files / "walks.jsonl.gz"), "--tokenizer", str(files / "tokenizer.json")]
+    assert replay.main([*command_line, "--drafter", "lookup", "arctic"]) == 2
+    assert "pip install arctic-inference" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("error", "status"), [(None, 128 + signal.SIGINT), (ValueError("no"), 2)])

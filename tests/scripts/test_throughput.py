@@ -130,7 +130,7 @@ def test_own_problem_file_and_lookup_per_problem(capsys, tmp_path):
     [
         (["--problems", "missing.jsonl"], "missing.jsonl"),
         (["--verifier", "hope"], "verifier must be one of"),
-        (["--lookup", "missing.lookup"], "missing.lookup"),
+        (["--lookup", __file__], "test_throughput.py"),
         (["--save-lookup", "no/such/folder/file"], "--save-lookup must name a file in an existing folder"),
         (["--output", "no/such/folder/file"], "--output must name a file in an existing folder"),
         (["--costs", "no/such/folder/file"], "--costs must name a file in an existing folder"),
@@ -161,7 +161,7 @@ ONLY = ("--trajectories", "1", "--output", "results.jsonl", "--only")
         (("--shape", "paper", "--budget", "5"), "--budget has no effect beside --shape"),
         (("--shape", "paper", "--costs", "file"), "--costs has no effect beside"),
         (("--budget", "5", "--costs", "file"), "--costs has no effect beside"),
-        ((*ONLY, "plain", "--lookup", "file"), "--lookup has no effect on --only plain"),
+        ((*ONLY, "plain", "--lookup", __file__), "--lookup has no effect on --only plain"),
         ((*ONLY, "plain", "--save-lookup", "file"), "--save-lookup has no effect on --only plain"),
         ((*ONLY, "plain", "--draft-kind", "mixed"), "--draft-kind has no effect on --only plain"),
         ((*ONLY, "drafted", "--lookup-scope", "problem"), "--lookup-scope has no effect with --only"),

@@ -43,11 +43,16 @@ SLOW_IMPORTS = ("hypothesis", "numpy", "pytest", "torch", "transformers", "tiny_
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="comma-separated targets, or files below the project's root")
-    parser.add_argument("--output", type=Path, default=Path("mutants.jsonl"), help="verdicts, one per line")
     parser.add_argument(
-        "--minutes", type=positive_number, default=1e6, help="of judging; the unchanged tests are run before, as needed"
+        "--output", type=Path, default=Path("mutants.jsonl"), help="verdicts, one per line (%(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the order in which they are tried")
+    parser.add_argument(
+        "--minutes",
+        type=positive_number,
+        default=1e6,
+        help="of collecting tests and judging; unchanged tests run before",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the order in which they are tried (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="leave what the quick tests do not catch for a later run")
     parser.add_argument("--report", action="store_true", help="judge nothing, only read the output")
     options = parser.parse_args()
@@ -111,14 +116,20 @@ def run(mutants: list[tuple[Target, Mutant]], output: Path, *, minutes: float, s
     random.Random(seed).shuffle(waiting)
     left, progress = 60 * minutes, os.fdopen(os.dup(2), "w")
 
+    def tell(line: str) -> None:
+        print(line, file=progress, flush=True)
+
     def record(mutant: Mutant, verdict: Verdict) -> None:
         line = dict(zip(KEY, mutant.key, strict=True)) | {"verdict": verdict.name, "killer": verdict.killer}
         with output.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        print(f"{mutant}: {verdict.name} {verdict.killer}", file=progress, flush=True)
+        tell(f"{mutant}: {verdict.name} {verdict.killer}")
 
     for target in dict.fromkeys(target for target, _ in waiting):
-        print(f"{target.name}: its tests on the unchanged code", file=progress, flush=True)
+        if left <= 0:
+            tell(f"{target.name}: no time was left for it")
+            continue
+        tell(f"{target.name}: its tests on the unchanged code")
         experience = experience_of(target, output)
         begin = time.monotonic()
         end = begin + left
@@ -129,6 +140,8 @@ def run(mutants: list[tuple[Target, Mutant]], output: Path, *, minutes: float, s
             if mutant.key not in known and time.monotonic() < end:
                 record(mutant, judge(mutant, target, experience))
         left -= time.monotonic() - begin
+        if left <= 0 and read_verdicts(output).keys().isdisjoint(mutant.key for mutant in own):
+            tell(f"{target.name}: to collect its tests took all of the time, nothing was judged; give more --minutes")
 
 
 def report(mutants: list[tuple[Target, Mutant]], output: Path) -> str:

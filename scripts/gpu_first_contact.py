@@ -210,8 +210,8 @@ class Contact:
             engine = self._engine(model, backend, verifier=verifier, fuse=fuse, source=source, lookup=lookup)
             outputs.append([self._decoded(engine, learn=learn, **law) for _ in range(2)])
             if backend == "triton":
-                chosen, swaps = engine.backend, getattr(engine.backend, "fusion", None)
-                kept = "" if swaps is None else f", {sum(swap.is_kept for swap in swaps.report)} swaps"
+                chosen, fusion = engine.backend, getattr(engine.backend, "fusion", None)
+                kept = "" if fusion is None else f", {sum(swap.is_kept for swap in fusion.report)} parts fused"
         if str(chosen) != "triton":
             raise AssertionError(f"steps must be captured to the end, got {chosen}: {chosen.reason}")
         pairs = [(a, b) for ours, theirs in zip(*outputs, strict=True) for a, b in zip(ours, theirs, strict=True)]

@@ -83,6 +83,10 @@ def main(command_line: list[str] | None = None) -> int:
     if not arguments.smoke and not torch.cuda.is_available():
         parser.error("no GPU is visible to torch; use --smoke to see that the script runs")
     if arguments.smoke:
+        idle = [name for name in ("shape", "device", "dtype") if getattr(arguments, name) != parser.get_default(name)]
+        if idle:
+            named = ", ".join(f"--{name}" for name in idle)
+            parser.error(f"--smoke has a shape of its own on the CPU, got {named} with it; leave one out")
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
     from gpu_parts.bench_model import BenchModel
     from gpu_parts.plain_float32 import use_plain_float32

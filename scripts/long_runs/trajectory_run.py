@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
 from measuring.interruption import Interruption
-from measuring.output_file import JsonLines
+from measuring.output_file import JsonLines, check_same_settings
 from measuring.progress import RunProgress
 from measuring.setup import prompt_ids, sampling_for
 from measuring.text_table import format_table
@@ -166,10 +166,7 @@ def _check_same_run(arguments: argparse.Namespace, tasks: Sequence[Task], first:
     if not isinstance(earlier, Mapping):
         raise ValueError("--resume needs a file that a run has begun, got one without settings in its first line")
     now = {name: plain_setting(getattr(arguments, name)) for name in FIXED}
-    other = [name for name in FIXED if earlier.get(name) != now[name]]
-    if other:
-        changes = ", ".join(f"{name} {earlier.get(name)!r} -> {now[name]!r}" for name in other)
-        raise ValueError(f"--resume must go on with the settings that the run began with, got {changes}; keep them")
+    check_same_settings(arguments.output, earlier, now, remedy="keep them, or begin another file without --resume")
     if first.get("problems_digest") != digest_of(tasks):
         raise ValueError(
             f"--resume must go on with the problems that the run began with, got others from {arguments.problems}; "

@@ -148,7 +148,7 @@ def test_changed_problems_are_refused(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--resume", "--seed", "6"], "settings that the run began with, got seed 5 -> 6"),
+        (["--resume", "--seed", "6"], "run.jsonl, got seed 5 -> 6; keep them, or begin another file"),
         (["--resume", "--verifier", "traversal"], "--resume needs a rule that draws a row's tokens again"),
         ([], "which holds earlier results"),
     ],

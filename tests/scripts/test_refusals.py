@@ -32,6 +32,7 @@ FILES = (__file__, "--tokenizer", __file__)  # that are there
         ("profile_step", ["--smoke", "--steps", "0x0@0"], "must be NODESxROWS@LENGTH, of at least 0 x 1 @ 1"),
         ("profile_step", ["--smoke", "--steps", "3"], "must be NODESxROWS@LENGTH"),
         ("profile_step", ["--smoke", "--repeats", "0"], "--repeats: must be an integer >= 1, got '0'"),
+        ("profile_step", ["--smoke", "--shape", "qwen3-8b"], "--smoke has a shape of its own on the CPU, got --shape"),
         ("gpu_first_contact", ["--device", "cpu", "--seconds", "0"], "--seconds: must be a number > 0, got '0'"),
         ("pack_wheel", ["/no/such.whl"], "must be a wheel, got /no/such.whl"),
         ("fit_shape", ["--start", "foo"], "--start: a shape must be paper"),

@@ -435,6 +435,12 @@ def run(options: argparse.Namespace) -> bool:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     result = (check_law if options.check == "law" else check_tokens)(model, tokenizer, options)
     print(json.dumps({**result, "model": options.model, "torch": torch.__version__}))
+    few = [arm["verifier"] for arm in result["arms"] if arm.get("degrees_of_freedom") == 0]
+    if few:
+        raise ValueError(
+            f"continuations must fill at least two cells, got one of {', '.join(few)}: nothing was tested; raise "
+            f"--continuations ({options.continuations})"
+        )
     wrong = [arm["verifier"] for arm in result["arms"] if not arm["as_it_should"]]
     if wrong and set(wrong) <= {CONTROL}:
         raise ValueError(

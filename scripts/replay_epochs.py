@@ -10,7 +10,7 @@ records marked `loop`. One epoch is every problem once, decoded one after the ot
 Lookups: `fresh` forgets before every epoch, `kept` never does, `renamed` is kept, but a problem gets another scope at
 each epoch. tau is tokens per step. Problems with even and with odd numbers are counted apart, so that a choice made on
 the one half can be judged on the other. The table goes to stdout, progress to stderr; the last stdout line is one JSON
-document.
+document: `tau` and `num_tokens` are of all epochs but the first, `tau_by_epoch` of each.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def read_epochs(
         tokens = record_tokens(record, tokenizer)[:max_tokens]
         if len(tokens) >= SHORTEST:
             one = Recording(problems[key], 0, prompts[key], tokens)
-            by_number.setdefault(float(found[1]), []).append(one)
+            by_number.setdefault(number_of(found), []).append(one)
     if len(by_number) < 2:
         raise ValueError(
             f"{path} must name at least two checkpoints that {checkpoint.pattern!r} finds in `model`, "
@@ -82,6 +82,17 @@ def read_epochs(
         )
     numbers = sorted(by_number)
     return numbers, [sorted(by_number[number], key=lambda one: one.problem) for number in numbers]
+
+
+def number_of(found: re.Match[str]) -> float:
+    """Raises ValueError where the first group is no number."""
+    try:
+        return float(found[1])
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"--checkpoint must have a number in its first group, got {found[1]!r} in {found.string!r}; "
+            r"write (\d+) there"
+        ) from error
 
 
 def replay_epochs(epochs: list[list[Recording]], lookup: str, fade: float, budget: int) -> list[Tally]:

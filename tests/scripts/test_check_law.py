@@ -44,6 +44,13 @@ def test_a_blind_test_is_no_failed_law(wrong, status, monkeypatch, capsys):
     assert ("the test is blind; raise --continuations (3)" in said.err) == (status == 2)
 
 
+def test_a_law_that_was_not_compared_is_not_confirmed(monkeypatch, capsys):
+    arms = [{"verifier": "match", "as_it_should": True, "degrees_of_freedom": 0}]
+    monkeypatch.setattr(check_law, "check_law", lambda *_: {"arms": arms})
+    assert check_law.main(["law", "--continuations", "3"]) == 2
+    assert "got one of match: nothing was tested; raise --continuations (3)" in capsys.readouterr().err
+
+
 def test_a_missing_model_is_one_line(capsys):
     assert check_law.main(["tokens", "--model", "/no/such/model"]) == 2
     assert capsys.readouterr().err.startswith("check_law: --model must be an existing folder")

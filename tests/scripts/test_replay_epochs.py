@@ -61,6 +61,8 @@ def test_the_command_prints_a_table_and_a_document(file, capsys):
     assert [(one["fade"], one["half"]) for one in results] == [(0.9, "even"), (0.9, "odd"), (1.0, "even"), (1.0, "odd")]
     assert main([str(file), "--tokenizer", tokenizer, "--checkpoint", r"step-(\d+)"]) == 2
     assert "at least two checkpoints" in capsys.readouterr().err
+    assert main([str(file), "--tokenizer", tokenizer, "--checkpoint", "(m) check"]) == 2
+    assert "must have a number in its first group, got 'm' in 'm checkpoint-100'" in capsys.readouterr().err
     nameless = file.with_name("nameless.jsonl")
     nameless.write_text('{"model": "checkpoint-5"}\n')
     assert main([str(nameless), "--tokenizer", tokenizer]) == 2

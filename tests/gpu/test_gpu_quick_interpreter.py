@@ -1,11 +1,11 @@
-"""The suite's interpreter computes what Triton's own does, and looks for the language less often."""
+"""The suite's interpreter computes what Triton's own does, with values that have the same attributes."""
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-from quick_interpreter import BUILDER, OWN_OPTIONS, OWN_REPLACE  # noqa: E402
+from quick_interpreter import CHANGED, OWN  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
 
@@ -34,14 +34,74 @@ def count_replacements(monkeypatch) -> list[str]:
     return counted
 
 
+def put_back_triton(monkeypatch):
+    """Its own interpreter, until the test ends."""
+    for (owner, name), own in zip(CHANGED, OWN, strict=True):
+        monkeypatch.setattr(owner, name, own)
+
+
 def test_sums_that_overflow_and_functions_within_functions_give_the_same_bits(monkeypatch):
     counted = count_replacements(monkeypatch)
     quick, num_quick = scrambled(), len(counted)
-    monkeypatch.setattr(interpreter, "_patch_lang", OWN_REPLACE)
-    monkeypatch.setattr(BUILDER, "options", OWN_OPTIONS)
+    put_back_triton(monkeypatch)
     counted.clear()
     assert scrambled() == quick and len(set(quick)) > 60
     assert 0 < num_quick < len(counted) / 2
+
+
+def attributes(value) -> dict[str, object]:
+    """What a type or a tensor holds, down to what can be compared."""
+    return {name: plain(held) for name, held in vars(value).items()}
+
+
+def plain(held):
+    if isinstance(held, tl.tuple):
+        return [plain(one) for one in held.values], [attributes(kind) for kind in held.type.types]
+    if isinstance(held, tl.constexpr):
+        return "constexpr", held.value
+    return attributes(held) if isinstance(held, (tl.dtype, tl.tensor)) else held
+
+
+def made() -> list[object]:
+    """Types, tensors, numpy's dtypes and sums, of shapes and elements that look alike; the second time as the first."""
+    elements = (tl.float32, tl.bfloat16, tl.int1, tl.pointer_type(tl.float32), tl.pointer_type(tl.int8, const=True))
+    found = []
+    for _ in range(2):
+        for element in elements:
+            blocks = [tl.block_type(element, shape) for shape in ([2, 16], [16, 2], [tl.constexpr(32)])]
+            found += [attributes(kind) for kind in blocks]
+            found += [attributes(tl.tensor("handle", kind)) for kind in (element, *blocks)]
+            found += [interpreter._get_np_dtype(kind) for kind in (element, *blocks)]
+    return found
+
+
+def broadcasted() -> list[tuple]:
+    semantic = interpreter.interpreter_semantic
+    flat, row = semantic.arange(0, 8), semantic.expand_dims(semantic.arange(0, 8), 0)
+    column = semantic.expand_dims(semantic.arange(0, 4), 1)
+    pairs = [(flat, flat), (row, column), (flat, semantic.to_tensor(3)), (semantic.to_tensor(3), row)]
+    results = [semantic.broadcast_impl_value(*pair) for pair in pairs]
+    return [(str(one.type), one.handle.data.tolist()) for pair in results for one in pair]
+
+
+@pytest.mark.parametrize("work", [made, broadcasted])
+def test_what_is_remembered_is_what_would_be_made(work, monkeypatch):
+    quick = work()
+    put_back_triton(monkeypatch)
+    assert work() == quick and len(quick) >= 8
+
+
+def test_what_is_remembered_wrongly_is_seen(monkeypatch):
+    init = tl.tensor.__init__
+
+    def forgetful(self, handle, type):
+        init(self, handle, type)
+        self.numel = tl.constexpr(1)
+
+    monkeypatch.setattr(tl.tensor, "__init__", forgetful)
+    wrong = made()
+    put_back_triton(monkeypatch)
+    assert made() != wrong
 
 
 def test_after_a_kernel_the_language_is_as_it_was_imported():

@@ -1,26 +1,42 @@
-"""Triton's interpreter without two of its habits, which take more than half of its time and decide nothing.
+"""Triton's interpreter without habits that take three quarters of its time and decide nothing.
 
 At every call of a function within a kernel it looks for `triton.language` to replace, though that was replaced when the
-kernel began. And it computes every sum and product of integers again in 64 bits, for an assertion that is only made
-with `debug`; compiled kernels leave that out too.
+kernel began. It computes every sum and product of integers again in 64 bits, for an assertion that is only made with
+`debug`; compiled kernels leave that out too. And for every number it derives the same few shapes and types anew: they
+are remembered here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import triton.language as tl
 from triton.runtime import interpreter
 
-BUILDER = interpreter.interpreter_builder
-OWN_REPLACE, OWN_OPTIONS = interpreter._patch_lang, BUILDER.options  # Triton's
+BUILDER, SEMANTIC = interpreter.interpreter_builder, type(interpreter.interpreter_semantic)
+CHANGED = (  # (owner, name) of what is replaced
+    (interpreter, "_patch_lang"), (interpreter, "_patch_attr"), (interpreter, "_get_np_dtype"), (BUILDER, "options"),
+    (SEMANTIC, "broadcast_impl_value"), (tl.block_type, "__init__"), (tl.tensor, "__init__"),
+)  # fmt: skip
+OWN = tuple(getattr(owner, name) for owner, name in CHANGED)  # Triton's
 
 
 def make_quick() -> None:
     """Of the interpreter of this process, until it ends."""
-    interpreter._patch_lang = _where_not_yet_replaced(OWN_REPLACE)
-    BUILDER.options = dataclasses.replace(OWN_OPTIONS, sanitize_overflow=False)
+    for (owner, name), quick in zip(CHANGED, _quick(*OWN), strict=True):
+        setattr(owner, name, quick)
+
+
+def _quick(replace, replace_one, np_dtype, options, broadcast, init_block, init_tensor) -> Iterator[object]:
+    """In place of `CHANGED`, of which the arguments are Triton's own."""
+    yield _where_not_yet_replaced(replace)
+    yield _replaced_one
+    yield _remembered_dtype(np_dtype)
+    yield dataclasses.replace(options, sanitize_overflow=False)
+    yield _broadcast_where_shapes_differ(broadcast)
+    yield _block_of_known_shape(init_block)
+    yield _tensor_of_known_shape(init_tensor)
 
 
 def _where_not_yet_replaced(replace: Callable) -> Callable:
@@ -30,3 +46,65 @@ def _where_not_yet_replaced(replace: Callable) -> Callable:
         return replace(function) if is_as_imported else interpreter._LangPatchScope()
 
     return replaced
+
+
+def _replaced_one(owner: object, name: str, member: Callable, builder, scope: interpreter._LangPatchScope) -> None:
+    def interpreted(*args, _semantic=None, member=member, **kwargs):
+        return member(*args, **kwargs, _semantic=interpreter.interpreter_semantic)
+
+    scope.set_attr(owner, name, interpreted)
+
+
+def _remembered_dtype(np_dtype: Callable) -> Callable:
+    known: dict[str, object] = {}  # by name of the scalar type
+
+    def of(kind: tl.dtype) -> object:
+        name = kind.scalar.name
+        if name not in known:
+            known[name] = np_dtype(kind)
+        return known[name]
+
+    return of
+
+
+def _broadcast_where_shapes_differ(broadcast: Callable) -> Callable:
+    def both(self, one: tl.tensor, other: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+        kinds = one.type, other.type
+        blocks = [kind for kind in kinds if kind.is_block()]
+        if not blocks or (len(blocks) == 2 and kinds[0].shape is kinds[1].shape):  # as `_block_of_known_shape` makes it
+            return one, other
+        return broadcast(self, one, other)
+
+    return both
+
+
+def _block_of_known_shape(init: Callable) -> Callable:
+    """Blocks of one shape have it as one object."""
+    shapes: dict[tuple[int, ...], object] = {}
+    known: dict[tuple[str, tuple[int, ...]], tuple] = {}
+
+    def quick(self, element_ty: tl.dtype, shape) -> None:
+        sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
+        key = element_ty.name, sizes
+        if key not in known:
+            init(self, element_ty, shape)
+            self.shape = shapes.setdefault(sizes, self.shape)
+            known[key] = self.shape, self.numel, self.name
+        self.element_ty = element_ty
+        self.shape, self.numel, self.name = known[key]
+
+    return quick
+
+
+def _tensor_of_known_shape(init: Callable) -> Callable:
+    known: dict[str, tuple] = {}  # by name of the type, which holds the shape
+
+    def quick(self, handle, type: tl.dtype) -> None:  # called by this name, too
+        name = type.name
+        if name not in known:
+            init(self, handle, type)
+            known[name] = self.numel, self.shape
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = known[name]
+
+    return quick

@@ -42,8 +42,9 @@ WHEEL_TESTS := tests/test_installed.py tests/engine/test_stream.py tests/trees/t
 CAPABILITY ?= 90
 PTX_PARTS := ptx ptx_models fused_kernels traverse draw race softmax top_tokens compact filter
 PTX_TESTS := $(PTX_PARTS:%=tests/gpu/test_gpu_%.py)
-# Test processes at a time.
+# Test processes at a time. Tests of one group, which share what took long to make, run in one of them, and first.
 WORKERS ?= 2
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadgroup
 
 # Python compiles what it imports; to compile every file of every package takes pip as long as all else.
 export PIP_COMPILE := 0
@@ -60,10 +61,10 @@ throughput: $(VENV)/.ready
 	$(BIN)/python scripts/throughput.py $(if $(MODEL),--model $(MODEL) $(MODEL_ARGS)) $(ARGS)
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 test-ptx: $(VENV)/.ready
-	STAND_PTX=$(CAPABILITY) $(BIN)/python -m pytest -n $(WORKERS) $(PTX_TESTS) $(ARGS)
+	STAND_PTX=$(CAPABILITY) $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PTX_TESTS) $(ARGS)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -74,10 +75,10 @@ environments: .venv-debug/.ready .venv-wheel/.ready
 
 # Both run away from the source tree, so that only what was installed can be imported.
 test-debug: .venv-debug/.ready away
-	cd build/away && $(CURDIR)/.venv-debug/bin/python -m pytest -n $(WORKERS) $(CORE_TESTS)
+	cd build/away && $(CURDIR)/.venv-debug/bin/python -m pytest $(SIDE_BY_SIDE) $(CORE_TESTS)
 
 test-wheel: .venv-wheel/.ready away
-	cd build/away && $(CURDIR)/.venv-wheel/bin/python -m pytest -n $(WORKERS) $(WHEEL_TESTS)
+	cd build/away && $(CURDIR)/.venv-wheel/bin/python -m pytest $(SIDE_BY_SIDE) $(WHEEL_TESTS)
 	cd build/away && STAND_PTX=90 $(CURDIR)/.venv-wheel/bin/python -m pytest tests/gpu/test_gpu_ptx_models.py -k "fence or small"
 
 # The wheel holds the stable ABI of Python 3.11. Without torch: that is what serving engines install.

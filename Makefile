@@ -42,9 +42,9 @@ WHEEL_TESTS := tests/test_installed.py tests/engine/test_stream.py tests/trees/t
 CAPABILITY ?= 90
 PTX_PARTS := ptx ptx_models fused_kernels traverse draw race softmax top_tokens compact filter
 PTX_TESTS := $(PTX_PARTS:%=tests/gpu/test_gpu_%.py)
-# Test processes at a time. Tests of one group, which share what took long to make, run in one of them, and first.
+# Test processes at a time. Each has neighbours, which share what took long to make, and takes over what is left.
 WORKERS ?= 2
-SIDE_BY_SIDE := -n $(WORKERS) --dist loadgroup
+SIDE_BY_SIDE := -n $(WORKERS) --dist worksteal
 
 # Python compiles what it imports; to compile every file of every package takes pip as long as all else.
 export PIP_COMPILE := 0

@@ -20,7 +20,6 @@ from stand.gpu.product_tiles import TILES  # noqa: E402
 from stand.gpu.step_size import SUPPORT_SIZES  # noqa: E402
 from stand.gpu.tiles import BLOCKS_16_BIT, BLOCKS_FLOAT32, Limits  # noqa: E402
 
-pytestmark = pytest.mark.xdist_group("gpu_compile")  # what was compiled serves them all
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # what one block may have
 BROKEN = """

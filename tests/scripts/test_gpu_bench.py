@@ -41,8 +41,6 @@ from stand.gpu.device_timer import DeviceTimer  # noqa: E402
 from stand.gpu.product_tiles import TILES  # noqa: E402
 from stand.sampling import TargetLaw  # noqa: E402
 
-pytestmark = pytest.mark.xdist_group("gpu_bench")  # what the smoke run found serves them all
-
 CPU = torch.device("cpu")
 
 

@@ -24,11 +24,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
-from measuring.interruption import run_command
+from measuring.interruption import run_and_report
 from measuring.option_types import picture_file, positive_integer, whole_number
 from measuring.progress import say
 from measuring.setup import add_options, fill_defaults, load_model, load_tasks, prompt_ids
@@ -216,13 +217,9 @@ def report(pairs: Sequence[Pair], max_rows: int) -> None:
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
-    options, pairs = read_options(command_line), []
-    status = run_command("bench_scheduler", lambda interruption: pairs.extend(measure(options)))
-    if pairs:  # of a run that ended early, too
-        report(pairs, options.rows)
-    if status == 0 and options.plot is not None:
-        status = run_command("bench_scheduler", lambda interruption: plot(pairs[-1], options.rows, options.plot))
-    return status
+    options = read_options(command_line)
+    draw = None if options.plot is None else lambda pairs: plot(pairs[-1], options.rows, options.plot)
+    return run_and_report("bench_scheduler", measure(options), partial(report, max_rows=options.rows), draw)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
-from measuring.interruption import run_command
+from measuring.interruption import run_and_report
 from measuring.option_types import count_list, number_from_zero, positive_integer
 from measuring.progress import Progress
 from measuring.setup import add_options, fill_defaults, load_model, load_tasks, prompt_ids
@@ -211,12 +211,12 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    arguments, records = read_arguments(), []
-    status = run_command("compare_drafters", lambda interruption: records.extend(measure(arguments)))
-    if records:  # of a run that ended early, too
-        print(tables(records), end="\n\n")
-        print(json.dumps(records))
-    return status
+    return run_and_report("compare_drafters", measure(read_arguments()), report)
+
+
+def report(records: list[dict]) -> None:
+    print(tables(records), end="\n\n")
+    print(json.dumps(records))
 
 
 if __name__ == "__main__":

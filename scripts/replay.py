@@ -27,12 +27,13 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
-from measuring.interruption import run_command
+from measuring.interruption import run_and_report
 from measuring.option_types import existing_file, picture_file, positive_integer, probability
 from measuring.progress import Progress
 from measuring.replay_drafters import ArcticReplay, ReplayDrafter, make_drafter
@@ -208,14 +209,14 @@ def run(options: argparse.Namespace) -> Iterator[Result]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options, results = parse(arguments), []
-    status = run_command("replay", lambda interruption: results.extend(run(options)))
-    if results:  # of a run that ended early, too
-        print(table(results))
-        print(json.dumps({"results": [asdict(result) for result in results]}))
-    if status == 0 and options.plot is not None:
-        status = run_command("replay", lambda interruption: plot(results, options.plot))
-    return status
+    options = parse(arguments)
+    draw = None if options.plot is None else partial(plot, path=options.plot)
+    return run_and_report("replay", run(options), report, draw)
+
+
+def report(results: list[Result]) -> None:
+    print(table(results))
+    print(json.dumps({"results": [asdict(result) for result in results]}))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
-from measuring.interruption import run_command
+from measuring.interruption import run_and_report
 from measuring.option_types import existing_file, positive_integer, share
 from measuring.progress import Progress, say
 from measuring.replay_drafters import BlendedReplay
@@ -188,12 +188,13 @@ def run(options: argparse.Namespace, numbers: list[float]) -> Iterator[Result]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options, numbers, results = parse(arguments), [], []
-    status = run_command("replay_epochs", lambda interruption: results.extend(run(options, numbers)))
-    if results:  # of a run that ended early, too
+    options, numbers = parse(arguments), []
+
+    def report(results: list[Result]) -> None:
         print(table(results))
         print(json.dumps({"checkpoints": numbers, "results": [asdict(result) for result in results]}))
-    return status
+
+    return run_and_report("replay_epochs", run(options, numbers), report)
 
 
 if __name__ == "__main__":

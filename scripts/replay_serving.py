@@ -31,7 +31,7 @@ from typing import Protocol
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 from measuring.cpu_time import timed
-from measuring.interruption import run_command
+from measuring.interruption import run_and_report
 from measuring.option_types import existing_file, positive_integer
 from measuring.progress import Progress
 from measuring.replay_drafters import suffix_decoding_cache
@@ -354,10 +354,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options, results = parse(arguments), []
-    status = run_command("replay_serving", lambda interruption: results.extend(run(options)))
-    if not results:
-        return status
+    return run_and_report("replay_serving", run(parse(arguments)), report)
+
+
+def report(results: list[Result]) -> None:
     header = ["file", "door", "size", "rows", "tokens/row-step", "drafted", "us/row-step", "median", "slowest step us"]
     rows = [
         [r.file, r.door, r.size, r.rows, f"{r.tokens_per_row_step:.3f}", r.drafted_per_row_step, r.us_per_row_step]
@@ -366,7 +366,6 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     print(format_table(header, rows))
     print(json.dumps({"results": [asdict(result) for result in results]}))
-    return status
 
 
 if __name__ == "__main__":

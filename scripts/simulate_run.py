@@ -25,13 +25,14 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 from long_runs.simulated_run import Acceptance, Roofline, Simulation, Trace, Workload
-from measuring.interruption import run_command
+from measuring.interruption import run_and_report
 from measuring.option_types import (
     count_list,
     existing_file,
@@ -198,30 +199,41 @@ def traces(arguments: argparse.Namespace, workload: Workload) -> Iterator[tuple[
             yield int(trace.live.max()), f"pages of {size}, growth {growth}", trace
 
 
-def cells(num_rows: int, places: int, way: str, trace: Trace, token_bytes: int) -> tuple[object, ...]:
-    return (
-        num_rows, places, way, 100 * trace.occupancy(places), round(trace.rate()),
-        100 * trace.rate() / trace.steady_rate(places), trace.seconds[-1] / 3600,
-        float((trace.nodes_per_row * trace.live).sum() / trace.live.sum()),
-        token_bytes * trace.taken_tokens.max() / 1e9, token_bytes * trace.live_tokens.max() / 1e9,
-        trace.num_put_back, 100 * trace.num_replayed / trace.tokens.sum(),
-    )  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One way to schedule so many rows."""
+
+    num_rows: int
+    places: int
+    way: str
+    trace: Trace
+
+    def cells(self, token_bytes: int) -> tuple[object, ...]:
+        """As in `HEADER`. token_bytes: keys and values of a token."""
+        trace = self.trace
+        return (
+            self.num_rows, self.places, self.way, 100 * trace.occupancy(self.places), round(trace.rate()),
+            100 * trace.rate() / trace.steady_rate(self.places), trace.seconds[-1] / 3600,
+            float((trace.nodes_per_row * trace.live).sum() / trace.live.sum()),
+            token_bytes * trace.taken_tokens.max() / 1e9, token_bytes * trace.live_tokens.max() / 1e9,
+            trace.num_put_back, 100 * trace.num_replayed / trace.tokens.sum(),
+        )  # fmt: skip
 
 
-def plot(kept: Sequence[tuple[int, str, Trace]], token_bytes: int, path: Path) -> None:
-    """Places taken, draft nodes per row and memory, over time."""
+def plot(lines: Sequence[Line], token_bytes: int, path: Path) -> None:
+    """Of the last number of rows: places taken, draft nodes per row and memory, over time."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6))
-    for places, way, trace in kept:
-        minutes, label = trace.seconds / 60, f"{way}: {places}"
+    for one in [one for one in lines if one.num_rows == lines[-1].num_rows]:
+        trace, minutes, label = one.trace, one.trace.seconds / 60, f"{one.way}: {one.places}"
         thin = slice(None, None, max(len(minutes) // 2000, 1))
         axes[0].plot(minutes[thin], trace.live[thin], label=label)
         axes[1].plot(minutes[thin], trace.nodes_per_row[thin], label=label)
-        line = axes[2].plot(minutes[thin], token_bytes * trace.taken_tokens[thin] / 1e9, label=f"{way}, taken")[0]
+        line = axes[2].plot(minutes[thin], token_bytes * trace.taken_tokens[thin] / 1e9, label=f"{one.way}, taken")[0]
         axes[2].plot(
             minutes[thin], token_bytes * trace.live_tokens[thin] / 1e9, ":", color=line.get_color(), label="its tokens"
         )
@@ -237,26 +249,16 @@ def plot(kept: Sequence[tuple[int, str, Trace]], token_bytes: int, path: Path) -
     pyplot.close(figure)
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One way to schedule so many rows. cells: as in `HEADER`."""
-
-    cells: tuple[object, ...]
-    places: int
-    way: str
-    trace: Trace
-
-
 def simulate(arguments: argparse.Namespace) -> Iterator[Line]:
     """Everything that is compared, as each is finished."""
-    problems, token_bytes = problems_of(arguments), token_bytes_of(arguments)
+    problems = problems_of(arguments)
     workloads = [workload_of(arguments, problems, num_rows) for num_rows in arguments.rows]
     for workload in workloads if arguments.memory is not None else ():
-        check_memory(arguments.memory, workload, token_bytes)
+        check_memory(arguments.memory, workload, token_bytes_of(arguments))
     for num_rows, workload in zip(arguments.rows, workloads, strict=True):
         for places, way, trace in traces(arguments, workload):
             say(f"{num_rows} rows, {way}: {trace.rate():,.0f} tokens/s")
-            yield Line(cells(num_rows, places, way, trace, token_bytes), places, way, trace)
+            yield Line(num_rows, places, way, trace)
 
 
 def token_bytes_of(arguments: argparse.Namespace) -> int:
@@ -264,16 +266,17 @@ def token_bytes_of(arguments: argparse.Namespace) -> int:
     return 2 * SHAPES[arguments.shape].cache_elements()
 
 
+def report(lines: Sequence[Line], token_bytes: int) -> None:
+    rows = [line.cells(token_bytes) for line in lines]
+    print(format_table(HEADER, rows), end="\n\n")
+    print(json.dumps([dict(zip(HEADER, map(float_or_text, row), strict=True)) for row in rows]))
+
+
 def main(command_line: Sequence[str] | None = None) -> int:
-    arguments, lines = read_arguments(command_line), []
-    status = run_command("simulate_run", lambda interruption: lines.extend(simulate(arguments)))
-    if lines:  # of a run that ended early, too
-        print(format_table(HEADER, [line.cells for line in lines]), end="\n\n")
-        print(json.dumps([dict(zip(HEADER, map(float_or_text, line.cells), strict=True)) for line in lines]))
-    if status == 0 and arguments.plot is not None:
-        last = [(line.places, line.way, line.trace) for line in lines if line.cells[0] == arguments.rows[-1]]
-        status = run_command("simulate_run", lambda interruption: plot(last, token_bytes_of(arguments), arguments.plot))
-    return status
+    arguments = read_arguments(command_line)
+    token_bytes = token_bytes_of(arguments)
+    draw = None if arguments.plot is None else partial(plot, token_bytes=token_bytes, path=arguments.plot)
+    return run_and_report("simulate_run", simulate(arguments), partial(report, token_bytes=token_bytes), draw)
 
 
 def float_or_text(value: object) -> object:

@@ -9,15 +9,18 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import TypeVar
 
 from measuring.progress import say
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 IMPORTING = "<frozen importlib._bootstrap>"  # file of the frames that load a module
 COMMAND = Path(sys.argv[0]).resolve()
+
+Result = TypeVar("Result")
 
 
 class Interrupted(BaseException):
@@ -70,6 +73,25 @@ def run_command(name: str, run: Callable[[Interruption], None]) -> int:
             say(f"{name}: {error}")
             return 2
     return 0
+
+
+def run_and_report(
+    name: str,
+    results: Iterator[Result],
+    report: Callable[[list[Result]], None],
+    draw: Callable[[list[Result]], None] | None = None,
+) -> int:
+    """As `run_command`, of results that come one after the other: those of a run that ended early are reported, too.
+
+    draw: what is made of a whole run alone, and may fail as the run may.
+    """
+    found: list[Result] = []
+    status = run_command(name, lambda interruption: found.extend(results))
+    if found:
+        report(found)
+    if status == 0 and draw is not None:
+        status = run_command(name, lambda interruption: draw(found))
+    return status
 
 
 def _arrive_early(number: int, frame: FrameType | None) -> None:

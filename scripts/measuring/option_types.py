@@ -68,20 +68,22 @@ def device_name(text: str) -> str:
 
 def existing_file(text: str) -> Path:
     """A file that can be read, tried before the work begins."""
-    try:
-        Path(text).open("rb").close()
-    except OSError as error:
-        reason = error.strerror.lower()
-        raise argparse.ArgumentTypeError(f"must be a file that can be read, got {text!r} ({reason})") from error
+    worded(lambda name: check_readable(Path(name), "it"))(text)
     return Path(text)
+
+
+def check_readable(path: Path, option: str) -> None:
+    """Raise ValueError unless there is a file at `path` that can be read. option: what names it, for the message."""
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        got = f"{str(path)!r} ({error.strerror.lower()})"
+        raise ValueError(f"{option} must be a file that can be read, got {got}; name another") from error
 
 
 def new_file(text: str) -> Path:
     """A file that can be written, tried before the work begins."""
-    try:
-        check_writable(Path(text), "it")
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    worded(lambda name: check_writable(Path(name), "it"))(text)
     return Path(text)
 
 

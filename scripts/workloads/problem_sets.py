@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from measuring.option_types import check_readable
+
 from workloads.problems import held_out_problems
 
 AIME_2024 = "HuggingFaceH4/aime_2024"
@@ -49,12 +51,8 @@ def _is_file(source: str) -> bool:
 
 
 def _read_lines(path: Path) -> Iterable[Mapping]:
-    try:
-        file = path.open(encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror.lower()
-        raise ValueError(f"--problems must be a file that can be read, got {path} ({reason}); name another") from error
-    with file:
+    check_readable(path, "--problems")
+    with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue

@@ -5,7 +5,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-from quick_interpreter import CHANGED, OWN  # noqa: E402
+from quick_interpreter import OWN  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
 
@@ -36,7 +36,7 @@ def count_replacements(monkeypatch) -> list[str]:
 
 def put_back_triton(monkeypatch):
     """Its own interpreter, until the test ends."""
-    for (owner, name), own in zip(CHANGED, OWN, strict=True):
+    for owner, name, own in OWN:
         monkeypatch.setattr(owner, name, own)
 
 

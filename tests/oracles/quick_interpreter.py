@@ -9,34 +9,10 @@ are remembered here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import triton.language as tl
 from triton.runtime import interpreter
-
-BUILDER, SEMANTIC = interpreter.interpreter_builder, type(interpreter.interpreter_semantic)
-CHANGED = (  # (owner, name) of what is replaced
-    (interpreter, "_patch_lang"), (interpreter, "_patch_attr"), (interpreter, "_get_np_dtype"), (BUILDER, "options"),
-    (SEMANTIC, "broadcast_impl_value"), (tl.block_type, "__init__"), (tl.tensor, "__init__"),
-)  # fmt: skip
-OWN = tuple(getattr(owner, name) for owner, name in CHANGED)  # Triton's
-
-
-def make_quick() -> None:
-    """Of the interpreter of this process, until it ends."""
-    for (owner, name), quick in zip(CHANGED, _quick(*OWN), strict=True):
-        setattr(owner, name, quick)
-
-
-def _quick(replace, replace_one, np_dtype, options, broadcast, init_block, init_tensor) -> Iterator[object]:
-    """In place of `CHANGED`, of which the arguments are Triton's own."""
-    yield _where_not_yet_replaced(replace)
-    yield _replaced_one
-    yield _remembered_dtype(np_dtype)
-    yield dataclasses.replace(options, sanitize_overflow=False)
-    yield _broadcast_where_shapes_differ(broadcast)
-    yield _block_of_known_shape(init_block)
-    yield _tensor_of_known_shape(init_tensor)
 
 
 def _where_not_yet_replaced(replace: Callable) -> Callable:
@@ -48,11 +24,14 @@ def _where_not_yet_replaced(replace: Callable) -> Callable:
     return replaced
 
 
-def _replaced_one(owner: object, name: str, member: Callable, builder, scope: interpreter._LangPatchScope) -> None:
-    def interpreted(*args, _semantic=None, member=member, **kwargs):
-        return member(*args, **kwargs, _semantic=interpreter.interpreter_semantic)
+def _replaced_one_by_one(replace: Callable) -> Callable:
+    def replaced(owner: object, name: str, member: Callable, builder, scope: interpreter._LangPatchScope) -> None:
+        def interpreted(*args, _semantic=None, **kwargs):
+            return member(*args, **kwargs, _semantic=interpreter.interpreter_semantic)
 
-    scope.set_attr(owner, name, interpreted)
+        scope.set_attr(owner, name, interpreted)
+
+    return replaced
 
 
 def _remembered_dtype(np_dtype: Callable) -> Callable:
@@ -108,3 +87,25 @@ def _tensor_of_known_shape(init: Callable) -> Callable:
         self.numel, self.shape = known[name]
 
     return quick
+
+
+def _without_overflow_checks(options: object) -> object:
+    return dataclasses.replace(options, sanitize_overflow=False)
+
+
+CHANGES = (  # (owner, name, what makes the quick one of Triton's)
+    (interpreter, "_patch_lang", _where_not_yet_replaced),
+    (interpreter, "_patch_attr", _replaced_one_by_one),
+    (interpreter, "_get_np_dtype", _remembered_dtype),
+    (interpreter.interpreter_builder, "options", _without_overflow_checks),
+    (type(interpreter.interpreter_semantic), "broadcast_impl_value", _broadcast_where_shapes_differ),
+    (tl.block_type, "__init__", _block_of_known_shape),
+    (tl.tensor, "__init__", _tensor_of_known_shape),
+)
+OWN = tuple((owner, name, getattr(owner, name)) for owner, name, _ in CHANGES)  # Triton's
+
+
+def make_quick() -> None:
+    """Of the interpreter of this process, until it ends."""
+    for (owner, name, own), (*_, quick_from) in zip(OWN, CHANGES, strict=True):
+        setattr(owner, name, quick_from(own))

@@ -48,8 +48,19 @@ FILES = (__file__, "--tokenizer", __file__)  # that are there
         ("replay_serving", [__file__, "--options", "[]"], "--options: must be a JSON object, got '[]'"),
         ("replay_serving", [__file__, "--corpus", "ngram"], "--corpus: must be module:Class, got 'ngram'"),
         ("replay_serving", [*FILES, "--max-tokens", "1"], "--max-tokens must be at least 2, got 1"),
-        ("replay", ["/no/such", "--tokenizer", __file__], "FILE: must be a file that can be read, got '/no/such'"),
-        ("replay_epochs", [__file__, "--tokenizer", "/"], "--tokenizer: must be a file that can be read, got '/'"),
+        ("replay", ["/no/such", "--tokenizer", __file__], "FILE: it must be a file that can be read, got '/no/such'"),
+        ("replay_epochs", [__file__, "--tokenizer", "/"], "--tokenizer: it must be a file that can be read, got '/'"),
+        (
+            "bench_lookup",
+            ["/no/such", "--tokenizer", __file__],
+            "FILE: it must be a file that can be read, got '/no/such'",
+        ),
+        ("plot_drafting", ["--data", "/"], "--data: it must be a file that can be read, got '/' (is a directory)"),
+        (
+            "throughput",
+            ["--lookup", "missing.lookup"],
+            "--lookup: it must be a file that can be read, got 'missing.lookup'",
+        ),
         ("replay_epochs", [__file__, "--fade", "0"], "--fade: must be a number in (0, 1], got '0'"),
     ],
 )

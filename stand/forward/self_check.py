@@ -299,14 +299,18 @@ def tree_logits(
 
 
 def _plain_logits(model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarray) -> torch.Tensor:
-    """[N, V] float32 by a separate plain forward over the path to each node.
+    """[N, V] float32 by a separate plain forward over the path to each leaf.
 
     With the model's own attention, except that soft-capped scores are transformers' eager attention's: the sdpa that
     Gemma 2 has by default in transformers 5.16 and 5.17 leaves the cap out.
     """
     is_capped = getattr(text_config(model), "attn_logit_softcapping", None) is not None
+    logits: dict[int, torch.Tensor] = {}
     with tree_attention(model, "eager") if is_capped else nullcontext():
-        return torch.stack([_path_logits(model, prompt, tokens, node) for node in range(len(tokens))])
+        for leaf in set(range(len(tokens))) - set(CHECK_PARENTS):
+            path = _path_to(leaf)
+            logits |= zip(path, _path_logits(model, prompt, tokens[path]), strict=True)
+    return torch.stack([logits[node] for node in range(len(tokens))])
 
 
 def _path_to(node: int) -> list[int]:
@@ -317,8 +321,8 @@ def _path_to(node: int) -> list[int]:
     return path
 
 
-def _path_logits(model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarray, node: int) -> torch.Tensor:
-    """[V] float32 after the path to one node."""
-    input_ids = np.concatenate([prompt, tokens[_path_to(node)]]).astype(np.int64)
+def _path_logits(model: PreTrainedModel, prompt: np.ndarray, path: np.ndarray) -> torch.Tensor:
+    """[len(path), V] float32 after each token of `path`, which follows the prompt."""
+    input_ids = np.concatenate([prompt, path]).astype(np.int64)
     output = model(input_ids=torch.from_numpy(input_ids).to(model.device)[None], use_cache=False)
-    return output.logits[0, -1].float()
+    return output.logits[0, -len(path) :].float()

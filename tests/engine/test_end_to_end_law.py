@@ -46,9 +46,9 @@ def exact_laws(reasoner, prompts):
     ("verifier", "kind", "lossless", "drafter"),
     [
         ("match", "none", True, "lookup"),
-        ("traversal", "sampled", True, "lookup"),
+        pytest.param("traversal", "sampled", True, "lookup", marks=pytest.mark.slow),
         ("traversal", "mixed", True, "lookup"),
-        ("match", "deterministic", True, "lookup"),
+        pytest.param("match", "deterministic", True, "lookup", marks=pytest.mark.slow),
         ("typical", "sampled", False, "lookup"),
         ("traversal", "sampled", True, "blended"),
         pytest.param("traversal", "mixed", True, "blended", marks=pytest.mark.slow),

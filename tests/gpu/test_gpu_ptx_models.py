@@ -71,7 +71,7 @@ def sixteen_bit_model(family: str):
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("llama", marks=pytest.mark.slow)])
 def test_a_whole_model_writes_the_tokens_of_the_eager_step(family):
     """Checked while it is wrapped; fused modules have the bits of the model's own, but for sums in another order."""
     settings = {"input_ids": [[3, 4, 5, 3, 4], [7, 8, 7, 8]], "max_new_tokens": 6, "temperature": 0.8, "top_p": 0.9}

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("triton")
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SCRIPTS, ORACLES = (Path(__file__).resolve().parents[2] / folder for folder in ("scripts", "tests/oracles"))
 import gpu_bench  # noqa: E402
 import gpu_parts.bench_model as bench_model  # noqa: E402
 import gpu_parts.decode_engines as decode_engines  # noqa: E402
@@ -468,8 +468,18 @@ def test_parts_that_need_a_model_share_a_process_where_asked():
     assert groups("--parts", "steps,attention,replay", "--together") == [["steps"], ["attention"], ["replay"]]
 
 
+QUICKLY = "import quick_interpreter, sys, gpu_bench; quick_interpreter.make_quick(); sys.exit(gpu_bench.main())"
+
+
 @pytest.mark.usefixtures("interpreter")
-def test_parts_in_one_process_give_all_their_figures(capfd):
+def test_parts_in_one_process_give_all_their_figures(monkeypatch, capfd):
+    """Interpreted as the other tests are."""
+
+    def command(options, output):
+        return [sys.executable, "-c", QUICKLY, *options, "--output", str(output)]
+
+    monkeypatch.setattr(gpu_bench, "part_command", command)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SCRIPTS), str(ORACLES)]))
     options = ["--device", "cpu", "--smoke", "--parts", "checks,decoding", "--together"]
     status = gpu_bench.main(options)
     (result,) = json.loads(capfd.readouterr().out)["results"]

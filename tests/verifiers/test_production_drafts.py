@@ -1,13 +1,14 @@
 """The adapted promise of the shipped drafters: all joint drafts of two rows, and the law that verification makes."""
 
 import dataclasses
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from itertools import product
 
 import numpy as np
 import pytest
 from draft_worlds import dense_world
-from exact_drafts import ROUNDING, chi_square, distance_from_target, joint_drafts
+from exact_drafts import ROUNDING, JointDraft, chi_square, distance_from_target, joint_drafts
 from taught_lookups import SCOPES, laws_of, taught_lookups
 
 from stand.trees import BlendedLookup, LookupTree, TreeShape
@@ -73,11 +74,16 @@ def grown(lookup, kind, name, seed):
     return draft_blended(lookup, kind, seed=seed, **(GROWTH | CHAINS)[name])
 
 
+@pytest.fixture(scope="module")
+def joint_growth(blended) -> Callable[[str, str], list[JointDraft]]:
+    """(kind, name) -> all joint drafts of `GROWTH` and `CHAINS`, found once."""
+    return cache(lambda kind, name: joint_drafts(partial(grown, blended[kind][0], kind, name)))
+
+
 @pytest.mark.parametrize("kind", ["sampled", "mixed", "deterministic"])
 @pytest.mark.parametrize("name", GROWTH)
-def test_growth_under_one_budget_is_adapted(blended, kind, name):
-    lookup, size = blended[kind]
-    joint = joint_drafts(partial(grown, lookup, kind, name))
+def test_growth_under_one_budget_is_adapted(blended, joint_growth, kind, name):
+    size, joint = blended[kind][1], joint_growth(kind, name)
     assert sum(each.probability for each in joint) == pytest.approx(1.0, abs=ROUNDING)
     assert kind != "deterministic" or len(joint) == 1
     assert kind != "sampled" or len(joint) > 5
@@ -87,10 +93,9 @@ def test_growth_under_one_budget_is_adapted(blended, kind, name):
 
 @pytest.mark.parametrize("kind", ["sampled", "deterministic"])
 @pytest.mark.parametrize("name", CHAINS)
-def test_grown_chains_are_adapted(blended, kind, name):
+def test_grown_chains_are_adapted(blended, joint_growth, kind, name):
     """For the rules that take chains alone too; there is one child per node, and no other choice is hidden."""
-    lookup, size = blended[kind]
-    joint = joint_drafts(partial(grown, lookup, kind, name))
+    size, joint = blended[kind][1], joint_growth(kind, name)
     assert sum(each.probability for each in joint) == pytest.approx(1.0, abs=ROUNDING)
     assert kind == "deterministic" or len(joint) > 5
     for each in joint:
@@ -100,11 +105,11 @@ def test_grown_chains_are_adapted(blended, kind, name):
         assert distance_from_target(joint, worlds(size), get_verifier(rule)) < ROUNDING, rule
 
 
-def test_settings_matter(blended):
+def test_settings_matter(joint_growth):
     """Drafts of many sizes, kinds that draw: the enumeration above is of more than one tree."""
     sizes, counts = {}, {}
     for kind, name in product(["sampled", "mixed"], GROWTH):
-        joint = joint_drafts(partial(grown, blended[kind][0], kind, name))
+        joint = joint_growth(kind, name)
         sizes[kind, name] = {tuple(draft.num_nodes for draft in each.drafts) for each in joint}
         counts[kind, name] = len(joint)
     plain = sizes["sampled", "budget 4"]
@@ -197,10 +202,10 @@ def is_likely(statistic: float, freedom: int) -> bool:
 
 
 @pytest.mark.parametrize("case", [("sampled", "budget 8"), ("sampled", "steeper rises"), ("mixed", "budget 4")])
-def test_grown_drafts_come_as_often_as_their_laws_say(blended, case):
+def test_grown_drafts_come_as_often_as_their_laws_say(blended, joint_growth, case):
     kind, name = case
     draft = partial(grown, blended[kind][0], kind, name)
-    assert is_likely(*chi_square(draft, joint_drafts(draft), num_seeds=NUM_SEEDS))
+    assert is_likely(*chi_square(draft, joint_growth(kind, name), num_seeds=NUM_SEEDS))
 
 
 @pytest.mark.parametrize("name", ["sampled, two levels", "mixed", "independent"])

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 
@@ -23,12 +24,12 @@ import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 import torch
 from long_runs.resident_memory import resident_bytes
+from measuring.interruption import run_command
 from measuring.option_types import count_list, positive_integer, whole_number
-from measuring.setup import REASONER
+from measuring.setup import REASONER, from_model
 from measuring.text_table import format_table
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
-from workloads.real_models import model_folder
 
 from stand.forward.mapped_memory import SharedFile
 from stand.forward.model import prefill, run_plan, text_config
@@ -136,7 +137,7 @@ def _fill_pool(cache: GatheredCache, whole: TreeCache, row: int, length: int) ->
 
 @torch.inference_mode()
 def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    model = AutoModelForCausalLM.from_pretrained(model_folder(options.model), dtype=torch.float32).eval()
+    model = from_model(options.model, AutoModelForCausalLM, dtype=torch.float32).eval()
     lengths = np.linspace(*options.lengths, options.rows).astype(np.int64)
     shared = PromptRoom(SharedFile(), options.prompt)
     made = caches(model, lengths.tolist(), options.prompt, shared)
@@ -205,12 +206,17 @@ def read_options(command_line: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
-def main(command_line: Sequence[str] | None = None) -> None:
+def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    found = measure(read_options(command_line))
+    found = measure(options)
     print(format_table(HEADER, [(way, *figures.values()) for way, figures in found.items()]), end="\n\n")
     print(json.dumps(found))
 
 
+def main(command_line: Sequence[str] | None = None) -> int:
+    options = read_options(command_line)
+    return run_command("bench_cache", lambda interruption: run(options))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -53,7 +53,7 @@ from measuring.interruption import run_command
 from measuring.option_types import positive_integer, positive_number, probability, share, whole_number
 from measuring.output_file import check_writable
 from measuring.progress import Progress, say
-from measuring.setup import BOXED_INSTRUCTION, REASONER, WORD_PROBLEMS, known_folder, prompt_ids
+from measuring.setup import BOXED_INSTRUCTION, REASONER, WORD_PROBLEMS, from_model, prompt_ids
 from measuring.trajectories import REPEATING
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workloads.problem_sets import generated_tasks, read_tasks
@@ -430,9 +430,8 @@ def run(options: argparse.Namespace) -> bool:
     """Whether all is as it should be. Raises ValueError where that is not known, since the control has passed."""
     torch.set_num_threads(options.threads)
     check_writable(options.kept, "--kept")
-    folder = known_folder(options.model)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = from_model(options.model, AutoModelForCausalLM, dtype=torch.float32).eval()
+    tokenizer = from_model(options.model, AutoTokenizer)
     result = (check_law if options.check == "law" else check_tokens)(model, tokenizer, options)
     print(json.dumps({**result, "model": options.model, "torch": torch.__version__}))
     few = [arm["verifier"] for arm in result["arms"] if arm.get("degrees_of_freedom") == 0]

@@ -81,18 +81,23 @@ def fill_defaults(arguments: argparse.Namespace) -> None:
             setattr(arguments, name, value)
 
 
-def known_folder(name: str) -> str:
-    """What `from_pretrained` takes. Raises ValueError for a path that names no folder."""
+def from_model(name: str, kind: type, **options):
+    """`kind.from_pretrained` of what `--model` names. Raises ValueError for a path that names no folder, and for what
+    cannot be loaded."""
+    rule = f"--model must be an existing folder, a hub id or one of {', '.join(MODELS)}, got {name!r}"
     if name.startswith(("/", "./", "../", "~")) and not Path(name).is_dir():
-        raise ValueError(f"--model must be an existing folder, a hub id or one of {', '.join(MODELS)}, got {name!r}")
-    return model_folder(name)
+        raise ValueError(rule)
+    folder = model_folder(name)
+    try:
+        return kind.from_pretrained(folder, **options)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{rule}, from which no {kind.__name__} can be loaded: {error}") from error
 
 
 def load_model(arguments: argparse.Namespace):
     """(model, tokenizer) on the wanted device, ready for inference."""
-    folder = known_folder(arguments.model)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[arguments.dtype])
+    tokenizer = from_model(arguments.model, transformers.AutoTokenizer)
+    model = from_model(arguments.model, transformers.AutoModelForCausalLM, dtype=DTYPES[arguments.dtype])
     return model.to(arguments.device).eval(), tokenizer
 
 
@@ -101,8 +106,8 @@ def load_tasks(arguments: argparse.Namespace) -> list[Task]:
 
     Of the model only configuration and tokenizer are read, and before the problems. Raises ValueError and OSError.
     """
-    folder = known_folder(arguments.model)
-    config, tokenizer = (kind.from_pretrained(folder) for kind in (transformers.AutoConfig, transformers.AutoTokenizer))
+    kinds = transformers.AutoConfig, transformers.AutoTokenizer
+    config, tokenizer = (from_model(arguments.model, kind) for kind in kinds)
     if arguments.problems is None:
         tasks = generated_tasks(arguments.num_problems or 6, seed=arguments.seed)
     else:

@@ -5,8 +5,9 @@ import json
 
 import pytest
 import throughput
+import transformers
 from measuring import option_types
-from measuring.setup import REASONER, fitting_length, load_tasks
+from measuring.setup import REASONER, fitting_length, from_model, load_tasks
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,11 @@ def test_problems_settle_the_length_and_the_model_is_looked_at_first(tmp_path):
     arguments.problems, arguments.model = "no/such/set.jsonl", "/no/such/model"
     with pytest.raises(ValueError, match="--model must be an existing folder, .* got '/no/such/model'"):
         load_tasks(arguments)
+
+
+def test_a_model_that_cannot_be_loaded_is_named_with_its_option(tmp_path):
+    with pytest.raises(ValueError, match="--model must be .* got '.*', from which no AutoConfig can be loaded: "):
+        from_model(str(tmp_path), transformers.AutoConfig)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from stand.forward.mapped_memory import SharedFile
 from stand.forward.model import prefill, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
 from stand.forward.paged_cache import PagedCache, PromptRoom
+from stand.forward.self_check import LOGIT_TOLERANCES, relative_difference
 from stand.forward.tree_attention import ATTENTION_NAME, tree_attention
 from stand.forward.tree_cache import DRAFT_ROOM, TreeCache
 from stand.trees import DraftBatch, DraftTree
@@ -153,7 +154,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
                 logits[way] = run_plan(model, made[way], plan)
                 times[way].append(time.thread_time() - begin)
         for way in WAYS:
-            torch.testing.assert_close(logits[way], logits["rooms"], rtol=1e-3, atol=1e-3)
+            _check_equal(way, logits[way], logits["rooms"])
     tokens = int((lengths + options.steps // 2).sum()) - (options.rows - 1) * options.prompt  # committed in the end
     tokens_take = tokens * made["rooms"].nbytes / (options.rows * made["rooms"].room)
     found = {}
@@ -162,6 +163,14 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         memory = {"megabytes": taken / 1e6, "over_tokens": taken / tokens_take}
         found[way] = _times(times[way][1:], times["rooms"][1:]) | memory
     return found
+
+
+def _check_equal(way: str, logits: torch.Tensor, expected: torch.Tensor) -> None:
+    difference, tolerance = relative_difference(logits, expected), LOGIT_TOLERANCES[logits.dtype]
+    if not difference <= tolerance:
+        raise AssertionError(
+            f"logits of {way!r} must be those of 'rooms' up to {tolerance:g} of their spread, got {difference:.3g}"
+        )
 
 
 def _taken(cache: PagedCache, shared: PromptRoom) -> int:

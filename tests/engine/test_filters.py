@@ -1,5 +1,6 @@
 """The compiled laws are those of transformers' warpers, and one rule says which of equal scores stay."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -68,7 +69,7 @@ def laws_of(scores: np.ndarray, temperature: float = 1.0, **settings) -> np.ndar
 
 
 @pytest.mark.parametrize("filters", FILTERS)
-@pytest.mark.parametrize("size", [1, 2, 3, 50, 512, 513, 1000])
+@pytest.mark.parametrize("size", [1, 2, 3, 50, 511, 512, 513, 1000])
 def test_equals_the_warpers(size, filters):
     """Token by token where scores differ; of equal ones the warpers keep as many, whichever their sort likes."""
     scores = random_scores(size)
@@ -215,6 +216,27 @@ def test_threads_share_the_rows(num_rows, filters):
         assert [array.tobytes() for array in shared] == [array.tobytes() for array in alone]
 
 
+IN_THREADS = ctypes.CFUNCTYPE(None, ctypes.CFUNCTYPE(None, ctypes.c_void_p), ctypes.c_void_p, *[ctypes.c_uint] * 2)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "size", "num_threads", "started"),
+    [(2, 16_384, 2, [2]), (2, 16_384, 3, [3]), (2, 16_383, 2, []), (2, 16_384, 1, []), (1, 40_000, 2, [])],
+)
+def test_threads_are_started_where_enough_rows_and_numbers_are_there(num_rows, size, num_threads, started):
+    found, scores = [], np.random.default_rng(4).normal(0, 3, (num_rows, size)).astype(np.float32)
+
+    @IN_THREADS
+    def one_after_the_other(run, work, count, flags):
+        found.append(count)
+        for _ in range(count):
+            run(work)
+
+    address = ctypes.cast(one_after_the_other, ctypes.c_void_p).value
+    laws = [filter_laws(scores, num_threads=num_threads, in_threads=place)[0] for place in (address, 0)]
+    assert found == started and laws[0].tobytes() == laws[1].tobytes() == laws_of(scores).tobytes()
+
+
 def test_the_environment_can_ask_for_the_plain_instructions():
     command = [sys.executable, "-c", "from stand.laws.filters import VECTORS; print(*VECTORS)"]
     environment = {**os.environ, "STAND_PORTABLE": "1"}
@@ -250,10 +272,19 @@ def test_a_broken_row_is_nan_throughout_and_no_other(value, place, filters):
     if value == NOTHING:
         scores[0] = value
     laws, ids, probabilities = filter_laws(scores, count=3, **filters)
-    assert np.isnan(laws[0]).all() and np.isnan(probabilities[0]).all()
+    assert np.isnan(laws[0]).all() and np.isnan(probabilities[0]).all() and not ids[0].any()
     for found, expected in zip((laws, ids, probabilities), alone, strict=True):
         assert found[1].tobytes() == expected[0].tobytes()  # to the bit, whatever the batch mates
     assert np.isfinite(laws[2]).all()
+
+
+@pytest.mark.parametrize("vectors", VECTORS)
+def test_a_row_ends_where_the_next_one_begins(vectors):
+    scores = random_scores(1024)[:2]
+    alone = filter_laws(scores[:1], vectors=vectors)[0]
+    scores[1, 0] = np.nan
+    laws = filter_laws(scores, vectors=vectors)[0]
+    assert laws[0].tobytes() == alone[0].tobytes() and np.isnan(laws[1]).all()
 
 
 def test_no_rows_give_no_laws():

@@ -79,21 +79,27 @@ def drafter_makers(
 
 
 def head_of(arguments: argparse.Namespace, model) -> EagleHead | None:
-    if not {"eagle", "blended"} & set(arguments.arms):
-        return None
-    if str(arguments.head) != RANDOM:
-        return EagleHead.load(model, arguments.head)
-    torch.manual_seed(arguments.seed)
-    return EagleHead(model).eval()
+    return _trained(arguments, "head", EagleHead, model) if {"eagle", "blended"} & set(arguments.arms) else None
 
 
 def streams_of(arguments: argparse.Namespace, model) -> Streams | None:
-    if not any(arm.startswith("streams") for arm in arguments.arms):
-        return None
-    if str(arguments.streams) != RANDOM:
-        return Streams.load(model, arguments.streams)
-    torch.manual_seed(arguments.seed)
-    return Streams(model).eval()
+    needs_them = any(arm.startswith("streams") for arm in arguments.arms)
+    return _trained(arguments, "streams", Streams, model) if needs_them else None
+
+
+def _trained(arguments: argparse.Namespace, option: str, kind: type, model):
+    """What the option names, or what has random weights. Raises ValueError where it was not trained for the model."""
+    name = str(getattr(arguments, option))
+    if name == RANDOM:
+        torch.manual_seed(arguments.seed)
+        return kind(model).eval()
+    try:
+        return kind.load(model, name)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"--{option} must name what was trained for --model {arguments.model}, got {name}; name that, or leave out "
+            f"what needs it (--arms): {error}"
+        ) from error
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[dict]:

@@ -5,6 +5,7 @@ import signal
 
 import compare_drafters
 import pytest
+from tiny_models import tiny_model
 
 
 def test_every_arm_is_measured_at_the_nodes_asked_for(monkeypatch, capsys):
@@ -57,6 +58,14 @@ def test_an_interrupted_run_shows_the_arms_that_were_finished(monkeypatch, capsy
     captured = capsys.readouterr()
     assert [one["drafter"] for one in json.loads(captured.out.splitlines()[-1])] == ["lookup"]
     assert "compare_drafters: ended early by SIGINT" in captured.err
+
+
+@pytest.mark.parametrize("option", ["head", "streams"])
+def test_what_was_trained_for_no_such_model_is_named_with_its_option(option, tmp_path):
+    arguments = compare_drafters.read_arguments([f"--{option}", str(tmp_path), "--arms", "eagle,streams"])
+    load = {"head": compare_drafters.head_of, "streams": compare_drafters.streams_of}[option]
+    with pytest.raises(ValueError, match=f"--{option} must name what was trained for --model .*, got .*--arms"):
+        load(arguments, tiny_model("llama"))
 
 
 def test_unknown_arms_are_refused_by_name(capsys):

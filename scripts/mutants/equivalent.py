@@ -1,10 +1,14 @@
-"""Changes that leave the behaviour as it is: (file, source line, change) and why. They are not judged."""
+"""Changes that leave the behaviour as it is: (file, source line, change) and why. They are not judged.
+
+Of equal lines all are meant, or the nth alone: (file, source line, change, nth).
+"""
 
 from __future__ import annotations
 
+from mutants.equivalent_filters import OF_FILTERS
 from mutants.equivalent_growth import OF_GROWTH
 
-EQUIVALENT: dict[tuple[str, str, str], str] = {
+EQUIVALENT: dict[tuple[str | int, ...], str] = {
     (
         "verifiers/operands.py",
         "leaves[parents[parents >= 0]] = False",
@@ -404,4 +408,5 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "1 -> 0",
     ): "a draft of the root alone has no law whose width could matter",
     **{(f"trees/blended/growth/{file}", line, change): why for (file, line, change), why in OF_GROWTH.items()},
+    **{(f"stand/laws/{file}", *change): why for (file, *change), why in OF_FILTERS.items()},
 }

@@ -134,17 +134,19 @@ def test_cpp_that_does_not_compile_is_refused(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def changes() -> dict[Path, list[tuple[str, str, str]]]:
-    """By file, what identifies each of its mutants."""
+def changes() -> dict[Path, list[tuple[str, str, str, int]]]:
+    """By file, what identifies each of its mutants; their sources are not written out, which takes most of the time."""
     files = dict.fromkeys(path for _, path in all_files())
-    return {path: [(mutant.file, mutant.text, mutant.what) for mutant in mutants_of(path)] for path in files}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(python_mutants.ast, "unparse", lambda module: "")
+        return {path: [mutant.key for mutant in mutants_of(path)] for path in files}
 
 
 @from_sources
 def test_the_list_of_harmless_changes_is_up_to_date(changes):
     """Every entry is a mutant of today's source, and says why it is harmless."""
     keys = {key for found in changes.values() for key in found}
-    assert set(EQUIVALENT) <= keys
+    assert set(EQUIVALENT) <= keys | {key[:3] for key in keys}
     assert all(len(reason) > 10 for reason in EQUIVALENT.values())
 
 

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+import stand
+
 BLOCKED = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
 
 DRAFTS = """
@@ -56,8 +58,7 @@ def test_what_needs_the_engine_names_the_remedy(statement, tmp_path):
     assert "without torch and transformers" in result.stderr
 
 
-def test_with_the_engine_nothing_is_refused(tmp_path):
+def test_with_the_engine_nothing_is_refused():
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    result = run_python("import stand; print(stand.wrap.__name__)", tmp_path)
-    assert result.stdout.split() == ["wrap"], result.stderr
+    assert stand.wrap.__name__ == "wrap"

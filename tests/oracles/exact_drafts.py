@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import product
 
 import numpy as np
@@ -98,7 +99,8 @@ def distance_from_target(joint: Sequence[JointDraft], worlds: Sequence[World], v
         weights[places[0][_key(each.drafts[0])], places[1][_key(each.drafts[1])]] += each.probability
     reached = laws[0].T @ weights @ laws[1]
     truth = [_continuation(world, (), horizon) for world in worlds]
-    return float(np.abs(reached - np.outer(*truth)).sum() / 2)
+    reached -= np.outer(*truth)
+    return float(np.abs(reached, out=reached).sum() / 2)
 
 
 def _key(draft: DraftTree) -> bytes:
@@ -124,6 +126,7 @@ def _sequence_laws(drafts: Sequence[DraftTree], world: World, verifier: Threshol
     """[n, V ** horizon]: the law of the first `horizon` tokens when one draft is verified, then the target goes on."""
     batch, listed = DraftBatch.concatenate(drafts), [as_draft(draft) for draft in drafts]
     verifier.check_draft(batch)
+    continuation = cache(partial(_continuation, world, horizon=horizon))
     rows = [world.p(draft.context(node)) for draft in listed for node in range(len(draft))]
     target = TargetRows(torch.tensor(rows, dtype=torch.float64))
     thresholds, mass, scale = verifier.thresholds(batch, target)
@@ -137,9 +140,7 @@ def _sequence_laws(drafts: Sequence[DraftTree], world: World, verifier: Threshol
             for token, share in enumerate(next_laws[first + node]):
                 if probability * share > 0:
                     reached = (*draft.context(node), token)
-                    laws[row, _block(reached, world, horizon)] += (
-                        probability * share * _continuation(world, reached, horizon)
-                    )
+                    laws[row, _block(reached, world, horizon)] += probability * share * continuation(reached)
     return laws
 
 

@@ -10,8 +10,8 @@ SCOPES = (1, 2)
 
 
 def broad_law(generator, context, scope) -> np.ndarray:
-    """Three tokens, all of them likely, also to the power of 1.5, by which children are drawn."""
-    return (np.roll([4.0, 3.0, 2.0], context[-1] + scope) + generator.random(3)) ** 0.8
+    """Three tokens, all of them likely, also to the power of 1.5, by which children are drawn: no draft is rare."""
+    return (np.roll([4.0, 3.0, 2.0], context[-1] + scope) + 2 * generator.random(3)) ** 0.7
 
 
 def peaked_law(generator, context, scope) -> np.ndarray:

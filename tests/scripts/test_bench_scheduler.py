@@ -10,7 +10,7 @@ from workloads.problem_sets import Task
 
 def test_both_ways_draw_the_same_rows(tmp_path, capsys):
     path = tmp_path / "occupancy.png"
-    options = ["--num-problems", "1", "--trajectories", "6", "--rows", "2", "--max-new-tokens", "30", "--budget", "4"]
+    options = ["--num-problems", "1", "--trajectories", "5", "--rows", "2", "--max-new-tokens", "20", "--budget", "4"]
     bench_scheduler.main([*options, "--plot", str(path)])
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(document["ratios"]) == 1 and document["median_cpu_ratio"] > 0 and path.stat().st_size > 1000
@@ -36,9 +36,9 @@ def test_the_first_draws_of_a_process_are_thrown_away(monkeypatch, capsys):
         return real(self, arm, task, seed=seed)
 
     monkeypatch.setattr(bench_scheduler.Bench, "draw", draw)
-    options = ["--num-problems", "1", "--trajectories", "5", "--rows", "1", "--max-new-tokens", "40"]
+    options = ["--num-problems", "1", "--trajectories", "3", "--rows", "1", "--max-new-tokens", "33", "--budget", "4"]
     bench_scheduler.main([*options, "--verifier", "traversal"])
-    assert drawn == [("blocks", 2, 32), ("places", 2, 32), ("blocks", 5, 40), ("places", 5, 40)]
+    assert drawn == [("blocks", 2, 32), ("places", 2, 32), ("blocks", 3, 33), ("places", 3, 33)]
     assert "with traversal the arms draw other texts" in capsys.readouterr().err
 
 

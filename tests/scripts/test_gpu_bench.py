@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -58,6 +59,12 @@ class Smoke:
         return result
 
 
+def seconds_of_one_run(timer: DeviceTimer, work: Callable[[], object]) -> list[float]:
+    start = time.perf_counter()
+    work()
+    return [time.perf_counter() - start]
+
+
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory, interpreter) -> Smoke:
     folder = tmp_path_factory.mktemp("smoke")
@@ -69,6 +76,9 @@ def smoke(tmp_path_factory, interpreter) -> Smoke:
         options = ["--in-process", "--device", "cpu", "--smoke", "--cost-folder", str(found.costs)]
         options += ["--output", str(found.output)]
         patch.setattr(step_cost, "REPEATS", 1)
+        patch.setattr(DeviceTimer, "_on_cpu", seconds_of_one_run)
+        patch.setattr(decode_engines, "SMOKE", replace(decode_engines.SMOKE, generated=2))
+        patch.setattr(gpu_bench, "SMOKE_TOKENS", 2)
         # Two tokens take longer than one, but not on every busy machine.
         patch.setattr(DecodeBench, "_seconds", lambda self, work: (2.0 * (tokens := work()), tokens))
         status = gpu_bench.main(options)
@@ -568,8 +578,25 @@ def test_what_was_left_is_taken_in_only_beside_figures_of_the_same_settings(monk
     capsys.readouterr()
 
 
+QUICK_FILE = """
+import quick_interpreter, runpy, sys
+quick_interpreter.make_quick()
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 @pytest.mark.usefixtures("interpreter")
-def test_a_part_of_its_own_gives_what_the_process_itself_would(capfd):
+def test_a_part_of_its_own_gives_what_the_process_itself_would(monkeypatch, capfd):
+    """The very file and options, interpreted as the other tests are."""
+    real = gpu_bench.part_command
+
+    def command(options, output):
+        python, *words = real(options, output)
+        return [python, "-c", QUICK_FILE, *words]
+
+    monkeypatch.setattr(gpu_bench, "part_command", command)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SCRIPTS), str(ORACLES)]))
     status = gpu_bench.main(["--device", "cpu", "--smoke", "--parts", "laws"])
     (result,) = json.loads(capfd.readouterr().out)["results"]
     assert status == 0 and len(result["parts"]["laws"]) == 2 * 6 and not result["failed"]

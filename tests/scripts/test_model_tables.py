@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from measuring.setup import REASONER
-from table_parts import replay_tables
+from table_parts import replay_tables, time_tables
 from table_parts.estimates import CalibrationArm, calibration_table, run_calibration_arm
 from table_parts.law_recording import LawRecording, record
 from table_parts.law_replay import replay
@@ -165,6 +165,8 @@ def test_the_command_goes_on_where_it_ended(monkeypatch, tmp_path, capsys):
     wanted = {"deterministic, 32 nodes, 4 rows", "tokens, 8 nodes, 1 rows", "laws, 10 a row, 8 nodes, 1 rows"}
     arms = [arm for arm in replay_tables.replay_arms() if arm.name in wanted]
     monkeypatch.setattr(model_tables, "replay_arms", lambda costs: arms)
+    timed_arms = [arm for arm in time_arms() if arm.name in {PLAIN, "generate", "token recycling"}]
+    monkeypatch.setattr(time_tables, "time_arms", lambda: timed_arms)
     words = "--num-problems 2 --tokens 20 --settings 1.0:1.0 --loop-settings 1.0:1.0 --loop-problems 2 --loop-samples 2"
     run(monkeypatch, tmp_path, *words.split())
     first = capsys.readouterr().out
@@ -241,10 +243,12 @@ def test_samples_of_match_are_those_without_drafts():
 def test_a_sampler_learns_from_sample_to_sample():
     """The same seed again: the lookup knows the text, and an arm without a lookup does not."""
     model, how = tiny_model("qwen2"), {"max_new_tokens": 24, "temperature": 0.7, "top_k": 0}
-    by_name = {arm.name: Sampler(arm, model, None, PROMPT) for arm in time_arms()}
+    learning, forgetting = "ours, 8 nodes, match", "generate, prompt lookup 8"
+    arms = [arm for arm in time_arms() if arm.name in {learning, forgetting}]
+    by_name = {arm.name: Sampler(arm, model, None, PROMPT) for arm in arms}
     first, again = ({name: one.draw(5, **how)[1] for name, one in by_name.items()} for _ in range(2))
-    assert again["ours, 8 nodes, match"] < first["ours, 8 nodes, match"]
-    assert again["generate, prompt lookup 8"] == first["generate, prompt lookup 8"]
+    assert again[learning] < first[learning]
+    assert again[forgetting] == first[forgetting]
 
 
 def test_forwards_are_counted_within_the_block_alone():

@@ -57,11 +57,11 @@ def test_a_step_costs_what_the_roofline_says():
 def test_rows_keep_as_many_tokens_as_was_measured():
     assert ACCEPTANCE.mean(0) == 1 and ACCEPTANCE.mean(8) == pytest.approx(2) and ACCEPTANCE.mean(500) == 3
     assert 2 < ACCEPTANCE.mean(20) < 3
-    one = Workload((1,), ((40_000,) * 8,), 40_000)
+    one = Workload((1,), ((10_000,) * 8,), 10_000)
     trace = simulation(one, budget=64).places(AtMost(8))
     assert trace.tokens.sum() / trace.live.sum() == pytest.approx(2.0, rel=0.02)
     plain = simulation(one, budget=0).places(AtMost(8))
-    assert len(plain.live) == 40_000
+    assert len(plain.live) == 10_000
 
 
 def test_rows_that_end_hand_their_nodes_on():

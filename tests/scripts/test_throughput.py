@@ -15,6 +15,8 @@ from measuring.trajectories import ARMS, chunk_sizes, derived_seed
 from transformers import AutoTokenizer
 from workloads.problem_sets import generated_tasks, read_tasks
 
+from stand.drafters import step_cost
+
 
 def run(capsys, *options: str) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of one run."""
@@ -35,7 +37,7 @@ def problem_file(folder: Path, *records: object) -> str:
 def document(tmp_path_factory) -> dict:
     """The JSON line of one small run that also writes its lookup."""
     path = tmp_path_factory.mktemp("lookup") / "lookup.msgpack"
-    options = ["--num-problems", "2", "--trajectories", "1,3", "--rows", "2", "--max-new-tokens", "48"]
+    options = ["--num-problems", "2", "--trajectories", "1,3", "--rows", "2", "--max-new-tokens", "32"]
     arguments = throughput.read_arguments([*options, "--save-lookup", str(path)])
     stdout = io.StringIO()
     with contextlib.redirect_stdout(stdout):
@@ -100,16 +102,14 @@ def test_drafts_are_accepted(document):
 
 def test_saved_lookup_helps_from_the_start(capsys, tmp_path):
     path = tmp_path / "lookup.msgpack"
-    small = ("--budget", "32", "--num-problems", "1", "--max-new-tokens", "64", "--rows", "1")
-    cold = run(capsys, *small, "--trajectories", "4", "--save-lookup", str(path))
-    first = run(capsys, *small, "--trajectories", "1")
+    small = ("--budget", "32", "--num-problems", "1", "--max-new-tokens", "48", "--rows", "1")
+    cold = run(capsys, *small, "--trajectories", "1,3", "--save-lookup", str(path))  # of three, which begin anew
     warm = run(capsys, *small, "--trajectories", "1", "--lookup", str(path))
-    assert [cold[0], first[0], warm[0]] == [0, 0, 0]
-    assert json.loads(cold[1].splitlines()[-1])["step_costs"] is None  # of a fixed budget
-    lengths = [
-        json.loads(out.splitlines()[-1])["totals"][0]["arms"]["drafted"]["mean_acceptance_length"]
-        for _, out, _ in (first, warm)
-    ]
+    assert [cold[0], warm[0]] == [0, 0]
+    documents = [json.loads(out.splitlines()[-1]) for _, out, _ in (cold, warm)]
+    assert documents[0]["step_costs"] is None  # of a fixed budget
+    assert [document["totals"][0]["trajectories"] for document in documents] == [1, 1]
+    lengths = [document["totals"][0]["arms"]["drafted"]["mean_acceptance_length"] for document in documents]
     assert lengths[1] > lengths[0]
 
 
@@ -240,17 +240,10 @@ def test_table_is_aligned():
     assert lines == ["name       x", "------  ----", "a       1.23", "longer     -"]
 
 
-def test_runs_with_saved_costs_repeat(capsys, tmp_path):
-    options = [
-        "--num-problems",
-        "1",
-        "--trajectories",
-        "2",
-        "--max-new-tokens",
-        "32",
-        "--costs",
-        str(tmp_path / "costs"),
-    ]
+def test_runs_with_saved_costs_repeat(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(step_cost, "REPEATS", 1)
+    options = ["--num-problems", "1", "--trajectories", "2", "--max-new-tokens", "24"]
+    options += ["--costs", str(tmp_path / "costs")]
     documents = []
     for _ in range(2):
         status, out, _ = run(capsys, *options)

@@ -126,7 +126,7 @@ def test_the_shipped_head_is_small_and_keeps_its_promise():
 
 
 def test_the_command_trains_and_evaluates(tmp_path):
-    options = ["--tokens", "200", "--held-out-tokens", "100", "--max-new-tokens", "40", "--steps", "2", "--rows", "4"]
+    options = ["--tokens", "80", "--held-out-tokens", "40", "--max-new-tokens", "20", "--steps", "2", "--rows", "2"]
     paths = ["--checkpoints", str(tmp_path / "checkpoints"), "--output", str(tmp_path / "head")]
     facts = run(RECIPE, read_arguments([*options, *paths]))
     assert facts["steps"] == 2 and 0 <= facts["held_out_agreement"] <= 1
@@ -134,7 +134,7 @@ def test_the_command_trains_and_evaluates(tmp_path):
     assert again["held_out_agreement"] == facts["held_out_agreement"]
     for other, remedy in (
         (["--temperature", "0.5"], "--fresh"),
-        (["--max-new-tokens", "41", "--evaluate"], "give those"),  # never what would remove a training's texts
+        (["--max-new-tokens", "21", "--evaluate"], "give those"),  # never what would remove a training's texts
         (["--instruction", "Hurry."], "--fresh"),
     ):
         with pytest.raises(ValueError, match=f"must go on with the settings of .*{other[0][2:5]}.* -> .*{remedy}"):

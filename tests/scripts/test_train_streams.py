@@ -94,7 +94,7 @@ def test_the_shipped_streams_are_small_and_keep_their_promise():
 
 
 def test_the_command_trains_and_evaluates(tmp_path):
-    options = ["--tokens", "200", "--held-out-tokens", "100", "--max-new-tokens", "40", "--steps", "2", "--rows", "4"]
+    options = ["--tokens", "80", "--held-out-tokens", "40", "--max-new-tokens", "20", "--steps", "2", "--rows", "2"]
     paths = ["--checkpoints", str(tmp_path / "checkpoints"), "--output", str(tmp_path / "streams"), "--streams", "2"]
     facts = run(RECIPE, read_arguments([*options, *paths]))
     assert facts["steps"] == 2 and len(facts["held_out_agreement"]) == 2

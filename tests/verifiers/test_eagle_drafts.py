@@ -1,13 +1,13 @@
 """The adapted promise of EAGLE's growth: all joint drafts of two rows, by a head whose laws stand in a table."""
 
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
 import torch
 from draft_requests import draft_request
 from draft_worlds import dense_world
-from exact_drafts import ROUNDING, as_if_shaped, chi_square, distance_from_target, joint_drafts
+from exact_drafts import ROUNDING, JointDraft, as_if_shaped, chi_square, distance_from_target, joint_drafts
 
 import stand
 from stand.drafters.eagle.growth import BestFirstGrowth
@@ -72,10 +72,15 @@ SHAPED = {  # name: shape, depths of the two rows
 worlds = [dense_world(seed, SIZE, 2).as_float() for seed in (5, 6)]
 
 
+@cache
+def joint_growth(name: str) -> list[JointDraft]:
+    settings, request = GROWN[name]
+    return joint_drafts(partial(draft, TableEagle(**settings), **request))
+
+
 @pytest.mark.parametrize("name", GROWN)
 def test_growth_is_adapted(name):
-    settings, request = GROWN[name]
-    joint = joint_drafts(partial(draft, TableEagle(**settings), **request))
+    joint = joint_growth(name)
     assert sum(each.probability for each in joint) == pytest.approx(1.0, abs=ROUNDING)
     assert len(joint) > 5
     for rule in RULES:
@@ -96,7 +101,7 @@ def test_shapes_are_adapted(name):
 @pytest.mark.parametrize("rule", SET_RULES)
 def test_rules_over_sets_refuse_grown_drafts(rule):
     """They would be lossy there: who gets more children follows from what was drawn."""
-    joint = joint_drafts(partial(draft, TableEagle(budget=3, runs=1)))
+    joint = joint_growth("one run")
     assert distance_from_target(as_if_shaped(joint), worlds, get_verifier(rule)) > 0.05
     with pytest.raises(ValueError, match="settled before they were drawn"):
         for each in joint:
@@ -105,7 +110,7 @@ def test_rules_over_sets_refuse_grown_drafts(rule):
 
 def test_drafts_come_as_often_as_their_laws_say():
     draft_with = partial(draft, TableEagle(budget=3))
-    statistic, degrees = chi_square(draft_with, joint_drafts(draft_with), num_seeds=1500)
+    statistic, degrees = chi_square(draft_with, joint_growth("budget 3"), num_seeds=1500)
     assert degrees > 10 and statistic < degrees + 5 * np.sqrt(2 * degrees)
 
 

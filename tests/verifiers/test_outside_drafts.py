@@ -1,15 +1,17 @@
 """The adapted promise of drafts that blend laws from outside of the lookup: all joint drafts of two rows."""
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 
 import numpy as np
 import pytest
 from draft_worlds import dense_world
-from exact_drafts import ROUNDING, chi_square, distance_from_target, joint_drafts
+from exact import World
+from exact_drafts import ROUNDING, JointDraft, chi_square, distance_from_target, joint_drafts
 from outside_trees import outside_laws
 from taught_lookups import taught_lookups
 
-from stand.trees import OutsideLaws
+from stand.trees import DraftBatch, OutsideLaws
 from stand.verifiers import get_verifier
 
 RULES = ["traversal", "rrs", "match"]
@@ -36,7 +38,8 @@ GROWN = {  # name: laws of the two rows, settings
 }
 
 
-def worlds(size: int):
+@cache
+def worlds(size: int) -> list[World]:
     return [dense_world(seed, size, 2).as_float() for seed in (5, 6)]
 
 
@@ -45,9 +48,20 @@ def lookups():
     return taught_lookups()
 
 
-def grow(lookup, kind, trees, seed, *, histories=HISTORIES, rows=(0, 1), **settings):
+@pytest.fixture(scope="module")
+def joint_growth(lookups) -> Callable[[str, str], list[JointDraft]]:
+    """(kind, name) -> all joint drafts of `GROWN`, found once."""
+    return cache(lambda kind, name: joint_drafts(grown(lookups, kind, name)))
+
+
+def grown(lookups, kind, name) -> Callable[[int], DraftBatch]:
+    """Seed -> joint draft."""
+    trees, settings = GROWN[name]
+    return partial(grow, lookups[kind][0], kind, outside_laws(trees), **settings)
+
+
+def grow(lookup, kind, laws, seed, *, histories=HISTORIES, rows=(0, 1), **settings):
     settings = {"budget": 4, **settings}
-    laws = outside_laws(trees)
     return lookup.draft(
         histories, settings.pop("budget"), seed=seed, rows=list(rows), steps=[4, 4], kind=kind, outside=laws, **settings
     )
@@ -55,11 +69,10 @@ def grow(lookup, kind, trees, seed, *, histories=HISTORIES, rows=(0, 1), **setti
 
 @pytest.mark.parametrize("kind", ["sampled", "mixed", "deterministic"])
 @pytest.mark.parametrize("name", GROWN)
-def test_growth_with_laws_from_outside_is_adapted(lookups, kind, name):
-    (lookup, size), (trees, settings) = lookups[kind], GROWN[name]
-    if kind == "mixed" and settings.get("width") == 1:
+def test_growth_with_laws_from_outside_is_adapted(lookups, joint_growth, kind, name):
+    if kind == "mixed" and GROWN[name][1].get("width") == 1:
         pytest.skip("mixed drafts cannot be chains")
-    joint = joint_drafts(partial(grow, lookup, kind, trees, **settings))
+    size, joint = lookups[kind][1], joint_growth(kind, name)
     assert sum(each.probability for each in joint) == pytest.approx(1.0, abs=ROUNDING)
     assert kind != "deterministic" or len(joint) == 1
     assert kind != "sampled" or len(joint) > 5
@@ -72,33 +85,34 @@ def test_the_laws_matter(lookups):
     lookup, _ = lookups["sampled"]
     keys = []
     for trees in ([DEEP, DEEP], [FLAT, FLAT], [LOOSE, LOOSE], [[], []]):
-        joint = joint_drafts(partial(grow, lookup, "sampled", trees))
+        joint = joint_drafts(partial(grow, lookup, "sampled", outside_laws(trees)))
         keys.append({each.key: round(each.probability, 6) for each in joint})
     assert all(one != other for place, one in enumerate(keys) for other in keys[:place])
-    unseen = grow(lookup, "deterministic", [UNSEEN, UNSEEN], 0)
+    unseen = grow(lookup, "deterministic", outside_laws([UNSEEN, UNSEEN]), 0)
     assert 5 in unseen.token_ids
 
 
 @pytest.mark.parametrize("name", ["laws below drawn tokens", "a floor and prices"])
-def test_drafts_come_as_often_as_their_laws_say(lookups, name):
-    trees, settings = GROWN[name]
-    draft_with = partial(grow, lookups["sampled"][0], "sampled", trees, **settings)
-    statistic, degrees = chi_square(draft_with, joint_drafts(draft_with), num_seeds=4000)
+def test_drafts_come_as_often_as_their_laws_say(lookups, joint_growth, name):
+    draft_with = grown(lookups, "sampled", name)
+    statistic, degrees = chi_square(draft_with, joint_growth("sampled", name), num_seeds=4000)
     assert degrees > 10 and statistic < degrees + 5 * np.sqrt(2 * degrees)
 
 
 # What breaks the promise must be seen: by the sum of the drafts' probabilities, and by the law.
 
+ALONE, ALIKE = outside_laws([FLAT, []]), outside_laws([FLAT, FLAT])
+
 
 def looks_at_the_noise(lookup, seed):
     """Laws that depend on what the very draft draws first: not made before it."""
-    before = grow(lookup, "sampled", [FLAT, []], seed, budget=1, max_depths=[1, 0])
+    before = grow(lookup, "sampled", ALONE, seed, budget=1, max_depths=[1, 0])
     guess = [(-1, 0, [(int(before.token_ids[1]), 0.9)])]
-    return grow(lookup, "sampled", [guess, []], seed, budget=2, max_depths=[1, 0])
+    return grow(lookup, "sampled", outside_laws([guess, []]), seed, budget=2, max_depths=[1, 0])
 
 
 def same_noise_in_both_rows(lookup, seed):
-    return grow(lookup, "sampled", [FLAT, FLAT], seed, histories=SAME, rows=(0, 0))
+    return grow(lookup, "sampled", ALIKE, seed, histories=SAME, rows=(0, 0))
 
 
 @pytest.mark.parametrize("builder", [looks_at_the_noise, same_noise_in_both_rows])
@@ -115,7 +129,7 @@ def test_a_law_that_was_not_drawn_from_is_seen(lookups):
     """The head's own law recorded instead of the blended one."""
 
     def lying(seed):
-        batch = grow(lookups["sampled"][0], "sampled", [FLAT, []], seed, budget=1, max_depths=[1, 0])
+        batch = grow(lookups["sampled"][0], "sampled", ALONE, seed, budget=1, max_depths=[1, 0])
         own = dict(FLAT[0][2])
         batch.law[1] = [own.get(int(token), 0.0) for token in batch.support_ids[0]]
         return batch

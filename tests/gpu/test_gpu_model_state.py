@@ -41,7 +41,11 @@ def recorded(monkeypatch, caplog):
 
 
 def own_model():
-    return copy.deepcopy(kernel_model("qwen2"))
+    """Of two layers."""
+    model = copy.deepcopy(kernel_model("qwen2"))
+    del model.model.layers[2:]
+    model.config.num_hidden_layers = 2
+    return model
 
 
 def engine_of(model, backend="triton", **settings):

@@ -1,5 +1,8 @@
 """The suite's interpreter computes what Triton's own does, with values that have the same attributes."""
 
+from contextlib import contextmanager
+
+import numpy as np
 import pytest
 import torch
 
@@ -15,10 +18,15 @@ def _mixed(number, place):
 
 
 @triton.jit
+def _sum(one, other):
+    return one + other
+
+
+@triton.jit
 def _scramble(numbers, out, BLOCK: tl.constexpr):
     places = tl.arange(0, BLOCK)
     mixed = _mixed(_mixed(tl.load(numbers + places), places), places + 1)
-    tl.store(out + places, mixed * 3 - tl.max(mixed, 0))
+    tl.store(out + places, mixed * 3 - tl.max(mixed, 0) + tl.reduce(mixed, 0, _sum))
 
 
 def scrambled() -> list[int]:
@@ -84,7 +92,52 @@ def broadcasted() -> list[tuple]:
     return [(str(one.type), one.handle.data.tolist()) for pair in results for one in pair]
 
 
-@pytest.mark.parametrize("work", [made, broadcasted])
+OPERATORS = ("add", "mul", "truediv", "mod", "and_", "less_than")
+NUMBERS = (0, -2, 2**31 - 1, 2**31, 2**40, True, -0.0, 2.5, 1e300)
+KINDS = (
+    tl.int1, tl.int8, tl.int32, tl.uint32, tl.int64, tl.uint64, tl.float16, tl.bfloat16, tl.float32, tl.float64,
+)  # fmt: skip
+
+
+def operate(name: str, one, other):
+    """Its result down to types and bits, or what kind of error it is."""
+    semantic = interpreter.interpreter_semantic
+    more = (False,) if name in ("add", "mul") else ()
+    try:
+        with np.errstate(all="ignore"):
+            result = getattr(semantic, name)(one, other, *more)
+    except Exception as error:
+        return type(error).__name__
+    data = result.handle.data
+    return attributes(result.type), plain(result.dtype), plain(result.handle.dtype), str(data.dtype), data.tobytes()
+
+
+def computed() -> list[object]:
+    """Results of operators on blocks, single ones, pointers and numbers of all kinds."""
+    semantic, found = interpreter.interpreter_semantic, []
+    with tl_patched():
+        blocks = [semantic.cast(semantic.arange(0, 4), kind) for kind in KINDS]
+        singles = [semantic.scalar_constant(3, kind) for kind in (tl.int32, tl.float32)]
+        kind = tl.pointer_type(tl.int64)
+        pointer = tl.tensor(interpreter.TensorHandle(np.array([4096], dtype=np.uint64), kind), kind)
+        for name in OPERATORS:
+            for one in (*blocks, pointer):
+                found += [operate(name, one, other) for other in (*blocks, *singles, pointer, *NUMBERS)]
+                found += [operate(name, number, one) for number in (*singles, *NUMBERS)]
+    return found
+
+
+@contextmanager
+def tl_patched():
+    """The language as it is within a kernel."""
+    scope = interpreter._patch_lang(scrambled)
+    try:
+        yield
+    finally:
+        scope.restore()
+
+
+@pytest.mark.parametrize("work", [made, broadcasted, computed])
 def test_what_is_remembered_is_what_would_be_made(work, monkeypatch):
     quick = work()
     put_back_triton(monkeypatch)

@@ -7,8 +7,9 @@ import torch
 pytest.importorskip("triton")
 
 from drafted_cases import agreeing_case  # noqa: E402
-from exact import EX2, EX3, enumerate_drafts, pack, shaped, with_replacement  # noqa: E402
+from exact import EX2, EX3, pack, shaped, with_replacement  # noqa: E402
 from page_tables import one_page_each  # noqa: E402
+from random_drafts import random_drafts  # noqa: E402
 from verdicts import blank_verdict  # noqa: E402
 
 from stand.gpu.device_rule import CoupledRule, GreedyRule, MatchRule, TraversalRule  # noqa: E402
@@ -75,8 +76,7 @@ def test_verdicts_equal_the_rules(name, kind):
 @pytest.mark.parametrize("name", ["match", "coupled"])
 def test_equal_siblings_are_followed_as_on_the_host(name):
     for world in (EX2, EX3):
-        drafts = [draft for _, draft in enumerate_drafts(world, shaped(with_replacement, 3, 2))][:20]
-        batch = pack(world, drafts)
+        batch = pack(world, random_drafts(world, shaped(with_replacement, 3, 2), 12))
         size = int(batch.support_ids.max()) + 1
         probs = torch.tensor(np.random.default_rng(1).dirichlet(np.ones(size), batch.num_nodes), dtype=torch.float64)
         noise = keyed(len(batch))

@@ -11,7 +11,6 @@ from exact import (  # noqa: E402
     EX2,
     EX3,
     deterministic,
-    enumerate_drafts,
     mixed_sampled_first,
     pack,
     shaped,
@@ -19,6 +18,7 @@ from exact import (  # noqa: E402
     with_replacement,
     without_replacement,
 )
+from random_drafts import random_drafts  # noqa: E402
 from traversal_arrays import traversal_arrays  # noqa: E402
 
 from stand.gpu.kernels.traverse import traverse  # noqa: E402
@@ -50,11 +50,6 @@ def assert_equal(batch: DraftBatch, probs: torch.Tensor, uniforms: np.ndarray) -
     return expected_stops
 
 
-def some_drafts(world, policy, number: int) -> list:
-    drafts = [draft for _, draft in enumerate_drafts(world, policy)]
-    return [drafts[place] for place in np.random.default_rng(5).permutation(len(drafts))[:number]]
-
-
 @pytest.mark.parametrize("kind", ["sampled", "mixed", "deterministic"])
 @pytest.mark.parametrize("seed", range(2))
 def test_lookup_drafts_over_laws_with_zeros(seed, kind):
@@ -68,7 +63,7 @@ def test_lookup_drafts_over_laws_with_zeros(seed, kind):
 @pytest.mark.parametrize("world", [EX2, EX3], ids=["EX2", "EX3"])
 def test_exact_worlds(world, child_law):
     """Exact zeros, one-hot laws, repeated siblings, and as many children as the support holds."""
-    drafts = some_drafts(world, shaped(child_law, 3, 2), 12)
+    drafts = random_drafts(world, shaped(child_law, 3, 2), 12)
     batch, probs = pack(world, drafts), target_rows(world, drafts).rows(np.arange(sum(map(len, drafts))))
     uniforms = np.random.default_rng(1).random(batch.num_nodes)
     assert_equal(batch, probs, uniforms)
@@ -148,10 +143,13 @@ def test_refuses_arrays_that_do_not_belong_together():
 
 
 def test_rows_of_more_than_one_word():
-    """200 nodes: bytes above 127, several words of ancestors, stops beyond the first of them."""
-    parents = np.array([-1, 0, 0, 0, *((node - 1) // 3 * 3 - 2 for node in range(4, 200))], dtype=np.int32)
-    support, tokens = np.tile(np.arange(12, dtype=np.int32), (200, 1)), (np.arange(200) % 12).astype(np.int32)
-    law = np.where(tokens[:, None] == support, 0.5, 0.5 / 11).astype(np.float32)
+    """200 nodes: bytes above 127, several words of ancestors, stops beyond the first of them.
+
+    Two children per node: more, or a chain of them, would take more turns, each of which is interpreted.
+    """
+    parents = ((np.arange(200) + 1) // 2 - 1).astype(np.int32)
+    support, tokens = np.tile(np.arange(12, dtype=np.int32), (200, 1)), (np.arange(200) % 11).astype(np.int32)
+    law = np.where((tokens[:, None] == support) | (support == 11), 0.5, 0.0).astype(np.float32)
     batch = DraftBatch.concatenate([DraftTree(tokens, parents, support, law), DraftTree.pending(1)])
     probs = torch.full((201, 13), 0.7 / 12)
     probs[:, 12] = 0.3  # outside all supports: always owed

@@ -3,6 +3,7 @@
 The interpreter runs the real kernels, each against such a reference in its own test, but at about 30 ms per program.
 """
 
+import numpy as np
 import torch
 from waitless_draws import draw_residuals_at
 
@@ -30,43 +31,52 @@ def tree_attention(
     query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums, arrivals, scale,
     tile_tokens, window=0, softcap=0.0, sinks=None,
 ):  # fmt: skip
+    """All rows at once, as wide as the widest."""
     mixed = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    groups = query.shape[1] // keys.shape[1]
-    seen = _seen(ancestors)
-    for row_first, first, count, cache_row, length, _, end, split in items.tolist():
-        if count == 0 or split != int(partial_starts[first + 1] - partial_starts[first]) - 1:
-            continue  # a row's last split knows all that is visible: the prefix, and its own end
-        own = slice(first, first + count)
-        key, value = (row_of(state, pages[cache_row], end).repeat_interleave(groups, 0) for state in (keys, values))
-        scores = torch.einsum("mhd,hsd->hms", query[own], key) * scale
-        if softcap:
-            scores = torch.tanh(scores / softcap) * softcap
-        tail = seen[own, : end - length]
-        visible = torch.cat([torch.ones(count, length, dtype=torch.bool), tail], 1)
-        if window:
-            places = torch.cat([torch.arange(length), positions[row_first : row_first + end - length]])
-            visible &= places[None] > positions[own, None] - window
-        scores = scores.masked_fill(~visible, float("-inf"))
-        if sinks is not None:
-            scores = torch.cat([scores, sinks[:, None, None].expand(-1, count, 1)], -1)
-        weights = torch.softmax(scores, -1)[..., :end]
-        mixed[own] = torch.einsum("hms,hsd->mhd", weights, value)
+    starts = partial_starts.tolist()
+    last = [item for item in items.tolist() if item[2] and item[7] == starts[item[1] + 1] - starts[item[1]] - 1]
+    if not last:
+        return mixed  # a row's last split knows all that is visible: the prefix, and its own end
+    row_first, first, count, cache_row, length, _, end, _ = torch.tensor(last).T[:, :, None]
+    nodes, slots = torch.arange(int(count.max())), torch.arange(int(end.max()))
+    is_node, own = nodes < count, (first + nodes).clamp(max=len(query) - 1)  # [R, m]
+    behind = slots - length  # [R, s]: tokens of the step have 0 and more
+    key, value = (rows_of(state, pages[cache_row[:, 0]], len(slots)) for state in (keys, values))
+    value.masked_fill_((slots >= end)[:, None, :, None], 0.0)  # what nobody has written may be NaN
+    asked = query[own].unflatten(2, (keys.shape[1], -1)).permute(0, 2, 3, 1, 4)  # [R, Hkv, heads of each, m, D]
+    scores = (asked.flatten(2, 3) @ key.transpose(2, 3)).unflatten(2, asked.shape[2:4]) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    seen = _seen(ancestors)[own]
+    places = behind.clamp(0, seen.shape[2] - 1)[:, None].expand(-1, len(nodes), -1)
+    visible = (behind < 0)[:, None] | (seen.gather(2, places) & (slots < end)[:, None])
+    if window:
+        later = positions[(row_first + behind).clamp(0, len(positions) - 1)]
+        visible &= torch.where(behind < 0, slots, later)[:, None] > positions[own][:, :, None] - window
+    scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
+    if sinks is not None:
+        beside = sinks.view(*asked.shape[1:3], 1, 1).expand(len(last), -1, -1, len(nodes), 1)
+        scores = torch.cat([scores, beside], -1)
+    weights = torch.softmax(scores, -1)[..., : len(slots)]
+    found = (weights.flatten(2, 3) @ value).view_as(asked).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    mixed[own[is_node]] = found[is_node]
     return mixed
 
 
-def row_of(states, pages, end):
-    """[P, Hkv, S, D] and a row's pages -> [Hkv, end, D]"""
-    num_pages = -(-end // states.shape[2])
-    return states[pages[:num_pages].long()].transpose(0, 1).flatten(1, 2)[:, :end]
+def rows_of(states, pages, end):
+    """[P, Hkv, S, D] and rows' pages -> [R, Hkv, end, D]"""
+    num_pages, heads = -(-end // states.shape[2]), torch.arange(states.shape[1])[:, None]
+    chosen = pages[:, None, :num_pages].long().clamp(0, len(states) - 1)
+    return states[chosen, heads].flatten(2, 3)[:, :, :end]
 
 
 def compact(storage, pages, cache_rows, lengths, path) -> None:
-    size = storage.shape[3]
-    for row, length, nodes in zip(cache_rows.tolist(), lengths.tolist(), path, strict=True):
-        kept = nodes[nodes >= 0]
-        slots = torch.arange(length + 1, length + 1 + len(kept)), length + kept
-        write, read = ((pages[row, where // size].long(), where % size) for where in slots)
-        storage[:, write[0], :, write[1]] = storage[:, read[0], :, read[1]]
+    size, is_kept = storage.shape[3], path >= 0
+    rows, _ = torch.nonzero(is_kept, as_tuple=True)
+    ranks = (is_kept.cumsum(1) - 1)[is_kept]
+    slots = lengths[rows] + 1 + ranks, lengths[rows] + path[is_kept]
+    write, read = ((pages[cache_rows[rows].long(), where // size].long(), where % size) for where in slots)
+    storage[:, write[0], :, write[1]] = storage[:, read[0], :, read[1]]
 
 
 def top_tokens(probs, count):
@@ -119,29 +129,29 @@ def draw_residuals(
 
 def follow(drawn, laws, token_ids, parents, follows, offsets, stops, next_tokens, is_broken, path) -> None:
     stops.zero_()
+    agrees = follows.bool() & (token_ids == drawn[parents.long().clamp(min=0)])
+    agrees, above = agrees.tolist(), parents.tolist()
     for row, (first, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
         node, below = first, [first] if first < end else []
         while below:
             node = stops[row] = below[0]
-            below = [
-                child for child in range(node + 1, end)
-                if parents[child] == node and follows[child] and token_ids[child] == drawn[node]
-            ]  # fmt: skip
+            below = [child for child in range(node + 1, end) if above[child] == node and agrees[child]]
     next_tokens.copy_(drawn[stops])
     _write_rest(laws, parents, offsets, stops, is_broken, path)
 
 
 def _write_rest(laws, parents, offsets, stops, is_broken, path) -> None:
     """Kept paths of rows that stop at `stops`, and whether a law of theirs is not finite."""
-    path.fill_(-1)
+    above, bounds, kept = parents.tolist(), offsets.tolist(), np.full(path.shape, -1)
     for row, node in enumerate(stops.tolist()):
-        first, end = offsets[row : row + 2].tolist()
-        nodes = []
-        while first < end and node > first:
+        first, nodes = bounds[row], []
+        while first < bounds[row + 1] and node > first:
             nodes.insert(0, node - first)
-            node = int(parents[node])
-        path[row, : len(nodes)] = torch.tensor(nodes, dtype=torch.int64)
-        is_broken[row] = int(laws[first:end].isnan().any())
+            node = above[node]
+        kept[row, : len(nodes)] = nodes
+    path.copy_(torch.from_numpy(kept))
+    num_broken = np.append(0, laws.isnan().any(1).numpy().cumsum())[bounds]  # before each row, and after the last one
+    is_broken.copy_(torch.from_numpy(np.diff(num_broken) > 0))
 
 
 def first_passing(parents, passes) -> int:

@@ -263,26 +263,15 @@ def test_instruction_sets_and_threads_have_equal_bits(other, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(run(other), run((0, 1, 0)), strict=True))
 
 
-def test_the_environment_chooses_the_portable_kernels():
+@pytest.fixture(scope="module")
+def portable_lines() -> list[str]:
+    """What a process of its own prints that must take the portable kernels."""
     code = """
 import torch
-from stand.forward.few_token_product import WIDEST
+from stand.forward.few_token_product import WIDEST, few_token_product
 from stand.fusion.cpu_kernels import rms_norm
 x = torch.linspace(-2, 2, 100)
-print(WIDEST, rms_norm(x, torch.ones(100), 1e-6, 0).sum().item())
-"""
-    printed = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout
-        for environment in (os.environ | {"STAND_PORTABLE": "1"}, dict(os.environ))
-    ]
-    assert printed[0].split()[0] == "0" and printed[0].split()[1] == printed[1].split()[1]
-
-
-def test_a_refusal_names_what_this_processor_has_kernels_for():
-    code = """
-import torch
-from stand.forward.few_token_product import few_token_product
-from stand.fusion.cpu_kernels import rms_norm
+print(WIDEST, rms_norm(x, torch.ones(100), 1e-5, 0).sum().item())
 x = torch.ones(2, 8, dtype=torch.bfloat16)
 for call in (lambda: rms_norm(x, x[0], 1e-6, 0), lambda: few_token_product(x, x)):
     try:
@@ -291,10 +280,18 @@ for call in (lambda: rms_norm(x, x[0], 1e-6, 0), lambda: few_token_product(x, x)
         print(error)
 """
     environment = os.environ | {"STAND_PORTABLE": "1"}
-    printed = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    ).stdout
-    norm, product = printed.splitlines()
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.splitlines()
+
+
+def test_the_environment_chooses_the_portable_kernels(portable_lines):
+    widest, total = portable_lines[0].split()
+    here = rms_norm(torch.linspace(-2, 2, 100), torch.ones(100), EPSILON, 0).sum().item()
+    assert widest == "0" and total == str(here)
+
+
+def test_a_refusal_names_what_this_processor_has_kernels_for(portable_lines):
+    norm, product = portable_lines[1:]
     assert norm.startswith("states and weight must be float32 on a CPU, got torch.bfloat16")
     assert "all of float32, on a CPU" in product and "x torch.bfloat16" in product
 

@@ -19,7 +19,7 @@ import check_law  # noqa: E402
 from measuring.continuation_law import ContinuationLaw, cells_of, compare, next_token_laws  # noqa: E402
 from workloads.problems import held_out_problems, write_prompt  # noqa: E402
 
-CONTINUATIONS, TOKENS = 400, 3  # per prompt and arm
+CONTINUATIONS, TOKENS, ROWS = 400, 3, 100  # per prompt and arm; rows of a call, which decide how large drafts are
 FALSE_ALARM = 1e-4  # odds that an exact rule fails one comparison, were the seeds drawn anew
 
 
@@ -56,14 +56,16 @@ def exact_laws(reasoner, prompts):
         pytest.param("typical", "sampled", False, "blended", marks=pytest.mark.slow),
     ],
 )
-def test_continuations_follow_the_exact_law(reasoner, prompts, exact_laws, verifier, kind, lossless, drafter):
+def test_continuations_follow_the_exact_law(
+    reasoner, prompts, exact_laws, verifier, kind, lossless, drafter, monkeypatch
+):
+    monkeypatch.setattr(check_law, "MOST_ROWS", ROWS)
     arm = {"verifier": verifier, "kind": kind, "drafter": drafter}
     engine = check_law.new_engine(*reasoner, prompts, check_law.WHOLE_LAW, **arm)
-    count = CONTINUATIONS if lossless else 2 * CONTINUATIONS  # the control must be seen, whatever the drafts
     counters, stats = [], stand.Stats()
     for place, (prompt, law) in enumerate(zip(prompts, exact_laws, strict=True)):
         arguments = {"tokens": TOKENS, "seed": 2 * 10**6 + 1000 * place, "draft": kind != "none"}
-        drawn, more = check_law.continuations(engine, prompt, count, check_law.WHOLE_LAW, **arguments)
+        drawn, more = check_law.continuations(engine, prompt, CONTINUATIONS, check_law.WHOLE_LAW, **arguments)
         counters.append(cells_of(drawn, law))
         stats += more
     assert (stats.mean_acceptance_length > 1.3) == (kind != "none")  # drafts are in use
@@ -105,8 +107,8 @@ def test_tokens_are_those_of_plain_sampling(reasoner, verifier):
 
 def test_coupled_drafts_share_the_verifiers_noise(reasoner):
     """Through the engine: plain sampling's tokens, in fewer steps than with noise of the drafter's own."""
-    texts = [write_prompt(problem.problem) for problem in held_out_problems(6, seed=1)]
-    settings = {"num_return_sequences": 4, "max_new_tokens": 40, "temperature": 1.5}
+    texts = [write_prompt(problem.problem) for problem in held_out_problems(4, seed=1)]
+    settings = {"num_return_sequences": 4, "max_new_tokens": 32, "temperature": 1.5}
     steps, tokens = {}, {}
     for kind in ("sampled", "coupled"):
         drafter = stand.FixedShapeDrafter(LookupTree(), TreeShape.chain(2), kind=kind)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -29,6 +30,11 @@ def blended_engine(family: str = "qwen2", *, verifier: str = "traversal", **sett
 
 
 def greedy_by_transformers(family: str, prompt: list[int], max_new_tokens: int, **kwargs) -> list[int]:
+    return plain_greedy(family, tuple(prompt), max_new_tokens, **kwargs)
+
+
+@cache
+def plain_greedy(family: str, prompt: tuple[int, ...], max_new_tokens: int, **kwargs) -> list[int]:
     output = tiny_model(family).generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),

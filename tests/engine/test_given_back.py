@@ -45,6 +45,8 @@ def is_given_back(model: torch.nn.Module) -> bool:
 @pytest.mark.parametrize("block", ["attention", "layers", "fusion", "recurrent"])
 def test_an_interrupt_anywhere_gives_the_model_back(block):
     model = copy.deepcopy(recurrent_model("qwen3_5") if block == "recurrent" else tiny_model("llama"))
+    if block != "recurrent":
+        model.model.layers = model.model.layers[:2]  # two are enough: the work grows with the square of their number
     fusion = fuse_on_cpu(model)
     recurrent_layers(model)  # they are found once
     blocks = {

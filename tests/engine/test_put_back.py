@@ -58,7 +58,7 @@ def test_a_cap_of_a_quarter_of_the_worst_case_is_kept_and_changes_no_token(verif
     taken, cap = [], cap_of(1 / 4)
 
     def watch(run):
-        if len(taken) % 8 == 0:  # it takes milliseconds
+        if len(taken) % 16 == 0:  # it takes milliseconds
             taken.append(cache_bytes(run))
         else:
             taken.append(taken[-1])
@@ -108,24 +108,24 @@ def test_rows_that_come_back_keep_their_counts():
     assert all(0 <= one.started < one.ended for one in found)
 
 
-SIZE, TOKENS, COUNT, START = 7, 4, 4000, [3, 5, 1, 3]
+SIZE, TOKENS, COUNT, START = 7, 3, 3000, [3, 5, 1, 3]
 
 
 class Fickle(WithinPages):
     """Memory that runs out by chance, whatever the rows have."""
 
-    def __init__(self):
-        super().__init__(PageAllocator(4), most_rows=24)
-        self._generator = np.random.default_rng(8)
+    def __init__(self, *, most_rows: int = 24, odds: float = 0.7):
+        super().__init__(PageAllocator(4), most_rows=most_rows)
+        self._odds, self._generator = odds, np.random.default_rng(8)
 
     def holds(self, live) -> bool:
-        return self._generator.random() > 0.7
+        return self._generator.random() > self._odds
 
 
 def counted(monkeypatch) -> tuple[dict[tuple[int, ...], int], stand.Stats]:
     """Continuations under `traversal` with drafts that learn, where rows are put back all the time."""
-    drafter = stand.BlendedDrafter(budget=48)
-    fickle = Fickle()
+    drafter = stand.BlendedDrafter(budget=192)
+    fickle = Fickle(most_rows=96, odds=0.85)
     monkeypatch.setattr("stand.engine.admission", lambda *given, **options: fickle)
     engine = stand.wrap(small_model(SIZE), drafter=drafter, verifier="traversal")
     engine.backend.page_size = None

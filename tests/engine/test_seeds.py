@@ -17,12 +17,13 @@ from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
 import stand
+from stand import DraftRequest, Lesson
 from stand.seeds import call_seed, checked_seed, prompt_word
 from stand.trees import BlendedLookup, LookupTree, TreeShape
 from stand.verifiers import TargetRows, VerifierNoise, get_verifier
 
 SIZE, LENGTH = 3, 4  # tokens of the vocabulary, tokens of a call
-NUM_SEEDS = 1000
+NUM_SEEDS = 600
 CHAIN = np.array([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.4, 0.35, 0.25]])
 PROMPT = [0, 1, 0]
 EXPECTED = {
@@ -38,14 +39,14 @@ def one_call(drafter: stand.Drafter, rule, *, seed: int, own_seed: int) -> tuple
     while len(tokens) < len(PROMPT) + LENGTH:
         depth = len(PROMPT) + LENGTH - len(tokens) - 1
         history, steps = [np.array(tokens, dtype=np.int32)], np.full(1, step)
-        request = stand.DraftRequest(history, own_seed, seed, row, steps, problem, np.full(1, depth), False)
+        request = DraftRequest(history, own_seed, seed, row, steps, problem, np.full(1, depth), False)
         batch = drafter.draft(request)
         laws = CHAIN[batch.token_ids].astype(np.float32)
         noise = VerifierNoise(own_seed, row, steps, np.full(1, len(tokens)), seed)
         verdicts = rule.verify(batch, TargetRows(torch.from_numpy(laws)), noise)
         top_ids = np.argsort(-laws, axis=1, kind="stable").astype(np.int32)
         top_probs = np.take_along_axis(laws, top_ids, axis=1)
-        drafter.learn(stand.Lesson(request, batch, verdicts.accepted, verdicts.next_tokens, top_ids, top_probs))
+        drafter.learn(Lesson(request, batch, verdicts.accepted, verdicts.next_tokens, top_ids, top_probs))
         tokens += [*batch.token_ids[verdicts.accepted[0]].tolist(), int(verdicts.next_tokens[0])]
         step += 1
     return tuple(tokens[len(PROMPT) : len(PROMPT) + LENGTH])

@@ -13,6 +13,7 @@ import torch
 from long_runs.trajectory_run import digest_of
 from measuring.option_types import positive_integer, positive_number
 from measuring.output_file import check_writable
+from measuring.progress import say
 from measuring.setup import REASONER, add_options, fill_defaults, load_model, load_tasks, prompt_ids
 from workloads.problem_sets import Task, read_tasks
 from workloads.problems import draw_problem
@@ -113,6 +114,7 @@ def run(recipe: Recipe, arguments: argparse.Namespace) -> dict:
         }
     head = recipe.load(model, arguments.output)
     head.config._attn_implementation = "sdpa"
+    say(f"evaluating on greedy texts to held-out problems, of {arguments.held_out_tokens} tokens")
     held_out = generate(arguments, model, tokenizer, held_out=True)
     facts["held_out_agreement"] = recipe.agreement(head, model, held_out)
     if not arguments.evaluate:

@@ -95,7 +95,7 @@ def train_head(
         apply_step(head, optimizers, learning_rate * rate_at(used, progress["step"]))
         progress["step"] += 1
         progress["tokens"] += int(batch.counts.sum())
-        if progress["step"] % REPORT_STEPS == 0:
+        if progress["step"] % REPORT_STEPS == 0 or used >= 1.0:
             _report(recent, used, progress)
             recent.clear()
         if time.monotonic() - saved > 60 * save_minutes:

@@ -37,7 +37,7 @@ WHEEL_TESTS := tests/test_installed.py tests/engine/test_stream.py tests/trees/t
   tests/engine/test_engine.py::test_greedy_equals_transformers_token_for_token tests/engine/test_hub.py \
   tests/engine/test_recurrent_layers.py::test_greedy_tokens_are_those_of_generate \
   tests/gpu/test_gpu_fusion.py::test_fused_logits_and_cache_equal_the_models_own tests/gpu/test_gpu_proxy_fence.py
-# Takes as long as the next three together.
+# Of the documentation, and among the longest.
 NOT_OF_VERSIONS := --deselect tests/engine/test_hub.py::test_the_page_runs_as_printed
 # Kernels as Triton compiles them, each instruction run on the CPU (tests/oracles/ptx). All of tests/gpu can run so; these
 # take the shortest time.

@@ -408,5 +408,5 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "1 -> 0",
     ): "a draft of the root alone has no law whose width could matter",
     **{(f"trees/blended/growth/{file}", line, change): why for (file, line, change), why in OF_GROWTH.items()},
-    **{(f"stand/laws/{file}", *change): why for (file, *change), why in OF_FILTERS.items()},
+    **{(f"stand/laws/{file}", *change): why for file, of in OF_FILTERS.items() for change, why in of.items()},
 }

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from functools import cache
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from letter_tokenizer import letter_tokenizer
 from tiny_models import CONFIGS, VOCABULARY_SIZE, tiny_model
 from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
+from two_tokens import plain_greedy
 
 import stand
 from stand.trees import BlendedLookup, LookupTree, TreeShape
@@ -30,19 +30,7 @@ def blended_engine(family: str = "qwen2", *, verifier: str = "traversal", **sett
 
 
 def greedy_by_transformers(family: str, prompt: list[int], max_new_tokens: int, **kwargs) -> list[int]:
-    return plain_greedy(family, tuple(prompt), max_new_tokens, **kwargs)
-
-
-@cache
-def plain_greedy(family: str, prompt: tuple[int, ...], max_new_tokens: int, **kwargs) -> list[int]:
-    output = tiny_model(family).generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        **kwargs,
-    )
-    return output[0, len(prompt) :].tolist()
+    return plain_greedy(tiny_model(family), tuple(prompt), max_new_tokens, **kwargs)
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -46,11 +46,17 @@ def truncated(model, context: list[int]) -> dict[int, float]:
 def assert_greedy_equals_transformers(engine, model, prompts: list[list[int]]) -> None:
     output = engine.generate(input_ids=prompts, max_new_tokens=20, temperature=0.0)
     for prompt, tokens in zip(prompts, output.token_ids, strict=True):
-        assert tokens == plain_greedy(model, tuple(prompt))
+        assert tokens == plain_greedy(model, tuple(prompt), 20)
 
 
 @lru_cache
-def plain_greedy(model, prompt: tuple[int, ...]) -> list[int]:
-    mask = torch.ones(1, len(prompt))
-    plain = model.generate(torch.tensor([prompt]), attention_mask=mask, do_sample=False, max_new_tokens=20)
+def plain_greedy(model, prompt: tuple[int, ...], max_new_tokens: int, **settings) -> list[int]:
+    """By transformers' `generate`."""
+    plain = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        **settings,
+    )
     return plain[0, len(prompt) :].tolist()

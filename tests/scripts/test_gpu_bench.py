@@ -478,18 +478,29 @@ def test_parts_that_need_a_model_share_a_process_where_asked():
     assert groups("--parts", "steps,attention,replay", "--together") == [["steps"], ["attention"], ["replay"]]
 
 
-QUICKLY = "import quick_interpreter, sys, gpu_bench; quick_interpreter.make_quick(); sys.exit(gpu_bench.main())"
+QUICK_FILE = """
+import quick_interpreter, runpy, sys
+quick_interpreter.make_quick()
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
-@pytest.mark.usefixtures("interpreter")
-def test_parts_in_one_process_give_all_their_figures(monkeypatch, capfd):
-    """Interpreted as the other tests are."""
+@pytest.fixture
+def quick_parts(monkeypatch, interpreter) -> None:
+    """Parts of their own are the very file and options, interpreted as the other tests are."""
+    real = gpu_bench.part_command
 
     def command(options, output):
-        return [sys.executable, "-c", QUICKLY, *options, "--output", str(output)]
+        python, *words = real(options, output)
+        return [python, "-c", QUICK_FILE, *words]
 
     monkeypatch.setattr(gpu_bench, "part_command", command)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SCRIPTS), str(ORACLES)]))
+
+
+@pytest.mark.usefixtures("quick_parts")
+def test_parts_in_one_process_give_all_their_figures(capfd):
     options = ["--device", "cpu", "--smoke", "--parts", "checks,decoding", "--together"]
     status = gpu_bench.main(options)
     (result,) = json.loads(capfd.readouterr().out)["results"]
@@ -578,25 +589,8 @@ def test_what_was_left_is_taken_in_only_beside_figures_of_the_same_settings(monk
     capsys.readouterr()
 
 
-QUICK_FILE = """
-import quick_interpreter, runpy, sys
-quick_interpreter.make_quick()
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-@pytest.mark.usefixtures("interpreter")
-def test_a_part_of_its_own_gives_what_the_process_itself_would(monkeypatch, capfd):
-    """The very file and options, interpreted as the other tests are."""
-    real = gpu_bench.part_command
-
-    def command(options, output):
-        python, *words = real(options, output)
-        return [python, "-c", QUICK_FILE, *words]
-
-    monkeypatch.setattr(gpu_bench, "part_command", command)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SCRIPTS), str(ORACLES)]))
+@pytest.mark.usefixtures("quick_parts")
+def test_a_part_of_its_own_gives_what_the_process_itself_would(capfd):
     status = gpu_bench.main(["--device", "cpu", "--smoke", "--parts", "laws"])
     (result,) = json.loads(capfd.readouterr().out)["results"]
     assert status == 0 and len(result["parts"]["laws"]) == 2 * 6 and not result["failed"]

@@ -201,8 +201,8 @@ def read_options(command_line: Sequence[str] | None = None) -> argparse.Namespac
         metavar="SHORTEST,LONGEST",
         help="committed tokens of the shortest and the longest row (default: 100,1500)",
     )
-    parser.add_argument("--prompt", type=positive_integer, default=60, help="tokens that all rows share")
-    parser.add_argument("--nodes", type=whole_number, default=4, help="draft nodes per row")
+    parser.add_argument("--prompt", type=positive_integer, default=60, help="tokens that all rows share (%(default)s)")
+    parser.add_argument("--nodes", type=whole_number, default=4, help="draft nodes per row (%(default)s)")
     parser.add_argument("--steps", type=positive_integer, default=60, help="steps of every way, in turn (%(default)s)")
     options = parser.parse_args(command_line)
     if len(options.lengths) != 2 or options.lengths[0] > options.lengths[1]:

@@ -237,13 +237,24 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=existing_file, metavar="FILE", help="recordings, as for replay.py")
     parser.add_argument("--tokenizer", required=True, type=existing_file, help="tokenizer.json")
-    parser.add_argument("--contexts", nargs="+", type=positive_integer, default=[1_000_000], help="sizes of the lookup")
-    parser.add_argument("--max-tokens", type=positive_integer, default=16_000, help="cut samples to so many tokens")
-    parser.add_argument("--samples", type=positive_integer, help="at most so many samples per problem")
-    parser.add_argument("--groups", type=positive_integer, default=5, help="of three recordings each, to decode")
-    parser.add_argument("--max-bytes", type=positive_integer, default=2 << 30, help="memory cap of the lookup")
     parser.add_argument(
-        "--repeats", type=positive_integer, default=1, help="runs alike, of which each call's shortest time counts"
+        "--contexts", nargs="+", type=positive_integer, default=[1_000_000], help="sizes of the lookup (1000000)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=positive_integer, default=16_000, help="cut samples to so many tokens (%(default)s)"
+    )
+    parser.add_argument("--samples", type=positive_integer, help="at most so many samples per problem")
+    parser.add_argument(
+        "--groups", type=positive_integer, default=5, help="of three recordings each, to decode (%(default)s)"
+    )
+    parser.add_argument(
+        "--max-bytes", type=positive_integer, default=2 << 30, help="memory cap of the lookup (default: 2 GB)"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=positive_integer,
+        default=1,
+        help="runs alike, of which each call's shortest time counts (%(default)s)",
     )
     parser.add_argument("--arctic", action="store_true", help="Arctic's tree mode too (arctic-inference)")
     return parser.parse_args()

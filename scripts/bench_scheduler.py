@@ -184,8 +184,10 @@ def read_options(command_line: Sequence[str] | None = None) -> argparse.Namespac
         "--num-problems", type=positive_integer, default=5, help="the first so many problems (%(default)s)"
     )
     parser.add_argument("--threads", type=positive_integer, default=1, help="CPU threads (%(default)s)")
-    parser.add_argument("--trajectories", type=positive_integer, default=64, help="per problem")
-    parser.add_argument("--budget", type=whole_number, default=32, help="draft nodes of all rows of a step together")
+    parser.add_argument("--trajectories", type=positive_integer, default=64, help="per problem (%(default)s)")
+    parser.add_argument(
+        "--budget", type=whole_number, default=32, help="draft nodes of all rows of a step together (%(default)s)"
+    )
     parser.add_argument("--verifier", default="match", help="rule by name (%(default)s)")
     parser.add_argument("--plot", type=picture_file, help="rows live over time, of the last problem")
     options = parser.parse_args(command_line)

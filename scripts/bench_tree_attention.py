@@ -74,9 +74,11 @@ def read_options(command_line: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=positive_integer, default=9, help="of queries; default: SmolLM2's 9")
     parser.add_argument("--key-heads", type=positive_integer, default=3, help="of keys and values (%(default)s)")
-    parser.add_argument("--size", type=positive_integer, default=64, help="of a head")
+    parser.add_argument("--size", type=positive_integer, default=64, help="of a head (%(default)s)")
     parser.add_argument("--rows", type=count_list, default=[1, 4], help="rows decoded together (default: 1,4)")
-    parser.add_argument("--nodes", type=count_list, default=[1, 3, 8, 32], help="of a row, its pending token included")
+    parser.add_argument(
+        "--nodes", type=count_list, default=[1, 3, 8, 32], help="of a row, its pending token included (1 3 8 32)"
+    )
     parser.add_argument(
         "--lengths", type=count_list, default=[300, 4000], help="committed keys of a row (default: 300,4000)"
     )
@@ -86,7 +88,9 @@ def read_options(command_line: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--rounds", type=positive_integer, default=10, help="of both ways in turn; the least time counts (%(default)s)"
     )
-    parser.add_argument("--megabytes", type=positive_integer, default=MEGABYTES, help="of keys and values in a round")
+    parser.add_argument(
+        "--megabytes", type=positive_integer, default=MEGABYTES, help="of keys and values in a round (%(default)s)"
+    )
     options = parser.parse_args(command_line)
     if options.heads % options.key_heads:
         parser.error(f"--heads must be a multiple of --key-heads, got {options.heads} and {options.key_heads}")

@@ -206,7 +206,9 @@ def arguments() -> argparse.Namespace:
         default=8,
         help="samples per problem along a rule's own steps (%(default)s)",
     )
-    parser.add_argument("--worlds", type=positive_integer, default=20, help="random pairs of laws per distance")
+    parser.add_argument(
+        "--worlds", type=positive_integer, default=20, help="random pairs of laws per distance (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of draws and drafts (%(default)s)")
     parser.add_argument("--fresh", action="store_true", help="forget what the JSON of --output holds")
     parser.add_argument(

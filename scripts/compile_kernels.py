@@ -112,7 +112,9 @@ def capabilities(text: str) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", type=capabilities, default="80,90", help="compute capabilities, comma-separated")
+    parser.add_argument(
+        "--targets", type=capabilities, default="80,90", help="compute capabilities, comma-separated (%(default)s)"
+    )
     parser.add_argument("--only", default="", help="part of a module's or specimen's name")
     options = parser.parse_args()
     lines = []

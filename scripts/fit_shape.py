@@ -88,10 +88,15 @@ def slots_of(kept: TreeShape, start: TreeShape) -> np.ndarray:
 def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--trajectories", type=positive_integer, default=4, help="per problem")
-    parser.add_argument("--nodes", type=count_list, default=[80], metavar="N,N,...", help="nodes, the root included")
+    parser.add_argument("--trajectories", type=positive_integer, default=4, help="per problem (%(default)s)")
     parser.add_argument(
-        "--start", type=worded(TreeShape.parse), default=TreeShape.start(), help="shape to choose slots from"
+        "--nodes", type=count_list, default=[80], metavar="N,N,...", help="nodes, the root included (80)"
+    )
+    parser.add_argument(
+        "--start",
+        type=worded(TreeShape.parse),
+        default=TreeShape.start(),
+        help="shape to choose slots from: `paper`, `branching:4,2,1` and the like (default: 625 slots)",
     )
     parser.add_argument(
         "--draft-kind",

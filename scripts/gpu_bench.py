@@ -413,7 +413,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
         type=names_of(tuple(SHAPES)),
         default=["qwen2.5-7b"],
         metavar="NAME,...",
-        help="models by shape (default: qwen2.5-7b)",
+        help=f"models by shape: {', '.join(SHAPES)} (default: qwen2.5-7b)",
     )
     parser.add_argument(
         "--parts", type=names_of(PARTS), default=list(PARTS), metavar="PART,...", help="in this order (default: all)"
@@ -425,7 +425,12 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cost-folder", type=Path, help="default: where stand.wrap looks; of a smoke run, none")
     parser.add_argument("--replay", type=Path, nargs="+", default=[], metavar="FILE", help="recorded trajectories")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json for --replay")
-    parser.add_argument("--replay-problems", type=int, default=1, help="measured per file, behind one (%(default)s)")
+    parser.add_argument(
+        "--replay-problems",
+        type=int,
+        default=1,
+        help="problems measured per file, after one more that comes first (%(default)s)",
+    )
     parser.add_argument("--replay-tokens", type=int, default=1536, help="of every sample at most (%(default)s)")
     parser.add_argument("--costs", type=Path, help="cost table to replay with (default: measured)")
     parser.add_argument("--pieces", metavar="PIECE,...", help="of `contact`, as in gpu_first_contact.py (default: all)")

@@ -232,10 +232,15 @@ def read_arguments() -> argparse.Namespace:
         help="those of the other parts (default: 0.8:0.95,1.0:1.0)",
     )
     parser.add_argument("--num-problems", type=positive_integer, default=6, help="recorded for `replay` (%(default)s)")
-    parser.add_argument("--tokens", type=positive_integer, default=128, help="new tokens per trajectory")
-    parser.add_argument("--loop-problems", type=positive_integer, default=4, help="problems with the model in the loop")
+    parser.add_argument("--tokens", type=positive_integer, default=128, help="new tokens per trajectory (%(default)s)")
     parser.add_argument(
-        "--loop-samples", type=positive_integer, default=4, help="samples per problem, together, in `time` in turn"
+        "--loop-problems", type=positive_integer, default=4, help="problems with the model in the loop (%(default)s)"
+    )
+    parser.add_argument(
+        "--loop-samples",
+        type=positive_integer,
+        default=4,
+        help="samples per problem, together, in `time` in turn (%(default)s)",
     )
     parser.add_argument(
         "--costs", type=existing_file, help="file of step costs of one row: what drafts would do to the time"

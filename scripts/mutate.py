@@ -50,7 +50,7 @@ def arguments() -> argparse.Namespace:
         "--minutes",
         type=positive_number,
         default=1e6,
-        help="of collecting tests and judging; unchanged tests run before",
+        help="of collecting tests and judging; unchanged tests run before (default: until all are judged)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the order in which they are tried (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="leave what the quick tests do not catch for a later run")

@@ -160,7 +160,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--drafter", nargs="+", choices=DRAFTERS, default=["lookup", "stand"], help="default: lookup stand"
     )
     parser.add_argument(
-        "--budget", nargs="+", type=positive_integer, default=[8, 80], help="nodes per draft, the root not counted"
+        "--budget",
+        nargs="+",
+        type=positive_integer,
+        default=[8, 80],
+        help="nodes per draft, the root not counted (8 80)",
     )
     parser.add_argument(
         "--setting",
@@ -171,11 +175,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--samples", type=positive_integer, help="at most so many samples per problem")
     parser.add_argument("--max-problems", type=positive_integer, help="at most so many problems per file")
-    parser.add_argument("--every", type=positive_integer, default=1, help="every n-th problem")
+    parser.add_argument("--every", type=positive_integer, default=1, help="every n-th problem (%(default)s)")
     parser.add_argument("--max-tokens", type=positive_integer, help="cut samples to so many tokens")
     parser.add_argument("--lookup", type=existing_file, help="file that `lookup` starts from (scripts/train_lookup.py)")
     parser.add_argument(
-        "--floor", type=probability, default=0.0, help="`lookup`: no node that is less likely than this"
+        "--floor", type=probability, default=0.0, help="`lookup`: no node that is less likely than this (%(default)s)"
     )
     parser.add_argument("--max-bytes", type=positive_integer, help="`lookup`: memory cap")
     parser.add_argument("--plot", type=picture_file, help="write tau against budget to this picture")

@@ -144,7 +144,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         type=expression,
         default=re.compile(r"checkpoint-(\d+)"),
         metavar="EXPRESSION",
-        help="regular expression whose group is a checkpoint's number",
+        help=r"regular expression whose group is a checkpoint's number (checkpoint-(\d+))",
     )
     parser.add_argument(
         "--lookup",
@@ -157,7 +157,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--fade", nargs="+", type=share, default=[0.95], help="how fast old evidence fades (default: 0.95)"
     )
     parser.add_argument(
-        "--budget", nargs="+", type=positive_integer, default=[8], help="nodes per draft, the root not counted"
+        "--budget", nargs="+", type=positive_integer, default=[8], help="nodes per draft, the root not counted (8)"
     )
     parser.add_argument("--max-tokens", type=positive_integer, help="cut samples to so many tokens")
     parsed = parser.parse_args(arguments)

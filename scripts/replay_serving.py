@@ -330,22 +330,27 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="the plug-ins that are replayed through (default: vllm)",
     )
     parser.add_argument(
-        "--size", nargs="+", type=positive_integer, default=[8], help="tokens of a chain, or nodes per request"
+        "--size", nargs="+", type=positive_integer, default=[8], help="tokens of a chain, or nodes per request (8)"
     )
-    parser.add_argument("--rows", type=positive_integer, default=16, help="rows decoded side by side")
+    parser.add_argument("--rows", type=positive_integer, default=16, help="rows decoded side by side (%(default)s)")
     parser.add_argument(
         "--options", type=json_object, default={}, help="`vllm`: options as a JSON object (ServingOptions)"
     )
-    parser.add_argument("--corpus", type=class_name, default=OURS, help="`sglang`: the class, module:Class")
+    parser.add_argument(
+        "--corpus", type=class_name, default=OURS, help="`sglang`: the class, module:Class (%(default)s)"
+    )
     parser.add_argument(
         "--depth", type=positive_integer, help="`sglang`: tokens shown of each text (default: 12 + nodes)"
     )
     parser.add_argument(
-        "--repeats", type=positive_integer, default=1, help="runs alike, of which each call's shortest time counts"
+        "--repeats",
+        type=positive_integer,
+        default=1,
+        help="runs alike, of which each call's shortest time counts (%(default)s)",
     )
     parser.add_argument("--samples", type=positive_integer, help="at most so many samples per problem")
     parser.add_argument("--max-problems", type=positive_integer, help="at most so many problems per file")
-    parser.add_argument("--every", type=positive_integer, default=1, help="every n-th problem")
+    parser.add_argument("--every", type=positive_integer, default=1, help="every n-th problem (%(default)s)")
     parser.add_argument("--max-tokens", type=positive_integer, help="cut samples to so many tokens")
     parsed = parser.parse_args(arguments)
     if parsed.max_tokens == 1:

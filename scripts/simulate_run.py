@@ -65,8 +65,10 @@ def read_arguments(command_line: Sequence[str] | None = None) -> argparse.Namesp
     parser.add_argument("file", nargs="?", type=existing_file, help="recorded trajectories, .jsonl or .jsonl.gz")
     parser.add_argument("--tokenizer", type=existing_file, help="tokenizer.json")
     parser.add_argument("--made-up", action="store_true", help="log-normal lengths instead of a file")
-    parser.add_argument("--mean-length", type=positive_number, default=8000.0, help="of made-up lengths, tokens")
-    parser.add_argument("--scale", type=positive_number, default=1.0, help="all lengths times this")
+    parser.add_argument(
+        "--mean-length", type=positive_number, default=8000.0, help="of made-up lengths, tokens (%(default)s)"
+    )
+    parser.add_argument("--scale", type=positive_number, default=1.0, help="all lengths times this (%(default)s)")
     parser.add_argument(
         "--limit", type=positive_integer, help="new tokens that a row may get (default: the longest sample's)"
     )
@@ -97,19 +99,23 @@ def read_arguments(command_line: Sequence[str] | None = None) -> argparse.Namesp
     )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b", help="model by shape (%(default)s)")
     parser.add_argument(
-        "--bandwidth", type=positive_number, default=3.4, help="TB/s that a step reaches (an H200: 4.8 at most)"
+        "--bandwidth", type=positive_number, default=3.4, help="TB/s that a step reaches (%(default)s; an H200 has 4.8)"
     )
     parser.add_argument(
-        "--flops", type=positive_number, default=600.0, help="TFLOP/s that it reaches (an H200: 989 at most)"
+        "--flops", type=positive_number, default=600.0, help="TFLOP/s that it reaches (%(default)s; an H200 has 989)"
     )
-    parser.add_argument("--host-us", type=number_from_zero, default=300.0, help="what the host adds to a step")
-    parser.add_argument("--budget", type=whole_number, default=112, help="draft nodes of all rows of a step together")
+    parser.add_argument(
+        "--host-us", type=number_from_zero, default=300.0, help="what the host adds to a step (%(default)s)"
+    )
+    parser.add_argument(
+        "--budget", type=whole_number, default=112, help="draft nodes of all rows of a step together (%(default)s)"
+    )
     parser.add_argument(
         "--acceptance",
         type=worded(read_acceptance),
         default="0:1,8:2.6,80:3.9",
         metavar="NODES:TOKENS,...",
-        help="tokens per step by nodes per row",
+        help="tokens per step by nodes per row (%(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of lengths and accepted tokens (%(default)s)")
     parser.add_argument("--plot", type=picture_file, help="draw the last number of rows over time")

@@ -46,9 +46,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--tokenizer", required=True, type=existing_file, help="tokenizer.json")
     parser.add_argument("--output", required=True, type=Path, help="the lookup's file")
-    parser.add_argument("--max-bytes", type=positive_integer, default=256 << 20, help="memory cap, kept in the file")
+    parser.add_argument(
+        "--max-bytes", type=positive_integer, default=256 << 20, help="memory cap, kept in the file (default: 256 MB)"
+    )
     parser.add_argument("--max-tokens", type=positive_integer, help="cut every record to so many tokens")
-    parser.add_argument("--depth", type=positive_integer, default=12, help="longest context in tokens")
+    parser.add_argument("--depth", type=positive_integer, default=12, help="longest context in tokens (%(default)s)")
     return parser.parse_args(arguments)
 
 

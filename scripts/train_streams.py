@@ -22,10 +22,14 @@ from training.streams import RECIPE
 
 def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser = options_of(RECIPE, __doc__)
-    parser.add_argument("--streams", type=positive_integer, default=3, help="gamma: tokens guessed after the next one")
-    parser.add_argument("--layers", type=positive_integer, default=2, help="upper layers that streams go through")
+    parser.add_argument(
+        "--streams", type=positive_integer, default=3, help="gamma: tokens guessed after the next one (%(default)s)"
+    )
+    parser.add_argument(
+        "--layers", type=positive_integer, default=2, help="upper layers that streams go through (%(default)s)"
+    )
     parser.set_defaults(learning_rate=4e-3, tokens_per_batch=2_000)
-    parser.add_argument("--rank", type=positive_integer, default=32, help="of the adapters")
+    parser.add_argument("--rank", type=positive_integer, default=32, help="of the adapters (%(default)s)")
     return completed(RECIPE, parser, command_line)
 
 

@@ -58,7 +58,7 @@ def row_steps() -> object:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8, help="speculative tokens")
+    parser.add_argument("--tokens", type=int, default=8, help="speculative tokens (%(default)s)")
     parser.add_argument(
         "--part", nargs="+", choices=("greedy", "sampling"), default=["greedy", "sampling"], help="default: both"
     )

@@ -122,15 +122,19 @@ def report(rows: int, rates: dict[str, list[tuple[float, float]]], base: str) ->
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--rows", default="1,4,16")
-    parser.add_argument("--arms", default="plain,all:4,paying:4", help="the first one is what others are compared with")
-    parser.add_argument("--problems", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=160, help="per row and problem")
-    parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--top-p", type=float, default=0.95)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--eager", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("model", help="folder of the model, or hub id")
+    parser.add_argument("--rows", default="1,4,16", help="decoded together, comma-separated (%(default)s)")
+    parser.add_argument(
+        "--arms", default="plain,all:4,paying:4", help="the first is what others are compared with (%(default)s)"
+    )
+    parser.add_argument("--problems", type=int, default=8, help="per number of rows (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=160, help="per row and problem (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="of sampling; 0 is greedy (%(default)s)")
+    parser.add_argument("--top-p", type=float, default=0.95, help="of sampling (%(default)s)")
+    parser.add_argument("--dtype", default="float32", help="of weights, as vLLM names it (%(default)s)")
+    parser.add_argument(
+        "--eager", action=argparse.BooleanOptionalAction, default=True, help="without compiling (%(default)s)"
+    )
     parsed = parser.parse_args(arguments)
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that engines are in this process
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

@@ -48,14 +48,19 @@ def add_options(parser: argparse.ArgumentParser, refused: tuple[str, ...] = ()) 
     parser.add_argument("--top-k", type=whole_number, help=told("--top-k", "default: none"))
     told_share = told("--top-p", "default: none for the bundled model, else 0.95")
     parser.add_argument("--top-p", type=share, help=told_share)
-    parser.add_argument("--instruction", help="text appended to every problem")
+    parser.add_argument(
+        "--instruction",
+        help="appended to every problem (default: none; other models than the bundled one are asked to box the answer)",
+    )
     parser.add_argument(
         "--device",
         type=device_name,
         default="cuda" if torch.cuda.is_available() else "cpu",
         help="of torch (default: cuda where there is one, else cpu)",
     )
-    parser.add_argument("--threads", type=positive_integer, help="CPU threads (default: 1 for the bundled model)")
+    parser.add_argument(
+        "--threads", type=positive_integer, help="CPU threads (default: 1 for the bundled model, else torch's)"
+    )
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: float32 on a CPU, else bfloat16")
     parser.add_argument(
         "--seed", type=int, default=0, help="of the draws, and of the bundled model's problems (%(default)s)"

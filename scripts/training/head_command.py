@@ -149,13 +149,23 @@ def options_of(recipe: Recipe, description: str) -> argparse.ArgumentParser:
     add_options(parser, refused=("--top-k", "--top-p"))
     parser.add_argument("--rows", type=positive_integer, default=32, help="rows decoded at a time (%(default)s)")
     parser.add_argument(
-        "--minutes", type=positive_number, default=20.0, help="time budget of the training, without generations"
+        "--minutes",
+        type=positive_number,
+        default=20.0,
+        help="time budget of the training, without generations (%(default)s)",
     )
     parser.add_argument("--steps", type=positive_integer, help="budget in steps instead of minutes")
-    parser.add_argument("--tokens", type=positive_integer, default=150_000, help="generated tokens to learn from")
-    parser.add_argument("--held-out-tokens", type=positive_integer, default=8_000, help="greedy tokens to evaluate on")
     parser.add_argument(
-        "--vocabulary-size", type=positive_integer, default=8192, help="the most frequent tokens alone are guessed"
+        "--tokens", type=positive_integer, default=150_000, help="generated tokens to learn from (%(default)s)"
+    )
+    parser.add_argument(
+        "--held-out-tokens", type=positive_integer, default=8_000, help="greedy tokens to evaluate on (%(default)s)"
+    )
+    parser.add_argument(
+        "--vocabulary-size",
+        type=positive_integer,
+        default=8192,
+        help="the most frequent tokens alone are guessed (%(default)s)",
     )
     parser.add_argument(
         "--tokens-per-batch", type=positive_integer, default=4_000, help="tokens of a step (%(default)s)"
@@ -174,7 +184,9 @@ def options_of(recipe: Recipe, description: str) -> argparse.ArgumentParser:
         help="folder of what was trained (default: the bundled one)",
     )
     parser.add_argument("--fresh", action="store_true", help="forget earlier generations and checkpoints")
-    parser.add_argument("--evaluate", action="store_true", help="evaluate the head at --output instead")
+    parser.add_argument(
+        "--evaluate", action="store_true", help=f"evaluate the {recipe.name} at --output, train nothing"
+    )
     return parser
 
 

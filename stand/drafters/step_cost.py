@@ -84,7 +84,9 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Costs behind different context lengths: attention makes the same tokens dearer the longer the context is.
+    """Costs with several numbers of rows and behind several context lengths; drafts go by the nearest one.
+
+    Attention makes the same tokens dearer the longer the context is.
 
     Drafts made by a table are a function of it: with a saved one they repeat, seed by seed, where freshly measured
     ones differ from run to run. The law of the output does not depend on either.

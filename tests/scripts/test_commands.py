@@ -1,5 +1,6 @@
 """Every file of scripts/ is a command: it explains itself, the documents name it, and nothing else imports it."""
 
+import argparse
 import ast
 import importlib
 import signal
@@ -52,6 +53,38 @@ def test_help_explains_the_command(command, monkeypatch, capsys):
 def test_help_lists_no_option_that_is_refused(command, options, monkeypatch, capsys):
     text = help_of(command, monkeypatch, capsys)
     assert [option for option in options if option in text] == []
+
+
+def untold_defaults(parser: argparse.ArgumentParser) -> list[str]:
+    """Options with a default value that their help does not tell."""
+    valued = [action for action in parser._actions if action.nargs != 0 and action.default not in (None, "", [], {})]
+    return [action.option_strings[0] for action in valued if not tells_default(action)]
+
+
+def tells_default(action: argparse.Action) -> bool:
+    values = action.default if isinstance(action.default, list | tuple) else [action.default]
+    written = [getattr(value, "pattern", str(value)) for value in values]  # of a regular expression
+    ways = ("%(default)s", "default: ", *(f"({mark.join(written)})" for mark in (" ", ",")))
+    return any(way in (action.help or "") for way in ways)
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in SEPARATE])
+def test_help_tells_every_default(command, monkeypatch, capsys):
+    parsers = []
+    shown = argparse.ArgumentParser.print_help
+    monkeypatch.setattr(
+        argparse.ArgumentParser, "print_help", lambda self, file=None: (parsers.append(self), shown(self, file))
+    )
+    help_of(command, monkeypatch, capsys)
+    assert [untold_defaults(parser) for parser in parsers] == [[]]
+
+
+def test_an_untold_default_is_noticed():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--told", default=[8, 80], help="nodes (8 80)")
+    parser.add_argument("--other", default=3, help="nodes (8)")
+    parser.add_argument("--bare", default=0.0)
+    assert untold_defaults(parser) == ["--other", "--bare"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -74,6 +74,7 @@ def agreement_on(head: EagleHead, target: PreTrainedModel, generations: list[Gen
 
 RECIPE = Recipe(
     "eagle",
+    "fc.weight",
     lambda target, options: EagleHead(target),
     EagleHead.load,
     lambda head, target, generations: head_batch(target, generations),

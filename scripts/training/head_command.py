@@ -12,14 +12,16 @@ from pathlib import Path
 import torch
 from long_runs.trajectory_run import digest_of
 from measuring.option_types import positive_integer, positive_number
-from measuring.output_file import check_writable
+from measuring.output_file import check_replaceable, check_writable
 from measuring.progress import say
 from measuring.setup import REASONER, add_options, fill_defaults, load_model, load_tasks, prompt_ids
+from safetensors import SafetensorError, safe_open
 from workloads.problem_sets import Task, read_tasks
 from workloads.problems import draw_problem
 
 import stand
-from training.checkpoint import ANEW, SETTINGS, claim, forget_checkpoints
+from stand.drafters.trained_part import WEIGHT_FILE
+from training.checkpoint import ANEW, FACTS, SETTINGS, claim, forget_checkpoints
 from training.generations import frequent_tokens, write_generations
 from training.head_training import Recipe, describe, train_head
 
@@ -197,8 +199,8 @@ def completed(recipe: Recipe, parser: argparse.ArgumentParser, command_line: lis
         parser.error("--top-k and --top-p have no effect here: texts to learn from come from the whole law; leave them")
     if arguments.checkpoints is None:
         arguments.checkpoints = Path(f"{recipe.name}_checkpoints_{Path(arguments.model).name}")
-    shipped = DRAFTERS / recipe.name
-    if arguments.output == shipped and Path(arguments.model).resolve() != REASONER:
+    shipped, is_bundled = DRAFTERS / recipe.name, Path(arguments.model).resolve() == REASONER
+    if arguments.output == shipped and not is_bundled:
         parser.error(
             f"--output must be given for another model than the bundled one; scripts/drafters/{recipe.name} is its own"
         )
@@ -206,10 +208,36 @@ def completed(recipe: Recipe, parser: argparse.ArgumentParser, command_line: lis
         parser.error("--fresh would remove what a training has made, got --evaluate with it; leave one out")
     if arguments.evaluate and not arguments.output.is_dir():
         parser.error(f"--evaluate needs a trained folder at --output, got {arguments.output}; train it first")
+    if arguments.num_problems is not None and arguments.problems is None and is_bundled:
+        parser.error("--num-problems needs --problems; the bundled model's are made up, as many as are wanted")
     try:
-        if not arguments.evaluate:
-            check_writable(arguments.output.absolute().parent / f".{arguments.output.name}", "--output")
+        check_folders(recipe, arguments)
     except ValueError as error:
         parser.error(str(error))
     fill_defaults(arguments)
     return arguments
+
+
+def check_folders(recipe: Recipe, arguments: argparse.Namespace) -> None:
+    """Raise ValueError where a training could not write its folders, or would replace what is not its own."""
+    if arguments.checkpoints.exists() and not arguments.checkpoints.is_dir():
+        raise ValueError(f"--checkpoints must name a folder, got the file {arguments.checkpoints}; name another")
+    if not arguments.evaluate:
+        check_writable(arguments.output.absolute().parent / f".{arguments.output.name}", "--output")
+        try:
+            check_replaceable(
+                arguments.output, f"trained weights of the kind {recipe.name}", lambda folder: is_own(recipe, folder)
+            )
+        except ValueError as error:
+            raise ValueError(f"--output: {error}") from error
+
+
+def is_own(recipe: Recipe, folder: Path) -> bool:
+    """Whether the folder holds weights of this kind, as `train_*.py` writes them, and nothing else."""
+    if not {path.name for path in folder.iterdir()} <= {WEIGHT_FILE, FACTS}:
+        return False
+    try:
+        with safe_open(folder / WEIGHT_FILE, "pt") as file:
+            return recipe.tensor in file.keys()
+    except (OSError, SafetensorError):
+        return False

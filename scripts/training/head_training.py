@@ -36,6 +36,7 @@ class Recipe:
     """How heads of one kind are made, trained and judged."""
 
     name: str  # of the kind; the weights of the bundled model's lie in scripts/drafters/<name>
+    tensor: str  # that is in every file of this kind and in no other
     make: Callable[[PreTrainedModel, Namespace], torch.nn.Module]
     load: Callable[[PreTrainedModel, Path], torch.nn.Module]
     batch: Callable[[torch.nn.Module, PreTrainedModel, list[Generation]], Batch]

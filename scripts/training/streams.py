@@ -126,6 +126,7 @@ def agreement_on(streams: Streams, target: PreTrainedModel, generations: list[Ge
 
 RECIPE = Recipe(
     "streams",
+    "lift.weight",
     lambda target, options: Streams(
         target, num_streams=options.streams, num_layers=options.layers, rank=options.rank
     ),

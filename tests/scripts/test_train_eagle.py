@@ -9,6 +9,7 @@ import torch
 from plain_eagle import random_head
 from tiny_models import tiny_model
 from train_eagle import read_arguments
+from train_streams import read_arguments as read_streams
 from training.eagle import RECIPE, agreement_on, head_batch
 from training.generations import Generation, read_generations, shuffled_batches, write_generations
 from training.head_command import DRAFTERS, prompt_source, run
@@ -156,12 +157,30 @@ def test_every_model_has_checkpoints_of_its_own():
     "options",
     [("--steps", "-1"), ("--minutes", "0"), ("--tokens", "0"), ("--held-out-tokens", "0"), ("--top-p", "0.9"),
      ("--top-k", "5"), ("--device", "foo"), ("--rows", "-1"), ("--steps", "0"), ("--output", "/no/such/folder"),
-     ("--fresh", "--evaluate"), ("--evaluate", "--output", "nothing_there")],
+     ("--fresh", "--evaluate"), ("--evaluate", "--output", "nothing_there"), ("--num-problems", "3"),
+     ("--output", str(SHIPPED.with_name("streams"))), ("--output", str(REASONER), "--model", str(REASONER)),
+     ("--output", str(SHIPPED / "training.json")), ("--checkpoints", str(SHIPPED / "training.json"))],
 )  # fmt: skip
 def test_options_that_mean_nothing_are_refused(options, capsys):
     with pytest.raises(SystemExit, match="2"):
         read_arguments([*options])
     assert options[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_only_weights_of_its_kind_are_replaced(tmp_path):
+    """A model's folder holds a model.safetensors, too; so does one of streams, and a damaged one tells nothing."""
+    for name in ("model.safetensors", "training.json"):
+        (tmp_path / name).write_bytes((SHIPPED / name).read_bytes())
+    read_arguments(["--output", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        read_streams(["--output", str(tmp_path)])
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit, match="2"):
+        read_arguments(["--output", str(tmp_path)])
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(SystemExit, match="2"):
+        read_arguments(["--output", str(tmp_path)])
 
 
 def test_a_single_problem_leaves_none_to_learn_from(tmp_path):

@@ -13,7 +13,8 @@ are not counted.
 
 Each verdict is appended to the output as a line of JSON, and holds as long as its line of code stands in its file. A
 run with the same output goes on where it stopped; verdicts on lines that are gone are passed over. Last: a table, and
-the survivors.
+the survivors. Run it on a copy of this folder that is installed into an environment of its own, if you go on writing
+meanwhile: what is broken here and now would catch every mutant.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import random
 import sys
 import time
 from hashlib import blake2b
+from importlib.util import find_spec
 from pathlib import Path
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
@@ -93,12 +95,9 @@ def experience_of(target: Target, output: Path) -> Experience:
     """How long the tests take, from a file beside `output` where nothing has changed since, and what caught what."""
     beside = output.with_suffix(".seconds")
     kept = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
-    state = blake2b(repr(target.tests).encode(), digest_size=16)
-    for folder, suffixes in (("tests", (".py",)), *((name, SUFFIXES) for name in ("stand", "trees", "verifiers"))):
-        for path in sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in suffixes):
-            state.update(path.read_bytes())
-    if kept.get(target.name, {}).get("state") != state.hexdigest():
-        kept[target.name] = {"state": state.hexdigest(), "seconds": check_tests(target)}
+    state = f"{' '.join(target.tests)} {digest_of_files()}"
+    if kept.get(target.name, {}).get("state") != state:
+        kept[target.name] = {"state": state, "seconds": check_tests(target)}
         check_controls(target, Experience(seconds=kept[target.name]["seconds"]))
         check_bench(target, kept[target.name]["seconds"])
         beside.write_text(json.dumps(kept), encoding="utf-8")
@@ -109,17 +108,39 @@ def experience_of(target: Target, output: Path) -> Experience:
     return experience
 
 
+def digest_of_files() -> str:
+    """Of all code that mutants stand in, and of the tests."""
+    state = blake2b(digest_size=16)
+    for folder, suffixes in (("tests", (".py",)), *((name, SUFFIXES) for name in ("stand", "trees", "verifiers"))):
+        for path in sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in suffixes):
+            state.update(path.read_bytes())
+    return state.hexdigest()
+
+
+def check_installation() -> None:
+    """Raise SystemExit where tests import another folder's code: its faults would count as caught mutants."""
+    found = find_spec("stand")
+    if found is None or not Path(found.origin).is_relative_to(ROOT):
+        raise SystemExit(
+            f"the tests must import the code of {ROOT}, got {found and found.origin}; install this folder "
+            "(pip install --editable .) into an environment of its own, and run there"
+        )
+
+
 def run(mutants: list[tuple[Target, Mutant]], output: Path, *, minutes: float, seed: int, is_quick: bool) -> None:
     """Judge what `output` does not hold yet and append to it, target by target."""
     known = read_verdicts(output)
     waiting = [(target, mutant) for target, mutant in mutants if mutant.key not in known]
     random.Random(seed).shuffle(waiting)
-    left, progress = 60 * minutes, os.fdopen(os.dup(2), "w")
+    left, progress, files = 60 * minutes, os.fdopen(os.dup(2), "w"), digest_of_files()
 
     def tell(line: str) -> None:
         print(line, file=progress, flush=True)
 
     def record(mutant: Mutant, verdict: Verdict) -> None:
+        if digest_of_files() != files:
+            tell("no file must change while mutants are judged, got one that did; run the command again")
+            raise SystemExit(1)
         line = dict(zip(KEY, mutant.key, strict=True)) | {"verdict": verdict.name, "killer": verdict.killer}
         with output.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -186,6 +207,7 @@ def main() -> None:
     read_verdicts(options.output)  # a wrong file is refused before the tests are tried
     mutants = chosen_mutants(options.only)
     if not options.report:
+        check_installation()
         warm_up()
         run(mutants, options.output, minutes=options.minutes, seed=options.seed, is_quick=options.quick)
     print(report(mutants, options.output))

@@ -122,6 +122,7 @@ class Call:
             if self._step is not None:
                 self._step.close()
             self._step = None
+            self._prompts.keep_only(None)
 
     def _refill(self) -> bool:
         """Let rows into free places, their prompts' keys first; whether any row is live.
@@ -139,7 +140,7 @@ class Call:
             else:
                 self._prompts.allow_all()
             if not scheduler.is_held():
-                self._prompts.keep_shared(scheduler.live)  # before a row is put back, what only waits goes
+                self._prompts.keep_shared()  # before a row is put back, what only waits goes
             changes = scheduler.settle(self._prompts.ready, self._leave)
             if self._step is None and changes:
                 self._make_step(changes)

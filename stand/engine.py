@@ -37,6 +37,7 @@ from stand.prompts import is_one_prompt
 from stand.row import Row
 from stand.scheduling.job_reader import JobReader
 from stand.scheduling.memory import admission
+from stand.scheduling.problem_numbers import ProblemNumbers
 from stand.scheduling.request import Job, Request
 from stand.scheduling.run import Run
 from stand.scheduling.sample_steps import sample_steps
@@ -115,7 +116,7 @@ class Engine:
         self.drafter = drafter
         self.verifier = verifier
         self.backend = backend
-        self._problems: dict[bytes, int] = {}  # `problem_key` of every prompt so far: its number
+        self._problems = ProblemNumbers()
 
     @property
     def lookup(self) -> BlendedLookup | LookupTree:
@@ -147,16 +148,18 @@ class Engine:
 
         Settings are resolved as transformers resolves them: what is given here (settings: any other field of
         `GenerationConfig`), then generation_config, then `model.generation_config`, then transformers' defaults, among
-        them do_sample=False and top_k=50. Two rules are added: a temperature above 0 given here switches sampling on,
-        and temperature 0 is greedy. The law is that of transformers' own processors in their order, logits_processors
-        where transformers puts them; one that keeps a state sees a row as if it were decoded alone. What cannot be
-        honoured is refused by name (stand/generation_settings.py).
+        them do_sample=False and top_k=50. Three rules are added: a temperature above 0 given here switches sampling on,
+        temperature 0 is greedy, and where no configuration names an end token, the tokenizer's is it. The law is that
+        of transformers' own processors in their order, logits_processors where transformers puts them; one that keeps a
+        state sees a row as if it were decoded alone. What cannot be honoured is refused by name
+        (stand/generation_settings.py).
 
         stop adds to the config's stop_strings; what begins in the prompt ends no row. stop_token_ids replace its end
-        tokens. stopping_criteria are asked token by token, one row at a time. max_time counts the call's own time, from
-        its first step on. Without max_new_tokens and max_length a row may fill the model's context, where transformers
-        ends it after 20 tokens. seed None draws one; it is in the output. draft=False is ordinary decoding by the same
-        engine; learn=False leaves the drafter as it is.
+        tokens; [] means none. stopping_criteria are asked token by token, one row at a time. max_time counts the call's
+        own time, from its first step on; it ends rows behind a step, so those that wait still get one each. Without
+        max_new_tokens and max_length a row may fill the model's context, where transformers ends it after 20 tokens.
+        seed None draws one; it is in the output. draft=False is ordinary decoding by the same engine; learn=False
+        leaves the drafter as it is.
 
         Processors and criteria that are given are never called: every row, of processors every draft node, has a copy.
         So a state belongs in attributes, not in a closure, and a recorder stays empty. Copies share tokenizers, modules

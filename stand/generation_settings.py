@@ -118,6 +118,8 @@ class GenerationSettings:
         _check_ranges(resolved)
         if not resolved.do_sample:
             _warn_of_greedy(given, resolved.num_return_sequences)
+        if not is_prepared:
+            _warn_of_lengths({**({} if config is None else vars(config)), **given}, resolved)
         ends = _end_ids(resolved.eos_token_id if end_ids is None else end_ids)
         if end_ids is not None or "eos_token_id" in given:  # those of a config are taken as transformers takes them
             _check_end_ids(ends, text_config(model).vocab_size)
@@ -247,6 +249,17 @@ def _sampling_switch(given: Mapping[str, object]) -> dict[str, object]:
             f"{temperature:g}; leave do_sample out"
         )
     return {"do_sample": is_sampled}
+
+
+def _warn_of_lengths(asked: Mapping[str, object], resolved: GenerationConfig) -> None:
+    """Where a length is asked for that another one overrules, which may come from the model's own config."""
+    for name, stronger in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
+        value, counts = asked.get(name), getattr(resolved, stronger)
+        if value and counts is not None:
+            warnings.warn(
+                f"{name} has no effect beside {stronger}, which is {counts}, got {name}={value}; give {stronger} alone",
+                stacklevel=2,
+            )
 
 
 def _warn_of_greedy(given: Mapping[str, object], num_return_sequences: int | None) -> None:

@@ -102,7 +102,7 @@ def judge_on_bench(
                     record(mutant, verdict)
 
     if mutants and in_fork(lambda: start_pytest(target, Bench(work)), is_bounded=False) != 0:
-        raise SystemExit(f"the tests of {target.name} must be collected before they can judge mutants, got an error")
+        raise SystemExit(f"the tests of {target.name} must be collected and judge all mutants, got an error")
 
 
 def _able(items: list, mutant: Mutant, reached: Reached) -> list:

@@ -77,6 +77,11 @@ TARGETS = (
         ),
     ),
     Target(
+        "neighbours",
+        ("stand/drafters/neighbours/*.py",),
+        _tests("engine", "neighbour_laws", "neighbour_memory", "law_source"),
+    ),
+    Target(
         "scheduling",
         ("stand/scheduling/*.py", "stand/forward/paged_cache.py"),
         _tests(

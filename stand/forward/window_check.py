@@ -7,6 +7,7 @@ that with what each layer says.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -36,11 +37,11 @@ class _Probe:
         return number if bool(seen[self.num_keys - number :].all()) else OTHER
 
 
-_probe: _Probe | None = None  # of the forward that is running: `exclusive` lets one thread in
+_running = threading.local()  # .probe: of this thread's forward; other threads may check other models
 
 
 def _mask(*, mask_function: Callable, **kwargs: object) -> torch.Tensor:
-    return torch.full((1, 1, 1, 1), _probe.number_of(mask_function), device="cpu")
+    return torch.full((1, 1, 1, 1), _running.probe.number_of(mask_function), device="cpu")
 
 
 def _attention(
@@ -53,9 +54,10 @@ def _attention(
     sliding_window: int | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    told = min(sliding_window or _probe.num_keys, _probe.num_keys)
-    masked = _probe.num_keys if attention_mask is None else int(attention_mask.flatten()[0])
-    _probe.found.append((type(module).__name__, told, masked))
+    probe = _running.probe
+    told = min(sliding_window or probe.num_keys, probe.num_keys)
+    masked = probe.num_keys if attention_mask is None else int(attention_mask.flatten()[0])
+    probe.found.append((type(module).__name__, told, masked))
     return query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3])), None
 
 
@@ -66,14 +68,13 @@ AttentionMaskInterface.register(PROBE, _mask)
 @torch.inference_mode()
 def window_disagreement(model: PreTrainedModel) -> str | None:
     """Which layer's attention is told another window than its mask has, or None."""
-    global _probe
-    _probe = _Probe(min(max_positions(model) or MOST_KEYS, MOST_KEYS))
+    probe = _running.probe = _Probe(min(max_positions(model) or MOST_KEYS, MOST_KEYS))
     try:
         with tree_attention(model, PROBE):
             model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=model.device), use_cache=False)
-        for name, told, masked in _probe.found:
+        for name, told, masked in probe.found:
             if told != masked:
                 return f"{name} is told of {told} keys, and its mask shows {masked if masked > 0 else 'others'}"
     finally:
-        _probe = None
+        del _running.probe
     return None

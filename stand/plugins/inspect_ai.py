@@ -41,10 +41,11 @@ SERVED = {  # inspect's names of settings: `Engine.generate`'s
     "stop_seqs": "stop",
     "seed": "seed",
 }
-REFUSED = (
-    "best_of", "frequency_penalty", "presence_penalty", "logit_bias", "num_choices", "logprobs", "top_logprobs",
-    "prompt_logprobs", "response_schema",
-)  # fmt: skip
+NOT_THE_MODELS = frozenset({  # of inspect itself, of tools, which are refused, or of servers: no answer depends on them
+    "max_retries", "timeout", "attempt_timeout", "stream_idle_timeout", "max_connections", "adaptive_connections",
+    "system_message", "parallel_tool_calls", "internal_tools", "max_tool_output", "cache_prompt", "fail_on_refusal",
+    "reasoning_history", "extra_headers", "cache", "batch",
+})  # fmt: skip
 STOP_REASONS = {"eos": "stop", "stop": "stop", "criteria": "stop", "length": "max_tokens", "time": "model_length"}
 
 Chat = list[dict[str, str]]
@@ -231,9 +232,9 @@ def _message(message: ChatMessage) -> dict[str, str]:
 
 def _settings(config: GenerateConfig) -> dict:
     """Arguments of `Engine.generate`. Raises ValueError for settings that would be ignored."""
-    for name in REFUSED:
-        value = getattr(config, name, None)
-        if value is not None and value is not False and not (name in ("num_choices", "best_of") and value == 1):
+    for name, value in vars(config).items():
+        is_known = name in SERVED or name in NOT_THE_MODELS or (name in ("num_choices", "best_of") and value == 1)
+        if value is not None and value is not False and not is_known:
             raise ValueError(f"{name} must be left out, got {value!r}; the provider `stand` does not serve it")
     given = {ours: getattr(config, theirs) for theirs, ours in SERVED.items()}
     return {name: value for name, value in given.items() if value is not None}

@@ -2,7 +2,8 @@
 "stand.plugins.vllm.LookupProposer", "num_speculative_tokens": 8}`.
 
 vLLM hands over each row's tokens, without names, prompts' lengths or laws, and takes one chain per row. It verifies
-chains as if they were certain, so the output's law is vLLM's own.
+chains as if they were certain, so the output's law is vLLM's own, but for a seed that an earlier request had: its
+numbers have met what they would now test (docs/vllm.md, "Seeds").
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ class Admission:
 
     num_slots: int | None = None  # of the cache that are taken, where they are counted
     pages: PageAllocator | None = None  # by which they are counted
+    most_places: int | None = None  # that a call may have, where a place takes no memory until a row is in it
 
     def check(self, job: Job) -> None:
         """Raises ValueError for a request whose rows could never run."""
@@ -39,6 +40,10 @@ class Admission:
     def open(self, row: Row) -> Hashable:
         """What `row` begins with is going to be computed; who owns the memory, for `release`."""
         return None
+
+    def is_shared(self, start: Hashable) -> bool:
+        """Whether live rows lie in the memory of what is named `start`, so that little is won where it goes."""
+        return False
 
     def close(self, start: Hashable) -> None:
         """No further row begins with `start`, as `beginning` names it."""

@@ -15,9 +15,9 @@ from stand.generation_settings import PREPARED, GenerationSettings
 from stand.processors import checked_processors
 from stand.prompts import PromptReader
 from stand.sampling import TargetLaw
+from stand.scheduling.problem_numbers import ProblemNumbers
 from stand.scheduling.request import Job, Request
 from stand.stop import StopRule, as_strings
-from stand.trees import problem_key
 
 ROW_NUMBERS = 1 << 32  # row numbers lie below: random numbers are named by as many bits
 
@@ -29,7 +29,7 @@ class JobReader:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None,
-        problems: dict[bytes, int],
+        problems: ProblemNumbers,
         /,
         *,
         generation_config: GenerationConfig | None = None,
@@ -39,7 +39,7 @@ class JobReader:
         logits_processors: object = None,
         **settings: object,
     ):
-        """problems: `problem_key` of every prompt that the engine has seen and its number; it grows.
+        """problems: of the engine.
         settings: fields of `GenerationConfig`; the others are as in `Engine.generate`."""
         self._model, self._tokenizer, self._problems = model, tokenizer, problems
         self._processors = checked_processors(logits_processors)
@@ -84,7 +84,7 @@ class JobReader:
         if len(read) != 1:
             raise ValueError(f"a request has one prompt, got {len(read)}; make a request of each")
         settings, stop = self.settings, self._stop
-        if (request.max_new_tokens, request.stop, request.stop_token_ids) != (None, None, None):
+        if any(own is not None for own in (request.max_new_tokens, request.stop, request.stop_token_ids)):
             settings = self._settings_of(request)
             strings = (*settings.stop_strings, *self._strings, *as_strings(request.stop))
             stop = stop.with_ends(settings.end_ids, strings)
@@ -110,8 +110,8 @@ class JobReader:
             self._law.admit(number, processors, end_ids=settings.end_ids)
         self._num_jobs += 1
         self._note(rows)
-        problem = self._problems.setdefault(problem_key(prompt), len(self._problems))
-        return Job(number, prompt, limit, rows, self._stop if stop is None else stop, problem, id)
+        stop = self._stop if stop is None else stop
+        return Job(number, prompt, limit, rows, stop, self._problems.of(prompt), id)
 
     def _note(self, rows: Sequence[int]) -> None:
         """These numbers are taken."""

@@ -66,6 +66,10 @@ class PageAllocator:
         self.most_used = max(self.most_used, self.num_used)
         return copies
 
+    def is_shared(self, owner: Hashable) -> bool:
+        """Whether any other owner holds one of its pages."""
+        return any(self._users[page] > 1 for page in self._held.get(owner, ()))
+
     def fork(self, source: Hashable, target: Hashable, num_slots: int) -> None:
         """`target`, which holds nothing, begins with the first `num_slots` slots of `source`."""
         shared = self._held.get(source, [])[: self.count(num_slots)]

@@ -96,10 +96,9 @@ class PromptKeys:
         """Drop the keys that `row`, the next one to enter, does not need."""
         self._drop([start for start in self._prompts if row is None or start != beginning(row)])
 
-    def keep_shared(self, live: Sequence[Row]) -> None:
-        """Drop the keys that share no memory with the rows of `live`."""
-        shared = {("problem", row.problem) for row in live}
-        self._drop([start for start in self._prompts if start not in shared])
+    def keep_shared(self) -> None:
+        """Drop the keys that share no memory with live rows."""
+        self._drop([start for start in self._prompts if not self._admission.is_shared(start)])
 
     def _count(self, row: Row) -> None:
         """What `row` begins with is complete."""

@@ -112,7 +112,8 @@ class Scheduler:
                 self.live[place] = last
                 changes.append(Move(len(self.live), place, last))
         if self.num_places is None and self.live:
-            self.num_places = len(self.live)
+            more = self.admission.most_places if self.next_row() is not None else None
+            self.num_places = max(len(self.live), more or 0)
         return changes
 
     def end(self, row: Row) -> bool:

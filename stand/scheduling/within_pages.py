@@ -43,6 +43,10 @@ class WithinPages(Admission):
         self._ends: dict[int, int] = {}  # by row: slots that it may write without a further page
 
     @property
+    def most_places(self) -> int | None:
+        return self._most_rows
+
+    @property
     def num_slots(self) -> int:
         return self.pages.num_used * self.pages.page_size
 
@@ -72,8 +76,13 @@ class WithinPages(Admission):
     def open(self, row: Row) -> Hashable:
         self._num_opened += 1
         owner = self._open[beginning(row)] = ("prompt", self._num_opened)
+        if not self._ends:
+            self._let_take(owner, 0, row.num_cached)
         self.pages.write(owner, 0, row.num_cached)
         return owner
+
+    def is_shared(self, start: Hashable) -> bool:
+        return self.pages.is_shared(self._open[start])
 
     def close(self, start: Hashable) -> None:
         self._open.pop(start, None)
@@ -88,12 +97,21 @@ class WithinPages(Admission):
     def take(self, live: Sequence[Row], ends: Sequence[int]) -> None:
         for row, end in zip(live, ends, strict=True):
             if end > self._ends[row.index]:
+                if len(live) == 1:
+                    self._let_take(row.index, row.num_cached, end)
                 self.pages.write(row.index, row.num_cached, end)
                 self._ends[row.index] = self.pages.page_size * self.pages.count(end)
 
     def leave(self, row: Row) -> None:
         self.pages.release(row.index)
         self._ends.pop(row.index, None)
+
+    def _let_take(self, owner: Hashable, first: int, end: int) -> None:
+        """Nobody else is live. A number of pages that is nobody's wish but a share of what was free gives way: what the
+        system cannot provide then, it says itself."""
+        if self.pages.num_pages is not None and not self._is_asked_for:
+            needed = self.pages.num_used + self.pages.missing(owner, first, end)
+            self.pages.num_pages = max(self.pages.num_pages, needed)
 
     def _fit(self, rows: Sequence[Row], growth: int) -> bool:
         """Whether each of `rows` can take a step after `growth` further tokens, or all that it may still get."""

@@ -323,6 +323,25 @@ def test_settings_of_sampling_without_sampling_are_told(asked, rule):
     assert rule is None or re.search(rule, str(told[0].message))
 
 
+@pytest.mark.parametrize(
+    ("own", "asked", "told"),
+    [
+        ({"max_new_tokens": 9}, {"max_length": 7}, "max_length has no effect beside max_new_tokens, which is 9, got"),
+        ({"max_new_tokens": 9}, {"generation_config": GenerationConfig(max_length=7)}, "max_length has no effect"),
+        ({}, {"min_length": 7, "min_new_tokens": 2}, "min_length has no effect beside min_new_tokens, which is 2"),
+        ({"max_length": 7}, {"max_new_tokens": 9}, None),  # the model's own, overruled on purpose
+        ({}, {"max_length": 7}, None),
+    ],
+)
+def test_lengths_that_are_overruled_are_told(own, asked, told, monkeypatch):
+    monkeypatch.setattr(tiny_model("qwen2"), "generation_config", GenerationConfig(**own))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        engine().generate(input_ids=PROMPT, **asked)
+    seen = [str(one.message) for one in seen if "no effect" in str(one.message)]
+    assert (told is None and not seen) or re.search(told, seen[0])
+
+
 def test_limits_count_each_prompt_by_itself():
     output = engine().generate(input_ids=[PROMPT, [7]], max_length=12, stop_token_ids=[])
     assert [len(tokens) for tokens in output.token_ids] == [6, 11]

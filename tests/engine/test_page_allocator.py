@@ -130,6 +130,17 @@ def test_the_last_page_alone_is_copied():
     assert pages.num_used == 0 and pages.most_used == 5
 
 
+def test_pages_are_shared_until_they_are_copied_or_given_back():
+    pages = PageAllocator(4)
+    pages.write("prompt", 0, 6)
+    assert not pages.is_shared("prompt") and not pages.is_shared("nobody")
+    pages.fork("prompt", "row", 6)
+    pages.write("row", 6, 7)
+    assert pages.is_shared("prompt") and pages.is_shared("row")  # the first page; the last one was copied
+    pages.release("row")
+    assert not pages.is_shared("prompt")
+
+
 def test_what_cannot_be_is_refused():
     pages = PageAllocator(4, 2)
     pages.write("a", 0, 5)

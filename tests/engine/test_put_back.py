@@ -244,6 +244,41 @@ def test_a_drafter_that_breaks_its_word_ends_the_call(monkeypatch):
         engine_of().generate(PROMPT, **SETTINGS, max_cache_bytes=cap_of(1 / 4))
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_prompt_that_waits_makes_room_for_a_row_with_keys_of_its_own(is_known, monkeypatch):
+    """A row that came back shares nothing with its prompt, whose keys wait for a further row. The cap is the smallest
+    one that is accepted. Were every live row taken to share its prompt's keys, the run would end without memory."""
+    monkeypatch.setattr(within_pages, "DRAFT_ROOM", 16)
+    monkeypatch.setattr(within_pages, "GROWTH", 64)
+    if not is_known:
+        monkeypatch.setattr(WithinPages, "is_shared", lambda self, start: start[0] == "problem")
+    engine = engine_of()
+    limits = (60, 200, 200, 20, 100)
+    requests = [stand.Request([5] * 40, max_new_tokens=limit, id=number) for number, limit in enumerate(limits)]
+    page = engine.backend.page_size * memory.bytes_per_token(engine.model)
+    num_pages = -(-(39 + 200 + 16) // engine.backend.page_size) + 1
+    settings = {"max_rows": 2, "draft": False, "temperature": 1.0, "seed": 0, "stop_token_ids": []}
+    run = engine.run(requests, **settings, max_cache_bytes=num_pages * page)
+    if not is_known:
+        with pytest.raises(PagesExhaustedError):
+            list(run)
+        return
+    assert {one.id: len(one.token_ids) for one in run} == dict(enumerate(limits))
+    assert run.stats.num_put_back > 0
+
+
+@pytest.mark.parametrize("prompt", [[5] * 6, [5] * 90])
+def test_a_row_alone_outgrows_what_was_free_but_not_what_was_asked_for(prompt, monkeypatch):
+    engine = engine_of()
+    page = engine.backend.page_size * memory.bytes_per_token(engine.model)
+    settings = {"max_new_tokens": 100, "temperature": 0.0, "stop_token_ids": []}
+    expected = engine.generate([prompt, prompt[::2]], **settings, max_rows=2, learn=False).token_ids
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 3.5 * page / memory.SHARE)
+    assert engine.generate([prompt, prompt[::2]], **settings, learn=False).token_ids == expected
+    with pytest.raises(ValueError, match="max_cache_bytes must hold one row"):
+        engine.generate([prompt], **settings, max_cache_bytes=3.5 * page)
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_prompt_is_computed_into_what_the_row_before_has_given_back(count):
     """Caps that hold any one of the rows and not two of their prompts: they run one after another."""

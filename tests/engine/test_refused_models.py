@@ -2,6 +2,7 @@
 
 import copy
 import re
+import threading
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -283,6 +284,30 @@ def test_the_probe_sees_another_window(told, monkeypatch):
 
     monkeypatch.setattr(attention, "forward", misled)
     assert f"is told of {told or 512} keys, and its mask shows 8" in window_disagreement(model)
+
+
+def test_models_are_probed_in_several_threads(monkeypatch):
+    """One thread has finished with its model while another one's forward stands: neither takes the other's windows."""
+    model, other = tiny_model("mistral"), tiny_model("llama")
+    is_begun, may_go_on, found = threading.Event(), threading.Event(), []
+    layer = model.model.layers[1]
+    forward = layer.forward
+
+    def paused(*args, **kwargs):
+        is_begun.set()
+        assert may_go_on.wait(60)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(layer, "forward", paused)
+    monkeypatch.setattr(layer.self_attn, "config", copy.copy(model.config))
+    layer.self_attn.config.sliding_window = 9  # is told one key more than its mask shows
+    thread = threading.Thread(target=lambda: found.append(window_disagreement(model)))
+    thread.start()
+    assert is_begun.wait(60)
+    assert window_disagreement(other) is None
+    may_go_on.set()
+    thread.join()
+    assert "is told of 9 keys, and its mask shows 8" in found[0]
 
 
 @pytest.mark.parametrize("compiled", ["forward", "module", "layer"])

@@ -22,6 +22,7 @@ from stand.scheduling import memory, prompt_keys
 from stand.scheduling.admission import AtMost
 from stand.scheduling.memory import WithinMemory
 from stand.scheduling.page_allocator import PageAllocator
+from stand.scheduling.problem_numbers import ProblemNumbers
 from stand.scheduling.request import Job
 from stand.scheduling.scheduler import Entry, Move, Scheduler
 
@@ -362,6 +363,42 @@ def test_rooms_are_as_many_as_memory_holds(monkeypatch):
         PROMPTS[:1], **settings, max_rows=8, max_cache_bytes=memory.SHARE * free * 2.5 / 3.5
     )
     assert capped.token_ids == expected.token_ids and capped.stats.num_forwards > 2 * expected.stats.num_forwards
+
+
+def test_a_long_first_prompt_does_not_limit_the_rows_behind_it():
+    """Under a cap that holds it alone, or several short rows."""
+    engine, live = engine_of(), []
+    requests = [[3] * 300, *([4, 5, number] for number in range(6, 12))]
+    settings = {"max_rows": 4, "max_new_tokens": 200, "temperature": 0.9, "stop_token_ids": [], "seed": 1}
+    cap = cap_of(-(-(300 + 200 + tree_cache.DRAFT_ROOM) // engine.backend.page_size) + 1, engine)
+    run = engine.run(requests, **settings, max_cache_bytes=cap, on_step=lambda run: live.append(run.num_decoded))
+    found = tokens_of(run)
+    assert live[0] == 1 and max(live) > 1
+    assert found == tokens_of(engine_of().run(requests, **settings))
+
+
+@pytest.mark.parametrize("is_read_to_its_end", [False, True])
+def test_a_run_that_has_ended_keeps_no_keys(is_read_to_its_end):
+    run = engine_of().run([[3] * 40, [4] * 40, [5] * 40], max_rows=1, max_new_tokens=5, temperature=0.9)
+    next(run)
+    assert run.num_slots > 0
+    if is_read_to_its_end:
+        assert len(list(run)) == 2
+    run.close()
+    gc.disable()
+    try:
+        assert run._call._prompts._prompts == {} and run.stats.num_tokens > 0
+        assert not [kept for kept in gc.get_objects() if type(kept) in (PagedCache, PromptRoom)]
+    finally:
+        gc.enable()
+
+
+def test_prompts_are_numbered_and_the_latest_are_remembered(monkeypatch):
+    monkeypatch.setattr(ProblemNumbers, "MOST_PROMPTS", 3)
+    numbers = ProblemNumbers()
+    prompts = [np.array([number], dtype=np.int32) for number in range(5)]
+    assert [numbers.of(prompts[place]) for place in (0, 1, 0, 2, 0, 3)] == [0, 1, 0, 2, 0, 3]
+    assert [numbers.of(prompts[place]) for place in (0, 2, 1)] == [0, 2, 4]  # the second one was forgotten
 
 
 def test_a_step_may_hold_fewer_rows_than_memory():

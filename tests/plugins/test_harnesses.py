@@ -122,6 +122,8 @@ class Config:
     seed: int | None = None
     logprobs: bool | None = None
     num_choices: int | None = None
+    reasoning_effort: str | None = None
+    timeout: int | None = None
 
 
 @dataclass
@@ -266,9 +268,11 @@ def test_inspects_provider_takes_nothing_after_its_end(provider):
 
 
 def test_inspect_refuses_what_would_be_ignored(provider):
-    for config in (Config(logprobs=True), Config(num_choices=2)):
+    for config in (Config(logprobs=True), Config(num_choices=2), Config(reasoning_effort="low")):
         (answer,) = ask_all(provider, ["ABC"], config)
         assert isinstance(answer, ValueError) and "must be left out" in str(answer)
+    (answer,) = ask_all(provider, ["ABC"], Config(max_tokens=2, timeout=9, num_choices=1, logprobs=False))
+    assert not isinstance(answer, Exception)
     image = Message("user", "look", content=[types.SimpleNamespace(type="image")])
     with pytest.raises(ValueError, match="must be text"):
         asyncio.run(provider.generate([image], [], "auto", Config()))
@@ -282,8 +286,9 @@ def test_the_libraries_have_what_the_stand_ins_stand_for():
     pytest.importorskip("inspect_ai", reason="inspect-ai is not installed")
     from lm_eval.models.huggingface import HFLM
 
-    from stand.plugins.inspect_ai import REFUSED, SERVED, GenerateConfig
+    from stand.plugins.inspect_ai import NOT_THE_MODELS, SERVED, GenerateConfig
     from stand.plugins.lm_eval import StandLM
 
     assert issubclass(StandLM, HFLM) and StandLM._model_generate is not HFLM._model_generate
-    assert {*REFUSED, *SERVED, "seed"} <= set(GenerateConfig.model_fields)
+    assert {*NOT_THE_MODELS, *SERVED} <= set(GenerateConfig.model_fields)
+    assert set(vars(GenerateConfig())) == set(GenerateConfig.model_fields)

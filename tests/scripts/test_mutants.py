@@ -13,7 +13,7 @@ import mutants.python_mutants as python_mutants
 import mutate
 import pytest
 from mutants.equivalent import EQUIVALENT
-from mutants.judging import REFUSED, Finder, in_fork
+from mutants.judging import REFUSED, Finder, Verdict, in_fork
 from mutants.mutant import KEY, Mutant, mutants_of
 from mutants.targets import ROOT, TARGETS, all_files
 
@@ -312,3 +312,33 @@ def test_a_module_is_compiled_with_its_headers(source, tmp_path, monkeypatch):
     copy = folder / source.relative_to(ROOT)
     headers = re.findall(r'cdef extern from "([\w./]+\.h)"', copy.read_text())
     assert all((copy.parent / header).is_file() for header in headers), headers
+
+
+def test_another_folders_code_is_not_judged(monkeypatch, tmp_path):
+    mutate.check_installation()
+    monkeypatch.setattr(mutate, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match="the tests must import the code of .*__init__.py; install this folder"):
+        mutate.check_installation()
+
+
+@from_sources
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_verdict_does_not_count_where_a_file_has_changed(changes, monkeypatch, tmp_path):
+    target, path = next(all_files())
+    mutant = Mutant(path, 1, "a", "b", "")
+    states = iter("ab" if changes else "aa")
+    monkeypatch.setattr(mutate, "digest_of_files", lambda: next(states))
+    monkeypatch.setattr(mutate, "experience_of", lambda target, output: None)
+    monkeypatch.setattr(
+        mutate,
+        "judge_on_bench",
+        lambda target, own, experience, record, is_over: record(mutant, Verdict("caught", "t")),
+    )
+    output = tmp_path / "verdicts.jsonl"
+    settings = {"minutes": 1, "seed": 0, "is_quick": True}
+    if changes:
+        with pytest.raises(SystemExit, match="1"):
+            mutate.run([(target, mutant)], output, **settings)
+    else:
+        mutate.run([(target, mutant)], output, **settings)
+    assert output.exists() != changes

@@ -51,15 +51,18 @@ from measuring.continuation_law import (
 )
 from measuring.interruption import run_command
 from measuring.option_types import positive_integer, positive_number, probability, share, whole_number
-from measuring.output_file import check_writable
+from measuring.output_file import JsonLines, check_writable
 from measuring.progress import Progress, say
-from measuring.setup import BOXED_INSTRUCTION, REASONER, WORD_PROBLEMS, from_model, prompt_ids
+from measuring.setup import BOXED_INSTRUCTION, REASONER, WORD_PROBLEMS, from_model, load_trained, prompt_ids
 from measuring.trajectories import REPEATING
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workloads.problem_sets import generated_tasks, read_tasks
 from workloads.problems import write_prompt
 
 import stand
+from stand.drafters.eagle.head import EagleHead
+from stand.drafters.streams.weights import Streams
+from stand.drafters.trained_part import TrainedPart
 from stand.seeds import prompt_word
 from stand.trees.sampling import KINDS
 from stand.verifiers import VerifierNoise
@@ -147,7 +150,17 @@ def shipped_head(drafter: str) -> Path:
     return SHIPPED_HEADS["streams" if drafter.startswith("streams") else "eagle"]
 
 
-def new_drafter(model, law: dict[str, float], *, kind: str, drafter: str, head: Path) -> stand.Drafter:
+def trained_part(model, options: argparse.Namespace) -> TrainedPart | None:
+    """What the drafter needs beside the lookup. Raises ValueError where --head names another model's, or none."""
+    if options.drafter in HEADLESS:
+        return None
+    kind = Streams if options.drafter.startswith("streams") else EagleHead
+    return load_trained(kind.load, model, options.head, option="--head", model=options.model)
+
+
+def new_drafter(
+    model, law: dict[str, float], *, kind: str, drafter: str, head: TrainedPart | Path | None
+) -> stand.Drafter:
     budget, temperature = NODES_PER_ROW * rows_per_call(model), law["temperature"]
     if drafter == "eagle":
         return stand.EagleDrafter(head, budget=budget, temperature=temperature)
@@ -171,7 +184,15 @@ def warmed_up(
 
 
 def new_engine(
-    model, tokenizer, prompts, law, *, verifier: str, kind: str, drafter: str = "lookup", head: Path | None = None
+    model,
+    tokenizer,
+    prompts,
+    law,
+    *,
+    verifier: str,
+    kind: str,
+    drafter: str = "lookup",
+    head: TrainedPart | Path | None = None,
 ) -> stand.Engine:
     """What draws the continuations of one arm; kind "none" is the arm without drafts."""
     if kind == "none":
@@ -190,8 +211,8 @@ class KeptCounts:
     """Cells counted so far, by arm and prompt, in a file of JSON lines; without a file nothing is kept."""
 
     def __init__(self, path: Path | None, conditions: dict[str, object]) -> None:
-        self._path, self._conditions = path, conditions
-        self._known = [] if path is None or not path.exists() else list(map(json.loads, path.open(encoding="utf-8")))
+        self._lines, self._conditions = JsonLines(path, "--kept", goes_on=True), conditions
+        self._known = self._lines.earlier
 
     def get(self, arm: list[str], place: int) -> dict | None:
         wanted = {"conditions": self._conditions, "arm": arm, "prompt": place}
@@ -206,9 +227,7 @@ class KeptCounts:
             "steps": stats.num_steps,
             "tokens": stats.num_tokens,
         }
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+        self._lines.add(line)
         return line
 
 
@@ -224,7 +243,7 @@ def arms_of(options: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
 
 
 def check_law(model, tokenizer, options: argparse.Namespace) -> dict:
-    law = {"temperature": options.temperature, "top_p": options.top_p}
+    law, part = {"temperature": options.temperature, "top_p": options.top_p}, trained_part(model, options)
     prompts = fixed_prompts(stand.wrap(model, tokenizer, verifier="match"), options.prompts, law)
     conditions = {**law, "model": options.model, "tokens": options.tokens, "continuations": options.continuations}
     if options.sample != 1:
@@ -241,7 +260,7 @@ def check_law(model, tokenizer, options: argparse.Namespace) -> dict:
             laws[place, rows] = laws.get((place, rows)) or law_of(model, prompt, law, tokens=options.tokens, rows=rows)
             line = kept.get([verifier, kind], place)
             if line is None:
-                arm = {"verifier": verifier, "kind": kind, "drafter": options.drafter, "head": options.head}
+                arm = {"verifier": verifier, "kind": kind, "drafter": options.drafter, "head": part}
                 engine = engine or new_engine(model, tokenizer, prompts, law, **arm)
                 seed = 10**8 * (options.sample - 1) + (1 if kind == "none" else 2) * 10**6 + 1000 * place
                 drawn, stats = continuations(

@@ -28,7 +28,7 @@ import torch
 from measuring.interruption import run_and_report
 from measuring.option_types import count_list, number_from_zero, positive_integer
 from measuring.progress import Progress
-from measuring.setup import add_options, fill_defaults, load_model, load_tasks, prompt_ids
+from measuring.setup import add_options, fill_defaults, load_model, load_tasks, load_trained, prompt_ids
 from measuring.text_table import format_table
 from measuring.trajectories import Sampling, draw_with_engine
 
@@ -76,7 +76,7 @@ def drafter_makers(
     }
     makers = {name: make for name, make in makers.items() if name in arguments.arms}
     if nodes == PAPER_SHAPE.num_nodes - 1 and "eagle" in arguments.arms:
-        makers["eagle, paper's tree"] = lambda rows: stand.EagleDrafter(head, shape=PAPER_SHAPE, **settings)
+        makers["eagle, paper's tree"] = lambda rows: stand.EagleDrafter(head, shape=PAPER_SHAPE, **law)
     return makers
 
 
@@ -95,13 +95,8 @@ def _trained(arguments: argparse.Namespace, option: str, kind: type, model):
     if name == RANDOM:
         torch.manual_seed(arguments.seed)
         return kind(model).eval()
-    try:
-        return kind.load(model, name)
-    except (ValueError, OSError) as error:
-        raise ValueError(
-            f"--{option} must name what was trained for --model {arguments.model}, got {name}; name that, or leave out "
-            f"what needs it (--arms): {error}"
-        ) from error
+    told = {"option": f"--{option}", "model": arguments.model, "remedy": "name that, or leave out its --arms"}
+    return load_trained(kind.load, model, Path(name), **told)
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[dict]:

@@ -164,10 +164,21 @@ def known_results(settings: dict, output: Path) -> dict[str, dict[str, object]]:
     """What an earlier run left in `output`, by arm. Raises ValueError where its settings were others."""
     if not output.exists():
         return {}
-    document = json.loads(output.read_text(encoding="utf-8"))
-    remedy = "keep them, name another --output, or begin anew with --fresh"
+    document, remedy = earlier_document(output), "keep them, name another --output, or begin anew with --fresh"
     check_same_settings(output, document["settings"], json.loads(json.dumps(settings)), remedy=remedy)
     return {result["arm"]: result for result in document["arms"]}
+
+
+def earlier_document(output: Path) -> dict[str, object]:
+    """Raises ValueError where `output` holds something else than this command writes."""
+    try:
+        document = json.loads(output.read_text(encoding="utf-8"))
+        if isinstance(document, dict) and {"settings", "arms"} <= set(document):
+            return document
+        error = "no settings and arms"
+    except ValueError as reason:
+        error = str(reason)
+    raise ValueError(f"--output must name a file of this command, got {output} ({error}); name another")
 
 
 def different_outputs(results: list[dict[str, object]]) -> int:

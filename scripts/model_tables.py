@@ -26,6 +26,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
@@ -33,16 +34,17 @@ import torch
 from measuring.option_types import existing_file, number_from_zero, positive_integer, share, worded
 from measuring.output_file import JsonLines
 from measuring.progress import Progress, say
-from measuring.setup import BOXED_INSTRUCTION, REASONER, WORD_PROBLEMS, load_model, prompt_ids
+from measuring.setup import BOXED_INSTRUCTION, REASONER, WORD_PROBLEMS, load_model, load_trained, prompt_ids
 from table_parts.estimates import CalibrationArm, calibration_arms, calibration_table, run_calibration_arm
 from table_parts.law_recording import LawRecording, record
 from table_parts.law_replay import replay
-from table_parts.loop_tables import LoopArm, loop_arms, loop_tables, run_loop_arm
+from table_parts.loop_tables import ROOM, LoopArm, loop_arms, loop_tables, run_loop_arm
 from table_parts.replay_tables import COUNTS, ReplayArm, replay_arms, replay_tables, result_of
 from table_parts.time_tables import time_problem, time_table
 from workloads.problem_sets import Task, generated_tasks, read_tasks
 from workloads.real_models import MODELS
 
+from stand.drafters.eagle.head import EagleHead
 from stand.drafters.step_cost import CostTable
 
 PARTS = ("replay", "rules", "loop", "calibration", "time")
@@ -69,7 +71,8 @@ class Run:
         costs = None if options.costs is None else options.costs.read_text(encoding="utf-8")
         is_folder = options.model not in MODELS and Path(options.model).is_dir()
         model = str(Path(options.model).resolve()) if is_folder else options.model
-        run = {"model": model, "head": options.head, "costs": costs}
+        head = None if options.head is None else [str(options.head.resolve()), digest_of_head(options.head)]
+        run = {"model": model, "head": head, "costs": costs}
         if not self._file.earlier:
             self._file.add(run)
         elif self._file.earlier[0] != run:
@@ -112,11 +115,21 @@ class Run:
         size = f"{options.num_problems} problems"
         if key[0] != "replay":
             size = f"{options.loop_problems} problems x {options.loop_samples} samples"
+        if key[0] == "time":
+            size += f", {options.threads} threads"
         key = (*key, f"{size}, {options.tokens} tokens")
         if key not in self._known:
             self._known[key] = json.loads(json.dumps(compute()))
             self._file.add({"key": key, "result": self._known[key]})
         return self._known[key]
+
+
+def digest_of_head(path: Path) -> str:
+    """Of what a run reads there; of a folder all files count."""
+    digest = blake2b(digest_size=16)
+    for file in [path] if path.is_file() else sorted(one for one in path.iterdir() if one.is_file()):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def law_settings(setting: str) -> dict[str, float]:
@@ -146,6 +159,8 @@ def run_loops(run: Run, part: str, settings: list[str]) -> str:
     ]
     results: dict[tuple[str, LoopArm], dict] = {}
     progress = Progress(len(arms))
+    if part == "rules" and run.options.head is not None:  # before the arms that come first
+        load_trained(EagleHead.load, run.model[0], run.options.head, option="--head", model=run.options.model)
     for setting, arm in arms:
         found = run.result((part, setting, arm.name), partial(run_loop, run, setting, arm))
         results[setting, arm] = found
@@ -245,7 +260,9 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--costs", type=existing_file, help="file of step costs of one row: what drafts would do to the time"
     )
-    parser.add_argument("--head", help="an EAGLE-1 head of the model: `rules` with chains that it draws, too")
+    parser.add_argument(
+        "--head", type=Path, help="an EAGLE-1 head of the model: `rules` with chains that it draws, too"
+    )
     parser.add_argument(
         "--folder", type=Path, default=Path("results/model_tables"), help="of recordings and results (%(default)s)"
     )
@@ -255,8 +272,31 @@ def read_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"--parts must be among {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    if idle := idle_options(options):
+        parser.error(idle)
     options.device, options.dtype = "cpu", "float32"
     return options
+
+
+def idle_options(options: argparse.Namespace) -> str | None:
+    """What is wrong with options for the parts that were chosen."""
+    parts, greedy = set(options.parts), [one for one in options.loop_settings if law_settings(one)["temperature"] == 0]
+    if options.head is not None and "rules" not in parts:
+        return "--head has no effect without `rules` among --parts; leave it out"
+    if options.head is not None and not options.head.exists():
+        return f"--head must be a file or a folder, got {options.head}; check the path"
+    if options.costs is not None and "replay" not in parts:
+        return "--costs has no effect without `replay` among --parts; leave it out"
+    if options.costs is not None:
+        try:
+            CostTable.load(options.costs)
+        except ValueError as error:
+            return f"--costs must be a file of step costs, got {options.costs} ({error}); time steps again"
+    if parts & {"rules", "loop"} and options.tokens <= ROOM:
+        return f"--tokens must be above {ROOM} for `rules` and `loop`, which need that room, got {options.tokens}"
+    if parts - {"replay"} and greedy:
+        return f"--loop-settings must have temperatures above 0, got {greedy[0]}; raise it"
+    return None
 
 
 def tables(run: Run) -> Iterator[str]:

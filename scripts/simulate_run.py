@@ -11,10 +11,10 @@ for its draft nodes (--acceptance). `blocks` waits for the slowest of every --ma
 replacement until a problem has enough. Times say how ways to schedule compare, not what a machine will reach.
 
 Columns: `occupancy %` is the share of the places in which a row is live, over time; `of steady %` tokens per second
-over those of the steps in which 95 % of the places are taken; `nodes/row` the mean draft of a row. At their peaks:
-`taken GB` is what pages or rooms took, `live GB` what the live rows' tokens would take without shared prompts, so that
-it can be the larger one. `put back` counts rows that gave their pages back, `replayed %` what was computed again for
-it, in per cent of all tokens that were kept.
+over those of the steps in which 95 % of the places are taken, if any; `nodes/row` the mean draft of a row. At their
+peaks: `taken GB` is what pages or rooms took, `live GB` what the live rows' tokens would take without shared prompts,
+so that it can be the larger one. `put back` counts rows that gave their pages back, `replayed %` what was computed
+again for it, in per cent of all tokens that were kept.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ HEADER = (
     "put back", "replayed %",
 )  # fmt: skip
 PER_PROBLEM = 64
+MEAN_LENGTH = 8000
+MOST_ROWS = 256
 
 
 def read_arguments(command_line: Sequence[str] | None = None) -> argparse.Namespace:
@@ -66,7 +68,7 @@ def read_arguments(command_line: Sequence[str] | None = None) -> argparse.Namesp
     parser.add_argument("--tokenizer", type=existing_file, help="tokenizer.json")
     parser.add_argument("--made-up", action="store_true", help="log-normal lengths instead of a file")
     parser.add_argument(
-        "--mean-length", type=positive_number, default=8000.0, help="of made-up lengths, tokens (%(default)s)"
+        "--mean-length", type=positive_number, help=f"of made-up lengths, tokens (default: {MEAN_LENGTH})"
     )
     parser.add_argument("--scale", type=positive_number, default=1.0, help="all lengths times this (%(default)s)")
     parser.add_argument(
@@ -95,7 +97,9 @@ def read_arguments(command_line: Sequence[str] | None = None) -> argparse.Namesp
         help=f"kept free per row when one starts, of the lines by pages (default: {GROWTH})",
     )
     parser.add_argument(
-        "--most-rows", type=positive_integer, default=256, help="live at once where memory decides (256: captured)"
+        "--most-rows",
+        type=positive_integer,
+        help=f"live at once where memory decides (default: {MOST_ROWS}, as in a captured step)",
     )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b", help="model by shape (%(default)s)")
     parser.add_argument(
@@ -130,9 +134,20 @@ def settle(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
         parser.error("give a file of recordings or --made-up, one of them")
     if arguments.file is not None and arguments.tokenizer is None:
         parser.error("a file's lengths need --tokenizer tokenizer.json")
+    if arguments.file is None and arguments.tokenizer is not None:
+        parser.error("--tokenizer is for a file of recordings, got --made-up; leave it out")
+    if arguments.file is not None and arguments.mean_length is not None:
+        parser.error("--mean-length is of made-up lengths, got a file; leave it out, or scale the file's (--scale)")
     if arguments.memory is None and (arguments.page_size or arguments.growth):
         parser.error("--page-size and --growth are of lines by pages; give --memory")
+    if arguments.memory is None and arguments.most_rows is not None:
+        parser.error("--most-rows is of lines in which memory decides; give --memory, or take --max-rows")
     arguments.page_size, arguments.growth = arguments.page_size or [64], arguments.growth or [GROWTH]
+    arguments.mean_length = arguments.mean_length or MEAN_LENGTH
+    arguments.most_rows = arguments.most_rows or MOST_ROWS
+    largest = max(arguments.page_size)
+    if arguments.memory is not None and 1e9 * arguments.memory < largest * token_bytes_of(arguments):
+        parser.error(f"--memory must hold a page of {largest} slots, got {arguments.memory}; lower --page-size")
 
 
 def read_acceptance(text: str) -> Acceptance:
@@ -141,7 +156,8 @@ def read_acceptance(text: str) -> Acceptance:
         nodes, tokens = zip(*(map(float, pair.split(":")) for pair in text.split(",")), strict=True)
     except ValueError:
         nodes, tokens = (), ()
-    if not nodes or nodes[0] != 0 or list(nodes) != sorted(set(nodes)) or not min(tokens) >= 1:
+    is_finite = all(map(math.isfinite, (*nodes, *tokens)))
+    if not nodes or not is_finite or nodes[0] != 0 or list(nodes) != sorted(set(nodes)) or min(tokens) < 1:
         raise ValueError(f"must rise from 0 nodes with 1 token or more each, got {text!r}; write 0:1,8:2.6")
     return Acceptance(nodes, tokens)
 
@@ -216,10 +232,10 @@ class Line:
 
     def cells(self, token_bytes: int) -> tuple[object, ...]:
         """As in `HEADER`. token_bytes: keys and values of a token."""
-        trace = self.trace
+        trace, steady = self.trace, self.trace.steady_rate(self.places)
         return (
             self.num_rows, self.places, self.way, 100 * trace.occupancy(self.places), round(trace.rate()),
-            100 * trace.rate() / trace.steady_rate(self.places), trace.seconds[-1] / 3600,
+            None if steady is None else 100 * trace.rate() / steady, trace.seconds[-1] / 3600,
             float((trace.nodes_per_row * trace.live).sum() / trace.live.sum()),
             token_bytes * trace.taken_tokens.max() / 1e9, token_bytes * trace.live_tokens.max() / 1e9,
             trace.num_put_back, 100 * trace.num_replayed / trace.tokens.sum(),
@@ -286,7 +302,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 
 def float_or_text(value: object) -> object:
-    return value if isinstance(value, (int, str)) else float(value)
+    return value if value is None or isinstance(value, (int, str)) else float(value)
 
 
 if __name__ == "__main__":

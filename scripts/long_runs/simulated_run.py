@@ -111,9 +111,12 @@ class Trace:
         """Tokens per second."""
         return float(self.tokens.sum() / self.seconds[-1])
 
-    def steady_rate(self, num_places: int) -> float:
-        """Tokens per second of the steps in which nearly all places are taken: what a run without an end would do."""
+    def steady_rate(self, num_places: int) -> float | None:
+        """Tokens per second of the steps in which nearly all places are taken: what a run without an end would do;
+        None where there is no such step."""
         is_full = self.live >= STEADY_SHARE * num_places
+        if not is_full.any():
+            return None
         return float(self.tokens[is_full].sum() / self.steps[is_full].sum())
 
 

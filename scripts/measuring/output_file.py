@@ -96,6 +96,9 @@ def _whole_lines(path: Path, option: str) -> list[dict[str, object]]:
         records = [json.loads(line) for line in whole.splitlines()]
     except ValueError as error:
         raise ValueError(f"{option} must hold JSON lines, got {path} ({error}); name the file of a run") from error
+    strange = [record for record in records if not isinstance(record, dict)]
+    if strange:
+        raise ValueError(f"{option} must hold JSON objects, got {strange[0]!r} in {path}; name the file of a run")
     if len(whole) < len(content):
         os.truncate(path, len(whole))
     return records

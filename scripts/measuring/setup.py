@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 from workloads.problem_sets import AIME_2024, Task, generated_tasks, read_tasks
 from workloads.real_models import MODELS, model_folder
 
 from measuring.option_types import device_name, number_from_zero, positive_integer, share, whole_number
 from measuring.trajectories import Sampling
+from stand.drafters.trained_part import TrainedPart
 from stand.forward.model import max_positions
 
 REASONER = Path(__file__).resolve().parents[1] / "reasoner"
@@ -97,6 +100,24 @@ def from_model(name: str, kind: type, **options):
         return kind.from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
         raise ValueError(f"{rule}, from which no {kind.__name__} can be loaded: {error}") from error
+
+
+def load_trained(
+    load: Callable[[PreTrainedModel, Path], TrainedPart],
+    target: PreTrainedModel,
+    path: Path,
+    *,
+    option: str,
+    model: str,
+    remedy: str = "name that",
+) -> TrainedPart:
+    """What `option` names, by `load` of its kind. Raises ValueError where it was not trained for `model`."""
+    try:
+        return load(target, path)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{option} must name what was trained for --model {model}, got {path}; {remedy}: {error}"
+        ) from error
 
 
 def load_model(arguments: argparse.Namespace):

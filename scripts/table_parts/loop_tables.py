@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from measuring.text_table import format_table
@@ -38,12 +39,12 @@ class LoopArm:
     name: str
     rules: tuple[str, ...]
     kind: str = "sampled"
-    head: str | None = None  # where a head's checkpoint lies
+    head: Path | None = None  # where a head's checkpoint lies
     temperature: float = 1.0  # of the head's laws
     learner: type[stand.BlendedDrafter] = field(default=stand.BlendedDrafter, compare=False)
 
 
-def loop_arms(part: str, *, head: str | None = None, temperature: float = 1.0) -> Iterator[LoopArm]:
+def loop_arms(part: str, *, head: Path | None = None, temperature: float = 1.0) -> Iterator[LoopArm]:
     """head: of a trained head, whose chains are compared too; temperature: the target's."""
     if part == "rules":
         for kind, rules in RULES.items():

@@ -14,7 +14,7 @@ from long_runs.trajectory_run import digest_of
 from measuring.option_types import positive_integer, positive_number
 from measuring.output_file import check_replaceable, check_writable
 from measuring.progress import say
-from measuring.setup import REASONER, add_options, fill_defaults, load_model, load_tasks, prompt_ids
+from measuring.setup import REASONER, add_options, fill_defaults, load_model, load_tasks, load_trained, prompt_ids
 from safetensors import SafetensorError, safe_open
 from workloads.problem_sets import Task, read_tasks
 from workloads.problems import draw_problem
@@ -114,7 +114,7 @@ def run(recipe: Recipe, arguments: argparse.Namespace) -> dict:
             "vocabulary_size": len(head.vocabulary) if head.vocabulary is not None else model.config.vocab_size,
             "seed": arguments.seed,
         }
-    head = recipe.load(model, arguments.output)
+    head = load_trained(recipe.load, model, arguments.output, option="--output", model=arguments.model)
     head.config._attn_implementation = "sdpa"
     say(f"evaluating on greedy texts to held-out problems, of {arguments.held_out_tokens} tokens")
     held_out = generate(arguments, model, tokenizer, held_out=True)

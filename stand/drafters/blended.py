@@ -147,6 +147,8 @@ class BlendedDrafter(LookupDrafter):
         outside = None
         if self.source is not None and budget > 0:
             outside = self.source.laws(request, lambda laws: grow(kind="deterministic", outside=laws))
+        elif self.source is not None:
+            self.source.skip()
         return grow(kind=self._kind_of(request), outside=outside)
 
     def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:

@@ -81,6 +81,7 @@ class ModelDrafter(Drafter):
         depths = self._depths(request)
         drafted = np.flatnonzero(depths)
         levels: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # of these rows: tokens, supports, laws
+        is_lawful = np.ones(len(drafted), dtype=bool)  # until a row's logits overflow: its chain ends there
         if len(drafted):
             with tree_attention(self.model):
                 rows = request.rows[drafted].tolist()
@@ -91,9 +92,12 @@ class ModelDrafter(Drafter):
                     layers = np.full(len(drafted), depth)
                     keys, steps = request.noise_keys[drafted], request.steps[drafted]
                     points = uniforms(request.seed, DRAFT, keys, steps, layers)
-                    levels.append(self._draw(logits, points, is_greedy=request.is_greedy))
+                    *level, is_law = self._draw(logits, points, is_greedy=request.is_greedy)
+                    levels.append(tuple(level))
+                    is_lawful &= is_law
+                    depths[drafted[~is_lawful]] = np.minimum(depths[drafted[~is_lawful]], depth - 1)
             self._rows = rows  # last: where an error ends this, none is known
-        places = np.cumsum(depths > 0) - 1
+        places = np.searchsorted(drafted, np.arange(len(depths)))
         chains = [
             _chain(int(history[-1]), [[part[place] for part in level] for level in levels[:depth]])
             for history, depth, place in zip(request.histories, depths.tolist(), places, strict=True)
@@ -111,15 +115,18 @@ class ModelDrafter(Drafter):
 
     def _draw(
         self, logits: torch.Tensor, points: np.ndarray, *, is_greedy: bool
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tokens [B] int32, token ids [B, S] int32, laws [B, S] float32) after logits [B, V]; points: uniforms [B]."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """(tokens [B] int32, token ids [B, S] int32, laws [B, S] float32, whether they are laws [B] bool) after logits
+        [B, V]; points: uniforms [B]. What is no law, because logits overflowed, is a sure token in its place."""
         logits = logits[:, : self._target_size]
         size = min(1 if is_greedy else self.law_size, logits.shape[1])
         best = torch.topk(logits.float(), size, dim=1)
         law = torch.softmax(best.values / self.temperature, dim=1)
+        is_law = law.isfinite().all(dim=1)
+        law = torch.where(is_law[:, None], law, torch.eye(1, size, dtype=law.dtype, device=law.device))
         columns = draw_tokens(law, points)
         support_ids = best.indices.to(torch.int32).cpu().numpy()
-        return support_ids[np.arange(len(columns)), columns], support_ids, law.cpu().numpy()
+        return support_ids[np.arange(len(columns)), columns], support_ids, law.cpu().numpy(), is_law.cpu().numpy()
 
     def _catch_up(self, histories: Sequence[np.ndarray], rows: list[int]) -> torch.Tensor:
         """Bring the cache to the end of every history; logits [B, V] after it."""

@@ -38,6 +38,9 @@ class LawSource(CallCounter, ABC):
         tokens. It has no noise in it, and so may say at which nodes more laws are worth their time.
         """
 
+    def skip(self) -> None:  # noqa: B027
+        """Nothing is drafted in the coming step, so no laws are asked for; the next one is likely alike."""
+
     def start_call(self, *, learns: bool) -> int:
         """See `Drafter.start_call`: what a source has learned outlives the drafter that it was given to."""
         return self.count_call(learns=learns)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stand.drafters.settings import check_count
 from stand.measured_files import measured_path
 from stand.trees import DraftBatch, DraftTree
 
@@ -49,6 +50,8 @@ class StepCost:
                 "a step cost needs two or more sizes, ascending, with times above 0 that do not fall, got "
                 f"{self.tokens} and {self.seconds}; measure with engine.measure_cost()"
             )
+        check_count("num_rows", self.num_rows, 1, usual="as many as were timed")
+        check_count("length", self.length, 0, usual="as many tokens as were timed")
 
     def knee(self, ratio: float) -> int:
         """The most tokens, of those timed, whose step costs at most `ratio` times the smallest one."""
@@ -95,6 +98,8 @@ class CostTable:
     costs: tuple[StepCost, ...]
 
     def __post_init__(self) -> None:
+        if isinstance(self.costs, StepCost):
+            raise ValueError("a cost table needs a sequence of step costs, got one by itself; write CostTable((cost,))")
         if not self.costs:
             raise ValueError("a cost table needs at least one step cost, got none; measure with engine.measure_cost()")
 
@@ -231,7 +236,7 @@ def _measure_briefly(
         times[size] = last
         if last > dear:
             break
-        size *= 2
+        size = size * 2 if size * 2 <= most_tokens or len(times) > 1 else max(size + 1, most_tokens)
     near = [size for size in times if times[size] <= NEAR_RATIO * times[num_rows]]
     wanted = [size for size in _sizes(num_rows, most_tokens) if size <= near[-1]]
     while True:

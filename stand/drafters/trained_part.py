@@ -19,6 +19,7 @@ from stand.forward.linear_layers import few_token_layers
 FAMILIES = ("llama", "qwen2")  # of targets
 WEIGHT_FILE = "model.safetensors"
 VOCABULARY = "vocabulary"  # its name in the file
+MOST_OF_A_REASON = 120  # characters: torch's texts are long, and some advise what is unsafe
 OTHER_WORK = 1.5  # LM head, plans and laws of a run, in decoder layers: what two cores take with two small models
 
 
@@ -42,11 +43,20 @@ class TrainedPart(nn.Module):
 
     @classmethod
     def of(cls, target: PreTrainedModel, part: Self | str | PathLike) -> Self:
-        """`part`, read where it is a path. Raises ValueError where it was made for another model."""
+        """`part`, read where it is a path. Raises ValueError where it was made for another model, or before the model
+        was moved or cast."""
+        name = cls.__name__
+        if not isinstance(part, (cls, str, PathLike)):
+            raise ValueError(f"{name} must be one, a file or a folder, got {type(part).__name__}; pass the path")
         if not isinstance(part, cls):
             part = cls.load(target, part)
+        own = next(part.parameters())
+        if part.is_of(target) and (own.device, own.dtype) != (target.device, target.dtype):
+            raise ValueError(
+                f"{name} must be where its model is, in {target.dtype} on {target.device}, got {own.dtype} on "
+                f"{own.device}; make it anew behind model.to(...), or pass the path"
+            )
         if not part.is_of(target):
-            name = cls.__name__
             raise ValueError(
                 f"{name} must be the wrapped model's own, got one that was made for another model; make it with "
                 f"{name}.load(model, path), or pass the path"
@@ -126,7 +136,10 @@ def read_tensors(path: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
         else:
             tensors = torch.load(files[0], map_location="cpu", weights_only=True)
     except Exception as error:  # either library has many, and few name the file
-        raise ValueError(f"{files[0]} must hold tensors, got {error!r}; fetch or write it again") from error
+        reason = str(error).strip().partition("\n")[0][:MOST_OF_A_REASON]
+        raise ValueError(
+            f"{files[0]} must hold tensors, got {type(error).__name__}: {reason}; fetch or write it again"
+        ) from error
     if not isinstance(tensors, Mapping) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
         raise ValueError(f"{files[0]} must hold tensors by name, got {type(tensors).__name__}; write its state_dict()")
     for name, value in tensors.items():

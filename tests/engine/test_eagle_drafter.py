@@ -167,6 +167,19 @@ def test_a_fresh_engine_repeats_itself_and_a_used_one_too():
     assert used.generate(**settings).token_ids == first == fresh.generate(**settings, learn=False).token_ids
 
 
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"shape": TreeShape.chain(3), "budget": 2}, "budget and runs follow from the shape, got budget=2, runs=None"),
+        ({"shape": TreeShape.chain(3), "runs": 2}, "budget and runs follow from the shape"),
+        ({"shape": "paper"}, "shape must be a TreeShape, got 'paper'; PAPER_SHAPE"),
+    ],
+)
+def test_settings_that_a_shape_would_ignore_are_refused(settings, rule):
+    with pytest.raises(ValueError, match=rule):
+        stand.EagleDrafter("head", **settings)
+
+
 @pytest.mark.parametrize("settings", [{"budget": -1}, {"runs": 0}, {"temperature": 0.0}, {"num_candidates": 0}])
 def test_settings_out_of_range_are_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):

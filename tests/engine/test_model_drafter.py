@@ -142,10 +142,10 @@ class LyingDrafter(ModelDrafter):
         self.sharpened = sharpened
 
     def _draw(self, logits, points, *, is_greedy):
-        drawn, support, _ = super()._draw(logits / self.sharpened, points, is_greedy=is_greedy)
-        _, same_support, law = super()._draw(logits, points, is_greedy=is_greedy)
+        drawn, support, _, _ = super()._draw(logits / self.sharpened, points, is_greedy=is_greedy)
+        _, same_support, law, is_law = super()._draw(logits, points, is_greedy=is_greedy)
         assert np.array_equal(support, same_support)
-        return drawn, support, law
+        return drawn, support, law, is_law
 
 
 class RememberingDrafter(ModelDrafter):

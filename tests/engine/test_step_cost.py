@@ -1,6 +1,7 @@
 """What a step costs: interpolation, files, and a measurement on a real model."""
 
 import copy
+import itertools
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +104,24 @@ def test_noise_below_a_smaller_step_is_raised_to_it():
 def test_what_is_no_cost_is_refused(tokens, seconds):
     with pytest.raises(ValueError, match="two or more sizes"):
         StepCost(1, 1, tokens, seconds)
+
+
+def test_numbers_that_no_step_has_are_refused():
+    with pytest.raises(ValueError, match="num_rows must be an integer of at least 1, got 0"):
+        StepCost(0, 1, (1, 2), (1.0, 2.0))
+    with pytest.raises(ValueError, match=r"got one by itself; write CostTable\(\(cost,\)\)"):
+        stand.CostTable(StepCost(1, 1, (1, 2), (1.0, 2.0)))
+
+
+def test_a_brief_measurement_has_two_sizes_where_there_are_two():
+    cost = measure_cost(lambda batch: None, num_rows=4, length=4, most_tokens=5, seconds=0.1, clock=iter_clock())
+    assert cost.tokens == (4, 5)
+
+
+def iter_clock():
+    """It goes on by a second with every look."""
+    numbers = itertools.count()
+    return lambda: float(next(numbers))
 
 
 def test_synthetic_drafts_are_drafts_of_the_asked_size():

@@ -1,6 +1,7 @@
 """Drafts of streams: recorded laws against a slow twin, the target's outputs bit by bit, and the output's law."""
 
 from collections import Counter
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from two_tokens import assert_greedy_equals_transformers
 
 import stand
 from stand.drafters.streams import rider
+from stand.drafters.streams.weights import Streams
 from stand.scheduling import within_pages
 from stand.scheduling.memory import bytes_per_token
 from stand.step import EagerStep
@@ -239,6 +241,22 @@ def test_slots_of_a_step_are_known_before_it():
 def test_settings_out_of_range_are_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         stand.StreamingDrafter("streams", **settings)
+
+
+@pytest.mark.parametrize("sizes", [{"num_streams": 0}, {"num_layers": 0}, {"rank": 0}])
+def test_streams_of_no_size_are_refused(sizes):
+    with pytest.raises(ValueError, match=f"{next(iter(sizes))} must be an integer of at least 1, got 0"):
+        Streams(tiny_model("llama"), **sizes)
+
+
+@pytest.mark.parametrize(("budget", "is_idle"), [(0, True), (8, False)])
+def test_streams_do_not_run_where_nothing_is_drafted(budget, is_idle):
+    source = stand.StreamLaws(random_streams(tiny_model("llama")), always=True)
+    engine = stand.wrap(tiny_model("llama"), drafter=stand.BlendedDrafter(budget=budget, source=source))
+    runs, through = [], type(source.rider)._through
+    with patch.object(type(source.rider), "_through", lambda *args, **how: runs.append(0) or through(*args, **how)):
+        engine.generate(input_ids=[[5, 9]], max_new_tokens=8, temperature=1.0, seed=1)
+    assert source.rider.is_idle == is_idle and bool(runs) != is_idle
 
 
 def test_a_rule_for_chains_is_refused():

@@ -1,5 +1,7 @@
 """What heads and streams have in common: damaged files are refused by name, and one overflow costs a draft only."""
 
+import copy
+
 import pytest
 import torch
 from plain_eagle import random_head
@@ -93,6 +95,45 @@ def test_an_overflow_costs_a_draft_and_not_the_call(make, monkeypatch):
     assert len(calls) > 5 and {len(tokens) for tokens in output.token_ids} == {24}
     assert output.stats.num_draft_tokens > 0
     assert all(0 <= token < VOCABULARY_SIZE for tokens in output.token_ids for token in tokens)
+
+
+@pytest.mark.parametrize("is_greedy", [False, True])
+def test_an_overflow_of_a_draft_model_ends_a_chain(is_greedy, monkeypatch):
+    """Every third run of it has logits of NaN, those of the second row."""
+    drafter = stand.ModelDrafter(tiny_model("qwen2"), gamma=3)
+    draw, calls = stand.ModelDrafter._draw, []
+
+    def overflowing(self, logits, points, **settings):
+        calls.append(0)
+        if len(calls) % 3 == 2:
+            logits = logits.clone()
+            logits[-1] = float("nan")
+        return draw(self, logits, points, **settings)
+
+    monkeypatch.setattr(stand.ModelDrafter, "_draw", overflowing)
+    settings = {"temperature": 0.0} if is_greedy else SAMPLED
+    output = stand.wrap(tiny_model("llama"), drafter=drafter).generate(**PROMPT, **settings)
+    assert len(calls) > 5 and {len(tokens) for tokens in output.token_ids} == {24}
+    drafted = output.stats.num_draft_tokens / output.stats.num_steps
+    assert 1.0 < drafted < 2.5  # three but for what the last steps of a row have no room for
+    if is_greedy:
+        plain = stand.wrap(tiny_model("llama"), drafter=stand.BlendedDrafter(budget=0))
+        assert output.token_ids == plain.generate(**PROMPT, **settings).token_ids
+
+
+@pytest.mark.parametrize("make", [eagle, streaming])
+def test_a_part_of_a_model_that_was_cast_since_is_refused(make):
+    model = copy.deepcopy(tiny_model("llama"))
+    part = (random_head if make is eagle else random_streams)(model)
+    model.to(torch.bfloat16)
+    with pytest.raises(ValueError, match="must be where its model is, in torch.bfloat16 on cpu, got torch.float32"):
+        stand.wrap(model, drafter=make(part))
+
+
+@pytest.mark.parametrize("part", [None, random_streams(tiny_model("llama"))])
+def test_what_is_no_head_is_refused(part):
+    with pytest.raises(ValueError, match="EagleHead must be one, a file or a folder, got"):
+        stand.wrap(tiny_model("llama"), drafter=stand.EagleDrafter(part))
 
 
 @pytest.mark.parametrize("make", [streaming, streams_blended])

@@ -2,9 +2,13 @@
 
 import json
 import re
+from collections import Counter
+from pathlib import Path
 
 import check_law
 import pytest
+
+import stand
 
 
 @pytest.mark.parametrize(
@@ -49,6 +53,27 @@ def test_a_law_that_was_not_compared_is_not_confirmed(monkeypatch, capsys):
     monkeypatch.setattr(check_law, "check_law", lambda *_: {"arms": arms})
     assert check_law.main(["law", "--continuations", "3"]) == 2
     assert "got one of match: nothing was tested; raise --continuations (3)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("drafter", "head"), [("eagle", "streams"), ("streams-blended", "eagle"), ("blended", "no")])
+def test_a_head_of_another_kind_is_named_with_its_option(drafter, head, capsys):
+    """Before anything is decoded."""
+    path = str(Path(check_law.__file__).parent / "drafters" / head)
+    assert check_law.main(["law", "--drafter", drafter, "--head", path]) == 2
+    assert f"--head must name what was trained for --model {check_law.REASONER}, got {path}" in capsys.readouterr().err
+
+
+def test_counts_are_kept_and_a_line_that_was_cut_off_is_counted_anew(tmp_path):
+    path, stats = tmp_path / "kept.jsonl", stand.Stats(num_steps=3, num_tokens=5)
+    check_law.KeptCounts(path, {"tokens": 4}).add(["match", "sampled"], 0, Counter({(1, 2): 7}), stats)
+    kept = path.read_bytes()
+    path.write_bytes(kept + kept[:20])
+    counts = check_law.KeptCounts(path, {"tokens": 4})
+    assert counts.get(["match", "sampled"], 0)["cells"] == [[[1, 2], 7]] and counts.get(["match", "mixed"], 0) is None
+    assert path.read_bytes() == kept
+    path.write_text("[1]\n")
+    with pytest.raises(ValueError, match=r"--kept must hold JSON objects, got \[1\] in"):
+        check_law.KeptCounts(path, {})
 
 
 def test_a_missing_model_is_one_line(capsys):

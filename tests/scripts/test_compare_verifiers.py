@@ -69,6 +69,13 @@ def arm_of(steps, tokens, **others):
     return {"drafts": "sampled", "driver": "match", "temperature": 1.0, "steps": steps, "tokens": tokens, **others}
 
 
+@pytest.mark.parametrize("content", ["{}", "[]", "3", "no JSON"])
+def test_another_file_is_refused_by_name(content, tmp_path):
+    (tmp_path / "cv.json").write_text(content)
+    with pytest.raises(ValueError, match="--output must name a file of this command, got .*cv.json"):
+        compare_verifiers.known_results({}, tmp_path / "cv.json")
+
+
 def test_estimates_and_paired_gains():
     generator = np.random.default_rng(1)
     steps = generator.integers(50, 100, 40).astype(float)

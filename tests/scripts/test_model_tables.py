@@ -178,19 +178,43 @@ def test_the_command_goes_on_where_it_ended(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(model_tables, name, None)  # nothing is run anew
     run(monkeypatch, tmp_path, *words.split())
     assert capsys.readouterr().out == first
-    assert run(monkeypatch, tmp_path, *words.split(), "--head", "another") == 2
+    another = str(Path(model_tables.__file__).parent / "drafters" / "eagle")
+    assert run(monkeypatch, tmp_path, *words.split(), "--head", another) == 2
     assert "must hold results of this model, --head and --costs" in capsys.readouterr().err
+    monkeypatch.setattr(model_tables, "time_problem", lambda *args, **how: pytest.fail("timed anew"))
+    with pytest.raises(pytest.fail.Exception, match="timed anew"):
+        run(monkeypatch, tmp_path, *words.split(), "--parts", "time", "--threads", "2")
 
 
 def test_what_a_table_cannot_work_with_is_one_error(monkeypatch, tmp_path, capsys):
     (tmp_path / "costs.json").write_text("{}")
-    assert run(monkeypatch, tmp_path, "--parts", "replay", "--costs", str(tmp_path / "costs.json")) == 2
-    assert "model_tables: " in capsys.readouterr().err
+    streams = str(Path(model_tables.__file__).parent / "drafters" / "streams")
+    assert run(monkeypatch, tmp_path, "--parts", "rules", "--head", streams, "--tokens", "16") == 2
+    assert "model_tables: --head must name what was trained for --model" in capsys.readouterr().err
+    for words, said in (
+        (f"--parts replay --costs {tmp_path / 'costs.json'}", "--costs must be a file of step costs"),
+        (f"--parts loop --costs {tmp_path / 'costs.json'}", "--costs has no effect without `replay`"),
+        (f"--parts loop --head {streams}", "--head has no effect without `rules`"),
+        ("--parts rules --head another", "--head must be a file or a folder, got another"),
+        ("--parts rules --tokens 10", "--tokens must be above 10 for `rules` and `loop`"),
+        ("--parts time --loop-settings 0:1.0", "--loop-settings must have temperatures above 0, got 0:1.0"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            run(monkeypatch, tmp_path, *words.split())
+        assert said in capsys.readouterr().err
+
+
+def test_a_heads_digest_is_of_its_files(tmp_path):
+    (tmp_path / "a").write_bytes(b"1")
+    before = model_tables.digest_of_head(tmp_path)
+    assert before == model_tables.digest_of_head(tmp_path / "a")
+    (tmp_path / "a").write_bytes(b"2")
+    assert before != model_tables.digest_of_head(tmp_path)
 
 
 def test_chains_of_a_head_are_asked_about_too(model_and_tokenizer):
     head = Path(model_tables.__file__).parent / "drafters" / "eagle"
-    (arm,) = (one for one in loop_arms("rules", head=str(head), temperature=0.8) if one.head)
+    (arm,) = (one for one in loop_arms("rules", head=head, temperature=0.8) if one.head)
     how = {**SETTINGS, "temperature": 0.8, "max_new_tokens": 24}
     found = run_loop_arm(*model_and_tokenizer, [PROMPT], arm, samples=2, **how)
     steps, tokens = found["steps"][0], {rule: kept[0] for rule, kept in found["tokens"].items()}

@@ -127,7 +127,7 @@ def test_lengths_of_a_file(tmp_path):
     assert {*one.samples[0]} == {140, 142} and {*one.samples[1]} == {144, 146} and one.limit == 146
 
 
-@pytest.mark.parametrize("text", ["8:2,80:3", "0:1,8:0.5", "0:1,80:3,8:2", "x", "0:nan"])
+@pytest.mark.parametrize("text", ["8:2,80:3", "0:1,8:0.5", "0:1,80:3,8:2", "x", "0:nan", "0:1,8:inf", "0:1,nan:2"])
 def test_acceptance_that_means_nothing_is_refused(text):
     with pytest.raises(ValueError, match="must rise from 0 nodes"):
         simulate_run.read_acceptance(text)
@@ -148,6 +148,30 @@ def test_options_without_meaning_are_refused(options, capsys):
     with pytest.raises(SystemExit, match="2"):
         simulate_run.main(["--made-up", *options])
     assert f"argument {options[0]}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--made-up --tokenizer FILE", "--tokenizer is for a file of recordings"),
+        ("FILE --tokenizer FILE --mean-length 9", "--mean-length is of made-up lengths"),
+        ("--made-up --most-rows 3", "--most-rows is of lines in which memory decides; give --memory"),
+        ("--made-up --memory 5 --page-size 64,1000000", "--memory must hold a page of 1000000 slots, got 5.0"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, said, tmp_path, capsys):
+    (tmp_path / "file").write_text("{}")
+    with pytest.raises(SystemExit, match="2"):
+        simulate_run.read_arguments(options.replace("FILE", str(tmp_path / "file")).split())
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_without_a_full_step_has_no_steady_rate(capsys):
+    """Blocks are of one problem, 64 rows at most."""
+    options = ["--made-up", "--mean-length", "60", "--rows", "80", "--max-rows", "80"]
+    assert simulate_run.main(options) == 0
+    lines = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [line["of steady %"] is None for line in lines] == [True, False]
 
 
 @pytest.mark.parametrize("options", [("--page-size", "16"), ("--growth", "64")])

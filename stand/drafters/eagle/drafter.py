@@ -17,16 +17,18 @@ from stand.drafters.growing_draft import GrowingDraft, planted, typical_tree
 from stand.drafters.settings import check_count, check_temperature
 from stand.trees import ROOT, DraftBatch, TreeShape
 
+USUAL_RUNS = 6
+
 
 class EagleDrafter(Drafter):
     """Drafts by a trained head that extrapolates the target's features (EAGLE-1, arXiv 2401.15077).
 
     head: an `EagleHead` of the target, or the file or folder of a checkpoint, read when the engine is made.
     budget: the most nodes of all rows of a step together; None: `default_budget` of the model's device.
-    runs: the most times that the head runs in a step, each time on all rows; drafts are at most so deep. The paper's
-    tree takes 5.
+    runs: the most times that the head runs in a step, each time on all rows; drafts are at most so deep. None: 6. The
+    paper's tree takes 5.
     shape: slots that every row's draft fills instead, whatever the laws say, such as the paper's `PAPER_SHAPE`; budget
-    and runs then follow from it.
+    and runs then follow from it and are refused.
     temperature, num_candidates: a law is the head's at `temperature` over its `num_candidates` best tokens,
     renormalised before the draw: what is recorded is what was drawn from. `temperature` is best the target's own; under
     greedy decoding the best tokens are drafted as they are.
@@ -44,11 +46,16 @@ class EagleDrafter(Drafter):
         head: EagleHead | str | PathLike,
         *,
         budget: int | None = None,
-        runs: int = 6,
+        runs: int | None = None,
         shape: TreeShape | None = None,
         temperature: float = 1.0,
         num_candidates: int = 32,
     ) -> None:
+        if shape is not None and not isinstance(shape, TreeShape):
+            raise ValueError(f"shape must be a TreeShape, got {shape!r}; PAPER_SHAPE is the paper's")
+        if shape is not None and (budget, runs) != (None, None):
+            raise ValueError(f"budget and runs follow from the shape, got budget={budget}, runs={runs}; leave them out")
+        runs = USUAL_RUNS if runs is None else runs
         if budget is not None:
             check_count("budget", budget, 0, MOST_NODES, usual="32 to 128 nodes are usual")
         check_count("runs", runs, 1, usual="5 or 6 are usual")

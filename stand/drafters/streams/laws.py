@@ -68,6 +68,9 @@ class StreamLaws(LawSource):
             paying.end_step(0 if self.rider.is_idle else 1)
         return laws
 
+    def skip(self) -> None:
+        self.rider.is_idle = True
+
     def _known_laws(self, request: DraftRequest) -> OutsideLaws | None:
         found = self.rider.laws_of(request)
         known = [law for law in found if law is not None]

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from stand.drafters.settings import check_count
 from stand.drafters.trained_part import FAMILIES, VOCABULARY, WEIGHT_FILE, TrainedPart, read_tensors
 from stand.forward.cache_argument import cache_argument
 from stand.forward.model import moving_ropes, text_config
@@ -59,11 +60,13 @@ class Streams(TrainedPart):
     num_streams: gamma. num_layers: of the target's, from the top. rank: of all adapters.
 
     Raises ValueError for a target of another family than Llama or Qwen2, with sliding windows, with rotary frequencies
-    that follow the length, or with fewer layers.
+    that follow the length, or with fewer layers, and for sizes below 1.
     """
 
     def __init__(self, target: PreTrainedModel, *, num_streams: int = 3, num_layers: int = 2, rank: int = 32) -> None:
         super().__init__(target)
+        for name, value, usual in (("num_streams", num_streams, 3), ("num_layers", num_layers, 2), ("rank", rank, 32)):
+            check_count(name, value, 1, usual=f"{usual} is usual")
         _check_target(target, num_layers)
         decoder = target.get_decoder()
         self.config = copy.deepcopy(text_config(target))

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from zipfile import is_zipfile
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
@@ -136,6 +137,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.wheel is None or not options.wheel.is_file():
         given = "none" if options.wheel is None else options.wheel
         parser.error(f"a wheel must be given, or --drafts, got {given}; build it with pip wheel --no-deps .")
+    if options.wheel.suffix != ".whl" or not is_zipfile(options.wheel):
+        parser.error(f"a wheel must be a .whl file, got {options.wheel}; build it with pip wheel --no-deps .")
     faults = size_faults(options.wheel) + tag_faults(options.wheel) + audit_faults(options.wheel)
     digests = {}
     for python in options.python or pythons_here():

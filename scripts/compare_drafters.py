@@ -38,13 +38,18 @@ from stand.drafters.eagle.head import EagleHead
 from stand.drafters.eagle.laws import MOST_RUNS
 from stand.drafters.streams.weights import Streams
 
-SHIPPED_HEAD = Path(__file__).resolve().parent / "drafters" / "eagle"
-SHIPPED_STREAMS = SHIPPED_HEAD.with_name("streams")
+DRAFTERS = Path(__file__).resolve().parent / "drafters"
+SHIPPED = {"head": DRAFTERS / "eagle", "streams": DRAFTERS / "streams"}
 RANDOM = "random"
 NO_DRAFTS = "none"
 COST = "cost"
 ARMS = (NO_DRAFTS, "lookup", "eagle", "blended", "streams", "streams-nodes", "streams-blended", "neighbours")
 DEFAULT_ARMS = ("lookup", "eagle", "blended")
+OF_ARMS = {  # arms that an option has an effect on
+    "head": {"eagle", "blended"},
+    "streams": {"streams", "streams-nodes", "streams-blended"},
+    "runs": {"eagle", "blended", "neighbours"},
+}
 HEADER = (
     "N", "drafter", "tokens per step", "depth 1 kept", "nodes per step", "drafting, share of time", "tokens per second",
     "processor ms per token",
@@ -81,17 +86,16 @@ def drafter_makers(
 
 
 def head_of(arguments: argparse.Namespace, model) -> EagleHead | None:
-    return _trained(arguments, "head", EagleHead, model) if {"eagle", "blended"} & set(arguments.arms) else None
+    return _trained(arguments, "head", EagleHead, model) if OF_ARMS["head"] & set(arguments.arms) else None
 
 
 def streams_of(arguments: argparse.Namespace, model) -> Streams | None:
-    needs_them = any(arm.startswith("streams") for arm in arguments.arms)
-    return _trained(arguments, "streams", Streams, model) if needs_them else None
+    return _trained(arguments, "streams", Streams, model) if OF_ARMS["streams"] & set(arguments.arms) else None
 
 
 def _trained(arguments: argparse.Namespace, option: str, kind: type, model):
     """What the option names, or what has random weights. Raises ValueError where it was not trained for the model."""
-    name = str(getattr(arguments, option))
+    name = str(getattr(arguments, option) or SHIPPED[option])
     if name == RANDOM:
         torch.manual_seed(arguments.seed)
         return kind(model).eval()
@@ -188,13 +192,11 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--head",
         type=Path,
-        default=SHIPPED_HEAD,
         help="folder or file of an EAGLE-1 head, or random (default: the bundled model's)",
     )
     parser.add_argument(
         "--streams",
         type=Path,
-        default=SHIPPED_STREAMS,
         help="folder or file of streams, or random (default: the bundled model's)",
     )
     parser.add_argument(
@@ -222,6 +224,9 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(command_line)
     if set(arguments.arms) - set(ARMS):
         parser.error(f"--arms must be some of {','.join(ARMS)}, got {','.join(arguments.arms)}")
+    for option, arms in OF_ARMS.items():
+        if getattr(arguments, option) is not None and not arms & set(arguments.arms):
+            parser.error(f"--{option} has no effect without one of {', '.join(sorted(arms))} in --arms; leave it out")
     if arguments.nodes is None and {"eagle", "streams", "streams-nodes"} & set(arguments.arms):
         parser.error("--nodes cost is for the lookup and blended arms; leave the others out of --arms")
     if arguments.temperature is not None:

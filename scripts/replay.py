@@ -34,7 +34,7 @@ from pathlib import Path
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 from measuring.interruption import run_and_report
-from measuring.option_types import existing_file, picture_file, positive_integer, probability
+from measuring.option_types import existing_file, named, picture_file, positive_integer, probability
 from measuring.progress import Progress
 from measuring.replay_drafters import ArcticReplay, ReplayDrafter, make_drafter
 from measuring.replay_walk import Tally, replay_one
@@ -195,7 +195,8 @@ def run(options: argparse.Namespace) -> Iterator[Result]:
     """Every drafter with every budget and setting on every file, as each is finished."""
     tokenizer = read_tokenizer(options.tokenizer)
     if options.lookup is not None:  # once, so that a file of another tokenizer is refused before anything is replayed
-        BlendedLookup.load(options.lookup, fingerprint=vocabulary_fingerprint(tokenizer.get_vocab()))
+        with named("--lookup"):
+            BlendedLookup.load(options.lookup, fingerprint=vocabulary_fingerprint(tokenizer.get_vocab()))
     selection = Selection(options.every, options.max_problems, options.samples, options.max_tokens)
     if any(name.startswith("arctic") for name in options.drafter):
         ArcticReplay()  # is it installed?

@@ -33,7 +33,7 @@ import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
 from long_runs.trajectory_run import LongRun, check_resumable, digest_of, lookup_to_start_with
 from measuring.interruption import Interruption, run_command
-from measuring.option_types import count_list, existing_file, positive_number, whole_number, worded
+from measuring.option_types import count_list, existing_file, named, positive_number, whole_number, worded
 from measuring.output_file import JsonLines, check_writable
 from measuring.progress import Progress, RunProgress, say
 from measuring.setup import add_options, fill_defaults, load_model, load_tasks, prompt_ids, sampling_for
@@ -62,7 +62,8 @@ def new_engine(arguments: argparse.Namespace, model, tokenizer, costs: CostTable
     if arguments.lookup is not None:
         fingerprint = vocabulary_fingerprint(tokenizer.get_vocab())
         kind = BlendedLookup if arguments.shape is None else LookupTree
-        lookup = kind.load(arguments.lookup, fingerprint=fingerprint)
+        with named("--lookup"):
+            lookup = kind.load(arguments.lookup, fingerprint=fingerprint)
     if arguments.shape is None:
         settings = {"budget": arguments.budget, "costs": costs, "kind": arguments.draft_kind}
         drafter = stand.BlendedDrafter(lookup, **settings)
@@ -76,7 +77,8 @@ def step_costs(arguments: argparse.Namespace, model, tokenizer) -> CostTable | N
     if arguments.budget is not None or arguments.shape is not None:
         return None
     if arguments.costs is not None and arguments.costs.exists():
-        return CostTable.load(arguments.costs)
+        with named("--costs"):
+            return CostTable.load(arguments.costs)
     engine, rows = stand.wrap(model, tokenizer), min(arguments.rows or max(arguments.trajectories), 64)
     lengths = sorted({min(length, arguments.max_new_tokens) for length in COST_LENGTHS})
     most = max(MOST_TOKENS, 2 * rows) if model.device.type == "cpu" else None

@@ -120,9 +120,11 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--hidden must be a multiple of {HEAD_SIZE}, the size of a head, got {options.hidden}")
     if options.vocabulary < LEAST_VOCABULARY:
         parser.error(f"--vocabulary must be at least {LEAST_VOCABULARY}, bytes and specials, got {options.vocabulary}")
+    given = [name for name, value in vars(options).items() if value != parser.get_default(name)]
+    if not options.evaluate and (idle := [name for name in given if name in ("model", "problems", "samples")]):
+        parser.error(f"--{idle[0]} is for --evaluate, got a training; give both, or leave it out")
     if options.draft_model is not None:
-        idle = [name for name, value in vars(options).items() if value != parser.get_default(name)]
-        if other := [name for name in idle if name not in ("draft_model", "minutes")]:
+        if other := [name for name in given if name not in ("draft_model", "minutes")]:
             named = ", ".join("--" + name.replace("_", "-") for name in other)
             parser.error(f"--draft-model has sizes and a folder of its own, got {named} with it; take --minutes alone")
     return options

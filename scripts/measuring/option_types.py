@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from measuring.output_file import check_writable
@@ -64,6 +65,15 @@ def device_name(text: str) -> str:
         there = ", ".join(["cpu", *(f"cuda:{place}" for place in range(torch.cuda.device_count()))])
         raise argparse.ArgumentTypeError(f"must be one that torch has here, got {text!r}; take {there}") from error
     return text
+
+
+@contextmanager
+def named(option: str) -> Iterator[None]:
+    """ValueErrors and OSErrors within are about what this option names, and say so."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{option}: {error}") from error
 
 
 def existing_file(text: str) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from long_runs.trajectory_run import digest_of
-from measuring.option_types import positive_integer, positive_number
+from measuring.option_types import named, positive_integer, positive_number
 from measuring.output_file import check_replaceable, check_writable
 from measuring.progress import say
 from measuring.setup import REASONER, add_options, fill_defaults, load_model, load_tasks, load_trained, prompt_ids
@@ -224,12 +224,9 @@ def check_folders(recipe: Recipe, arguments: argparse.Namespace) -> None:
         raise ValueError(f"--checkpoints must name a folder, got the file {arguments.checkpoints}; name another")
     if not arguments.evaluate:
         check_writable(arguments.output.absolute().parent / f".{arguments.output.name}", "--output")
-        try:
-            check_replaceable(
-                arguments.output, f"trained weights of the kind {recipe.name}", lambda folder: is_own(recipe, folder)
-            )
-        except ValueError as error:
-            raise ValueError(f"--output: {error}") from error
+        with named("--output"):
+            kind = f"trained weights of the kind {recipe.name}"
+            check_replaceable(arguments.output, kind, lambda folder: is_own(recipe, folder))
 
 
 def is_own(recipe: Recipe, folder: Path) -> bool:

@@ -4,7 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from check_wheel import MOST_BYTES, drafts_digest, pythons_here, size_faults, tag_faults, version_of
+import pytest
+from check_wheel import MOST_BYTES, drafts_digest, main, pythons_here, size_faults, tag_faults, version_of
 
 import stand.trees
 
@@ -38,6 +39,14 @@ def test_the_command_prints_the_digest():
     script = Path(__file__).resolve().parents[2] / "scripts" / "check_wheel.py"
     done = subprocess.run([sys.executable, script, "--drafts"], capture_output=True, text=True)
     assert done.stdout.strip() == drafts_digest(), done.stderr
+
+
+def test_what_is_no_wheel_is_refused(tmp_path, capsys):
+    for name in ("text.txt", "text.whl"):
+        (tmp_path / name).write_text("no archive")
+        with pytest.raises(SystemExit, match="2"):
+            main([str(tmp_path / name)])
+        assert f"a wheel must be a .whl file, got {tmp_path / name}" in capsys.readouterr().err
 
 
 def test_pythons_are_found():

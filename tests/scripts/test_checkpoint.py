@@ -99,6 +99,14 @@ def test_numbers_of_nothing_are_refused(option, monkeypatch, capsys):
     assert f"argument {option}: must be" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", ["--model x", "--problems 3", "--samples 3 --minutes 1"])
+def test_options_of_evaluation_are_not_taken_for_training(options, capsys):
+    """They would train the bundled model."""
+    with pytest.raises(SystemExit, match="2"):
+        train_reasoner.read_arguments(options.split())
+    assert f"{options.split()[0]} is for --evaluate, got a training" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_training_goes_on_from_its_end_and_tells_of_an_interrupt_once(tmp_path):
     command = [sys.executable, train_reasoner.__file__, "--rows", "2", "--layers", "1", "--hidden", "64"]

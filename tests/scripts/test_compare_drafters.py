@@ -74,6 +74,13 @@ def test_unknown_arms_are_refused_by_name(capsys):
     assert "medusa" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--head", "--streams", "--runs"])
+def test_options_of_other_arms_are_refused(option, capsys):
+    with pytest.raises(SystemExit):
+        compare_drafters.read_arguments(["--arms", "lookup", option, "3"])
+    assert f"{option} has no effect without one of" in capsys.readouterr().err
+
+
 def test_one_temperature_is_refused_by_name(capsys):
     with pytest.raises(SystemExit):
         compare_drafters.read_arguments(["--temperature", "0.5"])

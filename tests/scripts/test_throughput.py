@@ -130,7 +130,8 @@ def test_own_problem_file_and_lookup_per_problem(capsys, tmp_path):
     [
         (["--problems", "missing.jsonl"], "missing.jsonl"),
         (["--verifier", "hope"], "verifier must be one of"),
-        (["--lookup", __file__], "test_throughput.py"),
+        (["--lookup", __file__], f"--lookup: {__file__} must start with"),
+        (["--costs", __file__], f"--costs: {__file__} must hold"),
         (["--save-lookup", "no/such/folder/file"], "--save-lookup must name a file in an existing folder"),
         (["--output", "no/such/folder/file"], "--output must name a file in an existing folder"),
         (["--costs", "no/such/folder/file"], "--costs must name a file in an existing folder"),

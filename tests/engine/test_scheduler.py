@@ -368,7 +368,7 @@ def test_rooms_are_as_many_as_memory_holds(monkeypatch):
 def test_a_long_first_prompt_does_not_limit_the_rows_behind_it():
     """Under a cap that holds it alone, or several short rows."""
     engine, live = engine_of(), []
-    requests = [[3] * 300, *([4, 5, number] for number in range(6, 12))]
+    requests = [[3] * 300, *([4, 5, number] for number in range(6, 8))]
     settings = {"max_rows": 4, "max_new_tokens": 200, "temperature": 0.9, "stop_token_ids": [], "seed": 1}
     cap = cap_of(-(-(300 + 200 + tree_cache.DRAFT_ROOM) // engine.backend.page_size) + 1, engine)
     run = engine.run(requests, **settings, max_cache_bytes=cap, on_step=lambda run: live.append(run.num_decoded))

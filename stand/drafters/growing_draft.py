@@ -22,7 +22,8 @@ class OpenNode:
     __slots__ = ("law", "left", "share", "token_ids", "_is_greedy", "_num_taken")
 
     def __init__(self, token_ids: np.ndarray, law: np.ndarray, *, is_greedy: bool) -> None:
-        """token_ids [S] int32 and law [S]; is_greedy: the next child is the most likely token."""
+        """token_ids [S] int32 and law [S], of any sum, of 0 where it was not finite; is_greedy: the next child is the
+        most likely token."""
         self.token_ids = token_ids
         self.law = law.astype(np.float64)  # without the tokens of the children so far; all zero where there are no more
         self.left = 1.0  # estimated chance that none of the children so far is kept, where the node is
@@ -72,7 +73,7 @@ class GrowingDraft:
     slots: list[int] | None = None  # of the shape that is followed, by node
 
     def open(self, node: int, token_ids: np.ndarray, law: np.ndarray) -> None:
-        """The law [S] over token_ids [S] of what follows `node`."""
+        """The law [S] over token_ids [S] of what follows `node`; see `OpenNode`."""
         self.nodes[node] = OpenNode(token_ids, law, is_greedy=self.is_greedy)
 
     def next_chance(self, node: int) -> float:

@@ -167,6 +167,11 @@ def test_a_fresh_engine_repeats_itself_and_a_used_one_too():
     assert used.generate(**settings).token_ids == first == fresh.generate(**settings, learn=False).token_ids
 
 
+def test_the_most_nodes_of_a_step_are_known_before_it():
+    assert stand.EagleDrafter("head", shape=TreeShape.chain(3)).most_nodes(4) == 12
+    assert stand.EagleDrafter("head", budget=7).most_nodes(4) == 7
+
+
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [

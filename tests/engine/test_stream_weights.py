@@ -25,6 +25,15 @@ def test_the_target_is_neither_changed_nor_held():
     assert num_hooks(model) == hooks  # transformers leaves some of its own after a call that asked for hidden states
 
 
+def test_training_begins_near_the_target():
+    """A stream starts as the target's own state, with a small mark of which stream it is."""
+    torch.manual_seed(0)
+    streams = Streams(tiny_model("llama"))
+    hidden = torch.randn(64, 32)
+    marks = (streams.begin(hidden) - hidden[:, None]).detach()
+    assert marks.shape == (64, 3, 32) and 0.01 < float(marks.std()) < 0.03
+
+
 def num_hooks(model) -> int:
     return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
 

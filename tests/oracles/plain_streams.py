@@ -27,7 +27,8 @@ def plain_stream_logits(streams: Streams, target: PreTrainedModel, tokens: list[
     with tree_attention(target, "sdpa"):  # plain attention, also in the middle of a call
         output = target(torch.tensor([tokens]), use_cache=True, output_hidden_states=True)
         keys, decoder = output[cache_argument(target)], target.get_decoder()
-        begins = streams.begin(output.hidden_states[streams.first_layer][0, -1])
+        lifted = streams.lift(output.hidden_states[streams.first_layer][0, -1])
+        begins = torch.stack([lifted + embedding for embedding in streams.embeddings])
         logits = []
         for stream, state in enumerate(begins[:, None, None]):
             angles = decoder.rotary_emb(state, position_ids=torch.tensor([[len(tokens) + stream]]))

@@ -112,9 +112,7 @@ class EagleDrafter(Drafter):
     def _open(self, drafts: list[GrowingDraft], nodes: list[Node], estimates: torch.Tensor) -> None:
         """Give `nodes` their laws, by the target's LM head on estimates [n, D]."""
         best, probs = self.head.best_tokens(estimates, temperature=self.temperature, count=self.law_size)
-        masses = probs.sum(dim=1, keepdim=True).clamp_min(torch.finfo(probs.dtype).tiny)  # 0: its law was not finite
-        laws = (probs / masses).cpu().numpy()
-        for (row, node), ids, law in zip(nodes, best.cpu().numpy(), laws, strict=True):
+        for (row, node), ids, law in zip(nodes, best.cpu().numpy(), probs.cpu().numpy(), strict=True):
             drafts[row].open(node, ids, law)
 
     def _extend(

@@ -31,8 +31,8 @@ class BestFirstGrowth(Growth):
 
     True best-first growth would run the head once per node. Here a round goes on as long as the best node that can be
     revealed is at least PATIENCE times as likely as the best new node, whose own children may be as likely as itself;
-    the last round reveals what the budget still holds. A new node waits for its law where even its first child could
-    not be among the nodes that the budget still holds.
+    the last round reveals what the budget still holds. All new nodes are run, for the best come first: each is at least
+    as likely as any node that could be revealed without.
     """
 
     PATIENCE = 0.5
@@ -41,38 +41,28 @@ class BestFirstGrowth(Growth):
         self.num_nodes = budget + 1
         self._room = budget
         self._open: list[tuple[float, int, int]] = []  # heap of (-chance of the next child, row, node)
-        self._waiting: list[Node] = []  # revealed, law not known
         self._asked: list[Node] | None = None  # whose laws are known by the next round; None: the roots'
 
     def grow(self, drafts: Sequence[GrowingDraft], *, is_last: bool) -> list[Node]:
         asked = [(row, ROOT) for row in range(len(drafts))] if self._asked is None else self._asked
         for row, node in asked:
             self._push(drafts, row, node)
-        best_new = 0.0
+        best_new, revealed = 0.0, []
         while self._room and self._open and (is_last or -self._open[0][0] >= self.PATIENCE * best_new):
             _, row, node = heapq.heappop(self._open)
             child = drafts[row].reveal(node)
             self._room -= 1
             self._push(drafts, row, node)
             if drafts[row].depths[child] < drafts[row].max_depth:
-                self._waiting.append((row, child))
+                revealed.append((row, child))
                 best_new = max(best_new, drafts[row].chances[child])
-        self._asked = [] if is_last or not self._room else self._worth_a_law(drafts)
+        self._asked = [] if is_last or not self._room else sorted(revealed)
         return self._asked
 
     def _push(self, drafts: Sequence[GrowingDraft], row: int, node: int) -> None:
         chance = drafts[row].next_chance(node)
         if chance > 0.0:
             heapq.heappush(self._open, (-chance, row, node))
-
-    def _worth_a_law(self, drafts: Sequence[GrowingDraft]) -> list[Node]:
-        """Waiting nodes that are likelier than the last one that the budget could hold otherwise."""
-        best = heapq.nsmallest(self._room, self._open)
-        least = -best[-1][0] if len(best) == self._room else 0.0
-        chosen = [(row, node) for row, node in self._waiting if drafts[row].chances[node] > least]
-        taken = set(chosen)
-        self._waiting = [node for node in self._waiting if node not in taken]
-        return sorted(chosen)
 
 
 class FixedGrowth(Growth):

@@ -83,8 +83,8 @@ def grow(drafts: Sequence[GrowingDraft], laws: Sequence[Law | None], budget: int
 
     def open_node(row: int, node: int) -> None:
         depth, (ids, probs) = drafts[row].depths[node], laws[row]
-        if depth < len(ids) and (total := probs[depth].sum()) > 0.0:  # 0: its law was not finite
-            drafts[row].open(node, ids[depth], probs[depth] / total)
+        if depth < len(ids):
+            drafts[row].open(node, ids[depth], probs[depth])
             push(row, node)
 
     for row, law in enumerate(laws):

@@ -103,8 +103,9 @@ class EagerBackend:
 
 
 class CapturedBackend:
-    """The step as one graph of this project's kernels. Calls with processors take eager steps over the same pages;
-    calls inside torch.autocast take eager steps in rooms.
+    """The step as one graph of this project's kernels. Calls with processors, of a model with hooks, or of a drafter
+    that learns more tokens of a node than a recorded step returns take eager steps over the same pages; calls inside
+    torch.autocast take eager steps in rooms.
 
     Should a captured step fail during a call, the call and all later ones go on with eager steps, later ones in rooms:
     `name` becomes "sdpa" and `reason` says why.
@@ -146,7 +147,12 @@ class CapturedBackend:
 
     @property
     def held_bytes(self) -> int:
-        return 0 if self._previous is None else self._previous.held_bytes
+        is_taken_over = self._previous is not None and not self._is_autocast
+        return self._previous.held_bytes if is_taken_over else 0
+
+    @property
+    def _is_autocast(self) -> bool:
+        return torch.is_autocast_enabled(self._model.device.type)
 
     def key_maker(self) -> Callable[[int], TreeCache]:
         return partial(TreeCache, 1)
@@ -157,18 +163,32 @@ class CapturedBackend:
         from stand.gpu.guarded_step import GuardedStep
         from stand.gpu.pooled_step import PooledStep
 
-        if start.law.has_processors or start.law.needs_scores:
+        obstacle = self._obstacle_of(start)
+        if obstacle is not None:
+            warnings.warn(f"steps are eager in this call: {obstacle}", stacklevel=2)
+        if obstacle is not None or start.law.has_processors or start.law.needs_scores:
             if self._previous is not None and self._previous.is_free:
                 self._previous.dissolve()  # admission has counted its pool as free
                 self._previous = None
             return PooledStep.starting(self._model, start)
-        if torch.is_autocast_enabled(self._model.device.type):
+        if self._is_autocast:
             warnings.warn("steps are eager inside torch.autocast, whose types no recorded step has", stacklevel=2)
             return self._eager.new_step(start)
         step = GuardedStep.start(self._previous, self._model, start, fusion=self.fusion, on_failure=self._told())
         if self._is_captured:
             self._previous = step
         return step
+
+    def _obstacle_of(self, start: StepStart) -> str | None:
+        """What a recorded step cannot do for this call, though the model and the rule are served."""
+        from stand.gpu.model_state import foreign_hook
+        from stand.gpu.step_body import LEARNED_ROWS
+
+        if hook := foreign_hook(self._model):
+            return f"{hook} is a hook, whose Python no recorded step runs"
+        if start.num_top > LEARNED_ROWS:
+            return f"the drafter learns {start.num_top} tokens of a node, a recorded step returns {LEARNED_ROWS}"
+        return None
 
     def _told(self) -> Callable[[str], None]:
         """`_give_up`, without keeping this backend and its memory from ending with its engine."""
@@ -198,6 +218,14 @@ def choose_backend(
         return _eager(model, "asked for", fuse=fuse)
     if requested == "auto" and model.device.type != "cuda":
         return _eager(model, f"the model is on {model.device.type}, kernels are for CUDA", fuse=fuse)
+    with exclusive(model):  # its forwards are swapped and its weights move: nobody may run it meanwhile
+        return _proven(model, verifier, requested, fuse=fuse, drafter=drafter)
+
+
+def _proven(
+    model: PreTrainedModel, verifier: Verifier, requested: str, *, fuse: bool, drafter: Drafter | None
+) -> Backend:
+    """Captured steps where they pass their checks, as `choose_backend` says."""
     wants_features = drafter is not None and drafter.requires_features
     asked = {"wants_features": wants_features, "rider": None if drafter is None else drafter.rider}
     try:
@@ -274,8 +302,7 @@ def _fused(
     from stand.gpu.self_check import kernel_failure
 
     try:
-        with exclusive(model):  # weights move: nobody may run it meanwhile
-            fusion = fuse(model)
+        fusion = fuse(model)
     except Exception as error:  # Triton's errors derive from Exception alone
         return CapturedBackend(model, f"{reason}; not fused, because of {type(error).__name__}: {error}")
     try:
@@ -286,6 +313,5 @@ def _fused(
         LOGGER.warning("modules are not fused: %s", failure, exc_info=error)
     if failure is None:
         return CapturedBackend(model, reason, fusion=fusion)
-    with exclusive(model):
-        fusion.undo()
+    fusion.undo()
     return CapturedBackend(model, f"{reason}; not fused, because {failure}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,25 +26,30 @@ class KeyShape:
     row_bytes: int = 0
 
 
-_STORED: WeakKeyDictionary[PreTrainedModel, KeyShape] = WeakKeyDictionary()
+_STORED: WeakKeyDictionary[PreTrainedModel, tuple[KeyShape, torch.dtype]] = WeakKeyDictionary()
 
 
 def key_shape(model: PreTrainedModel) -> KeyShape:
-    """As `remember` has seen it, else by the model's configuration."""
-    return _STORED.get(model) or _configured(model)
+    """As `remember` has seen it, in the model's dtype of today, else by the model's configuration."""
+    if model not in _STORED:
+        return _configured(model)
+    shape, dtype = _STORED[model]
+    old, new = dtype.itemsize, model.dtype.itemsize
+    return replace(shape, head_bytes=shape.head_bytes * new // old, token_bytes=shape.token_bytes * new // old)
 
 
 def remember(model: PreTrainedModel, cache: TreeCache) -> None:
     """`cache` holds what a forward of `model` has stored."""
     stored = [*cache.keys, *cache.values]
     sizes = [(tensor.shape[1], tensor.shape[3] * tensor.element_size()) for tensor in stored]
-    _STORED[model] = KeyShape(
+    shape = KeyShape(
         num_layers=len(cache.keys),
         num_heads=max(heads for heads, _ in sizes),
         head_bytes=math.gcd(*(head_bytes for _, head_bytes in sizes)),
         token_bytes=sum(heads * head_bytes for heads, head_bytes in sizes),
         row_bytes=cache.recurrent.row_bytes,
     )
+    _STORED[model] = shape, model.dtype
 
 
 def _configured(model: PreTrainedModel) -> KeyShape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -56,18 +56,22 @@ class MergedLinear:
 
     def is_linked(self) -> bool:
         """Whether the parts' parameters still are the slices (moving a model to another device or dtype ends it)."""
-        weights = all(_is_slice(part.weight, self.weight) for part in self.parts)
-        return weights and (self.bias is None or all(_is_slice(part.bias, self.bias) for part in self.parts))
+        return all(_is_slice(*own) for own in self._slices())
 
     def separate(self) -> None:
         """Give every parameter memory of its own again; one that left by itself is not touched."""
         if not self._is_own:
             return
         with torch.inference_mode(False), torch.no_grad():
-            for part in self.parts:
-                for parameter, merged in ((part.weight, self.weight), (part.bias, self.bias)):
-                    if merged is not None and _is_slice(parameter, merged):
-                        parameter.data = parameter.data.clone()
+            for parameter, piece in list(self._slices()):
+                if _is_slice(parameter, piece):
+                    parameter.data = parameter.data.clone()
+
+    def _slices(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Every parameter of the parts, and its place in the merged tensor."""
+        for name, merged in (("weight", self.weight), ("bias", self.bias)):
+            pieces = () if merged is None else merged.split(self.sizes)
+            yield from zip((getattr(part, name) for part in self.parts), pieces, strict=False)
 
     def _forward_of(self, index: int) -> Forward:
         def forward(states: torch.Tensor) -> torch.Tensor:
@@ -157,8 +161,11 @@ def _are_adjacent(tensors: Sequence[torch.Tensor]) -> bool:
     return True
 
 
-def _is_slice(parameter: torch.Tensor, merged: torch.Tensor) -> bool:
-    return parameter.dtype == merged.dtype and _is_same_storage(parameter, merged)
+def _is_slice(parameter: torch.Tensor, piece: torch.Tensor) -> bool:
+    """Whether it lies in this very place: parts that are tied or exchanged share the storage, too."""
+    is_alike = (parameter.dtype, parameter.shape, parameter.stride()) == (piece.dtype, piece.shape, piece.stride())
+    is_there = parameter.storage_offset() == piece.storage_offset()
+    return is_alike and is_there and _is_same_storage(parameter, piece)
 
 
 def _is_same_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -35,7 +35,7 @@ from stand.gpu.page_table import PageTable, PoolSize
 from stand.gpu.runner import Program, Runner, runner_for
 from stand.gpu.step_body import LEARNED_ROWS, StepBody, StepOutput
 from stand.gpu.step_packet import StepPacket
-from stand.gpu.step_size import NUM_TOKENS, StepSize
+from stand.gpu.step_size import MAX_ROW_NODES, NUM_TOKENS, StepLimitError, StepSize
 from stand.gpu.tails import Tails
 from stand.row import LiveRows, Row
 from stand.sampling import TargetLaw
@@ -97,9 +97,12 @@ class CapturedStep:
 
     def serves(self, start: StepStart) -> bool:
         """Whether a further call that begins so can use what is recorded."""
+        if self._output is None:  # it was dissolved, and a call that was interrupted has put nothing in its place
+            return False
         has_features = self._output.features is not None
         return (
-            start.law.params == self._law.params
+            self._output.suits(self._model)
+            and start.law.params == self._law.params
             and start.verifier is self._verifier
             and start.num_places <= self._num_rows
             and self._output.has_splits_of(start.num_places)
@@ -231,6 +234,11 @@ class CapturedStep:
         """lengths [B]: committed tokens; places [B]: rows of the cache; int64."""
         self._verifier.check_draft(batch)
         most_nodes = max(batch.sizes.tolist())  # of a few numbers, faster than numpy
+        if most_nodes > MAX_ROW_NODES:
+            raise StepLimitError(
+                f"a captured step takes at most {MAX_ROW_NODES} nodes of a row, got {most_nodes}; lower the budget or "
+                "wrap the model with backend='sdpa'"
+            )
         self._table.extend(rows, lengths, batch.offsets, places, before_moving=self._forget)
         met = (batch.num_nodes, most_nodes, batch.support_ids.shape[1])
         self.body, self._program = self._by_nodes.get(met) or self._recorded_for(*met)
@@ -319,11 +327,12 @@ class CapturedStep:
 
     def _follow_model(self) -> None:
         """Forget what was recorded of a model that has changed since: a graph would not see it."""
-        earlier, self._state = self._state, ModelState(self._model)
-        change = None if earlier is None else self._state.change_since(earlier)
+        state = ModelState(self._model)
+        change = None if self._state is None else state.change_since(self._state)
         if change is not None:
             LOGGER.info("steps are recorded anew, because the model is not as it was: %s", change)
             self._forget()
+        self._state = state  # last: who is interrupted before sees the change again
 
     def _follow(self, cache: DeviceCache, width: int, pages: PageAllocator | None) -> None:
         """A table without rows, for this pool."""

@@ -19,6 +19,7 @@ from stand.fusion.fusion import Fusion
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.page_table import PageTable
 from stand.gpu.pooled_step import PooledStep
+from stand.gpu.step_size import StepLimitError
 from stand.row import LiveRows, Row
 from stand.step import EagerStep, Step, StepStart
 from stand.trees import DraftBatch
@@ -97,7 +98,8 @@ class GuardedStep:
             self._attention = None
 
     def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
-        """A ValueError is no failure of the device, the step refuses what it was given; nor is a lesson's error."""
+        """A ValueError is no failure of the device, the step refuses what it was given; nor is a lesson's error. What
+        only a captured step does not hold is decoded by eager ones."""
         if self._ride_error is not None and self.captured is not None:
             error, self._ride_error = self._ride_error, None  # its traceback holds the graphs' memory
             self._fall_back(live.rows, error)
@@ -105,10 +107,9 @@ class GuardedStep:
         if self.captured is not None:
             try:
                 return self.captured.forward(batch, live, noise)
-            except ValueError:
-                raise
             except Exception as error:
-                if error is self._lesson_error:
+                is_refusal = isinstance(error, ValueError) and not isinstance(error, StepLimitError)
+                if is_refusal or error is self._lesson_error:
                     raise
                 self._fall_back(live.rows, error)
         self._step.forward(batch, live, noise)

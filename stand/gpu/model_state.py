@@ -19,6 +19,20 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 PASSED_OVER = vars(nn.Module()).keys() - {"training"}  # what torch keeps in every module
 
 
+OWN_HOOKS = ("stand.", "transformers.")  # modules of hooks that belong to this engine, or only collect outputs
+
+
+def foreign_hook(model: nn.Module) -> str | None:
+    """The name of a forward hook that somebody else has registered, or None."""
+    kinds = [getattr(module, kind) for module in model.modules() for kind in HOOKS]
+    kinds += [all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks]
+    for hooks in kinds:
+        for hook in hooks.values():
+            if not (getattr(hook, "__module__", None) or "").startswith(OWN_HOOKS):
+                return getattr(hook, "__qualname__", type(hook).__name__)
+    return None
+
+
 class ModelState:
     """As it is now. Modules are told apart by `id`, functions are kept, so that no other one can get theirs."""
 

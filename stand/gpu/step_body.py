@@ -44,7 +44,7 @@ class StepOutput:
         key_heads, self.num_heads = shape.num_heads, config.num_attention_heads
         self.head_size = shape.head_bytes // model.dtype.itemsize
         self.groups = self.num_heads // key_heads
-        self._dtype, self._limits = model.dtype, limits_of(model.device)
+        self._dtype, self._device, self._limits = model.dtype, model.device, limits_of(model.device)
         self._splitting_for = partial(Splitting.filling, model.device, key_heads=key_heads)
         self.splitting = self._splitting_for(num_rows=num_rows)
         self._make_scratch(num_rows, key_heads, model.device)
@@ -68,6 +68,10 @@ class StepOutput:
     def has_splits_of(self, num_rows: int) -> bool:
         """Whether rows are split as in a call of so many."""
         return self._splitting_for(num_rows=num_rows) == self.splitting
+
+    def suits(self, model: PreTrainedModel) -> bool:
+        """Whether the model has not been cast or moved since."""
+        return (self._dtype, self._device) == (model.dtype, model.device)
 
     def tile_tokens(self, tokens_per_row: int) -> int:
         """Tokens per piece of attention work where the longest row has `tokens_per_row`."""

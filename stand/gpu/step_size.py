@@ -13,6 +13,10 @@ NUM_TOKENS = (1, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512)
 SUPPORT_SIZES = (16, 32, 64)  # candidates per node that a draft's laws may span
 
 
+class StepLimitError(ValueError):
+    """A captured step does not hold what it is given; an eager one does."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepSize:
     """Capacities of a captured step; a smaller step is padded to them."""
@@ -37,10 +41,10 @@ class StepSize:
         """The smallest size that holds `num_tokens` tokens of at most `num_rows` rows with `room` slots each.
 
         Its items are those that any such step can need, so that a growing context needs no other size. Raises
-        ValueError beyond the largest size.
+        StepLimitError beyond the largest size.
         """
         if num_tokens > NUM_TOKENS[-1]:
-            raise ValueError(
+            raise StepLimitError(
                 f"a captured step holds at most {NUM_TOKENS[-1]} tokens of all rows together, got {num_tokens}; "
                 "lower the budget or the number of rows, or wrap the model with backend='sdpa'"
             )
@@ -50,9 +54,9 @@ class StepSize:
 
     @staticmethod
     def covering_support(num_candidates: int) -> int:
-        """The smallest support size for laws over so many candidates. Raises ValueError beyond the largest."""
+        """The smallest support size for laws over so many candidates. Raises StepLimitError beyond the largest."""
         if num_candidates > SUPPORT_SIZES[-1]:
-            raise ValueError(
+            raise StepLimitError(
                 f"a captured step takes laws over at most {SUPPORT_SIZES[-1]} candidates, got {num_candidates}; "
                 "draft with fewer per node or wrap the model with backend='sdpa'"
             )

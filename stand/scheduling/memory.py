@@ -72,8 +72,14 @@ def admission(
     if size is not None:
         is_limited = num_bytes is not None and num_bytes != math.inf
         num_pages = max(int(num_bytes // (size * token_bytes)), 1) if is_limited else None
-        pages, is_asked_for = PageAllocator(size, num_pages), max_cache_bytes is not None
-        return WithinPages(pages, most_rows=min(limits, default=None), most_slots=most_slots, is_asked_for=is_asked_for)
+        most_rows = min(limits, default=None)
+        return WithinPages(
+            PageAllocator(size, num_pages),
+            most_rows=most_rows,
+            most_places=None if backend.has_pool else most_rows,  # a step of a pool has buffers by its places
+            most_slots=most_slots,
+            is_asked_for=max_cache_bytes is not None,
+        )
     if num_bytes is None:
         return AtMost(int(max_rows))
     return WithinMemory(num_bytes, token_bytes, min(limits, default=None), key_shape(model).row_bytes)

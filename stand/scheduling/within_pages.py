@@ -25,26 +25,25 @@ class WithinPages(Admission):
         pages: PageAllocator,
         *,
         most_rows: int | None = None,
+        most_places: int | None = None,
         most_slots: Callable[[int], int | None] = lambda num_rows: 0,
         is_asked_for: bool = False,
         growth: int | None = None,
     ):
-        """most_slots: slots behind the committed keys, roots excluded, that a step of so many rows takes at most; None:
+        """most_places: where a place takes no memory by itself: of a call that begins with fewer rows.
+        most_slots: slots behind the committed keys, roots excluded, that a step of so many rows takes at most; None:
         DRAFT_ROOM each.
         is_asked_for: the number of pages is the user's; a request that may come to need more is refused.
         growth: slots that every row can still grow by when another one starts, if its limit lets it; None: GROWTH."""
         self.pages = pages
         self._most_rows = most_rows
+        self.most_places = most_places
         self._most_slots = most_slots
-        self._is_asked_for = is_asked_for
+        self._asked_for = pages.num_pages if is_asked_for else None
         self._growth = GROWTH if growth is None else growth
         self._open: dict[Hashable, Hashable] = {}  # by what rows begin with: who holds its pages
         self._num_opened = 0
         self._ends: dict[int, int] = {}  # by row: slots that it may write without a further page
-
-    @property
-    def most_places(self) -> int | None:
-        return self._most_rows
 
     @property
     def num_slots(self) -> int:
@@ -52,7 +51,7 @@ class WithinPages(Admission):
 
     def check(self, job: Job) -> None:
         page_size, num_pages = self.pages.page_size, self.pages.num_pages
-        if num_pages is None or not self._is_asked_for:
+        if num_pages is None or self._asked_for is None:
             return
         most = len(job.prompt) - 1 + job.limit + max(DRAFT_ROOM, self._most_draft_slots(1))
         needed = self.pages.count(most) + 1
@@ -107,11 +106,12 @@ class WithinPages(Admission):
         self._ends.pop(row.index, None)
 
     def _let_take(self, owner: Hashable, first: int, end: int) -> None:
-        """Nobody else is live. A number of pages that is nobody's wish but a share of what was free gives way: what the
-        system cannot provide then, it says itself."""
-        if self.pages.num_pages is not None and not self._is_asked_for:
+        """Nobody else is live. A number of pages that is nobody's wish but a share of what was free gives way, up to
+        the user's where there is one: what the system cannot provide then, it says itself."""
+        if self.pages.num_pages is not None:
             needed = self.pages.num_used + self.pages.missing(owner, first, end)
-            self.pages.num_pages = max(self.pages.num_pages, needed)
+            allowed = needed if self._asked_for is None else min(needed, self._asked_for)
+            self.pages.num_pages = max(self.pages.num_pages, allowed)
 
     def _fit(self, rows: Sequence[Row], growth: int) -> bool:
         """Whether each of `rows` can take a step after `growth` further tokens, or all that it may still get."""

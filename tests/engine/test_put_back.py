@@ -279,6 +279,23 @@ def test_a_row_alone_outgrows_what_was_free_but_not_what_was_asked_for(prompt, m
         engine.generate([prompt], **settings, max_cache_bytes=3.5 * page)
 
 
+@pytest.mark.parametrize(("asked_for", "is_held"), [(12, True), (6, False)])
+def test_what_was_asked_for_counts_where_less_was_free(asked_for, is_held):
+    """As where a pool is taken: the limit is lowered to what is free, and a row alone may go beyond it."""
+    pages = PageAllocator(4, asked_for)
+    admission = WithinPages(pages, is_asked_for=True)
+    row = Row(0, np.arange(10, dtype=np.int32), 30)
+    admission.open(row)
+    admission.enter(row)
+    pages.num_pages = 3
+    if is_held:
+        admission.take([row], [40])
+        assert pages.num_pages == pages.num_used == 11  # the prompt's last page was shared
+    else:
+        with pytest.raises(PagesExhaustedError):
+            admission.take([row], [40])
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_prompt_is_computed_into_what_the_row_before_has_given_back(count):
     """Caps that hold any one of the rows and not two of their prompts: they run one after another."""

@@ -13,6 +13,7 @@ from tiny_models import SHAPE, tiny_model
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, Qwen2Config
 
 import stand
+from stand.backend import CapturedBackend
 from stand.call import Call
 from stand.forward import mapped_memory, tree_cache
 from stand.forward.paged_cache import PagedCache, PromptRoom
@@ -25,6 +26,7 @@ from stand.scheduling.page_allocator import PageAllocator
 from stand.scheduling.problem_numbers import ProblemNumbers
 from stand.scheduling.request import Job
 from stand.scheduling.scheduler import Entry, Move, Scheduler
+from stand.scheduling.within_pages import WithinPages
 
 PROMPTS = [[5, 9, 11, 4, 5, 9], [7], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32]]
 SETTINGS = {"num_return_sequences": 3, "max_new_tokens": 24, "temperature": 0.9, "seed": 3}
@@ -375,6 +377,17 @@ def test_a_long_first_prompt_does_not_limit_the_rows_behind_it():
     found = tokens_of(run)
     assert live[0] == 1 and max(live) > 1
     assert found == tokens_of(engine_of().run(requests, **settings))
+
+
+def test_places_that_take_memory_are_those_of_the_rows_that_enter_first():
+    """As in a captured step, whose buffers and split keys follow from the number of places."""
+    for most_places, num_places in ((None, 2), (8, 8)):
+        admission = WithinPages(PageAllocator(4, 2), most_rows=8, most_places=most_places, growth=0)
+        scheduler = Scheduler(iter(jobs_of(1, 1, 1)), admission)
+        scheduler.settle(admission.open)
+        assert (len(scheduler.live), scheduler.num_places) == (2, num_places)
+    backend = engine_of().backend
+    assert not backend.has_pool and CapturedBackend(tiny_model("qwen2"), "asked for").has_pool
 
 
 @pytest.mark.parametrize("is_read_to_its_end", [False, True])

@@ -232,6 +232,23 @@ def test_weights_that_moved_are_refused():
     assert relative_error(packed_forwards(model)[0], packed_forwards(fresh("llama"))[0]) == 0
 
 
+@pytest.mark.parametrize("change", ["tied", "tied attention", "exchanged"])
+def test_parts_that_are_tied_or_exchanged_are_refused(change):
+    """They lie in the merged tensor still, in another place."""
+    model = fresh("llama")
+    fusion = fuse(model)
+    mlp, attention = model.model.layers[1].mlp, model.model.layers[1].self_attn
+    if change == "tied":
+        mlp.up_proj.weight = mlp.gate_proj.weight
+    elif change == "tied attention":
+        attention.v_proj.weight = attention.k_proj.weight
+    else:
+        mlp.up_proj.weight.data, mlp.gate_proj.weight.data = mlp.gate_proj.weight.data, mlp.up_proj.weight.data
+    with pytest.raises(RuntimeError, match="model.layers.1"):
+        with fusion.active():
+            pass
+
+
 def test_two_fusions_of_one_model_share_its_memory():
     model = fresh("qwen2")
     own, _ = packed_forwards(model)

@@ -1,5 +1,6 @@
 """A captured step that fails during a generation: the rows go on by eager steps, and lose nothing."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from stand.gpu import page_table  # noqa: E402
 from stand.gpu.captured_step import CapturedStep  # noqa: E402
 from stand.gpu.device_cache import DeviceCache  # noqa: E402
 from stand.gpu.page_table import PageTable  # noqa: E402
+from stand.trees import DraftBatch, DraftTree, TreeShape  # noqa: E402
 
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8, 9]]
 SETTINGS = {"num_return_sequences": 2, "max_new_tokens": 40, "temperature": 0.6, "seed": 4}
@@ -172,3 +174,50 @@ def test_the_step_before_gives_its_memory_back_before_the_next_one_takes_some(pl
     monkeypatch.setattr(DeviceCache, "like", watched)
     engine.generate(input_ids=PROMPTS, **{**SETTINGS, "temperature": 0.7})
     assert alive == [None] and engine.backend._previous.captured.runner is first.runner
+
+
+@pytest.mark.parametrize(
+    ("drafter", "num_rows", "rule"),
+    [
+        (lambda: WideDrafter(70), 8, "a captured step holds at most 512 tokens of all rows together, got"),
+        (lambda: WideDrafter(300), 1, "a captured step takes at most 256 nodes of a row, got 300"),
+    ],
+)
+def test_drafts_beyond_a_captured_step_are_decoded_by_eager_ones(plain_kernels, drafter, num_rows, rule):
+    settings = SETTINGS | {"num_return_sequences": num_rows, "max_new_tokens": 12}
+    engines = [
+        stand.wrap(kernel_model("qwen2"), drafter=drafter(), verifier="match", backend=backend, fuse=False)
+        for backend in ("sdpa", "triton")
+    ]
+    expected = engines[0].generate(input_ids=PROMPTS[:1], **settings).token_ids
+    with pytest.warns(UserWarning, match=f"StepLimitError: {rule}.*decoding goes on with eager steps"):
+        assert engines[1].generate(input_ids=PROMPTS[:1], **settings).token_ids == expected
+
+
+class WideDrafter(stand.Drafter):
+    """Chains of so many nodes, the pending token included."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self.num_nodes = num_nodes
+
+    def draft(self, request: stand.DraftRequest) -> DraftBatch:
+        return DraftBatch.concatenate([self._tree(int(history[-1])) for history in request.histories])
+
+    def _tree(self, pending: int) -> DraftTree:
+        """Known tokens: deterministic, so every law is one-hot."""
+        ids = np.full((self.num_nodes, 1), 5, dtype=np.int32)
+        tokens = np.concatenate([[pending], np.full(self.num_nodes - 1, 5)]).astype(np.int32)
+        laws = np.ones((self.num_nodes, 1), dtype=np.float32)
+        return DraftTree(tokens, np.arange(-1, self.num_nodes - 1, dtype=np.int32), ids, laws)
+
+
+def test_a_lookup_that_learns_more_than_a_recorded_step_returns(plain_kernels):
+    lookup = stand.LookupTree(num_candidates=16)
+    engine = stand.wrap(
+        kernel_model("qwen2"), drafter=stand.FixedShapeDrafter(lookup, TreeShape.chain(3)), verifier="match",
+        backend="triton", fuse=False,
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="the drafter learns 16 tokens of a node, a recorded step returns 10"):
+        output = engine.generate(input_ids=PROMPTS, **SETTINGS)
+    assert output.token_ids == engine_of("sdpa").generate(input_ids=PROMPTS, **SETTINGS).token_ids
+    assert str(engine.backend) == "triton"

@@ -20,6 +20,7 @@ import stand  # noqa: E402
 from stand.gpu.captured_step import CapturedStep  # noqa: E402
 from stand.gpu.model_state import ModelState  # noqa: E402
 from stand.gpu.runner import DirectRunner  # noqa: E402
+from stand.scheduling.memory import bytes_per_token  # noqa: E402
 
 PROMPT = [[3, 4, 5, 6, 7, 3, 4]]
 SETTINGS = {"max_new_tokens": 8, "temperature": 0.0, "stop_token_ids": [], "seed": 4}
@@ -103,8 +104,8 @@ def hook_all_modules(model):
 
 
 CHANGES = (
-    move_weights, move_a_buffer, add_a_hook, add_a_hook_before, replace_a_forward, replace_a_module, name_an_adapter,
-    change_a_setting, change_the_configuration, merge_projections, hook_all_modules,
+    move_weights, move_a_buffer, replace_a_forward, replace_a_module, name_an_adapter, change_a_setting,
+    change_the_configuration, merge_projections,
 )  # fmt: skip
 
 
@@ -119,6 +120,56 @@ def test_a_changed_model_is_recorded_anew(recorded, change):
     output = engine.generate(input_ids=PROMPT, **SETTINGS)
     assert recorded and str(engine.backend) == "triton"
     assert output.token_ids == engine_of(model, "sdpa").generate(input_ids=PROMPT, **SETTINGS).token_ids
+
+
+@pytest.mark.parametrize("hook", [add_a_hook, add_a_hook_before, hook_all_modules])
+def test_a_hook_makes_a_call_eager(recorded, hook):
+    """A recorded step would run its Python once, over padding, and never again."""
+    model = own_model()
+    engine = engine_of(model)
+    first = engine.generate(input_ids=PROMPT, **SETTINGS)
+    before = [list(module._forward_hooks) + list(module._forward_pre_hooks) for module in model.modules()]
+    hook(model)
+    recorded.clear()
+    with pytest.warns(UserWarning, match=f"steps are eager in this call: {hook.__name__}.* is a hook"):
+        output = engine.generate(input_ids=PROMPT, **SETTINGS)
+    assert not recorded and str(engine.backend) == "triton"
+    assert output.token_ids == engine_of(model, "sdpa").generate(input_ids=PROMPT, **SETTINGS).token_ids
+    all_modules._global_forward_hooks.clear()
+    for module, own in zip(model.modules(), before, strict=True):
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for name in [name for name in hooks if name not in own]:
+                del hooks[name]
+    assert engine.generate(input_ids=PROMPT, **SETTINGS).token_ids == first.token_ids and recorded
+
+
+def test_a_cast_model_is_recorded_anew(recorded):
+    model = own_model()
+    engine = engine_of(model)
+    engine.generate(input_ids=PROMPT, **SETTINGS)
+    before = bytes_per_token(model)
+    model.to(torch.bfloat16)
+    recorded.clear()
+    output = engine.generate(input_ids=PROMPT, **SETTINGS)
+    assert recorded and str(engine.backend) == "triton" and 2 * bytes_per_token(model) == before
+    assert output.token_ids == engine_of(model, "sdpa").generate(input_ids=PROMPT, **SETTINGS).token_ids
+
+
+def test_a_call_that_is_interrupted_where_it_begins_costs_no_graphs_for_good(recorded, monkeypatch):
+    engine = engine_of(own_model())
+    expected = engine.generate(input_ids=PROMPT, **SETTINGS).token_ids
+    begin = CapturedStep.begin
+    monkeypatch.setattr(CapturedStep, "begin", lambda self, *args: interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(input_ids=PROMPT, **{**SETTINGS, "temperature": 0.7})
+    monkeypatch.setattr(CapturedStep, "begin", begin)
+    recorded.clear()
+    assert engine.generate(input_ids=PROMPT, **SETTINGS).token_ids == expected
+    assert recorded and str(engine.backend) == "triton"
+
+
+def interrupt():
+    raise KeyboardInterrupt
 
 
 def test_code_of_a_class_that_is_replaced(recorded, monkeypatch):
@@ -165,7 +216,7 @@ def test_what_has_changed_is_named(recorded, caplog):
     model = own_model()
     engine = engine_of(model)
     engine.generate(input_ids=PROMPT, **SETTINGS)
-    add_a_hook(model)
+    replace_a_forward(model)
     with caplog.at_level("INFO", logger="stand"):
         engine.generate(input_ids=PROMPT, **SETTINGS)
     assert "recorded anew, because the model is not as it was: module 'model.layers.0.mlp' has changed" in caplog.text

@@ -1,6 +1,7 @@
 """The check that `wrap` makes before it uses kernels: what it passes, and that it sees what it is there to see."""
 
 import copy
+import threading
 import traceback
 
 import pytest
@@ -15,6 +16,7 @@ from triton.runtime.errors import OutOfResources  # noqa: E402
 
 import stand  # noqa: E402
 from stand.backend import choose_backend  # noqa: E402
+from stand.forward.tree_attention import exclusive  # noqa: E402
 from stand.gpu import (  # noqa: E402
     captured_step,
     device_rule,
@@ -211,3 +213,24 @@ def test_an_interpreter_that_cannot_run_is_named(monkeypatch):
     assert launch.interpreter_obstacle() is None
     monkeypatch.setattr(launch.triton, "__version__", "3.9.0")
     assert "the interpreter of triton 3.9.0" in kernel_failure(kernel_model("qwen2"))
+
+
+def test_a_backend_is_chosen_while_nobody_else_runs_the_model(monkeypatch):
+    """Its forwards are swapped meanwhile; another thread that decodes would save and restore the swapped ones."""
+    model, threads = kernel_model("qwen2"), []
+
+    def enter() -> None:
+        with exclusive(model):
+            pass
+
+    def obstacle(model, verifier, **asked) -> str:
+        threads.append(threading.Thread(target=enter))
+        threads[0].start()
+        threads[0].join(0.2)
+        assert threads[0].is_alive()
+        return "no kernel today"
+
+    monkeypatch.setattr("stand.backend.kernel_obstacle", obstacle)
+    with pytest.raises(ValueError, match="no kernel today"):
+        choose_backend(model, get_verifier("match"), "triton", fuse=True)
+    threads[0].join()

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stand.drafters.settings import check_count
 from stand.measured_files import measured_path
 from stand.trees import DraftBatch, DraftTree
 
@@ -50,8 +49,10 @@ class StepCost:
                 "a step cost needs two or more sizes, ascending, with times above 0 that do not fall, got "
                 f"{self.tokens} and {self.seconds}; measure with engine.measure_cost()"
             )
-        check_count("num_rows", self.num_rows, 1, usual="as many as were timed")
-        check_count("length", self.length, 0, usual="as many tokens as were timed")
+        if self.num_rows < 1 or self.length < 0:
+            raise ValueError(
+                f"a step cost is of one row or more behind 0 tokens or more, got {self.num_rows} and {self.length}"
+            )
 
     def knee(self, ratio: float) -> int:
         """The most tokens, of those timed, whose step costs at most `ratio` times the smallest one."""

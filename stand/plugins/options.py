@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -10,9 +11,11 @@ from pathlib import Path
 from stand.plugins.saving import check_can_be_written
 from stand.trees import BlendedLookup
 
+LOGGER = logging.getLogger("stand")
 FILES = ("lookup", "save")
 COUNTS = ("budget", "text_tokens", "report_every", "laws")
 PREFIX = "STAND_"  # of names in the environment: STAND_FLOOR is `floor`
+OTHERS = ("COSTS", "DEBUG", "PORTABLE", "PTX", "SGLANG_SOURCE")  # that mean something elsewhere
 ALL, PAYING = DRAFTS = ("all", "paying")
 
 
@@ -55,6 +58,9 @@ class ServingOptions:
         if unknown:
             got = ", ".join(sorted(map(str, unknown)))
             raise ValueError(f"options must be among {', '.join(kinds)}, got {got}; leave others out")
+        names = {PREFIX + name.upper() for name in (*kinds, *OTHERS)}
+        if strangers := sorted(name for name in environment if name.startswith(PREFIX) and name not in names):
+            LOGGER.warning("STAND: nothing in the environment is named %s; check the spelling", ", ".join(strangers))
         values = {name: environment[PREFIX + name.upper()] for name in kinds if PREFIX + name.upper() in environment}
         values |= {name: value for name, value in (given or {}).items() if value is not None}  # null: as left out
         converted = {name: _converted(name, value, kinds[name]) for name, value in values.items()}
@@ -80,7 +86,12 @@ class ServingOptions:
         """The lookup of the file, or an empty one. Raises OSError, LookupFileError, and ValueError for a bad value."""
         is_first_run = self.lookup == self.save and not Path(self.lookup).exists()
         if self.lookup and not is_first_run:
-            return BlendedLookup.load(self.lookup, max_bytes=self.max_bytes)
+            lookup = BlendedLookup.load(self.lookup, max_bytes=self.max_bytes)
+            if self.fade not in (lookup.fade, ServingOptions.__dataclass_fields__["fade"].default):
+                LOGGER.warning(
+                    "STAND: fade %g has no effect on %s, which has its own, %g", self.fade, self.lookup, lookup.fade
+                )
+            return lookup
         return BlendedLookup(max_bytes=self.max_bytes, fade=self.fade)
 
 

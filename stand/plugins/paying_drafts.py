@@ -8,6 +8,7 @@ of rows between two powers of two together.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ FIRST = 256  # steps in which there are twice as many tries
 REST_EVERY = 32  # steps: one of so many has no drafts, for what they cost shows beside such steps alone
 DOUBT_EVERY = 2048  # steps: what is known is doubted anew, so that a change is found that nothing hinted at
 PROBES = range(8, 64, 16)  # steps after that: one token is drafted for every row, whatever it seems to cost
+MOST_KNOWN = 16  # numbers of rows whose limits are kept: they take 12 bytes per row and token each
 NEAR_ROWS = 16  # steps are compared whose numbers of rows differ by less than one part of so many
 
 
@@ -51,7 +53,7 @@ class PayingDrafts:
         self._costs: dict[int, FollowedCost] = {}  # by the largest number of rows that they are for
         self._num_plans: dict[int, int] = {}  # by the same, since what they cost was doubted
         self._before = 0, 0  # class and rows of the last step
-        self._known: dict[int, tuple[StepCost, Limits]] = {}  # by rows
+        self._known: OrderedDict[int, tuple[StepCost, Limits]] = OrderedDict()  # by rows, the latest ones
         self._generator = np.random.default_rng(0)
 
     def record(self, num_rows: int, num_drafted: int, seconds: float) -> None:
@@ -80,6 +82,8 @@ class PayingDrafts:
         if known is not cost.cost:
             limits = self._limits_of(cost.cost, num_rows)
             self._known[num_rows] = cost.cost, limits
+            if len(self._known) > MOST_KNOWN:
+                self._known.popitem(last=False)
         return limits
 
     def _limits_of(self, cost: StepCost, num_rows: int) -> Limits:

@@ -29,6 +29,8 @@ LOGGER = logging.getLogger("sglang.stand")  # below SGLang's own, so that its li
 REPLACED = "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus"
 OWN_REFERENCES = 2  # to an attribute, as `sys.getrefcount` counts: the attribute itself and its argument
 ADDS_CORPUS = "sglang.srt.speculative.external_corpus_manager.ExternalCorpusManager.add"
+MOST_ERASED = 4096  # requests that may come back
+LARGEST = 2**31 - 1  # longer than any text
 NO_TEXT = 1_000_000  # from this id on SGLang writes pieces of images (MM_PAD_SHIFT_VALUE)
 SEPARATOR = -(2**31)  # SGLang puts it between the documents of a corpus
 
@@ -67,6 +69,8 @@ class LookupCorpus:
         self.options = ServingOptions.read()
         if self.options.budget > 0:
             raise ValueError("budget must be left out, for SGLang gives every request as many nodes; got STAND_BUDGET")
+        if f"{PREFIX}DRAFTS" in os.environ:
+            raise ValueError("drafts must be left out, for SGLang gives every request as many nodes; got STAND_DRAFTS")
         self.draft_token_num = draft_token_num
         self._width = 1 if max_bfs_breadth <= 1 else None  # of a draft
         self.external_corpus_max_tokens = external_corpus_max_tokens
@@ -104,6 +108,7 @@ class LookupCorpus:
         self._check_laws()
         texts = TextRows.from_lists(batch_tokens)
         num_new, scopes = self._news(req_ids, texts, total_lens)
+        texts = _behind_pieces(texts, num_new)
         self._backlog.work()
         self.lookup.learn_rows(texts.tokens, texts.lengths, num_new, rows=texts.rows, scopes=scopes)
         batch = self._draft(texts, scopes)
@@ -126,8 +131,9 @@ class LookupCorpus:
     def learn_prompt(self, name: str, prompt: np.ndarray) -> None:
         """The whole prompt int32[L] of a request that was not asked for yet. Prompts are learned little by little, and
         equal ones once."""
-        key = problem_key(prompt)
-        if key not in self._scopes and not ((prompt < 0) | (prompt >= NO_TEXT)).any():
+        is_text = not ((prompt < 0) | (prompt >= NO_TEXT)).any()
+        key = problem_key(prompt) if is_text else prompt.tobytes()
+        if is_text and key not in self._scopes:
             self._backlog.add(prompt, self._scopes.of(key))
         self._prompts[name] = len(prompt), self._scopes.of(key)
 
@@ -148,13 +154,22 @@ class LookupCorpus:
         self._lawful = set(names)
 
     def erase_match_state(self, req_ids: Iterable[str]) -> None:
-        """Forget these requests; what they taught stays."""
-        self._requests.forget(req_ids)
+        """Forget these requests; what they taught stays. SGLang says so of a request, too, that it takes out of the
+        batch for want of memory and brings back later: the latest ones are remembered, and go on as they were."""
+        names = list(req_ids)
+        lengths, scopes = self._requests.find(names, [LARGEST] * len(names))
+        self._erased |= {
+            name: known for name, *known in zip(names, lengths.tolist(), scopes, strict=True) if known[0] >= 0
+        }
+        for name in list(self._erased)[: -MOST_ERASED or None]:
+            del self._erased[name]
+        self._requests.forget(names)
 
     def reset(self) -> None:
         """Forget the requests. SGLang asks for it after new weights, too, which change what is likely a little: what
         was learned stays, and fades."""
         self._requests = NamedTexts()
+        self._erased: dict[str, list[int]] = {}  # length and scope of requests, the latest ones last
         self._prompts: dict[str, tuple[int, int]] = {}  # length and scope, of requests that were not asked for yet
         self._drafted: Drafted | None = None
         self._lawful: set[str] = set()  # requests whose last draft's laws are learned
@@ -172,6 +187,9 @@ class LookupCorpus:
         num_tokens = 0
         for chunk in chunks:
             pieces.append(np.asarray(chunk, dtype=np.int32))
+            strange = pieces[-1][(pieces[-1] != SEPARATOR) & ((pieces[-1] < 0) | (pieces[-1] >= NO_TEXT))]
+            if len(strange):
+                raise ValueError(f"a corpus must hold token ids below {NO_TEXT}, got {strange[0]}; take that out")
             num_tokens += len(chunk)
             if num_tokens > budget:
                 raise ValueError(f"corpus {corpus_id!r} must have at most {budget} tokens, got more; split it")
@@ -232,13 +250,15 @@ class LookupCorpus:
         drafted = [self.draft_token_num - 1] * len(names)
         for row in (before < 0).nonzero()[0].tolist():
             num_new[row], drafted[row] = len(texts[row]), -1
-            if names[row] in self._prompts:
+            length, scope = self._erased.pop(names[row], (LARGEST, 0))
+            if length <= totals[row]:
+                num_new[row], scopes[row] = min(totals[row] - length, num_new[row]), scope
+            elif names[row] in self._prompts:
                 num_prompt, scopes[row] = self._prompts.pop(names[row])
                 num_new[row] = min(max(0, totals[row] - num_prompt), num_new[row])
             else:
                 scopes[row] = self._scopes.of((totals[row], texts[row][:-1].tobytes()))
         self.row_steps.add(num_new.tolist(), drafted)
-        _leave_out_pieces(texts, num_new)
         if self._lawful:
             num_new[[known in self._lawful and steps >= 0 for known, steps in zip(names, drafted, strict=True)]] = 0
             self._lawful = set()
@@ -266,14 +286,22 @@ class LookupCorpus:
         )
 
 
-def _leave_out_pieces(texts: TextRows, num_new: np.ndarray) -> None:
-    """Of a text with an image in it only what comes after the image is new."""
+def _behind_pieces(texts: TextRows, num_new: np.ndarray) -> TextRows:
+    """Texts that begin behind their last piece of an image, so that nothing is learned of pieces, nor behind them as
+    contexts: their ids lie far apart, and a lookup keeps memory by id. A text that ends in a piece stays, with nothing
+    new; num_new [B] follows."""
     if texts.tokens.max(initial=0) < NO_TEXT:
-        return
+        return texts
+    tokens, lengths = texts.tokens.copy(), texts.lengths.copy()
     for row in range(len(texts)):
         pieces = np.flatnonzero(texts[row] >= NO_TEXT)
         if len(pieces):
-            num_new[row] = min(num_new[row], len(texts[row]) - 1 - int(pieces[-1]))
+            rest = texts[row][int(pieces[-1]) + 1 :]
+            num_new[row] = min(num_new[row], len(rest))
+            if len(rest):
+                tokens[texts.rows[row], : len(rest)] = rest
+                lengths[row] = len(rest)
+    return TextRows(tokens, lengths, texts.rows)
 
 
 def wait_for_corpus(add: Callable, manager: object, *given: object, **named: object) -> object:

@@ -107,7 +107,7 @@ def test_what_is_no_cost_is_refused(tokens, seconds):
 
 
 def test_numbers_that_no_step_has_are_refused():
-    with pytest.raises(ValueError, match="num_rows must be an integer of at least 1, got 0"):
+    with pytest.raises(ValueError, match="of one row or more behind 0 tokens or more, got 0 and 1"):
         StepCost(0, 1, (1, 2), (1.0, 2.0))
     with pytest.raises(ValueError, match=r"got one by itself; write CostTable\(\(cost,\)\)"):
         stand.CostTable(StepCost(1, 1, (1, 2), (1.0, 2.0)))

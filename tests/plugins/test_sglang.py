@@ -12,6 +12,7 @@ from ancestor_rules import broken_rule
 from stand.plugins.sglang import ADDS_CORPUS, REPLACED, LookupCorpus, register, wait_for_corpus
 from stand.plugins.vllm import register as register_vllm
 from stand.trees import BlendedLookup
+from stand.trees.layouts.text_rows import TextRows
 
 SHOWN = 24
 
@@ -88,9 +89,9 @@ def test_what_a_request_got_is_learned_once(monkeypatch):
     ask(made, {"a": [*text, 1, 2], "b": other})
     ask(made, {"b": [*other, 8], "a": [*text, 1, 2]})  # a has got nothing
     made.erase_match_state(["a", "unknown"])
-    ask(made, {"a": [*text, 1, 2, 3]})  # another request of that name
-    ask(made, {"a": text})  # and one that is shorter
-    assert lessons == [text[-SHOWN:], [1, 2], other, [8], [], [*text, 1, 2, 3][-SHOWN:], text[-SHOWN:]]
+    ask(made, {"a": [*text, 1, 2, 3]})  # it was taken out of the batch and is back
+    ask(made, {"a": text})  # another one of that name, for it is shorter
+    assert lessons == [text[-SHOWN:], [1, 2], other, [8], [], [3], text[-SHOWN:]]
 
 
 def test_more_new_tokens_than_are_shown_are_learned_in_part():
@@ -290,6 +291,44 @@ def test_pieces_of_images_are_not_learned():
     plain = corpus()
     ask(plain, {"one": [1, 2, 3, 4]})
     assert knows(plain, [1], 2)  # control: without an image all that is shown is learned
+
+
+def test_ids_of_images_take_no_memory():
+    """They lie far apart, and the lookup keeps memory by id; what is behind them is learned without them."""
+    made, plain = corpus(), corpus()
+    for number in range(20):
+        ask(made, {f"{number}": [1, 2, 1_000_000 + 50_000_000 * number, 4, 5, 6]})
+        ask(plain, {f"{number}": [4, 5, 6]})
+    assert made.lookup.nbytes == plain.lookup.nbytes and knows(made, [4, 5], 6)
+
+
+def test_a_request_that_was_taken_out_goes_on_as_it_was():
+    """Its scope is that of its samples still, and nothing is learned twice."""
+    made, text = corpus(), [1, 2, 3, 4]
+    ask(made, {"one": text, "two": text})
+    made.erase_match_state(["one", "never seen"])
+    text = [*text, 5, 6]
+    texts = TextRows.from_lists([text, text])
+    num_new, scopes = made._news(["one", "two"], texts, [6, 6])
+    assert num_new.tolist() == [2, 2] and scopes[0] == scopes[1]
+    made.erase_match_state(["two"])
+    num_new, _ = made._news(["two"], TextRows.from_lists([[1, 2]]), [2])  # another text of that name
+    assert num_new.tolist() == [2]
+
+
+def test_prompts_and_corpora_with_other_ids():
+    made = corpus()
+    made.learn_prompt("one", np.array([1, -200, 3], dtype=np.int32))
+    ask(made, {"one": [1, -200, 3][2:]})
+    for wrong in (-5, 1_000_000):
+        with pytest.raises(ValueError, match=f"a corpus must hold token ids below 1000000, got {wrong}"):
+            made.load_external_corpus_named("a", [[1, 2, wrong]])
+
+
+def test_a_setting_of_vllm_alone_is_refused(monkeypatch):
+    monkeypatch.setenv("STAND_DRAFTS", "all")
+    with pytest.raises(ValueError, match="drafts must be left out"):
+        corpus()
 
 
 @pytest.mark.parametrize("is_cpu", [True, False])

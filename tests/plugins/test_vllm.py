@@ -464,6 +464,19 @@ def test_what_is_null_is_as_if_left_out():
     assert ServingOptions.read(given, {"STAND_FLOOR": "0.25"}) == ServingOptions(floor=0.25, budget=64)
 
 
+def test_names_that_mean_nothing_are_told(caplog, tmp_path):
+    ServingOptions.read(None, {"STAND_SAV": "x", "STAND_COSTS": "off", "STAND_FLOOR": "0.5", "HOME": "/"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "STAND: nothing in the environment is named STAND_SAV; check the spelling"
+    ]
+    caplog.clear()
+    BlendedLookup(fade=0.9).save(tmp_path / "a.lookup")
+    for fade, is_told in ((0.8, True), (0.9, False), (0.95, False)):
+        ServingOptions(lookup=str(tmp_path / "a.lookup"), fade=fade).new_lookup()
+        assert bool(caplog.records) == is_told
+        caplog.clear()
+
+
 def test_a_path_may_name_its_rank(tmp_path):
     assert ServingOptions.read({"save": tmp_path / "{rank}.lookup"}, {}, rank=3).save == str(tmp_path / "3.lookup")
 

@@ -391,3 +391,16 @@ def test_only_files_are_replaced(tmp_path, kind):
 def test_numbers_are_no_paths():
     with pytest.raises(TypeError, match="PathLike"):
         BlendedLookup.load(0)
+
+
+@pytest.mark.parametrize("far", [256, 511, 70_000, 100_000_000])
+def test_ids_far_apart_are_written(far, tmp_path):
+    """Of the pages between them none is there."""
+    lookup = BlendedLookup()
+    lookup.learn([], [5, 6, far, 7, far + 300, 8])
+    lookup.check()
+    lookup.save(tmp_path / "a.lookup")
+    loaded = BlendedLookup.load(tmp_path / "a.lookup")
+    assert len(loaded) == len(lookup)
+    for context, token in ((6, far), (far, 7), (7, far + 300), (far + 300, 8)):
+        assert loaded.predict([context])[0][:1].tolist() == [token]

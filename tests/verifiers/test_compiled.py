@@ -276,3 +276,15 @@ def test_laws_that_are_not_row_by_row_draw_the_same_tokens():
         found, expected = (get_verifier(rule).verify(batch, one, noise) for one in (other, target))
         assert [path.tolist() for path in found.accepted] == [path.tolist() for path in expected.accepted]
         assert found.next_tokens.tolist() == expected.next_tokens.tolist()
+
+
+@pytest.mark.parametrize("path", [[5], [-1], [0]])
+def test_a_rule_that_keeps_nodes_of_other_rows_is_refused(path):
+    """Row-local nodes of a row with a root and two children."""
+    tokens, offsets = np.array([7, 8, 9, 7, 4], dtype=np.int32), np.array([0, 3, 5], dtype=np.int32)
+    next_tokens, none = np.array([1, 2]), np.empty(0, dtype=np.int32)
+    assert verdict_compiled.gained([np.array([2], dtype=np.int32), none], tokens, offsets, next_tokens) == [[9, 1], [2]]
+    with pytest.raises(ValueError, match=f"a rule must keep nodes of its row's draft, 1 to 2, got {path[0]} in row 0"):
+        verdict_compiled.gained([np.array(path, dtype=np.int32), none], tokens, offsets, next_tokens)
+    with pytest.raises(ValueError, match="a rule must answer 2 rows, got 3"):
+        verdict_compiled.gained([none, none, none], tokens, offsets, np.array([1, 2, 3]))

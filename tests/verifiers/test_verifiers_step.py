@@ -194,11 +194,29 @@ def test_residual_draws_follow_their_law():
     assert np.abs(np.bincount(tokens, minlength=size) / count - law).max() < 2 / count
 
 
+@pytest.mark.parametrize("rule", ["traversal", "rrs", "block", "token"])
+@pytest.mark.parametrize("broken", [0, 1])
+def test_no_draft_is_kept_by_a_row_that_is_no_law(rule, broken):
+    """A chain of two whose target rows are sure of it but for the broken one. What is drawn from that one is refused."""
+    support = np.array([[1, -1], [1, -1], [-1, -1]], dtype=np.int32)
+    law = np.array([[0, 0], [1, 0], [1, 0]], dtype=np.float32)
+    tree = DraftTree(np.array([1, 1, 1], dtype=np.int32), np.array([-1, 0, 1], dtype=np.int32), support, law)
+    rows = torch.tensor([[0.0, 1.0, 0.0]] * 3)
+    rows[broken] = float("nan")
+    for seed in range(20):
+        try:
+            verdicts = get_verifier(rule).verify(DraftBatch.concatenate([tree]), TargetRows(rows), keyed(1, seed=seed))
+        except ValueError as error:
+            assert "positive sum" in str(error)
+        else:
+            assert broken == 1 and len(verdicts.accepted[0]) == 0
+
+
 def test_rows_without_mass_are_refused():
     for row in ([0.0, 0.0], [float("nan"), 1.0]):
         with pytest.raises(ValueError, match="positive sum.*NaN or -inf-only logits"):
             draw_tokens(torch.tensor([row]), np.array([0.5]))
-        for rule in ("match", "traversal"):
+        for rule in ("match", "traversal", "coupled"):
             with pytest.raises(ValueError, match="positive sum.*NaN or -inf-only logits"):
                 get_verifier(rule).verify(
                     DraftBatch.concatenate([DraftTree.pending(1)]), TargetRows(torch.tensor([row])), keyed(1)

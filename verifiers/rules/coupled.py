@@ -36,6 +36,11 @@ class CoupledVerifier(Verifier):
         def draw(rows: np.ndarray, nodes: np.ndarray, depth: int) -> np.ndarray:
             races = target.rows(nodes).double()
             races /= noise.exponentials(rows, depth, vocabulary_size=target.vocabulary_size, device=target.device)
-            return races.argmax(dim=1).cpu().numpy()
+            best, winners = races.max(dim=1)
+            if not bool((best > 0).all()):
+                raise ValueError(
+                    "every target row must have a positive sum, got none; look for NaN or -inf-only logits"
+                )
+            return winners.cpu().numpy()
 
         return follow_drawn(batch, target, draw)

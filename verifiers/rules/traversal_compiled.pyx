@@ -58,7 +58,7 @@ def thresholds(const int32_t[::1] token_ids not None, const int32_t[::1] parents
                 known = s[node] * tails[node]
                 for slot in range(width):
                     known += m[node, slot]
-                h[node] = min(1.0, known) if parents[node] >= 0 else 1.0
+                h[node] = _capped(known) if parents[node] >= 0 else 1.0
     return passing, masses, scales
 
 
@@ -67,8 +67,13 @@ cdef double _inherit(const int32_t[::1] support, double[::1] mass, const Law[::1
     cdef Py_ssize_t slot
     for slot in range(support.shape[0]):
         if support[slot] == token:
-            return min(1.0, mass[slot] / law[slot]) if law[slot] > 0 else 0.0
+            return _capped(mass[slot] / law[slot]) if law[slot] > 0 else 0.0
     return 0.0
+
+
+cdef double _capped(double chance) noexcept nogil:
+    """At most 1. NaN, of a target row that is broken, is 0: no draft is kept for it, and the next token's draw says so."""
+    return chance if chance < 1.0 else 1.0 if chance >= 1.0 else 0.0
 
 
 cdef double _fail(double[::1] mass, const Law[::1] law) noexcept nogil:

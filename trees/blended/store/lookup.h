@@ -76,6 +76,13 @@ class BlendedLookup {
     }
     uint32_t empty_context() const { return empty_; }
     uint32_t num_root_slots() const { return static_cast<uint32_t>(pages_.size()) << PAGE_SHIFT; }
+    // The first token from this one on that has a page, or num_root_slots(): ids far apart leave millions of pages out.
+    uint32_t paged_token(uint32_t token) const {
+        size_t page = token >> PAGE_SHIFT;
+        if (page >= pages_.size() || pages_[page]) return token;
+        while (page < pages_.size() && !pages_[page]) ++page;
+        return static_cast<uint32_t>(page) << PAGE_SHIFT;
+    }
 
     // The contexts that end one token later.
     void advance(const Cursor& from, uint32_t token, Cursor& to) const {

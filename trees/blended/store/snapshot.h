@@ -49,7 +49,7 @@ inline void take_snapshot(const BlendedLookup& lookup, Snapshot& snapshot) {
     Turn turn(lookup.mutex, TURN_CONTEXTS);
     // It was made before all others.
     if (lookup.empty_context() != 0) append_context(lookup, lookup.empty_context(), snapshot);
-    for (uint32_t token = 0; token < lookup.num_root_slots(); ++token)
+    for (uint32_t token = 0; (token = lookup.paged_token(token)) < lookup.num_root_slots(); ++token)
         for (const int32_t order : ONE_TOKEN_ORDERS) {
             if (lookup.root(token, order) == 0) continue;
             const size_t before = snapshot.sizes.size();

@@ -11,7 +11,7 @@ inline const char* BlendedLookup::find_fault() const {
     if (nbytes() > settings.max_bytes) return "more bytes than max_bytes";
     int64_t num_reached = 0;
     const char* fault = empty_ == 0 ? nullptr : find_fault_below(empty_, 0, num_reached);
-    for (uint32_t token = 0; token < num_root_slots() && fault == nullptr; ++token)
+    for (uint32_t token = 0; (token = paged_token(token)) < num_root_slots() && fault == nullptr; ++token)
         for (const int32_t order : ONE_TOKEN_ORDERS) {
             const uint32_t reference = root(token, order);
             if (reference == 0) continue;

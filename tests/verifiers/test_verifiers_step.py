@@ -197,7 +197,7 @@ def test_residual_draws_follow_their_law():
 @pytest.mark.parametrize("rule", ["traversal", "rrs", "block", "token"])
 @pytest.mark.parametrize("broken", [0, 1])
 def test_no_draft_is_kept_by_a_row_that_is_no_law(rule, broken):
-    """A chain of two whose target rows are sure of it but for the broken one. What is drawn from that one is refused."""
+    """A chain of two whose target rows are sure of it but for one. What is drawn from that one is refused."""
     support = np.array([[1, -1], [1, -1], [-1, -1]], dtype=np.int32)
     law = np.array([[0, 0], [1, 0], [1, 0]], dtype=np.float32)
     tree = DraftTree(np.array([1, 1, 1], dtype=np.int32), np.array([-1, 0, 1], dtype=np.int32), support, law)

@@ -76,6 +76,19 @@ def test_recorded_laws_are_the_heads_own_whatever_happens_to_the_rows(target, se
     assert drafter.num_checked > 60
 
 
+def test_a_row_that_goes_on_is_begun_once(monkeypatch):
+    """Its features are noted from step to step; it would be run from its first token on otherwise."""
+    begun, begin = [], followed_rows.FollowedRows._begin
+    monkeypatch.setattr(
+        followed_rows.FollowedRows,
+        "_begin",
+        lambda self, place, *given: begun.append(place) or begin(self, place, *given),
+    )
+    engine = stand.wrap(tiny_model("llama"), drafter=checked("llama", budget=6))
+    output = engine.generate(input_ids=PROMPTS[:2], max_new_tokens=9, stop_token_ids=[], temperature=1.0, seed=3)
+    assert output.stats.num_forwards > 2 and sorted(begun) == [0, 1]
+
+
 @pytest.mark.parametrize("fuse", [True, False])
 def test_the_heads_runs_are_fused_where_the_targets_are(fuse, monkeypatch):
     fused, own = set(), FusedAttention.__call__

@@ -19,7 +19,7 @@ from stand.drafters.streams.weights import Streams
 from stand.scheduling import within_pages
 from stand.scheduling.memory import bytes_per_token
 from stand.step import EagerStep
-from stand.trees import DraftBatch
+from stand.trees import DraftBatch, OutsideLaws
 
 PROMPTS = [[5, 9, 11, 4, 5, 9], [7, 8], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32], [3]]
 TARGETS = ("llama", "qwen2")
@@ -257,6 +257,32 @@ def test_streams_do_not_run_where_nothing_is_drafted(budget, is_idle):
     with patch.object(type(source.rider), "_through", lambda *args, **how: runs.append(0) or through(*args, **how)):
         engine.generate(input_ids=[[5, 9]], max_new_tokens=8, temperature=1.0, seed=1)
     assert source.rider.is_idle == is_idle and bool(runs) != is_idle
+    assert 0 <= source.rider.last_seconds < 60  # of one run
+
+
+def test_laws_are_those_of_the_rows_that_have_some(monkeypatch):
+    source = stand.StreamLaws(random_streams(tiny_model("llama")))
+    source.attach(tiny_model("llama"))
+    ids, probs = np.arange(GAMMA * 10, dtype=np.int32).reshape(GAMMA, 10), np.full((GAMMA, 10), 0.1, dtype=np.float32)
+    monkeypatch.setattr(source.rider, "laws_of", lambda request: [None, (ids, probs), (ids + 7, probs)])
+    made = []
+    monkeypatch.setattr("stand.drafters.streams.laws.OutsideLaws", type("Laws", (), {
+        "ANY_TOKEN": OutsideLaws.ANY_TOKEN, "__init__": lambda self, *given, **settings: made.extend(given),
+    }))  # fmt: skip
+    source._known_laws(None)
+    offsets, parents, _, law_ids, _ = made
+    assert offsets.tolist() == [0, 0, GAMMA, 2 * GAMMA] and parents.tolist() == [-1, 0, 1] * 2
+    assert np.array_equal(law_ids, np.concatenate([ids, ids + 7]))
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_a_step_without_a_run_counts_as_one_without(pays, monkeypatch):
+    source, ended = stand.StreamLaws(random_streams(tiny_model("llama"))), []
+    engine = stand.wrap(tiny_model("llama"), drafter=stand.BlendedDrafter(budget=8, source=source))
+    monkeypatch.setattr(type(source._paying), "pays", lambda self, run, *, is_seeded: pays)
+    monkeypatch.setattr(type(source._paying), "end_step", lambda self, num_runs: ended.append(num_runs))
+    engine.generate(input_ids=[[5, 9]], max_new_tokens=6, temperature=1.0, seed=1)
+    assert set(ended) == {int(pays)}
 
 
 def test_a_rule_for_chains_is_refused():

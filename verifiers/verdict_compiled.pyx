@@ -143,25 +143,19 @@ def gained(
     batch_offsets,  # [B + 1]
     next_tokens,  # [B] int64
 ):
-    """B lists: the tokens of the nodes that are kept, the next token last.
-
-    Raises ValueError for a node that its row does not have.
-    """
+    """B lists: the tokens of the nodes that are kept, the next token last; None for nodes that their rows do not have."""
     cdef const int32_t[::1] token_ids = np.ascontiguousarray(batch_tokens, dtype=np.int32)
     cdef const int32_t[::1] offsets = np.ascontiguousarray(batch_offsets, dtype=np.int32)
     cdef const int32_t[::1] nodes = np.ascontiguousarray(np.concatenate(accepted), dtype=np.int32)
     cdef Py_ssize_t row, end, kept, place = 0
     if len(accepted) + 1 > offsets.shape[0]:
-        raise ValueError(f"a rule must answer {offsets.shape[0] - 1} rows, got {len(accepted)}")
+        return None
     rows = []
     for row, (path, next_token) in enumerate(zip(accepted, next_tokens.tolist(), strict=True)):
         end = place + len(path)
         for kept in range(place, end):
             if not 0 < nodes[kept] < offsets[row + 1] - offsets[row]:
-                raise ValueError(
-                    f"a rule must keep nodes of its row's draft, 1 to {offsets[row + 1] - offsets[row] - 1}, got "
-                    f"{nodes[kept]} in row {row}; number them within the row"
-                )
+                return None
         tokens = [token_ids[offsets[row] + nodes[kept]] for kept in range(place, end)]
         tokens.append(next_token)
         rows.append(tokens)

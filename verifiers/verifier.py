@@ -50,8 +50,14 @@ class Verdicts:
         return np.array([len(path) for path in self.accepted], dtype=np.int32)
 
     def gained(self, batch: DraftBatch) -> list[list[int]]:
-        """B lists: the tokens each row gains, the next token last."""
-        return verdict_compiled.gained(self.accepted, batch.token_ids, batch.offsets, self.next_tokens)
+        """B lists: the tokens each row gains, the next token last. Raises ValueError for nodes that no row has."""
+        tokens = verdict_compiled.gained(self.accepted, batch.token_ids, batch.offsets, self.next_tokens)
+        if tokens is None:
+            raise ValueError(
+                f"a rule must keep nodes of each of {len(batch)} rows' own drafts, numbered within the row, got "
+                f"{[path.tolist() for path in self.accepted]} of drafts of {batch.sizes.tolist()} nodes"
+            )
+        return tokens
 
 
 class Verifier(ABC):

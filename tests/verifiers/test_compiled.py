@@ -278,13 +278,20 @@ def test_laws_that_are_not_row_by_row_draw_the_same_tokens():
         assert found.next_tokens.tolist() == expected.next_tokens.tolist()
 
 
-@pytest.mark.parametrize("path", [[5], [-1], [0]])
+@pytest.mark.parametrize("path", [[5], [3], [-1], [0]])
 def test_a_rule_that_keeps_nodes_of_other_rows_is_refused(path):
     """Row-local nodes of a row with a root and two children."""
-    tokens, offsets = np.array([7, 8, 9, 7, 4], dtype=np.int32), np.array([0, 3, 5], dtype=np.int32)
+    trees = [(7, 8, 9), (7, 4)]
+    batch = DraftBatch.concatenate([draft_of(*tokens) for tokens in trees])
     next_tokens, none = np.array([1, 2]), np.empty(0, dtype=np.int32)
-    assert verdict_compiled.gained([np.array([2], dtype=np.int32), none], tokens, offsets, next_tokens) == [[9, 1], [2]]
-    with pytest.raises(ValueError, match=f"a rule must keep nodes of its row's draft, 1 to 2, got {path[0]} in row 0"):
-        verdict_compiled.gained([np.array(path, dtype=np.int32), none], tokens, offsets, next_tokens)
-    with pytest.raises(ValueError, match="a rule must answer 2 rows, got 3"):
-        verdict_compiled.gained([none, none, none], tokens, offsets, np.array([1, 2, 3]))
+    assert Verdicts([np.array([2], dtype=np.int32), none], next_tokens).gained(batch) == [[9, 1], [2]]
+    for accepted in ([np.array(path, dtype=np.int32), none], [none, none, none]):
+        with pytest.raises(ValueError, match="a rule must keep nodes of each of 2 rows' own drafts, numbered within"):
+            Verdicts(accepted, np.arange(len(accepted))).gained(batch)
+
+
+def draft_of(root: int, *children: int) -> DraftTree:
+    nodes = len(children) + 1
+    parents = np.array([-1, *[0] * len(children)], dtype=np.int32)
+    support = np.full((nodes, 1), -1, dtype=np.int32)
+    return DraftTree(np.array([root, *children], dtype=np.int32), parents, support, np.zeros((nodes, 1), np.float32))

@@ -257,10 +257,14 @@ class Call:
 
     def _commit(self, live: LiveRows, batch: DraftBatch, verdicts: Verdicts) -> None:
         """Append what was kept to every row, up to its end, and move its keys together."""
-        self._check_next(verdicts)
         num_kept: list[int] = []  # by row: nodes that are emitted
         elapsed = self.stats.elapsed
         for row, tokens, size in zip(live.rows, verdicts.gained(batch), batch.sizes.tolist(), strict=True):
+            if not 0 <= tokens[-1] < self._vocabulary_size:  # of a rule of the user's
+                raise ValueError(
+                    f"rule {self._verifier.name!r} must answer next tokens in [0, {self._vocabulary_size}), got "
+                    f"{tokens[-1]}; draw them from the target's rows"
+                )
             emitted, row.finish_reason = self.scheduler.job_of(row).stop.cut(row, tokens, elapsed=elapsed)
             row.extend(tokens[:emitted])
             row.num_drafted += size - 1
@@ -272,15 +276,6 @@ class Call:
                 self._on_commit(row, tokens[:emitted])
         self._step.keep(live, verdicts.accepted)
         self.stats.count_step(batch, verdicts.accepted, num_kept)
-
-    def _check_next(self, verdicts: Verdicts) -> None:
-        """Raise ValueError for tokens that no vocabulary has, which a rule of the user's might answer."""
-        tokens = verdicts.next_tokens
-        if tokens.min() < 0 or tokens.max() >= self._vocabulary_size:
-            raise ValueError(
-                f"rule {self._verifier.name!r} must answer next tokens in [0, {self._vocabulary_size}), got "
-                f"{tokens.min()} to {tokens.max()}; draw them from the target's rows"
-            )
 
     def _end(self, row: Row) -> None:
         row.ended, self._is_settled = self.stats.elapsed, False

@@ -54,8 +54,9 @@ class Verdicts:
         tokens = verdict_compiled.gained(self.accepted, batch.token_ids, batch.offsets, self.next_tokens)
         if tokens is None:
             raise ValueError(
-                f"a rule must keep nodes of each of {len(batch)} rows' own drafts, numbered within the row, got "
-                f"{[path.tolist() for path in self.accepted]} of drafts of {batch.sizes.tolist()} nodes"
+                f"a rule must keep nodes of each of {len(batch)} rows' own drafts, got "
+                f"{[path.tolist() for path in self.accepted]} of drafts of {batch.sizes.tolist()} nodes; number them "
+                "from each row's root on"
             )
         return tokens
 

@@ -167,3 +167,17 @@ def test_streams_of_two_threads_take_turns_step_by_step():
     for seed in (5, 6):
         assert texts[seed] == engine.generate([3, 4, seed], seed=seed, **settings).texts[0]
     assert sum(one != other for one, other in zip(order, order[1:], strict=False)) > 10
+
+
+@pytest.mark.parametrize("token", [-1, 61, 2**40])
+def test_a_rule_that_answers_no_token_of_the_vocabulary_is_named(token, monkeypatch):
+    engine = stand.wrap(tiny_model("qwen2"), drafter=stand.BlendedDrafter(budget=4), verifier="match")
+    verify = type(engine.verifier).verify
+
+    def answer(self, batch, target, noise):
+        verdicts = verify(self, batch, target, noise)
+        return dataclasses.replace(verdicts, next_tokens=np.full(len(batch), token))
+
+    monkeypatch.setattr(type(engine.verifier), "verify", answer)
+    with pytest.raises(ValueError, match=rf"rule 'match' must answer next tokens in \[0, 61\), got {token}"):
+        engine.generate(input_ids=PROMPTS, max_new_tokens=3, temperature=1.0)

@@ -101,6 +101,16 @@ def read_arguments(command_line: Sequence[str] | None = None) -> argparse.Namesp
         type=positive_integer,
         help=f"live at once where memory decides (default: {MOST_ROWS}, as in a captured step)",
     )
+    add_step_options(parser)
+    parser.add_argument("--seed", type=int, default=0, help="of lengths and accepted tokens (%(default)s)")
+    parser.add_argument("--plot", type=picture_file, help="draw the last number of rows over time")
+    arguments = parser.parse_args(command_line)
+    settle(parser, arguments)
+    return arguments
+
+
+def add_step_options(parser: argparse.ArgumentParser) -> None:
+    """What a step costs, and what it keeps."""
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b", help="model by shape (%(default)s)")
     parser.add_argument(
         "--bandwidth", type=positive_number, default=3.4, help="TB/s that a step reaches (%(default)s; an H200 has 4.8)"
@@ -121,11 +131,6 @@ def read_arguments(command_line: Sequence[str] | None = None) -> argparse.Namesp
         metavar="NODES:TOKENS,...",
         help="tokens per step by nodes per row (%(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of lengths and accepted tokens (%(default)s)")
-    parser.add_argument("--plot", type=picture_file, help="draw the last number of rows over time")
-    arguments = parser.parse_args(command_line)
-    settle(parser, arguments)
-    return arguments
 
 
 def settle(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:

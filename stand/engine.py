@@ -151,15 +151,13 @@ class Engine:
         them do_sample=False and top_k=50. Three rules are added: a temperature above 0 given here switches sampling on,
         temperature 0 is greedy, and where no configuration names an end token, the tokenizer's is it. The law is that
         of transformers' own processors in their order, logits_processors where transformers puts them; one that keeps a
-        state sees a row as if it were decoded alone. What cannot be honoured is refused by name
-        (stand/generation_settings.py).
+        state sees a row as if it were decoded alone. What cannot be honoured is refused by name.
 
         stop adds to the config's stop_strings; what begins in the prompt ends no row. stop_token_ids replace its end
         tokens; [] means none. stopping_criteria are asked token by token, one row at a time. max_time counts the call's
         own time, from its first step on; it ends rows behind a step, so those that wait still get one each. Without
-        max_new_tokens and max_length a row may fill the model's context, where transformers ends it after 20 tokens.
-        seed None draws one; it is in the output. draft=False is ordinary decoding by the same engine; learn=False
-        leaves the drafter as it is.
+        max_new_tokens and max_length a row may fill the model's context; transformers ends it after 20 tokens. seed
+        None draws one; it is in the output. draft=False is ordinary decoding by this engine; learn=False learns nothing.
 
         Processors and criteria that are given are never called: every row, of processors every draft node, has a copy.
         So a state belongs in attributes, not in a closure, and a recorder stays empty. Copies share tokenizers, modules

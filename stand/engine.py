@@ -157,7 +157,7 @@ class Engine:
         tokens; [] means none. stopping_criteria are asked token by token, one row at a time. max_time counts the call's
         own time, from its first step on; it ends rows behind a step, so those that wait still get one each. Without
         max_new_tokens and max_length a row may fill the model's context; transformers ends it after 20 tokens. seed
-        None draws one; it is in the output. draft=False is ordinary decoding by this engine; learn=False learns nothing.
+        None draws one; it is in the output. draft=False is ordinary decoding here; learn=False learns nothing.
 
         Processors and criteria that are given are never called: every row, of processors every draft node, has a copy.
         So a state belongs in attributes, not in a closure, and a recorder stays empty. Copies share tokenizers, modules

@@ -16,12 +16,17 @@ SUM_TOLERANCE = 1e-3
 def check_batch(batch: DraftBatch, request: DraftRequest, *, vocabulary_size: int) -> None:
     """Raise ValueError unless there is a draft per row, its root the pending token, its tokens in the vocabulary, and
     every child's law a law that could have drawn it."""
+    try:
+        integers = (batch.token_ids, batch.parents, batch.offsets, batch.support_ids)
+    except AttributeError as error:
+        raise ValueError(
+            f"a drafter must answer a DraftBatch, got {type(batch).__name__}; return DraftBatch.concatenate(trees)"
+        ) from error
     if len(batch) != len(request.histories):
         raise ValueError(
             f"a drafter must answer one draft per row, got {len(batch)} for {len(request.histories)}; "
             "return DraftTree.pending(token) for a row without a draft"
         )
-    integers = (batch.token_ids, batch.parents, batch.offsets, batch.support_ids)
     integers = [np.ascontiguousarray(array, dtype=np.int32) for array in integers]
     law = np.ascontiguousarray(batch.law, dtype=np.float32)
     if not is_sound(*integers, law, request.histories, vocabulary_size, SUM_TOLERANCE):

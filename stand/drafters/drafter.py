@@ -93,8 +93,9 @@ class Drafter(CallCounter, ABC):
 
         learns: whether the call will teach. Two calls must get different numbers wherever one of them may draft from
         what the other one teaches: with the same noise the law of the one that drafts so would be wrong. This one
-        counts the calls that teach. That is safe unless the drafter is saved and loaded, or several drafters share a
-        memory: then the number must come from the memory.
+        counts the calls that teach, which a drafter with `num_candidates` 0 has none of: it may remember nothing from
+        call to call. That is safe unless the drafter is saved and loaded, or several drafters share a memory: then the
+        number must come from the memory.
         """
         return self.count_call(learns=learns) if self.num_candidates else 0
 

@@ -181,3 +181,13 @@ def test_a_rule_that_answers_no_token_of_the_vocabulary_is_named(token, monkeypa
     monkeypatch.setattr(type(engine.verifier), "verify", answer)
     with pytest.raises(ValueError, match=rf"rule 'match' must answer next tokens in \[0, 61\), got {token}"):
         engine.generate(input_ids=PROMPTS, max_new_tokens=3, temperature=1.0)
+
+
+@pytest.mark.parametrize("answer", [None, []])
+def test_an_answer_that_is_no_draft_is_named(answer):
+    class Silent(stand.Drafter):
+        def draft(self, request: stand.DraftRequest) -> object:
+            return answer
+
+    with pytest.raises(ValueError, match=f"must answer a DraftBatch, got {type(answer).__name__}; return DraftBatch"):
+        stand.wrap(tiny_model("qwen2"), drafter=Silent()).generate(input_ids=PROMPTS, max_new_tokens=2)

@@ -53,7 +53,15 @@ from measuring.interruption import run_command
 from measuring.option_types import positive_integer, positive_number, probability, share, whole_number
 from measuring.output_file import JsonLines, check_writable
 from measuring.progress import Progress, say
-from measuring.setup import BOXED_INSTRUCTION, REASONER, WORD_PROBLEMS, from_model, load_trained, prompt_ids
+from measuring.setup import (
+    BOXED_INSTRUCTION,
+    DRAFTERS,
+    REASONER,
+    WORD_PROBLEMS,
+    from_model,
+    load_trained,
+    prompt_ids,
+)
 from measuring.trajectories import REPEATING
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workloads.problem_sets import generated_tasks, read_tasks
@@ -67,7 +75,6 @@ from stand.seeds import prompt_word
 from stand.trees.sampling import KINDS
 from stand.verifiers import VerifierNoise
 
-SHIPPED_HEADS = {name: Path(__file__).resolve().parent / "drafters" / name for name in ("eagle", "streams")}
 CONTROL = "typical"  # a lossy rule, which the test must refuse
 OWN = {  # defaults of the options that one check alone has
     "law": {
@@ -76,7 +83,7 @@ OWN = {  # defaults of the options that one check alone has
     },
     "tokens": {"rows": 16, "budget": 32},
 }  # fmt: skip
-DRAFTERS = ("lookup", "blended", "eagle", "streams", "streams-blended", "neighbours")
+DRAFTER_NAMES = ("lookup", "blended", "eagle", "streams", "streams-blended", "neighbours")
 HEADLESS = ("lookup", "neighbours")
 LONGEST_CUT = 6  # tokens of a solution that a prompt may hold
 MOST_ROWS = 500  # of a call
@@ -147,7 +154,7 @@ def continuations(
 
 
 def shipped_head(drafter: str) -> Path:
-    return SHIPPED_HEADS["streams" if drafter.startswith("streams") else "eagle"]
+    return DRAFTERS / ("streams" if drafter.startswith("streams") else "eagle")
 
 
 def trained_part(model, options: argparse.Namespace) -> TrainedPart | None:
@@ -389,7 +396,7 @@ def options_of_both(parser: argparse.ArgumentParser) -> None:
 def options_of_one(parser: argparse.ArgumentParser) -> None:
     """Those that one check alone has; `OWN` names their defaults."""
     parser.add_argument("--kinds", type=names, help="draft kinds for `law` (default: sampled,mixed)")
-    parser.add_argument("--drafter", choices=DRAFTERS, help="of `law` (default: lookup)")
+    parser.add_argument("--drafter", choices=DRAFTER_NAMES, help="of `law` (default: lookup)")
     parser.add_argument("--head", type=Path, help="EAGLE-1 head or streams (default: those shipped)")
     parser.add_argument(
         "--continuations", type=positive_integer, help="of one arm of `law`, all prompts together (default: 20000)"

@@ -28,7 +28,7 @@ import torch
 from measuring.interruption import run_and_report
 from measuring.option_types import count_list, number_from_zero, positive_integer
 from measuring.progress import Progress
-from measuring.setup import add_options, fill_defaults, load_model, load_tasks, load_trained, prompt_ids
+from measuring.setup import DRAFTERS, add_options, fill_defaults, load_model, load_tasks, load_trained, prompt_ids
 from measuring.text_table import format_table
 from measuring.trajectories import Sampling, draw_with_engine
 
@@ -38,7 +38,6 @@ from stand.drafters.eagle.head import EagleHead
 from stand.drafters.eagle.laws import MOST_RUNS
 from stand.drafters.streams.weights import Streams
 
-DRAFTERS = Path(__file__).resolve().parent / "drafters"
 SHIPPED = {"head": DRAFTERS / "eagle", "streams": DRAFTERS / "streams"}
 RANDOM = "random"
 NO_DRAFTS = "none"
@@ -61,11 +60,10 @@ def drafter_makers(
 ) -> dict[str, Callable[[int], stand.Drafter]]:
     """Name of an arm: its drafter for so many rows."""
     law = {"temperature": temperature or 1.0}
-    settings = {**law, "runs": arguments.runs or MOST_RUNS}
     nodes = arguments.nodes
     makers: dict[str, Callable[[int], stand.Drafter]] = {
         "lookup": lambda rows: stand.BlendedDrafter(budget=nodes and nodes * rows),
-        "eagle": lambda rows: stand.EagleDrafter(head, budget=nodes * rows, **settings),
+        "eagle": lambda rows: stand.EagleDrafter(head, budget=nodes * rows, runs=arguments.runs, **law),
         "blended": lambda rows: stand.BlendedDrafter(
             budget=nodes and nodes * rows, source=stand.EagleLaws(head, runs=arguments.runs, **law)
         ),

@@ -25,7 +25,8 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -87,6 +88,11 @@ class Run:
         if self._loaded is None:
             self._loaded = load_model(self.options)
         return self._loaded
+
+    @cached_property
+    def head(self) -> EagleHead:
+        """What --head names."""
+        return load_trained(EagleHead.load, self.model[0], self.options.head, option="--head", model=self.options.model)
 
     def prompts(self, count: int) -> list[list[int]]:
         """Token ids of the first problems."""
@@ -159,14 +165,12 @@ def run_loops(run: Run, part: str, settings: list[str]) -> str:
     ]
     results: dict[tuple[str, LoopArm], dict] = {}
     progress = Progress(len(arms))
-    if part == "rules" and run.options.head is not None:  # before the arms that come first
-        load_trained(EagleHead.load, run.model[0], run.options.head, option="--head", model=run.options.model)
-    for setting, arm in arms:
+    for setting, arm in sorted(arms, key=lambda pair: pair[1].head is None):  # a wrong head is told first
         found = run.result((part, setting, arm.name), partial(run_loop, run, setting, arm))
         results[setting, arm] = found
         means = {rule: round(sum(tokens) / sum(found["steps"]), 2) for rule, tokens in found["tokens"].items()}
         progress.add(1, f"{setting}, {arm.name}: {means}")
-    return loop_tables(part, results)
+    return loop_tables(part, {pair: results[pair] for pair in arms})
 
 
 def run_calibrations(run: Run, settings: list[str]) -> str:
@@ -186,6 +190,7 @@ def run_replay(recording: LawRecording, arm: ReplayArm) -> dict[str, object]:
 def run_loop(run: Run, setting: str, arm: LoopArm) -> dict[str, object]:
     options = run.options
     how = {**law_settings(setting), "max_new_tokens": options.tokens, "seed": SEED}
+    arm = arm if arm.head is None else replace(arm, head=run.head)
     return run_loop_arm(*run.model, run.prompts(options.loop_problems), arm, samples=options.loop_samples, **how)
 
 

@@ -21,7 +21,7 @@ def draw_tokens(rows: torch.Tensor, uniforms: np.ndarray) -> np.ndarray:
     """
     tokens, totals = tokens_at(rows, torch.from_numpy(uniforms).to(rows.device))
     tokens = tokens.cpu().numpy()
-    _refuse_empty_rows(totals.cpu().numpy())
+    refuse_empty_rows(totals.cpu().numpy())
     return tokens
 
 
@@ -109,7 +109,8 @@ def _below(points: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
     return torch.minimum(points, torch.nextafter(totals, torch.zeros_like(totals)))
 
 
-def _refuse_empty_rows(totals: np.ndarray) -> None:
+def refuse_empty_rows(totals: np.ndarray) -> None:
+    """Raise ValueError unless every target row has a weight; totals [B]: sums of rows, or their largest."""
     if not np.all(totals > 0):
         raise ValueError(
             f"every target row must have a positive sum, got {totals.min()}; look for NaN or -inf-only logits"

@@ -19,6 +19,7 @@ from stand.drafters.trained_part import TrainedPart
 from stand.forward.model import max_positions
 
 REASONER = Path(__file__).resolve().parents[1] / "reasoner"
+DRAFTERS = REASONER.with_name("drafters")  # what drafts for it: draft models, an EAGLE head, streams
 WORD_PROBLEMS = Path(__file__).resolve().parents[1] / "workloads" / "word_problems.jsonl"  # for small models
 BOXED_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 MOST_NEW_TOKENS = 8192  # where none are given, of a model whose context holds as many

@@ -13,6 +13,7 @@ from verifier_parts.expected_kept import expected_kept
 from verifier_parts.verifier_tables import estimate, gain, resampled, with_error
 
 import stand
+from stand.drafters.eagle.head import EagleHead
 from stand.trees import BlendedLookup, DraftBatch, LookupTree, TreeShape
 from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise, get_verifier
 from table_parts.path_laws import PathLawsDrafter
@@ -39,7 +40,7 @@ class LoopArm:
     name: str
     rules: tuple[str, ...]
     kind: str = "sampled"
-    head: Path | None = None  # where a head's checkpoint lies
+    head: EagleHead | Path | None = None  # or where its checkpoint lies
     temperature: float = 1.0  # of the head's laws
     learner: type[stand.BlendedDrafter] = field(default=stand.BlendedDrafter, compare=False)
 

@@ -9,13 +9,12 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from measuring.setup import REASONER
+from measuring.setup import DRAFTERS, REASONER
 from transformers import AutoTokenizer
 
 from training.checkpoint import TOKENIZER_FILES
 from training.trainer import train
 
-DRAFTERS = Path(__file__).resolve().parents[1] / "drafters"
 SIZES = {"good": {"layers": 2, "minutes": 9.0}, "weak": {"layers": 1, "minutes": 3.0}}
 
 

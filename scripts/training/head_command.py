@@ -14,7 +14,16 @@ from long_runs.trajectory_run import digest_of
 from measuring.option_types import named, positive_integer, positive_number
 from measuring.output_file import check_replaceable, check_writable
 from measuring.progress import say
-from measuring.setup import REASONER, add_options, fill_defaults, load_model, load_tasks, load_trained, prompt_ids
+from measuring.setup import (
+    DRAFTERS,
+    REASONER,
+    add_options,
+    fill_defaults,
+    load_model,
+    load_tasks,
+    load_trained,
+    prompt_ids,
+)
 from safetensors import SafetensorError, safe_open
 from workloads.problem_sets import Task, read_tasks
 from workloads.problems import draw_problem
@@ -25,7 +34,6 @@ from training.checkpoint import ANEW, FACTS, SETTINGS, claim, forget_checkpoints
 from training.generations import frequent_tokens, write_generations
 from training.head_training import Recipe, describe, train_head
 
-DRAFTERS = Path(__file__).resolve().parents[1] / "drafters"
 FILES = ("generations.jsonl", "held_out.jsonl", "state.pt", "state.new", SETTINGS)  # of checkpoints
 FIXED = ("problems", "num_problems", "instruction", "max_new_tokens", "dtype", "seed")  # what decides held-out texts
 FIXED_IN_TRAINING = ("temperature", "learning_rate", "streams", "layers", "rank")

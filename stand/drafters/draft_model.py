@@ -81,7 +81,6 @@ class ModelDrafter(Drafter):
         depths = self._depths(request)
         drafted = np.flatnonzero(depths)
         levels: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # of these rows: tokens, supports, laws
-        is_lawful = np.ones(len(drafted), dtype=bool)  # until a row's logits overflow: its chain ends there
         if len(drafted):
             with tree_attention(self.model):
                 rows = request.rows[drafted].tolist()
@@ -94,8 +93,8 @@ class ModelDrafter(Drafter):
                     points = uniforms(request.seed, DRAFT, keys, steps, layers)
                     *level, is_law = self._draw(logits, points, is_greedy=request.is_greedy)
                     levels.append(tuple(level))
-                    is_lawful &= is_law
-                    depths[drafted[~is_lawful]] = np.minimum(depths[drafted[~is_lawful]], depth - 1)
+                    ended = drafted[~is_law]  # their logits overflow
+                    depths[ended] = np.minimum(depths[ended], depth - 1)
             self._rows = rows  # last: where an error ends this, none is known
         places = np.searchsorted(drafted, np.arange(len(depths)))
         chains = [

@@ -237,7 +237,7 @@ def _measure_briefly(
         times[size] = last
         if last > dear:
             break
-        size = size * 2 if size * 2 <= most_tokens or len(times) > 1 else max(size + 1, most_tokens)
+        size = 2 * size if len(times) > 1 else min(2 * size, max(size + 1, most_tokens))  # two sizes in any case
     near = [size for size in times if times[size] <= NEAR_RATIO * times[num_rows]]
     wanted = [size for size in _sizes(num_rows, most_tokens) if size <= near[-1]]
     while True:

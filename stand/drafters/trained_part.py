@@ -50,16 +50,16 @@ class TrainedPart(nn.Module):
             raise ValueError(f"{name} must be one, a file or a folder, got {type(part).__name__}; pass the path")
         if not isinstance(part, cls):
             part = cls.load(target, part)
-        own = next(part.parameters())
-        if part.is_of(target) and (own.device, own.dtype) != (target.device, target.dtype):
-            raise ValueError(
-                f"{name} must be where its model is, in {target.dtype} on {target.device}, got {own.dtype} on "
-                f"{own.device}; make it anew behind model.to(...), or pass the path"
-            )
         if not part.is_of(target):
             raise ValueError(
                 f"{name} must be the wrapped model's own, got one that was made for another model; make it with "
                 f"{name}.load(model, path), or pass the path"
+            )
+        own = next(part.parameters())
+        if (own.device, own.dtype) != (target.device, target.dtype):
+            raise ValueError(
+                f"{name} must be where its model is, in {target.dtype} on {target.device}, got {own.dtype} on "
+                f"{own.device}; make it anew behind model.to(...), or pass the path"
             )
         return part
 

@@ -70,8 +70,8 @@ class MergedLinear:
     def _slices(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Every parameter of the parts, and its place in the merged tensor."""
         for name, merged in (("weight", self.weight), ("bias", self.bias)):
-            pieces = () if merged is None else merged.split(self.sizes)
-            yield from zip((getattr(part, name) for part in self.parts), pieces, strict=False)
+            if merged is not None:
+                yield from zip((getattr(part, name) for part in self.parts), merged.split(self.sizes), strict=True)
 
     def _forward_of(self, index: int) -> Forward:
         def forward(states: torch.Tensor) -> torch.Tensor:

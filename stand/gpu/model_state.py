@@ -6,7 +6,8 @@ a module, sets an adapter or adds a hook between two calls must be seen before t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import chain
 
 import torch
 from torch import nn
@@ -17,19 +18,15 @@ from stand.fusion.guard import code_of
 PLAIN = (bool, int, float, str, type(None))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 PASSED_OVER = vars(nn.Module()).keys() - {"training"}  # what torch keeps in every module
-
-
 OWN_HOOKS = ("stand.", "transformers.")  # modules of hooks that belong to this engine, or only collect outputs
 
 
 def foreign_hook(model: nn.Module) -> str | None:
     """The name of a forward hook that somebody else has registered, or None."""
-    kinds = [getattr(module, kind) for module in model.modules() for kind in HOOKS]
-    kinds += [all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks]
-    for hooks in kinds:
-        for hook in hooks.values():
-            if not (getattr(hook, "__module__", None) or "").startswith(OWN_HOOKS):
-                return getattr(hook, "__qualname__", type(hook).__name__)
+    of_modules = [list(getattr(module, kind).values()) for module in model.modules() for kind in HOOKS]
+    for hook in chain(*of_modules, *_hooks_of_all_modules()):
+        if not (getattr(hook, "__module__", None) or "").startswith(OWN_HOOKS):
+            return getattr(hook, "__qualname__", type(hook).__name__)
     return None
 
 
@@ -42,8 +39,7 @@ class ModelState:
         self._modules = {name: _module_state(module) for name, module in model.named_modules()}
         configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
         self._configs = {name: _settings(config) for name, config in configs.items()}
-        kinds = (all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks)
-        self._hooks_of_all = [list(hooks.values()) for hooks in kinds]
+        self._hooks_of_all = _hooks_of_all_modules()
 
     def holds_weights(self) -> bool:
         """Whether the tensors that were the model's still lie where they did; takes microseconds per tensor."""
@@ -61,6 +57,12 @@ class ModelState:
         if self._configs != earlier._configs:
             return "its configuration has changed"
         return None if self._places == earlier._places else "its weights have moved"
+
+
+def _hooks_of_all_modules() -> list[list[Callable]]:
+    return [
+        list(hooks.values()) for hooks in (all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks)
+    ]
 
 
 def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:

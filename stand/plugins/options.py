@@ -87,7 +87,7 @@ class ServingOptions:
         is_first_run = self.lookup == self.save and not Path(self.lookup).exists()
         if self.lookup and not is_first_run:
             lookup = BlendedLookup.load(self.lookup, max_bytes=self.max_bytes)
-            if self.fade not in (lookup.fade, ServingOptions.__dataclass_fields__["fade"].default):
+            if self.fade not in (lookup.fade, ServingOptions().fade):
                 LOGGER.warning(
                     "STAND: fade %g has no effect on %s, which has its own, %g", self.fade, self.lookup, lookup.fade
                 )

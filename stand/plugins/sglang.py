@@ -161,8 +161,8 @@ class LookupCorpus:
         self._erased |= {
             name: known for name, *known in zip(names, lengths.tolist(), scopes, strict=True) if known[0] >= 0
         }
-        for name in list(self._erased)[: -MOST_ERASED or None]:
-            del self._erased[name]
+        while len(self._erased) > MOST_ERASED:
+            del self._erased[next(iter(self._erased))]
         self._requests.forget(names)
 
     def reset(self) -> None:

@@ -407,7 +407,7 @@ def test_a_run_that_has_ended_keeps_no_keys(is_read_to_its_end):
 
 
 def test_prompts_are_numbered_and_the_latest_are_remembered(monkeypatch):
-    monkeypatch.setattr(ProblemNumbers, "MOST_PROMPTS", 3)
+    monkeypatch.setattr(ProblemNumbers, "MOST_KEYS", 3)
     numbers = ProblemNumbers()
     prompts = [np.array([number], dtype=np.int32) for number in range(5)]
     assert [numbers.of(prompts[place]) for place in (0, 1, 0, 2, 0, 3)] == [0, 1, 0, 2, 0, 3]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from stand.trees import DraftBatch
+from stand.verifiers.draw import refuse_empty_rows
 from stand.verifiers.noise import VerifierNoise
 from stand.verifiers.requirements import Requirements
 from stand.verifiers.rules.match import follow_drawn
@@ -37,10 +38,7 @@ class CoupledVerifier(Verifier):
             races = target.rows(nodes).double()
             races /= noise.exponentials(rows, depth, vocabulary_size=target.vocabulary_size, device=target.device)
             best, winners = races.max(dim=1)
-            if not bool((best > 0).all()):
-                raise ValueError(
-                    "every target row must have a positive sum, got none; look for NaN or -inf-only logits"
-                )
+            refuse_empty_rows(best.cpu().numpy())
             return winners.cpu().numpy()
 
         return follow_drawn(batch, target, draw)

@@ -13,11 +13,10 @@ from stand.drafters.drafter import Drafter, DraftRequest, Lesson
 from stand.drafters.eagle.followed_rows import FollowedRows
 from stand.drafters.eagle.growth import BestFirstGrowth, FixedGrowth, Growth, Node
 from stand.drafters.eagle.head import EagleHead
+from stand.drafters.eagle.laws import MOST_RUNS
 from stand.drafters.growing_draft import GrowingDraft, planted, typical_tree
 from stand.drafters.settings import check_count, check_temperature
 from stand.trees import ROOT, DraftBatch, TreeShape
-
-USUAL_RUNS = 6
 
 
 class EagleDrafter(Drafter):
@@ -55,7 +54,7 @@ class EagleDrafter(Drafter):
             raise ValueError(f"shape must be a TreeShape, got {shape!r}; PAPER_SHAPE is the paper's")
         if shape is not None and (budget, runs) != (None, None):
             raise ValueError(f"budget and runs follow from the shape, got budget={budget}, runs={runs}; leave them out")
-        runs = USUAL_RUNS if runs is None else runs
+        runs = MOST_RUNS if runs is None else runs
         if budget is not None:
             check_count("budget", budget, 0, MOST_NODES, usual="32 to 128 nodes are usual")
         check_count("runs", runs, 1, usual="5 or 6 are usual")

@@ -32,12 +32,12 @@ from stand.forward.recurrent_layers import recurrent_layers
 from stand.forward.self_check import UnsupportedModelError, check_model, refuse_compiled, refuse_training
 from stand.forward.tree_attention import exclusive
 from stand.generation_settings import check_flags
+from stand.numbered_keys import NumberedKeys
 from stand.output import GenerationOutput
 from stand.prompts import is_one_prompt
 from stand.row import Row
 from stand.scheduling.job_reader import JobReader
 from stand.scheduling.memory import admission
-from stand.scheduling.problem_numbers import ProblemNumbers
 from stand.scheduling.request import Job, Request
 from stand.scheduling.run import Run
 from stand.scheduling.sample_steps import sample_steps
@@ -50,6 +50,7 @@ from stand.wrapping import checked_drafter, checked_rule, fingerprint_of
 
 MANY_ROWS = 64  # a run of unknown size, as drafters are told of it
 MOST_RETURNED_ROWS = 1 << 20  # of a call that gives them all together
+MOST_PROMPTS = 1 << 16  # that an engine knows again: 12 MB. An older one counts as a new problem
 
 
 def wrap(
@@ -116,7 +117,7 @@ class Engine:
         self.drafter = drafter
         self.verifier = verifier
         self.backend = backend
-        self._problems = ProblemNumbers()
+        self._problems = NumberedKeys(MOST_PROMPTS)
 
     @property
     def lookup(self) -> BlendedLookup | LookupTree:

@@ -13,7 +13,8 @@ TEXTS = MAX_SCOPE  # the scope of texts that are no problem, such as corpora
 class Scopes(NumberedKeys):
     """Problems are numbered as they come; after 254 the numbers begin again."""
 
-    MOST_KEYS = 4096
+    def __init__(self) -> None:
+        super().__init__(most=4096)
 
     def of(self, key: Hashable) -> int:
         """The scope of a problem, in [0, 254)."""

@@ -12,12 +12,13 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from stand.forward.model import text_config
 from stand.generation_settings import PREPARED, GenerationSettings
+from stand.numbered_keys import NumberedKeys
 from stand.processors import checked_processors
 from stand.prompts import PromptReader
 from stand.sampling import TargetLaw
-from stand.scheduling.problem_numbers import ProblemNumbers
 from stand.scheduling.request import Job, Request
 from stand.stop import StopRule, as_strings
+from stand.trees import problem_key
 
 ROW_NUMBERS = 1 << 32  # row numbers lie below: random numbers are named by as many bits
 
@@ -29,7 +30,7 @@ class JobReader:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None,
-        problems: ProblemNumbers,
+        problems: NumberedKeys,
         /,
         *,
         generation_config: GenerationConfig | None = None,
@@ -39,7 +40,7 @@ class JobReader:
         logits_processors: object = None,
         **settings: object,
     ):
-        """problems: of the engine.
+        """problems: the engine's prompts by `problem_key`.
         settings: fields of `GenerationConfig`; the others are as in `Engine.generate`."""
         self._model, self._tokenizer, self._problems = model, tokenizer, problems
         self._processors = checked_processors(logits_processors)
@@ -111,7 +112,7 @@ class JobReader:
         self._num_jobs += 1
         self._note(rows)
         stop = self._stop if stop is None else stop
-        return Job(number, prompt, limit, rows, stop, self._problems.of(prompt), id)
+        return Job(number, prompt, limit, rows, stop, self._problems.of(problem_key(prompt)), id)
 
     def _note(self, rows: Sequence[int]) -> None:
         """These numbers are taken."""

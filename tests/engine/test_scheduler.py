@@ -18,15 +18,16 @@ from stand.call import Call
 from stand.forward import mapped_memory, tree_cache
 from stand.forward.paged_cache import PagedCache, PromptRoom
 from stand.forward.tree_cache import TreeCache
+from stand.numbered_keys import NumberedKeys
 from stand.row import Row
 from stand.scheduling import memory, prompt_keys
 from stand.scheduling.admission import AtMost
 from stand.scheduling.memory import WithinMemory
 from stand.scheduling.page_allocator import PageAllocator
-from stand.scheduling.problem_numbers import ProblemNumbers
 from stand.scheduling.request import Job
 from stand.scheduling.scheduler import Entry, Move, Scheduler
 from stand.scheduling.within_pages import WithinPages
+from stand.trees import problem_key
 
 PROMPTS = [[5, 9, 11, 4, 5, 9], [7], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32]]
 SETTINGS = {"num_return_sequences": 3, "max_new_tokens": 24, "temperature": 0.9, "seed": 3}
@@ -406,10 +407,9 @@ def test_a_run_that_has_ended_keeps_no_keys(is_read_to_its_end):
         gc.enable()
 
 
-def test_prompts_are_numbered_and_the_latest_are_remembered(monkeypatch):
-    monkeypatch.setattr(ProblemNumbers, "MOST_KEYS", 3)
-    numbers = ProblemNumbers()
-    prompts = [np.array([number], dtype=np.int32) for number in range(5)]
+def test_prompts_are_numbered_and_the_latest_are_remembered():
+    numbers = NumberedKeys(3)
+    prompts = [problem_key([number]) for number in range(5)]
     assert [numbers.of(prompts[place]) for place in (0, 1, 0, 2, 0, 3)] == [0, 1, 0, 2, 0, 3]
     assert [numbers.of(prompts[place]) for place in (0, 2, 1)] == [0, 2, 4]  # the second one was forgotten
 

@@ -38,7 +38,7 @@ from stand.gpu.kernels.specimen import Specimen
 
 WARP_SIZE = 32
 CAPABILITIES = (75, 80, 86, 87, 89, 90, 100, 103, 120, 121)  # at others LLVM may end the whole process
-NOT_KERNELS = {"cut", "launch", "merge", "proxy_fence", "specimen"}  # cut and merge are parts of kernels
+NOT_KERNELS = {"cut", "launch", "proxy_fence", "specimen"}  # cut is a part of kernels
 ALIGNMENT = 16  # bytes of a pointer, as torch allocates; a type "i32:16" promises a multiple of 16 too
 
 

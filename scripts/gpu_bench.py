@@ -197,7 +197,7 @@ def run_shape(arguments: argparse.Namespace, shape: ModelShape, record: BenchRec
     record.note("machine", asdict(machine))
     show(
         arguments,
-        f"{shape.name}, {arguments.dtype}: copy {machine.bytes_per_second / 1e12:.2f} TB/s, "
+        f"{shape.name}, {arguments.dtype}: read {machine.bytes_per_second / 1e12:.2f} TB/s, "
         f"large matrix product {machine.flops_per_second / 1e12:.0f} TFLOP/s",
     )
     parts = [part for part in PARTS if part in arguments.parts and part not in SCRIPTS]

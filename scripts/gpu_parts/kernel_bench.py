@@ -1,7 +1,7 @@
 """Timings of a step's parts on random data: memory, matrix products, attention, laws and verification.
 
-Every figure comes with its floor: the bytes that must move over the copy bandwidth, or the operations over the rate of
-a large matrix product, whichever is longer, both measured in the same run. Weights and keys are cold, as in a step: a
+Every figure comes with its floor: the bytes that must move over the rate of a long read, or the operations over the rate
+of a large matrix product, whichever is longer, both measured in the same run. Weights and keys are cold, as in a step: a
 run walks over several copies, together several times the GPU's cache.
 """
 
@@ -30,7 +30,7 @@ from stand.gpu.kernels.top_tokens import top_tokens
 from stand.gpu.kernels.traverse import traverse
 from stand.gpu.product_tiles import MOST_TOKENS, TILES
 from stand.gpu.products import TOKENS, Products
-from stand.gpu.tiles import PAGE_SIZE, limits_of, tile_tokens
+from stand.gpu.tiles import PAGE_SIZE, limits_of, programs_at_once, tile_tokens
 from stand.gpu.work_list import Splitting, WorkList
 from stand.sampling import SamplingParams, TargetLaw
 from stand.trees import DraftBatch
@@ -50,7 +50,7 @@ class Extent:
     trees: tuple[int, ...]  # tokens per row
     batches: tuple[int, ...]  # rows
     cold_bytes: int  # of weights or keys that one run walks over
-    copy_bytes: int
+    read_bytes: int  # of the read that tells the bandwidth
     square: int  # side of the matrix product that tells the arithmetic rate
     repeats: int
 
@@ -61,7 +61,7 @@ FULL = Extent(
     trees=(1, 16, 32, 64, 80, 128),
     batches=(1, 4, 16),
     cold_bytes=2**29,
-    copy_bytes=2**30,
+    read_bytes=2**31,
     square=8192,
     repeats=20,
 )
@@ -71,7 +71,7 @@ SMOKE = Extent(
     trees=(1, 4),
     batches=(1, 2),
     cold_bytes=1,
-    copy_bytes=2**16,
+    read_bytes=2**16,
     square=64,
     repeats=1,
 )
@@ -81,7 +81,7 @@ SMOKE = Extent(
 class Machine:
     """What the floors are computed from, as measured."""
 
-    bytes_per_second: float  # read and written by a copy
+    bytes_per_second: float  # read by a kernel, as a step reads weights; torch's own copy may be slower
     flops_per_second: float  # of a large square matrix product in the model's dtype
 
     def floor(self, *, nbytes: float, flops: float = 0.0) -> float:
@@ -129,12 +129,11 @@ class KernelBench:
         self.machine = self._machine()
 
     def _machine(self) -> Machine:
-        source = self._random(self.extent.copy_bytes // self.element)
-        target = torch.empty_like(source)
-        copied = self.timer.seconds(lambda: target.copy_(source))
+        words = self._random(self.extent.read_bytes // self.element).view(torch.int32)
+        read = self.timer.seconds(lambda: words.amax())
         left, right = (self._random(self.extent.square, self.extent.square) for _ in range(2))
         multiplied = self.timer.seconds(lambda: torch.mm(left, right))
-        return Machine(2 * source.nbytes / copied, 2 * self.extent.square**3 / multiplied)
+        return Machine(words.nbytes / read, 2 * self.extent.square**3 / multiplied)
 
     def _random(self, *sizes: int, spread: float = INITIAL_SPREAD) -> torch.Tensor:
         return torch.empty(sizes, dtype=self.dtype, device=self.device).normal_(0.0, spread)
@@ -218,15 +217,17 @@ class KernelBench:
         self, query: torch.Tensor, length: int, rows: int, tree: int
     ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         shape, num_tokens = self.shape, rows * tree
-        tile = tile_tokens(tree, shape.groups, shape.head_size, self.dtype, limits=limits_of(self.device))
+        limits = limits_of(self.device)
+        tile = tile_tokens(tree, shape.groups, shape.head_size, self.dtype, limits=limits)
+        programs = programs_at_once(tile * shape.groups, shape.head_size, self.dtype, limits=limits)
         work = WorkList.build(
             np.arange(0, num_tokens + 1, tree), np.full(rows, length), np.arange(rows), tile_tokens=tile,
-            splitting=Splitting.filling(self.device, key_heads=shape.key_heads, num_rows=rows),
+            splitting=Splitting.filling(self.device, key_heads=shape.key_heads, num_rows=rows, programs=programs),
         )  # fmt: skip
-        num_partials = int(work.partial_starts[-1])
+        is_split = len(work.items) and int(work.items[:, 7].max()) > 0
+        num_partials = int(work.partial_starts[-1]) if is_split else 0
         partials = torch.empty(num_partials, *query.shape[1:], device=self.device)
         log_sums = torch.empty(num_partials, shape.heads, device=self.device)
-        arrivals = torch.zeros(num_tokens, shape.key_heads, dtype=torch.int32, device=self.device)
         parents = heap_parents(tree)
         step = [
             torch.from_numpy(array).to(self.device)
@@ -239,7 +240,7 @@ class KernelBench:
         ]
         scale = shape.head_size**-0.5
         return lambda layer, pages: tree_attention(
-            query, layer[0], layer[1], pages, *step, partials, log_sums, arrivals, scale, tile
+            query, layer[0], layer[1], pages, *step, partials, log_sums, scale, tile
         )
 
     def _masked_attention(

@@ -63,7 +63,7 @@ class StepTiming:
     nodes: int
     seconds: float  # on the device, steps one behind the other without a gap
     wall: float  # by the host's clock, from the packet's filling to the verdict
-    floor: float  # weights and cached keys and values once, at the measured copy bandwidth
+    floor: float  # weights and cached keys and values once, at the measured bandwidth
     ratio: float | None = None  # of `seconds` to those of the same rows without nodes
 
     @property

@@ -89,16 +89,17 @@ class TimedStep(CapturedStep):
         self._rule = rule
         self.recording_seconds = 0.0
         self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._spare_marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # a new one takes longer than a record
 
     def launch(self) -> None:
         if self._model.device.type != "cuda":
             super().launch()
             return
-        marks = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        with torch.cuda.device(self._model.device):  # on whose stream events are recorded
-            marks[0].record()
-            super().launch()
-            marks[1].record()
+        stream = torch.cuda.current_stream(self._model.device)
+        marks = self._spare_marks.pop() if self._spare_marks else new_marks()
+        marks[0].record(stream)
+        super().launch()
+        marks[1].record(stream)
         self._marks.append(marks)
 
     def device_seconds(self) -> float | None:
@@ -107,6 +108,7 @@ class TimedStep(CapturedStep):
             return None
         torch.cuda.synchronize(self._model.device)
         seconds = sum(first.elapsed_time(last) for first, last in self._marks) / 1e3
+        self._spare_marks += self._marks
         self._marks.clear()
         return seconds
 
@@ -115,6 +117,10 @@ class TimedStep(CapturedStep):
         recorded = super()._record(size)
         self.recording_seconds += time.perf_counter() - start
         return recorded
+
+
+def new_marks() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
 @dataclass(frozen=True, slots=True)

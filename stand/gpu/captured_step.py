@@ -254,11 +254,12 @@ class CapturedStep:
 
     def _size(self, num_nodes: int, most_nodes: int, num_candidates: int) -> StepSize:
         """For `num_nodes` nodes of all rows together, `most_nodes` of the longest, and laws over so many candidates."""
+        tile_tokens = self._output.tile_tokens(most_nodes)
         return StepSize.covering(
             num_nodes,
             self._num_rows,
-            tile_tokens=self._output.tile_tokens(most_nodes),
-            splitting=self._output.splitting,
+            tile_tokens=tile_tokens,
+            splitting=self._output.splitting(tile_tokens),
             room=self._table.room,
             support_size=self._rule.support_size(num_candidates),
         )
@@ -316,7 +317,7 @@ class CapturedStep:
 
     def _record(self, size: StepSize) -> tuple[StepBody, Program]:
         self._keep_best()
-        splitting = self._output.splitting
+        splitting = self._output.splitting(size.tile_tokens)
         packet = StepPacket(
             size, self._model.device, splitting=splitting, table=self._table, more=self._rule.fields(size)
         )  # fmt: skip

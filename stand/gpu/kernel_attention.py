@@ -19,9 +19,8 @@ class KernelPlan:
 
     step: Mapping[str, torch.Tensor]
     tile_tokens: int
-    partials: torch.Tensor  # [P, H, D] float32
+    partials: torch.Tensor  # [P, H, D] float32; none where no row can be split
     log_sums: torch.Tensor  # [P, H] float32
-    arrivals: torch.Tensor  # [>= M, Hkv] int32, zeros
 
 
 def attend(
@@ -60,7 +59,6 @@ def attend(
         step["partial_starts"],
         stand_plan.partials,
         stand_plan.log_sums,
-        stand_plan.arrivals,
         query.shape[3] ** -0.5 if scaling is None else scaling,
         stand_plan.tile_tokens,
         sliding_window or 0,

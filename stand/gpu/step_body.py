@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from stand.gpu.kernels.top_tokens import top_tokens
 from stand.gpu.packet import Packet
 from stand.gpu.step_packet import StepPacket
 from stand.gpu.step_size import MAX_ROW_NODES, NUM_TOKENS, WORD_BITS
-from stand.gpu.tiles import limits_of, tile_tokens
+from stand.gpu.tiles import MOST_AT_ONCE, limits_of, programs_at_once, tile_tokens
 from stand.gpu.work_list import Splitting
 from stand.sampling import TargetLaw
 
@@ -45,9 +44,9 @@ class StepOutput:
         self.head_size = shape.head_bytes // model.dtype.itemsize
         self.groups = self.num_heads // key_heads
         self._dtype, self._device, self._limits = model.dtype, model.device, limits_of(model.device)
-        self._splitting_for = partial(Splitting.filling, model.device, key_heads=key_heads)
-        self.splitting = self._splitting_for(num_rows=num_rows)
-        self._make_scratch(num_rows, key_heads, model.device)
+        self._key_heads = key_heads
+        self._splittings = self._splittings_of(num_rows)
+        self._make_scratch(num_rows, model.device)
         self.laws = torch.zeros(NUM_TOKENS[-1], config.vocab_size, dtype=torch.float32, device=model.device)
         self.rider = rider
         self.features: torch.Tensor | None = None  # [most, D]: last hidden states, where they are wanted
@@ -65,9 +64,19 @@ class StepOutput:
         self.device_verdict = DeviceVerdict(**self._verdict.device, path=path)
         self._best = Packet({"ids": (np.int32, per_node), "probabilities": (np.float32, per_node)}, model.device)
 
+    def _splittings_of(self, num_rows: int) -> dict[int, Splitting]:
+        """By the number of programs that a processor holds at once."""
+        asked = {"key_heads": self._key_heads, "num_rows": num_rows}
+        return {count: Splitting.filling(self._device, **asked, programs=count) for count in range(1, MOST_AT_ONCE + 1)}
+
+    def splitting(self, tile_tokens: int) -> Splitting:
+        """How the keys of rows are split whose tokens lie in tiles of so many."""
+        num_rows = tile_tokens * self.groups
+        return self._splittings[programs_at_once(num_rows, self.head_size, self._dtype, limits=self._limits)]
+
     def has_splits_of(self, num_rows: int) -> bool:
         """Whether rows are split as in a call of so many."""
-        return self._splitting_for(num_rows=num_rows) == self.splitting
+        return self._splittings_of(num_rows) == self._splittings
 
     def suits(self, model: PreTrainedModel) -> bool:
         """Whether the model has not been cast or moved since."""
@@ -77,14 +86,16 @@ class StepOutput:
         """Tokens per piece of attention work where the longest row has `tokens_per_row`."""
         return tile_tokens(tokens_per_row, self.groups, self.head_size, self._dtype, limits=self._limits)
 
-    def _make_scratch(self, num_rows: int, key_heads: int, device: torch.device) -> None:
-        """Room for the partial results of the largest step, whatever the length of its rows, and who has come."""
-        most = NUM_TOKENS[-1]
-        count = self.splitting.most_partials(most, num_rows, sys.maxsize, tile_tokens=self.tile_tokens(most))
+    def _make_scratch(self, num_rows: int, device: torch.device) -> None:
+        """Room for the partial results of the largest step, whatever the length of its rows."""
+        most, count = NUM_TOKENS[-1], 0
+        for tile in {self.tile_tokens(1), self.tile_tokens(most)}:
+            splitting = self.splitting(tile)
+            if splitting.row_items > 1:
+                count = max(count, splitting.most_partials(most, num_rows, sys.maxsize, tile_tokens=tile))
         shape = (count, self.num_heads)
         self.partials = torch.zeros(*shape, self.head_size, dtype=torch.float32, device=device)
         self.log_sums = torch.zeros(shape, dtype=torch.float32, device=device)
-        self.arrivals = torch.zeros(most, key_heads, dtype=torch.int32, device=device)
 
     @contextmanager
     def features_of(self, model: PreTrainedModel) -> Iterator[None]:
@@ -110,13 +121,9 @@ class StepOutput:
 
     def plan(self, packet: StepPacket) -> KernelPlan:
         """What attention needs of a packet of this step."""
-        return KernelPlan(
-            packet.device,
-            tile_tokens=packet.size.tile_tokens,
-            partials=self.partials,
-            log_sums=self.log_sums,
-            arrivals=self.arrivals,
-        )
+        tile = packet.size.tile_tokens
+        room = len(self.partials) if self.splitting(tile).row_items > 1 else 0
+        return KernelPlan(packet.device, tile, self.partials[:room], self.log_sums[:room])
 
     def send_verdict(self) -> None:
         """What the rule wrote, down to the host."""

@@ -116,7 +116,8 @@ class Tails:
         return tuple(self._guessed.host[name][:count].reshape(shape).copy() for name in ("ids", "probs"))
 
     def _recorded_for(self, num_rows: int, table: PageTable) -> tuple[TailBody, Body]:
-        tile_tokens, splitting = self._output.tile_tokens(self._length), self._output.splitting
+        tile_tokens = self._output.tile_tokens(self._length)
+        splitting = self._output.splitting(tile_tokens)
         size = StepSize.covering(
             num_rows * self._length, self._num_rows, tile_tokens=tile_tokens, splitting=splitting, room=table.room
         )

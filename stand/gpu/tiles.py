@@ -34,6 +34,11 @@ class Limits:
         """Bytes of shared memory, 0 where the sizes are not to be used."""
         return sizes.wgmma_bytes if self.capability // 10 == 9 else sizes.mma_bytes
 
+    def programs(self, sizes: Blocks) -> int:
+        """How many programs of these sizes a processor holds at once: two, where registers and shared memory allow."""
+        by_registers = REGISTERS // (REGISTERS_PER_THREAD * 32 * sizes.num_warps)
+        return max(min(MOST_AT_ONCE, by_registers, self.shared_bytes // self.needs(sizes)), 1)
+
 
 # By the largest head size that they serve, small tiles first; of one tile the first choice that fits is taken. Chosen
 # by what the compiler says for sm_80, sm_89, sm_90 and sm_120: no spilled registers in 16 bits (small tiles of head
@@ -53,6 +58,8 @@ BLOCKS_FLOAT32 = {
 }
 PAGE_SIZE = 64  # slots of a page of the cache: as many as the longest block of keys, so that a block lies in two pages
 LEAST_CAPABILITY = 80  # below, the compiler has no fitting matrix instructions and spills kilobytes
+REGISTERS, REGISTERS_PER_THREAD = 65536, 256  # of a processor; of a thread, at most
+MOST_AT_ONCE = 2  # programs of a processor that split keys are meant for
 HOPPER = Limits(90, 227 * 1024)  # what the interpreter stands in for
 
 
@@ -80,6 +87,11 @@ def tile_tokens(
     offered = _offered(head_size, dtype, limits)
     num_rows = max(min(tokens_per_row * groups, offered[-1].rows), groups)
     return blocks(num_rows, head_size, dtype, limits=limits).rows // groups
+
+
+def programs_at_once(num_rows: int, head_size: int, dtype: torch.dtype, *, limits: Limits = HOPPER) -> int:
+    """Programs that a processor holds at once, with tiles of `num_rows` query rows. Raises ValueError as `blocks`."""
+    return limits.programs(blocks(num_rows, head_size, dtype, limits=limits))
 
 
 def limits_of(device: torch.device) -> Limits:

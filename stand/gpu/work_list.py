@@ -39,12 +39,12 @@ class Splitting:
             )
 
     @classmethod
-    def filling(cls, device: torch.device, *, key_heads: int, num_rows: int) -> Splitting:
-        """So that all rows of a call together give every processor one program (an item and a key head)."""
+    def filling(cls, device: torch.device, *, key_heads: int, num_rows: int, programs: int = 1) -> Splitting:
+        """So that all rows of a call together give every processor so many programs (an item and a key head each)."""
         processors = INTERPRETED_PROCESSORS
         if device.type == "cuda":
             processors = torch.cuda.get_device_properties(device).multi_processor_count
-        return cls(max(processors // (key_heads * num_rows), 1))
+        return cls(max(programs * processors // (key_heads * num_rows), 1))
 
     def most_splits(self, room: int) -> int:
         """Of a row of `room` slots, at most."""

@@ -13,7 +13,6 @@ NEEDS_NO_INTERPRETER = {
 }  # fmt: skip
 NEEDS_INTERPRETER = {
     "test_cpu_tensors_need_the_interpreter", "test_an_interpreter_that_cannot_run_is_named",
-    "test_a_merge_before_the_last_split_is_noticed",  # the machine calls it a race
     "test_sums_that_overflow_and_functions_within_functions_give_the_same_bits",
 }  # fmt: skip
 CAPABILITY = os.environ.get("STAND_PTX")

@@ -12,7 +12,7 @@ from widened_bfloat16 import widened_bfloat16  # noqa: E402
 
 from stand.gpu.kernels import attention as attention_kernel  # noqa: E402
 from stand.gpu.kernels.attention import tree_attention  # noqa: E402
-from stand.gpu.kernels.merge import merged_splits  # noqa: E402
+from stand.gpu.kernels.merge import merge_splits, merged_splits  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -105,24 +105,33 @@ def test_more_splits_than_the_merge_holds_at_once():
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 90, "sinks": torch.tensor([0.5, -2.0])}], ids=["plain", "all"])
-def test_whoever_finishes_a_tile_last_sums_in_the_same_order(options):
-    """Bit by bit, over orders of the splits; the first one takes them backwards."""
+def test_splits_in_any_order_give_the_same_sums(options):
+    """Bit by bit; the first order is backwards."""
     case = make_case([3, 1], [150, 70])
     wanted = run(case, tile=2, **options)
     for order in (-1, 0, 1):
         assert torch.equal(run(case, tile=2, order=order, **options), wanted)
 
 
-def test_a_merge_before_the_last_split_is_noticed():
-    """Control: where a split counts as finished that is not, a merge reads what nobody has written."""
-    case = make_case([4], [260])
-    assert torch.isfinite(run(case)).all() and not torch.isfinite(run(case, came=1)).all()
+@pytest.mark.parametrize("size", [64, 80, 256])
+def test_the_merge_weighs_results_by_their_mass(size):
+    """Of tokens with two results and more; others stay as they are. Control: without a result's mass it is wrong."""
+    starts = torch.tensor([0, 2, 2, 3, 3 + 2 * merged_splits(size) + 5], dtype=torch.int32)
+    partials, log_sums = torch.randn(int(starts[-1]), 3, size), 9 * torch.randn(int(starts[-1]), 3)
+    log_sums[1, 0] = log_sums[5, :] = float("-inf")  # a split that has seen nothing
+    mixed = torch.full((4, 3, size), 7.0)
+    merge_splits(partials, log_sums, starts, mixed)
+    for token in (0, 3):
+        own = slice(*starts[token : token + 2].tolist())
+        shares = torch.softmax(log_sums[own].double() * np.log(2), dim=0)[..., None]
+        assert torch.allclose(mixed[token].double(), (shares * partials[own]).sum(0), atol=2e-6)
+        assert not torch.allclose(mixed[token].double(), partials[own].double().mean(0), atol=1e-2)
+    assert torch.equal(mixed[1:3], torch.full((2, 3, size), 7.0))
 
 
-def test_one_split_needs_no_scratch():
+def test_rows_without_splits_need_no_room_for_results():
     case = make_case([4, 2], [60, 10])
-    wanted = run(case)
-    assert torch.equal(run(case, came=7), wanted)
+    assert torch.equal(run(case, has_room=False), run(case))
 
 
 def test_storage_may_be_a_strided_view():
@@ -239,7 +248,6 @@ def test_runs_on_tensors_without_values():
             torch.empty(9, dtype=torch.int32),
             torch.empty(32, 4, 64),
             torch.empty(32, 4),
-            torch.zeros(8, 2, dtype=torch.int32),
             0.125,
             8,
         )

@@ -40,6 +40,7 @@ from stand.gpu.tiles import PAGE_SIZE  # noqa: E402
 from stand.sampling import SamplingParams, TargetLaw  # noqa: E402
 
 NUM_ROWS, ROOM = 2, 128
+MANY_ROWS = 200  # more than give an H100 a program per key head: none is split
 RULES = {"match": MatchRule, "coupled": CoupledRule, "traversal": TraversalRule}
 LAWS = {
     "plain": SamplingParams(temperature=0.6),
@@ -91,7 +92,7 @@ def fake_table(config, dtype: torch.dtype) -> PageTable:
     return PageTable(cache, num_places=NUM_ROWS, width=ROOM // PAGE_SIZE)
 
 
-def run_body(family: str, rule: str, law: SamplingParams, *, fusion=None, model=None) -> None:
+def run_body(family: str, rule: str, law: SamplingParams, *, fusion=None, model=None, num_rows: int = NUM_ROWS) -> None:
     # experts are multiplied in groups, without a wait, in bfloat16 only
     dtype = torch.bfloat16 if hasattr(CONFIGS[family], "num_experts_per_tok") else torch.float32
     fake = copy.deepcopy(kernel_model(family) if model is None else model).to(dtype)
@@ -100,9 +101,9 @@ def run_body(family: str, rule: str, law: SamplingParams, *, fusion=None, model=
         fake = onto_fake_device(fake)
         table = fake_table(fake.config, dtype)
         verification = GreedyRule() if law.is_greedy else RULES[rule]()
-        output = StepOutput(fake, NUM_ROWS)
-        size = StepSize.covering(13, NUM_ROWS, tile_tokens=8, splitting=output.splitting, room=ROOM)
-        asked = {"splitting": output.splitting, "table": table}
+        output = StepOutput(fake, num_rows)
+        size = StepSize.covering(13, num_rows, tile_tokens=8, splitting=output.splitting(8), room=ROOM)
+        asked = {"splitting": output.splitting(8), "table": table}
         filled = StepPacket(size, device, more=verification.fields(size), **asked)
         body = StepBody(fake, table.cache, TargetLaw(law), verification, filled, output)
         with ExitStack() as stack:
@@ -168,7 +169,7 @@ def test_one_more_operation_is_counted(monkeypatch, more):
     assert len(count_launches(monkeypatch, "match", "plain")) > MOST_LAUNCHES["match"]
 
 
-def launches_per_layer(monkeypatch, family: str) -> list[str]:
+def launches_per_layer(monkeypatch, family: str, **options: int) -> list[str]:
     """Names of the kernels that a fused forward of two layers runs more than one of a single layer."""
     models = [shallow(family, num_layers) for num_layers in (1, 2)]
     fusions, counts = [fuse(model) for model in models], []  # tried while the kernels are still there
@@ -180,22 +181,29 @@ def launches_per_layer(monkeypatch, family: str) -> list[str]:
 
     monkeypatch.setattr(StepBody, "run", counted)
     for model, fusion in zip(models, fusions, strict=True):
-        run_body(family, "match", LAWS["plain"], fusion=fusion, model=model)
+        run_body(family, "match", LAWS["plain"], fusion=fusion, model=model, **options)
     return sorted((counts[1] - counts[0]).elements())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "phi3"])
 def test_few_launches_per_layer(monkeypatch, family):
-    """Four products, two norms with the additions before them, rotation, attention, gate."""
+    """Four products, two norms with the additions before them, rotation, attention, gate; where a row's keys may be
+    split, their merge."""
     names = launches_per_layer(monkeypatch, family)
-    assert len(names) == 9, names
+    assert len(names) == 10 and names.count("tree_attention") == 2, names
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_rows_that_cannot_be_split_need_no_merge(monkeypatch, family):
+    names = launches_per_layer(monkeypatch, family, num_rows=MANY_ROWS)
+    assert len(names) == 9 and names.count("tree_attention") == 1, names
 
 
 def test_a_second_kernel_of_the_attention_is_counted(monkeypatch):
     """Control: the launcher launches twice."""
     attend = attention._attend
     monkeypatch.setattr(attention, "_attend", lambda *arguments: (attend(*arguments), attend(*arguments)))
-    assert len(launches_per_layer(monkeypatch, "llama")) == 10
+    assert len(launches_per_layer(monkeypatch, "llama", num_rows=MANY_ROWS)) == 10
 
 
 @pytest.mark.parametrize("law", LAWS)
@@ -225,8 +233,8 @@ def run_tail(monkeypatch, *, restricted: bool) -> None:
         if restricted:
             streams.vocabulary = torch.empty(20, dtype=torch.int64, device="cuda")
         table, output = fake_table(fake.config, torch.float32), StepOutput(fake, NUM_ROWS, rider=drafter.rider)
-        size = StepSize.covering(13, NUM_ROWS, tile_tokens=8, splitting=output.splitting, room=ROOM)
-        asked = {"splitting": output.splitting, "table": table}
+        size = StepSize.covering(13, NUM_ROWS, tile_tokens=8, splitting=output.splitting(8), room=ROOM)
+        asked = {"splitting": output.splitting(8), "table": table}
         packet = StepPacket(size, torch.device("cuda"), more={}, **asked)
         runner = SimpleNamespace(record_alone=lambda body: body)
         with tree_attention(fake, KERNEL_ATTENTION_NAME):

@@ -72,7 +72,8 @@ def test_the_whole_check_is_larger_than_a_tile_a_split_and_a_word(roomy):
     step = step_body.StepOutput(roomy, num_rows=2)
     assert max(size.nodes) > 64 and max(size.nodes) > step.tile_tokens(max(size.nodes))
     assert max(size.lengths) > 512
-    assert step.splitting.most_splits(max(size.lengths)) > 1
+    splitting = step.splitting(step.tile_tokens(max(size.nodes)))
+    assert splitting.most_splits(max(size.lengths)) > 1
     assert FULL.within(100).lengths == (30, 6) and FULL.within(None).lengths == FULL.lengths
 
 

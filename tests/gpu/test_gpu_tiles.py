@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stand.gpu.tiles import Limits, blocks, refusal, tile_tokens
+from stand.gpu.tiles import Limits, blocks, programs_at_once, refusal, tile_tokens
 
 LIMITS = {  # shared memory that one program may have
     "sm_80": Limits(80, 163 * 1024),
@@ -53,3 +53,12 @@ def test_tiles_by_rows_and_groups():
     assert tile_tokens(64, 1, 112, torch.float16) == 64
     with pytest.raises(ValueError, match="at most 64 query rows"):
         tile_tokens(1, 71, 64, torch.float32)
+
+
+def test_two_programs_share_a_processor_where_registers_and_shared_memory_allow():
+    hopper = {size: programs_at_once(size, 128, torch.bfloat16) for size in (16, 64, 128)}
+    assert hopper == {16: 2, 64: 2, 128: 1}  # 4 warps with 64 KB, 8 warps with 128 KB
+    small = Limits(86, 99 * 1024)
+    assert programs_at_once(16, 128, torch.bfloat16, limits=small) == 1  # 2 x 52 KB are too many
+    assert programs_at_once(16, 64, torch.bfloat16, limits=small) == 2
+    assert programs_at_once(64, 128, torch.float32) == 1

@@ -112,6 +112,7 @@ def test_one_row_of_a_7b_fills_132_processors(tokens, length, items, split_lengt
 def test_rows_of_a_call_share_the_processors():
     cpu = torch.device("cpu")
     assert [Splitting.filling(cpu, key_heads=2, num_rows=rows).row_items for rows in (1, 2, 4, 99)] == [4, 2, 1, 1]
+    assert [Splitting.filling(cpu, key_heads=2, num_rows=rows, programs=2).row_items for rows in (1, 3, 8)] == [8, 2, 1]
 
 
 def test_a_shorter_list_leaves_no_items_of_a_longer_one():

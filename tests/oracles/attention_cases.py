@@ -81,13 +81,13 @@ def make_case(
 
 
 def run(
-    case: Case, *, tile=None, split_length=SPLIT, row_items=MANY, spare_items=5, order=None, came=0, pages=None,
-    **options,
+    case: Case, *, tile=None, split_length=SPLIT, row_items=MANY, spare_items=5, order=None, pages=None,
+    has_room=True, **options,
 ) -> torch.Tensor:  # fmt: skip
     """The kernel on a padded work list with scratch full of NaN, so that nothing unwritten can be read unnoticed.
 
-    order: of the items, a permutation's seed or -1 for backwards; came: splits of every tile that count as finished
-    beforehand; pages: the table, where a row's keys are not one piece.
+    order: of the items, a permutation's seed or -1 for backwards; pages: the table, where a row's keys are not one
+    piece; has_room: for partial results.
     """
     num_tokens, heads, size = case.query.shape
     groups = heads // case.keys.shape[1]
@@ -99,7 +99,7 @@ def run(
     items[:count] = work.items[shuffled]
     starts = np.full(num_tokens + 1, work.partial_starts[-1], dtype=np.int32)
     starts[: len(work.partial_starts)] = work.partial_starts
-    arrivals = torch.full((num_tokens, case.keys.shape[1]), came, dtype=torch.int32)
+    room = int(starts[-1]) if has_room else 0
     mixed = tree_attention(
         case.query,
         case.keys,
@@ -109,14 +109,12 @@ def run(
         case.positions,
         torch.from_numpy(items),
         torch.from_numpy(starts),
-        torch.full((int(starts[-1]), heads, size), float("nan")),
-        torch.full((int(starts[-1]), heads), float("nan")),
-        arrivals,
+        torch.full((room, heads, size), float("nan")),
+        torch.full((room, heads), float("nan")),
         options.pop("scale", size**-0.5),
         tile,
         **options,
     )
-    assert came or not arrivals.any()  # ready for the next layer
     return mixed
 
 

@@ -14,9 +14,10 @@ class FakeEvent:
         self._clock, self._current, self._device = clock, current, device
         self.time = 0
 
-    def record(self) -> None:
-        """On the stream of the current device."""
-        assert self._current[-1:] == [self._device], "the events of another device tell nothing of this one"
+    def record(self, stream: object = None) -> None:
+        """On a stream, or on that of the current device."""
+        used = self._current[-1:] if stream is None else [stream]
+        assert used == [self._device], "the events of another device tell nothing of this one"
         self.time = len(self._clock)
 
     def synchronize(self) -> None:
@@ -37,5 +38,6 @@ def use_fake_events(monkeypatch, clock: list[object], device: object) -> None:
         current.pop()
 
     monkeypatch.setattr(torch.cuda, "device", using)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda one: one)  # a device stands for its stream
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent(clock, current, device))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

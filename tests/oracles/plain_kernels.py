@@ -28,7 +28,7 @@ def use_plain_kernels(monkeypatch) -> None:
 
 
 def tree_attention(
-    query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums, arrivals, scale,
+    query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums, scale,
     tile_tokens, window=0, softcap=0.0, sinks=None,
 ):  # fmt: skip
     """All rows at once, as wide as the widest."""

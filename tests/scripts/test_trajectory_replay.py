@@ -165,7 +165,7 @@ def test_time_on_the_device_is_that_between_marks(monkeypatch):
     clock = []
     step = object.__new__(TimedStep)
     device = SimpleNamespace(type="cuda")
-    step._model, step._marks = SimpleNamespace(device=device), []
+    step._model, step._marks, step._spare_marks = SimpleNamespace(device=device), [], []
     monkeypatch.setattr(CapturedStep, "launch", lambda self: clock.append("a launch of 1 ms"))
     use_fake_events(monkeypatch, clock, device)
     for _ in range(3):
@@ -173,6 +173,8 @@ def test_time_on_the_device_is_that_between_marks(monkeypatch):
         clock.append("an idle millisecond")
     assert step.device_seconds() == pytest.approx(3e-3)
     assert step.device_seconds() == 0.0  # since the last time it was asked
+    step.launch()
+    assert step.device_seconds() == pytest.approx(1e-3) and len(step._spare_marks) == 3  # made once
 
 
 def test_batches_are_full_and_of_one_problem():

@@ -1,4 +1,4 @@
-"""Tree attention over packed tokens in one kernel: split keys, an ancestor bitmask on the new tokens only.
+"""Tree attention over packed tokens: split keys, an ancestor bitmask on the new tokens only.
 
 The work list says which program attends which tokens to which slots. Scores live in powers of two (exp2 is what the
 hardware has); partial results are normalised and carry the logarithm of their mass, as in FlashAttention (Dao 2023,
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from stand.gpu.kernels.launch import launch_device
-from stand.gpu.kernels.merge import MERGED_ROWS_PER_WARP, clear_padding, is_last, merge_tile, merged_splits
+from stand.gpu.kernels.merge import merge_splits
 from stand.gpu.kernels.proxy_fence import MUST_ADD_FENCES, fences_added
 from stand.gpu.kernels.specimen import Specimen
 from stand.gpu.tiles import BLOCKS_16_BIT, BLOCKS_FLOAT32, PAGE_SIZE, Blocks, blocks, limits_of
@@ -161,19 +161,18 @@ def _attend_keys(
 
 @triton.jit
 def _store_result(
-    accumulator, highest, mass, partial_starts, partials, log_sums, arrivals, mixed, first_token, count, split,
-    key_head, tokens, heads, in_tile, tile, KEY_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr, MERGED_ROWS: tl.constexpr, MERGED_SPLITS: tl.constexpr,
+    accumulator, highest, mass, partial_starts, partials, log_sums, mixed, first_token, split, tokens, heads, in_tile,
+    tile, NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile: into `mixed` where it has one split, else as a partial result, which the last split to come merges."""
+    """Of a tile: into `mixed` where it has one split, else as a partial result, to be merged."""
     has_mass = mass > 0
     mass = tl.where(has_mass, mass, 1.0)
     result = accumulator / mass[:, None]
     first_partial = tl.load(partial_starts + first_token)
     num_splits = tl.load(partial_starts + first_token + 1) - first_partial
     is_whole = num_splits == 1
-    begin = tl.where(is_whole, first_token, first_partial + split).to(tl.int64) * (KEY_HEADS * GROUPS)
-    places = tokens * (num_splits * KEY_HEADS * GROUPS) + heads
+    begin = tl.where(is_whole, first_token, first_partial + split).to(tl.int64) * NUM_HEADS
+    places = tokens * (num_splits * NUM_HEADS) + heads
     cells = places[:, None] * HEAD_SIZE + tl.arange(0, BLOCK_D)[None, :]
     if is_whole:
         tl.store(mixed + begin * HEAD_SIZE + cells, result.to(mixed.dtype.element_ty), mask=tile)
@@ -181,29 +180,35 @@ def _store_result(
         log_sum = tl.where(has_mass, highest + tl.log2(mass), float("-inf"))
         tl.store(log_sums + begin + places, log_sum, mask=in_tile)
         tl.store(partials + begin * HEAD_SIZE + cells, result, mask=tile)
-        if is_last(arrivals + first_token * KEY_HEADS + key_head, num_splits):
-            merge_tile(
-                partials, log_sums, mixed, first_partial, num_splits, first_token, count * GROUPS, key_head,
-                KEY_HEADS, GROUPS, HEAD_SIZE, BLOCK_D, MERGED_ROWS, MERGED_SPLITS,
-            )  # fmt: skip
+
+
+@triton.jit
+def _clear_padding(mixed, partial_starts, num_tokens, ROW_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Zeros for the tokens that no item covers: those without partial results."""
+    token = tl.program_id(0)
+    while token < num_tokens:
+        if tl.load(partial_starts + token) == tl.load(partial_starts + token + 1):
+            for first in range(0, ROW_SIZE, BLOCK):
+                cells = first + tl.arange(0, BLOCK)
+                zeros = tl.zeros([BLOCK], mixed.dtype.element_ty)
+                tl.store(mixed + token.to(tl.int64) * ROW_SIZE + cells, zeros, mask=cells < ROW_SIZE)
+        token += tl.num_programs(0)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_items", "window", "table_stride"])
 def _tree_attention_kernel(
-    query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums, arrivals, sinks, mixed,
+    query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums, sinks, mixed,
     num_tokens, num_items, scale, window, softcap, query_token_stride, query_head_stride, table_stride,
     PAGE_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     IS_PAGED: tl.constexpr, KEY_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MERGED_ROWS: tl.constexpr,
-    MERGED_SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    ADDS_FENCES: tl.constexpr,
+    BLOCK_D: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, ADDS_FENCES: tl.constexpr,
 ):  # fmt: skip
     """Each program walks over (item, key head) pairs until the first item without tokens.
 
     query [M, H, D]; keys, values [P, Hkv, S, D]; pages [R, T] int32; ancestors [M, W] int64; positions [M] int64;
-    items [I, 8] int32; partial_starts [M + 1] int32; partials [P, H, D] float32; log_sums [P, H] float32; arrivals
-    [>= M, Hkv] int32; sinks [H] or anything; mixed [M, H, D]. ADDS_FENCES: whether `fences_added` adds what this
-    Triton leaves out.
+    items [I, 8] int32; partial_starts [M + 1] int32; partials [P, H, D] float32; log_sums [P, H] float32; sinks [H] or
+    anything; mixed [M, H, D]. ADDS_FENCES: whether `fences_added` adds what this Triton leaves out.
     A fixed grid instead of one program per item: the list's room is for the longest context, and thousands of
     programs that only find out that they are empty would cost more than a short context's work.
     """
@@ -213,8 +218,8 @@ def _tree_attention_kernel(
     while _is_live(items, index, num_items, KEY_HEADS):
         item = items + (index // KEY_HEADS) * 8
         key_head = index % KEY_HEADS
-        first_token, count, split = tl.load(item + 1), tl.load(item + 2), tl.load(item + 7)
-        in_tile = tokens < count
+        first_token, split = tl.load(item + 1), tl.load(item + 7)
+        in_tile = tokens < tl.load(item + 2)
         packed = first_token + tokens
         heads = key_head * GROUPS + rows % GROUPS
         tile = in_tile[:, None]
@@ -236,19 +241,19 @@ def _tree_attention_kernel(
             PAGE_SIZE, IS_PAGED, HEAD_SIZE, BLOCK_D, WORDS, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP,
         )  # fmt: skip
         _store_result(
-            accumulator, highest, mass, partial_starts, partials, log_sums, arrivals, mixed, first_token, count, split,
-            key_head, tokens, heads, in_tile, tile, KEY_HEADS, GROUPS, HEAD_SIZE, BLOCK_D, MERGED_ROWS, MERGED_SPLITS,
+            accumulator, highest, mass, partial_starts, partials, log_sums, mixed, first_token, split, tokens, heads,
+            in_tile, tile, KEY_HEADS * GROUPS, HEAD_SIZE, BLOCK_D,
         )  # fmt: skip
         index += tl.num_programs(0)
-    clear_padding(mixed, partial_starts, num_tokens, KEY_HEADS * GROUPS * HEAD_SIZE, BLOCK_D)
+    _clear_padding(mixed, partial_starts, num_tokens, KEY_HEADS * GROUPS * HEAD_SIZE, BLOCK_D)
 
 
-@torch.library.custom_op("stand::tree_attention", mutates_args=("partials", "log_sums", "arrivals"))
+@torch.library.custom_op("stand::tree_attention", mutates_args=("partials", "log_sums"))
 def tree_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, ancestors: torch.Tensor,
     positions: torch.Tensor, items: torch.Tensor, partial_starts: torch.Tensor, partials: torch.Tensor,
-    log_sums: torch.Tensor, arrivals: torch.Tensor, scale: float, tile_tokens: int, window: int = 0,
-    softcap: float = 0.0, sinks: torch.Tensor | None = None,
+    log_sums: torch.Tensor, scale: float, tile_tokens: int, window: int = 0, softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """What each packed token draws from the values it sees: [M, H, D], contiguous, in the query's dtype.
 
@@ -257,13 +262,12 @@ def tree_attention(
     j % 64 of word j // 64 set when the token sees token j of its row (its own bit included, no later one); positions
     [M] int64, slot k of the committed prefix being position k; items [I, 8] and partial_starts [M + 1] int32
     as `WorkList` makes them with `tile_tokens`; partials [P, H, D] and log_sums [P, H] float32 are scratch for P
-    partial results; arrivals [>= M, Hkv] int32 counts finished splits, zeros before and after. Scores are multiplied by
-    `scale` > 0. `window` > 0: a token sees positions above its own less the window. `softcap` > 0: scores
+    partial results; with P = 0 no row may be split, and nothing is merged. Scores are multiplied by `scale` > 0. `window` > 0: a token sees positions above its own less the window. `softcap` > 0: scores
     become softcap * tanh(score / softcap) (Gemma 2). `sinks` [H]: a logit per head that takes mass and gives nothing
     (gpt-oss). A token that no item covers must have no partial results and gets zeros. With T > 1 a page must be no
     shorter than a block of keys (at most 64 slots). Raises ValueError on wrong shapes.
     """
-    scratch = (partials, log_sums, arrivals)
+    scratch = (partials, log_sums)
     _check_call(query, keys, values, pages, ancestors, positions, items, partial_starts, *scratch, scale, sinks)
     mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
     with launch_device(_tree_attention_kernel, query), fences_added():
@@ -280,10 +284,10 @@ def _(query, *rest, **options):
 
 
 def _attend(
-    query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums, arrivals, sinks, mixed,
-    scale, tile_tokens, window, softcap,
+    query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums, sinks, mixed, scale,
+    tile_tokens, window, softcap,
 ) -> None:  # fmt: skip
-    """Launch the kernel."""
+    """Launch the kernel, and the merge where there is room for splits."""
     _, num_heads, head_size = query.shape
     key_heads = keys.shape[1]
     groups = num_heads // key_heads
@@ -291,7 +295,7 @@ def _attend(
     if pages.shape[1] > 1 and keys.shape[2] < sizes.keys:
         raise ValueError(f"pages must have at least {sizes.keys} slots here, got {keys.shape[2]}; take longer pages")
     _tree_attention_kernel[(_num_programs(query.device, len(items) * key_heads),)](
-        query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums, arrivals,
+        query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums,
         query if sinks is None else sinks, mixed, len(query), len(items), scale, window, softcap,
         *query.stride()[:2], pages.stride(0),
         PAGE_STRIDE=keys.stride(0),
@@ -306,8 +310,6 @@ def _attend(
         WORDS=ancestors.shape[1],
         BLOCK_M=sizes.rows,
         BLOCK_N=sizes.keys,
-        MERGED_ROWS=MERGED_ROWS_PER_WARP * sizes.num_warps,
-        MERGED_SPLITS=merged_splits(head_size),
         HAS_WINDOW=window > 0,
         HAS_SOFTCAP=softcap > 0,
         HAS_SINKS=sinks is not None,
@@ -315,6 +317,8 @@ def _attend(
         num_warps=sizes.num_warps,
         num_stages=sizes.num_stages,
     )  # fmt: skip
+    if len(partials):
+        merge_splits(partials, log_sums, partial_starts, mixed)
 
 
 def _num_programs(device: torch.device, num_pairs: int) -> int:
@@ -327,7 +331,7 @@ def _num_programs(device: torch.device, num_pairs: int) -> int:
 
 
 def _check_call(
-    query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums, arrivals, scale, sinks
+    query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums, scale, sinks
 ) -> None:
     """Shapes, dtypes and strides; all of it known without a look at the device."""
     num_tokens, num_heads, head_size = query.shape
@@ -341,7 +345,6 @@ def _check_call(
         "partial_starts": (partial_starts, (num_tokens + 1,), torch.int32),
         "partials": (partials, (partials.shape[0], num_heads, head_size), torch.float32),
         "log_sums": (log_sums, (partials.shape[0], num_heads), torch.float32),
-        "arrivals": (arrivals, (max(arrivals.shape[0], num_tokens), keys.shape[1]), torch.int32),
     }
     if sinks is not None:
         expected["sinks"] = (sinks, (num_heads,), sinks.dtype)
@@ -401,8 +404,6 @@ def _tile_specimen(name: str, dtype: str, head_size: int, groups: int, sizes: Bl
         "WORDS": 2,
         "BLOCK_M": sizes.rows,
         "BLOCK_N": sizes.keys,
-        "MERGED_ROWS": MERGED_ROWS_PER_WARP * sizes.num_warps,
-        "MERGED_SPLITS": merged_splits(head_size),
         "HAS_WINDOW": False,
         "HAS_SOFTCAP": False,
         "HAS_SINKS": False,
@@ -410,7 +411,7 @@ def _tile_specimen(name: str, dtype: str, head_size: int, groups: int, sizes: Bl
     } | variant
     types = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
     types |= {"pages": "*i32", "ancestors": "*i64", "positions": "*i64", "items": "*i32", "partial_starts": "*i32"}
-    types |= {"partials": "*fp32", "log_sums": "*fp32", "arrivals": "*i32", "sinks": f"*{dtype}", "mixed": f"*{dtype}"}
+    types |= {"partials": "*fp32", "log_sums": "*fp32", "sinks": f"*{dtype}", "mixed": f"*{dtype}"}
     types |= dict.fromkeys(("num_tokens", "num_items", "window"), "i32") | {"scale": "fp32", "softcap": "fp32"}
     types |= {f"{stride}_stride": "i32:16" for stride in ("query_token", "query_head")} | {"table_stride": "i32"}
     return Specimen(name, _tree_attention_kernel, types, constants, sizes.num_warps, sizes.num_stages)

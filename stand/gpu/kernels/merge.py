@@ -1,85 +1,85 @@
-"""The merge of tree attention: results of a tile's splits, weighted by the mass that each of them saw.
+"""The merge of tree attention: results of a token's splits, weighted by the mass that each of them saw.
 
-The program that finishes a tile last merges it, so that no launch of its own is needed. A counter per tile says who
-that is; the order of the sums is that of the splits, whoever was last.
+A launch of its own, in which all processors take part. A tile's last program can merge without one, but then a single
+processor reads all results of the tile: on an H100 that took 8 us a layer for one token behind 2,048 keys, 41 us for 16
+tokens (docs/gpu.md), where a small kernel takes 2.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-MERGED_ROWS_PER_WARP = 2  # query rows that are merged at once
-MOST_MERGED = 512  # numbers of a query row that are read at once
+from stand.gpu.kernels.specimen import Specimen
+
+MERGED_NUMBERS = 4096  # that a program reads at once
+MERGE_WARPS = 4
 
 
 def merged_splits(head_size: int) -> int:
-    """Results of a query row that are read at once: as many as registers hold."""
-    return max(MOST_MERGED // triton.next_power_of_2(head_size), 1)
+    """Results of a token and head that are read at once; part of the order of their sums."""
+    return max(MERGED_NUMBERS // triton.next_power_of_2(head_size), 1)
 
 
 @triton.jit
-def is_last(arrivals, num_splits):
-    """Whether all `num_splits` programs of a tile have stored their results; asked by each, after it has.
-
-    arrivals: the tile's counter, int32, 0 before the first and 0 again after the last. The barrier puts the stores of
-    all threads before the one thread's atomic operation; acquire and release carry them to the program that reads.
-    """
-    tl.debug_barrier()
-    is_complete = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == num_splits - 1
-    if is_complete:
-        tl.store(arrivals, 0)
-    return is_complete
-
-
-@triton.jit
-def merge_tile(
-    partials, log_sums, mixed, first_partial, num_splits, first_token, num_rows, key_head, KEY_HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+def _merge_splits(
+    partials, log_sums, partial_starts, mixed, NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The results of `num_rows` query rows (tokens from `first_token` on times grouped heads) to `mixed` [M, H, D].
-
-    partials [P, H, D] float32; log_sums [P, H] float32; the results of the first token begin at `first_partial`.
-    """
-    sizes = tl.arange(0, BLOCK_D)
-    for first in range(0, num_rows, ROWS):
-        rows = first + tl.arange(0, ROWS)
-        inside = rows < num_rows
-        tile = inside[:, None]
-        if BLOCK_D != HEAD_SIZE:
-            tile = tile & (sizes < HEAD_SIZE)[None, :]
-        heads = key_head * GROUPS + rows % GROUPS
-        begins = first_partial + rows // GROUPS * num_splits
-        highest = tl.full([ROWS], float("-inf"), tl.float32)
-        mass = tl.zeros([ROWS], tl.float32)
-        accumulator = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        for chunk in range(0, num_splits, SPLITS):
-            for step in tl.static_range(SPLITS):
-                split = chunk + step
-                places = (begins + split).to(tl.int64) * (KEY_HEADS * GROUPS) + heads
-                log_sum = tl.load(log_sums + places, mask=inside & (split < num_splits), other=float("-inf"))
-                cells = places[:, None] * HEAD_SIZE + sizes[None, :]
-                part = tl.load(partials + cells, mask=tile & (split < num_splits), other=0.0)
-                new_highest = tl.maximum(highest, log_sum)
-                reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-                weight = tl.exp2(log_sum - reference)
-                shrink = tl.exp2(highest - reference)
-                mass = mass * shrink + weight
-                accumulator = accumulator * shrink[:, None] + part * weight[:, None]
-                highest = new_highest
-        result = accumulator / tl.where(mass > 0, mass, 1.0)[:, None]
-        cells = ((first_token + rows // GROUPS).to(tl.int64) * (KEY_HEADS * GROUPS) + heads)[:, None] * HEAD_SIZE
-        tl.store(mixed + cells + sizes[None, :], result.to(mixed.dtype.element_ty), mask=tile)
+    """Program (token, head). partials [P, H, D] float32; log_sums [P, H] float32; partial_starts [M + 1] int32; mixed
+    [M, H, D], in which a token with fewer than two results stays as it is."""
+    token, head = tl.program_id(0), tl.program_id(1)
+    begin = tl.load(partial_starts + token)
+    num_splits = tl.load(partial_starts + token + 1) - begin
+    if num_splits > 1:
+        sizes = tl.arange(0, BLOCK_D)
+        highest, mass = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.float32)
+        accumulator = tl.zeros([BLOCK_D], tl.float32)
+        for first in range(0, num_splits, SPLITS):
+            splits = first + tl.arange(0, SPLITS)
+            places = (begin + splits).to(tl.int64) * NUM_HEADS + head
+            inside = splits < num_splits
+            logs = tl.load(log_sums + places, mask=inside, other=float("-inf"))
+            cells = places[:, None] * HEAD_SIZE + sizes[None, :]
+            parts = tl.load(partials + cells, mask=inside[:, None] & (sizes < HEAD_SIZE)[None, :], other=0.0)
+            new_highest = tl.maximum(highest, tl.max(logs, axis=0))
+            reference = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+            weights, shrink = tl.exp2(logs - reference), tl.exp2(highest - reference)
+            mass = mass * shrink + tl.sum(weights, axis=0)
+            accumulator = accumulator * shrink + tl.sum(parts * weights[:, None], axis=0)
+            highest = new_highest
+        result = accumulator / tl.where(mass > 0, mass, 1.0)
+        place = (token.to(tl.int64) * NUM_HEADS + head) * HEAD_SIZE
+        tl.store(mixed + place + sizes, result.to(mixed.dtype.element_ty), mask=sizes < HEAD_SIZE)
 
 
-@triton.jit
-def clear_padding(mixed, partial_starts, num_tokens, ROW_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Zeros for the tokens that no item covers: those without partial results."""
-    token = tl.program_id(0)
-    while token < num_tokens:
-        if tl.load(partial_starts + token) == tl.load(partial_starts + token + 1):
-            for first in range(0, ROW_SIZE, BLOCK):
-                cells = first + tl.arange(0, BLOCK)
-                zeros = tl.zeros([BLOCK], mixed.dtype.element_ty)
-                tl.store(mixed + token.to(tl.int64) * ROW_SIZE + cells, zeros, mask=cells < ROW_SIZE)
-        token += tl.num_programs(0)
+def merge_splits(
+    partials: torch.Tensor, log_sums: torch.Tensor, partial_starts: torch.Tensor, mixed: torch.Tensor
+) -> None:
+    """Launch the kernel."""
+    num_tokens, num_heads, head_size = mixed.shape
+    _merge_splits[(num_tokens, num_heads)](
+        partials, log_sums, partial_starts, mixed,
+        NUM_HEADS=num_heads,
+        HEAD_SIZE=head_size,
+        BLOCK_D=triton.next_power_of_2(head_size),
+        SPLITS=merged_splits(head_size),
+        num_warps=MERGE_WARPS,
+    )  # fmt: skip
+
+
+def specimens() -> list[Specimen]:
+    """Of Qwen2.5-7B, gpt-oss and a small model."""
+    return [_specimen("bf16", 28, 128), _specimen("bf16", 64, 64), _specimen("fp32", 9, 64)]
+
+
+def _specimen(dtype: str, num_heads: int, head_size: int) -> Specimen:
+    types = {"partials": "*fp32", "log_sums": "*fp32", "partial_starts": "*i32", "mixed": f"*{dtype}"}
+    constants = {
+        "NUM_HEADS": num_heads,
+        "HEAD_SIZE": head_size,
+        "BLOCK_D": triton.next_power_of_2(head_size),
+        "SPLITS": merged_splits(head_size),
+    }
+    return Specimen(f"merge {num_heads} x {head_size} {dtype}", _merge_splits, types, constants, MERGE_WARPS)

@@ -12,11 +12,24 @@ import triton
 import triton.language as tl
 
 from stand.gpu.kernels.launch import launch_device
-from stand.gpu.kernels.merge import is_last
 from stand.gpu.kernels.specimen import Specimen
 from stand.gpu.product_tiles import MOST_TOKENS, TILES, ProductTile
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@triton.jit
+def _is_last(arrivals, num_splits):
+    """Whether all `num_splits` programs of a tile have stored their results; asked by each, after it has.
+
+    arrivals: the tile's counter, int32, 0 before the first and 0 again after the last. The barrier puts the stores of
+    all threads before the one thread's atomic operation; acquire and release carry them to the program that reads.
+    """
+    tl.debug_barrier()
+    is_complete = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == num_splits - 1
+    if is_complete:
+        tl.store(arrivals, 0)
+    return is_complete
 
 
 @triton.jit
@@ -63,7 +76,7 @@ def _few_token_product(
     else:
         part_size = num_tokens * num_rows
         tl.store(partials + split * part_size + cells, result, mask=mask)
-        if is_last(arrivals + tile, num_splits):
+        if _is_last(arrivals + tile, num_splits):
             total = tl.zeros([TOKENS, ROWS], tl.float32)
             for part in range(0, num_splits):
                 total += tl.load(partials + part * part_size + cells, mask=mask, other=0.0)

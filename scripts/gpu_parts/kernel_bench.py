@@ -1,8 +1,8 @@
 """Timings of a step's parts on random data: memory, matrix products, attention, laws and verification.
 
-Every figure comes with its floor: the bytes that must move over the rate of a long read, or the operations over the rate
-of a large matrix product, whichever is longer, both measured in the same run. Weights and keys are cold, as in a step: a
-run walks over several copies, together several times the GPU's cache.
+Every figure comes with its floor: the bytes that must move over the rate of a long read, or the operations over the
+rate of a large matrix product, whichever is longer, both measured in the same run. Weights and keys are cold, as in a
+step: a run walks over several copies, together several times the GPU's cache.
 """
 
 from __future__ import annotations

@@ -262,10 +262,11 @@ def tree_attention(
     j % 64 of word j // 64 set when the token sees token j of its row (its own bit included, no later one); positions
     [M] int64, slot k of the committed prefix being position k; items [I, 8] and partial_starts [M + 1] int32
     as `WorkList` makes them with `tile_tokens`; partials [P, H, D] and log_sums [P, H] float32 are scratch for P
-    partial results; with P = 0 no row may be split, and nothing is merged. Scores are multiplied by `scale` > 0. `window` > 0: a token sees positions above its own less the window. `softcap` > 0: scores
-    become softcap * tanh(score / softcap) (Gemma 2). `sinks` [H]: a logit per head that takes mass and gives nothing
-    (gpt-oss). A token that no item covers must have no partial results and gets zeros. With T > 1 a page must be no
-    shorter than a block of keys (at most 64 slots). Raises ValueError on wrong shapes.
+    partial results: with P = 0 no row may be split, and nothing is merged. Scores are multiplied by `scale` > 0.
+    `window` > 0: a token sees positions above its own less the window. `softcap` > 0: scores become softcap *
+    tanh(score / softcap) (Gemma 2). `sinks` [H]: a logit per head that takes mass and gives nothing (gpt-oss). A token
+    that no item covers must have no partial results and gets zeros. With T > 1 a page must be no shorter than a block
+    of keys (at most 64 slots). Raises ValueError on wrong shapes.
     """
     scratch = (partials, log_sums)
     _check_call(query, keys, values, pages, ancestors, positions, items, partial_starts, *scratch, scale, sinks)

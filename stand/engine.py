@@ -46,7 +46,7 @@ from stand.text_pieces import TextPieces
 from stand.trees import BlendedLookup, LookupTree
 from stand.verifiers import Verifier
 from stand.verifiers.registry import fitted
-from stand.wrapping import checked_drafter, checked_rule, fingerprint_of
+from stand.wrapping import checked_drafter, checked_rule, fingerprint_of, warn_of_idle_learning
 
 MANY_ROWS = 64  # a run of unknown size, as drafters are told of it
 MOST_RETURNED_ROWS = 1 << 20  # of a call that gives them all together
@@ -88,6 +88,7 @@ def wrap(
             "recurrent states, which its streams would have to go through; leave drafter= out"
         )
     drafter.attach(model, fingerprint_of(model, tokenizer, drafter))
+    warn_of_idle_learning(drafter)
     typical = drafter.typical_draft()
     if typical is not None:
         fitted(rule, typical)

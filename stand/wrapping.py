@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from stand.drafters.blended import BlendedDrafter
@@ -37,16 +39,28 @@ def checked_drafter(drafter: object) -> Drafter:
     return drafter
 
 
+def warn_of_idle_learning(drafter: Drafter) -> None:
+    """A class with a `learn` of its own that is never called was hardly meant."""
+    idle = [name for name in ("learn", "learn_prompt") if getattr(type(drafter), name) is not getattr(Drafter, name)]
+    if idle and not drafter.num_candidates:
+        warnings.warn(
+            f"{type(drafter).__name__}.{idle[0]} is called only where num_candidates is above 0, got "
+            f"{drafter.num_candidates}; set num_candidates = 10 in the class for the ten best tokens of every node",
+            stacklevel=3,
+        )
+
+
 def fingerprint_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, drafter: Drafter) -> bytes:
     """Names the vocabulary that token ids mean something in; its size alone without a tokenizer, and where the
     drafter's lookup was learned without one. Raises ValueError for what is no tokenizer."""
     by_size = vocabulary_fingerprint({"vocab_size": text_config(model).vocab_size})
     if tokenizer is None:
         return by_size
-    if isinstance(tokenizer, type) or not hasattr(tokenizer, "get_vocab"):
+    if isinstance(tokenizer, type) or not all(hasattr(tokenizer, name) for name in ("get_vocab", "batch_decode")):
         raise ValueError(
-            f"tokenizer must be one of transformers', got {tokenizer!r:.80}; pass "
-            "AutoTokenizer.from_pretrained(...), or leave it out and pass token ids"
+            f"tokenizer must be one of transformers', got {type(tokenizer).__name__} ({tokenizer!r:.80}); pass "
+            "AutoTokenizer.from_pretrained(...), PreTrainedTokenizerFast(tokenizer_object=...) for a Tokenizer of "
+            "tokenizers, or leave it out and pass token ids"
         )
     lookup = drafter.lookup if isinstance(drafter, LookupDrafter) else None
     if lookup is not None and lookup.fingerprint == by_size:

@@ -35,6 +35,8 @@ CHECKSUM_BYTES = 32
 RANDOM_BYTES = 4  # in the names of unfinished files
 MAX_NAME_BYTES = 255  # of a file, on the file systems in use
 
+MAGICS = {"BlendedLookup": b"STANDCTX", "LookupTree": b"STANDLUT"}  # by the class that loads such a file
+
 ArrayShape = tuple[tuple[int, ...], str]  # shape, little-endian dtype
 
 
@@ -176,6 +178,9 @@ def _read_header(path, file: BinaryIO, file_format: FileFormat, digest, file_siz
     prefix = file.read(PREFIX.size)
     magic, version = file_format.magic, file_format.version
     if len(prefix) < PREFIX.size or prefix[: len(magic)] != magic:
+        kinds = {known: name for name, known in MAGICS.items()}
+        if kind := kinds.get(prefix[: len(magic)]):
+            raise LookupFileError(f"{path} must hold a {kinds[magic]}, got a {kind}; load it with {kind}.load")
         raise LookupFileError(f"{path} must start with {magic!r}, got {prefix[: len(magic)]!r}; it is no lookup")
     _, got_version, header_size = PREFIX.unpack(prefix)
     if got_version != version:

@@ -130,7 +130,7 @@ class OnPathDrafter(stand.Drafter):
     def __init__(self, drafter: stand.Drafter, lesson_of: Callable[[stand.Lesson], stand.Lesson]) -> None:
         self._drafter, self._lesson_of = drafter, lesson_of
         self.num_candidates = drafter.num_candidates
-        self.learn_prompt = drafter.learn_prompt
+        self.learn_prompt, self.remembers = drafter.learn_prompt, drafter.remembers
 
     def draft(self, request: stand.DraftRequest) -> DraftBatch:
         return self._drafter.draft(request)

@@ -38,6 +38,7 @@ class RoomDrafter(stand.Drafter):
     def __init__(self, drafter: stand.Drafter, room: int) -> None:
         self.drafter, self.room = drafter, room
         self.num_candidates, self.requires_features = drafter.num_candidates, drafter.requires_features
+        self.remembers, self.learn_prompt, self.learn = drafter.remembers, drafter.learn_prompt, drafter.learn
         self.has_room = np.zeros(0, dtype=bool)
 
     def attach(self, model, fingerprint) -> None:
@@ -47,12 +48,6 @@ class RoomDrafter(stand.Drafter):
     def draft(self, request: stand.DraftRequest) -> DraftBatch:
         self.has_room = request.max_depths >= self.room
         return self.drafter.draft(request)
-
-    def learn_prompt(self, token_ids, *, problem) -> None:
-        self.drafter.learn_prompt(token_ids, problem=problem)
-
-    def learn(self, lesson: stand.Lesson) -> None:
-        self.drafter.learn(lesson)
 
     def follow_prompt(self, token_ids, features) -> None:
         self.drafter.follow_prompt(token_ids, features)

@@ -41,6 +41,8 @@ class ModelDrafter(Drafter):
     Raises UnsupportedModelError for a model that cannot be served, ValueError for settings out of range.
     """
 
+    remembers = False
+
     def __init__(
         self, model: PreTrainedModel, *, gamma: int = 4, temperature: float = 1.0, num_candidates: int = 64
     ) -> None:

@@ -78,7 +78,8 @@ class Drafter(CallCounter, ABC):
     drafter that learns makes the drafts of a call depend on other calls: see `start_call`.
     """
 
-    num_candidates: int = 0  # top entries per scored node that `learn` wants; 0: it never learns
+    num_candidates: int = 0  # top entries per scored node that `learn` wants; 0: `learn` is never called
+    remembers: bool = True  # whether a call's drafts may depend on what earlier calls have shown; see `start_call`
     requires_features: bool = False  # whether `follow_prompt` and `follow` want the target's last hidden states
     rider: Rider | None = None  # what runs on the model's own steps
 
@@ -93,11 +94,14 @@ class Drafter(CallCounter, ABC):
 
         learns: whether the call will teach. Two calls must get different numbers wherever one of them may draft from
         what the other one teaches: with the same noise the law of the one that drafts so would be wrong. This one
-        counts the calls that teach, which a drafter with `num_candidates` 0 has none of: it may remember nothing from
-        call to call. That is safe unless the drafter is saved and loaded, or several drafters share a memory: then the
-        number must come from the memory.
+        counts the calls that teach, and where `num_candidates` is 0 all calls, since nobody knows what `draft` keeps in
+        mind. So a seed repeats its tokens with the same object only where `remembers` is False: set it for a drafter
+        whose drafts follow from the call alone. Counting is safe unless the drafter is saved and loaded, or several
+        drafters share a memory: then the number must come from the memory.
         """
-        return self.count_call(learns=learns) if self.num_candidates else 0
+        if not self.remembers:
+            return 0
+        return self.count_call(learns=learns or not self.num_candidates)
 
     def typical_draft(self) -> DraftBatch | None:
         """A draft typical of this drafter, by which `wrap` sees early that a rule takes its drafts; None: unknown.

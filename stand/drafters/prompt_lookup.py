@@ -16,6 +16,8 @@ class PromptLookupDrafter(Drafter):
     and of its occurrences the last one. Deterministic: `match` is the rule for it. Nothing is learned.
     """
 
+    remembers = False
+
     def __init__(self, *, gamma: int = 8, longest: int = 3, shortest: int = 1) -> None:
         check_count("gamma", gamma, 1, usual="8 is usual")
         check_count("shortest", shortest, 1, usual="1 is usual")

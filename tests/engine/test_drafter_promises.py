@@ -250,10 +250,12 @@ class Counting(Drafter):
 
 
 def test_numbers_of_calls():
-    drafter, silent = Counting(4), Counting(0)
+    drafter, silent, forgetful = Counting(4), Counting(0), Counting(0)
+    forgetful.remembers = False
     numbers = [drafter.start_call(learns=learns) for learns in (True, True, False, True, False, False)]
     assert numbers == [0, 2, 5, 4, 7, 7]  # calls that do not teach may share theirs
-    assert [silent.start_call(learns=learns) for learns in (True, False)] == [0, 0]
+    assert [silent.start_call(learns=learns) for learns in (True, False, False)] == [0, 2, 4]  # who knows what it keeps
+    assert [forgetful.start_call(learns=learns) for learns in (True, False)] == [0, 0]
 
 
 def test_a_lookup_drafter_without_a_lookup_has_seen_nothing():

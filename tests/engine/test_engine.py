@@ -210,6 +210,12 @@ def test_the_lookup_tree_learns_and_survives_a_save(make, tmp_path):
     assert again.stats.num_steps < first.stats.num_steps
 
 
+@pytest.mark.parametrize("wrong", [letter_tokenizer()._tokenizer, type(letter_tokenizer()), "Qwen/Qwen3-8B"])
+def test_what_is_no_tokenizer_of_transformers_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"must be one of transformers', got .*PreTrainedTokenizerFast\(tokenizer_obj"):
+        stand.wrap(tiny_model("qwen2"), wrong)
+
+
 @pytest.mark.parametrize("kind", [LookupTree, BlendedLookup])
 def test_a_lookup_that_was_learned_without_a_tokenizer_serves_with_one(kind):
     model, tokenizer = tiny_model("qwen2"), letter_tokenizer()

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import threading
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -19,19 +20,65 @@ PROMPTS = [[5, 9, 11, 4, 5, 9], [7]]
 
 
 @pytest.mark.skipif(not ARCHITECTURE.exists(), reason="docs are not part of the wheel's tests")
-def test_the_example_of_the_docs_runs():
-    """The smallest drafter and the smallest verifier, as printed; greedy tokens stay what they are."""
+@pytest.mark.parametrize("name", ["RepeatDrafter", "BestNextDrafter"])
+def test_the_examples_of_the_docs_run(name):
+    """The smallest drafters and the smallest verifier, as printed; greedy tokens stay what they are."""
     blocks = re.findall(r"```python\n(.*?)```", ARCHITECTURE.read_text(encoding="utf-8"), re.DOTALL)
     namespace: dict[str, object] = {}
     for block in blocks:
         exec(block, namespace)
     model = tiny_model("qwen2")
-    engine = stand.wrap(model, drafter=namespace["RepeatDrafter"](), verifier=namespace["AgreeVerifier"]())
+    engine = stand.wrap(model, drafter=namespace[name](), verifier=namespace["AgreeVerifier"]())
     plain = stand.wrap(model, drafter=stand.BlendedDrafter(budget=0))
     settings = {"input_ids": PROMPTS, "max_new_tokens": 30, "temperature": 0.0}
     drafted = engine.generate(**settings)
     assert drafted.token_ids == plain.generate(**settings).token_ids
-    assert drafted.stats.num_draft_tokens > 0
+    assert drafted.stats.num_draft_tokens > 0 and drafted.stats.mean_acceptance_length > 1
+
+
+class Noting(stand.Drafter):
+    """Drafts nothing and notes the seeds of the numbers that it is given."""
+
+    def __init__(self):
+        self.seeds: list[int] = []
+
+    def draft(self, request):
+        self.seeds.append(request.seed)
+        return DraftBatch.pending([history[-1] for history in request.histories])
+
+
+class Forgetful(Noting):
+    remembers = False
+
+
+class Hopeful(Noting):
+    def learn(self, lesson):
+        raise AssertionError
+
+
+class Learning(Hopeful):
+    num_candidates = 2
+
+    def learn(self, lesson):
+        assert lesson.top_ids.shape == (1, 2)
+
+
+@pytest.mark.parametrize(("kind", "num_seeds"), [(Noting, 2), (Forgetful, 1), (Learning, 2)])
+def test_calls_with_one_seed_share_numbers_only_where_nothing_is_remembered(kind, num_seeds):
+    drafter = kind()
+    engine = stand.wrap(tiny_model("qwen2"), drafter=drafter)
+    for _ in range(2):
+        engine.generate(input_ids=[[3, 4]], max_new_tokens=2, temperature=1.0, seed=5)
+    assert len(set(drafter.seeds)) == num_seeds
+
+
+def test_a_learn_that_is_never_called_is_told():
+    with pytest.warns(UserWarning, match="Hopeful.learn is called only where num_candidates is above 0, got 0; set"):
+        stand.wrap(tiny_model("qwen2"), drafter=Hopeful())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for drafter in (Learning(), Noting(), stand.BlendedDrafter(), stand.TokenRecyclingDrafter()):
+            stand.wrap(tiny_model("qwen2"), drafter=drafter)
 
 
 class Answer(stand.Drafter):

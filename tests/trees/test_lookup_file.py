@@ -115,6 +115,14 @@ def test_random_bytes_are_refused(tmp_path):
                 LookupTree.load(path)
 
 
+@pytest.mark.parametrize(("saved", "loaded"), [(BlendedLookup, LookupTree), (LookupTree, BlendedLookup)])
+def test_a_file_of_the_other_kind_is_named(tmp_path, saved, loaded):
+    saved().save(tmp_path / "x.lookup")
+    message = f"must hold a {loaded.__name__}, got a {saved.__name__}; load it with {saved.__name__}.load"
+    with pytest.raises(LookupFileError, match=message):
+        loaded.load(tmp_path / "x.lookup")
+
+
 @pytest.mark.parametrize(
     ("magic", "version", "message"), [(b"PK\3\4abcd", 1, "start with"), (MAGIC, 2, "version 1, got 2")]
 )

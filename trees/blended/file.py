@@ -18,9 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from stand.trees.checked_file import ArrayShape, FileFormat, LookupFileError, read_checked_file, write_checked_file
+from stand.trees.checked_file import (
+    MAGICS,
+    ArrayShape,
+    FileFormat,
+    LookupFileError,
+    read_checked_file,
+    write_checked_file,
+)
 
-MAGIC = b"STANDCTX"
+MAGIC = MAGICS["BlendedLookup"]
 FORMAT_VERSION = 2
 PARAMETERS = {"depth": int, "max_bytes": int, "fade": float, "rate": float, "row_size": int, "fingerprint": bytes}
 PARAMETER_NAMES = {key: "num_candidates" if key == "row_size" else key for key in PARAMETERS}  # key: argument

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from stand.trees.checked_file import ArrayShape, FileFormat, read_checked_file, write_checked_file
+from stand.trees.checked_file import MAGICS, ArrayShape, FileFormat, read_checked_file, write_checked_file
 
-MAGIC = b"STANDLUT"
+MAGIC = MAGICS["LookupTree"]
 FORMAT_VERSION = 1
 PARAMETER_NAMES = {  # key: argument
     "orders": "orders",

@@ -38,6 +38,7 @@ class EagleDrafter(Drafter):
     Raises ValueError for settings out of range.
     """
 
+    remembers = False
     requires_features = True
 
     def __init__(

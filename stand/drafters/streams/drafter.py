@@ -37,6 +37,8 @@ class StreamingDrafter(Drafter):
     Raises ValueError for settings out of range.
     """
 
+    remembers = False
+
     def __init__(
         self,
         streams: Streams | str | PathLike,

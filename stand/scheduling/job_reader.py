@@ -16,7 +16,7 @@ from stand.numbered_keys import NumberedKeys
 from stand.processors import checked_processors
 from stand.prompts import PromptReader
 from stand.sampling import TargetLaw
-from stand.scheduling.request import Job, Request
+from stand.scheduling.request import Job, Request, which_request
 from stand.stop import StopRule, as_strings
 from stand.trees import problem_key
 
@@ -56,7 +56,7 @@ class JobReader:
             max_time=self.settings.config.max_time,
         )
         self._law: TargetLaw | None = None
-        self._num_jobs = self._next_row = 0
+        self._num_jobs = self._next_row = self._num_requests = 0
         self._named: set[int] = set()  # numbers that requests gave their rows
         self._counted: list[range] = []  # the others
 
@@ -79,8 +79,15 @@ class JobReader:
         )
 
     def read(self, request: Request | object) -> Job:
-        """A request, or a prompt alone."""
-        request = request if isinstance(request, Request) else Request(request)
+        """A request, or a prompt alone. An error says in a note which one it was."""
+        number, self._num_requests = self._num_requests, self._num_requests + 1
+        try:
+            return self._read(request if isinstance(request, Request) else Request(request))
+        except ValueError as error:
+            error.add_note(which_request(number, getattr(request, "id", None)))
+            raise
+
+    def _read(self, request: Request) -> Job:
         read = self.prompts.read(request.prompt, None)
         if len(read) != 1:
             raise ValueError(f"a request has one prompt, got {len(read)}; make a request of each")

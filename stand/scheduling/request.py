@@ -55,3 +55,8 @@ class Job:
     stop: StopRule
     problem: int  # number of the prompt in the engine
     id: object
+
+
+def which_request(number: int, id: object) -> str:
+    """A note for the error of a request, by its number in the run and its id."""
+    return f"request {number} of the run, counted from 0{'' if id is None else f', with the id {id!r}'}"

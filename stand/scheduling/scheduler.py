@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from stand.row import Row
 from stand.scheduling.admission import Admission
-from stand.scheduling.request import Job
+from stand.scheduling.request import Job, which_request
 from stand.seeds import prompt_word
 
 
@@ -40,6 +40,9 @@ class Scheduler:
     Requests are read when a place is free for their first row, and one further request ahead, so that its prompt can
     be prefilled in time. Rows start in the order of the requests; nobody overtakes. So a row that is put back, always
     the one that started last, comes before all that have not started, and the first row of all always goes on.
+
+    What a request ends in that cannot be read, or does not fit, is kept until the rows before it have ended: see
+    `raise_failure`. No further request is read then.
     """
 
     def __init__(self, jobs: Iterator[Job], admission: Admission):
@@ -55,6 +58,7 @@ class Scheduler:
         self._next: Row | None = None  # the first one of them
         self._num_left: dict[int, int] = {}  # by request: rows that have not ended
         self._open: dict[int, Job] = {}  # the requests that have such rows
+        self._failure: Exception | None = None  # of the request that would be next
         self.num_places: int | None = None  # set when the first rows have entered: no more are live at once
 
     def next_row(self) -> Row | None:
@@ -63,13 +67,37 @@ class Scheduler:
             return self._put_back[-1]
         if self._next is None:
             self._next = next(self._waiting, None)
-        if self._next is None and (job := next(self._jobs, None)) is not None:
-            self.admission.check(job)
+        if self._next is None and (job := self._next_job()) is not None:
             self._open[job.number], self._num_left[job.number] = job, len(job.rows)
             shared = {"problem": job.problem, "request": job.number, "prompt_word": prompt_word(job.prompt)}
             self._waiting = (Row(index, job.prompt, job.limit, **shared) for index in job.rows)
             self._next = next(self._waiting)
         return self._next
+
+    def _next_job(self) -> Job | None:
+        """The next request, None where there is none, or none that fits."""
+        if self._failure is not None:
+            return None
+        try:
+            job = next(self._jobs, None)
+            if job is not None:
+                self._check(job)
+        except Exception as error:  # a request's, or of whoever makes them
+            self._failure, job = error, None
+        return job
+
+    def _check(self, job: Job) -> None:
+        try:
+            self.admission.check(job)
+        except ValueError as error:
+            error.add_note(which_request(job.number, job.id))
+            raise
+
+    def raise_failure(self) -> None:
+        """To be called where nobody is live: raises what the request that would be next has ended in."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
 
     def job_of(self, row: Row) -> Job:
         """Of a row that waits or is live."""

@@ -282,13 +282,46 @@ def test_a_hundred_interruptions_leave_nothing_behind():
     assert mapped_memory.FILE_NAME not in Path("/proc/self/maps").read_text(encoding="utf-8")
 
 
-def test_what_had_ended_comes_before_a_bad_request():
-    run = engine_of().run([*PROMPTS, [61]], max_rows=2, max_new_tokens=4, seed=0)
-    found = []
-    with pytest.raises(ValueError, match=r"must be in \[0, 61\)"):
+def after_failing(
+    requests, error, *, max_rows: int, match: str | None = None
+) -> tuple[list[stand.Trajectory], list[str]]:
+    """What a run gives before it ends in an error, and the error's notes."""
+    engine = engine_of()
+    run, found = engine.run(requests, max_rows=max_rows, max_new_tokens=9, stop_token_ids=[], seed=0), []
+    with pytest.raises(error, match=match) as raised:
         for one in run:
-            found.append(one.row)
-    assert found and engine_of().generate(PROMPTS[0], max_new_tokens=2, seed=0).token_ids
+            found.append(one)
+    assert list(run) == [] and engine.generate(PROMPTS[0], max_new_tokens=2, seed=0).token_ids
+    return found, getattr(raised.value, "__notes__", [])
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 9])
+def test_a_bad_request_ends_no_row_of_those_before(max_rows):
+    requests = [*PROMPTS, stand.Request([61], id="seventh"), PROMPTS[0]]
+    found, notes = after_failing(requests, ValueError, max_rows=max_rows, match=r"must be in \[0, 61\)")
+    wanted = engine_of().run(PROMPTS, max_rows=max_rows, max_new_tokens=9, stop_token_ids=[], seed=0)
+    assert [(one.row, one.token_ids) for one in found] == [(one.row, one.token_ids) for one in wanted]
+    assert notes == [f"request {len(PROMPTS)} of the run, counted from 0, with the id 'seventh'"]
+
+
+def test_a_request_that_can_never_fit_is_named_too():
+    long = stand.Request(PROMPTS[0], max_new_tokens=10**6)
+    found, notes = after_failing([PROMPTS[0], long], ValueError, max_rows=2)
+    assert len(found) == 1 and notes == ["request 1 of the run, counted from 0"]
+
+
+def test_what_makes_requests_may_fail():
+    def requests():
+        yield PROMPTS[0]
+        yield PROMPTS[1]
+        raise OSError("the file of prompts is gone")
+
+    found, notes = after_failing(requests(), OSError, max_rows=3, match="is gone")
+    assert len(found) == 2 and notes == []
+
+
+def test_a_bad_first_request_is_raised_at_once():
+    assert after_failing([[61], *PROMPTS], ValueError, max_rows=2) == ([], ["request 0 of the run, counted from 0"])
 
 
 def test_prompts_run_once_and_in_single_chunks_beside_running_rows(monkeypatch):

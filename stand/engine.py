@@ -213,9 +213,9 @@ class Engine:
 
         Rows are numbered over the run. Order and batch mates change no row's law; with `match` and `coupled` they
         change no token, which follows from seed, prompt and number. Between two trajectories the model is free for
-        other work. Closing the iterator ends the run. So does what a request ends in that does not fit (ValueError, with
-        a note that names it), or whoever makes the requests: it is raised when the rows of the requests before have
-        ended, and no further request is read.
+        other work. Closing the iterator ends the run. So does what a request ends in that does not fit (ValueError,
+        with a note that names it), or whoever makes the requests: it is raised when the rows of the requests before
+        have ended, and no further request is read.
         """
         call = self._run_of(requests, max_rows=max_rows, max_cache_bytes=max_cache_bytes, **settings)
         return Run(call, self.tokenizer, on_step=on_step)

@@ -55,7 +55,7 @@ class PromptReader:
         return [self._checked(*given) for given in zip(sequences, places, strict=True)]
 
     def _encoded(self, text: str | list[Mapping]) -> list[int]:
-        """A text as the tokenizer encodes it; a chat by its template, with the beginning of the answer."""
+        """A text as the tokenizer encodes it; a chat as `chat_text`."""
         if self.tokenizer is None:
             raise ValueError("text prompts need a tokenizer, got none; pass tokenizer= to stand.wrap or input_ids=")
         if isinstance(text, str):
@@ -70,8 +70,7 @@ class PromptReader:
                 f"chats need a chat template, got none in {type(self.tokenizer).__name__}; set "
                 "tokenizer.chat_template or pass a text"
             )
-        chat = self.tokenizer.apply_chat_template(text, add_generation_prompt=True, tokenize=False)
-        return self.tokenizer(chat, add_special_tokens=False)["input_ids"]
+        return self.tokenizer(chat_text(self.tokenizer, text), add_special_tokens=False)["input_ids"]
 
     def _sequences(self, given: object, attention_mask: object) -> list[object]:
         """One sequence of ids per prompt, without padding."""
@@ -117,6 +116,26 @@ class PromptReader:
                 "use the tokenizer that belongs to the model"
             )
         return prompt.astype(np.int32)
+
+
+def chat_text(tokenizer: PreTrainedTokenizerBase, chat: list[Mapping]) -> str:
+    """A chat by its template, with the beginning of an answer. Where its last message is an assistant's, the answer goes
+    on with it, as in transformers' pipelines: the text ends where the message does.
+
+    Raises ValueError where a template does not show that message as it is.
+    """
+    goes_on = chat[-1]["role"] == "assistant"
+    try:
+        return tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on
+        )
+    except ValueError as error:
+        if not goes_on:
+            raise
+        raise ValueError(
+            f"an answer that a chat ends with must be shown as it is by the template, got another text ({error}); render "
+            "the chat without it, with add_generation_prompt=True and tokenize=False, and append the answer's beginning"
+        ) from error
 
 
 def is_one_prompt(given: object) -> bool:

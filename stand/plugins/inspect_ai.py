@@ -14,6 +14,7 @@ from concurrent.futures import Future
 
 from stand.extra import missing_package
 from stand.plugins.saving import Saver, check_can_be_written
+from stand.prompts import chat_text
 
 try:
     import anyio  # inspect-ai's own
@@ -113,13 +114,7 @@ class RequestBatches:
 
     def _answers(self, chats: list[Chat], settings: Mapping) -> list[dict]:
         tokenizer = self.engine.tokenizer
-        prompts = [
-            tokenizer(
-                tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True),
-                add_special_tokens=False,
-            )["input_ids"]
-            for chat in chats
-        ]
+        prompts = [tokenizer(chat_text(tokenizer, chat), add_special_tokens=False)["input_ids"] for chat in chats]
         seed = settings.get("seed", self.seed)
         seed = None if seed is None else seed + self.num_calls  # calls must not repeat each other
         output = self.engine.generate(input_ids=prompts, **{**settings, "seed": seed})

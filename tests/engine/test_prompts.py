@@ -71,6 +71,20 @@ def test_texts_and_chats():
         assert read(prepared) == [encoded]
 
 
+def test_an_answer_that_a_chat_ends_with_goes_on():
+    """As in transformers' pipelines; not behind a second header."""
+    user, answer = {"role": "user", "content": TEXT}, {"role": "assistant", "content": TEXT[:2]}
+    start = LETTERS.index(">")
+    assert read([user, answer]) == [[start, *LONG, start, *LONG[:2]]]
+    assert read([[user, answer], [user]]) == [[start, *LONG, start, *LONG[:2]], [start, *LONG, LETTERS.index("=")]]
+    answered = [user, answer, user]  # an answer that is not last stays one
+    assert read(answered) == [[start, *LONG, start, *LONG[:2], start, *LONG, LETTERS.index("=")]]
+    tokenizer = reader().tokenizer
+    tokenizer.chat_template = "{% for message in messages %}{% if message.role == 'user' %}>{% endif %}{% endfor %}"
+    with pytest.raises(ValueError, match="must be shown as it is by the template, got another text .*; render"):
+        read([user, answer], tokenizer=tokenizer)
+
+
 @pytest.mark.parametrize("padded", [LEFT, RIGHT, LEFT.tolist(), LEFT.numpy()])
 def test_a_mask_takes_padding_off(padded):
     mask = (torch.as_tensor(padded) != PAD).long()

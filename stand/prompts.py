@@ -119,8 +119,8 @@ class PromptReader:
 
 
 def chat_text(tokenizer: PreTrainedTokenizerBase, chat: list[Mapping]) -> str:
-    """A chat by its template, with the beginning of an answer. Where its last message is an assistant's, the answer goes
-    on with it, as in transformers' pipelines: the text ends where the message does.
+    """A chat by its template, with the beginning of an answer. Where its last message is an assistant's, the answer
+    goes on with it, as in transformers' pipelines: the text ends where the message does.
 
     Raises ValueError where a template does not show that message as it is.
     """
@@ -133,8 +133,8 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, chat: list[Mapping]) -> str:
         if not goes_on:
             raise
         raise ValueError(
-            f"an answer that a chat ends with must be shown as it is by the template, got another text ({error}); render "
-            "the chat without it, with add_generation_prompt=True and tokenize=False, and append the answer's beginning"
+            f"an answer that a chat ends with must be shown as it is by the template, got another text ({error}); "
+            "render the chat without it, with add_generation_prompt=True and tokenize=False, and append the answer"
         ) from error
 
 

@@ -153,6 +153,7 @@ class Call:
             )
             self._prompts.keep_only(coming)
         self.stats.num_prompt_tokens = self._prompts.num_tokens
+        self.stats.num_copied_prompt_tokens = self._prompts.num_copied
         self.stats.num_put_back, self.stats.num_replayed_tokens = scheduler.num_put_back, self._prompts.num_replayed
         if not scheduler.live:
             scheduler.raise_failure()

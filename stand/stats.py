@@ -28,6 +28,7 @@ class Stats:
     num_draft_tokens: int = 0  # drafted nodes, roots excluded
     num_accepted_draft_tokens: int = 0  # drafted nodes that were emitted
     num_prompt_tokens: int = 0  # prompt tokens, each prompt counted once
+    num_copied_prompt_tokens: int = 0  # whose keys were another prompt's that begins alike
     num_put_back: int = 0  # times that a row went away because memory had run out
     num_replayed_tokens: int = 0  # tokens of such rows whose keys were computed again
     accepted_by_depth: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [D], depth 1 first
@@ -73,6 +74,7 @@ class Stats:
             num_draft_tokens=self.num_draft_tokens + other.num_draft_tokens,
             num_accepted_draft_tokens=self.num_accepted_draft_tokens + other.num_accepted_draft_tokens,
             num_prompt_tokens=self.num_prompt_tokens + other.num_prompt_tokens,
+            num_copied_prompt_tokens=self.num_copied_prompt_tokens + other.num_copied_prompt_tokens,
             num_put_back=self.num_put_back + other.num_put_back,
             num_replayed_tokens=self.num_replayed_tokens + other.num_replayed_tokens,
             accepted_by_depth=_add_padded(self.accepted_by_depth, other.accepted_by_depth),
@@ -153,6 +155,7 @@ class Stats:
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
             "num_prompt_tokens": self.num_prompt_tokens,
+            "num_copied_prompt_tokens": self.num_copied_prompt_tokens,
             "num_put_back": self.num_put_back,
             "num_replayed_tokens": self.num_replayed_tokens,
             "accepted_by_depth": self.accepted_by_depth.tolist(),

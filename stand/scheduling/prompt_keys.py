@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from weakref import finalize
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -25,6 +26,7 @@ class Prefilled:
     """A prompt's keys, and where they were asked for the features of its tokens but the last."""
 
     keys: TreeCache
+    token_ids: np.ndarray  # int32: whose keys they are, or will be
     done: int = -1  # tokens; -1: not begun
     features: list[torch.Tensor] = field(default_factory=list)  # by chunk
 
@@ -33,7 +35,8 @@ class PromptKeys:
     """Per prompt one cache of one row, with the keys of all its tokens but the last, which is pending.
 
     They stay until no waiting row needs them (`keep_only`). A row that was put back has a cache of its own, with the
-    keys of all its tokens but the last.
+    keys of all its tokens but the last. Where another prompt that is still here begins alike, the keys of whole chunks
+    are copied from it: they are the same to the bit.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class PromptKeys:
         on_ready: told the first row of every prompt when its keys are complete."""
         self.num_tokens = 0  # of the prompts that were complete, the pending ones included
         self.num_replayed = 0  # tokens of rows that were put back
+        self.num_copied = 0  # tokens whose keys were another prompt's
         self._new_keys = new_keys
         self._admission = admission
         self._model = model
@@ -73,9 +77,7 @@ class PromptKeys:
         """The keys that the row begins with, or None where they are incomplete; runs chunks as far as is allowed."""
         start = beginning(row)
         if start not in self._prompts:
-            prompt = Prefilled(self._new_keys(row.num_cached))
-            finalize(prompt.keys, self._admission.release, self._admission.open(row))
-            self._prompts[start] = prompt
+            self._prompts[start] = self._opened(row)
         prompt = self._prompts[start]
         while prompt.done < row.num_cached and self._budget > 0:
             before = max(prompt.done, 0)
@@ -100,6 +102,20 @@ class PromptKeys:
         """Drop the keys that share no memory with live rows."""
         self._drop([start for start in self._prompts if not self._admission.is_shared(start)])
 
+    def _opened(self, row: Row) -> Prefilled:
+        """With the keys of whole chunks that another prompt begins with; a recurrent state is of its end alone."""
+        prompt = Prefilled(self._new_keys(row.num_cached), row.history[:-1])
+        finalize(prompt.keys, self._admission.release, self._admission.open(row))
+        others = [other for other in self._prompts.values() if not other.keys.recurrent.layers]
+        counts = [common_chunks(other, prompt) for other in others]
+        if chunks := max(counts, default=0):
+            source = others[counts.index(chunks)]
+            prompt.done = chunks * PROMPT_CHUNK
+            prompt.keys.enter(0, source.keys, prompt.done)
+            prompt.features = source.features[:chunks]
+            self.num_copied += prompt.done
+        return prompt
+
     def _count(self, row: Row) -> None:
         """What `row` begins with is complete."""
         if row.num_steps:
@@ -112,3 +128,13 @@ class PromptKeys:
         for start in starts:
             self._admission.close(start)
             del self._prompts[start]
+
+
+def common_chunks(source: Prefilled, target: Prefilled) -> int:
+    """Whole chunks that `source` has keys of and `target` begins with; not all of `target`, whose last chunk tells that
+    it is complete."""
+    most = min(source.done, len(target.token_ids) - 1)
+    if most < PROMPT_CHUNK:
+        return 0
+    differs = source.token_ids[:most] != target.token_ids[:most]
+    return int(differs.argmax() if differs.any() else most) // PROMPT_CHUNK

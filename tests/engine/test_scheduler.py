@@ -328,7 +328,7 @@ def test_prompts_run_once_and_in_single_chunks_beside_running_rows(monkeypatch):
     monkeypatch.setattr("stand.forward.model.PROMPT_CHUNK", 4)
     monkeypatch.setattr(prompt_keys, "PROMPT_CHUNK", 4)
     engine, events = engine_of(), []
-    prompts = [list(range(3, 3 + length)) for length in (6, 19, 13)]
+    prompts = [list(range(first, first + length)) for first, length in ((3, 6), (4, 19), (5, 13))]
     run_chunk, forward = prompt_keys.prefill_chunk, stand.step.EagerStep.forward
     monkeypatch.setattr(
         prompt_keys, "prefill_chunk", lambda *given, row: events.append(len(given[2])) or run_chunk(*given, row=row)

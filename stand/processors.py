@@ -64,6 +64,7 @@ REFUSED = {
     library.DiaEOSDelayPatternLogitsProcessor: "it belongs to an audio model",
     library.WhisperNoSpeechDetection: "it belongs to an audio model",
 }
+LEAVES = (int, float, complex, str, bytes, type(None), np.ndarray, np.generic, torch.Tensor)  # hold nothing shared
 SHARED = (PreTrainedTokenizerBase, torch.nn.Module, Event)  # by all copies: large and constant, or made to be shared
 
 
@@ -297,13 +298,14 @@ def own_copy(part: object, rule: str) -> object:
 
 
 def _shared(parts: Sequence[object]) -> dict[int, object]:
-    """SHARED objects within `parts` by their ids: `deepcopy` takes them for copied already."""
+    """SHARED objects within `parts` by their ids: `deepcopy` takes them for copied already. What is copied by a
+    `__deepcopy__` of its own is not looked into."""
     found: dict[int, object] = {}
     seen: set[int] = set()
-    waiting = [inner for part in parts for inner in _inside(part)]
+    waiting = [inner for part in parts if not hasattr(part, "__deepcopy__") for inner in _inside(part)]
     while waiting:
         one = waiting.pop()
-        if id(one) in seen or isinstance(one, (type, FunctionType, ModuleType)):
+        if isinstance(one, LEAVES) or id(one) in seen or isinstance(one, (type, FunctionType, ModuleType)):
             continue
         seen.add(id(one))
         if isinstance(one, SHARED):
@@ -312,7 +314,7 @@ def _shared(parts: Sequence[object]) -> dict[int, object]:
             waiting += one.values()
         elif isinstance(one, (list, tuple, set, frozenset)):
             waiting += one
-        else:
+        elif not hasattr(one, "__deepcopy__"):
             waiting += _inside(one)
     return found
 

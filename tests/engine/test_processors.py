@@ -291,6 +291,37 @@ def test_copies_share_tokenizers_models_and_events():
     assert third.held["models"][0] is first.held["models"][0] and third.held is not first.held
 
 
+class Sharing(LogitsProcessor):
+    """Copies itself, and looks at a table which tells when somebody reads all of it."""
+
+    class Table(dict):
+        def values(self):
+            raise AssertionError("the table must be left alone")
+
+    def __init__(self):
+        self.table, self.seen = self.Table(), []
+
+    def __deepcopy__(self, memo):
+        copied = object.__new__(type(self))
+        copied.table, copied.seen = self.table, list(self.seen)
+        return copied
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+def test_what_copies_itself_is_not_looked_into():
+    first = Sharing()
+    for held in (first, [first]):
+        second = own_copy(held, "it must be copyable")
+        second = second[0] if isinstance(second, list) else second
+        assert second.table is first.table and second.seen is not first.seen
+    keeper = Holding()
+    keeper.held["inner"] = first
+    copied = own_copy(keeper, "it must be copyable")
+    assert copied.held["inner"].table is first.table and copied.event is keeper.event
+
+
 @pytest.mark.parametrize("wrapped", [lambda first: first.__call__, lambda first: partial(Holding.__call__, first)])
 def test_copies_of_methods_and_partials_share_the_same(wrapped):
     """A method of the object that holds the flag and the model is a usual criterion."""

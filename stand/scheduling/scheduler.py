@@ -58,6 +58,7 @@ class Scheduler:
         self._next: Row | None = None  # the first one of them
         self._num_left: dict[int, int] = {}  # by request: rows that have not ended
         self._open: dict[int, Job] = {}  # the requests that have such rows
+        self._is_over = False  # no further request is read
         self._failure: Exception | None = None  # of the request that would be next
         self.num_places: int | None = None  # set when the first rows have entered: no more are live at once
 
@@ -67,7 +68,7 @@ class Scheduler:
             return self._put_back[-1]
         if self._next is None:
             self._next = next(self._waiting, None)
-        if self._next is None and (job := self._next_job()) is not None:
+        if self._next is None and not self._is_over and (job := self._next_job()) is not None:
             self._open[job.number], self._num_left[job.number] = job, len(job.rows)
             shared = {"problem": job.problem, "request": job.number, "prompt_word": prompt_word(job.prompt)}
             self._waiting = (Row(index, job.prompt, job.limit, **shared) for index in job.rows)
@@ -76,14 +77,14 @@ class Scheduler:
 
     def _next_job(self) -> Job | None:
         """The next request, None where there is none, or none that fits."""
-        if self._failure is not None:
-            return None
+        job = None
         try:
             job = next(self._jobs, None)
             if job is not None:
                 self._check(job)
         except Exception as error:  # a request's, or of whoever makes them
             self._failure, job = error, None
+        self._is_over = job is None
         return job
 
     def _check(self, job: Job) -> None:

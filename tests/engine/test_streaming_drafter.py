@@ -107,6 +107,8 @@ def test_both_placements_give_the_same_drafts_and_old_laws_go(monkeypatch):
 class Replayed(stand.Drafter):
     """Drafts that are given beforehand, without streams."""
 
+    remembers = False  # its calls have the numbers of those that were recorded
+
     def __init__(self, batches):
         self.batches = iter(batches)
 

@@ -46,6 +46,7 @@ class StepOutput:
         self._dtype, self._device, self._limits = model.dtype, model.device, limits_of(model.device)
         self._key_heads = key_heads
         self._splittings = self._splittings_of(num_rows)
+        self._by_tile: dict[int, Splitting] = {}
         self._make_scratch(num_rows, model.device)
         self.laws = torch.zeros(NUM_TOKENS[-1], config.vocab_size, dtype=torch.float32, device=model.device)
         self.rider = rider
@@ -71,8 +72,11 @@ class StepOutput:
 
     def splitting(self, tile_tokens: int) -> Splitting:
         """How the keys of rows are split whose tokens lie in tiles of so many."""
-        num_rows = tile_tokens * self.groups
-        return self._splittings[programs_at_once(num_rows, self.head_size, self._dtype, limits=self._limits)]
+        if tile_tokens not in self._by_tile:
+            num_rows = tile_tokens * self.groups
+            programs = programs_at_once(num_rows, self.head_size, self._dtype, limits=self._limits)
+            self._by_tile[tile_tokens] = self._splittings[programs]
+        return self._by_tile[tile_tokens]
 
     def has_splits_of(self, num_rows: int) -> bool:
         """Whether rows are split as in a call of so many."""

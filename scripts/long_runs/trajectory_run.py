@@ -101,7 +101,8 @@ class LongRun:
     def _line(self, one: stand.Trajectory) -> dict[str, object]:
         task = self.tasks[one.id]
         return {
-            "name": task.name,
+            "problem_id": task.name,
+            "problem": task.statement,
             "answer": task.answer,
             "row": one.row,
             "sample": one.row % self.count,

@@ -38,8 +38,8 @@ class Selection:
 
 
 def read_records(path: Path) -> Iterator[dict]:
-    """The objects of a .jsonl or .jsonl.gz file. Raises ValueError on a line that is no object, or whose `text` or
-    `problem` is no text."""
+    """The objects of a .jsonl or .jsonl.gz file, but the settings that a run of `throughput.py` begins with. Raises
+    ValueError on a line that is no object, or whose `text` or `problem` is no text."""
     opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8")
     with opened as file:
         for number, line in enumerate(lines_of(file, path), start=1):
@@ -52,7 +52,7 @@ def read_records(path: Path) -> Iterator[dict]:
             wrong = [name for name in ("text", "problem") if not isinstance(record.get(name), str | None)]
             if wrong:
                 raise ValueError(f"{path} must hold {wrong[0]} as text, got {record[wrong[0]]!r} in line {number}")
-            if record:
+            if record and not (number == 1 and "settings" in record):
                 yield record
 
 
@@ -65,7 +65,8 @@ def lines_of(file: TextIO, path: Path) -> Iterator[str]:
 
 
 def read_recordings(path: Path, tokenizer: Tokenizer, selection: Selection) -> list[Recording]:
-    """Problems in order of first appearance, samples in file order; samples under 64 tokens are skipped.
+    """Problems in order of first appearance, samples in file order, or by `row` where they have one; samples under 64
+    tokens are skipped.
 
     A record has `problem_id` and `text` or `token_ids`; `problem`, the text of the prompt, may be missing.
     Raises ValueError where a record lacks a field.
@@ -79,6 +80,7 @@ def read_recordings(path: Path, tokenizer: Tokenizer, selection: Selection) -> l
     recordings = []
     for problem, records in enumerate(chosen):
         prompt = encode(tokenizer, records[0].get("problem") or "")
+        records.sort(key=lambda record: record.get("row", 0))  # of a run, whose rows are in the order of their ends
         samples = [record_tokens(record, tokenizer) for record in records[: selection.samples]]
         kept = [tokens[: selection.max_tokens] for tokens in samples if len(tokens) >= SHORTEST]
         recordings += [Recording(problem, sample, prompt, tokens) for sample, tokens in enumerate(kept)]

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import throughput
+import train_lookup
 from long_runs import trajectory_run
 from measuring import progress
 from measuring.output_file import JsonLines
 from measuring.progress import RunProgress
+from workloads import recordings
 
 import stand
 from stand.trees import BlendedLookup
@@ -30,7 +32,7 @@ def run(monkeypatch, path: Path, *options: str) -> int:
 
 def trajectories(path: Path) -> list[tuple]:
     """What does not depend on time and drafts, of every line but the first; in the file's order."""
-    names = ("name", "row", "sample", "seed", "finish_reason", "found", "num_tokens", "text")
+    names = ("problem_id", "row", "sample", "seed", "finish_reason", "found", "num_tokens", "text")
     lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
     return [(*(line[name] for name in names), tuple(line["token_ids"])) for line in lines]
 
@@ -44,6 +46,19 @@ def uninterrupted(tmp_path_factory) -> list[tuple]:
     assert [line[1] for line in found] != sorted(line[1] for line in found)
     assert len({line[-1] for line in found}) == len(found) == 12  # rows that were numbered anew would be others
     return found
+
+
+def test_a_run_is_a_file_of_recordings(tmp_path, monkeypatch):
+    """Samples by row, though they stand in the order of their ends; the line with settings is none."""
+    path = tmp_path / "run.jsonl"
+    assert run(monkeypatch, path) == 0
+    monkeypatch.setattr(recordings, "SHORTEST", 1)
+    tokenizer = recordings.read_tokenizer(SCRIPT.parent / "reasoner" / "tokenizer.json")
+    found = recordings.read_recordings(path, tokenizer, recordings.Selection())
+    by_row = sorted(trajectories(path), key=lambda line: line[1])
+    assert [tuple(one.tokens.tolist()) for one in found] == [line[-1] for line in by_row]
+    assert [one.problem for one in found] == [line[1] // 6 for line in by_row] and all(len(one.prompt) for one in found)
+    assert len(list(train_lookup.read_runs(path, tokenizer))) == len(found) == 12
 
 
 @pytest.mark.slow

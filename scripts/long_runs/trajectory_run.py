@@ -24,13 +24,15 @@ import stand
 
 FIXED = (  # what a run must not change where it goes on: the law, the seed and the problems
     "model", "problems", "num_problems", "instruction", "max_new_tokens", "temperature", "top_k", "top_p", "seed",
-    "dtype", "trajectories", "verifier", "only",
+    "dtype", "verifier", "only",
 )  # fmt: skip
+NUMBERING = "row = sample * problems + problem"
 
 
 @dataclass(slots=True)
 class LongRun:
-    """Samples of every problem, numbered problem by problem; `done` are those of earlier sessions and of this one."""
+    """Samples of every problem, numbered sample by sample, so that a run can go on with more of them; `done` are those
+    of earlier sessions and of this one."""
 
     arguments: argparse.Namespace
     tasks: Sequence[Task]
@@ -44,6 +46,12 @@ class LongRun:
         if earlier:
             _check_same_run(arguments, tasks, earlier[0])
         this.done = {line["row"]: line for line in earlier if "row" in line}
+        drawn = 1 + max(this.done, default=-1) // len(tasks)
+        if this.count < drawn:
+            raise ValueError(
+                f"--resume may ask for more --trajectories of a problem, not for fewer, got {this.count} after "
+                f"{drawn}; give {drawn} or more"
+            )
         return this
 
     @property
@@ -53,7 +61,7 @@ class LongRun:
     def requests(self, tokenizer) -> Iterator[stand.Request]:
         """Those rows of every problem that no session has finished."""
         for place, task in enumerate(self.tasks):
-            rows = [row for row in range(place * self.count, (place + 1) * self.count) if row not in self.done]
+            rows = [row for row in range(place, self.total, len(self.tasks)) if row not in self.done]
             if rows:
                 yield stand.Request(prompt_ids(tokenizer, task, self.arguments.instruction), rows=rows, id=place)
 
@@ -105,7 +113,7 @@ class LongRun:
             "problem": task.statement,
             "answer": task.answer,
             "row": one.row,
-            "sample": one.row % self.count,
+            "sample": one.row // len(self.tasks),
             "seed": one.seed,
             "finish_reason": one.finish_reason,
             "found": extract_answer(one.text),
@@ -123,7 +131,7 @@ class LongRun:
         """A line per problem that has trajectories, sessions together."""
         rows = []
         for place, task in enumerate(self.tasks):
-            own = [line for row, line in sorted(self.done.items()) if row // self.count == place]
+            own = [line for row, line in sorted(self.done.items()) if row % len(self.tasks) == place]
             if own:
                 found = [line["found"] for line in own]
                 tokens, steps = (sum(line[name] for line in own) for name in ("num_tokens", "num_steps"))
@@ -158,8 +166,8 @@ def check_resumable(arguments: argparse.Namespace) -> None:
 
 
 def digest_of(tasks: Sequence[Task]) -> str:
-    """Of names, statements and answers."""
-    return hashlib.sha256(json.dumps([astuple(task) for task in tasks]).encode()).hexdigest()
+    """Of names, statements and answers, and of how their rows are numbered."""
+    return hashlib.sha256(json.dumps([NUMBERING, *map(astuple, tasks)]).encode()).hexdigest()
 
 
 def _check_same_run(arguments: argparse.Namespace, tasks: Sequence[Task], first: Mapping[str, object]) -> None:

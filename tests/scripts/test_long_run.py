@@ -56,8 +56,9 @@ def test_a_run_is_a_file_of_recordings(tmp_path, monkeypatch):
     tokenizer = recordings.read_tokenizer(SCRIPT.parent / "reasoner" / "tokenizer.json")
     found = recordings.read_recordings(path, tokenizer, recordings.Selection())
     by_row = sorted(trajectories(path), key=lambda line: line[1])
+    by_row.sort(key=lambda line: line[1] % 2)  # two problems, sample by sample
     assert [tuple(one.tokens.tolist()) for one in found] == [line[-1] for line in by_row]
-    assert [one.problem for one in found] == [line[1] // 6 for line in by_row] and all(len(one.prompt) for one in found)
+    assert [one.problem for one in found] == [0] * 6 + [1] * 6 and all(len(one.prompt) for one in found)
     assert len(list(train_lookup.read_runs(path, tokenizer))) == len(found) == 12
 
 
@@ -105,7 +106,7 @@ def interrupt_at(monkeypatch, step: int, interrupt=lambda: signal.raise_signal(s
 def test_an_interrupted_run_ends_politely(tmp_path, monkeypatch, capsys, uninterrupted):
     path, saved = tmp_path / "run.jsonl", tmp_path / "lookup"
     with monkeypatch.context() as patch:
-        interrupt_at(patch, 30)
+        interrupt_at(patch, 60)
         assert run(patch, path, "--save-lookup", str(saved)) == 130
     said = capsys.readouterr()
     before = trajectories(path)
@@ -136,7 +137,7 @@ def test_an_interruption_in_a_finalizer_ends_the_run_and_the_next_goes_on_with_i
         assert run(patch, tmp_path / "other.jsonl", "--save-lookup", str(base)) == 130
     files = ["--lookup", str(base), "--save-lookup", str(saved)]
     with monkeypatch.context() as patch:
-        interrupt_at(patch, 30, raise_in_a_finalizer)
+        interrupt_at(patch, 60, raise_in_a_finalizer)
         assert run(patch, path, *files) == 143
     before, sizes = trajectories(path), []
     assert 0 < len(before) < 12
@@ -158,6 +159,16 @@ def test_changed_problems_are_refused(tmp_path, monkeypatch, capsys):
         problems.write_text(changed + "\n")
         assert run(monkeypatch, path, *options, "--resume") == 2
         assert "problems that the run began with" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_with_more_trajectories(tmp_path, monkeypatch, capsys, uninterrupted):
+    """As if all had been asked for at once; fewer are refused."""
+    path = tmp_path / "run.jsonl"
+    assert run(monkeypatch, path, "--trajectories", "2") == 0 and len(trajectories(path)) == 4
+    assert run(monkeypatch, path, "--resume") == 0
+    assert sorted(trajectories(path)) == sorted(uninterrupted)
+    assert run(monkeypatch, path, "--trajectories", "5", "--resume") == 2
+    assert "not for fewer, got 5 after 6; give 6 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

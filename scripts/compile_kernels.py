@@ -2,7 +2,7 @@
 
 Usage: python scripts/compile_kernels.py [--targets 80,90] [--only WORD]
 
-Each specimen of stand/gpu/kernels is compiled for each compute capability. `--only` keeps specimens whose module or
+Each specimen of scripts/specimens is compiled for each compute capability. `--only` keeps specimens whose module or
 name contains WORD. Columns: registers per thread, bytes of spilled registers (stores and loads), shared memory in
 bytes, matrix instructions (wgmma, mma or -), products whose operand in registers is overwritten while it may still be
 read (gpu_parts/wgmma_inputs.py; none should be). Ends with exit status 1 when something does not compile. Last line:
@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import io
 import json
 import os
-import pkgutil
 import re
 import sys
 
@@ -28,23 +26,17 @@ import triton
 from gpu_parts.wgmma_inputs import disassembled, num_register_products, overwritten_inputs
 from measuring.option_types import count_list
 from measuring.text_table import format_table
+from specimens.registry import SPECIMENS
+from specimens.specimen import Specimen
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from stand.gpu import kernels
 from stand.gpu.kernels.proxy_fence import fences_added
-from stand.gpu.kernels.specimen import Specimen
 
 WARP_SIZE = 32
 CAPABILITIES = (75, 80, 86, 87, 89, 90, 100, 103, 120, 121)  # at others LLVM may end the whole process
-NOT_KERNELS = {"cut", "launch", "proxy_fence", "specimen"}  # cut is a part of kernels
 ALIGNMENT = 16  # bytes of a pointer, as torch allocates; a type "i32:16" promises a multiple of 16 too
-
-
-def kernel_modules() -> list[str]:
-    """Names of the modules that hold kernels."""
-    return [module.name for module in pkgutil.iter_modules(kernels.__path__) if module.name not in NOT_KERNELS]
 
 
 def compile_specimen(specimen: Specimen, capability: int) -> tuple[CompiledKernel, str]:
@@ -118,8 +110,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of a module's or specimen's name")
     options = parser.parse_args()
     lines = []
-    for module in kernel_modules():
-        for specimen in importlib.import_module(f"stand.gpu.kernels.{module}").specimens():
+    for module, specimens in SPECIMENS.items():
+        for specimen in specimens():
             if options.only in module or options.only in specimen.name:
                 lines += [describe(module, specimen, capability) for capability in options.targets]
     if not lines:

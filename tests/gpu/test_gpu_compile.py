@@ -14,8 +14,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+from specimens.attention import of_attention  # noqa: E402
+
 import stand.gpu.kernels  # noqa: E402
-from stand.gpu.kernels import attention  # noqa: E402
 from stand.gpu.product_tiles import TILES  # noqa: E402
 from stand.gpu.step_size import SUPPORT_SIZES  # noqa: E402
 from stand.gpu.tiles import BLOCKS_16_BIT, BLOCKS_FLOAT32, Limits  # noqa: E402
@@ -24,7 +25,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # what one block may have
 BROKEN = """
 import triton, triton.language as tl
-from stand.gpu.kernels.specimen import Specimen
+from specimens.specimen import Specimen
 
 @triton.jit
 def shift(numbers, SIZE: tl.constexpr):
@@ -50,7 +51,7 @@ def compiled(*options: str) -> list[dict]:
 def check_all(kernels: list[dict], target: str) -> None:
     """There are kernels of every module, each within the shared memory that one block may have."""
     sources = Path(stand.gpu.kernels.__file__).parent.glob("*.py")
-    modules = {path.stem for path in sources} - {"__init__", "cut", "launch", "proxy_fence", "specimen"}
+    modules = {path.stem for path in sources} - {"__init__", "cut", "launch", "proxy_fence"}
     chosen = [kernel for kernel in kernels if kernel["target"] == target]
     assert modules and {kernel["module"] for kernel in chosen} == modules
     for kernel in chosen:
@@ -104,7 +105,7 @@ def test_pages_keep_the_buffers_of_rooms(kernels):
 
 
 def test_tiles_ask_for_the_shared_memory_that_their_table_says(kernels):
-    constants = {specimen.name: specimen for specimen in attention.specimens() if "BLOCK_M" in specimen.constants}
+    constants = {specimen.name: specimen for specimen in of_attention() if "BLOCK_M" in specimen.constants}
     compared = 0
     for kernel in kernels:
         if kernel["module"] == "attention" and kernel["specimen"] in constants:
@@ -180,8 +181,8 @@ def test_products_fit_every_gpu_and_use_its_matrix_instructions(kernels):
 
 PTX = """
 from compile_kernels import compile_specimen
-from stand.gpu.kernels.product import specimens
-print(compile_specimen(specimens()[0], 90)[0].asm["ptx"])
+from specimens.modules import of_product
+print(compile_specimen(of_product()[0], 90)[0].asm["ptx"])
 """
 
 

@@ -12,19 +12,29 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from fake_cuda import fake_cuda  # noqa: E402
 from nearest_bfloat16 import nearest_bfloat16  # noqa: E402
+from specimens.registry import SPECIMENS  # noqa: E402
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm  # noqa: E402
 from transformers.models.gpt_oss import modeling_gpt_oss  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb  # noqa: E402
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
+from stand.fusion.formulas import (  # noqa: E402
+    GELU_ERF,
+    GELU_TANH,
+    NO_NORM,
+    ONE_PLUS,
+    ROUND_FIRST,
+    SCALE_FIRST,
+    SILU,
+)
 from stand.gpu.kernels import norm as norm_kernel  # noqa: E402
 from stand.gpu.kernels import rope as rope_kernel  # noqa: E402
 from stand.gpu.kernels import swiglu as swiglu_kernel  # noqa: E402
 from stand.gpu.kernels.launch import launch_device  # noqa: E402
-from stand.gpu.kernels.norm import ONE_PLUS, ROUND_FIRST, SCALE_FIRST, add_rms_norm, rms_norm  # noqa: E402
-from stand.gpu.kernels.rope import NO_NORM, rope_and_store  # noqa: E402
-from stand.gpu.kernels.swiglu import GELU_ERF, GELU_TANH, SILU, gated_product  # noqa: E402
+from stand.gpu.kernels.norm import add_rms_norm, rms_norm  # noqa: E402
+from stand.gpu.kernels.rope import rope_and_store  # noqa: E402
+from stand.gpu.kernels.swiglu import gated_product  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NORMS = {ROUND_FIRST: LlamaRMSNorm, SCALE_FIRST: Olmo2RMSNorm, ONE_PLUS: Gemma3RMSNorm}
@@ -260,7 +270,7 @@ def test_the_launcher_needs_no_value(module, operation, arguments, monkeypatch):
             grids.append(grid)
             return lambda *arguments, **options: None
 
-    for specimen in module.specimens():
+    for specimen in SPECIMENS[module.__name__.rsplit(".", 1)[1]]():
         monkeypatch.setattr(module, specimen.kernel.__name__, NoKernel())
     monkeypatch.setattr(module, "launch_device", lambda kernel, tensor: nullcontext())
     with fake_cuda():
@@ -273,5 +283,5 @@ def test_the_launcher_needs_no_value(module, operation, arguments, monkeypatch):
 
 @pytest.mark.parametrize("module", [norm_kernel, swiglu_kernel, rope_kernel])
 def test_specimens_name_every_argument(module):
-    for specimen in module.specimens():
+    for specimen in SPECIMENS[module.__name__.rsplit(".", 1)[1]]():
         assert {*specimen.signature, *specimen.constants} == set(specimen.kernel.arg_names), specimen.name

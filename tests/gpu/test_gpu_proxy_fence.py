@@ -27,8 +27,8 @@ LOOP = """
 """
 PTX = """
 from compile_kernels import compile_specimen
-from stand.gpu.kernels.attention import specimens
-for specimen in specimens():
+from specimens.attention import of_attention
+for specimen in of_attention():
     if specimen.signature["query"] != "*fp32" and specimen.name in {names}:
         print(compile_specimen(specimen, 90)[0].asm["ptx"])
 """

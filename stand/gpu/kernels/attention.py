@@ -15,8 +15,7 @@ import triton.language as tl
 from stand.gpu.kernels.launch import launch_device
 from stand.gpu.kernels.merge import merge_splits
 from stand.gpu.kernels.proxy_fence import MUST_ADD_FENCES, fences_added
-from stand.gpu.kernels.specimen import Specimen
-from stand.gpu.tiles import BLOCKS_16_BIT, BLOCKS_FLOAT32, PAGE_SIZE, Blocks, blocks, limits_of
+from stand.gpu.tiles import blocks, limits_of
 
 MOST_WORDS = 4  # 64-bit words of ancestors per token
 PROGRAMS_PER_PROCESSOR = 2
@@ -369,50 +368,3 @@ def _check_call(
             f"query heads must be a multiple of key heads and ancestors have 1 to {MOST_WORDS} words per token, "
             f"got {num_heads} and {keys.shape[1]} heads and {ancestors.shape[1]} words; split longer rows into chunks"
         )
-
-
-def specimens() -> list[Specimen]:
-    """The specialisations of common models; strides as a contiguous cache has them."""
-    (small,), (large, narrow) = BLOCKS_16_BIT[128]
-    return [
-        _tile_specimen("7B large tiles", "bf16", 128, 7, large),
-        _tile_specimen("7B large tiles sm_80", "bf16", 128, 7, narrow),
-        _tile_specimen("7B small tiles", "bf16", 128, 7, small),
-        _tile_specimen("7B rooms", "bf16", 128, 7, large, IS_PAGED=False),
-        _tile_specimen("windowed large tiles", "bf16", 128, 4, large, HAS_WINDOW=True),
-        _tile_specimen("fp16 small tiles", "fp16", 128, 4, small),
-        _tile_specimen("gpt-oss", "bf16", 64, 8, BLOCKS_16_BIT[64][1][0], HAS_WINDOW=True, HAS_SINKS=True),
-        _tile_specimen("Phi-3", "bf16", 96, 1, BLOCKS_16_BIT[96][1][0], HAS_WINDOW=True),
-        _tile_specimen("Phi-3 sm_89", "bf16", 96, 1, BLOCKS_16_BIT[96][1][1], HAS_WINDOW=True),
-        _tile_specimen("Gemma 2", "bf16", 256, 2, BLOCKS_16_BIT[256][0][0], HAS_WINDOW=True, HAS_SOFTCAP=True),
-        _tile_specimen("Gemma 2 sm_89", "bf16", 256, 2, BLOCKS_16_BIT[256][0][1], HAS_WINDOW=True, HAS_SOFTCAP=True),
-        _tile_specimen("7B float32", "fp32", 128, 7, BLOCKS_FLOAT32[128][0][0]),
-        _tile_specimen("small model float32", "fp32", 64, 1, BLOCKS_FLOAT32[64][0][0]),
-    ]
-
-
-def _tile_specimen(name: str, dtype: str, head_size: int, groups: int, sizes: Blocks, **variant: bool) -> Specimen:
-    constants = {
-        "PAGE_STRIDE": 4 * PAGE_SIZE * head_size,
-        "HEAD_STRIDE": PAGE_SIZE * head_size,
-        "SLOT_STRIDE": head_size,
-        "PAGE_SIZE": PAGE_SIZE,
-        "IS_PAGED": True,
-        "KEY_HEADS": 4,
-        "GROUPS": groups,
-        "HEAD_SIZE": head_size,
-        "BLOCK_D": triton.next_power_of_2(head_size),
-        "WORDS": 2,
-        "BLOCK_M": sizes.rows,
-        "BLOCK_N": sizes.keys,
-        "HAS_WINDOW": False,
-        "HAS_SOFTCAP": False,
-        "HAS_SINKS": False,
-        "ADDS_FENCES": MUST_ADD_FENCES,
-    } | variant
-    types = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")
-    types |= {"pages": "*i32", "ancestors": "*i64", "positions": "*i64", "items": "*i32", "partial_starts": "*i32"}
-    types |= {"partials": "*fp32", "log_sums": "*fp32", "sinks": f"*{dtype}", "mixed": f"*{dtype}"}
-    types |= dict.fromkeys(("num_tokens", "num_items", "window"), "i32") | {"scale": "fp32", "softcap": "fp32"}
-    types |= {f"{stride}_stride": "i32:16" for stride in ("query_token", "query_head")} | {"table_stride": "i32"}
-    return Specimen(name, _tree_attention_kernel, types, constants, sizes.num_warps, sizes.num_stages)

@@ -7,8 +7,6 @@ import triton
 import triton.language as tl
 
 from stand.gpu.kernels.launch import launch_device
-from stand.gpu.kernels.specimen import Specimen
-from stand.gpu.tiles import PAGE_SIZE
 
 BLOCK_DEPTHS = 16  # accepted nodes moved at once; longer paths take turns
 
@@ -105,20 +103,3 @@ def _check_arguments(storage, pages, cache_rows, lengths, path) -> None:
         raise ValueError(
             f"compact needs pages [R, T] int32, got {list(pages.shape)} in {pages.dtype}; pass the packet's"
         )
-
-
-def specimens() -> list[Specimen]:
-    """As launched for the usual head sizes, and for paths of up to 64 nodes."""
-    small = ("num_heads", "head_size", "max_depth", "stride_head", "stride_slot", "stride_table", "stride_path")
-    integers = {**dict.fromkeys(small, "i32"), "stride_layer": "i64", "stride_page": "i64"}
-    indices = {"pages": "*i32", "cache_rows": "*i64", "lengths": "*i64", "path": "*i64"}
-    return [
-        Specimen(
-            f"compact_{dtype}_{size}",
-            _compact,
-            {"storage": f"*{dtype}", **indices, **integers},
-            {"PAGE_SIZE": PAGE_SIZE, "BLOCK_PATH": 64, "BLOCK_DEPTHS": BLOCK_DEPTHS, "BLOCK_SIZE": size},
-            num_warps=2,
-        )
-        for dtype, size in (("bf16", 64), ("bf16", 128), ("fp16", 128), ("fp32", 128), ("bf16", 256))
-    ]

@@ -12,8 +12,6 @@ import triton.language as tl
 
 from stand.gpu.kernels.follow import check_verdict, climbed, is_any_broken
 from stand.gpu.kernels.launch import launch_device
-from stand.gpu.kernels.specimen import Specimen
-from stand.gpu.step_size import SUPPORT_SIZES
 
 CHUNK = 1024  # tokens per program and per draw, 8 per thread
 SLOTS = tl.constexpr(8)  # of a support, whose ids are loaded together
@@ -214,22 +212,3 @@ def _check_arguments(probs, stops, support_ids, mass, scale, uniforms, parents, 
             f"{[list(tensor.shape) for tensor in (probs, *rest)]} in {types}; pass what traverse returns and the "
             "packet's own"
         )
-
-
-def specimens() -> list[Specimen]:
-    """All kernels as launched for 152,064 tokens (149 chunks), supports of every size and rows of up to 256 nodes."""
-    law = {"probs": "*fp32", "stops": "*i64", "support_ids": "*i32"}
-    sums = {"whole_sums": "*fp64", "rest_sums": "*fp64"}
-    sizes = {"row_stride": "i32", "vocabulary_size": "i32"}
-    owed = {"mass": "*fp64", "scale": "*fp64", "uniforms": "*fp64", "parents": "*i64", "depths": "*i64"}
-    verdict = {"offsets": "*i32", "final_stops": "*i64", "next_tokens": "*i64", "is_broken": "*i32", "path": "*i64"}
-    draw = {**law, **owed, **sums, **verdict, **sizes}
-    draw |= dict.fromkeys(("width", "num_chunks", "path_stride", "max_depth"), "i32")
-    node = {"probs": "*fp32", "uniforms": "*fp64", "sums": "*fp64", "drawn": "*i64", **sizes, "num_chunks": "i32"}
-    blocks = {"BLOCK": CHUNK, "BLOCK_CHUNKS": 256, "BLOCK_ROW": 256}
-    return [
-        Specimen("sum_law_chunk", _sum_law_chunk, {"probs": "*fp32", "sums": "*fp64", **sizes}, {"BLOCK": CHUNK}),
-        Specimen("draw_node", _draw_node, node, {"BLOCK": CHUNK, "BLOCK_CHUNKS": 256}),
-        Specimen("residual_sum_chunk", _sum_chunk, {**law, **sums, **sizes, "width": "i32"}, {"BLOCK": CHUNK}),
-        *(Specimen(f"residual_draw_{slots}", _draw, draw, {**blocks, "BLOCK_SLOTS": slots}) for slots in SUPPORT_SIZES),
-    ]

@@ -24,7 +24,6 @@ from stand.gpu.kernels.cut import (
     threshold,
 )
 from stand.gpu.kernels.launch import launch_device
-from stand.gpu.kernels.specimen import Specimen
 
 CHUNK = 2048  # tokens per program, 16 per thread
 CAPACITY = 8192  # keys that the program of a law halves in registers; while an interval has more, the law is read again
@@ -196,20 +195,3 @@ def _check_arguments(laws: torch.Tensor, top_k: int, top_p: float, min_p: float)
             f"top_k must be >= 0, top_p in (0, 1], min_p in [0, 1], got {top_k}, {top_p} and {min_p}; "
             "0, 1 and 0 switch them off"
         )
-
-
-def specimens() -> list[Specimen]:
-    """The kernels as launched for 152,064 tokens (75 chunks)."""
-    laws, sizes = {"laws": "*fp32", "largest_keys": "*i32"}, {"row_stride": "i32", "vocabulary_size": "i32"}
-    first = {"first_way": "i32"}
-    seen, found = {"counts": "*fp32", "masses": "*fp64"}, {"cuts": "*i32", "firsts": "*i32", "totals": "*fp64"}
-    chosen = {"num_chunks": "i32", "top_k": "i32", "top_p": "fp32", "top_p_rest": "fp32", "min_p": "fp32"}
-    cut = {"laws": "*fp32", "largest_of": "*i32", **seen, "taken": "*i32", **found, **sizes, **first, **chosen}
-    blocks = {"BLOCK": CHUNK, "BLOCK_CHUNKS": 128}
-    blocks |= {"CAPACITY": CAPACITY, "FEW": FEW, "PAIRS": PAIRS, "HALVINGS": HALVINGS}
-    cases = []
-    for name, has_top_k, has_top_p in (("top_k", True, False), ("top_p", False, True), ("both", True, True)):
-        flags = {"HAS_TOP_K": has_top_k, "HAS_TOP_P": has_top_p}
-        cases.append(Specimen(f"look_{name}", _look, {**laws, **seen, **sizes, **first}, {"BLOCK": CHUNK, **flags}))
-        cases.append(Specimen(f"find_cut_{name}", _find_cut, cut, {**blocks, **flags}, num_warps=CUT_WARPS))
-    return [*cases, Specimen("write_chunk", _write_chunk, {**laws, **found, **sizes}, {"BLOCK": CHUNK})]

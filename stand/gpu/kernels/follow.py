@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from stand.gpu.kernels.launch import launch_device
-from stand.gpu.kernels.specimen import Specimen
 
 
 @triton.jit
@@ -113,12 +112,3 @@ def check_verdict(stops, next_tokens, is_broken, path, offsets) -> None:
             f"a verdict on {num_rows} rows needs stops and next_tokens [B] and path [B, P] in int64, is_broken [B] and "
             f"offsets in int32, got {types} and a path {list(path.shape)}; take those of a StepOutput"
         )
-
-
-def specimens() -> list[Specimen]:
-    """As launched for rows of up to 64 and up to 256 nodes."""
-    per_node = dict.fromkeys(("drawn", "token_ids", "parents", "follows"), "*i64")
-    verdict = {"stops": "*i64", "next_tokens": "*i64", "is_broken": "*i32", "path": "*i64"}
-    sizes = dict.fromkeys(("law_stride", "path_stride", "max_depth"), "i32")
-    signature = {**per_node, "laws": "*fp32", "offsets": "*i32", **verdict, **sizes}
-    return [Specimen(f"follow_{block}", _follow, signature, {"BLOCK": block}, num_warps=1) for block in (64, 256)]

@@ -11,8 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from stand.gpu.kernels.specimen import Specimen
-
 MERGED_NUMBERS = 4096  # that a program reads at once
 MERGE_WARPS = 4
 
@@ -67,19 +65,3 @@ def merge_splits(
         SPLITS=merged_splits(head_size),
         num_warps=MERGE_WARPS,
     )  # fmt: skip
-
-
-def specimens() -> list[Specimen]:
-    """Of Qwen2.5-7B, gpt-oss and a small model."""
-    return [_specimen("bf16", 28, 128), _specimen("bf16", 64, 64), _specimen("fp32", 9, 64)]
-
-
-def _specimen(dtype: str, num_heads: int, head_size: int) -> Specimen:
-    types = {"partials": "*fp32", "log_sums": "*fp32", "partial_starts": "*i32", "mixed": f"*{dtype}"}
-    constants = {
-        "NUM_HEADS": num_heads,
-        "HEAD_SIZE": head_size,
-        "BLOCK_D": triton.next_power_of_2(head_size),
-        "SPLITS": merged_splits(head_size),
-    }
-    return Specimen(f"merge {num_heads} x {head_size} {dtype}", _merge_splits, types, constants, MERGE_WARPS)

@@ -10,9 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from stand.fusion.formulas import ONE_PLUS, ROUND_FIRST, RULES, SCALE_FIRST
+from stand.fusion.formulas import RULES
 from stand.gpu.kernels.launch import launch_device
-from stand.gpu.kernels.specimen import Specimen
 
 MAX_SIZE = 16384  # a row lives in the registers of one program
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -115,31 +114,6 @@ def _(states, change, weight, eps, rule):
     _checked_size(states, weight, rule)
     total, output = (torch.empty(states.shape, dtype=states.dtype, device=states.device) for _ in range(2))
     return total, output
-
-
-def specimens() -> list[Specimen]:
-    """Hidden sizes of 1B to 14B models, and one head."""
-    sizes = (128, 2048, 3584, 4096, 5120)
-    cases = [(size, "bf16", ROUND_FIRST) for size in sizes]
-    cases += [(3584, "fp16", ROUND_FIRST), (3584, "fp32", ROUND_FIRST), (3584, "bf16", ONE_PLUS)]
-    cases += [(4096, "bf16", SCALE_FIRST)]
-    return [_specimen(*case, kernel=kernel) for case in cases for kernel in (_rms_norm, _add_rms_norm)]
-
-
-def _specimen(size: int, dtype: str, rule: int, *, kernel: object) -> Specimen:
-    block = triton.next_power_of_2(size)
-    pointers = {name: f"*{dtype}" for name in ("states", "weight", "output")}
-    strides = {"row_stride": "i32:16"}
-    if kernel is _add_rms_norm:
-        pointers |= {name: f"*{dtype}" for name in ("change", "total")}
-        strides = {"states_stride": "i32:16", "change_stride": "i32:16"}
-    return Specimen(
-        name=f"{'add_' if kernel is _add_rms_norm else ''}rms_norm size {size} {dtype} rule {rule}",
-        kernel=kernel,
-        signature={**pointers, **strides, "eps": "fp32"},
-        constants={"SIZE": size, "RULE": rule, "BLOCK": block},
-        num_warps=_num_warps(block),
-    )
 
 
 def _rows(states: torch.Tensor, size: int) -> torch.Tensor:

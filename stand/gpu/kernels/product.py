@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from stand.gpu.kernels.launch import launch_device
-from stand.gpu.kernels.specimen import Specimen
 from stand.gpu.product_tiles import MOST_TOKENS, TILES, ProductTile
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -141,17 +140,3 @@ def _check(
             f"{num_splits} splits of {num_tiles} tiles need partials for {needed} numbers and as many arrivals as "
             f"tiles, got {partials.numel()} and {len(arrivals)}; make them with stand.gpu.products.Products"
         )
-
-
-def specimens() -> list[Specimen]:
-    cases = [(tile, "bf16", False) for tile in TILES] + [(TILES[0], "fp16", True), (TILES[0], "fp32", False)]
-    return [_specimen(tile, dtype, has_bias) for tile, dtype, has_bias in cases]
-
-
-def _specimen(tile: ProductTile, dtype: str, has_bias: bool) -> Specimen:
-    types = dict.fromkeys(("states", "weight", "bias"), f"*{dtype}")
-    types |= {"partials": "*fp32", "arrivals": "*i32", "output": f"*{dtype}", "num_tokens": "i32", "num_splits": "i32"}
-    types |= dict.fromkeys(("states_stride", "num_rows", "depth"), "i32:16")
-    constants = {"TOKENS": MOST_TOKENS, "ROWS": tile.rows, "DEPTH": tile.depth, "HAS_BIAS": has_bias}
-    name = f"few_token_product {tile.rows} x {tile.depth} {dtype}"
-    return Specimen(name, _few_token_product, types, constants, tile.num_warps, tile.num_stages)

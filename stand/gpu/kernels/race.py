@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from stand.gpu.kernels.launch import launch_device
-from stand.gpu.kernels.specimen import Specimen
 
 CHUNK = 1024  # tokens per program: enough programs to fill a GPU with one node, 8 tokens per thread
 GOLDEN_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
@@ -96,24 +95,3 @@ def _check_arguments(probs: torch.Tensor, keys: torch.Tensor) -> None:
             f"race needs probs [M, V] with contiguous rows and keys [M] int64, got {list(probs.shape)} with strides "
             f"{probs.stride()} and {list(keys.shape)} in {keys.dtype}; pass one key per node"
         )
-
-
-def specimens() -> list[Specimen]:
-    """The two kernels as launched for a law in float32 over 152,064 tokens (149 chunks)."""
-    scratch = {"best_scores": "*fp64", "best_tokens": "*i32"}
-    return [
-        Specimen(
-            "race_in_chunk",
-            _race_in_chunk,
-            {"probs": "*fp32", "keys": "*i64", **scratch, "vocabulary_size": "i32", "row_stride": "i32"},
-            {"BLOCK": CHUNK},
-            num_warps=4,
-        ),
-        Specimen(
-            "best_of_chunks",
-            _best_of_chunks,
-            {**scratch, "winners": "*i64", "num_chunks": "i32"},
-            {"BLOCK": 256},
-            num_warps=1,
-        ),
-    ]

@@ -10,11 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from stand.fusion.formulas import NO_NORM, ONE_PLUS, ROUND_FIRST
 from stand.fusion.rotation_checks import check_heads, check_norm, check_rotation
 from stand.gpu.kernels.launch import launch_device
 from stand.gpu.kernels.norm import scale_normal
-from stand.gpu.kernels.specimen import Specimen
 
 NUM_WARPS = 1  # a head per program: 128 values
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -138,47 +136,6 @@ def _(query, key, value, cos, sin, keys, values, slots, rotary, query_weight, ke
     check_rotation(query, cos, sin, rotary)
     check_norm(query, query_weight, key_weight, rule)
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
-
-
-def specimens() -> list[Specimen]:
-    """Qwen2.5-7B, Qwen3-8B, Llama-3.1-8B, Phi-3 mini, Gemma 3 and gpt-oss: heads, key heads, size, norm."""
-    return [
-        _specimen(28, 4, 128, "bf16", NO_NORM),
-        _specimen(28, 4, 128, "fp16", NO_NORM),
-        _specimen(28, 4, 128, "fp32", NO_NORM),
-        _specimen(32, 8, 128, "bf16", ROUND_FIRST),
-        _specimen(32, 8, 128, "bf16", NO_NORM),
-        _specimen(32, 32, 96, "bf16", NO_NORM),
-        _specimen(8, 4, 256, "bf16", ONE_PLUS),
-        _specimen(64, 8, 64, "bf16", NO_NORM),
-    ]
-
-
-def _specimen(heads: int, kv_heads: int, size: int, dtype: str, rule: int) -> Specimen:
-    pointers = "query key value cos sin keys values".split()
-    outputs = "query_weight key_weight output".split()
-    strides = "query_stride key_stride value_stride cos_stride sin_stride second".split()
-    places = "row_stride head_stride slot_stride room".split()
-    return Specimen(
-        name=f"rope_and_store {heads}/{kv_heads} heads of {size} {dtype} norm {rule}",
-        kernel=_rope_and_store,
-        signature={
-            **dict.fromkeys(pointers, f"*{dtype}"),
-            "slots": "*i64",
-            **dict.fromkeys(outputs, f"*{dtype}"),
-            **dict.fromkeys(strides + places, "i32:16"),
-            "eps": "fp32",
-        },
-        constants={
-            "HEADS": heads,
-            "KV_HEADS": kv_heads,
-            "SIZE": size,
-            "HALF": size // 2,
-            "RULE": rule,
-            "BLOCK": triton.next_power_of_2(size),
-        },
-        num_warps=NUM_WARPS,
-    )
 
 
 def _check_dtype(query: torch.Tensor) -> None:

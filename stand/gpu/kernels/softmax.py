@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from stand.gpu.kernels.launch import launch_device
-from stand.gpu.kernels.specimen import Specimen
 
 CHUNK = 2048  # logits per program, 16 per thread
 
@@ -98,17 +97,3 @@ def _check_arguments(laws: torch.Tensor, logits: torch.Tensor, temperature: floa
         )
     if not temperature > 0:
         raise ValueError(f"temperature must be > 0, got {temperature}; take the best token for greedy decoding")
-
-
-def specimens() -> list[Specimen]:
-    """Both kernels as launched for 152,064 logits (75 chunks)."""
-    sizes = {"row_stride": "i32", "vocabulary_size": "i32", "temperature": "fp32"}
-    found = []
-    for dtype in ("bf16", "fp16", "fp32"):
-        scratch = {"logits": f"*{dtype}", "maxima": "*fp32", "sums": "*fp32"}
-        merged = {**scratch, "laws": "*fp32", "law_stride": "i32", **sizes}
-        found += [
-            Specimen(f"sum_chunk_{dtype}", _sum_chunk, {**scratch, **sizes}, {"BLOCK": CHUNK}),
-            Specimen(f"normalise_chunk_{dtype}", _normalise_chunk, merged, {"BLOCK": CHUNK, "BLOCK_CHUNKS": 128}),
-        ]
-    return found

@@ -10,9 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from stand.fusion.formulas import ACTIVATIONS, GELU_ERF, GELU_TANH, SILU
+from stand.fusion.formulas import ACTIVATIONS
 from stand.gpu.kernels.launch import launch_device
-from stand.gpu.kernels.specimen import Specimen
 
 BLOCK = 1024
 NUM_WARPS = 4
@@ -82,23 +81,6 @@ def gated_product(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torc
 def _(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
     _check(gate, up, activation)
     return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-
-
-def specimens() -> list[Specimen]:
-    cases = [("bf16", SILU), ("fp16", SILU), ("fp32", SILU), ("bf16", GELU_TANH), ("bf16", GELU_ERF)]
-    return [
-        Specimen(
-            name=f"gated_product {dtype} activation {activation}",
-            kernel=_gated_product,
-            signature={
-                **{name: f"*{dtype}" for name in ("gate", "up", "output")},
-                **{name: "i32:16" for name in ("gate_stride", "up_stride", "size")},
-            },
-            constants={"ACTIVATION": activation, "BLOCK": BLOCK},
-            num_warps=NUM_WARPS,
-        )
-        for dtype, activation in cases
-    ]
 
 
 def _rows(states: torch.Tensor) -> torch.Tensor:

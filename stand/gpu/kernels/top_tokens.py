@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from stand.gpu.kernels.launch import launch_device
-from stand.gpu.kernels.specimen import Specimen
 
 CHUNK = 2048  # tokens per program, 16 per thread: they stay in registers over all turns
 MAX_COUNT = 16
@@ -130,15 +129,3 @@ def _check_arguments(probs: torch.Tensor, count: int) -> None:
             f"count must be in [1, {min(MAX_COUNT, probs.shape[1])}] for {probs.shape[1]} tokens, got {count}; "
             "ask for fewer, or use torch.topk"
         )
-
-
-def specimens() -> list[Specimen]:
-    """All kernels as launched for ten of 152,064 tokens (75 chunks)."""
-    law, sizes = {"probs": "*fp32", "largest": "*i64"}, {"vocabulary_size": "i32", "row_stride": "i32"}
-    search = {**law, "best": "*i64", **sizes, "num_chunks": "i32", "count": "i32"}
-    merge = {"best": "*i64", "ids": "*i32", "values": "*fp32", "num_candidates": "i32", "count": "i32"}
-    return [
-        Specimen("largest_in_chunk", _largest_in_chunk, {**law, **sizes}, {"BLOCK": CHUNK}),
-        Specimen("best_in_chunk", _best_in_chunk, search, {"BLOCK": CHUNK, "BLOCK_CHUNKS": 128}),
-        Specimen("top_of_chunks", _best_of_chunks, merge, {"BLOCK": 128}),
-    ]

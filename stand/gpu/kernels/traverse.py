@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from stand.gpu.kernels.launch import launch_device
-from stand.gpu.kernels.specimen import Specimen
 from stand.gpu.step_size import MAX_ROW_NODES
 
 MIN_BLOCK_SLOTS = 16
@@ -244,24 +243,3 @@ def _check_arguments(probs, token_ids, parents, offsets, support_ids, law, unifo
             f"float64, got probs {list(probs.shape)}, law {list(law.shape)}, support_ids {list(support_ids.shape)}, "
             f"ancestors {list(ancestors.shape)} and {shapes}; pass the packed arrays of one DraftBatch"
         )
-
-
-def specimens() -> list[Specimen]:
-    """Both kernels as launched for up to 256 nodes with supports of up to 16 tokens."""
-    drafted = {"law": "*fp32", "support_ids": "*i32", "token_ids": "*i64", "parents": "*i32", "offsets": "*i32"}
-    gathered = {"mass": "*fp64", "tails": "*fp64", "columns": "*i32", "inverse_laws": "*fp64"}
-    order = {"uniforms": "*fp64", "turns": "*i64", "ancestors": "*i64"}
-    results = {"scale": "*fp64", "thresholds": "*fp64", "stops": "*i64"}
-    gather = {"probs": "*fp32", **drafted, **gathered, "row_stride": "i32", "width": "i32"}
-    walked = {"law": "*fp32", "parents": "*i32", "offsets": "*i32", **gathered, **order, **results, "width": "i32"}
-    return [
-        Specimen("traverse_gather", _gather, gather, {"BLOCK_NODES": GATHER_NODES, "BLOCK_SLOTS": 16}, num_warps=4),
-        Specimen(
-            "traverse",
-            _traverse,
-            walked,
-            {"NUM_WORDS": 4, "BLOCK_ROW": 256, "BLOCK_SLOTS": 16, "TILE": TILE_NODES},
-            num_warps=4,
-            num_stages=1,
-        ),
-    ]

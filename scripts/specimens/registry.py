@@ -1,0 +1,25 @@
+"""Specimens by the module of `stand/gpu/kernels` that their kernels are in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from specimens import attention, laws, modules, rules
+from specimens.specimen import Specimen
+
+SPECIMENS: dict[str, Callable[[], list[Specimen]]] = {
+    "attention": attention.of_attention,
+    "compact": attention.of_compact,
+    "draw": rules.of_draw,
+    "filter": laws.of_filter,
+    "follow": rules.of_follow,
+    "merge": attention.of_merge,
+    "norm": modules.of_norm,
+    "product": modules.of_product,
+    "race": rules.of_race,
+    "rope": modules.of_rope,
+    "softmax": laws.of_softmax,
+    "swiglu": modules.of_swiglu,
+    "top_tokens": laws.of_top_tokens,
+    "traverse": rules.of_traverse,
+}

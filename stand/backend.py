@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from stand.forward import mapped_memory
 from stand.forward.key_shape import key_shape
 from stand.forward.model import moving_ropes
+from stand.forward.model_state import foreign_hook
 from stand.forward.paged_cache import PagedCache, PromptRoom, fitting_page_size, most_shown_rows
 from stand.forward.recurrent_layers import recurrent_layers
 from stand.forward.rider import Rider
@@ -181,7 +182,6 @@ class CapturedBackend:
 
     def _obstacle_of(self, start: StepStart) -> str | None:
         """What a recorded step cannot do for this call, though the model and the rule are served."""
-        from stand.gpu.model_state import foreign_hook
         from stand.gpu.step_body import LEARNED_ROWS
 
         if hook := foreign_hook(self._model):

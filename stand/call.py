@@ -17,6 +17,7 @@ from stand.forward.tree_attention import exclusive
 from stand.row import LiveRows, Row
 from stand.sampling import TargetLaw
 from stand.scheduling.admission import Admission, beginning
+from stand.scheduling.kept_prompts import KeptPrompts
 from stand.scheduling.prompt_keys import PromptKeys
 from stand.scheduling.request import Job
 from stand.scheduling.scheduler import Change, Entry, Scheduler
@@ -47,11 +48,12 @@ class Call:
         is_seeded: bool = True,
         most_rows: int = 0,
         on_commit: Callable[[Row, list[int]], None] | None = None,
+        kept: KeptPrompts | None = None,
     ):
         """read_law: of all jobs that were read; jobs: read as places become free.
         seed: the user's, or drawn where `is_seeded` is False; new_own_seed: gives, when the call begins, that of
         its drafts, tests and residual draws (stand/seeds.py). most_rows: see `DraftRequest`.
-        on_commit: told of every row's new tokens as they are kept."""
+        on_commit: told of every row's new tokens as they are kept. kept: prompts of earlier calls."""
         self.seed = seed
         self.stats = Stats()
         self.scheduler = Scheduler(iter(jobs), admission)
@@ -76,6 +78,7 @@ class Call:
             admission=admission,
             on_ready=self._learn_prompt,
             wants_features=self._wants_features,
+            kept=kept,
         )
         self._is_settled = False  # since rows were let in, none has ended, memory holds them and the next one is ready
         self._step: Step | None = None  # from the first row on
@@ -133,6 +136,7 @@ class Call:
         scheduler = self.scheduler
         if self._own_seed is None:
             self._own_seed = self._new_own_seed()
+            self._prompts.begin()
         with self.stats.timed_prefill():
             is_running = any(row.finish_reason is None for row in scheduler.live)
             if is_running:

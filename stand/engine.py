@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from stand.extra import MissingExtraError, has_engine
@@ -37,6 +38,7 @@ from stand.output import GenerationOutput
 from stand.prompts import is_one_prompt
 from stand.row import Row
 from stand.scheduling.job_reader import JobReader
+from stand.scheduling.kept_prompts import KeptPrompts, checked_bytes
 from stand.scheduling.memory import admission
 from stand.scheduling.request import Job, Request
 from stand.scheduling.run import Run
@@ -119,6 +121,7 @@ class Engine:
         self.verifier = verifier
         self.backend = backend
         self._problems = NumberedKeys(MOST_PROMPTS)
+        self._kept: KeptPrompts | None = None
 
     @property
     def lookup(self) -> BlendedLookup | LookupTree:
@@ -126,6 +129,23 @@ class Engine:
         if not isinstance(self.drafter, LookupDrafter):
             raise AttributeError(f"{type(self.drafter).__name__} has no lookup; read engine.drafter")
         return self.drafter.lookup
+
+    @contextmanager
+    def keep_prompts(self, max_bytes: float) -> Iterator[None]:
+        """Within it a prompt that begins as one of an earlier call takes over that one's keys, whole chunks of 512
+        tokens of them, to the bit: for the branches of a search and the turns of a chat.
+
+        max_bytes: of such keys at most, beside what the calls hold; the latest prompts stay. The model's weights are
+        not to be changed meanwhile: most changes are seen, and the keys forgotten, but not values that are written into
+        `tensor.data`. Raises ValueError for no positive number, and within another block like this.
+        """
+        if self._kept is not None:
+            raise ValueError("keep_prompts must not be nested, got a block within another one; leave one of them out")
+        self._kept = KeptPrompts(self.model, checked_bytes(max_bytes))
+        try:
+            yield
+        finally:
+            self._kept = None
 
     @torch.inference_mode()
     def generate(
@@ -361,6 +381,7 @@ class Engine:
             is_seeded=is_seeded,
             most_rows=most_rows,
             on_commit=on_commit,
+            kept=self._kept,
         )
 
     def _new_own_seed(self, seed: int, is_drafting: bool, is_learning: bool) -> int:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from stand.forward.model_state import ModelState
 from stand.forward.rider import Guesses, Rider, path_ends
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
@@ -29,7 +30,6 @@ from stand.fusion.fusion import Fusion
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.device_rule import GreedyRule, rule_like
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME
-from stand.gpu.model_state import ModelState
 from stand.gpu.packing import kept_paths
 from stand.gpu.page_table import PageTable, PoolSize
 from stand.gpu.runner import Program, Runner, runner_for

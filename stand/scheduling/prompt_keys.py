@@ -6,10 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from weakref import finalize
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -19,16 +17,8 @@ from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
 from stand.row import Row
 from stand.scheduling.admission import Admission, beginning
-
-
-@dataclass(slots=True, eq=False)
-class Prefilled:
-    """A prompt's keys, and where they were asked for the features of its tokens but the last."""
-
-    keys: TreeCache
-    token_ids: np.ndarray  # int32: whose keys they are, or will be
-    done: int = -1  # tokens; -1: not begun
-    features: list[torch.Tensor] = field(default_factory=list)  # by chunk
+from stand.scheduling.kept_prompts import KeptPrompts
+from stand.scheduling.prefilled import Prefilled, common_chunks
 
 
 class PromptKeys:
@@ -36,7 +26,7 @@ class PromptKeys:
 
     They stay until no waiting row needs them (`keep_only`). A row that was put back has a cache of its own, with the
     keys of all its tokens but the last. Where another prompt that is still here begins alike, the keys of whole chunks
-    are copied from it: they are the same to the bit.
+    are copied from it: chunks are the same whenever they are run, and so are their keys, to the bit.
     """
 
     def __init__(
@@ -47,9 +37,11 @@ class PromptKeys:
         admission: Admission,
         on_ready: Callable[[Row], None],
         wants_features: bool,
+        kept: KeptPrompts | None = None,
     ):
         """new_keys: a cache of one row with so much room; admission: counts their memory.
-        on_ready: told the first row of every prompt when its keys are complete."""
+        on_ready: told the first row of every prompt when its keys are complete.
+        kept: what earlier calls have left, and what this one leaves."""
         self.num_tokens = 0  # of the prompts that were complete, the pending ones included
         self.num_replayed = 0  # tokens of rows that were put back
         self.num_copied = 0  # tokens whose keys were another prompt's
@@ -58,8 +50,14 @@ class PromptKeys:
         self._model = model
         self._wants_features = wants_features
         self._on_ready = on_ready
+        self._kept = kept
         self._budget = 0.0
         self._prompts: dict[Hashable, Prefilled] = {}  # by what rows begin with
+
+    def begin(self) -> None:
+        """The call begins: what was kept may be of other weights."""
+        if self._kept is not None:
+            self._kept.begin()
 
     def allow(self, num_tokens: float) -> None:
         """Until the next call of this, `ready` runs no further chunk once so many tokens were run."""
@@ -103,18 +101,24 @@ class PromptKeys:
         self._drop([start for start in self._prompts if not self._admission.is_shared(start)])
 
     def _opened(self, row: Row) -> Prefilled:
-        """With the keys of whole chunks that another prompt begins with; a recurrent state is of its end alone."""
+        """With the keys of whole chunks that another prompt begins with, but for the last chunk, which tells that all
+        are here; a recurrent state is of a prompt's end alone."""
         prompt = Prefilled(self._new_keys(row.num_cached), row.history[:-1])
         finalize(prompt.keys, self._admission.release, self._admission.open(row))
-        others = [other for other in self._prompts.values() if not other.keys.recurrent.layers]
+        others = [*self._prompts.values(), *(() if self._kept is None else self._kept.prompts)]
+        others = [other for other in others if self._is_of_use(other)]
         counts = [common_chunks(other, prompt) for other in others]
-        if chunks := max(counts, default=0):
-            source = others[counts.index(chunks)]
+        chunks = min(max(counts, default=0), (row.num_cached - 1) // PROMPT_CHUNK)
+        if chunks > 0:
+            source = others[counts.index(max(counts))]
             prompt.done = chunks * PROMPT_CHUNK
             prompt.keys.enter(0, source.keys, prompt.done)
             prompt.features = source.features[:chunks]
             self.num_copied += prompt.done
         return prompt
+
+    def _is_of_use(self, source: Prefilled) -> bool:
+        return not source.keys.recurrent.layers and (bool(source.features) or not self._wants_features)
 
     def _count(self, row: Row) -> None:
         """What `row` begins with is complete."""
@@ -127,14 +131,6 @@ class PromptKeys:
     def _drop(self, starts: Sequence[Hashable]) -> None:
         for start in starts:
             self._admission.close(start)
-            del self._prompts[start]
-
-
-def common_chunks(source: Prefilled, target: Prefilled) -> int:
-    """Whole chunks that `source` has keys of and `target` begins with; not all of `target`, whose last chunk tells that
-    it is complete."""
-    most = min(source.done, len(target.token_ids) - 1)
-    if most < PROMPT_CHUNK:
-        return 0
-    differs = source.token_ids[:most] != target.token_ids[:most]
-    return int(differs.argmax() if differs.any() else most) // PROMPT_CHUNK
+            prompt = self._prompts.pop(start)
+            if self._kept is not None:
+                self._kept.offer(prompt)

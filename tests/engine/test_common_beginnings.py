@@ -1,5 +1,8 @@
 """Prompts that begin alike: chunks that another prompt has computed are copied, to the bit, and no token changes."""
 
+import contextlib
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +10,9 @@ from recurrent_models import recurrent_model
 from tiny_models import tiny_model
 
 import stand
-from stand.scheduling import prompt_keys
-from stand.scheduling.prompt_keys import Prefilled, common_chunks
+from stand.forward import model as forward_model
+from stand.scheduling import kept_prompts, prefilled, prompt_keys
+from stand.scheduling.prefilled import Prefilled, common_chunks
 
 CHUNK = 8
 SHARED = [5, 9, 11, 4, 5, 9, 7, 3, 2, 6, 12, 13, 4, 4, 8, 30, 31, 5, 6]  # two chunks and three tokens
@@ -17,8 +21,8 @@ PROMPTS = [[*SHARED, *tail] for tail in ([7, 7], [8, 30, 31], [], [7, 7, 9, 9, 9
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
-    monkeypatch.setattr("stand.forward.model.PROMPT_CHUNK", CHUNK)
-    monkeypatch.setattr(prompt_keys, "PROMPT_CHUNK", CHUNK)
+    for module in (forward_model, prompt_keys, prefilled, kept_prompts):
+        monkeypatch.setattr(module, "PROMPT_CHUNK", CHUNK)
 
 
 def decoded(model=None, drafter=None, **settings):
@@ -119,7 +123,7 @@ def prompt_of(token_ids: list[int], done: int) -> Prefilled:
     [
         (SHARED, 19, [*SHARED, 1], 2),
         (SHARED, 19, SHARED[:17], 2),
-        (SHARED, 19, SHARED[:16], 1),  # its own last chunk is computed
+        (SHARED, 19, SHARED[:16], 2),
         (SHARED, 15, [*SHARED, 1], 1),
         (SHARED, -1, [*SHARED, 1], 0),
         (SHARED, 19, [1, *SHARED], 0),
@@ -130,3 +134,117 @@ def prompt_of(token_ids: list[int], done: int) -> Prefilled:
 )
 def test_whole_chunks_of_what_is_common(source, done, target, chunks):
     assert common_chunks(prompt_of(source, done), prompt_of(target, -1)) == chunks
+
+
+# From call to call.
+
+
+def engine_of(model=None, drafter=None) -> stand.Engine:
+    drafter = drafter or stand.BlendedDrafter(budget=12)
+    return stand.wrap(model or copy.deepcopy(tiny_model("qwen2")), drafter=drafter, verifier="match", fuse=False)
+
+
+def turns(engine, *, count: int = 3, **settings) -> tuple[list[list[int]], list[int]]:
+    """Tokens of calls, each of which goes on with all that came before and three tokens more, and how many keys were
+    copied."""
+    tokens, copied, history = [], [], list(SHARED)
+    for seed in range(count):
+        output = engine.generate(input_ids=history, max_new_tokens=9, temperature=0.9, seed=seed, **settings)
+        tokens.append(output.token_ids[0])
+        copied.append(output.stats.num_copied_prompt_tokens)
+        history += [*output.token_ids[0], 7, 7, 7]
+    return tokens, copied
+
+
+def test_turns_of_a_chat_go_on_with_what_is_there():
+    wanted, none = turns(engine_of())
+    engine = engine_of()
+    with engine.keep_prompts(1e9):
+        found, copied = turns(engine)
+        assert len(engine._kept.prompts) == 1  # a prompt that begins the next one is not kept beside it
+    assert none == [0, 0, 0] and copied[0] == 0 and copied[1] == 16 and copied[2] >= 24
+    assert found == wanted
+    assert turns(engine)[1] == none and engine._kept is None
+
+
+def test_branches_take_from_the_one_they_share_most_with():
+    engine, copied = engine_of(), []
+    with engine.keep_prompts(1e9):
+        for prompt in (SHARED, [*SHARED[:9], 1, 1, 1, 1, 1, 1, 1, 1], [*SHARED, 2, 2, 2, 2, 2, 2, 2], [3] * 20, SHARED):
+            output = engine.generate(input_ids=prompt, max_new_tokens=3, temperature=0.9, seed=1)
+            copied.append(output.stats.num_copied_prompt_tokens)
+        kept = [prompt.token_ids.tolist() for prompt in engine._kept.prompts]
+    assert copied == [0, 8, 16, 0, 16]
+    assert kept[-1][:16] == SHARED[:16] and [3] * 16 in kept and len(kept) == 3
+
+
+def change_in_place(model):
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+
+
+def change_a_module(model):
+    model.model.norm = copy.deepcopy(model.model.norm)
+
+
+def change_a_setting(model):
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize("change", [change_in_place, change_a_module, change_a_setting])
+def test_other_weights_forget(change):
+    """What was kept is of no use to them; control: unchanged, it is used."""
+    engine = engine_of()
+    with engine.keep_prompts(1e9):
+        for is_changed in (False, True):
+            if is_changed:
+                change(engine.model)
+            output = engine.generate(input_ids=SHARED, max_new_tokens=9, temperature=0.9, seed=2)
+            again = engine.generate(input_ids=SHARED, max_new_tokens=9, temperature=0.9, seed=2)
+            assert output.stats.num_copied_prompt_tokens == 0 and again.stats.num_copied_prompt_tokens == 16
+    changed = copy.deepcopy(tiny_model("qwen2"))
+    change(changed)
+    wanted = engine_of(changed).generate(input_ids=SHARED, max_new_tokens=9, temperature=0.9, seed=2)
+    assert output.token_ids == again.token_ids == wanted.token_ids
+
+
+def test_bytes_are_a_limit():
+    engine = engine_of()
+    with engine.keep_prompts(1e9):
+        engine.generate(input_ids=SHARED, max_new_tokens=2, temperature=0.9)
+        of_one = engine._kept.nbytes
+    assert of_one > 0
+    for limit, count in ((1, 0), (of_one, 1), (2.5 * of_one, 2)):
+        with engine.keep_prompts(limit):
+            for first in (3, 4, 5):
+                engine.generate(input_ids=[first, *SHARED], max_new_tokens=2, temperature=0.9)
+            assert len(engine._kept.prompts) == count and engine._kept.nbytes <= limit
+            assert [prompt.token_ids[0] for prompt in engine._kept.prompts] == [3, 4, 5][3 - count :]
+
+
+def test_hidden_states_are_kept_where_there_were_any():
+    """A call without drafts asks for none: what it left is of no use to one that does."""
+    wanted, found = Recorder(), Recorder()
+    for drafter in (wanted, found):
+        engine = engine_of(drafter=drafter)
+        with engine.keep_prompts(1e9) if drafter is found else contextlib.nullcontext():
+            copied = [
+                engine.generate(input_ids=SHARED, max_new_tokens=3, temperature=0.9, seed=1, draft=draft).stats
+                for draft in (False, True, True)
+            ]
+    assert [stats.num_copied_prompt_tokens for stats in copied] == [0, 0, 16]
+    prompt = tuple(SHARED)
+    assert torch.equal(found.prompts[prompt], wanted.prompts[prompt])
+
+
+@pytest.mark.parametrize("max_bytes", [0, -1, True, "2e9", None, float("nan")])
+def test_what_is_no_number_of_bytes_is_refused(max_bytes):
+    with pytest.raises(ValueError, match="max_bytes must be a number above 0, got .*; 2e9 keeps"):
+        engine_of().keep_prompts(max_bytes).__enter__()
+
+
+def test_blocks_are_not_nested():
+    engine = engine_of()
+    with engine.keep_prompts(1e9), pytest.raises(ValueError, match="must not be nested, got a block within"):
+        engine.keep_prompts(1e9).__enter__()
+    assert engine._kept is None

@@ -17,8 +17,8 @@ from torch.nn.modules import module as all_modules  # noqa: E402
 from torch.nn.modules.module import register_module_forward_hook  # noqa: E402
 
 import stand  # noqa: E402
+from stand.forward.model_state import ModelState  # noqa: E402
 from stand.gpu.captured_step import CapturedStep  # noqa: E402
-from stand.gpu.model_state import ModelState  # noqa: E402
 from stand.gpu.runner import DirectRunner  # noqa: E402
 from stand.scheduling.memory import bytes_per_token  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""What recorded steps take for granted of a model: where its tensors lie, its modules, their settings and their hooks.
+"""What recorded steps and kept keys take for granted of a model: its tensors, modules, their settings and their hooks.
 
 A graph reads the addresses and runs the operations that were there when it was recorded. Whatever moves weights, swaps
 a module, sets an adapter or adds a hook between two calls must be seen before the graph is replayed.

@@ -1,0 +1,80 @@
+"""Keys of prompts that stay from call to call, for the branches of a search and the turns of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from transformers import PreTrainedModel
+
+from stand.forward.model import PROMPT_CHUNK
+from stand.forward.model_state import ModelState
+from stand.forward.tree_cache import TreeCache
+from stand.scheduling.prefilled import Prefilled, common_chunks
+
+
+class KeptPrompts:
+    """Copies of the keys of whole chunks of prompts, the latest ones, in `max_bytes` at most.
+
+    They belong to the weights that made them: `begin` forgets them where the model is seen to have changed, which takes
+    a few milliseconds. Not seen are values that are written past torch's counters of changes (`tensor.data`).
+    """
+
+    def __init__(self, model: PreTrainedModel, max_bytes: float):
+        self.max_bytes = max_bytes
+        self.prompts: list[Prefilled] = []  # the latest one last
+        self._model = model
+        self._state: ModelState | None = None
+        self._versions: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(prompt.keys.nbytes for prompt in self.prompts)
+
+    def begin(self) -> None:
+        """A call begins."""
+        state, versions = ModelState(self._model), list(_versions(self._model))
+        if self._state is None or versions != self._versions or state.change_since(self._state) is not None:
+            self.prompts.clear()
+        self._state, self._versions = state, versions
+
+    def offer(self, prompt: Prefilled) -> None:
+        """Of a prompt that its call needs no longer. One that begins another one here is not kept beside it."""
+        chunks = max(prompt.done, 0) // PROMPT_CHUNK
+        if not chunks or prompt.keys.recurrent.layers:
+            return
+        kept = Prefilled(TreeCache(1, 0), prompt.token_ids[: chunks * PROMPT_CHUNK], chunks * PROMPT_CHUNK)
+        for other in self.prompts:
+            if common_chunks(other, kept) == chunks and len(other.features) >= len(prompt.features[:chunks]):
+                self._renew(other)
+                return
+        if chunks * PROMPT_CHUNK * bytes_per_slot(prompt.keys) > self.max_bytes:
+            return
+        self.prompts = [other for other in self.prompts if common_chunks(kept, other) * PROMPT_CHUNK < other.done]
+        kept.keys.enter(0, prompt.keys, kept.done)
+        kept.features = prompt.features[:chunks]
+        self.prompts.append(kept)
+        while self.nbytes > self.max_bytes:
+            self.prompts.pop(0)
+
+    def _renew(self, prompt: Prefilled) -> None:
+        self.prompts.remove(prompt)
+        self.prompts.append(prompt)
+
+
+def bytes_per_slot(keys: TreeCache) -> int:
+    return sum(storage[:1, :, :1].nbytes for storage in (*keys.keys, *keys.values))
+
+
+def _versions(model: PreTrainedModel) -> Iterator[int]:
+    """How often torch has seen each tensor written in place; tensors made for inference alone are not counted."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        yield 0 if tensor.is_inference() else tensor._version
+
+
+def checked_bytes(max_bytes: object) -> float:
+    """Raises ValueError for what is no positive number."""
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, (int, float)) or not max_bytes > 0:
+        raise ValueError(
+            f"max_bytes must be a number above 0, got {max_bytes!r}; 2e9 keeps 35,000 tokens of a 7B model"
+        )
+    return float(max_bytes)

@@ -83,7 +83,8 @@ def _compare_forwards(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(
             f"a tree forward of {type(model).__name__} must equal plain forwards up to rounding "
             f"({tolerance:g} of the logits' spread), got {difference:.3g}; "
-            "its positions or its attention look at cache slots rather than at position_ids, so it cannot be served"
+            "its positions or its attention look at cache slots rather than at position_ids, or what it makes of a "
+            "token follows from the others of the forward (activations quantised together), so it cannot be served"
         )
     if recurrent_layers(model):
         _compare_states(model, tolerance)

@@ -42,16 +42,19 @@ class KeptPrompts:
         chunks = max(prompt.done, 0) // PROMPT_CHUNK
         if not chunks or prompt.keys.recurrent.layers:
             return
-        kept = Prefilled(TreeCache(1, 0), prompt.token_ids[: chunks * PROMPT_CHUNK], chunks * PROMPT_CHUNK)
+        token_ids = prompt.token_ids[: chunks * PROMPT_CHUNK].copy()
+        kept = Prefilled(TreeCache(1, 0), token_ids, len(token_ids), features=prompt.features[:chunks])
         for other in self.prompts:
-            if common_chunks(other, kept) == chunks and len(other.features) >= len(prompt.features[:chunks]):
+            if common_chunks(other, kept) == chunks and len(other.features) >= len(kept.features):
                 self._renew(other)
                 return
-        if chunks * PROMPT_CHUNK * bytes_per_slot(prompt.keys) > self.max_bytes:
+        if kept.done * bytes_per_slot(prompt.keys) > self.max_bytes:
+            return
+        try:
+            kept.keys.enter(0, prompt.keys, kept.done)
+        except (RuntimeError, MemoryError):  # no memory, or a device that has failed, which its own call tells
             return
         self.prompts = [other for other in self.prompts if common_chunks(kept, other) * PROMPT_CHUNK < other.done]
-        kept.keys.enter(0, prompt.keys, kept.done)
-        kept.features = prompt.features[:chunks]
         self.prompts.append(kept)
         while self.nbytes > self.max_bytes:
             self.prompts.pop(0)

@@ -18,7 +18,8 @@ class Prefilled:
     keys: TreeCache
     token_ids: np.ndarray  # int32: whose keys they are, or will be
     done: int = -1  # tokens; -1: not begun
-    features: list[torch.Tensor] = field(default_factory=list)  # by chunk
+    copied: int = 0  # of them, from another prompt
+    features: list[torch.Tensor] = field(default_factory=list)  # by chunk, of all that is done or of none
 
 
 def common_chunks(source: Prefilled, target: Prefilled) -> int:

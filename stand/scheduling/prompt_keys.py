@@ -85,7 +85,7 @@ class PromptKeys:
             prompt.features += features
             self._budget -= prompt.done - before
             if prompt.done == row.num_cached:
-                self._count(row)
+                self._count(row, prompt)
         return prompt if prompt.done == row.num_cached else None
 
     def features(self, prompt: Prefilled) -> torch.Tensor:
@@ -111,21 +111,21 @@ class PromptKeys:
         chunks = min(max(counts, default=0), (row.num_cached - 1) // PROMPT_CHUNK)
         if chunks > 0:
             source = others[counts.index(max(counts))]
-            prompt.done = chunks * PROMPT_CHUNK
+            prompt.done = prompt.copied = chunks * PROMPT_CHUNK
             prompt.keys.enter(0, source.keys, prompt.done)
-            prompt.features = source.features[:chunks]
-            self.num_copied += prompt.done
+            prompt.features = source.features[:chunks] if self._wants_features else []
         return prompt
 
     def _is_of_use(self, source: Prefilled) -> bool:
         return not source.keys.recurrent.layers and (bool(source.features) or not self._wants_features)
 
-    def _count(self, row: Row) -> None:
+    def _count(self, row: Row, prompt: Prefilled) -> None:
         """What `row` begins with is complete."""
         if row.num_steps:
-            self.num_replayed += row.num_cached
+            self.num_replayed += row.num_cached - prompt.copied
         else:
             self.num_tokens += len(row.history)
+            self.num_copied += prompt.copied
             self._on_ready(row)
 
     def _drop(self, starts: Sequence[Hashable]) -> None:

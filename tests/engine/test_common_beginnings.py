@@ -11,6 +11,7 @@ from tiny_models import tiny_model
 
 import stand
 from stand.forward import model as forward_model
+from stand.forward.tree_cache import TreeCache
 from stand.scheduling import kept_prompts, prefilled, prompt_keys
 from stand.scheduling.prefilled import Prefilled, common_chunks
 
@@ -54,10 +55,9 @@ def keys_of_all(monkeypatch) -> list[list[torch.Tensor]]:
     """Of every prompt, when it is complete."""
     kept, count = [], prompt_keys.PromptKeys._count
 
-    def noting(keys, row):
-        prompt = keys._prompts[prompt_keys.beginning(row)].keys
-        kept.append([states[:, :, : row.num_cached].clone() for states in (*prompt.keys, *prompt.values)])
-        count(keys, row)
+    def noting(keys, row, prompt):
+        kept.append([states[:, :, : row.num_cached].clone() for states in (*prompt.keys.keys, *prompt.keys.values)])
+        count(keys, row, prompt)
 
     with monkeypatch.context() as patch:
         patch.setattr(prompt_keys.PromptKeys, "_count", noting)
@@ -235,6 +235,33 @@ def test_hidden_states_are_kept_where_there_were_any():
     assert [stats.num_copied_prompt_tokens for stats in copied] == [0, 0, 16]
     prompt = tuple(SHARED)
     assert torch.equal(found.prompts[prompt], wanted.prompts[prompt])
+
+
+def test_hidden_states_are_of_all_chunks_or_of_none():
+    """A call without drafts goes on with a prompt that has some; the next one needs those of the whole."""
+    longer, wanted, found = [*SHARED, *SHARED[:9]], Recorder(), Recorder()
+    for drafter in (wanted, found):
+        engine = engine_of(drafter=drafter)
+        with engine.keep_prompts(1e9) if drafter is found else contextlib.nullcontext():
+            for prompt, draft in ((SHARED, True), (longer, False), (longer, True)):
+                engine.generate(input_ids=prompt, max_new_tokens=3, temperature=0.9, seed=1, draft=draft)
+    assert torch.equal(found.prompts[tuple(longer)], wanted.prompts[tuple(longer)])
+
+
+def test_what_cannot_be_copied_is_not_kept(monkeypatch):
+    engine, enter = engine_of(), TreeCache.enter
+
+    def failing(self, *given):
+        if type(self) is TreeCache:
+            raise torch.OutOfMemoryError("no memory")
+        enter(self, *given)
+
+    with engine.keep_prompts(1e9):
+        wanted = engine.generate(input_ids=SHARED, max_new_tokens=3, temperature=0.9, seed=1).token_ids
+        engine._kept.prompts.clear()
+        monkeypatch.setattr(TreeCache, "enter", failing)
+        assert engine.generate(input_ids=SHARED, max_new_tokens=3, temperature=0.9, seed=1).token_ids == wanted
+        assert engine._kept.prompts == []
 
 
 @pytest.mark.parametrize("max_bytes", [0, -1, True, "2e9", None, float("nan")])

@@ -15,9 +15,11 @@ from tiny_models import CONFIGS, kernel_model  # noqa: E402
 
 import stand  # noqa: E402
 from stand.drafters.blended import BlendedDrafter  # noqa: E402
+from stand.forward import model as forward_model  # noqa: E402
 from stand.gpu import captured_step, page_table  # noqa: E402
 from stand.gpu.device_rule import rule_like  # noqa: E402
 from stand.gpu.runner import DirectRunner  # noqa: E402
+from stand.scheduling import kept_prompts, prefilled, prompt_keys  # noqa: E402
 from stand.trees import BlendedLookup, DraftBatch  # noqa: E402
 from stand.verifiers.rules.match import MatchVerifier  # noqa: E402
 
@@ -227,6 +229,25 @@ def test_fewer_rows_have_the_splits_of_a_call_of_their_own(plain_kernels):
     step = engine.backend._previous.captured
     engine.generate(**settings, num_return_sequences=7)
     assert engine.backend._previous.captured is step  # the splits are the same
+
+
+def test_prompts_that_begin_alike_share_their_chunks(plain_kernels, monkeypatch):
+    """Within a call, and with those of the call before; tokens are those of eager steps that compute every prompt."""
+    for module in (forward_model, prefilled, prompt_keys, kept_prompts):
+        monkeypatch.setattr(module, "PROMPT_CHUNK", 4)
+    shared = [*PROMPTS[0], 9, 9]  # two chunks and one token
+    prompts = [[*shared, *tail] for tail in ([5], [6, 6, 6], [7])]
+    found, copied = {}, {}
+    for backend in ("sdpa", "triton"):
+        engine = stand.wrap(kernel_model("qwen2"), verifier="match", backend=backend, fuse=False)
+        with monkeypatch.context() as patch, engine.keep_prompts(1e9):
+            if backend == "sdpa":
+                patch.setattr(prompt_keys, "common_chunks", lambda source, target: 0)
+            outputs = [engine.generate(input_ids=prompts, max_new_tokens=9, temperature=0.6, seed=4) for _ in range(2)]
+        found[backend] = [output.token_ids for output in outputs]
+        copied[backend] = [output.stats.num_copied_prompt_tokens for output in outputs]
+    assert found["triton"] == found["sdpa"]
+    assert copied == {"sdpa": [0, 0], "triton": [16, 24]}
 
 
 def test_penalties_take_the_eager_step(plain_kernels):

@@ -85,7 +85,15 @@ TARGETS = (
         "scheduling",
         ("stand/scheduling/*.py", "stand/forward/paged_cache.py"),
         _tests(
-            "engine", "scheduler", "paged_cache", "page_allocator", "put_back", "given_back", "cache_memory", "stream"
+            "engine",
+            "scheduler",
+            "common_beginnings",
+            "paged_cache",
+            "page_allocator",
+            "put_back",
+            "given_back",
+            "cache_memory",
+            "stream",
         ),
     ),
     Target(

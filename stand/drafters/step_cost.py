@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -181,7 +180,8 @@ def measure_cost(
     seconds: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StepCost:
-    """Median times of whole steps (layout, forward, verdict), sizes in turn so that a slow moment meets them all.
+    """The shortest times of whole steps (layout, forward, verdict), sizes in turn so that a slow moment meets them all:
+    other work only adds. On a virtual machine with an H100 medians of seven steps of 7 ms varied by 0.4 ms.
 
     seconds: see `_measure_briefly`; clock: `clock_of` the model's device.
     """
@@ -201,8 +201,8 @@ def measure_cost(
     for _ in range(REPEATS):
         for size in sizes:
             timings[size].append(timed(size))
-    medians = [statistics.median(timings[size]) for size in sizes]
-    return StepCost.measured(sizes, medians, num_rows=num_rows, length=length)
+    shortest = [min(timings[size]) for size in sizes]
+    return StepCost.measured(sizes, shortest, num_rows=num_rows, length=length)
 
 
 def _sizes(num_rows: int, most_tokens: int) -> list[int]:

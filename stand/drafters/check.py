@@ -29,7 +29,7 @@ def check_batch(batch: DraftBatch, request: DraftRequest, *, vocabulary_size: in
         )
     integers = [np.ascontiguousarray(array, dtype=np.int32) for array in integers]
     law = np.ascontiguousarray(batch.law, dtype=np.float32)
-    if not is_sound(*integers, law, request.histories, vocabulary_size, SUM_TOLERANCE):
+    if not is_sound(*integers, law, batch.depths, request.histories, vocabulary_size, SUM_TOLERANCE):
         _name_the_fault(batch, request, vocabulary_size)
 
 

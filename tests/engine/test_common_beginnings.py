@@ -84,6 +84,14 @@ def test_a_wrong_beginning_changes_tokens(monkeypatch):
     assert found != wanted and found[0] == wanted[0]
 
 
+@pytest.mark.parametrize("is_recurrent", [False, True])
+def test_short_prompts_and_recurrent_states_are_not_kept(is_recurrent):
+    engine = engine_of(recurrent_model("qwen3_5") if is_recurrent else None)
+    with engine.keep_prompts(1e9):
+        engine.generate(input_ids=SHARED if is_recurrent else SHARED[:CHUNK], max_new_tokens=2, temperature=0.9)
+        assert engine._kept.prompts == []
+
+
 class Recorder(stand.Drafter):
     """Notes the features of prompts."""
 

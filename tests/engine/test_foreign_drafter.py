@@ -134,6 +134,16 @@ def test_a_wrong_answer_is_refused_before_the_forward(drafts, message):
     assert len(forwards) == 1  # the first prompt's; the second one is a single token
 
 
+@pytest.mark.parametrize(("row", "depths"), [(0, [0, 2]), (1, [0, 0]), (1, [1, 2])])
+def test_depths_that_do_not_follow_from_parents_are_refused(row, depths):
+    """Random numbers are named by depth: with others a rule would not keep its law."""
+    drafter = Answer(pair(9, 3), pair(7, 3))
+    drafter.batch.depths[2 * row : 2 * row + 2] = depths
+    engine = stand.wrap(tiny_model("qwen2"), drafter=drafter)
+    with pytest.raises(ValueError, match="depths and ranks must follow from parents"):
+        engine.generate(input_ids=PROMPTS, max_new_tokens=5, seed=0)
+
+
 def test_a_right_answer_is_not_refused():
     for second in (pair(7, 3), wide_pair(7, [5, 21, 1], [0.2, 0.3, 0.5]), wide_pair(7, [5, -1, -1], [1.0, 0.0, 0.0])):
         first = pair(9, 3)

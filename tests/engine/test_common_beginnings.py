@@ -17,7 +17,11 @@ from stand.scheduling.prefilled import Prefilled, common_chunks
 
 CHUNK = 8
 SHARED = [5, 9, 11, 4, 5, 9, 7, 3, 2, 6, 12, 13, 4, 4, 8, 30, 31, 5, 6]  # two chunks and three tokens
-PROMPTS = [[*SHARED, *tail] for tail in ([7, 7], [8, 30, 31], [], [7, 7, 9, 9, 9, 1, 2, 3])] + [SHARED[1:], [3]]
+PROMPTS = [[*SHARED, *tail] for tail in ([7, 7], [8, 30, 31], [], [7, 7, 9, 9, 9, 1, 2, 3])] + [
+    SHARED[1:],
+    SHARED[:17],
+    [3],
+]
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +48,10 @@ def without_copies(monkeypatch):
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "gpt_oss"])
 def test_no_token_changes(monkeypatch, family, max_rows):
     found, stats = decoded(tiny_model(family), max_rows=max_rows)
-    assert stats.num_copied_prompt_tokens == 3 * 2 * CHUNK  # of the second, third and fourth prompt
-    assert stats.num_prompt_tokens == sum(map(len, PROMPTS)) and stats.as_dict()["num_copied_prompt_tokens"] == 48
+    copied = 3 * 2 * CHUNK  # of the second, third and fourth prompt
+    copied += CHUNK if max_rows == 99 else 0  # another one lies between; a prompt's own last chunk is computed
+    assert stats.num_copied_prompt_tokens == stats.as_dict()["num_copied_prompt_tokens"] == copied
+    assert stats.num_prompt_tokens == sum(map(len, PROMPTS))
     without_copies(monkeypatch)
     wanted, stats = decoded(tiny_model(family), max_rows=max_rows)
     assert found == wanted and stats.num_copied_prompt_tokens == 0
@@ -110,7 +116,7 @@ class Recorder(stand.Drafter):
 def test_hidden_states_come_along(monkeypatch):
     copied, computed = Recorder(), Recorder()
     _, stats = decoded(drafter=copied)
-    assert stats.num_copied_prompt_tokens == 48
+    assert stats.num_copied_prompt_tokens == 56
     without_copies(monkeypatch)
     decoded(drafter=computed)
     assert copied.prompts.keys() == computed.prompts.keys() and len(copied.prompts) == len(PROMPTS)
@@ -228,6 +234,8 @@ def test_bytes_are_a_limit():
                 engine.generate(input_ids=[first, *SHARED], max_new_tokens=2, temperature=0.9)
             assert len(engine._kept.prompts) == count and engine._kept.nbytes <= limit
             assert [prompt.token_ids[0] for prompt in engine._kept.prompts] == [3, 4, 5][3 - count :]
+            engine.generate(input_ids=10 * SHARED, max_new_tokens=2, temperature=0.9)  # too long, and drops no other
+            assert len(engine._kept.prompts) == count
 
 
 def test_hidden_states_are_kept_where_there_were_any():

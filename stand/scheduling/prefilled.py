@@ -24,6 +24,6 @@ class Prefilled:
 
 def common_chunks(source: Prefilled, target: Prefilled) -> int:
     """Whole chunks that `source` has keys of and `target` begins with."""
-    most = min(source.done, len(target.token_ids))
-    differs = source.token_ids[: max(most, 0)] != target.token_ids[: max(most, 0)]
-    return int(differs.argmax() if differs.any() else max(most, 0)) // PROMPT_CHUNK
+    most = max(min(source.done, len(target.token_ids)), 0)
+    differs = source.token_ids[:most] != target.token_ids[:most]
+    return int(differs.argmax() if differs.any() else most) // PROMPT_CHUNK

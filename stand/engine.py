@@ -38,8 +38,8 @@ from stand.output import GenerationOutput
 from stand.prompts import is_one_prompt
 from stand.row import Row
 from stand.scheduling.job_reader import JobReader
-from stand.scheduling.kept_prompts import KeptPrompts, checked_bytes
-from stand.scheduling.memory import admission
+from stand.scheduling.kept_prompts import KeptPrompts
+from stand.scheduling.memory import admission, checked_bytes
 from stand.scheduling.request import Job, Request
 from stand.scheduling.run import Run
 from stand.scheduling.sample_steps import sample_steps

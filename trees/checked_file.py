@@ -179,7 +179,8 @@ def _read_header(path, file: BinaryIO, file_format: FileFormat, digest, file_siz
     magic, version = file_format.magic, file_format.version
     if len(prefix) < PREFIX.size or prefix[: len(magic)] != magic:
         kinds = {known: name for name, known in MAGICS.items()}
-        if kind := kinds.get(prefix[: len(magic)]):
+        kind = kinds.get(prefix[: len(magic)])
+        if kind not in (None, kinds[magic]):
             raise LookupFileError(f"{path} must hold a {kinds[magic]}, got a {kind}; load it with {kind}.load")
         raise LookupFileError(f"{path} must start with {magic!r}, got {prefix[: len(magic)]!r}; it is no lookup")
     _, got_version, header_size = PREFIX.unpack(prefix)

@@ -56,7 +56,7 @@ class JobReader:
             max_time=self.settings.config.max_time,
         )
         self._law: TargetLaw | None = None
-        self._num_jobs = self._next_row = self._num_requests = 0
+        self._num_jobs = self._next_row = 0
         self._named: set[int] = set()  # numbers that requests gave their rows
         self._counted: list[range] = []  # the others
 
@@ -80,7 +80,7 @@ class JobReader:
 
     def read(self, request: Request | object) -> Job:
         """A request, or a prompt alone. An error says in a note which one it was."""
-        number, self._num_requests = self._num_requests, self._num_requests + 1
+        number = self._num_jobs  # of those before, all of which were read: none comes after an error
         try:
             return self._read(request if isinstance(request, Request) else Request(request))
         except ValueError as error:

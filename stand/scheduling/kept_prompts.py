@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedModel
 
+from stand.forward.key_shape import key_shape
 from stand.forward.model import PROMPT_CHUNK
 from stand.forward.model_state import ModelState
 from stand.forward.tree_cache import TreeCache
@@ -48,7 +49,7 @@ class KeptPrompts:
             if common_chunks(other, kept) == chunks and len(other.features) >= len(kept.features):
                 self._renew(other)
                 return
-        if kept.done * bytes_per_slot(prompt.keys) > self.max_bytes:
+        if kept.done * key_shape(self._model).token_bytes > self.max_bytes:
             return
         try:
             kept.keys.enter(0, prompt.keys, kept.done)
@@ -64,20 +65,7 @@ class KeptPrompts:
         self.prompts.append(prompt)
 
 
-def bytes_per_slot(keys: TreeCache) -> int:
-    return sum(storage[:1, :, :1].nbytes for storage in (*keys.keys, *keys.values))
-
-
 def _versions(model: PreTrainedModel) -> Iterator[int]:
     """How often torch has seen each tensor written in place; tensors made for inference alone are not counted."""
     for tensor in (*model.parameters(), *model.buffers()):
         yield 0 if tensor.is_inference() else tensor._version
-
-
-def checked_bytes(max_bytes: object) -> float:
-    """Raises ValueError for what is no positive number."""
-    if isinstance(max_bytes, bool) or not isinstance(max_bytes, (int, float)) or not max_bytes > 0:
-        raise ValueError(
-            f"max_bytes must be a number above 0, got {max_bytes!r}; 2e9 keeps 35,000 tokens of a 7B model"
-        )
-    return float(max_bytes)

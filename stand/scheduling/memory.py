@@ -59,8 +59,8 @@ def admission(
             f"max_rows must be an integer >= 1, got {max_rows!r}; leave it out for as many rows as memory holds"
         )
     token_bytes, size = bytes_per_token(model), backend.page_size
-    is_number = isinstance(max_cache_bytes, numbers.Real) and not isinstance(max_cache_bytes, bool)
-    if max_cache_bytes is not None and not (is_number and max_cache_bytes >= token_bytes * (size or 1)):
+    least = token_bytes * (size or 1)
+    if max_cache_bytes is not None and not (is_number(max_cache_bytes) and max_cache_bytes >= least):
         raise ValueError(
             f"max_cache_bytes must be a number of bytes that holds a page of {size or 1} tokens, {token_bytes} bytes "
             f"each, got {max_cache_bytes!r}; a GiB is 2**30"
@@ -83,6 +83,19 @@ def admission(
     if num_bytes is None:
         return AtMost(int(max_rows))
     return WithinMemory(num_bytes, token_bytes, min(limits, default=None), key_shape(model).row_bytes)
+
+
+def checked_bytes(max_bytes: object) -> float:
+    """Raises ValueError for what is no positive number."""
+    if not (is_number(max_bytes) and max_bytes > 0):
+        raise ValueError(
+            f"max_bytes must be a number above 0, got {max_bytes!r}; 2e9 keeps 35,000 tokens of a 7B model"
+        )
+    return float(max_bytes)
+
+
+def is_number(given: object) -> bool:
+    return isinstance(given, numbers.Real) and not isinstance(given, bool)
 
 
 def lower_limit(

@@ -106,11 +106,10 @@ class PromptKeys:
         prompt = Prefilled(self._new_keys(row.num_cached), row.history[:-1])
         finalize(prompt.keys, self._admission.release, self._admission.open(row))
         others = [*self._prompts.values(), *(() if self._kept is None else self._kept.prompts)]
-        others = [other for other in others if self._is_of_use(other)]
-        counts = [common_chunks(other, prompt) for other in others]
-        chunks = min(max(counts, default=0), (row.num_cached - 1) // PROMPT_CHUNK)
+        shared = [(common_chunks(other, prompt), other) for other in others if self._is_of_use(other)]
+        most, source = max(shared, key=lambda pair: pair[0], default=(0, None))
+        chunks = min(most, (row.num_cached - 1) // PROMPT_CHUNK)
         if chunks > 0:
-            source = others[counts.index(max(counts))]
             prompt.done = prompt.copied = chunks * PROMPT_CHUNK
             prompt.keys.enter(0, source.keys, prompt.done)
             prompt.features = source.features[:chunks] if self._wants_features else []

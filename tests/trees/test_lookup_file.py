@@ -123,6 +123,14 @@ def test_a_file_of_the_other_kind_is_named(tmp_path, saved, loaded):
         loaded.load(tmp_path / "x.lookup")
 
 
+@pytest.mark.parametrize("kind", [BlendedLookup, LookupTree])
+def test_a_file_that_is_cut_off_is_not_one_of_the_other_kind(tmp_path, kind):
+    kind().save(tmp_path / "x.lookup")
+    (tmp_path / "x.lookup").write_bytes((tmp_path / "x.lookup").read_bytes()[:9])
+    with pytest.raises(LookupFileError, match="must start with .*it is no lookup"):
+        kind.load(tmp_path / "x.lookup")
+
+
 @pytest.mark.parametrize(
     ("magic", "version", "message"), [(b"PK\3\4abcd", 1, "start with"), (MAGIC, 2, "version 1, got 2")]
 )

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 NAMES = ("auto", "sdpa", "triton")
 REFUSAL = "backend 'triton' cannot serve here: {}; use backend='sdpa' or 'auto'"
 RIDER_OBSTACLE = "the drafter runs at every node (placement='nodes'), which captured steps do not carry"
-RECURRENT_OBSTACLE = "layers with a recurrent state run eager steps alone"
 LOGGER = logging.getLogger("stand")
 
 
@@ -261,8 +260,6 @@ def kernel_obstacle(
     Raises what a step with kernels raises."""
     if rider is not None and not rider.is_capturable:
         return RIDER_OBSTACLE
-    if recurrent_layers(model):
-        return RECURRENT_OBSTACLE
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     from stand.gpu.device_rule import rule_like

@@ -84,7 +84,7 @@ class BenchModel:
 
     def _random_cache(self, num_rows: int, length: int) -> DeviceCache:
         cache = DeviceCache(
-            num_layers=self.shape.layers, num_pages=num_rows * -(-(length + MARGIN) // PAGE_SIZE),
+            layers=range(self.shape.layers), num_pages=num_rows * -(-(length + MARGIN) // PAGE_SIZE),
             num_heads=self.shape.key_heads, page_size=PAGE_SIZE, head_size=self.shape.head_size,
             dtype=self.model.dtype, device=self.device,
         )  # fmt: skip

@@ -10,23 +10,30 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.forward.model import text_config
+from stand.forward.recurrent_states import RecurrentStates
 from stand.forward.tree_cache import TreeCache
 
 
 @dataclass(frozen=True, slots=True)
 class KeyShape:
-    """num_heads: the most key heads of a layer. head_bytes: of one slot of a head; where layers, or keys and values,
-    differ, what all of them are multiples of. token_bytes: of one token in all layers. row_bytes: of the recurrent
-    states of one row, however long it is."""
+    """layers: indices of those that keep keys, in the order of a forward. num_heads: the most key heads of a layer.
+    head_bytes: of one slot of a head; where layers, or keys and values, differ, what all of them are multiples of.
+    token_bytes: of one token in all layers. row_bytes: of the recurrent states of one row, however long it is."""
 
-    num_layers: int
+    layers: tuple[int, ...]
     num_heads: int
     head_bytes: int
     token_bytes: int
     row_bytes: int = 0
 
+    @property
+    def num_layers(self) -> int:
+        """That keep keys."""
+        return len(self.layers)
+
 
 _STORED: WeakKeyDictionary[PreTrainedModel, tuple[KeyShape, torch.dtype]] = WeakKeyDictionary()
+_STATES: WeakKeyDictionary[PreTrainedModel, RecurrentStates] = WeakKeyDictionary()  # of no rows
 
 
 def key_shape(model: PreTrainedModel) -> KeyShape:
@@ -43,13 +50,21 @@ def remember(model: PreTrainedModel, cache: TreeCache) -> None:
     stored = [*cache.keys, *cache.values]
     sizes = [(tensor.shape[1], tensor.shape[3] * tensor.element_size()) for tensor in stored]
     shape = KeyShape(
-        num_layers=len(cache.keys),
+        layers=tuple(cache.layer_places),
         num_heads=max(heads for heads, _ in sizes),
         head_bytes=math.gcd(*(head_bytes for _, head_bytes in sizes)),
         token_bytes=sum(heads * head_bytes for heads, head_bytes in sizes),
         row_bytes=cache.recurrent.row_bytes,
     )
     _STORED[model] = shape, model.dtype
+    _STATES[model] = cache.recurrent.like(0)
+
+
+def new_states(model: PreTrainedModel, num_rows: int) -> RecurrentStates:
+    """Of so many rows that have seen no token, in the model's dtype and on its device of today; without layers where
+    `remember` has seen none."""
+    known = _STATES.get(model)
+    return RecurrentStates(num_rows) if known is None else known.like(num_rows, dtype=model.dtype, device=model.device)
 
 
 def _configured(model: PreTrainedModel) -> KeyShape:
@@ -57,4 +72,5 @@ def _configured(model: PreTrainedModel) -> KeyShape:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     head_bytes = size * torch.finfo(model.dtype).bits // 8
-    return KeyShape(config.num_hidden_layers, heads, head_bytes, 2 * config.num_hidden_layers * heads * head_bytes)
+    layers = tuple(range(config.num_hidden_layers))
+    return KeyShape(layers, heads, head_bytes, 2 * len(layers) * heads * head_bytes)

@@ -2,7 +2,7 @@
 Mamba-2 (Nemotron-H, Bamba, Granite 4, Falcon-H1, Zamba2) and short convolutions (LFM2).
 
 Their forward is transformers' own. It calls the convolution and the rule by name, and gets those of this file instead,
-which follow the paths of a `StepPlan` and the rows of a `TreeCache`.
+which hand them to the `Scan` of the cache.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import Module
-from torch.nn.functional import conv1d, softplus
+from torch.nn.functional import softplus
 from transformers.activations import ACT2FN
 
-from stand.forward.linear_attention import TreeChanges, gated_delta_rule, state_space
 from stand.forward.linear_layers import class_forward
-from stand.forward.packed_plan import StepPlan, plain_forward_error
-from stand.forward.recurrent_states import LayerStates
+from stand.forward.packed_plan import plain_forward_error
 
 if TYPE_CHECKING:
-    from stand.forward.tree_cache import TreeCache
+    from transformers.cache_utils import Cache
+
+    from stand.forward.tree_scan import Scan
 
 CONVOLUTION, DELTA_RULE, STATE_SPACE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"
 STORES_A_STATE = "update_recurrent_state"  # what a forward calls that has more than a convolution
-CHUNK = 64  # tokens of a prompt that a rule takes at once
 
 
 def recurrent_layers(model: Module) -> list[Module]:
@@ -65,27 +64,25 @@ class RecurrentForward:
         given = {CONVOLUTION: self._convolve, DELTA_RULE: self._delta_rule, STATE_SPACE: self._state_space}
         names = {**own.__globals__, **given}
         self._run = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
-        self._plan: StepPlan | None = None
-        self._cache: TreeCache | None = None
-        self._states: LayerStates | None = None
+        self._scan: Scan | None = None  # of the forward that is running
 
     def __call__(
         self,
         hidden_states: torch.Tensor,
-        cache: TreeCache | None = None,  # called by the one name or another
-        cache_params: TreeCache | None = None,
-        past_key_values: TreeCache | None = None,
+        cache: Cache | None = None,  # called by the one name or another
+        cache_params: Cache | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
         """[1, M, D] of packed tokens."""
         taken = next((given for given in (cache, cache_params, past_key_values) if given is not None), None)
-        if not hasattr(taken, "recurrent"):  # before anything is set: another thread's forward may be in its midst
+        if not hasattr(taken, "scan"):  # before anything is set: another thread's forward may be in its midst
             raise plain_forward_error(type(self.layer).__name__)
-        self._cache, self._plan = taken, taken.plan
+        self._scan = taken.scan()
         try:
             return self._run(self.layer, hidden_states, _NO_CACHE, None)
         finally:
-            self._cache = self._plan = self._states = None
+            self._scan = None
 
     def __reduce__(self) -> tuple:
         """A copy of the layer runs its class's forward."""
@@ -100,21 +97,7 @@ class RecurrentForward:
         **kwargs: object,
     ) -> torch.Tensor:
         """[1, C, M]: every token with the N before it on its path."""
-        plan, inputs, size = self._plan, hidden_states[0].T, weight.shape[1]
-        layer = self._states = self._cache.recurrent.layer(self.layer.layer_idx, inputs, size - 1)
-        tails = layer.tails[plan.first_row : plan.first_row + plan.num_rows].flatten(0, 1)
-        layer.inputs = torch.cat([tails, inputs])
-        if plan.is_prompt:
-            mixed = conv1d(layer.inputs.T[None].to(weight.dtype), weight[:, None], bias, groups=len(weight))
-            layer.tails[plan.first_row] = layer.inputs[len(layer.inputs) - size + 1 :]
-            layer.inputs = None
-        else:
-            places, taps = plan.paths_back(size).to(inputs.device), weight.T.float()
-            mixed = inputs.new_zeros(inputs.shape, dtype=torch.float32)
-            mixed = mixed if bias is None else mixed + bias.float()
-            for place, tap in zip(places.T, taps, strict=True):
-                mixed.addcmul_(layer.inputs[place].float(), tap)
-            mixed = mixed.to(weight.dtype).T[None]
+        mixed = self._scan.convolve(self.layer.layer_idx, hidden_states[0].T, weight, bias).T[None]
         mixed = mixed if activation is None else ACT2FN[activation](mixed)
         return mixed.to(hidden_states.dtype)
 
@@ -129,8 +112,8 @@ class RecurrentForward:
         **kwargs: object,
     ) -> tuple[torch.Tensor, None]:
         """[1, M, H, V], and no state: it stays in the cache."""
-        query, key = (_widened(states, value.shape[2]) for states in (query, key))
-        return self._apply(gated_delta_rule, query, key, value, g, beta).to(value.dtype), None
+        output = self._scan.delta_rule(self.layer.layer_idx, query[0], key[0], value[0], g[0], beta[0])
+        return output[None].to(value.dtype), None
 
     def _state_space(
         self,
@@ -150,41 +133,11 @@ class RecurrentForward:
         """[1, M, H, V] float32, and no state where one is asked for."""
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
         dt = torch.clamp(softplus(dt) if dt_softplus else dt, *dt_limit).float()
-        inputs, heads = hidden_states.float(), hidden_states.shape[2]
-        output = self._apply(
-            state_space, _widened(C, heads), _widened(B, heads), inputs * dt[..., None], A.float() * dt
-        )
+        inputs = hidden_states.float()
+        values, log_decay = inputs * dt[..., None], A.float() * dt
+        output = self._scan.state_space(self.layer.layer_idx, C[0], B[0], values[0], log_decay[0])[None]
         output = output if D is None else output + D[:, None] * inputs
         return (output, None) if return_final_states else output
-
-    def _apply(self, rule: Callable[..., tuple[torch.Tensor, TreeChanges]], *operands: torch.Tensor) -> torch.Tensor:
-        """[1, M, H, V] float32. operands: queries, keys and values [1, M, H, ...], and what else the rule takes."""
-        plan, layer = self._plan, self._states
-        _, key, value, *_ = operands
-        if layer.states is None:
-            shape = (self._cache.num_rows, value.shape[2], key.shape[3], value.shape[3])
-            layer.states = torch.zeros(shape, dtype=torch.float32, device=value.device)
-        trees = [plan.pad_rows(operand[0].float()).transpose(1, 2) for operand in operands]
-        with torch.autocast(value.device.type, enabled=False):  # it would round sums of decays, and states as read
-            if plan.is_prompt:
-                output = self._over_prompt(rule, trees)
-            else:
-                states = layer.states[plan.first_row : plan.first_row + plan.num_rows]
-                output, layer.changes = rule(*trees, states=states, seen=plan.seen.to(value.device))
-        return plan.unpad_rows(output.transpose(1, 2)).contiguous()[None]  # models take views of it
-
-    def _over_prompt(self, rule: Callable[..., tuple[torch.Tensor, TreeChanges]], chain: list[torch.Tensor]):
-        """[1, H, M, V] of operands [1, H, M, ...], chunk by chunk; all tokens stay."""
-        row, outputs = self._plan.first_row, []
-        states = self._states.states[row : row + 1]  # which every chunk moves
-        for first in range(0, self._plan.num_tokens, CHUNK):
-            chunk = [operand[:, :, first : first + CHUNK] for operand in chain]
-            size = chunk[0].shape[2]
-            seen = torch.ones(1, 1, size, size, dtype=torch.bool, device=states.device).tril()
-            output, changes = rule(*chunk, states=states, seen=seen)
-            changes.move(states, torch.tensor([size - 1], device=states.device))
-            outputs.append(output)
-        return torch.cat(outputs, dim=2)
 
 
 class _NoCache:
@@ -234,8 +187,3 @@ def _restore(layers: list[Module]) -> None:
     for layer in layers:
         if isinstance(vars(layer).get("forward"), RecurrentForward):
             del vars(layer)["forward"]
-
-
-def _widened(states: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """[1, M, Hk, K] -> [1, M, H, K]: every key head serves as many heads that follow each other."""
-    return states.repeat_interleave(num_heads // states.shape[2], dim=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,6 +39,34 @@ class RecurrentStates:
             self.layers[index] = LayerStates(inputs.new_zeros(self.num_rows, num_tails, inputs.shape[1]))
         return self.layers[index]
 
+    def matrices(self, index: int, num_heads: int, key_size: int, value_size: int) -> torch.Tensor:
+        """[R, H, K, V] float32: the states of a layer whose convolution has run."""
+        layer = self.layers[index]
+        if layer.states is None:
+            shape = (self.num_rows, num_heads, key_size, value_size)
+            layer.states = torch.zeros(shape, dtype=torch.float32, device=layer.tails.device)
+        return layer.states
+
+    def like(
+        self, num_rows: int, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> RecurrentStates:
+        """Of so many rows that have seen no token, with the layers of this one. dtype: of a convolution's inputs."""
+        states = RecurrentStates(num_rows)
+        for index, layer in self.layers.items():
+            stored = zip(layer.stored, (dtype, None), strict=False)  # a state is float32
+            new = [one.new_zeros(num_rows, *one.shape[1:], dtype=kind, device=device) for one, kind in stored]
+            states.layers[index] = LayerStates(*new)
+        return states
+
+    def copied(self) -> RecurrentStates:
+        """What `keep` does to the copy leaves this one alone."""
+        states = RecurrentStates(self.num_rows)
+        for index, layer in self.layers.items():
+            states.layers[index] = replace(
+                layer, **dict(zip(("tails", "states"), map(torch.clone, layer.stored), strict=False))
+            )
+        return states
+
     def keep(self, plan: StepPlan, ends: Sequence[int]) -> None:
         """Of the forward over `plan` the path to token ends[a], row-local, of each of its rows a stays."""
         rows = slice(plan.first_row, plan.first_row + plan.num_rows)
@@ -55,16 +83,14 @@ class RecurrentStates:
                 layer.changes.move(layer.states[rows], own_ends)
             layer.inputs = layer.changes = None
 
-    def enter(self, row: int, others: RecurrentStates) -> None:
-        """Row `row` begins with what row 0 of `others` has, or with nothing where that has seen no token."""
-        for index, layer in others.layers.items():
-            if index not in self.layers:
-                own = [states.new_zeros(self.num_rows, *states.shape[1:]) for states in layer.stored]
-                self.layers[index] = LayerStates(*own)
+    def enter(self, row: int, others: RecurrentStates, *, source: int = 0) -> None:
+        """Row `row` begins with what row `source` of `others` has, or with nothing where that has seen no token."""
+        if not self.layers:
+            self.layers = others.like(self.num_rows).layers
         for index, layer in self.layers.items():
             begun = others.layers.get(index)
             for place, states in enumerate(layer.stored):
-                states[row] = 0.0 if begun is None else begun.stored[place][0]
+                states[row] = 0.0 if begun is None else begun.stored[place][source]
 
     def move(self, source: int, target: int) -> None:
         for layer in self.layers.values():

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from stand.forward.packed_plan import StepPlan
 from stand.forward.recurrent_states import RecurrentStates
+from stand.forward.tree_scan import TreeScan
 
 if TYPE_CHECKING:
     from stand.fusion.fusion import Fusion
@@ -47,7 +48,7 @@ class TreeCache(Cache):
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self.recurrent = RecurrentStates(num_rows)
-        self._layer_places: dict[int, int] = {}  # by index of a layer that keeps keys: where `keys` has them
+        self.layer_places: dict[int, int] = {}  # by index of a layer that keeps keys: where `keys` has them
         self._plan: StepPlan | None = None
         self._slots: torch.Tensor | None = None
         self._had_layers = False  # when the plan came
@@ -74,7 +75,7 @@ class TreeCache(Cache):
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [R, Hkv, S, D] of one layer."""
-        place = self._layer_places[layer_idx]
+        place = self.layer_places[layer_idx]
         return self.keys[place], self.values[place]
 
     def seen(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,8 +90,8 @@ class TreeCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write [1, Hkv, M, D] and return views [A, Hkv, L, D] of the plan's rows (called by the model's layers)."""
         plan = self.plan
-        if layer_idx not in self._layer_places:
-            self._layer_places[layer_idx] = len(self.keys)
+        if layer_idx not in self.layer_places:
+            self.layer_places[layer_idx] = len(self.keys)
             self.keys.append(self._allocate(key_states))
             self.values.append(self._allocate(value_states))
         for storage, states in zip(self.layer(layer_idx), (key_states, value_states), strict=True):
@@ -100,6 +101,10 @@ class TreeCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Longest row's extent in the coming step, new tokens included (0 before the first)."""
         return self._plan.kv_length if self._plan is not None else 0
+
+    def scan(self) -> TreeScan:
+        """For layers with a recurrent state, in a forward."""
+        return TreeScan(self.plan, self.recurrent)
 
     def keep_states(self, ends: Sequence[int]) -> None:
         """Recurrent states go on to token ends[a], row-local, of each row a of the last forward over drafts."""
@@ -133,7 +138,7 @@ class TreeCache(Cache):
                 if layer == len(own):
                     own.append(self._allocate(states))
                 self._begin_row(own[layer], row, states, prefilled, length)
-        self._layer_places = self._layer_places or dict(prefilled._layer_places)
+        self.layer_places = self.layer_places or dict(prefilled.layer_places)
         self.recurrent.enter(row, prefilled.recurrent)
 
     def leave(self, row: int) -> None:

@@ -23,6 +23,8 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.forward.model_state import ModelState
+from stand.forward.recurrent_layers import recurrent_forwards
+from stand.forward.recurrent_states import RecurrentStates
 from stand.forward.rider import Guesses, Rider, path_ends
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
@@ -92,7 +94,7 @@ class CapturedStep:
 
     @property
     def nbytes(self) -> int:
-        """Of the keys and values."""
+        """Of keys, values and recurrent states."""
         return 0 if self._table is None else self._table.cache.nbytes
 
     def serves(self, start: StepStart) -> bool:
@@ -115,7 +117,7 @@ class CapturedStep:
         if self._state is not None and not self._state.holds_weights():  # moved while a stream waited
             self._follow_model()
         fused = nullcontext() if self._fusion is None else self._fusion.active()
-        with tree_attention(self._model, KERNEL_ATTENTION_NAME), fused:
+        with tree_attention(self._model, KERNEL_ATTENTION_NAME), recurrent_forwards(self._model), fused:
             yield
 
     def begin(self, keys: TreeCache, rows: Sequence[Row], pages: PageAllocator | None = None) -> None:
@@ -125,12 +127,15 @@ class CapturedStep:
         The pool of the call before stays where it is large enough and no larger than the call allows, and what is
         recorded stays where the model is as it was."""
         self._follow_model()
-        lower_limit(pages, rows, self._model, num_tokens=NUM_TOKENS[-1], held=self.nbytes)
+        beside = {"num_tokens": NUM_TOKENS[-1], "num_places": self._num_rows}
+        lower_limit(pages, rows, self._model, **beside, held=self.nbytes)
         size = PoolSize.of(rows, self._num_rows, pages)
         known = 0 if self._table is None else self._table.numbers.shape[1]
         if not self._has_pool(size):
             self._drop()  # the old pool goes before the new one comes
-            cache = DeviceCache.like(keys, model=self._model, num_pages=size.num_pages, page_size=size.page_size)
+            cache = DeviceCache.like(
+                keys, model=self._model, num_pages=size.num_pages, page_size=size.page_size, num_places=self._num_rows
+            )
         else:
             cache = self._table.cache
         if size.width > known:
@@ -304,6 +309,10 @@ class CapturedStep:
         slots = self.body.packet.device["slots"][:num_nodes]
         cache = self._table.cache
         return cache.storage[:, :, slots // cache.page_size, :, slots % cache.page_size]
+
+    def states(self) -> RecurrentStates:
+        """The rows' recurrent states, in the order in which rows entered."""
+        return self._table.cache.recurrent
 
     def laws(self, num_nodes: int) -> torch.Tensor:
         """[num_nodes, V] float32 of the last step, a copy."""

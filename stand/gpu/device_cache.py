@@ -9,8 +9,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from stand.forward.key_shape import key_shape
+from stand.forward.key_shape import key_shape, new_states
+from stand.forward.recurrent_states import RecurrentStates
 from stand.forward.tree_cache import CacheMemoryError, TreeCache, available_bytes
+from stand.forward.tree_scan import Scan
 
 
 class DeviceCache(Cache):
@@ -22,38 +24,48 @@ class DeviceCache(Cache):
     def __init__(
         self,
         *,
-        num_layers: int,
+        layers: Sequence[int],
         num_pages: int,
         num_heads: int,
         page_size: int,
         head_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        recurrent: RecurrentStates | None = None,
     ):
+        """layers: indices of those that keep keys; recurrent: of the others, a row for each place of a `PageTable`."""
         super().__init__(layers=[])
-        shape = (num_layers, 2, num_pages + 1, num_heads, page_size, head_size)
+        self.layer_places = dict(zip(layers, range(len(layers)), strict=True))
+        self.recurrent = RecurrentStates(0) if recurrent is None else recurrent
+        self._scan: Scan | None = None  # of the running step
+        shape = (len(layers), 2, num_pages + 1, num_heads, page_size, head_size)
         self.storage = _zeros(shape, dtype=dtype, device=device)
         self.slots: torch.Tensor | None = None  # [M] int64, page * S + slot in it, of each token of the running step
 
     @classmethod
-    def like(cls, prefilled: TreeCache, *, model: PreTrainedModel, num_pages: int, page_size: int) -> DeviceCache:
-        """An empty pool for the layers of `prefilled`, which must be of one shape (see `is_uniform`). Where it has
-        none, because nothing comes before a prompt's only token, as `key_shape` says."""
+    def like(
+        cls, prefilled: TreeCache, *, model: PreTrainedModel, num_pages: int, page_size: int, num_places: int
+    ) -> DeviceCache:
+        """An empty pool for the layers of `prefilled`, which must be of one shape (see `is_uniform`), and recurrent
+        states for so many rows. Where it has no layers, because nothing comes before a prompt's only token, as
+        `key_shape` says."""
         if prefilled.keys:
-            num_layers, (_, num_heads, _, head_size) = len(prefilled.keys), prefilled.keys[0].shape
+            layers, (_, num_heads, _, head_size) = tuple(prefilled.layer_places), prefilled.keys[0].shape
+            recurrent = prefilled.recurrent.like(num_places)
             dtype, device = prefilled.keys[0].dtype, prefilled.keys[0].device
         else:
             shape, dtype, device = key_shape(model), model.dtype, model.device
-            num_layers, num_heads = shape.num_layers, shape.num_heads
+            layers, num_heads, recurrent = shape.layers, shape.num_heads, new_states(model, num_places)
             head_size = shape.head_bytes // dtype.itemsize
         return cls(
-            num_layers=num_layers,
+            layers=layers,
             num_pages=num_pages,
             num_heads=num_heads,
             page_size=page_size,
             head_size=head_size,
             dtype=dtype,
             device=device,
+            recurrent=recurrent,
         )
 
     def suits(self, model: PreTrainedModel) -> bool:
@@ -77,19 +89,26 @@ class DeviceCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        return self.storage.nbytes
+        return self.storage.nbytes + self.recurrent.num_rows * self.recurrent.row_bytes
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [P + 1, Hkv, S, D] of one layer, views."""
-        return self.storage[layer_idx, 0], self.storage[layer_idx, 1]
+        place = self.layer_places[layer_idx]
+        return self.storage[place, 0], self.storage[place, 1]
 
     def seen(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What the attention function gets: all of `layer`."""
         return self.layer(layer_idx)
 
-    def begin(self, slots: torch.Tensor) -> None:
-        """The next forward writes its token i at slots[i]."""
-        self.slots = slots
+    def begin(self, slots: torch.Tensor, scan: Scan | None = None) -> None:
+        """The next forward writes its token i at slots[i]; scan: for layers with a recurrent state."""
+        self.slots, self._scan = slots, scan
+
+    def scan(self) -> Scan:
+        """For layers with a recurrent state, in a forward."""
+        if self._scan is None:
+            raise RuntimeError("begin(slots, scan) must come before a forward pass, got a forward without a scan")
+        return self._scan
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -110,8 +129,8 @@ class DeviceCache(Cache):
         """These pages take the first `length` slots of row `source` of `prefilled`."""
         whole, rest = divmod(length, self.page_size)
         numbers = torch.tensor(pages, dtype=torch.int64, device=self.storage.device)
-        for layer, states in enumerate(zip(prefilled.keys, prefilled.values, strict=True)):
-            for own, state in zip(self.layer(layer), states, strict=True):
+        for place, states in enumerate(zip(prefilled.keys, prefilled.values, strict=True)):
+            for own, state in zip(self.storage[place], states, strict=True):
                 first = state[source, :, : length - rest].unflatten(1, (whole, self.page_size))
                 own[numbers[:whole]] = first.transpose(0, 1)
                 if rest:

@@ -49,7 +49,8 @@ class PageTable:
 
     A `PageAllocator` says whose page is whose, and what it says is followed here: numbers change where a row has
     outgrown its pages, and a page that it shared until then is copied. Where nobody else drives an allocator (`pages`
-    is None), the table has one of its own, without a limit, in which rows share nothing.
+    is None), the table has one of its own, without a limit, in which rows share nothing. Recurrent states have no
+    pages: those of place r are row r of the cache's.
     """
 
     def __init__(self, cache: DeviceCache, *, num_places: int, width: int, pages: PageAllocator | None = None):
@@ -86,6 +87,8 @@ class PageTable:
         if keys is not None and (self._is_own or keys not in self._written):
             self.cache.write(numbers, keys, row.num_cached, source=source)
             self._written.add(keys)
+        if keys is not None:
+            self.cache.recurrent.enter(place, keys.recurrent, source=source)
         self.numbers[place, : len(numbers)] = numbers
         self.ends[place] = row.num_cached
 
@@ -97,10 +100,13 @@ class PageTable:
     def move(self, source: int, target: int) -> None:
         """Place `target` has what place `source` had."""
         self.numbers[target], self.ends[target] = self.numbers[source], self.ends[source]
+        self.cache.recurrent.move(source, target)
 
     def reorder(self, places: Sequence[int]) -> None:
         """Place i has what place places[i] had."""
         self.numbers, self.ends = self.numbers[places], self.ends[places]
+        if self.cache.recurrent.layers:
+            self.cache.recurrent.fan_out(places)
 
     def extend(
         self,

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from stand.forward.packed_plan import StepPlan
 from stand.forward.rider import Rider
 from stand.forward.tree_cache import TreeCache
+from stand.forward.tree_scan import Scan, TreeScan
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.page_table import PageTable, PoolSize
 from stand.gpu.step_size import NUM_TOKENS
@@ -41,7 +42,7 @@ class GatheredKeys(Cache):
         rows = slice(plan.first_row, plan.first_row + plan.num_rows)
         pages = torch.from_numpy(table.numbers[rows, : -(-plan.kv_length // size)].astype(np.int64)).to(plan.device)
         numbers = pages[plan.cache_rows - plan.first_row, plan.cache_slots // size]
-        table.cache.begin(numbers * size + plan.cache_slots % size)
+        table.cache.begin(numbers * size + plan.cache_slots % size, TreeScan(plan, table.cache.recurrent))
         self._plan, self._pages = plan, pages
 
     def update(
@@ -55,8 +56,14 @@ class GatheredKeys(Cache):
         """Longest row's extent in the coming step, new tokens included (0 before the first)."""
         return self._plan.kv_length if self._plan is not None else 0
 
+    def scan(self) -> Scan:
+        """For layers with a recurrent state, in a forward."""
+        return self._table.cache.scan()
+
     def keep_states(self, ends: Sequence[int]) -> None:
-        """Nothing: models with recurrent states have no pools."""
+        """Recurrent states go on to token ends[a], row-local, of each row a of the last forward over drafts."""
+        if self._table.cache.recurrent.layers:
+            self._table.cache.recurrent.keep(self._plan, ends)
 
     def compact(self, rows: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy slot sources[i] of row rows[i] to slot targets[i], in every layer; reads come before writes."""
@@ -94,9 +101,11 @@ class PooledStep(EagerStep):
     @classmethod
     def starting(cls, model: PreTrainedModel, start: StepStart) -> PooledStep:
         """With a pool of its own, for as long as the call lasts."""
-        lower_limit(start.pages, start.rows, model, num_tokens=NUM_TOKENS[-1])
+        beside = {"num_tokens": NUM_TOKENS[-1], "num_places": start.num_places}
+        lower_limit(start.pages, start.rows, model, **beside)
         size = PoolSize.of(start.rows, start.num_places, start.pages)
-        cache = DeviceCache.like(start.keys, model=model, num_pages=size.num_pages, page_size=size.page_size)
+        asked = {"num_pages": size.num_pages, "page_size": size.page_size, "num_places": start.num_places}
+        cache = DeviceCache.like(start.keys, model=model, **asked)
         table = PageTable(cache, num_places=start.num_places, width=size.width, pages=start.pages)
         asked = {"num_top": start.num_top, "wants_features": start.wants_features, "rider": start.rider}
         return cls(model, table, start.law, start.verifier, **asked)

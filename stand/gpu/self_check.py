@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from stand.forward.features import taken_features
 from stand.forward.model import max_positions, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
+from stand.forward.recurrent_states import RecurrentStates
 from stand.forward.rider import Guesses, Rider, path_ends
 from stand.forward.self_check import LOGIT_TOLERANCES, relative_difference
 from stand.forward.tree_attention import tree_attention
@@ -26,7 +27,7 @@ from stand.gpu.kernels.launch import interpreter_obstacle
 from stand.gpu.tiles import limits_of, refusal
 from stand.row import LiveRows, Row
 from stand.sampling import SamplingParams, TargetLaw
-from stand.trees import NO_TOKEN, DraftBatch, DraftTree
+from stand.trees import NO_TOKEN, ROOT, DraftBatch, DraftTree
 from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise, get_verifier
 
 BRANCHES = 3  # children per node of the check's drafts
@@ -134,6 +135,9 @@ class StepCheck:
                 step.written(batch.num_nodes), written, batch, verdicts
             ),
         }
+        if self._keys.recurrent.layers:
+            rule = "recurrent states must be those behind the kept path"
+            differences[rule] = self._state_difference(step.states(), verdicts)
         if self._wants_features:
             rule = "last hidden states must equal those of eager attention"
             differences[rule] = relative_difference(step.features().float(), self._features)
@@ -145,6 +149,17 @@ class StepCheck:
                 return f"{rule} up to {self._tolerance:g} of their spread, got {difference:.3g}"
         judged = (get_verifier("match"), _one_hot(laws)) if params.is_greedy else (self._verifier, laws)
         return _verdict_failure(verdicts, judged[1], batch, self._noise, judged[0]) or _best_failure(best, laws)
+
+    def _state_difference(self, found: RecurrentStates, verdicts: Verdicts) -> float:
+        """Largest difference to those of eager steps, of each kind over its largest number."""
+        expected = self._keys.recurrent.copied()
+        plan = StepPlan.for_drafts(self._batch, self._lengths, device=self._model.device)
+        expected.keep(plan, [path[-1] if len(path) else ROOT for path in verdicts.accepted])
+        return max(
+            float((own[: len(other)].float() - other.float()).abs().max() / other.float().abs().max())
+            for index, layer in expected.layers.items()
+            for own, other in zip(found.layers[index].stored, layer.stored, strict=True)
+        )
 
     def _guesses_at_nodes(self, rider: Rider) -> Guesses:
         """Behind every node of the draft, of eager steps."""

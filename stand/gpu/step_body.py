@@ -18,6 +18,7 @@ from stand.forward.rider import Rider
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.device_rule import DeviceRule, DeviceVerdict
 from stand.gpu.kernel_attention import KernelPlan
+from stand.gpu.kernel_scan import KernelScan
 from stand.gpu.kernels.compact import compact
 from stand.gpu.kernels.filter import filter_rows
 from stand.gpu.kernels.softmax import softmax_rows
@@ -171,9 +172,10 @@ class StepBody:
         self.packet = packet
         self._model, self._cache, self._law, self._rule, self._output = model, cache, law, rule, output
         self._plan = output.plan(packet)
+        self._scan: KernelScan | None = None  # between a forward and its verdict, where layers keep states
 
     def run(self) -> None:
-        """Packet up, forward, laws, verification, compaction, verdict down."""
+        """Packet up, forward, laws, verification, compaction, recurrent states, verdict down."""
         self.packet.upload()
         step = self.packet.device
         logits = self.forward()
@@ -183,6 +185,9 @@ class StepBody:
         self._rule.decide(logits, laws, step, verdict)
         storage = self._cache.storage.flatten(0, 1)
         compact(storage, step["pages"], step["cache_rows"], step["lengths"], verdict.path)
+        if self._scan is not None:
+            self._scan.keep(verdict.path)
+            self._scan = None  # its tensors lie in the graphs' memory
         self._output.send_verdict()
 
     def _fill_laws(self, laws: torch.Tensor, logits: torch.Tensor) -> None:
@@ -199,7 +204,8 @@ class StepBody:
     def forward(self) -> torch.Tensor:
         """[M, V] logits of the packet's tokens; their keys are in the cache then, and wanted states in the output."""
         step = self.packet.device
-        self._cache.begin(step["slots"])
+        self._scan = KernelScan(step, self._cache.recurrent) if self._cache.recurrent.layers else None
+        self._cache.begin(step["slots"], self._scan)
         with self._output.features_of(self._model), self._output.watching():
             output = self._model(
                 input_ids=step["token_ids"][None],

@@ -37,6 +37,9 @@ class Admission:
         """Whether all of `live` can take another step, whatever is drafted; else the youngest must go."""
         return True
 
+    def settle(self, num_places: int) -> None:
+        """No more rows than that will be live at once in this call."""
+
     def open(self, row: Row) -> Hashable:
         """What `row` begins with is going to be computed; who owns the memory, for `release`."""
         return None

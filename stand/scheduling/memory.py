@@ -79,6 +79,7 @@ def admission(
             most_places=None if backend.has_pool else most_rows,  # a step of a pool has buffers by its places
             most_slots=most_slots,
             is_asked_for=max_cache_bytes is not None,
+            row_pages=-(-key_shape(model).row_bytes // (size * token_bytes)),
         )
     if num_bytes is None:
         return AtMost(int(max_rows))
@@ -99,16 +100,24 @@ def is_number(given: object) -> bool:
 
 
 def lower_limit(
-    pages: PageAllocator | None, rows: Sequence[Row], model: PreTrainedModel, *, num_tokens: int, held: int = 0
+    pages: PageAllocator | None,
+    rows: Sequence[Row],
+    model: PreTrainedModel,
+    *,
+    num_tokens: int,
+    num_places: int,
+    held: int = 0,
 ) -> None:
     """Lower the limit of pages to what is free when a pool is about to be taken, because prompts' keys have taken rooms
     since the call was admitted. The limit stays if it would be less than `rows` need for a first step (one copied and
     one new page each, and those of the drafts).
 
-    num_tokens: tokens of the largest step. held: bytes of the pool that is given back before."""
+    num_tokens: tokens of the largest step. num_places: rows whose recurrent states are taken beside the pool. held:
+    bytes of the pool and the states that are given back before."""
     if pages is None:
         return
-    most = _most_bytes(model.device, held) // (pages.page_size * bytes_per_token(model))
+    free = _most_bytes(model.device, held) - num_places * key_shape(model).row_bytes
+    most = free // (pages.page_size * bytes_per_token(model))
     least = pages.most_used + 2 * len(rows) + pages.count(num_tokens)
     if least <= most < (pages.num_pages or math.inf):
         pages.num_pages = int(most)

@@ -143,6 +143,7 @@ class Scheduler:
         if self.num_places is None and self.live:
             more = self.admission.most_places if self.next_row() is not None else None
             self.num_places = max(len(self.live), more or 0)
+            self.admission.settle(self.num_places)
         return changes
 
     def end(self, row: Row) -> bool:

@@ -29,18 +29,22 @@ class WithinPages(Admission):
         most_slots: Callable[[int], int | None] = lambda num_rows: 0,
         is_asked_for: bool = False,
         growth: int | None = None,
+        row_pages: int = 0,
     ):
         """most_places: where a place takes no memory by itself: of a call that begins with fewer rows.
         most_slots: slots behind the committed keys, roots excluded, that a step of so many rows takes at most; None:
         DRAFT_ROOM each.
         is_asked_for: the number of pages is the user's; a request that may come to need more is refused.
-        growth: slots that every row can still grow by when another one starts, if its limit lets it; None: GROWTH."""
+        growth: slots that every row can still grow by when another one starts, if its limit lets it; None: GROWTH.
+        row_pages: what a row's place takes beside its keys, for recurrent states, counted in pages."""
         self.pages = pages
         self._most_rows = most_rows
         self.most_places = most_places
         self._most_slots = most_slots
         self._asked_for = pages.num_pages if is_asked_for else None
         self._growth = GROWTH if growth is None else growth
+        self._row_pages = row_pages  # until the number of places is known
+        self._most_needed = 0  # pages of a checked request's row
         self._open: dict[Hashable, Hashable] = {}  # by what rows begin with: who holds its pages
         self._num_opened = 0
         self._ends: dict[int, int] = {}  # by row: slots that it may write without a further page
@@ -55,16 +59,28 @@ class WithinPages(Admission):
             return
         most = len(job.prompt) - 1 + job.limit + max(DRAFT_ROOM, self._most_draft_slots(1))
         needed = self.pages.count(most) + 1
-        if needed > num_pages:
+        if (in_all := needed + self._row_pages) > num_pages:
             raise ValueError(
-                f"max_cache_bytes must hold one row with its {job.limit} new tokens, {needed} pages of {page_size} "
+                f"max_cache_bytes must hold one row with its {job.limit} new tokens, {in_all} pages of {page_size} "
                 f"tokens, got {num_pages}; raise it, or lower max_new_tokens or what is drafted"
             )
+        self._most_needed = max(self._most_needed, needed)
+
+    def settle(self, num_places: int) -> None:
+        places = num_places * self._row_pages
+        if self.pages.num_pages is not None:
+            self.pages.num_pages = max(self.pages.num_pages - places, 1)
+        if self._asked_for is not None:
+            self._asked_for -= places
+        self._row_pages = 0
 
     def allows(self, live: Sequence[Row], row: Row) -> bool:
         return (self._most_rows is None or len(live) < self._most_rows) and self.fits(live, row)
 
     def fits(self, live: Sequence[Row], row: Row) -> bool:
+        places = (len(live) + 1) * self._row_pages
+        if self._asked_for is not None and places + self._most_needed > self._asked_for:
+            return False  # places stay for the whole call: the longest row must fit beside them
         grown, prompt = self.pages.count(1 + self._growth), self.pages.count(row.num_cached)
         return self._is_plenty(len(live) + 1, grown, prompt) or self._fit([*live, row], self._growth)
 
@@ -123,12 +139,12 @@ class WithinPages(Admission):
             needed += self._missing(row, end)
             slacks.append(max(size * self.pages.count(end), self._ends.get(row.index, 0)) - end)
         drafts = most_draft_pages(slacks, self._most_draft_slots(len(rows)), page_size=size)
-        return needed + drafts <= self.pages.num_free
+        return needed + drafts + self._row_pages * len(rows) <= self.pages.num_free
 
     def _is_plenty(self, num_rows: int, grown: int, others: int = 0) -> bool:
         """At a glance: as many pages are free as `_fit` may ask for at most, where a row grows by `grown` pages, and
         `others`."""
-        of_row = grown + 2  # a page that is shared or begun, and one more by its drafts
+        of_row = grown + 2 + self._row_pages  # a page that is shared or begun, and one more by its drafts
         of_drafts = self._most_draft_slots(num_rows) // self.pages.page_size
         return of_row * num_rows + of_drafts + others <= self.pages.num_free
 

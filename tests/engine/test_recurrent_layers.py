@@ -21,7 +21,7 @@ from tiny_models import VOCABULARY_SIZE, tiny_model
 from transformers import Qwen3_5TextConfig
 
 import stand
-import stand.forward.recurrent_layers as recurrent_layers_module
+import stand.forward.tree_scan as tree_scan
 from stand.forward.key_shape import key_shape
 from stand.forward.model import run_plan
 from stand.forward.packed_plan import StepPlan
@@ -70,7 +70,7 @@ def test_the_default_dtype_does_not_round_a_convolution(family):
 @torch.inference_mode()
 def test_autocast_does_not_round_what_a_rule_computes(family, monkeypatch):
     name = "gated_delta_rule" if family in DELTA_RULE else "state_space"
-    rule, are_equal = getattr(recurrent_layers_module, name), []
+    rule, are_equal = getattr(tree_scan, name), []
 
     def compared(*operands, **trees):
         output, changes = rule(*operands, **trees)
@@ -78,7 +78,7 @@ def test_autocast_does_not_round_what_a_rule_computes(family, monkeypatch):
             are_equal.append(torch.equal(output, rule(*operands, **trees)[0]))
         return output, changes
 
-    monkeypatch.setattr(recurrent_layers_module, name, compared)
+    monkeypatch.setattr(tree_scan, name, compared)
     prompts, drafts = ragged_case(1)
     model = recurrent_model(family)
     with torch.autocast("cpu", torch.bfloat16), tree_attention(model):
@@ -91,7 +91,7 @@ def test_autocast_does_not_round_what_a_rule_computes(family, monkeypatch):
 @torch.inference_mode()
 def test_a_plain_forward_within_a_step_is_refused_and_leaves_the_step_alone(use_cache, monkeypatch):
     """As of another thread: before the rule of a layer goes on, the model is called without a plan."""
-    model, rule = recurrent_model("qwen3_5"), recurrent_layers_module.gated_delta_rule
+    model, rule = recurrent_model("qwen3_5"), tree_scan.gated_delta_rule
 
     def interrupted(*operands, **trees):
         with pytest.raises(RuntimeError, match="must not call the model that decodes"):
@@ -103,7 +103,7 @@ def test_a_plain_forward_within_a_step_is_refused_and_leaves_the_step_alone(use_
     with tree_attention(model):
         cache = prefilled(model, prompts)
         expected = run_plan(model, cache, plan)
-        monkeypatch.setattr(recurrent_layers_module, "gated_delta_rule", interrupted)
+        monkeypatch.setattr(tree_scan, "gated_delta_rule", interrupted)
         assert torch.equal(run_plan(model, cache, plan), expected)
 
 
@@ -258,8 +258,6 @@ def test_what_cannot_go_through_states_is_refused():
     model = recurrent_model("qwen3_5")
     with pytest.raises(UnsupportedModelError, match="a draft model must keep keys and values alone"):
         stand.ModelDrafter(model)
-    with pytest.raises(ValueError, match="triton"):
-        stand.wrap(model, None, backend="triton")
 
 
 def test_steps_that_leave_a_limit_out_are_refused():

@@ -62,8 +62,8 @@ def cache_for(model, device="cpu") -> DeviceCache:
     config = model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return DeviceCache(
-        num_layers=config.num_hidden_layers, num_pages=NUM_ROWS, num_heads=config.num_key_value_heads, page_size=ROOM,
-        head_size=size, dtype=model.dtype, device=torch.device(device),
+        layers=range(config.num_hidden_layers), num_pages=NUM_ROWS, num_heads=config.num_key_value_heads,
+        page_size=ROOM, head_size=size, dtype=model.dtype, device=torch.device(device),
     )  # fmt: skip
 
 

@@ -130,7 +130,7 @@ def test_an_error_that_the_device_does_not_survive_is_raised(plain_kernels, monk
 
 def small_cache(num_pages=6):
     cache = DeviceCache(
-        num_layers=2, num_pages=num_pages, num_heads=1, page_size=4, head_size=4, dtype=torch.float32,
+        layers=[0, 1], num_pages=num_pages, num_heads=1, page_size=4, head_size=4, dtype=torch.float32,
         device=torch.device("cpu"),
     )  # fmt: skip
     cache.storage.copy_(torch.arange(cache.storage.numel()).view(cache.storage.shape))

@@ -5,6 +5,7 @@ The packet goes up and the verdict comes down by copies that do not wait; everyt
 
 import copy
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -19,14 +20,20 @@ from fake_cuda import fake_cuda, mirrored, onto_fake_device  # noqa: E402
 from no_host_copy import HostCopyError, NoHostCopy  # noqa: E402
 from no_kernel import Launches  # noqa: E402
 from plain_streams import random_streams  # noqa: E402
+from recurrent_models import RECURRENT, recurrent_kernel_model  # noqa: E402
 from tiny_models import CONFIGS, kernel_model  # noqa: E402
 from torch._subclasses.fake_tensor import DataDependentOutputException  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import stand  # noqa: E402
+from stand.forward.model import run_plan  # noqa: E402
+from stand.forward.packed_plan import StepPlan  # noqa: E402
+from stand.forward.recurrent_layers import recurrent_forwards, recurrent_layers  # noqa: E402
+from stand.forward.recurrent_states import LayerStates, RecurrentStates  # noqa: E402
 from stand.forward.tree_attention import tree_attention  # noqa: E402
+from stand.forward.tree_cache import TreeCache  # noqa: E402
 from stand.fusion.fusion import fuse  # noqa: E402
-from stand.gpu import device_rule, step_body, step_packet, tails  # noqa: E402
+from stand.gpu import device_rule, kernel_scan, step_body, step_packet, tails  # noqa: E402
 from stand.gpu.device_cache import DeviceCache  # noqa: E402
 from stand.gpu.device_rule import CoupledRule, GreedyRule, MatchRule, TraversalRule  # noqa: E402
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME  # noqa: E402
@@ -83,23 +90,30 @@ def fake_device():
         yield
 
 
-def fake_table(config, dtype: torch.dtype) -> PageTable:
+def fake_table(config, dtype: torch.dtype, layers: Sequence[int] = (), states: dict | None = None) -> PageTable:
+    """layers: those that keep keys, default all; states: shapes and types of what the others keep of a row."""
+    recurrent = RecurrentStates(NUM_ROWS)
+    for index, kept in (states or {}).items():
+        recurrent.layers[index] = LayerStates(
+            *[torch.zeros(NUM_ROWS, *shape, dtype=kind, device="cuda") for shape, kind in kept]
+        )
     cache = DeviceCache(
-        num_layers=config.num_hidden_layers, num_pages=NUM_ROWS * ROOM // PAGE_SIZE,
+        layers=layers or range(config.num_hidden_layers), num_pages=NUM_ROWS * ROOM // PAGE_SIZE,
         num_heads=config.num_key_value_heads, page_size=PAGE_SIZE, head_size=64, dtype=dtype,
-        device=torch.device("cuda"),
+        device=torch.device("cuda"), recurrent=recurrent,
     )  # fmt: skip
     return PageTable(cache, num_places=NUM_ROWS, width=ROOM // PAGE_SIZE)
 
 
 def run_body(family: str, rule: str, law: SamplingParams, *, fusion=None, model=None, num_rows: int = NUM_ROWS) -> None:
+    model = kernel_model(family) if model is None else model
     # experts are multiplied in groups, without a wait, in bfloat16 only
-    dtype = torch.bfloat16 if hasattr(CONFIGS[family], "num_experts_per_tok") else torch.float32
-    fake = copy.deepcopy(kernel_model(family) if model is None else model).to(dtype)
-    device = torch.device("cuda")
+    dtype = torch.bfloat16 if hasattr(model.config, "num_experts_per_tok") else torch.float32
+    fake = copy.deepcopy(model).to(dtype)
+    device, kept = torch.device("cuda"), kept_by(fake)
     with fake_device(), torch.inference_mode():
         fake = onto_fake_device(fake)
-        table = fake_table(fake.config, dtype)
+        table = fake_table(fake.config, dtype, *kept)
         verification = GreedyRule() if law.is_greedy else RULES[rule]()
         output = StepOutput(fake, num_rows)
         size = StepSize.covering(13, num_rows, tile_tokens=8, splitting=output.splitting(8), room=ROOM)
@@ -108,10 +122,24 @@ def run_body(family: str, rule: str, law: SamplingParams, *, fusion=None, model=
         body = StepBody(fake, table.cache, TargetLaw(law), verification, filled, output)
         with ExitStack() as stack:
             stack.enter_context(tree_attention(fake, KERNEL_ATTENTION_NAME))
+            stack.enter_context(recurrent_forwards(fake))
             if fusion is not None:
                 stack.enter_context(mirrored(fusion, fake).active())
             body.run()
             body.find_best()
+
+
+def kept_by(model) -> tuple[Sequence[int], dict]:
+    """What its layers keep, as `fake_table` takes it."""
+    if not recurrent_layers(model):
+        return (), {}
+    cache = TreeCache(1, 8)
+    with torch.inference_mode(), tree_attention(model):
+        run_plan(model, cache, StepPlan.for_prompt(np.array([3, 4], dtype=np.int32), 0, row=0))
+    layers = cache.recurrent.layers.items()
+    return tuple(cache.layer_places), {
+        index: [(one.shape[1:], one.dtype) for one in layer.stored] for index, layer in layers
+    }
 
 
 def shallow(family: str, num_layers: int):
@@ -215,6 +243,18 @@ def test_no_rule_and_no_law_waits(rule, law):
 @pytest.mark.parametrize("family", CONFIGS)
 def test_no_family_waits(family):
     run_body(family, "traversal", LAWS["plain"])
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_no_model_with_recurrent_states_waits(family):
+    run_body(family, "traversal", LAWS["plain"], model=recurrent_kernel_model(family))
+
+
+def test_a_wait_in_a_recurrent_layer_is_noticed(monkeypatch):
+    keep = kernel_scan.keep_states
+    monkeypatch.setattr(kernel_scan, "keep_states", lambda keys, *rest: (keep(keys, *rest), keys.sum().item()))
+    with pytest.raises(DataDependentOutputException):
+        run_body("qwen3_5", "traversal", LAWS["plain"], model=recurrent_kernel_model("qwen3_5"))
 
 
 def run_tail(monkeypatch, *, restricted: bool) -> None:

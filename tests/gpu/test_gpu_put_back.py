@@ -146,9 +146,9 @@ def test_a_limit_is_not_lowered_below_what_rows_begin_with(monkeypatch):
     rows = [stand.row.Row(0, np.zeros(641, dtype=np.int32), 9)]
     for num_pages, limit in ((200, 99), (50, 50), (20, 20), (19, 20), (0, 20)):  # 10, 2 for the row, 8 for drafts
         monkeypatch.setattr(memory, "available_bytes", lambda device, n=num_pages: cap_of(n) / memory.SHARE + 1)
-        memory.lower_limit(pages, rows, model, num_tokens=512)
+        memory.lower_limit(pages, rows, model, num_tokens=512, num_places=2)
         assert pages.num_pages == limit
-    memory.lower_limit(None, rows, model, num_tokens=512)
+    memory.lower_limit(None, rows, model, num_tokens=512, num_places=2)
 
 
 def test_penalties_after_an_ordinary_call_have_its_pools_memory(monkeypatch):
@@ -216,7 +216,8 @@ def test_a_table_of_its_own_shares_nothing():
     torch.manual_seed(0)
     keys = stand.forward.tree_cache.TreeCache(1, 100)
     keys.keys, keys.values = [torch.randn(1, 2, 256, 16)], [torch.randn(1, 2, 256, 16)]
-    cache = page_table.DeviceCache.like(keys, model=kernel_model("qwen2"), num_pages=2, page_size=64)
+    keys.layer_places, model = {0: 0}, kernel_model("qwen2")
+    cache = page_table.DeviceCache.like(keys, model=model, num_pages=2, page_size=64, num_places=2)
     table = PageTable(cache, num_places=2, width=1)
     rows = [stand.row.Row(row, np.zeros(76, dtype=np.int32), 9) for row in range(2)]
     moved = []

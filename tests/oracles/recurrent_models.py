@@ -1,5 +1,6 @@
 """Tiny random models whose layers keep recurrent states beside keys, real transformers classes, float32."""
 
+import copy
 from functools import lru_cache
 
 import torch
@@ -82,3 +83,11 @@ def recurrent_model(family: str) -> PreTrainedModel:
 def new_recurrent_model(config: PreTrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+@lru_cache
+def recurrent_kernel_model(family: str) -> PreTrainedModel:
+    """With heads of a size that the kernels of attention take."""
+    config = copy.deepcopy(RECURRENT[family])
+    config.head_dim = 64
+    return new_recurrent_model(config)

@@ -1,0 +1,161 @@
+"""Linear attention over trees: what tokens read of their row's state and of their ancestors' updates, and what a kept
+path makes of the state. The sums are those of `stand.forward.linear_attention`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from stand.gpu.kernels.launch import launch_device
+from stand.gpu.kernels.path_decays import is_seen, most_row_nodes
+
+BLOCK_TOKENS, BLOCK_KEYS, BLOCK_VALUES = 16, 32, 32
+
+
+@triton.jit
+def _attend(
+    queries, keys, updates, sums, ancestors, states, offsets, cache_rows, output, size, value_size, stride_words,
+    stride_update, stride_update_head,
+    HEADS: tl.constexpr, SHARED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Program (row, head and block of columns, block of the row's tokens): exp(G_i) S' q_i + the sum over j, the
+    ancestors of i and i itself, of exp(G_i - G_j) (k_j . q_i) u_j."""
+    row, block = tl.program_id(0), tl.program_id(2)
+    num_blocks = tl.cdiv(value_size, BLOCK_V)
+    head, columns = tl.program_id(1) // num_blocks, tl.program_id(1) % num_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    first, end = tl.load(offsets + row), tl.load(offsets + row + 1)
+    start = first + block * BLOCK_T
+    if start < end:
+        tokens, elements = start + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
+        is_token, is_column, places = tokens < end, columns < value_size, tokens.to(tl.int64)
+        place = tl.load(cache_rows + row).to(tl.int64) * HEADS + head
+        stride, of_head = HEADS // SHARED * size, head // SHARED * size
+        total = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
+        for begin in range(0, size, BLOCK_K):
+            numbers = begin + elements
+            is_number = numbers < size
+            q = queries + places[:, None] * stride + of_head + numbers[None, :]
+            s = states + (place * size + numbers)[:, None] * value_size + columns[None, :]
+            total = tl.dot(
+                tl.load(q, is_token[:, None] & is_number[None, :], 0.0),
+                tl.load(s, is_number[:, None] & is_column[None, :], 0.0),
+                total, input_precision="ieee",
+            )  # fmt: skip
+        own_sums = tl.load(sums + places * HEADS + head, mask=is_token, other=0.0)
+        total *= tl.exp(own_sums)[:, None]
+        for other in range(first, tl.minimum(start + BLOCK_T, end), BLOCK_T):
+            others = other + tl.arange(0, BLOCK_T)
+            is_other, other_places = others < end, others.to(tl.int64)
+            dots = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
+            for begin in range(0, size, BLOCK_K):
+                numbers = begin + elements
+                is_number = numbers < size
+                q = queries + places[:, None] * stride + of_head + numbers[None, :]
+                k = keys + other_places[None, :] * stride + of_head + numbers[:, None]
+                dots = tl.dot(
+                    tl.load(q, is_token[:, None] & is_number[None, :], 0.0),
+                    tl.load(k, is_number[:, None] & is_other[None, :], 0.0),
+                    dots, input_precision="ieee",
+                )  # fmt: skip
+            seen = is_seen(ancestors, stride_words, tokens, is_token, others - first, is_other)
+            other_sums = tl.load(sums + other_places * HEADS + head, mask=is_other, other=0.0)
+            weights = dots * tl.exp(tl.where(seen, own_sums[:, None] - other_sums[None, :], float("-inf")))
+            u = updates + other_places[:, None] * stride_update + head * stride_update_head + columns[None, :]
+            brought = tl.load(u, mask=is_other[:, None] & is_column[None, :], other=0.0)
+            total = tl.dot(weights, brought, total, input_precision="ieee")
+        cells = (places[:, None] * HEADS + head) * value_size + columns[None, :]
+        tl.store(output + cells, total, mask=is_token[:, None] & is_column[None, :])
+
+
+@torch.library.custom_op("stand::linear_attention", mutates_args=())
+def linear_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    updates: torch.Tensor,
+    sums: torch.Tensor,
+    states: torch.Tensor,
+    ancestors: torch.Tensor,
+    offsets: torch.Tensor,
+    cache_rows: torch.Tensor,
+) -> torch.Tensor:
+    """[M, H, V] float32, zeros at padding.
+
+    queries, keys [M, Hk, K] and sums [M, H] as `prepared` gives them; updates [M, H, V] float32, contiguous along V;
+    states [R, H, K, V] float32, contiguous, by cache row; the rest: see `StepPacket`.
+    """
+    (num_tokens, heads, value_size), (_, key_heads, size) = updates.shape, keys.shape
+    output = torch.zeros(num_tokens, heads, value_size, dtype=torch.float32, device=keys.device)
+    blocks = triton.cdiv(value_size, BLOCK_VALUES)
+    with launch_device(_attend, keys):
+        _attend[(len(cache_rows), heads * blocks, triton.cdiv(most_row_nodes(ancestors), BLOCK_TOKENS))](
+            queries, keys, updates, sums, ancestors, states, offsets, cache_rows, output, size, value_size,
+            ancestors.stride(0), *updates.stride()[:2],
+            HEADS=heads, SHARED=heads // key_heads, BLOCK_T=BLOCK_TOKENS, BLOCK_K=BLOCK_KEYS, BLOCK_V=BLOCK_VALUES,
+        )  # fmt: skip
+    return output
+
+
+@linear_attention.register_fake
+def _(queries, keys, updates, sums, states, ancestors, offsets, cache_rows):
+    return updates.new_empty(updates.shape)
+
+
+@triton.jit
+def _keep_states(
+    keys, updates, sums, states, offsets, cache_rows, path, size, value_size, stride_update, stride_update_head,
+    stride_path, max_depth,
+    HEADS: tl.constexpr, SHARED: tl.constexpr, BLOCK_PATH: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Program (row, head, block of columns): with e the last token that stays,
+    exp(G_e) S + the sum over j, e and its ancestors, of exp(G_e - G_j) k_j u_j'."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    first, end = tl.load(offsets + row), tl.load(offsets + row + 1)
+    if first < end:
+        depths, numbers = tl.arange(0, BLOCK_PATH), tl.arange(0, BLOCK_K)
+        columns = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+        nodes = tl.load(path + row * stride_path + depths, mask=depths < max_depth, other=-1)
+        length = tl.sum((nodes >= 0).to(tl.int32), axis=0)
+        last = first + tl.sum(tl.where(depths == length - 1, nodes, 0), axis=0)
+        last_sum = tl.load(sums + last * HEADS + head)
+        place = tl.load(cache_rows + row).to(tl.int64) * HEADS + head
+        cells = states + (place * size + numbers)[:, None] * value_size + columns[None, :]
+        is_number, is_column = numbers < size, columns < value_size
+        state = tl.load(cells, mask=is_number[:, None] & is_column[None, :], other=0.0) * tl.exp(last_sum)
+        for depth in range(0, length + 1):
+            token = first + tl.sum(tl.where(depths == depth - 1, nodes, 0), axis=0)  # the root at depth 0
+            weight = tl.exp(last_sum - tl.load(sums + token * HEADS + head))
+            k = tl.load(keys + (token * (HEADS // SHARED) + head // SHARED) * size + numbers, is_number, 0.0)
+            u = tl.load(updates + token * stride_update + head * stride_update_head + columns, is_column, 0.0)
+            state += k[:, None] * (weight * u)[None, :]
+        tl.store(cells, state, mask=is_number[:, None] & is_column[None, :])
+
+
+@torch.library.custom_op("stand::keep_states", mutates_args=("states",))
+def keep_states(
+    keys: torch.Tensor,
+    updates: torch.Tensor,
+    sums: torch.Tensor,
+    states: torch.Tensor,
+    offsets: torch.Tensor,
+    cache_rows: torch.Tensor,
+    path: torch.Tensor,
+) -> None:
+    """Make `states` [R, H, K, V] those behind the kept paths; the rest as in `linear_attention`.
+
+    path [B, L]: row-local nodes kept at depths 1, 2, ..., then -1; the root stays. Rows without tokens stay as they
+    are.
+    """
+    (_, key_heads, size), (_, heads, value_size), (num_rows, max_depth) = keys.shape, updates.shape, path.shape
+    with launch_device(_keep_states, states):
+        _keep_states[(num_rows, heads, triton.cdiv(value_size, BLOCK_VALUES))](
+            keys, updates, sums, states, offsets, cache_rows, path, size, value_size,
+            *updates.stride()[:2], path.stride(0), max_depth,
+            HEADS=heads, SHARED=heads // key_heads, BLOCK_PATH=triton.next_power_of_2(max_depth),
+            BLOCK_K=triton.next_power_of_2(size), BLOCK_V=BLOCK_VALUES,
+        )  # fmt: skip
+
+
+@keep_states.register_fake
+def _(keys, updates, sums, states, offsets, cache_rows, path):
+    return None

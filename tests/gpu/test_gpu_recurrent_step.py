@@ -1,0 +1,195 @@
+"""Captured steps of models with recurrent states: the tokens of eager steps, whatever rows do."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from failures import failing_after  # noqa: E402
+from plain_kernels import use_plain_kernels  # noqa: E402
+from plain_scan import use_plain_scans  # noqa: E402
+from recurrent_models import RECURRENT, recurrent_kernel_model  # noqa: E402
+
+import stand  # noqa: E402
+from stand.drafters.blended import BlendedDrafter  # noqa: E402
+from stand.forward.key_shape import key_shape  # noqa: E402
+from stand.gpu import kernel_scan, page_table  # noqa: E402
+from stand.gpu.captured_step import CapturedStep  # noqa: E402
+from stand.scheduling import memory  # noqa: E402
+from stand.scheduling.page_allocator import PageAllocator  # noqa: E402
+from stand.scheduling.within_pages import WithinPages  # noqa: E402
+from stand.trees import BlendedLookup  # noqa: E402
+
+PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8], [9, 10, 9]]  # one with nothing before its only token
+SETTINGS = {"num_return_sequences": 2, "max_new_tokens": 24, "temperature": 0.6, "seed": 4, "learn": False}
+EACH = [family for family in ("qwen3_5", "nemotron_h", "lfm2") if family in RECURRENT]  # of every kind
+
+
+@pytest.fixture(autouse=True)
+def plain_kernels(monkeypatch):
+    use_plain_kernels(monkeypatch)
+    use_plain_scans(monkeypatch)
+
+
+def engine_of(family="qwen3_5", *, backend="triton", verifier="traversal", **options):
+    """Its lookup has read the model's own samples."""
+    model, lookup = recurrent_kernel_model(family), BlendedLookup()
+    teacher = stand.wrap(model, drafter=BlendedDrafter(lookup, budget=16), backend="sdpa")
+    teacher.generate(PROMPTS, num_return_sequences=3, max_new_tokens=40, temperature=0.4, seed=1)
+    drafter = BlendedDrafter(lookup, budget=16)
+    return stand.wrap(model, verifier=verifier, backend=backend, drafter=drafter, **{"fuse": False, **options})
+
+
+def both(family="qwen3_5", *, verifier="traversal", captured=None, **settings):
+    """(eager, captured) outputs; captured: settings of the captured call alone."""
+    settings = {**SETTINGS, **settings}
+    eager = engine_of(family, backend="sdpa", verifier=verifier).generate(PROMPTS, **settings)
+    engine = engine_of(family, verifier=verifier)
+    output = engine.generate(PROMPTS, **{**settings, **(captured or {})})
+    assert str(engine.backend) == "triton"
+    return eager, output
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_tokens_equal_the_eager_step(family):
+    eager, captured = both(family)
+    assert captured.token_ids == eager.token_ids and captured.stats.num_steps == eager.stats.num_steps
+    assert captured.stats.mean_acceptance_length > 1.1  # drafts are accepted, so states follow paths
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9}])
+@pytest.mark.parametrize("family", EACH)
+def test_greedy_and_filtered_tokens_equal_the_eager_step(family, settings):
+    eager, captured = both(family, verifier="match", **settings)
+    assert captured.token_ids == eager.token_ids
+
+
+@pytest.mark.parametrize("family", EACH)
+def test_rows_take_the_places_of_others(family):
+    eager, captured = both(family, verifier="match", captured={"max_rows": 2})
+    assert captured.token_ids == eager.token_ids
+
+
+@pytest.mark.parametrize("family", EACH)
+def test_rows_that_are_put_back_come_again_with_their_states(family, monkeypatch):
+    holds = WithinPages.holds
+    monkeypatch.setattr(
+        WithinPages, "holds", lambda self, live: holds(self, live) and all(one.num_steps != 6 for one in live)
+    )
+    model = recurrent_kernel_model(family)
+    page, states = page_table.PAGE_SIZE * key_shape(model).token_bytes, key_shape(model).row_bytes
+    eager, captured = both(family, verifier="match", captured={"max_cache_bytes": 20 * page + 4 * (states + page)})
+    assert captured.token_ids == eager.token_ids and captured.stats.num_put_back > 0
+
+
+def test_pools_that_grow_keep_the_states(monkeypatch):
+    expected = engine_of().generate(PROMPTS, **{**SETTINGS, "max_new_tokens": 150}).token_ids
+    monkeypatch.setattr(page_table, "FIRST_ROOM", 1)
+    monkeypatch.setattr(page_table, "DRAFT_ROOM", 32)
+    assert engine_of().generate(PROMPTS, **{**SETTINGS, "max_new_tokens": 150}).token_ids == expected
+
+
+def test_a_second_call_begins_anew():
+    engine = engine_of(verifier="match")
+    first = engine.generate(PROMPTS, **SETTINGS)
+    step = engine.backend._previous.captured
+    assert engine.generate(PROMPTS, **SETTINGS).token_ids == first.token_ids
+    assert engine.backend._previous.captured is step
+    assert step.nbytes > step._num_rows * key_shape(engine.model).row_bytes > 0
+
+
+@pytest.mark.parametrize("family", EACH)
+def test_a_failure_goes_on_with_the_same_states(family, monkeypatch):
+    expected = engine_of(family, verifier="match").generate(PROMPTS, **SETTINGS).token_ids
+    monkeypatch.setattr(CapturedStep, "launch", failing_after(6, CapturedStep.launch, RuntimeError("gone")))
+    engine = engine_of(family, verifier="match")
+    with pytest.warns(UserWarning, match="decoding goes on with eager steps"):
+        assert engine.generate(PROMPTS, **SETTINGS, max_rows=4).token_ids == expected
+
+
+@pytest.mark.parametrize("family", EACH)
+def test_penalties_take_eager_steps_over_the_pool(family):
+    eager, other = both(family, repetition_penalty=1.3, captured={"max_rows": 3}, verifier="match")
+    assert other.token_ids == eager.token_ids
+
+
+def test_fused_modules_beside_states():
+    expected = engine_of().generate(PROMPTS, **SETTINGS).token_ids
+    assert engine_of(fuse=True).generate(PROMPTS, **SETTINGS).token_ids == expected
+
+
+def test_a_model_that_was_cast_is_recorded_anew():
+    model = copy.deepcopy(recurrent_kernel_model("qwen3_5"))
+    engine = stand.wrap(model, backend="triton", verifier="match", drafter=BlendedDrafter(budget=4), fuse=False)
+    engine.generate(PROMPTS, **SETTINGS)
+    model.bfloat16()
+    engine.generate([[8]], **SETTINGS)
+    states = engine.backend._previous.captured.states().layers[0]
+    assert (states.tails.dtype, states.states.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("kernel", ["keep_states", "keep_tails"])
+def test_states_that_stay_behind_are_seen_by_the_check(kernel, monkeypatch):
+    """Control: `wrap` compares the states of a replayed step with those of an eager one."""
+    monkeypatch.setattr(kernel_scan, kernel, lambda *given: None)
+    with pytest.raises(ValueError, match="recurrent states must be those behind the kept path"):
+        engine_of()
+
+
+def test_a_state_that_is_of_another_row_is_noticed(monkeypatch):
+    """Control: places matter."""
+    expected = engine_of(verifier="match").generate(PROMPTS, **SETTINGS).token_ids
+    enter = page_table.PageTable.enter
+
+    def wrong(table, place, row, keys, **options):
+        enter(table, place, row, keys, **options)
+        if place == 2:
+            table.cache.recurrent.move(0, 2)
+
+    monkeypatch.setattr(page_table.PageTable, "enter", wrong)
+    assert engine_of(verifier="match").generate(PROMPTS, **SETTINGS).token_ids != expected
+
+
+def pages_of(num_pages: int, row_pages: int, *, is_asked_for: bool = True) -> WithinPages:
+    pages = PageAllocator(64, num_pages)
+    return WithinPages(pages, is_asked_for=is_asked_for, row_pages=row_pages, growth=0, most_slots=lambda rows: 0)
+
+
+class Job:
+    prompt, limit = [1] * 65, 10
+
+
+def row(index: int) -> stand.row.Row:
+    return stand.row.Row(index, torch.ones(65, dtype=torch.int32).numpy(), 10)
+
+
+@pytest.mark.parametrize("is_asked_for", [True, False])
+def test_states_count_as_pages_until_their_places_are_taken(is_asked_for):
+    """A row has one page of keys, takes up to two more for a step, and ten pages' worth of states."""
+    within = pages_of(30, 10, is_asked_for=is_asked_for)
+    within.open(row(0))
+    within.enter(row(0))
+    assert within.fits([row(0)], row(1)) and not within.fits([row(0), row(1)], row(2))
+    within.settle(2)
+    assert within.pages.num_pages == 10 and within.fits([row(0)], row(1))
+
+
+def test_a_request_that_states_leave_no_room_for_is_refused():
+    within = pages_of(12, 4)
+    within.check(Job)  # 6 pages with its drafts
+    for num_pages in (9, 5):
+        with pytest.raises(ValueError, match="max_cache_bytes must hold one row"):
+            pages_of(num_pages, 4).check(Job)
+    within.open(row(0))
+    within.enter(row(0))
+    assert not within.fits([row(0)], row(1))  # beside two places the longest row would not fit
+
+
+def test_what_is_free_counts_the_states(monkeypatch):
+    model, pages = recurrent_kernel_model("qwen3_5"), PageAllocator(64, 999)
+    page, states = 64 * key_shape(model).token_bytes, key_shape(model).row_bytes
+    monkeypatch.setattr(memory, "available_bytes", lambda device: (50 * page + 3 * states) / memory.SHARE + 1)
+    memory.lower_limit(pages, [row(0)], model, num_tokens=64, num_places=3)
+    assert pages.num_pages == 50

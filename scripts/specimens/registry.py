@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from specimens import attention, laws, modules, rules
+from specimens import attention, laws, modules, recurrent, rules
 from specimens.specimen import Specimen
 
 SPECIMENS: dict[str, Callable[[], list[Specimen]]] = {
     "attention": attention.of_attention,
     "compact": attention.of_compact,
+    "convolve": recurrent.of_convolve,
+    "delta_updates": recurrent.of_delta_updates,
     "draw": rules.of_draw,
     "filter": laws.of_filter,
     "follow": rules.of_follow,
+    "linear_attention": recurrent.of_linear_attention,
     "merge": attention.of_merge,
     "norm": modules.of_norm,
+    "path_decays": recurrent.of_path_decays,
     "product": modules.of_product,
     "race": rules.of_race,
     "rope": modules.of_rope,

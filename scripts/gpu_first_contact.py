@@ -164,6 +164,24 @@ class Contact:
         timer = DeviceTimer(self.device, repeats=5 if is_gpu else 1)
         return f"{len(TILES)} tiles equal torch's product; for {TOKENS} tokens chosen: {choose(weights, timer.seconds)}"
 
+    def delta_rule(self) -> str:
+        """The family of Qwen3.5."""
+        sizes = self.sizes
+        layers = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+        heads = {"linear_num_value_heads": sizes.heads, "linear_num_key_heads": sizes.heads // 2}
+        states = {"linear_key_head_dim": sizes.head_size, "linear_value_head_dim": sizes.head_size}
+        return self._compared(
+            self._new_model("qwen3_5_text", torch.float32, **layers, **heads, **states), temperature=0.6
+        )
+
+    def state_space(self) -> str:
+        """A layer of Mamba-2, and one of attention."""
+        sizes = self.sizes
+        layers = {"attn_layer_indices": [1], "num_hidden_layers": 2}
+        inner = {"mamba_n_heads": 2 * sizes.hidden // sizes.head_size, "mamba_d_head": sizes.head_size}
+        model = self._new_model("bamba", torch.float32, **layers, **inner, mamba_d_state=sizes.head_size)
+        return self._compared(model, temperature=0.6)
+
     def two_engines(self) -> str:
         """Graphs live on when another engine and its graphs end."""
         first, second = (self._engine(self.model, "triton", fuse=False) for _ in range(2))
@@ -243,15 +261,16 @@ class Contact:
         self.num_drafted += output.stats.num_draft_tokens
         return output.token_ids
 
-    def _new_model(self, kind: str, dtype: torch.dtype) -> PreTrainedModel:
+    def _new_model(self, kind: str, dtype: torch.dtype, **more: object) -> PreTrainedModel:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         sizes = self.sizes
-        config = AutoConfig.for_model(
-            kind, vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, intermediate_size=sizes.intermediate,
+        settings = dict(
+            vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, intermediate_size=sizes.intermediate,
             num_hidden_layers=sizes.layers, num_attention_heads=sizes.heads, num_key_value_heads=sizes.key_heads,
             head_dim=sizes.head_size, max_position_embeddings=8192, tie_word_embeddings=False,
         )  # fmt: skip
+        config = AutoConfig.for_model(kind, **{**settings, **more})
         torch.manual_seed(0)
         with torch.device(self.device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
@@ -262,7 +281,7 @@ class Contact:
 
 PIECES = (
     "unfused", "fused", "bf16", "match", "traversal", "coupled", "top_p", "growth", "head", "streams", "products",
-    "two_engines",
+    "delta_rule", "state_space", "two_engines",
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import torch
 from workloads.model_shapes import ModelShape
 
 import stand
+from stand.forward.key_shape import key_shape, new_states
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.step_size import MAX_ROW_NODES
@@ -72,21 +73,22 @@ class BenchModel:
             return None
         free_memory()
         free, _ = torch.cuda.mem_get_info(self.device)
-        needed = copies * num_rows * (length + MARGIN) * self.shape.cache_elements() * self.model.dtype.itemsize
+        of_row = (length + MARGIN) * self.shape.cache_elements() * self.model.dtype.itemsize + self.shape.state_bytes()
+        needed = copies * num_rows * of_row
         if needed < SHARE * free:
             return None
         return f"its cache needs {needed / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free"
 
     def step_bytes(self, num_rows: int, length: float) -> float:
-        """What a step must read: the weights once, and every row's keys and values."""
+        """What a step must read: the weights once, and every row's keys, values and states."""
         elements = self.shape.weight_count() + num_rows * length * self.shape.cache_elements()
-        return self.model.dtype.itemsize * elements
+        return self.model.dtype.itemsize * elements + num_rows * self.shape.state_bytes()
 
     def _random_cache(self, num_rows: int, length: int) -> DeviceCache:
         cache = DeviceCache(
-            layers=range(self.shape.layers), num_pages=num_rows * -(-(length + MARGIN) // PAGE_SIZE),
+            layers=key_shape(self.model).layers, num_pages=num_rows * -(-(length + MARGIN) // PAGE_SIZE),
             num_heads=self.shape.key_heads, page_size=PAGE_SIZE, head_size=self.shape.head_size,
-            dtype=self.model.dtype, device=self.device,
+            dtype=self.model.dtype, device=self.device, recurrent=new_states(self.model, num_rows),
         )  # fmt: skip
         cache.storage.normal_()
         return cache

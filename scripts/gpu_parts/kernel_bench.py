@@ -190,7 +190,7 @@ class KernelBench:
         nbytes = 2 * rows * room * shape.key_heads * shape.head_size * self.element
         layers = [
             self._random(2, rows, shape.key_heads, room, shape.head_size, spread=1.0)
-            for _ in range(self._copies(nbytes, shape.layers))
+            for _ in range(self._copies(nbytes, shape.attention_layers))
         ]
         query = self._random(rows * tree, shape.heads, shape.head_size, spread=1.0)
         ours = self._kernel_attention(query, length, rows, tree)
@@ -206,7 +206,7 @@ class KernelBench:
             torch.cuda.empty_cache()
         keys = rows * (length + tree)
         moved = self.element * (2 * keys * shape.key_heads * shape.head_size + 2 * query.numel())
-        flops = shape.attention_flops() / shape.layers * tree * keys
+        flops = shape.attention_flops() / shape.attention_layers * tree * keys
         floor = self.machine.floor(nbytes=moved, flops=flops)
         rooms = Timing("attention", tree, rows, length, seconds / len(layers), floor, reference, difference)
         pools = [layer.view(2, -1, shape.key_heads, PAGE_SIZE, shape.head_size) for layer in layers]
@@ -327,7 +327,7 @@ class KernelBench:
     def _compaction(self, rows: int) -> tuple[Callable[[], object], int]:
         """Four nodes of every row move, in all layers; (work, bytes moved)."""
         shape = self.shape
-        storage = self._random(shape.layers, 2, rows, shape.key_heads, 2 * WORD_BITS, shape.head_size)
+        storage = self._random(shape.attention_layers, 2, rows, shape.key_heads, 2 * WORD_BITS, shape.head_size)
         path = torch.tensor([[2, 5, 11, 23]] * rows, device=self.device)
         place, lengths = torch.arange(rows, device=self.device), torch.full((rows,), 9, device=self.device)
         moved = 2 * path.numel() * shape.cache_elements() * self.element

@@ -1,7 +1,8 @@
 """Shapes of the models that figures are given for, written out: nothing is downloaded to time them.
 
-Sizes are those of the published configurations (Qwen2.5-1.5B, 7B and 14B, Qwen3-8B, Llama-3.1-8B). Weights are random,
-which is as good as trained ones for time and says nothing about acceptance.
+Sizes are those of the published configurations (Qwen2.5-1.5B, 7B and 14B, Qwen3-8B, Llama-3.1-8B); those of Qwen3.5-9B
+are the defaults of its class in transformers. Weights are random, which is as good as trained ones for time and says
+nothing about acceptance.
 """
 
 from __future__ import annotations
@@ -47,11 +48,16 @@ class ModelShape:
         """Query heads per key head."""
         return self.heads // self.key_heads
 
+    @property
+    def attention_layers(self) -> int:
+        """That keep keys."""
+        return self.layers
+
     def products(self) -> Iterator[Product]:
         """The matrix products of one step with merged QKV and gate/up, in order."""
         queries, keys = self.heads * self.head_size, self.key_heads * self.head_size
-        yield Product("qkv", self.hidden, queries + 2 * keys, self.layers)
-        yield Product("o", queries, self.hidden, self.layers)
+        yield Product("qkv", self.hidden, queries + 2 * keys, self.attention_layers)
+        yield Product("o", queries, self.hidden, self.attention_layers)
         yield Product("gate_up", self.hidden, 2 * self.intermediate, self.layers)
         yield Product("down", self.intermediate, self.hidden, self.layers)
         yield Product("lm_head", self.hidden, self.vocabulary, 1)
@@ -62,11 +68,15 @@ class ModelShape:
 
     def cache_elements(self) -> int:
         """Key and value elements per cached token, all layers."""
-        return 2 * self.layers * self.key_heads * self.head_size
+        return 2 * self.attention_layers * self.key_heads * self.head_size
+
+    def state_bytes(self) -> int:
+        """Of a row's recurrent states in float32, which a step reads."""
+        return 0
 
     def attention_flops(self) -> int:
         """Floating-point operations per (query token, key) pair, all layers."""
-        return 4 * self.layers * self.heads * self.head_size
+        return 4 * self.attention_layers * self.heads * self.head_size
 
     def config(self, *, max_positions: int) -> PretrainedConfig:
         """A configuration to build a model with random weights from."""
@@ -85,7 +95,12 @@ class ModelShape:
             rope_theta=self.rope_theta,
             initializer_range=INITIAL_SPREAD,
             tie_word_embeddings=False,
+            **self.more_settings(),
         )
+
+    def more_settings(self) -> dict[str, int]:
+        """Of the configuration."""
+        return {}
 
     def random_model(self, *, device: torch.device, dtype: torch.dtype, max_positions: int) -> PreTrainedModel:
         """With random weights, made where it runs."""
@@ -98,6 +113,38 @@ class ModelShape:
         return model.eval()
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaShape(ModelShape):
+    """Three of four layers keep a state by the gated delta rule; attention has a gate as wide as its queries."""
+
+    state_heads: int
+    state_key_heads: int
+    state_size: int  # of a key, and of a value
+
+    @property
+    def attention_layers(self) -> int:
+        return self.layers // 4
+
+    def products(self) -> Iterator[Product]:
+        inner, queries = self.state_heads * self.state_size, self.heads * self.head_size
+        mixed = 2 * self.state_key_heads * self.state_size + 2 * inner + 2 * self.state_heads
+        yield from ModelShape.products(self)
+        yield Product("attention gate", self.hidden, queries, self.attention_layers)
+        yield Product("q, k, v, gate, decay and rate", self.hidden, mixed, self.layers - self.attention_layers)
+        yield Product("out", inner, self.hidden, self.layers - self.attention_layers)
+
+    def state_bytes(self) -> int:
+        return 4 * (self.layers - self.attention_layers) * self.state_heads * self.state_size**2
+
+    def more_settings(self) -> dict[str, int]:
+        return {
+            "linear_num_value_heads": self.state_heads,
+            "linear_num_key_heads": self.state_key_heads,
+            "linear_key_head_dim": self.state_size,
+            "linear_value_head_dim": self.state_size,
+        }
+
+
 SHAPES = {
     shape.name: shape
     for shape in (
@@ -107,5 +154,8 @@ SHAPES = {
         ModelShape("qwen3-8b", "qwen3", 36, 4096, 32, 8, 128, 12288, 151936, 1e6),
         ModelShape("llama-3.1-8b", "llama", 32, 4096, 32, 8, 128, 14336, 128256, 5e5),
     )
+}
+HYBRIDS = {
+    "qwen3.5-9b": DeltaShape("qwen3.5-9b", "qwen3_5_text", 32, 4096, 16, 4, 256, 12288, 248320, 1e7, 32, 16, 128)
 }
 SMOKE_SHAPE = ModelShape("smoke", "qwen2", 1, 64, 4, 2, 64, 96, 300, 1e4)

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from attention_cases import difference, make_case, run  # noqa: E402
 from ptx.ledger import PtxError  # noqa: E402
+from recurrent_models import RECURRENT  # noqa: E402
 from tiny_models import CONFIGS  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
@@ -82,3 +83,20 @@ def test_a_whole_model_writes_the_tokens_of_the_eager_step(family):
     assert written["triton"] == written["sdpa"] and str(engine.backend) == "triton"
     report = [swap for swap in engine.backend.fusion.report if swap.kind != "product of few tokens"]
     assert len(report) >= 6 and all(swap.is_kept and swap.max_error <= 2.0**-9 for swap in report)
+
+
+@pytest.mark.slow  # half a minute each; test_gpu_recurrent_kernels runs the same kernels one by one
+@pytest.mark.parametrize("family", ["qwen3_5", "bamba"])
+def test_a_model_with_recurrent_states_writes_the_tokens_of_the_eager_step(family):
+    """Two layers: the convolution, the rule and what follows kept paths, compiled. In float32: in 16 bits tokens part
+    where two are nearly as likely."""
+    config = copy.deepcopy(RECURRENT[family])
+    config.head_dim, config.num_hidden_layers, config.layer_types = 64, 2, ["linear_attention", "full_attention"]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    settings = {"input_ids": [[3, 4, 5, 3, 4], [7, 8, 7, 8]], "max_new_tokens": 4, "temperature": 0.8, "seed": 2}
+    written = {}
+    for name in ("sdpa", "triton"):
+        engine = stand.wrap(model, backend=name, drafter=BlendedDrafter(budget=6), fuse=False)
+        written[name] = engine.generate(**settings, learn=False).token_ids
+    assert written["triton"] == written["sdpa"] and str(engine.backend) == "triton"

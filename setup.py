@@ -61,7 +61,6 @@ COMPACT = {
     "stand.trees.arguments",
     "stand.trees.layouts.layout",
     "stand.trees.noise",
-    "stand.trees.sampling",
     "stand.verifiers.verdict_compiled",
 }
 # In the order of the source modules pack 2 % smaller, and unaligned as much again; neither costs time that is seen.

@@ -3,6 +3,7 @@
 import re
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ from noisy_walks import draft, stream
 
 from stand.trees import BlendedLookup, DraftBatch, DraftTree, LookupTree, TreeShape
 from stand.trees.arguments import int32_array
-from stand.trees.sampling import KIND_NUMBERS, KINDS, SHAPED_KINDS, draw_children
+from stand.trees.sampling import KIND_NUMBERS, KINDS, NUM_GROWN_KINDS, SHAPED_KINDS, draw_children
+
+HEADER = Path(__file__).resolve().parents[2] / "trees" / "sampling.h"
 
 LOOKUPS = (BlendedLookup, LookupTree)
 WRONG_IDS = [
@@ -80,6 +83,15 @@ def test_kinds_have_the_numbers_of_the_core():
     probabilities, uniforms = np.array([0.5, 0.3, 0.2], np.float32), np.array([0.01, 0.5, 0.99])
     picks = {kind: draw_children(kind, probabilities, uniforms, 2)[0].tolist() for kind in KINDS}
     assert picks == {"sampled": [2, 1], "mixed": [2, 0], "deterministic": [0, 1]}
+
+
+@pytest.mark.skipif(not HEADER.exists(), reason="runs beside the source")
+def test_kinds_have_the_numbers_of_the_header():
+    """All five, also those that no child is drawn by alone."""
+    header = HEADER.read_text(encoding="utf-8")
+    listed = re.search(r"enum class DraftKind : int32_t {([^}]*)}", header)[1]
+    assert dict(re.findall(r"(\w+) = (\d)", listed)) == {kind: str(number) for kind, number in KIND_NUMBERS.items()}
+    assert f"NUM_GROWN_KINDS = {NUM_GROWN_KINDS};" in header
 
 
 @pytest.mark.parametrize("num_children", [0, -1, -(2**31), 2**31])

@@ -9,6 +9,13 @@ cdef extern from "../noise.h" namespace "stand" nogil:
     uint64_t stream_key(uint64_t seed, uint64_t stream)
 
 cdef extern from "../sampling.h" namespace "stand" nogil:
+    cdef cppclass Children:
+        vector[int32_t] picks
+        vector[float] laws
+
+    void c_draw_children "stand::draw_children"(DraftKind kind, const float* probabilities, const double* uniforms,
+                                                int32_t size, int32_t num_children, Children& children) except +
+
     cdef enum class DraftKind(int32_t):
         deterministic
 

@@ -34,6 +34,16 @@ MAX_ORDER = 16
 MAX_CANDIDATES = 256
 
 
+
+def children_of(int32_t kind, const float[::1] probabilities not None, const double[::1] uniforms not None,
+                int32_t num_children):
+    """What `stand.trees.sampling.draw_children` gives, for arguments that it has checked; kind by its number."""
+    cdef Children children
+    c_draw_children(<DraftKind> kind, &probabilities[0], &uniforms[0], probabilities.shape[0], num_children, children)
+    picks, laws = np.array(children.picks, dtype=np.int32), np.array(children.laws, dtype=np.float32)
+    return picks, laws.reshape(len(picks), len(probabilities))
+
+
 cdef class LookupTree:
     """Context -> the likeliest next tokens, their probabilities and how often the context was observed.
 

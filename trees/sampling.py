@@ -1,0 +1,41 @@
+"""How children are chosen: the kinds of drafts by name, and one node's children for tests and tools."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stand.trees.arguments import whole
+
+# The number that the core has for each kind (`DraftKind` in sampling.h); the first NUM_GROWN_KINDS draft without a shape.
+KIND_NUMBERS = {"sampled": 0, "mixed": 1, "deterministic": 2, "coupled": 3, "independent": 4}
+NUM_GROWN_KINDS = 3
+SHAPED_KINDS = tuple(KIND_NUMBERS)  # of drafts that fill a shape
+KINDS = SHAPED_KINDS[:NUM_GROWN_KINDS]  # of all drafts
+
+
+def draw_children(
+    kind: str, probabilities: np.ndarray, uniforms: np.ndarray, num_children: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(picks int32[K], laws float32[K, S]): children of one node, given its noise; for tests and tools.
+
+    kind: one of KINDS. probabilities float32[S]: of the candidates, positive, in descending order. uniforms
+    float64[S]: one number in (0, 1) per candidate. num_children: wanted, at least 1; K is less where candidates are.
+
+    Raises ValueError otherwise.
+    """
+    from stand.trees.longest_match.lookup import children_of  # the core of both lookups; it imports this module
+
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {KINDS}, got {kind!r}; others need a shape")
+    if not 1 <= whole(num_children, "num_children") < 2**31:
+        raise ValueError(f"num_children must be in [1, 2**31), got {num_children}; one at least")
+    if len(probabilities) == 0 or len(uniforms) != len(probabilities):
+        raise ValueError(
+            f"uniforms must match probabilities and not be empty, got {len(uniforms)} for {len(probabilities)}; give "
+            "each candidate one"
+        )
+    if not (probabilities[-1] > 0.0 and (probabilities[1:] <= probabilities[:-1]).all()):
+        raise ValueError(f"probabilities must be positive and descend, got {probabilities}; sort them")
+    if not ((uniforms > 0.0) & (uniforms < 1.0)).all():
+        raise ValueError(f"uniforms must lie in (0, 1), got {uniforms}; draw them by noise.uniforms")
+    return children_of(KIND_NUMBERS[kind], probabilities, uniforms, num_children)

@@ -6,7 +6,7 @@ import numpy as np
 
 from stand.trees.arguments import whole
 
-# The number that the core has for each kind (`DraftKind` in sampling.h); the first NUM_GROWN_KINDS draft without a shape.
+# By kind the number that the core has for it (`DraftKind` in sampling.h); the first NUM_GROWN_KINDS need no shape.
 KIND_NUMBERS = {"sampled": 0, "mixed": 1, "deterministic": 2, "coupled": 3, "independent": 4}
 NUM_GROWN_KINDS = 3
 SHAPED_KINDS = tuple(KIND_NUMBERS)  # of drafts that fill a shape

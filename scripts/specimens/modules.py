@@ -6,7 +6,7 @@ import triton
 
 from specimens.specimen import Specimen
 from stand.fusion.formulas import GELU_ERF, GELU_TANH, NO_NORM, ONE_PLUS, ROUND_FIRST, SCALE_FIRST, SILU
-from stand.gpu.kernels import norm, product, rope, swiglu
+from stand.gpu.kernels import gated_norm, norm, product, rope, swiglu
 from stand.gpu.product_tiles import MOST_TOKENS, TILES, ProductTile
 
 
@@ -33,6 +33,23 @@ def _norm_specimen(size: int, dtype: str, rule: int, *, kernel: object) -> Speci
         constants={"SIZE": size, "RULE": rule, "BLOCK": block},
         num_warps=norm._num_warps(block),
     )
+
+
+def of_gated_norm() -> list[Specimen]:
+    """A head of Qwen3.5, and a group of Nemotron-H whose states are in float32."""
+    cases = [(128, "bf16", False), (1024, "fp32", True)]
+    return [
+        Specimen(
+            name=f"gated_rms_norm group {group} {dtype}",
+            kernel=gated_norm._gated_rms_norm,
+            signature={
+                **{"states": f"*{dtype}", "gate": "*bf16", "weight": "*bf16", "output": f"*{dtype}"},
+                **{"states_stride": "i32:16", "gate_stride": "i32:16", "size": "i32:16", "eps": "fp32"},
+            },
+            constants={"GROUP": group, "IS_GATE_FIRST": is_first, "BLOCK": triton.next_power_of_2(group)},
+        )
+        for group, dtype, is_first in cases
+    ]
 
 
 def of_rope() -> list[Specimen]:

@@ -15,6 +15,7 @@ SPECIMENS: dict[str, Callable[[], list[Specimen]]] = {
     "draw": rules.of_draw,
     "filter": laws.of_filter,
     "follow": rules.of_follow,
+    "gated_norm": modules.of_gated_norm,
     "linear_attention": recurrent.of_linear_attention,
     "merge": attention.of_merge,
     "norm": modules.of_norm,

@@ -161,11 +161,16 @@ _KNOWN: WeakKeyDictionary[Module, list[RecurrentForward]] = WeakKeyDictionary() 
 
 def _forwards(model: Module) -> list[RecurrentForward]:
     """Made anew where the model has other layers by now."""
-    layers = [layer for layer in model.modules() if _is_served(type(layer).forward) and hasattr(layer, "layer_idx")]
+    layers = [layer for layer in model.modules() if is_recurrent(layer)]
     known = _KNOWN.get(model)
     if known is None or [forward.layer for forward in known] != layers:
         known = _KNOWN[model] = [RecurrentForward(layer) for layer in layers]
     return known
+
+
+def is_recurrent(layer: Module) -> bool:
+    """Whether its class's forward can be given the functions of this file."""
+    return _is_served(type(layer).forward) and hasattr(layer, "layer_idx")
 
 
 @cache

@@ -1,10 +1,14 @@
-"""The formulas that fused modules have: which rule a norm follows, which activation a gate has."""
+"""The formulas of fused modules: which rule a norm follows, where its gate comes, which activation a gate has."""
 
 ROUND_FIRST = 0  # weight * round(normal): Llama, Qwen, Mistral, Phi
 SCALE_FIRST = 1  # round(weight * normal): OLMo 2
 ONE_PLUS = 2  # round((1 + weight) * normal): Gemma
 RULES = (ROUND_FIRST, SCALE_FIRST, ONE_PLUS)
 NO_NORM = -1  # heads turn as they are
+
+NORM_FIRST = 0  # weight * round(normal), then the gate: Qwen3.5
+GATE_FIRST = 1  # the norm of what went through the gate: Mamba-2
+GATE_ORDERS = (NORM_FIRST, GATE_FIRST)
 
 SILU = 0
 GELU_TANH = 1

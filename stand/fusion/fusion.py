@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from stand.fusion.attention import FusedAttention
 from stand.fusion.chosen_products import ChosenLinear, ChosenProduct, Weights, choose_products
 from stand.fusion.formulas import NO_NORM
+from stand.fusion.gated_norm import FusedGatedNorm
 from stand.fusion.guard import Guard, Settings, Swapped
 from stand.fusion.kernels import Kernels, triton_kernels
 from stand.fusion.layer import PARTS, FusedLayer
@@ -154,6 +155,8 @@ class Fusion:
         module, merged, recipe, kernels = self.model.get_submodule, self._merged.get, self.recipe, self.kernels
         swaps = [Swapped(part, forward) for joined in self._merged.values() for part, forward in joined.forwards()]
         swaps += [self._swapped(name, norm) for name, norm in self._norms.items()]
+        for name, order in recipe.gated_norms.items():
+            swaps.append(self._swapped(name, FusedGatedNorm(module(name), order, kernels)))
         if self._product is not None:
             for joined in self._merged.values():
                 joined.product = self._product

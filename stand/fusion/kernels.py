@@ -15,7 +15,7 @@ Kernel = Callable[..., torch.Tensor]
 
 
 class Kernels(NamedTuple):
-    """As `stand.gpu.kernels.norm`, `.swiglu` and `.rope` describe them.
+    """As `stand.gpu.kernels.norm`, `.swiglu`, `.rope` and `.gated_norm` describe them; the last one is for GPUs alone.
 
     calls_forwards: whether plain linear layers are run by their forwards, past what a module does around it.
     """
@@ -24,6 +24,7 @@ class Kernels(NamedTuple):
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     gated_product: Kernel
     rope_and_store: Kernel
+    gated_rms_norm: Kernel | None = None
     calls_forwards: bool = False
 
     def linear(self, module: nn.Module, name: str, states: torch.Tensor, direct: frozenset[nn.Module]) -> torch.Tensor:
@@ -47,11 +48,12 @@ class Kernels(NamedTuple):
 
 def triton_kernels() -> Kernels:
     """Imports Triton."""
+    from stand.gpu.kernels.gated_norm import gated_rms_norm
     from stand.gpu.kernels.norm import add_rms_norm, rms_norm
     from stand.gpu.kernels.rope import rope_and_store
     from stand.gpu.kernels.swiglu import gated_product
 
-    return Kernels(rms_norm, add_rms_norm, gated_product, rope_and_store)
+    return Kernels(rms_norm, add_rms_norm, gated_product, rope_and_store, gated_rms_norm)
 
 
 def cpu_kernels() -> Kernels:

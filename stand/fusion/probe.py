@@ -16,6 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from stand.forward.cache_argument import cache_argument
 from stand.forward.model import max_positions, moving_ropes, text_config
+from stand.forward.recurrent_layers import is_recurrent
 from stand.forward.tree_attention import tree_attention
 
 PROBE_NAME = "stand_probe"
@@ -87,7 +88,7 @@ class Probe:
         if like is not None and "keys" in like.tensors:
             keys = like.tensors["keys"]
             cache.allocate(keys.shape[1], keys.shape[3], keys.dtype)
-        if (argument := cache_argument(module)) in keywords:
+        if (argument := cache_argument(module)) in keywords and not is_recurrent(module):
             keywords |= {argument: cache, "stand_probe": seen}
         with tree_attention(self._model, PROBE_NAME), torch.inference_mode():
             result = forward(*arguments, **keywords)

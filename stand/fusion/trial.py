@@ -10,7 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stand.fusion.attention import AttentionSettings, FusedAttention, has_head_norms, is_attention
-from stand.fusion.formulas import NO_NORM, RULES
+from stand.fusion.formulas import GATE_ORDERS, NO_NORM, RULES
+from stand.fusion.gated_norm import FusedGatedNorm, is_gated_norm
 from stand.fusion.kernels import Kernels
 from stand.fusion.layer import PARTS, FusedLayer, following_norm, is_layer
 from stand.fusion.merged_linear import MergedLinear, is_bare, merge_refusal, tied_parameters
@@ -18,7 +19,12 @@ from stand.fusion.mlp import FusedMLP, find_activation, is_gated_mlp
 from stand.fusion.norm import FusedNorm, norm_refusal
 from stand.fusion.probe import MODULE_TOLERANCES, Outcome, Probe, difference
 
-MERGEABLE = {"merged q/k/v": ("q_proj", "k_proj", "v_proj"), "merged gate/up": ("gate_proj", "up_proj")}
+MERGEABLE = {
+    "merged q/k/v": ("q_proj", "k_proj", "v_proj"),
+    "merged gate/up": ("gate_proj", "up_proj"),
+    "merged inputs of a recurrent layer": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    "merged inputs of a recurrent layer of Qwen3-Next": ("in_proj_qkvz", "in_proj_ba"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,7 @@ class Recipe:
 
     merged: dict[str, tuple[str, ...]] = field(default_factory=dict)  # owner: names of its parts
     norms: dict[str, int] = field(default_factory=dict)  # rule
+    gated_norms: dict[str, int] = field(default_factory=dict)  # order
     mlps: dict[str, int] = field(default_factory=dict)  # activation
     attentions: dict[str, AttentionSettings] = field(default_factory=dict)
     layers: dict[str, str | None] = field(default_factory=dict)  # the norm behind the layer, by name
@@ -62,7 +69,8 @@ class Recipe:
 
         norms = moved(self.norms)
         layers = dict.fromkeys(moved(self.layers)) if f"{name}.{PARTS[2]}" in norms else {}  # no norm behind
-        return Recipe(moved(self.merged), norms, moved(self.mlps), moved(self.attentions), layers)
+        gated = moved(self.gated_norms)
+        return Recipe(moved(self.merged), norms, gated, moved(self.mlps), moved(self.attentions), layers)
 
 
 class Trial:
@@ -105,6 +113,8 @@ class Trial:
     def try_kernels(self) -> None:
         """All swaps of modules, in the order that they need."""
         self.try_norms()
+        if self.kernels.gated_rms_norm is not None:
+            self.try_gated_norms()
         self.try_mlps()
         self.try_attentions()
         self.try_layers()
@@ -119,6 +129,15 @@ class Trial:
             rule = self._best("RMSNorm", module, candidates, refusal)
             if rule is not None:
                 self.recipe.norms[self._names[module]] = found[type(module)] = rule
+
+    def try_gated_norms(self) -> None:
+        for module in filter(is_gated_norm, self._names):
+            refusal = self._untried(module) or norm_refusal(module)
+            orders = () if refusal else GATE_ORDERS
+            candidates = [(order, FusedGatedNorm(module, order, self.kernels)) for order in orders]
+            order = self._best("RMSNorm with a gate", module, candidates, refusal)
+            if order is not None:
+                self.recipe.gated_norms[self._names[module]] = order
 
     def try_mlps(self) -> None:
         for module in filter(is_gated_mlp, self._names):
@@ -243,7 +262,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _is_candidate(module: nn.Module) -> bool:
     has_parts = any(all(hasattr(module, part) for part in parts) for parts in MERGEABLE.values())
-    is_part = has_parts or _is_norm(module) or is_gated_mlp(module) or is_attention(module)
+    is_part = has_parts or _is_norm(module) or is_gated_norm(module) or is_gated_mlp(module) or is_attention(module)
     return (is_part or is_layer(module)) and is_bare(module)
 
 

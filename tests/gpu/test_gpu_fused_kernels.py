@@ -13,24 +13,30 @@ import triton.language as tl  # noqa: E402
 from fake_cuda import fake_cuda  # noqa: E402
 from nearest_bfloat16 import nearest_bfloat16  # noqa: E402
 from specimens.registry import SPECIMENS  # noqa: E402
+from transformers.models.bamba.modeling_bamba import BambaRMSNormGated  # noqa: E402
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm  # noqa: E402
 from transformers.models.gpt_oss import modeling_gpt_oss  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb  # noqa: E402
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm  # noqa: E402
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
 from stand.fusion.formulas import (  # noqa: E402
+    GATE_FIRST,
     GELU_ERF,
     GELU_TANH,
     NO_NORM,
+    NORM_FIRST,
     ONE_PLUS,
     ROUND_FIRST,
     SCALE_FIRST,
     SILU,
 )
+from stand.gpu.kernels import gated_norm as gated_norm_kernel  # noqa: E402
 from stand.gpu.kernels import norm as norm_kernel  # noqa: E402
 from stand.gpu.kernels import rope as rope_kernel  # noqa: E402
 from stand.gpu.kernels import swiglu as swiglu_kernel  # noqa: E402
+from stand.gpu.kernels.gated_norm import gated_rms_norm  # noqa: E402
 from stand.gpu.kernels.launch import launch_device  # noqa: E402
 from stand.gpu.kernels.norm import add_rms_norm, rms_norm  # noqa: E402
 from stand.gpu.kernels.rope import rope_and_store  # noqa: E402
@@ -38,6 +44,10 @@ from stand.gpu.kernels.swiglu import gated_product  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NORMS = {ROUND_FIRST: LlamaRMSNorm, SCALE_FIRST: Olmo2RMSNorm, ONE_PLUS: Gemma3RMSNorm}
+GATED_NORMS = {  # and the size of a group
+    NORM_FIRST: (lambda size: Qwen3_5RMSNormGated(size, eps=1e-6), 48),
+    GATE_FIRST: (lambda size: BambaRMSNormGated(size, 16, eps=1e-6), 16),
+}
 ACTIVATIONS = {SILU: silu, GELU_TANH: lambda x: gelu(x, approximate="tanh"), GELU_ERF: gelu}
 ROOM = 6  # cache slots per row
 SLOTS = torch.tensor([7, 0, -1, 17, 3])  # the third token pads
@@ -102,6 +112,29 @@ def test_rms_norm_behind_an_addition(rule, dtype):
         assert not torch.equal(normed, rms_norm(states, weight, 1e-6, rule))
     with pytest.raises(ValueError, match="must be as the states"):
         add_rms_norm(states, change[:1], weight, 1e-6, rule)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", GATED_NORMS)
+def test_gated_norm(order, dtype):
+    """Groups of a row, rows that lie apart, gates that overflow an exponential; states of Mamba-2 are in float32."""
+    torch.manual_seed(order)
+    make, group = GATED_NORMS[order]
+    module = make(48)
+    with torch.no_grad():
+        module.weight.copy_(torch.randn(48))
+    states, gate = torch.randn(2, 5, 100)[..., :48] * 3, torch.randn(2, 5, 70)[..., :48] * 4
+    gate[0, 0, :3] = torch.tensor([200.0, -200.0, 0.0])
+    states, gate, module = states.to(torch.float32 if order == GATE_FIRST else dtype), gate.to(dtype), module.to(dtype)
+    expected = module(states, gate)
+    assert_near(gated_rms_norm(states, gate, module.weight, 1e-6, group, order), expected)
+
+
+def test_the_orders_of_a_gate_are_told_apart():
+    """Control: what `test_gated_norm` compares with differs by more than it allows."""
+    states, gate, weight = torch.randn(3, 4, 48).unbind(0)[:2] + (torch.ones(48),)
+    first, last = (gated_rms_norm(states, gate, weight, 1e-6, 48, order) for order in GATED_NORMS)
+    assert (first - last).abs().max() > 0.1 * first.abs().max()
 
 
 def test_the_rules_are_told_apart():
@@ -208,6 +241,11 @@ def test_inputs_that_do_not_fit_are_refused():
         rms_norm(states, torch.ones(8, dtype=torch.bfloat16), 1e-6, ROUND_FIRST)
     with pytest.raises(ValueError, match="rule must be"):
         rms_norm(states, torch.ones(8), 1e-6, 9)
+    for bad in ((states, states[:, :4], torch.ones(8), 1e-6, 8), (states, states, torch.ones(8), 1e-6, 3)):
+        with pytest.raises(ValueError, match="gate and weight must be as the states"):
+            gated_rms_norm(*bad, GATE_FIRST)
+    with pytest.raises(ValueError, match="order must be"):
+        gated_rms_norm(states, states, torch.ones(8), 1e-6, 8, 2)
     with pytest.raises(ValueError, match="share shape"):
         gated_product(states, states[:, :4], SILU)
     query, key, value = packed_heads(2, 1, 8, torch.float32)
@@ -237,6 +275,10 @@ def gate_arguments(device: str) -> tuple:
     return *torch.ones(1, 5, 24, device=device).split(12, dim=-1), SILU
 
 
+def gated_norm_arguments(device: str) -> tuple:
+    return *torch.ones(1, 5, 24, device=device).split(12, dim=-1), torch.ones(12, device=device), 1e-6, 4, GATE_FIRST
+
+
 def rope_arguments(device: str) -> tuple:
     merged = torch.ones(5, 48, device=device)
     parts = [part.unflatten(-1, (-1, 8)) for part in merged.split([32, 8, 8], dim=-1)]
@@ -250,6 +292,7 @@ def rope_arguments(device: str) -> tuple:
 OPERATIONS = [
     (norm_kernel, rms_norm, norm_arguments),
     (swiglu_kernel, gated_product, gate_arguments),
+    (gated_norm_kernel, gated_rms_norm, gated_norm_arguments),
     (rope_kernel, rope_and_store, rope_arguments),
 ]
 
@@ -281,7 +324,7 @@ def test_the_launcher_needs_no_value(module, operation, arguments, monkeypatch):
     assert launched.device.type == registered.device.type == "cuda"
 
 
-@pytest.mark.parametrize("module", [norm_kernel, swiglu_kernel, rope_kernel])
+@pytest.mark.parametrize("module", [norm_kernel, swiglu_kernel, rope_kernel, gated_norm_kernel])
 def test_specimens_name_every_argument(module):
     for specimen in SPECIMENS[module.__name__.rsplit(".", 1)[1]]():
         assert {*specimen.signature, *specimen.constants} == set(specimen.kernel.arg_names), specimen.name

@@ -15,6 +15,8 @@ from recurrent_models import RECURRENT, recurrent_kernel_model  # noqa: E402
 import stand  # noqa: E402
 from stand.drafters.blended import BlendedDrafter  # noqa: E402
 from stand.forward.key_shape import key_shape  # noqa: E402
+from stand.fusion import fusion as fusion_module  # noqa: E402
+from stand.fusion import kernels as kernels_module  # noqa: E402
 from stand.gpu import kernel_scan, page_table  # noqa: E402
 from stand.gpu.captured_step import CapturedStep  # noqa: E402
 from stand.scheduling import memory  # noqa: E402
@@ -115,9 +117,25 @@ def test_penalties_take_eager_steps_over_the_pool(family):
     assert other.token_ids == eager.token_ids
 
 
-def test_fused_modules_beside_states():
-    expected = engine_of().generate(PROMPTS, **SETTINGS).token_ids
-    assert engine_of(fuse=True).generate(PROMPTS, **SETTINGS).token_ids == expected
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+def test_fused_modules_beside_states(family):
+    expected = engine_of(family).generate(PROMPTS, **SETTINGS).token_ids
+    engine = engine_of(family, fuse=True)
+    kept = {swap.kind for swap in engine.backend.fusion.report if swap.is_kept}
+    assert "RMSNorm with a gate" in kept
+    assert ("merged inputs of a recurrent layer" in kept) == (family == "qwen3_5")
+    assert engine.generate(PROMPTS, **SETTINGS).token_ids == expected
+
+
+def test_a_gate_in_the_wrong_place_is_noticed(monkeypatch):
+    """Control: both orders are tried, and neither is kept where the kernel is wrong."""
+    kernels = kernels_module.triton_kernels()
+    own = kernels.gated_rms_norm
+    wrong = kernels._replace(gated_rms_norm=lambda states, gate, *rest: own(states, gate.roll(1, -1), *rest))
+    monkeypatch.setattr(fusion_module, "triton_kernels", lambda: wrong)
+    model = copy.deepcopy(recurrent_kernel_model("qwen3_5"))
+    (swap,) = (swap for swap in fusion_module.fuse(model).report if swap.kind == "RMSNorm with a gate")
+    assert not swap.is_kept and swap.max_error > 1e-2 and "rounding" in swap.reason
 
 
 def test_a_model_that_was_cast_is_recorded_anew():

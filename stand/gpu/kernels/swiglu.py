@@ -26,7 +26,7 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _activate(x, ACTIVATION: tl.constexpr):
+def activate(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == 0:
         return x * _sigmoid(x)
     elif ACTIVATION == 1:
@@ -47,7 +47,7 @@ def _gated_product(
     gates = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
     ups = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
     dtype = output.dtype.element_ty
-    active = _activate(gates, ACTIVATION).to(dtype).to(tl.float32)
+    active = activate(gates, ACTIVATION).to(dtype).to(tl.float32)
     tl.store(output + row * size + columns, (active * ups).to(dtype), mask=inside)
 
 

@@ -170,8 +170,8 @@ class Fusion:
             norms = () if settings.rule == NO_NORM else ("q_norm", "k_norm")
             swaps.append(self._swapped(name, attention, *norms, *recipe.merged.get(name, ()), *_names(attention)))
         for name, following in recipe.layers.items():
-            layer = FusedLayer(module(name), self._norms[f"{name}.{PARTS[2]}"], self._norms.get(following))
-            swaps.append(self._swapped(name, layer, PARTS[2], behind=following))
+            layer = FusedLayer(module(name), self._norms[f"{name}.{PARTS[1]}"], self._norms.get(following))
+            swaps.append(self._swapped(name, layer, PARTS[1], behind=following))
         return swaps
 
     def _swapped(self, name: str, forward: Callable, *passed: str | None, behind: str | None = None) -> Swapped:

@@ -88,7 +88,8 @@ class Probe:
         if like is not None and "keys" in like.tensors:
             keys = like.tensors["keys"]
             cache.allocate(keys.shape[1], keys.shape[3], keys.dtype)
-        if (argument := cache_argument(module)) in keywords and not is_recurrent(module):
+        has_states = any(map(is_recurrent, module.modules()))  # which this cache does not keep
+        if (argument := cache_argument(module)) in keywords and not has_states:
             keywords |= {argument: cache, "stand_probe": seen}
         with tree_attention(self._model, PROBE_NAME), torch.inference_mode():
             result = forward(*arguments, **keywords)

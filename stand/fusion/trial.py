@@ -68,7 +68,7 @@ class Recipe:
             return {new: swaps[old] for old, new in names.items() if is_like(old, new)}
 
         norms = moved(self.norms)
-        layers = dict.fromkeys(moved(self.layers)) if f"{name}.{PARTS[2]}" in norms else {}  # no norm behind
+        layers = dict.fromkeys(moved(self.layers)) if f"{name}.{PARTS[1]}" in norms else {}  # no norm behind
         gated = moved(self.gated_norms)
         return Recipe(moved(self.merged), norms, gated, moved(self.mlps), moved(self.attentions), layers)
 
@@ -164,7 +164,7 @@ class Trial:
         """Last: their additions join norms that are fused by themselves."""
         for module in filter(is_layer, self._names):
             name, refusal = self._names[module], self._untried(module)
-            inner = self._norm(f"{name}.{PARTS[2]}")
+            inner = self._norm(f"{name}.{PARTS[1]}")
             refusal = refusal or ("" if inner else "the norm between its additions is not fused by itself")
             following = next(filter(self._norm, following_norm(name)), None)
             candidates = []

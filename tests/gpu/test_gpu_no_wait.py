@@ -20,7 +20,7 @@ from fake_cuda import fake_cuda, mirrored, onto_fake_device  # noqa: E402
 from no_host_copy import HostCopyError, NoHostCopy  # noqa: E402
 from no_kernel import Launches  # noqa: E402
 from plain_streams import random_streams  # noqa: E402
-from recurrent_models import RECURRENT, recurrent_kernel_model  # noqa: E402
+from recurrent_models import RECURRENT, new_recurrent_model, recurrent_kernel_model  # noqa: E402
 from tiny_models import CONFIGS, kernel_model  # noqa: E402
 from torch._subclasses.fake_tensor import DataDependentOutputException  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
@@ -197,9 +197,10 @@ def test_one_more_operation_is_counted(monkeypatch, more):
     assert len(count_launches(monkeypatch, "match", "plain")) > MOST_LAUNCHES["match"]
 
 
-def launches_per_layer(monkeypatch, family: str, **options: int) -> list[str]:
-    """Names of the kernels that a fused forward of two layers runs more than one of a single layer."""
-    models = [shallow(family, num_layers) for num_layers in (1, 2)]
+def launches_per_layer(monkeypatch, family: str, models=None, **options: int) -> list[str]:
+    """Names of the kernels that a fused forward of two layers runs more than one of a single layer; models: two that
+    differ by a layer."""
+    models = [shallow(family, num_layers) for num_layers in (1, 2)] if models is None else models
     fusions, counts = [fuse(model) for model in models], []  # tried while the kernels are still there
 
     def counted(body):
@@ -225,6 +226,22 @@ def test_few_launches_per_layer(monkeypatch, family):
 def test_rows_that_cannot_be_split_need_no_merge(monkeypatch, family):
     names = launches_per_layer(monkeypatch, family, num_rows=MANY_ROWS)
     assert len(names) == 9 and names.count("tree_attention") == 1, names
+
+
+def with_recurrent_layers(family: str, count: int):
+    """The family's model with so many of them before one of attention."""
+    config = copy.deepcopy(RECURRENT[family])
+    config.layer_types = ["linear_attention"] * count + ["full_attention"]
+    config.head_dim, config.num_hidden_layers = 64, count + 1
+    return new_recurrent_model(config)
+
+
+def test_few_launches_per_recurrent_layer(monkeypatch):
+    """Two products, the convolution and its activation, six operations for decays and rates, four kernels of the rule,
+    two memories set to zero, the gated norm; the feed-forward block has four, and two norms with additions."""
+    models = [with_recurrent_layers("qwen3_5", count) for count in (1, 2)]
+    names = launches_per_layer(monkeypatch, "qwen3_5", models)
+    assert len(names) == 22, names
 
 
 def test_a_second_kernel_of_the_attention_is_counted(monkeypatch):

@@ -63,7 +63,7 @@ def _(states, gate, weight, eps, group, order):
 
 
 def _empty_like(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    dtype = torch.promote_types(states.dtype, weight.dtype)
+    dtype = weight.dtype if states.dtype == weight.dtype else torch.float32
     return torch.empty(states.shape, dtype=dtype, device=states.device)
 
 

@@ -13,8 +13,8 @@ OF_POSITIONS = ("position_embeddings", "position_ids")  # which a layer hands to
 
 
 class FusedLayer:
-    """Stands for `module.forward`: h + mixer(norm(h)), then that + feed-forward(norm(that)). A mixer is an attention, or
-    keeps a recurrent state.
+    """Stands for `module.forward`: h + mixer(norm(h)), then that + feed-forward(norm(that)). A mixer is an attention or
+    a layer with a recurrent state.
 
     inner: of the norm between the two. following: of the norm that gets the layer's output, the next layer's first or
     the model's last; None where it is not known or not fused. Whatever it gets in truth, it norms right.

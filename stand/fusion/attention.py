@@ -25,12 +25,14 @@ class AttentionSettings:
     parameters is given by that parameter's name in `parameters` instead.
     rotary: leading components of a head that turn, 0 for a layer without positions.
     rule: how q_norm and k_norm scale, or NO_NORM.
+    is_gated: behind every head's query q_proj has as many gates, whose sigmoid scales what the head mixes.
     """
 
     constants: Mapping[str, object]
     parameters: Mapping[str, str]
     rotary: int
     rule: int = NO_NORM
+    is_gated: bool = False
 
 
 class FusedAttention:
@@ -65,11 +67,12 @@ class FusedAttention:
             named = {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
             return type(self.module).forward(self.module, hidden_states=hidden_states, **named, **kwargs)
         keys, values = cache.layer(self.module.layer_idx)
-        query = self._rotated(hidden_states, position_embeddings, keys, values, cache.slots)
+        query, gates = self._rotated(hidden_states, position_embeddings, keys, values, cache.slots)
         keys, values = cache.seen(self.module.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS[self.module.config._attn_implementation]
         passed = {name: value for name, value in kwargs.items() if name not in self.own}
         mixed, weights = attend(self.module, query, keys, values, attention_mask, **self._constants(), **passed)
+        mixed = mixed if gates is None else mixed.reshape(gates.shape) * torch.sigmoid(gates)
         return self._linear("o_proj", mixed.reshape(1, hidden_states.shape[1], -1)), weights
 
     def _rotated(
@@ -79,18 +82,22 @@ class FusedAttention:
         keys: torch.Tensor,
         values: torch.Tensor,
         slots: torch.Tensor,
-    ) -> torch.Tensor:
-        """Write the tokens' keys and values; the query [1, H, M, D]."""
-        module, rule = self.module, self.settings.rule
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Write the tokens' keys and values; the query [1, H, M, D], and gates [M, H, D]."""
+        module, rule, gates = self.module, self.settings.rule, None
         num_tokens, head_size = hidden_states.shape[1], module.head_dim
-        parts = [part.view(num_tokens, -1, head_size) for part in self._projected(hidden_states)]
+        asked, *stored = self._projected(hidden_states)
+        if self.settings.is_gated:
+            asked, gates = asked.view(num_tokens, -1, 2 * head_size).chunk(2, dim=-1)
+            asked = asked.clone(memory_format=torch.contiguous_format)
+        parts = [part.view(num_tokens, -1, head_size) for part in (asked, *stored)]
         cos, sin = (_with_adjacent_columns(table[0]) for table in position_embeddings)
         weights, epsilon = (None, None), 0.0
         if rule != NO_NORM:
             weights, epsilon = (module.q_norm.weight, module.k_norm.weight), norm_epsilon(module.q_norm)
         rotary = self.settings.rotary
         query = self.kernels.rope_and_store(*parts, cos, sin, keys, values, slots, rotary, *weights, epsilon, rule)
-        return query.transpose(0, 1).unsqueeze(0)
+        return query.transpose(0, 1).unsqueeze(0), gates
 
     def _projected(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
         if self.merged is not None:
@@ -119,6 +126,12 @@ def is_attention(module: nn.Module) -> bool:
     children = dict(module.named_children())
     has_inputs = {"q_proj", "k_proj", "v_proj"} <= children.keys() or "qkv_proj" in children
     return has_inputs and "o_proj" in children and all(hasattr(module, n) for n in ("layer_idx", "head_dim", "config"))
+
+
+def may_be_gated(module: nn.Module) -> bool:
+    """Whether its queries come twice as wide as what its heads mix."""
+    query, output = getattr(module, "q_proj", None), module.o_proj
+    return isinstance(query, nn.Linear) and query.out_features == 2 * output.in_features
 
 
 def has_head_norms(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from transformers import PreTrainedModel
 
-from stand.fusion.attention import AttentionSettings, FusedAttention, has_head_norms, is_attention
+from stand.fusion.attention import AttentionSettings, FusedAttention, has_head_norms, is_attention, may_be_gated
 from stand.fusion.formulas import GATE_ORDERS, NO_NORM, RULES
 from stand.fusion.gated_norm import FusedGatedNorm, is_gated_norm
 from stand.fusion.kernels import Kernels
@@ -222,7 +222,8 @@ class Trial:
         constants = {name: value for name, value in own.constants.items() if name not in parameters}
         width = tables[0].shape[-1]
         rotaries = [rotary for rotary in (width, 2 * width, 0) if rotary <= module.head_dim]
-        return [AttentionSettings(constants, parameters, rotary, rule) for rotary in rotaries], ""
+        is_gated = may_be_gated(module)
+        return [AttentionSettings(constants, parameters, rotary, rule, is_gated) for rotary in rotaries], ""
 
     def _best(
         self, kind: str, module: nn.Module, candidates: Iterable[tuple[object, Callable]], refusal: str

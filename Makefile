@@ -149,6 +149,12 @@ $(VENV)/.ready: $(SOURCES)
 .venv-wheel/.ready: $(SOURCES) $(VENV)/.ready $(MODULES) .venv-wheel/.torch
 	@echo "== .venv-wheel: building the wheel (one or two minutes)"
 	@rm -rf build/wheel build/lib* build/bdist*
+	@# The modules of $(VENV) were compiled by the same commands; setuptools compiles none that is newer than its source.
+	@library=build/lib.$$($(BIN)/python -c 'import sys, sysconfig as s; print(s.get_platform(), sys.implementation.cache_tag, sep="-")'); \
+	for source in $$(find stand trees verifiers -name '*.pyx') stand/_cyutility.c; do \
+	  folder=$$library/$$(dirname $$source | sed -e 's,^trees,stand/&,' -e 's,^verifiers,stand/&,'); \
+	  mkdir -p $$folder && cp $${source%.*}.*.so $$folder/ || exit 1; \
+	done
 	@$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
 	@wheel=$$(ls $(CURDIR)/build/wheel/*.whl) && \
 	  .venv-wheel/bin/pip install --quiet --force-reinstall --no-deps "$$wheel" && \

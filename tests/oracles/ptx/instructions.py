@@ -232,7 +232,8 @@ def _cp(parts: list[str], operands: tuple[str, ...], registers: Registers, state
             return
         copy = to.of(threads), source.of(threads), threads, size, np.broadcast_to(read, len(mask))[threads].copy()
         allocation = state.shared_allocation
-        allocation.is_in_flight[state.shared.note_write(allocation, copy[0], threads, size, state.clock)] = True
+        places = state.shared.note_write(allocation, copy[0], threads, size, state.clock)
+        allocation.ledger.is_in_flight[places] = True
         state.copies.add(copy)
 
     return run
@@ -244,7 +245,8 @@ def _arrive(copy: tuple, state: State) -> None:
     if not np.isin(read, (0, size)).all():
         raise NotImplementedError("an asynchronous copy that reads a part")
     allocation = state.shared_allocation
-    allocation.is_in_flight[allocation.places(to, size)] = False
+    places = allocation.places(to, size)  # before its array is looked up: the ledger may part it anew
+    allocation.ledger.is_in_flight[places] = False
     is_read, words = read > 0, [np.zeros(len(threads), dtype=np.uint32) for _ in range(size // 4)]
     if is_read.any():
         loaded = state.memory.load(source[is_read], threads[is_read], 4, size // 4, state.clock)
@@ -366,13 +368,10 @@ def _operand(words: np.ndarray, rows: int, is_transposed: bool, kind: str, state
     """float64 [rows, 16] of the matrix that a descriptor tells of; the asynchronous proxy reads it."""
     if (words != words[0]).any():
         raise PtxError("the threads of four warps must give wgmma one descriptor")
-    addresses = matrix.Descriptor.decode(int(words[0])).addresses(rows, 16, is_transposed=is_transposed)
-    flat = addresses.ravel().astype(np.uint64)
-    allocation = state.shared_allocation
-    if not allocation.is_fenced[allocation.places(flat, 2)].all():
-        raise PtxError("wgmma reads shared memory that was written without a fence of the asynchronous proxy")
-    (bits,) = state.shared.load(flat, np.full(len(flat), thread), 2, 1, state.clock)
-    return matrix.numbers_of(bits, kind).reshape(rows, 16)
+    pieces = matrix.pieces(int(words[0]), rows, is_transposed)
+    state.shared_allocation.check_fenced(pieces, 16)
+    halves = np.stack(state.shared.load(pieces, np.full(len(pieces), thread), 8, 2, state.clock), axis=-1)
+    return matrix.numbers_of(matrix.from_pieces(halves.view(np.uint16), is_transposed), kind)
 
 
 def _no_effect(parts: list[str], operands: tuple[str, ...], registers: Registers, state: State) -> Step:

@@ -183,9 +183,7 @@ def _shfl(parts: list[str], operands: tuple[str, ...], registers: Registers, sta
     segment, clamp, lanes = code >> 8 & 31, code & 31, np.arange(WARP)
     highest = (lanes & segment) | (clamp & ~segment & 31)
 
-    def run(mask: np.ndarray) -> None:
-        warps = _whole_warps(mask)
-        step = np.broadcast_to(others, state.num_threads).reshape(-1, WARP)[warps].astype(np.int64) & 31
+    def sources_of(step: np.ndarray) -> np.ndarray:
         sources = {
             "bfly": lambda: lanes ^ step,
             "up": lambda: lanes - step,
@@ -193,8 +191,17 @@ def _shfl(parts: list[str], operands: tuple[str, ...], registers: Registers, sta
             "idx": lambda: (lanes & segment) | (step & ~segment),
         }[mode]()
         is_inside = sources >= highest if mode == "up" else sources <= highest
-        chosen = np.where(is_inside, sources, lanes)
-        target[warps] = np.take_along_axis(values[warps], chosen, axis=1)
+        return np.where(is_inside, sources, lanes)
+
+    by_all = sources_of(np.int64(int(others) & 31)) if np.ndim(others) == 0 else None
+
+    def run(mask: np.ndarray) -> None:
+        warps = _whole_warps(mask)
+        if by_all is not None:
+            target[warps] = values[warps][:, by_all]
+            return
+        step = np.broadcast_to(others, state.num_threads).reshape(-1, WARP)[warps].astype(np.int64) & 31
+        target[warps] = np.take_along_axis(values[warps], sources_of(step), axis=1)
 
     return run
 

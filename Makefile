@@ -28,11 +28,12 @@ MODULES := $(shell find stand trees verifiers -name '*.py')
 CORE_TESTS := tests/trees tests/gpu/test_gpu_packing.py tests/gpu/test_gpu_work_list.py tests/engine/test_filters.py
 
 # A wheel holds the files of the source and modules compiled with the same options: what can go wrong is that one is
-# missing, or found in the source folder only. So every module is imported, and one test file of each part is run. What
+# missing, or found in the source folder only. So every module is imported, and tests of each part are run. What
 # goes wrong with old versions is what models, `generate` and Triton do: every family, custom_generate, fused kernels,
 # and fences in the attention as it is compiled.
 WHEEL_TESTS := tests/test_installed.py tests/engine/test_stream.py tests/trees/test_lookup_file.py \
-  tests/verifiers/test_compiled.py tests/gpu/test_gpu_packing.py tests/scripts/test_throughput.py \
+  tests/verifiers/test_compiled.py tests/gpu/test_gpu_packing.py \
+  tests/scripts/test_throughput.py::test_document_has_every_problem_and_arm \
   tests/engine/test_refused_models.py tests/engine/test_forward.py::test_tree_logits_equal_plain_forwards \
   tests/engine/test_engine.py::test_greedy_equals_transformers_token_for_token tests/engine/test_hub.py \
   tests/engine/test_recurrent_layers.py::test_greedy_tokens_are_those_of_generate \

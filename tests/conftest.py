@@ -37,7 +37,11 @@ def interpreter():
         pytest.skip(obstacle)
 
 
-ABOUT_CHECKS = {"test_gpu_self_check", "test_refused_models"}  # files whose tests have everything checked
+ABOUT_CHECKS = {
+    "test_gpu_features",
+    "test_gpu_self_check",
+    "test_refused_models",
+}  # files whose tests have everything checked
 
 
 @pytest.fixture(scope="session")

@@ -28,11 +28,12 @@ MODULES := $(shell find stand trees verifiers -name '*.py')
 CORE_TESTS := tests/trees tests/gpu/test_gpu_packing.py tests/gpu/test_gpu_work_list.py tests/engine/test_filters.py
 
 # A wheel holds the files of the source and modules compiled with the same options: what can go wrong is that one is
-# missing, or found in the source folder only. So every module is imported, and one test file of each part is run. What
+# missing, or found in the source folder only. So every module is imported, and tests of each part are run. What
 # goes wrong with old versions is what models, `generate` and Triton do: every family, custom_generate, fused kernels,
 # and fences in the attention as it is compiled.
 WHEEL_TESTS := tests/test_installed.py tests/engine/test_stream.py tests/trees/test_lookup_file.py \
-  tests/verifiers/test_compiled.py tests/gpu/test_gpu_packing.py tests/scripts/test_throughput.py \
+  tests/verifiers/test_compiled.py tests/gpu/test_gpu_packing.py \
+  tests/scripts/test_throughput.py::test_document_has_every_problem_and_arm \
   tests/engine/test_refused_models.py tests/engine/test_forward.py::test_tree_logits_equal_plain_forwards \
   tests/engine/test_engine.py::test_greedy_equals_transformers_token_for_token tests/engine/test_hub.py \
   tests/engine/test_recurrent_layers.py::test_greedy_tokens_are_those_of_generate \
@@ -149,6 +150,12 @@ $(VENV)/.ready: $(SOURCES)
 .venv-wheel/.ready: $(SOURCES) $(VENV)/.ready $(MODULES) .venv-wheel/.torch
 	@echo "== .venv-wheel: building the wheel (one or two minutes)"
 	@rm -rf build/wheel build/lib* build/bdist*
+	@# The modules of $(VENV) were compiled by the same commands; setuptools compiles none that is newer than its source.
+	@library=build/lib.$$($(BIN)/python -c 'import sys, sysconfig as s; print(s.get_platform(), sys.implementation.cache_tag, sep="-")'); \
+	for source in $$(find stand trees verifiers -name '*.pyx') stand/_cyutility.c; do \
+	  folder=$$library/$$(dirname $$source | sed -e 's,^trees,stand/&,' -e 's,^verifiers,stand/&,'); \
+	  mkdir -p $$folder && cp $${source%.*}.*.so $$folder/ || exit 1; \
+	done
 	@$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
 	@wheel=$$(ls $(CURDIR)/build/wheel/*.whl) && \
 	  .venv-wheel/bin/pip install --quiet --force-reinstall --no-deps "$$wheel" && \

@@ -8,6 +8,7 @@ No steps are timed: drafts have fixed budgets, and nothing is written to the hom
 
 import importlib.util
 import os
+import sys
 
 import pytest
 
@@ -34,3 +35,29 @@ def interpreter():
 
     if obstacle := interpreter_obstacle():
         pytest.skip(obstacle)
+
+
+ABOUT_CHECKS = {
+    "test_gpu_features",
+    "test_gpu_self_check",
+    "test_refused_models",
+}  # files whose tests have everything checked
+
+
+@pytest.fixture(scope="session")
+def passed_checks():
+    from remembered_checks import PassedChecks
+
+    return PassedChecks()
+
+
+@pytest.fixture(autouse=True)
+def quick_wrap(request):
+    """Models that have passed the checks of `wrap` are not checked again. What passes where a test may have patched
+    something is remembered for its own file alone."""
+    if "stand.engine" not in sys.modules or request.path.stem in ABOUT_CHECKS:
+        yield
+        return
+    passed = request.getfixturevalue("passed_checks")
+    with passed.skipped(own=request.path.stem if "monkeypatch" in request.fixturenames else ""):
+        yield

@@ -47,7 +47,7 @@ def exact_laws(reasoner, prompts):
     [
         ("match", "none", True, "lookup"),
         pytest.param("traversal", "sampled", True, "lookup", marks=pytest.mark.slow),
-        ("traversal", "mixed", True, "lookup"),
+        pytest.param("traversal", "mixed", True, "lookup", marks=pytest.mark.slow),
         pytest.param("match", "deterministic", True, "lookup", marks=pytest.mark.slow),
         ("typical", "sampled", False, "lookup"),
         ("traversal", "sampled", True, "blended"),

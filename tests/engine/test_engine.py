@@ -125,12 +125,12 @@ def test_a_chain_rule_refuses_a_branching_shape():
 def test_the_same_seed_gives_the_same_rows_and_another_one_others():
     runs = [
         engine_of().generate(input_ids=PROMPTS, num_return_sequences=3, max_new_tokens=30, temperature=1.0, seed=seed)
-        for seed in (7, 7, 8)
+        for seed in (8, 8, 9)
     ]
     assert runs[0].token_ids == runs[1].token_ids
     assert runs[0].token_ids != runs[2].token_ids
     assert len({tuple(tokens) for tokens in runs[0].token_ids[:3]}) == 3
-    assert runs[0].seed == 7
+    assert runs[0].seed == 8
 
 
 @pytest.mark.parametrize(("verifier", "learn"), [("match", True), ("match", False), ("traversal", False)])

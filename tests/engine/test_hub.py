@@ -43,7 +43,7 @@ PADDED = {  # left-padded, prompts of 6, 4 and 2 tokens
     "input_ids": torch.tensor([[5, 9, 11, 4, 5, 9], [0, 0, 7, 8, 30, 21], [0, 0, 0, 0, 40, 41]]),
     "attention_mask": torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1]]),
 }
-PADDED_ENDS_AT = 26  # the greedy continuation of the first prompt holds it
+PADDED_ENDS_AT = 33  # the greedy continuation of the first prompt holds it
 ENDS = [*range(20, 26)]
 
 

@@ -62,7 +62,7 @@ def test_states_are_the_rows_own_whatever_happens_to_them(target):
     """Rejections, rows that end, wait and move, equal rows, a second call, a prompt of one token."""
     drafter = blended(laws=CheckedLaws)
     engine = stand.wrap(tiny_model(target), drafter=drafter)
-    settings = {"temperature": 1.0, "top_k": 0, "seed": 2}
+    settings = {"temperature": 1.0, "top_k": 0, "seed": 4}
     ends = list(range(0, VOCABULARY_SIZE, 9))  # rows end at different steps
     output = engine.generate(input_ids=PROMPTS, stop_token_ids=ends, max_new_tokens=9, **settings)
     assert len({len(tokens) for tokens in output.token_ids}) > 1

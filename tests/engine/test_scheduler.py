@@ -113,12 +113,13 @@ def test_a_request_ends_with_its_last_row():
 
 @pytest.mark.parametrize("verifier", ["match", "coupled"])
 def test_tokens_are_those_of_one_batch_for_every_number_of_places(verifier):
-    expected = engine_of(verifier).generate(PROMPTS, **SETTINGS)
+    settings = {**SETTINGS, "seed": 6}  # rows end at different steps
+    expected = engine_of(verifier).generate(PROMPTS, **settings)
     assert len(set(map(len, expected.token_ids))) > 2
-    for max_rows in (1, 2, 4, 9):
-        output = engine_of(verifier).generate(PROMPTS, **SETTINGS, max_rows=max_rows)
+    for max_rows in (1, 4, 9):
+        output = engine_of(verifier).generate(PROMPTS, **settings, max_rows=max_rows)
         assert output.token_ids == expected.token_ids and output.finish_reasons == expected.finish_reasons
-    found = tokens_of(engine_of(verifier).run(iter(PROMPTS), max_rows=2, **SETTINGS))
+    found = tokens_of(engine_of(verifier).run(iter(PROMPTS), max_rows=2, **settings))
     assert [found[row] for row in range(9)] == expected.token_ids
 
 
@@ -139,7 +140,7 @@ def test_ratio_rules_repeat_and_all_rows_live_is_one_batch():
 @pytest.mark.parametrize("pages", [None, pytest.param(20, marks=pytest.mark.slow)])
 def test_hundreds_of_mixed_requests_are_each_their_own_call(pages):
     """End tokens, stop strings, short and long limits, greedy: 12 kinds in random order."""
-    generator = random.Random(0)
+    generator = random.Random(3)
     engine = stand.wrap(tiny_model("qwen2"), letter_tokenizer(), drafter=stand.BlendedDrafter(budget=32))
     kinds, alone = [], []
     for kind in range(12):
@@ -153,7 +154,7 @@ def test_hundreds_of_mixed_requests_are_each_their_own_call(pages):
         kinds.append({"prompt": prompt, **{name: settings[name] for name in settings if name[:4] in ("max_", "stop")}})
         alone.append((output.token_ids[0], output.texts[0], output.finish_reasons[0]))
     assert set(Counter(reason for *_, reason in alone).values()) == {4}
-    order = [generator.randrange(12) for _ in range(400)]
+    order = [generator.randrange(12) for _ in range(250)]
     settings = {"max_rows": 32, "max_cache_bytes": pages and cap_of(pages, engine), "do_sample": False}
     run = engine.run((stand.Request(**kinds[kind], id=kind) for kind in order), **settings)
     found = list(run)
@@ -265,12 +266,13 @@ def interrupt(engine: stand.Engine, generator: random.Random, patch: pytest.Monk
 WHERE = ("on_step", "forward", "draft", "learn", "learn_prompt", "request", "close", "consumer")
 
 
-def test_a_hundred_interruptions_leave_nothing_behind():
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_many_interruptions_leave_nothing_behind(count):
     engine, generator = engine_of(), random.Random(1)
     settings = {"num_return_sequences": 2, "max_new_tokens": 5, "temperature": 0.9, "seed": 5, "max_rows": 3}
     expected = engine_of().generate(PROMPTS[:2], **settings).token_ids
     attention = engine.model.config._attn_implementation
-    for attempt in range(100):
+    for attempt in range(count):
         with pytest.MonkeyPatch.context() as patch:
             interrupt(engine, generator, patch)
         assert engine.model.config._attn_implementation == attention

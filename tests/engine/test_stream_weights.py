@@ -101,7 +101,7 @@ def test_targets_that_streams_cannot_ride_on_are_refused(tmp_path):
     config.layer_types = ["sliding_attention"] * config.num_hidden_layers
     with pytest.raises(ValueError, match="attends to all tokens, got sliding windows"):
         Streams(AutoModelForCausalLM.from_config(config))
-    with pytest.raises(ValueError, match=r"num_layers must be in \[1, 3\], got 4"):
+    with pytest.raises(ValueError, match=r"num_layers must be in \[1, 2\], got 4"):
         Streams(tiny_model("llama"), num_layers=4)
     with pytest.raises(ValueError, match="model.safetensors, got"):
         Streams.load(tiny_model("llama"), tmp_path)

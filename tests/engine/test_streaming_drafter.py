@@ -75,7 +75,7 @@ def test_recorded_laws_are_the_streams_own_whatever_happens_to_the_rows(target, 
     """Rejections, rows that end and move, equal rows, a second call, a prompt of one token."""
     drafter = checked(target, budget=14, placement=placement)
     engine = stand.wrap(tiny_model(target), drafter=drafter)
-    settings = {"temperature": 1.0, "top_k": 0, "seed": 2}
+    settings = {"temperature": 1.0, "top_k": 0, "seed": 4}
     output = engine.generate(input_ids=PROMPTS, stop_token_ids=ENDS, max_new_tokens=9, **settings)
     assert len({len(tokens) for tokens in output.token_ids}) > 1
     engine.generate(input_ids=PROMPTS[:1] * 2, stop_token_ids=[], max_new_tokens=6, **settings)
@@ -214,12 +214,12 @@ def test_pages_hold_the_streams_too(placement, monkeypatch):
     """Rows are put back where pages run out, and with `match` no token changes."""
     monkeypatch.setattr(within_pages, "GROWTH", 0)
     model = kernel_model("qwen2")
-    settings = {"num_return_sequences": 24, "max_new_tokens": 60, "temperature": 1.0, "top_k": 0, "seed": 3}
+    settings = {"num_return_sequences": 12, "max_new_tokens": 60, "temperature": 1.0, "top_k": 0, "seed": 3}
     written = []
     for share in (None, 0.3):
         drafter = stand.StreamingDrafter(random_streams(model), budget=24, placement=placement)
         engine = stand.wrap(model, drafter=drafter, verifier="match")
-        cap = None if share is None else share * 24 * 66 * bytes_per_token(model) + 400 * bytes_per_token(model)
+        cap = None if share is None else (share * 12 * 66 + 200) * bytes_per_token(model)
         output = engine.generate(PROMPTS[0], **settings, max_cache_bytes=cap)
         written.append(output.token_ids)
     assert output.stats.num_put_back > 0 and written[0] == written[1]

@@ -15,10 +15,12 @@ NEEDS_INTERPRETER = {
     "test_cpu_tensors_need_the_interpreter", "test_an_interpreter_that_cannot_run_is_named",
     "test_sums_that_overflow_and_functions_within_functions_give_the_same_bits",
 }  # fmt: skip
+LONG_TO_COMPILE = {"test_room_decides_nothing"}  # four more sizes of the filter, half a minute
 CAPABILITY = os.environ.get("STAND_PTX")
 PADDED = {"_rope_and_store"}  # tokens of padding share a slot that nobody reads
 
 
+@pytest.hookimpl(tryfirst=True)  # before those with a marker are chosen
 def pytest_collection_modifyitems(items):
     if importlib.util.find_spec("triton") is None:
         return
@@ -32,6 +34,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=obstacle))
         if CAPABILITY and item.originalname in NEEDS_INTERPRETER:
             item.add_marker(pytest.mark.skip(reason="is about the interpreter; STAND_PTX asks for compiled kernels"))
+        if CAPABILITY and item.originalname in LONG_TO_COMPILE:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="session")

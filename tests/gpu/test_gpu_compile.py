@@ -23,16 +23,28 @@ from stand.gpu.tiles import BLOCKS_16_BIT, BLOCKS_FLOAT32, Limits  # noqa: E402
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # what one block may have
-BROKEN = """
+SINGLE = """
+import json
+from compile_kernels import compile_specimen, describe
 import triton, triton.language as tl
+from specimens.modules import of_product
 from specimens.specimen import Specimen
 
 @triton.jit
-def shift(numbers, SIZE: tl.constexpr):
+def plus(numbers, SIZE: tl.constexpr):
     places = tl.arange(0, SIZE)
-    tl.store(numbers + places, tl.load(numbers + places) {operator} 1)
+    tl.store(numbers + places, tl.load(numbers + places) + 1)
 
-print(describe("broken", Specimen("shift", shift, {{"numbers": "*fp32"}}, {{"SIZE": 64}}), 90))
+@triton.jit
+def shifted(numbers, SIZE: tl.constexpr):
+    places = tl.arange(0, SIZE)
+    tl.store(numbers + places, tl.load(numbers + places) << 1)
+
+def line(kernel):
+    return describe("one", Specimen("one", kernel, {"numbers": "*fp32"}, {"SIZE": 64}), 90)
+
+ptx = compile_specimen(of_product()[0], 90)[0].asm["ptx"]
+print(json.dumps({"plus": line(plus), "shifted": line(shifted), "ptx": ptx}))
 """
 
 
@@ -179,11 +191,14 @@ def test_products_fit_every_gpu_and_use_its_matrix_instructions(kernels):
             assert kernel["shared_bytes"] <= 65536 and kernel["matrix"] == "mma", kernel
 
 
-PTX = """
-from compile_kernels import compile_specimen
-from specimens.modules import of_product
-print(compile_specimen(of_product()[0], 90)[0].asm["ptx"])
-"""
+@pytest.fixture(scope="module")
+def single(tmp_path_factory) -> dict:
+    """Kernels that are compiled one by one, all by one process: what is told of them, and PTX."""
+    source = tmp_path_factory.mktemp("single") / "single.py"
+    source.write_text(SINGLE, encoding="utf-8")
+    result = run(str(source), timeout=300)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def is_released(ptx: str) -> bool:
@@ -196,18 +211,13 @@ def is_released(ptx: str) -> bool:
     )
 
 
-def test_results_are_stored_before_they_are_counted(tmp_path):
-    source = tmp_path / "ptx.py"
-    source.write_text(PTX, encoding="utf-8")
-    ptx = run(str(source), timeout=60).stdout
+def test_results_are_stored_before_they_are_counted(single):
+    ptx = single["ptx"]
     assert is_released(ptx)
     assert not is_released(ptx.replace("acq_rel", "relaxed")) and not is_released(ptx.replace("bar.sync", "bar.warp"))
 
 
-@pytest.mark.parametrize("operator, is_error", [("+", False), ("<<", True)])
-def test_what_does_not_compile_is_reported(operator, is_error, tmp_path):
-    source = tmp_path / "broken.py"
-    source.write_text("from compile_kernels import describe\n" + BROKEN.format(operator=operator), encoding="utf-8")
-    result = run(str(source), timeout=300)
-    assert "'module': 'broken'" in result.stdout, result.stderr
-    assert ("'error'" in result.stdout) == is_error
+@pytest.mark.parametrize(("kernel", "is_error"), [("plus", False), ("shifted", True)])
+def test_what_does_not_compile_is_reported(single, kernel, is_error):
+    """Numbers of floating point have no shift."""
+    assert single[kernel]["module"] == "one" and ("error" in single[kernel]) == is_error

@@ -62,7 +62,7 @@ def test_the_tokens_are_those_of_eager_steps(plain_kernels, monkeypatch, caplog,
 
 def test_rows_that_ended_before_stay_ended_and_places_are_kept(plain_kernels, monkeypatch):
     """Of six rows some end early; the rest no longer lie in their places' order when the step fails."""
-    settings = {**SETTINGS, "num_return_sequences": 3, "stop_token_ids": [27, 42], "max_new_tokens": 60, "seed": 9}
+    settings = {**SETTINGS, "num_return_sequences": 3, "stop_token_ids": [27, 42], "max_new_tokens": 60, "seed": 13}
     expected = engine_of("sdpa").generate(input_ids=PROMPTS, **settings)
     lengths = sorted(len(tokens) for tokens in expected.token_ids)
     assert lengths[1] < 13 and lengths[-2] > 30

@@ -29,7 +29,7 @@ PTX = """
 from compile_kernels import compile_specimen
 from specimens.attention import of_attention
 for specimen in of_attention():
-    if specimen.signature["query"] != "*fp32" and specimen.name in {names}:
+    if specimen.name == "{name}":
         print(compile_specimen(specimen, 90)[0].asm["ptx"])
 """
 
@@ -57,18 +57,17 @@ def test_other_kernels_stay_as_they_are(product):
     assert add_fences(ptx) == ptx
 
 
-def test_compiled_attention_has_its_fences(tmp_path):
+@pytest.mark.parametrize("name", ["7B small tiles", pytest.param("Gemma 2", marks=pytest.mark.slow)])
+def test_compiled_attention_has_its_fences(name, tmp_path):
     """By the Triton at hand, in the way that launches take."""
     source = tmp_path / "ptx.py"
-    source.write_text(PTX.format(names=["7B small tiles", "Gemma 2"]), encoding="utf-8")
+    source.write_text(PTX.format(name=name), encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2] / "scripts")
     result = subprocess.run([sys.executable, str(source)], capture_output=True, text=True, env=environment, timeout=120)
     kernels = result.stdout.split(".version")[1:]
-    assert len(kernels) == 2, result.stderr
-    for ptx in kernels:
-        assert num_unfenced(ptx) == 0
-        assert num_unfenced(ptx.replace("fence.proxy.async", "")) > 0
+    assert len(kernels) == 1, result.stderr
+    assert num_unfenced(kernels[0]) == 0 < num_unfenced(kernels[0].replace("fence.proxy.async", ""))
 
 
 class Backend:

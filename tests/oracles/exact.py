@@ -98,10 +98,11 @@ class Node:
 
 @dataclass(frozen=True)
 class Draft:
-    """Revealed nodes after the root; node numbers start at 1, the root is 0."""
+    """Revealed nodes after the root; node numbers start at 1, the root is 0. `contexts`: tokens up to each of them."""
 
     nodes: tuple[Node, ...] = ()
     children: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False)
+    contexts: tuple[Context, ...] = field(default=((),), compare=False)
 
     def __len__(self) -> int:
         return len(self.nodes) + 1
@@ -109,7 +110,8 @@ class Draft:
     def grown(self, parent: int, token: int, law: Law) -> Draft:
         children = dict(self.children)
         children[parent] = (*children.get(parent, ()), len(self))
-        return Draft((*self.nodes, Node(parent, token, law)), children)
+        contexts = (*self.contexts, (*self.contexts[parent], token))
+        return Draft((*self.nodes, Node(parent, token, law)), children, contexts)
 
     def node(self, index: int) -> Node:
         return self.nodes[index - 1]
@@ -118,13 +120,10 @@ class Draft:
         return self.children.get(index, ())
 
     def context(self, index: int) -> Context:
-        if index == 0:
-            return ()
-        node = self.node(index)
-        return (*self.context(node.parent), node.token)
+        return self.contexts[index]
 
     def depth(self, index: int) -> int:
-        return len(self.context(index))
+        return len(self.contexts[index])
 
 
 Policy = Callable[[World, Draft], "tuple[int, Law] | None"]  # (parent, law of its next child), or stop
@@ -284,24 +283,27 @@ def pack(
     world: World, drafts: Sequence[Draft], *, support_size: int | None = None, order: SupportOrder = ascending
 ) -> DraftBatch:
     """Enumerated drafts as one batch; the pending token is 0."""
-    size = support_size or world.vocabulary_size
-    return DraftBatch.concatenate([_draft_tree(world, draft, size, order) for draft in drafts])
+    size, laws = support_size or world.vocabulary_size, {}
+    for law in (node.law for draft in drafts for node in draft.nodes):
+        if id(law) not in laws:  # drafts share them, and Fractions are slow
+            laws[id(law)] = tuple(map(float, law))
+    return DraftBatch.concatenate([_draft_tree(world, draft, size, order, laws) for draft in drafts])
 
 
-def _draft_tree(world: World, draft: Draft, support_size: int, order: SupportOrder) -> DraftTree:
+def _draft_tree(
+    world: World, draft: Draft, support_size: int, order: SupportOrder, laws_of: dict[int, tuple[float, ...]]
+) -> DraftTree:
+    """laws_of: by the identity of the laws of the draft's nodes."""
     support_ids = np.full((len(draft), support_size), -1, dtype=np.int32)
     laws = np.zeros((len(draft), support_size), dtype=np.float64)
     for index in range(len(draft)):
         children = draft.children_of(index)
-        support = [
-            token
-            for token in range(world.vocabulary_size)
-            if any(draft.node(child).law[token] > 0 for child in children)
-        ]
+        own = {child: laws_of[id(draft.node(child).law)] for child in children}
+        support = [token for token in range(world.vocabulary_size) if any(law[token] > 0 for law in own.values())]
         support = order(support, list(dict.fromkeys(draft.node(child).token for child in children)))
         support_ids[index, : len(support)] = support
         for child in children:
-            laws[child, : len(support)] = [float(draft.node(child).law[token]) for token in support]
+            laws[child, : len(support)] = [own[child][token] for token in support]
     return DraftTree(
         token_ids=np.array([0, *(node.token for node in draft.nodes)], dtype=np.int32),
         parents=np.array([-1, *(node.parent for node in draft.nodes)], dtype=np.int32),
@@ -312,8 +314,10 @@ def _draft_tree(world: World, draft: Draft, support_size: int, order: SupportOrd
 
 
 def target_rows(world: World, drafts: Sequence[Draft], dtype: torch.dtype = torch.float64) -> TargetRows:
-    rows = [world.p(draft.context(node)) for draft in drafts for node in range(len(draft))]
-    return TargetRows(torch.tensor([[float(share) for share in row] for row in rows], dtype=dtype))
+    contexts = [context for draft in drafts for context in draft.contexts]
+    numbers = {context: number for number, context in enumerate(dict.fromkeys(contexts))}  # few, in many drafts
+    laws = torch.tensor([[float(share) for share in world.p(context)] for context in numbers], dtype=dtype)
+    return TargetRows(laws[[numbers[context] for context in contexts]])
 
 
 def production_report(

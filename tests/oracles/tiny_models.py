@@ -24,7 +24,7 @@ SHAPE = {
     "vocab_size": VOCABULARY_SIZE,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
@@ -57,7 +57,7 @@ def tiny_model(family: str) -> PreTrainedModel:
     """Soft-capped scores are left to eager attention: the default of transformers 5.16 leaves the cap out."""
     config = CONFIGS[family]
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
 

@@ -93,6 +93,7 @@ def test_large_lookups_are_written_less_often():
 
 def test_a_failure_is_told_and_tried_again(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(saving, "PAUSE", 0.01)
+    monkeypatch.setattr(saving, "PAUSE_PER_BYTE", 0)
     path, owner, lookup = tmp_path / "folder" / "served.lookup", Owner(), lookup_of(1, 2, 3)
     saver = Saver(owner, lookup, str(path))
     wait_for(lambda: "could not be written" in caplog.text)
@@ -103,6 +104,7 @@ def test_a_failure_is_told_and_tried_again(tmp_path, monkeypatch, caplog):
 
 def test_a_lack_of_memory_does_not_end_the_saving(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(saving, "PAUSE", 0.01)
+    monkeypatch.setattr(saving, "PAUSE_PER_BYTE", 0)
     path, owner, lookup = tmp_path / "served.lookup", Owner(), lookup_of(1, 2, 3)
     save, fails = BlendedLookup.save, [True]
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from functools import lru_cache
 
 import exact_rules
 import numpy as np
@@ -317,15 +318,22 @@ SAMPLED_CASES = [
 ]
 
 
-def sampled_step(rule: str, kind: str, count: int):
-    """`count` rows with drafts drawn at random, verified with the shipped noise: the tokens that each row gains."""
+@lru_cache
+def sampled_drafts(kind: str, count: int):
+    """`count` rows with drafts drawn at random, and the laws [N, V] at their nodes."""
     world, listed = WORLDS["EX2"], drafts("EX2", kind)
     weights = np.array([float(weight) for weight, _ in listed])
     picks = np.random.default_rng(17).choice(len(listed), size=count, p=weights / weights.sum())
     chosen = [listed[pick][1] for pick in picks]
     batch = pack(world, chosen)
-    verdicts = get_verifier(rule).verify(batch, target_rows(world, chosen, torch.float32), keyed(count))
-    return batch, verdicts
+    return batch, target_rows(world, chosen, torch.float32).rows(np.arange(batch.num_nodes))
+
+
+@lru_cache
+def sampled_step(rule: str, kind: str, count: int):
+    """Drafts that are verified with the shipped noise: the batch, and its verdicts."""
+    batch, laws = sampled_drafts(kind, count)
+    return batch, get_verifier(rule).verify(batch, TargetRows(laws.clone()), keyed(count))
 
 
 @pytest.mark.parametrize(("rule", "kind"), SAMPLED_CASES)

@@ -183,9 +183,7 @@ def _shfl(parts: list[str], operands: tuple[str, ...], registers: Registers, sta
     segment, clamp, lanes = code >> 8 & 31, code & 31, np.arange(WARP)
     highest = (lanes & segment) | (clamp & ~segment & 31)
 
-    def run(mask: np.ndarray) -> None:
-        warps = _whole_warps(mask)
-        step = np.broadcast_to(others, state.num_threads).reshape(-1, WARP)[warps].astype(np.int64) & 31
+    def sources_of(step: np.ndarray) -> np.ndarray:
         sources = {
             "bfly": lambda: lanes ^ step,
             "up": lambda: lanes - step,
@@ -193,8 +191,17 @@ def _shfl(parts: list[str], operands: tuple[str, ...], registers: Registers, sta
             "idx": lambda: (lanes & segment) | (step & ~segment),
         }[mode]()
         is_inside = sources >= highest if mode == "up" else sources <= highest
-        chosen = np.where(is_inside, sources, lanes)
-        target[warps] = np.take_along_axis(values[warps], chosen, axis=1)
+        return np.where(is_inside, sources, lanes)
+
+    by_all = sources_of(np.int64(int(others) & 31)) if np.ndim(others) == 0 else None
+
+    def run(mask: np.ndarray) -> None:
+        warps = _whole_warps(mask)
+        if by_all is not None:
+            target[warps] = values[warps][:, by_all]
+            return
+        step = np.broadcast_to(others, state.num_threads).reshape(-1, WARP)[warps].astype(np.int64) & 31
+        target[warps] = np.take_along_axis(values[warps], sources_of(step), axis=1)
 
     return run
 
@@ -232,7 +239,8 @@ def _cp(parts: list[str], operands: tuple[str, ...], registers: Registers, state
             return
         copy = to.of(threads), source.of(threads), threads, size, np.broadcast_to(read, len(mask))[threads].copy()
         allocation = state.shared_allocation
-        allocation.is_in_flight[state.shared.note_write(allocation, copy[0], threads, size, state.clock)] = True
+        places = state.shared.note_write(allocation, copy[0], threads, size, state.clock)
+        allocation.ledger.is_in_flight[places] = True
         state.copies.add(copy)
 
     return run
@@ -244,7 +252,8 @@ def _arrive(copy: tuple, state: State) -> None:
     if not np.isin(read, (0, size)).all():
         raise NotImplementedError("an asynchronous copy that reads a part")
     allocation = state.shared_allocation
-    allocation.is_in_flight[allocation.places(to, size)] = False
+    places = allocation.places(to, size)  # before its array is looked up: the ledger may part it anew
+    allocation.ledger.is_in_flight[places] = False
     is_read, words = read > 0, [np.zeros(len(threads), dtype=np.uint32) for _ in range(size // 4)]
     if is_read.any():
         loaded = state.memory.load(source[is_read], threads[is_read], 4, size // 4, state.clock)
@@ -366,13 +375,10 @@ def _operand(words: np.ndarray, rows: int, is_transposed: bool, kind: str, state
     """float64 [rows, 16] of the matrix that a descriptor tells of; the asynchronous proxy reads it."""
     if (words != words[0]).any():
         raise PtxError("the threads of four warps must give wgmma one descriptor")
-    addresses = matrix.Descriptor.decode(int(words[0])).addresses(rows, 16, is_transposed=is_transposed)
-    flat = addresses.ravel().astype(np.uint64)
-    allocation = state.shared_allocation
-    if not allocation.is_fenced[allocation.places(flat, 2)].all():
-        raise PtxError("wgmma reads shared memory that was written without a fence of the asynchronous proxy")
-    (bits,) = state.shared.load(flat, np.full(len(flat), thread), 2, 1, state.clock)
-    return matrix.numbers_of(bits, kind).reshape(rows, 16)
+    pieces = matrix.pieces(int(words[0]), rows, is_transposed)
+    state.shared_allocation.check_fenced(pieces, 16)
+    halves = np.stack(state.shared.load(pieces, np.full(len(pieces), thread), 8, 2, state.clock), axis=-1)
+    return matrix.numbers_of(matrix.from_pieces(halves.view(np.uint16), is_transposed), kind)
 
 
 def _no_effect(parts: list[str], operands: tuple[str, ...], registers: Registers, state: State) -> Step:

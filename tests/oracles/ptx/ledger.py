@@ -14,6 +14,7 @@ import numpy as np
 WARP = 32
 NOBODY, MANY = 0, -1  # threads of a launch are numbered from 1 on
 WARP_BITS, TIME_BITS = 20, 24  # of a clock
+WIDEST = 16  # bytes that one thread touches at once, at most
 
 
 class PtxError(RuntimeError):
@@ -64,27 +65,53 @@ class Clock:
 
 
 class Ledger:
-    """Last writer and reader of every byte of an allocation, in one launch."""
+    """Last writer and reader of every byte of an allocation at `start`, in one launch.
 
-    def __init__(self, num_bytes: int) -> None:
-        self.writer = np.zeros(num_bytes, dtype=np.int64)  # zeros cost no memory until they are touched
-        self.written = np.zeros(num_bytes, dtype=np.int64)  # its clock then
-        self.reader = np.zeros(num_bytes, dtype=np.int64)
-        self.read = np.zeros(num_bytes, dtype=np.int64)
+    Bytes that were always touched together share one entry: accesses are aligned, so entries of the narrowest access so
+    far, 16 bytes at most, part the bytes of all. `is_in_flight`: an asynchronous copy has not brought them yet.
+    `is_unfenced`: the asynchronous proxy (wgmma) may not read them.
+    """
+
+    NUMBERS, MARKS = ("writer", "written", "reader", "read"), ("is_in_flight", "is_unfenced")
+
+    def __init__(self, num_bytes: int, start: int = 0) -> None:
+        self.num_bytes, self.widest = num_bytes, start & -start & 15 or WIDEST
+        self.bytes_per_entry = 0  # nothing was touched yet
+
+    def places(self, first: np.ndarray, num_bytes: int) -> np.ndarray:
+        """int64 [n, x]: the entries of bytes `first` [n] and those behind, so many in all."""
+        width = min(num_bytes, self.widest)
+        if not 0 < self.bytes_per_entry <= width:
+            self._part(width)
+        places = (first // self.bytes_per_entry)[:, None]
+        count = num_bytes // self.bytes_per_entry
+        return places if count == 1 else places + np.arange(count)
+
+    def _part(self, width: int) -> None:
+        count = -(-self.num_bytes // width)
+        for name in (*self.NUMBERS, *self.MARKS):
+            if self.bytes_per_entry:
+                array = np.repeat(getattr(self, name), self.bytes_per_entry // width)[:count]
+            else:  # zeros cost no memory until they are touched
+                array = np.zeros(count, dtype=np.int64 if name in self.NUMBERS else bool)
+            setattr(self, name, array)
+        self.bytes_per_entry = width
 
     def note_read(self, places: np.ndarray, threads: np.ndarray, clock: Clock) -> None:
-        """places: int64 [n, size] bytes that threads [n] read."""
+        """places: int64 [n, x] entries that threads [n] read."""
         self._check(self.writer[places], self.written[places], threads, clock, "reads what thread {} wrote")
         me, now = clock.numbers(threads)[:, None], clock.now(threads)[:, None]
-        is_shared = (self.reader[places] != NOBODY) & (self.reader[places] != me)
+        readers = self.reader[places]
+        is_shared = (readers != NOBODY) & (readers != me)
         is_shared &= self.read[places] >> WARP_BITS == clock.time
         self.reader[places] = np.where(is_shared, MANY, me)
         self.read[places] = now
-        lost = places[(self.reader[places] != me) & ~is_shared]  # other lanes of this instruction read the same
-        self.reader[lost] = MANY
+        is_lost = (self.reader[places] != me) & ~is_shared  # other lanes of this instruction read the same
+        if is_lost.any():
+            self.reader[places[is_lost]] = MANY
 
     def note_write(self, places: np.ndarray, threads: np.ndarray, clock: Clock) -> None:
-        """places: int64 [n, size] bytes that threads [n] write."""
+        """places: int64 [n, x] entries that threads [n] write."""
         writers, times = self.writer[places], self.written[places]
         if clock.may_collide:
             writers = np.where(times >> (WARP_BITS + TIME_BITS) == clock.block, writers, NOBODY)
@@ -103,7 +130,8 @@ class Ledger:
         is_same_warp = (others != MANY) & ((others - 1) // WARP == (me - 1) // WARP)
         now = clock.now(threads)[:, None]
         is_ordered = (times >> WARP_BITS < clock.time) | (is_same_warp & (times < now))
-        for block in np.unique(blocks[suspects & (blocks != clock.block)]):
+        is_foreign = suspects & (blocks != clock.block)
+        for block in np.unique(blocks[is_foreign]) if is_foreign.any() else ():
             is_ordered = np.where(blocks == block, _is_acquired(int(block), others, times, threads, clock), is_ordered)
         races = suspects & ~is_ordered
         if races.any():

@@ -7,6 +7,7 @@ in float64 and rounded once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -106,3 +107,18 @@ class Descriptor:
         linear = self.start + offset
         swizzled_bits = self.row_bytes // 16 - 1  # 7, 3, 1 or 0
         return linear ^ (((linear >> 7) & swizzled_bits) << 4)
+
+
+@lru_cache(maxsize=4096)
+def pieces(word: int, rows: int, is_transposed: bool) -> np.ndarray:
+    """uint64 [2 * rows]: addresses of the pieces of eight elements, side by side in memory, of the operand [rows, 16]
+    that a descriptor tells of. No swizzle parts them."""
+    addresses = Descriptor.decode(word).addresses(rows, 16, is_transposed=is_transposed)
+    return (addresses[::8] if is_transposed else addresses[:, ::8]).ravel().astype(np.uint64)
+
+
+def from_pieces(elements: np.ndarray, is_transposed: bool) -> np.ndarray:
+    """[rows, 16] of the elements [2 * rows, 8] of its pieces."""
+    if is_transposed:
+        return elements.reshape(-1, 16, 8).swapaxes(1, 2).reshape(-1, 16)
+    return elements.reshape(-1, 16)

@@ -15,21 +15,17 @@ POISON = 0xA5  # of what was never written
 
 
 class Allocation:
-    """Bytes from address `start` on. `is_in_flight`: bytes that an asynchronous copy has not brought yet. `is_fenced`:
-    bytes that the asynchronous proxy (wgmma) may read."""
+    """Bytes from address `start` on."""
 
     def __init__(self, start: int, content: np.ndarray, *, is_shared: bool = False) -> None:
         self.start, self.content = start, content
         self.views = {size: content[: len(content) // size * size].view(kind) for size, kind in UNSIGNED.items()}
-        self.ledger = Ledger(len(content))
+        self.ledger = Ledger(len(content), start)
         self.is_shared = is_shared
-        if is_shared:
-            self.is_in_flight = np.zeros(len(content), dtype=bool)
-            self.is_fenced = np.ones(len(content), dtype=bool)
 
-    def places(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """int64 [n, size]: offsets of the bytes."""
-        return (addresses.astype(np.int64) - self.start)[:, None] + np.arange(size)
+    def places(self, addresses: np.ndarray, num_bytes: int) -> np.ndarray:
+        """int64 [n, x]: the ledger's entries of so many bytes at each address [n]."""
+        return self.ledger.places(addresses.astype(np.int64) - self.start, num_bytes)
 
     def load(self, addresses: np.ndarray, size: int, count: int) -> list[np.ndarray]:
         first = (addresses.astype(np.int64) - self.start) // size
@@ -41,12 +37,18 @@ class Allocation:
             self.views[size][first + number] = value
 
     def check_arrived(self, places: np.ndarray) -> None:
-        if self.is_shared and self.is_in_flight[places].any():
+        if self.is_shared and self.ledger.is_in_flight[places].any():
             raise PtxError("memory is touched while an asynchronous copy to it is under way")
+
+    def check_fenced(self, addresses: np.ndarray, num_bytes: int) -> None:
+        places = self.places(addresses, num_bytes)
+        if self.ledger.is_unfenced[places].any():
+            raise PtxError("wgmma reads shared memory that was written without a fence of the asynchronous proxy")
 
     def fence(self, threads: np.ndarray, clock: Clock) -> None:
         """What these threads have written may be read by the asynchronous proxy from now on."""
-        self.is_fenced |= np.isin(self.ledger.writer, clock.numbers(threads))
+        if self.ledger.bytes_per_entry:
+            self.ledger.is_unfenced &= ~np.isin(self.ledger.writer, clock.numbers(threads))
 
 
 class Space:
@@ -93,7 +95,7 @@ class Space:
         allocation.check_arrived(places)
         allocation.ledger.note_write(places, threads, clock)
         if allocation.is_shared:
-            allocation.is_fenced[places] = False
+            allocation.ledger.is_unfenced[places] = True
         return places
 
     def _split(self, addresses: np.ndarray, num_bytes: int):
@@ -101,8 +103,10 @@ class Space:
         if (strays := addresses[addresses % np.uint64(num_bytes) != 0]).size:
             raise PtxError(f"addresses must be multiples of {num_bytes}, got {strays[0]}")
         found = np.searchsorted(self.starts, addresses.astype(np.int64), side="right") - 1
-        for number in np.unique(found):
-            allocation, lanes = self.allocations[number], np.flatnonzero(found == number)
+        is_one = len(found) > 0 and (found == found[0]).all()
+        for number in found[:1] if is_one else np.unique(found):
+            allocation = self.allocations[number]
+            lanes = slice(None) if is_one else np.flatnonzero(found == number)
             ends = addresses[lanes].astype(np.int64) - allocation.start + num_bytes
             if number < 0 or (ends > len(allocation.content)).any():
                 raise PtxError(

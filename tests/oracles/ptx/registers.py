@@ -21,9 +21,11 @@ class Registers:
     def __init__(self, program: Program, num_threads: int) -> None:
         self.num_threads = num_threads
         self._arrays: dict[str, np.ndarray] = {}
+        self._kinds: list[np.ndarray] = []  # all registers of a kind are one array
         for prefix, (kind, count) in program.registers.items():
             names = [f"{prefix}{number}" for number in range(count)] or [prefix]
-            self._arrays |= {name: np.zeros(num_threads, dtype=DTYPES[kind]) for name in names}
+            self._kinds.append(np.zeros((len(names), num_threads), dtype=DTYPES[kind]))
+            self._arrays |= zip(names, self._kinds[-1], strict=True)
         self._shared = {name: np.zeros(1, dtype=np.uint32) for name in _SPECIAL}
         self._shared |= {name: np.zeros(1, dtype=DTYPES[kind]) for name, kind in program.parameters.items()}
         self._arrays["%tid.x"] = np.arange(num_threads, dtype=np.uint32)
@@ -32,9 +34,8 @@ class Registers:
 
     def begin(self, block: tuple[int, int, int], grid: tuple[int, int, int], arguments: Mapping[str, object]) -> None:
         """Poison all registers and set what a block is given."""
-        for name, array in self._arrays.items():
-            if name not in ("%tid.x", "%laneid"):
-                array.view(np.uint8)[:] = POISON if array.dtype != np.bool_ else 0
+        for registers in self._kinds:
+            registers.view(np.uint8)[:] = POISON if registers.dtype != np.bool_ else 0
         for axis, at, size in zip("xyz", block, grid, strict=True):
             self._shared[f"%ctaid.{axis}"][:], self._shared[f"%nctaid.{axis}"][:] = at, size
         for name, value in arguments.items():

@@ -43,7 +43,7 @@ NOT_OF_VERSIONS := --deselect tests/engine/test_hub.py::test_the_page_runs_as_pr
 # Kernels as Triton compiles them, each instruction run on the CPU (tests/oracles/ptx). All of tests/gpu can run so; these
 # take the shortest time.
 CAPABILITY ?= 90
-PTX_PARTS := ptx ptx_models fused_kernels traverse draw race softmax top_tokens compact filter
+PTX_PARTS := ptx ptx_models fused_kernels recurrent_kernels traverse draw race softmax top_tokens compact filter
 PTX_TESTS := $(PTX_PARTS:%=tests/gpu/test_gpu_%.py)
 # Test processes at a time. Each has neighbours, which share what took long to make, and takes over what is left.
 WORKERS ?= 2

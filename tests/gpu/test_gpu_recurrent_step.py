@@ -87,10 +87,11 @@ def test_rows_that_are_put_back_come_again_with_their_states(family, monkeypatch
 
 
 def test_pools_that_grow_keep_the_states(monkeypatch):
-    settings = {**SETTINGS, "num_return_sequences": 1, "max_new_tokens": 150}
+    settings = {**SETTINGS, "num_return_sequences": 1, "max_new_tokens": 150, "stop_token_ids": []}
     expected = engine_of("lfm2").generate(PROMPTS, **settings).token_ids
     monkeypatch.setattr(page_table, "FIRST_ROOM", 1)
     monkeypatch.setattr(page_table, "DRAFT_ROOM", 32)
+    monkeypatch.setattr(page_table, "PROMPTS_AHEAD", 0)
     grow, pools = page_table.DeviceCache.grow, []
     monkeypatch.setattr(page_table.DeviceCache, "grow", lambda one, size: (pools.append(size), grow(one, size)))
     assert engine_of("lfm2").generate(PROMPTS, **settings).token_ids == expected and pools

@@ -82,6 +82,7 @@ class Call:
         )
         self._is_settled = False  # since rows were let in, none has ended, memory holds them and the next one is ready
         self._step: Step | None = None  # from the first row on
+        self._num_places: int | None = None  # that the step has
 
     def run(self) -> None:
         """Decode every row to its end."""
@@ -146,7 +147,7 @@ class Call:
             if not scheduler.is_held():
                 self._prompts.keep_shared()  # before a row is put back, what only waits goes
             changes = scheduler.settle(self._prompts.ready, self._leave)
-            if self._step is None and changes:
+            if changes and (self._step is None or scheduler.num_places != self._num_places):
                 self._make_step(changes)
             self._follow([change for change in changes if isinstance(change, Entry)])
             for change in changes:
@@ -175,12 +176,16 @@ class Call:
             self._step.move(change.row, change.source, change.target)
 
     def _make_step(self, changes: Sequence[Entry]) -> None:
-        """The step of this call, of the rows that enter first."""
+        """The step of this call, of the rows that enter first; a new one where it has other places now."""
+        if self._step is not None:
+            self._step.finish()
+            self._step.close()
+        self._num_places = self.scheduler.num_places
         longest = max(changes, key=lambda entry: entry.row.num_cached)
         self._law = self._read_law()
         self._step = self._backend.new_step(
             StepStart(
-                num_places=self.scheduler.num_places,
+                num_places=self._num_places,
                 rows=[entry.row for entry in changes],
                 keys=longest.keys.keys,
                 law=self._law,

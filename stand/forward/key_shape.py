@@ -41,8 +41,15 @@ def key_shape(model: PreTrainedModel) -> KeyShape:
     if model not in _STORED:
         return _configured(model)
     shape, dtype = _STORED[model]
+    if dtype is model.dtype:
+        return shape
     old, new = dtype.itemsize, model.dtype.itemsize
-    return replace(shape, head_bytes=shape.head_bytes * new // old, token_bytes=shape.token_bytes * new // old)
+    return replace(
+        shape,
+        head_bytes=shape.head_bytes * new // old,
+        token_bytes=shape.token_bytes * new // old,
+        row_bytes=_STATES[model].row_bytes_in(model.dtype),
+    )
 
 
 def remember(model: PreTrainedModel, cache: TreeCache) -> None:

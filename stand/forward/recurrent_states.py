@@ -106,4 +106,9 @@ class RecurrentStates:
     @property
     def row_bytes(self) -> int:
         """Of one row in all layers."""
-        return sum(states[0].nbytes for layer in self.layers.values() for states in layer.stored)
+        return self.row_bytes_in(None)
+
+    def row_bytes_in(self, dtype: torch.dtype | None) -> int:
+        """Where a convolution's inputs are of this type, default: of theirs."""
+        stored = [pair for layer in self.layers.values() for pair in zip(layer.stored, (dtype, None), strict=False)]
+        return sum(one.shape[1:].numel() * (kind or one.dtype).itemsize for one, kind in stored)

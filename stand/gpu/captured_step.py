@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.forward.model_state import ModelState
-from stand.forward.recurrent_layers import recurrent_forwards
+from stand.forward.recurrent_layers import recurrent_forwards, recurrent_layers
 from stand.forward.recurrent_states import RecurrentStates
 from stand.forward.rider import Guesses, Rider, path_ends
 from stand.forward.tree_attention import tree_attention
@@ -78,6 +78,7 @@ class CapturedStep:
         self._table: PageTable | None = None
         self._held: list[Row | None] = [None] * num_rows  # by place in the cache: whose keys lie there
         self._place_of: dict[int, int] = {}  # by row number: its place in the cache
+        self._has_states = bool(recurrent_layers(model))  # which take memory by places, as the call has counted them
         self._output = StepOutput(model, num_rows, wants_features=wants_features, rider=rider)
         self.runner = runner_for(model.device) if runner is None else runner
         self._tails = None if rider is None else Tails(model, self._output, num_rows, self.runner)
@@ -90,12 +91,18 @@ class CapturedStep:
         self._batch: DraftBatch | None = None  # of the last step prepared
         self._live: LiveRows | None = None  # of the last forward
         self._verdicts: Verdicts | None = None
+        self._is_undecided = False  # a step was launched whose verdict has not come
         self._lesson: Callable[[], None] | None = None  # of the step before, for the time while the device works
 
     @property
     def nbytes(self) -> int:
         """Of keys, values and recurrent states."""
         return 0 if self._table is None else self._table.cache.nbytes
+
+    @property
+    def has_lost_states(self) -> bool:
+        """Whether recurrent states may have gone on along a path that nobody has been told of."""
+        return self._is_undecided and bool(self._table.cache.recurrent.layers)
 
     def serves(self, start: StepStart) -> bool:
         """Whether a further call that begins so can use what is recorded."""
@@ -106,7 +113,7 @@ class CapturedStep:
             self._output.suits(self._model)
             and start.law.params == self._law.params
             and start.verifier is self._verifier
-            and start.num_places <= self._num_rows
+            and (start.num_places == self._num_rows if self._has_states else start.num_places <= self._num_rows)
             and self._output.has_splits_of(start.num_places)
             and (has_features or not start.wants_features)
             and (start.rider is None or start.rider is self._output.rider)
@@ -141,7 +148,7 @@ class CapturedStep:
         if size.width > known:
             self._forget()
         self._follow(cache, max(size.width, known), pages)
-        self._unread, self._num_scored, self._lesson = None, 0, None
+        self._unread, self._num_scored, self._lesson, self._is_undecided = None, 0, None, False
 
     def _has_pool(self, size: PoolSize) -> bool:
         cache = None if self._table is None else self._table.cache
@@ -270,12 +277,14 @@ class CapturedStep:
         )
 
     def launch(self) -> None:
+        self._is_undecided = True
         self.runner.step(self._program)
 
     def verdicts(self) -> Verdicts:
         self.runner.wait(self._program)
         self._unread, self._num_scored = None, self._batch.num_nodes
         stops, next_tokens = self._output.verdict(len(self._batch))
+        self._is_undecided = False
         return Verdicts(kept_paths(stops, self._batch.parents, self._batch.offsets), next_tokens)
 
     def keep(self, live: LiveRows, accepted: Sequence[np.ndarray]) -> None:

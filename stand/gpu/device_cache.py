@@ -89,7 +89,9 @@ class DeviceCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        return self.storage.nbytes + self.recurrent.num_rows * self.recurrent.row_bytes
+        """Of what rows can have: the page that is nobody's is beside it."""
+        keys = self.storage.nbytes // (self.num_pages + 1) * self.num_pages
+        return keys + self.recurrent.num_rows * self.recurrent.row_bytes
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [P + 1, Hkv, S, D] of one layer, views."""

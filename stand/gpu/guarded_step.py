@@ -1,6 +1,7 @@
 """A captured step that goes on as an eager one where it fails: out of memory, a capture refused, a kernel not launched.
 
-What is committed lies in the cache untouched by the step that failed, so the rows lose nothing.
+What is committed lies in the cache untouched by the step that failed, so the rows lose nothing. Recurrent states alone
+may have moved where a verdict does not come: they are computed anew from the rows' tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from stand.forward.model import prefill
+from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
 from stand.fusion.fusion import Fusion
 from stand.gpu.captured_step import CapturedStep
@@ -33,11 +36,13 @@ class GuardedStep:
         self,
         captured: CapturedStep | None,
         new_eager: Callable[[PageTable], EagerStep],
+        begun_anew: Callable[[Sequence[Row]], EagerStep],
         on_failure: Callable[[str], None],
     ):
-        """on_failure: told why eager steps take over, when they do."""
+        """new_eager: over the same keys and states; begun_anew: of rows that have their tokens alone. on_failure: told
+        why eager steps take over, when they do."""
         self.captured = captured
-        self._new_eager, self._on_failure = new_eager, on_failure
+        self._new_eager, self._begun_anew, self._on_failure = new_eager, begun_anew, on_failure
         self._step: Step | None = captured
         self.is_free = False  # the call is over, so that a further one may take the graphs
         self._rows: list[Row] = []  # by place
@@ -61,11 +66,21 @@ class GuardedStep:
         step that cannot be made begins as an eager one.
         """
 
-        law, verifier = start.law, start.verifier  # `start` itself would keep a prompt's keys
+        law, verifier, num_places = start.law, start.verifier, start.num_places  # `start` would keep a prompt's keys
         asked = {"num_top": start.num_top, "wants_features": start.wants_features, "rider": start.rider}
 
         def new_eager(table: PageTable) -> EagerStep:
             return PooledStep(model, table, law, verifier, **asked)
+
+        def begun_anew(rows: Sequence[Row]) -> EagerStep:
+            rooms = TreeCache(num_places, room=max(row.num_cached for row in rows) + 1)
+            step = EagerStep(model, rooms, law, verifier, **asked)
+            for place, row in enumerate(rows):
+                with tree_attention(model):
+                    keys = TreeCache(1, room=row.num_cached)
+                    prefill(model, keys, row.history[: row.num_cached], row=0)
+                step.enter(row, place, keys)
+            return step
 
         captured = None if previous is None or not previous.is_free else previous.captured
         try:
@@ -77,11 +92,11 @@ class GuardedStep:
                 )  # fmt: skip
             captured.begin(start.keys, start.rows, start.pages)
         except Exception as error:
-            step = cls(None, new_eager, on_failure)
+            step = cls(None, new_eager, begun_anew, on_failure)
             rooms = TreeCache(start.num_places, room=max(row.num_cached for row in start.rows) + 1)
             step._go_on(EagerStep(model, rooms, law, verifier, **asked), error)
             return step
-        return cls(captured, new_eager, on_failure)
+        return cls(captured, new_eager, begun_anew, on_failure)
 
     @property
     def held_bytes(self) -> int:
@@ -178,14 +193,21 @@ class GuardedStep:
 
     def _fall_back(self, rows: Sequence[Row], error: Exception) -> None:
         """From here on eager steps over the same memory. Raises `error` where the keys cannot be read."""
+        captured, is_lost = self.captured, self.captured.has_lost_states
         try:
-            table = self.captured.release(rows)
+            table = captured.release(rows)
         except Exception as broken:  # after an illegal access the device answers nothing any more
             raise error from broken
-        self.captured.finish()  # what the step before showed, which it still holds
-        self._go_on(self._new_eager(table), error)
+        captured.finish()  # what the step before showed, which it still holds
         if self._attention is not None:
             self._attention.close()
+        if is_lost:
+            del table  # with its memory
+            step = self._begun_anew(rows)
+        else:
+            step = self._new_eager(table)
+        self._go_on(step, error)
+        if self._attention is not None:
             self._attention.enter_context(self._step.attention())
 
     def _go_on(self, step: EagerStep, error: Exception) -> None:

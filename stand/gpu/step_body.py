@@ -188,6 +188,7 @@ class StepBody:
         if self._scan is not None:
             self._scan.keep(verdict.path)
             self._scan = None  # its tensors lie in the graphs' memory
+            self._cache.begin(step["slots"])
         self._output.send_verdict()
 
     def _fill_laws(self, laws: torch.Tensor, logits: torch.Tensor) -> None:

@@ -38,7 +38,14 @@ class Admission:
         return True
 
     def settle(self, num_places: int) -> None:
-        """No more rows than that will be live at once in this call."""
+        """No more rows than that will be live at once, unless `unsettle` is called."""
+
+    def is_cramped(self, row: Row) -> bool:
+        """Asked where nobody is live: whether `row` could not come to its end beside what places take."""
+        return False
+
+    def unsettle(self) -> None:
+        """Places are given back: nobody is live, and the number of them will be told anew."""
 
     def open(self, row: Row) -> Hashable:
         """What `row` begins with is going to be computed; who owns the memory, for `release`."""

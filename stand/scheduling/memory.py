@@ -79,7 +79,7 @@ def admission(
             most_places=None if backend.has_pool else most_rows,  # a step of a pool has buffers by its places
             most_slots=most_slots,
             is_asked_for=max_cache_bytes is not None,
-            row_pages=-(-key_shape(model).row_bytes // (size * token_bytes)),
+            row_pages=key_shape(model).row_bytes / (size * token_bytes),
         )
     if num_bytes is None:
         return AtMost(int(max_rows))

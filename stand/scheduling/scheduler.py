@@ -60,7 +60,8 @@ class Scheduler:
         self._open: dict[int, Job] = {}  # the requests that have such rows
         self._is_over = False  # no further request is read
         self._failure: Exception | None = None  # of the request that would be next
-        self.num_places: int | None = None  # set when the first rows have entered: no more are live at once
+        self.num_places: int | None = None  # set when the first rows have entered: no more are live at once. Set anew
+        # where the next row does not fit beside as many places; then nobody is live
 
     def next_row(self) -> Row | None:
         """Who enters next; reads a request where nobody waits."""
@@ -160,6 +161,9 @@ class Scheduler:
     def _entering(self, going: list[Row], ready: Callable[[Row], object | None]) -> tuple[Row, object] | None:
         """The next row with its keys, if it may start now; it is among `going` then."""
         row = self.next_row() if self.num_places is None or len(going) < self.num_places else None
+        if row is not None and not going and self.admission.is_cramped(row):
+            self.admission.unsettle()
+            self.num_places = None
         if row is None or going and not self.admission.allows(going, row):
             return None
         keys = ready(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 
 from stand.forward.tree_cache import DRAFT_ROOM
@@ -29,7 +30,7 @@ class WithinPages(Admission):
         most_slots: Callable[[int], int | None] = lambda num_rows: 0,
         is_asked_for: bool = False,
         growth: int | None = None,
-        row_pages: int = 0,
+        row_pages: float = 0.0,
     ):
         """most_places: where a place takes no memory by itself: of a call that begins with fewer rows.
         most_slots: slots behind the committed keys, roots excluded, that a step of so many rows takes at most; None:
@@ -43,8 +44,8 @@ class WithinPages(Admission):
         self._most_slots = most_slots
         self._asked_for = pages.num_pages if is_asked_for else None
         self._growth = GROWTH if growth is None else growth
-        self._row_pages = row_pages  # until the number of places is known
-        self._most_needed = 0  # pages of a checked request's row
+        self._row_pages = row_pages
+        self._reserved: int | None = None  # pages that places take, from when their number is known
         self._open: dict[Hashable, Hashable] = {}  # by what rows begin with: who holds its pages
         self._num_opened = 0
         self._ends: dict[int, int] = {}  # by row: slots that it may write without a further page
@@ -54,33 +55,33 @@ class WithinPages(Admission):
         return self.pages.num_used * self.pages.page_size
 
     def check(self, job: Job) -> None:
-        page_size, num_pages = self.pages.page_size, self.pages.num_pages
-        if num_pages is None or self._asked_for is None:
+        if self._asked_for is None:
             return
-        most = len(job.prompt) - 1 + job.limit + max(DRAFT_ROOM, self._most_draft_slots(1))
-        needed = self.pages.count(most) + 1
-        if (in_all := needed + self._row_pages) > num_pages:
+        needed = self._most_pages(len(job.prompt) - 1 + job.limit) + math.ceil(self._row_pages)
+        if needed > self._asked_for:
             raise ValueError(
-                f"max_cache_bytes must hold one row with its {job.limit} new tokens, {in_all} pages of {page_size} "
-                f"tokens, got {num_pages}; raise it, or lower max_new_tokens or what is drafted"
+                f"max_cache_bytes must hold one row with its {job.limit} new tokens, {needed} pages of "
+                f"{self.pages.page_size} tokens, got {self._asked_for}; raise it, or lower max_new_tokens or what is "
+                "drafted"
             )
-        self._most_needed = max(self._most_needed, needed)
 
     def settle(self, num_places: int) -> None:
-        places = num_places * self._row_pages
+        self._reserved = math.ceil(self._row_pages * num_places)
         if self.pages.num_pages is not None:
-            self.pages.num_pages = max(self.pages.num_pages - places, 1)
-        if self._asked_for is not None:
-            self._asked_for -= places
-        self._row_pages = 0
+            self.pages.num_pages = max(self.pages.num_pages - self._reserved, 1)
+
+    def is_cramped(self, row: Row) -> bool:
+        return bool(self._reserved) and not self._is_beside([row], self._reserved)
+
+    def unsettle(self) -> None:
+        self.pages.num_pages, self._reserved = self.pages.num_pages + self._reserved, None
 
     def allows(self, live: Sequence[Row], row: Row) -> bool:
         return (self._most_rows is None or len(live) < self._most_rows) and self.fits(live, row)
 
     def fits(self, live: Sequence[Row], row: Row) -> bool:
-        places = (len(live) + 1) * self._row_pages
-        if self._asked_for is not None and places + self._most_needed > self._asked_for:
-            return False  # places stay for the whole call: the longest row must fit beside them
+        if self._row_pages and not self._is_beside([*live, row], self._pages_of(len(live) + 1) or self._reserved):
+            return False  # a row that goes on alone must come to its end beside them
         grown, prompt = self.pages.count(1 + self._growth), self.pages.count(row.num_cached)
         return self._is_plenty(len(live) + 1, grown, prompt) or self._fit([*live, row], self._growth)
 
@@ -126,7 +127,7 @@ class WithinPages(Admission):
         the user's where there is one: what the system cannot provide then, it says itself."""
         if self.pages.num_pages is not None:
             needed = self.pages.num_used + self.pages.missing(owner, first, end)
-            allowed = needed if self._asked_for is None else min(needed, self._asked_for)
+            allowed = needed if self._asked_for is None else min(needed, self._asked_for - (self._reserved or 0))
             self.pages.num_pages = max(self.pages.num_pages, allowed)
 
     def _fit(self, rows: Sequence[Row], growth: int) -> bool:
@@ -139,14 +140,27 @@ class WithinPages(Admission):
             needed += self._missing(row, end)
             slacks.append(max(size * self.pages.count(end), self._ends.get(row.index, 0)) - end)
         drafts = most_draft_pages(slacks, self._most_draft_slots(len(rows)), page_size=size)
-        return needed + drafts + self._row_pages * len(rows) <= self.pages.num_free
+        return needed + drafts + self._pages_of(len(rows)) <= self.pages.num_free
 
     def _is_plenty(self, num_rows: int, grown: int, others: int = 0) -> bool:
         """At a glance: as many pages are free as `_fit` may ask for at most, where a row grows by `grown` pages, and
         `others`."""
-        of_row = grown + 2 + self._row_pages  # a page that is shared or begun, and one more by its drafts
+        of_row = grown + 2  # a page that is shared or begun, and one more by its drafts
         of_drafts = self._most_draft_slots(num_rows) // self.pages.page_size
-        return of_row * num_rows + of_drafts + others <= self.pages.num_free
+        return of_row * num_rows + of_drafts + others + self._pages_of(num_rows) <= self.pages.num_free
+
+    def _pages_of(self, num_places: int) -> int:
+        """What so many places take beside keys, until their number is known."""
+        return 0 if self._reserved is not None else math.ceil(self._row_pages * num_places)
+
+    def _most_pages(self, num_slots: int) -> int:
+        """Of a row that writes so many slots, its drafts beside it."""
+        return self.pages.count(num_slots + max(DRAFT_ROOM, self._most_draft_slots(1))) + 1
+
+    def _is_beside(self, rows: Sequence[Row], places: int) -> bool:
+        """Whether each of `rows` alone could come to its end beside what places take."""
+        most = max(self._most_pages(row.most_cached) for row in rows)
+        return self._asked_for is None or most + places <= self._asked_for
 
     def _most_draft_slots(self, num_rows: int) -> int:
         known = self._most_slots(num_rows)

@@ -1,6 +1,7 @@
 """Captured steps of models with recurrent states: the tokens of eager steps, whatever rows do."""
 
 import copy
+from functools import lru_cache
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ pytest.importorskip("triton")
 from failures import failing_after  # noqa: E402
 from plain_kernels import use_plain_kernels  # noqa: E402
 from plain_scan import use_plain_scans  # noqa: E402
-from recurrent_models import RECURRENT, recurrent_kernel_model  # noqa: E402
+from recurrent_models import RECURRENT, new_recurrent_model, recurrent_kernel_model  # noqa: E402
 
 import stand  # noqa: E402
 from stand.drafters.blended import BlendedDrafter  # noqa: E402
@@ -106,10 +107,12 @@ def test_a_second_call_begins_anew():
     assert step.nbytes > step._num_rows * key_shape(engine.model).row_bytes > 0
 
 
+@pytest.mark.parametrize("part", ["launch", "verdicts"])
 @pytest.mark.parametrize("family", EACH)
-def test_a_failure_goes_on_with_the_same_states(family, monkeypatch):
+def test_a_failure_goes_on_with_the_same_states(family, part, monkeypatch):
+    """Where the verdict of a step does not come, its path is not known, but states have followed it."""
     expected = engine_of(family, verifier="match").generate(PROMPTS, **SETTINGS).token_ids
-    monkeypatch.setattr(CapturedStep, "launch", failing_after(6, CapturedStep.launch, RuntimeError("gone")))
+    monkeypatch.setattr(CapturedStep, part, failing_after(6, getattr(CapturedStep, part), RuntimeError("gone")))
     engine = engine_of(family, verifier="match")
     with pytest.warns(UserWarning, match="decoding goes on with eager steps"):
         assert engine.generate(PROMPTS, **SETTINGS, max_rows=4).token_ids == expected
@@ -177,7 +180,7 @@ def test_a_state_that_is_of_another_row_is_noticed(monkeypatch):
     assert engine_of(verifier="match").generate(PROMPTS, **SETTINGS).token_ids != expected
 
 
-def pages_of(num_pages: int, row_pages: int, *, is_asked_for: bool = True) -> WithinPages:
+def pages_of(num_pages: int, row_pages: float, *, is_asked_for: bool = True) -> WithinPages:
     pages = PageAllocator(64, num_pages)
     return WithinPages(pages, is_asked_for=is_asked_for, row_pages=row_pages, growth=0, most_slots=lambda rows: 0)
 
@@ -199,17 +202,94 @@ def test_states_count_as_pages_until_their_places_are_taken(is_asked_for):
     assert within.fits([row(0)], row(1)) and not within.fits([row(0), row(1)], row(2))
     within.settle(2)
     assert within.pages.num_pages == 10 and within.fits([row(0)], row(1))
+    assert not within.is_cramped(row(2))
+
+
+def test_places_are_rounded_together():
+    within = pages_of(30, 0.3)
+    within.settle(7)
+    assert within.pages.num_pages == 27
 
 
 def test_a_request_that_states_leave_no_room_for_is_refused():
+    pages_of(11, 4.5).check(Job)  # 6 pages with its drafts, and 5
+    for num_pages in (10, 5):
+        with pytest.raises(ValueError, match=rf"must hold one row .* 11 pages of 64 tokens, got {num_pages};"):
+            pages_of(num_pages, 4.5).check(Job)
+
+
+def test_rows_leave_the_last_one_room_beside_all_places():
     within = pages_of(12, 4)
-    within.check(Job)  # 6 pages with its drafts
-    for num_pages in (9, 5):
-        with pytest.raises(ValueError, match="max_cache_bytes must hold one row"):
-            pages_of(num_pages, 4).check(Job)
     within.open(row(0))
     within.enter(row(0))
-    assert not within.fits([row(0)], row(1))  # beside two places the longest row would not fit
+    assert not within.fits([row(0)], row(1))  # two places take 8; one row alone comes to 6
+
+
+def test_places_are_given_back_for_a_longer_row():
+    within = pages_of(20, 3)
+    within.settle(4)
+    within.check(Job)  # however many places there are
+    longer = stand.row.Row(5, torch.ones(65, dtype=torch.int32).numpy(), 300)
+    assert not within.is_cramped(row(4)) and within.is_cramped(longer)
+    within.unsettle()
+    assert within.pages.num_pages == 20 and not within.is_cramped(longer)
+
+
+@lru_cache
+def model_of_large_states():
+    """Those of a row take as much as keys of seven pages."""
+    config = copy.deepcopy(RECURRENT["qwen3_5"])
+    config.head_dim, config.linear_num_value_heads, config.linear_num_key_heads = 64, 8, 4
+    config.linear_key_head_dim, config.linear_value_head_dim = 32, 128
+    return new_recurrent_model(config)
+
+
+@pytest.mark.parametrize("num_short", [2, 8])
+@pytest.mark.parametrize("is_first", [True, False], ids=["long, then short", "short, then long"])
+def test_the_order_of_requests_decides_nothing_under_a_cap(is_first, num_short, monkeypatch):
+    """Places of short rows leave no room for a long one, which fits alone: the step is made anew for it."""
+    unsettled, unsettle, long = [], WithinPages.unsettle, list(range(3, 40)) * 12
+    monkeypatch.setattr(WithinPages, "unsettle", lambda within: (unsettled.append(1), unsettle(within)))
+    model, drafter = model_of_large_states(), BlendedDrafter(budget=8)
+    engine = stand.wrap(model, backend="triton", verifier="match", drafter=drafter, fuse=False)
+    shape, size = key_shape(engine.model), page_table.PAGE_SIZE
+    of_long = [stand.Request(long, max_new_tokens=8)]
+    of_short = [stand.Request([5, 6], num_return_sequences=num_short, max_new_tokens=8)]
+    requests = [*of_long, *of_short] if is_first else [*of_short, *of_long]
+    settings = {"temperature": 0.6, "seed": 4, "learn": False, "stop_token_ids": []}
+    needed = -(-(len(long) + 8 + 256) // size) + 1
+    cap = needed * size * shape.token_bytes + shape.row_bytes + size * shape.token_bytes
+    assert shape.row_bytes > 6 * size * shape.token_bytes
+    expected = {one.row: one.token_ids for one in engine.run(requests, **settings)}
+    found = {one.row: one.token_ids for one in engine.run(requests, **settings, max_cache_bytes=cap)}
+    assert found == expected and str(engine.backend) == "triton"
+    assert engine.backend.held_bytes <= cap and bool(unsettled) != is_first
+
+
+def test_a_step_with_more_places_is_not_taken_over():
+    """A call holds what it was allowed, states included."""
+    engine = engine_of(verifier="match")
+    page = page_table.PAGE_SIZE * key_shape(engine.model).token_bytes
+    for max_rows in (6, 4, 3):
+        cap = (20 + 3 * max_rows) * page + max_rows * key_shape(engine.model).row_bytes
+        engine.generate(PROMPTS, **SETTINGS, max_rows=max_rows, max_cache_bytes=cap)
+        assert engine.backend._previous.captured.states().num_rows == max_rows and engine.backend.held_bytes <= cap
+
+
+def test_what_layers_would_change_is_not_held_after_a_step():
+    """Its tensors lie in the graphs' memory."""
+    engine = engine_of(verifier="match")
+    engine.generate(PROMPTS, **SETTINGS)
+    step = engine.backend._previous.captured
+    with pytest.raises(RuntimeError, match="begin"):
+        step._table.cache.scan()
+
+
+def test_states_are_counted_in_the_dtype_of_today():
+    model = copy.deepcopy(recurrent_kernel_model("lfm2")).bfloat16()
+    stand.wrap(model)
+    narrow = key_shape(model).row_bytes
+    assert key_shape(model.float()).row_bytes == 2 * narrow > 0
 
 
 def test_what_is_free_counts_the_states(monkeypatch):

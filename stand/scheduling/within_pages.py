@@ -45,7 +45,8 @@ class WithinPages(Admission):
         self._asked_for = pages.num_pages if is_asked_for else None
         self._growth = GROWTH if growth is None else growth
         self._row_pages = row_pages
-        self._reserved: int | None = None  # pages that places take, from when their number is known
+        self._row_pages_ahead = row_pages  # 0 from when the number of places is known
+        self._reserved = 0  # pages that they take from then on
         self._open: dict[Hashable, Hashable] = {}  # by what rows begin with: who holds its pages
         self._num_opened = 0
         self._ends: dict[int, int] = {}  # by row: slots that it may write without a further page
@@ -66,21 +67,23 @@ class WithinPages(Admission):
             )
 
     def settle(self, num_places: int) -> None:
-        self._reserved = math.ceil(self._row_pages * num_places)
+        self._reserved, self._row_pages_ahead = math.ceil(self._row_pages * num_places), 0.0
         if self.pages.num_pages is not None:
             self.pages.num_pages = max(self.pages.num_pages - self._reserved, 1)
 
     def is_cramped(self, row: Row) -> bool:
-        return bool(self._reserved) and not self._is_beside([row], self._reserved)
+        return self._reserved > 0 and not self._is_beside([row], self._reserved)
 
     def unsettle(self) -> None:
-        self.pages.num_pages, self._reserved = self.pages.num_pages + self._reserved, None
+        self.pages.num_pages += self._reserved
+        self._reserved, self._row_pages_ahead = 0, self._row_pages
 
     def allows(self, live: Sequence[Row], row: Row) -> bool:
         return (self._most_rows is None or len(live) < self._most_rows) and self.fits(live, row)
 
     def fits(self, live: Sequence[Row], row: Row) -> bool:
-        if self._row_pages and not self._is_beside([*live, row], self._pages_of(len(live) + 1) or self._reserved):
+        places = self._reserved + math.ceil(self._row_pages_ahead * (len(live) + 1))
+        if self._row_pages and not self._is_beside([*live, row], places):
             return False  # a row that goes on alone must come to its end beside them
         grown, prompt = self.pages.count(1 + self._growth), self.pages.count(row.num_cached)
         return self._is_plenty(len(live) + 1, grown, prompt) or self._fit([*live, row], self._growth)
@@ -127,7 +130,7 @@ class WithinPages(Admission):
         the user's where there is one: what the system cannot provide then, it says itself."""
         if self.pages.num_pages is not None:
             needed = self.pages.num_used + self.pages.missing(owner, first, end)
-            allowed = needed if self._asked_for is None else min(needed, self._asked_for - (self._reserved or 0))
+            allowed = needed if self._asked_for is None else min(needed, self._asked_for - self._reserved)
             self.pages.num_pages = max(self.pages.num_pages, allowed)
 
     def _fit(self, rows: Sequence[Row], growth: int) -> bool:
@@ -140,18 +143,14 @@ class WithinPages(Admission):
             needed += self._missing(row, end)
             slacks.append(max(size * self.pages.count(end), self._ends.get(row.index, 0)) - end)
         drafts = most_draft_pages(slacks, self._most_draft_slots(len(rows)), page_size=size)
-        return needed + drafts + self._pages_of(len(rows)) <= self.pages.num_free
+        return needed + drafts + self._row_pages_ahead * len(rows) <= self.pages.num_free
 
     def _is_plenty(self, num_rows: int, grown: int, others: int = 0) -> bool:
         """At a glance: as many pages are free as `_fit` may ask for at most, where a row grows by `grown` pages, and
         `others`."""
         of_row = grown + 2  # a page that is shared or begun, and one more by its drafts
         of_drafts = self._most_draft_slots(num_rows) // self.pages.page_size
-        return of_row * num_rows + of_drafts + others + self._pages_of(num_rows) <= self.pages.num_free
-
-    def _pages_of(self, num_places: int) -> int:
-        """What so many places take beside keys, until their number is known."""
-        return 0 if self._reserved is not None else math.ceil(self._row_pages * num_places)
+        return (of_row + self._row_pages_ahead) * num_rows + of_drafts + others <= self.pages.num_free
 
     def _most_pages(self, num_slots: int) -> int:
         """Of a row that writes so many slots, its drafts beside it."""

@@ -10,10 +10,13 @@ pytest.importorskip("triton")
 
 from failures import failing_after  # noqa: E402
 from plain_kernels import use_plain_kernels  # noqa: E402
+from plain_scan import use_plain_scans  # noqa: E402
+from recurrent_models import recurrent_kernel_model  # noqa: E402
 from tiny_models import kernel_model  # noqa: E402
 
 import stand  # noqa: E402
 from stand.backend import CapturedBackend  # noqa: E402
+from stand.forward.key_shape import key_shape  # noqa: E402
 from stand.gpu import device_cache, page_table, tiles  # noqa: E402
 from stand.gpu.captured_step import CapturedStep  # noqa: E402
 from stand.gpu.page_table import PageTable  # noqa: E402
@@ -30,6 +33,7 @@ SETTINGS = {
 def prepared(monkeypatch):
     """Array twins of the kernels; rows start as soon as a page is free, so that more of them come to be put back."""
     use_plain_kernels(monkeypatch)
+    use_plain_scans(monkeypatch)
     monkeypatch.setattr(within_pages, "GROWTH", 0)
 
 
@@ -138,6 +142,23 @@ def test_a_pool_that_no_longer_fits_beside_the_prompts_keys_is_smaller(monkeypat
     output = engine.generate(PROMPT, **settings)
     assert output.token_ids == wanted and output.stats.num_put_back > 0
     assert str(engine.backend) == "triton" and engine.backend._previous.captured._table.cache.num_pages == 27
+
+
+@pytest.mark.parametrize("family", ["qwen2", "recurrent"])
+def test_a_pool_that_memory_limits_serves_the_next_call_too(monkeypatch, family):
+    """What the pool holds counts as free, but for the page that is nobody's."""
+    model, caches = kernel_model("qwen2") if family == "qwen2" else recurrent_kernel_model("qwen3_5"), []
+    engine = stand.wrap(model, backend="triton", verifier="match", drafter=stand.BlendedDrafter(budget=8), fuse=False)
+    page, own = 64 * key_shape(model).token_bytes, 8 * key_shape(model).row_bytes
+
+    def left(device):
+        return (40 * page + own - sum(cache.storage.nbytes + own for cache in caches[:1])) / memory.SHARE
+
+    monkeypatch.setattr(memory, "available_bytes", left)
+    for _ in range(3):
+        engine.generate(PROMPT, **{**SETTINGS, "max_new_tokens": 200, "num_return_sequences": 8})
+        caches.append(engine.backend._previous.captured._table.cache)
+    assert caches[0] is caches[1] is caches[2] and 30 < caches[0].num_pages <= 40
 
 
 def test_a_limit_is_not_lowered_below_what_rows_begin_with(monkeypatch):

@@ -93,7 +93,9 @@ EQUAL = {
     "suppress_tokens": {"suppress_tokens": [*range(20, 50)]},
     "begin_suppress_tokens": {"begin_suppress_tokens": [*range(50)]},
     "own processor": {"logits_processor": [AfterLast()]},
-    "own processor among others": {"logits_processor": [AfterLast()], "repetition_penalty": 2.5, "min_new_tokens": 3},
+    "own processor among others": {
+        "logits_processor": [AfterLast()], "repetition_penalty": 2.5, "min_new_tokens": 3, "suppress_tokens": [0],
+    },
     "own in place of the config's": {
         "logits_processor": [AfterLast(), NoRepeatNGramLogitsProcessor(1)], "no_repeat_ngram_size": 2,
     },

@@ -96,7 +96,7 @@ def rates(cost: Cost, num_rows: int, choose: str, *, num_steps: int, settled: in
     return float(np.mean(found))
 
 
-@pytest.mark.parametrize("noise", [0.05, 0.2])
+@pytest.mark.parametrize("noise", [pytest.param(0.05, marks=pytest.mark.slow), 0.2])  # less of it is easier
 @pytest.mark.parametrize("num_rows", [1, 4, 16])
 @pytest.mark.parametrize("cost", [bounded_by_memory, bounded_by_arithmetic, cheap_but_for_the_first])
 def test_settled_drafts_are_nearly_the_best(cost, num_rows, noise):

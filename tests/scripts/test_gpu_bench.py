@@ -589,6 +589,7 @@ def test_what_was_left_is_taken_in_only_beside_figures_of_the_same_settings(monk
     capsys.readouterr()
 
 
+@pytest.mark.slow  # two parts in one process of their own take the same way
 @pytest.mark.usefixtures("quick_parts")
 def test_a_part_of_its_own_gives_what_the_process_itself_would(capfd):
     status = gpu_bench.main(["--device", "cpu", "--smoke", "--parts", "laws"])

@@ -71,15 +71,16 @@ def admission(
         num_bytes = _most_bytes(model.device, backend.held_bytes)
     if size is not None:
         is_limited = num_bytes is not None and num_bytes != math.inf
-        num_pages = max(int(num_bytes // (size * token_bytes)), 1) if is_limited else None
+        num_pages, spare = divmod(num_bytes, size * token_bytes) if is_limited else (None, 0.0)
         most_rows = min(limits, default=None)
         return WithinPages(
-            PageAllocator(size, num_pages),
+            PageAllocator(size, None if num_pages is None else max(int(num_pages), 1)),
             most_rows=most_rows,
             most_places=None if backend.has_pool else most_rows,  # a step of a pool has buffers by its places
             most_slots=most_slots,
             is_asked_for=max_cache_bytes is not None,
             row_pages=key_shape(model).row_bytes / (size * token_bytes),
+            spare=spare / (size * token_bytes),
         )
     if num_bytes is None:
         return AtMost(int(max_rows))

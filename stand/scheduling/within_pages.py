@@ -11,6 +11,7 @@ from stand.scheduling.admission import Admission, beginning
 from stand.scheduling.page_allocator import PageAllocator
 from stand.scheduling.request import Job
 
+ROUNDING = 1e-6  # pages
 GROWTH = 512  # slots; best of 1, 64, 512 and 2,048 in a simulated run (docs/long_runs.md)
 
 
@@ -31,20 +32,22 @@ class WithinPages(Admission):
         is_asked_for: bool = False,
         growth: int | None = None,
         row_pages: float = 0.0,
+        spare: float = 0.0,
     ):
         """most_places: where a place takes no memory by itself: of a call that begins with fewer rows.
         most_slots: slots behind the committed keys, roots excluded, that a step of so many rows takes at most; None:
         DRAFT_ROOM each.
         is_asked_for: the number of pages is the user's; a request that may come to need more is refused.
         growth: slots that every row can still grow by when another one starts, if its limit lets it; None: GROWTH.
-        row_pages: what a row's place takes beside its keys, for recurrent states, counted in pages."""
+        row_pages: what a row takes beside its keys, for recurrent states, counted in pages. spare: part of a page
+        that is free beside `pages`."""
         self.pages = pages
         self._most_rows = most_rows
         self.most_places = most_places
         self._most_slots = most_slots
         self._asked_for = pages.num_pages if is_asked_for else None
         self._growth = GROWTH if growth is None else growth
-        self._row_pages = row_pages
+        self._row_pages, self._spare = row_pages, spare
         self._row_pages_ahead = row_pages  # 0 from when the number of places is known
         self._reserved = 0  # pages that they take from then on
         self._open: dict[Hashable, Hashable] = {}  # by what rows begin with: who holds its pages
@@ -67,7 +70,8 @@ class WithinPages(Admission):
             )
 
     def settle(self, num_places: int) -> None:
-        self._reserved, self._row_pages_ahead = math.ceil(self._row_pages * num_places), 0.0
+        beside = self._row_pages * num_places - self._spare - ROUNDING
+        self._reserved, self._row_pages_ahead = max(math.ceil(beside), 0), 0.0
         if self.pages.num_pages is not None:
             self.pages.num_pages = max(self.pages.num_pages - self._reserved, 1)
 

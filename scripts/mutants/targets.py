@@ -97,6 +97,17 @@ TARGETS = (
         ),
     ),
     Target(
+        "recurrent",
+        (
+            *("stand/forward/tree_scan.py", "stand/forward/recurrent_*.py", "stand/forward/linear_attention.py"),
+            *("stand/gpu/kernel_scan.py", "stand/fusion/gated_norm.py"),
+        ),
+        (
+            *_tests("engine", "linear_attention", "recurrent_layers", "key_shape"),
+            *_tests("gpu", "gpu_recurrent_step", "gpu_guarded_step"),
+        ),
+    ),
+    Target(
         "drafts",
         ("trees/noise.py*", "trees/draft.py", "trees/parents.py"),
         (*_tests("trees", "draft", "noise", "draft_kinds"), *_tests("verifiers", "verifiers_step")),

@@ -76,5 +76,5 @@ def _checked_size(states: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor
             "forward"
         )
     if order not in GATE_ORDERS:
-        raise ValueError(f"order must be one of {GATE_ORDERS}, got {order}")
+        raise ValueError(f"order must be one of {GATE_ORDERS}, got {order}; they are in stand.fusion.formulas")
     return size

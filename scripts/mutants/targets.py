@@ -84,16 +84,10 @@ TARGETS = (
     Target(
         "scheduling",
         ("stand/scheduling/*.py", "stand/forward/paged_cache.py"),
-        _tests(
-            "engine",
-            "scheduler",
-            "common_beginnings",
-            "paged_cache",
-            "page_allocator",
-            "put_back",
-            "given_back",
-            "cache_memory",
-            "stream",
+        (
+            *_tests("engine", "scheduler", "common_beginnings", "paged_cache", "page_allocator", "put_back"),
+            *_tests("engine", "given_back", "cache_memory", "stream"),
+            *_tests("gpu", "gpu_put_back", "gpu_recurrent_step"),
         ),
     ),
     Target(

@@ -124,7 +124,8 @@ class CapturedStep:
         if self._state is not None and not self._state.holds_weights():  # moved while a stream waited
             self._follow_model()
         fused = nullcontext() if self._fusion is None else self._fusion.active()
-        with tree_attention(self._model, KERNEL_ATTENTION_NAME), recurrent_forwards(self._model), fused:
+        scanned = recurrent_forwards(self._model) if self._has_states else nullcontext()
+        with tree_attention(self._model, KERNEL_ATTENTION_NAME), scanned, fused:
             yield
 
     def begin(self, keys: TreeCache, rows: Sequence[Row], pages: PageAllocator | None = None) -> None:

@@ -32,6 +32,7 @@ from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise, get_v
 
 BRANCHES = 3  # children per node of the check's drafts
 BEST = 4  # of a node's best tokens
+TINY = 1e-30  # below any state that says something
 GREEDY = SamplingParams(temperature=0.0)
 FILTERED = SamplingParams(temperature=0.6, top_p=0.95)
 
@@ -156,7 +157,7 @@ class StepCheck:
         plan = StepPlan.for_drafts(self._batch, self._lengths, device=self._model.device)
         expected.keep(plan, [path[-1] if len(path) else ROOT for path in verdicts.accepted])
         return max(
-            float((own[: len(other)].float() - other.float()).abs().max() / other.float().abs().max())
+            float((own[: len(other)].float() - other.float()).abs().max() / other.float().abs().max().clamp_min(TINY))
             for index, layer in expected.layers.items()
             for own, other in zip(found.layers[index].stored, layer.stored, strict=True)
         )

@@ -59,6 +59,7 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "step = np.where(left > 0, law[:, columns] / np.where(left > 0, left, 1.0), 0.0)",
         "Gt -> GtE #2",
     ): "where nothing is left outside a set, the law of what is drawn next is 0 too",
+    ("stand/forward/tree_scan.py", "size = chunk[0].shape[2]", "0 -> 1"): "keys are as many as queries",
     (
         "verifiers/draw.py",
         "from_rows = _token_at(rows, sums, (points - on_support) / torch.where(scale > 0, scale, 1.0))",

@@ -82,7 +82,12 @@ def recurrent_model(family: str) -> PreTrainedModel:
 
 def new_recurrent_model(config: PreTrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("conv1d.bias"):  # which transformers makes zeros
+                parameter.normal_(std=0.3)
+    return model
 
 
 @lru_cache

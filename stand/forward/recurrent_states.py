@@ -62,9 +62,8 @@ class RecurrentStates:
         """What `keep` does to the copy leaves this one alone."""
         states = RecurrentStates(self.num_rows)
         for index, layer in self.layers.items():
-            states.layers[index] = replace(
-                layer, **dict(zip(("tails", "states"), map(torch.clone, layer.stored), strict=False))
-            )
+            matrices = None if layer.states is None else layer.states.clone()
+            states.layers[index] = replace(layer, tails=layer.tails.clone(), states=matrices)
         return states
 
     def keep(self, plan: StepPlan, ends: Sequence[int]) -> None:

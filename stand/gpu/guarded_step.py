@@ -10,6 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -72,9 +73,12 @@ class GuardedStep:
         def new_eager(table: PageTable) -> EagerStep:
             return PooledStep(model, table, law, verifier, **asked)
 
-        def begun_anew(rows: Sequence[Row]) -> EagerStep:
+        def in_rooms(rows: Sequence[Row]) -> EagerStep:
             rooms = TreeCache(num_places, room=max(row.num_cached for row in rows) + 1)
-            step = EagerStep(model, rooms, law, verifier, **asked)
+            return EagerStep(model, rooms, law, verifier, **asked)
+
+        def begun_anew(rows: Sequence[Row]) -> EagerStep:
+            step = in_rooms(rows)
             for place, row in enumerate(rows):
                 with tree_attention(model):
                     keys = TreeCache(1, room=row.num_cached)
@@ -93,8 +97,7 @@ class GuardedStep:
             captured.begin(start.keys, start.rows, start.pages)
         except Exception as error:
             step = cls(None, new_eager, begun_anew, on_failure)
-            rooms = TreeCache(start.num_places, room=max(row.num_cached for row in start.rows) + 1)
-            step._go_on(EagerStep(model, rooms, law, verifier, **asked), error)
+            step._go_on(in_rooms(start.rows), error)
             return step
         return cls(captured, new_eager, begun_anew, on_failure)
 
@@ -195,18 +198,17 @@ class GuardedStep:
         """From here on eager steps over the same memory. Raises `error` where the keys cannot be read."""
         captured, is_lost = self.captured, self.captured.has_lost_states
         try:
-            table = captured.release(rows)
+            if is_lost:
+                captured.dissolve()
+                begin = partial(self._begun_anew, rows)
+            else:
+                begin = partial(self._new_eager, captured.release(rows))
         except Exception as broken:  # after an illegal access the device answers nothing any more
             raise error from broken
         captured.finish()  # what the step before showed, which it still holds
         if self._attention is not None:
             self._attention.close()
-        if is_lost:
-            del table  # with its memory
-            step = self._begun_anew(rows)
-        else:
-            step = self._new_eager(table)
-        self._go_on(step, error)
+        self._go_on(begin(), error)
         if self._attention is not None:
             self._attention.enter_context(self._step.attention())
 

@@ -162,8 +162,9 @@ class WithinPages(Admission):
 
     def _is_beside(self, rows: Sequence[Row], places: int) -> bool:
         """Whether each of `rows` alone could come to its end beside what places take."""
-        most = max(self._most_pages(row.most_cached) for row in rows)
-        return self._asked_for is None or most + places <= self._asked_for
+        if self._asked_for is None:
+            return True
+        return max(self._most_pages(row.most_cached) for row in rows) + places <= self._asked_for
 
     def _most_draft_slots(self, num_rows: int) -> int:
         known = self._most_slots(num_rows)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from stand.gpu.kernels.launch import launch_device
-from stand.gpu.kernels.path_decays import is_seen, most_row_nodes
+from stand.gpu.kernels.path_decays import decays_between, most_row_nodes, products
 
 BLOCK_PAIRS = 16  # tokens by tokens of a program
 BLOCK_KEYS = 32  # numbers of a key at once
@@ -26,26 +26,20 @@ def _relate(
     first, end = tl.load(offsets + row), tl.load(offsets + row + 1)
     start = first + block * BLOCK_T
     if start < end:
-        tokens, elements = start + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
-        is_token, places = tokens < end, tokens.to(tl.int64)
-        own_sums = tl.load(sums + places * HEADS + head, mask=is_token, other=0.0)
+        tokens, stride = start + tl.arange(0, BLOCK_T), HEADS // SHARED * size
+        is_token, places, own_keys = tokens < end, tokens.to(tl.int64), keys + head // SHARED * size
         rates = tl.load(beta + places * HEADS + head, mask=is_token, other=0.0).to(tl.float32)
         for other in range(first, tl.minimum(start + BLOCK_T, end), BLOCK_T):
             others = other + tl.arange(0, BLOCK_T)
-            is_other, other_places = others < end, others.to(tl.int64)
-            dots = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
-            for begin in range(0, size, BLOCK_K):
-                numbers = begin + elements
-                is_number, bases = numbers < size, keys + head // SHARED * size + numbers
-                left = bases[None, :] + places[:, None] * (HEADS // SHARED) * size
-                right = bases[:, None] + other_places[None, :] * (HEADS // SHARED) * size
-                a = tl.load(left, mask=is_token[:, None] & is_number[None, :], other=0.0)
-                b = tl.load(right, mask=is_number[:, None] & is_other[None, :], other=0.0)
-                dots = tl.dot(a, b, dots, input_precision="ieee")
-            seen = is_seen(ancestors, stride_words, tokens, is_token, others - first, is_other)
-            other_sums = tl.load(sums + other_places * HEADS + head, mask=is_other, other=0.0)
-            exponents = tl.where(seen, own_sums[:, None] - other_sums[None, :], float("-inf"))
-            related = tl.where(tokens[:, None] == others[None, :], 0.0, rates[:, None] * dots * tl.exp(exponents))
+            is_other = others < end
+            dots = products(
+                own_keys, stride, places, is_token, own_keys, 1, stride, others.to(tl.int64), is_other, size,
+                BLOCK_T, BLOCK_T, BLOCK_K,
+            )  # fmt: skip
+            decays = decays_between(
+                sums, ancestors, stride_words, head, first, tokens, is_token, others, is_other, HEADS
+            )
+            related = tl.where(tokens[:, None] == others[None, :], 0.0, rates[:, None] * dots * decays)
             cells = (places[:, None] * HEADS + head) * width + (others - first)[None, :]
             tl.store(system + cells, related, mask=is_token[:, None] & is_other[None, :])
 
@@ -65,14 +59,10 @@ def _solve(
         is_token, is_column, places = first + nodes < end, columns < value_size, (first + nodes).to(tl.int64)
         cells = is_token[:, None] & is_column[None, :]
         place = tl.load(cache_rows + row).to(tl.int64) * HEADS + head
-        read = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
-        for begin in range(0, size, BLOCK_K):
-            numbers = begin + tl.arange(0, BLOCK_K)
-            is_number = numbers < size
-            bases = keys + head // SHARED * size + numbers[None, :]
-            k = tl.load(bases + places[:, None] * (HEADS // SHARED) * size, is_token[:, None] & is_number[None, :], 0.0)
-            rows = states + (place * size + numbers)[:, None] * value_size + columns[None, :]
-            read = tl.dot(k, tl.load(rows, is_number[:, None] & is_column[None, :], 0.0), read, input_precision="ieee")
+        read = products(
+            keys + head // SHARED * size, HEADS // SHARED * size, places, is_token,
+            states + place * size * value_size, value_size, 1, columns, is_column, size, BLOCK_T, BLOCK_V, BLOCK_K,
+        )  # fmt: skip
         fresh = tl.exp(tl.load(sums + places * HEADS + head, mask=is_token, other=0.0))
         rates = tl.load(beta + places * HEADS + head, mask=is_token, other=0.0).to(tl.float32)
         own = value + places[:, None] * stride_value + head * stride_value_head + columns[None, :]

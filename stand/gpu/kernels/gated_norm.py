@@ -9,7 +9,7 @@ import triton.language as tl
 
 from stand.fusion.formulas import GATE_FIRST, GATE_ORDERS
 from stand.gpu.kernels.launch import launch_device
-from stand.gpu.kernels.norm import MAX_SIZE
+from stand.gpu.kernels.norm import MAX_SIZE, rows_of
 from stand.gpu.kernels.swiglu import activate
 
 
@@ -44,8 +44,7 @@ def gated_rms_norm(
     type of weight * states. All sums are in float32.
     """
     size = _checked_size(states, gate, weight, group, order)
-    rows, gates = (one.reshape(-1, size) for one in (states, gate))
-    rows, gates = (one if one.stride(1) == 1 else one.contiguous() for one in (rows, gates))
+    rows, gates = rows_of(states, size), rows_of(gate, size)
     output = _empty_like(states, weight)
     block = triton.next_power_of_2(group)
     with launch_device(_gated_rms_norm, states):

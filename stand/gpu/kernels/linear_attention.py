@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from stand.gpu.kernels.launch import launch_device
-from stand.gpu.kernels.path_decays import is_seen, most_row_nodes
+from stand.gpu.kernels.path_decays import decays_between, most_row_nodes, products
 
 BLOCK_TOKENS, BLOCK_KEYS, BLOCK_VALUES = 16, 32, 32
 
@@ -27,40 +27,25 @@ def _attend(
     first, end = tl.load(offsets + row), tl.load(offsets + row + 1)
     start = first + block * BLOCK_T
     if start < end:
-        tokens, elements = start + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
+        tokens, stride = start + tl.arange(0, BLOCK_T), HEADS // SHARED * size
         is_token, is_column, places = tokens < end, columns < value_size, tokens.to(tl.int64)
-        place = tl.load(cache_rows + row).to(tl.int64) * HEADS + head
-        stride, of_head = HEADS // SHARED * size, head // SHARED * size
-        total = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
-        for begin in range(0, size, BLOCK_K):
-            numbers = begin + elements
-            is_number = numbers < size
-            q = queries + places[:, None] * stride + of_head + numbers[None, :]
-            s = states + (place * size + numbers)[:, None] * value_size + columns[None, :]
-            total = tl.dot(
-                tl.load(q, is_token[:, None] & is_number[None, :], 0.0),
-                tl.load(s, is_number[:, None] & is_column[None, :], 0.0),
-                total, input_precision="ieee",
-            )  # fmt: skip
-        own_sums = tl.load(sums + places * HEADS + head, mask=is_token, other=0.0)
-        total *= tl.exp(own_sums)[:, None]
+        place, of_head = tl.load(cache_rows + row).to(tl.int64) * HEADS + head, head // SHARED * size
+        total = products(
+            queries + of_head, stride, places, is_token,
+            states + place * size * value_size, value_size, 1, columns, is_column, size, BLOCK_T, BLOCK_V, BLOCK_K,
+        )  # fmt: skip
+        total *= tl.exp(tl.load(sums + places * HEADS + head, mask=is_token, other=0.0))[:, None]
         for other in range(first, tl.minimum(start + BLOCK_T, end), BLOCK_T):
             others = other + tl.arange(0, BLOCK_T)
             is_other, other_places = others < end, others.to(tl.int64)
-            dots = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
-            for begin in range(0, size, BLOCK_K):
-                numbers = begin + elements
-                is_number = numbers < size
-                q = queries + places[:, None] * stride + of_head + numbers[None, :]
-                k = keys + other_places[None, :] * stride + of_head + numbers[:, None]
-                dots = tl.dot(
-                    tl.load(q, is_token[:, None] & is_number[None, :], 0.0),
-                    tl.load(k, is_number[:, None] & is_other[None, :], 0.0),
-                    dots, input_precision="ieee",
-                )  # fmt: skip
-            seen = is_seen(ancestors, stride_words, tokens, is_token, others - first, is_other)
-            other_sums = tl.load(sums + other_places * HEADS + head, mask=is_other, other=0.0)
-            weights = dots * tl.exp(tl.where(seen, own_sums[:, None] - other_sums[None, :], float("-inf")))
+            dots = products(
+                queries + of_head, stride, places, is_token, keys + of_head, 1, stride, other_places, is_other, size,
+                BLOCK_T, BLOCK_T, BLOCK_K,
+            )  # fmt: skip
+            decays = decays_between(
+                sums, ancestors, stride_words, head, first, tokens, is_token, others, is_other, HEADS
+            )
+            weights = dots * decays
             u = updates + other_places[:, None] * stride_update + head * stride_update_head + columns[None, :]
             brought = tl.load(u, mask=is_other[:, None] & is_column[None, :], other=0.0)
             total = tl.dot(weights, brought, total, input_precision="ieee")

@@ -70,7 +70,7 @@ def rms_norm(states: torch.Tensor, weight: torch.Tensor, eps: float, rule: int) 
 
     Result [..., N], contiguous, of the dtype of `states`. The sum of squares is taken in float32.
     """
-    rows = _rows(states, _checked_size(states, weight, rule))
+    rows = rows_of(states, _checked_size(states, weight, rule))
     size = rows.shape[1]
     output = torch.empty(states.shape, dtype=states.dtype, device=states.device)
     block = triton.next_power_of_2(size)
@@ -98,7 +98,7 @@ def add_rms_norm(
             f"what is added must be as the states, {tuple(states.shape)} in {states.dtype}, got {tuple(change.shape)} "
             f"in {change.dtype}; use the module's own forward"
         )
-    rows, changes = _rows(states, size), _rows(change, size)
+    rows, changes = rows_of(states, size), rows_of(change, size)
     total, output = (torch.empty(states.shape, dtype=states.dtype, device=states.device) for _ in range(2))
     block = triton.next_power_of_2(size)
     with launch_device(_add_rms_norm, states):
@@ -116,7 +116,7 @@ def _(states, change, weight, eps, rule):
     return total, output
 
 
-def _rows(states: torch.Tensor, size: int) -> torch.Tensor:
+def rows_of(states: torch.Tensor, size: int) -> torch.Tensor:
     """[..., N] as [rows, N] with adjacent columns; a view where the layout allows one."""
     rows = states.reshape(-1, size)
     return rows if rows.stride(1) == 1 else rows.contiguous()

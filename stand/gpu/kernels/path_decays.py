@@ -22,6 +22,37 @@ def is_seen(ancestors, stride, tokens, is_token, others, is_other):
 
 
 @triton.jit
+def decays_between(sums, ancestors, stride, head, first, tokens, is_token, others, is_other, HEADS: tl.constexpr):
+    """[I, J] float32: exp(G_i - G_j) where packed token others[j] of the row that begins at `first` is an ancestor of
+    tokens[i], or is it; else 0."""
+    own = tl.load(sums + tokens.to(tl.int64) * HEADS + head, mask=is_token, other=0.0)
+    other = tl.load(sums + others.to(tl.int64) * HEADS + head, mask=is_other, other=0.0)
+    seen = is_seen(ancestors, stride, tokens, is_token, others - first, is_other)
+    return tl.exp(tl.where(seen, own[:, None] - other[None, :], float("-inf")))
+
+
+@triton.jit
+def products(
+    left, row_stride, rows, is_row, right, step, column_stride, columns, is_column, size,
+    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """[I, J] float32: sums over n < size of left[rows[i] * row_stride + n] * right[n * step + columns[j] *
+    column_stride], in float32 without TF32."""
+    total = tl.zeros([BLOCK_I, BLOCK_J], tl.float32)
+    for begin in range(0, size, BLOCK_K):
+        numbers = begin + tl.arange(0, BLOCK_K)
+        is_number = numbers < size
+        a = left + rows[:, None] * row_stride + numbers[None, :]
+        b = right + numbers[:, None] * step + columns[None, :] * column_stride
+        total = tl.dot(
+            tl.load(a, mask=is_row[:, None] & is_number[None, :], other=0.0),
+            tl.load(b, mask=is_number[:, None] & is_column[None, :], other=0.0),
+            total, input_precision="ieee",
+        )  # fmt: skip
+    return total
+
+
+@triton.jit
 def _prepare(
     query, key, log_decay, ancestors, offsets, queries, keys, sums, scale, epsilon, size,
     stride_query, stride_query_head, stride_key, stride_key_head, stride_words,

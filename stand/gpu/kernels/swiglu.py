@@ -12,6 +12,7 @@ import triton.language as tl
 
 from stand.fusion.formulas import ACTIVATIONS
 from stand.gpu.kernels.launch import launch_device
+from stand.gpu.kernels.norm import rows_of
 
 BLOCK = 1024
 NUM_WARPS = 4
@@ -59,7 +60,7 @@ def gated_product(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torc
     """
     _check(gate, up, activation)
     size = gate.shape[-1]
-    gates, ups = _rows(gate), _rows(up)
+    gates, ups = (rows_of(one, one.shape[-1]) for one in (gate, up))
     output = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     grid = (gates.shape[0], triton.cdiv(size, BLOCK))
     with launch_device(_gated_product, gate):
@@ -81,12 +82,6 @@ def gated_product(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torc
 def _(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
     _check(gate, up, activation)
     return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-
-
-def _rows(states: torch.Tensor) -> torch.Tensor:
-    """[..., I] as [rows, I] with adjacent columns; a view where the layout allows one."""
-    rows = states.reshape(-1, states.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _check(gate: torch.Tensor, up: torch.Tensor, activation: int) -> None:

@@ -29,7 +29,7 @@ class KeptPrompts:
 
     @property
     def nbytes(self) -> int:
-        return sum(prompt.keys.nbytes for prompt in self.prompts)
+        return sum(prompt.nbytes for prompt in self.prompts)
 
     def begin(self) -> None:
         """A call begins."""
@@ -39,30 +39,47 @@ class KeptPrompts:
         self._state, self._versions = state, versions
 
     def offer(self, prompt: Prefilled) -> None:
-        """Of a prompt that its call needs no longer. One that begins another one here is not kept beside it."""
-        chunks = max(prompt.done, 0) // PROMPT_CHUNK
-        if not chunks or prompt.keys.recurrent.layers:
+        """Of a prompt that its call needs no longer. One that begins another one here is not kept beside it: only its
+        recurrent states are."""
+        chunks = prompt.begins_at(max(prompt.done, 0) // PROMPT_CHUNK)
+        if not chunks:
             return
         token_ids = prompt.token_ids[: chunks * PROMPT_CHUNK].copy()
         kept = Prefilled(TreeCache(1, 0), token_ids, len(token_ids), features=prompt.features[:chunks])
         for other in self.prompts:
             if common_chunks(other, kept) == chunks and len(other.features) >= len(kept.features):
+                other.states = prompt.states | other.states
                 self._renew(other)
                 return
-        if kept.done * key_shape(self._model).token_bytes > self.max_bytes:
+        shape = key_shape(self._model)
+        if kept.done * shape.token_bytes + shape.row_bytes > self.max_bytes:
             return
         try:
-            kept.keys.enter(0, prompt.keys, kept.done)
+            kept.begin_with(prompt, chunks)
         except (RuntimeError, MemoryError):  # no memory, or a device that has failed, which its own call tells
             return
-        self.prompts = [other for other in self.prompts if common_chunks(kept, other) * PROMPT_CHUNK < other.done]
+        kept.states |= prompt.states
+        if kept.is_recurrent:
+            kept.keys.recurrent = kept.states[chunks]  # one copy is enough: nothing is computed here
+        for other in [one for one in self.prompts if common_chunks(kept, one) * PROMPT_CHUNK >= one.done]:
+            kept.states = other.states | kept.states
+            self.prompts.remove(other)
         self.prompts.append(kept)
+        self._trim()
+
+    def _trim(self) -> None:
+        """The oldest goes first, and of it the states of its shortest beginning."""
         while self.nbytes > self.max_bytes:
-            self.prompts.pop(0)
+            oldest = self.prompts[0]
+            if len(oldest.states) > 1:
+                del oldest.states[min(oldest.states)]
+            else:
+                self.prompts.pop(0)
 
     def _renew(self, prompt: Prefilled) -> None:
         self.prompts.remove(prompt)
         self.prompts.append(prompt)
+        self._trim()
 
 
 def _versions(model: PreTrainedModel) -> Iterator[int]:

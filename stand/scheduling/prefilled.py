@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from stand.forward.model import PROMPT_CHUNK
+from stand.forward.recurrent_states import RecurrentStates
 from stand.forward.tree_cache import TreeCache
 
 
@@ -20,6 +21,39 @@ class Prefilled:
     done: int = -1  # tokens; -1: not begun
     copied: int = 0  # of them, from another prompt
     features: list[torch.Tensor] = field(default_factory=list)  # by chunk, of all that is done or of none
+    states: dict[int, RecurrentStates] = field(default_factory=dict)  # by whole chunks: what was noted behind them
+    noting: set[int] = field(default_factory=set)  # where states are to be noted
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether layers have states: those behind all that is done, unless others were noted on the way."""
+        return bool(self.keys.recurrent.layers)
+
+    @property
+    def nbytes(self) -> int:
+        noted = [states for states in self.states.values() if states is not self.keys.recurrent]
+        return self.keys.nbytes + sum(states.row_bytes for states in noted)
+
+    def begins_at(self, most: int) -> int:
+        """The most whole chunks, `most` of what is done or fewer, that another prompt can begin with."""
+        if not self.is_recurrent:
+            return most
+        ends = (self.done // PROMPT_CHUNK,) if self.done % PROMPT_CHUNK == 0 else ()
+        return max((chunks for chunks in (*self.states, *ends) if chunks <= most), default=0)
+
+    def note_states(self) -> None:
+        """Where they are to be."""
+        chunks, rest = divmod(self.done, PROMPT_CHUNK)
+        if self.is_recurrent and not rest and chunks in self.noting:
+            self.states[chunks] = self.keys.recurrent.copied()
+
+    def begin_with(self, source: Prefilled, chunks: int) -> None:
+        """What `source` has behind so many whole chunks, as its `begins_at` gives them."""
+        self.done = chunks * PROMPT_CHUNK
+        self.keys.enter(0, source.keys, self.done)
+        if source.is_recurrent:
+            self.states = {chunks: source.states.get(chunks) or source.keys.recurrent.copied()}
+            self.keys.recurrent.enter(0, self.states[chunks])
 
 
 def common_chunks(source: Prefilled, target: Prefilled) -> int:

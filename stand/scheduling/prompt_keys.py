@@ -26,7 +26,8 @@ class PromptKeys:
 
     They stay until no waiting row needs them (`keep_only`). A row that was put back has a cache of its own, with the
     keys of all its tokens but the last. Where another prompt that is still here begins alike, the keys of whole chunks
-    are copied from it: chunks are the same whenever they are run, and so are their keys, to the bit.
+    are copied from it, and the recurrent states behind them: chunks are the same whenever they are run, and so are
+    their keys, to the bit.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class PromptKeys:
             taking = taken_features(self._model) if self._wants_features else nullcontext([])
             with tree_attention(self._model), taking as features:
                 prompt.done = prefill_chunk(self._model, prompt.keys, row.history[:-1], before, row=0)
+            prompt.note_states()
             prompt.features += features
             self._budget -= prompt.done - before
             if prompt.done == row.num_cached:
@@ -101,22 +103,27 @@ class PromptKeys:
         self._drop([start for start in self._prompts if not self._admission.is_shared(start)])
 
     def _opened(self, row: Row) -> Prefilled:
-        """With the keys of whole chunks that another prompt begins with, but for the last chunk, which tells that all
-        are here; a recurrent state is of a prompt's end alone."""
+        """With what another prompt has behind whole chunks that it begins with, but for the last chunk, which tells
+        that all are here. Recurrent states are known where they were noted: for the next one that parts from others in
+        the same place, and for later calls behind the last whole chunk."""
         prompt = Prefilled(self._new_keys(row.num_cached), row.history[:-1])
         finalize(prompt.keys, self._admission.release, self._admission.open(row))
         others = [*self._prompts.values(), *(() if self._kept is None else self._kept.prompts)]
-        shared = [(common_chunks(other, prompt), other) for other in others if self._is_of_use(other)]
-        most, source = max(shared, key=lambda pair: pair[0], default=(0, None))
-        chunks = min(most, (row.num_cached - 1) // PROMPT_CHUNK)
+        most = (row.num_cached - 1) // PROMPT_CHUNK
+        shared = [(min(common_chunks(other, prompt), most), other) for other in others if self._is_of_use(other)]
+        begun = [(source.begins_at(chunks), source) for chunks, source in shared]
+        chunks, source = max(begun, key=lambda pair: pair[0], default=(0, None))
         if chunks > 0:
-            prompt.done = prompt.copied = chunks * PROMPT_CHUNK
-            prompt.keys.enter(0, source.keys, prompt.done)
+            prompt.begin_with(source, chunks)
+            prompt.copied = prompt.done
             prompt.features = source.features[:chunks] if self._wants_features else []
+        prompt.noting = {max((common for common, _ in shared), default=0)}
+        if self._kept is not None:
+            prompt.noting.add(row.num_cached // PROMPT_CHUNK)
         return prompt
 
     def _is_of_use(self, source: Prefilled) -> bool:
-        return not source.keys.recurrent.layers and (bool(source.features) or not self._wants_features)
+        return bool(source.features) or not self._wants_features
 
     def _count(self, row: Row, prompt: Prefilled) -> None:
         """What `row` begins with is complete."""

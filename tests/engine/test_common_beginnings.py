@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from recurrent_models import recurrent_model
+from recurrent_models import RECURRENT, recurrent_model
 from tiny_models import tiny_model
 
 import stand
@@ -23,6 +23,9 @@ PROMPTS = [[*SHARED, *tail] for tail in ([7, 7], [8, 30, 31], [], [7, 7, 9, 9, 9
     SHARED[:17],
     [3],
 ]
+
+
+HYBRIDS = [family for family in ("qwen3_5", "nemotron_h", "lfm2") if family in RECURRENT]  # of every kind
 
 
 @pytest.fixture(autouse=True)
@@ -58,24 +61,38 @@ def test_no_token_changes(monkeypatch, family, max_rows):
     assert found == wanted and stats.num_copied_prompt_tokens == 0
 
 
-def keys_of_all(monkeypatch) -> list[list[torch.Tensor]]:
-    """Of every prompt, when it is complete."""
+@pytest.mark.parametrize("max_rows", [1, 3, 99])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_no_token_of_a_hybrid_changes(monkeypatch, family, max_rows):
+    found, stats = decoded(recurrent_model(family), max_rows=max_rows)
+    assert stats.num_copied_prompt_tokens == 2 * 2 * CHUNK  # the second prompt finds no states, and notes some
+    without_copies(monkeypatch)
+    wanted, stats = decoded(recurrent_model(family), max_rows=max_rows)
+    assert found == wanted and stats.num_copied_prompt_tokens == 0
+
+
+def keys_of_all(monkeypatch, model) -> list[list[torch.Tensor]]:
+    """Of every prompt, when it is complete, its recurrent states among them."""
     kept, count = [], prompt_keys.PromptKeys._count
 
     def noting(keys, row, prompt):
-        kept.append([states[:, :, : row.num_cached].clone() for states in (*prompt.keys.keys, *prompt.keys.values)])
+        stored = [states[:, :, : row.num_cached].clone() for states in (*prompt.keys.keys, *prompt.keys.values)]
+        stored += [states.clone() for layer in prompt.keys.recurrent.layers.values() for states in layer.stored]
+        kept.append(stored)
         count(keys, row, prompt)
 
     with monkeypatch.context() as patch:
         patch.setattr(prompt_keys.PromptKeys, "_count", noting)
-        decoded()
+        decoded(model)
     return kept
 
 
-def test_keys_are_the_same_to_the_bit(monkeypatch):
-    copied = keys_of_all(monkeypatch)
+@pytest.mark.parametrize("family", ["qwen2", *HYBRIDS])
+def test_keys_are_the_same_to_the_bit(monkeypatch, family):
+    model = tiny_model(family) if family == "qwen2" else recurrent_model(family)
+    copied = keys_of_all(monkeypatch, model)
     without_copies(monkeypatch)
-    computed = keys_of_all(monkeypatch)
+    computed = keys_of_all(monkeypatch, model)
     assert len(copied) == len(computed) == len(PROMPTS)
     for ours, theirs in zip(copied, computed, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
@@ -92,10 +109,10 @@ def test_a_wrong_beginning_changes_tokens(monkeypatch):
 
 
 @pytest.mark.parametrize("is_recurrent", [False, True])
-def test_short_prompts_and_recurrent_states_are_not_kept(is_recurrent):
+def test_short_prompts_are_not_kept(is_recurrent):
     engine = engine_of(recurrent_model("qwen3_5") if is_recurrent else None)
     with engine.keep_prompts(1e9):
-        engine.generate(input_ids=SHARED if is_recurrent else SHARED[:CHUNK], max_new_tokens=2, temperature=0.9)
+        engine.generate(input_ids=SHARED[:CHUNK], max_new_tokens=2, temperature=0.9)
         assert engine._kept.prompts == []
 
 
@@ -124,9 +141,12 @@ def test_hidden_states_come_along(monkeypatch):
     assert all(torch.equal(features, computed.prompts[prompt]) for prompt, features in copied.prompts.items())
 
 
-def test_models_with_recurrent_states_compute_every_prompt():
-    _, stats = decoded(recurrent_model("qwen3_5"))
-    assert stats.num_copied_prompt_tokens == 0
+def test_states_of_another_place_change_tokens(monkeypatch):
+    """Control: what a hybrid's prompt begins with is the state behind its end."""
+    wanted, _ = decoded(recurrent_model("qwen3_5"))
+    monkeypatch.setattr(Prefilled, "begins_at", lambda self, most: most)
+    found, _ = decoded(recurrent_model("qwen3_5"))
+    assert found != wanted and found[0] == wanted[0]
 
 
 def prompt_of(token_ids: list[int], done: int) -> Prefilled:
@@ -191,6 +211,34 @@ def test_turns_of_a_chat_go_on_with_what_is_there():
     assert turns(engine)[1] == none and engine._kept is None
 
 
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_turns_with_a_hybrid_go_on_with_the_states_that_are_there(family):
+    wanted, none = turns(engine_of(recurrent_model(family)), count=4)
+    engine = engine_of(recurrent_model(family))
+    with engine.keep_prompts(1e9):
+        found, copied = turns(engine, count=4)
+        kept = engine._kept.prompts
+        assert len(kept) == 1 and len(kept[0].states) == 4  # behind each turn
+    assert none == [0, 0, 0, 0] and copied[0] == 0 and copied[1] == 16 and copied[2] >= 24 and copied[3] >= 32
+    assert found == wanted
+
+
+def test_branches_of_a_hybrid_begin_where_states_are_known():
+    """The first prompt leaves states behind its second chunk alone; who parts from it before notes some there."""
+    branch = [*SHARED[:9], 1, 1, 1, 1, 1, 1, 1, 1]
+    wanted, found, copied = [], [], []
+    for engine, tokens in (
+        (engine_of(recurrent_model("qwen3_5")), wanted),
+        (engine_of(recurrent_model("qwen3_5")), found),
+    ):
+        with engine.keep_prompts(1e9) if tokens is found else contextlib.nullcontext():
+            for prompt in (SHARED, branch, [*SHARED, 2, 2, 2, 2, 2, 2, 2], [*branch[:12], 5, 5, 5, 5, 5], SHARED):
+                output = engine.generate(input_ids=prompt, max_new_tokens=3, temperature=0.9, seed=1)
+                tokens.append(output.token_ids)
+                copied.append(output.stats.num_copied_prompt_tokens)
+    assert found == wanted and copied == 5 * [0] + [0, 0, 16, 8, 16]
+
+
 def test_branches_take_from_the_one_they_share_most_with():
     engine, copied = engine_of(), []
     with engine.keep_prompts(1e9):
@@ -248,6 +296,22 @@ def test_bytes_are_a_limit():
             if limit <= of_one:  # which is of a room of 256 tokens
                 engine.generate(input_ids=20 * SHARED, max_new_tokens=2, temperature=0.9)
                 assert engine._kept.prompts == before  # too long, and drops no other
+
+
+def test_states_count_and_those_of_short_beginnings_go_first():
+    engine = engine_of(recurrent_model("qwen3_5"))
+    with engine.keep_prompts(1e9):
+        turns(engine)
+        (kept,) = engine._kept.prompts
+        of_one = kept.keys.recurrent.row_bytes
+        assert kept.nbytes == kept.keys.nbytes + 2 * of_one  # the last ones are the cache's own
+        most = engine._kept.nbytes
+    for limit, behind in ((most - 1, 2), (most - of_one, 2), (most - of_one - 1, 1), (most - 2 * of_one - 1, 0)):
+        with engine.keep_prompts(limit):
+            turns(engine)
+            assert [len(prompt.states) for prompt in engine._kept.prompts] == ([behind] if behind else [])
+            assert all(prompt.keys.recurrent is prompt.states[max(prompt.states)] for prompt in engine._kept.prompts)
+            assert engine._kept.nbytes <= limit
 
 
 def test_hidden_states_are_kept_where_there_were_any():

@@ -3,6 +3,7 @@
     python scripts/train_reasoner.py --minutes 80              # train, then write scripts/reasoner
     python scripts/train_reasoner.py --evaluate                # held-out accuracy of scripts/reasoner
     python scripts/train_reasoner.py --draft-model weak        # a draft model, then write scripts/drafters/weak
+    python scripts/train_reasoner.py --layout qwen3_5 --output hybrid   # a hybrid: three of four layers keep states
 
 Training data are drawn without end from `workloads/problems.py`; held-out problems never appear. How it trains is in
 `training/trainer.py`. A checkpoint is written every few minutes and at the end, and a run continues from it unless
@@ -23,7 +24,7 @@ from measuring.option_types import positive_integer, positive_number
 from measuring.setup import REASONER
 from training.draft_models import SIZES, train_draft_model
 from training.tokenizer import LEAST_VOCABULARY
-from training.trainer import HEAD_SIZE, train
+from training.trainer import HEAD_SIZE, LAYOUTS, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workloads.answers import extract_answer, majority_answer
 from workloads.problems import FAMILIES, held_out_problems, write_prompt
@@ -84,6 +85,12 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive_integer, help="budget in steps instead of minutes")
     parser.add_argument("--processes", type=positive_integer, default=2, help="that train together (%(default)s)")
     parser.add_argument("--rows", type=positive_integer, default=32, help="texts per process and step (%(default)s)")
+    parser.add_argument(
+        "--layout",
+        default="llama",
+        choices=sorted(LAYOUTS),
+        help="qwen3_5: a hybrid of at least 4 layers (%(default)s)",
+    )
     parser.add_argument("--hidden", type=positive_integer, default=256, help="hidden size (%(default)s)")
     parser.add_argument(
         "--intermediate", type=positive_integer, default=704, help="size of the feed-forward (%(default)s)"
@@ -94,6 +101,9 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--attention", default="eager", choices=("eager", "sdpa"), help="transformers' implementation (%(default)s)"
+    )
+    parser.add_argument(
+        "--precision", default="bfloat16", choices=("bfloat16", "float32"), help="of the products (%(default)s)"
     )
     parser.add_argument("--learning-rate", type=positive_number, default=3e-3, help="at its largest (%(default)s)")
     parser.add_argument("--save-minutes", type=positive_number, default=5.0, help="between checkpoints (%(default)s)")
@@ -118,6 +128,10 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(command_line)
     if options.hidden % HEAD_SIZE:
         parser.error(f"--hidden must be a multiple of {HEAD_SIZE}, the size of a head, got {options.hidden}")
+    if options.layout == "qwen3_5" and options.layers < 4:
+        parser.error(
+            f"--layers must be at least 4 for a hybrid, whose fourth layer has attention, got {options.layers}"
+        )
     if options.vocabulary < LEAST_VOCABULARY:
         parser.error(f"--vocabulary must be at least {LEAST_VOCABULARY}, bytes and specials, got {options.vocabulary}")
     given = [name for name, value in vars(options).items() if value != parser.get_default(name)]

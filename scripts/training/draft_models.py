@@ -24,9 +24,9 @@ def train_draft_model(name: str, *, minutes: float | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = Path(folder)
         train(argparse.Namespace(
-            minutes=minutes or size["minutes"], steps=0, processes=1, rows=32, hidden=128, intermediate=352,
-            layers=size["layers"], attention="eager", learning_rate=4e-3, save_minutes=60.0, checkpoints=checkpoints,
-            output=DRAFTERS / name, fresh=False, seed=1,
+            layout="llama", hidden=128, intermediate=352, layers=size["layers"], attention="eager",
+            precision="bfloat16", minutes=minutes or size["minutes"], steps=0, processes=1, rows=32,
+            learning_rate=4e-3, save_minutes=60.0, checkpoints=checkpoints, output=DRAFTERS / name, fresh=False, seed=1,
         ), AutoTokenizer.from_pretrained(REASONER))  # fmt: skip
     for file in TOKENIZER_FILES:
         (DRAFTERS / name / file).unlink(missing_ok=True)  # the bundled model's serves

@@ -1,8 +1,9 @@
-"""Training of a small Llama in processes that average their gradients.
+"""Training of a small model in processes that average their gradients.
 
-Every process runs one thread in bfloat16 autocast, and gloo joins them: on a CPU that beats one process with two
-threads. Matrices learn with Muon, the rest with AdamW. The learning rate is a function of the share of the budget that
-is used up (minutes or steps): warm-up, constant, then linearly to zero.
+Every process runs one thread, and gloo joins them: on a CPU that beats one process with two threads. bfloat16 autocast
+is faster where the processor has such instructions, and twelve times slower where not. Matrices learn with Muon,
+the rest with AdamW. The learning rate is a function of the share of the budget that is used up (minutes or steps):
+warm-up, constant, then linearly to zero.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
+)
 
 from training.batches import IGNORED, draw_batches
 from training.checkpoint import (
@@ -44,7 +52,7 @@ ALLOCATOR = {
 }
 STATE = "state.pt"
 FILES = (STATE, "state.new", SETTINGS)  # of checkpoints
-FIXED = ("hidden", "intermediate", "layers", "vocabulary", "rows", "processes", "learning_rate", "seed")
+FIXED = ("layout", "hidden", "intermediate", "layers", "vocabulary", "rows", "processes", "learning_rate", "seed")
 HEAD_SIZE = 64
 FOLDERS = {"tokenizer": is_tokenizer_folder, "latest": is_model_folder}
 
@@ -119,7 +127,7 @@ def run_steps(rank: int, arguments, model, optimizers, tokenizer, progress: dict
     used = 0.0
     while used < 1.0:
         input_ids, labels = next(batches)
-        recent.append(learn_batch(model, input_ids, labels))
+        recent.append(learn_batch(model, input_ids, labels, precision=arguments.precision))
         progress["seconds"] = earlier + time.monotonic() - begin
         budget_share = progress["seconds"] / (60 * arguments.minutes)
         if arguments.steps:
@@ -149,19 +157,15 @@ def apply_step(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], 
 
 
 def build_model(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
-    """A small Llama with tied embeddings and random weights.
-
-    Not a Qwen2: for that model type AutoTokenizer replaces the folder's own splitting rule by Qwen2's.
-    """
+    """A small model of a layout of `LAYOUTS`, with tied embeddings and random weights."""
     torch.manual_seed(arguments.seed)
-    config = LlamaConfig(
+    config = LAYOUTS[arguments.layout](
         vocab_size=(len(tokenizer) + 7) // 8 * 8,
         hidden_size=arguments.hidden,
         intermediate_size=arguments.intermediate,
         num_hidden_layers=arguments.layers,
         num_attention_heads=arguments.hidden // HEAD_SIZE,
         num_key_value_heads=max(1, arguments.hidden // 128),
-        attention_bias=True,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
@@ -171,14 +175,34 @@ def build_model(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerFas
     return AutoModelForCausalLM.from_config(config, attn_implementation=arguments.attention)
 
 
-def learn_batch(model: torch.nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> float:
+def llama_config(**sizes: object) -> PreTrainedConfig:
+    """Not a Qwen2: for that model type AutoTokenizer replaces the folder's own splitting rule by Qwen2's."""
+    return LlamaConfig(**sizes, attention_bias=True)
+
+
+def hybrid_config(**sizes: object) -> PreTrainedConfig:
+    """As Qwen3.5: every fourth layer, from the fourth on, has attention; the others keep states by the gated delta
+    rule."""
+    heads = sizes["num_attention_heads"]
+    return Qwen3_5TextConfig(
+        **sizes, head_dim=HEAD_SIZE, linear_num_key_heads=heads, linear_num_value_heads=heads,
+        linear_key_head_dim=HEAD_SIZE // 2, linear_value_head_dim=HEAD_SIZE,
+    )  # fmt: skip
+
+
+LAYOUTS = {"llama": llama_config, "qwen3_5": hybrid_config}
+
+
+def learn_batch(
+    model: torch.nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, *, precision: str = "bfloat16"
+) -> float:
     """Add the gradient of the labelled tokens' mean cross-entropy, in two halves to save memory; returns the mean.
 
     Padding is on the right, so causality hides it.
     """
     total, count = 0.0, int((labels[:, 1:] != IGNORED).sum())
     for part_ids, part_labels in zip(input_ids.chunk(2), labels.chunk(2), strict=True):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bfloat16"):
             logits = model(input_ids=part_ids, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(
             logits[:, :-1].float().flatten(0, 1),

@@ -36,12 +36,17 @@ def plain_kernels(monkeypatch):
     use_plain_scans(monkeypatch)
 
 
-def engine_of(family="qwen3_5", *, backend="triton", verifier="traversal", **options):
-    """Its lookup has read the model's own samples."""
-    model, lookup = recurrent_kernel_model(family), BlendedLookup()
-    teacher = stand.wrap(model, drafter=BlendedDrafter(lookup, budget=16), backend="sdpa")
+@lru_cache
+def taught_lookup(family):
+    """It has read the model's own samples. SETTINGS teach nothing."""
+    lookup = BlendedLookup()
+    teacher = stand.wrap(recurrent_kernel_model(family), drafter=BlendedDrafter(lookup, budget=16), backend="sdpa")
     teacher.generate(PROMPTS, num_return_sequences=3, max_new_tokens=40, temperature=0.4, seed=1)
-    drafter = BlendedDrafter(lookup, budget=16)
+    return lookup
+
+
+def engine_of(family="qwen3_5", *, backend="triton", verifier="traversal", **options):
+    model, drafter = recurrent_kernel_model(family), BlendedDrafter(taught_lookup(family), budget=16)
     return stand.wrap(model, verifier=verifier, backend=backend, drafter=drafter, **{"fuse": False, **options})
 
 

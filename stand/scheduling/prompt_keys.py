@@ -17,7 +17,7 @@ from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
 from stand.row import Row
 from stand.scheduling.admission import Admission, beginning
-from stand.scheduling.kept_prompts import KeptPrompts
+from stand.scheduling.kept_prompts import NO_AGE, KeptPrompts
 from stand.scheduling.prefilled import Prefilled, common_chunks
 
 
@@ -51,13 +51,14 @@ class PromptKeys:
         self._wants_features = wants_features
         self._on_ready = on_ready
         self._kept = kept
+        self._age = NO_AGE  # as `kept` says when the call begins
         self._budget = 0.0
         self._prompts: dict[Hashable, Prefilled] = {}  # by what rows begin with
 
     def begin(self) -> None:
         """The call begins: what was kept may be of other weights."""
         if self._kept is not None:
-            self._kept.begin()
+            self._age = self._kept.begin()
 
     def allow(self, num_tokens: float) -> None:
         """Until the next call of this, `ready` runs no further chunk once so many tokens were run."""
@@ -105,7 +106,7 @@ class PromptKeys:
         are here; a recurrent state is of a prompt's end alone."""
         prompt = Prefilled(self._new_keys(row.num_cached), row.history[:-1])
         finalize(prompt.keys, self._admission.release, self._admission.open(row))
-        others = [*self._prompts.values(), *(() if self._kept is None else self._kept.prompts)]
+        others = [*self._prompts.values(), *(() if self._kept is None else self._kept.of(self._age))]
         shared = [(common_chunks(other, prompt), other) for other in others if self._is_of_use(other)]
         most, source = max(shared, key=lambda pair: pair[0], default=(0, None))
         chunks = min(most, (row.num_cached - 1) // PROMPT_CHUNK)
@@ -132,4 +133,4 @@ class PromptKeys:
             self._admission.close(start)
             prompt = self._prompts.pop(start)
             if self._kept is not None:
-                self._kept.offer(prompt)
+                self._kept.offer(prompt, self._age)

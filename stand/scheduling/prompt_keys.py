@@ -45,6 +45,7 @@ class PromptKeys:
         self.num_tokens = 0  # of the prompts that were complete, the pending ones included
         self.num_replayed = 0  # tokens of rows that were put back
         self.num_copied = 0  # tokens whose keys were another prompt's
+        self._latest = -1  # request whose prompt was complete: where memory runs out, one is computed again
         self._new_keys = new_keys
         self._admission = admission
         self._model = model
@@ -123,7 +124,8 @@ class PromptKeys:
         """What `row` begins with is complete."""
         if row.num_steps:
             self.num_replayed += row.num_cached - prompt.copied
-        else:
+        elif row.request > self._latest:
+            self._latest = row.request
             self.num_tokens += len(row.history)
             self.num_copied += prompt.copied
             self._on_ready(row)

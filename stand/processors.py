@@ -298,11 +298,11 @@ def own_copy(part: object, rule: str) -> object:
 
 
 def _shared(parts: Sequence[object]) -> dict[int, object]:
-    """SHARED objects within `parts` by their ids: `deepcopy` takes them for copied already. What is copied by a
-    `__deepcopy__` of its own is not looked into."""
+    """SHARED objects within `parts` by their ids: `deepcopy` takes them for copied already. Of what is copied by a
+    `__deepcopy__` of its own, which may copy every attribute, these are looked at and not into."""
     found: dict[int, object] = {}
     seen: set[int] = set()
-    waiting = [inner for part in parts if not hasattr(part, "__deepcopy__") for inner in _inside(part)]
+    waiting = [inner for part in parts for inner in _inside(part)]
     while waiting:
         one = waiting.pop()
         if isinstance(one, LEAVES) or id(one) in seen or isinstance(one, (type, FunctionType, ModuleType)):
@@ -314,13 +314,14 @@ def _shared(parts: Sequence[object]) -> dict[int, object]:
             waiting += one.values()
         elif isinstance(one, (list, tuple, set, frozenset)):
             waiting += one
-        elif not hasattr(one, "__deepcopy__"):
+        else:
             waiting += _inside(one)
     return found
 
 
 def _inside(one: object) -> list[object]:
-    """What a copy of an object copies: its attributes, a method's object, what a partial was given."""
+    """What a copy of an object copies: its attributes, a method's object, what a partial was given. Where it copies
+    itself: attributes that are SHARED."""
     if isinstance(one, MethodType):
         return [one.__self__]
     given = [one.func, one.args, one.keywords] if isinstance(one, partial) else []
@@ -329,7 +330,10 @@ def _inside(one: object) -> list[object]:
         for kind in type(one).__mro__ if "__slots__" in vars(kind)
         for name, part in vars(kind).items() if isinstance(part, MemberDescriptorType)
     ]  # fmt: skip
-    return [*given, *slots, getattr(one, "__dict__", None)]
+    attributes = getattr(one, "__dict__", None)
+    if hasattr(one, "__deepcopy__"):
+        return [inner for inner in (*slots, *(attributes or {}).values()) if isinstance(inner, SHARED)]
+    return [*given, *slots, attributes]
 
 
 def _checked_scores(processed: object, processor: LogitsProcessor, vocabulary_size: int) -> torch.Tensor:

@@ -177,19 +177,23 @@ def _write_parts(file: BinaryIO, parts: list[bytes], arrays) -> None:
 def _read_header(path, file: BinaryIO, file_format: FileFormat, digest, file_size: int) -> dict[str, Any]:
     prefix = file.read(PREFIX.size)
     magic, version = file_format.magic, file_format.version
-    if len(prefix) < PREFIX.size or prefix[: len(magic)] != magic:
+    if prefix[: len(magic)] != magic:
         kinds = {known: name for name, known in MAGICS.items()}
         kind = kinds.get(prefix[: len(magic)])
         if kind not in (None, kinds[magic]):
             raise LookupFileError(f"{path} must hold a {kinds[magic]}, got a {kind}; load it with {kind}.load")
         raise LookupFileError(f"{path} must start with {magic!r}, got {prefix[: len(magic)]!r}; it is no lookup")
+    if len(prefix) < PREFIX.size:
+        raise damaged(path, f"have at least {PREFIX.size} bytes", f"{len(prefix)}")
     _, got_version, header_size = PREFIX.unpack(prefix)
     if got_version != version:
         raise LookupFileError(
             f"{path} must have format version {version}, got {got_version}; read it with the release that wrote it"
         )
-    if header_size > min(MAX_HEADER_BYTES, file_size):
+    if header_size > MAX_HEADER_BYTES:
         raise damaged(path, f"have a header of at most {MAX_HEADER_BYTES} bytes", f"{header_size}")
+    if PREFIX.size + header_size > file_size:
+        raise damaged(path, f"have at least {PREFIX.size + header_size} bytes", f"{file_size}")
     packed = file.read(header_size)
     digest.update(prefix)
     digest.update(packed)

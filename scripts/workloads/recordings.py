@@ -14,6 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 LARGEST_ID = 2**31 - 1  # of an int32
+RECORDED = {"text", "token_ids"}  # a record has one of them
 SHORTEST = 64  # tokens; shorter samples say little and are skipped
 
 
@@ -52,7 +53,8 @@ def read_records(path: Path) -> Iterator[dict]:
             wrong = [name for name in ("text", "problem") if not isinstance(record.get(name), str | None)]
             if wrong:
                 raise ValueError(f"{path} must hold {wrong[0]} as text, got {record[wrong[0]]!r} in line {number}")
-            if record and not (number == 1 and "settings" in record):
+            is_header = number == 1 and "settings" in record and not RECORDED & record.keys()
+            if record and not is_header:
                 yield record
 
 
@@ -80,7 +82,8 @@ def read_recordings(path: Path, tokenizer: Tokenizer, selection: Selection) -> l
     recordings = []
     for problem, records in enumerate(chosen):
         prompt = encode(tokenizer, records[0].get("problem") or "")
-        records.sort(key=lambda record: record.get("row", 0))  # of a run, whose rows are in the order of their ends
+        if all(isinstance(record.get("row"), int) for record in records):
+            records.sort(key=lambda record: record["row"])  # of a run, whose rows are in the order of their ends
         samples = [record_tokens(record, tokenizer) for record in records[: selection.samples]]
         kept = [tokens[: selection.max_tokens] for tokens in samples if len(tokens) >= SHORTEST]
         recordings += [Recording(problem, sample, prompt, tokens) for sample, tokens in enumerate(kept)]

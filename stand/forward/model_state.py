@@ -84,7 +84,7 @@ def _settings(holder: object) -> dict[str, object]:
     """Plain values, and lists, tuples and dictionaries of plain values as text: an adapter's name is in a list."""
     return {
         name: value if isinstance(value, PLAIN) else repr(value)
-        for name, value in vars(holder).items()
+        for name, value in (holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})).items()
         if name not in PASSED_OVER and _is_plain(value)
     }
 

@@ -83,7 +83,7 @@ class JobReader:
         number = self._num_jobs  # of those before, all of which were read: none comes after an error
         try:
             return self._read(request if isinstance(request, Request) else Request(request))
-        except ValueError as error:
+        except Exception as error:  # a template or a tokenizer may raise anything
             error.add_note(which_request(number, getattr(request, "id", None)))
             raise
 

@@ -2,54 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
+from threading import RLock
 
+import torch
 from transformers import PreTrainedModel
 
 from stand.forward.key_shape import key_shape
 from stand.forward.model import PROMPT_CHUNK
-from stand.forward.model_state import ModelState
+from stand.forward.model_state import ModelState, foreign_hook
 from stand.forward.tree_cache import TreeCache
 from stand.scheduling.prefilled import Prefilled, common_chunks
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+NO_AGE = 0  # of a call that keeps nothing
 
 
 class KeptPrompts:
     """Copies of the keys of whole chunks of prompts, the latest ones, in `max_bytes` at most.
 
     They belong to the weights that made them: `begin` forgets them where the model is seen to have changed, which takes
-    a few milliseconds. Not seen are values that are written past torch's counters of changes (`tensor.data`).
+    a few milliseconds (SmolLM2: 20). Calls may lie in each other, also of several threads, with a change between: one
+    that began before the latest change neither takes nor leaves any. Not seen are few values that are written past
+    torch's counters of changes (`tensor.data`, fused optimisers). What a hook of somebody else's does may change
+    unseen, so beside one nothing is kept.
     """
 
     def __init__(self, model: PreTrainedModel, max_bytes: float):
         self.max_bytes = max_bytes
-        self.prompts: list[Prefilled] = []  # the latest one last
+        self.prompts: list[Prefilled] = []  # the latest one last; never changed in place
         self._model = model
         self._state: ModelState | None = None
-        self._versions: list[int] = []
+        self._seen: tuple[object, ...] = ()  # of the tensors' values, and of how torch computes
+        self._age = NO_AGE  # changes of the model so far
+        self._lock = RLock()  # not a Lock: a call that is collected as garbage leaves its prompts at any moment
 
     @property
     def nbytes(self) -> int:
         return sum(prompt.nbytes for prompt in self.prompts)
 
-    def begin(self) -> None:
-        """A call begins."""
-        state, versions = ModelState(self._model), list(_versions(self._model))
-        if self._state is None or versions != self._versions or state.change_since(self._state) is not None:
-            self.prompts.clear()
-        self._state, self._versions = state, versions
+    def begin(self) -> int:
+        """A call begins. The age of what it will compute, for `of` and `offer`."""
+        state, seen = ModelState(self._model), _seen(self._model)
+        with self._lock:
+            is_hooked = foreign_hook(self._model) is not None
+            if is_hooked or self._state is None or seen != self._seen or state.change_since(self._state) is not None:
+                self.prompts = []
+                self._age += 1
+            self._state, self._seen = state, seen
+            return NO_AGE if is_hooked else self._age
 
-    def offer(self, prompt: Prefilled) -> None:
+    def of(self, age: int) -> list[Prefilled]:
+        """Those that a call of this age may take."""
+        with self._lock:
+            return self.prompts if age == self._age else []
+
+    def offer(self, prompt: Prefilled, age: int) -> None:
         """Of a prompt that its call needs no longer. One that begins another one here is not kept beside it: only its
         recurrent states are."""
         chunks = prompt.begins_at(max(prompt.done, 0) // PROMPT_CHUNK)
         if not chunks:
             return
+        with self._lock:
+            if age == self._age:
+                self._keep(prompt, chunks)
+                self._trim()
+
+    def _keep(self, prompt: Prefilled, chunks: int) -> None:
         token_ids = prompt.token_ids[: chunks * PROMPT_CHUNK].copy()
         kept = Prefilled(TreeCache(1, 0), token_ids, len(token_ids), features=prompt.features[:chunks])
         for other in self.prompts:
             if common_chunks(other, kept) == chunks and len(other.features) >= len(kept.features):
-                other.states = prompt.states | other.states
-                self._renew(other)
+                others = [one for one in self.prompts if one is not other]
+                self.prompts = [*others, replace(other, states=prompt.states | other.states)]
                 return
         shape = key_shape(self._model)
         if kept.done * shape.token_bytes + shape.row_bytes > self.max_bytes:
@@ -61,28 +86,39 @@ class KeptPrompts:
         kept.states |= prompt.states
         if kept.is_recurrent:
             kept.keys.recurrent = kept.states[chunks]  # one copy is enough: nothing is computed here
-        for other in [one for one in self.prompts if common_chunks(kept, one) * PROMPT_CHUNK >= one.done]:
-            kept.states = other.states | kept.states
-            self.prompts.remove(other)
-        self.prompts.append(kept)
-        self._trim()
+        others = []
+        for other in self.prompts:
+            if common_chunks(kept, other) * PROMPT_CHUNK < other.done:
+                others.append(other)
+            else:
+                kept.states = other.states | kept.states
+        self.prompts = [*others, kept]
 
     def _trim(self) -> None:
         """The oldest goes first, and of it the states of its shortest beginning."""
         while self.nbytes > self.max_bytes:
-            oldest = self.prompts[0]
-            if len(oldest.states) > 1:
-                del oldest.states[min(oldest.states)]
-            else:
-                self.prompts.pop(0)
-
-    def _renew(self, prompt: Prefilled) -> None:
-        self.prompts.remove(prompt)
-        self.prompts.append(prompt)
-        self._trim()
+            oldest, *others = self.prompts
+            longer = {chunks: oldest.states[chunks] for chunks in sorted(oldest.states)[1:]}
+            self.prompts = [replace(oldest, states=longer), *others] if longer else others
 
 
-def _versions(model: PreTrainedModel) -> Iterator[int]:
-    """How often torch has seen each tensor written in place; tensors made for inference alone are not counted."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        yield 0 if tensor.is_inference() else tensor._version
+def _seen(model: PreTrainedModel) -> tuple[object, ...]:
+    """What tells other keys: how often torch has seen each tensor written in place (those made for inference alone are
+    not counted), a few of its numbers, and how torch computes here."""
+    tensors = [*model.parameters(), *model.buffers()]
+    versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    kind = model.device.type
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return versions, _few_numbers(tensors), autocast, torch.get_num_threads()
+
+
+@torch.inference_mode()
+def _few_numbers(tensors: list[torch.Tensor]) -> bytes:
+    """Four to seven along each dimension, of plain tensors. An optimiser changes nearly all numbers, and a fused one
+    counts no change."""
+    parts: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if type(tensor) in PLAIN and tensor.numel() and not tensor.is_meta and tensor.layout == torch.strided:
+            few = tensor[tuple(slice(None, None, max(size // 4, 1)) for size in tensor.shape)]
+            parts.setdefault(few.device, []).append(few.contiguous().view(-1).view(torch.uint8))
+    return b"".join(torch.cat(of_device).cpu().numpy().tobytes() for of_device in parts.values())

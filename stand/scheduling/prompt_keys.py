@@ -17,7 +17,7 @@ from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
 from stand.row import Row
 from stand.scheduling.admission import Admission, beginning
-from stand.scheduling.kept_prompts import KeptPrompts
+from stand.scheduling.kept_prompts import NO_AGE, KeptPrompts
 from stand.scheduling.prefilled import Prefilled, common_chunks
 
 
@@ -46,19 +46,21 @@ class PromptKeys:
         self.num_tokens = 0  # of the prompts that were complete, the pending ones included
         self.num_replayed = 0  # tokens of rows that were put back
         self.num_copied = 0  # tokens whose keys were another prompt's
+        self._latest = -1  # request whose prompt was complete: where memory runs out, one is computed again
         self._new_keys = new_keys
         self._admission = admission
         self._model = model
         self._wants_features = wants_features
         self._on_ready = on_ready
         self._kept = kept
+        self._age = NO_AGE  # as `kept` says when the call begins
         self._budget = 0.0
         self._prompts: dict[Hashable, Prefilled] = {}  # by what rows begin with
 
     def begin(self) -> None:
         """The call begins: what was kept may be of other weights."""
         if self._kept is not None:
-            self._kept.begin()
+            self._age = self._kept.begin()
 
     def allow(self, num_tokens: float) -> None:
         """Until the next call of this, `ready` runs no further chunk once so many tokens were run."""
@@ -108,7 +110,7 @@ class PromptKeys:
         the same place, and for later calls behind the last whole chunk."""
         prompt = Prefilled(self._new_keys(row.num_cached), row.history[:-1])
         finalize(prompt.keys, self._admission.release, self._admission.open(row))
-        others = [*self._prompts.values(), *(() if self._kept is None else self._kept.prompts)]
+        others = [*self._prompts.values(), *(() if self._kept is None else self._kept.of(self._age))]
         most = (row.num_cached - 1) // PROMPT_CHUNK
         shared = [(min(common_chunks(other, prompt), most), other) for other in others if self._is_of_use(other)]
         begun = [(source.begins_at(chunks), source) for chunks, source in shared]
@@ -129,7 +131,8 @@ class PromptKeys:
         """What `row` begins with is complete."""
         if row.num_steps:
             self.num_replayed += row.num_cached - prompt.copied
-        else:
+        elif row.request > self._latest:
+            self._latest = row.request
             self.num_tokens += len(row.history)
             self.num_copied += prompt.copied
             self._on_ready(row)
@@ -139,4 +142,4 @@ class PromptKeys:
             self._admission.close(start)
             prompt = self._prompts.pop(start)
             if self._kept is not None:
-                self._kept.offer(prompt)
+                self._kept.offer(prompt, self._age)

@@ -255,6 +255,19 @@ def change_in_place(model):
         model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
 
 
+def change_by_data(model):
+    for parameter in model.parameters():
+        parameter.data.mul_(1.1)
+
+
+def change_by_a_fused_optimiser(model):
+    """Which torch's counters of changes do not count."""
+    weights = [parameter.requires_grad_() for parameter in model.parameters()]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    torch.optim.AdamW(weights, lr=0.05, fused=True).step()
+
+
 def change_a_module(model):
     model.model.norm = copy.deepcopy(model.model.norm)
 
@@ -263,7 +276,10 @@ def change_a_setting(model):
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 5e5}
 
 
-@pytest.mark.parametrize("change", [change_in_place, change_a_module, change_a_setting])
+CHANGES = [change_in_place, change_by_data, change_by_a_fused_optimiser, change_a_module, change_a_setting]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_other_weights_forget(change):
     """What was kept is of no use to them; control: unchanged, it is used."""
     engine = engine_of()
@@ -278,6 +294,68 @@ def test_other_weights_forget(change):
     change(changed)
     wanted = engine_of(changed).generate(input_ids=SHARED, max_new_tokens=9, temperature=0.9, seed=2)
     assert output.token_ids == again.token_ids == wanted.token_ids
+
+
+def switch(model, is_on: bool):
+    """As an adapter is."""
+    model.model.layers[0].self_attn.scaling = (3.0 if is_on else 1.0) * 8**-0.5
+
+
+def test_a_call_in_another_one_takes_its_own_weights():
+    """A run waits while another call runs the model as it is not in the run: neither takes what the other leaves."""
+    prompts, settings = [[3] * 20, [4] * 20, [*SHARED, 7], SHARED], {"max_new_tokens": 9, "temperature": 0.9, "seed": 2}
+    engine, model = engine_of(), copy.deepcopy(tiny_model("qwen2"))
+    wanted = [one.token_ids for one in engine_of(model).run(prompts, max_rows=1, **settings)]
+    switch(model, True)
+    wanted_inside = engine_of(model).generate(input_ids=SHARED, **settings).token_ids
+    with engine.keep_prompts(1e9):
+        run = engine.run(prompts, max_rows=1, **settings)
+        found = [next(run).token_ids]
+        switch(engine.model, True)
+        inside = engine.generate(input_ids=SHARED, **settings)
+        switch(engine.model, False)
+        found += [one.token_ids for one in run]
+        assert run.stats.num_copied_prompt_tokens == 16  # of its own
+        switch(engine.model, True)
+        after = engine.generate(input_ids=SHARED, **settings)
+        assert after.stats.num_copied_prompt_tokens == 16  # of the call inside
+    assert found == wanted and inside.token_ids == after.token_ids == wanted_inside != [wanted[3]]
+
+
+def test_other_precision_forgets():
+    engine = engine_of()
+    with engine.keep_prompts(1e9):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            engine.generate(input_ids=SHARED, max_new_tokens=3, temperature=0.9)
+        output = engine.generate(input_ids=SHARED, max_new_tokens=3, temperature=0.9)
+    assert output.stats.num_copied_prompt_tokens == 0
+
+
+def test_nothing_is_kept_beside_a_foreign_hook():
+    """What it does may change, as here, and nothing tells."""
+    engine, bias = engine_of(), torch.zeros(32)
+    handle = engine.model.model.layers[0].register_forward_hook(lambda module, args, output: output + bias)
+    with engine.keep_prompts(1e9):
+        for _ in range(2):
+            bias += 0.3
+            output = engine.generate(input_ids=SHARED, max_new_tokens=3, temperature=0.9)
+            assert output.stats.num_copied_prompt_tokens == 0 and engine._kept.prompts == []
+        handle.remove()
+        copied = [
+            engine.generate(input_ids=SHARED, max_new_tokens=3, temperature=0.9).stats.num_copied_prompt_tokens
+            for _ in range(2)
+        ]
+    assert copied == [0, 16]
+
+
+@pytest.mark.parametrize("config", [{"size": 3}, "a text"])
+def test_modules_may_have_configurations_of_any_kind(config):
+    engine = engine_of()
+    engine.model.model.layers[0].mlp.config = config
+    with engine.keep_prompts(1e9):
+        for _ in range(2):
+            output = engine.generate(input_ids=SHARED, max_new_tokens=3, temperature=0.9)
+    assert output.stats.num_copied_prompt_tokens == 16
 
 
 def test_bytes_are_a_limit():

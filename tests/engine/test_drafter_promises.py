@@ -346,6 +346,19 @@ def test_what_no_draft_can_be_is_named(changes, message):
         check_two_rows(batch_of(**changes))
 
 
+@pytest.mark.parametrize("name", ["token_ids", "parents", "offsets", "support_ids", "depths", "ranks"])
+def test_whole_numbers_of_another_kind_are_named(name):
+    """A step takes arrays as they are: 2**32 + 5 would pass as 5."""
+    batch = batch_of()
+    for other in (np.int64, np.float64):
+        with pytest.raises(
+            ValueError, match=f"{name} of a drafter's answer must be an array of int32, got {other.__name__}"
+        ):
+            check_two_rows(replace(batch, **{name: getattr(batch, name).astype(other)}))
+    with pytest.raises(ValueError, match="got list; build the batch by concatenate"):
+        check_two_rows(replace(batch, **{name: getattr(batch, name).tolist()}))
+
+
 def test_a_fault_without_a_name_is_refused(monkeypatch):
     monkeypatch.setattr("stand.drafters.check.is_sound", lambda *arguments: False)
     with pytest.raises(ValueError, match="must answer sound drafts"):

@@ -322,6 +322,43 @@ def test_what_copies_itself_is_not_looked_into():
     assert copied.held["inner"].table is first.table and copied.event is keeper.event
 
 
+class Copying(Sharing):
+    """Copies itself attribute by attribute, but for the table."""
+
+    def __init__(self):
+        super().__init__()
+        self.event, self.model = threading.Event(), torch.nn.Linear(1, 1)
+
+    def __deepcopy__(self, memo):
+        copied = object.__new__(type(self))
+        for name, value in vars(self).items():
+            setattr(copied, name, value if name == "table" else copy.deepcopy(value, memo))
+        return copied
+
+
+class SlottedCopying(LogitsProcessor):
+    __slots__ = ("event",)
+
+    def __init__(self):
+        self.event = threading.Event()
+
+    def __deepcopy__(self, memo):
+        copied = object.__new__(type(self))
+        copied.event = copy.deepcopy(self.event, memo)
+        return copied
+
+
+def test_what_copies_itself_shares_events_and_models_too():
+    """Though nothing in it is looked into, and an event cannot be copied."""
+    first, keeper = Copying(), Holding()
+    keeper.held["inner"] = first
+    for second in (own_copy(first, "it must be copyable"), own_copy(keeper, "it must be copyable").held["inner"]):
+        assert second.event is first.event and second.model is first.model and second.table is first.table
+        assert second is not first and second.seen is not first.seen
+    slotted = SlottedCopying()
+    assert own_copy(slotted, "it must be copyable").event is slotted.event
+
+
 @pytest.mark.parametrize("wrapped", [lambda first: first.__call__, lambda first: partial(Holding.__call__, first)])
 def test_copies_of_methods_and_partials_share_the_same(wrapped):
     """A method of the object that holds the flag and the model is a usual criterion."""

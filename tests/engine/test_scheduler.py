@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from jinja2 import TemplateError
 from letter_tokenizer import LETTERS, letter_tokenizer
 from tiny_models import SHAPE, tiny_model
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, Qwen2Config
@@ -320,6 +321,17 @@ def test_what_makes_requests_may_fail():
 
     found, notes = after_failing(requests(), OSError, max_rows=3, match="is gone")
     assert len(found) == 2 and notes == []
+
+
+def test_a_request_that_a_template_refuses_is_named():
+    """Templates raise errors of their own kind."""
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    engine = stand.wrap(tiny_model("qwen2"), tokenizer)
+    chat = [{"role": "system", "content": "a"}]
+    with pytest.raises(TemplateError, match="no system role") as raised:
+        list(engine.run([stand.Request(chat, id="mine")], max_rows=1, max_new_tokens=2))
+    assert raised.value.__notes__ == ["request 0 of the run, counted from 0, with the id 'mine'"]
 
 
 def test_a_bad_first_request_is_raised_at_once():

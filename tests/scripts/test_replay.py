@@ -262,6 +262,20 @@ def test_a_file_that_holds_no_recordings_is_named(name, content, message, files,
         assert f"{tmp_path / name} {message}" in capsys.readouterr().err
 
 
+def test_records_may_have_settings_and_rows_of_their_own(modules, files):
+    """Neither is a line with a text a run's header, nor is `row` a number wherever it stands."""
+    recordings, _, _ = modules
+    path, texts = files / "own.jsonl", [" ".join(WORDS[first] for _ in range(70)) for first in range(3)]
+    for rows in ((None, 2, 1), ("b", "a", "c"), (3, 1, 2)):
+        lines = [
+            {"problem_id": 1, "text": text, "row": row, "settings": 1} for text, row in zip(texts, rows, strict=True)
+        ]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        tokenizer = recordings.read_tokenizer(files / "tokenizer.json")
+        found = [one.tokens[0] for one in recordings.read_recordings(path, tokenizer, recordings.Selection())]
+        assert found == ([1, 2, 0] if rows == (3, 1, 2) else [0, 1, 2])
+
+
 @pytest.mark.parametrize("field", ["text", "problem"])
 def test_a_field_that_is_no_text_is_named(field, tmp_path):
     from workloads.recordings import read_records

@@ -123,14 +123,6 @@ def test_a_file_of_the_other_kind_is_named(tmp_path, saved, loaded):
         loaded.load(tmp_path / "x.lookup")
 
 
-@pytest.mark.parametrize("kind", [BlendedLookup, LookupTree])
-def test_a_file_that_is_cut_off_is_not_one_of_the_other_kind(tmp_path, kind):
-    kind().save(tmp_path / "x.lookup")
-    (tmp_path / "x.lookup").write_bytes((tmp_path / "x.lookup").read_bytes()[:9])
-    with pytest.raises(LookupFileError, match="must start with .*it is no lookup"):
-        kind.load(tmp_path / "x.lookup")
-
-
 @pytest.mark.parametrize(
     ("magic", "version", "message"), [(b"PK\3\4abcd", 1, "start with"), (MAGIC, 2, "version 1, got 2")]
 )
@@ -420,3 +412,14 @@ def test_ids_far_apart_are_written(far, tmp_path):
     assert len(loaded) == len(lookup)
     for context, token in ((6, far), (far, 7), (7, far + 300), (far + 300, 8)):
         assert loaded.predict([context])[0][:1].tolist() == [token]
+
+
+@pytest.mark.parametrize("kind", [LookupTree, BlendedLookup])
+def test_a_file_that_is_cut_off_is_damaged(tmp_path, kind):
+    path = tmp_path / "cut"
+    kind().save(path)
+    content = path.read_bytes()
+    for size in (8, 15, 16, 40):
+        path.write_bytes(content[:size])
+        with pytest.raises(LookupFileError, match=rf"must have at least \d+ bytes, got {size}; the file is damaged"):
+            kind.load(path)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from stand.forward.gates import ComputedGates, DeltaGates, StepSizes
-from stand.forward.recurrent_states import RecurrentStates
+from stand.forward.recurrent_states import LayerStates, RecurrentStates
 from stand.forward.tree_scan import activated
 from stand.gpu.kernels.convolve import convolve, keep_tails
 from stand.gpu.kernels.delta_updates import delta_updates
@@ -27,6 +27,21 @@ class LayerChanges:
     updates: torch.Tensor | None = None  # [M, H, V]
     rates: torch.Tensor | None = None  # [M, H]: of updates; None: all 1
     sums: torch.Tensor | None = None  # [M, H]
+
+
+def chain_scan(index: int, num_tokens: int, tails: torch.Tensor, states: torch.Tensor) -> KernelScan:
+    """Over a row of at most 63 tokens that follow each other, for one layer; tails [1, N, C], states [1, H, K, V]."""
+    kept = RecurrentStates(1)
+    kept.layers[index] = LayerStates(tails, states)
+    nodes = torch.arange(num_tokens, device=states.device)
+    step = {
+        "parents": (nodes - 1).clamp(min=0),
+        "depths": nodes,
+        "ancestors": torch.bitwise_left_shift(2, nodes)[:, None] - 1,
+        "offsets": torch.tensor([0, num_tokens], dtype=torch.int32, device=states.device),
+        "cache_rows": torch.zeros(1, dtype=torch.int64, device=states.device),
+    }
+    return KernelScan(step, kept)
 
 
 class KernelScan:

@@ -94,11 +94,12 @@ TARGETS = (
         "recurrent",
         (
             *("stand/forward/tree_scan.py", "stand/forward/recurrent_*.py", "stand/forward/linear_attention.py"),
-            *("stand/gpu/kernel_scan.py", "stand/fusion/gated_norm.py"),
+            *("stand/gpu/kernel_scan.py", "stand/fusion/gated_norm.py", "stand/fusion/delta_layer.py"),
+            "stand/forward/gates.py",
         ),
         (
             *_tests("engine", "linear_attention", "recurrent_layers", "key_shape"),
-            *_tests("gpu", "gpu_recurrent_step", "gpu_guarded_step"),
+            *_tests("gpu", "gpu_recurrent_step", "gpu_delta_layer", "gpu_guarded_step"),
         ),
     ),
     Target(

@@ -46,7 +46,12 @@ def of_gated_norm() -> list[Specimen]:
                 **{"states": f"*{dtype}", "gate": "*bf16", "weight": "*bf16", "output": f"*{dtype}"},
                 **{"states_stride": "i32:16", "gate_stride": "i32:16", "size": "i32:16", "eps": "fp32"},
             },
-            constants={"GROUP": group, "IS_GATE_FIRST": is_first, "BLOCK": triton.next_power_of_2(group)},
+            constants={
+                "GROUP": group,
+                "IS_SHARED": not is_first,
+                "IS_GATE_FIRST": is_first,
+                "BLOCK": triton.next_power_of_2(group),
+            },
         )
         for group, dtype, is_first in cases
     ]

@@ -24,6 +24,7 @@ def of_convolve() -> list[Specimen]:
         "depths": "*i64",
         **ROWS,
         "mixed": "*bf16",
+        "num_tokens": "i32:16",
     }
     kept = {**data, **ROWS, "path": "*i64", **channels, "stride_path": "i32:16", "max_depth": "i32:16"}
     blocks = {"BLOCK_C": convolve.BLOCK_CHANNELS}
@@ -32,30 +33,41 @@ def of_convolve() -> list[Specimen]:
             "convolve",
             convolve._convolve,
             {**forward, **channels},
-            {"SIZE": 4, "HAS_BIAS": True, "BLOCK_T": convolve.BLOCK_TOKENS, **blocks},
+            {"SIZE": 4, "HAS_BIAS": True, "IS_SILU": True, "BLOCK_T": convolve.BLOCK_TOKENS, **blocks},
         ),
         Specimen("keep_tails", convolve._keep_tails, kept, {"SIZE": 3, "BLOCK_PATH": 256, **blocks}, num_warps=2),
     ]
 
 
 def of_path_decays() -> list[Specimen]:
-    operands = {"query": "*bf16", "key": "*bf16", "log_decay": "*fp32", "ancestors": "*i64", "offsets": "*i32"}
-    results = {"queries": "*fp32", "keys": "*fp32", "sums": "*fp32", "scale": "fp32", "epsilon": "fp32"}
-    names = ("size", "stride_query", "stride_query_head", "stride_key", "stride_key_head")
-    signature = {**operands, **results, **dict.fromkeys(names, "i32:16"), "stride_words": "i32"}
+    pointers = dict.fromkeys(("query", "key", "decay", "rate", "factor", "bias"), "*bf16")
+    pointers |= {"ancestors": "*i64", "offsets": "*i32"}
+    results = dict.fromkeys(("queries", "keys", "sums", "rates"), "*fp32")
+    numbers = dict.fromkeys(("scale", "epsilon", "rate_scale", "least", "most"), "fp32")
+    strides = ("query", "query_head", "key", "key_head", "decay", "rate")
+    sizes = dict.fromkeys(("size", *(f"stride_{name}" for name in strides)), "i32:16")
+    signature = {**pointers, **results, **numbers, **sizes, "stride_words": "i32"}
+    blocks = {"BLOCK_T": path_decays.BLOCK_TOKENS, "BLOCK_K": 128}
+    formulas = {"given": path_decays.GIVEN, "gated": path_decays.GATED, "steps": path_decays.STEPS}
     return [
         Specimen(
             f"prepare {name}",
             path_decays._prepare,
-            signature,
-            {**_heads(name), "IS_UNIT": name == "delta", "BLOCK_T": path_decays.BLOCK_TOKENS, "BLOCK_K": 128},
+            signature | ({"decay": "*fp32", "factor": "*fp32"} if name != "gated" else {}),
+            {
+                **_heads("mamba" if name == "steps" else "delta"),
+                "FORMULA": formula.value,
+                "HAS_BIAS": True,
+                "IS_SOFTPLUS": name == "steps",
+                **blocks,
+            },
         )
-        for name in SHAPES
+        for name, formula in formulas.items()
     ]
 
 
 def of_delta_updates() -> list[Specimen]:
-    shared = {"keys": "*fp32", "sums": "*fp32", "beta": "*bf16", "offsets": "*i32", "system": "*fp32"}
+    shared = {"keys": "*fp32", "sums": "*fp32", "beta": "*fp32", "offsets": "*i32", "system": "*fp32"}
     sizes = {"size": "i32:16", "width": "i32:16"}
     relate = {**shared, "ancestors": "*i64", **sizes, "stride_words": "i32"}
     solve = {**shared, "value": "*bf16", "states": "*fp32", "cache_rows": "*i64", "updates": "*fp32", **sizes}
@@ -72,25 +84,24 @@ def of_delta_updates() -> list[Specimen]:
 
 
 def of_linear_attention() -> list[Specimen]:
-    attend = {**STATE, "queries": "*fp32", "updates": "*fp32", "ancestors": "*i64", **ROWS, "output": "*fp32", **SIZES}
-    attend |= {"stride_words": "i32", **UPDATE_STRIDES}
-    kept = {**STATE, "updates": "*fp32", **ROWS, "path": "*i64", **SIZES, **UPDATE_STRIDES}
+    attend = {**STATE, "queries": "*fp32", "updates": "*fp32", "rates": "*fp32", "skip": "*bf16", "ancestors": "*i64"}
+    attend |= {**ROWS, "output": "*bf16", "num_tokens": "i32:16", **SIZES, "stride_words": "i32", **UPDATE_STRIDES}
+    kept = {**STATE, "updates": "*fp32", "rates": "*fp32", **ROWS, "path": "*i64", **SIZES, **UPDATE_STRIDES}
     kept |= {"stride_path": "i32:16", "max_depth": "i32:16"}
     columns = {"BLOCK_V": linear_attention.BLOCK_VALUES}
     blocks = {"BLOCK_T": linear_attention.BLOCK_TOKENS, "BLOCK_K": linear_attention.BLOCK_KEYS, **columns}
-    return [
-        specimen
-        for name in SHAPES
-        for specimen in (
-            Specimen(f"attend {name}", linear_attention._attend, attend, {**_heads(name), **blocks}),
-            Specimen(
-                f"keep_states {name}",
-                linear_attention._keep_states,
-                kept,
-                {**_heads(name), "BLOCK_PATH": 256, "BLOCK_K": SHAPES[name][2], **columns},
-            ),
-        )
-    ]
+    specimens = []
+    for name in SHAPES:
+        heads, is_mamba = _heads(name), name == "mamba"
+        written = {"updates": "*bf16"} if is_mamba else {}
+        data = {**written, "output": "*fp32"} if is_mamba else {}
+        asked = {**heads, "HAS_RATES": is_mamba, "HAS_SKIP": is_mamba, **blocks}
+        path = {**heads, "HAS_RATES": is_mamba, "BLOCK_PATH": 256, "BLOCK_K": SHAPES[name][2], **columns}
+        specimens += [
+            Specimen(f"attend {name}", linear_attention._attend, attend | data, asked),
+            Specimen(f"keep_states {name}", linear_attention._keep_states, kept | written, path),
+        ]
+    return specimens
 
 
 def _heads(name: str) -> dict[str, int]:

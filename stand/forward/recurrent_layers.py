@@ -17,9 +17,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import Module
-from torch.nn.functional import softplus
-from transformers.activations import ACT2FN
 
+from stand.forward.gates import ComputedGates, StepSizes
 from stand.forward.linear_layers import class_forward
 from stand.forward.packed_plan import plain_forward_error
 
@@ -97,9 +96,8 @@ class RecurrentForward:
         **kwargs: object,
     ) -> torch.Tensor:
         """[1, C, M]: every token with the N before it on its path."""
-        mixed = self._scan.convolve(self.layer.layer_idx, hidden_states[0].T, weight, bias).T[None]
-        mixed = mixed if activation is None else ACT2FN[activation](mixed)
-        return mixed.to(hidden_states.dtype)
+        mixed = self._scan.convolve(self.layer.layer_idx, hidden_states[0].T, weight, bias, activation)
+        return mixed.T[None].to(hidden_states.dtype)
 
     def _delta_rule(
         self,
@@ -112,8 +110,8 @@ class RecurrentForward:
         **kwargs: object,
     ) -> tuple[torch.Tensor, None]:
         """[1, M, H, V], and no state: it stays in the cache."""
-        output = self._scan.delta_rule(self.layer.layer_idx, query[0], key[0], value[0], g[0], beta[0])
-        return output[None].to(value.dtype), None
+        gates = ComputedGates(g[0], beta[0])
+        return self._scan.delta_rule(self.layer.layer_idx, query[0], key[0], value[0], gates)[None], None
 
     def _state_space(
         self,
@@ -131,12 +129,8 @@ class RecurrentForward:
         **kwargs: object,
     ) -> torch.Tensor | tuple[torch.Tensor, None]:
         """[1, M, H, V] float32, and no state where one is asked for."""
-        dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-        dt = torch.clamp(softplus(dt) if dt_softplus else dt, *dt_limit).float()
-        inputs = hidden_states.float()
-        values, log_decay = inputs * dt[..., None], A.float() * dt
-        output = self._scan.state_space(self.layer.layer_idx, C[0], B[0], values[0], log_decay[0])[None]
-        output = output if D is None else output + D[:, None] * inputs
+        steps = StepSizes(dt[0], dt_bias, dt_softplus, tuple(dt_limit), A)
+        output = self._scan.state_space(self.layer.layer_idx, C[0], B[0], hidden_states[0], steps, D)[None]
         return (output, None) if return_final_states else output
 
 

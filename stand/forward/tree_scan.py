@@ -7,7 +7,9 @@ from typing import Protocol
 
 import torch
 from torch.nn.functional import conv1d
+from transformers.activations import ACT2FN
 
+from stand.forward.gates import ComputedGates, DeltaGates, StepSizes
 from stand.forward.linear_attention import TreeChanges, gated_delta_rule, state_space
 from stand.forward.packed_plan import StepPlan
 from stand.forward.recurrent_states import RecurrentStates
@@ -18,30 +20,39 @@ CHUNK = 64  # tokens of a prompt that a rule takes at once
 class Scan(Protocol):
     """What layers with a recurrent state ask of a cache during a forward over M packed tokens: first the convolution,
     then a rule where they have one. index: of the layer; Hk key heads serve as many of H heads each that follow each
-    other."""
+    other: query and key [M, Hk, K], value [M, H, V]."""
 
     def convolve(
-        self, index: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self,
+        index: int,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None,
     ) -> torch.Tensor:
         """[M, C] in the weight's type, of inputs [M, C] and weight [C, N + 1]: every token with the N before it on its
-        path."""
+        path, then the activation that transformers calls so."""
 
     def delta_rule(
+        self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, gates: DeltaGates | ComputedGates
+    ) -> torch.Tensor:
+        """[M, H, V] in the value's type by `gated_delta_rule`."""
+
+    def state_space(
         self,
         index: int,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        log_decay: torch.Tensor,
-        beta: torch.Tensor,
+        steps: StepSizes,
+        skip: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[M, H, V] float32 by `gated_delta_rule`, of query and key [M, Hk, K], value [M, H, V], log_decay and beta
-        [M, H]."""
+        """[M, H, V] float32 by `state_space` of values times steps, plus skip [H] times the values."""
 
-    def state_space(
-        self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor
-    ) -> torch.Tensor:
-        """[M, H, V] float32 by `state_space`, of the same."""
+
+def activated(states: torch.Tensor, activation: str | None) -> torch.Tensor:
+    """What transformers' function of this name makes of them."""
+    return states if activation is None else ACT2FN[activation](states)
 
 
 class TreeScan:
@@ -52,7 +63,12 @@ class TreeScan:
         self._rows = slice(plan.first_row, plan.first_row + plan.num_rows)
 
     def convolve(
-        self, index: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self,
+        index: int,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None,
     ) -> torch.Tensor:
         plan, size = self._plan, weight.shape[1]
         layer = self._states.layer(index, inputs, size - 1)
@@ -61,29 +77,33 @@ class TreeScan:
             mixed = conv1d(layer.inputs.T[None].to(weight.dtype), weight[:, None], bias, groups=len(weight))
             layer.tails[plan.first_row] = layer.inputs[len(layer.inputs) - size + 1 :]
             layer.inputs = None
-            return mixed[0].T
+            return activated(mixed[0].T, activation)
         places, taps = plan.paths_back(size).to(inputs.device), weight.T.float()
         mixed = inputs.new_zeros(inputs.shape, dtype=torch.float32)
         mixed = mixed if bias is None else mixed + bias.float()
         for place, tap in zip(places.T, taps, strict=True):
             mixed.addcmul_(layer.inputs[place].float(), tap)
-        return mixed.to(weight.dtype)
+        return activated(mixed.to(weight.dtype), activation)
 
     def delta_rule(
+        self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, gates: DeltaGates | ComputedGates
+    ) -> torch.Tensor:
+        output = self._apply(gated_delta_rule, index, query, key, value, gates.log_decay(), gates.beta())
+        return output.to(value.dtype)
+
+    def state_space(
         self,
         index: int,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        log_decay: torch.Tensor,
-        beta: torch.Tensor,
+        steps: StepSizes,
+        skip: torch.Tensor | None,
     ) -> torch.Tensor:
-        return self._apply(gated_delta_rule, index, query, key, value, log_decay, beta)
-
-    def state_space(
-        self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor
-    ) -> torch.Tensor:
-        return self._apply(state_space, index, query, key, value, log_decay)
+        inputs, sizes = value.float(), steps.values()
+        written, log_decay = inputs * sizes[..., None], steps.decay.float() * sizes
+        output = self._apply(state_space, index, query, key, written, log_decay)
+        return output if skip is None else output + skip[:, None] * inputs
 
     def _apply(
         self,

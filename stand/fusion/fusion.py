@@ -25,7 +25,7 @@ from stand.fusion.merged_linear import MergedLinear
 from stand.fusion.mlp import FusedMLP, activation_name
 from stand.fusion.norm import FusedNorm
 from stand.fusion.probe import MODULE_TOLERANCES
-from stand.fusion.trial import Recipe, Swap, Trial
+from stand.fusion.trial import Recipe, Swap, Trial, fused_delta_layer
 
 
 def fuse(model: PreTrainedModel, *, kernels: bool = True) -> Fusion:
@@ -157,6 +157,9 @@ class Fusion:
         swaps += [self._swapped(name, norm) for name, norm in self._norms.items()]
         for name, order in recipe.gated_norms.items():
             swaps.append(self._swapped(name, FusedGatedNorm(module(name), order, kernels)))
+        for name, scale in recipe.delta_layers.items():
+            delta = fused_delta_layer(name, module(name), scale, recipe, kernels, self._merged)
+            swaps.append(self._swapped(name, delta, *delta.passed))
         if self._product is not None:
             for joined in self._merged.values():
                 joined.product = self._product

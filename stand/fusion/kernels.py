@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 from stand.forward.linear_layers import outputs
+from stand.forward.tree_scan import Scan
 from stand.fusion.merged_linear import is_bare
 
 Kernel = Callable[..., torch.Tensor]
 
 
 class Kernels(NamedTuple):
-    """As `stand.gpu.kernels.norm`, `.swiglu`, `.rope` and `.gated_norm` describe them; the last one is for GPUs alone.
+    """As `stand.gpu.kernels.norm`, `.swiglu`, `.rope` and `.gated_norm` describe them; the last one is for GPUs alone,
+    and so is `chain_scan` of `stand.gpu.kernel_scan`.
 
     calls_forwards: whether plain linear layers are run by their forwards, past what a module does around it.
     """
@@ -25,6 +27,7 @@ class Kernels(NamedTuple):
     gated_product: Kernel
     rope_and_store: Kernel
     gated_rms_norm: Kernel | None = None
+    chain_scan: Callable[..., Scan] | None = None
     calls_forwards: bool = False
 
     def linear(self, module: nn.Module, name: str, states: torch.Tensor, direct: frozenset[nn.Module]) -> torch.Tensor:
@@ -48,12 +51,13 @@ class Kernels(NamedTuple):
 
 def triton_kernels() -> Kernels:
     """Imports Triton."""
+    from stand.gpu.kernel_scan import chain_scan
     from stand.gpu.kernels.gated_norm import gated_rms_norm
     from stand.gpu.kernels.norm import add_rms_norm, rms_norm
     from stand.gpu.kernels.rope import rope_and_store
     from stand.gpu.kernels.swiglu import gated_product
 
-    return Kernels(rms_norm, add_rms_norm, gated_product, rope_and_store, gated_rms_norm)
+    return Kernels(rms_norm, add_rms_norm, gated_product, rope_and_store, gated_rms_norm, chain_scan)
 
 
 def cpu_kernels() -> Kernels:

@@ -10,8 +10,10 @@ from torch.nn.functional import linear
 from torch.nn.modules import module as all_modules
 
 from stand.forward.linear_layers import FewTokenForward
+from stand.forward.recurrent_layers import RecurrentForward
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+STANDING_FOR_THE_CLASS = (FewTokenForward, RecurrentForward)  # forwards of ours that do what the class's own does
 Forward = Callable[..., torch.Tensor]
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -118,7 +120,7 @@ def is_bare(module: nn.Module) -> bool:
     own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     of_all = (all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks)
     forward = vars(module).get("forward")
-    return (forward is None or type(forward) is FewTokenForward) and not any((*own, *of_all))
+    return (forward is None or type(forward) in STANDING_FOR_THE_CLASS) and not any((*own, *of_all))
 
 
 def tied_parameters(model: nn.Module) -> frozenset[int]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from stand.fusion.attention import AttentionSettings, FusedAttention, has_head_norms, is_attention, may_be_gated
+from stand.fusion.delta_layer import RATE_SCALES, FusedDeltaLayer, delta_parts, is_delta_layer, own_on_chain
 from stand.fusion.formulas import GATE_ORDERS, NO_NORM, RULES
 from stand.fusion.gated_norm import FusedGatedNorm, is_gated_norm
 from stand.fusion.kernels import Kernels
@@ -55,6 +58,7 @@ class Recipe:
     merged: dict[str, tuple[str, ...]] = field(default_factory=dict)  # owner: names of its parts
     norms: dict[str, int] = field(default_factory=dict)  # rule
     gated_norms: dict[str, int] = field(default_factory=dict)  # order
+    delta_layers: dict[str, float] = field(default_factory=dict)  # scale of rates
     mlps: dict[str, int] = field(default_factory=dict)  # activation
     attentions: dict[str, AttentionSettings] = field(default_factory=dict)
     layers: dict[str, str | None] = field(default_factory=dict)  # the norm behind the layer, by name
@@ -69,8 +73,16 @@ class Recipe:
 
         norms = moved(self.norms)
         layers = dict.fromkeys(moved(self.layers)) if f"{name}.{PARTS[1]}" in norms else {}  # no norm behind
-        gated = moved(self.gated_norms)
-        return Recipe(moved(self.merged), norms, gated, moved(self.mlps), moved(self.attentions), layers)
+        gated, delta = moved(self.gated_norms), moved(self.delta_layers)
+        return Recipe(moved(self.merged), norms, gated, delta, moved(self.mlps), moved(self.attentions), layers)
+
+
+def fused_delta_layer(
+    name: str, module: nn.Module, rate_scale: float, recipe: Recipe, kernels: Kernels, merged: dict[str, MergedLinear]
+) -> FusedDeltaLayer:
+    """That of the module called `name`, with what the recipe has for its parts."""
+    order = recipe.gated_norms.get(f"{name}.{delta_parts(module).norm}")
+    return FusedDeltaLayer(module, rate_scale, kernels, order=order, merged=merged.get(name))
 
 
 class Trial:
@@ -115,6 +127,8 @@ class Trial:
         self.try_norms()
         if self.kernels.gated_rms_norm is not None:
             self.try_gated_norms()
+        if self.kernels.chain_scan is not None:
+            self.try_delta_layers()
         self.try_mlps()
         self.try_attentions()
         self.try_layers()
@@ -138,6 +152,27 @@ class Trial:
             order = self._best("RMSNorm with a gate", module, candidates, refusal)
             if order is not None:
                 self.recipe.gated_norms[self._names[module]] = order
+
+    def try_delta_layers(self) -> None:
+        """After their norms: how those are fused is found. Compared with the module's own forward over the same kernels
+        of the rule, which every model is checked with, fused or not: in float32 another order of sums would show where
+        a norm follows heads that nearly cancel, and in decays of hundreds."""
+        for module in filter(is_delta_layer, self._names):
+            refusal, own, candidates = self._untried(module), None, []
+            if not refusal:
+                try:
+                    own = self._probe.outcome(module, partial(own_on_chain, module, self.kernels))
+                except Exception as problem:
+                    refusal = f"cannot be tried over a chain ({type(problem).__name__}: {problem})"
+                candidates = [(scale, partial(self._on_chain, module, scale)) for scale in RATE_SCALES]
+            scale = self._best("gated delta rule", module, candidates, refusal, own=own)
+            if scale is not None:
+                self.recipe.delta_layers[self._names[module]] = scale
+
+    def _on_chain(self, module: nn.Module, rate_scale: float, *given: torch.Tensor, **named: object) -> torch.Tensor:
+        """What the fused layer makes of a plain forward's states."""
+        layer = fused_delta_layer(self._names[module], module, rate_scale, self.recipe, self.kernels, self.merged)
+        return layer.on_chain(*given, **named)
 
     def try_mlps(self) -> None:
         for module in filter(is_gated_mlp, self._names):
@@ -226,20 +261,27 @@ class Trial:
         return [AttentionSettings(constants, parameters, rotary, rule, is_gated) for rotary in rotaries], ""
 
     def _best(
-        self, kind: str, module: nn.Module, candidates: Iterable[tuple[object, Callable]], refusal: str
+        self,
+        kind: str,
+        module: nn.Module,
+        candidates: Iterable[tuple[object, Callable]],
+        refusal: str,
+        *,
+        own: Outcome | None = None,
     ) -> object | None:
-        """The setting whose forward comes nearest, if rounding explains what is left."""
+        """The setting whose forward comes nearest, if rounding explains what is left. own: what it is compared with,
+        default the outcome of a plain forward."""
         if refusal:
             self._verdicts.append((kind, module, None, refusal))
             return None
-        trials = [(*self._compare(module, forward), setting) for setting, forward in candidates]
+        trials = [(*self._compare(module, forward, own), setting) for setting, forward in candidates]
         error, reason, setting = min(trials, key=lambda trial: trial[0])
         self._verdicts.append((kind, module, error, reason))
         return None if reason else setting
 
-    def _compare(self, module: nn.Module, forward: Callable) -> tuple[float, str]:
+    def _compare(self, module: nn.Module, forward: Callable, own: Outcome | None = None) -> tuple[float, str]:
         """Error of a forward, and why it is refused ("" if it holds)."""
-        own = self._own[module]
+        own = self._own[module] if own is None else own
         try:
             error, reason = difference(own, self._probe.outcome(module, forward, like=own))
         except Exception as problem:  # whatever a swap cannot do, the module itself can
@@ -264,7 +306,7 @@ def _is_norm(module: nn.Module) -> bool:
 def _is_candidate(module: nn.Module) -> bool:
     has_parts = any(all(hasattr(module, part) for part in parts) for parts in MERGEABLE.values())
     is_part = has_parts or _is_norm(module) or is_gated_norm(module) or is_gated_mlp(module) or is_attention(module)
-    return (is_part or is_layer(module)) and is_bare(module)
+    return (is_part or is_layer(module) or is_delta_layer(module)) and is_bare(module)
 
 
 @contextmanager

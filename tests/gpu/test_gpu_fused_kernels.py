@@ -130,6 +130,17 @@ def test_gated_norm(order, dtype):
     assert_near(gated_rms_norm(states, gate, module.weight, 1e-6, group, order), expected)
 
 
+@pytest.mark.parametrize("order", GATED_NORMS)
+def test_heads_with_one_weight_are_normed_each_by_itself(order):
+    """To the bit what the heads alone give."""
+    torch.manual_seed(order)
+    states, gate, weight = torch.randn(5, 48), torch.randn(5, 60)[:, 7:55], torch.randn(16)
+    apart = gated_rms_norm(states.view(-1, 16), gate.reshape(-1, 16), weight, 1e-6, 16, order)
+    together = gated_rms_norm(states, gate, weight, 1e-6, 16, order)
+    assert torch.equal(together, apart.view(5, 48))
+    assert torch.equal(together, gated_rms_norm(states, gate, weight.repeat(3), 1e-6, 16, order))
+
+
 def test_the_orders_of_a_gate_are_told_apart():
     """Control: what `test_gated_norm` compares with differs by more than it allows."""
     states, gate, weight = torch.randn(3, 4, 48).unbind(0)[:2] + (torch.ones(48),)
@@ -241,7 +252,12 @@ def test_inputs_that_do_not_fit_are_refused():
         rms_norm(states, torch.ones(8, dtype=torch.bfloat16), 1e-6, ROUND_FIRST)
     with pytest.raises(ValueError, match="rule must be"):
         rms_norm(states, torch.ones(8), 1e-6, 9)
-    for bad in ((states, states[:, :4], torch.ones(8), 1e-6, 8), (states, states, torch.ones(8), 1e-6, 3)):
+    ones = torch.ones(8)
+    for bad in (
+        (states, states[:, :4], ones, 1e-6, 8),
+        (states, states, ones, 1e-6, 3),
+        (states, states, ones[:2], 1e-6, 4),
+    ):
         with pytest.raises(ValueError, match="gate and weight must be as the states"):
             gated_rms_norm(*bad, GATE_FIRST)
     with pytest.raises(ValueError, match="order must be"):

@@ -105,10 +105,13 @@ def fake_table(config, dtype: torch.dtype, layers: Sequence[int] = (), states: d
     return PageTable(cache, num_places=NUM_ROWS, width=ROOM // PAGE_SIZE)
 
 
-def run_body(family: str, rule: str, law: SamplingParams, *, fusion=None, model=None, num_rows: int = NUM_ROWS) -> None:
+def run_body(
+    family: str, rule: str, law: SamplingParams, *, fusion=None, model=None, num_rows: int = NUM_ROWS,
+    dtype: torch.dtype = torch.float32,
+) -> None:  # fmt: skip
     model = kernel_model(family) if model is None else model
     # experts are multiplied in groups, without a wait, in bfloat16 only
-    dtype = torch.bfloat16 if hasattr(model.config, "num_experts_per_tok") else torch.float32
+    dtype = torch.bfloat16 if hasattr(model.config, "num_experts_per_tok") else dtype
     fake = copy.deepcopy(model).to(dtype)
     device, kept = torch.device("cuda"), kept_by(fake)
     with fake_device(), torch.inference_mode():
@@ -188,16 +191,18 @@ def test_few_launches_beside_the_layers_when_greedy(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "more", [lambda laws: laws.sum(), lambda laws: step_body.softmax_rows(laws, laws, 1.0)], ids=["torch", "ours"]
+    "more",
+    [lambda laws: laws.sum(), lambda laws: step_body.softmax_rows(laws, laws, 1.0), lambda laws: laws.T.reshape(-1)],
+    ids=["torch", "ours", "a copy"],
 )
 def test_one_more_operation_is_counted(monkeypatch, more):
-    """Controls: an operation of torch's in a rule, and two further kernels of ours."""
+    """Controls: an operation of torch's in a rule, two further kernels of ours, and what might have been a view."""
     follow = device_rule.follow_drawn
     monkeypatch.setattr(device_rule, "follow_drawn", lambda d, laws, *rest: (more(laws), follow(d, laws, *rest)))
     assert len(count_launches(monkeypatch, "match", "plain")) > MOST_LAUNCHES["match"]
 
 
-def launches_per_layer(monkeypatch, family: str, models=None, **options: int) -> list[str]:
+def launches_per_layer(monkeypatch, family: str, models=None, **options: object) -> list[str]:
     """Names of the kernels that a fused forward of two layers runs more than one of a single layer; models: two that
     differ by a layer."""
     models = [shallow(family, num_layers) for num_layers in (1, 2)] if models is None else models
@@ -231,17 +236,32 @@ def test_rows_that_cannot_be_split_need_no_merge(monkeypatch, family):
 def with_recurrent_layers(family: str, count: int):
     """The family's model with so many of them before one of attention."""
     config = copy.deepcopy(RECURRENT[family])
-    config.layer_types = ["linear_attention"] * count + ["full_attention"]
-    config.head_dim, config.num_hidden_layers = 64, count + 1
+    kinds = ["conv" if family == "lfm2" else "linear_attention"] * count + ["full_attention"]
+    if family == "nemotron_h":
+        config.layers_block_type = config.layer_types = kinds
+    else:
+        config.num_hidden_layers = count + 1
+        if family == "bamba":
+            config.attn_layer_indices = [count]
+        else:
+            config.layer_types = kinds
+    config.head_dim = 64
     return new_recurrent_model(config)
 
 
-def test_few_launches_per_recurrent_layer(monkeypatch):
-    """Two products, the convolution and its activation, six operations for decays and rates, four kernels of the rule,
-    two memories set to zero, the gated norm; the feed-forward block has four, and two norms with additions."""
-    models = [with_recurrent_layers("qwen3_5", count) for count in (1, 2)]
-    names = launches_per_layer(monkeypatch, "qwen3_5", models)
-    assert len(names) == 22, names
+# In bfloat16, with norms, additions and, but for Nemotron-H, a feed-forward block: of three launches where norms are
+# joined with additions; LFM2's is not fused.
+MOST_OF_A_LAYER = {"qwen3_5": 13, "olmo_hybrid": 16, "bamba": 17, "nemotron_h": 12, "lfm2": 14}
+
+
+@pytest.mark.parametrize("family", [family for family in MOST_OF_A_LAYER if family in RECURRENT])
+def test_few_launches_per_recurrent_layer(monkeypatch, family):
+    """Two products (OLMo Hybrid: five), the convolution, four kernels of the rule (Mamba-2: two), the gated norm; a
+    feed-forward block has three, and two norms with additions. Mamba-2 has three operations more for A, and a cast;
+    LFM2 multiplies twice around its convolution."""
+    models = [with_recurrent_layers(family, count) for count in (1, 2)]
+    names = launches_per_layer(monkeypatch, family, models, dtype=torch.bfloat16)
+    assert len(names) == MOST_OF_A_LAYER[family], names
 
 
 def test_a_second_kernel_of_the_attention_is_counted(monkeypatch):

@@ -136,7 +136,12 @@ def test_fused_modules_beside_states(family):
     engine = engine_of(family, fuse=True)
     kept = {swap.kind for swap in engine.backend.fusion.report if swap.is_kept}
     assert "RMSNorm with a gate" in kept
-    more = {"merged inputs of a recurrent layer", "attention with rotary cache write", "additions joined with norms"}
+    more = {
+        "gated delta rule",
+        "merged inputs of a recurrent layer",
+        "attention with rotary cache write",
+        "additions joined with norms",
+    }
     assert more & kept == (more if family == "qwen3_5" else set())
     assert engine.generate(PROMPTS[:1], **few).token_ids == expected
 

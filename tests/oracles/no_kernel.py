@@ -52,11 +52,18 @@ class Launches(TorchDispatchMode):
         name = function.__name__.split(".")[0]
         launcher = self._launchers.get(function)
         if launcher is None:
-            if not function.is_view and name not in NOT_LAUNCHED:
+            result = function(*args, **(kwargs or {}))
+            if name not in NOT_LAUNCHED and not (function.is_view and _is_view(result, args[0])):
                 self.names.append(name)
-            return function(*args, **(kwargs or {}))
+            return result
         before = sum(map(len, self._grids))
         with self:  # the launcher's own operations count as well
             result = launcher(*args, **(kwargs or {}))
         self.names += [name] * (sum(map(len, self._grids)) - before)
         return result
+
+
+def _is_view(result: object, of: torch.Tensor) -> bool:
+    """Whether an operation that may give a view has given one: `reshape` and `to` copy where there is none."""
+    parts = result if isinstance(result, (tuple, list)) else (result,)
+    return all(torch._C._is_alias_of(part, of) for part in parts)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from stand.forward.gates import DeltaGates, StepSizes
+
 
 @dataclass
 class ScanCase:
@@ -42,6 +44,12 @@ class ScanCase:
         self.inputs = self.normal(tokens, self.channels)
         self.tails = self.normal(num_rows, self.taps - 1, self.channels)
         self.weight, self.bias = self.normal(self.channels, self.taps), self.normal(self.channels)
+        raw = 4 * self.normal(tokens, 2 * self.heads) - 3  # softplus bends, and is very small
+        decay, rate = raw.split(self.heads, dim=1)  # parts of one product
+        self.gates = DeltaGates(decay, rate, self.normal(self.heads), self.normal(self.heads), 2.0)
+        negative = -self.normal(self.heads).float().exp()
+        self.steps = StepSizes(decay, self.normal(self.heads), True, (0.01, 4.0), negative)
+        self.skip = self.normal(self.heads)
 
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self._generator).to(self.dtype)

@@ -8,17 +8,19 @@ import triton
 import triton.language as tl
 
 from stand.gpu.kernels.launch import launch_device
+from stand.gpu.kernels.swiglu import activate
 
 BLOCK_TOKENS, BLOCK_CHANNELS = 16, 64
 
 
 @triton.jit
 def _convolve(
-    inputs, tails, weight, bias, parents, depths, offsets, cache_rows, mixed, num_channels,
+    inputs, tails, weight, bias, parents, depths, offsets, cache_rows, mixed, num_tokens, num_channels,
     stride_token, stride_channel,
-    SIZE: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    SIZE: tl.constexpr, HAS_BIAS: tl.constexpr, IS_SILU: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block of channels)."""
+    """Program (row, block of channels). The sum is rounded before the activation, as by two operations; padding is
+    shared out among all rows."""
     row, channels = tl.program_id(0), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     first, end = tl.load(offsets + row), tl.load(offsets + row + 1)
     row_tails = tails + tl.load(cache_rows + row).to(tl.int64) * (SIZE - 1) * num_channels
@@ -39,8 +41,17 @@ def _convolve(
             taps = tl.load(weight + channels * SIZE + SIZE - 1 - back, mask=is_channel, other=0.0).to(tl.float32)
             total += states * taps[None, :]
             node = tl.load(parents + node, mask=is_token, other=0)  # a root is its own
+        result = total.to(mixed.dtype.element_ty)
+        if IS_SILU:
+            result = activate(result.to(tl.float32), 0).to(mixed.dtype.element_ty)
         cells = tokens[:, None].to(tl.int64) * num_channels + channels[None, :]
-        tl.store(mixed + cells, total.to(mixed.dtype.element_ty), mask=is_token[:, None] & is_channel[None, :])
+        tl.store(mixed + cells, result, mask=is_token[:, None] & is_channel[None, :])
+    num_rows = tl.num_programs(0)
+    for start in range(tl.load(offsets + num_rows) + row * BLOCK_T, num_tokens, num_rows * BLOCK_T):
+        tokens = start + tl.arange(0, BLOCK_T)
+        cells = tokens[:, None].to(tl.int64) * num_channels + channels[None, :]
+        nothing = tl.zeros([BLOCK_T, BLOCK_C], mixed.dtype.element_ty)
+        tl.store(mixed + cells, nothing, mask=(tokens < num_tokens)[:, None] & is_channel[None, :])
 
 
 @torch.library.custom_op("stand::convolve", mutates_args=())
@@ -53,27 +64,28 @@ def convolve(
     depths: torch.Tensor,
     offsets: torch.Tensor,
     cache_rows: torch.Tensor,
+    is_silu: bool,
 ) -> torch.Tensor:
     """[M, C] in the weight's type, zeros at padding: bias[c] + the sum over n of weight[c, N - n] * the input n tokens
-    before, by paths.
+    before, by paths. is_silu: SiLU of that.
 
     inputs [M, C] of packed tokens; tails [R, N, C], contiguous: by cache row those of the N newest committed tokens,
     the oldest first; weight [C, N + 1] contiguous; the rest: see `StepPacket`.
     """
     (num_tokens, num_channels), size = inputs.shape, weight.shape[1]
-    mixed = torch.zeros(num_tokens, num_channels, dtype=weight.dtype, device=weight.device)
+    mixed = torch.empty(num_tokens, num_channels, dtype=weight.dtype, device=weight.device)
     grid = (len(cache_rows), triton.cdiv(num_channels, BLOCK_CHANNELS))
     with launch_device(_convolve, inputs):
         _convolve[grid](
             inputs, tails, weight, weight if bias is None else bias, parents, depths, offsets, cache_rows, mixed,
-            num_channels, *inputs.stride(),
-            SIZE=size, HAS_BIAS=bias is not None, BLOCK_T=BLOCK_TOKENS, BLOCK_C=BLOCK_CHANNELS,
+            num_tokens, num_channels, *inputs.stride(),
+            SIZE=size, HAS_BIAS=bias is not None, IS_SILU=is_silu, BLOCK_T=BLOCK_TOKENS, BLOCK_C=BLOCK_CHANNELS,
         )  # fmt: skip
     return mixed
 
 
 @convolve.register_fake
-def _(inputs, tails, weight, bias, parents, depths, offsets, cache_rows):
+def _(inputs, tails, weight, bias, parents, depths, offsets, cache_rows, is_silu):
     return weight.new_empty(inputs.shape)
 
 

@@ -16,7 +16,7 @@ from stand.gpu.kernels.swiglu import activate
 @triton.jit
 def _gated_rms_norm(
     states, gate, weight, output, states_stride, gate_stride, size, eps,
-    GROUP: tl.constexpr, IS_GATE_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, IS_SHARED: tl.constexpr, IS_GATE_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (row, group)."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -24,7 +24,7 @@ def _gated_rms_norm(
     inside = places < GROUP
     values = tl.load(states + row * states_stride + columns, mask=inside, other=0.0).to(tl.float32)
     gates = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + (places if IS_SHARED else columns), mask=inside, other=0.0).to(tl.float32)
     active = activate(gates, 0)  # SiLU
     values = values * active if IS_GATE_FIRST else values
     normal = values * tl.rsqrt(tl.sum(values * values, axis=0) / GROUP + eps)
@@ -40,8 +40,8 @@ def gated_rms_norm(
 ) -> torch.Tensor:
     """weight * normal * silu(gate), or the norm of states * silu(gate), for states and gate [..., N].
 
-    group: neighbours that are normalised together; order: one of `GATE_ORDERS`. Result [..., N], contiguous, of the
-    type of weight * states. All sums are in float32.
+    weight [N], or [group] for all groups; group: neighbours that are normalised together; order: one of `GATE_ORDERS`.
+    Result [..., N], contiguous, of the type of weight * states. All sums are in float32.
     """
     size = _checked_size(states, gate, weight, group, order)
     rows, gates = rows_of(states, size), rows_of(gate, size)
@@ -50,7 +50,8 @@ def gated_rms_norm(
     with launch_device(_gated_rms_norm, states):
         _gated_rms_norm[(len(rows), size // group)](
             rows, gates, weight, output, rows.stride(0), gates.stride(0), size, eps,
-            GROUP=group, IS_GATE_FIRST=order == GATE_FIRST, BLOCK=block, num_warps=max(1, min(8, block // 256)),
+            GROUP=group, IS_SHARED=len(weight) < size, IS_GATE_FIRST=order == GATE_FIRST, BLOCK=block,
+            num_warps=max(1, min(8, block // 256)),
         )  # fmt: skip
     return output
 
@@ -68,7 +69,7 @@ def _empty_like(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _checked_size(states: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, group: int, order: int) -> int:
     size = states.shape[-1]
-    if gate.shape != states.shape or weight.shape != (size,) or size % group or group > MAX_SIZE:
+    if gate.shape != states.shape or weight.shape not in {(size,), (group,)} or size % group or group > MAX_SIZE:
         raise ValueError(
             f"gate and weight must be as the states, in groups of at most {MAX_SIZE} that fill their last size, got "
             f"{tuple(gate.shape)}, {tuple(weight.shape)} and {group} for {tuple(states.shape)}; use the module's own "

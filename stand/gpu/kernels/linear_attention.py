@@ -15,12 +15,14 @@ BLOCK_TOKENS, BLOCK_KEYS, BLOCK_VALUES = 16, 32, 32
 
 @triton.jit
 def _attend(
-    queries, keys, updates, sums, ancestors, states, offsets, cache_rows, output, size, value_size, stride_words,
-    stride_update, stride_update_head,
-    HEADS: tl.constexpr, SHARED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    queries, keys, updates, rates, sums, skip, ancestors, states, offsets, cache_rows, output,
+    num_tokens, size, value_size, stride_words, stride_update, stride_update_head,
+    HEADS: tl.constexpr, SHARED: tl.constexpr, HAS_RATES: tl.constexpr, HAS_SKIP: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head and block of columns, block of the row's tokens): exp(G_i) S' q_i + the sum over j, the
-    ancestors of i and i itself, of exp(G_i - G_j) (k_j . q_i) u_j."""
+    ancestors of i and i itself, of exp(G_i - G_j) (k_j . q_i) rates_j u_j, + skip u_i. Padding is shared out among all
+    rows and blocks."""
     row, block = tl.program_id(0), tl.program_id(2)
     num_blocks = tl.cdiv(value_size, BLOCK_V)
     head, columns = tl.program_id(1) // num_blocks, tl.program_id(1) % num_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -47,10 +49,22 @@ def _attend(
             )
             weights = dots * decays
             u = updates + other_places[:, None] * stride_update + head * stride_update_head + columns[None, :]
-            brought = tl.load(u, mask=is_other[:, None] & is_column[None, :], other=0.0)
+            brought = tl.load(u, mask=is_other[:, None] & is_column[None, :], other=0.0).to(tl.float32)
+            if HAS_RATES:
+                brought *= tl.load(rates + other_places * HEADS + head, mask=is_other, other=0.0)[:, None]
             total = tl.dot(weights, brought, total, input_precision="ieee")
+        if HAS_SKIP:
+            u = updates + places[:, None] * stride_update + head * stride_update_head + columns[None, :]
+            own = tl.load(u, mask=is_token[:, None] & is_column[None, :], other=0.0).to(tl.float32)
+            total += tl.load(skip + head).to(tl.float32) * own
         cells = (places[:, None] * HEADS + head) * value_size + columns[None, :]
-        tl.store(output + cells, total, mask=is_token[:, None] & is_column[None, :])
+        tl.store(output + cells, total.to(output.dtype.element_ty), mask=is_token[:, None] & is_column[None, :])
+    number, count = row * tl.num_programs(2) + block, tl.num_programs(0) * tl.num_programs(2)
+    for begin in range(tl.load(offsets + tl.num_programs(0)) + number * BLOCK_T, num_tokens, count * BLOCK_T):
+        tokens = begin + tl.arange(0, BLOCK_T)
+        cells = (tokens[:, None].to(tl.int64) * HEADS + head) * value_size + columns[None, :]
+        nothing = tl.zeros([BLOCK_T, BLOCK_V], output.dtype.element_ty)
+        tl.store(output + cells, nothing, mask=(tokens < num_tokens)[:, None] & (columns < value_size)[None, :])
 
 
 @torch.library.custom_op("stand::linear_attention", mutates_args=())
@@ -58,42 +72,49 @@ def linear_attention(
     queries: torch.Tensor,
     keys: torch.Tensor,
     updates: torch.Tensor,
+    rates: torch.Tensor | None,
     sums: torch.Tensor,
+    skip: torch.Tensor | None,
     states: torch.Tensor,
     ancestors: torch.Tensor,
     offsets: torch.Tensor,
     cache_rows: torch.Tensor,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """[M, H, V] float32, zeros at padding.
+    """[M, H, V] of this type, zeros at padding.
 
-    queries, keys [M, Hk, K] and sums [M, H] as `prepared` gives them; updates [M, H, V] float32, contiguous along V;
-    states [R, H, K, V] float32, contiguous, by cache row; the rest: see `StepPacket`.
+    queries, keys [M, Hk, K], sums [M, H] and rates [M, H] (None: all 1) as `path_decays` gives them; updates [M, H, V],
+    contiguous along V; skip [H]: how much of its own update a token's output gets on top; states [R, H, K, V] float32,
+    contiguous, by cache row; the rest: see `StepPacket`.
     """
     (num_tokens, heads, value_size), (_, key_heads, size) = updates.shape, keys.shape
-    output = torch.zeros(num_tokens, heads, value_size, dtype=torch.float32, device=keys.device)
+    output = torch.empty(num_tokens, heads, value_size, dtype=dtype, device=keys.device)
     blocks = triton.cdiv(value_size, BLOCK_VALUES)
     with launch_device(_attend, keys):
         _attend[(len(cache_rows), heads * blocks, triton.cdiv(most_row_nodes(ancestors), BLOCK_TOKENS))](
-            queries, keys, updates, sums, ancestors, states, offsets, cache_rows, output, size, value_size,
-            ancestors.stride(0), *updates.stride()[:2],
-            HEADS=heads, SHARED=heads // key_heads, BLOCK_T=BLOCK_TOKENS, BLOCK_K=BLOCK_KEYS, BLOCK_V=BLOCK_VALUES,
+            queries, keys, updates, sums if rates is None else rates, sums, sums if skip is None else skip, ancestors,
+            states, offsets, cache_rows, output, num_tokens, size, value_size, ancestors.stride(0),
+            *updates.stride()[:2],
+            HEADS=heads, SHARED=heads // key_heads, HAS_RATES=rates is not None, HAS_SKIP=skip is not None,
+            BLOCK_T=BLOCK_TOKENS, BLOCK_K=BLOCK_KEYS, BLOCK_V=BLOCK_VALUES,
         )  # fmt: skip
     return output
 
 
 @linear_attention.register_fake
-def _(queries, keys, updates, sums, states, ancestors, offsets, cache_rows):
-    return updates.new_empty(updates.shape)
+def _(queries, keys, updates, rates, sums, skip, states, ancestors, offsets, cache_rows, dtype):
+    return updates.new_empty(updates.shape, dtype=dtype)
 
 
 @triton.jit
 def _keep_states(
-    keys, updates, sums, states, offsets, cache_rows, path, size, value_size, stride_update, stride_update_head,
+    keys, updates, rates, sums, states, offsets, cache_rows, path, size, value_size, stride_update, stride_update_head,
     stride_path, max_depth,
-    HEADS: tl.constexpr, SHARED: tl.constexpr, BLOCK_PATH: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    HEADS: tl.constexpr, SHARED: tl.constexpr, HAS_RATES: tl.constexpr, BLOCK_PATH: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head, block of columns): with e the last token that stays,
-    exp(G_e) S + the sum over j, e and its ancestors, of exp(G_e - G_j) k_j u_j'."""
+    exp(G_e) S + the sum over j, e and its ancestors, of exp(G_e - G_j) k_j rates_j u_j'."""
     row, head = tl.program_id(0), tl.program_id(1)
     first, end = tl.load(offsets + row), tl.load(offsets + row + 1)
     if first < end:
@@ -112,6 +133,9 @@ def _keep_states(
             weight = tl.exp(last_sum - tl.load(sums + token * HEADS + head))
             k = tl.load(keys + (token * (HEADS // SHARED) + head // SHARED) * size + numbers, is_number, 0.0)
             u = tl.load(updates + token * stride_update + head * stride_update_head + columns, is_column, 0.0)
+            u = u.to(tl.float32)
+            if HAS_RATES:
+                u *= tl.load(rates + token * HEADS + head)
             state += k[:, None] * (weight * u)[None, :]
         tl.store(cells, state, mask=is_number[:, None] & is_column[None, :])
 
@@ -120,6 +144,7 @@ def _keep_states(
 def keep_states(
     keys: torch.Tensor,
     updates: torch.Tensor,
+    rates: torch.Tensor | None,
     sums: torch.Tensor,
     states: torch.Tensor,
     offsets: torch.Tensor,
@@ -134,13 +159,13 @@ def keep_states(
     (_, key_heads, size), (_, heads, value_size), (num_rows, max_depth) = keys.shape, updates.shape, path.shape
     with launch_device(_keep_states, states):
         _keep_states[(num_rows, heads, triton.cdiv(value_size, BLOCK_VALUES))](
-            keys, updates, sums, states, offsets, cache_rows, path, size, value_size,
+            keys, updates, sums if rates is None else rates, sums, states, offsets, cache_rows, path, size, value_size,
             *updates.stride()[:2], path.stride(0), max_depth,
-            HEADS=heads, SHARED=heads // key_heads, BLOCK_PATH=triton.next_power_of_2(max_depth),
-            BLOCK_K=triton.next_power_of_2(size), BLOCK_V=BLOCK_VALUES,
+            HEADS=heads, SHARED=heads // key_heads, HAS_RATES=rates is not None,
+            BLOCK_PATH=triton.next_power_of_2(max_depth), BLOCK_K=triton.next_power_of_2(size), BLOCK_V=BLOCK_VALUES,
         )  # fmt: skip
 
 
 @keep_states.register_fake
-def _(keys, updates, sums, states, offsets, cache_rows, path):
+def _(keys, updates, rates, sums, states, offsets, cache_rows, path):
     return None

@@ -20,7 +20,7 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid(x):
     """1 / (1 + exp(-x)) without overflow."""
     small = tl.exp(-tl.abs(x))
     return tl.where(x >= 0, 1.0, small) / (1.0 + small)
@@ -29,10 +29,10 @@ def _sigmoid(x):
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == 0:
-        return x * _sigmoid(x)
+        return x * sigmoid(x)
     elif ACTIVATION == 1:
         # 0.5 x (1 + tanh(y)) = x sigmoid(2 y)
-        return x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        return x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     else:
         return 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
 

@@ -5,7 +5,8 @@
 #   make test            the test suite
 #   make lint            ruff
 #   make test-debug      the compiled core with bounds checks, its own tests
-#   make test-ptx        the GPU kernels as they are compiled for sm_90, run without a GPU; CAPABILITY=80 for sm_80
+#   make test-ptx        the GPU kernels as they are compiled for sm_90, run without a GPU; CAPABILITY=80 for sm_80,
+#                        EVERY=1 for all cases of each test, where it takes every third
 #   make test-wheel      the wheel beside the oldest torch, transformers, numpy and msgpack that it takes
 #   make torch-builds    torch, for the suite and for the wheel
 #   make environments    what test-debug and test-wheel run in
@@ -43,6 +44,7 @@ NOT_OF_VERSIONS := --deselect tests/engine/test_hub.py::test_the_page_runs_as_pr
 # Kernels as Triton compiles them, each instruction run on the CPU (tests/oracles/ptx). All of tests/gpu can run so; these
 # take the shortest time.
 CAPABILITY ?= 90
+EVERY ?= 3
 PTX_PARTS := ptx ptx_models fused_kernels recurrent_kernels traverse draw race softmax top_tokens compact filter
 PTX_TESTS := $(PTX_PARTS:%=tests/gpu/test_gpu_%.py)
 # Test processes at a time. Each has neighbours, which share what took long to make, and takes over what is left.
@@ -67,7 +69,7 @@ test: $(VENV)/.ready
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 test-ptx: $(VENV)/.ready
-	STAND_PTX=$(CAPABILITY) $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(PTX_TESTS) $(ARGS)
+	STAND_PTX=$(CAPABILITY) $(BIN)/python -m pytest $(SIDE_BY_SIDE) --every $(EVERY) $(PTX_TESTS) $(ARGS)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -1,9 +1,9 @@
 """Compile every Triton kernel ahead of time; no GPU is needed, and no kernel runs.
 
-Usage: python scripts/compile_kernels.py [--targets 80,90] [--only WORD]
+Usage: python scripts/compile_kernels.py [--targets 80,90] [--only WORD,WORD]
 
 Each specimen of scripts/specimens is compiled for each compute capability. `--only` keeps specimens whose module or
-name contains WORD. Columns: registers per thread, bytes of spilled registers (stores and loads), shared memory in
+name contains a WORD. Columns: registers per thread, bytes of spilled registers (stores and loads), shared memory in
 bytes, matrix instructions (wgmma, mma or -), products whose operand in registers is overwritten while it may still be
 read (gpu_parts/wgmma_inputs.py; none should be). Ends with exit status 1 when something does not compile. Last line:
 JSON.
@@ -107,15 +107,15 @@ def main() -> None:
     parser.add_argument(
         "--targets", type=capabilities, default="80,90", help="compute capabilities, comma-separated (%(default)s)"
     )
-    parser.add_argument("--only", default="", help="part of a module's or specimen's name")
+    parser.add_argument("--only", default="", help="parts of modules' or specimens' names, comma-separated")
     options = parser.parse_args()
     lines = []
     for module, specimens in SPECIMENS.items():
         for specimen in specimens():
-            if options.only in module or options.only in specimen.name:
+            if any(word in module or word in specimen.name for word in options.only.split(",")):
                 lines += [describe(module, specimen, capability) for capability in options.targets]
     if not lines:
-        parser.error(f"--only must be part of a module's or specimen's name, got {options.only!r}")
+        parser.error(f"--only must be parts of modules' or specimens' names, got {options.only!r}")
     columns = ("module", "specimen", "target", "registers", "spill_bytes", "shared_bytes", "matrix", "overwritten")
     print(format_table(columns, [[line.get(column) for column in columns] for line in lines]))
     failures = [line for line in lines if "error" in line]

@@ -6,9 +6,11 @@ import: the compiler with `STAND_PTX=90`, whose kernels run on the PTX machine o
 No steps are timed: drafts have fixed budgets, and nothing is written to the home folder.
 """
 
+import gc
 import importlib.util
 import os
 import sys
+from collections import Counter
 
 import pytest
 
@@ -26,6 +28,29 @@ if os.environ["TRITON_INTERPRET"] == "1" and importlib.util.find_spec("triton"):
     from quick_interpreter import make_quick
 
     make_quick()
+
+
+def pytest_collection_finish(session):
+    """What was imported stays: the collector need not look at it again and again."""
+    gc.freeze()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--every", type=int, default=1, help="of the cases of one test the first, and each N-th from there"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    every, seen, left_out = config.getoption("--every"), Counter(), []
+    for item in list(items):
+        test = getattr(item, "originalname", item.name), item.path, item.cls
+        if seen[test] % every:
+            items.remove(item)
+            left_out.append(item)
+        seen[test] += 1
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(scope="session")

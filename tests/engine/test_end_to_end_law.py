@@ -45,7 +45,7 @@ def exact_laws(reasoner, prompts):
 @pytest.mark.parametrize(
     ("verifier", "kind", "lossless", "drafter"),
     [
-        ("match", "none", True, "lookup"),
+        pytest.param("match", "none", True, "lookup", marks=pytest.mark.slow),
         pytest.param("traversal", "sampled", True, "lookup", marks=pytest.mark.slow),
         pytest.param("traversal", "mixed", True, "lookup", marks=pytest.mark.slow),
         pytest.param("match", "deterministic", True, "lookup", marks=pytest.mark.slow),

@@ -1,6 +1,7 @@
-"""Every kernel compiles for sm_90 without a GPU, and attention of a 7B model for sm_80 too; it keeps its registers.
+"""Kernels of every module compile for sm_90 without a GPU, and attention of a 7B model for sm_80 too; it keeps its
+registers.
 
-The rest for sm_80 is among the slow tests.
+Among the slow tests all of them compile for both.
 """
 
 import json
@@ -15,6 +16,7 @@ import pytest
 pytest.importorskip("triton")
 
 from specimens.attention import of_attention  # noqa: E402
+from specimens.registry import SPECIMENS  # noqa: E402
 
 import stand.gpu.kernels  # noqa: E402
 from stand.gpu.product_tiles import TILES  # noqa: E402
@@ -72,8 +74,12 @@ def check_all(kernels: list[dict], target: str) -> None:
 
 @pytest.fixture(scope="module", params=["7B", pytest.param("", marks=pytest.mark.slow)], ids=["some", "all"])
 def kernels(request) -> list[dict]:
-    """Of sm_80 those with this in their names."""
-    return compiled("--targets", "90") + compiled("--targets", "80", "--only", request.param)
+    """Of attention and of sm_80 those with this in their names; of the filters, which compile longest, one way."""
+    if not request.param:
+        return compiled()
+    others = ",".join(module for module in SPECIMENS if module not in ("attention", "filter"))
+    some = f"{request.param},{others},find_cut_top_k"
+    return compiled("--targets", "90", "--only", some) + compiled("--targets", "80", "--only", request.param)
 
 
 def test_everything_compiles_within_shared_memory(kernels):
@@ -127,7 +133,7 @@ def test_tiles_ask_for_the_shared_memory_that_their_table_says(kernels):
             (asked,) = {Limits(int(kernel["target"][3:]), 0).needs(tile) for tile in tiles}
             assert asked in (0, kernel["shared_bytes"]), kernel  # 0: not used on this target
             compared += asked > 0
-    assert compared > 15
+    assert compared >= 8
 
 
 def is_tile(specimen, tile) -> bool:
@@ -145,7 +151,7 @@ def test_attention_uses_the_tensor_cores(kernels):
 def test_no_operand_in_registers_is_overwritten_while_it_may_be_read(kernels):
     """What assemblers before CUDA 13.3 can do (triton #11781)."""
     products = [kernel for kernel in kernels if kernel.get("register_products")]
-    assert len(products) > 8 and all(kernel["module"] == "attention" for kernel in products)
+    assert len(products) >= 3 and all(kernel["module"] == "attention" for kernel in products)
     assert not any(kernel["overwritten"] for kernel in products)
 
 

@@ -78,7 +78,7 @@ class CheckedDrafter(stand.StreamingDrafter):
         return super().draft(request)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_guesses_are_those_of_streams_run_plainly(family):
     model = kernel_model(family)
     drafter = CheckedDrafter(random_streams(model), budget=12)

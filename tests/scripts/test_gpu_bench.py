@@ -499,6 +499,7 @@ def quick_parts(monkeypatch, interpreter) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SCRIPTS), str(ORACLES)]))
 
 
+@pytest.mark.slow  # the same work as of the smoke run, in a process of its own
 @pytest.mark.usefixtures("quick_parts")
 def test_parts_in_one_process_give_all_their_figures(capfd):
     options = ["--device", "cpu", "--smoke", "--parts", "checks,decoding", "--together"]

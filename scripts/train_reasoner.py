@@ -132,6 +132,8 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
         parser.error(
             f"--layers must be at least 4 for a hybrid, whose fourth layer has attention, got {options.layers}"
         )
+    if options.layout != "llama" and options.output == REASONER and not options.evaluate:
+        parser.error(f"--output must be given with --layout {options.layout}, got none; the bundled model is a llama")
     if options.vocabulary < LEAST_VOCABULARY:
         parser.error(f"--vocabulary must be at least {LEAST_VOCABULARY}, bytes and specials, got {options.vocabulary}")
     given = [name for name, value in vars(options).items() if value != parser.get_default(name)]

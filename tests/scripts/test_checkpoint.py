@@ -8,12 +8,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import train_reasoner
 from tiny_models import tiny_model
 from train_eagle import read_arguments
 from training import checkpoint, head_command, trainer
 from training.eagle import RECIPE
 from transformers import AutoTokenizer
+
+from stand.forward.recurrent_layers import recurrent_layers
 
 REASONER = head_command.REASONER
 
@@ -120,3 +123,34 @@ def test_training_goes_on_from_its_end_and_tells_of_an_interrupt_once(tmp_path):
         said = run.communicate()[1]
     assert line.endswith("from step 3\n")
     assert said == "train_reasoner: ended early by SIGINT\n" and run.returncode in (130, -signal.SIGINT)
+
+
+@pytest.mark.parametrize(("layout", "num_recurrent"), [("llama", 0), ("qwen3_5", 3)])
+def test_layouts_can_be_built_and_learn(layout, num_recurrent):
+    words = f"--layout {layout} --hidden 64 --intermediate 96 --output {layout}"
+    options = train_reasoner.read_arguments(words.split())
+    model = trainer.build_model(options, AutoTokenizer.from_pretrained(REASONER))
+    assert len(recurrent_layers(model)) == num_recurrent and len(model.model.layers) == 4
+    input_ids = torch.arange(20, 60).view(2, 20)
+    before = trainer.learn_batch(model, input_ids, input_ids, precision="float32")
+    optimizers = trainer.build_optimizers(model, 1e-2)
+    for _ in range(3):
+        trainer.apply_step(model, optimizers, 1e-2)
+        after = trainer.learn_batch(model, input_ids, input_ids, precision="float32")
+    assert after < before - 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--layers 3 --output other",
+            "--layers must be at least 4 for a hybrid, whose fourth layer has attention, got 3",
+        ),
+        ("--layers 4", "--output must be given with --layout qwen3_5, got none; the bundled model is a llama"),
+    ],
+)
+def test_a_hybrid_has_attention_and_a_folder_of_its_own(words, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        train_reasoner.read_arguments(["--layout", "qwen3_5", *words.split()])
+    assert said in capsys.readouterr().err

@@ -32,7 +32,8 @@ class Prefilled:
     @property
     def nbytes(self) -> int:
         noted = [states for states in self.states.values() if states is not self.keys.recurrent]
-        return self.keys.nbytes + sum(states.row_bytes for states in noted)
+        beside = sum(states.row_bytes for states in noted) + sum(features.nbytes for features in self.features)
+        return self.keys.nbytes + beside
 
     def begins_at(self, most: int) -> int:
         """The most whole chunks, `most` of what is done or fewer, that another prompt can begin with."""

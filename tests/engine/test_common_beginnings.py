@@ -392,6 +392,19 @@ def test_states_count_and_those_of_short_beginnings_go_first():
             assert engine._kept.nbytes <= limit
 
 
+def test_hidden_states_count():
+    engine = engine_of(drafter=Recorder())
+    with engine.keep_prompts(1e9):
+        engine.generate(input_ids=SHARED, max_new_tokens=2, temperature=0.9)
+        (kept,) = engine._kept.prompts
+        most = engine._kept.nbytes
+        assert most == kept.keys.nbytes + 2 * CHUNK * engine.model.config.hidden_size * 4
+    for limit, count in ((most, 1), (most - 1, 0)):
+        with engine.keep_prompts(limit):
+            engine.generate(input_ids=SHARED, max_new_tokens=2, temperature=0.9)
+            assert len(engine._kept.prompts) == count
+
+
 def test_hidden_states_are_kept_where_there_were_any():
     """A call without drafts asks for none: what it left is of no use to one that does."""
     wanted, found = Recorder(), Recorder()

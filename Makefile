@@ -2,11 +2,11 @@
 # python3-dev and python3-venv too. Where python3 is older: PYTHON=python3.12 make ...
 #   make throughput      the main job on the bundled model: speed with and without drafts
 #   make throughput MODEL=smollm2      the same on a real small model, fetched on first use
-#   make test            the test suite
+#   make test            the test suite; EVERY=2 takes half of the cases of each test, another half after every commit
 #   make lint            ruff
 #   make test-debug      the compiled core with bounds checks, its own tests
-#   make test-ptx        the GPU kernels as they are compiled for sm_90, run without a GPU; CAPABILITY=80 for sm_80,
-#                        EVERY=1 for all cases of each test, where it takes every third
+#   make test-ptx        the GPU kernels as they are compiled for sm_90, run without a GPU; CAPABILITY=80 for sm_80, PTX_EVERY=1
+#                        for all cases of each test, where it takes a third of them
 #   make test-wheel      the wheel beside the oldest torch, transformers, numpy and msgpack that it takes
 #   make torch-builds    torch, for the suite and for the wheel
 #   make environments    what test-debug and test-wheel run in
@@ -44,12 +44,15 @@ NOT_OF_VERSIONS := --deselect tests/engine/test_hub.py::test_the_page_runs_as_pr
 # Kernels as Triton compiles them, each instruction run on the CPU (tests/oracles/ptx). All of tests/gpu can run so; these
 # take the shortest time.
 CAPABILITY ?= 90
-EVERY ?= 3
+PTX_EVERY ?= 3
 PTX_PARTS := ptx ptx_models fused_kernels recurrent_kernels traverse draw race softmax top_tokens compact filter
 PTX_TESTS := $(PTX_PARTS:%=tests/gpu/test_gpu_%.py)
 # Test processes at a time. Each has neighbours, which share what took long to make, and takes over what is left.
 WORKERS ?= 2
-SIDE_BY_SIDE := -n $(WORKERS) --dist worksteal
+# Of the cases of each test one in so many (tests/oracles/thinned.py); which ones changes with every commit.
+EVERY ?= 1
+TURN ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
+SIDE_BY_SIDE := -n $(WORKERS) --dist worksteal --turn $(TURN)
 
 # Python compiles what it imports; to compile every file of every package takes pip as long as all else.
 export PIP_COMPILE := 0
@@ -66,10 +69,10 @@ throughput: $(VENV)/.ready
 	$(BIN)/python scripts/throughput.py $(if $(MODEL),--model $(MODEL) $(MODEL_ARGS)) $(ARGS)
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --every $(EVERY)
 
 test-ptx: $(VENV)/.ready
-	STAND_PTX=$(CAPABILITY) $(BIN)/python -m pytest $(SIDE_BY_SIDE) --every $(EVERY) $(PTX_TESTS) $(ARGS)
+	STAND_PTX=$(CAPABILITY) $(BIN)/python -m pytest $(SIDE_BY_SIDE) --every $(PTX_EVERY) $(PTX_TESTS) $(ARGS)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -80,7 +83,7 @@ environments: .venv-debug/.ready .venv-wheel/.ready
 
 # Both run away from the source tree, so that only what was installed can be imported.
 test-debug: .venv-debug/.ready away
-	cd build/away && $(CURDIR)/.venv-debug/bin/python -m pytest $(SIDE_BY_SIDE) $(CORE_TESTS)
+	cd build/away && $(CURDIR)/.venv-debug/bin/python -m pytest $(SIDE_BY_SIDE) --every $(EVERY) $(CORE_TESTS)
 
 test-wheel: .venv-wheel/.ready away
 	cd build/away && $(CURDIR)/.venv-wheel/bin/python -m pytest $(SIDE_BY_SIDE) $(WHEEL_TESTS) $(NOT_OF_VERSIONS)

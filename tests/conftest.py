@@ -10,9 +10,9 @@ import gc
 import importlib.util
 import os
 import sys
-from collections import Counter
 
 import pytest
+from thinned import thinned
 
 os.environ.setdefault("TRITON_INTERPRET", "0" if "STAND_PTX" in os.environ else "1")
 os.environ["STAND_COSTS"] = "off"
@@ -36,20 +36,17 @@ def pytest_collection_finish(session):
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--every", type=int, default=1, help="of the cases of one test the first, and each N-th from there"
-    )
+    parser.addoption("--every", type=int, default=1, help="take the N-th part of the cases of each test")
+    parser.addoption("--turn", type=int, default=0, help="which part that is")
 
 
+@pytest.hookimpl(trylast=True)  # of what -m and -k have left
 def pytest_collection_modifyitems(config, items):
-    every, seen, left_out = config.getoption("--every"), Counter(), []
-    for item in list(items):
-        test = getattr(item, "originalname", item.name), item.path, item.cls
-        if seen[test] % every:
-            items.remove(item)
-            left_out.append(item)
-        seen[test] += 1
-    if left_out:
+    every, turn = config.getoption("--every"), config.getoption("--turn")
+    tests = [((item.path, item.cls, getattr(item, "originalname", item.name)), item.nodeid) for item in items]
+    kept = thinned(tests, every=every, turn=turn)
+    if left_out := [item for item in items if item.nodeid not in kept]:
+        items[:] = [item for item in items if item.nodeid in kept]
         config.hook.pytest_deselected(items=left_out)
 
 

@@ -1,0 +1,18 @@
+"""A share of the cases of every parametrised test, another one in every turn."""
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from hashlib import blake2b
+
+
+def thinned(cases: Iterable[tuple[Hashable, str]], *, every: int, turn: int) -> set[str]:
+    """Of (test, name of a case) names: of each test's the N-th part, rounded up. Which ones follows from names and
+    turn alone, so that no place in a list, such as the second value of every pair, is always left out."""
+    names = defaultdict(list)
+    for test, name in cases:
+        names[test].append(name)
+    kept: set[str] = set()
+    for of_test in names.values():
+        of_test.sort(key=lambda name: blake2b(f"{turn} {name}".encode()).digest())
+        kept.update(of_test[: -(-len(of_test) // every)])
+    return kept

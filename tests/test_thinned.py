@@ -1,0 +1,17 @@
+"""Checks that take a part of the cases leave no test out, and no case for ever."""
+
+from thinned import thinned
+
+CASES = [(f"test_{test}", f"test_{test}[{case}]") for test, count in enumerate((1, 2, 7, 40)) for case in range(count)]
+
+
+def test_each_test_has_its_share():
+    for every, wanted in ((1, [1, 2, 7, 40]), (2, [1, 1, 4, 20]), (3, [1, 1, 3, 14]), (100, [1, 1, 1, 1])):
+        kept = thinned(CASES, every=every, turn=5)
+        assert [sum(name.startswith(f"test_{test}[") for name in kept) for test in range(4)] == wanted
+
+
+def test_every_case_has_its_turn():
+    turns = [thinned(CASES, every=3, turn=turn) for turn in range(30)]
+    assert set.union(*turns) == {name for _, name in CASES} and len(set(map(frozenset, turns))) == 30
+    assert thinned(reversed(CASES), every=3, turn=7) == turns[7]

@@ -11,6 +11,7 @@ from stand.trees.draft import check_packing
 
 # Of a sum over a float32 law. A step refuses what is plainly no law; `DraftBatch.check` has a closer look.
 SUM_TOLERANCE = 1e-3
+INT32 = np.dtype(np.int32)
 WHOLE = ("token_ids", "parents", "offsets", "support_ids", "depths", "ranks")
 
 
@@ -18,7 +19,8 @@ def check_batch(batch: DraftBatch, request: DraftRequest, *, vocabulary_size: in
     """Raise ValueError unless there is a draft per row, its root the pending token, its tokens in the vocabulary, and
     every child's law a law that could have drawn it."""
     try:
-        arrays = {name: getattr(batch, name) for name in WHOLE}
+        integers = (batch.token_ids, batch.parents, batch.offsets, batch.support_ids)
+        depths, ranks = batch.depths, batch.ranks
     except AttributeError as error:
         raise ValueError(
             f"a drafter must answer a DraftBatch, got {type(batch).__name__}; return DraftBatch.concatenate(trees)"
@@ -28,16 +30,28 @@ def check_batch(batch: DraftBatch, request: DraftRequest, *, vocabulary_size: in
             f"a drafter must answer one draft per row, got {len(batch)} for {len(request.histories)}; "
             "return DraftTree.pending(token) for a row without a draft"
         )
-    for name, array in arrays.items():
-        if getattr(array, "dtype", None) != np.int32:
+    token_ids, parents, offsets, support_ids = integers
+    try:  # without a call: every step comes here
+        is_int32 = INT32 == token_ids.dtype == parents.dtype == offsets.dtype == support_ids.dtype
+        is_int32 = is_int32 and INT32 == depths.dtype == ranks.dtype
+    except AttributeError:
+        is_int32 = False
+    if not is_int32:
+        _name_the_array(batch)
+    integers = [np.ascontiguousarray(array) for array in integers]
+    law = np.ascontiguousarray(batch.law, dtype=np.float32)
+    if not is_sound(*integers, law, depths, request.histories, vocabulary_size, SUM_TOLERANCE):
+        _name_the_fault(batch, request, vocabulary_size)
+
+
+def _name_the_array(batch: DraftBatch) -> None:
+    for name in WHOLE:
+        array = getattr(batch, name)
+        if getattr(array, "dtype", None) != INT32:
             raise ValueError(
                 f"{name} of a drafter's answer must be an array of int32, got "
                 f"{getattr(array, 'dtype', type(array).__name__)}; build the batch by concatenate(), which converts"
             )
-    integers = [np.ascontiguousarray(arrays[name]) for name in WHOLE[:4]]
-    law = np.ascontiguousarray(batch.law, dtype=np.float32)
-    if not is_sound(*integers, law, batch.depths, request.histories, vocabulary_size, SUM_TOLERANCE):
-        _name_the_fault(batch, request, vocabulary_size)
 
 
 def _name_the_fault(batch: DraftBatch, request: DraftRequest, vocabulary_size: int) -> None:

@@ -2,7 +2,7 @@
 # python3-dev and python3-venv too. Where python3 is older: PYTHON=python3.12 make ...
 #   make throughput      the main job on the bundled model: speed with and without drafts
 #   make throughput MODEL=smollm2      the same on a real small model, fetched on first use
-#   make test            the test suite; EVERY=2 takes half of the cases of each test, another half after every commit
+#   make test            the test suite; EVERY=3 takes a third of the cases of each test, another third after every commit
 #   make lint            ruff
 #   make test-debug      the compiled core with bounds checks, its own tests
 #   make test-ptx        the GPU kernels as they are compiled for sm_90, run without a GPU; CAPABILITY=80 for sm_80, PTX_EVERY=1

@@ -27,7 +27,7 @@ DIRECTIVES = {
     "wraparound": False,
     "initializedcheck": DEBUG,
     "cdivision": True,
-    "embedsignature": True,
+    "embedsignature": False,  # stubs say them, and `inspect` of the two lookups
     "freethreading_compatible": False,
     "auto_pickle": False,  # code that would only say that a class cannot be pickled, which Python says by itself
     "binding": False,  # plain functions; the two lookups, which users hold, have methods that `inspect` can read

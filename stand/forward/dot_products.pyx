@@ -1,4 +1,3 @@
-# cython: embedsignature=False
 """Products of a few tokens with a matrix, and with keys and values, compiled: few_token_product.py and
 few_token_attention.py check the arguments."""
 

@@ -1,4 +1,3 @@
-# cython: embedsignature=False
 """Norms, gates and rotary positions, compiled for CPUs: cpu_kernels.py checks the arguments.
 
 Addresses are of float32, or of bfloat16 if `is_narrow` (slots: int64), strides are in numbers. rule: a place in

@@ -126,6 +126,12 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
         "--samples", type=positive_integer, default=16, help="per problem with --evaluate (%(default)s)"
     )
     options = parser.parse_args(command_line)
+    check_together(parser, options)
+    return options
+
+
+def check_together(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """What no option can see alone."""
     if options.hidden % HEAD_SIZE:
         parser.error(f"--hidden must be a multiple of {HEAD_SIZE}, the size of a head, got {options.hidden}")
     if options.layout == "qwen3_5" and options.layers < 4:
@@ -143,7 +149,6 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
         if other := [name for name in given if name not in ("draft_model", "minutes")]:
             named = ", ".join("--" + name.replace("_", "-") for name in other)
             parser.error(f"--draft-model has sizes and a folder of its own, got {named} with it; take --minutes alone")
-    return options
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -5,8 +5,8 @@
 #   make test            the test suite; EVERY=3 takes a third of the cases of each test, another third after every commit
 #   make lint            ruff
 #   make test-debug      the compiled core with bounds checks, its own tests
-#   make test-ptx        the GPU kernels as they are compiled for sm_90, run without a GPU; CAPABILITY=80 for sm_80, PTX_EVERY=1
-#                        for all cases of each test, where it takes a third of them
+#   make test-ptx        the GPU kernels as they are compiled for sm_90, run without a GPU; CAPABILITY=80 for sm_80,
+#                        PTX_EVERY=1 for all cases of each test, where it takes a third of them
 #   make test-wheel      the wheel beside the oldest torch, transformers, numpy and msgpack that it takes
 #   make torch-builds    torch, for the suite and for the wheel
 #   make environments    what test-debug and test-wheel run in

@@ -193,9 +193,7 @@ def hybrid_config(**sizes: object) -> PreTrainedConfig:
 LAYOUTS = {"llama": llama_config, "qwen3_5": hybrid_config}
 
 
-def learn_batch(
-    model: torch.nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, *, precision: str = "bfloat16"
-) -> float:
+def learn_batch(model: torch.nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, *, precision: str) -> float:
     """Add the gradient of the labelled tokens' mean cross-entropy, in two halves to save memory; returns the mean.
 
     Padding is on the right, so causality hides it.

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.forward import mapped_memory
+from stand.forward.devices import input_device, is_offloaded
 from stand.forward.key_shape import key_shape
 from stand.forward.model import moving_ropes
 from stand.forward.model_state import foreign_hook
@@ -152,7 +153,7 @@ class CapturedBackend:
 
     @property
     def _is_autocast(self) -> bool:
-        return torch.is_autocast_enabled(self._model.device.type)
+        return torch.is_autocast_enabled(input_device(self._model).type)
 
     def key_maker(self) -> Callable[[int], TreeCache]:
         return partial(TreeCache, 1)
@@ -215,8 +216,8 @@ def choose_backend(
         raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {requested!r}; auto is usual")
     if requested == "sdpa":
         return _eager(model, "asked for", fuse=fuse)
-    if requested == "auto" and model.device.type != "cuda":
-        return _eager(model, f"the model is on {model.device.type}, kernels are for CUDA", fuse=fuse)
+    if requested == "auto" and input_device(model).type != "cuda":
+        return _eager(model, f"the model is on {input_device(model).type}, kernels are for CUDA", fuse=fuse)
     with exclusive(model):  # its forwards are swapped and its weights move: nobody may run it meanwhile
         return _proven(model, verifier, requested, fuse=fuse, drafter=drafter)
 
@@ -267,6 +268,8 @@ def kernel_obstacle(
 
     if rule_like(verifier) is None:
         return f"rule {verifier.name!r} offers no device rule of its own"
+    if is_offloaded(model):
+        return "some of the model's weights are offloaded"
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1:
         return f"the model lies on {len(devices)} devices"
@@ -283,7 +286,7 @@ def _ended_in(error: Exception) -> str:
 
 def _eager(model: PreTrainedModel, reason: str, *, fuse: bool) -> EagerBackend:
     """With proven fused forwards on a CPU; without them where that fails."""
-    if not fuse or model.device.type != "cpu":
+    if not fuse or input_device(model).type != "cpu":
         return EagerBackend(model, reason)
     try:
         return EagerBackend(model, reason, fusion=fuse_on_cpu(model))

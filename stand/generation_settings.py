@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, WatermarkingConfig
 
+from stand.forward.devices import input_device
 from stand.forward.model import longrope_border, max_positions, text_config
 from stand.sampling import SamplingParams, TargetLaw
 from stand.stop import as_strings
@@ -183,8 +184,8 @@ class GenerationSettings:
         """As `GenerationMixin.generate` makes them for this prompt alone; own: the caller's, checked."""
         config = copy.deepcopy(self.config)
         config.max_new_tokens = limit
-        input_ids = torch.from_numpy(prompt.astype(np.int64)).to(model.device)[None]
-        model._prepare_special_tokens(config, device=model.device)
+        input_ids = torch.from_numpy(prompt.astype(np.int64)).to(input_device(model))[None]
+        model._prepare_special_tokens(config, device=input_device(model))
         model._prepare_generated_length(
             config, True, True, model_input_name="input_ids", input_ids_length=len(prompt), inputs_tensor=input_ids
         )
@@ -193,7 +194,7 @@ class GenerationSettings:
             input_ids_seq_length=len(prompt),
             encoder_input_ids=input_ids,
             logits_processor=list(own),
-            device=model.device,
+            device=input_device(model),
         )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from stand.forward.devices import input_device
 from stand.forward.features import taken_features
 from stand.forward.model import fused, run_plan
 from stand.forward.packed_plan import StepPlan
@@ -131,7 +132,7 @@ class EagerStep:
             yield
 
     def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
-        plan = StepPlan.for_drafts(batch, live.lengths, device=self._model.device)
+        plan = StepPlan.for_drafts(batch, live.lengths, device=input_device(self._model))
         self._batch, self._live, self._noise = batch, live, noise
         with (
             taken_features(self._model) if self._wants_features else nullcontext([None]) as taken,

@@ -20,6 +20,7 @@ from stand.drafters.known_costs import KnownCosts, Measure, saved_costs
 from stand.drafters.law_source import LawSource
 from stand.drafters.settings import check_count
 from stand.drafters.step_cost import CostTable, StepCost
+from stand.forward.devices import input_device
 from stand.measured_files import measured_folder
 from stand.seeds import call_seed
 from stand.trees import BlendedLookup, DraftBatch
@@ -95,11 +96,11 @@ class BlendedDrafter(LookupDrafter):
         folder = measured_folder()
         if self.costs is None and self.budget is None and folder is not None:
             self.costs = saved_costs(model, folder)
-            known = KnownCosts(model, folder) if model.device.type == "cpu" else None
+            known = KnownCosts(model, folder) if input_device(model).type == "cpu" else None
             if known is None or self._known is None or known.path(1) != self._known.path(1):
                 self._known = known  # else calls that were prepared go on with their tables
         if self.budget is None and self._known is None:
-            self.budget = default_budget(model.device) if self.costs is None else self.costs.most_tokens
+            self.budget = default_budget(input_device(model)) if self.costs is None else self.costs.most_tokens
 
     def start_call(self, *, learns: bool) -> int:
         """Of the lookup, and of the source: what calls taught it outlives `lookup.clear()` and this drafter."""

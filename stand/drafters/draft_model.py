@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from stand.drafters.drafter import Drafter, DraftRequest
 from stand.drafters.settings import check_count, check_temperature
+from stand.forward.devices import input_device
 from stand.forward.model import max_positions, prefill, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
 from stand.forward.recurrent_layers import recurrent_layers
@@ -167,7 +168,7 @@ class ModelDrafter(Drafter):
         """Append `chunks`, one per row, to what the cache holds; logits [B, V] after the last token of each."""
         batch = DraftBatch.concatenate([DraftTree.chain(self._known(chunk)) for chunk in chunks])
         lengths = np.array([len(held) for held in self._held], dtype=np.int64)
-        plan = StepPlan.for_drafts(batch, lengths, device=self.model.device)
+        plan = StepPlan.for_drafts(batch, lengths, device=input_device(self.model))
         logits = run_plan(self.model, self._cache, plan)
         self._held = [np.concatenate([held, chunk]) for held, chunk in zip(self._held, chunks, strict=True)]
         ends = torch.from_numpy(batch.offsets[1:].astype(np.int64) - 1).to(logits.device)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from stand.forward.devices import is_offloaded
 from stand.forward.linear_layers import few_token_layers
 
 FAMILIES = ("llama", "qwen2")  # of targets
@@ -32,6 +33,11 @@ class TrainedPart(nn.Module):
 
     def __init__(self, target: PreTrainedModel) -> None:
         super().__init__()
+        if is_offloaded(target):
+            raise ValueError(
+                f"{type(self).__name__} must have its model's weights at hand, got a model with weights offloaded; "
+                "load it without offloading, or draft by the lookup alone"
+            )
         self._model = (target,)  # in tuples, so that the target's parameters are not this part's
         self.vocabulary: torch.Tensor | None = None  # [W] int64, ascending: the tokens that are guessed; None: all
         self._lm_head = (target.get_output_embeddings(),)  # or its rows of the vocabulary

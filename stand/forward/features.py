@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from stand.forward.devices import input_device
 from stand.forward.model import prefill, text_config
 from stand.forward.tree_cache import TreeCache
 
@@ -18,7 +19,8 @@ def taken_features(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """Within the block every packed forward appends [M, D]: the last hidden states, after the final norm, as the LM
     head takes them (of all tokens, also where logits of few are kept)."""
     taken: list[torch.Tensor] = []
-    hook = model.base_model.register_forward_hook(lambda module, args, output: taken.append(output[0][0]))
+    place = input_device(model)  # the last layers of a model may lie elsewhere
+    hook = model.base_model.register_forward_hook(lambda module, args, output: taken.append(output[0][0].to(place)))
     try:
         yield taken
     finally:
@@ -34,4 +36,4 @@ def prefill_features(model: PreTrainedModel, cache: TreeCache, token_ids: np.nda
 
 def no_features(model: PreTrainedModel) -> torch.Tensor:
     """[0, D]."""
-    return torch.empty(0, text_config(model).hidden_size, dtype=model.dtype, device=model.device)
+    return torch.empty(0, text_config(model).hidden_size, dtype=model.dtype, device=input_device(model))

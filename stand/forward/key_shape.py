@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,13 +18,15 @@ from stand.forward.tree_cache import TreeCache
 class KeyShape:
     """layers: indices of those that keep keys, in the order of a forward. num_heads: the most key heads of a layer.
     head_bytes: of one slot of a head; where layers, or keys and values, differ, what all of them are multiples of.
-    token_bytes: of one token in all layers. row_bytes: of the recurrent states of one row, however long it is."""
+    token_bytes: of one token in all layers. row_bytes: of the recurrent states of one row, however long it is.
+    shares: of a token's bytes, by device; none where they were not seen."""
 
     layers: tuple[int, ...]
     num_heads: int
     head_bytes: int
     token_bytes: int
     row_bytes: int = 0
+    shares: tuple[tuple[torch.device, float], ...] = field(default=(), compare=False)
 
     @property
     def num_layers(self) -> int:
@@ -56,12 +58,17 @@ def remember(model: PreTrainedModel, cache: TreeCache) -> None:
     """`cache` holds what a forward of `model` has stored."""
     stored = [*cache.keys, *cache.values]
     sizes = [(tensor.shape[1], tensor.shape[3] * tensor.element_size()) for tensor in stored]
+    by_device: dict[torch.device, int] = {}
+    for tensor, (heads, head_bytes) in zip(stored, sizes, strict=True):
+        by_device[tensor.device] = by_device.get(tensor.device, 0) + heads * head_bytes
+    token_bytes = sum(by_device.values())
     shape = KeyShape(
         layers=tuple(cache.layer_places),
         num_heads=max(heads for heads, _ in sizes),
         head_bytes=math.gcd(*(head_bytes for _, head_bytes in sizes)),
-        token_bytes=sum(heads * head_bytes for heads, head_bytes in sizes),
+        token_bytes=token_bytes,
         row_bytes=cache.recurrent.row_bytes,
+        shares=tuple((device, num_bytes / token_bytes) for device, num_bytes in by_device.items()),
     )
     _STORED[model] = shape, model.dtype
     _STATES[model] = cache.recurrent.like(0)

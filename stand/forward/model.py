@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.forward.cache_argument import cache_argument
+from stand.forward.devices import input_device, placement
 from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_cache import TreeCache
 
@@ -22,10 +23,11 @@ def text_config(model: PreTrainedModel):
 
 
 def size_name(model: PreTrainedModel) -> str:
-    """Its type, its sizes and its bytes: what the time of its steps depends on, for the name of a file."""
+    """Type, sizes, bytes, and where it lies if not on one device: what the time of its steps depends on, for a file."""
     config = text_config(model)
     sizes = f"{config.num_hidden_layers}x{config.hidden_size}-{config.vocab_size}"
-    return f"{config.model_type}-{sizes}-{model.get_memory_footprint()}"
+    place = f" {placement(model)}".rstrip().replace(" ", "-")
+    return f"{config.model_type}-{sizes}-{model.get_memory_footprint()}{place}"
 
 
 def longrope_border(model: PreTrainedModel) -> int | None:
@@ -73,7 +75,7 @@ def run_plan(model: PreTrainedModel, cache: TreeCache, plan: StepPlan, *, logits
             stand_plan=plan,
             **{cache_argument(model): cache},
         )
-    return output.logits[0]
+    return output.logits[0].to(plan.device)  # of a model on several devices they lie on the last one
 
 
 def fused(model: PreTrainedModel, cache: TreeCache) -> AbstractContextManager[None]:
@@ -98,6 +100,6 @@ def prefill_chunk(model: PreTrainedModel, cache: TreeCache, token_ids: np.ndarra
     """
     chunk = token_ids[done : done + PROMPT_CHUNK]
     if len(chunk):
-        plan = StepPlan.for_prompt(chunk, done, row=row, device=model.device)
+        plan = StepPlan.for_prompt(chunk, done, row=row, device=input_device(model))
         run_plan(model, cache, plan, logits_to_keep=1)
     return done + len(chunk)

@@ -54,6 +54,8 @@ class StepPlan:
         self.ends = lengths + self._tails  # [A] slots per row, the new tokens' included
         self.kv_length = int(self.ends.max())  # L
         self.device = torch.device(device)
+        self._given = (token_ids, offsets, depths, ancestors, lengths, starts, first_row, is_prompt)
+        self._elsewhere: dict[torch.device, StepPlan] = {}
         self._longest = int(counts.max())  # tokens
         self.has_few_tokens = IS_FASTER and self.device.type == "cpu" and self._longest <= MOST_ROW_TOKENS
         self._offsets = offsets
@@ -93,6 +95,16 @@ class StepPlan:
             is_prompt=True,
             device=device,
         )
+
+    def on(self, device: torch.device) -> StepPlan:
+        """The same plan with its tensors on `device`, where a layer of the model may lie that is not at home here."""
+        if device == self.device:
+            return self
+        if device not in self._elsewhere:
+            *given, starts, first_row, is_prompt = self._given
+            asked = {"starts": starts, "first_row": first_row, "is_prompt": is_prompt, "device": device}
+            self._elsewhere[device] = StepPlan(*given, **asked)
+        return self._elsewhere[device]
 
     @cached_property
     def paths(self) -> TokenPaths:
@@ -174,13 +186,13 @@ class StepPlan:
         if self.num_tokens == shape[0] * shape[1]:
             return packed.view(shape)
         padded = packed.new_zeros(shape[0] * shape[1], *shape[2:])
-        padded[self._row_places.to(packed.device)] = packed
+        padded[self._row_places] = packed
         return padded.view(shape)
 
     def unpad_rows(self, padded: torch.Tensor) -> torch.Tensor:
         """[A, T, ...] -> [M, ...]."""
         flat = padded.flatten(0, 1)
-        return flat if self.num_tokens == len(flat) else flat[self._row_places.to(padded.device)]
+        return flat if self.num_tokens == len(flat) else flat[self._row_places]
 
     def paths_back(self, count: int) -> torch.Tensor:
         """[M, count] int64: every token and what comes before it on its path, the oldest first, as places in a list of

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn import Module
 
+from stand.forward.devices import brought_weights
 from stand.forward.gates import ComputedGates, StepSizes
 from stand.forward.linear_layers import class_forward
 from stand.forward.packed_plan import plain_forward_error
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from stand.forward.tree_scan import Scan
 
 CONVOLUTION, DELTA_RULE, STATE_SPACE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"
+BEHIND_HOOKS = "_old_forward"
 STORES_A_STATE = "update_recurrent_state"  # what a forward calls that has more than a convolution
 
 
@@ -44,7 +46,7 @@ def recurrent_forwards(model: Module) -> Iterator[None]:
         for forward in _forwards(model):
             if _is_own(forward.layer):
                 swapped.append(forward.layer)
-                vars(forward.layer)["forward"] = forward
+                vars(forward.layer)[_name_of_own(forward.layer)] = forward
         yield
     finally:
         try:
@@ -79,7 +81,8 @@ class RecurrentForward:
             raise plain_forward_error(type(self.layer).__name__)
         self._scan = taken.scan()
         try:
-            return self._run(self.layer, hidden_states, _NO_CACHE, None)
+            with brought_weights(self.layer):
+                return self._run(self.layer, hidden_states, _NO_CACHE, None)
         finally:
             self._scan = None
 
@@ -178,11 +181,20 @@ def _is_served(forward: Callable) -> bool:
 
 def _is_own(layer: Module) -> bool:
     """Whether it runs its class's forward: nobody has put another one into its place."""
-    forward = vars(layer).get("forward")
+    forward = vars(layer).get(_name_of_own(layer))
     return forward is None or forward == class_forward(layer)
+
+
+def _name_of_own(layer: Module) -> str:
+    """Of the attribute that has its own forward, which accelerate's hooks call by another name."""
+    return BEHIND_HOOKS if BEHIND_HOOKS in vars(layer) else "forward"
 
 
 def _restore(layers: list[Module]) -> None:
     for layer in layers:
-        if isinstance(vars(layer).get("forward"), RecurrentForward):
-            del vars(layer)["forward"]
+        name = _name_of_own(layer)
+        if isinstance(vars(layer).get(name), RecurrentForward):
+            if name == BEHIND_HOOKS:
+                vars(layer)[name] = class_forward(layer)
+            else:
+                del vars(layer)[name]

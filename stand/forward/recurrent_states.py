@@ -74,8 +74,8 @@ class RecurrentStates:
         for layer in self.layers.values():
             kind = layer.tails.shape[1], layer.tails.device
             if kind not in known:
-                newest = plan.paths_back(kind[0] + 1)[packed.to(plan.device), 1:]
-                known[kind] = newest.to(kind[1]), local.to(kind[1])
+                newest = plan.on(kind[1]).paths_back(kind[0] + 1)[packed.to(kind[1]), 1:]
+                known[kind] = newest, local.to(kind[1])
             newest, own_ends = known[kind]
             layer.tails[rows] = layer.inputs[newest]
             if layer.changes is not None:

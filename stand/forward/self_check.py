@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.forward.cache_argument import cache_argument
+from stand.forward.devices import input_device
 from stand.forward.key_shape import remember
 from stand.forward.model import max_positions, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
@@ -48,9 +49,10 @@ def check_model(model: PreTrainedModel) -> None:
     In the model's own type, also inside `torch.autocast`: rounding of 16 bits would hide what differs."""
     _refuse_wrappers(model)
     _refuse_by_configuration(model)
+    _refuse_unloaded(model)
     refuse_training(model)
     refuse_compiled(model)
-    with exclusive(model), torch.autocast(model.device.type, enabled=False):
+    with exclusive(model), torch.autocast(input_device(model).type, enabled=False):
         _refuse_other_masks(model)
         _compare_forwards(model)
 
@@ -170,6 +172,14 @@ def refuse_compiled(model: PreTrainedModel) -> None:
             )
 
 
+def _refuse_unloaded(model: PreTrainedModel) -> None:
+    if input_device(model).type == "meta":
+        raise UnsupportedModelError(
+            f"the model's weights must be loaded, got {type(model).__name__} with weights on meta, without "
+            "values; load it with from_pretrained"
+        )
+
+
 def _refuse_by_configuration(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
@@ -239,12 +249,12 @@ def own_steps_difference(model: PreTrainedModel) -> float:
     """`relative_difference` of steps of one token over transformers' cache to one forward over all tokens."""
     prompt, batch = check_case(model)
     tokens = np.concatenate([prompt, batch.token_ids]).astype(np.int64)
-    input_ids = torch.from_numpy(tokens).to(model.device)[None]
+    input_ids = torch.from_numpy(tokens).to(input_device(model))[None]
     output = model(input_ids=input_ids[:, :CHECK_TOKENS], use_cache=True)
     logits = [output.logits[0]]
     argument = cache_argument(model)
     for place in range(CHECK_TOKENS, len(tokens)):
-        past, position_ids = {argument: output[argument]}, torch.tensor([[place]], device=model.device)
+        past, position_ids = {argument: output[argument]}, torch.tensor([[place]], device=input_device(model))
         output = model(input_ids=input_ids[:, place : place + 1], position_ids=position_ids, use_cache=True, **past)
         logits.append(output.logits[0])
     return relative_difference(torch.cat(logits).float(), model(input_ids=input_ids, use_cache=False).logits[0].float())
@@ -258,12 +268,12 @@ def kept_difference(model: PreTrainedModel) -> float:
     cache = TreeCache(num_rows=1, room=2 * CHECK_TOKENS + 2 * batch.num_nodes)
     with tree_attention(model):
         for first, last in ((0, CHECK_TOKENS // 2), (CHECK_TOKENS // 2, CHECK_TOKENS)):
-            run_plan(model, cache, StepPlan.for_prompt(prompt[first:last], first, row=0, device=model.device))
-        run_plan(model, cache, StepPlan.for_drafts(batch, np.array([CHECK_TOKENS]), device=model.device))
+            run_plan(model, cache, StepPlan.for_prompt(prompt[first:last], first, row=0, device=input_device(model)))
+        run_plan(model, cache, StepPlan.for_drafts(batch, np.array([CHECK_TOKENS]), device=input_device(model)))
         cache.keep_states([KEPT_NODE])
         places = CHECK_TOKENS + np.arange(len(path))
         cache.compact(np.zeros(len(path), dtype=np.int64), CHECK_TOKENS + np.array(path), places)
-        plan = StepPlan.for_drafts(batch, np.array([CHECK_TOKENS + len(path)]), device=model.device)
+        plan = StepPlan.for_drafts(batch, np.array([CHECK_TOKENS + len(path)]), device=input_device(model))
         logits = run_plan(model, cache, plan).float()
     kept = np.concatenate([prompt, batch.token_ids[path]])
     return relative_difference(logits, _plain_logits(model, kept, batch.token_ids))
@@ -277,12 +287,16 @@ def far_position_difference(model: PreTrainedModel) -> float:
     if farthest is None or farthest <= CHECK_TOKENS:
         return 0.0
     prompt, _ = check_case(model)
-    input_ids = torch.from_numpy(np.append(prompt, prompt[0]).astype(np.int64)).to(model.device)[None]
-    position_ids = torch.tensor([[*range(CHECK_TOKENS), farthest - 1]], device=model.device)
+    input_ids = torch.from_numpy(np.append(prompt, prompt[0]).astype(np.int64)).to(input_device(model))[None]
+    position_ids = torch.tensor([[*range(CHECK_TOKENS), farthest - 1]], device=input_device(model))
+    seen = torch.ones_like(input_ids)  # else a gap in positions is taken for the border of two packed texts
     alone, together = (
-        model(input_ids=input_ids[:, :end], position_ids=position_ids[:, :end], use_cache=False).logits[0].float()
+        model(
+            input_ids=input_ids[:, :end], position_ids=position_ids[:, :end], attention_mask=seen[:, :end],
+            use_cache=False,
+        ).logits[0].float()
         for end in (CHECK_TOKENS, CHECK_TOKENS + 1)
-    )
+    )  # fmt: skip
     return relative_difference(together[:CHECK_TOKENS], alone)
 
 
@@ -292,8 +306,8 @@ def tree_logits(
     """[N, V] float32 by one prefill and one packed forward."""
     cache = TreeCache(num_rows=1, room=CHECK_TOKENS + batch.num_nodes, fusion=fusion)
     with tree_attention(model):
-        run_plan(model, cache, StepPlan.for_prompt(prompt, 0, row=0, device=model.device), logits_to_keep=1)
-        plan = StepPlan.for_drafts(batch, np.array([CHECK_TOKENS]), device=model.device)
+        run_plan(model, cache, StepPlan.for_prompt(prompt, 0, row=0, device=input_device(model)), logits_to_keep=1)
+        plan = StepPlan.for_drafts(batch, np.array([CHECK_TOKENS]), device=input_device(model))
         logits = run_plan(model, cache, plan).float()
     remember(model, cache)
     return logits
@@ -325,5 +339,5 @@ def _path_to(node: int) -> list[int]:
 def _path_logits(model: PreTrainedModel, prompt: np.ndarray, path: np.ndarray) -> torch.Tensor:
     """[len(path), V] float32 after each token of `path`, which follows the prompt."""
     input_ids = np.concatenate([prompt, path]).astype(np.int64)
-    output = model(input_ids=torch.from_numpy(input_ids).to(model.device)[None], use_cache=False)
+    output = model(input_ids=torch.from_numpy(input_ids).to(input_device(model))[None], use_cache=False)
     return output.logits[0, -len(path) :].float()

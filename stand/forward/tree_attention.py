@@ -55,6 +55,7 @@ def attend(
         )
     if stand_plan is None:
         raise plain_forward_error(f"the {ATTENTION_NAME} attention")
+    stand_plan = stand_plan.on(query.device)
     scale = scaling if scaling is not None else query.shape[3] ** -0.5
     if softcap is None and s_aux is None and stand_plan.has_few_tokens and is_supported(query, key, value):
         few = supported_attention(query, key, value, stand_plan.paths, scale=scale, window=sliding_window or 0)

@@ -89,7 +89,7 @@ class TreeCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write [1, Hkv, M, D] and return views [A, Hkv, L, D] of the plan's rows (called by the model's layers)."""
-        plan = self.plan
+        plan = self.plan.on(key_states.device)
         if layer_idx not in self.layer_places:
             self.layer_places[layer_idx] = len(self.keys)
             self.keys.append(self._allocate(key_states))

@@ -70,7 +70,7 @@ class TreeScan:
         bias: torch.Tensor | None,
         activation: str | None,
     ) -> torch.Tensor:
-        plan, size = self._plan, weight.shape[1]
+        plan, size = self._plan.on(inputs.device), weight.shape[1]
         layer = self._states.layer(index, inputs, size - 1)
         layer.inputs = torch.cat([layer.tails[self._rows].flatten(0, 1), inputs])
         if plan.is_prompt:
@@ -78,7 +78,7 @@ class TreeScan:
             layer.tails[plan.first_row] = layer.inputs[len(layer.inputs) - size + 1 :]
             layer.inputs = None
             return activated(mixed[0].T, activation)
-        places, taps = plan.paths_back(size).to(inputs.device), weight.T.float()
+        places, taps = plan.paths_back(size), weight.T.float()
         mixed = inputs.new_zeros(inputs.shape, dtype=torch.float32)
         mixed = mixed if bias is None else mixed + bias.float()
         for place, tap in zip(places.T, taps, strict=True):
@@ -115,7 +115,7 @@ class TreeScan:
         *rest: torch.Tensor,
     ) -> torch.Tensor:
         """[M, H, V] float32; rest: what else the rule takes, [M, H]."""
-        plan, heads = self._plan, value.shape[1]
+        plan, heads = self._plan.on(value.device), value.shape[1]
         states = self._states.matrices(index, heads, key.shape[2], value.shape[2])
         operands = _widened(query, heads), _widened(key, heads), value, *rest
         trees = [plan.pad_rows(operand.float()).transpose(1, 2) for operand in operands]
@@ -123,7 +123,7 @@ class TreeScan:
             if plan.is_prompt:
                 output = self._over_prompt(rule, trees, states[plan.first_row : plan.first_row + 1])
             else:
-                output, changes = rule(*trees, states=states[self._rows], seen=plan.seen.to(value.device))
+                output, changes = rule(*trees, states=states[self._rows], seen=plan.seen)
                 self._states.layers[index].changes = changes
         return plan.unpad_rows(output.transpose(1, 2)).contiguous()  # models take views of it
 

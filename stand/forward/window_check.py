@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from stand.forward.devices import input_device
 from stand.forward.model import max_positions
 from stand.forward.tree_attention import PREFIX, tree_attention
 
@@ -71,7 +72,7 @@ def window_disagreement(model: PreTrainedModel) -> str | None:
     probe = _running.probe = _Probe(min(max_positions(model) or MOST_KEYS, MOST_KEYS))
     try:
         with tree_attention(model, PROBE):
-            model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=model.device), use_cache=False)
+            model(input_ids=torch.zeros((1, 2), dtype=torch.int64, device=input_device(model)), use_cache=False)
         for name, told, masked in probe.found:
             if told != masked:
                 return f"{name} is told of {told} keys, and its mask shows {masked if masked > 0 else 'others'}"

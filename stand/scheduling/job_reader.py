@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from stand.forward.devices import input_device
 from stand.forward.model import text_config
 from stand.generation_settings import PREPARED, GenerationSettings
 from stand.numbered_keys import NumberedKeys
@@ -52,7 +53,7 @@ class JobReader:
             stop_strings=(*self.settings.stop_strings, *self._strings),
             tokenizer=tokenizer,
             criteria=stopping_criteria,
-            device=model.device,
+            device=input_device(model),
             max_time=self.settings.config.max_time,
         )
         self._law: TargetLaw | None = None

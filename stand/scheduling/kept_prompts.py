@@ -8,6 +8,7 @@ from threading import RLock
 import torch
 from transformers import PreTrainedModel
 
+from stand.forward.devices import input_device
 from stand.forward.key_shape import key_shape
 from stand.forward.model import PROMPT_CHUNK
 from stand.forward.model_state import ModelState, foreign_hook
@@ -107,7 +108,7 @@ def _seen(model: PreTrainedModel) -> tuple[object, ...]:
     not counted), a few of its numbers, and how torch computes here."""
     tensors = [*model.parameters(), *model.buffers()]
     versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-    kind = model.device.type
+    kind = input_device(model).type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     return versions, _few_numbers(tensors), autocast, torch.get_num_threads()
 

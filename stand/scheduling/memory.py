@@ -7,10 +7,10 @@ import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from transformers import PreTrainedModel
 
 from stand.backend import Backend
+from stand.forward.devices import input_device
 from stand.forward.key_shape import key_shape
 from stand.forward.tree_cache import DRAFT_ROOM, available_bytes
 from stand.row import Row
@@ -68,7 +68,7 @@ def admission(
     limits = [int(limit) for limit in (max_rows, backend.most_rows) if limit is not None]
     num_bytes = max_cache_bytes
     if max_cache_bytes is None and (max_rows is None or backend.has_pool):
-        num_bytes = _most_bytes(model.device, backend.held_bytes)
+        num_bytes = _most_bytes(model, backend.held_bytes)
     if size is not None:
         is_limited = num_bytes is not None and num_bytes != math.inf
         num_pages, spare = divmod(num_bytes, size * token_bytes) if is_limited else (None, 0.0)
@@ -117,16 +117,21 @@ def lower_limit(
     bytes of the pool and the states that are given back before."""
     if pages is None:
         return
-    free = _most_bytes(model.device, held) - num_places * key_shape(model).row_bytes
+    free = _most_bytes(model, held) - num_places * key_shape(model).row_bytes
     most = free // (pages.page_size * bytes_per_token(model))
     least = pages.most_used + 2 * len(rows) + pages.count(num_tokens)
     if least <= most < (pages.num_pages or math.inf):
         pages.num_pages = int(most)
 
 
-def _most_bytes(device: torch.device, held: int) -> float:
-    """That a call's keys may take: a share of what is free, or what the call before has left."""
-    return max(SHARE * (available_bytes(device) + held), held)
+def _most_bytes(model: PreTrainedModel, held: int) -> float:
+    """That a call's keys may take: a share of what is free, or what the call before has left. Of a model on several
+    devices as much as the keys may come to until one of these is full."""
+    shares = key_shape(model).shares
+    if len(shares) < 2:  # it may have been moved
+        shares = ((input_device(model), 1.0),)
+    free = min(available_bytes(device) / share for device, share in shares)
+    return max(SHARE * (free + held), held)
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:

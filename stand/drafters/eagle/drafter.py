@@ -16,6 +16,7 @@ from stand.drafters.eagle.head import EagleHead
 from stand.drafters.eagle.laws import MOST_RUNS
 from stand.drafters.growing_draft import GrowingDraft, planted, typical_tree
 from stand.drafters.settings import check_count, check_temperature
+from stand.forward.devices import input_device
 from stand.trees import ROOT, DraftBatch, TreeShape
 
 
@@ -72,7 +73,7 @@ class EagleDrafter(Drafter):
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
         self.head = EagleHead.of(model, self.head)
         if self.budget is None:
-            self.budget = default_budget(model.device)
+            self.budget = default_budget(input_device(model))
         self._rows = FollowedRows(model, self.head)
 
     def typical_draft(self) -> DraftBatch:

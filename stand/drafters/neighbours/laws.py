@@ -15,6 +15,7 @@ from stand.drafters.law_trees import LawTrees, Place, roots
 from stand.drafters.neighbours.memory import Entries, NeighbourMemory
 from stand.drafters.paying_runs import PayingRuns, laws_of_runs
 from stand.drafters.settings import check_count
+from stand.forward.devices import input_device
 from stand.forward.model import text_config
 from stand.trees import ROOT, DraftBatch, OutsideLaws
 
@@ -84,7 +85,7 @@ class NeighbourLaws(LawSource):
         if sizes != self._sizes:
             self.memory = None  # states of another size, or tokens that this model does not have
         drawn = np.random.default_rng(0).standard_normal((sizes[0], self.dim), dtype=np.float32)
-        self._projection = torch.from_numpy(drawn / np.sqrt(self.dim, dtype=np.float32)).to(model.device)
+        self._projection = torch.from_numpy(drawn / np.sqrt(self.dim, dtype=np.float32)).to(input_device(model))
         self._sizes = sizes
         self._paying = PayingRuns(_share_of_step(model), most=MOST_RUNS)
         self._states, self._prompts, self._taught, self._shown = {}, {}, set(), None
@@ -195,7 +196,7 @@ class NeighbourLaws(LawSource):
 def _share_of_step(model: PreTrainedModel) -> float:
     """What a run costs of a forward of `model` that reads its weights once."""
     num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    return RUN_SECONDS * BYTES_PER_SECOND.get(model.device.type, BYTES_PER_SECOND["cpu"]) / num_bytes
+    return RUN_SECONDS * BYTES_PER_SECOND.get(input_device(model).type, BYTES_PER_SECOND["cpu"]) / num_bytes
 
 
 def _key(request: DraftRequest, row: int, tokens: np.ndarray, length: int) -> Key:

@@ -14,6 +14,7 @@ from stand.drafters.growing_draft import GrowingDraft, planted, typical_tree
 from stand.drafters.settings import check_count
 from stand.drafters.streams.rider import Law, StreamRider
 from stand.drafters.streams.weights import Streams
+from stand.forward.devices import input_device
 from stand.trees import ROOT, DraftBatch
 
 
@@ -58,7 +59,7 @@ class StreamingDrafter(Drafter):
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
         self.rider.attach(model)
         if self.budget is None:
-            self.budget = default_budget(model.device)
+            self.budget = default_budget(input_device(model))
 
     def typical_draft(self) -> DraftBatch:
         return DraftBatch.concatenate([typical_tree(self.rider.law_size, is_chain=False)])

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from stand.drafters.drafter import DraftRequest
 from stand.drafters.settings import check_count, check_temperature
 from stand.drafters.streams.weights import Streams
+from stand.forward.devices import input_device, placement
 from stand.forward.packed_plan import StepPlan, ancestor_matrix
 from stand.forward.rider import Guesses
 from stand.forward.tree_attention import ATTENTION_NAME
@@ -58,7 +59,13 @@ class StreamRider:
         self.last_seconds = 0.0  # that the run at a step's end took
 
     def attach(self, model: PreTrainedModel) -> None:
-        """Raises ValueError where the streams do not belong to `model`."""
+        """Raises ValueError where the streams do not belong to `model`, or its layers lie on several devices."""
+        place = placement(model)
+        if place:
+            raise ValueError(
+                f"streams run through layers of their model, which must lie on one device, got a model {place}; "
+                "draft by the lookup or an EAGLE head"
+            )
         self.streams = Streams.of(model, self.streams)
         self.law_size = min(self.law_size, self.streams.num_guessed)
         self._model = model
@@ -142,7 +149,7 @@ class StreamRider:
 
     def _behind(self, cache: TreeCache, batch: DraftBatch, lengths: np.ndarray, nodes: np.ndarray) -> torch.Tensor:
         """States [P, gamma, D] of the streams of `nodes` [P], packed and ascending."""
-        plan = stream_plan(batch, lengths, nodes, self.streams.num_streams, device=self._model.device)
+        plan = stream_plan(batch, lengths, nodes, self.streams.num_streams, device=input_device(self._model))
         cache.begin(plan)
         hidden = self.hidden[torch.from_numpy(nodes).to(self.hidden.device)]
         states = self.streams.begin(hidden)

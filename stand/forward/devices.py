@@ -1,0 +1,57 @@
+"""Where a model lies: on one device, layer by layer on several, or off them between forwards (accelerate)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.nn import Conv1d, Module
+
+
+def input_device(model: Module) -> torch.device:
+    """Where the ids of its tokens go: where its first weight lies or, if that is offloaded, where it is computed with.
+    `model.device` would say meta then."""
+    for module in model.modules():
+        for weight in module.parameters(recurse=False):
+            if not weight.is_meta:
+                return weight.device
+            place = _computing_device(module)
+            if place is not None:
+                return place
+    return torch.device("meta")
+
+
+def placement(model: Module) -> str:
+    """In words, where it does not lie on one device: else nothing."""
+    num_places = len({weight.device for weight in model.parameters()})
+    return "offloaded" if is_offloaded(model) else f"on {num_places} devices" if num_places > 1 else ""
+
+
+def is_offloaded(model: Module) -> bool:
+    """Whether some of its weights lie on no device until a forward asks for them."""
+    return any(weight.is_meta for weight in model.parameters())
+
+
+@contextmanager
+def brought_weights(layer: Module) -> Iterator[None]:
+    """Within it a layer's convolution has its weights. Where they are offloaded, accelerate brings them when its own
+    forward is called, which the layer does not do."""
+    hooked = [part for part in layer.children() if isinstance(part, Conv1d) and hasattr(part, "_hf_hook")]
+    for part in hooked:
+        part._hf_hook.pre_forward(part)
+    try:
+        yield
+    finally:
+        for part in hooked:
+            part._hf_hook.post_forward(part, ())
+
+
+def _computing_device(module: Module) -> torch.device | None:
+    """That of the hook by which accelerate brings the module's weights."""
+    hook = getattr(module, "_hf_hook", None)
+    for each in getattr(hook, "hooks", (hook,)):  # several hooks are one of them
+        place = getattr(each, "execution_device", None)
+        if place is not None:
+            return torch.device(place)
+    return None

@@ -221,8 +221,12 @@ def check_packing(batch: DraftBatch) -> None:
             f"offsets must rise from 0 to the number of nodes, {num_nodes}, got {ends.tolist()}; build the batch by "
             "concatenate()"
         )
-    for name in ("parents", "depths", "ranks", "support_ids", "law", *OPTIONAL_ARRAYS):
-        array = getattr(batch, name)
+    for name in ("token_ids", "parents", "depths", "ranks", "support_ids", "law", *OPTIONAL_ARRAYS):
+        array, num_dimensions = getattr(batch, name), 2 if name in ("support_ids", "law") else 1
+        if array is not None and np.ndim(array) != num_dimensions:
+            raise ValueError(
+                f"{name} must have {num_dimensions} dimensions, got {np.ndim(array)}; build the batch by concatenate()"
+            )
         if array is not None and len(array) != num_nodes:
             raise ValueError(
                 f"{name} must have one entry per node, {num_nodes}, got {len(array)}; build the batch by concatenate()"

@@ -25,11 +25,6 @@ def check_batch(batch: DraftBatch, request: DraftRequest, *, vocabulary_size: in
         raise ValueError(
             f"a drafter must answer a DraftBatch, got {type(batch).__name__}; return DraftBatch.concatenate(trees)"
         ) from error
-    if len(batch) != len(request.histories):
-        raise ValueError(
-            f"a drafter must answer one draft per row, got {len(batch)} for {len(request.histories)}; "
-            "return DraftTree.pending(token) for a row without a draft"
-        )
     token_ids, parents, offsets, support_ids = integers
     try:  # without a call: every step comes here
         is_int32 = INT32 == token_ids.dtype == parents.dtype == offsets.dtype == support_ids.dtype
@@ -38,9 +33,18 @@ def check_batch(batch: DraftBatch, request: DraftRequest, *, vocabulary_size: in
         is_int32 = False
     if not is_int32:
         _name_the_array(batch)
+    if len(batch) != len(request.histories):
+        raise ValueError(
+            f"a drafter must answer one draft per row, got {len(batch)} for {len(request.histories)}; "
+            "return DraftTree.pending(token) for a row without a draft"
+        )
     integers = [np.ascontiguousarray(array) for array in integers]
     law = np.ascontiguousarray(batch.law, dtype=np.float32)
-    if not is_sound(*integers, law, depths, request.histories, vocabulary_size, SUM_TOLERANCE):
+    try:
+        is_right = is_sound(*integers, law, depths, ranks, request.histories, vocabulary_size, SUM_TOLERANCE)
+    except ValueError:  # arrays of other dimensions
+        is_right = False
+    if not is_right:
         _name_the_fault(batch, request, vocabulary_size)
 
 

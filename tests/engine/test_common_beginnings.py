@@ -332,6 +332,20 @@ def test_other_precision_forgets():
     assert output.stats.num_copied_prompt_tokens == 0
 
 
+@pytest.mark.parametrize("precision", ["high", "medium"])  # TF32 on a GPU; bfloat16 on a CPU that has it
+def test_other_precision_of_products_forgets(precision):
+    engine, copied = engine_of(), []
+    with engine.keep_prompts(1e9):
+        for setting in (precision, precision, "highest"):
+            torch.set_float32_matmul_precision(setting)
+            try:
+                output = engine.generate(input_ids=SHARED, max_new_tokens=3, temperature=0.9)
+            finally:
+                torch.set_float32_matmul_precision("highest")
+            copied.append(output.stats.num_copied_prompt_tokens)
+    assert copied == [0, 16, 0]
+
+
 def test_nothing_is_kept_beside_a_foreign_hook():
     """What it does may change, as here, and nothing tells."""
     engine, bias = engine_of(), torch.zeros(32)

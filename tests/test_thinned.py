@@ -3,6 +3,7 @@
 from argparse import ArgumentTypeError
 
 import pytest
+from every_day import every_day
 from thinned import share, thinned
 
 CASES = [(f"test_{test}", f"test_{test}[{case}]") for test, count in enumerate((1, 2, 7, 40)) for case in range(count)]
@@ -25,3 +26,10 @@ def test_less_than_all_cases_is_a_share():
     for wrong in ("0", "-1", "1.5", "", "a"):  # 0 divides nothing, -1 would leave every test out
         with pytest.raises(ArgumentTypeError, match=f"must be an integer from 1 on, got '{wrong}'; 3 takes a third"):
             share(wrong)
+
+
+def test_some_case_runs_every_day():
+    first, second = every_day(iter(["one", "two"]), "two", "three")
+    assert first.values == ("one",) and first.marks[0].name == "slow" and second == "two"
+    with pytest.raises(ValueError, match=r"daily must name one of the cases \['one', 'two'\], got \['three'\]"):
+        every_day(["one", "two"], "three")

@@ -49,9 +49,10 @@ PTX_PARTS := ptx ptx_models fused_kernels recurrent_kernels traverse draw race s
 PTX_TESTS := $(PTX_PARTS:%=tests/gpu/test_gpu_%.py)
 # Test processes at a time. Each has neighbours, which share what took long to make, and takes over what is left.
 WORKERS ?= 2
-# Of the cases of each test one in so many (tests/oracles/thinned.py); which ones changes with every commit.
+# Of the cases of each test one in so many (tests/oracles/thinned.py); which ones changes with every commit. Its time, and
+# not how many there are: a clone without history always has one.
 EVERY ?= 1
-TURN ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
+TURN ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 0)
 SIDE_BY_SIDE := -n $(WORKERS) --dist worksteal --turn $(TURN)
 
 # Python compiles what it imports; to compile every file of every package takes pip as long as all else.

@@ -293,7 +293,8 @@ def own_copy(part: object, rule: str) -> object:
     except Exception as error:  # a class may raise anything from its copying
         raise ValueError(
             f"{rule}, got {_names(list(map(type, parts)))} with {type(error).__name__}: {error}; keep a flag in a "
-            "threading.Event, which copies share, or give the class a __deepcopy__"
+            "threading.Event, which copies share (where a class copies itself, as an attribute), or give the class a "
+            "__deepcopy__"
         ) from error
 
 

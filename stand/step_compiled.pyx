@@ -65,22 +65,23 @@ def is_sound(
     const int32_t[::1] offsets not None,  # [B + 1]
     const int32_t[:, ::1] support_ids not None,  # [M, S]
     const float[:, ::1] law not None,  # [M, S]
-    depths,  # [M]
+    const int32_t[::1] depths not None,  # [M]
+    const int32_t[::1] ranks not None,  # [M]
     histories,  # B arrays int32, the pending token last
     Py_ssize_t vocabulary_size,
     double tolerance,
 ):
     """Whether every root is its row's pending token, every id is in the vocabulary, no support names one twice, parents
-    come before their children and lie a level above them, and every child's law sums to 1, is nowhere negative, has no
-    mass on padding and gives the child's own token mass."""
-    cdef const int32_t[::1] depth = np.ascontiguousarray(depths, dtype=np.int32)
+    come before their children and lie a level above them, ranks count siblings, and every child's law sums to 1, is
+    nowhere negative, has no mass on padding and gives the child's own token mass."""
+    cdef int32_t[::1] children = np.zeros(token_ids.shape[0], dtype=np.int32)  # of every node so far
     cdef Py_ssize_t num_nodes = token_ids.shape[0], width = support_ids.shape[1], row = 0, first, node, slot, above
     make_places(2 * width)
     cdef double total, mass
     cdef bint has_own
     if not parents.shape[0] == support_ids.shape[0] == law.shape[0] == num_nodes or law.shape[1] != width:
         return False
-    if depth.shape[0] != num_nodes:
+    if depths.shape[0] != num_nodes or ranks.shape[0] != num_nodes:
         return False
     if offsets.shape[0] != len(histories) + 1 or offsets[0] != 0 or offsets[offsets.shape[0] - 1] != num_nodes:
         return False
@@ -89,7 +90,7 @@ def is_sound(
         row += 1
         if not first < offsets[row] <= num_nodes or parents[first] != -1 or token_ids[first] != history[len(history) - 1]:
             return False
-        if depth[first] != 0:
+        if depths[first] != 0 or ranks[first] != 0:
             return False
         for node in range(first, offsets[row]):
             if not 0 <= token_ids[node] < vocabulary_size:
@@ -105,8 +106,9 @@ def is_sound(
             if not 0 <= parents[node] < node - first:
                 return False
             above = first + parents[node]
-            if depth[node] != depth[above] + 1:
+            if depths[node] != depths[above] + 1 or ranks[node] != children[above]:
                 return False
+            children[above] += 1
             total = 0.0
             has_own = False
             for slot in range(width):

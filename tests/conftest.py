@@ -12,7 +12,7 @@ import os
 import sys
 
 import pytest
-from thinned import thinned
+from thinned import share, thinned
 
 os.environ.setdefault("TRITON_INTERPRET", "0" if "STAND_PTX" in os.environ else "1")
 os.environ["STAND_COSTS"] = "off"
@@ -36,7 +36,7 @@ def pytest_collection_finish(session):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--every", type=int, default=1, help="take the N-th part of the cases of each test")
+    parser.addoption("--every", type=share, default=1, help="take the N-th part of the cases of each test")
     parser.addoption("--turn", type=int, default=0, help="which part that is")
 
 

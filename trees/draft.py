@@ -159,8 +159,9 @@ class DraftBatch:
         has_slots = all(draft.slots is not None for draft in drafts)
         width = max(draft.support_ids.shape[1] for draft in drafts)
         parents = int32_array(np.concatenate([draft.parents for draft in drafts]), "parents")
-        supports = np.concatenate([_widen(draft.support_ids, width, NO_TOKEN) for draft in drafts])
-        law = np.concatenate([_widen(draft.law, width, 0.0) for draft in drafts])
+        # Trees whose arrays lie column by column would give such a batch, which compiled rules do not take.
+        supports = np.ascontiguousarray(np.concatenate([_widen(tree.support_ids, width, NO_TOKEN) for tree in drafts]))
+        law = np.ascontiguousarray(np.concatenate([_widen(tree.law, width, 0.0) for tree in drafts]))
         offsets = np.cumsum([0] + [draft.num_nodes for draft in drafts]).astype(np.int32)
         depths, ranks = _depths_and_ranks(parents, offsets)
         return cls(
@@ -221,8 +222,12 @@ def check_packing(batch: DraftBatch) -> None:
             f"offsets must rise from 0 to the number of nodes, {num_nodes}, got {ends.tolist()}; build the batch by "
             "concatenate()"
         )
-    for name in ("parents", "depths", "ranks", "support_ids", "law", *OPTIONAL_ARRAYS):
-        array = getattr(batch, name)
+    for name in ("token_ids", "parents", "depths", "ranks", "support_ids", "law", *OPTIONAL_ARRAYS):
+        array, num_dimensions = getattr(batch, name), 2 if name in ("support_ids", "law") else 1
+        if array is not None and np.ndim(array) != num_dimensions:
+            raise ValueError(
+                f"{name} must have {num_dimensions} dimensions, got {np.ndim(array)}; build the batch by concatenate()"
+            )
         if array is not None and len(array) != num_nodes:
             raise ValueError(
                 f"{name} must have one entry per node, {num_nodes}, got {len(array)}; build the batch by concatenate()"

@@ -11,7 +11,7 @@ from stand.trees.draft import check_packing
 
 # Of a sum over a float32 law. A step refuses what is plainly no law; `DraftBatch.check` has a closer look.
 SUM_TOLERANCE = 1e-3
-INT32 = np.dtype(np.int32)
+INT32, FLOAT32, FLOAT64 = map(np.dtype, (np.int32, np.float32, np.float64))
 WHOLE = ("token_ids", "parents", "offsets", "support_ids", "depths", "ranks")
 
 
@@ -20,42 +20,53 @@ def check_batch(batch: DraftBatch, request: DraftRequest, *, vocabulary_size: in
     every child's law a law that could have drawn it."""
     try:
         integers = (batch.token_ids, batch.parents, batch.offsets, batch.support_ids)
-        depths, ranks = batch.depths, batch.ranks
+        depths, ranks, law = batch.depths, batch.ranks, batch.law
     except AttributeError as error:
         raise ValueError(
             f"a drafter must answer a DraftBatch, got {type(batch).__name__}; return DraftBatch.concatenate(trees)"
         ) from error
+    token_ids, parents, offsets, support_ids = integers
+    try:  # without a call: every step comes here
+        is_taken = INT32 == token_ids.dtype == parents.dtype == offsets.dtype == support_ids.dtype
+        is_taken = is_taken and INT32 == depths.dtype == ranks.dtype and law.flags.c_contiguous
+        is_taken = is_taken and (law.dtype == FLOAT32 or law.dtype == FLOAT64)
+    except AttributeError:
+        is_taken = False
+    if not is_taken:
+        _name_the_array(batch)
     if len(batch) != len(request.histories):
         raise ValueError(
             f"a drafter must answer one draft per row, got {len(batch)} for {len(request.histories)}; "
             "return DraftTree.pending(token) for a row without a draft"
         )
-    token_ids, parents, offsets, support_ids = integers
-    try:  # without a call: every step comes here
-        is_int32 = INT32 == token_ids.dtype == parents.dtype == offsets.dtype == support_ids.dtype
-        is_int32 = is_int32 and INT32 == depths.dtype == ranks.dtype
-    except AttributeError:
-        is_int32 = False
-    if not is_int32:
-        _name_the_array(batch)
-    integers = [np.ascontiguousarray(array) for array in integers]
-    law = np.ascontiguousarray(batch.law, dtype=np.float32)
-    if not is_sound(*integers, law, depths, request.histories, vocabulary_size, SUM_TOLERANCE):
+    law = law.astype(FLOAT32, copy=False)
+    try:
+        is_right = is_sound(*integers, law, depths, ranks, request.histories, vocabulary_size, SUM_TOLERANCE)
+    except ValueError:  # arrays of other dimensions, or in pieces
+        is_right = False
+    if not is_right:
         _name_the_fault(batch, request, vocabulary_size)
 
 
 def _name_the_array(batch: DraftBatch) -> None:
-    for name in WHOLE:
-        array = getattr(batch, name)
-        if getattr(array, "dtype", None) != INT32:
+    """Of another type than rules take, or in pieces."""
+    for name in (*WHOLE, "law"):
+        array, types = getattr(batch, name), (FLOAT32, FLOAT64) if name == "law" else (INT32,)
+        if not isinstance(array, np.ndarray) or array.dtype not in types:
             raise ValueError(
-                f"{name} of a drafter's answer must be an array of int32, got "
+                f"{name} of a drafter's answer must be an array of {' or '.join(map(str, types))}, got "
                 f"{getattr(array, 'dtype', type(array).__name__)}; build the batch by concatenate(), which converts"
+            )
+        if not array.flags.c_contiguous:
+            raise ValueError(
+                f"{name} of a drafter's answer must lie in one piece, row by row, got an array with strides "
+                f"{array.strides}; build the batch by concatenate(), which copies"
             )
 
 
 def _name_the_fault(batch: DraftBatch, request: DraftRequest, vocabulary_size: int) -> None:
     """Once more, with the place of the fault."""
+    _name_the_array(batch)
     check_packing(batch)
     roots = batch.token_ids[batch.offsets[:-1]]
     pending = np.array([history[-1] for history in request.histories], dtype=np.int32)

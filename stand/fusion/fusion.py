@@ -153,7 +153,10 @@ class Fusion:
 
     def _make_swaps(self) -> list[Swapped]:
         module, merged, recipe, kernels = self.model.get_submodule, self._merged.get, self.recipe, self.kernels
-        swaps = [Swapped(part, forward) for joined in self._merged.values() for part, forward in joined.forwards()]
+        swaps: list[Swapped] = []
+        for owner, joined in self._merged.items():
+            forwards = zip(recipe.merged[owner], joined.forwards(), strict=True)
+            swaps += [self._swapped(f"{owner}.{part}", forward) for part, (_, forward) in forwards]
         swaps += [self._swapped(name, norm) for name, norm in self._norms.items()]
         for name, order in recipe.gated_norms.items():
             swaps.append(self._swapped(name, FusedGatedNorm(module(name), order, kernels)))

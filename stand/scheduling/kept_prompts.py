@@ -110,7 +110,10 @@ def _seen(model: PreTrainedModel) -> tuple[object, ...]:
     versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
     kind = input_device(model).type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    return versions, _few_numbers(tensors), autocast, torch.get_num_threads()
+    known = torch.backends
+    products = known.cuda.matmul, known.cudnn.conv, known.mkldnn.matmul, known.mkldnn.conv
+    precisions = [product.fp32_precision for product in products]
+    return versions, _few_numbers(tensors), autocast, precisions, torch.get_num_threads()
 
 
 @torch.inference_mode()

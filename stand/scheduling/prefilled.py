@@ -23,6 +23,7 @@ class Prefilled:
     features: list[torch.Tensor] = field(default_factory=list)  # by chunk, of all that is done or of none
     states: dict[int, RecurrentStates] = field(default_factory=dict)  # by whole chunks: what was noted behind them
     noting: set[int] = field(default_factory=set)  # where states are to be noted
+    is_cut: bool = False  # a chunk has begun and not ended: recurrent states may lie behind a part of it
 
     @property
     def is_recurrent(self) -> bool:
@@ -39,7 +40,7 @@ class Prefilled:
         """The most whole chunks, `most` of what is done or fewer, that another prompt can begin with."""
         if not self.is_recurrent:
             return most
-        ends = (self.done // PROMPT_CHUNK,) if self.done % PROMPT_CHUNK == 0 else ()
+        ends = () if self.is_cut or self.done % PROMPT_CHUNK else (self.done // PROMPT_CHUNK,)
         return max((chunks for chunks in (*self.states, *ends) if chunks <= most), default=0)
 
     def note_states(self) -> None:

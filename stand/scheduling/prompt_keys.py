@@ -83,10 +83,12 @@ class PromptKeys:
         while prompt.done < row.num_cached and self._budget > 0:
             before = max(prompt.done, 0)
             taking = taken_features(self._model) if self._wants_features else nullcontext([])
+            prompt.is_cut = True  # by an error or an interrupt, after which it is offered to later calls
             with tree_attention(self._model), taking as features:
-                prompt.done = prefill_chunk(self._model, prompt.keys, row.history[:-1], before, row=0)
-            prompt.note_states()
+                done = prefill_chunk(self._model, prompt.keys, row.history[:-1], before, row=0)
             prompt.features += features
+            prompt.done, prompt.is_cut = done, False
+            prompt.note_states()
             self._budget -= prompt.done - before
             if prompt.done == row.num_cached:
                 self._count(row, prompt)

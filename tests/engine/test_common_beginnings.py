@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -331,6 +332,20 @@ def test_other_precision_forgets():
     assert output.stats.num_copied_prompt_tokens == 0
 
 
+@pytest.mark.parametrize("precision", ["high", "medium"])  # TF32 on a GPU; bfloat16 on a CPU that has it
+def test_other_precision_of_products_forgets(precision):
+    engine, copied = engine_of(), []
+    with engine.keep_prompts(1e9):
+        for setting in (precision, precision, "highest"):
+            torch.set_float32_matmul_precision(setting)
+            try:
+                output = engine.generate(input_ids=SHARED, max_new_tokens=3, temperature=0.9)
+            finally:
+                torch.set_float32_matmul_precision("highest")
+            copied.append(output.stats.num_copied_prompt_tokens)
+    assert copied == [0, 16, 0]
+
+
 def test_nothing_is_kept_beside_a_foreign_hook():
     """What it does may change, as here, and nothing tells."""
     engine, bias = engine_of(), torch.zeros(32)
@@ -445,6 +460,31 @@ def test_what_cannot_be_copied_is_not_kept(monkeypatch):
         monkeypatch.setattr(TreeCache, "enter", failing)
         assert engine.generate(input_ids=SHARED, max_new_tokens=3, temperature=0.9, seed=1).token_ids == wanted
         assert engine._kept.prompts == []
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_states_of_a_chunk_that_was_cut_are_not_kept(monkeypatch, family):
+    """An interrupt within the third chunk, behind layers that have gone on, once with states noted behind the first."""
+    prompt, settings = [*SHARED, *SHARED], {"max_new_tokens": 9, "temperature": 0.9, "seed": 2}
+    wanted = engine_of(recurrent_model(family)).generate(input_ids=prompt, **settings).token_ids
+    update = TreeCache.update
+    for before in ([], SHARED[:9]):
+        calls = itertools.count(len(before) // CHUNK + 1)
+
+        def cut(*given, calls=calls, **named):
+            if next(calls) == 3:
+                raise KeyboardInterrupt
+            return update(*given, **named)
+
+        engine = engine_of(recurrent_model(family))
+        with engine.keep_prompts(1e9):
+            if before:
+                engine.generate(input_ids=before, **settings)
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(TreeCache, "update", cut)
+                engine.generate(input_ids=prompt, **settings)
+            output = engine.generate(input_ids=prompt, **settings)
+        assert output.token_ids == wanted and output.stats.num_copied_prompt_tokens == len(before) // CHUNK * CHUNK
 
 
 @pytest.mark.parametrize("max_bytes", [0, -1, True, "2e9", None, float("nan")])

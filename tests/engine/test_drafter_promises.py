@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from draft_requests import draft_request
 from tiny_models import VOCABULARY_SIZE, tiny_model
 
@@ -338,6 +339,13 @@ def check_two_rows(batch):
         ({"offsets": [0, 10**7, 5]}, "offsets must rise"),
         ({"offsets": [0, -3, 5]}, "offsets must rise"),
         ({"offsets": [0, 0, 5]}, "offsets must rise"),
+        ({"offsets": [[0], [3], [5]]}, "offsets must rise"),
+        ({"depths": [[0], [1], [2], [0], [1]]}, "depths must have 1 dimensions, got 2; build the batch by concatenate"),
+        ({"token_ids": [[3], [4], [5], [6], [7]]}, "token_ids must have 1 dimensions, got 2"),
+        ({"law": [0, 1, 1, 0, 1]}, "law must have 2 dimensions, got 1"),
+        ({"ranks": [0, 0]}, "ranks must have one entry per node, 5, got 2"),
+        ({"ranks": [0, 0, 1, 0, 0]}, "depths and ranks must follow from parents"),
+        ({"ranks": [1, 0, 0, 0, 0]}, "depths and ranks must follow from parents"),
     ],
 )
 def test_what_no_draft_can_be_is_named(changes, message):
@@ -355,8 +363,50 @@ def test_whole_numbers_of_another_kind_are_named(name):
             ValueError, match=f"{name} of a drafter's answer must be an array of int32, got {other.__name__}"
         ):
             check_two_rows(replace(batch, **{name: getattr(batch, name).astype(other)}))
-    with pytest.raises(ValueError, match="got list; build the batch by concatenate"):
-        check_two_rows(replace(batch, **{name: getattr(batch, name).tolist()}))
+    for other in ([0, 3, 5], None):
+        with pytest.raises(ValueError, match=f"got {type(other).__name__}; build the batch by concatenate"):
+            check_two_rows(replace(batch, **{name: other}))
+
+
+def test_laws_of_another_kind_are_named():
+    batch = batch_of()
+    check_two_rows(replace(batch, law=batch.law.astype(np.float64)))
+    others = [batch.law.astype(kind) for kind in (np.int64, np.float16, object)] + [batch.law.tolist(), None]
+    for law in [*others, torch.from_numpy(batch.law)]:
+        with pytest.raises(ValueError, match="law of a drafter's answer must be an array of float32 or float64, got"):
+            check_two_rows(replace(batch, law=law))
+
+
+@pytest.mark.parametrize("name", ["token_ids", "parents", "offsets", "support_ids", "depths", "ranks", "law"])
+def test_arrays_in_pieces_are_named(name):
+    batch = batch_of()
+    pieces = np.repeat(getattr(batch, name), 2, axis=0)[::2]
+    with pytest.raises(ValueError, match=f"{name} of a drafter's answer must lie in one piece, .* strides"):
+        check_two_rows(replace(batch, **{name: pieces}))
+
+
+def test_a_batch_of_trees_that_lie_column_by_column_lies_row_by_row():
+    """As a transposed table gives them; the rule that is usual takes no other."""
+    law, ids = np.array([[0.0, 0.0], [0.5, 0.5]], dtype=np.float32), np.array([[4, 5], [-1, -1]], dtype=np.int32)
+    tokens, parents = np.array([3, 4], dtype=np.int32), np.array([-1, 0], dtype=np.int32)
+    tree = DraftTree(tokens, parents, np.asfortranarray(ids), np.asfortranarray(law))
+    batch = DraftBatch.concatenate([tree, tree])
+    assert batch.law.flags.c_contiguous and batch.support_ids.flags.c_contiguous
+    histories = [np.array([9, 3], np.int32)] * 2
+    check_batch(batch, draft_request(histories), vocabulary_size=VOCABULARY_SIZE)
+
+
+@pytest.mark.parametrize("ranks", [[0, 0, 0, 0], [0, 0, 2, 0], [0, 1, 0, 0], [0, 0, -1, 0]])
+def test_ranks_that_do_not_count_siblings_are_refused(ranks):
+    """Rules test siblings in their order, and see by them whether a draft is a chain."""
+    law = np.array([[0, 0], [1, 0], [0, 1], [1, 0]], dtype=np.float32)
+    tokens, parents = np.array([3, 4, 5, 6], dtype=np.int32), np.array([-1, 0, 0, 2], dtype=np.int32)
+    support_ids = np.array([[4, 5], [-1, -1], [6, -1], [-1, -1]], dtype=np.int32)
+    batch = DraftBatch.concatenate([DraftTree(tokens, parents, support_ids, law)])
+    request = draft_request([np.array([9, 3], dtype=np.int32)])
+    check_batch(batch, request, vocabulary_size=VOCABULARY_SIZE)
+    with pytest.raises(ValueError, match="depths and ranks must follow from parents, got others; build the batch by"):
+        check_batch(replace(batch, ranks=np.array(ranks, np.int32)), request, vocabulary_size=VOCABULARY_SIZE)
 
 
 def test_a_fault_without_a_name_is_refused(monkeypatch):

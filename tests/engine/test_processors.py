@@ -359,6 +359,15 @@ def test_what_copies_itself_shares_events_and_models_too():
     assert own_copy(slotted, "it must be copyable").event is slotted.event
 
 
+def test_what_copies_itself_and_holds_an_event_deeper_is_told_where_it_is_shared():
+    first = Copying()
+    first.seen = {"event": threading.Event()}
+    with pytest.raises(
+        ValueError, match=r"got Copying with TypeError: .* \(where a class copies itself, as an attribute"
+    ):
+        own_copy(first, "it must be copyable")
+
+
 @pytest.mark.parametrize("wrapped", [lambda first: first.__call__, lambda first: partial(Holding.__call__, first)])
 def test_copies_of_methods_and_partials_share_the_same(wrapped):
     """A method of the object that holds the flag and the model is a usual criterion."""

@@ -178,6 +178,31 @@ def test_merging_alone_needs_no_kernel():
     assert counted.calls["linear"] == 2 * (2 * 4 + 1)  # qkv, o, gate/up, down, and the head
 
 
+def twice(layer):
+    own = layer.forward
+    layer.forward = lambda states: 2 * own(states)
+
+
+def of_another_class(layer):
+    layer.__class__ = type(
+        "Twice", (torch.nn.Linear,), {"forward": lambda self, x: 2 * torch.nn.Linear.forward(self, x)}
+    )
+
+
+@pytest.mark.parametrize("change", [twice, of_another_class])
+@pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj"])
+def test_a_merged_layer_whose_forward_was_replaced_since_runs_it(part, change):
+    """As adapters do; the first one of a product computes for all."""
+    model = fresh("qwen2")
+    fusion = fuse(model, kernels=False)
+    before, _ = packed_forwards(model)
+    change(model.model.layers[0].self_attn.get_submodule(part))
+    own, _ = packed_forwards(model)
+    with fusion.active():
+        logits, _ = packed_forwards(model)
+    assert relative_error(logits, own) <= 1e-5 < relative_error(before, own)
+
+
 def test_other_caches_get_the_modules_own_attention():
     model = fresh("qwen3")
     tokens = torch.arange(6)[None]

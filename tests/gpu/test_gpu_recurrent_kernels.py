@@ -13,8 +13,10 @@ from nearest_bfloat16 import nearest_bfloat16  # noqa: E402
 
 from stand.forward.gates import DeltaGates, StepSizes  # noqa: E402
 from stand.forward.linear_attention import gated_delta_rule, state_space  # noqa: E402
+from stand.fusion.formulas import GATE_FIRST  # noqa: E402
 from stand.gpu.kernels.convolve import convolve, keep_tails  # noqa: E402
 from stand.gpu.kernels.delta_updates import delta_updates  # noqa: E402
+from stand.gpu.kernels.gated_norm import gated_rms_norm  # noqa: E402
 from stand.gpu.kernels.linear_attention import keep_states, linear_attention  # noqa: E402
 from stand.gpu.kernels.path_decays import prepared, prepared_gated, prepared_steps  # noqa: E402
 
@@ -200,6 +202,30 @@ def test_operands_may_be_parts_of_one_tensor():
         assert torch.equal(own[case.is_token], other[case.is_token])
     whole = delta_updates(expected[1], case.value, *places)
     assert torch.equal(delta_updates(found[1], value.view_as(case.value), *places)[case.is_token], whole[case.is_token])
+
+
+def test_vectors_of_heads_and_channels_may_be_columns():
+    """Parameters that were taken out of a table."""
+    case, other = (ScanCase((9, 4), 16) for _ in range(2))
+    for name in ("bias", "skip"):
+        setattr(other, name, column(getattr(case, name)))
+    steps, gates = case.steps, case.gates
+    other.steps = replace(steps, bias=column(steps.bias), decay=column(steps.decay))
+    other.gates = replace(gates, log_scale=column(gates.log_scale), bias=column(gates.bias))
+    for rule in ("gated", "state_space"):
+        found, expected = (scanned(one, rule)["output"] for one in (other, case))
+        assert torch.equal(found, expected)
+    rest = case.parents, case.depths, *case.rows, True
+    found, expected = (convolve(case.inputs, case.tails, case.weight, one.bias, *rest) for one in (other, case))
+    assert torch.equal(found, expected)
+    weight, gate = case.inputs[0], case.inputs.flip(0)
+    found, expected = (gated_rms_norm(case.inputs, gate, one, 1e-6, 70, GATE_FIRST) for one in (column(weight), weight))
+    assert torch.equal(found, expected)
+
+
+def column(vector: torch.Tensor) -> torch.Tensor:
+    """The same numbers, others between them."""
+    return torch.stack([vector, vector + 1], dim=1)[:, 0]
 
 
 BROKEN = {"delta_rule": ["ancestors", "log_decay", "beta", "cache_rows", "states"], "state_space": ["skip"]}

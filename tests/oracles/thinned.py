@@ -1,5 +1,6 @@
 """A share of the cases of every parametrised test, another one in every turn."""
 
+from argparse import ArgumentTypeError
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from hashlib import blake2b
@@ -16,3 +17,10 @@ def thinned(cases: Iterable[tuple[Hashable, str]], *, every: int, turn: int) -> 
         of_test.sort(key=lambda name: blake2b(f"{turn} {name}".encode()).digest())
         kept.update(of_test[: -(-len(of_test) // every)])
     return kept
+
+
+def share(text: str) -> int:
+    """Of `--every`."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"must be an integer from 1 on, got {text!r}; 3 takes a third of the cases")
+    return int(text)

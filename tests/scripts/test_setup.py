@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -53,6 +54,26 @@ def set_up(folder: Path, builds: str, complaint: str = "No matching distribution
     command = ["make", "--no-print-directory", target, f"VENV={environment}", f"PYTHON={python}"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=60)
     return done, notes.read_text().splitlines(), (environment / "constraints.txt").read_text()
+
+
+def test_every_commit_takes_other_cases_also_in_a_clone_without_history(tmp_path):
+    def run(*command, folder=tmp_path / "whole", date=0):
+        dates = {name: f"{1_800_000_000 + date} +0000" for name in ("GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE")}
+        own = {name: value for name, value in os.environ.items() if name not in ("TURN", "MAKEFLAGS")}
+        asked = {"capture_output": True, "text": True, "timeout": 60, "check": True}
+        return subprocess.run(command, cwd=folder, env=own | dates, **asked).stdout
+
+    (tmp_path / "whole").mkdir()
+    shutil.copy(ROOT / "Makefile", tmp_path / "whole")
+    run("git", "init", "-q")
+    run("git", "add", "Makefile")
+    identity, turns = ("-c", "user.name=a", "-c", "user.email=a@b.example"), set()
+    for commit in range(3):
+        run("git", *identity, "commit", "-qm", "x", "--allow-empty", date=commit)
+        clone = tmp_path / str(commit)
+        run("git", "clone", "-q", "--depth", "1", f"file://{tmp_path}/whole", str(clone))
+        turns.add(int(run("make", "-s", "--eval", "turn:; @echo $(TURN)", "turn", folder=clone)))
+    assert len(turns) == 3
 
 
 def test_the_pinned_build_is_taken_where_pip_finds_it(tmp_path):

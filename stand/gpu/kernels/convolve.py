@@ -77,8 +77,8 @@ def convolve(
     grid = (len(cache_rows), triton.cdiv(num_channels, BLOCK_CHANNELS))
     with launch_device(_convolve, inputs):
         _convolve[grid](
-            inputs, tails, weight, weight if bias is None else bias, parents, depths, offsets, cache_rows, mixed,
-            num_tokens, num_channels, *inputs.stride(),
+            inputs, tails, weight, weight if bias is None else bias.contiguous(), parents, depths, offsets, cache_rows,
+            mixed, num_tokens, num_channels, *inputs.stride(),
             SIZE=size, HAS_BIAS=bias is not None, IS_SILU=is_silu, BLOCK_T=BLOCK_TOKENS, BLOCK_C=BLOCK_CHANNELS,
         )  # fmt: skip
     return mixed

@@ -49,7 +49,7 @@ def gated_rms_norm(
     block = triton.next_power_of_2(group)
     with launch_device(_gated_rms_norm, states):
         _gated_rms_norm[(len(rows), size // group)](
-            rows, gates, weight, output, rows.stride(0), gates.stride(0), size, eps,
+            rows, gates, weight.contiguous(), output, rows.stride(0), gates.stride(0), size, eps,
             GROUP=group, IS_SHARED=len(weight) < size, IS_GATE_FIRST=order == GATE_FIRST, BLOCK=block,
             num_warps=max(1, min(8, block // 256)),
         )  # fmt: skip

@@ -92,8 +92,8 @@ def linear_attention(
     blocks = triton.cdiv(value_size, BLOCK_VALUES)
     with launch_device(_attend, keys):
         _attend[(len(cache_rows), heads * blocks, triton.cdiv(most_row_nodes(ancestors), BLOCK_TOKENS))](
-            queries, keys, updates, sums if rates is None else rates, sums, sums if skip is None else skip, ancestors,
-            states, offsets, cache_rows, output, num_tokens, size, value_size, ancestors.stride(0),
+            queries, keys, updates, sums if rates is None else rates, sums, sums if skip is None else skip.contiguous(),
+            ancestors, states, offsets, cache_rows, output, num_tokens, size, value_size, ancestors.stride(0),
             *updates.stride()[:2],
             HEADS=heads, SHARED=heads // key_heads, HAS_RATES=rates is not None, HAS_SKIP=skip is not None,
             BLOCK_T=BLOCK_TOKENS, BLOCK_K=BLOCK_KEYS, BLOCK_V=BLOCK_VALUES,

@@ -236,8 +236,8 @@ def _prepared(
     grid = (len(offsets) - 1, heads, triton.cdiv(most_row_nodes(ancestors), BLOCK_TOKENS))
     with launch_device(_prepare, query):
         _prepare[grid](
-            query, key, decay, rate, decay if factor is None else factor, decay if bias is None else bias, ancestors,
-            offsets, queries, keys, sums, rates,
+            query, key, decay, rate, *(decay if one is None else one.contiguous() for one in (factor, bias)),
+            ancestors, offsets, queries, keys, sums, rates,
             1.0 if formula == STEPS.value else size**-0.5, NORM_EPSILON, rate_scale, *limits, size,
             *query.stride()[:2], *key.stride()[:2], decay.stride(0), rate.stride(0), ancestors.stride(0),
             HEADS=heads, SHARED=heads // key_heads, FORMULA=formula, HAS_BIAS=bias is not None,

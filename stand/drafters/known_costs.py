@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 import stand
 from stand.drafters.followed_cost import FollowedCost
 from stand.drafters.step_cost import CostTable, StepCost, table_path
-from stand.forward.devices import input_device
 from stand.forward.few_token_product import INSTRUCTION_SET
 from stand.forward.model import size_name
 from stand.measured_files import VARIABLE, keep_first
@@ -95,9 +94,9 @@ class KnownCosts:
 def saved_costs(model: PreTrainedModel, folder: Path) -> CostTable | None:
     """The table that scripts/gpu_bench.py measured for such a model on this GPU; None where there is none, or one that
     is damaged or may not be read, and always elsewhere."""
-    if input_device(model).type != "cuda":
+    if model.device.type != "cuda":
         return None
-    device = torch.cuda.get_device_name(input_device(model))
+    device = torch.cuda.get_device_name(model.device)
     path = table_path(folder, model=size_name(model), device=device, dtype=str(model.dtype))
     try:
         return CostTable.load(path) if path.exists() else None

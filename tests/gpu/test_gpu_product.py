@@ -169,6 +169,7 @@ class Model:
     def __init__(self) -> None:
         self.config = tiny_model("llama").config
         self.get_memory_footprint = tiny_model("llama").get_memory_footprint
+        self.parameters = tiny_model("llama").parameters
 
 
 @pytest.fixture

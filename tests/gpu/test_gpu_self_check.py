@@ -192,6 +192,7 @@ def test_auto_falls_back_with_the_reason(monkeypatch, caplog):
     model = copy.deepcopy(kernel_model("qwen2"))
     kind = type("OnGpu", (type(model),), {"device": property(lambda self: torch.device("cuda"))})
     model.__class__ = kind
+    monkeypatch.setattr("stand.backend.input_device", lambda model: model.device)
     for parameter in model.parameters():
         assert parameter.device.type == "cpu"  # this machine has no GPU: everything that asks for one raises
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))

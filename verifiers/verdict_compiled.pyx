@@ -31,18 +31,27 @@ def draw_tokens(probs, nodes, uniforms):
     )
 
 
-def draw_residuals(const Prob[:, ::1] probs not None, const int64_t[::1] nodes not None,
-                   const int32_t[:, ::1] support_ids not None, const double[:, ::1] mass not None,
-                   const double[::1] scale not None, const double[::1] uniforms not None):
+def draw_residuals(probs, const int64_t[::1] nodes not None, const int32_t[:, ::1] support_ids not None,
+                   const double[:, ::1] mass not None, const double[::1] scale not None,
+                   const double[::1] uniforms not None):
     """[B] int64: token ids drawn from weights {mass on the support, scale x probs elsewhere} at each of `nodes` [B].
 
-    probs: [M, V]; support_ids, mass: [M, S]; scale: [M]; uniforms: [B] in [0, 1). The support comes first in the CDF,
-    then the other tokens in ascending order. Weights that are all zero (they underflowed) give way to the target law.
+    probs: [M, V] float32 or float64, in C order; support_ids, mass: [M, S]; scale: [M]; uniforms: [B] in [0, 1). The
+    support comes first in the CDF, then the other tokens in ascending order. Weights that are all zero (they
+    underflowed) give way to the target law.
 
     Raises ValueError where a row of `probs` has no positive sum.
     """
     tokens = np.empty(len(nodes), dtype=np.int64)
-    cdef int64_t[::1] drawn = tokens
+    if probs.itemsize == 4:
+        _draw_all[float](probs, nodes, support_ids, mass, scale, uniforms, tokens)
+    else:
+        _draw_all[double](probs, nodes, support_ids, mass, scale, uniforms, tokens)
+    return _checked(tokens)
+
+
+cdef _draw_all(const Prob[:, ::1] probs, const int64_t[::1] nodes, const int32_t[:, ::1] support_ids,
+               const double[:, ::1] mass, const double[::1] scale, const double[::1] uniforms, int64_t[::1] drawn):
     cdef vector[char] is_known = vector[char](probs.shape[1], 0)
     cdef vector[double] sums = vector[double]((probs.shape[1] + BLOCK_SIZE - 1) // BLOCK_SIZE)
     cdef Py_ssize_t place, node
@@ -56,7 +65,6 @@ def draw_residuals(const Prob[:, ::1] probs not None, const int64_t[::1] nodes n
                 drawn[place] = _draw(
                     probs[node], support_ids[node, :0], mass[node, :0], 1.0, uniforms[place], is_known, sums
                 )
-    return _checked(tokens)
 
 
 cdef _checked(tokens):

@@ -20,21 +20,32 @@ ctypedef fused Prob:
 cdef double TINY = 1e-12  # a denominator below this is rounding
 
 
-def thresholds(const int32_t[::1] token_ids not None, const int32_t[::1] parents not None,
-               const int32_t[::1] offsets not None, const int32_t[:, ::1] support_ids not None,
-               const Law[:, ::1] law not None, const Prob[:, ::1] probs not None):
+def thresholds(token_ids, parents, offsets, support_ids, law, probs):
     """(h [M], m [M, S], s [M]) float64 of traversal verification; see `TraversalVerifier`.
 
     token_ids, parents (row-local), support_ids, law: as in DraftBatch. offsets: [B + 1]. probs: [M, V]. Ids must be
     below V (`TargetRows.check`). Parents stand before children and siblings in reveal order, so when a node is reached
-    its parent's mass is what is owed once all earlier siblings failed.
+    its parent's mass is what is owed once all earlier siblings failed. All in C order; ids int32, law and probs float32
+    or float64.
     """
+    num_nodes, width = support_ids.shape
+    passing, masses, scales = np.empty(num_nodes), np.zeros((num_nodes, width)), np.empty(num_nodes)
+    tree = token_ids, parents, offsets, support_ids
+    if law.itemsize == 4 and probs.itemsize == 4:
+        _settle[float, float](tree, law, probs, passing, masses, scales)
+    elif law.itemsize == 4:
+        _settle[float, double](tree, law, probs, passing, masses, scales)
+    elif probs.itemsize == 4:
+        _settle[double, float](tree, law, probs, passing, masses, scales)
+    else:
+        _settle[double, double](tree, law, probs, passing, masses, scales)
+    return passing, masses, scales
+
+
+cdef _settle(tree, const Law[:, ::1] law, const Prob[:, ::1] probs, double[::1] h, double[:, ::1] m, double[::1] s):
+    cdef const int32_t[::1] token_ids = tree[0], parents = tree[1], offsets = tree[2]
+    cdef const int32_t[:, ::1] support_ids = tree[3]
     cdef Py_ssize_t num_nodes = token_ids.shape[0], width = support_ids.shape[1]
-    passing = np.empty(num_nodes)
-    masses = np.zeros((num_nodes, width))
-    scales = np.empty(num_nodes)
-    cdef double[::1] h = passing, s = scales
-    cdef double[:, ::1] m = masses
     cdef vector[double] tails = vector[double](num_nodes)
     cdef Py_ssize_t row, node, parent, slot
     cdef double owed, known
@@ -59,7 +70,6 @@ def thresholds(const int32_t[::1] token_ids not None, const int32_t[::1] parents
                 for slot in range(width):
                     known += m[node, slot]
                 h[node] = _capped(known) if parents[node] >= 0 else 1.0
-    return passing, masses, scales
 
 
 cdef double _inherit(const int32_t[::1] support, double[::1] mass, const Law[::1] law, int32_t token) noexcept nogil:

@@ -102,7 +102,9 @@ TARGETS = (
             *_tests("gpu", "gpu_recurrent_step", "gpu_delta_layer", "gpu_guarded_step"),
         ),
     ),
-    Target("devices", ("stand/forward/devices.py", "stand/forward/key_shape.py"), _tests("engine", "devices", "key_shape")),
+    Target(
+        "devices", ("stand/forward/devices.py", "stand/forward/key_shape.py"), _tests("engine", "devices", "key_shape")
+    ),
     Target(
         "drafts",
         ("trees/noise.py*", "trees/draft.py", "trees/parents.py"),

@@ -33,6 +33,12 @@ def is_offloaded(model: Module) -> bool:
     return any(weight.is_meta for weight in model.parameters())
 
 
+def is_split(model: Module) -> bool:
+    """Whether processes share its weights, so that all of them must run every forward (tensor parallelism, FSDP 2)."""
+    meshes = [getattr(weight, "device_mesh", None) for weight in model.parameters()]
+    return (getattr(model, "_tp_size", None) or 1) > 1 or any(mesh is not None and mesh.size() > 1 for mesh in meshes)
+
+
 @contextmanager
 def brought_weights(layer: Module) -> Iterator[None]:
     """Within it a layer's convolution has its weights. Where they are offloaded, accelerate brings them when its own

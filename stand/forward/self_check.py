@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.forward.cache_argument import cache_argument
-from stand.forward.devices import input_device
+from stand.forward.devices import input_device, is_split
 from stand.forward.key_shape import remember
 from stand.forward.model import max_positions, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
@@ -49,7 +49,7 @@ def check_model(model: PreTrainedModel) -> None:
     In the model's own type, also inside `torch.autocast`: rounding of 16 bits would hide what differs."""
     _refuse_wrappers(model)
     _refuse_by_configuration(model)
-    _refuse_unloaded(model)
+    _refuse_absent_weights(model)
     refuse_training(model)
     refuse_compiled(model)
     with exclusive(model), torch.autocast(input_device(model).type, enabled=False):
@@ -172,7 +172,13 @@ def refuse_compiled(model: PreTrainedModel) -> None:
             )
 
 
-def _refuse_unloaded(model: PreTrainedModel) -> None:
+def _refuse_absent_weights(model: PreTrainedModel) -> None:
+    if is_split(model):
+        raise UnsupportedModelError(
+            f"a process must have all of the model's weights, got {type(model).__name__} split over several: each "
+            "would draw and draft for itself, and wait for forwards that the others do not make; load it with "
+            'device_map="auto", which lays layers on several devices of one process'
+        )
     if input_device(model).type == "meta":
         raise UnsupportedModelError(
             f"the model's weights must be loaded, got {type(model).__name__} with weights on meta, without "

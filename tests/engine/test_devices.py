@@ -12,6 +12,10 @@ from placed import devices
 from plain_streams import random_streams
 from recurrent_models import RECURRENT, recurrent_model
 from tiny_models import tiny_model
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import stand
@@ -171,6 +175,32 @@ def test_weights_that_were_never_loaded_are_refused():
         model = AutoModelForCausalLM.from_config(tiny_model("llama").config)
     with pytest.raises(stand.UnsupportedModelError, match="weights must be loaded"):
         stand.wrap(model)
+
+
+@pytest.fixture
+def two_processes():
+    """Of which this one is the first, and the other one does not exist."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_weights_that_processes_share_are_refused(two_processes):
+    model = copy.deepcopy(tiny_model("llama"))
+    layer, mesh = model.model.layers[0].mlp.up_proj, init_device_mesh("cpu", (2,))
+    layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+    with pytest.raises(stand.UnsupportedModelError, match="all of the model's weights"):
+        stand.wrap(model)
+
+
+def test_tensor_parallelism_is_refused():
+    """transformers shares some weights as plain tensors, and notes how many processes there are."""
+    model = copy.deepcopy(tiny_model("llama"))
+    model._tp_size = 2
+    with pytest.raises(stand.UnsupportedModelError, match="all of the model's weights"):
+        stand.wrap(model)
+    model._tp_size = 1
+    stand.wrap(model)
 
 
 def test_a_trained_part_needs_the_weights():

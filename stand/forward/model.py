@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from stand.forward.cache_argument import cache_argument
 from stand.forward.devices import input_device, placement
-from stand.forward.packed_plan import StepPlan
+from stand.forward.packed_plan import StepPlan, running
 from stand.forward.tree_cache import TreeCache
 
 MOVING_ROPES = frozenset({"dynamic", "longrope"})
@@ -66,7 +66,7 @@ def max_positions(model: PreTrainedModel) -> int | None:
 def run_plan(model: PreTrainedModel, cache: TreeCache, plan: StepPlan, *, logits_to_keep: int = 0) -> torch.Tensor:
     """One packed forward under `tree_attention`: logits [M, V], or of the last `logits_to_keep` tokens only."""
     cache.begin(plan)
-    with fused(model, cache):
+    with fused(model, cache), running(plan):
         output = model(
             input_ids=plan.input_ids,
             position_ids=plan.position_ids,

@@ -7,7 +7,9 @@ prefix and its own ancestors. A chain of prompt tokens and a draft are the same 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 
 import numpy as np
@@ -294,6 +296,25 @@ def ancestor_matrix(batch: DraftBatch) -> np.ndarray:
     num_bytes = -(-most // 8)
     packed = np.frombuffer(b"".join([bits.to_bytes(num_bytes, "little") for bits in seen]), dtype=np.uint8)
     return np.unpackbits(packed.reshape(-1, num_bytes), axis=1, count=most, bitorder="little").view(bool)
+
+
+_RUNNING = threading.local()
+
+
+@contextmanager
+def running(plan: StepPlan) -> Iterator[None]:
+    """Within it `running_plan` is `plan`: for layers that do not hand on what their model was called with."""
+    before = running_plan()
+    _RUNNING.plan = plan
+    try:
+        yield
+    finally:
+        _RUNNING.plan = before
+
+
+def running_plan() -> StepPlan | None:
+    """Of the forward that runs in this thread."""
+    return getattr(_RUNNING, "plan", None)
 
 
 def plain_forward_error(part: str) -> RuntimeError:

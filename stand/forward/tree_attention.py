@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from stand.forward.few_token_attention import is_supported, supported_attention
 from stand.forward.linear_layers import few_token_layers
-from stand.forward.packed_plan import StepPlan, plain_forward_error
+from stand.forward.packed_plan import StepPlan, plain_forward_error, running_plan
 from stand.forward.recurrent_layers import recurrent_forwards
 
 PREFIX = "stand_"  # of every attention that this project registers
@@ -53,6 +53,7 @@ def attend(
             f"attention must get no mask but that of the tree, got one of shape {list(attention_mask.shape)} that "
             f"{type(module).__name__} makes itself; it counts cache slots, which a tree does not follow"
         )
+    stand_plan = stand_plan or running_plan()
     if stand_plan is None:
         raise plain_forward_error(f"the {ATTENTION_NAME} attention")
     stand_plan = stand_plan.on(query.device)

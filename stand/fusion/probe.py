@@ -44,13 +44,14 @@ class ProbeCache:
 
     def __init__(self, slots: torch.Tensor):
         self.slots = slots  # [M] int64
-        self.storage: torch.Tensor | None = None  # [2, R, Hkv, S, D]
+        self.storages: tuple[torch.Tensor, torch.Tensor] | None = None  # keys and values [R, Hkv, S, D]
 
-    def allocate(self, heads: int, size: int, dtype: torch.dtype) -> None:
-        self.storage = torch.zeros((2, NUM_ROWS, heads, ROOM, size), dtype=dtype, device=self.slots.device)
+    def allocate(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """For keys and values [*, Hkv, *, D], whose sizes may differ."""
+        self.storages = tuple(like.new_zeros(NUM_ROWS, like.shape[1], ROOM, like.shape[3]) for like in (key, value))
 
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.storage[0], self.storage[1]
+        return self.storages
 
     def seen(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.layer(layer_idx)
@@ -58,9 +59,9 @@ class ProbeCache:
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.storage is None:
-            self.allocate(key.shape[1], key.shape[3], key.dtype)
-        for storage, states in zip(self.storage, (key, value), strict=True):
+        if self.storages is None:
+            self.allocate(key, value)
+        for storage, states in zip(self.storages, (key, value), strict=True):
             storage[self.slots // ROOM, :, self.slots % ROOM] = states[0].transpose(0, 1)
         return self.layer(layer_idx)
 
@@ -86,8 +87,7 @@ class Probe:
         arguments, keywords = self._with_noise(arguments), self._with_noise_by_name(keywords)
         cache, seen = ProbeCache(self._slots), {}
         if like is not None and "keys" in like.tensors:
-            keys = like.tensors["keys"]
-            cache.allocate(keys.shape[1], keys.shape[3], keys.dtype)
+            cache.allocate(like.tensors["keys"], like.tensors["values"])
         has_states = any(map(is_recurrent, module.modules()))  # which this cache does not keep
         if (argument := cache_argument(module)) in keywords and not has_states:
             keywords |= {argument: cache, "stand_probe": seen}
@@ -181,8 +181,12 @@ def _attend(
     stand_probe: dict,
     **keywords: object,
 ) -> tuple[torch.Tensor, None]:
+    """Gives queries in place of mixed values, and zeros where values are longer."""
     stand_probe |= {"query": query, "keys": key, "values": value, "keywords": keywords}
-    return query.transpose(1, 2).contiguous(), None
+    mixed = query.new_zeros(*query.shape[:3], value.shape[3])
+    size = min(query.shape[3], value.shape[3])
+    mixed[..., :size] = query[..., :size]
+    return mixed.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(PROBE_NAME, _attend)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny_models import CONFIGS, SHAPE, tiny_model
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from transformers import AutoModelForCausalLM, LlamaConfig, OlmoConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, OlmoConfig
 
 import stand
 from stand.drafters.eagle.head import EagleHead
@@ -90,6 +90,24 @@ def test_tokens_and_logits_equal_those_of_unfused_modules(family):
     assert difference(model, engine.backend.fusion) <= 1e-4
     assert answers(model) == answers(model, fuse=False)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_values_may_be_shorter_or_longer_than_keys():
+    """DeepSeek's attention: the trial stands in for it, and its answer has to have the size of values."""
+    sizes = {"kv_lora_rank": 16, "q_lora_rank": 16, "n_routed_experts": 4, "moe_intermediate_size": 16}
+    for qk_nope_head_dim, v_head_dim in ((16, 8), (8, 24)):
+        config = DeepseekV3Config(
+            **{**SHAPE, "num_key_value_heads": 4}, **sizes, num_experts_per_tok=2, n_group=1, topk_group=1,
+            first_k_dense_replace=1, qk_rope_head_dim=8, qk_nope_head_dim=qk_nope_head_dim, v_head_dim=v_head_dim,
+        )  # fmt: skip
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        engine = stand.wrap(model)
+        assert "not fused" not in engine.backend.reason and engine.backend.fusion.recipe.norms
+        ids = torch.tensor([[3, 4, 5, 6, 3, 4]])
+        output = engine.generate(input_ids=ids, max_new_tokens=12, temperature=0, stop_token_ids=[])
+        expected = model.generate(ids, do_sample=False, max_new_tokens=12, eos_token_id=None)[0, 6:]
+        assert output.token_ids[0] == expected.tolist()
 
 
 def test_rotary_tables_may_come_transposed(monkeypatch):

@@ -13,11 +13,12 @@ from plain_forwards import (
     random_draft,
     spread,
 )
-from tiny_models import CONFIGS, VOCABULARY_SIZE, tiny_model
+from tiny_models import CONFIGS, SHAPE, VOCABULARY_SIZE, tiny_model
+from transformers import AutoModelForCausalLM, NemotronConfig
 
 from stand.forward import tree_cache
 from stand.forward.model import run_plan
-from stand.forward.packed_plan import CALL_COST, StepPlan, _padded_width
+from stand.forward.packed_plan import CALL_COST, StepPlan, _padded_width, running, running_plan
 from stand.forward.tree_attention import ATTENTION_NAME, attend, tree_attention
 from stand.forward.tree_cache import CacheMemoryError, TreeCache
 from stand.trees import DraftBatch
@@ -36,6 +37,32 @@ def test_tree_logits_equal_plain_forwards(family):
         lengths = np.array([len(prompt) for prompt in prompts])
         logits = run_plan(model, cache, StepPlan.for_drafts(batch, lengths))
     assert_equals_plain_forwards(model, prompts, drafts, logits, tolerance=TOLERANCE)
+
+
+@torch.inference_mode()
+def test_layers_need_not_hand_the_plan_on():
+    """Nemotron's give their attention nothing of what the model was called with."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(NemotronConfig(**SHAPE, head_dim=8)).eval()
+    prompts, drafts = ragged_case(1)
+    lengths = np.array([len(prompt) for prompt in prompts])
+    with tree_attention(model):
+        cache = prefilled(model, prompts)
+        logits = run_plan(model, cache, StepPlan.for_drafts(DraftBatch.concatenate(drafts), lengths))
+        assert running_plan() is None
+        with pytest.raises(RuntimeError, match="needs the plan of a step"):
+            model(input_ids=torch.tensor([[3, 4]]), use_cache=False)
+    assert_equals_plain_forwards(model, prompts, drafts, logits, tolerance=TOLERANCE)
+
+
+def test_the_plan_of_a_forward_goes_with_it():
+    outer, inner = (StepPlan.for_prompt(np.arange(count, dtype=np.int32), 0, row=0) for count in (2, 3))
+    with running(outer):
+        with pytest.raises(KeyError), running(inner):
+            assert running_plan() is inner
+            raise KeyError
+        assert running_plan() is outer
+    assert running_plan() is None
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -206,9 +206,7 @@ def known_kinds(text: str) -> list[str]:
 
 def main(command_line: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", type=known_kinds, default=sorted(CLASSES), metavar="NAME,NAME", help="configurations (all of them)"
-    )
+    parser.add_argument("--only", type=known_kinds, metavar="NAME,NAME", help="configurations; default: all of them")
     parser.add_argument("--seconds", type=positive_integer, default=60, help="for each, at most (%(default)s)")
     parser.add_argument("--page", type=Path, help="write a page of Markdown there")
     options = parser.parse_args(command_line)
@@ -217,9 +215,10 @@ def main(command_line: Sequence[str] | None = None) -> int:
     found: list[Family] = []
 
     def families() -> Iterator[Family]:
-        for place, kind in enumerate(options.only, start=1):
+        kinds = options.only or sorted(CLASSES)
+        for place, kind in enumerate(kinds, start=1):
             family = tried(kind, seconds=options.seconds)
-            say(f"{place}/{len(options.only)} {kind}: {family.result}")
+            say(f"{place}/{len(kinds)} {kind}: {family.result}")
             found.append(family)
             yield family
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from mutants.equivalent_filters import OF_FILTERS
 from mutants.equivalent_growth import OF_GROWTH
+from mutants.equivalent_recurrent import OF_RECURRENT
 
 _LAYERS = "self.layers = nn.ModuleList([type(decoder.layers[0])(self.config, layer_idx=0)])"
 _CHUNK = "end = min(start + PROMPT_CHUNK, length - 1)"
@@ -428,5 +429,6 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
     ): "a draft of the root alone has no law whose width could matter",
     **{(f"trees/blended/growth/{file}", line, change): why for (file, line, change), why in OF_GROWTH.items()},
     **{(f"stand/laws/{file}", *change): why for file, of in OF_FILTERS.items() for change, why in of.items()},
+    **OF_RECURRENT,
     **{(f"stand/drafters/{file}", *change): why for file, of in OF_TRAINED.items() for change, why in of.items()},
 }

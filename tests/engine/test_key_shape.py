@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 import stand
 from stand.drafters.blended import BlendedDrafter
 from stand.forward.cache_argument import cache_argument
-from stand.forward.key_shape import KeyShape, key_shape
+from stand.forward.key_shape import KeyShape, key_shape, new_states
 from stand.scheduling.memory import bytes_per_token
 
 BASE = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.3}
@@ -60,3 +60,18 @@ def test_the_configuration_says_the_same_of_common_models(family):
     configured = key_shape(model)
     stand.wrap(model)
     assert key_shape(model) == configured == key_shape(tiny_model(family)) and isinstance(configured, KeyShape)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_what_is_stored_follows_the_models_type(family):
+    model = new_model(CONFIGS[family])
+    stand.wrap(model)
+    wide = key_shape(model)
+    narrow = key_shape(model.bfloat16())
+    assert (narrow.token_bytes, narrow.head_bytes) == (wide.token_bytes // 2, wide.head_bytes // 2)
+    assert (narrow.layers, narrow.num_heads) == (wide.layers, wide.num_heads)
+    assert key_shape(model.double()).token_bytes == 2 * wide.token_bytes
+
+
+def test_a_model_that_was_not_seen_has_no_states():
+    assert not new_states(new_model(CONFIGS["llama"]), 3).layers

@@ -185,7 +185,12 @@ def test_pages_fill_whole_pages_of_the_system():
     assert [fitting_page_size(size * 4) for size in (64, 32, 128, 96)] == [16, 32, 16, 32]
     assert [fitting_page_size(size * 2) for size in (64, 128, 256)] == [32, 16, 16]
     assert fitting_page_size(20) is None
+
+
+def test_rows_that_share_prompts_are_as_many_as_mappings_hold(monkeypatch):
     assert most_shown_rows(30, 3) > 64 and most_shown_rows(10**6, 8) == 1
+    monkeypatch.setattr(paged_cache.Path, "read_text", lambda path, encoding: "1000\n")
+    assert most_shown_rows(2, 3) == 500 // 24
 
 
 def test_limited_addresses_are_not_taken(monkeypatch):

@@ -4,6 +4,7 @@ import copy
 import inspect
 import textwrap
 from functools import lru_cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,14 +13,15 @@ pytest.importorskip("triton")
 
 from nearest_bfloat16 import nearest_bfloat16  # noqa: E402
 from plain_forwards import lengths_of, prefilled, ragged_case, spread  # noqa: E402
-from recurrent_models import DELTA_RULE, new_recurrent_model  # noqa: E402
+from recurrent_models import DELTA_RULE, STATE_SPACE, new_recurrent_model  # noqa: E402
 from torch import nn  # noqa: E402
 
 from stand.forward.model import run_plan  # noqa: E402
 from stand.forward.packed_plan import StepPlan  # noqa: E402
 from stand.forward.recurrent_layers import RecurrentForward, recurrent_layers  # noqa: E402
 from stand.forward.tree_attention import tree_attention  # noqa: E402
-from stand.fusion.delta_layer import BY_KEY_HEAD, SEPARATE, SINGLE, FusedDeltaLayer, delta_parts  # noqa: E402
+from stand.fusion import delta_layer  # noqa: E402
+from stand.fusion.delta_layer import BY_KEY_HEAD, SEPARATE, SINGLE, FusedDeltaLayer, delta_parts, is_delta_layer  # noqa: E402
 from stand.fusion.fusion import Fusion, fuse  # noqa: E402
 from stand.gpu import kernel_scan  # noqa: E402
 from stand.trees import DraftBatch  # noqa: E402
@@ -203,3 +205,20 @@ def test_names_alone_make_no_layer():
     layer = recurrent_layers(fresh("qwen3_5"))[0]
     del layer.A_log
     assert delta_parts(layer) is None and delta_parts(nn.Linear(2, 2)) is None
+
+
+def test_a_trial_begins_without_a_past():
+    layer = recurrent_layers(fresh("qwen3_5"))[0]
+    asked = []
+    kernels = SimpleNamespace(chain_scan=lambda *given: asked.append(given))
+    delta_layer._chain(layer, kernels, torch.zeros(1, 5, 32))
+    ((index, num_tokens, tails, states),) = asked
+    assert (index, num_tokens) == (layer.layer_idx, 5)
+    assert tails.shape == (1, layer.conv1d.weight.shape[-1] - 1, len(layer.conv1d.weight)) and not tails.any()
+    assert states.shape == (1, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim) and not states.any()
+
+
+def test_only_layers_by_the_delta_rule_are_taken_for_such():
+    model = new_recurrent_model(STATE_SPACE["bamba"])
+    assert recurrent_layers(model) and not any(map(is_delta_layer, model.modules()))
+    assert all(map(is_delta_layer, recurrent_layers(fresh("qwen3_5"))))

@@ -170,6 +170,12 @@ def test_a_limit_is_not_lowered_below_what_rows_begin_with(monkeypatch):
         memory.lower_limit(pages, rows, model, num_tokens=512, num_places=2)
         assert pages.num_pages == limit
     memory.lower_limit(None, rows, model, num_tokens=512, num_places=2)
+    pages = PageAllocator(64, 99)
+    pages.write("a prompt", 0, 640)
+    for num_pages, limit in ((23, 99), (24, 24)):  # 2 for each of three rows
+        monkeypatch.setattr(memory, "available_bytes", lambda device, n=num_pages: cap_of(n) / memory.SHARE + 1)
+        memory.lower_limit(pages, rows * 3, model, num_tokens=512, num_places=2)
+        assert pages.num_pages == limit
 
 
 def test_penalties_after_an_ordinary_call_have_its_pools_memory(monkeypatch):

@@ -70,7 +70,7 @@ CONVOLUTION: dict[str, PreTrainedConfig] = {
         num_dense_layers=1,
     ),
 }  # fmt: skip
-if Version(transformers.__version__) < Version("5.23"):  # 5.16 hands no plan on to its attention, which a captured step needs
+if Version(transformers.__version__) < Version("5.23"):  # 5.16 hands it no plan, so no step is captured
     del STATE_SPACE["falcon_h1"]
 RECURRENT = {**DELTA_RULE, **STATE_SPACE, **CONVOLUTION}
 

@@ -26,7 +26,7 @@ import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
 import transformers
 from measuring.interruption import run_and_report
-from measuring.option_types import positive_integer
+from measuring.option_types import new_file, positive_integer
 from measuring.progress import say
 from measuring.text_table import format_table
 from transformers import PreTrainedModel
@@ -57,8 +57,8 @@ class Family:
         return self.kind, self.class_name, self.result, self.tokens_per_step, self.note[:90]
 
 
-class TooSlowError(Exception):
-    """A class took longer than it may."""
+class TooSlowError(BaseException):
+    """A class took longer than it may. No Exception, so that nothing that is tried takes it for its own error."""
 
 
 @contextmanager
@@ -156,6 +156,7 @@ def page_of(families: Sequence[Family]) -> str:
         "models above.",
         "",
         ", ".join(f"`{family.kind}`" for family in families if family.result == NOT_TRIED) + ".",
+        *_wrong(families),
     ]
     return "\n".join(lines) + "\n"
 
@@ -166,6 +167,12 @@ def _of_forwards(families: Sequence[Family]) -> list[str]:
         f"Of these {', '.join(others)} write what whole forwards say; the steps of `generate` differ from these there."
     )
     return [text, ""] if others else []
+
+
+def _wrong(families: Sequence[Family]) -> list[str]:
+    """What ends the script with status 1."""
+    found = [f"`{family.kind}` ({family.result})" for family in families if family.result in (DIFFERENT, ERROR)]
+    return ["", f"**Wrong**: {', '.join(found)}."] if found else []
 
 
 REASONS = {  # the beginning of a refusal's rule, and what a reader needs of it
@@ -208,7 +215,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=known_kinds, metavar="NAME,NAME", help="configurations; default: all of them")
     parser.add_argument("--seconds", type=positive_integer, default=60, help="for each, at most (%(default)s)")
-    parser.add_argument("--page", type=Path, help="write a page of Markdown there")
+    parser.add_argument("--page", type=new_file, help="write a page of Markdown there")
     options = parser.parse_args(command_line)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")

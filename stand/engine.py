@@ -138,8 +138,8 @@ class Engine:
 
         max_bytes: of such keys at most, beside what the calls hold; the latest prompts stay. The model's weights are
         not to be changed meanwhile: most changes are seen, and the keys forgotten, but not single values that are
-        written into `tensor.data`. Nothing is kept while somebody else's forward hook is on the model. Raises
-        ValueError for no positive number, and within another block like this.
+        written into `tensor.data`. Nothing is kept while somebody else's forward hook is on the model or
+        weights are offloaded. Raises ValueError for no positive number, and within another block like this.
         """
         if self._kept is not None:
             raise ValueError("keep_prompts must not be nested, got a block within another one; leave one of them out")

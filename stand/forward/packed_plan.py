@@ -108,6 +108,10 @@ class StepPlan:
             self._elsewhere[device] = StepPlan(*given, **asked)
         return self._elsewhere[device]
 
+    def fits(self, query: torch.Tensor, key: torch.Tensor) -> bool:
+        """Whether query [1, H, M, D] and key [A, Hkv, L, D] are of as many tokens, rows and slots as the plan."""
+        return (query.shape[2], key.shape[0], key.shape[2]) == (self.num_tokens, self.num_rows, self.kv_length)
+
     @cached_property
     def paths(self) -> TokenPaths:
         """For `few_token_attention`."""

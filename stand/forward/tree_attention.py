@@ -53,9 +53,10 @@ def attend(
             f"attention must get no mask but that of the tree, got one of shape {list(attention_mask.shape)} that "
             f"{type(module).__name__} makes itself; it counts cache slots, which a tree does not follow"
         )
-    stand_plan = stand_plan or running_plan()
     if stand_plan is None:
-        raise plain_forward_error(f"the {ATTENTION_NAME} attention")
+        stand_plan = running_plan()
+        if stand_plan is None or not stand_plan.fits(query, key):  # a plain forward, also in the midst of a step's one
+            raise plain_forward_error(f"the {ATTENTION_NAME} attention")
     stand_plan = stand_plan.on(query.device)
     scale = scaling if scaling is not None else query.shape[3] ** -0.5
     if softcap is None and s_aux is None and stand_plan.has_few_tokens and is_supported(query, key, value):

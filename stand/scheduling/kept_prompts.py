@@ -8,7 +8,7 @@ from threading import RLock
 import torch
 from transformers import PreTrainedModel
 
-from stand.forward.devices import input_device
+from stand.forward.devices import input_device, is_offloaded
 from stand.forward.key_shape import key_shape
 from stand.forward.model import PROMPT_CHUNK
 from stand.forward.model_state import ModelState, foreign_hook
@@ -26,7 +26,7 @@ class KeptPrompts:
     a few milliseconds (SmolLM2: 20). Calls may lie in each other, also of several threads, with a change between: one
     that began before the latest change neither takes nor leaves any. Not seen are few values that are written past
     torch's counters of changes (`tensor.data`, fused optimisers). What a hook of somebody else's does may change
-    unseen, so beside one nothing is kept.
+    unseen, and so may weights that are offloaded: beside either nothing is kept.
     """
 
     def __init__(self, model: PreTrainedModel, max_bytes: float):
@@ -46,12 +46,12 @@ class KeptPrompts:
         """A call begins. The age of what it will compute, for `of` and `offer`."""
         state, seen = ModelState(self._model), _seen(self._model)
         with self._lock:
-            is_hooked = foreign_hook(self._model) is not None
-            if is_hooked or self._state is None or seen != self._seen or state.change_since(self._state) is not None:
+            is_unseen = foreign_hook(self._model) is not None or is_offloaded(self._model)
+            if is_unseen or self._state is None or seen != self._seen or state.change_since(self._state) is not None:
                 self.prompts = []
                 self._age += 1
             self._state, self._seen = state, seen
-            return NO_AGE if is_hooked else self._age
+            return NO_AGE if is_unseen else self._age
 
     def of(self, age: int) -> list[Prefilled]:
         """Those that a call of this age may take."""

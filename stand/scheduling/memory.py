@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from stand.backend import Backend
-from stand.forward.devices import input_device
+from stand.forward.devices import input_device, is_offloaded
 from stand.forward.key_shape import key_shape
 from stand.forward.tree_cache import DRAFT_ROOM, available_bytes
 from stand.row import Row
@@ -128,7 +128,9 @@ def _most_bytes(model: PreTrainedModel, held: int) -> float:
     """That a call's keys may take: a share of what is free, or what the call before has left. Of a model on several
     devices as much as the keys may come to until one of these is full."""
     shares = key_shape(model).shares
-    if len(shares) < 2:  # it may have been moved
+    places = {weight.device for weight in model.parameters()}
+    was_moved = not (is_offloaded(model) or places.issuperset(device for device, _ in shares))
+    if was_moved or not shares:
         shares = ((input_device(model), 1.0),)
     free = min(available_bytes(device) / share for device, share in shares)
     return max(SHARE * (free + held), held)

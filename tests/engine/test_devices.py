@@ -19,12 +19,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import stand
+from stand.forward import key_shape as key_shape_module
+from stand.forward import model as model_module
 from stand.forward import self_check
 from stand.forward.devices import input_device, placement
 from stand.forward.key_shape import key_shape
 from stand.forward.model import size_name
 from stand.forward.packed_plan import StepPlan
-from stand.scheduling import memory
+from stand.scheduling import kept_prompts, memory, prefilled, prompt_keys
 
 FIRST, LAST = "xla:0", "xla:1"
 PROMPT = [[3, 4, 5, 6, 7, 3, 4, 5]]
@@ -34,8 +36,8 @@ def whole_model(family: str) -> PreTrainedModel:
     return recurrent_model(family) if family in RECURRENT else tiny_model(family)
 
 
-def on_two_devices(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy whose first half lies on one device, and the rest with norm and LM head on another one.
+def on_two_devices(model: PreTrainedModel, *, num_first: int | None = None) -> PreTrainedModel:
+    """A copy whose first layers, by default half of them, lie on one device; the rest, norm and LM head on another.
 
     Made for inference: a view of another tensor could not be imitated in inference mode."""
     with torch.inference_mode():
@@ -45,8 +47,10 @@ def on_two_devices(model: PreTrainedModel) -> PreTrainedModel:
         prefix, base = model.base_model_prefix, model.base_model
         places = {f"{prefix}.{name}": LAST if "norm" in name else FIRST for name, _ in base.named_children()}
         del places[f"{prefix}.layers"]
-        half = len(base.layers) // 2
-        places |= {f"{prefix}.layers.{place}": FIRST if place < half else LAST for place in range(len(base.layers))}
+        num_first = len(base.layers) // 2 if num_first is None else num_first
+        places |= {
+            f"{prefix}.layers.{place}": FIRST if place < num_first else LAST for place in range(len(base.layers))
+        }
         return dispatch_model(model, device_map={**places, "lm_head": LAST}, main_device=FIRST)
 
 
@@ -144,6 +148,19 @@ def test_memory_ends_where_one_of_the_devices_is_full(monkeypatch):
         assert memory._most_bytes(two, 0) == 0.8 * 500.0 / 0.5
 
 
+def test_memory_is_counted_where_the_keys_lie(monkeypatch):
+    """Not where the ids go, if no layer is there."""
+    free = {FIRST: 3000.0, LAST: 1000.0, "cpu": 500.0}
+    monkeypatch.setattr(memory, "available_bytes", lambda device: free[str(device)])
+    with devices():
+        two = on_two_devices(tiny_model("llama"), num_first=0)
+        self_check.check_model(two)
+        assert memory._most_bytes(two, 0) == 0.8 * 1000.0
+        model = copy.deepcopy(tiny_model("llama"))
+        key_shape_module._STORED[model] = key_shape_module._STORED[two]  # as if it had been moved since
+        assert memory._most_bytes(model, 0) == 0.8 * 500.0
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "bamba"])
 def test_offloaded_weights_write_the_same(family):
     model = whole_model(family)
@@ -153,6 +170,19 @@ def test_offloaded_weights_write_the_same(family):
     assert greedy(engine) == transformers_greedy(model)
     with engine.keep_prompts(1e6):
         assert sampled(engine) == sampled(stand.wrap(model, verifier="match", fuse=False))
+
+
+def test_keys_do_not_outlive_offloaded_weights(monkeypatch):
+    """Which can change where no tensor of the model tells."""
+    for module in (model_module, prompt_keys, prefilled, kept_prompts):
+        monkeypatch.setattr(module, "PROMPT_CHUNK", 4)
+    away = off_device(tiny_model("llama"))
+    engine = stand.wrap(away)
+    with engine.keep_prompts(1e6):
+        greedy(engine)
+        for layer in away.model.layers:
+            layer.self_attn.v_proj._hf_hook.weights_map["weight"].data.mul_(-2.0)
+        assert greedy(engine) == transformers_greedy(away)
 
 
 def test_weights_on_disk_write_the_same(tmp_path):

@@ -14,7 +14,7 @@ from plain_forwards import (
     spread,
 )
 from tiny_models import CONFIGS, SHAPE, VOCABULARY_SIZE, tiny_model
-from transformers import AutoModelForCausalLM, NemotronConfig
+from transformers import AutoModelForCausalLM, NemotronConfig, Qwen3Config
 
 from stand.forward import tree_cache
 from stand.forward.model import run_plan
@@ -53,6 +53,22 @@ def test_layers_need_not_hand_the_plan_on():
         with pytest.raises(RuntimeError, match="needs the plan of a step"):
             model(input_ids=torch.tensor([[3, 4]]), use_cache=False)
     assert_equals_plain_forwards(model, prompts, drafts, logits, tolerance=TOLERANCE)
+
+
+@torch.inference_mode()
+def test_a_plain_forward_in_the_midst_of_a_step_is_refused():
+    """Its keys are fewer than those of the running plan: compiled attention would read past them."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**{**SHAPE, "num_key_value_heads": 1}, head_dim=16)).eval()
+    prompt = np.arange(3, 9, dtype=np.int32)
+    with tree_attention(model):
+        cache = TreeCache(1, 16)
+        run_plan(model, cache, StepPlan.for_prompt(prompt, 0, row=0))
+        norm = model.model.norm
+        hook = norm.register_forward_hook(lambda *args: model(input_ids=torch.tensor([[7]]), use_cache=False))
+        with pytest.raises(RuntimeError, match="needs the plan of a step, got a plain forward"):
+            run_plan(model, cache, StepPlan.for_prompt(prompt[:1], len(prompt), row=0))
+        hook.remove()
 
 
 def test_the_plan_of_a_forward_goes_with_it():

@@ -178,10 +178,15 @@ def _attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    stand_probe: dict,
+    stand_probe: dict | None = None,
     **keywords: object,
 ) -> tuple[torch.Tensor, None]:
     """Gives queries in place of mixed values, and zeros where values are longer."""
+    if stand_probe is None:
+        raise ValueError(
+            f"layers that are fused must hand on to their attention what the model is called with, got "
+            f"{type(module).__name__} without; pass fuse=False, which is the same here"
+        )
     stand_probe |= {"query": query, "keys": key, "values": value, "keywords": keywords}
     mixed = query.new_zeros(*query.shape[:3], value.shape[3])
     size = min(query.shape[3], value.shape[3])

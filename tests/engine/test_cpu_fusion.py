@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny_models import CONFIGS, SHAPE, tiny_model
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, OlmoConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, NemotronConfig, OlmoConfig
 
 import stand
 from stand.drafters.eagle.head import EagleHead
@@ -108,6 +108,13 @@ def test_values_may_be_shorter_or_longer_than_keys():
         output = engine.generate(input_ids=ids, max_new_tokens=12, temperature=0, stop_token_ids=[])
         expected = model.generate(ids, do_sample=False, max_new_tokens=12, eos_token_id=None)[0, 6:]
         assert output.token_ids[0] == expected.tolist()
+
+
+def test_layers_that_hand_nothing_on_are_named():
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(NemotronConfig(**SHAPE, head_dim=8)).eval()
+    reason = stand.wrap(model).backend.reason
+    assert "not fused, because of ValueError: layers that are fused must hand on" in reason
 
 
 def test_rotary_tables_may_come_transposed(monkeypatch):

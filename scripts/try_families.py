@@ -1,7 +1,7 @@
 """Which causal language models of the installed transformers are served: a tiny random model of each class is wrapped,
 and its greedy tokens are compared with those of `model.generate`.
 
-    python scripts/try_families.py                                   # all, about ten minutes on a core
+    python scripts/try_families.py                                   # all, about three minutes on a core
     python scripts/try_families.py --only llama,deepseek_v3,mamba
     python scripts/try_families.py --page docs/families.md           # and write what came out as a page
 

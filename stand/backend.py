@@ -216,8 +216,9 @@ def choose_backend(
         raise ValueError(f"backend must be one of {', '.join(NAMES)}, got {requested!r}; auto is usual")
     if requested == "sdpa":
         return _eager(model, "asked for", fuse=fuse)
-    if requested == "auto" and input_device(model).type != "cuda":
-        return _eager(model, f"the model is on {input_device(model).type}, kernels are for CUDA", fuse=fuse)
+    place = input_device(model).type
+    if requested == "auto" and place != "cuda":
+        return _eager(model, f"the model is on {place}, kernels are for CUDA", fuse=fuse)
     with exclusive(model):  # its forwards are swapped and its weights move: nobody may run it meanwhile
         return _proven(model, verifier, requested, fuse=fuse, drafter=drafter)
 

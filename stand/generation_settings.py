@@ -184,8 +184,9 @@ class GenerationSettings:
         """As `GenerationMixin.generate` makes them for this prompt alone; own: the caller's, checked."""
         config = copy.deepcopy(self.config)
         config.max_new_tokens = limit
-        input_ids = torch.from_numpy(prompt.astype(np.int64)).to(input_device(model))[None]
-        model._prepare_special_tokens(config, device=input_device(model))
+        device = input_device(model)
+        input_ids = torch.from_numpy(prompt.astype(np.int64)).to(device)[None]
+        model._prepare_special_tokens(config, device=device)
         model._prepare_generated_length(
             config, True, True, model_input_name="input_ids", input_ids_length=len(prompt), inputs_tensor=input_ids
         )
@@ -194,7 +195,7 @@ class GenerationSettings:
             input_ids_seq_length=len(prompt),
             encoder_input_ids=input_ids,
             logits_processor=list(own),
-            device=input_device(model),
+            device=device,
         )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from mutants.equivalent_filters import OF_FILTERS
 from mutants.equivalent_growth import OF_GROWTH
-from mutants.equivalent_recurrent import OF_RECURRENT
 
 _LAYERS = "self.layers = nn.ModuleList([type(decoder.layers[0])(self.config, layer_idx=0)])"
 _CHUNK = "end = min(start + PROMPT_CHUNK, length - 1)"
@@ -25,6 +24,16 @@ OF_TRAINED: dict[str, dict[tuple[str | int, ...], str]] = {
             "Gt -> GtE",
         ): "laws that are held for texts that may come back, one less of thousands",
     },
+}
+
+_ONE_INPUT = "inputs = several[0] if len(several) == 1 else torch.cat(several, dim=1)"
+_GROUP = 'weight, group = self.module.weight, getattr(self.module, "group_size", hidden_states.shape[-1])'
+
+OF_RECURRENT: dict[tuple[str | int, ...], str] = {
+    ("stand/fusion/delta_layer.py", _ONE_INPUT, "1 -> 0 #2"): "one tensor is copied",
+    ("stand/fusion/gated_norm.py", _GROUP, "drop USub"): "states have two dimensions",
+    ("stand/gpu/kernel_scan.py", "kept = RecurrentStates(1)", "1 -> 0"): "nobody asks a chain for its number of rows",
+    ("stand/forward/key_shape.py", "_STATES[model] = cache.recurrent.like(0)", "0 -> 1"): "only shapes are read",
 }
 
 EQUIVALENT: dict[tuple[str | int, ...], str] = {

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch.nn import Conv1d, Module
 
+META = torch.device("meta")  # where offloaded weights lie between forwards
+
 
 def input_device(model: Module) -> torch.device:
     """Where the ids of its tokens go: where its first weight lies or, if that is offloaded, where it is computed with.
@@ -19,13 +21,13 @@ def input_device(model: Module) -> torch.device:
             place = _computing_device(module)
             if place is not None:
                 return place
-    return torch.device("meta")
+    return META
 
 
 def placement(model: Module) -> str:
     """In words, where it does not lie on one device: else nothing."""
-    num_places = len({weight.device for weight in model.parameters()})
-    return "offloaded" if is_offloaded(model) else f"on {num_places} devices" if num_places > 1 else ""
+    places = {weight.device for weight in model.parameters()}
+    return "offloaded" if META in places else f"on {len(places)} devices" if len(places) > 1 else ""
 
 
 def is_offloaded(model: Module) -> bool:

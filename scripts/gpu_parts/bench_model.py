@@ -87,10 +87,11 @@ class BenchModel:
     def _random_cache(self, num_rows: int, length: int) -> DeviceCache:
         cache = DeviceCache(
             layers=key_shape(self.model).layers, num_pages=num_rows * -(-(length + MARGIN) // PAGE_SIZE),
-            num_heads=self.shape.key_heads, page_size=PAGE_SIZE, head_size=self.shape.head_size,
-            dtype=self.model.dtype, device=self.device, recurrent=new_states(self.model, num_rows),
+            page_size=PAGE_SIZE, dtype=self.model.dtype, device=self.device,
+            recurrent=new_states(self.model, num_rows),
         )  # fmt: skip
-        cache.storage.normal_()
+        for block in cache.blocks:
+            block.normal_()
         return cache
 
 

@@ -31,7 +31,7 @@ from stand.gpu.kernels.traverse import traverse
 from stand.gpu.product_tiles import MOST_TOKENS, TILES
 from stand.gpu.products import TOKENS, Products
 from stand.gpu.tiles import PAGE_SIZE, limits_of, programs_at_once, tile_tokens
-from stand.gpu.work_list import Splitting, WorkList
+from stand.gpu.work_list import Splitting, Tiling, WorkList
 from stand.sampling import SamplingParams, TargetLaw
 from stand.trees import DraftBatch
 from stand.verifiers.noise import uniforms_on_device
@@ -220,10 +220,9 @@ class KernelBench:
         limits = limits_of(self.device)
         tile = tile_tokens(tree, shape.groups, shape.head_size, self.dtype, limits=limits)
         programs = programs_at_once(tile * shape.groups, shape.head_size, self.dtype, limits=limits)
-        work = WorkList.build(
-            np.arange(0, num_tokens + 1, tree), np.full(rows, length), np.arange(rows), tile_tokens=tile,
-            splitting=Splitting.filling(self.device, key_heads=shape.key_heads, num_rows=rows, programs=programs),
-        )  # fmt: skip
+        splitting = Splitting.filling(self.device, key_heads=shape.key_heads, num_rows=rows, programs=programs)
+        offsets = np.arange(0, num_tokens + 1, tree)
+        work = WorkList.build(offsets, np.full(rows, length), np.arange(rows), Tiling(tile, splitting))
         is_split = len(work.items) and int(work.items[:, 7].max()) > 0
         num_partials = int(work.partial_starts[-1]) if is_split else 0
         partials = torch.empty(num_partials, *query.shape[1:], device=self.device)

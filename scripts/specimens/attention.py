@@ -7,7 +7,7 @@ import triton
 from specimens.specimen import Specimen
 from stand.gpu.kernels import attention, compact, merge
 from stand.gpu.kernels.proxy_fence import MUST_ADD_FENCES
-from stand.gpu.tiles import BLOCKS_16_BIT, BLOCKS_FLOAT32, PAGE_SIZE, Blocks
+from stand.gpu.tiles import BLOCKS_16_BIT, BLOCKS_FLOAT32, NARROW_VALUES_16_BIT, PAGE_SIZE, Blocks
 
 
 def of_attention() -> list[Specimen]:
@@ -27,22 +27,38 @@ def of_attention() -> list[Specimen]:
         _attention_specimen(
             "Gemma 2 sm_89", "bf16", 256, 2, BLOCKS_16_BIT[256][0][1], HAS_WINDOW=True, HAS_SOFTCAP=True
         ),
+        _attention_specimen("Gemma 4", "bf16", 512, 8, BLOCKS_16_BIT[512][0][0]),
+        _attention_specimen("Gemma 4 sm_89", "bf16", 512, 8, BLOCKS_16_BIT[512][0][1]),
+        _attention_specimen("MLA small tiles", "bf16", 192, 1, NARROW_VALUES_16_BIT[0][0], value_size=128),
+        _attention_specimen("MLA large tiles", "bf16", 192, 1, NARROW_VALUES_16_BIT[1][0], value_size=128),
+        _attention_specimen("MLA large tiles sm_89", "bf16", 192, 1, NARROW_VALUES_16_BIT[1][1], value_size=128),
         _attention_specimen("7B float32", "fp32", 128, 7, BLOCKS_FLOAT32[128][0][0]),
         _attention_specimen("small model float32", "fp32", 64, 1, BLOCKS_FLOAT32[64][0][0]),
+        _attention_specimen("Gemma 4 float32", "fp32", 512, 8, BLOCKS_FLOAT32[512][0][0]),
+        _attention_specimen("Gemma 4 float32 sm_89", "fp32", 512, 8, BLOCKS_FLOAT32[512][0][1]),
     ]
 
 
-def _attention_specimen(name: str, dtype: str, head_size: int, groups: int, sizes: Blocks, **variant: bool) -> Specimen:
+def _attention_specimen(
+    name: str, dtype: str, head_size: int, groups: int, sizes: Blocks, *, value_size: int | None = None, **variant: bool
+) -> Specimen:
+    """value_size: default as keys."""
+    value_size = value_size or head_size
     constants = {
         "PAGE_STRIDE": 4 * PAGE_SIZE * head_size,
         "HEAD_STRIDE": PAGE_SIZE * head_size,
         "SLOT_STRIDE": head_size,
+        "VALUE_PAGE_STRIDE": 4 * PAGE_SIZE * value_size,
+        "VALUE_HEAD_STRIDE": PAGE_SIZE * value_size,
+        "VALUE_SLOT_STRIDE": value_size,
         "PAGE_SIZE": PAGE_SIZE,
         "IS_PAGED": True,
         "KEY_HEADS": 4,
         "GROUPS": groups,
         "HEAD_SIZE": head_size,
         "BLOCK_D": triton.next_power_of_2(head_size),
+        "VALUE_SIZE": value_size,
+        "BLOCK_E": triton.next_power_of_2(value_size),
         "WORDS": 2,
         "BLOCK_M": sizes.rows,
         "BLOCK_N": sizes.keys,
@@ -60,8 +76,9 @@ def _attention_specimen(name: str, dtype: str, head_size: int, groups: int, size
 
 
 def of_merge() -> list[Specimen]:
-    """Of Qwen2.5-7B, gpt-oss and a small model."""
-    return [_merge_specimen("bf16", 28, 128), _merge_specimen("bf16", 64, 64), _merge_specimen("fp32", 9, 64)]
+    """Of Qwen2.5-7B, gpt-oss, Gemma 4 and a small model."""
+    shapes = (("bf16", 28, 128), ("bf16", 64, 64), ("bf16", 32, 512), ("fp32", 9, 64))
+    return [_merge_specimen(*shape) for shape in shapes]
 
 
 def _merge_specimen(dtype: str, num_heads: int, head_size: int) -> Specimen:
@@ -90,5 +107,5 @@ def of_compact() -> list[Specimen]:
             {"PAGE_SIZE": PAGE_SIZE, "BLOCK_PATH": 64, "BLOCK_DEPTHS": compact.BLOCK_DEPTHS, "BLOCK_SIZE": size},
             num_warps=2,
         )
-        for dtype, size in (("bf16", 64), ("bf16", 128), ("fp16", 128), ("fp32", 128), ("bf16", 256))
+        for dtype, size in (("bf16", 64), ("bf16", 128), ("fp16", 128), ("fp32", 128), ("bf16", 256), ("bf16", 512))
     ]

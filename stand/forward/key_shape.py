@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
 
+from stand.forward.attention_shape import AttentionShape
 from stand.forward.model import text_config
 from stand.forward.recurrent_states import RecurrentStates
 from stand.forward.tree_cache import TreeCache
 
 
 @dataclass(frozen=True, slots=True)
-class KeyShape:
-    """layers: indices of those that keep keys, in the order of a forward. num_heads: the most key heads of a layer.
-    head_bytes: of one slot of a head; where layers, or keys and values, differ, what all of them are multiples of.
-    token_bytes: of one token in all layers. row_bytes: of the recurrent states of one row, however long it is.
-    shares: of a token's bytes, by device; none where they were not seen."""
+class LayerKeys:
+    """What a layer keeps of a token: heads, and the numbers of a head's key and of its value."""
 
-    layers: tuple[int, ...]
     num_heads: int
+    key_size: int
+    value_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeyShape:
+    """layers: those that keep keys, by their indices in the order of a forward, and what each keeps. head_bytes: of one
+    slot of a head; where layers, or keys and values, differ, what all of them are multiples of. token_bytes: of one
+    token in all layers. row_bytes: of the recurrent states of one row, however long it is. attentions: the kinds of
+    layers. shares: of a token's bytes, by device; none where they were not seen."""
+
+    layers: tuple[tuple[int, LayerKeys], ...]
     head_bytes: int
     token_bytes: int
+    attentions: tuple[AttentionShape, ...]
     row_bytes: int = 0
     shares: tuple[tuple[torch.device, float], ...] = field(default=(), compare=False)
 
@@ -32,6 +43,11 @@ class KeyShape:
     def num_layers(self) -> int:
         """That keep keys."""
         return len(self.layers)
+
+    @property
+    def num_heads(self) -> int:
+        """The most key heads of a layer."""
+        return max(keys.num_heads for _, keys in self.layers)
 
 
 _STORED: WeakKeyDictionary[PreTrainedModel, tuple[KeyShape, torch.dtype]] = WeakKeyDictionary()
@@ -54,8 +70,16 @@ def key_shape(model: PreTrainedModel) -> KeyShape:
     )
 
 
-def remember(model: PreTrainedModel, cache: TreeCache) -> None:
-    """`cache` holds what a forward of `model` has stored."""
+def layer_keys(cache: TreeCache) -> tuple[tuple[int, LayerKeys], ...]:
+    """What the layers have stored in `cache`, as in `KeyShape.layers`."""
+    return tuple(
+        (index, LayerKeys(keys.shape[1], keys.shape[3], values.shape[3]))
+        for index, keys, values in zip(cache.layer_places, cache.keys, cache.values, strict=True)
+    )
+
+
+def remember(model: PreTrainedModel, cache: TreeCache, attentions: Iterable[AttentionShape]) -> None:
+    """`cache` holds what a forward of `model` has stored, whose layers attended in these shapes."""
     stored = [*cache.keys, *cache.values]
     sizes = [(tensor.shape[1], tensor.shape[3] * tensor.element_size()) for tensor in stored]
     by_device: dict[torch.device, int] = {}
@@ -63,10 +87,10 @@ def remember(model: PreTrainedModel, cache: TreeCache) -> None:
         by_device[tensor.device] = by_device.get(tensor.device, 0) + heads * head_bytes
     token_bytes = sum(by_device.values())
     shape = KeyShape(
-        layers=tuple(cache.layer_places),
-        num_heads=max(heads for heads, _ in sizes),
+        layers=layer_keys(cache),
         head_bytes=math.gcd(*(head_bytes for _, head_bytes in sizes)),
         token_bytes=token_bytes,
+        attentions=tuple(attentions),
         row_bytes=cache.recurrent.row_bytes,
         shares=tuple((device, num_bytes / token_bytes) for device, num_bytes in by_device.items()),
     )
@@ -86,5 +110,9 @@ def _configured(model: PreTrainedModel) -> KeyShape:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     head_bytes = size * torch.finfo(model.dtype).bits // 8
-    layers = tuple(range(config.num_hidden_layers))
-    return KeyShape(layers, heads, head_bytes, 2 * len(layers) * heads * head_bytes)
+    layers = tuple((index, LayerKeys(heads, size, size)) for index in range(config.num_hidden_layers))
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    windows = dict.fromkeys(window if kind == "sliding_attention" else 0 for kind in kinds)
+    attentions = tuple(AttentionShape(config.num_attention_heads, heads, size, size, window) for window in windows)
+    return KeyShape(layers, head_bytes, 2 * len(layers) * heads * head_bytes, attentions)

@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from stand.forward.attention_shape import AttentionShape
 from stand.forward.few_token_attention import TokenPaths
 from stand.forward.few_token_product import IS_FASTER
 from stand.trees import DraftBatch
@@ -58,6 +59,7 @@ class StepPlan:
         self.device = torch.device(device)
         self._given = (token_ids, offsets, depths, ancestors, lengths, starts, first_row, is_prompt)
         self._elsewhere: dict[torch.device, StepPlan] = {}
+        self.attentions: list[AttentionShape] | None = None  # of the layers of a forward, where somebody collects them
         self._longest = int(counts.max())  # tokens
         self.has_few_tokens = IS_FASTER and self.device.type == "cpu" and self._longest <= MOST_ROW_TOKENS
         self._offsets = offsets
@@ -106,6 +108,7 @@ class StepPlan:
             *given, starts, first_row, is_prompt = self._given
             asked = {"starts": starts, "first_row": first_row, "is_prompt": is_prompt, "device": device}
             self._elsewhere[device] = StepPlan(*given, **asked)
+            self._elsewhere[device].attentions = self.attentions
         return self._elsewhere[device]
 
     def fits(self, query: torch.Tensor, key: torch.Tensor) -> bool:

@@ -314,8 +314,9 @@ def tree_logits(
     with tree_attention(model):
         run_plan(model, cache, StepPlan.for_prompt(prompt, 0, row=0, device=input_device(model)), logits_to_keep=1)
         plan = StepPlan.for_drafts(batch, np.array([CHECK_TOKENS]), device=input_device(model))
+        plan.attentions = []
         logits = run_plan(model, cache, plan).float()
-    remember(model, cache)
+    remember(model, cache, dict.fromkeys(plan.attentions))
     return logits
 
 

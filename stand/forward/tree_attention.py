@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
+from stand.forward.attention_shape import AttentionShape
 from stand.forward.few_token_attention import is_supported, supported_attention
 from stand.forward.linear_layers import few_token_layers
 from stand.forward.packed_plan import StepPlan, plain_forward_error, running_plan
@@ -58,6 +59,9 @@ def attend(
         if stand_plan is None or not stand_plan.fits(query, key):  # a plain forward, also in the midst of a step's one
             raise plain_forward_error(f"the {ATTENTION_NAME} attention")
     stand_plan = stand_plan.on(query.device)
+    if stand_plan.attentions is not None:
+        shape = AttentionShape(query.shape[1], *key.shape[1::2], value.shape[3], sliding_window or 0)
+        stand_plan.attentions.append(shape)
     scale = scaling if scaling is not None else query.shape[3] ** -0.5
     if softcap is None and s_aux is None and stand_plan.has_few_tokens and is_supported(query, key, value):
         few = supported_attention(query, key, value, stand_plan.paths, scale=scale, window=sliding_window or 0)

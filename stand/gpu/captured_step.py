@@ -267,12 +267,10 @@ class CapturedStep:
 
     def _size(self, num_nodes: int, most_nodes: int, num_candidates: int) -> StepSize:
         """For `num_nodes` nodes of all rows together, `most_nodes` of the longest, and laws over so many candidates."""
-        tile_tokens = self._output.tile_tokens(most_nodes)
         return StepSize.covering(
             num_nodes,
             self._num_rows,
-            tile_tokens=tile_tokens,
-            splitting=self._output.splitting(tile_tokens),
+            tilings=self._output.tilings(most_nodes),
             room=self._table.room,
             support_size=self._rule.support_size(num_candidates),
         )
@@ -315,10 +313,12 @@ class CapturedStep:
         return self.body.forward()[:num_nodes], self.written(num_nodes)
 
     def written(self, num_nodes: int) -> torch.Tensor:
-        """Keys and values [num_nodes, layers, 2, Hkv, D] that lie now where the prepared step's nodes were written."""
+        """[num_nodes, all numbers of a token's keys and values] that lie now where the prepared step's nodes were
+        written."""
         slots = self.body.packet.device["slots"][:num_nodes]
         cache = self._table.cache
-        return cache.storage[:, :, slots // cache.page_size, :, slots % cache.page_size]
+        pages, places = slots // cache.page_size, slots % cache.page_size
+        return torch.cat([block[:, pages, :, places].flatten(1) for block in cache.blocks], dim=1)
 
     def states(self) -> RecurrentStates:
         """The rows' recurrent states, in the order in which rows entered."""
@@ -336,10 +336,7 @@ class CapturedStep:
 
     def _record(self, size: StepSize) -> tuple[StepBody, Program]:
         self._keep_best()
-        splitting = self._output.splitting(size.tile_tokens)
-        packet = StepPacket(
-            size, self._model.device, splitting=splitting, table=self._table, more=self._rule.fields(size)
-        )  # fmt: skip
+        packet = StepPacket(size, self._model.device, table=self._table, more=self._rule.fields(size))
         packet.clear(self._table)
         body = StepBody(self._model, self._table.cache, self._law, self._rule, packet, self._output)
         self._recorded[size] = body, self.runner.record(body.run, body.find_best)

@@ -8,19 +8,40 @@ from dataclasses import dataclass
 import torch
 from transformers import AttentionInterface
 
+from stand.forward.attention_shape import AttentionShape
 from stand.gpu.kernels.attention import tree_attention
 
 KERNEL_ATTENTION_NAME = "stand_tree_kernel"
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """One work list of a step (see `WorkList`), and room for P partial results of a head, none where no row can be
+    split."""
+
+    items: torch.Tensor  # [I, 8] int32
+    partial_starts: torch.Tensor  # [M + 1] int32
+    tile_tokens: int
+    num_partials: int  # P
+
+
+@dataclass(frozen=True, slots=True)
 class KernelPlan:
-    """The step's arrays (see `StepPacket`) and room for the partial results of split keys."""
+    """The step's arrays (see `StepPacket`), the work of each kind of layers, and scratch that all of them share."""
 
     step: Mapping[str, torch.Tensor]
-    tile_tokens: int
-    partials: torch.Tensor  # [P, H, D] float32; none where no row can be split
-    log_sums: torch.Tensor  # [P, H] float32
+    works: Mapping[AttentionShape, Work]
+    partials: torch.Tensor  # float32, as many as any kind needs
+    log_sums: torch.Tensor  # float32
+
+    def work(self, shape: AttentionShape) -> Work:
+        """Raises ValueError for a kind of layers that is not known."""
+        if shape not in self.works:
+            raise ValueError(
+                f"attention must have one of the shapes that the model had when it was wrapped, "
+                f"{', '.join(map(str, self.works))}, got {shape}; wrap the model again"
+            )
+        return self.works[shape]
 
 
 def attend(
@@ -39,7 +60,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Attention of packed tokens over their own rows' slots.
 
-    query [1, H, M, D] rotated; key, value [P, Hkv, S, D]: a layer's whole pool of pages; result [1, M, H, D].
+    query [1, H, M, D] rotated; key [P, Hkv, S, D] and value [P, Hkv, S, E]: a layer's whole pool of pages; result
+    [1, M, H, E].
     `attention_mask` is None by construction, as in `stand.forward.tree_attention`.
     """
     if stand_plan is None:
@@ -47,7 +69,10 @@ def attend(
             f"the {KERNEL_ATTENTION_NAME} attention needs the plan of a step, got a plain forward; "
             "call the model through stand.Engine, or set another attention implementation"
         )
-    step = stand_plan.step
+    window = sliding_window or 0
+    num_heads, key_heads, (key_size, value_size) = query.shape[1], key.shape[1], (key.shape[3], value.shape[3])
+    work = stand_plan.work(AttentionShape(num_heads, key_heads, key_size, value_size, window))
+    step, places = stand_plan.step, work.num_partials * num_heads
     mixed = tree_attention(
         query[0].transpose(0, 1),
         key,
@@ -55,13 +80,13 @@ def attend(
         step["pages"],
         step["ancestors"],
         step["positions"],
-        step["items"],
-        step["partial_starts"],
-        stand_plan.partials,
-        stand_plan.log_sums,
+        work.items,
+        work.partial_starts,
+        stand_plan.partials[: places * value_size].view(-1, num_heads, value_size),
+        stand_plan.log_sums[:places].view(-1, num_heads),
         query.shape[3] ** -0.5 if scaling is None else scaling,
-        stand_plan.tile_tokens,
-        sliding_window or 0,
+        work.tile_tokens,
+        window,
         softcap or 0.0,
         s_aux,
     )

@@ -21,21 +21,22 @@ cdef class StepArrays:
     cdef int32_t[::1] offsets  # [B + 1]
     cdef int64_t[::1] lengths, cache_rows  # [B]
     cdef int32_t[:, ::1] pages  # [B, T] of all rows of the cache
-    cdef int32_t[:, ::1] items  # [I, 8]
-    cdef int32_t[::1] partial_starts  # [M + 1]
-    cdef int64_t tile_tokens, row_items, shortest_split
-    cdef Py_ssize_t num_items, num_tokens  # filled the time before
+    cdef list works  # a `ListArrays` each
+    cdef Py_ssize_t num_tokens  # filled the time before
 
-    def __init__(self, arrays, *, int64_t tile_tokens, int64_t row_items, int64_t shortest_split):
-        """`arrays` by name, zeros; the rest as in `WorkList.build`."""
+    def __init__(self, arrays, tilings):
+        """`arrays` by name, zeros; tilings: a `Tiling` for each work list, number n being in `items_n` and
+        `partial_starts_n`."""
         self.token_ids, self.positions, self.slots = arrays["token_ids"], arrays["positions"], arrays["slots"]
         self.ancestors, self.parents = arrays["ancestors"], arrays["parents"]
         self.depths, self.follows, self.turns = arrays["depths"], arrays["follows"], arrays["turns"]
         self.offsets, self.lengths, self.cache_rows = arrays["offsets"], arrays["lengths"], arrays["cache_rows"]
         self.pages = arrays["pages"]
-        self.items, self.partial_starts = arrays["items"], arrays["partial_starts"]
-        self.tile_tokens, self.row_items, self.shortest_split = tile_tokens, row_items, shortest_split
-        self.num_items, self.num_tokens = self.items.shape[0], self.token_ids.shape[0]
+        self.works = [
+            ListArrays(arrays[f"items_{number}"], arrays[f"partial_starts_{number}"], tiling)
+            for number, tiling in enumerate(tilings)
+        ]
+        self.num_tokens = self.token_ids.shape[0]
 
     def fill(
         self,
@@ -65,10 +66,8 @@ cdef class StepArrays:
             self._fill_row(row, token_ids, parents, depths, offsets, lengths[row], &pages[cache_rows[row], 0], page_size)
             self.lengths[row], self.cache_rows[row] = lengths[row], cache_rows[row]
         self._pad(token_ids.shape[0], num_rows, spare_slot)
-        self.num_items = list_work(
-            offsets, lengths, cache_rows, self.tile_tokens, self.row_items, self.shortest_split,
-            out_items=self.items, out_partial_starts=self.partial_starts, num_used=self.num_items,
-        )  # fmt: skip
+        for work in self.works:
+            (<ListArrays>work).list(offsets, lengths, cache_rows)
 
     cdef _check(
         self, Py_ssize_t num_tokens, const int32_t[::1] offsets, const int64_t[::1] lengths,
@@ -185,81 +184,90 @@ def outgrown(
     ]  # fmt: skip
 
 
+cdef class ListArrays:
+    """The arrays of one work list, filled in place as `stand.gpu.work_list.WorkList` says."""
+
+    cdef int32_t[:, ::1] items  # [I, 8]
+    cdef int32_t[::1] partial_starts  # [M + 1]
+    cdef int64_t tile_tokens, row_items, shortest, window
+    cdef Py_ssize_t num_used  # items filled the time before
+
+    def __init__(self, items, partial_starts, tiling):
+        self.items, self.partial_starts = items, partial_starts
+        self.tile_tokens, splitting = tiling.tile_tokens, tiling.splitting
+        self.row_items, self.shortest, self.window = splitting.row_items, splitting.shortest, splitting.window
+        self.num_used = self.items.shape[0]
+
+    cpdef Py_ssize_t list(
+        self, const int32_t[::1] offsets, const int64_t[::1] lengths, const int64_t[::1] cache_rows
+    ) except -1:
+        """The number of items; what is left over becomes padding. offsets [B + 1]; lengths, cache_rows [B].
+
+        Raises ValueError where the list does not fit."""
+        cdef Py_ssize_t num_rows = lengths.shape[0], row, item = 0, token
+        cdef int64_t tokens, tile, tiles, split, splits, split_length, first, begin
+        cdef int32_t partial = 0
+        for row in range(num_rows):
+            tokens, first = offsets[row + 1] - offsets[row], offsets[row]
+            tiles, begin = _parts(tokens, self.tile_tokens), _first_slot(lengths[row], self.window)
+            split_length = _split_length(lengths[row] - begin, tiles, self.row_items, self.shortest)
+            splits = max(_parts(lengths[row] - begin, split_length), 1)
+            if item + tiles * splits > self.items.shape[0] or first + tokens >= self.partial_starts.shape[0]:
+                raise ValueError(
+                    f"the buffers must hold the whole list, got {self.items.shape[0]} items and "
+                    f"{self.partial_starts.shape[0] - 1} tokens; size them with most_items and the step's token count"
+                )
+            for token in range(first, first + tokens):
+                self.partial_starts[token] = partial
+                partial += <int32_t>splits
+            for split in range(splits):
+                for tile in range(tiles):
+                    self.items[item, 0] = <int32_t>first
+                    self.items[item, 1] = <int32_t>(first + tile * self.tile_tokens)
+                    self.items[item, 2] = <int32_t>min(tokens - tile * self.tile_tokens, self.tile_tokens)
+                    self.items[item, 3] = <int32_t>cache_rows[row]
+                    self.items[item, 4] = <int32_t>lengths[row]
+                    self.items[item, 5] = <int32_t>(begin + split * split_length)
+                    self.items[item, 6] = <int32_t>(begin + (split + 1) * split_length)
+                    if split == splits - 1:  # the row's own tokens too, up to the last that the tile can see
+                        self.items[item, 6] = <int32_t>(lengths[row] + tile * self.tile_tokens) + self.items[item, 2]
+                    self.items[item, 7] = <int32_t>split
+                    item += 1
+        for token in range(offsets[num_rows], self.partial_starts.shape[0]):
+            self.partial_starts[token] = partial
+        if self.num_used > item:
+            memset(&self.items[item, 0], 0, (self.num_used - item) * 8 * sizeof(int32_t))
+        self.num_used = item
+        return item
+
+
 def count_work(
     const int32_t[::1] offsets not None,  # [B + 1]
     const int64_t[::1] lengths not None,  # [B] committed tokens per row
-    int64_t tile_tokens,
-    int64_t row_items,
-    int64_t shortest_split,
+    tiling not None,
 ):
     """(items, partial results) of a work list."""
-    cdef int64_t tokens, tiles, splits, items = 0, partials = 0
+    cdef int64_t tokens, tiles, splits, span, items = 0, partials = 0
+    cdef int64_t tile_tokens = tiling.tile_tokens, row_items = tiling.splitting.row_items
+    cdef int64_t shortest = tiling.splitting.shortest, window = tiling.splitting.window
     for row in range(lengths.shape[0]):
-        tokens = offsets[row + 1] - offsets[row]
+        tokens, span = offsets[row + 1] - offsets[row], lengths[row] - _first_slot(lengths[row], window)
         tiles = _parts(tokens, tile_tokens)
-        splits = _parts(lengths[row], _split_length(lengths[row], tiles, row_items, shortest_split))
+        splits = _parts(span, _split_length(span, tiles, row_items, shortest))
         items += tiles * max(splits, 1)
         partials += tokens * max(splits, 1)
     return items, partials
 
 
-def list_work(
-    const int32_t[::1] offsets not None,  # [B + 1]
-    const int64_t[::1] lengths not None,  # [B] committed tokens per row
-    const int64_t[::1] cache_rows not None,  # [B]
-    int64_t tile_tokens,
-    int64_t row_items,
-    int64_t shortest_split,
-    *,
-    int32_t[:, ::1] out_items not None,  # [I, 8]
-    int32_t[::1] out_partial_starts not None,  # [M + 1]
-    int64_t num_used,
-):
-    """Fill both arrays as `stand.gpu.work_list.WorkList` says; the number of items.
-
-    Items after the last one become zero up to item `num_used`: so many were filled the time before. Raises ValueError
-    where the list does not fit.
-    """
-    cdef Py_ssize_t num_rows = lengths.shape[0], row, item = 0, token
-    cdef int64_t tokens, tile, tiles, split, splits, split_length, first
-    cdef int32_t partial = 0
-    for row in range(num_rows):
-        tokens, first = offsets[row + 1] - offsets[row], offsets[row]
-        tiles = _parts(tokens, tile_tokens)
-        split_length = _split_length(lengths[row], tiles, row_items, shortest_split)
-        splits = max(_parts(lengths[row], split_length), 1)
-        if item + tiles * splits > out_items.shape[0] or first + tokens >= out_partial_starts.shape[0]:
-            raise ValueError(
-                f"the buffers must hold the whole list, got {out_items.shape[0]} items and "
-                f"{out_partial_starts.shape[0] - 1} tokens; size them with most_items and the step's token count"
-            )
-        for token in range(first, first + tokens):
-            out_partial_starts[token] = partial
-            partial += <int32_t>splits
-        for split in range(splits):
-            for tile in range(tiles):
-                out_items[item, 0] = <int32_t>first
-                out_items[item, 1] = <int32_t>(first + tile * tile_tokens)
-                out_items[item, 2] = <int32_t>min(tokens - tile * tile_tokens, tile_tokens)
-                out_items[item, 3] = <int32_t>cache_rows[row]
-                out_items[item, 4] = <int32_t>lengths[row]
-                out_items[item, 5] = <int32_t>(split * split_length)
-                out_items[item, 6] = <int32_t>((split + 1) * split_length)
-                if split == splits - 1:  # the row's own tokens too, up to the last that the tile can see
-                    out_items[item, 6] = <int32_t>(lengths[row] + tile * tile_tokens) + out_items[item, 2]
-                out_items[item, 7] = <int32_t>split
-                item += 1
-    for token in range(offsets[num_rows], out_partial_starts.shape[0]):
-        out_partial_starts[token] = partial
-    if num_used > item:
-        memset(&out_items[item, 0], 0, (num_used - item) * 8 * sizeof(int32_t))
-    return item
+cdef inline int64_t _first_slot(int64_t length, int64_t window) noexcept:
+    """The first slot that a token behind `length` committed ones can see, rounded down to a whole block of 64 keys."""
+    return max(length - window + 1, 0) // 64 * 64 if window > 0 else 0
 
 
-cdef inline int64_t _split_length(int64_t length, int64_t tiles, int64_t row_items, int64_t shortest) noexcept:
+cdef inline int64_t _split_length(int64_t slots, int64_t tiles, int64_t row_items, int64_t shortest) noexcept:
     """Slots per split: as many splits as make `row_items` items of the row's tiles, in whole blocks of 64 keys."""
     cdef int64_t splits = max(row_items // max(tiles, 1), 1)
-    return max(_parts(_parts(length, splits), 64) * 64, shortest)
+    return max(_parts(_parts(slots, splits), 64) * 64, shortest)
 
 
 cdef inline int64_t _parts(int64_t whole, int64_t part) noexcept:

@@ -67,13 +67,14 @@ class GatheredKeys(Cache):
 
     def compact(self, rows: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
         """Copy slot sources[i] of row rows[i] to slot targets[i], in every layer; reads come before writes."""
-        storage, size = self._table.cache.storage, self._table.page_size
+        cache, size = self._table.cache, self._table.page_size
         read, write = (
-            (torch.from_numpy(self._table.numbers[rows, slots // size].astype(np.int64)).to(storage.device),
-             torch.from_numpy(slots % size).to(storage.device))
+            (torch.from_numpy(self._table.numbers[rows, slots // size].astype(np.int64)).to(cache.device),
+             torch.from_numpy(slots % size).to(cache.device))
             for slots in (sources, targets)
         )  # fmt: skip
-        storage[:, :, write[0], :, write[1]] = storage[:, :, read[0], :, read[1]]
+        for block in cache.blocks:
+            block[:, write[0], :, write[1]] = block[:, read[0], :, read[1]]
 
     def _gathered(self, states: torch.Tensor) -> torch.Tensor:
         """[P, Hkv, S, D] -> [A, Hkv, L, D]"""

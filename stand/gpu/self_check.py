@@ -22,7 +22,7 @@ from stand.forward.self_check import LOGIT_TOLERANCES, relative_difference
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
 from stand.gpu.captured_step import CapturedStep
-from stand.gpu.device_cache import is_uniform
+from stand.gpu.device_cache import has_one_type
 from stand.gpu.kernels.launch import interpreter_obstacle
 from stand.gpu.tiles import limits_of, refusal
 from stand.row import LiveRows, Row
@@ -91,7 +91,7 @@ class StepCheck:
         wants_features: bool,
         rider: Rider | None,
     ):
-        """Raises ValueError where layers differ in shape, and what the model raises."""
+        """Raises ValueError where layers keep keys of different types, and what the model raises."""
         self._model, self._verifier, self._tolerance = model, verifier, LOGIT_TOLERANCES[model.dtype]
         self._wants_features, self._rider = wants_features, rider
         generator, vocabulary = np.random.default_rng(0), text_config(model).vocab_size
@@ -105,8 +105,8 @@ class StepCheck:
             for row, prompt in enumerate(prompts):
                 plan = StepPlan.for_prompt(prompt[:-1], 0, row=row, device=model.device)
                 run_plan(model, self._keys, plan, logits_to_keep=1)
-            if not is_uniform(self._keys):
-                raise ValueError("all layers must have one head count, head size and type, got different ones")
+            if not has_one_type(self._keys):
+                raise ValueError("keys and values of all layers must have one type and lie on one device, got others")
             self._batch, self._eager, self._features = self._drafted(
                 [int(prompt[-1]) for prompt in prompts], size.nodes
             )

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from stand.forward.attention_shape import AttentionShape
 from stand.forward.cache_argument import cache_argument
 from stand.forward.features import taken_features
 from stand.forward.key_shape import key_shape
@@ -17,7 +18,7 @@ from stand.forward.model import text_config
 from stand.forward.rider import Rider
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.device_rule import DeviceRule, DeviceVerdict
-from stand.gpu.kernel_attention import KernelPlan
+from stand.gpu.kernel_attention import KernelPlan, Work
 from stand.gpu.kernel_scan import KernelScan
 from stand.gpu.kernels.compact import compact
 from stand.gpu.kernels.filter import filter_rows
@@ -27,7 +28,7 @@ from stand.gpu.packet import Packet
 from stand.gpu.step_packet import StepPacket
 from stand.gpu.step_size import MAX_ROW_NODES, NUM_TOKENS, WORD_BITS
 from stand.gpu.tiles import MOST_AT_ONCE, limits_of, programs_at_once, tile_tokens
-from stand.gpu.work_list import Splitting
+from stand.gpu.work_list import Splitting, Tiling
 from stand.sampling import TargetLaw
 
 LEARNED_ROWS = 10  # best tokens per node that come back
@@ -40,14 +41,11 @@ class StepOutput:
     def __init__(
         self, model: PreTrainedModel, num_rows: int, *, wants_features: bool = False, rider: Rider | None = None
     ):
-        config, shape = text_config(model), key_shape(model)
-        key_heads, self.num_heads = shape.num_heads, config.num_attention_heads
-        self.head_size = shape.head_bytes // model.dtype.itemsize
-        self.groups = self.num_heads // key_heads
+        config = text_config(model)
         self._dtype, self._device, self._limits = model.dtype, model.device, limits_of(model.device)
-        self._key_heads = key_heads
+        self._shapes = key_shape(model).attentions
         self._splittings = self._splittings_of(num_rows)
-        self._by_tile: dict[int, Splitting] = {}
+        self._tilings: dict[int, tuple[Tiling, ...]] = {}  # by the tokens of the longest row
         self._make_scratch(num_rows, model.device)
         self.laws = torch.zeros(NUM_TOKENS[-1], config.vocab_size, dtype=torch.float32, device=model.device)
         self.rider = rider
@@ -66,41 +64,47 @@ class StepOutput:
         self.device_verdict = DeviceVerdict(**self._verdict.device, path=path)
         self._best = Packet({"ids": (np.int32, per_node), "probabilities": (np.float32, per_node)}, model.device)
 
-    def _splittings_of(self, num_rows: int) -> dict[int, Splitting]:
-        """By the number of programs that a processor holds at once."""
-        asked = {"key_heads": self._key_heads, "num_rows": num_rows}
-        return {count: Splitting.filling(self._device, **asked, programs=count) for count in range(1, MOST_AT_ONCE + 1)}
-
-    def splitting(self, tile_tokens: int) -> Splitting:
-        """How the keys of rows are split whose tokens lie in tiles of so many."""
-        if tile_tokens not in self._by_tile:
-            num_rows = tile_tokens * self.groups
-            programs = programs_at_once(num_rows, self.head_size, self._dtype, limits=self._limits)
-            self._by_tile[tile_tokens] = self._splittings[programs]
-        return self._by_tile[tile_tokens]
+    def _splittings_of(self, num_rows: int) -> dict[AttentionShape, dict[int, Splitting]]:
+        """For each kind of layers, by the number of programs that a processor holds at once."""
+        return {
+            shape: {
+                count: Splitting.filling(
+                    self._device, key_heads=shape.key_heads, num_rows=num_rows, programs=count, window=shape.window
+                )
+                for count in range(1, MOST_AT_ONCE + 1)
+            }
+            for shape in self._shapes
+        }
 
     def has_splits_of(self, num_rows: int) -> bool:
         """Whether rows are split as in a call of so many."""
         return self._splittings_of(num_rows) == self._splittings
 
+    def tilings(self, tokens_per_row: int) -> tuple[Tiling, ...]:
+        """Of the work of each kind of layers where the longest row has `tokens_per_row` tokens."""
+        if tokens_per_row not in self._tilings:
+            self._tilings[tokens_per_row] = tuple(self._tiling(shape, tokens_per_row) for shape in self._shapes)
+        return self._tilings[tokens_per_row]
+
+    def _tiling(self, shape: AttentionShape, tokens_per_row: int) -> Tiling:
+        size, asked = shape.key_size, {"value_size": shape.value_size, "limits": self._limits}
+        tile = tile_tokens(tokens_per_row, shape.groups, size, self._dtype, **asked)
+        programs = programs_at_once(tile * shape.groups, size, self._dtype, **asked)
+        return Tiling(tile, self._splittings[shape][programs])
+
     def suits(self, model: PreTrainedModel) -> bool:
         """Whether the model has not been cast or moved since."""
         return (self._dtype, self._device) == (model.dtype, model.device)
 
-    def tile_tokens(self, tokens_per_row: int) -> int:
-        """Tokens per piece of attention work where the longest row has `tokens_per_row`."""
-        return tile_tokens(tokens_per_row, self.groups, self.head_size, self._dtype, limits=self._limits)
-
     def _make_scratch(self, num_rows: int, device: torch.device) -> None:
         """Room for the partial results of the largest step, whatever the length of its rows."""
-        most, count = NUM_TOKENS[-1], 0
-        for tile in {self.tile_tokens(1), self.tile_tokens(most)}:
-            splitting = self.splitting(tile)
-            if splitting.row_items > 1:
-                count = max(count, splitting.most_partials(most, num_rows, sys.maxsize, tile_tokens=tile))
-        shape = (count, self.num_heads)
-        self.partials = torch.zeros(*shape, self.head_size, dtype=torch.float32, device=device)
-        self.log_sums = torch.zeros(shape, dtype=torch.float32, device=device)
+        most = NUM_TOKENS[-1]
+        sizes = [self.tilings(1), self.tilings(most)]  # small tiles and large ones
+        self._rooms = [max(_room(tiling, most, num_rows) for tiling in tilings) for tilings in zip(*sizes, strict=True)]
+        counts = [room * shape.num_heads for room, shape in zip(self._rooms, self._shapes, strict=True)]
+        numbers = [count * shape.value_size for count, shape in zip(counts, self._shapes, strict=True)]
+        self.partials = torch.zeros(max(numbers), dtype=torch.float32, device=device)
+        self.log_sums = torch.zeros(max(counts), dtype=torch.float32, device=device)
 
     @contextmanager
     def features_of(self, model: PreTrainedModel) -> Iterator[None]:
@@ -126,9 +130,17 @@ class StepOutput:
 
     def plan(self, packet: StepPacket) -> KernelPlan:
         """What attention needs of a packet of this step."""
-        tile = packet.size.tile_tokens
-        room = len(self.partials) if self.splitting(tile).row_items > 1 else 0
-        return KernelPlan(packet.device, tile, self.partials[:room], self.log_sums[:room])
+        step, tilings = packet.device, packet.size.tilings
+        works = {
+            shape: Work(
+                step[f"items_{number}"],
+                step[f"partial_starts_{number}"],
+                tiling.tile_tokens,
+                room if tiling.splitting.row_items > 1 else 0,
+            )
+            for number, (shape, tiling, room) in enumerate(zip(self._shapes, tilings, self._rooms, strict=True))
+        }
+        return KernelPlan(step, works, self.partials, self.log_sums)
 
     def send_verdict(self) -> None:
         """What the rule wrote, down to the host."""
@@ -157,6 +169,11 @@ class StepOutput:
         return self._best.host["ids"][:num_nodes].copy(), self._best.host["probabilities"][:num_nodes].copy()
 
 
+def _room(tiling: Tiling, num_tokens: int, num_rows: int) -> int:
+    """For the partial results of a head."""
+    return 0 if tiling.splitting.row_items == 1 else tiling.most_partials(num_tokens, num_rows, sys.maxsize)
+
+
 class StepBody:
     """The bodies of one step size; `packet` is to be filled before each run."""
 
@@ -183,8 +200,8 @@ class StepBody:
         self._fill_laws(laws, logits)
         verdict = self._output.device_verdict.of_width(self.packet.size.num_words * WORD_BITS)
         self._rule.decide(logits, laws, step, verdict)
-        storage = self._cache.storage.flatten(0, 1)
-        compact(storage, step["pages"], step["cache_rows"], step["lengths"], verdict.path)
+        for block in self._cache.blocks:
+            compact(block, step["pages"], step["cache_rows"], step["lengths"], verdict.path)
         if self._scan is not None:
             self._scan.keep(verdict.path)
             self._scan = None  # its tensors lie in the graphs' memory

@@ -12,7 +12,7 @@ from stand.gpu.packet import Field, Packet
 from stand.gpu.packing import StepArrays
 from stand.gpu.page_table import PageTable
 from stand.gpu.step_size import StepSize
-from stand.gpu.work_list import ITEM_FIELDS, Splitting
+from stand.gpu.work_list import ITEM_FIELDS
 
 
 class Trees(Protocol):
@@ -30,8 +30,8 @@ class StepPacket:
     token_ids, positions [M] int64; slots [M] int64: page * its size + slot in it; ancestors [M, W] int64: bit j is
     local node j; parents [M] int64 packed (roots and padding: themselves); depths, follows [M] int64; turns [M] int64:
     up to eight nodes of a row that can be settled at once, a byte each, and in its last word the number of turns;
-    offsets [B + 1] int32; lengths, cache_rows [B] int64; pages [B, T] int32: by cache row, see `PageTable`; items
-    [I, 8] and partial_starts [M + 1] int32: see `WorkList`; and what else is asked for.
+    offsets [B + 1] int32; lengths, cache_rows [B] int64; pages [B, T] int32: by cache row, see `PageTable`; for
+    tiling n of the size items_n [I, 8] and partial_starts_n [M + 1] int32: see `WorkList`; and what else is asked for.
     """
 
     def __init__(
@@ -39,7 +39,6 @@ class StepPacket:
         size: StepSize,
         device: torch.device,
         *,
-        splitting: Splitting,
         table: PageTable,
         more: Mapping[str, Field],
     ):
@@ -47,6 +46,14 @@ class StepPacket:
         num_tokens, num_rows = size.num_tokens, size.num_rows
         per_token, per_row = (np.int64, (num_tokens,)), (np.int64, (num_rows,))
         names = ("token_ids", "positions", "slots", "parents", "depths", "follows", "turns")
+        works = {
+            name: field
+            for number, num_items in enumerate(size.num_items)
+            for name, field in (
+                (f"items_{number}", (np.int32, (num_items, len(ITEM_FIELDS)))),
+                (f"partial_starts_{number}", (np.int32, (num_tokens + 1,))),
+            )
+        }
         self.size = size
         self._packet = Packet(
             {
@@ -56,19 +63,13 @@ class StepPacket:
                 "lengths": per_row,
                 "cache_rows": per_row,
                 "pages": (np.int32, table.numbers.shape),
-                "items": (np.int32, (size.num_items, len(ITEM_FIELDS))),
-                "partial_starts": (np.int32, (num_tokens + 1,)),
+                **works,
                 **more,
             },
             device,
         )
         self.host: Mapping[str, np.ndarray] = self._packet.host  # as `upload` sends them
-        self._arrays = StepArrays(
-            self.host,
-            tile_tokens=size.tile_tokens,
-            row_items=splitting.row_items,
-            shortest_split=splitting.shortest,
-        )
+        self._arrays = StepArrays(self.host, size.tilings)
 
     @property
     def device(self) -> Mapping[str, torch.Tensor]:

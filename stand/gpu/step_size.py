@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stand.gpu.work_list import Splitting
+from stand.gpu.work_list import Tiling
 
 WORD_BITS = 64
 MAX_ROW_NODES = 256  # a byte of a turn names one
@@ -22,9 +23,9 @@ class StepSize:
     """Capacities of a captured step; a smaller step is padded to them."""
 
     num_tokens: int  # M, packed tokens
-    num_items: int  # I, pieces of attention work
     num_rows: int  # B
-    tile_tokens: int  # tokens of a row that share a piece of attention work
+    tilings: tuple[Tiling, ...]  # of the pieces of attention work, for each kind of layers
+    num_items: tuple[int, ...]  # I, such pieces
     support_size: int = SUPPORT_SIZES[0]  # S, candidates per node, where the rule reads laws
 
     @classmethod
@@ -33,8 +34,7 @@ class StepSize:
         num_tokens: int,
         num_rows: int,
         *,
-        tile_tokens: int,
-        splitting: Splitting,
+        tilings: Sequence[Tiling],
         room: int,
         support_size: int = SUPPORT_SIZES[0],
     ) -> StepSize:
@@ -49,8 +49,8 @@ class StepSize:
                 "lower the budget or the number of rows, or wrap the model with backend='sdpa'"
             )
         size = NUM_TOKENS[bisect_left(NUM_TOKENS, num_tokens)]
-        items = splitting.most_items(size, num_rows, room, tile_tokens=tile_tokens)
-        return cls(size, items, num_rows, tile_tokens, support_size)
+        items = tuple(tiling.most_items(size, num_rows, room) for tiling in tilings)
+        return cls(size, num_rows, tuple(tilings), items, support_size)
 
     @staticmethod
     def covering_support(num_candidates: int) -> int:

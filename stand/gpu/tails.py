@@ -116,14 +116,11 @@ class Tails:
         return tuple(self._guessed.host[name][:count].reshape(shape).copy() for name in ("ids", "probs"))
 
     def _recorded_for(self, num_rows: int, table: PageTable) -> tuple[TailBody, Body]:
-        tile_tokens = self._output.tile_tokens(self._length)
-        splitting = self._output.splitting(tile_tokens)
-        size = StepSize.covering(
-            num_rows * self._length, self._num_rows, tile_tokens=tile_tokens, splitting=splitting, room=table.room
-        )
+        tilings = self._output.tilings(self._length)
+        size = StepSize.covering(num_rows * self._length, self._num_rows, tilings=tilings, room=table.room)
         if size not in self._recorded:
             ends = (np.int64, (-(-size.num_tokens // self._length),))
-            packet = StepPacket(size, self._device, splitting=splitting, table=table, more={"ends": ends})
+            packet = StepPacket(size, self._device, table=table, more={"ends": ends})
             packet.clear(table)
             body = TailBody(packet, table.cache, self._output, self._guessed)
             self._recorded[size] = body, self._runner.record_alone(body.run)

@@ -49,12 +49,19 @@ BLOCKS_16_BIT = {
     96: ((SMALL_32,), (Blocks(128, 64, 8, 3, 114688, 131072), Blocks(128, 32, 8, 3, 73728, 81920))),
     128: ((SMALL_32,), (Blocks(128, 64, 8, 3, 0, 131072), Blocks(128, 32, 8, 3, 73728, 81920))),
     256: ((Blocks(64, 32, 8, 3, 102400, 135168), Blocks(64, 32, 8, 2, 69632, 102400)),),
+    512: ((Blocks(64, 32, 8, 2, 135168, 200704), Blocks(64, 16, 8, 2, 100352, 133120)),),
 }
+# Keys of up to 256 numbers with values of up to 128: DeepSeek's 192 and 128.
+NARROW_VALUES_16_BIT = (
+    (Blocks(64, 32, 4, 3, 86016, 106496),),
+    (Blocks(128, 32, 8, 3, 122880, 139264), Blocks(128, 32, 8, 2, 98304, 114688)),
+)
 BLOCKS_FLOAT32 = {
     64: ((Blocks(64, 32, 4, 2, 41216, 41216),),),
     96: ((Blocks(64, 32, 8, 1, 65536, 65536),),),
     128: ((Blocks(64, 32, 8, 1, 65536, 65536),),),
     256: ((Blocks(64, 16, 8, 1, 98304, 98304),),),
+    512: ((Blocks(32, 16, 8, 1, 131072, 131072), Blocks(16, 16, 4, 1, 65536, 65536)),),
 }
 PAGE_SIZE = 64  # slots of a page of the cache: as many as the longest block of keys, so that a block lies in two pages
 LEAST_CAPABILITY = 80  # below, the compiler has no fitting matrix instructions and spills kilobytes
@@ -63,9 +70,12 @@ MOST_AT_ONCE = 2  # programs of a processor that split keys are meant for
 HOPPER = Limits(90, 227 * 1024)  # what the interpreter stands in for
 
 
-def blocks(num_rows: int, head_size: int, dtype: torch.dtype, *, limits: Limits = HOPPER) -> Blocks:
-    """The fixed sizes for tiles of `num_rows` query rows on a GPU of these limits. Raises ValueError where none fit."""
-    offered = _offered(head_size, dtype, limits)
+def blocks(
+    num_rows: int, head_size: int, dtype: torch.dtype, *, value_size: int | None = None, limits: Limits = HOPPER
+) -> Blocks:
+    """The fixed sizes for tiles of `num_rows` query rows on a GPU of these limits, for keys of `head_size` numbers and
+    values of `value_size`, default as many. Raises ValueError where none fit."""
+    offered = _offered(head_size, value_size or head_size, dtype, limits)
     fitting = [sizes for sizes in offered if sizes.rows >= num_rows]
     if not fitting:
         raise ValueError(
@@ -77,21 +87,29 @@ def blocks(num_rows: int, head_size: int, dtype: torch.dtype, *, limits: Limits 
 
 
 def tile_tokens(
-    tokens_per_row: int, groups: int, head_size: int, dtype: torch.dtype, *, limits: Limits = HOPPER
+    tokens_per_row: int,
+    groups: int,
+    head_size: int,
+    dtype: torch.dtype,
+    *,
+    value_size: int | None = None,
+    limits: Limits = HOPPER,
 ) -> int:
     """Tokens per item of the work list for rows of up to `tokens_per_row` tokens.
 
     Every tile reads all keys of its row, so the largest tile is best unless a smaller one holds a whole row. `groups`
     query heads share a key head and lie in the same tile. Raises ValueError when a tile cannot hold them.
     """
-    offered = _offered(head_size, dtype, limits)
+    offered = _offered(head_size, value_size or head_size, dtype, limits)
     num_rows = max(min(tokens_per_row * groups, offered[-1].rows), groups)
-    return blocks(num_rows, head_size, dtype, limits=limits).rows // groups
+    return blocks(num_rows, head_size, dtype, value_size=value_size, limits=limits).rows // groups
 
 
-def programs_at_once(num_rows: int, head_size: int, dtype: torch.dtype, *, limits: Limits = HOPPER) -> int:
+def programs_at_once(
+    num_rows: int, head_size: int, dtype: torch.dtype, *, value_size: int | None = None, limits: Limits = HOPPER
+) -> int:
     """Programs that a processor holds at once, with tiles of `num_rows` query rows. Raises ValueError as `blocks`."""
-    return limits.programs(blocks(num_rows, head_size, dtype, limits=limits))
+    return limits.programs(blocks(num_rows, head_size, dtype, value_size=value_size, limits=limits))
 
 
 def limits_of(device: torch.device) -> Limits:
@@ -109,18 +127,23 @@ def refusal(limits: Limits) -> str | None:
     return f"the kernels need compute capability 8.0 or higher, got {limits.capability // 10}.{limits.capability % 10}"
 
 
-def _offered(head_size: int, dtype: torch.dtype, limits: Limits) -> tuple[Blocks, ...]:
+def _offered(key_size: int, value_size: int, dtype: torch.dtype, limits: Limits) -> tuple[Blocks, ...]:
     """The tiles of the next larger size in the tables, each by its first choice that fits; small ones first."""
     table = {torch.float32: BLOCKS_FLOAT32, torch.float16: BLOCKS_16_BIT, torch.bfloat16: BLOCKS_16_BIT}.get(dtype, {})
+    head_size = max(key_size, value_size)
     fitting = [size for size in table if size >= head_size]
-    if not fitting or head_size < 1 or head_size % 16:
+    if not fitting or min(key_size, value_size) < 1 or key_size % 16 or value_size % 16:
         raise ValueError(
-            "tree attention needs float32, float16 or bfloat16 and a head size up to 256 that is a multiple of 16, "
-            f"got {dtype} and {head_size}; use the masked attention of stand.forward.tree_attention"
+            "tree attention needs float32, float16 or bfloat16 and head sizes up to 512 that are multiples of 16, "
+            f"got {dtype}, keys of {key_size} and values of {value_size}; use the masked attention of "
+            "stand.forward.tree_attention"
         )
+    tiles = table[min(fitting)]
+    if dtype.itemsize == 2 and 128 < key_size <= 256 and value_size <= 128:
+        tiles = NARROW_VALUES_16_BIT
     if obstacle := refusal(limits):
         raise ValueError(f"{obstacle}; use the masked attention of stand.forward.tree_attention")
-    choices = [[one for one in tile if 0 < limits.needs(one) <= limits.shared_bytes] for tile in table[min(fitting)]]
+    choices = [[one for one in tile if 0 < limits.needs(one) <= limits.shared_bytes] for tile in tiles]
     offered = tuple(tile[0] for tile in choices if tile)
     if not offered:
         raise ValueError(

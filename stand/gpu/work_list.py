@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from stand.gpu.packing import count_work, list_work
+from stand.gpu.packing import ListArrays, count_work
 
 ITEM_FIELDS = ("row_first", "q_first", "q_count", "cache_row", "length", "k_first", "k_end", "split")
 SPLIT_QUANTUM = 64  # slots; a split is a whole number of the kernel's key blocks
@@ -25,41 +25,58 @@ class Splitting:
     than `shortest` slots (a multiple of 64).
 
     One token behind 2,000 keys needs many short splits to occupy a GPU, 80 tokens behind 16,000 a few long ones: each
-    split writes a partial result per token, which is read again.
+    split writes a partial result per token, which is read again. Where tokens see positions above their own less
+    `window` alone (0: all of them), no split holds keys before the first of these, but for what its block takes along.
     """
 
     row_items: int
     shortest: int = SPLIT_QUANTUM
+    window: int = 0
 
     def __post_init__(self) -> None:
-        if self.row_items < 1 or self.shortest < 1 or self.shortest % SPLIT_QUANTUM:
+        if self.row_items < 1 or self.shortest < 1 or self.shortest % SPLIT_QUANTUM or self.window < 0:
             raise ValueError(
-                f"row_items must be at least 1 and shortest a positive multiple of {SPLIT_QUANTUM} slots, got "
-                f"{self.row_items} and {self.shortest}; take Splitting.filling"
+                f"row_items must be at least 1, shortest a positive multiple of {SPLIT_QUANTUM} slots and window not "
+                f"negative, got {self.row_items}, {self.shortest} and {self.window}; take Splitting.filling"
             )
 
     @classmethod
-    def filling(cls, device: torch.device, *, key_heads: int, num_rows: int, programs: int = 1) -> Splitting:
+    def filling(
+        cls, device: torch.device, *, key_heads: int, num_rows: int, programs: int = 1, window: int = 0
+    ) -> Splitting:
         """So that all rows of a call together give every processor so many programs (an item and a key head each)."""
         processors = INTERPRETED_PROCESSORS
         if device.type == "cuda":
             processors = torch.cuda.get_device_properties(device).multi_processor_count
-        return cls(max(programs * processors // (key_heads * num_rows), 1))
+        return cls(max(programs * processors // (key_heads * num_rows), 1), window=window)
 
     def most_splits(self, room: int) -> int:
         """Of a row of `room` slots, at most."""
-        return max(min(self.row_items, -(-room // self.shortest)), 1)
+        slots = min(room, self.window + SPLIT_QUANTUM) if self.window else room
+        return max(min(self.row_items, -(-slots // self.shortest)), 1)
 
-    def most_items(self, num_tokens: int, num_rows: int, room: int, *, tile_tokens: int) -> int:
-        """Items that `num_tokens` packed tokens of at most `num_rows` rows need at most."""
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How the work of attention layers of one kind is cut into items: tokens of a row that share one, and splits."""
+
+    tile_tokens: int
+    splitting: Splitting
+
+    def __post_init__(self) -> None:
+        if self.tile_tokens < 1:
+            raise ValueError(f"tile_tokens must be at least 1, got {self.tile_tokens}; take tiles.tile_tokens")
+
+    def most_items(self, num_tokens: int, num_rows: int, room: int) -> int:
+        """Items that `num_tokens` packed tokens of at most `num_rows` rows of `room` slots need at most."""
         rows = min(num_tokens, num_rows)
-        tiles = rows + (num_tokens - rows) // tile_tokens  # one token in each row, the rest in full tiles of any
-        return min(tiles + rows * self.row_items, tiles * self.most_splits(room))
+        tiles = rows + (num_tokens - rows) // self.tile_tokens  # one token in each row, the rest in full tiles of any
+        return min(tiles + rows * self.splitting.row_items, tiles * self.splitting.most_splits(room))
 
-    def most_partials(self, num_tokens: int, num_rows: int, room: int, *, tile_tokens: int) -> int:
+    def most_partials(self, num_tokens: int, num_rows: int, room: int) -> int:
         """Partial results of a head that `num_tokens` packed tokens of at most `num_rows` rows need at most."""
-        by_items = num_tokens + min(num_tokens, num_rows) * self.row_items * tile_tokens
-        return min(by_items, num_tokens * self.most_splits(room))
+        by_items = num_tokens + min(num_tokens, num_rows) * self.splitting.row_items * self.tile_tokens
+        return min(by_items, num_tokens * self.splitting.most_splits(room))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,42 +97,17 @@ class WorkList:
         offsets: np.ndarray,  # [B + 1] first packed token of each row, then their number M
         lengths: np.ndarray,  # [B] committed tokens per row
         cache_rows: np.ndarray,  # [B] where each row's keys are
-        *,
-        tile_tokens: int,
-        splitting: Splitting,
+        tiling: Tiling,
     ) -> WorkList:
         """Items ordered by row, split, tile: neighbours read the same keys while those are in the GPU's cache.
 
         The last split takes the row's own new tokens too, up to the last one that its tile can see (a parent comes
-        before its children). A row without new tokens has no items. `tile_tokens` >= 1 tokens share an item; raises
-        ValueError below.
+        before its children). A row without new tokens has no items.
         """
-        if tile_tokens < 1:
-            raise ValueError(f"tile_tokens must be at least 1, got {tile_tokens}; take tiles.tile_tokens")
         offsets = np.ascontiguousarray(offsets, dtype=np.int32)
         lengths = np.ascontiguousarray(lengths, dtype=np.int64)
         cache_rows = np.ascontiguousarray(cache_rows, dtype=np.int64)
-        count, _ = count_work(offsets, lengths, tile_tokens, splitting.row_items, splitting.shortest)
+        count, _ = count_work(offsets, lengths, tiling)
         work = cls(np.empty((count, len(ITEM_FIELDS)), dtype=np.int32), np.empty(offsets[-1] + 1, dtype=np.int32))
-        work.list(offsets, lengths, cache_rows, tile_tokens=tile_tokens, splitting=splitting, num_used=0)
+        ListArrays(work.items, work.partial_starts, tiling).list(offsets, lengths, cache_rows)
         return work
-
-    def list(
-        self,
-        offsets: np.ndarray,
-        lengths: np.ndarray,
-        cache_rows: np.ndarray,
-        *,
-        tile_tokens: int,
-        splitting: Splitting,
-        num_used: int,
-    ) -> int:
-        """Fill these arrays, which may be larger, as `build` does; the number of items, `num_used` of the next call.
-
-        offsets int32, lengths and cache_rows int64, contiguous. Items from the last one up to `num_used` become zero,
-        and tokens of padding have no partial results. Raises ValueError where the list does not fit.
-        """
-        return list_work(
-            offsets, lengths, cache_rows, tile_tokens, splitting.row_items, splitting.shortest,
-            out_items=self.items, out_partial_starts=self.partial_starts, num_used=num_used,
-        )  # fmt: skip

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from fake_cuda import fake_cuda, mirrored, onto_fake_device  # noqa: E402
 from nearest_bfloat16 import nearest_bfloat16  # noqa: E402
+from page_tables import alike  # noqa: E402
 from tiny_models import CONFIGS  # noqa: E402
 from torch._subclasses.fake_tensor import DataDependentOutputException  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -62,8 +63,8 @@ def cache_for(model, device="cpu") -> DeviceCache:
     config = model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return DeviceCache(
-        layers=range(config.num_hidden_layers), num_pages=NUM_ROWS, num_heads=config.num_key_value_heads,
-        page_size=ROOM, head_size=size, dtype=model.dtype, device=torch.device(device),
+        layers=alike(range(config.num_hidden_layers), config.num_key_value_heads, size), num_pages=NUM_ROWS,
+        page_size=ROOM, dtype=model.dtype, device=torch.device(device),
     )  # fmt: skip
 
 
@@ -86,7 +87,7 @@ def packed_forwards(model) -> tuple[torch.Tensor, torch.Tensor]:
                 stand_mask=seen & same_row, **{cache_argument(model): cache},
             )  # fmt: skip
             logits.append(output.logits[0])
-    return torch.cat(logits), cache.storage
+    return torch.cat(logits), cache.blocks[0]
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:

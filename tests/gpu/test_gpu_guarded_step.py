@@ -7,11 +7,13 @@ import torch
 pytest.importorskip("triton")
 
 from failures import failing_after  # noqa: E402
+from page_tables import alike  # noqa: E402
 from plain_kernels import use_plain_kernels  # noqa: E402
 from tiny_models import kernel_model  # noqa: E402
 
 import stand  # noqa: E402
 from stand.backend import CapturedBackend  # noqa: E402
+from stand.forward.key_shape import LayerKeys  # noqa: E402
 from stand.gpu import page_table  # noqa: E402
 from stand.gpu.captured_step import CapturedStep  # noqa: E402
 from stand.gpu.device_cache import DeviceCache  # noqa: E402
@@ -129,11 +131,14 @@ def test_an_error_that_the_device_does_not_survive_is_raised(plain_kernels, monk
 
 
 def small_cache(num_pages=6):
+    """Two layers alike, and one with values narrower than keys."""
+    layers = [*alike([0, 1], 1, 4), (2, LayerKeys(2, 3, 2))]
     cache = DeviceCache(
-        layers=[0, 1], num_pages=num_pages, num_heads=1, page_size=4, head_size=4, dtype=torch.float32,
-        device=torch.device("cpu"),
-    )  # fmt: skip
-    cache.storage.copy_(torch.arange(cache.storage.numel()).view(cache.storage.shape))
+        layers=layers, num_pages=num_pages, page_size=4, dtype=torch.float32, device=torch.device("cpu")
+    )
+    for block in cache.blocks:
+        block.copy_(torch.arange(block.numel()).view(block.shape))
+    assert [tuple(block.shape) for block in cache.blocks] == [(4, 7, 1, 4, 4), (1, 7, 2, 4, 3), (1, 7, 2, 4, 2)]
     return cache
 
 
@@ -143,10 +148,11 @@ def test_growth_keeps_the_keys_with_room_for_both_blocks_or_for_one(monkeypatch,
 
     cache, answers = small_cache(), iter([left, 1e9])
     monkeypatch.setattr(device_cache, "_free_bytes", lambda device: next(answers))
-    before = cache.storage
+    before = cache.blocks
     cache.grow(10)
-    assert cache.num_pages == 10 and torch.equal(cache.storage[:, :, :6], before[:, :, :6])
-    assert not cache.storage[:, :, 6:].any() and cache.spare_slot == 43
+    assert cache.num_pages == 10 and cache.spare_slot == 43
+    for block, own in zip(cache.blocks, before, strict=True):
+        assert torch.equal(block[:, :6], own[:, :6]) and not block[:, 6:].any()
 
 
 def test_growth_that_fails_leaves_the_keys(monkeypatch):
@@ -154,10 +160,10 @@ def test_growth_that_fails_leaves_the_keys(monkeypatch):
 
     cache = small_cache()
     monkeypatch.setattr(device_cache, "_free_bytes", lambda device: 100)
-    before = cache.storage.clone()
+    before = [block.clone() for block in cache.blocks]
     with pytest.raises(MemoryError, match="must fit into the device's free memory"):
         cache.grow(10)
-    assert torch.equal(cache.storage, before)
+    assert all(map(torch.equal, cache.blocks, before))
 
 
 def test_the_step_before_gives_its_memory_back_before_the_next_one_takes_some(plain_kernels, monkeypatch):

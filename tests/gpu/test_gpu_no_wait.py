@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 from fake_cuda import fake_cuda, mirrored, onto_fake_device  # noqa: E402
 from no_host_copy import HostCopyError, NoHostCopy  # noqa: E402
 from no_kernel import Launches  # noqa: E402
+from page_tables import alike  # noqa: E402
 from plain_streams import random_streams  # noqa: E402
 from recurrent_models import RECURRENT, new_recurrent_model, recurrent_kernel_model  # noqa: E402
 from tiny_models import CONFIGS, kernel_model  # noqa: E402
@@ -98,9 +99,9 @@ def fake_table(config, dtype: torch.dtype, layers: Sequence[int] = (), states: d
             *[torch.zeros(NUM_ROWS, *shape, dtype=kind, device="cuda") for shape, kind in kept]
         )
     cache = DeviceCache(
-        layers=layers or range(config.num_hidden_layers), num_pages=NUM_ROWS * ROOM // PAGE_SIZE,
-        num_heads=config.num_key_value_heads, page_size=PAGE_SIZE, head_size=64, dtype=dtype,
-        device=torch.device("cuda"), recurrent=recurrent,
+        layers=alike(layers or range(config.num_hidden_layers), config.num_key_value_heads, 64),
+        num_pages=NUM_ROWS * ROOM // PAGE_SIZE, page_size=PAGE_SIZE, dtype=dtype, device=torch.device("cuda"),
+        recurrent=recurrent,
     )  # fmt: skip
     return PageTable(cache, num_places=NUM_ROWS, width=ROOM // PAGE_SIZE)
 
@@ -119,9 +120,8 @@ def run_body(
         table = fake_table(fake.config, dtype, *kept)
         verification = GreedyRule() if law.is_greedy else RULES[rule]()
         output = StepOutput(fake, num_rows)
-        size = StepSize.covering(13, num_rows, tile_tokens=8, splitting=output.splitting(8), room=ROOM)
-        asked = {"splitting": output.splitting(8), "table": table}
-        filled = StepPacket(size, device, more=verification.fields(size), **asked)
+        size = StepSize.covering(13, num_rows, tilings=output.tilings(8), room=ROOM)
+        filled = StepPacket(size, device, more=verification.fields(size), table=table)
         body = StepBody(fake, table.cache, TargetLaw(law), verification, filled, output)
         with ExitStack() as stack:
             stack.enter_context(tree_attention(fake, KERNEL_ATTENTION_NAME))
@@ -310,9 +310,8 @@ def run_tail(monkeypatch, *, restricted: bool) -> None:
         if restricted:
             streams.vocabulary = torch.empty(20, dtype=torch.int64, device="cuda")
         table, output = fake_table(fake.config, torch.float32), StepOutput(fake, NUM_ROWS, rider=drafter.rider)
-        size = StepSize.covering(13, NUM_ROWS, tile_tokens=8, splitting=output.splitting(8), room=ROOM)
-        asked = {"splitting": output.splitting(8), "table": table}
-        packet = StepPacket(size, torch.device("cuda"), more={}, **asked)
+        size = StepSize.covering(13, NUM_ROWS, tilings=output.tilings(8), room=ROOM)
+        packet = StepPacket(size, torch.device("cuda"), more={}, table=table)
         runner = SimpleNamespace(record_alone=lambda body: body)
         with tree_attention(fake, KERNEL_ATTENTION_NAME):
             StepBody(fake, table.cache, TargetLaw(LAWS["plain"]), GreedyRule(), packet, output).forward()

@@ -11,7 +11,7 @@ from stand.forward.packed_plan import StepPlan
 from stand.gpu.packet import Packet
 from stand.gpu.packing import StepArrays, kept_paths, outgrown
 from stand.gpu.step_size import MAX_ROW_NODES, NUM_TOKENS, StepSize
-from stand.gpu.work_list import Splitting
+from stand.gpu.work_list import Splitting, Tiling, WorkList
 from stand.trees import DraftBatch, DraftTree
 from stand.verifiers import Verdicts
 from stand.verifiers.schedule import packed_parents
@@ -19,6 +19,7 @@ from stand.verifiers.schedule import packed_parents
 PAGE, WIDTH = 64, 64
 ROOM = PAGE * WIDTH
 SPARE = 10**6
+TILINGS = (Tiling(8, Splitting(3)), Tiling(3, Splitting(2, window=100)))  # two kinds of layers
 HEAP = heap_parents(20)
 
 
@@ -32,8 +33,8 @@ def empty_arrays(size):
         "lengths": np.zeros(num_rows, dtype=np.int64),
         "cache_rows": np.zeros(num_rows, dtype=np.int64),
         "pages": np.zeros((num_rows, WIDTH), dtype=np.int32),
-        "items": np.zeros((size.num_items, 8), dtype=np.int32),
-        "partial_starts": np.zeros(num_tokens + 1, dtype=np.int32),
+        **{f"items_{place}": np.zeros((count, 8), dtype=np.int32) for place, count in enumerate(size.num_items)},
+        **{f"partial_starts_{place}": np.zeros(num_tokens + 1, dtype=np.int32) for place in range(len(size.tilings))},
     }
 
 
@@ -51,12 +52,12 @@ def fill(arrays, batch, lengths, cache_rows, num_rows, ends=ROOM):
 
 def packed(batch, lengths, cache_rows, size):
     out = empty_arrays(size)
-    fill(StepArrays(out, tile_tokens=8, row_items=3, shortest_split=64), batch, lengths, cache_rows, size.num_rows)
+    fill(StepArrays(out, size.tilings), batch, lengths, cache_rows, size.num_rows)
     return out
 
 
 def covering(num_tokens, num_rows):
-    return StepSize.covering(num_tokens, num_rows, tile_tokens=8, splitting=Splitting(3), room=ROOM)
+    return StepSize.covering(num_tokens, num_rows, tilings=TILINGS, room=ROOM)
 
 
 def bits(words, width):
@@ -89,7 +90,7 @@ def test_arrays_equal_the_eager_plan(seed):
 
 def test_padding_writes_to_the_spare_slot_and_sees_nothing():
     batch = DraftBatch.concatenate([DraftTree.chain([3, 4, 5])])
-    out = packed(batch, [10], [0], StepSize(8, 16, 2, 8))
+    out = packed(batch, [10], [0], StepSize(8, 2, TILINGS, (16, 16)))
     assert set(out["slots"][3:]) == {SPARE}
     assert not out["ancestors"][3:].any()
     assert not out["follows"][3:].any()
@@ -183,9 +184,9 @@ def test_long_rows_use_several_words():
 @pytest.mark.parametrize(
     ("count", "length", "size", "match"),
     [
-        (9, 0, StepSize(8, 16, 1, 8), "take a larger step size"),
-        (MAX_ROW_NODES + 1, 0, StepSize(512, 16, 1, 8), "lower the budget"),
-        (4, ROOM - 3, StepSize(8, 16, 1, 8), "take further pages first"),
+        (9, 0, StepSize(8, 1, TILINGS, (16, 16)), "take a larger step size"),
+        (MAX_ROW_NODES + 1, 0, StepSize(512, 1, TILINGS, (16, 16)), "lower the budget"),
+        (4, ROOM - 3, StepSize(8, 1, TILINGS, (16, 16)), "take further pages first"),
     ],
 )
 def test_what_does_not_fit_is_refused(count, length, size, match):
@@ -202,8 +203,8 @@ def test_the_last_slot_of_the_last_page_is_used():
 
 
 def test_a_table_of_another_shape_is_refused():
-    batch, size = DraftBatch.concatenate([DraftTree.chain([3])]), StepSize(8, 16, 1, 8)
-    arrays = StepArrays(empty_arrays(size), tile_tokens=8, row_items=3, shortest_split=64)
+    batch, size = DraftBatch.concatenate([DraftTree.chain([3])]), StepSize(8, 1, TILINGS, (16, 16))
+    arrays = StepArrays(empty_arrays(size), size.tilings)
     with pytest.raises(ValueError, match="record the step anew"):
         fill(arrays, batch, [0], [0], 2)
 
@@ -214,11 +215,22 @@ def test_rows_that_outgrow_their_pages_are_found():
     assert outgrown(lengths, offsets, places, ends) == [0, 2]
 
 
+def test_every_kind_of_layers_has_its_work_list():
+    batch = case(1, "sampled")[0]
+    lengths, cache_rows = np.arange(len(batch)) * 90 + 70, np.arange(len(batch))
+    out = packed(batch, lengths, cache_rows, covering(batch.num_nodes, len(batch)))
+    for place, tiling in enumerate(TILINGS):
+        work = WorkList.build(batch.offsets, lengths, cache_rows, tiling)
+        assert np.array_equal(out[f"items_{place}"][: len(work.items)], work.items)
+        assert not out[f"items_{place}"][len(work.items) :].any()
+        assert np.array_equal(out[f"partial_starts_{place}"][: len(work.partial_starts)], work.partial_starts)
+
+
 def test_step_sizes_cover_and_refuse():
     for count in (1, 2, 100, 512):
         size = covering(count, 4)
         assert size.num_tokens >= count and size.num_tokens in NUM_TOKENS
-        assert size.num_items == Splitting(3).most_items(size.num_tokens, 4, ROOM, tile_tokens=8)
+        assert size.num_items == tuple(tiling.most_items(size.num_tokens, 4, ROOM) for tiling in TILINGS)
     with pytest.raises(ValueError, match="backend='sdpa'"):
         covering(513, 1)
 
@@ -226,7 +238,7 @@ def test_step_sizes_cover_and_refuse():
 def test_a_step_after_a_larger_one_equals_a_first_step():
     size = covering(90, 6)
     used = empty_arrays(size)
-    arrays = StepArrays(used, tile_tokens=8, row_items=3, shortest_split=64)
+    arrays = StepArrays(used, size.tilings)
     for seed in (2, 0, 1, 0):
         batch = case(seed, "sampled")[0]
         lengths, rows = np.arange(len(batch)) * 90 + 5 * seed, np.arange(len(batch))
@@ -235,7 +247,7 @@ def test_a_step_after_a_larger_one_equals_a_first_step():
         assert all(np.array_equal(used[name], fresh[name]) for name in used if name != "pages")
         for row, end in enumerate(lengths + np.diff(batch.offsets)):  # what is behind is never read
             assert np.array_equal(used["pages"][row, : -(-end // PAGE)], fresh["pages"][row, : -(-end // PAGE)])
-        assert used["items"].any()
+        assert used["items_0"].any() and used["items_1"].any()
 
 
 def test_a_packet_carries_every_field():

@@ -152,7 +152,9 @@ def test_a_pool_that_memory_limits_serves_the_next_call_too(monkeypatch, family)
     page, own = 64 * key_shape(model).token_bytes, 8 * key_shape(model).row_bytes
 
     def left(device):
-        return (14 * page + own - sum(cache.storage.nbytes + own for cache in caches[:1])) / memory.SHARE
+        return (
+            14 * page + own - sum(sum(block.nbytes for block in cache.blocks) + own for cache in caches[:1])
+        ) / memory.SHARE
 
     monkeypatch.setattr(memory, "available_bytes", left)
     for _ in range(2):
@@ -252,5 +254,5 @@ def test_a_table_of_its_own_shares_nothing():
         table.enter(place, row, keys, before_moving=lambda: moved.append(1))
     assert moved and cache.num_pages == 4 and sorted(table.numbers[:, :2].flatten().tolist()) == [0, 1, 2, 3]
     for place in (0, 1):
-        pages = cache.storage[0, 0, table.numbers[place, :2]].transpose(0, 1).flatten(1, 2)
+        pages = cache.blocks[0][0, table.numbers[place, :2]].transpose(0, 1).flatten(1, 2)
         assert torch.equal(pages[:, :75], keys.keys[0][0, :, :75])

@@ -38,7 +38,7 @@ from stand.gpu.kernels.race import race  # noqa: E402
 from stand.gpu.kernels.traverse import traverse  # noqa: E402
 from stand.gpu.step_packet import StepPacket  # noqa: E402
 from stand.gpu.step_size import StepSize  # noqa: E402
-from stand.gpu.work_list import Splitting  # noqa: E402
+from stand.gpu.work_list import Splitting, Tiling  # noqa: E402
 from stand.trees import DraftBatch, DraftTree  # noqa: E402
 from stand.verifiers import VerifierNoise  # noqa: E402
 from stand.verifiers.draw import tokens_at  # noqa: E402
@@ -145,9 +145,9 @@ def decided(world, listed, probs: torch.Tensor, draw: np.ndarray) -> list[tuple[
     """
     batch, rule = pack(world, listed), MatchRule()
     lengths, rows = np.full(len(batch), 9, dtype=np.int64), np.arange(len(batch), dtype=np.int64)
-    size = StepSize(batch.num_nodes, 4 * len(batch), len(batch), 8)
+    size = StepSize(batch.num_nodes, len(batch), (Tiling(8, Splitting(1)),), (4 * len(batch),))
     table = one_page_each(len(batch))
-    packet = StepPacket(size, torch.device("cpu"), splitting=Splitting(1), table=table, more=rule.fields(size))
+    packet = StepPacket(size, torch.device("cpu"), table=table, more=rule.fields(size))
     noise = VerifierNoise(seed=1, rows=rows, steps=rows, positions=rows)
     packet.fill(batch, lengths, rows, table)
     rule.fill(packet.host, batch, noise)

@@ -16,7 +16,7 @@ from stand.gpu.device_rule import CoupledRule, GreedyRule, MatchRule, TraversalR
 from stand.gpu.packing import kept_paths  # noqa: E402
 from stand.gpu.step_packet import StepPacket  # noqa: E402
 from stand.gpu.step_size import StepSize  # noqa: E402
-from stand.gpu.work_list import Splitting  # noqa: E402
+from stand.gpu.work_list import Splitting, Tiling  # noqa: E402
 from stand.trees import DraftBatch, DraftTree  # noqa: E402
 from stand.verifiers import TargetRows, VerifierNoise, get_verifier  # noqa: E402
 from stand.verifiers.schedule import packed_parents  # noqa: E402
@@ -34,9 +34,9 @@ def decide(rule, batch, probs, noise, *, spare_rows=2, spare_tokens=True, suppor
     """(accepted paths, next tokens) by the device rule on a padded packet."""
     lengths = np.arange(len(batch), dtype=np.int64) + 20
     count = batch.num_nodes + (3 if spare_tokens else 0)
-    size = StepSize(count, 128, len(batch) + spare_rows, 8, support_size)
+    size = StepSize(count, len(batch) + spare_rows, (Tiling(8, Splitting(1)),), (128,), support_size)
     table = one_page_each(len(batch) + spare_rows)
-    packet = StepPacket(size, CPU, splitting=Splitting(1), table=table, more=rule.fields(size))
+    packet = StepPacket(size, CPU, table=table, more=rule.fields(size))
     packet.fill(batch, lengths, np.arange(len(batch), dtype=np.int64), table)
     rule.fill(packet.host, batch, noise)
     packet.upload()

@@ -70,10 +70,10 @@ def test_the_whole_check_passes(plain_kernels, roomy, rule):
 def test_the_whole_check_is_larger_than_a_tile_a_split_and_a_word(roomy):
     size = FULL.within(2048)
     step = step_body.StepOutput(roomy, num_rows=2)
-    assert max(size.nodes) > 64 and max(size.nodes) > step.tile_tokens(max(size.nodes))
+    (tiling,) = step.tilings(max(size.nodes))
+    assert max(size.nodes) > 64 and max(size.nodes) > tiling.tile_tokens
     assert max(size.lengths) > 512
-    splitting = step.splitting(step.tile_tokens(max(size.nodes)))
-    assert splitting.most_splits(max(size.lengths)) > 1
+    assert tiling.splitting.most_splits(max(size.lengths)) > 1
     assert FULL.within(100).lengths == (30, 6) and FULL.within(None).lengths == FULL.lengths
 
 

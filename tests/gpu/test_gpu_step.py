@@ -224,7 +224,7 @@ def test_fewer_rows_have_the_splits_of_a_call_of_their_own(plain_kernels):
     for num_rows in (8, 1, 2, 8):
         engine.generate(**settings, num_return_sequences=num_rows)
         output = engine.backend._previous.captured._output
-        items.append(output.splitting(output.tile_tokens(1)).row_items)
+        items.append(output.tilings(1)[0].splitting.row_items)
     assert items == [1, 8, 4, 1]  # of two programs on each of eight processors, and two key heads
     step = engine.backend._previous.captured
     engine.generate(**settings, num_return_sequences=7)

@@ -17,10 +17,11 @@ LIMITS = {  # shared memory that one program may have
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_tile_fits_the_gpu(limits, dtype):
-    for head_size in (16, 64, 80, 96, 128, 192, 256):
-        for groups in (1, 7, 64):
-            rows = tile_tokens(1000, groups, head_size, dtype, limits=limits) * groups
-            sizes = blocks(rows, head_size, dtype, limits=limits)
+    for head_size, value_size in (*((size, size) for size in (16, 64, 80, 96, 128, 192, 256, 512)), (192, 128)):
+        for groups in (1, 7, 8 if (head_size, dtype) == (512, torch.float32) else 64):
+            asked = {"value_size": value_size, "limits": limits}
+            rows = tile_tokens(1000, groups, head_size, dtype, **asked) * groups
+            sizes = blocks(rows, head_size, dtype, **asked)
             assert sizes.rows >= rows and 64 % sizes.keys == 0
             assert 0 < limits.needs(sizes) <= limits.shared_bytes
 
@@ -51,8 +52,13 @@ def test_tiles_by_rows_and_groups():
     assert tile_tokens(80, 2, 256, torch.bfloat16) == 32
     assert tile_tokens(1, 71, 64, torch.bfloat16) == 1
     assert tile_tokens(64, 1, 112, torch.float16) == 64
+    assert tile_tokens(80, 8, 512, torch.bfloat16) == 8
+    assert [tile_tokens(80, 1, 192, torch.bfloat16, value_size=size) for size in (128, 192)] == [128, 64]
     with pytest.raises(ValueError, match="at most 64 query rows"):
         tile_tokens(1, 71, 64, torch.float32)
+    for sizes in ((528, 528), (192, 100), (100, 192)):
+        with pytest.raises(ValueError, match="head sizes up to 512 that are multiples of 16"):
+            blocks(16, sizes[0], torch.bfloat16, value_size=sizes[1])
 
 
 def test_two_programs_share_a_processor_where_registers_and_shared_memory_allow():

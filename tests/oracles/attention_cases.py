@@ -7,7 +7,7 @@ import torch
 
 from stand.gpu.kernels.attention import tree_attention
 from stand.gpu.tiles import tile_tokens
-from stand.gpu.work_list import Splitting, WorkList
+from stand.gpu.work_list import Splitting, Tiling, WorkList
 
 SPLIT = 64
 MANY = 10**6  # items per row: every split is as short as allowed
@@ -19,7 +19,7 @@ class Case:
 
     query: torch.Tensor  # [M, H, D]
     keys: torch.Tensor  # [R, Hkv, S, D]
-    values: torch.Tensor
+    values: torch.Tensor  # [R, Hkv, S, E]
     sees: list[np.ndarray]  # per row [n, n] bool
     lengths: np.ndarray  # [B]
     cache_rows: np.ndarray  # [B]
@@ -54,8 +54,9 @@ def bit_words(sees: list[np.ndarray], num_tokens: int) -> torch.Tensor:
 
 
 def make_case(
-    counts, lengths, *, heads=2, groups=2, size=64, dtype=torch.float32, seed=0, padding=0, chains=False, room=None
-) -> Case:
+    counts, lengths, *, heads=2, groups=2, size=64, value_size=None, dtype=torch.float32, seed=0, padding=0,
+    chains=False, room=None,
+) -> Case:  # fmt: skip
     generator = np.random.default_rng(seed)
     torch.manual_seed(seed)
     parents = [np.arange(count) - 1 if chains else random_parents(generator, count) for count in counts]
@@ -70,7 +71,7 @@ def make_case(
     return Case(
         query=torch.randn(num_tokens, heads, size).to(dtype),
         keys=torch.randn(shape).to(dtype),
-        values=torch.randn(shape).to(dtype),
+        values=torch.randn(*shape[:3], value_size or size).to(dtype),
         sees=sees,
         lengths=lengths,
         cache_rows=generator.permutation(shape[0])[: len(counts)],
@@ -82,18 +83,18 @@ def make_case(
 
 def run(
     case: Case, *, tile=None, split_length=SPLIT, row_items=MANY, spare_items=5, order=None, pages=None,
-    has_room=True, **options,
+    has_room=True, is_cut=True, **options,
 ) -> torch.Tensor:  # fmt: skip
     """The kernel on a padded work list with scratch full of NaN, so that nothing unwritten can be read unnoticed.
 
     order: of the items, a permutation's seed or -1 for backwards; pages: the table, where a row's keys are not one
-    piece; has_room: for partial results.
+    piece; has_room: for partial results; is_cut: whether the list begins where a window does.
     """
-    num_tokens, heads, size = case.query.shape
+    (num_tokens, heads, size), value_size = case.query.shape, case.values.shape[3]
     groups = heads // case.keys.shape[1]
-    tile = tile or tile_tokens(int(np.diff(case.offsets).max()), groups, size, case.query.dtype)
-    splitting = Splitting(row_items, split_length)
-    work = WorkList.build(case.offsets, case.lengths, case.cache_rows, tile_tokens=tile, splitting=splitting)
+    tile = tile or tile_tokens(int(np.diff(case.offsets).max()), groups, size, case.query.dtype, value_size=value_size)
+    tiling = Tiling(tile, Splitting(row_items, split_length, options.get("window", 0) if is_cut else 0))
+    work = WorkList.build(case.offsets, case.lengths, case.cache_rows, tiling)
     items, count = np.zeros((len(work.items) + spare_items, 8), dtype=np.int32), len(work.items)
     shuffled = slice(None, None, order) if order in (None, -1) else np.random.default_rng(order).permutation(count)
     items[:count] = work.items[shuffled]
@@ -109,7 +110,7 @@ def run(
         case.positions,
         torch.from_numpy(items),
         torch.from_numpy(starts),
-        torch.full((room, heads, size), float("nan")),
+        torch.full((room, heads, value_size), float("nan")),
         torch.full((room, heads), float("nan")),
         options.pop("scale", size**-0.5),
         tile,
@@ -119,10 +120,10 @@ def run(
 
 
 def expected(case: Case, *, scale=None, window=0, softcap=0.0, sinks=None) -> torch.Tensor:
-    """[M, H, D] float64: one explicit softmax per token and head over exactly the slots that it sees."""
+    """[M, H, E] float64: one explicit softmax per token and head over exactly the slots that it sees."""
     num_tokens, heads, size = case.query.shape
     groups = heads // case.keys.shape[1]
-    result = torch.zeros(num_tokens, heads, size, dtype=torch.float64)
+    result = torch.zeros(num_tokens, heads, case.values.shape[3], dtype=torch.float64)
     positions = case.positions.numpy()
     for row, (length, first, end) in enumerate(zip(case.lengths, case.offsets, case.offsets[1:], strict=False)):
         for token in range(first, end):
@@ -138,10 +139,10 @@ def expected(case: Case, *, scale=None, window=0, softcap=0.0, sinks=None) -> to
             if sinks is not None:
                 scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
             weights = torch.softmax(scores, dim=1)[:, : len(slots)]
-            result[token] = torch.einsum("hs,hsd->hd", weights, values)
+            result[token] = torch.einsum("hs,hse->he", weights, values)
     return result
 
 
 def difference(case: Case, **options) -> float:
-    own = {key: options.pop(key) for key in ("tile", "split_length", "row_items") if key in options}
+    own = {key: options.pop(key) for key in ("tile", "split_length", "row_items", "is_cut") if key in options}
     return float((run(case, **own, **options).double() - expected(case, **options)).abs().max())

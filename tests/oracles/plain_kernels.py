@@ -32,7 +32,7 @@ def tree_attention(
     tile_tokens, window=0, softcap=0.0, sinks=None,
 ):  # fmt: skip
     """All rows at once, as wide as the widest."""
-    mixed = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    mixed = query.new_zeros(*query.shape[:2], values.shape[3])
     starts = partial_starts.tolist()
     last = [item for item in items.tolist() if item[2] and item[7] == starts[item[1] + 1] - starts[item[1]] - 1]
     if not last:
@@ -58,7 +58,7 @@ def tree_attention(
         beside = sinks.view(*asked.shape[1:3], 1, 1).expand(len(last), -1, -1, len(nodes), 1)
         scores = torch.cat([scores, beside], -1)
     weights = torch.softmax(scores, -1)[..., : len(slots)]
-    found = (weights.flatten(2, 3) @ value).view_as(asked).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    found = (weights.flatten(2, 3) @ value).unflatten(2, asked.shape[2:4]).permute(0, 3, 1, 2, 4).flatten(2, 3)
     mixed[own[is_node]] = found[is_node]
     return mixed
 
@@ -71,7 +71,7 @@ def rows_of(states, pages, end):
 
 
 def compact(storage, pages, cache_rows, lengths, path) -> None:
-    size, is_kept = storage.shape[3], path >= 0
+    size, is_kept = storage.shape[3], path >= 0  # [C, P, Hkv, S, D]
     rows, _ = torch.nonzero(is_kept, as_tuple=True)
     ranks = (is_kept.cumsum(1) - 1)[is_kept]
     slots = lengths[rows] + 1 + ranks, lengths[rows] + path[is_kept]

@@ -101,22 +101,50 @@ def _pages_at(row_pages, start, last, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.const
 
 
 @triton.jit
+def _block_offsets(
+    start, columns, near, far, PAGE_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    IS_PAGED: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_N, BLOCK_D] where a block of slots from `start` lies in the pool, in pages `near` and `far`."""
+    cells = columns[:, None] * SLOT_STRIDE + tl.arange(0, BLOCK_D)[None, :]
+    if IS_PAGED:
+        inner = start % PAGE_SIZE
+        jump = (far - near).to(tl.int64) * PAGE_STRIDE - PAGE_SIZE * SLOT_STRIDE
+        offsets = near.to(tl.int64) * PAGE_STRIDE + inner * SLOT_STRIDE + cells
+        # By `tl.where` Triton 3.8 and 3.9 would not know that 16 bytes lie together, and copy nothing ahead.
+        offsets += ((inner + columns >= PAGE_SIZE).to(tl.int64) * jump)[:, None]
+    else:
+        offsets = near.to(tl.int64) * PAGE_STRIDE + start.to(tl.int64) * SLOT_STRIDE + cells
+    return offsets
+
+
+@triton.jit
+def _real_cells(inside, SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Which of a block's cells hold numbers, where `inside` says it of its rows: padding to a power of two does not."""
+    real = inside[:, None]
+    if BLOCK_D != SIZE:
+        real = real & (tl.arange(0, BLOCK_D) < SIZE)[None, :]
+    return real
+
+
+@triton.jit
 def _attend_keys(
     queries, keys, values, row_pages, ancestors, positions, packed, in_tile, row_first, length, first, k_end, blind,
-    highest, mass, scale, softcap, PAGE_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    IS_PAGED: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    highest, mass, scale, softcap, PAGE_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr,
+    VALUE_PAGE_STRIDE: tl.constexpr, VALUE_SLOT_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, IS_PAGED: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_E: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """(accumulator [BLOCK_M, BLOCK_D], highest [BLOCK_M], mass [BLOCK_M]) of a tile over slots [first, k_end), the
+    """(accumulator [BLOCK_M, BLOCK_E], highest [BLOCK_M], mass [BLOCK_M]) of a tile over slots [first, k_end), the
     latter two beginning with what is given.
 
     Blocks of committed keys, then blocks of new tokens from the first one on: a block of at most 64 tokens needs a
     single word of ancestors, and only these and the last committed block need a mask at all. No block is longer than a
     page, so it lies in two at most; which ones is read while the block before is computed.
     """
-    sizes, columns = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
-    cells = columns[:, None] * SLOT_STRIDE + sizes[None, :]
-    accumulator = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    columns = tl.arange(0, BLOCK_N)
+    accumulator = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     unit = _score_unit(scale, softcap, HAS_SOFTCAP)
     prefix_end = tl.minimum(k_end, length)
     num_prefix_blocks = tl.cdiv(tl.maximum(prefix_end - first, 0), BLOCK_N)
@@ -128,21 +156,15 @@ def _attend_keys(
         end = tl.where(is_tail, k_end, prefix_end)
         slots = start + columns
         inside = slots < end
-        real = inside[:, None]
-        if BLOCK_D != HEAD_SIZE:
-            real = real & (sizes < HEAD_SIZE)[None, :]
+        key_cells = _block_offsets(start, columns, near, far, PAGE_STRIDE, SLOT_STRIDE, PAGE_SIZE, IS_PAGED, BLOCK_D)
+        value_cells = _block_offsets(
+            start, columns, near, far, VALUE_PAGE_STRIDE, VALUE_SLOT_STRIDE, PAGE_SIZE, IS_PAGED, BLOCK_E
+        )
         if IS_PAGED:
-            inner = start % PAGE_SIZE
-            jump = (far - near).to(tl.int64) * PAGE_STRIDE - PAGE_SIZE * SLOT_STRIDE
-            offsets = near.to(tl.int64) * PAGE_STRIDE + inner * SLOT_STRIDE + cells
-            # By `tl.where` Triton 3.8 and 3.9 would not know that 16 bytes lie together, and copy nothing ahead.
-            offsets += ((inner + columns >= PAGE_SIZE).to(tl.int64) * jump)[:, None]
             _, _, coming = _block_of_keys(block + 1, num_prefix_blocks, first, length, BLOCK_N)
             near, far = _pages_at(row_pages, coming, k_end - 1, PAGE_SIZE, BLOCK_N)
-        else:
-            offsets = near.to(tl.int64) * PAGE_STRIDE + start.to(tl.int64) * SLOT_STRIDE + cells
-        key = tl.load(keys + offsets, mask=real, other=0.0)
-        value = tl.load(values + offsets, mask=real, other=0.0)
+        key = tl.load(keys + key_cells, mask=_real_cells(inside, HEAD_SIZE, BLOCK_D), other=0.0)
+        value = tl.load(values + value_cells, mask=_real_cells(inside, VALUE_SIZE, BLOCK_E), other=0.0)
         scores = _scores(queries, key, scale, softcap, HAS_SOFTCAP)
         key_positions = slots
         if is_tail | (start + BLOCK_N > end):
@@ -161,7 +183,7 @@ def _attend_keys(
 @triton.jit
 def _store_result(
     accumulator, highest, mass, partial_starts, partials, log_sums, mixed, first_token, split, tokens, heads, in_tile,
-    tile, NUM_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUM_HEADS: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Of a tile: into `mixed` where it has one split, else as a partial result, to be merged."""
     has_mass = mass > 0
@@ -172,13 +194,14 @@ def _store_result(
     is_whole = num_splits == 1
     begin = tl.where(is_whole, first_token, first_partial + split).to(tl.int64) * NUM_HEADS
     places = tokens * (num_splits * NUM_HEADS) + heads
-    cells = places[:, None] * HEAD_SIZE + tl.arange(0, BLOCK_D)[None, :]
+    cells = places[:, None] * VALUE_SIZE + tl.arange(0, BLOCK_E)[None, :]
+    tile = _real_cells(in_tile, VALUE_SIZE, BLOCK_E)
     if is_whole:
-        tl.store(mixed + begin * HEAD_SIZE + cells, result.to(mixed.dtype.element_ty), mask=tile)
+        tl.store(mixed + begin * VALUE_SIZE + cells, result.to(mixed.dtype.element_ty), mask=tile)
     else:
         log_sum = tl.where(has_mass, highest + tl.log2(mass), float("-inf"))
         tl.store(log_sums + begin + places, log_sum, mask=in_tile)
-        tl.store(partials + begin * HEAD_SIZE + cells, result, mask=tile)
+        tl.store(partials + begin * VALUE_SIZE + cells, result, mask=tile)
 
 
 @triton.jit
@@ -198,16 +221,17 @@ def _clear_padding(mixed, partial_starts, num_tokens, ROW_SIZE: tl.constexpr, BL
 def _tree_attention_kernel(
     query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums, sinks, mixed,
     num_tokens, num_items, scale, window, softcap, query_token_stride, query_head_stride, table_stride,
-    PAGE_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    IS_PAGED: tl.constexpr, KEY_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, ADDS_FENCES: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, VALUE_PAGE_STRIDE: tl.constexpr,
+    VALUE_HEAD_STRIDE: tl.constexpr, VALUE_SLOT_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, IS_PAGED: tl.constexpr,
+    KEY_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    VALUE_SIZE: tl.constexpr, BLOCK_E: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, ADDS_FENCES: tl.constexpr,
 ):  # fmt: skip
     """Each program walks over (item, key head) pairs until the first item without tokens.
 
-    query [M, H, D]; keys, values [P, Hkv, S, D]; pages [R, T] int32; ancestors [M, W] int64; positions [M] int64;
-    items [I, 8] int32; partial_starts [M + 1] int32; partials [P, H, D] float32; log_sums [P, H] float32; sinks [H] or
-    anything; mixed [M, H, D]. ADDS_FENCES: whether `fences_added` adds what this Triton leaves out.
+    query [M, H, D]; keys [P, Hkv, S, D]; values [P, Hkv, S, E]; pages [R, T] int32; ancestors [M, W] int64; positions
+    [M] int64; items [I, 8] int32; partial_starts [M + 1] int32; partials [P, H, E] float32; log_sums [P, H] float32;
+    sinks [H] or anything; mixed [M, H, E]. ADDS_FENCES: whether `fences_added` adds what this Triton leaves out.
     A fixed grid instead of one program per item: the list's room is for the longest context, and thousands of
     programs that only find out that they are empty would cost more than a short context's work.
     """
@@ -221,9 +245,7 @@ def _tree_attention_kernel(
         in_tile = tokens < tl.load(item + 2)
         packed = first_token + tokens
         heads = key_head * GROUPS + rows % GROUPS
-        tile = in_tile[:, None]
-        if BLOCK_D != HEAD_SIZE:
-            tile = tile & (sizes < HEAD_SIZE)[None, :]
+        tile = _real_cells(in_tile, HEAD_SIZE, BLOCK_D)
         query_starts = packed.to(tl.int64) * query_token_stride + heads * query_head_stride
         queries = tl.load(query + query_starts[:, None] + sizes[None, :], mask=tile, other=0.0)
         first, blind = tl.load(item + 5), packed
@@ -234,17 +256,18 @@ def _tree_attention_kernel(
             first = first + tl.maximum(earliest - first, 0) // BLOCK_N * BLOCK_N
         highest, mass = _before_keys(sinks, heads, split, BLOCK_M, HAS_SINKS)
         accumulator, highest, mass = _attend_keys(
-            queries, keys + key_head.to(tl.int64) * HEAD_STRIDE, values + key_head.to(tl.int64) * HEAD_STRIDE,
+            queries, keys + key_head.to(tl.int64) * HEAD_STRIDE, values + key_head.to(tl.int64) * VALUE_HEAD_STRIDE,
             pages + tl.load(item + 3) * table_stride, ancestors, positions, packed, in_tile, tl.load(item),
             tl.load(item + 4), first, tl.load(item + 6), blind, highest, mass, scale, softcap, PAGE_STRIDE, SLOT_STRIDE,
-            PAGE_SIZE, IS_PAGED, HEAD_SIZE, BLOCK_D, WORDS, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP,
+            VALUE_PAGE_STRIDE, VALUE_SLOT_STRIDE, PAGE_SIZE, IS_PAGED, HEAD_SIZE, BLOCK_D, VALUE_SIZE, BLOCK_E, WORDS,
+            BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP,
         )  # fmt: skip
         _store_result(
             accumulator, highest, mass, partial_starts, partials, log_sums, mixed, first_token, split, tokens, heads,
-            in_tile, tile, KEY_HEADS * GROUPS, HEAD_SIZE, BLOCK_D,
+            in_tile, KEY_HEADS * GROUPS, VALUE_SIZE, BLOCK_E,
         )  # fmt: skip
         index += tl.num_programs(0)
-    _clear_padding(mixed, partial_starts, num_tokens, KEY_HEADS * GROUPS * HEAD_SIZE, BLOCK_D)
+    _clear_padding(mixed, partial_starts, num_tokens, KEY_HEADS * GROUPS * VALUE_SIZE, BLOCK_E)
 
 
 @torch.library.custom_op("stand::tree_attention", mutates_args=("partials", "log_sums"))
@@ -254,13 +277,13 @@ def tree_attention(
     log_sums: torch.Tensor, scale: float, tile_tokens: int, window: int = 0, softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """What each packed token draws from the values it sees: [M, H, D], contiguous, in the query's dtype.
+    """What each packed token draws from the values it sees: [M, H, E], contiguous, in the query's dtype.
 
-    query [M, H, D]; keys, values [P, Hkv, S, D] in the query's dtype: pages of S slots, both of one layout, any strides
+    query [M, H, D]; keys [P, Hkv, S, D] and values [P, Hkv, S, E] in the query's dtype: pages of S slots, any strides
     but the last; pages [R, T] int32: slot s of row r lies in page pages[r, s // S]; ancestors [M, W <= 4] int64, bit
     j % 64 of word j // 64 set when the token sees token j of its row (its own bit included, no later one); positions
     [M] int64, slot k of the committed prefix being position k; items [I, 8] and partial_starts [M + 1] int32
-    as `WorkList` makes them with `tile_tokens`; partials [P, H, D] and log_sums [P, H] float32 are scratch for P
+    as `WorkList` makes them with `tile_tokens`; partials [P, H, E] and log_sums [P, H] float32 are scratch for P
     partial results: with P = 0 no row may be split, and nothing is merged. Scores are multiplied by `scale` > 0.
     `window` > 0: a token sees positions above its own less the window. `softcap` > 0: scores become softcap *
     tanh(score / softcap) (Gemma 2). `sinks` [H]: a logit per head that takes mass and gives nothing (gpt-oss). A token
@@ -269,7 +292,7 @@ def tree_attention(
     """
     scratch = (partials, log_sums)
     _check_call(query, keys, values, pages, ancestors, positions, items, partial_starts, *scratch, scale, sinks)
-    mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
+    mixed = query.new_empty((*query.shape[:2], values.shape[3]))
     with launch_device(_tree_attention_kernel, query), fences_added():
         _attend(
             query, keys, values, pages, ancestors, positions, items, partial_starts, *scratch, sinks, mixed,
@@ -279,8 +302,8 @@ def tree_attention(
 
 
 @tree_attention.register_fake
-def _(query, *rest, **options):
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
+def _(query, keys, values, *rest, **options):
+    return query.new_empty((*query.shape[:2], values.shape[3]))
 
 
 def _attend(
@@ -289,9 +312,10 @@ def _attend(
 ) -> None:  # fmt: skip
     """Launch the kernel, and the merge where there is room for splits."""
     _, num_heads, head_size = query.shape
-    key_heads = keys.shape[1]
+    key_heads, value_size = keys.shape[1], values.shape[3]
     groups = num_heads // key_heads
-    sizes = blocks(tile_tokens * groups, head_size, query.dtype, limits=limits_of(query.device))
+    asked = {"value_size": value_size, "limits": limits_of(query.device)}
+    sizes = blocks(tile_tokens * groups, head_size, query.dtype, **asked)
     if pages.shape[1] > 1 and keys.shape[2] < sizes.keys:
         raise ValueError(f"pages must have at least {sizes.keys} slots here, got {keys.shape[2]}; take longer pages")
     _tree_attention_kernel[(_num_programs(query.device, len(items) * key_heads),)](
@@ -301,12 +325,17 @@ def _attend(
         PAGE_STRIDE=keys.stride(0),
         HEAD_STRIDE=keys.stride(1),
         SLOT_STRIDE=keys.stride(2),
+        VALUE_PAGE_STRIDE=values.stride(0),
+        VALUE_HEAD_STRIDE=values.stride(1),
+        VALUE_SLOT_STRIDE=values.stride(2),
         PAGE_SIZE=keys.shape[2],
         IS_PAGED=pages.shape[1] > 1,
         KEY_HEADS=key_heads,
         GROUPS=groups,
         HEAD_SIZE=head_size,
         BLOCK_D=triton.next_power_of_2(head_size),
+        VALUE_SIZE=value_size,
+        BLOCK_E=triton.next_power_of_2(value_size),
         WORDS=ancestors.shape[1],
         BLOCK_M=sizes.rows,
         BLOCK_N=sizes.keys,
@@ -337,13 +366,13 @@ def _check_call(
     num_tokens, num_heads, head_size = query.shape
     expected = {
         "keys": (keys, (*keys.shape[:3], head_size), query.dtype),
-        "values": (values, tuple(keys.shape), query.dtype),
+        "values": (values, (*keys.shape[:3], values.shape[-1]), query.dtype),
         "pages": (pages, (pages.shape[0], pages.shape[-1]), torch.int32),
         "ancestors": (ancestors, (num_tokens, ancestors.shape[-1]), torch.int64),
         "positions": (positions, (num_tokens,), torch.int64),
         "items": (items, (items.shape[0], 8), torch.int32),
         "partial_starts": (partial_starts, (num_tokens + 1,), torch.int32),
-        "partials": (partials, (partials.shape[0], num_heads, head_size), torch.float32),
+        "partials": (partials, (partials.shape[0], num_heads, values.shape[-1]), torch.float32),
         "log_sums": (log_sums, (partials.shape[0], num_heads), torch.float32),
     }
     if sinks is not None:
@@ -356,10 +385,10 @@ def _check_call(
             )
         if name not in ("keys", "values") and not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}; call contiguous()")
-    if any(tensor.stride(-1) != 1 for tensor in (query, keys, values)) or keys.stride() != values.stride():
+    if any(tensor.stride(-1) != 1 for tensor in (query, keys, values)):
         raise ValueError(
-            "query, keys and values must have stride 1 in the last dimension, keys and values one layout, got strides "
-            f"{query.stride()}, {keys.stride()} and {values.stride()}; take both from one cache"
+            "query, keys and values must have stride 1 in the last dimension, got strides "
+            f"{query.stride()}, {keys.stride()} and {values.stride()}; call contiguous()"
         )
     if scale <= 0:
         raise ValueError(f"scale must be positive, got {scale}; turn the queries around instead")

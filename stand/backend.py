@@ -278,6 +278,8 @@ def kernel_obstacle(
         return "TF32 is on, which rounds rotary positions; call torch.set_float32_matmul_precision('highest')"
     if moving_ropes(model):  # their frequencies depend on the length: the host waits for it
         return f"rotary positions of kind {', '.join(moving_ropes(model))} make the host wait"
+    if key_shape(model).are_expanded:
+        return "layers keep less of a token than its keys, and would compute those of the whole pool in every step"
     return kernel_failure(model, verifier, wants_features=wants_features, rider=rider)
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from stand.forward.devices import input_device
@@ -20,11 +21,18 @@ def taken_features(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     head takes them (of all tokens, also where logits of few are kept)."""
     taken: list[torch.Tensor] = []
     place = input_device(model)  # the last layers of a model may lie elsewhere
-    hook = model.base_model.register_forward_hook(lambda module, args, output: taken.append(output[0][0].to(place)))
+    hook = _decoder(model).register_forward_hook(lambda module, args, output: taken.append(output[0][0].to(place)))
     try:
         yield taken
     finally:
         hook.remove()
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    """Whose output is the last hidden states. OPT's head asks the decoder within its base model; what ModernBERT calls
+    its decoder is its head."""
+    decoder = model.get_decoder()
+    return decoder if any(decoder is part for part in model.base_model.modules()) else model.base_model
 
 
 def prefill_features(model: PreTrainedModel, cache: TreeCache, token_ids: np.ndarray, *, row: int) -> torch.Tensor:

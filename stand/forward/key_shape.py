@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from stand.forward.attention_shape import AttentionShape
 from stand.forward.model import text_config
@@ -43,6 +43,12 @@ class KeyShape:
     def num_layers(self) -> int:
         """That keep keys."""
         return len(self.layers)
+
+    @property
+    def are_expanded(self) -> bool:
+        """Whether attention gets other keys than a layer keeps, which it computes from these anew in every forward."""
+        kept = {(keys.num_heads, keys.key_size, keys.value_size) for _, keys in self.layers}
+        return any((shape.key_heads, shape.key_size, shape.value_size) not in kept for shape in self.attentions)
 
     @property
     def num_heads(self) -> int:
@@ -107,12 +113,22 @@ def new_states(model: PreTrainedModel, num_rows: int) -> RecurrentStates:
 
 def _configured(model: PreTrainedModel) -> KeyShape:
     config = text_config(model)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    head_bytes = size * torch.finfo(model.dtype).bits // 8
-    layers = tuple((index, LayerKeys(heads, size, size)) for index in range(config.num_hidden_layers))
-    window = getattr(config, "sliding_window", None) or 0
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-    windows = dict.fromkeys(window if kind == "sliding_attention" else 0 for kind in kinds)
-    attentions = tuple(AttentionShape(config.num_attention_heads, heads, size, size, window) for window in windows)
-    return KeyShape(layers, head_bytes, 2 * len(layers) * heads * head_bytes, attentions)
+    layers, attentions = [], {}
+    for index, own in enumerate(_layer_configs(config)):
+        heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
+        size = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+        kinds = getattr(own, "layer_types", None)
+        is_windowed = kinds is None or kinds[index] == "sliding_attention"
+        window = (getattr(own, "sliding_window", None) or 0) if is_windowed else 0
+        layers.append((index, LayerKeys(heads, size, size)))
+        attentions[AttentionShape(own.num_attention_heads, heads, size, size, window)] = None
+    itemsize = model.dtype.itemsize
+    head_bytes = math.gcd(*(keys.key_size for _, keys in layers)) * itemsize
+    token_bytes = sum(2 * keys.num_heads * keys.key_size * itemsize for _, keys in layers)
+    return KeyShape(tuple(layers), head_bytes, token_bytes, tuple(attentions))
+
+
+def _layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """Of each layer: newer versions of transformers have layers of different sizes in one configuration."""
+    own = getattr(config, "per_layer_config", None)
+    return [config if own is None else own[index] for index in range(config.num_hidden_layers)]

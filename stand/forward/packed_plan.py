@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,6 +23,14 @@ from stand.trees import DraftBatch
 
 MOST_ROW_TOKENS = 128  # for an attention of our own: chunks of prompts take torch's
 CALL_COST = 6  # query places that cost as much as one more attention call on a CPU (5 us each at 300 keys, measured)
+
+
+class Plan(Protocol):
+    """What an attention of this project needs of a step."""
+
+    def fits(self, query: torch.Tensor, key: torch.Tensor) -> bool:
+        """Whether a layer's query and key can be the step's."""
+        ...
 
 
 class StepPlan:
@@ -309,9 +318,9 @@ _RUNNING = threading.local()
 
 
 @contextmanager
-def running(plan: StepPlan) -> Iterator[None]:
+def running(plan: Plan) -> Iterator[None]:
     """Within it `running_plan` is `plan`: for layers that do not hand on what their model was called with."""
-    before = running_plan()
+    before = getattr(_RUNNING, "plan", None)
     _RUNNING.plan = plan
     try:
         yield
@@ -319,9 +328,11 @@ def running(plan: StepPlan) -> Iterator[None]:
         _RUNNING.plan = before
 
 
-def running_plan() -> StepPlan | None:
-    """Of the forward that runs in this thread."""
-    return getattr(_RUNNING, "plan", None)
+def running_plan(query: torch.Tensor, key: torch.Tensor) -> Plan | None:
+    """Of the forward that runs in this thread, where these are its query and key: it may be a plain forward in the
+    midst of a step's one."""
+    plan = getattr(_RUNNING, "plan", None)
+    return plan if plan is not None and plan.fits(query, key) else None
 
 
 def plain_forward_error(part: str) -> RuntimeError:

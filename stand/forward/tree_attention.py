@@ -55,9 +55,9 @@ def attend(
             f"{type(module).__name__} makes itself; it counts cache slots, which a tree does not follow"
         )
     if stand_plan is None:
-        stand_plan = running_plan()
-        if stand_plan is None or not stand_plan.fits(query, key):  # a plain forward, also in the midst of a step's one
-            raise plain_forward_error(f"the {ATTENTION_NAME} attention")
+        stand_plan = running_plan(query, key)
+    if stand_plan is None:
+        raise plain_forward_error(f"the {ATTENTION_NAME} attention")
     stand_plan = stand_plan.on(query.device)
     if stand_plan.attentions is not None:
         shape = AttentionShape(query.shape[1], *key.shape[1::2], value.shape[3], sliding_window or 0)

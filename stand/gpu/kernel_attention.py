@@ -9,6 +9,7 @@ import torch
 from transformers import AttentionInterface
 
 from stand.forward.attention_shape import AttentionShape
+from stand.forward.packed_plan import plain_forward_error, running_plan
 from stand.gpu.kernels.attention import tree_attention
 
 KERNEL_ATTENTION_NAME = "stand_tree_kernel"
@@ -33,6 +34,10 @@ class KernelPlan:
     works: Mapping[AttentionShape, Work]
     partials: torch.Tensor  # float32, as many as any kind needs
     log_sums: torch.Tensor  # float32
+
+    def fits(self, query: torch.Tensor, key: torch.Tensor) -> bool:
+        """Whether query [1, H, M, D] has as many tokens as the step, and the key is a pool."""
+        return query.shape[2] == len(self.step["positions"]) and len(key) > 1
 
     def work(self, shape: AttentionShape) -> Work:
         """Raises ValueError for a kind of layers that is not known."""
@@ -65,10 +70,9 @@ def attend(
     `attention_mask` is None by construction, as in `stand.forward.tree_attention`.
     """
     if stand_plan is None:
-        raise RuntimeError(
-            f"the {KERNEL_ATTENTION_NAME} attention needs the plan of a step, got a plain forward; "
-            "call the model through stand.Engine, or set another attention implementation"
-        )
+        stand_plan = running_plan(query, key)
+    if stand_plan is None:
+        raise plain_forward_error(f"the {KERNEL_ATTENTION_NAME} attention")
     window = sliding_window or 0
     num_heads, key_heads, (key_size, value_size) = query.shape[1], key.shape[1], (key.shape[3], value.shape[3])
     work = stand_plan.work(AttentionShape(num_heads, key_heads, key_size, value_size, window))

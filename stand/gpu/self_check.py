@@ -7,6 +7,7 @@ eager forward, the direct body, and the host's law, rule and bookkeeping.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -174,18 +175,20 @@ class StepCheck:
         expected = self._guesses[1][path_ends(self._batch, verdicts.accepted)]
         return float(np.abs(found[1] - expected).max())
 
-    def _drafted(self, pending: Sequence[int], nodes: Sequence[int]) -> tuple[DraftBatch, torch.Tensor, torch.Tensor]:
+    def _drafted(
+        self, pending: Sequence[int], nodes: Sequence[int]
+    ) -> tuple[DraftBatch, torch.Tensor, torch.Tensor | None]:
         """Trees of `BRANCHES` children per node, the eager forward's best tokens, level by level; its logits [M, V] and
-        last hidden states [M, D]."""
+        last hidden states [M, D], where they are wanted."""
         tokens = [np.full(count, token, dtype=np.int32) for token, count in zip(pending, nodes, strict=True)]
         known = 1
         while True:
             batch = DraftBatch.concatenate([_draft(one) for one in tokens])
             plan = StepPlan.for_drafts(batch, self._lengths, device=self._model.device)
-            with taken_features(self._model) as features:
+            with taken_features(self._model) if self._wants_features else nullcontext() as features:
                 logits = run_plan(self._model, self._keys, plan).float()
             if known >= max(nodes):
-                return batch, logits, features[0].float()
+                return batch, logits, features[0].float() if self._wants_features else None
             best = torch.topk(logits, BRANCHES, dim=1).indices.cpu().numpy()
             for first, own in zip(batch.offsets, tokens, strict=False):
                 children = np.arange(1, len(own))

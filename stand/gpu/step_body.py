@@ -15,6 +15,7 @@ from stand.forward.cache_argument import cache_argument
 from stand.forward.features import taken_features
 from stand.forward.key_shape import key_shape
 from stand.forward.model import text_config
+from stand.forward.packed_plan import running
 from stand.forward.rider import Rider
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.device_rule import DeviceRule, DeviceVerdict
@@ -224,7 +225,7 @@ class StepBody:
         step = self.packet.device
         self._scan = KernelScan(step, self._cache.recurrent) if self._cache.recurrent.layers else None
         self._cache.begin(step["slots"], self._scan)
-        with self._output.features_of(self._model), self._output.watching():
+        with self._output.features_of(self._model), self._output.watching(), running(self._plan):
             output = self._model(
                 input_ids=step["token_ids"][None],
                 position_ids=step["positions"][None],

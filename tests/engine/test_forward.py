@@ -49,7 +49,6 @@ def test_layers_need_not_hand_the_plan_on():
     with tree_attention(model):
         cache = prefilled(model, prompts)
         logits = run_plan(model, cache, StepPlan.for_drafts(DraftBatch.concatenate(drafts), lengths))
-        assert running_plan() is None
         with pytest.raises(RuntimeError, match="needs the plan of a step"):
             model(input_ids=torch.tensor([[3, 4]]), use_cache=False)
     assert_equals_plain_forwards(model, prompts, drafts, logits, tolerance=TOLERANCE)
@@ -72,13 +71,15 @@ def test_a_plain_forward_in_the_midst_of_a_step_is_refused():
 
 
 def test_the_plan_of_a_forward_goes_with_it():
+    """To queries and keys of its own tokens and rows."""
     outer, inner = (StepPlan.for_prompt(np.arange(count, dtype=np.int32), 0, row=0) for count in (2, 3))
+    of_outer, of_inner = ((torch.zeros(1, 1, count, 8), torch.zeros(1, 1, count, 8)) for count in (2, 3))
     with running(outer):
         with pytest.raises(KeyError), running(inner):
-            assert running_plan() is inner
+            assert running_plan(*of_inner) is inner and running_plan(*of_outer) is None
             raise KeyError
-        assert running_plan() is outer
-    assert running_plan() is None
+        assert running_plan(*of_outer) is outer and running_plan(*of_inner) is None
+    assert running_plan(*of_outer) is None
 
 
 @pytest.mark.parametrize("family", CONFIGS)

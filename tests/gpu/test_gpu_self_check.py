@@ -9,10 +9,11 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from plain_kernels import use_plain_kernels  # noqa: E402
+from plain_kernels import compact, use_plain_kernels  # noqa: E402
 from plain_streams import random_streams  # noqa: E402
 from tiny_models import CONFIGS, kernel_model  # noqa: E402
 from triton.runtime.errors import OutOfResources  # noqa: E402
+from unequal_models import unequal_model  # noqa: E402
 
 import stand  # noqa: E402
 from stand.backend import choose_backend  # noqa: E402
@@ -53,6 +54,25 @@ def with_law(params) -> CheckSize:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_it_passes(family):
     assert kernel_failure(kernel_model(family)) is None
+
+
+@pytest.mark.parametrize("family", ["gemma4", "mimo_v2"])
+def test_it_passes_where_layers_differ(family):
+    assert kernel_failure(unequal_model(family)) is None
+
+
+def test_a_block_that_is_not_compacted_is_noticed(plain_kernels, monkeypatch):
+    """Keys of layers with heads of another size lie in a block of their own."""
+    model = copy.deepcopy(unequal_model("gemma4"))
+    model.config.max_position_embeddings = 2048
+    assert kernel_failure(model, size=with_law(GREEDY)) is None
+
+    def of_two_heads(storage, *where):
+        if storage.shape[2] == 2:
+            compact(storage, *where)
+
+    monkeypatch.setattr(step_body, "compact", of_two_heads)
+    assert "keys kept must be" in kernel_failure(model, size=with_law(GREEDY))
 
 
 def test_it_passes_with_streams():

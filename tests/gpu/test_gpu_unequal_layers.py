@@ -1,0 +1,151 @@
+"""Captured steps of models whose layers keep keys of several sizes, or values narrower than keys: the tokens of eager
+steps, whatever rows do."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from failures import failing_after  # noqa: E402
+from plain_kernels import use_plain_kernels  # noqa: E402
+from tiny_models import kernel_model  # noqa: E402
+from unequal_models import unequal_model  # noqa: E402
+
+import stand  # noqa: E402
+from stand.drafters.blended import BlendedDrafter  # noqa: E402
+from stand.forward.attention_shape import AttentionShape  # noqa: E402
+from stand.forward.key_shape import KeyShape, LayerKeys, key_shape  # noqa: E402
+from stand.gpu import page_table, step_body  # noqa: E402
+from stand.gpu.captured_step import CapturedStep  # noqa: E402
+from stand.gpu.device_cache import DeviceCache  # noqa: E402
+from stand.gpu.kernel_attention import KernelPlan  # noqa: E402
+from stand.scheduling.within_pages import WithinPages  # noqa: E402
+from stand.trees import BlendedLookup  # noqa: E402
+
+FAMILIES = ("gemma4", "mimo_v2")
+PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8], [9, 10, 9]]  # one with nothing before its only token
+SETTINGS = {"num_return_sequences": 2, "max_new_tokens": 40, "temperature": 0.6, "seed": 4, "learn": False}
+
+
+@pytest.fixture
+def plain_kernels(monkeypatch):
+    use_plain_kernels(monkeypatch)
+
+
+@lru_cache
+def taught_lookup(family):
+    """It has read the model's own samples. SETTINGS teach nothing."""
+    lookup = BlendedLookup()
+    teacher = stand.wrap(unequal_model(family), drafter=BlendedDrafter(lookup, budget=16), backend="sdpa")
+    teacher.generate(PROMPTS, num_return_sequences=3, max_new_tokens=40, temperature=0.4, seed=1)
+    return lookup
+
+
+def engine_of(family, *, backend="triton", verifier="traversal", **options):
+    drafter = BlendedDrafter(taught_lookup(family), budget=16)
+    options = {"fuse": False, **options}
+    return stand.wrap(unequal_model(family), verifier=verifier, backend=backend, drafter=drafter, **options)
+
+
+def both(family, *, verifier="traversal", captured=None, **settings):
+    """(eager, captured) outputs; captured: settings of the captured call alone."""
+    settings = {**SETTINGS, **settings}
+    eager = engine_of(family, backend="sdpa", verifier=verifier).generate(PROMPTS, **settings)
+    engine = engine_of(family, verifier=verifier)
+    output = engine.generate(PROMPTS, **{**settings, **(captured or {})})
+    assert str(engine.backend) == "triton"
+    return eager, output
+
+
+@pytest.mark.parametrize("verifier", ["match", "coupled", "traversal"])
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9}, {}])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_equal_the_eager_step(plain_kernels, family, settings, verifier):
+    eager, captured = both(family, verifier=verifier, **settings)
+    assert captured.token_ids == eager.token_ids and captured.stats.num_steps == eager.stats.num_steps
+    assert captured.stats.mean_acceptance_length > 1.1  # drafts are accepted, so keys were moved
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_are_put_back_and_take_places_of_others(plain_kernels, family, monkeypatch):
+    holds = WithinPages.holds
+    monkeypatch.setattr(
+        WithinPages, "holds", lambda self, live: holds(self, live) and all(one.num_steps != 6 for one in live)
+    )
+    page = page_table.PAGE_SIZE * key_shape(unequal_model(family)).token_bytes
+    eager, captured = both(family, verifier="match", captured={"max_cache_bytes": 20 * page})
+    assert captured.token_ids == eager.token_ids and captured.stats.num_put_back > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pools_that_grow_keep_their_keys(plain_kernels, family, monkeypatch):
+    settings = {**SETTINGS, "num_return_sequences": 1, "max_new_tokens": 150, "stop_token_ids": []}
+    expected = engine_of(family).generate(PROMPTS, **settings).token_ids
+    for name, value in (("FIRST_ROOM", 1), ("DRAFT_ROOM", 32), ("PROMPTS_AHEAD", 0)):
+        monkeypatch.setattr(page_table, name, value)
+    grow, pools = DeviceCache.grow, []
+    monkeypatch.setattr(DeviceCache, "grow", lambda one, size: (pools.append(size), grow(one, size)))
+    assert engine_of(family).generate(PROMPTS, **settings).token_ids == expected and pools
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_eager_steps_over_the_pool(plain_kernels, family, monkeypatch):
+    """With a penalty, and after a failure."""
+    eager, other = both(family, repetition_penalty=1.3, verifier="match", captured={"max_rows": 3})
+    assert other.token_ids == eager.token_ids
+    expected = engine_of(family, verifier="match").generate(PROMPTS, **SETTINGS).token_ids
+    monkeypatch.setattr(CapturedStep, "launch", failing_after(4, CapturedStep.launch, RuntimeError("gone")))
+    with pytest.warns(UserWarning, match="decoding goes on with eager steps"):
+        assert engine_of(family, verifier="match").generate(PROMPTS, **SETTINGS).token_ids == expected
+
+
+def test_blocks_hold_what_has_one_shape():
+    model = unequal_model("gemma4")
+    engine_of("gemma4", backend="sdpa")
+    cache = DeviceCache(
+        layers=key_shape(model).layers, num_pages=2, page_size=64, dtype=torch.float32, device=torch.device("cpu")
+    )
+    assert [tuple(block.shape) for block in cache.blocks] == [(4, 3, 2, 64, 16), (4, 3, 1, 64, 32)]
+    for block in cache.blocks:
+        block.copy_(torch.arange(len(block)).view(-1, 1, 1, 1, 1).expand(block.shape))
+    assert [[int(one.max()) for one in cache.layer(layer)] for layer in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert cache.num_pages == 2 and cache.spare_slot == 3 * 64 - 1
+    assert cache.nbytes == 2 * 64 * key_shape(model).token_bytes
+
+
+def test_layers_with_a_window_have_a_work_list_of_their_own():
+    """With tiles by their own heads, and without items before the window."""
+    model = unequal_model("gemma4")
+    engine_of("gemma4", backend="sdpa")
+    windowed, whole = step_body.StepOutput(model, num_rows=1).tilings(80)
+    assert (windowed.splitting.window, whole.splitting.window) == (8, 0)
+    assert (windowed.tile_tokens, whole.tile_tokens) == (32, 16)  # of 64 query rows: two groups, four groups
+    assert windowed.splitting.most_splits(10**6) == 2 < whole.splitting.most_splits(10**6)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3"])
+def test_layers_that_expand_what_they_keep_take_eager_steps(family):
+    """Every step would compute the keys of the whole pool. Older versions of transformers keep the keys themselves."""
+    engine = engine_of(family, backend="sdpa")
+    if not key_shape(engine.model).are_expanded:
+        pytest.skip("this version of transformers keeps the keys themselves")
+    with pytest.raises(ValueError, match="would compute those of the whole pool"):
+        engine_of(family)
+
+
+def test_what_is_expanded_is_told_from_what_is_kept():
+    kept, shape = LayerKeys(2, 16, 8), AttentionShape(4, 2, 16, 8)
+    assert not KeyShape(((0, kept),), 16, 1, (shape,)).are_expanded
+    assert KeyShape(((0, LayerKeys(1, 16, 8)),), 16, 1, (shape,)).are_expanded
+
+
+def test_a_kind_of_layers_that_nobody_has_seen_is_refused():
+    plan = KernelPlan({}, {AttentionShape(4, 2, 16, 16): None}, torch.zeros(0), torch.zeros(0))
+    with pytest.raises(ValueError, match="one of the shapes that the model had when it was wrapped.*window=8"):
+        plan.work(AttentionShape(4, 2, 16, 16, window=8))
+
+
+def test_models_that_were_not_seen_have_the_kinds_of_their_configuration():
+    assert key_shape(kernel_model("mistral")).attentions == (AttentionShape(4, 2, 64, 64, window=8),)

@@ -20,6 +20,7 @@ from workloads.model_shapes import INITIAL_SPREAD, ModelShape, Product
 from workloads.random_draft import random_draft
 
 from gpu_parts.bench_record import Measurement
+from stand.forward.attention_shape import HeadSizes
 from stand.gpu.device_timer import DeviceTimer
 from stand.gpu.kernels.attention import tree_attention
 from stand.gpu.kernels.compact import compact
@@ -218,8 +219,9 @@ class KernelBench:
     ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         shape, num_tokens = self.shape, rows * tree
         limits = limits_of(self.device)
-        tile = tile_tokens(tree, shape.groups, shape.head_size, self.dtype, limits=limits)
-        programs = programs_at_once(tile * shape.groups, shape.head_size, self.dtype, limits=limits)
+        sizes = HeadSizes.alike(shape.head_size)
+        tile = tile_tokens(tree, shape.groups, sizes, self.dtype, limits=limits)
+        programs = programs_at_once(tile * shape.groups, sizes, self.dtype, limits=limits)
         splitting = Splitting.filling(self.device, key_heads=shape.key_heads, num_rows=rows, programs=programs)
         offsets = np.arange(0, num_tokens + 1, tree)
         work = WorkList.build(offsets, np.full(rows, length), np.arange(rows), Tiling(tile, splitting))

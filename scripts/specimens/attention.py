@@ -65,6 +65,7 @@ def _attention_specimen(
         "HAS_WINDOW": False,
         "HAS_SOFTCAP": False,
         "HAS_SINKS": False,
+        "IS_LATENT": False,
         "ADDS_FENCES": MUST_ADD_FENCES,
     } | variant
     types = dict.fromkeys(("query", "keys", "values"), f"*{dtype}")

@@ -6,14 +6,32 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class HeadSizes:
+    """Numbers of a head's key and of its value. is_latent: a key is the two together, `key` numbers of a latent and
+    `value` turned ones, and what is mixed are latents (see `stand.forward.latent_keys`)."""
+
+    key: int
+    value: int
+    is_latent: bool = False
+
+    @classmethod
+    def alike(cls, size: int) -> HeadSizes:
+        """Of keys and values of one size."""
+        return cls(size, size)
+
+    @property
+    def mixed(self) -> int:
+        """Numbers that attention gives for a token and head."""
+        return self.key if self.is_latent else self.value
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """num_heads: of queries, a multiple of key_heads. key_size, value_size: numbers per head. window: tokens, 0 where
-    the whole text is seen."""
+    """num_heads: of queries, a multiple of key_heads. window: tokens, 0 where the whole text is seen."""
 
     num_heads: int
     key_heads: int
-    key_size: int
-    value_size: int
+    sizes: HeadSizes
     window: int = 0
 
     @property

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from stand.forward.attention_shape import AttentionShape
+from stand.forward.attention_shape import AttentionShape, HeadSizes
 from stand.forward.model import text_config
 from stand.forward.recurrent_states import RecurrentStates
 from stand.forward.tree_cache import TreeCache
@@ -48,7 +48,7 @@ class KeyShape:
     def are_expanded(self) -> bool:
         """Whether attention gets other keys than a layer keeps, which it computes from these anew in every forward."""
         kept = {(keys.num_heads, keys.key_size, keys.value_size) for _, keys in self.layers}
-        return any((shape.key_heads, shape.key_size, shape.value_size) not in kept for shape in self.attentions)
+        return any((shape.key_heads, shape.sizes.key, shape.sizes.value) not in kept for shape in self.attentions)
 
     @property
     def num_heads(self) -> int:
@@ -121,7 +121,7 @@ def _configured(model: PreTrainedModel) -> KeyShape:
         is_windowed = kinds is None or kinds[index] == "sliding_attention"
         window = (getattr(own, "sliding_window", None) or 0) if is_windowed else 0
         layers.append((index, LayerKeys(heads, size, size)))
-        attentions[AttentionShape(own.num_attention_heads, heads, size, size, window)] = None
+        attentions[AttentionShape(own.num_attention_heads, heads, HeadSizes.alike(size), window)] = None
     itemsize = model.dtype.itemsize
     head_bytes = math.gcd(*(keys.key_size for _, keys in layers)) * itemsize
     token_bytes = sum(2 * keys.num_heads * keys.key_size * itemsize for _, keys in layers)

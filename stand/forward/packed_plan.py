@@ -28,6 +28,8 @@ CALL_COST = 6  # query places that cost as much as one more attention call on a 
 class Plan(Protocol):
     """What an attention of this project needs of a step."""
 
+    is_prompt: bool
+
     def fits(self, query: torch.Tensor, key: torch.Tensor) -> bool:
         """Whether a layer's query and key can be the step's."""
         ...
@@ -333,6 +335,12 @@ def running_plan(query: torch.Tensor, key: torch.Tensor) -> Plan | None:
     midst of a step's one."""
     plan = getattr(_RUNNING, "plan", None)
     return plan if plan is not None and plan.fits(query, key) else None
+
+
+def running_step() -> Plan | None:
+    """Of the forward that runs in this thread, unless it is a prompt's."""
+    plan = getattr(_RUNNING, "plan", None)
+    return None if plan is None or plan.is_prompt else plan
 
 
 def plain_forward_error(part: str) -> RuntimeError:

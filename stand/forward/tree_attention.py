@@ -15,8 +15,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from stand.forward.attention_shape import AttentionShape
+from stand.forward.attention_shape import AttentionShape, HeadSizes
 from stand.forward.few_token_attention import is_supported, supported_attention
+from stand.forward.latent_keys import latent_keys_of, unexpanded_keys
 from stand.forward.linear_layers import few_token_layers
 from stand.forward.packed_plan import StepPlan, plain_forward_error, running_plan
 from stand.forward.recurrent_layers import recurrent_forwards
@@ -59,10 +60,14 @@ def attend(
     if stand_plan is None:
         raise plain_forward_error(f"the {ATTENTION_NAME} attention")
     stand_plan = stand_plan.on(query.device)
+    latent = latent_keys_of(module)
     if stand_plan.attentions is not None:
-        shape = AttentionShape(query.shape[1], *key.shape[1::2], value.shape[3], sliding_window or 0)
+        sizes = HeadSizes(key.shape[3], value.shape[3], is_latent=latent is not None)
+        shape = AttentionShape(query.shape[1], key.shape[1], sizes, sliding_window or 0)
         stand_plan.attentions.append(shape)
     scale = scaling if scaling is not None else query.shape[3] ** -0.5
+    if latent is not None:
+        query, key, value = latent.absorbed(query), torch.cat((key, value), dim=-1), key
     if softcap is None and s_aux is None and stand_plan.has_few_tokens and is_supported(query, key, value):
         few = supported_attention(query, key, value, stand_plan.paths, scale=scale, window=sliding_window or 0)
         return few, None
@@ -84,6 +89,7 @@ def attend(
         for (row, first, end), mask in zip(stand_plan.overflow, stand_plan.overflow_masks(**kind), strict=True):
             rest = mix(query[:, :, first:end], key[row : row + 1], value[row : row + 1], mask)
             packed[:, first:end] = rest.transpose(1, 2)
+    packed = packed if latent is None else latent.expanded(packed)
     return packed.contiguous(), None  # as transformers' own functions give it: models take views of it
 
 
@@ -116,13 +122,15 @@ AttentionInterface.register(ATTENTION_NAME, attend)
 
 @contextmanager
 def tree_attention(model: PreTrainedModel, name: str = ATTENTION_NAME) -> Iterator[None]:
-    """Run the block with tree attention, `few_token_layers` and `recurrent_forwards`, or with the attention registered
-    as `name` alone; then give the model back as it was, also where an interrupt cuts the way in or out."""
+    """Run the block with tree attention, `few_token_layers`, `recurrent_forwards` and `unexpanded_keys`, or with the
+    attention registered as `name` alone; then give the model back as it was, also where an interrupt cuts the way in or
+    out."""
     is_whole = name == ATTENTION_NAME
     with (
         exclusive(model),
         few_token_layers(model) if is_whole else nullcontext(),
         recurrent_forwards(model) if is_whole else nullcontext(),
+        unexpanded_keys(model) if is_whole else nullcontext(),
     ):
         reached, own = _configs(model)
         before = [(config, config._attn_implementation) for config in [*own, *reversed(reached)]]

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from stand.forward.latent_keys import unexpanded_keys
 from stand.forward.model_state import ModelState
 from stand.forward.recurrent_layers import recurrent_forwards, recurrent_layers
 from stand.forward.recurrent_states import RecurrentStates
@@ -125,7 +126,7 @@ class CapturedStep:
             self._follow_model()
         fused = nullcontext() if self._fusion is None else self._fusion.active()
         scanned = recurrent_forwards(self._model) if self._has_states else nullcontext()
-        with tree_attention(self._model, KERNEL_ATTENTION_NAME), scanned, fused:
+        with tree_attention(self._model, KERNEL_ATTENTION_NAME), scanned, unexpanded_keys(self._model), fused:
             yield
 
     def begin(self, keys: TreeCache, rows: Sequence[Row], pages: PageAllocator | None = None) -> None:

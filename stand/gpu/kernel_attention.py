@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from transformers import AttentionInterface
 
-from stand.forward.attention_shape import AttentionShape
+from stand.forward.attention_shape import AttentionShape, HeadSizes
+from stand.forward.latent_keys import latent_keys_of
 from stand.forward.packed_plan import plain_forward_error, running_plan
 from stand.gpu.kernels.attention import tree_attention
 
@@ -34,6 +35,7 @@ class KernelPlan:
     works: Mapping[AttentionShape, Work]
     partials: torch.Tensor  # float32, as many as any kind needs
     log_sums: torch.Tensor  # float32
+    is_prompt: bool = False
 
     def fits(self, query: torch.Tensor, key: torch.Tensor) -> bool:
         """Whether query [1, H, M, D] has as many tokens as the step, and the key is a pool."""
@@ -74,9 +76,13 @@ def attend(
     if stand_plan is None:
         raise plain_forward_error(f"the {KERNEL_ATTENTION_NAME} attention")
     window = sliding_window or 0
-    num_heads, key_heads, (key_size, value_size) = query.shape[1], key.shape[1], (key.shape[3], value.shape[3])
-    work = stand_plan.work(AttentionShape(num_heads, key_heads, key_size, value_size, window))
-    step, places = stand_plan.step, work.num_partials * num_heads
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    latent = latent_keys_of(module)
+    sizes = HeadSizes(key.shape[3], value.shape[3], is_latent=latent is not None)
+    shape = AttentionShape(query.shape[1], key.shape[1], sizes, window)
+    work = stand_plan.work(shape)
+    step, places = stand_plan.step, work.num_partials * shape.num_heads
+    query = query if latent is None else latent.absorbed(query)
     mixed = tree_attention(
         query[0].transpose(0, 1),
         key,
@@ -86,15 +92,16 @@ def attend(
         step["positions"],
         work.items,
         work.partial_starts,
-        stand_plan.partials[: places * value_size].view(-1, num_heads, value_size),
-        stand_plan.log_sums[:places].view(-1, num_heads),
-        query.shape[3] ** -0.5 if scaling is None else scaling,
+        stand_plan.partials[: places * sizes.mixed].view(-1, shape.num_heads, sizes.mixed),
+        stand_plan.log_sums[:places].view(-1, shape.num_heads),
+        scale,
         work.tile_tokens,
         window,
         softcap or 0.0,
         s_aux,
-    )
-    return mixed[None], None
+        latent is not None,
+    )[None]
+    return (mixed if latent is None else latent.expanded(mixed).contiguous()), None
 
 
 AttentionInterface.register(KERNEL_ATTENTION_NAME, attend)

@@ -88,9 +88,9 @@ class StepOutput:
         return self._tilings[tokens_per_row]
 
     def _tiling(self, shape: AttentionShape, tokens_per_row: int) -> Tiling:
-        size, asked = shape.key_size, {"value_size": shape.value_size, "limits": self._limits}
-        tile = tile_tokens(tokens_per_row, shape.groups, size, self._dtype, **asked)
-        programs = programs_at_once(tile * shape.groups, size, self._dtype, **asked)
+        asked = {"limits": self._limits}
+        tile = tile_tokens(tokens_per_row, shape.groups, shape.sizes, self._dtype, **asked)
+        programs = programs_at_once(tile * shape.groups, shape.sizes, self._dtype, **asked)
         return Tiling(tile, self._splittings[shape][programs])
 
     def suits(self, model: PreTrainedModel) -> bool:
@@ -103,7 +103,7 @@ class StepOutput:
         sizes = [self.tilings(1), self.tilings(most)]  # small tiles and large ones
         self._rooms = [max(_room(tiling, most, num_rows) for tiling in tilings) for tilings in zip(*sizes, strict=True)]
         counts = [room * shape.num_heads for room, shape in zip(self._rooms, self._shapes, strict=True)]
-        numbers = [count * shape.value_size for count, shape in zip(counts, self._shapes, strict=True)]
+        numbers = [count * shape.sizes.mixed for count, shape in zip(counts, self._shapes, strict=True)]
         self.partials = torch.zeros(max(numbers), dtype=torch.float32, device=device)
         self.log_sums = torch.zeros(max(counts), dtype=torch.float32, device=device)
 

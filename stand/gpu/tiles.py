@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from stand.forward.attention_shape import HeadSizes
+
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
@@ -56,6 +58,14 @@ NARROW_VALUES_16_BIT = (
     (Blocks(64, 32, 4, 3, 86016, 106496),),
     (Blocks(128, 32, 8, 3, 122880, 139264), Blocks(128, 32, 8, 2, 98304, 114688)),
 )
+# Latents beside up to 64 turned numbers: MiniCPM 3's 256 and 32, DeepSeek's 512 and 64 (32 bytes spilled on sm_80, 24
+# on sm_90: half as many keys would need none and twice as many blocks).
+LATENT_16_BIT = {
+    256: ((Blocks(64, 32, 8, 3, 86016, 106496),),),
+    512: ((Blocks(64, 32, 8, 3, 151552, 188416), Blocks(64, 16, 8, 2, 94208, 131072)),),
+}
+LATENT_FLOAT32 = {512: ((Blocks(32, 16, 8, 1, 110592, 110592), Blocks(16, 16, 4, 1, 73728, 73728)),)}
+MOST_TURNED = 64
 BLOCKS_FLOAT32 = {
     64: ((Blocks(64, 32, 4, 2, 41216, 41216),),),
     96: ((Blocks(64, 32, 8, 1, 65536, 65536),),),
@@ -70,16 +80,13 @@ MOST_AT_ONCE = 2  # programs of a processor that split keys are meant for
 HOPPER = Limits(90, 227 * 1024)  # what the interpreter stands in for
 
 
-def blocks(
-    num_rows: int, head_size: int, dtype: torch.dtype, *, value_size: int | None = None, limits: Limits = HOPPER
-) -> Blocks:
-    """The fixed sizes for tiles of `num_rows` query rows on a GPU of these limits, for keys of `head_size` numbers and
-    values of `value_size`, default as many. Raises ValueError where none fit."""
-    offered = _offered(head_size, value_size or head_size, dtype, limits)
-    fitting = [sizes for sizes in offered if sizes.rows >= num_rows]
+def blocks(num_rows: int, sizes: HeadSizes, dtype: torch.dtype, *, limits: Limits = HOPPER) -> Blocks:
+    """The fixed sizes for tiles of `num_rows` query rows on a GPU of these limits. Raises ValueError where none fit."""
+    offered = _offered(sizes, dtype, limits)
+    fitting = [tile for tile in offered if tile.rows >= num_rows]
     if not fitting:
         raise ValueError(
-            f"a tile of head size {head_size} in {dtype} must have at most {offered[-1].rows} query rows "
+            f"a tile of {_described(sizes)} in {dtype} must have at most {offered[-1].rows} query rows "
             f"(tokens times query heads per key head), got {num_rows}; "
             "take fewer tokens per tile, or the masked attention of stand.forward.tree_attention for more grouped heads"
         )
@@ -87,29 +94,21 @@ def blocks(
 
 
 def tile_tokens(
-    tokens_per_row: int,
-    groups: int,
-    head_size: int,
-    dtype: torch.dtype,
-    *,
-    value_size: int | None = None,
-    limits: Limits = HOPPER,
+    tokens_per_row: int, groups: int, sizes: HeadSizes, dtype: torch.dtype, *, limits: Limits = HOPPER
 ) -> int:
     """Tokens per item of the work list for rows of up to `tokens_per_row` tokens.
 
     Every tile reads all keys of its row, so the largest tile is best unless a smaller one holds a whole row. `groups`
     query heads share a key head and lie in the same tile. Raises ValueError when a tile cannot hold them.
     """
-    offered = _offered(head_size, value_size or head_size, dtype, limits)
+    offered = _offered(sizes, dtype, limits)
     num_rows = max(min(tokens_per_row * groups, offered[-1].rows), groups)
-    return blocks(num_rows, head_size, dtype, value_size=value_size, limits=limits).rows // groups
+    return blocks(num_rows, sizes, dtype, limits=limits).rows // groups
 
 
-def programs_at_once(
-    num_rows: int, head_size: int, dtype: torch.dtype, *, value_size: int | None = None, limits: Limits = HOPPER
-) -> int:
+def programs_at_once(num_rows: int, sizes: HeadSizes, dtype: torch.dtype, *, limits: Limits = HOPPER) -> int:
     """Programs that a processor holds at once, with tiles of `num_rows` query rows. Raises ValueError as `blocks`."""
-    return limits.programs(blocks(num_rows, head_size, dtype, value_size=value_size, limits=limits))
+    return limits.programs(blocks(num_rows, sizes, dtype, limits=limits))
 
 
 def limits_of(device: torch.device) -> Limits:
@@ -127,27 +126,37 @@ def refusal(limits: Limits) -> str | None:
     return f"the kernels need compute capability 8.0 or higher, got {limits.capability // 10}.{limits.capability % 10}"
 
 
-def _offered(key_size: int, value_size: int, dtype: torch.dtype, limits: Limits) -> tuple[Blocks, ...]:
+def _offered(sizes: HeadSizes, dtype: torch.dtype, limits: Limits) -> tuple[Blocks, ...]:
     """The tiles of the next larger size in the tables, each by its first choice that fits; small ones first."""
-    table = {torch.float32: BLOCKS_FLOAT32, torch.float16: BLOCKS_16_BIT, torch.bfloat16: BLOCKS_16_BIT}.get(dtype, {})
-    head_size = max(key_size, value_size)
-    fitting = [size for size in table if size >= head_size]
-    if not fitting or min(key_size, value_size) < 1 or key_size % 16 or value_size % 16:
-        raise ValueError(
-            "tree attention needs float32, float16 or bfloat16 and head sizes up to 512 that are multiples of 16, "
-            f"got {dtype}, keys of {key_size} and values of {value_size}; use the masked attention of "
-            "stand.forward.tree_attention"
-        )
-    tiles = table[min(fitting)]
-    if dtype.itemsize == 2 and 128 < key_size <= 256 and value_size <= 128:
-        tiles = NARROW_VALUES_16_BIT
+    tiles = _tiles_for(sizes, dtype)
     if obstacle := refusal(limits):
         raise ValueError(f"{obstacle}; use the masked attention of stand.forward.tree_attention")
     choices = [[one for one in tile if 0 < limits.needs(one) <= limits.shared_bytes] for tile in tiles]
     offered = tuple(tile[0] for tile in choices if tile)
     if not offered:
         raise ValueError(
-            f"a tile of head size {head_size} in {dtype} must fit into shared memory, got {limits.shared_bytes} bytes; "
+            f"a tile of {_described(sizes)} in {dtype} must fit into shared memory, got {limits.shared_bytes} bytes; "
             "use the masked attention of stand.forward.tree_attention"
         )
     return offered
+
+
+def _tiles_for(sizes: HeadSizes, dtype: torch.dtype) -> tuple[tuple[Blocks, ...], ...]:
+    half, whole = (LATENT_16_BIT, LATENT_FLOAT32) if sizes.is_latent else (BLOCKS_16_BIT, BLOCKS_FLOAT32)
+    table = {torch.float32: whole, torch.float16: half, torch.bfloat16: half}.get(dtype, {})
+    fitting = [size for size in table if size >= max(sizes.key, sizes.value)]
+    is_odd = min(sizes.key, sizes.value) < 1 or sizes.key % 16 or sizes.value % 16
+    if not fitting or is_odd or (sizes.is_latent and sizes.value > MOST_TURNED):
+        raise ValueError(
+            "tree attention needs float32, float16 or bfloat16, head sizes up to 512 that are multiples of 16 and at "
+            f"most {MOST_TURNED} turned numbers beside latents, got {dtype} and {_described(sizes)}; use the masked "
+            "attention of stand.forward.tree_attention"
+        )
+    if table is BLOCKS_16_BIT and 128 < sizes.key <= 256 and sizes.value <= 128:
+        return NARROW_VALUES_16_BIT
+    return table[min(fitting)]
+
+
+def _described(sizes: HeadSizes) -> str:
+    kinds = ("latents", "turned parts") if sizes.is_latent else ("keys", "values")
+    return f"{kinds[0]} of {sizes.key} numbers and {kinds[1]} of {sizes.value}"

@@ -15,7 +15,7 @@ from unequal_models import unequal_model  # noqa: E402
 
 import stand  # noqa: E402
 from stand.drafters.blended import BlendedDrafter  # noqa: E402
-from stand.forward.attention_shape import AttentionShape  # noqa: E402
+from stand.forward.attention_shape import AttentionShape, HeadSizes  # noqa: E402
 from stand.forward.key_shape import KeyShape, LayerKeys, key_shape  # noqa: E402
 from stand.gpu import page_table, step_body  # noqa: E402
 from stand.gpu.captured_step import CapturedStep  # noqa: E402
@@ -136,16 +136,16 @@ def test_layers_that_expand_what_they_keep_take_eager_steps(family):
 
 
 def test_what_is_expanded_is_told_from_what_is_kept():
-    kept, shape = LayerKeys(2, 16, 8), AttentionShape(4, 2, 16, 8)
+    kept, shape = LayerKeys(2, 16, 8), AttentionShape(4, 2, HeadSizes(16, 8))
     assert not KeyShape(((0, kept),), 16, 1, (shape,)).are_expanded
     assert KeyShape(((0, LayerKeys(1, 16, 8)),), 16, 1, (shape,)).are_expanded
 
 
 def test_a_kind_of_layers_that_nobody_has_seen_is_refused():
-    plan = KernelPlan({}, {AttentionShape(4, 2, 16, 16): None}, torch.zeros(0), torch.zeros(0))
+    plan = KernelPlan({}, {AttentionShape(4, 2, HeadSizes.alike(16)): None}, torch.zeros(0), torch.zeros(0))
     with pytest.raises(ValueError, match="one of the shapes that the model had when it was wrapped.*window=8"):
-        plan.work(AttentionShape(4, 2, 16, 16, window=8))
+        plan.work(AttentionShape(4, 2, HeadSizes.alike(16), window=8))
 
 
 def test_models_that_were_not_seen_have_the_kinds_of_their_configuration():
-    assert key_shape(kernel_model("mistral")).attentions == (AttentionShape(4, 2, 64, 64, window=8),)
+    assert key_shape(kernel_model("mistral")).attentions == (AttentionShape(4, 2, HeadSizes.alike(64), window=8),)

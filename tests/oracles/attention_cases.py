@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from stand.forward.attention_shape import HeadSizes
 from stand.gpu.kernels.attention import tree_attention
 from stand.gpu.tiles import tile_tokens
 from stand.gpu.work_list import Splitting, Tiling, WorkList
@@ -92,7 +93,7 @@ def run(
     """
     (num_tokens, heads, size), value_size = case.query.shape, case.values.shape[3]
     groups = heads // case.keys.shape[1]
-    tile = tile or tile_tokens(int(np.diff(case.offsets).max()), groups, size, case.query.dtype, value_size=value_size)
+    tile = tile or tile_tokens(int(np.diff(case.offsets).max()), groups, HeadSizes(size, value_size), case.query.dtype)
     tiling = Tiling(tile, Splitting(row_items, split_length, options.get("window", 0) if is_cut else 0))
     work = WorkList.build(case.offsets, case.lengths, case.cache_rows, tiling)
     items, count = np.zeros((len(work.items) + spare_items, 8), dtype=np.int32), len(work.items)

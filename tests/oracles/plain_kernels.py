@@ -29,9 +29,11 @@ def use_plain_kernels(monkeypatch) -> None:
 
 def tree_attention(
     query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums, scale,
-    tile_tokens, window=0, softcap=0.0, sinks=None,
+    tile_tokens, window=0, softcap=0.0, sinks=None, is_latent=False,
 ):  # fmt: skip
     """All rows at once, as wide as the widest."""
+    if is_latent:
+        keys, values = torch.cat((keys, values), dim=-1), keys
     mixed = query.new_zeros(*query.shape[:2], values.shape[3])
     starts = partial_starts.tolist()
     last = [item for item in items.tolist() if item[2] and item[7] == starts[item[1] + 1] - starts[item[1]] - 1]

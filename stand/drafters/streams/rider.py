@@ -16,7 +16,7 @@ from stand.drafters.drafter import DraftRequest
 from stand.drafters.settings import check_count, check_temperature
 from stand.drafters.streams.weights import Streams
 from stand.forward.devices import input_device, placement
-from stand.forward.packed_plan import StepPlan, ancestor_matrix
+from stand.forward.packed_plan import StepPlan, ancestor_matrix, running
 from stand.forward.rider import Guesses
 from stand.forward.tree_attention import ATTENTION_NAME
 from stand.forward.tree_cache import TreeCache
@@ -160,10 +160,11 @@ class StreamRider:
         self, states: torch.Tensor, position_ids: torch.Tensor, *, attention: str, cache: Cache, plan: object
     ) -> torch.Tensor:
         """[T, D] -> [T, D] through the streams' layers."""
-        return self.streams(
-            states[None], position_ids, attention=attention,
-            attention_mask=None, cache=cache, use_cache=True, stand_plan=plan,
-        )[0]  # fmt: skip
+        with running(plan):
+            return self.streams(
+                states[None], position_ids, attention=attention,
+                attention_mask=None, cache=cache, use_cache=True, stand_plan=plan,
+            )[0]  # fmt: skip
 
     def _best(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[..., D] -> [..., K] each."""

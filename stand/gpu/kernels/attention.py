@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from stand.forward.attention_shape import HeadSizes
 from stand.gpu.kernels.launch import launch_device
 from stand.gpu.kernels.merge import merge_splits
 from stand.gpu.kernels.proxy_fence import MUST_ADD_FENCES, fences_added
@@ -31,9 +32,11 @@ def _is_live(items, index, num_items, KEY_HEADS: tl.constexpr):
 
 
 @triton.jit
-def _scores(query, key, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """[BLOCK_M, BLOCK_N] scores, to be multiplied by `_score_unit`."""
+def _scores(query, key, turned_query, turned, scale, softcap, HAS_SOFTCAP: tl.constexpr, IS_LATENT: tl.constexpr):
+    """[BLOCK_M, BLOCK_N] scores, to be multiplied by `_score_unit`; of latents with their turned parts."""
     scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+    if IS_LATENT:
+        scores = tl.dot(turned_query, tl.trans(turned), scores, input_precision="ieee")
     if HAS_SOFTCAP:
         # tanh(x) = 1 - 2 / (1 + exp(2 x)); right at both infinities
         scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale / softcap * 2.0 * LOG2_E)))
@@ -129,22 +132,23 @@ def _real_cells(inside, SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _attend_keys(
-    queries, keys, values, row_pages, ancestors, positions, packed, in_tile, row_first, length, first, k_end, blind,
-    highest, mass, scale, softcap, PAGE_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr,
+    queries, turned_queries, keys, values, row_pages, ancestors, positions, packed, in_tile, row_first, length, first,
+    k_end, blind, highest, mass, scale, softcap, PAGE_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr,
     VALUE_PAGE_STRIDE: tl.constexpr, VALUE_SLOT_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, IS_PAGED: tl.constexpr,
     HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_E: tl.constexpr,
     WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, IS_LATENT: tl.constexpr,
 ):  # fmt: skip
     """(accumulator [BLOCK_M, BLOCK_E], highest [BLOCK_M], mass [BLOCK_M]) of a tile over slots [first, k_end), the
-    latter two beginning with what is given.
+    latter two beginning with what is given. Of latents, whose turned parts are in `values`, the accumulator has BLOCK_D
+    columns.
 
     Blocks of committed keys, then blocks of new tokens from the first one on: a block of at most 64 tokens needs a
     single word of ancestors, and only these and the last committed block need a mask at all. No block is longer than a
     page, so it lies in two at most; which ones is read while the block before is computed.
     """
     columns = tl.arange(0, BLOCK_N)
-    accumulator = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    accumulator = tl.zeros([BLOCK_M, BLOCK_D if IS_LATENT else BLOCK_E], tl.float32)
     unit = _score_unit(scale, softcap, HAS_SOFTCAP)
     prefix_end = tl.minimum(k_end, length)
     num_prefix_blocks = tl.cdiv(tl.maximum(prefix_end - first, 0), BLOCK_N)
@@ -165,7 +169,7 @@ def _attend_keys(
             near, far = _pages_at(row_pages, coming, k_end - 1, PAGE_SIZE, BLOCK_N)
         key = tl.load(keys + key_cells, mask=_real_cells(inside, HEAD_SIZE, BLOCK_D), other=0.0)
         value = tl.load(values + value_cells, mask=_real_cells(inside, VALUE_SIZE, BLOCK_E), other=0.0)
-        scores = _scores(queries, key, scale, softcap, HAS_SOFTCAP)
+        scores = _scores(queries, key, turned_queries, value, scale, softcap, HAS_SOFTCAP, IS_LATENT)
         key_positions = slots
         if is_tail | (start + BLOCK_N > end):
             words = ancestors + packed * WORDS + tail_first // 64
@@ -176,14 +180,17 @@ def _attend_keys(
                 key_positions = tl.where(is_tail, tail_positions, slots)
         if HAS_WINDOW:
             scores = tl.where(key_positions[None, :] > blind[:, None], scores, float("-inf"))
-        accumulator, highest, mass = _absorb(scores, unit, value, accumulator, highest, mass)
+        if IS_LATENT:
+            accumulator, highest, mass = _absorb(scores, unit, key, accumulator, highest, mass)
+        else:
+            accumulator, highest, mass = _absorb(scores, unit, value, accumulator, highest, mass)
     return accumulator, highest, mass
 
 
 @triton.jit
 def _store_result(
     accumulator, highest, mass, partial_starts, partials, log_sums, mixed, first_token, split, tokens, heads, in_tile,
-    NUM_HEADS: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_E: tl.constexpr,
+    NUM_HEADS: tl.constexpr, MIXED_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of a tile: into `mixed` where it has one split, else as a partial result, to be merged."""
     has_mass = mass > 0
@@ -194,14 +201,14 @@ def _store_result(
     is_whole = num_splits == 1
     begin = tl.where(is_whole, first_token, first_partial + split).to(tl.int64) * NUM_HEADS
     places = tokens * (num_splits * NUM_HEADS) + heads
-    cells = places[:, None] * VALUE_SIZE + tl.arange(0, BLOCK_E)[None, :]
-    tile = _real_cells(in_tile, VALUE_SIZE, BLOCK_E)
+    cells = places[:, None] * MIXED_SIZE + tl.arange(0, BLOCK)[None, :]
+    tile = _real_cells(in_tile, MIXED_SIZE, BLOCK)
     if is_whole:
-        tl.store(mixed + begin * VALUE_SIZE + cells, result.to(mixed.dtype.element_ty), mask=tile)
+        tl.store(mixed + begin * MIXED_SIZE + cells, result.to(mixed.dtype.element_ty), mask=tile)
     else:
         log_sum = tl.where(has_mass, highest + tl.log2(mass), float("-inf"))
         tl.store(log_sums + begin + places, log_sum, mask=in_tile)
-        tl.store(partials + begin * VALUE_SIZE + cells, result, mask=tile)
+        tl.store(partials + begin * MIXED_SIZE + cells, result, mask=tile)
 
 
 @triton.jit
@@ -225,19 +232,23 @@ def _tree_attention_kernel(
     VALUE_HEAD_STRIDE: tl.constexpr, VALUE_SLOT_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, IS_PAGED: tl.constexpr,
     KEY_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
     VALUE_SIZE: tl.constexpr, BLOCK_E: tl.constexpr, WORDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, ADDS_FENCES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_LATENT: tl.constexpr,
+    ADDS_FENCES: tl.constexpr,
 ):  # fmt: skip
     """Each program walks over (item, key head) pairs until the first item without tokens.
 
     query [M, H, D]; keys [P, Hkv, S, D]; values [P, Hkv, S, E]; pages [R, T] int32; ancestors [M, W] int64; positions
     [M] int64; items [I, 8] int32; partial_starts [M + 1] int32; partials [P, H, E] float32; log_sums [P, H] float32;
-    sinks [H] or anything; mixed [M, H, E]. ADDS_FENCES: whether `fences_added` adds what this Triton leaves out.
+    sinks [H] or anything; mixed [M, H, E]. IS_LATENT: queries [M, H, D + E], values are the turned parts of keys, and
+    mixed is [M, H, D] of the rest of them. ADDS_FENCES: whether `fences_added` adds what this Triton leaves out.
     A fixed grid instead of one program per item: the list's room is for the longest context, and thousands of
     programs that only find out that they are empty would cost more than a short context's work.
     """
     index = tl.program_id(0)
     rows, sizes = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     tokens = rows // GROUPS
+    MIXED_SIZE: tl.constexpr = HEAD_SIZE if IS_LATENT else VALUE_SIZE
+    MIXED_BLOCK: tl.constexpr = BLOCK_D if IS_LATENT else BLOCK_E
     while _is_live(items, index, num_items, KEY_HEADS):
         item = items + (index // KEY_HEADS) * 8
         key_head = index % KEY_HEADS
@@ -248,6 +259,10 @@ def _tree_attention_kernel(
         tile = _real_cells(in_tile, HEAD_SIZE, BLOCK_D)
         query_starts = packed.to(tl.int64) * query_token_stride + heads * query_head_stride
         queries = tl.load(query + query_starts[:, None] + sizes[None, :], mask=tile, other=0.0)
+        turned_queries = queries
+        if IS_LATENT:
+            cells = query_starts[:, None] + HEAD_SIZE + tl.arange(0, BLOCK_E)[None, :]
+            turned_queries = tl.load(query + cells, mask=_real_cells(in_tile, VALUE_SIZE, BLOCK_E), other=0.0)
         first, blind = tl.load(item + 5), packed
         if HAS_WINDOW:
             # a token sees positions above its own less the window; a committed slot's position is its number
@@ -256,18 +271,18 @@ def _tree_attention_kernel(
             first = first + tl.maximum(earliest - first, 0) // BLOCK_N * BLOCK_N
         highest, mass = _before_keys(sinks, heads, split, BLOCK_M, HAS_SINKS)
         accumulator, highest, mass = _attend_keys(
-            queries, keys + key_head.to(tl.int64) * HEAD_STRIDE, values + key_head.to(tl.int64) * VALUE_HEAD_STRIDE,
-            pages + tl.load(item + 3) * table_stride, ancestors, positions, packed, in_tile, tl.load(item),
-            tl.load(item + 4), first, tl.load(item + 6), blind, highest, mass, scale, softcap, PAGE_STRIDE, SLOT_STRIDE,
-            VALUE_PAGE_STRIDE, VALUE_SLOT_STRIDE, PAGE_SIZE, IS_PAGED, HEAD_SIZE, BLOCK_D, VALUE_SIZE, BLOCK_E, WORDS,
-            BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP,
+            queries, turned_queries, keys + key_head.to(tl.int64) * HEAD_STRIDE,
+            values + key_head.to(tl.int64) * VALUE_HEAD_STRIDE, pages + tl.load(item + 3) * table_stride, ancestors,
+            positions, packed, in_tile, tl.load(item), tl.load(item + 4), first, tl.load(item + 6), blind, highest,
+            mass, scale, softcap, PAGE_STRIDE, SLOT_STRIDE, VALUE_PAGE_STRIDE, VALUE_SLOT_STRIDE, PAGE_SIZE, IS_PAGED,
+            HEAD_SIZE, BLOCK_D, VALUE_SIZE, BLOCK_E, WORDS, BLOCK_M, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, IS_LATENT,
         )  # fmt: skip
         _store_result(
             accumulator, highest, mass, partial_starts, partials, log_sums, mixed, first_token, split, tokens, heads,
-            in_tile, KEY_HEADS * GROUPS, VALUE_SIZE, BLOCK_E,
+            in_tile, KEY_HEADS * GROUPS, MIXED_SIZE, MIXED_BLOCK,
         )  # fmt: skip
         index += tl.num_programs(0)
-    _clear_padding(mixed, partial_starts, num_tokens, KEY_HEADS * GROUPS * VALUE_SIZE, BLOCK_E)
+    _clear_padding(mixed, partial_starts, num_tokens, KEY_HEADS * GROUPS * MIXED_SIZE, MIXED_BLOCK)
 
 
 @torch.library.custom_op("stand::tree_attention", mutates_args=("partials", "log_sums"))
@@ -275,7 +290,7 @@ def tree_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: torch.Tensor, ancestors: torch.Tensor,
     positions: torch.Tensor, items: torch.Tensor, partial_starts: torch.Tensor, partials: torch.Tensor,
     log_sums: torch.Tensor, scale: float, tile_tokens: int, window: int = 0, softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, is_latent: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """What each packed token draws from the values it sees: [M, H, E], contiguous, in the query's dtype.
 
@@ -289,33 +304,37 @@ def tree_attention(
     tanh(score / softcap) (Gemma 2). `sinks` [H]: a logit per head that takes mass and gives nothing (gpt-oss). A token
     that no item covers must have no partial results and gets zeros. With T > 1 a page must be no shorter than a block
     of keys (at most 64 slots). Raises ValueError on wrong shapes.
+
+    is_latent: a key is D numbers in `keys` and E turned ones in `values`, queries have D + E, and what is mixed are the
+    D numbers of keys: the result and `partials` have D instead of E (see `stand.forward.latent_keys`).
     """
     scratch = (partials, log_sums)
-    _check_call(query, keys, values, pages, ancestors, positions, items, partial_starts, *scratch, scale, sinks)
-    mixed = query.new_empty((*query.shape[:2], values.shape[3]))
+    _check_call(
+        query, keys, values, pages, ancestors, positions, items, partial_starts, *scratch, scale, sinks, is_latent
+    )
+    mixed = query.new_empty((*query.shape[:2], (keys if is_latent else values).shape[3]))
     with launch_device(_tree_attention_kernel, query), fences_added():
         _attend(
             query, keys, values, pages, ancestors, positions, items, partial_starts, *scratch, sinks, mixed,
-            scale, tile_tokens, window, softcap,
+            scale, tile_tokens, window, softcap, is_latent,
         )  # fmt: skip
     return mixed
 
 
 @tree_attention.register_fake
-def _(query, keys, values, *rest, **options):
-    return query.new_empty((*query.shape[:2], values.shape[3]))
+def _(query, keys, values, *rest, is_latent=False, **options):
+    return query.new_empty((*query.shape[:2], (keys if is_latent else values).shape[3]))
 
 
 def _attend(
     query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums, sinks, mixed, scale,
-    tile_tokens, window, softcap,
+    tile_tokens, window, softcap, is_latent,
 ) -> None:  # fmt: skip
     """Launch the kernel, and the merge where there is room for splits."""
-    _, num_heads, head_size = query.shape
-    key_heads, value_size = keys.shape[1], values.shape[3]
-    groups = num_heads // key_heads
-    asked = {"value_size": value_size, "limits": limits_of(query.device)}
-    sizes = blocks(tile_tokens * groups, head_size, query.dtype, **asked)
+    key_heads, head_size, value_size = keys.shape[1], keys.shape[3], values.shape[3]
+    groups = query.shape[1] // key_heads
+    kind = HeadSizes(head_size, value_size, is_latent)
+    sizes = blocks(tile_tokens * groups, kind, query.dtype, limits=limits_of(query.device))
     if pages.shape[1] > 1 and keys.shape[2] < sizes.keys:
         raise ValueError(f"pages must have at least {sizes.keys} slots here, got {keys.shape[2]}; take longer pages")
     _tree_attention_kernel[(_num_programs(query.device, len(items) * key_heads),)](
@@ -342,6 +361,7 @@ def _attend(
         HAS_WINDOW=window > 0,
         HAS_SOFTCAP=softcap > 0,
         HAS_SINKS=sinks is not None,
+        IS_LATENT=is_latent,
         ADDS_FENCES=MUST_ADD_FENCES,
         num_warps=sizes.num_warps,
         num_stages=sizes.num_stages,
@@ -360,10 +380,12 @@ def _num_programs(device: torch.device, num_pairs: int) -> int:
 
 
 def _check_call(
-    query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums, scale, sinks
+    query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums, scale, sinks, is_latent
 ) -> None:
     """Shapes, dtypes and strides; all of it known without a look at the device."""
-    num_tokens, num_heads, head_size = query.shape
+    num_tokens, num_heads, query_size = query.shape
+    head_size = query_size - values.shape[-1] if is_latent else query_size
+    mixed_size = head_size if is_latent else values.shape[-1]
     expected = {
         "keys": (keys, (*keys.shape[:3], head_size), query.dtype),
         "values": (values, (*keys.shape[:3], values.shape[-1]), query.dtype),
@@ -372,7 +394,7 @@ def _check_call(
         "positions": (positions, (num_tokens,), torch.int64),
         "items": (items, (items.shape[0], 8), torch.int32),
         "partial_starts": (partial_starts, (num_tokens + 1,), torch.int32),
-        "partials": (partials, (partials.shape[0], num_heads, values.shape[-1]), torch.float32),
+        "partials": (partials, (partials.shape[0], num_heads, mixed_size), torch.float32),
         "log_sums": (log_sums, (partials.shape[0], num_heads), torch.float32),
     }
     if sinks is not None:

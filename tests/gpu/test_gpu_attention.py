@@ -40,6 +40,30 @@ def test_values_of_another_size_than_keys(size, value_size):
     assert difference(case, row_items=1) < 2e-6
 
 
+@pytest.mark.parametrize("sizes", [(512, 64), (256, 32), (16, 16)])
+def test_latents(sizes):
+    """One key head; what is mixed is the first part of keys. Split rows, whole ones, a window, padding."""
+    size, turned = sizes
+    kind = {"heads": 4, "groups": 4, "size": size, "value_size": turned, "is_latent": True}
+    case = make_case([3, 9], [130, 20], padding=4, **kind)
+    assert run(case).shape == (16, 4, size) and difference(case) < 2e-6
+    assert difference(case, row_items=1) < 2e-6 and difference(case, window=40) < 2e-6
+
+
+def test_latents_of_more_than_a_word_of_tokens():
+    case = make_case([80], [70], heads=2, groups=2, size=32, value_size=16, is_latent=True)
+    assert difference(case, softcap=3.0) < 2e-6
+    case.values[..., 0] += 1.0  # of the turned part alone
+    assert float((run(case).double() - expected(case)).abs().max()) < 2e-6
+
+
+def test_turned_parts_count():
+    case = make_case([5], [40], heads=2, groups=2, size=32, value_size=16, is_latent=True)
+    before = run(case)
+    case.values[...] = torch.randn_like(case.values)
+    assert float((run(case) - before).abs().max()) > 1e-2
+
+
 @pytest.mark.parametrize("window", [1, 40, 64, 100])
 def test_a_list_that_begins_where_the_window_does(window):
     """No key that a token sees is left out: the whole list gives the same up to rounding."""
@@ -49,9 +73,10 @@ def test_a_list_that_begins_where_the_window_does(window):
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
-@pytest.mark.parametrize("size", [64, 128, 256, 512])
+@pytest.mark.parametrize("size", [64, 128, 256, 512, "latent"])
 def test_sixteen_bits(dtype, tolerance, size):
-    case = make_case([20, 2], [100, 10], dtype=dtype, size=size)
+    kind = {"size": 256, "value_size": 32, "groups": 2, "is_latent": True} if size == "latent" else {"size": size}
+    case = make_case([20, 2], [100, 10], dtype=dtype, **kind)
     assert difference(case) < tolerance
     assert run(case).dtype == dtype
 

@@ -21,7 +21,15 @@ from specimens.registry import SPECIMENS  # noqa: E402
 import stand.gpu.kernels  # noqa: E402
 from stand.gpu.product_tiles import TILES  # noqa: E402
 from stand.gpu.step_size import SUPPORT_SIZES  # noqa: E402
-from stand.gpu.tiles import BLOCKS_16_BIT, BLOCKS_FLOAT32, NARROW_VALUES_16_BIT, Blocks, Limits  # noqa: E402
+from stand.gpu.tiles import (  # noqa: E402
+    BLOCKS_16_BIT,
+    BLOCKS_FLOAT32,
+    LATENT_16_BIT,
+    LATENT_FLOAT32,
+    NARROW_VALUES_16_BIT,
+    Blocks,
+    Limits,
+)
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # what one block may have
@@ -90,7 +98,14 @@ def test_everything_compiles_within_shared_memory(kernels):
         check_all(kernels, target)
 
 
-SPILLED = {("7B small tiles", "sm_80"): 16, ("7B large tiles sm_80", "sm_80"): 16, ("7B float32", "sm_90"): 72}  # bytes
+SPILLED = {  # bytes
+    ("7B small tiles", "sm_80"): 16,
+    ("7B large tiles sm_80", "sm_80"): 16,
+    ("7B float32", "sm_90"): 72,
+    ("MLA latents", "sm_80"): 32,
+    ("MLA latents", "sm_90"): 24,
+    ("MLA latents sm_89", "sm_80"): 8,  # used on sm_86 and sm_89
+}
 
 
 def test_attention_keeps_its_registers(kernels):
@@ -138,7 +153,8 @@ def test_tiles_ask_for_the_shared_memory_that_their_table_says(kernels):
 def offered_to(specimen) -> tuple[Blocks, ...]:
     """All choices of its row of the tables."""
     sizes = specimen.constants["HEAD_SIZE"], specimen.constants["VALUE_SIZE"]
-    table = BLOCKS_FLOAT32 if specimen.signature["query"] == "*fp32" else BLOCKS_16_BIT
+    tables = (LATENT_FLOAT32, LATENT_16_BIT) if specimen.constants["IS_LATENT"] else (BLOCKS_FLOAT32, BLOCKS_16_BIT)
+    table = tables[specimen.signature["query"] != "*fp32"]
     return sum(NARROW_VALUES_16_BIT if sizes == (192, 128) else table[sizes[0]], ())
 
 

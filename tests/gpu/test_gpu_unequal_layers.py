@@ -1,6 +1,7 @@
 """Captured steps of models whose layers keep keys of several sizes, or values narrower than keys: the tokens of eager
 steps, whatever rows do."""
 
+import copy
 from functools import lru_cache
 
 import pytest
@@ -24,7 +25,7 @@ from stand.gpu.kernel_attention import KernelPlan  # noqa: E402
 from stand.scheduling.within_pages import WithinPages  # noqa: E402
 from stand.trees import BlendedLookup  # noqa: E402
 
-FAMILIES = ("gemma4", "mimo_v2")
+FAMILIES = ("gemma4", "mimo_v2", "deepseek_v3", "minicpm3")  # the latter two keep latents, or values narrower than keys
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8], [9, 10, 9]]  # one with nothing before its only token
 SETTINGS = {"num_return_sequences": 2, "max_new_tokens": 40, "temperature": 0.6, "seed": 4, "learn": False}
 
@@ -125,14 +126,36 @@ def test_layers_with_a_window_have_a_work_list_of_their_own():
     assert windowed.splitting.most_splits(10**6) == 2 < whole.splitting.most_splits(10**6)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3"])
-def test_layers_that_expand_what_they_keep_take_eager_steps(family):
+class OwnLinear(torch.nn.Linear):
+    """Might compute anything."""
+
+
+def test_layers_that_expand_what_they_keep_take_eager_steps():
     """Every step would compute the keys of the whole pool. Older versions of transformers keep the keys themselves."""
-    engine = engine_of(family, backend="sdpa")
-    if not key_shape(engine.model).are_expanded:
+    model = copy.deepcopy(unequal_model("deepseek_v3"))
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.__class__ = OwnLinear
+    stand.wrap(model, backend="sdpa")
+    if not key_shape(model).are_expanded:
         pytest.skip("this version of transformers keeps the keys themselves")
     with pytest.raises(ValueError, match="would compute those of the whole pool"):
-        engine_of(family)
+        stand.wrap(model, backend="triton")
+    drafter = BlendedDrafter(taught_lookup("deepseek_v3"), budget=16)
+    engine = stand.wrap(model, backend="auto", drafter=drafter, verifier="match")
+    expected = engine_of("deepseek_v3", backend="sdpa", verifier="match").generate(PROMPTS, **SETTINGS)
+    assert engine.generate(PROMPTS, **SETTINGS).token_ids == expected.token_ids
+
+
+def test_a_second_call_replays_what_is_recorded(plain_kernels):
+    """What stands for a layer's method within a step is no change of the model."""
+    engine = engine_of("deepseek_v3")
+    first = engine.generate(PROMPTS, **SETTINGS)
+    step = engine.backend._previous.captured
+    recorded = dict(step._recorded)
+    assert engine.generate(PROMPTS, **SETTINGS).token_ids == first.token_ids
+    assert engine.backend._previous.captured is step and all(
+        step._recorded[size] is one for size, one in recorded.items()
+    )
 
 
 def test_what_is_expanded_is_told_from_what_is_kept():

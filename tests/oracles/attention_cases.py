@@ -27,6 +27,7 @@ class Case:
     offsets: np.ndarray  # [B + 1]
     ancestors: torch.Tensor  # [M, W]
     positions: torch.Tensor  # [M]
+    is_latent: bool = False  # query [M, H, D + E]
 
 
 def random_parents(generator: np.random.Generator, count: int) -> np.ndarray:
@@ -56,7 +57,7 @@ def bit_words(sees: list[np.ndarray], num_tokens: int) -> torch.Tensor:
 
 def make_case(
     counts, lengths, *, heads=2, groups=2, size=64, value_size=None, dtype=torch.float32, seed=0, padding=0,
-    chains=False, room=None,
+    chains=False, room=None, is_latent=False,
 ) -> Case:  # fmt: skip
     generator = np.random.default_rng(seed)
     torch.manual_seed(seed)
@@ -70,7 +71,7 @@ def make_case(
     positions[: offsets[-1]] = np.repeat(lengths, counts) + depths
     shape = (len(counts) + 2, heads // groups, room or int((lengths + np.asarray(counts)).max()) + 3, size)
     return Case(
-        query=torch.randn(num_tokens, heads, size).to(dtype),
+        query=torch.randn(num_tokens, heads, size + (value_size if is_latent else 0)).to(dtype),
         keys=torch.randn(shape).to(dtype),
         values=torch.randn(*shape[:3], value_size or size).to(dtype),
         sees=sees,
@@ -79,7 +80,12 @@ def make_case(
         offsets=offsets,
         ancestors=bit_words(sees, num_tokens),
         positions=torch.from_numpy(positions),
+        is_latent=is_latent,
     )
+
+
+def sizes_of(case: Case) -> HeadSizes:
+    return HeadSizes(case.keys.shape[3], case.values.shape[3], case.is_latent)
 
 
 def run(
@@ -91,9 +97,9 @@ def run(
     order: of the items, a permutation's seed or -1 for backwards; pages: the table, where a row's keys are not one
     piece; has_room: for partial results; is_cut: whether the list begins where a window does.
     """
-    (num_tokens, heads, size), value_size = case.query.shape, case.values.shape[3]
+    (num_tokens, heads, query_size), sizes = case.query.shape, sizes_of(case)
     groups = heads // case.keys.shape[1]
-    tile = tile or tile_tokens(int(np.diff(case.offsets).max()), groups, HeadSizes(size, value_size), case.query.dtype)
+    tile = tile or tile_tokens(int(np.diff(case.offsets).max()), groups, sizes, case.query.dtype)
     tiling = Tiling(tile, Splitting(row_items, split_length, options.get("window", 0) if is_cut else 0))
     work = WorkList.build(case.offsets, case.lengths, case.cache_rows, tiling)
     items, count = np.zeros((len(work.items) + spare_items, 8), dtype=np.int32), len(work.items)
@@ -111,11 +117,12 @@ def run(
         case.positions,
         torch.from_numpy(items),
         torch.from_numpy(starts),
-        torch.full((room, heads, value_size), float("nan")),
+        torch.full((room, heads, sizes.mixed), float("nan")),
         torch.full((room, heads), float("nan")),
-        options.pop("scale", size**-0.5),
+        options.pop("scale", query_size**-0.5),
         tile,
         **options,
+        is_latent=case.is_latent,
     )
     return mixed
 
@@ -124,7 +131,9 @@ def expected(case: Case, *, scale=None, window=0, softcap=0.0, sinks=None) -> to
     """[M, H, E] float64: one explicit softmax per token and head over exactly the slots that it sees."""
     num_tokens, heads, size = case.query.shape
     groups = heads // case.keys.shape[1]
-    result = torch.zeros(num_tokens, heads, case.values.shape[3], dtype=torch.float64)
+    whole = torch.cat((case.keys, case.values), dim=-1) if case.is_latent else case.keys
+    taken = case.keys if case.is_latent else case.values
+    result = torch.zeros(num_tokens, heads, taken.shape[3], dtype=torch.float64)
     positions = case.positions.numpy()
     for row, (length, first, end) in enumerate(zip(case.lengths, case.offsets, case.offsets[1:], strict=False)):
         for token in range(first, end):
@@ -132,8 +141,8 @@ def expected(case: Case, *, scale=None, window=0, softcap=0.0, sinks=None) -> to
             for node in np.flatnonzero(case.sees[row][token - first]):
                 if not window or positions[first + node] > positions[token] - window:
                     slots.append(length + node)
-            keys = case.keys[case.cache_rows[row]][:, slots].double().repeat_interleave(groups, dim=0)
-            values = case.values[case.cache_rows[row]][:, slots].double().repeat_interleave(groups, dim=0)
+            keys = whole[case.cache_rows[row]][:, slots].double().repeat_interleave(groups, dim=0)
+            values = taken[case.cache_rows[row]][:, slots].double().repeat_interleave(groups, dim=0)
             scores = torch.einsum("hd,hsd->hs", case.query[token].double(), keys) * (scale or size**-0.5)
             if softcap:
                 scores = torch.tanh(scores / softcap) * softcap

@@ -1,0 +1,147 @@
+"""Steps of latent attention compute no keys; where a layer is not what it seems, they do, as transformers does."""
+
+import copy
+
+import pytest
+import torch
+from unequal_models import unequal_model
+
+import stand
+from stand.drafters.blended import BlendedDrafter
+from stand.forward.latent_keys import NAME, LatentKeys, unexpanded_keys
+from stand.forward.packed_plan import StepPlan, running
+from stand.forward.tree_attention import tree_attention
+
+FAMILIES = ("deepseek_v3", "minicpm3")
+PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8], [9, 10, 9]]
+
+
+def layers_of(model):
+    return [layer.self_attn for layer in model.model.layers]
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request):
+    found = unequal_model(request.param)
+    if not hasattr(layers_of(found)[0], NAME):
+        pytest.skip("this version of transformers keeps the keys themselves")
+    return found
+
+
+@pytest.fixture
+def expanded(model, monkeypatch):
+    """Slots whose keys were computed, call by call."""
+    kind, slots = type(layers_of(model)[0]), []
+    own = kind.expand_kv
+
+    def counted(self, latents, turned):
+        slots.append(latents.shape[2])
+        return own(self, latents, turned)
+
+    monkeypatch.setattr(kind, NAME, counted)
+    return slots
+
+
+def generated(model, prompt, count=24):
+    sequence = model.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=count, eos_token_id=None, pad_token_id=0
+    )
+    return sequence[0, len(prompt) :].tolist()
+
+
+def greedy_tokens(model, **options):
+    """Of two calls, so that drafts are accepted in the second one."""
+    engine = stand.wrap(model, drafter=BlendedDrafter(budget=16), **options)
+    for _ in range(2):
+        output = engine.generate(PROMPTS, max_new_tokens=24, temperature=0, stop_token_ids=[])
+    assert output.stats.mean_acceptance_length > 1.1
+    return output.token_ids
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_tokens_are_generates_own(model, fuse):
+    assert greedy_tokens(model, fuse=fuse) == [generated(model, prompt) for prompt in PROMPTS]
+
+
+def test_steps_expand_nothing(model, expanded):
+    """Prompts do: one chunk each, in every layer, but for the prompt of one token."""
+    engine = stand.wrap(model, drafter=BlendedDrafter(budget=16))
+    del expanded[:]
+    engine.generate(PROMPTS, max_new_tokens=24, temperature=0, stop_token_ids=[])
+    assert sorted(expanded) == sorted([2, 6] * len(layers_of(model)))
+
+
+def test_keys_are_expanded_where_nothing_is_known_of_the_projection(model, expanded):
+    """A hook may change what it computes."""
+    model = copy.deepcopy(model)
+    hooks = [layer.kv_b_proj.register_forward_hook(lambda *given: 3 * given[2]) for layer in layers_of(model)]
+    expected = [generated(model, prompt) for prompt in PROMPTS]
+    engine = stand.wrap(model, drafter=BlendedDrafter(budget=16))
+    del expanded[:]
+    assert engine.generate(PROMPTS, max_new_tokens=24, temperature=0, stop_token_ids=[]).token_ids == expected
+    assert len(expanded) > 3 * len(layers_of(model))
+    for hook in hooks:
+        hook.remove()
+    del expanded[:]
+    assert engine.generate(PROMPTS, max_new_tokens=24, temperature=0, stop_token_ids=[]).token_ids != expected
+    probes, chunks = [3] * len(layers_of(model)), [2, 6] * len(layers_of(model))
+    assert sorted(expanded) == sorted(probes + chunks)
+
+
+def test_a_layer_that_computes_keys_otherwise_goes_on_as_it_does(model, monkeypatch):
+    """The check compares both ways before the first step."""
+    kind = type(layers_of(model)[0])
+    own = kind.expand_kv
+
+    def louder(self, latents, turned):
+        keys, values = own(self, latents, turned)
+        return keys, 1.5 * values
+
+    monkeypatch.setattr(kind, NAME, louder)
+    model = copy.deepcopy(model)
+    assert not LatentKeys(layers_of(model)[0]).are_right()
+    assert greedy_tokens(model) == [generated(model, prompt) for prompt in PROMPTS]
+
+
+def test_weights_that_change_count_from_the_next_step_on(model):
+    model = copy.deepcopy(model)
+    engine = stand.wrap(model, drafter=BlendedDrafter(budget=16))
+    settings = {"max_new_tokens": 24, "temperature": 0, "stop_token_ids": []}
+    before = engine.generate(PROMPTS, **settings).token_ids
+    with torch.no_grad():
+        for layer in layers_of(model):
+            layer.kv_b_proj.weight.mul_(1.3)
+    expected = [generated(model, prompt) for prompt in PROMPTS]
+    assert engine.generate(PROMPTS, **settings).token_ids == expected != before
+
+
+def test_layers_are_given_back(model):
+    with pytest.raises(KeyError), tree_attention(model):
+        assert all(isinstance(vars(layer)[NAME], LatentKeys) for layer in layers_of(model))
+        with unexpanded_keys(model):
+            pass
+        assert all(NAME in vars(layer) for layer in layers_of(model))  # nested blocks leave them to the outer one
+        raise KeyError
+    assert not any(NAME in vars(layer) for layer in layers_of(model))
+
+
+def test_only_a_step_hands_latents_on(model):
+    layer = layers_of(model)[0]
+    latents, turned = torch.randn(1, 1, 5, 16), torch.randn(1, 1, 5, 16)
+    keys = LatentKeys(layer)
+    expected = layer.expand_kv(latents, turned)
+    prompt = StepPlan.for_prompt(torch.arange(5, dtype=torch.int32).numpy(), 0, row=0)
+    assert all(map(torch.equal, keys(latents, turned), expected))
+    with running(prompt):
+        assert all(map(torch.equal, keys(latents, turned), expected))
+    prompt.is_prompt = False
+    with running(prompt):
+        assert keys(latents, turned) == (latents, turned)
+
+
+def test_sampled_tokens_are_those_without_drafts(model):
+    settings = {"max_new_tokens": 40, "temperature": 0.8, "top_p": 0.95, "seed": 3, "num_return_sequences": 3}
+    with_drafts = stand.wrap(model, verifier="match", drafter=BlendedDrafter(budget=16))
+    without = stand.wrap(model, verifier="match", drafter=BlendedDrafter(budget=0))
+    with_drafts.generate(PROMPTS, **settings)
+    assert with_drafts.generate(PROMPTS, **settings).token_ids == without.generate(PROMPTS, **settings).token_ids

@@ -44,7 +44,7 @@ def of_attention() -> list[Specimen]:
         _attention_specimen("MLA large tiles sm_89", "bf16", 192, 1, NARROW_VALUES_16_BIT[1][1], value_size=128),
         _attention_specimen("MLA latents", "bf16", 512, 16, LATENT_16_BIT[512][0][0], value_size=64, **LATENT),
         _attention_specimen("MLA latents sm_89", "bf16", 512, 16, LATENT_16_BIT[512][0][1], value_size=64, **LATENT),
-        _attention_specimen("MiniCPM 3 latents", "bf16", 256, 40, LATENT_16_BIT[256][0][0], value_size=32, **LATENT),
+        _attention_specimen("latents of 256", "bf16", 256, 40, LATENT_16_BIT[256][0][0], value_size=64, **LATENT),
         _attention_specimen("7B float32", "fp32", 128, 7, BLOCKS_FLOAT32[128][0][0]),
         _attention_specimen("small model float32", "fp32", 64, 1, BLOCKS_FLOAT32[64][0][0]),
         _attention_specimen("MLA latents float32", "fp32", 512, 16, LATENT_FLOAT32[512][0][0], value_size=64, **LATENT),

@@ -38,7 +38,7 @@ def _decoder(model: PreTrainedModel) -> nn.Module:
 def prefill_features(model: PreTrainedModel, cache: TreeCache, token_ids: np.ndarray, *, row: int) -> torch.Tensor:
     """`prefill`, and the features [L, D] of `token_ids`, int32 [L]."""
     with taken_features(model) as taken:
-        prefill(model, cache, token_ids, row=row)
+        prefill(model, cache, token_ids, row=row, takes_features=True)
     return torch.cat(taken) if taken else no_features(model)
 
 

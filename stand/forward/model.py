@@ -63,8 +63,11 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def run_plan(model: PreTrainedModel, cache: TreeCache, plan: StepPlan, *, logits_to_keep: int = 0) -> torch.Tensor:
-    """One packed forward under `tree_attention`: logits [M, V], or of the last `logits_to_keep` tokens only."""
+def run_plan(
+    model: PreTrainedModel, cache: TreeCache, plan: StepPlan, *, logits_to_keep: int | torch.Tensor = 0
+) -> torch.Tensor:
+    """One packed forward under `tree_attention`: logits [M, V], or of the last `logits_to_keep` tokens only, or of
+    those of these indices."""
     cache.begin(plan)
     with fused(model, cache), running(plan):
         output = model(
@@ -86,20 +89,35 @@ def fused(model: PreTrainedModel, cache: TreeCache) -> AbstractContextManager[No
     return fusion.active()
 
 
-def prefill(model: PreTrainedModel, cache: TreeCache, token_ids: np.ndarray, *, row: int) -> None:
-    """Write the keys of `token_ids`, int32 [L], into the empty cache row `row`, chunk by chunk."""
+def prefill(
+    model: PreTrainedModel, cache: TreeCache, token_ids: np.ndarray, *, row: int, takes_features: bool = False
+) -> None:
+    """Write the keys of `token_ids`, int32 [L], into the empty cache row `row`, chunk by chunk. takes_features: as in
+    `prefill_chunk`."""
     done = 0
     while done < len(token_ids):
-        done = prefill_chunk(model, cache, token_ids, done, row=row)
+        done = prefill_chunk(model, cache, token_ids, done, row=row, takes_features=takes_features)
 
 
-def prefill_chunk(model: PreTrainedModel, cache: TreeCache, token_ids: np.ndarray, done: int, *, row: int) -> int:
+def prefill_chunk(
+    model: PreTrainedModel,
+    cache: TreeCache,
+    token_ids: np.ndarray,
+    done: int,
+    *,
+    row: int,
+    takes_features: bool = False,
+) -> int:
     """The next chunk of `token_ids`, int32 [L], whose first `done` keys cache row `row` holds; how many it holds now.
 
-    The chunks of a prompt are the same whenever they are run, and so are its keys.
+    The chunks of a prompt are the same whenever they are run, and so are its keys. takes_features: whether somebody
+    takes all tokens' last hidden states, so that no layer may leave tokens out.
     """
     chunk = token_ids[done : done + PROMPT_CHUNK]
     if len(chunk):
         plan = StepPlan.for_prompt(chunk, done, row=row, device=input_device(model))
-        run_plan(model, cache, plan, logits_to_keep=1)
+        leaves_out = getattr(text_config(model), "num_kv_shared_layers", 0) > 0  # tokens, where a number is kept
+        is_whole = takes_features and leaves_out
+        kept = torch.tensor([plan.num_tokens - 1], device=plan.device) if is_whole else 1
+        run_plan(model, cache, plan, logits_to_keep=kept)
     return done + len(chunk)

@@ -70,6 +70,7 @@ class StepPlan:
         self.device = torch.device(device)
         self._given = (token_ids, offsets, depths, ancestors, lengths, starts, first_row, is_prompt)
         self._elsewhere: dict[torch.device, StepPlan] = {}
+        self._lasts: dict[int, StepPlan] = {}
         self.attentions: list[AttentionShape] | None = None  # of the layers of a forward, where somebody collects them
         self._longest = int(counts.max())  # tokens
         self.has_few_tokens = IS_FASTER and self.device.type == "cpu" and self._longest <= MOST_ROW_TOKENS
@@ -121,6 +122,20 @@ class StepPlan:
             self._elsewhere[device] = StepPlan(*given, **asked)
             self._elsewhere[device].attentions = self.attentions
         return self._elsewhere[device]
+
+    def last(self, count: int) -> StepPlan:
+        """Of a prompt's last `count` tokens, behind all others, whose keys are written: where layers reuse keys,
+        transformers runs them for those tokens alone whose logits are wanted (Gemma 4 E2B). Raises ValueError where
+        a step is no prompt's."""
+        if not self.is_prompt or not 0 < count < self.num_tokens:
+            raise ValueError(
+                f"attention must be asked for all tokens of a step, or for a prompt's last ones, got {count} of "
+                f"{self.num_tokens}; this model class cannot be served"
+            )
+        if count not in self._lasts:
+            tokens, length = self._given[0][-count:], int(self.ends[0]) - count
+            self._lasts[count] = StepPlan.for_prompt(tokens, length, row=self.first_row, device=self.device)
+        return self._lasts[count]
 
     def fits(self, query: torch.Tensor, key: torch.Tensor) -> bool:
         """Whether query [1, H, M, D] and key [A, Hkv, L, D] are of as many tokens, rows and slots as the plan."""

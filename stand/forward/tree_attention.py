@@ -60,6 +60,8 @@ def attend(
     if stand_plan is None:
         raise plain_forward_error(f"the {ATTENTION_NAME} attention")
     stand_plan = stand_plan.on(query.device)
+    if query.shape[2] != stand_plan.num_tokens:
+        stand_plan = stand_plan.last(query.shape[2])
     latent = latent_keys_of(module)
     if stand_plan.attentions is not None:
         sizes = HeadSizes(key.shape[3], value.shape[3], is_latent=latent is not None)

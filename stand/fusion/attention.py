@@ -11,7 +11,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from stand.forward.cache_argument import cache_argument
-from stand.fusion.formulas import NO_NORM
+from stand.fusion.formulas import NO_NORM, ONE_PLUS
 from stand.fusion.kernels import Kernels
 from stand.fusion.merged_linear import MergedLinear
 from stand.fusion.norm import norm_epsilon
@@ -52,6 +52,7 @@ class FusedAttention:
         self.settings = settings
         self.merged = merged
         self.direct = kernels.direct_layers(module)
+        self._neutral: torch.Tensor | None = None  # weight of a norm that has none
         self.own = frozenset(inspect.signature(type(module).forward).parameters)
         self.cache_argument = cache_argument(module)
 
@@ -69,6 +70,8 @@ class FusedAttention:
         keys, values = cache.layer(self.module.layer_idx)
         query, gates = self._rotated(hidden_states, position_embeddings, keys, values, cache.slots)
         keys, values = cache.seen(self.module.layer_idx)
+        if stores_for_others(self.module):
+            kwargs["shared_kv_states"][self.module.layer_type] = keys, values
         attend = ALL_ATTENTION_FUNCTIONS[self.module.config._attn_implementation]
         passed = {name: value for name, value in kwargs.items() if name not in self.own}
         mixed, weights = attend(self.module, query, keys, values, attention_mask, **self._constants(), **passed)
@@ -92,17 +95,32 @@ class FusedAttention:
             asked = asked.clone(memory_format=torch.contiguous_format)
         parts = [part.view(num_tokens, -1, head_size) for part in (asked, *stored)]
         cos, sin = (_with_adjacent_columns(table[0]) for table in position_embeddings)
-        weights, epsilon = (None, None), 0.0
+        weights, epsilon, of_values = (None, None), 0.0, None
         if rule != NO_NORM:
             weights, epsilon = (module.q_norm.weight, module.k_norm.weight), norm_epsilon(module.q_norm)
-        rotary = self.settings.rotary
-        query = self.kernels.rope_and_store(*parts, cos, sin, keys, values, slots, rotary, *weights, epsilon, rule)
+            of_values = self._value_weight()
+        query = self.kernels.rope_and_store(
+            *parts, cos, sin, keys, values, slots, self.settings.rotary, *weights, epsilon, rule, of_values
+        )
         return query.transpose(0, 1).unsqueeze(0), gates
+
+    def _value_weight(self) -> torch.Tensor | None:
+        """Of the norm of values, where there is one; of one without a weight what changes nothing."""
+        norm, like = getattr(self.module, "v_norm", None), self.module.k_norm.weight
+        if norm is None or getattr(norm, "weight", None) is not None:
+            return getattr(norm, "weight", None)
+        neutral = self._neutral
+        if neutral is None or (neutral.dtype, neutral.device) != (like.dtype, like.device):
+            neutral = self._neutral = torch.full_like(like, 0.0 if self.settings.rule == ONE_PLUS else 1.0)
+        return neutral
 
     def _projected(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
         if self.merged is not None:
             return self.merged.split(hidden_states)
         module = self.module
+        if getattr(module, "v_proj", None) is None and hasattr(module, "k_proj"):  # values are keys before their norm
+            query, key = self.kernels.linears(module, ("q_proj", "k_proj"), hidden_states, self.direct)
+            return query, key, key
         if hasattr(module, "qkv_proj"):
             sizes = [heads * module.head_dim for heads in _head_counts(module.config)]
             return self._linear("qkv_proj", hidden_states).split(sizes, dim=-1)
@@ -124,7 +142,8 @@ def _with_adjacent_columns(table: torch.Tensor) -> torch.Tensor:
 def is_attention(module: nn.Module) -> bool:
     """Whether the module has the parts of an attention with rotary positions, by their usual names."""
     children = dict(module.named_children())
-    has_inputs = {"q_proj", "k_proj", "v_proj"} <= children.keys() or "qkv_proj" in children
+    has_values = "v_proj" in children or (hasattr(module, "v_proj") and "v_norm" in children)
+    has_inputs = ({"q_proj", "k_proj"} <= children.keys() and has_values) or "qkv_proj" in children
     return has_inputs and "o_proj" in children and all(hasattr(module, n) for n in ("layer_idx", "head_dim", "config"))
 
 
@@ -134,9 +153,24 @@ def may_be_gated(module: nn.Module) -> bool:
     return isinstance(query, nn.Linear) and query.out_features == 2 * output.in_features
 
 
+def reuses_keys(module: nn.Module) -> bool:
+    """Whether its keys are another layer's (Gemma 3n, Gemma 4 E2B)."""
+    return getattr(module, "is_kv_shared_layer", False)
+
+
+def stores_for_others(module: nn.Module) -> bool:
+    """Whether layers behind it reuse its keys."""
+    return getattr(module, "store_full_length_kv", False)
+
+
 def has_head_norms(module: nn.Module) -> bool:
     """Whether queries and keys are normed before they turn."""
     return hasattr(module, "q_norm") and hasattr(module, "k_norm")
+
+
+def head_norms(module: nn.Module) -> tuple[str, ...]:
+    """The names of those that it has, of values too."""
+    return tuple(name for name in ("q_norm", "k_norm", "v_norm") if hasattr(module, name))
 
 
 def _head_counts(config: object) -> tuple[int, int, int]:

@@ -94,6 +94,7 @@ def rope_and_store(
     key_weight: torch.Tensor | None,
     eps: float,
     rule: int,
+    value_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotate query and key, write key and value to the cache, return the query [M, H, D], contiguous.
 
@@ -101,14 +102,17 @@ def rope_and_store(
     [M, rotary / 2] (one half, used for both). keys, values [R, Hkv, S, D]: the cache of one layer, any strides but
     adjacent D. slots [M] int64: row * S + slot of each token; a negative one is not written.
     rotary: leading components that turn; 0 leaves cos and sin unread.
-    rule: how query_weight and key_weight [D] norm the heads first (`RULES`), or NO_NORM.
+    rule: how query_weight and key_weight [D] norm the heads first (`RULES`), or NO_NORM; and value_weight [D] those of
+    values, None where they stay as they are.
 
     Raises ValueError for other tensors, IndexError for a slot beyond the cache, before anything is written.
     """
     _check_plain(query, key, value, cos, sin, keys, values, slots, query_weight, key_weight)
     check_heads(query, key, value, keys, values, slots)
     check_rotation(query, cos, sin, rotary)
-    check_norm(query, query_weight, key_weight, rule)
+    check_norm(query, query_weight, key_weight, rule, value_weight)
+    if value_weight is not None:
+        value = rms_norm(value, value_weight, eps, rule)
     num_tokens, heads, size = query.shape
     output = _new(query)
     weights = [0, 0] if rule == NO_NORM else [query_weight.data_ptr(), key_weight.data_ptr()]

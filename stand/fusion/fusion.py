@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from stand.fusion.attention import FusedAttention
+from stand.fusion.attention import FusedAttention, head_norms
 from stand.fusion.chosen_products import ChosenLinear, ChosenProduct, Weights, choose_products
 from stand.fusion.formulas import NO_NORM
 from stand.fusion.gated_norm import FusedGatedNorm
@@ -173,7 +173,7 @@ class Fusion:
             swaps.append(self._swapped(name, mlp, *passed))
         for name, settings in recipe.attentions.items():
             attention = FusedAttention(module(name), settings, kernels, merged=merged(name))
-            norms = () if settings.rule == NO_NORM else ("q_norm", "k_norm")
+            norms = () if settings.rule == NO_NORM else head_norms(module(name))
             swaps.append(self._swapped(name, attention, *norms, *recipe.merged.get(name, ()), *_names(attention)))
         for name, following in recipe.layers.items():
             layer = FusedLayer(module(name), self._norms[f"{name}.{PARTS[1]}"], self._norms.get(following))

@@ -37,6 +37,7 @@ class Outcome:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     constants: dict[str, object] = field(default_factory=dict)
     kinds: tuple[type, ...] = ()
+    storages: tuple[torch.Tensor, torch.Tensor] | None = None  # of the cache, where something was written to it
 
 
 class ProbeCache:
@@ -86,14 +87,16 @@ class Probe:
         arguments, keywords = self.calls[module]
         arguments, keywords = self._with_noise(arguments), self._with_noise_by_name(keywords)
         cache, seen = ProbeCache(self._slots), {}
-        if like is not None and "keys" in like.tensors:
-            cache.allocate(like.tensors["keys"], like.tensors["values"])
+        if like is not None and like.storages is not None:
+            cache.allocate(*like.storages)
         has_states = any(map(is_recurrent, module.modules()))  # which this cache does not keep
         if (argument := cache_argument(module)) in keywords and not has_states:
             keywords |= {argument: cache, "stand_probe": seen}
         with tree_attention(self._model, PROBE_NAME), torch.inference_mode():
             result = forward(*arguments, **keywords)
-        return _outcome(result, seen, passed=keywords)
+        outcome = _outcome(result, seen, passed=keywords)
+        outcome.storages = cache.storages
+        return outcome
 
     def _record(self, modules: list[nn.Module]) -> None:
         def remember(module: nn.Module, arguments: tuple, keywords: dict) -> None:

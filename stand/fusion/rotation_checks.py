@@ -68,12 +68,16 @@ def check_rotation(query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, ro
 
 
 def check_norm(
-    query: torch.Tensor, query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, rule: int
+    query: torch.Tensor,
+    query_weight: torch.Tensor | None,
+    key_weight: torch.Tensor | None,
+    rule: int,
+    value_weight: torch.Tensor | None,
 ) -> None:
     """Raises ValueError for weights that do not go with the rule or the heads."""
-    weights = (query_weight, key_weight)
+    weights = (query_weight, key_weight) if value_weight is None else (query_weight, key_weight, value_weight)
     if rule == NO_NORM:
-        if query_weight is not None or key_weight is not None:
+        if any(weight is not None for weight in weights):
             raise ValueError("weights need a rule, got weights without a norm; pass None")
         return
     if rule not in RULES:
@@ -82,7 +86,7 @@ def check_norm(
     if any(w is None or w.shape != size or w.dtype != dtype or not w.is_contiguous() for w in weights):
         got = " and ".join("None" if w is None else f"{w.dtype} {list(w.shape)}" for w in weights)
         raise ValueError(
-            f"a norm needs two contiguous weights [{query.shape[2]}] of dtype {dtype}, got {got}; use contiguous(), or "
+            f"a norm needs contiguous weights [{query.shape[2]}] of dtype {dtype}, got {got}; use contiguous(), or "
             "rule NO_NORM without weights"
         )
 

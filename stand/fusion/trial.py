@@ -11,7 +11,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from stand.fusion.attention import AttentionSettings, FusedAttention, has_head_norms, is_attention, may_be_gated
+from stand.fusion.attention import (
+    AttentionSettings,
+    FusedAttention,
+    has_head_norms,
+    is_attention,
+    may_be_gated,
+    reuses_keys,
+)
 from stand.fusion.delta_layer import RATE_SCALES, FusedDeltaLayer, delta_parts, is_delta_layer, own_on_chain
 from stand.fusion.formulas import GATE_ORDERS, NO_NORM, RULES
 from stand.fusion.gated_norm import FusedGatedNorm, is_gated_norm
@@ -241,6 +248,8 @@ class Trial:
         refusal = self._untried(module)
         if refusal:
             return [], refusal
+        if reuses_keys(module):
+            return [], "its keys are another layer's"
         own = self._own[module]
         if "query" not in own.tensors:
             return [], "it does not pass keyword arguments on to the attention function"
@@ -252,6 +261,8 @@ class Trial:
             rule = self.recipe.norms.get(self._names[module.q_norm])
             if rule is None or rule != self.recipe.norms.get(self._names[module.k_norm]):
                 return [], "norms of queries and keys that are not fused by themselves, or not alike"
+        elif hasattr(module, "v_norm"):
+            return [], "a norm of values without norms of queries and keys"
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         parameters = {name: names[id(value)] for name, value in own.constants.items() if id(value) in names}
         constants = {name: value for name, value in own.constants.items() if name not in parameters}

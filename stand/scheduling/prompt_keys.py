@@ -85,7 +85,8 @@ class PromptKeys:
             taking = taken_features(self._model) if self._wants_features else nullcontext([])
             prompt.is_cut = True  # by an error or an interrupt, after which it is offered to later calls
             with tree_attention(self._model), taking as features:
-                done = prefill_chunk(self._model, prompt.keys, row.history[:-1], before, row=0)
+                asked = {"row": 0, "takes_features": self._wants_features}
+                done = prefill_chunk(self._model, prompt.keys, row.history[:-1], before, **asked)
             prompt.features += features
             prompt.done, prompt.is_cut = done, False
             prompt.note_states()

@@ -25,7 +25,13 @@ from stand.gpu.kernel_attention import KernelPlan  # noqa: E402
 from stand.scheduling.within_pages import WithinPages  # noqa: E402
 from stand.trees import BlendedLookup  # noqa: E402
 
-FAMILIES = ("gemma4", "mimo_v2", "deepseek_v3", "minicpm3")  # the latter two keep latents, or values narrower than keys
+FAMILIES = (
+    "gemma4",
+    "gemma4_e2b",
+    "mimo_v2",
+    "deepseek_v3",
+    "minicpm3",
+)  # the latter two keep latents, or values narrower than keys
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8], [9, 10, 9]]  # one with nothing before its only token
 SETTINGS = {"num_return_sequences": 2, "max_new_tokens": 40, "temperature": 0.6, "seed": 4, "learn": False}
 

@@ -26,14 +26,22 @@ def new_minicpm():
     return MiniCPM3Config(**{**FOUR, "num_key_value_heads": 4}, **LATENT)
 
 
-def new_gemma4():
+def new_gemma4(**settings):
     """Layers with a window have heads of 16 numbers and two key heads, the others of 32 and one, which serves values
     too."""
     gemma4 = pytest.importorskip("transformers.models.gemma4", reason="transformers has no Gemma 4")
-    return gemma4.Gemma4TextConfig(
-        **FOUR, head_dim=16, global_head_dim=32, num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=8,
-        layer_types=KINDS, vocab_size_per_layer_input=61, hidden_size_per_layer_input=8,
-    )  # fmt: skip
+    given = {
+        **FOUR, "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+        "sliding_window": 8, "layer_types": KINDS, "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8,
+    }  # fmt: skip
+    return gemma4.Gemma4TextConfig(**{**given, **settings})
+
+
+def new_sharing_gemma4():
+    """E2B and E4B: the last layers have no keys of their own, and the values of the others have a projection."""
+    return new_gemma4(
+        num_hidden_layers=6, num_kv_shared_layers=2, layer_types=KINDS + KINDS[:2], attention_k_eq_v=False
+    )
 
 
 def new_mimo():
@@ -45,7 +53,13 @@ def new_mimo():
     )  # fmt: skip
 
 
-UNEQUAL = {"deepseek_v3": new_deepseek, "minicpm3": new_minicpm, "gemma4": new_gemma4, "mimo_v2": new_mimo}
+UNEQUAL = {
+    "deepseek_v3": new_deepseek,
+    "minicpm3": new_minicpm,
+    "gemma4": new_gemma4,
+    "gemma4_e2b": new_sharing_gemma4,
+    "mimo_v2": new_mimo,
+}
 
 
 @lru_cache

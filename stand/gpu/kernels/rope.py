@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from stand.fusion.formulas import NO_NORM
 from stand.fusion.rotation_checks import check_heads, check_norm, check_rotation
 from stand.gpu.kernels.launch import launch_device
 from stand.gpu.kernels.norm import scale_normal
@@ -49,11 +50,11 @@ def _turned(
 
 @triton.jit
 def _rope_and_store(
-    query, key, value, cos, sin, keys, values, slots, query_weight, key_weight, output,
+    query, key, value, cos, sin, keys, values, slots, query_weight, key_weight, value_weight, output,
     query_stride, key_stride, value_stride, cos_stride, sin_stride, second,
     row_stride, head_stride, slot_stride, room, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr,
-    RULE: tl.constexpr, BLOCK: tl.constexpr,
+    RULE: tl.constexpr, VALUE_RULE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (token, head): heads are the query's, then the key's, then the value's."""
     token = tl.program_id(0).to(tl.int64)
@@ -78,7 +79,10 @@ def _rope_and_store(
             else:
                 kv_head = (head - HEADS - KV_HEADS).to(tl.int64)
                 source = value + token * value_stride + kv_head * SIZE
-                copied = tl.load(source + columns, mask=inside, other=0.0)
+                if VALUE_RULE == -1:
+                    copied = tl.load(source + columns, mask=inside, other=0.0)
+                else:
+                    copied = _turned(source, value_weight, cos, sin, second, eps, SIZE, 0, VALUE_RULE, BLOCK)
                 tl.store(values + place + kv_head * head_stride + columns, copied, mask=inside)
 
 
@@ -97,6 +101,7 @@ def rope_and_store(
     key_weight: torch.Tensor | None,
     eps: float,
     rule: int,
+    value_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotate query and key, write key and value to the cache, return the query [M, H, D], contiguous.
 
@@ -105,12 +110,13 @@ def rope_and_store(
     [R, Hkv, S, D]: the cache of one layer, any strides but adjacent D. slots [M] int64: row * S + slot of each token;
     a negative one is not written.
     rotary: leading components that turn; 0 leaves cos and sin unread.
-    rule: how query_weight and key_weight [D] norm the heads first (`stand.fusion.formulas.RULES`), or NO_NORM.
+    rule: how query_weight and key_weight [D] norm the heads first (`stand.fusion.formulas.RULES`), or NO_NORM; and
+    value_weight [D] those of values, None where they stay as they are.
     """
     _check_dtype(query)
     check_heads(query, key, value, keys, values, slots)
     check_rotation(query, cos, sin, rotary)
-    check_norm(query, query_weight, key_weight, rule)
+    check_norm(query, query_weight, key_weight, rule, value_weight)
     tokens, heads, size = query.shape
     half = rotary // 2
     output = torch.empty((tokens, heads, size), dtype=query.dtype, device=query.device)
@@ -119,22 +125,24 @@ def rope_and_store(
             query, key, value, cos, sin, keys, values, slots,
             query if query_weight is None else query_weight,  # not read without a norm
             key if key_weight is None else key_weight,
+            value if value_weight is None else value_weight,
             output,
             query.stride(0), key.stride(0), value.stride(0), cos.stride(0), sin.stride(0),
             half if cos.shape[1] == rotary else 0,
             keys.stride(0), keys.stride(1), keys.stride(2), keys.shape[2], eps,
             HEADS=heads, KV_HEADS=key.shape[1], SIZE=size, HALF=half, RULE=rule,
+            VALUE_RULE=NO_NORM if value_weight is None else rule,
             BLOCK=triton.next_power_of_2(size), num_warps=NUM_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return output
 
 
 @rope_and_store.register_fake
-def _(query, key, value, cos, sin, keys, values, slots, rotary, query_weight, key_weight, eps, rule):
+def _(query, key, value, cos, sin, keys, values, slots, rotary, query_weight, key_weight, eps, rule, value_weight=None):
     _check_dtype(query)
     check_heads(query, key, value, keys, values, slots)
     check_rotation(query, cos, sin, rotary)
-    check_norm(query, query_weight, key_weight, rule)
+    check_norm(query, query_weight, key_weight, rule, value_weight)
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 

@@ -56,13 +56,15 @@ class Sizes:
     heads: int
     key_heads: int
     head_size: int
+    large_head: int
+    turned: int
     prompt: int
     tokens: int
     budget: int | None  # draft nodes per step; None: as many as an engine takes by itself
 
 
-GPU = Sizes(8192, 896, 2048, 4, 14, 2, 128, prompt=700, tokens=96, budget=None)
-INTERPRETED = Sizes(60, 32, 48, 1, 2, 1, 16, prompt=62, tokens=3, budget=2)
+GPU = Sizes(8192, 896, 2048, 4, 14, 2, 128, 512, 64, prompt=700, tokens=96, budget=None)
+INTERPRETED = Sizes(60, 32, 48, 1, 2, 1, 16, 32, 16, prompt=62, tokens=3, budget=2)
 
 
 class Contact:
@@ -182,6 +184,25 @@ class Contact:
         model = self._new_model("bamba", torch.float32, **layers, **inner, mamba_d_state=sizes.head_size)
         return self._compared(model, temperature=0.6)
 
+    def two_sizes(self) -> str:
+        """The family of Gemma 4: layers with a window, and layers without one whose heads are larger and fewer."""
+        sizes = self.sizes
+        kinds = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
+        heads = {"global_head_dim": sizes.large_head, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+        window = {"sliding_window": sizes.prompt // 4, "hidden_size_per_layer_input": 0}
+        model = self._new_model("gemma4_text", torch.float32, **kinds, **heads, **window)
+        return self._compared(model, temperature=0.6)
+
+    def latents(self) -> str:
+        """Latent attention of DeepSeek's, with ordinary feed-forward blocks."""
+        sizes = self.sizes
+        heads = {"num_attention_heads": 2 * sizes.key_heads, "num_key_value_heads": 2 * sizes.key_heads}
+        latents = {"kv_lora_rank": sizes.large_head, "q_lora_rank": None, "qk_nope_head_dim": sizes.head_size}
+        turned = {"qk_rope_head_dim": sizes.turned, "head_dim": sizes.turned, "v_head_dim": sizes.head_size}
+        dense = {"first_k_dense_replace": sizes.layers}
+        model = self._new_model("deepseek_v3", torch.float32, **heads, **latents, **turned, **dense)
+        return self._compared(model, temperature=0.6)
+
     def two_engines(self) -> str:
         """Graphs live on when another engine and its graphs end."""
         first, second = (self._engine(self.model, "triton", fuse=False) for _ in range(2))
@@ -281,7 +302,7 @@ class Contact:
 
 PIECES = (
     "unfused", "fused", "bf16", "match", "traversal", "coupled", "top_p", "growth", "head", "streams", "products",
-    "delta_rule", "state_space", "two_engines",
+    "delta_rule", "state_space", "two_sizes", "latents", "two_engines",
 )  # fmt: skip
 
 

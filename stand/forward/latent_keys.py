@@ -47,9 +47,10 @@ class LatentKeys:
         return torch.cat((plain, query[0, :, :, size:]), dim=-1)[None]
 
     def expanded(self, mixed: torch.Tensor) -> torch.Tensor:
-        """Sums of latents [1, M, H, R] -> sums of values [1, M, H, V]."""
+        """Sums of latents [1, M, H, R] -> sums of values [1, M, H, V], contiguous."""
         weights = self._weights[:, self._layer.qk_nope_head_dim :]
-        return torch.bmm(mixed[0].transpose(0, 1), weights.transpose(1, 2)).transpose(0, 1)[None]
+        values = torch.bmm(mixed[0].transpose(0, 1), weights.transpose(1, 2))
+        return values.transpose(0, 1)[None].clone(memory_format=torch.contiguous_format)
 
     @property
     def _weights(self) -> torch.Tensor:

@@ -101,7 +101,7 @@ def attend(
         s_aux,
         latent is not None,
     )[None]
-    return (mixed if latent is None else latent.expanded(mixed).contiguous()), None
+    return (mixed if latent is None else latent.expanded(mixed)), None
 
 
 AttentionInterface.register(KERNEL_ATTENTION_NAME, attend)

@@ -25,16 +25,21 @@ from recurrent_models import RECURRENT, new_recurrent_model, recurrent_kernel_mo
 from tiny_models import CONFIGS, kernel_model  # noqa: E402
 from torch._subclasses.fake_tensor import DataDependentOutputException  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
+from unequal_models import unequal_model  # noqa: E402
 
 import stand  # noqa: E402
+from stand.forward import latent_keys  # noqa: E402
+from stand.forward.key_shape import LayerKeys, layer_keys  # noqa: E402
+from stand.forward.latent_keys import unexpanded_keys  # noqa: E402
 from stand.forward.model import run_plan  # noqa: E402
 from stand.forward.packed_plan import StepPlan  # noqa: E402
-from stand.forward.recurrent_layers import recurrent_forwards, recurrent_layers  # noqa: E402
+from stand.forward.recurrent_layers import recurrent_forwards  # noqa: E402
 from stand.forward.recurrent_states import LayerStates, RecurrentStates  # noqa: E402
+from stand.forward.self_check import check_case, tree_logits  # noqa: E402
 from stand.forward.tree_attention import tree_attention  # noqa: E402
 from stand.forward.tree_cache import TreeCache  # noqa: E402
 from stand.fusion.fusion import fuse  # noqa: E402
-from stand.gpu import device_rule, kernel_scan, step_body, step_packet, tails  # noqa: E402
+from stand.gpu import device_rule, kernel_attention, kernel_scan, step_body, step_packet, tails  # noqa: E402
 from stand.gpu.device_cache import DeviceCache  # noqa: E402
 from stand.gpu.device_rule import CoupledRule, GreedyRule, MatchRule, TraversalRule  # noqa: E402
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME  # noqa: E402
@@ -91,15 +96,17 @@ def fake_device():
         yield
 
 
-def fake_table(config, dtype: torch.dtype, layers: Sequence[int] = (), states: dict | None = None) -> PageTable:
-    """layers: those that keep keys, default all; states: shapes and types of what the others keep of a row."""
+def fake_table(
+    config, dtype: torch.dtype, layers: Sequence[tuple[int, LayerKeys]] = (), states: dict | None = None
+) -> PageTable:
+    """layers: those that keep keys, default all alike; states: shapes and types of what the others keep of a row."""
     recurrent = RecurrentStates(NUM_ROWS)
     for index, kept in (states or {}).items():
         recurrent.layers[index] = LayerStates(
             *[torch.zeros(NUM_ROWS, *shape, dtype=kind, device="cuda") for shape, kind in kept]
         )
     cache = DeviceCache(
-        layers=alike(layers or range(config.num_hidden_layers), config.num_key_value_heads, 64),
+        layers=layers or alike(range(config.num_hidden_layers), config.num_key_value_heads, 64),
         num_pages=NUM_ROWS * ROOM // PAGE_SIZE, page_size=PAGE_SIZE, dtype=dtype, device=torch.device("cuda"),
         recurrent=recurrent,
     )  # fmt: skip
@@ -115,6 +122,7 @@ def run_body(
     dtype = torch.bfloat16 if hasattr(model.config, "num_experts_per_tok") else dtype
     fake = copy.deepcopy(model).to(dtype)
     device, kept = torch.device("cuda"), kept_by(fake)
+    tree_logits(fake, *check_case(fake))  # which tells the kinds of its layers
     with fake_device(), torch.inference_mode():
         fake = onto_fake_device(fake)
         table = fake_table(fake.config, dtype, *kept)
@@ -126,23 +134,20 @@ def run_body(
         with ExitStack() as stack:
             stack.enter_context(tree_attention(fake, KERNEL_ATTENTION_NAME))
             stack.enter_context(recurrent_forwards(fake))
+            stack.enter_context(unexpanded_keys(fake))
             if fusion is not None:
                 stack.enter_context(mirrored(fusion, fake).active())
             body.run()
             body.find_best()
 
 
-def kept_by(model) -> tuple[Sequence[int], dict]:
+def kept_by(model) -> tuple[Sequence[tuple[int, LayerKeys]], dict]:
     """What its layers keep, as `fake_table` takes it."""
-    if not recurrent_layers(model):
-        return (), {}
     cache = TreeCache(1, 8)
     with torch.inference_mode(), tree_attention(model):
         run_plan(model, cache, StepPlan.for_prompt(np.array([3, 4], dtype=np.int32), 0, row=0))
     layers = cache.recurrent.layers.items()
-    return tuple(cache.layer_places), {
-        index: [(one.shape[1:], one.dtype) for one in layer.stored] for index, layer in layers
-    }
+    return layer_keys(cache), {index: [(one.shape[1:], one.dtype) for one in layer.stored] for index, layer in layers}
 
 
 def shallow(family: str, num_layers: int):
@@ -292,6 +297,19 @@ def test_a_wait_in_a_recurrent_layer_is_noticed(monkeypatch):
     monkeypatch.setattr(kernel_scan, "keep_states", lambda keys, *rest: (keep(keys, *rest), keys.sum().item()))
     with pytest.raises(DataDependentOutputException):
         run_body("qwen3_5", "traversal", LAWS["plain"], model=recurrent_kernel_model("qwen3_5"))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_e2b", "deepseek_v3", "minicpm3"])
+def test_no_model_whose_layers_differ_waits(family, fused, monkeypatch):
+    """Parameters without values are of a class of their own, which is not taken for plain weights."""
+    monkeypatch.setattr(latent_keys, "_is_plain", lambda layer: True)
+    model = copy.deepcopy(unequal_model(family))
+    fusion = fuse(model) if fused else None
+    attended, attend = [], kernel_attention.tree_attention
+    monkeypatch.setattr(kernel_attention, "tree_attention", lambda *given: attended.append(given[-1]) or attend(*given))
+    run_body(family, "traversal", LAWS["plain"], model=model, fusion=fusion)
+    assert attended == [family in ("deepseek_v3", "minicpm3")] * model.config.num_hidden_layers  # latents
 
 
 def run_tail(monkeypatch, *, restricted: bool) -> None:

@@ -3,10 +3,8 @@ configurations: `llama`, `qwen3_moe` ..."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 CLASSES: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)  # by names of configurations
@@ -87,23 +85,39 @@ class NotTinyError(ValueError):
 def tiny_model(kind: str) -> PreTrainedModel:
     """In float32, for inference, with weights that are always the same; it runs a forward. Raises NotTinyError."""
     try:
-        configuration = CONFIG_MAPPING[kind]
-        defaults = configuration()
+        defaults = CONFIG_MAPPING[kind](**OF_CLASS.get(kind, {}))
     except Exception as error:  # configurations may raise anything
         raise NotTinyError(_reason(error)) from error
     reason: Exception | None = None
-    for settings in _settings(kind, defaults):
+    for names in LEFT_OUT:
         try:
-            return _made(configuration(**settings))
+            return _made(_shrunk(defaults, names))
         except Exception as error:
             reason = reason or error
     raise NotTinyError(_reason(reason)) from reason
 
 
-def _settings(kind: str, defaults: PreTrainedConfig) -> Iterator[dict[str, object]]:
-    known = {name: value for name, value in SETTINGS.items() if _has(defaults, name)}
-    for names in LEFT_OUT:
-        yield {**{name: value for name, value in known.items() if name not in names}, **OF_CLASS.get(kind, {})}
+def _shrunk(defaults: PreTrainedConfig, left_out: tuple[str, ...]) -> PreTrainedConfig:
+    """A configuration of the same class by SETTINGS, and those within it (of text, of images, of sound) likewise."""
+    settings = {name: value for name, value in SETTINGS.items() if name not in left_out and _has(defaults, name)}
+    for name in defaults.sub_configs:
+        part = getattr(defaults, name, None)
+        if isinstance(part, PreTrainedConfig):
+            settings[name] = _shrunk_part(part, left_out)
+    return type(defaults)(**{**settings, **OF_CLASS.get(defaults.model_type, {})})
+
+
+def _shrunk_part(defaults: PreTrainedConfig, left_out: tuple[str, ...]) -> PreTrainedConfig:
+    """What is left out may differ from what is around it: the part must make a model by itself, where it can be one."""
+    for names in (left_out, *LEFT_OUT):
+        try:
+            configuration = _shrunk(defaults, names)
+            with torch.device("meta"):
+                AutoModel.from_config(configuration)
+        except Exception:
+            continue
+        return configuration
+    return _shrunk(defaults, left_out)
 
 
 def _has(defaults: PreTrainedConfig, name: str) -> bool:

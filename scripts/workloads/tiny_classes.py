@@ -6,7 +6,15 @@ from __future__ import annotations
 import copy
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, Gemma3nVisionConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    Gemma3nVisionConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import is_timm_available
 
@@ -17,7 +25,8 @@ MOST_WEIGHTS = 20_000_000  # what has more was not made small by these settings
 SETTINGS: dict[str, object] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY_SIZE),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "embedding_size"), 32),
-    **dict.fromkeys(("out_hidden_size", "adapter_in_dim", "adapter_out_dim", "adapter_input_size", "hidden_size_global"), 32),
+    **dict.fromkeys(("out_hidden_size", "adapter_in_dim", "adapter_out_dim", "adapter_input_size"), 32),
+    **dict.fromkeys(("hidden_size_global", "mm_embed_dim"), 32),
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "d_ff", "mlp_hidden_size", "ffn_hidden_size"), 48),
     **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim"), 48),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 4),
@@ -45,6 +54,7 @@ SETTINGS: dict[str, object] = {
     **dict.fromkeys(("linear_num_key_heads", "n_groups"), 2),
     "mamba_n_groups": 1,
     "is_decoder": True,
+    "tie_word_embeddings": False,  # else the best token after a token is often itself
     "initializer_range": 0.4,  # peaked laws: the best token has a margin
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -61,7 +71,8 @@ OF_CLASS: dict[str, dict[str, object]] = {
             for kind in ("full_attention", "sliding_attention")
         },
     },
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}},  # read by its class, not in its defaults
+    # its class needs what its defaults lack
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}},
     "dots3_note_text": {
         "num_key_value_heads": 4,
         "head_dim": 16,
@@ -149,9 +160,13 @@ def tiny_model(kind: str) -> PreTrainedModel:
 
 def _shrunk(defaults: PreTrainedConfig, left_out: tuple[str, ...]) -> PreTrainedConfig:
     """A configuration of the same class by SETTINGS, and those within it (of text, of images, of sound) likewise."""
-    settings = {name: value for name, value in SETTINGS.items() if name not in left_out and _takes(defaults, name, value)}
-    for name in defaults.sub_configs:
+    settings = {
+        name: value for name, value in SETTINGS.items() if name not in left_out and _takes(defaults, name, value)
+    }
+    for name, of_part in defaults.sub_configs.items():
         part = getattr(defaults, name, None)
+        if part is None and of_part is not AutoConfig:  # published models have it
+            part = of_part()
         if isinstance(part, PreTrainedConfig):
             settings[name] = _shrunk_part(part, left_out)
     return type(defaults)(**{**settings, **OF_CLASS.get(defaults.model_type, {})})

@@ -1,7 +1,7 @@
 """Which causal language models of the installed transformers are served: a tiny random model of each class is wrapped,
 and its greedy tokens are compared with those of `model.generate`.
 
-    python scripts/try_families.py                                   # all, about three minutes on a core
+    python scripts/try_families.py                                   # all, about two minutes on a core
     python scripts/try_families.py --only llama,deepseek_v3,mamba
     python scripts/try_families.py --page docs/families.md           # and write what came out as a page
 
@@ -185,6 +185,7 @@ def _wrong(families: Sequence[Family]) -> list[str]:
 
 
 REASONS = {  # the beginning of a refusal's rule, and what a reader needs of it
+    "a layer at least must keep": "no layer keeps keys",
     "every layer must keep": "a state, a compressed or chunked attention in which a tree cannot be held",
     "call its attention through": "computes its attention by itself, not through transformers' `AttentionInterface`",
     "a tree forward of": "positions or attention follow the places of tokens in the cache, or attention is not causal",
@@ -204,7 +205,7 @@ def _by_reason(families: Sequence[Family]) -> list[str]:
 
 
 def _not_tried(families: Sequence[Family]) -> list[str]:
-    return _grouped((family, f"`{family.note[:150]}`") for family in families if family.result == NOT_TRIED)
+    return _grouped((family, f"`{family.note}`") for family in families if family.result == NOT_TRIED)
 
 
 def _grouped(reasons: Iterable[tuple[Family, str]]) -> list[str]:

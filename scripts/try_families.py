@@ -139,7 +139,7 @@ def page_of(families: Sequence[Family]) -> str:
         "transformers was wrapped, and its greedy tokens were compared with those of `model.generate`, in float32.",
         "That shows that positions, masks and caches are right. It shows neither acceptance nor speed nor captured",
         "steps on a GPU. `wrap` repeats its checks on your own model. Models that take images or sound besides",
-        "text (`gemma3`, `qwen3_5` ...) were given text.",
+        "text (`gemma3`, `qwen3_5` ...) were given text; parts that only images run may be left out.",
         "",
         f"**{len(served)} of {len(families)} are served.** By the names of configurations (`model.config.model_type`):",
         "",

@@ -1,7 +1,7 @@
 """Which causal language models of the installed transformers are served: a tiny random model of each class is wrapped,
 and its greedy tokens are compared with those of `model.generate`.
 
-    python scripts/try_families.py                                   # all, about three minutes on a core
+    python scripts/try_families.py                                   # all, about two minutes on a core
     python scripts/try_families.py --only llama,deepseek_v3,mamba
     python scripts/try_families.py --page docs/families.md           # and write what came out as a page
 
@@ -16,7 +16,7 @@ import json
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -135,47 +135,57 @@ def page_of(families: Sequence[Family]) -> str:
     lines = [
         "# Which models are served",
         "",
-        f"`python scripts/try_families.py --page FILE` wrote this page with transformers {transformers.__version__}",
-        f"and torch {torch.__version__.split('+')[0]} on a CPU. A tiny random model of every causal language model of",
+        *_what_was_tried(families),
         "transformers was wrapped, and its greedy tokens were compared with those of `model.generate`, in float32.",
         "That shows that positions, masks and caches are right. It shows neither acceptance nor speed nor captured",
-        "steps on a GPU. `wrap` repeats its checks on your own model.",
+        "steps on a GPU. `wrap` repeats its checks on your own model. Models that take images or sound besides",
+        "text (`gemma3`, `qwen3_5` ...) were given text; parts that only images run may be left out.",
         "",
         f"**{len(served)} of {len(families)} are served.** By the names of configurations (`model.config.model_type`):",
         "",
-        ", ".join(f"`{family.kind}`" for family in served) + ".",
+        _names(served) + ".",
         "",
         *_of_forwards(families),
-        "Refused, each with its reason:",
-        "",
-        "| configurations | reason |",
-        "|---|---|",
-        *_by_reason(families),
-        "",
-        f"Not tried, {_count(families, NOT_TRIED)}: the script could make no tiny model. Many are outer models of text",
-        "models above.",
-        "",
-        ", ".join(f"`{family.kind}`" for family in families if family.result == NOT_TRIED) + ".",
+        *_section("Refused, each with its reason:", _by_reason(families)),
+        *_section("Not tried, as the script could make no tiny model:", _not_tried(families)),
         *_wrong(families),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _what_was_tried(families: Sequence[Family]) -> list[str]:
+    is_all = {family.kind for family in families} >= CLASSES.keys()
+    options, count = ("", "every") if is_all else ("--only NAMES ", f"{len(families)} of the {len(CLASSES)}")
+    return [
+        f"`python scripts/try_families.py {options}--page FILE` wrote this page with transformers "
+        f"{transformers.__version__}",
+        f"and torch {torch.__version__.split('+')[0]} on a CPU. A tiny random model of {count} causal language "
+        f"{'model' if is_all else 'models'} of",
+    ]
+
+
+def _names(families: Sequence[Family]) -> str:
+    return ", ".join(f"`{family.kind}`" for family in families) or "none"
+
+
+def _section(title: str, rows: Sequence[str]) -> list[str]:
+    return [title, "", "| configurations | reason |", "|---|---|", *rows, ""] if rows else []
 
 
 def _of_forwards(families: Sequence[Family]) -> list[str]:
-    others = [f"`{family.kind}`" for family in families if family.result == OF_FORWARDS]
-    text = (
-        f"Of these {', '.join(others)} write what whole forwards say; the steps of `generate` differ from these there."
-    )
+    others = [family for family in families if family.result == OF_FORWARDS]
+    text = f"Of these {_names(others)} write what whole forwards say; the steps of `generate` differ from these there."
     return [text, ""] if others else []
 
 
 def _wrong(families: Sequence[Family]) -> list[str]:
     """What ends the script with status 1."""
     found = [f"`{family.kind}` ({family.result})" for family in families if family.result in (DIFFERENT, ERROR)]
-    return ["", f"**Wrong**: {', '.join(found)}."] if found else []
+    return [f"**Wrong**: {', '.join(found)}."] if found else []
 
 
 REASONS = {  # the beginning of a refusal's rule, and what a reader needs of it
+    "a layer at least must keep": "no layer keeps keys",
     "every layer must keep": "a state, a compressed or chunked attention in which a tree cannot be held",
     "call its attention through": "computes its attention by itself, not through transformers' `AttentionInterface`",
     "a tree forward of": "positions or attention follow the places of tokens in the cache, or attention is not causal",
@@ -187,18 +197,23 @@ REASONS = {  # the beginning of a refusal's rule, and what a reader needs of it
 
 
 def _by_reason(families: Sequence[Family]) -> list[str]:
-    groups: dict[str, list[str]] = {}
-    for family in families:
-        if family.result == REFUSED:
-            found = next((text for rule, text in REASONS.items() if rule in family.note), family.note)
-            groups.setdefault(found, []).append(f"`{family.kind}`")
-    return [
-        f"| {', '.join(kinds)} | {reason} |" for reason, kinds in sorted(groups.items(), key=lambda one: -len(one[1]))
-    ]
+    refused = [family for family in families if family.result == REFUSED]
+    return _grouped(
+        (family, next((text for rule, text in REASONS.items() if rule in family.note), family.note))
+        for family in refused
+    )
 
 
-def _count(families: Sequence[Family], result: str) -> int:
-    return sum(family.result == result for family in families)
+def _not_tried(families: Sequence[Family]) -> list[str]:
+    return _grouped((family, f"`{family.note}`") for family in families if family.result == NOT_TRIED)
+
+
+def _grouped(reasons: Iterable[tuple[Family, str]]) -> list[str]:
+    """Rows of a table, the most frequent reason first."""
+    groups: dict[str, list[Family]] = {}
+    for family, reason in reasons:
+        groups.setdefault(reason.replace("|", "\\|"), []).append(family)
+    return [f"| {_names(alike)} | {reason} |" for reason, alike in sorted(groups.items(), key=lambda one: -len(one[1]))]
 
 
 def known_kinds(text: str) -> list[str]:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from stand.forward.devices import input_device
@@ -33,9 +34,26 @@ class _Probe:
         """How many keys the last of `num_keys` tokens sees."""
         keys = torch.arange(self.num_keys, device="cpu")
         first = torch.zeros((), dtype=torch.int64, device="cpu")
-        seen = mask_function(first, first, keys[-1], keys).expand(self.num_keys)
+        with _LastEntryStands():
+            seen = mask_function(first, first, keys[-1], keys).expand(self.num_keys)
         number = int(seen.sum())
         return number if bool(seen[self.num_keys - number :].all()) else OTHER
+
+
+class _LastEntryStands(TorchFunctionMode):
+    """Within it a table that is read beyond its end gives its last entry. A mask may have one with an entry per token
+    of the forward (Gemma 4: which image it belongs to), and of a text all tokens have the same."""
+
+    def __torch_function__(self, function: Callable, types: object, args: tuple = (), kwargs: dict | None = None):
+        if function is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
+            table, places = args
+            args = table, tuple(_within(place, size) for place, size in zip(places, table.shape, strict=False))
+        return function(*args, **(kwargs or {}))
+
+
+def _within(place: object, size: int) -> object:
+    is_index = isinstance(place, torch.Tensor) and place.dtype is torch.int64
+    return place.clamp(max=size - 1) if is_index else place
 
 
 _running = threading.local()  # .probe: of this thread's forward; other threads may check other models

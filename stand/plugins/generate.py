@@ -32,6 +32,7 @@ from stand.engine import Engine, wrap
 from stand.forward.cache_argument import CACHE_ARGUMENTS
 from stand.generation_settings import PREPARED
 from stand.output import GenerationOutput
+from stand.prompts import TYPES
 
 ATTRIBUTE = "_stand_engine"  # of a model: its `_Kept`
 MADE_BY_GENERATE = {"attention_mask", "position_ids", *CACHE_ARGUMENTS, "logits_to_keep", "use_cache"}
@@ -195,7 +196,7 @@ def _place(model: PreTrainedModel) -> tuple:
 def _refuse_unserved(input_ids: torch.Tensor, model_kwargs: Mapping[str, object]) -> None:
     """Arguments of the model's forward beyond those that `generate` makes, and those with values of one's own."""
     for name, value in model_kwargs.items():
-        if name not in MADE_BY_GENERATE and value is not None and value is not False:
+        if name not in MADE_BY_GENERATE and not _says_nothing(name, value):
             raise ValueError(
                 f"{name} cannot be given here, got {type(value).__name__}: the engine runs the model on token ids "
                 "alone; leave it out, or call model.generate without custom_generate"
@@ -215,6 +216,14 @@ def _refuse_unserved(input_ids: torch.Tensor, model_kwargs: Mapping[str, object]
         ones = torch.ones_like(input_ids) if mask is None else mask.long()
         if not (positions == (ones.cumsum(-1) - 1).clamp(min=0))[ones.bool().expand_as(input_ids)].all():
             raise ValueError("position_ids must count a row's tokens from 0, got others; leave position_ids out")
+
+
+def _says_nothing(name: str, value: object) -> bool:
+    """Whether it tells the forward nothing: types that are all 0, as text has them, and the `mm_encoder_outputs` of no
+    image that `generate` gives multimodal models."""
+    if name in TYPES and value is not None:
+        return not torch.as_tensor(value).any()
+    return value is None or value is False or (isinstance(value, Mapping) and not value)
 
 
 def _own_processors(

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import try_families as script
+from transformers import CONFIG_MAPPING
 from workloads import tiny_classes
 
 import stand
@@ -20,17 +21,49 @@ def run(capsys, *options):
 
 def test_classes_are_served_refused_or_not_tried(capsys, tmp_path):
     page = tmp_path / "page.md"
-    status, found = run(capsys, "--only", "llama,deepseek_v3,bloom,mamba,mllama", "--page", str(page))
+    status, found = run(capsys, "--only", "llama,deepseek_v3,bloom,mamba,musicgen", "--page", str(page))
     assert status == 0
     results = {kind: family["result"] for kind, family in found.items()}
     assert results == {
-        "llama": "equal", "deepseek_v3": "equal", "bloom": "refused", "mamba": "refused", "mllama": "no tiny model",
+        "llama": "equal", "deepseek_v3": "equal", "bloom": "refused", "mamba": "refused", "musicgen": "no tiny model",
     }  # fmt: skip
     assert found["llama"]["tokens_per_step"] > 1 and "AttentionInterface" in found["bloom"]["note"]
     text = page.read_text()
     assert "**2 of 5 are served.**" in text and "`llama`, `deepseek_v3`." in text
-    assert "| `bloom` | computes its attention by itself" in text and "`mllama`." in text
+    assert "| `bloom` | computes its attention by itself" in text and "| `musicgen` | `AttributeError: " in text
+    assert f"A tiny random model of 5 of the {len(tiny_classes.CLASSES)} causal language models of\n" in text
+    assert "try_families.py --only NAMES --page FILE" in text and "every" not in text
     assert all(len(line) < 200 for line in text.splitlines())
+
+
+def test_a_page_of_all_classes_says_so():
+    every = [script.Family(kind, name, script.EQUAL, 2.0) for kind, name in tiny_classes.CLASSES.items()]
+    page = script.page_of(every)
+    assert "try_families.py --page FILE` wrote" in page and "of every causal language model of\n" in page
+    assert "Refused" not in page and "Not tried" not in page
+    assert "every" not in script.page_of(every[1:])
+
+
+def test_models_of_images_and_sound_are_served_as_the_text_model_inside(capsys):
+    """Their parts are made small as well, also one whose library is not installed (Gemma 3n's timm)."""
+    kinds = ["gemma3", "gemma3n", "gemma4_unified", "mllama", "qwen3_5"]
+    status, found = run(capsys, "--only", ",".join(kinds))
+    assert status == 0 and {kind: found[kind]["result"] for kind in kinds} == dict.fromkeys(kinds, "equal")
+    config = tiny_classes.tiny_model("gemma3").config
+    assert config.text_config.hidden_size == config.vision_config.hidden_size == 32
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4_text", "opt", "llama"])
+def test_a_tiny_model_does_not_repeat_one_token(kind):
+    """Else positions and masks could be wrong unseen."""
+    assert len(set(script.generated(tiny_classes.tiny_model(kind)))) > 4
+
+
+def test_names_that_a_configuration_does_not_let_set_are_left_out():
+    """XLNet has no length, and xLSTM computes sizes of heads."""
+    for kind, name in (("xlnet", "max_position_embeddings"), ("xlstm", "v_head_dim")):
+        assert not tiny_classes._takes(CONFIG_MAPPING[kind](), name, 8)
+        tiny_classes.tiny_model(kind)
 
 
 def test_other_tokens_are_seen(capsys, monkeypatch, tmp_path):

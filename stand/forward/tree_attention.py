@@ -6,6 +6,7 @@ and this function makes its own from the step's plan. It never leaves a model sw
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,11 +20,13 @@ from stand.forward.attention_shape import AttentionShape, HeadSizes
 from stand.forward.few_token_attention import is_supported, supported_attention
 from stand.forward.latent_keys import latent_keys_of, unexpanded_keys
 from stand.forward.linear_layers import few_token_layers
+from stand.forward.model import text_config
 from stand.forward.packed_plan import StepPlan, plain_forward_error, running_plan
 from stand.forward.recurrent_layers import recurrent_forwards
 
 PREFIX = "stand_"  # of every attention that this project registers
 ATTENTION_NAME = "stand_tree"
+_WARNINGS = logging.getLogger("transformers.modeling_utils")  # getting it takes a lock that an interrupt could keep
 
 
 class OwnMaskError(ValueError):
@@ -139,7 +142,8 @@ def tree_attention(model: PreTrainedModel, name: str = ATTENTION_NAME) -> Iterat
         if not _is_ours(model):
             _TURNS[model].own = before
         try:
-            model.set_attn_implementation(name)
+            with _without_warnings():
+                model.set_attn_implementation(name)
             for config in own:
                 config._attn_implementation_internal = name
             yield
@@ -199,7 +203,8 @@ def _config_numbers(model: PreTrainedModel) -> set[int]:
 
 
 def _is_ours(model: PreTrainedModel) -> bool:
-    return str(model.config._attn_implementation).startswith(PREFIX)
+    """By the text model's configuration: one around it may not let its attention be set (GOT-OCR2)."""
+    return str(text_config(model)._attn_implementation).startswith(PREFIX)
 
 
 def _configs(model: PreTrainedModel) -> tuple[list[PreTrainedConfig], list[PreTrainedConfig]]:
@@ -223,3 +228,19 @@ def _configs(model: PreTrainedModel) -> tuple[list[PreTrainedConfig], list[PreTr
 def _restore(implementations: list[tuple[PreTrainedConfig, str | None]]) -> None:
     for config, name in implementations:
         config._attn_implementation_internal = name  # the property would set inner configurations, too
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """transformers warns each time of parts whose attention it cannot set, as towers of images; text does not run
+    them."""
+    thread = threading.get_ident()
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    _WARNINGS.addFilter(is_of_others)
+    try:
+        yield
+    finally:
+        _WARNINGS.removeFilter(is_of_others)

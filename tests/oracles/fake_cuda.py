@@ -22,8 +22,8 @@ def fake_cuda() -> Iterator[None]:
     fits = patch("stand.gpu.device_cache._free_bytes", lambda device: float("inf"))  # asks the driver
     reads, writes = patch.object(FakeTensor, "__getitem__", _indexed), patch.object(FakeTensor, "__setitem__", _assign)
     copies = patch.object(FakeTensor, "copy_", lambda tensor, *others: torch.ops.aten.copy_(tensor, *others))
-    truths = patch.object(FakeTensor, "bool", lambda tensor: torch.ops.aten._to_copy(tensor, dtype=torch.bool))
-    with reads, writes, copies, truths, fits, FakeTensorMode():
+    opposites = patch.object(FakeTensor, "__invert__", lambda tensor: torch.ops.aten.bitwise_not(tensor))
+    with reads, writes, copies, opposites, fits, FakeTensorMode():
         yield
 
 

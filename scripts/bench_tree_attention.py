@@ -53,13 +53,15 @@ def measure(num_rows: int, num_nodes: int, length: int, threads: int, options: a
     num_layers = max(2, min(MOST_LAYERS, round(options.megabytes * 1e6 / (8 * np.prod(shape)))))
     layers = [(torch.randn(shape), torch.randn(shape)) for _ in range(num_layers)]
     query = torch.randn(1, num_rows * num_nodes, options.heads, options.size).transpose(1, 2)
-    torch.testing.assert_close(*(attend(None, query, *layers[0], None, stand_plan=plan)[0] for plan in made.values()))
+    torch.testing.assert_close(
+        *(attend(torch.nn.Module(), query, *layers[0], None, stand_plan=plan)[0] for plan in made.values())
+    )
     least = dict.fromkeys(made, float("inf"))
     for _ in range(options.rounds):
         for way, plan in made.items():
             begin = time.perf_counter()
             for keys, values in layers:
-                attend(None, query, keys, values, None, stand_plan=plan)
+                attend(torch.nn.Module(), query, keys, values, None, stand_plan=plan)
             least[way] = min(least[way], (time.perf_counter() - begin) / num_layers)
     return {"rows": num_rows, "nodes": num_nodes, "length": length, "threads": threads, **least}
 

@@ -16,7 +16,7 @@ EXCEPTIONS = {
     "{} must be {} in {} beside a query {} in {}, got {} in {}",
     "rule must be one of {}, got {}",
     "activation must be one of {}, got {}",
-    "all layers must have one head count, head size and type, got different ones",
+    "keys and values of all layers must have one type and lie on one device, got others",
 }
 
 

@@ -58,7 +58,8 @@ def of_gated_norm() -> list[Specimen]:
 
 
 def of_rope() -> list[Specimen]:
-    """Qwen2.5-7B, Qwen3-8B, Llama-3.1-8B, Phi-3 mini, Gemma 3 and gpt-oss: heads, key heads, size, norm."""
+    """Qwen2.5-7B, Qwen3-8B, Llama-3.1-8B, Phi-3 mini, Gemma 3, gpt-oss and Gemma 4: heads, key heads, size, norm, and
+    whether of values too."""
     return [
         _rope_specimen(28, 4, 128, "bf16", NO_NORM),
         _rope_specimen(28, 4, 128, "fp16", NO_NORM),
@@ -68,12 +69,13 @@ def of_rope() -> list[Specimen]:
         _rope_specimen(32, 32, 96, "bf16", NO_NORM),
         _rope_specimen(8, 4, 256, "bf16", ONE_PLUS),
         _rope_specimen(64, 8, 64, "bf16", NO_NORM),
+        _rope_specimen(32, 4, 512, "bf16", SCALE_FIRST, of_values=True),
     ]
 
 
-def _rope_specimen(heads: int, kv_heads: int, size: int, dtype: str, rule: int) -> Specimen:
+def _rope_specimen(heads: int, kv_heads: int, size: int, dtype: str, rule: int, *, of_values: bool = False) -> Specimen:
     pointers = "query key value cos sin keys values".split()
-    outputs = "query_weight key_weight output".split()
+    outputs = "query_weight key_weight value_weight output".split()
     strides = "query_stride key_stride value_stride cos_stride sin_stride second".split()
     places = "row_stride head_stride slot_stride room".split()
     return Specimen(
@@ -92,6 +94,7 @@ def _rope_specimen(heads: int, kv_heads: int, size: int, dtype: str, rule: int) 
             "SIZE": size,
             "HALF": size // 2,
             "RULE": rule,
+            "VALUE_RULE": rule if of_values else NO_NORM,
             "BLOCK": triton.next_power_of_2(size),
         },
         num_warps=rope.NUM_WARPS,

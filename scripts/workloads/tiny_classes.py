@@ -60,6 +60,8 @@ SETTINGS: dict[str, object] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# The last two of four layers reuse the keys of the first two.
+SHARING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
 # What a class needs to have layers of all its kinds among four, and where its sizes depend on each other.
 OF_CLASS: dict[str, dict[str, object]] = {
     "bailing_hybrid": {"layer_group_size": 2},
@@ -82,6 +84,7 @@ OF_CLASS: dict[str, dict[str, object]] = {
     },
     "dots3_note_vision_encoder": {"pyramid_num_routed": [-1, -1, 4, 4]},
     "falcon_h1": {"mamba_d_ssm": 64},
+    **dict.fromkeys(("gemma3n_text", "gemma4_text", "gemma4_unified_text"), SHARING),
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},

@@ -149,6 +149,21 @@ def test_heads_turn_and_go_to_their_slots(size, rotary, rule, is_sliced, level):
             assert (places[others] == 7.0).all()
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_values_may_be_normed_too(rule):
+    """They do not turn, and are slices of one product here."""
+    query, key, value, cos, sin, keys, values = heads_case(16, 8, width=8, is_sliced=True)
+    plain, weights = (keys.clone(), values.clone()), (drawn(16), 2 * drawn(16))
+    given = (query, key, value, cos, sin)
+    found = rope_and_store(*given, keys, values, SLOTS, 8, *weights, EPSILON, rule, 3 * drawn(16))
+    assert torch.equal(found, rope_and_store(*given, *plain, SLOTS, 8, *weights, EPSILON, rule))
+    assert torch.equal(keys, plain[0])
+    expected = exact_norm(value, 3 * drawn(16), rule)
+    for token, slot in enumerate(SLOTS.tolist()):
+        if slot >= 0:
+            assert_near(values[slot // ROOM, :, slot % ROOM].contiguous(), expected[token])
+
+
 def test_a_cache_with_gaps_keeps_what_is_between():
     query, key, value, cos, sin, _, _ = heads_case(16, 16, width=16)
     whole = torch.full((2, 3, 2, ROOM, 20), 7.0)
@@ -324,7 +339,7 @@ def refused():
         "must be even": rope(rotary=7),
         "half as wide": rope(cos=cos[:, :3], sin=sin[:, :3]),
         "weights need a rule": rope(query_weight=w),
-        "needs two contiguous weights": rope(rule=0, query_weight=w, key_weight=w[:4]),
+        "needs contiguous weights": rope(rule=0, query_weight=w, key_weight=w[:4]),
         "or one of": rope(rule=7),
     }
 

@@ -82,9 +82,9 @@ def test_wrong_keys_of_rows_that_come_back_are_seen(expected, monkeypatch):
     """The negative control: what comes back has the keys of other tokens."""
     run_chunk = prompt_keys.prefill_chunk
 
-    def prefill_chunk(model, keys, token_ids, done, *, row):
+    def prefill_chunk(model, keys, token_ids, done, **named):
         others = token_ids if len(token_ids) == len(PROMPT) - 1 else np.full_like(token_ids, 3)
-        return run_chunk(model, keys, others, done, row=row)
+        return run_chunk(model, keys, others, done, **named)
 
     monkeypatch.setattr(prompt_keys, "prefill_chunk", prefill_chunk)
     found = tokens_of(engine_of().run([PROMPT], **SETTINGS, max_cache_bytes=cap_of(1 / 4)))

@@ -345,7 +345,7 @@ def test_prompts_run_once_and_in_single_chunks_beside_running_rows(monkeypatch):
     prompts = [list(range(first, first + length)) for first, length in ((3, 6), (4, 19), (5, 13))]
     run_chunk, forward = prompt_keys.prefill_chunk, stand.step.EagerStep.forward
     monkeypatch.setattr(
-        prompt_keys, "prefill_chunk", lambda *given, row: events.append(len(given[2])) or run_chunk(*given, row=row)
+        prompt_keys, "prefill_chunk", lambda *given, **named: events.append(len(given[2])) or run_chunk(*given, **named)
     )
     monkeypatch.setattr(
         stand.step.EagerStep, "forward", lambda step, batch, *rest: events.append("step") or forward(step, batch, *rest)

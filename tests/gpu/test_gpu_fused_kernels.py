@@ -225,6 +225,25 @@ def test_rope_and_store(size, rotary, rule, dtype):
     assert torch.equal(block[0], before[0])  # the other layer
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size, rotary, rule", [(8, 8, SCALE_FIRST), (6, 4, ONE_PLUS)])
+def test_values_may_be_normed_too(size, rotary, rule, dtype):
+    """Gemma 4's, by a norm without a weight; values do not turn."""
+    torch.manual_seed(size)
+    query, key, value = packed_heads(3, 2, size, dtype)
+    cos, sin = angles(rotary, dtype)
+    module = norm_module(rule, size, dtype)
+    weight = module.weight.detach()
+    stored_keys, stored_values = torch.randn(2, 3, 2, ROOM, size).to(dtype)
+    plain, before = (stored_keys.clone(), stored_values.clone()), stored_values.clone()
+    given = (query, key, value, cos, sin)
+    got = rope_and_store(*given, stored_keys, stored_values, SLOTS, rotary, weight, weight, 1e-6, rule, weight)
+    assert torch.equal(got, rope_and_store(*given, *plain, SLOTS, rotary, weight, weight, 1e-6, rule))
+    assert torch.equal(stored_keys, plain[0])
+    with torch.no_grad():
+        assert_near(stored_values, stored(module(value), before))
+
+
 def test_rope_tables_of_half_width():
     torch.manual_seed(0)
     query, key, value = packed_heads(2, 1, 8, torch.float32)

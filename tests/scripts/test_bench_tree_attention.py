@@ -39,7 +39,7 @@ def test_the_ways_differ(monkeypatch):
     plans = bench_tree_attention.plans(2, 3, 20)
     keys, query = torch.randn(2, 3, 23, 64), torch.randn(1, 6, 9, 64).transpose(1, 2)
     with torch.inference_mode():
-        bench_tree_attention.attend(None, query, keys, keys, None, stand_plan=plans["ours"])
+        bench_tree_attention.attend(torch.nn.Module(), query, keys, keys, None, stand_plan=plans["ours"])
         assert not called
-        bench_tree_attention.attend(None, query, keys, keys, None, stand_plan=plans["torch"])
+        bench_tree_attention.attend(torch.nn.Module(), query, keys, keys, None, stand_plan=plans["torch"])
     assert called

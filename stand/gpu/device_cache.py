@@ -48,6 +48,7 @@ class DeviceCache(Cache):
         shapes = [(last + 1, num_pages + 1, num_heads, page_size, size) for (num_heads, size), last in counts.items()]
         self.blocks = _zeros(shapes, dtype=dtype, device=device)
         self.slots: torch.Tensor | None = None  # [M] int64, page * S + slot in it, of each token of the running step
+        self._where: tuple[torch.Tensor, torch.Tensor] | None = None  # page and slot in it, once a layer has asked
 
     @classmethod
     def like(
@@ -105,7 +106,7 @@ class DeviceCache(Cache):
 
     def begin(self, slots: torch.Tensor, scan: Scan | None = None) -> None:
         """The next forward writes its token i at slots[i]; scan: for layers with a recurrent state."""
-        self.slots, self._scan = slots, scan
+        self.slots, self._scan, self._where = slots, scan, None
 
     def scan(self) -> Scan:
         """For layers with a recurrent state, in a forward."""
@@ -119,7 +120,9 @@ class DeviceCache(Cache):
         """Write [1, Hkv, M, D] at the step's slots; the layer's whole storage (called by the model's layers)."""
         if self.slots is None:
             raise RuntimeError("begin(slots) must come before a forward pass, got a forward without slots")
-        pages, places = self.slots // self.page_size, self.slots % self.page_size
+        if self._where is None:
+            self._where = self.slots // self.page_size, self.slots % self.page_size
+        pages, places = self._where
         for storage, states in zip(self.layer(layer_idx), (key_states, value_states), strict=True):
             storage[pages, :, places] = states[0].transpose(0, 1)
         return self.layer(layer_idx)

@@ -205,8 +205,8 @@ class StepBody:
             compact(block, step["pages"], step["cache_rows"], step["lengths"], verdict.path)
         if self._scan is not None:
             self._scan.keep(verdict.path)
-            self._scan = None  # its tensors lie in the graphs' memory
-            self._cache.begin(step["slots"])
+            self._scan = None
+        self._cache.begin(step["slots"])  # what the forward has left lies in the graphs' memory
         self._output.send_verdict()
 
     def _fill_laws(self, laws: torch.Tensor, logits: torch.Tensor) -> None:

@@ -52,7 +52,14 @@ TARGETS = (
         ("stand/forward/tree_cache.py", "stand/forward/packed_plan.py"),
         (
             *_tests(
-                "engine", "forward", "cache_memory", "few_token_attention", "paged_cache", "eagle_drafter", "engine"
+                "engine",
+                "forward",
+                "cache_memory",
+                "few_token_attention",
+                "paged_cache",
+                "eagle_drafter",
+                "engine",
+                "reused_keys",
             ),
             *_tests("gpu", "gpu_guarded_step"),
         ),
@@ -100,6 +107,17 @@ TARGETS = (
         (
             *_tests("engine", "linear_attention", "recurrent_layers", "key_shape"),
             *_tests("gpu", "gpu_recurrent_step", "gpu_delta_layer", "gpu_guarded_step"),
+        ),
+    ),
+    Target(
+        "kinds",
+        (
+            *("stand/forward/latent_keys.py", "stand/forward/attention_shape.py", "stand/gpu/kernel_attention.py"),
+            *(f"stand/gpu/{name}" for name in ("device_cache.py", "work_list.py", "tiles.py", "packing.pyx")),
+        ),
+        (
+            *_tests("engine", "latent_keys", "reused_keys"),
+            *_tests("gpu", "gpu_work_list", "gpu_packing", "gpu_tiles", "gpu_guarded_step", "gpu_unequal_layers"),
         ),
     ),
     Target(

@@ -52,7 +52,9 @@ class FusedAttention:
         self.settings = settings
         self.merged = merged
         self.direct = kernels.direct_layers(module)
-        self._neutral: torch.Tensor | None = None  # weight of a norm that has none
+        self._neutral: torch.Tensor | None = None  # weight of a norm of values that has none
+        if settings.rule != NO_NORM and hasattr(module, "v_norm"):
+            self._neutral = torch.full_like(module.k_norm.weight, 0.0 if settings.rule == ONE_PLUS else 1.0)
         self.own = frozenset(inspect.signature(type(module).forward).parameters)
         self.cache_argument = cache_argument(module)
 
@@ -106,13 +108,8 @@ class FusedAttention:
 
     def _value_weight(self) -> torch.Tensor | None:
         """Of the norm of values, where there is one; of one without a weight what changes nothing."""
-        norm, like = getattr(self.module, "v_norm", None), self.module.k_norm.weight
-        if norm is None or getattr(norm, "weight", None) is not None:
-            return getattr(norm, "weight", None)
-        neutral = self._neutral
-        if neutral is None or (neutral.dtype, neutral.device) != (like.dtype, like.device):
-            neutral = self._neutral = torch.full_like(like, 0.0 if self.settings.rule == ONE_PLUS else 1.0)
-        return neutral
+        weight = getattr(getattr(self.module, "v_norm", None), "weight", None)
+        return self._neutral if weight is None else weight
 
     def _projected(self, hidden_states: torch.Tensor) -> Sequence[torch.Tensor]:
         if self.merged is not None:

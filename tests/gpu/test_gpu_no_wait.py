@@ -25,7 +25,7 @@ from recurrent_models import RECURRENT, new_recurrent_model, recurrent_kernel_mo
 from tiny_models import CONFIGS, kernel_model  # noqa: E402
 from torch._subclasses.fake_tensor import DataDependentOutputException  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
-from unequal_models import unequal_model  # noqa: E402
+from unequal_models import new_deepseek, new_gemma4, unequal_model  # noqa: E402
 
 import stand  # noqa: E402
 from stand.forward import latent_keys  # noqa: E402
@@ -267,6 +267,37 @@ def test_few_launches_per_recurrent_layer(monkeypatch, family):
     models = [with_recurrent_layers(family, count) for count in (1, 2)]
     names = launches_per_layer(monkeypatch, family, models, dtype=torch.bfloat16)
     assert len(names) == MOST_OF_A_LAYER[family], names
+
+
+def gemma4_with(count: int):
+    """So many layers with a window before one without."""
+    kinds = ["sliding_attention"] * count + ["full_attention"]
+    config = new_gemma4(num_hidden_layers=count + 1, layer_types=kinds, hidden_size_per_layer_input=0)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def dense_deepseek_with(count: int):
+    config = new_deepseek()
+    config.num_hidden_layers = config.first_k_dense_replace = count
+    config.mlp_layer_types = ["dense"] * count
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_few_launches_per_layer_of_gemma4(monkeypatch):
+    """Four products, four norms, two additions, gate and scale, rotation, attention and its merge."""
+    names = launches_per_layer(monkeypatch, "gemma4", [gemma4_with(count) for count in (1, 2)], dtype=torch.bfloat16)
+    assert len(names) == 15 and names.count("rope_and_store") == 1, names
+
+
+def test_launches_per_layer_of_latent_attention(monkeypatch):
+    """Nothing is expanded: five products of the layer's own, one for the gate, two with latents. Rotation, cache write
+    and what joins parts are torch's, 19 of them."""
+    monkeypatch.setattr(latent_keys, "_is_plain", lambda layer: True)
+    models = [dense_deepseek_with(count) for count in (1, 2)]
+    names = launches_per_layer(monkeypatch, "deepseek_v3", models, dtype=torch.bfloat16)
+    assert len(names) == 34 and names.count("linear") == 6 and names.count("bmm") == 2, names
 
 
 def test_a_second_kernel_of_the_attention_is_counted(monkeypatch):

@@ -6,7 +6,7 @@ import triton
 
 from specimens.specimen import Specimen
 from stand.fusion.formulas import GELU_ERF, GELU_TANH, NO_NORM, ONE_PLUS, ROUND_FIRST, SCALE_FIRST, SILU
-from stand.gpu.kernels import gated_norm, norm, product, rope, swiglu
+from stand.gpu.kernels import gated_norm, norm, product, rope, rotate, swiglu
 from stand.gpu.product_tiles import MOST_TOKENS, TILES, ProductTile
 
 
@@ -99,6 +99,23 @@ def _rope_specimen(heads: int, kv_heads: int, size: int, dtype: str, rule: int, 
         },
         num_warps=rope.NUM_WARPS,
     )
+
+
+def of_rotate() -> list[Specimen]:
+    """DeepSeek V2-Lite and MiniCPM 3: heads, turned numbers, whether pairs are side by side."""
+    shapes = ((16, 64, "bf16", True), (16, 64, "fp32", True), (40, 32, "bf16", False))
+    pointers = "query key cos sin turned_query turned_key".split()
+    strides = "query_token query_head key_token key_head cos_token sin_token".split()
+    return [
+        Specimen(
+            name=f"rotate_pair {heads} heads of {size} {dtype}{' side by side' if is_interleaved else ''}",
+            kernel=rotate._rotate_pair,
+            signature={**dict.fromkeys(pointers, f"*{dtype}"), **dict.fromkeys([*strides, "num_tokens"], "i32")},
+            constants={"HEADS": heads, "SIZE": size, "BLOCK": size, "IS_INTERLEAVED": is_interleaved},
+            num_warps=rotate.NUM_WARPS,
+        )
+        for heads, size, dtype, is_interleaved in shapes
+    ]
 
 
 def of_swiglu() -> list[Specimen]:

@@ -23,6 +23,7 @@ SPECIMENS: dict[str, Callable[[], list[Specimen]]] = {
     "product": modules.of_product,
     "race": rules.of_race,
     "rope": modules.of_rope,
+    "rotate": modules.of_rotate,
     "softmax": laws.of_softmax,
     "swiglu": modules.of_swiglu,
     "top_tokens": laws.of_top_tokens,

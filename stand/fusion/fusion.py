@@ -20,6 +20,7 @@ from stand.fusion.formulas import NO_NORM
 from stand.fusion.gated_norm import FusedGatedNorm
 from stand.fusion.guard import Guard, Settings, Swapped
 from stand.fusion.kernels import Kernels, triton_kernels
+from stand.fusion.latent_rotation import FusedLatentRotation
 from stand.fusion.layer import PARTS, FusedLayer
 from stand.fusion.merged_linear import MergedLinear
 from stand.fusion.mlp import FusedMLP, activation_name
@@ -175,6 +176,8 @@ class Fusion:
             attention = FusedAttention(module(name), settings, kernels, merged=merged(name))
             norms = () if settings.rule == NO_NORM else head_norms(module(name))
             swaps.append(self._swapped(name, attention, *norms, *recipe.merged.get(name, ()), *_names(attention)))
+        for name in recipe.latent_rotations:
+            swaps.append(self._swapped(name, FusedLatentRotation(module(name), kernels)))
         for name, following in recipe.layers.items():
             layer = FusedLayer(module(name), self._norms[f"{name}.{PARTS[1]}"], self._norms.get(following))
             swaps.append(self._swapped(name, layer, PARTS[1], behind=following))

@@ -19,7 +19,8 @@ PLAIN = (bool, int, float, str, type(None))
 def code_of(module: nn.Module) -> tuple[object, ...]:
     """What a module's own forward runs: its class, that class's forward, and the rotary positions that this calls."""
     forward = type(module).forward
-    return type(module), forward, _names_seen_by(forward).get("apply_rotary_pos_emb")
+    names = _names_seen_by(forward)
+    return type(module), forward, *map(names.get, ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"))
 
 
 @lru_cache(maxsize=256)

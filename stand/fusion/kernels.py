@@ -16,8 +16,8 @@ Kernel = Callable[..., torch.Tensor]
 
 
 class Kernels(NamedTuple):
-    """As `stand.gpu.kernels.norm`, `.swiglu`, `.rope` and `.gated_norm` describe them; the last one is for GPUs alone,
-    and so is `chain_scan` of `stand.gpu.kernel_scan`.
+    """As `stand.gpu.kernels.norm`, `.swiglu`, `.rope`, `.gated_norm` and `.rotate` describe them; the last two are for
+    GPUs alone, and so is `chain_scan` of `stand.gpu.kernel_scan`.
 
     calls_forwards: whether plain linear layers are run by their forwards, past what a module does around it.
     """
@@ -27,6 +27,7 @@ class Kernels(NamedTuple):
     gated_product: Kernel
     rope_and_store: Kernel
     gated_rms_norm: Kernel | None = None
+    rotate_pair: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
     chain_scan: Callable[..., Scan] | None = None
     calls_forwards: bool = False
 
@@ -55,9 +56,10 @@ def triton_kernels() -> Kernels:
     from stand.gpu.kernels.gated_norm import gated_rms_norm
     from stand.gpu.kernels.norm import add_rms_norm, rms_norm
     from stand.gpu.kernels.rope import rope_and_store
+    from stand.gpu.kernels.rotate import rotate_pair
     from stand.gpu.kernels.swiglu import gated_product
 
-    return Kernels(rms_norm, add_rms_norm, gated_product, rope_and_store, gated_rms_norm, chain_scan)
+    return Kernels(rms_norm, add_rms_norm, gated_product, rope_and_store, gated_rms_norm, rotate_pair, chain_scan)
 
 
 def cpu_kernels() -> Kernels:

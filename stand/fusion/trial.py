@@ -23,6 +23,7 @@ from stand.fusion.delta_layer import RATE_SCALES, FusedDeltaLayer, delta_parts, 
 from stand.fusion.formulas import GATE_ORDERS, NO_NORM, RULES
 from stand.fusion.gated_norm import FusedGatedNorm, is_gated_norm
 from stand.fusion.kernels import Kernels
+from stand.fusion.latent_rotation import FusedLatentRotation, is_latent_attention
 from stand.fusion.layer import PARTS, FusedLayer, following_norm, is_layer
 from stand.fusion.merged_linear import MergedLinear, is_bare, merge_refusal, tied_parameters
 from stand.fusion.mlp import FusedMLP, find_activation, is_gated_mlp
@@ -69,6 +70,7 @@ class Recipe:
     mlps: dict[str, int] = field(default_factory=dict)  # activation
     attentions: dict[str, AttentionSettings] = field(default_factory=dict)
     layers: dict[str, str | None] = field(default_factory=dict)  # the norm behind the layer, by name
+    latent_rotations: list[str] = field(default_factory=list)
     singles: list[str] = field(default_factory=list)  # linear layers that are not merged and have a chosen product
 
     def of_layer(self, layer: str, name: str, is_like: Callable[[str, str], bool]) -> Recipe:
@@ -81,7 +83,8 @@ class Recipe:
         norms = moved(self.norms)
         layers = dict.fromkeys(moved(self.layers)) if f"{name}.{PARTS[1]}" in norms else {}  # no norm behind
         gated, delta = moved(self.gated_norms), moved(self.delta_layers)
-        return Recipe(moved(self.merged), norms, gated, delta, moved(self.mlps), moved(self.attentions), layers)
+        latent = list(moved(dict.fromkeys(self.latent_rotations)))
+        return Recipe(moved(self.merged), norms, gated, delta, moved(self.mlps), moved(self.attentions), layers, latent)
 
 
 def fused_delta_layer(
@@ -138,6 +141,8 @@ class Trial:
             self.try_delta_layers()
         self.try_mlps()
         self.try_attentions()
+        if self.kernels.rotate_pair is not None:
+            self.try_latent_rotations()
         self.try_layers()
 
     def try_norms(self) -> None:
@@ -201,6 +206,13 @@ class Trial:
             setting = self._best("attention with rotary cache write", module, candidates, refusal)
             if setting is not None:
                 self.recipe.attentions[self._names[module]] = setting
+
+    def try_latent_rotations(self) -> None:
+        for module in filter(is_latent_attention, self._names):
+            refusal = self._untried(module)
+            candidates = [] if refusal else [(True, FusedLatentRotation(module, self.kernels))]
+            if self._best("rotation of latent attention", module, candidates, refusal):
+                self.recipe.latent_rotations.append(self._names[module])
 
     def try_layers(self) -> None:
         """Last: their additions join norms that are fused by themselves."""
@@ -317,7 +329,8 @@ def _is_norm(module: nn.Module) -> bool:
 def _is_candidate(module: nn.Module) -> bool:
     has_parts = any(all(hasattr(module, part) for part in parts) for parts in MERGEABLE.values())
     is_part = has_parts or _is_norm(module) or is_gated_norm(module) or is_gated_mlp(module) or is_attention(module)
-    return (is_part or is_layer(module) or is_delta_layer(module)) and is_bare(module)
+    is_whole = is_layer(module) or is_delta_layer(module) or is_latent_attention(module)
+    return (is_part or is_whole) and is_bare(module)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from fake_cuda import fake_cuda  # noqa: E402
 from nearest_bfloat16 import nearest_bfloat16  # noqa: E402
 from specimens.registry import SPECIMENS  # noqa: E402
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated  # noqa: E402
+from transformers.models.deepseek_v3 import modeling_deepseek_v3  # noqa: E402
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm  # noqa: E402
 from transformers.models.gpt_oss import modeling_gpt_oss  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb  # noqa: E402
@@ -35,11 +36,13 @@ from stand.fusion.formulas import (  # noqa: E402
 from stand.gpu.kernels import gated_norm as gated_norm_kernel  # noqa: E402
 from stand.gpu.kernels import norm as norm_kernel  # noqa: E402
 from stand.gpu.kernels import rope as rope_kernel  # noqa: E402
+from stand.gpu.kernels import rotate as rotate_kernel  # noqa: E402
 from stand.gpu.kernels import swiglu as swiglu_kernel  # noqa: E402
 from stand.gpu.kernels.gated_norm import gated_rms_norm  # noqa: E402
 from stand.gpu.kernels.launch import launch_device  # noqa: E402
 from stand.gpu.kernels.norm import add_rms_norm, rms_norm  # noqa: E402
 from stand.gpu.kernels.rope import rope_and_store  # noqa: E402
+from stand.gpu.kernels.rotate import rotate_pair  # noqa: E402
 from stand.gpu.kernels.swiglu import gated_product  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -294,6 +297,34 @@ def test_inputs_that_do_not_fit_are_refused():
         rope_and_store(query, key, value, cos, sin, cache.half(), cache, SLOTS, 8, None, None, 0.0, NO_NORM)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("size", [8, 12, 64])
+def test_rotate_pair(size, is_interleaved, dtype):
+    """Slices of larger tensors, as layers of latent attention have them; in 16 bits transformers' roundings."""
+    torch.manual_seed(size)
+    whole, key = torch.randn(1, 5, 3, size + 4).to(dtype).transpose(1, 2), torch.randn(1, 5, size + 8).to(dtype)
+    query, key = whole[..., 4:], key[:, None, :, 8:]
+    halves = torch.rand(2, 1, 5, size // 2).to(dtype)
+    cos, sin = torch.cat([halves, halves], dim=-1)
+    rotation = modeling_deepseek_v3.apply_rotary_pos_emb_interleave if is_interleaved else apply_rotary_pos_emb
+    expected = rotation(query, key, cos, sin)
+    found = rotate_pair(query[0], key[0], cos[0], sin[0], is_interleaved)
+    for own, other in zip(found, expected, strict=True):
+        assert own.is_contiguous() and torch.equal(own, other[0])
+    assert not torch.equal(found[0], rotate_pair(query[0], key[0], cos[0], sin[0], not is_interleaved)[0])
+
+
+def test_rotations_of_other_shapes_are_refused():
+    query, key, table = torch.zeros(3, 5, 8), torch.zeros(1, 5, 8), torch.zeros(5, 8)
+    for changed in (
+        (query, key.half(), table, table), (query, key, table[:, :4], table[:, :4]), (query, key[:, :4], table, table),
+        (query[..., :7], key[..., :7], table[:, :7], table[:, :7]), (query.transpose(1, 2), key, table, table),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="use the module's own forward"):
+            rotate_pair(*changed, False)
+
+
 def test_cpu_tensors_need_the_interpreter():
     compiled = triton.JITFunction(norm_kernel._rms_norm.fn)
     with pytest.raises(ValueError, match="needs CUDA tensors, got rms_norm"):
@@ -324,7 +355,13 @@ def rope_arguments(device: str) -> tuple:
     return *parts, cos, sin, keys, values, slots, 8, weight, weight.clone(), 1e-6, ROUND_FIRST
 
 
+def rotate_arguments(device: str) -> tuple:
+    query, key = torch.ones(3, 5, 8, device=device), torch.ones(1, 5, 8, device=device)
+    return query, key, *torch.ones(2, 5, 8, device=device).unbind(0), True
+
+
 OPERATIONS = [
+    (rotate_kernel, rotate_pair, rotate_arguments),
     (norm_kernel, rms_norm, norm_arguments),
     (swiglu_kernel, gated_product, gate_arguments),
     (gated_norm_kernel, gated_rms_norm, gated_norm_arguments),
@@ -353,13 +390,14 @@ def test_the_launcher_needs_no_value(module, operation, arguments, monkeypatch):
     monkeypatch.setattr(module, "launch_device", lambda kernel, tensor: nullcontext())
     with fake_cuda():
         given = arguments("cuda")
-        launched, registered = operation._init_fn(*given), operation(*given)
+        both = operation._init_fn(*given), operation(*given)
     assert len(grids) == 1 and all(isinstance(size, int) for size in grids[0])
-    assert launched.shape == registered.shape and launched.stride() == registered.stride()
-    assert launched.device.type == registered.device.type == "cuda"
+    for launched, registered in zip(*(one if isinstance(one, tuple) else (one,) for one in both), strict=True):
+        assert launched.shape == registered.shape and launched.stride() == registered.stride()
+        assert launched.device.type == registered.device.type == "cuda"
 
 
-@pytest.mark.parametrize("module", [norm_kernel, swiglu_kernel, rope_kernel, gated_norm_kernel])
+@pytest.mark.parametrize("module", [norm_kernel, swiglu_kernel, rope_kernel, rotate_kernel, gated_norm_kernel])
 def test_specimens_name_every_argument(module):
     for specimen in SPECIMENS[module.__name__.rsplit(".", 1)[1]]():
         assert {*specimen.signature, *specimen.constants} == set(specimen.kernel.arg_names), specimen.name

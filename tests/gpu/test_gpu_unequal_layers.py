@@ -18,10 +18,12 @@ import stand  # noqa: E402
 from stand.drafters.blended import BlendedDrafter  # noqa: E402
 from stand.forward.attention_shape import AttentionShape, HeadSizes  # noqa: E402
 from stand.forward.key_shape import KeyShape, LayerKeys, key_shape  # noqa: E402
+from stand.fusion.trial import Trial  # noqa: E402
 from stand.gpu import page_table, step_body  # noqa: E402
 from stand.gpu.captured_step import CapturedStep  # noqa: E402
 from stand.gpu.device_cache import DeviceCache  # noqa: E402
 from stand.gpu.kernel_attention import KernelPlan  # noqa: E402
+from stand.gpu.kernels.rotate import rotate_pair  # noqa: E402
 from stand.scheduling.within_pages import WithinPages  # noqa: E402
 from stand.trees import BlendedLookup  # noqa: E402
 
@@ -106,6 +108,39 @@ def test_eager_steps_over_the_pool(plain_kernels, family, monkeypatch):
     monkeypatch.setattr(CapturedStep, "launch", failing_after(4, CapturedStep.launch, RuntimeError("gone")))
     with pytest.warns(UserWarning, match="decoding goes on with eager steps"):
         assert engine_of(family, verifier="match").generate(PROMPTS, **SETTINGS).token_ids == expected
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3", "gemma4_e2b"])
+def test_fused_modules(family):
+    """Kernels are interpreted."""
+    few = {**SETTINGS, "num_return_sequences": 1, "max_new_tokens": 4}
+    expected = engine_of(family, backend="sdpa").generate(PROMPTS[:1], **few).token_ids
+    engine = engine_of(family, fuse=True)
+    kept = {swap.kind for swap in engine.backend.fusion.report if swap.is_kept}
+    latent = "rotation of latent attention"
+    assert (latent if family != "gemma4_e2b" else "attention with rotary cache write") in kept
+    assert engine.generate(PROMPTS[:1], **few).token_ids == expected and str(engine.backend) == "triton"
+
+
+def test_a_wrong_rotation_is_not_kept(monkeypatch):
+    from stand.fusion import fusion as fusion_module
+    from stand.fusion.kernels import triton_kernels
+
+    def backwards(query, key, cos, sin, is_interleaved):
+        return rotate_pair(query, key, cos, -sin, is_interleaved)
+
+    kernels = triton_kernels()._replace(rotate_pair=backwards)
+    model = copy.deepcopy(unequal_model("deepseek_v3"))
+    stand.wrap(model, backend="sdpa", fuse=False)
+    for known, is_kept in ((triton_kernels(), True), (kernels, False)):
+        trial = Trial(model, known)
+        trial.try_latent_rotations()
+        assert bool(trial.recipe.latent_rotations) is is_kept
+        assert [swap.is_kept for swap in trial.report()] == [is_kept]
+    monkeypatch.setattr(fusion_module, "triton_kernels", lambda: kernels)
+    fusion = fusion_module.fuse(model)
+    assert not fusion.recipe.latent_rotations
+    fusion.undo()
 
 
 def test_blocks_hold_what_has_one_shape():

@@ -246,17 +246,15 @@ def count_work(
     const int64_t[::1] lengths not None,  # [B] committed tokens per row
     tiling not None,
 ):
-    """(items, partial results) of a work list."""
-    cdef int64_t tokens, tiles, splits, span, items = 0, partials = 0
+    """Items of a work list."""
+    cdef int64_t tiles, splits, span, items = 0
     cdef int64_t tile_tokens = tiling.tile_tokens, row_items = tiling.splitting.row_items
     cdef int64_t shortest = tiling.splitting.shortest, window = tiling.splitting.window
     for row in range(lengths.shape[0]):
-        tokens, span = offsets[row + 1] - offsets[row], lengths[row] - _first_slot(lengths[row], window)
-        tiles = _parts(tokens, tile_tokens)
+        tiles, span = _parts(offsets[row + 1] - offsets[row], tile_tokens), lengths[row] - _first_slot(lengths[row], window)
         splits = _parts(span, _split_length(span, tiles, row_items, shortest))
         items += tiles * max(splits, 1)
-        partials += tokens * max(splits, 1)
-    return items, partials
+    return items
 
 
 cdef inline int64_t _first_slot(int64_t length, int64_t window) noexcept:

@@ -107,7 +107,7 @@ class WorkList:
         offsets = np.ascontiguousarray(offsets, dtype=np.int32)
         lengths = np.ascontiguousarray(lengths, dtype=np.int64)
         cache_rows = np.ascontiguousarray(cache_rows, dtype=np.int64)
-        count, _ = count_work(offsets, lengths, tiling)
+        count = count_work(offsets, lengths, tiling)
         work = cls(np.empty((count, len(ITEM_FIELDS)), dtype=np.int32), np.empty(offsets[-1] + 1, dtype=np.int32))
         ListArrays(work.items, work.partial_starts, tiling).list(offsets, lengths, cache_rows)
         return work

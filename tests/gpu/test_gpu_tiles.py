@@ -46,6 +46,19 @@ def test_gpus_that_cannot_are_refused():
     assert refusal(Limits(80, 1)) is None
 
 
+def test_narrow_values_and_latents_have_tables_of_their_own():
+    sizes = {(128, 128): 128, (144, 128): 128, (256, 128): 128, (256, 144): 64, (272, 128): 64}
+    for (key, value), rows in sizes.items():  # the largest tile of each
+        assert tile_tokens(1000, 1, HeadSizes(key, value), torch.bfloat16) == rows
+    narrow, alike = (blocks(64, sizes, torch.bfloat16) for sizes in (HeadSizes(144, 128), HeadSizes.alike(144)))
+    assert (narrow.num_warps, alike.num_warps) == (4, 8)
+    small, large = (blocks(64, HeadSizes(rank, 64, True), torch.bfloat16) for rank in (256, 272))
+    assert small.wgmma_bytes < large.wgmma_bytes
+    assert blocks(32, HeadSizes(256, 32, True), torch.float32) == blocks(32, HeadSizes(512, 64, True), torch.float32)
+    with pytest.raises(ValueError, match="at most 64 turned numbers beside latents, got .* turned parts of 80"):
+        blocks(16, HeadSizes(512, 80, True), torch.bfloat16)
+
+
 def test_tiles_by_rows_and_groups():
     assert tile_tokens(80, 7, HeadSizes.alike(128), torch.bfloat16) == 18
     assert tile_tokens(8, 7, HeadSizes.alike(128), torch.bfloat16) == 9

@@ -241,22 +241,6 @@ cdef class ListArrays:
         return item
 
 
-def count_work(
-    const int32_t[::1] offsets not None,  # [B + 1]
-    const int64_t[::1] lengths not None,  # [B] committed tokens per row
-    tiling not None,
-):
-    """Items of a work list."""
-    cdef int64_t tiles, splits, span, items = 0
-    cdef int64_t tile_tokens = tiling.tile_tokens, row_items = tiling.splitting.row_items
-    cdef int64_t shortest = tiling.splitting.shortest, window = tiling.splitting.window
-    for row in range(lengths.shape[0]):
-        tiles, span = _parts(offsets[row + 1] - offsets[row], tile_tokens), lengths[row] - _first_slot(lengths[row], window)
-        splits = _parts(span, _split_length(span, tiles, row_items, shortest))
-        items += tiles * max(splits, 1)
-    return items
-
-
 cdef inline int64_t _first_slot(int64_t length, int64_t window) noexcept:
     """The first slot that a token behind `length` committed ones can see, rounded down to a whole block of 64 keys."""
     return max(length - window + 1, 0) // 64 * 64 if window > 0 else 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from stand.gpu.packing import ListArrays, count_work
+from stand.gpu.packing import ListArrays
 
 ITEM_FIELDS = ("row_first", "q_first", "q_count", "cache_row", "length", "k_first", "k_end", "split")
 SPLIT_QUANTUM = 64  # slots; a split is a whole number of the kernel's key blocks
@@ -107,7 +107,8 @@ class WorkList:
         offsets = np.ascontiguousarray(offsets, dtype=np.int32)
         lengths = np.ascontiguousarray(lengths, dtype=np.int64)
         cache_rows = np.ascontiguousarray(cache_rows, dtype=np.int64)
-        count = count_work(offsets, lengths, tiling)
-        work = cls(np.empty((count, len(ITEM_FIELDS)), dtype=np.int32), np.empty(offsets[-1] + 1, dtype=np.int32))
-        ListArrays(work.items, work.partial_starts, tiling).list(offsets, lengths, cache_rows)
-        return work
+        most = tiling.most_items(int(offsets[-1]), len(lengths), int(lengths.max(initial=0)))
+        items = np.empty((most, len(ITEM_FIELDS)), dtype=np.int32)
+        partial_starts = np.empty(offsets[-1] + 1, dtype=np.int32)
+        count = ListArrays(items, partial_starts, tiling).list(offsets, lengths, cache_rows)
+        return cls(items[:count], partial_starts)

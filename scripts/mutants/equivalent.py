@@ -36,7 +36,19 @@ OF_RECURRENT: dict[tuple[str | int, ...], str] = {
     ("stand/forward/key_shape.py", "_STATES[model] = cache.recurrent.like(0)", "0 -> 1"): "only shapes are read",
 }
 
+_GENERATOR = "layer, weight, generator = self._layer, self._layer.kv_b_proj.weight, torch.Generator().manual_seed(0)"
+_NO_STATES = "self.recurrent = RecurrentStates(0) if recurrent is None else recurrent"
+_TYPE = "dtype, device = prefilled.keys[0].dtype, prefilled.keys[0].device"
+
+OF_KINDS: dict[tuple[str | int, ...], str] = {
+    ("stand/forward/latent_keys.py", _GENERATOR, "0 -> 1"): "other random numbers",
+    ("stand/gpu/device_cache.py", _NO_STATES, "0 -> 1"): "no layer has states",
+    ("stand/gpu/device_cache.py", _TYPE, "0 -> 1"): "all have one type",
+    ("stand/gpu/device_cache.py", _TYPE, "0 -> 1 #2"): "and lie on one device",
+}
+
 EQUIVALENT: dict[tuple[str | int, ...], str] = {
+    **OF_KINDS,
     (
         "verifiers/operands.py",
         "leaves[parents[parents >= 0]] = False",

@@ -18,10 +18,11 @@ import stand  # noqa: E402
 from stand.drafters.blended import BlendedDrafter  # noqa: E402
 from stand.forward.attention_shape import AttentionShape, HeadSizes  # noqa: E402
 from stand.forward.key_shape import KeyShape, LayerKeys, key_shape  # noqa: E402
+from stand.forward.tree_cache import TreeCache  # noqa: E402
 from stand.fusion.trial import Trial  # noqa: E402
 from stand.gpu import page_table, step_body  # noqa: E402
 from stand.gpu.captured_step import CapturedStep  # noqa: E402
-from stand.gpu.device_cache import DeviceCache  # noqa: E402
+from stand.gpu.device_cache import DeviceCache, has_one_type  # noqa: E402
 from stand.gpu.kernel_attention import KernelPlan  # noqa: E402
 from stand.gpu.kernels.rotate import rotate_pair  # noqa: E402
 from stand.scheduling.within_pages import WithinPages  # noqa: E402
@@ -155,6 +156,14 @@ def test_blocks_hold_what_has_one_shape():
     assert [[int(one.max()) for one in cache.layer(layer)] for layer in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert cache.num_pages == 2 and cache.spare_slot == 3 * 64 - 1
     assert cache.nbytes == 2 * 64 * key_shape(model).token_bytes
+
+
+def test_keys_of_two_types_are_told():
+    cache = TreeCache(1, 8)
+    cache.keys, cache.values = [torch.zeros(1, 2, 8, 4)] * 2, [torch.zeros(1, 1, 8, 2)] * 2
+    assert has_one_type(cache)
+    cache.values = [torch.zeros(1, 1, 8, 2), torch.zeros(1, 1, 8, 2, dtype=torch.bfloat16)]
+    assert not has_one_type(cache)
 
 
 def test_layers_with_a_window_have_a_work_list_of_their_own():

@@ -159,8 +159,9 @@ def test_what_does_not_fit_is_refused(sizes):
 def test_wrong_sizes_are_refused():
     with pytest.raises(ValueError, match="multiple of 64"):
         Splitting(3, 100)
-    with pytest.raises(ValueError, match="row_items must be at least 1"):
-        Splitting(0)
+    for sizes in ((0,), (1, 0)):
+        with pytest.raises(ValueError, match="row_items must be at least 1"):
+            Splitting(*sizes)
     with pytest.raises(ValueError, match="tile_tokens must be at least 1"):
         Tiling(0, Splitting(1))
     with pytest.raises(ValueError, match="window not negative"):

@@ -48,7 +48,6 @@ OF_KINDS: dict[tuple[str | int, ...], str] = {
 }
 
 EQUIVALENT: dict[tuple[str | int, ...], str] = {
-    **OF_KINDS,
     (
         "verifiers/operands.py",
         "leaves[parents[parents >= 0]] = False",
@@ -451,5 +450,6 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
     **{(f"trees/blended/growth/{file}", line, change): why for (file, line, change), why in OF_GROWTH.items()},
     **{(f"stand/laws/{file}", *change): why for file, of in OF_FILTERS.items() for change, why in of.items()},
     **OF_RECURRENT,
+    **OF_KINDS,
     **{(f"stand/drafters/{file}", *change): why for file, of in OF_TRAINED.items() for change, why in of.items()},
 }

@@ -91,6 +91,13 @@ def latent_keys_of(layer: nn.Module) -> LatentKeys | None:
     return found if isinstance(found, LatentKeys) and running_step() is not None else None
 
 
+def expanding_layer(model: nn.Module) -> str | None:
+    """The name of a layer that keeps latents and computes keys from them in steps, too, or None."""
+    return next(
+        (name for name, layer in model.named_modules() if hasattr(type(layer), NAME) and not _is_served(layer)), None
+    )
+
+
 @contextmanager
 def unexpanded_keys(model: nn.Module) -> Iterator[None]:
     """Within it steps compute no keys from latents; then the model is as it was, also where an interrupt cuts the way

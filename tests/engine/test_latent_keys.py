@@ -211,3 +211,34 @@ def test_a_copy_that_is_made_within_a_step_has_its_classs_method(model):
     twin.kv_b_proj.register_forward_hook(lambda *given: 3 * given[2])
     with unexpanded_keys(twin):
         assert not isinstance(twin.expand_kv, LatentKeys)
+
+
+def test_another_default_device_changes_nothing(model):
+    """Many scripts set it to "cuda" once."""
+    twin = copy.deepcopy(model)
+    with torch.device("meta"), unexpanded_keys(twin):
+        assert all(isinstance(vars(layer)[NAME], LatentKeys) for layer in layers_of(twin))
+
+
+def test_a_method_that_takes_something_else_is_left_alone(model, monkeypatch):
+    """Such a class is served as transformers computes it."""
+    kind = type(layers_of(model)[0])
+    own = kind.expand_kv
+    forward = kind.forward
+
+    def strict(self, latents, turned, *, is_own=False):
+        if not is_own:
+            raise TypeError("is_own must be given")
+        return own(self, latents, turned)
+
+    def forward_of_strict(self, *given, **named):
+        vars(self)[NAME] = lambda latents, turned: strict(self, latents, turned, is_own=True)
+        try:
+            return forward(self, *given, **named)
+        finally:
+            del vars(self)[NAME]
+
+    monkeypatch.setattr(kind, NAME, strict)
+    monkeypatch.setattr(kind, "forward", forward_of_strict)
+    model = copy.deepcopy(model)
+    assert greedy_tokens(model, fuse=False) == [generated(model, prompt) for prompt in PROMPTS]

@@ -132,7 +132,7 @@ def test_layers_are_given_back(model):
 
 def test_only_a_step_hands_latents_on(model):
     layer = layers_of(model)[0]
-    latents, turned = torch.randn(1, 1, 5, 16), torch.randn(1, 1, 5, 16)
+    latents, turned = torch.randn(1, 1, 5, 48), torch.randn(1, 1, 5, 16)
     keys = LatentKeys(layer)
     expected = layer.expand_kv(latents, turned)
     prompt = StepPlan.for_prompt(torch.arange(5, dtype=torch.int32).numpy(), 0, row=0)
@@ -203,7 +203,7 @@ def test_a_copy_that_is_made_within_a_step_has_its_classs_method(model):
     with tree_attention(model):
         twin = copy.deepcopy(layer)
         assert isinstance(vars(layer)[NAME], LatentKeys)
-    latents, turned = torch.randn(1, 1, 5, 16), torch.randn(1, 1, 5, 16)
+    latents, turned = torch.randn(1, 1, 5, 48), torch.randn(1, 1, 5, 16)
     assert not isinstance(twin.expand_kv, LatentKeys) and twin.expand_kv.__self__ is twin
     assert all(map(torch.equal, twin.expand_kv(latents, turned), layer.expand_kv(latents, turned)))
     with unexpanded_keys(twin):

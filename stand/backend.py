@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from stand.forward import mapped_memory
 from stand.forward.devices import input_device, is_offloaded
 from stand.forward.key_shape import key_shape
+from stand.forward.latent_keys import expanding_layer
 from stand.forward.model import moving_ropes
 from stand.forward.model_state import foreign_hook
 from stand.forward.paged_cache import PagedCache, PromptRoom, fitting_page_size, most_shown_rows
@@ -104,9 +105,9 @@ class EagerBackend:
 
 
 class CapturedBackend:
-    """The step as one graph of this project's kernels. Calls with processors, of a model with hooks, or of a drafter
-    that learns more tokens of a node than a recorded step returns take eager steps over the same pages; calls inside
-    torch.autocast take eager steps in rooms.
+    """The step as one graph of this project's kernels. Calls with processors, of a model with hooks, of one whose
+    latents got another projection than a plain matrix, or of a drafter that learns more tokens of a node than a
+    recorded step returns take eager steps over the same pages; calls inside torch.autocast take eager steps in rooms.
 
     Should a captured step fail during a call, the call and all later ones go on with eager steps, later ones in rooms:
     `name` becomes "sdpa" and `reason` says why.
@@ -186,6 +187,8 @@ class CapturedBackend:
 
         if hook := foreign_hook(self._model):
             return f"{hook} is a hook, whose Python no recorded step runs"
+        if name := expanding_layer(self._model):
+            return f"the projection of latents in {name} is no plain matrix any more"
         if start.num_top > LEARNED_ROWS:
             return f"the drafter learns {start.num_top} tokens of a node, a recorded step returns {LEARNED_ROWS}"
         return None

@@ -30,9 +30,14 @@ def taken_features(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
     """Whose output is the last hidden states. OPT's head asks the decoder within its base model; what ModernBERT calls
-    its decoder is its head."""
-    decoder = model.get_decoder()
-    return decoder if any(decoder is part for part in model.base_model.modules()) else model.base_model
+    its decoder is its head, and Mllama's text model calls itself so, head and all."""
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    if not any(decoder is part for part in model.base_model.modules()):
+        decoder = model.base_model
+    if all(head is not part for part in decoder.modules()):
+        return decoder
+    inner = (part for part in decoder.modules() if isinstance(part, PreTrainedModel))
+    return next((part for part in inner if all(head is not one for one in part.modules())), decoder)
 
 
 def prefill_features(model: PreTrainedModel, cache: TreeCache, token_ids: np.ndarray, *, row: int) -> torch.Tensor:

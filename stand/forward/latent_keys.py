@@ -9,12 +9,14 @@ expanded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.modules import module as all_modules
 
 from stand.forward.linear_layers import FewTokenForward, class_forward
 from stand.forward.packed_plan import running_step
@@ -40,6 +42,10 @@ class LatentKeys:
             return type(self._layer).expand_kv(self._layer, latents, turned)
         return latents, turned
 
+    def __reduce__(self) -> tuple:
+        """A copy of the layer computes keys by its class's method."""
+        return class_method, (self._layer,)
+
     def absorbed(self, query: torch.Tensor) -> torch.Tensor:
         """Query [1, H, M, N + T] -> [1, H, M, R + T], for keys that are latents and turned parts."""
         size = self._layer.qk_nope_head_dim
@@ -61,17 +67,31 @@ class LatentKeys:
     @torch.inference_mode()
     def are_right(self) -> bool:
         """Whether they are what the layer's own method computes, up to rounding."""
-        layer, weight, generator = self._layer, self._layer.kv_b_proj.weight, torch.Generator().manual_seed(0)
+        try:
+            return all(_are_close(own, expected) for own, expected in self._compared())
+        except torch.OutOfMemoryError:  # says nothing of the layer
+            raise
+        except Exception:  # what the method of a foreign class takes may be anything
+            return False
+
+    def _compared(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(own, expected): scores, and sums of values."""
+        layer, weight, generator = self._layer, self._layer.kv_b_proj.weight, torch.Generator("cpu").manual_seed(0)
         rank, size = weight.shape[1], layer.qk_nope_head_dim + layer.qk_rope_head_dim
         shapes = ((1, rank), (1, layer.qk_rope_head_dim), (len(self._weights), size))
         latents, turned, query = (
-            torch.randn(1, heads, 3, width, generator=generator).to(weight) for heads, width in shapes
+            torch.randn(1, heads, 3, width, generator=generator, device="cpu").to(weight) for heads, width in shapes
         )
         keys, values = type(layer).expand_kv(layer, latents, turned)
         scores = self.absorbed(query) @ torch.cat((latents, turned), dim=-1).transpose(2, 3)
+        yield scores, query @ keys.transpose(2, 3)
         mixed = self.expanded(latents.expand(-1, len(self._weights), -1, -1).transpose(1, 2))
-        pairs = (scores, query @ keys.transpose(2, 3)), (mixed, values.transpose(1, 2))
-        return all(_are_close(own, expected) for own, expected in pairs)
+        yield mixed, values.transpose(1, 2)
+
+
+def class_method(layer: nn.Module) -> MethodType:
+    """That of its class: a copy of a layer that is made within a step has this."""
+    return MethodType(type(layer).expand_kv, layer)
 
 
 def latent_keys_of(layer: nn.Module) -> LatentKeys | None:
@@ -80,16 +100,23 @@ def latent_keys_of(layer: nn.Module) -> LatentKeys | None:
     return found if isinstance(found, LatentKeys) and running_step() is not None else None
 
 
+def expanding_layer(model: nn.Module) -> str | None:
+    """The name of a layer that keeps latents and computes keys from them in steps, too, or None."""
+    return next(
+        (name for name, layer in model.named_modules() if hasattr(type(layer), NAME) and not _is_served(layer)), None
+    )
+
+
 @contextmanager
 def unexpanded_keys(model: nn.Module) -> Iterator[None]:
     """Within it steps compute no keys from latents; then the model is as it was, also where an interrupt cuts the way
     out."""
     swapped: list[nn.Module] = []
     try:
-        for layer, keys in _served(model):
-            if NAME not in vars(layer):
+        for layer in _served(model):
+            if vars(layer).get(NAME) in (None, class_method(layer)):
                 swapped.append(layer)
-                vars(layer)[NAME] = keys
+                vars(layer)[NAME] = LatentKeys(layer)
         yield
     finally:
         try:
@@ -104,17 +131,22 @@ def _restore(layers: list[nn.Module]) -> None:
         vars(layer).pop(NAME, None)
 
 
-_KNOWN: WeakKeyDictionary[nn.Module, LatentKeys | None] = WeakKeyDictionary()  # by layer: None where they differ
+# By layer: the method that was compared, and whether it is right. Nothing that holds the layer, or it would never go.
+_KNOWN: WeakKeyDictionary[nn.Module, tuple[Callable, bool]] = WeakKeyDictionary()
 
 
-def _served(model: nn.Module) -> Iterator[tuple[nn.Module, LatentKeys]]:
-    for layer in model.modules():
-        if hasattr(type(layer), NAME) and _is_plain(layer):
-            if layer not in _KNOWN:
-                keys = LatentKeys(layer)
-                _KNOWN[layer] = keys if keys.are_right() else None
-            if _KNOWN[layer] is not None:
-                yield layer, _KNOWN[layer]
+def _served(model: nn.Module) -> Iterator[nn.Module]:
+    return (layer for layer in model.modules() if hasattr(type(layer), NAME) and _is_served(layer))
+
+
+def _is_served(layer: nn.Module) -> bool:
+    if not _is_plain(layer):
+        return False
+    own = type(layer).expand_kv
+    method, is_right = _KNOWN.get(layer, (None, False))
+    if method is not own:
+        _, is_right = _KNOWN[layer] = own, LatentKeys(layer).are_right()
+    return is_right
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -134,7 +166,9 @@ def _has_hooks(linear: nn.Linear) -> bool:
     """Whether calling it runs more than its class's forward, or what stands for that here."""
     own = vars(linear).get("forward")
     is_ours = own is None or isinstance(own, FewTokenForward) or own == class_forward(linear)
-    return not is_ours or bool(linear._forward_hooks or linear._forward_pre_hooks)
+    hooks = linear._forward_hooks, linear._forward_pre_hooks
+    of_all = all_modules._global_forward_hooks, all_modules._global_forward_pre_hooks
+    return not is_ours or any(hooks) or any(of_all)
 
 
 def _are_close(own: torch.Tensor, expected: torch.Tensor) -> bool:

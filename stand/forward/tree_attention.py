@@ -58,13 +58,7 @@ def attend(
             f"attention must get no mask but that of the tree, got one of shape {list(attention_mask.shape)} that "
             f"{type(module).__name__} makes itself; it counts cache slots, which a tree does not follow"
         )
-    if stand_plan is None:
-        stand_plan = running_plan(query, key)
-    if stand_plan is None:
-        raise plain_forward_error(f"the {ATTENTION_NAME} attention")
-    stand_plan = stand_plan.on(query.device)
-    if query.shape[2] != stand_plan.num_tokens:
-        stand_plan = stand_plan.last(query.shape[2])
+    stand_plan = _fitting(stand_plan, module, query, key)
     latent = latent_keys_of(module)
     if stand_plan.attentions is not None:
         sizes = HeadSizes(key.shape[3], value.shape[3], is_latent=latent is not None)
@@ -96,6 +90,22 @@ def attend(
             packed[:, first:end] = rest.transpose(1, 2)
     packed = packed if latent is None else latent.expanded(packed)
     return packed.contiguous(), None  # as transformers' own functions give it: models take views of it
+
+
+def _fitting(plan: StepPlan | None, module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor) -> StepPlan:
+    """The plan of these queries and keys, where they are, from the one that attention was called with, if any."""
+    plan = running_plan(query, key) if plan is None else plan
+    if plan is None:
+        raise plain_forward_error(f"the {ATTENTION_NAME} attention")
+    plan = plan.on(query.device)
+    if query.shape[2] != plan.num_tokens:
+        plan = plan.last(query.shape[2])
+    if not plan.fits(query, key):  # compiled attention would read behind the keys
+        raise ValueError(
+            f"attention must get the keys of all {plan.num_rows} rows of a step, {plan.kv_length} slots of each, got "
+            f"{list(key.shape)} from {type(module).__name__}; this model class cannot be served"
+        )
+    return plan
 
 
 def _explicit_attention(

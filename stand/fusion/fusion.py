@@ -7,7 +7,7 @@ products on a GPU stay torch's own, and TF32 in torch's settings is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -175,7 +175,8 @@ class Fusion:
         for name, settings in recipe.attentions.items():
             attention = FusedAttention(module(name), settings, kernels, merged=merged(name))
             norms = () if settings.rule == NO_NORM else head_norms(module(name))
-            swaps.append(self._swapped(name, attention, *norms, *recipe.merged.get(name, ()), *_names(attention)))
+            passed = (*norms, *recipe.merged.get(name, ()), *_names(attention))
+            swaps.append(self._swapped(name, attention, *passed, settings_of=norms))
         for name in recipe.latent_rotations:
             swaps.append(self._swapped(name, FusedLatentRotation(module(name), kernels)))
         for name, following in recipe.layers.items():
@@ -183,14 +184,22 @@ class Fusion:
             swaps.append(self._swapped(name, layer, PARTS[1], behind=following))
         return swaps
 
-    def _swapped(self, name: str, forward: Callable, *passed: str | None, behind: str | None = None) -> Swapped:
-        """passed: the module's children that the forward does not call. behind: the norm whose outcome it foretells,
-        which what stands between them could change."""
+    def _swapped(
+        self,
+        name: str,
+        forward: Callable,
+        *passed: str | None,
+        settings_of: Sequence[str] = (),
+        behind: str | None = None,
+    ) -> Swapped:
+        """passed: the module's children that the forward does not call. settings_of: those among them whose settings it
+        takes for granted. behind: the norm whose outcome it foretells, which what stands between them could change."""
         names = [name, *(f"{name}.{child}" for child in passed if child is not None)]
         if behind is not None and behind.endswith(f".{PARTS[0]}"):
             names.append(behind.removesuffix(f".{PARTS[0]}"))
         module = self.model.get_submodule(name)
         holders = [module] if getattr(module, "config", None) is None else [module, module.config]
+        holders += [getattr(module, child) for child in settings_of]
         return Swapped(module, forward, (*map(self._guard, names), *map(self._settings, holders)))
 
     def _guard(self, name: str) -> Guard:

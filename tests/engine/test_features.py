@@ -5,8 +5,12 @@ import pytest
 import torch
 from plain_eagle import plain_features
 from tiny_models import tiny_model
+from workloads.tiny_classes import tiny_model as tiny_class
 
 import stand
+from stand.forward.features import prefill_features
+from stand.forward.tree_attention import tree_attention
+from stand.forward.tree_cache import TreeCache
 from stand.trees import DraftBatch, DraftTree
 
 PROMPTS = [[5, 9, 11, 4, 5, 9], [7], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32]]
@@ -105,3 +109,17 @@ def test_nothing_is_taken_where_nobody_asks(monkeypatch):
     generate(Plain())
     with pytest.raises(AssertionError, match="features were taken"):
         generate(Recorder())
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt", "gpt2", "mllama", "gemma3", "ctrl"])
+def test_features_are_what_the_head_takes(kind):
+    """Whatever a class calls its decoder: Mllama's text model calls itself so, and would give logits."""
+    model, asked = tiny_class(kind).eval(), []
+    head = model.get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda module, args: asked.append(args[0][0, -1]))
+    try:
+        with torch.inference_mode(), tree_attention(model):
+            features = prefill_features(model, TreeCache(1, 64), np.array(PROMPTS[0], dtype=np.int32), row=0)
+    finally:
+        hook.remove()
+    assert len(features) == len(PROMPTS[0]) and torch.equal(features[-1], asked[0])

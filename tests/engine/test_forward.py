@@ -206,6 +206,16 @@ def test_the_model_gets_its_attention_back():
     assert model.config._attn_implementation == before
 
 
+@pytest.mark.parametrize("cut", [np.s_[:, :, :-1], np.s_[:0], np.s_[[0, 0]]])
+def test_other_keys_than_those_of_the_step_are_refused(cut):
+    """Compiled attention would read behind them."""
+    plan = StepPlan.for_prompt(np.full(5, 3, dtype=np.int32), 0, row=0)
+    query, keys, values = (torch.randn(1, heads, 5, 16) for heads in (4, 2, 2))
+    attend(torch.nn.Module(), query, keys, values, None, stand_plan=plan)
+    with pytest.raises(ValueError, match="all 1 rows of a step, 5 slots of each, got .* from Module; this model"):
+        attend(torch.nn.Module(), query, keys[cut], values[cut], None, stand_plan=plan)
+
+
 @pytest.mark.parametrize("num_tokens", [3, 150])
 def test_what_attention_gives_is_contiguous(num_tokens):
     """As transformers' own functions do; AFMoE takes a view of it. Rows that are all padded to one width would come

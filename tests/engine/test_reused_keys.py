@@ -1,5 +1,7 @@
 """Gemma 4 E2B: its last layers reuse keys, and are run for those tokens alone whose logits are wanted."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +12,10 @@ from stand.drafters.blended import BlendedDrafter
 from stand.forward import model as forward_model
 from stand.forward.features import prefill_features
 from stand.forward.packed_plan import StepPlan
+from stand.forward.self_check import check_case, tree_logits
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
+from stand.fusion.on_cpu import fuse_on_cpu
 
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8], [*range(9, 50), *range(20, 40)]]
 
@@ -77,3 +81,18 @@ def test_a_step_whose_layers_leave_tokens_out_is_refused():
     plan.is_prompt = False
     with pytest.raises(ValueError, match="attention must be asked for all tokens of a step"):
         plan.last(2)
+
+
+@pytest.mark.parametrize("norm", ["q_norm", "k_norm", "v_norm"])
+def test_a_setting_of_a_head_norm_that_changes_after_wrap_counts(model, norm):
+    """The fused attention norms queries, keys and values with one constant, which was proven for what all had."""
+    model = copy.deepcopy(model)
+    fusion, case = fuse_on_cpu(model), check_case(model)
+    with torch.inference_mode():
+        before = tree_logits(model, *case, fusion=fusion)
+        for layer in model.model.layers:
+            if hasattr(layer.self_attn, norm):
+                getattr(layer.self_attn, norm).eps = 9.0
+        expected = tree_logits(model, *case)
+        torch.testing.assert_close(tree_logits(model, *case, fusion=fusion), expected, atol=1e-4, rtol=1e-4)
+    assert (expected - before).abs().max() > 1e-2

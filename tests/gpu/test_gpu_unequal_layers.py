@@ -196,6 +196,41 @@ def test_layers_that_expand_what_they_keep_take_eager_steps():
     assert engine.generate(PROMPTS, **SETTINGS).token_ids == expected.token_ids
 
 
+class Adapted(torch.nn.Module):
+    """A linear layer plus a low-rank product, as PEFT has them."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+        self.down = torch.nn.Linear(base_layer.in_features, 4, bias=False)
+        self.up = torch.nn.Linear(4, base_layer.out_features, bias=False)
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    def forward(self, states):
+        return self.base_layer(states) + self.up(self.down(states))
+
+
+def test_adapters_that_come_to_latents_after_wrap_make_calls_eager(plain_kernels):
+    """And only as long as they are there."""
+    model, settings = copy.deepcopy(unequal_model("deepseek_v3")), {"max_new_tokens": 12, "temperature": 0}
+    engine = stand.wrap(model, backend="triton", fuse=False, drafter=BlendedDrafter(budget=8))
+    if not any(shape.sizes.is_latent for shape in key_shape(model).attentions):
+        pytest.skip("this version of transformers keeps the keys themselves")
+    before = engine.generate(PROMPTS, **settings).token_ids
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj = Adapted(layer.self_attn.kv_b_proj)
+    expected = stand.wrap(model, backend="sdpa", drafter=BlendedDrafter(budget=0)).generate(PROMPTS, **settings)
+    with pytest.warns(UserWarning, match="eager in this call: the projection of latents in model.layers.0"):
+        assert engine.generate(PROMPTS, **settings).token_ids == expected.token_ids != before
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj = layer.self_attn.kv_b_proj.base_layer
+    stand.wrap(model, backend="sdpa")
+    assert engine.generate(PROMPTS, **settings).token_ids == before and str(engine.backend) == "triton"
+
+
 def test_a_second_call_replays_what_is_recorded(plain_kernels):
     """What stands for a layer's method within a step is no change of the model."""
     engine = engine_of("deepseek_v3")

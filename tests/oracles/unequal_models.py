@@ -9,7 +9,7 @@ from tiny_models import SHAPE
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MiniCPM3Config, PreTrainedModel
 
 FOUR = {**SHAPE, "num_hidden_layers": 4}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 48, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 KINDS = ["sliding_attention", "full_attention"] * 2
 

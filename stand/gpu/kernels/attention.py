@@ -322,7 +322,10 @@ def tree_attention(
 
 
 @tree_attention.register_fake
-def _(query, keys, values, *rest, is_latent=False, **options):
+def _(
+    query, keys, values, pages, ancestors, positions, items, partial_starts, partials, log_sums, scale, tile_tokens,
+    window=0, softcap=0.0, sinks=None, is_latent=False,
+):  # fmt: skip
     return query.new_empty((*query.shape[:2], (keys if is_latent else values).shape[3]))
 
 

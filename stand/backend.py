@@ -189,6 +189,8 @@ class CapturedBackend:
             return f"{hook} is a hook, whose Python no recorded step runs"
         if name := expanding_layer(self._model):
             return f"the projection of latents in {name} is no plain matrix any more"
+        if key_shape(self._model).are_expanded:
+            return "the model was wrapped once more while its steps computed keys from latents; wrap it again"
         if start.num_top > LEARNED_ROWS:
             return f"the drafter learns {start.num_top} tokens of a node, a recorded step returns {LEARNED_ROWS}"
         return None

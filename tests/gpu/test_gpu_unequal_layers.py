@@ -231,6 +231,23 @@ def test_adapters_that_come_to_latents_after_wrap_make_calls_eager(plain_kernels
     assert engine.generate(PROMPTS, **settings).token_ids == before and str(engine.backend) == "triton"
 
 
+def test_another_wrap_of_what_computed_keys_meanwhile_makes_calls_eager(plain_kernels):
+    """It has seen other kinds of layers than are there now."""
+    model, settings = copy.deepcopy(unequal_model("deepseek_v3")), {"max_new_tokens": 12, "temperature": 0}
+    engine = stand.wrap(model, backend="triton", fuse=False, drafter=BlendedDrafter(budget=8))
+    if not any(shape.sizes.is_latent for shape in key_shape(model).attentions):
+        pytest.skip("this version of transformers keeps the keys themselves")
+    expected = engine.generate(PROMPTS, **settings).token_ids
+    hooks = [layer.self_attn.kv_b_proj.register_forward_hook(lambda *given: None) for layer in model.model.layers]
+    stand.wrap(model, backend="sdpa")
+    for hook in hooks:
+        hook.remove()
+    with pytest.warns(UserWarning, match="eager in this call: the model was wrapped once more"):
+        assert engine.generate(PROMPTS * 4, **settings).token_ids == expected * 4
+    stand.wrap(model, backend="sdpa")
+    assert engine.generate(PROMPTS * 4, **settings).token_ids == expected * 4 and str(engine.backend) == "triton"
+
+
 def test_a_second_call_replays_what_is_recorded(plain_kernels):
     """What stands for a layer's method within a step is no change of the model."""
     engine = engine_of("deepseek_v3")

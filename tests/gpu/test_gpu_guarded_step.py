@@ -148,11 +148,30 @@ def test_growth_keeps_the_keys_with_room_for_both_blocks_or_for_one(monkeypatch,
 
     cache, answers = small_cache(), iter([left, 1e9])
     monkeypatch.setattr(device_cache, "_free_bytes", lambda device: next(answers))
-    before = cache.blocks
+    before, zeros, held = cache.blocks, device_cache._zeros, []
+
+    def noting(shapes, **asked):
+        held.append(len(cache.blocks))
+        return zeros(shapes, **asked)
+
+    monkeypatch.setattr(device_cache, "_zeros", noting)
     cache.grow(10)
-    assert cache.num_pages == 10 and cache.spare_slot == 43
+    assert held == [3 if left else 0]  # blocks that lie on the device while the new ones come
+    assert cache.num_pages == 10 and cache.spare_slot == 43 and cache.get_seq_length() == 40
     for block, own in zip(cache.blocks, before, strict=True):
         assert torch.equal(block[:, :6], own[:, :6]) and not block[:, 6:].any()
+
+
+def test_a_pool_may_take_all_that_is_left(monkeypatch):
+    from stand.gpu import device_cache
+
+    assert device_cache._free_bytes(torch.device("cpu")) == float("inf")
+    needed = sum(block.nbytes for block in small_cache().blocks)
+    monkeypatch.setattr(device_cache, "_free_bytes", lambda device: needed)
+    small_cache()
+    monkeypatch.setattr(device_cache, "_free_bytes", lambda device: needed - 1)
+    with pytest.raises(MemoryError, match="must fit into the device's free memory"):
+        small_cache()
 
 
 def test_growth_that_fails_leaves_the_keys(monkeypatch):

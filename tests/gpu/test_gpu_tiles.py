@@ -1,10 +1,12 @@
 """Tiles of the attention kernel by what GPUs allow, without one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from stand.forward.attention_shape import HeadSizes
-from stand.gpu.tiles import Limits, blocks, programs_at_once, refusal, tile_tokens
+from stand.gpu.tiles import Limits, blocks, limits_of, programs_at_once, refusal, tile_tokens
 
 LIMITS = {  # shared memory that one program may have
     "sm_80": Limits(80, 163 * 1024),
@@ -57,6 +59,13 @@ def test_narrow_values_and_latents_have_tables_of_their_own():
     assert blocks(32, HeadSizes(256, 32, True), torch.float32) == blocks(32, HeadSizes(512, 64, True), torch.float32)
     with pytest.raises(ValueError, match="at most 64 turned numbers beside latents, got .* turned parts of 80"):
         blocks(16, HeadSizes(512, 80, True), torch.bfloat16)
+
+
+def test_limits_are_the_gpus(monkeypatch):
+    offered = SimpleNamespace(shared_memory_per_block_optin=101376)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: offered)
+    assert limits_of(torch.device("cuda")) == LIMITS["sm_86"] and limits_of(torch.device("cpu")) == LIMITS["sm_90"]
 
 
 def test_tiles_by_rows_and_groups():

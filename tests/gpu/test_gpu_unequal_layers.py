@@ -272,5 +272,12 @@ def test_a_kind_of_layers_that_nobody_has_seen_is_refused():
         plan.work(AttentionShape(4, 2, HeadSizes.alike(16), window=8))
 
 
+def test_a_plan_of_kernels_fits_a_steps_queries_over_a_pool():
+    plan = KernelPlan({"positions": torch.zeros(5)}, {}, torch.zeros(0), torch.zeros(0))
+    query, pool = torch.zeros(1, 2, 5, 16), torch.zeros(3, 2, 64, 16)
+    assert plan.fits(query, pool)
+    assert not plan.fits(query[:, :, :4], pool) and not plan.fits(query, pool[:1])  # a plain forward's
+
+
 def test_models_that_were_not_seen_have_the_kinds_of_their_configuration():
     assert key_shape(kernel_model("mistral")).attentions == (AttentionShape(4, 2, HeadSizes.alike(64), window=8),)

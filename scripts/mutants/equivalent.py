@@ -36,7 +36,9 @@ OF_RECURRENT: dict[tuple[str | int, ...], str] = {
     ("stand/forward/key_shape.py", "_STATES[model] = cache.recurrent.like(0)", "0 -> 1"): "only shapes are read",
 }
 
-_GENERATOR = "layer, weight, generator = self._layer, self._layer.kv_b_proj.weight, torch.Generator().manual_seed(0)"
+_GENERATOR = (
+    'layer, weight, generator = self._layer, self._layer.kv_b_proj.weight, torch.Generator("cpu").manual_seed(0)'
+)
 _NO_STATES = "self.recurrent = RecurrentStates(0) if recurrent is None else recurrent"
 _TYPE = "dtype, device = prefilled.keys[0].dtype, prefilled.keys[0].device"
 

@@ -240,7 +240,7 @@ def _tree_attention_kernel(
     query [M, H, D]; keys [P, Hkv, S, D]; values [P, Hkv, S, E]; pages [R, T] int32; ancestors [M, W] int64; positions
     [M] int64; items [I, 8] int32; partial_starts [M + 1] int32; partials [P, H, E] float32; log_sums [P, H] float32;
     sinks [H] or anything; mixed [M, H, E]. IS_LATENT: queries [M, H, D + E], values are turned parts of keys, mixed is
-    [M, H, D]. ADDS_FENCES: whether `fences_added` adds what this Triton leaves out. A fixed grid: the list's room is for
+    [M, H, D]. ADDS_FENCES: whether `fences_added` adds what this Triton leaves out. A fixed grid: the list has room for
     the longest context, and thousands of programs that find out that they are empty would cost more than short work.
     """
     index = tl.program_id(0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True, slots=True)
 class HeadSizes:
@@ -33,6 +35,13 @@ class AttentionShape:
     key_heads: int
     sizes: HeadSizes
     window: int = 0
+
+    @classmethod
+    def seen(
+        cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, *, is_latent: bool
+    ) -> AttentionShape:
+        """Of what an attention function gets: query [1, H, M, D], key and value [*, Hkv, *, D]; window: None is 0."""
+        return cls(query.shape[1], key.shape[1], HeadSizes(key.shape[3], value.shape[3], is_latent), window or 0)
 
     @property
     def groups(self) -> int:

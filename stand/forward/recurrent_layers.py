@@ -8,7 +8,7 @@ which hand them to the `Scan` of the cache.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 CONVOLUTION, DELTA_RULE, STATE_SPACE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan"
 BEHIND_HOOKS = "_old_forward"
 STORES_A_STATE = "update_recurrent_state"  # what a forward calls that has more than a convolution
+
+
+def with_names(function: FunctionType, given: Mapping[str, Callable]) -> FunctionType:
+    """The function, which finds these objects where it looks for such names in its file."""
+    names = {**function.__globals__, **given}
+    run = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    run.__kwdefaults__ = function.__kwdefaults__
+    return run
 
 
 def recurrent_layers(model: Module) -> list[Module]:
@@ -63,8 +71,7 @@ class RecurrentForward:
         self.layer = layer
         own = inspect.unwrap(type(layer).forward)
         given = {CONVOLUTION: self._convolve, DELTA_RULE: self._delta_rule, STATE_SPACE: self._state_space}
-        names = {**own.__globals__, **given}
-        self._run = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+        self._run = with_names(own, given)
         self._scan: Scan | None = None  # of the forward that is running
 
     def __call__(

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from stand.forward.attention_shape import AttentionShape, HeadSizes
+from stand.forward.attention_shape import AttentionShape
 from stand.forward.few_token_attention import is_supported, supported_attention
 from stand.forward.latent_keys import latent_keys_of, unexpanded_keys
 from stand.forward.linear_layers import few_token_layers
@@ -61,8 +61,7 @@ def attend(
     stand_plan = _fitting(stand_plan, module, query, key)
     latent = latent_keys_of(module)
     if stand_plan.attentions is not None:
-        sizes = HeadSizes(key.shape[3], value.shape[3], is_latent=latent is not None)
-        shape = AttentionShape(query.shape[1], key.shape[1], sizes, sliding_window or 0)
+        shape = AttentionShape.seen(query, key, value, sliding_window, is_latent=latent is not None)
         stand_plan.attentions.append(shape)
     scale = scaling if scaling is not None else query.shape[3] ** -0.5
     if latent is not None:

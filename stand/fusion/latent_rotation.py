@@ -8,12 +8,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from types import FunctionType
 
 import torch
 from torch import nn
 
 from stand.forward.latent_keys import NAME
+from stand.forward.recurrent_layers import with_names
 from stand.fusion.kernels import Kernels
 
 ROTATIONS = {"apply_rotary_pos_emb": False, "apply_rotary_pos_emb_interleave": True}  # whether pairs are side by side
@@ -25,12 +25,12 @@ class FusedLatentRotation:
     def __init__(self, module: nn.Module, kernels: Kernels):
         self.module = module
         own = inspect.unwrap(type(module).forward)
-        names = dict(own.__globals__)
-        for name, is_interleaved in ROTATIONS.items():
-            if name in names:
-                names[name] = partial(_rotated, kernels, names[name], is_interleaved)
-        self._run = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
-        self._run.__kwdefaults__ = own.__kwdefaults__
+        names = own.__globals__
+        found = {name: is_interleaved for name, is_interleaved in ROTATIONS.items() if name in names}
+        given = {
+            name: partial(_rotated, kernels, names[name], is_interleaved) for name, is_interleaved in found.items()
+        }
+        self._run = with_names(own, given)
 
     def __call__(self, *given: object, **named: object) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self._run(self.module, *given, **named)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AttentionInterface
 
-from stand.forward.attention_shape import AttentionShape, HeadSizes
+from stand.forward.attention_shape import AttentionShape
 from stand.forward.latent_keys import latent_keys_of
 from stand.forward.packed_plan import plain_forward_error, running_plan
 from stand.gpu.kernels.attention import tree_attention
@@ -75,11 +75,9 @@ def attend(
         stand_plan = running_plan(query, key)
     if stand_plan is None:
         raise plain_forward_error(f"the {KERNEL_ATTENTION_NAME} attention")
-    window = sliding_window or 0
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     latent = latent_keys_of(module)
-    sizes = HeadSizes(key.shape[3], value.shape[3], is_latent=latent is not None)
-    shape = AttentionShape(query.shape[1], key.shape[1], sizes, window)
+    shape = AttentionShape.seen(query, key, value, sliding_window, is_latent=latent is not None)
     work = stand_plan.work(shape)
     step, places = stand_plan.step, work.num_partials * shape.num_heads
     query = query if latent is None else latent.absorbed(query)
@@ -92,11 +90,11 @@ def attend(
         step["positions"],
         work.items,
         work.partial_starts,
-        stand_plan.partials[: places * sizes.mixed].view(-1, shape.num_heads, sizes.mixed),
+        stand_plan.partials[: places * shape.sizes.mixed].view(-1, shape.num_heads, shape.sizes.mixed),
         stand_plan.log_sums[:places].view(-1, shape.num_heads),
         scale,
         work.tile_tokens,
-        window,
+        shape.window,
         softcap or 0.0,
         s_aux,
         latent is not None,

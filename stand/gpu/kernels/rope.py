@@ -20,6 +20,15 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @triton.jit
+def turned_pair(values, others, cosines, sines, is_first):
+    """Values turned with their partners, in their dtype; is_first: of a pair. Roundings are transformers' own."""
+    dtype = values.dtype
+    straight = (values.to(tl.float32) * cosines).to(dtype).to(tl.float32)
+    crossed = (others.to(tl.float32) * tl.where(is_first, -sines, sines)).to(dtype).to(tl.float32)
+    return (straight + crossed).to(dtype)
+
+
+@triton.jit
 def _turned(
     source, weight, cos, sin, second, eps,
     SIZE: tl.constexpr, HALF: tl.constexpr, RULE: tl.constexpr, BLOCK: tl.constexpr,
@@ -43,9 +52,7 @@ def _turned(
     angles = tl.where(is_first, columns, columns - HALF + second)
     cosines = tl.load(cos + angles, mask=is_turned, other=1.0).to(tl.float32)
     sines = tl.load(sin + angles, mask=is_turned, other=0.0).to(tl.float32)
-    straight = (values.to(tl.float32) * cosines).to(dtype).to(tl.float32)
-    crossed = (others.to(tl.float32) * tl.where(is_first, -sines, sines)).to(dtype).to(tl.float32)
-    return (straight + crossed).to(dtype)
+    return turned_pair(values, others, cosines, sines, is_first)
 
 
 @triton.jit

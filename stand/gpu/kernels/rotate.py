@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from stand.gpu.kernels.launch import launch_device
+from stand.gpu.kernels.rope import DTYPES, turned_pair
 
 NUM_WARPS = 1
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def _rotate_pair(
     query, key, cos, sin, turned_query, turned_key, query_token, query_head, key_token, key_head, cos_token, sin_token,
     num_tokens, HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, head): heads are the query's, then the key's. The formula's roundings are transformers' own."""
+    """Program (token, head): heads are the query's, then the key's."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -40,12 +40,9 @@ def _rotate_pair(
         target = turned_key + ((head - HEADS) * num_tokens + token) * SIZE
     values = tl.load(source + own, mask=inside, other=0.0)
     others = tl.load(source + partners, mask=inside, other=0.0)
-    dtype = values.dtype
     cosines = tl.load(cos + token * cos_token + angles, mask=inside, other=0.0).to(tl.float32)
     sines = tl.load(sin + token * sin_token + angles, mask=inside, other=0.0).to(tl.float32)
-    straight = (values.to(tl.float32) * cosines).to(dtype).to(tl.float32)
-    crossed = (others.to(tl.float32) * tl.where(is_first, -sines, sines)).to(dtype).to(tl.float32)
-    tl.store(target + columns, (straight + crossed).to(dtype), mask=inside)
+    tl.store(target + columns, turned_pair(values, others, cosines, sines, is_first), mask=inside)
 
 
 @torch.library.custom_op("stand::rotate_pair", mutates_args=())

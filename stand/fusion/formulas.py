@@ -14,3 +14,5 @@ SILU = 0
 GELU_TANH = 1
 GELU_ERF = 2
 ACTIVATIONS = (SILU, GELU_TANH, GELU_ERF)
+CLAMPED = 3  # of experts alone: (up + 1) * gate * sigmoid(alpha * gate), both cut off at a limit: gpt-oss
+RELU_SQUARED = 4  # of experts alone, without a gate: Nemotron-H

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from stand.fusion.attention import FusedAttention, head_norms
 from stand.fusion.chosen_products import ChosenLinear, ChosenProduct, Weights, choose_products
+from stand.fusion.experts import FusedExperts
 from stand.fusion.formulas import NO_NORM
 from stand.fusion.gated_norm import FusedGatedNorm
 from stand.fusion.guard import Guard, Settings, Swapped
@@ -172,6 +173,8 @@ class Fusion:
             mlp = FusedMLP(module(name), activation, kernels, merged=merged(name))
             passed = (activation_name(mlp.module), *recipe.merged.get(name, ()), *_names(mlp))
             swaps.append(self._swapped(name, mlp, *passed))
+        for name, form in recipe.experts.items():
+            swaps.append(self._swapped(name, FusedExperts(module(name), form, kernels)))
         for name, settings in recipe.attentions.items():
             attention = FusedAttention(module(name), settings, kernels, merged=merged(name))
             norms = () if settings.rule == NO_NORM else head_norms(module(name))

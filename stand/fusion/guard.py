@@ -17,10 +17,11 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 def code_of(module: nn.Module) -> tuple[object, ...]:
-    """What a module's own forward runs: its class, that class's forward, and the rotary positions that this calls."""
-    forward = type(module).forward
+    """What a module's own forward runs: its class, that class's forward, and the rotary positions or the experts' gate
+    that this calls."""
+    forward, gate = type(module).forward, getattr(type(module), "_apply_gate", None)
     names = _names_seen_by(forward)
-    return type(module), forward, *map(names.get, ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"))
+    return type(module), forward, gate, *map(names.get, ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"))
 
 
 @lru_cache(maxsize=256)

@@ -16,8 +16,8 @@ Kernel = Callable[..., torch.Tensor]
 
 
 class Kernels(NamedTuple):
-    """As `stand.gpu.kernels.norm`, `.swiglu`, `.rope`, `.gated_norm` and `.rotate` describe them; the last two are for
-    GPUs alone, and so is `chain_scan` of `stand.gpu.kernel_scan`.
+    """As `stand.gpu.kernels.norm`, `.swiglu`, `.rope`, `.experts`, `.gated_norm` and `.rotate` describe them; the last
+    two are for GPUs alone, and so is `chain_scan` of `stand.gpu.kernel_scan`.
 
     calls_forwards: whether plain linear layers are run by their forwards, past what a module does around it.
     """
@@ -26,6 +26,7 @@ class Kernels(NamedTuple):
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     gated_product: Kernel
     rope_and_store: Kernel
+    mixed_experts: Kernel | None
     gated_rms_norm: Kernel | None = None
     rotate_pair: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
     chain_scan: Callable[..., Scan] | None = None
@@ -59,11 +60,13 @@ def triton_kernels() -> Kernels:
     from stand.gpu.kernels.rotate import rotate_pair
     from stand.gpu.kernels.swiglu import gated_product
 
-    return Kernels(rms_norm, add_rms_norm, gated_product, rope_and_store, gated_rms_norm, rotate_pair, chain_scan)
+    every_day = rms_norm, add_rms_norm, gated_product, rope_and_store, None
+    return Kernels(*every_day, gated_rms_norm, rotate_pair, chain_scan)
 
 
 def cpu_kernels() -> Kernels:
     """For float32 and bfloat16."""
+    from stand.fusion.cpu_experts import mixed_experts
     from stand.fusion.cpu_kernels import add_rms_norm, gated_product, rms_norm, rope_and_store
 
-    return Kernels(rms_norm, add_rms_norm, gated_product, rope_and_store, calls_forwards=True)
+    return Kernels(rms_norm, add_rms_norm, gated_product, rope_and_store, mixed_experts, calls_forwards=True)

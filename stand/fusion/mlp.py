@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -62,13 +62,14 @@ def activation_name(module: nn.Module) -> str | None:
 
 
 def find_activation(module: nn.Module) -> int | None:
-    """Which activation the block applies, told by its values in float32; None where there is no kernel."""
+    """Which activation the block applies; None where there is no kernel."""
+    return next((activation for activation, reference in REFERENCES.items() if is_like(module, reference)), None)
+
+
+def is_like(module: nn.Module, reference: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Whether the block's activation is that function, told by its values in float32."""
     function = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
     if function is None or (isinstance(function, nn.Module) and function.state_dict()):
-        return None
+        return False
     grid = torch.cat([torch.linspace(-reach, reach, 257, device="cpu") for reach in REACHES])
-    values = function(grid)
-    for activation, reference in REFERENCES.items():
-        if torch.allclose(values, reference(grid), rtol=1e-6, atol=1e-6):
-            return activation
-    return None
+    return torch.allclose(function(grid), reference(grid), rtol=1e-6, atol=1e-6)

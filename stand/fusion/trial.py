@@ -20,6 +20,7 @@ from stand.fusion.attention import (
     reuses_keys,
 )
 from stand.fusion.delta_layer import RATE_SCALES, FusedDeltaLayer, delta_parts, is_delta_layer, own_on_chain
+from stand.fusion.experts import ExpertForm, FusedExperts, expert_forms, is_experts
 from stand.fusion.formulas import GATE_ORDERS, NO_NORM, RULES
 from stand.fusion.gated_norm import FusedGatedNorm, is_gated_norm
 from stand.fusion.kernels import Kernels
@@ -68,6 +69,7 @@ class Recipe:
     gated_norms: dict[str, int] = field(default_factory=dict)  # order
     delta_layers: dict[str, float] = field(default_factory=dict)  # scale of rates
     mlps: dict[str, int] = field(default_factory=dict)  # activation
+    experts: dict[str, ExpertForm] = field(default_factory=dict)
     attentions: dict[str, AttentionSettings] = field(default_factory=dict)
     layers: dict[str, str | None] = field(default_factory=dict)  # the norm behind the layer, by name
     latent_rotations: list[str] = field(default_factory=list)
@@ -84,7 +86,8 @@ class Recipe:
         layers = dict.fromkeys(moved(self.layers)) if f"{name}.{PARTS[1]}" in norms else {}  # no norm behind
         gated, delta = moved(self.gated_norms), moved(self.delta_layers)
         latent = list(moved(dict.fromkeys(self.latent_rotations)))
-        return Recipe(moved(self.merged), norms, gated, delta, moved(self.mlps), moved(self.attentions), layers, latent)
+        blocks = moved(self.mlps), moved(self.experts), moved(self.attentions)
+        return Recipe(moved(self.merged), norms, gated, delta, *blocks, layers, latent)
 
 
 def fused_delta_layer(
@@ -140,6 +143,8 @@ class Trial:
         if self.kernels.chain_scan is not None:
             self.try_delta_layers()
         self.try_mlps()
+        if self.kernels.mixed_experts is not None:
+            self.try_experts()
         self.try_attentions()
         if self.kernels.rotate_pair is not None:
             self.try_latent_rotations()
@@ -194,6 +199,16 @@ class Trial:
             candidates = [] if refusal else [(activation, FusedMLP(module, activation, self.kernels, merged=merged))]
             if self._best("gated feed-forward", module, candidates, refusal) is not None:
                 self.recipe.mlps[self._names[module]] = activation
+
+    def try_experts(self) -> None:
+        for module in filter(is_experts, self._names):
+            refusal = self._untried(module)
+            forms = [] if refusal else expert_forms(module)
+            refusal = refusal or ("" if forms else "no kernel for what its experts compute")
+            candidates = [(form, FusedExperts(module, form, self.kernels)) for form in forms]
+            form = self._best("mixture of experts", module, candidates, refusal)
+            if form is not None:
+                self.recipe.experts[self._names[module]] = form
 
     def try_attentions(self) -> None:
         """After the norms: those of queries and keys are fused under the rule that was found for them."""
@@ -329,7 +344,7 @@ def _is_norm(module: nn.Module) -> bool:
 def _is_candidate(module: nn.Module) -> bool:
     has_parts = any(all(hasattr(module, part) for part in parts) for parts in MERGEABLE.values())
     is_part = has_parts or _is_norm(module) or is_gated_norm(module) or is_gated_mlp(module) or is_attention(module)
-    is_whole = is_layer(module) or is_delta_layer(module) or is_latent_attention(module)
+    is_whole = is_layer(module) or is_delta_layer(module) or is_latent_attention(module) or is_experts(module)
     return (is_part or is_whole) and is_bare(module)
 
 

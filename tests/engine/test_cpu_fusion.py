@@ -34,7 +34,7 @@ own_model = lru_cache(
 )  # not shared: transformers leaves hooks where hidden states were asked for
 PROMPTS = [[5, 9, 11, 4, 7, 8], [3, 5, 6, 7]]
 NORM, MLP, ATTENTION = "RMSNorm", "gated feed-forward", "attention with rotary cache write"
-ADDED = "additions joined with norms"
+ADDED, EXPERTS = "additions joined with norms", "mixture of experts"
 PLAIN = {NORM: 5, MLP: 2, ATTENTION: 2, ADDED: 2}
 GEMMA = {MLP: 2, ATTENTION: 2}  # a norm before each addition too
 EXPECTED = {
@@ -45,7 +45,7 @@ EXPECTED = {
     "qwen3": {**PLAIN, NORM: 9},
     "gemma2": {**GEMMA, NORM: 9},
     "gemma3": {**GEMMA, NORM: 13},
-    "qwen3_moe": {NORM: 9, ATTENTION: 2, ADDED: 2},
+    "qwen3_moe": {NORM: 9, EXPERTS: 2, ATTENTION: 2, ADDED: 2},
     "gpt_oss": {NORM: 5, ATTENTION: 2},
 }
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <type_traits>
+#include <vector>
 
 #include "../../threads.h"
 #include "instruction_sets.h"
@@ -23,8 +24,7 @@ constexpr int64_t SHARES_PER_THREAD = 4;    // so that a thread that comes late 
 // What the threads share: each takes the next share of some product's rows until none is left.
 template <class Factors>
 struct Work {
-    const Factors* products;  // of the same tokens
-    int64_t num_products;
+    const std::vector<Factors>& products;
     Vectors vectors;
     int64_t share;  // rows; whole tiles
     std::atomic<int64_t> next{0};
@@ -32,13 +32,13 @@ struct Work {
     void run() {
         for (;;) {
             int64_t first = next.fetch_add(share, std::memory_order_relaxed);
-            const Factors* own = products;
-            for (; own != products + num_products; ++own) {
+            auto own = products.begin();
+            for (; own != products.end(); ++own) {
                 const int64_t whole = (own->num_rows + share - 1) / share * share;
                 if (first < whole) break;
                 first -= whole;
             }
-            if (own == products + num_products) return;
+            if (own == products.end()) return;
             multiply_rows(*own, vectors, first, std::min(first + share, own->num_rows));
         }
     }
@@ -53,13 +53,15 @@ int64_t whole_tiles(int64_t rows, const Token*) {
 
 // See `multiply`.
 template <class Factors>
-void multiply_all(const Factors* products, int64_t num_products, Vectors vectors, int32_t num_threads,
+void multiply_all(const std::vector<Factors>& products, Vectors vectors, int32_t num_threads,
                   RunInThreads in_threads) {
+    if (products.empty()) return;
     int64_t num_rows = 0;
-    for (int64_t i = 0; i < num_products; ++i) num_rows += products[i].num_rows;
+    for (const Factors& product : products) num_rows += product.num_rows;
     const int64_t share = num_rows / (std::max(num_threads, 1) * SHARES_PER_THREAD);
-    Work<Factors> work{products, num_products, vectors, std::max(whole_tiles(share, products->tokens), LEAST_SHARE)};
-    if (in_threads == nullptr || num_threads < 2 || num_rows * products->depth < LEAST_WEIGHTS) return work.run();
+    const Factors& any = products.front();
+    Work<Factors> work{products, vectors, std::max(whole_tiles(share, any.tokens), LEAST_SHARE)};
+    if (in_threads == nullptr || num_threads < 2 || num_rows * any.depth < LEAST_WEIGHTS) return work.run();
     run_in_threads(work, num_threads, in_threads);
 }
 
@@ -80,29 +82,37 @@ struct Packed {
 
 // Where one product's numbers are.
 struct Matrix {
+    const void* tokens;   // [num_tokens, depth]
     const void* weights;  // [num_rows, depth]
     const void* bias;     // [num_rows], or null
     void* results;        // [num_tokens, num_rows]
-    int64_t num_rows;
+    int64_t num_tokens, num_rows;
 };
 
-constexpr int64_t MOST_MATRICES = 4;
-
-// Numbers of all matrices and of the tokens, and the tokens as they are multiplied.
+// Numbers of all matrices and of their tokens, and the tokens as they are multiplied. Matrices that follow each other
+// may have the same tokens.
 template <class Number, class Token>
-void multiply_as(const void* tokens, int64_t num_tokens, int64_t depth, const Matrix* matrices, int64_t num_matrices,
-                 Vectors vectors, int32_t num_threads, RunInThreads in_threads) {
+void multiply_as(const std::vector<Matrix>& matrices, int64_t depth, Vectors vectors, int32_t num_threads,
+                 RunInThreads in_threads) {
     const TileShape shape = tile_shape<Token>(vectors);
-    const Packed<Token> packed(static_cast<const Number*>(tokens), num_tokens, depth, shape);
-    Product<Number, Token> products[MOST_MATRICES];
-    for (int64_t i = 0; i < num_matrices; ++i) {
-        const Matrix& one = matrices[i];
-        products[i] = {packed.tokens, static_cast<const Number*>(one.weights), static_cast<const Number*>(one.bias),
-                       nullptr, nullptr, num_tokens, one.num_rows, depth, one.num_rows};
-        if constexpr (std::is_same_v<Number, float>) products[i].results = static_cast<float*>(one.results);
-        else products[i].narrow_results = static_cast<Bfloat16*>(one.results);
+    std::vector<Packed<Token>> packed;
+    std::vector<Product<Number, Token>> products;
+    packed.reserve(matrices.size());
+    products.reserve(matrices.size());
+    const void* tokens = nullptr;
+    for (const Matrix& one : matrices) {
+        if (one.num_tokens == 0) continue;
+        if (one.tokens != tokens) {
+            tokens = one.tokens;
+            packed.emplace_back(static_cast<const Number*>(tokens), one.num_tokens, depth, shape);
+        }
+        products.push_back({packed.back().tokens, static_cast<const Number*>(one.weights),
+                            static_cast<const Number*>(one.bias), nullptr, nullptr, one.num_tokens, one.num_rows, depth,
+                            one.num_rows});
+        if constexpr (std::is_same_v<Number, float>) products.back().results = static_cast<float*>(one.results);
+        else products.back().narrow_results = static_cast<Bfloat16*>(one.results);
     }
-    multiply_all(products, num_matrices, vectors, num_threads, in_threads);
+    multiply_all(products, vectors, num_threads, in_threads);
 }
 
 }  // namespace dots
@@ -113,15 +123,12 @@ using dots::Matrix;
 // in tiles by its matrix unit.
 enum class Numbers : int32_t { floats, narrow, pairs, tiles };
 
-// tokens [num_tokens, depth] times up to MOST_MATRICES matrices, all by one call of `in_threads`; null for the calling
-// thread alone. Throws std::bad_alloc.
-inline void multiply(const void* tokens, int64_t num_tokens, int64_t depth, const Matrix* matrices,
-                     int64_t num_matrices, Numbers numbers, Vectors vectors, int32_t num_threads,
-                     RunInThreads in_threads) {
-    if (num_tokens == 0) return;
+// The tokens of each matrix times its weights, all by one call of `in_threads`; null for the calling thread alone.
+// Throws std::bad_alloc.
+inline void multiply(const std::vector<Matrix>& matrices, int64_t depth, Numbers numbers, Vectors vectors,
+                     int32_t num_threads, RunInThreads in_threads) {
     const auto as = [&](auto number, auto token) {
-        dots::multiply_as<decltype(number), decltype(token)>(tokens, num_tokens, depth, matrices, num_matrices, vectors,
-                                                             num_threads, in_threads);
+        dots::multiply_as<decltype(number), decltype(token)>(matrices, depth, vectors, num_threads, in_threads);
     };
     if (numbers == Numbers::floats) return as(float{}, float{});
     if (numbers == Numbers::narrow) return as(Bfloat16{}, float{});

@@ -29,7 +29,7 @@ from stand.call import Call
 from stand.drafters.drafter import Drafter, LookupDrafter
 from stand.drafters.step_cost import StepCost, clock_of, measure_cost
 from stand.forward.devices import input_device
-from stand.forward.model import max_positions
+from stand.forward.model import max_positions, text_config
 from stand.forward.recurrent_layers import recurrent_layers
 from stand.forward.self_check import UnsupportedModelError, check_model, refuse_compiled, refuse_training
 from stand.forward.tree_attention import exclusive
@@ -274,8 +274,9 @@ class Engine:
         a CPU all times are processor time. None: it takes seconds to minutes.
         `BlendedDrafter(costs=CostTable((cost, ...)))` takes the results; save the table for runs that are to repeat.
         """
+        is_on_cpu = input_device(self.model).type == "cpu"
         if most_tokens is None:
-            most_tokens = 32 * num_rows if input_device(self.model).type == "cpu" else 256
+            most_tokens = 32 * num_rows if is_on_cpu else 256
         if min(num_rows, length) < 1 or most_tokens <= num_rows:
             raise ValueError(
                 f"num_rows and length must be at least 1 and most_tokens above num_rows, got {num_rows}, {length} and "
@@ -288,7 +289,8 @@ class Engine:
         sizes = {"num_rows": num_rows, "length": length}
         with sample_steps(self.model, self.backend, self.verifier, **sizes) as run_step:
             clock = clock_of(input_device(self.model))
-            return measure_cost(run_step, **sizes, most_tokens=most_tokens, seconds=seconds, clock=clock)
+            sizes |= {"most_tokens": most_tokens, "vocab_size": text_config(self.model).vocab_size}
+            return measure_cost(run_step, **sizes, warms=not is_on_cpu, seconds=seconds, clock=clock)
 
     def _new_call(
         self,

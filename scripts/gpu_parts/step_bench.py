@@ -20,7 +20,7 @@ import torch
 from gpu_parts.bench_model import BenchModel, step_noise
 from gpu_parts.bench_record import Measurement
 from stand.drafters.step_cost import CostTable, StepCost, measure_cost, table_path
-from stand.forward.model import size_name
+from stand.forward.model import size_name, text_config
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_timer import device_name
 from stand.row import Row
@@ -140,7 +140,8 @@ class StepBench:
             step.verdicts()
 
         with step.attention():
-            cost = measure_cost(run_step, num_rows=num_rows, length=length, most_tokens=self.sizes.most_tokens)
+            sizes = {"num_rows": num_rows, "length": length, "most_tokens": self.sizes.most_tokens}
+            cost = measure_cost(run_step, **sizes, vocab_size=text_config(self.bench.model).vocab_size)
         self.costs.append(cost)
         if self.cost_path is not None:
             CostTable(tuple(self.costs)).save(self.cost_path)

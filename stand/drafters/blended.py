@@ -21,6 +21,7 @@ from stand.drafters.law_source import LawSource
 from stand.drafters.settings import check_count
 from stand.drafters.step_cost import CostTable, StepCost
 from stand.forward.devices import input_device
+from stand.forward.model import is_mixture
 from stand.measured_files import measured_folder
 from stand.seeds import call_seed
 from stand.trees import BlendedLookup, DraftBatch
@@ -30,13 +31,16 @@ MOST_RISES = 1000  # arrays of rises that are kept; a cost that follows the step
 MOST_NODES = 1 << 16  # a budget beyond this is a mistake: no step holds so many tokens
 
 
-def default_budget(device: torch.device) -> int:
+def default_budget(model: PreTrainedModel) -> int:
     """Draft nodes per step where nothing was timed: few on a CPU, as many as cost little more than one on a GPU.
 
     32: best of 16 to 64 on two cores with the bundled model (LOG.md). 112: the knee that a roofline puts at 100 to 130
-    tokens for dense bfloat16 models on an H200; not measured.
+    tokens for dense bfloat16 models on an H200; not measured. 8: for a mixture of experts on a GPU, where every token
+    reads weights of its own; not measured.
     """
-    return 32 if device.type == "cpu" else 112
+    if input_device(model).type == "cpu":
+        return 32
+    return 8 if is_mixture(model) else 112
 
 
 class BlendedDrafter(LookupDrafter):
@@ -51,7 +55,8 @@ class BlendedDrafter(LookupDrafter):
     With neither, on a CPU, the first call of so many rows times a few steps, of fewer rows too, since rows end: less
     than two seconds of processor time for each of 1, 4, 16 ... rows, or sixteen of its steps. The results are kept in
     files and followed while steps run (`stand.drafters.known_costs`). On a GPU it is the table that gpu_bench.py saved,
-    if there is one. Where nothing was timed, the budget is `default_budget`.
+    if there is one; without it, steps of a mixture of experts are timed as on a CPU, because there every token may read
+    more weights. Where nothing was timed, the budget is `default_budget`.
     floor: no node that is less likely to be accepted (estimated), in [0, 1].
     kind: "sampled" children; "mixed": one sampled child, then the likeliest others; or "deterministic".
     source: a head whose laws are blended in, by odds that are learned while decoding (`EagleLaws`, or your own).
@@ -96,11 +101,12 @@ class BlendedDrafter(LookupDrafter):
         folder = measured_folder()
         if self.costs is None and self.budget is None and folder is not None:
             self.costs = saved_costs(model, folder)
-            known = KnownCosts(model, folder) if input_device(model).type == "cpu" else None
+            is_timed = self.costs is None and (input_device(model).type == "cpu" or is_mixture(model))
+            known = KnownCosts(model, folder) if is_timed else None
             if known is None or self._known is None or known.path(1) != self._known.path(1):
                 self._known = known  # else calls that were prepared go on with their tables
         if self.budget is None and self._known is None:
-            self.budget = default_budget(input_device(model)) if self.costs is None else self.costs.most_tokens
+            self.budget = default_budget(model) if self.costs is None else self.costs.most_tokens
 
     def start_call(self, *, learns: bool) -> int:
         """Of the lookup, and of the source: what calls taught it outlives `lookup.clear()` and this drafter."""

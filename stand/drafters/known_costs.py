@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 import stand
 from stand.drafters.followed_cost import FollowedCost
 from stand.drafters.step_cost import CostTable, StepCost, table_path
+from stand.forward.devices import input_device
 from stand.forward.few_token_product import INSTRUCTION_SET
 from stand.forward.model import size_name
 from stand.measured_files import VARIABLE, keep_first
@@ -27,7 +28,7 @@ from stand.measured_files import VARIABLE, keep_first
 MOST_TIMED_ROWS = 256  # a call with more rows takes the table of so many
 SHARED_SIZES = (64, 16, 4, 1)  # rows end: every call has the tables of these numbers of rows below its own
 LENGTH = 32  # committed tokens of each row when steps are timed; longer contexts are followed
-SECONDS = 1.5  # of processor time, for timing (more where steps are long); what comes before takes half a second more
+SECONDS = 1.5  # for timing (more where steps are long); what comes before takes half a second more on a CPU
 
 LOGGER = logging.getLogger("stand")
 _IN_MEMORY: dict[Path, StepCost] = {}  # filed ones of this process, also where no file can be written
@@ -38,12 +39,13 @@ Measure = Callable[..., StepCost]  # `Engine.measure_cost`
 class KnownCosts:
     """The tables of one model here, for the numbers of rows that `prepare` was told.
 
-    folder: of the files. A file is named by model type, sizes and bytes of weights, processor, instruction set (those
-    of one name may differ), torch's version and this project's, dtype, threads and rows.
+    folder: of the files. A file is named by model type, sizes and bytes of weights, torch's version and this project's,
+    dtype, rows, and the GPU, or the processor, its instruction set (those of one name may differ) and threads.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path) -> None:
         self._name, self._dtype, self._folder = size_name(model), str(model.dtype), folder
+        self._device = input_device(model)
         self._filed: dict[int, StepCost] = {}
         self._followed: dict[int, FollowedCost] = {}
 
@@ -76,8 +78,12 @@ class KnownCosts:
 
     def path(self, num_rows: int) -> Path:
         """The file for calls of `num_rows` rows. Without it their steps are timed anew, by the next process."""
-        builds = f"{INSTRUCTION_SET} torch {torch.__version__} stand {stand.__version__}"
-        where = f"{processor_name()} {builds} {torch.get_num_threads()} threads {_size_class(num_rows)} rows"
+        builds, rows = f"torch {torch.__version__} stand {stand.__version__}", f"{_size_class(num_rows)} rows"
+        if self._device.type == "cuda":
+            where = f"{torch.cuda.get_device_name(self._device)} {builds} {rows}"
+        else:
+            threads = f"{torch.get_num_threads()} threads"
+            where = f"{processor_name()} {INSTRUCTION_SET} {builds} {threads} {rows}"
         return table_path(self._folder, model=self._name, device=where, dtype=self._dtype)
 
     def _nearest(self, num_rows: int) -> int:

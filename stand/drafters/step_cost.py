@@ -29,6 +29,7 @@ MOST_PER_ROW = 256  # tokens per row of the largest step that is timed, besides 
 REPEATS = 7
 BRIEF_RATIO = 8.0  # a step that costs more than so many of the smallest one never pays
 NEAR_RATIO = 3.0  # steps up to so many of the smallest one are run most, so they are timed best
+FAR_APART = 7919  # numbers between tokens that follow each other: a prime, so that few vocabularies are its multiples
 BRIEF_STEPS = 16  # so many of the smallest one a brief measurement may take, however long one is
 
 
@@ -177,18 +178,26 @@ def measure_cost(
     num_rows: int,
     length: int,
     most_tokens: int,
+    vocab_size: int = 2,
+    warms: bool = False,
     seconds: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StepCost:
     """The shortest times of whole steps (layout, forward, verdict), sizes in turn so that a slow moment meets them all:
     other work only adds. On a virtual machine with an H100 medians of seven steps of 7 ms varied by 0.4 ms.
 
-    seconds: see `_measure_briefly`; clock: `clock_of` the model's device.
+    vocab_size: of the model; see `synthetic_drafts`. warms: a size's first step, which may record a graph, does not
+    count. seconds: see `_measure_briefly`; clock: `clock_of` the model's device.
     """
+    seen: set[int] = set()
 
     def timed(size: int) -> float:
+        batch = synthetic_drafts(size, num_rows, vocab_size)
+        if warms and size not in seen:
+            seen.add(size)
+            run_step(batch)
         start = clock()
-        run_step(synthetic_drafts(size, num_rows))
+        run_step(batch)
         return clock() - start
 
     if seconds is not None:
@@ -249,18 +258,25 @@ def _measure_briefly(
             times[size], spent = min(times.get(size, math.inf), last), spent + last
 
 
-def synthetic_drafts(num_tokens: int, num_rows: int) -> DraftBatch:
-    """`num_tokens` in all, shared out evenly, in trees of two branches."""
+def synthetic_drafts(num_tokens: int, num_rows: int, vocab_size: int = 2) -> DraftBatch:
+    """`num_tokens` in all, shared out evenly, in trees of two branches.
+
+    Tokens come from all over the vocabulary: in a mixture of experts, tokens that are alike would go to the same few
+    experts, and a step with many of them would look as cheap as one with two.
+    """
     shares = [num_tokens // num_rows + (row < num_tokens % num_rows) for row in range(num_rows)]
-    return DraftBatch.concatenate([_binary_draft(share) for share in shares])
+    stride = 1 if vocab_size % FAR_APART == 0 else FAR_APART
+    starts = np.cumsum([0, *shares[:-1]])
+    tokens = (np.arange(num_tokens) * stride % vocab_size).astype(np.int32)
+    return DraftBatch.concatenate([_binary_draft(own) for own in np.split(tokens, starts[1:])])
 
 
-def _binary_draft(num_nodes: int) -> DraftTree:
-    nodes = np.arange(num_nodes)
-    parents = ((nodes - 1) // 2).astype(np.int32)
-    support = np.full((num_nodes, 2), -1, dtype=np.int32)
-    law = np.zeros((num_nodes, 2), dtype=np.float32)
-    tokens = (nodes % 2).astype(np.int32)
-    support[parents[1:], tokens[1:]] = tokens[1:]
-    law[nodes[1:], tokens[1:]] = 1.0
+def _binary_draft(tokens: np.ndarray) -> DraftTree:
+    """Of tokens of which any two that follow each other differ."""
+    nodes = np.arange(len(tokens))
+    parents, places = ((nodes - 1) // 2).astype(np.int32), nodes % 2
+    support = np.full((len(nodes), 2), -1, dtype=np.int32)
+    law = np.zeros((len(nodes), 2), dtype=np.float32)
+    support[parents[1:], places[1:]] = tokens[1:]
+    law[nodes[1:], places[1:]] = 1.0
     return DraftTree(tokens, parents, support, law)

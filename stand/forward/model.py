@@ -13,6 +13,7 @@ from stand.forward.devices import input_device, placement
 from stand.forward.packed_plan import StepPlan, running
 from stand.forward.tree_cache import TreeCache
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # their number, by configurations
 MOVING_ROPES = frozenset({"dynamic", "longrope"})
 PROMPT_CHUNK = 512  # prompt tokens per forward; bounds the mask to [512, L]
 
@@ -28,6 +29,12 @@ def size_name(model: PreTrainedModel) -> str:
     sizes = f"{config.num_hidden_layers}x{config.hidden_size}-{config.vocab_size}"
     place = f" {placement(model)}".rstrip().replace(" ", "-")
     return f"{config.model_type}-{sizes}-{model.get_memory_footprint()}{place}"
+
+
+def is_mixture(model: PreTrainedModel) -> bool:
+    """Whether tokens go to experts of their own, so that a step with more tokens reads more weights."""
+    config = text_config(model)
+    return any((getattr(config, name, None) or 0) > 1 for name in EXPERTS)
 
 
 def longrope_border(model: PreTrainedModel) -> int | None:

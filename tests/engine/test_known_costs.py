@@ -16,7 +16,7 @@ from tiny_models import CONFIGS, tiny_model
 from transformers import AutoModelForCausalLM
 
 import stand
-from stand.drafters import known_costs
+from stand.drafters import blended, known_costs
 from stand.drafters.followed_cost import STEPS_BETWEEN, FollowedCost
 from stand.drafters.known_costs import KnownCosts, processor_name
 from stand.drafters.step_cost import StepCost, measure_cost
@@ -421,3 +421,42 @@ def test_foreign_drafters_are_told():
 
 def test_requests_are_seeded_unless_said_otherwise():
     assert draft_request([np.array([1], dtype=np.int32)]).is_seeded
+
+
+def on_a_gpu(monkeypatch) -> None:
+    """What drafters ask of a model's place says so."""
+    for module in (blended, known_costs):
+        monkeypatch.setattr(module, "input_device", lambda model: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+
+
+@pytest.mark.parametrize(("family", "untimed"), [("qwen3_moe", 8), ("gpt_oss", 8), ("qwen2", 112)])
+def test_a_gpu_times_steps_of_a_mixture_alone(folder, monkeypatch, family, untimed):
+    on_a_gpu(monkeypatch)
+    model = tiny_model(family)
+    drafter = stand.BlendedDrafter()
+    drafter.attach(model, b"")
+    asked = []
+
+    def measure(*, num_rows, length, seconds):
+        asked.append(num_rows)
+        return CHEAP
+
+    drafter.prepare(4, measure)
+    assert asked == ([] if family == "qwen2" else [4, 1])
+    assert drafter.budget == (112 if family == "qwen2" else None)
+    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    assert all("nvidia-h100" in name and "threads" not in name for name in names) and len(names) == len(asked)
+    monkeypatch.setenv("STAND_COSTS", "off")
+    drafter = stand.BlendedDrafter()
+    drafter.attach(model, b"")
+    assert drafter.budget == untimed
+
+
+def test_a_saved_table_goes_before_timing(folder, monkeypatch):
+    on_a_gpu(monkeypatch)
+    monkeypatch.setattr(blended, "saved_costs", lambda model, folder: stand.CostTable((CHEAP,)))
+    drafter = stand.BlendedDrafter()
+    drafter.attach(tiny_model("qwen3_moe"), b"")
+    drafter.prepare(4, None)
+    assert drafter.most_nodes(4) == 60 and not folder.exists()

@@ -227,3 +227,27 @@ def test_synthetic_drafts_are_sound():
     batch.check()
     leaves = np.setdiff1d(np.arange(batch.num_nodes), batch.parents + np.repeat(batch.offsets[:-1], batch.sizes))
     assert (batch.support_ids[leaves] == -1).all()
+
+
+def test_synthetic_tokens_come_from_all_over_the_vocabulary():
+    """Two tokens alone would go to the same few experts of a mixture."""
+    for vocab_size in (97, 7919, 151_936):
+        batch = synthetic_drafts(64, 4, vocab_size)
+        batch.check()
+        assert len(set(batch.token_ids.tolist())) == 64 and batch.token_ids.max() < vocab_size
+    assert set(synthetic_drafts(64, 4).token_ids.tolist()) == {0, 1}
+
+
+def test_the_first_step_of_a_size_may_be_left_out():
+    """It records a graph, which takes a hundred times as long as a step."""
+    clock, seen = SimpleNamespace(now=0.0), []
+
+    def run_step(batch):
+        clock.now += 1.0 if batch.num_nodes in seen else 100.0
+        seen.append(batch.num_nodes)
+
+    sizes = {"num_rows": 2, "length": 4, "most_tokens": 64, "clock": lambda: clock.now}
+    cost = measure_cost(run_step, **sizes, warms=True, seconds=20.0)
+    assert set(cost.seconds) == {1.0} and cost.tokens[-1] == 64 and len(seen) <= 20 + len(cost.tokens)
+    seen.clear()
+    assert measure_cost(run_step, **sizes, seconds=20.0).tokens[-1] < 64  # control

@@ -16,7 +16,6 @@ from stand.drafters.eagle.head import EagleHead
 from stand.drafters.eagle.laws import MOST_RUNS
 from stand.drafters.growing_draft import GrowingDraft, planted, typical_tree
 from stand.drafters.settings import check_count, check_temperature
-from stand.forward.devices import input_device
 from stand.trees import ROOT, DraftBatch, TreeShape
 
 
@@ -24,7 +23,7 @@ class EagleDrafter(Drafter):
     """Drafts by a trained head that extrapolates the target's features (EAGLE-1, arXiv 2401.15077).
 
     head: an `EagleHead` of the target, or the file or folder of a checkpoint, read when the engine is made.
-    budget: the most nodes of all rows of a step together; None: `default_budget` of the model's device.
+    budget: the most nodes of all rows of a step together; None: `default_budget` of the model.
     runs: the most times that the head runs in a step, each time on all rows; drafts are at most so deep. None: 6. The
     paper's tree takes 5.
     shape: slots that every row's draft fills instead, whatever the laws say, such as the paper's `PAPER_SHAPE`; budget
@@ -73,7 +72,7 @@ class EagleDrafter(Drafter):
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
         self.head = EagleHead.of(model, self.head)
         if self.budget is None:
-            self.budget = default_budget(input_device(model))
+            self.budget = default_budget(model)
         self._rows = FollowedRows(model, self.head)
 
     def typical_draft(self) -> DraftBatch:

@@ -14,7 +14,6 @@ from stand.drafters.growing_draft import GrowingDraft, planted, typical_tree
 from stand.drafters.settings import check_count
 from stand.drafters.streams.rider import Law, StreamRider
 from stand.drafters.streams.weights import Streams
-from stand.forward.devices import input_device
 from stand.trees import ROOT, DraftBatch
 
 
@@ -22,8 +21,8 @@ class StreamingDrafter(Drafter):
     """Drafts by streams beside a frozen target (Speculative Streaming, arXiv 2402.11131, the lossless form).
 
     streams: `Streams` of the target, or the file or folder that they were saved in, read when the engine is made.
-    budget: the most nodes of all rows of a step together, the most likely first; None: `default_budget` of the model's
-    device. Drafts are at most gamma deep.
+    budget: the most nodes of all rows of a step together, the most likely first; None: `default_budget` of the model.
+    Drafts are at most gamma deep.
     temperature, num_candidates: a law is a stream's at `temperature` over its `num_candidates` best tokens,
     renormalised before the draw: what is recorded is what was drawn from. `temperature` is best the target's own; under
     greedy decoding the best tokens are drafted as they are.
@@ -59,7 +58,7 @@ class StreamingDrafter(Drafter):
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
         self.rider.attach(model)
         if self.budget is None:
-            self.budget = default_budget(input_device(model))
+            self.budget = default_budget(model)
 
     def typical_draft(self) -> DraftBatch:
         return DraftBatch.concatenate([typical_tree(self.rider.law_size, is_chain=False)])

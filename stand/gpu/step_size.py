@@ -11,6 +11,7 @@ from stand.gpu.work_list import Tiling
 WORD_BITS = 64
 MAX_ROW_NODES = 256  # a byte of a turn names one
 NUM_TOKENS = (1, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512)
+CLOSE_NUM_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, *NUM_TOKENS[4:])  # where padding goes to experts that read weights
 SUPPORT_SIZES = (16, 32, 64)  # candidates per node that a draft's laws may span
 
 
@@ -37,18 +38,19 @@ class StepSize:
         tilings: Sequence[Tiling],
         room: int,
         support_size: int = SUPPORT_SIZES[0],
+        sizes: Sequence[int] = NUM_TOKENS,
     ) -> StepSize:
-        """The smallest size that holds `num_tokens` tokens of at most `num_rows` rows with `room` slots each.
+        """The smallest of `sizes` that holds `num_tokens` tokens of at most `num_rows` rows with `room` slots each.
 
         Its items are those that any such step can need, so that a growing context needs no other size. Raises
         StepLimitError beyond the largest size.
         """
-        if num_tokens > NUM_TOKENS[-1]:
+        if num_tokens > sizes[-1]:
             raise StepLimitError(
-                f"a captured step holds at most {NUM_TOKENS[-1]} tokens of all rows together, got {num_tokens}; "
+                f"a captured step holds at most {sizes[-1]} tokens of all rows together, got {num_tokens}; "
                 "lower the budget or the number of rows, or wrap the model with backend='sdpa'"
             )
-        size = NUM_TOKENS[bisect_left(NUM_TOKENS, num_tokens)]
+        size = sizes[bisect_left(sizes, num_tokens)]
         items = tuple(tiling.most_items(size, num_rows, room) for tiling in tilings)
         return cls(size, num_rows, tuple(tilings), items, support_size)
 

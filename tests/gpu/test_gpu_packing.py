@@ -10,7 +10,7 @@ from gpu_parts.kernel_bench import heap_parents, turns_of
 from stand.forward.packed_plan import StepPlan
 from stand.gpu.packet import Packet
 from stand.gpu.packing import StepArrays, kept_paths, outgrown
-from stand.gpu.step_size import MAX_ROW_NODES, NUM_TOKENS, StepSize
+from stand.gpu.step_size import CLOSE_NUM_TOKENS, MAX_ROW_NODES, NUM_TOKENS, StepSize
 from stand.gpu.work_list import Splitting, Tiling, WorkList
 from stand.trees import DraftBatch, DraftTree
 from stand.verifiers import Verdicts
@@ -269,3 +269,13 @@ def test_packets_lie_on_the_host_whatever_the_default_device_is():
     packet.host["numbers"][:] = 7
     packet.upload()
     assert packet.device["numbers"].tolist() == [7, 7, 7]
+
+
+def test_sizes_of_mixtures_lie_closer():
+    """Padding is at most a third, where padded tokens read experts of their own."""
+    assert set(NUM_TOKENS) < set(CLOSE_NUM_TOKENS) and CLOSE_NUM_TOKENS == tuple(sorted(CLOSE_NUM_TOKENS))
+    for count in range(1, 513):
+        tilings = {"tilings": TILINGS, "room": ROOM}
+        size = StepSize.covering(count, 4, **tilings, sizes=CLOSE_NUM_TOKENS).num_tokens
+        assert count <= size <= StepSize.covering(count, 4, **tilings).num_tokens
+        assert size - count <= max(count / 2 - 1, 0)

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from fake_cuda import fake_cuda  # noqa: E402
 from no_host_copy import NoHostCopy  # noqa: E402
+from ptx.ledger import PtxError  # noqa: E402
 from specimens.registry import SPECIMENS  # noqa: E402
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # noqa: E402
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts  # noqa: E402
@@ -192,6 +193,24 @@ def test_other_tokens_change_nothing(layer, dtype):
         assert torch.equal(mixed_experts(*few), whole[some])
     alone = [one[:1] if place < 3 else one for place, one in enumerate(given)]
     assert torch.equal(mixed_experts(*alone), whole[:1])
+
+
+def without_barrier(ptx: str) -> str:
+    """Right before the atomic operation."""
+    head, atom, tail = ptx.partition("atom.")
+    before, barrier, after = head.rpartition("bar.sync \t0;")
+    return before + after + atom + tail if atom and barrier else ptx
+
+
+@needs_compiled
+def test_parts_are_stored_before_they_are_counted(compiled):
+    """Of one token. Control: without the barrier the last program may read too soon."""
+    given = arguments(1, Layer())
+    expected = mixed_experts(*given)
+    with compiled.edited(str):
+        assert torch.equal(mixed_experts(*given), expected)
+    with compiled.edited(without_barrier), pytest.raises(PtxError, match="race"):
+        mixed_experts(*given)
 
 
 def module_of(kind: type, config: dict) -> torch.nn.Module:

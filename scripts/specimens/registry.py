@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from specimens import attention, laws, modules, recurrent, rules
+from specimens import attention, experts, laws, modules, recurrent, rules
 from specimens.specimen import Specimen
 
 SPECIMENS: dict[str, Callable[[], list[Specimen]]] = {
@@ -13,12 +13,14 @@ SPECIMENS: dict[str, Callable[[], list[Specimen]]] = {
     "convolve": recurrent.of_convolve,
     "delta_updates": recurrent.of_delta_updates,
     "draw": rules.of_draw,
+    "experts": experts.of_experts,
     "filter": laws.of_filter,
     "follow": rules.of_follow,
     "gated_norm": modules.of_gated_norm,
     "linear_attention": recurrent.of_linear_attention,
     "merge": attention.of_merge,
     "norm": modules.of_norm,
+    "pairs": experts.of_pairs,
     "path_decays": recurrent.of_path_decays,
     "product": modules.of_product,
     "race": rules.of_race,

@@ -14,5 +14,8 @@ SILU = 0
 GELU_TANH = 1
 GELU_ERF = 2
 ACTIVATIONS = (SILU, GELU_TANH, GELU_ERF)
-CLAMPED = 3  # of experts alone: (up + 1) * gate * sigmoid(alpha * gate), both cut off at a limit: gpt-oss
-RELU_SQUARED = 4  # of experts alone, without a gate: Nemotron-H
+
+# What experts have beside these.
+CLAMPED = 3  # (up + 1) * gate * sigmoid(alpha * gate), gate and up cut off at a limit: gpt-oss
+RELU_SQUARED = 4  # no gate: Nemotron-H
+EXPERT_ACTIVATIONS = (*ACTIVATIONS, CLAMPED, RELU_SQUARED)

@@ -26,7 +26,7 @@ class Kernels(NamedTuple):
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     gated_product: Kernel
     rope_and_store: Kernel
-    mixed_experts: Kernel | None
+    mixed_experts: Kernel
     gated_rms_norm: Kernel | None = None
     rotate_pair: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
     chain_scan: Callable[..., Scan] | None = None
@@ -54,13 +54,14 @@ class Kernels(NamedTuple):
 def triton_kernels() -> Kernels:
     """Imports Triton."""
     from stand.gpu.kernel_scan import chain_scan
+    from stand.gpu.kernels.experts import mixed_experts
     from stand.gpu.kernels.gated_norm import gated_rms_norm
     from stand.gpu.kernels.norm import add_rms_norm, rms_norm
     from stand.gpu.kernels.rope import rope_and_store
     from stand.gpu.kernels.rotate import rotate_pair
     from stand.gpu.kernels.swiglu import gated_product
 
-    every_day = rms_norm, add_rms_norm, gated_product, rope_and_store, None
+    every_day = rms_norm, add_rms_norm, gated_product, rope_and_store, mixed_experts
     return Kernels(*every_day, gated_rms_norm, rotate_pair, chain_scan)
 
 

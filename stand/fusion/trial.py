@@ -143,8 +143,7 @@ class Trial:
         if self.kernels.chain_scan is not None:
             self.try_delta_layers()
         self.try_mlps()
-        if self.kernels.mixed_experts is not None:
-            self.try_experts()
+        self.try_experts()
         self.try_attentions()
         if self.kernels.rotate_pair is not None:
             self.try_latent_rotations()

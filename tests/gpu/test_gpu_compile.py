@@ -219,6 +219,16 @@ def test_products_fit_every_gpu_and_use_its_matrix_instructions(kernels):
             assert kernel["shared_bytes"] <= 65536 and kernel["matrix"] == "mma", kernel
 
 
+def test_products_of_experts_spill_nothing_and_use_the_matrix_instructions(kernels):
+    """They fit every GPU; where Hopper's own instructions are used they may ask for more."""
+    products = [kernel for kernel in kernels if kernel["module"] == "experts" and "tokens" in kernel["specimen"]]
+    assert {kernel["matrix"] for kernel in products if kernel["target"] == "sm_90"} == {"-", "mma", "wgmma"}
+    for kernel in products:
+        assert kernel["spill_bytes"] == 0, kernel
+        assert kernel["shared_bytes"] <= (73728 if kernel["matrix"] == "wgmma" else 65536), kernel
+        assert (kernel["matrix"] == "-") == ("fp32" in kernel["specimen"]), kernel
+
+
 @pytest.fixture(scope="module")
 def single(tmp_path_factory) -> dict:
     """Kernels that are compiled one by one, all by one process: what is told of them, and PTX."""

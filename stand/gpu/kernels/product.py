@@ -18,7 +18,7 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @triton.jit
-def _is_last(arrivals, num_splits):
+def is_last(arrivals, num_splits):
     """Whether all `num_splits` programs of a tile have stored their results; asked by each, after it has.
 
     arrivals: the tile's counter, int32, 0 before the first and 0 again after the last. The barrier puts the stores of
@@ -75,7 +75,7 @@ def _few_token_product(
     else:
         part_size = num_tokens * num_rows
         tl.store(partials + split * part_size + cells, result, mask=mask)
-        if _is_last(arrivals + tile, num_splits):
+        if is_last(arrivals + tile, num_splits):
             total = tl.zeros([TOKENS, ROWS], tl.float32)
             for part in range(0, num_splits):
                 total += tl.load(partials + part * part_size + cells, mask=mask, other=0.0)

@@ -33,6 +33,7 @@ class FusedLayer:
             mixed = module.linear_attn(hidden_states=states, **rest)
         states, normed = self.inner.after_adding(hidden_states, mixed)
         change = module.mlp(normed)
+        change = change[0] if isinstance(change, tuple) else change  # gpt-oss: its router's scores beside it
         return states + change if self.following is None else self.following.expect(states, change)
 
 

@@ -46,7 +46,7 @@ EXPECTED = {
     "gemma2": {**GEMMA, NORM: 9},
     "gemma3": {**GEMMA, NORM: 13},
     "qwen3_moe": {NORM: 9, EXPERTS: 2, ATTENTION: 2, ADDED: 2},
-    "gpt_oss": {NORM: 5, ATTENTION: 2},
+    "gpt_oss": {NORM: 5, ATTENTION: 2, ADDED: 2},
 }
 
 

@@ -221,7 +221,7 @@ def mixed_experts(
     order, starts = (experts, experts) if is_single else sort_pairs(experts, num_experts)
     size = down.shape[1 if is_transposed else 2]
     num_tiles = chosen if is_single else sizes.num_tiles(num_tokens * chosen, num_experts)
-    dtype = torch.promote_types(states.dtype, shares.dtype)
+    dtype = torch.float32 if shares.dtype == torch.float32 else states.dtype  # torch's of their product
     active = torch.empty(num_tokens * chosen, size, dtype=states.dtype, device=states.device)
     parts = torch.empty(num_tokens * chosen, hidden, dtype=dtype, device=states.device)
     output = torch.empty_like(states)

@@ -69,7 +69,7 @@ def expert_forms(module: nn.Module) -> list[ExpertForm]:
     forms = []
     if _has_plain_gate(module) and (activation := find_activation(module)) is not None:
         forms.append(ExpertForm(activation, *layout))
-    alpha, limit = (getattr(module, name, None) for name in ("alpha", "limit"))
+    alpha, limit = (getattr(module, name, getattr(module, f"swiglu_{name}", None)) for name in ("alpha", "limit"))
     if isinstance(alpha, float) and isinstance(limit, float):
         forms.append(ExpertForm(CLAMPED, *layout, alpha, limit))
     return forms

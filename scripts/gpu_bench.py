@@ -54,7 +54,7 @@ from gpu_parts.part_process import run_part as run_part_process
 from gpu_parts.plain_float32 import use_plain_float32
 from gpu_parts.versions import versions
 from measuring.text_table import format_table
-from workloads.model_shapes import HYBRIDS, SHAPES, SMOKE_SHAPE, ModelShape
+from workloads.model_shapes import ALL_SHAPES, SMOKE_SHAPE, ModelShape
 
 from stand.gpu.device_timer import device_name
 from stand.measured_files import measured_folder
@@ -362,7 +362,7 @@ def run(arguments: argparse.Namespace) -> bool:
         seconds = 60 * (budget.minutes - budget.spent) + MARGIN - STACKS
         faulthandler.dump_traceback_later(max(seconds, 1.0), file=sys.__stderr__)
     is_well = True
-    for shape in [SMOKE_SHAPE] if arguments.smoke else [(SHAPES | HYBRIDS)[name] for name in arguments.shapes]:
+    for shape in [SMOKE_SHAPE] if arguments.smoke else [ALL_SHAPES[name] for name in arguments.shapes]:
         record.begin(asdict(shape))
         (run_shape if arguments.in_process else run_processes)(arguments, shape, record, budget)
         show_rest(arguments, record)
@@ -410,10 +410,10 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--shapes",
-        type=names_of((*SHAPES, *HYBRIDS)),
+        type=names_of(ALL_SHAPES),
         default=["qwen2.5-7b"],
         metavar="NAME,...",
-        help=f"models by shape: {', '.join([*SHAPES, *HYBRIDS])} (default: qwen2.5-7b)",
+        help=f"models by shape: {', '.join(ALL_SHAPES)} (default: qwen2.5-7b)",
     )
     parser.add_argument(
         "--parts", type=names_of(PARTS), default=list(PARTS), metavar="PART,...", help="in this order (default: all)"

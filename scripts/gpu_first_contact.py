@@ -203,6 +203,12 @@ class Contact:
         model = self._new_model("deepseek_v3", torch.float32, **heads, **latents, **turned, **dense)
         return self._compared(model, temperature=0.6)
 
+    def experts(self) -> str:
+        """A mixture of experts, two of eight for each token."""
+        sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": self.sizes.intermediate // 4}
+        model = self._new_model("qwen3_moe", torch.float32, head_dim=self.sizes.head_size, **sizes)
+        return self._compared(model, temperature=0.6)
+
     def two_engines(self) -> str:
         """Graphs live on when another engine and its graphs end."""
         first, second = (self._engine(self.model, "triton", fuse=False) for _ in range(2))
@@ -302,7 +308,7 @@ class Contact:
 
 PIECES = (
     "unfused", "fused", "bf16", "match", "traversal", "coupled", "top_p", "growth", "head", "streams", "products",
-    "delta_rule", "state_space", "two_sizes", "latents", "two_engines",
+    "delta_rule", "state_space", "two_sizes", "latents", "experts", "two_engines",
 )  # fmt: skip
 
 

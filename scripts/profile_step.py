@@ -18,7 +18,7 @@ import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
 from gpu_parts.device_option import cpu_or_gpu
 from measuring.option_types import positive_integer
-from workloads.model_shapes import HYBRIDS, SHAPES, SMOKE_SHAPE
+from workloads.model_shapes import ALL_SHAPES, SMOKE_SHAPE
 
 STEPS = "0x1@2048,80x1@2048,80x1@16384,112x16@2048"
 SMOKE_STEPS = "3x1@70"
@@ -73,9 +73,7 @@ def profiled(bench, nodes: int, rows: int, length: int, *, repeats: int) -> str:
 
 def main(command_line: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--shape", choices=(*SHAPES, *HYBRIDS), default="qwen2.5-7b", help="model by shape (%(default)s)"
-    )
+    parser.add_argument("--shape", choices=tuple(ALL_SHAPES), default="qwen2.5-7b", help="model by shape (%(default)s)")
     parser.add_argument("--device", type=cpu_or_gpu, default="cuda", help="of torch (%(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights (%(default)s)")
     parser.add_argument("--steps", type=read_sizes, metavar="NODESxROWS@LENGTH,...", help=f"default: {STEPS}")
@@ -95,7 +93,7 @@ def main(command_line: list[str] | None = None) -> int:
 
     use_plain_float32()
     device, dtype = ("cpu", "float32") if arguments.smoke else (arguments.device, arguments.dtype)
-    shape = SMOKE_SHAPE if arguments.smoke else (SHAPES | HYBRIDS)[arguments.shape]
+    shape = SMOKE_SHAPE if arguments.smoke else ALL_SHAPES[arguments.shape]
     bench = BenchModel(shape, device=torch.device(device), dtype=getattr(torch, dtype), max_positions=MAX_POSITIONS)
     print("\n".join([f"back end: {bench.engine.backend.reason}", *bench.fusion_report()]), flush=True)
     for nodes, rows, length in arguments.steps or read_sizes(SMOKE_STEPS if arguments.smoke else STEPS):

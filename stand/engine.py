@@ -27,7 +27,7 @@ from transformers.generation.streamers import BaseStreamer
 from stand.backend import Backend, choose_backend
 from stand.call import Call
 from stand.drafters.drafter import Drafter, LookupDrafter
-from stand.drafters.step_cost import StepCost, clock_of, measure_cost
+from stand.drafters.step_cost import StepCost, StepTimer, clock_of, measure_cost
 from stand.forward.devices import input_device
 from stand.forward.model import max_positions, text_config
 from stand.forward.recurrent_layers import recurrent_layers
@@ -368,7 +368,8 @@ class Engine:
         allowed = admission(self.model, max_rows, max_cache_bytes, backend=self.backend, most_slots=most_slots)
         most_rows = min(num_rows, max_rows or num_rows)
         if draft:  # its largest draft counts in the checks
-            self.drafter.prepare(most_rows, self.measure_cost)
+            way = "" if input_device(self.model).type == "cpu" else str(self.backend)
+            self.drafter.prepare(most_rows, StepTimer(self.measure_cost, way))
         for job in jobs if isinstance(jobs, list) else ():  # others are checked as they are read
             allowed.check(job)
         return Call(

@@ -81,7 +81,7 @@ class BenchModel:
 
     def step_bytes(self, num_rows: int, length: float) -> float:
         """What a step must read: the weights once, and every row's keys, values and states."""
-        elements = self.shape.weight_count() + num_rows * length * self.shape.cache_elements()
+        elements = self.shape.weight_count(num_rows) + num_rows * length * self.shape.cache_elements()
         return self.model.dtype.itemsize * elements + num_rows * self.shape.state_bytes()
 
     def _random_cache(self, num_rows: int, length: int) -> DeviceCache:

@@ -1,8 +1,8 @@
 """Shapes of the models that figures are given for, written out: nothing is downloaded to time them.
 
-Sizes are those of the published configurations (Qwen2.5-1.5B, 7B and 14B, Qwen3-8B, Llama-3.1-8B); those of Qwen3.5-9B
-are the defaults of its class in transformers. Weights are random, which is as good as trained ones for time and says
-nothing about acceptance.
+Sizes are those of the published configurations (Qwen2.5-1.5B, 7B and 14B, Qwen3-8B, Qwen3-30B-A3B, Llama-3.1-8B);
+those of Qwen3.5-9B are the defaults of its class in transformers. Weights are random, which is as good as trained ones
+for time, but for the routes of a mixture of experts, and says nothing about acceptance.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class ModelShape:
         yield Product("down", self.intermediate, self.hidden, self.layers)
         yield Product("lm_head", self.hidden, self.vocabulary, 1)
 
-    def weight_count(self) -> int:
-        """Weights that a step reads: all but the input embedding, biases and norms."""
+    def weight_count(self, num_tokens: int = 1) -> float:
+        """Weights that a step of so many tokens reads: all but the input embedding, biases and norms."""
         return sum(product.inputs * product.outputs * product.count for product in self.products())
 
     def cache_elements(self) -> int:
@@ -145,6 +145,29 @@ class DeltaShape(ModelShape):
         }
 
 
+@dataclass(frozen=True, slots=True)
+class MixtureShape(ModelShape):
+    """Feed-forward blocks are mixtures of experts."""
+
+    experts: int
+    chosen: int  # of a token
+    expert_size: int
+
+    def products(self) -> Iterator[Product]:
+        """But those of experts."""
+        yield from (product for product in ModelShape.products(self) if product.name not in {"gate_up", "down"})
+        yield Product("router", self.hidden, self.experts, self.layers)
+
+    def weight_count(self, num_tokens: int = 1) -> float:
+        """With routes that are drawn at random, as random weights make them."""
+        asked = self.experts * (1 - (1 - self.chosen / self.experts) ** num_tokens)
+        return ModelShape.weight_count(self) + asked * self.layers * 3 * self.hidden * self.expert_size
+
+    def more_settings(self) -> dict[str, int]:
+        sizes = {"num_experts_per_tok": self.chosen, "moe_intermediate_size": self.expert_size}
+        return {"num_experts": self.experts, "norm_topk_prob": True, **sizes}
+
+
 SHAPES = {
     shape.name: shape
     for shape in (
@@ -158,4 +181,10 @@ SHAPES = {
 HYBRIDS = {
     "qwen3.5-9b": DeltaShape("qwen3.5-9b", "qwen3_5_text", 32, 4096, 16, 4, 256, 12288, 248320, 1e7, 32, 16, 128)
 }
+MIXTURES = {
+    "qwen3-30b-a3b": MixtureShape(
+        "qwen3-30b-a3b", "qwen3_moe", 48, 2048, 32, 4, 128, 6144, 151936, 1e6, experts=128, chosen=8, expert_size=768
+    )
+}
+ALL_SHAPES = SHAPES | HYBRIDS | MIXTURES
 SMOKE_SHAPE = ModelShape("smoke", "qwen2", 1, 64, 4, 2, 64, 96, 300, 1e4)

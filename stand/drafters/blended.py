@@ -16,10 +16,10 @@ from stand.drafters.drafter import (
     settle_vocabulary,
     teach_two_ways,
 )
-from stand.drafters.known_costs import KnownCosts, Measure, saved_costs
+from stand.drafters.known_costs import KnownCosts, saved_costs
 from stand.drafters.law_source import LawSource
 from stand.drafters.settings import check_count
-from stand.drafters.step_cost import CostTable, StepCost
+from stand.drafters.step_cost import CostTable, StepCost, StepTimer
 from stand.forward.devices import input_device
 from stand.forward.model import is_mixture
 from stand.measured_files import measured_folder
@@ -121,7 +121,7 @@ class BlendedDrafter(LookupDrafter):
         timed = max(self.costs.most_tokens - num_rows, 0)
         return timed if self.budget is None else min(timed, self.budget)
 
-    def prepare(self, num_rows: int, measure: Measure) -> None:
+    def prepare(self, num_rows: int, measure: StepTimer) -> None:
         if self._known is not None:
             self._known.prepare(num_rows, measure)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.drafters.step_cost import StepCost
+from stand.drafters.step_cost import StepTimer
 from stand.forward.rider import Rider
 from stand.trees import BlendedLookup, DraftBatch, LookupTree
 
@@ -131,9 +131,8 @@ class Drafter(CallCounter, ABC):
         sizes[:1] += nodes
         return nodes + int(self.rider.num_slots(sizes).sum())
 
-    def prepare(self, num_rows: int, measure: Callable[..., StepCost]) -> None:  # noqa: B027
-        """A call of `num_rows` rows is about to be made; `measure` is `Engine.measure_cost`, if its steps are to be
-        timed first."""
+    def prepare(self, num_rows: int, measure: StepTimer) -> None:  # noqa: B027
+        """A call of `num_rows` rows is about to be made; `measure` times its steps, if that is to be done first."""
 
     def record_time(self, request: DraftRequest, num_tokens: int, seconds: float) -> None:  # noqa: B027
         """The forward and the verdict of the step with this request's drafts, `num_tokens` in all, took so long."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 
 import stand
 from stand.drafters.followed_cost import FollowedCost
-from stand.drafters.step_cost import CostTable, StepCost, table_path
+from stand.drafters.step_cost import CostTable, StepCost, StepTimer, table_path
 from stand.forward.devices import input_device
 from stand.forward.few_token_product import INSTRUCTION_SET
 from stand.forward.model import size_name
@@ -33,14 +32,13 @@ SECONDS = 1.5  # for timing (more where steps are long); what comes before takes
 LOGGER = logging.getLogger("stand")
 _IN_MEMORY: dict[Path, StepCost] = {}  # filed ones of this process, also where no file can be written
 
-Measure = Callable[..., StepCost]  # `Engine.measure_cost`
-
 
 class KnownCosts:
     """The tables of one model here, for the numbers of rows that `prepare` was told.
 
     folder: of the files. A file is named by model type, sizes and bytes of weights, torch's version and this project's,
-    dtype, rows, and the GPU, or the processor, its instruction set (those of one name may differ) and threads.
+    dtype, rows, and the GPU and how steps run there (`StepTimer.way`), or the processor, its instruction set (those of
+    one name may differ) and threads.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path) -> None:
@@ -49,7 +47,7 @@ class KnownCosts:
         self._filed: dict[int, StepCost] = {}
         self._followed: dict[int, FollowedCost] = {}
 
-    def prepare(self, num_rows: int, measure: Measure) -> None:
+    def prepare(self, num_rows: int, measure: StepTimer) -> None:
         """Have the tables of a call of `num_rows` rows: from this process, their files, or by `measure`."""
         for size in _size_classes(num_rows):
             if size not in self._filed:
@@ -76,11 +74,11 @@ class KnownCosts:
         """A step with `num_tokens` tokens of `num_rows` rows took so long."""
         self._followed[self._nearest(num_rows)].record(num_tokens, seconds)
 
-    def path(self, num_rows: int) -> Path:
+    def path(self, num_rows: int, way: str = "") -> Path:
         """The file for calls of `num_rows` rows. Without it their steps are timed anew, by the next process."""
         builds, rows = f"torch {torch.__version__} stand {stand.__version__}", f"{_size_class(num_rows)} rows"
         if self._device.type == "cuda":
-            where = f"{torch.cuda.get_device_name(self._device)} {builds} {rows}"
+            where = f"{torch.cuda.get_device_name(self._device)} {way} {builds} {rows}"
         else:
             threads = f"{torch.get_num_threads()} threads"
             where = f"{processor_name()} {INSTRUCTION_SET} {builds} {threads} {rows}"
@@ -89,8 +87,8 @@ class KnownCosts:
     def _nearest(self, num_rows: int) -> int:
         return min((size for size in self._filed if size >= num_rows), default=max(self._filed))
 
-    def _find(self, size: int, measure: Measure) -> StepCost:
-        path = self.path(size)
+    def _find(self, size: int, measure: StepTimer) -> StepCost:
+        path = self.path(size, measure.way)
         if path not in _IN_MEMORY:
             cost = _read(path) or _file(path, measure(num_rows=size, length=LENGTH, seconds=SECONDS))
             _IN_MEMORY.setdefault(path, cost)  # another thread may have timed it meanwhile

@@ -87,6 +87,20 @@ class StepCost:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTimer:
+    """`Engine.measure_cost`, and how the engine's steps run: times of one way say nothing of another's.
+
+    way: the back end's name on a GPU; "" on a CPU, where all steps run one way.
+    """
+
+    run: Callable[..., StepCost]
+    way: str = ""
+
+    def __call__(self, **sizes: float) -> StepCost:
+        return self.run(**sizes)
+
+
+@dataclass(frozen=True, slots=True)
 class CostTable:
     """Costs with several numbers of rows and behind several context lengths; drafts go by the nearest one.
 

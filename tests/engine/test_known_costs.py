@@ -19,7 +19,7 @@ import stand
 from stand.drafters import blended, known_costs
 from stand.drafters.followed_cost import STEPS_BETWEEN, FollowedCost
 from stand.drafters.known_costs import KnownCosts, processor_name
-from stand.drafters.step_cost import StepCost, measure_cost
+from stand.drafters.step_cost import StepCost, StepTimer, measure_cost
 from stand.measured_files import keep_first, measured_folder
 from stand.trees import BlendedLookup
 
@@ -143,7 +143,7 @@ def test_a_damaged_file_is_replaced_and_another_process_goes_first(folder, monke
     path = known.path(4)
     folder.mkdir()
     path.write_text("{}")
-    known.prepare(4, lambda **_: CHEAP)
+    known.prepare(4, StepTimer(lambda **_: CHEAP))
     assert stand.CostTable.load(path).costs == (CHEAP,)
     monkeypatch.setattr(known_costs, "_IN_MEMORY", {})
     path.unlink()
@@ -153,7 +153,7 @@ def test_a_damaged_file_is_replaced_and_another_process_goes_first(folder, monke
         return CHEAP
 
     other = KnownCosts(tiny_model("qwen2"), folder)
-    other.prepare(4, beaten)
+    other.prepare(4, StepTimer(beaten))
     assert other.seeded_cost(4, 4) == DEAR and stand.CostTable.load(path).costs == (DEAR,)
 
 
@@ -179,10 +179,10 @@ def test_without_a_folder_the_threads_of_a_process_share_the_first_costs(folder)
     first, second = (KnownCosts(tiny_model("qwen2"), folder) for _ in range(2))
 
     def overtaken(**_):
-        first.prepare(1, lambda **_: DEAR)
+        first.prepare(1, StepTimer(lambda **_: DEAR))
         return CHEAP
 
-    second.prepare(1, overtaken)
+    second.prepare(1, StepTimer(overtaken))
     assert first.seeded_cost(1, 1) == second.seeded_cost(1, 1) == DEAR
 
 
@@ -213,7 +213,7 @@ def test_numbers_of_rows_share_the_next_power_of_two(folder):
         return costs[num_rows]
 
     for num_rows in (1, 3, 30, 1000):
-        known.prepare(num_rows, measure)
+        known.prepare(num_rows, StepTimer(measure))
     assert list(costs) == [1, 4, 32, 16, 256, 64]
     expected = {1: 1, 2: 4, 4: 4, 5: 16, 17: 32, 33: 64, 65: 256, 1000: 256}
     assert {rows: known.followed_cost(rows).num_rows for rows in expected} == expected
@@ -226,16 +226,16 @@ def test_a_seeded_call_has_its_own_tables_whatever_else_was_prepared(folder):
     def measure(*, num_rows, **_):
         return StepCost(num_rows, 32, (num_rows, 1000 - num_rows), (1.0, 1.0))
 
-    known.prepare(8, measure)
+    known.prepare(8, StepTimer(measure))
     own = [known.seeded_cost(rows, 8).num_rows for rows in range(1, 9)]
     assert own == [1, 4, 4, 4, 8, 8, 8, 8]
-    known.prepare(2, measure)
+    known.prepare(2, StepTimer(measure))
     assert [known.seeded_cost(rows, 8).num_rows for rows in range(1, 9)] == own
     assert known.followed_cost(2).num_rows == 2 and known.seeded_cost(2, 0).num_rows == 2
     for rows in range(1, 9):  # memory is kept free for whichever of them is asked
         costs = known.seeded_cost(rows, 8), known.followed_cost(rows)
         assert known.most_tokens(rows) >= max(cost.most_tokens for cost in costs)
-    known.prepare(1000, measure)
+    known.prepare(1000, StepTimer(measure))
     assert known.most_tokens(1) == 999  # and not for those of many rows
 
 
@@ -442,11 +442,11 @@ def test_a_gpu_times_steps_of_a_mixture_alone(folder, monkeypatch, family, untim
         asked.append(num_rows)
         return CHEAP
 
-    drafter.prepare(4, measure)
+    drafter.prepare(4, StepTimer(measure, "triton"))
     assert asked == ([] if family == "qwen2" else [4, 1])
     assert drafter.budget == (112 if family == "qwen2" else None)
     names = [path.name for path in folder.iterdir()] if folder.exists() else []
-    assert all("nvidia-h100" in name and "threads" not in name for name in names) and len(names) == len(asked)
+    assert all("nvidia-h100-triton" in name and "threads" not in name for name in names) and len(names) == len(asked)
     monkeypatch.setenv("STAND_COSTS", "off")
     drafter = stand.BlendedDrafter()
     drafter.attach(model, b"")

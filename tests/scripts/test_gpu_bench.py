@@ -33,7 +33,7 @@ from gpu_parts.decode_engines import DecodeBench, DecodeTiming  # noqa: E402
 from gpu_parts.part_process import PartRun, run_part  # noqa: E402
 from gpu_parts.plain_float32 import use_plain_float32  # noqa: E402
 from triton.runtime.errors import OutOfResources  # noqa: E402
-from workloads.model_shapes import SHAPES, SMOKE_SHAPE  # noqa: E402
+from workloads.model_shapes import MIXTURES, SHAPES, SMOKE_SHAPE  # noqa: E402
 
 from stand.drafters import step_cost  # noqa: E402
 from stand.drafters.step_cost import CostTable, StepCost, table_path  # noqa: E402
@@ -235,6 +235,17 @@ def test_shapes_count_the_weights_of_the_models_they_describe(shape):
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)
     assert matrices == shape.weight_count() + shape.vocabulary * shape.hidden
     assert model.config.num_attention_heads == shape.groups * model.config.num_key_value_heads
+
+
+def test_a_mixture_counts_the_experts_that_its_tokens_ask_for():
+    shape = MIXTURES["qwen3-30b-a3b"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape.config(max_positions=128))
+    weights = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim > 1)
+    assert shape.weight_count(100_000) == pytest.approx(weights - shape.vocabulary * shape.hidden)
+    of_expert = 48 * 3 * 2048 * 768
+    assert shape.weight_count(1) == pytest.approx(shape.weight_count(100_000) - 120 * of_expert)
+    assert shape.weight_count(2) == pytest.approx(shape.weight_count(1) + 7.5 * of_expert)  # a half of one is shared
 
 
 def test_shapes_need_the_bytes_that_are_published():

@@ -1,4 +1,4 @@
-"""Kernels of layers that mix experts, in the shapes of Qwen3-30B-A3B and gpt-oss-20b."""
+"""Kernels of layers that mix experts, in the shapes of Qwen3-30B-A3B, gpt-oss-20b and Nemotron-3-Nano."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton
 from specimens.specimen import Specimen
 from stand.fusion.formulas import CLAMPED, RELU_SQUARED, SILU
 from stand.gpu.expert_tiles import ExpertTile, expert_tile
-from stand.gpu.kernels import experts, pairs
+from stand.gpu.kernels import experts, pairs, route
 from stand.gpu.kernels.proxy_fence import MUST_ADD_FENCES
 
 
@@ -47,6 +47,25 @@ def of_experts() -> list[Specimen]:
 def of_pairs() -> list[Specimen]:
     types = {"experts": "*i64", "order": "*i32", "starts": "*i32", "num_pairs": "i32"}
     return [Specimen("sort_pairs", pairs._sort_pairs, types, {"BLOCK": pairs.BLOCK}, pairs.NUM_WARPS)]
+
+
+def of_route() -> list[Specimen]:
+    """Of each layer, and of as many experts as one warp serves."""
+    cases = [(128, 8, "bf16", True), (32, 4, "bf16", True), (64, 6, "fp32", False), (1024, 32, "fp32", True)]
+    types = {"experts": "*i64", "num_experts": "i32:16", "row_stride": "i32:16"}
+    return [
+        Specimen(
+            f"softmax_route {chosen} of {num_experts} {dtype}",
+            route._softmax_route,
+            types | {"logits": f"*{dtype}", "shares": f"*{dtype}"},
+            {
+                **{"CHOSEN": chosen, "RENORMALISES": renormalises, "BLOCK": num_experts},
+                "BLOCK_K": triton.next_power_of_2(chosen),
+            },
+            route.num_warps(num_experts),
+        )
+        for num_experts, chosen, dtype, renormalises in cases
+    ]
 
 
 def _up(layer: Layer, num_tokens: int, dtype: str) -> Specimen:

@@ -26,6 +26,7 @@ SPECIMENS: dict[str, Callable[[], list[Specimen]]] = {
     "race": rules.of_race,
     "rope": modules.of_rope,
     "rotate": modules.of_rotate,
+    "route": experts.of_route,
     "softmax": laws.of_softmax,
     "swiglu": modules.of_swiglu,
     "top_tokens": laws.of_top_tokens,

@@ -15,7 +15,7 @@ LOWEST_WORD = tl.constexpr(0xFFFFFFFF)
 
 
 @triton.jit
-def _keys(values, tokens):
+def sort_keys(values, tokens):
     """int64 that order like (value, then the lower id): the float's bits made monotone above, the id inverted below."""
     bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)  # -0 ties with 0
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -23,12 +23,12 @@ def _keys(values, tokens):
 
 
 @triton.jit
-def _token_of(key):
+def token_of(key):
     return ((key & LOWEST_WORD) ^ LOWEST_WORD).to(tl.int32)
 
 
 @triton.jit
-def _value_of(key):
+def value_of(key):
     bits = (key >> 32).to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -38,7 +38,7 @@ def _keys_of_chunk(probs, row, chunk, vocabulary_size, row_stride, BLOCK: tl.con
     tokens = chunk * BLOCK + tl.arange(0, BLOCK)
     inside = tokens < vocabulary_size
     values = tl.load(probs + row.to(tl.int64) * row_stride + tokens, mask=inside, other=0.0)
-    return tl.where(inside, _keys(values, tokens), NOTHING)
+    return tl.where(inside, sort_keys(values, tokens), NOTHING)
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def _best_in_chunk(
     key = tl.max(largest_of, axis=0)
     for _ in range(0, place):
         key = tl.max(tl.where(largest_of < key, largest_of, NOTHING), axis=0)
-    keys = _keys_of_chunk(probs, row, _token_of(key) // BLOCK, vocabulary_size, row_stride, BLOCK)
+    keys = _keys_of_chunk(probs, row, token_of(key) // BLOCK, vocabulary_size, row_stride, BLOCK)
     for rank in range(0, count):
         tl.store(best + (row * tl.num_programs(1) + place) * count + rank, key)
         key = tl.max(tl.where(keys < key, keys, NOTHING), axis=0)
@@ -76,8 +76,8 @@ def _best_of_chunks(best, ids, values, num_candidates, count, BLOCK: tl.constexp
     keys = tl.load(best + row * num_candidates + places, mask=places < num_candidates, other=NOTHING)
     for rank in range(0, count):
         largest = tl.max(keys, axis=0)
-        tl.store(ids + row * count + rank, _token_of(largest))
-        tl.store(values + row * count + rank, _value_of(largest))
+        tl.store(ids + row * count + rank, token_of(largest))
+        tl.store(values + row * count + rank, value_of(largest))
         keys = tl.where(keys == largest, NOTHING, keys)
 
 

@@ -27,6 +27,7 @@ from stand.fusion.merged_linear import MergedLinear
 from stand.fusion.mlp import FusedMLP, activation_name
 from stand.fusion.norm import FusedNorm
 from stand.fusion.probe import MODULE_TOLERANCES
+from stand.fusion.router import FusedRouter
 from stand.fusion.trial import Recipe, Swap, Trial, fused_delta_layer
 
 
@@ -175,6 +176,8 @@ class Fusion:
             swaps.append(self._swapped(name, mlp, *passed))
         for name, form in recipe.experts.items():
             swaps.append(self._swapped(name, FusedExperts(module(name), form, kernels)))
+        for name, renormalises in recipe.routers.items():
+            swaps.append(self._swapped(name, FusedRouter(module(name), renormalises, kernels)))
         for name, settings in recipe.attentions.items():
             attention = FusedAttention(module(name), settings, kernels, merged=merged(name))
             norms = () if settings.rule == NO_NORM else head_norms(module(name))

@@ -30,6 +30,7 @@ from stand.fusion.merged_linear import MergedLinear, is_bare, merge_refusal, tie
 from stand.fusion.mlp import FusedMLP, find_activation, is_gated_mlp
 from stand.fusion.norm import FusedNorm, norm_refusal
 from stand.fusion.probe import MODULE_TOLERANCES, Outcome, Probe, difference
+from stand.fusion.router import FusedRouter, is_router, told_by_logits
 
 MERGEABLE = {
     "merged q/k/v": ("q_proj", "k_proj", "v_proj"),
@@ -70,6 +71,7 @@ class Recipe:
     delta_layers: dict[str, float] = field(default_factory=dict)  # scale of rates
     mlps: dict[str, int] = field(default_factory=dict)  # activation
     experts: dict[str, ExpertForm] = field(default_factory=dict)
+    routers: dict[str, bool] = field(default_factory=dict)  # whether it renormalises
     attentions: dict[str, AttentionSettings] = field(default_factory=dict)
     layers: dict[str, str | None] = field(default_factory=dict)  # the norm behind the layer, by name
     latent_rotations: list[str] = field(default_factory=list)
@@ -86,7 +88,7 @@ class Recipe:
         layers = dict.fromkeys(moved(self.layers)) if f"{name}.{PARTS[1]}" in norms else {}  # no norm behind
         gated, delta = moved(self.gated_norms), moved(self.delta_layers)
         latent = list(moved(dict.fromkeys(self.latent_rotations)))
-        blocks = moved(self.mlps), moved(self.experts), moved(self.attentions)
+        blocks = moved(self.mlps), moved(self.experts), moved(self.routers), moved(self.attentions)
         return Recipe(moved(self.merged), norms, gated, delta, *blocks, layers, latent)
 
 
@@ -144,6 +146,8 @@ class Trial:
             self.try_delta_layers()
         self.try_mlps()
         self.try_experts()
+        if self.kernels.softmax_route is not None:
+            self.try_routers()
         self.try_attentions()
         if self.kernels.rotate_pair is not None:
             self.try_latent_rotations()
@@ -208,6 +212,20 @@ class Trial:
             form = self._best("mixture of experts", module, candidates, refusal)
             if form is not None:
                 self.recipe.experts[self._names[module]] = form
+
+    def try_routers(self) -> None:
+        for module in filter(is_router, self._names):
+            refusal, own, candidates = self._untried(module), None, []
+            if not refusal:
+                try:
+                    own = self._probe.outcome(module, partial(told_by_logits, module.forward))
+                except Exception as problem:
+                    refusal = f"does not return logits, shares and experts ({type(problem).__name__}: {problem})"
+                routers = {choice: FusedRouter(module, choice, self.kernels) for choice in (False, True)}
+                candidates = [(choice, partial(told_by_logits, router)) for choice, router in routers.items()]
+            renormalises = self._best("router of a mixture", module, candidates, refusal, own=own)
+            if renormalises is not None:
+                self.recipe.routers[self._names[module]] = renormalises
 
     def try_attentions(self) -> None:
         """After the norms: those of queries and keys are fused under the rule that was found for them."""
@@ -343,8 +361,9 @@ def _is_norm(module: nn.Module) -> bool:
 def _is_candidate(module: nn.Module) -> bool:
     has_parts = any(all(hasattr(module, part) for part in parts) for parts in MERGEABLE.values())
     is_part = has_parts or _is_norm(module) or is_gated_norm(module) or is_gated_mlp(module) or is_attention(module)
-    is_whole = is_layer(module) or is_delta_layer(module) or is_latent_attention(module) or is_experts(module)
-    return (is_part or is_whole) and is_bare(module)
+    is_whole = is_layer(module) or is_delta_layer(module) or is_latent_attention(module)
+    is_of_mixture = is_experts(module) or is_router(module)
+    return (is_part or is_whole or is_of_mixture) and is_bare(module)
 
 
 @contextmanager

@@ -121,6 +121,7 @@ def kept(fusion) -> dict[str, int]:
 QKV, GATE_UP, NORM = "merged q/k/v", "merged gate/up", "RMSNorm"
 MLP, ATTENTION = "gated feed-forward", "attention with rotary cache write"
 ADDED, EXPERTS = "additions joined with norms", "mixture of experts"
+ROUTER = "router of a mixture"
 PLAIN = {QKV: 2, GATE_UP: 2, NORM: 5, MLP: 2, ATTENTION: 2, ADDED: 2}
 GEMMA = {QKV: 2, GATE_UP: 2, MLP: 2, ATTENTION: 2}  # a norm before each addition too
 EXPECTED = {
@@ -131,8 +132,8 @@ EXPECTED = {
     "gemma2": {**GEMMA, NORM: 9},
     "gemma3": {**GEMMA, NORM: 13},
     "phi3": {NORM: 5, MLP: 2, ATTENTION: 2, ADDED: 2},  # merged by the model itself
-    "qwen3_moe": {QKV: 2, NORM: 9, EXPERTS: 2, ATTENTION: 2, ADDED: 2},
-    "gpt_oss": {QKV: 2, NORM: 5, EXPERTS: 2, ATTENTION: 2, ADDED: 2},
+    "qwen3_moe": {QKV: 2, NORM: 9, EXPERTS: 2, ROUTER: 2, ATTENTION: 2, ADDED: 2},
+    "gpt_oss": {QKV: 2, NORM: 5, EXPERTS: 2, ROUTER: 2, ATTENTION: 2, ADDED: 2},
 }
 
 

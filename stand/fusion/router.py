@@ -37,7 +37,9 @@ def is_router(module: nn.Module) -> bool:
 
 
 def told_by_logits(forward: Callable[..., Routes], *given: torch.Tensor, **named: torch.Tensor) -> Routes:
-    """What it returns, but of the experts their logits: of two with equal ones, either may come first, or alone. Those
-    with next to no share are left out: where a softmax comes out as zero, any of them may be chosen."""
+    """What it returns, but of the experts their logits, the largest first: of two with equal ones, either may come
+    first, or alone. Those with next to no share are left out: where a softmax comes out as zero, any may be chosen."""
     logits, shares, experts = forward(*given, **named)
-    return logits, shares, logits.gather(1, experts).where(shares > NEXT_TO_NONE, 0.0)
+    chosen = logits.gather(1, experts).where(shares > NEXT_TO_NONE, -torch.inf)
+    chosen, order = chosen.sort(dim=1, descending=True)
+    return logits, shares.gather(1, order), chosen.where(chosen.isfinite(), 0.0)

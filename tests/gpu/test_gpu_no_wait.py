@@ -232,6 +232,14 @@ def test_few_launches_per_layer(monkeypatch, family):
     assert len(names) == 10 and names.count("tree_attention") == 2, names
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_few_launches_per_layer_of_a_mixture(monkeypatch, family):
+    """For the gate and two products of a feed-forward block: router and routes, pairs by expert, two products and the
+    sum of a token's experts."""
+    names = launches_per_layer(monkeypatch, family)
+    assert len(names) == 13 and names.count("mixed_experts") == 4 and names.count("softmax_route") == 1, names
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_rows_that_cannot_be_split_need_no_merge(monkeypatch, family):
     names = launches_per_layer(monkeypatch, family, num_rows=MANY_ROWS)

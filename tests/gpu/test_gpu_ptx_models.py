@@ -97,6 +97,22 @@ def test_a_whole_model_writes_the_tokens_of_the_eager_step(family):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_mixture_of_experts_computes_what_its_own_modules_do(family, dtype):
+    """Its steps are checked against eager ones while it is wrapped; tokens are compared in float32, since in 16 bits
+    they part where two are nearly as likely."""
+    settings = {"input_ids": [[3, 4, 5, 3, 4], [7, 8, 7, 8]], "max_new_tokens": 4, "temperature": 0.8, "seed": 2}
+    written = {}
+    for name in ("sdpa", "triton"):
+        engine = stand.wrap(sixteen_bit_model(family).to(dtype), backend=name, drafter=BlendedDrafter(budget=6))
+        written[name] = engine.generate(**settings, learn=False).token_ids
+    assert str(engine.backend) == "triton" and (dtype != torch.float32 or written["triton"] == written["sdpa"])
+    report = {swap.kind: swap for swap in engine.backend.fusion.report}
+    assert report["mixture of experts"].is_kept and report["router of a mixture"].is_kept
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma4", "deepseek_v3"])
 def test_a_model_whose_layers_differ_writes_the_tokens_of_the_eager_step(family):
     """In float32: in 16 bits tokens part where two are nearly as likely."""

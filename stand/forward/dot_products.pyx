@@ -2,7 +2,6 @@
 few_token_attention.py check the arguments."""
 
 from libc.stdint cimport int32_t, int64_t
-from libcpp.vector cimport vector
 
 
 cdef extern from "dots/product.h" namespace "stand" nogil:
@@ -27,8 +26,13 @@ cdef extern from "dots/product.h" namespace "stand" nogil:
     bint C_is_intel "stand::dots::is_intel" ()
 
     void C_multiply "stand::multiply" (
-        const vector[C_Matrix]& matrices, Py_ssize_t depth, C_Numbers numbers, C_Vectors vectors, int num_threads,
-        C_RunInThreads in_threads
+        const C_Matrix* matrices, Py_ssize_t num_matrices, Py_ssize_t depth, C_Numbers numbers, C_Vectors vectors,
+        int num_threads, C_RunInThreads in_threads
+    ) except +
+
+    void C_multiply_groups "stand::multiply_groups" (
+        const C_Matrix& whole, const int64_t* ends, Py_ssize_t num_groups, Py_ssize_t depth, C_Numbers numbers,
+        C_Vectors vectors, int num_threads, C_RunInThreads in_threads
     ) except +
 
 cdef extern from "dots/attention.h" namespace "stand" nogil:
@@ -58,6 +62,9 @@ cdef extern from "dots/attention.h" namespace "stand" nogil:
     ) except +
 
 
+cdef enum:
+    MOST_PRODUCTS = 4
+
 HAS_PAIRS = C_has_pairs()  # whether `multiply` takes `numbers` 2
 HAS_TILES = C_has_tiles()  # and 3
 IS_INTEL = C_is_intel()  # the processor
@@ -65,56 +72,46 @@ IS_INTEL = C_is_intel()  # the processor
 
 def multiply(Py_ssize_t tokens, tuple weights, tuple results, Py_ssize_t num_tokens, Py_ssize_t depth,
              Py_ssize_t numbers, Py_ssize_t vectors, Py_ssize_t num_threads, Py_ssize_t in_threads, /):
-    """results[i] [num_tokens, N] = tokens [num_tokens, depth] @ weights [N, depth]^T + bias [N].
+    """results[i] [num_tokens, N] = tokens [num_tokens, depth] @ weights [N, depth]^T + bias [N], up to four of them.
 
     weights[i]: addresses of weights and bias, 0 for none, and N; results[i] an address. All are in C order; `numbers`:
     0 for float32, 1 for bfloat16, 2 for bfloat16 by instructions that take pairs, 3 by a matrix unit (AMX). `vectors`:
     a place in stand.laws.filters.VECTORS. `in_threads`: the address of GOMP_parallel, or 0 for the calling thread alone.
     """
-    cdef vector[C_Matrix] matrices
-    cdef C_Matrix one
-    cdef Py_ssize_t i, address, bias, num_rows
-    if len(weights) != len(results):
-        raise ValueError(f"weights must have a result each, got {len(weights)} and {len(results)}; give as many")
-    for i in range(len(weights)):
+    cdef C_Matrix[MOST_PRODUCTS] matrices
+    cdef Py_ssize_t i, address, bias, num_rows, num_products = len(weights)
+    if not 1 <= num_products <= MOST_PRODUCTS or num_products != len(results):
+        raise ValueError(
+            f"one to {MOST_PRODUCTS} weights must have a result each, got {num_products} and {len(results)}; "
+            "multiply more of them by further calls"
+        )
+    for i in range(num_products):
         address, bias, num_rows = weights[i]
-        one.tokens, one.weights, one.bias = <void*> tokens, <void*> address, <void*> bias
+        matrices[i].weights, matrices[i].bias, matrices[i].num_rows = <void*> address, <void*> bias, num_rows
         address = results[i]
-        one.results, one.num_tokens, one.num_rows = <void*> address, num_tokens, num_rows
-        matrices.push_back(one)
+        matrices[i].results, matrices[i].tokens, matrices[i].num_tokens = <void*> address, <void*> tokens, num_tokens
     with nogil:
         C_multiply(
-            matrices, depth, <C_Numbers> <int> numbers, <C_Vectors> <int> vectors, <int> num_threads,
+            matrices, num_products, depth, <C_Numbers> <int> numbers, <C_Vectors> <int> vectors, <int> num_threads,
             <C_RunInThreads> in_threads)
 
 
-def multiply_groups(Py_ssize_t tokens, Py_ssize_t ends, Py_ssize_t num_groups, Py_ssize_t weights, Py_ssize_t bias,
-                    Py_ssize_t results, Py_ssize_t num_rows, Py_ssize_t depth, Py_ssize_t numbers, Py_ssize_t vectors,
-                    Py_ssize_t num_threads, Py_ssize_t in_threads, /):
+def multiply_groups(tuple addresses, Py_ssize_t num_groups, Py_ssize_t num_rows, Py_ssize_t depth, Py_ssize_t numbers,
+                    Py_ssize_t vectors, Py_ssize_t num_threads, Py_ssize_t in_threads, /):
     """results [M, N] = each group of tokens [M, depth] times weights of its own [G, N, depth], plus bias [G, N].
 
-    ends: address of [G] int64: where each group's tokens end; the first one's begin at 0. The rest as in `multiply`.
+    addresses: of tokens, ends, weights, bias or 0, and results; ends [G] int64: where each group's tokens end, the
+    first one's begin at 0. The rest as in `multiply`.
     """
-    cdef vector[C_Matrix] matrices
-    cdef C_Matrix one
-    cdef const int64_t* own_ends = <const int64_t*> ends
-    cdef Py_ssize_t size = 4 if numbers == 0 else 2  # bytes of a number
-    cdef Py_ssize_t group, first = 0
-    one.bias, one.num_rows = NULL, num_rows
-    for group in range(num_groups):
-        if own_ends[group] > first:
-            one.tokens = <void*> (tokens + first * depth * size)
-            one.weights = <void*> (weights + group * num_rows * depth * size)
-            if bias:
-                one.bias = <void*> (bias + group * num_rows * size)
-            one.results = <void*> (results + first * num_rows * size)
-            one.num_tokens = own_ends[group] - first
-            first = own_ends[group]
-            matrices.push_back(one)
+    cdef C_Matrix whole
+    cdef Py_ssize_t tokens, ends, weights, bias, results
+    tokens, ends, weights, bias, results = addresses
+    whole.tokens, whole.weights, whole.bias = <void*> tokens, <void*> weights, <void*> bias
+    whole.results, whole.num_rows = <void*> results, num_rows
     with nogil:
-        C_multiply(
-            matrices, depth, <C_Numbers> <int> numbers, <C_Vectors> <int> vectors, <int> num_threads,
-            <C_RunInThreads> in_threads)
+        C_multiply_groups(
+            whole, <int64_t*> ends, num_groups, depth, <C_Numbers> <int> numbers, <C_Vectors> <int> vectors,
+            <int> num_threads, <C_RunInThreads> in_threads)
 
 
 def attend(Py_ssize_t queries, Py_ssize_t keys, Py_ssize_t values, Py_ssize_t mixed, tuple tokens, tuple strides,

@@ -68,7 +68,7 @@ class FewTokenProduct:
 
 
 def few_token_products(products: tuple[FewTokenProduct, ...], x: torch.Tensor) -> list[torch.Tensor]:
-    """x [..., K], which `is_plain`, with products of that depth and dtype -> [..., N] each.
+    """x [..., K], which `is_plain`, with up to four products of that depth and dtype -> [..., N] each.
 
     The same bits as one by one, in less time: threads start and wait once.
     """

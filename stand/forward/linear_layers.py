@@ -84,7 +84,7 @@ def class_forward(layer: Module) -> MethodType:
 
 
 def outputs(layers: Sequence[Linear], states: torch.Tensor) -> Sequence[torch.Tensor]:
-    """What layers make of the same states: `few_token_products` where all of them have a FewTokenForward."""
+    """What up to four layers make of the same states: `few_token_products` where all of them have a FewTokenForward."""
     forwards = [vars(layer).get("forward") for layer in layers]
     if all(type(forward) is FewTokenForward and forward.serves(states) for forward in forwards):
         return few_token_products(tuple([forward.product for forward in forwards]), states)

@@ -69,10 +69,10 @@ def _products(
     -> [P, N]."""
     num_experts, num_rows, depth = weights.shape
     results = tokens.new_empty(len(tokens), num_rows)
-    multiply_groups(
-        tokens.data_ptr(), ends.data_ptr(), num_experts, weights.data_ptr(), 0 if bias is None else bias.data_ptr(),
-        results.data_ptr(), num_rows, depth, NUMBERS[tokens.dtype], WIDEST, torch.get_num_threads(), parallel_region(),
-    )  # fmt: skip
+    bias_address = 0 if bias is None else bias.data_ptr()
+    addresses = tokens.data_ptr(), ends.data_ptr(), weights.data_ptr(), bias_address, results.data_ptr()
+    ways = NUMBERS[tokens.dtype], WIDEST, torch.get_num_threads(), parallel_region()
+    multiply_groups(addresses, num_experts, num_rows, depth, *ways)
     return results
 
 

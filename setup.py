@@ -75,25 +75,41 @@ COMPACT_LEVEL = ["-Os", *IN_ORDER, *SPARING]
 PLAIN = COMPACT - {"stand.trees.layouts.layout", "stand.verifiers.verdict_compiled"}
 WITHOUT_EXCEPTIONS = ["-fno-exceptions", "-fno-unwind-tables"] if IS_LEAN else []
 LEVELS = {
-    # Loops are unrolled by hand; -Os: a fifth slower. Without vectors of unrelated numbers smaller, within 1 % as fast.
-    "stand.forward.dot_products": ["-O2", *SMALL, "-fno-tree-slp-vectorize"],
-    "stand.fusion.row_kernels": COMPACT_LEVEL,  # calls for few tokens take as long; a third of its size
+    # Loops are unrolled by hand; -Os: a fifth slower. Without vectors of unrelated numbers, and with an eighth of what
+    # would be inlined, it is smaller and within 1 % as fast.
+    "stand.forward.dot_products": [
+        "-O2",
+        "-fno-tree-slp-vectorize",
+        *taken("--param=inline-unit-growth=5"),
+        *SMALL,
+    ],
+    # Calls for few tokens take as long; a third of its size. No exception passes.
+    "stand.fusion.row_kernels": [*COMPACT_LEVEL, *WITHOUT_EXCEPTIONS],
     # As fast as -O3, a tenth smaller.
     "stand.laws.filters": ["-O2", "-ftree-vectorize", *taken("-fvect-cost-model=dynamic"), *SMALL],
     # Vectorised loops are a twenty-fifth of it and save nothing; most of what GCC would inline is a tenth, and learning
-    # is faster without. -O2 is a sixth smaller, and slower at serving engines.
+    # is faster without. Tests of loops copied before them are a thirtieth and save nothing. -O2 is a sixth smaller, and
+    # slower at serving engines.
     "stand.trees.blended.lookup": [
         "-O3",
         "-fno-tree-vectorize",
         "-fno-tree-slp-vectorize",
+        "-fno-tree-ch",
         *taken("-fno-ipa-cp-clone"),
         *taken("-fno-reorder-blocks-and-partition"),
         *taken("--param=inline-unit-growth=15"),
         *UNALIGNED,
         *IN_ORDER,
     ],
-    # 2 to 3 % slower for a tenth of its size; -Os: 11 to 14 %. To inline half as much saves a twentieth and is as fast.
-    "stand.trees.longest_match.lookup": ["-O2", *taken("--param=inline-unit-growth=20"), *SMALL],
+    # 2 to 3 % slower for a tenth of its size; -Os: 11 to 14 %. To inline an eighth as much saves a tenth: learning
+    # takes 8 % longer (0.07 us a token), drafts 2 % less.
+    "stand.trees.longest_match.lookup": [
+        "-O2",
+        "-fno-tree-ch",
+        "-fno-tree-pre",
+        *taken("--param=inline-unit-growth=5"),
+        *SMALL,
+    ],
     "stand.verifiers.rules.traversal_compiled": COMPACT_LEVEL,  # 0.8 us more of 6 with 80 nodes
     **dict.fromkeys(COMPACT - PLAIN, COMPACT_LEVEL),
     **dict.fromkeys(PLAIN, [*COMPACT_LEVEL, *WITHOUT_EXCEPTIONS]),

@@ -1,4 +1,4 @@
-"""Kernels of layers that mix experts, in the shapes of Qwen3-30B-A3B, gpt-oss-20b and Nemotron-3-Nano."""
+"""Kernels of layers that mix experts, in the shapes of Qwen3-30B-A3B, gpt-oss-20b, Nemotron-3-Nano and others."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def of_route() -> list[Specimen]:
     """Of each layer, and of as many experts as one warp serves."""
     cases = [(128, 8, "bf16", True), (32, 4, "bf16", True), (64, 6, "fp32", False), (1024, 32, "fp32", True)]
     types = {"experts": "*i64", "num_experts": "i32:16", "row_stride": "i32:16"}
-    return [
+    softmax = [
         Specimen(
             f"softmax_route {chosen} of {num_experts} {dtype}",
             route._softmax_route,
@@ -65,6 +65,28 @@ def of_route() -> list[Specimen]:
             route.num_warps(num_experts),
         )
         for num_experts, chosen, dtype, renormalises in cases
+    ]
+    return softmax + _of_sigmoid_route()
+
+
+def _of_sigmoid_route() -> list[Specimen]:
+    """Of DeepSeek-V3, GLM-4.7-Flash and Nemotron-3-Nano, and of as many experts in groups as one warp serves."""
+    cases = [(8, 32, 4, 8), (1, 64, 1, 4), (1, 128, 1, 6), (16, 64, 8, 16)]
+    types = dict.fromkeys(("logits", "bias", "shares"), "*fp32") | {"experts": "*i64", "scale": "fp32"}
+    types |= {"group_size": "i32:16", "row_stride": "i32:16"}
+    return [
+        Specimen(
+            f"sigmoid_route {chosen} of {groups} x {size}",
+            route._sigmoid_route,
+            types | ({} if groups == 1 else {"num_groups": "i32"}),
+            {
+                **({"num_groups": 1} if groups == 1 else {}),
+                **{"CHOSEN": chosen, "CHOSEN_GROUPS": chosen_groups, "RENORMALISES": True},
+                **{"GROUPS": groups, "SIZE": size, "BLOCK_K": triton.next_power_of_2(chosen)},
+            },
+            route.num_warps(groups * size),
+        )
+        for groups, size, chosen_groups, chosen in cases
     ]
 
 

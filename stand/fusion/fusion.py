@@ -176,8 +176,8 @@ class Fusion:
             swaps.append(self._swapped(name, mlp, *passed))
         for name, form in recipe.experts.items():
             swaps.append(self._swapped(name, FusedExperts(module(name), form, kernels)))
-        for name, renormalises in recipe.routers.items():
-            swaps.append(self._swapped(name, FusedRouter(module(name), renormalises, kernels)))
+        for name, form in recipe.routers.items():
+            swaps.append(self._swapped(name, FusedRouter(module(name), form, kernels)))
         for name, settings in recipe.attentions.items():
             attention = FusedAttention(module(name), settings, kernels, merged=merged(name))
             norms = () if settings.rule == NO_NORM else head_norms(module(name))

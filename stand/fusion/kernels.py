@@ -17,7 +17,7 @@ Kernel = Callable[..., torch.Tensor]
 
 class Kernels(NamedTuple):
     """As `stand.gpu.kernels.norm`, `.swiglu`, `.rope`, `.experts`, `.gated_norm`, `.rotate` and `.route` describe them;
-    the last three are for GPUs alone, and so is `chain_scan` of `stand.gpu.kernel_scan`.
+    the last three of these are for GPUs alone, and so is `chain_scan` of `stand.gpu.kernel_scan`.
 
     calls_forwards: whether plain linear layers are run by their forwards, past what a module does around it.
     """
@@ -30,6 +30,7 @@ class Kernels(NamedTuple):
     gated_rms_norm: Kernel | None = None
     rotate_pair: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
     softmax_route: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+    sigmoid_route: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
     chain_scan: Callable[..., Scan] | None = None
     calls_forwards: bool = False
 
@@ -60,11 +61,11 @@ def triton_kernels() -> Kernels:
     from stand.gpu.kernels.norm import add_rms_norm, rms_norm
     from stand.gpu.kernels.rope import rope_and_store
     from stand.gpu.kernels.rotate import rotate_pair
-    from stand.gpu.kernels.route import softmax_route
+    from stand.gpu.kernels.route import sigmoid_route, softmax_route
     from stand.gpu.kernels.swiglu import gated_product
 
     every_day = rms_norm, add_rms_norm, gated_product, rope_and_store, mixed_experts
-    return Kernels(*every_day, gated_rms_norm, rotate_pair, softmax_route, chain_scan)
+    return Kernels(*every_day, gated_rms_norm, rotate_pair, softmax_route, sigmoid_route, chain_scan)
 
 
 def cpu_kernels() -> Kernels:

@@ -30,7 +30,7 @@ from stand.fusion.merged_linear import MergedLinear, is_bare, merge_refusal, tie
 from stand.fusion.mlp import FusedMLP, find_activation, is_gated_mlp
 from stand.fusion.norm import FusedNorm, norm_refusal
 from stand.fusion.probe import MODULE_TOLERANCES, Outcome, Probe, difference
-from stand.fusion.router import FusedRouter, is_router, told_by_logits
+from stand.fusion.router import FusedRouter, RouterForm, is_router, router_forms, told_apart
 
 MERGEABLE = {
     "merged q/k/v": ("q_proj", "k_proj", "v_proj"),
@@ -71,7 +71,7 @@ class Recipe:
     delta_layers: dict[str, float] = field(default_factory=dict)  # scale of rates
     mlps: dict[str, int] = field(default_factory=dict)  # activation
     experts: dict[str, ExpertForm] = field(default_factory=dict)
-    routers: dict[str, bool] = field(default_factory=dict)  # whether it renormalises
+    routers: dict[str, RouterForm] = field(default_factory=dict)
     attentions: dict[str, AttentionSettings] = field(default_factory=dict)
     layers: dict[str, str | None] = field(default_factory=dict)  # the norm behind the layer, by name
     latent_rotations: list[str] = field(default_factory=list)
@@ -215,17 +215,18 @@ class Trial:
 
     def try_routers(self) -> None:
         for module in filter(is_router, self._names):
-            refusal, own, candidates = self._untried(module), None, []
+            forms = router_forms(module)
+            refusal, own = self._untried(module) or ("" if forms else "no kernel for its tensors and groups"), None
             if not refusal:
                 try:
-                    own = self._probe.outcome(module, partial(told_by_logits, module.forward))
+                    own = self._probe.outcome(module, partial(told_apart, module, module.forward))
                 except Exception as problem:
                     refusal = f"does not return logits, shares and experts ({type(problem).__name__}: {problem})"
-                routers = {choice: FusedRouter(module, choice, self.kernels) for choice in (False, True)}
-                candidates = [(choice, partial(told_by_logits, router)) for choice, router in routers.items()]
-            renormalises = self._best("router of a mixture", module, candidates, refusal, own=own)
-            if renormalises is not None:
-                self.recipe.routers[self._names[module]] = renormalises
+            routers = {form: FusedRouter(module, form, self.kernels) for form in forms}
+            candidates = [(form, partial(told_apart, module, router)) for form, router in routers.items()]
+            form = self._best("router of a mixture", module, candidates, refusal, own=own)
+            if form is not None:
+                self.recipe.routers[self._names[module]] = form
 
     def try_attentions(self) -> None:
         """After the norms: those of queries and keys are fused under the rule that was found for them."""

@@ -16,7 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter 
 
 from stand.gpu.expert_tiles import MOST_CHOSEN  # noqa: E402
 from stand.gpu.kernels import route as route_kernel  # noqa: E402
-from stand.gpu.kernels.route import MOST_EXPERTS, softmax_route  # noqa: E402
+from stand.gpu.kernels.route import MOST_EXPERTS, sigmoid_route, softmax_route  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -53,6 +53,15 @@ def test_a_route_is_a_sort_and_a_softmax(num_tokens, num_experts, chosen, renorm
     shares, experts = softmax_route(logits, chosen, renormalises)
     expected = reference(logits, chosen, renormalises)
     assert torch.equal(experts, expected[1]) and shares.dtype == dtype
+    assert_near(shares, expected[0])
+
+
+@pytest.mark.parametrize("renormalises", [False, True])
+def test_shares_may_stay_in_float32(renormalises):
+    logits = torch.randn(3, 20).bfloat16()
+    shares, experts = softmax_route(logits, 4, renormalises, True)
+    expected = reference(logits, 4, renormalises)
+    assert torch.equal(experts, expected[1]) and shares.dtype == torch.float32
     assert_near(shares, expected[0])
 
 
@@ -116,11 +125,13 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_the_stand_in_agrees_with_the_operation():
-    torch.library.opcheck(softmax_route, (torch.randn(3, 9), 2, True), test_utils=("test_schema", "test_faketensor"))
+    given = torch.randn(3, 9).half(), 2, True, True
+    for number in (3, 4):
+        torch.library.opcheck(softmax_route, given[:number], test_utils=("test_schema", "test_faketensor"))
 
 
 def test_the_launcher_needs_no_value(monkeypatch):
-    """Run on a fake CUDA tensor with its kernel cut out."""
+    """Run on fake CUDA tensors with its kernels cut out."""
     grids = []
 
     class NoKernel:
@@ -128,13 +139,16 @@ def test_the_launcher_needs_no_value(monkeypatch):
             grids.append(grid)
             return lambda *arguments, **options: None
 
-    monkeypatch.setattr(route_kernel, "_softmax_route", NoKernel())
+    for name in ("_softmax_route", "_sigmoid_route"):
+        monkeypatch.setattr(route_kernel, name, NoKernel())
     monkeypatch.setattr(route_kernel, "launch_device", lambda kernel, tensor: nullcontext())
     with fake_cuda():
         logits = torch.ones(5, 9, device="cuda")
         both = softmax_route._init_fn(logits, 2, True), softmax_route(logits, 2, True)
-    assert grids == [(5,)]
-    for launched, registered in zip(*both, strict=True):
+        given = logits, torch.ones(9, device="cuda"), 2, 3, 2, True, 1.5
+        both_sigmoid = sigmoid_route._init_fn(*given), sigmoid_route(*given)
+    assert grids == [(5,), (5,)]
+    for launched, registered in (*zip(*both, strict=True), *zip(*both_sigmoid, strict=True)):
         assert launched.shape == registered.shape and launched.dtype == registered.dtype
         assert launched.device.type == registered.device.type == "cuda"
 

@@ -88,25 +88,25 @@ LEVELS = {
     # As fast as -O3, a tenth smaller.
     "stand.laws.filters": ["-O2", "-ftree-vectorize", *taken("-fvect-cost-model=dynamic"), *SMALL],
     # Vectorised loops are a twenty-fifth of it and save nothing; most of what GCC would inline is a tenth, and learning
-    # is faster without. Tests of loops copied before them are a thirtieth and save nothing. -O2 is a sixth smaller, and
-    # slower at serving engines.
+    # is faster without. Tests of loops that are copied before them, and jumps past conditions that are known, are a
+    # twentieth and save nothing. -O2 is a sixth smaller, and slower at serving engines.
     "stand.trees.blended.lookup": [
         "-O3",
         "-fno-tree-vectorize",
         "-fno-tree-slp-vectorize",
-        "-fno-tree-ch",
+        *taken("-fno-tree-ch"),
+        *taken("-fno-tree-dominator-opts"),
         *taken("-fno-ipa-cp-clone"),
         *taken("-fno-reorder-blocks-and-partition"),
-        *taken("--param=inline-unit-growth=15"),
+        *taken("--param=inline-unit-growth=12"),
         *UNALIGNED,
         *IN_ORDER,
     ],
-    # 2 to 3 % slower for a tenth of its size; -Os: 11 to 14 %. To inline an eighth as much saves a tenth: learning
-    # takes 8 % longer (0.07 us a token), drafts 2 % less.
+    # 2 to 3 % slower for a tenth of its size; -Os: 11 to 14 %. To inline an eighth as much saves a tenth, at no cost.
     "stand.trees.longest_match.lookup": [
         "-O2",
-        "-fno-tree-ch",
-        "-fno-tree-pre",
+        *taken("-fno-tree-ch"),
+        *taken("-fno-tree-pre"),
         *taken("--param=inline-unit-growth=5"),
         *SMALL,
     ],

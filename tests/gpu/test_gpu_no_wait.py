@@ -22,9 +22,9 @@ from no_kernel import Launches  # noqa: E402
 from page_tables import alike  # noqa: E402
 from plain_streams import random_streams  # noqa: E402
 from recurrent_models import RECURRENT, new_recurrent_model, recurrent_kernel_model  # noqa: E402
-from tiny_models import CONFIGS, kernel_model  # noqa: E402
+from tiny_models import CONFIGS, SHAPE, kernel_model  # noqa: E402
 from torch._subclasses.fake_tensor import DataDependentOutputException  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, Glm4MoeConfig  # noqa: E402
 from unequal_models import new_deepseek, new_gemma4, unequal_model  # noqa: E402
 
 import stand  # noqa: E402
@@ -238,6 +238,21 @@ def test_few_launches_per_layer_of_a_mixture(monkeypatch, family):
     sum of a token's experts."""
     names = launches_per_layer(monkeypatch, family)
     assert len(names) == 13 and names.count("mixed_experts") == 4 and names.count("softmax_route") == 1, names
+
+
+def glm4_moe_with(count: int):
+    config = Glm4MoeConfig(
+        **SHAPE | {"num_hidden_layers": count}, head_dim=64, moe_intermediate_size=16, n_routed_experts=8,
+        num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_few_launches_per_layer_of_a_mixture_with_groups(monkeypatch):
+    """A shared expert beside the others, and a router that computes in float32."""
+    names = launches_per_layer(monkeypatch, "glm4_moe", [glm4_moe_with(count) for count in (1, 2)])
+    assert len(names) == 19 and names.count("sigmoid_route") == 1 and names.count("to") == 2, names
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -121,6 +121,14 @@ TARGETS = (
         ),
     ),
     Target(
+        "mixtures",
+        (*(f"stand/fusion/{name}.py" for name in ("experts", "cpu_experts", "router")), "stand/gpu/expert_tiles.py"),
+        (
+            *_tests("engine", "cpu_experts"),
+            *_tests("gpu", "gpu_experts", "gpu_route", "gpu_sigmoid_route", "gpu_router_fusion", "gpu_compile"),
+        ),
+    ),
+    Target(
         "devices", ("stand/forward/devices.py", "stand/forward/key_shape.py"), _tests("engine", "devices", "key_shape")
     ),
     Target(

@@ -279,14 +279,15 @@ def with_recurrent_layers(family: str, count: int):
 
 # In bfloat16, with norms, additions and, but for Nemotron-H, a feed-forward block: of three launches where norms are
 # joined with additions; LFM2's is not fused.
-MOST_OF_A_LAYER = {"qwen3_5": 13, "olmo_hybrid": 16, "bamba": 17, "nemotron_h": 12, "lfm2": 14}
+MOST_OF_A_LAYER = {"qwen3_5": 13, "qwen3_next": 24, "olmo_hybrid": 16, "bamba": 17, "nemotron_h": 12, "lfm2": 14}
 
 
 @pytest.mark.parametrize("family", [family for family in MOST_OF_A_LAYER if family in RECURRENT])
 def test_few_launches_per_recurrent_layer(monkeypatch, family):
     """Two products (OLMo Hybrid: five), the convolution, four kernels of the rule (Mamba-2: two), the gated norm; a
     feed-forward block has three, and two norms with additions. Mamba-2 has three operations more for A, and a cast;
-    LFM2 multiplies twice around its convolution."""
+    LFM2 multiplies twice around its convolution. Qwen3-Next puts its inputs into order, and has a mixture of experts
+    with a shared one, which has a gate."""
     models = [with_recurrent_layers(family, count) for count in (1, 2)]
     names = launches_per_layer(monkeypatch, family, models, dtype=torch.bfloat16)
     assert len(names) == MOST_OF_A_LAYER[family], names

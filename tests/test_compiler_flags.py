@@ -16,8 +16,11 @@ OF_GCC = (
     "-fno-thread-jumps",
     "-fno-ipa-cp-clone",
     "-fno-reorder-blocks-and-partition",
-    "--param=inline-unit-growth=15",
-    "--param=inline-unit-growth=20",
+    "-fno-tree-ch",
+    "-fno-tree-dominator-opts",
+    "-fno-tree-pre",
+    "--param=inline-unit-growth=12",
+    "--param=inline-unit-growth=5",
     "-Wl,--no-ld-generated-unwind-info",
 )
 COMPILERS = {"gcc": (), "clang": OF_GCC, "clang with GNU's linker": OF_GCC[:-1], "gcc with lld": OF_GCC[-1:]}

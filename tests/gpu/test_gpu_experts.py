@@ -245,7 +245,7 @@ def test_transformers_modules_give_the_same(kind, config, activation, num_tokens
     biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
     got = mixed_experts(
         *given, up, biases[0], module.down_proj, biases[1], activation, module.is_transposed,
-        not module.is_concatenated, ALPHA, LIMIT,
+        not module.is_concatenated, getattr(module, "alpha", ALPHA), getattr(module, "limit", LIMIT),
     )  # fmt: skip
     torch.testing.assert_close(got, module(*given), rtol=1e-5, atol=1e-5)
 

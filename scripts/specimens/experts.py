@@ -39,7 +39,7 @@ CASES = [
 
 def of_experts() -> list[Specimen]:
     specimens = [make(*case) for case in CASES for make in (_up, _down)]
-    types = {"parts": "*bf16", "output": "*bf16", "size": "i32:16"}
+    types = {"parts": "*bf16", "experts": "*i64", "output": "*bf16", "size": "i32:16", "num_experts": "i32:16"}
     total = {"CHOSEN": 8, "BLOCK": experts.BLOCK}
     return [*specimens, Specimen("sum_shares", experts._sum_shares, types, total)]
 

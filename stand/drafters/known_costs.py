@@ -44,11 +44,15 @@ class KnownCosts:
     def __init__(self, model: PreTrainedModel, folder: Path) -> None:
         self._name, self._dtype, self._folder = size_name(model), str(model.dtype), folder
         self._device = input_device(model)
+        self._way = ""  # how steps ran that the tables are of
         self._filed: dict[int, StepCost] = {}
         self._followed: dict[int, FollowedCost] = {}
 
     def prepare(self, num_rows: int, measure: StepTimer) -> None:
         """Have the tables of a call of `num_rows` rows: from this process, their files, or by `measure`."""
+        way = getattr(measure, "way", "")  # a drafter of one's own may hand on a function
+        if way != self._way:
+            self._way, self._filed, self._followed = way, {}, {}
         for size in _size_classes(num_rows):
             if size not in self._filed:
                 self._filed[size] = self._find(size, measure)
@@ -81,14 +85,14 @@ class KnownCosts:
             where = f"{torch.cuda.get_device_name(self._device)} {way} {builds} {rows}"
         else:
             threads = f"{torch.get_num_threads()} threads"
-            where = f"{processor_name()} {INSTRUCTION_SET} {builds} {threads} {rows}"
+            where = f"{processor_name()} {way} {INSTRUCTION_SET} {builds} {threads} {rows}"
         return table_path(self._folder, model=self._name, device=where, dtype=self._dtype)
 
     def _nearest(self, num_rows: int) -> int:
         return min((size for size in self._filed if size >= num_rows), default=max(self._filed))
 
     def _find(self, size: int, measure: StepTimer) -> StepCost:
-        path = self.path(size, measure.way)
+        path = self.path(size, self._way)
         if path not in _IN_MEMORY:
             cost = _read(path) or _file(path, measure(num_rows=size, length=LENGTH, seconds=SECONDS))
             _IN_MEMORY.setdefault(path, cost)  # another thread may have timed it meanwhile
@@ -134,7 +138,7 @@ def _read(path: Path) -> StepCost | None:
     """The cost in a file; None where there is none, or a damaged one."""
     try:
         return CostTable.load(path).costs[0]
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

@@ -90,7 +90,7 @@ class StepCost:
 class StepTimer:
     """`Engine.measure_cost`, and how the engine's steps run: times of one way say nothing of another's.
 
-    way: the back end's name on a GPU; "" on a CPU, where all steps run one way.
+    way: the back end's name on a GPU, "" on a CPU; "unfused" is added where modules are as they were.
     """
 
     run: Callable[..., StepCost]

@@ -13,6 +13,7 @@ from stand.forward.devices import input_device, placement
 from stand.forward.packed_plan import StepPlan, running
 from stand.forward.tree_cache import TreeCache
 
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")  # of them by a token
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # their number, by configurations
 MOVING_ROPES = frozenset({"dynamic", "longrope"})
 PROMPT_CHUNK = 512  # prompt tokens per forward; bounds the mask to [512, L]
@@ -27,6 +28,9 @@ def size_name(model: PreTrainedModel) -> str:
     """Type, sizes, bytes, and where it lies if not on one device: what the time of its steps depends on, for a file."""
     config = text_config(model)
     sizes = f"{config.num_hidden_layers}x{config.hidden_size}-{config.vocab_size}"
+    if is_mixture(model):
+        of_mixture = (getattr(config, name, None) for name in (*EXPERTS, *CHOSEN))
+        sizes += "-" + "x".join(str(number) for number in of_mixture if number is not None)
     place = f" {placement(model)}".rstrip().replace(" ", "-")
     return f"{config.model_type}-{sizes}-{model.get_memory_footprint()}{place}"
 
@@ -34,7 +38,8 @@ def size_name(model: PreTrainedModel) -> str:
 def is_mixture(model: PreTrainedModel) -> bool:
     """Whether tokens go to experts of their own, so that a step with more tokens reads more weights."""
     config = text_config(model)
-    return any((getattr(config, name, None) or 0) > 1 for name in EXPERTS)
+    holders = config, getattr(config, "ffn_config", None)  # DBRX
+    return any((getattr(holder, name, None) or 0) > 1 for holder in holders for name in EXPERTS)
 
 
 def longrope_border(model: PreTrainedModel) -> int | None:

@@ -50,7 +50,7 @@ def mixed_experts(
             f"experts must be numbers from 0 below {num_experts}, got {int(ids[0])} to {int(ids[-1])}; use the "
             "module's own forward"
         )
-    ends = torch.searchsorted(ids, torch.arange(num_experts), right=True)
+    ends = torch.searchsorted(ids, torch.arange(num_experts, device=ids.device), right=True)
     inner = _products(states.index_select(0, order // experts.shape[1]), ends, up, up_bias)
     if is_gated:
         active = gated_product(inner[:, :size], inner[:, size:], activation)
@@ -98,7 +98,10 @@ def _check(
         has_down_bias = down_bias is None or down_bias.shape == (num_experts, depth)
         if is_pair and has_up_bias and has_down_bias:
             return
-    got = ", ".join(described(tensor) for tensor in (*numbers, experts, shares))
+    got = ", ".join(
+        described(tensor) + ("" if tensor.is_contiguous() else " not contiguous")
+        for tensor in (*numbers, experts, shares)
+    )
     raise ValueError(
         "states [M, H], experts [M, k] int64, shares [M, k], weights [E, 2 I or I, H] and [E, H, I] with biases must "
         f"be contiguous, all numbers of {DTYPE_NAMES}, on a CPU, without gradients, got {got}; use the module's own "

@@ -7,6 +7,8 @@ experts a token goes to, and with what share, the model's own router says.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -14,9 +16,10 @@ from torch import nn
 
 from stand.fusion.formulas import CLAMPED, RELU_SQUARED
 from stand.fusion.kernels import Kernels
-from stand.fusion.mlp import find_activation, is_like
+from stand.fusion.mlp import REACHES, REFERENCES, is_like
 
 MOST_TOKENS = 512  # that the kernels take
+GRID = 33  # values of a gate that are looked at, for each of its reaches
 MOST_TOKENS_OF_AN_EXPERT = 64  # on average: with more, the module's own products are as fast
 
 
@@ -31,7 +34,7 @@ class ExpertForm(NamedTuple):
 
 
 class FusedExperts:
-    """Stands for `module.forward`; `form` was found by trial."""
+    """Stands for `module.forward`; `form` was found by trial. What the kernels refuse is left to the module's own."""
 
     def __init__(self, module: nn.Module, form: ExpertForm, kernels: Kernels):
         self.module = module
@@ -41,15 +44,25 @@ class FusedExperts:
 
     def __call__(self, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
         """hidden_states [M, H], experts [M, k] and shares [M, k], by whatever names -> [M, H]."""
-        arguments = dict(zip(self._names, given, strict=False)) | named
-        states, experts, shares = (arguments[name] for name in self._names)
+        states, experts, shares = self._bound(given, named)
         module = self.module
-        if len(states) > MOST_TOKENS or experts.numel() > MOST_TOKENS_OF_AN_EXPERT * module.num_experts:
-            return type(module).forward(module, states, experts, shares)
-        up = "gate_up_proj" if module.has_gate else "up_proj"
-        up_bias, down_bias = (getattr(module, f"{name}_bias", None) for name in (up, "down_proj"))
-        weights = getattr(module, up), up_bias, module.down_proj, down_bias
-        return self.kernels.mixed_experts(states, experts, shares, *weights, *self.form)
+        is_few = len(states) <= MOST_TOKENS and experts.numel() <= MOST_TOKENS_OF_AN_EXPERT * module.num_experts
+        if is_few:
+            with suppress(ValueError, IndexError):  # before anything is computed
+                return self.mixed(*given, **named)
+        return type(module).forward(module, states, experts, shares)
+
+    def mixed(self, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        """The same by the kernels. Raises ValueError and IndexError as they do."""
+        module, up = self.module, "gate_up_proj" if self.module.has_gate else "up_proj"
+        biases = [getattr(module, f"{name}_bias") if module.has_bias else None for name in (up, "down_proj")]
+        weights = getattr(module, up), biases[0], module.down_proj, biases[1]
+        return self.kernels.mixed_experts(*self._bound(given, named), *weights, *self.form)
+
+    def _bound(self, given: Sequence[torch.Tensor], named: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+        """In their order."""
+        arguments = dict(zip(self._names, given, strict=False)) | named
+        return (arguments[name] for name in self._names)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -60,21 +73,32 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def expert_forms(module: nn.Module) -> list[ExpertForm]:
-    """What such a module may compute, by its settings."""
+    """What such a module may compute, by its settings, and by what its gate makes of numbers of any size: the states of
+    a trial need not reach a limit."""
     if getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False):
         return []
     layout = module.is_transposed, not module.is_concatenated
     if not module.has_gate:
         return [ExpertForm(RELU_SQUARED, *layout)] if is_like(module, lambda x: x.relu().square()) else []
-    forms = []
-    if _has_plain_gate(module) and (activation := find_activation(module)) is not None:
-        forms.append(ExpertForm(activation, *layout))
+    forms = [ExpertForm(activation, *layout) for activation in REFERENCES]
     alpha, limit = (getattr(module, name, getattr(module, f"swiglu_{name}", None)) for name in ("alpha", "limit"))
     if isinstance(alpha, float) and isinstance(limit, float):
         forms.append(ExpertForm(CLAMPED, *layout, alpha, limit))
-    return forms
+    return [form for form in forms if _has_gate(module, form)][:1]
 
 
-def _has_plain_gate(module: nn.Module) -> bool:
-    """Whether its gate is transformers' own, and not one of its class."""
-    return type(module)._apply_gate.__module__ == "transformers.integrations.moe"
+def _has_gate(module: nn.Module, form: ExpertForm) -> bool:
+    """Whether the module's gate is that of the form, told by its values in float32."""
+    values = torch.cat([torch.linspace(-reach, reach, GRID, device="cpu") for reach in (*REACHES, 2 * form.limit)])
+    pairs = torch.cartesian_prod(values, values)  # of gate and up
+    gate, up = pairs.unbind(1)
+    if form.activation == CLAMPED:
+        gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
+        expected = (up + 1) * gate * torch.sigmoid(form.alpha * gate)
+    else:
+        expected = REFERENCES[form.activation](gate) * up
+    try:
+        found = module._apply_gate(pairs)[:, 0]
+    except Exception:  # it asks for more than two numbers, or for another device
+        return False
+    return torch.allclose(found, expected, rtol=1e-5, atol=1e-5)

@@ -175,7 +175,9 @@ class Fusion:
             passed = (activation_name(mlp.module), *recipe.merged.get(name, ()), *_names(mlp))
             swaps.append(self._swapped(name, mlp, *passed))
         for name, form in recipe.experts.items():
-            swaps.append(self._swapped(name, FusedExperts(module(name), form, kernels)))
+            act = activation_name(module(name))
+            of_act = () if act is None else (act,)
+            swaps.append(self._swapped(name, FusedExperts(module(name), form, kernels), *of_act, settings_of=of_act))
         for name, form in recipe.routers.items():
             swaps.append(self._swapped(name, FusedRouter(module(name), form, kernels)))
         for name, settings in recipe.attentions.items():

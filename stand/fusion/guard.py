@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from stand.fusion.merged_linear import is_bare
 
@@ -17,11 +18,21 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 def code_of(module: nn.Module) -> tuple[object, ...]:
-    """What a module's own forward runs: its class, that class's forward, and the rotary positions or the experts' gate
-    that this calls."""
-    forward, gate = type(module).forward, getattr(type(module), "_apply_gate", None)
+    """What a module's own forward runs: its class, that class's forward, and the rotary positions, or the experts' gate
+    and products, that this calls."""
+    forward = type(module).forward
     names = _names_seen_by(forward)
-    return type(module), forward, gate, *map(names.get, ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"))
+    rotations = map(names.get, ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"))
+    return type(module), forward, *rotations, *_code_of_experts(module)
+
+
+def _code_of_experts(module: nn.Module) -> tuple[object, ...]:
+    """Of a class under transformers' `use_experts_implementation`, which gives it a gate; () of others."""
+    gate = vars(module).get("_apply_gate", getattr(type(module), "_apply_gate", None))
+    if gate is None:
+        return ()
+    way = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return gate, way, ALL_EXPERTS_FUNCTIONS.get(way)
 
 
 @lru_cache(maxsize=256)

@@ -14,6 +14,7 @@ from stand.fusion.kernels import Kernels
 
 BIAS_OF_CHOICE = "e_score_correction_bias"
 GROUP_SETTINGS = ("num_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")
+LOW = 2.0  # a sigmoid is at most one
 NEXT_TO_NONE = 1e-6
 NEXT_TO_EQUAL = 8 * torch.finfo(torch.float32).eps
 Routes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # logits [M, E], shares [M, k], experts [M, k]
@@ -52,17 +53,28 @@ class FusedRouter:
         self.kernels = kernels
 
     def __call__(self, hidden_states: torch.Tensor) -> Routes:
-        module, (score, precision), kernels = self.module, self.form, self.kernels
+        try:
+            return self.routed(hidden_states)
+        except ValueError:  # what the kernel refuses
+            return type(self.module).forward(self.module, hidden_states)
+
+    def routed(self, hidden_states: torch.Tensor) -> Routes:
+        """The same by the kernel. Raises ValueError as it does."""
+        module, precision = self.module, self.form.precision
         states, weight, bias = hidden_states, module.weight, getattr(module, "bias", None)
         if precision is Precision.ALL:
             states, weight, bias = states.float(), weight.float(), None if bias is None else bias.float()
         logits = linear(states.reshape(-1, weight.shape[1]), weight, bias)
+        routes = self._routes(logits)
+        return logits.float() if precision is Precision.LOGITS else logits, *routes
+
+    def _routes(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        module, (score, precision), kernels = self.module, self.form, self.kernels
         if score is Score.SIGMOID:
             settings = module.top_k, *_group_settings(module)
-            return logits, *kernels.sigmoid_route(logits, module.e_score_correction_bias, *settings)
+            return kernels.sigmoid_route(logits, module.e_score_correction_bias, *settings)
         is_of_chosen = score is Score.SOFTMAX_OF_CHOSEN
-        routes = kernels.softmax_route(logits, module.top_k, is_of_chosen, precision is Precision.SHARES)
-        return logits.float() if precision is Precision.LOGITS else logits, *routes
+        return kernels.softmax_route(logits, module.top_k, is_of_chosen, precision is Precision.SHARES)
 
 
 def is_router(module: nn.Module) -> bool:
@@ -89,7 +101,24 @@ def told_apart(module: nn.Module, forward: Callable[..., Routes], *given: object
     """What `forward`, which stands for the module's, returns, but of the experts their logits, the largest first: of
     two with equal ones, either may come first, or alone. Those with next to no share are left out: where a softmax
     comes out as zero, any may be chosen. So are all of a token whose choice by bias and groups hangs on a rounding.
-    Raises ValueError where every token's does."""
+
+    Choices by a bias are asked for a second time with one so low that all of them are negative: it would show whether
+    experts of other groups count as zero. Raises ValueError where the choice of every token hangs on a rounding."""
+    told = _told(module, forward, *given, **named)
+    if not _has_biased_groups(module):
+        return told
+    bias = getattr(module, BIAS_OF_CHOICE)
+    holder = module._buffers if BIAS_OF_CHOICE in module._buffers else module._parameters
+    low = bias.detach() - bias.abs().max() - LOW
+    try:
+        holder[BIAS_OF_CHOICE] = low if holder is module._buffers else nn.Parameter(low, requires_grad=False)
+        again = _told(module, forward, *given, **named)
+    finally:
+        holder[BIAS_OF_CHOICE] = bias
+    return tuple(torch.cat(parts) for parts in zip(told, again, strict=True))
+
+
+def _told(module: nn.Module, forward: Callable[..., Routes], *given: object, **named: object) -> Routes:
     logits, shares, experts = forward(*given, **named)
     chosen = logits.gather(1, experts).where(shares > NEXT_TO_NONE, -torch.inf)
     chosen, order = chosen.sort(dim=1, descending=True)

@@ -208,7 +208,7 @@ class Trial:
             refusal = self._untried(module)
             forms = [] if refusal else expert_forms(module)
             refusal = refusal or ("" if forms else "no kernel for what its experts compute")
-            candidates = [(form, FusedExperts(module, form, self.kernels)) for form in forms]
+            candidates = [(form, FusedExperts(module, form, self.kernels).mixed) for form in forms]
             form = self._best("mixture of experts", module, candidates, refusal)
             if form is not None:
                 self.recipe.experts[self._names[module]] = form
@@ -222,8 +222,8 @@ class Trial:
                     own = self._probe.outcome(module, partial(told_apart, module, module.forward))
                 except Exception as problem:
                     refusal = f"does not return logits, shares and experts ({type(problem).__name__}: {problem})"
-            routers = {form: FusedRouter(module, form, self.kernels) for form in forms}
-            candidates = [(form, partial(told_apart, module, router)) for form, router in routers.items()]
+            routers = {form: FusedRouter(module, form, self.kernels).routed for form in forms}
+            candidates = [(form, partial(told_apart, module, routed)) for form, routed in routers.items()]
             form = self._best("router of a mixture", module, candidates, refusal, own=own)
             if form is not None:
                 self.recipe.routers[self._names[module]] = form

@@ -1,11 +1,14 @@
 """The experts of a mixture on a CPU: right, whatever else is in the step; swapped only where they are understood."""
 
+import copy
+
 import pytest
 import torch
 from mixtures import plain_experts, random_mixture
 from tiny_models import SHAPE
 from torch import nn
 from transformers import AutoModelForCausalLM, MixtralConfig, NemotronHConfig, Qwen3MoeConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import stand
 from stand.forward.few_token_product import DTYPES
@@ -201,3 +204,114 @@ def test_routes_may_come_by_name():
     with torch.inference_mode():
         expected = fused(states, experts, shares)
         assert torch.equal(fused(states, top_k_weights=shares, top_k_index=experts), expected)
+
+
+def test_many_tokens_of_many_experts_take_the_modules_own_products(monkeypatch):
+    config = copy.deepcopy(CONFIGS["mixtral"])
+    config.num_local_experts = 32
+    fused = FusedExperts(next(filter(is_experts, made(config).modules())), PLAIN, cpu_kernels())
+    calls = []
+    monkeypatch.setattr(type(fused.module), "forward", lambda self, *given: calls.append(len(given[0])))
+    with torch.inference_mode():
+        for tokens in (512, 513):
+            fused(*random_mixture(PLAIN, tokens=tokens, num_experts=32, width=SHAPE["hidden_size"])[:3])
+    assert calls == [513]
+
+
+def halved(inner: torch.Tensor) -> torch.Tensor:
+    return inner.chunk(2, dim=-1)[1]
+
+
+def of_ones_own(module, states, experts, shares):
+    return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, states, experts, shares) * 0.5
+
+
+INSIDE = {
+    "another activation": lambda module, patch: setattr(module, "act_fn", nn.Tanh()),
+    "a hook on it": lambda module, patch: module.act_fn.register_forward_hook(lambda *parts: parts[-1] * 0.5),
+    "its forward": lambda module, patch: setattr(module.act_fn, "forward", torch.tanh),
+    "a gate of the instance": lambda module, patch: setattr(module, "_apply_gate", halved),
+    "another way": lambda module, patch: patch.setattr(module.config, "_experts_implementation", "of_ones_own"),
+    "a way's function": lambda module, patch: patch.setitem(
+        ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", batched_and_halved
+    ),
+}
+
+
+def batched_and_halved(module, states, experts, shares):
+    return ALL_EXPERTS_FUNCTIONS["batched_mm"](module, states, experts, shares) * 0.5
+
+
+@pytest.mark.parametrize("change", INSIDE)
+def test_what_experts_run_inside_themselves_is_seen(monkeypatch, change):
+    """By the fusion that there is, and by a model that is wrapped again."""
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "of_ones_own", of_ones_own)
+    model = made(CONFIGS["mixtral"])
+    engine = stand.wrap(model)
+    modules = list(filter(is_experts, model.modules()))
+    for module in modules:
+        INSIDE[change](module, monkeypatch)
+    with engine.backend.fusion.active():
+        assert not any("forward" in vars(module) for module in modules)
+    assert not any(swap.is_kept for swap in verdicts(model))
+
+
+@pytest.mark.parametrize("name", ["down_proj", "gate_up_proj"])
+def test_weights_that_the_kernels_refuse_are_the_modules_own(name):
+    model = made(CONFIGS["mixtral"])
+    engine = stand.wrap(model)
+    for module in filter(is_experts, model.modules()):
+        weight = getattr(module, name)
+        weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)
+    settings = {"max_new_tokens": 12, "temperature": 0.0}
+    expected = stand.wrap(model, fuse=False).generate([[5, 9, 11, 4]], **settings).token_ids
+    assert engine.generate([[5, 9, 11, 4]], **settings).token_ids == expected
+
+
+def test_another_default_device_changes_nothing():
+    mixture = random_mixture(PLAIN, **CASES["several"])
+    expected = mixed_experts(*mixture, *PLAIN)
+    with torch.device("meta"):
+        assert torch.equal(mixed_experts(*mixture, *PLAIN), expected)
+
+
+def test_a_route_to_no_expert_is_the_modules_own(monkeypatch):
+    """The number behind the last expert, which transformers' own loop passes over."""
+    model = made(CONFIGS["mixtral"])
+    model.set_experts_implementation("eager")
+    fused = FusedExperts(next(filter(is_experts, model.modules())), PLAIN, cpu_kernels())
+    states, experts, shares = random_mixture(PLAIN, tokens=3, num_experts=4, width=SHAPE["hidden_size"])[:3]
+    experts[1, 0] = 4
+    with torch.inference_mode():
+        assert torch.equal(
+            fused(states, experts, shares), type(fused.module).forward(fused.module, states, experts, shares)
+        )
+
+
+def test_a_gate_that_cuts_off_on_both_sides_is_no_clamped_one(monkeypatch):
+    """Told by its values: a trial on small weights reaches no limit."""
+    module = next(filter(is_experts, made(CONFIGS["mixtral"]).modules()))
+    module.alpha, module.limit = 1.702, 7.0
+
+    def gate(low: float):
+        def apply_gate(self, inner):
+            gate, up = inner.chunk(2, dim=-1)
+            gate, up = gate.clamp(low, self.limit), up.clamp(-self.limit, self.limit)
+            return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
+
+        return apply_gate
+
+    monkeypatch.setattr(type(module), "_apply_gate", gate(-float("inf")))
+    assert expert_forms(module) == [ExpertForm(CLAMPED, False, False, 1.702, 7.0)]
+    monkeypatch.setattr(type(module), "_apply_gate", gate(-3.0))
+    assert expert_forms(module) == []
+
+
+def test_biases_that_the_class_does_not_have_are_passed_over():
+    module = next(filter(is_experts, made(CONFIGS["mixtral"]).modules()))
+    fused = FusedExperts(module, PLAIN, cpu_kernels())
+    given = random_mixture(PLAIN, tokens=3, num_experts=4, width=SHAPE["hidden_size"])[:3]
+    with torch.inference_mode():
+        expected = fused(*given)
+        module.down_proj_bias = torch.ones(4, SHAPE["hidden_size"])
+        assert torch.equal(fused(*given), expected)

@@ -45,9 +45,10 @@ def _gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr
 
 @triton.jit
 def _tile_of(experts, starts, tile, num_experts, TOKENS: tl.constexpr, BLOCK_E: tl.constexpr, IS_SINGLE: tl.constexpr):
-    """(expert, first place, end of places) as `find_tile`; of a single token every pair is a tile."""
+    """(expert, first place, end of places) as `find_tile`; of a single token every pair is a tile, that of no expert
+    too, which any one stands for."""
     if IS_SINGLE:
-        return tl.load(experts + tile), tile, tile + 1
+        return tl.minimum(tl.load(experts + tile), num_experts - 1), tile, tile + 1
     else:
         expert, first, end = find_tile(starts, tile, num_experts, TOKENS, BLOCK_E)
         return expert.to(tl.int64), first, end
@@ -177,24 +178,28 @@ def _down(
     tl.store(parts + cells, values, mask=is_place[:, None] & is_row[None, :])
     if IS_SINGLE:
         if is_last(arrivals + block, CHOSEN):
-            _store_total(parts, output, rows, is_row, size, CHOSEN)
+            _store_total(parts, experts, output, rows, is_row, size, num_experts, CHOSEN)
 
 
 @triton.jit
-def _store_total(parts, output, columns, inside, size, CHOSEN: tl.constexpr):
-    """The sum of a token's parts, in float32, in their order."""
+def _store_total(parts, experts, output, columns, inside, size, num_experts, CHOSEN: tl.constexpr):
+    """The sum of a token's parts, in float32, in their order, but for those of no expert: `num_experts` or more."""
     total = tl.zeros(columns.shape, tl.float32)
     for number in tl.static_range(CHOSEN):
-        total += tl.load(parts + number * size + columns, mask=inside, other=0.0).to(tl.float32)
+        is_there = tl.load(experts + number) < num_experts
+        total += tl.load(parts + number * size + columns, mask=inside & is_there, other=0.0).to(tl.float32)
     tl.store(output + columns, total.to(parts.dtype.element_ty).to(output.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _sum_shares(parts, output, size, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_shares(parts, experts, output, size, num_experts, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
     """Program (token, block): BLOCK columns of parts [M * k, H] to output [M, H]."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    _store_total(parts + token * CHOSEN * size, output + token * size, columns, columns < size, size, CHOSEN)
+    _store_total(
+        parts + token * CHOSEN * size, experts + token * CHOSEN, output + token * size, columns, columns < size, size,
+        num_experts, CHOSEN,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("stand::mixed_experts", mutates_args=())
@@ -205,12 +210,12 @@ def mixed_experts(
 ) -> torch.Tensor:  # fmt: skip
     """[M, H] in the states' dtype: of each token the sum over j of shares[j] * expert experts[j] of its states.
 
-    states [M, H] of up to MOST_TOKENS tokens; experts [M, k] int64 in 0 ... E - 1; shares [M, k] in float32 or the
-    states' dtype. up: [E, 2 I, H], all gate rows before all up rows, or alternating where `is_interleaved`; without a
-    gate (RELU_SQUARED) [E, I, H]. down: [E, H, I]. is_transposed: the last two dimensions of both are swapped. Biases:
-    [E, 2 I] (or [E, I]) and [E, H]. activation: one of `EXPERT_ACTIVATIONS`; alpha and limit are those of CLAMPED. All
-    contiguous; sums are in float32. A token's result depends on no other token but by the tile that is chosen for their
-    number. Raises ValueError for other tensors.
+    states [M, H] of up to MOST_TOKENS tokens; experts [M, k] int64, 0 or more, E or more for none; shares [M, k] in
+    float32 or the states' dtype. up: [E, 2 I, H], all gate rows before all up rows, or alternating where
+    `is_interleaved`; without a gate (RELU_SQUARED) [E, I, H]. down: [E, H, I]. is_transposed: the last two dimensions
+    of both are swapped. Biases: [E, 2 I] (or [E, I]) and [E, H]. activation: one of `EXPERT_ACTIVATIONS`; alpha and
+    limit are those of CLAMPED. All contiguous; sums are in float32. A token's result depends on no other token but by
+    the tile that is chosen for their number. Raises ValueError for other tensors.
     """
     _check(states, experts, shares, up, up_bias, down, down_bias, activation, is_transposed)
     (num_tokens, hidden), chosen, num_experts = states.shape, experts.shape[1], len(up)
@@ -241,7 +246,9 @@ def mixed_experts(
             CHOSEN=chosen, HAS_BIAS=down_bias is not None, **shared,
         )  # fmt: skip
         if not is_single:
-            _sum_shares[(num_tokens, triton.cdiv(hidden, BLOCK))](parts, output, hidden, CHOSEN=chosen, BLOCK=BLOCK)
+            _sum_shares[(num_tokens, triton.cdiv(hidden, BLOCK))](
+                parts, experts, output, hidden, num_experts, CHOSEN=chosen, BLOCK=BLOCK
+            )
     return output
 
 

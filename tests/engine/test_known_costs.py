@@ -14,12 +14,14 @@ import torch
 from draft_requests import draft_request
 from tiny_models import CONFIGS, tiny_model
 from transformers import AutoModelForCausalLM
+from transformers.models.dbrx.configuration_dbrx import DbrxFFNConfig
 
 import stand
 from stand.drafters import blended, known_costs
 from stand.drafters.followed_cost import STEPS_BETWEEN, FollowedCost
 from stand.drafters.known_costs import KnownCosts, processor_name
 from stand.drafters.step_cost import StepCost, StepTimer, measure_cost
+from stand.forward.model import is_mixture
 from stand.measured_files import keep_first, measured_folder
 from stand.trees import BlendedLookup
 
@@ -460,3 +462,58 @@ def test_a_saved_table_goes_before_timing(folder, monkeypatch):
     drafter.attach(tiny_model("qwen3_moe"), b"")
     drafter.prepare(4, None)
     assert drafter.most_nodes(4) == 60 and not folder.exists()
+
+
+def test_a_drafter_of_two_engines_keeps_their_tables_apart(folder, monkeypatch):
+    on_a_gpu(monkeypatch)
+    model, drafter = tiny_model("qwen3_moe"), stand.BlendedDrafter()
+    for way, cost in (("triton", CHEAP), ("sdpa", DEAR), ("triton", CHEAP)):
+        drafter.attach(model, b"")
+        drafter.prepare(4, StepTimer(lambda cost=cost, **_: cost, way))
+        assert drafter._known.seeded_cost(4, 4) == cost
+    assert len(list(folder.iterdir())) == 4  # of four rows and of one, each way
+
+
+def test_unfused_steps_have_tables_of_their_own(folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr(stand.Engine, "measure_cost", lambda self, **sizes: asked.append(self.backend.fusion) or CHEAP)
+    for fuse in (True, False, True):
+        stand.wrap(tiny_model("qwen3_moe"), fuse=fuse).generate(**{**PROMPT, "num_return_sequences": 1})
+    assert [fusion is not None for fusion in asked] == [True, False]
+    assert ["unfused" in path.name for path in sorted(folder.iterdir())] == [False, True]
+
+
+def test_a_drafter_may_hand_on_a_function_of_its_own(folder, monkeypatch):
+    seen = []
+
+    class Counting(stand.BlendedDrafter):
+        def prepare(self, num_rows, measure):
+            super().prepare(num_rows, lambda **sizes: seen.append(sizes) or measure(**sizes))
+
+    monkeypatch.setattr(stand.Engine, "measure_cost", lambda self, **sizes: CHEAP)
+    stand.wrap(tiny_model("qwen2"), drafter=Counting()).generate(**PROMPT)
+    assert [sizes["num_rows"] for sizes in seen] == [4, 1]
+
+
+def test_tables_of_mixtures_are_told_apart_by_their_experts(folder):
+    """How many a token takes changes no weight, but what a further token costs."""
+    model = tiny_model("qwen3_moe")
+    other = copy.deepcopy(model)
+    other.config.num_experts_per_tok += 1
+    assert KnownCosts(model, folder).path(1) != KnownCosts(other, folder).path(1)
+
+
+def test_a_mixture_is_told_by_its_configuration():
+    model = tiny_model("llama")
+    assert not is_mixture(model) and is_mixture(tiny_model("gpt_oss")) and is_mixture(tiny_model("qwen3_moe"))
+    nested = copy.deepcopy(model)
+    nested.config.ffn_config = DbrxFFNConfig(moe_num_experts=4)
+    assert is_mixture(nested)
+
+
+def test_a_file_nested_without_end_is_a_damaged_one(folder):
+    known = KnownCosts(tiny_model("qwen2"), folder)
+    folder.mkdir()
+    known.path(1).write_text("[" * 100_000, encoding="utf-8")
+    known.prepare(1, StepTimer(lambda **_: DEAR))
+    assert known.seeded_cost(1, 1) == DEAR

@@ -374,3 +374,18 @@ def test_specimens_name_every_argument():
     for module in ("experts", "pairs"):
         for specimen in SPECIMENS[module]():
             assert {*specimen.signature, *specimen.constants} == set(specimen.kernel.arg_names), specimen.name
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_a_route_to_no_expert_adds_nothing(num_tokens, monkeypatch):
+    """The number behind the last expert: neither another's result nor what nobody has written is added."""
+    given = arguments(num_tokens, Layer())
+    given[2][0, 1] = 0.0  # the share of another expert
+    expected = reference(*given)
+    given[1][0, 1], given[2][0, 1] = 4, 0.5
+    monkeypatch.setattr(experts_kernel.torch, "empty", filled_with_nan)
+    torch.testing.assert_close(mixed_experts(*given).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def filled_with_nan(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype, device=device)

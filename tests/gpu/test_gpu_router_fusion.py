@@ -3,6 +3,7 @@
 import copy
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -22,12 +23,14 @@ from transformers import (  # noqa: E402
     MixtralConfig,
     Qwen3MoeConfig,
 )
+from transformers.models.axk2.modeling_axk2 import AXK2TopkRouter  # noqa: E402
 from widened_bfloat16 import widened_bfloat16  # noqa: E402
 
 from stand.fusion import router as router_module  # noqa: E402
 from stand.fusion.fusion import fuse  # noqa: E402
 from stand.fusion.kernels import triton_kernels  # noqa: E402
 from stand.fusion.router import FusedRouter, Precision, RouterForm, Score, router_forms, told_apart  # noqa: E402
+from stand.gpu.expert_tiles import MOST_CHOSEN  # noqa: E402
 
 ROUTER, EXPERTS = "router of a mixture", "mixture of experts"
 ONE_LAYER = SHAPE | {"num_hidden_layers": 1}
@@ -186,10 +189,21 @@ def ungrouped(forward):
     return changed
 
 
+def zero_filled(forward):
+    """AXK2's, where experts of groups that are not chosen count as zero: with a bias of zero that is not seen."""
+
+    def changed(self, states):
+        if hasattr(AXK2TopkRouter, "apply_group_scoring"):  # newer versions call it
+            self.apply_group_scoring = partial(AXK2TopkRouter.apply_group_scoring, self)
+        return AXK2TopkRouter.forward(self, states)
+
+    return changed
+
+
 @pytest.mark.parametrize(
     ("family", "change"),
     [
-        *[("glm4_moe", change) for change in (squared, worst, unscaled, unbiased, ungrouped)],
+        *[("glm4_moe", change) for change in (squared, worst, unscaled, unbiased, ungrouped, zero_filled)],
         *[("mixtral", change) for change in (squared, worst)],
     ],
 )
@@ -204,6 +218,18 @@ def test_a_router_with_another_rule_is_left_alone(family, change, monkeypatch):
     assert not swap.is_kept and "differs by more than rounding" in swap.reason, swap
     with fusion.active():
         assert not isinstance(router_of(model).forward, FusedRouter)
+        assert (logits_of(model) - own).abs().max() <= 1e-5 * own.abs().max()
+
+
+def test_more_experts_of_a_token_than_kernels_take_are_the_modules_own():
+    config = MixtralConfig(**ONE_LAYER, num_local_experts=40, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    fusion = fuse(model)
+    assert kept(fusion)[ROUTER] == kept(fusion)[EXPERTS] == 1
+    router_of(model).top_k = MOST_CHOSEN + 1
+    own = logits_of(model)
+    with fusion.active():
         assert (logits_of(model) - own).abs().max() <= 1e-5 * own.abs().max()
 
 

@@ -18,7 +18,7 @@ from stand.fusion.formulas import CLAMPED, RELU_SQUARED
 from stand.fusion.kernels import Kernels
 from stand.fusion.mlp import REACHES, REFERENCES, is_like
 
-MOST_TOKENS = 512  # that the kernels take
+MOST_TOKENS = 512  # that the kernels take: as many as the largest captured step has
 GRID = 33  # values of a gate that are looked at, for each of its reaches
 MOST_TOKENS_OF_AN_EXPERT = 64  # on average: with more, the module's own products are as fast
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-MOST_TOKENS = 512  # of a captured step
 MOST_CHOSEN = 32  # experts of a token: their results are added up in one loop that is written out
 FEW_PAIRS = 16  # of a token and an expert: so few that narrow tiles are needed to keep all processors reading
 

@@ -47,7 +47,7 @@ CONFIGS = {
 
 def error(mixture, form) -> float:
     """As a share of the largest value of a token."""
-    expected = plain_experts(mixture, form)
+    expected = plain_experts(*mixture, *form)
     got = mixed_experts(*mixture, *form)
     assert got.dtype is mixture.states.dtype and got.shape == expected.shape
     return float(((got.double() - expected).abs().amax(-1) / expected.abs().amax(-1)).max()) if len(got) else 0.0

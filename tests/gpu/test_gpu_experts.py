@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.functional import gelu, silu
 
 pytest.importorskip("triton")
 
 from fake_cuda import fake_cuda  # noqa: E402
+from mixtures import plain_experts, random_mixture  # noqa: E402
 from no_host_copy import NoHostCopy  # noqa: E402
 from ptx.ledger import PtxError  # noqa: E402
 from specimens.registry import SPECIMENS  # noqa: E402
@@ -20,8 +20,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # noqa: 
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts  # noqa: E402
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts  # noqa: E402
 
+from stand.fusion.experts import MOST_TOKENS, ExpertForm  # noqa: E402
 from stand.fusion.formulas import CLAMPED, GELU_ERF, GELU_TANH, RELU_SQUARED, SILU  # noqa: E402
-from stand.gpu.expert_tiles import MOST_CHOSEN, MOST_TOKENS, NARROW, TILES, ExpertTile, expert_tile  # noqa: E402
+from stand.gpu.expert_tiles import MOST_CHOSEN, NARROW, TILES, ExpertTile, expert_tile  # noqa: E402
 from stand.gpu.kernels import experts as experts_kernel  # noqa: E402
 from stand.gpu.kernels import pairs as pairs_kernel  # noqa: E402
 from stand.gpu.kernels.experts import mixed_experts  # noqa: E402
@@ -29,7 +30,6 @@ from stand.gpu.kernels.pairs import sort_pairs  # noqa: E402
 
 HALF = [torch.bfloat16, torch.float16]
 needs_compiled = pytest.mark.skipif("STAND_PTX" not in os.environ, reason="needs compiled kernels: STAND_PTX=90")
-ACTIVATIONS = {SILU: silu, GELU_TANH: lambda x: gelu(x, approximate="tanh"), GELU_ERF: gelu}
 ALPHA, LIMIT = 1.702, 0.75
 
 
@@ -46,6 +46,10 @@ class Layer:
     is_interleaved: bool = False
     has_bias: bool = False
 
+    @property
+    def form(self) -> ExpertForm:
+        return ExpertForm(self.activation, self.is_transposed, self.is_interleaved, ALPHA, LIMIT)
+
 
 OSS = {"activation": CLAMPED, "is_transposed": True, "is_interleaved": True, "has_bias": True}
 
@@ -58,59 +62,17 @@ def routes(num_tokens: int, layer: Layer) -> torch.Tensor:
 def arguments(
     num_tokens: int, layer: Layer, dtype: torch.dtype = torch.float32, shares: torch.dtype | None = None
 ) -> list:
-    """What `mixed_experts` takes; values are about 1 throughout."""
-    torch.manual_seed(num_tokens)
-    rows = layer.size * (1 if layer.activation == RELU_SQUARED else 2)
-    up = torch.randn(layer.num_experts, rows, layer.hidden) * layer.hidden**-0.5
-    down = torch.randn(layer.num_experts, layer.hidden, layer.size) * layer.size**-0.5
-    if layer.is_transposed:
-        up, down = (one.transpose(1, 2).contiguous() for one in (up, down))
-    biases = [torch.randn(layer.num_experts, width).to(dtype) for width in (rows, layer.hidden)]
-    up_bias, down_bias = biases if layer.has_bias else (None, None)
-    given = [torch.randn(num_tokens, layer.hidden).to(dtype), routes(num_tokens, layer)]
-    given += [torch.rand(num_tokens, layer.chosen).to(shares or dtype)]
-    given += [up.to(dtype), up_bias, down.to(dtype), down_bias]
-    return [*given, layer.activation, layer.is_transposed, layer.is_interleaved, ALPHA, LIMIT]
-
-
-def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.to(dtype).double()
-
-
-def gated(results: torch.Tensor, activation: int, is_interleaved: bool, dtype: torch.dtype) -> torch.Tensor:
-    """Of one row, with each operation's rounding."""
-    if activation == RELU_SQUARED:
-        return rounded(results.relu() ** 2, dtype)
-    gate, up = (results[0::2], results[1::2]) if is_interleaved else results.chunk(2)
-    if activation != CLAMPED:
-        return rounded(rounded(ACTIVATIONS[activation](gate), dtype) * up, dtype)
-    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
-    opened = rounded(gate * rounded(torch.sigmoid(rounded(gate * ALPHA, dtype)), dtype), dtype)
-    return rounded(rounded(up + 1, dtype) * opened, dtype)
-
-
-def reference(
-    states, experts, shares, up, up_bias, down, down_bias, activation, is_transposed, is_interleaved, alpha, limit
-) -> torch.Tensor:
-    """A loop over tokens and their experts in float64, rounded where transformers rounds."""
-    dtype, promoted = states.dtype, torch.promote_types(states.dtype, shares.dtype)
-
-    def product(weight, bias, expert, row):
-        matrix = weight[expert].double().T if is_transposed else weight[expert].double()
-        result = rounded(matrix @ row, dtype)
-        return result if bias is None else rounded(result + bias[expert].double(), dtype)
-
-    output = torch.zeros(states.shape, dtype=torch.float64)
-    for token, row in enumerate(states.double()):
-        for expert, share in zip(experts[token].tolist(), shares[token].double(), strict=True):
-            active = gated(product(up, up_bias, expert, row), activation, is_interleaved, dtype)
-            output[token] += rounded(product(down, down_bias, expert, active) * share, promoted)
-    return output
+    """What `mixed_experts` takes."""
+    mixture = random_mixture(
+        layer.form, tokens=num_tokens, per_token=layer.chosen, num_experts=layer.num_experts, width=layer.hidden,
+        size=layer.size, has_bias=layer.has_bias, dtype=dtype, seed=num_tokens,
+    )  # fmt: skip
+    return [*mixture._replace(shares=mixture.shares.to(shares or dtype)), *layer.form]
 
 
 def error(got: torch.Tensor, given: list) -> float:
     """The largest, in parts of the largest value."""
-    exact = reference(*given)
+    exact = plain_experts(*given)
     assert got.shape == exact.shape and got.dtype == given[0].dtype
     return ((got.double() - exact).abs().max() / exact.abs().max()).item()
 
@@ -174,7 +136,7 @@ def test_a_wrong_expert_is_noticed():
 def test_16_bits_are_rounded_where_transformers_rounds(num_tokens, layer, shares, dtype):
     """Most values agree to the bit with sums in float64."""
     given = arguments(num_tokens, layer, dtype, shares)
-    got, exact = mixed_experts(*given), reference(*given)
+    got, exact = mixed_experts(*given), plain_experts(*given)
     errors = (got.double() - exact.to(dtype).double()).abs()
     assert errors.max() <= 2 * torch.finfo(dtype).eps * exact.abs().max()
     assert (errors > 0).float().mean() <= 0.02
@@ -381,7 +343,7 @@ def test_a_route_to_no_expert_adds_nothing(num_tokens, monkeypatch):
     """The number behind the last expert: neither another's result nor what nobody has written is added."""
     given = arguments(num_tokens, Layer())
     given[2][0, 1] = 0.0  # the share of another expert
-    expected = reference(*given)
+    expected = plain_experts(*given)
     given[1][0, 1], given[2][0, 1] = 4, 0.5
     monkeypatch.setattr(experts_kernel.torch, "empty", filled_with_nan)
     torch.testing.assert_close(mixed_experts(*given).double(), expected, rtol=1e-5, atol=1e-5)

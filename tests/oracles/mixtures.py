@@ -54,27 +54,37 @@ def random_mixture(
     return Mixture(normal(tokens, width), experts, shares, up, biases[0], down, biases[1])
 
 
-def plain_experts(mixture: Mixture, form: ExpertForm) -> torch.Tensor:
-    """[M, H] float64, token by token and expert by expert."""
-    states, experts, shares, up, up_bias, down, down_bias = (
-        part.double() if part is not None and part.is_floating_point() else part for part in mixture
-    )
-    if form.is_transposed:
-        up, down = up.transpose(1, 2), down.transpose(1, 2)
-    results = torch.zeros_like(states)
-    for token, (own, weights) in enumerate(zip(experts.tolist(), shares, strict=True)):
-        for expert, share in zip(own, weights, strict=True):
-            inner = up[expert] @ states[token] + (0 if up_bias is None else up_bias[expert])
-            outer = down[expert] @ _activated(inner, form) + (0 if down_bias is None else down_bias[expert])
-            results[token] += share * outer
-    return results
+def plain_experts(
+    states, experts, shares, up, up_bias, down, down_bias, activation, is_transposed, is_interleaved, alpha, limit
+) -> torch.Tensor:
+    """[M, H] float64: a loop over tokens and their experts, rounded where transformers rounds."""
+    dtype, promoted = states.dtype, torch.promote_types(states.dtype, shares.dtype)
+    form = ExpertForm(activation, is_transposed, is_interleaved, alpha, limit)
+
+    def product(weight, bias, expert, row):
+        matrix = weight[expert].double().T if is_transposed else weight[expert].double()
+        result = _rounded(matrix @ row, dtype)
+        return result if bias is None else _rounded(result + bias[expert].double(), dtype)
+
+    output = torch.zeros(states.shape, dtype=torch.float64)
+    for token, row in enumerate(states.double()):
+        for expert, share in zip(experts[token].tolist(), shares[token].double(), strict=True):
+            active = _gated(product(up, up_bias, expert, row), form, dtype)
+            output[token] += _rounded(product(down, down_bias, expert, active) * share, promoted)
+    return output
 
 
-def _activated(inner: torch.Tensor, form: ExpertForm) -> torch.Tensor:
+def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype).double()
+
+
+def _gated(inner: torch.Tensor, form: ExpertForm, dtype: torch.dtype) -> torch.Tensor:
+    """Of one row, with each operation's rounding."""
     if form.activation == RELU_SQUARED:
-        return inner.relu().square()
-    gate, up = (inner[::2], inner[1::2]) if form.is_interleaved else inner.chunk(2)
-    if form.activation == CLAMPED:
-        gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
-        return (up + 1) * gate * torch.sigmoid(form.alpha * gate)
-    return ACTIVATIONS[form.activation](gate) * up
+        return _rounded(inner.relu() ** 2, dtype)
+    gate, up = (inner[0::2], inner[1::2]) if form.is_interleaved else inner.chunk(2)
+    if form.activation != CLAMPED:
+        return _rounded(_rounded(ACTIVATIONS[form.activation](gate), dtype) * up, dtype)
+    gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
+    opened = _rounded(gate * _rounded(torch.sigmoid(_rounded(gate * form.alpha, dtype)), dtype), dtype)
+    return _rounded(_rounded(up + 1, dtype) * opened, dtype)

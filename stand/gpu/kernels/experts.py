@@ -14,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from stand.fusion.experts import MOST_TOKENS
 from stand.fusion.formulas import EXPERT_ACTIVATIONS, RELU_SQUARED
-from stand.gpu.expert_tiles import MOST_CHOSEN, MOST_TOKENS, ExpertTile, expert_tile
+from stand.gpu.expert_tiles import MOST_CHOSEN, ExpertTile, expert_tile
 from stand.gpu.kernels.launch import launch_device
 from stand.gpu.kernels.pairs import find_tile, sort_pairs
 from stand.gpu.kernels.product import is_last

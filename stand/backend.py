@@ -48,6 +48,7 @@ class Backend(Protocol):
     held_bytes: int  # of keys that the last call has left and the next one takes over
     page_size: int | None  # slots of a page of the cache; None: rooms are contiguous, as long as the longest needs
     has_pool: bool  # whether a call's pages are one block of memory, taken when it begins
+    fusion: Fusion | None  # proven fused forwards of the model's modules
 
     def key_maker(self) -> Callable[[int], TreeCache]:
         """For one call: makes a cache of one row with so much room, for what rows begin with."""

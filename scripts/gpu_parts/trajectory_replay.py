@@ -148,14 +148,17 @@ class ReplayBackend:
         self.step: TimedStep | None = None
         self.start = 0.0  # when decoding began
         self._model = model
-        self._fusion = fusion
+        self.fusion = fusion
+
+    def __str__(self) -> str:
+        return self.name
 
     def key_maker(self) -> Callable[[int], TreeCache]:
         return partial(TreeCache, 1)
 
     def new_step(self, start: StepStart) -> TimedStep:
         if self.step is None or not self.step.serves(start):
-            asked = {"num_rows": start.num_places, "fusion": self._fusion}
+            asked = {"num_rows": start.num_places, "fusion": self.fusion}
             self.step = TimedStep(self._model, start.law, start.verifier, rule=self.rule, **asked)
         self.step.begin(start.keys, start.rows)
         self.start = time.perf_counter() - self.step.recording_seconds

@@ -275,17 +275,19 @@ def test_another_default_device_changes_nothing():
         assert torch.equal(mixed_experts(*mixture, *PLAIN), expected)
 
 
-def test_a_route_to_no_expert_is_the_modules_own(monkeypatch):
-    """The number behind the last expert, which transformers' own loop passes over."""
+def test_a_route_to_no_expert_is_the_modules_own():
+    """The number behind the last expert, which transformers' own loop passes over, since 5.24 or earlier."""
     model = made(CONFIGS["mixtral"])
     model.set_experts_implementation("eager")
     fused = FusedExperts(next(filter(is_experts, model.modules())), PLAIN, cpu_kernels())
-    states, experts, shares = random_mixture(PLAIN, tokens=3, num_experts=4, width=SHAPE["hidden_size"])[:3]
-    experts[1, 0] = 4
+    given = random_mixture(PLAIN, tokens=3, num_experts=4, width=SHAPE["hidden_size"])[:3]
+    given[1][1, 0] = 4
     with torch.inference_mode():
-        assert torch.equal(
-            fused(states, experts, shares), type(fused.module).forward(fused.module, states, experts, shares)
-        )
+        try:
+            expected = type(fused.module).forward(fused.module, *given)
+        except RuntimeError:
+            pytest.skip("this version refuses such a route")
+        assert torch.equal(fused(*given), expected)
 
 
 def test_a_gate_that_cuts_off_on_both_sides_is_no_clamped_one(monkeypatch):

@@ -14,6 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from stand.fusion.merged_linear import is_bare
 
+SET_FOR_EXPERTS = "is_concatenated"  # by transformers' `use_experts_implementation`, as a module is made
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -22,16 +23,13 @@ def code_of(module: nn.Module) -> tuple[object, ...]:
     and products, that this calls."""
     forward = type(module).forward
     names = _names_seen_by(forward)
-    rotations = map(names.get, ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"))
-    return type(module), forward, *rotations, *_code_of_experts(module)
+    code = type(module), forward, *map(names.get, ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"))
+    return (*code, *_code_of_experts(module)) if SET_FOR_EXPERTS in module.__dict__ else code
 
 
 def _code_of_experts(module: nn.Module) -> tuple[object, ...]:
-    """Of a class under transformers' `use_experts_implementation`, which gives it a gate; () of others."""
-    gate = vars(module).get("_apply_gate", getattr(type(module), "_apply_gate", None))
-    if gate is None:
-        return ()
-    way = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    way = getattr(module.config, "_experts_implementation", None)
+    gate = vars(module).get("_apply_gate", type(module)._apply_gate)  # no method, which would keep the module alive
     return gate, way, ALL_EXPERTS_FUNCTIONS.get(way)
 
 

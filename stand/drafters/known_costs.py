@@ -37,8 +37,8 @@ class KnownCosts:
     """The tables of one model here, for the numbers of rows that `prepare` was told.
 
     folder: of the files. A file is named by model type, sizes and bytes of weights, torch's version and this project's,
-    dtype, rows, and the GPU and how steps run there (`StepTimer.way`), or the processor, its instruction set (those of
-    one name may differ) and threads.
+    dtype, rows, how steps run (`StepTimer.way`), and the GPU, or the processor, its instruction set (those of one name
+    may differ) and threads.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path) -> None:

@@ -7,7 +7,7 @@ experts a token goes to, and with what share, the model's own router says.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -44,25 +44,28 @@ class FusedExperts:
 
     def __call__(self, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
         """hidden_states [M, H], experts [M, k] and shares [M, k], by whatever names -> [M, H]."""
-        states, experts, shares = self._bound(given, named)
+        states, experts, shares = bound = self._bound(given, named)
         module = self.module
         is_few = len(states) <= MOST_TOKENS and experts.numel() <= MOST_TOKENS_OF_AN_EXPERT * module.num_experts
         if is_few:
             with suppress(ValueError, IndexError):  # before anything is computed
-                return self.mixed(*given, **named)
-        return type(module).forward(module, states, experts, shares)
+                return self._mixed(bound)
+        return type(module).forward(module, *bound)
 
     def mixed(self, *given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
         """The same by the kernels. Raises ValueError and IndexError as they do."""
+        return self._mixed(self._bound(given, named))
+
+    def _mixed(self, bound: Sequence[torch.Tensor]) -> torch.Tensor:
         module, up = self.module, "gate_up_proj" if self.module.has_gate else "up_proj"
         biases = [getattr(module, f"{name}_bias") if module.has_bias else None for name in (up, "down_proj")]
         weights = getattr(module, up), biases[0], module.down_proj, biases[1]
-        return self.kernels.mixed_experts(*self._bound(given, named), *weights, *self.form)
+        return self.kernels.mixed_experts(*bound, *weights, *self.form)
 
-    def _bound(self, given: Sequence[torch.Tensor], named: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    def _bound(self, given: Sequence[torch.Tensor], named: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """In their order."""
         arguments = dict(zip(self._names, given, strict=False)) | named
-        return (arguments[name] for name in self._names)
+        return [arguments[name] for name in self._names]
 
 
 def is_experts(module: nn.Module) -> bool:

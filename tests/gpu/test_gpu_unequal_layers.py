@@ -213,12 +213,19 @@ class Adapted(torch.nn.Module):
         return self.base_layer(states) + self.up(self.down(states))
 
 
-def test_adapters_that_come_to_latents_after_wrap_make_calls_eager(plain_kernels):
-    """And only as long as they are there."""
-    model, settings = copy.deepcopy(unequal_model("deepseek_v3")), {"max_new_tokens": 12, "temperature": 0}
+def wrapped_latents() -> stand.Engine:
+    """Over a model of its own."""
+    model = copy.deepcopy(unequal_model("deepseek_v3"))
     engine = stand.wrap(model, backend="triton", fuse=False, drafter=BlendedDrafter(budget=8))
     if not any(shape.sizes.is_latent for shape in key_shape(model).attentions):
         pytest.skip("this version of transformers keeps the keys themselves")
+    return engine
+
+
+def test_adapters_that_come_to_latents_after_wrap_make_calls_eager(plain_kernels):
+    """And only as long as they are there."""
+    engine, settings = wrapped_latents(), {"max_new_tokens": 12, "temperature": 0}
+    model = engine.model
     before = engine.generate(PROMPTS, **settings).token_ids
     for layer in model.model.layers:
         layer.self_attn.kv_b_proj = Adapted(layer.self_attn.kv_b_proj)
@@ -233,10 +240,8 @@ def test_adapters_that_come_to_latents_after_wrap_make_calls_eager(plain_kernels
 
 def test_another_wrap_of_what_computed_keys_meanwhile_makes_calls_eager(plain_kernels):
     """It has seen other kinds of layers than are there now."""
-    model, settings = copy.deepcopy(unequal_model("deepseek_v3")), {"max_new_tokens": 12, "temperature": 0}
-    engine = stand.wrap(model, backend="triton", fuse=False, drafter=BlendedDrafter(budget=8))
-    if not any(shape.sizes.is_latent for shape in key_shape(model).attentions):
-        pytest.skip("this version of transformers keeps the keys themselves")
+    engine, settings = wrapped_latents(), {"max_new_tokens": 12, "temperature": 0}
+    model = engine.model
     expected = engine.generate(PROMPTS, **settings).token_ids
     hooks = [layer.self_attn.kv_b_proj.register_forward_hook(lambda *given: None) for layer in model.model.layers]
     stand.wrap(model, backend="sdpa")

@@ -38,21 +38,6 @@ inline bool append_law(const float* probabilities, int32_t size, const std::vect
 // candidates are drawn in the order of their arrival. Equal uniforms give the top k (ties: the earlier position).
 inline double arrival(float probability, double uniform) { return -std::log(uniform) / probability; }
 
-// The next to arrive among candidates not yet taken; -1 where none has a positive probability.
-inline int32_t first_arrival(const float* probabilities, const double* uniforms, int32_t size,
-                             const std::vector<char>& taken) {
-    int32_t winner = -1;
-    double earliest = 0.0;
-    for (int32_t position = 0; position < size; ++position) {
-        if (taken[position] || !(probabilities[position] > 0.0f)) continue;
-        const double time = arrival(probabilities[position], uniforms[position]);
-        if (winner >= 0 && !(time < earliest)) continue;
-        earliest = time;
-        winner = position;
-    }
-    return winner;
-}
-
 // Draws up to num_children children without replacement. Positions already taken do not run.
 inline void race(const float* probabilities, const double* uniforms, int32_t size, int32_t num_children,
                  std::vector<char>& taken, Children& children) {

@@ -67,7 +67,7 @@ OF_GROWTH: dict[tuple[str, str, str], str] = {
     ("growth.h", "if (item.key < std::max(settings_.floor, bar())) return -1;", "< -> <="): _EQUAL,
     (
         "growth.h",
-        "while (num_sure < most_sure && path * candidates.probabilities[num_sure] >= worth) ++num_sure;",
+        "while (num_sure < most_sure && path * entries[num_sure].probability >= worth) ++num_sure;",
         ">= -> >",
     ): _EQUAL,
     ("growth.h", "if (item.key < thresholds_.patience * bar()) break;", "< -> <="): _EQUAL,
@@ -102,7 +102,7 @@ OF_GROWTH: dict[tuple[str, str, str], str] = {
     ): _REPLACED,
     (
         "growth.h",
-        "const int32_t most_sure = std::min(candidates.size(), settings_.width - 1);",
+        "const int32_t most_sure = std::min(size, settings_.width - 1);",
         "min -> its argument 2",
     ): "reads behind the last candidate, which only a build with bounds checks notices (make test-debug)",
     (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-GROWTH = ("growth", "thresholds", "outcome", "draft_writer", "frontier")
+GROWTH = ("growth", "candidates", "thresholds", "outcome", "draft_writer", "frontier")
 GROWN = (  # the tests of production_drafts that draft with growth
     "test_growth_under_one_budget_is_adapted",
     "test_grown_chains_are_adapted",

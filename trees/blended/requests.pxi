@@ -18,12 +18,17 @@ cdef uint8_t scope_of(scope) except? 255:
 cdef void fill_scopes(scopes, Py_ssize_t num_rows, vector[uint8_t]& numbers) except *:
     """One per row; None for 0."""
     cdef Py_ssize_t row
+    cdef const int64_t* given
     numbers.resize(max(1, num_rows), 0)
     if scopes is None:
         return
     _check_number(scopes, "scopes", num_rows)
+    given = _int64s(scopes)
     for row in range(num_rows):
-        numbers[row] = scope_of(scopes[row])
+        if given != NULL and 0 <= given[row] <= LAST_SCOPE:
+            numbers[row] = <uint8_t> given[row]
+        else:
+            numbers[row] = scope_of(scopes[row])
 
 
 cdef void _check_number(values, name, Py_ssize_t num_rows) except *:
@@ -36,18 +41,32 @@ cdef void _check_number(values, name, Py_ssize_t num_rows) except *:
         raise ValueError(f"{name} must hold one number per row ({num_rows}), got {values!r}; pass a list or an array")
 
 
+cdef const int64_t* _int64s(values):
+    """Where the numbers of an array lie that can be read directly, else NULL: a number of Python for every row takes
+    as long as the row's share of a small draft."""
+    if not cnp.PyArray_Check(values) or not _is_int64(values) or cnp.PyArray_NDIM(values) != 1:
+        return NULL
+    return <const int64_t*> cnp.PyArray_DATA(values)
+
+
 cdef void set_scopes(scopes, vector[GrowthRequest]& requests) except *:
     cdef size_t row
-    _check_number(scopes, "scopes", requests.size())
+    cdef vector[uint8_t] numbers
+    fill_scopes(scopes, requests.size(), numbers)
     for row in range(requests.size()):
-        requests[row].scope = scope_of(scopes[row])
+        requests[row].scope = numbers[row]
 
 
 cdef void set_depths(max_depths, vector[GrowthRequest]& requests) except *:
     cdef size_t row
+    cdef const int64_t* given
     _check_number(max_depths, "max_depths", requests.size())
+    given = _int64s(max_depths)
     for row in range(requests.size()):
-        requests[row].max_depth = _bound_of(max_depths[row], "max_depths", 0)
+        if given != NULL and given[row] >= 0:
+            requests[row].max_depth = <int32_t> min(given[row], <int64_t> NO_BOUND)
+        else:
+            requests[row].max_depth = _bound_of(max_depths[row], "max_depths", 0)
 
 
 cdef void set_caps(max_nodes, vector[GrowthRequest]& requests) except *:

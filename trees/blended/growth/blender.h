@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 #include <vector>
 
 #include "evidence.h"
@@ -94,14 +95,17 @@ class Blender {
         merge();
     }
 
-    // The best `limit` in descending probability (ties: lowest token).
-    std::vector<Candidate> best(int32_t limit) const {
-        std::vector<Candidate> candidates;
-        for (int32_t i = 0; i < size; ++i) candidates.push_back(Candidate{tokens[i], probabilities[i]});
-        const size_t kept = std::min<size_t>(limit, candidates.size());
-        std::partial_sort(candidates.begin(), candidates.begin() + kept, candidates.end(), is_better);
-        candidates.resize(kept);
-        return candidates;
+    // The best `limit` in descending probability (ties: lowest token), valid until the next call.
+    const std::vector<Candidate>& best(int32_t limit) {
+        const int32_t kept = std::min(limit, size);
+        ranks_.resize(size);
+        for (int32_t i = 0; i < size; ++i)  // positive floats compare like their bits
+            ranks_[i] = static_cast<uint64_t>(float_bits(probabilities[i])) << 32 | (0xFFFFFFFFu - tokens[i]);
+        std::partial_sort(ranks_.begin(), ranks_.begin() + kept, ranks_.end(), std::greater<uint64_t>());
+        best_.resize(kept);
+        for (int32_t i = 0; i < kept; ++i)
+            best_[i] = Candidate{0xFFFFFFFFu - static_cast<uint32_t>(ranks_[i]), float_of_bits(ranks_[i] >> 32)};
+        return best_;
     }
 
     // The best alone; `size` must be positive.
@@ -123,6 +127,8 @@ class Blender {
     Slot slots_[NUM_SLOTS];
     uint16_t epoch_ = 0;
     Evidence evidence_;
+    std::vector<uint64_t> ranks_;
+    std::vector<Candidate> best_;
 
     // Returns what is left for the contexts.
     [[gnu::noinline]] float collect(const BlendedLookup& lookup, const Contexts& contexts, const OutsideLaw& law,

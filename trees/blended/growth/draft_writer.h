@@ -31,12 +31,14 @@ inline int32_t law_width(const Growth& growth) {
 // A sampled child's own law, or a one-hot. In deterministic drafts the law covers the children.
 inline void write_law(const Growth& growth, const DraftSink& sink, const GrownNode& node) {
     const GrownNode& parent = growth.nodes[node.parent];
+    const Candidates& candidates = growth.candidates;
     float* law = sink.law + static_cast<int64_t>(sink.offsets[node.row] + node.local) * sink.width;
     if (node.law >= 0) {
-        std::copy(growth.laws[node.law].begin(), growth.laws[node.law].end(), law);
+        std::copy_n(candidates.law(node.law), candidates.size(parent.candidates), law);
     } else if (parent.candidates >= 0) {
-        const std::vector<uint32_t>& tokens = growth.candidate_sets[parent.candidates].tokens;
-        law[std::find(tokens.begin(), tokens.end(), node.token) - tokens.begin()] = 1.0f;
+        const Candidates::Entry* entry = candidates.of(parent.candidates);
+        while (entry->token != node.token) ++entry, ++law;
+        *law = 1.0f;
     } else {
         const int64_t at = sink.offsets[node.row] + parent.local;
         sink.support_ids[at * sink.width + node.rank] = static_cast<int32_t>(node.token);
@@ -54,8 +56,10 @@ inline void write_draft(const Growth& growth, const DraftSink& sink) {
         sink.path_probabilities[at] = node.path;
         sink.path_estimates[at] = node.product;
         if (node.candidates >= 0) {
-            const std::vector<uint32_t>& tokens = growth.candidate_sets[node.candidates].tokens;
-            std::copy(tokens.begin(), tokens.end(), sink.support_ids + static_cast<int64_t>(at) * sink.width);
+            const Candidates::Entry* entries = growth.candidates.of(node.candidates);
+            int32_t* ids = sink.support_ids + static_cast<int64_t>(at) * sink.width;
+            for (int32_t position = 0; position < growth.candidates.size(node.candidates); ++position)
+                ids[position] = static_cast<int32_t>(entries[position].token);
         }
         if (node.parent >= 0) write_law(growth, sink, node);
     }

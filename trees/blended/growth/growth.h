@@ -5,11 +5,7 @@
 
 #pragma once
 
-#include <cmath>
-
-#include "../../noise.h"
-#include "../../sampling.h"
-#include "blender.h"
+#include "candidates.h"
 #include "frontier.h"
 #include "thresholds.h"
 
@@ -46,26 +42,14 @@ struct GrownNode {
     float product = 1.0f;  // of the estimates along the path, before calibration
     bool is_located = false;
     Contexts contexts;
-    int32_t candidates = -1;  // into candidate_sets, where children are sampled
-    int32_t law = -1;  // into laws, where the node was sampled; its law covers the parent's candidates
-};
-
-// The candidates of a node whose children are sampled, in descending probability, and their noise. Children are drawn by
-// `weights`.
-struct CandidateSet {
-    std::vector<uint32_t> tokens;
-    std::vector<float> probabilities, weights;
-    std::vector<double> uniforms;
-    std::vector<char> taken;
-
-    int32_t size() const { return static_cast<int32_t>(tokens.size()); }
+    int32_t candidates = -1;  // their number, where children are sampled
+    int32_t law = -1;  // where it lies, of a node that was sampled; it covers the parent's candidates
 };
 
 class Growth {
    public:
     std::vector<GrownNode> nodes;
-    std::vector<CandidateSet> candidate_sets;
-    std::vector<std::vector<float>> laws;
+    Candidates candidates;
     std::vector<int32_t> row_sizes;  // nodes per row, roots included
 
     DraftKind kind() const { return settings_.kind; }
@@ -99,11 +83,6 @@ class Growth {
     int32_t room_ = 0;  // nodes that may still be revealed
     float expected_ = 0.0f;  // tokens that the step yields by estimate: one per row and the nodes' path probabilities
 
-    // What a sampled child is drawn by: sharper than the estimate. An estimate is a mean over what the target's law may
-    // be. Where that is usually sure of one token but not always of the same, a draw that follows the mean misses more
-    // often than the likeliest token would (LOG.md, "Sharper than the estimate").
-    static float sharpened(float probability) { return probability * std::sqrt(probability); }
-
     void push(float key, float product, uint32_t token, int32_t node, Action action) {
         if (key >= (action == Action::expand ? thresholds_.hopeless : std::max(thresholds_.hopeless, settings_.floor)))
             frontier_.push(key, product, token, node, action);
@@ -127,7 +106,6 @@ class Growth {
     bool take_candidates(int32_t index);
     int32_t sample_tail(const Family& children);
     int32_t sample(const Item& item);
-    CandidateSet& candidates_of(int32_t index) { return candidate_sets[nodes[index].candidates]; }
 };
 
 inline void Growth::grow(const BlendedLookup& lookup, const std::vector<GrowthRequest>& requests,
@@ -140,8 +118,7 @@ inline void Growth::grow(const BlendedLookup& lookup, const std::vector<GrowthRe
     expected_ = static_cast<float>(requests.size());
     const int32_t num_rows = static_cast<int32_t>(requests.size());
     nodes.clear();
-    candidate_sets.clear();
-    laws.clear();
+    candidates.forget();
     nodes.reserve(settings.budget + num_rows);
     row_sizes.assign(num_rows, 0);
     empty_laws_.forget();
@@ -326,79 +303,60 @@ inline void Growth::expand_sampled(int32_t index) {
         return;
     }
     const Family children = family(index);
-    const int32_t drawn = sample_tail(children);
-    const CandidateSet& candidates = candidates_of(index);
+    const int32_t drawn = sample_tail(children), set = nodes[index].candidates;
     int32_t room = settings_.width - (drawn >= 0);
-    for (int32_t position = 0; position < candidates.size() && room > 0; ++position)
+    for (int32_t position = 0; position < candidates.size(set) && room > 0; ++position)
         if (position != drawn) {
-            offer(children, candidates.tokens[position], candidates.probabilities[position], Action::reveal);
+            const Candidates::Entry& entry = candidates.of(set)[position];
+            offer(children, entry.token, entry.probability, Action::reveal);
             --room;
         }
 }
 
-// Fixes a node's candidates and their noise; false where there are none.
+// Fixes a node's candidates; false where there are none.
 inline bool Growth::take_candidates(int32_t index) {
-    const std::vector<Candidate> best = blender_.best(settings_.num_candidates);
+    const std::vector<Candidate>& best = blender_.best(settings_.num_candidates);
     if (best.empty()) return false;
-    GrownNode& node = nodes[index];
-    node.candidates = static_cast<int32_t>(candidate_sets.size());
-    candidate_sets.emplace_back();
-    CandidateSet& candidates = candidate_sets.back();
-    for (const Candidate& candidate : best) {
-        const uint64_t position = candidates.tokens.size();
-        candidates.tokens.push_back(candidate.token);
-        candidates.probabilities.push_back(candidate.probability);
-        candidates.weights.push_back(settings_.kind == DraftKind::sampled ? sharpened(candidate.probability)
-                                                                          : candidate.probability);
-        candidates.uniforms.push_back(uniform((*requests_)[node.row].key, node.local, position));
-    }
-    candidates.taken.assign(best.size(), 0);
+    nodes[index].candidates = candidates.add(best, settings_.kind == DraftKind::sampled);
     return true;
 }
 
 // Draws one child from outside the sure candidates of a node, where this is worth a node, not below the floor and pays:
 // what decides is known before the draw. Returns its position, or -1.
 inline int32_t Growth::sample_tail(const Family& children) {
-    CandidateSet& candidates = candidates_of(children.parent);
+    const int32_t set = nodes[children.parent].candidates, size = candidates.size(set);
+    Candidates::Entry* entries = candidates.of(set);
     const float path = nodes[children.parent].path, worth = 2.0f * thresholds_.least;
     int32_t num_sure = 0;
     float tail = 0.0f;
-    const int32_t most_sure = std::min(candidates.size(), settings_.width - 1);
-    while (num_sure < most_sure && path * candidates.probabilities[num_sure] >= worth) ++num_sure;
-    for (int32_t position = num_sure; position < candidates.size(); ++position)
-        tail += candidates.probabilities[position];
+    const int32_t most_sure = std::min(size, settings_.width - 1);
+    while (num_sure < most_sure && path * entries[num_sure].probability >= worth) ++num_sure;
+    for (int32_t position = num_sure; position < size; ++position) tail += entries[position].probability;
     if (!(OVERLAP * path * tail >= worth)) return -1;
     const Item item = child(children, 0, children.product * OVERLAP * tail, Action::sample);
     if (item.key < std::max(settings_.floor, bar())) return -1;
-    std::fill(candidates.taken.begin(), candidates.taken.begin() + num_sure, char(1));
+    for (int32_t position = 0; position < num_sure; ++position) Candidates::take(entries[position]);
     return sample(item);
 }
 
 // The next draw competes with its estimated chance of acceptance.
 inline void Growth::push_sample(int32_t index) {
-    const CandidateSet& candidates = candidates_of(index);
+    const int32_t set = nodes[index].candidates, size = candidates.size(set);
+    const Candidates::Entry* entries = candidates.of(set);
     float mass = 0.0f, weight = 0.0f, shared = 0.0f;
-    for (int32_t position = 0; position < candidates.size(); ++position) {
-        if (candidates.taken[position]) continue;
-        mass += candidates.probabilities[position];
-        weight += candidates.weights[position];
-        shared += candidates.weights[position] * candidates.probabilities[position];
+    for (int32_t position = 0; position < size; ++position) {
+        mass += entries[position].weight > 0.0f ? entries[position].probability : 0.0f;
+        weight += entries[position].weight;
+        shared += entries[position].weight * entries[position].probability;
     }
     if (weight > 0.0f) offer(family(index), 0, OVERLAP * mass + (1.0f - OVERLAP) * shared / weight, Action::sample);
 }
 
 // Draws one child of a node among its candidates not yet taken, which have positive mass. Returns its position.
 inline int32_t Growth::sample(const Item& item) {
-    const int32_t index = item.node;
-    CandidateSet& candidates = candidates_of(index);
-    const float* weights = candidates.weights.data();
-    const double* uniforms = candidates.uniforms.data();
-    const int32_t winner = first_arrival(weights, uniforms, candidates.size(), candidates.taken);
-    const int32_t law = static_cast<int32_t>(laws.size());
-    laws.emplace_back();
-    append_law(weights, candidates.size(), candidates.taken, laws.back());
-    candidates.taken[winner] = 1;
-    nodes[reveal(item, candidates.tokens[winner])].law = law;
+    const int32_t index = item.node, set = nodes[index].candidates, law = candidates.add_law(set);
+    const int32_t winner = candidates.draw(set, (*requests_)[nodes[index].row].key, nodes[index].local);
+    nodes[reveal(item, candidates.of(set)[winner].token)].law = law;
     if (settings_.kind == DraftKind::sampled && nodes[index].num_children < settings_.width) push_sample(index);
     return winner;
 }

@@ -1,4 +1,4 @@
-"""One trajectory while it is being decoded, and what a step asks of all live ones."""
+"""What a step asks of all live rows."""
 
 from __future__ import annotations
 
@@ -7,72 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stand.step_compiled import row_columns
-
-
-class Row:
-    """Committed tokens of a trajectory. The last one is *pending*: its keys are not in the cache yet."""
-
-    def __init__(
-        self,
-        index: int,
-        prompt: np.ndarray,
-        max_new_tokens: int,
-        *,
-        problem: int = 0,
-        request: int = 0,
-        prompt_word: int = 0,
-    ):
-        self.index = index  # its number in the call
-        self.prompt_word = prompt_word  # of `stand.seeds`; together they name its random numbers
-        self.problem = problem  # number of its prompt; the samples of a prompt share it
-        self.request = request  # number of its request in the call
-        self.num_steps = 0  # verifications so far
-        self.num_drafted = 0  # nodes drafted for it so far, roots excluded
-        self.started = self.ended = 0.0  # seconds of the call's clock (`Stats.elapsed`)
-        self.finish_reason: str | None = None
-        self._prompt_length = len(prompt)
-        self._max_new_tokens = max_new_tokens
-        self._tokens = np.empty(len(prompt) + min(max_new_tokens, 256), dtype=np.int32)
-        self._tokens[: len(prompt)] = prompt
-        self._length = len(prompt)
-
-    @property
-    def history(self) -> np.ndarray:
-        """[prompt + generated] int32 view, the pending token last."""
-        return self._tokens[: self._length]
-
-    @property
-    def prompt(self) -> np.ndarray:
-        return self._tokens[: self._prompt_length]
-
-    @property
-    def new_token_ids(self) -> np.ndarray:
-        return self._tokens[self._prompt_length : self._length]
-
-    @property
-    def num_cached(self) -> int:
-        """Tokens whose keys the cache holds."""
-        return self._length - 1
-
-    @property
-    def num_remaining(self) -> int:
-        """New tokens that may still come."""
-        return self._max_new_tokens - (self._length - self._prompt_length)
-
-    @property
-    def most_cached(self) -> int:
-        """Tokens whose keys the cache may come to hold, drafts aside."""
-        return self._prompt_length + self._max_new_tokens - 1
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Commit one step's tokens."""
-        end = self._length + len(token_ids)
-        if end > len(self._tokens):
-            self._tokens = np.concatenate([self._tokens, np.empty(end, dtype=np.int32)])
-        self._tokens[self._length : end] = token_ids
-        self._length = end
-        self.num_steps += 1
+from stand.step_compiled import Row, gathered
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,4 +26,5 @@ class LiveRows:
     @classmethod
     def of(cls, rows: Sequence[Row]) -> LiveRows:
         """A snapshot: `rows` itself may change afterwards."""
-        return cls(tuple(rows), [row.history for row in rows], *row_columns(rows))
+        histories, columns = gathered(rows)
+        return cls(tuple(rows), histories, *columns)

@@ -138,8 +138,10 @@ class Stats:
         self.num_accepted_draft_tokens += sum(num_kept)
         by_depth = [0] * max(num_kept)
         for count in num_kept:
-            for depth in range(count):
-                by_depth[depth] += 1
+            if count:
+                by_depth[count - 1] += 1
+        for depth in range(len(by_depth) - 1, 0, -1):  # who keeps a node keeps those above it
+            by_depth[depth - 1] += by_depth[depth]
         self.accepted_by_depth = _added(self.accepted_by_depth, by_depth)
         if batch.slots is not None:
             paths = zip(batch.offsets, accepted, num_kept, strict=False)

@@ -6,21 +6,85 @@ from libc.stdint cimport int32_t, int64_t, uint32_t
 import numpy as np
 
 
-def row_columns(rows):
-    """[6, B] int64: of each `Row` its index, prompt word, steps, problem, tokens in the cache, and how deep a draft may
-    be of use."""
+cdef class Row:
+    """Committed tokens of a trajectory. The last one is *pending*: its keys are not in the cache yet."""
+
+    cdef readonly int64_t index  # its number in the call
+    cdef readonly int64_t prompt_word  # of `stand.seeds`; together they name its random numbers
+    cdef readonly int64_t problem  # number of its prompt; the samples of a prompt share it
+    cdef readonly int64_t request  # number of its request in the call
+    cdef readonly int64_t num_steps  # verifications so far
+    cdef public int64_t num_drafted  # nodes drafted for it so far, roots excluded
+    cdef public double started, ended  # seconds of the call's clock (`Stats.elapsed`)
+    cdef public object finish_reason  # None while it is being decoded
+    cdef Py_ssize_t _prompt_length, _max_new_tokens, _length
+    cdef object _tokens
+    cdef int32_t[::1] _written  # the same
+
+    def __init__(self, index, prompt, max_new_tokens, *, problem=0, request=0, prompt_word=0):
+        """prompt: int32 [L]; max_new_tokens: its limit; the others: see above."""
+        self.index, self.prompt_word, self.problem, self.request = index, prompt_word, problem, request
+        self._prompt_length = self._length = len(prompt)
+        self._max_new_tokens = max_new_tokens
+        self._tokens = self._written = np.empty(len(prompt) + min(max_new_tokens, 256), dtype=np.int32)
+        self._tokens[: len(prompt)] = prompt
+
+    @property
+    def history(self):
+        """[prompt + generated] int32 view, the pending token last."""
+        return self._tokens[: self._length]
+
+    @property
+    def prompt(self):
+        return self._tokens[: self._prompt_length]
+
+    @property
+    def new_token_ids(self):
+        return self._tokens[self._prompt_length : self._length]
+
+    @property
+    def num_cached(self):
+        """Tokens whose keys the cache holds."""
+        return self._length - 1
+
+    @property
+    def num_remaining(self):
+        """New tokens that may still come."""
+        return self._remaining()
+
+    @property
+    def most_cached(self):
+        """Tokens whose keys the cache may come to hold, drafts aside."""
+        return self._prompt_length + self._max_new_tokens - 1
+
+    cdef Py_ssize_t _remaining(self) noexcept:
+        return self._max_new_tokens - (self._length - self._prompt_length)
+
+    def extend(self, token_ids):
+        """Commit one step's tokens, a list."""
+        cdef Py_ssize_t end = self._length, most = end + len(token_ids)
+        if most > self._written.shape[0]:
+            self._tokens = self._written = np.concatenate([self._tokens, np.empty(most, dtype=np.int32)])
+        for token in token_ids:
+            self._written[end] = token
+            end += 1
+        self._length = end
+        self.num_steps += 1
+
+
+def gathered(rows):
+    """Of each `Row` its history, a list, and as [6, B] int64 its index, prompt word, steps, problem, tokens in the
+    cache, and how deep a draft may be of use."""
     cdef Py_ssize_t place = 0
-    columns = np.empty((6, len(rows)), dtype=np.int64)
+    cdef Row row
+    columns, histories = np.empty((6, len(rows)), dtype=np.int64), []
     cdef int64_t[:, ::1] numbers = columns
     for row in rows:
-        numbers[0, place] = row.index
-        numbers[1, place] = row.prompt_word
-        numbers[2, place] = row.num_steps
-        numbers[3, place] = row.problem
-        numbers[4, place] = row.num_cached
-        numbers[5, place] = row.num_remaining - 1
+        histories.append(row.history)
+        numbers[0, place], numbers[1, place], numbers[2, place] = row.index, row.prompt_word, row.num_steps
+        numbers[3, place], numbers[4, place], numbers[5, place] = row.problem, row._length - 1, row._remaining() - 1
         place += 1
-    return columns
+    return histories, columns
 
 
 # The ids of one support, by a hash. Kept from call to call, under the interpreter's lock: a number says which support a

@@ -60,10 +60,16 @@ class StopRule:
         Checked token by token, for an end may lie inside an accepted run; but time only ends a row together with a
         step, like transformers' `MaxTimeCriteria`.
         """
-        is_plain = not self._stop_strings and not self._criteria and self._end_ids.isdisjoint(token_ids)
-        if is_plain and len(token_ids) >= row.num_remaining:
+        if self._stop_strings or self._criteria or not self._end_ids.isdisjoint(token_ids):
+            end = self._first_end(row, token_ids)
+            if end is not None:
+                return end
+        elif len(token_ids) >= row.num_remaining:
             return row.num_remaining, "length"
-        for count, token in enumerate(() if is_plain else token_ids, start=1):
+        return len(token_ids), "time" if elapsed > self._max_time else None
+
+    def _first_end(self, row: Row, token_ids: list[int]) -> tuple[int, str] | None:
+        for count, token in enumerate(token_ids, start=1):
             if token in self._end_ids:
                 return count, "eos"
             if self._stop_strings and self._ends_with_stop_string(row, token_ids[:count]):
@@ -72,7 +78,7 @@ class StopRule:
                 return count, "criteria"
             if count == row.num_remaining:
                 return count, "length"
-        return len(token_ids), "time" if elapsed > self._max_time else None
+        return None
 
     def _ends_with_stop_string(self, row: Row, token_ids: list[int]) -> bool:
         """A stop string that begins in the prompt does not count, but the space that a row's first word begins with

@@ -2,6 +2,7 @@
 
 from libc.math cimport fabs
 from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.stdlib cimport calloc, free
 
 import numpy as np
 
@@ -17,16 +18,16 @@ cdef class Row:
     cdef public int64_t num_drafted  # nodes drafted for it so far, roots excluded
     cdef public double started, ended  # seconds of the call's clock (`Stats.elapsed`)
     cdef public object finish_reason  # None while it is being decoded
-    cdef Py_ssize_t _prompt_length, _max_new_tokens, _length
+    cdef Py_ssize_t _prompt_length, _max_new_tokens, _length, _room
     cdef object _tokens
-    cdef int32_t[::1] _written  # the same
+    cdef int32_t* _written  # the same
 
     def __init__(self, index, prompt, max_new_tokens, *, problem=0, request=0, prompt_word=0):
         """prompt: int32 [L]; max_new_tokens: its limit; the others: see above."""
         self.index, self.prompt_word, self.problem, self.request = index, prompt_word, problem, request
         self._prompt_length = self._length = len(prompt)
         self._max_new_tokens = max_new_tokens
-        self._tokens = self._written = np.empty(len(prompt) + min(max_new_tokens, 256), dtype=np.int32)
+        self._hold(np.empty(len(prompt) + min(max_new_tokens, 256), dtype=np.int32))
         self._tokens[: len(prompt)] = prompt
 
     @property
@@ -57,14 +58,19 @@ cdef class Row:
         """Tokens whose keys the cache may come to hold, drafts aside."""
         return self._prompt_length + self._max_new_tokens - 1
 
+    cdef int _hold(self, tokens) except -1:
+        cdef int32_t[::1] written = tokens
+        self._tokens, self._written, self._room = tokens, &written[0], written.shape[0]
+        return 0
+
     cdef Py_ssize_t _remaining(self) noexcept:
         return self._max_new_tokens - (self._length - self._prompt_length)
 
-    def extend(self, token_ids):
-        """Commit one step's tokens, a list."""
+    def extend(self, list token_ids not None):
+        """Commit one step's tokens."""
         cdef Py_ssize_t end = self._length, most = end + len(token_ids)
-        if most > self._written.shape[0]:
-            self._tokens = self._written = np.concatenate([self._tokens, np.empty(most, dtype=np.int32)])
+        if most > self._room:
+            self._hold(np.concatenate([self._tokens, np.empty(most, dtype=np.int32)]))
         for token in token_ids:
             self._written[end] = token
             end += 1
@@ -80,46 +86,52 @@ def gathered(rows):
     columns, histories = np.empty((6, len(rows)), dtype=np.int64), []
     cdef int64_t[:, ::1] numbers = columns
     for row in rows:
-        histories.append(row.history)
-        numbers[0, place], numbers[1, place], numbers[2, place] = row.index, row.prompt_word, row.num_steps
-        numbers[3, place], numbers[4, place], numbers[5, place] = row.problem, row._length - 1, row._remaining() - 1
+        histories.append(row._tokens[: row._length])
+        numbers[0, place] = row.index
+        numbers[1, place] = row.prompt_word
+        numbers[2, place] = row.num_steps
+        numbers[3, place] = row.problem
+        numbers[4, place] = row._length - 1
+        numbers[5, place] = row._remaining() - 1
         place += 1
     return histories, columns
 
 
 # The ids of one support, by a hash. Kept from call to call, under the interpreter's lock: a number says which support a
 # place belongs to, so nothing is cleared.
-cdef int32_t[::1] _seen = np.empty(64, dtype=np.int32)
-cdef int64_t[::1] _seen_in = np.zeros(64, dtype=np.int64)
+cdef struct Place:
+    int64_t support
+    int32_t token
+
+cdef Place* _places = NULL
+cdef Py_ssize_t _num_places = 0
 cdef int64_t _support = 0
 
 
 cdef int make_places(Py_ssize_t least) except -1:
     """At least so many, a power of two."""
-    global _seen, _seen_in
-    cdef Py_ssize_t size = _seen.shape[0]
-    if size >= least:
+    global _places, _num_places
+    cdef Py_ssize_t size = 64
+    if _num_places >= least:
         return 0
     while size < least:
         size *= 2
-    _seen, _seen_in = np.empty(size, dtype=np.int32), np.zeros(size, dtype=np.int64)
+    free(_places)
+    _places, _num_places = <Place*>calloc(size, sizeof(Place)), size
+    if _places == NULL:
+        _num_places = 0
+        raise MemoryError()
     return 0
-
-
-cdef void start_support() noexcept:
-    global _support
-    _support += 1
 
 
 cdef bint is_new(int32_t token) noexcept:
     """Whether the support that was started last has this token for the first time; it has fewer tokens than places."""
-    cdef Py_ssize_t mask = _seen.shape[0] - 1
-    cdef Py_ssize_t place = (<uint32_t>token * <uint32_t>2654435761) & mask
-    while _seen_in[place] == _support:
-        if _seen[place] == token:
+    cdef Py_ssize_t place = <uint32_t>token * <uint32_t>2654435761
+    while _places[place & (_num_places - 1)].support == _support:
+        if _places[place & (_num_places - 1)].token == token:
             return False
-        place = (place + 1) & mask
-    _seen[place], _seen_in[place] = token, _support
+        place += 1
+    _places[place & (_num_places - 1)] = Place(_support, token)
     return True
 
 
@@ -138,6 +150,7 @@ def is_sound(
     """Whether every root is its row's pending token, every id is in the vocabulary, no support names one twice, parents
     come before their children and lie a level above them, ranks count siblings, and every child's law sums to 1, is
     nowhere negative, has no mass on padding and gives the child's own token mass."""
+    global _support
     cdef int32_t[::1] children = np.zeros(token_ids.shape[0], dtype=np.int32)  # of every node so far
     cdef Py_ssize_t num_nodes = token_ids.shape[0], width = support_ids.shape[1], row = 0, first, node, slot, above
     make_places(2 * width)
@@ -159,7 +172,7 @@ def is_sound(
         for node in range(first, offsets[row]):
             if not 0 <= token_ids[node] < vocabulary_size:
                 return False
-            start_support()
+            _support += 1
             for slot in range(width):
                 if support_ids[node, slot] >= vocabulary_size:
                     return False

@@ -134,7 +134,6 @@ class Simulation:
         self._room = 0
         self._steps: list[tuple[float, ...]] = []
         self._left: dict[int, int] = {}  # by row that has started: tokens to come
-        self._zeros = np.zeros(1 << 16, dtype=np.int32)
         self._opened: dict[Hashable, Hashable] = {}  # what rows begin with: who owns its memory
         self._num_put_back = self._num_replayed = 0
 
@@ -201,7 +200,7 @@ class Simulation:
         scheduler.admission.take(scheduler.live, (cached + 1 + self.budget // num_rows).tolist())
         taken = self._taken(scheduler, int(cached.max()) + DRAFT_ROOM)
         for row, count in zip(scheduler.live, kept.tolist(), strict=True):
-            row.extend(self._zeros[:count])
+            row.extend([0] * count)
         self._steps.append((self._now, num_rows, int(kept.sum()), nodes, int(cached.sum()), taken))
         return kept
 

@@ -9,10 +9,6 @@ import numpy as np
 from libc.stdint cimport int32_t, int64_t
 from libcpp.vector cimport vector
 
-ctypedef fused Law:
-    float
-    double
-
 ctypedef fused Prob:
     float
     double
@@ -31,18 +27,15 @@ def thresholds(token_ids, parents, offsets, support_ids, law, probs):
     num_nodes, width = support_ids.shape
     passing, masses, scales = np.empty(num_nodes), np.zeros((num_nodes, width)), np.empty(num_nodes)
     tree = token_ids, parents, offsets, support_ids
-    if law.itemsize == 4 and probs.itemsize == 4:
-        _settle[float, float](tree, law, probs, passing, masses, scales)
-    elif law.itemsize == 4:
-        _settle[float, double](tree, law, probs, passing, masses, scales)
-    elif probs.itemsize == 4:
-        _settle[double, float](tree, law, probs, passing, masses, scales)
+    law = law.astype(np.float64, copy=False)  # a small array: code for two types would take more room
+    if probs.itemsize == 4:
+        _settle[float](tree, law, probs, passing, masses, scales)
     else:
-        _settle[double, double](tree, law, probs, passing, masses, scales)
+        _settle[double](tree, law, probs, passing, masses, scales)
     return passing, masses, scales
 
 
-cdef _settle(tree, const Law[:, ::1] law, const Prob[:, ::1] probs, double[::1] h, double[:, ::1] m, double[::1] s):
+cdef _settle(tree, const double[:, ::1] law, const Prob[:, ::1] probs, double[::1] h, double[:, ::1] m, double[::1] s):
     cdef const int32_t[::1] token_ids = tree[0], parents = tree[1], offsets = tree[2]
     cdef const int32_t[:, ::1] support_ids = tree[3]
     cdef Py_ssize_t num_nodes = token_ids.shape[0], width = support_ids.shape[1]
@@ -72,7 +65,7 @@ cdef _settle(tree, const Law[:, ::1] law, const Prob[:, ::1] probs, double[::1] 
                 h[node] = _capped(known) if parents[node] >= 0 else 1.0
 
 
-cdef double _inherit(const int32_t[::1] support, double[::1] mass, const Law[::1] law, int32_t token) noexcept nogil:
+cdef double _inherit(const int32_t[::1] support, double[::1] mass, const double[::1] law, int32_t token) noexcept nogil:
     """a = min(1, m(x) / q(x)), or 0 where the law cannot have drawn x."""
     cdef Py_ssize_t slot
     for slot in range(support.shape[0]):
@@ -86,12 +79,12 @@ cdef double _capped(double chance) noexcept nogil:
     return chance if chance < 1.0 else 1.0 if chance >= 1.0 else 0.0
 
 
-cdef double _fail(double[::1] mass, const Law[::1] law) noexcept nogil:
+cdef double _fail(double[::1] mass, const double[::1] law) noexcept nogil:
     """m <- (m - q)+ / (1 - sum min(m, q)) in place; returns what the rest of the vocabulary is scaled by."""
     cdef Py_ssize_t slot
     cdef double failure = 1.0
     for slot in range(mass.shape[0]):
-        failure -= min(mass[slot], <double> law[slot])
+        failure -= min(mass[slot], law[slot])
     if failure <= TINY:
         return 1.0
     for slot in range(mass.shape[0]):

@@ -147,13 +147,11 @@ cdef int64_t _find(const Prob[::1] probs, double scale, double point, vector[cha
 
 def gained(
     accepted,  # B arrays int32: row-local nodes that are kept, root excluded
-    batch_tokens,  # [M] int32
-    batch_offsets,  # [B + 1]
+    const int32_t[::1] token_ids not None,  # [M] of the batch
+    const int32_t[::1] offsets not None,  # [B + 1]
     next_tokens,  # [B] int64
 ):
     """B lists: the tokens of the nodes that are kept, the next token last; None for nodes that their rows do not have."""
-    cdef const int32_t[::1] token_ids = np.ascontiguousarray(batch_tokens, dtype=np.int32)
-    cdef const int32_t[::1] offsets = np.ascontiguousarray(batch_offsets, dtype=np.int32)
     cdef const int32_t[::1] nodes = np.ascontiguousarray(np.concatenate(accepted), dtype=np.int32)
     cdef Py_ssize_t row, end, kept, place = 0
     if len(accepted) + 1 > offsets.shape[0]:

@@ -258,23 +258,18 @@ cdef inline int64_t _parts(int64_t whole, int64_t part) noexcept:
 
 
 def fill_laws(
-    const int32_t[:, :] support_ids not None,  # [m, s] of the drafts, m <= M, s <= S; -1 is padding
-    const float[:, :] law not None,  # [m, s]
+    const int32_t[:, ::1] support_ids not None,  # [m, s] of the drafts, m <= M, s <= S; -1 is padding
+    const float[:, ::1] law not None,  # [m, s]
     int32_t[:, ::1] out_support_ids not None,  # [M, S]
     float[:, ::1] out_law not None,  # [M, S]
 ):
     """Recorded laws into a packet; what is left over becomes padding without mass."""
-    cdef Py_ssize_t node, slot, width = support_ids.shape[1]
-    for node in range(support_ids.shape[0]):
-        for slot in range(width):
-            out_support_ids[node, slot] = support_ids[node, slot]
-            out_law[node, slot] = law[node, slot]
-        for slot in range(width, out_law.shape[1]):
-            out_support_ids[node, slot] = -1
-            out_law[node, slot] = 0.0
-    for node in range(support_ids.shape[0], out_law.shape[0]):
-        for slot in range(out_law.shape[1]):
-            out_support_ids[node, slot] = -1
+    cdef Py_ssize_t node, width = support_ids.shape[1], room = out_law.shape[1]
+    memset(&out_support_ids[0, 0], 0xFF, out_law.shape[0] * room * sizeof(int32_t))  # -1
+    memset(&out_law[0, 0], 0, support_ids.shape[0] * room * sizeof(float))
+    for node in range(support_ids.shape[0] if width else 0):
+        memcpy(&out_support_ids[node, 0], &support_ids[node, 0], width * sizeof(int32_t))
+        memcpy(&out_law[node, 0], &law[node, 0], width * sizeof(float))
 
 
 def kept_paths(

@@ -42,6 +42,7 @@ from measuring.text_table import format_table
 from workloads.recordings import Recording, Selection, read_recordings, read_tokenizer
 
 from stand.trees import BlendedLookup
+from stand.trees.sampling import KINDS
 
 BUDGETS = (8, 32, 80)
 ROWS, NODES_PER_ROW = 16, 8
@@ -143,7 +144,7 @@ def bench_drafts(drafter: ReplayDrafter, recordings: list[Recording]) -> Times:
     return {f"draft_{budget}": [group[budget] for group in groups] for budget in BUDGETS}
 
 
-def bench_rows(lookup: BlendedLookup, recordings: list[Recording]) -> list[list[float]]:
+def bench_rows(lookup: BlendedLookup, recordings: list[Recording], kind: str) -> list[list[float]]:
     """Sixteen recordings decoded side by side: one call per step, eight nodes per row."""
     streams = [np.concatenate([one.prompt, one.tokens]).astype(np.int32) for one in recordings[:ROWS]]
     ends = [len(one.prompt) + 1 for one in recordings[:ROWS]]
@@ -154,12 +155,12 @@ def bench_rows(lookup: BlendedLookup, recordings: list[Recording]) -> list[list[
     micros: list[float] = []
     while all(end + ROWS * NODES_PER_ROW < len(stream) for stream, end in zip(streams, ends, strict=True)):
         histories = [stream[:end] for stream, end in zip(streams, ends, strict=True)]
-        took, batch = timed(lookup.draft, histories, budget, seed=0, rows=keys, steps=keys, scopes=scopes)
+        took, batch = timed(lookup.draft, histories, budget, seed=0, rows=keys, steps=keys, kind=kind, scopes=scopes)
         micros.append(took)
         paths = [accepted_path(grown_guess(batch[row]), stream[ends[row] :]) for row, stream in enumerate(streams)]
         runs = [stream[end : end + len(path) + 1] for stream, end, path in zip(streams, ends, paths, strict=True)]
         accepted = [np.array(path, np.int32) + 1 for path in paths]  # `accepted_path` counts without the root
-        lookup.record_outcome(batch, accepted, [run[-1] for run in runs], kind="deterministic")
+        lookup.record_outcome(batch, accepted, [run[-1] for run in runs], kind=kind)
         for row, (history, run) in enumerate(zip(histories, runs, strict=True)):
             lookup.learn(history, run, scope=scopes[row])
             ends[row] += len(run)
@@ -184,9 +185,14 @@ def bench_laws(lookup: BlendedLookup, recordings: list[Recording]) -> list[list[
 
 
 def bench_lookup(
-    known: list[Recording], fresh: list[Recording], crowd: list[Recording], num_contexts: int, max_bytes: int
+    known: list[Recording],
+    fresh: list[Recording],
+    crowd: list[Recording],
+    num_contexts: int,
+    max_bytes: int,
+    kind: str,
 ) -> tuple[Times, Facts]:
-    drafter = BlendedReplay(max_bytes=max_bytes)
+    drafter = BlendedReplay(kind=kind, max_bytes=max_bytes)
     lookup = drafter.lookup
     learning, num_tokens = fill(
         drafter, endless(known), lambda _: len(lookup) >= num_contexts or lookup.num_evicted > 0
@@ -199,7 +205,7 @@ def bench_lookup(
         "megabytes": lookup.nbytes / 2**20,
     }
     times = {"learn": [learning]} | bench_drafts(drafter, fresh)
-    times["draft_16_rows"] = bench_rows(lookup, crowd)
+    times["draft_16_rows"] = bench_rows(lookup, crowd, kind)
     times["laws_per_node_and_order"] = bench_laws(lookup, fresh)
     return times, facts
 
@@ -250,6 +256,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--max-bytes", type=positive_integer, default=2 << 30, help="memory cap of the lookup (default: 2 GB)"
     )
+    parser.add_argument("--kind", choices=KINDS, default="deterministic", help="of drafts that are grown (%(default)s)")
     parser.add_argument(
         "--repeats",
         type=positive_integer,
@@ -279,7 +286,7 @@ def run(options: argparse.Namespace) -> dict[str, dict]:
         )
     figures = {}
     for size in options.contexts:
-        arguments = known, fresh, crowd, size, options.max_bytes
+        arguments = known, fresh, crowd, size, options.max_bytes, options.kind
         figures[f"lookup, {size:,}"] = repeated(bench_lookup, options.repeats, *arguments)
     figures["lookup, 16 MB"] = repeated(bench_eviction, options.repeats, known)
     if options.arctic:

@@ -152,18 +152,17 @@ def gained(
     next_tokens,  # [B] int64
 ):
     """B lists: the tokens of the nodes that are kept, the next token last; None for nodes that their rows do not have."""
-    cdef const int32_t[::1] nodes = np.ascontiguousarray(np.concatenate(accepted), dtype=np.int32)
-    cdef Py_ssize_t row, end, kept, place = 0
+    cdef Py_ssize_t row
+    cdef int64_t node
     if len(accepted) + 1 > offsets.shape[0]:
         return None
     rows = []
     for row, (path, next_token) in enumerate(zip(accepted, next_tokens.tolist(), strict=True)):
-        end = place + len(path)
-        for kept in range(place, end):
-            if not 0 < nodes[kept] < offsets[row + 1] - offsets[row]:
+        tokens = []
+        for node in path.tolist():
+            if not 0 < node < offsets[row + 1] - offsets[row]:
                 return None
-        tokens = [token_ids[offsets[row] + nodes[kept]] for kept in range(place, end)]
+            tokens.append(token_ids[offsets[row] + node])
         tokens.append(next_token)
         rows.append(tokens)
-        place = end
     return rows

@@ -51,7 +51,7 @@ def grown_guess(draft: DraftTree | DraftBatch) -> Guess:
 
 
 def followed(draft: DraftTree, run: np.ndarray) -> tuple[list[int], int]:
-    """(path, next token) of a deterministic draft where this run of tokens came: NO_TOKEN where it ends on the path."""
+    """(path, next token) of a grown draft where this run of tokens came: NO_TOKEN where it ends on the path."""
     path: list[int] = []
     node, parents, tokens = ROOT, draft.parents.tolist(), draft.token_ids.tolist()
     for token in run.tolist():
@@ -78,8 +78,9 @@ def accepted_path(guess: Guess, truth: np.ndarray) -> list[int]:
 class BlendedReplay:
     """`lookup`: the blended lookup, best-first growth."""
 
-    def __init__(self, path: Path | None = None, *, floor: float = 0.0, **parameters):
-        self.path, self.floor, self.parameters = path, floor, parameters
+    def __init__(self, path: Path | None = None, *, floor: float = 0.0, kind: str = "deterministic", **parameters):
+        self.path, self.parameters = path, parameters
+        self.settings = {"floor": floor, "kind": kind}  # of drafts
         self.forget()
 
     def forget(self) -> None:
@@ -93,7 +94,7 @@ class BlendedReplay:
     def draft(self, history: np.ndarray, budget: int) -> DraftBatch:
         self.num_steps += 1
         self.last_draft = self.lookup.draft(
-            [history], budget, seed=0, rows=[0], steps=[self.num_steps], floor=self.floor, scopes=[self.scope]
+            [history], budget, seed=0, rows=[0], steps=[self.num_steps], scopes=[self.scope], **self.settings
         )
         return self.last_draft
 
@@ -104,7 +105,7 @@ class BlendedReplay:
         first = len(history) - num_new
         if self.last_draft is not None:
             path, next_token = followed(self.last_draft[0], history[first:])
-            self.lookup.record_outcome(self.last_draft, [path], [next_token], kind="deterministic")
+            self.lookup.record_outcome(self.last_draft, [path], [next_token], kind=self.settings["kind"])
             self.last_draft = None
         self.lookup.learn(history[:first], history[first:], scope=self.scope)
 

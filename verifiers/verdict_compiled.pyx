@@ -159,7 +159,7 @@ def gained(
     rows = []
     for row, (path, next_token) in enumerate(zip(accepted, next_tokens.tolist(), strict=True)):
         tokens = []
-        for node in path.tolist():
+        for node in path if type(path) is list else path.tolist():
             if not 0 < node < offsets[row + 1] - offsets[row]:
                 return None
             tokens.append(token_ids[offsets[row] + node])

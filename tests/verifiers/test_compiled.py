@@ -20,6 +20,7 @@ def test_what_rows_gain_is_their_kept_nodes_and_the_next_token():
     paths = [np.array([1, 2], np.int32), np.zeros(0, np.int32), np.array([1], np.int32)]
     verdicts = Verdicts(paths, np.array([1, 2, 3]))
     assert verdicts.gained(batch) == [[5, 6, 1], [2], [9, 3]]
+    assert Verdicts([path.tolist() for path in paths], np.array([1, 2, 3])).gained(batch) == [[5, 6, 1], [2], [9, 3]]
 
 
 def test_pending_batches_are_those_of_empty_drafts():

@@ -48,6 +48,7 @@ class Backend(Protocol):
     held_bytes: int  # of keys that the last call has left and the next one takes over
     page_size: int | None  # slots of a page of the cache; None: rooms are contiguous, as long as the longest needs
     has_pool: bool  # whether a call's pages are one block of memory, taken when it begins
+    step_sizes: tuple[int, ...]  # tokens to which steps are padded, ascending; none where they are not
     fusion: Fusion | None  # proven fused forwards of the model's modules
 
     def key_maker(self) -> Callable[[int], TreeCache]:
@@ -66,6 +67,7 @@ class EagerBackend:
     name = "sdpa"
     held_bytes = 0
     has_pool = False
+    step_sizes = ()
 
     def __init__(self, model: PreTrainedModel, reason: str, *, fusion: Fusion | None = None):
         self.reason = reason
@@ -147,6 +149,12 @@ class CapturedBackend:
     @property
     def has_pool(self) -> bool:
         return self._is_captured
+
+    @property
+    def step_sizes(self) -> tuple[int, ...]:
+        from stand.gpu.step_size import sizes_for
+
+        return sizes_for(self._model) if self._is_captured else ()
 
     @property
     def held_bytes(self) -> int:

@@ -368,7 +368,7 @@ class Engine:
         allowed = admission(self.model, max_rows, max_cache_bytes, backend=self.backend, most_slots=most_slots)
         most_rows = min(num_rows, max_rows or num_rows)
         if draft:  # its largest draft counts in the checks
-            self.drafter.prepare(most_rows, StepTimer(self.measure_cost, self._way_of_steps()))
+            self.drafter.prepare(most_rows, StepTimer(self.measure_cost, self._way_of_steps(), self.backend.step_sizes))
         for job in jobs if isinstance(jobs, list) else ():  # others are checked as they are read
             allowed.check(job)
         return Call(

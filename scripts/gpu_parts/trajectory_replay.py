@@ -32,7 +32,7 @@ from stand.fusion.fusion import Fusion
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_rule import DeviceVerdict, MatchRule, follow_drawn
 from stand.gpu.packet import Field
-from stand.gpu.step_size import StepSize
+from stand.gpu.step_size import NUM_TOKENS, StepSize
 from stand.output import GenerationOutput
 from stand.row import Row
 from stand.scheduling.request import Job
@@ -142,6 +142,7 @@ class ReplayBackend:
     held_bytes = 0
     page_size = None
     has_pool = False
+    step_sizes = NUM_TOKENS
 
     def __init__(self, model: PreTrainedModel, fusion: Fusion | None):
         self.rule = RecordedRule(())

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from stand.drafters.assumed_costs import AssumedCosts
 from stand.drafters.drafter import (
     DraftRequest,
     Lesson,
@@ -32,11 +33,12 @@ MOST_NODES = 1 << 16  # a budget beyond this is a mistake: no step holds so many
 
 
 def default_budget(model: PreTrainedModel) -> int:
-    """Draft nodes per step where nothing was timed: few on a CPU, as many as cost little more than one on a GPU.
+    """Draft nodes per step where costs are not asked: few on a CPU, as many as cost little more than one on a GPU.
 
-    32: best of 16 to 64 on two cores with the bundled model (LOG.md). 112: the knee that a roofline puts at 100 to 130
-    tokens for dense bfloat16 models on an H200; not measured. 8: for a mixture of experts on a GPU, where every token
-    reads weights of its own; not measured.
+    32: best of 16 to 64 on two cores with the bundled model (LOG.md). 112: within 2 % of the best for 1 to 16 rows of
+    2,048 tokens of a dense model by the times of an H100; `AssumedCosts` draft less behind longer texts, and more for
+    more rows (docs/gpu.md). 8: for a mixture of experts on a GPU, where every token reads weights of its own; not
+    measured.
     """
     if input_device(model).type == "cpu":
         return 32
@@ -56,7 +58,8 @@ class BlendedDrafter(LookupDrafter):
     than two seconds of processor time for each of 1, 4, 16 ... rows, or sixteen of its steps. The results are kept in
     files and followed while steps run (`stand.drafters.known_costs`). On a GPU it is the table that gpu_bench.py saved,
     if there is one; without it, steps of a mixture of experts are timed as on a CPU, because there every token may read
-    more weights. Where nothing was timed, the budget is `default_budget`.
+    more weights, and those of other models cost what is computed from their sizes (`AssumedCosts`). Where that says
+    nothing either, the budget is `default_budget`.
     floor: no node that is less likely to be accepted (estimated), in [0, 1].
     kind: "sampled" children; "mixed": one sampled child, then the likeliest others; or "deterministic".
     source: a head whose laws are blended in, by odds that are learned while decoding (`EagleLaws`, or your own).
@@ -83,14 +86,18 @@ class BlendedDrafter(LookupDrafter):
         check_kind(kind, KINDS, "growth under a budget")
         self.lookup = lookup
         self.budget = budget
-        self.costs = costs
+        self.costs: CostTable | AssumedCosts | None = costs
         self.floor = floor
         self.kind = kind
         self.source = source
         self.requires_features = source is not None and source.requires_features
         self.rider = None if source is None else source.rider
         self._known: KnownCosts | None = None
-        self._known_rises: dict[tuple[StepCost, int, int], np.ndarray] = {}  # by cost, rows and budget
+        self._chosen: tuple[int | None, CostTable | AssumedCosts | None] = (None, None)  # budget and costs, by `attach`
+        self._padded: tuple[int, ...] = ()  # tokens to which the call's steps are padded
+        self._known_rises: dict[
+            tuple[StepCost, int, int, tuple[int, ...]], np.ndarray
+        ] = {}  # by cost, rows, budget, sizes
 
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
         if self.lookup is None:
@@ -98,15 +105,21 @@ class BlendedDrafter(LookupDrafter):
         settle_vocabulary(self.lookup, fingerprint)
         if self.source is not None:
             self.source.attach(model)
-        folder = measured_folder()
-        if self.costs is None and self.budget is None and folder is not None:
-            self.costs = saved_costs(model, folder)
-            is_timed = self.costs is None and (input_device(model).type == "cpu" or is_mixture(model))
-            known = KnownCosts(model, folder) if is_timed else None
-            if known is None or self._known is None or known.path(1) != self._known.path(1):
-                self._known = known  # else calls that were prepared go on with their tables
-        if self.budget is None and self._known is None:
-            self.budget = default_budget(model) if self.costs is None else self.costs.most_tokens
+        if (self.budget, self.costs) == self._chosen:
+            self._choose_costs(model)
+
+    def _choose_costs(self, model: PreTrainedModel) -> None:
+        """Where neither a budget nor costs are given; see the class."""
+        folder, is_cpu = measured_folder(), input_device(model).type == "cpu"
+        costs = None if folder is None else saved_costs(model, folder)
+        is_timed = folder is not None and costs is None and (is_cpu or is_mixture(model))
+        known = KnownCosts(model, folder) if is_timed else None
+        if known is not None and self._known is not None and known.path(1) == self._known.path(1):
+            known = self._known  # calls that were prepared go on with their tables
+        if costs is None and not is_cpu and not is_mixture(model):
+            costs = AssumedCosts.of(model)
+        budget = default_budget(model) if costs is None and known is None else None
+        self._known, self.costs, self.budget, self._chosen = known, costs, budget, (budget, costs)
 
     def start_call(self, *, learns: bool) -> int:
         """Of the lookup, and of the source: what calls taught it outlives `lookup.clear()` and this drafter."""
@@ -122,6 +135,7 @@ class BlendedDrafter(LookupDrafter):
         return timed if self.budget is None else min(timed, self.budget)
 
     def prepare(self, num_rows: int, measure: StepTimer) -> None:
+        self._padded = tuple(getattr(measure, "sizes", ()))  # a drafter of one's own may hand on a function
         if self._known is not None:
             self._known.prepare(num_rows, measure)
 
@@ -200,11 +214,11 @@ class BlendedDrafter(LookupDrafter):
         else:
             return self.budget, None
         budget = max(min(MOST_NODES if self.budget is None else self.budget, cost.most_tokens - num_rows), 0)
-        key = cost, num_rows, budget
+        key = cost, num_rows, budget, self._padded
         if key not in self._known_rises:
             if len(self._known_rises) > MOST_RISES:
                 self._known_rises.clear()
-            self._known_rises[key] = cost.rises(num_rows, budget)
+            self._known_rises[key] = cost.rises(num_rows, budget, self._padded)
         return budget, self._known_rises[key]
 
 

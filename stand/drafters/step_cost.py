@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,18 +66,33 @@ class StepCost:
         """The largest step that was timed: a budget never goes beyond."""
         return self.tokens[-1]
 
-    def rises(self, num_rows: int, budget: int) -> np.ndarray:
+    def rises(self, num_rows: int, budget: int, padded: Sequence[int] = ()) -> np.ndarray:
         """[budget] float32: by what share of itself a step of `num_rows` tokens and k nodes rises with node k + 1.
 
         Of the convex curve below the timings: a jump, such as to the next tile of a matrix product, is shared out over
-        the nodes that it makes room for, so that growth does not end in front of it.
+        the nodes that it makes room for, so that growth does not end in front of it. Where steps are `padded` to sizes,
+        it is to end there: see `_rises_at_sizes`.
         """
+        if padded:
+            return self._rises_at_sizes(num_rows, budget, padded)
         corners = _convex_below(self.tokens, self.seconds)
         sizes = np.arange(num_rows, num_rows + budget + 1)
         seconds = np.interp(
             sizes, [self.tokens[place] for place in corners], [self.seconds[place] for place in corners]
         )
         return (np.diff(seconds) / seconds[:-1]).astype(np.float32)
+
+    def _rises_at_sizes(self, num_rows: int, budget: int, padded: Sequence[int]) -> np.ndarray:
+        """As in `rises`. What a size has room for is free once a step has begun it, and the first node beyond answers
+        for the whole next size: it must be worth that size's rise over the nodes it adds, which are worth less than
+        the first of them. Path probabilities fall about as the reciprocal of their rank."""
+        rises = np.zeros(budget, dtype=np.float32)
+        for size, larger in pairwise(size for size in padded if size >= num_rows):
+            if size - num_rows < budget:
+                seconds, more = np.interp([size, larger], self.tokens, self.seconds)
+                share = math.log(larger / size) / (larger / size - 1)  # of the first node's worth, on average
+                rises[size - num_rows] = (more - seconds) / seconds / ((larger - size) * share)
+        return rises
 
     @classmethod
     def measured(cls, tokens: Sequence[int], seconds: Sequence[float], *, num_rows: int, length: int) -> StepCost:
@@ -90,11 +106,13 @@ class StepCost:
 class StepTimer:
     """`Engine.measure_cost`, and how the engine's steps run: times of one way say nothing of another's.
 
-    way: the back end's name on a GPU, "" on a CPU; "unfused" is added where modules are as they were.
+    way: the back end's name on a GPU, "" on a CPU; "unfused" is added where modules are as they were. sizes: tokens,
+    ascending, to which steps are padded; none where they are not.
     """
 
     run: Callable[..., StepCost]
     way: str = ""
+    sizes: tuple[int, ...] = ()
 
     def __call__(self, **sizes: float) -> StepCost:
         return self.run(**sizes)

@@ -23,7 +23,6 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.forward.latent_keys import unexpanded_keys
-from stand.forward.model import is_mixture
 from stand.forward.model_state import ModelState
 from stand.forward.recurrent_layers import recurrent_forwards, recurrent_layers
 from stand.forward.recurrent_states import RecurrentStates
@@ -39,7 +38,7 @@ from stand.gpu.page_table import PageTable, PoolSize
 from stand.gpu.runner import Program, Runner, runner_for
 from stand.gpu.step_body import LEARNED_ROWS, StepBody, StepOutput
 from stand.gpu.step_packet import StepPacket
-from stand.gpu.step_size import CLOSE_NUM_TOKENS, MAX_ROW_NODES, NUM_TOKENS, StepLimitError, StepSize
+from stand.gpu.step_size import MAX_ROW_NODES, NUM_TOKENS, StepLimitError, StepSize, sizes_for
 from stand.gpu.tails import Tails
 from stand.row import LiveRows, Row
 from stand.sampling import TargetLaw
@@ -77,7 +76,7 @@ class CapturedStep:
         self._verifier = verifier
         self._rule = GreedyRule() if law.params.is_greedy else rule_like(verifier)
         self._num_rows = num_rows
-        self._sizes = CLOSE_NUM_TOKENS if is_mixture(model) else NUM_TOKENS
+        self._sizes = sizes_for(model)
         self._table: PageTable | None = None
         self._held: list[Row | None] = [None] * num_rows  # by place in the cache: whose keys lie there
         self._place_of: dict[int, int] = {}  # by row number: its place in the cache

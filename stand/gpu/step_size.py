@@ -6,6 +6,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from transformers import PreTrainedModel
+
+from stand.forward.model import is_mixture
 from stand.gpu.work_list import Tiling
 
 WORD_BITS = 64
@@ -13,6 +16,11 @@ MAX_ROW_NODES = 256  # a byte of a turn names one
 NUM_TOKENS = (1, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 384, 512)
 CLOSE_NUM_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, *NUM_TOKENS[4:])  # where padding goes to experts that read weights
 SUPPORT_SIZES = (16, 32, 64)  # candidates per node that a draft's laws may span
+
+
+def sizes_for(model: PreTrainedModel) -> tuple[int, ...]:
+    """Tokens that its steps are captured for."""
+    return CLOSE_NUM_TOKENS if is_mixture(model) else NUM_TOKENS
 
 
 class StepLimitError(ValueError):

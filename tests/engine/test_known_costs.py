@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.dbrx.configuration_dbrx import DbrxFFNConfig
 
 import stand
-from stand.drafters import blended, known_costs
+from stand.drafters import assumed_costs, blended, known_costs
+from stand.drafters.assumed_costs import AssumedCosts
 from stand.drafters.followed_cost import STEPS_BETWEEN, FollowedCost
 from stand.drafters.known_costs import KnownCosts, processor_name
 from stand.drafters.step_cost import StepCost, StepTimer, measure_cost
@@ -430,9 +431,10 @@ def on_a_gpu(monkeypatch) -> None:
     for module in (blended, known_costs):
         monkeypatch.setattr(module, "input_device", lambda model: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(assumed_costs, "capability_of", lambda model: (9, 0))
 
 
-@pytest.mark.parametrize(("family", "untimed"), [("qwen3_moe", 8), ("gpt_oss", 8), ("qwen2", 112)])
+@pytest.mark.parametrize(("family", "untimed"), [("qwen3_moe", 8), ("gpt_oss", 8), ("qwen2", None)])
 def test_a_gpu_times_steps_of_a_mixture_alone(folder, monkeypatch, family, untimed):
     on_a_gpu(monkeypatch)
     model = tiny_model(family)
@@ -446,13 +448,13 @@ def test_a_gpu_times_steps_of_a_mixture_alone(folder, monkeypatch, family, untim
 
     drafter.prepare(4, StepTimer(measure, "triton"))
     assert asked == ([] if family == "qwen2" else [4, 1])
-    assert drafter.budget == (112 if family == "qwen2" else None)
+    assert drafter.budget is None and isinstance(drafter.costs, AssumedCosts) == (family == "qwen2")
     names = [path.name for path in folder.iterdir()] if folder.exists() else []
     assert all("nvidia-h100-triton" in name and "threads" not in name for name in names) and len(names) == len(asked)
     monkeypatch.setenv("STAND_COSTS", "off")
     drafter = stand.BlendedDrafter()
     drafter.attach(model, b"")
-    assert drafter.budget == untimed
+    assert drafter.budget == untimed and isinstance(drafter.costs, AssumedCosts) == (untimed is None)
 
 
 def test_a_saved_table_goes_before_timing(folder, monkeypatch):

@@ -1,0 +1,119 @@
+"""What a captured step costs on a GPU where nobody has timed one, computed from the model's sizes.
+
+A step reads the weights and its rows' keys. Each further tile of attention that a row's tokens fill reads the row's
+keys again, and each further token makes the products a little longer. The constants are those of an H100 with
+Qwen2.5-7B in bfloat16 (docs/gpu_h100.json). Of Llama-3.1-8B, which they were not taken from, the computed times are
+0.93 to 1.04 of the measured ones, and drafts go by ratios of times (docs/gpu.md, "How much is drafted"). Other GPUs
+were not timed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from stand.drafters.step_cost import StepCost
+from stand.forward.devices import input_device
+from stand.forward.key_shape import key_shape
+from stand.forward.model import text_config
+
+SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256)  # tokens; a larger step was not timed
+BYTES_PER_SECOND = 2.45e12
+STEP_BYTES, ROW_BYTES = 1.25e9, 75e6  # what might be read meanwhile: host and launches, and what is done for a row
+KEY_SHARE = 0.9  # attention reads faster than small products
+TILE_SHARE = 0.82  # of a tile's time in that of the first one, which reads the keys from memory
+TILE_QUERIES = 128
+TOKEN_RISE, LATE_RISE, LATE = 1 / 800, 1 / 2200, 128  # of the weights' time, per token; and beyond so many tokens
+BUSY_SHARE = 0.95  # of the products' time in that of the weights, with as many tokens as below
+
+# Tokens whose products of weights take as long as reading the weights, by the specifications of the GPU of each
+# capability with the fewest (A100, H200, B200); of others those of an RTX 5090.
+RIDGES = {(8, 0): 150, (9, 0): 206, (10, 0): 280}
+LEAST_RIDGE = 117
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """weights: bytes that a step reads. layers: per layer bytes of a token's keys and values, and the window, 0 where
+    there is none. groups: query heads that share a key head."""
+
+    weights: int
+    layers: tuple[tuple[float, int], ...]
+    groups: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ModelSizes:
+        shape = key_shape(model)
+        layer_bytes = shape.token_bytes / shape.num_layers
+        windows = _windows(model)
+        return cls(
+            weights=_weight_bytes(model),
+            layers=tuple((layer_bytes, windows[index]) for index, _ in shape.layers),
+            groups=max(attention.groups for attention in shape.attentions),
+        )
+
+    def key_bytes(self, length: float) -> float:
+        """That a row of so many tokens has attention read."""
+        return sum(size * (min(length, window) if window else length) for size, window in self.layers)
+
+
+class AssumedCosts:
+    """Looks like a `CostTable`: the costs of one model, for any number of rows, behind lengths of half octaves."""
+
+    most_tokens = SIZES[-1]
+
+    def __init__(self, sizes: ModelSizes, ridge: int):
+        """ridge: see RIDGES."""
+        self._sizes, self._ridge = sizes, ridge
+        self._known: dict[tuple[int, int], StepCost] = {}
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> AssumedCosts:
+        return cls(ModelSizes.of(model), RIDGES.get(capability_of(model), LEAST_RIDGE))
+
+    def at(self, length: float, *, num_rows: int = 1) -> StepCost:
+        """Of a step of `num_rows` rows behind about so many tokens each."""
+        key = num_rows, round(2 * math.log2(length + 1))
+        if key not in self._known:
+            self._known[key] = self._computed(num_rows, 2 ** (key[1] / 2))
+        return self._known[key]
+
+    def _computed(self, num_rows: int, length: float) -> StepCost:
+        tokens = (num_rows, *(size for size in SIZES if size > num_rows))
+        tokens = tokens if len(tokens) > 1 else (num_rows, num_rows + 1)  # beyond what is drafted for
+        seconds = tuple(self._seconds(num_rows, length, count) for count in tokens)
+        return StepCost(num_rows, round(length), tokens, seconds)
+
+    def _seconds(self, num_rows: int, length: float, num_tokens: int) -> float:
+        own = self._sizes.weights + STEP_BYTES
+        longer = 1 + num_tokens * TOKEN_RISE + max(num_tokens - LATE, 0) * LATE_RISE
+        products = own * max(longer, BUSY_SHARE * num_tokens / self._ridge)
+        tiles = max(num_tokens / num_rows * self._sizes.groups / TILE_QUERIES, 1.0)
+        keys = KEY_SHARE * self._sizes.key_bytes(length) * (1 + TILE_SHARE * (tiles - 1))
+        return (products + num_rows * (ROW_BYTES + keys)) / BYTES_PER_SECOND
+
+
+def capability_of(model: PreTrainedModel) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(input_device(model))
+
+
+def _weight_bytes(model: PreTrainedModel) -> int:
+    """Without tables of which a step reads a few rows, and without what only prompts need."""
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    kept = {id(weight): weight for part in (decoder, head) if part is not None for weight in part.parameters()}
+    table = model.get_input_embeddings().weight
+    if head is None or table is not head.weight:
+        kept.pop(id(table), None)
+    return sum(weight.numel() * weight.element_size() for weight in kept.values())
+
+
+def _windows(model: PreTrainedModel) -> list[int]:
+    """Of each layer, 0 where it sees the whole text."""
+    config = text_config(model)
+    count = config.num_hidden_layers
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * count
+    return [window if kind == "sliding_attention" else 0 for kind in kinds]

@@ -1,0 +1,140 @@
+"""Costs of steps that are computed where nobody has timed one, and drafts that end at the sizes that steps have."""
+
+import numpy as np
+import pytest
+import torch
+from draft_requests import draft_request
+from tiny_models import tiny_model
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+import stand
+from stand.drafters import assumed_costs, blended
+from stand.drafters.assumed_costs import AssumedCosts, ModelSizes
+from stand.drafters.step_cost import StepCost, StepTimer
+
+SHAPES = {
+    "qwen2.5-7b": Qwen2Config(
+        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+        vocab_size=152064,
+    ),
+    "llama-3.1-8b": LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256,
+    ),
+}  # fmt: skip
+
+# Milliseconds of steps on an H100 by tokens (docs/gpu_h100.json), and how far from them computed ones may be.
+MEASURED = [
+    ("qwen2.5-7b", 1, 2048, {1: 6.78, 64: 7.70, 128: 8.17, 256: 9.66}, (0.89, 1.0)),
+    ("qwen2.5-7b", 1, 16384, {1: 6.88, 64: 8.63, 128: 10.29, 256: 14.07}, (0.89, 1.0)),
+    ("qwen2.5-7b", 1, 32768, {1: 7.55, 64: 10.13, 128: 13.19, 256: 19.63}, (0.84, 1.0)),
+    ("qwen2.5-7b", 16, 16384, {16: 12.92, 64: 13.50, 128: 13.98, 256: 14.90}, (0.94, 1.0)),
+    ("qwen2.5-7b", 64, 2048, {64: 11.43, 128: 12.39, 256: 13.87}, (0.95, 1.04)),
+    ("llama-3.1-8b", 1, 2048, {1: 6.81, 64: 7.85, 128: 8.35, 256: 10.05}, (0.93, 1.0)),
+    ("llama-3.1-8b", 16, 2048, {16: 9.13, 64: 9.40, 128: 10.02, 256: 11.38}, (0.96, 1.0)),
+    ("llama-3.1-8b", 64, 2048, {64: 14.80, 128: 15.60, 256: 16.86}, (1.0, 1.05)),
+]
+PADDED = (1, 4, 8, 16, 32)
+
+
+def model_of(name: str):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(SHAPES[name], dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("name", "num_rows", "length", "measured", "span"), MEASURED)
+def test_computed_times_are_near_those_of_an_h100(name, num_rows, length, measured, span):
+    cost = AssumedCosts(ModelSizes.of(model_of(name)), 206).at(length, num_rows=num_rows)
+    computed = 1e3 * np.interp(list(measured), cost.tokens, cost.seconds)
+    ratios = computed / list(measured.values())
+    assert span[0] <= ratios.min() and ratios.max() <= span[1], ratios
+
+
+def test_what_a_step_reads_is_counted():
+    model = model_of("qwen2.5-7b")
+    table = 152064 * 3584 * 2
+    assert ModelSizes.of(model).weights == 2 * model.num_parameters() - table  # of the table a step reads a few rows
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    assert ModelSizes.of(model).weights == 2 * model.num_parameters()  # the head is the table
+    assert ModelSizes.of(model).key_bytes(10) == 10 * 28 * 2 * 4 * 128 * 2 and ModelSizes.of(model).groups == 7
+
+
+def test_windows_end_what_is_read():
+    sizes = ModelSizes.of(tiny_model("gemma3"))
+    assert {window for _, window in sizes.layers} <= {0, 8} and any(window == 8 for _, window in sizes.layers)
+    per_token = sum(size for size, _ in sizes.layers)
+    whole = sum(size for size, window in sizes.layers if not window)
+    assert sizes.key_bytes(8) == 8 * per_token and sizes.key_bytes(100) == 100 * whole + 8 * (per_token - whole)
+
+
+def test_a_gpu_that_computes_less_asks_more_for_many_tokens():
+    sizes = ModelSizes.of(model_of("qwen2.5-7b"))
+    fast, slow = (AssumedCosts(sizes, ridge).at(2048, num_rows=64) for ridge in (280, 117))
+    assert fast.seconds[0] == slow.seconds[0] and slow.seconds[-1] > 1.2 * fast.seconds[-1]
+
+
+def test_costs_are_those_of_rows_and_lengths_that_are_near():
+    costs = AssumedCosts(ModelSizes.of(model_of("qwen2.5-7b")), 206)
+    assert costs.at(2000, num_rows=3) is costs.at(2100, num_rows=3)
+    assert costs.at(4100, num_rows=3).seconds[-1] > costs.at(2000, num_rows=3).seconds[-1]
+    assert costs.at(0, num_rows=1).length == 1 and costs.at(5, num_rows=300).tokens == (300, 301)
+
+
+def test_the_next_size_is_asked_for_at_its_first_node():
+    cost = StepCost(num_rows=1, length=1, tokens=(1, 4, 8, 16, 32), seconds=(1.0, 1.0, 1.5, 1.5, 3.0))
+    rises = cost.rises(2, 20, PADDED)
+    assert np.flatnonzero(rises).tolist() == [2, 14]  # in front of tokens 5 and 17; 9 costs nothing more
+    half = np.log(2)  # of the first node's worth that the nodes of a size twice as large have on average
+    np.testing.assert_allclose(rises[[2, 14]], [0.5 / (4 * half), 1.0 / (16 * half)], rtol=1e-6)
+    assert not cost.rises(40, 3, PADDED).any() and len(cost.rises(32, 0, PADDED)) == 0
+
+
+def taught(**settings) -> stand.BlendedDrafter:
+    drafter = stand.BlendedDrafter(kind="deterministic", **settings)
+    drafter.attach(tiny_model("qwen2"), b"")
+    generator = np.random.default_rng(0)
+    for _ in range(100):
+        drafter.lookup.learn(np.array([3], np.int32), text_of(generator, 100))
+    return drafter
+
+
+def text_of(generator: np.random.Generator, length: int) -> np.ndarray:
+    """Some tokens are likely after any other, most are not."""
+    return np.minimum(generator.zipf(1.5, length), 60).astype(np.int32)
+
+
+@pytest.mark.parametrize(("padded", "ends"), [(PADDED, {4, 8, 16, 32}), ((), None)])
+def test_drafts_end_at_the_sizes_of_steps(padded, ends):
+    """Control: where steps are not padded, drafts end anywhere."""
+    slope = StepCost(num_rows=1, length=1, tokens=(1, 4, 8, 16, 32), seconds=(1.0, 1.01, 1.03, 1.08, 1.2))
+    drafter = taught(costs=stand.CostTable((slope,)))
+    drafter.prepare(1, StepTimer(None, "triton", padded))
+    generator, sizes = np.random.default_rng(1), set()
+    for _ in range(60):
+        sizes.add(drafter.draft(draft_request([text_of(generator, 12)])).num_nodes)
+    assert len(sizes) > 1 and (sizes <= ends if ends else sizes - set(PADDED))
+
+
+def test_a_gpu_drafts_less_behind_long_texts_and_more_for_many_rows(monkeypatch):
+    monkeypatch.setattr(blended, "input_device", lambda model: torch.device("cuda"))
+    monkeypatch.setattr(blended, "saved_costs", lambda model, folder: None)
+    monkeypatch.setattr(assumed_costs, "capability_of", lambda model: (9, 0))
+    monkeypatch.setattr(assumed_costs.ModelSizes, "of", lambda model: sizes)
+    sizes = ModelSizes(int(14.1e9), ((2048, 0),) * 28, 7)
+    drafter = taught()
+    assert drafter.budget is None and drafter.most_nodes(16) == 240
+    costs = drafter.costs
+    drafter.attach(tiny_model("llama"), b"")
+    assert drafter.costs is not costs and isinstance(drafter.costs, AssumedCosts)  # another model's
+    given = stand.BlendedDrafter(budget=8)
+    given.attach(tiny_model("qwen2"), b"")
+    assert given.budget == 8 and given.costs is None
+
+    def nodes(num_rows: int, length: int) -> int:
+        drafter.prepare(num_rows, StepTimer(None, "triton", (*PADDED, 64, 96, 128, 160, 192, 256)))
+        generator = np.random.default_rng(2)
+        histories = [text_of(generator, length) for _ in range(num_rows)]
+        return drafter.draft(draft_request(histories)).num_nodes
+
+    assert nodes(1, 32768) < nodes(1, 512) <= 256 and nodes(64, 512) > nodes(1, 512)

@@ -110,7 +110,6 @@ LEVELS = {
         *taken("--param=inline-unit-growth=5"),
         *SMALL,
     ],
-    "stand.verifiers.rules.traversal_compiled": COMPACT_LEVEL,  # 0.8 us more of 6 with 80 nodes
     **dict.fromkeys(COMPACT - PLAIN, COMPACT_LEVEL),
     **dict.fromkeys(PLAIN, [*COMPACT_LEVEL, *WITHOUT_EXCEPTIONS]),
 }

@@ -155,7 +155,7 @@ def _renamed(body: str, suffix: str) -> str:
 def compile_module(root: Path, path: Path, source: str, folder: Path) -> Path | None:
     """The compiled `source` in place of `path`, below `folder`, by the project's own setup.py; None if it is refused.
 
-    root: the project; path: verifiers/rules/traversal_compiled.pyx in it. Only this one module is built.
+    root: the project; path: verifiers/verdict_compiled.pyx in it. Only this one module is built.
     """
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(root / name, folder / name)

@@ -124,7 +124,7 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "1 -> 0",
     ): "a point lies below its block's sum, so a token is always found: a guard for NaN only",
     (
-        "verifiers/rules/traversal_compiled.pyx",
+        "verifiers/verdict_compiled.pyx",
         "if failure <= TINY:",
         "<= -> <",
     ): "differs where both sides are equal to the last bit: the bound itself is a matter of rounding",

@@ -23,7 +23,7 @@ from traversal_arrays import traversal_arrays  # noqa: E402
 
 from stand.gpu.kernels.traverse import traverse  # noqa: E402
 from stand.trees import DraftBatch, DraftTree  # noqa: E402
-from stand.verifiers.rules import traversal_compiled  # noqa: E402
+from stand.verifiers import verdict_compiled  # noqa: E402
 from stand.verifiers.schedule import packed_parents  # noqa: E402
 from stand.verifiers.walk import first_in_post_order  # noqa: E402
 
@@ -31,7 +31,7 @@ from stand.verifiers.walk import first_in_post_order  # noqa: E402
 def expect(batch: DraftBatch, probs: torch.Tensor, uniforms: np.ndarray) -> tuple[np.ndarray, ...]:
     """(stops, mass, scale, thresholds) by the host's code."""
     arrays = (batch.token_ids, batch.parents, batch.offsets, batch.support_ids, batch.law)
-    thresholds, mass, scale = traversal_compiled.thresholds(*arrays, probs.numpy())
+    thresholds, mass, scale = verdict_compiled.traversal_thresholds(*arrays, probs.numpy())
     stops = first_in_post_order(
         uniforms < thresholds,
         parents=packed_parents(batch),

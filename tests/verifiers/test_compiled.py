@@ -11,7 +11,6 @@ from stand.drafters.check import check_batch
 from stand.trees import DraftBatch, DraftTree
 from stand.verifiers import TargetRows, Verdicts, get_verifier, operands, verdict_compiled
 from stand.verifiers.draw import draw_residuals, draw_tokens
-from stand.verifiers.rules import traversal_compiled
 
 
 def test_what_rows_gain_is_their_kept_nodes_and_the_next_token():
@@ -178,7 +177,7 @@ def test_nothing_negative_is_left_outside_a_support_that_holds_everything():
     token_ids, parents, offsets = np.array([0, 0], np.int32), np.array([-1, 0], np.int32), np.array([0, 2], np.int32)
     support = np.array([[0, 1, 2], [0, 1, 2]], dtype=np.int32)
     law, probs = np.array([[0, 0, 0], [0.6, 0.2, 0.2]]), np.array([[0.3, 0.6, 0.1], [0.3, 0.6, 0.1000003]])
-    passing, _, _ = traversal_compiled.thresholds(token_ids, parents, offsets, support, law, probs)
+    passing, _, _ = verdict_compiled.traversal_thresholds(token_ids, parents, offsets, support, law, probs)
     assert passing[1] == pytest.approx(0.5 * 1.0000003, abs=1e-9)
 
 
@@ -199,11 +198,11 @@ def test_what_the_law_cannot_have_drawn_inherits_nothing():
     offsets, probs = np.array([0, 3], np.int32), np.array([[0.25, 0.5, 0.25]] * 3)
     support = np.array([[0, 1, -1], [-1, -1, -1], [-1, -1, -1]], dtype=np.int32)
     law = np.array([[0, 0, 0], [1, 0, 0], [0.5, 0.5, 0]], dtype=np.float64)
-    passing, _, _ = traversal_compiled.thresholds(token_ids, parents, offsets, support, law, probs)
+    passing, _, _ = verdict_compiled.traversal_thresholds(token_ids, parents, offsets, support, law, probs)
     assert passing.tolist() == [1.0, 0.0, 0.0]
     law = np.array([[0, 0, 0], [0.25, 0.5, 0.25], [0, 0, 1]])
     support[0] = [0, 1, 2]
-    passing, mass, scale = traversal_compiled.thresholds(token_ids, parents, offsets, support, law, probs)
+    passing, mass, scale = verdict_compiled.traversal_thresholds(token_ids, parents, offsets, support, law, probs)
     assert passing.tolist() == [1.0, 1.0, 0.25]
     assert mass[0].tolist() == pytest.approx([1 / 3, 2 / 3, 0]) and scale[0] == pytest.approx(4 / 3)
 

@@ -33,6 +33,7 @@ CASES = {
     "one expert each": {"tokens": 5, "per_token": 1},
     "all experts each": {"tokens": 4, "per_token": 6},
     "biases": {"tokens": 7, "has_bias": True},
+    "a single expert": {"tokens": 3, "per_token": 1, "num_experts": 1},
     "odd sizes": {"tokens": 6, "width": 37, "size": 11},
     "shared among threads": {"tokens": 40, "per_token": 4, "num_experts": 16, "width": 160, "size": 80},
     "nobody": {"tokens": 0},

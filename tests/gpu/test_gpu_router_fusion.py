@@ -41,6 +41,8 @@ LATENT |= {"qk_nope_head_dim": 8, "v_head_dim": 8}
 ONE_GROUP = GROUPED | {"n_group": 1, "topk_method": "greedy"}
 CONFIGS = {
     "glm4_moe": Glm4MoeConfig(**ONE_LAYER, **GROUPED, head_dim=16),
+    "one group": Glm4MoeConfig(**ONE_LAYER, **GROUPED | {"n_group": 1}, head_dim=16),
+    "two groups of four": Glm4MoeConfig(**ONE_LAYER, **GROUPED | {"n_group": 4, "topk_group": 2}, head_dim=16),
     "deepseek_v3": DeepseekV3Config(**ONE_LAYER | LATENT, **GROUPED),
     "deepseek_v2": DeepseekV2Config(**ONE_LAYER | LATENT, **ONE_GROUP),
     "mixtral": MixtralConfig(**ONE_LAYER, num_local_experts=4),
@@ -51,7 +53,7 @@ CONFIGS = {
 }
 FORMS = {  # in bfloat16
     "glm4_moe": RouterForm(Score.SIGMOID, Precision.ALL),
-    "deepseek_v3": RouterForm(Score.SIGMOID, Precision.ALL),
+    **dict.fromkeys(("one group", "two groups of four", "deepseek_v3"), RouterForm(Score.SIGMOID, Precision.ALL)),
     "deepseek_v2": RouterForm(Score.SOFTMAX, Precision.ALL),
     "mixtral": RouterForm(Score.SOFTMAX_OF_CHOSEN, Precision.SHARES),
     "granitemoe": RouterForm(Score.SOFTMAX_OF_CHOSEN, Precision.LOGITS),
@@ -95,7 +97,7 @@ def by_expert(routes: tuple[torch.Tensor, ...], num_experts: int) -> tuple[torch
     return logits, shares.new_zeros(len(shares), num_experts).scatter(1, experts, shares)
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "mixtral"])
+@pytest.mark.parametrize("family", ["glm4_moe", "one group", "two groups of four", "deepseek_v3", "mixtral"])
 def test_fused_logits_equal_the_models_own(family):
     model = fresh(family)
     own = logits_of(model)

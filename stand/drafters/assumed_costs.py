@@ -51,7 +51,7 @@ class ModelSizes:
         windows = _windows(model)
         return cls(
             weights=_weight_bytes(model),
-            layers=tuple((layer_bytes, windows[index]) for index, _ in shape.layers),
+            layers=tuple((layer_bytes, windows.get(index, 0)) for index, _ in shape.layers),
             groups=max(attention.groups for attention in shape.attentions),
         )
 
@@ -103,6 +103,7 @@ def capability_of(model: PreTrainedModel) -> tuple[int, int]:
 def _weight_bytes(model: PreTrainedModel) -> int:
     """Without tables of which a step reads a few rows, and without what only prompts need."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
+    decoder = model if decoder is head else decoder  # of a class that calls its head so
     kept = {id(weight): weight for part in (decoder, head) if part is not None for weight in part.parameters()}
     table = model.get_input_embeddings().weight
     if head is None or table is not head.weight:
@@ -110,10 +111,9 @@ def _weight_bytes(model: PreTrainedModel) -> int:
     return sum(weight.numel() * weight.element_size() for weight in kept.values())
 
 
-def _windows(model: PreTrainedModel) -> list[int]:
-    """Of each layer, 0 where it sees the whole text."""
+def _windows(model: PreTrainedModel) -> dict[int, int]:
+    """Of each layer that does not see the whole text."""
     config = text_config(model)
-    count = config.num_hidden_layers
-    window = getattr(config, "sliding_window", None) or 0
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * count
-    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return {index: window for index, kind in enumerate(kinds) if window and kind == "sliding_attention"}

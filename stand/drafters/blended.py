@@ -21,7 +21,7 @@ from stand.drafters.known_costs import KnownCosts, saved_costs
 from stand.drafters.law_source import LawSource
 from stand.drafters.settings import check_count
 from stand.drafters.step_cost import CostTable, StepCost, StepTimer
-from stand.forward.devices import input_device
+from stand.forward.devices import input_device, placement
 from stand.forward.model import is_mixture
 from stand.measured_files import measured_folder
 from stand.seeds import call_seed
@@ -58,8 +58,8 @@ class BlendedDrafter(LookupDrafter):
     than two seconds of processor time for each of 1, 4, 16 ... rows, or sixteen of its steps. The results are kept in
     files and followed while steps run (`stand.drafters.known_costs`). On a GPU it is the table that gpu_bench.py saved,
     if there is one; without it, steps of a mixture of experts are timed as on a CPU, because there every token may read
-    more weights, and those of other models cost what is computed from their sizes (`AssumedCosts`). Where that says
-    nothing either, the budget is `default_budget`.
+    more weights, and those of other models on one GPU cost what is computed from their sizes (`AssumedCosts`).
+    Elsewhere the budget is `default_budget`.
     floor: no node that is less likely to be accepted (estimated), in [0, 1].
     kind: "sampled" children; "mixed": one sampled child, then the likeliest others; or "deterministic".
     source: a head whose laws are blended in, by odds that are learned while decoding (`EagleLaws`, or your own).
@@ -116,7 +116,8 @@ class BlendedDrafter(LookupDrafter):
         known = KnownCosts(model, folder) if is_timed else None
         if known is not None and self._known is not None and known.path(1) == self._known.path(1):
             known = self._known  # calls that were prepared go on with their tables
-        if costs is None and not is_cpu and not is_mixture(model):
+        is_computed = input_device(model).type == "cuda" and not placement(model) and not is_mixture(model)
+        if costs is None and is_computed:
             costs = AssumedCosts.of(model)
         budget = default_budget(model) if costs is None and known is None else None
         self._known, self.costs, self.budget, self._chosen = known, costs, budget, (budget, costs)

@@ -82,8 +82,8 @@ class AssumedCosts:
         return self._known[key]
 
     def _computed(self, num_rows: int, length: float) -> StepCost:
-        tokens = (num_rows, *(size for size in SIZES if size > num_rows))
-        tokens = tokens if len(tokens) > 1 else (num_rows, num_rows + 1)  # beyond what is drafted for
+        more = tuple(size for size in SIZES if size > num_rows)
+        tokens = (num_rows, *more) if more else (num_rows - 1, num_rows)  # two sizes, and none that a draft would reach
         seconds = tuple(self._seconds(num_rows, length, count) for count in tokens)
         return StepCost(num_rows, round(length), tokens, seconds)
 

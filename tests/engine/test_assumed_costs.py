@@ -83,7 +83,7 @@ def test_costs_are_those_of_rows_and_lengths_that_are_near():
 
 def test_the_next_size_is_asked_for_at_its_first_node():
     cost = StepCost(num_rows=1, length=1, tokens=(1, 4, 8, 16, 32), seconds=(1.0, 1.0, 1.5, 1.5, 3.0))
-    rises = cost.rises(2, 20, PADDED)
+    rises = cost.rises(2, 16, PADDED)
     assert np.flatnonzero(rises).tolist() == [2, 14]  # in front of tokens 5 and 17; 9 costs nothing more
     half = np.log(2)  # of the first node's worth that the nodes of a size twice as large have on average
     np.testing.assert_allclose(rises[[2, 14]], [0.5 / (4 * half), 1.0 / (16 * half)], rtol=1e-6)

@@ -29,6 +29,7 @@ from stand.trees import BlendedLookup, DraftBatch
 from stand.trees.sampling import KINDS
 
 MOST_RISES = 1000  # arrays of rises that are kept; a cost that follows the steps' times changes, and has new ones
+RisesKey = tuple[StepCost, int, int, tuple[int, ...]]  # cost, rows, budget, sizes of steps
 MOST_NODES = 1 << 16  # a budget beyond this is a mistake: no step holds so many tokens
 
 
@@ -95,9 +96,7 @@ class BlendedDrafter(LookupDrafter):
         self._known: KnownCosts | None = None
         self._chosen: tuple[int | None, CostTable | AssumedCosts | None] = (None, None)  # budget and costs, by `attach`
         self._padded: tuple[int, ...] = ()  # tokens to which the call's steps are padded
-        self._known_rises: dict[
-            tuple[StepCost, int, int, tuple[int, ...]], np.ndarray
-        ] = {}  # by cost, rows, budget, sizes
+        self._known_rises: dict[RisesKey, np.ndarray] = {}
 
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
         if self.lookup is None:

@@ -87,6 +87,8 @@ def test_the_next_size_is_asked_for_at_its_first_node():
     assert np.flatnonzero(rises).tolist() == [2, 14]  # in front of tokens 5 and 17; 9 costs nothing more
     half = np.log(2)  # of the first node's worth that the nodes of a size twice as large have on average
     np.testing.assert_allclose(rises[[2, 14]], [0.5 / (4 * half), 1.0 / (16 * half)], rtol=1e-6)
+    by_half = cost.rises(1, 20, (1, 16, 24))  # of the next size, half as large again
+    np.testing.assert_allclose(by_half[15], 0.75 / 1.5 / (8 * np.log(1.5) / 0.5), rtol=1e-6)
     assert not cost.rises(40, 3, PADDED).any() and len(cost.rises(32, 0, PADDED)) == 0
 
 

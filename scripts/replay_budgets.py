@@ -22,7 +22,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from measuring.progress import Progress, say
 from measuring.replay_drafters import accepted_path, grown_guess
 from measuring.text_table import format_table
 from workloads.model_shapes import SHAPES
-from workloads.recordings import SHORTEST, Recording, Selection, read_recordings, read_tokenizer
+from workloads.recordings import SHORTEST, Recording, Selection, by_problem, read_recordings, read_tokenizer
 
 from stand.drafters.assumed_costs import RIDGES, AssumedCosts, ModelSizes
 from stand.drafters.step_cost import CostTable, StepCost
@@ -208,13 +208,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parsed
 
 
-def by_problem(recordings: list[Recording]) -> list[list[Recording]]:
-    problems: dict[int, list[Recording]] = {}
-    for one in recordings:
-        problems.setdefault(one.problem, []).append(one)
-    return list(problems.values())
-
-
 def run(options: argparse.Namespace) -> Iterator[Result]:
     times = read_times(options.bench, options.shape)
     selection = Selection(max_problems=options.max_problems, samples=options.samples, max_tokens=options.max_tokens)
@@ -227,7 +220,7 @@ def run(options: argparse.Namespace) -> Iterator[Result]:
         for name in drafts:
             found = replay(problems, num_rows, length, name, times)
             plain = found.tokens_per_second if plain is None else plain
-            found = Result(**{**asdict(found), "speedup": found.tokens_per_second / plain})
+            found = replace(found, speedup=found.tokens_per_second / plain)
             progress.add(1, f"{num_rows} rows behind {length:,} tokens, {name}: {found.speedup:.3f}")
             yield found
 

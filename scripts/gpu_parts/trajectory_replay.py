@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from table_parts.token_drafter import TokenDrafter
 from transformers import PreTrainedModel
-from workloads.recordings import Recording
+from workloads.recordings import Recording, by_problem
 
 from gpu_parts.bench_model import BenchModel
 from gpu_parts.bench_record import Measurement
@@ -371,12 +371,9 @@ def _figure(
 
 def batches_of(recordings: Sequence[Recording], rows: int, most: int) -> list[list[Recording]]:
     """Full batches of samples of one problem each, at most `most` per problem."""
-    problems: dict[int, list[Recording]] = {}
-    for recording in recordings:
-        problems.setdefault(recording.problem, []).append(recording)
     return [
         samples[first : first + rows]
-        for samples in problems.values()
+        for samples in by_problem(recordings)
         for first in range(0, len(samples) - rows + 1, rows)[:most]
     ]
 

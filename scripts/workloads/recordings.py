@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -90,6 +90,14 @@ def read_recordings(path: Path, tokenizer: Tokenizer, selection: Selection) -> l
     if not recordings:
         raise ValueError(f"{path} must hold samples of at least {SHORTEST} tokens, got none")
     return recordings
+
+
+def by_problem(recordings: Iterable[Recording]) -> list[list[Recording]]:
+    """The samples of each problem, in order of first appearance."""
+    problems: dict[int, list[Recording]] = {}
+    for one in recordings:
+        problems.setdefault(one.problem, []).append(one)
+    return list(problems.values())
 
 
 def read_tokenizer(path: Path) -> Tokenizer:

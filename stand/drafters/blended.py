@@ -109,14 +109,13 @@ class BlendedDrafter(LookupDrafter):
 
     def _choose_costs(self, model: PreTrainedModel) -> None:
         """Where neither a budget nor costs are given; see the class."""
-        folder, is_cpu = measured_folder(), input_device(model).type == "cpu"
+        folder, device, is_mixed = measured_folder(), input_device(model).type, is_mixture(model)
         costs = None if folder is None else saved_costs(model, folder)
-        is_timed = folder is not None and costs is None and (is_cpu or is_mixture(model))
+        is_timed = folder is not None and costs is None and (device == "cpu" or is_mixed)
         known = KnownCosts(model, folder) if is_timed else None
         if known is not None and self._known is not None and known.path(1) == self._known.path(1):
             known = self._known  # calls that were prepared go on with their tables
-        is_computed = input_device(model).type == "cuda" and not placement(model) and not is_mixture(model)
-        if costs is None and is_computed:
+        if costs is None and device == "cuda" and not is_mixed and not placement(model):
             costs = AssumedCosts.of(model)
         budget = default_budget(model) if costs is None and known is None else None
         self._known, self.costs, self.budget, self._chosen = known, costs, budget, (budget, costs)

@@ -212,24 +212,27 @@ class Call:
 
     def _advance(self) -> None:
         """One decoding step of all live rows."""
-        live, timed = LiveRows.of(self.scheduler.live), self.stats.timed
-        with timed("draft"):
-            request, batch = self._draft(live)
+        live, work_on = LiveRows.of(self.scheduler.live), self.stats.work_on
+        work_on("draft")
+        request, batch = self._draft(live)
+        work_on("commit")
         slots = batch.sizes if self._rider is None else batch.sizes + self._rider.num_slots(batch.sizes)
         self.scheduler.admission.take(live.rows, (live.lengths + slots).tolist())
         before = self.stats.scoring_seconds
-        with timed("forward"):
-            self._step.forward(batch, live, self._noise(live))
-        with timed("verify"):
-            verdicts = self._step.verify()
+        work_on("forward")
+        self._step.forward(batch, live, self._noise(live))
+        work_on("verify")
+        verdicts = self._step.verify()
+        work_on("commit")
         if self._drafter is not None:
             self._drafter.record_time(request, batch.num_nodes, self.stats.scoring_seconds - before)
         if self._rider is not None:
-            with timed("draft"):
-                self._step.ride(verdicts.accepted)
-        with timed("commit"):
-            self._commit(live, batch, verdicts)
+            work_on("draft")
+            self._step.ride(verdicts.accepted)
+            work_on("commit")
+        self._commit(live, batch, verdicts)
         self._is_settled = self._is_settled and self.scheduler.is_held()
+        work_on(None)
         if self._is_learning or self._wants_features:
             self._step.teach(partial(self._learn, request, batch, verdicts))
 
@@ -296,13 +299,12 @@ class Call:
 
     def _learn(self, request: DraftRequest, batch: DraftBatch, verdicts: Verdicts) -> None:
         """Teach the drafter what became of its draft, and the target's best tokens at every scored node."""
-        with self.stats.timed("learn"):
-            top_ids, top_probs = self._step.top_entries(self._drafter.num_candidates if self._is_learning else 0)
-            features = self._step.features() if self._wants_features else None
-            lesson = Lesson(
-                request, batch, verdicts.accepted, verdicts.next_tokens, top_ids, top_probs, features=features
-            )
-            if self._wants_features:
-                self._drafter.follow(lesson)
-            if self._is_learning:
-                self._drafter.learn(lesson)
+        interrupted = self.stats.work_on("learn")
+        top_ids, top_probs = self._step.top_entries(self._drafter.num_candidates if self._is_learning else 0)
+        features = self._step.features() if self._wants_features else None
+        lesson = Lesson(request, batch, verdicts.accepted, verdicts.next_tokens, top_ids, top_probs, features=features)
+        if self._wants_features:
+            self._drafter.follow(lesson)
+        if self._is_learning:
+            self._drafter.learn(lesson)
+        self.stats.work_on(interrupted)

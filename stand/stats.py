@@ -37,7 +37,7 @@ class Stats:
     prefill_seconds: float = 0.0
     wall_seconds: float = 0.0
     _began: float | None = field(default=None, init=False, repr=False, compare=False)  # the wall time's open block
-    _open: list[str] = field(default_factory=list, init=False, repr=False, compare=False)  # verbs being timed
+    _verb: str | None = field(default=None, init=False, repr=False, compare=False)  # that is being timed
     _changed: float = field(default=0.0, init=False, repr=False, compare=False)
 
     @property
@@ -84,16 +84,13 @@ class Stats:
             wall_seconds=self.wall_seconds + other.wall_seconds,
         )
 
-    def timed(self, verb: str) -> _Timed:
-        """Add the wall time of the block to `seconds[verb]`, without what a block within it adds to another verb."""
-        return _Timed(self, verb)
-
-    def _charge(self) -> None:
-        """Give the time since the last change to the innermost open verb."""
-        now = time.perf_counter()
-        if self._open:
-            self.seconds[self._open[-1]] += now - self._changed
-        self._changed = now
+    def work_on(self, verb: str | None) -> str | None:
+        """Add the wall time from here to the next call to `seconds[verb]`, None: to nothing. What it went to before."""
+        now, before = time.perf_counter(), self._verb
+        if before is not None:
+            self.seconds[before] += now - self._changed
+        self._verb, self._changed = verb, now
+        return before
 
     @contextmanager
     def timed_prefill(self) -> Iterator[None]:
@@ -170,23 +167,6 @@ class Stats:
             "prefill_seconds": self.prefill_seconds,
             "wall_seconds": self.wall_seconds,
         }
-
-
-class _Timed:
-    """A block that is timed, as `Stats.timed` says; a class, because a generator costs microseconds per step."""
-
-    __slots__ = ("_stats", "_verb")
-
-    def __init__(self, stats: Stats, verb: str):
-        self._stats, self._verb = stats, verb
-
-    def __enter__(self) -> None:
-        self._stats._charge()
-        self._stats._open.append(self._verb)
-
-    def __exit__(self, *error: object) -> None:
-        self._stats._charge()
-        self._stats._open.pop()
 
 
 def _added(total: np.ndarray, counts: Sequence[int]) -> np.ndarray:

@@ -49,7 +49,9 @@ def tokens_of(trajectories) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     output = engine_of().generate(PROMPT, **SETTINGS, max_rows=ROWS)
-    assert output.stats.num_put_back == output.stats.num_replayed_tokens == 0 and len(set(map(len, output.token_ids))) > 10
+    assert (
+        output.stats.num_put_back == output.stats.num_replayed_tokens == 0 and len(set(map(len, output.token_ids))) > 10
+    )
     assert np.mean([len(tokens) == 72 for tokens in output.token_ids]) > 0.2  # many need all of their room
     return output.token_ids
 

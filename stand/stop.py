@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
-from stand.processors import own_copy
+from stand.own_copy import own_copy
 from stand.row import Row
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from stand.fusion.merged_linear import MergedLinear, Product, is_bare
-from stand.fusion.trial import Recipe, Swap
+from stand.fusion.recipe import Recipe, Swap
 
 SINGLE = ("o_proj", "down_proj", "qkv_proj", "gate_up_proj")  # by the usual names, of attentions and gated blocks
 COLD_BYTES = 1 << 28  # of weights of one shape: several times a GPU's cache, so that a timing reads memory

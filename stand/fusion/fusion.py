@@ -27,8 +27,9 @@ from stand.fusion.merged_linear import MergedLinear
 from stand.fusion.mlp import FusedMLP, activation_name
 from stand.fusion.norm import FusedNorm
 from stand.fusion.probe import MODULE_TOLERANCES
+from stand.fusion.recipe import Recipe, Swap
 from stand.fusion.router import FusedRouter
-from stand.fusion.trial import Recipe, Swap, Trial, fused_delta_layer
+from stand.fusion.trial import Trial, fused_delta_layer
 
 
 def fuse(model: PreTrainedModel, *, kernels: bool = True) -> Fusion:

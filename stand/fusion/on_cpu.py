@@ -17,7 +17,8 @@ from stand.fusion.fusion import Fusion
 from stand.fusion.guard import code_of, plain_values
 from stand.fusion.kernels import cpu_kernels
 from stand.fusion.merged_linear import is_bare
-from stand.fusion.trial import Recipe, Swap, Trial
+from stand.fusion.recipe import Recipe, Swap
+from stand.fusion.trial import Trial
 
 State = tuple[bool, dict[str, object], tuple]  # of a module: `is_bare`, its settings, `code_of`
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -20,7 +19,7 @@ from stand.fusion.attention import (
     reuses_keys,
 )
 from stand.fusion.delta_layer import RATE_SCALES, FusedDeltaLayer, delta_parts, is_delta_layer, own_on_chain
-from stand.fusion.experts import ExpertForm, FusedExperts, expert_forms, is_experts
+from stand.fusion.experts import FusedExperts, expert_forms, is_experts
 from stand.fusion.formulas import GATE_ORDERS, NO_NORM, RULES
 from stand.fusion.gated_norm import FusedGatedNorm, is_gated_norm
 from stand.fusion.kernels import Kernels
@@ -30,7 +29,8 @@ from stand.fusion.merged_linear import MergedLinear, is_bare, merge_refusal, tie
 from stand.fusion.mlp import FusedMLP, find_activation, is_gated_mlp
 from stand.fusion.norm import FusedNorm, norm_refusal
 from stand.fusion.probe import MODULE_TOLERANCES, Outcome, Probe, difference
-from stand.fusion.router import FusedRouter, RouterForm, is_router, router_forms, told_apart
+from stand.fusion.recipe import Recipe, Swap
+from stand.fusion.router import FusedRouter, is_router, router_forms, told_apart
 
 MERGEABLE = {
     "merged q/k/v": ("q_proj", "k_proj", "v_proj"),
@@ -38,58 +38,6 @@ MERGEABLE = {
     "merged inputs of a recurrent layer": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
     "merged inputs of a recurrent layer of Qwen3-Next": ("in_proj_qkvz", "in_proj_ba"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """Modules of one class that shared a verdict.
-
-    max_error: largest difference relative to the largest value of its row; None where nothing was tried.
-    reason: why the swap was not kept, empty where it was.
-    """
-
-    kind: str
-    module_class: str
-    count: int
-    is_kept: bool
-    max_error: float | None
-    reason: str = ""
-
-    def __str__(self) -> str:
-        verdict = "kept" if self.is_kept else f"left alone: {self.reason}"
-        error = "" if self.max_error is None else f", error {self.max_error:.1e}"
-        return f"{self.kind}, {self.count} x {self.module_class}{error}, {verdict}"
-
-
-@dataclass
-class Recipe:
-    """What is swapped, by module name: all that is needed to build the same forwards for a model of the same shape."""
-
-    merged: dict[str, tuple[str, ...]] = field(default_factory=dict)  # owner: names of its parts
-    norms: dict[str, int] = field(default_factory=dict)  # rule
-    gated_norms: dict[str, int] = field(default_factory=dict)  # order
-    delta_layers: dict[str, float] = field(default_factory=dict)  # scale of rates
-    mlps: dict[str, int] = field(default_factory=dict)  # activation
-    experts: dict[str, ExpertForm] = field(default_factory=dict)
-    routers: dict[str, RouterForm] = field(default_factory=dict)
-    attentions: dict[str, AttentionSettings] = field(default_factory=dict)
-    layers: dict[str, str | None] = field(default_factory=dict)  # the norm behind the layer, by name
-    latent_rotations: list[str] = field(default_factory=list)
-    singles: list[str] = field(default_factory=list)  # linear layers that are not merged and have a chosen product
-
-    def of_layer(self, layer: str, name: str, is_like: Callable[[str, str], bool]) -> Recipe:
-        """What is swapped in `layer`, for one that is called `name`: where `is_like(module, its counterpart)`."""
-
-        def moved(swaps: dict[str, object]) -> dict:
-            names = {old: name + old.removeprefix(layer) for old in swaps if f"{old}.".startswith(f"{layer}.")}
-            return {new: swaps[old] for old, new in names.items() if is_like(old, new)}
-
-        norms = moved(self.norms)
-        layers = dict.fromkeys(moved(self.layers)) if f"{name}.{PARTS[1]}" in norms else {}  # no norm behind
-        gated, delta = moved(self.gated_norms), moved(self.delta_layers)
-        latent = list(moved(dict.fromkeys(self.latent_rotations)))
-        blocks = moved(self.mlps), moved(self.experts), moved(self.routers), moved(self.attentions)
-        return Recipe(moved(self.merged), norms, gated, delta, *blocks, layers, latent)
 
 
 def fused_delta_layer(

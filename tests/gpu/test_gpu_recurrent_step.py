@@ -13,6 +13,7 @@ from failures import failing_after  # noqa: E402
 from plain_kernels import use_plain_kernels  # noqa: E402
 from plain_scan import use_plain_scans  # noqa: E402
 from recurrent_models import RECURRENT, new_recurrent_model, recurrent_kernel_model  # noqa: E402
+from step_pair import PROMPTS, StepPair, growing_pools, put_back_after  # noqa: E402
 
 import stand  # noqa: E402
 from stand.drafters.blended import BlendedDrafter  # noqa: E402
@@ -24,10 +25,8 @@ from stand.gpu.captured_step import CapturedStep  # noqa: E402
 from stand.scheduling import memory  # noqa: E402
 from stand.scheduling.page_allocator import PageAllocator  # noqa: E402
 from stand.scheduling.within_pages import WithinPages  # noqa: E402
-from stand.trees import BlendedLookup  # noqa: E402
 
-PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8], [9, 10, 9]]  # one with nothing before its only token
-SETTINGS = {"num_return_sequences": 2, "max_new_tokens": 24, "temperature": 0.6, "seed": 4, "learn": False}
+PAIR = StepPair(recurrent_kernel_model, num_return_sequences=2, max_new_tokens=24, temperature=0.6, seed=4, learn=False)
 EACH = [family for family in ("qwen3_5", "nemotron_h", "lfm2") if family in RECURRENT]  # of every kind
 
 
@@ -37,33 +36,9 @@ def plain_kernels(monkeypatch):
     use_plain_scans(monkeypatch)
 
 
-@lru_cache
-def taught_lookup(family):
-    """It has read the model's own samples. SETTINGS teach nothing."""
-    lookup = BlendedLookup()
-    teacher = stand.wrap(recurrent_kernel_model(family), drafter=BlendedDrafter(lookup, budget=16), backend="sdpa")
-    teacher.generate(PROMPTS, num_return_sequences=3, max_new_tokens=40, temperature=0.4, seed=1)
-    return lookup
-
-
-def engine_of(family="qwen3_5", *, backend="triton", verifier="traversal", **options):
-    model, drafter = recurrent_kernel_model(family), BlendedDrafter(taught_lookup(family), budget=16)
-    return stand.wrap(model, verifier=verifier, backend=backend, drafter=drafter, **{"fuse": False, **options})
-
-
-def both(family="qwen3_5", *, verifier="traversal", captured=None, **settings):
-    """(eager, captured) outputs; captured: settings of the captured call alone."""
-    settings = {**SETTINGS, **settings}
-    eager = engine_of(family, backend="sdpa", verifier=verifier).generate(PROMPTS, **settings)
-    engine = engine_of(family, verifier=verifier)
-    output = engine.generate(PROMPTS, **{**settings, **(captured or {})})
-    assert str(engine.backend) == "triton"
-    return eager, output
-
-
 @pytest.mark.parametrize("family", every_day(RECURRENT, "qwen3_5", "olmo_hybrid", "nemotron_h", "falcon_h1", "lfm2"))
 def test_tokens_equal_the_eager_step(family):
-    eager, captured = both(family)
+    eager, captured = PAIR.both(family)
     assert captured.token_ids == eager.token_ids and captured.stats.num_steps == eager.stats.num_steps
     assert captured.stats.mean_acceptance_length > 1.1  # drafts are accepted, so states follow paths
 
@@ -71,44 +46,37 @@ def test_tokens_equal_the_eager_step(family):
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9}])
 @pytest.mark.parametrize("family", EACH)
 def test_greedy_and_filtered_tokens_equal_the_eager_step(family, settings):
-    eager, captured = both(family, verifier="match", **settings)
+    eager, captured = PAIR.both(family, verifier="match", **settings)
     assert captured.token_ids == eager.token_ids
 
 
 @pytest.mark.parametrize("family", EACH)
 def test_rows_take_the_places_of_others(family):
-    eager, captured = both(family, verifier="match", captured={"max_rows": 2})
+    eager, captured = PAIR.both(family, verifier="match", captured={"max_rows": 2})
     assert captured.token_ids == eager.token_ids
 
 
 @pytest.mark.parametrize("family", EACH)
 def test_rows_that_are_put_back_come_again_with_their_states(family, monkeypatch):
-    holds = WithinPages.holds
-    monkeypatch.setattr(
-        WithinPages, "holds", lambda self, live: holds(self, live) and all(one.num_steps != 6 for one in live)
-    )
+    put_back_after(monkeypatch, 6)
     model = recurrent_kernel_model(family)
     page, states = page_table.PAGE_SIZE * key_shape(model).token_bytes, key_shape(model).row_bytes
-    eager, captured = both(family, verifier="match", captured={"max_cache_bytes": 20 * page + 4 * (states + page)})
+    eager, captured = PAIR.both(family, verifier="match", captured={"max_cache_bytes": 20 * page + 4 * (states + page)})
     assert captured.token_ids == eager.token_ids and captured.stats.num_put_back > 0
 
 
 def test_pools_that_grow_keep_the_states(monkeypatch):
-    settings = {**SETTINGS, "num_return_sequences": 1, "max_new_tokens": 150, "stop_token_ids": []}
-    expected = engine_of("lfm2").generate(PROMPTS, **settings).token_ids
-    monkeypatch.setattr(page_table, "FIRST_ROOM", 1)
-    monkeypatch.setattr(page_table, "DRAFT_ROOM", 32)
-    monkeypatch.setattr(page_table, "PROMPTS_AHEAD", 0)
-    grow, pools = page_table.DeviceCache.grow, []
-    monkeypatch.setattr(page_table.DeviceCache, "grow", lambda one, size: (pools.append(size), grow(one, size)))
-    assert engine_of("lfm2").generate(PROMPTS, **settings).token_ids == expected and pools
+    settings = {**PAIR.settings, "num_return_sequences": 1, "max_new_tokens": 150, "stop_token_ids": []}
+    expected = PAIR.engine_of("lfm2").generate(PROMPTS, **settings).token_ids
+    pools = growing_pools(monkeypatch)
+    assert PAIR.engine_of("lfm2").generate(PROMPTS, **settings).token_ids == expected and pools
 
 
 def test_a_second_call_begins_anew():
-    engine = engine_of(verifier="match")
-    first = engine.generate(PROMPTS, **SETTINGS)
+    engine = PAIR.engine_of("qwen3_5", verifier="match")
+    first = engine.generate(PROMPTS, **PAIR.settings)
     step = engine.backend._previous.captured
-    assert engine.generate(PROMPTS, **SETTINGS).token_ids == first.token_ids
+    assert engine.generate(PROMPTS, **PAIR.settings).token_ids == first.token_ids
     assert engine.backend._previous.captured is step
     assert step.nbytes > step._num_rows * key_shape(engine.model).row_bytes > 0
 
@@ -117,24 +85,24 @@ def test_a_second_call_begins_anew():
 @pytest.mark.parametrize("family", EACH)
 def test_a_failure_goes_on_with_the_same_states(family, part, monkeypatch):
     """Where the verdict of a step does not come, its path is not known, but states have followed it."""
-    expected = engine_of(family, verifier="match").generate(PROMPTS, **SETTINGS).token_ids
+    expected = PAIR.engine_of(family, verifier="match").generate(PROMPTS, **PAIR.settings).token_ids
     monkeypatch.setattr(CapturedStep, part, failing_after(6, getattr(CapturedStep, part), RuntimeError("gone")))
-    engine = engine_of(family, verifier="match")
+    engine = PAIR.engine_of(family, verifier="match")
     with pytest.warns(UserWarning, match="decoding goes on with eager steps"):
-        assert engine.generate(PROMPTS, **SETTINGS, max_rows=4).token_ids == expected
+        assert engine.generate(PROMPTS, **PAIR.settings, max_rows=4).token_ids == expected
 
 
 @pytest.mark.parametrize("family", EACH)
 def test_penalties_take_eager_steps_over_the_pool(family):
-    eager, other = both(family, repetition_penalty=1.3, captured={"max_rows": 3}, verifier="match")
+    eager, other = PAIR.both(family, repetition_penalty=1.3, captured={"max_rows": 3}, verifier="match")
     assert other.token_ids == eager.token_ids
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
 def test_fused_modules_beside_states(family):
-    few = {**SETTINGS, "num_return_sequences": 1, "max_new_tokens": 5}  # fused modules are interpreted
-    expected = engine_of(family).generate(PROMPTS[:1], **few).token_ids
-    engine = engine_of(family, fuse=True)
+    few = {**PAIR.settings, "num_return_sequences": 1, "max_new_tokens": 5}  # fused modules are interpreted
+    expected = PAIR.engine_of(family).generate(PROMPTS[:1], **few).token_ids
+    engine = PAIR.engine_of(family, fuse=True)
     kept = {swap.kind for swap in engine.backend.fusion.report if swap.is_kept}
     assert "RMSNorm with a gate" in kept
     more = {
@@ -161,9 +129,9 @@ def test_a_gate_in_the_wrong_place_is_noticed(monkeypatch):
 def test_a_model_that_was_cast_is_recorded_anew():
     model = copy.deepcopy(recurrent_kernel_model("qwen3_5"))
     engine = stand.wrap(model, backend="triton", verifier="match", drafter=BlendedDrafter(budget=4), fuse=False)
-    engine.generate(PROMPTS, **SETTINGS)
+    engine.generate(PROMPTS, **PAIR.settings)
     model.bfloat16()
-    engine.generate([[8]], **SETTINGS)
+    engine.generate([[8]], **PAIR.settings)
     states = engine.backend._previous.captured.states().layers[0]
     assert (states.tails.dtype, states.states.dtype) == (torch.bfloat16, torch.float32)
 
@@ -179,7 +147,7 @@ def test_states_that_stay_behind_are_seen_by_the_check(kernel, monkeypatch):
 
 def test_a_state_that_is_of_another_row_is_noticed(monkeypatch):
     """Control: places matter."""
-    expected = engine_of(verifier="match").generate(PROMPTS, **SETTINGS).token_ids
+    expected = PAIR.engine_of("qwen3_5", verifier="match").generate(PROMPTS, **PAIR.settings).token_ids
     enter = page_table.PageTable.enter
 
     def wrong(table, place, row, keys, **options):
@@ -188,7 +156,7 @@ def test_a_state_that_is_of_another_row_is_noticed(monkeypatch):
             table.cache.recurrent.move(0, 2)
 
     monkeypatch.setattr(page_table.PageTable, "enter", wrong)
-    assert engine_of(verifier="match").generate(PROMPTS, **SETTINGS).token_ids != expected
+    assert PAIR.engine_of("qwen3_5", verifier="match").generate(PROMPTS, **PAIR.settings).token_ids != expected
 
 
 def pages_of(num_pages: int, row_pages: float, *, is_asked_for: bool = True) -> WithinPages:
@@ -280,18 +248,18 @@ def test_the_order_of_requests_decides_nothing_under_a_cap(is_first, num_short, 
 
 def test_a_step_with_more_places_is_not_taken_over():
     """A call holds what it was allowed, states included."""
-    engine = engine_of(verifier="match")
+    engine = PAIR.engine_of("qwen3_5", verifier="match")
     page = page_table.PAGE_SIZE * key_shape(engine.model).token_bytes
     for max_rows in (6, 4, 3):
         cap = (20 + 3 * max_rows) * page + max_rows * key_shape(engine.model).row_bytes
-        engine.generate(PROMPTS, **SETTINGS, max_rows=max_rows, max_cache_bytes=cap)
+        engine.generate(PROMPTS, **PAIR.settings, max_rows=max_rows, max_cache_bytes=cap)
         assert engine.backend._previous.captured.states().num_rows == max_rows and engine.backend.held_bytes <= cap
 
 
 def test_what_layers_would_change_is_not_held_after_a_step():
     """Its tensors lie in the graphs' memory."""
-    engine = engine_of(verifier="match")
-    engine.generate(PROMPTS, **SETTINGS)
+    engine = PAIR.engine_of("qwen3_5", verifier="match")
+    engine.generate(PROMPTS, **PAIR.settings)
     step = engine.backend._previous.captured
     with pytest.raises(RuntimeError, match="begin"):
         step._table.cache.scan()

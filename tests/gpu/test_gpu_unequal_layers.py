@@ -2,7 +2,6 @@
 steps, whatever rows do."""
 
 import copy
-from functools import lru_cache
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ pytest.importorskip("triton")
 
 from failures import failing_after  # noqa: E402
 from plain_kernels import use_plain_kernels  # noqa: E402
+from step_pair import PROMPTS, StepPair, growing_pools, put_back_after  # noqa: E402
 from tiny_models import kernel_model  # noqa: E402
 from unequal_models import unequal_model  # noqa: E402
 
@@ -25,8 +25,6 @@ from stand.gpu.captured_step import CapturedStep  # noqa: E402
 from stand.gpu.device_cache import DeviceCache, has_one_type  # noqa: E402
 from stand.gpu.kernel_attention import KernelPlan  # noqa: E402
 from stand.gpu.kernels.rotate import rotate_pair  # noqa: E402
-from stand.scheduling.within_pages import WithinPages  # noqa: E402
-from stand.trees import BlendedLookup  # noqa: E402
 
 FAMILIES = (
     "gemma4",
@@ -35,8 +33,7 @@ FAMILIES = (
     "deepseek_v3",
     "minicpm3",
 )  # the latter two keep latents, or values narrower than keys
-PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8], [9, 10, 9]]  # one with nothing before its only token
-SETTINGS = {"num_return_sequences": 2, "max_new_tokens": 40, "temperature": 0.6, "seed": 4, "learn": False}
+PAIR = StepPair(unequal_model, num_return_sequences=2, max_new_tokens=40, temperature=0.6, seed=4, learn=False)
 
 
 @pytest.fixture
@@ -44,79 +41,48 @@ def plain_kernels(monkeypatch):
     use_plain_kernels(monkeypatch)
 
 
-@lru_cache
-def taught_lookup(family):
-    """It has read the model's own samples. SETTINGS teach nothing."""
-    lookup = BlendedLookup()
-    teacher = stand.wrap(unequal_model(family), drafter=BlendedDrafter(lookup, budget=16), backend="sdpa")
-    teacher.generate(PROMPTS, num_return_sequences=3, max_new_tokens=40, temperature=0.4, seed=1)
-    return lookup
-
-
-def engine_of(family, *, backend="triton", verifier="traversal", **options):
-    drafter = BlendedDrafter(taught_lookup(family), budget=16)
-    options = {"fuse": False, **options}
-    return stand.wrap(unequal_model(family), verifier=verifier, backend=backend, drafter=drafter, **options)
-
-
-def both(family, *, verifier="traversal", captured=None, **settings):
-    """(eager, captured) outputs; captured: settings of the captured call alone."""
-    settings = {**SETTINGS, **settings}
-    eager = engine_of(family, backend="sdpa", verifier=verifier).generate(PROMPTS, **settings)
-    engine = engine_of(family, verifier=verifier)
-    output = engine.generate(PROMPTS, **{**settings, **(captured or {})})
-    assert str(engine.backend) == "triton"
-    return eager, output
-
-
 @pytest.mark.parametrize("verifier", ["match", "coupled", "traversal"])
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9}, {}])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_the_eager_step(plain_kernels, family, settings, verifier):
-    eager, captured = both(family, verifier=verifier, **settings)
+    eager, captured = PAIR.both(family, verifier=verifier, **settings)
     assert captured.token_ids == eager.token_ids and captured.stats.num_steps == eager.stats.num_steps
     assert captured.stats.mean_acceptance_length > 1.1  # drafts are accepted, so keys were moved
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_that_are_put_back_and_take_places_of_others(plain_kernels, family, monkeypatch):
-    holds = WithinPages.holds
-    monkeypatch.setattr(
-        WithinPages, "holds", lambda self, live: holds(self, live) and all(one.num_steps != 6 for one in live)
-    )
+    put_back_after(monkeypatch, 6)
     page = page_table.PAGE_SIZE * key_shape(unequal_model(family)).token_bytes
-    eager, captured = both(family, verifier="match", captured={"max_cache_bytes": 20 * page})
+    eager, captured = PAIR.both(family, verifier="match", captured={"max_cache_bytes": 20 * page})
     assert captured.token_ids == eager.token_ids and captured.stats.num_put_back > 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pools_that_grow_keep_their_keys(plain_kernels, family, monkeypatch):
-    settings = {**SETTINGS, "num_return_sequences": 1, "max_new_tokens": 150, "stop_token_ids": []}
-    expected = engine_of(family).generate(PROMPTS, **settings).token_ids
-    for name, value in (("FIRST_ROOM", 1), ("DRAFT_ROOM", 32), ("PROMPTS_AHEAD", 0)):
-        monkeypatch.setattr(page_table, name, value)
-    grow, pools = DeviceCache.grow, []
-    monkeypatch.setattr(DeviceCache, "grow", lambda one, size: (pools.append(size), grow(one, size)))
-    assert engine_of(family).generate(PROMPTS, **settings).token_ids == expected and pools
+    settings = {**PAIR.settings, "num_return_sequences": 1, "max_new_tokens": 150, "stop_token_ids": []}
+    expected = PAIR.engine_of(family).generate(PROMPTS, **settings).token_ids
+    pools = growing_pools(monkeypatch)
+    assert PAIR.engine_of(family).generate(PROMPTS, **settings).token_ids == expected and pools
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eager_steps_over_the_pool(plain_kernels, family, monkeypatch):
     """With a penalty, and after a failure."""
-    eager, other = both(family, repetition_penalty=1.3, verifier="match", captured={"max_rows": 3})
+    eager, other = PAIR.both(family, repetition_penalty=1.3, verifier="match", captured={"max_rows": 3})
     assert other.token_ids == eager.token_ids
-    expected = engine_of(family, verifier="match").generate(PROMPTS, **SETTINGS).token_ids
+    expected = PAIR.engine_of(family, verifier="match").generate(PROMPTS, **PAIR.settings).token_ids
     monkeypatch.setattr(CapturedStep, "launch", failing_after(4, CapturedStep.launch, RuntimeError("gone")))
     with pytest.warns(UserWarning, match="decoding goes on with eager steps"):
-        assert engine_of(family, verifier="match").generate(PROMPTS, **SETTINGS).token_ids == expected
+        assert PAIR.engine_of(family, verifier="match").generate(PROMPTS, **PAIR.settings).token_ids == expected
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3", "gemma4_e2b"])
 def test_fused_modules(family):
     """Kernels are interpreted."""
-    few = {**SETTINGS, "num_return_sequences": 1, "max_new_tokens": 4}
-    expected = engine_of(family, backend="sdpa").generate(PROMPTS[:1], **few).token_ids
-    engine = engine_of(family, fuse=True)
+    few = {**PAIR.settings, "num_return_sequences": 1, "max_new_tokens": 4}
+    expected = PAIR.engine_of(family, backend="sdpa").generate(PROMPTS[:1], **few).token_ids
+    engine = PAIR.engine_of(family, fuse=True)
     kept = {swap.kind for swap in engine.backend.fusion.report if swap.is_kept}
     latent = "rotation of latent attention"
     assert (latent if family != "gemma4_e2b" else "attention with rotary cache write") in kept
@@ -146,7 +112,7 @@ def test_a_wrong_rotation_is_not_kept(monkeypatch):
 
 def test_blocks_hold_what_has_one_shape():
     model = unequal_model("gemma4")
-    engine_of("gemma4", backend="sdpa")
+    PAIR.engine_of("gemma4", backend="sdpa")
     cache = DeviceCache(
         layers=key_shape(model).layers, num_pages=2, page_size=64, dtype=torch.float32, device=torch.device("cpu")
     )
@@ -169,7 +135,7 @@ def test_keys_of_two_types_are_told():
 def test_layers_with_a_window_have_a_work_list_of_their_own():
     """With tiles by their own heads, and without items before the window."""
     model = unequal_model("gemma4")
-    engine_of("gemma4", backend="sdpa")
+    PAIR.engine_of("gemma4", backend="sdpa")
     windowed, whole = step_body.StepOutput(model, num_rows=1).tilings(80)
     assert (windowed.splitting.window, whole.splitting.window) == (8, 0)
     assert (windowed.tile_tokens, whole.tile_tokens) == (32, 16)  # of 64 query rows: two groups, four groups
@@ -190,10 +156,10 @@ def test_layers_that_expand_what_they_keep_take_eager_steps():
         pytest.skip("this version of transformers keeps the keys themselves")
     with pytest.raises(ValueError, match="would compute those of the whole pool"):
         stand.wrap(model, backend="triton")
-    drafter = BlendedDrafter(taught_lookup("deepseek_v3"), budget=16)
+    drafter = BlendedDrafter(PAIR.taught_lookup("deepseek_v3"), budget=16)
     engine = stand.wrap(model, backend="auto", drafter=drafter, verifier="match")
-    expected = engine_of("deepseek_v3", backend="sdpa", verifier="match").generate(PROMPTS, **SETTINGS)
-    assert engine.generate(PROMPTS, **SETTINGS).token_ids == expected.token_ids
+    expected = PAIR.engine_of("deepseek_v3", backend="sdpa", verifier="match").generate(PROMPTS, **PAIR.settings)
+    assert engine.generate(PROMPTS, **PAIR.settings).token_ids == expected.token_ids
 
 
 class Adapted(torch.nn.Module):
@@ -255,11 +221,11 @@ def test_another_wrap_of_what_computed_keys_meanwhile_makes_calls_eager(plain_ke
 
 def test_a_second_call_replays_what_is_recorded(plain_kernels):
     """What stands for a layer's method within a step is no change of the model."""
-    engine = engine_of("deepseek_v3")
-    first = engine.generate(PROMPTS, **SETTINGS)
+    engine = PAIR.engine_of("deepseek_v3")
+    first = engine.generate(PROMPTS, **PAIR.settings)
     step = engine.backend._previous.captured
     recorded = dict(step._recorded)
-    assert engine.generate(PROMPTS, **SETTINGS).token_ids == first.token_ids
+    assert engine.generate(PROMPTS, **PAIR.settings).token_ids == first.token_ids
     assert engine.backend._previous.captured is step and all(
         step._recorded[size] is one for size, one in recorded.items()
     )

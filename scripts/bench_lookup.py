@@ -36,8 +36,8 @@ from measuring.replay_drafters import (
     BlendedReplay,
     ReplayDrafter,
     accepted_path,
-    grown_guess,
 )
+from measuring.side_by_side import SideBySide
 from measuring.text_table import format_table
 from workloads.recordings import Recording, Selection, read_recordings, read_tokenizer
 
@@ -146,24 +146,16 @@ def bench_drafts(drafter: ReplayDrafter, recordings: list[Recording]) -> Times:
 
 def bench_rows(lookup: BlendedLookup, recordings: list[Recording], kind: str) -> list[list[float]]:
     """Sixteen recordings decoded side by side: one call per step, eight nodes per row."""
-    streams = [np.concatenate([one.prompt, one.tokens]).astype(np.int32) for one in recordings[:ROWS]]
-    ends = [len(one.prompt) + 1 for one in recordings[:ROWS]]
-    keys, scopes = np.arange(ROWS), [one.problem % SCOPES for one in recordings[:ROWS]]
-    budget = ROWS * NODES_PER_ROW
-    for stream, end, scope in zip(streams, ends, scopes, strict=True):
-        lookup.learn(stream[:0], stream[:end], scope=scope)
+    scopes = [one.problem % SCOPES for one in recordings]
+    for one, scope in zip(recordings, scopes, strict=True):
+        known = np.concatenate([one.prompt, one.tokens[:1]]).astype(np.int32)
+        lookup.learn(known[:0], known, scope=scope)
+    rows, budget = SideBySide(lookup, recordings, kind=kind, scopes=scopes), ROWS * NODES_PER_ROW
     micros: list[float] = []
-    while all(end + ROWS * NODES_PER_ROW < len(stream) for stream, end in zip(streams, ends, strict=True)):
-        histories = [stream[:end] for stream, end in zip(streams, ends, strict=True)]
-        took, batch = timed(lookup.draft, histories, budget, seed=0, rows=keys, steps=keys, kind=kind, scopes=scopes)
+    while rows.least_left > budget:
+        took, batch = timed(lookup.draft, **rows.request(budget=budget))
         micros.append(took)
-        paths = [accepted_path(grown_guess(batch[row]), stream[ends[row] :]) for row, stream in enumerate(streams)]
-        runs = [stream[end : end + len(path) + 1] for stream, end, path in zip(streams, ends, paths, strict=True)]
-        accepted = [np.array(path, np.int32) + 1 for path in paths]  # `accepted_path` counts without the root
-        lookup.record_outcome(batch, accepted, [run[-1] for run in runs], kind=kind)
-        for row, (history, run) in enumerate(zip(histories, runs, strict=True)):
-            lookup.learn(history, run, scope=scopes[row])
-            ends[row] += len(run)
+        rows.follow(batch)
     return [part.tolist() for part in np.array_split(micros, min(ROW_GROUPS, len(micros)))]
 
 

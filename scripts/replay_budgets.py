@@ -32,7 +32,7 @@ import torch
 from measuring.interruption import run_and_report
 from measuring.option_types import count_list, existing_file, positive_integer
 from measuring.progress import Progress, say
-from measuring.replay_drafters import accepted_path, grown_guess
+from measuring.side_by_side import SideBySide
 from measuring.text_table import format_table
 from workloads.model_shapes import SHAPES
 from workloads.recordings import SHORTEST, Recording, Selection, by_problem, read_recordings, read_tokenizer
@@ -40,11 +40,10 @@ from workloads.recordings import SHORTEST, Recording, Selection, by_problem, rea
 from stand.drafters.assumed_costs import RIDGES, AssumedCosts, ModelSizes
 from stand.drafters.step_cost import CostTable, StepCost
 from stand.gpu.step_size import NUM_TOKENS
-from stand.trees import BlendedLookup, DraftBatch
+from stand.trees import BlendedLookup
 
 HOPPER = RIDGES[9, 0]
 MAX_POSITIONS = 40960
-CONTEXT = 32  # tokens before a run that it is learned with
 GROWN = ("curve", "sizes", "computed")
 
 
@@ -90,40 +89,6 @@ class Times:
         table = self.computed if drafts == "computed" else self.measured
         cost = table.at(length, num_rows=num_rows)
         return {"budget": most, "rises": cost.rises(num_rows, most, () if drafts == "curve" else NUM_TOKENS)}
-
-
-class SideBySide:
-    """Samples of one problem, decoded together."""
-
-    def __init__(self, lookup: BlendedLookup, recordings: list[Recording]):
-        self._lookup = lookup
-        self._streams = [np.concatenate([one.prompt, one.tokens]).astype(np.int32) for one in recordings]
-        self._ends = [len(one.prompt) + 1 for one in recordings]
-        self.live = list(range(len(recordings)))
-        self.num_steps = 0
-
-    def draft(self, **limits: object) -> DraftBatch:
-        histories = [self._streams[row][: self._ends[row]] for row in self.live]
-        steps = np.full(len(self.live), self.num_steps)
-        self.num_steps += 1
-        return self._lookup.draft(histories, seed=0, rows=np.array(self.live), steps=steps, **limits)
-
-    def follow(self, batch: DraftBatch) -> int:
-        """Go on as recorded, and learn; the number of tokens."""
-        coming = [self._streams[row][self._ends[row] :] for row in self.live]
-        paths = [accepted_path(grown_guess(batch[place]), run[:-1]) for place, run in enumerate(coming)]
-        accepted = [np.array(path, np.int32) + 1 for path in paths]  # `accepted_path` counts without the root
-        self._lookup.record_outcome(
-            batch, accepted, [int(run[len(path)]) for run, path in zip(coming, paths, strict=True)],
-            kind="deterministic",
-        )  # fmt: skip
-        gained = [len(path) + 1 for path in paths]
-        for row, run, count in zip(self.live, coming, gained, strict=True):
-            end = self._ends[row]
-            self._lookup.learn(self._streams[row][max(end - CONTEXT, 0) : end], run[:count])
-            self._ends[row] += count
-        self.live = [row for row in self.live if self._ends[row] < len(self._streams[row])]
-        return sum(gained)
 
 
 def replay(problems: list[list[Recording]], num_rows: int, length: int, drafts: str, times: Times) -> Result:

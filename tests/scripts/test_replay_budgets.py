@@ -6,12 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import replay_budgets
-from replay_budgets import SideBySide, Times, main
-from workloads.recordings import Recording
+from replay_budgets import Times, main
 
 from stand.drafters.assumed_costs import AssumedCosts, ModelSizes
 from stand.drafters.step_cost import CostTable, StepCost
-from stand.trees import BlendedLookup
 
 BENCH = Path(__file__).resolve().parents[2] / "docs" / "gpu_h100.json"
 STEPS = CostTable((StepCost(1, 100, (1, 4, 16), (1.0, 2.0, 6.0)), StepCost(4, 100, (4, 16), (3.0, 6.0))))
@@ -44,18 +42,6 @@ def test_every_way_of_drafting_has_its_limits():
     curve, sizes, computed = (TIMES.limits(name, 1, 100)["rises"] for name in ("curve", "sizes", "computed"))
     assert np.count_nonzero(curve) == 15 and np.flatnonzero(sizes).tolist() == [0, 3, 7]
     assert np.flatnonzero(computed).tolist() == [0, 3, 7] and not np.allclose(computed, sizes)
-
-
-def test_rows_go_on_as_recorded_to_their_ends():
-    prompt, walk = np.arange(3, dtype=np.int32), np.random.default_rng(1).integers(0, 50, 40).astype(np.int32)
-    lookup = BlendedLookup()
-    lookup.learn(walk[:1], walk[1:])
-    rows = SideBySide(lookup, [Recording(0, 0, prompt, walk), Recording(0, 1, prompt, walk[:20])])
-    num_tokens = 0
-    while rows.live:
-        num_tokens += rows.follow(rows.draft(budget=12))
-    assert num_tokens == 39 + 19  # a sample's first token comes from the prompt
-    assert 4 < rows.num_steps < 30  # with drafts: the walk is known
 
 
 def test_a_whole_replay_of_measured_steps(recordings, capsys):

@@ -19,11 +19,12 @@ from functools import cache, partial
 from itertools import product
 
 import numpy as np
+import pytest
 import torch
 from exact import Draft, World, full_laws, stop_probabilities
 
 from stand.trees import DraftBatch, DraftTree
-from stand.verifiers import TargetRows, ThresholdVerifier
+from stand.verifiers import TargetRows, ThresholdVerifier, get_verifier
 
 ROUNDING = 1e-6  # recorded laws are float32
 PATIENCE = 4  # the search ends when it has found nothing new for this many times as long as until the last find
@@ -101,6 +102,23 @@ def distance_from_target(joint: Sequence[JointDraft], worlds: Sequence[World], v
     truth = [_continuation(world, (), horizon) for world in worlds]
     reached -= np.outer(*truth)
     return float(np.abs(reached, out=reached).sum() / 2)
+
+
+def assert_adapted(joint: Sequence[JointDraft], worlds: Sequence[World], rules: Sequence[str]) -> None:
+    """The recorded laws of all joint drafts account for them, and under each rule the target's law comes out."""
+    assert abs(sum(each.probability for each in joint) - 1.0) < ROUNDING
+    for rule in rules:
+        assert distance_from_target(joint, worlds, get_verifier(rule)) < ROUNDING, rule
+
+
+def assert_refused_where_widths_are_not_settled(
+    joint: Sequence[JointDraft], worlds: Sequence[World], rule: str
+) -> None:
+    """The rule would be lossy for these drafts, in which the number of siblings follows from what was drawn."""
+    assert distance_from_target(as_if_shaped(joint), worlds, get_verifier(rule)) > 0.05
+    with pytest.raises(ValueError, match="settled before they were drawn"):
+        for each in joint:
+            get_verifier(rule).check_draft(DraftBatch.concatenate(each.drafts))
 
 
 def _key(draft: DraftTree) -> bytes:

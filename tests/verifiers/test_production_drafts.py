@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from draft_worlds import dense_world
 from exact import World
-from exact_drafts import ROUNDING, JointDraft, chi_square, distance_from_target, joint_drafts
+from exact_drafts import ROUNDING, JointDraft, assert_adapted, chi_square, distance_from_target, joint_drafts
 from taught_lookups import SCOPES, laws_of, taught_lookups
 
 from stand.trees import BlendedLookup, LookupTree, TreeShape
@@ -86,11 +86,9 @@ def joint_growth(blended) -> Callable[[str, str], list[JointDraft]]:
 @pytest.mark.parametrize("name", GROWTH)
 def test_growth_under_one_budget_is_adapted(blended, joint_growth, kind, name):
     size, joint = blended[kind][1], joint_growth(kind, name)
-    assert sum(each.probability for each in joint) == pytest.approx(1.0, abs=ROUNDING)
     assert kind != "deterministic" or len(joint) == 1
     assert kind != "sampled" or len(joint) > 5
-    for rule in TREE_RULES:
-        assert distance_from_target(joint, worlds(size), get_verifier(rule)) < ROUNDING, rule
+    assert_adapted(joint, worlds(size), TREE_RULES)
 
 
 @pytest.mark.parametrize("kind", ["sampled", "deterministic"])
@@ -98,13 +96,11 @@ def test_growth_under_one_budget_is_adapted(blended, joint_growth, kind, name):
 def test_grown_chains_are_adapted(blended, joint_growth, kind, name):
     """For the rules that take chains alone too; there is one child per node, and no other choice is hidden."""
     size, joint = blended[kind][1], joint_growth(kind, name)
-    assert sum(each.probability for each in joint) == pytest.approx(1.0, abs=ROUNDING)
     assert kind == "deterministic" or len(joint) > 5
     for each in joint:
         for draft in each.drafts:
             assert draft.parents.tolist() == list(range(-1, draft.num_nodes - 1))
-    for rule in CHAIN_RULES if kind == "sampled" else ("traversal", "block", "match"):
-        assert distance_from_target(joint, worlds(size), get_verifier(rule)) < ROUNDING, rule
+    assert_adapted(joint, worlds(size), CHAIN_RULES if kind == "sampled" else ("traversal", "block", "match"))
 
 
 def test_settings_matter(joint_growth):
@@ -167,10 +163,7 @@ def joint_shaped() -> Callable[[str, bool], list[JointDraft]]:
 @pytest.mark.parametrize("name", SHAPED)
 @pytest.mark.parametrize("is_same", [False, True], ids=["two histories", "equal histories"])
 def test_drafts_of_fixed_shapes_are_adapted(joint_shaped, name, is_same):
-    joint = joint_shaped(name, is_same)
-    assert sum(each.probability for each in joint) == pytest.approx(1.0, abs=ROUNDING)
-    for rule in SHAPED[name][-1]:
-        assert distance_from_target(joint, worlds(3), get_verifier(rule)) < ROUNDING, rule
+    assert_adapted(joint_shaped(name, is_same), worlds(3), SHAPED[name][-1])
 
 
 # Builders that break the promise must be seen: by the sum of their drafts' probabilities, and by the law.

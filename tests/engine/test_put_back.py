@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from plain_eagle import random_head
 from resident import cache_bytes
-from small_law import chi_square, continuation_law, small_model
+from small_law import continuation_law, p_of_continuations, small_model
 from tiny_models import kernel_model, tiny_model
 from transformers import LogitsProcessorList
 
@@ -157,7 +157,7 @@ def test_rows_that_come_back_follow_the_exact_law(monkeypatch):
     law = continuation_law(small_model(SIZE), START, LogitsProcessorList(), end=-1, tokens=TOKENS)
     counts, stats = counted(monkeypatch)
     assert stats.num_put_back > COUNT / 20 and stats.mean_acceptance_length > 1.3
-    assert chi_square(counts, law) > 1e-3
+    assert p_of_continuations(counts, law) > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["eagle", "model"])
@@ -190,7 +190,7 @@ def test_a_draft_that_decides_whether_it_is_used_is_seen(monkeypatch):
         return DraftBatch.concatenate(suits)
 
     monkeypatch.setattr(stand.BlendedDrafter, "draft", fitting)
-    assert chi_square(counted(monkeypatch)[0], law) < 1e-3
+    assert p_of_continuations(counted(monkeypatch)[0], law) < 1e-3
 
 
 def test_the_first_row_of_all_is_never_put_back(monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from jinja2 import TemplateError
 from letter_tokenizer import LETTERS, letter_tokenizer
+from pearson import p_value
 from tiny_models import SHAPE, tiny_model
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, Qwen2Config
 
@@ -184,16 +185,6 @@ def exact_law(model, prompt: list[int]) -> np.ndarray:
     return (first[:, None] * second).flatten().numpy()
 
 
-def p_value(counts: np.ndarray, law: np.ndarray) -> float:
-    """Of Pearson's chi-square; cells with fewer than 5 expected are one."""
-    expected = counts.sum() * law
-    rare = expected < 5
-    expected, seen = (np.append(values[~rare], values[rare].sum() + 1e-9) for values in (expected, counts))
-    statistic = float(((seen - expected) ** 2 / expected).sum())
-    half = torch.tensor([(len(expected) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
-
-
 def p_of_run(model, prompts) -> float:
     """The least of the prompts' p-values; 24 places for all rows, drafts that learn."""
     engine = stand.wrap(model, drafter=stand.BlendedDrafter(budget=36), verifier="traversal")
@@ -204,7 +195,7 @@ def p_of_run(model, prompts) -> float:
     for one in run:
         counts[one.id, one.token_ids[0] * SIZE + one.token_ids[1]] += 1
     assert counts.sum(axis=1).tolist() == [COUNT // 2] * 2 and run.stats.mean_acceptance_length > 1.2
-    return min(p_value(own, exact_law(model, prompt)) for own, prompt in zip(counts, prompts, strict=True))
+    return min(p_value(own, own.sum() * exact_law(model, prompt)) for own, prompt in zip(counts, prompts, strict=True))
 
 
 def test_rows_that_take_others_places_follow_the_exact_law(monkeypatch):

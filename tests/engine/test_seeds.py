@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from measuring.setup import REASONER
-from small_law import chi_square, small_model
+from pearson import p_value
+from small_law import p_of_continuations, small_model
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -69,9 +70,7 @@ def p_of_second_calls(make_drafter, verifier: str, *, starts: str, num_seeds: in
         if starts == "apart":
             second = drafter.start_call(learns=True)
         counts[one_call(drafter, rule, seed=seed, own_seed=call_seed(seed, second))] += 1
-    statistic = sum((counts[path] - num_seeds * share) ** 2 / (num_seeds * share) for path, share in EXPECTED.items())
-    freedom = torch.tensor((len(EXPECTED) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
+    return p_value(list(counts.values()), [num_seeds * share for share in EXPECTED.values()])
 
 
 def blended(kind: str):
@@ -151,7 +150,7 @@ def p_of_two_turns(make_engine, **settings) -> float:
         one = model(input_ids=torch.tensor([prompt])).logits[0, -1].double().softmax(0)
         two = model(input_ids=torch.tensor([[*prompt, token] for token in range(7)])).logits[:, -1].double().softmax(1)
     law = (one[:, None] * two).tolist()
-    return chi_square(pairs, {(i, j): law[i][j] for i in range(7) for j in range(7)})
+    return p_of_continuations(pairs, {(i, j): law[i][j] for i in range(7) for j in range(7)})
 
 
 TURNS = {

@@ -6,7 +6,7 @@ The expected law comes from plain forwards and from processors written out here 
 import numpy as np
 import pytest
 import torch
-from small_law import Law, chi_square, continuation_law, small_model
+from small_law import Law, continuation_law, p_of_continuations, small_model
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as library
 
@@ -81,9 +81,9 @@ def test_continuations_follow_the_exact_law_and_another_order_is_seen(num_calls)
     assert sum(counts.values()) == num_calls * COUNT // 4 and tokens_per_step > 1.2
     law = exact_law(IN_ORDER)
     assert len(law) > 40 and {len(path) for path in counts} == {2, 3}
-    assert chi_square(counts, law) > FALSE_ALARM
+    assert p_of_continuations(counts, law) > FALSE_ALARM
     for order in WRONG_ORDERS:
-        assert chi_square(counts, exact_law(order)) < 1e-6, order
+        assert p_of_continuations(counts, exact_law(order)) < 1e-6, order
 
 
 def test_the_test_finds_two_percent_too_much_in_one_of_ten_cells():
@@ -95,7 +95,7 @@ def test_the_test_finds_two_percent_too_much_in_one_of_ten_cells():
     def drawn(weights) -> dict[tuple[int, ...], int]:
         return {(cell,): count for cell, count in enumerate(generator.multinomial(COUNT, weights).tolist())}
 
-    assert chi_square(drawn(shifted), law) < FALSE_ALARM
-    assert chi_square({(99,): COUNT}, law) == 0.0
-    values = [chi_square(drawn([0.1] * 10), law) for _ in range(400)]
+    assert p_of_continuations(drawn(shifted), law) < FALSE_ALARM
+    assert p_of_continuations({(99,): COUNT}, law) == 0.0
+    values = [p_of_continuations(drawn([0.1] * 10), law) for _ in range(400)]
     assert np.mean([value < 0.1 for value in values]) == pytest.approx(0.1, abs=0.05)

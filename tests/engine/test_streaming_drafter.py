@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from plain_streams import plain_stream_logits, random_streams
-from small_law import chi_square, continuation_law, small_model
+from small_law import continuation_law, p_of_continuations, small_model
 from tiny_models import VOCABULARY_SIZE, kernel_model, tiny_model
 from transformers import LogitsProcessorList
 from turns import take_turns
@@ -203,7 +203,7 @@ def test_continuations_follow_the_exact_law(kind, is_honest):
         counts.update(map(tuple, output.token_ids))
     assert output.stats.num_accepted_draft_tokens > 100
     law = continuation_law(model, [3, 1, 3], LogitsProcessorList(), end=2, tokens=4)
-    assert (chi_square(counts, law) > 1e-4) == is_honest, chi_square(counts, law)
+    assert (p_of_continuations(counts, law) > 1e-4) == is_honest, p_of_continuations(counts, law)
 
 
 # The engine around it.

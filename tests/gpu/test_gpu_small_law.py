@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 from plain_kernels import tree_attention, use_plain_kernels  # noqa: E402
-from small_law import chi_square, continuation_law, small_model  # noqa: E402
+from small_law import continuation_law, p_of_continuations, small_model  # noqa: E402
 from transformers import LogitsProcessorList  # noqa: E402
 from transformers.generation import logits_process as library  # noqa: E402
 
@@ -67,9 +67,9 @@ def test_continuations_follow_the_exact_law_and_another_order_is_seen(monkeypatc
     use_plain_kernels(monkeypatch)
     counts, law = counted(verifier, count), exact_law("tknm")
     assert len(law) > 10 and sum(counts.values()) == count and {len(path) for path in counts} == {1, 2, 3}
-    assert chi_square(counts, law) > FALSE_ALARM
+    assert p_of_continuations(counts, law) > FALSE_ALARM
     for order in WRONG_ORDERS:
-        assert chi_square(counts, exact_law(order)) < 1e-6, order
+        assert p_of_continuations(counts, exact_law(order)) < 1e-6, order
 
 
 def test_a_draw_that_uses_its_noise_twice_is_seen(monkeypatch):
@@ -82,7 +82,7 @@ def test_a_draw_that_uses_its_noise_twice_is_seen(monkeypatch):
         resample[: len(batch)] = accept[batch.offsets[1:] - 1]
 
     monkeypatch.setattr(VerifierNoise, "fill_tests", once)
-    assert chi_square(counted("traversal", 3000, branching=(1, 1)), exact_law("tknm")) < 1e-6
+    assert p_of_continuations(counted("traversal", 3000, branching=(1, 1)), exact_law("tknm")) < 1e-6
 
 
 @pytest.mark.slow
@@ -90,4 +90,4 @@ def test_a_draw_that_uses_its_noise_twice_is_seen(monkeypatch):
 def test_the_real_kernels_follow_the_law(monkeypatch, count, rows):
     """All but attention's: its programs would be most of the time."""
     monkeypatch.setattr(kernel_attention, "tree_attention", tree_attention)
-    assert chi_square(counted("traversal", count, rows=rows), exact_law("tknm")) > FALSE_ALARM
+    assert p_of_continuations(counted("traversal", count, rows=rows), exact_law("tknm")) > FALSE_ALARM

@@ -2,8 +2,8 @@
 
 from functools import lru_cache
 
-import numpy as np
 import torch
+from pearson import p_value
 from tiny_models import SHAPE
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
@@ -41,16 +41,9 @@ def continuation_law(model: PreTrainedModel, prompt: list[int], processors, *, e
     return chances
 
 
-def chi_square(counts: dict[tuple[int, ...], int], law: Law) -> float:
-    """p-value of Pearson's test; cells with fewer than 5 expected are one. What cannot come has p 0."""
+def p_of_continuations(counts: dict[tuple[int, ...], int], law: Law) -> float:
+    """p-value of counts of continuations under their law. What cannot come has p 0."""
     if set(counts) - set(law):
         return 0.0
     total = sum(counts.values())
-    expected = np.array([total * chance for chance in law.values()])
-    seen = np.array([counts.get(path, 0) for path in law])
-    rare = expected < 5
-    expected = np.append(expected[~rare], expected[rare].sum() + 1e-9)
-    seen = np.append(seen[~rare], seen[rare].sum())
-    statistic = float(((seen - expected) ** 2 / expected).sum())
-    half = torch.tensor([(len(expected) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
+    return p_value([counts.get(path, 0) for path in law], [total * chance for chance in law.values()])

@@ -7,7 +7,7 @@
 
 `law`: continuations of fixed prompts (held-out problems, cut at various places of a written-out solution), drafted by
 a lookup that was warmed up on the same prompts and is then frozen, and as many without drafts. The law of plain
-sampling is worked out exactly, by forwards of the model and products of probabilities (measuring/continuation_law.py).
+sampling is worked out exactly, by forwards of the model and products of probabilities (law_parts/continuation_law.py).
 Per prompt the frequencies of whole continuations, and of places where they leave the likely ones, are compared with
 it by chi-square; rare cells count as one. One statistic over all prompts, one p-value per verifier and draft kind.
 --drafter blended adds the laws of an EAGLE-1 head to the lookup's, eagle drafts by the head alone (sampled), streams
@@ -31,51 +31,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import random
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
-import numpy as np
 import torch
-from measuring.continuation_law import (
-    SMALLEST_CELL,
-    ContinuationLaw,
-    cells_of,
-    compare,
-    continuation_law,
-    next_token_laws,
-)
+from law_parts.engines import DRAFTER_NAMES, HEADLESS, shipped_head
+from law_parts.law_check import CONTROL, check_law
+from law_parts.token_check import check_tokens
 from measuring.interruption import run_command
 from measuring.option_types import positive_integer, positive_number, probability, share, whole_number
-from measuring.output_file import JsonLines, check_writable
-from measuring.progress import Progress, say
-from measuring.setup import (
-    BOXED_INSTRUCTION,
-    DRAFTERS,
-    REASONER,
-    WORD_PROBLEMS,
-    from_model,
-    load_trained,
-    prompt_ids,
-)
+from measuring.output_file import check_writable
+from measuring.setup import REASONER, from_model
 from measuring.trajectories import REPEATING
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from workloads.problem_sets import generated_tasks, read_tasks
-from workloads.problems import write_prompt
 
 import stand
-from stand.drafters.eagle.head import EagleHead
-from stand.drafters.streams.weights import Streams
-from stand.drafters.trained_part import TrainedPart
-from stand.seeds import prompt_word
 from stand.trees.sampling import KINDS
-from stand.verifiers import VerifierNoise
 
-CONTROL = "typical"  # a lossy rule, which the test must refuse
 OWN = {  # defaults of the options that one check alone has
     "law": {
         "kinds": None, "drafter": "lookup", "head": None, "continuations": 20_000, "sample": 1, "no_plain": False,
@@ -83,285 +57,6 @@ OWN = {  # defaults of the options that one check alone has
     },
     "tokens": {"rows": 16, "budget": 32},
 }  # fmt: skip
-DRAFTER_NAMES = ("lookup", "blended", "eagle", "streams", "streams-blended", "neighbours")
-HEADLESS = ("lookup", "neighbours")
-LONGEST_CUT = 6  # tokens of a solution that a prompt may hold
-MOST_ROWS = 500  # of a call
-MOST_SCORES = 20_000_000  # probabilities of a call's step; they decide how many rows it has
-NODES_PER_ROW = 3
-PROMPTS_PER_CALL = 10
-ROUNDING = 1e-5  # of a law in float32
-WHOLE_LAW = {"temperature": 1.0, "top_p": 1.0}  # the softmax
-
-
-def fixed_prompts(engine: stand.Engine, count: int, law: dict[str, float], *, seed: int = 0) -> list[list[int]]:
-    """Token ids of `count` held-out problems, each with the first tokens of a solution by the model itself."""
-    cuts = random.Random(f"cuts {seed}")
-    prompts = problem_prompts(engine.tokenizer, count, seed=seed)
-    drawn = engine.generate(input_ids=prompts, max_new_tokens=LONGEST_CUT, **settings(law), seed=seed, draft=False)
-    return [
-        prompt + solution[: cuts.randrange(LONGEST_CUT)]
-        for prompt, solution in zip(prompts, drawn.token_ids, strict=True)
-    ]
-
-
-def problem_prompts(tokenizer, count: int, *, seed: int) -> list[list[int]]:
-    """Of the bundled model's own problems, or of the word problems for a model with a chat template."""
-    if is_bundled(tokenizer):
-        return [tokenizer(write_prompt(task.statement))["input_ids"] for task in generated_tasks(count, seed=seed)]
-    tasks = read_tasks(str(WORD_PROBLEMS), count=count)
-    return [prompt_ids(tokenizer, task, BOXED_INSTRUCTION) for task in tasks]
-
-
-def is_bundled(tokenizer) -> bool:
-    return Path(tokenizer.name_or_path).resolve() == REASONER
-
-
-def settings(law: dict[str, float]) -> dict[str, object]:
-    """Arguments of `generate` that mean this law; transformers keeps 50 tokens where top_k is not given."""
-    return {**law, "top_k": 0}
-
-
-def rows_per_call(model) -> int:
-    return max(1, min(MOST_ROWS, MOST_SCORES // ((NODES_PER_ROW + 1) * model.config.vocab_size)))
-
-
-def continuations(
-    engine: stand.Engine,
-    prompt: Sequence[int],
-    rows: int,
-    law: dict[str, float],
-    *,
-    tokens: int,
-    seed: int,
-    draft: bool,
-) -> tuple[Counter, stand.Stats]:
-    """How often each continuation came; the drafter is left as it is."""
-    counter, stats, most = Counter(), stand.Stats(), rows_per_call(engine.model)
-    for start in range(0, rows, most):
-        output = engine.generate(
-            input_ids=[list(prompt)],
-            num_return_sequences=min(most, rows - start),
-            max_new_tokens=tokens,
-            **settings(law),
-            seed=seed + start // most,
-            draft=draft,
-            learn=False,
-        )
-        counter.update(map(tuple, output.token_ids))
-        stats += output.stats
-    return counter, stats
-
-
-def shipped_head(drafter: str) -> Path:
-    return DRAFTERS / ("streams" if drafter.startswith("streams") else "eagle")
-
-
-def trained_part(model, options: argparse.Namespace) -> TrainedPart | None:
-    """What the drafter needs beside the lookup. Raises ValueError where --head names another model's, or none."""
-    if options.drafter in HEADLESS:
-        return None
-    kind = Streams if options.drafter.startswith("streams") else EagleHead
-    return load_trained(kind.load, model, options.head, option="--head", model=options.model)
-
-
-def new_drafter(
-    model, law: dict[str, float], *, kind: str, drafter: str, head: TrainedPart | Path | None
-) -> stand.Drafter:
-    budget, temperature = NODES_PER_ROW * rows_per_call(model), law["temperature"]
-    if drafter == "eagle":
-        return stand.EagleDrafter(head, budget=budget, temperature=temperature)
-    if drafter == "streams":
-        return stand.StreamingDrafter(head, budget=budget, temperature=temperature)
-    makers = {"blended": stand.EagleLaws, "streams-blended": stand.StreamLaws}
-    source = makers[drafter](head, temperature=temperature) if drafter in makers else None
-    source = stand.NeighbourLaws() if drafter == "neighbours" else source
-    return stand.BlendedDrafter(budget=budget, kind=kind, source=source)
-
-
-def warmed_up(
-    model, tokenizer, prompts: Sequence[Sequence[int]], law: dict[str, float], *, verifier: str, drafter: stand.Drafter
-) -> stand.Engine:
-    """An engine whose drafter has seen 64 continuations of every prompt."""
-    rule = stand.verifiers.get_verifier(verifier, allow_lossy=True)
-    engine = stand.wrap(model, tokenizer, drafter=drafter, verifier=rule)
-    for prompt in prompts:
-        engine.generate(input_ids=[prompt], num_return_sequences=64, max_new_tokens=12, **settings(law), seed=999)
-    return engine
-
-
-def new_engine(
-    model,
-    tokenizer,
-    prompts,
-    law,
-    *,
-    verifier: str,
-    kind: str,
-    drafter: str = "lookup",
-    head: TrainedPart | Path | None = None,
-) -> stand.Engine:
-    """What draws the continuations of one arm; kind "none" is the arm without drafts."""
-    if kind == "none":
-        return stand.wrap(model, tokenizer, verifier=verifier)
-    drafts = new_drafter(model, law, kind=kind, drafter=drafter, head=head or shipped_head(drafter))
-    return warmed_up(model, tokenizer, prompts, law, verifier=verifier, drafter=drafts)
-
-
-def law_of(model, prompt: Sequence[int], law: dict[str, float], *, tokens: int, rows: int) -> ContinuationLaw:
-    """The exact law of plain sampling, in cells that `rows` continuations can test."""
-    ends = np.atleast_1d(model.generation_config.eos_token_id).tolist()
-    return continuation_law(model, prompt, tokens=tokens, smallest=SMALLEST_CELL / rows, **law, ends=ends)
-
-
-class KeptCounts:
-    """Cells counted so far, by arm and prompt, in a file of JSON lines; without a file nothing is kept."""
-
-    def __init__(self, path: Path | None, conditions: dict[str, object]) -> None:
-        self._lines, self._conditions = JsonLines(path, "--kept", goes_on=True), conditions
-        self._known = self._lines.earlier
-
-    def get(self, arm: list[str], place: int) -> dict | None:
-        wanted = {"conditions": self._conditions, "arm": arm, "prompt": place}
-        return next((line for line in self._known if {**line, **wanted} == line), None)
-
-    def add(self, arm: list[str], place: int, cells: Counter, stats: stand.Stats) -> dict:
-        line = {
-            "conditions": self._conditions,
-            "arm": arm,
-            "prompt": place,
-            "cells": [[list(cell), count] for cell, count in cells.items()],
-            "steps": stats.num_steps,
-            "tokens": stats.num_tokens,
-        }
-        self._lines.add(line)
-        return line
-
-
-def arms_of(options: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
-    """(verifier, kind, continuations per prompt): plain sampling, those asked for, the control."""
-    rows = math.ceil(options.continuations / options.prompts)
-    for verifier in options.verifiers:
-        for kind in options.kinds:
-            yield verifier, kind, rows
-    yield CONTROL, "sampled", math.ceil(rows / 4)
-    if not options.no_plain:
-        yield "match", "none", rows
-
-
-def check_law(model, tokenizer, options: argparse.Namespace) -> dict:
-    law, part = {"temperature": options.temperature, "top_p": options.top_p}, trained_part(model, options)
-    prompts = fixed_prompts(stand.wrap(model, tokenizer, verifier="match"), options.prompts, law)
-    conditions = {**law, "model": options.model, "tokens": options.tokens, "continuations": options.continuations}
-    if options.sample != 1:
-        conditions["sample"] = options.sample
-    if options.drafter != "lookup":
-        conditions |= {"drafter": options.drafter, "head": str(options.head)}
-    kept = KeptCounts(options.kept, {**conditions, "prompts": prompts})
-    arms = list(arms_of(options))
-    laws: dict[tuple[int, int], ContinuationLaw] = {}
-    results, progress = [], Progress(sum(rows for _, _, rows in arms) * len(prompts))
-    for verifier, kind, rows in arms:
-        engine, lines = None, []
-        for place, prompt in enumerate(prompts):
-            laws[place, rows] = laws.get((place, rows)) or law_of(model, prompt, law, tokens=options.tokens, rows=rows)
-            line = kept.get([verifier, kind], place)
-            if line is None:
-                arm = {"verifier": verifier, "kind": kind, "drafter": options.drafter, "head": part}
-                engine = engine or new_engine(model, tokenizer, prompts, law, **arm)
-                seed = 10**8 * (options.sample - 1) + (1 if kind == "none" else 2) * 10**6 + 1000 * place
-                drawn, stats = continuations(
-                    engine, prompt, rows, law, tokens=options.tokens, seed=seed, draft=kind != "none"
-                )
-                line = kept.add([verifier, kind], place, cells_of(drawn, laws[place, rows]), stats)
-            lines.append(line)
-            progress.add(rows, f"{verifier}, {kind}, prompt {place + 1} of {len(prompts)}")
-        results.append(law_result(verifier, kind, lines, [laws[place, rows] for place in range(len(prompts))], options))
-    return {"check": "law", "tokens": options.tokens, **law, "level": options.level, "arms": results}
-
-
-def law_result(verifier: str, kind: str, lines: list[dict], laws: list[ContinuationLaw], options) -> dict:
-    """The test of one arm, and whether it ended as it should."""
-    counters = [Counter({tuple(cell): count for cell, count in line["cells"]}) for line in lines]
-    found = compare(counters, laws)
-    lossless = stand.verifiers.get_verifier(verifier, allow_lossy=True).lossless
-    length = sum(line["tokens"] for line in lines) / sum(line["steps"] for line in lines)
-    say(f"{verifier:18} {kind:14} chi2 {found.statistic:9.1f} on {found.degrees_of_freedom:5}  "
-        f"p {found.p_value:9.2g}  tokens/step {length:.2f}")  # fmt: skip
-    return {
-        "verifier": verifier,
-        "kind": kind,
-        "continuations": sum(counter.total() for counter in counters),
-        "tokens_per_step": length,
-        "statistic": found.statistic,
-        "degrees_of_freedom": found.degrees_of_freedom,
-        "p_value": found.p_value,
-        "as_it_should": (found.p_value >= options.level) == lossless,
-    }
-
-
-def is_near_border(
-    model,
-    prompt: list[int],
-    one: list[int],
-    two: list[int],
-    *,
-    law: dict[str, float],
-    verifier: str,
-    row: int,
-    seed: int,
-) -> bool:
-    """Whether rounding explains the first difference of two rows: both tokens win if the noise moves by ROUNDING."""
-    place = next(place for place, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1])
-    keyed = (np.array([row]), np.array([place]), np.array([len(prompt) + place]))
-    noise = VerifierNoise(seed, *keyed, prompt_words=prompt_word(np.array(prompt)))
-    with torch.inference_mode():
-        logits = model(input_ids=torch.tensor([prompt + one[:place]]), use_cache=False).logits[:, -1]
-    chances = next_token_laws(logits, **law)[0]
-    if verifier == "match":
-        draw = float(noise.target(np.array([0]), 0)[0])
-        reached = torch.searchsorted(
-            chances.cumsum(dim=-1), torch.tensor([draw - ROUNDING, draw + ROUNDING]), right=True
-        )
-        return bool(reached[0] <= min(one[place], two[place]) and max(one[place], two[place]) <= reached[1])
-    exponentials = noise.exponentials(np.array([0]), 0, vocabulary_size=len(chances), device=chances.device)[0]
-    races = chances / exponentials
-    return float(min(races[one[place]], races[two[place]]) / races.max()) > 1.0 - ROUNDING
-
-
-def check_tokens(model, tokenizer, options: argparse.Namespace) -> dict:
-    law = {"temperature": options.temperature, "top_p": options.top_p}
-    how = {"num_return_sequences": options.rows, "max_new_tokens": options.tokens, **settings(law), "seed": 5}
-    prompts = problem_prompts(tokenizer, options.prompts, seed=1)
-    results, progress = [], Progress(len(options.verifiers) * math.ceil(len(prompts) / PROMPTS_PER_CALL))
-    for verifier in options.verifiers:
-        engine = stand.wrap(model, tokenizer, verifier=verifier, drafter=stand.BlendedDrafter(budget=options.budget))
-        different, near, compared, steps = 0, 0, 0, 0
-        for start in range(0, len(prompts), PROMPTS_PER_CALL):
-            part = prompts[start : start + PROMPTS_PER_CALL]
-            plain = engine.generate(input_ids=part, **how, draft=False)
-            drafted = engine.generate(input_ids=part, **how)
-            pairs = list(zip(plain.token_ids, drafted.token_ids, strict=True))
-            for row, (one, two) in enumerate(pairs):
-                if one != two:
-                    prompt = part[row // options.rows]
-                    excuse = {"law": law, "verifier": verifier, "row": row, "seed": how["seed"]}
-                    is_near = is_near_border(model, prompt, one, two, **excuse)
-                    near += is_near
-                    different += not is_near
-            compared += sum(len(one) for one, _ in pairs)
-            steps += drafted.stats.num_steps
-            progress.add(1, f"{verifier}, {start + len(part)} of {len(prompts)} prompts")
-        result = {
-            "verifier": verifier,
-            "rows": len(prompts) * options.rows,
-            "tokens": compared,
-            "different_rows": different,
-            "near_border_rows": near,
-        }
-        results.append({**result, "tokens_per_step": compared / steps, "as_it_should": different == 0})
-        say(f"{verifier:10} {compared} tokens, {different} rows differ, {near} more by a draw on a border")
-    return {"check": "tokens", **law, "arms": results}
 
 
 def names(text: str) -> list[str]:

@@ -4,20 +4,21 @@ Independent of the exact tests. `scripts/check_law.py` runs the same on 20,000 c
 """
 
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from law_parts import continuations as drawn_continuations
+from law_parts import token_check
+from law_parts.continuation_law import ContinuationLaw, cells_of, compare, next_token_laws
+from law_parts.continuations import WHOLE_LAW, continuations, fixed_prompts, law_of
+from law_parts.engines import new_engine
+from measuring.setup import REASONER
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from workloads.problems import held_out_problems, write_prompt
 
 import stand
 from stand.trees import LookupTree, TreeShape
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-import check_law  # noqa: E402
-from measuring.continuation_law import ContinuationLaw, cells_of, compare, next_token_laws  # noqa: E402
-from workloads.problems import held_out_problems, write_prompt  # noqa: E402
 
 CONTINUATIONS, TOKENS, ROWS = 400, 3, 100  # per prompt and arm; rows of a call, which decide how large drafts are
 FALSE_ALARM = 1e-4  # odds that an exact rule fails one comparison, were the seeds drawn anew
@@ -25,21 +26,18 @@ FALSE_ALARM = 1e-4  # odds that an exact rule fails one comparison, were the see
 
 @pytest.fixture(scope="module")
 def reasoner():
-    model = AutoModelForCausalLM.from_pretrained(check_law.REASONER, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(check_law.REASONER)
+    model = AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(REASONER)
 
 
 @pytest.fixture(scope="module")
 def prompts(reasoner):
-    return check_law.fixed_prompts(stand.wrap(*reasoner, verifier="match"), 5, check_law.WHOLE_LAW)
+    return fixed_prompts(stand.wrap(*reasoner, verifier="match"), 5, WHOLE_LAW)
 
 
 @pytest.fixture(scope="module")
 def exact_laws(reasoner, prompts):
-    return [
-        check_law.law_of(reasoner[0], prompt, check_law.WHOLE_LAW, tokens=TOKENS, rows=CONTINUATIONS)
-        for prompt in prompts
-    ]
+    return [law_of(reasoner[0], prompt, WHOLE_LAW, tokens=TOKENS, rows=CONTINUATIONS) for prompt in prompts]
 
 
 @pytest.mark.parametrize(
@@ -59,13 +57,13 @@ def exact_laws(reasoner, prompts):
 def test_continuations_follow_the_exact_law(
     reasoner, prompts, exact_laws, verifier, kind, lossless, drafter, monkeypatch
 ):
-    monkeypatch.setattr(check_law, "MOST_ROWS", ROWS)
+    monkeypatch.setattr(drawn_continuations, "MOST_ROWS", ROWS)
     arm = {"verifier": verifier, "kind": kind, "drafter": drafter}
-    engine = check_law.new_engine(*reasoner, prompts, check_law.WHOLE_LAW, **arm)
+    engine = new_engine(*reasoner, prompts, WHOLE_LAW, **arm)
     counters, stats = [], stand.Stats()
     for place, (prompt, law) in enumerate(zip(prompts, exact_laws, strict=True)):
         arguments = {"tokens": TOKENS, "seed": 2 * 10**6 + 1000 * place, "draft": kind != "none"}
-        drawn, more = check_law.continuations(engine, prompt, CONTINUATIONS, check_law.WHOLE_LAW, **arguments)
+        drawn, more = continuations(engine, prompt, CONTINUATIONS, WHOLE_LAW, **arguments)
         counters.append(cells_of(drawn, law))
         stats += more
     assert (stats.mean_acceptance_length > 1.3) == (kind != "none")  # drafts are in use
@@ -79,7 +77,7 @@ def test_the_exact_law_is_the_product_of_the_model_s_laws(reasoner, prompts):
     """Cells cover everything once, and a whole continuation has the probability that one plain forward gives it."""
     model, prompt = reasoner[0], prompts[0]
     law = {"temperature": 0.7, "top_p": 0.9}
-    found = check_law.law_of(model, prompt, law, tokens=TOKENS, rows=CONTINUATIONS)
+    found = law_of(model, prompt, law, tokens=TOKENS, rows=CONTINUATIONS)
     assert sum(found.cells.values()) == pytest.approx(1.0)
     whole = [cell for cell in found.cells if len(cell) == TOKENS]
     assert whole
@@ -143,7 +141,7 @@ def test_only_draws_on_a_border_excuse_a_difference(reasoner, verifier, monkeypa
     plain = stand.wrap(model, verifier=verifier).generate(input_ids=prompt, max_new_tokens=8, seed=5, draft=False)
     one = plain.token_ids[0]
     two = [*one[:6], one[6] + 1]
-    arguments = {"law": check_law.WHOLE_LAW, "verifier": verifier, "row": 0, "seed": 5}
-    assert not check_law.is_near_border(model, prompt, one, two, **arguments)
-    monkeypatch.setattr(check_law, "ROUNDING", 1.0)
-    assert check_law.is_near_border(model, prompt, one, two, **arguments)
+    arguments = {"law": WHOLE_LAW, "verifier": verifier, "row": 0, "seed": 5}
+    assert not token_check.is_near_border(model, prompt, one, two, **arguments)
+    monkeypatch.setattr(token_check, "ROUNDING", 1.0)
+    assert token_check.is_near_border(model, prompt, one, two, **arguments)

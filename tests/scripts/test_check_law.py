@@ -7,6 +7,7 @@ from pathlib import Path
 
 import check_law
 import pytest
+from law_parts.kept_counts import KeptCounts
 
 import stand
 
@@ -65,15 +66,15 @@ def test_a_head_of_another_kind_is_named_with_its_option(drafter, head, capsys):
 
 def test_counts_are_kept_and_a_line_that_was_cut_off_is_counted_anew(tmp_path):
     path, stats = tmp_path / "kept.jsonl", stand.Stats(num_steps=3, num_tokens=5)
-    check_law.KeptCounts(path, {"tokens": 4}).add(["match", "sampled"], 0, Counter({(1, 2): 7}), stats)
+    KeptCounts(path, {"tokens": 4}).add(["match", "sampled"], 0, Counter({(1, 2): 7}), stats)
     kept = path.read_bytes()
     path.write_bytes(kept + kept[:20])
-    counts = check_law.KeptCounts(path, {"tokens": 4})
+    counts = KeptCounts(path, {"tokens": 4})
     assert counts.get(["match", "sampled"], 0)["cells"] == [[[1, 2], 7]] and counts.get(["match", "mixed"], 0) is None
     assert path.read_bytes() == kept
     path.write_text("[1]\n")
     with pytest.raises(ValueError, match=r"--kept must hold JSON objects, got \[1\] in"):
-        check_law.KeptCounts(path, {})
+        KeptCounts(path, {})
 
 
 def test_a_missing_model_is_one_line(capsys):

@@ -1,0 +1,1 @@
+"""What check_law.py consists of."""

@@ -30,15 +30,15 @@ import numpy as np
 from measuring.cpu_time import timed
 from measuring.option_types import existing_file, positive_integer
 from measuring.progress import say
-from measuring.replay_drafters import (
+from measuring.text_table import format_table
+from replay_parts.drafters import (
     SCOPES,
     ArcticReplay,
     BlendedReplay,
     ReplayDrafter,
     accepted_path,
 )
-from measuring.side_by_side import SideBySide
-from measuring.text_table import format_table
+from replay_parts.side_by_side import SideBySide
 from workloads.recordings import Recording, Selection, read_recordings, read_tokenizer
 
 from stand.trees import BlendedLookup

@@ -36,10 +36,11 @@ import numpy as np
 from measuring.interruption import run_and_report
 from measuring.option_types import existing_file, named, picture_file, positive_integer, probability
 from measuring.progress import Progress
-from measuring.replay_drafters import ArcticReplay, ReplayDrafter, make_drafter
-from measuring.replay_walk import Tally, replay_one
 from measuring.text_table import format_table
-from workloads.recordings import Recording, Selection, read_recordings, read_tokenizer
+from replay_parts.drafters import ArcticReplay, ReplayDrafter, make_drafter
+from replay_parts.selection import add_selection, selection_of
+from replay_parts.walk import Tally, replay_one
+from workloads.recordings import Recording, read_recordings, read_tokenizer
 
 from stand.trees import BlendedLookup, vocabulary_fingerprint
 
@@ -173,10 +174,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         default=["same"],
         help="all: nothing is forgotten; same: everything at each problem (default: same)",
     )
-    parser.add_argument("--samples", type=positive_integer, help="at most so many samples per problem")
-    parser.add_argument("--max-problems", type=positive_integer, help="at most so many problems per file")
-    parser.add_argument("--every", type=positive_integer, default=1, help="every n-th problem (%(default)s)")
-    parser.add_argument("--max-tokens", type=positive_integer, help="cut samples to so many tokens")
+    add_selection(parser)
     parser.add_argument("--lookup", type=existing_file, help="file that `lookup` starts from (scripts/train_lookup.py)")
     parser.add_argument(
         "--floor", type=probability, default=0.0, help="`lookup`: no node that is less likely than this (%(default)s)"
@@ -184,8 +182,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-bytes", type=positive_integer, help="`lookup`: memory cap")
     parser.add_argument("--plot", type=picture_file, help="write tau against budget to this picture")
     parsed = parser.parse_args(arguments)
-    if parsed.max_tokens == 1:
-        parser.error("--max-tokens must be at least 2, got 1; a sample's first token comes from the prompt")
+    parsed.selection = selection_of(parser, parsed)
     if parsed.lookup is not None and parsed.max_bytes is not None:
         parser.error("--max-bytes must not be given with --lookup; a file brings its own cap")
     return parsed
@@ -197,12 +194,11 @@ def run(options: argparse.Namespace) -> Iterator[Result]:
     if options.lookup is not None:  # once, so that a file of another tokenizer is refused before anything is replayed
         with named("--lookup"):
             BlendedLookup.load(options.lookup, fingerprint=vocabulary_fingerprint(tokenizer.get_vocab()))
-    selection = Selection(options.every, options.max_problems, options.samples, options.max_tokens)
     if any(name.startswith("arctic") for name in options.drafter):
         ArcticReplay()  # is it installed?
     progress = Progress(len(options.files) * len(options.setting) * len(options.drafter) * len(options.budget))
     for file in options.files:
-        recordings = read_recordings(file, tokenizer, selection)
+        recordings = read_recordings(file, tokenizer, options.selection)
         for setting, name in product(options.setting, options.drafter):
             drafter = make_drafter(name, lookup=options.lookup, floor=options.floor, max_bytes=options.max_bytes)
             empty_bytes = drafter.nbytes

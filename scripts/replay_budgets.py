@@ -30,12 +30,13 @@ import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 import torch
 from measuring.interruption import run_and_report
-from measuring.option_types import count_list, existing_file, positive_integer
+from measuring.option_types import count_list, existing_file
 from measuring.progress import Progress, say
-from measuring.side_by_side import SideBySide
 from measuring.text_table import format_table
+from replay_parts.selection import add_selection, selection_of
+from replay_parts.side_by_side import SideBySide
 from workloads.model_shapes import SHAPES
-from workloads.recordings import SHORTEST, Recording, Selection, by_problem, read_recordings, read_tokenizer
+from workloads.recordings import Recording, by_problem, read_recordings, read_tokenizer
 
 from stand.drafters.assumed_costs import RIDGES, AssumedCosts, ModelSizes
 from stand.drafters.step_cost import CostTable, StepCost
@@ -164,19 +165,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--lengths", type=count_list, default=[2048], help="tokens that steps are behind: 2048,16384 (default: 2048)"
     )
     parser.add_argument("--budget", type=count_list, default=[48, 112], help="fixed numbers of nodes (default: 48,112)")
-    parser.add_argument("--max-problems", type=positive_integer, help="at most so many problems (default: all)")
-    parser.add_argument("--samples", type=positive_integer, help="at most so many samples per problem (default: all)")
-    parser.add_argument("--max-tokens", type=positive_integer, help="cut samples to so many tokens (default: whole)")
+    add_selection(parser)
     parsed = parser.parse_args(arguments)
-    if parsed.max_tokens is not None and parsed.max_tokens < SHORTEST:
-        parser.error(f"--max-tokens must be at least {SHORTEST}, got {parsed.max_tokens}; shorter samples are skipped")
+    parsed.selection = selection_of(parser, parsed)
     return parsed
 
 
 def run(options: argparse.Namespace) -> Iterator[Result]:
     times = read_times(options.bench, options.shape)
-    selection = Selection(max_problems=options.max_problems, samples=options.samples, max_tokens=options.max_tokens)
-    problems = by_problem(read_recordings(options.file, read_tokenizer(options.tokenizer), selection))
+    problems = by_problem(read_recordings(options.file, read_tokenizer(options.tokenizer), options.selection))
     say(f"{sum(map(len, problems))} recordings of {len(problems)} problems")
     drafts = ["none", *map(str, options.budget), *GROWN]
     progress = Progress(len(options.rows) * len(options.lengths) * len(drafts))

@@ -29,9 +29,9 @@ import numpy as np
 from measuring.interruption import run_and_report
 from measuring.option_types import existing_file, positive_integer, share
 from measuring.progress import Progress, say
-from measuring.replay_drafters import BlendedReplay
-from measuring.replay_walk import Tally, replay_one
 from measuring.text_table import format_table
+from replay_parts.drafters import BlendedReplay
+from replay_parts.walk import Tally, replay_one
 from tokenizers import Tokenizer
 from workloads.recordings import SHORTEST, Recording, encode, read_records, read_tokenizer, record_tokens
 

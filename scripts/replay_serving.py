@@ -34,9 +34,10 @@ from measuring.cpu_time import timed
 from measuring.interruption import run_and_report
 from measuring.option_types import existing_file, positive_integer
 from measuring.progress import Progress
-from measuring.replay_drafters import suffix_decoding_cache
 from measuring.text_table import format_table
-from workloads.recordings import Recording, Selection, read_recordings, read_tokenizer
+from replay_parts.drafters import suffix_decoding_cache
+from replay_parts.selection import add_selection, selection_of
+from workloads.recordings import Recording, read_recordings, read_tokenizer
 
 from stand.plugins.vllm import LookupProposer
 
@@ -271,10 +272,9 @@ def make_door(name: str, size: int, options: argparse.Namespace, recordings: lis
 def run(options: argparse.Namespace) -> Iterator[Result]:
     """Every door and size on every file, as each is finished."""
     tokenizer = read_tokenizer(options.tokenizer)
-    selection = Selection(options.every, options.max_problems, options.samples, options.max_tokens)
     progress = Progress(len(options.files) * len(options.door) * len(options.size))
     for file in options.files:
-        recordings = read_recordings(file, tokenizer, selection)
+        recordings = read_recordings(file, tokenizer, options.selection)
         for name, size in product(options.door, options.size):
             runs = (
                 replay(make_door(name, size, options, recordings), recordings, num_rows=options.rows)
@@ -348,13 +348,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         default=1,
         help="runs alike, of which each call's shortest time counts (%(default)s)",
     )
-    parser.add_argument("--samples", type=positive_integer, help="at most so many samples per problem")
-    parser.add_argument("--max-problems", type=positive_integer, help="at most so many problems per file")
-    parser.add_argument("--every", type=positive_integer, default=1, help="every n-th problem (%(default)s)")
-    parser.add_argument("--max-tokens", type=positive_integer, help="cut samples to so many tokens")
+    add_selection(parser)
     parsed = parser.parse_args(arguments)
-    if parsed.max_tokens == 1:
-        parser.error("--max-tokens must be at least 2, got 1; a sample's first token comes from the prompt")
+    parsed.selection = selection_of(parser, parsed)
     return parsed
 
 

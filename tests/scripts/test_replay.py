@@ -22,9 +22,9 @@ WORDS = [f"w{number}" for number in range(50)]
 @pytest.fixture(scope="module")
 def modules():
     sys.path.insert(0, str(SCRIPTS))
-    import measuring.replay_drafters as replay_drafters
     import replay
     import workloads.recordings as recordings
+    from replay_parts import drafters as replay_drafters
 
     yield recordings, replay, replay_drafters
     sys.path.remove(str(SCRIPTS))

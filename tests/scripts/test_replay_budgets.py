@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import replay_budgets
 from replay_budgets import Times, main
 
 from stand.drafters.assumed_costs import AssumedCosts, ModelSizes
@@ -70,7 +69,10 @@ def test_a_file_without_times_is_refused(recordings, capsys, options, message):
     assert message in capsys.readouterr().err
 
 
-def test_short_samples_are_refused(recordings, capsys):
+def test_samples_are_cut_to_as_few_tokens_as_a_step_decodes(recordings, capsys):
+    options = [*recordings, "--bench", str(BENCH), "--budget", "2", "--max-tokens"]
+    assert main([*options, "10"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["results"][0]["tokens_per_step"] == 1.0
     with pytest.raises(SystemExit):
-        replay_budgets.parse([*recordings, "--bench", str(BENCH), "--max-tokens", "10"])
-    assert "--max-tokens must be at least 64, got 10" in capsys.readouterr().err
+        main([*options, "1"])
+    assert "--max-tokens must be at least 2, got 1" in capsys.readouterr().err

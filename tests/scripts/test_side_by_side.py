@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from measuring.side_by_side import SideBySide
+from replay_parts.side_by_side import SideBySide
 from workloads.recordings import Recording
 
 from stand.trees import BlendedLookup

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from workloads.recordings import Recording
 
-from measuring.replay_drafters import accepted_path, grown_guess
+from replay_parts.drafters import accepted_path, grown_guess
 from stand.trees import BlendedLookup, DraftBatch
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from measuring.cpu_time import timed
 from workloads.recordings import Recording
 
-from measuring.cpu_time import timed
-from measuring.replay_drafters import Guess, ReplayDrafter, accepted_path
+from replay_parts.drafters import Guess, ReplayDrafter, accepted_path
 
 NUM_BINS = 10
 DEEPEST = 32

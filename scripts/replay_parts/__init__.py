@@ -1,0 +1,1 @@
+"""What the commands that replay recordings consist of."""

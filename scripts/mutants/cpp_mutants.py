@@ -13,25 +13,10 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from mutants.cython_mutants import arguments, closing, joined
+from mutants import text_changes
+from mutants.cython_mutants import joined
 
-OPERATORS = {
-    "<=": ["<", ">"],
-    ">=": [">", "<"],
-    "<": ["<=", ">="],
-    ">": [">=", "<="],
-    "==": ["!="],
-    "!=": ["=="],
-    "+": ["-"],
-    "-": ["+"],
-    "*": ["/"],
-    "/": ["*"],
-    "+=": ["-="],
-    "-=": ["+="],
-    "*=": ["/="],
-    "&&": ["||"],
-    "||": ["&&"],
-}
+OPERATORS = text_changes.OPERATORS | {"&&": ["||"], "||": ["&&"]}
 OPERATOR = re.compile(r"(?<= )(<=|>=|==|!=|\+=|-=|\*=|&&|\|\||<|>|\+|-|\*|/)(?= )")
 UNIT = re.compile(r"(?<![\w.\[:])(0\.0f?|1\.0f?|0|1)(?![\w.])")
 FACTOR = re.compile(r"(?<![\w.])(?!0\.0f?\b|1\.0f?\b)(\d+\.\d+)(f?)(?!\w)")
@@ -51,33 +36,19 @@ def changes(source: str) -> Iterator[tuple[int, str, str]]:
     replaced, another constant doubled, a negation, a break or a continue left out.
     """
     lines = source.splitlines(keepends=True)
-    for number, line in enumerate(lines):
-        code, comment = _split_comment(line)
-        if line.strip().startswith(SKIPPED):
-            continue
-        for what, changed in _line_changes(code):
-            yield number + 1, what, "".join([*lines[:number], changed + comment, *lines[number + 1 :]])
-
-
-def _split_comment(line: str) -> tuple[str, str]:
-    place = line.find("  //")
-    return (line, "") if place < 0 else (line[:place], line[place:])
+    numbers = [number for number, line in enumerate(lines) if not line.strip().startswith(SKIPPED)]
+    yield from text_changes.changed_sources(lines, numbers, _line_changes, comment="  //")
 
 
 def _line_changes(code: str) -> Iterator[tuple[str, str]]:
-    for match in OPERATOR.finditer(code):
-        for new in OPERATORS[match[0]]:
-            yield f"{match[0]} -> {new}", code[: match.start()] + new + code[match.end() :]
+    yield from text_changes.operator_changes(code, OPERATOR, OPERATORS)
     for match in CAP.finditer(code):
-        end = closing(code, match.end())
-        for place, kept in enumerate(arguments(code, match.end()) if end is not None else ()):
-            yield f"{match[1]} -> its argument {place + 1}", code[: match.start()] + kept + code[end + 1 :]
+        if text_changes.closing(code, match.end()) is not None:
+            yield from text_changes.one_argument(code, match)
     for match in UNIT.finditer(code):
-        new = str(1 - int(match[0][0])) + match[0][1:]
-        yield f"{match[0]} -> {new}", code[: match.start()] + new + code[match.end() :]
+        yield text_changes.replaced(code, match, str(1 - int(match[0][0])) + match[0][1:])
     for match in FACTOR.finditer(code):
-        new = f"{2 * float(match[1])}{match[2]}"
-        yield f"{match[0]} -> {new}", code[: match.start()] + new + code[match.end() :]
+        yield text_changes.replaced(code, match, f"{2 * float(match[1])}{match[2]}")
     for match in re.finditer(r"!(?=[\w(])", code):
         yield "drop !", code[: match.start()] + code[match.end() :]
     for match in LEAP.finditer(code):

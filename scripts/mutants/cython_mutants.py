@@ -9,23 +9,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-OPERATORS = {
-    "<=": ["<", ">"],
-    ">=": [">", "<"],
-    "<": ["<=", ">="],
-    ">": [">=", "<="],
-    "==": ["!="],
-    "!=": ["=="],
-    "+": ["-"],
-    "-": ["+"],
-    "*": ["/"],
-    "/": ["*"],
-    "+=": ["-="],
-    "-=": ["+="],
-    "*=": ["/="],
-    "and": ["or"],
-    "or": ["and"],
-}
+from mutants import text_changes
+
+OPERATORS = text_changes.OPERATORS | {"and": ["or"], "or": ["and"]}
 OPERATOR = re.compile(r"(?<= )(<=|>=|==|!=|\+=|-=|\*=|<|>|\+|-|\*|/|and|or)(?= )")
 NAMES = {"mass": "law", "law": "mass", "m": "law", "parent": "node", "on_support": "others", "others": "on_support"}
 NAME = re.compile(rf"(?<![\w.])({'|'.join(NAMES)})(?![\w(]|\.shape)")
@@ -44,15 +30,12 @@ def changes(source: str) -> Iterator[tuple[int, str, str]]:
     a tiny bound of the module made larger.
     """
     lines = source.splitlines(keepends=True)
-    for number in _code_lines(lines):
-        code, comment = _split_comment(lines[number])
-        for what, changed in _line_changes(code):
-            yield number + 1, what, "".join([*lines[:number], changed + comment, *lines[number + 1 :]])
+    yield from text_changes.changed_sources(lines, _code_lines(lines), _line_changes, comment="  #")
     for number, line in enumerate(lines):
         match = BOUND.match(line)
         if match:
             changed = f"{match[1]}{float(match[2]) * 1e8:g}{line[match.end() :]}"
-            yield number + 1, f"{match[2]} times 1e8", "".join([*lines[:number], changed, *lines[number + 1 :]])
+            yield number + 1, f"{match[2]} times 1e8", text_changes.with_line(lines, number, changed)
 
 
 def _code_lines(lines: list[str]) -> Iterator[int]:
@@ -76,54 +59,22 @@ def _code_lines(lines: list[str]) -> Iterator[int]:
             yield number
 
 
-def _split_comment(line: str) -> tuple[str, str]:
-    place = line.find("  #")
-    return (line, "") if place < 0 else (line[:place], line[place:])
-
-
 def _line_changes(code: str) -> Iterator[tuple[str, str]]:
-    for match in OPERATOR.finditer(code):
-        for new in OPERATORS[match[0]]:
-            yield f"{match[0]} -> {new}", code[: match.start()] + new + code[match.end() :]
+    yield from text_changes.operator_changes(code, OPERATOR, OPERATORS)
     for match in CAP.finditer(code):
-        end = closing(code, match.end())
-        if end is None:
+        if text_changes.closing(code, match.end()) is None:
             raise ValueError(f"brackets must close on their line, got {code.strip()!r}; write it on one line")
-        for place, kept in enumerate(arguments(code, match.end())):
-            yield f"{match[1]} -> its argument {place + 1}", code[: match.start()] + kept + code[end + 1 :]
+        yield from text_changes.one_argument(code, match)
     for match in NAME.finditer(code):
         if not code.strip().startswith("cdef"):
-            new = NAMES[match[0]]
-            yield f"{match[0]} -> {new}", code[: match.start()] + new + code[match.end() :]
+            yield text_changes.replaced(code, match, NAMES[match[0]])
     for match in NUMBER.finditer(code):
         new = str(1 - int(match[0])) if match[0].isdigit() else str(1.0 - float(match[0]))
-        yield f"{match[0]} -> {new}", code[: match.start()] + new + code[match.end() :]
+        yield text_changes.replaced(code, match, new)
     for match in re.finditer(r"\bnot ", code):
         yield "drop not", code[: match.start()] + code[match.end() :]
     if code.strip() == "break":
         yield "break -> pass", code.replace("break", "pass")
-
-
-def closing(code: str, start: int) -> int | None:
-    """Where the bracket that was opened just before `start` closes; None if that is on another line."""
-    depth = 1
-    for place in range(start, len(code)):
-        depth += (code[place] in "([") - (code[place] in ")]")
-        if depth == 0:
-            return place
-    return None
-
-
-def arguments(code: str, start: int) -> list[str]:
-    """The arguments of the call that was opened just before `start` and closes on its line."""
-    parts, depth = [""], 0
-    for character in code[start : closing(code, start)]:
-        depth += (character in "([") - (character in ")]")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [f"({part.strip()})" for part in parts]
 
 
 def _all_but_headers(folder: str, names: list[str]) -> list[str]:

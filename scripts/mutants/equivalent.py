@@ -5,8 +5,7 @@ Of equal lines all are meant, or the nth alone: (file, source line, change, nth)
 
 from __future__ import annotations
 
-from mutants.equivalent_filters import OF_FILTERS
-from mutants.equivalent_growth import OF_GROWTH
+from mutants.equivalent_headers import OF_FILTERS, OF_GROWTH
 
 _LAYERS = "self.layers = nn.ModuleList([type(decoder.layers[0])(self.config, layer_idx=0)])"
 _CHUNK = "end = min(start + PROMPT_CHUNK, length - 1)"

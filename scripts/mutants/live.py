@@ -53,7 +53,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 def put_compiled(mutant: Mutant, number: int, built: Path) -> None:
     """Replace the functions of an imported compiled module, wherever they were imported to.
 
-    built: what `cython_mutants.compile_batch` made, with this mutant as the `number`-th.
+    built: what `cpp_mutants.compile_batch` made, with this mutant as the `number`-th.
     """
     batch, suffix = _loaded(mutant.module, built), f"__{number}"
     things = {name.removesuffix(suffix): thing for name, thing in vars(batch).items() if name.endswith(suffix)}

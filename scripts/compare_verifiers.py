@@ -41,7 +41,7 @@ from measuring.option_types import count_list, positive_integer
 from measuring.output_file import check_same_settings, check_writable, replace_text
 from measuring.progress import Progress, say
 from verifier_parts.arms import DRAFT_MODELS, GAMMAS, PARTS, TEMPERATURES, Arm, Size, all_arms, sized
-from verifier_parts.asking_verifier import AskingVerifier
+from verifier_parts.asking_verifier import ArmVerifier
 from verifier_parts.drafters import GrowingDrafter, NoisyDrafter, RoomDrafter
 from verifier_parts.synthetic_chains import synthetic_gains
 from verifier_parts.verifier_tables import add_estimates, plot, tables
@@ -111,7 +111,7 @@ def run_arm(arm: Arm, size: Size, seed: int) -> dict[str, object]:
     """Per prompt: steps, and the tokens that every rule gets from them on average."""
     drafter = RoomDrafter(make_drafter(arm, size), ROOM)
     engine = stand.wrap(load_model("reasoner"), load_tokenizer(), verifier=arm.driver, drafter=drafter)
-    asking = AskingVerifier(arm, size, drafter)
+    asking = ArmVerifier(arm, size, drafter)
     engine.verifier = asking
     output = engine.generate(
         prompt_texts(size.prompts, seed), num_return_sequences=size.rows, max_new_tokens=size.tokens,

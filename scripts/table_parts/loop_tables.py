@@ -6,16 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 from measuring.text_table import format_table
+from verifier_parts.asking_verifier import AskingVerifier
 from verifier_parts.drafters import RoomDrafter
-from verifier_parts.expected_kept import expected_kept
 from verifier_parts.verifier_tables import estimate, gain, resampled, with_error
 
 import stand
 from stand.drafters.eagle.head import EagleHead
-from stand.trees import BlendedLookup, DraftBatch, LookupTree, TreeShape
-from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise, get_verifier
+from stand.trees import BlendedLookup, LookupTree, TreeShape
 from table_parts.path_laws import PathLawsDrafter
 from table_parts.token_drafter import TokenDrafter
 
@@ -57,30 +55,6 @@ def loop_arms(part: str, *, head: Path | None = None, temperature: float = 1.0) 
             yield LoopArm(name, ("match",), learner=learner)
 
 
-class CountingVerifier(Verifier):
-    """Decides as `match`, and asks every rule what it keeps on average, by problem."""
-
-    name = "counting"
-
-    def __init__(self, rules: Sequence[str], samples: int, problems: int, drafter: RoomDrafter) -> None:
-        self.driver, self.drafter, self._samples = get_verifier("match"), drafter, samples
-        self.requires = self.driver.requires
-        self.steps = np.zeros(problems)
-        self.kept = {rule: np.zeros(problems) for rule in rules}
-
-    def verify(self, batch: DraftBatch, target: TargetRows, noise: VerifierNoise) -> Verdicts:
-        counted = np.flatnonzero(self.drafter.has_room)
-        problems = noise.rows[counted] // self._samples
-        np.add.at(self.steps, problems, 1.0)
-        for rule, kept in self.kept.items():
-            np.add.at(kept, problems, expected_kept(get_verifier(rule), batch, target)[counted])
-        return self.driver.verify(batch, target, noise)
-
-    def result(self) -> dict[str, object]:
-        totals = {rule: (kept + self.steps).tolist() for rule, kept in self.kept.items()}
-        return {"steps": self.steps.tolist(), "tokens": totals}
-
-
 def run_loop_arm(
     model, tokenizer, prompts: Sequence[Sequence[int]], arm: LoopArm, *, samples: int, **settings
 ) -> dict[str, object]:
@@ -95,10 +69,10 @@ def run_loop_arm(
         drafter = arm.learner(BlendedLookup(), budget=budget, kind=arm.kind)
     watched = RoomDrafter(drafter, ROOM)
     engine = stand.wrap(model, tokenizer, drafter=watched, verifier="match")
-    counting = CountingVerifier(arm.rules, samples, len(prompts), watched)
-    engine.verifier = counting
+    asking = AskingVerifier("match", arm.rules, watched, prompts=len(prompts), rows=samples)
+    engine.verifier = asking
     engine.generate(input_ids=[list(prompt) for prompt in prompts], num_return_sequences=samples, **settings)
-    return counting.result()
+    return asking.result()
 
 
 def loop_tables(part: str, results: dict[tuple[str, LoopArm], dict]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from stand.trees import DraftBatch
@@ -12,32 +14,54 @@ from verifier_parts.expected_kept import expected_kept
 
 
 class AskingVerifier(Verifier):
-    """Decides as `driver` and asks every rule what it keeps on average."""
+    """Decides as `driver` and asks every rule what it keeps on average of the same drafts, by prompt.
+
+    rules: `coupled` only where it is the driver, whose own verdicts then count. rows: samples of each prompt. Steps
+    count where `drafter` says that a row has room.
+    """
 
     name = "asking"
 
-    def __init__(self, arm: Arm, size: Size, drafter: RoomDrafter) -> None:
-        self.driver = get_verifier(arm.driver)
+    def __init__(self, driver: str, rules: Sequence[str], drafter: RoomDrafter, *, prompts: int, rows: int) -> None:
+        self.driver = get_verifier(driver)
         self.requires = self.driver.requires
-        self.arm, self.size, self.drafter = arm, size, drafter
-        self.steps = np.zeros(size.prompts)
-        self.kept = {rule: np.zeros(size.prompts) for rule in arm.rules}
-        self.nodes = 0
-        self.first = np.zeros(2)  # drafted first tokens, and how many `token` keeps of them
-        self.refused = np.zeros(2)  # chance that `token` refuses a token, and of that where p < q / 10
+        self.drafter, self.rows = drafter, rows
+        self.steps = np.zeros(prompts)
+        self.kept = {rule: np.zeros(prompts) for rule in rules}
 
     def verify(self, batch: DraftBatch, target: TargetRows, noise: VerifierNoise) -> Verdicts:
         verdicts = self.driver.verify(batch, target, noise)
         counted = np.flatnonzero(self.drafter.has_room)
-        prompts = noise.rows[counted] // self.size.rows
+        prompts = noise.rows[counted] // self.rows
         np.add.at(self.steps, prompts, 1.0)
-        self.nodes += int(batch.sizes[counted].sum()) - len(counted)
         for rule, kept in self.kept.items():
             if rule == "coupled":
                 means = verdicts.num_accepted.astype(np.float64)
             else:
                 means = expected_kept(get_verifier(rule), batch, target)
             np.add.at(kept, prompts, means[counted])
+        return verdicts
+
+    def result(self) -> dict[str, object]:
+        """Steps of each prompt, and by rule the tokens that come of them on average."""
+        totals = {rule: (kept + self.steps).tolist() for rule, kept in self.kept.items()}
+        return {"steps": self.steps.tolist(), "tokens": totals}
+
+
+class ArmVerifier(AskingVerifier):
+    """Asks about one arm of the comparison, and watches its drafts: their nodes, and where `token` refuses chains."""
+
+    def __init__(self, arm: Arm, size: Size, drafter: RoomDrafter) -> None:
+        super().__init__(arm.driver, arm.rules, drafter, prompts=size.prompts, rows=size.rows)
+        self.arm = arm
+        self.nodes = 0
+        self.first = np.zeros(2)  # drafted first tokens, and how many `token` keeps of them
+        self.refused = np.zeros(2)  # chance that `token` refuses a token, and of that where p < q / 10
+
+    def verify(self, batch: DraftBatch, target: TargetRows, noise: VerifierNoise) -> Verdicts:
+        verdicts = super().verify(batch, target, noise)
+        counted = np.flatnonzero(self.drafter.has_room)
+        self.nodes += int(batch.sizes[counted].sum()) - len(counted)
         if self.arm.part == "chains":
             self._watch_refusals(batch, target, counted)
         return verdicts
@@ -54,8 +78,7 @@ class AskingVerifier(Verifier):
                 reached *= chance
 
     def result(self) -> dict[str, object]:
-        totals = {rule: (kept + self.steps).tolist() for rule, kept in self.kept.items()}
-        answer: dict[str, object] = {"steps": self.steps.tolist(), "tokens": totals}
+        answer = super().result()
         answer["nodes_per_step"] = self.nodes / self.steps.sum()
         if self.arm.part == "chains":
             answer["alpha"] = self.first[1] / self.first[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from failures import failing_after
 from jinja2 import TemplateError
 from letter_tokenizer import LETTERS, letter_tokenizer
 from pearson import p_value
@@ -217,29 +218,16 @@ class Stop(Exception):
     """An error of the caller's."""
 
 
-def raising_after(count: int, error: BaseException, work=None):
-    """`work`, until it was called `count` times."""
-    calls = []
-
-    def call(*arguments, **options):
-        calls.append(1)
-        if len(calls) > count:
-            raise error
-        return None if work is None else work(*arguments, **options)
-
-    return call
-
-
 def interrupt(engine: stand.Engine, generator: random.Random, patch: pytest.MonkeyPatch) -> None:
     """A run that ends at a random moment."""
     settings = {"num_return_sequences": 2, "max_new_tokens": 4, "temperature": 0.9, "seed": generator.randrange(99)}
     where, error = generator.choice(WHERE), generator.choice([Stop(), KeyboardInterrupt()])
-    on_step = raising_after(generator.randrange(5), error) if where == "on_step" else None
+    on_step = failing_after(generator.randrange(5), lambda *told: None, error) if where == "on_step" else None
     if where == "forward":
-        patch.setattr(engine.model, "forward", raising_after(generator.randrange(6), error, engine.model.forward))
+        patch.setattr(engine.model, "forward", failing_after(generator.randrange(6), engine.model.forward, error))
     elif where in ("draft", "learn", "learn_prompt"):
         work = getattr(stand.BlendedDrafter, where)
-        patch.setattr(stand.BlendedDrafter, where, raising_after(generator.randrange(3), error, work))
+        patch.setattr(stand.BlendedDrafter, where, failing_after(generator.randrange(3), work, error))
     requests = [*PROMPTS, "no request"] if where == "request" else PROMPTS
     cap = generator.choice([None, cap_of(6, engine)])
     run = engine.run(requests, max_rows=2, max_cache_bytes=cap, on_step=on_step, **settings)

@@ -2,35 +2,25 @@
 
 import json
 import random
-from pathlib import Path
 
 import pytest
 import torch
+from measuring.setup import REASONER
 from plain_eagle import random_head
 from tiny_models import tiny_model
 from train_eagle import read_arguments
 from train_streams import read_arguments as read_streams
+from trained_heads import assert_small_and_good, greedy_generations
 from training.eagle import RECIPE, agreement_on, head_batch
 from training.generations import Generation, read_generations, shuffled_batches, write_generations
 from training.head_command import DRAFTERS, prompt_source, run
 from training.head_training import train_head
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from workloads.problems import held_out_problems
+from transformers import AutoTokenizer
 
 import stand
 from stand.drafters.eagle.head import EagleHead
 
 SHIPPED = DRAFTERS / RECIPE.name
-REASONER = Path(__file__).resolve().parents[2] / "scripts" / "reasoner"
-MOST_BYTES = 2 * 2**20
-
-
-def greedy_generations(model, prompts: list[list[int]], length: int = 12) -> list[Generation]:
-    output = stand.wrap(model).generate(input_ids=prompts, max_new_tokens=length, temperature=0.0)
-    return [
-        Generation([*prompt, *tokens], len(prompt))
-        for prompt, tokens in zip(prompts, output.token_ids, strict=True)
-    ]  # fmt: skip
 
 
 def test_the_places_that_count_are_those_whose_laws_wrote_the_generation():
@@ -114,17 +104,9 @@ def test_held_out_problems_of_a_file_are_not_trained_on(tmp_path):
 
 
 def test_the_shipped_head_is_small_and_keeps_its_promise():
-    """Greedy, held-out problems: the first drafted token is kept in at least 0.7 of the steps."""
-    facts = json.loads((SHIPPED / "training.json").read_text(encoding="utf-8"))
-    assert sum(path.stat().st_size for path in SHIPPED.iterdir()) <= MOST_BYTES
-    model = AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(REASONER)
     drafter = stand.EagleDrafter(SHIPPED, budget=13, runs=1)
-    engine = stand.wrap(model, tokenizer, drafter=drafter)
+    facts = assert_small_and_good(SHIPPED, drafter, problems=13)
     assert facts["parameters"] == sum(parameter.numel() for parameter in drafter.head.parameters())
-    chats = [[{"role": "user", "content": item.problem}] for item in held_out_problems(13, seed=5)]
-    stats = engine.generate(chats, max_new_tokens=40, temperature=0.0).stats
-    assert stats.accepted_by_depth[0] / stats.num_steps >= 0.7
 
 
 def test_the_command_trains_and_evaluates(tmp_path):

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import replay
+import workloads.recordings as recordings
+from replay_parts import drafters as replay_drafters
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -17,17 +20,6 @@ from stand.trees import BlendedLookup, LookupFileError, TreeShape, vocabulary_fi
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 WORDS = [f"w{number}" for number in range(50)]
-
-
-@pytest.fixture(scope="module")
-def modules():
-    sys.path.insert(0, str(SCRIPTS))
-    import replay
-    import workloads.recordings as recordings
-    from replay_parts import drafters as replay_drafters
-
-    yield recordings, replay, replay_drafters
-    sys.path.remove(str(SCRIPTS))
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +74,7 @@ class Oracle:
 
 
 @pytest.mark.parametrize(("ahead", "budget", "tau"), [(0, 8, 1.0), (3, 8, 4.0), (9, 4, 5.0)])
-def test_tau_is_accepted_tokens_plus_one(modules, ahead, budget, tau):
-    recordings, replay, _ = modules
+def test_tau_is_accepted_tokens_plus_one(ahead, budget, tau):
     prompt, tokens = np.arange(5, dtype=np.int32), np.arange(101, dtype=np.int32)
     drafter = Oracle(np.concatenate([prompt, tokens]), ahead)
     tally = replay.replay(drafter, [recordings.Recording(0, 0, prompt, tokens)], budget=budget, setting="same")
@@ -97,8 +88,7 @@ def test_tau_is_accepted_tokens_plus_one(modules, ahead, budget, tau):
     assert drafter.verbs[-1] == "finish"
 
 
-def test_a_wrong_guess_is_not_accepted(modules):
-    _, _, replay_drafters = modules
+def test_a_wrong_guess_is_not_accepted():
     tokens, parents = np.array([7, 4, 8, 9], np.int32), np.array([-1, -1, 1, 0], np.int32)
     assert replay_drafters.accepted_path((tokens, parents, None), np.array([4, 8, 9], np.int32)) == [1, 2]
     assert replay_drafters.accepted_path((tokens, parents, None), np.array([8, 4], np.int32)) == []
@@ -106,8 +96,7 @@ def test_a_wrong_guess_is_not_accepted(modules):
 
 
 @pytest.mark.parametrize(("setting", "forgets"), [("alone", 1 + 4), ("same", 1 + 1), ("all", 1)])
-def test_settings_forget_when_they_say(modules, setting, forgets):
-    recordings, replay, _ = modules
+def test_settings_forget_when_they_say(setting, forgets):
     tokens = np.arange(70, dtype=np.int32)
     drafter = Oracle(tokens, 3)
     samples = [recordings.Recording(problem, sample, tokens[:0], tokens) for problem in (0, 1) for sample in (0, 1)]
@@ -115,8 +104,7 @@ def test_settings_forget_when_they_say(modules, setting, forgets):
     assert drafter.verbs.count("forget") == forgets
 
 
-def test_selection(modules, files):
-    recordings, _, _ = modules
+def test_selection(files):
     tokenizer = Tokenizer.from_file(str(files / "tokenizer.json"))
     path = files / "walks.jsonl.gz"
     everything = recordings.read_recordings(path, tokenizer, recordings.Selection())
@@ -129,8 +117,7 @@ def test_selection(modules, files):
         recordings.read_recordings(files / "bad.jsonl", tokenizer, recordings.Selection())
 
 
-def test_shallow_shapes_hang_together(modules):
-    _, _, replay_drafters = modules
+def test_shallow_shapes_hang_together():
     for budget in (1, 8, 78, 79, 80, 500):
         shape = replay_drafters.shallow_first(TreeShape.paper(), budget)
         shape.check()
@@ -193,7 +180,6 @@ def test_plain_texts_train_too(files, tmp_path):
 
 
 def test_outputs_are_checked_before_the_work(files, tmp_path, monkeypatch, capsys):
-    import replay
     import train_lookup
 
     def fail(*arguments, **named):
@@ -228,7 +214,6 @@ def test_bad_options_are_refused(files):
 
 
 def test_ids_beyond_int32_and_files_without_tokens_are_refused(files, tmp_path, capsys):
-    import replay
     import train_lookup
 
     path, empty, output = tmp_path / "big.jsonl", tmp_path / "empty.jsonl", tmp_path / "out.blend"
@@ -253,7 +238,6 @@ def test_ids_beyond_int32_and_files_without_tokens_are_refused(files, tmp_path, 
     ],
 )
 def test_a_file_that_holds_no_recordings_is_named(name, content, message, files, tmp_path, capsys):
-    import replay
     import train_lookup
 
     (tmp_path / name).write_bytes(content)
@@ -262,9 +246,8 @@ def test_a_file_that_holds_no_recordings_is_named(name, content, message, files,
         assert f"{tmp_path / name} {message}" in capsys.readouterr().err
 
 
-def test_records_may_have_settings_and_rows_of_their_own(modules, files):
+def test_records_may_have_settings_and_rows_of_their_own(files):
     """Neither is a line with a text a run's header, nor is `row` a number wherever it stands."""
-    recordings, _, _ = modules
     path, texts = files / "own.jsonl", [" ".join(WORDS[first] for _ in range(70)) for first in range(3)]
     for rows in ((None, 2, 1), ("b", "a", "c"), (3, 1, 2)):
         lines = [
@@ -278,17 +261,13 @@ def test_records_may_have_settings_and_rows_of_their_own(modules, files):
 
 @pytest.mark.parametrize("field", ["text", "problem"])
 def test_a_field_that_is_no_text_is_named(field, tmp_path):
-    from workloads.recordings import read_records
-
     path = tmp_path / "recordings.jsonl"
     path.write_text(json.dumps({"problem_id": 1, "text": "a", "problem": "b", field: 3}) + "\n")
     with pytest.raises(ValueError, match=f"must hold {field} as text, got 3 in line 1"):
-        list(read_records(path))
+        list(recordings.read_records(path))
 
 
 def test_a_missing_package_is_told_before_anything_is_replayed(files, monkeypatch, capsys):
-    import replay
-
     monkeypatch.setitem(sys.modules, "arctic_inference", None)
     monkeypatch.setattr(replay, "replay", None)
     command_line = [str(files / "walks.jsonl.gz"), "--tokenizer", str(files / "tokenizer.json")]
@@ -298,8 +277,6 @@ def test_a_missing_package_is_told_before_anything_is_replayed(files, monkeypatc
 
 @pytest.mark.parametrize(("error", "status"), [(None, 128 + signal.SIGINT), (ValueError("no"), 2)])
 def test_a_run_that_ends_early_shows_what_was_finished(error, status, files, monkeypatch, capsys):
-    import replay
-
     replayed, done = replay.replay, []
 
     def ended(*arguments, **named):

@@ -6,13 +6,13 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton  # noqa: E402
-from attention_cases import Case, difference, expected, make_case, run  # noqa: E402
-from widened_bfloat16 import widened_bfloat16  # noqa: E402
+import triton
+from attention_cases import Case, difference, expected, make_case, run
+from widened_bfloat16 import widened_bfloat16
 
-from stand.gpu.kernels import attention as attention_kernel  # noqa: E402
-from stand.gpu.kernels.attention import tree_attention  # noqa: E402
-from stand.gpu.kernels.merge import merge_splits, merged_splits  # noqa: E402
+from stand.gpu.kernels import attention as attention_kernel
+from stand.gpu.kernels.attention import tree_attention
+from stand.gpu.kernels.merge import merge_splits, merged_splits
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from stand.gpu.kernels.compact import compact  # noqa: E402
+from stand.gpu.kernels.compact import compact
 
 PATHS = {
     "empty": [],

@@ -15,13 +15,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-from specimens.attention import of_attention  # noqa: E402
-from specimens.registry import SPECIMENS  # noqa: E402
+from specimens.attention import of_attention
+from specimens.registry import SPECIMENS
 
-import stand.gpu.kernels  # noqa: E402
-from stand.gpu.product_tiles import TILES  # noqa: E402
-from stand.gpu.step_size import SUPPORT_SIZES  # noqa: E402
-from stand.gpu.tiles import (  # noqa: E402
+import stand.gpu.kernels
+from stand.gpu.product_tiles import TILES
+from stand.gpu.step_size import SUPPORT_SIZES
+from stand.gpu.tiles import (
     BLOCKS_16_BIT,
     BLOCKS_FLOAT32,
     LATENT_16_BIT,

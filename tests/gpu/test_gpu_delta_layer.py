@@ -11,20 +11,20 @@ import torch
 
 pytest.importorskip("triton")
 
-from nearest_bfloat16 import nearest_bfloat16  # noqa: E402
-from plain_forwards import lengths_of, prefilled, ragged_case, spread  # noqa: E402
-from recurrent_models import DELTA_RULE, STATE_SPACE, new_recurrent_model  # noqa: E402
-from torch import nn  # noqa: E402
+from nearest_bfloat16 import nearest_bfloat16
+from plain_forwards import lengths_of, prefilled, ragged_case, spread
+from recurrent_models import DELTA_RULE, STATE_SPACE, new_recurrent_model
+from torch import nn
 
-from stand.forward.model import run_plan  # noqa: E402
-from stand.forward.packed_plan import StepPlan  # noqa: E402
-from stand.forward.recurrent_layers import RecurrentForward, recurrent_layers  # noqa: E402
-from stand.forward.tree_attention import tree_attention  # noqa: E402
-from stand.fusion import delta_layer  # noqa: E402
-from stand.fusion.delta_layer import BY_KEY_HEAD, SEPARATE, SINGLE, FusedDeltaLayer, delta_parts, is_delta_layer  # noqa: E402
-from stand.fusion.fusion import Fusion, fuse  # noqa: E402
-from stand.gpu import kernel_scan  # noqa: E402
-from stand.trees import DraftBatch  # noqa: E402
+from stand.forward.model import run_plan
+from stand.forward.packed_plan import StepPlan
+from stand.forward.recurrent_layers import RecurrentForward, recurrent_layers
+from stand.forward.tree_attention import tree_attention
+from stand.fusion import delta_layer
+from stand.fusion.delta_layer import BY_KEY_HEAD, SEPARATE, SINGLE, FusedDeltaLayer, delta_parts, is_delta_layer
+from stand.fusion.fusion import Fusion, fuse
+from stand.gpu import kernel_scan
+from stand.trees import DraftBatch
 
 KIND = "gated delta rule"
 PARTS = {"qwen3_5": SEPARATE, "qwen3_5_moe": SEPARATE, "qwen3_next": BY_KEY_HEAD, "olmo_hybrid": SINGLE}

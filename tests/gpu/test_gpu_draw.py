@@ -5,12 +5,12 @@ import torch
 
 pytest.importorskip("triton")
 
-import plain_kernels  # noqa: E402
-from verdicts import blank_verdict  # noqa: E402
+import plain_kernels
+from verdicts import blank_verdict
 
-from stand.gpu.kernels import draw as draw_kernel  # noqa: E402
-from stand.gpu.kernels.draw import CHUNK, draw_nodes  # noqa: E402
-from stand.gpu.kernels.follow import follow  # noqa: E402
+from stand.gpu.kernels import draw as draw_kernel
+from stand.gpu.kernels.draw import CHUNK, draw_nodes
+from stand.gpu.kernels.follow import follow
 
 UNIFORMS = [0.0, 0.1, 0.37, 0.5, 0.83, 0.999, 1 - 2**-53]
 

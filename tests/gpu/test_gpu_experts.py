@@ -11,22 +11,22 @@ import torch
 
 pytest.importorskip("triton")
 
-from fake_cuda import fake_cuda  # noqa: E402
-from mixtures import plain_experts, random_mixture  # noqa: E402
-from no_host_copy import NoHostCopy  # noqa: E402
-from ptx.ledger import PtxError  # noqa: E402
-from specimens.registry import SPECIMENS  # noqa: E402
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # noqa: E402
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts  # noqa: E402
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts  # noqa: E402
+from fake_cuda import fake_cuda
+from mixtures import plain_experts, random_mixture
+from no_host_copy import NoHostCopy
+from ptx.ledger import PtxError
+from specimens.registry import SPECIMENS
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from stand.fusion.experts import MOST_TOKENS, ExpertForm  # noqa: E402
-from stand.fusion.formulas import CLAMPED, GELU_ERF, GELU_TANH, RELU_SQUARED, SILU  # noqa: E402
-from stand.gpu.expert_tiles import MOST_CHOSEN, NARROW, TILES, ExpertTile, expert_tile  # noqa: E402
-from stand.gpu.kernels import experts as experts_kernel  # noqa: E402
-from stand.gpu.kernels import pairs as pairs_kernel  # noqa: E402
-from stand.gpu.kernels.experts import mixed_experts  # noqa: E402
-from stand.gpu.kernels.pairs import sort_pairs  # noqa: E402
+from stand.fusion.experts import MOST_TOKENS, ExpertForm
+from stand.fusion.formulas import CLAMPED, GELU_ERF, GELU_TANH, RELU_SQUARED, SILU
+from stand.gpu.expert_tiles import MOST_CHOSEN, NARROW, TILES, ExpertTile, expert_tile
+from stand.gpu.kernels import experts as experts_kernel
+from stand.gpu.kernels import pairs as pairs_kernel
+from stand.gpu.kernels.experts import mixed_experts
+from stand.gpu.kernels.pairs import sort_pairs
 
 HALF = [torch.bfloat16, torch.float16]
 needs_compiled = pytest.mark.skipif("STAND_PTX" not in os.environ, reason="needs compiled kernels: STAND_PTX=90")

@@ -8,15 +8,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from failures import failing_after  # noqa: E402
-from plain_eagle import random_head  # noqa: E402
-from plain_kernels import use_plain_kernels  # noqa: E402
-from tiny_models import kernel_model  # noqa: E402
+from failures import failing_after
+from plain_eagle import random_head
+from plain_kernels import use_plain_kernels
+from tiny_models import kernel_model
 
-import stand  # noqa: E402
-from stand.gpu import self_check, step_body  # noqa: E402
-from stand.gpu.captured_step import CapturedStep  # noqa: E402
-from stand.verifiers import get_verifier  # noqa: E402
+import stand
+from stand.gpu import self_check, step_body
+from stand.gpu.captured_step import CapturedStep
+from stand.verifiers import get_verifier
 
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8, 9]]
 SETTINGS = {"num_return_sequences": 2, "max_new_tokens": 24, "temperature": 0.6, "seed": 4}

@@ -8,10 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from stand.gpu.kernels import filter as filter_kernel  # noqa: E402
-from stand.gpu.kernels.filter import filter_rows, first_doubtful_way  # noqa: E402
-from stand.gpu.step_body import StepBody  # noqa: E402
-from stand.sampling import SamplingParams, TargetLaw  # noqa: E402
+from stand.gpu.kernels import filter as filter_kernel
+from stand.gpu.kernels.filter import filter_rows, first_doubtful_way
+from stand.gpu.step_body import StepBody
+from stand.sampling import SamplingParams, TargetLaw
 
 VOCABULARY_SIZE = 400  # a chunk and a half, once chunks are small
 TEMPERATURE = 0.6

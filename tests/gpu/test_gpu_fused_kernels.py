@@ -8,21 +8,21 @@ from torch.nn.functional import gelu, silu
 
 pytest.importorskip("triton")
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-from fake_cuda import fake_cuda  # noqa: E402
-from nearest_bfloat16 import nearest_bfloat16  # noqa: E402
-from specimens.registry import SPECIMENS  # noqa: E402
-from transformers.models.bamba.modeling_bamba import BambaRMSNormGated  # noqa: E402
-from transformers.models.deepseek_v3 import modeling_deepseek_v3  # noqa: E402
-from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm  # noqa: E402
-from transformers.models.gpt_oss import modeling_gpt_oss  # noqa: E402
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb  # noqa: E402
-from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm  # noqa: E402
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
+import triton
+import triton.language as tl
+from fake_cuda import fake_cuda
+from nearest_bfloat16 import nearest_bfloat16
+from specimens.registry import SPECIMENS
+from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
+from triton.runtime import interpreter
 
-from stand.fusion.formulas import (  # noqa: E402
+from stand.fusion.formulas import (
     GATE_FIRST,
     GELU_ERF,
     GELU_TANH,
@@ -33,17 +33,17 @@ from stand.fusion.formulas import (  # noqa: E402
     SCALE_FIRST,
     SILU,
 )
-from stand.gpu.kernels import gated_norm as gated_norm_kernel  # noqa: E402
-from stand.gpu.kernels import norm as norm_kernel  # noqa: E402
-from stand.gpu.kernels import rope as rope_kernel  # noqa: E402
-from stand.gpu.kernels import rotate as rotate_kernel  # noqa: E402
-from stand.gpu.kernels import swiglu as swiglu_kernel  # noqa: E402
-from stand.gpu.kernels.gated_norm import gated_rms_norm  # noqa: E402
-from stand.gpu.kernels.launch import launch_device  # noqa: E402
-from stand.gpu.kernels.norm import add_rms_norm, rms_norm  # noqa: E402
-from stand.gpu.kernels.rope import rope_and_store  # noqa: E402
-from stand.gpu.kernels.rotate import rotate_pair  # noqa: E402
-from stand.gpu.kernels.swiglu import gated_product  # noqa: E402
+from stand.gpu.kernels import gated_norm as gated_norm_kernel
+from stand.gpu.kernels import norm as norm_kernel
+from stand.gpu.kernels import rope as rope_kernel
+from stand.gpu.kernels import rotate as rotate_kernel
+from stand.gpu.kernels import swiglu as swiglu_kernel
+from stand.gpu.kernels.gated_norm import gated_rms_norm
+from stand.gpu.kernels.launch import launch_device
+from stand.gpu.kernels.norm import add_rms_norm, rms_norm
+from stand.gpu.kernels.rope import rope_and_store
+from stand.gpu.kernels.rotate import rotate_pair
+from stand.gpu.kernels.swiglu import gated_product
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NORMS = {ROUND_FIRST: LlamaRMSNorm, SCALE_FIRST: Olmo2RMSNorm, ONE_PLUS: Gemma3RMSNorm}

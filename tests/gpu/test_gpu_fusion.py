@@ -8,23 +8,23 @@ import torch
 
 pytest.importorskip("triton")
 
-from fake_cuda import fake_cuda, mirrored, onto_fake_device  # noqa: E402
-from nearest_bfloat16 import nearest_bfloat16  # noqa: E402
-from page_tables import alike  # noqa: E402
-from tiny_models import CONFIGS  # noqa: E402
-from torch._subclasses.fake_tensor import DataDependentOutputException  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
-from transformers import AttentionInterface, AutoModelForCausalLM  # noqa: E402
+from fake_cuda import fake_cuda, mirrored, onto_fake_device
+from nearest_bfloat16 import nearest_bfloat16
+from page_tables import alike
+from tiny_models import CONFIGS
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 from stand.forward.cache_argument import cache_argument
-from stand.forward.tree_attention import tree_attention  # noqa: E402
-from stand.fusion import fusion as fusion_module  # noqa: E402
-from stand.fusion import merged_linear  # noqa: E402
-from stand.fusion.fusion import fuse  # noqa: E402
-from stand.fusion.kernels import triton_kernels  # noqa: E402
-from stand.fusion.norm import FusedNorm  # noqa: E402
-from stand.gpu.device_cache import DeviceCache  # noqa: E402
+from stand.forward.tree_attention import tree_attention
+from stand.fusion import fusion as fusion_module
+from stand.fusion import merged_linear
+from stand.fusion.fusion import fuse
+from stand.fusion.kernels import triton_kernels
+from stand.fusion.norm import FusedNorm
+from stand.gpu.device_cache import DeviceCache
 
 NAME = "stand_test_dense"
 NUM_ROWS, ROOM = 2, 8

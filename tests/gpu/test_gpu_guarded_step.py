@@ -6,19 +6,19 @@ import torch
 
 pytest.importorskip("triton")
 
-from failures import failing_after  # noqa: E402
-from page_tables import alike  # noqa: E402
-from plain_kernels import use_plain_kernels  # noqa: E402
-from tiny_models import kernel_model  # noqa: E402
+from failures import failing_after
+from page_tables import alike
+from plain_kernels import use_plain_kernels
+from tiny_models import kernel_model
 
-import stand  # noqa: E402
-from stand.backend import CapturedBackend  # noqa: E402
-from stand.forward.key_shape import LayerKeys  # noqa: E402
-from stand.gpu import page_table  # noqa: E402
-from stand.gpu.captured_step import CapturedStep  # noqa: E402
-from stand.gpu.device_cache import DeviceCache  # noqa: E402
-from stand.gpu.page_table import PageTable  # noqa: E402
-from stand.trees import DraftBatch, DraftTree, TreeShape  # noqa: E402
+import stand
+from stand.backend import CapturedBackend
+from stand.forward.key_shape import LayerKeys
+from stand.gpu import page_table
+from stand.gpu.captured_step import CapturedStep
+from stand.gpu.device_cache import DeviceCache
+from stand.gpu.page_table import PageTable
+from stand.trees import DraftBatch, DraftTree, TreeShape
 
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8, 9]]
 SETTINGS = {"num_return_sequences": 2, "max_new_tokens": 40, "temperature": 0.6, "seed": 4}

@@ -11,13 +11,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tiny_models import kernel_model  # noqa: E402
+from tiny_models import kernel_model
 
-import stand  # noqa: E402
-from stand.backend import CapturedBackend  # noqa: E402
-from stand.gpu import captured_step  # noqa: E402
-from stand.gpu.runner import Program  # noqa: E402
-from stand.trees import DraftBatch, DraftTree  # noqa: E402
+import stand
+from stand.backend import CapturedBackend
+from stand.gpu import captured_step
+from stand.gpu.runner import Program
+from stand.trees import DraftBatch, DraftTree
 
 WIDTH = 8
 SHORT, LONG = 20, 60  # steps of the two calls whose difference is counted

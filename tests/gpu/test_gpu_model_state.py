@@ -10,17 +10,17 @@ import torch
 
 pytest.importorskip("triton")
 
-from letter_tokenizer import letter_tokenizer  # noqa: E402
-from plain_kernels import use_plain_kernels  # noqa: E402
-from tiny_models import kernel_model  # noqa: E402
-from torch.nn.modules import module as all_modules  # noqa: E402
-from torch.nn.modules.module import register_module_forward_hook  # noqa: E402
+from letter_tokenizer import letter_tokenizer
+from plain_kernels import use_plain_kernels
+from tiny_models import kernel_model
+from torch.nn.modules import module as all_modules
+from torch.nn.modules.module import register_module_forward_hook
 
-import stand  # noqa: E402
-from stand.forward.model_state import ModelState  # noqa: E402
-from stand.gpu.captured_step import CapturedStep  # noqa: E402
-from stand.gpu.runner import DirectRunner  # noqa: E402
-from stand.scheduling.memory import bytes_per_token  # noqa: E402
+import stand
+from stand.forward.model_state import ModelState
+from stand.gpu.captured_step import CapturedStep
+from stand.gpu.runner import DirectRunner
+from stand.scheduling.memory import bytes_per_token
 
 PROMPT = [[3, 4, 5, 6, 7, 3, 4]]
 SETTINGS = {"max_new_tokens": 8, "temperature": 0.0, "stop_token_ids": [], "seed": 4}

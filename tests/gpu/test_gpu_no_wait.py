@@ -16,41 +16,41 @@ import torch
 
 pytest.importorskip("triton")
 
-from fake_cuda import fake_cuda, mirrored, onto_fake_device  # noqa: E402
-from no_host_copy import HostCopyError, NoHostCopy  # noqa: E402
-from no_kernel import Launches  # noqa: E402
-from page_tables import alike  # noqa: E402
-from plain_streams import random_streams  # noqa: E402
-from recurrent_models import RECURRENT, new_recurrent_model, recurrent_kernel_model  # noqa: E402
-from tiny_models import CONFIGS, SHAPE, kernel_model  # noqa: E402
-from torch._subclasses.fake_tensor import DataDependentOutputException  # noqa: E402
-from transformers import AutoModelForCausalLM, Glm4MoeConfig  # noqa: E402
-from unequal_models import new_deepseek, new_gemma4, unequal_model  # noqa: E402
+from fake_cuda import fake_cuda, mirrored, onto_fake_device
+from no_host_copy import HostCopyError, NoHostCopy
+from no_kernel import Launches
+from page_tables import alike
+from plain_streams import random_streams
+from recurrent_models import RECURRENT, new_recurrent_model, recurrent_kernel_model
+from tiny_models import CONFIGS, SHAPE, kernel_model
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from transformers import AutoModelForCausalLM, Glm4MoeConfig
+from unequal_models import new_deepseek, new_gemma4, unequal_model
 
-import stand  # noqa: E402
-from stand.forward import latent_keys  # noqa: E402
-from stand.forward.key_shape import LayerKeys, layer_keys  # noqa: E402
-from stand.forward.latent_keys import unexpanded_keys  # noqa: E402
-from stand.forward.model import run_plan  # noqa: E402
-from stand.forward.packed_plan import StepPlan  # noqa: E402
-from stand.forward.recurrent_layers import recurrent_forwards  # noqa: E402
-from stand.forward.recurrent_states import LayerStates, RecurrentStates  # noqa: E402
-from stand.forward.self_check import check_case, tree_logits  # noqa: E402
-from stand.forward.tree_attention import tree_attention  # noqa: E402
-from stand.forward.tree_cache import TreeCache  # noqa: E402
-from stand.fusion.fusion import fuse  # noqa: E402
-from stand.gpu import device_rule, kernel_attention, kernel_scan, step_body, step_packet, tails  # noqa: E402
-from stand.gpu.device_cache import DeviceCache  # noqa: E402
-from stand.gpu.device_rule import CoupledRule, GreedyRule, MatchRule, TraversalRule  # noqa: E402
-from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME  # noqa: E402
-from stand.gpu.kernels import attention  # noqa: E402
-from stand.gpu.page_table import PageTable  # noqa: E402
-from stand.gpu.step_body import StepBody, StepOutput  # noqa: E402
-from stand.gpu.step_packet import StepPacket  # noqa: E402
-from stand.gpu.step_size import StepSize  # noqa: E402
-from stand.gpu.tails import TailBody, Tails  # noqa: E402
-from stand.gpu.tiles import PAGE_SIZE  # noqa: E402
-from stand.sampling import SamplingParams, TargetLaw  # noqa: E402
+import stand
+from stand.forward import latent_keys
+from stand.forward.key_shape import LayerKeys, layer_keys
+from stand.forward.latent_keys import unexpanded_keys
+from stand.forward.model import run_plan
+from stand.forward.packed_plan import StepPlan
+from stand.forward.recurrent_layers import recurrent_forwards
+from stand.forward.recurrent_states import LayerStates, RecurrentStates
+from stand.forward.self_check import check_case, tree_logits
+from stand.forward.tree_attention import tree_attention
+from stand.forward.tree_cache import TreeCache
+from stand.fusion.fusion import fuse
+from stand.gpu import device_rule, kernel_attention, kernel_scan, step_body, step_packet, tails
+from stand.gpu.device_cache import DeviceCache
+from stand.gpu.device_rule import CoupledRule, GreedyRule, MatchRule, TraversalRule
+from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME
+from stand.gpu.kernels import attention
+from stand.gpu.page_table import PageTable
+from stand.gpu.step_body import StepBody, StepOutput
+from stand.gpu.step_packet import StepPacket
+from stand.gpu.step_size import StepSize
+from stand.gpu.tails import TailBody, Tails
+from stand.gpu.tiles import PAGE_SIZE
+from stand.sampling import SamplingParams, TargetLaw
 
 NUM_ROWS, ROOM = 2, 128
 MANY_ROWS = 200  # more than give an H100 a program per key head: none is split

@@ -10,19 +10,19 @@ from torch.nn.functional import linear
 
 pytest.importorskip("triton")
 
-from nearest_bfloat16 import nearest_bfloat16  # noqa: E402
-from plain_kernels import use_plain_kernels  # noqa: E402
-from tiny_models import kernel_model, tiny_model  # noqa: E402
-from widened_bfloat16 import widened_bfloat16  # noqa: E402
+from nearest_bfloat16 import nearest_bfloat16
+from plain_kernels import use_plain_kernels
+from tiny_models import kernel_model, tiny_model
+from widened_bfloat16 import widened_bfloat16
 
-import stand  # noqa: E402
-from stand.fusion import fusion as fusion_module  # noqa: E402
-from stand.fusion.fusion import fuse  # noqa: E402
-from stand.gpu import products as products_module  # noqa: E402
-from stand.gpu.kernels.product import few_token_product  # noqa: E402
-from stand.gpu.known_products import known_products  # noqa: E402
-from stand.gpu.product_tiles import MOST_TOKENS, TILES, ProductTile  # noqa: E402
-from stand.gpu.products import TOKENS, Products, choose, is_equal  # noqa: E402
+import stand
+from stand.fusion import fusion as fusion_module
+from stand.fusion.fusion import fuse
+from stand.gpu import products as products_module
+from stand.gpu.kernels.product import few_token_product
+from stand.gpu.known_products import known_products
+from stand.gpu.product_tiles import MOST_TOKENS, TILES, ProductTile
+from stand.gpu.products import TOKENS, Products, choose, is_equal
 
 CPU = torch.device("cpu")
 ROWS, DEPTH = 72, 1100  # of no tile a multiple

@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from triton import knobs  # noqa: E402
+from triton import knobs
 
-from stand.gpu.kernels import proxy_fence  # noqa: E402
-from stand.gpu.kernels.proxy_fence import add_fences, fences_added  # noqa: E402
+from stand.gpu.kernels import proxy_fence
+from stand.gpu.kernels.proxy_fence import add_fences, fences_added
 
 FENCE = "fence.proxy.async.shared::cta;"
 LOOP = """

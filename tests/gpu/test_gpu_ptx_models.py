@@ -11,15 +11,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from attention_cases import difference, make_case, run  # noqa: E402
-from ptx.ledger import PtxError  # noqa: E402
-from recurrent_models import RECURRENT  # noqa: E402
-from tiny_models import CONFIGS  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
-from unequal_models import unequal_model  # noqa: E402
+from attention_cases import difference, make_case, run
+from ptx.ledger import PtxError
+from recurrent_models import RECURRENT
+from tiny_models import CONFIGS
+from transformers import AutoModelForCausalLM
+from unequal_models import unequal_model
 
-import stand  # noqa: E402
-from stand.drafters.blended import BlendedDrafter  # noqa: E402
+import stand
+from stand.drafters.blended import BlendedDrafter
 
 pytestmark = pytest.mark.skipif("STAND_PTX" not in os.environ, reason="needs compiled kernels: STAND_PTX=90")
 ATTENTION = {  # heads, key heads per query head, size, tokens and committed keys per row, options

@@ -8,20 +8,20 @@ import torch
 
 pytest.importorskip("triton")
 
-from failures import failing_after  # noqa: E402
-from plain_kernels import use_plain_kernels  # noqa: E402
-from plain_scan import use_plain_scans  # noqa: E402
-from recurrent_models import recurrent_kernel_model  # noqa: E402
-from tiny_models import kernel_model  # noqa: E402
+from failures import failing_after
+from plain_kernels import use_plain_kernels
+from plain_scan import use_plain_scans
+from recurrent_models import recurrent_kernel_model
+from tiny_models import kernel_model
 
-import stand  # noqa: E402
-from stand.backend import CapturedBackend  # noqa: E402
-from stand.forward.key_shape import key_shape  # noqa: E402
-from stand.gpu import device_cache, page_table, tiles  # noqa: E402
-from stand.gpu.captured_step import CapturedStep  # noqa: E402
-from stand.gpu.page_table import PageTable  # noqa: E402
-from stand.scheduling import memory, within_pages  # noqa: E402
-from stand.scheduling.page_allocator import PageAllocator  # noqa: E402
+import stand
+from stand.backend import CapturedBackend
+from stand.forward.key_shape import key_shape
+from stand.gpu import device_cache, page_table, tiles
+from stand.gpu.captured_step import CapturedStep
+from stand.gpu.page_table import PageTable
+from stand.scheduling import memory, within_pages
+from stand.scheduling.page_allocator import PageAllocator
 
 PROMPT = np.random.default_rng(1).integers(3, 40, 75).tolist()  # a whole page of 64, and a part
 SETTINGS = {

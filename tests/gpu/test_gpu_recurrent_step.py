@@ -8,23 +8,23 @@ import torch
 
 pytest.importorskip("triton")
 
-from every_day import every_day  # noqa: E402
-from failures import failing_after  # noqa: E402
-from plain_kernels import use_plain_kernels  # noqa: E402
-from plain_scan import use_plain_scans  # noqa: E402
-from recurrent_models import RECURRENT, new_recurrent_model, recurrent_kernel_model  # noqa: E402
-from step_pair import PROMPTS, StepPair, growing_pools, put_back_after  # noqa: E402
+from every_day import every_day
+from failures import failing_after
+from plain_kernels import use_plain_kernels
+from plain_scan import use_plain_scans
+from recurrent_models import RECURRENT, new_recurrent_model, recurrent_kernel_model
+from step_pair import PROMPTS, StepPair, growing_pools, put_back_after
 
-import stand  # noqa: E402
-from stand.drafters.blended import BlendedDrafter  # noqa: E402
-from stand.forward.key_shape import key_shape  # noqa: E402
-from stand.fusion import fusion as fusion_module  # noqa: E402
-from stand.fusion import kernels as kernels_module  # noqa: E402
-from stand.gpu import kernel_scan, page_table  # noqa: E402
-from stand.gpu.captured_step import CapturedStep  # noqa: E402
-from stand.scheduling import memory  # noqa: E402
-from stand.scheduling.page_allocator import PageAllocator  # noqa: E402
-from stand.scheduling.within_pages import WithinPages  # noqa: E402
+import stand
+from stand.drafters.blended import BlendedDrafter
+from stand.forward.key_shape import key_shape
+from stand.fusion import fusion as fusion_module
+from stand.fusion import kernels as kernels_module
+from stand.gpu import kernel_scan, page_table
+from stand.gpu.captured_step import CapturedStep
+from stand.scheduling import memory
+from stand.scheduling.page_allocator import PageAllocator
+from stand.scheduling.within_pages import WithinPages
 
 PAIR = StepPair(recurrent_kernel_model, num_return_sequences=2, max_new_tokens=24, temperature=0.6, seed=4, learn=False)
 EACH = [family for family in ("qwen3_5", "nemotron_h", "lfm2") if family in RECURRENT]  # of every kind

@@ -8,15 +8,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from fake_cuda import fake_cuda  # noqa: E402
-from nearest_bfloat16 import nearest_bfloat16  # noqa: E402
-from specimens.registry import SPECIMENS  # noqa: E402
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter  # noqa: E402
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter  # noqa: E402
+from fake_cuda import fake_cuda
+from nearest_bfloat16 import nearest_bfloat16
+from specimens.registry import SPECIMENS
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from stand.gpu.expert_tiles import MOST_CHOSEN  # noqa: E402
-from stand.gpu.kernels import route as route_kernel  # noqa: E402
-from stand.gpu.kernels.route import MOST_EXPERTS, sigmoid_route, softmax_route  # noqa: E402
+from stand.gpu.expert_tiles import MOST_CHOSEN
+from stand.gpu.kernels import route as route_kernel
+from stand.gpu.kernels.route import MOST_EXPERTS, sigmoid_route, softmax_route
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

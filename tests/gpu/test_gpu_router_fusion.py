@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from nearest_bfloat16 import nearest_bfloat16  # noqa: E402
-from tiny_models import SHAPE  # noqa: E402
-from torch import nn  # noqa: E402
-from transformers import (  # noqa: E402
+from nearest_bfloat16 import nearest_bfloat16
+from tiny_models import SHAPE
+from torch import nn
+from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
@@ -23,14 +23,14 @@ from transformers import (  # noqa: E402
     MixtralConfig,
     Qwen3MoeConfig,
 )
-from transformers.models.axk2.modeling_axk2 import AXK2TopkRouter  # noqa: E402
-from widened_bfloat16 import widened_bfloat16  # noqa: E402
+from transformers.models.axk2.modeling_axk2 import AXK2TopkRouter
+from widened_bfloat16 import widened_bfloat16
 
-from stand.fusion import router as router_module  # noqa: E402
-from stand.fusion.fusion import fuse  # noqa: E402
-from stand.fusion.kernels import triton_kernels  # noqa: E402
-from stand.fusion.router import FusedRouter, Precision, RouterForm, Score, router_forms, told_apart  # noqa: E402
-from stand.gpu.expert_tiles import MOST_CHOSEN  # noqa: E402
+from stand.fusion import router as router_module
+from stand.fusion.fusion import fuse
+from stand.fusion.kernels import triton_kernels
+from stand.fusion.router import FusedRouter, Precision, RouterForm, Score, router_forms, told_apart
+from stand.gpu.expert_tiles import MOST_CHOSEN
 
 ROUTER, EXPERTS = "router of a mixture", "mixture of experts"
 ONE_LAYER = SHAPE | {"num_hidden_layers": 1}

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from exact import (  # noqa: E402
+from exact import (
     EX2,
     EX3,
     Report,
@@ -25,23 +25,23 @@ from exact import (  # noqa: E402
     with_replacement,
     without_replacement,
 )
-from exact_draws import LARGEST, draw_laws, support_first  # noqa: E402
-from page_tables import one_page_each  # noqa: E402
-from plain_kernels import draw_nodes as plain_draw  # noqa: E402
-from plain_kernels import race as plain_race  # noqa: E402
-from traversal_arrays import traversal_arrays  # noqa: E402
-from verdicts import blank_verdict  # noqa: E402
-from waitless_draws import draw_residuals_at  # noqa: E402
+from exact_draws import LARGEST, draw_laws, support_first
+from page_tables import one_page_each
+from plain_kernels import draw_nodes as plain_draw
+from plain_kernels import race as plain_race
+from traversal_arrays import traversal_arrays
+from verdicts import blank_verdict
+from waitless_draws import draw_residuals_at
 
-from stand.gpu.device_rule import MatchRule, follow_drawn  # noqa: E402
-from stand.gpu.kernels.race import race  # noqa: E402
-from stand.gpu.kernels.traverse import traverse  # noqa: E402
-from stand.gpu.step_packet import StepPacket  # noqa: E402
-from stand.gpu.step_size import StepSize  # noqa: E402
-from stand.gpu.work_list import Splitting, Tiling  # noqa: E402
-from stand.trees import DraftBatch, DraftTree  # noqa: E402
-from stand.verifiers import VerifierNoise  # noqa: E402
-from stand.verifiers.draw import tokens_at  # noqa: E402
+from stand.gpu.device_rule import MatchRule, follow_drawn
+from stand.gpu.kernels.race import race
+from stand.gpu.kernels.traverse import traverse
+from stand.gpu.step_packet import StepPacket
+from stand.gpu.step_size import StepSize
+from stand.gpu.work_list import Splitting, Tiling
+from stand.trees import DraftBatch, DraftTree
+from stand.verifiers import VerifierNoise
+from stand.verifiers.draw import tokens_at
 
 BOUND = 2e-6  # total variation of laws in float32
 WORLDS = {"EX2": EX2, "EX3": EX3}

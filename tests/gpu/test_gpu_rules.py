@@ -6,20 +6,20 @@ import torch
 
 pytest.importorskip("triton")
 
-from drafted_cases import agreeing_case  # noqa: E402
-from exact import EX2, EX3, pack, shaped, with_replacement  # noqa: E402
-from page_tables import one_page_each  # noqa: E402
-from random_drafts import random_drafts  # noqa: E402
-from verdicts import blank_verdict  # noqa: E402
+from drafted_cases import agreeing_case
+from exact import EX2, EX3, pack, shaped, with_replacement
+from page_tables import one_page_each
+from random_drafts import random_drafts
+from verdicts import blank_verdict
 
-from stand.gpu.device_rule import CoupledRule, GreedyRule, MatchRule, TraversalRule  # noqa: E402
-from stand.gpu.packing import kept_paths  # noqa: E402
-from stand.gpu.step_packet import StepPacket  # noqa: E402
-from stand.gpu.step_size import StepSize  # noqa: E402
-from stand.gpu.work_list import Splitting, Tiling  # noqa: E402
-from stand.trees import DraftBatch, DraftTree  # noqa: E402
-from stand.verifiers import TargetRows, VerifierNoise, get_verifier  # noqa: E402
-from stand.verifiers.schedule import packed_parents  # noqa: E402
+from stand.gpu.device_rule import CoupledRule, GreedyRule, MatchRule, TraversalRule
+from stand.gpu.packing import kept_paths
+from stand.gpu.step_packet import StepPacket
+from stand.gpu.step_size import StepSize
+from stand.gpu.work_list import Splitting, Tiling
+from stand.trees import DraftBatch, DraftTree
+from stand.verifiers import TargetRows, VerifierNoise, get_verifier
+from stand.verifiers.schedule import packed_parents
 
 RULES = {"match": MatchRule, "coupled": CoupledRule, "traversal": TraversalRule}
 CPU = torch.device("cpu")

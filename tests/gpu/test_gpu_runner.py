@@ -30,7 +30,7 @@ class FakeCuda:
         self.waited = lambda event: None  # told of events that the caller's stream waits for
         self.devices = []
 
-    def Stream(self, device):  # noqa: N802
+    def Stream(self, device):
         handle = 1 + self.num_streams % 32
         self.num_streams += 1
         return SimpleNamespace(
@@ -42,7 +42,7 @@ class FakeCuda:
             synchronize=lambda: None,
         )
 
-    def Event(self, enable_timing=False):  # noqa: N802
+    def Event(self, enable_timing=False):
         if enable_timing:
             return FakeEvent(self.log, self.devices, DEVICE)
         return SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
@@ -53,7 +53,7 @@ class FakeCuda:
         yield
         self.devices.pop()
 
-    def CUDAGraph(self):  # noqa: N802
+    def CUDAGraph(self):
         graph = SimpleNamespace(replay=lambda: self.log.append(("replay", self.stream)))
         graph.reset = lambda: self.log.append(("reset", self.stream))
         return graph

@@ -22,7 +22,7 @@ from stand.gpu import (  # noqa: E402
     captured_step,
     device_rule,
     kernel_attention,
-    self_check,  # noqa: E402
+    self_check,
     step_body,
 )
 from stand.gpu.kernels import launch  # noqa: E402

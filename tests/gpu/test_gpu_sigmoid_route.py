@@ -7,13 +7,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from nearest_bfloat16 import nearest_bfloat16  # noqa: E402
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter  # noqa: E402
-from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteTopkRouter  # noqa: E402
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHTopkRouter  # noqa: E402
+from nearest_bfloat16 import nearest_bfloat16
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteTopkRouter
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHTopkRouter
 
-from stand.gpu.expert_tiles import MOST_CHOSEN  # noqa: E402
-from stand.gpu.kernels.route import MOST_EXPERTS, sigmoid_route  # noqa: E402
+from stand.gpu.expert_tiles import MOST_CHOSEN
+from stand.gpu.kernels.route import MOST_EXPERTS, sigmoid_route
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Routes = tuple[torch.Tensor, torch.Tensor]

@@ -9,15 +9,15 @@ import pytest
 
 pytest.importorskip("triton")
 
-from plain_kernels import tree_attention, use_plain_kernels  # noqa: E402
-from small_law import continuation_law, p_of_continuations, small_model  # noqa: E402
-from transformers import LogitsProcessorList  # noqa: E402
-from transformers.generation import logits_process as library  # noqa: E402
+from plain_kernels import tree_attention, use_plain_kernels
+from small_law import continuation_law, p_of_continuations, small_model
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as library
 
-import stand  # noqa: E402
-from stand.gpu import kernel_attention  # noqa: E402
-from stand.trees import LookupTree, TreeShape  # noqa: E402
-from stand.verifiers import VerifierNoise  # noqa: E402
+import stand
+from stand.gpu import kernel_attention
+from stand.trees import LookupTree, TreeShape
+from stand.verifiers import VerifierNoise
 
 SIZE, TOKENS, ROWS = 7, 3, 100
 PROMPT, END = [5, 2], 1

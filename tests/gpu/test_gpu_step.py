@@ -9,19 +9,19 @@ import torch
 
 pytest.importorskip("triton")
 
-from failures import failing_after  # noqa: E402
-from plain_kernels import use_plain_kernels  # noqa: E402
-from tiny_models import CONFIGS, kernel_model  # noqa: E402
+from failures import failing_after
+from plain_kernels import use_plain_kernels
+from tiny_models import CONFIGS, kernel_model
 
-import stand  # noqa: E402
-from stand.drafters.blended import BlendedDrafter  # noqa: E402
-from stand.forward import model as forward_model  # noqa: E402
-from stand.gpu import captured_step, page_table  # noqa: E402
-from stand.gpu.device_rule import rule_like  # noqa: E402
-from stand.gpu.runner import DirectRunner  # noqa: E402
-from stand.scheduling import kept_prompts, prefilled, prompt_keys  # noqa: E402
-from stand.trees import BlendedLookup, DraftBatch  # noqa: E402
-from stand.verifiers.rules.match import MatchVerifier  # noqa: E402
+import stand
+from stand.drafters.blended import BlendedDrafter
+from stand.forward import model as forward_model
+from stand.gpu import captured_step, page_table
+from stand.gpu.device_rule import rule_like
+from stand.gpu.runner import DirectRunner
+from stand.scheduling import kept_prompts, prefilled, prompt_keys
+from stand.trees import BlendedLookup, DraftBatch
+from stand.verifiers.rules.match import MatchVerifier
 
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8, 9]]
 

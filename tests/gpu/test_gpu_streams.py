@@ -10,19 +10,19 @@ import torch
 
 pytest.importorskip("triton")
 
-from failures import failing_after  # noqa: E402
-from plain_kernels import use_plain_kernels  # noqa: E402
-from plain_streams import plain_stream_logits, random_streams  # noqa: E402
-from tiny_models import kernel_model  # noqa: E402
+from failures import failing_after
+from plain_kernels import use_plain_kernels
+from plain_streams import plain_stream_logits, random_streams
+from tiny_models import kernel_model
 
-import stand  # noqa: E402
-from stand.gpu import self_check, tails  # noqa: E402
-from stand.gpu.captured_step import CapturedStep  # noqa: E402
-from stand.gpu.pooled_step import PooledStep  # noqa: E402
-from stand.gpu.tails import Chains, TailBody, Tails  # noqa: E402
-from stand.scheduling import within_pages  # noqa: E402
-from stand.scheduling.memory import bytes_per_token  # noqa: E402
-from stand.verifiers import get_verifier  # noqa: E402
+import stand
+from stand.gpu import self_check, tails
+from stand.gpu.captured_step import CapturedStep
+from stand.gpu.pooled_step import PooledStep
+from stand.gpu.tails import Chains, TailBody, Tails
+from stand.scheduling import within_pages
+from stand.scheduling.memory import bytes_per_token
+from stand.verifiers import get_verifier
 
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8, 9]]
 SETTINGS = {"num_return_sequences": 2, "max_new_tokens": 24, "temperature": 0.6, "seed": 4}

@@ -6,8 +6,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from drafted_cases import agreeing_case, case  # noqa: E402
-from exact import (  # noqa: E402
+from drafted_cases import agreeing_case, case
+from exact import (
     EX2,
     EX3,
     deterministic,
@@ -18,14 +18,14 @@ from exact import (  # noqa: E402
     with_replacement,
     without_replacement,
 )
-from random_drafts import random_drafts  # noqa: E402
-from traversal_arrays import traversal_arrays  # noqa: E402
+from random_drafts import random_drafts
+from traversal_arrays import traversal_arrays
 
-from stand.gpu.kernels.traverse import traverse  # noqa: E402
-from stand.trees import DraftBatch, DraftTree  # noqa: E402
-from stand.verifiers import verdict_compiled  # noqa: E402
-from stand.verifiers.schedule import packed_parents  # noqa: E402
-from stand.verifiers.walk import first_in_post_order  # noqa: E402
+from stand.gpu.kernels.traverse import traverse
+from stand.trees import DraftBatch, DraftTree
+from stand.verifiers import verdict_compiled
+from stand.verifiers.schedule import packed_parents
+from stand.verifiers.walk import first_in_post_order
 
 
 def expect(batch: DraftBatch, probs: torch.Tensor, uniforms: np.ndarray) -> tuple[np.ndarray, ...]:

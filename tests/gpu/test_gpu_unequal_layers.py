@@ -8,23 +8,23 @@ import torch
 
 pytest.importorskip("triton")
 
-from failures import failing_after  # noqa: E402
-from plain_kernels import use_plain_kernels  # noqa: E402
-from step_pair import PROMPTS, StepPair, growing_pools, put_back_after  # noqa: E402
-from tiny_models import kernel_model  # noqa: E402
-from unequal_models import unequal_model  # noqa: E402
+from failures import failing_after
+from plain_kernels import use_plain_kernels
+from step_pair import PROMPTS, StepPair, growing_pools, put_back_after
+from tiny_models import kernel_model
+from unequal_models import unequal_model
 
-import stand  # noqa: E402
-from stand.drafters.blended import BlendedDrafter  # noqa: E402
-from stand.forward.attention_shape import AttentionShape, HeadSizes  # noqa: E402
-from stand.forward.key_shape import KeyShape, LayerKeys, key_shape  # noqa: E402
-from stand.forward.tree_cache import TreeCache  # noqa: E402
-from stand.fusion.trial import Trial  # noqa: E402
-from stand.gpu import page_table, step_body  # noqa: E402
-from stand.gpu.captured_step import CapturedStep  # noqa: E402
-from stand.gpu.device_cache import DeviceCache, has_one_type  # noqa: E402
-from stand.gpu.kernel_attention import KernelPlan  # noqa: E402
-from stand.gpu.kernels.rotate import rotate_pair  # noqa: E402
+import stand
+from stand.drafters.blended import BlendedDrafter
+from stand.forward.attention_shape import AttentionShape, HeadSizes
+from stand.forward.key_shape import KeyShape, LayerKeys, key_shape
+from stand.forward.tree_cache import TreeCache
+from stand.fusion.trial import Trial
+from stand.gpu import page_table, step_body
+from stand.gpu.captured_step import CapturedStep
+from stand.gpu.device_cache import DeviceCache, has_one_type
+from stand.gpu.kernel_attention import KernelPlan
+from stand.gpu.kernels.rotate import rotate_pair
 
 FAMILIES = (
     "gemma4",

@@ -3,7 +3,7 @@
 import json
 import sys
 
-import bench_lookup as bench  # noqa: E402
+import bench_lookup as bench
 import numpy as np
 import pytest
 from tokenizers import Tokenizer

@@ -9,14 +9,14 @@ import torch
 
 pytest.importorskip("triton")
 
-import gpu_bench  # noqa: E402
-import gpu_first_contact  # noqa: E402
-import profile_step  # noqa: E402
-from gpu_parts.bench_model import BenchModel  # noqa: E402
-from plain_kernels import use_plain_kernels  # noqa: E402
-from workloads.model_shapes import SMOKE_SHAPE  # noqa: E402
+import gpu_bench
+import gpu_first_contact
+import profile_step
+from gpu_parts.bench_model import BenchModel
+from plain_kernels import use_plain_kernels
+from workloads.model_shapes import SMOKE_SHAPE
 
-from stand.gpu import step_body  # noqa: E402
+from stand.gpu import step_body
 
 
 @pytest.mark.usefixtures("interpreter")

@@ -8,10 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from draft_requests import draft_request  # noqa: E402
-from fake_events import use_fake_events  # noqa: E402
-from gpu_parts.bench_model import BenchModel  # noqa: E402
-from gpu_parts.trajectory_replay import (  # noqa: E402
+from draft_requests import draft_request
+from fake_events import use_fake_events
+from gpu_parts.bench_model import BenchModel
+from gpu_parts.trajectory_replay import (
     RecordedRule,
     ReplayBench,
     ReplayEngine,
@@ -21,17 +21,17 @@ from gpu_parts.trajectory_replay import (  # noqa: E402
     free_token,
     made_up_recordings,
 )
-from plain_kernels import use_plain_kernels  # noqa: E402
-from table_parts.token_drafter import TokenDrafter  # noqa: E402
-from workloads.model_shapes import SMOKE_SHAPE  # noqa: E402
-from workloads.recordings import Recording  # noqa: E402
+from plain_kernels import use_plain_kernels
+from table_parts.token_drafter import TokenDrafter
+from workloads.model_shapes import SMOKE_SHAPE
+from workloads.recordings import Recording
 
-import stand  # noqa: E402
-from stand.drafters.step_cost import CostTable, StepCost  # noqa: E402
-from stand.gpu.captured_step import CapturedStep  # noqa: E402
-from stand.gpu.device_rule import MatchRule  # noqa: E402
-from stand.trees import BlendedLookup, DraftBatch, DraftTree  # noqa: E402
-from stand.verifiers import VerifierNoise  # noqa: E402
+import stand
+from stand.drafters.step_cost import CostTable, StepCost
+from stand.gpu.captured_step import CapturedStep
+from stand.gpu.device_rule import MatchRule
+from stand.trees import BlendedLookup, DraftBatch, DraftTree
+from stand.verifiers import VerifierNoise
 
 END = 299
 FREE_NODES = CostTable((StepCost(num_rows=1, length=50, tokens=(1, 40), seconds=(1.0, 1.0)),))

@@ -60,9 +60,10 @@ class KnownCosts:
 
     def seeded_cost(self, num_rows: int, most_rows: int) -> StepCost:
         """Cost of a step of `num_rows` rows in a call of `most_rows` (0: not known). It does not depend on what else
-        was prepared if `most_rows` is known."""
+        was prepared if `most_rows` is known, unless a call whose steps run another way has begun since."""
         sizes = _size_classes(most_rows or self._nearest(num_rows))
-        return self._filed[min((size for size in sizes if size >= num_rows), default=max(sizes))]
+        own = min((size for size in sizes if size >= num_rows), default=max(sizes))
+        return self._filed[own if own in self._filed else self._nearest(num_rows)]
 
     def followed_cost(self, num_rows: int) -> StepCost:
         """Of the smallest number of rows that was prepared and is no smaller than `num_rows`, else of the largest."""

@@ -90,6 +90,17 @@ def test_a_run_goes_on_after_its_drafter_was_wrapped_again(folder, monkeypatch):
     assert [len(trajectory.token_ids) for trajectory in run] == [4]
 
 
+def test_a_seeded_run_goes_on_after_a_call_whose_steps_run_another_way(folder, monkeypatch):
+    """Of fewer rows: an engine with the same drafter that fuses nothing, or a GPU's whose captured step has failed."""
+    engine, _ = new_engine(monkeypatch, CHEAP)
+    other = stand.wrap(engine.model, drafter=engine.drafter, fuse=False)
+    requests = [stand.Request([3, 4, 5], max_new_tokens=limit) for limit in (2, 40, 40, 40)]
+    run = engine.run(requests, stop_token_ids=[], temperature=1.0, seed=3)
+    assert len(next(run).token_ids) == 2
+    other.generate(input_ids=[[3, 4]], max_new_tokens=2)
+    assert [len(trajectory.token_ids) for trajectory in run] == [40] * 3
+
+
 def test_plain_decoding_is_not_timed(folder, monkeypatch):
     engine, asked = new_engine(monkeypatch, CHEAP)
     engine.generate(**PROMPT, draft=False)

@@ -44,6 +44,16 @@ class StepCost:
     seconds: tuple[float, ...]  # not falling
 
     def __post_init__(self) -> None:
+        counts = self.num_rows, self.length, *self.tokens
+        if not all(isinstance(count, (int, np.integer)) and abs(count) < 2**31 for count in counts):
+            raise ValueError(
+                "num_rows, length and tokens of a step cost must be whole numbers below 2**31, got "
+                f"{self.num_rows!r:.40}, {self.length!r:.40} and {self.tokens!r:.80}; measure by engine.measure_cost()"
+            )
+        if not all(time < 2**64 for time in self.seconds):  # nor NaN
+            raise ValueError(
+                f"seconds of a step cost must be below 2**64, got {self.seconds!r:.80}; leave out sizes that never pay"
+            )
         rising = np.all(np.diff(self.tokens) > 0) and np.all(np.diff(self.seconds) >= 0)
         if len(self.tokens) < 2 or len(self.tokens) != len(self.seconds) or not rising or min(self.seconds) <= 0:
             raise ValueError(

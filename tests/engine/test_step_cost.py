@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +52,23 @@ def test_tables_are_saved_and_loaded(tmp_path):
             CostTable.load(path)
     with pytest.raises(ValueError, match="at least one"):
         CostTable(())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"seconds": (1.0, math.inf)}, {"seconds": (1, 10**400)}, {"seconds": (1.0, math.nan)}, {"tokens": (1, 2.5)},
+     {"tokens": (1, 10**400)}, {"tokens": (1, math.inf)}, {"num_rows": math.nan}, {"length": math.inf}],
+)  # fmt: skip
+def test_numbers_that_nothing_can_be_computed_with_are_refused(tmp_path, wrong):
+    """Also from a file, which then counts as damaged and is timed anew."""
+    fields = {"num_rows": 1, "length": 100, "tokens": (1, 64), "seconds": (4.0, 5.0)} | wrong
+    with pytest.raises(ValueError, match="step cost"):
+        StepCost(**fields)
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({"format": "stand cost table 1", "costs": [fields]}))
+    with pytest.raises(ValueError, match="measure it again"):
+        CostTable.load(path)
+    assert known_costs._read(path) is None
 
 
 def test_who_is_killed_while_it_saves_leaves_the_old_table(tmp_path, monkeypatch):

@@ -41,9 +41,10 @@ def keep_first(path: Path, save: Callable[[Path], None], *, is_sound: Callable[[
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         save(unfinished)
-        os.link(unfinished, path)
-    except FileExistsError:
-        if not is_sound(path):
-            unfinished.replace(path)
+        try:
+            os.link(unfinished, path)
+        except OSError:  # there is one, or a file system without hard links
+            if not is_sound(path):
+                unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -188,6 +188,21 @@ def test_of_two_that_file_at_once_the_first_is_kept(tmp_path, monkeypatch):
     assert stand.CostTable.load(path).costs == (DEAR,) and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_file_system_without_hard_links_keeps_files_too(folder, monkeypatch):
+    """FAT, drives of networks and of the cloud. The next process finds the file."""
+
+    def refuse(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    for cost in (CHEAP, DEAR):
+        monkeypatch.setattr(known_costs, "_IN_MEMORY", {})
+        known = KnownCosts(tiny_model("qwen2"), folder)
+        known.prepare(1, StepTimer(lambda cost=cost, **_: cost))
+        assert known.seeded_cost(1, 1) == CHEAP
+    assert list(folder.iterdir()) == [known.path(1)]
+
+
 def test_without_a_folder_the_threads_of_a_process_share_the_first_costs(folder):
     folder.write_text("in the way")
     first, second = (KnownCosts(tiny_model("qwen2"), folder) for _ in range(2))

@@ -31,6 +31,7 @@ REPEATS = 7
 BRIEF_RATIO = 8.0  # a step that costs more than so many of the smallest one never pays
 NEAR_RATIO = 3.0  # steps up to so many of the smallest one are run most, so they are timed best
 FAR_APART = 7919  # numbers between tokens that follow each other: a prime, so that few vocabularies are its multiples
+LONGEST_TICK = 1e-4  # seconds of a clock that times steps. Processor time in gVisor has ticks of 10 ms
 BRIEF_STEPS = 16  # so many of the smallest one a brief measurement may take, however long one is
 
 
@@ -209,9 +210,20 @@ def _slope(sizes: Sequence[int], seconds: Sequence[float], left: int, right: int
 def clock_of(device: torch.device) -> Callable[[], float]:
     """What times steps: on a CPU the processor time of this thread, which other work on the machine does not lengthen.
 
-    (With several threads it waits for the others busily, so that its time is theirs.)
+    (With several threads it waits for the others busily, so that its time is theirs.) Where that is told too coarsely,
+    the time of day.
     """
-    return time.thread_time if device.type == "cpu" else time.perf_counter
+    is_fine = device.type == "cpu" and min(_tick(time.thread_time) for _ in range(3)) < LONGEST_TICK
+    return time.thread_time if is_fine else time.perf_counter
+
+
+def _tick(clock: Callable[[], float]) -> float:
+    """By how much a clock goes on at once; infinite where it stands."""
+    start, end = clock(), time.perf_counter() + 10 * LONGEST_TICK
+    while (now := clock()) == start:
+        if time.perf_counter() > end:
+            return math.inf
+    return now - start
 
 
 def measure_cost(

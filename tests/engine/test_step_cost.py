@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import math
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -187,6 +188,16 @@ def test_the_nearest_length_is_by_ratio(length):
 @pytest.mark.parametrize(("device", "clock"), [("cpu", "thread_time"), ("meta", "perf_counter")])
 def test_on_a_cpu_processor_time_is_counted(device, clock):
     assert clock_of(torch.device(device)).__name__ == clock
+
+
+@pytest.mark.parametrize("tick", [0.01, math.inf])
+def test_processor_time_that_is_told_too_coarsely_is_not_counted(monkeypatch, tick):
+    """As in gVisor, where a small model's steps would take no time at all, or of a clock that stands."""
+    fine = time.thread_time
+    monkeypatch.setattr(time, "thread_time", lambda: fine() // tick * tick if tick < math.inf else 0.0)
+    assert clock_of(torch.device("cpu")) is time.perf_counter
+    cost = stand.wrap(tiny_model("qwen2")).measure_cost(num_rows=1, length=4, most_tokens=4, seconds=0.01)
+    assert cost.seconds[0] > 0
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from stand.row import LiveRows, Row
 from stand.sampling import Laws, TargetLaw
 from stand.scheduling.page_allocator import PageAllocator
 from stand.trees import ROOT, DraftBatch
+from stand.trees.arguments import vector
 from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise
 
 
@@ -146,7 +147,8 @@ class EagerStep:
     def verify(self) -> Verdicts:
         scores = self._law.process(self._logits, self._batch, self._live.rows)
         self._laws = self._law.laws(scores, self._num_top)
-        return self._verifier.verify(self._batch, TargetRows(self._laws.probabilities), self._noise)
+        verdicts = self._verifier.verify(self._batch, TargetRows(self._laws.probabilities), self._noise)
+        return replace(verdicts, accepted=[vector(path, "accepted") for path in verdicts.accepted])  # a user's rule's
 
     def ride(self, accepted: Sequence[np.ndarray]) -> None:
         ends = path_ends(self._batch, accepted)

@@ -55,8 +55,8 @@ class Verdicts:
         if tokens is None:
             raise ValueError(
                 f"a rule must keep nodes of each of {len(batch)} rows' own drafts, got "
-                f"{[path.tolist() for path in self.accepted]} of drafts of {batch.sizes.tolist()} nodes; number them "
-                "from each row's root on"
+                f"{[list(map(int, path)) for path in self.accepted]} of drafts of {batch.sizes.tolist()} nodes; number "
+                "them from each row's root on"
             )
         return tokens
 

@@ -226,6 +226,23 @@ def test_streams_of_two_threads_take_turns_step_by_step():
     assert sum(one != other for one, other in zip(order, order[1:], strict=False)) > 10
 
 
+@pytest.mark.parametrize("form", [list, np.array, tuple])
+def test_a_rule_may_answer_kept_nodes_as_python_makes_them(form, monkeypatch):
+    """Also where it keeps none, of which numpy makes an array of floats."""
+    settings = {"input_ids": PROMPTS, "max_new_tokens": 30, "seed": 3, "temperature": 0.5}
+    verify, texts = stand.verifiers.get_verifier("traversal").verify, []
+
+    def answer(self, batch, target, noise):
+        verdicts = verify(batch, target, noise)
+        return dataclasses.replace(verdicts, accepted=[form(path.tolist()) for path in verdicts.accepted])
+
+    for _ in range(2):
+        drafter = stand.BlendedDrafter(budget=16, source=stand.NeighbourLaws())
+        texts.append(stand.wrap(tiny_model("qwen2"), drafter=drafter).generate(**settings).token_ids)
+        monkeypatch.setattr(type(stand.verifiers.get_verifier("traversal")), "verify", answer)
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize("token", [-1, 61, 2**40])
 def test_a_rule_that_answers_no_token_of_the_vocabulary_is_named(token, monkeypatch):
     engine = stand.wrap(tiny_model("qwen2"), drafter=stand.BlendedDrafter(budget=4), verifier="match")

@@ -285,7 +285,7 @@ def test_a_rule_that_keeps_nodes_of_other_rows_is_refused(path):
     batch = DraftBatch.concatenate([draft_of(*tokens) for tokens in trees])
     next_tokens, none = np.array([1, 2]), np.empty(0, dtype=np.int32)
     assert Verdicts([np.array([2], dtype=np.int32), none], next_tokens).gained(batch) == [[9, 1], [2]]
-    for accepted in ([np.array(path, dtype=np.int32), none], [none, none, none]):
+    for accepted in ([np.array(path, dtype=np.int32), none], [path, []], [none, none, none]):
         with pytest.raises(
             ValueError, match="a rule must keep nodes of each of 2 rows' own drafts, got .* number them"
         ):

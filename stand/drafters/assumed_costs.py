@@ -103,11 +103,11 @@ def capability_of(model: PreTrainedModel) -> tuple[int, int]:
 def _weight_bytes(model: PreTrainedModel) -> int:
     """Without tables of which a step reads a few rows, and without what only prompts need."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
-    decoder = model if decoder is head else decoder  # of a class that calls its head so
-    kept = {id(weight): weight for part in (decoder, head) if part is not None for weight in part.parameters()}
-    table = model.get_input_embeddings().weight
-    if head is None or table is not head.weight:
-        kept.pop(id(table), None)
+    decoder = model if decoder in (None, head) else decoder  # of a class that calls its head so
+    tables = {id(part.weight) for part in model.modules() if isinstance(part, torch.nn.Embedding)}
+    tables.add(id(model.get_input_embeddings().weight))
+    kept = {id(weight): weight for weight in decoder.parameters() if id(weight) not in tables}
+    kept |= {id(weight): weight for weight in (() if head is None else head.parameters())}  # it may be a table, too
     return sum(weight.numel() * weight.element_size() for weight in kept.values())
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from draft_requests import draft_request
 from tiny_models import tiny_model
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, Gemma3nTextConfig, LlamaConfig, Qwen2Config
 
 import stand
 from stand.drafters import assumed_costs, blended
@@ -58,6 +58,15 @@ def test_what_a_step_reads_is_counted():
     model.tie_weights()
     assert ModelSizes.of(model).weights == 2 * model.num_parameters()  # the head is the table
     assert ModelSizes.of(model).key_bytes(10) == 10 * 28 * 2 * 4 * 128 * 2 and ModelSizes.of(model).groups == 7
+
+
+def test_no_table_of_which_a_step_reads_a_few_rows_is_counted():
+    """Gemma 3n and 4 have a second one, of all layers: a third and more of all weights."""
+    config = Gemma3nTextConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_kv_shared_layers=0)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    of_layers = model.get_decoder().embed_tokens_per_layer.weight.numel()
+    assert ModelSizes.of(model).weights == 2 * (model.num_parameters() - of_layers)  # the other one is the head
 
 
 def test_windows_end_what_is_read():

@@ -150,11 +150,14 @@ def stand_generate(
     return _result(input_ids, output, pad_id, as_dict=generation_config.return_dict_in_generate)
 
 
-def generate(model: PreTrainedModel, **arguments: object) -> torch.Tensor | GenerateDecoderOnlyOutput:
+def generate(*given: object, model: PreTrainedModel, **arguments: object) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """What a hub folder's `custom_generate/generate.py` offers: all arguments of `model.generate`, as they were given.
 
-    Here a streamer and stop strings with their tokenizer are served too.
+    Here a streamer and stop strings with their tokenizer are served too. A model whose own folder holds it binds
+    `model` by name, so that `given` are the arguments of `model.generate` without a name.
     """
+    bound = inspect.signature(GenerationMixin.generate).bind(model, *given, **arguments).arguments
+    arguments |= {name: bound[name] for name in bound.keys() - {"self", "kwargs"}}
     for name, reason in NOT_FORWARDED.items():
         if arguments.pop(name, None) is not None:
             raise ValueError(f"{name} must be None here, got a value: {reason}; leave it out")

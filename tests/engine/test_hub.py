@@ -341,7 +341,7 @@ def test_the_models_own_stop_strings_are_served_by_the_folders_form(given):
         settings = {"generation_config": config}
     settings |= {"input_ids": PADDED["input_ids"][:1], "tokenizer": letter_tokenizer()}
     expected = model.generate(**settings)
-    assert hub_generate(model, **settings).tolist() == expected.tolist()
+    assert hub_generate(model=model, **settings).tolist() == expected.tolist()
     assert (expected.shape[1] < 30) == (given != {"stop_strings": None})
 
 
@@ -351,7 +351,12 @@ def test_a_model_folder_with_the_recipe_generates_by_it(recipe):
     plain = AutoModelForCausalLM.from_pretrained(recipe)
     model = AutoModelForCausalLM.from_pretrained(recipe, trust_remote_code=True)
     settings = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": ENDS}
-    assert model.generate(**PADDED, **settings).tolist() == plain.generate(**PADDED, **settings).tolist()
+    expected = plain.generate(**PADDED, **settings).tolist()
+    assert model.generate(**PADDED, **settings).tolist() == expected
+    config = GenerationConfig(**settings)
+    assert model.generate(PADDED["input_ids"], config, attention_mask=PADDED["attention_mask"]).tolist() == expected
+    with pytest.raises(TypeError, match="multiple values for argument 'inputs'"):
+        model.generate(PADDED["input_ids"], inputs=PADDED["input_ids"])
     assert len(engine_of(model).lookup) > 0
 
 

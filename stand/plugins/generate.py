@@ -154,10 +154,14 @@ def generate(*given: object, model: PreTrainedModel, **arguments: object) -> tor
     """What a hub folder's `custom_generate/generate.py` offers: all arguments of `model.generate`, as they were given.
 
     Here a streamer and stop strings with their tokenizer are served too. A model whose own folder holds it binds
-    `model` by name, so that `given` are the arguments of `model.generate` without a name.
+    `model` by name, so that `given` are the arguments of `model.generate` without a name. There another
+    `custom_generate` can be given, which is taken instead.
     """
     bound = inspect.signature(GenerationMixin.generate).bind(model, *given, **arguments).arguments
     arguments |= {name: bound[name] for name in bound.keys() - {"self", "kwargs"}}
+    other = arguments.pop("custom_generate", None)
+    if other is not None:
+        return GenerationMixin.generate(model, custom_generate=other, **arguments)
     for name, reason in NOT_FORWARDED.items():
         if arguments.pop(name, None) is not None:
             raise ValueError(f"{name} must be None here, got a value: {reason}; leave it out")

@@ -358,6 +358,8 @@ def test_a_model_folder_with_the_recipe_generates_by_it(recipe):
     with pytest.raises(TypeError, match="multiple values for argument 'inputs'"):
         model.generate(PADDED["input_ids"], inputs=PADDED["input_ids"])
     assert len(engine_of(model).lookup) > 0
+    assert model.generate(**PADDED, custom_generate=None, **settings).tolist() == expected
+    assert model.generate(**PADDED, custom_generate=lambda *_, **__: "another's") == "another's"
 
 
 @pytest.mark.skipif(not PAGE.is_file(), reason="needs the source tree, docs included")

@@ -162,6 +162,11 @@ def generate(*given: object, model: PreTrainedModel, **arguments: object) -> tor
     other = arguments.pop("custom_generate", None)
     if other is not None:
         return GenerationMixin.generate(model, custom_generate=other, **arguments)
+    if arguments.get("cache_implementation") == "paged":
+        raise ValueError(
+            "cache_implementation must not be 'paged' here, got it: transformers then decodes by its continuous "
+            "batching and asks no custom_generate; leave it out"
+        )
     for name, reason in NOT_FORWARDED.items():
         if arguments.pop(name, None) is not None:
             raise ValueError(f"{name} must be None here, got a value: {reason}; leave it out")

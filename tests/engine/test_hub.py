@@ -327,6 +327,8 @@ def test_a_hub_folder_serves_streamer_and_stop_strings(model, recipe):
     assert streamer.pieces == got[0].tolist() and streamer.ended
     with pytest.raises(ValueError, match="assistant_model"):
         model.generate(**inputs, custom_generate=recipe, trust_remote_code=True, assistant_model=model)
+    with pytest.raises(ValueError, match="cache_implementation must not be 'paged'"):
+        model.generate(**inputs, custom_generate=recipe, trust_remote_code=True, cache_implementation="paged")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Streams of text: the pieces of a row, joined, are its text; between pieces the model is free."""
 
+import random
+
 import pytest
 import torch
 from tiny_models import VOCABULARY_SIZE, tiny_model
@@ -86,3 +88,20 @@ def test_bytes_wait_until_they_make_a_character():
     assert shown == ["a", "b", "", "", "€", "c"]
     cut = TextPieces(tokenizer)
     assert cut.add(three_bytes[:2]) == "" and cut.add([], is_last=True) == tokenizer.decode(three_bytes[:2])
+
+
+@pytest.mark.parametrize("cleans", [True, False])
+def test_words_wait_where_a_later_token_would_take_a_space_away(cleans):
+    """Of a tokenizer that cleans its texts up: "it 's" is shown as "it's"."""
+    words = ["it", "dogs", "'", "s", "n", "t", "ve", ".", "##ing", "##'"]
+    core = Tokenizer(models.WordPiece({word: place for place, word in enumerate(words)}, unk_token="it"))
+    core.decoder = decoders.WordPiece(cleanup=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=cleans)
+    rng, num_early = random.Random(0), 0
+    for _ in range(300):
+        tokens = rng.choices(range(len(words)), k=12)
+        pieces = TextPieces(tokenizer)
+        shown = [pieces.add([token], is_last=place == 11) for place, token in enumerate(tokens)]
+        assert "".join(shown) == tokenizer.decode(tokens)
+        num_early += any(shown[:-1])
+    assert num_early > 200

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from stand.own_copy import own_copy
 from stand.row import Row
+from stand.text_pieces import UNFINISHED
 
 
 class StopRule:
@@ -35,7 +36,7 @@ class StopRule:
         self._end_ids = frozenset(end_ids)
         self._stop_strings = stop_strings
         self._tokenizer = tokenizer
-        # A byte-level token is at least one byte: this many tokens reach back over any stop string.
+        # A byte-level token is at least one byte: this many reach back over any stop string, three fewer do too.
         self._window = max((len(text.encode()) for text in stop_strings), default=0) + 4
         self._criteria = _checked_criteria(criteria)
         _copies(self._criteria)
@@ -82,13 +83,19 @@ class StopRule:
 
     def _ends_with_stop_string(self, row: Row, token_ids: list[int]) -> bool:
         """A stop string that begins in the prompt does not count, but the space that a row's first word begins with
-        does: some tokenizers write it only behind another token, here the prompt's last one."""
+        does: some tokenizers write it only behind another token, here the prompt's last one.
+
+        Tokenizers with tokens of single bytes show no byte of a run in which one belongs to no character. So a run is
+        read from each of four tokens on, at one of which a character begins.
+        """
         recent = [*row.new_token_ids[-self._window :].tolist(), *token_ids][-self._window :]
-        text = self._tokenizer.decode(recent)
+        texts = [self._tokenizer.decode(recent)]
+        if UNFINISHED in texts[0]:
+            texts += [self._tokenizer.decode(recent[first:]) for first in range(1, 4)]
         if len(recent) < self._window:
             before = row.prompt[-1:].tolist()
-            text = self._tokenizer.decode([*before, *recent])[len(self._tokenizer.decode(before)) :]
-        return any(stop in text for stop in self._stop_strings)
+            texts.append(self._tokenizer.decode([*before, *recent])[len(self._tokenizer.decode(before)) :])
+        return any(stop in text for text in texts for stop in self._stop_strings)
 
     def _meets_criteria(self, row: Row, token_ids: list[int]) -> bool:
         """All of them are asked about prompt and new tokens [1, L], as plain decoding of this row would ask."""

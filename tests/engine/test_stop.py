@@ -7,7 +7,8 @@ import pytest
 import torch
 from letter_tokenizer import LETTERS, letter_tokenizer
 from tiny_models import tiny_model
-from transformers import StoppingCriteria, StoppingCriteriaList
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
 
 import stand
 from stand.row import Row
@@ -171,3 +172,27 @@ def test_the_space_of_a_rows_first_word_counts():
         assert found == (1, "stop" if ends else None)
     row.extend([1])
     assert StopRule((), stop_strings=(" the end",), tokenizer=Spaces()).cut(row, [2]) == (1, "stop")
+
+
+def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama 2's and Phi 3's: characters that have no token, a line's end among them, are tokens of their bytes."""
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "a"]
+    core = Tokenizer(
+        models.BPE({token: number for number, token in enumerate(tokens)}, [], byte_fallback=True, unk_token="<unk>")
+    )
+    core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=core)
+
+
+@pytest.mark.parametrize("prompt", ["a", "\n", "한"])
+@pytest.mark.parametrize("stop", ["\n", "\na", "국\n", "a\n한"])
+def test_a_stop_string_among_characters_of_several_tokens_is_seen_at_once(prompt, stop):
+    tokenizer = byte_fallback_tokenizer()
+    encoded = {text: tokenizer.encode(text, add_special_tokens=False) for text in (prompt, "한국")}
+    assert [len(tokens) for tokens in encoded.values()] == [len(prompt.encode()), 6]
+    for text in ("\na한국", "한국\na국", "국국\n한", "국\na\n한국", "a\n한\n국국", "한국a\n한국한국\n"):
+        row = Row(0, np.array(encoded[prompt], dtype=np.int32), 99)
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        ends = [count for count in range(1, len(tokens) + 1) if stop in tokenizer.decode(tokens[:count])]
+        found = StopRule((), stop_strings=(stop,), tokenizer=tokenizer).cut(row, tokens)
+        assert found == ((ends[0], "stop") if ends else (len(tokens), None))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 import torch
-from transformers import StoppingCriteriaList, StopStringCriteria
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from stand.engine import wrap
 from stand.extra import missing_package
@@ -21,9 +21,26 @@ from stand.trees import BlendedLookup
 
 try:
     from lm_eval.api.registry import register_model
-    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.huggingface import HFLM, stop_sequences_criteria
 except ModuleNotFoundError as error:
     raise missing_package(error, "lm_eval", asker="stand.plugins.lm_eval", install='"lm-eval[hf]"') from error
+
+
+class HarnessStops(StoppingCriteria):
+    """lm-eval's own criteria for stop strings, which look at new tokens alone, for one row without padding.
+
+    The engine asks every row's copy for the first time when the row has one new token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: list[str]):
+        self._tokenizer, self._stop = tokenizer, stop
+        self._criteria: StoppingCriteriaList | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **others: object) -> bool:
+        if self._criteria is None:
+            num_prompt = input_ids.shape[1] - 1
+            self._criteria = stop_sequences_criteria(self._tokenizer, self._stop, num_prompt, batch_size=1)
+        return any(criterion(input_ids, scores) for criterion in self._criteria)
 
 
 @register_model("stand")
@@ -65,7 +82,7 @@ class StandLM(HFLM):
         output = self.model.generate(
             input_ids=context,
             max_length=max_length,
-            stopping_criteria=StoppingCriteriaList([StopStringCriteria(self.tokenizer, stop)]),
+            stopping_criteria=StoppingCriteriaList([HarnessStops(self.tokenizer, stop)]),
             pad_token_id=self.tokenizer.pad_token_id,
             return_dict_in_generate=True,
             custom_generate=stand_generate,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from letter_tokenizer import LETTERS, letter_tokenizer
 from tiny_models import tiny_model
-from transformers import StoppingCriteriaList, StopStringCriteria
+from transformers import StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 
 import stand
 
@@ -47,6 +47,25 @@ class PlainHFLM:
         return {"model_dtype": "float32"}
 
 
+class NewTextCriteria(StoppingCriteria):
+    """As lm-eval's `MultiTokenEOSCriteria`: one string in the last new tokens of every row."""
+
+    def __init__(self, sequence, tokenizer, initial_decoder_input_length, batch_size):
+        self.sequence, self.tokenizer, self.start = sequence, tokenizer, initial_decoder_input_length
+        self.most = len(tokenizer.encode(sequence, add_special_tokens=False)) + 2
+        self.done_tracker = [False] * batch_size
+
+    def __call__(self, input_ids, scores, **kwargs):
+        texts = self.tokenizer.batch_decode(input_ids[:, self.start :][:, -self.most :])
+        self.done_tracker = [done or self.sequence in text for done, text in zip(self.done_tracker, texts, strict=True)]
+        return False not in self.done_tracker
+
+
+def stop_sequences_criteria(tokenizer, stop_sequences, initial_decoder_input_length, batch_size):
+    sizes = initial_decoder_input_length, batch_size
+    return StoppingCriteriaList([NewTextCriteria(sequence, tokenizer, *sizes) for sequence in stop_sequences])
+
+
 @pytest.fixture
 def lm_eval_door(monkeypatch):
     registered = {}
@@ -57,7 +76,9 @@ def lm_eval_door(monkeypatch):
             "lm_eval.api.registry", register_model=lambda name: lambda made: registered.setdefault(name, made)
         ),
         "lm_eval.models": module("lm_eval.models"),
-        "lm_eval.models.huggingface": module("lm_eval.models.huggingface", HFLM=PlainHFLM),
+        "lm_eval.models.huggingface": module(
+            "lm_eval.models.huggingface", HFLM=PlainHFLM, stop_sequences_criteria=stop_sequences_criteria
+        ),
     }
     for name, made in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, made)
@@ -80,6 +101,19 @@ def test_lm_eval_gets_what_the_model_generates(lm_eval_door):
     assert any(token in got[0, 6:] for token in range(30, 40)), "no stop string was met"
     assert lm.stats.num_tokens > 0
     assert lm.get_model_info()["stand_tokens_per_step"] == lm.stats.mean_acceptance_length >= 1.0
+
+
+def test_lm_eval_stops_at_new_text_alone(lm_eval_door):
+    """A stop string that begins in the prompt, such as an empty line behind a prompt that ends one, ends no answer."""
+    model, tokenizer = fresh_model(), letter_tokenizer()
+    prompt = torch.tensor([[5, 9, 11, 4]])
+    settings = {"max_length": 30, "attention_mask": torch.ones_like(prompt)}
+    free = model.generate(prompt, **settings, do_sample=False, pad_token_id=0)[0].tolist()
+    text = [LETTERS[token] for token in free]
+    stops = ["".join(text[3:5]), "".join(text[10:12])]
+    first = min(place for place in range(4, 30) if "".join(text[place : place + 2]) in stops)
+    got = lm_eval_door.StandLM((model, tokenizer))._model_generate(prompt, stop=stops, **settings)
+    assert got[0].tolist() == free[: first + 2] and first > 4
 
 
 def test_lm_eval_samples_by_torchs_generator(lm_eval_door):

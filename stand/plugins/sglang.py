@@ -251,10 +251,11 @@ class LookupCorpus:
         for row in (before < 0).nonzero()[0].tolist():
             num_new[row], drafted[row] = len(texts[row]), -1
             length, scope = self._erased.pop(names[row], (LARGEST, 0))
+            prompt = self._prompts.pop(names[row], None)
             if length <= totals[row]:
                 num_new[row], scopes[row] = min(totals[row] - length, num_new[row]), scope
-            elif names[row] in self._prompts:
-                num_prompt, scopes[row] = self._prompts.pop(names[row])
+            elif prompt is not None:
+                num_prompt, scopes[row] = prompt
                 num_new[row] = min(max(0, totals[row] - num_prompt), num_new[row])
             else:
                 scopes[row] = self._scopes.of((totals[row], texts[row][:-1].tobytes()))

@@ -316,6 +316,16 @@ def test_a_request_that_was_taken_out_goes_on_as_it_was():
     assert num_new.tolist() == [2]
 
 
+def test_requests_that_come_back_leave_nothing_behind():
+    """A worker with laws shows the prompt of one that was taken out again."""
+    made, prompt = corpus(), np.arange(4, dtype=np.int32)
+    for tokens in range(1, 4):
+        made.learn_prompt("one", prompt)
+        ask(made, {"one": [*prompt.tolist(), *range(tokens)]})
+        made.erase_match_state(["one"])
+        assert not made._prompts and len(made._erased) == 1
+
+
 def test_prompts_and_corpora_with_other_ids():
     made = corpus()
     made.learn_prompt("one", np.array([1, -200, 3], dtype=np.int32))

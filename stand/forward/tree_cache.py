@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
+from stand.forward.memory_limits import within_limits
 from stand.forward.packed_plan import StepPlan
 from stand.forward.recurrent_states import RecurrentStates
 from stand.forward.tree_scan import TreeScan
@@ -209,12 +210,15 @@ def check_fits(nbytes: int, device: torch.device) -> None:
 
 def available_bytes(device: torch.device) -> float:
     """What can still be allocated: of a GPU its free memory and what torch holds of it unused; of a CPU what the
-    system calls available, caches of files included, else its free pages. Unlimited on other devices."""
+    system calls available, caches of files included, else its free pages, within the limits of the process's control
+    groups. Unlimited on other devices."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    if device.type != "cpu":
-        return float("inf")
+    return within_limits(_free_of_system()) if device.type == "cpu" else float("inf")
+
+
+def _free_of_system() -> float:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from stand.forward import memory_limits, tree_cache
 from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_cache import CacheMemoryError, TreeCache, available_bytes, check_fits
 
@@ -45,10 +46,51 @@ def test_what_torch_holds_unused_is_free_too(monkeypatch):
 
 
 def test_free_pages_count_where_the_system_says_no_more(pages, monkeypatch):
+    monkeypatch.setattr(tree_cache, "within_limits", lambda free: free)
     monkeypatch.setattr(Path, "read_text", lambda self, **_: "MemTotal: 9 kB\nMemAvailable: 7 kB\n")
     assert available_bytes(CPU) == 7 * 1024
     monkeypatch.setattr(Path, "read_text", lambda self, **_: "MemTotal: 9 kB\n")
     assert available_bytes(CPU) == 4 << 30
+
+
+def groups(folder: Path, monkeypatch, lines: str) -> None:
+    """A process in these control groups, memory's of version 1 below v1 and those of version 2 below v2."""
+    (folder / "groups").write_text(lines)
+    monkeypatch.setattr(memory_limits, "GROUPS_OF_PROCESS", folder / "groups")
+    mounts = {version: (folder / f"v{version}", *files) for version, (_, *files) in memory_limits.MOUNTS.items()}
+    monkeypatch.setattr(memory_limits, "MOUNTS", mounts)
+
+
+def limit(group: Path, version: int, most: object, used: int, idle: int) -> None:
+    """Its limit, what its processes have, and idle caches of files among that."""
+    group.mkdir(parents=True, exist_ok=True)
+    _, limit, usage, caches = memory_limits.MOUNTS[version]
+    (group / limit).write_text(f"{most}\n")
+    (group / usage).write_text(f"{used}\n")
+    (group / "memory.stat").write_text(f"active_file 1\n{caches} {idle}\n")
+
+
+def test_a_containers_limit_counts(monkeypatch, tmp_path):
+    """It is asked of the group, of those above it, and of the mount alone where the name is of another namespace."""
+    groups(tmp_path, monkeypatch, "0::/outside/pod/one\n")
+    assert memory_limits.within_limits(9.5) == 9.5
+    limit(tmp_path / "v2", 2, 1000, 700, 50)
+    assert available_bytes(CPU) == 350 and memory_limits.within_limits(349) == 349
+    limit(tmp_path / "v2/outside", 2, "max", 600, 0)
+    assert available_bytes(CPU) == 350
+    limit(tmp_path / "v2/outside/pod", 2, 800, 600, 40)
+    assert available_bytes(CPU) == 240
+    limit(tmp_path / "v2/outside/pod/one", 2, 500, 520, 0)
+    assert available_bytes(CPU) == 0
+
+
+def test_limits_of_the_first_version_count(monkeypatch, tmp_path):
+    groups(tmp_path, monkeypatch, "9:name=systemd:/\n8:cpu,memory:/docker/one\n1:cpuset:/a\n0::/\n")
+    limit(tmp_path / "v1", 1, 9223372036854771712, 700, 50)
+    assert memory_limits.within_limits(1e15) == 1e15
+    limit(tmp_path / "v1/docker/one", 1, 900, 700, 50)
+    limit(tmp_path / "v1/a", 1, 9, 0, 0)
+    assert available_bytes(CPU) == 250
 
 
 def test_an_unused_cache_is_empty():

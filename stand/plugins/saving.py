@@ -38,7 +38,7 @@ class Saver:
     """
 
     def __init__(self, owner: object, lookup: BlendedLookup, path: str):
-        self._lookup, self._path = lookup, path
+        self._lookup, self._path = lookup, os.path.abspath(path)  # a harness may change its folder meanwhile
         # Digest of what needs no writing: an empty lookup would only take the place of a file that holds something.
         self._written: int | None = None if len(lookup) else lookup.digest
         self._one = threading.RLock()  # the collector may call `finish` in the middle of a write

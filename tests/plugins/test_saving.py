@@ -53,6 +53,18 @@ def test_an_empty_lookup_does_not_take_the_place_of_a_file(tmp_path):
     assert size_of(path) == len(lookup_of(7, 8))
 
 
+def test_a_relative_path_is_of_the_folder_at_the_start(tmp_path, monkeypatch):
+    """inspect-ai enters the folders of its tasks; the file stays where it was checked."""
+    (tmp_path / "task").mkdir()
+    monkeypatch.chdir(tmp_path)
+    owner = Owner()
+    saver = Saver(owner, lookup_of(1, 2, 3), "served.lookup")
+    monkeypatch.chdir(tmp_path / "task")
+    saver.finish()
+    assert size_of(tmp_path / "served.lookup") == len(lookup_of(1, 2, 3))
+    assert not any((tmp_path / "task").iterdir())
+
+
 def wait_for(condition) -> None:
     end = time.monotonic() + 30
     while not condition():

@@ -17,7 +17,7 @@ from stand.forward import mapped_memory
 from stand.forward.devices import input_device, is_offloaded
 from stand.forward.key_shape import key_shape
 from stand.forward.latent_keys import expanding_layer
-from stand.forward.model import moving_ropes
+from stand.forward.model import is_mixture, moving_ropes
 from stand.forward.model_state import foreign_hook
 from stand.forward.paged_cache import PagedCache, PromptRoom, fitting_page_size, most_shown_rows
 from stand.forward.recurrent_layers import recurrent_layers
@@ -240,22 +240,33 @@ def choose_backend(
 def _proven(
     model: PreTrainedModel, verifier: Verifier, requested: str, *, fuse: bool, drafter: Drafter | None
 ) -> Backend:
-    """Captured steps where they pass their checks, as `choose_backend` says."""
+    """Captured steps where they pass their checks, as `choose_backend` says.
+
+    Those of a mixture are tried fused at first: torch's own products of experts make the host wait, which no graph can
+    hold, but for bfloat16 on sm_90 and sm_100 (pytorch #169970)."""
     wants_features = drafter is not None and drafter.requires_features
-    asked = {"wants_features": wants_features, "rider": None if drafter is None else drafter.rider}
+    rider = None if drafter is None else drafter.rider
+    asked = {"wants_features": wants_features, "rider": rider}
+    fusion, unfused = None, ""  # and why there is none
     try:
-        obstacle = kernel_obstacle(model, verifier, **asked)
+        obstacle = kernel_obstacle(model, verifier, rider=rider)
+        if obstacle is None and fuse and is_mixture(model):
+            fusion, unfused = _fused(model, verifier, **asked)
+        if obstacle is None and fusion is None:
+            obstacle = _kernel_failure(model, verifier, **asked)
     except Exception as error:  # Triton's errors derive from Exception alone
         obstacle = _ended_in(error)
         if requested == "triton":
-            raise ValueError(REFUSAL.format(obstacle)) from error
+            raise ValueError(REFUSAL.format(obstacle + unfused)) from error
         LOGGER.warning("steps are eager: %s", obstacle, exc_info=error)
-    if obstacle is None:
-        reason = "asked for" if requested == "triton" else "the kernels serve this model"
-        return _fused(model, verifier, reason, **asked) if fuse else CapturedBackend(model, reason)
-    if requested == "triton":
-        raise ValueError(REFUSAL.format(obstacle))
-    return _eager(model, obstacle, fuse=fuse)
+    if obstacle is not None and requested == "triton":
+        raise ValueError(REFUSAL.format(obstacle + unfused))
+    if obstacle is not None:
+        return _eager(model, obstacle + unfused, fuse=fuse)
+    if fuse and fusion is None and not unfused:
+        fusion, unfused = _fused(model, verifier, **asked)
+    reason = "asked for" if requested == "triton" else "the kernels serve this model"
+    return CapturedBackend(model, reason + unfused, fusion=fusion)
 
 
 def _page_size(model: PreTrainedModel) -> int | None:
@@ -268,18 +279,13 @@ def _page_size(model: PreTrainedModel) -> int | None:
     return fitting_page_size(key_shape(model).head_bytes)
 
 
-def kernel_obstacle(
-    model: PreTrainedModel, verifier: Verifier, *, wants_features: bool = False, rider: Rider | None = None
-) -> str | None:
-    """Why the captured step cannot run this model with this rule, deliver its features or carry the rider, or None.
-
-    Raises what a step with kernels raises."""
+def kernel_obstacle(model: PreTrainedModel, verifier: Verifier, *, rider: Rider | None = None) -> str | None:
+    """What forbids captured steps for this model, with this rule and rider, before one is tried; None: nothing."""
     if rider is not None and not rider.is_capturable:
         return RIDER_OBSTACLE
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     from stand.gpu.device_rule import rule_like
-    from stand.gpu.self_check import kernel_failure
 
     if rule_like(verifier) is None:
         return f"rule {verifier.name!r} offers no device rule of its own"
@@ -294,6 +300,17 @@ def kernel_obstacle(
         return f"rotary positions of kind {', '.join(moving_ropes(model))} make the host wait"
     if key_shape(model).are_expanded:
         return "layers keep less of a token than its keys, and would compute those of the whole pool in every step"
+    return None
+
+
+def _kernel_failure(
+    model: PreTrainedModel, verifier: Verifier, *, wants_features: bool, rider: Rider | None
+) -> str | None:
+    """Why a captured step that was tried cannot run the model, deliver its features or carry the rider, or None.
+
+    Raises what a step with kernels raises."""
+    from stand.gpu.self_check import kernel_failure
+
     return kernel_failure(model, verifier, wants_features=wants_features, rider=rider)
 
 
@@ -312,23 +329,22 @@ def _eager(model: PreTrainedModel, reason: str, *, fuse: bool) -> EagerBackend:
 
 
 def _fused(
-    model: PreTrainedModel, verifier: Verifier, reason: str, *, wants_features: bool, rider: Rider | None
-) -> CapturedBackend:
-    """With proven fused forwards, checked once more all together; without them where that fails."""
+    model: PreTrainedModel, verifier: Verifier, *, wants_features: bool, rider: Rider | None
+) -> tuple[Fusion | None, str]:
+    """(proven fused forwards, checked once more all together; behind a reason, why there are none)"""
     from stand.fusion.fusion import fuse
-    from stand.gpu.self_check import kernel_failure
 
     try:
         fusion = fuse(model)
     except Exception as error:  # Triton's errors derive from Exception alone
-        return CapturedBackend(model, f"{reason}; not fused, because of {type(error).__name__}: {error}")
+        return None, f"; not fused, because of {type(error).__name__}: {error}"
     try:
         with fusion.active():
-            failure = kernel_failure(model, verifier, wants_features=wants_features, rider=rider)
+            failure = _kernel_failure(model, verifier, wants_features=wants_features, rider=rider)
     except Exception as error:
         failure = _ended_in(error)
         LOGGER.warning("modules are not fused: %s", failure, exc_info=error)
     if failure is None:
-        return CapturedBackend(model, reason, fusion=fusion)
+        return fusion, ""
     fusion.undo()
-    return CapturedBackend(model, f"{reason}; not fused, because {failure}")
+    return None, f"; not fused, because {failure}"

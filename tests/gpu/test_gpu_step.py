@@ -342,6 +342,31 @@ def test_a_rule_derived_from_another_is_not_taken_for_it():
     assert rule_like(MatchVerifier()) is not None
 
 
+@pytest.fixture
+def waiting_experts(monkeypatch):
+    """A model's own products of experts make the host wait, which no graph can hold."""
+
+    def recorded(model, *arguments, **asked):
+        if "forward" not in vars(model.model.layers[0].mlp.experts):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr("stand.gpu.self_check.kernel_failure", recorded)
+
+
+def test_a_mixture_is_recorded_fused_where_its_own_products_make_the_host_wait(waiting_experts):
+    engine = stand.wrap(kernel_model("qwen3_moe"), drafter=BlendedDrafter(budget=8), backend="triton")
+    assert "mixture of experts" in {swap.kind for swap in engine.backend.fusion.report if swap.is_kept}
+    assert engine.backend.reason == "asked for"
+
+
+def test_a_mixture_that_is_neither_recorded_fused_nor_as_it_is_says_both(waiting_experts, monkeypatch):
+    monkeypatch.setattr("stand.fusion.fusion.fuse", failing_after(0, None, ValueError("no fusion today")))
+    with pytest.raises(ValueError, match="stream is capturing; not fused, because of ValueError: no fusion today"):
+        stand.wrap(kernel_model("qwen3_moe"), drafter=BlendedDrafter(budget=8), backend="triton")
+    with pytest.raises(ValueError, match="when stream is capturing; use"):
+        stand.wrap(kernel_model("qwen3_moe"), drafter=BlendedDrafter(budget=8), backend="triton", fuse=False)
+
+
 def test_a_fusion_that_is_wrong_as_a_whole_is_undone(monkeypatch):
     from stand.gpu import self_check
 

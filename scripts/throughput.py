@@ -73,8 +73,10 @@ def new_engine(arguments: argparse.Namespace, model, tokenizer, costs: CostTable
 
 
 def step_costs(arguments: argparse.Namespace, model, tokenizer) -> CostTable | None:
-    """From `--costs` or measured now; None with a fixed budget or shape."""
+    """From `--costs` or measured now; None with a fixed budget or shape, and where a GPU has those of its engines."""
     if arguments.budget is not None or arguments.shape is not None:
+        return None
+    if arguments.costs is None and model.device.type != "cpu":
         return None
     if arguments.costs is not None and arguments.costs.exists():
         with named("--costs"):
@@ -179,7 +181,8 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--budget",
         type=whole_number,
-        help="fixed draft nodes of all rows of a step together (default: what pays, by timed steps)",
+        help="fixed draft nodes of all rows of a step together (default: what pays, by timed steps; on a GPU by what "
+        "`stand.wrap` goes by there)",
     )
     parser.add_argument(
         "--costs", type=Path, help="file of step costs, so that runs repeat; measured and written if it does not exist"

@@ -5,9 +5,11 @@ import io
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import throughput
+import torch
 from measuring.interruption import Interruption
 from measuring.setup import REASONER, prompt_ids
 from measuring.text_table import format_table
@@ -256,3 +258,12 @@ def test_runs_with_saved_costs_repeat(capsys, monkeypatch, tmp_path):
         assert first[name] == second[name]
     (tmp_path / "costs").write_text("{}")
     assert "measure it again" in run(capsys, *options)[2]
+
+
+def test_a_gpu_drafts_by_the_costs_of_its_engines(monkeypatch, tmp_path):
+    """Those that are computed are what a user gets there; a file of costs is asked for."""
+    model, table = SimpleNamespace(device=torch.device("cuda")), step_cost.StepCost(1, 32, (1, 2), (0.1, 0.2))
+    monkeypatch.setattr(throughput.stand, "wrap", lambda *given: SimpleNamespace(measure_cost=lambda **sizes: table))
+    assert throughput.step_costs(throughput.read_arguments([]), model, None) is None
+    options = throughput.read_arguments(["--costs", str(tmp_path / "costs")])
+    assert throughput.step_costs(options, model, None).costs == (table, table)

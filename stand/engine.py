@@ -267,8 +267,8 @@ class Engine:
         self, *, num_rows: int = 1, length: int = 1024, most_tokens: int | None = None, seconds: float | None = None
     ) -> StepCost:
         """Time steps of several sizes for `num_rows` rows after `length` tokens each, up to `most_tokens` tokens in
-        all, one per row among them (default: 32 per row on a CPU, 256 elsewhere). Where the model's context is shorter,
-        after as many tokens as leave room for the draft.
+        all, one per row among them (default: 32 per row on a CPU, 256 or one more than rows elsewhere). Where the
+        model's context is shorter, after as many tokens as leave room for the draft.
 
         seconds: time fewer sizes, less often, and stop after about so long, or after sixteen of the smallest steps; on
         a CPU all times are processor time. None: it takes seconds to minutes.
@@ -276,7 +276,7 @@ class Engine:
         """
         is_on_cpu = input_device(self.model).type == "cpu"
         if most_tokens is None:
-            most_tokens = 32 * num_rows if is_on_cpu else 256
+            most_tokens = 32 * num_rows if is_on_cpu else max(256, num_rows + 1)
         if min(num_rows, length) < 1 or most_tokens <= num_rows:
             raise ValueError(
                 f"num_rows and length must be at least 1 and most_tokens above num_rows, got {num_rows}, {length} and "

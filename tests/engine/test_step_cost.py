@@ -160,6 +160,15 @@ def test_steps_of_a_real_model_are_timed():
         stand.wrap(model).measure_cost(num_rows=4, most_tokens=4)
 
 
+@pytest.mark.parametrize(("num_rows", "most_tokens"), [(1, 256), (255, 256), (256, 257)])
+def test_steps_of_many_rows_are_timed_on_a_gpu(monkeypatch, num_rows, most_tokens):
+    """A call of more than 128 rows of a mixture asks for 256."""
+    asked = stand.wrap(tiny_model("llama"))
+    monkeypatch.setattr("stand.engine.input_device", lambda model: torch.device("cuda"))
+    monkeypatch.setattr("stand.engine.measure_cost", lambda run_step, **sizes: sizes["most_tokens"])
+    assert asked.measure_cost(num_rows=num_rows, length=2) == most_tokens
+
+
 def test_a_short_context_leaves_room_for_the_timed_drafts():
     """Learned positions end with the context."""
     torch.manual_seed(0)

@@ -20,7 +20,7 @@ from stand.fusion.mlp import REACHES, REFERENCES, is_like
 
 MOST_TOKENS = 512  # that the kernels take: as many as the largest captured step has
 GRID = 33  # values of a gate that are looked at, for each of its reaches
-MOST_TOKENS_OF_AN_EXPERT = 64  # on average: with more, the module's own products are as fast
+MOST_TOKENS_OF_AN_EXPERT = 64  # on average, on a CPU: with more, the module's own products are as fast
 
 
 class ExpertForm(NamedTuple):
@@ -46,8 +46,8 @@ class FusedExperts:
         """hidden_states [M, H], experts [M, k] and shares [M, k], by whatever names -> [M, H]."""
         states, experts, shares = bound = self._bound(given, named)
         module = self.module
-        is_few = len(states) <= MOST_TOKENS and experts.numel() <= MOST_TOKENS_OF_AN_EXPERT * module.num_experts
-        if is_few:
+        is_few = experts.numel() <= MOST_TOKENS_OF_AN_EXPERT * module.num_experts
+        if len(states) <= MOST_TOKENS and (is_few or states.device.type == "cuda"):  # a recorded step may hold them
             with suppress(ValueError, IndexError):  # before anything is computed
                 return self._mixed(bound)
         return type(module).forward(module, *bound)

@@ -20,7 +20,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from stand.fusion.experts import MOST_TOKENS, ExpertForm
+from stand.fusion.experts import MOST_TOKENS, ExpertForm, FusedExperts
 from stand.fusion.formulas import CLAMPED, GELU_ERF, GELU_TANH, RELU_SQUARED, SILU
 from stand.gpu.expert_tiles import MOST_CHOSEN, NARROW, TILES, ExpertTile, expert_tile
 from stand.gpu.kernels import experts as experts_kernel
@@ -330,6 +330,25 @@ def test_the_launcher_needs_no_value(num_tokens, launches, monkeypatch):
         registered = mixed_experts(*given)
     assert len(grids) == launches and all(isinstance(size, int) for grid in grids for size in grid)
     assert launched.shape == registered.shape and launched.device.type == registered.device.type == "cuda"
+
+
+@pytest.mark.parametrize(("num_tokens", "is_fused"), [(MOST_TOKENS, True), (MOST_TOKENS + 1, False)])
+def test_no_size_of_a_captured_step_is_left_to_the_modules_own_products(num_tokens, is_fused):
+    """Few experts, so that there are many tokens for each: torch's products make the host wait, but in bfloat16."""
+    kind = type("Experts", (torch.nn.Module,), {"forward": lambda self, states, experts, shares: "own"})
+    module = kind()
+    for name, value in {
+        "num_experts": 2,
+        "has_gate": True,
+        "has_bias": False,
+        "gate_up_proj": 0,
+        "down_proj": 0,
+    }.items():
+        setattr(module, name, value)
+    fused = FusedExperts(module, ExpertForm(SILU, False, False), SimpleNamespace(mixed_experts=lambda *given: "ours"))
+    with fake_cuda():
+        states, experts = (torch.empty(num_tokens, 2, device="cuda") for _ in range(2))
+        assert fused(states, experts, experts) == ("ours" if is_fused else "own")
 
 
 def test_specimens_name_every_argument():

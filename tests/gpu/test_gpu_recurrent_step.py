@@ -23,7 +23,7 @@ from stand.fusion import kernels as kernels_module
 from stand.gpu import kernel_scan, page_table
 from stand.gpu.captured_step import CapturedStep
 from stand.scheduling import memory
-from stand.scheduling.page_allocator import PageAllocator
+from stand.scheduling.page_allocator import PageAllocator, PagesExhaustedError
 from stand.scheduling.within_pages import WithinPages
 
 PAIR = StepPair(recurrent_kernel_model, num_return_sequences=2, max_new_tokens=24, temperature=0.6, seed=4, learn=False)
@@ -188,6 +188,17 @@ def test_places_are_rounded_together():
     within = pages_of(30, 0.3)
     within.settle(7)
     assert within.pages.num_pages == 27
+
+
+def test_who_is_alone_gets_no_pages_of_the_places():
+    """Of the user's 20, four places take 12; control: 8 pages are the row's."""
+    within = pages_of(20, 3)
+    within.settle(4)
+    within.open(row(0))
+    within.enter(row(0))
+    within.take([row(0)], [8 * 64 - 1])
+    with pytest.raises(PagesExhaustedError):
+        within.take([row(0)], [9 * 64])
 
 
 def test_a_request_that_states_leave_no_room_for_is_refused():

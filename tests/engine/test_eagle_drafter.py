@@ -7,7 +7,7 @@ from failures import failing_after
 from plain_eagle import plain_logits, random_head
 from tiny_models import SHAPE, VOCABULARY_SIZE, tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig
-from turns import take_turns
+from turns import PROMPTS, restless_calls, take_turns
 from two_tokens import assert_greedy_equals_transformers, two_token_statistic
 
 import stand
@@ -17,7 +17,6 @@ from stand.fusion.attention import FusedAttention
 from stand.trees import DraftBatch, LookupTree, TreeShape
 from stand.verifiers import fitting_names
 
-PROMPTS = [[5, 9, 11, 4, 5, 9], [7, 8], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32], [3]]
 TARGETS = ("llama", "qwen2")
 
 
@@ -65,14 +64,9 @@ def checked(target: str, **settings) -> CheckedDrafter:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("settings", [{"budget": 14, "runs": 4}, {"shape": TreeShape.parse("branching:2,2,1")}])
 def test_recorded_laws_are_the_heads_own_whatever_happens_to_the_rows(target, settings):
-    """Rejections, rows that end and move, equal rows, a second call, a prompt of one token."""
     drafter = checked(target, **settings)
     engine = stand.wrap(tiny_model(target), drafter=drafter)
-    settings = {"temperature": 1.0, "top_k": 0, "seed": 3}
-    ends = list(range(0, VOCABULARY_SIZE, 9))  # rows end at different steps
-    output = engine.generate(input_ids=PROMPTS, stop_token_ids=ends, max_new_tokens=9, **settings)
-    assert len({len(tokens) for tokens in output.token_ids}) > 1
-    engine.generate(input_ids=PROMPTS[:1] * 2, stop_token_ids=[], max_new_tokens=4, **settings)
+    restless_calls(engine, seed=3)
     assert drafter.num_checked > 60
 
 

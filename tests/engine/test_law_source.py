@@ -5,15 +5,14 @@ import pytest
 import torch
 from draft_requests import draft_request
 from plain_eagle import plain_logits, random_head
-from tiny_models import SHAPE, VOCABULARY_SIZE, tiny_model
+from tiny_models import SHAPE, tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig
-from turns import take_turns
+from turns import PROMPTS, restless_calls, take_turns
 from two_tokens import assert_greedy_equals_transformers, two_token_statistic
 
 import stand
 from stand.trees import DraftBatch
 
-PROMPTS = [[5, 9, 11, 4, 5, 9], [7, 8], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32], [3]]
 TARGETS = ("llama", "qwen2")
 
 
@@ -48,14 +47,9 @@ def blended(target, *, budget=14, laws=stand.EagleLaws, runs=3, **settings) -> s
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_laws_are_the_heads_own_whatever_happens_to_the_rows(target):
-    """Rejections, rows that end and move, equal rows, a second call, a prompt of one token."""
     drafter = blended(tiny_model(target), laws=CheckedLaws, runs=4)
     engine = stand.wrap(tiny_model(target), drafter=drafter)
-    settings = {"temperature": 1.0, "top_k": 0, "seed": 2}
-    ends = list(range(0, VOCABULARY_SIZE, 9))  # rows end at different steps
-    output = engine.generate(input_ids=PROMPTS, stop_token_ids=ends, max_new_tokens=9, **settings)
-    assert len({len(tokens) for tokens in output.token_ids}) > 1
-    engine.generate(input_ids=PROMPTS[:1] * 2, stop_token_ids=[], max_new_tokens=4, **settings)
+    restless_calls(engine, seed=2)
     assert drafter.source.num_checked > 60 and drafter.source.deepest >= 2
 
 

@@ -7,15 +7,13 @@ import pytest
 import torch
 from draft_requests import draft_request
 from plain_eagle import plain_features
-from tiny_models import SHAPE, VOCABULARY_SIZE, tiny_model
+from tiny_models import SHAPE, tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig
-from turns import take_turns
+from turns import PROMPTS, restless_calls, take_turns
 from two_tokens import assert_greedy_equals_transformers, two_token_statistic
 
 import stand
 from stand.drafters.neighbours.memory import NeighbourMemory
-
-PROMPTS = [[5, 9, 11, 4, 5, 9], [7, 8], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32], [3]]
 
 
 class CheckedLaws(stand.NeighbourLaws):
@@ -59,14 +57,9 @@ def blended(*, budget=14, laws=stand.NeighbourLaws, **settings) -> stand.Blended
 
 @pytest.mark.parametrize("target", ["llama", "qwen2"])
 def test_states_are_the_rows_own_whatever_happens_to_them(target):
-    """Rejections, rows that end, wait and move, equal rows, a second call, a prompt of one token."""
     drafter = blended(laws=CheckedLaws)
     engine = stand.wrap(tiny_model(target), drafter=drafter)
-    settings = {"temperature": 1.0, "top_k": 0, "seed": 4}
-    ends = list(range(0, VOCABULARY_SIZE, 9))  # rows end at different steps
-    output = engine.generate(input_ids=PROMPTS, stop_token_ids=ends, max_new_tokens=9, **settings)
-    assert len({len(tokens) for tokens in output.token_ids}) > 1
-    engine.generate(input_ids=PROMPTS[:2] * 2, stop_token_ids=[], max_new_tokens=4, max_rows=2, **settings)
+    restless_calls(engine, seed=4, second=PROMPTS[:2] * 2, max_rows=2)
     source = drafter.source
     assert source.num_checked > 20 and source.num_remembered > 20 and source.num_missing == 0
 

@@ -10,7 +10,7 @@ from plain_streams import plain_stream_logits, random_streams
 from small_law import continuation_law, p_of_continuations, small_model
 from tiny_models import VOCABULARY_SIZE, kernel_model, tiny_model
 from transformers import LogitsProcessorList
-from turns import take_turns
+from turns import PROMPTS, restless_calls, take_turns
 from two_tokens import assert_greedy_equals_transformers
 
 import stand
@@ -21,11 +21,9 @@ from stand.scheduling.memory import bytes_per_token
 from stand.step import EagerStep
 from stand.trees import DraftBatch, OutsideLaws
 
-PROMPTS = [[5, 9, 11, 4, 5, 9], [7, 8], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32], [3]]
 TARGETS = ("llama", "qwen2")
 PLACEMENTS = ("end", "nodes")
 GAMMA = 3
-ENDS = list(range(0, VOCABULARY_SIZE, 9))  # rows end at different steps
 
 
 class CheckedDrafter(stand.StreamingDrafter):
@@ -72,13 +70,9 @@ def checked(target: str, **settings) -> CheckedDrafter:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_recorded_laws_are_the_streams_own_whatever_happens_to_the_rows(target, placement):
-    """Rejections, rows that end and move, equal rows, a second call, a prompt of one token."""
     drafter = checked(target, budget=14, placement=placement)
     engine = stand.wrap(tiny_model(target), drafter=drafter)
-    settings = {"temperature": 1.0, "top_k": 0, "seed": 4}
-    output = engine.generate(input_ids=PROMPTS, stop_token_ids=ENDS, max_new_tokens=9, **settings)
-    assert len({len(tokens) for tokens in output.token_ids}) > 1
-    engine.generate(input_ids=PROMPTS[:1] * 2, stop_token_ids=[], max_new_tokens=6, **settings)
+    restless_calls(engine, seed=4, max_new_tokens=6)
     assert drafter.num_checked > 60
 
 

@@ -208,13 +208,17 @@ def _slope(sizes: Sequence[int], seconds: Sequence[float], left: int, right: int
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """What times steps: on a CPU the processor time of this thread, which other work on the machine does not lengthen.
+    """What times steps; on a CPU `processor_clock`."""
+    return processor_clock() if device.type == "cpu" else time.perf_counter
 
-    (With several threads it waits for the others busily, so that its time is theirs.) Where that is told too coarsely,
-    the time of day.
+
+def processor_clock() -> Callable[[], float]:
+    """The processor time of this thread, which other work on the machine does not lengthen; the time of day where that
+    is told too coarsely.
+
+    (With several threads it waits for the others busily, so that its time is theirs.)
     """
-    is_fine = device.type == "cpu" and min(_tick(time.thread_time) for _ in range(3)) < LONGEST_TICK
-    return time.thread_time if is_fine else time.perf_counter
+    return time.thread_time if min(_tick(time.thread_time) for _ in range(3)) < LONGEST_TICK else time.perf_counter
 
 
 def _tick(clock: Callable[[], float]) -> float:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from stand.drafters.step_cost import processor_clock
 from stand.plugins.backlog import Backlog
 from stand.plugins.known_texts import KnownTexts
 from stand.plugins.options import PAYING, ServingOptions
@@ -214,7 +215,7 @@ class LookupProposer:
 def _clock_of(vllm_config: VllmConfig) -> Callable[[], float]:
     """On a CPU the processor time of this thread, which runs the model: other work does not lengthen it."""
     device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
-    return time.thread_time if device == "cpu" else time.perf_counter
+    return processor_clock() if device == "cpu" else time.perf_counter
 
 
 def register() -> None:

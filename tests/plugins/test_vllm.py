@@ -1,13 +1,16 @@
 """The proposer for vLLM, called as vLLM calls it, without vLLM: rows that move, swap, leave and come back."""
 
+import itertools
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from stand.plugins import vllm
 from stand.plugins.known_texts import KnownTexts
 from stand.plugins.options import ServingOptions
 from stand.plugins.paying_drafts import Limits, PayingDrafts
@@ -550,6 +553,17 @@ def test_the_door_needs_neither_torch_nor_vllm():
     code = f"import sys, stand.plugins.vllm, stand.plugins.sglang; print([n for n in {names} if n in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.split() == ["[]"], result.stderr
+
+
+@pytest.mark.parametrize(("tick", "clock"), [(1e-7, "thread_time"), (0.01, "perf_counter")])
+def test_steps_on_a_cpu_are_timed_by_processor_time_where_it_is_fine(monkeypatch, tick, clock):
+    """In gVisor its ticks are 10 ms: all sizes of steps would seem to take as long, and all drafts to pay."""
+    now = itertools.count(tick, tick)
+    monkeypatch.setattr(time, "thread_time", lambda: next(now))
+    expected = getattr(time, clock)
+    config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))
+    assert vllm._clock_of(config) is expected
+    assert vllm._clock_of(SimpleNamespace()) is time.perf_counter
 
 
 def test_temperatures_are_spread_over_draft_positions():

@@ -400,7 +400,7 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
     ): "what is owed is at most 1: removes rounding above it, and a uniform is below 1",
     (
         "stand/drafters/draft_model.py",
-        "self._cache = TreeCache(num_rows=len(prefixes), room=max(map(len, histories)) + self.gamma)",
+        "self._cache = TreeCache(num_rows=len(rows), room=max(map(len, histories)) + self.gamma)",
         "Add -> Sub",
     ): "a cache without room grows when it is written to",
     (

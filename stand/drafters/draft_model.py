@@ -132,37 +132,41 @@ class ModelDrafter(Drafter):
 
     def _catch_up(self, histories: Sequence[np.ndarray], rows: list[int]) -> torch.Tensor:
         """Bring the cache to the end of every history; logits [B, V] after it."""
-        known, self._rows = self._rows, []
-        is_known = set(rows) <= set(known)
-        if is_known:
-            self._keep(histories, [known.index(row) for row in rows])
+        places = {row: place for place, row in enumerate(self._rows)}
+        self._rows = []
+        sources = [places.get(row) for row in rows]
+        if sources.count(None) < len(sources):
+            self._keep(histories, sources)
+        else:
+            self._cache = TreeCache(num_rows=len(rows), room=max(map(len, histories)) + self.gamma)
+            self._held = [history[:0] for history in histories]
         longest = self.gamma + 1  # new tokens of a step that kept all it could
-        if not is_known or any(
-            len(history) - len(held) > longest for history, held in zip(histories, self._held, strict=True)
-        ):
-            self._start(histories)
+        behind = [len(history) - len(held) > longest for history, held in zip(histories, self._held, strict=True)]
+        self._fill(histories, [place for place, source in enumerate(sources) if source is None or behind[place]])
         return self._forward([history[len(held) :] for history, held in zip(histories, self._held, strict=True)])
 
-    def _keep(self, histories: Sequence[np.ndarray], sources: list[int]) -> None:
-        """Row i becomes the cache's row sources[i]; forget what its history does not begin with."""
+    def _keep(self, histories: Sequence[np.ndarray], sources: list[int | None]) -> None:
+        """Row i becomes the cache's row sources[i], and is empty where that is None; forget what its history does not
+        begin with."""
         if sources != list(range(len(self._held))):
-            self._cache.fan_out(sources)
-            self._held = [self._held[source] for source in sources]
+            known = next(source for source in sources if source is not None)
+            self._cache.fan_out([known if source is None else source for source in sources])
         self._held = [
-            history[: _common_length(held, history[:-1])]
-            for held, history in zip(self._held, histories, strict=True)
-        ]  # fmt: skip
+            history[:0] if source is None else history[: _common_length(self._held[source], history[:-1])]
+            for source, history in zip(sources, histories, strict=True)
+        ]
 
-    def _start(self, histories: Sequence[np.ndarray]) -> None:
-        """Fill the cache anew with all histories but their last tokens; equal ones are computed once."""
+    def _fill(self, histories: Sequence[np.ndarray], places: Sequence[int]) -> None:
+        """Fill these rows of the cache anew with all tokens but the last; equal ones are computed once."""
         prefixes: dict[bytes, int] = {}
-        places = [prefixes.setdefault(history[:-1].tobytes(), len(prefixes)) for history in histories]
-        self._cache = TreeCache(num_rows=len(prefixes), room=max(map(len, histories)) + self.gamma)
-        for place in range(len(prefixes)):
-            prefix = histories[places.index(place)][:-1]
-            prefill(self.model, self._cache, self._known(prefix), row=place)
-        self._cache.fan_out(places)
-        self._held = [history[:-1].copy() for history in histories]
+        for place in places:
+            prefix = histories[place][:-1]
+            first = prefixes.setdefault(prefix.tobytes(), place)
+            if first == place:
+                prefill(self.model, self._cache, self._known(prefix), row=place)
+            else:
+                self._cache.move(first, place, len(prefix))
+            self._held[place] = prefix.copy()
 
     def _forward(self, chunks: list[np.ndarray]) -> torch.Tensor:
         """Append `chunks`, one per row, to what the cache holds; logits [B, V] after the last token of each."""

@@ -108,6 +108,25 @@ def test_only_new_tokens_are_computed(monkeypatch):
     assert prefilled == [19, 33]
 
 
+def test_a_row_that_enters_leaves_the_others_keys_as_they_are(monkeypatch):
+    """In a run places are handed on: the draft model reads every prompt once, equal ones that enter together, too."""
+    prefilled = []
+    prefill = draft_model.prefill
+
+    def counted_prefill(model, cache, prefix, **place):
+        prefilled.append(len(prefix))
+        return prefill(model, cache, prefix, **place)
+
+    monkeypatch.setattr(draft_model, "prefill", counted_prefill)
+    CheckedDrafter.num_checked = 0
+    drafter = CheckedDrafter(tiny_model(SMALL), gamma=3, temperature=0.8, num_candidates=9)
+    engine = stand.wrap(tiny_model(TARGET), verifier="token", drafter=drafter)
+    requests = [stand.Request(list(range(3, 20 + number)), max_new_tokens=5 + 7 * (number % 3)) for number in range(8)]
+    run = engine.run([requests[0], requests[0], *requests], max_rows=3, temperature=1.0, seed=2, stop_token_ids=[])
+    assert len(list(run)) == 10 and drafter.num_checked > 100
+    assert prefilled == [len(request.prompt) - 1 for request in requests]
+
+
 @pytest.mark.parametrize(
     ("verifier", "sharpened", "is_exact"),
     [

@@ -41,7 +41,7 @@ class PromptReader:
             given, attention_mask = _unpacked(given, attention_mask)
         texts = _as_texts(given)
         if texts is None:
-            sequences = self._sequences(given, attention_mask)
+            sequences = self._sequences(given, attention_mask, "input_ids" if prompts is None else "prompts")
         elif prompts is None or attention_mask is not None:
             raise ValueError(
                 "input_ids and attention_mask hold numbers, got text in place of ids; pass texts and chats as prompts, "
@@ -72,9 +72,9 @@ class PromptReader:
             )
         return self.tokenizer(chat_text(self.tokenizer, text), add_special_tokens=False)["input_ids"]
 
-    def _sequences(self, given: object, attention_mask: object) -> list[object]:
+    def _sequences(self, given: object, attention_mask: object, name: str) -> list[object]:
         """One sequence of ids per prompt, without padding."""
-        rows = _rows(given, "input_ids")
+        rows = _rows(given, name)
         if attention_mask is not None:
             masks = _rows(attention_mask, "attention_mask")
             if len(masks) != len(rows):
@@ -108,7 +108,8 @@ class PromptReader:
             )
         if prompt.dtype.kind not in "iu":
             raise ValueError(
-                f"prompt tokens must be integers, got {prompt.dtype}; pass ids as the tokenizer gives them"
+                f"prompt tokens must be integers, got {prompt.dtype}; pass ids as the tokenizer gives them, texts and "
+                "chats in a list"
             )
         if prompt.min() < 0 or prompt.max() >= self.vocabulary_size:
             raise ValueError(
@@ -202,8 +203,8 @@ def _rows(given: object, name: str) -> list:
         return list(np.atleast_2d(given))
     if not isinstance(given, (list, tuple)):
         raise ValueError(
-            f"{name} must be a list, a tensor or an array, got {type(given).__name__}; pass ids as the tokenizer gives "
-            "them"
+            f"{name} must be a list, a tensor or an array, got {type(given).__name__}; pass texts and chats in a list, "
+            "ids as the tokenizer gives them"
         )
     rows = [row.cpu().numpy() if isinstance(row, torch.Tensor) else row for row in given]
     is_one = bool(rows) and not isinstance(rows[0], (list, tuple)) and np.ndim(rows[0]) == 0

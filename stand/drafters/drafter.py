@@ -83,7 +83,7 @@ class Drafter(CallCounter, ABC):
     requires_features: bool = False  # whether `follow_prompt` and `follow` want the target's last hidden states
     rider: Rider | None = None  # what runs on the model's own steps
 
-    def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:  # noqa: B027
+    def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
         """`stand.wrap` shows the model and names its vocabulary, before anything else.
 
         Raises ValueError where they do not fit.
@@ -131,26 +131,26 @@ class Drafter(CallCounter, ABC):
         sizes[:1] += nodes
         return nodes + int(self.rider.num_slots(sizes).sum())
 
-    def prepare(self, num_rows: int, measure: StepTimer) -> None:  # noqa: B027
+    def prepare(self, num_rows: int, measure: StepTimer) -> None:
         """A call of `num_rows` rows is about to be made; `measure` times its steps, if that is to be done first."""
 
-    def record_time(self, request: DraftRequest, num_tokens: int, seconds: float) -> None:  # noqa: B027
+    def record_time(self, request: DraftRequest, num_tokens: int, seconds: float) -> None:
         """The forward and the verdict of the step with this request's drafts, `num_tokens` in all, took so long."""
 
-    def learn_prompt(self, token_ids: np.ndarray, *, problem: int) -> None:  # noqa: B027
+    def learn_prompt(self, token_ids: np.ndarray, *, problem: int) -> None:
         """A prompt, int32 [L], before its rows start."""
 
-    def learn(self, lesson: Lesson) -> None:  # noqa: B027
+    def learn(self, lesson: Lesson) -> None:
         """What a step showed; asked once per step where `num_candidates` is above 0."""
 
-    def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:  # noqa: B027
+    def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:
         """A prompt, int32 [L], before its rows start, and the features [L - 1, D] of all its tokens but the last, which
         is the pending one; asked where `requires_features`.
 
         A feature is the target's last hidden state, after its final norm, in the model's dtype and on its device.
         """
 
-    def follow(self, lesson: Lesson) -> None:  # noqa: B027
+    def follow(self, lesson: Lesson) -> None:
         """What a step showed, features of all its nodes among it; asked where `requires_features`, before the next
         draft and before `learn`, also by calls that must not learn.
 

@@ -27,7 +27,7 @@ class LawSource(CallCounter, ABC):
     requires_features: bool = False  # whether `follow_prompt` and `follow` want the target's last hidden states
     rider: Rider | None = None  # see `Drafter.rider`
 
-    def attach(self, model: PreTrainedModel) -> None:  # noqa: B027
+    def attach(self, model: PreTrainedModel) -> None:
         """`stand.wrap` shows the model. Raises ValueError where it does not fit."""
 
     @abstractmethod
@@ -38,24 +38,24 @@ class LawSource(CallCounter, ABC):
         tokens. It has no noise in it, and so may say at which nodes more laws are worth their time.
         """
 
-    def skip(self) -> None:  # noqa: B027
+    def skip(self) -> None:
         """Nothing is drafted in the coming step, so no laws are asked for; the next one is likely alike."""
 
     def start_call(self, *, learns: bool) -> int:
         """See `Drafter.start_call`: what a source has learned outlives the drafter that it was given to."""
         return self.count_call(learns=learns)
 
-    def record_time(self, request: DraftRequest, num_tokens: int, seconds: float) -> None:  # noqa: B027
+    def record_time(self, request: DraftRequest, num_tokens: int, seconds: float) -> None:
         """See `Drafter.record_time`."""
 
-    def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:  # noqa: B027
+    def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:
         """See `Drafter.follow_prompt`."""
 
-    def follow(self, lesson: Lesson) -> None:  # noqa: B027
+    def follow(self, lesson: Lesson) -> None:
         """See `Drafter.follow`."""
 
-    def learn_prompt(self, token_ids: np.ndarray) -> None:  # noqa: B027
+    def learn_prompt(self, token_ids: np.ndarray) -> None:
         """See `Drafter.learn_prompt`; `follow_prompt` comes later, when a row of the prompt enters."""
 
-    def learn(self, lesson: Lesson) -> None:  # noqa: B027
+    def learn(self, lesson: Lesson) -> None:
         """See `Drafter.learn`; the lookup has learned the lesson already."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -102,17 +102,22 @@ class Call:
                 with exclusive(self._model), self.stats.timed_wall():
                     if not self._refill():
                         break
-                    yield from self._settled_steps(until_ended)
-                yield
+                    is_told = yield from self._settled_steps(until_ended)
+                if not is_told:
+                    yield
 
-    def _settled_steps(self, until_ended: bool) -> Iterator[None]:
-        """A step, and with `until_ended` more while nothing has to be let in; between two of them the clock stands."""
+    def _settled_steps(self, until_ended: bool) -> Generator[None, None, bool]:
+        """A step, and with `until_ended` more while nothing has to be let in; between two of them the clock stands.
+        Whether the last one was yielded: other calls in between may let the drafter ask for more memory."""
         with self._step.attention():
             self._advance()
             while until_ended and self._is_settled and not self.scheduler.ended:
                 with self.stats.paused_wall():
                     yield
+                if not self.scheduler.is_held():
+                    return True
                 self._advance()
+        return False
 
     @contextmanager
     def _ending(self) -> Iterator[None]:

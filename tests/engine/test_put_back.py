@@ -103,6 +103,33 @@ def test_rows_of_many_prompts_under_a_cap():
         assert found.stats.num_put_back > 0 or max_rows == 5
 
 
+class Widened(stand.BlendedDrafter):
+    """May draft eight times as much from some moment on, as after a call whose steps were timed."""
+
+    share = 1
+
+    def most_nodes(self, num_rows):
+        return 8 * self.share * num_rows
+
+    def draft(self, request):
+        self.budget = self.most_nodes(len(request.histories))
+        return super().draft(request)
+
+
+def test_a_drafter_that_comes_to_ask_for_more_between_two_steps(expected):
+    drafter, steps = Widened(budget=8), []
+    engine = stand.wrap(kernel_model("qwen2"), verifier="match", drafter=drafter)
+
+    def widen(run):
+        steps.append(run.stats.num_forwards)
+        if len(steps) % 5 == 0:
+            drafter.share = 9 - drafter.share
+
+    run = engine.run([PROMPT], **SETTINGS, max_cache_bytes=cap_of(1 / 4), on_step=widen)
+    assert tokens_of(run) == expected and run.stats.num_put_back > 0
+    assert steps == list(range(1, len(steps) + 1))
+
+
 def test_rows_that_come_back_keep_their_counts():
     run = engine_of("traversal").run([PROMPT], **SETTINGS, max_cache_bytes=cap_of(1 / 4))
     found = list(run)

@@ -24,7 +24,7 @@ def of_convolve() -> list[Specimen]:
         "depths": "*i64",
         **ROWS,
         "mixed": "*bf16",
-        "num_tokens": "i32:16",
+        "num_tokens": "i32",
     }
     kept = {**data, **ROWS, "path": "*i64", **channels, "stride_path": "i32:16", "max_depth": "i32:16"}
     blocks = {"BLOCK_C": convolve.BLOCK_CHANNELS}
@@ -67,25 +67,21 @@ def of_path_decays() -> list[Specimen]:
 
 
 def of_delta_updates() -> list[Specimen]:
-    shared = {"keys": "*fp32", "sums": "*fp32", "beta": "*fp32", "offsets": "*i32", "system": "*fp32"}
-    sizes = {"size": "i32:16", "width": "i32:16"}
-    relate = {**shared, "ancestors": "*i64", **sizes, "stride_words": "i32"}
-    solve = {**shared, "value": "*bf16", "states": "*fp32", "cache_rows": "*i64", "updates": "*fp32", **sizes}
-    solve |= {name: "i32:16" for name in ("value_size", "stride_value", "stride_value_head")}
-    blocks = {**_heads("delta"), "BLOCK_K": delta_updates.BLOCK_KEYS}
-    columns = {"BLOCK_V": delta_updates.BLOCK_VALUES}
+    rows = {"offsets": "*i32", "system": "*fp32", "updates": "*fp32", "width": "i32", "value_size": "i32:16"}
+    set_up = {**dict.fromkeys(("keys", "sums", "states"), "*fp32"), "value": "*bf16", "beta": "*fp32", **rows}
+    set_up |= {"ancestors": "*i64", "cache_rows": "*i64", "size": "i32:16", "stride_words": "i32", "num_blocks": "i32"}
+    set_up |= {"stride_value": "i32:16", "stride_value_head": "i32:16"}
+    heads, columns = _heads("delta"), {"BLOCK_V": delta_updates.BLOCK_VALUES}
+    columns |= {"BLOCK_E": delta_updates.BLOCK_EARLIER}
     return [
-        Specimen("relate", delta_updates._relate, relate, {**blocks, "BLOCK_T": delta_updates.BLOCK_PAIRS}),
-        *(
-            Specimen(f"solve {width} nodes", delta_updates._solve, solve, {**blocks, **columns, "BLOCK_T": width})
-            for width in (16, 32, 64, 128, 256)
-        ),
+        Specimen("set up", delta_updates._set_up, set_up, {**heads, "BLOCK_K": delta_updates.BLOCK_KEYS, **columns}),
+        Specimen("solve", delta_updates._solve, rows, {"HEADS": heads["HEADS"], **columns}),
     ]
 
 
 def of_linear_attention() -> list[Specimen]:
     attend = {**STATE, "queries": "*fp32", "updates": "*fp32", "rates": "*fp32", "skip": "*bf16", "ancestors": "*i64"}
-    attend |= {**ROWS, "output": "*bf16", "num_tokens": "i32:16", **SIZES, "stride_words": "i32", **UPDATE_STRIDES}
+    attend |= {**ROWS, "output": "*bf16", "num_tokens": "i32", **SIZES, "stride_words": "i32", **UPDATE_STRIDES}
     kept = {**STATE, "updates": "*fp32", "rates": "*fp32", **ROWS, "path": "*i64", **SIZES, **UPDATE_STRIDES}
     kept |= {"stride_path": "i32:16", "max_depth": "i32:16"}
     columns = {"BLOCK_V": linear_attention.BLOCK_VALUES}

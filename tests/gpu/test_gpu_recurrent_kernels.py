@@ -117,6 +117,31 @@ def test_the_recurrence_equals_the_closed_form_of_eager_steps(case, rule):
             assert (output[first:end] - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
+@pytest.mark.parametrize("rate", [1.0, 2.0])
+def test_updates_are_exact_where_keys_are_alike(rate):
+    """A chain of tokens with nearly one key and no decay, where sums of powers of the system would cancel. Against
+    float64, with rates of 2 as well, by which states turn round."""
+    case = ScanCase((70,), 96, heads=2, key_heads=1, key_size=32, value_size=3)
+    chain = torch.tril(torch.ones(70, 70, dtype=torch.bool))
+    case.ancestors[:70] = torch.tensor([[words(row)[0], words(row)[1]] for row in chain.tolist()])
+    keys = torch.nn.functional.normalize(1.0 + 0.01 * case.key, dim=2)
+    sums, beta = torch.zeros(96, 2), torch.full((96, 2), rate)
+    found = delta_updates(keys, case.value, sums, beta, case.states, case.ancestors, *case.rows)[:70].double()
+    wide = keys[:70, 0].double()
+    system = torch.eye(70, dtype=torch.float64) + rate * (wide @ wide.T).tril(-1)
+    read = torch.einsum("tk,hkv->htv", wide, case.states[case.cache_rows[0]].double())
+    rest = rate * (case.value[:70].double().transpose(0, 1) - read)
+    expected = torch.linalg.solve_triangular(system.expand(2, -1, -1), rest, upper=False, unitriangular=True)
+    assert (found.transpose(0, 1) - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+def words(bits: list[bool]) -> tuple[int, int]:
+    """Two words of 64, as int64 has them."""
+    whole = sum(1 << place for place, bit in enumerate(bits) if bit)
+    low = whole & (1 << 64) - 1
+    return low - (1 << 64) if low >= 1 << 63 else low, whole >> 64
+
+
 @each_rule
 def test_states_follow_the_kept_paths(case, rule):
     found, expected, of = case.states.clone(), case.states.clone(), scanned(case, rule, plain_scan)

@@ -13,7 +13,7 @@ from stand.gpu.kernels.swiglu import activate
 BLOCK_TOKENS, BLOCK_CHANNELS = 16, 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _convolve(
     inputs, tails, weight, bias, parents, depths, offsets, cache_rows, mixed, num_tokens, num_channels,
     stride_token, stride_channel,

@@ -13,7 +13,7 @@ from stand.gpu.kernels.path_decays import decays_between, most_row_nodes, produc
 BLOCK_TOKENS, BLOCK_KEYS, BLOCK_VALUES = 16, 32, 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "stride_words"])
 def _attend(
     queries, keys, updates, rates, sums, skip, ancestors, states, offsets, cache_rows, output,
     num_tokens, size, value_size, stride_words, stride_update, stride_update_head,

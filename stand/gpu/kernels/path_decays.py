@@ -98,7 +98,7 @@ def _log_decays(
     return decays
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_words"])
 def _prepare(
     query, key, decay, rate, factor, bias, ancestors, offsets, queries, keys, sums, rates,
     scale, epsilon, rate_scale, least, most, size,

@@ -86,7 +86,8 @@ def of_linear_attention() -> list[Specimen]:
     kept |= {"stride_path": "i32:16", "max_depth": "i32:16"}
     columns = {"BLOCK_V": linear_attention.BLOCK_VALUES}
     blocks = {"BLOCK_T": linear_attention.BLOCK_TOKENS, "BLOCK_K": linear_attention.BLOCK_KEYS, **columns}
-    specimens = []
+    blocks |= {"BLOCK_E": linear_attention.BLOCK_EARLIER}
+    wide, specimens = {"BLOCK_V": linear_attention.WIDE_VALUES}, []
     for name in SHAPES:
         heads, is_mamba = _heads(name), name == "mamba"
         written = {"updates": "*bf16"} if is_mamba else {}
@@ -95,6 +96,7 @@ def of_linear_attention() -> list[Specimen]:
         path = {**heads, "HAS_RATES": is_mamba, "BLOCK_PATH": 256, "BLOCK_K": SHAPES[name][2], **columns}
         specimens += [
             Specimen(f"attend {name}", linear_attention._attend, attend | data, asked),
+            Specimen(f"attend {name}, wide", linear_attention._attend, attend | data, {**asked, **wide}),
             Specimen(f"keep_states {name}", linear_attention._keep_states, kept | written, path),
         ]
     return specimens

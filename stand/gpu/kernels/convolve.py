@@ -19,13 +19,14 @@ def _convolve(
     stride_token, stride_channel,
     SIZE: tl.constexpr, HAS_BIAS: tl.constexpr, IS_SILU: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block of channels). The sum is rounded before the activation, as by two operations; padding is
-    shared out among all rows."""
+    """Program (row, block of channels, share of the row's tokens). The sum is rounded before the activation, as by two
+    operations; padding is shared out among all rows."""
     row, channels = tl.program_id(0), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    share, num_shares = tl.program_id(2), tl.num_programs(2)
     first, end = tl.load(offsets + row), tl.load(offsets + row + 1)
     row_tails = tails + tl.load(cache_rows + row).to(tl.int64) * (SIZE - 1) * num_channels
     is_channel = channels < num_channels
-    for start in range(first, end, BLOCK_T):
+    for start in range(first + share * BLOCK_T, end, num_shares * BLOCK_T):
         tokens = start + tl.arange(0, BLOCK_T)
         is_token = tokens < end
         depth = tl.load(depths + tokens, mask=is_token, other=0).to(tl.int32)
@@ -46,8 +47,8 @@ def _convolve(
             result = activate(result.to(tl.float32), 0).to(mixed.dtype.element_ty)
         cells = tokens[:, None].to(tl.int64) * num_channels + channels[None, :]
         tl.store(mixed + cells, result, mask=is_token[:, None] & is_channel[None, :])
-    num_rows = tl.num_programs(0)
-    for start in range(tl.load(offsets + num_rows) + row * BLOCK_T, num_tokens, num_rows * BLOCK_T):
+    number, count = row * num_shares + share, tl.num_programs(0) * num_shares
+    for start in range(tl.load(offsets + tl.num_programs(0)) + number * BLOCK_T, num_tokens, count * BLOCK_T):
         tokens = start + tl.arange(0, BLOCK_T)
         cells = tokens[:, None].to(tl.int64) * num_channels + channels[None, :]
         nothing = tl.zeros([BLOCK_T, BLOCK_C], mixed.dtype.element_ty)
@@ -74,7 +75,8 @@ def convolve(
     """
     (num_tokens, num_channels), size = inputs.shape, weight.shape[1]
     mixed = torch.empty(num_tokens, num_channels, dtype=weight.dtype, device=weight.device)
-    grid = (len(cache_rows), triton.cdiv(num_channels, BLOCK_CHANNELS))
+    num_rows = len(cache_rows)
+    grid = num_rows, triton.cdiv(num_channels, BLOCK_CHANNELS), triton.cdiv(num_tokens, num_rows * BLOCK_TOKENS)
     with launch_device(_convolve, inputs):
         _convolve[grid](
             inputs, tails, weight, weight if bias is None else bias.contiguous(), parents, depths, offsets, cache_rows,

@@ -11,6 +11,8 @@ from stand.gpu.kernels.launch import launch_device
 from stand.gpu.kernels.path_decays import decays_between, most_row_nodes, products
 
 BLOCK_TOKENS, BLOCK_KEYS, BLOCK_VALUES = 16, 32, 32
+BLOCK_EARLIER = 32  # tokens before a block whose updates are read at once
+WIDE_VALUES = 64  # columns of a program where a row may have several blocks: their relations are computed less often
 
 
 @triton.jit(do_not_specialize=["num_tokens", "stride_words"])
@@ -18,7 +20,7 @@ def _attend(
     queries, keys, updates, rates, sums, skip, ancestors, states, offsets, cache_rows, output,
     num_tokens, size, value_size, stride_words, stride_update, stride_update_head,
     HEADS: tl.constexpr, SHARED: tl.constexpr, HAS_RATES: tl.constexpr, HAS_SKIP: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head and block of columns, block of the row's tokens): exp(G_i) S' q_i + the sum over j, the
     ancestors of i and i itself, of exp(G_i - G_j) (k_j . q_i) rates_j u_j, + skip u_i. Padding is shared out among all
@@ -37,22 +39,17 @@ def _attend(
             states + place * size * value_size, value_size, 1, columns, is_column, size, BLOCK_T, BLOCK_V, BLOCK_K,
         )  # fmt: skip
         total *= tl.exp(tl.load(sums + places * HEADS + head, mask=is_token, other=0.0))[:, None]
-        for other in range(first, tl.minimum(start + BLOCK_T, end), BLOCK_T):
-            others = other + tl.arange(0, BLOCK_T)
-            is_other, other_places = others < end, others.to(tl.int64)
-            dots = products(
-                queries + of_head, stride, places, is_token, keys + of_head, 1, stride, other_places, is_other, size,
-                BLOCK_T, BLOCK_T, BLOCK_K,
+        for other in range(first, start, BLOCK_E):
+            total += _brought(
+                queries + of_head, keys + of_head, stride, updates, rates, sums, ancestors, stride_words, columns,
+                is_column, size, stride_update, stride_update_head, head, first, tokens, is_token, other, start,
+                HEADS, HAS_RATES, BLOCK_T, BLOCK_E, BLOCK_K,
             )  # fmt: skip
-            decays = decays_between(
-                sums, ancestors, stride_words, head, first, tokens, is_token, others, is_other, HEADS
-            )
-            weights = dots * decays
-            u = updates + other_places[:, None] * stride_update + head * stride_update_head + columns[None, :]
-            brought = tl.load(u, mask=is_other[:, None] & is_column[None, :], other=0.0).to(tl.float32)
-            if HAS_RATES:
-                brought *= tl.load(rates + other_places * HEADS + head, mask=is_other, other=0.0)[:, None]
-            total = tl.dot(weights, brought, total, input_precision="ieee")
+        total += _brought(
+            queries + of_head, keys + of_head, stride, updates, rates, sums, ancestors, stride_words, columns,
+            is_column, size, stride_update, stride_update_head, head, first, tokens, is_token, start, end,
+            HEADS, HAS_RATES, BLOCK_T, BLOCK_T, BLOCK_K,
+        )  # fmt: skip
         if HAS_SKIP:
             u = updates + places[:, None] * stride_update + head * stride_update_head + columns[None, :]
             own = tl.load(u, mask=is_token[:, None] & is_column[None, :], other=0.0).to(tl.float32)
@@ -65,6 +62,28 @@ def _attend(
         cells = (tokens[:, None].to(tl.int64) * HEADS + head) * value_size + columns[None, :]
         nothing = tl.zeros([BLOCK_T, BLOCK_V], output.dtype.element_ty)
         tl.store(output + cells, nothing, mask=(tokens < num_tokens)[:, None] & (columns < value_size)[None, :])
+
+
+@triton.jit
+def _brought(
+    queries, keys, stride, updates, rates, sums, ancestors, stride_words, columns, is_column, size, stride_update,
+    stride_update_head, head, first, tokens, is_token, other, limit,
+    HEADS: tl.constexpr, HAS_RATES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """[T, V]: the sum over tokens j from `other` to below `limit`, ancestors of i or i itself, of
+    exp(G_i - G_j) (k_j . q_i) rates_j u_j."""
+    others = other + tl.arange(0, BLOCK_J)
+    is_other, places = others < limit, others.to(tl.int64)
+    dots = products(
+        queries, stride, tokens.to(tl.int64), is_token, keys, 1, stride, places, is_other, size,
+        BLOCK_T, BLOCK_J, BLOCK_K,
+    )  # fmt: skip
+    decays = decays_between(sums, ancestors, stride_words, head, first, tokens, is_token, others, is_other, HEADS)
+    u = updates + places[:, None] * stride_update + head * stride_update_head + columns[None, :]
+    brought = tl.load(u, mask=is_other[:, None] & is_column[None, :], other=0.0).to(tl.float32)
+    if HAS_RATES:
+        brought *= tl.load(rates + places * HEADS + head, mask=is_other, other=0.0)[:, None]
+    return tl.dot(dots * decays, brought, input_precision="ieee")
 
 
 @torch.library.custom_op("stand::linear_attention", mutates_args=())
@@ -89,14 +108,15 @@ def linear_attention(
     """
     (num_tokens, heads, value_size), (_, key_heads, size) = updates.shape, keys.shape
     output = torch.empty(num_tokens, heads, value_size, dtype=dtype, device=keys.device)
-    blocks = triton.cdiv(value_size, BLOCK_VALUES)
+    num_blocks = triton.cdiv(most_row_nodes(ancestors), BLOCK_TOKENS)
+    columns = BLOCK_VALUES if num_blocks == 1 else WIDE_VALUES
     with launch_device(_attend, keys):
-        _attend[(len(cache_rows), heads * blocks, triton.cdiv(most_row_nodes(ancestors), BLOCK_TOKENS))](
+        _attend[(len(cache_rows), heads * triton.cdiv(value_size, columns), num_blocks)](
             queries, keys, updates, sums if rates is None else rates, sums, sums if skip is None else skip.contiguous(),
             ancestors, states, offsets, cache_rows, output, num_tokens, size, value_size, ancestors.stride(0),
             *updates.stride()[:2],
             HEADS=heads, SHARED=heads // key_heads, HAS_RATES=rates is not None, HAS_SKIP=skip is not None,
-            BLOCK_T=BLOCK_TOKENS, BLOCK_K=BLOCK_KEYS, BLOCK_V=BLOCK_VALUES,
+            BLOCK_T=BLOCK_TOKENS, BLOCK_E=BLOCK_EARLIER, BLOCK_K=BLOCK_KEYS, BLOCK_V=columns,
         )  # fmt: skip
     return output
 

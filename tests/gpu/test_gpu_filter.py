@@ -129,6 +129,16 @@ def test_ties_with_the_last_of_top_k_stay_for_top_p_to_cut():
     assert int((filtered(law, top_k=1, top_p=0.75) > 0).sum()) == 1
 
 
+@pytest.mark.parametrize(("min_p", "top_p", "num_kept"), [(1.0, 0.1, 1), (1.0, 0.3, 2), (0.5, 0.8, 4)])
+def test_a_floor_at_the_cut_brings_no_tie_back_that_top_p_took_out(min_p, top_p, num_kept):
+    """Three tokens have a quarter each and two an eighth, so that min_p's floor is the key that top_p cuts at."""
+    law = torch.zeros(1, 600)
+    law[0, [3, 250, 500]], law[0, [7, 400]] = 0.25, 0.125
+    found = filtered(law, top_p=top_p, min_p=min_p)
+    assert int((found > 0).sum()) == num_kept
+    assert_same_law(found, by_sorting(law, 0, top_p, min_p))
+
+
 @pytest.mark.parametrize("filters", [(1, 1.0, 0.0), (0, 1e-9, 0.0), (0, 1.0, 1.0), (1, 1e-9, 1.0)])
 def test_the_tightest_filters_leave_the_best_token(filters):
     laws = torch.softmax(random_logits()[:2], dim=1)

@@ -114,8 +114,8 @@ def _find_cut(
             total = above + num_kept * value
         floor = (min_p * largest.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
         if floor > cut:
-            cut, first = floor, tl.zeros((), tl.int32)
-        if (total != total) | (floor == cut):
+            cut, first, total = floor, tl.zeros((), tl.int32), tl.full((), float("nan"), tl.float64)
+        if total != total:
             total = measure_from(law, keys, cut, vocabulary_size, BLOCK, BLOCK_CHUNKS, False)
     tl.store(cuts + row, cut)
     tl.store(firsts + row, first)

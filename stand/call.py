@@ -21,6 +21,7 @@ from stand.scheduling.kept_prompts import KeptPrompts
 from stand.scheduling.prompt_keys import PromptKeys
 from stand.scheduling.request import Job
 from stand.scheduling.scheduler import Change, Entry, Scheduler
+from stand.seeds import taught_seed
 from stand.stats import Stats
 from stand.step import Step, StepStart
 from stand.trees import DraftBatch
@@ -213,6 +214,7 @@ class Call:
 
     def _learn_prompt(self, row: Row) -> None:
         if self._is_learning:
+            self._own_seed = taught_seed(self._own_seed, row.history)
             self._drafter.learn_prompt(row.history, problem=row.problem)
 
     def _advance(self) -> None:

@@ -7,7 +7,8 @@ one test would decide what is drafted and then test it again, and the output's l
 and `coupled` follows from the user's seed, because it never meets the drafts.
 
 All of a row's numbers also follow from its prompt. So a call whose prompt holds what an earlier one drew with the same
-seed, such as the next turn of a chat, draws anew.
+seed, such as the next turn of a chat, draws anew. Its batch mates learn from that prompt: the numbers of a call's own
+streams follow from the prompts that it has taught, too.
 """
 
 from __future__ import annotations
@@ -35,12 +36,20 @@ def checked_seed(seed: object) -> int:
 def call_seed(seed: int, start: int) -> int:
     """The seed in [0, 2**63) of a call's own streams; `start`, in [0, 2**64): what `Drafter.start_call` gave.
 
-    `seed` itself where that is 0, as for the first call that teaches an empty lookup.
+    `seed` itself where that is 0, as for the first call that teaches an empty lookup (before its first prompt).
     """
     if start == 0:
         return seed
     words = b"".join(word.to_bytes(8, "little") for word in (seed, start))
     return int.from_bytes(blake2b(words, digest_size=8).digest(), "little") >> 1
+
+
+def taught_seed(seed: int, prompt: np.ndarray) -> int:
+    """The seed in [0, 2**63) of a call's own streams once it has taught `prompt`, int32 [L]; `seed`: that before.
+
+    The prompt may hold what the same numbers drew in another call, with a fresh lookup or without drafts.
+    """
+    return call_seed(seed, _digest(prompt, 8))
 
 
 def prompt_word(prompt: np.ndarray) -> int:
@@ -49,5 +58,8 @@ def prompt_word(prompt: np.ndarray) -> int:
     A row's random numbers are named by its number in the call XOR this word: rows of one prompt never share a name, two
     rows of different prompts do with a chance of 2**-32.
     """
-    digest = blake2b(np.ascontiguousarray(prompt, dtype="<i4"), digest_size=4).digest()
-    return int.from_bytes(digest, "little")
+    return _digest(prompt, 4)
+
+
+def _digest(prompt: np.ndarray, num_bytes: int) -> int:
+    return int.from_bytes(blake2b(np.ascontiguousarray(prompt, dtype="<i4"), digest_size=num_bytes).digest(), "little")

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import stand
 from stand import DraftRequest, Lesson
-from stand.seeds import call_seed, checked_seed, prompt_word
+from stand.seeds import call_seed, checked_seed, prompt_word, taught_seed
 from stand.trees import BlendedLookup, LookupTree, TreeShape
 from stand.verifiers import TargetRows, VerifierNoise, get_verifier
 
@@ -249,7 +249,24 @@ def test_calls_that_are_made_early_take_their_seed_when_they_begin():
     calls = [engine._new_call(None, None, **SETTINGS, seed=7)[0] for _ in range(2)]
     for call in calls:
         call.run()
-    assert calls[0]._own_seed == 7 != calls[1]._own_seed
+    first = taught_seed(7, np.array(SETTINGS["input_ids"][0], dtype=np.int32))
+    assert calls[0]._own_seed == first not in (7, calls[1]._own_seed)
+
+
+@pytest.mark.parametrize("drafter", [stand.BlendedDrafter, stand.FixedShapeDrafter])
+def test_a_prompt_that_is_taught_gives_its_batch_mates_other_numbers(drafter, monkeypatch):
+    """It may hold what a call with the same seed drew from a lookup that was cleared since, or without drafts: with the
+    numbers of that call the first row would be drafted for and tested by what had decided the drafts."""
+    engine, seeds, draft = stand.wrap(tiny_model("qwen2"), drafter=drafter()), [], drafter.draft
+    monkeypatch.setattr(drafter, "draft", lambda self, request: seeds[-1].add(request.seed) or draft(self, request))
+    one = SETTINGS["input_ids"]
+    two = [*one, [*one[0], 9]]
+    for prompts, learn in ((one, True), (two, True), (two, True), (two, False), (two, False)):
+        engine.lookup.clear()
+        seeds.append(set())
+        engine.generate(**{**SETTINGS, "input_ids": prompts}, seed=7, learn=learn)
+    assert seeds[1] == seeds[2] and seeds[3] == seeds[4] and all(len(each) == 1 for each in seeds)
+    assert len(set.union({7}, *seeds)) == 4  # 7: without drafts
 
 
 def test_a_loaded_lookup_has_another_digest_than_an_empty_one(tmp_path):

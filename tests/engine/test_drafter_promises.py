@@ -203,23 +203,23 @@ def test_the_table_of_successors_is_written_soundly():
     assert batch.token_ids.tolist() == [4, 8, 3] and not batch.law[0].any() and (batch.support_ids[2] == -1).all()
 
 
-class Starting(stand.ModelDrafter):
-    """Counts how often its cache is filled anew."""
+class Filling(stand.ModelDrafter):
+    """Counts how often rows of its cache are filled anew."""
 
-    num_starts = 0
+    num_fills = 0
 
-    def _start(self, histories):
-        self.num_starts += 1
-        super()._start(histories)
+    def _fill(self, histories, places):
+        self.num_fills += bool(places)
+        super()._fill(histories, places)
 
 
 def test_a_draft_model_reads_a_prompt_once():
     """Whether nothing is rejected (a draft model like its target) or nearly everything."""
     for small in ("qwen2", "llama"):
-        drafter = Starting(tiny_model(small), gamma=3)
+        drafter = Filling(tiny_model(small), gamma=3)
         engine = stand.wrap(tiny_model("qwen2"), drafter=drafter, verifier="match")
         engine.generate(input_ids=[PROMPT.tolist()] * 2, max_new_tokens=24, temperature=1.0, seed=1, stop_token_ids=[])
-        assert drafter.num_starts == 1, small
+        assert drafter.num_fills == 1, small
 
 
 @pytest.mark.parametrize("max_depth", [0, 1, 2, 5])

@@ -29,6 +29,7 @@ END_TOKEN = "<|end|>"
 PAD_TOKEN = "<|pad|>"
 
 HELD_OUT_ONE_IN = 12
+MOST_FRUITLESS = 5_000  # draws in a row without a new problem: none are left; the smallest family has each once in 60
 
 # The order counts: seeds choose among the families, and held-out problems take them in turn.
 FAMILIES: dict[str, Family] = {
@@ -79,12 +80,22 @@ def draw_problem(rng: random.Random, *, held_out: bool, family: str | None = Non
 
 
 def held_out_problems(count: int, *, seed: int = 0) -> list[Problem]:
-    """`count` different held-out problems, the families in turn; the same for the same seed."""
+    """`count` different held-out problems, the families in turn; the same for the same seed.
+
+    Raises ValueError where a family has too few.
+    """
     rng = random.Random(f"held-out {seed}")
-    names, found = list(FAMILIES), {}
+    names, found, fruitless = list(FAMILIES), {}, 0
     while len(found) < count:
-        problem = draw_problem(rng, held_out=True, family=names[len(found) % len(names)])
+        family, had = names[len(found) % len(names)], len(found)
+        problem = draw_problem(rng, held_out=True, family=family)
         found.setdefault((problem.family, problem.operands), problem)
+        fruitless = 0 if len(found) > had else fruitless + 1
+        if fruitless == MOST_FRUITLESS:
+            raise ValueError(
+                f"held-out problems must be as many as there are, the families in turn, got {count}, and "
+                f"`{family}` ends before; ask for {had} or fewer"
+            )
     return list(found.values())
 
 

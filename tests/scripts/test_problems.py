@@ -141,6 +141,13 @@ def test_held_out_problems_are_different_and_stable():
     assert first != problems.held_out_problems(40, seed=2)
 
 
+def test_more_held_out_problems_than_there_are_are_refused():
+    """They were looked for without end."""
+    with pytest.raises(ValueError, match="got 1000, and `multiple` ends before; ask for 445 or fewer"):
+        problems.held_out_problems(1000)
+    assert len(problems.held_out_problems(445)) == 445
+
+
 def test_problems_and_texts_stay_as_they_are():
     """The bundled models were trained on them, and held-out problems must stay unseen: no change may move one."""
     digest = hashlib.blake2b(digest_size=16)

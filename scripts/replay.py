@@ -16,8 +16,9 @@ never. Times are CPU time of calls from Python.
 Columns beside: `last sample` is tau of each problem's last sample, `nodes` the mean size of a draft, `draft us` the
 median time of a draft and `p99` its 99th percentile, `coverage` the share of steps with a draft. `calibration` is the
 largest difference between how likely paths were thought and how often they were accepted, over tenths of that
-probability that hold at least 500 nodes; a dash where the drafter states none. The table goes to stdout, progress to
-stderr; the last stdout line is one JSON document.
+probability that hold at least 500 nodes; a dash where the drafter states none. `bytes/token` is the memory at the end
+over the tokens learned since all was forgotten. The table goes to stdout, progress to stderr; the last stdout line is
+one JSON document.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def replay(drafter: ReplayDrafter, recordings: list[Recording], *, budget: int, 
     for recording in recordings:
         if setting == "alone" or (setting == "same" and recording.problem != last_problem):
             drafter.forget()
+            tally.num_held = 0
         last_problem = recording.problem
         replay_one(drafter, recording, budget, tally)
     return tally
@@ -100,7 +102,7 @@ def summarise(tally: Tally, drafter: ReplayDrafter, empty_bytes: int | None) -> 
         "draft_us_median": float(np.median(tally.draft_us)),
         "draft_us_p99": float(np.percentile(tally.draft_us, 99)),
         "learn_us_per_token": tally.learn_us / tally.num_learned,
-        "bytes_per_token": None if empty_bytes is None else (drafter.nbytes - empty_bytes) / tally.num_learned,
+        "bytes_per_token": None if empty_bytes is None else (drafter.nbytes - empty_bytes) / tally.num_held,
         "coverage": tally.num_drafts / num_steps,
         "accepted_by_depth": (tally.accepted[:depths] / num_steps).tolist(),
         "calibration": list(zip(expected.tolist(), reached.tolist(), tally.in_bin[used].tolist(), strict=True))

@@ -23,6 +23,7 @@ class Tally:
     draft_us: list[float] = field(default_factory=list)
     learn_us: float = 0.0
     num_learned: int = 0
+    num_held: int = 0  # of these, since all was forgotten the last time
     num_nodes: int = 0
     num_drafts: int = 0  # with at least one node
     accepted: np.ndarray = field(default_factory=lambda: np.zeros(DEEPEST, np.int64))  # by depth
@@ -55,6 +56,7 @@ def replay_one(drafter: ReplayDrafter, recording: Recording, budget: int, tally:
 def learn(drafter: ReplayDrafter, history: np.ndarray, num_new: int, tally: Tally) -> None:
     tally.learn_us += timed(drafter.learn, history, num_new)[0]
     tally.num_learned += num_new
+    tally.num_held += num_new
 
 
 def count(guess: Guess, path: list[int], tally: Tally, *, at_end: bool) -> None:

@@ -104,6 +104,17 @@ def test_settings_forget_when_they_say(setting, forgets):
     assert drafter.verbs.count("forget") == forgets
 
 
+@pytest.mark.parametrize(("setting", "num_held"), [("alone", 70), ("same", 2 * 70), ("all", 4 * 70)])
+def test_memory_is_told_over_the_tokens_that_it_holds(setting, num_held):
+    """Those of problems that were forgotten counted too: with many problems a lookup seemed to need next to nothing."""
+    tokens = np.arange(70, dtype=np.int32)
+    drafter = Oracle(tokens, 3)
+    samples = [recordings.Recording(problem, sample, tokens[:0], tokens) for problem in (0, 1) for sample in (0, 1)]
+    tally = replay.replay(drafter, samples, budget=4, setting=setting)
+    drafter.nbytes = 1000 + 90 * num_held
+    assert replay.summarise(tally, drafter, 1000)["bytes_per_token"] == 90
+
+
 def test_selection(files):
     tokenizer = Tokenizer.from_file(str(files / "tokenizer.json"))
     path = files / "walks.jsonl.gz"

@@ -30,8 +30,13 @@ def is_near_border(
     row: int,
     seed: int,
 ) -> bool:
-    """Whether rounding explains the first difference of two rows: both tokens win if the noise moves by ROUNDING."""
-    place = next(place for place, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1])
+    """Whether rounding explains the first difference of two rows: both tokens win if the noise moves by ROUNDING.
+
+    It never explains that one row ends where the other goes on.
+    """
+    place = next((place for place, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]), None)
+    if place is None:
+        return False
     keyed = (np.array([row]), np.array([place]), np.array([len(prompt) + place]))
     noise = VerifierNoise(seed, *keyed, prompt_words=prompt_word(np.array(prompt)))
     with torch.inference_mode():

@@ -145,3 +145,5 @@ def test_only_draws_on_a_border_excuse_a_difference(reasoner, verifier, monkeypa
     assert not token_check.is_near_border(model, prompt, one, two, **arguments)
     monkeypatch.setattr(token_check, "ROUNDING", 1.0)
     assert token_check.is_near_border(model, prompt, one, two, **arguments)
+    for part, whole in ((one[:6], one), (one, one[:6])):  # a row that ends too early ended the check with a traceback
+        assert not token_check.is_near_border(model, prompt, part, whole, **arguments)

@@ -11,7 +11,8 @@ many as pay by the measured costs of steps, as in use. Drafters start anew with 
 at sample n are the samples before and beside it; with `--lookup-scope run` they are kept from problem to problem, as an
 engine keeps them. A table per temperature goes to stdout, then one JSON line with all figures; progress goes to stderr.
 Shares and nodes are per row and step: `kept_by_depth` has the share of steps that kept a node of depth 1, 2, ...,
-`draft_share` is of the steps' time, `processor_ms_per_token` of the whole call.
+`draft_share` is of the steps' time, `processor_ms_per_token` of the whole call. Every arm draws a few tokens first that
+do not count: steps are timed then.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
@@ -42,6 +45,7 @@ SHIPPED = {"head": DRAFTERS / "eagle", "streams": DRAFTERS / "streams"}
 RANDOM = "random"
 NO_DRAFTS = "none"
 COST = "cost"
+WARM_UP_TOKENS = 8
 ARMS = (NO_DRAFTS, "lookup", "eagle", "blended", "streams", "streams-nodes", "streams-blended", "neighbours")
 DEFAULT_ARMS = ("lookup", "eagle", "blended")
 OF_ARMS = {  # arms that an option has an effect on
@@ -107,6 +111,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict]:
     tasks = load_tasks(arguments)
     model, tokenizer = load_model(arguments)
     trained = head_of(arguments, model), streams_of(arguments, model)
+    new_engine = partial(stand.wrap, model, tokenizer, verifier=arguments.verifier)
+    prompts = [prompt_ids(tokenizer, task, arguments.instruction) for task in tasks]
     names = list(drafter_makers(arguments, *trained, 1.0))
     progress = Progress(len(arguments.temperatures) * sum(arguments.trajectories) * len(names) * len(tasks))
     for temperature in arguments.temperatures:
@@ -116,16 +122,23 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict]:
                 rows, arguments.max_new_tokens, temperature, arguments.top_k, arguments.top_p, arguments.seed
             )
             for name, make in drafter_makers(arguments, *trained, temperature).items():
-                stats, used, engine = stand.Stats(), 0.0, None
-                for index, task in enumerate(tasks):
+                stats, used, engine, draft = stand.Stats(), 0.0, None, name != NO_DRAFTS
+                warm_up(new_engine(drafter=make(rows)), prompts[0], sampling, draft=draft)
+                for index, prompt in enumerate(prompts):
                     if engine is None or arguments.lookup_scope == "problem":
-                        engine = stand.wrap(model, tokenizer, drafter=make(rows), verifier=arguments.verifier)
-                    prompt = prompt_ids(tokenizer, task, arguments.instruction)
-                    started, draft = time.process_time(), name != NO_DRAFTS
+                        engine = new_engine(drafter=make(rows))
+                    started = time.process_time()
                     stats += draw_with_engine(engine, prompt, count, sampling, problem=index, draft=draft).stats
                     used += time.process_time() - started
                     progress.add(count, f"T = {temperature}, N = {count}, {name}, problem {index + 1}")
                 yield record(temperature, count, name, stats, used)
+
+
+def warm_up(engine: stand.Engine, prompt: list[int], sampling: Sampling, *, draft: bool) -> None:
+    """A few tokens with an engine that is thrown away: what only a first call does, such as timing steps, is in no
+    figure."""
+    few = replace(sampling, max_new_tokens=min(WARM_UP_TOKENS, sampling.max_new_tokens))
+    draw_with_engine(engine, prompt, sampling.rows, few, problem=0, draft=draft)
 
 
 def record(temperature: float, count: int, name: str, stats: stand.Stats, used: float) -> dict:

@@ -6,6 +6,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from table_parts import replay_tables
+from verifier_parts import verifier_tables
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 pytestmark = pytest.mark.skipif(not (DOCS / "drafting.json").is_file(), reason="needs the documents")
@@ -23,10 +25,10 @@ def figures(name: str) -> dict | list:
     return json.loads((DOCS / name).read_text(encoding="utf-8"))
 
 
-def rows_under(page: str, header: str) -> list[list[str]]:
-    """Cells of the rows of the first table whose header line begins so, without marks of emphasis."""
+def rows_under(page: str, header: str, number: int = 0) -> list[list[str]]:
+    """Cells of the rows of a table, without marks of emphasis: that of this number whose header line begins so."""
     lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
-    first = next(place for place, line in enumerate(lines) if line.startswith(header))
+    first = [place for place, line in enumerate(lines) if line.startswith(header)][number]
     rows = []
     for line in lines[first + 2 :]:
         if not line.startswith("|"):
@@ -74,4 +76,129 @@ def test_the_table_of_all_families():
             *([tau[key, "lookup", setting, 80] / tau[key, "stand", setting, 80]] for setting in ("all", "same")),
         ]  # fmt: skip
         wrong += [(name, pair) for cell, known in zip(cells, values, strict=True) for pair in differing(cell, known)]
+    assert wrong == []
+
+
+def rules_asked(part: str, temperature: float) -> dict[tuple[str, str], dict]:
+    """By (drafts, rule): the arm that was asked about the rule, seeds pooled."""
+    arms = [
+        one for one in figures("compare_verifiers.json")["arms"]
+        if (one["part"], one["temperature"]) == (part, temperature)
+    ]  # fmt: skip
+    return {(arm["drafts"], rule): arm for arm in verifier_tables.pooled(arms) for rule in arm["tokens"]}
+
+
+@pytest.mark.parametrize(
+    ("part", "header", "number"),
+    [
+        ("shape", "| drafts, rule | T = 0.2 ", 0),
+        ("own", "| drafts, rule, own steps |", 0),
+        ("blended", "| drafts, rule | T = 0.2 ", 1),
+    ],
+)
+def test_tables_of_rules(part, header, number):
+    wrong = []
+    for column, temperature in enumerate((0.2, 0.6, 1.0, 2.0), start=1):
+        asked = rules_asked(part, temperature)
+        base = asked["sampled", "traversal"]
+        for row in rows_under("verifiers.md", header, number):
+            drafts, rule = re.match(r"(\w+), `(\w+)`", row[0]).groups()
+            arm = asked[drafts, rule]
+            known = (
+                arm["tokens_per_step"][rule]
+                if row[0].endswith("(tokens per step)")
+                else verifier_tables.gain(arm, rule, base, "traversal")
+            )
+            wrong += [(row[0], temperature, pair) for pair in differing(row[column], list(known))]
+    assert wrong == []
+
+
+def test_the_table_of_chains():
+    arms = {
+        (one["drafts"], one["temperature"]): one
+        for one in figures("compare_verifiers.json")["arms"]
+        if (one["part"], one["gamma"]) == ("chains", 8)
+    }
+    wrong, drafts = [], None
+    for name, what, *cells in rows_under("verifiers.md", "| drafts, gamma 8 |"):
+        drafts = name or drafts
+        for temperature, cell in zip((0.2, 0.6, 1.0, 2.0), cells, strict=True):
+            arm = arms[drafts, temperature]
+            known = (
+                list(verifier_tables.gain(arm, "block", arm, "token"))
+                if "gains" in what
+                else arm["tokens_per_step"]["token"][:1]
+            )
+            wrong += [(drafts, temperature, pair) for pair in differing(cell, known)]
+    assert wrong == []
+
+
+MODELS = {"SmolLM2": "smollm2", "Gemma": "gemma3-270m", "Qwen 1.5B": "qwen2.5-coder-1.5b"}
+
+
+def replayed() -> dict[tuple[str, str, str], dict]:
+    """By model, setting and arm."""
+    lines = [one for one in figures("real_models.json") if one["key"][0] == "replay"]
+    return {(one["model"], one["key"][1], one["key"][2]): one["result"] for one in lines}
+
+
+def known_rate(result: dict, samples: int) -> tuple[float, float]:
+    part = replay_tables.up_to(result, samples)
+    return verifier_tables.estimate(verifier_tables.resampled(part["steps"], part["tokens"]["match"]))
+
+
+def known_gain(one: dict, other: dict, samples: int) -> tuple[float, float]:
+    pair = [replay_tables.up_to(result, samples) for result in (one, other)]
+    return verifier_tables.gain(pair[0], "match", pair[1], "match")
+
+
+def test_replayed_tokens_per_step_of_real_models():
+    results, wrong = replayed(), []
+    for name, setting, *cells in rows_under("real_models.md", "| model | setting | 8 nodes, N = 1 / 4 / 16 | 32 nodes"):
+        ours = {
+            size: results[MODELS[name], setting, f"deterministic, {size[0]} nodes, {size[1]} rows"]
+            for size in ((8, 1), (32, 1), (80, 1), (32, 4), (64, 8))
+        }
+        known = [
+            [known_rate(ours[8, 1], count)[0] for count in (1, 4, 16)],
+            *(list(known_rate(ours[32, 1], count)) for count in (1, 4, 16)),
+            [known_rate(ours[80, 1], count)[0] for count in (1, 4, 16)],
+            [known_rate(ours[32, 4], count)[0] for count in (4, 16)],
+            [known_rate(ours[64, 8], count)[0] for count in (8, 16)],
+        ]
+        wrong += [
+            (name, setting, pair) for cell, one in zip(cells, known, strict=True) for pair in differing(cell, one)
+        ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("header", "pairs"),
+    [
+        (
+            "| model | setting | ours, 80 nodes |",
+            [
+                ("STAND's rule, 79", "deterministic, 80"),
+                ("token recycling, 79", "deterministic, 80"),
+                ("prompt lookup, 8", "deterministic, 80"),
+            ],
+        ),
+        (
+            "| model | setting | 8 nodes, N = 1 / 16 |",
+            [(f"laws, 10 a row, {nodes}", f"tokens, {nodes}") for nodes in (8, 32, 80)],
+        ),
+        (
+            "| model | setting | mixed | sampled |",
+            [("mixed, 32", "deterministic, 32"), ("sampled, 32", "deterministic, 32")],
+        ),
+    ],
+)
+def test_gains_of_real_models(header, pairs):
+    results, wrong = replayed(), []
+    for name, setting, *cells in rows_under("real_models.md", header):
+        gains = [cell for cell in cells if "±" in cell]
+        for cell, names in zip(gains, pairs, strict=True):
+            one, other = (results[MODELS[name], setting, f"{arm} nodes, 1 rows"] for arm in names)
+            known = [number for count in (1, 16) for number in known_gain(one, other, count)]
+            wrong += [(name, setting, names[0], pair) for pair in differing(cell, known)]
     assert wrong == []

@@ -63,7 +63,8 @@ def read_epochs(
     prompts: dict[object, np.ndarray] = {}
     by_number: dict[float, list[Recording]] = {}
     for record in read_records(path):
-        found = checkpoint.search(record.get("model") or "")
+        model = record.get("model")
+        found = checkpoint.search(model) if isinstance(model, str) else None
         if found is None or record.get("loop"):
             continue
         key = record.get("problem_id")

@@ -15,6 +15,8 @@ from tokenizers import Tokenizer
 
 LARGEST_ID = 2**31 - 1  # of an int32
 RECORDED = {"text", "token_ids"}  # a record has one of them
+FIELDS = {"text": (str, "text"), "problem": (str, "text"), "token_ids": (list, "a list"),
+          "problem_id": (str | int | float, "text or a number")}  # fmt: skip
 SHORTEST = 64  # tokens; shorter samples say little and are skipped
 
 
@@ -40,7 +42,7 @@ class Selection:
 
 def read_records(path: Path) -> Iterator[dict]:
     """The objects of a .jsonl or .jsonl.gz file, but the settings that a run of `throughput.py` begins with. Raises
-    ValueError on a line that is no object, or whose `text` or `problem` is no text."""
+    ValueError on a line that is no object, or has a field of FIELDS that is something else."""
     opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8")
     with opened as file:
         for number, line in enumerate(lines_of(file, path), start=1):
@@ -50,9 +52,9 @@ def read_records(path: Path) -> Iterator[dict]:
                 raise ValueError(f"{path} must hold JSON lines, got another line {number} ({error})") from error
             if not isinstance(record, dict):
                 raise ValueError(f"{path} must hold one object per line, got {type(record).__name__} in line {number}")
-            wrong = [name for name in ("text", "problem") if not isinstance(record.get(name), str | None)]
-            if wrong:
-                raise ValueError(f"{path} must hold {wrong[0]} as text, got {record[wrong[0]]!r} in line {number}")
+            for name, (kind, said) in FIELDS.items():
+                if not isinstance(record.get(name), kind | None):
+                    raise ValueError(f"{path} must hold {name} as {said}, got {record[name]!r} in line {number}")
             is_header = number == 1 and "settings" in record and not RECORDED & record.keys()
             if record and not is_header:
                 yield record
@@ -110,10 +112,16 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def record_tokens(record: dict, tokenizer: Tokenizer) -> np.ndarray:
-    """Recorded ids where there are any, else the text's, without special tokens. Raises ValueError for other ids."""
-    token_ids = record.get("token_ids")
+    """Recorded ids where there are any, else the text's, without special tokens. Raises ValueError for other ids, and
+    where there is neither."""
+    token_ids, text = record.get("token_ids"), record.get("text")
+    if not token_ids and text is None:
+        raise ValueError(
+            f"records must have text or token_ids, got neither in one of problem {record.get('problem_id')!r}; "
+            "leave that record out"
+        )
     if not token_ids:
-        return encode(tokenizer, record["text"])
+        return encode(tokenizer, text)
     wrong = [token for token in token_ids if not isinstance(token, int) or not 0 <= token <= LARGEST_ID]
     if wrong:
         raise ValueError(f"token_ids must be integers from 0 to {LARGEST_ID}, got {wrong[0]!r}; mend that record")
@@ -121,4 +129,11 @@ def record_tokens(record: dict, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
+    """Raises ValueError where the text holds half of a surrogate pair, as an escape that was cut in two leaves."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"texts must hold whole characters, got {text[error.start]!r} at place {error.start}; mend that record"
+        ) from error
     return np.array(tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)

@@ -278,6 +278,24 @@ def test_a_field_that_is_no_text_is_named(field, tmp_path):
         list(recordings.read_records(path))
 
 
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"problem_id": [1], "text": "w1"}, "must hold problem_id as text or a number, got [1] in line 1"),
+        ({"problem_id": 1, "token_ids": 5}, "must hold token_ids as a list, got 5 in line 1"),
+        ({"problem_id": 1, "text": None}, "must have text or token_ids, got neither in one of problem 1"),
+        ({"problem_id": 1, "token_ids": []}, "must have text or token_ids, got neither in one of problem 1"),
+        ({"problem_id": 1, "text": "w1 \ud83d"}, "must hold whole characters, got '\\ud83d' at place 3"),
+    ],
+)
+def test_what_no_record_can_be_ends_in_one_line(record, message, files, tmp_path, capsys):
+    """As recordings of servers have it: no answer, or half of a character. It was a traceback."""
+    path = tmp_path / "recordings.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    assert replay.main([str(path), "--tokenizer", str(files / "tokenizer.json")]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_missing_package_is_told_before_anything_is_replayed(files, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "arctic_inference", None)
     monkeypatch.setattr(replay, "replay", None)

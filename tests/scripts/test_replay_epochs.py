@@ -25,7 +25,8 @@ def file(tmp_path_factory):
             tokens[0] = number
             name = {"problem_id": f"p{problem}", "model": f"m checkpoint-{number}"}
             records.append(name | {"token_ids": tokens.tolist()})
-    records.append({"problem_id": "p0", "model": "other", "token_ids": [1] * 100})
+    for model in ("other", 7):
+        records.append({"problem_id": "p0", "model": model, "token_ids": [1] * 100})
     records.append({"problem_id": "p0", "model": "m checkpoint-7", "loop": True, "token_ids": [1] * 100})
     (folder / "walks.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     Tokenizer(WordLevel({"w0": 0}, unk_token="w0")).save(str(folder / "tokenizer.json"))

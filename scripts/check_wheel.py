@@ -113,9 +113,11 @@ def audit_faults(wheel: Path) -> list[str]:
 def test_on(python: str, wheel: Path) -> tuple[str | None, list[str]]:
     """(digest of the drafts, faults) of the wheel alone in an empty environment of this Python."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([python, "-m", "venv", folder], check=True)
         own = str(Path(folder) / "bin" / "python")
-        subprocess.run([own, "-m", "pip", "install", "--quiet", str(wheel), *TEST_PACKAGES], check=True)
+        install = [own, "-m", "pip", "install", "--quiet", str(wheel), *TEST_PACKAGES]
+        for command in ([python, "-m", "venv", folder], install):
+            if (status := subprocess.run(command).returncode) != 0:
+                return None, [f"the wheel must install with {python}, got status {status} of {' '.join(command)}"]
         tested = subprocess.run([own, "-m", "pytest", "-q", *TESTS, f"--ignore={NEEDS_ENGINE}"])
         script = Path(__file__).resolve()
         drafted = subprocess.run([own, str(script), "--drafts"], capture_output=True, text=True)
@@ -142,7 +144,13 @@ def main(arguments: list[str] | None = None) -> int:
     faults = size_faults(options.wheel) + tag_faults(options.wheel) + audit_faults(options.wheel)
     digests = {}
     for python in options.python or pythons_here():
-        say(f"Python {'.'.join(map(str, version_of(python) or ('?',)))}: {python}")
+        version = version_of(python)
+        if version is None:
+            faults.append(
+                f"--python must name interpreters that run and are not free-threaded, got {python}; name others"
+            )
+            continue
+        say(f"Python {'.'.join(map(str, version))}: {python}")
         digests[python], found = test_on(python, options.wheel)
         faults += found
     say("drafts: " + ", ".join(f"{digest} ({python})" for python, digest in digests.items()))

@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
+import check_wheel
 import pytest
 from check_wheel import MOST_BYTES, drafts_digest, main, pythons_here, size_faults, tag_faults, version_of
 
@@ -47,6 +49,26 @@ def test_what_is_no_wheel_is_refused(tmp_path, capsys):
         with pytest.raises(SystemExit, match="2"):
             main([str(tmp_path / name)])
         assert f"a wheel must be a .whl file, got {tmp_path / name}" in capsys.readouterr().err
+
+
+def test_every_interpreter_is_asked_and_what_fails_is_told(tmp_path, monkeypatch, capsys):
+    """The first that did not run, or into which the wheel could not be installed, ended the check with a traceback."""
+    wheel, asked = tmp_path / "stand_decoding-0.1.0-cp311-abi3-linux_x86_64.whl", []
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("nothing", "")
+
+    def run(command, **_):
+        asked.append(command)
+        return subprocess.CompletedProcess(command, int("pip" in command))
+
+    monkeypatch.setattr(check_wheel, "audit_faults", lambda wheel: [])
+    monkeypatch.setattr(check_wheel, "version_of", lambda python: None if python == "none" else (3, 11))
+    monkeypatch.setattr(check_wheel.subprocess, "run", run)
+    assert main([str(wheel), "--python", "none", "one", "two"]) == 1
+    assert [command[0] for command in asked if "venv" in command] == ["one", "two"]
+    told = capsys.readouterr().err
+    assert "--python must name interpreters that run and are not free-threaded, got none" in told
+    assert all(f"the wheel must install with {python}, got status 1" in told for python in ("one", "two"))
 
 
 def test_pythons_are_found():

@@ -186,6 +186,7 @@ class GuardedStep:
         self._step.finish()
 
     def close(self) -> None:
+        self._lesson_error = self._ride_error = None  # whose tracebacks hold the call and the graphs' memory
         self._step.close()
         self._rows, self.is_free = [], True
 

@@ -1,5 +1,8 @@
 """A captured step that fails during a generation: the rows go on by eager steps, and lose nothing."""
 
+import gc
+from weakref import WeakSet
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +16,7 @@ from tiny_models import kernel_model
 
 import stand
 from stand.backend import CapturedBackend
+from stand.call import Call
 from stand.forward.key_shape import LayerKeys
 from stand.gpu import page_table
 from stand.gpu.captured_step import CapturedStep
@@ -119,6 +123,17 @@ def test_an_error_of_the_drafter_is_no_failure_of_the_device(plain_kernels, monk
     monkeypatch.setattr(stand.BlendedDrafter, "learn", failing_after(2, stand.BlendedDrafter.learn, error))
     with pytest.raises(TypeError, match="cannot learn"):
         engine_of("triton").generate(input_ids=PROMPTS, **SETTINGS)
+
+
+def test_nothing_is_kept_of_a_call_that_a_lessons_error_has_ended(plain_kernels, monkeypatch):
+    calls, run, error = WeakSet(), Call.run, TypeError("this drafter cannot learn")
+    monkeypatch.setattr(Call, "run", lambda self: calls.add(self) or run(self))
+    monkeypatch.setattr(stand.BlendedDrafter, "learn", failing_after(2, stand.BlendedDrafter.learn, error))
+    engine = engine_of("triton")
+    with pytest.raises(TypeError, match="cannot learn"):
+        engine.generate(input_ids=PROMPTS, **SETTINGS)
+    gc.collect()
+    assert not calls and engine.backend.name == "triton"
 
 
 def test_an_error_that_the_device_does_not_survive_is_raised(plain_kernels, monkeypatch):

@@ -118,10 +118,7 @@ class GuardedStep:
     def forward(self, batch: DraftBatch, live: LiveRows, noise: VerifierNoise) -> None:
         """A ValueError is no failure of the device, the step refuses what it was given; nor is a lesson's error. What
         only a captured step does not hold is decoded by eager ones."""
-        if self._ride_error is not None and self.captured is not None:
-            error, self._ride_error = self._ride_error, None  # its traceback holds the graphs' memory
-            self._fall_back(live.rows, error)
-            del error
+        self._end_ride(live.rows)
         if self.captured is not None:
             try:
                 return self.captured.forward(batch, live, noise)
@@ -136,7 +133,7 @@ class GuardedStep:
         return self._step.verify()
 
     def ride(self, accepted: Sequence[np.ndarray]) -> None:
-        """Where it fails, the verdict stands, rows have no guesses, and from the next forward on steps are eager."""
+        """Where it fails, the verdict stands, rows have no guesses, and all later steps are eager."""
         try:
             self._step.ride(accepted)
         except Exception as error:
@@ -184,6 +181,7 @@ class GuardedStep:
 
     def finish(self) -> None:
         self._step.finish()
+        self._end_ride([])
 
     def close(self) -> None:
         self._lesson_error = self._ride_error = None  # whose tracebacks hold the call and the graphs' memory
@@ -194,6 +192,13 @@ class GuardedStep:
         """Give all memory back."""
         if self.captured is not None:
             self.captured.dissolve()
+
+    def _end_ride(self, rows: Sequence[Row]) -> None:
+        """Eager steps for these rows, where the last ride failed."""
+        error, self._ride_error = self._ride_error, None
+        if error is not None and self.captured is not None:
+            self._fall_back(rows, error)
+        del error  # its traceback holds the graphs' memory
 
     def _fall_back(self, rows: Sequence[Row], error: Exception) -> None:
         """From here on eager steps over the same memory. Raises `error` where the keys cannot be read."""

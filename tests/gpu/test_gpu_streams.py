@@ -177,6 +177,15 @@ def test_tails_that_fail_leave_the_verdict_and_go_on_with_eager_steps(monkeypatc
     assert engine.backend.name == "sdpa" and output.stats.num_draft_tokens > 50
 
 
+def test_a_tail_that_fails_in_a_calls_last_step_makes_later_calls_eager(monkeypatch):
+    model = kernel_model("qwen2")
+    engine = stand.wrap(model, drafter=alone(model), verifier="match", backend="triton", fuse=False)
+    monkeypatch.setattr(TailBody, "run", failing_after(0, TailBody.run, RuntimeError("gone")))
+    with pytest.warns(UserWarning, match="RuntimeError: gone; decoding goes on with eager steps"):
+        assert engine.generate(input_ids=PROMPTS, **SETTINGS | {"max_new_tokens": 1}).stats.num_forwards == 1
+    assert engine.backend.name == "sdpa" and "gone" in engine.backend.reason
+
+
 def test_streams_that_do_not_pay_are_not_run(monkeypatch):
     model = kernel_model("qwen2")
     source = stand.StreamLaws(random_streams(model))

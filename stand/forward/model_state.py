@@ -12,6 +12,7 @@ from itertools import chain
 import torch
 from torch import nn
 from torch.nn.modules import module as all_modules
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stand.fusion.guard import code_of
 
@@ -71,7 +72,11 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _place(tensor: torch.Tensor) -> tuple:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    """Quantised weights are of classes whose tensors have no address: their parts have."""
+    shape = tensor.dtype, tensor.shape, tensor.stride()
+    if is_traceable_wrapper_subclass(tensor):
+        return *shape, *(_place(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    return tensor.data_ptr(), *shape
 
 
 def _module_state(module: nn.Module) -> tuple:

@@ -15,6 +15,7 @@ from plain_kernels import use_plain_kernels
 from tiny_models import kernel_model
 from torch.nn.modules import module as all_modules
 from torch.nn.modules.module import register_module_forward_hook
+from torch.testing._internal.two_tensor import TwoTensor
 
 import stand
 from stand.forward.model_state import ModelState
@@ -233,6 +234,20 @@ def test_states_are_compared():
     assert ModelState(model).change_since(state) == "its configuration has changed"
     del model.model.layers[-1]
     assert ModelState(model).change_since(state) == "it has other modules"
+
+
+def test_weights_that_consist_of_parts_are_seen_by_their_parts():
+    """As quantised ones do: the tensor itself has no address."""
+    linear = torch.nn.Linear(4, 4, bias=False)
+    linear.weight = torch.nn.Parameter(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)))
+    state = ModelState(linear)
+    assert linear.weight.data_ptr() == 0
+    assert ModelState(linear).change_since(state) is None and state.holds_weights()
+    linear.weight.b = linear.weight.b.clone()
+    assert not state.holds_weights() and ModelState(linear).change_since(state) == "its weights have moved"
+    state = ModelState(linear)
+    linear.weight = torch.nn.Parameter(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)))
+    assert ModelState(linear).change_since(state) == "its weights have moved"
 
 
 def test_a_prompt_of_one_token_has_a_pool(recorded):

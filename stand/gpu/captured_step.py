@@ -141,7 +141,7 @@ class CapturedStep:
         lower_limit(pages, rows, self._model, **beside, held=self.nbytes)
         size = PoolSize.of(rows, self._num_rows, pages)
         known = 0 if self._table is None else self._table.numbers.shape[1]
-        if not self._has_pool(size):
+        if not self._has_pool(size, keys):
             self._drop()  # the old pool goes before the new one comes
             cache = DeviceCache.like(
                 keys, model=self._model, num_pages=size.num_pages, page_size=size.page_size, num_places=self._num_rows
@@ -153,9 +153,9 @@ class CapturedStep:
         self._follow(cache, max(size.width, known), pages)
         self._unread, self._num_scored, self._lesson, self._is_undecided = None, 0, None, False
 
-    def _has_pool(self, size: PoolSize) -> bool:
+    def _has_pool(self, size: PoolSize, keys: TreeCache) -> bool:
         cache = None if self._table is None else self._table.cache
-        return cache is not None and size.is_met_by(cache) and cache.suits(self._model)
+        return cache is not None and size.is_met_by(cache) and cache.suits(self._model, keys)
 
     def enter(self, row: Row, place: int, keys: TreeCache, *, source: int = 0) -> None:
         """As in `Step`; source: the row of `keys`."""

@@ -39,6 +39,7 @@ class DeviceCache(Cache):
         self._scan: Scan | None = None  # of the running step
         counts: dict[tuple[int, int], int] = {}  # by heads and their size
         self._places: dict[int, list[tuple[int, int]]] = {}  # by layer, of keys and of values: block, and place there
+        self._layers = dict(layers)
         for index, keys in layers:
             self._places[index] = []
             for size in (keys.key_size, keys.value_size):
@@ -66,9 +67,13 @@ class DeviceCache(Cache):
         asked = {"num_pages": num_pages, "page_size": page_size, "dtype": dtype, "device": device}
         return cls(layers=layers, recurrent=recurrent, **asked)
 
-    def suits(self, model: PreTrainedModel) -> bool:
-        """Whether it could hold this model's keys: they have its type and lie on its device."""
-        return (self.blocks[0].dtype, self.device) == (model.dtype, model.device)
+    def suits(self, model: PreTrainedModel, prefilled: TreeCache) -> bool:
+        """Whether it could hold this model's keys: they have its type, lie on its device, and their layers, which are
+        known as in `like`, are among its own."""
+        layers = layer_keys(prefilled) if prefilled.keys else key_shape(model).layers
+        has_states = prefilled.recurrent.layers.keys() <= self.recurrent.layers.keys()
+        has_layers = has_states and dict(layers).items() <= self._layers.items()
+        return has_layers and (self.blocks[0].dtype, self.device) == (model.dtype, model.device)
 
     @property
     def device(self) -> torch.device:

@@ -250,6 +250,16 @@ def test_weights_that_consist_of_parts_are_seen_by_their_parts():
     assert ModelState(linear).change_since(state) == "its weights have moved"
 
 
+def test_layers_that_come_back_have_keys_in_the_pool(recorded):
+    """A call without the last layer makes a pool without its keys."""
+    model = own_model()
+    engines, layers = [engine_of(model, backend) for backend in ("sdpa", "triton")], model.model.layers
+    for count in (1, 2):
+        model.model.layers, model.config.num_hidden_layers = layers[:count], count
+        eager, captured = (engine.generate(input_ids=PROMPT, **SETTINGS).token_ids for engine in engines)
+        assert captured == eager and str(engines[1].backend) == "triton"
+
+
 def test_a_prompt_of_one_token_has_a_pool(recorded):
     """Nothing comes before it, so its cache has no layer whose shape the pool could take."""
     model = own_model()

@@ -94,8 +94,9 @@ class StepOutput:
         return Tiling(tile, self._splittings[shape][programs])
 
     def suits(self, model: PreTrainedModel) -> bool:
-        """Whether the model has not been cast or moved since."""
-        return (self._dtype, self._device) == (model.dtype, model.device)
+        """Whether the model has not been cast or moved since, and has as many tokens in its vocabulary."""
+        is_as_large = self.laws.shape[1] == text_config(model).vocab_size
+        return is_as_large and (self._dtype, self._device) == (model.dtype, model.device)
 
     def _make_scratch(self, num_rows: int, device: torch.device) -> None:
         """Room for the partial results of the largest step, whatever the length of its rows."""

@@ -250,6 +250,15 @@ def test_weights_that_consist_of_parts_are_seen_by_their_parts():
     assert ModelState(linear).change_since(state) == "its weights have moved"
 
 
+def test_a_vocabulary_that_has_grown_has_laws_of_its_size(recorded):
+    model = own_model()
+    engines = [engine_of(model, backend) for backend in ("sdpa", "triton")]
+    for size in (model.config.vocab_size, model.config.vocab_size + 9):
+        model.resize_token_embeddings(size, mean_resizing=False)
+        eager, captured = (engine.generate(input_ids=PROMPT, **SETTINGS).token_ids for engine in engines)
+        assert captured == eager and str(engines[1].backend) == "triton"
+
+
 def test_layers_that_come_back_have_keys_in_the_pool(recorded):
     """A call without the last layer makes a pool without its keys."""
     model = own_model()

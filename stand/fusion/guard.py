@@ -39,6 +39,14 @@ def _names_seen_by(forward: Callable) -> Mapping[str, object]:
     return getattr(inspect.unwrap(forward), "__globals__", {})
 
 
+def kinds_of_weights(module: nn.Module) -> tuple[object, ...]:
+    """Class, dtype and layout of its own parameters: kernels take no others, whose values may change."""
+    weights = module._parameters.values()
+    return tuple(
+        [weight if weight is None else (type(weight), weight.dtype, weight.is_contiguous()) for weight in weights]
+    )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Guard:
     """A module in its place."""
@@ -47,18 +55,21 @@ class Guard:
     name: str
     module: nn.Module
     code: tuple[object, ...]
+    weights: tuple[object, ...]
 
     @classmethod
     def of(cls, model: nn.Module, name: str) -> Guard:
         parent, _, child = name.rpartition(".")
         owner = model.get_submodule(parent)
         module = getattr(owner, child)
-        return cls(owner, child, module, code_of(module))
+        return cls(owner, child, module, code_of(module), kinds_of_weights(module))
 
     def holds(self) -> bool:
-        """Whether it is still there, without hooks and with its class's forward, which nobody has replaced."""
+        """Whether it is still there, without hooks, with its class's forward, which nobody has replaced, and with
+        weights of the same kind."""
         is_there = self.parent._modules.get(self.name) is self.module
-        return is_there and is_bare(self.module) and self.code == code_of(self.module)
+        is_alike = is_there and self.weights == kinds_of_weights(self.module)
+        return is_alike and is_bare(self.module) and self.code == code_of(self.module)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,13 +14,15 @@ from stand.forward.model import text_config
 from stand.forward.self_check import LOGIT_TOLERANCES, check_case, relative_difference, tree_logits
 from stand.forward.tree_attention import exclusive
 from stand.fusion.fusion import Fusion
-from stand.fusion.guard import code_of, plain_values
+from stand.fusion.guard import code_of, kinds_of_weights, plain_values
 from stand.fusion.kernels import cpu_kernels
 from stand.fusion.merged_linear import is_bare
 from stand.fusion.recipe import Recipe, Swap
 from stand.fusion.trial import Trial
 
-State = tuple[bool, dict[str, object], tuple]  # of a module: `is_bare`, its settings, `code_of`
+State = tuple[
+    bool, dict[str, object], tuple, tuple
+]  # of a module: `is_bare`, its settings, `code_of`, its weights' kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def fused_twin(model: PreTrainedModel, layer: nn.Module, owner: nn.Module, name:
 
 
 def _state(module: nn.Module) -> State:
-    return is_bare(module), plain_values(module), code_of(module)
+    return is_bare(module), plain_values(module), code_of(module), kinds_of_weights(module)
 
 
 def _check_together(model: PreTrainedModel, fusion: Fusion) -> None:

@@ -244,9 +244,15 @@ def set_scaling(model):
         layer.self_attn.scaling *= 0.1
 
 
+def spread_norm(model):
+    """A slice of a larger matrix."""
+    norm = model.model.layers[1].post_attention_layernorm
+    norm.weight.data = torch.stack([3 * norm.weight.data, norm.weight.data], dim=1)[:, 0]
+
+
 CHANGES = [
     add_hook, add_norm_hook, add_layer_hook, add_adapter, replace_forward, replace_norm, replace_activation,
-    set_scaling,
+    set_scaling, spread_norm,
 ]  # fmt: skip
 
 
@@ -345,6 +351,18 @@ def test_what_was_proven_in_one_dtype_does_not_serve_another():
         again = fuse_on_cpu(model)
         assert again.dtype is torch.bfloat16
         assert not isinstance(fused(model, TreeCache(1, 1, fusion=again)), nullcontext)
+
+
+@pytest.mark.skipif(torch.bfloat16 not in DTYPES, reason="needs AVX2")
+def test_norms_that_are_cast_later_keep_their_own_way():
+    """As recipes for adapters do; Gemma's norms give the states' dtype whatever their weights are."""
+    model = fresh("gemma3").bfloat16()
+    fusion = fuse_on_cpu(model)
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.float()
+    assert difference(model, fusion) <= 0.05
+    assert swapped_names(model, fusion) == {"model.layers.0.mlp", "model.layers.1.mlp"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])

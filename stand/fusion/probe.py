@@ -155,6 +155,12 @@ def difference(reference: Outcome, outcome: Outcome) -> tuple[float, str | None]
     return largest, None
 
 
+def is_silent(outcome: Outcome) -> bool:
+    """Whether all is zero that positions, or the module's formula, would show in: weights may be loaded later."""
+    turned = [outcome.tensors[name] for name in ("query", "keys") if name in outcome.tensors]
+    return not any(bool(tensor.any()) for tensor in turned or outcome.tensors.values())
+
+
 def _reach(model: PreTrainedModel) -> int:
     """Positions to try: all that the model was made for, because an attention may treat far ones differently.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -28,7 +28,7 @@ from stand.fusion.layer import PARTS, FusedLayer, following_norm, is_layer
 from stand.fusion.merged_linear import MergedLinear, is_bare, merge_refusal, tied_parameters
 from stand.fusion.mlp import FusedMLP, find_activation, is_gated_mlp
 from stand.fusion.norm import FusedNorm, norm_refusal
-from stand.fusion.probe import MODULE_TOLERANCES, Outcome, Probe, difference
+from stand.fusion.probe import MODULE_TOLERANCES, Outcome, Probe, difference, is_silent
 from stand.fusion.recipe import Recipe, Swap
 from stand.fusion.router import FusedRouter, is_router, router_forms, told_apart
 
@@ -268,13 +268,15 @@ class Trial:
         self,
         kind: str,
         module: nn.Module,
-        candidates: Iterable[tuple[object, Callable]],
+        candidates: Sequence[tuple[object, Callable]],
         refusal: str,
         *,
         own: Outcome | None = None,
     ) -> object | None:
         """The setting whose forward comes nearest, if rounding explains what is left. own: what it is compared with,
         default the outcome of a plain forward."""
+        if not refusal and len(candidates) > 1 and is_silent(self._own[module] if own is None else own):
+            refusal = "it gives zeros, which any of several forwards would"
         if refusal:
             self._verdicts.append((kind, module, None, refusal))
             return None

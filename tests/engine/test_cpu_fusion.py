@@ -12,7 +12,14 @@ import pytest
 import torch
 from tiny_models import CONFIGS, SHAPE, tiny_model
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, NemotronConfig, OlmoConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    NemotronConfig,
+    OlmoConfig,
+    SmolLM3Config,
+)
 
 import stand
 from stand.drafters.eagle.head import EagleHead
@@ -280,6 +287,22 @@ def test_what_large_states_alone_show_is_not_fused():
     for activation, is_cut in (("gelu_10", True), ("gelu", False), ("gelu_new", False), ("silu", False)):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**shape, hidden_act=activation)).eval()
         assert (MLP in kept(fuse_on_cpu(model))) is not is_cut, activation
+
+
+@pytest.mark.parametrize("has_positions", [True, False])
+def test_weights_that_are_zero_at_the_proof_prove_nothing(has_positions):
+    """Heads of zeros turn to zeros, by tables of whatever width (gpt-oss: of half) or by none (SmolLM3)."""
+    config = CONFIGS["gpt_oss"] if has_positions else SmolLM3Config(**SHAPE, no_rope_layers=[0, 0])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    loaded_later = {name: value for name, value in model.state_dict().items() if "q_proj" in name or "k_proj" in name}
+    weights = {name: value.clone() for name, value in loaded_later.items()}
+    for value in loaded_later.values():
+        value.zero_()
+    fusion = fuse_on_cpu(model)
+    model.load_state_dict(weights, strict=False)
+    assert ATTENTION not in kept(fusion) and kept(fusion)[NORM] == 5
+    assert difference(model, fusion) <= 1e-4
 
 
 def test_rows_that_overflow_say_nothing():

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import stand
-from stand.seeds import prompt_word
+from stand.seeds import prompt_word, taught_seed
 from stand.trees import DraftBatch
 from table_parts.estimates import EstimateCounts
 from table_parts.law_recording import LawRecording, Trajectory
@@ -64,13 +64,14 @@ def replay(recording: LawRecording, make_drafter: Callable[[], stand.Drafter], *
         for first in range(0, len(samples), rows):
             result.sizes[-1].append(Counter())
             drafter.learn_prompt(prompt, problem=problem)
+            own_seed = taught_seed(seed, prompt)  # of the engine's drafts, from a lookup that was empty
             live = [
                 _row(first + place, one, prompt, recording.most_tokens)
                 for place, one in enumerate(samples[first : first + rows])
             ]
             done += live
             while live:
-                _step(drafter, live, problem, seed, result)
+                _step(drafter, live, problem, (own_seed, seed), result)
                 live = [row for row in live if row.left > 0]
         result.tokens.append([len(row.trajectory.tokens) for row in done])
         result.steps.append([row.steps for row in done])
@@ -82,11 +83,14 @@ def _row(number: int, trajectory: Trajectory, prompt: np.ndarray, most_tokens: i
     return ReplayedRow(number, trajectory, text, length=start, start=start, most=start + most_tokens)
 
 
-def _step(drafter: stand.Drafter, live: list[ReplayedRow], problem: int, seed: int, result: Replayed) -> None:
+def _step(
+    drafter: stand.Drafter, live: list[ReplayedRow], problem: int, seeds: tuple[int, int], result: Replayed
+) -> None:
+    """seeds: of drafts, and of the target's draws."""
     request = stand.DraftRequest(
         histories=[row.text[: row.length] for row in live],
-        seed=seed,
-        target_seed=seed,
+        seed=seeds[0],
+        target_seed=seeds[1],
         rows=np.array([row.number for row in live]),
         steps=np.array([row.steps for row in live]),
         problems=np.full(len(live), problem),

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from stand.fusion.guard import code_of
 
 PLAIN = (bool, int, float, str, type(None))
+ORDINARY = (torch.Tensor, nn.Parameter)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 PASSED_OVER = vars(nn.Module()).keys() - {"training"}  # what torch keeps in every module
 OWN_HOOKS = ("stand.", "transformers.")  # modules of hooks that belong to this engine, or only collect outputs
@@ -74,7 +75,7 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 def _place(tensor: torch.Tensor) -> tuple:
     """Quantised weights are of classes whose tensors have no address: their parts have."""
     shape = tensor.dtype, tensor.shape, tensor.stride()
-    if is_traceable_wrapper_subclass(tensor):
+    if type(tensor) not in ORDINARY and is_traceable_wrapper_subclass(tensor):  # which takes longer than all else
         return *shape, *(_place(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     return tensor.data_ptr(), *shape
 

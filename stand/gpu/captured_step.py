@@ -15,30 +15,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.forward.latent_keys import unexpanded_keys
 from stand.forward.model_state import ModelState
-from stand.forward.recurrent_layers import recurrent_forwards, recurrent_layers
+from stand.forward.recurrent_layers import recurrent_layers
 from stand.forward.recurrent_states import RecurrentStates
 from stand.forward.rider import Guesses, Rider, path_ends
-from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import TreeCache
 from stand.fusion.fusion import Fusion
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.device_rule import GreedyRule, rule_like
-from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME
 from stand.gpu.packing import kept_paths
 from stand.gpu.page_table import PageTable, PoolSize
 from stand.gpu.runner import Program, Runner, runner_for
 from stand.gpu.step_body import LEARNED_ROWS, StepBody, StepOutput
 from stand.gpu.step_packet import StepPacket
 from stand.gpu.step_size import MAX_ROW_NODES, NUM_TOKENS, StepLimitError, StepSize, sizes_for
+from stand.gpu.swapped_forwards import SwappedForwards
 from stand.gpu.tails import Tails
 from stand.row import LiveRows, Row
 from stand.sampling import TargetLaw
@@ -71,7 +69,6 @@ class CapturedStep:
         default: a new one."""
         self._model = model
         self._state: ModelState | None = None  # of the model when the call began
-        self._fusion = fusion
         self._law = law
         self._verifier = verifier
         self._rule = GreedyRule() if law.params.is_greedy else rule_like(verifier)
@@ -83,7 +80,10 @@ class CapturedStep:
         self._has_states = bool(recurrent_layers(model))  # which take memory by places, as the call has counted them
         self._output = StepOutput(model, num_rows, wants_features=wants_features, rider=rider)
         self.runner = runner_for(model.device) if runner is None else runner
-        self._tails = None if rider is None else Tails(model, self._output, num_rows, self.runner)
+        self._forwards = SwappedForwards(model, fusion)
+        self._tails = (
+            None if rider is None else Tails(model, self._output, num_rows, self.runner, swap=self._forwards.swap)
+        )
         self._recorded: dict[StepSize, tuple[StepBody, Program]] = {}
         self._by_nodes: dict[tuple[int, int, int], tuple[StepBody, Program]] = {}  # the same by what was met
         self.body: StepBody | None = None  # of the last step prepared
@@ -125,9 +125,7 @@ class CapturedStep:
     def attention(self) -> Iterator[None]:
         if self._state is not None and not self._state.holds_weights():  # moved while a stream waited
             self._follow_model()
-        fused = nullcontext() if self._fusion is None else self._fusion.active()
-        scanned = recurrent_forwards(self._model) if self._has_states else nullcontext()
-        with tree_attention(self._model, KERNEL_ATTENTION_NAME), scanned, unexpanded_keys(self._model), fused:
+        with self._forwards.block():
             yield
 
     def begin(self, keys: TreeCache, rows: Sequence[Row], pages: PageAllocator | None = None) -> None:
@@ -341,7 +339,9 @@ class CapturedStep:
         self._keep_best()
         packet = StepPacket(size, self._model.device, table=self._table, more=self._rule.fields(size))
         packet.clear(self._table)
-        body = StepBody(self._model, self._table.cache, self._law, self._rule, packet, self._output)
+        body = StepBody(
+            self._model, self._table.cache, self._law, self._rule, packet, self._output, swap=self._forwards.swap
+        )
         self._recorded[size] = body, self.runner.record(body.run, body.find_best)
         return self._recorded[size]
 

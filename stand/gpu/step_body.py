@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -187,8 +187,11 @@ class StepBody:
         rule: DeviceRule,
         packet: StepPacket,
         output: StepOutput,
+        *,
+        swap: Callable[[], None] = lambda: None,
     ):
-        self.packet = packet
+        """swap: called before the model runs, to make its modules' forwards those of this step."""
+        self.packet, self._swap = packet, swap
         self._model, self._cache, self._law, self._rule, self._output = model, cache, law, rule, output
         self._plan = output.plan(packet)
         self._scan: KernelScan | None = None  # between a forward and its verdict, where layers keep states
@@ -223,6 +226,7 @@ class StepBody:
 
     def forward(self) -> torch.Tensor:
         """[M, V] logits of the packet's tokens; their keys are in the cache then, and wanted states in the output."""
+        self._swap()
         step = self.packet.device
         self._scan = KernelScan(step, self._cache.recurrent) if self._cache.recurrent.layers else None
         self._cache.begin(step["slots"], self._scan)

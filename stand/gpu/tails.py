@@ -49,14 +49,18 @@ class Chains:
 class TailBody:
     """The tails of one step size; `packet` is to be filled before each run."""
 
-    def __init__(self, packet: StepPacket, cache: DeviceCache, output: StepOutput, guessed: Packet):
-        self.packet = packet
+    def __init__(
+        self, packet: StepPacket, cache: DeviceCache, output: StepOutput, guessed: Packet, swap: Callable[[], None]
+    ):
+        """swap: as in `StepBody`."""
+        self.packet, self._swap = packet, swap
         self._cache, self._output, self._guessed = cache, output, guessed
         self._plan = output.plan(packet)
 
     @torch.inference_mode()
     def run(self) -> None:
         """Packet up, the rider's forward, best tokens down."""
+        self._swap()
         self.packet.upload()
         step, rider = self.packet.device, self._output.rider
         self._cache.begin(step["slots"])
@@ -75,10 +79,19 @@ class TailBody:
 class Tails:
     """Runs the tails of a captured step's rows, as many at once as a step holds tokens."""
 
-    def __init__(self, model: PreTrainedModel, output: StepOutput, num_rows: int, runner: Runner):
-        """output: has a rider."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        output: StepOutput,
+        num_rows: int,
+        runner: Runner,
+        *,
+        swap: Callable[[], None] = lambda: None,
+    ):
+        """output: has a rider. swap: as in `StepBody`."""
         self._length, width = output.rider.tail_length, output.rider.law_size
         self._device, self._output, self._num_rows, self._runner = model.device, output, num_rows, runner
+        self._swap = swap
         per_token = (NUM_TOKENS[-1], width)
         self._guessed = Packet({"ids": (np.int32, per_token), "probs": (np.float32, per_token)}, model.device)
         self._recorded: dict[StepSize, tuple[TailBody, Body]] = {}
@@ -122,6 +135,6 @@ class Tails:
             ends = (np.int64, (-(-size.num_tokens // self._length),))
             packet = StepPacket(size, self._device, table=table, more={"ends": ends})
             packet.clear(table)
-            body = TailBody(packet, table.cache, self._output, self._guessed)
+            body = TailBody(packet, table.cache, self._output, self._guessed, self._swap)
             self._recorded[size] = body, self._runner.record_alone(body.run)
         return self._recorded[size]

@@ -33,7 +33,8 @@ FAMILIES = (
     "deepseek_v3",
     "minicpm3",
 )  # the latter two keep latents, or values narrower than keys
-PAIR = StepPair(unequal_model, num_return_sequences=2, max_new_tokens=40, temperature=0.6, seed=4, learn=False)
+# With seed 4 DeepSeek meets two experts whose scores differ by 8e-7, which rounding decides.
+PAIR = StepPair(unequal_model, num_return_sequences=2, max_new_tokens=40, temperature=0.6, seed=5, learn=False)
 
 
 @pytest.fixture

@@ -109,16 +109,8 @@ OF_GROWTH: dict[tuple[str, str, str], str] = {
         "const int32_t most_sure = std::min(size, settings_.width - 1);",
         "min -> its argument 2",
     ): "reads behind the last candidate, which only a build with bounds checks notices (make test-debug)",
-    (
-        "growth.h",
-        _NEXT_DRAW,
-        "> -> >=",
-    ): "0 / 0 is not a number, and what is none is not queued",
-    (
-        "growth.h",
-        _NEXT_DRAW,
-        "0 -> 1",
-    ): _REPLACED,
+    ("growth.h", _NEXT_DRAW, "> -> >="): "0 / 0 is not a number, and what is none is not queued",
+    ("growth.h", _NEXT_DRAW, "0 -> 1"): _REPLACED,
     (
         "outcome.h",
         "if (fates[node] == Fate::accepted) continue;",

@@ -20,9 +20,7 @@ from stand.fusion.merged_linear import is_bare
 from stand.fusion.recipe import Recipe, Swap
 from stand.fusion.trial import Trial
 
-State = tuple[
-    bool, dict[str, object], tuple, tuple
-]  # of a module: `is_bare`, its settings, `code_of`, its weights' kinds
+State = tuple[bool, dict[str, object], tuple, tuple]  # of a module: see `_state`
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from transformers import PreTrainedModel
 
 from stand.forward.latent_keys import unexpanded_keys
-from stand.forward.recurrent_layers import recurrent_forwards, recurrent_layers
+from stand.forward.recurrent_layers import recurrent_forwards
 from stand.forward.tree_attention import tree_attention
 from stand.fusion.fusion import Fusion
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME
@@ -39,8 +39,7 @@ class SwappedForwards:
         if self._block is None or self._is_swapped:
             return
         self._block.enter_context(tree_attention(self._model, KERNEL_ATTENTION_NAME))
-        if recurrent_layers(self._model):
-            self._block.enter_context(recurrent_forwards(self._model))
+        self._block.enter_context(recurrent_forwards(self._model))
         self._block.enter_context(unexpanded_keys(self._model))
         if self._fusion is not None:
             self._block.enter_context(self._fusion.active())

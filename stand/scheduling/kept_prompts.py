@@ -9,13 +9,13 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.forward.devices import input_device, is_offloaded
+from stand.forward.few_token_product import ORDINARY
 from stand.forward.key_shape import key_shape
 from stand.forward.model import PROMPT_CHUNK
 from stand.forward.model_state import ModelState, foreign_hook
 from stand.forward.tree_cache import TreeCache
 from stand.scheduling.prefilled import Prefilled, common_chunks
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 NO_AGE = 0  # of a call that keeps nothing
 
 
@@ -122,7 +122,7 @@ def _few_numbers(tensors: list[torch.Tensor]) -> bytes:
     counts no change."""
     parts: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
-        if type(tensor) in PLAIN and tensor.numel() and not tensor.is_meta and tensor.layout == torch.strided:
+        if type(tensor) in ORDINARY and tensor.numel() and not tensor.is_meta and tensor.layout == torch.strided:
             few = tensor[tuple(slice(None, None, max(size // 4, 1)) for size in tensor.shape)]
             parts.setdefault(few.device, []).append(few.contiguous().view(-1).view(torch.uint8))
     return b"".join(torch.cat(of_device).cpu().numpy().tobytes() for of_device in parts.values())

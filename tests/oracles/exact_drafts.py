@@ -26,6 +26,8 @@ from exact import Draft, World, full_laws, stop_probabilities
 from stand.trees import DraftBatch, DraftTree
 from stand.verifiers import TargetRows, ThresholdVerifier, get_verifier
 
+RULES = ["traversal", "rrs", "match"]  # for adapted drafts
+SET_RULES = ["ranked_traversal", "ot_traversal"]  # want widths that were settled before the draws
 ROUNDING = 1e-6  # recorded laws are float32
 PATIENCE = 4  # the search ends when it has found nothing new for this many times as long as until the last find
 

@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 from draft_worlds import dense_world
 from exact import World
-from exact_drafts import JointDraft, assert_adapted, chi_square, distance_from_target, joint_drafts
+from exact_drafts import RULES, JointDraft, assert_adapted, chi_square, distance_from_target, joint_drafts
 from outside_trees import outside_laws
 from taught_lookups import taught_lookups
 
 from stand.trees import DraftBatch, OutsideLaws
 from stand.verifiers import get_verifier
 
-RULES = ["traversal", "rrs", "match"]
 HISTORIES = [np.array([0, 1, 0], np.int32), np.array([2, 0, 0], np.int32)]
 SAME = [HISTORIES[0], HISTORIES[0]]
 ANY = OutsideLaws.ANY_TOKEN

@@ -9,15 +9,23 @@ import numpy as np
 import pytest
 from draft_worlds import dense_world
 from exact import World
-from exact_drafts import ROUNDING, JointDraft, assert_adapted, chi_square, distance_from_target, joint_drafts
+from exact_drafts import (
+    ROUNDING,
+    RULES,
+    SET_RULES,
+    JointDraft,
+    assert_adapted,
+    chi_square,
+    distance_from_target,
+    joint_drafts,
+)
 from taught_lookups import SCOPES, laws_of, taught_lookups
 
 from stand.trees import BlendedLookup, LookupTree, TreeShape
 from stand.verifiers import get_verifier
 
-TREE_RULES = ["traversal", "rrs", "match"]
-BATCH_RULES = [*TREE_RULES, "ranked_traversal", "ot_traversal"]
-INDEPENDENT_RULES = [*TREE_RULES, "specinfer", "spectr"]
+BATCH_RULES = [*RULES, *SET_RULES]
+INDEPENDENT_RULES = [*RULES, "specinfer", "spectr"]
 CHAIN_RULES = [*BATCH_RULES, "specinfer", "spectr", "token", "block"]
 HISTORIES = [np.array([0, 1, 0], np.int32), np.array([2, 0, 0], np.int32)]
 SAME = [HISTORIES[0], HISTORIES[0]]
@@ -88,7 +96,7 @@ def test_growth_under_one_budget_is_adapted(blended, joint_growth, kind, name):
     size, joint = blended[kind][1], joint_growth(kind, name)
     assert kind != "deterministic" or len(joint) == 1
     assert kind != "sampled" or len(joint) > 5
-    assert_adapted(joint, worlds(size), TREE_RULES)
+    assert_adapted(joint, worlds(size), RULES)
 
 
 @pytest.mark.parametrize("kind", ["sampled", "deterministic"])

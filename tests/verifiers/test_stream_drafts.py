@@ -7,6 +7,8 @@ import pytest
 from draft_requests import draft_request
 from draft_worlds import dense_world
 from exact_drafts import (
+    RULES,
+    SET_RULES,
     JointDraft,
     assert_adapted,
     assert_refused_where_widths_are_not_settled,
@@ -21,8 +23,6 @@ from stand.trees import DraftBatch
 from stand.verifiers import get_verifier
 
 SIZE = 3
-RULES = ["traversal", "rrs", "match"]
-SET_RULES = ["ranked_traversal", "ot_traversal"]  # want widths that were settled before the draws
 HISTORIES = [np.array([0, 1, 0], np.int32), np.array([2, 0, 2], np.int32)]
 SAME = [HISTORIES[0], HISTORIES[0]]
 LAWS = np.random.default_rng(3).dirichlet(np.full(SIZE, 10.0), size=(SIZE, 2)).astype(np.float32)  # two streams

@@ -47,21 +47,20 @@ def _set_up(
                 )  # fmt: skip
         else:
             for other in range(first, start, BLOCK_E):
-                tokens, is_token, others, is_other, related = _related(
-                    own_keys, stride, sums, beta, ancestors, stride_words, size, head, first, start, end, other, start,
-                    HEADS, BLOCK_E, BLOCK_K,
+                cells, is_cell, related = _related(
+                    own_keys, stride, sums, beta, ancestors, stride_words, size, width, head, first, start, end, other,
+                    start, HEADS, BLOCK_E, BLOCK_K,
                 )  # fmt: skip
-                cells = (tokens[:, None].to(tl.int64) * HEADS + head) * width + (others - first)[None, :]
-                tl.store(system + cells, related, mask=is_token[:, None] & is_other[None, :])
+                tl.store(system + cells, related, mask=is_cell)
 
 
 @triton.jit
 def _related(
-    keys, stride, sums, beta, ancestors, stride_words, size, head, first, start, end, other, limit,
+    keys, stride, sums, beta, ancestors, stride_words, size, width, head, first, start, end, other, limit,
     HEADS: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Tokens i from `start` on, tokens j from `other` to below `limit`, which of them are meant, and [i, j] float32:
-    beta_i exp(G_i - G_j) (k_j . k_i) where j is an ancestor of i, else 0."""
+    """Of tokens i from `start` on and tokens j from `other` to below `limit` [i, j]: the cells of the system, which of
+    them there are, and beta_i exp(G_i - G_j) (k_j . k_i) in float32 where j is an ancestor of i, else 0."""
     tokens, others = start + tl.arange(0, BLOCK_TOKENS), other + tl.arange(0, BLOCK_J)
     is_token, is_other = tokens < end, others < limit
     dots = products(
@@ -71,7 +70,8 @@ def _related(
     decays = decays_between(sums, ancestors, stride_words, head, first, tokens, is_token, others, is_other, HEADS)
     rates = tl.load(beta + tokens.to(tl.int64) * HEADS + head, mask=is_token, other=0.0).to(tl.float32)
     related = tl.where(tokens[:, None] == others[None, :], 0.0, rates[:, None] * dots * decays)
-    return tokens, is_token, others, is_other, related
+    cells = (tokens[:, None].to(tl.int64) * HEADS + head) * width + (others - first)[None, :]
+    return cells, is_token[:, None] & is_other[None, :], related
 
 
 @triton.jit
@@ -81,8 +81,8 @@ def _invert(
 ):  # fmt: skip
     """In place of a block on the diagonal, which counts as 1 there, its inverse: both halves row after row, side by
     side, then the corner below them."""
-    tokens, is_token, others, is_other, related = _related(
-        keys, stride, sums, beta, ancestors, stride_words, size, head, first, start, end, start, end,
+    cells, is_cell, related = _related(
+        keys, stride, sums, beta, ancestors, stride_words, size, width, head, first, start, end, start, end,
         HEADS, BLOCK_TOKENS, BLOCK_K,
     )  # fmt: skip
     nodes = tl.arange(0, BLOCK_TOKENS)
@@ -95,8 +95,7 @@ def _invert(
         inverse -= tl.where(is_half & (nodes % HALF == node)[:, None], behind[None, :], 0.0)
     corner = tl.dot(tl.where(is_half, 0.0, related), inverse, input_precision="ieee")
     inverse -= tl.dot(inverse, corner, input_precision="ieee")
-    cells = (tokens[:, None].to(tl.int64) * HEADS + head) * width + (others - first)[None, :]
-    tl.store(system + cells, inverse, mask=is_token[:, None] & is_other[None, :])
+    tl.store(system + cells, inverse, mask=is_cell)
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.modules import module as all_modules
 
 from stand.forward.linear_layers import FewTokenForward, class_forward
+from stand.forward.modules import modules_of
 from stand.forward.packed_plan import running_step
 
 NAME = "expand_kv"  # of transformers' method that computes keys and values
@@ -136,7 +137,7 @@ _KNOWN: WeakKeyDictionary[nn.Module, tuple[Callable, bool]] = WeakKeyDictionary(
 
 
 def _served(model: nn.Module) -> Iterator[nn.Module]:
-    return (layer for layer in model.modules() if hasattr(type(layer), NAME) and _is_served(layer))
+    return (layer for layer in modules_of(model) if hasattr(type(layer), NAME) and _is_served(layer))
 
 
 def _is_served(layer: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 
 from stand.forward.dot_products import IS_INTEL
 from stand.forward.few_token_product import IS_FASTER, FewTokenProduct, are_weights, few_token_products, is_plain
+from stand.forward.modules import modules_of
 from stand.laws.filters import VECTORS
 
 LINEAR_FORWARD = Linear.forward  # unless somebody replaces it
@@ -59,7 +60,8 @@ class FewTokenForward:
 
     def is_current(self) -> bool:
         """Whether the layer still has the weights that the product reads."""
-        return self.product.reads(self.layer.weight, self.layer.bias)
+        own = self.layer._parameters
+        return self.product.reads(own.get("weight"), own.get("bias"))
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         if self.serves(input):
@@ -112,7 +114,7 @@ class _Layers:
             with torch.no_grad():
                 self._forwards = [
                     FewTokenForward(layer)
-                    for layer in model.modules()
+                    for layer in modules_of(model)
                     if type(layer) is Linear and _has_own_weights(layer)
                 ]
         for forward in self._forwards:

@@ -21,6 +21,7 @@ from torch.nn import Module
 from stand.forward.devices import brought_weights
 from stand.forward.gates import ComputedGates, StepSizes
 from stand.forward.linear_layers import class_forward
+from stand.forward.modules import modules_of
 from stand.forward.packed_plan import plain_forward_error
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ _KNOWN: WeakKeyDictionary[Module, list[RecurrentForward]] = WeakKeyDictionary() 
 
 def _forwards(model: Module) -> list[RecurrentForward]:
     """Made anew where the model has other layers by now."""
-    layers = [layer for layer in model.modules() if is_recurrent(layer)]
+    layers = [layer for layer in modules_of(model) if is_recurrent(layer)]
     known = _KNOWN.get(model)
     if known is None or [forward.layer for forward in known] != layers:
         known = _KNOWN[model] = [RecurrentForward(layer) for layer in layers]

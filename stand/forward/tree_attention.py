@@ -21,6 +21,7 @@ from stand.forward.few_token_attention import is_supported, supported_attention
 from stand.forward.latent_keys import latent_keys_of, unexpanded_keys
 from stand.forward.linear_layers import few_token_layers
 from stand.forward.model import text_config
+from stand.forward.modules import modules_of
 from stand.forward.packed_plan import StepPlan, plain_forward_error, running_plan
 from stand.forward.recurrent_layers import recurrent_forwards
 
@@ -223,7 +224,7 @@ def _configs(model: PreTrainedModel) -> tuple[list[PreTrainedConfig], list[PreTr
     for config in reached:  # which grows
         reached += [part for key in config.sub_configs if (part := getattr(config, key, None)) is not None]
     own: dict[int, PreTrainedConfig] = {}
-    for part in model.modules():
+    for part in modules_of(model):
         config = vars(part).get("config")
         if isinstance(part, PreTrainedModel):
             reached.append(config)

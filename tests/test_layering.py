@@ -1,6 +1,7 @@
 """Arrows point down only: stand -> verifiers -> trees; trees never touches torch, and only stand.gpu needs Triton."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,22 +18,35 @@ FOLDERS = {
     "verifiers": Path(stand.verifiers.__file__).parent,
     "trees": Path(stand.trees.__file__).parent,
 }
-FORBIDDEN = {
-    "trees": ("torch", "transformers", "stand.verifiers", "stand.engine", "scripts"),
-    "verifiers": ("transformers", "stand.engine", "stand.drafters.drafter", "stand.row", "scripts"),
-    "stand": ("scripts", "tests", "triton"),
-    "gpu": ("scripts", "tests"),
+ALLOWED = {
+    "trees": ("stand.trees",),
+    "verifiers": ("stand.extra", "stand.trees", "stand.verifiers"),
+    "stand": ("stand",),
+    "gpu": ("stand",),
 }
+FORBIDDEN = {"trees": ("torch", "transformers", "triton"), "verifiers": ("transformers", "triton")}
+FORBIDDEN |= {"stand": ("triton",), "gpu": ()}
+ROOT = Path(__file__).resolve().parents[1]
+CYTHON_IMPORT = re.compile(r"^ *(?:from ([\w.]+) c?import|c?import ([\w.]+))", re.MULTILINE)
 
 
 def imported_modules(path: Path) -> set[str]:
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    text, names = path.read_text(encoding="utf-8"), set()
+    if path.suffix == ".pyx":
+        return {module or other for module, other in CYTHON_IMPORT.findall(text)}
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
     return names
+
+
+def unshipped_modules(root: Path = ROOT) -> tuple[str, ...]:
+    """What commands and tests import, by the names that they import it by: both folders are on the path."""
+    found = [path for folder in (root / "scripts", root / "tests" / "oracles") for path in folder.glob("*")]
+    modules = {path.stem for path in found if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    return tuple(sorted(modules | {"scripts", "tests"}))
 
 
 def offending(names: set[str], forbidden: tuple[str, ...]) -> set[str]:
@@ -41,25 +55,31 @@ def offending(names: set[str], forbidden: tuple[str, ...]) -> set[str]:
 
 @pytest.mark.parametrize("package", FOLDERS)
 def test_no_arrow_points_up(package):
-    sources = sorted(FOLDERS[package].rglob("*.py"))
+    sources = sorted(path for pattern in ("*.py", "*.pyx") for path in FOLDERS[package].rglob(pattern))
     if package == "stand":
         sources = [path for path in sources if FOLDERS["gpu"] not in path.parents]
     assert sources
     for path in sources:
         names = imported_modules(path)
-        assert not offending(names, FORBIDDEN[package]), path.name
-        own = {name for name in names if name == "stand" or name.startswith("stand.")}
-        allowed = {
-            "trees": ("stand.trees",),
-            "verifiers": ("stand.extra", "stand.trees", "stand.verifiers"),
-            "stand": ("stand",),
-            "gpu": ("stand",),
-        }[package]
-        assert not {name for name in own if not name.startswith(allowed)}, path.name
+        assert not offending(names, FORBIDDEN[package] + unshipped_modules()), path.name
+        own = offending(names, ("stand",))
+        assert own == offending(own, ALLOWED[package]), path.name
 
 
-def test_the_checker_sees_a_wrong_arrow():
+def test_the_checker_sees_a_wrong_arrow(tmp_path):
     assert offending({"torch.nn", "numpy"}, FORBIDDEN["trees"]) == {"torch.nn"}
+    path = tmp_path / "wrong.pyx"
+    path.write_text("cimport cython\nfrom workloads.problems import Problem\nfrom stand.row cimport Row\n")
+    names = imported_modules(path)
+    assert names == {"cython", "workloads.problems", "stand.row"}
+    assert offending(names, unshipped_modules()) == {"workloads.problems"}
+    assert not offending(names, ALLOWED["trees"])
+
+
+def test_no_test_imports_a_test():
+    """What several tests share is in tests/oracles."""
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        assert not {name for name in imported_modules(path) if name.startswith("test_")}, path.name
 
 
 def run_python(code: str, **kwargs) -> subprocess.CompletedProcess:

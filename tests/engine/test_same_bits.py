@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from test_forward import path_to, ragged_case
+from plain_forwards import path_to, ragged_case
 from tiny_models import kernel_model
 
 import stand

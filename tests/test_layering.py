@@ -66,6 +66,14 @@ def test_no_arrow_points_up(package):
         assert own == offending(own, ALLOWED[package]), path.name
 
 
+def test_the_forward_pass_stands_below_what_uses_it():
+    """Type hints aside."""
+    users = tuple(f"stand.{name}" for name in ("fusion", "gpu", "scheduling", "drafters", "backend", "call", "engine"))
+    for path in sorted((FOLDERS["stand"] / "forward").glob("*.py")):
+        names = {re.sub(r"^stand\.fusion\.fusion(\.Fusion)?$", "", name) for name in imported_modules(path)}
+        assert not offending(names, users), path.name
+
+
 def test_the_checker_sees_a_wrong_arrow(tmp_path):
     assert offending({"torch.nn", "numpy"}, FORBIDDEN["trees"]) == {"torch.nn"}
     path = tmp_path / "wrong.pyx"

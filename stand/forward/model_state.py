@@ -15,9 +15,8 @@ from torch.nn.modules import module as all_modules
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stand.forward.few_token_product import ORDINARY
-from stand.fusion.guard import code_of
+from stand.forward.module_code import PLAIN, code_of
 
-PLAIN = (bool, int, float, str, type(None))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 PASSED_OVER = vars(nn.Module()).keys() - {"training"}  # what torch keeps in every module
 OWN_HOOKS = ("stand.", "transformers.")  # modules of hooks that belong to this engine, or only collect outputs

@@ -17,14 +17,13 @@ import triton.language as tl
 from stand.fusion.experts import MOST_TOKENS
 from stand.fusion.formulas import EXPERT_ACTIVATIONS, RELU_SQUARED
 from stand.gpu.expert_tiles import MOST_CHOSEN, ExpertTile, expert_tile
-from stand.gpu.kernels.launch import launch_device
+from stand.gpu.kernels.launch import FLOATS, launch_device
 from stand.gpu.kernels.pairs import find_tile, sort_pairs
 from stand.gpu.kernels.product import is_last
 from stand.gpu.kernels.proxy_fence import MUST_ADD_FENCES, fences_added
 from stand.gpu.kernels.swiglu import activate, sigmoid
 
 BLOCK = 1024
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @triton.jit
@@ -296,7 +295,7 @@ def _check(
         layouts = ", ".join(f"{list(one.shape)} by {list(one.stride())}" for one in given)
         raise ValueError(f"all tensors must be contiguous, got {layouts}; use the module's own forward")
     weights = [one for one in (up, up_bias, down, down_bias) if one is not None]
-    is_known = states.dtype in DTYPES and all(one.dtype == states.dtype for one in weights)
+    is_known = states.dtype in FLOATS and all(one.dtype == states.dtype for one in weights)
     if not is_known or experts.dtype != torch.int64 or shares.dtype not in (torch.float32, states.dtype):
         raise ValueError(
             "states and weights must share a dtype of float32, bfloat16 and float16, experts must be int64, and shares "

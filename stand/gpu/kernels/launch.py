@@ -1,4 +1,4 @@
-"""Where a kernel may run: on CUDA tensors, or on CPU tensors under Triton's interpreter."""
+"""Where a kernel may run: on CUDA tensors, or on CPU tensors under Triton's interpreter; and on what numbers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import numpy as np
 import torch
 import triton
 from triton.runtime.interpreter import InterpretedFunction
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of states and weights, for the kernels of modules
 
 
 def is_interpreted(kernel: object) -> bool:

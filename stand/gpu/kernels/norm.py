@@ -11,10 +11,9 @@ import triton
 import triton.language as tl
 
 from stand.fusion.formulas import RULES
-from stand.gpu.kernels.launch import launch_device
+from stand.gpu.kernels.launch import FLOATS, launch_device
 
 MAX_SIZE = 16384  # a row lives in the registers of one program
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @triton.jit
@@ -129,7 +128,7 @@ def _num_warps(block: int) -> int:
 
 def _checked_size(states: torch.Tensor, weight: torch.Tensor, rule: int) -> int:
     size = states.shape[-1]
-    if states.dtype not in DTYPES or weight.dtype != states.dtype:
+    if states.dtype not in FLOATS or weight.dtype != states.dtype:
         raise ValueError(
             "states and weight must share one dtype of float32, bfloat16 and float16, got "
             f"{states.dtype} and {weight.dtype}; load the model with one dtype="

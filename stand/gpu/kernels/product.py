@@ -11,10 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from stand.gpu.kernels.launch import launch_device
+from stand.gpu.kernels.launch import FLOATS, launch_device
 from stand.gpu.product_tiles import MOST_TOKENS, TILES, ProductTile
-
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @triton.jit
@@ -127,7 +125,7 @@ def _check(
     num_tokens, depth = states.shape
     fits = weight.dim() == 2 and weight.shape[1] == depth and weight.is_contiguous() and 1 <= num_tokens <= MOST_TOKENS
     fits_bias = bias is None or (bias.shape == weight.shape[:1] and bias.dtype == weight.dtype and bias.is_contiguous())
-    if not fits or not fits_bias or weight.dtype != states.dtype or states.dtype not in DTYPES:
+    if not fits or not fits_bias or weight.dtype != states.dtype or states.dtype not in FLOATS:
         raise ValueError(
             f"states [1 to {MOST_TOKENS}, K], a contiguous weight [N, K] and bias [N] of one dtype are needed, got "
             f"{list(states.shape)} {states.dtype}, {list(weight.shape)} {weight.dtype} and "

@@ -12,11 +12,10 @@ import triton.language as tl
 
 from stand.fusion.formulas import NO_NORM
 from stand.fusion.rotation_checks import check_heads, check_norm, check_rotation
-from stand.gpu.kernels.launch import launch_device
+from stand.gpu.kernels.launch import FLOATS, launch_device
 from stand.gpu.kernels.norm import scale_normal
 
 NUM_WARPS = 1  # a head per program: 128 values
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @triton.jit
@@ -154,5 +153,5 @@ def _(query, key, value, cos, sin, keys, values, slots, rotary, query_weight, ke
 
 
 def _check_dtype(query: torch.Tensor) -> None:
-    if query.dtype not in DTYPES:
+    if query.dtype not in FLOATS:
         raise ValueError(f"the query must be float32, bfloat16 or float16, got {query.dtype}; pass fuse=False")

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from stand.gpu.kernels.launch import launch_device
-from stand.gpu.kernels.rope import DTYPES, turned_pair
+from stand.gpu.kernels.launch import FLOATS, launch_device
+from stand.gpu.kernels.rope import turned_pair
 
 NUM_WARPS = 1
 
@@ -78,7 +78,7 @@ def _check(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch
     has_shapes = query.ndim == key.ndim == 3 and key.shape[1:] == query.shape[1:] and size % 2 == 0
     has_tables = cos.shape == sin.shape == query.shape[1:]
     dtypes = {tensor.dtype for tensor in tensors}
-    is_read = len(dtypes) == 1 and query.dtype in DTYPES and all(tensor.stride(-1) == 1 for tensor in tensors)
+    is_read = len(dtypes) == 1 and query.dtype in FLOATS and all(tensor.stride(-1) == 1 for tensor in tensors)
     if not (has_shapes and has_tables and is_read):
         got = ", ".join(f"{list(tensor.shape)} in {tensor.dtype}" for tensor in tensors)
         raise ValueError(

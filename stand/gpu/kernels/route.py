@@ -10,12 +10,11 @@ import triton
 import triton.language as tl
 
 from stand.gpu.expert_tiles import MOST_CHOSEN
-from stand.gpu.kernels.launch import launch_device
+from stand.gpu.kernels.launch import FLOATS, launch_device
 from stand.gpu.kernels.swiglu import sigmoid
 from stand.gpu.kernels.top_tokens import NOTHING, sort_keys, token_of, value_of
 
 MOST_EXPERTS = 4096  # a token's logits lie in the registers of one warp up to 1,024, of four beyond
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @triton.jit
@@ -174,7 +173,7 @@ def _outputs(logits: torch.Tensor, chosen: int, has_float32_shares: bool = False
 
 
 def _check(logits: torch.Tensor, chosen: int) -> None:
-    is_known = logits.dim() == 2 and logits.dtype in DTYPES and logits.stride(1) == 1
+    is_known = logits.dim() == 2 and logits.dtype in FLOATS and logits.stride(1) == 1
     if not is_known or not 1 <= logits.shape[1] <= MOST_EXPERTS:
         raise ValueError(
             f"logits must be [M, 1 to {MOST_EXPERTS}] in float32, bfloat16 or float16 with contiguous rows, got "
@@ -189,7 +188,7 @@ def _check(logits: torch.Tensor, chosen: int) -> None:
 
 def _check_groups(logits: torch.Tensor, bias: torch.Tensor, chosen: int, groups: int, chosen_groups: int) -> None:
     num_experts = logits.shape[1]
-    if bias.shape != (num_experts,) or bias.dtype not in DTYPES or not bias.is_contiguous():
+    if bias.shape != (num_experts,) or bias.dtype not in FLOATS or not bias.is_contiguous():
         raise ValueError(
             f"bias must be [{num_experts}] in float32, bfloat16 or float16, contiguous, got {list(bias.shape)} in "
             f"{bias.dtype}; use the module's own forward"

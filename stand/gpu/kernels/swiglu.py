@@ -11,12 +11,11 @@ import triton
 import triton.language as tl
 
 from stand.fusion.formulas import ACTIVATIONS
-from stand.gpu.kernels.launch import launch_device
+from stand.gpu.kernels.launch import FLOATS, launch_device
 from stand.gpu.kernels.norm import rows_of
 
 BLOCK = 1024
 NUM_WARPS = 4
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @triton.jit
@@ -85,7 +84,7 @@ def _(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
 
 
 def _check(gate: torch.Tensor, up: torch.Tensor, activation: int) -> None:
-    if gate.dtype not in DTYPES or up.dtype != gate.dtype or up.shape != gate.shape:
+    if gate.dtype not in FLOATS or up.dtype != gate.dtype or up.shape != gate.shape:
         raise ValueError(
             "gate and up must share shape and a dtype of float32, bfloat16 and float16, got "
             f"{tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} {up.dtype}; use the module's own forward"

@@ -88,6 +88,12 @@ def test_the_checker_sees_an_unnamed_command():
 
 
 @in_the_source
+def test_every_folder_of_tests_is_named():
+    folders = {f"`{path.parent.name}/`" for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert folders and not unnamed(folders, (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+
+
+@in_the_source
 def test_functions_that_the_page_of_rules_calls_exist():
     sources = (path.read_text(encoding="utf-8") for name in RULES for path in (ROOT / name).rglob("*.py"))
     defined = {name for source in sources for name in re.findall(r"def (\w+)\(", source)}

@@ -40,9 +40,9 @@ from measuring.interruption import run_command
 from measuring.option_types import count_list, positive_integer
 from measuring.output_file import check_same_settings, check_writable, replace_text
 from measuring.progress import Progress, say
-from verifier_parts.arms import DRAFT_MODELS, GAMMAS, PARTS, TEMPERATURES, Arm, Size, all_arms, sized
 from verifier_parts.asking_verifier import ArmVerifier
 from verifier_parts.drafters import GrowingDrafter, NoisyDrafter, RoomDrafter
+from verifier_parts.drafts_and_rules import DRAFT_MODELS, GAMMAS, PARTS, TEMPERATURES, Arm, Size, all_arms, sized
 from verifier_parts.synthetic_chains import synthetic_gains
 from verifier_parts.verifier_tables import add_estimates, plot, tables
 from workloads.problems import held_out_problems, write_prompt

@@ -8,8 +8,8 @@ import numpy as np
 
 from stand.trees import DraftBatch
 from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise, get_verifier
-from verifier_parts.arms import Arm, Size
 from verifier_parts.drafters import RoomDrafter
+from verifier_parts.drafts_and_rules import Arm, Size
 from verifier_parts.expected_kept import expected_kept
 
 

@@ -5,7 +5,8 @@ import json
 import compare_verifiers
 import numpy as np
 import pytest
-from verifier_parts import arms, synthetic_chains, verifier_tables
+from verifier_parts import synthetic_chains, verifier_tables
+from verifier_parts.drafts_and_rules import SHAPE_RULES, Arm
 
 TARGET, PROPOSAL = np.array([0.6, 0.3, 0.1]), np.array([0.5, 0.3, 0.2])
 
@@ -102,9 +103,9 @@ def test_arms_are_run_once_and_kept(tmp_path, monkeypatch):
     size = {"prompts": 1, "rows": 1, "tokens": 24, "branching": (2, 1), "own_rows": 2, "seed": 5}
     monkeypatch.setattr(compare_verifiers, "ROOM", 4)
     chosen = [
-        arms.Arm("chains", "good", 1.0, 4, ("token", "block")),
-        arms.Arm("shape", "coupled", 1.0, 0, ("coupled", "match")),
-        arms.Arm("shape", "sampled", 1.0, 0, arms.SHAPE_RULES["sampled"]),
+        Arm("chains", "good", 1.0, 4, ("token", "block")),
+        Arm("shape", "coupled", 1.0, 0, ("coupled", "match")),
+        Arm("shape", "sampled", 1.0, 0, SHAPE_RULES["sampled"]),
     ]
     output = tmp_path / "found.json"
     results = compare_verifiers.run_all(chosen, size, output)

@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 
 from stand.drafters.step_cost import StepCost
 from stand.forward.devices import input_device
-from stand.forward.key_shape import key_shape
-from stand.forward.model import text_config
+from stand.forward.key_shape import key_shape, layer_windows
 
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256)  # tokens; a larger step was not timed
 BYTES_PER_SECOND = 2.45e12
@@ -46,12 +45,11 @@ class ModelSizes:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelSizes:
-        shape = key_shape(model)
-        layer_bytes = shape.token_bytes / shape.num_layers
-        windows = _windows(model)
+        shape, windows = key_shape(model), dict(enumerate(layer_windows(model)))
+        itemsize = shape.token_bytes / sum(keys.count for _, keys in shape.layers)
         return cls(
             weights=_weight_bytes(model),
-            layers=tuple((layer_bytes, windows.get(index, 0)) for index, _ in shape.layers),
+            layers=tuple((keys.count * itemsize, windows.get(index, 0)) for index, keys in shape.layers),
             groups=max(attention.groups for attention in shape.attentions),
         )
 
@@ -109,11 +107,3 @@ def _weight_bytes(model: PreTrainedModel) -> int:
     kept = {id(weight): weight for weight in decoder.parameters() if id(weight) not in tables}
     kept |= {id(weight): weight for weight in (() if head is None else head.parameters())}  # it may be a table, too
     return sum(weight.numel() * weight.element_size() for weight in kept.values())
-
-
-def _windows(model: PreTrainedModel) -> dict[int, int]:
-    """Of each layer that does not see the whole text."""
-    config = text_config(model)
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return {index: window for index, kind in enumerate(kinds) if window and kind == "sliding_attention"}

@@ -24,6 +24,11 @@ class LayerKeys:
     key_size: int
     value_size: int
 
+    @property
+    def count(self) -> int:
+        """Numbers of a token's key and value, all heads together."""
+        return self.num_heads * (self.key_size + self.value_size)
+
 
 @dataclass(frozen=True, slots=True)
 class KeyShape:
@@ -111,20 +116,30 @@ def new_states(model: PreTrainedModel, num_rows: int) -> RecurrentStates:
     return RecurrentStates(num_rows) if known is None else known.like(num_rows, dtype=model.dtype, device=model.device)
 
 
+def layer_windows(model: PreTrainedModel) -> list[int]:
+    """Of each layer by its configuration: tokens, 0 where the whole text is seen."""
+    return [_window(own, index) for index, own in enumerate(_layer_configs(text_config(model)))]
+
+
+def _window(own: PreTrainedConfig, index: int) -> int:
+    """own: of this layer."""
+    kinds = getattr(own, "layer_types", None)
+    is_windowed = kinds is None or kinds[index] == "sliding_attention"
+    return (getattr(own, "sliding_window", None) or 0) if is_windowed else 0
+
+
 def _configured(model: PreTrainedModel) -> KeyShape:
     config = text_config(model)
     layers, attentions = [], {}
     for index, own in enumerate(_layer_configs(config)):
         heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
         size = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
-        kinds = getattr(own, "layer_types", None)
-        is_windowed = kinds is None or kinds[index] == "sliding_attention"
-        window = (getattr(own, "sliding_window", None) or 0) if is_windowed else 0
         layers.append((index, LayerKeys(heads, size, size)))
-        attentions[AttentionShape(own.num_attention_heads, heads, HeadSizes.alike(size), window)] = None
+        shape = AttentionShape(own.num_attention_heads, heads, HeadSizes.alike(size), _window(own, index))
+        attentions[shape] = None
     itemsize = model.dtype.itemsize
     head_bytes = math.gcd(*(keys.key_size for _, keys in layers)) * itemsize
-    token_bytes = sum(2 * keys.num_heads * keys.key_size * itemsize for _, keys in layers)
+    token_bytes = sum(keys.count * itemsize for _, keys in layers)
     return KeyShape(tuple(layers), head_bytes, token_bytes, tuple(attentions))
 
 

@@ -6,11 +6,13 @@ import torch
 from draft_requests import draft_request
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, Gemma3nTextConfig, LlamaConfig, Qwen2Config
+from unequal_models import unequal_model
 
 import stand
 from stand.drafters import assumed_costs, blended
 from stand.drafters.assumed_costs import AssumedCosts, ModelSizes
 from stand.drafters.step_cost import StepCost, StepTimer
+from stand.forward.self_check import check_model
 
 SHAPES = {
     "qwen2.5-7b": Qwen2Config(
@@ -75,6 +77,15 @@ def test_windows_end_what_is_read():
     per_token = sum(size for size, _ in sizes.layers)
     whole = sum(size for size, window in sizes.layers if not window)
     assert sizes.key_bytes(8) == 8 * per_token and sizes.key_bytes(100) == 100 * whole + 8 * (per_token - whole)
+
+
+def test_layers_that_keep_unlike_keys_are_counted_apart():
+    """Gemma 4 E2B's layers that see the whole text have heads twice as large. What layers keep, the check has seen."""
+    model = unequal_model("gemma4_e2b")
+    check_model(model)
+    sizes = ModelSizes.of(model)
+    assert sizes.layers == ((256, 8), (512, 0)) * 2
+    assert sizes.key_bytes(100) == 2 * (8 * 256 + 100 * 512)
 
 
 def test_a_gpu_that_computes_less_asks_more_for_many_tokens():

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from stand.drafters.step_cost import StepCost
 from stand.forward.devices import input_device
-from stand.forward.key_shape import key_shape, layer_windows
+from stand.forward.key_shape import KeyShape, key_shape, layer_windows
+from stand.forward.model import text_config
 
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 256)  # tokens; a larger step was not timed
 BYTES_PER_SECOND = 2.45e12
@@ -45,11 +46,11 @@ class ModelSizes:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelSizes:
-        shape, windows = key_shape(model), dict(enumerate(layer_windows(model)))
+        shape = key_shape(model)
         itemsize = shape.token_bytes / sum(keys.count for _, keys in shape.layers)
         return cls(
             weights=_weight_bytes(model),
-            layers=tuple((keys.count * itemsize, windows.get(index, 0)) for index, keys in shape.layers),
+            layers=tuple((count * itemsize, window) for count, window in _numbers_read(model, shape)),
             groups=max(attention.groups for attention in shape.attentions),
         )
 
@@ -96,6 +97,17 @@ class AssumedCosts:
 
 def capability_of(model: PreTrainedModel) -> tuple[int, int]:
     return torch.cuda.get_device_capability(input_device(model))
+
+
+def _numbers_read(model: PreTrainedModel, shape: KeyShape) -> list[tuple[int, int]]:
+    """(numbers of a token's key and value, window) of each layer with attention. One without keys of its own reads
+    those of the last layer of its kind that has some (Gemma 3n, Gemma 4 E2B)."""
+    kept, windows = dict(shape.layers), dict(enumerate(layer_windows(model)))
+    num_reusing = getattr(text_config(model), "num_kv_shared_layers", None) or 0
+    for index in range(len(windows) - num_reusing, len(windows)):
+        if index not in kept:
+            kept[index] = kept[max(other for other in kept if windows.get(other) == windows[index])]
+    return [(keys.count, windows.get(index, 0)) for index, keys in kept.items()]
 
 
 def _weight_bytes(model: PreTrainedModel) -> int:

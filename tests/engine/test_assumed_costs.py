@@ -12,6 +12,7 @@ import stand
 from stand.drafters import assumed_costs, blended
 from stand.drafters.assumed_costs import AssumedCosts, ModelSizes
 from stand.drafters.step_cost import StepCost, StepTimer
+from stand.forward.key_shape import key_shape
 from stand.forward.self_check import check_model
 
 SHAPES = {
@@ -80,12 +81,14 @@ def test_windows_end_what_is_read():
 
 
 def test_layers_that_keep_unlike_keys_are_counted_apart():
-    """Gemma 4 E2B's layers that see the whole text have heads twice as large. What layers keep, the check has seen."""
+    """Gemma 4 E2B's layers that see the whole text have heads twice as large, and the last two of six reuse the keys of
+    the two before. What layers keep, the check has seen."""
     model = unequal_model("gemma4_e2b")
     check_model(model)
     sizes = ModelSizes.of(model)
-    assert sizes.layers == ((256, 8), (512, 0)) * 2
-    assert sizes.key_bytes(100) == 2 * (8 * 256 + 100 * 512)
+    assert len(key_shape(model).layers) == 4
+    assert sizes.layers == ((256, 8), (512, 0)) * 3
+    assert sizes.key_bytes(100) == 3 * (8 * 256 + 100 * 512)
 
 
 def test_a_gpu_that_computes_less_asks_more_for_many_tokens():

@@ -295,6 +295,14 @@ def test_models_of_other_sizes_have_other_files(folder):
     assert len({KnownCosts(model, folder).path(1) for model in models}) == 2
 
 
+def test_files_are_in_the_users_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.delenv("STAND_COSTS", raising=False)
+    assert measured_folder() == tmp_path / ".cache" / "stand"
+    monkeypatch.setenv("STAND_COSTS", str(tmp_path / "other"))
+    assert measured_folder() == tmp_path / "other"
+
+
 def test_a_user_without_a_home_is_served(monkeypatch):
     """As in a container with a user of any number."""
 

@@ -78,16 +78,30 @@ class DraftTree:
 
         Raises ValueError where they are no list of whole numbers of 32 bits, or none.
         """
-        tokens = int32_array(token_ids, "token_ids")
-        if tokens.ndim != 1 or len(tokens) == 0:
-            raise ValueError(
-                f"token_ids must be a non-empty list, got shape {tokens.shape}; the pending token is first"
-            )
+        tokens = _tokens_of(token_ids)
         parents = np.arange(-1, len(tokens) - 1, dtype=np.int32)
         support_ids = np.full((len(tokens), 1), NO_TOKEN, dtype=np.int32)
         support_ids[:-1, 0] = tokens[1:]
         law = np.ones((len(tokens), 1), dtype=np.float32)
         law[ROOT] = 0.0
+        return cls(token_ids=tokens, parents=parents, support_ids=support_ids, law=law)
+
+    @classmethod
+    def branching(cls, token_ids: Sequence[int], branches: int) -> DraftTree:
+        """A deterministic tree, level by level: node i has the children branches * i + 1 .. branches * i + branches, as
+        far as there are tokens. token_ids[0] is the pending token; siblings must differ.
+
+        Raises ValueError as `chain`, and unless `branches` is at least 1.
+        """
+        tokens = _tokens_of(token_ids)
+        if branches < 1:
+            raise ValueError(f"branches must be at least 1, got {branches}; 1 makes a chain")
+        above, columns = np.divmod(np.arange(len(tokens) - 1), branches)  # of the children
+        support_ids = np.full((len(tokens), branches), NO_TOKEN, dtype=np.int32)
+        law = np.zeros((len(tokens), branches), dtype=np.float32)
+        support_ids[above, columns] = tokens[1:]
+        law[np.arange(1, len(tokens)), columns] = 1.0
+        parents = np.concatenate([[NO_PARENT], above]).astype(np.int32)
         return cls(token_ids=tokens, parents=parents, support_ids=support_ids, law=law)
 
     def check(self) -> None:
@@ -212,6 +226,14 @@ class DraftBatch:
         depths, ranks = _depths_and_ranks(self.parents, self.offsets)
         if not np.array_equal(depths, self.depths) or not np.array_equal(ranks, self.ranks):
             raise ValueError("depths and ranks must follow from parents, got others; build the batch by concatenate()")
+
+
+def _tokens_of(token_ids: Sequence[int]) -> np.ndarray:
+    """[N] int32. Raises ValueError where they are no list of whole numbers of 32 bits, or none."""
+    tokens = int32_array(token_ids, "token_ids")
+    if tokens.ndim != 1 or len(tokens) == 0:
+        raise ValueError(f"token_ids must be a non-empty list, got shape {tokens.shape}; the pending token is first")
+    return tokens
 
 
 def check_packing(batch: DraftBatch) -> None:

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import torch
 
 from gpu_parts.bench_model import BenchModel, step_noise
@@ -189,14 +188,7 @@ class StepBench:
         return DraftBatch.concatenate([self._draft(share) for share in shares])
 
     def _draft(self, nodes: int) -> DraftTree:
-        tokens = self.bench.tokens(nodes + 1)
-        parents = np.concatenate([[-1], np.arange(nodes) // BRANCHES]).astype(np.int32)
-        support = np.full((nodes + 1, BRANCHES), -1, dtype=np.int32)
-        law = np.zeros((nodes + 1, BRANCHES), dtype=np.float32)
-        children = np.arange(1, nodes + 1)
-        support[parents[1:], (children - 1) % BRANCHES] = tokens[1:]
-        law[children, (children - 1) % BRANCHES] = 1.0
-        return DraftTree(tokens, parents, support, law)
+        return DraftTree.branching(self.bench.tokens(nodes + 1), BRANCHES)
 
 
 def cost_table_path(folder: Path, bench: BenchModel) -> Path:

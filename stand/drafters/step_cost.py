@@ -319,20 +319,9 @@ def synthetic_drafts(num_tokens: int, num_rows: int, vocab_size: int = 2) -> Dra
     """`num_tokens` in all, shared out evenly, in trees of two branches.
 
     Tokens come from all over the vocabulary: in a mixture of experts, tokens that are alike would go to the same few
-    experts, and a step with many of them would look as cheap as one with two.
+    experts, and a step with many of them would look as cheap as one with two. Those that follow each other differ.
     """
     shares = [num_tokens // num_rows + (row < num_tokens % num_rows) for row in range(num_rows)]
     stride = 1 if vocab_size % FAR_APART == 0 else FAR_APART
     tokens = (np.arange(num_tokens) * stride % vocab_size).astype(np.int32)
-    return DraftBatch.concatenate([_binary_draft(own) for own in np.split(tokens, np.cumsum(shares[:-1]))])
-
-
-def _binary_draft(tokens: np.ndarray) -> DraftTree:
-    """Of tokens of which any two that follow each other differ."""
-    nodes = np.arange(len(tokens))
-    parents, places = ((nodes - 1) // 2).astype(np.int32), nodes % 2
-    support = np.full((len(nodes), 2), -1, dtype=np.int32)
-    law = np.zeros((len(nodes), 2), dtype=np.float32)
-    support[parents[1:], places[1:]] = tokens[1:]
-    law[nodes[1:], places[1:]] = 1.0
-    return DraftTree(tokens, parents, support, law)
+    return DraftBatch.concatenate([DraftTree.branching(own, 2) for own in np.split(tokens, np.cumsum(shares[:-1]))])

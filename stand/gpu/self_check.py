@@ -28,7 +28,7 @@ from stand.gpu.kernels.launch import interpreter_obstacle
 from stand.gpu.tiles import limits_of, refusal
 from stand.row import LiveRows, Row
 from stand.sampling import SamplingParams, TargetLaw
-from stand.trees import NO_TOKEN, ROOT, DraftBatch, DraftTree
+from stand.trees import ROOT, DraftBatch, DraftTree
 from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise, get_verifier
 
 BRANCHES = 3  # children per node of the check's drafts
@@ -183,7 +183,7 @@ class StepCheck:
         tokens = [np.full(count, token, dtype=np.int32) for token, count in zip(pending, nodes, strict=True)]
         known = 1
         while True:
-            batch = DraftBatch.concatenate([_draft(one) for one in tokens])
+            batch = DraftBatch.concatenate([DraftTree.branching(one, BRANCHES) for one in tokens])
             plan = StepPlan.for_drafts(batch, self._lengths, device=self._model.device)
             with taken_features(self._model) if self._wants_features else nullcontext() as features:
                 logits = run_plan(self._model, self._keys, plan).float()
@@ -194,17 +194,6 @@ class StepCheck:
                 children = np.arange(1, len(own))
                 own[1:] = best[first + (children - 1) // BRANCHES, (children - 1) % BRANCHES]
             known = BRANCHES * known + 1
-
-
-def _draft(tokens: np.ndarray) -> DraftTree:
-    """A deterministic draft: children of node i are nodes 3 i + 1, 3 i + 2, 3 i + 3."""
-    children = np.arange(1, len(tokens))
-    parents = np.concatenate([[-1], (children - 1) // BRANCHES]).astype(np.int32)
-    support = np.full((len(tokens), BRANCHES), NO_TOKEN, dtype=np.int32)
-    law = np.zeros((len(tokens), BRANCHES), dtype=np.float32)
-    support[parents[1:], (children - 1) % BRANCHES] = tokens[1:]
-    law[children, (children - 1) % BRANCHES] = 1.0
-    return DraftTree(tokens, parents, support, law)
 
 
 def _law_difference(laws: torch.Tensor, logits: torch.Tensor, law: TargetLaw) -> float:

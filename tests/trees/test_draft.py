@@ -294,6 +294,23 @@ def test_concatenate_and_index_are_inverse():
         batch[2]
 
 
+def test_a_branching_draft_is_filled_level_by_level():
+    draft = DraftTree.branching([5, 3, 1, 4, 7, 9], 2)
+    draft.check()
+    assert draft.parents.tolist() == [-1, 0, 0, 1, 1, 2]
+    assert draft.support_ids.tolist() == [[3, 1], [4, 7], [9, -1], [-1, -1], [-1, -1], [-1, -1]]
+    assert draft.law.tolist() == [[0, 0], [1, 0], [0, 1], [1, 0], [0, 1], [1, 0]]
+    same = [
+        (DraftTree.branching([5, 3, 3], 1), DraftTree.chain([5, 3, 3])),
+        (DraftTree.branching([5], 3), DraftTree.pending(5, support_size=3)),
+    ]
+    for one, other in same:
+        for name in ("token_ids", "parents", "support_ids", "law"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name), strict=True)
+    with pytest.raises(ValueError, match="branches must be at least 1, got 0"):
+        DraftTree.branching([5, 3], 0)
+
+
 def test_chains_of_one_token_and_drafts_of_neighbouring_widths():
     chain = DraftTree.chain([5])
     assert chain.token_ids.tolist() == [5] and DraftTree.chain([5, 6]).law.tolist() == [[0.0], [1.0]]

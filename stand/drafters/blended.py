@@ -21,7 +21,7 @@ from stand.drafters.known_costs import KnownCosts, saved_costs
 from stand.drafters.law_source import LawSource
 from stand.drafters.settings import check_count
 from stand.drafters.step_cost import CostTable, StepCost, StepTimer
-from stand.forward.devices import input_device, placement
+from stand.forward.devices import input_device, off_one_device
 from stand.forward.model import is_mixture
 from stand.measured_files import measured_folder
 from stand.seeds import call_seed
@@ -115,7 +115,7 @@ class BlendedDrafter(LookupDrafter):
         known = KnownCosts(model, folder) if is_timed else None
         if known is not None and self._known is not None and known.path(1) == self._known.path(1):
             known = self._known  # calls that were prepared go on with their tables
-        if costs is None and device == "cuda" and not is_mixed and not placement(model):
+        if costs is None and device == "cuda" and not is_mixed and not off_one_device(model):
             costs = AssumedCosts.of(model)
         budget = default_budget(model) if costs is None and known is None else None
         self._known, self.costs, self.budget, self._chosen = known, costs, budget, (budget, costs)

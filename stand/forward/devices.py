@@ -24,8 +24,8 @@ def input_device(model: Module) -> torch.device:
     return META
 
 
-def placement(model: Module) -> str:
-    """In words, where it does not lie on one device: else nothing."""
+def off_one_device(model: Module) -> str:
+    """In words, how it lies where that is not on one device: else nothing."""
     places = {weight.device for weight in model.parameters()}
     return "offloaded" if META in places else f"on {len(places)} devices" if len(places) > 1 else ""
 

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.forward.cache_argument import cache_argument
-from stand.forward.devices import input_device, placement
+from stand.forward.devices import input_device, off_one_device
 from stand.forward.packed_plan import StepPlan, running
 from stand.forward.tree_cache import TreeCache
 
@@ -31,7 +31,7 @@ def size_name(model: PreTrainedModel) -> str:
     if is_mixture(model):
         of_mixture = (getattr(config, name, None) for name in (*EXPERTS, *CHOSEN))
         sizes += "-" + "x".join(str(number) for number in of_mixture if number is not None)
-    place = f" {placement(model)}".rstrip().replace(" ", "-")
+    place = f" {off_one_device(model)}".rstrip().replace(" ", "-")
     return f"{config.model_type}-{sizes}-{model.get_memory_footprint()}{place}"
 
 

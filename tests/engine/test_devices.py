@@ -22,7 +22,7 @@ import stand
 from stand.forward import key_shape as key_shape_module
 from stand.forward import model as model_module
 from stand.forward import self_check
-from stand.forward.devices import input_device, placement
+from stand.forward.devices import input_device, off_one_device
 from stand.forward.key_shape import key_shape
 from stand.forward.model import size_name
 from stand.forward.packed_plan import StepPlan
@@ -242,8 +242,8 @@ def test_a_trained_part_needs_the_weights():
 def test_costs_are_those_of_where_a_model_lies():
     model = tiny_model("llama")
     away = off_device(model)
-    assert (placement(model), placement(away)) == ("", "offloaded")
+    assert (off_one_device(model), off_one_device(away)) == ("", "offloaded")
     assert size_name(away).endswith("-offloaded") and not size_name(model).endswith("-offloaded")
     with devices():
         two = on_two_devices(model)
-        assert placement(two) == "on 2 devices" and size_name(two).endswith("-on-2-devices")
+        assert off_one_device(two) == "on 2 devices" and size_name(two).endswith("-on-2-devices")

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from stand.drafters.drafter import DraftRequest
 from stand.drafters.settings import check_count, check_temperature
 from stand.drafters.streams.weights import Streams
-from stand.forward.devices import input_device, placement
+from stand.forward.devices import input_device, off_one_device
 from stand.forward.packed_plan import StepPlan, ancestor_matrix, running
 from stand.forward.rider import Guesses
 from stand.forward.tree_attention import ATTENTION_NAME
@@ -60,7 +60,7 @@ class StreamRider:
 
     def attach(self, model: PreTrainedModel) -> None:
         """Raises ValueError where the streams do not belong to `model`, or its layers lie on several devices."""
-        place = placement(model)
+        place = off_one_device(model)
         if place:
             raise ValueError(
                 f"streams run through layers of their model, which must lie on one device, got a model {place}; "

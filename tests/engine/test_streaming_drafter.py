@@ -14,6 +14,7 @@ from turns import PROMPTS, restless_calls, take_turns
 from two_tokens import assert_greedy_equals_transformers
 
 import stand
+from stand.drafters.step_cost import StepCost
 from stand.drafters.streams import rider
 from stand.drafters.streams.weights import Streams
 from stand.scheduling import within_pages
@@ -254,6 +255,17 @@ def test_streams_do_not_run_where_nothing_is_drafted(budget, is_idle):
         engine.generate(input_ids=[[5, 9]], max_new_tokens=8, temperature=1.0, seed=1)
     assert source.rider.is_idle == is_idle and bool(runs) != is_idle
     assert 0 <= source.rider.last_seconds < 60  # of one run
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_streams_that_always_run_do_so_again_after_steps_without_drafts(placement):
+    model, cost = tiny_model("llama"), StepCost(num_rows=1, length=8, tokens=(1, 2, 3), seconds=(1.0, 1.0, 1.0))
+    source = stand.StreamLaws(random_streams(model), placement=placement, always=True)
+    engine = stand.wrap(model, drafter=stand.BlendedDrafter(costs=stand.CostTable((cost,)), source=source))
+    with patch.object(source.rider, "guesses", wraps=source.rider.guesses) as guesses:
+        for num_rows in (3, 1):  # three rows fill a step of three tokens
+            engine.generate(input_ids=[[5, 9]] * num_rows, max_new_tokens=8, do_sample=False)
+            assert bool(guesses.call_count) == (num_rows == 1)
 
 
 def test_laws_are_those_of_the_rows_that_have_some(monkeypatch):

@@ -59,6 +59,7 @@ class StreamLaws(LawSource):
         followed by a run."""
         laws, paying = self._known_laws(request), self._paying
         if paying is None:
+            self.rider.is_idle = False  # also after steps without drafts
             return laws
         if laws is not None and request.is_learning:
             paying.record_run(0, self.rider.last_seconds)

@@ -4,7 +4,7 @@ they are saved in."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Self
@@ -85,6 +85,14 @@ class TrainedPart(nn.Module):
             )
         self.vocabulary = vocabulary.to(lm_head.weight.device)
         self._lm_head = (_rows_of(lm_head, self.vocabulary),)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Behind `to` and its like: rows of the LM head that are this part's own go along, the target's do not."""
+        super()._apply(fn, recurse)
+        if self.vocabulary is not None:
+            self._lm_head[0]._apply(fn)
+            self.vocabulary = fn(self.vocabulary)
+        return self
 
     def best_tokens(
         self, features: torch.Tensor, *, temperature: float, count: int

@@ -49,6 +49,18 @@ def test_a_run_costs_its_weights_or_its_layers_whichever_are_more(kind):
 
 
 @pytest.mark.parametrize("kind", ["head", "streams"])
+def test_frequent_tokens_go_along_where_a_part_is_cast(kind):
+    target = copy.deepcopy(tiny_model("llama"))
+    part = part_of(kind, target)
+    part.restrict(FREQUENT)
+    part.to(torch.bfloat16), target.to(torch.bfloat16)
+    features = torch.randn(3, target.config.hidden_size).bfloat16()
+    ids, _ = part.best_tokens(features, temperature=1.0, count=1)
+    best = target.get_output_embeddings()(features)[:, FREQUENT].argmax(dim=-1)
+    assert torch.equal(ids[:, 0].long(), part.vocabulary[best]) and part.vocabulary.tolist() == FREQUENT
+
+
+@pytest.mark.parametrize("kind", ["head", "streams"])
 def test_the_file_keeps_the_vocabulary(kind, tmp_path):
     target = tiny_model("llama")
     part = part_of(kind, target)

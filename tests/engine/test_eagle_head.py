@@ -46,9 +46,19 @@ def test_published_heads_are_read(target, name, tmp_path):
     for path in (tmp_path, tmp_path / name):
         head = EagleHead.load(tiny_model(target), path)
         own = head.state_dict()
-        assert all(torch.equal(own[key], value) for key, value in tensors.items() if key != "embed_tokens.weight")
+        assert all(torch.equal(own[key], value) for key, value in tensors.items())
         assert not own.keys() - tensors.keys() or all(not own[key].any() for key in own.keys() - tensors.keys())
-        assert torch.equal(head._embedding[0].weight, tensors["embed_tokens.weight"])
+
+
+def test_embeddings_of_its_own_are_saved_with_a_head(tmp_path):
+    """Frequent tokens are named for published heads, too, which are saved then."""
+    save_file({name: value.bfloat16() for name, value in published().items()}, tmp_path / "model.safetensors")
+    head = EagleHead.load(tiny_model("llama"), tmp_path)
+    head.restrict([3, 4, 5])
+    head.save(tmp_path)
+    again = EagleHead.load(tiny_model("llama"), tmp_path)
+    assert torch.equal(estimate(again), estimate(head)) and again.vocabulary.tolist() == [3, 4, 5]
+    assert all(not name.startswith("embed") for name, _ in again.named_parameters())  # nothing trains them
 
 
 def test_the_first_estimate_is_what_the_paper_writes():
@@ -71,7 +81,7 @@ def test_parts_that_may_be_missing_count_as_published_code_has_them(tmp_path):
     """No embeddings: the target's; no biases: zero; a norm before the attention: applied."""
     save_file(published(**{"embed_tokens.weight": None, "fc.bias": None}), tmp_path / "model.safetensors")
     head = EagleHead.load(tiny_model("qwen2"), tmp_path)
-    assert head._embedding[0] is tiny_model("qwen2").get_input_embeddings()
+    assert head.embed_tokens is None and head._embedding[0] is tiny_model("qwen2").get_input_embeddings()
     assert not head.fc.bias.any()
     plain = estimate(head)
     normed = published(**{"embed_tokens.weight": None, "fc.bias": None})

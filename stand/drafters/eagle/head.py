@@ -55,6 +55,7 @@ class EagleHead(TrainedPart):
             self.layers[0].input_layernorm = nn.Identity()
         # In tuples, so that the target's parameters are not the head's.
         self._embedding = (decoder.embed_tokens,)
+        self.embed_tokens: FrozenEmbedding | None = None  # a checkpoint's own
         self._target = (decoder.rotary_emb, target.get_output_embeddings())
         self.to(target.device, target.dtype)
 
@@ -86,7 +87,8 @@ class EagleHead(TrainedPart):
 
         position_ids [B, M]: of the features. cache and kwargs go to the decoder layer.
         """
-        embedded = self._embedding[0](token_ids)
+        embedding = self._embedding[0] if self.embed_tokens is None else self.embed_tokens
+        embedded = embedding(token_ids)
         hidden = self.fc(torch.cat([embedded, features.to(embedded.dtype)], dim=-1))
         angles = self._target[0](hidden, position_ids=position_ids)
         kwargs[cache_argument(self.layers[0])] = cache
@@ -118,15 +120,22 @@ class EagleHead(TrainedPart):
                     f"{name} must be {list(shapes[name])} for this target, got {list(value.shape)}; take the head that "
                     "was trained for this model"
                 )
-        if EMBEDDING in tensors:
-            self._embedding = (_frozen_embedding(tensors[EMBEDDING].to(embedding)),)
         zeros = {name: torch.zeros_like(value) for name, value in own.items()}
         self.load_state_dict(zeros | {name: value for name, value in tensors.items() if name != EMBEDDING})
+        if EMBEDDING in tensors:
+            self.embed_tokens = FrozenEmbedding(tensors[EMBEDDING].to(embedding))
+
+
+class FrozenEmbedding(nn.Module):
+    """Rows of `weight` [V, D]: a buffer, which is saved, cast and moved, and no weight to train."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(token_ids, self.weight)
 
 
 def _named(tensors: Sequence[str]) -> str:
     return ", ".join(tensors[:4]) or "nothing"
-
-
-def _frozen_embedding(weight: torch.Tensor) -> nn.Embedding:
-    return nn.Embedding.from_pretrained(weight, freeze=True)

@@ -216,6 +216,11 @@ def completed(recipe: Recipe, parser: argparse.ArgumentParser, command_line: lis
         parser.error("--fresh would remove what a training has made, got --evaluate with it; leave one out")
     if arguments.evaluate and not arguments.output.is_dir():
         parser.error(f"--evaluate needs a trained folder at --output, got {arguments.output}; train it first")
+    if arguments.dtype == "float16" and not arguments.evaluate:
+        parser.error(
+            "--dtype must be float32 or bfloat16 for a training, got float16, in which squares of gradients vanish; "
+            "weights that were trained in either serve a float16 model, too"
+        )
     if arguments.num_problems is not None and arguments.problems is None and is_bundled:
         parser.error("--num-problems needs --problems; the bundled model's are made up, as many as are wanted")
     try:

@@ -141,7 +141,8 @@ def test_every_model_has_checkpoints_of_its_own():
      ("--top-k", "5"), ("--device", "foo"), ("--rows", "-1"), ("--steps", "0"), ("--output", "/no/such/folder"),
      ("--fresh", "--evaluate"), ("--evaluate", "--output", "nothing_there"), ("--num-problems", "3"),
      ("--output", str(SHIPPED.with_name("streams"))), ("--output", str(REASONER), "--model", str(REASONER)),
-     ("--output", str(SHIPPED / "training.json")), ("--checkpoints", str(SHIPPED / "training.json"))],
+     ("--output", str(SHIPPED / "training.json")), ("--checkpoints", str(SHIPPED / "training.json")),
+     ("--dtype", "float16")],
 )  # fmt: skip
 def test_options_that_mean_nothing_are_refused(options, capsys):
     with pytest.raises(SystemExit, match="2"):

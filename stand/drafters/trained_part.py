@@ -41,6 +41,7 @@ class TrainedPart(nn.Module):
         self._model = (target,)  # in tuples, so that the target's parameters are not this part's
         self.vocabulary: torch.Tensor | None = None  # [W] int64, ascending: the tokens that are guessed; None: all
         self._lm_head = (target.get_output_embeddings(),)  # or its rows of the vocabulary
+        self._path: str | PathLike | None = None  # that `of` has read it from
 
     @classmethod
     @abstractmethod
@@ -49,20 +50,22 @@ class TrainedPart(nn.Module):
 
     @classmethod
     def of(cls, target: PreTrainedModel, part: Self | str | PathLike) -> Self:
-        """`part`, read where it is a path. Raises ValueError where it was made for another model, or before the model
-        was moved or cast."""
+        """`part`, read where it is a path, and again where it was read so for another model, or before this one was
+        moved or cast. Raises ValueError where a part that was no path is another model's, or older than that."""
         name = cls.__name__
         if not isinstance(part, (cls, str, PathLike)):
             raise ValueError(f"{name} must be one, a file or a folder, got {type(part).__name__}; pass the path")
-        if not isinstance(part, cls):
-            part = cls.load(target, part)
+        path = part._path if isinstance(part, cls) else part
+        if path is not None and not (isinstance(part, cls) and part.is_of(target) and part._is_where(target)):
+            part = cls.load(target, path)
+            part._path = path
         if not part.is_of(target):
             raise ValueError(
                 f"{name} must be the wrapped model's own, got one that was made for another model; make it with "
                 f"{name}.load(model, path), or pass the path"
             )
-        own = next(part.parameters())
-        if (own.device, own.dtype) != (target.device, target.dtype):
+        if not part._is_where(target):
+            own = next(part.parameters())
             raise ValueError(
                 f"{name} must be where its model is, in {target.dtype} on {target.device}, got {own.dtype} on "
                 f"{own.device}; make it anew behind model.to(...), or pass the path"
@@ -134,6 +137,11 @@ class TrainedPart(nn.Module):
     def is_of(self, target: PreTrainedModel) -> bool:
         """Whether this part was made for this very model."""
         return self._model[0] is target
+
+    def _is_where(self, target: PreTrainedModel) -> bool:
+        """Whether it lies on the target's device, in its dtype."""
+        own = next(self.parameters())
+        return (own.device, own.dtype) == (target.device, target.dtype)
 
 
 def read_tensors(path: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:

@@ -61,6 +61,20 @@ def test_frequent_tokens_go_along_where_a_part_is_cast(kind):
 
 
 @pytest.mark.parametrize("kind", ["head", "streams"])
+def test_a_path_is_read_again_for_another_model(kind, tmp_path):
+    """Or for the same one that was cast; elsewhere what was read is kept."""
+    first, second = (copy.deepcopy(tiny_model("llama")) for _ in range(2))
+    part_of(kind, first).save(tmp_path)
+    drafter = stand.EagleDrafter(tmp_path) if kind == "head" else stand.StreamingDrafter(tmp_path)
+    read = []
+    for model, dtype in ((first, "float32"), (first, "float32"), (second, "float32"), (second, "bfloat16")):
+        stand.wrap(model.to(getattr(torch, dtype)), drafter=drafter)
+        read.append(drafter.head if kind == "head" else drafter.rider.streams)
+        assert read[-1].is_of(model) and next(read[-1].parameters()).dtype is model.dtype
+    assert len({id(part) for part in read}) == 3
+
+
+@pytest.mark.parametrize("kind", ["head", "streams"])
 def test_the_file_keeps_the_vocabulary(kind, tmp_path):
     target = tiny_model("llama")
     part = part_of(kind, target)

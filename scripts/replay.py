@@ -13,12 +13,12 @@ Recordings hold no logits, so every drafter learns from counts alone here; with 
 target's own laws and do better. Settings: `alone` forgets before every sample, `same` before every problem, `all`
 never. Times are CPU time of calls from Python.
 
-Columns beside: `last sample` is tau of each problem's last sample, `nodes` the mean size of a draft, `draft us` the
-median time of a draft and `p99` its 99th percentile, `coverage` the share of steps with a draft. `calibration` is the
-largest difference between how likely paths were thought and how often they were accepted, over tenths of that
-probability that hold at least 500 nodes; a dash where the drafter states none. `bytes/token` is the memory at the end
-over the tokens learned since all was forgotten. The table goes to stdout, progress to stderr; the last stdout line is
-one JSON document.
+Columns beside: `last sample` is tau of the samples with the largest number, of the problems that have so many; `nodes`
+is the mean size of a draft, `draft us` the median time of a draft and `p99` its 99th percentile, `coverage` the share
+of steps with a draft. `calibration` is the largest difference between how likely paths were thought and how often they
+were accepted, over tenths of that probability that hold at least 500 nodes; a dash where the drafter states none.
+`bytes/token` is the memory at the end over the tokens learned since all was forgotten. The table goes to stdout,
+progress to stderr; the last stdout line is one JSON document.
 """
 
 from __future__ import annotations

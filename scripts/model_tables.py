@@ -150,7 +150,7 @@ def run_replays(run: Run, settings: list[str]) -> str:
     for setting in settings:
         recording = run.recording(setting)
         for arm in arms:
-            found = run.result(("replay", setting, arm.name), partial(run_replay, recording, arm))
+            found = run.result(("replay", setting, arm.name), partial(run_replay, recording, arm, setting))
             results[setting, arm.name] = found
             total = sum(map(sum, found["tokens"])) / sum(map(sum, found["steps"]))
             progress.add(1, f"{setting}, {arm.name}: {total:.2f} tokens/step")
@@ -183,8 +183,9 @@ def run_calibrations(run: Run, settings: list[str]) -> str:
     return calibration_table(named, ["setting", "drafts"])
 
 
-def run_replay(recording: LawRecording, arm: ReplayArm) -> dict[str, object]:
-    return result_of(replay(recording, arm.make, rows=arm.rows))
+def run_replay(recording: LawRecording, arm: ReplayArm, setting: str) -> dict[str, object]:
+    is_greedy = law_settings(setting)["temperature"] == 0
+    return result_of(replay(recording, arm.make, rows=arm.rows, is_greedy=is_greedy))
 
 
 def run_loop(run: Run, setting: str, arm: LoopArm) -> dict[str, object]:

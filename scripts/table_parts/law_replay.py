@@ -54,8 +54,15 @@ class ReplayedRow:
         return len(self.text) - self.length
 
 
-def replay(recording: LawRecording, make_drafter: Callable[[], stand.Drafter], *, rows: int, seed: int = 1) -> Replayed:
-    """Every problem with a new drafter; its samples in turn, `rows` together."""
+def replay(
+    recording: LawRecording,
+    make_drafter: Callable[[], stand.Drafter],
+    *,
+    rows: int,
+    seed: int = 1,
+    is_greedy: bool = False,
+) -> Replayed:
+    """Every problem with a new drafter; its samples in turn, `rows` together. is_greedy: they were drawn so."""
     result = Replayed()
     for problem, prompt in enumerate(recording.prompts):
         drafter, samples = make_drafter(), recording.of_problem(problem)
@@ -71,7 +78,7 @@ def replay(recording: LawRecording, make_drafter: Callable[[], stand.Drafter], *
             ]
             done += live
             while live:
-                _step(drafter, live, problem, (own_seed, seed), result)
+                _step(drafter, live, problem, (own_seed, seed), result, is_greedy=is_greedy)
                 live = [row for row in live if row.left > 0]
         result.tokens.append([len(row.trajectory.tokens) for row in done])
         result.steps.append([row.steps for row in done])
@@ -84,7 +91,13 @@ def _row(number: int, trajectory: Trajectory, prompt: np.ndarray, most_tokens: i
 
 
 def _step(
-    drafter: stand.Drafter, live: list[ReplayedRow], problem: int, seeds: tuple[int, int], result: Replayed
+    drafter: stand.Drafter,
+    live: list[ReplayedRow],
+    problem: int,
+    seeds: tuple[int, int],
+    result: Replayed,
+    *,
+    is_greedy: bool,
 ) -> None:
     """seeds: of drafts, and of the target's draws."""
     request = stand.DraftRequest(
@@ -95,7 +108,7 @@ def _step(
         steps=np.array([row.steps for row in live]),
         problems=np.full(len(live), problem),
         max_depths=np.array([row.most - row.length - 1 for row in live]),
-        is_greedy=False,
+        is_greedy=is_greedy,
         prompt_words=prompt_word(live[0].text[: live[0].start]),  # of all: they are samples of one problem
     )
     batch = drafter.draft(request)

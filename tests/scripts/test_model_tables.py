@@ -73,6 +73,16 @@ def test_a_replay_drafts_what_the_engine_drafts(recording, kind):
             assert ended_by_a_node in (0, 1)  # the replay takes the last token as drawn
 
 
+def test_greedy_texts_are_replayed_with_the_drafts_of_greedy_calls():
+    """Where laws are one-hots the engine draws no children: a replay of sampled ones is that of the likeliest."""
+    texts = record(tiny_model("qwen2"), None, [PROMPT], 1, **{**SETTINGS, "temperature": 0.0})
+    arms = [arm for arm in replay_tables.replay_arms() if "kinds" in arm.tables]
+    greedy = [model_tables.run_replay(texts, arm, "0:1.0") for arm in arms]
+    assert len(arms) == 3 and greedy[0] == greedy[1] == greedy[2]
+    drawn = [model_tables.run_replay(texts, arm, "1:1.0")["calibration"] for arm in arms]
+    assert drawn[0] != drawn[1] != drawn[2]  # the control
+
+
 def test_other_laws_would_be_seen(recording):
     """The control: laws one place off are other evidence."""
     shifted = replace(recording, trajectories=[

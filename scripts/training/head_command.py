@@ -49,10 +49,13 @@ def prompt_source(arguments: argparse.Namespace, tokenizer, *, held_out: bool) -
             return Task(item.family, item.problem, item.answer)
 
     else:
-        tasks = read_tasks(arguments.problems, count=arguments.num_problems)
+        known = read_tasks(arguments.problems, count=arguments.num_problems)
+        tasks = list({task.statement: task for task in known}.values())  # one that comes twice is in one part
         part = [task for place, task in enumerate(tasks) if (place % HELD_OUT_ONE_IN == 0) == held_out]
         if not part:
-            raise ValueError(f"--problems must hold 2 problems or more, as one in {HELD_OUT_ONE_IN} is held out, got 1")
+            raise ValueError(
+                f"--problems must hold 2 different problems or more, as one in {HELD_OUT_ONE_IN} is held out, got 1"
+            )
 
         def draw_task(rng: random.Random) -> Task:
             return rng.choice(part)

@@ -91,9 +91,12 @@ def test_another_model_needs_an_output_of_its_own():
         read_arguments(["--model", "smollm2"])
 
 
-def test_held_out_problems_of_a_file_are_not_trained_on(tmp_path):
+@pytest.mark.parametrize("times", [1, 8])
+def test_held_out_problems_of_a_file_are_not_trained_on(times, tmp_path):
+    """Also where the file has every problem several times."""
     path = tmp_path / "problems.jsonl"
-    path.write_text("".join(json.dumps({"problem": f"{n}{n}", "answer": n}) + "\n" for n in range(10, 30)))
+    lines = (json.dumps({"problem": f"{n}{n}", "answer": n}) + "\n" for n in range(10, 30))
+    path.write_text("".join(times * line for line in lines))
     arguments = read_arguments(["--problems", str(path)])
     tokenizer = AutoTokenizer.from_pretrained(REASONER)
     drawn = [
@@ -170,5 +173,5 @@ def test_a_single_problem_leaves_none_to_learn_from(tmp_path):
     path = tmp_path / "problems.jsonl"
     path.write_text(json.dumps({"problem": "1 + 1", "answer": 2}) + "\n")
     arguments = read_arguments(["--problems", str(path)])
-    with pytest.raises(ValueError, match="--problems must hold 2 problems or more"):
+    with pytest.raises(ValueError, match="--problems must hold 2 different problems or more"):
         prompt_source(arguments, AutoTokenizer.from_pretrained(REASONER), held_out=False)

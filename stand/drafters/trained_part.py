@@ -20,6 +20,7 @@ from stand.forward.linear_layers import few_token_layers
 FAMILIES = ("llama", "qwen2")  # of targets
 WEIGHT_FILE = "model.safetensors"
 VOCABULARY = "vocabulary"  # its name in the file
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights in a file
 MOST_OF_A_REASON = 120  # characters: torch's texts are long, and some advise what is unsafe
 OTHER_WORK = 1.5  # LM head, plans and laws of a run, in decoder layers: what two cores take with two small models
 
@@ -145,7 +146,7 @@ class TrainedPart(nn.Module):
 
 
 def read_tensors(path: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Tensors by name, all finite, of a file, or of the first of `names` in a folder.
+    """Tensors by name, all finite, weights in one of DTYPES, of a file, or of the first of `names` in a folder.
 
     Raises ValueError where there is none, or a damaged one.
     """
@@ -165,6 +166,10 @@ def read_tensors(path: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
     if not isinstance(tensors, Mapping) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
         raise ValueError(f"{files[0]} must hold tensors by name, got {type(tensors).__name__}; write its state_dict()")
     for name, value in tensors.items():
+        if value.dtype not in DTYPES and name != VOCABULARY:
+            raise ValueError(
+                f"{name} in {files[0]} must hold floats of 16, 32 or 64 bits, got {value.dtype}; dequantise it first"
+            )
         if not value.isfinite().all():
             raise ValueError(f"{name} in {files[0]} must be finite, got NaN or infinities; train or fetch it again")
     return dict(tensors)

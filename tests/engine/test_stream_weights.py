@@ -78,6 +78,7 @@ def test_saved_streams_are_read_again(target, tmp_path):
         ({"fc.weight": (32, 64)}, r"fc.weight must be absent for this target, got \[32, 64\]"),
         ({"embeddings": None}, r"streams must hold embeddings \[gamma, D\] and adapters of one rank"),
         ({"adapters.0.q_proj.down": (5, 32)}, "adapters of one rank"),
+        ({"adapters.0.q_proj.down": ()}, "adapters of one rank"),
     ],
 )
 def test_streams_that_do_not_fit_are_refused(changes, message, tmp_path):

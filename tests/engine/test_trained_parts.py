@@ -49,6 +49,17 @@ def test_weights_that_are_not_finite_are_refused(part, value, tmp_path):
         part.load(tiny_model("llama"), tmp_path)
 
 
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+def test_quantised_weights_are_refused(part, dtype, tmp_path):
+    tensors = {name: tensor.clone() for name, tensor in PARTS[part](tiny_model("llama")).state_dict().items()}
+    name = sorted(tensors)[0]
+    tensors[name] = tensors[name].to(getattr(torch, dtype))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{name} in .* must hold floats of .*got torch.{dtype}; dequantise it first"):
+        part.load(tiny_model("llama"), tmp_path)
+
+
 @pytest.mark.parametrize("given", [torch.tensor([1.0, 2.5]), [True, False]])
 def test_a_vocabulary_is_of_integers(given):
     with pytest.raises(ValueError, match="must hold token ids, got numbers of torch"):

@@ -96,7 +96,7 @@ class Streams(TrainedPart):
         vocabulary = tensors.pop(VOCABULARY, None)
         adapters = {name for name in tensors if name.startswith("adapters.")}
         layers = {name.split(".")[1] for name in adapters}
-        ranks = {len(tensors[name]) for name in adapters if name.endswith(".down")}
+        ranks = {len(value) if (value := tensors[name]).ndim == 2 else 0 for name in adapters if name.endswith(".down")}
         if tensors.get("embeddings", torch.empty(0)).ndim != 2 or len(ranks) != 1:
             raise ValueError(
                 "streams must hold embeddings [gamma, D] and adapters of one rank, got "

@@ -51,7 +51,7 @@ DEFAULT_ARMS = ("lookup", "eagle", "blended")
 OF_ARMS = {  # arms that an option has an effect on
     "head": {"eagle", "blended"},
     "streams": {"streams", "streams-nodes", "streams-blended"},
-    "runs": {"eagle", "blended", "neighbours"},
+    "runs": {"eagle", "blended", "streams-blended", "neighbours"},
 }
 HEADER = (
     "N", "drafter", "tokens per step", "depth 1 kept", "nodes per step", "drafting, share of time", "tokens per second",
@@ -75,7 +75,7 @@ def drafter_makers(
         "streams": lambda rows: stand.StreamingDrafter(streams, budget=nodes * rows, **law),
         "streams-nodes": lambda rows: stand.StreamingDrafter(streams, budget=nodes * rows, placement="nodes", **law),
         "streams-blended": lambda rows: stand.BlendedDrafter(
-            budget=nodes and nodes * rows, source=stand.StreamLaws(streams, **law)
+            budget=nodes and nodes * rows, source=stand.StreamLaws(streams, always=arguments.runs is not None, **law)
         ),
         "neighbours": lambda rows: stand.BlendedDrafter(
             budget=nodes and nodes * rows, source=stand.NeighbourLaws(runs=arguments.runs)
@@ -219,7 +219,8 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--runs",
         type=positive_integer,
-        help=f"most runs of the head or of neighbours per step (default: {MOST_RUNS}; blended as many as pay)",
+        help="most runs of the head or of neighbours per step; blended streams then run in every step (default: "
+        f"{MOST_RUNS}; blended as many as pay)",
     )
     parser.add_argument(
         "--arms",

@@ -42,6 +42,13 @@ def test_streams_and_no_drafts(monkeypatch, capsys):
     assert all(one["processor_ms_per_token"] > 0 for one in records.values())
 
 
+@pytest.mark.parametrize(("options", "always"), [([], False), (["--runs", "6"], True)])
+def test_blended_streams_run_in_every_step_where_runs_are_given(options, always):
+    arguments = compare_drafters.read_arguments(["--arms", "streams-blended", *options])
+    make = compare_drafters.drafter_makers(arguments, None, None, 0.8)["streams-blended"]
+    assert make(2).source.always is always
+
+
 def test_what_only_a_first_call_does_is_in_no_figure(monkeypatch, capsys):
     """With `--nodes cost` the first arm paid for the timing of steps: 15.6 ms of the processor per token for 3.2."""
     draw, calls = compare_drafters.draw_with_engine, []

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import torch
+from measuring.idle_options import refuse_idle
 from measuring.interruption import run_and_report
 from measuring.option_types import count_list, number_from_zero, positive_integer
 from measuring.progress import Progress
@@ -236,9 +237,7 @@ def read_arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(command_line)
     if set(arguments.arms) - set(ARMS):
         parser.error(f"--arms must be some of {','.join(ARMS)}, got {','.join(arguments.arms)}")
-    for option, arms in OF_ARMS.items():
-        if getattr(arguments, option) is not None and not arms & set(arguments.arms):
-            parser.error(f"--{option} has no effect without one of {', '.join(sorted(arms))} in --arms; leave it out")
+    refuse_idle(parser, arguments, "arms", OF_ARMS)
     if arguments.nodes is None and {"eagle", "streams", "streams-nodes"} & set(arguments.arms):
         parser.error("--nodes cost is for the lookup and blended arms; leave the others out of --arms")
     if arguments.temperature is not None:

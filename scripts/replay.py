@@ -34,6 +34,7 @@ from pathlib import Path
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
+from measuring.idle_options import refuse_idle
 from measuring.interruption import run_and_report
 from measuring.option_types import existing_file, named, picture_file, positive_integer, probability
 from measuring.progress import Progress
@@ -185,6 +186,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--plot", type=picture_file, help="write tau against budget to this picture")
     parsed = parser.parse_args(arguments)
     parsed.selection = selection_of(parser, parsed)
+    refuse_idle(parser, parsed, "drafter", dict.fromkeys(("lookup", "floor", "max_bytes"), {"lookup"}))
     if parsed.lookup is not None and parsed.max_bytes is not None:
         parser.error("--max-bytes must not be given with --lookup; a file brings its own cap")
     return parsed

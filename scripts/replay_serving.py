@@ -31,6 +31,7 @@ from typing import Protocol
 import measuring.interruption  # noqa: F401  (before what loads slowly)
 import numpy as np
 from measuring.cpu_time import timed
+from measuring.idle_options import refuse_idle
 from measuring.interruption import run_and_report
 from measuring.option_types import existing_file, positive_integer
 from measuring.progress import Progress
@@ -351,6 +352,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add_selection(parser)
     parsed = parser.parse_args(arguments)
     parsed.selection = selection_of(parser, parsed)
+    refuse_idle(parser, parsed, "door", {"options": {"vllm"}, "corpus": {"sglang"}, "depth": {"sglang"}})
     return parsed
 
 

@@ -1,6 +1,7 @@
 """What heads and streams have in common: damaged files are refused by name, and one overflow costs a draft only."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -162,3 +163,19 @@ def test_a_repeated_call_has_nothing_of_rows_that_ended_with_its_text(make):
 def test_a_budget_beyond_any_step_is_refused(make):
     with pytest.raises(ValueError, match=r"budget must be an integer in \[0, 65536\], got 1000000000"):
         make("anywhere", budget=10**9)
+
+
+@pytest.mark.parametrize(
+    ("part", "drafter"), [(EagleHead, stand.EagleDrafter), (Streams, stand.StreamingDrafter)], ids=["eagle", "streams"]
+)
+def test_a_drafter_without_a_budget_takes_each_models_default(part, drafter, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[drafter.__module__], "default_budget", lambda model: 5 if model is first else 9)
+    first, second = tiny_model("llama"), copy.deepcopy(tiny_model("llama"))
+    PARTS[part](first).save(tmp_path)
+    for budget, expected in ((None, [5, 9]), (7, [7, 7])):
+        drafts = drafter(tmp_path, budget=budget)
+        found = []
+        for model in (first, second):
+            drafts.attach(model, b"")
+            found.append(drafts.most_nodes(2))
+        assert found == expected

@@ -218,6 +218,8 @@ def test_bad_options_are_refused(files):
         "--tokenizer must be a tokenizer.json": ["--tokenizer", __file__],
         "must not be given with": ["--lookup", __file__, "--max-bytes", "5"],
         "invalid choice": ["--drafter", "oracle"],
+        "--floor has no effect without one of lookup in --drafter": ["--drafter", "stand", "--floor", "0.1"],
+        "--max-bytes has no effect": ["--drafter", "stand", "--max-bytes", "5"],
     }
     for message, extra in cases.items():
         done = run(*common, *extra)

@@ -109,3 +109,16 @@ def test_the_command_writes_a_table_and_json(tmp_path, capsys):
     assert all(one.tokens_per_row_step > 1 and one.us_per_row_median > 0 for one in results)
     assert results[0].drafted_per_row_step < 4 == results[1].drafted_per_row_step + 1
     assert replay_serving.main([*named, "--options", '{"flor": 1}']) == 2
+
+
+@pytest.mark.parametrize(
+    ("door", "option"), [("suffix", ["--depth", "3"]), ("vllm", ["--corpus", "a:B"]), ("sglang", ["--options", "{}"])]
+)
+def test_options_of_other_doors_are_refused(door, option, capsys):
+    given = [__file__, "--tokenizer", __file__, "--door", door, *option]
+    if option[1] == "{}":  # its default
+        assert replay_serving.parse(given).options == {}
+        given[-1] = '{"floor": 0.2}'
+    with pytest.raises(SystemExit):
+        replay_serving.parse(given)
+    assert f"{option[0]} has no effect without one of" in capsys.readouterr().err

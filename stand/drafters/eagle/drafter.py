@@ -63,6 +63,7 @@ class EagleDrafter(Drafter):
         check_count("num_candidates", num_candidates, 1, usual="32 is usual")
         self.head = head
         self.budget = budget
+        self._default_budget: int | None = None  # of the model
         self.shape = shape
         self.runs = runs if shape is None else max(shape.max_depth, 1)
         self.temperature = temperature
@@ -71,8 +72,7 @@ class EagleDrafter(Drafter):
 
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
         self.head = EagleHead.of(model, self.head)
-        if self.budget is None:
-            self.budget = default_budget(model)
+        self._default_budget = default_budget(model)
         self._rows = FollowedRows(model, self.head)
 
     def typical_draft(self) -> DraftBatch:
@@ -87,12 +87,15 @@ class EagleDrafter(Drafter):
         self._rows.follow(lesson)
 
     def most_nodes(self, num_rows: int) -> int:
-        return self.budget if self.shape is None else num_rows * (self.shape.num_nodes - 1)
+        return self._most_nodes() if self.shape is None else num_rows * (self.shape.num_nodes - 1)
+
+    def _most_nodes(self) -> int:
+        return self._default_budget if self.budget is None else self.budget
 
     @torch.inference_mode()
     def draft(self, request: DraftRequest) -> DraftBatch:
         """One tree per row; see `Drafter.draft`. A row of one token has no feature yet and gets no draft."""
-        growth: Growth = BestFirstGrowth(self.budget) if self.shape is None else FixedGrowth(self.shape)
+        growth: Growth = BestFirstGrowth(self._most_nodes()) if self.shape is None else FixedGrowth(self.shape)
         drafts = planted(request, growth.num_nodes)
         rows, estimates = self._rows.catch_up(request.histories)
         asked = [(row, ROOT) for row in rows.tolist()]

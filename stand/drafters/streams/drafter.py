@@ -51,25 +51,26 @@ class StreamingDrafter(Drafter):
         if budget is not None:
             check_count("budget", budget, 0, MOST_NODES, usual="32 to 128 nodes are usual")
         self.budget = budget
+        self._default_budget: int | None = None  # of the model
         self.rider = StreamRider(
             streams, placement=placement, temperature=temperature, num_candidates=num_candidates
         )  # fmt: skip
 
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
         self.rider.attach(model)
-        if self.budget is None:
-            self.budget = default_budget(model)
+        self._default_budget = default_budget(model)
 
     def typical_draft(self) -> DraftBatch:
         return DraftBatch.concatenate([typical_tree(self.rider.law_size, is_chain=False)])
 
     def most_nodes(self, num_rows: int) -> int:
-        return self.budget
+        return self._default_budget if self.budget is None else self.budget
 
     def draft(self, request: DraftRequest) -> DraftBatch:
         """One tree per row; see `Drafter.draft`."""
-        drafts = planted(request, self.budget + 1)
-        grow(drafts, self.rider.laws_of(request), self.budget)
+        budget = self.most_nodes(len(request.histories))
+        drafts = planted(request, budget + 1)
+        grow(drafts, self.rider.laws_of(request), budget)
         return DraftBatch.concatenate([draft.tree() for draft in drafts])
 
 

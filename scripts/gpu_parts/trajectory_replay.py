@@ -32,7 +32,7 @@ from stand.fusion.fusion import Fusion
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_rule import DeviceVerdict, MatchRule, follow_drawn
 from stand.gpu.packet import Field
-from stand.gpu.step_size import NUM_TOKENS, StepSize
+from stand.gpu.step_size import StepSize, sizes_for
 from stand.output import GenerationOutput
 from stand.row import Row
 from stand.scheduling.request import Job
@@ -142,7 +142,6 @@ class ReplayBackend:
     held_bytes = 0
     page_size = None
     has_pool = False
-    step_sizes = NUM_TOKENS
 
     def __init__(self, model: PreTrainedModel, fusion: Fusion | None):
         self.rule = RecordedRule(())
@@ -150,6 +149,7 @@ class ReplayBackend:
         self.start = 0.0  # when decoding began
         self._model = model
         self.fusion = fusion
+        self.step_sizes = sizes_for(model)
 
     def __str__(self) -> str:
         return self.name

@@ -13,6 +13,7 @@ from fake_events import use_fake_events
 from gpu_parts.bench_model import BenchModel
 from gpu_parts.trajectory_replay import (
     RecordedRule,
+    ReplayBackend,
     ReplayBench,
     ReplayEngine,
     ReplaySizes,
@@ -23,6 +24,7 @@ from gpu_parts.trajectory_replay import (
 )
 from plain_kernels import use_plain_kernels
 from table_parts.token_drafter import TokenDrafter
+from tiny_models import tiny_model
 from workloads.model_shapes import SMOKE_SHAPE
 from workloads.recordings import Recording
 
@@ -30,6 +32,7 @@ import stand
 from stand.drafters.step_cost import CostTable, StepCost
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_rule import MatchRule
+from stand.gpu.step_size import CLOSE_NUM_TOKENS, NUM_TOKENS
 from stand.trees import BlendedLookup, DraftBatch, DraftTree
 from stand.verifiers import VerifierNoise
 
@@ -160,6 +163,11 @@ def test_problems_with_too_few_samples_are_left_out(bench):
     replay = ReplayBench(bench, ReplaySizes(rows=(2, 16), batches=1, warm_up=3, fixed_nodes=8), {"f": families()})
     obstacles = {measurement.label: measurement.obstacle for measurement in replay.measurements(FREE_NODES)}
     assert obstacles == {"replay, f, 2 rows": None, "replay, f, 16 rows": "a problem has 2 samples only"}
+
+
+def test_drafts_end_at_the_sizes_that_steps_of_the_model_are_padded_to():
+    sizes = [ReplayBackend(tiny_model(family), None).step_sizes for family in ("qwen2", "qwen3_moe")]
+    assert sizes == [NUM_TOKENS, CLOSE_NUM_TOKENS]
 
 
 def test_time_on_the_device_is_that_between_marks(monkeypatch):

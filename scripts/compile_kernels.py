@@ -4,9 +4,9 @@ Usage: python scripts/compile_kernels.py [--targets 80,90] [--only WORD,WORD]
 
 Each specimen of scripts/specimens is compiled for each compute capability. `--only` keeps specimens whose module or
 name contains a WORD. Columns: registers per thread, bytes of spilled registers (stores and loads), shared memory in
-bytes, matrix instructions (wgmma, mma or -), products whose operand in registers is overwritten while it may still be
-read (gpu_parts/wgmma_inputs.py; none should be). Ends with exit status 1 when something does not compile. Last line:
-JSON.
+bytes, matrix instructions (wgmma, tcgen05, mma or -), products whose operand in registers is overwritten while it may
+still be read (gpu_parts/wgmma_inputs.py; none should be). Ends with exit status 1 when something does not compile. Last
+line: JSON.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def matrix_instructions(ptx: str, report: str) -> str:
     """Which tensor core instructions are used; "serial" when the assembler had to wait after each."""
     if "wgmma.mma_async" in ptx:
         return "wgmma serial" if "wgmma.mma_async instructions are serialized" in report else "wgmma"
-    return "mma" if "mma.sync" in ptx else "-"
+    return "tcgen05" if "tcgen05.mma" in ptx else "mma" if "mma.sync" in ptx else "-"
 
 
 def describe(module: str, specimen: Specimen, capability: int) -> dict[str, object]:

@@ -13,8 +13,8 @@ from stand.forward.attention_shape import HeadSizes
 class Blocks:
     """Sizes of one specialisation: query rows (tokens times grouped heads) and keys per block.
 
-    The last two are what the compiler asks for in bytes of shared memory: with the matrix instructions of all GPUs
-    from sm_80 on, and with those of sm_90. 0: not to be used there.
+    The last three are what the compiler asks for in bytes of shared memory: with the matrix instructions of all GPUs
+    from sm_80 on, with those of sm_90, and with those of sm_100. 0: not to be used there.
     """
 
     rows: int
@@ -23,6 +23,7 @@ class Blocks:
     num_stages: int
     mma_bytes: int
     wgmma_bytes: int
+    tcgen05_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,8 @@ class Limits:
 
     def needs(self, sizes: Blocks) -> int:
         """Bytes of shared memory, 0 where the sizes are not to be used."""
-        return sizes.wgmma_bytes if self.capability // 10 == 9 else sizes.mma_bytes
+        own = {9: sizes.wgmma_bytes, 10: sizes.tcgen05_bytes}
+        return own.get(self.capability // 10, sizes.mma_bytes)
 
     def programs(self, sizes: Blocks) -> int:
         """How many programs of these sizes a processor holds at once: two, where registers and shared memory allow."""
@@ -43,35 +45,35 @@ class Limits:
 
 
 # By the largest head size that they serve, small tiles first; of one tile the first choice that fits is taken. Chosen
-# by what the compiler says for sm_80, sm_89, sm_90 and sm_120: no spilled registers in 16 bits (small tiles of head
-# size 96 on sm_120 excepted: 40 bytes).
-SMALL_32 = Blocks(64, 32, 4, 3, 53248, 65536)
+# by what the compiler says for sm_80, sm_89, sm_90, sm_100 and sm_120: no spilled registers in 16 bits (small tiles of
+# head size 96 on sm_120 excepted: 40 bytes; on sm_100 those of head size 64 and of more than 128 numbers or latents).
+SMALL_32 = Blocks(64, 32, 4, 3, 53248, 65536, 65568)
 BLOCKS_16_BIT = {
-    64: ((Blocks(64, 64, 4, 3, 49152, 57344),), (Blocks(128, 64, 8, 3, 65536, 65536),)),
-    96: ((SMALL_32,), (Blocks(128, 64, 8, 3, 114688, 131072), Blocks(128, 32, 8, 3, 73728, 81920))),
-    128: ((SMALL_32,), (Blocks(128, 64, 8, 3, 0, 131072), Blocks(128, 32, 8, 3, 73728, 81920))),
-    256: ((Blocks(64, 32, 8, 3, 102400, 135168), Blocks(64, 32, 8, 2, 69632, 102400)),),
-    512: ((Blocks(64, 32, 8, 2, 135168, 200704), Blocks(64, 16, 8, 2, 100352, 133120)),),
+    64: ((Blocks(64, 64, 4, 3, 49152, 57344, 57376),), (Blocks(128, 64, 8, 3, 65536, 65536, 66592),)),
+    96: ((SMALL_32,), (Blocks(128, 64, 8, 3, 114688, 131072, 0), Blocks(128, 32, 8, 3, 73728, 81920, 82976))),
+    128: ((SMALL_32,), (Blocks(128, 64, 8, 3, 0, 131072, 0), Blocks(128, 32, 8, 3, 73728, 81920, 82976))),
+    256: ((Blocks(64, 32, 8, 3, 102400, 135168, 131616), Blocks(64, 32, 8, 2, 69632, 102400, 98848)),),
+    512: ((Blocks(64, 32, 8, 2, 135168, 200704, 197152), Blocks(64, 16, 8, 2, 100352, 133120, 131616)),),
 }
 # Keys of up to 256 numbers with values of up to 128: DeepSeek's 192 and 128.
 NARROW_VALUES_16_BIT = (
-    (Blocks(64, 32, 4, 3, 86016, 106496),),
-    (Blocks(128, 32, 8, 3, 122880, 139264), Blocks(128, 32, 8, 2, 98304, 114688)),
+    (Blocks(64, 32, 4, 3, 86016, 106496, 106528),),
+    (Blocks(128, 32, 8, 3, 122880, 139264, 140320), Blocks(128, 32, 8, 2, 98304, 114688, 115744)),
 )
 # Latents beside up to 64 turned numbers: MiniCPM 3's 256 and 32, DeepSeek's 512 and 64 (32 bytes spilled on sm_80, 24
 # on sm_90: half as many keys would need none and twice as many blocks).
 LATENT_16_BIT = {
-    256: ((Blocks(64, 32, 8, 3, 86016, 106496),),),
-    512: ((Blocks(64, 32, 8, 3, 151552, 188416), Blocks(64, 16, 8, 2, 94208, 131072)),),
+    256: ((Blocks(64, 32, 8, 3, 86016, 106496, 135728),),),
+    512: ((Blocks(64, 32, 8, 3, 151552, 188416, 250416), Blocks(64, 16, 8, 2, 94208, 131072, 143920)),),
 }
-LATENT_FLOAT32 = {512: ((Blocks(32, 16, 8, 1, 110592, 110592), Blocks(16, 16, 4, 1, 73728, 73728)),)}
+LATENT_FLOAT32 = {512: ((Blocks(32, 16, 8, 1, 110592, 110592, 110592), Blocks(16, 16, 4, 1, 73728, 73728, 73728)),)}
 MOST_TURNED = 64
 BLOCKS_FLOAT32 = {
-    64: ((Blocks(64, 32, 4, 2, 41216, 41216),),),
-    96: ((Blocks(64, 32, 8, 1, 65536, 65536),),),
-    128: ((Blocks(64, 32, 8, 1, 65536, 65536),),),
-    256: ((Blocks(64, 16, 8, 1, 98304, 98304),),),
-    512: ((Blocks(32, 16, 8, 1, 131072, 131072), Blocks(16, 16, 4, 1, 65536, 65536)),),
+    64: ((Blocks(64, 32, 4, 2, 41216, 41216, 41216),),),
+    96: ((Blocks(64, 32, 8, 1, 65536, 65536, 65536),),),
+    128: ((Blocks(64, 32, 8, 1, 65536, 65536, 65536),),),
+    256: ((Blocks(64, 16, 8, 1, 98304, 98304, 98304),),),
+    512: ((Blocks(32, 16, 8, 1, 131072, 131072, 131072), Blocks(16, 16, 4, 1, 65536, 65536, 65536)),),
 }
 PAGE_SIZE = 64  # slots of a page of the cache: as many as the longest block of keys, so that a block lies in two pages
 LEAST_CAPABILITY = 80  # below, the compiler has no fitting matrix instructions and spills kilobytes

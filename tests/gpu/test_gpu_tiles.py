@@ -13,6 +13,7 @@ LIMITS = {  # shared memory that one program may have
     "sm_86": Limits(86, 99 * 1024),
     "sm_89": Limits(89, 99 * 1024),
     "sm_90": Limits(90, 227 * 1024),
+    "sm_100": Limits(100, 227 * 1024),
     "sm_120": Limits(120, 99 * 1024),
 }
 
@@ -38,6 +39,15 @@ def test_smaller_shared_memory_takes_shorter_key_blocks():
             assert blocks(num_rows, HeadSizes.alike(head_size), torch.bfloat16, limits=LIMITS[name]) != hopper
     assert blocks(128, HeadSizes.alike(96), torch.bfloat16, limits=LIMITS["sm_80"]).keys == 64
     assert blocks(128, HeadSizes.alike(128), torch.bfloat16, limits=LIMITS["sm_80"]).keys == 32  # 64 would spill
+
+
+def test_blackwell_takes_tiles_by_what_its_own_instructions_ask_for():
+    """Of latents of 512 numbers (DeepSeek's) the first choice asks for 245 KB there, which no program may have."""
+    latents, alike = HeadSizes(512, 64, True), HeadSizes.alike(128)
+    keys = [blocks(64, latents, torch.bfloat16, limits=LIMITS[name]).keys for name in ("sm_80", "sm_90", "sm_100")]
+    assert keys == [32, 32, 16]
+    assert blocks(64, latents, torch.bfloat16, limits=Limits(103, 227 * 1024)).keys == 16
+    assert blocks(128, alike, torch.bfloat16, limits=LIMITS["sm_100"]).keys == 32  # 64 would spill
 
 
 def test_gpus_that_cannot_are_refused():

@@ -478,6 +478,23 @@ def test_nothing_is_started_that_would_end_before_its_first_figure(monkeypatch, 
     assert reasons[0].endswith(" seconds were left of 0.9 minutes") and reasons[1] == "no --replay FILE was given"
 
 
+def test_pieces_that_know_no_shape_run_once(monkeypatch, tmp_path):
+    started = []
+
+    def start(command, output, *, limit, fine):
+        started.append(output.name)
+        return PartRun(None, "", None)
+
+    monkeypatch.setattr(gpu_bench, "run_part_process", start)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_bench, "device_name", lambda device: "x")
+    output = tmp_path / "b.json"
+    gpu_bench.main(["--parts", "contact,laws", "--shapes", "qwen2.5-7b,qwen3-8b", "--output", str(output)])
+    assert started == ["b.qwen2.5-7b.contact.json", "b.qwen2.5-7b.laws.json", "b.qwen3-8b.laws.json"]
+    left_out = [result["left_out"] for result in json.loads(output.read_text())["results"]]
+    assert left_out[0] == [] and [entry["measurement"] for entry in left_out[1]] == ["contact"]
+
+
 def test_parts_that_need_a_model_share_a_process_where_asked():
     def groups(*options):
         return gpu_bench.part_groups(gpu_bench.read_arguments(list(options)))

@@ -29,10 +29,11 @@ def draw_children(
         raise ValueError(f"kind must be one of {KINDS}, got {kind!r}; others need a shape")
     if not 1 <= whole(num_children, "num_children") < 2**31:
         raise ValueError(f"num_children must be in [1, 2**31), got {num_children}; one at least")
-    if len(probabilities) == 0 or len(uniforms) != len(probabilities):
+    probabilities, uniforms = np.asarray(probabilities, dtype=np.float32), np.asarray(uniforms, dtype=np.float64)
+    if probabilities.ndim != 1 or len(probabilities) == 0 or uniforms.shape != probabilities.shape:
         raise ValueError(
-            f"uniforms must match probabilities and not be empty, got {len(uniforms)} for {len(probabilities)}; give "
-            "each candidate one"
+            f"uniforms must match probabilities and not be empty, got shape {uniforms.shape} for "
+            f"{probabilities.shape}; give each candidate one"
         )
     if not (probabilities[-1] > 0.0 and (probabilities[1:] <= probabilities[:-1]).all()):
         raise ValueError(f"probabilities must be positive and descend, got {probabilities}; sort them")

@@ -270,3 +270,11 @@ def test_grown_drafts_and_others_make_no_batch():
         DraftBatch.concatenate([grown, other])
     assert DraftBatch.concatenate([grown, grown]).path_probabilities is not None
     assert DraftBatch.concatenate([other, other]).path_probabilities is None
+
+
+def test_candidates_that_are_no_arrays_are_converted_or_refused():
+    picks, _ = draw_children("deterministic", [0.6, 0.4], [0.5, 0.5], 2)
+    assert picks.tolist() == [0, 1]
+    for wrong in ({"a": 1.0}, "ab", [[0.6, 0.4]], 0.5, [None]):
+        with pytest.raises((ValueError, TypeError)):
+            draw_children("sampled", wrong, [0.5], 1)

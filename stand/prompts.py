@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +15,9 @@ OF_TOKENIZERS = frozenset(  # what their outputs hold beside, which changes no f
     "input_ids attention_mask special_tokens_mask offset_mapping length overflowing_tokens num_truncated_tokens "
     "overflow_to_sample_mapping assistant_masks".split()
 )
+WRITTEN = ("system", "developer", "user", "assistant")  # roles whose content is a text; a tool's may be anything
+ANSWERS = ("assistant", "tool")  # roles whose content templates may change
+BESIDE_CONTENT = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +63,22 @@ class PromptReader:
         if self.tokenizer is None:
             raise ValueError("text prompts need a tokenizer, got none; pass tokenizer= to stand.wrap or input_ids=")
         if isinstance(text, str):
-            return self.tokenizer(text)["input_ids"]
-        if any("role" not in message for message in text):
-            raise ValueError(f"every chat message must have a role, got {text!r}; add role and content")
-        for kind in _kinds(text):
-            if kind != "text":
-                raise ValueError(f"a chat must be text alone, got content of type {kind!r}; call model.generate for it")
+            return self._ids_of(text)
         if self.tokenizer.chat_template is None:
             raise ValueError(
                 f"chats need a chat template, got none in {type(self.tokenizer).__name__}; set "
                 "tokenizer.chat_template or pass a text"
             )
-        return self.tokenizer(chat_text(self.tokenizer, text), add_special_tokens=False)["input_ids"]
+        return self._ids_of(chat_text(self.tokenizer, text), add_special_tokens=False)
+
+    def _ids_of(self, text: str, **options: bool) -> list[int]:
+        try:
+            return self.tokenizer(text, **options)["input_ids"]
+        except Exception as error:  # half of a surrogate pair is a TypeError of tokenizers
+            raise ValueError(
+                f"a text must be one that the tokenizer takes, got {type(error).__name__} ({error}) for {text!r:.80}; "
+                "pass whole characters, or token ids"
+            ) from error
 
     def _sequences(self, given: object, attention_mask: object, name: str) -> list[object]:
         """One sequence of ids per prompt, without padding."""
@@ -121,22 +129,91 @@ class PromptReader:
 
 def chat_text(tokenizer: PreTrainedTokenizerBase, chat: list[Mapping]) -> str:
     """A chat by its template, with the beginning of an answer. Where its last message is an assistant's, the answer
-    goes on with it, as in transformers' pipelines: the text ends where the message does.
+    goes on with it, as in transformers' pipelines: the text ends where the message does. A content that is one part of
+    text becomes that text where the template writes contents as they are.
 
-    Raises ValueError where a template does not show that message as it is.
+    Raises ValueError for messages without role or content, for content that is no text, and where a template fails or
+    does not show that answer as it is. Warns of messages that the template leaves out.
     """
+    for message in chat:
+        _check_message(message)
+    chat = _without_parts(tokenizer, chat)
     goes_on = chat[-1]["role"] == "assistant"
     try:
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             chat, tokenize=False, add_generation_prompt=not goes_on, continue_final_message=goes_on
         )
-    except ValueError as error:
-        if not goes_on:
-            raise
+    except Exception as error:  # a template may refuse a chat, or need options of its own
+        if goes_on and isinstance(error, ValueError):
+            raise ValueError(
+                f"an answer that a chat ends with must be shown as it is by the template, got another text ({error}); "
+                "render the chat without it, with add_generation_prompt=True and tokenize=False, and append the answer"
+            ) from error
         raise ValueError(
-            f"an answer that a chat ends with must be shown as it is by the template, got another text ({error}); "
-            "render the chat without it, with add_generation_prompt=True and tokenize=False, and append the answer"
+            f"a chat must be one that the tokenizer's template takes, got {type(error).__name__}: {error}; change the "
+            "chat, or give the template's options to tokenizer.apply_chat_template(chat, return_dict=True, ...) and "
+            "pass what it returns"
         ) from error
+    _warn_of_absent(chat, text)
+    return text
+
+
+def _check_message(message: Mapping) -> None:
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise ValueError(f"every chat message must have a role, got {message!r:.120}; add role and content")
+    for part in content if isinstance(content, (list, tuple)) else ():
+        if isinstance(part, Mapping) and part.get("type", "text") != "text":
+            raise ValueError(
+                f"a chat must be text alone, got content of type {part['type']!r}; call model.generate for it"
+            )
+    is_left_out = content is None and any(message.get(name) for name in BESIDE_CONTENT)
+    if role in WRITTEN and not (isinstance(content, str) or _is_parts(content) or is_left_out):
+        raise ValueError(
+            f"the content of a chat message must be a text or parts of text, got {message!r:.120}; write "
+            '{"role": ..., "content": "..."}'
+        )
+
+
+def _is_parts(content: object) -> bool:
+    if not (isinstance(content, (list, tuple)) and content):
+        return False
+    are_typed = all(isinstance(part, Mapping) and part.get("type") == "text" for part in content)
+    return are_typed and all(isinstance(part.get("text"), str) for part in content)
+
+
+def _without_parts(tokenizer: PreTrainedTokenizerBase, chat: list[Mapping]) -> list[Mapping]:
+    """The chat as the template takes it: it may be one that joins a content to other texts, or writes a list as Python
+    shows it."""
+    listed = [message["content"] for message in chat if _is_parts(message.get("content"))]
+    if not listed:
+        return chat
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+    except Exception:  # it may fail with texts, too: `chat_text` says so
+        text = None
+    if text is not None and not any(str(content) in text for content in listed):
+        return chat
+    if any(len(content) > 1 for content in listed):
+        raise ValueError(
+            f"a content must be one text for this tokenizer's template, got {max(map(len, listed))} parts; join them "
+            "as the model is meant to read them"
+        )
+    return [
+        {**message, "content": message["content"][0]["text"]} if _is_parts(message.get("content")) else message
+        for message in chat
+    ]
+
+
+def _warn_of_absent(chat: list[Mapping], text: str) -> None:
+    """Templates leave out roles that they do not know. Of answers they leave out thoughts."""
+    for place, message in enumerate(chat):
+        content = message.get("content")
+        if message["role"] not in ANSWERS and isinstance(content, str) and content.strip() not in text:
+            warnings.warn(
+                f"the chat template leaves out message {place}, of role {message['role']!r}; the model does not see it",
+                stacklevel=2,
+            )
 
 
 def is_one_prompt(given: object) -> bool:
@@ -165,13 +242,6 @@ def _unpacked(given: Mapping, attention_mask: object) -> tuple[object, object]:
                 "token ids; leave it out, or call model.generate"
             )
     return given["input_ids"], given.get("attention_mask")
-
-
-def _kinds(chat: list[Mapping]) -> list[object]:
-    """Of the parts that messages' contents are made of, where they are lists."""
-    contents = [message.get("content") for message in chat]
-    parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
-    return [part.get("type", "text") for part in parts if isinstance(part, Mapping)]
 
 
 def _as_texts(given: object) -> list[str | list[Mapping]] | None:

@@ -8,7 +8,7 @@ from tiny_models import VOCABULARY_SIZE, tiny_model
 from transformers import BatchEncoding
 
 import stand
-from stand.prompts import PromptReader
+from stand.prompts import PromptReader, chat_text
 from stand.stats import Stats
 
 TEMPLATE = "{% for message in messages %}>{{ message.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
@@ -83,6 +83,73 @@ def test_an_answer_that_a_chat_ends_with_goes_on():
     tokenizer.chat_template = "{% for message in messages %}{% if message.role == 'user' %}>{% endif %}{% endfor %}"
     with pytest.raises(ValueError, match="must be shown as it is by the template, got another text .*; render"):
         read([user, answer], tokenizer=tokenizer)
+
+
+def with_template(template):
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+PART = {"type": "text", "text": TEXT}
+OF_PARTS = "{% for part in messages[0].content %}>{{ part.text }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "text"),
+    [
+        (TEMPLATE, [PART], f">{TEXT}="),  # it wrote the list as Python shows it
+        ("{{ 'A' + messages[0].content }}", [PART], f"A{TEXT}"),  # it failed
+        ("{{ messages[0].content | trim }}", (PART,), TEXT),
+        (OF_PARTS, [PART, PART], f">{TEXT}>{TEXT}"),
+    ],
+)
+def test_parts_of_text_are_read_as_the_template_takes_them(template, content, text):
+    assert chat_text(with_template(template), [{"role": "user", "content": content}]) == text
+
+
+def test_an_answer_in_parts_goes_on():
+    chat = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": [PART]}]
+    assert chat_text(with_template(TEMPLATE), chat) == f">{TEXT}>{TEXT}"
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "rule"),
+    [
+        (TEMPLATE, {"content": [PART, PART]}, "must be one text for this tokenizer's template, got 2 parts; join"),
+        (TEMPLATE, {"contents": TEXT}, "content of a chat message must be a text or parts of text, got .*'contents'.*;"),
+        *(
+            (TEMPLATE, {"content": content}, "must be a text or parts of text, got .*; write")
+            for content in (None, 5, b"x", [], ["a"], [None], [{"text": "a"}], PART, [{"type": "text"}])
+        ),
+        (TEMPLATE, {"role": None, "content": TEXT}, "must have a role, got .*; add role"),
+        ("{{ raise_exception('no') }}", {"content": TEXT}, "the tokenizer's template takes, got TemplateError: no; ch"),
+        ("{{ 'a' + thinking }}", {"content": TEXT}, "got UndefinedError: 'thinking' is undefined; .*options"),
+        ("{% for", {"content": TEXT}, "got TemplateSyntaxError: .*; change the chat"),
+        ("{{ 1 / 0 }}", {"content": [PART]}, "got ZeroDivisionError: .*; change the chat"),
+    ],
+)
+def test_chats_that_a_template_does_not_take_are_refused(template, message, rule):
+    with pytest.raises(ValueError, match=rule):
+        chat_text(with_template(template), [{"role": "user", **message}])
+
+
+def test_messages_that_a_template_leaves_out_are_told():
+    ours = "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}"
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": TEXT}]
+    with pytest.warns(UserWarning, match="leaves out message 0, of role 'system'"):
+        assert chat_text(with_template(ours), chat) == TEXT
+
+
+def test_calls_and_thoughts_need_no_content():
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    chat = [{"role": "user", "content": TEXT}, {"role": "assistant", "tool_calls": [call]}, {"role": "tool"}]
+    assert chat_text(with_template("{{ messages[0].content }}"), chat) == TEXT
+
+
+def test_half_of_a_character_is_refused():
+    with pytest.raises(ValueError, match="the tokenizer takes, got TypeError .*; pass whole characters"):
+        read("\ud800")
 
 
 @pytest.mark.parametrize("padded", [LEFT, RIGHT, LEFT.tolist(), LEFT.numpy()])

@@ -57,12 +57,15 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {  # name: values that ask 
     "output_scores": ((None, False), NOT_KEPT),
     "output_logits": ((None, False), NOT_KEPT),
 }
+SPECIAL = frozenset("eos_token_id pad_token_id bos_token_id decoder_start_token_id".split())  # made tensors beside LAW
 WITHOUT_EFFECT = frozenset(  # on tokens here: other modes' details, ways to compute, tokens that the engine never adds
     "early_stopping length_penalty diversity_penalty low_memory num_assistant_tokens num_assistant_tokens_schedule "
     "assistant_confidence_threshold max_matching_ngram_size assistant_lookbehind target_lookbehind use_cache "
     "cache_config max_cache_len prefill_chunk_size compile_config disable_compile continuous_batching_config "
     "return_dict_in_generate pad_token_id bos_token_id decoder_start_token_id transformers_version".split()
 )
+NGRAMS = ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size")
+LONGEST_NGRAM = 1 << 16  # transformers makes so many lists of the prompt
 PREPARED = "_stand_prepared"  # of a config that was filled already: what is None there was given as None
 FRACTIONS = frozenset(  # settings for which transformers asks for a float
     "temperature top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty "
@@ -117,6 +120,7 @@ class GenerationSettings:
             resolved.do_sample, resolved.temperature = False, 1.0
         _refuse_unserved(resolved)
         _check_ranges(resolved)
+        _check_forced(resolved, text_config(model).vocab_size)
         if not resolved.do_sample:
             _warn_of_greedy(given, resolved.num_return_sequences)
         if not is_prepared:
@@ -181,7 +185,23 @@ class GenerationSettings:
     def processors(
         self, model: PreTrainedModel, prompt: np.ndarray, limit: int, *, own: Sequence[LogitsProcessor] = ()
     ) -> list[LogitsProcessor]:
-        """As `GenerationMixin.generate` makes them for this prompt alone; own: the caller's, checked."""
+        """As `GenerationMixin.generate` makes them for this prompt alone; own: the caller's, checked.
+
+        Raises ValueError by name for settings that transformers fails at."""
+        try:
+            return self._processors(model, prompt, limit, own)
+        except Exception as error:  # transformers checks few values and says little of others
+            values = {name: getattr(self.config, name, None) for name in sorted(LAW | SPECIAL)}
+            asked = {name: value for name, value in values.items() if value not in (None, 0, 1)}
+            got = ", ".join(f"{name}={value!r:.60}" for name, value in asked.items())
+            raise ValueError(
+                f"settings must be as transformers' processors take them, got {got} and from them "
+                f"{type(error).__name__}: {error}; see the documentation of its GenerationConfig"
+            ) from error
+
+    def _processors(
+        self, model: PreTrainedModel, prompt: np.ndarray, limit: int, own: Sequence[LogitsProcessor]
+    ) -> list[LogitsProcessor]:
         config = copy.deepcopy(self.config)
         config.max_new_tokens = limit
         device = input_device(model)
@@ -304,11 +324,30 @@ def _check_ranges(config: GenerationConfig) -> None:
     _check_positive("repetition_penalty", config.repetition_penalty, "use 1 to switch it off")
     _check_positive("max_time", config.max_time, "give seconds")
     check_flags(do_sample=config.do_sample)
-    for name in ("min_length", "min_new_tokens"):
+    for name in ("min_length", "min_new_tokens", *NGRAMS):
         _check_count(name, getattr(config, name), "0 asks for nothing", least=0)
+    for name in ("typical_p", "epsilon_cutoff", "eta_cutoff"):
+        value = getattr(config, name)
+        if isinstance(value, Real) and not value <= 1:  # transformers leaves such out without a word
+            raise ValueError(f"{name} must be at most 1, got {value!r}; leave it out to switch it off")
+    for name in NGRAMS:
+        if (getattr(config, name) or 0) > LONGEST_NGRAM:
+            raise ValueError(
+                f"{name} must be at most {LONGEST_NGRAM}, got {getattr(config, name)}; so long an n-gram hardly repeats"
+            )
     _check_count("num_return_sequences", config.num_return_sequences, "ask for at least one row")
     _check_count("max_new_tokens", config.max_new_tokens, "ask for at least one")
     _check_count("max_length", config.max_length, "the prompt's tokens count")
+
+
+def _check_forced(config: GenerationConfig, vocabulary_size: int) -> None:
+    """Tokens that are forced must be there: the last one of a row would fail, after all others were decoded."""
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):
+        value = getattr(config, name)
+        tokens = value if isinstance(value, list) else [value]
+        are_ids = all(isinstance(token, int) and not isinstance(token, bool) for token in tokens)
+        if value is not None and not (tokens and are_ids and min(tokens) >= 0 and max(tokens) < vocabulary_size):
+            raise ValueError(f"{name} must be a token in [0, {vocabulary_size}), got {value!r}; leave it out for none")
 
 
 def check_flags(**flags: object) -> None:

@@ -47,8 +47,8 @@ class SamplingParams:
         _require(self.temperature == 0 or LEAST <= self.temperature <= MOST,
                  f"temperature must be 0 or in [{LEAST:g}, {MOST:g}]", self.temperature,
                  "beyond them float32 overflows; use 0 for greedy decoding")  # fmt: skip
-        _require(_is_whole(self.top_k) and self.top_k >= 0, "top_k must be an integer >= 0", self.top_k,
-                 "use 0 to switch it off")  # fmt: skip
+        _require(_is_whole(self.top_k) and 0 <= self.top_k < 2**31, "top_k must be an integer in [0, 2**31)",
+                 self.top_k, "use 0 to switch it off")  # fmt: skip
         _require(_finite(self.top_p) and 0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p,
                  "use 1 to switch it off, temperature=0 for greedy decoding")  # fmt: skip
         _require(_finite(self.min_p) and 0 <= self.min_p <= 1, "min_p must be in [0, 1]", self.min_p,

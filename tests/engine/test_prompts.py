@@ -117,7 +117,7 @@ def test_an_answer_in_parts_goes_on():
     ("template", "message", "rule"),
     [
         (TEMPLATE, {"content": [PART, PART]}, "must be one text for this tokenizer's template, got 2 parts; join"),
-        (TEMPLATE, {"contents": TEXT}, "content of a chat message must be a text or parts of text, got .*'contents'.*;"),
+        (TEMPLATE, {"contents": TEXT}, "a chat message must be a text or parts of text, got .*'contents'.*;"),
         *(
             (TEMPLATE, {"content": content}, "must be a text or parts of text, got .*; write")
             for content in (None, 5, b"x", [], ["a"], [None], [{"text": "a"}], PART, [{"type": "text"}])

@@ -108,8 +108,8 @@ def test_temperature_zero_is_all_mass_on_the_best_token():
         ({"temperature": float("nan")}, "temperature must be >= 0, got nan"),
         ({"temperature": float("inf")}, "temperature must be >= 0, got inf"),
         ({"temperature": True}, "temperature must be >= 0, got True"),
-        ({"top_k": -2}, "top_k must be an integer >= 0"),
-        ({"top_k": True}, "top_k must be an integer >= 0, got True; use 0"),
+        ({"top_k": -2}, r"top_k must be an integer in \[0, 2\*\*31\)"),
+        ({"top_k": True}, "top_k must be an integer in .*, got True; use 0"),
         ({"min_p": 2.0}, r"min_p must be in \[0, 1\]"),
     ],
 )

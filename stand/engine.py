@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -33,14 +34,14 @@ from stand.forward.model import max_positions, text_config
 from stand.forward.recurrent_layers import recurrent_layers
 from stand.forward.self_check import UnsupportedModelError, check_model, refuse_compiled, refuse_training
 from stand.forward.tree_attention import exclusive
-from stand.generation_settings import check_flags
+from stand.generation_settings import check_flags, whole_number
 from stand.numbered_keys import NumberedKeys
 from stand.output import GenerationOutput
 from stand.prompts import is_one_prompt
 from stand.row import Row
 from stand.scheduling.job_reader import JobReader
 from stand.scheduling.kept_prompts import KeptPrompts
-from stand.scheduling.memory import admission, checked_bytes
+from stand.scheduling.memory import admission, checked_bytes, is_number
 from stand.scheduling.request import Job, Request
 from stand.scheduling.run import Run
 from stand.scheduling.sample_steps import sample_steps
@@ -273,14 +274,21 @@ class Engine:
         seconds: time fewer sizes, less often, and stop after about so long, or after sixteen of the smallest steps; on
         a CPU all times are processor time. None: it takes seconds to minutes.
         `BlendedDrafter(costs=CostTable((cost, ...)))` takes the results; save the table for runs that are to repeat.
+
+        Raises ValueError for numbers that no step has.
         """
         is_on_cpu = input_device(self.model).type == "cpu"
+        num_rows = whole_number("num_rows", num_rows, "1 is usual")
+        length = whole_number("length", length, "1024 is usual")
+        if seconds is not None and not (is_number(seconds) and 0 <= seconds < math.inf):
+            raise ValueError(f"seconds must be a number >= 0, got {seconds!r}; leave it out to time all sizes")
         if most_tokens is None:
             most_tokens = 32 * num_rows if is_on_cpu else max(256, num_rows + 1)
-        if min(num_rows, length) < 1 or most_tokens <= num_rows:
+        most_tokens = whole_number("most_tokens", most_tokens, "leave it out for the default")
+        if most_tokens <= num_rows:
             raise ValueError(
-                f"num_rows and length must be at least 1 and most_tokens above num_rows, got {num_rows}, {length} and "
-                f"{most_tokens}; a step holds one token per row and its drafts"
+                f"most_tokens must be above num_rows, got {most_tokens} and {num_rows}; a step holds one token per row "
+                "and its drafts"
             )
         context = max_positions(self.model)
         if context is not None:
@@ -366,7 +374,7 @@ class Engine:
         seed = checked_seed(seed)
         most_slots = self.drafter.most_slots if draft else lambda num_rows: 0
         allowed = admission(self.model, max_rows, max_cache_bytes, backend=self.backend, most_slots=most_slots)
-        most_rows = min(num_rows, max_rows or num_rows)
+        most_rows = num_rows if max_rows is None else min(num_rows, int(max_rows))
         if draft:  # its largest draft counts in the checks
             self.drafter.prepare(most_rows, StepTimer(self.measure_cost, self._way_of_steps(), self.backend.step_sizes))
         for job in jobs if isinstance(jobs, list) else ():  # others are checked as they are read

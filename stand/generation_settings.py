@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -355,6 +356,20 @@ def check_flags(**flags: object) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be True or False, got {value!r}; leave it out for the default")
+
+
+def whole_number(name: str, value: object, remedy: str, *, least: int = 1) -> int:
+    """An argument of the engine's own that counts something, as Python's integer. A tensor or array of a fraction has
+    an `__index__`, too, which fails.
+
+    Raises ValueError for anything else, booleans among it."""
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}; {remedy}")
+    return number
 
 
 def _check_positive(name: str, value: object, remedy: str) -> None:

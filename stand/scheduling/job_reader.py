@@ -6,13 +6,14 @@ import copy
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from stand.forward.devices import input_device
 from stand.forward.model import text_config
-from stand.generation_settings import PREPARED, GenerationSettings
+from stand.generation_settings import PREPARED, GenerationSettings, whole_number
 from stand.numbered_keys import NumberedKeys
 from stand.processors import checked_processors
 from stand.prompts import PromptReader
@@ -21,6 +22,7 @@ from stand.scheduling.request import Job, Request, which_request
 from stand.stop import StopRule, as_strings
 from stand.trees import problem_key
 
+MOST_NAMED = 1 << 20  # rows of one request, by their numbers
 ROW_NUMBERS = 1 << 32  # row numbers lie below: random numbers are named by as many bits
 
 
@@ -145,12 +147,11 @@ class JobReader:
         count = self.settings.num_return_sequences
         if request.num_return_sequences is not None:
             count = request.num_return_sequences
-        if isinstance(count, bool) or not hasattr(count, "__index__") or int(count) < 1:
-            raise ValueError(f"num_return_sequences must be an integer >= 1, got {count!r}; ask for at least one row")
+        count = whole_number("num_return_sequences", count, "ask for at least one row")
         if request.rows is None:
-            return self._next_rows(int(count))
+            return self._next_rows(count)
         rows = _integers(request.rows)
-        if request.num_return_sequences is not None and len(rows) != int(count):
+        if request.num_return_sequences is not None and len(rows) != count:
             raise ValueError(f"rows must name {count} rows, got {len(rows)}; leave num_return_sequences out")
         taken = [row for row in rows if row in self._named or any(row in counted for counted in self._counted)]
         if not rows or min(rows) < 0 or max(rows) >= ROW_NUMBERS or len(set(rows)) < len(rows) or taken:
@@ -172,6 +173,12 @@ class JobReader:
 
 def _integers(rows: object) -> list[int]:
     try:
-        return [operator.index(row) for row in rows]
+        listed = list(islice(rows, MOST_NAMED + 1))
+        named = [operator.index(-1 if isinstance(row, bool) else row) for row in listed]
     except TypeError:
-        raise ValueError(f"rows must be a list of integers, got {rows!r}; write rows=[7] for row 7") from None
+        raise ValueError(f"rows must be a list of integers, got {rows!r:.80}; write rows=[7] for row 7") from None
+    if len(named) > MOST_NAMED:
+        raise ValueError(
+            f"a request must name at most {MOST_NAMED} rows, got {rows!r:.80}; leave rows out, or make more requests"
+        )
+    return named

@@ -13,6 +13,7 @@ from stand.backend import Backend
 from stand.forward.devices import input_device, is_offloaded
 from stand.forward.key_shape import key_shape
 from stand.forward.tree_cache import DRAFT_ROOM, available_bytes
+from stand.generation_settings import whole_number
 from stand.row import Row
 from stand.scheduling.admission import Admission, AtMost
 from stand.scheduling.page_allocator import PageAllocator
@@ -54,10 +55,8 @@ def admission(
     ValueError unless `max_rows` is an integer >= 1 or None, and `max_cache_bytes` a number of bytes that holds a page,
     or None.
     """
-    if max_rows is not None and (isinstance(max_rows, bool) or not hasattr(max_rows, "__index__") or int(max_rows) < 1):
-        raise ValueError(
-            f"max_rows must be an integer >= 1, got {max_rows!r}; leave it out for as many rows as memory holds"
-        )
+    if max_rows is not None:
+        max_rows = whole_number("max_rows", max_rows, "leave it out for as many rows as memory holds")
     token_bytes, size = bytes_per_token(model), backend.page_size
     least = token_bytes * (size or 1)
     if max_cache_bytes is not None and not (is_number(max_cache_bytes) and max_cache_bytes >= least):
@@ -65,7 +64,7 @@ def admission(
             f"max_cache_bytes must be a number of bytes that holds a page of {size or 1} tokens, {token_bytes} bytes "
             f"each, got {max_cache_bytes!r}; a GiB is 2**30"
         )
-    limits = [int(limit) for limit in (max_rows, backend.most_rows) if limit is not None]
+    limits = [limit for limit in (max_rows, backend.most_rows) if limit is not None]
     num_bytes = max_cache_bytes
     if max_cache_bytes is None and (max_rows is None or backend.has_pool):
         num_bytes = _most_bytes(model, backend.held_bytes)
@@ -83,7 +82,7 @@ def admission(
             spare=spare / (size * token_bytes),
         )
     if num_bytes is None:
-        return AtMost(int(max_rows))
+        return AtMost(max_rows)
     return WithinMemory(num_bytes, token_bytes, min(limits, default=None), key_shape(model).row_bytes)
 
 

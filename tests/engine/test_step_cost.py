@@ -156,8 +156,31 @@ def test_steps_of_a_real_model_are_timed():
     assert cost.tokens == (2, 3, 4, 6, 8, 12, 16, 24, 32, 40) and min(cost.seconds) > 0
     assert all(torch.equal(left, right) for left, right in zip(before, model.parameters(), strict=True))
     assert model.config._attn_implementation != "stand_tree"
-    with pytest.raises(ValueError, match="most_tokens above num_rows"):
-        stand.wrap(model).measure_cost(num_rows=4, most_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "rule"),
+    [
+        ({"num_rows": 4, "most_tokens": 4}, "most_tokens must be above num_rows, got 4 and 4"),
+        ({"num_rows": True}, "num_rows must be an integer >= 1, got True"),
+        ({"num_rows": 1.5}, "num_rows must be an integer >= 1, got 1.5"),
+        ({"length": "a"}, "length must be an integer >= 1, got 'a'"),
+        ({"length": 0}, "length must be an integer >= 1, got 0"),
+        ({"most_tokens": 3.5}, "most_tokens must be an integer >= 1, got 3.5"),
+        ({"seconds": math.nan}, "seconds must be a number >= 0, got nan; leave it out"),
+        ({"seconds": math.inf}, "seconds must be a number >= 0, got inf"),
+        ({"seconds": "1"}, "seconds must be a number >= 0, got '1'"),
+    ],
+)
+def test_steps_that_cannot_be_timed_are_refused(asked, rule):
+    with pytest.raises(ValueError, match=rule):
+        stand.wrap(tiny_model("llama")).measure_cost(**asked)
+
+
+def test_sizes_may_be_numbers_of_numpy():
+    sizes = {"num_rows": np.int64(2), "length": np.int64(4), "most_tokens": np.int64(4)}
+    cost = stand.wrap(tiny_model("llama")).measure_cost(**sizes, seconds=np.float32(0.01))
+    assert (cost.num_rows, cost.length, cost.tokens[0]) == (2, 4, 2)
 
 
 @pytest.mark.parametrize(("num_rows", "most_tokens"), [(1, 256), (255, 256), (256, 257)])

@@ -45,15 +45,22 @@ class StepCost:
     seconds: tuple[float, ...]  # not falling
 
     def __post_init__(self) -> None:
+        for name in ("tokens", "seconds"):  # lists and arrays, too: a cost is a key where drafts are made
+            values = getattr(self, name)
+            if not isinstance(values, (tuple, list, np.ndarray)):
+                raise ValueError(f"{name} of a step cost must be a tuple, got {values!r:.40}; give one entry per size")
+            object.__setattr__(self, name, tuple(values))
         counts = self.num_rows, self.length, *self.tokens
-        if not all(isinstance(count, (int, np.integer)) and abs(count) < 2**31 for count in counts):
+        are_whole = (isinstance(count, (int, np.integer)) and not isinstance(count, bool) for count in counts)
+        if not (all(are_whole) and all(abs(count) < 2**31 for count in counts)):
             raise ValueError(
                 "num_rows, length and tokens of a step cost must be whole numbers below 2**31, got "
                 f"{self.num_rows!r:.40}, {self.length!r:.40} and {self.tokens!r:.80}; measure by engine.measure_cost()"
             )
-        if not all(time < 2**64 for time in self.seconds):  # nor NaN
+        if not all(isinstance(time, (int, float, np.floating)) and time < 2**64 for time in self.seconds):  # nor NaN
             raise ValueError(
-                f"seconds of a step cost must be below 2**64, got {self.seconds!r:.80}; leave out sizes that never pay"
+                f"seconds of a step cost must be numbers below 2**64, got {self.seconds!r:.80}; leave out sizes that "
+                "never pay"
             )
         rising = np.all(np.diff(self.tokens) > 0) and np.all(np.diff(self.seconds) >= 0)
         if len(self.tokens) < 2 or len(self.tokens) != len(self.seconds) or not rising or min(self.seconds) <= 0:
@@ -61,10 +68,15 @@ class StepCost:
                 "a step cost needs two or more sizes, ascending, with times above 0 that do not fall, got "
                 f"{self.tokens} and {self.seconds}; measure with engine.measure_cost()"
             )
-        if self.num_rows < 1 or self.length < 0:
+        if self.num_rows < 1 or self.length < 0 or self.tokens[0] < 1:
             raise ValueError(
-                f"a step cost is of one row or more behind 0 tokens or more, got {self.num_rows} and {self.length}"
+                "a step cost must be of one row or more behind 0 tokens or more and of 1 token or more, got "
+                f"{self.num_rows}, {self.length} and {self.tokens[0]}; measure with engine.measure_cost()"
             )
+        for name in ("num_rows", "length"):
+            object.__setattr__(self, name, int(getattr(self, name)))
+        object.__setattr__(self, "tokens", tuple(map(int, self.tokens)))  # files hold no numbers of numpy's
+        object.__setattr__(self, "seconds", tuple(map(float, self.seconds)))
 
     def knee(self, ratio: float) -> int:
         """The most tokens, of those timed, whose step costs at most `ratio` times the smallest one."""
@@ -144,8 +156,14 @@ class CostTable:
     def __post_init__(self) -> None:
         if isinstance(self.costs, StepCost):
             raise ValueError("a cost table needs a sequence of step costs, got one by itself; write CostTable((cost,))")
+        if not (isinstance(self.costs, (tuple, list)) and all(isinstance(cost, StepCost) for cost in self.costs)):
+            raise ValueError(
+                f"a cost table must hold step costs, got {self.costs!r:.80}; write CostTable((cost, ...)) of what "
+                "engine.measure_cost() returns"
+            )
         if not self.costs:
             raise ValueError("a cost table needs at least one step cost, got none; measure with engine.measure_cost()")
+        object.__setattr__(self, "costs", tuple(self.costs))
 
     def at(self, length: float, *, num_rows: int = 1) -> StepCost:
         """The cost that was measured with the nearest number of rows, and of those at the nearest length, by ratio."""

@@ -126,10 +126,36 @@ def test_what_is_no_cost_is_refused(tokens, seconds):
 
 
 def test_numbers_that_no_step_has_are_refused():
-    with pytest.raises(ValueError, match="of one row or more behind 0 tokens or more, got 0 and 1"):
+    with pytest.raises(ValueError, match="of one row or more behind 0 tokens or more .* got 0, 1 and 1"):
         StepCost(0, 1, (1, 2), (1.0, 2.0))
     with pytest.raises(ValueError, match=r"got one by itself; write CostTable\(\(cost,\)\)"):
         stand.CostTable(StepCost(1, 1, (1, 2), (1.0, 2.0)))
+
+
+@pytest.mark.parametrize("wrong", [None, 5, {}, [None], (5,), (cost for cost in ())])
+def test_what_holds_no_costs_is_no_table(wrong):
+    with pytest.raises(ValueError, match="a cost table .*, got .*;"):
+        CostTable(wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"tokens": None}, {"seconds": 3}, {"seconds": ("a", "b")}, {"num_rows": True}, {"tokens": (-5, 2)}]
+)
+def test_fields_of_other_kinds_are_refused(wrong):
+    with pytest.raises(ValueError, match="step cost .*, got .*;"):
+        StepCost(**({"num_rows": 1, "length": 9, "tokens": (1, 2), "seconds": (1.0, 2.0)} | wrong))
+
+
+@pytest.mark.parametrize("kind", [list, np.array])
+def test_sizes_and_times_may_be_lists_and_arrays(kind, tmp_path):
+    """Drafts are made by them, too: the first call ended in an unhashable list."""
+    cost = StepCost(1, 9, kind([1, 4]), kind([1.0, 1.1]))
+    assert cost == StepCost(1, 9, (1, 4), (1.0, 1.1))
+    CostTable([cost]).save(tmp_path / "table.json")
+    assert CostTable.load(tmp_path / "table.json") == CostTable((cost,))
+    drafter = stand.BlendedDrafter(costs=CostTable([cost]))
+    output = stand.wrap(tiny_model("llama"), drafter=drafter).generate(input_ids=[5, 9, 5], max_new_tokens=3)
+    assert len(output.token_ids[0]) == 3
 
 
 def test_a_brief_measurement_has_two_sizes_where_there_are_two():

@@ -34,6 +34,11 @@ class TrainedPart(nn.Module):
 
     def __init__(self, target: PreTrainedModel) -> None:
         super().__init__()
+        if not isinstance(target, PreTrainedModel):
+            raise ValueError(
+                f"{type(self).__name__} must have a transformers model as its target, got {type(target).__name__}; "
+                "load the model first"
+            )
         if is_offloaded(target):
             raise ValueError(
                 f"{type(self).__name__} must have its model's weights at hand, got a model with weights offloaded; "
@@ -77,7 +82,10 @@ class TrainedPart(nn.Module):
         """Guess these tokens alone. Raises ValueError for none, for tokens that the target does not have, and for other
         numbers than integers."""
         lm_head = self._model[0].get_output_embeddings()
-        given = torch.as_tensor(token_ids)
+        try:
+            given = torch.as_tensor(token_ids)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"a vocabulary must hold token ids, got {token_ids!r:.80}; give integers") from error
         if given.numel() and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
             raise ValueError(f"a vocabulary must hold token ids, got numbers of {given.dtype}; give integers")
         vocabulary = given.to(torch.int64).unique()

@@ -67,6 +67,26 @@ def test_a_vocabulary_is_of_integers(given):
         random_head(tiny_model("llama")).restrict(given)
 
 
+@pytest.mark.parametrize("given", [None, "abc", [[1], [2, 3]], [10**40], [None]])
+def test_what_is_no_vocabulary_is_refused(given):
+    with pytest.raises(ValueError, match="must hold token ids, got .*; give integers"):
+        random_head(tiny_model("llama")).restrict(given)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("target", [None, "a/model", torch.nn.Linear(2, 2)])
+def test_a_target_is_a_model(part, target):
+    with pytest.raises(ValueError, match="must have a transformers model as its target, got .*; load the model"):
+        part(target)
+
+
+def test_flags_are_true_or_false():
+    with pytest.raises(ValueError, match="always must be True or False, got 'no'; leave it out"):
+        stand.StreamLaws("no file", always="no")
+    with pytest.raises(ValueError, match="has_input_norm must be True or False, got 'no'"):
+        EagleHead(tiny_model("llama"), has_input_norm="no")
+
+
 def test_laws_that_are_not_finite_say_nothing():
     logits = torch.tensor([[1.0, 2.0, 3.0], [1.0, float("inf"), 0.0], [float("nan"), 0.0, 0.0]])
     _, probs = likeliest(logits, temperature=0.7, count=2)

@@ -20,6 +20,7 @@ from stand.drafters.trained_part import FAMILIES, VOCABULARY, WEIGHT_FILE, Train
 from stand.forward.cache_argument import cache_argument
 from stand.forward.model import text_config
 from stand.forward.tree_attention import ATTENTION_NAME
+from stand.generation_settings import check_flags
 
 WEIGHT_FILES = (WEIGHT_FILE, "pytorch_model.bin")
 EMBEDDING = "embed_tokens.weight"
@@ -38,6 +39,7 @@ class EagleHead(TrainedPart):
 
     def __init__(self, target: PreTrainedModel, *, has_input_norm: bool = False) -> None:
         super().__init__(target)
+        check_flags(has_input_norm=has_input_norm)
         config = text_config(target)
         if config.model_type not in FAMILIES:
             raise ValueError(

@@ -13,6 +13,7 @@ from stand.drafters.paying_runs import PayingRuns, expected_tokens
 from stand.drafters.settings import check_count
 from stand.drafters.streams.rider import StreamRider
 from stand.drafters.streams.weights import Streams
+from stand.generation_settings import check_flags
 from stand.trees import OutsideLaws
 
 
@@ -38,12 +39,13 @@ class StreamLaws(LawSource):
         source: int = 0,
     ) -> None:
         check_count("source", source, 0, 3, usual="0 for the only source")
-        self.source = source
-        self.always = always or placement == "nodes"
-        self._paying: PayingRuns | None = None  # where streams do not always run
+        check_flags(always=always)
         self.rider = StreamRider(
             streams, placement=placement, temperature=temperature, num_candidates=num_candidates
         )  # fmt: skip
+        self.source = source
+        self.always = always or placement == "nodes"
+        self._paying: PayingRuns | None = None  # where streams do not always run
 
     def attach(self, model: PreTrainedModel) -> None:
         self.rider.attach(model)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from stand.drafters.blended import MOST_NODES
 from stand.drafters.drafter import Drafter, DraftRequest
 from stand.drafters.settings import check_count, check_temperature
 from stand.forward.devices import input_device
@@ -47,7 +48,7 @@ class ModelDrafter(Drafter):
     def __init__(
         self, model: PreTrainedModel, *, gamma: int = 4, temperature: float = 1.0, num_candidates: int = 64
     ) -> None:
-        check_count("gamma", gamma, 1, usual="4 is usual; generate(draft=False) drafts nothing")
+        check_count("gamma", gamma, 1, MOST_NODES, usual="4 is usual; generate(draft=False) drafts nothing")
         check_count("num_candidates", num_candidates, 1, usual="64 is usual")
         check_temperature(temperature)
         check_model(model)
@@ -55,6 +56,12 @@ class ModelDrafter(Drafter):
             raise UnsupportedModelError(
                 f"a draft model must keep keys and values alone, got {type(model).__name__} with recurrent states, "
                 "which do not go back to an earlier token; the default drafter needs no model"
+            )
+        context = max_positions(model)
+        if context is not None and gamma > context:
+            raise ValueError(
+                f"gamma must be at most the draft model's context of {context} tokens, got {gamma}: no row would get a "
+                "draft; 4 is usual"
             )
         self.model = model
         self.gamma = gamma

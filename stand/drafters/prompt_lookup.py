@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from stand.drafters.blended import MOST_NODES
 from stand.drafters.drafter import Drafter, DraftRequest
 from stand.drafters.settings import check_count
 from stand.trees import DraftBatch, DraftTree
@@ -19,7 +20,7 @@ class PromptLookupDrafter(Drafter):
     remembers = False
 
     def __init__(self, *, gamma: int = 8, longest: int = 3, shortest: int = 1) -> None:
-        check_count("gamma", gamma, 1, usual="8 is usual")
+        check_count("gamma", gamma, 1, MOST_NODES, usual="8 is usual")
         check_count("shortest", shortest, 1, usual="1 is usual")
         check_count("longest", longest, shortest, usual="3 is usual, and no less than shortest")
         self.gamma = gamma

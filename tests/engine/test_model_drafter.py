@@ -274,7 +274,7 @@ def test_after_an_error_a_call_is_as_before_it(monkeypatch):
 @pytest.mark.parametrize(
     "settings",
     [
-        *({"gamma": gamma} for gamma in (0, True, 2.0)),
+        *({"gamma": gamma} for gamma in (0, True, 2.0, 513, 10**40)),
         {"num_candidates": 0},
         *({"temperature": temperature} for temperature in (0.0, -1.0, 1e-40, 1e39, np.nan, True, "1")),
     ],

@@ -103,10 +103,10 @@ def test_the_output_is_plain_samplings(make, temperature):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"gamma": 0}, {"shortest": 0}, {"longest": 1, "shortest": 2}, {"gamma": 2.5}]
-)  # fmt: skip
+    "settings", [{"gamma": 0}, {"shortest": 0}, {"longest": 1, "shortest": 2}, {"gamma": 2.5}, {"gamma": 10**40}]
+)
 def test_lengths_out_of_range_are_refused(settings):
-    with pytest.raises(ValueError, match="(gamma|shortest|longest) must be an integer of at least"):
+    with pytest.raises(ValueError, match=r"(gamma|shortest|longest) must be an integer (in \[1, 65536\]|of at least)"):
         PromptLookupDrafter(**settings)
 
 

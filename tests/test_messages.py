@@ -11,6 +11,7 @@ import stand.trees
 import stand.verifiers
 
 PACKAGES = {"stand": stand, "trees": stand.trees, "verifiers": stand.verifiers}
+REFUSALS = ("ValueError", "TypeError", "UnsupportedModelError")
 # Raised by who calls a kernel within this project: the engine has checked before, and turns them into its own refusals.
 EXCEPTIONS = {
     "{} must be {} in {} beside a query {} in {}, got {} in {}",
@@ -21,10 +22,10 @@ EXCEPTIONS = {
 
 
 def messages(source: str) -> Iterator[str]:
-    """Of every ValueError and TypeError raised with a text of its own; {} where a value is put in."""
+    """Of every refusal raised with a text of its own; {} where a value is put in."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-            is_judged = isinstance(node.exc.func, ast.Name) and node.exc.func.id in ("ValueError", "TypeError")
+            is_judged = isinstance(node.exc.func, ast.Name) and node.exc.func.id in REFUSALS
             text = _text(node.exc.args[0])
             if is_judged and text is not None:
                 yield text
@@ -56,6 +57,7 @@ def test_a_rule_and_a_value_come_with_a_remedy():
     [
         ('raise ValueError("rows must be positive, got 0")', True),
         ('raise TypeError(f"rows must be {kind}, got {rows}")', True),
+        ('raise UnsupportedModelError("layers must be rotary, got ALiBi")', True),
         ("raise ValueError(f\"names must be known, got {'; '.join(names)}\") from None", True),
         ('raise ValueError(f"rows must be positive, got {rows}; 1 is usual")', False),
         ('raise ValueError("nothing to say")', False),

@@ -194,7 +194,14 @@ def _refuse_by_configuration(model: PreTrainedModel) -> None:
         )
     config = text_config(model)
     if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"the model must be decoder-only, got the encoder-decoder {name}")
+        raise UnsupportedModelError(
+            f"the model must be decoder-only, got the encoder-decoder {name}; call model.generate for it"
+        )
+    if not model.can_generate() or model.generation_config is None:
+        lack = "its generation_config" if model.can_generate() else "a generate of its own"
+        raise UnsupportedModelError(
+            f"the model must be one that generates text, got {name} without {lack}; load it with AutoModelForCausalLM"
+        )
     layer_types = list(getattr(config, "layer_types", None) or ())
     num_recurrent = sum(kind in RECURRENT_LAYERS for kind in layer_types)
     has_known_states = 0 < num_recurrent == len(recurrent_layers(model))
@@ -217,7 +224,7 @@ def _refuse_by_configuration(model: PreTrainedModel) -> None:
         )
     if not (model._supports_attention_backend or has_known_states):  # classes with states do not say that they do
         raise UnsupportedModelError(
-            f"{name} must call its attention through transformers' AttentionInterface, and does not; "
+            f"a model must call its attention through transformers' AttentionInterface, got {name}, which does not; "
             "use a model class of the library itself rather than remote code"
         )
 

@@ -12,6 +12,8 @@ from recurrent_models import recurrent_model
 from tiny_models import CONFIGS, SHAPE, tiny_model
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
     BloomConfig,
     DogeConfig,
     FalconConfig,
@@ -87,6 +89,17 @@ def test_unservable_families_are_refused_with_the_reason(family):
 def test_something_that_is_no_model_is_refused():
     with pytest.raises(stand.UnsupportedModelError, match="causal language model, got Linear"):
         stand.wrap(torch.nn.Linear(2, 2))
+
+
+def test_what_does_not_generate_is_refused_at_wrap(monkeypatch):
+    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = BertForMaskedLM(BertConfig(**sizes, intermediate_size=16)).eval()
+    with pytest.raises(stand.UnsupportedModelError, match="got BertForMaskedLM without a generate of its own; load"):
+        stand.wrap(model)
+    model = tiny_model("llama")
+    monkeypatch.setattr(model, "generation_config", None)
+    with pytest.raises(stand.UnsupportedModelError, match="got LlamaForCausalLM without its generation_config; load"):
+        stand.wrap(model)
 
 
 class Adapted(torch.nn.Module):

@@ -43,7 +43,7 @@ NOT_FORWARDED = {  # arguments of `generate` that a hub folder receives: why onl
     "negative_prompt_attention_mask": "guidance needs a second forward over every node",
 }
 NOT_HANDED_OVER = {  # arguments that `generate` keeps from a function: why none is served
-    "assistant_model": NOT_FORWARDED["assistant_model"],
+    **{name: reason for name, reason in NOT_FORWARDED.items() if name != "prefix_allowed_tokens_fn"},  # a processor
     "synced_gpus": "ranks draft apart and take other numbers of steps",
 }
 
@@ -214,7 +214,8 @@ def _refuse_unserved(input_ids: torch.Tensor, model_kwargs: Mapping[str, object]
                 "alone; leave it out, or call model.generate without custom_generate"
             )
     for name, reason in NOT_HANDED_OVER.items():
-        if _of_caller(name) not in (None, False):
+        value = _of_caller(name)
+        if value is not None and value is not False:
             raise ValueError(f"{name} must be left out here, got a value: {reason}; call model.generate for it")
     for name in CACHE_ARGUMENTS:
         cache = model_kwargs.get(name)
@@ -224,6 +225,11 @@ def _refuse_unserved(input_ids: torch.Tensor, model_kwargs: Mapping[str, object]
                 "pass the whole text as input_ids"
             )
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    if positions is not None and positions.shape[-1] != input_ids.shape[1]:  # `generate` counts them by the mask
+        raise ValueError(
+            f"attention_mask and position_ids must be as long as input_ids, got {positions.shape[-1]} for "
+            f"{input_ids.shape[1]} tokens; pass both as the tokenizer gives them"
+        )
     if positions is not None:
         ones = torch.ones_like(input_ids) if mask is None else mask.long()
         if not (positions == (ones.cumsum(-1) - 1).clamp(min=0))[ones.bool().expand_as(input_ids)].all():

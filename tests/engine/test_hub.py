@@ -283,6 +283,7 @@ REFUSED = {
     "guidance_scale": {"guidance_scale": 2.0},
     "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda row, tokens: [5, 6]},
     "assistant_model": {"assistant_model": tiny_model("llama")},
+    "negative_prompt_ids": {"negative_prompt_ids": torch.tensor([[5, 6]] * 3)},
     "synced_gpus": {"synced_gpus": True},
     "position_ids": {"position_ids": torch.arange(3, 9).expand(3, 6)},
     "inputs_embeds": {"inputs_embeds": torch.zeros(3, 6, 32)},
@@ -297,6 +298,13 @@ def test_what_cannot_be_served_is_refused_by_name(model, name, monkeypatch):
         monkeypatch.setattr(model.generation_config, token, None)
     with pytest.raises(ValueError, match=name):
         model.generate(**PADDED, custom_generate=stand_generate, **{"max_new_tokens": 4, **REFUSED[name]})
+
+
+def test_a_mask_of_another_shape_is_refused(model):
+    with pytest.raises(ValueError, match="as long as input_ids, got 2 for 3 tokens; pass both"):
+        model.generate(
+            torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 2), max_new_tokens=2, custom_generate=stand_generate
+        )
 
 
 @pytest.mark.parametrize("num_filled", [3, pytest.param(0, marks=in_marked_caches)])

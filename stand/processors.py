@@ -78,16 +78,32 @@ def checked_processors(processors: object) -> list[LogitsProcessor]:
                 f"a logits processor must be callable with (input_ids, scores), got {processor!r}; pass an object "
                 "whose class derives from transformers' LogitsProcessor"
             )
-        arguments = list(inspect.signature(processor).parameters)
-        if len(arguments) > 2:
+        arguments = _arguments(processor)
+        if len(arguments) > 2 or not _takes_two(processor):
             raise ValueError(
-                f"a logits processor must take input_ids and scores alone, got {name} with {', '.join(arguments)}; "
-                "give it the rest when you make it"
+                "a logits processor must take input_ids and scores alone, got "
+                f"{name} with {', '.join(arguments) or 'none'}; give it the rest when you make it"
             )
         reason = next((reason for kind, reason in REFUSED.items() if isinstance(processor, kind)), None)
         if reason is not None:
             raise ValueError(f"processors must work on one row at a time, got {name}: {reason}; leave it out")
     return found
+
+
+def _arguments(processor: object) -> list[str]:
+    """Their names; none where they are not told, as of some functions of Python's own."""
+    try:
+        return list(inspect.signature(processor).parameters)
+    except ValueError:
+        return []
+
+
+def _takes_two(processor: object) -> bool:
+    try:
+        inspect.signature(processor).bind(None, None)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

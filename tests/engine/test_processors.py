@@ -254,6 +254,9 @@ class Narrow(LogitsProcessor):
         (library.PrefixConstrainedLogitsProcessor(lambda row, ids: [1], 1), "a row's number in the batch"),
         (Uncopyable(), "must be copyable.*got Uncopyable with TypeError: no copies; .* give the class a __deepcopy__"),
         (lambda ids, scores, beam: scores, "alone, got function with ids, scores, beam"),
+        (lambda scores: scores, "alone, got function with scores; give it"),
+        (lambda: None, "alone, got function with none; give it"),
+        (min, "alone, got builtin_function_or_method with none; give it"),
         (Narrow(), r"must return scores \[1, 61\] for one row, got \[1, 60\] from Narrow"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch
@@ -32,11 +33,19 @@ class GenerationOutput:
         return list(range(first, first + self.num_return_sequences))
 
     def padded(self, pad_token_id: int, *, side: str = "right") -> torch.Tensor:
-        """The new tokens as one tensor [rows, longest] int64, with `pad_token_id` after ("right") or before them."""
+        """The new tokens as one tensor [rows, longest] int64, with `pad_token_id` after ("right") or before them.
+
+        Raises ValueError for another side and for what is no integer."""
         if side not in ("left", "right"):
             raise ValueError(f"side must be 'left' or 'right', got {side!r}; transformers' generate pads on the right")
+        try:
+            token = operator.index(None if isinstance(pad_token_id, bool) else pad_token_id)
+        except TypeError:
+            raise ValueError(
+                f"pad_token_id must be a token id, got {pad_token_id!r}; give the model's padding or end token"
+            ) from None
         longest = max(map(len, self.token_ids))
-        tensor = torch.full((len(self.token_ids), longest), int(pad_token_id), dtype=torch.int64)
+        tensor = torch.full((len(self.token_ids), longest), token, dtype=torch.int64)
         for row, tokens in zip(tensor, self.token_ids, strict=True):
             place = slice(len(tokens)) if side == "right" else slice(longest - len(tokens), None)
             row[place] = torch.tensor(tokens)

@@ -49,7 +49,7 @@ def get_verifier(name: str, *, allow_lossy: bool = False) -> Verifier:
 
     Raises ValueError for an unknown name, and for a rule that changes the output's law unless `allow_lossy`.
     """
-    if name not in RULES:
+    if not isinstance(name, str) or name not in RULES:
         near = difflib.get_close_matches(str(name), RULES, n=1) or [next(iter(RULES))]
         raise ValueError(f"verifier must be one of {', '.join(RULES)}; got {name!r}; try {near[0]!r}")
     rule = RULES[name]

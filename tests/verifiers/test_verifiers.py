@@ -512,6 +512,8 @@ def test_names():
         get_verifier("blok")
     with pytest.raises(ValueError, match="got None; try 'traversal'"):
         get_verifier(None)
+    with pytest.raises(ValueError, match="got .'match'.; try 'match'"):
+        get_verifier(["match"])
     for rule in verifier_names():
         verifier = get_verifier(rule, allow_lossy=True)
         assert verifier.name == rule

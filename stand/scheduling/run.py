@@ -34,6 +34,12 @@ class Run(Iterator[Trajectory]):
         return next(self._trajectories)
 
     def close(self) -> None:
+        """Raises ValueError within a step, as in `on_step`."""
+        if self._trajectories.gi_running:
+            raise ValueError(
+                "close must be called between two trajectories, got it within a step; raise an exception of your own "
+                "in on_step, which ends the run"
+            )
         self._trajectories.close()
 
     @property

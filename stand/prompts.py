@@ -114,6 +114,11 @@ class PromptReader:
                 f"a prompt must hold at least one token, got shape {prompt.shape}{place}; start with the "
                 "model's bos token or text"
             )
+        if isinstance(sequence, (list, tuple)) and bool in map(type, sequence):
+            raise ValueError(
+                f"prompt tokens must be integers, got True or False among them{place}; pass ids as the tokenizer gives "
+                "them, a mask as attention_mask"
+            )
         if prompt.dtype.kind not in "iu":
             raise ValueError(
                 f"prompt tokens must be integers, got {prompt.dtype}; pass ids as the tokenizer gives them, texts and "

@@ -33,6 +33,11 @@ class StopRule:
             raise ValueError(f"stop strings need a tokenizer, got {list(stop_strings)}; pass tokenizer= to stand.wrap")
         if any(not isinstance(text, str) or not text for text in stop_strings):
             raise ValueError(f"a stop string must be text and must not be empty, got {list(stop_strings)}; drop it")
+        if any("\ud800" <= sign <= "\udfff" for text in stop_strings for sign in text):
+            raise ValueError(
+                f"a stop string must be whole characters, got {list(stop_strings)} with half of one, which no text "
+                "has; drop it"
+            )
         self._end_ids = frozenset(end_ids)
         self._stop_strings = stop_strings
         self._tokenizer = tokenizer

@@ -297,6 +297,7 @@ def test_defaults_are_those_of_transformers():
         ({"stop_token_ids": [True]}, "end tokens must be token ids"),
         ({"exponential_decay_length_penalty": (1, 2.0), "stop_token_ids": []}, "needs an end token, got none"),
         ({"stop": [3]}, "a stop string must be text"),
+        ({"stop": "a\ud800"}, "a stop string must be whole characters, got .* with half of one, .*; drop it"),
         ({"do_sample": True, "top_k": 2**63}, r"integer in \[0, 2\*\*31\), got 9223372036854775808; use 0"),
         ({"forced_eos_token_id": 61}, r"forced_eos_token_id must be a token in \[0, 61\), got 61; leave it out"),
         ({"forced_eos_token_id": [2, -1]}, r"forced_eos_token_id must be a token in \[0, 61\), got \[2, -1\]"),

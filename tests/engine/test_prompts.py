@@ -199,6 +199,7 @@ def test_left_padded_batches_decode_as_generate_does():
         ({"input_ids": [1.0, 2.0]}, "must be integers, got float64; pass ids"),
         ({"input_ids": torch.tensor([1.5, 2.0], dtype=torch.bfloat16)}, "must be integers, got float32"),
         ({"input_ids": torch.tensor([True, False])}, "must be integers, got bool"),
+        ({"input_ids": [True, 5]}, "must be integers, got True or False among them; pass ids"),
         ({"input_ids": [[1, 2], [3.5]]}, "must be integers, got float64"),
         ({"input_ids": [[[1, 2], [3]]]}, "one list of token ids, got nested lists"),
         ({"input_ids": [[[1, 2]]]}, "must hold at least one token, got shape"),
@@ -252,3 +253,6 @@ def test_padded_output():
     assert output.padded(9).dtype == torch.int64
     with pytest.raises(ValueError, match="side must be 'left' or 'right', got 'top'"):
         output.padded(9, side="top")
+    for wrong in (None, 2.7, "3", True):  # a tokenizer without a padding token has None
+        with pytest.raises(ValueError, match="pad_token_id must be a token id, got .*; give the model's padding"):
+            output.padded(wrong)

@@ -14,7 +14,8 @@ from concurrent.futures import Future
 
 from stand.extra import missing_package
 from stand.plugins.saving import Saver, check_can_be_written
-from stand.prompts import chat_text
+from stand.trees import BlendedLookup
+from stand.trees.arguments import whole
 
 try:
     import anyio  # inspect-ai's own
@@ -113,6 +114,8 @@ class RequestBatches:
             future.set_result(answer)
 
     def _answers(self, chats: list[Chat], settings: Mapping) -> list[dict]:
+        from stand.prompts import chat_text  # here: it loads torch, and inspect imports this module to list providers
+
         tokenizer = self.engine.tokenizer
         prompts = [tokenizer(chat_text(tokenizer, chat), add_special_tokens=False)["input_ids"] for chat in chats]
         seed = settings.get("seed", self.seed)
@@ -166,24 +169,24 @@ class StandAPI(ModelAPI):
     ):
         config = config or GenerateConfig()
         super().__init__(model_name, base_url=base_url, api_key=api_key, config=config)
+        rows = whole(rows, "rows")
         if rows < 1:
             raise ValueError(f"rows must be at least 1, got {rows}; leave it out for the default")
         if save_lookup is not None:
             check_can_be_written(save_lookup, "save_lookup")
+        drafter = None if lookup is None else BlendedLookup.load(lookup)  # before the model, which takes minutes
         # Here, because inspect imports this module whenever it lists providers.
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from stand.engine import wrap
-        from stand.trees import BlendedLookup
 
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype).to(device)
         tokenizer = AutoTokenizer.from_pretrained(model_name)
         if tokenizer.chat_template is None:
             raise ValueError(f"{model_name} must have a chat template, got none; inspect asks in chats")
-        drafter = None if lookup is None else BlendedLookup.load(lookup)
-        self._begin(wrap(model, tokenizer, drafter=drafter), int(rows), save_lookup, config.seed)
+        self._begin(wrap(model, tokenizer, drafter=drafter), rows, save_lookup, config.seed)
 
     def _begin(self, engine: object, rows: int, save_lookup: str | None, seed: int | None) -> None:
         self.engine, self.rows = engine, rows

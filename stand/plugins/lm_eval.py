@@ -56,6 +56,7 @@ class StandLM(HFLM):
     """
 
     def __init__(self, pretrained: object, lookup: str | None = None, **settings: object):
+        drafter = None if lookup is None else BlendedLookup.load(lookup)  # before the model, which takes minutes
         super().__init__(pretrained=pretrained, **settings)
         self.stats = Stats()
         if self.backend != "causal":
@@ -64,7 +65,6 @@ class StandLM(HFLM):
             raise ValueError(
                 f"mixed_precision_dtype must be None, got {self.mixed_precision_dtype}; load the model in one dtype"
             )
-        drafter = None if lookup is None else BlendedLookup.load(lookup)
         use_engine(wrap(self.model, self.tokenizer, drafter=drafter))
 
     def save_lookup(self, path: str) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import copy
 import importlib
+import subprocess
 import sys
 import types
 from dataclasses import dataclass, field
@@ -138,6 +139,11 @@ def test_lm_eval_starts_from_a_saved_lookup(lm_eval_door, tmp_path):
     assert again.stats.mean_acceptance_length > first.stats.mean_acceptance_length
 
 
+def test_lm_eval_reads_the_lookup_before_the_model(lm_eval_door):
+    with pytest.raises(FileNotFoundError, match="no.lookup"):
+        lm_eval_door.StandLM("no model", lookup="no.lookup")
+
+
 def test_lm_eval_refuses_what_the_engine_cannot_serve(lm_eval_door, monkeypatch):
     monkeypatch.setattr(PlainHFLM, "backend", "seq2seq")
     with pytest.raises(ValueError, match="decoder-only"):
@@ -233,6 +239,38 @@ def test_inspects_provider_tries_the_file_before_it_loads_a_model(inspect_door, 
     path = tmp_path / "none" / "letters.lookup"
     with pytest.raises(ValueError, match="save_lookup must name a file that can be written"):
         inspect_door.StandAPI("no model", save_lookup=str(path))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lookup": "no.lookup"}, FileNotFoundError, "no.lookup"),
+        ({"rows": 2.5}, ValueError, "rows must be a whole number, got 2.5"),
+        ({"rows": "16"}, ValueError, "rows must be a whole number, got '16'"),
+        ({"rows": 0}, ValueError, "rows must be at least 1, got 0"),
+    ],
+)
+def test_inspects_provider_tries_its_options_before_it_loads_a_model(inspect_door, options, error, message):
+    with pytest.raises(error, match=message):
+        inspect_door.StandAPI("no model", **options)
+
+
+LISTING = """
+import sys, types
+model = types.ModuleType("inspect_ai.model")
+model.__getattr__ = lambda name: (lambda name: lambda made: made) if name == "modelapi" else object
+tool = types.ModuleType("inspect_ai.tool")
+tool.__getattr__ = lambda name: object
+sys.modules |= {"inspect_ai": types.ModuleType("inspect_ai"), "inspect_ai.model": model, "inspect_ai.tool": tool}
+sys.modules["anyio"] = types.ModuleType("anyio")
+import stand.plugins.inspect_ai
+print("torch" in sys.modules)
+"""
+
+
+def test_inspect_lists_providers_without_torch():
+    listed = subprocess.run([sys.executable, "-c", LISTING], capture_output=True, text=True, check=True)
+    assert listed.stdout == "False\n"
 
 
 def ask_all(provider, texts, config):

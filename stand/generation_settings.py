@@ -121,7 +121,7 @@ class GenerationSettings:
             resolved.do_sample, resolved.temperature = False, 1.0
         _refuse_unserved(resolved)
         _check_ranges(resolved)
-        _check_forced(resolved, text_config(model).vocab_size)
+        _check_named_tokens(resolved, text_config(model).vocab_size)
         if not resolved.do_sample:
             _warn_of_greedy(given, resolved.num_return_sequences)
         if not is_prepared:
@@ -230,7 +230,13 @@ def _plain(name: str, value: object) -> object:
     if name in FRACTIONS and isinstance(value, Integral) and not isinstance(value, bool):
         return float(value)
     if name == "watermarking_config" and isinstance(value, dict):
-        return WatermarkingConfig.from_dict(value)
+        try:
+            return WatermarkingConfig.from_dict(value)
+        except TypeError as error:
+            raise ValueError(
+                f"watermarking_config must hold arguments of transformers' WatermarkingConfig, got {value!r:.80} and "
+                f"from it {error}; make one"
+            ) from error
     return value
 
 
@@ -341,14 +347,19 @@ def _check_ranges(config: GenerationConfig) -> None:
     _check_count("max_length", config.max_length, "the prompt's tokens count")
 
 
-def _check_forced(config: GenerationConfig, vocabulary_size: int) -> None:
-    """Tokens that are forced must be there: the last one of a row would fail, after all others were decoded."""
+def _check_named_tokens(config: GenerationConfig, vocabulary_size: int) -> None:
+    """Tokens that are forced must be there: the last one of a row would fail, after all others were decoded. Those
+    that are suppressed may be absent."""
     for name in ("forced_bos_token_id", "forced_eos_token_id"):
         value = getattr(config, name)
         tokens = value if isinstance(value, list) else [value]
         are_ids = all(isinstance(token, int) and not isinstance(token, bool) for token in tokens)
         if value is not None and not (tokens and are_ids and min(tokens) >= 0 and max(tokens) < vocabulary_size):
             raise ValueError(f"{name} must be a token in [0, {vocabulary_size}), got {value!r}; leave it out for none")
+    for name in ("suppress_tokens", "begin_suppress_tokens"):
+        value = getattr(config, name)
+        if isinstance(value, (list, tuple)) and bool in map(type, value):
+            raise ValueError(f"{name} must be token ids, got {value!r:.80}; give integers")
 
 
 def check_flags(**flags: object) -> None:

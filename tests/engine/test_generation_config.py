@@ -309,6 +309,8 @@ def test_defaults_are_those_of_transformers():
         ({"watermarking_config": 3}, "processors take them, got .*watermarking_config=3.* and from them Attr.*; see"),
         ({"exponential_decay_length_penalty": (1,)}, r"got .*_penalty=\(1,\).* and from them IndexError: .*; see"),
         ({"sequence_bias": [[]]}, r"got .*sequence_bias=\[\[\]\].* and from them IndexError: .*; see"),
+        ({"watermarking_config": {"a": 1}}, "arguments of transformers' WatermarkingConfig, got .'a': 1. and from it"),
+        ({"suppress_tokens": [True, False]}, r"suppress_tokens must be token ids, got \[True, False\]; give integers"),
         ({"suppress_tokens": 5}, "got .*suppress_tokens=5.* and from them TypeError: .*; see"),
         ({"pad_token_id": "x"}, "got .*pad_token_id=.x.,.* and from them TypeError: .*; see"),
     ],

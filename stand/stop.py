@@ -135,12 +135,12 @@ def _copies(criteria: list[StoppingCriteria]) -> list[StoppingCriteria]:
 
 
 def _checked_answer(answer: object, criterion: StoppingCriteria) -> bool:
-    if isinstance(answer, torch.Tensor) and answer.numel() == 1:
+    if isinstance(answer, torch.Tensor) and answer.numel() == 1 and not answer.is_floating_point():
         return bool(answer)
     if isinstance(answer, (bool, np.bool_)):
         return bool(answer)
-    got = list(answer.shape) if isinstance(answer, torch.Tensor) else repr(answer)
+    got = f"{answer.dtype} {list(answer.shape)}" if isinstance(answer, torch.Tensor) else repr(answer)
     raise ValueError(
         f"a stopping criterion must answer with one truth value for its one row, got {got} from "
-        f"{type(criterion).__name__}; return a tensor of shape [1]"
+        f"{type(criterion).__name__}; return a tensor of truth values of shape [1]"
     )

@@ -98,7 +98,8 @@ def test_criteria_are_asked_token_by_token_one_row_at_a_time(divisor):
     [
         (3, "must be callable with .input_ids, scores., got 3"),
         ([Sum], "must be callable"),
-        (lambda input_ids, scores: torch.ones(2, dtype=torch.bool), r"one truth value for its one row, got \[2\]"),
+        (lambda input_ids, scores: torch.ones(2, dtype=torch.bool), r"for its one row, got torch.bool \[2\]"),
+        (lambda input_ids, scores: torch.tensor([0.3]), r"for its one row, got torch.float32 \[1\]"),
         (lambda input_ids, scores: None, "got None from function; return a tensor"),
     ],
 )

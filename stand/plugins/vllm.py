@@ -260,7 +260,7 @@ def expand_batch_to_tokens(
 ) -> torch.Tensor:
     """[num_tokens]: x[b] for each token of row b, `replace_from` replaced; cu_num_tokens are the ends of the rows.
 
-    vLLM's own on a CPU (0.30 to 0.33) fills a copy unless x is int64, and returns uninitialised memory: the draft
+    vLLM's own on a CPU (0.22 to 0.33) fills a copy unless x is int64, and returns uninitialised memory: the draft
     positions' temperatures, top_k and top_p.
     """
     import torch

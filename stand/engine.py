@@ -230,7 +230,8 @@ class Engine:
         free. Where the cache has pages (`engine.backend.page_size`), the row that started last is put back where they
         run out and computed again later, and a request whose row may need more alone is a ValueError. Elsewhere rows
         start while all fit at their longest.
-        on_step: called after every step, when the model is still set up for the next one; what it raises ends the run.
+        on_step: called after every step, when the model is still set up for the next one; what it raises ends the run,
+        and so does `close` of the run that it is given.
         settings: as `generate` takes them, but prompts and streamer; a request may have its own num_return_sequences,
         max_new_tokens, stop and stop_token_ids.
 

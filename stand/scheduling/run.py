@@ -14,7 +14,8 @@ from stand.stats import Stats
 
 
 class Run(Iterator[Trajectory]):
-    """Made by `Engine.run`. `close` ends it; rows that are live then are lost."""
+    """Made by `Engine.run`. `close` ends it; rows that are live then are lost. While a step runs, as in `on_step` or in
+    another thread, it ends behind that step, and what has ended by then is still given."""
 
     def __init__(
         self,
@@ -28,19 +29,16 @@ class Run(Iterator[Trajectory]):
         self._call = call
         self._tokenizer = tokenizer
         self._on_step = on_step
+        self._is_closed = False
         self._trajectories = self._decode()
 
     def __next__(self) -> Trajectory:
         return next(self._trajectories)
 
     def close(self) -> None:
-        """Raises ValueError within a step, as in `on_step`."""
-        if self._trajectories.gi_running:
-            raise ValueError(
-                "close must be called between two trajectories, got it within a step; raise an exception of your own "
-                "in on_step, which ends the run"
-            )
-        self._trajectories.close()
+        self._is_closed = True
+        if not self._trajectories.gi_running:
+            self._trajectories.close()
 
     @property
     def stats(self) -> Stats:
@@ -83,6 +81,8 @@ class Run(Iterator[Trajectory]):
                 if self._on_step is not None:
                     self._on_step(self)
                 yield from self._ended()
+                if self._is_closed:
+                    break
         except Exception:
             yield from self._ended()
             raise

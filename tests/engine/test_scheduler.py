@@ -561,14 +561,24 @@ def test_a_cap_without_end_is_none():
     )
 
 
+def test_a_run_can_be_closed_after_a_step():
+    settings = {"max_rows": 2, "max_new_tokens": 9, "temperature": 0.9, "seed": 3}
+    expected, engine = tokens_of(engine_of().run(PROMPTS * 3, **settings)), engine_of()
+    found = []
+
+    def close_after_the_first(run: stand.Run) -> None:
+        if any(row.finish_reason for row in run._call.scheduler.live):
+            run.close()
+
+    run = engine.run(PROMPTS * 3, on_step=close_after_the_first, **settings)
+    for one in run:
+        found.append((one.row, one.token_ids))
+    assert found and dict(found).items() <= expected.items() and len(found) < len(expected)
+    assert list(run) == [] and tokens_of(engine.run(PROMPTS * 3, **settings)) == expected
+
+
 def test_what_is_called_after_a_step_must_be_callable():
     with pytest.raises(ValueError, match="on_step must be callable with the run, got 5; leave it out"):
         stand.wrap(tiny_model("qwen2")).run([[5, 6]], max_new_tokens=2, on_step=5)
-
-
-def test_a_run_is_not_closed_within_a_step():
-    run = engine_of().run([[5, 6]], max_new_tokens=2, seed=0, on_step=lambda run: run.close())
-    with pytest.raises(ValueError, match="close must be called between two trajectories, got it within a step; raise"):
-        list(run)
     with pytest.raises(ValueError, match="requests must be prompts or Requests, got one NoneType itself"):
         stand.wrap(tiny_model("qwen2")).run(None, max_new_tokens=2)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = "\ufffd"  # what a tokenizer shows for bytes that do not make a character yet
+MOST_WAITING = 32  # tokens: behind so many that end in no character it is known that most of them make none
 LONGEST_CLEANED = 3  # characters of " n't" and the like before the last one, which makes the space go
 
 
@@ -16,27 +17,42 @@ class TextPieces:
 
     A piece is what the newest tokens add to the text of the tokens just before them, so that tokenizers which join
     words only within a sequence are right too. Tokens wait until their bytes make whole characters, and where the
-    tokenizer drops spaces before punctuation, until no later token makes a space go.
+    tokenizer drops spaces before punctuation, until no later token makes a space go. What is decoded at once stays
+    short, however long tokens show nothing.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
         self._drops_spaces = _drops_spaces(tokenizer)
+        self._hidden = _hidden_tokens(tokenizer)
         self._tokens: list[int] = []
         self._shown = 0  # tokens whose text was returned
         self._start = 0  # first token of the context that the next piece is decoded with
 
     def add(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
         """The text that `token_ids` make certain; with `is_last` all that is left."""
-        self._tokens += token_ids
+        self._tokens += [token for token in token_ids if token not in self._hidden]
         before = self._decode(self._tokens[self._start : self._shown])
         after = self._decode(self._tokens[self._start :])
         if is_last:
             return after[len(before) :]
-        if len(after) <= len(before) or after.endswith(UNFINISHED) or self._may_lose_a_space():
+        end = len(self._tokens)
+        if after.endswith(UNFINISHED) and end - self._shown > MOST_WAITING and not self._drops_spaces:
+            end, after = self._before_a_character(before, after)
+        elif len(after) <= len(before) or after.endswith(UNFINISHED) or self._may_lose_a_space():
             return ""
-        self._start, self._shown = self._shown, len(self._tokens)
+        if end > self._shown:
+            self._start, self._shown = self._shown, end
         return after[len(before) :]
+
+    def _before_a_character(self, shown: str, text: str) -> tuple[int, str]:
+        """A place near the end that lies in no character, and the text up to there; where none is found, what is shown.
+        An unfinished character has three bytes at most, so it begins in one of the last three tokens."""
+        for end in range(len(self._tokens) - 3, len(self._tokens)):
+            before, after = self._decode(self._tokens[self._start : end]), self._decode(self._tokens[end:])
+            if (before + after).replace(UNFINISHED, "") == text.replace(UNFINISHED, ""):
+                return end, before
+        return self._shown, shown
 
     def _may_lose_a_space(self) -> bool:
         if not self._drops_spaces:
@@ -48,6 +64,13 @@ class TextPieces:
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def _hidden_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Those that `skip_special_tokens` takes out before anything is decoded."""
+    if not getattr(tokenizer, "is_fast", False):
+        return set(tokenizer.all_special_ids)
+    return {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def _drops_spaces(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -90,6 +90,44 @@ def test_bytes_wait_until_they_make_a_character():
     assert cut.add(three_bytes[:2]) == "" and cut.add([], is_last=True) == tokenizer.decode(three_bytes[:2])
 
 
+class Counted:
+    """A tokenizer that counts what it decodes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+        self.tokenizer, self.count = tokenizer, 0
+
+    def __getattr__(self, name: str):
+        return getattr(self.tokenizer, name)
+
+    def decode(self, token_ids, **settings):
+        self.count += len(token_ids)
+        return self.tokenizer.decode(token_ids, **settings)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "hidden", "mixed"])
+def test_tokens_without_text_are_not_decoded_again_and_again(kind):
+    """Bytes of no character, and special tokens: thousands of them, as a row that loops writes them."""
+    tokenizer = Counted(byte_tokenizer())
+    first, second, third = tokenizer.convert_tokens_to_ids(
+        [piece for piece in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("€")[0][0]]
+    )
+    end, letter, generator = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("a"), random.Random(2)
+    kinds = {
+        "bytes": [first] * 2000,
+        "hidden": [letter, *[end] * 2000, letter],
+        "mixed": generator.choices([first, second, third, letter, end], [9, 6, 6, 1, 3], k=2000),
+    }
+    tokens, pieces = kinds[kind], TextPieces(tokenizer)
+    text = ""
+    for place in range(0, len(tokens), 2):
+        text += pieces.add(tokens[place : place + 2])
+    text += pieces.add([], is_last=True)
+    expected = tokenizer.tokenizer.decode(tokens, skip_special_tokens=True)
+    assert text.replace("\ufffd", "") == expected.replace("\ufffd", "")
+    assert ("€" in text) == (kind == "mixed")
+    assert tokenizer.count < 300 * len(tokens)
+
+
 @pytest.mark.parametrize("cleans", [True, False])
 def test_words_wait_where_a_later_token_would_take_a_space_away(cleans):
     """Of a tokenizer that cleans its texts up: "it 's" is shown as "it's"."""

@@ -21,7 +21,7 @@ from stand.scheduling.kept_prompts import KeptPrompts
 from stand.scheduling.prompt_keys import PromptKeys
 from stand.scheduling.request import Job
 from stand.scheduling.scheduler import Change, Entry, Scheduler
-from stand.seeds import taught_seed
+from stand.seeds import seed_with_prompt
 from stand.stats import Stats
 from stand.step import Step, StepStart
 from stand.trees import DraftBatch
@@ -77,7 +77,7 @@ class Call:
             model,
             new_keys=backend.key_maker(),
             admission=admission,
-            on_ready=self._learn_prompt,
+            on_ready=self._meet_prompt,
             wants_features=self._wants_features,
             kept=kept,
         )
@@ -212,9 +212,10 @@ class Call:
                     shown.add(beginning(entry.row))
                     self._drafter.follow_prompt(entry.row.history, self._prompts.features(entry.keys))
 
-    def _learn_prompt(self, row: Row) -> None:
+    def _meet_prompt(self, row: Row) -> None:
+        if self._is_learning or self._drafter is not None and not self._drafter.rows_apart:
+            self._own_seed = seed_with_prompt(self._own_seed, row.history)
         if self._is_learning:
-            self._own_seed = taught_seed(self._own_seed, row.history)
             self._drafter.learn_prompt(row.history, problem=row.problem)
 
     def _advance(self) -> None:

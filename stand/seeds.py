@@ -7,8 +7,9 @@ one test would decide what is drafted and then test it again, and the output's l
 and `coupled` follows from the user's seed, because it never meets the drafts.
 
 All of a row's numbers also follow from its prompt. So a call whose prompt holds what an earlier one drew with the same
-seed, such as the next turn of a chat, draws anew. Its batch mates learn from that prompt: the numbers of a call's own
-streams follow from the prompts that it has taught, too.
+seed, such as the next turn of a chat, draws anew. That prompt shapes the drafts of its batch mates, too: they share the
+node budget with it, and may learn from it. So the numbers of a call's own streams follow from all prompts that it has
+met so far, but where nothing is learned and the drafter keeps rows apart (`Drafter.rows_apart`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def checked_seed(seed: object) -> int:
 def call_seed(seed: int, start: int) -> int:
     """The seed in [0, 2**63) of a call's own streams; `start`, in [0, 2**64): what `Drafter.start_call` gave.
 
-    `seed` itself where that is 0, as for the first call that teaches an empty lookup (before its first prompt).
+    `seed` itself where that is 0, as for the first call that teaches an empty lookup.
     """
     if start == 0:
         return seed
@@ -44,10 +45,11 @@ def call_seed(seed: int, start: int) -> int:
     return int.from_bytes(blake2b(words, digest_size=8).digest(), "little") >> 1
 
 
-def taught_seed(seed: int, prompt: np.ndarray) -> int:
-    """The seed in [0, 2**63) of a call's own streams once it has taught `prompt`, int32 [L]; `seed`: that before.
+def seed_with_prompt(seed: int, prompt: np.ndarray) -> int:
+    """The seed in [0, 2**63) of the own streams of a call that drafts once it has met `prompt`, int32 [L]; `seed`: that
+    before.
 
-    The prompt may hold what the same numbers drew in another call, with a fresh lookup or without drafts.
+    The prompt may hold what the same numbers drew in another call, whether or not this one learns from it.
     """
     return call_seed(seed, _digest(prompt, 8))
 

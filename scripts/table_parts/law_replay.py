@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import stand
-from stand.seeds import prompt_word, taught_seed
+from stand.seeds import prompt_word, seed_with_prompt
 from stand.trees import DraftBatch
 from table_parts.estimates import EstimateCounts
 from table_parts.law_recording import LawRecording, Trajectory
@@ -71,7 +71,7 @@ def replay(
         for first in range(0, len(samples), rows):
             result.sizes[-1].append(Counter())
             drafter.learn_prompt(prompt, problem=problem)
-            own_seed = taught_seed(seed, prompt)  # of the engine's drafts, from a lookup that was empty
+            own_seed = seed_with_prompt(seed, prompt)  # of the engine's drafts, from a lookup that was empty
             live = [
                 _row(first + place, one, prompt, recording.most_tokens)
                 for place, one in enumerate(samples[first : first + rows])

@@ -44,6 +44,7 @@ class ModelDrafter(Drafter):
     """
 
     remembers = False
+    rows_apart = True
 
     def __init__(
         self, model: PreTrainedModel, *, gamma: int = 4, temperature: float = 1.0, num_candidates: int = 64

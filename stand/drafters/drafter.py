@@ -80,6 +80,7 @@ class Drafter(CallCounter, ABC):
 
     num_candidates: int = 0  # top entries per scored node that `learn` wants; 0: `learn` is never called
     remembers: bool = True  # whether a call's drafts may depend on what earlier calls have shown; see `start_call`
+    rows_apart: bool = False  # whether a row's mates shape its draft by what is learned of them alone, if at all
     requires_features: bool = False  # whether `follow_prompt` and `follow` want the target's last hidden states
     rider: Rider | None = None  # what runs on the model's own steps
 

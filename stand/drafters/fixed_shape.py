@@ -19,6 +19,8 @@ class FixedShapeDrafter(LookupDrafter):
     `coupled` and `match`); "independent" ones are drawn with replacement (for `specinfer` and `spectr`).
     """
 
+    rows_apart = True
+
     def __init__(self, lookup: LookupTree | None = None, shape: TreeShape | None = None, *, kind: str = "sampled"):
         if lookup is not None and not isinstance(lookup, LookupTree):
             remedy = "load a file with stand.LookupTree.load(path), or give a BlendedLookup to stand.BlendedDrafter"

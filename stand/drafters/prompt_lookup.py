@@ -18,6 +18,7 @@ class PromptLookupDrafter(Drafter):
     """
 
     remembers = False
+    rows_apart = True
 
     def __init__(self, *, gamma: int = 8, longest: int = 3, shortest: int = 1) -> None:
         check_count("gamma", gamma, 1, MOST_NODES, usual="8 is usual")

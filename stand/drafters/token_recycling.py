@@ -17,6 +17,8 @@ class TokenRecyclingDrafter(Drafter):
     it.
     """
 
+    rows_apart = True
+
     def __init__(self, shape: TreeShape | None = None, *, num_successors: int = 8) -> None:
         if shape is not None and not isinstance(shape, TreeShape):
             raise ValueError(f"shape must be a TreeShape, got {shape!r}; None takes TreeShape.paper()")

@@ -13,13 +13,13 @@ import pytest
 import torch
 from measuring.setup import REASONER
 from pearson import p_value
-from small_law import p_of_continuations, small_model
+from small_law import continuation_law, p_of_continuations, small_model
 from tiny_models import tiny_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LogitsProcessorList
 
 import stand
 from stand import DraftRequest, Lesson
-from stand.seeds import call_seed, checked_seed, prompt_word, taught_seed
+from stand.seeds import call_seed, checked_seed, prompt_word, seed_with_prompt
 from stand.trees import BlendedLookup, LookupTree, TreeShape
 from stand.verifiers import TargetRows, VerifierNoise, get_verifier
 
@@ -249,24 +249,55 @@ def test_calls_that_are_made_early_take_their_seed_when_they_begin():
     calls = [engine._new_call(None, None, **SETTINGS, seed=7)[0] for _ in range(2)]
     for call in calls:
         call.run()
-    first = taught_seed(7, np.array(SETTINGS["input_ids"][0], dtype=np.int32))
+    first = seed_with_prompt(7, np.array(SETTINGS["input_ids"][0], dtype=np.int32))
     assert calls[0]._own_seed == first not in (7, calls[1]._own_seed)
 
 
 @pytest.mark.parametrize("drafter", [stand.BlendedDrafter, stand.FixedShapeDrafter])
-def test_a_prompt_that_is_taught_gives_its_batch_mates_other_numbers(drafter, monkeypatch):
-    """It may hold what a call with the same seed drew from a lookup that was cleared since, or without drafts: with the
-    numbers of that call the first row would be drafted for and tested by what had decided the drafts."""
+def test_a_prompt_gives_its_batch_mates_other_numbers(drafter, monkeypatch):
+    """It may hold what a call with the same seed drew from a lookup that was cleared since, that was not taught, or
+    without drafts: with the numbers of that call the first row would be drafted for and tested by what had decided the
+    drafts."""
     engine, seeds, draft = stand.wrap(tiny_model("qwen2"), drafter=drafter()), [], drafter.draft
     monkeypatch.setattr(drafter, "draft", lambda self, request: seeds[-1].add(request.seed) or draft(self, request))
     one = SETTINGS["input_ids"]
     two = [*one, [*one[0], 9]]
-    for prompts, learn in ((one, True), (two, True), (two, True), (two, False), (two, False)):
+    for prompts, learn in ((one, True), (two, True), (two, True), (two, False), (two, False), (one, False)):
         engine.lookup.clear()
         seeds.append(set())
         engine.generate(**{**SETTINGS, "input_ids": prompts}, seed=7, learn=learn)
     assert seeds[1] == seeds[2] and seeds[3] == seeds[4] and all(len(each) == 1 for each in seeds)
-    assert len(set.union({7}, *seeds)) == 4  # 7: without drafts
+    assert len(set.union({7}, *seeds)) == (4 if drafter.rows_apart else 5)  # 7: without drafts
+
+
+@pytest.mark.parametrize("is_control", [False, True])
+def test_a_row_keeps_its_law_beside_a_prompt_that_holds_what_its_seed_drew(is_control, monkeypatch):
+    """Nothing is learned, and a node goes to the row or to its mate, by the mate's last token. With the numbers that
+    drew this token (the negative control) the row would be tested where it has come to pass, and only there."""
+    if is_control:
+        monkeypatch.setattr("stand.call.seed_with_prompt", lambda seed, prompt: seed)
+    model, prompt, count = small_model(4), [3, 1, 3], 150
+    law = continuation_law(model, prompt, LogitsProcessorList(), end=-1, tokens=1)
+    lookup = BlendedLookup(num_candidates=4)
+    best = np.array(sorted(range(4), key=lambda token: -law[token,]), dtype=np.int32)[None]
+    laws = np.array([[law[token,] for token in best[0].tolist()], [0.25] * 4], dtype=np.float32)
+    for _ in range(30):
+        lookup.learn(prompt, [best[0, 0]], top_ids=best, top_probs=laws[:1])
+        for sure, unsure in ((0, 1), (2, 3)):
+            lookup.learn([*prompt, sure], [1])
+            lookup.learn([*prompt, unsure], [best[0, 0]], top_ids=best, top_probs=laws[1:])
+    one, two = (stand.wrap(model, drafter=stand.BlendedDrafter(lookup, budget=budget)) for budget in (count, 1))
+    settings = {"max_new_tokens": 2, "temperature": 1.0, "top_k": 0, "stop_token_ids": [], "seed": 5, "learn": False}
+    drawn = one.generate(input_ids=prompt, num_return_sequences=count, **settings).token_ids
+    counts, num_drafted = Counter(), 0
+    for row, tokens in enumerate(drawn):
+        mates = [stand.Request(prompt, rows=[row]), stand.Request([*prompt, tokens[0]], rows=[count + row])]
+        (found,) = (end for end in two.run(mates, **settings) if end.row == row)
+        counts[tuple(found.token_ids[:1])] += 1
+        num_drafted += found.num_draft_tokens
+    assert 0.2 < num_drafted / count < 0.8
+    p_value = p_of_continuations(counts, law)
+    assert p_value < 1e-4 if is_control else p_value > 1e-3
 
 
 def test_a_loaded_lookup_has_another_digest_than_an_empty_one(tmp_path):

@@ -161,11 +161,30 @@ class ProcessorChain:
             self._ends.pop(row.request, None)
 
     def __call__(self, scores: torch.Tensor, batch: DraftBatch, rows: Sequence[Row]) -> torch.Tensor:
-        """[M, V] float32 raw scores of the packed nodes of `rows` -> processed ones."""
+        """[M, V] float32 raw scores of the packed nodes of `rows` -> processed ones.
+
+        Where processors leave no law below a token that they forbid or that ends the row, the raw ones stay: plain
+        decoding asks nothing there.
+        """
         nodes = self._nodes(batch, rows) if self._has_prefixes else []
-        if self._num_stateful:
-            scores = self._by_depth(scores, nodes)
-        return self._run(range(self._num_stateful, len(self._kinds)), scores, nodes, request=rows[0].request)
+        processed = self._by_depth(scores, nodes) if self._num_stateful else scores
+        later = range(self._num_stateful, len(self._kinds))
+        processed = self._run(later, processed, nodes, request=rows[0].request)
+        unasked = self._unasked(processed, nodes)
+        if unasked:
+            best = processed[unasked].amax(dim=1).tolist()
+            broken = [place for place, score in zip(unasked, best, strict=True) if not math.isfinite(score)]
+            processed[broken] = scores[broken]
+        return processed
+
+    def _unasked(self, processed: torch.Tensor, nodes: Sequence[Node]) -> list[int]:
+        """Places of nodes below a token that is forbidden or ends its row."""
+        drafted, found = [node for node in nodes if node.path], set()
+        scores = processed[[node.parent for node in drafted], [node.path[-1] for node in drafted]].tolist()
+        for node, score in zip(drafted, scores, strict=True):
+            if node.parent in found or not score > -math.inf or self._has_ended(node):
+                found.add(node.place)
+        return sorted(found)
 
     def _by_depth(self, scores: torch.Tensor, nodes: Sequence[Node]) -> torch.Tensor:
         """The processors up to the last of `_per_row`, depth by depth, and never below a token that they forbid or that

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from node_cases import draft_of, node_case
+from small_law import small_model
 from tiny_models import VOCABULARY_SIZE, tiny_model
 from transformers import (
     GenerationConfig,
@@ -211,6 +212,16 @@ def test_processors_are_asked_about_no_text_that_they_forbid_or_that_has_ended(s
         output = engine.generate(**asked)
         assert output.token_ids == expected
     assert output.stats.num_accepted_draft_tokens > 3
+
+
+def test_a_draft_ends_no_call_where_no_token_may_follow_it():
+    """Here every token may come once, and a text that has all of them has ended."""
+    engine = stand.wrap(small_model(5), drafter=stand.BlendedDrafter(budget=60), verifier="match")
+    asked = {"input_ids": [0], "num_return_sequences": 20, "no_repeat_ngram_size": 1, "stop_token_ids": [4], "seed": 0}
+    asked |= {"temperature": 1.0, "top_k": 0, "max_new_tokens": 6}
+    plain, drafted = (engine.generate(draft=draft, **asked) for draft in (False, True))
+    assert [1, 2, 3, 4] in map(sorted, plain.token_ids)
+    assert drafted.token_ids == plain.token_ids and drafted.stats.num_accepted_draft_tokens > 3
 
 
 def test_processors_without_prefix_run_once_for_all_nodes(monkeypatch):

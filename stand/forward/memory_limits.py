@@ -16,7 +16,7 @@ def within_limits(free: float) -> float:
     """Of so many free bytes, those that can be allocated until one of this process's control groups is full; idle
     caches of files count as free."""
     try:
-        lines = GROUPS_OF_PROCESS.read_text(encoding="ascii").splitlines()
+        lines = GROUPS_OF_PROCESS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return free
     for _, controllers, name in (line.split(":", 2) for line in lines):
@@ -31,12 +31,16 @@ def within_limits(free: float) -> float:
 
 
 def _within(free: float, group: Path, limit: str, used: str, caches: str) -> float:
-    """All of them where the group has no limit, or is none."""
+    """All of them where the group has no limit, or is none. Where it does not tell of its caches they count as used."""
     try:
         left = int((group / limit).read_text(encoding="ascii")) - int((group / used).read_text(encoding="ascii"))
-        if left >= free:
-            return free
-        figures = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
     except (OSError, ValueError):
         return free
-    return min(free, max(left + int(figures.get(caches, 0)), 0))
+    return free if left >= free else min(free, max(left + _idle(group / "memory.stat", caches), 0))
+
+
+def _idle(figures: Path, caches: str) -> int:
+    try:
+        return int(dict(line.split() for line in figures.read_text(encoding="ascii").splitlines())[caches])
+    except (OSError, ValueError, KeyError):
+        return 0

@@ -93,6 +93,15 @@ def test_limits_of_the_first_version_count(monkeypatch, tmp_path):
     assert available_bytes(CPU) == 250
 
 
+def test_a_group_of_any_name_that_tells_its_limit_alone_counts(monkeypatch, tmp_path):
+    """Names are bytes; what a group does not tell of its caches is no reason to pass its limit over."""
+    groups(tmp_path, monkeypatch, "0::/b\u00fcro\n")
+    limit(tmp_path / "v2/b\u00fcro", 2, 900, 700, 50)
+    assert available_bytes(CPU) == 250
+    (tmp_path / "v2/b\u00fcro/memory.stat").unlink()
+    assert available_bytes(CPU) == 200
+
+
 def test_an_unused_cache_is_empty():
     cache = TreeCache(num_rows=2, room=4)
     assert cache.get_seq_length() == 0

@@ -204,8 +204,8 @@ class Fusion:
         """passed: the module's children that the forward does not call. settings_of: those among them whose settings it
         takes for granted. behind: the norm whose outcome it foretells, which what stands between them could change."""
         names = [name, *(f"{name}.{child}" for child in passed if child is not None)]
-        if behind is not None and behind.endswith(f".{PARTS[0]}"):
-            names.append(behind.removesuffix(f".{PARTS[0]}"))
+        if behind is not None:
+            names += [behind, behind.removesuffix(f".{PARTS[0]}")]
         module = self.model.get_submodule(name)
         holders = [module] if getattr(module, "config", None) is None else [module, module.config]
         holders += [getattr(module, child) for child in settings_of]

@@ -251,15 +251,20 @@ def set_scaling(model):
         layer.self_attn.scaling *= 0.1
 
 
-def spread_norm(model):
+def spread_norm(model, name="post_attention_layernorm"):
     """A slice of a larger matrix."""
-    norm = model.model.layers[1].post_attention_layernorm
+    norm = getattr(model.model.layers[1], name)
     norm.weight.data = torch.stack([3 * norm.weight.data, norm.weight.data], dim=1)[:, 0]
+
+
+def spread_norm_behind_a_layer(model):
+    """The layer before it adds and norms at once."""
+    spread_norm(model, "input_layernorm")
 
 
 CHANGES = [
     add_hook, add_norm_hook, add_layer_hook, add_adapter, replace_forward, replace_norm, replace_activation,
-    set_scaling, spread_norm,
+    set_scaling, spread_norm, spread_norm_behind_a_layer,
 ]  # fmt: skip
 
 

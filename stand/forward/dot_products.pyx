@@ -62,6 +62,10 @@ cdef extern from "dots/attention.h" namespace "stand" nogil:
     ) except +
 
 
+cdef extern from "../../trees/compact_wrappers.h":
+    pass
+
+
 cdef enum:
     MOST_PRODUCTS = 4
 

@@ -39,6 +39,10 @@ cdef extern from "filters.h" namespace "stand" nogil:
 VECTORS = ("portable", "avx2", "avx512")[: <int>widest_vectors() + 1]
 
 
+cdef extern from "../../trees/compact_wrappers.h":
+    pass
+
+
 def filter_laws(const float[:, ::1] scores not None, *, double temperature=1.0, int64_t top_k=0, double top_p=1.0,
                 double min_p=0.0, int64_t count=0, vectors=None, int num_threads=1, Py_ssize_t in_threads=0):
     """(laws [M, V] float32, ids [M, count] int32, probabilities [M, count] float32) of scores [M, V].

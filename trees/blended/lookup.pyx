@@ -44,6 +44,9 @@ include "outside.pxi"
 include "requests.pxi"
 include "snapshot.pxi"
 
+cdef extern from "../compact_wrappers.h":
+    pass
+
 MAX_DEPTH = C_MAX_DEPTH
 # True where AVX-512 is used: by processor, unless the environment has STAND_PORTABLE. Drafts are the same to the bit.
 HAS_WIDE_VECTORS = has_wide_vectors()

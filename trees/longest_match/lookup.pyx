@@ -30,6 +30,9 @@ include "../windows.pxi"
 include "requests.pxi"
 include "arrays.pxi"
 
+cdef extern from "../compact_wrappers.h":
+    pass
+
 MAX_ORDER = 16
 MAX_CANDIDATES = 256
 

@@ -387,7 +387,7 @@ def _check_positive(name: str, value: object, remedy: str) -> None:
     if value is None:
         return
     if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{name} must be > 0, got {value!r}; {remedy}")
+        raise ValueError(f"{name} must be a finite number > 0, got {value!r}; {remedy}")
 
 
 def _check_count(name: str, value: object, remedy: str, *, least: int = 1) -> None:

@@ -72,8 +72,10 @@ def write_generations(
 
 
 def law(temperature: float) -> dict[str, object]:
-    """Settings of a call that samples at `temperature` from the whole law, or is greedy at 0."""
-    return {"do_sample": False} if temperature == 0 else {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    """Settings of a call that samples at `temperature` from the whole law, or is greedy at 0; without the penalty
+    of the model's own generation config."""
+    sampling = {"do_sample": False} if temperature == 0 else {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    return {**sampling, "repetition_penalty": 1.0}
 
 
 def shuffled_batches(generations: list[Generation], *, tokens_per_batch: int, seed: str) -> Iterator[list[Generation]]:

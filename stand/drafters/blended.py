@@ -106,6 +106,8 @@ class BlendedDrafter(LookupDrafter):
             self.source.attach(model)
         if (self.budget, self.costs) == self._chosen:
             self._choose_costs(model)
+        else:  # somebody has set them
+            self._known = None
 
     def _choose_costs(self, model: PreTrainedModel) -> None:
         """Where neither a budget nor costs are given; see the class."""

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stand.forward.few_token_product import ORDINARY
 from stand.forward.module_code import PLAIN, code_of
+from stand.forward.modules import modules_of
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 PASSED_OVER = vars(nn.Module()).keys() - {"training"}  # what torch keeps in every module
@@ -36,15 +37,18 @@ class ModelState:
 
     def __init__(self, model: nn.Module):
         self._tensors = list(_tensors(model))
-        self._places = [_place(tensor) for tensor in self._tensors]
+        self._places = [_place(tensor) for _, _, tensor in self._tensors]
         self._modules = {name: _module_state(module) for name, module in model.named_modules()}
         configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
         self._configs = {name: _settings(config) for name, config in configs.items()}
         self._hooks_of_all = _hooks_of_all_modules()
 
     def holds_weights(self) -> bool:
-        """Whether the tensors that were the model's still lie where they did; takes microseconds per tensor."""
-        return all(_place(tensor) == place for tensor, place in zip(self._tensors, self._places, strict=True))
+        """Whether its modules still have the tensors that they had, where they lay; takes microseconds per tensor."""
+        return all(
+            held.get(name) is tensor and _place(tensor) == place
+            for (held, name, tensor), place in zip(self._tensors, self._places, strict=True)
+        )
 
     def change_since(self, earlier: ModelState) -> str | None:
         """What is not as it was in `earlier`, or None."""
@@ -66,9 +70,11 @@ def _hooks_of_all_modules() -> list[list[Callable]]:
     ]
 
 
-def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
+def _tensors(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor | None], str, torch.Tensor]]:
+    """Parameters and buffers, each as (where a module keeps it, its name there, itself)."""
+    for module in modules_of(model):
+        for held in (module._parameters, module._buffers):
+            yield from ((held, name, tensor) for name, tensor in held.items() if tensor is not None)
 
 
 def _place(tensor: torch.Tensor) -> tuple:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -153,13 +154,17 @@ class JobReader:
         rows = _integers(request.rows)
         if request.num_return_sequences is not None and len(rows) != count:
             raise ValueError(f"rows must name {count} rows, got {len(rows)}; leave num_return_sequences out")
-        taken = [row for row in rows if row in self._named or any(row in counted for counted in self._counted)]
+        taken = [row for row in rows if row in self._named or self._is_counted(row)]
         if not rows or min(rows) < 0 or max(rows) >= ROW_NUMBERS or len(set(rows)) < len(rows) or taken:
             raise ValueError(
                 f"rows must be numbers in [0, 2**32) that no other row of the run has, got {rows[:8]}"
                 f"{f', of which {taken[:8]} are taken' if taken else ''}; equal numbers would share random numbers"
             )
         return rows
+
+    def _is_counted(self, row: int) -> bool:
+        before = bisect_right(self._counted, row, key=lambda counted: counted.start)  # ascending
+        return before > 0 and row in self._counted[before - 1]
 
     def _next_rows(self, count: int) -> range:
         rows = range(self._next_row, self._next_row + count)

@@ -278,8 +278,11 @@ def test_defaults_are_those_of_transformers():
         ({"temperature": True}, "temperature must be >= 0, got True"),
         ({"top_p": 1.7}, r"top_p must be in \(0, 1\], got 1.7; use 1"),
         ({"top_k": 2.5}, "top_k must be an integer in "),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be > 0, got 0.0; use 1 to switch it off"),
-        ({"max_time": -1}, "max_time must be > 0"),
+        (
+            {"repetition_penalty": 0.0},
+            "repetition_penalty must be a finite number > 0, got 0.0; use 1",
+        ),
+        ({"max_time": -1}, "max_time must be a finite number > 0"),
         ({"num_return_sequences": 0}, "num_return_sequences must be an integer >= 1, got 0"),
         ({"max_new_tokens": 2.0}, "max_new_tokens must be an integer >= 1, got 2.0"),
         ({"max_length": 6}, "max_length must be above the prompt's 6 tokens, which count, got 6"),

@@ -500,6 +500,16 @@ def test_a_saved_table_goes_before_timing(folder, monkeypatch):
     assert drafter.most_nodes(4) == 60 and not folder.exists()
 
 
+def test_costs_that_are_set_count_from_the_next_wrap_on(folder):
+    model, drafter = tiny_model("qwen2"), stand.BlendedDrafter()
+    drafter.attach(model, b"")
+    drafter.prepare(4, StepTimer(lambda **_: DEAR, "sdpa"))
+    drafter.costs = stand.CostTable((CHEAP,))
+    drafter.attach(model, b"")
+    drafter.prepare(4, StepTimer(lambda **_: pytest.fail("timed"), "sdpa"))
+    assert drafter.most_nodes(4) == 60
+
+
 def test_a_drafter_of_two_engines_keeps_their_tables_apart(folder, monkeypatch):
     on_a_gpu(monkeypatch)
     model, drafter = tiny_model("qwen3_moe"), stand.BlendedDrafter()

@@ -532,6 +532,18 @@ def test_requests_that_mean_nothing_are_refused(request_, rule):
         list(engine_of().run([[3, 4], request_], max_new_tokens=2, seed=0))
 
 
+@pytest.mark.parametrize("row", [0, 3, 4, 6, 7, 9, 20])
+def test_numbers_of_rows_that_were_counted_between_named_ones_are_taken(row):
+    named = [[3, 4], stand.Request([3, 4], rows=[2]), [5, 6], stand.Request([3, 4], rows=[5]), [5, 6], [5, 6]]
+    requests = [*named, stand.Request([3, 4], rows=[20]), stand.Request([3, 4], rows=[row])]  # counted: 0, 3, 6, 7
+    run = engine_of().run(requests, max_new_tokens=2, seed=0)
+    if row in (4, 9):
+        assert sorted(one.row for one in run) == sorted([0, 2, 3, 5, 6, 7, 20, row])
+    else:
+        with pytest.raises(ValueError, match="no other row of the run has"):
+            list(run)
+
+
 @pytest.mark.parametrize("max_rows", [0, -1, 1.5, "8", True, torch.tensor(2.5), np.array(2.5), np.array([1, 2])])
 def test_bad_numbers_of_rows_are_refused(max_rows):
     with pytest.raises(ValueError, match="max_rows must be an integer >= 1"):

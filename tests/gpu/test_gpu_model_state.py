@@ -229,6 +229,9 @@ def test_states_are_compared():
     assert ModelState(model).change_since(state) is None and state.holds_weights()
     move_weights(model)
     assert not state.holds_weights() and ModelState(model).change_since(state) == "its weights have moved"
+    state, norm = ModelState(model), model.model.norm
+    norm.weight = torch.nn.Parameter(norm.weight.detach().clone())  # the old one lies where it did
+    assert not state.holds_weights() and ModelState(model).change_since(state) == "its weights have moved"
     state = ModelState(model)
     change_the_configuration(model)
     assert ModelState(model).change_since(state) == "its configuration has changed"

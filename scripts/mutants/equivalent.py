@@ -48,6 +48,27 @@ OF_KINDS: dict[tuple[str | int, ...], str] = {
     ("stand/gpu/device_cache.py", _TYPE, "0 -> 1 #2"): "and lie on one device",
 }
 
+_BEST = "return np.where(sums > 0.0, np.take_along_axis(ids, best, axis=1), NO_TOKEN), sums.clip(max=1.0)"
+_PADDED = "(self.top_ids, others.top_ids, NO_TOKEN), (self.top_probs, others.top_probs, 0.0)"
+
+OF_NEIGHBOURS: dict[str, dict[tuple[str | int, ...], str]] = {
+    "laws.py": {
+        ("drawn = np.random.default_rng(0).standard_normal((sizes[0], self.dim), dtype=np.float32)", "0 -> 1 #2"): (
+            "other random numbers"
+        ),
+        ("befores[start] = 0.0 if before is None else before", "0.0 -> 1.0"): "what is not known is left out",
+    },
+    "memory.py": {
+        (_PADDED, "0.0 -> 1.0"): "a law's padding is no token, whose chance is not read",
+        (
+            "shares = np.exp(SHARPNESS * (cosines - cosines[:, :1]))  # 0 where there is no neighbour",
+            "Sub -> Add",
+        ): "shares are divided by their sum: a common factor",
+        (_BEST, "drop clip"): "shares of laws add up to 1 at most: a guard for rounding",
+        ("lengths = np.linalg.norm(centred, axis=-1, keepdims=True)", "drop USub"): "states have two dimensions",
+    },
+}
+
 EQUIVALENT: dict[tuple[str | int, ...], str] = {
     (
         "verifiers/operands.py",
@@ -453,4 +474,9 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
     **OF_RECURRENT,
     **OF_KINDS,
     **{(f"stand/drafters/{file}", *change): why for file, of in OF_TRAINED.items() for change, why in of.items()},
+    **{
+        (f"stand/drafters/neighbours/{file}", *change): why
+        for file, of in OF_NEIGHBOURS.items()
+        for change, why in of.items()
+    },
 }

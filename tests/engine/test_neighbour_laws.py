@@ -13,6 +13,7 @@ from turns import PROMPTS, restless_calls, take_turns
 from two_tokens import assert_greedy_equals_transformers, two_token_statistic
 
 import stand
+from stand.drafters.neighbours import laws
 from stand.drafters.neighbours.memory import NeighbourMemory
 
 
@@ -185,3 +186,78 @@ def test_states_tell_apart_what_tokens_hide():
 def test_settings_out_of_range_are_refused(name, value):
     with pytest.raises(ValueError, match=f"{name} must be"):
         stand.NeighbourLaws(**{name: value})
+
+
+def attached(**settings) -> stand.NeighbourLaws:
+    source = stand.NeighbourLaws(**settings)
+    source.attach(tiny_model("llama"))
+    return source
+
+
+def test_a_prompt_is_remembered_token_by_token():
+    """But for its first token, before which there is no state, and its last one, whose state no prompt has."""
+    source, prompt = attached(dim=16), np.array([5, 9, 11, 4, 7], np.int32)
+    features = plain_features(tiny_model("llama"), prompt[:-1].tolist())
+    states = source._projected(features)
+    source.learn_prompt(prompt)
+    source.follow_prompt(prompt, features)
+    held = source.memory._entries
+    assert len(source.memory) == 3 and held.tokens[:3].tolist() == [9, 11, 4]
+    assert held.top_ids[:3, 0].tolist() == [11, 4, 7] and (held.top_probs[:3, 0] == 1).all()
+    np.testing.assert_array_equal(held.afters[:3], states[1:])
+    np.testing.assert_allclose(held.befores[:3], source.memory._directions(states[:-1]), atol=1e-6)
+
+
+def test_projected_states_are_as_long_as_they_were_and_finite():
+    source = attached(dim=256)
+    features = torch.randn(64, SHAPE["hidden_size"], generator=torch.Generator().manual_seed(0))
+    ratios = np.linalg.norm(source._projected(features), axis=1) / features.norm(dim=1).numpy()
+    assert abs(ratios.mean() - 1) < 0.1
+    features[0], features[1], features[2] = torch.inf, -torch.inf, torch.nan
+    states = source._projected(features)
+    assert (states[:3] == 0).all() and (states[3:] != 0).any(axis=1).all()
+
+
+def test_what_a_run_costs_of_a_step_follows_from_the_bytes_of_the_weights():
+    num_bytes = sum(weight.nbytes for weight in tiny_model("llama").parameters())
+    assert laws._share_of_step(tiny_model("llama")) == pytest.approx(0.4e-3 * 15e9 / num_bytes)
+
+
+def test_the_oldest_state_goes(monkeypatch):
+    monkeypatch.setattr(laws, "MOST_ROWS", 3)
+    states: dict[int, np.ndarray] = {}
+    for key in range(5):
+        laws._keep(states, key, np.zeros(2))
+    assert list(states) == [2, 3, 4]
+
+
+def test_a_row_keeps_its_newest_state_alone():
+    drafter, sizes = blended(), []
+    engine = stand.wrap(tiny_model("llama"), drafter=drafter)
+    settings = {"max_new_tokens": 12, "temperature": 1.0, "seed": 3, "stop_token_ids": [], "max_rows": 3}
+    list(engine.run(PROMPTS[:3], on_step=lambda run: sizes.append(len(drafter.source._states)), **settings))
+    assert max(sizes) == 3
+
+
+def test_a_rows_own_state_comes_before_its_prompts():
+    source, history = attached(dim=4), np.array([5, 9, 11], np.int32)
+    own, of_prompt = np.ones(4, np.float32), np.zeros(4, np.float32)
+    source._prompts[laws._digest(history[:-1])] = of_prompt
+    first, later = draft_request([history]), draft_request([history], step=3)
+    assert source._state_of(first, 0) is of_prompt and source._state_of(later, 0) is None
+    source._states[laws._key(first, 0, history[:-1], 2)] = own
+    assert source._state_of(first, 0) is own and source._state_of(later, 0) is own
+
+
+def test_a_lesson_that_was_not_followed_teaches_nothing():
+    """As where a call was given up between the two."""
+    drafter, lessons = blended(), []
+    engine = stand.wrap(tiny_model("llama"), drafter=drafter)
+    source, learn = drafter.source, drafter.source.learn
+    source.learn = lambda lesson: lessons.append(lesson) or learn(lesson)
+    engine.generate(input_ids=PROMPTS[1], max_new_tokens=4, seed=3, stop_token_ids=[])
+    size = len(source.memory)
+    learn(lessons[0])
+    source.follow(lessons[0])
+    learn(lessons[1])
+    assert len(lessons) > 1 and len(source.memory) == size

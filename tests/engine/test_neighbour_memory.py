@@ -89,3 +89,21 @@ def test_the_nearer_state_decides():
     np.testing.assert_allclose(answers.states, states, atol=1e-6)
     assert memory.nearest([7], np.array([[-1.0, -0.2]], np.float32)).probs < 0.02
     assert memory.nearest([9], states[:1]) is None
+
+
+def test_a_token_of_no_chance_is_no_answer():
+    memory = NeighbourMemory(dim=2, width=2, most_entries=8)
+    states, ids = np.eye(2, dtype=np.float32), np.array([[3, 4], [5, 6]], np.int32)
+    memory.add(Entries(np.array([7, 8], np.int32), states, states, ids, np.array([[1, 0], [0.5, 0.25]], np.float32)))
+    answers = memory.nearest([7, 8], states)
+    assert answers.ids.tolist() == [[3, NO_TOKEN], [5, 6]]
+
+
+def test_memory_doubles_where_entries_do_not_fit():
+    memory, rng = NeighbourMemory(dim=DIM, width=WIDTH, most_entries=5000), np.random.default_rng(0)
+
+    def room_for(count: int) -> int:
+        memory.add(some_entries(rng, count))
+        return len(memory._entries.tokens)
+
+    assert [room_for(count) for count in (1024, 1, 1023, 1, 3000)] == [1024, 2048, 2048, 4096, 5000]

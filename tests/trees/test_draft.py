@@ -441,3 +441,8 @@ def test_a_batch_without_rows_is_sound():
     arrays = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     none = {name: array[:0] for name, array in arrays.items() if isinstance(array, np.ndarray)}
     dataclasses.replace(batch, **{**none, "offsets": np.zeros(1, dtype=np.int32)}).check()
+
+
+def test_the_parent_that_comes_too_late_is_named():
+    with pytest.raises(ValueError, match=r"got parents\[3\] = 4; put parents first"):
+        TreeShape(np.array([-1, 0, 1, 4, 2]))

@@ -213,7 +213,7 @@ def test_projected_states_are_as_long_as_they_were_and_finite():
     features = torch.randn(64, SHAPE["hidden_size"], generator=torch.Generator().manual_seed(0))
     ratios = np.linalg.norm(source._projected(features), axis=1) / features.norm(dim=1).numpy()
     assert abs(ratios.mean() - 1) < 0.1
-    features[0], features[1], features[2] = torch.inf, -torch.inf, torch.nan
+    features[0, 0], features[1, 0], features[2] = torch.inf, -torch.inf, torch.nan
     states = source._projected(features)
     assert (states[:3] == 0).all() and (states[3:] != 0).any(axis=1).all()
 

@@ -179,7 +179,7 @@ class JobReader:
 def _integers(rows: object) -> list[int]:
     try:
         listed = list(islice(rows, MOST_NAMED + 1))
-        named = [operator.index(-1 if isinstance(row, bool) else row) for row in listed]
+        named = [operator.index(None if isinstance(row, bool) else row) for row in listed]
     except TypeError:
         raise ValueError(f"rows must be a list of integers, got {rows!r:.80}; write rows=[7] for row 7") from None
     if len(named) > MOST_NAMED:

@@ -521,7 +521,7 @@ def test_one_prompt_is_no_list_of_requests(requests):
         (stand.Request([3, 4], num_return_sequences=0), "num_return_sequences must be an integer >= 1"),
         (stand.Request([3, 4], num_return_sequences=torch.tensor(2.5)), "must be an integer >= 1, got tensor.2.5"),
         (stand.Request([3, 4], num_return_sequences=np.array([1, 2])), "must be an integer >= 1, got array"),
-        (stand.Request([3, 4], rows=[True]), "rows must be numbers in .* got .-1"),
+        (stand.Request([3, 4], rows=[True]), "rows must be a list of integers, got .True."),
         (stand.Request([3, 4], rows=range(2**40)), "must name at most 1048576 rows, got range.*; leave rows out"),
         (stand.Request([[3, 4], [5]]), "one prompt, got 2"),
         (stand.Request([3, 4], max_new_tokens=1000), "fit into the model's context"),

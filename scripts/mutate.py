@@ -1,6 +1,6 @@
 """Break the code on purpose and see whether the tests notice.
 
-Usage: python scripts/mutate.py [--only verifiers,growth,stand/sampling.py] [--output mutants.jsonl] [--minutes 40]
+Usage: python scripts/mutate.py [--only verifiers,growth,stand/laws/sampling.py] [--output mutants.jsonl] [--minutes 40]
        python scripts/mutate.py --output mutants.jsonl --report
 
 Every mutant changes one place in one file: a comparison turned round or made (un)strict, a cap or floor dropped, + and

@@ -14,8 +14,8 @@ from stand.drafters.check import check_batch
 from stand.drafters.drafter import Drafter, DraftRequest, Lesson
 from stand.forward.model import text_config
 from stand.forward.tree_attention import exclusive
+from stand.laws.sampling import TargetLaw
 from stand.row import LiveRows, Row
-from stand.sampling import TargetLaw
 from stand.scheduling.admission import Admission, beginning
 from stand.scheduling.kept_prompts import KeptPrompts
 from stand.scheduling.prompt_keys import PromptKeys

@@ -37,7 +37,6 @@ from stand.forward.tree_attention import exclusive
 from stand.generation_settings import check_flags, whole_number
 from stand.numbered_keys import NumberedKeys
 from stand.output import GenerationOutput
-from stand.prompts import is_one_prompt
 from stand.row import Row
 from stand.scheduling.job_reader import JobReader
 from stand.scheduling.kept_prompts import KeptPrompts
@@ -46,7 +45,8 @@ from stand.scheduling.request import Job, Request
 from stand.scheduling.run import Run
 from stand.scheduling.sample_steps import sample_steps
 from stand.seeds import call_seed, checked_seed
-from stand.text_pieces import TextPieces
+from stand.texts.pieces import TextPieces
+from stand.texts.prompts import is_one_prompt
 from stand.trees import BlendedLookup, LookupTree
 from stand.verifiers import Verifier
 from stand.verifiers.registry import fitted

@@ -16,8 +16,8 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Wat
 
 from stand.forward.devices import input_device
 from stand.forward.model import longrope_border, max_positions, text_config
-from stand.sampling import SamplingParams, TargetLaw
-from stand.stop import as_strings
+from stand.laws.sampling import SamplingParams, TargetLaw
+from stand.texts.stop import as_strings
 
 # Every field of `GenerationConfig` is in exactly one of these four groups; one that is in none is refused if it is set.
 LAW = frozenset(  # transformers' own code makes processors of them

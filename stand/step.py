@@ -22,8 +22,8 @@ from stand.forward.packed_plan import StepPlan
 from stand.forward.rider import Rider, path_ends
 from stand.forward.tree_attention import tree_attention
 from stand.forward.tree_cache import DRAFT_ROOM, TreeCache
+from stand.laws.sampling import Laws, TargetLaw
 from stand.row import LiveRows, Row
-from stand.sampling import Laws, TargetLaw
 from stand.scheduling.page_allocator import PageAllocator
 from stand.trees import ROOT, DraftBatch
 from stand.trees.arguments import vector

@@ -14,8 +14,8 @@ from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.step_size import MAX_ROW_NODES
 from stand.gpu.tiles import PAGE_SIZE
+from stand.laws.sampling import SamplingParams, TargetLaw
 from stand.row import Row
-from stand.sampling import SamplingParams, TargetLaw
 from stand.verifiers import VerifierNoise
 
 LAW = SamplingParams(temperature=0.6)

@@ -26,8 +26,8 @@ from stand.forward.tree_cache import TreeCache
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.kernels.race import race
 from stand.gpu.kernels.traverse import traverse
+from stand.laws.sampling import SamplingParams, TargetLaw
 from stand.row import Row
-from stand.sampling import SamplingParams, TargetLaw
 from stand.trees import DraftBatch, DraftTree
 from stand.verifiers import TargetRows, VerifierNoise, get_verifier, verdict_compiled
 from stand.verifiers.rules.match import follow_drawn

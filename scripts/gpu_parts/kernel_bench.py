@@ -33,7 +33,7 @@ from stand.gpu.product_tiles import MOST_TOKENS, TILES
 from stand.gpu.products import TOKENS, Products
 from stand.gpu.tiles import PAGE_SIZE, limits_of, programs_at_once, tile_tokens
 from stand.gpu.work_list import Splitting, Tiling, WorkList
-from stand.sampling import SamplingParams, TargetLaw
+from stand.laws.sampling import SamplingParams, TargetLaw
 from stand.trees import DraftBatch
 from stand.verifiers.noise import uniforms_on_device
 

@@ -43,7 +43,7 @@ TARGETS = (
     ),
     Target(
         "sampling",
-        ("stand/sampling.py",),
+        ("stand/laws/sampling.py",),
         _tests("engine", "sampling", "filters", "processors", "generation_config", "hub"),
     ),
     Target("filters", ("stand/laws/*.h",), _tests("engine", "filters", "sampling")),

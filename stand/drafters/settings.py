@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stand.sampling import LEAST, MOST
+from stand.laws.sampling import LEAST, MOST
 
 
 def check_count(name: str, value: object, least: int, most: int | None = None, *, usual: str) -> None:

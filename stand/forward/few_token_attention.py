@@ -12,7 +12,7 @@ import torch
 
 from stand.forward.dot_products import attend
 from stand.forward.few_token_product import DTYPE_NAMES, DTYPES, ORDINARY, WIDEST, described
-from stand.threads import parallel_region
+from stand.simd.threads import parallel_region
 
 LANES = 16  # numbers of a head are a multiple of it
 

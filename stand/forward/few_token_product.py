@@ -12,7 +12,7 @@ import torch
 
 from stand.forward.dot_products import HAS_PAIRS, HAS_TILES, IS_INTEL, multiply
 from stand.laws.filters import VECTORS
-from stand.threads import parallel_region
+from stand.simd.threads import parallel_region
 
 WIDEST = len(VECTORS) - 1
 NUMBERS = {torch.float32: 0}  # as `dot_products.multiply` takes them

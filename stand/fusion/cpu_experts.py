@@ -9,7 +9,7 @@ from stand.forward.dot_products import multiply_groups
 from stand.forward.few_token_product import DTYPE_NAMES, NUMBERS, WIDEST, described, is_plain
 from stand.fusion.cpu_kernels import gated_product
 from stand.fusion.formulas import ACTIVATIONS, RELU_SQUARED
-from stand.threads import parallel_region
+from stand.simd.threads import parallel_region
 
 
 def mixed_experts(

@@ -16,7 +16,7 @@ from stand.fusion.rotation_checks import check_heads, check_norm, check_rotation
 from stand.fusion.row_kernels import gate as gate_rows
 from stand.fusion.row_kernels import norm as norm_rows
 from stand.fusion.row_kernels import turn as turn_rows
-from stand.threads import parallel_region
+from stand.simd.threads import parallel_region
 
 LARGEST_HEAD = 1024  # numbers; as in rows/jobs.h
 

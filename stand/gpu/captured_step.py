@@ -38,8 +38,8 @@ from stand.gpu.step_packet import StepPacket
 from stand.gpu.step_size import MAX_ROW_NODES, NUM_TOKENS, StepLimitError, StepSize, sizes_for
 from stand.gpu.swapped_forwards import SwappedForwards
 from stand.gpu.tails import Tails
+from stand.laws.sampling import TargetLaw
 from stand.row import LiveRows, Row
-from stand.sampling import TargetLaw
 from stand.scheduling.memory import lower_limit
 from stand.scheduling.page_allocator import PageAllocator
 from stand.step import StepStart

@@ -20,8 +20,8 @@ from stand.forward.tree_scan import Scan, TreeScan
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.page_table import PageTable, PoolSize
 from stand.gpu.step_size import NUM_TOKENS
+from stand.laws.sampling import TargetLaw
 from stand.row import LiveRows, Row
-from stand.sampling import TargetLaw
 from stand.scheduling.memory import lower_limit
 from stand.step import EagerStep, StepStart
 from stand.trees import DraftBatch

@@ -26,8 +26,8 @@ from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_cache import has_one_type
 from stand.gpu.kernels.launch import interpreter_obstacle
 from stand.gpu.tiles import limits_of, refusal
+from stand.laws.sampling import SamplingParams, TargetLaw
 from stand.row import LiveRows, Row
-from stand.sampling import SamplingParams, TargetLaw
 from stand.trees import ROOT, DraftBatch, DraftTree
 from stand.verifiers import TargetRows, Verdicts, Verifier, VerifierNoise, get_verifier
 

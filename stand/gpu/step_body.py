@@ -30,7 +30,7 @@ from stand.gpu.step_packet import StepPacket
 from stand.gpu.step_size import MAX_ROW_NODES, NUM_TOKENS, WORD_BITS
 from stand.gpu.tiles import MOST_AT_ONCE, limits_of, programs_at_once, tile_tokens
 from stand.gpu.work_list import Splitting, Tiling
-from stand.sampling import TargetLaw
+from stand.laws.sampling import TargetLaw
 
 LEARNED_ROWS = 10  # best tokens per node that come back
 

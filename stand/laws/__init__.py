@@ -1,1 +1,1 @@
-"""Laws of a step on a CPU, compiled: temperature, filters and the best tokens in few passes and without a sort."""
+"""The law that a row is drawn from: processors, temperature and filters; on a CPU in few passes, without a sort."""

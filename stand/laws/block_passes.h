@@ -7,8 +7,8 @@
 #include <limits>
 #include <vector>
 
-#include "../exponential.h"
-#include "../vectors.h"
+#include "../simd/exponential.h"
+#include "../simd/vectors.h"
 
 namespace stand {
 

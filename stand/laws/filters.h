@@ -12,7 +12,7 @@
 #include <new>
 #include <vector>
 
-#include "../threads.h"
+#include "../simd/threads.h"
 #include "block_passes.h"
 
 namespace stand {

@@ -32,7 +32,7 @@ from stand.engine import Engine, wrap
 from stand.forward.cache_argument import CACHE_ARGUMENTS
 from stand.generation_settings import PREPARED
 from stand.output import GenerationOutput
-from stand.prompts import TYPES
+from stand.texts.prompts import TYPES
 
 ATTRIBUTE = "_stand_engine"  # of a model: its `_Kept`
 MADE_BY_GENERATE = {"attention_mask", "position_ids", *CACHE_ARGUMENTS, "logits_to_keep", "use_cache"}

@@ -15,12 +15,12 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from stand.forward.devices import input_device
 from stand.forward.model import text_config
 from stand.generation_settings import PREPARED, GenerationSettings, whole_number
+from stand.laws.processors import checked_processors
+from stand.laws.sampling import TargetLaw
 from stand.numbered_keys import NumberedKeys
-from stand.processors import checked_processors
-from stand.prompts import PromptReader
-from stand.sampling import TargetLaw
 from stand.scheduling.request import Job, Request, which_request
-from stand.stop import StopRule, as_strings
+from stand.texts.prompts import PromptReader
+from stand.texts.stop import StopRule, as_strings
 from stand.trees import problem_key
 
 MOST_NAMED = 1 << 20  # rows of one request, by their numbers

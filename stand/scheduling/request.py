@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stand.stop import StopRule
+from stand.texts.stop import StopRule
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,8 +12,8 @@ from stand.backend import Backend
 from stand.forward.model import prefill, text_config
 from stand.forward.tree_attention import exclusive, tree_attention
 from stand.forward.tree_cache import TreeCache
+from stand.laws.sampling import SamplingParams, TargetLaw
 from stand.row import LiveRows, Row
-from stand.sampling import SamplingParams, TargetLaw
 from stand.step import StepStart
 from stand.trees import DraftBatch
 from stand.verifiers import Verifier, VerifierNoise

@@ -17,7 +17,7 @@ from stand.fusion.experts import ExpertForm, FusedExperts, expert_forms, is_expe
 from stand.fusion.formulas import CLAMPED, GELU_ERF, GELU_TANH, RELU_SQUARED, SILU
 from stand.fusion.kernels import cpu_kernels
 from stand.fusion.probe import MODULE_TOLERANCES
-from stand.threads import parallel_region
+from stand.simd.threads import parallel_region
 
 KIND = "mixture of experts"
 PLAIN = ExpertForm(SILU, False, False)

@@ -13,7 +13,7 @@ from stand.fusion import cpu_kernels
 from stand.fusion.cpu_kernels import add_rms_norm, gated_product, rms_norm, rope_and_store
 from stand.fusion.formulas import GELU_ERF, GELU_TANH, NO_NORM, ONE_PLUS, ROUND_FIRST, RULES, SCALE_FIRST, SILU
 from stand.laws.filters import VECTORS
-from stand.threads import parallel_region
+from stand.simd.threads import parallel_region
 
 LEVELS = range(len(VECTORS))
 SIZES = (1, 3, 16, 17, 63, 576, 1001)

@@ -9,7 +9,7 @@ from stand.forward.few_token_attention import TokenPaths, few_token_attention, i
 from stand.forward.few_token_product import DTYPES, IS_FASTER, WIDEST
 from stand.forward.packed_plan import MOST_ROW_TOKENS, StepPlan
 from stand.laws.filters import VECTORS
-from stand.threads import parallel_region
+from stand.simd.threads import parallel_region
 
 LEVELS, REGION = range(len(VECTORS)), parallel_region()
 SHAPES = {"odd heads": (2, 3, 16), "usual": (3, 3, 64), "one head, many queries": (1, 30, 80), "no groups": (2, 1, 128)}

@@ -16,7 +16,7 @@ from stand.forward.few_token_product import (
     few_token_products,
 )
 from stand.laws.filters import VECTORS
-from stand.threads import parallel_region
+from stand.simd.threads import parallel_region
 
 WITH_FMA = [place for place, name in enumerate(VECTORS) if name != "portable"]
 LEVELS, REGION = range(len(VECTORS)), parallel_region()

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from stand.laws.filters import VECTORS, filter_laws
-from stand.sampling import SamplingParams, TargetLaw
-from stand.threads import parallel_region
+from stand.laws.sampling import SamplingParams, TargetLaw
+from stand.simd.threads import parallel_region
 
 TEMPERATURE = 0.6
 BORDER = 1e-6  # of the whole mass: nearer to top_p's border, rounding decides

@@ -18,9 +18,9 @@ from transformers.generation import logits_process as library
 
 import stand
 from stand.generation_settings import GenerationSettings
-from stand.processors import ProcessorChain, checked_processors
+from stand.laws.processors import ProcessorChain, checked_processors
+from stand.laws.sampling import SamplingParams
 from stand.row import Row
-from stand.sampling import SamplingParams
 from stand.trees import DraftBatch
 
 
@@ -126,7 +126,7 @@ def test_another_order_is_seen(asked, monkeypatch):
     def reversed_chain(self, first, **ends):
         backwards(self, list(reversed(first)), **ends)
 
-    monkeypatch.setattr("stand.sampling.SamplingParams.at_the_end_of", lambda processors: (SamplingParams(), 0))
+    monkeypatch.setattr("stand.laws.sampling.SamplingParams.at_the_end_of", lambda processors: (SamplingParams(), 0))
     assert max(differences(asked)) < 1e-6  # all of them in the chain, nothing after it
     admit = ProcessorChain.admit
     monkeypatch.setattr(ProcessorChain, "__init__", reversed_chain)

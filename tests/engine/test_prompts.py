@@ -8,8 +8,8 @@ from tiny_models import VOCABULARY_SIZE, tiny_model
 from transformers import BatchEncoding
 
 import stand
-from stand.prompts import PromptReader, chat_text
 from stand.stats import Stats
+from stand.texts.prompts import PromptReader, chat_text
 
 TEMPLATE = "{% for message in messages %}>{{ message.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
 LONG, SHORT = [5, 9, 11, 4], [8, 30]

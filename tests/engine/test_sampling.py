@@ -13,8 +13,8 @@ from transformers.generation.logits_process import (
 )
 
 from stand.laws.filters import filter_laws
-from stand.processors import ProcessorChain
-from stand.sampling import SamplingParams, TargetLaw
+from stand.laws.processors import ProcessorChain
+from stand.laws.sampling import SamplingParams, TargetLaw
 
 WARPERS = {
     "temperature": TemperatureLogitsWarper,

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCrit
 
 import stand
 from stand.row import Row
-from stand.stop import StopRule
+from stand.texts.stop import StopRule
 from stand.trees import TreeShape
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 import stand
 from stand import step
-from stand.text_pieces import TextPieces
+from stand.texts.pieces import TextPieces
 
 PROMPTS = ["ab", "bcabc", "ca"]
 

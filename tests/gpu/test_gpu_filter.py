@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from stand.gpu.kernels import filter as filter_kernel
 from stand.gpu.kernels.filter import filter_rows, first_doubtful_way
 from stand.gpu.step_body import StepBody
-from stand.sampling import SamplingParams, TargetLaw
+from stand.laws.sampling import SamplingParams, TargetLaw
 
 VOCABULARY_SIZE = 400  # a chunk and a half, once chunks are small
 TEMPERATURE = 0.6

@@ -50,7 +50,7 @@ from stand.gpu.step_packet import StepPacket
 from stand.gpu.step_size import StepSize
 from stand.gpu.tails import TailBody, Tails
 from stand.gpu.tiles import PAGE_SIZE
-from stand.sampling import SamplingParams, TargetLaw
+from stand.laws.sampling import SamplingParams, TargetLaw
 
 NUM_ROWS, ROOM = 2, 128
 MANY_ROWS = 200  # more than give an H100 a program per key head: none is split

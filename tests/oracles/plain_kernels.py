@@ -8,7 +8,7 @@ import torch
 from waitless_draws import draw_residuals_at
 
 from stand.gpu import device_rule, kernel_attention, step_body
-from stand.sampling import SamplingParams, TargetLaw
+from stand.laws.sampling import SamplingParams, TargetLaw
 from stand.verifiers import verdict_compiled
 from stand.verifiers.draw import tokens_at
 from stand.verifiers.noise import uniforms_on_device

@@ -40,7 +40,7 @@ from stand.drafters.step_cost import CostTable, StepCost, table_path  # noqa: E4
 from stand.forward.model import size_name  # noqa: E402
 from stand.gpu.device_timer import DeviceTimer  # noqa: E402
 from stand.gpu.product_tiles import TILES  # noqa: E402
-from stand.sampling import TargetLaw  # noqa: E402
+from stand.laws.sampling import TargetLaw  # noqa: E402
 
 CPU = torch.device("cpu")
 

@@ -183,7 +183,7 @@ def test_a_mutant_takes_the_place_of_its_module():
     spec.loader.exec_module(module)
     assert module.NONE == 77
     assert Finder(mutant, None).find_spec("stand.verifiers.rules.token", None) is None
-    assert Mutant(ROOT / "stand" / "sampling.py", 1, "", "", "").module == "stand.sampling"
+    assert Mutant(ROOT / "stand" / "laws" / "sampling.py", 1, "", "", "").module == "stand.laws.sampling"
     growth = ROOT / "trees" / "blended" / "growth" / "growth.h"
     assert Mutant(growth, 1, "", "", "").module == "stand.trees.blended.lookup"
     assert Mutant(ROOT / "stand" / "laws" / "block_passes.h", 1, "", "", "").module == "stand.laws.filters"
@@ -256,7 +256,7 @@ def test_a_report_counts_what_was_judged(tmp_path):
     mutants = [(target, mutant) for mutant in mutants_of(target.files()[0])]
     output = tmp_path / "mutants.jsonl"
     verdicts = ["caught", "caught", "survived", REFUSED]
-    keys = [mutant.key for _, mutant in mutants[:4]] + [("stand/sampling.py", "an older line", "1 -> 0", 1)]
+    keys = [mutant.key for _, mutant in mutants[:4]] + [("stand/laws/sampling.py", "an older line", "1 -> 0", 1)]
     for key, verdict in zip(keys, [*verdicts, "survived"], strict=True):
         record = dict(zip(KEY, key, strict=True)) | {"verdict": verdict}
         with output.open("a", encoding="utf-8") as file:

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "../../threads.h"
+#include "../../simd/threads.h"
 #include "instruction_sets.h"
 
 namespace stand {

@@ -13,8 +13,8 @@
 #include <arm_neon.h>
 #endif
 
-#include "../../exponential.h"
-#include "../../vectors.h"
+#include "../../simd/exponential.h"
+#include "../../simd/vectors.h"
 #include "matrix_unit.h"
 #include "operands.h"
 #include "order.h"

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../../vectors.h"
+#include "../../simd/vectors.h"
 #include "operands.h"
 #include "packed_tokens.h"
 

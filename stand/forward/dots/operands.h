@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "../../bfloat16.h"
+#include "../../simd/bfloat16.h"
 
 namespace stand {
 

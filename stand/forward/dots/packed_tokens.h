@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../../bfloat16.h"
+#include "../../simd/bfloat16.h"
 
 namespace stand {
 

@@ -8,7 +8,7 @@
 #include <memory>
 #include <type_traits>
 
-#include "../../threads.h"
+#include "../../simd/threads.h"
 #include "instruction_sets.h"
 
 namespace stand {

@@ -13,9 +13,9 @@
 #include <cstring>
 #include <type_traits>
 
-#include "../../bfloat16.h"
-#include "../../threads.h"
-#include "../../vectors.h"
+#include "../../simd/bfloat16.h"
+#include "../../simd/threads.h"
+#include "../../simd/vectors.h"
 
 namespace stand {
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from stand.own_copy import own_copy
 from stand.row import Row
-from stand.text_pieces import UNFINISHED
+from stand.texts.pieces import UNFINISHED
 
 
 class StopRule:

@@ -17,9 +17,9 @@ from transformers.generation.logits_process import (
 )
 
 from stand.laws.filters import filter_laws
-from stand.processors import ProcessorChain
+from stand.laws.processors import ProcessorChain
 from stand.row import Row
-from stand.threads import parallel_region
+from stand.simd.threads import parallel_region
 from stand.trees import DraftBatch
 
 FILTERS = {  # in transformers' order; each class keeps its setting in an attribute of that name

@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from stand.argument_checks import check_flags, whole_number
 from stand.backend import Backend, choose_backend
 from stand.call import Call
 from stand.drafters.drafter import Drafter, LookupDrafter
@@ -34,7 +35,6 @@ from stand.forward.model import max_positions, text_config
 from stand.forward.recurrent_layers import recurrent_layers
 from stand.forward.self_check import UnsupportedModelError, check_model, refuse_compiled, refuse_training
 from stand.forward.tree_attention import exclusive
-from stand.generation_settings import check_flags, whole_number
 from stand.numbered_keys import NumberedKeys
 from stand.output import GenerationOutput
 from stand.row import Row

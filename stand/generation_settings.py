@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import operator
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, WatermarkingConfig
 
+from stand.argument_checks import check_flags
 from stand.forward.devices import input_device
 from stand.forward.model import longrope_border, max_positions, text_config
 from stand.laws.sampling import SamplingParams, TargetLaw
@@ -360,27 +360,6 @@ def _check_named_tokens(config: GenerationConfig, vocabulary_size: int) -> None:
         value = getattr(config, name)
         if isinstance(value, (list, tuple)) and bool in map(type, value):
             raise ValueError(f"{name} must be token ids, got {value!r:.80}; give integers")
-
-
-def check_flags(**flags: object) -> None:
-    """ValueError where one is neither True nor False: what else is true or not is seldom what was meant."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} must be True or False, got {value!r}; leave it out for the default")
-
-
-def whole_number(name: str, value: object, remedy: str, *, least: int = 1) -> int:
-    """An argument of the engine's own that counts something, as Python's integer. A tensor or array of a fraction has
-    an `__index__`, too, which fails.
-
-    Raises ValueError for anything else, booleans among it."""
-    try:
-        number = least - 1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least:
-        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}; {remedy}")
-    return number
 
 
 def _check_positive(name: str, value: object, remedy: str) -> None:

@@ -12,9 +12,10 @@ from itertools import islice
 import numpy as np
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from stand.argument_checks import whole_number
 from stand.forward.devices import input_device
 from stand.forward.model import text_config
-from stand.generation_settings import PREPARED, GenerationSettings, whole_number
+from stand.generation_settings import PREPARED, GenerationSettings
 from stand.laws.processors import checked_processors
 from stand.laws.sampling import TargetLaw
 from stand.numbered_keys import NumberedKeys

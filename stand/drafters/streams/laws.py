@@ -7,13 +7,13 @@ from os import PathLike
 import numpy as np
 from transformers import PreTrainedModel
 
+from stand.argument_checks import check_flags
 from stand.drafters.drafter import DraftRequest
 from stand.drafters.law_source import LawSource, Planner
 from stand.drafters.paying_runs import PayingRuns, expected_tokens
 from stand.drafters.settings import check_count
 from stand.drafters.streams.rider import StreamRider
 from stand.drafters.streams.weights import Streams
-from stand.generation_settings import check_flags
 from stand.trees import OutsideLaws
 
 

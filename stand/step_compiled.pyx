@@ -165,7 +165,9 @@ def is_sound(
     for history in histories:
         first = offsets[row]
         row += 1
-        if not first < offsets[row] <= num_nodes or parents[first] != -1 or token_ids[first] != history[len(history) - 1]:
+        if not first < offsets[row] <= num_nodes or parents[first] != -1:
+            return False
+        if token_ids[first] != history[len(history) - 1]:
             return False
         if depths[first] != 0 or ranks[first] != 0:
             return False

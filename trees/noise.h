@@ -50,8 +50,8 @@ inline uint64_t extended_digest(uint64_t digest, const int32_t* token_ids, int64
 }
 
 // Where the random numbers of a call that starts now start. A call that learns is an event of its own, so that of two
-// such calls only one starts from a digest; no other thread may come in between. A call that does not learn starts apart:
-// it may draft from lessons of calls that began at this digest too.
+// such calls only one starts from a digest; no other thread may come in between. A call that does not learn starts
+// apart: it may draft from lessons of calls that began at this digest too.
 inline uint64_t start_of_call(uint64_t& digest, bool learns) {
     const uint64_t start = digest;
     if (!learns) return chain_key(start, uint64_t(1) << 63);

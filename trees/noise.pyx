@@ -46,7 +46,8 @@ def uniforms(seed, stream, rows, steps, nodes, *, slot=0):
     words = np.empty((3, *np.broadcast(rows, steps, nodes).shape), dtype=np.int64)
     words[0], words[1], words[2] = rows, steps, nodes
     out = np.empty(words.shape[1:], dtype=np.float64)
-    if not 0 <= whole(slot, "slot") < 2**WORD_BITS or not _fill_uniforms(seed, stream, words.reshape(3, -1), slot, out.reshape(-1)):
+    is_slot = 0 <= whole(slot, "slot") < 2**WORD_BITS
+    if not is_slot or not _fill_uniforms(seed, stream, words.reshape(3, -1), slot, out.reshape(-1)):
         raise ValueError("rows, steps, nodes and slot must be in [0, 2**32), got others; number rows and steps from 0")
     return out
 

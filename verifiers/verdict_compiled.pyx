@@ -1,8 +1,9 @@
 """Verdicts on a CPU, compiled: traversal's thresholds, the draw of the next token, and what the rows gain.
 
-Thresholds take one pass over the nodes, with the formulas of `rules.traversal.traverse`; the draw passes over one row of
-probabilities per trajectory, then over one block, with those of `draw`. All is float64 throughout. Those two are array
-code and run on any device, but a step on a CPU is short, and a hundred small array operations would be a fifth of it.
+Thresholds take one pass over the nodes, with the formulas of `rules.traversal.traverse`; the draw passes over one row
+of probabilities per trajectory, then over one block, with those of `draw`. All is float64 throughout. Those two are
+array code and run on any device, but a step on a CPU is short, and a hundred small array operations would be a fifth of
+it.
 """
 
 import numpy as np
@@ -82,7 +83,7 @@ cdef double _inherit(const int32_t[::1] support, double[::1] mass, const double[
 
 
 cdef double _capped(double chance) noexcept nogil:
-    """At most 1. NaN, of a target row that is broken, is 0: no draft is kept for it, and the next token's draw says so."""
+    """At most 1. NaN, of a broken target row, is 0: no draft is kept for it, and the next token's draw says so."""
     return chance if chance < 1.0 else 1.0 if chance >= 1.0 else 0.0
 
 
@@ -230,7 +231,7 @@ def gained(
     const int32_t[::1] offsets not None,  # [B + 1]
     next_tokens,  # [B] int64
 ):
-    """B lists: the tokens of the nodes that are kept, the next token last; None for nodes that their rows do not have."""
+    """B lists: tokens of the nodes that are kept, the next token last; None for nodes that their rows do not have."""
     cdef Py_ssize_t row
     cdef int64_t node
     if len(accepted) + 1 > offsets.shape[0]:

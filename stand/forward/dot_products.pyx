@@ -80,7 +80,8 @@ def multiply(Py_ssize_t tokens, tuple weights, tuple results, Py_ssize_t num_tok
 
     weights[i]: addresses of weights and bias, 0 for none, and N; results[i] an address. All are in C order; `numbers`:
     0 for float32, 1 for bfloat16, 2 for bfloat16 by instructions that take pairs, 3 by a matrix unit (AMX). `vectors`:
-    a place in stand.laws.filters.VECTORS. `in_threads`: the address of GOMP_parallel, or 0 for the calling thread alone.
+    a place in stand.laws.filters.VECTORS. `in_threads`: the address of GOMP_parallel, or 0 for the calling thread
+    alone.
     """
     cdef C_Matrix[MOST_PRODUCTS] matrices
     cdef Py_ssize_t i, address, bias, num_rows, num_products = len(weights)

@@ -63,7 +63,9 @@ cdef class StepArrays:
             end = _parts(lengths[row] + offsets[row + 1] - offsets[row], page_size)
             if end > 0:
                 memcpy(&self.pages[cache_rows[row], 0], &pages[cache_rows[row], 0], end * sizeof(int32_t))
-            self._fill_row(row, token_ids, parents, depths, offsets, lengths[row], &pages[cache_rows[row], 0], page_size)
+            self._fill_row(
+                row, token_ids, parents, depths, offsets, lengths[row], &pages[cache_rows[row], 0], page_size
+            )
             self.lengths[row], self.cache_rows[row] = lengths[row], cache_rows[row]
         self._pad(token_ids.shape[0], num_rows, spare_slot)
         for work in self.works:
@@ -102,7 +104,8 @@ cdef class StepArrays:
         const int32_t[::1] offsets, int64_t length, const int32_t* pages, int64_t page_size
     ) noexcept:
         """Row `row`, whose slots lie in `pages`."""
-        cdef Py_ssize_t first = offsets[row], num_words = self.ancestors.shape[1], node, packed, parent, word, twin, slot
+        cdef Py_ssize_t first = offsets[row], num_words = self.ancestors.shape[1]
+        cdef Py_ssize_t node, packed, parent, word, twin, slot
         self.offsets[row] = offsets[row]
         for packed in range(first, offsets[row + 1]):
             node = packed - first
@@ -145,8 +148,8 @@ cdef void list_turns(const int32_t* parents, int32_t count, int64_t* out_turns) 
     """A row's nodes below its root, parents [n] row-local, in as few turns [n] as their order allows.
 
     A node comes after its earlier siblings, the first child after its parent: of the nodes of one turn none reads what
-    another one writes. Up to 8 nodes make a turn, a byte each from the lowest on; 0 is none. The last word, which no turn
-    can need, is the number of turns. n is 256 at most.
+    another one writes. Up to 8 nodes make a turn, a byte each from the lowest on; 0 is none. The last word, which no
+    turn can need, is the number of turns. n is 256 at most.
     """
     cdef int32_t before[MAX_ROW_NODES]  # the node that has to come before: the youngest child so far
     cdef int32_t rounds[MAX_ROW_NODES]

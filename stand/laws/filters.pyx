@@ -61,8 +61,8 @@ def filter_laws(const float[:, ::1] scores not None, *, double temperature=1.0, 
     ones those with higher scores, then with lower ids. They go on with tokens of probability 0 where fewer are kept.
 
     A row with NaN, or without a finite best score, is NaN throughout. `vectors`: one of VECTORS (None: the widest).
-    `in_threads`: the address of GOMP_parallel (`stand.simd.threads.parallel_region`), or 0 for the calling thread alone.
-    Results are equal to the bit with any of these. Raises ValueError for settings out of range.
+    `in_threads`: the address of GOMP_parallel (`stand.simd.threads.parallel_region`), or 0 for the calling thread
+    alone. Results are equal to the bit with any of these. Raises ValueError for settings out of range.
     """
     cdef int64_t num_rows = scores.shape[0], size = scores.shape[1]
     cdef C_FilterRows rows

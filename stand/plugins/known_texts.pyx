@@ -22,8 +22,8 @@ cdef struct Texts:
 
 
 cdef Texts texts_of(cnp.ndarray tokens, cnp.ndarray rows, cnp.ndarray lengths) except *:
-    """tokens int32[R, L], rows and lengths int64[B], valid as long as they live. Typed views would take longer than what
-    is done with them."""
+    """tokens int32[R, L], rows and lengths int64[B], valid as long as they live. Typed views would take longer than
+    what is done with them."""
     cdef Texts texts
     if not (
         cnp.PyArray_TYPE(tokens) == cnp.NPY_INT32 and cnp.PyArray_NDIM(tokens) == 2

@@ -209,7 +209,7 @@ cdef class BlendedLookup:
                        &ids[0, 0], &probs[0, 0], ids.shape[1])
 
     def learn_rows(self, tokens, lengths, num_new, *, rows=None, scopes=None):
-        """Teach the newest tokens of B texts that lie in one array, as serving engines hold them: `learn`, text by text.
+        """Teach the newest tokens of B texts in one array, as serving engines hold them: `learn`, text by text.
 
         tokens: int32[R, L], C-contiguous. lengths int64[B]: tokens of each text, the new ones included. num_new
         int64[B]: how many of them are new. rows int64[B]: the texts' rows of the array; None for the first B. scopes:
@@ -421,8 +421,8 @@ cdef class BlendedLookup:
     def load(cls, path, *, fingerprint=None, max_bytes=None):
         """Read a file written by `save`.
 
-        fingerprint: the vocabulary that the file must be of; None accepts any. max_bytes: another cap than the file's; a
-        smaller one must hold all contexts. Else the few are left out that came while a full lookup was saved.
+        fingerprint: the vocabulary that the file must be of; None accepts any. max_bytes: another cap than the file's;
+        a smaller one must hold all contexts. Else the few are left out that came while a full lookup was saved.
         Raises LookupFileError where the file is damaged, of another format version or vocabulary, or too large for the
         cap, and where a small file asks for a huge cap; ValueError for a fingerprint or a cap that no lookup may have;
         OSError where unreadable.

@@ -3,15 +3,15 @@
 cdef class OutsideLaws:
     """What trained heads say comes next: a small tree per row, with a law at each of its nodes.
 
-    `BlendedLookup.draft(outside=...)` blends a node's law with what its contexts say, by odds that `learn_batch` learns.
-    A node is found by the tokens that lead to it from the row's pending token; drafted nodes that are not in the tree
-    have no law from outside.
+    `BlendedLookup.draft(outside=...)` blends a node's law with what its contexts say, by odds that `learn_batch`
+    learns. A node is found by the tokens that lead to it from the row's pending token; drafted nodes that are not in
+    the tree have no law from outside.
 
     offsets: int32[B + 1], row b owns nodes offsets[b] to offsets[b + 1] - 1, the first of them its root, or none.
     parents: int32[L], row-local, before their children; NO_PARENT at roots. token_ids: int32[L], what leads from the
-    parent to the node; ANY_TOKEN for all tokens that no sibling has; roots' are not read. top_ids int32[L, K], top_probs
-    float32[L, K]: the best tokens of the law after each node, likeliest first, padded with id NO_TOKEN; K <= 64. A law
-    may be empty. source: 0..3, the head; the worth of each is learned apart.
+    parent to the node; ANY_TOKEN for all tokens that no sibling has; roots' are not read. top_ids int32[L, K],
+    top_probs float32[L, K]: the best tokens of the law after each node, likeliest first, padded with id NO_TOKEN; K <=
+    64. A law may be empty. source: 0..3, the head; the worth of each is learned apart.
 
     Nothing in it may depend on the draft that is to be grown: it is made before. Values are copied.
 
@@ -55,7 +55,8 @@ cdef class OutsideLaws:
     def of_heads(cls, top_ids, top_probs, *, source=0):
         """Of heads that guess one place each, whatever the tokens before it are (Medusa, arXiv 2401.10774).
 
-        top_ids int32[B, H, K], top_probs float32[B, H, K]: head h's law of the token h + 1 places after the pending one.
+        top_ids int32[B, H, K], top_probs float32[B, H, K]: head h's law of the token h + 1 places after the pending
+        one.
         """
         ids, probs = np.asarray(top_ids), np.asarray(top_probs)
         if ids.ndim != 3 or ids.shape != probs.shape:

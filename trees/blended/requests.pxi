@@ -110,7 +110,9 @@ cdef void fill_numbers(values, name, Py_ssize_t length, vector[int64_t]& numbers
     if not cnp.PyArray_Check(values) or not _is_int64(values):
         array = np.ascontiguousarray(values)
         if array.dtype.kind not in "iu" and array.size:
-            raise ValueError(f"{name} must hold one whole number per text ({length}), got {values!r}; give each its own")
+            raise ValueError(
+                f"{name} must hold one whole number per text ({length}), got {values!r}; give each its own"
+            )
         values = array.astype(np.int64)
     if cnp.PyArray_NDIM(values) != 1 or cnp.PyArray_DIM(values, 0) != length:
         raise ValueError(f"{name} must hold one whole number per text ({length}), got {values!r}; give each its own")
@@ -146,7 +148,8 @@ cdef void set_keys(const uint64_t[::1] keys, vector[GrowthRequest]& requests) ex
     cdef size_t row
     if keys.shape[0] != <Py_ssize_t> requests.size():
         raise ValueError(
-            f"rows and steps must hold one number per history ({requests.size()}), got {keys.shape[0]}; number them from 0"
+            f"rows and steps must hold one number per history ({requests.size()}), got {keys.shape[0]}; number them "
+            "from 0"
         )
     for row in range(requests.size()):
         requests[row].key = keys[row]

@@ -39,8 +39,8 @@ cdef SnapshotView view_of(dict arrays) except *:
 
 
 cdef void restore(path, dict arrays, CLookup& lookup, max_bytes, bint is_its_cap) except *:
-    """Fill an empty lookup. is_its_cap: its cap is no smaller than that of the one that was saved, so that what does not
-    fit is left out.
+    """Fill an empty lookup. is_its_cap: its cap is no smaller than that of the one that was saved, so that what does
+    not fit is left out.
 
     Raises LookupFileError where the arrays are broken, or too much for a smaller cap."""
     cdef SnapshotView view = view_of(arrays)

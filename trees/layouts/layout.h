@@ -53,7 +53,8 @@ inline int64_t first_too_large(const DraftView& drafts, int64_t num_nodes) {
 }
 
 // token_ids [B, d]; masks [B, d, d]: mask[i][j] is 1 where node j is i or above it, else 0.
-// Rows with fewer nodes are padded by a chain below their last node, which has no child: no node has two equal children.
+// Rows with fewer nodes are padded by a chain below their last node, which has no child: no node has two equal
+// children.
 template <typename Flag>
 inline void pad_with_ancestors(const DraftView& drafts, int64_t num_nodes, int32_t pad, int32_t* token_ids,
                                Flag* masks) {

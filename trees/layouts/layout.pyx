@@ -21,7 +21,9 @@ cdef extern from "layout.h" namespace "stand" nogil:
     cdef cppclass PathSums:
         pass
 
-    void best_path(const DraftView& drafts, int64_t row, int32_t most, PathSums& scratch, vector[int32_t]& path) except +
+    void best_path(
+        const DraftView& drafts, int64_t row, int32_t most, PathSums& scratch, vector[int32_t]& path
+    ) except +
     int64_t first_too_large(const DraftView& drafts, int64_t num_nodes)
     void pad_with_ancestors[Flag](const DraftView& drafts, int64_t num_nodes, int32_t pad, int32_t* token_ids,
                                   Flag* masks)
@@ -79,8 +81,8 @@ def ancestor_masks(batch, num_nodes, pad_id, out):
     too_large = first_too_large(view, size)
     if too_large >= 0:
         raise ValueError(
-            f"no draft may have more than num_nodes={num_nodes} nodes, got {batch.sizes[too_large]} in row {too_large}; "
-            f"draft with max_nodes={num_nodes - 1}"
+            f"no draft may have more than num_nodes={num_nodes} nodes, got {batch.sizes[too_large]} in row "
+            f"{too_large}; draft with max_nodes={num_nodes - 1}"
         )
     tokens = np.empty((view.num_rows, size), dtype=np.int32)
     masks = np.empty((view.num_rows, size, size), dtype=np.bool_) if out is None else out
@@ -88,8 +90,8 @@ def ancestor_masks(batch, num_nodes, pad_id, out):
         masks.dtype != (np.bool_ if out is None else np.int64)
     ):
         raise ValueError(
-            f"out must be a writable C-contiguous int64 array of shape {(view.num_rows, size, size)}, got {masks.dtype} "
-            f"of shape {masks.shape}; leave it out for a new one"
+            f"out must be a writable C-contiguous int64 array of shape {(view.num_rows, size, size)}, got "
+            f"{masks.dtype} of shape {masks.shape}; leave it out for a new one"
         )
     cdef int32_t* first = <int32_t*> cnp.PyArray_DATA(tokens)
     if view.num_rows > 0 and out is None:
@@ -119,5 +121,7 @@ def left_aligned(texts):
                 row[i] = numbers[i]
             row += longest
     except (TypeError, OverflowError) as error:
-        raise ValueError(f"texts must hold whole numbers below 2**31, got {error} in text {text}; token ids are int32") from None
+        raise ValueError(
+            f"texts must hold whole numbers below 2**31, got {error} in text {text}; token ids are int32"
+        ) from None
     return tokens, lengths

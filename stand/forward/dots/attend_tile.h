@@ -1,7 +1,7 @@
 // Attention of one row's tokens over one head of keys. Included once per instruction set, after tile.h.
 
-// sums [QUERIES, PIECES * WIDTH], `size` apart, += weights [QUERIES, count], `stride` apart, times values [count, size],
-// value by value.
+// sums [QUERIES, PIECES * WIDTH], `size` apart, += weights [QUERIES, count], `stride` apart, times values [count,
+// size], value by value.
 template <int32_t QUERIES, int32_t PIECES, class Number>
 STAND_TARGET [[gnu::noinline]] void add_values(const float* weights, int64_t stride, const Number* values,
                                                int64_t count, int64_t size, float* sums) {

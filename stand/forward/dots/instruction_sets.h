@@ -28,7 +28,8 @@ namespace dots {
 
 constexpr int32_t TERMS = 16;  // sums that a product is made of
 
-// Wishes for what lies `offset` numbers after `values`, in the second cache. Nothing is read: it may lie beyond the end.
+// Wishes for what lies `offset` numbers after `values`, in the second cache. Nothing is read: it may lie beyond the
+// end.
 template <class Number>
 STAND_INLINE void fetch(const Number* values, int64_t offset) {
     __builtin_prefetch(values + offset, 0, 2);

@@ -20,8 +20,8 @@ struct Product {
     int64_t num_tokens, num_rows, depth, stride;
 };
 
-// One layer's attention of packed tokens, each over its row's committed keys and its own path. Distances are in numbers,
-// which are floats or Bfloat16.
+// One layer's attention of packed tokens, each over its row's committed keys and its own path. Distances are in
+// numbers, which are floats or Bfloat16.
 struct Attention {
     const void* queries;             // [num_tokens, num_key_heads * groups, size], with two distances of their own
     const void* keys;                // [num_rows, num_key_heads, slots, size], with two distances of their own

@@ -24,9 +24,9 @@ constexpr int64_t BAND = 32;          // rows that go through all chunks and blo
 // Of a chunk, at most: as many as hold 18 tokens.
 constexpr int64_t most_tiles(TileShape shape) { return 18 / shape.tokens; }
 
-// Which of the terms that come next are asked of memory meanwhile, in numbers from here: twice, because a processor drops
-// such wishes when it has many. On Intel's, where several tiles ask, more wishes than one take longer than they save. With
-// zeros nothing is asked for: what is here has come.
+// Which of the terms that come next are asked of memory meanwhile, in numbers from here: twice, because a processor
+// drops such wishes when it has many. On Intel's, where several tiles ask, more wishes than one take longer than they
+// save. With zeros nothing is asked for: what is here has come.
 struct Ahead {
     int64_t near, far;
 };

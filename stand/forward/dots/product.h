@@ -169,7 +169,8 @@ inline void multiply_groups(const Matrix& whole, const int64_t* ends, int64_t nu
         const int64_t row = group * whole.num_rows;
         if (ends[group] > first)
             matrices[count++] = {behind(whole.tokens, first * depth), behind(whole.weights, row * depth),
-                                 behind(whole.bias, row), static_cast<char*>(whole.results) + first * whole.num_rows * size,
+                                 behind(whole.bias, row),
+                                 static_cast<char*>(whole.results) + first * whole.num_rows * size,
                                  ends[group] - first, whole.num_rows};
     }
     multiply(matrices.get(), count, depth, numbers, vectors, num_threads, in_threads);

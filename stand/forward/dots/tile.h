@@ -20,8 +20,8 @@ struct Operands {
     }
 };
 
-// sums [TOKENS, ROWS] of the terms `first`, `first` + STEP, ... below `end`, one load at a time; added to the sums so far
-// if `goes_on`. What comes next is fetched meanwhile, while arithmetic leaves memory idle.
+// sums [TOKENS, ROWS] of the terms `first`, `first` + STEP, ... below `end`, one load at a time; added to the sums so
+// far if `goes_on`. What comes next is fetched meanwhile, while arithmetic leaves memory idle.
 template <int32_t TOKENS, class Number>
 STAND_TARGET [[gnu::noinline]] void add_terms(const Operands<Number>& operands, int64_t first, int64_t end,
                                               const Ahead& ahead, bool goes_on, Lanes* sums) {
@@ -70,10 +70,10 @@ STAND_TARGET void add_rest(int64_t count, const Operands<Number>& operands, int6
     add_parts<MOST_TOKENS>(count, last, STEP, {}, true, sums);
 }
 
-// The sums of a tile of ROWS rows from `row` on (of those that there are) and `count` tokens from `token` on -> results.
-// Whatever the tile, lane i of a product has added up the terms i, i + 16, i + 32, ... in this order (in pairs: 2 i and
-// 2 i + 1, 2 i + 32 and 2 i + 33, ...), the last ones filled up with zeros; now lanes are added as halves: i and i + 8,
-// i and i + 4, i and i + 2, i and i + 1.
+// The sums of a tile of ROWS rows from `row` on (of those that there are) and `count` tokens from `token` on ->
+// results. Whatever the tile, lane i of a product has added up the terms i, i + 16, i + 32, ... in this order (in
+// pairs: 2 i and 2 i + 1, 2 i + 32 and 2 i + 33, ...), the last ones filled up with zeros; now lanes are added as
+// halves: i and i + 8, i and i + 4, i and i + 2, i and i + 1.
 template <class Number>
 STAND_TARGET void write_tile(const Product<Number, Token>& product, int64_t row, int64_t token, int64_t count,
                              const Lanes* sums) {

@@ -1,4 +1,5 @@
-// What the layers of a model do between their products, row by row: norms, gates, rotary positions with the cache write.
+// What the layers of a model do between their products, row by row: norms, gates, rotary positions with the cache
+// write.
 //
 // A row is one token's numbers, floats or Bfloat16. Its sums have one order, whatever rows are beside it, by any thread
 // and with any instruction set: all of them have sixteen lanes, and none fuses a product with its sum. Arithmetic is in

@@ -190,7 +190,8 @@ STAND_TARGET [[gnu::noinline]] void turn_head(const Heads& job, const Number* he
     for (int64_t k = 0; k < half; k += WIDTH) {
         const int64_t count = half - k;
         const Lanes first = load(head + k, count), second = load(head + half + k, count);
-        const Lanes cos_second = load(cosines + job.second + k, count), sin_second = load(sines + job.second + k, count);
+        const Lanes cos_second = load(cosines + job.second + k, count);
+        const Lanes sin_second = load(sines + job.second + k, count);
         const Lanes straight = rounded<Number>(first * load(cosines + k, count));
         store(output + k, count, straight - rounded<Number>(second * load(sines + k, count)));
         store(output + half + k, count, rounded<Number>(second * cos_second) + rounded<Number>(first * sin_second));

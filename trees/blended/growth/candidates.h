@@ -1,5 +1,5 @@
-// What the children of nodes are drawn from. All nodes share arrays that later drafts use again: lists of their own took a
-// quarter of a sampled draft's time to make and to give back.
+// What the children of nodes are drawn from. All nodes share arrays that later drafts use again: lists of their own
+// took a quarter of a sampled draft's time to make and to give back.
 
 #pragma once
 
@@ -15,8 +15,8 @@ namespace stand {
 
 class Candidates {
    public:
-    // A token that may become a child. It is drawn by its weight, in the race of sampling.h. Where it is taken its weight
-    // is 0, so sums and races need not ask.
+    // A token that may become a child. It is drawn by its weight, in the race of sampling.h. Where it is taken its
+    // weight is 0, so sums and races need not ask.
     struct Entry {
         double arrival;  // of a set whose race has begun
         uint32_t token;
@@ -55,8 +55,8 @@ class Candidates {
     }
     const float* law(int32_t place) const { return laws_.data() + place; }
 
-    // Takes the next to arrive of the entries that are not taken, one of which must have weight, and returns its number.
-    // `key`, `node`: of the noise.
+    // Takes the next to arrive of the entries that are not taken, one of which must have weight, and returns its
+    // number. `key`, `node`: of the noise.
     int32_t draw(int32_t set, uint64_t key, int32_t node) {
         if (!sets_[set].is_running) start(set, key, node);
         Entry* entries = of(set);

@@ -141,8 +141,8 @@ inline void Growth::grow(const BlendedLookup& lookup, const std::vector<GrowthRe
 }
 
 // Where the budget is enough for what every row may have, no row takes a node from another one, and each grows alone:
-// queues are short. A node's price, where there is one, depends on all rows. Chains have short queues anyway, and side by
-// side they wait for memory together.
+// queues are short. A node's price, where there is one, depends on all rows. Chains have short queues anyway, and side
+// by side they wait for memory together.
 inline bool Growth::grows_together() const {
     int64_t wanted = 0;
     for (const GrowthRequest& request : *requests_) wanted += request.max_nodes;

@@ -74,8 +74,8 @@ inline void BlendedLookup::link(uint32_t from, uint32_t to) {
         if (children_of(parent)[i] == from) children_of(parent)[i] = to;
 }
 
-// A block of a class, from free memory, from what nothing leads to, or from a context that is not used; 0 where none was
-// found in bounded time.
+// A block of a class, from free memory, from what nothing leads to, or from a context that is not used; 0 where none
+// was found in bounded time.
 inline uint32_t BlendedLookup::allocate(int32_t size_class) {
     uint32_t reference = arena.take(size_class, nbytes() + SLAB_BYTES <= settings.max_bytes);
     int32_t tries = 0;

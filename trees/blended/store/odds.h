@@ -178,8 +178,12 @@ struct Odds {
             escape[bucket] = std::exp(escape_prior(bucket));
     }
 
-    void move_entry(int32_t bucket, float duty, float step) { move_odds(entry[bucket], entry_uses_[bucket], duty, step); }
-    void move_escape(int32_t bucket, float duty, float step) { move_odds(escape[bucket], escape_uses_[bucket], duty, step); }
+    void move_entry(int32_t bucket, float duty, float step) {
+        move_odds(entry[bucket], entry_uses_[bucket], duty, step);
+    }
+    void move_escape(int32_t bucket, float duty, float step) {
+        move_odds(escape[bucket], escape_uses_[bucket], duty, step);
+    }
 
     // Marks all odds as learned at length: their steps are short from here on.
     void settle() {

@@ -6,9 +6,9 @@
 // learned odds of going on to the contexts (depth, the head's largest probability, how sure the longest context is, and
 // whether the two agree) times those of the depth alone.
 //
-// Gradients fade as a bad head's share does, so it would linger. Therefore children come from g Q + (1 - g) P, where g is
-// the posterior belief that Q is the better law: Bayes' rule over everything observed, with bounds, so that a head which
-// becomes useful is noticed (a fixed share would do the same; Herbster and Warmuth 1998).
+// Gradients fade as a bad head's share does, so it would linger. Therefore children come from g Q + (1 - g) P, where g
+// is the posterior belief that Q is the better law: Bayes' rule over everything observed, with bounds, so that a head
+// which becomes useful is noticed (a fixed share would do the same; Herbster and Warmuth 1998).
 //
 // Contexts learn as if there were no head. So a head that is of no use, or that goes away, leaves the lookup as it was.
 
@@ -61,8 +61,9 @@ class OutsideOdds {
         reading.belief = 1.0f / (1.0f + std::exp(-table.evidence));
     }
 
-    // One gradient step: what each of a law's tokens gained, and what the contexts gained, of the mass that was observed.
-    // `evidence`: by how much Q's log likelihood of it was above that of P. Where that is no number nothing is learned.
+    // One gradient step: what each of a law's tokens gained, and what the contexts gained, of the mass that was
+    // observed. `evidence`: by how much Q's log likelihood of it was above that of P. Where that is no number nothing
+    // is learned.
     void train(const Reading& reading, const float* gained, float escaped, float mass, float evidence, float rate) {
         if (!std::isfinite(evidence)) return;
         Table& table = tables_[reading.source];
@@ -108,7 +109,8 @@ class OutsideOdds {
 
     // Half octaves below 1.
     static int32_t chance_bucket(float probability) {
-        const int32_t half_octaves = static_cast<int32_t>(((127u << 23) - float_bits(std::min(probability, 1.0f))) >> 22);
+        const uint32_t bits = float_bits(std::min(probability, 1.0f));
+        const int32_t half_octaves = static_cast<int32_t>(((127u << 23) - bits) >> 22);
         return std::min(half_octaves, NUM_CHANCES - 1);
     }
 

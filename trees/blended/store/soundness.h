@@ -22,7 +22,8 @@ inline const char* BlendedLookup::find_fault() const {
     if (fault != nullptr) return fault;
     if (!ends_are_sound()) return "a recent end whose contexts are elsewhere";
     if (num_reached > arena.num_blocks()) return "contexts that are free memory";
-    if (unlisted_orphan_ != 0) fault = find_fault_below(unlisted_orphan_, order_of(arena.at(unlisted_orphan_)), num_reached);
+    if (unlisted_orphan_ != 0)
+        fault = find_fault_below(unlisted_orphan_, order_of(arena.at(unlisted_orphan_)), num_reached);
     int32_t num_listed = 0;
     for (uint32_t orphan = first_orphan_; orphan != 0 && fault == nullptr; orphan = arena.at(orphan)->parent) {
         if (++num_listed > num_orphans_) return "more contexts that wait to be freed than are counted";

@@ -10,7 +10,8 @@ import torch
 
 from stand.forward import memory_limits, tree_cache
 from stand.forward.packed_plan import StepPlan
-from stand.forward.tree_cache import CacheMemoryError, TreeCache, available_bytes, check_fits
+from stand.forward.tree_cache import DRAFT_ROOM, CacheMemoryError, TreeCache, available_bytes, check_fits
+from stand.scheduling.memory import WithinMemory
 
 CPU, META, CUDA = torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0)
 
@@ -118,3 +119,11 @@ def test_slots_of_a_plan_are_known_once_there_are_layers():
     assert cache.slots is None  # of this plan: its first layers wrote without them
     cache.begin(plan)
     assert cache.slots.tolist() == [cache.room + slot for slot in (2, 3, 4)]
+
+
+def test_rows_are_admitted_while_rooms_fit_to_the_byte():
+    rows = [SimpleNamespace(most_cached=length) for length in (20, 30)]
+    two_rooms = 2 * ((30 + DRAFT_ROOM) * 8 + 5)
+    for spare, fits in ((0, True), (-1, False)):
+        within = WithinMemory(num_bytes=two_rooms + spare, bytes_per_token=8, bytes_per_row=5)
+        assert within.allows(rows[:1], rows[1]) == fits

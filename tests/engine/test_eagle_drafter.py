@@ -235,3 +235,12 @@ def test_of_many_prompts_the_oldest_are_forgotten(monkeypatch):
     with torch.inference_mode():
         rows.hold(prompts[3:])
     assert [float(fresh[0, 0]) for fresh in rows._fresh] == [3.0, 4.0, 5.0] and not rows._prompts
+
+
+def test_the_head_does_not_run_again_where_no_node_is_left(monkeypatch):
+    """A budget that the first level uses up."""
+    drafter, runs = checked("llama", budget=1, runs=5), []
+    engine = stand.wrap(tiny_model("llama"), drafter=drafter)
+    monkeypatch.setattr(drafter, "_extend", lambda *asked: runs.append(asked))
+    engine.generate(input_ids=PROMPTS[0], max_new_tokens=12, temperature=1.0, seed=3, stop_token_ids=[])
+    assert drafter.num_checked > 0 and not runs

@@ -151,3 +151,10 @@ def test_what_cannot_be_is_refused():
             pages.fork(source, target, length)
     with pytest.raises(ValueError, match="must be at least 1, got 0 and None; None"):
         PageAllocator(0)
+
+
+@pytest.mark.parametrize("sizes", [(0, None), (4, 0)])
+def test_pages_of_nothing_are_refused(sizes):
+    with pytest.raises(ValueError, match="page_size and num_pages must be at least 1"):
+        PageAllocator(*sizes)
+    assert PageAllocator(1, 1).num_free == 1

@@ -10,7 +10,7 @@ from tiny_models import CONFIGS, tiny_model
 from transformers import AutoModelForCausalLM
 
 import stand
-from stand.drafters.streams.weights import Streams
+from stand.drafters.streams.weights import LowRank, Streams
 
 
 def test_the_target_is_neither_changed_nor_held():
@@ -108,3 +108,10 @@ def test_targets_that_streams_cannot_ride_on_are_refused(tmp_path):
         Streams.load(tiny_model("llama"), tmp_path)
     with pytest.raises(ValueError, match="another model"):
         stand.wrap(tiny_model("llama"), drafter=stand.StreamingDrafter(random_streams(tiny_model("qwen2"))))
+
+
+def test_new_adapters_change_nothing_and_keep_the_size_of_what_they_take():
+    torch.manual_seed(0)
+    adapter, states = LowRank(400, 30, 200), torch.randn(20, 400)
+    assert (adapter(states) == 0).all()
+    assert (states @ adapter.down.T).std().item() == pytest.approx(1, abs=0.1)

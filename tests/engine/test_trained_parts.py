@@ -192,7 +192,7 @@ def test_a_drafter_without_a_budget_takes_each_models_default(part, drafter, tmp
     monkeypatch.setattr(sys.modules[drafter.__module__], "default_budget", lambda model: 5 if model is first else 9)
     first, second = tiny_model("llama"), copy.deepcopy(tiny_model("llama"))
     PARTS[part](first).save(tmp_path)
-    for budget, expected in ((None, [5, 9]), (7, [7, 7])):
+    for budget, expected in ((None, [5, 9]), (7, [7, 7]), (0, [0, 0])):
         drafts = drafter(tmp_path, budget=budget)
         found = []
         for model in (first, second):

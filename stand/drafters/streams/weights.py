@@ -167,7 +167,7 @@ def _check_target(target: PreTrainedModel, num_layers: int) -> None:
     if moving_ropes(target):  # a position may change the target's outputs
         kinds = ", ".join(moving_ropes(target))
         raise ValueError(f"streams need rotary frequencies that never change, got kind {kinds!r}; {remedy}")
-    if not 1 <= num_layers <= len(layers):
+    if num_layers > len(layers):
         raise ValueError(f"num_layers must be in [1, {len(layers)}], got {num_layers}; half of the layers are usual")
 
 

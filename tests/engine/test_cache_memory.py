@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tiny_models import tiny_model
 
 from stand.forward import memory_limits, tree_cache
 from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_cache import DRAFT_ROOM, CacheMemoryError, TreeCache, available_bytes, check_fits
+from stand.scheduling import memory
 from stand.scheduling.memory import WithinMemory
 
 CPU, META, CUDA = torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0)
@@ -127,3 +129,9 @@ def test_rows_are_admitted_while_rooms_fit_to_the_byte():
     for spare, fits in ((0, True), (-1, False)):
         within = WithinMemory(num_bytes=two_rooms + spare, bytes_per_token=8, bytes_per_row=5)
         assert within.allows(rows[:1], rows[1]) == fits
+
+
+def test_what_the_call_before_has_left_counts_as_free(monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 500.0)
+    assert memory._most_bytes(tiny_model("qwen2"), 300) == 0.8 * 800.0
+    assert memory._most_bytes(tiny_model("qwen2"), 4000) == 4000

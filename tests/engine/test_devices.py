@@ -159,7 +159,6 @@ def test_memory_is_counted_where_the_keys_lie(monkeypatch):
         model = copy.deepcopy(tiny_model("llama"))
         key_shape_module._STORED[model] = key_shape_module._STORED[two]  # as if it had been moved since
         assert memory._most_bytes(model, 0) == 0.8 * 500.0
-        assert memory._most_bytes(model, 300) == 0.8 * 800.0 and memory._most_bytes(model, 4000) == 4000
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "bamba"])

@@ -1,5 +1,6 @@
 """Rows beyond what is live at once: each has the tokens of its own call, whatever its place, order and batch mates."""
 
+import copy
 import gc
 import random
 from collections import Counter
@@ -594,3 +595,16 @@ def test_what_is_called_after_a_step_must_be_callable():
         stand.wrap(tiny_model("qwen2")).run([[5, 6]], max_new_tokens=2, on_step=5)
     with pytest.raises(ValueError, match="requests must be prompts or Requests, got one NoneType itself"):
         stand.wrap(tiny_model("qwen2")).run(None, max_new_tokens=2)
+
+
+def test_a_tokenizers_padding_is_told_from_text_where_the_model_names_none():
+    model, tokenizer = copy.deepcopy(tiny_model("qwen2")), letter_tokenizer()
+    tokenizer.pad_token = LETTERS[7]
+    padded = torch.tensor([[tokenizer.pad_token_id, 9, 11], [5, 9, 11]])
+    settings = {"max_new_tokens": 3, "temperature": 0.0, "stop_token_ids": []}
+    model.generation_config.pad_token_id = None
+    without = stand.wrap(model, tokenizer).generate(input_ids=padded, **settings)
+    assert without.token_ids[0] == stand.wrap(model).generate(input_ids=[[9, 11]], **settings).token_ids[0]
+    model.generation_config.pad_token_id = 0  # the model's own comes first
+    own = stand.wrap(model, tokenizer).generate(input_ids=padded, **settings)
+    assert own.token_ids[0] == stand.wrap(model).generate(input_ids=padded[:1].tolist(), **settings).token_ids[0]

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import numpy as np
 import torch
@@ -78,8 +79,8 @@ def checked_processors(processors: object) -> list[LogitsProcessor]:
                 f"a logits processor must be callable with (input_ids, scores), got {processor!r}; pass an object "
                 "whose class derives from transformers' LogitsProcessor"
             )
-        arguments = _arguments(processor)
-        if len(arguments) > 2 or not _takes_two(processor):
+        arguments, takes_two = _arguments(processor)
+        if not takes_two:
             raise ValueError(
                 "a logits processor must take input_ids and scores alone, got "
                 f"{name} with {', '.join(arguments) or 'none'}; give it the rest when you make it"
@@ -90,20 +91,16 @@ def checked_processors(processors: object) -> list[LogitsProcessor]:
     return found
 
 
-def _arguments(processor: object) -> list[str]:
-    """Their names; none where they are not told, as of some functions of Python's own."""
+def _arguments(processor: object) -> tuple[list[str], bool]:
+    """Their names, none where they are not told, as of some functions of Python's own; whether they are two."""
+    names: list[str] = []
     try:
-        return list(inspect.signature(processor).parameters)
-    except ValueError:
-        return []
-
-
-def _takes_two(processor: object) -> bool:
-    try:
-        inspect.signature(processor).bind(None, None)
+        signature = inspect.signature(processor)
+        names = list(signature.parameters)
+        signature.bind(None, None)
     except (TypeError, ValueError):
-        return False
-    return True
+        return names, False
+    return names, len(names) <= 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +177,8 @@ class ProcessorChain:
     def _unasked(self, processed: torch.Tensor, nodes: Sequence[Node]) -> list[int]:
         """Places of nodes below a token that is forbidden or ends its row."""
         drafted, found = [node for node in nodes if node.path], set()
-        scores = processed[[node.parent for node in drafted], [node.path[-1] for node in drafted]].tolist()
-        for node, score in zip(drafted, scores, strict=True):
-            if node.parent in found or not score > -math.inf or self._has_ended(node):
+        for node, is_open in zip(drafted, self._are_open(processed, drafted), strict=True):
+            if node.parent in found or not is_open:
                 found.add(node.place)
         return sorted(found)
 
@@ -195,13 +191,17 @@ class ProcessorChain:
             request = reached[0].row.request
             scores[places] = self._run(range(self._num_stateful), scores[places], reached, request=request)
             parents = set(places)
-            below = [node for node in nodes if node.path and node.parent in parents and not self._has_ended(node)]
-            drafted = scores[[node.parent for node in below], [node.path[-1] for node in below]]
-            reached = [node for node, score in zip(below, drafted.tolist(), strict=True) if score > -math.inf]
+            below = [node for node in nodes if node.path and node.parent in parents]
+            reached = list(compress(below, self._are_open(scores, below)))
         return scores
 
-    def _has_ended(self, node: Node) -> bool:
-        return node.path[-1] in self._ends[node.row.request]
+    def _are_open(self, scores: torch.Tensor, drafted: Sequence[Node]) -> list[bool]:
+        """By node below a root: whether its token is neither forbidden at its parent nor ends the row."""
+        own = scores[[node.parent for node in drafted], [node.path[-1] for node in drafted]].tolist()
+        return [
+            score > -math.inf and node.path[-1] not in self._ends[node.row.request]
+            for node, score in zip(drafted, own, strict=True)
+        ]
 
     def _run(self, places: range, scores: torch.Tensor, nodes: Sequence[Node], *, request: int) -> torch.Tensor:
         """The processors at these places of a request's list: scores [n, V] of `nodes` -> processed ones."""

@@ -114,9 +114,8 @@ class RequestBatches:
             future.set_result(answer)
 
     def _answers(self, chats: list[Chat], settings: Mapping) -> list[dict]:
-        from stand.texts.prompts import (
-            chat_text,  # here: it loads torch, and inspect imports this module to list providers
-        )
+        # Here, because it loads torch, and inspect imports this module to list providers.
+        from stand.texts.prompts import chat_text
 
         tokenizer = self.engine.tokenizer
         prompts = [tokenizer(chat_text(tokenizer, chat), add_special_tokens=False)["input_ids"] for chat in chats]

@@ -1,5 +1,6 @@
 """The GPU benchmark in small: model shapes, one smoke run through the interpreter, records, checks, refusals."""
 
+import argparse
 import json
 import os
 import signal
@@ -441,56 +442,61 @@ def test_a_part_that_hangs_or_crashes_costs_itself_alone(monkeypatch, capsys, tm
     assert printed.count("a table") == 4 and result["machine"] == {"bytes_per_second": 5}
 
 
-def test_a_part_is_told_to_end_before_it_is_killed(monkeypatch, tmp_path):
-    """So that it says itself what it left out, and writes down what it knows."""
-    asked = {}
+@dataclass
+class Started:
+    """A part's process that was asked for, with a limit in seconds."""
+
+    arguments: list[str]
+    output: Path
+    limit: float
+
+    @property
+    def options(self) -> argparse.Namespace:
+        """Of a part of the bench itself; the first contact is another command."""
+        return gpu_bench.read_arguments(self.arguments)
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[Started]:
+    """Parts on a machine with a GPU, none of which really runs."""
+    found: list[Started] = []
 
     def start(command, output, *, limit, fine):
-        options = gpu_bench.read_arguments(list(command.args[0]))
-        asked[options.parts[0]] = 60 * options.minutes, limit
+        found.append(Started(list(command.args[0]), output, limit))
         return PartRun(None, "", None)
 
     monkeypatch.setattr(gpu_bench, "run_part_process", start)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_bench, "device_name", lambda device: "x")
+    return found
+
+
+def test_a_part_is_told_to_end_before_it_is_killed(started, tmp_path):
+    """So that it says itself what it left out, and writes down what it knows."""
     for minutes in ("28", "2"):
         options = ["--parts", "steps", "--minutes", minutes, "--output", str(tmp_path / "bench.json")]
         gpu_bench.main(options)
-        own, limit = asked["steps"]
+        newest = started[-1]
+        own, limit = 60 * newest.options.minutes, newest.limit
+        assert newest.options.parts == ["steps"]
         assert own <= limit - gpu_bench.MARGIN and limit <= min(240, 60 * float(minutes) + gpu_bench.LAST_SECONDS)
 
 
-def test_nothing_is_started_that_would_end_before_its_first_figure(monkeypatch, tmp_path):
-    started = []
-
-    def start(command, output, *, limit, fine):
-        started.append(gpu_bench.read_arguments(list(command.args[0])).parts)
-        return PartRun(None, "", None)
-
-    monkeypatch.setattr(gpu_bench, "run_part_process", start)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_bench, "device_name", lambda device: "x")
+def test_nothing_is_started_that_would_end_before_its_first_figure(started, tmp_path):
     output = tmp_path / "bench.json"
     gpu_bench.main(["--parts", "laws,steps,replay", "--minutes", "0.9", "--output", str(output)])
     (result,) = json.loads(output.read_text())["results"]
-    assert started == [["laws"]] and [entry["measurement"] for entry in result["left_out"]] == ["steps", "replay"]
+    assert [one.options.parts for one in started] == [["laws"]]
+    assert [entry["measurement"] for entry in result["left_out"]] == ["steps", "replay"]
     reasons = [entry["reason"] for entry in result["left_out"]]
     assert reasons[0].endswith(" seconds were left of 0.9 minutes") and reasons[1] == "no --replay FILE was given"
 
 
-def test_pieces_that_know_no_shape_run_once(monkeypatch, tmp_path):
-    started = []
-
-    def start(command, output, *, limit, fine):
-        started.append(output.name)
-        return PartRun(None, "", None)
-
-    monkeypatch.setattr(gpu_bench, "run_part_process", start)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu_bench, "device_name", lambda device: "x")
+def test_pieces_that_know_no_shape_run_once(started, tmp_path):
     output = tmp_path / "b.json"
     gpu_bench.main(["--parts", "contact,laws", "--shapes", "qwen2.5-7b,qwen3-8b", "--output", str(output)])
-    assert started == ["b.qwen2.5-7b.contact.json", "b.qwen2.5-7b.laws.json", "b.qwen3-8b.laws.json"]
+    names = [one.output.name for one in started]
+    assert names == ["b.qwen2.5-7b.contact.json", "b.qwen2.5-7b.laws.json", "b.qwen3-8b.laws.json"]
     left_out = [result["left_out"] for result in json.loads(output.read_text())["results"]]
     assert left_out[0] == [] and [entry["measurement"] for entry in left_out[1]] == ["contact"]
 

@@ -87,15 +87,15 @@ class EagleDrafter(Drafter):
         self._rows.follow(lesson)
 
     def most_nodes(self, num_rows: int) -> int:
-        return self._most_nodes() if self.shape is None else num_rows * (self.shape.num_nodes - 1)
-
-    def _most_nodes(self) -> int:
+        if self.shape is not None:
+            return num_rows * (self.shape.num_nodes - 1)
         return self._default_budget if self.budget is None else self.budget
 
     @torch.inference_mode()
     def draft(self, request: DraftRequest) -> DraftBatch:
         """One tree per row; see `Drafter.draft`. A row of one token has no feature yet and gets no draft."""
-        growth: Growth = BestFirstGrowth(self._most_nodes()) if self.shape is None else FixedGrowth(self.shape)
+        most = self.most_nodes(len(request.histories))
+        growth: Growth = BestFirstGrowth(most) if self.shape is None else FixedGrowth(self.shape)
         drafts = planted(request, growth.num_nodes)
         rows, estimates = self._rows.catch_up(request.histories)
         asked = [(row, ROOT) for row in rows.tolist()]

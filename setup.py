@@ -55,7 +55,7 @@ OPTIMISED = ["-O3", "-DNDEBUG", "-g0"]
 # Packing a step takes 0.3 us more of its 4 to 5. Drawing waits for memory.
 COMPACT = {
     "stand._cyutility",
-    "stand.gpu.packing",
+    "stand.gpu.packets.packing",
     "stand.plugins.known_texts",
     "stand.step_compiled",
     "stand.trees.arguments",
@@ -74,19 +74,19 @@ COMPACT_LEVEL = ["-Os", *IN_ORDER, *SPARING]
 # Nothing of C++ runs in these, so no exception passes: without tables for it they pack 4 % smaller.
 PLAIN = COMPACT - {"stand.trees.layouts.layout", "stand.verifiers.verdict_compiled"}
 WITHOUT_EXCEPTIONS = ["-fno-exceptions", "-fno-unwind-tables"] if IS_LEAN else []
-# These levels are of the C++ in headers: in modules with much of it `trees/compact_wrappers.h` compiles for size what
-# Cython writes around it. Lookups, products and filters pack 11 % smaller by that; learning takes 2 % longer.
+# These levels are of the C++ in headers: in modules with much of it `trees/include/compact_wrappers.h` compiles for
+# size what Cython writes around it. Lookups, products and filters pack 11 % smaller by that; learning takes 2 % longer.
 LEVELS = {
     # Loops are unrolled by hand; -Os: a fifth slower. Without vectors of unrelated numbers, and with an eighth of what
     # would be inlined, it is smaller and within 1 % as fast.
-    "stand.forward.dot_products": [
+    "stand.forward.few_tokens.dot_products": [
         "-O2",
         "-fno-tree-slp-vectorize",
         *taken("--param=inline-unit-growth=5"),
         *SMALL,
     ],
     # Calls for few tokens take as long; a third of its size. No exception passes.
-    "stand.fusion.row_kernels": [*COMPACT_LEVEL, *WITHOUT_EXCEPTIONS],
+    "stand.fusion.cpu.row_kernels": [*COMPACT_LEVEL, *WITHOUT_EXCEPTIONS],
     # As fast as -O3, a tenth smaller.
     "stand.laws.filters": ["-O2", "-ftree-vectorize", *taken("-fvect-cost-model=dynamic"), *SMALL],
     # Vectorised loops are a twenty-fifth of it and save nothing; most of what GCC would inline is a tenth, and learning
@@ -136,7 +136,7 @@ SHARED_CODE = "stand._cyutility"  # Cython's own code for arrays, once instead o
 
 
 def module_name(source):
-    """trees/blended/lookup.pyx -> stand.trees.blended.lookup; stand/gpu/packing.pyx -> stand.gpu.packing."""
+    """trees/blended/lookup.pyx -> stand.trees.blended.lookup; stand/step_compiled.pyx -> stand.step_compiled."""
     name = os.path.splitext(source)[0].replace(os.sep, ".")
     return name if name.startswith("stand.") else "stand." + name
 
@@ -164,7 +164,7 @@ EXTENSIONS = [
         ["-std=c++17"],
         language="c++",
         include_dirs=[numpy.get_include()],
-        depends=sorted({*glob(f"{package}/**/*.h", recursive=True), "trees/compact_wrappers.h"}),
+        depends=sorted({*glob(f"{package}/**/*.h", recursive=True), "trees/include/compact_wrappers.h"}),
     )
     for package in ("stand", "trees", "verifiers")
     for source in sorted(glob(f"{package}/**/*.pyx", recursive=True))

@@ -31,13 +31,13 @@ from measuring.text_table import format_table
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
-from stand.forward.mapped_memory import SharedFile
+from stand.forward.cache.mapped_memory import SharedFile
+from stand.forward.cache.paged_cache import PagedCache, PromptRoom
+from stand.forward.cache.tree_cache import DRAFT_ROOM, TreeCache
 from stand.forward.model import prefill, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
-from stand.forward.paged_cache import PagedCache, PromptRoom
 from stand.forward.self_check import LOGIT_TOLERANCES, relative_difference
 from stand.forward.tree_attention import ATTENTION_NAME, tree_attention
-from stand.forward.tree_cache import DRAFT_ROOM, TreeCache
 from stand.trees import DraftBatch, DraftTree
 
 WAYS = {"rooms": ATTENTION_NAME, "pages": ATTENTION_NAME, "gathered": ATTENTION_NAME, "by row": "stand_by_row"}

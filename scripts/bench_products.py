@@ -4,7 +4,7 @@
     python scripts/bench_products.py --shapes 2048x2048 --tokens 1,8 --threads 1 --dtype bfloat16
 
 `linear`: torch.nn.functional.linear. `onednn`: torch's oneDNN operator, where this build has it and the processor can
-run it. `ours`: `stand.forward.few_token_product`. Weights change from call to call, so that they come from memory (a
+run it. `ours`: `stand.forward.few_tokens.product`. Weights change from call to call, so that they come from memory (a
 model's do), and the ways take turns. Milliseconds are the least over rounds; `GB/s` says how fast ours reads weights,
 `GFLOP/s` how fast it calculates. Last line: JSON.
 """
@@ -21,7 +21,7 @@ import torch
 from measuring.option_types import count_list, positive_integer
 from measuring.text_table import format_table
 
-from stand.forward.few_token_product import few_token_product
+from stand.forward.few_tokens.product import few_token_product
 
 LAYERS = "192x576,576x576,1536x576,576x1536,49152x576"
 MEGABYTES = 64  # of different weights in a round: more than most caches hold

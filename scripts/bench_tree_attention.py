@@ -4,7 +4,7 @@
     python scripts/bench_tree_attention.py --heads 32 --key-heads 8 --size 128 --lengths 500,4000 --threads 1
 
 Rows have `length` committed keys and a random tree of `nodes` tokens, the pending one too. `torch`: padded rows, a mask
-and `scaled_dot_product_attention`. `ours`: `stand.forward.few_token_attention`. Keys change from call to call, as they
+and `scaled_dot_product_attention`. `ours`: `stand.forward.few_tokens.attention`. Keys change from call to call, as they
 do from layer to layer, and the ways take turns; results are compared first. Microseconds are the least over rounds.
 Last line: JSON.
 """

@@ -1,6 +1,6 @@
 """Which verifier, on which drafts? Tokens per step of the bundled model under every rule, on the same trajectories.
 
-    python scripts/compare_verifiers.py                            # everything, into docs/compare_verifiers.*
+    python scripts/compare_verifiers.py                            # everything, into docs/figures/compare_verifiers.*
     python scripts/compare_verifiers.py --parts chains,synthetic --prompts 8 --output /tmp/chains
 
 chains: `token` and `block` on chains of 4, 6 and 8 tokens from the two draft models of scripts/drafters, and from the
@@ -225,8 +225,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--output",
         type=Path,
-        default=SCRIPTS.parent / "docs" / "compare_verifiers",
-        help="path of the .json and .png files, without ending (default: docs/compare_verifiers)",
+        default=SCRIPTS.parent / "docs" / "figures" / "compare_verifiers",
+        help="path of the .json and .png files, without ending (default: docs/figures/compare_verifiers)",
     )
     options = parser.parse_args()
     if options.tokens <= ROOM:

@@ -56,7 +56,7 @@ from gpu_parts.versions import versions
 from measuring.text_table import format_table
 from workloads.model_shapes import ALL_SHAPES, SMOKE_SHAPE, ModelShape
 
-from stand.gpu.device_timer import device_name
+from stand.gpu.tuning.device_timer import device_name
 from stand.measured_files import measured_folder
 
 if TYPE_CHECKING:  # the kernels are imported once it is known whether they are to be interpreted
@@ -127,7 +127,7 @@ class ShapeBench:
     def step_bench(self) -> StepBench:
         from gpu_parts.step_bench import FULL, SMOKE, StepBench
 
-        from stand.drafters.step_cost import CostTable
+        from stand.drafters.costs.step_cost import CostTable
 
         bench = StepBench(
             self.model,
@@ -162,7 +162,7 @@ class ShapeBench:
     def _replay(self) -> Iterator[Measurement]:
         from gpu_parts.trajectory_replay import FULL, SMOKE, ReplayBench
 
-        from stand.drafters.step_cost import CostTable
+        from stand.drafters.costs.step_cost import CostTable
 
         families = read_families(self.arguments, self.shape.vocabulary)
         if not families:

@@ -120,8 +120,8 @@ class Contact:
         """Rows outgrow the page table and the pool, and all graphs are made anew."""
         from unittest.mock import patch
 
-        from stand.gpu import page_table
         from stand.gpu.device_cache import DeviceCache
+        from stand.gpu.packets import page_table
 
         grow, pools = DeviceCache.grow, []
 
@@ -150,9 +150,9 @@ class Contact:
 
     def products(self) -> str:
         """Every tile of the few-token product against torch's, and on a GPU which is faster."""
-        from stand.gpu.device_timer import DeviceTimer
-        from stand.gpu.product_tiles import MOST_TOKENS, TILES
-        from stand.gpu.products import TOKENS, Products, choose, is_equal
+        from stand.gpu.tuning.device_timer import DeviceTimer
+        from stand.gpu.tuning.product_tiles import MOST_TOKENS, TILES
+        from stand.gpu.tuning.products import TOKENS, Products, choose, is_equal
 
         is_gpu = self.device.type == "cuda"
         size, dtype = (4096, torch.bfloat16) if is_gpu else (64, torch.float32)

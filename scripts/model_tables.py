@@ -45,8 +45,8 @@ from table_parts.time_tables import time_problem, time_table
 from workloads.problem_sets import Task, generated_tasks, read_tasks
 from workloads.real_models import MODELS
 
+from stand.drafters.costs.step_cost import CostTable
 from stand.drafters.eagle.head import EagleHead
-from stand.drafters.step_cost import CostTable
 
 PARTS = ("replay", "rules", "loop", "calibration", "time")
 SETTINGS = "0.8:0.95,0.6:0.95,1.0:0.95,0.3:0.95,0.8:1.0,1.0:1.0"

@@ -1,6 +1,6 @@
-"""Draws docs/drafting.png from docs/drafting.json.
+"""Draws docs/figures/drafting.png from docs/figures/drafting.json.
 
-    python scripts/plot_drafting.py [--data docs/drafting.json] [--output docs/drafting.png]
+    python scripts/plot_drafting.py [--data docs/figures/drafting.json] [--output docs/figures/drafting.png]
 
 Left: by how much path probabilities err, bins of 0.1 with at least 500 nodes, 80 nodes. Right: tokens per step by
 draft nodes. Nothing is forgotten between problems (setting `all`), for any drafter. The five held-out families have
@@ -18,7 +18,7 @@ import measuring.interruption  # noqa: F401  (before what loads slowly)
 from measuring.option_types import existing_file, picture_file
 from measuring.progress import say
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures"
 SETTING, NODES, FEWEST = "all", 80, 500
 BAND = 0.03  # what was asked of the largest error
 HELD_OUT = {  # keys of the data -> (name, colour)
@@ -82,7 +82,8 @@ def read_results(path: Path) -> list[dict]:
         results = json.loads(path.read_text(encoding="utf-8"))["results"]
         families = {(one["family"], one["drafter"]) for one in results if one["setting"] == SETTING}
     except (ValueError, TypeError, LookupError) as error:
-        raise ValueError(f"--data must hold results as docs/drafting.json does, got {path} ({error!r})") from error
+        rule = "--data must hold results as docs/figures/drafting.json does"
+        raise ValueError(f"{rule}, got {path} ({error!r})") from error
     if missing := sorted({(family, drafter) for family in HELD_OUT for drafter in DRAFTERS} - families):
         raise ValueError(f"--data must hold results of {len(HELD_OUT)} families, got none of {missing[0]} in {path}")
     return results
@@ -91,10 +92,10 @@ def read_results(path: Path) -> list[dict]:
 def main(command_line: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--data", type=existing_file, default=DOCS / "drafting.json", help="default: docs/drafting.json"
+        "--data", type=existing_file, default=FIGURES / "drafting.json", help="default: docs/figures/drafting.json"
     )
     parser.add_argument(
-        "--output", type=picture_file, default=str(DOCS / "drafting.png"), help="default: docs/drafting.png"
+        "--output", type=picture_file, default=str(FIGURES / "drafting.png"), help="default: docs/figures/drafting.png"
     )
     options = parser.parse_args(command_line)
     try:

@@ -1,7 +1,7 @@
 """How many nodes are worth their time: recordings replayed without a model, with times of steps that were measured.
 
-    python scripts/replay_budgets.py FILE --tokenizer tokenizer.json --bench docs/gpu_h100.json --shape qwen2.5-7b \
-        --rows 1,16,64 --lengths 2048,16384 --max-problems 2 --max-tokens 1200
+    python scripts/replay_budgets.py FILE --tokenizer tokenizer.json --bench docs/figures/gpu_h100.json \
+        --shape qwen2.5-7b --rows 1,16,64 --lengths 2048,16384 --max-problems 2 --max-tokens 1200
 
 FILE is a recording as for `replay.py`. The samples of each problem are decoded side by side, so many rows at once; who
 ends frees no place. Drafts are deterministic, and the lookup counts tokens and is empty where a problem begins. A step
@@ -38,9 +38,9 @@ from replay_parts.side_by_side import SideBySide
 from workloads.model_shapes import SHAPES
 from workloads.recordings import Recording, by_problem, read_recordings, read_tokenizer
 
-from stand.drafters.assumed_costs import RIDGES, AssumedCosts, ModelSizes
-from stand.drafters.step_cost import CostTable, StepCost
-from stand.gpu.step_size import NUM_TOKENS
+from stand.drafters.costs.assumed import RIDGES, AssumedCosts, ModelSizes
+from stand.drafters.costs.step_cost import CostTable, StepCost
+from stand.gpu.packets.step_size import NUM_TOKENS
 from stand.trees import BlendedLookup
 
 HOPPER = RIDGES[9, 0]

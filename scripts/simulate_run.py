@@ -1,7 +1,7 @@
 """Simulate a long run on a GPU: how full its places are, its tokens per second against an ideal, drafts and memory.
 
     python scripts/simulate_run.py --made-up                       # lengths of a skewed law; no files
-    python scripts/simulate_run.py FILE.jsonl.gz --tokenizer tokenizer.json --plot docs/long_runs.png
+    python scripts/simulate_run.py FILE.jsonl.gz --tokenizer tokenizer.json --plot docs/figures/long_runs.png
 
 No model runs. Rows as long as recorded samples (or made-up ones) go through the engine's own scheduler. A step costs
 what a roofline of the GPU says (--bandwidth, --flops, --host-us) and keeps as many tokens per row as a replay measured
@@ -47,7 +47,7 @@ from measuring.progress import say
 from measuring.text_table import format_table
 from workloads.model_shapes import SHAPES
 
-from stand.forward.tree_cache import DRAFT_ROOM
+from stand.forward.cache.tree_cache import DRAFT_ROOM
 from stand.scheduling.admission import AtMost
 from stand.scheduling.memory import WithinMemory
 from stand.scheduling.page_allocator import PageAllocator

@@ -49,7 +49,7 @@ from measuring.trajectories import ARMS, Drawn, Sampling, chunk_sizes, draw_with
 from workloads.problem_sets import Task
 
 import stand
-from stand.drafters.step_cost import CostTable
+from stand.drafters.costs.step_cost import CostTable
 from stand.trees import BlendedLookup, LookupTree, TreeShape, vocabulary_fingerprint
 
 COST_LENGTHS = (256, 2048)  # contexts after which steps are timed, within max_new_tokens

@@ -19,6 +19,7 @@ from stand.extra import MissingExtraError, has_engine
 
 if TYPE_CHECKING:
     from stand.drafters.blended import BlendedDrafter
+    from stand.drafters.costs.step_cost import CostTable
     from stand.drafters.draft_model import ModelDrafter
     from stand.drafters.drafter import Drafter, DraftRequest, Lesson
     from stand.drafters.eagle.drafter import EagleDrafter
@@ -27,11 +28,10 @@ if TYPE_CHECKING:
     from stand.drafters.law_source import LawSource
     from stand.drafters.neighbours.laws import NeighbourLaws
     from stand.drafters.prompt_lookup import PromptLookupDrafter
-    from stand.drafters.step_cost import CostTable
     from stand.drafters.streams.drafter import StreamingDrafter
     from stand.drafters.streams.laws import StreamLaws
     from stand.drafters.token_recycling import TokenRecyclingDrafter
-    from stand.engine import Engine, wrap
+    from stand.engine import Engine
     from stand.forward.self_check import UnsupportedModelError
     from stand.output import GenerationOutput
     from stand.scheduling.request import Request, Trajectory
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from stand.stats import Stats
     from stand.trees import BlendedLookup, LookupTree, OutsideLaws, TreeShape
     from stand.verifiers import Verifier
+    from stand.wrapping import wrap
 
 # A program that is run in the source folder imports that, whatever is installed.
 if any(importlib.util.find_spec(f"stand.{part}") is None for part in ("_cyutility", "trees")):
@@ -53,7 +54,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "BlendedDrafter": "stand.drafters.blended",
     "BlendedLookup": "stand.trees",
-    "CostTable": "stand.drafters.step_cost",
+    "CostTable": "stand.drafters.costs.step_cost",
     "DraftRequest": "stand.drafters.drafter",
     "Drafter": "stand.drafters.drafter",
     "EagleDrafter": "stand.drafters.eagle.drafter",
@@ -78,7 +79,7 @@ _HOMES = {
     "TreeShape": "stand.trees",
     "UnsupportedModelError": "stand.forward.self_check",
     "Verifier": "stand.verifiers",
-    "wrap": "stand.engine",
+    "wrap": "stand.wrapping",
 }
 _PACKAGES = ("trees", "verifiers")
 

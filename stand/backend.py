@@ -13,17 +13,17 @@ from weakref import WeakMethod
 import torch
 from transformers import PreTrainedModel
 
-from stand.forward import mapped_memory
+from stand.forward.cache import mapped_memory
+from stand.forward.cache.key_shape import key_shape
+from stand.forward.cache.paged_cache import PagedCache, PromptRoom, fitting_page_size, most_shown_rows
+from stand.forward.cache.tree_cache import DRAFT_ROOM, TreeCache
 from stand.forward.devices import input_device, is_offloaded
-from stand.forward.key_shape import key_shape
 from stand.forward.latent_keys import expanding_layer
 from stand.forward.model import is_mixture, moving_ropes
 from stand.forward.model_state import foreign_hook
-from stand.forward.paged_cache import PagedCache, PromptRoom, fitting_page_size, most_shown_rows
-from stand.forward.recurrent_layers import recurrent_layers
+from stand.forward.recurrent.layers import recurrent_layers
 from stand.forward.rider import Rider
 from stand.forward.tree_attention import exclusive
-from stand.forward.tree_cache import DRAFT_ROOM, TreeCache
 from stand.fusion.on_cpu import fuse_on_cpu
 from stand.step import EagerStep, Step, StepStart
 from stand.verifiers import Verifier
@@ -136,13 +136,13 @@ class CapturedBackend:
     @property
     def most_rows(self) -> int | None:
         """Half of the largest step's tokens, so that rows have room for drafts."""
-        from stand.gpu.step_size import NUM_TOKENS
+        from stand.gpu.packets.step_size import NUM_TOKENS
 
         return NUM_TOKENS[-1] // 2 if self._is_captured else None
 
     @property
     def page_size(self) -> int | None:
-        from stand.gpu.tiles import PAGE_SIZE
+        from stand.gpu.tuning.attention_tiles import PAGE_SIZE
 
         return PAGE_SIZE if self._is_captured else None
 
@@ -152,7 +152,7 @@ class CapturedBackend:
 
     @property
     def step_sizes(self) -> tuple[int, ...]:
-        from stand.gpu.step_size import sizes_for
+        from stand.gpu.packets.step_size import sizes_for
 
         return sizes_for(self._model) if self._is_captured else ()
 

@@ -1,4 +1,4 @@
-"""The public door: `wrap` makes an engine of a model, a drafter and a verifier; the engine generates."""
+"""What `stand.wrap` returns: an engine, which generates from prompts, any number of rows at once."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from stand.argument_checks import check_flags, whole_number
-from stand.backend import Backend, choose_backend
+from stand.backend import Backend
 from stand.call import Call
+from stand.drafters.costs.step_cost import StepCost, StepTimer, clock_of, measure_cost
 from stand.drafters.drafter import Drafter, LookupDrafter
-from stand.drafters.step_cost import StepCost, StepTimer, clock_of, measure_cost
 from stand.forward.devices import input_device
 from stand.forward.model import max_positions, text_config
-from stand.forward.recurrent_layers import recurrent_layers
-from stand.forward.self_check import UnsupportedModelError, check_model, refuse_compiled, refuse_training
+from stand.forward.self_check import refuse_compiled, refuse_training
 from stand.forward.tree_attention import exclusive
 from stand.numbered_keys import NumberedKeys
 from stand.output import GenerationOutput
@@ -49,55 +48,10 @@ from stand.texts.pieces import TextPieces
 from stand.texts.prompts import is_one_prompt
 from stand.trees import BlendedLookup, LookupTree
 from stand.verifiers import Verifier
-from stand.verifiers.registry import fitted
-from stand.wrapping import checked_drafter, checked_rule, fingerprint_of, warn_of_idle_learning
 
 MANY_ROWS = 64  # a run of unknown size, as drafters are told of it
 MOST_RETURNED_ROWS = 1 << 20  # of a call that gives them all together
 MOST_PROMPTS = 1 << 16  # that an engine knows again: 12 MB. An older one counts as a new problem
-
-
-def wrap(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    *,
-    drafter: Drafter | BlendedLookup | LookupTree | None = None,
-    verifier: str | Verifier = "traversal",
-    backend: str = "auto",
-    fuse: bool = True,
-) -> Engine:
-    """Make an engine around an unmodified transformers model, where it is and as it is.
-
-    drafter: who guesses. A lookup means its default drafter: `BlendedDrafter(lookup)`, or `FixedShapeDrafter(lookup)`
-    for a `LookupTree`. None: `BlendedDrafter()`, which starts with an empty lookup. One drafter serves one model.
-    verifier: a name from `stand.verifiers`, or a `Verifier`. A rule that changes the output's law must be passed as an
-    object, such as `TypicalVerifier()`: that is consent.
-    backend: "triton" (kernels, the step as one graph), "sdpa" (any device) or "auto": triton on a GPU where it
-    serves the model. `engine.backend` says which and why.
-    fuse: run fused norms, feed-forward blocks and attentions wherever they are proven equal on the loaded weights
-    (`engine.backend.fusion.report`), in captured steps and in those of a model on a CPU in float32 or bfloat16. The
-    proof is kept with the model object. Captured steps have merged projections too, which gives their parameters new
-    addresses; values, names and objects stay.
-
-    Raises UnsupportedModelError for a model that cannot be served exactly, ValueError for anything else that
-    does not fit. Weights, attention implementation and mode of the model stay as they are.
-    """
-    check_flags(fuse=fuse)
-    rule = checked_rule(verifier)
-    drafter = checked_drafter(drafter)
-    check_model(model)
-    if drafter.rider is not None and recurrent_layers(model):
-        raise UnsupportedModelError(
-            f"{type(drafter).__name__} needs a model that keeps keys and values alone, got {type(model).__name__} with "
-            "recurrent states, which its streams would have to go through; leave drafter= out"
-        )
-    drafter.attach(model, fingerprint_of(model, tokenizer, drafter))
-    warn_of_idle_learning(drafter)
-    typical = drafter.typical_draft()
-    if typical is not None:
-        fitted(rule, typical)
-    chosen = choose_backend(model, rule, backend, fuse=fuse, drafter=drafter)
-    return Engine(model, tokenizer, drafter=drafter, verifier=rule, backend=chosen)
 
 
 class Engine:
@@ -190,7 +144,7 @@ class Engine:
 
         The law of every row is plain sampling's, in every call, also when calls share a seed (stand/seeds.py). A fresh
         engine repeats a call with the same seed and inputs exactly, as long as the files stand in which the default
-        drafter keeps what steps cost here (`stand.drafters.known_costs`). With the verifiers `match` and `coupled` a
+        drafter keeps what steps cost here (`stand.drafters.costs.known`). With the verifiers `match` and `coupled` a
         row's tokens are a function of seed, prompt and row alone; with ratio rules also of its drafts, and so of its
         batch mates and, while the drafter learns, of earlier calls.
         """

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from stand.forward.cache.tree_cache import DRAFT_ROOM, TreeCache
 from stand.forward.devices import input_device
 from stand.forward.features import taken_features
 from stand.forward.model import fused, run_plan
 from stand.forward.packed_plan import StepPlan
 from stand.forward.rider import Rider, path_ends
 from stand.forward.tree_attention import tree_attention
-from stand.forward.tree_cache import DRAFT_ROOM, TreeCache
 from stand.laws.sampling import Laws, TargetLaw
 from stand.row import LiveRows, Row
 from stand.scheduling.page_allocator import PageAllocator

@@ -1,17 +1,71 @@
-"""What `stand.wrap` makes of the rule, the drafter and the tokenizer that it is given."""
+"""The public door: `wrap` makes an engine of a model, a drafter and a verifier, and checks that they fit together."""
 
 from __future__ import annotations
 
 import warnings
 
+from stand.extra import MissingExtraError, has_engine
+
+if not has_engine():
+    raise MissingExtraError("stand.wrap")
+
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from stand.argument_checks import check_flags
+from stand.backend import choose_backend
 from stand.drafters.blended import BlendedDrafter
 from stand.drafters.drafter import Drafter, LookupDrafter
 from stand.drafters.fixed_shape import FixedShapeDrafter
+from stand.engine import Engine
 from stand.forward.model import text_config
+from stand.forward.recurrent.layers import recurrent_layers
+from stand.forward.self_check import UnsupportedModelError, check_model
 from stand.trees import BlendedLookup, LookupTree, vocabulary_fingerprint
 from stand.verifiers import Verifier, get_verifier
+from stand.verifiers.registry import fitted
+
+
+def wrap(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    drafter: Drafter | BlendedLookup | LookupTree | None = None,
+    verifier: str | Verifier = "traversal",
+    backend: str = "auto",
+    fuse: bool = True,
+) -> Engine:
+    """Make an engine around an unmodified transformers model, where it is and as it is.
+
+    drafter: who guesses. A lookup means its default drafter: `BlendedDrafter(lookup)`, or `FixedShapeDrafter(lookup)`
+    for a `LookupTree`. None: `BlendedDrafter()`, which starts with an empty lookup. One drafter serves one model.
+    verifier: a name from `stand.verifiers`, or a `Verifier`. A rule that changes the output's law must be passed as an
+    object, such as `TypicalVerifier()`: that is consent.
+    backend: "triton" (kernels, the step as one graph), "sdpa" (any device) or "auto": triton on a GPU where it
+    serves the model. `engine.backend` says which and why.
+    fuse: run fused norms, feed-forward blocks and attentions wherever they are proven equal on the loaded weights
+    (`engine.backend.fusion.report`), in captured steps and in those of a model on a CPU in float32 or bfloat16. The
+    proof is kept with the model object. Captured steps have merged projections too, which gives their parameters new
+    addresses; values, names and objects stay.
+
+    Raises UnsupportedModelError for a model that cannot be served exactly, ValueError for anything else that
+    does not fit. Weights, attention implementation and mode of the model stay as they are.
+    """
+    check_flags(fuse=fuse)
+    rule = checked_rule(verifier)
+    drafter = checked_drafter(drafter)
+    check_model(model)
+    if drafter.rider is not None and recurrent_layers(model):
+        raise UnsupportedModelError(
+            f"{type(drafter).__name__} needs a model that keeps keys and values alone, got {type(model).__name__} with "
+            "recurrent states, which its streams would have to go through; leave drafter= out"
+        )
+    drafter.attach(model, fingerprint_of(model, tokenizer, drafter))
+    warn_of_idle_learning(drafter)
+    typical = drafter.typical_draft()
+    if typical is not None:
+        fitted(rule, typical)
+    chosen = choose_backend(model, rule, backend, fuse=fuse, drafter=drafter)
+    return Engine(model, tokenizer, drafter=drafter, verifier=rule, backend=chosen)
 
 
 def checked_rule(verifier: object) -> Verifier:

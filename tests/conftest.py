@@ -77,7 +77,7 @@ def passed_checks():
 def quick_wrap(request):
     """Models that have passed the checks of `wrap` are not checked again. What passes where a test may have patched
     something is remembered for its own file alone."""
-    if "stand.engine" not in sys.modules or request.path.stem in ABOUT_CHECKS:
+    if "stand.wrapping" not in sys.modules or request.path.stem in ABOUT_CHECKS:
         yield
         return
     passed = request.getfixturevalue("passed_checks")

@@ -46,7 +46,8 @@ def test_drafts_without_torch(tmp_path):
     [
         "import stand; stand.wrap",
         "from stand import BlendedDrafter",
-        "from stand.engine import wrap",
+        "from stand.engine import Engine",
+        "from stand.wrapping import wrap",
         "import stand.verifiers",
         "from stand.plugins.generate import stand_generate",
     ],

@@ -69,7 +69,7 @@ def test_no_arrow_points_up(package):
 def test_the_forward_pass_stands_below_what_uses_it():
     """Type hints aside."""
     users = tuple(f"stand.{name}" for name in ("fusion", "gpu", "scheduling", "drafters", "backend", "call", "engine"))
-    for path in sorted((FOLDERS["stand"] / "forward").glob("*.py")):
+    for path in sorted((FOLDERS["stand"] / "forward").rglob("*.py")):
         names = {re.sub(r"^stand\.fusion\.fusion(\.Fusion)?$", "", name) for name in imported_modules(path)}
         assert not offending(names, users), path.name
 
@@ -104,7 +104,7 @@ def imported() -> list[str]:
     """What a new process prints: of `import stand` alone, then which kernels came with the engine, and its `wrap`."""
     result = run_python(
         "import sys, stand; print(stand.trees.LookupTree.__name__, stand.verifiers.Verifier.__name__)\n"
-        "import stand.engine; print([name for name in sys.modules if name.startswith('stand.gpu')])\n"
+        "import stand.wrapping; print([name for name in sys.modules if name.startswith('stand.gpu')])\n"
         "print(stand.wrap.__name__)"
     )
     assert result.returncode == 0, result.stderr

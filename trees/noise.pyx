@@ -10,7 +10,7 @@ import numpy as np
 
 from stand.trees.arguments import int64_array, whole
 
-cdef extern from "noise.h" namespace "stand" nogil:
+cdef extern from "include/noise.h" namespace "stand" nogil:
     const uint64_t DRAFT_STREAM
     const uint64_t ACCEPT_STREAM
     const uint64_t RESAMPLE_STREAM

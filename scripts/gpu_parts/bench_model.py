@@ -9,11 +9,11 @@ import torch
 from workloads.model_shapes import ModelShape
 
 import stand
-from stand.forward.key_shape import key_shape, new_states
+from stand.forward.cache.key_shape import key_shape, new_states
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_cache import DeviceCache
-from stand.gpu.step_size import MAX_ROW_NODES
-from stand.gpu.tiles import PAGE_SIZE
+from stand.gpu.packets.step_size import MAX_ROW_NODES
+from stand.gpu.tuning.attention_tiles import PAGE_SIZE
 from stand.laws.sampling import SamplingParams, TargetLaw
 from stand.row import Row
 from stand.verifiers import VerifierNoise

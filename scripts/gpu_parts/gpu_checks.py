@@ -19,13 +19,13 @@ from workloads.random_draft import random_draft
 from gpu_parts.bench_model import BenchModel, step_noise
 from gpu_parts.bench_record import Measurement
 from gpu_parts.kernel_bench import heap_parents, walk_order
+from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.model import run_plan
 from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_attention import tree_attention
-from stand.forward.tree_cache import TreeCache
 from stand.gpu.captured_step import CapturedStep
-from stand.gpu.kernels.race import race
-from stand.gpu.kernels.traverse import traverse
+from stand.gpu.kernels.verification.race import race
+from stand.gpu.kernels.verification.traverse import traverse
 from stand.laws.sampling import SamplingParams, TargetLaw
 from stand.row import Row
 from stand.trees import DraftBatch, DraftTree

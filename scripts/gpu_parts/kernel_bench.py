@@ -21,18 +21,18 @@ from workloads.random_draft import random_draft
 
 from gpu_parts.bench_record import Measurement
 from stand.forward.attention_shape import HeadSizes
-from stand.gpu.device_timer import DeviceTimer
 from stand.gpu.kernels.attention import tree_attention
 from stand.gpu.kernels.compact import compact
-from stand.gpu.kernels.filter import filter_rows
-from stand.gpu.kernels.race import race
-from stand.gpu.kernels.softmax import softmax_rows
-from stand.gpu.kernels.top_tokens import top_tokens
-from stand.gpu.kernels.traverse import traverse
-from stand.gpu.product_tiles import MOST_TOKENS, TILES
-from stand.gpu.products import TOKENS, Products
-from stand.gpu.tiles import PAGE_SIZE, limits_of, programs_at_once, tile_tokens
-from stand.gpu.work_list import Splitting, Tiling, WorkList
+from stand.gpu.kernels.verification.filter import filter_rows
+from stand.gpu.kernels.verification.race import race
+from stand.gpu.kernels.verification.softmax import softmax_rows
+from stand.gpu.kernels.verification.top_tokens import top_tokens
+from stand.gpu.kernels.verification.traverse import traverse
+from stand.gpu.packets.work_list import Splitting, Tiling, WorkList
+from stand.gpu.tuning.attention_tiles import PAGE_SIZE, limits_of, programs_at_once, tile_tokens
+from stand.gpu.tuning.device_timer import DeviceTimer
+from stand.gpu.tuning.product_tiles import MOST_TOKENS, TILES
+from stand.gpu.tuning.products import TOKENS, Products
 from stand.laws.sampling import SamplingParams, TargetLaw
 from stand.trees import DraftBatch
 from stand.verifiers.noise import uniforms_on_device

@@ -1,7 +1,7 @@
 """Whole captured steps on one model: their time by rows, context length and nodes, and the cost table of drafts.
 
-The cost table is the one that an engine reads: `stand.drafters.step_cost.CostTable`, over context lengths and rows.
-Keys are random and not computed from a prompt, which would cost more time than the steps.
+The cost table is the one that an engine reads: `stand.drafters.costs.step_cost.CostTable`, over context lengths and
+rows. Keys are random and not computed from a prompt, which would cost more time than the steps.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 
 from gpu_parts.bench_model import BenchModel, step_noise
 from gpu_parts.bench_record import Measurement
-from stand.drafters.step_cost import CostTable, StepCost, measure_cost, table_path
+from stand.drafters.costs.step_cost import CostTable, StepCost, measure_cost, table_path
 from stand.forward.model import size_name, text_config
 from stand.gpu.captured_step import CapturedStep
-from stand.gpu.device_timer import device_name
+from stand.gpu.tuning.device_timer import device_name
 from stand.row import Row
 from stand.trees import DraftBatch, DraftTree
 

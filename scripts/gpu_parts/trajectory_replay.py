@@ -25,14 +25,14 @@ from workloads.recordings import Recording, by_problem
 from gpu_parts.bench_model import BenchModel
 from gpu_parts.bench_record import Measurement
 from stand.call import Call
-from stand.drafters.step_cost import CostTable
+from stand.drafters.costs.step_cost import CostTable
 from stand.engine import Engine
-from stand.forward.tree_cache import TreeCache
+from stand.forward.cache.tree_cache import TreeCache
 from stand.fusion.fusion import Fusion
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_rule import DeviceVerdict, MatchRule, follow_drawn
-from stand.gpu.packet import Field
-from stand.gpu.step_size import StepSize, sizes_for
+from stand.gpu.packets.packet import Field
+from stand.gpu.packets.step_size import StepSize, sizes_for
 from stand.output import GenerationOutput
 from stand.row import Row
 from stand.scheduling.request import Job

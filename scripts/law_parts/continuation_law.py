@@ -21,7 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from stand.forward.cache_argument import cache_argument
+from stand.forward.cache.cache_argument import cache_argument
 
 SMALLEST_CELL = 10  # continuations expected in a cell
 BATCH = 64  # prefixes in one forward

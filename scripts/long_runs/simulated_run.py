@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from workloads.model_shapes import ModelShape
 
-from stand.forward.tree_cache import DRAFT_ROOM, ROOM_QUANTUM
+from stand.forward.cache.tree_cache import DRAFT_ROOM, ROOM_QUANTUM
 from stand.row import Row
 from stand.scheduling.admission import Admission, beginning
 from stand.scheduling.request import Job

@@ -16,7 +16,7 @@ from workloads.problem_sets import Task
 import stand
 from measuring.text_table import format_table
 from measuring.trajectories import ARMS, Drawn
-from stand.drafters.step_cost import CostTable
+from stand.drafters.costs.step_cost import CostTable
 
 SHOWN_DEPTHS = 12  # in the table; the JSON document has all
 

@@ -29,10 +29,10 @@ _ONE_INPUT = "inputs = several[0] if len(several) == 1 else torch.cat(several, d
 _GROUP = 'weight, group = self.module.weight, getattr(self.module, "group_size", hidden_states.shape[-1])'
 
 OF_RECURRENT: dict[tuple[str | int, ...], str] = {
-    ("stand/fusion/delta_layer.py", _ONE_INPUT, "1 -> 0 #2"): "one tensor is copied",
-    ("stand/fusion/gated_norm.py", _GROUP, "drop USub"): "states have two dimensions",
+    ("stand/fusion/forwards/delta_layer.py", _ONE_INPUT, "1 -> 0 #2"): "one tensor is copied",
+    ("stand/fusion/forwards/gated_norm.py", _GROUP, "drop USub"): "states have two dimensions",
     ("stand/gpu/kernel_scan.py", "kept = RecurrentStates(1)", "1 -> 0"): "nobody asks a chain for its number of rows",
-    ("stand/forward/key_shape.py", "_STATES[model] = cache.recurrent.like(0)", "0 -> 1"): "only shapes are read",
+    ("stand/forward/cache/key_shape.py", "_STATES[model] = cache.recurrent.like(0)", "0 -> 1"): "only shapes are read",
 }
 
 _GENERATOR = (
@@ -102,7 +102,7 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "step = np.where(left > 0, law[:, columns] / np.where(left > 0, left, 1.0), 0.0)",
         "Gt -> GtE #2",
     ): "where nothing is left outside a set, the law of what is drawn next is 0 too",
-    ("stand/forward/tree_scan.py", "size = chunk[0].shape[2]", "0 -> 1"): "keys are as many as queries",
+    ("stand/forward/recurrent/tree_scan.py", "size = chunk[0].shape[2]", "0 -> 1"): "keys are as many as queries",
     (
         "verifiers/draw.py",
         "from_rows = _token_at(rows, sums, (points - on_support) / torch.where(scale > 0, scale, 1.0))",
@@ -375,7 +375,7 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "GtE -> Gt",
     ): "a shape cut at its own depth is the whole shape",
     (
-        "stand/drafters/step_cost.py",
+        "stand/drafters/costs/step_cost.py",
         "size, last = num_rows, 0.0",
         "0.0 -> 1.0",
     ): "it is set before it decides",
@@ -385,7 +385,7 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "1 -> 0",
     ): "the root's parent is no slot, so the root is passed over",
     (
-        "stand/drafters/known_costs.py",
+        "stand/drafters/costs/known.py",
         "return names[0] if names else platform.processor() or platform.machine()",
         "0 -> 1",
     ): "all cores of a machine have one name",
@@ -435,22 +435,22 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "Eq -> NotEq",
     ): "rows of one width are padded by nothing: slower, and the same",
     (
-        "stand/forward/tree_cache.py",
+        "stand/forward/cache/tree_cache.py",
         "self._grow(max(plan.kv_length, min(2 * self.room, self.most_room or 2 * self.room)))",
         "Or -> And",
     ): "how much room a cache grows by at a time, not what is in it",
     (
-        "stand/forward/tree_cache.py",
+        "stand/forward/cache/tree_cache.py",
         "self._grow(max(plan.kv_length, min(2 * self.room, self.most_room or 2 * self.room)))",
         "Mult -> Div",
     ): "how much room a cache grows by at a time, not what is in it",
     (
-        "stand/forward/tree_cache.py",
+        "stand/forward/cache/tree_cache.py",
         "self._grow(max(plan.kv_length, min(2 * self.room, self.most_room or 2 * self.room)))",
         "Mult -> Div #2",
     ): "how much room a cache grows by at a time, not what is in it",
     (
-        "stand/forward/tree_cache.py",
+        "stand/forward/cache/tree_cache.py",
         "if length > self.room:",
         "Gt -> GtE",
     ): "how much room a cache grows by at a time, not what is in it",
@@ -460,7 +460,7 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "0 -> 1",
     ): "a place without a token may look at any slot, and rows of unequal width have two",
     (
-        "stand/forward/tree_cache.py",
+        "stand/forward/cache/tree_cache.py",
         "self.most_room = 0  # rooms that double stop here, where set; a longer row still gets what it needs",
         "0 -> 1",
     ): "how much room a cache grows by at a time, not what is in it",

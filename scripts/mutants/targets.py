@@ -49,7 +49,7 @@ TARGETS = (
     Target("filters", ("stand/laws/*.h",), _tests("engine", "filters", "sampling")),
     Target(
         "cache",
-        ("stand/forward/tree_cache.py", "stand/forward/packed_plan.py"),
+        ("stand/forward/cache/tree_cache.py", "stand/forward/packed_plan.py"),
         (
             *_tests(
                 "engine",
@@ -66,7 +66,7 @@ TARGETS = (
     ),
     Target(
         "drafters",
-        ("stand/drafters/*.py",),
+        ("stand/drafters/*.py", "stand/drafters/costs/*.py"),
         _tests(
             "engine",
             *("blended_drafter", "cost_drafts", "drafter_promises", "eagle_head", "foreign_drafter", "known_costs"),
@@ -92,7 +92,7 @@ TARGETS = (
     ),
     Target(
         "scheduling",
-        ("stand/scheduling/*.py", "stand/forward/paged_cache.py"),
+        ("stand/scheduling/*.py", "stand/forward/cache/paged_cache.py"),
         (
             *_tests("engine", "scheduler", "common_beginnings", "paged_cache", "page_allocator", "put_back"),
             *_tests("engine", "given_back", "cache_memory", "stream"),
@@ -102,9 +102,9 @@ TARGETS = (
     Target(
         "recurrent",
         (
-            *("stand/forward/tree_scan.py", "stand/forward/recurrent_*.py", "stand/forward/linear_attention.py"),
-            *("stand/gpu/kernel_scan.py", "stand/fusion/gated_norm.py", "stand/fusion/delta_layer.py"),
-            "stand/forward/gates.py",
+            "stand/forward/recurrent/*.py",
+            "stand/gpu/kernel_scan.py",
+            *(f"stand/fusion/forwards/{name}.py" for name in ("gated_norm", "delta_layer")),
         ),
         (
             *_tests("engine", "linear_attention", "recurrent_layers", "key_shape"),
@@ -115,7 +115,8 @@ TARGETS = (
         "kinds",
         (
             *("stand/forward/latent_keys.py", "stand/forward/attention_shape.py", "stand/gpu/kernel_attention.py"),
-            *(f"stand/gpu/{name}" for name in ("device_cache.py", "work_list.py", "tiles.py", "packing.pyx")),
+            *("stand/gpu/device_cache.py", "stand/gpu/tuning/attention_tiles.py"),
+            *(f"stand/gpu/packets/{name}" for name in ("work_list.py", "packing.pyx")),
         ),
         (
             *_tests("engine", "latent_keys", "reused_keys"),
@@ -124,14 +125,19 @@ TARGETS = (
     ),
     Target(
         "mixtures",
-        (*(f"stand/fusion/{name}.py" for name in ("experts", "cpu_experts", "router")), "stand/gpu/expert_tiles.py"),
+        (
+            *(f"stand/fusion/{name}.py" for name in ("forwards/experts", "forwards/router", "cpu/experts")),
+            "stand/gpu/tuning/expert_tiles.py",
+        ),
         (
             *_tests("engine", "cpu_experts"),
             *_tests("gpu", "gpu_experts", "gpu_route", "gpu_sigmoid_route", "gpu_router_fusion", "gpu_compile"),
         ),
     ),
     Target(
-        "devices", ("stand/forward/devices.py", "stand/forward/key_shape.py"), _tests("engine", "devices", "key_shape")
+        "devices",
+        ("stand/forward/devices.py", "stand/forward/cache/key_shape.py"),
+        _tests("engine", "devices", "key_shape"),
     ),
     Target(
         "drafts",

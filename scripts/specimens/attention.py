@@ -7,7 +7,7 @@ import triton
 from specimens.specimen import Specimen
 from stand.gpu.kernels import attention, compact, merge
 from stand.gpu.kernels.proxy_fence import MUST_ADD_FENCES
-from stand.gpu.tiles import (
+from stand.gpu.tuning.attention_tiles import (
     BLOCKS_16_BIT,
     BLOCKS_FLOAT32,
     LATENT_16_BIT,

@@ -8,9 +8,9 @@ import triton
 
 from specimens.specimen import Specimen
 from stand.fusion.formulas import CLAMPED, RELU_SQUARED, SILU
-from stand.gpu.expert_tiles import ExpertTile, expert_tile
 from stand.gpu.kernels import experts, pairs, route
 from stand.gpu.kernels.proxy_fence import MUST_ADD_FENCES
+from stand.gpu.tuning.expert_tiles import ExpertTile, expert_tile
 
 
 @dataclass(frozen=True, slots=True)

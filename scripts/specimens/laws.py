@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specimens.specimen import Specimen
-from stand.gpu.kernels import filter, softmax, top_tokens
+from stand.gpu.kernels.verification import filter, softmax, top_tokens
 
 
 def of_softmax() -> list[Specimen]:

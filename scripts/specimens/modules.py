@@ -6,8 +6,9 @@ import triton
 
 from specimens.specimen import Specimen
 from stand.fusion.formulas import GELU_ERF, GELU_TANH, NO_NORM, ONE_PLUS, ROUND_FIRST, SCALE_FIRST, SILU
-from stand.gpu.kernels import gated_norm, norm, product, rope, rotate, swiglu
-from stand.gpu.product_tiles import MOST_TOKENS, TILES, ProductTile
+from stand.gpu.kernels import norm, product, rope, rotate, swiglu
+from stand.gpu.kernels.recurrent import gated_norm
+from stand.gpu.tuning.product_tiles import MOST_TOKENS, TILES, ProductTile
 
 
 def of_norm() -> list[Specimen]:

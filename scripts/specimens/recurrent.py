@@ -4,7 +4,7 @@ Nemotron-H-8B (128 heads of 128 by 64, 8 groups): convolutions of four tokens, r
 from __future__ import annotations
 
 from specimens.specimen import Specimen
-from stand.gpu.kernels import convolve, delta_updates, linear_attention, path_decays
+from stand.gpu.kernels.recurrent import convolve, delta_updates, linear_attention, path_decays
 
 ROWS = {"offsets": "*i32", "cache_rows": "*i64"}
 SHAPES = {"delta": (32, 2, 128), "mamba": (128, 16, 128)}  # heads, heads that share a key, size of a key

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from specimens.specimen import Specimen
-from stand.gpu.kernels import draw, follow, race, traverse
-from stand.gpu.step_size import SUPPORT_SIZES
+from stand.gpu.kernels.verification import draw, follow, race, traverse
+from stand.gpu.packets.step_size import SUPPORT_SIZES
 
 
 def of_race() -> list[Specimen]:

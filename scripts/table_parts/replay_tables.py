@@ -11,7 +11,7 @@ from measuring.text_table import format_table
 from verifier_parts.verifier_tables import estimate, gain, resampled, with_error
 
 import stand
-from stand.drafters.step_cost import CostTable, StepCost
+from stand.drafters.costs.step_cost import CostTable, StepCost
 from stand.trees import BlendedLookup, LookupTree, TreeShape
 from table_parts.estimates import calibration_table
 from table_parts.law_recording import NUM_TOP

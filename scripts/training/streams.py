@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.drafters.streams.weights import Streams
-from stand.forward.cache_argument import cache_argument
+from stand.forward.cache.cache_argument import cache_argument
 from training.generations import Generation, shuffled_batches
 from training.head_training import Recipe, padded_tokens, places_for_laws
 

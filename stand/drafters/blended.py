@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.drafters.assumed_costs import AssumedCosts
+from stand.drafters.costs.assumed import AssumedCosts
+from stand.drafters.costs.known import KnownCosts, saved_costs
+from stand.drafters.costs.step_cost import CostTable, StepCost, StepTimer
 from stand.drafters.drafter import (
     DraftRequest,
     Lesson,
@@ -17,10 +19,8 @@ from stand.drafters.drafter import (
     settle_vocabulary,
     teach_two_ways,
 )
-from stand.drafters.known_costs import KnownCosts, saved_costs
 from stand.drafters.law_source import LawSource
 from stand.drafters.settings import check_count
-from stand.drafters.step_cost import CostTable, StepCost, StepTimer
 from stand.forward.devices import input_device, off_one_device
 from stand.forward.model import is_mixture
 from stand.measured_files import measured_folder
@@ -57,7 +57,7 @@ class BlendedDrafter(LookupDrafter):
 
     With neither, on a CPU, the first call of so many rows times a few steps, of fewer rows too, since rows end: less
     than two seconds of processor time for each of 1, 4, 16 ... rows, or sixteen of its steps. The results are kept in
-    files and followed while steps run (`stand.drafters.known_costs`). On a GPU it is the table that gpu_bench.py saved,
+    files and followed while steps run (`stand.drafters.costs.known`). On a GPU it is the table that gpu_bench.py saved,
     if there is one; without it, steps of a mixture of experts are timed as on a CPU, because there every token may read
     more weights, and those of other models on one GPU cost what is computed from their sizes (`AssumedCosts`).
     Elsewhere the budget is `default_budget`.

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 from stand.drafters.blended import MOST_NODES
 from stand.drafters.drafter import Drafter, DraftRequest
 from stand.drafters.settings import check_count, check_temperature
+from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.devices import input_device
 from stand.forward.model import max_positions, prefill, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
-from stand.forward.recurrent_layers import recurrent_layers
+from stand.forward.recurrent.layers import recurrent_layers
 from stand.forward.self_check import UnsupportedModelError, check_model
 from stand.forward.tree_attention import tree_attention
-from stand.forward.tree_cache import TreeCache
 from stand.trees import NO_PARENT, NO_TOKEN, DraftBatch, DraftTree
 from stand.trees.noise import DRAFT, uniforms
 from stand.verifiers import draw_tokens

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.drafters.step_cost import StepTimer
+from stand.drafters.costs.step_cost import StepTimer
 from stand.forward.rider import Rider
 from stand.trees import BlendedLookup, DraftBatch, LookupTree
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stand.forward.devices import is_offloaded
-from stand.forward.linear_layers import few_token_layers
+from stand.forward.few_tokens.linear_layers import few_token_layers
 
 FAMILIES = ("llama", "qwen2")  # of targets
 WEIGHT_FILE = "model.safetensors"

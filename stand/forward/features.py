@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.devices import input_device
 from stand.forward.model import prefill, text_config
-from stand.forward.tree_cache import TreeCache
 
 
 @contextmanager

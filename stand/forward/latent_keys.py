@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as all_modules
 
-from stand.forward.linear_layers import FewTokenForward, class_forward
+from stand.forward.few_tokens.linear_layers import FewTokenForward, class_forward
 from stand.forward.modules import modules_of
 from stand.forward.packed_plan import running_step
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.forward.cache_argument import cache_argument
+from stand.forward.cache.cache_argument import cache_argument
+from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.devices import input_device, off_one_device
 from stand.forward.packed_plan import StepPlan, running
-from stand.forward.tree_cache import TreeCache
 
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k")  # of them by a token
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # their number, by configurations

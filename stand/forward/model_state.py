@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules import module as all_modules
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from stand.forward.few_token_product import ORDINARY
+from stand.forward.few_tokens.product import ORDINARY
 from stand.forward.module_code import PLAIN, code_of
 from stand.forward.modules import modules_of
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from stand.forward.attention_shape import AttentionShape
-from stand.forward.few_token_attention import TokenPaths
-from stand.forward.few_token_product import IS_FASTER
+from stand.forward.few_tokens.attention import TokenPaths
+from stand.forward.few_tokens.product import IS_FASTER
 from stand.trees import DraftBatch
 
 MOST_ROW_TOKENS = 128  # for an attention of our own: chunks of prompts take torch's

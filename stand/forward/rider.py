@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
-from stand.forward.tree_cache import TreeCache
+from stand.forward.cache.tree_cache import TreeCache
 from stand.trees import ROOT, DraftBatch
 
 if TYPE_CHECKING:

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from stand.forward.cache_argument import cache_argument
+from stand.forward.cache.cache_argument import cache_argument
+from stand.forward.cache.key_shape import remember
+from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.devices import input_device, is_split
-from stand.forward.key_shape import remember
 from stand.forward.model import max_positions, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
-from stand.forward.recurrent_layers import recurrent_layers
+from stand.forward.recurrent.layers import recurrent_layers
 from stand.forward.tree_attention import OwnMaskError, exclusive, tree_attention
-from stand.forward.tree_cache import TreeCache
 from stand.forward.window_check import window_disagreement
 from stand.trees import NO_PARENT, DraftBatch, DraftTree
 

@@ -17,13 +17,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from stand.forward.attention_shape import AttentionShape
-from stand.forward.few_token_attention import is_supported, supported_attention
+from stand.forward.few_tokens.attention import is_supported, supported_attention
+from stand.forward.few_tokens.linear_layers import few_token_layers
 from stand.forward.latent_keys import latent_keys_of, unexpanded_keys
-from stand.forward.linear_layers import few_token_layers
 from stand.forward.model import text_config
 from stand.forward.modules import modules_of
 from stand.forward.packed_plan import StepPlan, plain_forward_error, running_plan
-from stand.forward.recurrent_layers import recurrent_forwards
+from stand.forward.recurrent.layers import recurrent_forwards
 
 PREFIX = "stand_"  # of every attention that this project registers
 ATTENTION_NAME = "stand_tree"

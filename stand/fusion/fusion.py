@@ -14,21 +14,21 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from stand.fusion.attention import FusedAttention, head_norms
-from stand.fusion.chosen_products import ChosenLinear, ChosenProduct, Weights, choose_products
-from stand.fusion.experts import FusedExperts
 from stand.fusion.formulas import NO_NORM
-from stand.fusion.gated_norm import FusedGatedNorm
+from stand.fusion.forwards.attention import FusedAttention, head_norms
+from stand.fusion.forwards.chosen_products import ChosenLinear, ChosenProduct, Weights, choose_products
+from stand.fusion.forwards.experts import FusedExperts
+from stand.fusion.forwards.gated_norm import FusedGatedNorm
+from stand.fusion.forwards.latent_rotation import FusedLatentRotation
+from stand.fusion.forwards.layer import PARTS, FusedLayer
+from stand.fusion.forwards.merged_linear import MergedLinear
+from stand.fusion.forwards.mlp import FusedMLP, activation_name
+from stand.fusion.forwards.norm import FusedNorm
+from stand.fusion.forwards.router import FusedRouter
 from stand.fusion.guard import Guard, Settings, Swapped
 from stand.fusion.kernels import Kernels, triton_kernels
-from stand.fusion.latent_rotation import FusedLatentRotation
-from stand.fusion.layer import PARTS, FusedLayer
-from stand.fusion.merged_linear import MergedLinear
-from stand.fusion.mlp import FusedMLP, activation_name
-from stand.fusion.norm import FusedNorm
 from stand.fusion.probe import MODULE_TOLERANCES
 from stand.fusion.recipe import Recipe, Swap
-from stand.fusion.router import FusedRouter
 from stand.fusion.trial import Trial, fused_delta_layer
 
 
@@ -36,8 +36,8 @@ def fuse(model: PreTrainedModel, *, kernels: bool = True) -> Fusion:
     """Merge the model's projections and prove fused forwards for its modules; nothing is swapped yet.
 
     kernels: also replace norms, feed-forward blocks and attentions by Triton kernels, which need a GPU (or Triton's
-    interpreter), and products of few tokens where that was measured to be faster (`stand.gpu.known_products`). Without,
-    only q/k/v and gate/up projections become one product each.
+    interpreter), and products of few tokens where that was measured to be faster (`stand.gpu.tuning.known_products`).
+    Without, only q/k/v and gate/up projections become one product each.
 
     The parameters become slices of merged tensors (same objects, same values, other addresses) until `Fusion.undo`.
     Not to be called inside `tree_attention`. Raises ValueError for kernels on a CPU, and where torch may use TF32.
@@ -67,7 +67,7 @@ def fuse(model: PreTrainedModel, *, kernels: bool = True) -> Fusion:
 
 
 def _known_products(model: PreTrainedModel, weights: Weights) -> ChosenProduct | None:
-    from stand.gpu.known_products import known_products
+    from stand.gpu.tuning.known_products import known_products
 
     return known_products(model, weights)
 

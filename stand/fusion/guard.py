@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from stand.forward.module_code import PLAIN, code_of
-from stand.fusion.merged_linear import is_bare
+from stand.fusion.forwards.merged_linear import is_bare
 
 
 def kinds_of_weights(module: nn.Module) -> tuple[object, ...]:

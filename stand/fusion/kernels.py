@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from stand.forward.linear_layers import outputs
-from stand.forward.tree_scan import Scan
-from stand.fusion.merged_linear import is_bare
+from stand.forward.few_tokens.linear_layers import outputs
+from stand.forward.recurrent.tree_scan import Scan
+from stand.fusion.forwards.merged_linear import is_bare
 
 Kernel = Callable[..., torch.Tensor]
 
@@ -57,8 +57,8 @@ def triton_kernels() -> Kernels:
     """Imports Triton."""
     from stand.gpu.kernel_scan import chain_scan
     from stand.gpu.kernels.experts import mixed_experts
-    from stand.gpu.kernels.gated_norm import gated_rms_norm
     from stand.gpu.kernels.norm import add_rms_norm, rms_norm
+    from stand.gpu.kernels.recurrent.gated_norm import gated_rms_norm
     from stand.gpu.kernels.rope import rope_and_store
     from stand.gpu.kernels.rotate import rotate_pair
     from stand.gpu.kernels.route import sigmoid_route, softmax_route
@@ -70,7 +70,7 @@ def triton_kernels() -> Kernels:
 
 def cpu_kernels() -> Kernels:
     """For float32 and bfloat16."""
-    from stand.fusion.cpu_experts import mixed_experts
-    from stand.fusion.cpu_kernels import add_rms_norm, gated_product, rms_norm, rope_and_store
+    from stand.fusion.cpu.experts import mixed_experts
+    from stand.fusion.cpu.kernels import add_rms_norm, gated_product, rms_norm, rope_and_store
 
     return Kernels(rms_norm, add_rms_norm, gated_product, rope_and_store, mixed_experts, calls_forwards=True)

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from stand.forward.few_token_product import DTYPE_NAMES, DTYPES
+from stand.forward.few_tokens.product import DTYPE_NAMES, DTYPES
 from stand.forward.model import text_config
 from stand.forward.module_code import code_of
 from stand.forward.self_check import LOGIT_TOLERANCES, check_case, relative_difference, tree_logits
 from stand.forward.tree_attention import exclusive
+from stand.fusion.forwards.merged_linear import is_bare
 from stand.fusion.fusion import Fusion
 from stand.fusion.guard import kinds_of_weights, plain_values
 from stand.fusion.kernels import cpu_kernels
-from stand.fusion.merged_linear import is_bare
 from stand.fusion.recipe import Recipe, Swap
 from stand.fusion.trial import Trial
 

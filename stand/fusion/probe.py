@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from stand.forward.cache_argument import cache_argument
+from stand.forward.cache.cache_argument import cache_argument
 from stand.forward.model import max_positions, moving_ropes, text_config
-from stand.forward.recurrent_layers import is_recurrent
+from stand.forward.recurrent.layers import is_recurrent
 from stand.forward.tree_attention import tree_attention
 
 PROBE_NAME = "stand_probe"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from stand.fusion.attention import AttentionSettings
-from stand.fusion.experts import ExpertForm
-from stand.fusion.layer import PARTS
-from stand.fusion.router import RouterForm
+from stand.fusion.forwards.attention import AttentionSettings
+from stand.fusion.forwards.experts import ExpertForm
+from stand.fusion.forwards.layer import PARTS
+from stand.fusion.forwards.router import RouterForm
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from stand.fusion.attention import (
+from stand.fusion.formulas import GATE_ORDERS, NO_NORM, RULES
+from stand.fusion.forwards.attention import (
     AttentionSettings,
     FusedAttention,
     has_head_norms,
@@ -18,19 +19,18 @@ from stand.fusion.attention import (
     may_be_gated,
     reuses_keys,
 )
-from stand.fusion.delta_layer import RATE_SCALES, FusedDeltaLayer, delta_parts, is_delta_layer, own_on_chain
-from stand.fusion.experts import FusedExperts, expert_forms, is_experts
-from stand.fusion.formulas import GATE_ORDERS, NO_NORM, RULES
-from stand.fusion.gated_norm import FusedGatedNorm, is_gated_norm
+from stand.fusion.forwards.delta_layer import RATE_SCALES, FusedDeltaLayer, delta_parts, is_delta_layer, own_on_chain
+from stand.fusion.forwards.experts import FusedExperts, expert_forms, is_experts
+from stand.fusion.forwards.gated_norm import FusedGatedNorm, is_gated_norm
+from stand.fusion.forwards.latent_rotation import FusedLatentRotation, is_latent_attention
+from stand.fusion.forwards.layer import PARTS, FusedLayer, following_norm, is_layer
+from stand.fusion.forwards.merged_linear import MergedLinear, is_bare, merge_refusal, tied_parameters
+from stand.fusion.forwards.mlp import FusedMLP, find_activation, is_gated_mlp
+from stand.fusion.forwards.norm import FusedNorm, norm_refusal
+from stand.fusion.forwards.router import FusedRouter, is_router, router_forms, told_apart
 from stand.fusion.kernels import Kernels
-from stand.fusion.latent_rotation import FusedLatentRotation, is_latent_attention
-from stand.fusion.layer import PARTS, FusedLayer, following_norm, is_layer
-from stand.fusion.merged_linear import MergedLinear, is_bare, merge_refusal, tied_parameters
-from stand.fusion.mlp import FusedMLP, find_activation, is_gated_mlp
-from stand.fusion.norm import FusedNorm, norm_refusal
 from stand.fusion.probe import MODULE_TOLERANCES, Outcome, Probe, difference, is_silent
 from stand.fusion.recipe import Recipe, Swap
-from stand.fusion.router import FusedRouter, is_router, router_forms, told_apart
 
 MERGEABLE = {
     "merged q/k/v": ("q_proj", "k_proj", "v_proj"),

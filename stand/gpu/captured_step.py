@@ -22,20 +22,20 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.model_state import ModelState
-from stand.forward.recurrent_layers import recurrent_layers
-from stand.forward.recurrent_states import RecurrentStates
+from stand.forward.recurrent.layers import recurrent_layers
+from stand.forward.recurrent.states import RecurrentStates
 from stand.forward.rider import Guesses, Rider, path_ends
-from stand.forward.tree_cache import TreeCache
 from stand.fusion.fusion import Fusion
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.device_rule import GreedyRule, rule_like
-from stand.gpu.packing import kept_paths
-from stand.gpu.page_table import PageTable, PoolSize
+from stand.gpu.packets.packing import kept_paths
+from stand.gpu.packets.page_table import PageTable, PoolSize
+from stand.gpu.packets.step_packet import StepPacket
+from stand.gpu.packets.step_size import MAX_ROW_NODES, NUM_TOKENS, StepLimitError, StepSize, sizes_for
 from stand.gpu.runner import Program, Runner, runner_for
 from stand.gpu.step_body import LEARNED_ROWS, StepBody, StepOutput
-from stand.gpu.step_packet import StepPacket
-from stand.gpu.step_size import MAX_ROW_NODES, NUM_TOKENS, StepLimitError, StepSize, sizes_for
 from stand.gpu.swapped_forwards import SwappedForwards
 from stand.gpu.tails import Tails
 from stand.laws.sampling import TargetLaw

@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from stand.forward.key_shape import LayerKeys, key_shape, layer_keys, new_states
-from stand.forward.recurrent_states import RecurrentStates
-from stand.forward.tree_cache import CacheMemoryError, TreeCache, available_bytes
-from stand.forward.tree_scan import Scan
+from stand.forward.cache.key_shape import LayerKeys, key_shape, layer_keys, new_states
+from stand.forward.cache.tree_cache import CacheMemoryError, TreeCache, available_bytes
+from stand.forward.recurrent.states import RecurrentStates
+from stand.forward.recurrent.tree_scan import Scan
 
 
 class DeviceCache(Cache):

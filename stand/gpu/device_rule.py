@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from stand.gpu.kernels.draw import draw_nodes, draw_residuals
-from stand.gpu.kernels.follow import follow
-from stand.gpu.kernels.race import race
-from stand.gpu.kernels.traverse import traverse
-from stand.gpu.packet import Field
-from stand.gpu.packing import fill_laws
-from stand.gpu.step_size import SUPPORT_SIZES, StepSize
+from stand.gpu.kernels.verification.draw import draw_nodes, draw_residuals
+from stand.gpu.kernels.verification.follow import follow
+from stand.gpu.kernels.verification.race import race
+from stand.gpu.kernels.verification.traverse import traverse
+from stand.gpu.packets.packet import Field
+from stand.gpu.packets.packing import fill_laws
+from stand.gpu.packets.step_size import SUPPORT_SIZES, StepSize
 from stand.trees import DraftBatch
 from stand.verifiers import Verifier, VerifierNoise
 

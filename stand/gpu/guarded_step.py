@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.model import prefill
 from stand.forward.tree_attention import tree_attention
-from stand.forward.tree_cache import TreeCache
 from stand.fusion.fusion import Fusion
 from stand.gpu.captured_step import CapturedStep
-from stand.gpu.page_table import PageTable
+from stand.gpu.packets.page_table import PageTable
+from stand.gpu.packets.step_size import StepLimitError
 from stand.gpu.pooled_step import PooledStep
-from stand.gpu.step_size import StepLimitError
 from stand.row import LiveRows, Row
 from stand.step import EagerStep, Step, StepStart
 from stand.trees import DraftBatch

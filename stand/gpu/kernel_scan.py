@@ -1,4 +1,4 @@
-"""The recurrent layers of a captured step: a `stand.forward.tree_scan.Scan` by kernels, at fixed addresses."""
+"""The recurrent layers of a captured step: `stand.forward.recurrent.tree_scan.Scan` by kernels, at fixed addresses."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from stand.forward.gates import ComputedGates, DeltaGates, StepSizes
-from stand.forward.recurrent_states import LayerStates, RecurrentStates
-from stand.forward.tree_scan import activated
-from stand.gpu.kernels.convolve import convolve, keep_tails
-from stand.gpu.kernels.delta_updates import delta_updates
-from stand.gpu.kernels.linear_attention import keep_states, linear_attention
-from stand.gpu.kernels.path_decays import prepared, prepared_gated, prepared_steps
+from stand.forward.recurrent.gates import ComputedGates, DeltaGates, StepSizes
+from stand.forward.recurrent.states import LayerStates, RecurrentStates
+from stand.forward.recurrent.tree_scan import activated
+from stand.gpu.kernels.recurrent.convolve import convolve, keep_tails
+from stand.gpu.kernels.recurrent.delta_updates import delta_updates
+from stand.gpu.kernels.recurrent.linear_attention import keep_states, linear_attention
+from stand.gpu.kernels.recurrent.path_decays import prepared, prepared_gated, prepared_steps
 
 SILU_NAMES = ("silu", "swish")  # as transformers calls what the kernel of convolutions applies by itself
 

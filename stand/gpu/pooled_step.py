@@ -13,13 +13,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.packed_plan import StepPlan
+from stand.forward.recurrent.tree_scan import Scan, TreeScan
 from stand.forward.rider import Rider
-from stand.forward.tree_cache import TreeCache
-from stand.forward.tree_scan import Scan, TreeScan
 from stand.gpu.device_cache import DeviceCache
-from stand.gpu.page_table import PageTable, PoolSize
-from stand.gpu.step_size import NUM_TOKENS
+from stand.gpu.packets.page_table import PageTable, PoolSize
+from stand.gpu.packets.step_size import NUM_TOKENS
 from stand.laws.sampling import TargetLaw
 from stand.row import LiveRows, Row
 from stand.scheduling.memory import lower_limit

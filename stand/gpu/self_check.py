@@ -14,18 +14,18 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.features import taken_features
 from stand.forward.model import max_positions, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
-from stand.forward.recurrent_states import RecurrentStates
+from stand.forward.recurrent.states import RecurrentStates
 from stand.forward.rider import Guesses, Rider, path_ends
 from stand.forward.self_check import LOGIT_TOLERANCES, relative_difference
 from stand.forward.tree_attention import tree_attention
-from stand.forward.tree_cache import TreeCache
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_cache import has_one_type
 from stand.gpu.kernels.launch import interpreter_obstacle
-from stand.gpu.tiles import limits_of, refusal
+from stand.gpu.tuning.attention_tiles import limits_of, refusal
 from stand.laws.sampling import SamplingParams, TargetLaw
 from stand.row import LiveRows, Row
 from stand.trees import ROOT, DraftBatch, DraftTree

@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.forward.attention_shape import AttentionShape
-from stand.forward.cache_argument import cache_argument
+from stand.forward.cache.cache_argument import cache_argument
+from stand.forward.cache.key_shape import key_shape
 from stand.forward.features import taken_features
-from stand.forward.key_shape import key_shape
 from stand.forward.model import text_config
 from stand.forward.packed_plan import running
 from stand.forward.rider import Rider
@@ -22,14 +22,14 @@ from stand.gpu.device_rule import DeviceRule, DeviceVerdict
 from stand.gpu.kernel_attention import KernelPlan, Work
 from stand.gpu.kernel_scan import KernelScan
 from stand.gpu.kernels.compact import compact
-from stand.gpu.kernels.filter import filter_rows
-from stand.gpu.kernels.softmax import softmax_rows
-from stand.gpu.kernels.top_tokens import top_tokens
-from stand.gpu.packet import Packet
-from stand.gpu.step_packet import StepPacket
-from stand.gpu.step_size import MAX_ROW_NODES, NUM_TOKENS, WORD_BITS
-from stand.gpu.tiles import MOST_AT_ONCE, limits_of, programs_at_once, tile_tokens
-from stand.gpu.work_list import Splitting, Tiling
+from stand.gpu.kernels.verification.filter import filter_rows
+from stand.gpu.kernels.verification.softmax import softmax_rows
+from stand.gpu.kernels.verification.top_tokens import top_tokens
+from stand.gpu.packets.packet import Packet
+from stand.gpu.packets.step_packet import StepPacket
+from stand.gpu.packets.step_size import MAX_ROW_NODES, NUM_TOKENS, WORD_BITS
+from stand.gpu.packets.work_list import Splitting, Tiling
+from stand.gpu.tuning.attention_tiles import MOST_AT_ONCE, limits_of, programs_at_once, tile_tokens
 from stand.laws.sampling import TargetLaw
 
 LEARNED_ROWS = 10  # best tokens per node that come back

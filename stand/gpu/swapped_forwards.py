@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from transformers import PreTrainedModel
 
 from stand.forward.latent_keys import unexpanded_keys
-from stand.forward.recurrent_layers import recurrent_forwards
+from stand.forward.recurrent.layers import recurrent_forwards
 from stand.forward.tree_attention import tree_attention
 from stand.fusion.fusion import Fusion
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME

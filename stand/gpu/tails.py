@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 from stand.forward.rider import Guesses
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME
-from stand.gpu.packet import Packet
-from stand.gpu.page_table import PageTable
+from stand.gpu.packets.packet import Packet
+from stand.gpu.packets.page_table import PageTable
+from stand.gpu.packets.step_packet import StepPacket
+from stand.gpu.packets.step_size import NUM_TOKENS, StepSize
 from stand.gpu.runner import Body, Runner
 from stand.gpu.step_body import StepOutput
-from stand.gpu.step_packet import StepPacket
-from stand.gpu.step_size import NUM_TOKENS, StepSize
 from stand.row import Row
 
 

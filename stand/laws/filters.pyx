@@ -39,7 +39,7 @@ cdef extern from "filters.h" namespace "stand" nogil:
 VECTORS = ("portable", "avx2", "avx512")[: <int>widest_vectors() + 1]
 
 
-cdef extern from "../../trees/compact_wrappers.h":
+cdef extern from "../../trees/include/compact_wrappers.h":
     pass
 
 

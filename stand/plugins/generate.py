@@ -28,11 +28,12 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput, PrefixConstrainedLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
-from stand.engine import Engine, wrap
-from stand.forward.cache_argument import CACHE_ARGUMENTS
+from stand.engine import Engine
+from stand.forward.cache.cache_argument import CACHE_ARGUMENTS
 from stand.generation_settings import PREPARED
 from stand.output import GenerationOutput
 from stand.texts.prompts import TYPES
+from stand.wrapping import wrap
 
 ATTRIBUTE = "_stand_engine"  # of a model: its `_Kept`
 MADE_BY_GENERATE = {"attention_mask", "position_ids", *CACHE_ARGUMENTS, "logits_to_keep", "use_cache"}

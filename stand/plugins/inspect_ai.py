@@ -180,7 +180,7 @@ class StandAPI(ModelAPI):
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from stand.engine import wrap
+        from stand.wrapping import wrap
 
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype).to(device)

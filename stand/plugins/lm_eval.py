@@ -13,11 +13,11 @@ import sys
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from stand.engine import wrap
 from stand.extra import missing_package
 from stand.plugins.generate import engine_of, stand_generate, use_engine
 from stand.stats import Stats
 from stand.trees import BlendedLookup
+from stand.wrapping import wrap
 
 try:
     from lm_eval.api.registry import register_model

@@ -1,9 +1,9 @@
 """How many draft tokens pay in a serving engine, by what its steps have taken.
 
 A token that is accepted with probability p adds p to the tokens of a step, and it makes the step dearer. Drafts grow
-while a token adds a larger share to the step's tokens than to its time (`stand.drafters.step_cost`), and are left out
-where all of them together do not pay. What steps cost is learned from the steps that run (`FollowedCost`), for numbers
-of rows between two powers of two together.
+while a token adds a larger share to the step's tokens than to its time (`stand.drafters.costs.step_cost`), and are
+left out where all of them together do not pay. What steps cost is learned from the steps that run (`FollowedCost`), for
+numbers of rows between two powers of two together.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stand.drafters.followed_cost import FollowedCost
-from stand.drafters.step_cost import StepCost
+from stand.drafters.costs.followed import FollowedCost
+from stand.drafters.costs.step_cost import StepCost
 
 DOUBT = 0.3**2  # variance of the log of what a size costs by the size below it, before steps have run
 POWER = 0.75  # of its tokens, as which a step's time is expected to rise then

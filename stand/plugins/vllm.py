@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stand.drafters.step_cost import processor_clock
+from stand.drafters.costs.step_cost import processor_clock
 from stand.plugins.backlog import Backlog
 from stand.plugins.known_texts import KnownTexts
 from stand.plugins.options import PAYING, ServingOptions

@@ -8,12 +8,12 @@ from threading import RLock
 import torch
 from transformers import PreTrainedModel
 
+from stand.forward.cache.key_shape import key_shape
+from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.devices import input_device, is_offloaded
-from stand.forward.few_token_product import ORDINARY
-from stand.forward.key_shape import key_shape
+from stand.forward.few_tokens.product import ORDINARY
 from stand.forward.model import PROMPT_CHUNK
 from stand.forward.model_state import ModelState, foreign_hook
-from stand.forward.tree_cache import TreeCache
 from stand.scheduling.prefilled import Prefilled, common_chunks
 
 NO_AGE = 0  # of a call that keeps nothing

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from stand.argument_checks import whole_number
 from stand.backend import Backend
+from stand.forward.cache.key_shape import key_shape
+from stand.forward.cache.tree_cache import DRAFT_ROOM, available_bytes
 from stand.forward.devices import input_device, is_offloaded
-from stand.forward.key_shape import key_shape
-from stand.forward.tree_cache import DRAFT_ROOM, available_bytes
 from stand.row import Row
 from stand.scheduling.admission import Admission, AtMost
 from stand.scheduling.page_allocator import PageAllocator

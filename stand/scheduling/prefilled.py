@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.model import PROMPT_CHUNK
-from stand.forward.recurrent_states import RecurrentStates
-from stand.forward.tree_cache import TreeCache
+from stand.forward.recurrent.states import RecurrentStates
 
 
 @dataclass(slots=True, eq=False)

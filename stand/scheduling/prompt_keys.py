@@ -11,10 +11,10 @@ from weakref import finalize
 import torch
 from transformers import PreTrainedModel
 
+from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.features import no_features, taken_features
 from stand.forward.model import PROMPT_CHUNK, prefill_chunk
 from stand.forward.tree_attention import tree_attention
-from stand.forward.tree_cache import TreeCache
 from stand.row import Row
 from stand.scheduling.admission import Admission, beginning
 from stand.scheduling.kept_prompts import NO_AGE, KeptPrompts

@@ -9,9 +9,9 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from stand.backend import Backend
+from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.model import prefill, text_config
 from stand.forward.tree_attention import exclusive, tree_attention
-from stand.forward.tree_cache import TreeCache
 from stand.laws.sampling import SamplingParams, TargetLaw
 from stand.row import LiveRows, Row
 from stand.step import StepStart

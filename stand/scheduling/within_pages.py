@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 
-from stand.forward.tree_cache import DRAFT_ROOM
+from stand.forward.cache.tree_cache import DRAFT_ROOM
 from stand.row import Row
 from stand.scheduling.admission import Admission, beginning
 from stand.scheduling.page_allocator import PageAllocator

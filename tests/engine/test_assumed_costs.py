@@ -9,10 +9,11 @@ from transformers import AutoModelForCausalLM, Gemma3nTextConfig, LlamaConfig, Q
 from unequal_models import unequal_model
 
 import stand
-from stand.drafters import assumed_costs, blended
-from stand.drafters.assumed_costs import AssumedCosts, ModelSizes
-from stand.drafters.step_cost import StepCost, StepTimer
-from stand.forward.key_shape import key_shape
+from stand.drafters import blended
+from stand.drafters.costs import assumed as assumed_costs
+from stand.drafters.costs.assumed import AssumedCosts, ModelSizes
+from stand.drafters.costs.step_cost import StepCost, StepTimer
+from stand.forward.cache.key_shape import key_shape
 from stand.forward.self_check import check_model
 
 SHAPES = {
@@ -26,7 +27,7 @@ SHAPES = {
     ),
 }  # fmt: skip
 
-# Milliseconds of steps on an H100 by tokens (docs/gpu_h100.json), and how far from them computed ones may be.
+# Milliseconds of steps on an H100 by tokens (docs/figures/gpu_h100.json), and how far from them computed ones may be.
 MEASURED = [
     ("qwen2.5-7b", 1, 2048, {1: 6.78, 64: 7.70, 128: 8.17, 256: 9.66}, (0.89, 1.0)),
     ("qwen2.5-7b", 1, 16384, {1: 6.88, 64: 8.63, 128: 10.29, 256: 14.07}, (0.89, 1.0)),

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from stand.forward import memory_limits, tree_cache
+from stand.forward.cache import memory_limits, tree_cache
+from stand.forward.cache.tree_cache import DRAFT_ROOM, CacheMemoryError, TreeCache, available_bytes, check_fits
 from stand.forward.packed_plan import StepPlan
-from stand.forward.tree_cache import DRAFT_ROOM, CacheMemoryError, TreeCache, available_bytes, check_fits
 from stand.scheduling import memory
 from stand.scheduling.memory import WithinMemory
 

@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 
 import stand
 from stand.forward import model as forward_model
-from stand.forward.tree_cache import TreeCache
+from stand.forward.cache.tree_cache import TreeCache
 from stand.scheduling import kept_prompts, prefilled, prompt_keys
 from stand.scheduling.prefilled import Prefilled, common_chunks
 

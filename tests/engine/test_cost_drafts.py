@@ -7,7 +7,7 @@ from tiny_models import tiny_model
 
 import stand
 from stand.drafters.blended import BlendedDrafter
-from stand.drafters.step_cost import CostTable, StepCost
+from stand.drafters.costs.step_cost import CostTable, StepCost
 from stand.trees import BlendedLookup
 
 

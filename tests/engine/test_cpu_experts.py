@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, MixtralConfig, NemotronHConfig, Q
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import stand
-from stand.forward.few_token_product import DTYPES
-from stand.fusion.cpu_experts import mixed_experts
-from stand.fusion.experts import ExpertForm, FusedExperts, expert_forms, is_experts
+from stand.forward.few_tokens.product import DTYPES
+from stand.fusion.cpu.experts import mixed_experts
 from stand.fusion.formulas import CLAMPED, GELU_ERF, GELU_TANH, RELU_SQUARED, SILU
+from stand.fusion.forwards.experts import ExpertForm, FusedExperts, expert_forms, is_experts
 from stand.fusion.kernels import cpu_kernels
 from stand.fusion.probe import MODULE_TOLERANCES
 from stand.simd.threads import parallel_region

@@ -23,15 +23,15 @@ from transformers import (
 
 import stand
 from stand.drafters.eagle.head import EagleHead
-from stand.forward.few_token_product import DTYPES
+from stand.forward.cache.tree_cache import TreeCache
+from stand.forward.few_tokens.product import DTYPES
 from stand.forward.model import fused, prefill, run_plan
 from stand.forward.packed_plan import StepPlan
 from stand.forward.self_check import check_case, tree_logits
 from stand.forward.tree_attention import tree_attention
-from stand.forward.tree_cache import TreeCache
 from stand.fusion import on_cpu
+from stand.fusion.forwards.layer import FusedLayer
 from stand.fusion.kernels import cpu_kernels
-from stand.fusion.layer import FusedLayer
 from stand.fusion.on_cpu import fuse_on_cpu, fused_twin
 from stand.fusion.probe import Outcome
 from stand.fusion.probe import difference as outcome_difference

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
-from stand.forward.few_token_product import DTYPES
-from stand.fusion import cpu_kernels
-from stand.fusion.cpu_kernels import add_rms_norm, gated_product, rms_norm, rope_and_store
+from stand.forward.few_tokens.product import DTYPES
+from stand.fusion.cpu import kernels as cpu_kernels
+from stand.fusion.cpu.kernels import add_rms_norm, gated_product, rms_norm, rope_and_store
 from stand.fusion.formulas import GELU_ERF, GELU_TANH, NO_NORM, ONE_PLUS, ROUND_FIRST, RULES, SCALE_FIRST, SILU
 from stand.laws.filters import VECTORS
 from stand.simd.threads import parallel_region
@@ -283,8 +283,8 @@ def portable_lines() -> list[str]:
     """What a process of its own prints that must take the portable kernels."""
     code = """
 import torch
-from stand.forward.few_token_product import WIDEST, few_token_product
-from stand.fusion.cpu_kernels import rms_norm
+from stand.forward.few_tokens.product import WIDEST, few_token_product
+from stand.fusion.cpu.kernels import rms_norm
 x = torch.linspace(-2, 2, 100)
 print(WIDEST, rms_norm(x, torch.ones(100), 1e-5, 0).sum().item())
 x = torch.ones(2, 8, dtype=torch.bfloat16)

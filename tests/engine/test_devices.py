@@ -19,11 +19,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import stand
-from stand.forward import key_shape as key_shape_module
 from stand.forward import model as model_module
 from stand.forward import self_check
+from stand.forward.cache import key_shape as key_shape_module
+from stand.forward.cache.key_shape import key_shape
 from stand.forward.devices import input_device, off_one_device
-from stand.forward.key_shape import key_shape
 from stand.forward.model import size_name
 from stand.forward.packed_plan import StepPlan
 from stand.scheduling import kept_prompts, memory, prefilled, prompt_keys

@@ -11,8 +11,8 @@ from tiny_models import VOCABULARY_SIZE, tiny_model
 
 import stand
 from stand.drafters.check import check_batch
+from stand.drafters.costs.step_cost import CostTable, StepCost
 from stand.drafters.drafter import Drafter, LookupDrafter, teach_two_ways
-from stand.drafters.step_cost import CostTable, StepCost
 from stand.trees import BlendedLookup, DraftBatch, DraftTree, LookupTree, TreeShape
 
 COSTS = CostTable((StepCost(2, 32, tokens=(2, 8, 40), seconds=(1.0, 1.0, 1.1)),))

@@ -13,7 +13,7 @@ from two_tokens import assert_greedy_equals_transformers, two_token_statistic
 import stand
 from stand.drafters.eagle import followed_rows
 from stand.drafters.eagle.growth import PAPER_SHAPE
-from stand.fusion.attention import FusedAttention
+from stand.fusion.forwards.attention import FusedAttention
 from stand.trees import DraftBatch, LookupTree, TreeShape
 from stand.verifiers import fitting_names
 

@@ -8,9 +8,9 @@ from tiny_models import tiny_model
 from workloads.tiny_classes import tiny_model as tiny_class
 
 import stand
+from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.features import prefill_features
 from stand.forward.tree_attention import tree_attention
-from stand.forward.tree_cache import TreeCache
 from stand.trees import DraftBatch, DraftTree
 
 PROMPTS = [[5, 9, 11, 4, 5, 9], [7], [8, 30, 31, 32, 33, 34, 35, 36, 37, 30, 31, 32]]

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from stand.forward.dot_products import attend
-from stand.forward.few_token_attention import TokenPaths, few_token_attention, is_supported
-from stand.forward.few_token_product import DTYPES, IS_FASTER, WIDEST
+from stand.forward.few_tokens.attention import TokenPaths, few_token_attention, is_supported
+from stand.forward.few_tokens.dot_products import attend
+from stand.forward.few_tokens.product import DTYPES, IS_FASTER, WIDEST
 from stand.forward.packed_plan import MOST_ROW_TOKENS, StepPlan
 from stand.laws.filters import VECTORS
 from stand.simd.threads import parallel_region

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from stand.forward.dot_products import HAS_PAIRS, HAS_TILES, multiply
-from stand.forward.few_token_product import (
+from stand.forward.few_tokens.dot_products import HAS_PAIRS, HAS_TILES, multiply
+from stand.forward.few_tokens.product import (
     NUMBERS,
     WIDEST,
     FewTokenProduct,
@@ -217,7 +217,7 @@ torch.set_num_threads(2)
 x, weight = torch.randn(4, 1024), torch.randn(4096, 1024)
 torch.nn.functional.linear(x, weight)
 before = len(os.listdir("/proc/self/task"))
-from stand.forward.few_token_product import few_token_product
+from stand.forward.few_tokens.product import few_token_product
 few_token_product(x, weight)
 print(before, len(os.listdir("/proc/self/task")))
 """

@@ -16,11 +16,11 @@ from plain_forwards import (
 from tiny_models import CONFIGS, SHAPE, VOCABULARY_SIZE, tiny_model
 from transformers import AutoModelForCausalLM, NemotronConfig, Qwen3Config
 
-from stand.forward import tree_cache
+from stand.forward.cache import tree_cache
+from stand.forward.cache.tree_cache import CacheMemoryError, TreeCache
 from stand.forward.model import run_plan
 from stand.forward.packed_plan import CALL_COST, StepPlan, _padded_width, running, running_plan
 from stand.forward.tree_attention import ATTENTION_NAME, attend, tree_attention
-from stand.forward.tree_cache import CacheMemoryError, TreeCache
 from stand.trees import DraftBatch
 
 TOLERANCE = 2e-5  # share of the logits' spread; float32 rounding is about 1e-6

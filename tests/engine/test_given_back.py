@@ -10,8 +10,8 @@ from tiny_models import tiny_model
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 import stand
-from stand.forward.linear_layers import few_token_layers
-from stand.forward.recurrent_layers import recurrent_forwards, recurrent_layers
+from stand.forward.few_tokens.linear_layers import few_token_layers
+from stand.forward.recurrent.layers import recurrent_forwards, recurrent_layers
 from stand.forward.tree_attention import ATTENTION_NAME, tree_attention
 from stand.fusion.on_cpu import fuse_on_cpu
 

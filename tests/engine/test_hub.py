@@ -27,8 +27,8 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import stand
-from stand.drafters import step_cost
-from stand.forward.cache_argument import cache_argument
+from stand.drafters.costs import step_cost
+from stand.forward.cache.cache_argument import cache_argument
 from stand.plugins.generate import engine_of, stand_generate, use_engine
 from stand.plugins.generate import generate as hub_generate
 

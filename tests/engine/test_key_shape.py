@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 import stand
 from stand.drafters.blended import BlendedDrafter
-from stand.forward.cache_argument import cache_argument
-from stand.forward.key_shape import KeyShape, key_shape, new_states
+from stand.forward.cache.cache_argument import cache_argument
+from stand.forward.cache.key_shape import KeyShape, key_shape, new_states
 from stand.scheduling.memory import bytes_per_token
 
 BASE = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.3}

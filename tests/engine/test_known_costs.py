@@ -17,11 +17,13 @@ from transformers import AutoModelForCausalLM
 from transformers.models.dbrx.configuration_dbrx import DbrxFFNConfig
 
 import stand
-from stand.drafters import assumed_costs, blended, known_costs
-from stand.drafters.assumed_costs import AssumedCosts
-from stand.drafters.followed_cost import STEPS_BETWEEN, FollowedCost
-from stand.drafters.known_costs import KnownCosts, processor_name
-from stand.drafters.step_cost import StepCost, StepTimer, measure_cost
+from stand.drafters import blended
+from stand.drafters.costs import assumed as assumed_costs
+from stand.drafters.costs import known as known_costs
+from stand.drafters.costs.assumed import AssumedCosts
+from stand.drafters.costs.followed import STEPS_BETWEEN, FollowedCost
+from stand.drafters.costs.known import KnownCosts, processor_name
+from stand.drafters.costs.step_cost import StepCost, StepTimer, measure_cost
 from stand.forward.model import is_mixture
 from stand.measured_files import keep_first, measured_folder
 from stand.trees import BlendedLookup

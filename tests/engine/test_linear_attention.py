@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from stand.forward.linear_attention import NORM_EPSILON, TreeChanges, gated_delta_rule, state_space
+from stand.forward.recurrent.linear_attention import NORM_EPSILON, TreeChanges, gated_delta_rule, state_space
 
 NUM_TREES, NUM_HEADS, KEY_SIZE, VALUE_SIZE = 3, 2, 4, 5
 SIZES = [9, 1, 6]  # tokens of each tree

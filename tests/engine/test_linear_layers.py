@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn.utils import prune, weight_norm
 
 import stand
-from stand.forward import few_token_product, linear_layers
-from stand.forward.linear_layers import few_token_layers
+from stand.forward.few_tokens import linear_layers
+from stand.forward.few_tokens import product as few_token_product
+from stand.forward.few_tokens.linear_layers import few_token_layers
 
 
 @pytest.fixture

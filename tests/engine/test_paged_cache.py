@@ -17,11 +17,11 @@ from tiny_models import CONFIGS, kernel_model, tiny_model
 
 import stand
 from stand.backend import EagerBackend
-from stand.forward import mapped_memory, paged_cache
-from stand.forward.mapped_memory import SYSTEM_PAGE, AddressSpace, SharedBlock, SharedFile
+from stand.forward.cache import mapped_memory, paged_cache
+from stand.forward.cache.mapped_memory import SYSTEM_PAGE, AddressSpace, SharedBlock, SharedFile
+from stand.forward.cache.paged_cache import PagedCache, PromptRoom, fitting_page_size, most_shown_rows
+from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.packed_plan import StepPlan
-from stand.forward.paged_cache import PagedCache, PromptRoom, fitting_page_size, most_shown_rows
-from stand.forward.tree_cache import TreeCache
 
 PAGE, HEADS, SIZE, LAYERS = 16, 2, 64, 2
 SEGMENT = PAGE * SIZE * 4  # bytes of a page in one head of one layer's keys

@@ -21,14 +21,14 @@ from tiny_models import VOCABULARY_SIZE, tiny_model
 from transformers import Qwen3_5TextConfig
 
 import stand
-import stand.forward.tree_scan as tree_scan
-from stand.forward.key_shape import key_shape
+import stand.forward.recurrent.tree_scan as tree_scan
+from stand.forward.cache.key_shape import key_shape
+from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.model import run_plan
 from stand.forward.packed_plan import StepPlan
-from stand.forward.recurrent_layers import recurrent_layers
+from stand.forward.recurrent.layers import recurrent_layers
 from stand.forward.self_check import UnsupportedModelError, check_model, kept_difference, own_steps_difference
 from stand.forward.tree_attention import tree_attention
-from stand.forward.tree_cache import TreeCache
 from stand.scheduling.memory import WithinMemory
 from stand.trees import DraftBatch
 

@@ -10,11 +10,11 @@ from unequal_models import unequal_model
 import stand
 from stand.drafters.blended import BlendedDrafter
 from stand.forward import model as forward_model
+from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.features import prefill_features
 from stand.forward.packed_plan import StepPlan
 from stand.forward.self_check import check_case, tree_logits
 from stand.forward.tree_attention import tree_attention
-from stand.forward.tree_cache import TreeCache
 from stand.fusion.on_cpu import fuse_on_cpu
 
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8], [*range(9, 50), *range(20, 40)]]

@@ -9,11 +9,11 @@ from plain_forwards import path_to, ragged_case
 from tiny_models import kernel_model
 
 import stand
-from stand.forward.few_token_product import DTYPES, IS_FASTER
+from stand.forward.cache.tree_cache import TreeCache
+from stand.forward.few_tokens.product import DTYPES, IS_FASTER
 from stand.forward.model import run_plan
 from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_attention import tree_attention
-from stand.forward.tree_cache import TreeCache
 from stand.fusion.on_cpu import fuse_on_cpu
 from stand.trees import DraftBatch
 

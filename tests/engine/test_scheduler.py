@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 import stand
 from stand.backend import CapturedBackend
 from stand.call import Call
-from stand.forward import mapped_memory, tree_cache
-from stand.forward.paged_cache import PagedCache, PromptRoom
-from stand.forward.tree_cache import TreeCache
+from stand.forward.cache import mapped_memory, tree_cache
+from stand.forward.cache.paged_cache import PagedCache, PromptRoom
+from stand.forward.cache.tree_cache import TreeCache
 from stand.numbered_keys import NumberedKeys
 from stand.row import Row
 from stand.scheduling import memory, prompt_keys

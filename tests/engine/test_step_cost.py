@@ -15,8 +15,8 @@ from tiny_models import tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import stand
-from stand.drafters import known_costs
-from stand.drafters.step_cost import CostTable, StepCost, clock_of, measure_cost, synthetic_drafts, table_path
+from stand.drafters.costs import known as known_costs
+from stand.drafters.costs.step_cost import CostTable, StepCost, clock_of, measure_cost, synthetic_drafts, table_path
 
 FLAT_THEN_STEEP = StepCost(num_rows=1, length=100, tokens=(1, 64, 128), seconds=(4.0, 4.0, 8.0))
 

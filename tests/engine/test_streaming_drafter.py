@@ -14,7 +14,7 @@ from turns import PROMPTS, restless_calls, take_turns
 from two_tokens import assert_greedy_equals_transformers
 
 import stand
-from stand.drafters.step_cost import StepCost
+from stand.drafters.costs.step_cost import StepCost
 from stand.drafters.streams import rider
 from stand.drafters.streams.weights import Streams
 from stand.scheduling import within_pages

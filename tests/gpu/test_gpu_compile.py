@@ -19,9 +19,8 @@ from specimens.attention import of_attention
 from specimens.registry import SPECIMENS
 
 import stand.gpu.kernels
-from stand.gpu.product_tiles import TILES
-from stand.gpu.step_size import SUPPORT_SIZES
-from stand.gpu.tiles import (
+from stand.gpu.packets.step_size import SUPPORT_SIZES
+from stand.gpu.tuning.attention_tiles import (
     BLOCKS_16_BIT,
     BLOCKS_FLOAT32,
     LATENT_16_BIT,
@@ -30,6 +29,7 @@ from stand.gpu.tiles import (
     Blocks,
     Limits,
 )
+from stand.gpu.tuning.product_tiles import TILES
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # what one block may have
@@ -72,8 +72,8 @@ def compiled(*options: str) -> list[dict]:
 
 def check_all(kernels: list[dict], target: str) -> None:
     """There are kernels of every module, each within the shared memory that one block may have."""
-    sources = Path(stand.gpu.kernels.__file__).parent.glob("*.py")
-    modules = {path.stem for path in sources} - {"__init__", "cut", "launch", "proxy_fence"}
+    sources = Path(stand.gpu.kernels.__file__).parent.rglob("*.py")
+    modules = {path.stem for path in sources} - {"__init__", "cut", "key_blocks", "launch", "proxy_fence"}
     chosen = [kernel for kernel in kernels if kernel["target"] == target]
     assert modules and {kernel["module"] for kernel in chosen} == modules
     for kernel in chosen:

@@ -18,10 +18,17 @@ from torch import nn
 
 from stand.forward.model import run_plan
 from stand.forward.packed_plan import StepPlan
-from stand.forward.recurrent_layers import RecurrentForward, recurrent_layers
+from stand.forward.recurrent.layers import RecurrentForward, recurrent_layers
 from stand.forward.tree_attention import tree_attention
-from stand.fusion import delta_layer
-from stand.fusion.delta_layer import BY_KEY_HEAD, SEPARATE, SINGLE, FusedDeltaLayer, delta_parts, is_delta_layer
+from stand.fusion.forwards import delta_layer
+from stand.fusion.forwards.delta_layer import (
+    BY_KEY_HEAD,
+    SEPARATE,
+    SINGLE,
+    FusedDeltaLayer,
+    delta_parts,
+    is_delta_layer,
+)
 from stand.fusion.fusion import Fusion, fuse
 from stand.gpu import kernel_scan
 from stand.trees import DraftBatch

@@ -8,9 +8,9 @@ pytest.importorskip("triton")
 import plain_kernels
 from verdicts import blank_verdict
 
-from stand.gpu.kernels import draw as draw_kernel
-from stand.gpu.kernels.draw import CHUNK, draw_nodes
-from stand.gpu.kernels.follow import follow
+from stand.gpu.kernels.verification import draw as draw_kernel
+from stand.gpu.kernels.verification.draw import CHUNK, draw_nodes
+from stand.gpu.kernels.verification.follow import follow
 
 UNIFORMS = [0.0, 0.1, 0.37, 0.5, 0.83, 0.999, 1 - 2**-53]
 

@@ -20,13 +20,13 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from stand.fusion.experts import MOST_TOKENS, ExpertForm, FusedExperts
 from stand.fusion.formulas import CLAMPED, GELU_ERF, GELU_TANH, RELU_SQUARED, SILU
-from stand.gpu.expert_tiles import MOST_CHOSEN, NARROW, TILES, ExpertTile, expert_tile
+from stand.fusion.forwards.experts import MOST_TOKENS, ExpertForm, FusedExperts
 from stand.gpu.kernels import experts as experts_kernel
 from stand.gpu.kernels import pairs as pairs_kernel
 from stand.gpu.kernels.experts import mixed_experts
 from stand.gpu.kernels.pairs import sort_pairs
+from stand.gpu.tuning.expert_tiles import MOST_CHOSEN, NARROW, TILES, ExpertTile, expert_tile
 
 HALF = [torch.bfloat16, torch.float16]
 needs_compiled = pytest.mark.skipif("STAND_PTX" not in os.environ, reason="needs compiled kernels: STAND_PTX=90")

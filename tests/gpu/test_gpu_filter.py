@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from stand.gpu.kernels import filter as filter_kernel
-from stand.gpu.kernels.filter import filter_rows, first_doubtful_way
+from stand.gpu.kernels.verification import filter as filter_kernel
+from stand.gpu.kernels.verification.filter import filter_rows, first_doubtful_way
 from stand.gpu.step_body import StepBody
 from stand.laws.sampling import SamplingParams, TargetLaw
 

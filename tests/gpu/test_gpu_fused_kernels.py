@@ -33,14 +33,14 @@ from stand.fusion.formulas import (
     SCALE_FIRST,
     SILU,
 )
-from stand.gpu.kernels import gated_norm as gated_norm_kernel
 from stand.gpu.kernels import norm as norm_kernel
 from stand.gpu.kernels import rope as rope_kernel
 from stand.gpu.kernels import rotate as rotate_kernel
 from stand.gpu.kernels import swiglu as swiglu_kernel
-from stand.gpu.kernels.gated_norm import gated_rms_norm
 from stand.gpu.kernels.launch import launch_device
 from stand.gpu.kernels.norm import add_rms_norm, rms_norm
+from stand.gpu.kernels.recurrent import gated_norm as gated_norm_kernel
+from stand.gpu.kernels.recurrent.gated_norm import gated_rms_norm
 from stand.gpu.kernels.rope import rope_and_store
 from stand.gpu.kernels.rotate import rotate_pair
 from stand.gpu.kernels.swiglu import gated_product

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from stand.forward.cache_argument import cache_argument
+from stand.forward.cache.cache_argument import cache_argument
 from stand.forward.tree_attention import tree_attention
 from stand.fusion import fusion as fusion_module
-from stand.fusion import merged_linear
+from stand.fusion.forwards import merged_linear
+from stand.fusion.forwards.norm import FusedNorm
 from stand.fusion.fusion import fuse
 from stand.fusion.kernels import triton_kernels
-from stand.fusion.norm import FusedNorm
 from stand.gpu.device_cache import DeviceCache
 
 NAME = "stand_test_dense"

@@ -17,11 +17,11 @@ from tiny_models import kernel_model
 import stand
 from stand.backend import CapturedBackend
 from stand.call import Call
-from stand.forward.key_shape import LayerKeys
-from stand.gpu import page_table
+from stand.forward.cache.key_shape import LayerKeys
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_cache import DeviceCache
-from stand.gpu.page_table import PageTable
+from stand.gpu.packets import page_table
+from stand.gpu.packets.page_table import PageTable
 from stand.trees import DraftBatch, DraftTree, TreeShape
 
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8, 9]]

@@ -17,13 +17,13 @@ from no_host_copy import HostCopyError, NoHostCopy
 from no_kernel import without_kernels
 
 from stand.gpu.kernels import compact as compact_kernel
-from stand.gpu.kernels import draw as draw_kernel
-from stand.gpu.kernels import filter as filter_kernel
-from stand.gpu.kernels import follow as follow_kernel
-from stand.gpu.kernels import race as race_kernel
-from stand.gpu.kernels import softmax as softmax_kernel
-from stand.gpu.kernels import top_tokens as top_tokens_kernel
-from stand.gpu.kernels import traverse as traverse_kernel
+from stand.gpu.kernels.verification import draw as draw_kernel
+from stand.gpu.kernels.verification import filter as filter_kernel
+from stand.gpu.kernels.verification import follow as follow_kernel
+from stand.gpu.kernels.verification import race as race_kernel
+from stand.gpu.kernels.verification import softmax as softmax_kernel
+from stand.gpu.kernels.verification import top_tokens as top_tokens_kernel
+from stand.gpu.kernels.verification import traverse as traverse_kernel
 
 M, V, S, B = 12, 3000, 5, 3  # nodes, tokens, candidates, rows
 

@@ -29,27 +29,28 @@ from unequal_models import new_deepseek, new_gemma4, unequal_model
 
 import stand
 from stand.forward import latent_keys
-from stand.forward.key_shape import LayerKeys, layer_keys
+from stand.forward.cache.key_shape import LayerKeys, layer_keys
+from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.latent_keys import unexpanded_keys
 from stand.forward.model import run_plan
 from stand.forward.packed_plan import StepPlan
-from stand.forward.recurrent_layers import recurrent_forwards
-from stand.forward.recurrent_states import LayerStates, RecurrentStates
+from stand.forward.recurrent.layers import recurrent_forwards
+from stand.forward.recurrent.states import LayerStates, RecurrentStates
 from stand.forward.self_check import check_case, tree_logits
 from stand.forward.tree_attention import tree_attention
-from stand.forward.tree_cache import TreeCache
 from stand.fusion.fusion import fuse
-from stand.gpu import device_rule, kernel_attention, kernel_scan, step_body, step_packet, tails
+from stand.gpu import device_rule, kernel_attention, kernel_scan, step_body, tails
 from stand.gpu.device_cache import DeviceCache
 from stand.gpu.device_rule import CoupledRule, GreedyRule, MatchRule, TraversalRule
 from stand.gpu.kernel_attention import KERNEL_ATTENTION_NAME
 from stand.gpu.kernels import attention
-from stand.gpu.page_table import PageTable
+from stand.gpu.packets import step_packet
+from stand.gpu.packets.page_table import PageTable
+from stand.gpu.packets.step_packet import StepPacket
+from stand.gpu.packets.step_size import StepSize
 from stand.gpu.step_body import StepBody, StepOutput
-from stand.gpu.step_packet import StepPacket
-from stand.gpu.step_size import StepSize
 from stand.gpu.tails import TailBody, Tails
-from stand.gpu.tiles import PAGE_SIZE
+from stand.gpu.tuning.attention_tiles import PAGE_SIZE
 from stand.laws.sampling import SamplingParams, TargetLaw
 
 NUM_ROWS, ROOM = 2, 128

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from attention_cases import Case, difference, expected, make_case, run
 
-from stand.gpu.tiles import BLOCKS_16_BIT, BLOCKS_FLOAT32, PAGE_SIZE
+from stand.gpu.tuning.attention_tiles import BLOCKS_16_BIT, BLOCKS_FLOAT32, PAGE_SIZE
 
 
 def paged(case: Case, page_size: int = PAGE_SIZE, *, shared: tuple[int, ...] = ()) -> tuple[Case, torch.Tensor]:

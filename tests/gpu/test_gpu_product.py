@@ -18,11 +18,11 @@ from widened_bfloat16 import widened_bfloat16
 import stand
 from stand.fusion import fusion as fusion_module
 from stand.fusion.fusion import fuse
-from stand.gpu import products as products_module
 from stand.gpu.kernels.product import few_token_product
-from stand.gpu.known_products import known_products
-from stand.gpu.product_tiles import MOST_TOKENS, TILES, ProductTile
-from stand.gpu.products import TOKENS, Products, choose, is_equal
+from stand.gpu.tuning import products as products_module
+from stand.gpu.tuning.known_products import known_products
+from stand.gpu.tuning.product_tiles import MOST_TOKENS, TILES, ProductTile
+from stand.gpu.tuning.products import TOKENS, Products, choose, is_equal
 
 CPU = torch.device("cpu")
 ROWS, DEPTH = 72, 1100  # of no tile a multiple

@@ -312,7 +312,7 @@ def without_barrier(number: int, kernel: str = ""):
 @pytest.mark.skipif("STAND_PTX" not in os.environ, reason="needs compiled kernels: STAND_PTX=90")
 def test_barriers_of_production_kernels_are_needed(compiled):
     """A draw per law: its sums go through shared memory. Each of its first barriers, taken out, is a race."""
-    from stand.gpu.kernels.draw import draw_nodes
+    from stand.gpu.kernels.verification.draw import draw_nodes
 
     laws, uniforms = torch.softmax(torch.randn(2, 3000), dim=1), torch.rand(2, dtype=torch.float64)
     expected = draw_nodes(laws, uniforms)
@@ -330,7 +330,7 @@ def test_every_barrier_of_the_traversal_is_needed(compiled):
     from traversal_arrays import traversal_arrays
     from workloads.random_draft import random_draft
 
-    from stand.gpu.kernels.traverse import traverse
+    from stand.gpu.kernels.verification.traverse import traverse
     from stand.trees import DraftBatch
 
     batch = DraftBatch.concatenate([random_draft(heap_parents(40), 60, np.random.default_rng(0))])

@@ -16,10 +16,12 @@ from tiny_models import kernel_model
 
 import stand
 from stand.backend import CapturedBackend
-from stand.forward.key_shape import key_shape
-from stand.gpu import device_cache, page_table, tiles
+from stand.forward.cache.key_shape import key_shape
+from stand.gpu import device_cache
 from stand.gpu.captured_step import CapturedStep
-from stand.gpu.page_table import PageTable
+from stand.gpu.packets import page_table
+from stand.gpu.packets.page_table import PageTable
+from stand.gpu.tuning import attention_tiles as tiles
 from stand.scheduling import memory, within_pages
 from stand.scheduling.page_allocator import PageAllocator
 
@@ -243,7 +245,7 @@ def test_what_a_call_takes_when_it_begins():
 
 def test_a_table_of_its_own_shares_nothing():
     torch.manual_seed(0)
-    keys = stand.forward.tree_cache.TreeCache(1, 100)
+    keys = stand.forward.cache.tree_cache.TreeCache(1, 100)
     keys.keys, keys.values = [torch.randn(1, 2, 256, 16)], [torch.randn(1, 2, 256, 16)]
     keys.layer_places, model = {0: 0}, kernel_model("qwen2")
     cache = page_table.DeviceCache.like(keys, model=model, num_pages=2, page_size=64, num_places=2)

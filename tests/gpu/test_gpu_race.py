@@ -7,7 +7,7 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from stand.gpu.kernels import race as race_kernel  # noqa: E402
+from stand.gpu.kernels.verification import race as race_kernel  # noqa: E402
 from stand.trees import DraftBatch, DraftTree  # noqa: E402
 from stand.verifiers import TargetRows, VerifierNoise, get_verifier  # noqa: E402
 from stand.verifiers.noise import uniforms_on_device  # noqa: E402

@@ -11,14 +11,14 @@ pytest.importorskip("triton")
 
 from nearest_bfloat16 import nearest_bfloat16
 
-from stand.forward.gates import DeltaGates, StepSizes
-from stand.forward.linear_attention import gated_delta_rule, state_space
+from stand.forward.recurrent.gates import DeltaGates, StepSizes
+from stand.forward.recurrent.linear_attention import gated_delta_rule, state_space
 from stand.fusion.formulas import GATE_FIRST
-from stand.gpu.kernels.convolve import convolve, keep_tails
-from stand.gpu.kernels.delta_updates import delta_updates
-from stand.gpu.kernels.gated_norm import gated_rms_norm
-from stand.gpu.kernels.linear_attention import keep_states, linear_attention
-from stand.gpu.kernels.path_decays import prepared, prepared_gated, prepared_steps
+from stand.gpu.kernels.recurrent.convolve import convolve, keep_tails
+from stand.gpu.kernels.recurrent.delta_updates import delta_updates
+from stand.gpu.kernels.recurrent.gated_norm import gated_rms_norm
+from stand.gpu.kernels.recurrent.linear_attention import keep_states, linear_attention
+from stand.gpu.kernels.recurrent.path_decays import prepared, prepared_gated, prepared_steps
 
 CASES = {
     "rows of many lengths": ScanCase((19, 0, 1, 5), 32),

@@ -17,11 +17,12 @@ from step_pair import PROMPTS, StepPair, growing_pools, put_back_after
 
 import stand
 from stand.drafters.blended import BlendedDrafter
-from stand.forward.key_shape import key_shape
+from stand.forward.cache.key_shape import key_shape
 from stand.fusion import fusion as fusion_module
 from stand.fusion import kernels as kernels_module
-from stand.gpu import kernel_scan, page_table
+from stand.gpu import kernel_scan
 from stand.gpu.captured_step import CapturedStep
+from stand.gpu.packets import page_table
 from stand.scheduling import memory
 from stand.scheduling.page_allocator import PageAllocator, PagesExhaustedError
 from stand.scheduling.within_pages import WithinPages

@@ -14,9 +14,9 @@ from specimens.registry import SPECIMENS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from stand.gpu.expert_tiles import MOST_CHOSEN
 from stand.gpu.kernels import route as route_kernel
 from stand.gpu.kernels.route import MOST_EXPERTS, sigmoid_route, softmax_route
+from stand.gpu.tuning.expert_tiles import MOST_CHOSEN
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

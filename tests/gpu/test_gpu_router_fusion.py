@@ -26,11 +26,11 @@ from transformers import (
 from transformers.models.axk2.modeling_axk2 import AXK2TopkRouter
 from widened_bfloat16 import widened_bfloat16
 
-from stand.fusion import router as router_module
+from stand.fusion.forwards import router as router_module
+from stand.fusion.forwards.router import FusedRouter, Precision, RouterForm, Score, router_forms, told_apart
 from stand.fusion.fusion import fuse
 from stand.fusion.kernels import triton_kernels
-from stand.fusion.router import FusedRouter, Precision, RouterForm, Score, router_forms, told_apart
-from stand.gpu.expert_tiles import MOST_CHOSEN
+from stand.gpu.tuning.expert_tiles import MOST_CHOSEN
 
 ROUTER, EXPERTS = "router of a mixture", "mixture of experts"
 ONE_LAYER = SHAPE | {"num_hidden_layers": 1}

@@ -34,11 +34,11 @@ from verdicts import blank_verdict
 from waitless_draws import draw_residuals_at
 
 from stand.gpu.device_rule import MatchRule, follow_drawn
-from stand.gpu.kernels.race import race
-from stand.gpu.kernels.traverse import traverse
-from stand.gpu.step_packet import StepPacket
-from stand.gpu.step_size import StepSize
-from stand.gpu.work_list import Splitting, Tiling
+from stand.gpu.kernels.verification.race import race
+from stand.gpu.kernels.verification.traverse import traverse
+from stand.gpu.packets.step_packet import StepPacket
+from stand.gpu.packets.step_size import StepSize
+from stand.gpu.packets.work_list import Splitting, Tiling
 from stand.trees import DraftBatch, DraftTree
 from stand.verifiers import VerifierNoise
 from stand.verifiers.draw import tokens_at

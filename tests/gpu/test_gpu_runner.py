@@ -12,8 +12,8 @@ from fake_events import FakeEvent
 
 from stand.fusion import fusion
 from stand.gpu import runner
-from stand.gpu.device_timer import DeviceTimer
 from stand.gpu.runner import TORCH_STREAMS, WARM_UP_RUNS, GraphRunner
+from stand.gpu.tuning.device_timer import DeviceTimer
 
 DEVICE = torch.device("cuda")
 

@@ -12,8 +12,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteTopkRouter
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHTopkRouter
 
-from stand.gpu.expert_tiles import MOST_CHOSEN
 from stand.gpu.kernels.route import MOST_EXPERTS, sigmoid_route
+from stand.gpu.tuning.expert_tiles import MOST_CHOSEN
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Routes = tuple[torch.Tensor, torch.Tensor]

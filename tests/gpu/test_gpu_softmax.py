@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from stand.gpu.kernels.softmax import softmax_rows
+from stand.gpu.kernels.verification.softmax import softmax_rows
 
 VOCABULARY_SIZE = 5000  # two chunks and a half
 INFINITY = float("inf")

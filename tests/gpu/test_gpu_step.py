@@ -16,8 +16,9 @@ from tiny_models import CONFIGS, kernel_model
 import stand
 from stand.drafters.blended import BlendedDrafter
 from stand.forward import model as forward_model
-from stand.gpu import captured_step, page_table
+from stand.gpu import captured_step
 from stand.gpu.device_rule import rule_like
+from stand.gpu.packets import page_table
 from stand.gpu.runner import DirectRunner
 from stand.scheduling import kept_prompts, prefilled, prompt_keys
 from stand.trees import BlendedLookup, DraftBatch

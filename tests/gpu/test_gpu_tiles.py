@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stand.forward.attention_shape import HeadSizes
-from stand.gpu.tiles import Limits, blocks, limits_of, programs_at_once, refusal, tile_tokens
+from stand.gpu.tuning.attention_tiles import Limits, blocks, limits_of, programs_at_once, refusal, tile_tokens
 
 LIMITS = {  # shared memory that one program may have
     "sm_80": Limits(80, 163 * 1024),

@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from stand.gpu.kernels import top_tokens as top_tokens_kernel
-from stand.gpu.kernels.top_tokens import top_tokens
+from stand.gpu.kernels.verification import top_tokens as top_tokens_kernel
+from stand.gpu.kernels.verification.top_tokens import top_tokens
 
 VOCABULARY_SIZE = 5000  # two chunks and a half
 

@@ -21,7 +21,7 @@ from exact import (
 from random_drafts import random_drafts
 from traversal_arrays import traversal_arrays
 
-from stand.gpu.kernels.traverse import traverse
+from stand.gpu.kernels.verification.traverse import traverse
 from stand.trees import DraftBatch, DraftTree
 from stand.verifiers import verdict_compiled
 from stand.verifiers.schedule import packed_parents

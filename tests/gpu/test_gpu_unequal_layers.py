@@ -17,14 +17,15 @@ from unequal_models import unequal_model
 import stand
 from stand.drafters.blended import BlendedDrafter
 from stand.forward.attention_shape import AttentionShape, HeadSizes
-from stand.forward.key_shape import KeyShape, LayerKeys, key_shape
-from stand.forward.tree_cache import TreeCache
+from stand.forward.cache.key_shape import KeyShape, LayerKeys, key_shape
+from stand.forward.cache.tree_cache import TreeCache
 from stand.fusion.trial import Trial
-from stand.gpu import page_table, step_body
+from stand.gpu import step_body
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_cache import DeviceCache, has_one_type
 from stand.gpu.kernel_attention import KernelPlan
 from stand.gpu.kernels.rotate import rotate_pair
+from stand.gpu.packets import page_table
 
 FAMILIES = (
     "gemma4",

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from stand.gpu.packing import ListArrays
-from stand.gpu.work_list import ITEM_FIELDS, Splitting, Tiling, WorkList
+from stand.gpu.packets.packing import ListArrays
+from stand.gpu.packets.work_list import ITEM_FIELDS, Splitting, Tiling, WorkList
 
 
 def random_step(seed: int):

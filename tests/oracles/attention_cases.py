@@ -7,8 +7,8 @@ import torch
 
 from stand.forward.attention_shape import HeadSizes
 from stand.gpu.kernels.attention import tree_attention
-from stand.gpu.tiles import tile_tokens
-from stand.gpu.work_list import Splitting, Tiling, WorkList
+from stand.gpu.packets.work_list import Splitting, Tiling, WorkList
+from stand.gpu.tuning.attention_tiles import tile_tokens
 
 SPLIT = 64
 MANY = 10**6  # items per row: every split is as short as allowed

@@ -12,8 +12,8 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from stand.fusion.forwards.merged_linear import MergedLinear
 from stand.fusion.fusion import Fusion
-from stand.fusion.merged_linear import MergedLinear
 
 
 @contextmanager

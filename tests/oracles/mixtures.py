@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import gelu, silu
 
-from stand.fusion.experts import ExpertForm
 from stand.fusion.formulas import CLAMPED, GELU_ERF, GELU_TANH, RELU_SQUARED, SILU
+from stand.fusion.forwards.experts import ExpertForm
 
 ACTIVATIONS = {SILU: silu, GELU_TANH: lambda x: gelu(x, approximate="tanh"), GELU_ERF: gelu}
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from stand.forward.key_shape import LayerKeys
+from stand.forward.cache.key_shape import LayerKeys
 from stand.gpu.device_cache import DeviceCache
-from stand.gpu.page_table import PageTable
+from stand.gpu.packets.page_table import PageTable
 
 
 def alike(layers: Iterable[int], num_heads: int, head_size: int) -> list[tuple[int, LayerKeys]]:

@@ -4,9 +4,9 @@ import numpy as np
 import torch
 from tiny_models import VOCABULARY_SIZE
 
+from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.model import run_plan
 from stand.forward.packed_plan import StepPlan
-from stand.forward.tree_cache import TreeCache
 from stand.trees import DraftTree
 
 

@@ -3,8 +3,8 @@
 import torch
 from torch.nn.functional import silu
 
-from stand.forward.gates import DeltaGates, StepSizes
-from stand.forward.linear_attention import NORM_EPSILON
+from stand.forward.recurrent.gates import DeltaGates, StepSizes
+from stand.forward.recurrent.linear_attention import NORM_EPSILON
 from stand.gpu import kernel_scan
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stand.drafters.streams.weights import PROJECTIONS, Streams
-from stand.forward.cache_argument import cache_argument
+from stand.forward.cache.cache_argument import cache_argument
 from stand.forward.tree_attention import tree_attention
 
 

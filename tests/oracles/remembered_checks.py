@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from stand.forward.model import text_config
 from stand.forward.module_code import code_of
+from stand.fusion.forwards.merged_linear import is_bare
 from stand.fusion.guard import plain_values
-from stand.fusion.merged_linear import is_bare
 
-CALLERS = ("stand.engine", "stand.drafters.draft_model")  # of the check of models; that of kernels is looked up anew
+CALLERS = ("stand.wrapping", "stand.drafters.draft_model")  # of the check of models; that of kernels is looked up anew
 
 
 class PassedChecks:

@@ -2,7 +2,7 @@
 
 from long_runs.resident_memory import resident_bytes
 
-from stand.forward.paged_cache import PagedCache, PromptRoom
+from stand.forward.cache.paged_cache import PagedCache, PromptRoom
 from stand.scheduling.run import Run
 
 

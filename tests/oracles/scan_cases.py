@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from stand.forward.gates import DeltaGates, StepSizes
+from stand.forward.recurrent.gates import DeltaGates, StepSizes
 
 
 @dataclass

@@ -6,8 +6,8 @@ from transformers import PreTrainedModel
 
 import stand
 from stand.drafters.blended import BlendedDrafter
-from stand.gpu import page_table
 from stand.gpu.device_cache import DeviceCache
+from stand.gpu.packets import page_table
 from stand.output import GenerationOutput
 from stand.scheduling.within_pages import WithinPages
 from stand.trees import BlendedLookup

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from stand.drafters.step_cost import StepCost
+from stand.drafters.costs.step_cost import StepCost
 from stand.plugins.paying_drafts import Limits, PayingDrafts
 
 Cost = Callable[[int, int], float]  # seconds of a step by rows and draft tokens

@@ -5,7 +5,7 @@ import json
 import bench_cache
 import pytest
 
-from stand.forward import mapped_memory
+from stand.forward.cache import mapped_memory
 
 pytestmark = pytest.mark.skipif(not mapped_memory.is_available(), reason="needs Linux")
 SMALL = ["--rows", "3", "--lengths", "20,300", "--prompt", "16", "--nodes", "2", "--steps", "4"]

@@ -16,7 +16,7 @@ from training import checkpoint, head_command, trainer
 from training.eagle import RECIPE
 from transformers import AutoTokenizer
 
-from stand.forward.recurrent_layers import recurrent_layers
+from stand.forward.recurrent.layers import recurrent_layers
 
 REASONER = head_command.REASONER
 

@@ -10,7 +10,7 @@ from table_parts import replay_tables
 from verifier_parts import verifier_tables
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-pytestmark = pytest.mark.skipif(not (DOCS / "drafting.json").is_file(), reason="needs the documents")
+pytestmark = pytest.mark.skipif(not (DOCS / "figures").is_dir(), reason="needs the documents")
 FAMILIES = {
     "R1-Llama-8B MATH-500": "math", "QwQ-32B riddles": "qwq", "Gemma-4-12B MMLU-Pro": "mmlu",
     "Qwen3.6-27B Gaokao": "gaokao", "Qwen3-32B AIME": "aime", "GLM-Z1 riddles": "glm",
@@ -22,7 +22,7 @@ FAMILIES = {
 
 
 def figures(name: str) -> dict | list:
-    return json.loads((DOCS / name).read_text(encoding="utf-8"))
+    return json.loads((DOCS / "figures" / name).read_text(encoding="utf-8"))
 
 
 def rows_under(page: str, header: str, number: int = 0) -> list[list[str]]:

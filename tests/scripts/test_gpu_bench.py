@@ -36,11 +36,11 @@ from gpu_parts.plain_float32 import use_plain_float32  # noqa: E402
 from triton.runtime.errors import OutOfResources  # noqa: E402
 from workloads.model_shapes import MIXTURES, SHAPES, SMOKE_SHAPE  # noqa: E402
 
-from stand.drafters import step_cost  # noqa: E402
-from stand.drafters.step_cost import CostTable, StepCost, table_path  # noqa: E402
+from stand.drafters.costs import step_cost  # noqa: E402
+from stand.drafters.costs.step_cost import CostTable, StepCost, table_path  # noqa: E402
 from stand.forward.model import size_name  # noqa: E402
-from stand.gpu.device_timer import DeviceTimer  # noqa: E402
-from stand.gpu.product_tiles import TILES  # noqa: E402
+from stand.gpu.tuning.device_timer import DeviceTimer  # noqa: E402
+from stand.gpu.tuning.product_tiles import TILES  # noqa: E402
 from stand.laws.sampling import TargetLaw  # noqa: E402
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import stand
-from stand.drafters.step_cost import StepCost
+from stand.drafters.costs.step_cost import StepCost
 from stand.trees import BlendedLookup, LookupTree
 
 PROMPT = [3, 4, 5, 3, 4, 6, 7, 3, 4]

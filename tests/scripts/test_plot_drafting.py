@@ -5,7 +5,7 @@ import json
 import plot_drafting
 import pytest
 
-needs_data = pytest.mark.skipif(not (plot_drafting.DOCS / "drafting.json").is_file(), reason="needs the documents")
+needs_data = pytest.mark.skipif(not (plot_drafting.FIGURES / "drafting.json").is_file(), reason="needs the documents")
 
 
 @needs_data
@@ -17,7 +17,7 @@ def test_draws_the_picture(tmp_path):
 
 @needs_data
 def test_every_coloured_line_has_its_points():
-    results = json.loads((plot_drafting.DOCS / "drafting.json").read_text(encoding="utf-8"))["results"]
+    results = json.loads((plot_drafting.FIGURES / "drafting.json").read_text(encoding="utf-8"))["results"]
     results = [one for one in results if one["setting"] == "all"]
     for family in plot_drafting.HELD_OUT:
         numbers = {name: len(plot_drafting.tokens_by_nodes(results, family, name)) for name in plot_drafting.DRAFTERS}
@@ -40,7 +40,7 @@ def test_figures_that_are_none_are_refused(tmp_path, capsys):
     others, few = tmp_path / "others.json", tmp_path / "few.json"
     others.write_text("[1]")
     few.write_text(json.dumps({"results": [{"family": "math", "drafter": "lookup", "setting": "all"}]}))
-    for file, message in ((others, "as docs/drafting.json does"), (few, "got none of")):
+    for file, message in ((others, "as docs/figures/drafting.json does"), (few, "got none of")):
         assert plot_drafting.main(["--data", str(file), "--output", str(tmp_path / "drafting.png")]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "drafting.png").exists()

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from replay_budgets import Times, main
 
-from stand.drafters.assumed_costs import AssumedCosts, ModelSizes
-from stand.drafters.step_cost import CostTable, StepCost
+from stand.drafters.costs.assumed import AssumedCosts, ModelSizes
+from stand.drafters.costs.step_cost import CostTable, StepCost
 
-BENCH = Path(__file__).resolve().parents[2] / "docs" / "gpu_h100.json"
+BENCH = Path(__file__).resolve().parents[2] / "docs" / "figures" / "gpu_h100.json"
 STEPS = CostTable((StepCost(1, 100, (1, 4, 16), (1.0, 2.0, 6.0)), StepCost(4, 100, (4, 16), (3.0, 6.0))))
 TIMES = Times(STEPS, AssumedCosts(ModelSizes(1000, ((1.0, 0),), 1), 206))
 

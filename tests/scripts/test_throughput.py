@@ -17,7 +17,7 @@ from measuring.trajectories import ARMS, chunk_sizes, derived_seed
 from transformers import AutoTokenizer
 from workloads.problem_sets import generated_tasks, read_tasks
 
-from stand.drafters import step_cost
+from stand.drafters.costs import step_cost
 
 
 def run(capsys, *options: str) -> tuple[int, str, str]:

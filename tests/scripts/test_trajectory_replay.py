@@ -29,10 +29,10 @@ from workloads.model_shapes import SMOKE_SHAPE
 from workloads.recordings import Recording
 
 import stand
-from stand.drafters.step_cost import CostTable, StepCost
+from stand.drafters.costs.step_cost import CostTable, StepCost
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_rule import MatchRule
-from stand.gpu.step_size import CLOSE_NUM_TOKENS, NUM_TOKENS
+from stand.gpu.packets.step_size import CLOSE_NUM_TOKENS, NUM_TOKENS
 from stand.trees import BlendedLookup, DraftBatch, DraftTree
 from stand.verifiers import VerifierNoise
 

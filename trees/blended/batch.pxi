@@ -1,4 +1,4 @@
-# Grown drafts as arrays of Python.
+# Grown drafts, and laws, as arrays of Python.
 
 cdef object batch_of(Growth& growth):
     """The grown nodes as a DraftBatch: parts of one array, because making many costs more than filling them."""
@@ -46,3 +46,9 @@ cdef object _part(cnp.ndarray whole, int kind, void* first, Py_ssize_t length, P
     part = cnp.PyArray_SimpleNewFromData(2 if width else 1, shape, kind, first)
     cnp.set_array_base(part, whole)
     return part
+
+
+cdef tuple law_arrays(const vector[Candidate]& law):
+    """(token_ids int32[K], probabilities float32[K])"""
+    token_ids = np.array([law[i].token for i in range(law.size())], dtype=np.int32)
+    return token_ids, np.array([law[i].probability for i in range(law.size())], dtype=np.float32)

@@ -1,5 +1,11 @@
 # What lookup.pyx uses of the C++ headers of this folder.
 
+cdef enum:
+    MAX_WINDOW = 16  # at least MAX_DEPTH
+    LAST_SCOPE = 254
+    NO_BOUND = 2147483647  # of depths, nodes and widths
+    MAX_ROWS = 1048576
+
 cdef extern from "store/fair_mutex.h" namespace "stand" nogil:
     cdef cppclass FairMutex:
         void lock() except +
@@ -7,11 +13,11 @@ cdef extern from "store/fair_mutex.h" namespace "stand" nogil:
         void close() except +
         void open()
 
-cdef extern from "../sampling.h" namespace "stand" nogil:
+cdef extern from "../include/sampling.h" namespace "stand" nogil:
     cdef enum class DraftKind(int32_t):
         deterministic
 
-cdef extern from "../window.h" namespace "stand" nogil:
+cdef extern from "../include/window.h" namespace "stand" nogil:
     cdef cppclass StepView:
         const int32_t* token_ids
         const int32_t* parents

@@ -26,25 +26,20 @@ from stand.trees.fork_safety import lock_at_forks
 from stand.trees.noise import DRAFT, step_keys
 from stand.trees.sampling import KIND_NUMBERS, KINDS
 
-cdef enum:
-    MAX_WINDOW = 16  # at least MAX_DEPTH
-    LAST_SCOPE = 254
-    NO_BOUND = 2147483647  # of depths, nodes and widths
-    MAX_ROWS = 1048576
-
 # Globals of C. Under the stable ABI a name of the module is looked up in a dict at each use.
 cdef object C_DRAFT_BATCH = DraftBatch, C_KINDS = KINDS
 cdef dict C_KIND_NUMBERS = KIND_NUMBERS
 
 include "core.pxi"
-include "../digest.pxi"
-include "../windows.pxi"
+include "../include/digest.pxi"
+include "../include/windows.pxi"
 include "batch.pxi"
 include "outside.pxi"
 include "requests.pxi"
 include "snapshot.pxi"
+include "text_rows.pxi"
 
-cdef extern from "../compact_wrappers.h":
+cdef extern from "../include/compact_wrappers.h":
     pass
 
 MAX_DEPTH = C_MAX_DEPTH
@@ -104,11 +99,7 @@ cdef class BlendedLookup:
         self.rate = within(rate, "rate", 0.0, 0.5, 0.05)
         self.num_candidates = within(num_candidates, "num_candidates", 1, MAX_CANDIDATES, 10)
         self.fingerprint = checked_fingerprint(fingerprint)
-        cdef LookupSettings settings
-        settings.depth, settings.max_bytes = self.depth, self.max_bytes
-        settings.fade, settings.rate = self.fade, self.rate
-        settings.learns_odds = self.rate > 0.0
-        self._lookup = new CLookup(settings)
+        self._lookup = new CLookup(lookup_settings(self.depth, self.max_bytes, self.fade, self.rate))
         self._growth = new Growth()
         self._outside_odds = new OutsideOdds()
         lock_at_forks(self)
@@ -215,27 +206,14 @@ cdef class BlendedLookup:
         int64[B]: how many of them are new. rows int64[B]: the texts' rows of the array; None for the first B. scopes:
         one per text, None for 0. Raises ValueError on another kind of array, what is outside it, and negative tokens.
         """
-        cdef TextRows texts
-        cdef Py_ssize_t num_texts = len(lengths), text
-        cdef cnp.ndarray array = checked_array(tokens)
-        cdef int64_t num_rows = cnp.PyArray_DIM(array, 0), width = cnp.PyArray_DIM(array, 1)
         cdef vector[int64_t] row_numbers, sizes, fresh
-        fill_numbers(np.arange(num_texts) if rows is None else rows, "rows", num_texts, row_numbers)
-        fill_numbers(lengths, "lengths", num_texts, sizes)
-        fill_numbers(num_new, "num_new", num_texts, fresh)
         cdef vector[uint8_t] scope_numbers
-        fill_scopes(scopes, num_texts, scope_numbers)
-        if num_texts == 0 or num_rows == 0 or width == 0:
-            return
-        texts.tokens, texts.stride, texts.num_texts = <const int32_t*> cnp.PyArray_DATA(array), width, num_texts
-        texts.rows, texts.lengths, texts.num_new = row_numbers.data(), sizes.data(), fresh.data()
+        cdef TextRows texts = rows_of_texts(tokens, lengths, num_new, rows, row_numbers, sizes, fresh)
+        fill_scopes(scopes, texts.num_texts, scope_numbers)
         texts.scopes = scope_numbers.data()
-        check_texts(texts, num_rows, width, self._lookup.reach())
-        for text in range(num_texts):
-            if fresh[text] > 0:
-                self.digest = extended_digest(
-                    self.digest, texts.tokens + row_numbers[text] * width + sizes[text] - fresh[text], fresh[text]
-                )
+        if not holds_any(texts, tokens, self._lookup.reach()):
+            return
+        self.digest = digest_of_texts(self.digest, texts)
         with nogil:
             learn_texts(self._lookup[0], texts)
 
@@ -277,14 +255,10 @@ cdef class BlendedLookup:
         cdef int32_t available = fill_window(context, self._lookup.reach(), window)
         cdef uint8_t scope_number = scope_of(scope)
         cdef vector[Candidate] law
-        limit = whole(limit, "limit")
-        if not 0 <= limit < 2**31:
-            raise ValueError(f"limit must be in [0, 2**31), got {limit}; 10 is usual")
-        cdef int32_t wanted = limit
+        cdef int32_t wanted = checked_limit(limit)
         with nogil:
             law = blended_law(self._lookup[0], <uint32_t*> window, available, scope_number, wanted)
-        token_ids = np.array([law[i].token for i in range(law.size())], dtype=np.int32)
-        return token_ids, np.array([law[i].probability for i in range(law.size())], dtype=np.float32)
+        return law_arrays(law)
 
     def draft(self, histories, budget, *, seed, rows, steps, kind="deterministic", floor=0.0, rises=None,
               max_depths=None, max_nodes=None, width=None, scopes=None, outside=None):
@@ -307,20 +281,11 @@ cdef class BlendedLookup:
         cdef Py_ssize_t num_rows = len(histories)
         if not 1 <= num_rows <= MAX_ROWS:
             raise ValueError(f"draft needs 1 to {MAX_ROWS} histories, got {num_rows}; draft for more by further calls")
-        if kind not in C_KINDS:
-            raise ValueError(f"kind must be one of {KINDS}, got {kind!r}; deterministic is usual")
-        budget, floor = whole(budget, "budget"), real(floor, "floor")
-        if not 0 <= budget <= 2**20 or not 0.0 <= floor <= 1.0:
-            raise ValueError(
-                f"budget must be in [0, 2**20] and floor in [0, 1], got {budget} and {floor}; a floor of 0 is none"
-            )
-        cdef GrowthSettings settings
-        settings.kind = <DraftKind> <int32_t> C_KIND_NUMBERS[kind]
-        settings.budget, settings.floor, settings.num_candidates = budget, floor, self.num_candidates
-        settings.width = checked_width(width, kind)
+        cdef GrowthSettings settings = growth_settings(kind, budget, floor, width)
+        settings.num_candidates = self.num_candidates
         cdef const float[::1] shares
-        if rises is not None and budget > 0:
-            shares = checked_rises(rises, budget)
+        if rises is not None and settings.budget > 0:
+            shares = checked_rises(rises, settings.budget)
             settings.rises = &shares[0]
         cdef vector[int32_t] windows, sizes
         cdef vector[GrowthRequest] requests
@@ -367,45 +332,30 @@ cdef class BlendedLookup:
         Raises ValueError where the batch has no path_estimates or is unsound, where a path does not lead from its root
         down, for wrong lengths, and for an unknown kind.
         """
-        if kind not in C_KINDS:
-            raise ValueError(f"kind must be one of {KINDS}, got {kind!r}; say what the draft was asked for")
+        cdef DraftKind drafted = kind_of(kind, "say what the draft was asked for")
         cdef const float[::1] estimates = checked_estimates(batch)
         check_batch(batch)
         cdef const int32_t[::1] token_ids = batch.token_ids, parents = batch.parents, offsets = batch.offsets
         cdef const int32_t[::1] next_ids = int32_vector(next_tokens, "next_tokens")
         cdef Py_ssize_t num_rows = len(batch)
-        if len(accepted) != num_rows or next_ids.shape[0] != num_rows:
-            raise ValueError(
-                f"accepted and next_tokens must have one entry per row of the batch ({num_rows}), "
-                f"got {len(accepted)} and {next_ids.shape[0]}; give a row that kept nothing an empty path"
-            )
+        check_outcomes(num_rows, len(accepted), next_ids.shape[0])
         if num_rows == 0:
             return
         cdef vector[int32_t] nodes
         cdef vector[int64_t] ends
         fill_paths(accepted, nodes, ends)
-        cdef DraftKind drafted = <DraftKind> <int32_t> C_KIND_NUMBERS[kind]
         cdef Outcome outcome
         outcome.token_ids, outcome.parents, outcome.offsets = &token_ids[0], &parents[0], &offsets[0]
         outcome.estimates, outcome.next_tokens, outcome.accepted_ends = &estimates[0], &next_ids[0], ends.data()
         outcome.accepted, outcome.num_rows = nodes.data(), num_rows
-        cdef int64_t broken = first_broken_path(outcome)
-        if broken >= 0:
-            raise ValueError(
-                f"accepted[{broken}] must be a path of nodes from a child of the root down, "
-                f"got {list(accepted[broken])}; leave out the root"
-            )
+        check_paths(outcome, accepted)
         self.digest = extended_digest(self.digest, &next_ids[0], num_rows)
         with nogil:
             c_record_outcome(outcome, drafted, self._lookup[0])
 
     def check(self):
         """Raise RuntimeError where an invariant of the lookup is broken; for tests."""
-        cdef const char* fault
-        with nogil:
-            fault = self._lookup.find_fault()
-        if fault != NULL:
-            raise RuntimeError(f"the lookup must be sound, got {fault.decode()}")
+        check_sound(self._lookup[0])
 
     def save(self, path):
         """Write to a file: atomic, an existing file stays whole until the new one is complete. Raises OSError.
@@ -427,14 +377,7 @@ cdef class BlendedLookup:
         cap, and where a small file asks for a huge cap; ValueError for a fingerprint or a cap that no lookup may have;
         OSError where unreadable.
         """
-        if max_bytes is not None:
-            max_bytes = checked_cap(max_bytes)
-        parameters, arrays, digest = read_blended_lookup(
-            path, num_odds=C_NUM_ODDS, fingerprint=fingerprint, max_bytes=max_bytes
-        )
-        own_cap = parameters["max_bytes"]
-        if max_bytes is not None:
-            parameters["max_bytes"] = max_bytes
+        parameters, arrays, digest, own_cap = contents_of(path, fingerprint, max_bytes)
         cdef BlendedLookup lookup
         try:
             lookup = cls(**parameters)

@@ -95,53 +95,36 @@ cdef int32_t checked_width(width, kind) except -1:
     return _bound_of(width, "width", 1)
 
 
-cdef cnp.ndarray checked_array(tokens):
-    """int32[R, L], C-contiguous, as it was given: a copy of what an engine holds would take longer than learning."""
-    if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 2:
-        raise ValueError(f"tokens must be an int32[R, L] array, got {getattr(tokens, 'dtype', type(tokens))}; fill one")
-    if not tokens.flags.c_contiguous:
-        raise ValueError("tokens must be C-contiguous, got strides of another order; pass the whole array and rows")
-    return tokens
-
-
-cdef void fill_numbers(values, name, Py_ssize_t length, vector[int64_t]& numbers) except *:
-    """numbers[length], copied. Arrays of int64 are read directly: a typed view would take longer than a text."""
-    cdef const int64_t* first
-    if not cnp.PyArray_Check(values) or not _is_int64(values):
-        array = np.ascontiguousarray(values)
-        if array.dtype.kind not in "iu" and array.size:
-            raise ValueError(
-                f"{name} must hold one whole number per text ({length}), got {values!r}; give each its own"
-            )
-        values = array.astype(np.int64)
-    if cnp.PyArray_NDIM(values) != 1 or cnp.PyArray_DIM(values, 0) != length:
-        raise ValueError(f"{name} must hold one whole number per text ({length}), got {values!r}; give each its own")
-    first = <const int64_t*> cnp.PyArray_DATA(values)
-    numbers.assign(first, first + length)
-
-
 cdef bool_t _is_int64(cnp.ndarray values):
     """Is this int64[...], one after the other in memory?"""
     return cnp.PyArray_TYPE(values) == cnp.NPY_INT64 and cnp.PyArray_ISCARRAY_RO(values)
 
 
-cdef void check_texts(const TextRows& texts, Py_ssize_t num_rows, Py_ssize_t most_tokens, int32_t reach) except *:
-    """ValueError where a text is not in the array, or where what would be read is no token."""
-    cdef int64_t text, first, at
-    cdef const int32_t* tokens
-    for text in range(texts.num_texts):
-        if not 0 <= texts.rows[text] < num_rows:
-            raise ValueError(f"rows must be in [0, {num_rows}), got {texts.rows[text]}; count the rows of tokens")
-        if not 0 <= texts.num_new[text] <= texts.lengths[text] <= most_tokens:
-            raise ValueError(
-                f"texts must have 0 <= num_new <= length <= {most_tokens}, got num_new {texts.num_new[text]} and "
-                f"length {texts.lengths[text]}; lengths count the new tokens too"
-            )
-        tokens = texts.tokens + texts.rows[text] * texts.stride
-        first = max(0, texts.lengths[text] - texts.num_new[text] - reach)
-        for at in range(first, texts.lengths[text] if texts.num_new[text] > 0 else first):
-            if tokens[at] < 0:
-                raise ValueError(f"tokens must not be negative, got {tokens[at]}; lengths must end before the padding")
+cdef DraftKind kind_of(kind, remedy) except *:
+    if kind not in C_KINDS:
+        raise ValueError(f"kind must be one of {KINDS}, got {kind!r}; {remedy}")
+    return <DraftKind> <int32_t> C_KIND_NUMBERS[kind]
+
+
+cdef GrowthSettings growth_settings(kind, budget, floor, width) except *:
+    """Those that are numbers; no laws from outside, no rises."""
+    cdef GrowthSettings settings
+    settings.kind = kind_of(kind, "deterministic is usual")
+    budget, floor = whole(budget, "budget"), real(floor, "floor")
+    if not 0 <= budget <= 2**20 or not 0.0 <= floor <= 1.0:
+        raise ValueError(
+            f"budget must be in [0, 2**20] and floor in [0, 1], got {budget} and {floor}; a floor of 0 is none"
+        )
+    settings.budget, settings.floor, settings.width = budget, floor, checked_width(width, kind)
+    return settings
+
+
+cdef int32_t checked_limit(limit) except -1:
+    """Tokens of a law at most."""
+    limit = whole(limit, "limit")
+    if not 0 <= limit < 2**31:
+        raise ValueError(f"limit must be in [0, 2**31), got {limit}; 10 is usual")
+    return limit
 
 
 cdef void set_keys(const uint64_t[::1] keys, vector[GrowthRequest]& requests) except *:
@@ -188,3 +171,27 @@ cdef void fill_paths(paths, vector[int32_t]& nodes, vector[int64_t]& ends) excep
         for i in range(one.shape[0]):
             nodes.push_back(one[i])
         ends.push_back(nodes.size())
+
+
+cdef void check_outcomes(Py_ssize_t num_rows, Py_ssize_t num_paths, Py_ssize_t num_tokens) except *:
+    if num_paths != num_rows or num_tokens != num_rows:
+        raise ValueError(
+            f"accepted and next_tokens must have one entry per row of the batch ({num_rows}), "
+            f"got {num_paths} and {num_tokens}; give a row that kept nothing an empty path"
+        )
+
+
+cdef void check_paths(const Outcome& outcome, accepted) except *:
+    cdef int64_t broken = first_broken_path(outcome)
+    if broken >= 0:
+        raise ValueError(
+            f"accepted[{broken}] must be a path of nodes from a child of the root down, "
+            f"got {list(accepted[broken])}; leave out the root"
+        )
+
+
+cdef LookupSettings lookup_settings(int depth, int64_t max_bytes, double fade, double rate):
+    cdef LookupSettings settings
+    settings.depth, settings.max_bytes, settings.fade, settings.rate = depth, max_bytes, fade, rate
+    settings.learns_odds = rate > 0.0
+    return settings

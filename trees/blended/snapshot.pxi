@@ -1,5 +1,18 @@
 # Snapshots as arrays of Python: the fields are those of a file (file.py).
 
+cdef tuple contents_of(path, fingerprint, max_bytes):
+    """(parameters of the lookup that is to be made, arrays, digest, cap of the one that was saved)"""
+    if max_bytes is not None:
+        max_bytes = checked_cap(max_bytes)
+    parameters, arrays, digest = read_blended_lookup(
+        path, num_odds=C_NUM_ODDS, fingerprint=fingerprint, max_bytes=max_bytes
+    )
+    own_cap = parameters["max_bytes"]
+    if max_bytes is not None:
+        parameters["max_bytes"] = max_bytes
+    return parameters, arrays, digest, own_cap
+
+
 cdef dict arrays_of(Snapshot& snapshot):
     return {
         "roots": _copy(cnp.NPY_UINT32, snapshot.roots.data(), snapshot.roots.size()),
@@ -54,3 +67,11 @@ cdef void restore(path, dict arrays, CLookup& lookup, max_bytes, bint is_its_cap
         raise LookupFileError(f"{path} must fit into max_bytes={max_bytes}, got more; load it with a larger cap")
     if restored == Restored.damaged:
         raise LookupFileError(f"{path} must hold sound contexts, got a broken one; build it again")
+
+
+cdef void check_sound(CLookup& lookup) except *:
+    cdef const char* fault
+    with nogil:
+        fault = lookup.find_fault()
+    if fault != NULL:
+        raise RuntimeError(f"the lookup must be sound, got {fault.decode()}")

@@ -5,10 +5,10 @@ cdef extern from "<mutex>" namespace "std" nogil:
         void lock() except +
         void unlock()
 
-cdef extern from "../noise.h" namespace "stand" nogil:
+cdef extern from "../include/noise.h" namespace "stand" nogil:
     uint64_t stream_key(uint64_t seed, uint64_t stream)
 
-cdef extern from "../sampling.h" namespace "stand" nogil:
+cdef extern from "../include/sampling.h" namespace "stand" nogil:
     cdef cppclass Children:
         vector[int32_t] picks
         vector[float] laws
@@ -19,7 +19,7 @@ cdef extern from "../sampling.h" namespace "stand" nogil:
     cdef enum class DraftKind(int32_t):
         deterministic
 
-cdef extern from "../window.h" namespace "stand" nogil:
+cdef extern from "../include/window.h" namespace "stand" nogil:
     cdef cppclass StepView:
         const int32_t* token_ids
         const int32_t* parents

@@ -10,9 +10,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "../noise.h"
-#include "../sampling.h"
-#include "../window.h"
+#include "../include/noise.h"
+#include "../include/sampling.h"
+#include "../include/window.h"
 #include "table.h"
 
 namespace stand {

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "../window.h"
+#include "../include/window.h"
 #include "table.h"
 
 namespace stand {

@@ -25,12 +25,12 @@ from stand.trees.noise import DRAFT, TARGET, step_keys
 from stand.trees.sampling import KIND_NUMBERS, KINDS, SHAPED_KINDS
 
 include "core.pxi"
-include "../digest.pxi"
-include "../windows.pxi"
+include "../include/digest.pxi"
+include "../include/windows.pxi"
 include "requests.pxi"
 include "arrays.pxi"
 
-cdef extern from "../compact_wrappers.h":
+cdef extern from "../include/compact_wrappers.h":
     pass
 
 MAX_ORDER = 16

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "../noise.h"
+#include "../include/noise.h"
 
 namespace stand {
 

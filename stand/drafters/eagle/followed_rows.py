@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 
 from stand.drafters.drafter import Lesson
 from stand.drafters.eagle.head import EagleHead
+from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.features import prefill_features
-from stand.forward.linear_layers import few_token_layers
+from stand.forward.few_tokens.linear_layers import few_token_layers
 from stand.forward.model import PROMPT_CHUNK, fused
 from stand.forward.packed_plan import StepPlan
 from stand.forward.tree_attention import tree_attention
-from stand.forward.tree_cache import TreeCache
 from stand.fusion.on_cpu import fused_twin
 
 MOST_PROMPTS = 256  # whose features wait for their first draft; of a prompt beyond, the target computes them anew

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from stand.argument_checks import check_flags
 from stand.drafters.trained_part import FAMILIES, VOCABULARY, WEIGHT_FILE, TrainedPart, read_tensors
-from stand.forward.cache_argument import cache_argument
+from stand.forward.cache.cache_argument import cache_argument
 from stand.forward.model import text_config
 from stand.forward.tree_attention import ATTENTION_NAME
 

@@ -15,11 +15,11 @@ from transformers.cache_utils import Cache
 from stand.drafters.drafter import DraftRequest
 from stand.drafters.settings import check_count, check_temperature
 from stand.drafters.streams.weights import Streams
+from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.devices import input_device, off_one_device
 from stand.forward.packed_plan import StepPlan, ancestor_matrix, running
 from stand.forward.rider import Guesses
 from stand.forward.tree_attention import ATTENTION_NAME
-from stand.forward.tree_cache import TreeCache
 from stand.row import LiveRows
 from stand.trees import DraftBatch
 

@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 
 from stand.forward.attention_shape import HeadSizes
+from stand.gpu.kernels.key_blocks import block_of_keys, block_offsets, pages_at, real_cells
 from stand.gpu.kernels.launch import launch_device
 from stand.gpu.kernels.merge import merge_splits
 from stand.gpu.kernels.proxy_fence import MUST_ADD_FENCES, fences_added
-from stand.gpu.tiles import blocks, limits_of
+from stand.gpu.tuning.attention_tiles import blocks, limits_of
 
 MOST_WORDS = 4  # 64-bit words of ancestors per token
 PROGRAMS_PER_PROCESSOR = 2
@@ -88,49 +89,6 @@ def _before_keys(sinks, heads, split, BLOCK_M: tl.constexpr, HAS_SINKS: tl.const
 
 
 @triton.jit
-def _block_of_keys(block, num_prefix_blocks, first, length, BLOCK_N: tl.constexpr):
-    """(whether it holds new tokens, the first of them, its first slot)"""
-    is_tail = block >= num_prefix_blocks
-    tail_first = tl.maximum(block - num_prefix_blocks, 0) * BLOCK_N
-    return is_tail, tail_first, tl.where(is_tail, length + tail_first, first + block * BLOCK_N)
-
-
-@triton.jit
-def _pages_at(row_pages, start, last, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Numbers of the pages in which a block of slots from `start` up to `last` begins and ends."""
-    near = tl.load(row_pages + tl.minimum(start, last) // PAGE_SIZE)
-    far = tl.load(row_pages + tl.minimum(start + BLOCK_N - 1, last) // PAGE_SIZE)
-    return near, far
-
-
-@triton.jit
-def _block_offsets(
-    start, columns, near, far, PAGE_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    IS_PAGED: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """[BLOCK_N, BLOCK_D] where a block of slots from `start` lies in the pool, in pages `near` and `far`."""
-    cells = columns[:, None] * SLOT_STRIDE + tl.arange(0, BLOCK_D)[None, :]
-    if IS_PAGED:
-        inner = start % PAGE_SIZE
-        jump = (far - near).to(tl.int64) * PAGE_STRIDE - PAGE_SIZE * SLOT_STRIDE
-        offsets = near.to(tl.int64) * PAGE_STRIDE + inner * SLOT_STRIDE + cells
-        # By `tl.where` Triton 3.8 and 3.9 would not know that 16 bytes lie together, and copy nothing ahead.
-        offsets += ((inner + columns >= PAGE_SIZE).to(tl.int64) * jump)[:, None]
-    else:
-        offsets = near.to(tl.int64) * PAGE_STRIDE + start.to(tl.int64) * SLOT_STRIDE + cells
-    return offsets
-
-
-@triton.jit
-def _real_cells(inside, SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Which of a block's cells hold numbers, where `inside` says it of its rows: padding to a power of two does not."""
-    real = inside[:, None]
-    if BLOCK_D != SIZE:
-        real = real & (tl.arange(0, BLOCK_D) < SIZE)[None, :]
-    return real
-
-
-@triton.jit
 def _attend_keys(
     queries, turned_queries, keys, values, row_pages, ancestors, positions, packed, in_tile, row_first, length, first,
     k_end, blind, highest, mass, scale, softcap, PAGE_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr,
@@ -153,22 +111,22 @@ def _attend_keys(
     prefix_end = tl.minimum(k_end, length)
     num_prefix_blocks = tl.cdiv(tl.maximum(prefix_end - first, 0), BLOCK_N)
     num_tail_blocks = tl.cdiv(tl.maximum(k_end - length, 0), BLOCK_N)
-    _, _, start = _block_of_keys(0, num_prefix_blocks, first, length, BLOCK_N)
-    near, far = _pages_at(row_pages, start, k_end - 1, PAGE_SIZE, BLOCK_N)
+    _, _, start = block_of_keys(0, num_prefix_blocks, first, length, BLOCK_N)
+    near, far = pages_at(row_pages, start, k_end - 1, PAGE_SIZE, BLOCK_N)
     for block in range(0, num_prefix_blocks + num_tail_blocks):
-        is_tail, tail_first, start = _block_of_keys(block, num_prefix_blocks, first, length, BLOCK_N)
+        is_tail, tail_first, start = block_of_keys(block, num_prefix_blocks, first, length, BLOCK_N)
         end = tl.where(is_tail, k_end, prefix_end)
         slots = start + columns
         inside = slots < end
-        key_cells = _block_offsets(start, columns, near, far, PAGE_STRIDE, SLOT_STRIDE, PAGE_SIZE, IS_PAGED, BLOCK_D)
-        value_cells = _block_offsets(
+        key_cells = block_offsets(start, columns, near, far, PAGE_STRIDE, SLOT_STRIDE, PAGE_SIZE, IS_PAGED, BLOCK_D)
+        value_cells = block_offsets(
             start, columns, near, far, VALUE_PAGE_STRIDE, VALUE_SLOT_STRIDE, PAGE_SIZE, IS_PAGED, BLOCK_E
         )
         if IS_PAGED:
-            _, _, coming = _block_of_keys(block + 1, num_prefix_blocks, first, length, BLOCK_N)
-            near, far = _pages_at(row_pages, coming, k_end - 1, PAGE_SIZE, BLOCK_N)
-        key = tl.load(keys + key_cells, mask=_real_cells(inside, HEAD_SIZE, BLOCK_D), other=0.0)
-        value = tl.load(values + value_cells, mask=_real_cells(inside, VALUE_SIZE, BLOCK_E), other=0.0)
+            _, _, coming = block_of_keys(block + 1, num_prefix_blocks, first, length, BLOCK_N)
+            near, far = pages_at(row_pages, coming, k_end - 1, PAGE_SIZE, BLOCK_N)
+        key = tl.load(keys + key_cells, mask=real_cells(inside, HEAD_SIZE, BLOCK_D), other=0.0)
+        value = tl.load(values + value_cells, mask=real_cells(inside, VALUE_SIZE, BLOCK_E), other=0.0)
         scores = _scores(queries, key, turned_queries, value, scale, softcap, HAS_SOFTCAP, IS_LATENT)
         key_positions = slots
         if is_tail | (start + BLOCK_N > end):
@@ -202,7 +160,7 @@ def _store_result(
     begin = tl.where(is_whole, first_token, first_partial + split).to(tl.int64) * NUM_HEADS
     places = tokens * (num_splits * NUM_HEADS) + heads
     cells = places[:, None] * MIXED_SIZE + tl.arange(0, BLOCK)[None, :]
-    tile = _real_cells(in_tile, MIXED_SIZE, BLOCK)
+    tile = real_cells(in_tile, MIXED_SIZE, BLOCK)
     if is_whole:
         tl.store(mixed + begin * MIXED_SIZE + cells, result.to(mixed.dtype.element_ty), mask=tile)
     else:
@@ -255,13 +213,13 @@ def _tree_attention_kernel(
         in_tile = tokens < tl.load(item + 2)
         packed = first_token + tokens
         heads = key_head * GROUPS + rows % GROUPS
-        tile = _real_cells(in_tile, HEAD_SIZE, BLOCK_D)
+        tile = real_cells(in_tile, HEAD_SIZE, BLOCK_D)
         query_starts = packed.to(tl.int64) * query_token_stride + heads * query_head_stride
         queries = tl.load(query + query_starts[:, None] + sizes[None, :], mask=tile, other=0.0)
         turned_queries = queries
         if IS_LATENT:
             cells = query_starts[:, None] + HEAD_SIZE + tl.arange(0, BLOCK_E)[None, :]
-            turned_queries = tl.load(query + cells, mask=_real_cells(in_tile, VALUE_SIZE, BLOCK_E), other=0.0)
+            turned_queries = tl.load(query + cells, mask=real_cells(in_tile, VALUE_SIZE, BLOCK_E), other=0.0)
         first, blind = tl.load(item + 5), packed
         if HAS_WINDOW:
             # a token sees positions above its own less the window; a committed slot's position is its number

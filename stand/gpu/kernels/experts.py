@@ -14,14 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
-from stand.fusion.experts import MOST_TOKENS
 from stand.fusion.formulas import EXPERT_ACTIVATIONS, RELU_SQUARED
-from stand.gpu.expert_tiles import MOST_CHOSEN, ExpertTile, expert_tile
+from stand.fusion.forwards.experts import MOST_TOKENS
 from stand.gpu.kernels.launch import FLOATS, launch_device
 from stand.gpu.kernels.pairs import find_tile, sort_pairs
 from stand.gpu.kernels.product import is_last
 from stand.gpu.kernels.proxy_fence import MUST_ADD_FENCES, fences_added
 from stand.gpu.kernels.swiglu import activate, sigmoid
+from stand.gpu.tuning.expert_tiles import MOST_CHOSEN, ExpertTile, expert_tile
 
 BLOCK = 1024
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from stand.gpu.kernels.launch import FLOATS, launch_device
-from stand.gpu.product_tiles import MOST_TOKENS, TILES, ProductTile
+from stand.gpu.tuning.product_tiles import MOST_TOKENS, TILES, ProductTile
 
 
 @triton.jit
@@ -136,5 +136,5 @@ def _check(
     if num_splits < 1 or partials.numel() < needed or len(arrivals) < num_tiles:
         raise ValueError(
             f"{num_splits} splits of {num_tiles} tiles need partials for {needed} numbers and as many arrivals as "
-            f"tiles, got {partials.numel()} and {len(arrivals)}; make them with stand.gpu.products.Products"
+            f"tiles, got {partials.numel()} and {len(arrivals)}; make them with stand.gpu.tuning.products.Products"
         )

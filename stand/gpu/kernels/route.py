@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from stand.gpu.expert_tiles import MOST_CHOSEN
 from stand.gpu.kernels.launch import FLOATS, launch_device
 from stand.gpu.kernels.swiglu import sigmoid
-from stand.gpu.kernels.top_tokens import NOTHING, sort_keys, token_of, value_of
+from stand.gpu.kernels.verification.top_tokens import NOTHING, sort_keys, token_of, value_of
+from stand.gpu.tuning.expert_tiles import MOST_CHOSEN
 
 MOST_EXPERTS = 4096  # a token's logits lie in the registers of one warp up to 1,024, of four beyond
 

@@ -7,8 +7,8 @@
 #include <limits>
 #include <vector>
 
-#include "../../noise.h"
-#include "../../sampling.h"
+#include "../../include/noise.h"
+#include "../../include/sampling.h"
 #include "blender.h"
 
 namespace stand {

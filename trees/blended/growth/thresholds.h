@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "../../sampling.h"
+#include "../../include/sampling.h"
 
 namespace stand {
 

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "../../window.h"
+#include "../../include/window.h"
 #include "memory.h"
 
 namespace stand {

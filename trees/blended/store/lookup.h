@@ -10,7 +10,7 @@
 
 #pragma once
 
-#include "../../sampling.h"
+#include "../../include/sampling.h"
 #include "calibration.h"
 #include "end_cache.h"
 #include "fair_mutex.h"

@@ -1,0 +1,1 @@
+"""Layers that keep a state instead of keys, over trees of tokens."""

@@ -1,0 +1,1 @@
+"""What fused modules compute with on a CPU, compiled."""

@@ -1,0 +1,1 @@
+"""Fused forwards, one kind of module per file."""

@@ -1,0 +1,1 @@
+"""Kernels of layers that keep a state instead of keys."""

@@ -1,0 +1,1 @@
+"""Kernels from logits to the verdict: laws, their filters, draws and rules."""

@@ -1,13 +1,18 @@
 """The README's example runs as printed, and what it names exists."""
 
+import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import stand
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PACKAGES = ("stand", "trees", "verifiers", "scripts")
+PRODUCT = ("stand", "trees", "verifiers")
+PACKAGES = (*PRODUCT, "scripts")
 RULES = ("verifiers", "stand/drafters")  # what docs/verifiers.md is about
 MOST_LINES = 120
 
@@ -34,10 +39,9 @@ def tree_folders(listing: str) -> set[str]:
     return folders
 
 
-def package_folders(root: Path) -> set[str]:
-    """The product's folders and commands' packages: those with an __init__.py, and scripts itself."""
-    found = {path.parent for name in PACKAGES for path in (root / name).rglob("__init__.py")}
-    return {path.relative_to(root).as_posix() for path in found} | {"scripts"}
+def package_folders(folder: Path) -> set[str]:
+    """Folders with an __init__.py, as they are named where this one lies."""
+    return {path.parent.relative_to(folder.parent).as_posix() for path in folder.rglob("__init__.py")}
 
 
 def unnamed(names: set[str], text: str) -> set[str]:
@@ -68,7 +72,8 @@ def test_readme_is_short():
 def test_every_folder_of_the_tree_exists_and_every_package_is_in_it():
     folders = tree_folders(block(README, "text"))
     assert not {folder for folder in folders if not (ROOT / folder).is_dir()}
-    assert not package_folders(ROOT) - folders
+    assert not set().union(*(package_folders(ROOT / name) for name in PRODUCT)) - folders
+    assert set(PACKAGES) <= folders
 
 
 def test_the_checker_sees_folders_at_their_depth():
@@ -78,13 +83,29 @@ def test_the_checker_sees_folders_at_their_depth():
 
 @in_the_source
 def test_every_command_is_named():
-    documents = README + "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
+    """With the folders of their parts."""
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     commands = {path.name for path in (ROOT / "scripts").glob("*.py")}
-    assert commands and not unnamed(commands, documents)
+    folders = {f"{name.partition('/')[2]}/" for name in package_folders(ROOT / "scripts")}
+    assert len(commands) > 30 and len(folders) > 10 and not unnamed(commands | folders, page)
 
 
 def test_the_checker_sees_an_unnamed_command():
     assert unnamed({"replay.py", "lay.py"}, "`replay.py`") == {"lay.py"}
+
+
+def parameters(function: Callable) -> set[str]:
+    """Those that have a name and a default, as the page of settings writes them."""
+    found = inspect.signature(function).parameters.values()
+    return {f"{one.name}=" for one in found if one.default is not one.empty and one.kind is one.KEYWORD_ONLY}
+
+
+@in_the_source
+def test_every_setting_has_its_line():
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+=)", page))
+    settings = parameters(stand.wrap) | parameters(stand.BlendedDrafter) | parameters(stand.Engine.generate)
+    assert len(settings) > 25 and not settings - named
 
 
 @in_the_source
@@ -112,3 +133,22 @@ def test_links_lead_to_files():
                 titles = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
                 anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
                 assert heading in anchors, f"{path.name} links to {target}#{heading}"
+
+
+def absent_files(text: str, root: Path) -> set[str]:
+    """Paths in backticks that lead nowhere from the root, from stand/ or docs/. NAME stands for any name."""
+    named = set(re.findall(r"`((?!vllm/)[\w./]+/[\w./]+\.(?:py|pyx|pxi|h|json|jsonl|png))`", text))
+    places = (root, root / "stand", root / "docs")
+    return {name for name in named if "NAME" not in name and not any((place / name).is_file() for place in places)}
+
+
+@in_the_source
+def test_files_that_documents_name_exist():
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        assert not absent_files(path.read_text(encoding="utf-8"), ROOT), path.name
+
+
+@in_the_source
+def test_the_checker_sees_an_absent_file():
+    text = "`stand/engine.py` and `engine/stand.py`, `verifiers/rules/NAME.py`, `gpu/packets/packing.pyx`"
+    assert absent_files(text, ROOT) == {"engine/stand.py"}

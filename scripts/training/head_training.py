@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from training.checkpoint import load_state, save_state
 from training.generations import Generation, shuffled_batches
+from training.master_weights import MasterAdamW
 from training.trainer import apply_step, rate_at
 
 REPORT_STEPS = 20
@@ -72,10 +73,11 @@ def train_head(
     save_minutes: float,
     seed: int,
 ) -> dict:
-    """Train until `minutes`, or `steps` where they are given, are used up; `folder`/state.pt continues a run."""
+    """Train until `minutes`, or `steps` where they are given, are used up; `folder`/state.pt continues a run. One that
+    has ended stays as it is."""
     target.requires_grad_(False)
     head.config._attn_implementation = "sdpa"  # whole sequences; drafting sets its own
-    optimizers = [torch.optim.AdamW(head.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)]
+    optimizers = [MasterAdamW(head.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)]
     progress = {"step": 0, "tokens": 0, "seconds": 0.0}
     state = folder / "state.pt"
     if state.exists():
@@ -85,7 +87,7 @@ def train_head(
     batches = _endless(recipe, head, target, parts, seed=f"{seed} {progress['step']}")
     begin, earlier, saved = time.monotonic(), progress["seconds"], time.monotonic()
     recent: list[tuple[float, float]] = []
-    used = 0.0
+    used = progress["step"] / steps if steps else earlier / (60 * minutes)
     while used < 1.0:
         batch = next(batches)
         loss, agreement = recipe.loss(head, batch)

@@ -124,17 +124,14 @@ def run_steps(rank: int, arguments, model, optimizers, tokenizer, progress: dict
     )
     begin, earlier = time.monotonic(), progress["seconds"]
     last_save, recent = begin, []
-    used = 0.0
+    used = budget_share(arguments, progress)
     while used < 1.0:
         input_ids, labels = next(batches)
         recent.append(learn_batch(model, input_ids, labels, precision=arguments.precision))
         progress["seconds"] = earlier + time.monotonic() - begin
-        budget_share = progress["seconds"] / (60 * arguments.minutes)
-        if arguments.steps:
-            budget_share = (progress["step"] + 1) / arguments.steps
-        used = average_gradients(model, budget_share)
-        apply_step(model, optimizers, arguments.learning_rate * rate_at(used, progress["step"]))
         progress["step"] += 1
+        used = average_gradients(model, budget_share(arguments, progress))
+        apply_step(model, optimizers, arguments.learning_rate * rate_at(used, progress["step"] - 1))
         progress["tokens"] += int((labels != IGNORED).sum()) * arguments.processes
         if rank == 0 and progress["step"] % 20 == 0:
             report = {"loss": round(sum(recent) / len(recent), 4), "used": round(used, 3), **progress}
@@ -144,6 +141,13 @@ def run_steps(rank: int, arguments, model, optimizers, tokenizer, progress: dict
             save_state(arguments.checkpoints / STATE, model, optimizers, progress)
             save_folder(arguments.checkpoints / "latest", model, tokenizer)
             last_save = time.monotonic()
+
+
+def budget_share(arguments: argparse.Namespace, progress: dict) -> float:
+    """How much of the budget is used up; 1 or more where the run has ended."""
+    if arguments.steps:
+        return progress["step"] / arguments.steps
+    return progress["seconds"] / (60 * arguments.minutes)
 
 
 def apply_step(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], learning_rate: float) -> None:

@@ -75,6 +75,9 @@ def test_a_head_learns_and_goes_on_from_its_state(tmp_path, capsys):
     fresh = random_head(model, seed=5).train()
     progress = train_head(RECIPE, fresh, model, generations, tmp_path, steps=42, **settings)
     assert progress["step"] == 42 and agreement_on(fresh, model, generations) > before + 0.1
+    ended = {name: value.clone() for name, value in fresh.state_dict().items()}
+    assert train_head(RECIPE, fresh, model, generations, tmp_path, steps=42, **settings)["step"] == 42  # as it is
+    assert all(torch.equal(value, ended[name]) for name, value in fresh.state_dict().items())
     said = capsys.readouterr().err
     assert "goes on from step 40" in said and "step 42: loss" in said  # the last one, though 42 is no round number
     for parameter in model.parameters():

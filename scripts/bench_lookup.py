@@ -42,7 +42,7 @@ from replay_parts.side_by_side import SideBySide
 from workloads.recordings import Recording, Selection, read_recordings, read_tokenizer
 
 from stand.trees import BlendedLookup
-from stand.trees.sampling import KINDS
+from stand.trees.kinds import KINDS
 
 BUDGETS = (8, 32, 80)
 ROWS, NODES_PER_ROW = 16, 8

@@ -48,7 +48,7 @@ from measuring.trajectories import REPEATING
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import stand
-from stand.trees.sampling import KINDS
+from stand.trees.kinds import KINDS
 
 OWN = {  # defaults of the options that one check alone has
     "law": {

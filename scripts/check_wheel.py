@@ -35,7 +35,7 @@ NEEDS_ENGINE = "tests/trees/test_draft_kinds.py"  # it verifies its drafts
 def drafts_digest() -> str:
     """Hex digest of drafts of every kind by the installed package, after some learning."""
     from stand.trees import BlendedLookup, LookupTree, TreeShape
-    from stand.trees.sampling import KINDS
+    from stand.trees.kinds import KINDS
 
     steps = np.arange(4000, dtype=np.int64)
     run = ((steps * steps * 7 + steps // 13) % 97).astype(np.int32)

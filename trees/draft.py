@@ -11,16 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stand.trees.arguments import int32_array
 from stand.trees.layouts import layout
 from stand.trees.parents import NO_PARENT, ROOT, check_parents, depths_and_ranks
-
-if TYPE_CHECKING:
-    from stand.trees.blended.lookup import OutsideLaws
 
 NO_TOKEN = -1
 LAW_TOLERANCE = 1e-5  # of a sum over a law, and between laws that must be equal
@@ -132,7 +128,7 @@ class DraftBatch:
     slots: np.ndarray | None = None  # [M] int32
     path_probabilities: np.ndarray | None = None  # [M] float32
     path_estimates: np.ndarray | None = None  # [M] float32
-    outside_laws: OutsideLaws | None = None
+    outside_laws: object | None = None  # `OutsideLaws`, for the lookup to learn from
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

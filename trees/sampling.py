@@ -1,16 +1,12 @@
-"""How children are chosen: the kinds of drafts by name, and one node's children for tests and tools."""
+"""One node's children, given its noise: for tests and tools."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from stand.trees.arguments import whole
-
-# By kind the number that the core has for it (`DraftKind` in sampling.h); the first NUM_GROWN_KINDS need no shape.
-KIND_NUMBERS = {"sampled": 0, "mixed": 1, "deterministic": 2, "coupled": 3, "independent": 4}
-NUM_GROWN_KINDS = 3
-SHAPED_KINDS = tuple(KIND_NUMBERS)  # of drafts that fill a shape
-KINDS = SHAPED_KINDS[:NUM_GROWN_KINDS]  # of all drafts
+from stand.trees.kinds import KIND_NUMBERS, KINDS
+from stand.trees.longest_match.lookup import children_of
 
 
 def draw_children(
@@ -23,8 +19,6 @@ def draw_children(
 
     Raises ValueError otherwise.
     """
-    from stand.trees.longest_match.lookup import children_of  # the core of both lookups; it imports this module
-
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {KINDS}, got {kind!r}; others need a shape")
     if not 1 <= whole(num_children, "num_children") < 2**31:

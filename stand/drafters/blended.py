@@ -26,7 +26,7 @@ from stand.forward.model import is_mixture
 from stand.measured_files import measured_folder
 from stand.seeds import call_seed
 from stand.trees import BlendedLookup, DraftBatch
-from stand.trees.sampling import KINDS
+from stand.trees.kinds import KINDS
 
 MOST_RISES = 1000  # arrays of rises that are kept; a cost that follows the steps' times changes, and has new ones
 RisesKey = tuple[StepCost, int, int, tuple[int, ...]]  # cost, rows, budget, sizes of steps

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from stand.drafters.drafter import DraftRequest, Lesson, LookupDrafter, check_kind, settle_vocabulary, teach_two_ways
 from stand.trees import DraftBatch, LookupTree, TreeShape
-from stand.trees.sampling import SHAPED_KINDS
+from stand.trees.kinds import SHAPED_KINDS
 
 
 class FixedShapeDrafter(LookupDrafter):

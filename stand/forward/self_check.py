@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 
 from stand.forward.cache.cache_argument import cache_argument
 from stand.forward.cache.key_shape import remember
-from stand.forward.cache.tree_cache import TreeCache
+from stand.forward.cache.tree_cache import SwappedForwards, TreeCache
 from stand.forward.devices import input_device, is_split
 from stand.forward.model import max_positions, run_plan, text_config
 from stand.forward.packed_plan import StepPlan
@@ -21,9 +20,6 @@ from stand.forward.recurrent.layers import recurrent_layers
 from stand.forward.tree_attention import OwnMaskError, exclusive, tree_attention
 from stand.forward.window_check import window_disagreement
 from stand.trees import NO_PARENT, DraftBatch, DraftTree
-
-if TYPE_CHECKING:
-    from stand.fusion.fusion import Fusion
 
 SERVED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid"})  # where all are among `recurrent_layers`
@@ -314,7 +310,7 @@ def far_position_difference(model: PreTrainedModel) -> float:
 
 
 def tree_logits(
-    model: PreTrainedModel, prompt: np.ndarray, batch: DraftBatch, *, fusion: Fusion | None = None
+    model: PreTrainedModel, prompt: np.ndarray, batch: DraftBatch, *, fusion: SwappedForwards | None = None
 ) -> torch.Tensor:
     """[N, V] float32 by one prefill and one packed forward."""
     cache = TreeCache(num_rows=1, room=CHECK_TOKENS + batch.num_nodes, fusion=fusion)

@@ -1,4 +1,5 @@
-"""The formulas of fused modules: which rule a norm follows, where its gate comes, which activation a gate has."""
+"""The formulas of fused modules: which rule a norm follows, where its gate comes, which activation a gate has, and
+how many tokens experts take."""
 
 ROUND_FIRST = 0  # weight * round(normal): Llama, Qwen, Mistral, Phi
 SCALE_FIRST = 1  # round(weight * normal): OLMo 2
@@ -19,3 +20,4 @@ ACTIVATIONS = (SILU, GELU_TANH, GELU_ERF)
 CLAMPED = 3  # (up + 1) * gate * sigmoid(alpha * gate), gate and up cut off at a limit: gpt-oss
 RELU_SQUARED = 4  # no gate: Nemotron-H
 EXPERT_ACTIVATIONS = (*ACTIVATIONS, CLAMPED, RELU_SQUARED)
+MOST_EXPERT_TOKENS = 512  # that their kernels take: as many as the largest captured step has

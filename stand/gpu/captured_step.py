@@ -40,7 +40,7 @@ from stand.gpu.swapped_forwards import SwappedForwards
 from stand.gpu.tails import Tails
 from stand.laws.sampling import TargetLaw
 from stand.row import LiveRows, Row
-from stand.scheduling.memory import lower_limit
+from stand.scheduling.free_memory import lower_limit
 from stand.scheduling.page_allocator import PageAllocator
 from stand.step import StepStart
 from stand.trees import DraftBatch

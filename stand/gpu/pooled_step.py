@@ -22,7 +22,7 @@ from stand.gpu.packets.page_table import PageTable, PoolSize
 from stand.gpu.packets.step_size import NUM_TOKENS
 from stand.laws.sampling import TargetLaw
 from stand.row import LiveRows, Row
-from stand.scheduling.memory import lower_limit
+from stand.scheduling.free_memory import lower_limit
 from stand.step import EagerStep, StepStart
 from stand.trees import DraftBatch
 from stand.verifiers import Verifier, VerifierNoise

@@ -12,7 +12,7 @@ from tiny_models import tiny_model
 from stand.forward.cache import memory_limits, tree_cache
 from stand.forward.cache.tree_cache import DRAFT_ROOM, CacheMemoryError, TreeCache, available_bytes, check_fits
 from stand.forward.packed_plan import StepPlan
-from stand.scheduling import memory
+from stand.scheduling import free_memory
 from stand.scheduling.memory import WithinMemory
 
 CPU, META, CUDA = torch.device("cpu"), torch.device("meta"), torch.device("cuda", 0)
@@ -132,6 +132,6 @@ def test_rows_are_admitted_while_rooms_fit_to_the_byte():
 
 
 def test_what_the_call_before_has_left_counts_as_free(monkeypatch):
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 500.0)
-    assert memory._most_bytes(tiny_model("qwen2"), 300) == 0.8 * 800.0
-    assert memory._most_bytes(tiny_model("qwen2"), 4000) == 4000
+    monkeypatch.setattr(free_memory, "available_bytes", lambda device: 500.0)
+    assert free_memory.most_bytes(tiny_model("qwen2"), 300) == 0.8 * 800.0
+    assert free_memory.most_bytes(tiny_model("qwen2"), 4000) == 4000

@@ -26,7 +26,7 @@ from stand.forward.cache.key_shape import key_shape
 from stand.forward.devices import input_device, off_one_device
 from stand.forward.model import size_name
 from stand.forward.packed_plan import StepPlan
-from stand.scheduling import kept_prompts, memory, prefilled, prompt_keys
+from stand.scheduling import free_memory, kept_prompts, prefilled, prompt_keys
 
 FIRST, LAST = "xla:0", "xla:1"
 PROMPT = [[3, 4, 5, 6, 7, 3, 4, 5]]
@@ -138,27 +138,27 @@ def test_streams_are_refused_on_two_devices():
 
 def test_memory_ends_where_one_of_the_devices_is_full(monkeypatch):
     free = {FIRST: 3000.0, LAST: 1000.0}
-    monkeypatch.setattr(memory, "available_bytes", lambda device: free[str(device)])
+    monkeypatch.setattr(free_memory, "available_bytes", lambda device: free[str(device)])
     with devices():
         two = on_two_devices(tiny_model("llama"))
         self_check.check_model(two)
         assert [(str(device), share) for device, share in key_shape(two).shares] == [(FIRST, 0.5), (LAST, 0.5)]
-        assert memory._most_bytes(two, 0) == 0.8 * 1000.0 / 0.5
+        assert free_memory.most_bytes(two, 0) == 0.8 * 1000.0 / 0.5
         free[FIRST] = 500.0
-        assert memory._most_bytes(two, 0) == 0.8 * 500.0 / 0.5
+        assert free_memory.most_bytes(two, 0) == 0.8 * 500.0 / 0.5
 
 
 def test_memory_is_counted_where_the_keys_lie(monkeypatch):
     """Not where the ids go, if no layer is there."""
     free = {FIRST: 3000.0, LAST: 1000.0, "cpu": 500.0}
-    monkeypatch.setattr(memory, "available_bytes", lambda device: free[str(device)])
+    monkeypatch.setattr(free_memory, "available_bytes", lambda device: free[str(device)])
     with devices():
         two = on_two_devices(tiny_model("llama"), num_first=0)
         self_check.check_model(two)
-        assert memory._most_bytes(two, 0) == 0.8 * 1000.0
+        assert free_memory.most_bytes(two, 0) == 0.8 * 1000.0
         model = copy.deepcopy(tiny_model("llama"))
         key_shape_module._STORED[model] = key_shape_module._STORED[two]  # as if it had been moved since
-        assert memory._most_bytes(model, 0) == 0.8 * 500.0
+        assert free_memory.most_bytes(model, 0) == 0.8 * 500.0
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "bamba"])

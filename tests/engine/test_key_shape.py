@@ -9,7 +9,7 @@ import stand
 from stand.drafters.blended import BlendedDrafter
 from stand.forward.cache.cache_argument import cache_argument
 from stand.forward.cache.key_shape import KeyShape, key_shape, new_states
-from stand.scheduling.memory import bytes_per_token
+from stand.scheduling.free_memory import bytes_per_token
 
 BASE = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.3}
 ENDS = {"pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1, "max_position_embeddings": 512}

@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList
 import stand
 from stand.drafters.drafter import DraftRequest
 from stand.row import Row
-from stand.scheduling import memory, prompt_keys, within_pages
+from stand.scheduling import free_memory, prompt_keys, within_pages
 from stand.scheduling.admission import beginning
 from stand.scheduling.page_allocator import PageAllocator, PagesExhaustedError
 from stand.scheduling.within_pages import WithinPages, most_draft_pages
@@ -38,7 +38,7 @@ def engine_of(verifier: str = "match", **settings) -> stand.Engine:
 
 def cap_of(share: float) -> float:
     """Bytes for this share of the worst case of all rows."""
-    return share * ROWS * WORST * memory.bytes_per_token(kernel_model("qwen2"))
+    return share * ROWS * WORST * free_memory.bytes_per_token(kernel_model("qwen2"))
 
 
 def tokens_of(trajectories) -> list[list[int]]:
@@ -74,7 +74,7 @@ def test_a_cap_of_a_quarter_of_the_worst_case_is_kept_and_changes_no_token(verif
     )
     assert found == want
     assert run.stats.num_put_back > 5 and run.stats.num_replayed_tokens > 200
-    page_bytes = pages.page_size * memory.bytes_per_token(kernel_model("qwen2"))
+    page_bytes = pages.page_size * free_memory.bytes_per_token(kernel_model("qwen2"))
     assert 0.8 * cap < pages.most_used * page_bytes <= cap  # by numbers
     assert 0.6 * cap < max(taken) <= 1.02 * cap  # as the system counts; a prompt's last page is not counted in numbers
     assert pages.num_used == 0
@@ -265,7 +265,7 @@ def test_a_request_that_no_memory_holds_is_refused():
 
 def test_a_request_that_fits_without_its_draft_alone_is_refused():
     """(5 + 72 + 500 nodes) tokens and a page for the prompt: what is allowed is enough, whatever is drafted."""
-    page = 16 * memory.bytes_per_token(kernel_model("qwen2"))
+    page = 16 * free_memory.bytes_per_token(kernel_model("qwen2"))
     for num_pages in (22, 37):
         engine = stand.wrap(kernel_model("qwen2"), verifier="match", drafter=stand.BlendedDrafter(budget=500))
         with pytest.raises(ValueError, match=f"72 new tokens, 38 pages of 16 tokens, got {num_pages}; raise it"):
@@ -297,7 +297,7 @@ def test_a_prompt_that_waits_makes_room_for_a_row_with_keys_of_its_own(is_known,
     engine = engine_of()
     limits = (60, 200, 200, 20, 100)
     requests = [stand.Request([5] * 40, max_new_tokens=limit, id=number) for number, limit in enumerate(limits)]
-    page = engine.backend.page_size * memory.bytes_per_token(engine.model)
+    page = engine.backend.page_size * free_memory.bytes_per_token(engine.model)
     num_pages = -(-(39 + 200 + 16) // engine.backend.page_size) + 1
     settings = {"max_rows": 2, "draft": False, "temperature": 1.0, "seed": 0, "stop_token_ids": []}
     run = engine.run(requests, **settings, max_cache_bytes=num_pages * page)
@@ -312,10 +312,10 @@ def test_a_prompt_that_waits_makes_room_for_a_row_with_keys_of_its_own(is_known,
 @pytest.mark.parametrize("prompt", [[5] * 6, [5] * 90])
 def test_a_row_alone_outgrows_what_was_free_but_not_what_was_asked_for(prompt, monkeypatch):
     engine = engine_of()
-    page = engine.backend.page_size * memory.bytes_per_token(engine.model)
+    page = engine.backend.page_size * free_memory.bytes_per_token(engine.model)
     settings = {"max_new_tokens": 100, "temperature": 0.0, "stop_token_ids": []}
     expected = engine.generate([prompt, prompt[::2]], **settings, max_rows=2, learn=False).token_ids
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 3.5 * page / memory.SHARE)
+    monkeypatch.setattr(free_memory, "available_bytes", lambda device: 3.5 * page / free_memory.SHARE)
     assert engine.generate([prompt, prompt[::2]], **settings, learn=False).token_ids == expected
     with pytest.raises(ValueError, match="max_cache_bytes must hold one row"):
         engine.generate([prompt], **settings, max_cache_bytes=3.5 * page)
@@ -345,7 +345,7 @@ def test_a_prompt_is_computed_into_what_the_row_before_has_given_back(count):
     settings = {"max_new_tokens": 5, "temperature": 0, "stop_token_ids": []}
     engine = engine_of()
     expected = engine.generate(prompts, **settings, max_rows=1, learn=False).token_ids
-    page = engine.backend.page_size * memory.bytes_per_token(engine.model)
+    page = engine.backend.page_size * free_memory.bytes_per_token(engine.model)
     served = 0
     for num_pages in range(38, 60, 2):
         limit = {"max_cache_bytes": num_pages * page}

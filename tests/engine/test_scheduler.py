@@ -23,7 +23,7 @@ from stand.forward.cache.paged_cache import PagedCache, PromptRoom
 from stand.forward.cache.tree_cache import TreeCache
 from stand.numbered_keys import NumberedKeys
 from stand.row import Row
-from stand.scheduling import memory, prompt_keys
+from stand.scheduling import free_memory, prompt_keys
 from stand.scheduling.admission import AtMost
 from stand.scheduling.memory import WithinMemory
 from stand.scheduling.page_allocator import PageAllocator
@@ -42,7 +42,7 @@ def engine_of(verifier: str = "match", **settings) -> stand.Engine:
 
 def cap_of(num_pages: int, engine: stand.Engine) -> int:
     """Bytes of so many pages."""
-    return num_pages * engine.backend.page_size * memory.bytes_per_token(engine.model)
+    return num_pages * engine.backend.page_size * free_memory.bytes_per_token(engine.model)
 
 
 def tokens_of(trajectories) -> dict[int, list[int]]:
@@ -378,17 +378,17 @@ def engine_with_rooms() -> stand.Engine:
 def test_rooms_are_as_many_as_memory_holds(monkeypatch):
     model = tiny_model("qwen2")
     room = 5 + 24 + tree_cache.DRAFT_ROOM
-    free = 3.5 * room * memory.bytes_per_token(model) / memory.SHARE
-    monkeypatch.setattr(memory, "available_bytes", lambda device: free)
+    free = 3.5 * room * free_memory.bytes_per_token(model) / free_memory.SHARE
+    monkeypatch.setattr(free_memory, "available_bytes", lambda device: free)
     settings = {**SETTINGS, "num_return_sequences": 8}
     live, expected = [], engine_of().generate(PROMPTS[:1], **settings, max_rows=8)
     run = engine_with_rooms().run(PROMPTS[:1], **settings, on_step=lambda run: live.append(run.num_live))
     found = tokens_of(run)
     assert max(live) == 3 and [found[row] for row in range(8)] == expected.token_ids
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 1.0)
+    monkeypatch.setattr(free_memory, "available_bytes", lambda device: 1.0)
     assert engine_with_rooms().generate(PROMPTS, **SETTINGS).stats.num_forwards > 3 * expected.stats.num_forwards
     capped = engine_with_rooms().generate(
-        PROMPTS[:1], **settings, max_rows=8, max_cache_bytes=memory.SHARE * free * 2.5 / 3.5
+        PROMPTS[:1], **settings, max_rows=8, max_cache_bytes=free_memory.SHARE * free * 2.5 / 3.5
     )
     assert capped.token_ids == expected.token_ids and capped.stats.num_forwards > 2 * expected.stats.num_forwards
 
@@ -451,7 +451,7 @@ def test_the_memory_of_a_token_is_what_the_cache_takes():
     cache = TreeCache(num_rows=1, room=256)
     with torch.inference_mode(), stand.forward.tree_attention.tree_attention(model):
         stand.forward.model.prefill(model, cache, np.arange(3, 9, dtype=np.int32), row=0)
-    assert memory.bytes_per_token(model) * 256 == cache.nbytes
+    assert free_memory.bytes_per_token(model) * 256 == cache.nbytes
     assert 0 < tree_cache.available_bytes(torch.device("cpu")) < 2**50
 
 

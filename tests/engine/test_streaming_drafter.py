@@ -18,7 +18,7 @@ from stand.drafters.costs.step_cost import StepCost
 from stand.drafters.streams import rider
 from stand.drafters.streams.weights import Streams
 from stand.scheduling import within_pages
-from stand.scheduling.memory import bytes_per_token
+from stand.scheduling.free_memory import bytes_per_token
 from stand.step import EagerStep
 from stand.trees import DraftBatch, OutsideLaws
 

@@ -21,7 +21,7 @@ import stand
 from stand.forward.model_state import ModelState
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.runner import DirectRunner
-from stand.scheduling.memory import bytes_per_token
+from stand.scheduling.free_memory import bytes_per_token
 
 PROMPT = [[3, 4, 5, 6, 7, 3, 4]]
 SETTINGS = {"max_new_tokens": 8, "temperature": 0.0, "stop_token_ids": [], "seed": 4}

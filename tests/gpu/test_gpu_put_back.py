@@ -22,7 +22,7 @@ from stand.gpu.captured_step import CapturedStep
 from stand.gpu.packets import page_table
 from stand.gpu.packets.page_table import PageTable
 from stand.gpu.tuning import attention_tiles as tiles
-from stand.scheduling import memory, within_pages
+from stand.scheduling import free_memory, memory, within_pages
 from stand.scheduling.page_allocator import PageAllocator
 
 PROMPT = np.random.default_rng(1).integers(3, 40, 75).tolist()  # a whole page of 64, and a part
@@ -49,7 +49,7 @@ def engine_of(*, captured: bool = True, verifier: str = "match") -> stand.Engine
 
 
 def cap_of(num_pages: int) -> int:
-    return num_pages * tiles.PAGE_SIZE * memory.bytes_per_token(kernel_model("qwen2"))
+    return num_pages * tiles.PAGE_SIZE * free_memory.bytes_per_token(kernel_model("qwen2"))
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +139,8 @@ def test_a_pool_that_no_longer_fits_beside_the_prompts_keys_is_smaller(monkeypat
     """Of 60 pages' memory prompts have taken rooms when the pool is taken: 27 are left, where rows need up to 41."""
     settings = {**SETTINGS, "max_new_tokens": 200}
     wanted, engine = engine_of(captured=False).generate(PROMPT, **settings).token_ids, engine_of()
-    left = iter([cap_of(60), cap_of(27) / memory.SHARE + 1])
-    monkeypatch.setattr(memory, "available_bytes", lambda device: next(left))
+    left = iter([cap_of(60), cap_of(27) / free_memory.SHARE + 1])
+    monkeypatch.setattr(free_memory, "available_bytes", lambda device: next(left))
     output = engine.generate(PROMPT, **settings)
     assert output.token_ids == wanted and output.stats.num_put_back > 0
     assert str(engine.backend) == "triton" and engine.backend._previous.captured._table.cache.num_pages == 27
@@ -156,9 +156,9 @@ def test_a_pool_that_memory_limits_serves_the_next_call_too(monkeypatch, family)
     def left(device):
         return (
             14 * page + own - sum(sum(block.nbytes for block in cache.blocks) + own for cache in caches[:1])
-        ) / memory.SHARE
+        ) / free_memory.SHARE
 
-    monkeypatch.setattr(memory, "available_bytes", left)
+    monkeypatch.setattr(free_memory, "available_bytes", left)
     for _ in range(2):
         engine.generate(PROMPT[:9], **{**SETTINGS, "max_new_tokens": 60, "num_return_sequences": 8})
         caches.append(engine.backend._previous.captured._table.cache)
@@ -170,15 +170,19 @@ def test_a_limit_is_not_lowered_below_what_rows_begin_with(monkeypatch):
     pages.write("a prompt", 0, 640)
     rows = [stand.row.Row(0, np.zeros(641, dtype=np.int32), 9)]
     for num_pages, limit in ((200, 99), (50, 50), (20, 20), (19, 20), (0, 20)):  # 10, 2 for the row, 8 for drafts
-        monkeypatch.setattr(memory, "available_bytes", lambda device, n=num_pages: cap_of(n) / memory.SHARE + 1)
-        memory.lower_limit(pages, rows, model, num_tokens=512, num_places=2)
+        monkeypatch.setattr(
+            free_memory, "available_bytes", lambda device, n=num_pages: cap_of(n) / free_memory.SHARE + 1
+        )
+        free_memory.lower_limit(pages, rows, model, num_tokens=512, num_places=2)
         assert pages.num_pages == limit
-    memory.lower_limit(None, rows, model, num_tokens=512, num_places=2)
+    free_memory.lower_limit(None, rows, model, num_tokens=512, num_places=2)
     pages = PageAllocator(64, 99)
     pages.write("a prompt", 0, 640)
     for num_pages, limit in ((23, 99), (24, 24)):  # 2 for each of three rows
-        monkeypatch.setattr(memory, "available_bytes", lambda device, n=num_pages: cap_of(n) / memory.SHARE + 1)
-        memory.lower_limit(pages, rows * 3, model, num_tokens=512, num_places=2)
+        monkeypatch.setattr(
+            free_memory, "available_bytes", lambda device, n=num_pages: cap_of(n) / free_memory.SHARE + 1
+        )
+        free_memory.lower_limit(pages, rows * 3, model, num_tokens=512, num_places=2)
         assert pages.num_pages == limit
 
 
@@ -192,7 +196,7 @@ def test_penalties_after_an_ordinary_call_have_its_pools_memory(monkeypatch):
         return free - sum(pool.nbytes for pool in pools if hasattr(pool, "storage"))
 
     engine, settings = engine_of(), {**SETTINGS, "max_new_tokens": 437, "stop_token_ids": list(range(61))}
-    for module, name in ((memory, "available_bytes"), (device_cache, "_free_bytes")):
+    for module, name in ((free_memory, "available_bytes"), (device_cache, "_free_bytes")):
         monkeypatch.setattr(module, name, left)
     for penalty in (1.0, 1.2, 1.0, 1.2):
         engine.generate(PROMPT, **settings, repetition_penalty=penalty)
@@ -226,7 +230,7 @@ def test_a_prompts_keys_are_given_back_when_its_last_row_has_started(monkeypatch
 
 def test_admission_counts_pages_of_the_pool(monkeypatch):
     backend = CapturedBackend(kernel_model("qwen2"), "for this test")
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 4 * cap_of(10))
+    monkeypatch.setattr(free_memory, "available_bytes", lambda device: 4 * cap_of(10))
     most_slots = {"most_slots": lambda rows: 8}
     asked = memory.admission(backend._model, 300, cap_of(7), backend=backend, **most_slots)
     assert asked.pages.num_pages == 7 and backend.page_size == tiles.PAGE_SIZE

@@ -23,7 +23,7 @@ from stand.fusion import kernels as kernels_module
 from stand.gpu import kernel_scan
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.packets import page_table
-from stand.scheduling import memory
+from stand.scheduling import free_memory
 from stand.scheduling.page_allocator import PageAllocator, PagesExhaustedError
 from stand.scheduling.within_pages import WithinPages
 
@@ -287,6 +287,6 @@ def test_states_are_counted_in_the_dtype_of_today():
 def test_what_is_free_counts_the_states(monkeypatch):
     model, pages = recurrent_kernel_model("qwen3_5"), PageAllocator(64, 999)
     page, states = 64 * key_shape(model).token_bytes, key_shape(model).row_bytes
-    monkeypatch.setattr(memory, "available_bytes", lambda device: (50 * page + 3 * states) / memory.SHARE + 1)
-    memory.lower_limit(pages, [row(0)], model, num_tokens=64, num_places=3)
+    monkeypatch.setattr(free_memory, "available_bytes", lambda device: (50 * page + 3 * states) / free_memory.SHARE + 1)
+    free_memory.lower_limit(pages, [row(0)], model, num_tokens=64, num_places=3)
     assert pages.num_pages == 50

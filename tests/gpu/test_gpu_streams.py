@@ -21,7 +21,7 @@ from stand.gpu.captured_step import CapturedStep
 from stand.gpu.pooled_step import PooledStep
 from stand.gpu.tails import Chains, TailBody, Tails
 from stand.scheduling import within_pages
-from stand.scheduling.memory import bytes_per_token
+from stand.scheduling.free_memory import bytes_per_token
 from stand.verifiers import get_verifier
 
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8, 9]]

@@ -11,7 +11,8 @@ from noisy_walks import draft, stream
 
 from stand.trees import BlendedLookup, DraftBatch, DraftTree, LookupTree, TreeShape
 from stand.trees.arguments import int32_array
-from stand.trees.sampling import KIND_NUMBERS, KINDS, NUM_GROWN_KINDS, SHAPED_KINDS, draw_children
+from stand.trees.kinds import KIND_NUMBERS, KINDS, NUM_GROWN_KINDS, SHAPED_KINDS
+from stand.trees.sampling import draw_children
 
 HEADER = Path(__file__).resolve().parents[2] / "trees" / "sampling.h"
 

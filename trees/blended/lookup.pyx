@@ -24,7 +24,7 @@ from stand.trees.checked_file import LookupFileError, checked_fingerprint
 from stand.trees.draft import DraftBatch
 from stand.trees.fork_safety import lock_at_forks
 from stand.trees.noise import DRAFT, step_keys
-from stand.trees.sampling import KIND_NUMBERS, KINDS
+from stand.trees.kinds import KIND_NUMBERS, KINDS
 
 # Globals of C. Under the stable ABI a name of the module is looked up in a dict at each use.
 cdef object C_DRAFT_BATCH = DraftBatch, C_KINDS = KINDS

@@ -22,7 +22,7 @@ from stand.trees.draft import NO_TOKEN, DraftBatch
 from stand.trees.fork_safety import lock_at_forks
 from stand.trees.longest_match.file import read_lookup_tree, write_lookup_tree
 from stand.trees.noise import DRAFT, TARGET, step_keys
-from stand.trees.sampling import KIND_NUMBERS, KINDS, SHAPED_KINDS
+from stand.trees.kinds import KIND_NUMBERS, KINDS, SHAPED_KINDS
 
 include "core.pxi"
 include "../include/digest.pxi"

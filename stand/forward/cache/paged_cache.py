@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from stand.forward.cache.mapped_memory import SYSTEM_PAGE, AddressSpace, SharedBlock, SharedFile
-from stand.forward.cache.tree_cache import TreeCache, round_up
+from stand.forward.cache.tree_cache import SwappedForwards, TreeCache, round_up
 from stand.forward.packed_plan import StepPlan
-
-if TYPE_CHECKING:
-    from stand.fusion.fusion import Fusion
 
 PAGE_SIZES = (16, 32, 64, 128, 256)  # slots; a room is a whole number of the largest
 
@@ -35,7 +31,7 @@ def most_shown_rows(num_layers: int, num_heads: int) -> int:
 class PromptRoom(TreeCache):
     """One row whose memory rows of a `PagedCache` can share."""
 
-    def __init__(self, file: SharedFile, room: int, *, fusion: Fusion | None = None):
+    def __init__(self, file: SharedFile, room: int, *, fusion: SwappedForwards | None = None):
         super().__init__(num_rows=1, room=room, fusion=fusion)
         self._file = file
         self._blocks: dict[int, SharedBlock] = {}  # by the address of the storage in it
@@ -59,7 +55,7 @@ class PagedCache(TreeCache):
     copies the last of these pages when the row first writes behind the prompt.
     """
 
-    def __init__(self, num_rows: int, room: int, *, page_size: int, fusion: Fusion | None = None):
+    def __init__(self, num_rows: int, room: int, *, page_size: int, fusion: SwappedForwards | None = None):
         super().__init__(num_rows, room, fusion=fusion)
         self._page_size = page_size
         self._spaces: dict[int, AddressSpace] = {}  # by the address of the storage in it

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,11 +17,16 @@ from stand.forward.packed_plan import StepPlan
 from stand.forward.recurrent.states import RecurrentStates
 from stand.forward.recurrent.tree_scan import TreeScan
 
-if TYPE_CHECKING:
-    from stand.fusion.fusion import Fusion
-
 ROOM_QUANTUM = 256  # slots; rooms grow by doubling, rounded up to this
 DRAFT_ROOM = 256  # slots behind a row's own tokens that its drafts may take
+
+
+class SwappedForwards(Protocol):
+    """Forwards that a model's modules may have in place of their own: `stand.fusion.fusion.Fusion`."""
+
+    dtype: torch.dtype  # that the model must have
+
+    def active(self) -> AbstractContextManager[None]: ...
 
 
 class CacheMemoryError(MemoryError):
@@ -40,7 +46,7 @@ class TreeCache(Cache):
     fusion: of the model, active in its forwards over this cache. A fused attention writes by itself, where `slots` say.
     """
 
-    def __init__(self, num_rows: int, room: int, *, fusion: Fusion | None = None):
+    def __init__(self, num_rows: int, room: int, *, fusion: SwappedForwards | None = None):
         super().__init__(layers=[])
         self.fusion = fusion
         self.num_rows = num_rows

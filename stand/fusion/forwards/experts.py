@@ -14,11 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from stand.fusion.formulas import CLAMPED, RELU_SQUARED
+from stand.fusion.formulas import CLAMPED, MOST_EXPERT_TOKENS, RELU_SQUARED
 from stand.fusion.forwards.mlp import REACHES, REFERENCES, is_like
 from stand.fusion.kernels import Kernels
 
-MOST_TOKENS = 512  # that the kernels take: as many as the largest captured step has
 GRID = 33  # values of a gate that are looked at, for each of its reaches
 MOST_TOKENS_OF_AN_EXPERT = 64  # on average, on a CPU: with more, the module's own products are as fast
 
@@ -47,7 +46,8 @@ class FusedExperts:
         states, experts, shares = bound = self._bound(given, named)
         module = self.module
         is_few = experts.numel() <= MOST_TOKENS_OF_AN_EXPERT * module.num_experts
-        if len(states) <= MOST_TOKENS and (is_few or states.device.type == "cuda"):  # a recorded step may hold them
+        is_few = is_few or states.device.type == "cuda"  # a recorded step may hold them
+        if len(states) <= MOST_EXPERT_TOKENS and is_few:
             with suppress(ValueError, IndexError):  # before anything is computed
                 return self._mixed(bound)
         return type(module).forward(module, *bound)

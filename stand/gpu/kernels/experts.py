@@ -14,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from stand.fusion.formulas import EXPERT_ACTIVATIONS, RELU_SQUARED
-from stand.fusion.forwards.experts import MOST_TOKENS
+from stand.fusion.formulas import EXPERT_ACTIVATIONS, MOST_EXPERT_TOKENS, RELU_SQUARED
 from stand.gpu.kernels.launch import FLOATS, launch_device
 from stand.gpu.kernels.pairs import find_tile, sort_pairs
 from stand.gpu.kernels.product import is_last
@@ -210,8 +209,8 @@ def mixed_experts(
 ) -> torch.Tensor:  # fmt: skip
     """[M, H] in the states' dtype: of each token the sum over j of shares[j] * expert experts[j] of its states.
 
-    states [M, H] of up to MOST_TOKENS tokens; experts [M, k] int64, 0 or more, E or more for none; shares [M, k] in
-    float32 or the states' dtype. up: [E, 2 I, H], all gate rows before all up rows, or alternating where
+    states [M, H] of up to MOST_EXPERT_TOKENS tokens; experts [M, k] int64, 0 or more, E or more for none; shares [M, k]
+    in float32 or the states' dtype. up: [E, 2 I, H], all gate rows before all up rows, or alternating where
     `is_interleaved`; without a gate (RELU_SQUARED) [E, I, H]. down: [E, H, I]. is_transposed: the last two dimensions
     of both are swapped. Biases: [E, 2 I] (or [E, I]) and [E, H]. activation: one of `EXPERT_ACTIVATIONS`; alpha and
     limit are those of CLAMPED. All contiguous; sums are in float32. A token's result depends on no other token but by
@@ -307,10 +306,10 @@ def _check(
 
 def _check_routes(states: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor) -> None:
     fits = states.dim() == experts.dim() == 2 and len(states) == len(experts) and shares.shape == experts.shape
-    if not fits or not 1 <= len(states) <= MOST_TOKENS or not 1 <= experts.shape[1] <= MOST_CHOSEN:
+    if not fits or not 1 <= len(states) <= MOST_EXPERT_TOKENS or not 1 <= experts.shape[1] <= MOST_CHOSEN:
         raise ValueError(
-            f"states [1 to {MOST_TOKENS}, H], and experts and shares [the same, 1 to {MOST_CHOSEN}] are needed, got "
-            f"{list(states.shape)}, {list(experts.shape)} and {list(shares.shape)}; use the module's own forward"
+            f"states [1 to {MOST_EXPERT_TOKENS}, H], and experts and shares [the same, 1 to {MOST_CHOSEN}] are needed, "
+            f"got {list(states.shape)}, {list(experts.shape)} and {list(shares.shape)}; use the module's own forward"
         )
 
 

@@ -39,7 +39,7 @@ def wrap(
     drafter: who guesses. A lookup means its default drafter: `BlendedDrafter(lookup)`, or `FixedShapeDrafter(lookup)`
     for a `LookupTree`. None: `BlendedDrafter()`, which starts with an empty lookup. One drafter serves one model.
     verifier: a name from `stand.verifiers`, or a `Verifier`. A rule that changes the output's law must be passed as an
-    object, such as `TypicalVerifier()`: that is consent.
+    object, such as `stand.verifiers.get_verifier("typical", allow_lossy=True)`: that is consent.
     backend: "triton" (kernels, the step as one graph), "sdpa" (any device) or "auto": triton on a GPU where it
     serves the model. `engine.backend` says which and why.
     fuse: run fused norms, feed-forward blocks and attentions wherever they are proven equal on the loaded weights

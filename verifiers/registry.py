@@ -57,7 +57,7 @@ def get_verifier(name: str, *, allow_lossy: bool = False) -> Verifier:
         raise ValueError(
             f"a name must stand for a lossless rule, got one that is not: verifier {name!r} changes the output "
             "distribution; if that is wanted, pass the object "
-            f"({rule.__name__}(), or get_verifier({name!r}, allow_lossy=True)), else use 'traversal'"
+            f"stand.verifiers.get_verifier({name!r}, allow_lossy=True), else use 'traversal'"
         )
     return rule()
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -320,8 +321,10 @@ def test_bad_settings_of_wrap_are_refused():
         stand.wrap(model, verifier="no_such_rule")
     with pytest.raises(ValueError, match="needs one fixed law"):
         stand.wrap(model, verifier="greedy_block")
-    with pytest.raises(ValueError, match="TypicalVerifier"):
+    with pytest.raises(ValueError, match="pass the object") as refused:
         stand.wrap(model, verifier="typical")
+    remedy = re.search(r"the object (.*), else", str(refused.value))[1]  # as it is printed
+    assert stand.wrap(model, verifier=eval(remedy, {"stand": stand})).verifier.name == "typical"
     for kind in (LookupTree, BlendedLookup):
         with pytest.raises(ValueError, match="this tokenizer"):
             stand.wrap(model, drafter=kind(fingerprint=b"x" * 16))

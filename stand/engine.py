@@ -180,8 +180,8 @@ class Engine:
         max_rows: None for as many as memory holds (stand/scheduling/memory.py). A row that ends hands its place and its
         share of the draft nodes to the next one, in the order of the requests. A prompt is prefilled once, in chunks
         between steps, and its keys stay until its last row has started.
-        max_cache_bytes: the most bytes of keys and values; None: with `max_rows` no limit, else a share of what is
-        free. Where the cache has pages (`engine.backend.page_size`), the row that started last is put back where they
+        max_cache_bytes: the most bytes of keys and values; None: 0.8 of what is free, in eager steps with `max_rows` no
+        limit. Where the cache has pages (`engine.backend.page_size`), the row that started last is put back where they
         run out and computed again later, and a request whose row may need more alone is a ValueError. Elsewhere rows
         start while all fit at their longest.
         on_step: called after every step, when the model is still set up for the next one; what it raises ends the run,

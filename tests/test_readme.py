@@ -1,5 +1,6 @@
 """The README's example runs as printed, and what it names exists."""
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable
@@ -104,8 +105,19 @@ def parameters(function: Callable) -> set[str]:
 def test_every_setting_has_its_line():
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(\w+=)", page))
-    settings = parameters(stand.wrap) | parameters(stand.BlendedDrafter) | parameters(stand.Engine.generate)
+    settings = parameters(stand.wrap) | parameters(stand.BlendedDrafter)
+    settings |= parameters(stand.Engine.generate) | parameters(stand.Engine.run)
     assert len(settings) > 25 and not settings - named
+
+
+@in_the_source
+def test_every_field_of_an_output_and_every_variable_of_the_environment_has_its_line():
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    fields = {field.name for field in dataclasses.fields(stand.GenerationOutput)}
+    paths = (path for name in PRODUCT for ending in ("py", "h") for path in (ROOT / name).rglob(f"*.{ending}"))
+    sources = "".join(path.read_text(encoding="utf-8") for path in paths)
+    variables = set(re.findall(r'"(STAND_[A-Z]+)"', sources))
+    assert len(fields) > 5 and len(variables) > 2 and not unnamed(fields | variables, page)
 
 
 @in_the_source

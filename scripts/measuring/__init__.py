@@ -1,1 +1,1 @@
-"""How scripts measure and report: clocks, records, tables, drafters of the replay."""
+"""How scripts measure and report: clocks, options, progress, files that a run writes, tables."""

@@ -1,1 +1,1 @@
-"""How train_reasoner.py trains the bundled model and the draft models, and train_eagle.py a head."""
+"""The trainings: of the bundled model and the draft models, of an EAGLE-1 head, of streams."""

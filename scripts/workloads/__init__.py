@@ -1,1 +1,1 @@
-"""What scripts run on: problems and their answers, recordings, model shapes, synthetic laws."""
+"""What scripts run on: problems and their answers, recordings, real models, model shapes, random drafts."""

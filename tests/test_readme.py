@@ -63,6 +63,10 @@ def test_the_example_runs_as_printed(tmp_path, monkeypatch, capsys):
     answers = [text.endswith("Answer: 4") for text in namespace["output"].texts]  # 8^34 mod 5
     assert len(answers) == 8 and sum(answers) > 4
     assert len(namespace["engine"].lookup) > 0
+    if (page := ROOT / "docs" / "settings.md").is_file():  # its example goes on from there
+        output = namespace["output"]
+        exec(block(page.read_text(encoding="utf-8"), "python"), namespace)
+        assert len(namespace["output"].texts) == 8 and namespace["output"].texts is not output.texts
 
 
 def test_readme_is_short():

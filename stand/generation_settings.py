@@ -257,6 +257,11 @@ def _warn_of_strangers(config: GenerationConfig) -> None:
 
 def _check_names(given: Mapping[str, object]) -> None:
     unknown = sorted(set(given) - {name for name in vars(GenerationConfig()) if not name.startswith("_")})
+    if "streamer" in unknown:
+        raise ValueError(
+            "streamer is a setting of engine.generate alone, got one in another call; engine.stream yields (row, piece "
+            "of text) by itself, and engine.run trajectories as they end"
+        )
     if unknown:
         raise ValueError(
             f"a setting must be a field of transformers' GenerationConfig, got {', '.join(unknown)}; "

@@ -78,6 +78,12 @@ def test_what_generate_does_not_take_is_refused(engine):
         stand.wrap(tiny_model("qwen2")).stream("ab")
 
 
+@pytest.mark.parametrize("start", ["stream", "run"])
+def test_a_streamer_elsewhere_is_told_what_to_use(engine, start):
+    with pytest.raises(ValueError, match=r"engine.generate alone.*engine.stream yields"):
+        next(iter(getattr(engine, start)(PROMPTS, streamer=object(), max_new_tokens=2)))
+
+
 def test_bytes_wait_until_they_make_a_character():
     tokenizer = byte_tokenizer()
     three_bytes = tokenizer("€", add_special_tokens=False)["input_ids"]

@@ -1,5 +1,6 @@
 """How long lines and files may be, and how many files a folder of the product may hold: what a reader can take in."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,6 +23,12 @@ def long_lines(text: str) -> Iterator[int]:
     return (number for number, line in enumerate(text.splitlines(), start=1) if len(line) > LONGEST_LINE)
 
 
+def long_prose(text: str) -> Iterator[int]:
+    """Long lines of Markdown, but for tables, code in paragraphs of its own, and lines with a link or a picture."""
+    lines = text.splitlines()
+    return (number for number in long_lines(text) if not re.match(r"\||    |.*\]\(", lines[number - 1]))
+
+
 def crowded(files: Iterable[Path]) -> dict[Path, int]:
     """Folders with more than `MOST_FILES` of these. A package's __init__.py is its label, not a room."""
     counts = Counter(path.parent for path in files if path.name != "__init__.py")
@@ -33,6 +40,13 @@ def test_no_line_is_too_long():
     files = source_files(ROOT)
     found = [f"{path.name}:{number}" for path in files for number in long_lines(path.read_text(encoding="utf-8"))]
     assert len(files) > 200 and not found
+
+
+@in_the_source
+def test_no_line_of_a_document_is_too_long():
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    found = [f"{path.name}:{number}" for path in files for number in long_prose(path.read_text(encoding="utf-8"))]
+    assert len(files) > 15 and not found
 
 
 @in_the_source
@@ -48,6 +62,11 @@ def test_no_folder_is_crowded():
 
 def test_a_long_line_is_found():
     assert list(long_lines(f"{'a' * LONGEST_LINE}\n{'b' * (LONGEST_LINE + 1)}\n")) == [2]
+
+
+def test_long_prose_is_found():
+    long = "a" * LONGEST_LINE
+    assert list(long_prose(f"{long} b\n| {long} |\n    {long}\n[{long}](c)\n- {long}\n{long}\n")) == [1, 5]
 
 
 def test_a_crowded_folder_is_found():

@@ -88,7 +88,10 @@ class LookupProposer:
         backend = getattr(parallel, "distributed_executor_backend", None)
         is_bound = backend == "external_launcher" and getattr(parallel, "world_size", 1) > 1
         if self.options.drafts == PAYING and (is_bound or getattr(parallel, "pipeline_parallel_size", 1) > 1):
-            LOGGER.warning("STAND: drafts is all, not paying, with an external launcher or pipeline stages; see budget")
+            LOGGER.warning(
+                "STAND: with an external launcher or pipeline stages drafts are not timed, so every step has as many as "
+                "floor and budget allow; set budget to the most draft tokens that pay in a step of all rows"
+            )
             return False
         return self.options.drafts == PAYING
 

@@ -89,7 +89,7 @@ class LookupProposer:
         is_bound = backend == "external_launcher" and getattr(parallel, "world_size", 1) > 1
         if self.options.drafts == PAYING and (is_bound or getattr(parallel, "pipeline_parallel_size", 1) > 1):
             LOGGER.warning(
-                "STAND: with an external launcher or pipeline stages drafts are not timed, so every step has as many as "
+                "STAND: with an external launcher or pipeline stages drafts are not timed, so every step has all that "
                 "floor and budget allow; set budget to the most draft tokens that pay in a step of all rows"
             )
             return False

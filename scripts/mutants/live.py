@@ -16,11 +16,14 @@ FunctionsByCode = dict[CodeType, list[FunctionType]]
 
 
 def live_functions() -> FunctionsByCode:
-    """Every Python function of this process, by its code; `gc.freeze` hides those that were made before it."""
+    """Every Python function of this process, by its code; also those that `gc.freeze` hides, as tests/conftest.py does
+    with all that it has collected."""
     found: FunctionsByCode = {}
+    gc.unfreeze()
     for thing in gc.get_objects():
         if type(thing) is FunctionType:
             found.setdefault(thing.__code__, []).append(thing)
+    gc.freeze()  # forks need not look through them
     return found
 
 

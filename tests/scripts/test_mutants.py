@@ -202,6 +202,12 @@ def test_exact():
 def test_chain():
     assert DraftTree.chain([5, 6]).law.sum() == 1
 """
+FREEZING = """
+import gc
+
+def pytest_collection_finish(session):
+    gc.freeze()
+"""
 JUDGED = """
 import os, sys
 from ast import parse, unparse
@@ -227,7 +233,9 @@ judge_on_bench(target, listed, experience, say, is_over=lambda: False)
 @from_sources
 def test_judging_begins_with_the_test_that_caught_the_last_one(tmp_path):
     """In a process of its own, which has not imported what is mutated; 3 would fail in two tests. On the bench a change
-    of a function is put in place, a change of a module's constant is not."""
+    of a function is put in place, a change of a module's constant is not; also where what was collected is frozen, as
+    this project's tests are."""
+    (tmp_path / "conftest.py").write_text(FREEZING, encoding="utf-8")
     tests = tmp_path / "test_three.py"
     tests.write_text(TESTS, encoding="utf-8")
     command = [sys.executable, "-c", JUDGED, str(tests)]

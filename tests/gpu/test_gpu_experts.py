@@ -20,8 +20,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from stand.fusion.formulas import CLAMPED, GELU_ERF, GELU_TANH, RELU_SQUARED, SILU
-from stand.fusion.forwards.experts import MOST_TOKENS, ExpertForm, FusedExperts
+from stand.fusion.formulas import CLAMPED, GELU_ERF, GELU_TANH, MOST_EXPERT_TOKENS, RELU_SQUARED, SILU
+from stand.fusion.forwards.experts import ExpertForm, FusedExperts
 from stand.gpu.kernels import experts as experts_kernel
 from stand.gpu.kernels import pairs as pairs_kernel
 from stand.gpu.kernels.experts import mixed_experts
@@ -292,7 +292,7 @@ def test_what_does_not_fit_is_refused(name, value, message):
 
 
 def test_too_many_tokens_and_experts_of_a_token_are_refused():
-    for num_tokens, chosen in ((MOST_TOKENS + 1, 2), (0, 2), (2, MOST_CHOSEN + 1)):
+    for num_tokens, chosen in ((MOST_EXPERT_TOKENS + 1, 2), (0, 2), (2, MOST_CHOSEN + 1)):
         given = arguments(2, Layer())
         routes_of = torch.zeros(num_tokens, chosen, dtype=torch.int64)
         given[:3] = torch.randn(num_tokens, 72), routes_of, torch.rand(num_tokens, chosen)
@@ -332,7 +332,7 @@ def test_the_launcher_needs_no_value(num_tokens, launches, monkeypatch):
     assert launched.shape == registered.shape and launched.device.type == registered.device.type == "cuda"
 
 
-@pytest.mark.parametrize(("num_tokens", "is_fused"), [(MOST_TOKENS, True), (MOST_TOKENS + 1, False)])
+@pytest.mark.parametrize(("num_tokens", "is_fused"), [(MOST_EXPERT_TOKENS, True), (MOST_EXPERT_TOKENS + 1, False)])
 def test_no_size_of_a_captured_step_is_left_to_the_modules_own_products(num_tokens, is_fused):
     """Few experts, so that there are many tokens for each: torch's products make the host wait, but in bfloat16."""
     kind = type("Experts", (torch.nn.Module,), {"forward": lambda self, states, experts, shares: "own"})

@@ -10,7 +10,9 @@ from tiny_models import CONFIGS, tiny_model
 from transformers import AutoModelForCausalLM
 
 import stand
-from stand.drafters.streams.weights import LowRank, Streams
+from stand.drafters.streams.weights import PROJECTIONS, LowRank, Streams
+
+PROJECTED = [name for names in PROJECTIONS.values() for name in names]
 
 
 def test_the_target_is_neither_changed_nor_held():
@@ -79,6 +81,9 @@ def test_saved_streams_are_read_again(target, tmp_path):
         ({"embeddings": None}, r"streams must hold embeddings \[gamma, D\] and adapters of one rank"),
         ({"adapters.0.q_proj.down": (5, 32)}, "adapters of one rank"),
         ({"adapters.0.q_proj.down": ()}, "adapters of one rank"),
+        ({"embeddings": (0, 32)}, r"streams must hold embeddings \[gamma, D\] and adapters of one rank"),
+        ({f"adapters.{layer}.{name}.down": (4,) for layer in (0, 1) for name in PROJECTED}, "adapters of one rank"),
+        ({f"adapters.{layer}.{name}.down": (0, 32) for layer in (0, 1) for name in PROJECTED}, "adapters of one rank"),
     ],
 )
 def test_streams_that_do_not_fit_are_refused(changes, message, tmp_path):

@@ -96,13 +96,15 @@ class Streams(TrainedPart):
         vocabulary = tensors.pop(VOCABULARY, None)
         adapters = {name for name in tensors if name.startswith("adapters.")}
         layers = {name.split(".")[1] for name in adapters}
-        ranks = {len(value) if (value := tensors[name]).ndim == 2 else 0 for name in adapters if name.endswith(".down")}
-        if tensors.get("embeddings", torch.empty(0)).ndim != 2 or len(ranks) != 1:
+        downs = [tensors[name] for name in adapters if name.endswith(".down")]
+        embeddings = tensors.get("embeddings", torch.empty(()))
+        are_sound = all(value.ndim == 2 and value.numel() for value in (embeddings, *downs))
+        if not are_sound or len({len(value) for value in downs}) != 1:
             raise ValueError(
                 "streams must hold embeddings [gamma, D] and adapters of one rank, got "
                 f"{', '.join(sorted(tensors)[:4]) or 'nothing'}; write them with Streams.save or train_streams.py"
             )
-        streams = cls(target, num_streams=len(tensors["embeddings"]), num_layers=len(layers), rank=ranks.pop())
+        streams = cls(target, num_streams=len(embeddings), num_layers=len(layers), rank=len(downs[0]))
         streams._take(tensors)
         if vocabulary is not None:
             streams.restrict(vocabulary)

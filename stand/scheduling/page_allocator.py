@@ -58,10 +58,11 @@ class PageAllocator:
             raise PagesExhaustedError(f"{needed} pages must be free, got {self.num_free}; put a row back first")
         held, copies = self._held.setdefault(owner, []), []
         for place in range(first // self.page_size, min(self.count(end), len(held))):
-            if self._users[held[place]] > 1:
-                self._users[held[place]] -= 1
-                copies.append((held[place], self._take()))
-                held[place] = copies[-1][1]
+            page = held[place]
+            if self._users[page] > 1:
+                self._users[page] -= 1
+                held[place] = self._take()
+                copies.append((page, held[place]))
         held.extend(self._take() for _ in range(self.count(end) - len(held)))
         self.most_used = max(self.most_used, self.num_used)
         return copies

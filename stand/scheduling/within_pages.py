@@ -145,7 +145,7 @@ class WithinPages(Admission):
         for row in rows:
             end = row.num_cached + 1 + min(growth, row.num_remaining)
             needed += self._missing(row, end)
-            slacks.append(max(size * self.pages.count(end), self._ends.get(row.index, 0)) - end)
+            slacks.append(max(size * self.pages.count(end), self._ends.get(row.index, end)) - end)
         drafts = most_draft_pages(slacks, self._most_draft_slots(len(rows)), page_size=size)
         return needed + drafts + self._row_pages_ahead * len(rows) <= self.pages.num_free
 

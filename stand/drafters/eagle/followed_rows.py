@@ -34,11 +34,11 @@ class FollowedRows:
 
     def __init__(self, target: PreTrainedModel, head: EagleHead) -> None:
         self._target, self._head = target, head
-        self._cache = TreeCache(num_rows=0, room=0)
+        self._cache: TreeCache | None = None  # from the first rows on
         self._prompts: dict[bytes, torch.Tensor] = {}  # by the tokens that have features: these
         self._keys: list[bytes] = []  # per place: the tokens that have features
         self._fresh: list[torch.Tensor] = []  # per place: features whose pairs are not in the cache yet
-        self._lengths = np.zeros(0, dtype=np.int64)  # per place: pairs in the cache
+        self._lengths = np.array([], dtype=np.int64)  # per place: pairs in the cache
         self._paths: list[list[int]] = []  # per place: of each node written in this step, bits of those it sees
 
     def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:
@@ -82,7 +82,7 @@ class FollowedRows:
         self._paths = [[] for _ in chunks]
         rows = np.flatnonzero(counts)
         if len(rows) == 0:
-            return rows, torch.empty(0)
+            return rows, torch.cat(self._fresh)
         ancestors = np.zeros((counts.sum(), counts.max()), dtype=bool)
         offsets = np.concatenate([[0], counts.cumsum()])
         for first, count in zip(offsets, counts, strict=False):

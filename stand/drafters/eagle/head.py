@@ -48,7 +48,6 @@ class EagleHead(TrainedPart):
             )
         decoder = target.get_decoder()
         self.config = copy.deepcopy(config)
-        self.config.num_hidden_layers = 1
         self.config._attn_implementation = ATTENTION_NAME
         size = config.hidden_size
         self.fc = nn.Linear(2 * size, size)

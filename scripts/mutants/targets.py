@@ -97,6 +97,7 @@ TARGETS = (
             *_tests("engine", "scheduler", "common_beginnings", "paged_cache", "page_allocator", "put_back"),
             *_tests("engine", "given_back", "cache_memory", "stream"),
             *_tests("gpu", "gpu_put_back", "gpu_recurrent_step"),
+            "tests/engine/test_step_cost.py::test_steps_of_a_real_model_are_timed",
         ),
     ),
     Target(

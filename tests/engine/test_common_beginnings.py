@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import itertools
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,9 @@ from tiny_models import tiny_model
 import stand
 from stand.forward import model as forward_model
 from stand.forward.cache.tree_cache import TreeCache
+from stand.row import Row
 from stand.scheduling import kept_prompts, prefilled, prompt_keys
+from stand.scheduling.admission import Admission
 from stand.scheduling.prefilled import Prefilled, common_chunks
 
 CHUNK = 8
@@ -161,6 +164,20 @@ def test_of_a_row_that_comes_back_only_what_was_computed_counts():
     prompt.copied = 2 * CHUNK
     keys._count(SimpleNamespace(num_steps=5, num_cached=19), prompt)
     assert keys.num_replayed == 3 + 19 - 16
+
+
+@torch.inference_mode()
+def test_chunks_are_run_as_far_as_is_allowed():
+    """Of three chunks none before anything is allowed, then one wherever a token is."""
+    row, told = Row(0, np.array(SHARED, dtype=np.int32), 5), []
+    keys = prompt_keys.PromptKeys(
+        tiny_model("qwen2"), new_keys=partial(TreeCache, 1), admission=Admission(), on_ready=told.append,
+        wants_features=False,
+    )  # fmt: skip
+    assert keys.ready(row) is None
+    for is_ready in (False, False, True, True):
+        keys.allow(1)
+        assert (keys.ready(row) is not None) == is_ready == (told == [row])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """EAGLE's drafts: recorded laws against a slow twin, what calls and rows may do, and settings."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ import stand
 from stand.drafters.eagle import followed_rows
 from stand.drafters.eagle.growth import PAPER_SHAPE
 from stand.fusion.forwards.attention import FusedAttention
-from stand.trees import DraftBatch, LookupTree, TreeShape
+from stand.trees import DraftBatch, DraftTree, LookupTree, TreeShape
 from stand.verifiers import fitting_names
 
 TARGETS = ("llama", "qwen2")
@@ -244,3 +246,38 @@ def test_the_head_does_not_run_again_where_no_node_is_left(monkeypatch):
     monkeypatch.setattr(drafter, "_extend", lambda *asked: runs.append(asked))
     engine.generate(input_ids=PROMPTS[0], max_new_tokens=12, temperature=1.0, seed=3, stop_token_ids=[])
     assert drafter.num_checked > 0 and not runs
+
+
+def new_rows(target="llama") -> followed_rows.FollowedRows:
+    return followed_rows.FollowedRows(tiny_model(target), random_head(tiny_model(target)))
+
+
+@torch.inference_mode()
+def test_a_row_that_joins_one_that_is_held_is_begun_beside_it():
+    held, joining = np.array([5, 6, 7, 8], dtype=np.int32), np.array([9, 6, 7], dtype=np.int32)
+    rows = new_rows()
+    rows.hold([held])
+    for found, expected in zip(rows.catch_up([joining, held]), new_rows().catch_up([joining, held]), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_steps_of_rows_that_are_not_held_are_passed_over():
+    """As where the step that they made had no drafts, for which nobody asked."""
+    held, others = np.array([5, 6, 7], dtype=np.int32), [np.array([3, number, 7], dtype=np.int32) for number in (4, 8)]
+    batch = DraftBatch.concatenate([DraftTree.chain([7])] * 2)
+    features = torch.ones(2, tiny_model("llama").config.hidden_size)
+    lesson = SimpleNamespace(
+        batch=batch, request=SimpleNamespace(histories=others), accepted=[np.zeros(0, int)] * 2, features=features
+    )
+    rows = new_rows()
+    rows.hold([held])
+    rows.follow(lesson)
+    assert torch.equal(rows.catch_up([held])[1], new_rows().catch_up([held])[1])
+
+
+def test_a_target_of_one_layer_is_served():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**SHAPE, "num_hidden_layers": 1})).eval()
+    drafter = stand.EagleDrafter(random_head(model), budget=6)
+    assert_greedy_equals_transformers(stand.wrap(model, drafter=drafter), model, PROMPTS[:2])

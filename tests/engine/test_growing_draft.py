@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from stand.drafters.eagle.growth import BestFirstGrowth
 from stand.drafters.growing_draft import HEAD_OVERLAP, GrowingDraft, typical_tree
 from stand.trees import ROOT
 
@@ -59,6 +60,19 @@ def test_chances_of_greedy_children_are_the_probabilities_that_are_left():
     assert draft.next_chance(ROOT) == pytest.approx(0.5 * 3 / 5)
     draft.reveal(ROOT)
     assert draft.token_ids == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("law", "asked"),
+    [([0.5, 0.25, 0.25], [1, 2, 3]), ([0.4, 0.3, 0.15, 0.15], [1, 2]), ([0.3, 0.3, 0.3, 0.1], [1, 2, 3])],
+)
+def test_a_round_reveals_what_is_at_least_half_as_likely_as_its_best_node(law, asked):
+    """However unlikely that one is; the last round reveals all."""
+    draft, growth = opened(np.array(law), is_greedy=True), BestFirstGrowth(8)
+    draft.max_depth = 2
+    assert growth.grow([draft], is_last=False) == [(0, node) for node in asked]
+    growth.grow([draft], is_last=True)
+    assert draft.token_ids == [0, *range(1, len(law) + 1)]
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_streams_that_are_of_no_worth_are_seldom_run(monkeypatch):
             input_ids=PROMPTS, num_return_sequences=4, max_new_tokens=200, temperature=0.3, seed=1
         )
         counts[always] = len(runs) / output.stats.num_forwards
-    assert counts[True] == 1.0 and counts[False] < 0.5
+    assert counts[True] == 1.0 and 0 < counts[False] < 0.5
 
 
 def untrained(source, **settings):

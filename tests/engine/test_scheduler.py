@@ -393,6 +393,38 @@ def test_rooms_are_as_many_as_memory_holds(monkeypatch):
     assert capped.token_ids == expected.token_ids and capped.stats.num_forwards > 2 * expected.stats.num_forwards
 
 
+@pytest.mark.parametrize("new_engine", [engine_of, engine_with_rooms])
+def test_where_no_memory_is_free_a_row_or_two_run_at_a_time(new_engine, monkeypatch):
+    expected, live = engine_of().generate(PROMPTS, **SETTINGS).token_ids, []
+    monkeypatch.setattr(free_memory, "available_bytes", lambda device: 1.0)
+    found = tokens_of(new_engine().run(PROMPTS, **SETTINGS, on_step=lambda run: live.append(run.num_decoded)))
+    assert max(live) <= 2 and [found[row] for row in range(9)] == expected
+
+
+def test_a_cap_below_one_token_is_refused():
+    engine = engine_with_rooms()
+    least = free_memory.bytes_per_token(engine.model)
+    with pytest.raises(ValueError, match=f"holds a page of 1 tokens, {least} bytes each, got {least - 1}"):
+        engine.generate(PROMPTS, **SETTINGS, max_cache_bytes=least - 1)
+    assert engine.generate([[7]], max_new_tokens=2, max_cache_bytes=least).token_ids
+
+
+def test_a_run_counts_the_keys_that_it_holds():
+    """Those of a prompt once, and what each row that goes on has beside them."""
+    told = []
+
+    def on_step(run):
+        rows = [row for row in run._call.scheduler.live if row.finish_reason is None]
+        shared = {tuple(row.prompt): len(row.prompt) - 1 for row in rows}
+        told.append((run.num_live, run.num_cached))
+        assert run.num_cached == sum(shared.values()) + sum(len(row.history) - len(row.prompt) for row in rows)
+
+    requests = [stand.Request(PROMPTS[0], num_return_sequences=2, max_new_tokens=3), PROMPTS[1]]
+    settings = {"max_new_tokens": 5, "temperature": 0.9, "stop_token_ids": [], "seed": 0, "draft": False}
+    assert len(list(engine_of().run(requests, max_rows=3, on_step=on_step, **settings))) == 3
+    assert told[0] == (3, 5 + 2 * 1 + 0 + 1) and told[-1] == (0, 0)
+
+
 def test_a_long_first_prompt_does_not_limit_the_rows_behind_it():
     """Under a cap that holds it alone, or several short rows."""
     engine, live = engine_of(), []

@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import stand
 from stand.drafters.costs import known as known_costs
 from stand.drafters.costs.step_cost import CostTable, StepCost, clock_of, measure_cost, synthetic_drafts, table_path
+from stand.step import EagerStep
 
 FLAT_THEN_STEEP = StepCost(num_rows=1, length=100, tokens=(1, 64, 128), seconds=(4.0, 4.0, 8.0))
 
@@ -175,11 +176,18 @@ def test_synthetic_drafts_are_drafts_of_the_asked_size():
     assert batch.num_nodes == 23 and len(batch) == 3
 
 
-def test_steps_of_a_real_model_are_timed():
-    model = tiny_model("llama")
+def test_steps_of_a_real_model_are_timed(monkeypatch):
+    model, lengths, forward = tiny_model("llama"), set(), EagerStep.forward
+
+    def watched(step, batch, live, noise):
+        lengths.add(tuple(live.lengths.tolist()))
+        forward(step, batch, live, noise)
+
+    monkeypatch.setattr(EagerStep, "forward", watched)
     before = [parameter.clone() for parameter in model.parameters()]
     cost = stand.wrap(model).measure_cost(num_rows=2, length=20, most_tokens=40)
     assert cost.tokens == (2, 3, 4, 6, 8, 12, 16, 24, 32, 40) and min(cost.seconds) > 0
+    assert lengths == {(20, 20)}
     assert all(torch.equal(left, right) for left, right in zip(before, model.parameters(), strict=True))
     assert model.config._attn_implementation != "stand_tree"
 

@@ -120,3 +120,10 @@ def test_new_adapters_change_nothing_and_keep_the_size_of_what_they_take():
     adapter, states = LowRank(400, 30, 200), torch.randn(20, 400)
     assert (adapter(states) == 0).all()
     assert (states @ adapter.down.T).std().item() == pytest.approx(1, abs=0.1)
+
+
+def test_logits_are_those_of_the_targets_lm_head_whatever_is_guessed():
+    model, states = tiny_model("llama"), torch.randn(5, 32)
+    streams = random_streams(model)
+    streams.restrict([3, 9])
+    assert torch.equal(streams.logits(states), model.lm_head(states))

@@ -1,11 +1,13 @@
 """Drafts of streams: recorded laws against a slow twin, the target's outputs bit by bit, and the output's law."""
 
 from collections import Counter
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from draft_requests import draft_request
 from plain_streams import plain_stream_logits, random_streams
 from small_law import continuation_law, p_of_continuations, small_model
 from tiny_models import VOCABULARY_SIZE, kernel_model, tiny_model
@@ -20,7 +22,7 @@ from stand.drafters.streams.weights import Streams
 from stand.scheduling import within_pages
 from stand.scheduling.free_memory import bytes_per_token
 from stand.step import EagerStep
-from stand.trees import DraftBatch, OutsideLaws
+from stand.trees import DraftBatch, DraftTree, OutsideLaws
 
 TARGETS = ("llama", "qwen2")
 PLACEMENTS = ("end", "nodes")
@@ -94,6 +96,39 @@ def test_both_placements_give_the_same_drafts_and_old_laws_go(monkeypatch):
         written.append((output.token_ids, output.stats.num_draft_tokens, output.stats.num_steps))
         assert len(drafter.rider._laws) <= max(3, len(PROMPTS))
     assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_law_serves_one_step(is_idle):
+    """Also where the streams are not run again behind it: what is held is of rows that have not drafted yet."""
+    own, ends = stand.StreamingDrafter(random_streams(tiny_model("llama"))).rider, [np.zeros(0, dtype=np.int64)]
+    guesses = np.zeros((1, GAMMA, 10), dtype=np.int32), np.full((1, GAMMA, 10), 0.1, dtype=np.float32)
+    batch = DraftBatch.concatenate([DraftTree.chain([9])])
+    first, second = (np.array(tokens, dtype=np.int32) for tokens in ([5, 9], [5, 9, 11]))
+    own.kept(batch, SimpleNamespace(histories=[first]), ends, lambda: guesses)
+    assert own.laws_of(draft_request([second], step=1)) != [None]
+    own.is_idle = is_idle
+    own.kept(batch, SimpleNamespace(histories=[second]), ends, lambda: guesses)
+    assert own.laws_of(draft_request([second], step=1)) == [None]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 6])
+def test_a_part_of_the_tails_is_the_first_rows(num_tokens):
+    """As captured steps ask for it."""
+    model, streams = tiny_model("llama"), random_streams(tiny_model("llama"))
+    own, hidden = stand.StreamingDrafter(streams).rider, torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
+    own.attach(model)
+    with torch.inference_mode(), patch.object(own, "_through", lambda states, positions, **how: states):
+        found = own.guess(hidden, torch.zeros(1, num_tokens), attention="sdpa", cache=None, plan=None)
+        begun = streams.begin(hidden).reshape(2 * GAMMA, 32)[:num_tokens]
+        expected = streams.best_tokens(begun, temperature=own.temperature, count=own.law_size)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_captured_steps_carry_streams_at_ends_alone(placement):
+    drafter = stand.StreamingDrafter(random_streams(tiny_model("llama")), placement=placement)
+    assert drafter.rider.is_capturable == (placement == "end")
 
 
 # The target's outputs, bit by bit.

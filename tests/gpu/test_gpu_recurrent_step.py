@@ -225,6 +225,10 @@ def test_places_are_given_back_for_a_longer_row():
     assert not within.is_cramped(row(4)) and within.is_cramped(longer)
     within.unsettle()
     assert within.pages.num_pages == 20 and not within.is_cramped(longer)
+    rows = [stand.row.Row(5, torch.ones(65, dtype=torch.int32).numpy(), limit) for limit in range(8, 900, 16)]
+    assert not any(map(within.is_cramped, rows))
+    fits = [within.fits([row(0)], one) for one in rows]
+    assert fits == [pages_of(20, 3).fits([row(0)], one) for one in rows] and len(set(fits)) == 2
 
 
 @lru_cache

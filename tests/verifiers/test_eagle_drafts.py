@@ -102,6 +102,11 @@ def test_shapes_are_adapted(name):
         get_verifier(rule).check_draft(DraftBatch.concatenate(each.drafts))
 
 
+def test_a_shape_of_the_root_alone_drafts_nothing():
+    batch = draft(TableEagle(shape=TreeShape.empty()), 0)
+    assert batch.sizes.tolist() == [1, 1] and batch.slots.tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("rule", SET_RULES)
 def test_rules_over_sets_refuse_grown_drafts(rule):
     joint = joint_growth("one run")

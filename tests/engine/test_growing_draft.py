@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from stand.drafters.eagle.growth import BestFirstGrowth
+from stand.drafters.eagle.growth import BestFirstGrowth, FixedGrowth
 from stand.drafters.growing_draft import HEAD_OVERLAP, GrowingDraft, typical_tree
-from stand.trees import ROOT
+from stand.trees import ROOT, TreeShape
 
 LARGEST = np.nextafter(1.0, 0.0)  # of random numbers in [0, 1)
 
@@ -73,6 +73,14 @@ def test_a_round_reveals_what_is_at_least_half_as_likely_as_its_best_node(law, a
     assert growth.grow([draft], is_last=False) == [(0, node) for node in asked]
     growth.grow([draft], is_last=True)
     assert draft.token_ids == [0, *range(1, len(law) + 1)]
+
+
+@pytest.mark.parametrize(("max_depth", "asked"), [(1, []), (2, [(0, 1)])])
+def test_the_head_is_run_where_a_shape_goes_on_and_the_draft_may(max_depth, asked):
+    """The first of two children has a slot below it, the second one has none."""
+    draft, growth = opened(np.array([0.5, 0.5])), FixedGrowth(TreeShape.parse("parents:-1,0,0,1"))
+    draft.max_depth = max_depth
+    assert growth.grow([draft], is_last=False) == asked and draft.slots == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Rows that go away because memory has run out and come back later: the same tokens, the same law, nothing lost."""
 
 from dataclasses import fields
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -236,16 +237,19 @@ def test_the_first_row_of_all_is_never_put_back(monkeypatch):
     assert away and 0 not in away and len(away) > len(set(away)) > 3  # some more than once
 
 
-def test_most_draft_pages_is_what_the_worst_distribution_takes():
+@pytest.mark.parametrize(("most_pages", "most_beyond"), [(1, 1), (3, 2)])
+def test_most_draft_pages_is_what_the_worst_distribution_takes(most_pages, most_beyond):
+    """Also where rows hold free pages that an earlier draft has taken."""
     generator = np.random.default_rng(4)
     for _ in range(300):
         size = int(generator.choice([1, 4, 16]))
-        slacks, nodes = generator.integers(0, size, generator.integers(1, 5)).tolist(), int(generator.integers(0, 30))
+        slacks = generator.integers(0, most_pages * size, generator.integers(1, 5)).tolist()
+        nodes = int(generator.integers(0, 30))
         best = [0] * (nodes + 1)  # by nodes given out
         for slack in slacks:
             pages = [max(-(-(count - slack) // size), 0) for count in range(nodes + 1)]
             best = [max(best[rest] + pages[total - rest] for rest in range(total + 1)) for total in range(nodes + 1)]
-        assert best[nodes] <= most_draft_pages(slacks, nodes, page_size=size) <= best[nodes] + 1
+        assert best[nodes] <= most_draft_pages(slacks, nodes, page_size=size) <= best[nodes] + most_beyond
 
 
 def test_a_row_begins_with_its_prompt_or_with_what_it_had():
@@ -261,6 +265,15 @@ def test_a_request_that_no_memory_holds_is_refused():
     requests = [stand.Request(PROMPT, max_new_tokens=20), PROMPT]
     with pytest.raises(ValueError, match="72 new tokens, 22 pages of 16 tokens, got 21; raise it"):
         list(engine_of().run(requests, **SETTINGS, max_cache_bytes=cap_of(4.4 / ROWS)))
+
+
+@pytest.mark.parametrize(("limit", "num_pages"), [(64, 7), (65, 8)])
+def test_the_least_cap_of_a_request_is_counted_to_the_token(limit, num_pages):
+    """64 tokens before the pending one, those to come, 256 of a draft, in pages of 64; and the prompt's last page."""
+    job = SimpleNamespace(prompt=[1] * 65, limit=limit)
+    WithinPages(PageAllocator(64, num_pages), is_asked_for=True).check(job)
+    with pytest.raises(ValueError, match=f"{limit} new tokens, {num_pages} pages of 64 tokens, got {num_pages - 1};"):
+        WithinPages(PageAllocator(64, num_pages - 1), is_asked_for=True).check(job)
 
 
 def test_a_request_that_fits_without_its_draft_alone_is_refused():

@@ -46,12 +46,11 @@ def test_streams_share_the_targets_weights():
     streams = random_streams(model)
     states, positions = torch.randn(1, 1, 32), torch.tensor([[3]])
 
-    def run() -> torch.Tensor:
-        streams.config._attn_implementation = "sdpa"
+    def run(**settings) -> torch.Tensor:
         with torch.inference_mode():
-            return streams(states, positions, attention_mask=None)
+            return streams(states, positions, attention_mask=None, **settings)
 
-    first = run()
+    first = run(attention="sdpa")  # from now on
     with torch.no_grad():
         model.model.layers[-1].mlp.up_proj.weight.mul_(2.0)
     assert not torch.allclose(first, run())

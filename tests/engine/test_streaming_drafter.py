@@ -268,7 +268,8 @@ def test_slots_of_a_step_are_known_before_it():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"budget": -1}, {"placement": "prompt"}, {"temperature": 0.0}, {"num_candidates": 65}]
+    "settings",
+    [{"budget": -1}, {"placement": "prompt"}, {"temperature": 0.0}, {"num_candidates": 0}, {"num_candidates": 65}],
 )
 def test_settings_out_of_range_are_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):

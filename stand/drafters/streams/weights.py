@@ -104,7 +104,7 @@ class Streams(TrainedPart):
                 "streams must hold embeddings [gamma, D] and adapters of one rank, got "
                 f"{', '.join(sorted(tensors)[:4]) or 'nothing'}; write them with Streams.save or train_streams.py"
             )
-        streams = cls(target, num_streams=len(embeddings), num_layers=len(layers), rank=len(downs[0]))
+        streams = cls(target, num_streams=len(embeddings), num_layers=len(layers), rank=len(downs.pop()))
         streams._take(tensors)
         if vocabulary is not None:
             streams.restrict(vocabulary)

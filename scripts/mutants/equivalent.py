@@ -19,10 +19,37 @@ OF_TRAINED: dict[str, dict[tuple[str | int, ...], str]] = {
     "eagle/followed_rows.py": {(_CHUNK, "Sub -> Add"): _ONE_MORE, (_CHUNK, "1 -> 0"): _ONE_MORE},
     "streams/rider.py": {
         (
+            "self.last_seconds = 0.0  # that the run at a step's end took",
+            "0.0 -> 1.0",
+        ): "it is read where there are laws, and the run that made them has set it",
+        (
             "while len(self._laws) > max(MOST_HELD, len(live.histories)):",
             "Gt -> GtE",
         ): "laws that are held for texts that may come back, one less of thousands",
     },
+}
+
+_GLANCE = "return (of_row + self._row_pages_ahead) * num_rows + of_drafts + others <= self.pages.num_free"
+
+OF_SCHEDULING: dict[str, dict[tuple[str | int, ...], str]] = {
+    "within_pages.py": {
+        (_GLANCE, "LtE -> Lt"): "a glance that does not see enough leaves the answer to `_fit`",
+        (
+            "return self._is_plenty(len(live), 1) or self._fit(live, 0)",
+            "1 -> 0",
+        ): "one token needs one page at most and its draft another: the glance still asks for no less than `_fit`",
+        (
+            "self.pages.write(owner, 0, row.num_cached)",
+            "0 -> 1",
+        ): "who holds no page yet takes new ones for all of its slots",
+    },
+    "sample_steps.py": {
+        (
+            "noise = VerifierNoise(seed=0, rows=live.indices, steps=live.steps, positions=live.lengths + 1)",
+            "Add -> Sub",
+        ): "other random numbers",
+    },
+    "scheduler.py": {("self._num_entered = 0", "0 -> 1"): "turns are only compared with each other"},
 }
 
 _ONE_INPUT = "inputs = several[0] if len(several) == 1 else torch.cat(several, dim=1)"
@@ -474,6 +501,7 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
     **OF_RECURRENT,
     **OF_KINDS,
     **{(f"stand/drafters/{file}", *change): why for file, of in OF_TRAINED.items() for change, why in of.items()},
+    **{(f"stand/scheduling/{file}", *change): why for file, of in OF_SCHEDULING.items() for change, why in of.items()},
     **{
         (f"stand/drafters/neighbours/{file}", *change): why
         for file, of in OF_NEIGHBOURS.items()

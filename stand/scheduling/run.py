@@ -61,7 +61,8 @@ class Run(Iterator[Trajectory]):
 
     @property
     def num_cached(self) -> int:
-        """Tokens of live rows whose keys are in the cache; what rows share of a prompt counts once."""
+        """Tokens of live rows whose keys are in the cache. A prompt counts once for all its rows, also where a row that
+        was put back has a copy of its own."""
         rows = [row for row in self._call.scheduler.live if row.finish_reason is None]
         prompts = {row.problem: len(row.prompt) - 1 for row in rows}
         return sum(row.num_cached - prompts[row.problem] for row in rows) + sum(prompts.values())

@@ -15,6 +15,7 @@ import argparse
 import json
 import signal
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -143,7 +144,7 @@ def page_of(families: Sequence[Family]) -> str:
         "",
         f"**{len(served)} of {len(families)} are served.** By the names of configurations (`model.config.model_type`):",
         "",
-        _names(served) + ".",
+        *_wrapped(_names(served) + "."),
         "",
         *_of_forwards(families),
         *_section("Refused, each with its reason:", _by_reason(families)),
@@ -162,6 +163,11 @@ def _what_was_tried(families: Sequence[Family]) -> list[str]:
         f"and torch {torch.__version__.split('+')[0]} on a CPU. A tiny random model of {count} causal language "
         f"{'model' if is_all else 'models'} of",
     ]
+
+
+def _wrapped(text: str) -> list[str]:
+    """Lines as long as a document's may be."""
+    return textwrap.wrap(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _names(families: Sequence[Family]) -> str:

@@ -41,6 +41,7 @@ def test_a_page_of_all_classes_says_so():
     page = script.page_of(every)
     assert "try_families.py --page FILE` wrote" in page and "of every causal language model of\n" in page
     assert "Refused" not in page and "Not tried" not in page
+    assert max(map(len, page.splitlines())) <= 120
     assert "every" not in script.page_of(every[1:])
 
 

@@ -136,33 +136,37 @@ def page_of(families: Sequence[Family]) -> str:
     lines = [
         "# Which models are served",
         "",
-        *_what_was_tried(families),
-        "transformers was wrapped, and its greedy tokens were compared with those of `model.generate`, in float32.",
-        "That shows that positions, masks and caches are right. It shows neither acceptance nor speed nor captured",
-        "steps on a GPU. `wrap` repeats its checks on your own model. Models that take images or sound besides",
-        "text (`gemma3`, `qwen3_5` ...) were given text; parts that only images run may be left out.",
+        f"**{len(served)} of {len(families)} are served.** These are causal language models of transformers, named by",
+        "their configurations (`model.config.model_type`). `wrap` repeats its checks on your own model.",
         "",
-        f"**{len(served)} of {len(families)} are served.** By the names of configurations (`model.config.model_type`):",
+        *_wrapped(_what_was_tried(families)),
+        "",
+        "- That shows that positions, masks and caches are right.",
+        "- It shows neither acceptance nor speed nor captured steps on a GPU.",
+        "- Models that take images or sound besides text (`gemma3`, `qwen3_5` ...) were given text. Parts that only",
+        "  images run may be left out.",
+        "",
+        "## Served",
         "",
         *_wrapped(_names(served) + "."),
         "",
         *_of_forwards(families),
-        *_section("Refused, each with its reason:", _by_reason(families)),
-        *_section("Not tried, as the script could make no tiny model:", _not_tried(families)),
+        *_section("Refused", "Each with its reason:", _by_reason(families)),
+        *_section("Not tried", "The script could make no tiny model:", _not_tried(families)),
         *_wrong(families),
     ]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def _what_was_tried(families: Sequence[Family]) -> list[str]:
+def _what_was_tried(families: Sequence[Family]) -> str:
     is_all = {family.kind for family in families} >= CLASSES.keys()
     options, count = ("", "every") if is_all else ("--only NAMES ", f"{len(families)} of the {len(CLASSES)}")
-    return [
+    return (
         f"`python scripts/try_families.py {options}--page FILE` wrote this page with transformers "
-        f"{transformers.__version__}",
-        f"and torch {torch.__version__.split('+')[0]} on a CPU. A tiny random model of {count} causal language "
-        f"{'model' if is_all else 'models'} of",
-    ]
+        f"{transformers.__version__} and torch {torch.__version__.split('+')[0]} on a CPU. A tiny random model of "
+        f"{count} causal language {'model' if is_all else 'models'} of transformers was wrapped. Its greedy tokens "
+        "were compared with those of `model.generate`, in float32."
+    )
 
 
 def _wrapped(text: str) -> list[str]:
@@ -174,14 +178,14 @@ def _names(families: Sequence[Family]) -> str:
     return ", ".join(f"`{family.kind}`" for family in families) or "none"
 
 
-def _section(title: str, rows: Sequence[str]) -> list[str]:
-    return [title, "", "| configurations | reason |", "|---|---|", *rows, ""] if rows else []
+def _section(title: str, text: str, rows: Sequence[str]) -> list[str]:
+    return [f"## {title}", "", text, "", "| configurations | reason |", "|---|---|", *rows, ""] if rows else []
 
 
 def _of_forwards(families: Sequence[Family]) -> list[str]:
     others = [family for family in families if family.result == OF_FORWARDS]
-    text = f"Of these {_names(others)} write what whole forwards say; the steps of `generate` differ from these there."
-    return [text, ""] if others else []
+    text = "Here the tokens are those of whole forwards, and the steps of `generate` differ from these:"
+    return [f"{text} {_names(others)}.", ""] if others else []
 
 
 def _wrong(families: Sequence[Family]) -> list[str]:

@@ -310,6 +310,14 @@ def test_a_gate_that_cuts_off_on_both_sides_is_no_clamped_one(monkeypatch):
     assert expert_forms(module) == []
 
 
+@pytest.mark.parametrize("name", ["alpha", "limit"])
+def test_one_setting_of_the_clamped_gate_alone_is_another_gate(name):
+    """Classes cut a gate off at a limit without an alpha; this one is not cut off at all."""
+    module = next(filter(is_experts, made(CONFIGS["mixtral"]).modules()))
+    setattr(module, f"swiglu_{name}", 7.0)
+    assert expert_forms(module) == [PLAIN]
+
+
 def test_biases_that_the_class_does_not_have_are_passed_over():
     module = next(filter(is_experts, made(CONFIGS["mixtral"]).modules()))
     fused = FusedExperts(module, PLAIN, cpu_kernels())

@@ -223,6 +223,21 @@ def test_a_router_with_another_rule_is_left_alone(family, change, monkeypatch):
         assert (logits_of(model) - own).abs().max() <= 1e-5 * own.abs().max()
 
 
+def test_that_other_groups_count_as_zero_is_seen_without_a_bias(monkeypatch):
+    """Scores are positive there: asked for as they are, no expert of another group would be chosen."""
+    model = fresh("glm4_moe")
+    kind = type(router_of(model))
+    router_of(model).e_score_correction_bias.zero_()
+    assert is_kept(model)
+    monkeypatch.setattr(kind, "forward", zero_filled(kind.forward))
+    assert not is_kept(model)
+
+
+def is_kept(model) -> bool:
+    (swap,) = [swap for swap in fuse(model).report if swap.kind == ROUTER]
+    return swap.is_kept
+
+
 def test_more_experts_of_a_token_than_kernels_take_are_the_modules_own():
     config = MixtralConfig(**ONE_LAYER, num_local_experts=40, num_experts_per_tok=2)
     torch.manual_seed(0)

@@ -20,12 +20,13 @@ from stand.backend import EagerBackend
 from stand.forward.cache import mapped_memory, paged_cache
 from stand.forward.cache.mapped_memory import SYSTEM_PAGE, AddressSpace, SharedBlock, SharedFile
 from stand.forward.cache.paged_cache import PagedCache, PromptRoom, fitting_page_size, most_shown_rows
-from stand.forward.cache.tree_cache import TreeCache
+from stand.forward.cache.tree_cache import ROOM_QUANTUM, TreeCache
 from stand.forward.packed_plan import StepPlan
 
 PAGE, HEADS, SIZE, LAYERS = 16, 2, 64, 2
 SEGMENT = PAGE * SIZE * 4  # bytes of a page in one head of one layer's keys
 PAGE_BYTES = SEGMENT * HEADS * LAYERS * 2
+LENGTHS = (0, 1, 16, 37, 70, ROOM_QUANTUM - 8)  # of prompts; rows of the last one outgrow the first room
 
 pytestmark = pytest.mark.skipif(not mapped_memory.is_available(), reason="needs Linux")
 
@@ -62,11 +63,12 @@ class Pair:
     def __init__(self, num_rows: int):
         self.paged, self.rooms = PagedCache(num_rows, 20, page_size=PAGE), TreeCache(num_rows, 20)
         self.lengths: list[int] = []
-        self.prompts = [prompt_of(length, length) for length in (0, 1, 16, 37, 70)]
+        self.prompts = [prompt_of(length, length) for length in LENGTHS]
+        self.first_room = self.paged.room
 
     def enter(self, place: int, prompt: int) -> None:
         shared, plain = self.prompts[prompt]
-        length = (0, 1, 16, 37, 70)[prompt]
+        length = LENGTHS[prompt]
         self.paged.enter(place, shared, length)
         self.rooms.enter(place, plain, length)
         self.lengths[place : place + 1] = [length]
@@ -101,17 +103,22 @@ class Pair:
 @pytest.mark.parametrize("seed", range(4))
 def test_it_holds_what_rooms_hold(seed):
     generator, pair = random.Random(seed), Pair(4)
+    pair.enter(0, 1)
+    pair.enter(1, len(LENGTHS) - 1)
+    for step in (60, 61):
+        pair.step(step, [4, 8], [3, 5])
+        pair.check()
+    assert pair.paged.room > pair.first_room  # it has grown
     for step in range(60):
         act = generator.choice(("enter", "step", "step", "leave"))
         if act == "enter" and len(pair.lengths) < 4:
-            pair.enter(len(pair.lengths), generator.randrange(5))
+            pair.enter(len(pair.lengths), generator.randrange(len(LENGTHS)))
         elif act == "leave" and pair.lengths:
             pair.leave(generator.randrange(len(pair.lengths)))
         elif act == "step" and pair.lengths:
             counts = [generator.randrange(1, 9) for _ in pair.lengths]
             pair.step(step, counts, [generator.randrange(1, count + 1) for count in counts])
         pair.check()
-    assert pair.paged.room > 20  # it has grown
 
 
 def test_rows_share_their_prompt_and_pay_for_what_they_write():

@@ -30,16 +30,21 @@ ROOT = Path(__file__).resolve().parents[1]
 CYTHON_IMPORT = re.compile(r"^ *(?:from ([\w.]+) c?import|c?import ([\w.]+))", re.MULTILINE)
 
 
-def imported_modules(path: Path) -> set[str]:
-    text, names = path.read_text(encoding="utf-8"), set()
+def imports(path: Path) -> set[tuple[str, str]]:
+    """(module, the same or what is taken from it, by its whole name); of Cython's the module alone."""
+    text, found = path.read_text(encoding="utf-8"), set()
     if path.suffix == ".pyx":
-        return {module or other for module, other in CYTHON_IMPORT.findall(text)}
+        return {(module or other, module or other) for module, other in CYTHON_IMPORT.findall(text)}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
+            found |= {(alias.name, alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+            found |= {(node.module or "", f"{node.module}.{alias.name}") for alias in node.names}
+    return found
+
+
+def imported_modules(path: Path) -> set[str]:
+    return {name for names in imports(path) for name in names}
 
 
 def unshipped_modules(root: Path = ROOT) -> tuple[str, ...]:
@@ -96,16 +101,7 @@ def module_files(root: Path) -> dict[str, Path]:
 
 def targets(path: Path, files: dict[str, Path]) -> set[str]:
     """The modules among `files` that one imports from: of a package's name its own module where there is one."""
-    if path.suffix == ".pyx":
-        return imported_modules(path) & set(files)
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            names |= inner if inner <= set(files) else inner | {node.module or ""}
-    return names & set(files)
+    return {name if name in files else module for module, name in imports(path)} & set(files)
 
 
 def circle(arrows: dict[str, set[str]]) -> list[str]:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from training.checkpoint import load_state, save_state
 from training.generations import Generation, shuffled_batches
 from training.master_weights import MasterAdamW
-from training.trainer import apply_step, rate_at
+from training.trainer import apply_step, budget_share, rate_at
 
 REPORT_STEPS = 20
 MOST_LAW_NUMBERS = 1 << 25  # of the laws that one batch compares: with many tokens in them, at fewer places
@@ -87,16 +87,16 @@ def train_head(
     batches = _endless(recipe, head, target, parts, seed=f"{seed} {progress['step']}")
     begin, earlier, saved = time.monotonic(), progress["seconds"], time.monotonic()
     recent: list[tuple[float, float]] = []
-    used = progress["step"] / steps if steps else earlier / (60 * minutes)
+    used = budget_share(progress, minutes=minutes, steps=steps)
     while used < 1.0:
         batch = next(batches)
         loss, agreement = recipe.loss(head, batch)
         loss.backward()
         recent.append((loss.item(), agreement))
         progress["seconds"] = earlier + time.monotonic() - begin
-        used = (progress["step"] + 1) / steps if steps else progress["seconds"] / (60 * minutes)
-        apply_step(head, optimizers, learning_rate * rate_at(used, progress["step"]))
         progress["step"] += 1
+        used = budget_share(progress, minutes=minutes, steps=steps)
+        apply_step(head, optimizers, learning_rate * rate_at(used, progress["step"] - 1))
         progress["tokens"] += int(batch.counts.sum())
         if progress["step"] % REPORT_STEPS == 0 or used >= 1.0:
             _report(recent, used, progress)

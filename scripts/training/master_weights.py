@@ -15,13 +15,15 @@ class MasterAdamW(torch.optim.AdamW):
     """AdamW itself for float32 weights. A saved state has the copies, too."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], **settings: object) -> None:
-        self._weights = list(parameters)
-        self._masters = [
-            weight if weight.dtype == torch.float32 else torch.nn.Parameter(weight.detach().float())
-            for weight in self._weights
-        ]
-        self._rounded = [pair for pair in zip(self._weights, self._masters, strict=True) if pair[0] is not pair[1]]
-        super().__init__(self._masters, **settings)
+        masters: list[torch.nn.Parameter] = []
+        self._rounded: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []  # weights and their copies
+        for weight in parameters:
+            if weight.dtype == torch.float32:
+                masters.append(weight)
+            else:
+                masters.append(torch.nn.Parameter(weight.detach().float()))
+                self._rounded.append((weight, masters[-1]))
+        super().__init__(masters, **settings)
 
     def step(self) -> None:
         for weight, master in self._rounded:
@@ -33,7 +35,7 @@ class MasterAdamW(torch.optim.AdamW):
 
     def zero_grad(self) -> None:
         super().zero_grad()
-        for weight in self._weights:
+        for weight, _ in self._rounded:
             weight.grad = None
 
     def state_dict(self) -> dict:

@@ -124,13 +124,14 @@ def run_steps(rank: int, arguments, model, optimizers, tokenizer, progress: dict
     )
     begin, earlier = time.monotonic(), progress["seconds"]
     last_save, recent = begin, []
-    used = budget_share(arguments, progress)
+    budget = {"minutes": arguments.minutes, "steps": arguments.steps}
+    used = budget_share(progress, **budget)
     while used < 1.0:
         input_ids, labels = next(batches)
         recent.append(learn_batch(model, input_ids, labels, precision=arguments.precision))
         progress["seconds"] = earlier + time.monotonic() - begin
         progress["step"] += 1
-        used = average_gradients(model, budget_share(arguments, progress))
+        used = average_gradients(model, budget_share(progress, **budget))
         apply_step(model, optimizers, arguments.learning_rate * rate_at(used, progress["step"] - 1))
         progress["tokens"] += int((labels != IGNORED).sum()) * arguments.processes
         if rank == 0 and progress["step"] % 20 == 0:
@@ -143,11 +144,9 @@ def run_steps(rank: int, arguments, model, optimizers, tokenizer, progress: dict
             last_save = time.monotonic()
 
 
-def budget_share(arguments: argparse.Namespace, progress: dict) -> float:
-    """How much of the budget is used up; 1 or more where the run has ended."""
-    if arguments.steps:
-        return progress["step"] / arguments.steps
-    return progress["seconds"] / (60 * arguments.minutes)
+def budget_share(progress: dict, *, minutes: float, steps: int | None) -> float:
+    """How much of `steps`, or of `minutes` where they are not given, is used up; 1 or more where the run has ended."""
+    return progress["step"] / steps if steps else progress["seconds"] / (60 * minutes)
 
 
 def apply_step(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], learning_rate: float) -> None:

@@ -12,21 +12,21 @@ Layout, all integers little-endian:
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import os
 import re
 import secrets
 import stat
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgpack
 import numpy as np
+
+from stand.trees.locked_files import open_locked, remove_abandoned
 
 PREFIX = struct.Struct("<8sII")
 MAX_HEADER_BYTES = 4096
@@ -81,14 +81,15 @@ def write_checked_file(
     if len(packed) > MAX_HEADER_BYTES or len(header["fingerprint"]) > MAX_FINGERPRINT_BYTES:
         raise ValueError(f"fingerprint must have at most {MAX_FINGERPRINT_BYTES} bytes, got more; use a digest")
     dtypes = [dtype for _, dtype in file_format.array_shapes(header)]
-    _remove_abandoned(target)
-    fresh, file = _open_fresh(target)
+    remove_abandoned(_unfinished(target))  # of processes that were killed while they wrote it
+    prefix = _unfinished_prefix(target)
+    fresh, file = open_locked(lambda: target.with_name(f"{prefix}{secrets.token_hex(RANDOM_BYTES)}.tmp"))
     try:
         with file:
             if target.exists():
                 os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
-            prefix = PREFIX.pack(file_format.magic, file_format.version, len(packed))
-            _write_parts(file, [prefix, packed], zip(arrays, dtypes, strict=True))
+            start = PREFIX.pack(file_format.magic, file_format.version, len(packed))
+            _write_parts(file, [start, packed], zip(arrays, dtypes, strict=True))
             file.flush()
             os.fsync(file.fileno())
             os.replace(fresh, target)
@@ -96,33 +97,16 @@ def write_checked_file(
         fresh.unlink(missing_ok=True)
 
 
-def _remove_abandoned(target: Path) -> None:
-    """Remove the unfinished files of processes that were killed while they wrote `target`."""
+def _unfinished(target: Path) -> Iterator[Path]:
+    """What unfinished files for `target` may lie beside it."""
     name = re.compile(re.escape(_unfinished_prefix(target)) + f"[0-9a-f]{{{2 * RANDOM_BYTES}}}" + re.escape(".tmp"))
-    for other in target.parent.glob("*.tmp"):
-        if not name.fullmatch(other.name):
-            continue
-        with contextlib.suppress(OSError), open(other, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while its writer lives
-            other.unlink()
+    return (other for other in target.parent.glob("*.tmp") if name.fullmatch(other.name))
 
 
 def _unfinished_prefix(target: Path) -> str:
     """How the names of unfinished files for `target` begin: with its own, cut where all of it would be too long."""
     room = MAX_NAME_BYTES - len("..") - 2 * RANDOM_BYTES - len(".tmp")
     return f".{os.fsdecode(os.fsencode(target.name)[:room])}."
-
-
-def _open_fresh(target: Path) -> tuple[Path, BinaryIO]:
-    """A new file for what will be `target`, locked so that nobody takes it for abandoned."""
-    while True:
-        fresh = target.with_name(f"{_unfinished_prefix(target)}{secrets.token_hex(RANDOM_BYTES)}.tmp")
-        file = open(fresh, "xb")
-        with contextlib.suppress(OSError):  # without locks nobody takes the file for abandoned either
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if fresh.exists():
-            return fresh, file
-        file.close()  # removed before it was locked
 
 
 def read_checked_file(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 import numpy as np
@@ -25,6 +26,8 @@ from stand.forward.devices import input_device, off_one_device
 from stand.forward.model import is_mixture
 from stand.measured_files import measured_folder
 from stand.seeds import call_seed
+from stand.sharing.exchange import Exchange, checked_folder
+from stand.sharing.news import StepNews
 from stand.trees import BlendedLookup, DraftBatch
 from stand.trees.kinds import KINDS
 
@@ -64,6 +67,8 @@ class BlendedDrafter(LookupDrafter):
     floor: no node that is less likely to be accepted (estimated), in [0, 1].
     kind: "sampled" children; "mixed": one sampled child, then the likeliest others; or "deterministic".
     source: a head whose laws are blended in, by odds that are learned while decoding (`EagleLaws`, or your own).
+    share: a folder in which all processes that name it tell each other what they learn, see `Exchange`. One folder per
+    model. A seed repeats its tokens no longer then, for what others learn, and when, shapes the drafts.
     """
 
     NUM_SCOPES = 255  # a scope is a byte; the last one stands for what came from a file
@@ -77,6 +82,7 @@ class BlendedDrafter(LookupDrafter):
         floor: float = 0.0,
         kind: str = "sampled",
         source: LawSource | None = None,
+        share: str | os.PathLike | None = None,
     ):
         _check_settings(lookup, budget, costs, floor)
         if source is not None and not isinstance(source, LawSource):
@@ -91,6 +97,8 @@ class BlendedDrafter(LookupDrafter):
         self.floor = floor
         self.kind = kind
         self.source = source
+        self.share = None if share is None else checked_folder(share)
+        self.exchange: Exchange | None = None  # by `attach`, where `share` is given
         self.requires_features = source is not None and source.requires_features
         self.rider = None if source is None else source.rider
         self._known: KnownCosts | None = None
@@ -102,6 +110,8 @@ class BlendedDrafter(LookupDrafter):
         if self.lookup is None:
             self.lookup = BlendedLookup(fingerprint=fingerprint)
         settle_vocabulary(self.lookup, fingerprint)
+        if self.share is not None and self.exchange is None:
+            self.exchange = Exchange(self.share, self.lookup)
         if self.source is not None:
             self.source.attach(model)
         if (self.budget, self.costs) == self._chosen:
@@ -123,8 +133,11 @@ class BlendedDrafter(LookupDrafter):
         self._known, self.costs, self.budget, self._chosen = known, costs, budget, (budget, costs)
 
     def start_call(self, *, learns: bool) -> int:
-        """Of the lookup, and of the source: what calls taught it outlives `lookup.clear()` and this drafter."""
+        """Of the lookup, of what it is shared by, and of the source: what calls taught that outlives `lookup.clear()`
+        and this drafter."""
         start = super().start_call(learns=learns)
+        if self.exchange is not None:
+            start = self.exchange.start_call(start)
         return start if self.source is None else call_seed(start, self.source.start_call(learns=learns))
 
     def most_nodes(self, num_rows: int) -> int:
@@ -191,6 +204,9 @@ class BlendedDrafter(LookupDrafter):
         befores = [history[:-1] for history in request.histories]
         self.lookup.learn_batch(lesson.batch, befores, lesson.top_ids, lesson.top_probs, scopes=scopes)
         self.record(lesson)
+        if self.exchange is not None:
+            self.exchange.send(StepNews(lesson.batch, befores, lesson.top_ids, lesson.top_probs))
+            self.exchange.receive()
         if self.source is not None:
             self.source.learn(lesson)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from stand.plugins.saving import check_can_be_written
+from stand.sharing.exchange import Exchange
 from stand.trees import BlendedLookup
 
 LOGGER = logging.getLogger("stand")
@@ -21,17 +22,19 @@ ALL, PAYING = DRAFTS = ("all", "paying")
 
 @dataclass(frozen=True, slots=True)
 class ServingOptions:
-    """lookup: a file to start from. save: a file that a `Saver` writes; it may be the same one. max_bytes: memory cap
-    of the lookup. fade: see `BlendedLookup`. floor: no draft token that is less likely to be accepted, in [0, 1].
-    budget: the most draft tokens of all rows of a step together, 0 for no bound beside the engine's own. drafts:
-    "paying" for those that pay by the times of earlier steps, "all" for what the bounds allow; of vLLM alone.
-    text_tokens: tokens of prompts and corpora that are learned per step; 0: they are not learned. report_every: steps
-    of single rows between two lines in the log; 0: none. laws: entries of the target's law that are learned at every
-    verified node, 10 is usual; 0: tokens are learned.
+    """lookup: a file to start from. save: a file that a `Saver` writes; it may be the same one. share: a folder in
+    which processes tell each other what they learn (`Exchange`). max_bytes: memory cap of the lookup. fade: see
+    `BlendedLookup`. floor: no draft token that is less likely to be accepted, in [0, 1]. budget: the most draft tokens
+    of all rows of a step together, 0 for no bound beside the engine's own. drafts: "paying" for those that pay by the
+    times of earlier steps, "all" for what the bounds allow; of vLLM alone. text_tokens: tokens of prompts and corpora
+    that are learned per step; 0: they are not learned. report_every: steps of single rows between two lines in the log;
+    0: none. laws: entries of the target's law that are learned at every verified node, 10 is usual; 0: tokens are
+    learned.
     """
 
     lookup: str = ""
     save: str = ""
+    share: str = ""
     max_bytes: int = 256 << 20
     fade: float = 0.95
     floor: float = 0.0
@@ -81,6 +84,10 @@ class ServingOptions:
             raise ValueError(f"floor must be in [0, 1], got {self.floor}; 0 drafts everything")
         if self.drafts not in DRAFTS:
             raise ValueError(f"drafts must be one of {', '.join(DRAFTS)}, got {self.drafts!r}; {PAYING} is usual")
+
+    def new_exchange(self, lookup: BlendedLookup) -> Exchange | None:
+        """The lookup's place in the folder, where one is given. Raises ValueError where it cannot be written to."""
+        return Exchange(self.share, lookup) if self.share else None
 
     def new_lookup(self) -> BlendedLookup:
         """The lookup of the file, or an empty one. Raises OSError, LookupFileError, and ValueError for a bad value."""

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,13 @@ from stand.plugins.row_steps import Reporter, RowSteps
 from stand.plugins.saving import Saver
 from stand.plugins.scopes import TEXTS, Scopes
 from stand.plugins.sglang_worker import CHOOSES_WORKER, with_laws
+from stand.sharing.news import StepNews, TextNews
 from stand.trees import DraftBatch, problem_key
 from stand.trees.layouts.text_rows import TextRows
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 LOGGER = logging.getLogger("sglang.stand")  # below SGLang's own, so that its lines are shown
 REPLACED = "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus"
@@ -54,6 +59,7 @@ class LookupCorpus:
     """
 
     hands_over_laws = False  # a worker sets it that calls `learn_laws`
+    has_one_rank = False  # set where a server's model has one (`choose_worker`)
 
     def __init__(
         self,
@@ -71,6 +77,11 @@ class LookupCorpus:
             raise ValueError("budget must be left out, for SGLang gives every request as many nodes; got STAND_BUDGET")
         if f"{PREFIX}DRAFTS" in os.environ:
             raise ValueError("drafts must be left out, for SGLang gives every request as many nodes; got STAND_DRAFTS")
+        if self.options.share and not self.has_one_rank:
+            raise RuntimeError(
+                "share needs one rank, but SGLang did not say that there is one; see its log for a hook that failed, "
+                "or leave STAND_SHARE out"
+            )
         self.draft_token_num = draft_token_num
         self._width = 1 if max_bfs_breadth <= 1 else None  # of a draft
         self.external_corpus_max_tokens = external_corpus_max_tokens
@@ -82,6 +93,7 @@ class LookupCorpus:
         self.lookup = self.options.new_lookup()
         if self.options.save:
             self.saver = Saver(self, self.lookup, self.options.save)
+        self.exchange = self.options.new_exchange(self.lookup)
         self._scopes = Scopes()
         self._backlog = Backlog(self.lookup, tokens_per_step=self.options.text_tokens)
         self.reset()
@@ -111,6 +123,9 @@ class LookupCorpus:
         texts = _behind_pieces(texts, num_new)
         self._backlog.work()
         self.lookup.learn_rows(texts.tokens, texts.lengths, num_new, rows=texts.rows, scopes=scopes)
+        if self.exchange is not None:
+            self.exchange.send(TextNews(texts.tokens, texts.lengths, num_new, texts.rows))
+            self.exchange.receive()
         batch = self._draft(texts, scopes)
         self._requests.keep(req_ids, total_lens, scopes)
         self._drafted = Drafted(req_ids, texts, scopes, batch)
@@ -151,6 +166,8 @@ class LookupCorpus:
         self.lookup.learn_batch(
             batch, befores, top_ids[nodes], np.where(is_sound[:, None], probs, 0), is_sound.nonzero()[0], scopes=scopes
         )
+        if self.exchange is not None and is_sound.all():
+            self.exchange.send(StepNews(batch, befores, top_ids[nodes], probs))
         self._lawful = set(names)
 
     def erase_match_state(self, req_ids: Iterable[str]) -> None:
@@ -315,11 +332,27 @@ def wait_for_corpus(add: Callable, manager: object, *given: object, **named: obj
     return answer
 
 
+def choose_worker(worker: type, algorithm: SpeculativeAlgorithm, server_args: ServerArgs) -> type | None:
+    """A hook after SGLang has chosen its class of workers: another class in its place, None to keep it.
+
+    Raises what `with_laws` raises, and ValueError for several ranks that share: both stop the server before it serves.
+    """
+    options = ServingOptions.read()
+    if options.share and algorithm.is_ngram():
+        if server_args.tp_size > 1 or server_args.pp_size > 1:
+            raise ValueError(
+                f"share needs one rank, for all must draft alike; got {server_args.tp_size} in tensor and "
+                f"{server_args.pp_size} in pipeline parallelism; leave STAND_SHARE out"
+            )
+        LookupCorpus.has_one_rank = True
+    return with_laws(worker, algorithm, server_args)
+
+
 def register() -> None:
     """The entry point of `sglang.srt.plugins`: SGLang calls it in each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(REPLACED, LookupCorpus, HookType.REPLACE)
     HookRegistry.register(ADDS_CORPUS, wait_for_corpus, HookType.AROUND)
-    if f"{PREFIX}LAWS" in os.environ:
-        HookRegistry.register(CHOOSES_WORKER, with_laws, HookType.AFTER)
+    if f"{PREFIX}LAWS" in os.environ or f"{PREFIX}SHARE" in os.environ:
+        HookRegistry.register(CHOOSES_WORKER, choose_worker, HookType.AFTER)

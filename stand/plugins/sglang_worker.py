@@ -25,9 +25,9 @@ CHOOSES_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_w
 
 
 def with_laws(worker: type, algorithm: SpeculativeAlgorithm, server_args: ServerArgs) -> type | None:
-    """A hook after SGLang has chosen its class of workers: another class in its place, None to keep it.
+    """The class of workers to take in the place of the one that SGLang has chosen, None to keep it.
 
-    Raises RuntimeError for another version, ValueError for several ranks: both stop the server before it serves.
+    Raises RuntimeError for another version, ValueError for several ranks.
     """
     options = ServingOptions.read()
     if not algorithm.is_ngram() or options.laws == 0:

@@ -27,6 +27,8 @@ from stand.plugins.paying_drafts import PayingDrafts
 from stand.plugins.row_steps import Reporter, RowSteps
 from stand.plugins.saving import Saver
 from stand.plugins.scopes import Scopes
+from stand.sharing.exchange import Exchange
+from stand.sharing.news import TextNews
 from stand.trees import NO_TOKEN, DraftBatch, problem_key
 from stand.trees.layouts.text_rows import TextRows
 
@@ -59,6 +61,11 @@ class LookupProposer:
         )
         if self.options.laws > 0:
             raise ValueError(f"laws must be 0, for vLLM hands no logits to a proposer; got {self.options.laws}")
+        if self.options.share and _has_many_schedulers(parallel):
+            raise ValueError(
+                "share must be left out where an external launcher starts several ranks, which must draft alike; got "
+                f"{self.options.share}"
+            )
         self.num_tokens = vllm_config.speculative_config.num_speculative_tokens
         self.max_length = vllm_config.model_config.max_model_len
         self.vocabulary_size = vllm_config.model_config.get_vocab_size()
@@ -69,9 +76,12 @@ class LookupProposer:
         self._backlog = Backlog(self.lookup, tokens_per_step=self.options.text_tokens)
         self._reporter = Reporter(self.row_steps, LOGGER, every=self.options.report_every)
         self.saver: Saver | None = None
-        # The ranks of tensor parallelism learn alike: one writes, so that steps wait for one.
-        if self.options.save and getattr(parallel, "rank", 0) % getattr(parallel, "tensor_parallel_size", 1) == 0:
-            self.saver = Saver(self, self.lookup, self.options.save)
+        self.exchange: Exchange | None = None
+        # The ranks of tensor parallelism learn alike, and vLLM takes the drafts of the first: it writes and shares.
+        if getattr(parallel, "rank", 0) % getattr(parallel, "tensor_parallel_size", 1) == 0:
+            if self.options.save:
+                self.saver = Saver(self, self.lookup, self.options.save)
+            self.exchange = self.options.new_exchange(self.lookup)
         self._clock = clock or _clock_of(vllm_config)
         self._started = self._now = 0.0  # when the last call was made, and this one
         self._num_calls = 0  # before this one
@@ -85,8 +95,7 @@ class LookupProposer:
 
     def _follows_times(self, parallel: object) -> bool:
         """With an external launcher every rank schedules by itself and must draft alike. Pipeline stages overlap."""
-        backend = getattr(parallel, "distributed_executor_backend", None)
-        is_bound = backend == "external_launcher" and getattr(parallel, "world_size", 1) > 1
+        is_bound = _has_many_schedulers(parallel)
         if self.options.drafts == PAYING and (is_bound or getattr(parallel, "pipeline_parallel_size", 1) > 1):
             LOGGER.warning(
                 "STAND: with an external launcher or pipeline stages drafts are not timed, so every step has all that "
@@ -125,6 +134,8 @@ class LookupProposer:
         else:
             chains = []
             self._backlog.work()
+            if self.exchange is not None:
+                self.exchange.receive()
         self._num_calls += 1
         self._reporter.look()
         if len(chains) == len(num_sampled):
@@ -150,6 +161,9 @@ class LookupProposer:
         self._backlog.work()
         scopes = notes[:, SCOPE].tolist()
         self.lookup.learn_rows(tokens, lengths, lengths - known, rows=rows, scopes=scopes)
+        if self.exchange is not None:
+            self.exchange.send(TextNews(tokens, lengths, lengths - known, rows))
+            self.exchange.receive()
         self.row_steps.add(num_sampled.tolist(), notes[:, DRAFTED].tolist())
         return notes, scopes
 
@@ -213,6 +227,12 @@ class LookupProposer:
         if int(batch.token_ids.max()) >= self.vocabulary_size:  # from a file of another model
             chains = [list(takewhile(self.vocabulary_size.__gt__, chain)) for chain in chains]
         return chains
+
+
+def _has_many_schedulers(parallel: object) -> bool:
+    """Does each of several ranks schedule by itself?"""
+    backend = getattr(parallel, "distributed_executor_backend", None)
+    return backend == "external_launcher" and getattr(parallel, "world_size", 1) > 1
 
 
 def _clock_of(vllm_config: VllmConfig) -> Callable[[], float]:

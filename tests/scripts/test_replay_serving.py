@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import replay_serving
-from replay_serving import CorpusDoor, Outcome, Replay, Stream, VllmDoor, replay, result_of
+from replay_parts.doors import CorpusDoor, Outcome, Stream, VllmDoor, path_length
+from replay_serving import Replay, replay, result_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -44,7 +45,7 @@ class Knowing:
 @pytest.mark.parametrize("num_right", [0, 3])
 def test_every_step_of_every_row_is_counted(num_right):
     streams, door = recordings(0, 7), Knowing(num_right)
-    done = replay(door, streams, num_rows=3)
+    done = replay([door], streams, num_rows=3)
     after_first = [len(one.tokens) - 1 for one in streams]
     steps = done.num_row_steps
     assert done.num_tokens == sum(after_first) and done.num_drafted == num_right * steps
@@ -52,7 +53,7 @@ def test_every_step_of_every_row_is_counted(num_right):
     assert sorted(door.dropped) == list(range(7))
     assert done.microseconds.sum() == 2.0 * steps and 0 < done.is_full.sum() < len(done.is_full)
     assert set(done.microseconds[done.is_full]) == {6.0}
-    figures = result_of(done, file="f", door="d", size=1, rows=3)
+    figures = result_of(done, file="f", door="d", size=1, rows=3, servers=1, is_shared=False)
     assert (figures.us_per_row_step, figures.us_per_row_median, figures.slowest_step_us) == (2.0, 2.0, 6.0)
 
 
@@ -68,7 +69,7 @@ def test_of_equal_runs_each_steps_shortest_time_counts():
 def test_vllms_door_counts_what_the_proposer_counts():
     streams = recordings(1, 9)
     door = VllmDoor(6, num_rows=4, longest=300, options={})
-    done = replay(door, streams, num_rows=4)
+    done = replay([door], streams, num_rows=4)
     counts = door.proposer.row_steps
     assert done.num_tokens / done.num_row_steps > 1.5
     assert counts.num_row_steps == done.num_row_steps - len(streams)  # a stream's last step is seen by nobody
@@ -77,17 +78,41 @@ def test_vllms_door_counts_what_the_proposer_counts():
 
 def test_sglangs_door_follows_the_tree():
     door = CorpusDoor(replay_serving.OURS, 8, depth=20)
-    done = replay(door, recordings(2, 9), num_rows=4)
+    done = replay([door], recordings(2, 9), num_rows=4)
     assert done.num_tokens / done.num_row_steps > 1.5 and done.num_drafted == 7 * done.num_row_steps
+
+
+def test_recordings_are_dealt_to_servers_which_step_in_turn():
+    streams, turns = recordings(0, 7), []
+
+    class Turn(Knowing):
+        def step(self, live):
+            turns.append(self)
+            return super().step(live)
+
+    doors = [Turn(1), Turn(1), Turn(1)]
+    done = replay(doors, streams, num_rows=1)
+    assert [len(door.seen) for door in doors] == [3, 2, 2] and turns[:6] == doors * 2
+    assert done.num_tokens == sum(len(one.tokens) - 1 for one in streams) and len(done.microseconds) == len(turns)
+    assert done.num_row_steps == len(turns) and done.is_full.all()
+
+
+def test_servers_that_share_make_more_tokens_per_step(tmp_path):
+    streams, made = recordings(4, 8), []
+    for options in ({}, {"share": str(tmp_path)}):
+        doors = [VllmDoor(6, num_rows=1, longest=300, options=options) for _ in range(4)]
+        made.append(replay(doors, streams, num_rows=1))
+    apart, shared = (done.num_tokens / done.num_row_steps for done in made)
+    assert shared > 1.1 * apart
 
 
 def test_a_path_is_followed_to_its_end():
     one = Stream(0, np.array([5, 6, 7, 8], np.int32), 0, 1)
     parents = np.array([-1, 0, 0, 2, 1])
-    assert replay_serving.path_length(np.array([5, 9, 6, 7, 8]), parents, one) == 2
-    assert replay_serving.path_length(np.array([5, 9, 7, 7, 8]), parents, one) == 0
+    assert path_length(np.array([5, 9, 6, 7, 8]), parents, one) == 2
+    assert path_length(np.array([5, 9, 7, 7, 8]), parents, one) == 0
     with pytest.raises(ValueError, match="root"):
-        replay_serving.path_length(np.array([6, 9, 6, 7, 8]), parents, one)
+        path_length(np.array([6, 9, 6, 7, 8]), parents, one)
 
 
 def test_the_command_writes_a_table_and_json(tmp_path, capsys):
@@ -109,10 +134,19 @@ def test_the_command_writes_a_table_and_json(tmp_path, capsys):
     assert all(one.tokens_per_row_step > 1 and one.us_per_row_median > 0 for one in results)
     assert results[0].drafted_per_row_step < 4 == results[1].drafted_per_row_step + 1
     assert replay_serving.main([*named, "--options", '{"flor": 1}']) == 2
+    assert replay_serving.main([*named, "--servers", "2", "--share", "--size", "4"]) == 0
+    (shared,) = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["results"]
+    assert shared["servers"] == 2 and shared["is_shared"]
 
 
 @pytest.mark.parametrize(
-    ("door", "option"), [("suffix", ["--depth", "3"]), ("vllm", ["--corpus", "a:B"]), ("sglang", ["--options", "{}"])]
+    ("door", "option"),
+    [
+        ("suffix", ["--depth", "3"]),
+        ("vllm", ["--corpus", "a:B"]),
+        ("sglang", ["--share", "--servers=2"]),
+        ("sglang", ["--options", "{}"]),
+    ],
 )
 def test_options_of_other_doors_are_refused(door, option, capsys):
     given = [__file__, "--tokenizer", __file__, "--door", door, *option]

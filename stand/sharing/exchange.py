@@ -1,0 +1,185 @@
+"""The exchange of a folder: what one process learns, all that use the folder learn, while they run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+from stand.seeds import call_seed
+from stand.sharing.news import News, news_of
+from stand.sharing.own_files import MOST_RECORD, SUFFIX, UNFINISHED, OwnFiles
+from stand.sharing.peer_file import PeerFile
+from stand.trees import BlendedLookup
+from stand.trees.blended.lookup import MAX_SCOPE
+from stand.trees.fork_safety import lock_at_forks
+from stand.trees.locked_files import remove_abandoned
+
+LOGGER = logging.getLogger("stand")
+PAUSE = 1.0  # seconds between two looks for new files
+MOST_LEARNED = 2048  # nodes or tokens of others that are learned at a time: some milliseconds
+
+
+class Exchange:
+    """A lookup's place in a folder: it tells what the lookup learns here, and teaches it what others learn.
+
+    Every process appends to files of its own and reads those of the others, so none waits for another. Files go with
+    their process; those of one that was killed go when the next one comes. Of another's news at most the last 4 MB are
+    read.
+
+    What another process drew may shape this one's drafts. So a call's own random numbers must not be those of another
+    process, whatever its seed: see `start_call`.
+
+    Nothing that happens to files ends a call. A peer whose news cannot be read, or is of another vocabulary, is no
+    longer asked, and a process that cannot write says nothing more; the log of `stand` has a warning.
+
+    Raises ValueError where the folder cannot be made or written to.
+    """
+
+    def __init__(self, folder: str | os.PathLike, lookup: BlendedLookup):
+        self.folder = checked_folder(folder)
+        self.num_sent = self.num_received = 0  # nodes and tokens
+        self._lookup = lookup
+        self._turn = threading.Lock()
+        self._peers: deque[PeerFile] = deque()
+        self._known: set[str] = set()  # names of others' files that are read, or not to be read
+        self._next_look = 0.0
+        self._join()
+        lock_at_forks(self)
+
+    @property
+    def num_peers(self) -> int:
+        """Files of others that are read now; a process has one or two."""
+        return len(self._peers)
+
+    def start_call(self, start: int) -> int:
+        """The number of a call that the lookup gave `start`: one that no other process has."""
+        with self._turn:
+            self._follow_fork()
+            return call_seed(start, self._own_number)
+
+    def send(self, news: News) -> None:
+        """Tell the others."""
+        if news.num_learned == 0:
+            return
+        data = news.to_bytes()
+        with self._turn:
+            self._follow_fork()
+            if self._own is None or len(data) > MOST_RECORD:
+                return
+            try:
+                self._own.write(data)
+                self.num_sent += news.num_learned
+            except OSError as error:
+                self._fall_silent(error)
+
+    def receive(self) -> None:
+        """Teach the lookup what others have told since."""
+        with self._turn:
+            self._follow_fork()
+            if time.monotonic() >= self._next_look:
+                self._look_for_files()
+            num_learned = 0
+            for _ in range(len(self._peers)):
+                if num_learned >= MOST_LEARNED:
+                    return  # who was not asked is first in line
+                peer = self._peers.popleft()
+                is_ending = peer.is_removed  # asked before: then nothing comes after what is read now
+                try:
+                    num_learned += self._learn_from(peer, MOST_LEARNED - num_learned)
+                    if is_ending and num_learned < MOST_LEARNED:
+                        peer.close()
+                    else:
+                        self._peers.append(peer)
+                except (OSError, ValueError) as error:
+                    peer.close()
+                    _warn_of(peer.path, error)
+
+    def _lock(self) -> None:
+        self._turn.acquire()
+
+    def _unlock(self) -> None:
+        self._turn.release()
+
+    def _join(self) -> None:
+        self._process, self._own_number = os.getpid(), secrets.randbits(63)
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            remove_abandoned(path for end in (SUFFIX, UNFINISHED) for path in self.folder.glob(f"*{end}"))
+            self._own: OwnFiles | None = OwnFiles(self.folder, self._lookup.fingerprint)
+        except OSError as error:
+            raise ValueError(
+                f"share must name a folder that can be written to, got {self.folder} ({error.strerror}); name another"
+            ) from error
+        Finalize(self, _finish, (self._own, self._process), exitpriority=0)
+
+    def _follow_fork(self) -> None:
+        """A fork has a place of its own: it must not write to its parent's files, nor use its numbers."""
+        if os.getpid() != self._process:
+            if self._own is not None:
+                self._own.abandon()
+            self._join()
+
+    def _look_for_files(self) -> None:
+        self._next_look = time.monotonic() + PAUSE
+        found = {path.name for path in self.folder.glob(f"*{SUFFIX}")}
+        own = set() if self._own is None else self._own.names
+        if not own <= found:
+            self._fall_silent("a file of this process was removed")
+        found -= own
+        for name in sorted(found - self._known):
+            try:
+                peer = PeerFile(self.folder / name)
+                _check_vocabulary(peer.fingerprint, self._lookup.fingerprint)
+                self._peers.append(peer)
+            except FileNotFoundError:  # its process has ended meanwhile
+                continue
+            except (OSError, ValueError) as error:
+                _warn_of(self.folder / name, error)
+        self._known = found
+
+    def _fall_silent(self, reason: object) -> None:
+        self._own.close()
+        self._own = None
+        LOGGER.warning("STAND: %s cannot be written to, others learn no more from here: %s", self.folder, reason)
+
+    def _learn_from(self, peer: PeerFile, room: int) -> int:
+        """How many nodes and tokens were learned: all that there are or, where these are more than `room`, so many."""
+        num_learned = 0
+        for data in peer.records():
+            news = news_of(data)
+            news.teach(self._lookup, scope=MAX_SCOPE)
+            self.num_received += news.num_learned
+            num_learned += news.num_learned
+            if num_learned >= room:
+                break
+        return num_learned
+
+
+def checked_folder(folder: object) -> Path:
+    """An absolute path: a harness may change its own folder meanwhile. Raises ValueError unless it names one."""
+    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+        raise ValueError(f"share must be the path of a folder, got {folder!r}; leave it out to share nothing")
+    return Path(folder).absolute()
+
+
+def _finish(own: OwnFiles, process: int) -> None:
+    if os.getpid() == process:
+        own.close()
+
+
+def _check_vocabulary(theirs: bytes, ours: bytes) -> None:
+    if theirs and ours and theirs != ours:
+        raise ValueError(
+            f"a folder must be of one tokenizer (vocabulary {ours.hex()[:12]}), got {theirs.hex()[:12]}; give every "
+            "model a folder of its own"
+        )
+
+
+def _warn_of(path: Path, error: Exception) -> None:
+    LOGGER.warning("STAND: nothing more is learned from %s: %s", path, error)

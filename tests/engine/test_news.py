@@ -1,0 +1,184 @@
+"""What processes tell each other, as bytes and in files: nothing is lost on the way, and damage is seen."""
+
+import os
+
+import numpy as np
+import pytest
+from pieces_of_news import step_news, text_news
+
+from stand.sharing import own_files, peer_file
+from stand.sharing.news import NUM_BEFORE, NewsError, TextNews, news_of
+from stand.sharing.own_files import MAGIC, RECORD, OwnFiles
+from stand.sharing.peer_file import PeerFile
+from stand.trees import BlendedLookup
+from stand.trees.blended.lookup import MAX_DEPTH
+
+
+def teach_rows(news: TextNews, lookup: BlendedLookup) -> None:
+    lookup.learn_rows(news.tokens, news.lengths, news.num_new, rows=news.rows, scopes=[3, 3, 3])
+
+
+def saved(lookup: BlendedLookup, folder) -> bytes:
+    lookup.save(folder / "lookup")
+    return (folder / "lookup").read_bytes()
+
+
+def taught_and_told(make, folder) -> tuple[bytes, bytes]:
+    """Two lookups' files: of one that was taught, and of one that was told. Contexts of the largest depth are
+    among what they hold."""
+    taught, told = BlendedLookup(depth=MAX_DEPTH), BlendedLookup(depth=MAX_DEPTH)
+    for seed in range(60 if make is step_news else 2000):
+        news = make(seed)
+        if make is step_news:
+            news.teach(taught, scope=3)
+        else:
+            teach_rows(news, taught)
+        arrived = news_of(news.to_bytes())
+        assert arrived.num_learned == news.num_learned
+        arrived.teach(told, scope=3)
+    return saved(taught, folder), saved(told, folder)
+
+
+@pytest.mark.parametrize("make", [step_news, text_news])
+def test_what_arrives_teaches_what_was_sent(tmp_path, make):
+    taught, told = taught_and_told(make, tmp_path)
+    assert taught == told
+
+
+@pytest.mark.parametrize("make", [step_news, text_news])
+def test_tokens_too_few_before_the_new_ones_would_be_seen(tmp_path, monkeypatch, make):
+    """The negative control of the test above."""
+    monkeypatch.setattr("stand.sharing.news.NUM_BEFORE", NUM_BEFORE - 2)
+    taught, told = taught_and_told(make, tmp_path)
+    assert taught != told
+
+
+def test_a_sent_step_is_a_sound_batch():
+    news = news_of(step_news().to_bytes())
+    np.testing.assert_array_equal(news.batch.sizes, [1, 6, 9])
+    assert [len(before) for before in news.befores] == [0, 1, NUM_BEFORE]
+    news.batch[2]
+
+
+@pytest.mark.parametrize("make", [step_news, text_news])
+def test_bytes_that_are_cut_off_or_too_many_are_no_news(make):
+    data = make().to_bytes()
+    for wrong in (b"", data[:12], data[:-4], data[:-1], data + b"\0" * 4):
+        with pytest.raises(NewsError, match=r"news must .*, got"):
+            news_of(wrong)
+
+
+@pytest.mark.parametrize("make", [step_news, text_news])
+def test_changed_words_end_in_an_error_or_teach_something_sound(make):
+    """Random words in random places: no crash, no other error, and a lookup that keeps its invariants."""
+    random, data, lookup = np.random.default_rng(5), make().to_bytes(), BlendedLookup()
+    num_refused = 0
+    for _ in range(400):
+        words = np.frombuffer(data, dtype="<i4").copy()
+        places = random.integers(0, len(words) if random.random() < 0.5 else 40, random.integers(1, 4))
+        words[places] = random.choice([-1, 0, 1, 7, 100_000, -(2**31)], len(places))
+        try:
+            news_of(words.tobytes()).teach(lookup, scope=0)
+        except ValueError:
+            num_refused += 1
+    lookup.check()
+    assert 50 < num_refused < 400
+
+
+def records(path) -> list[bytes]:
+    return list(PeerFile(path).records())
+
+
+def only_path(own: OwnFiles, folder):
+    (name,) = own.names
+    return folder / name
+
+
+def test_news_is_read_once_and_in_order(tmp_path):
+    own = OwnFiles(tmp_path, b"words")
+    peer = PeerFile(only_path(own, tmp_path))
+    assert peer.fingerprint == b"words" and list(peer.records()) == []
+    own.write(b"one")
+    own.write(b"two")
+    assert list(peer.records()) == [b"one", b"two"] and list(peer.records()) == []
+    own.write(b"three")
+    own.write(b"four")
+    assert next(peer.records()) == b"three"  # what is not taken comes again
+    assert list(peer.records()) == [b"four"]
+    own.close()
+    assert peer.is_removed and list(tmp_path.iterdir()) == []
+
+
+def test_files_are_their_users_alone(tmp_path):
+    own = OwnFiles(tmp_path, b"")
+    assert only_path(own, tmp_path).stat().st_mode & 0o777 == 0o600
+    own.close()
+
+
+def test_a_piece_that_is_being_written_waits(tmp_path):
+    own = OwnFiles(tmp_path, b"")
+    path = only_path(own, tmp_path)
+    own.write(b"whole")
+    whole = path.read_bytes()
+    peer = PeerFile(path)
+    for cut in range(len(whole) - RECORD.size - 5, len(whole)):
+        path.write_bytes(whole[:cut])
+        assert list(peer.records()) == []
+    path.write_bytes(whole)
+    assert list(peer.records()) == [b"whole"]
+    own.close()
+
+
+def test_damage_is_seen(tmp_path):
+    own = OwnFiles(tmp_path, b"words")
+    path = only_path(own, tmp_path)
+    own.write(b"whole")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + b"?")
+    with pytest.raises(NewsError, match="checksum"):
+        records(path)
+    path.write_bytes(whole[: -5 - RECORD.size] + b"\xff" * 8)
+    with pytest.raises(NewsError, match="at most"):
+        records(path)
+    for header in (b"", MAGIC, b"STANDCTX" + whole[8:], MAGIC + b"\2" + whole[9:], whole[:18]):
+        path.write_bytes(header)
+        with pytest.raises(NewsError, match="must begin with"):
+            PeerFile(path)
+    own.close()
+
+
+def test_a_process_has_two_files_at_most(tmp_path, monkeypatch):
+    monkeypatch.setattr(own_files, "FILE_BYTES", 100)
+    own, names = OwnFiles(tmp_path, b""), []
+    for number in range(20):
+        own.write(b"%30d" % number)
+        assert {path.name for path in tmp_path.iterdir()} == own.names and len(own.names) <= 2
+        names += [name for name in own.names if name not in names]
+    assert len(names) == 7  # three pieces each
+    pieces = sorted(piece for name in own.names for piece in records(tmp_path / name))
+    assert pieces == [b"%30d" % number for number in range(15, 20)]
+    own.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_news_that_lies_too_far_back_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(peer_file, "MOST_BEHIND", 100)
+    own = OwnFiles(tmp_path, b"")
+    peer = PeerFile(only_path(own, tmp_path))
+    for number in range(20):
+        own.write(b"%17d" % number)  # 25 bytes with its record's sizes
+    assert list(peer.records()) == [b"%17d" % number for number in range(16, 20)]
+    own.close()
+
+
+def test_a_file_system_that_is_full_leaves_no_half_pieces(tmp_path, monkeypatch):
+    own = OwnFiles(tmp_path, b"")
+    path, write = only_path(own, tmp_path), os.write
+    own.write(b"first")
+    monkeypatch.setattr(own_files.os, "write", lambda file, data: write(file, data[:9]))
+    with pytest.raises(OSError, match="only 9 of 14 bytes"):
+        own.write(b"second")
+    monkeypatch.undo()
+    own.write(b"third")
+    assert records(path) == [b"first", b"third"]
+    own.close()

@@ -1,0 +1,265 @@
+"""Processes that learn from each other: what arrives, what is left alone, and that calls keep the target's law."""
+
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from markov_calls import EXPECTED, SIZE, one_call
+from pearson import p_value
+from pieces_of_news import step_news, text_news
+from tiny_models import tiny_model
+
+import stand
+from stand.seeds import call_seed
+from stand.sharing import exchange as exchange_module
+from stand.sharing import own_files
+from stand.sharing.exchange import Exchange
+from stand.trees import BlendedLookup
+from stand.verifiers import get_verifier
+
+PROMPT = [3, 5, 1, 3, 5, 1, 3, 5]
+
+
+def joined(folder, *, count=2, **settings) -> list[Exchange]:
+    return [Exchange(folder, BlendedLookup(**settings)) for _ in range(count)]
+
+
+def contexts(exchange: Exchange) -> int:
+    return len(exchange._lookup)
+
+
+@pytest.mark.parametrize("make", [step_news, text_news])
+def test_what_one_is_told_all_others_learn_once(tmp_path, make):
+    first, second, third = joined(tmp_path / "new" / "folder", count=3)
+    news = make()
+    first.send(news)
+    for _ in range(2):
+        for one in (first, second, third):
+            one.receive()
+    assert [one.num_sent for one in (first, second, third)] == [news.num_learned, 0, 0]
+    assert [one.num_received for one in (first, second, third)] == [0, news.num_learned, news.num_learned]
+    assert contexts(first) == 0 < contexts(second) == contexts(third)
+    assert [one.num_peers for one in (first, second, third)] == [2, 2, 2]
+
+
+def test_who_comes_later_learns_what_lies_there_and_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(exchange_module, "PAUSE", 0.0)
+    (first,) = joined(tmp_path, count=1)
+    first.send(step_news())
+    first.receive()
+    (second,) = joined(tmp_path, count=1)
+    second.receive()
+    second.send(step_news(1))
+    first.receive()
+    assert first.num_received == second.num_received == step_news().num_learned
+
+
+def test_files_are_looked_for_now_and_then_alone(tmp_path):
+    first, second = joined(tmp_path)
+    first.receive()
+    (third,) = joined(tmp_path, count=1)
+    third.send(step_news())
+    first.receive()
+    second.receive()
+    assert (first.num_peers, second.num_peers) == (1, 2)
+
+
+def test_much_news_is_learned_in_parts_and_every_peer_has_its_turn(tmp_path, monkeypatch):
+    monkeypatch.setattr(exchange_module, "MOST_LEARNED", 20)  # a step's news has 16 nodes
+    first, second, third = joined(tmp_path, count=3)
+    for seed in range(4):
+        first.send(step_news(seed))
+        second.send(step_news(seed))
+    received = []
+    for _ in range(5):
+        third.receive()
+        received.append(third.num_received)
+    assert received == [32, 64, 96, 128, 128]
+
+
+def test_a_process_that_ends_is_read_to_its_end(tmp_path):
+    first, second = joined(tmp_path)
+    second.receive()
+    first.send(step_news())
+    del first
+    gc.collect()
+    assert len(list(tmp_path.iterdir())) == 1
+    second.receive()
+    assert second.num_received == 16 and second.num_peers == 0
+
+
+KILLED = """
+import os, signal, sys
+from stand.sharing.exchange import Exchange
+from stand.trees import BlendedLookup
+one = Exchange(sys.argv[1], BlendedLookup())
+print("joined", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_files_of_processes_that_have_ended_go(tmp_path, is_killed):
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "joined\n"
+    (left,) = tmp_path.iterdir()
+    (second,) = joined(tmp_path, count=1)
+    assert left.exists()  # its process lives
+    if is_killed:
+        process.send_signal(signal.SIGKILL)
+    process.communicate("end\n")
+    assert left.exists() == is_killed
+    third = Exchange(tmp_path, BlendedLookup())
+    assert {path.name for path in tmp_path.iterdir()} == second._own.names | third._own.names
+
+
+def test_a_fork_has_a_place_of_its_own(tmp_path):
+    (parent,) = joined(tmp_path, count=1)
+    names, start = parent._own.names, parent.start_call(0)
+    assert parent.start_call(0) == start
+    child = os.fork()
+    if child == 0:
+        is_apart = parent.start_call(0) != start and not parent._own.names & names
+        parent.send(step_news())
+        os._exit(0 if is_apart else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    parent.receive()
+    parent.send(step_news(1))
+    assert (
+        parent.num_received == 16 and parent._own.names == names and all((tmp_path / name).exists() for name in names)
+    )
+
+
+def test_numbers_of_a_call_are_a_process_s_own(tmp_path):
+    starts = [one.start_call(0) for one in joined(tmp_path, count=20)]
+    assert len(set(starts)) == 20 and 0 not in starts
+
+
+def test_a_peer_that_is_damaged_is_left_alone_and_others_are_not(tmp_path, caplog):
+    first, second, third = joined(tmp_path, count=3)
+    first.send(step_news())
+    (name,) = first._own.names
+    with open(tmp_path / name, "ab") as file:
+        file.write(b"\x04\0\0\0garbage!")
+    second.send(step_news(1))
+    with caplog.at_level(logging.WARNING, "stand"):
+        third.receive()
+        third.receive()
+    assert third.num_received == 32 and third.num_peers == 1
+    assert [f"nothing more is learned from {tmp_path / name}" in line for line in caplog.messages] == [True]
+
+
+def test_another_vocabulary_is_not_learned(tmp_path, caplog):
+    ours, theirs, unnamed = (Exchange(tmp_path, BlendedLookup(fingerprint=name)) for name in (b"one", b"two", b""))
+    for one in (ours, theirs, unnamed):
+        one.send(step_news())
+    with caplog.at_level(logging.WARNING, "stand"):
+        for one in (ours, theirs, unnamed):
+            one.receive()
+    assert [one.num_received for one in (ours, theirs, unnamed)] == [16, 16, 32]
+    assert len(caplog.messages) == 2 and all("give every model a folder of its own" in line for line in caplog.messages)
+
+
+def test_a_full_file_system_ends_what_is_told_and_nothing_else(tmp_path, caplog, monkeypatch):
+    first, second = joined(tmp_path)
+    monkeypatch.setattr(own_files.os, "write", lambda file, data: 3)
+    with caplog.at_level(logging.WARNING, "stand"):
+        first.send(step_news())
+        monkeypatch.undo()
+        first.send(step_news())
+        second.send(step_news())
+        first.receive()
+        second.receive()
+    assert (first.num_sent, first.num_received, second.num_received) == (0, 16, 0)
+    assert len(caplog.messages) == 1 and "only 3 of" in caplog.text
+
+
+def test_a_folder_that_goes_is_told(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(exchange_module, "PAUSE", 0.0)
+    (one,) = joined(tmp_path / "gone", count=1)
+    for path in (tmp_path / "gone").iterdir():
+        path.unlink()
+    (tmp_path / "gone").rmdir()
+    with caplog.at_level(logging.WARNING, "stand"):
+        one.receive()
+        one.send(step_news())
+        one.receive()
+    assert one.num_sent == 0 and len(caplog.messages) == 1 and "was removed" in caplog.text
+
+
+@pytest.mark.parametrize("share", ["", 3, b"/tmp", True])
+def test_what_is_no_folder_is_refused(share):
+    with pytest.raises(ValueError, match="share must be the path of a folder, got"):
+        stand.BlendedDrafter(share=share)
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="share must name a folder that can be written to, got"):
+        stand.wrap(tiny_model("qwen2"), drafter=stand.BlendedDrafter(share=tmp_path / "file"))
+
+
+def engine_of(folder, **settings) -> stand.Engine:
+    return stand.wrap(tiny_model("qwen2"), drafter=stand.BlendedDrafter(budget=12, share=folder), **settings)
+
+
+def test_an_engine_drafts_what_another_one_has_learned(tmp_path):
+    """Greedy, so that both decode the same text: the second one's drafts are all kept as soon as it has read them."""
+    first, second, alone = engine_of(tmp_path), engine_of(tmp_path), engine_of(None)
+    settings = {"input_ids": PROMPT, "max_new_tokens": 60, "do_sample": False, "stop_token_ids": []}
+    outputs = [engine.generate(**settings) for engine in (first, second, alone)]
+    assert outputs[0].token_ids == outputs[1].token_ids == outputs[2].token_ids
+    assert outputs[0].stats.num_steps == outputs[2].stats.num_steps
+    assert outputs[1].stats.num_steps < 0.8 * outputs[0].stats.num_steps
+    received = [engine.drafter.exchange.num_received for engine in (first, second)]
+    assert received[0] == 0 and received[1] == first.drafter.exchange.num_sent > 0
+
+
+def test_calls_that_must_not_learn_neither_tell_nor_are_told(tmp_path):
+    first, second = engine_of(tmp_path), engine_of(tmp_path)
+    first.generate(input_ids=PROMPT, max_new_tokens=20, seed=0)
+    second.generate(input_ids=PROMPT, max_new_tokens=20, seed=0, learn=False)
+    exchange = second.drafter.exchange
+    assert (exchange.num_sent, exchange.num_received, len(second.lookup)) == (0, 0, 0)
+
+
+def p_of_second_processes(folder, verifier: str, *, num_seeds: int = 600) -> float:
+    """Of the law of a process's call that has the seed of another process, whose outcome it has learned before; by
+    chi-square against the target's, over many seeds."""
+    rule, counts = get_verifier(verifier), dict.fromkeys(EXPECTED, 0)
+    for seed in range(num_seeds):
+        first, second = drafters = [
+            stand.BlendedDrafter(BlendedLookup(num_candidates=SIZE), budget=5, kind="mixed") for _ in range(2)
+        ]
+        for drafter in drafters:
+            drafter.exchange = Exchange(folder, drafter.lookup)
+        starts = [drafter.start_call(learns=True) for drafter in drafters]
+        one_call(first, rule, seed=seed, own_seed=call_seed(seed, starts[0]))
+        second.exchange.receive()
+        assert second.exchange.num_received > 0
+        counts[one_call(second, rule, seed=seed, own_seed=call_seed(seed, starts[1]))] += 1
+    return p_value(list(counts.values()), [num_seeds * share for share in EXPECTED.values()])
+
+
+@pytest.fixture
+def fixed_numbers(monkeypatch):
+    """Processes' own numbers, which are drawn, the same in every run: a test must not fail by chance."""
+    random = np.random.default_rng(7)
+    monkeypatch.setattr(exchange_module.secrets, "randbits", lambda bits: int(random.integers(2**bits)))
+
+
+def test_a_process_with_the_seed_of_another_follows_the_target(tmp_path, fixed_numbers):
+    assert p_of_second_processes(tmp_path, "traversal") > 1e-3
+
+
+def test_processes_that_share_their_numbers_are_seen(tmp_path, monkeypatch):
+    """The negative control: calls that start from what the lookup says alone."""
+    monkeypatch.setattr(Exchange, "start_call", lambda self, start: start)
+    assert p_of_second_processes(tmp_path, "traversal", num_seeds=1500) < 1e-6

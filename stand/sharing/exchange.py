@@ -89,10 +89,9 @@ class Exchange:
                 if num_learned >= MOST_LEARNED:
                     return  # who was not asked is first in line
                 peer = self._peers.popleft()
-                is_ending = peer.is_removed  # asked before: then nothing comes after what is read now
                 try:
                     num_learned += self._learn_from(peer, MOST_LEARNED - num_learned)
-                    if is_ending and num_learned < MOST_LEARNED:
+                    if peer.is_removed and num_learned < MOST_LEARNED:
                         peer.close()
                     else:
                         self._peers.append(peer)
@@ -142,6 +141,8 @@ class Exchange:
             except (OSError, ValueError) as error:
                 _warn_of(self.folder / name, error)
         self._known = found
+        for peer in self._peers:
+            peer.is_removed = peer.path.name not in found
 
     def _fall_silent(self, reason: object) -> None:
         self._own.close()

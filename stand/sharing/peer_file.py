@@ -13,6 +13,7 @@ from stand.sharing.own_files import HEADER, MAGIC, MOST_RECORD, RECORD, VERSION
 from stand.trees.checked_file import MAX_FINGERPRINT_BYTES
 
 MOST_BEHIND = 4 << 20  # bytes; what is older is passed over
+READ_BYTES = 64 << 10  # at a time: the news of many steps
 
 
 class PeerFile:
@@ -22,35 +23,35 @@ class PeerFile:
         self.path = path
         self._file = os.open(path, os.O_RDONLY)
         self.close = weakref.finalize(self, os.close, self._file)
+        self.is_removed = False  # set by who finds that its name has gone: nothing more will be written
         self.fingerprint, self._place = self._header()  # where the next piece begins
 
-    @property
-    def is_removed(self) -> bool:
-        return os.fstat(self._file).st_nlink == 0
-
-    def records(self) -> Iterator[bytes]:
+    def records(self) -> Iterator[memoryview]:
         """The complete pieces of news that came since, the oldest first; those that are not taken come again.
 
         Raises OSError, and NewsError for damage.
         """
-        size = os.fstat(self._file).st_size
-        while size - self._place > MOST_BEHIND and (length := self._length(size)) is not None:
-            self._place += RECORD.size + length
-        while (length := self._length(size)) is not None:
-            data = os.pread(self._file, RECORD.size + length, self._place)
-            if zlib.crc32(memoryview(data)[RECORD.size :]) != RECORD.unpack_from(data)[1]:
-                raise NewsError(f"news must match its checksum, got another one at byte {self._place}")
-            self._place += len(data)
-            yield data[RECORD.size :]
+        most = READ_BYTES
+        while True:
+            data = memoryview(os.pread(self._file, most, self._place))
+            if len(data) == most and self._pass_over_old():
+                continue
+            start = end = 0
+            while (end := _end_of_record(data, start)) is not None:
+                self._place += end - start
+                yield _checked(data[start:end])
+                start = end
+            if len(data) < most:
+                return
+            most = READ_BYTES if start > 0 else MOST_RECORD + RECORD.size  # a long piece is read anew, as a whole
 
-    def _length(self, size: int) -> int | None:
-        """Bytes of the next piece; None where it is not there as a whole, in a file of `size` bytes."""
-        if size - self._place < RECORD.size:
-            return None
-        length, _ = RECORD.unpack(os.pread(self._file, RECORD.size, self._place))
-        if length > MOST_RECORD:
-            raise NewsError(f"news must have at most {MOST_RECORD} bytes, got {length} at byte {self._place}")
-        return length if size - self._place >= RECORD.size + length else None
+    def _pass_over_old(self) -> bool:
+        """Go on to the last `MOST_BEHIND` bytes; was that needed?"""
+        size, place = os.fstat(self._file).st_size, self._place
+        while size - self._place > MOST_BEHIND:
+            length, _ = RECORD.unpack(os.pread(self._file, RECORD.size, self._place))
+            self._place += RECORD.size + _checked_length(length)
+        return self._place > place
 
     def _header(self) -> tuple[bytes, int]:
         """The vocabulary's fingerprint, and where news begins."""
@@ -59,3 +60,25 @@ class PeerFile:
         if (magic, version) != (MAGIC, VERSION) or len(data) < HEADER.size + length:
             raise NewsError(f"news must begin with {MAGIC!r} and format {VERSION}, got {data[: HEADER.size]!r}")
         return data[HEADER.size :][:length], HEADER.size + length
+
+
+def _end_of_record(data: memoryview, start: int) -> int | None:
+    """Where the record that begins at `start` ends; None where it is not there as a whole."""
+    if len(data) - start < RECORD.size:
+        return None
+    length, _ = RECORD.unpack_from(data, start)
+    end = start + RECORD.size + _checked_length(length)
+    return end if end <= len(data) else None
+
+
+def _checked_length(length: int) -> int:
+    if length > MOST_RECORD:
+        raise NewsError(f"news must have at most {MOST_RECORD} bytes, got {length}")
+    return length
+
+
+def _checked(record: memoryview) -> memoryview:
+    news = record[RECORD.size :]
+    if zlib.crc32(news) != RECORD.unpack_from(record)[1]:
+        raise NewsError("news must match its checksum, got another one")
+    return news

@@ -86,7 +86,7 @@ def test_changed_words_end_in_an_error_or_teach_something_sound(make):
 
 
 def records(path) -> list[bytes]:
-    return list(PeerFile(path).records())
+    return [bytes(piece) for piece in PeerFile(path).records()]
 
 
 def only_path(own: OwnFiles, folder):
@@ -106,7 +106,7 @@ def test_news_is_read_once_and_in_order(tmp_path):
     assert next(peer.records()) == b"three"  # what is not taken comes again
     assert list(peer.records()) == [b"four"]
     own.close()
-    assert peer.is_removed and list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_are_their_users_alone(tmp_path):
@@ -163,11 +163,27 @@ def test_a_process_has_two_files_at_most(tmp_path, monkeypatch):
 
 def test_news_that_lies_too_far_back_is_passed_over(tmp_path, monkeypatch):
     monkeypatch.setattr(peer_file, "MOST_BEHIND", 100)
+    monkeypatch.setattr(peer_file, "READ_BYTES", 64)
     own = OwnFiles(tmp_path, b"")
     peer = PeerFile(only_path(own, tmp_path))
     for number in range(20):
         own.write(b"%17d" % number)  # 25 bytes with its record's sizes
     assert list(peer.records()) == [b"%17d" % number for number in range(16, 20)]
+    own.close()
+
+
+def test_news_longer_than_what_is_read_at_a_time_is_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(peer_file, "READ_BYTES", 64)
+    own, random = OwnFiles(tmp_path, b""), np.random.default_rng(3)
+    peer, pieces = (
+        PeerFile(only_path(own, tmp_path)),
+        [bytes(random.integers(0, 256, 40 * number)) for number in range(9)],
+    )
+    for count in (1, 8):
+        for _ in range(count):
+            own.write(pieces[len(pieces) - 9])
+            pieces.append(pieces.pop(0))
+    assert [bytes(piece) for piece in peer.records()] == pieces
     own.close()
 
 

@@ -82,7 +82,8 @@ def test_much_news_is_learned_in_parts_and_every_peer_has_its_turn(tmp_path, mon
     assert received == [32, 64, 96, 128, 128]
 
 
-def test_a_process_that_ends_is_read_to_its_end(tmp_path):
+def test_a_process_that_ends_is_read_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(exchange_module, "PAUSE", 0.0)
     first, second = joined(tmp_path)
     second.receive()
     first.send(step_news())

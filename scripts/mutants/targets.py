@@ -90,6 +90,7 @@ TARGETS = (
         ("stand/drafters/neighbours/*.py",),
         _tests("engine", "neighbour_laws", "neighbour_memory", "law_source"),
     ),
+    Target("sharing", ("stand/sharing/*.py", "trees/locked_files.py"), _tests("engine", "news", "sharing")),
     Target(
         "scheduling",
         ("stand/scheduling/*.py", "stand/forward/cache/paged_cache.py"),

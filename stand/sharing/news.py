@@ -94,7 +94,9 @@ class TextNews:
 
     @classmethod
     def of(cls, sizes: Sequence[int], words: Words) -> TextNews:
-        num_texts, width = sizes[:2]
+        num_texts, width, *others = sizes
+        if others != [0, 0]:
+            raise NewsError(f"news of texts must have neither laws nor tokens before, got {others}")
         lengths, num_new = (words.take(num_texts).astype(np.int64) for _ in range(2))
         return cls(words.take(num_texts * width).reshape(num_texts, width), lengths, num_new)
 
@@ -110,8 +112,8 @@ class Words:
     """Words that are taken from the front; all must be."""
 
     def __init__(self, data: bytes | memoryview):
-        if len(data) % WORD.itemsize or len(data) < NUM_SIZES * WORD.itemsize:
-            raise NewsError(f"news must be whole words, {NUM_SIZES} at least, got {len(data)} bytes")
+        if len(data) % WORD.itemsize:
+            raise NewsError(f"news must be whole words of {WORD.itemsize} bytes, got {len(data)} bytes")
         self._words = np.frombuffer(data, dtype=WORD)
         self._num_taken = 0
 

@@ -31,7 +31,6 @@ class OwnFiles:
     def __init__(self, folder: Path, fingerprint: bytes):
         self._folder, self._fingerprint = folder, fingerprint
         self._files: deque[tuple[Path, BinaryIO]] = deque()
-        self._size = 0  # of the newest file
         self._begin()
 
     @property
@@ -60,7 +59,7 @@ class OwnFiles:
         fresh, file = open_locked(lambda: self._folder / f"{secrets.token_hex(8)}{UNFINISHED}")
         path = fresh.with_suffix("")
         self._files.append((path, file))
-        self._size = 0
+        self._size = 0  # of this newest file
         os.fchmod(file.fileno(), 0o600)
         self._append(HEADER.pack(MAGIC, VERSION, len(self._fingerprint)) + self._fingerprint)
         os.rename(fresh, path)

@@ -43,7 +43,7 @@ class PeerFile:
                 start = end
             if len(data) < most:
                 return
-            most = READ_BYTES if start > 0 else MOST_RECORD + RECORD.size  # a long piece is read anew, as a whole
+            most = MOST_RECORD + RECORD.size  # what was cut off is read anew, as a whole
 
     def _pass_over_old(self) -> bool:
         """Go on to the last `MOST_BEHIND` bytes; was that needed?"""

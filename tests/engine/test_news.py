@@ -60,6 +60,31 @@ def test_a_sent_step_is_a_sound_batch():
     news.batch[2]
 
 
+def test_laws_of_one_entry_are_laws():
+    assert news_of(step_news(width=1).to_bytes()).top_ids.shape == (16, 1)
+
+
+def test_texts_of_a_narrow_array_are_told():
+    tokens = np.array([[1, 0, 1], [0, 1, 1]], dtype=np.int32)
+    news = news_of(TextNews(tokens, np.array([3, 2]), np.array([3, 1])).to_bytes())
+    assert [row[:length].tolist() for row, length in zip(news.tokens, news.lengths, strict=True)] == [[1, 0, 1], [0, 1]]
+    assert news.num_new.tolist() == [3, 1] and news.num_learned == 4
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    words = np.frombuffer(step_news().to_bytes(), dtype="<i4")
+    assert words[4:7].tolist() == [0, 1, NUM_BEFORE]
+    for counts in ([0, 1, NUM_BEFORE - 1], [5, -4, NUM_BEFORE], [0, 0, NUM_BEFORE + 2]):
+        wrong = words.copy()
+        wrong[4:7] = counts
+        with pytest.raises(NewsError, match="must be as many as stated"):
+            news_of(wrong.tobytes())
+    texts = np.frombuffer(text_news().to_bytes(), dtype="<i4").copy()
+    texts[3] = 1
+    with pytest.raises(NewsError, match="neither laws nor"):
+        news_of(texts.tobytes())
+
+
 @pytest.mark.parametrize("make", [step_news, text_news])
 def test_bytes_that_are_cut_off_or_too_many_are_no_news(make):
     data = make().to_bytes()
@@ -112,6 +137,19 @@ def test_news_is_read_once_and_in_order(tmp_path):
 def test_files_are_their_users_alone(tmp_path):
     own = OwnFiles(tmp_path, b"")
     assert only_path(own, tmp_path).stat().st_mode & 0o777 == 0o600
+    own.close()
+
+
+def test_the_longest_news_is_read_and_longer_news_is_damage(tmp_path, monkeypatch):
+    monkeypatch.setattr(peer_file, "MOST_RECORD", 100)
+    monkeypatch.setattr(peer_file, "READ_BYTES", 64)
+    own = OwnFiles(tmp_path, b"")
+    peer = PeerFile(only_path(own, tmp_path))
+    own.write(b"?" * 100)
+    assert list(peer.records()) == [b"?" * 100]
+    own.write(b"?" * 101)
+    with pytest.raises(NewsError, match="at most 100 bytes, got 101"):
+        list(peer.records())
     own.close()
 
 

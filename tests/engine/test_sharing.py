@@ -19,6 +19,8 @@ from stand.seeds import call_seed
 from stand.sharing import exchange as exchange_module
 from stand.sharing import own_files
 from stand.sharing.exchange import Exchange
+from stand.sharing.news import TextNews
+from stand.sharing.peer_file import PeerFile
 from stand.trees import BlendedLookup
 from stand.verifiers import get_verifier
 
@@ -67,6 +69,38 @@ def test_files_are_looked_for_now_and_then_alone(tmp_path):
     first.receive()
     second.receive()
     assert (first.num_peers, second.num_peers) == (1, 2)
+
+
+def test_news_of_one_token_is_told_and_news_of_none_is_not(tmp_path):
+    first, second = joined(tmp_path)
+    for num_new in (0, 1):
+        first.send(TextNews(np.array([[1, 2]], dtype=np.int32), np.array([2]), np.array([num_new])))
+        second.receive()
+    (name,) = first._own.names
+    assert second.num_received == 1 and len(list(PeerFile(tmp_path / name).records())) == 1
+
+
+def test_news_that_is_too_long_is_not_told(tmp_path, monkeypatch):
+    first, second = joined(tmp_path)
+    length = len(step_news().to_bytes())
+    for most in (length - 1, length):
+        monkeypatch.setattr(exchange_module, "MOST_RECORD", most)
+        first.send(step_news())
+        second.receive()
+        assert second.num_received == first.num_sent == (0 if most < length else 16)
+
+
+def test_no_more_is_learned_at_a_time_than_pays(tmp_path, monkeypatch):
+    monkeypatch.setattr(exchange_module, "MOST_LEARNED", 32)
+    *others, last = joined(tmp_path, count=4)
+    for one, count in zip(sorted(others, key=lambda one: sorted(one._own.names)), (1, 4, 1), strict=True):
+        for _ in range(count):
+            one.send(step_news())
+    received = []
+    for _ in range(4):
+        last.receive()
+        received.append(last.num_received)
+    assert received == [32, 64, 96, 96]
 
 
 def test_much_news_is_learned_in_parts_and_every_peer_has_its_turn(tmp_path, monkeypatch):
@@ -129,6 +163,8 @@ def test_a_fork_has_a_place_of_its_own(tmp_path):
     if child == 0:
         is_apart = parent.start_call(0) != start and not parent._own.names & names
         parent.send(step_news())
+        held = {os.path.basename(os.path.realpath(f"/dev/fd/{number}")) for number in map(int, os.listdir("/dev/fd"))}
+        is_apart = is_apart and (not os.path.isdir("/proc/self/fd") or not held & names)
         os._exit(0 if is_apart else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     parent.receive()

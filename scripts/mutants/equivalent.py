@@ -31,6 +31,18 @@ OF_TRAINED: dict[str, dict[tuple[str | int, ...], str]] = {
 
 _GLANCE = "return (of_row + self._row_pages_ahead) * num_rows + of_drafts + others <= self.pages.num_free"
 
+OF_SHARING: dict[str, dict[tuple[str | int, ...], str]] = {
+    "exchange.py": {
+        (
+            "Finalize(self, _finish, (self._own, self._process), exitpriority=0)",
+            "0 -> 1",
+        ): "nothing else that ends with a process needs these files",
+        ("self._next_look = 0.0", "0.0 -> 1.0"): "the clock is beyond the first second of its machine",
+        ("if time.monotonic() >= self._next_look:", "GtE -> Gt"): "an instant later",
+    },
+    "own_files.py": {("if self._size > FILE_BYTES:", "Gt -> GtE"): "a file may be one byte shorter"},
+}
+
 OF_SCHEDULING: dict[str, dict[tuple[str | int, ...], str]] = {
     "within_pages.py": {
         (_GLANCE, "LtE -> Lt"): "a glance that does not see enough leaves the answer to `_fit`",
@@ -501,6 +513,7 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
     **OF_RECURRENT,
     **OF_KINDS,
     **{(f"stand/drafters/{file}", *change): why for file, of in OF_TRAINED.items() for change, why in of.items()},
+    **{(f"stand/sharing/{file}", *change): why for file, of in OF_SHARING.items() for change, why in of.items()},
     **{(f"stand/scheduling/{file}", *change): why for file, of in OF_SCHEDULING.items() for change, why in of.items()},
     **{
         (f"stand/drafters/neighbours/{file}", *change): why

@@ -90,17 +90,19 @@ def test_news_that_is_too_long_is_not_told(tmp_path, monkeypatch):
         assert second.num_received == first.num_sent == (0 if most < length else 16)
 
 
-def test_no_more_is_learned_at_a_time_than_pays(tmp_path, monkeypatch):
-    monkeypatch.setattr(exchange_module, "MOST_LEARNED", 32)
+@pytest.mark.parametrize(("most", "sums"), [(32, [32, 64, 96, 96]), (33, [48, 96, 96, 96])])
+def test_no_more_is_learned_at_a_time_than_pays(tmp_path, monkeypatch, most, sums):
+    """Peers have told 1, 4 and 1 pieces of news, 16 nodes each."""
+    monkeypatch.setattr(exchange_module, "MOST_LEARNED", most)
     *others, last = joined(tmp_path, count=4)
     for one, count in zip(sorted(others, key=lambda one: sorted(one._own.names)), (1, 4, 1), strict=True):
         for _ in range(count):
             one.send(step_news())
     received = []
-    for _ in range(4):
+    for _ in sums:
         last.receive()
         received.append(last.num_received)
-    assert received == [32, 64, 96, 96]
+    assert received == sums
 
 
 def test_much_news_is_learned_in_parts_and_every_peer_has_its_turn(tmp_path, monkeypatch):

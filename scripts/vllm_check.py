@@ -4,7 +4,9 @@
 
 Needs vLLM; on a machine without a GPU its build for CPUs. Greedy token ids of 40 problems over 16 slots must be equal
 with and without drafts. At temperature 1, 16 samples of each of 6 problems, at least 85 of 96 answers must be right.
-Exits with 1 where something is not as it must be. Tokens per row-step are those of the proposer.
+Two servers that share a folder must give equal greedy token ids, and the second one, which learns what the first one
+has sampled, more tokens per row-step. Exits with 1 where something is not as it must be. Tokens per row-step are those
+of the proposer.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import gc
 import hashlib
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import measuring.interruption  # noqa: F401  (before what loads slowly)
@@ -23,6 +26,7 @@ from workloads.problems import held_out_problems, write_prompt
 
 MODEL = Path(__file__).resolve().parent / "reasoner"
 LEAST_RIGHT = 85
+PARTS = "greedy", "sampling", "sharing"
 PROPOSER = "stand.plugins.vllm.LookupProposer"
 
 
@@ -48,19 +52,38 @@ def digest(outputs: list) -> tuple[str, int]:
     return hashlib.sha256(repr(ids).encode()).hexdigest()[:16], sum(map(len, ids))
 
 
-def row_steps() -> object:
-    """The counts of the proposer that this process runs."""
+def proposers() -> list:
+    """Of all servers that this process runs."""
     from stand.plugins.vllm import LookupProposer
 
     gc.unfreeze()  # vLLM freezes what it has made, and frozen objects are not listed
-    return max((one.row_steps for one in gc.get_objects() if type(one) is LookupProposer), key=lambda c: c.num_tokens)
+    return [one for one in gc.get_objects() if type(one) is LookupProposer]
+
+
+def row_steps() -> object:
+    """The counts of the proposer that has proposed most."""
+    return max((one.row_steps for one in proposers()), key=lambda counts: counts.num_tokens)
+
+
+def servers_share(num_tokens: int, prompts: list[str], greedy: object) -> bool:
+    """Do two servers of one folder give equal texts, the second one in fewer steps?"""
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = (engine(num_tokens, {"share": folder, "drafts": "all"}) for _ in range(2))
+        digests = [digest(server.generate(prompts, greedy))[0] for server in (first, second)]
+        sharing = sorted((one for one in proposers() if one.exchange), key=lambda one: one.exchange.num_received)
+        told, learned = (one.row_steps for one in sharing)
+        num_sent, num_received = sharing[0].exchange.num_sent, sharing[1].exchange.num_received
+    print(f"sharing: {digests[0]} from the first server, {digests[1]} from the second, which learned {num_received}")
+    print(f"of {num_sent} tokens; first: {told}; second: {learned}")
+    is_faster = learned.tokens_per_row_step > told.tokens_per_row_step
+    return digests[0] == digests[1] and 0 < num_received == num_sent and is_faster
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8, help="speculative tokens (%(default)s)")
     parser.add_argument(
-        "--part", nargs="+", choices=("greedy", "sampling"), default=["greedy", "sampling"], help="default: both"
+        "--part", nargs="+", choices=PARTS, default=list(PARTS), help=f"some of {', '.join(PARTS)} (default: all)"
     )
     parser.add_argument("--save", default="", help="write the lookup to this file at the end of the process")
     parsed = parser.parse_args(arguments)
@@ -91,6 +114,8 @@ def main(arguments: list[str] | None = None) -> int:
         is_right = is_right and right >= LEAST_RIGHT
         print(f"temperature 1: {right} of 96 answers are right")
         print(f"all: {row_steps()}")
+    if "sharing" in parsed.part:
+        is_right = servers_share(parsed.tokens, prompts[:8], greedy) and is_right
     print("as it must be" if is_right else "NOT as it must be")
     return 0 if is_right else 1
 

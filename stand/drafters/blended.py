@@ -110,7 +110,7 @@ class BlendedDrafter(LookupDrafter):
         if self.lookup is None:
             self.lookup = BlendedLookup(fingerprint=fingerprint)
         settle_vocabulary(self.lookup, fingerprint)
-        if self.share is not None and self.exchange is None:
+        if self.share is not None and (self.exchange is None or self.exchange.lookup is not self.lookup):
             self.exchange = Exchange(self.share, self.lookup)
         if self.source is not None:
             self.source.attach(model)

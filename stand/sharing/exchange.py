@@ -13,7 +13,7 @@ from pathlib import Path
 
 from stand.seeds import call_seed
 from stand.sharing.news import News, news_of
-from stand.sharing.own_files import MOST_RECORD, SUFFIX, UNFINISHED, OwnFiles
+from stand.sharing.own_files import FILE_NAME, MOST_RECORD, SUFFIX, OwnFiles
 from stand.sharing.peer_file import PeerFile
 from stand.trees import BlendedLookup
 from stand.trees.blended.lookup import MAX_SCOPE
@@ -44,7 +44,7 @@ class Exchange:
     def __init__(self, folder: str | os.PathLike, lookup: BlendedLookup):
         self.folder = checked_folder(folder)
         self.num_sent = self.num_received = 0  # nodes and tokens
-        self._lookup = lookup
+        self.lookup = lookup
         self._turn = threading.Lock()
         self._peers: deque[PeerFile] = deque()
         self._known: set[str] = set()  # names of others' files that are read, or not to be read
@@ -109,8 +109,8 @@ class Exchange:
         self._process, self._own_number = os.getpid(), secrets.randbits(63)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            remove_abandoned(path for end in (SUFFIX, UNFINISHED) for path in self.folder.glob(f"*{end}"))
-            self._own: OwnFiles | None = OwnFiles(self.folder, self._lookup.fingerprint)
+            remove_abandoned(path for path in self.folder.iterdir() if FILE_NAME.fullmatch(path.name))
+            self._own: OwnFiles | None = OwnFiles(self.folder, self.lookup.fingerprint)
         except OSError as error:
             raise ValueError(
                 f"share must name a folder that can be written to, got {self.folder} ({error.strerror}); name another"
@@ -126,7 +126,7 @@ class Exchange:
 
     def _look_for_files(self) -> None:
         self._next_look = time.monotonic() + PAUSE
-        found = {path.name for path in self.folder.glob(f"*{SUFFIX}")}
+        found = {path.name for path in self.folder.glob(f"*{SUFFIX}") if FILE_NAME.fullmatch(path.name)}
         own = set() if self._own is None else self._own.names
         if not own <= found:
             self._fall_silent("a file of this process was removed")
@@ -134,7 +134,7 @@ class Exchange:
         for name in sorted(found - self._known):
             try:
                 peer = PeerFile(self.folder / name)
-                _check_vocabulary(peer.fingerprint, self._lookup.fingerprint)
+                _check_vocabulary(peer.fingerprint, self.lookup.fingerprint)
                 self._peers.append(peer)
             except FileNotFoundError:  # its process has ended meanwhile
                 continue
@@ -154,7 +154,7 @@ class Exchange:
         num_learned = 0
         for data in peer.records():
             news = news_of(data)
-            news.teach(self._lookup, scope=MAX_SCOPE)
+            news.teach(self.lookup, scope=MAX_SCOPE)
             self.num_received += news.num_learned
             num_learned += news.num_learned
             if num_learned >= room:

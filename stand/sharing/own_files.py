@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import struct
 import zlib
@@ -17,6 +18,7 @@ HEADER = struct.Struct("<8sII")  # magic, version, bytes of the vocabulary's fin
 RECORD = struct.Struct("<II")  # bytes of a piece of news, which follows, and their CRC-32
 SUFFIX = ".news"
 UNFINISHED = f"{SUFFIX}.tmp"  # of a file without a header
+FILE_NAME = re.compile(rf"[0-9a-f]{{16}}{re.escape(SUFFIX)}(\.tmp)?")  # other files of a folder are let alone
 MOST_RECORD = 4 << 20  # bytes
 FILE_BYTES = 16 << 20  # after so many a new file begins
 NUM_KEPT = 2  # files of a process

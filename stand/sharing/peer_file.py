@@ -49,8 +49,10 @@ class PeerFile:
         """Go on to the last `MOST_BEHIND` bytes; was that needed?"""
         size, place = os.fstat(self._file).st_size, self._place
         while size - self._place > MOST_BEHIND:
-            length, _ = RECORD.unpack(os.pread(self._file, RECORD.size, self._place))
-            self._place += RECORD.size + _checked_length(length)
+            start = os.pread(self._file, RECORD.size, self._place)
+            if len(start) < RECORD.size:  # what could not be written as a whole was taken back
+                break
+            self._place += RECORD.size + _checked_length(RECORD.unpack(start)[0])
         return self._place > place
 
     def _header(self) -> tuple[bytes, int]:

@@ -1,6 +1,7 @@
 """What processes tell each other, as bytes and in files: nothing is lost on the way, and damage is seen."""
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -137,6 +138,22 @@ def test_news_is_read_once_and_in_order(tmp_path):
 def test_files_are_their_users_alone(tmp_path):
     own = OwnFiles(tmp_path, b"")
     assert only_path(own, tmp_path).stat().st_mode & 0o777 == 0o600
+    own.close()
+
+
+def test_news_that_is_taken_back_meanwhile_is_passed_over_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(peer_file, "MOST_BEHIND", 100)
+    monkeypatch.setattr(peer_file, "READ_BYTES", 64)
+    own = OwnFiles(tmp_path, b"")
+    path = only_path(own, tmp_path)
+    for number in range(8):
+        own.write(b"%17d" % number)
+    peer, fstat = PeerFile(path), os.fstat
+    monkeypatch.setattr(peer_file.os, "fstat", lambda file: SimpleNamespace(st_size=fstat(file).st_size + 400))
+    assert list(peer.records()) == []
+    monkeypatch.undo()
+    own.write(b"new")
+    assert list(peer.records()) == [b"new"]
     own.close()
 
 

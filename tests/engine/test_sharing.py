@@ -32,7 +32,7 @@ def joined(folder, *, count=2, **settings) -> list[Exchange]:
 
 
 def contexts(exchange: Exchange) -> int:
-    return len(exchange._lookup)
+    return len(exchange.lookup)
 
 
 @pytest.mark.parametrize("make", [step_news, text_news])
@@ -155,6 +155,27 @@ def test_files_of_processes_that_have_ended_go(tmp_path, is_killed):
     assert left.exists() == is_killed
     third = Exchange(tmp_path, BlendedLookup())
     assert {path.name for path in tmp_path.iterdir()} == second._own.names | third._own.names
+
+
+def test_files_of_others_are_let_alone(tmp_path, caplog):
+    names = ("today.news", "0123456789abcdef.news.bak", "0123456789abcdef0.news", "0123456789abcde.news.tmp")
+    for name in names:
+        (tmp_path / name).write_text("no news")
+    (one,) = joined(tmp_path, count=1)
+    with caplog.at_level(logging.WARNING, "stand"):
+        one.receive()
+    assert {path.name for path in tmp_path.iterdir()} - set(names) == one._own.names
+    assert all((tmp_path / name).exists() for name in names) and caplog.messages == []
+
+
+def test_a_drafter_that_gets_another_lookup_shares_that(tmp_path):
+    engine = engine_of(tmp_path)
+    drafter, first = engine.drafter, engine.drafter.exchange
+    stand.wrap(engine.model, drafter=drafter)
+    assert drafter.exchange is first
+    drafter.lookup = None
+    stand.wrap(engine.model, drafter=drafter)
+    assert drafter.exchange is not first and drafter.exchange.lookup is drafter.lookup
 
 
 def test_a_fork_has_a_place_of_its_own(tmp_path):

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from stand.scheduling.request import Request, Trajectory
     from stand.scheduling.run import Run
     from stand.stats import Stats
-    from stand.trees import BlendedLookup, LookupTree, OutsideLaws, TreeShape
+    from stand.trees import BlendedLookup, LookupTree, OutsideLaws, TreeShape, merge_lookups
     from stand.verifiers import Verifier
     from stand.wrapping import wrap
 
@@ -79,6 +79,7 @@ _HOMES = {
     "TreeShape": "stand.trees",
     "UnsupportedModelError": "stand.forward.self_check",
     "Verifier": "stand.verifiers",
+    "merge_lookups": "stand.trees",
     "wrap": "stand.wrapping",
 }
 _PACKAGES = ("trees", "verifiers")
@@ -111,6 +112,7 @@ __all__ = [
     "TreeShape",
     "UnsupportedModelError",
     "Verifier",
+    "merge_lookups",
     "wrap",
 ]
 

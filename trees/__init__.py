@@ -11,6 +11,7 @@ if __name__ != "stand.trees":
 
 from stand.trees import noise
 from stand.trees.blended.lookup import BlendedLookup, OutsideLaws
+from stand.trees.blended.merging import merge_lookups
 from stand.trees.checked_file import LookupFileError
 from stand.trees.draft import NO_PARENT, NO_TOKEN, ROOT, DraftBatch, DraftTree
 from stand.trees.fingerprint import problem_key, vocabulary_fingerprint
@@ -29,6 +30,7 @@ __all__ = [
     "OutsideLaws",
     "TreeShape",
     "fit_shape",
+    "merge_lookups",
     "noise",
     "problem_key",
     "vocabulary_fingerprint",

@@ -91,6 +91,7 @@ TARGETS = (
         _tests("engine", "neighbour_laws", "neighbour_memory", "law_source"),
     ),
     Target("sharing", ("stand/sharing/*.py", "trees/locked_files.py"), _tests("engine", "news", "sharing")),
+    Target("merging", ("trees/blended/merging.py",), _tests("trees", "merging")),
     Target(
         "scheduling",
         ("stand/scheduling/*.py", "stand/forward/cache/paged_cache.py"),

@@ -107,10 +107,10 @@ def test_rows_of_many_prompts_under_a_cap():
 class Widened(stand.BlendedDrafter):
     """May draft eight times as much from some moment on, as after a call whose steps were timed."""
 
-    share = 1
+    factor = 1
 
     def most_nodes(self, num_rows):
-        return 8 * self.share * num_rows
+        return 8 * self.factor * num_rows
 
     def draft(self, request):
         self.budget = self.most_nodes(len(request.histories))
@@ -124,7 +124,7 @@ def test_a_drafter_that_comes_to_ask_for_more_between_two_steps(expected):
     def widen(run):
         steps.append(run.stats.num_forwards)
         if len(steps) % 5 == 0:
-            drafter.share = 9 - drafter.share
+            drafter.factor = 9 - drafter.factor
 
     run = engine.run([PROMPT], **SETTINGS, max_cache_bytes=cap_of(1 / 4), on_step=widen)
     assert tokens_of(run) == expected and run.stats.num_put_back > 0

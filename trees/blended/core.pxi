@@ -29,6 +29,7 @@ cdef extern from "../include/window.h" namespace "stand" nogil:
 
 cdef extern from "store/odds.h" namespace "stand" nogil:
     const int32_t C_MAX_DEPTH "stand::MAX_DEPTH"
+    const int32_t NUM_ORDERS
 
 cdef extern from "growth/evidence.h" namespace "stand" nogil:
     bool_t has_wide_vectors()
@@ -72,6 +73,8 @@ cdef extern from "store/learning.h" namespace "stand" nogil:
         Figures figures()
         void clear() except +
         const char* find_fault()
+        @staticmethod
+        int32_t max_entries(int32_t order)
 
     const int64_t MIN_BYTES "stand::BlendedLookup::MIN_BYTES"
 

@@ -11,6 +11,8 @@ HAS_WIDE_VECTORS: bool
 MAX_SCOPE: int
 DEFAULT_MAX_BYTES: int
 MAX_CANDIDATES: int
+MOST_ENTRIES: tuple[int, ...]
+NUM_ODDS: int
 
 DraftKind = Literal["sampled", "mixed", "deterministic"]
 

@@ -1,5 +1,9 @@
 # Snapshots as arrays of Python: the fields are those of a file (file.py).
 
+# By the length of a context the most tokens that it keeps; the last one is of the token before the newest.
+MOST_ENTRIES = tuple([CLookup.max_entries(order) for order in range(NUM_ORDERS)])
+NUM_ODDS = C_NUM_ODDS
+
 cdef tuple contents_of(path, fingerprint, max_bytes):
     """(parameters of the lookup that is to be made, arrays, digest, cap of the one that was saved)"""
     if max_bytes is not None:

@@ -31,6 +31,8 @@ OF_TRAINED: dict[str, dict[tuple[str | int, ...], str]] = {
 
 _GLANCE = "return (of_row + self._row_pages_ahead) * num_rows + of_drafts + others <= self.pages.num_free"
 
+_EMPTY_CONTEXT = "the first context of a file is the empty one, below which nothing lies"
+
 OF_SHARING: dict[str, dict[tuple[str | int, ...], str]] = {
     "exchange.py": {
         (
@@ -513,6 +515,21 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
     **OF_RECURRENT,
     **OF_KINDS,
     **{(f"stand/drafters/{file}", *change): why for file, of in OF_TRAINED.items() for change, why in of.items()},
+    (
+        "trees/blended/merging.py",
+        "needed = largest = 0",
+        "0 -> 1",
+    ): "a byte of a cap that has room for a quarter more",
+    (
+        "trees/blended/merging.py",
+        'num_children = np.concatenate([[0], np.cumsum(arrays["has_child"], dtype=np.int64)])[self._starts]',
+        "0 -> 1",
+    ): _EMPTY_CONTEXT,
+    (
+        "trees/blended/merging.py",
+        "for context in range(len(num_children) - 1, -1, -1):",
+        "1 -> 0 #2",
+    ): _EMPTY_CONTEXT,
     **{(f"stand/sharing/{file}", *change): why for file, of in OF_SHARING.items() for change, why in of.items()},
     **{(f"stand/scheduling/{file}", *change): why for file, of in OF_SCHEDULING.items() for change, why in of.items()},
     **{

@@ -260,13 +260,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add_selection(parser)
     parsed = parser.parse_args(arguments)
-    if parsed.share and parsed.servers == 1:
-        parser.error("--share has no effect with one server; give --servers 2 or more")
+    if parsed.share:
+        _check_sharing(parser, parsed)
     parsed.selection = selection_of(parser, parsed)
-    refuse_idle(
-        parser, parsed, "door", {"options": {"vllm"}, "share": {"vllm"}, "corpus": {"sglang"}, "depth": {"sglang"}}
-    )
+    refuse_idle(parser, parsed, "door", {"options": {"vllm"}, "corpus": {"sglang"}, "depth": {"sglang"}})
     return parsed
+
+
+def _check_sharing(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+    if parsed.servers == 1:
+        parser.error("--share has no effect with one server; give --servers 2 or more")
+    if parsed.door != ["vllm"]:
+        parser.error(f"--share is for --door vllm alone, got {' '.join(parsed.door)}; replay the others by themselves")
+    if parsed.repeats > 1:
+        parser.error("--repeats must make the same calls, which servers that share do not; leave one of both out")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -274,9 +281,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def report(results: list[Result]) -> None:
-    header = ["file", "door", "size", "rows", "tokens/row-step", "drafted", "us/row-step", "median", "slowest step us"]
+    header = ["file", "door", "size", "rows", "servers", "tokens/row-step", "drafted"]
+    header += ["us/row-step", "median", "slowest step us"]
     rows = [
-        [r.file, r.door, r.size, r.rows, f"{r.tokens_per_row_step:.3f}", r.drafted_per_row_step, r.us_per_row_step]
+        [r.file, r.door, r.size, r.rows, f"{r.servers}, sharing" if r.is_shared else r.servers]
+        + [f"{r.tokens_per_row_step:.3f}", r.drafted_per_row_step, r.us_per_row_step]
         + [r.us_per_row_median, r.slowest_step_us]
         for r in results
     ]

@@ -134,7 +134,7 @@ def test_the_command_writes_a_table_and_json(tmp_path, capsys):
     assert all(one.tokens_per_row_step > 1 and one.us_per_row_median > 0 for one in results)
     assert results[0].drafted_per_row_step < 4 == results[1].drafted_per_row_step + 1
     assert replay_serving.main([*named, "--options", '{"flor": 1}']) == 2
-    assert replay_serving.main([*named, "--servers", "2", "--share", "--size", "4"]) == 0
+    assert replay_serving.main([*named, "--servers", "2", "--share", "--repeats", "1"]) == 0
     (shared,) = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["results"]
     assert shared["servers"] == 2 and shared["is_shared"]
 
@@ -144,7 +144,6 @@ def test_the_command_writes_a_table_and_json(tmp_path, capsys):
     [
         ("suffix", ["--depth", "3"]),
         ("vllm", ["--corpus", "a:B"]),
-        ("sglang", ["--share", "--servers=2"]),
         ("sglang", ["--options", "{}"]),
     ],
 )
@@ -156,3 +155,20 @@ def test_options_of_other_doors_are_refused(door, option, capsys):
     with pytest.raises(SystemExit):
         replay_serving.parse(given)
     assert f"{option[0]} has no effect without one of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--share"], "--share has no effect with one server"),
+        (
+            ["--share", "--servers", "2", "--door", "vllm", "sglang"],
+            "--share is for --door vllm alone, got",
+        ),
+        (["--share", "--servers", "2", "--repeats", "2"], "--repeats must make the same calls"),
+    ],
+)
+def test_sharing_where_it_has_no_place_is_refused(options, message, capsys):
+    with pytest.raises(SystemExit):
+        replay_serving.parse([__file__, "--tokenizer", __file__, *options])
+    assert message in capsys.readouterr().err

@@ -68,7 +68,8 @@ class BlendedDrafter(LookupDrafter):
     kind: "sampled" children; "mixed": one sampled child, then the likeliest others; or "deterministic".
     source: a head whose laws are blended in, by odds that are learned while decoding (`EagleLaws`, or your own).
     share: a folder in which all processes that name it tell each other what they learn, see `Exchange`. One folder per
-    model. A seed repeats its tokens no longer then, for what others learn, and when, shapes the drafts.
+    model. With ratio rules a seed then repeats its tokens no longer: a process has random numbers of its own, and what
+    others tell shapes the drafts.
     """
 
     NUM_SCOPES = 255  # a scope is a byte; the last one stands for what came from a file
@@ -133,11 +134,11 @@ class BlendedDrafter(LookupDrafter):
         self._known, self.costs, self.budget, self._chosen = known, costs, budget, (budget, costs)
 
     def start_call(self, *, learns: bool) -> int:
-        """Of the lookup, of what it is shared by, and of the source: what calls taught that outlives `lookup.clear()`
-        and this drafter."""
+        """From the lookup; from the process's own number where it shares; and from the source, whose memory outlives
+        `lookup.clear()` and this drafter."""
         start = super().start_call(learns=learns)
         if self.exchange is not None:
-            start = self.exchange.start_call(start)
+            start = self.exchange.start_call(start, learns=learns)
         return start if self.source is None else call_seed(start, self.source.start_call(learns=learns))
 
     def most_nodes(self, num_rows: int) -> int:

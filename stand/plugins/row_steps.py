@@ -54,11 +54,12 @@ class RowSteps:
 class Reporter:
     """Writes counts to a log every so many row-steps."""
 
-    def __init__(self, counts: RowSteps, logger: logging.Logger, *, every: int):
-        self._counts, self._logger, self._every = counts, logger, every
+    def __init__(self, counts: RowSteps, logger: logging.Logger, *, every: int, exchange: object = None):
+        """exchange: what is written beside the counts; None for nothing."""
+        self._counts, self._logger, self._every, self._exchange = counts, logger, every, exchange
         self._next = every
 
     def look(self) -> None:
         if self._every and self._counts.num_row_steps >= self._next:
             self._next = self._counts.num_row_steps + self._every
-            self._logger.info("STAND: %s", self._counts)
+            self._logger.info("STAND: %s%s", self._counts, "" if self._exchange is None else f"; {self._exchange}")

@@ -22,6 +22,7 @@ from stand.plugins.row_steps import Reporter, RowSteps
 from stand.plugins.saving import Saver
 from stand.plugins.scopes import TEXTS, Scopes
 from stand.plugins.sglang_worker import CHOOSES_WORKER, with_laws
+from stand.sharing.exchange import numbers_of
 from stand.sharing.news import StepNews, TextNews
 from stand.trees import DraftBatch, problem_key
 from stand.trees.layouts.text_rows import TextRows
@@ -59,7 +60,7 @@ class LookupCorpus:
     """
 
     hands_over_laws = False  # a worker sets it that calls `learn_laws`
-    has_one_rank = False  # set where a server's model has one (`choose_worker`)
+    seed: int | None = None  # of the server's random numbers, set where its model has one rank (`choose_worker`)
 
     def __init__(
         self,
@@ -77,23 +78,23 @@ class LookupCorpus:
             raise ValueError("budget must be left out, for SGLang gives every request as many nodes; got STAND_BUDGET")
         if f"{PREFIX}DRAFTS" in os.environ:
             raise ValueError("drafts must be left out, for SGLang gives every request as many nodes; got STAND_DRAFTS")
-        if self.options.share and not self.has_one_rank:
+        if self.options.share and self.seed is None:
             raise RuntimeError(
-                "share needs one rank, but SGLang did not say that there is one; see its log for a hook that failed, "
+                "share needs one rank and its random_seed, but SGLang told none; see its log for a hook that failed, "
                 "or leave STAND_SHARE out"
             )
         self.draft_token_num = draft_token_num
         self._width = 1 if max_bfs_breadth <= 1 else None  # of a draft
         self.external_corpus_max_tokens = external_corpus_max_tokens
         self.row_steps = RowSteps()
-        self._reporter = Reporter(self.row_steps, LOGGER, every=self.options.report_every)
         self._read: tuple[str, list[np.ndarray]] = ("", [])  # name and documents of the corpus that was read last
         self._loaded: dict[str, int] = {}  # tokens of corpora whose load was confirmed
         self._masks = np.empty(0, dtype=np.int64)
         self.lookup = self.options.new_lookup()
         if self.options.save:
             self.saver = Saver(self, self.lookup, self.options.save)
-        self.exchange = self.options.new_exchange(self.lookup)
+        self.exchange = self.options.new_exchange(self.lookup, numbers=numbers_of(self.seed))
+        self._reporter = Reporter(self.row_steps, LOGGER, every=self.options.report_every, exchange=self.exchange)
         self._scopes = Scopes()
         self._backlog = Backlog(self.lookup, tokens_per_step=self.options.text_tokens)
         self.reset()
@@ -119,12 +120,12 @@ class LookupCorpus:
         """
         self._check_laws()
         texts = TextRows.from_lists(batch_tokens)
-        num_new, scopes = self._news(req_ids, texts, total_lens)
+        num_new, is_sampled, scopes = self._news(req_ids, texts, total_lens)
         texts = _behind_pieces(texts, num_new)
         self._backlog.work()
         self.lookup.learn_rows(texts.tokens, texts.lengths, num_new, rows=texts.rows, scopes=scopes)
         if self.exchange is not None:
-            self.exchange.send(TextNews(texts.tokens, texts.lengths, num_new, texts.rows))
+            self.exchange.send(TextNews(texts.tokens, texts.lengths, num_new * is_sampled, texts.rows))
             self.exchange.receive()
         batch = self._draft(texts, scopes)
         self._requests.keep(req_ids, total_lens, scopes)
@@ -257,13 +258,17 @@ class LookupCorpus:
             self._masks = np.empty(size, dtype=np.int64)
         return self._masks[:size].reshape(shape)
 
-    def _news(self, names: Sequence[str], texts: TextRows, totals: Sequence[int]) -> tuple[np.ndarray, list[int]]:
-        """(new tokens among those shown int64[B], scopes). The row-steps of known requests are counted.
+    def _news(
+        self, names: Sequence[str], texts: TextRows, totals: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """(new tokens among those shown int64[B], whether none of them may be of a prompt bool[B], scopes). The
+        row-steps of known requests are counted.
 
         A new request's problem is known by its length and by the last tokens of its prompt, where no more was shown.
         """
         before, scopes = self._requests.find(names, totals)
         num_new = np.minimum(np.array(totals, dtype=np.int64) - before, texts.lengths)
+        is_sampled = before >= 0
         drafted = [self.draft_token_num - 1] * len(names)
         for row in (before < 0).nonzero()[0].tolist():
             num_new[row], drafted[row] = len(texts[row]), -1
@@ -271,16 +276,18 @@ class LookupCorpus:
             prompt = self._prompts.pop(names[row], None)
             if length <= totals[row]:
                 num_new[row], scopes[row] = min(totals[row] - length, num_new[row]), scope
+                is_sampled[row] = True
             elif prompt is not None:
                 num_prompt, scopes[row] = prompt
                 num_new[row] = min(max(0, totals[row] - num_prompt), num_new[row])
+                is_sampled[row] = True
             else:
                 scopes[row] = self._scopes.of((totals[row], texts[row][:-1].tobytes()))
         self.row_steps.add(num_new.tolist(), drafted)
         if self._lawful:
             num_new[[known in self._lawful and steps >= 0 for known, steps in zip(names, drafted, strict=True)]] = 0
             self._lawful = set()
-        return num_new, scopes
+        return num_new, is_sampled, scopes
 
     def _check_laws(self) -> None:
         if self.options.laws > 0 and not self.hands_over_laws:
@@ -344,7 +351,7 @@ def choose_worker(worker: type, algorithm: SpeculativeAlgorithm, server_args: Se
                 f"share needs one rank, for all must draft alike; got {server_args.tp_size} in tensor and "
                 f"{server_args.pp_size} in pipeline parallelism; leave STAND_SHARE out"
             )
-        LookupCorpus.has_one_rank = True
+        LookupCorpus.seed = server_args.random_seed
     return with_laws(worker, algorithm, server_args)
 
 

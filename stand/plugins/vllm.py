@@ -27,7 +27,7 @@ from stand.plugins.paying_drafts import PayingDrafts
 from stand.plugins.row_steps import Reporter, RowSteps
 from stand.plugins.saving import Saver
 from stand.plugins.scopes import Scopes
-from stand.sharing.exchange import Exchange
+from stand.sharing.exchange import Exchange, numbers_of
 from stand.sharing.news import TextNews
 from stand.trees import NO_TOKEN, DraftBatch, problem_key
 from stand.trees.layouts.text_rows import TextRows
@@ -49,7 +49,8 @@ class LookupProposer:
     """Made by vLLM in every process that runs the model.
 
     Options: `additional_config={"stand": {...}}` or the environment, see `ServingOptions`. With drafts="all" what is
-    drafted follows from the calls alone, else from the times of steps too. vLLM verifies the drafts of one rank.
+    drafted follows from the calls alone, and from news where servers share; else from the times of steps too. vLLM
+    verifies the drafts of one rank.
     """
 
     def __init__(self, vllm_config: VllmConfig, *, clock: Callable[[], float] | None = None):
@@ -74,14 +75,14 @@ class LookupProposer:
         self._texts = KnownTexts(vllm_config.scheduler_config.max_num_seqs, num_notes=4)
         self._scopes = Scopes()
         self._backlog = Backlog(self.lookup, tokens_per_step=self.options.text_tokens)
-        self._reporter = Reporter(self.row_steps, LOGGER, every=self.options.report_every)
         self.saver: Saver | None = None
         self.exchange: Exchange | None = None
-        # The ranks of tensor parallelism learn alike, and vLLM takes the drafts of the first: it writes and shares.
+        # vLLM takes the drafts of the first rank of tensor parallelism: it writes and shares.
         if getattr(parallel, "rank", 0) % getattr(parallel, "tensor_parallel_size", 1) == 0:
             if self.options.save:
                 self.saver = Saver(self, self.lookup, self.options.save)
-            self.exchange = self.options.new_exchange(self.lookup)
+            self.exchange = self.options.new_exchange(self.lookup, numbers=_numbers_of(vllm_config))
+        self._reporter = Reporter(self.row_steps, LOGGER, every=self.options.report_every, exchange=self.exchange)
         self._clock = clock or _clock_of(vllm_config)
         self._started = self._now = 0.0  # when the last call was made, and this one
         self._num_calls = 0  # before this one
@@ -227,6 +228,18 @@ class LookupProposer:
         if int(batch.token_ids.max()) >= self.vocabulary_size:  # from a file of another model
             chains = [list(takewhile(self.vocabulary_size.__gt__, chain)) for chain in chains]
         return chains
+
+
+def _numbers_of(vllm_config: VllmConfig) -> int:
+    """A name of the random numbers of requests without a seed (`Exchange.numbers`); 0 where nobody has set a seed."""
+    try:
+        from vllm.utils.torch_utils import set_random_seed
+
+        is_mixed = "data_parallel_index" in inspect.signature(set_random_seed).parameters  # from 0.32 on
+    except ImportError:
+        is_mixed = False
+    index = getattr(getattr(vllm_config, "parallel_config", None), "data_parallel_index", 0)
+    return numbers_of(getattr(vllm_config.model_config, "seed", None), index if is_mixed else 0)
 
 
 def _has_many_schedulers(parallel: object) -> bool:

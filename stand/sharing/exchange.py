@@ -1,4 +1,4 @@
-"""The exchange of a folder: what one process learns, all that use the folder learn, while they run."""
+"""Processes that name one folder learn from each other, while they run."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import secrets
 import threading
 import time
 from collections import deque
+from hashlib import blake2b
 from multiprocessing.util import Finalize
 from pathlib import Path
 
 from stand.seeds import call_seed
 from stand.sharing.news import News, news_of
-from stand.sharing.own_files import FILE_NAME, MOST_RECORD, SUFFIX, OwnFiles
+from stand.sharing.own_files import FILE_NAME, MOST_RECORD, SUFFIX, OwnFiles, machine_word
 from stand.sharing.peer_file import PeerFile
 from stand.trees import BlendedLookup
 from stand.trees.blended.lookup import MAX_SCOPE
@@ -22,33 +23,36 @@ from stand.trees.locked_files import remove_abandoned
 
 LOGGER = logging.getLogger("stand")
 PAUSE = 1.0  # seconds between two looks for new files
-MOST_LEARNED = 2048  # nodes or tokens of others that are learned at a time: some milliseconds
+MOST_LEARNED = 2048  # after so many nodes or tokens no further piece of news is begun: some milliseconds
 
 
 class Exchange:
     """A lookup's place in a folder: it tells what the lookup learns here, and teaches it what others learn.
 
     Every process appends to files of its own and reads those of the others, so none waits for another. Files go with
-    their process; those of one that was killed go when the next one comes. Of another's news at most the last 4 MB are
-    read.
+    their process; those of one that was killed go when the next one comes. Of a file at most the last megabyte is read.
 
-    What another process drew may shape this one's drafts. So a call's own random numbers must not be those of another
-    process, whatever its seed: see `start_call`.
+    What another process drew may shape this one's drafts. So the random numbers that samples are drawn with here must
+    not be those of another process. Calls of this project's engine take numbers of their own (`start_call`). Serving
+    engines draw theirs from a seed: `numbers`, in [1, 2**64), names them, and news of a process that has the same ones
+    is refused. 0: from `start_call`.
 
-    Nothing that happens to files ends a call. A peer whose news cannot be read, or is of another vocabulary, is no
-    longer asked, and a process that cannot write says nothing more; the log of `stand` has a warning.
+    Nothing that happens to files ends a call. A file that is damaged, or of another vocabulary, is read no further, and
+    a process that cannot write tells nothing more; the log of `stand` has a warning.
 
     Raises ValueError where the folder cannot be made or written to.
     """
 
-    def __init__(self, folder: str | os.PathLike, lookup: BlendedLookup):
+    def __init__(self, folder: str | os.PathLike, lookup: BlendedLookup, *, numbers: int = 0):
         self.folder = checked_folder(folder)
+        self.numbers = numbers
         self.num_sent = self.num_received = 0  # nodes and tokens
         self.lookup = lookup
         self._turn = threading.Lock()
         self._peers: deque[PeerFile] = deque()
         self._known: set[str] = set()  # names of others' files that are read, or not to be read
         self._next_look = 0.0
+        self._num_taught = 0  # calls that learn
         self._join()
         lock_at_forks(self)
 
@@ -57,11 +61,20 @@ class Exchange:
         """Files of others that are read now; a process has one or two."""
         return len(self._peers)
 
-    def start_call(self, start: int) -> int:
-        """The number of a call that the lookup gave `start`: one that no other process has."""
+    def __str__(self) -> str:
+        return (
+            f"shared in {self.folder}: {self.num_sent} nodes and tokens told, {self.num_received} learned of others, "
+            f"{self.num_peers} files open"
+        )
+
+    def start_call(self, start: int, *, learns: bool) -> int:
+        """The number of a call, from the lookup's `start` and this process's own number: no other process has it, and
+        no other call that learns. `start` alone begins anew where the lookup is cleared, while others remember.
+        """
         with self._turn:
             self._follow_fork()
-            return call_seed(start, self._own_number)
+            self._num_taught += learns
+            return call_seed(call_seed(start, self._num_taught), self._own_number)
 
     def send(self, news: News) -> None:
         """Tell the others."""
@@ -91,7 +104,7 @@ class Exchange:
                 peer = self._peers.popleft()
                 try:
                     num_learned += self._learn_from(peer, MOST_LEARNED - num_learned)
-                    if peer.is_removed and num_learned < MOST_LEARNED:
+                    if peer.is_removed:  # what is left of it, if anything, came too long ago
                         peer.close()
                     else:
                         self._peers.append(peer)
@@ -109,8 +122,9 @@ class Exchange:
         self._process, self._own_number = os.getpid(), secrets.randbits(63)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            remove_abandoned(path for path in self.folder.iterdir() if FILE_NAME.fullmatch(path.name))
-            self._own: OwnFiles | None = OwnFiles(self.folder, self.lookup.fingerprint)
+            word = machine_word()
+            remove_abandoned(path for path in self.folder.glob(f"{word}*") if FILE_NAME.fullmatch(path.name))
+            self._own: OwnFiles | None = OwnFiles(self.folder, self.lookup.fingerprint, self.numbers)
         except OSError as error:
             raise ValueError(
                 f"share must name a folder that can be written to, got {self.folder} ({error.strerror}); name another"
@@ -134,7 +148,7 @@ class Exchange:
         for name in sorted(found - self._known):
             try:
                 peer = PeerFile(self.folder / name)
-                _check_vocabulary(peer.fingerprint, self.lookup.fingerprint)
+                self._check(peer)
                 self._peers.append(peer)
             except FileNotFoundError:  # its process has ended meanwhile
                 continue
@@ -147,10 +161,25 @@ class Exchange:
     def _fall_silent(self, reason: object) -> None:
         self._own.close()
         self._own = None
-        LOGGER.warning("STAND: %s cannot be written to, others learn no more from here: %s", self.folder, reason)
+        LOGGER.warning("STAND: this process tells nothing more in %s: %s; start it again to share", self.folder, reason)
+
+    def _check(self, peer: PeerFile) -> None:
+        """Raise ValueError where nothing may be learned of a peer."""
+        theirs, ours = peer.fingerprint, self.lookup.fingerprint
+        if theirs and ours and theirs != ours:
+            raise ValueError(
+                f"a folder must be of one tokenizer (vocabulary {ours.hex()[:12]}), got {theirs.hex()[:12]}; give "
+                "every model a folder of its own, and every engine the tokenizer"
+            )
+        if self.numbers and peer.numbers == self.numbers:
+            raise ValueError(
+                f"servers that share must draw other random numbers, got those of this one ({self.numbers:016x}); "
+                "start every server with a seed of its own"
+            )
 
     def _learn_from(self, peer: PeerFile, room: int) -> int:
-        """How many nodes and tokens were learned: all that there are or, where these are more than `room`, so many."""
+        """Learn from one peer until `room` is filled, the last piece of news as a whole. Returns how many nodes and
+        tokens were learned."""
         num_learned = 0
         for data in peer.records():
             news = news_of(data)
@@ -163,10 +192,20 @@ class Exchange:
 
 
 def checked_folder(folder: object) -> Path:
-    """An absolute path: a harness may change its own folder meanwhile. Raises ValueError unless it names one."""
-    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+    """The folder as an absolute path, since a harness may change the working folder. Raises ValueError where it is no
+    path."""
+    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder) or "\0" in str(folder):
         raise ValueError(f"share must be the path of a folder, got {folder!r}; leave it out to share nothing")
     return Path(folder).absolute()
+
+
+def numbers_of(seed: int | None, index: int = 0) -> int:
+    """A name in [1, 2**64) of the random numbers that torch draws from a seed; 0 for None, where nobody has set one.
+
+    index: of a process, where an engine mixes that in."""
+    if seed is None:
+        return 0
+    return int.from_bytes(blake2b(f"{seed} {index}".encode(), digest_size=8).digest(), "little") | 1
 
 
 def _finish(own: OwnFiles, process: int) -> None:
@@ -174,13 +213,5 @@ def _finish(own: OwnFiles, process: int) -> None:
         own.close()
 
 
-def _check_vocabulary(theirs: bytes, ours: bytes) -> None:
-    if theirs and ours and theirs != ours:
-        raise ValueError(
-            f"a folder must be of one tokenizer (vocabulary {ours.hex()[:12]}), got {theirs.hex()[:12]}; give every "
-            "model a folder of its own"
-        )
-
-
 def _warn_of(path: Path, error: Exception) -> None:
-    LOGGER.warning("STAND: nothing more is learned from %s: %s", path, error)
+    LOGGER.warning("STAND: nothing more is learned from %s: %s; the others are still read", path, error)

@@ -56,7 +56,7 @@ class StepNews:
         ends = np.cumsum(words.take(num_rows)).tolist()
         offsets, before = words.take(num_rows + 1), words.take(num_before)
         if any(end < start for start, end in pairwise([0, *ends])) or ends[-1] != num_before:
-            raise NewsError("tokens before the pending ones must be as many as stated, got another number")
+            raise NewsError(f"tokens before the pending ones must be {num_before} in all, got ends {ends}")
         token_ids, parents, depths, ranks = (words.take(num_nodes) for _ in range(4))
         top_ids = words.take(num_nodes * width).reshape(num_nodes, width)
         top_probs = words.take(num_nodes * width).view(np.float32).reshape(num_nodes, width)
@@ -65,7 +65,7 @@ class StepNews:
         return cls(batch, np.split(before, ends[:-1]), top_ids, top_probs)
 
     def teach(self, lookup: BlendedLookup, *, scope: int) -> None:
-        """Raises ValueError where the news is unsound."""
+        """Teach it to the lookup. Raises ValueError where the news is unsound."""
         scopes = [scope] * len(self.batch)
         lookup.learn_batch(self.batch, self.befores, self.top_ids, self.top_probs, scopes=scopes)
 
@@ -101,7 +101,7 @@ class TextNews:
         return cls(words.take(num_texts * width).reshape(num_texts, width), lengths, num_new)
 
     def teach(self, lookup: BlendedLookup, *, scope: int) -> None:
-        """Raises ValueError where the news is unsound."""
+        """Teach it to the lookup. Raises ValueError where the news is unsound."""
         lookup.learn_rows(self.tokens, self.lengths, self.num_new, scopes=[scope] * len(self.lengths))
 
 
@@ -109,7 +109,7 @@ News = StepNews | TextNews
 
 
 class Words:
-    """Words that are taken from the front; all must be."""
+    """Takes words from the front; `check_end` refuses words that are left over."""
 
     def __init__(self, data: bytes | memoryview):
         if len(data) % WORD.itemsize:
@@ -134,7 +134,7 @@ def news_of(data: bytes | memoryview) -> News:
     words = Words(data)
     sizes = words.take(NUM_SIZES).tolist()
     if min(sizes) < 0 or min(sizes[:2]) == 0:
-        raise NewsError(f"sizes of news must not be negative, nor 0 for rows, got {sizes}")
+        raise NewsError(f"sizes of news must not be negative, nor 0 for rows, nodes and columns, got {sizes}")
     news = StepNews.of(sizes, words) if sizes[2] > 0 else TextNews.of(sizes, words)
     words.check_end()
     return news

@@ -1,37 +1,42 @@
-"""Where a process writes its news: files of its own, the older ones of which go."""
+"""The files to which a process writes its news; the oldest goes when a third would begin."""
 
 from __future__ import annotations
 
 import os
+import platform
 import re
 import secrets
 import struct
 import zlib
 from collections import deque
+from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
 
 from stand.trees.locked_files import open_locked
 
 MAGIC, VERSION = b"STANDNEW", 1
-HEADER = struct.Struct("<8sII")  # magic, version, bytes of the vocabulary's fingerprint, which follows
+# Magic, version, bytes of the vocabulary's fingerprint, which follows, and `Exchange.numbers`.
+HEADER = struct.Struct("<8sIIQ")
 RECORD = struct.Struct("<II")  # bytes of a piece of news, which follows, and their CRC-32
 SUFFIX = ".news"
-UNFINISHED = f"{SUFFIX}.tmp"  # of a file without a header
+UNFINISHED = f"{SUFFIX}.tmp"  # ends the name of a file whose header is not written yet
 FILE_NAME = re.compile(rf"[0-9a-f]{{16}}{re.escape(SUFFIX)}(\.tmp)?")  # other files of a folder are let alone
 MOST_RECORD = 4 << 20  # bytes
-FILE_BYTES = 16 << 20  # after so many a new file begins
+FILE_BYTES = 3 << 20  # after so many a new file begins; a container's memory for files is often 64 MB
 NUM_KEPT = 2  # files of a process
 
 
 class OwnFiles:
-    """Appends pieces of news; a process has `NUM_KEPT` files at most, `FILE_BYTES` each.
+    """Appends pieces of news; a process has `NUM_KEPT` files at most. A file ends with the piece that passes
+    `FILE_BYTES`.
 
     They belong to their user alone: news holds the tokens of texts. Raises OSError where nothing can be written.
     """
 
-    def __init__(self, folder: Path, fingerprint: bytes):
-        self._folder, self._fingerprint = folder, fingerprint
+    def __init__(self, folder: Path, fingerprint: bytes, numbers: int):
+        self._folder = folder
+        self._header = HEADER.pack(MAGIC, VERSION, len(fingerprint), numbers) + fingerprint
         self._files: deque[tuple[Path, BinaryIO]] = deque()
         self._begin()
 
@@ -46,7 +51,7 @@ class OwnFiles:
         self._append(RECORD.pack(len(news), zlib.crc32(news)) + news)
 
     def close(self) -> None:
-        """Remove the files. Who has opened them reads them to their ends."""
+        """Remove the files. A process that has one open can read it to its end."""
         while self._files:
             self._remove_oldest()
 
@@ -58,12 +63,12 @@ class OwnFiles:
     def _begin(self) -> None:
         while len(self._files) >= NUM_KEPT:
             self._remove_oldest()
-        fresh, file = open_locked(lambda: self._folder / f"{secrets.token_hex(8)}{UNFINISHED}")
+        fresh, file = open_locked(lambda: self._folder / f"{machine_word()}{secrets.token_hex(4)}{UNFINISHED}")
         path = fresh.with_suffix("")
         self._files.append((path, file))
         self._size = 0  # of this newest file
         os.fchmod(file.fileno(), 0o600)
-        self._append(HEADER.pack(MAGIC, VERSION, len(self._fingerprint)) + self._fingerprint)
+        self._append(self._header)
         os.rename(fresh, path)
 
     def _append(self, data: bytes) -> None:
@@ -78,3 +83,13 @@ class OwnFiles:
         path, file = self._files.popleft()
         path.unlink(missing_ok=True)
         file.close()
+
+
+def machine_word() -> str:
+    """How names of this machine's files begin: a file system of several machines may keep locks apart, so that a lock
+    says nothing about a process elsewhere."""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:
+        machine = platform.node()
+    return blake2b(machine.encode(), digest_size=4).hexdigest()

@@ -12,7 +12,7 @@ from stand.sharing.news import NewsError
 from stand.sharing.own_files import HEADER, MAGIC, MOST_RECORD, RECORD, VERSION
 from stand.trees.checked_file import MAX_FINGERPRINT_BYTES
 
-MOST_BEHIND = 4 << 20  # bytes; what is older is passed over
+MOST_BEHIND = 1 << 20  # bytes; what is older is passed over
 READ_BYTES = 64 << 10  # at a time: the news of many steps
 
 
@@ -23,11 +23,11 @@ class PeerFile:
         self.path = path
         self._file = os.open(path, os.O_RDONLY)
         self.close = weakref.finalize(self, os.close, self._file)
-        self.is_removed = False  # set by who finds that its name has gone: nothing more will be written
-        self.fingerprint, self._place = self._header()  # where the next piece begins
+        self.is_removed = False  # set by the exchange when the name has gone; then nothing more is written
+        self.fingerprint, self.numbers, self._place = self._header()  # the last: where the next piece begins
 
     def records(self) -> Iterator[memoryview]:
-        """The complete pieces of news that came since, the oldest first; those that are not taken come again.
+        """The complete pieces of news since the last call, the oldest first. A piece that is not taken comes again.
 
         Raises OSError, and NewsError for damage.
         """
@@ -46,7 +46,7 @@ class PeerFile:
             most = MOST_RECORD + RECORD.size  # what was cut off is read anew, as a whole
 
     def _pass_over_old(self) -> bool:
-        """Go on to the last `MOST_BEHIND` bytes; was that needed?"""
+        """Skip to the last `MOST_BEHIND` bytes. Returns whether anything was skipped."""
         size, place = os.fstat(self._file).st_size, self._place
         while size - self._place > MOST_BEHIND:
             start = os.pread(self._file, RECORD.size, self._place)
@@ -55,13 +55,16 @@ class PeerFile:
             self._place += RECORD.size + _checked_length(RECORD.unpack(start)[0])
         return self._place > place
 
-    def _header(self) -> tuple[bytes, int]:
-        """The vocabulary's fingerprint, and where news begins."""
+    def _header(self) -> tuple[bytes, int, int]:
+        """The vocabulary's fingerprint, the numbers that samples are drawn with, and where news begins."""
         data = os.pread(self._file, HEADER.size + MAX_FINGERPRINT_BYTES, 0)
-        magic, version, length = HEADER.unpack_from(data.ljust(HEADER.size, b"\0"))
+        magic, version, length, numbers = HEADER.unpack_from(data.ljust(HEADER.size, b"\0"))
         if (magic, version) != (MAGIC, VERSION) or len(data) < HEADER.size + length:
-            raise NewsError(f"news must begin with {MAGIC!r} and format {VERSION}, got {data[: HEADER.size]!r}")
-        return data[HEADER.size :][:length], HEADER.size + length
+            raise NewsError(
+                f"news must begin with {MAGIC!r} and format {VERSION}, got {data[: HEADER.size]!r}; use one version of "
+                "this project in all processes"
+            )
+        return data[HEADER.size :][:length], numbers, HEADER.size + length
 
 
 def _end_of_record(data: memoryview, start: int) -> int | None:
@@ -75,12 +78,12 @@ def _end_of_record(data: memoryview, start: int) -> int | None:
 
 def _checked_length(length: int) -> int:
     if length > MOST_RECORD:
-        raise NewsError(f"news must have at most {MOST_RECORD} bytes, got {length}")
+        raise NewsError(f"news must have at most {MOST_RECORD} bytes, got {length}; the file is damaged")
     return length
 
 
 def _checked(record: memoryview) -> memoryview:
     news = record[RECORD.size :]
     if zlib.crc32(news) != RECORD.unpack_from(record)[1]:
-        raise NewsError("news must match its checksum, got another one")
+        raise NewsError(f"news must match its checksum, got {zlib.crc32(news):#x}; the file is damaged")
     return news

@@ -18,7 +18,7 @@ import stand
 from stand.seeds import call_seed
 from stand.sharing import exchange as exchange_module
 from stand.sharing import own_files
-from stand.sharing.exchange import Exchange
+from stand.sharing.exchange import Exchange, numbers_of
 from stand.sharing.news import TextNews
 from stand.sharing.peer_file import PeerFile
 from stand.trees import BlendedLookup
@@ -158,7 +158,8 @@ def test_files_of_processes_that_have_ended_go(tmp_path, is_killed):
 
 
 def test_files_of_others_are_let_alone(tmp_path, caplog):
-    names = ("today.news", "0123456789abcdef.news.bak", "0123456789abcdef0.news", "0123456789abcde.news.tmp")
+    ours = own_files.machine_word()
+    names = ("today.news", f"{ours}89abcdef.news.bak", f"{ours}89abcdef0.news", f"{ours}89abcde.news.tmp")
     for name in names:
         (tmp_path / name).write_text("no news")
     (one,) = joined(tmp_path, count=1)
@@ -180,11 +181,11 @@ def test_a_drafter_that_gets_another_lookup_shares_that(tmp_path):
 
 def test_a_fork_has_a_place_of_its_own(tmp_path):
     (parent,) = joined(tmp_path, count=1)
-    names, start = parent._own.names, parent.start_call(0)
-    assert parent.start_call(0) == start
+    names, start = parent._own.names, parent.start_call(0, learns=False)
+    assert parent.start_call(0, learns=False) == start
     child = os.fork()
     if child == 0:
-        is_apart = parent.start_call(0) != start and not parent._own.names & names
+        is_apart = parent.start_call(0, learns=False) != start and not parent._own.names & names
         parent.send(step_news())
         held = {os.path.basename(os.path.realpath(f"/dev/fd/{number}")) for number in map(int, os.listdir("/dev/fd"))}
         is_apart = is_apart and (not os.path.isdir("/proc/self/fd") or not held & names)
@@ -198,8 +199,20 @@ def test_a_fork_has_a_place_of_its_own(tmp_path):
 
 
 def test_numbers_of_a_call_are_a_process_s_own(tmp_path):
-    starts = [one.start_call(0) for one in joined(tmp_path, count=20)]
+    starts = [one.start_call(0, learns=True) for one in joined(tmp_path, count=20)]
     assert len(set(starts)) == 20 and 0 not in starts
+
+
+def test_a_cleared_lookup_does_not_bring_numbers_back(tmp_path):
+    """Others remember what it told before."""
+    (one,) = joined(tmp_path, count=1)
+    drafter = stand.BlendedDrafter(one.lookup)
+    drafter.exchange, starts = one, []
+    for _ in range(3):
+        starts += [drafter.start_call(learns=False), drafter.start_call(learns=False), drafter.start_call(learns=True)]
+        step_news().teach(one.lookup, scope=0)
+        one.lookup.clear()
+    assert starts[0::3] == starts[1::3] and len(set(starts)) == 6
 
 
 def test_a_peer_that_is_damaged_is_left_alone_and_others_are_not(tmp_path, caplog):
@@ -224,7 +237,55 @@ def test_another_vocabulary_is_not_learned(tmp_path, caplog):
         for one in (ours, theirs, unnamed):
             one.receive()
     assert [one.num_received for one in (ours, theirs, unnamed)] == [16, 16, 32]
-    assert len(caplog.messages) == 2 and all("give every model a folder of its own" in line for line in caplog.messages)
+    assert len(caplog.messages) == 2 and all("every model a folder of its own" in line for line in caplog.messages)
+
+
+def test_servers_with_the_same_random_numbers_do_not_learn_from_each_other(tmp_path, caplog):
+    numbers = (numbers_of(0), numbers_of(0), numbers_of(0, 1), numbers_of(1), 0, 0)
+    several = [Exchange(tmp_path, BlendedLookup(), numbers=number) for number in numbers]
+    for one in several:
+        one.send(step_news())
+    with caplog.at_level(logging.WARNING, "stand"):
+        for one in several:
+            one.receive()
+    assert [one.num_received // 16 for one in several] == [4, 4, 5, 5, 5, 5]
+    assert len(caplog.messages) == 2 and all("a seed of its own; the others" in line for line in caplog.messages)
+
+
+def test_what_is_left_of_a_removed_file_is_passed_over(tmp_path, monkeypatch):
+    """A reader that falls behind would else hold more and more files that have gone."""
+    monkeypatch.setattr(exchange_module, "PAUSE", 0.0)
+    monkeypatch.setattr(exchange_module, "MOST_LEARNED", 16)
+    first, second = joined(tmp_path)
+    second.receive()
+    for seed in range(3):
+        first.send(step_news(seed))
+    del first
+    gc.collect()
+    for _ in range(3):
+        second.receive()
+    assert second.num_received == 16 and second.num_peers == 0
+
+
+def test_what_was_told_and_learned_is_shown(tmp_path):
+    first, second = joined(tmp_path)
+    first.send(step_news())
+    second.receive()
+    assert str(first) == f"shared in {tmp_path}: 16 nodes and tokens told, 0 learned of others, 0 files open"
+    assert str(second) == f"shared in {tmp_path}: 0 nodes and tokens told, 16 learned of others, 1 files open"
+
+
+def test_files_of_another_machine_are_let_alone(tmp_path, monkeypatch):
+    """Its locks may not be seen here."""
+    other = joined(tmp_path, count=1)[0]
+    (path,) = tmp_path.iterdir()
+    other._own.abandon()  # no lock is held
+    monkeypatch.setattr(exchange_module, "machine_word", lambda: "00000000")
+    joined(tmp_path, count=1)
+    assert path.exists()
+    monkeypatch.undo()
+    joined(tmp_path, count=1)
+    assert not path.exists()
 
 
 def test_a_full_file_system_ends_what_is_told_and_nothing_else(tmp_path, caplog, monkeypatch):
@@ -254,7 +315,7 @@ def test_a_folder_that_goes_is_told(tmp_path, caplog, monkeypatch):
     assert one.num_sent == 0 and len(caplog.messages) == 1 and "was removed" in caplog.text
 
 
-@pytest.mark.parametrize("share", ["", 3, b"/tmp", True])
+@pytest.mark.parametrize("share", ["", 3, b"/tmp", True, "a\0b"])
 def test_what_is_no_folder_is_refused(share):
     with pytest.raises(ValueError, match="share must be the path of a folder, got"):
         stand.BlendedDrafter(share=share)
@@ -321,5 +382,5 @@ def test_a_process_with_the_seed_of_another_follows_the_target(tmp_path, fixed_n
 
 def test_processes_that_share_their_numbers_are_seen(tmp_path, monkeypatch):
     """The negative control: calls that start from what the lookup says alone."""
-    monkeypatch.setattr(Exchange, "start_call", lambda self, start: start)
+    monkeypatch.setattr(Exchange, "start_call", lambda self, start, learns: start)
     assert p_of_second_processes(tmp_path, "traversal", num_seeds=1500) < 1e-6

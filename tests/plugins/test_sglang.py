@@ -309,10 +309,12 @@ def test_a_request_that_was_taken_out_goes_on_as_it_was():
     made.erase_match_state(["one", "never seen"])
     text = [*text, 5, 6]
     texts = TextRows.from_lists([text, text])
-    num_new, scopes = made._news(["one", "two"], texts, [6, 6])
+    num_new, is_sampled, scopes = made._news(["one", "two"], texts, [6, 6])
+    assert is_sampled.all()
     assert num_new.tolist() == [2, 2] and scopes[0] == scopes[1]
     made.erase_match_state(["two"])
-    num_new, _ = made._news(["two"], TextRows.from_lists([[1, 2]]), [2])  # another text of that name
+    num_new, is_sampled, _ = made._news(["two"], TextRows.from_lists([[1, 2]]), [2])  # another text of that name
+    assert not is_sampled.any()
     assert num_new.tolist() == [2]
 
 

@@ -1,5 +1,6 @@
 """Servers that learn from each other: the proposer for vLLM, and the corpus for SGLang."""
 
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,13 +16,13 @@ from stand.trees import BlendedLookup
 STORY = [7, 3, 9, 4, 1, 8, 2, 6, 5]
 
 
-def proposer(folder, *, rank: int = 0, **parallel) -> LookupProposer:
+def proposer(folder, *, rank: int = 0, seed: int | None = None, **parallel) -> LookupProposer:
     """Of one server whose model has two ranks."""
     places = {"data_parallel_index": 0, "rank": rank, "tensor_parallel_size": 2, **parallel}
     config = SimpleNamespace(
         additional_config={"stand": {"drafts": "all", "share": str(folder)}},
         speculative_config=SimpleNamespace(num_speculative_tokens=4),
-        model_config=SimpleNamespace(max_model_len=512, get_vocab_size=lambda: 1000),
+        model_config=SimpleNamespace(max_model_len=512, get_vocab_size=lambda: 1000, seed=seed),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
         parallel_config=SimpleNamespace(**places),
     )
@@ -80,7 +81,8 @@ def test_ranks_that_schedule_by_themselves_share_nothing(tmp_path, world_size):
 @pytest.fixture
 def sharing(monkeypatch, tmp_path):
     monkeypatch.setenv("STAND_SHARE", str(tmp_path))
-    monkeypatch.setattr(LookupCorpus, "has_one_rank", True)
+    seeds = iter(range(9))
+    monkeypatch.setattr(LookupCorpus, "seed", property(lambda self: next(seeds)))
 
 
 def ask(corpus: LookupCorpus, name: str, text: list[int]) -> list[list[int]]:
@@ -90,10 +92,50 @@ def ask(corpus: LookupCorpus, name: str, text: list[int]) -> list[list[int]]:
 
 def test_a_server_of_sglang_drafts_what_another_one_has_sampled(sharing):
     first, second = LookupCorpus(draft_token_num=4), LookupCorpus(draft_token_num=4)
-    ask(first, "a", STORY[:6])
+    for end in range(2, 7):
+        ask(first, "a", STORY[:end])
     ask(second, "b", [50, 51])
     assert [9, 4, 1, 8] in ask(second, "c", STORY[:3])
-    assert second.exchange.num_received == first.exchange.num_sent == 6
+    assert second.exchange.num_received == first.exchange.num_sent == 4  # what may be a prompt is not told
+
+
+def test_no_prompt_is_told(sharing, monkeypatch):
+    made, told = LookupCorpus(draft_token_num=4), []
+    monkeypatch.setattr(made.exchange, "send", told.append)
+    ask(made, "a", STORY)
+    made.learn_prompt("b", np.array(STORY, dtype=np.int32))
+    ask(made, "b", [*STORY, 11, 12])
+    ask(made, "a", [*STORY, 13])
+    made.erase_match_state(["a"])
+    ask(made, "a", [*STORY, 13, 14])
+    assert [news.num_new.tolist() for news in told] == [[0], [2], [1], [1]]
+
+
+@pytest.mark.parametrize(("is_mixed", "received"), [(True, [1, 1, 1]), (False, [0, 0, 1])])
+def test_servers_of_vllm_with_one_seed_do_not_learn_from_each_other(tmp_path, monkeypatch, is_mixed, received):
+    """From 0.32 on vLLM gives ranks of data parallelism numbers of their own."""
+
+    def set_random_seed(seed, data_parallel_index=0): ...
+
+    module = SimpleNamespace(set_random_seed=set_random_seed if is_mixed else lambda seed: None)
+    for name in ("vllm", "vllm.utils"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "vllm.utils.torch_utils", module)
+    first, second, other = (
+        proposer(tmp_path, seed=seed, data_parallel_index=index) for seed, index in ((0, 0), (0, 1), (5, 0))
+    )
+    same = proposer(tmp_path, seed=0)
+    propose(first, STORY[:3])
+    for made in (second, same, other):
+        propose(made, [50])
+    assert [made.exchange.num_received > 0 for made in (second, other)] == [bool(received[0]), True]
+    assert same.exchange.num_received == second.exchange.num_sent * is_mixed
+
+
+def test_servers_without_vllm_s_word_count_as_one(tmp_path):
+    first, second = (proposer(tmp_path, seed=0, data_parallel_index=index) for index in range(2))
+    assert first.exchange.numbers == second.exchange.numbers != 0
+    assert proposer(tmp_path).exchange.numbers == 0
 
 
 def test_laws_are_told_with_all_nodes_and_tokens_not_twice(sharing, monkeypatch):
@@ -116,20 +158,20 @@ def test_laws_are_told_with_all_nodes_and_tokens_not_twice(sharing, monkeypatch)
 
 
 def choose(*, tp_size: int = 1, pp_size: int = 1, is_ngram: bool = True) -> type | None:
-    ranks = SimpleNamespace(tp_size=tp_size, pp_size=pp_size)
+    ranks = SimpleNamespace(tp_size=tp_size, pp_size=pp_size, random_seed=7)
     return choose_worker(object, SimpleNamespace(is_ngram=lambda: is_ngram), ranks)
 
 
 def test_sglang_shares_where_a_model_has_one_rank(monkeypatch, tmp_path):
-    monkeypatch.setattr(LookupCorpus, "has_one_rank", False)
+    monkeypatch.setattr(LookupCorpus, "seed", None)
     monkeypatch.setenv("STAND_SHARE", str(tmp_path))
-    with pytest.raises(RuntimeError, match="share needs one rank, but SGLang did not say"):
+    with pytest.raises(RuntimeError, match="share needs one rank and its random_seed, but SGLang told none"):
         LookupCorpus()
-    assert choose(is_ngram=False) is None and not LookupCorpus.has_one_rank
+    assert choose(is_ngram=False) is None and LookupCorpus.seed is None
     for ranks in ({"tp_size": 2}, {"pp_size": 2}):
         with pytest.raises(ValueError, match="share needs one rank, for all must draft alike"):
             choose(**ranks)
-    assert choose() is None and LookupCorpus.has_one_rank
+    assert choose() is None and LookupCorpus.seed == 7
     assert LookupCorpus().exchange is not None
     monkeypatch.delenv("STAND_SHARE")
     assert choose(tp_size=2) is None and LookupCorpus().exchange is None
@@ -141,9 +183,9 @@ def test_the_worker_s_class_is_looked_at_where_that_matters(monkeypatch, name):
     registry = SimpleNamespace(register=lambda *arguments: registered.append(arguments))
     kinds = SimpleNamespace(REPLACE="replace", AROUND="around", AFTER="after")
     for module in ("sglang", "sglang.srt", "sglang.srt.plugins"):
-        monkeypatch.setitem(__import__("sys").modules, module, SimpleNamespace(__path__=[]))
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(__path__=[]))
     hooks = SimpleNamespace(HookRegistry=registry, HookType=kinds)
-    monkeypatch.setitem(__import__("sys").modules, "sglang.srt.plugins.hook_registry", hooks)
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", hooks)
     monkeypatch.setenv(name, "1")
     sglang.register()
     assert (sglang.CHOOSES_WORKER, choose_worker, "after") in registered

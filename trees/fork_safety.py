@@ -19,20 +19,23 @@ class Lockable(Protocol):
     def _unlock(self) -> None: ...
 
 
+_users: weakref.WeakSet[Lockable] = weakref.WeakSet()  # whose locks are held while a lookup's is taken
 _lookups: weakref.WeakSet[Lockable] = weakref.WeakSet()
 _one_at_a_time = threading.RLock()  # a fork, or a new lookup; again where a signal's handler forks
 _locked: list[Lockable] = []
 
 
-def lock_at_forks(lookup: Lockable) -> None:
-    """From now on every `os.fork` of this process takes the lookup's lock. While one does, new lookups wait here."""
+def lock_at_forks(lookup: Lockable, *, uses_lookups: bool = False) -> None:
+    """From now on every `os.fork` of this process takes the lookup's lock. While one does, new lookups wait here.
+
+    uses_lookups: it is no lookup, but takes lookups' locks while it holds its own."""
     with _one_at_a_time:
-        _lookups.add(lookup)
+        (_users if uses_lookups else _lookups).add(lookup)
 
 
 def _lock_all() -> None:
     _one_at_a_time.acquire()
-    for lookup in list(_lookups):
+    for lookup in [*_users, *_lookups]:  # in the order in which they are taken elsewhere
         lookup._lock()
         _locked.append(lookup)
 

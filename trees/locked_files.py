@@ -24,6 +24,6 @@ def open_locked(new_path: Callable[[], Path]) -> tuple[Path, BinaryIO]:
 def remove_abandoned(paths: Iterable[Path]) -> None:
     """Remove those of the files whose processes have ended."""
     for path in paths:
-        with contextlib.suppress(OSError), open(path, "rb") as file:
+        with contextlib.suppress(OSError), open(path, "r+b") as file:  # network file systems lock no file for reading
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while its process lives
             path.unlink()

@@ -23,12 +23,13 @@ from stand.drafters.drafter import (
 from stand.drafters.law_source import LawSource
 from stand.drafters.settings import check_count
 from stand.forward.devices import input_device, off_one_device
-from stand.forward.model import is_mixture
+from stand.forward.model import is_mixture, text_config
 from stand.measured_files import measured_folder
 from stand.seeds import call_seed
-from stand.sharing.exchange import Exchange, checked_folder
+from stand.sharing.exchange import Exchange, checked_folder, exchange_of
 from stand.sharing.news import StepNews
 from stand.trees import BlendedLookup, DraftBatch
+from stand.trees.blended.lookup import MAX_SCOPE
 from stand.trees.kinds import KINDS
 
 MOST_RISES = 1000  # arrays of rises that are kept; a cost that follows the steps' times changes, and has new ones
@@ -72,7 +73,7 @@ class BlendedDrafter(LookupDrafter):
     others tell shapes the drafts.
     """
 
-    NUM_SCOPES = 255  # a scope is a byte; the last one stands for what came from a file
+    NUM_SCOPES = MAX_SCOPE  # the scopes after these are of what others tell, and of what came from a file
 
     def __init__(
         self,
@@ -112,7 +113,8 @@ class BlendedDrafter(LookupDrafter):
             self.lookup = BlendedLookup(fingerprint=fingerprint)
         settle_vocabulary(self.lookup, fingerprint)
         if self.share is not None and (self.exchange is None or self.exchange.lookup is not self.lookup):
-            self.exchange = Exchange(self.share, self.lookup)
+            size = text_config(model).vocab_size
+            self.exchange = exchange_of(self.share, self.lookup, vocabulary_size=size)
         if self.source is not None:
             self.source.attach(model)
         if (self.budget, self.costs) == self._chosen:

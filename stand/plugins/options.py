@@ -85,10 +85,11 @@ class ServingOptions:
         if self.drafts not in DRAFTS:
             raise ValueError(f"drafts must be one of {', '.join(DRAFTS)}, got {self.drafts!r}; {PAYING} is usual")
 
-    def new_exchange(self, lookup: BlendedLookup, *, numbers: int) -> Exchange | None:
-        """The lookup's place in the folder, where one is given. numbers: see `Exchange`. Raises ValueError where the
-        folder cannot be written to."""
-        return Exchange(self.share, lookup, numbers=numbers) if self.share else None
+    def new_exchange(self, lookup: BlendedLookup, *, vocabulary_size: int, numbers: int) -> Exchange | None:
+        """The lookup's place in the folder, where one is given. Raises ValueError where that cannot be written to."""
+        if not self.share:
+            return None
+        return Exchange(self.share, lookup, vocabulary_size=vocabulary_size, numbers=numbers)
 
     def new_lookup(self) -> BlendedLookup:
         """The lookup of the file, or an empty one. Raises OSError, LookupFileError, and ValueError for a bad value."""

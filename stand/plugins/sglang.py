@@ -93,7 +93,7 @@ class LookupCorpus:
         self.lookup = self.options.new_lookup()
         if self.options.save:
             self.saver = Saver(self, self.lookup, self.options.save)
-        self.exchange = self.options.new_exchange(self.lookup, numbers=numbers_of(self.seed))
+        self.exchange = self.options.new_exchange(self.lookup, vocabulary_size=NO_TEXT, numbers=numbers_of(self.seed))
         self._reporter = Reporter(self.row_steps, LOGGER, every=self.options.report_every, exchange=self.exchange)
         self._scopes = Scopes()
         self._backlog = Backlog(self.lookup, tokens_per_step=self.options.text_tokens)
@@ -125,7 +125,7 @@ class LookupCorpus:
         self._backlog.work()
         self.lookup.learn_rows(texts.tokens, texts.lengths, num_new, rows=texts.rows, scopes=scopes)
         if self.exchange is not None:
-            self.exchange.send(TextNews(texts.tokens, texts.lengths, num_new * is_sampled, texts.rows))
+            self.exchange.send(TextNews(texts.tokens, texts.lengths, num_new * is_sampled, texts.rows, NO_TEXT))
             self.exchange.receive()
         batch = self._draft(texts, scopes)
         self._requests.keep(req_ids, total_lens, scopes)

@@ -81,7 +81,9 @@ class LookupProposer:
         if getattr(parallel, "rank", 0) % getattr(parallel, "tensor_parallel_size", 1) == 0:
             if self.options.save:
                 self.saver = Saver(self, self.lookup, self.options.save)
-            self.exchange = self.options.new_exchange(self.lookup, numbers=_numbers_of(vllm_config))
+            self.exchange = self.options.new_exchange(
+                self.lookup, vocabulary_size=self.vocabulary_size, numbers=_numbers_of(vllm_config)
+            )
         self._reporter = Reporter(self.row_steps, LOGGER, every=self.options.report_every, exchange=self.exchange)
         self._clock = clock or _clock_of(vllm_config)
         self._started = self._now = 0.0  # when the last call was made, and this one
@@ -163,7 +165,7 @@ class LookupProposer:
         scopes = notes[:, SCOPE].tolist()
         self.lookup.learn_rows(tokens, lengths, lengths - known, rows=rows, scopes=scopes)
         if self.exchange is not None:
-            self.exchange.send(TextNews(tokens, lengths, lengths - known, rows))
+            self.exchange.send(TextNews(tokens, lengths, lengths - known, rows, self.vocabulary_size))
             self.exchange.receive()
         self.row_steps.add(num_sampled.tolist(), notes[:, DRAFTED].tolist())
         return notes, scopes

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
 import threading
 import time
+import weakref
 from collections import deque
 from hashlib import blake2b
 from multiprocessing.util import Finalize
@@ -30,31 +32,31 @@ class Exchange:
     """A lookup's place in a folder: it tells what the lookup learns here, and teaches it what others learn.
 
     Every process appends to files of its own and reads those of the others, so none waits for another. Files go with
-    their process; those of one that was killed go when the next one comes. Of a file at most the last megabyte is read.
+    their process; those of one that was killed go when the next one comes. Of a file at most its last part is read.
 
     What another process drew may shape this one's drafts. So the random numbers that samples are drawn with here must
-    not be those of another process. Calls of this project's engine take numbers of their own (`start_call`). Serving
-    engines draw theirs from a seed: `numbers`, in [1, 2**64), names them, and news of a process that has the same ones
-    is refused. 0: from `start_call`.
+    not be those of another process. Calls of this project's engine take numbers of their own (`start_call`); a fork
+    takes part from its next call on. Serving engines draw theirs from a seed: `numbers`, in [1, 2**64), names them, and
+    news of a process that has the same ones is refused. 0: from `start_call`.
 
-    Nothing that happens to files ends a call. A file that is damaged, or of another vocabulary, is read no further, and
-    a process that cannot write tells nothing more; the log of `stand` has a warning.
+    vocabulary_size: news with other ids is refused. Nothing that happens to files ends a call. What is damaged or
+    refused is read no further, and a process that cannot write tells nothing more; the log of `stand` has a warning.
 
     Raises ValueError where the folder cannot be made or written to.
     """
 
-    def __init__(self, folder: str | os.PathLike, lookup: BlendedLookup, *, numbers: int = 0):
+    def __init__(self, folder: str | os.PathLike, lookup: BlendedLookup, *, vocabulary_size: int, numbers: int = 0):
         self.folder = checked_folder(folder)
-        self.numbers = numbers
-        self.num_sent = self.num_received = 0  # nodes and tokens
         self.lookup = lookup
-        self._turn = threading.Lock()
+        self.vocabulary_size, self.numbers = vocabulary_size, numbers
+        self.num_sent = self.num_received = 0  # nodes and tokens
+        self._turn = threading.RLock()  # again where a signal's handler forks
         self._peers: deque[PeerFile] = deque()
         self._known: set[str] = set()  # names of others' files that are read, or not to be read
         self._next_look = 0.0
         self._num_taught = 0  # calls that learn
         self._join()
-        lock_at_forks(self)
+        lock_at_forks(self, uses_lookups=True)
 
     @property
     def num_peers(self) -> int:
@@ -72,7 +74,8 @@ class Exchange:
         no other call that learns. `start` alone begins anew where the lookup is cleared, while others remember.
         """
         with self._turn:
-            self._follow_fork()
+            if os.getpid() != self._process:
+                self._follow_fork()
             self._num_taught += learns
             return call_seed(call_seed(start, self._num_taught), self._own_number)
 
@@ -82,8 +85,10 @@ class Exchange:
             return
         data = news.to_bytes()
         with self._turn:
-            self._follow_fork()
-            if self._own is None or len(data) > MOST_RECORD:
+            if self._own is None or os.getpid() != self._process:
+                return
+            if len(data) > MOST_RECORD:
+                LOGGER.warning("STAND: a step's news of %d bytes is too long to be told", len(data))
                 return
             try:
                 self._own.write(data)
@@ -94,23 +99,26 @@ class Exchange:
     def receive(self) -> None:
         """Teach the lookup what others have told since."""
         with self._turn:
-            self._follow_fork()
+            if os.getpid() != self._process:
+                return
             if time.monotonic() >= self._next_look:
                 self._look_for_files()
             num_learned = 0
             for _ in range(len(self._peers)):
                 if num_learned >= MOST_LEARNED:
                     return  # who was not asked is first in line
-                peer = self._peers.popleft()
+                peer = self._peers[0]  # it stays where this is interrupted
+                is_over, was_full = peer.is_removed, peer.is_full  # of a removed one the rest came too long ago
                 try:
                     num_learned += self._learn_from(peer, MOST_LEARNED - num_learned)
-                    if peer.is_removed:  # what is left of it, if anything, came too long ago
-                        peer.close()
-                    else:
-                        self._peers.append(peer)
                 except (OSError, ValueError) as error:
-                    peer.close()
+                    is_over = True
                     _warn_of(peer.path, error)
+                if peer.is_full and not was_full:
+                    self._next_look = 0.0
+                self._peers.rotate(-1)
+                if is_over:
+                    self._peers.pop().close()
 
     def _lock(self) -> None:
         self._turn.acquire()
@@ -122,8 +130,8 @@ class Exchange:
         self._process, self._own_number = os.getpid(), secrets.randbits(63)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            word = machine_word()
-            remove_abandoned(path for path in self.folder.glob(f"{word}*") if FILE_NAME.fullmatch(path.name))
+            ours = (path for path in self.folder.glob(f"{machine_word()}-*") if FILE_NAME.fullmatch(path.name))
+            remove_abandoned(path for path in ours if path.is_file())
             self._own: OwnFiles | None = OwnFiles(self.folder, self.lookup.fingerprint, self.numbers)
         except OSError as error:
             raise ValueError(
@@ -132,39 +140,45 @@ class Exchange:
         Finalize(self, _finish, (self._own, self._process), exitpriority=0)
 
     def _follow_fork(self) -> None:
-        """A fork has a place of its own: it must not write to its parent's files, nor use its numbers."""
-        if os.getpid() != self._process:
-            if self._own is not None:
-                self._own.abandon()
+        """Take a place of the fork's own. Its lookup has learned what its parent had told when it was forked."""
+        if self._own is not None:
+            *older, newest = self._own.paths
+            size = self._own.size
+            self._own.abandon()
+            self._known |= {path.name for path in (*older, newest)}
+            with contextlib.suppress(OSError, ValueError):  # the parent may have ended
+                self._peers.append(PeerFile(newest, start=size))
+        try:
             self._join()
+        except ValueError as error:
+            self._own = None
+            LOGGER.warning("STAND: a fork tells nothing: %s", error)
 
     def _look_for_files(self) -> None:
         self._next_look = time.monotonic() + PAUSE
-        found = {path.name for path in self.folder.glob(f"*{SUFFIX}") if FILE_NAME.fullmatch(path.name)}
-        own = set() if self._own is None else self._own.names
-        if not own <= found:
+        if self._own is not None and not all(path.exists() for path in self._own.paths):
             self._fall_silent("a file of this process was removed")
-        found -= own
+        own = set() if self._own is None else {path.name for path in self._own.paths}
+        try:
+            found = {path.name for path in self.folder.glob(f"*{SUFFIX}") if FILE_NAME.fullmatch(path.name)} - own
+        except OSError:  # too many files are open, say
+            return
         for name in sorted(found - self._known):
             try:
-                peer = PeerFile(self.folder / name)
-                self._check(peer)
-                self._peers.append(peer)
+                self._peers.append(self._opened(name))
             except FileNotFoundError:  # its process has ended meanwhile
                 continue
-            except (OSError, ValueError) as error:
+            except OSError:
+                found.remove(name)  # to be tried again
+            except ValueError as error:
                 _warn_of(self.folder / name, error)
         self._known = found
         for peer in self._peers:
             peer.is_removed = peer.path.name not in found
 
-    def _fall_silent(self, reason: object) -> None:
-        self._own.close()
-        self._own = None
-        LOGGER.warning("STAND: this process tells nothing more in %s: %s; start it again to share", self.folder, reason)
-
-    def _check(self, peer: PeerFile) -> None:
-        """Raise ValueError where nothing may be learned of a peer."""
+    def _opened(self, name: str) -> PeerFile:
+        """Raises OSError, and ValueError where nothing may be learned of this file."""
+        peer = PeerFile(self.folder / name)
         theirs, ours = peer.fingerprint, self.lookup.fingerprint
         if theirs and ours and theirs != ours:
             raise ValueError(
@@ -176,6 +190,13 @@ class Exchange:
                 f"servers that share must draw other random numbers, got those of this one ({self.numbers:016x}); "
                 "start every server with a seed of its own"
             )
+        return peer
+
+    def _fall_silent(self, reason: object) -> None:
+        self._known |= {path.name for path in self._own.paths}  # where they cannot be removed
+        self._own.close()
+        self._own = None
+        LOGGER.warning("STAND: this process tells nothing more in %s: %s; start it again to share", self.folder, reason)
 
     def _learn_from(self, peer: PeerFile, room: int) -> int:
         """Learn from one peer until `room` is filled, the last piece of news as a whole. Returns how many nodes and
@@ -183,6 +204,11 @@ class Exchange:
         num_learned = 0
         for data in peer.records():
             news = news_of(data)
+            if news.largest_id >= self.vocabulary_size:
+                raise ValueError(
+                    f"tokens must be in [0, {self.vocabulary_size}), got {news.largest_id}; give every model a folder "
+                    "of its own"
+                )
             news.teach(self.lookup, scope=MAX_SCOPE)
             self.num_received += news.num_learned
             num_learned += news.num_learned
@@ -191,12 +217,26 @@ class Exchange:
         return num_learned
 
 
+_PLACES: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of lookups: their exchanges by folder
+
+
+def exchange_of(folder: str | os.PathLike, lookup: BlendedLookup, **settings: int) -> Exchange:
+    """The lookup's place in a folder: the one that it has, or a new one. In two places it would learn all twice."""
+    places = _PLACES.setdefault(lookup, weakref.WeakValueDictionary())
+    path = checked_folder(folder)
+    exchange = places.get(path)
+    if exchange is None:
+        exchange = places[path] = Exchange(path, lookup, **settings)
+    return exchange
+
+
 def checked_folder(folder: object) -> Path:
     """The folder as an absolute path, since a harness may change the working folder. Raises ValueError where it is no
     path."""
-    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder) or "\0" in str(folder):
+    path = os.fspath(folder) if isinstance(folder, (str, os.PathLike)) else ""
+    if not isinstance(path, str) or not path or "\0" in path:
         raise ValueError(f"share must be the path of a folder, got {folder!r}; leave it out to share nothing")
-    return Path(folder).absolute()
+    return Path(path).absolute()
 
 
 def numbers_of(seed: int | None, index: int = 0) -> int:

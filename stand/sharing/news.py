@@ -42,6 +42,10 @@ class StepNews:
         """Nodes."""
         return self.batch.num_nodes
 
+    @property
+    def largest_id(self) -> int:
+        return max(int(ids.max(initial=0)) for ids in (self.batch.token_ids, self.top_ids, *self.befores))
+
     def to_bytes(self) -> bytes:
         batch, befores = self.batch, [before[-NUM_BEFORE:] for before in self.befores]
         ends = np.cumsum([len(before) for before in befores], dtype=np.int32)
@@ -78,19 +82,30 @@ class TextNews:
     lengths: np.ndarray  # [B] int64: tokens of each text, the new ones included
     num_new: np.ndarray  # [B] int64
     rows: np.ndarray | None = None  # [B] int64: the texts' rows of the array; None for the first B
+    vocabulary_size: int = (
+        2**31
+    )  # texts that hold other ids at their ends, such as placeholders of images, are not told
 
     @property
     def num_learned(self) -> int:
         """Tokens."""
         return int(self.num_new.sum())
 
+    @property
+    def largest_id(self) -> int:
+        return int(self.tokens.max(initial=0))
+
     def to_bytes(self) -> bytes:
         rows = np.arange(len(self.lengths)) if self.rows is None else self.rows
         width = int(self.num_new.max()) + NUM_BEFORE
         starts = np.maximum(self.lengths - width, 0)
-        columns = np.minimum(starts[:, None] + np.arange(width), self.tokens.shape[1] - 1)
+        columns = starts[:, None] + np.arange(width)
+        tokens = self.tokens[rows[:, None], np.minimum(columns, self.tokens.shape[1] - 1)]
+        tokens[columns >= self.lengths[:, None]] = 0
+        is_told = (tokens < self.vocabulary_size).all(axis=1)
+        tokens[~is_told] = 0
         sizes = [len(self.lengths), width, 0, 0]
-        return _joined(sizes, self.lengths - starts, self.num_new, self.tokens[rows[:, None], columns])
+        return _joined(sizes, self.lengths - starts, self.num_new * is_told, tokens)
 
     @classmethod
     def of(cls, sizes: Sequence[int], words: Words) -> TextNews:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -21,7 +22,8 @@ HEADER = struct.Struct("<8sIIQ")
 RECORD = struct.Struct("<II")  # bytes of a piece of news, which follows, and their CRC-32
 SUFFIX = ".news"
 UNFINISHED = f"{SUFFIX}.tmp"  # ends the name of a file whose header is not written yet
-FILE_NAME = re.compile(rf"[0-9a-f]{{16}}{re.escape(SUFFIX)}(\.tmp)?")  # other files of a folder are let alone
+# Machine, process and number of a file. Other files of a folder are let alone.
+FILE_NAME = re.compile(rf"[0-9a-f]{{8}}-[0-9a-f]{{8}}-\d{{8}}{re.escape(SUFFIX)}(\.tmp)?")
 MOST_RECORD = 4 << 20  # bytes
 FILE_BYTES = 3 << 20  # after so many a new file begins; a container's memory for files is often 64 MB
 NUM_KEPT = 2  # files of a process
@@ -35,20 +37,27 @@ class OwnFiles:
     """
 
     def __init__(self, folder: Path, fingerprint: bytes, numbers: int):
-        self._folder = folder
+        self._name = folder / f"{machine_word()}-{secrets.token_hex(4)}"
         self._header = HEADER.pack(MAGIC, VERSION, len(fingerprint), numbers) + fingerprint
         self._files: deque[tuple[Path, BinaryIO]] = deque()
+        self._num_begun = self._size = 0  # the latter of the newest file
         self._begin()
 
     @property
-    def names(self) -> set[str]:
-        return {path.name for path, _ in self._files}
+    def paths(self) -> list[Path]:
+        """The oldest first."""
+        return [path for path, _ in self._files]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the newest file."""
+        return self._size
 
     def write(self, news: bytes) -> None:
         """All of it or, where that fails, nothing."""
-        if self._size > FILE_BYTES:
-            self._begin()
         self._append(RECORD.pack(len(news), zlib.crc32(news)) + news)
+        if self._size > FILE_BYTES:  # at once: who has read the last piece looks for the next file
+            self._begin()
 
     def close(self) -> None:
         """Remove the files. A process that has one open can read it to its end."""
@@ -62,16 +71,23 @@ class OwnFiles:
 
     def _begin(self) -> None:
         while len(self._files) >= NUM_KEPT:
-            self._remove_oldest()
-        fresh, file = open_locked(lambda: self._folder / f"{machine_word()}{secrets.token_hex(4)}{UNFINISHED}")
+            self._remove_oldest(is_emptied=True)
+        self._num_begun += 1
+        fresh, file = open_locked(lambda: Path(f"{self._name}-{self._num_begun:08d}{UNFINISHED}"))
         path = fresh.with_suffix("")
         self._files.append((path, file))
-        self._size = 0  # of this newest file
-        os.fchmod(file.fileno(), 0o600)
-        self._append(self._header)
-        os.rename(fresh, path)
+        self._size = 0
+        try:
+            os.fchmod(file.fileno(), 0o600)
+            self._append(self._header)
+            os.rename(fresh, path)
+        except OSError:
+            fresh.unlink(missing_ok=True)
+            raise
 
     def _append(self, data: bytes) -> None:
+        if not self._files:
+            raise OSError("the files are closed")
         file = self._files[-1][1].fileno()
         if (written := os.write(file, data)) < len(data):
             os.ftruncate(file, self._size)
@@ -79,10 +95,13 @@ class OwnFiles:
             raise OSError(f"only {written} of {len(data)} bytes could be written")
         self._size += len(data)
 
-    def _remove_oldest(self) -> None:
+    def _remove_oldest(self, *, is_emptied: bool = False) -> None:
+        """is_emptied: so that a process that has it open, and does not look, keeps no memory."""
         path, file = self._files.popleft()
-        path.unlink(missing_ok=True)
-        file.close()
+        with file, contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+            if is_emptied:
+                os.ftruncate(file.fileno(), 0)
 
 
 def machine_word() -> str:

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import os
+import stat
 import weakref
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from stand.sharing.news import NewsError
-from stand.sharing.own_files import HEADER, MAGIC, MOST_RECORD, RECORD, VERSION
+from stand.sharing.own_files import FILE_BYTES, HEADER, MAGIC, MOST_RECORD, RECORD, VERSION
 from stand.trees.checked_file import MAX_FINGERPRINT_BYTES
 
-MOST_BEHIND = 1 << 20  # bytes; what is older is passed over
+MOST_BEHIND = 512 << 10  # bytes; what is older is passed over
 READ_BYTES = 64 << 10  # at a time: the news of many steps
 
 
 class PeerFile:
-    """A file to which its process appends. Raises OSError where it cannot be opened, NewsError for another format."""
+    """A file to which its process appends. start: bytes to leave out, header included.
 
-    def __init__(self, path: Path):
+    Raises OSError where it cannot be opened, NewsError for another format."""
+
+    def __init__(self, path: Path, *, start: int = 0):
         self.path = path
-        self._file = os.open(path, os.O_RDONLY)
+        self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # no pipe may hold the reader up
         self.close = weakref.finalize(self, os.close, self._file)
         self.is_removed = False  # set by the exchange when the name has gone; then nothing more is written
-        self.fingerprint, self.numbers, self._place = self._header()  # the last: where the next piece begins
+        self.fingerprint, self.numbers, place = self._header()
+        self._place = max(place, start)  # where the next piece begins
+
+    @property
+    def is_full(self) -> bool:
+        """All that was written is read, and its process has begun another file."""
+        return self._place > FILE_BYTES
 
     def records(self) -> Iterator[memoryview]:
         """The complete pieces of news since the last call, the oldest first. A piece that is not taken comes again.
@@ -46,17 +55,22 @@ class PeerFile:
             most = MOST_RECORD + RECORD.size  # what was cut off is read anew, as a whole
 
     def _pass_over_old(self) -> bool:
-        """Skip to the last `MOST_BEHIND` bytes. Returns whether anything was skipped."""
+        """Skip to the last `MOST_BEHIND` bytes, but not the last piece. Returns whether anything was skipped."""
         size, place = os.fstat(self._file).st_size, self._place
         while size - self._place > MOST_BEHIND:
             start = os.pread(self._file, RECORD.size, self._place)
             if len(start) < RECORD.size:  # what could not be written as a whole was taken back
                 break
-            self._place += RECORD.size + _checked_length(RECORD.unpack(start)[0])
+            end = self._place + RECORD.size + _checked_length(RECORD.unpack(start)[0])
+            if end >= size:
+                break
+            self._place = end
         return self._place > place
 
     def _header(self) -> tuple[bytes, int, int]:
         """The vocabulary's fingerprint, the numbers that samples are drawn with, and where news begins."""
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            raise NewsError("news must be in a file, got something else of such a name")
         data = os.pread(self._file, HEADER.size + MAX_FINGERPRINT_BYTES, 0)
         magic, version, length, numbers = HEADER.unpack_from(data.ljust(HEADER.size, b"\0"))
         if (magic, version) != (MAGIC, VERSION) or len(data) < HEADER.size + length:

@@ -116,8 +116,9 @@ def records(path) -> list[bytes]:
 
 
 def only_path(own: OwnFiles, folder):
-    (name,) = own.names
-    return folder / name
+    (path,) = own.paths
+    assert path.parent == folder
+    return path
 
 
 def test_news_is_read_once_and_in_order(tmp_path):
@@ -204,16 +205,36 @@ def test_damage_is_seen(tmp_path):
 
 def test_a_process_has_two_files_at_most(tmp_path, monkeypatch):
     monkeypatch.setattr(own_files, "FILE_BYTES", 100)
-    own, names = OwnFiles(tmp_path, b"", 0), []
+    own, paths = OwnFiles(tmp_path, b"", 0), []
     for number in range(20):
         own.write(b"%30d" % number)
-        assert {path.name for path in tmp_path.iterdir()} == own.names and len(own.names) <= 2
-        names += [name for name in own.names if name not in names]
-    assert len(names) == 7  # three pieces each
-    pieces = sorted(piece for name in own.names for piece in records(tmp_path / name))
-    assert pieces == [b"%30d" % number for number in range(15, 20)]
+        assert set(tmp_path.iterdir()) == set(own.paths) and len(own.paths) <= 2
+        paths += [path for path in own.paths if path not in paths]
+    assert len(paths) == 7 and paths == sorted(paths)  # three pieces each
+    assert [piece for path in own.paths for piece in records(path)] == [b"%30d" % number for number in range(15, 20)]
     own.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_makes_room_for_others_keeps_no_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(own_files, "FILE_BYTES", 100)
+    own = OwnFiles(tmp_path, b"", 0)
+    held = os.open(only_path(own, tmp_path), os.O_RDONLY)
+    for _ in range(3):
+        own.write(b"?" * 200)
+    assert os.fstat(held).st_size == 0
+    last = os.open(own.paths[0], os.O_RDONLY)
+    own.close()
+    assert os.fstat(last).st_size > 200  # of a process that ends the last words can be read
+    for file in (held, last):
+        os.close(file)
+
+
+def test_files_that_are_closed_take_nothing(tmp_path):
+    own = OwnFiles(tmp_path, b"", 0)
+    own.close()
+    with pytest.raises(OSError, match="closed"):
+        own.write(b"news")
 
 
 def test_news_that_lies_too_far_back_is_passed_over(tmp_path, monkeypatch):
@@ -240,6 +261,35 @@ def test_news_longer_than_what_is_read_at_a_time_is_read_whole(tmp_path, monkeyp
             pieces.append(pieces.pop(0))
     assert [bytes(piece) for piece in peer.records()] == pieces
     own.close()
+
+
+def test_the_last_news_is_never_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(peer_file, "MOST_BEHIND", 100)
+    monkeypatch.setattr(peer_file, "READ_BYTES", 64)
+    own = OwnFiles(tmp_path, b"", 0)
+    peer = PeerFile(only_path(own, tmp_path))
+    own.write(b"first")
+    own.write(b"?" * 200)
+    assert list(peer.records()) == [b"?" * 200]
+    own.close()
+
+
+def test_reading_may_begin_later(tmp_path):
+    own = OwnFiles(tmp_path, b"", 0)
+    own.write(b"before")
+    path, size = only_path(own, tmp_path), own.size
+    own.write(b"after")
+    assert list(PeerFile(path, start=size).records()) == [b"after"]
+    own.close()
+
+
+def test_texts_with_ids_of_no_token_are_not_told():
+    """Images in a text have ids beyond the vocabulary; what lies behind a text in an engine's array may be anything."""
+    tokens = np.array([[1, 99, 3, 4], [1, 2, 3, 99], [5, 6, 7, 8]], dtype=np.int32)
+    news = TextNews(tokens, np.array([4, 3, 4]), np.array([1, 1, 2]), vocabulary_size=50)
+    arrived = news_of(news.to_bytes())
+    assert arrived.num_new.tolist() == [0, 1, 2] and arrived.largest_id == 8
+    assert arrived.tokens[1, :3].tolist() == [1, 2, 3] and step_news().largest_id == 4
 
 
 def test_a_file_system_that_is_full_leaves_no_half_pieces(tmp_path, monkeypatch):

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,7 +30,11 @@ PROMPT = [3, 5, 1, 3, 5, 1, 3, 5]
 
 
 def joined(folder, *, count=2, **settings) -> list[Exchange]:
-    return [Exchange(folder, BlendedLookup(**settings)) for _ in range(count)]
+    return [Exchange(folder, BlendedLookup(**settings), vocabulary_size=50) for _ in range(count)]
+
+
+def names_of(exchange: Exchange) -> set[str]:
+    return {path.name for path in exchange._own.paths}
 
 
 def contexts(exchange: Exchange) -> int:
@@ -76,7 +82,7 @@ def test_news_of_one_token_is_told_and_news_of_none_is_not(tmp_path):
     for num_new in (0, 1):
         first.send(TextNews(np.array([[1, 2]], dtype=np.int32), np.array([2]), np.array([num_new])))
         second.receive()
-    (name,) = first._own.names
+    (name,) = names_of(first)
     assert second.num_received == 1 and len(list(PeerFile(tmp_path / name).records())) == 1
 
 
@@ -95,7 +101,7 @@ def test_no_more_is_learned_at_a_time_than_pays(tmp_path, monkeypatch, most, sum
     """Peers have told 1, 4 and 1 pieces of news, 16 nodes each."""
     monkeypatch.setattr(exchange_module, "MOST_LEARNED", most)
     *others, last = joined(tmp_path, count=4)
-    for one, count in zip(sorted(others, key=lambda one: sorted(one._own.names)), (1, 4, 1), strict=True):
+    for one, count in zip(sorted(others, key=lambda one: sorted(names_of(one))), (1, 4, 1), strict=True):
         for _ in range(count):
             one.send(step_news())
     received = []
@@ -134,7 +140,7 @@ KILLED = """
 import os, signal, sys
 from stand.sharing.exchange import Exchange
 from stand.trees import BlendedLookup
-one = Exchange(sys.argv[1], BlendedLookup())
+one = Exchange(sys.argv[1], BlendedLookup(), vocabulary_size=50)
 print("joined", flush=True)
 sys.stdin.readline()
 """
@@ -153,19 +159,19 @@ def test_files_of_processes_that_have_ended_go(tmp_path, is_killed):
         process.send_signal(signal.SIGKILL)
     process.communicate("end\n")
     assert left.exists() == is_killed
-    third = Exchange(tmp_path, BlendedLookup())
-    assert {path.name for path in tmp_path.iterdir()} == second._own.names | third._own.names
+    third = Exchange(tmp_path, BlendedLookup(), vocabulary_size=50)
+    assert {path.name for path in tmp_path.iterdir()} == names_of(second) | names_of(third)
 
 
 def test_files_of_others_are_let_alone(tmp_path, caplog):
-    ours = own_files.machine_word()
-    names = ("today.news", f"{ours}89abcdef.news.bak", f"{ours}89abcdef0.news", f"{ours}89abcde.news.tmp")
+    ours = f"{own_files.machine_word()}-89abcdef"
+    names = ("today.news", f"{ours}-00000001.news.bak", f"{ours}-000000001.news", f"{ours}-0000001.news.tmp")
     for name in names:
         (tmp_path / name).write_text("no news")
     (one,) = joined(tmp_path, count=1)
     with caplog.at_level(logging.WARNING, "stand"):
         one.receive()
-    assert {path.name for path in tmp_path.iterdir()} - set(names) == one._own.names
+    assert {path.name for path in tmp_path.iterdir()} - set(names) == names_of(one)
     assert all((tmp_path / name).exists() for name in names) and caplog.messages == []
 
 
@@ -179,23 +185,106 @@ def test_a_drafter_that_gets_another_lookup_shares_that(tmp_path):
     assert drafter.exchange is not first and drafter.exchange.lookup is drafter.lookup
 
 
-def test_a_fork_has_a_place_of_its_own(tmp_path):
-    (parent,) = joined(tmp_path, count=1)
-    names, start = parent._own.names, parent.start_call(0, learns=False)
-    assert parent.start_call(0, learns=False) == start
+def in_a_fork(check) -> None:
+    """Fails where `check` fails in a fork of this process."""
     child = os.fork()
     if child == 0:
-        is_apart = parent.start_call(0, learns=False) != start and not parent._own.names & names
+        try:
+            os._exit(0 if check() else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_fork_has_a_place_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(exchange_module, "PAUSE", 0.0)
+    (parent,) = joined(tmp_path, count=1)
+    parent.receive()
+    parent.send(step_news(2))
+    names, start = names_of(parent), parent.start_call(0, learns=False)
+    assert parent.start_call(0, learns=False) == start
+    told = os.pipe()
+
+    def has_its_own() -> bool:
+        os.read(told[0], 1)  # the parent has told more
+        is_apart = parent.start_call(0, learns=False) != start and not names_of(parent) & names
         parent.send(step_news())
+        parent.receive()
         held = {os.path.basename(os.path.realpath(f"/dev/fd/{number}")) for number in map(int, os.listdir("/dev/fd"))}
-        is_apart = is_apart and (not os.path.isdir("/proc/self/fd") or not held & names)
-        os._exit(0 if is_apart else 1)
+        is_read = not os.path.isdir("/proc/self/fd") or held & names == names
+        return is_apart and is_read and parent.num_received == 16  # what came after the fork, once
+
+    parent.send(step_news(1))
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if has_its_own() else 1)
+        finally:
+            os._exit(2)
+    parent.send(step_news(3))
+    os.write(told[1], b"!")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     parent.receive()
-    parent.send(step_news(1))
-    assert (
-        parent.num_received == 16 and parent._own.names == names and all((tmp_path / name).exists() for name in names)
-    )
+    assert parent.num_received == 16 and names_of(parent) == names
+    assert all((tmp_path / name).exists() for name in names)
+
+
+def test_a_fork_within_a_call_waits_for_its_next_one(tmp_path):
+    """It has its parent's random numbers until then."""
+    parent, other = joined(tmp_path)
+    parent.receive()
+
+    def is_silent() -> bool:
+        parent.send(step_news())
+        other.send(step_news())  # of the parent's other place: a fork of it, too
+        parent.receive()
+        return (parent.num_sent, parent.num_received, other.num_sent) == (0, 0, 0)
+
+    in_a_fork(is_silent)
+    parent.receive()
+    assert parent.num_received == 0
+
+
+def test_a_fork_without_a_folder_goes_on(tmp_path, caplog):
+    (parent,) = joined(tmp_path / "folder", count=1)
+
+    def goes_on() -> bool:
+        for path in (tmp_path / "folder").iterdir():
+            path.unlink()
+        (tmp_path / "folder").rmdir()
+        (tmp_path / "folder").write_text("a file")
+        with caplog.at_level(logging.WARNING, "stand"):
+            start = parent.start_call(0, learns=True)
+            parent.send(step_news())
+            parent.receive()
+        return start != 0 and "a fork tells nothing" in caplog.text
+
+    in_a_fork(goes_on)
+
+
+def test_forks_wait_for_those_who_learn(tmp_path):
+    """A thread receives, with its own lock and then the lookup's, while others fork: all locks in the same order."""
+    first, second = joined(tmp_path)
+    is_over = threading.Event()
+
+    def receive() -> None:
+        while not is_over.is_set():
+            first.send(step_news())
+            second.receive()
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    for _ in range(60):
+        in_a_fork(lambda: first.start_call(0, learns=True) != 0)
+    is_over.set()
+    thread.join(timeout=60)
+    assert not thread.is_alive() and second.num_received > 0
+
+
+def test_a_fork_from_a_signal_s_handler_does_not_wait_for_itself(tmp_path):
+    (one,) = joined(tmp_path, count=1)
+    with one._turn:  # the handler interrupts a receive
+        in_a_fork(lambda: one.start_call(0, learns=True) != 0)
 
 
 def test_numbers_of_a_call_are_a_process_s_own(tmp_path):
@@ -218,7 +307,7 @@ def test_a_cleared_lookup_does_not_bring_numbers_back(tmp_path):
 def test_a_peer_that_is_damaged_is_left_alone_and_others_are_not(tmp_path, caplog):
     first, second, third = joined(tmp_path, count=3)
     first.send(step_news())
-    (name,) = first._own.names
+    (name,) = names_of(first)
     with open(tmp_path / name, "ab") as file:
         file.write(b"\x04\0\0\0garbage!")
     second.send(step_news(1))
@@ -230,19 +319,21 @@ def test_a_peer_that_is_damaged_is_left_alone_and_others_are_not(tmp_path, caplo
 
 
 def test_another_vocabulary_is_not_learned(tmp_path, caplog):
-    ours, theirs, unnamed = (Exchange(tmp_path, BlendedLookup(fingerprint=name)) for name in (b"one", b"two", b""))
-    for one in (ours, theirs, unnamed):
+    several = [
+        Exchange(tmp_path, BlendedLookup(fingerprint=name), vocabulary_size=50) for name in (b"one", b"two", b"")
+    ]
+    for one in several:
         one.send(step_news())
     with caplog.at_level(logging.WARNING, "stand"):
-        for one in (ours, theirs, unnamed):
+        for one in several:
             one.receive()
-    assert [one.num_received for one in (ours, theirs, unnamed)] == [16, 16, 32]
+    assert [one.num_received for one in several] == [16, 16, 32]
     assert len(caplog.messages) == 2 and all("every model a folder of its own" in line for line in caplog.messages)
 
 
 def test_servers_with_the_same_random_numbers_do_not_learn_from_each_other(tmp_path, caplog):
     numbers = (numbers_of(0), numbers_of(0), numbers_of(0, 1), numbers_of(1), 0, 0)
-    several = [Exchange(tmp_path, BlendedLookup(), numbers=number) for number in numbers]
+    several = [Exchange(tmp_path, BlendedLookup(), vocabulary_size=50, numbers=number) for number in numbers]
     for one in several:
         one.send(step_news())
     with caplog.at_level(logging.WARNING, "stand"):
@@ -288,6 +379,97 @@ def test_files_of_another_machine_are_let_alone(tmp_path, monkeypatch):
     assert not path.exists()
 
 
+def test_news_with_other_ids_is_not_learned(tmp_path, caplog):
+    larger, ours = (Exchange(tmp_path, BlendedLookup(), vocabulary_size=size) for size in (50, 4))
+    larger.send(step_news())  # ids below 5
+    ours.send(step_news())
+    with caplog.at_level(logging.WARNING, "stand"):
+        ours.receive()
+        larger.receive()
+    assert (ours.num_received, larger.num_received, contexts(ours)) == (0, 16, 0)
+    assert "tokens must be in [0, 4), got 4; give every model a folder of its own" in caplog.text
+
+
+def test_an_interrupt_loses_no_peer(tmp_path, monkeypatch):
+    first, second = joined(tmp_path)
+    first.send(step_news())
+    monkeypatch.setattr(exchange_module, "news_of", lambda data: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        second.receive()
+    monkeypatch.undo()
+    first.send(step_news(1))
+    second.receive()
+    assert second.num_peers == 1 and second.num_received == 16  # the first piece was being learned
+
+
+def test_news_goes_on_in_the_next_file(tmp_path, monkeypatch):
+    """Without waiting until files are looked for again."""
+    monkeypatch.setattr(own_files, "FILE_BYTES", 2000)  # a step's news has 1,100 bytes
+    monkeypatch.setattr("stand.sharing.peer_file.FILE_BYTES", 2000)
+    first, second = joined(tmp_path)
+    for seed in range(20):
+        first.send(step_news(seed))
+        second.receive()
+    assert first._own._num_begun > 5 and second.num_received >= 16 * 19 and second.num_peers <= 3
+    second.receive()
+    assert second.num_received == 16 * 20
+
+
+@pytest.mark.parametrize("name", ["unlink", "rename", "fchmod"])
+def test_files_that_cannot_be_changed_end_no_call(tmp_path, monkeypatch, caplog, name):
+    monkeypatch.setattr(own_files, "FILE_BYTES", 100)
+    first, second = joined(tmp_path)
+    second.receive()
+
+    def fail(*arguments, **named):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as broken, caplog.at_level(logging.WARNING, "stand"):
+        broken.setattr(own_files.Path if name == "unlink" else own_files.os, name, fail)
+        for seed in range(5):
+            first.send(step_news(seed))
+            first.receive()
+    assert len(caplog.messages) == (0 if name == "unlink" else 1)
+    second.receive()
+    assert second.num_received >= 16
+
+
+def test_a_peer_that_cannot_be_opened_for_now_is_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(exchange_module, "PAUSE", 0.0)
+    first, second = joined(tmp_path)
+    first.send(step_news())
+
+    def fail(path):
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(exchange_module, "PeerFile", fail)
+        second.receive()
+    second.receive()
+    assert second.num_received == 16
+
+
+def test_something_else_of_such_a_name_is_no_file(tmp_path, caplog):
+    (one,) = joined(tmp_path, count=1)
+    pipe = tmp_path / f"{own_files.machine_word()}-89abcdef-00000001.news"
+    os.mkfifo(pipe)
+    with caplog.at_level(logging.WARNING, "stand"):
+        one.receive()
+    assert "must be in a file" in caplog.text
+    joined(tmp_path, count=1)
+    assert pipe.exists()
+
+
+def test_drafters_of_one_lookup_share_its_place(tmp_path):
+    lookup = BlendedLookup()
+    first, second = (stand.BlendedDrafter(lookup, share=tmp_path) for _ in range(2))
+    for drafter in (first, second):
+        stand.wrap(tiny_model("qwen2"), drafter=drafter)
+    elsewhere = stand.BlendedDrafter(lookup, share=tmp_path / "other")
+    stand.wrap(tiny_model("qwen2"), drafter=elsewhere)
+    assert first.exchange is second.exchange is not elsewhere.exchange
+
+
 def test_a_full_file_system_ends_what_is_told_and_nothing_else(tmp_path, caplog, monkeypatch):
     first, second = joined(tmp_path)
     monkeypatch.setattr(own_files.os, "write", lambda file, data: 3)
@@ -315,7 +497,7 @@ def test_a_folder_that_goes_is_told(tmp_path, caplog, monkeypatch):
     assert one.num_sent == 0 and len(caplog.messages) == 1 and "was removed" in caplog.text
 
 
-@pytest.mark.parametrize("share", ["", 3, b"/tmp", True, "a\0b"])
+@pytest.mark.parametrize("share", ["", 3, b"/tmp", True, "a\0b", SimpleNamespace()])
 def test_what_is_no_folder_is_refused(share):
     with pytest.raises(ValueError, match="share must be the path of a folder, got"):
         stand.BlendedDrafter(share=share)
@@ -360,7 +542,7 @@ def p_of_second_processes(folder, verifier: str, *, num_seeds: int = 600) -> flo
             stand.BlendedDrafter(BlendedLookup(num_candidates=SIZE), budget=5, kind="mixed") for _ in range(2)
         ]
         for drafter in drafters:
-            drafter.exchange = Exchange(folder, drafter.lookup)
+            drafter.exchange = Exchange(folder, drafter.lookup, vocabulary_size=SIZE)
         starts = [drafter.start_call(learns=True) for drafter in drafters]
         one_call(first, rule, seed=seed, own_seed=call_seed(seed, starts[0]))
         second.exchange.receive()

@@ -10,6 +10,7 @@ import secrets
 import struct
 import zlib
 from collections import deque
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
@@ -104,11 +105,12 @@ class OwnFiles:
                 os.ftruncate(file.fileno(), 0)
 
 
+@cache
 def machine_word() -> str:
     """How names of this machine's files begin: a file system of several machines may keep locks apart, so that a lock
     says nothing about a process elsewhere."""
     try:
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        machine = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
-        machine = platform.node()
-    return blake2b(machine.encode(), digest_size=4).hexdigest()
+        machine = platform.node().encode()
+    return blake2b(machine, digest_size=4).hexdigest()

@@ -42,7 +42,12 @@ OF_SHARING: dict[str, dict[tuple[str | int, ...], str]] = {
         ("self._next_look = 0.0", "0.0 -> 1.0"): "the clock is beyond the first second of its machine",
         ("if time.monotonic() >= self._next_look:", "GtE -> Gt"): "an instant later",
     },
-    "own_files.py": {("if self._size > FILE_BYTES:", "Gt -> GtE"): "a file may be one byte shorter"},
+    "own_files.py": {
+        (
+            "if self._size > FILE_BYTES:  # at once: who has read the last piece looks for the next file",
+            "Gt -> GtE",
+        ): "a file may be one byte shorter"
+    },
 }
 
 OF_SCHEDULING: dict[str, dict[tuple[str | int, ...], str]] = {

@@ -168,10 +168,10 @@ class Exchange:
                 self._peers.append(self._opened(name))
             except FileNotFoundError:  # its process has ended meanwhile
                 continue
+            except (PermissionError, ValueError) as error:
+                _warn_of(self.folder / name, error)
             except OSError:
                 found.remove(name)  # to be tried again
-            except ValueError as error:
-                _warn_of(self.folder / name, error)
         self._known = found
         for peer in self._peers:
             peer.is_removed = peer.path.name not in found

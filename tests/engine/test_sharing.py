@@ -449,6 +449,20 @@ def test_a_peer_that_cannot_be_opened_for_now_is_tried_again(tmp_path, monkeypat
     assert second.num_received == 16
 
 
+def test_a_file_of_another_user_is_told_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(exchange_module, "PAUSE", 0.0)
+    first, second = joined(tmp_path)
+
+    def fail(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(exchange_module, "PeerFile", fail)
+    with caplog.at_level(logging.WARNING, "stand"):
+        for _ in range(3):
+            second.receive()
+    assert len(caplog.messages) == 1 and "Permission denied" in caplog.text
+
+
 def test_something_else_of_such_a_name_is_no_file(tmp_path, caplog):
     (one,) = joined(tmp_path, count=1)
     pipe = tmp_path / f"{own_files.machine_word()}-89abcdef-00000001.news"

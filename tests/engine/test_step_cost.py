@@ -108,6 +108,13 @@ def test_a_damaged_table_of_a_gpu_is_none_and_so_is_one_that_may_not_be_read(tmp
     assert known_costs.saved_costs(model, tmp_path) is None and "Permission denied" in caplog.text
 
 
+def test_a_step_that_fills_its_size_pays_for_the_next_one_with_its_first_node():
+    cost = StepCost(1, 0, (1, 4, 16), (1.0, 1.0, 4.0))
+    rises = {rows: cost.rises(rows, 6, (1, 4, 16)) for rows in (2, 4)}
+    assert rises[4][0] > 0 and not rises[4][1:].any()
+    assert rises[2][2] == rises[4][0] and not np.delete(rises[2], 2).any()
+
+
 def test_the_knee_is_the_largest_cheap_size():
     assert FLAT_THEN_STEEP.knee(1.0) == 64 and FLAT_THEN_STEEP.knee(2.0) == 128
 
@@ -129,6 +136,10 @@ def test_what_is_no_cost_is_refused(tokens, seconds):
 def test_numbers_that_no_step_has_are_refused():
     with pytest.raises(ValueError, match="of one row or more behind 0 tokens or more .* got 0, 1 and 1"):
         StepCost(0, 1, (1, 2), (1.0, 2.0))
+    for length, tokens in ((-1, (1, 2)), (0, (0, 2))):
+        with pytest.raises(ValueError, match=f"of 1 token or more, got 1, {length} and {tokens[0]}"):
+            StepCost(1, length, tokens, (1.0, 2.0))
+    assert StepCost(1, 0, (1, 2), (1.0, 2.0)).length == 0
     with pytest.raises(ValueError, match=r"got one by itself; write CostTable\(\(cost,\)\)"):
         stand.CostTable(StepCost(1, 1, (1, 2), (1.0, 2.0)))
 

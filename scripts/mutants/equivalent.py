@@ -33,6 +33,8 @@ _GLANCE = "return (of_row + self._row_pages_ahead) * num_rows + of_drafts + othe
 
 _EMPTY_CONTEXT = "the first context of a file is the empty one, below which nothing lies"
 
+_UNREAD = "what is there of a text is neither new nor read"
+
 OF_SHARING: dict[str, dict[tuple[str | int, ...], str]] = {
     "exchange.py": {
         (
@@ -40,13 +42,24 @@ OF_SHARING: dict[str, dict[tuple[str | int, ...], str]] = {
             "0 -> 1",
         ): "nothing else that ends with a process needs these files",
         ("self._next_look = 0.0", "0.0 -> 1.0"): "the clock is beyond the first second of its machine",
+        ("self._num_taught = 0  # calls that learn", "0 -> 1"): "where a count begins does not matter",
         ("if time.monotonic() >= self._next_look:", "GtE -> Gt"): "an instant later",
     },
+    "news.py": {
+        ("tokens[columns >= self.lengths[:, None]] = 0", "0 -> 1"): _UNREAD,
+        ("tokens[~is_told] = 0", "0 -> 1"): _UNREAD,
+        (
+            "return max(int(ids.max(initial=0)) for ids in (self.batch.token_ids, self.top_ids, *self.befores))",
+            "0 -> 1",
+        ): "every vocabulary has a token 1",
+    },
+    "peer_file.py": {("return self._place > FILE_BYTES", "Gt -> GtE"): "as in own_files.py"},
     "own_files.py": {
         (
             "if self._size > FILE_BYTES:  # at once: who has read the last piece looks for the next file",
             "Gt -> GtE",
-        ): "a file may be one byte shorter"
+        ): "a file may be one byte shorter",
+        ("self._num_begun = self._size = 0  # the latter of the newest file", "0 -> 1"): "where files' numbers begin",
     },
 }
 

@@ -33,6 +33,7 @@ _GLANCE = "return (of_row + self._row_pages_ahead) * num_rows + of_drafts + othe
 
 _EMPTY_CONTEXT = "the first context of a file is the empty one, below which nothing lies"
 
+_HAS_A_TOKEN = "every vocabulary has a token 1"
 _UNREAD = "what is there of a text is neither new nor read"
 
 OF_SHARING: dict[str, dict[tuple[str | int, ...], str]] = {
@@ -42,6 +43,10 @@ OF_SHARING: dict[str, dict[tuple[str | int, ...], str]] = {
             "0 -> 1",
         ): "nothing else that ends with a process needs these files",
         ("self._next_look = 0.0", "0.0 -> 1.0"): "the clock is beyond the first second of its machine",
+        (
+            'return int.from_bytes(blake2b(f"{seed} {index}".encode(), digest_size=8).digest(), "little") | 1',
+            "1 -> 0",
+        ): "a digest is 0 with a chance of 2**-64",
         ("self._num_taught = 0  # calls that learn", "0 -> 1"): "where a count begins does not matter",
         ("if time.monotonic() >= self._next_look:", "GtE -> Gt"): "an instant later",
     },
@@ -51,7 +56,8 @@ OF_SHARING: dict[str, dict[tuple[str | int, ...], str]] = {
         (
             "return max(int(ids.max(initial=0)) for ids in (self.batch.token_ids, self.top_ids, *self.befores))",
             "0 -> 1",
-        ): "every vocabulary has a token 1",
+        ): _HAS_A_TOKEN,
+        ("return int(self.tokens.max(initial=0))", "0 -> 1"): _HAS_A_TOKEN,
     },
     "peer_file.py": {("return self._place > FILE_BYTES", "Gt -> GtE"): "as in own_files.py"},
     "own_files.py": {

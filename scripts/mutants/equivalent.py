@@ -33,6 +33,7 @@ _GLANCE = "return (of_row + self._row_pages_ahead) * num_rows + of_drafts + othe
 
 _EMPTY_CONTEXT = "the first context of a file is the empty one, below which nothing lies"
 
+_REFILLED = "rows that the cache does not know are filled anew, whatever it is said to hold of them"
 _HAS_A_TOKEN = "every vocabulary has a token 1"
 _UNREAD = "what is there of a text is neither new nor read"
 
@@ -554,6 +555,21 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "for context in range(len(num_children) - 1, -1, -1):",
         "1 -> 0 #2",
     ): _EMPTY_CONTEXT,
+    (
+        "stand/drafters/draft_model.py",
+        "self._held = [history[:0] for history in histories]",
+        "0 -> 1",
+    ): _REFILLED,
+    (
+        "stand/drafters/draft_model.py",
+        "history[:0] if source is None else history[: _common_length(self._held[source], history[:-1])]",
+        "0 -> 1",
+    ): _REFILLED,
+    (
+        "stand/drafters/check.py",
+        "is_taken = is_taken and (law.dtype == FLOAT32 or law.dtype == FLOAT64)",
+        "Or -> And",
+    ): "what is not taken at once is asked array by array, which finds no fault",
     **{(f"stand/sharing/{file}", *change): why for file, of in OF_SHARING.items() for change, why in of.items()},
     **{(f"stand/scheduling/{file}", *change): why for file, of in OF_SCHEDULING.items() for change, why in of.items()},
     **{

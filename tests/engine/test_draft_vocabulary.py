@@ -87,6 +87,14 @@ def test_the_file_keeps_the_vocabulary(kind, tmp_path):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("kind", ["head", "streams"])
+def test_the_first_and_the_last_token_may_be_guessed(kind):
+    part = part_of(kind, tiny_model("llama"))
+    assert part.num_guessed == 61
+    part.restrict([60, 0, 7])
+    assert part.num_guessed == 3 and part.vocabulary.tolist() == [0, 7, 60]
+
+
 @pytest.mark.parametrize("ids", [[], [-1, 3], [10**6], [0, 61]])
 def test_tokens_that_the_target_does_not_have_are_refused(ids):
     with pytest.raises(ValueError, match="a vocabulary must be some tokens from 0 to 60, got"):

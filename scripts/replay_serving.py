@@ -90,13 +90,7 @@ class Server:
 
     def __init__(self, door: Door, recordings: Sequence[Recording], *, num_rows: int):
         self._door, self._num_rows = door, num_rows
-        self._waiting = [
-            Stream(
-                number, np.concatenate([one.prompt, one.tokens]).astype(np.int32), len(one.prompt), len(one.prompt) + 1
-            )
-            for number, one in enumerate(recordings)
-        ]
-        self._waiting.reverse()
+        self._waiting = [stream_of(number, one) for number, one in enumerate(recordings)][::-1]
         self._live: list[Stream] = []
         self.done = Replay(0, 0, 0, np.empty(0), np.empty(0, dtype=bool))
         self._times: list[float] = []

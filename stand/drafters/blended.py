@@ -112,7 +112,7 @@ class BlendedDrafter(LookupDrafter):
         if self.lookup is None:
             self.lookup = BlendedLookup(fingerprint=fingerprint)
         settle_vocabulary(self.lookup, fingerprint)
-        if self.share is not None and (self.exchange is None or self.exchange.lookup is not self.lookup):
+        if self.share is not None:
             size = text_config(model).vocab_size
             self.exchange = exchange_of(self.share, self.lookup, vocabulary_size=size)
         if self.source is not None:

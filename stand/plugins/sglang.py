@@ -21,7 +21,7 @@ from stand.plugins.options import PREFIX, ServingOptions
 from stand.plugins.row_steps import Reporter, RowSteps
 from stand.plugins.saving import Saver
 from stand.plugins.scopes import TEXTS, Scopes
-from stand.plugins.sglang_worker import CHOOSES_WORKER, with_laws
+from stand.plugins.sglang_worker import CHOOSES_WORKER, check_one_rank, with_laws
 from stand.sharing.exchange import numbers_of
 from stand.sharing.news import StepNews, TextNews
 from stand.trees import DraftBatch, problem_key
@@ -346,11 +346,7 @@ def choose_worker(worker: type, algorithm: SpeculativeAlgorithm, server_args: Se
     """
     options = ServingOptions.read()
     if options.share and algorithm.is_ngram():
-        if server_args.tp_size > 1 or server_args.pp_size > 1:
-            raise ValueError(
-                f"share needs one rank, for all must draft alike; got {server_args.tp_size} in tensor and "
-                f"{server_args.pp_size} in pipeline parallelism; leave STAND_SHARE out"
-            )
+        check_one_rank(server_args, "share needs one rank, for all must draft alike", option="share")
         LookupCorpus.seed = server_args.random_seed
     return with_laws(worker, algorithm, server_args)
 

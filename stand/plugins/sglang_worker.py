@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stand.plugins.options import ServingOptions
+from stand.plugins.options import PREFIX, ServingOptions
 
 if TYPE_CHECKING:
     import torch
@@ -38,12 +38,18 @@ def with_laws(worker: type, algorithm: SpeculativeAlgorithm, server_args: Server
         raise RuntimeError(
             f"laws need SGLang {' or '.join(VERSIONS)}, got {sglang.__version__}; leave STAND_LAWS out to learn tokens"
         )
+    rule = "laws need one rank: all must draft alike, and logits may differ in the last bit"
+    check_one_rank(server_args, rule, option="laws")
+    return worker_with_laws(worker, options.laws)
+
+
+def check_one_rank(server_args: ServerArgs, rule: str, *, option: str) -> None:
+    """Raise ValueError where a model has several ranks. rule: why there must be one; option: that asks for it."""
     if server_args.tp_size > 1 or server_args.pp_size > 1:
         raise ValueError(
-            "laws need one rank: all must draft alike, and logits may differ in the last bit; got "
-            f"{server_args.tp_size} in tensor and {server_args.pp_size} in pipeline parallelism; leave STAND_LAWS out"
+            f"{rule}; got {server_args.tp_size} in tensor and {server_args.pp_size} in pipeline parallelism; leave "
+            f"{PREFIX}{option.upper()} out"
         )
-    return worker_with_laws(worker, options.laws)
 
 
 def worker_with_laws(base: type, num_entries: int) -> type:

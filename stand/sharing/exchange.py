@@ -142,10 +142,9 @@ class Exchange:
     def _follow_fork(self) -> None:
         """Take a place of the fork's own. Its lookup has learned what its parent had told when it was forked."""
         if self._own is not None:
-            *older, newest = self._own.paths
-            size = self._own.size
+            newest, size = self._own.paths[-1], self._own.size
+            self._known |= self._own.names
             self._own.abandon()
-            self._known |= {path.name for path in (*older, newest)}
             with contextlib.suppress(OSError, ValueError):  # the parent may have ended
                 self._peers.append(PeerFile(newest, start=size))
         try:
@@ -158,7 +157,7 @@ class Exchange:
         self._next_look = time.monotonic() + PAUSE
         if self._own is not None and not all(path.exists() for path in self._own.paths):
             self._fall_silent("a file of this process was removed")
-        own = set() if self._own is None else {path.name for path in self._own.paths}
+        own = set() if self._own is None else self._own.names
         try:
             found = {path.name for path in self.folder.glob(f"*{SUFFIX}") if FILE_NAME.fullmatch(path.name)} - own
         except OSError:  # too many files are open, say
@@ -193,7 +192,7 @@ class Exchange:
         return peer
 
     def _fall_silent(self, reason: object) -> None:
-        self._known |= {path.name for path in self._own.paths}  # where they cannot be removed
+        self._known |= self._own.names  # where they cannot be removed
         self._own.close()
         self._own = None
         LOGGER.warning("STAND: this process tells nothing more in %s: %s; start it again to share", self.folder, reason)

@@ -82,9 +82,7 @@ class TextNews:
     lengths: np.ndarray  # [B] int64: tokens of each text, the new ones included
     num_new: np.ndarray  # [B] int64
     rows: np.ndarray | None = None  # [B] int64: the texts' rows of the array; None for the first B
-    vocabulary_size: int = (
-        2**31
-    )  # texts that hold other ids at their ends, such as placeholders of images, are not told
+    vocabulary_size: int = 2**31  # texts that end with other ids, such as placeholders of images, are not told
 
     @property
     def num_learned(self) -> int:

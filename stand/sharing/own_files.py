@@ -50,6 +50,10 @@ class OwnFiles:
         return [path for path, _ in self._files]
 
     @property
+    def names(self) -> set[str]:
+        return {path.name for path in self.paths}
+
+    @property
     def size(self) -> int:
         """Bytes of the newest file."""
         return self._size

@@ -121,6 +121,16 @@ def only_path(own: OwnFiles, folder):
     return path
 
 
+@pytest.fixture
+def slow_reader(tmp_path, monkeypatch):
+    """A process's files, and their reader, who passes over what lies more than 100 bytes back."""
+    monkeypatch.setattr(peer_file, "MOST_BEHIND", 100)
+    monkeypatch.setattr(peer_file, "READ_BYTES", 64)
+    own = OwnFiles(tmp_path, b"", 0)
+    yield own, PeerFile(only_path(own, tmp_path))
+    own.close()
+
+
 def test_news_is_read_once_and_in_order(tmp_path):
     own = OwnFiles(tmp_path, b"words", 2**63 + 5)
     peer = PeerFile(only_path(own, tmp_path))
@@ -237,41 +247,28 @@ def test_files_that_are_closed_take_nothing(tmp_path):
         own.write(b"news")
 
 
-def test_news_that_lies_too_far_back_is_passed_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(peer_file, "MOST_BEHIND", 100)
-    monkeypatch.setattr(peer_file, "READ_BYTES", 64)
-    own = OwnFiles(tmp_path, b"", 0)
-    peer = PeerFile(only_path(own, tmp_path))
+def test_news_that_lies_too_far_back_is_passed_over(slow_reader):
+    own, peer = slow_reader
     for number in range(20):
         own.write(b"%17d" % number)  # 25 bytes with its record's sizes
     assert list(peer.records()) == [b"%17d" % number for number in range(16, 20)]
-    own.close()
 
 
 def test_news_longer_than_what_is_read_at_a_time_is_read_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(peer_file, "READ_BYTES", 64)
     own, random = OwnFiles(tmp_path, b"", 0), np.random.default_rng(3)
-    peer, pieces = (
-        PeerFile(only_path(own, tmp_path)),
-        [bytes(random.integers(0, 256, 40 * number)) for number in range(9)],
-    )
-    for count in (1, 8):
-        for _ in range(count):
-            own.write(pieces[len(pieces) - 9])
-            pieces.append(pieces.pop(0))
+    peer, pieces = PeerFile(only_path(own, tmp_path)), [random.bytes(40 * number) for number in range(9)]
+    for piece in pieces:
+        own.write(piece)
     assert [bytes(piece) for piece in peer.records()] == pieces
     own.close()
 
 
-def test_the_last_news_is_never_passed_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(peer_file, "MOST_BEHIND", 100)
-    monkeypatch.setattr(peer_file, "READ_BYTES", 64)
-    own = OwnFiles(tmp_path, b"", 0)
-    peer = PeerFile(only_path(own, tmp_path))
+def test_the_last_news_is_never_passed_over(slow_reader):
+    own, peer = slow_reader
     own.write(b"first")
     own.write(b"?" * 200)
     assert list(peer.records()) == [b"?" * 200]
-    own.close()
 
 
 def test_reading_may_begin_later(tmp_path):

@@ -34,7 +34,7 @@ def joined(folder, *, count=2, **settings) -> list[Exchange]:
 
 
 def names_of(exchange: Exchange) -> set[str]:
-    return {path.name for path in exchange._own.paths}
+    return exchange._own.names
 
 
 def contexts(exchange: Exchange) -> int:
@@ -185,14 +185,15 @@ def test_a_drafter_that_gets_another_lookup_shares_that(tmp_path):
     assert drafter.exchange is not first and drafter.exchange.lookup is drafter.lookup
 
 
-def in_a_fork(check) -> None:
-    """Fails where `check` fails in a fork of this process."""
+def in_a_fork(check, meanwhile=lambda: None) -> None:
+    """Fails where `check` fails in a fork of this process; `meanwhile` is done here."""
     child = os.fork()
     if child == 0:
         try:
             os._exit(0 if check() else 1)
         finally:
             os._exit(2)
+    meanwhile()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
@@ -214,16 +215,12 @@ def test_a_fork_has_a_place_of_its_own(tmp_path, monkeypatch):
         is_read = not os.path.isdir("/proc/self/fd") or held & names == names
         return is_apart and is_read and parent.num_received == 16  # what came after the fork, once
 
+    def tell_more() -> None:
+        parent.send(step_news(3))
+        os.write(told[1], b"!")
+
     parent.send(step_news(1))
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(0 if has_its_own() else 1)
-        finally:
-            os._exit(2)
-    parent.send(step_news(3))
-    os.write(told[1], b"!")
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    in_a_fork(has_its_own, tell_more)
     parent.receive()
     assert parent.num_received == 16 and names_of(parent) == names
     assert all((tmp_path / name).exists() for name in names)

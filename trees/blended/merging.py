@@ -44,7 +44,7 @@ def merge_lookups(
     BlendedLookup(max_bytes=cap)  # refuses a cap that no lookup may have
     merged = reduce(_merged, (_Contexts(read_blended_lookup(one, num_odds=NUM_ODDS)[1]) for one in paths))
     parameters = settings | {"max_bytes": cap}
-    with tempfile.TemporaryDirectory(dir=Path(path).absolute().parent) as folder:  # `path` may be one of the files
+    with tempfile.TemporaryDirectory(dir=Path(path).absolute().parent) as folder:  # what does not fit: `path` stays
         write_blended_lookup(Path(folder) / "merged", parameters, merged.arrays)
         result = BlendedLookup.load(Path(folder) / "merged", max_bytes=cap)
     if len(result) < len(merged):

@@ -226,6 +226,23 @@ def test_a_fork_has_a_place_of_its_own(tmp_path, monkeypatch):
     assert all((tmp_path / name).exists() for name in names)
 
 
+def test_a_fork_goes_on_where_its_parent_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(own_files, "FILE_BYTES", 2000)  # the third piece is in a second file
+    (parent,) = joined(tmp_path, count=1)
+    for seed in range(3):
+        parent.send(step_news(seed))
+    newest = parent._own.paths[-1]
+
+    def has_read_all() -> bool:
+        parent.start_call(0, learns=True)
+        (peer,) = parent._peers
+        parent.receive()
+        return peer.path == newest and parent.num_received == 0
+
+    assert len(names_of(parent)) == 2
+    in_a_fork(has_read_all)
+
+
 def test_a_fork_within_a_call_waits_for_its_next_one(tmp_path):
     """It has its parent's random numbers until then."""
     parent, other = joined(tmp_path)

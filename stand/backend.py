@@ -47,12 +47,17 @@ class Backend(Protocol):
     most_rows: int | None  # live at once, where the steps have such a limit
     held_bytes: int  # of keys that the last call has left and the next one takes over
     page_size: int | None  # slots of a page of the cache; None: rooms are contiguous, as long as the longest needs
+    num_slots: int | None  # of a cache that is there from the start; None: memory is asked for
+    most_drafted: int | None  # nodes of a step besides the roots, where the steps have such a limit
     has_pool: bool  # whether a call's pages are one block of memory, taken when it begins
     step_sizes: tuple[int, ...]  # tokens to which steps are padded, ascending; none where they are not
     fusion: Fusion | None  # proven fused forwards of the model's modules
 
     def key_maker(self) -> Callable[[int], TreeCache]:
         """For one call: makes a cache of one row with so much room, for what rows begin with."""
+
+    def new_kept_keys(self) -> TreeCache:
+        """An empty cache of one row, for what is kept from call to call."""
 
     def new_step(self, start: StepStart) -> Step:
         """A step for one call."""
@@ -66,6 +71,7 @@ class EagerBackend:
 
     name = "sdpa"
     held_bytes = 0
+    num_slots = most_drafted = None
     has_pool = False
     step_sizes = ()
 
@@ -88,6 +94,9 @@ class EagerBackend:
 
     def __str__(self) -> str:
         return self.name
+
+    def new_kept_keys(self) -> TreeCache:
+        return TreeCache(1, 0)
 
     def new_step(self, start: StepStart) -> Step:
         if isinstance(start.keys, PromptRoom):
@@ -117,6 +126,8 @@ class CapturedBackend:
 
     fusion: proven fused forwards of the model's modules (`fusion.report`), or None.
     """
+
+    num_slots = most_drafted = None
 
     def __init__(self, model: PreTrainedModel, reason: str, *, fusion: Fusion | None = None):
         self.reason = reason
@@ -164,6 +175,9 @@ class CapturedBackend:
     @property
     def _is_autocast(self) -> bool:
         return torch.is_autocast_enabled(input_device(self._model).type)
+
+    def new_kept_keys(self) -> TreeCache:
+        return self._eager.new_kept_keys()
 
     def key_maker(self) -> Callable[[int], TreeCache]:
         return partial(TreeCache, 1)

@@ -68,17 +68,18 @@ class StepPlan:
         self.ends = lengths + self._tails  # [A] slots per row, the new tokens' included
         self.kv_length = int(self.ends.max())  # L
         self.device = torch.device(device)
+        self.token_ids = token_ids
         self._given = (token_ids, offsets, depths, ancestors, lengths, starts, first_row, is_prompt)
         self._elsewhere: dict[torch.device, StepPlan] = {}
         self._lasts: dict[int, StepPlan] = {}
         self.attentions: list[AttentionShape] | None = None  # of the layers of a forward, where somebody collects them
         self._longest = int(counts.max())  # tokens
         self.has_few_tokens = IS_FASTER and self.device.type == "cpu" and self._longest <= MOST_ROW_TOKENS
-        self._offsets = offsets
+        self.offsets = offsets
         self._counts = counts
-        self._depths = depths
-        self._ancestors = ancestors
-        self._lengths = lengths
+        self.depths = depths
+        self.ancestors = ancestors
+        self.lengths = lengths
         self._local_rows = local_rows
         self._local_nodes = local_nodes
         self._masks: dict[tuple[int | None, int, torch.dtype], list[torch.Tensor]] = {}
@@ -144,7 +145,7 @@ class StepPlan:
     @cached_property
     def paths(self) -> TokenPaths:
         """For `few_token_attention`."""
-        return TokenPaths(self._offsets, self._lengths, self._tails, self._ancestors)
+        return TokenPaths(self.offsets, self.lengths, self._tails, self.ancestors)
 
     @cached_property
     def width(self) -> int:
@@ -160,7 +161,7 @@ class StepPlan:
     def overflow(self) -> list[tuple[int, int, int]]:
         """(row of the plan, first packed token, end): on a CPU, where a call costs little, the rows' tokens beyond
         `width` are attended to row by row."""
-        offsets = self._offsets
+        offsets = self.offsets
         return [
             (row, int(offsets[row]) + self.width, int(offsets[row + 1]))
             for row in np.flatnonzero(self._counts > self.width)
@@ -201,13 +202,13 @@ class StepPlan:
 
     def packed_places(self, local: Sequence[int]) -> np.ndarray:
         """[A]: of token local[a] of each row a among all packed tokens."""
-        return self._offsets[:-1] + np.asarray(local)
+        return self.offsets[:-1] + np.asarray(local)
 
     @cached_property
     def seen(self) -> torch.Tensor:
         """[A, 1, T, T] bool, T tokens in the longest row: token j of a row is an ancestor of token i, or is it."""
         seen = np.zeros((self.num_rows, self._longest, self._longest), dtype=bool)
-        seen[self._local_rows, self._local_nodes] = self._ancestors[:, : self._longest]
+        seen[self._local_rows, self._local_nodes] = self.ancestors[:, : self._longest]
         return self._to_device(seen)[:, None]
 
     @cached_property
@@ -233,14 +234,14 @@ class StepPlan:
         """[M, count] int64: every token and what comes before it on its path, the oldest first, as places in a list of
         the `count` - 1 newest committed tokens of every row, and then the packed tokens."""
         if count not in self._paths_back:
-            packed, local = np.nonzero(self._ancestors)  # by token in the order of its path
+            packed, local = np.nonzero(self.ancestors)  # by token in the order of its path
             ends = np.cumsum(np.bincount(packed, minlength=self.num_tokens))
             lengths = np.diff(ends, prepend=0)
             places = np.empty((self.num_tokens, count), dtype=np.int64)
             for place in range(count):
                 at = ends - count + place
                 is_new = at >= ends - lengths
-                new = self._offsets[self._local_rows] + local[np.maximum(at, 0)] + (count - 1) * self.num_rows
+                new = self.offsets[self._local_rows] + local[np.maximum(at, 0)] + (count - 1) * self.num_rows
                 places[:, place] = np.where(is_new, new, (count - 1) * self._local_rows + lengths - 1 + place)
             self._paths_back[count] = self._to_device(places)
         return self._paths_back[count]
@@ -274,11 +275,11 @@ class StepPlan:
 
     def _allowed(self, window: int | None) -> np.ndarray:
         """[M, L] bool: which slots of its own row a packed token sees."""
-        own_lengths = self._lengths[self._local_rows]  # [M]
+        own_lengths = self.lengths[self._local_rows]  # [M]
         slots = np.arange(self.kv_length)
         allowed = slots[None, :] < own_lengths[:, None]
         if window is not None:
-            allowed &= slots[None, :] > (own_lengths + self._depths - window)[:, None]
+            allowed &= slots[None, :] > (own_lengths + self.depths - window)[:, None]
         packed, seen = np.nonzero(self._visible_tail(window))
         allowed[packed, own_lengths[packed] + seen] = True
         return allowed
@@ -295,11 +296,11 @@ class StepPlan:
     def _visible_tail(self, window: int | None) -> np.ndarray:
         """[M, T] bool: which tokens of its own row's tail a packed token sees."""
         if window is None:
-            return self._ancestors
-        tail_depths = np.zeros((self.num_rows, self._ancestors.shape[1]), dtype=np.int64)
-        tail_depths[self._local_rows, self._local_nodes] = self._depths
-        distances = self._depths[:, None] - tail_depths[self._local_rows]
-        return self._ancestors & (distances < window)
+            return self.ancestors
+        tail_depths = np.zeros((self.num_rows, self.ancestors.shape[1]), dtype=np.int64)
+        tail_depths[self._local_rows, self._local_nodes] = self.depths
+        distances = self.depths[:, None] - tail_depths[self._local_rows]
+        return self.ancestors & (distances < window)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)

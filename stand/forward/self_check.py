@@ -126,12 +126,16 @@ def _compare_states(model: PreTrainedModel, tolerance: float) -> None:
     if not kept <= tolerance:
         raise UnsupportedModelError(
             f"the states of {type(model).__name__} must follow the kept path of a tree (up to rounding, {tolerance:g} "
-            f"of the logits' spread), got {kept:.3g} after {len(_path_to(KEPT_NODE))} tokens; it cannot be served"
+            f"of the logits' spread), got {kept:.3g} after {len(path_to(KEPT_NODE))} tokens; it cannot be served"
         )
 
 
 def _refuse_wrappers(model: object) -> None:
     """What holds a model of transformers but is none: adapters, compiled and replicated ones."""
+    if type(model).__module__.startswith("llama_cpp."):
+        raise UnsupportedModelError(
+            "wrap needs a transformers model, got a Llama of llama.cpp; pass it to stand.plugins.llama_cpp.wrap"
+        )
     inner = {"get_base_model": "model.get_base_model()", "_orig_mod": "model._orig_mod", "module": "model.module"}
     for attribute, remedy in inner.items():
         if not isinstance(model, PreTrainedModel) and hasattr(model, attribute):
@@ -231,9 +235,13 @@ def check_case(model: PreTrainedModel) -> tuple[np.ndarray, DraftBatch]:
     vocabulary_size = text_config(model).vocab_size
     prompt = generator.integers(0, vocabulary_size, CHECK_TOKENS).astype(np.int32)
     tokens = generator.integers(0, vocabulary_size, len(CHECK_PARENTS)).astype(np.int32)
+    return prompt, DraftBatch.concatenate([check_tree(tokens)])
+
+
+def check_tree(tokens: np.ndarray) -> DraftTree:
+    """Of 7 tokens."""
     empty = np.zeros((len(tokens), 1), dtype=np.int32)
-    tree = DraftTree(tokens, np.array(CHECK_PARENTS, dtype=np.int32), empty, empty.astype(np.float32))
-    return prompt, DraftBatch.concatenate([tree])
+    return DraftTree(tokens, np.array(CHECK_PARENTS, dtype=np.int32), empty, empty.astype(np.float32))
 
 
 def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
@@ -273,7 +281,7 @@ def own_steps_difference(model: PreTrainedModel) -> float:
 def kept_difference(model: PreTrainedModel) -> float:
     """`relative_difference` of the tree's logits behind a prompt of two chunks and a kept path of the same tree."""
     prompt, batch = check_case(model)
-    path = _path_to(KEPT_NODE)
+    path = path_to(KEPT_NODE)
     cache = TreeCache(num_rows=1, room=2 * CHECK_TOKENS + 2 * batch.num_nodes)
     with tree_attention(model):
         for first, last in ((0, CHECK_TOKENS // 2), (CHECK_TOKENS // 2, CHECK_TOKENS)):
@@ -333,12 +341,12 @@ def _plain_logits(model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarray
     logits: dict[int, torch.Tensor] = {}
     with tree_attention(model, "eager") if is_capped else nullcontext():
         for leaf in set(range(len(tokens))) - set(CHECK_PARENTS):
-            path = _path_to(leaf)
+            path = path_to(leaf)
             logits |= zip(path, _path_logits(model, prompt, tokens[path]), strict=True)
     return torch.stack([logits[node] for node in range(len(tokens))])
 
 
-def _path_to(node: int) -> list[int]:
+def path_to(node: int) -> list[int]:
     """Of the check's tree, from the root on."""
     path = [node]
     while CHECK_PARENTS[path[0]] != NO_PARENT:

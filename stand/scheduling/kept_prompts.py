@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from threading import RLock
 
@@ -29,10 +30,12 @@ class KeptPrompts:
     unseen, and so may weights that are offloaded: beside either nothing is kept.
     """
 
-    def __init__(self, model: PreTrainedModel, max_bytes: float):
+    def __init__(self, model: PreTrainedModel, max_bytes: float, *, new_keys: Callable[[], TreeCache]):
+        """new_keys: an empty cache of one row."""
         self.max_bytes = max_bytes
         self.prompts: list[Prefilled] = []  # the latest one last; never changed in place
         self._model = model
+        self._new_keys = new_keys
         self._state: ModelState | None = None
         self._seen: tuple[object, ...] = ()  # of the tensors' values, and of how torch computes
         self._age = NO_AGE  # changes of the model so far
@@ -71,7 +74,7 @@ class KeptPrompts:
 
     def _keep(self, prompt: Prefilled, chunks: int) -> None:
         token_ids = prompt.token_ids[: chunks * PROMPT_CHUNK].copy()
-        kept = Prefilled(TreeCache(1, 0), token_ids, len(token_ids), features=prompt.features[:chunks])
+        kept = Prefilled(self._new_keys(), token_ids, len(token_ids), features=prompt.features[:chunks])
         for other in self.prompts:
             if common_chunks(other, kept) == chunks and len(other.features) >= len(kept.features):
                 others = [one for one in self.prompts if one is not other]

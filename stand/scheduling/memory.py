@@ -64,8 +64,10 @@ def admission(
         )
     limits = [limit for limit in (max_rows, backend.most_rows) if limit is not None]
     num_bytes = max_cache_bytes
-    if max_cache_bytes is None and (max_rows is None or backend.has_pool):
+    if max_cache_bytes is None and backend.num_slots is None and (max_rows is None or backend.has_pool):
         num_bytes = most_bytes(model, backend.held_bytes)
+    if backend.num_slots is not None:
+        num_bytes = min(math.inf if num_bytes is None else num_bytes, backend.num_slots * token_bytes)
     if size is not None:
         is_limited = num_bytes is not None and num_bytes != math.inf
         num_pages, spare = divmod(num_bytes, size * token_bytes) if is_limited else (None, 0.0)

@@ -9,7 +9,6 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from stand.backend import Backend
-from stand.forward.cache.tree_cache import TreeCache
 from stand.forward.model import prefill, text_config
 from stand.forward.tree_attention import exclusive, tree_attention
 from stand.laws.sampling import SamplingParams, TargetLaw
@@ -32,7 +31,7 @@ def sample_steps(
     law = TargetLaw(SamplingParams())
     with exclusive(model):
         with tree_attention(model):
-            keys = TreeCache(num_rows=1, room=length + 1)
+            keys = backend.key_maker()(length + 1)
             prefill(model, keys, prompt[:-1], row=0)
         step = backend.new_step(StepStart(num_rows, rows, keys, law, verifier, num_top=0))
 

@@ -1,0 +1,50 @@
+"""Steps of a model of llama.cpp: one `llama_decode` each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stand.forward.cache.tree_cache import DRAFT_ROOM
+from stand.plugins.llama_cpp.model import LlamaCppModel
+from stand.plugins.llama_cpp.sequences import SequenceCache
+from stand.step import EagerStep, StepStart
+
+MOST_ROWS = 64  # with as many prompts and 128 further branches they are 256 sequences, all that llama.cpp has
+MOST_DRAFTED = 128
+
+
+class LlamaCppBackend:
+    """Rows share the cells of one context; memory is counted in pages of these, and prompts are shared."""
+
+    name = "llama.cpp"
+    most_rows = MOST_ROWS
+    most_drafted = MOST_DRAFTED
+    held_bytes = 0
+    page_size = 16
+    has_pool = False
+    step_sizes = ()
+    fusion = None
+
+    def __init__(self, model: LlamaCppModel):
+        self.reason = model.way
+        self._model = model
+
+    def __str__(self) -> str:
+        return self.reason
+
+    @property
+    def num_slots(self) -> int:
+        """Those that neither calls which are not over nor kept prompts have filled."""
+        context = self._model.context
+        filled = sum(cache.num_slots for cache in context.caches)
+        return max(context.num_slots - DRAFT_ROOM // 2 - filled, self.page_size)
+
+    def key_maker(self) -> Callable[[int], SequenceCache]:
+        return lambda room: self._model.new_cache(1)
+
+    def new_kept_keys(self) -> SequenceCache:
+        return self._model.new_cache(1)
+
+    def new_step(self, start: StepStart) -> EagerStep:
+        cache = self._model.new_cache(start.num_places)
+        return EagerStep(self._model, cache, start.law, start.verifier, num_top=start.num_top)

@@ -1,0 +1,245 @@
+"""The engine around a model of llama.cpp: against texts scored one by one, and llama.cpp's own rules for batches."""
+
+import gc
+
+import fake_llama_cpp as fake
+import numpy as np
+import pytest
+import torch
+from transformers import LogitsProcessor
+
+import stand
+from stand.forward.cache.tree_cache import CacheMemoryError
+from stand.forward.self_check import UnsupportedModelError
+
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
+LONG = {"max_new_tokens": 40}
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch):
+    return fake.install(monkeypatch)
+
+
+def wrap(llm=None, **settings):
+    from stand.plugins import llama_cpp
+
+    return llama_cpp.wrap(fake.Llama() if llm is None else llm, **settings)
+
+
+def drafting(llm=None, *, budget=12, **settings):
+    return wrap(llm, drafter=stand.BlendedDrafter(budget=budget), **settings)
+
+
+def num_filled(engine) -> int:
+    """Cells, after what is collected late has gone."""
+    gc.collect()
+    engine.model.context._tidy()
+    assert len(engine.model.context._free) == fake.NO_SEQUENCES
+    return len(fake.CONTEXTS[-1].cells)
+
+
+def greedy(prompt, count):
+    text = tuple(prompt)
+    for _ in range(count):
+        text += (int(fake.plain_logits(text).argmax()),)
+        if text[-1] == fake.END:
+            break
+    return list(text[len(prompt) :])
+
+
+def test_greedy_output_is_that_of_texts_scored_one_by_one():
+    engine = drafting()
+    for _ in range(2):  # the second call drafts by what the first one taught
+        output = engine.generate(input_ids=PROMPTS, do_sample=False, **LONG)
+        assert output.token_ids == [greedy(prompt, 40) for prompt in PROMPTS]
+    assert output.stats.mean_acceptance_length > 3
+    assert output.stats.num_draft_tokens > output.stats.num_accepted_draft_tokens  # paths were left, too
+    assert num_filled(engine) == 0
+
+
+def test_sampled_tokens_are_those_without_drafts():
+    settings = {"num_return_sequences": 5, "temperature": 0.7, "top_p": 0.9, "seed": 4, **LONG}
+    engine = drafting(verifier="match")
+    plain = engine.generate(input_ids=PROMPTS, draft=False, **settings)
+    drafted = engine.generate(input_ids=PROMPTS, **settings)
+    assert drafted.token_ids == plain.token_ids and drafted.stats.mean_acceptance_length > 1.1
+    assert len({tuple(row) for row in plain.token_ids}) > 5
+
+
+def test_rows_of_one_prompt_share_its_cells():
+    engine = drafting()
+    prompt = list(np.random.default_rng(0).integers(4, 32, 300))
+    engine.generate(input_ids=[prompt], num_return_sequences=8, max_new_tokens=5, temperature=1.0)
+    assert fake.CONTEXTS[-1].most_cells < 300 + 8 * (5 + 12) + 12
+
+
+def test_rows_that_do_not_fit_wait_or_are_put_back(monkeypatch):
+    monkeypatch.setattr("stand.scheduling.within_pages.GROWTH", 16)
+    settings = {"num_return_sequences": 6, "max_new_tokens": 120, "temperature": 0.9, "seed": 1, "stop_token_ids": []}
+    plain = drafting(verifier="match").generate(input_ids=[PROMPTS[0]], **settings)
+    engine = drafting(verifier="match", num_slots=512)
+    tight = engine.generate(input_ids=[PROMPTS[0]], **settings)
+    assert tight.stats.num_put_back > 0 and fake.CONTEXTS[-1].most_cells <= 512
+    assert tight.token_ids == plain.token_ids
+    assert num_filled(engine) == 0
+
+
+def test_cells_are_free_after_an_error_and_after_a_stream_that_was_left():
+    class Failing(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            if input_ids.shape[1] > 12:
+                raise RuntimeError("of the user's")
+            return scores
+
+    engine = drafting()
+    with pytest.raises(RuntimeError, match="of the user's"):
+        engine.generate(input_ids=PROMPTS, num_return_sequences=3, logits_processors=[Failing()], **LONG)
+    assert num_filled(engine) == 0
+    run = engine.run(PROMPTS, num_return_sequences=3, temperature=1.0, max_rows=2, **LONG)
+    next(run)
+    run.close()
+    del run
+    assert num_filled(engine) == 0
+    assert engine.generate(input_ids=PROMPTS, do_sample=False, **LONG).token_ids[1] == greedy(PROMPTS[1], 40)
+
+
+def test_calls_that_take_turns_share_what_is_there():
+    engine = drafting(num_slots=700)
+    first = engine.run([PROMPTS[0]] * 2, do_sample=False, **LONG)
+    taken = [next(first)]
+    assert engine.backend.num_slots < 700 - 128
+    second = engine.generate(input_ids=PROMPTS, do_sample=False, **LONG)
+    taken += list(first)
+    assert [row.token_ids for row in taken] == [greedy(PROMPTS[0], 40)] * 2
+    assert second.token_ids == [greedy(prompt, 40) for prompt in PROMPTS]
+
+
+def test_prompts_are_kept_from_call_to_call():
+    engine = drafting(fake.Llama(fake.FakeModel(longest=4096), n_ctx=4096))
+    prompt = list(np.random.default_rng(0).integers(4, 32, 600))
+    with engine.keep_prompts(1e9):
+        engine.generate(input_ids=[prompt], max_new_tokens=4, do_sample=False)
+        before = fake.CONTEXTS[-1].num_decoded
+        again = engine.generate(input_ids=[[*prompt, 9]], max_new_tokens=4, do_sample=False)
+    assert again.stats.num_copied_prompt_tokens == 512 and fake.CONTEXTS[-1].num_decoded - before < 200
+    assert again.token_ids == [greedy([*prompt, 9], 4)]
+    assert num_filled(engine) == 0
+
+
+def test_an_end_token_of_the_model_ends_a_row_and_the_context_limits_it():
+    engine = drafting(fake.Llama(fake.FakeModel(ends=(3, 4), longest=64)))
+    assert engine.model.generation_config.eos_token_id == [3, 4]
+    output = engine.generate(input_ids=[PROMPTS[0]], num_return_sequences=20, temperature=1.5, seed=0)
+    ended = zip(output.token_ids, output.finish_reasons, strict=True)
+    assert {row[-1] for row, reason in ended if reason == "eos"} == {3, 4}
+    with pytest.raises(ValueError, match="context of 64 tokens"):
+        engine.generate(input_ids=[PROMPTS[0]], max_new_tokens=61)
+    scaled = fake.Llama(fake.FakeModel(longest=64), n_ctx=1000, rope_freq_scale=0.5)
+    assert wrap(scaled).model.config.max_position_embeddings == 1000 - 256
+
+
+def test_settings_of_the_llama_hold():
+    llm = fake.Llama()
+    llm._lora_adapter, llm.lora_scale = 17, 0.5
+    engine = wrap(llm, num_slots=2048)
+    params = fake.CONTEXTS[-1].params
+    assert fake.CONTEXTS[-1].adapters == [0.5] and len(fake.CONTEXTS) == 1
+    assert (params.n_ctx, params.n_seq_max, params.kv_unified, params.type_k) == (2048, 256, True, 1)
+    assert params.n_batch == params.n_ubatch == 512 and llm.context_params.n_batch == 8
+    assert (
+        str(engine.backend) == "llama.cpp 0.3.36 2-2 threads 0 layers offloaded" and engine.backend.name == "llama.cpp"
+    )
+    assert engine.model.get_memory_footprint() == 12345 and engine.model.dtype is torch.float16
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "hybrid", "encoder", "diffusion"])
+def test_kinds_that_keep_other_things_than_keys_are_refused(kind):
+    with pytest.raises(UnsupportedModelError, match="every layer must keep keys.*call stand.wrap"):
+        wrap(fake.Llama(fake.FakeModel(kinds=frozenset({kind}))))
+    with pytest.raises(UnsupportedModelError, match="sliding windows"):
+        wrap(fake.Llama(fake.FakeModel(window=128)))
+    assert not fake.CONTEXTS
+
+
+def test_a_build_that_scores_trees_wrongly_is_refused():
+    with pytest.raises(UnsupportedModelError, match="trees must be scored as texts are"):
+        wrap(fake.Llama(fake.FakeModel(sees_others=True)))
+
+
+def test_what_does_not_fit_is_refused_by_name():
+    with pytest.raises(UnsupportedModelError, match=r"needs a llama_cpp.Llama, got str"):
+        wrap("model.gguf")
+    with pytest.raises(UnsupportedModelError, match=r"stand.plugins.llama_cpp.wrap"):
+        stand.wrap(fake.Llama())
+    with pytest.raises(ValueError, match="num_slots must be at least 512, got 64"):
+        wrap(fake.Llama(n_ctx=64))
+    with pytest.raises(CacheMemoryError, match="lower num_slots"):
+        wrap(num_slots=1 << 21)
+    with pytest.raises(ValueError, match="at most 128 nodes in steps of llama.cpp, got BlendedDrafter with 300 for 1"):
+        drafting(budget=300).generate(input_ids=[[5]], max_new_tokens=2)
+    with pytest.raises(ValueError, match="must do without its hidden states, got StatefulDrafter"):
+        wrap(drafter=StatefulDrafter())
+    engine = wrap()
+    with pytest.raises(ValueError, match="at most 256 tokens, got 513"):
+        engine.model.context.decode(np.zeros(513), np.arange(513), [[0]] * 513, num_outputs=1)
+    with pytest.raises(RuntimeError, match="llama_decode must return 0, got -1"):
+        engine.model.context.decode(np.zeros(1), np.ones(1), [[999]], num_outputs=1)
+    engine.model.llm._model.model = None
+    with pytest.raises(RuntimeError, match="closed Llama"):
+        engine.generate(input_ids=[[5, 6]], max_new_tokens=2)
+
+
+class StatefulDrafter(stand.Drafter):
+    requires_features = True
+
+    def draft(self, request):
+        raise AssertionError
+
+
+def test_too_many_sequences_and_too_few_cells_are_told():
+    engine = wrap(num_slots=512)
+    context = engine.model.context
+    taken = [context.take() for _ in range(fake.NO_SEQUENCES)]
+    with pytest.raises(CacheMemoryError, match="at most 256 at once"):
+        context.take()
+    context.decode(np.zeros(512), np.arange(512), [[taken[0]]] * 512, num_outputs=1)
+    with pytest.raises(CacheMemoryError, match="must fit into 512 slots"):
+        context.decode(np.zeros(1), np.zeros(1), [[taken[1]]], num_outputs=1)
+
+
+def test_steps_are_timed_within_their_limits():
+    engine = wrap()
+    cost = engine.measure_cost(num_rows=8, length=20)
+    assert cost.most_tokens == 8 + 128
+    assert num_filled(engine) == 0
+
+
+def test_many_rows_are_timed_as_many_as_are_live(monkeypatch, tmp_path):
+    monkeypatch.setenv("STAND_COSTS", str(tmp_path))
+    monkeypatch.setattr("stand.drafters.costs.known.SHARED_SIZES", (1,))
+    engine = wrap(num_slots=16384)
+    output = engine.generate(input_ids=[[5, 6]], num_return_sequences=70, max_new_tokens=3, temperature=1.0)
+    assert len(output.token_ids) == 70
+    names = [path.name for path in tmp_path.iterdir()]
+    assert names and all("llama.cpp-0.3.36-2-2-threads" in name for name in names)
+
+
+def test_the_stand_in_refuses_what_llama_cpp_refuses():
+    from stand.plugins.llama_cpp.context import Context
+
+    context = Context(fake.Llama(), 512)
+    context.decode(np.array([5]), np.array([0]), [[3]], num_outputs=1)
+    context.copy(3, 4)
+
+    def refused(positions, owners):
+        with pytest.raises(RuntimeError, match="got -1"):
+            context.decode(np.full(len(positions), 5), np.array(positions), owners, num_outputs=1)
+
+    refused([0], [[3]])  # it is there
+    refused([2], [[3]])  # one is left out
+    refused([1, 3], [[3], [3]])
+    refused([2, 1], [[3], [3]])
+    refused([1], [[3, 5]])  # 5 has not seen what 3 has
+    with pytest.raises(AssertionError, match=r"sees positions \[1\]"):
+        context.decode(np.array([5]), np.array([1]), [[6]], num_outputs=1)

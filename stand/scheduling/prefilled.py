@@ -38,7 +38,7 @@ class Prefilled:
 
     def begins_at(self, most: int) -> int:
         """The most whole chunks, `most` of what is done or fewer, that another prompt can begin with."""
-        if not self.is_recurrent:
+        if not (self.is_recurrent or self.keys.has_windows):
             return most
         ends = () if self.is_cut or self.done % PROMPT_CHUNK else (self.done // PROMPT_CHUNK,)
         return max((chunks for chunks in (*self.states, *ends) if chunks <= most), default=0)

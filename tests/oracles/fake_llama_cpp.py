@@ -50,7 +50,7 @@ class FakeModel:
 
     kinds: frozenset[str] = frozenset()
     longest: int = 1024
-    window: int = 0
+    window: int = 0  # tokens that a token sees, itself included; 0: all. Cells that are out of sight go at once
     ends: tuple[int, ...] = (END,)
     sees_others: bool = False  # a broken build: a token sees cells of all sequences
 
@@ -153,6 +153,8 @@ def llama_decode(context: FakeContext, batch: llama_batch) -> int:
     owners = [batch.seq_id[i][: batch.n_seq_id[i]] for i in range(count)]
     if not all(0 <= token < VOCABULARY for token in tokens) or _fault(context, positions, owners):
         return -1
+    if context.model.window:
+        _forget(context)
     if len(context.cells) + count > context.params.n_ctx:
         return 1
     new = [Cell(*given) for given in zip(positions, tokens, map(set, owners), strict=True)]
@@ -165,14 +167,27 @@ def llama_decode(context: FakeContext, batch: llama_batch) -> int:
     return 0
 
 
+def _forget(context: FakeContext) -> None:
+    """llama.cpp writes over cells that their only owner will not see again, and takes the older ones from it. Here
+    they all go, as soon as may be."""
+    extents, gone = context.extents(), {}
+    for cell in context.cells:
+        (owner, *others) = cell.owners
+        if not others and extents[owner][1] + 1 - cell.position >= context.model.window:
+            gone[owner] = max(gone.get(owner, 0), cell.position)
+    for cell in context.cells:
+        cell.owners -= {owner for owner, last in gone.items() if cell.position <= last}
+    context.cells = [cell for cell in context.cells if cell.owners]
+
+
 def _seen(context: FakeContext, cell: Cell, sequence: int) -> tuple[int, ...]:
-    """The text that a token ends."""
-    is_seen = [other for other in context.cells if sequence in other.owners and other.position <= cell.position]
-    if context.model.sees_others:
-        is_seen = [other for other in context.cells if other.position <= cell.position]
-    else:
-        seen = [other.position for other in is_seen]
-        assert sorted(seen) == list(range(cell.position + 1)), f"sequence {sequence} sees positions {sorted(seen)}"
+    """The text that a token ends, as far as it sees it."""
+    first = max(cell.position + 1 - context.model.window, 0) if context.model.window else 0
+    before = [other for other in context.cells if first <= other.position <= cell.position]
+    is_seen = [other for other in before if sequence in other.owners or context.model.sees_others]
+    seen = sorted(other.position for other in is_seen)
+    is_whole = seen == list(range(first, cell.position + 1))
+    assert is_whole or context.model.sees_others, f"sequence {sequence} sees positions {seen}"
     return tuple(other.token for other in sorted(is_seen, key=lambda other: other.position))
 
 

@@ -39,10 +39,10 @@ def num_filled(engine) -> int:
     return len(fake.CONTEXTS[-1].cells)
 
 
-def greedy(prompt, count):
+def greedy(prompt, count, *, window=0):
     text = tuple(prompt)
     for _ in range(count):
-        text += (int(fake.plain_logits(text).argmax()),)
+        text += (int(fake.plain_logits(text[-window:]).argmax()),)
         if text[-1] == fake.END:
             break
     return list(text[len(prompt) :])
@@ -94,7 +94,7 @@ def test_cells_are_free_after_an_error_and_after_a_stream_that_was_left():
 
     engine = drafting()
     with pytest.raises(RuntimeError, match="of the user's"):
-        engine.generate(input_ids=PROMPTS, num_return_sequences=3, logits_processors=[Failing()], **LONG)
+        engine.generate(input_ids=PROMPTS, temperature=1.0, logits_processors=[Failing()], **LONG)
     assert num_filled(engine) == 0
     run = engine.run(PROMPTS, num_return_sequences=3, temperature=1.0, max_rows=2, **LONG)
     next(run)
@@ -124,6 +124,55 @@ def test_prompts_are_kept_from_call_to_call():
         again = engine.generate(input_ids=[[*prompt, 9]], max_new_tokens=4, do_sample=False)
     assert again.stats.num_copied_prompt_tokens == 512 and fake.CONTEXTS[-1].num_decoded - before < 200
     assert again.token_ids == [greedy([*prompt, 9], 4)]
+    assert num_filled(engine) == 0
+
+
+def test_windows_are_seen_though_cells_go():
+    window = 24
+    engine = drafting(fake.Llama(fake.FakeModel(longest=4096, window=window), n_ctx=4096))
+    prompt = list(np.random.default_rng(0).integers(4, 32, 600))
+    prompts = [PROMPTS[0], prompt, [*prompt[:560], 7]]
+    with engine.keep_prompts(1e9):
+        for _ in range(2):
+            output = engine.generate(input_ids=prompts, do_sample=False, **LONG)
+            assert output.token_ids == [greedy(one, 40, window=window) for one in prompts]
+            assert output.stats.num_copied_prompt_tokens == 0  # what the beginning alone would see is gone
+    assert output.stats.mean_acceptance_length > 2
+    whole = prompt[:513]  # but for its last token a chunk
+    with engine.keep_prompts(1e9):
+        engine.generate(input_ids=[whole], do_sample=False, max_new_tokens=2)
+        output = engine.generate(input_ids=[prompt], do_sample=False, **LONG)
+    assert output.stats.num_copied_prompt_tokens == 512
+    assert output.token_ids == [greedy(prompt, 40, window=window)]
+    assert num_filled(engine) == 0
+
+
+def test_branches_that_were_idle_for_a_window_are_of_use_again():
+    engine = drafting(fake.Llama(fake.FakeModel(window=6)), verifier="match")
+    settings = {"num_return_sequences": 4, "temperature": 0.7, "seed": 2, "max_new_tokens": 150, "stop_token_ids": []}
+    plain = engine.generate(input_ids=[PROMPTS[0]], draft=False, **settings)
+    assert engine.generate(input_ids=[PROMPTS[0]], **settings).token_ids == plain.token_ids
+
+
+def test_long_texts_are_not_copied_for_every_branch(monkeypatch):
+    engine, copied = drafting(), []
+    monkeypatch.setattr(engine.model.context, "copy", _noting(engine.model.context.copy, copied))
+    engine.generate(input_ids=PROMPTS, num_return_sequences=3, temperature=1.0, stop_token_ids=[], max_new_tokens=100)
+    assert sum(start == 0 for start, _ in copied) < len(copied) / 5
+    assert sum(end - start for start, end in copied if start) < 10 * sum(start > 0 for start, _ in copied)
+
+
+def _noting(copy, copied):
+    def copy_and_note(source, target, start, end):
+        copied.append((start, end))
+        copy(source, target, start, end)
+
+    return copy_and_note
+
+
+def test_idle_branches_make_room_for_others():
+    engine = drafting(budget=100)
+    engine.generate(input_ids=PROMPTS, num_return_sequences=30, temperature=2.0, max_new_tokens=30)
     assert num_filled(engine) == 0
 
 
@@ -157,8 +206,6 @@ def test_settings_of_the_llama_hold():
 def test_kinds_that_keep_other_things_than_keys_are_refused(kind):
     with pytest.raises(UnsupportedModelError, match="every layer must keep keys.*call stand.wrap"):
         wrap(fake.Llama(fake.FakeModel(kinds=frozenset({kind}))))
-    with pytest.raises(UnsupportedModelError, match="sliding windows"):
-        wrap(fake.Llama(fake.FakeModel(window=128)))
     assert not fake.CONTEXTS
 
 

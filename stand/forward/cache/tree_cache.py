@@ -43,8 +43,12 @@ class TreeCache(Cache):
     What the steps of a call need of a cache: `begin`, `update` and `get_seq_length` in a forward, `compact` after it,
     and between steps `leave` (a row has gone), `enter` (a row starts) and `move` (a row takes another place).
 
+    has_windows: whether keys that no later token sees may be gone, so that only a text that goes on has what it needs.
+
     fusion: of the model, active in its forwards over this cache. A fused attention writes by itself, where `slots` say.
     """
+
+    has_windows = False
 
     def __init__(self, num_rows: int, room: int, *, fusion: SwappedForwards | None = None):
         super().__init__(layers=[])

@@ -38,7 +38,7 @@ class Context:
         params = type(llm.context_params).from_buffer_copy(llm.context_params)
         params.n_ctx, params.n_batch, params.n_ubatch = num_slots, MOST_TOKENS, MOST_TOKENS
         params.n_seq_max = llama_cpp.llama_max_parallel_sequences()
-        params.kv_unified = True
+        params.kv_unified = params.swa_full = True
         params.embeddings = False
         params.n_outputs_max = MOST_OUTPUTS
         with suppress_stdout_stderr(disable=llm.verbose):
@@ -65,6 +65,8 @@ class Context:
         if not self._free:
             gc.collect()  # rows of a call that an error has ended
             self._tidy()
+            for cache in self.caches:
+                cache.give_back_idle()
         if not self._free:
             raise CacheMemoryError(
                 "rows, prompts and branches of drafts must be at most 256 at once, got more; end other calls of this "

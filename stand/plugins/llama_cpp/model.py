@@ -39,6 +39,8 @@ class LlamaCppModel(PreTrainedModel, GenerationMixin):
         self.generation_config = GenerationConfig(
             bos_token_id=_token(llama_cpp.llama_vocab_bos(llm._model.vocab)), eos_token_id=_end_ids(llm) or None
         )
+        self._num_bytes = llama_cpp.llama_model_size(llm.model)
+        self._has_windows = llama_cpp.llama_model_n_swa(llm.model) > 0
         self.context = Context(llm, num_slots)
         self.eval()
 
@@ -50,11 +52,12 @@ class LlamaCppModel(PreTrainedModel, GenerationMixin):
         return f"llama.cpp {version} {threads} {layers} layers offloaded"
 
     def new_cache(self, num_rows: int) -> SequenceCache:
-        return SequenceCache(self.context, num_rows, token_bytes=key_shape(self).token_bytes)
+        token_bytes = key_shape(self).token_bytes
+        return SequenceCache(self.context, num_rows, token_bytes=token_bytes, has_windows=self._has_windows)
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """Bytes of the weights."""
-        return llama_cpp.llama_model_size(self.llm.model)
+        return self._num_bytes
 
     def set_attn_implementation(self, *arguments: object, **named: object) -> None:
         """llama.cpp's is not chosen here."""

@@ -37,12 +37,11 @@ def refuse_by_kind(llm: object) -> None:
         "a recurrent state": llama_cpp.llama_model_is_recurrent(model) or llama_cpp.llama_model_is_hybrid(model),
         "an encoder": llama_cpp.llama_model_has_encoder(model),
         "diffusion": llama_cpp.llama_model_is_diffusion(model),
-        "sliding windows": llama_cpp.llama_model_n_swa(model) > 0,
     }
     for kind, is_there in kinds.items():
         if is_there:
             raise UnsupportedModelError(
-                f"every layer must keep keys and values of the whole text, got a model with {kind}; load its "
+                f"every layer must keep keys and values, got a model with {kind}; load its "
                 "transformers model and call stand.wrap"
             )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import types
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -86,8 +87,10 @@ class FakeContext:
 class Llama:
     """The library's class, as far as anything here looks at it."""
 
-    def __init__(self, model: FakeModel | None = None, *, n_ctx: int = 1024, **params: object):
-        self._model = types.SimpleNamespace(model=model or FakeModel(), vocab=model or FakeModel())
+    def __init__(self, model: FakeModel | str | None = None, *, n_ctx: int = 1024, **params: object):
+        """model: of a file by name, the usual one."""
+        made = model if isinstance(model, FakeModel) else FakeModel()
+        self._model = types.SimpleNamespace(model=made, vocab=made)
         self.context_params = Params(n_ctx=n_ctx, n_batch=8, n_seq_max=1, rope_scaling_type=-1, type_k=1)
         self.model_params = types.SimpleNamespace(n_gpu_layers=0)
         self.metadata = {"general.architecture": "fake", "fake.attention.key_length": "16"}
@@ -105,6 +108,17 @@ class Llama:
 
     def n_vocab(self) -> int:
         return VOCABULARY
+
+    def set_seed(self, seed: int) -> None:
+        self._generator = np.random.default_rng(seed)
+
+    def generate(self, tokens: list[int], *, temp: float, **law: object) -> Iterator[int]:
+        """One token after the other, by the library's own loop."""
+        text = tuple(tokens)
+        while True:
+            noise = self._generator.gumbel(size=VOCABULARY) if temp else 0.0
+            text += (int((plain_logits(text) / (temp or 1.0) + noise).argmax()),)
+            yield text[-1]
 
 
 CONTEXTS: list[FakeContext] = []  # those that were made since `install`

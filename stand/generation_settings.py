@@ -151,6 +151,7 @@ class GenerationSettings:
         name = f"context of {context} tokens"
         if longrope_border(model) == context:
             name += " (further on its LongRoPE factors are others)"
+        name += getattr(text_config(model), "context_note", "")
         longest = max(map(len, prompts))
         if context is not None and longest >= context:
             raise ValueError(f"a prompt must be shorter than the model's {name}, got {longest}; shorten it")

@@ -1,6 +1,8 @@
 """The engine around a model of llama.cpp: against texts scored one by one, and llama.cpp's own rules for batches."""
 
 import gc
+import importlib
+import sys
 
 import fake_llama_cpp as fake
 import numpy as np
@@ -22,9 +24,8 @@ def library(monkeypatch):
 
 
 def wrap(llm=None, **settings):
-    from stand.plugins import llama_cpp
-
-    return llama_cpp.wrap(fake.Llama() if llm is None else llm, **settings)
+    door = importlib.import_module("stand.plugins.llama_cpp")
+    return door.wrap(fake.Llama() if llm is None else llm, **settings)
 
 
 def drafting(llm=None, *, budget=12, **settings):
@@ -185,7 +186,8 @@ def test_an_end_token_of_the_model_ends_a_row_and_the_context_limits_it():
     with pytest.raises(ValueError, match="context of 64 tokens"):
         engine.generate(input_ids=[PROMPTS[0]], max_new_tokens=61)
     scaled = fake.Llama(fake.FakeModel(longest=64), n_ctx=1000, rope_freq_scale=0.5)
-    assert wrap(scaled).model.config.max_position_embeddings == 1000 - 256
+    with pytest.raises(ValueError, match=r"context of 744 tokens \(num_slots has room for no more\), got 4 \+ 900"):
+        wrap(scaled).generate(input_ids=[PROMPTS[0]], max_new_tokens=900)
 
 
 def test_settings_of_the_llama_hold():
@@ -253,6 +255,24 @@ def test_too_many_sequences_and_too_few_cells_are_told():
     context.decode(np.zeros(512), np.arange(512), [[taken[0]]] * 512, num_outputs=1)
     with pytest.raises(CacheMemoryError, match="must fit into 512 slots"):
         context.decode(np.zeros(1), np.zeros(1), [[taken[1]]], num_outputs=1)
+
+
+def test_a_model_that_was_closed_first_ends_in_no_crash():
+    engine = wrap()
+    engine.model.llm._model.model = None
+    del engine
+    gc.collect()
+    assert fake.CONTEXTS[-1].is_open
+    engine = wrap()
+    del engine
+    gc.collect()
+    assert not fake.CONTEXTS[-1].is_open
+
+
+def test_without_the_library_the_door_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    with pytest.raises(ImportError, match="stand.plugins.llama_cpp needs llama_cpp, .*pip install llama-cpp-python"):
+        wrap()
 
 
 def test_steps_are_timed_within_their_limits():

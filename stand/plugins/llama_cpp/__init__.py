@@ -6,6 +6,11 @@ A branch of a draft is one more sequence of llama.cpp's, and a node belongs to t
 So a whole tree is scored in one `llama_decode`, and keeping a path copies and moves no keys.
 """
 
-from stand.plugins.llama_cpp.door import wrap
+from stand.extra import missing_package
+
+try:
+    from stand.plugins.llama_cpp.door import wrap
+except ModuleNotFoundError as error:
+    raise missing_package(error, "llama_cpp", asker=__name__, install="llama-cpp-python") from error
 
 __all__ = ["wrap"]

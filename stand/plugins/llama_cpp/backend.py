@@ -36,7 +36,7 @@ class LlamaCppBackend:
     def num_slots(self) -> int:
         """Those that neither calls which are not over nor kept prompts have filled."""
         context = self._model.context
-        filled = sum(cache.num_slots for cache in context.caches)
+        filled = sum(cache.num_slots for cache in list(context.caches))
         return max(context.num_slots - DRAFT_ROOM // 2 - filled, self.page_size)
 
     def key_maker(self) -> Callable[[int], SequenceCache]:

@@ -65,7 +65,7 @@ class Context:
         if not self._free:
             gc.collect()  # rows of a call that an error has ended
             self._tidy()
-            for cache in self.caches:
+            for cache in list(self.caches):
                 cache.give_back_idle()
         if not self._free:
             raise CacheMemoryError(
@@ -142,7 +142,8 @@ def _address(array: np.ndarray) -> int:
 
 def _close(pointer: object, llm: Llama) -> None:
     """llm: held until here, for its weights are used."""
-    llama_cpp.llama_free(pointer)
+    if llm._model.model is not None:  # else the memory stays: freeing reads the model
+        llama_cpp.llama_free(pointer)
 
 
 def _set_adapter(llm: Llama, pointer: object) -> None:

@@ -81,6 +81,7 @@ def _config_of(llm: Llama, num_slots: int) -> LlamaCppConfig:
     model = llm.model
     heads, width = llama_cpp.llama_model_n_head(model), llama_cpp.llama_model_n_embd(model)
     head_dim = int(llm.metadata.get(f"{llm.metadata.get('general.architecture')}.attention.key_length", 0))
+    longest, room = _longest(llm), max(num_slots - DRAFT_ROOM, 1)
     return LlamaCppConfig(
         vocab_size=llm.n_vocab(),
         hidden_size=width,
@@ -88,7 +89,8 @@ def _config_of(llm: Llama, num_slots: int) -> LlamaCppConfig:
         num_attention_heads=heads,
         num_key_value_heads=llama_cpp.llama_model_n_head_kv(model),
         head_dim=head_dim or width // heads,
-        max_position_embeddings=max(min(_longest(llm), num_slots - DRAFT_ROOM), 1),
+        max_position_embeddings=min(longest, room),
+        context_note=" (num_slots has room for no more)" if room < longest else "",
     )
 
 

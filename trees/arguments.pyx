@@ -123,8 +123,9 @@ def checked_nodes(nodes, num_nodes):
 
 def check_is_batch(batch):
     """TypeError where it has not what a DraftBatch has."""
-    if not all(hasattr(batch, name) for name in ("token_ids", "parents", "offsets", "path_estimates")):
-        raise TypeError(f"batch must be a DraftBatch, got {type(batch).__name__}; pass what draft() returns")
+    for name in ("token_ids", "parents", "offsets", "path_estimates"):
+        if not hasattr(batch, name):
+            raise TypeError(f"batch must be a DraftBatch, got {type(batch).__name__}; pass what draft() returns")
 
 
 def check_batch(batch):

@@ -319,8 +319,9 @@ cdef class LookupTree:
 
 
 def _checked_orders(orders):
-    orders = tuple(whole(order, "orders") for order in orders)
-    ascending = all(low < high for low, high in zip(orders, orders[1:]))
-    if len(orders) == 0 or not ascending or orders[0] < 1 or orders[len(orders) - 1] > MAX_ORDER:
-        raise ValueError(f"orders must be ascending and within 1..{MAX_ORDER}, got {orders}; (1, 2, 3, 4) is usual")
-    return orders
+    cdef list numbers = [whole(order, "orders") for order in orders]
+    if not numbers or numbers != sorted(set(numbers)) or numbers[0] < 1 or numbers[len(numbers) - 1] > MAX_ORDER:
+        raise ValueError(
+            f"orders must be ascending and within 1..{MAX_ORDER}, got {tuple(numbers)}; (1, 2, 3, 4) is usual"
+        )
+    return tuple(numbers)

@@ -1,6 +1,8 @@
 """What is installed is whole: every module of the source is there and can be imported, with its type information."""
 
+import ast
 import importlib
+import inspect
 import re
 import shutil
 import subprocess
@@ -65,6 +67,21 @@ def test_types_come_along():
     lookups = [importlib.import_module(f"stand.trees.{name}.lookup") for name in ("blended", "longest_match")]
     assert all((Path(module.__file__).parent / "lookup.pyi").exists() for module in lookups)
     assert (INSTALLED / "py.typed").exists()
+
+
+@pytest.mark.parametrize("name", ["blended", "longest_match"])
+def test_inspect_reads_the_parameters_that_the_stub_of_a_lookup_names(name):
+    module = importlib.import_module(f"stand.trees.{name}.lookup")
+    stub = ast.parse((Path(module.__file__).parent / "lookup.pyi").read_text(encoding="utf-8"))
+    read = {}
+    for kind in [node for node in stub.body if isinstance(node, ast.ClassDef) and hasattr(module, node.name)]:
+        for method in [node for node in kind.body if isinstance(node, ast.FunctionDef)]:
+            given = getattr(getattr(module, kind.name), method.name)
+            if callable(given) and not method.name.startswith("__"):  # others are properties
+                stubbed = [argument.arg for argument in (*method.args.args, *method.args.kwonlyargs)]
+                read[method.name] = list(inspect.signature(given).parameters)
+                assert read[method.name] == [argument for argument in stubbed if argument != "cls"], method.name
+    assert {"learn", "draft", "save", "load"} <= read.keys()
 
 
 def import_at(folder: Path) -> subprocess.CompletedProcess:

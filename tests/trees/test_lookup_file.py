@@ -115,6 +115,13 @@ def test_random_bytes_are_refused(tmp_path):
                 LookupTree.load(path)
 
 
+@pytest.mark.parametrize("kind", [BlendedLookup, LookupTree])
+def test_a_subclass_loads_one_of_its_own(tmp_path, kind):
+    own = type("Own", (kind,), {})
+    kind().save(tmp_path / "x.lookup")
+    assert type(own.load(tmp_path / "x.lookup")) is own and type(kind.load(tmp_path / "x.lookup")) is kind
+
+
 @pytest.mark.parametrize(("saved", "loaded"), [(BlendedLookup, LookupTree), (LookupTree, BlendedLookup)])
 def test_a_file_of_the_other_kind_is_named(tmp_path, saved, loaded):
     saved().save(tmp_path / "x.lookup")

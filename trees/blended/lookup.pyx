@@ -1,4 +1,4 @@
-# cython: binding=True
+# cython: embedsignature=True, embedsignature.format=clinic
 """The blended lookup: every context length votes, its weight is learned, memory is bounded.
 
 The work is done in C++ without the interpreter's lock: lookup.h (what is stored), learning.h, growth.h (drafts),
@@ -367,25 +367,7 @@ cdef class BlendedLookup:
             take_snapshot(self._lookup[0], snapshot)
         write_blended_lookup(path, self._parameters(), arrays_of(snapshot))
 
-    @classmethod
-    def load(cls, path, *, fingerprint=None, max_bytes=None):
-        """Read a file written by `save`.
-
-        fingerprint: the vocabulary that the file must be of; None accepts any. max_bytes: another cap than the file's;
-        a smaller one must hold all contexts. Else the few are left out that came while a full lookup was saved.
-        Raises LookupFileError where the file is damaged, of another format version or vocabulary, or too large for the
-        cap, and where a small file asks for a huge cap; ValueError for a fingerprint or a cap that no lookup may have;
-        OSError where unreadable.
-        """
-        parameters, arrays, digest, own_cap = contents_of(path, fingerprint, max_bytes)
-        cdef BlendedLookup lookup
-        try:
-            lookup = cls(**parameters)
-        except (ValueError, OverflowError) as error:
-            raise LookupFileError(f"{path} must hold sound parameters, got {parameters}; build it again") from error
-        restore(path, arrays, lookup._lookup[0], lookup.max_bytes, lookup.max_bytes >= own_cap)
-        lookup.digest = digest
-        return lookup
+    load = classmethod(load_blended_lookup)
 
     def _parameters(self):
         return {

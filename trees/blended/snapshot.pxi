@@ -79,3 +79,26 @@ cdef void check_sound(CLookup& lookup) except *:
         fault = lookup.find_fault()
     if fault != NULL:
         raise RuntimeError(f"the lookup must be sound, got {fault.decode()}")
+
+
+cdef class BlendedLookup  # in lookup.pyx
+
+
+def load_blended_lookup(cls, path, *, fingerprint=None, max_bytes=None):
+    """Read a file written by `save`.
+
+    fingerprint: the vocabulary that the file must be of; None accepts any. max_bytes: another cap than the file's;
+    a smaller one must hold all contexts. Else the few are left out that came while a full lookup was saved.
+    Raises LookupFileError where the file is damaged, of another format version or vocabulary, or too large for the
+    cap, and where a small file asks for a huge cap; ValueError for a fingerprint or a cap that no lookup may have;
+    OSError where unreadable.
+    """
+    parameters, arrays, digest, own_cap = contents_of(path, fingerprint, max_bytes)
+    cdef BlendedLookup lookup
+    try:
+        lookup = cls(**parameters)
+    except (ValueError, OverflowError) as error:
+        raise LookupFileError(f"{path} must hold sound parameters, got {parameters}; build it again") from error
+    restore(path, arrays, lookup._lookup[0], lookup.max_bytes, lookup.max_bytes >= own_cap)
+    lookup.digest = digest
+    return lookup

@@ -1,4 +1,4 @@
-# cython: binding=True
+# cython: embedsignature=True, embedsignature.format=clinic
 """The lookup tree: what followed each context, with probabilities. Drafts come from it, every step teaches it.
 
 The work is done in C++ without the interpreter's lock: table.h (what is stored), learning.h and fill_shape.h (drafts).
@@ -45,6 +45,26 @@ def children_of(int32_t kind, const float[::1] probabilities not None, const dou
     c_draw_children(<DraftKind> kind, &probabilities[0], &uniforms[0], probabilities.shape[0], num_children, children)
     picks, laws = np.array(children.picks, dtype=np.int32), np.array(children.laws, dtype=np.float32)
     return picks, laws.reshape(len(picks), len(probabilities))
+
+
+cdef class LookupTree
+
+
+def load_lookup_tree(cls, path, *, fingerprint=None):
+    """Read a file written by `save`.
+
+    fingerprint: the vocabulary that the file must be of; None accepts any.
+    Raises LookupFileError where the file is damaged, newer, or of another vocabulary; OSError where unreadable.
+    """
+    parameters, tables, digest = read_lookup_tree(path, fingerprint=fingerprint)
+    cdef LookupTree lookup
+    try:
+        lookup = cls(**parameters)
+    except ValueError as error:
+        raise LookupFileError(f"{path} must hold sound parameters, got {parameters}; build it again") from error
+    lookup._restore(path, tables)
+    lookup.digest = digest
+    return lookup
 
 
 cdef class LookupTree:
@@ -256,22 +276,7 @@ cdef class LookupTree:
         cdef LookupTree snapshot = self.copy()
         write_lookup_tree(path, self._parameters(), snapshot._table_views())
 
-    @classmethod
-    def load(cls, path, *, fingerprint=None):
-        """Read a file written by `save`.
-
-        fingerprint: the vocabulary that the file must be of; None accepts any.
-        Raises LookupFileError where the file is damaged, newer, or of another vocabulary; OSError where unreadable.
-        """
-        parameters, tables, digest = read_lookup_tree(path, fingerprint=fingerprint)
-        cdef LookupTree lookup
-        try:
-            lookup = cls(**parameters)
-        except ValueError as error:
-            raise LookupFileError(f"{path} must hold sound parameters, got {parameters}; build it again") from error
-        lookup._restore(path, tables)
-        lookup.digest = digest
-        return lookup
+    load = classmethod(load_lookup_tree)
 
     def _check_floor(self, floor_order):
         within(floor_order, "floor_order", 1, MAX_ORDER, 1)

@@ -16,6 +16,7 @@ from glob import glob
 
 import numpy
 from Cython.Build import cythonize
+from Cython.Compiler.Options import get_directive_defaults
 from setuptools import Extension, setup
 
 DEBUG = os.environ.get("STAND_DEBUG", "0") == "1"
@@ -133,6 +134,13 @@ MACROS = [
     *([("STAND_DEBUG", "1")] if DEBUG else []),
 ]
 SHARED_CODE = "stand._cyutility"  # Cython's own code for arrays, once instead of in every module
+SHARED_SOURCE = "stand/_cyutility.c"
+# A fifth of it is left out: what no module here uses (functions that are no plain ones, classes of Python), and code
+# for pickling. A module that does use it cannot be imported, and says what it lacks.
+UNUSED_CODE = ["AutoPickle", "CythonFunction", "PythonClasses"]
+get_directive_defaults()["auto_pickle"] = False  # DIRECTIVES do not reach Cython's own arrays
+if os.path.exists(SHARED_SOURCE) and os.path.getmtime(SHARED_SOURCE) < os.path.getmtime(__file__):
+    os.remove(SHARED_SOURCE)  # Cython would keep it, whatever is said here
 
 
 def module_name(source):
@@ -169,11 +177,15 @@ EXTENSIONS = [
     for package in ("stand", "trees", "verifiers")
     for source in sorted(glob(f"{package}/**/*.pyx", recursive=True))
 ]
-EXTENSIONS.append(extension(SHARED_CODE, "stand/_cyutility.c"))
+EXTENSIONS.append(extension(SHARED_CODE, SHARED_SOURCE))
 
 setup(
     ext_modules=cythonize(
-        EXTENSIONS, compiler_directives=DIRECTIVES, force=DEBUG, shared_utility_qualified_name=SHARED_CODE
+        EXTENSIONS,
+        compiler_directives=DIRECTIVES,
+        force=DEBUG,
+        shared_utility_qualified_name=SHARED_CODE,
+        shared_utility_features_disabled=UNUSED_CODE,
     ),
     options={
         "build_ext": {"parallel": os.cpu_count()},

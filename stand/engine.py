@@ -28,6 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 from stand.argument_checks import check_flags, whole_number
 from stand.backend import Backend
 from stand.call import Call
+from stand.drafters.check import check_most_nodes
 from stand.drafters.costs.step_cost import StepCost, StepTimer, clock_of, measure_cost
 from stand.drafters.drafter import Drafter, LookupDrafter
 from stand.forward.devices import input_device
@@ -239,8 +240,7 @@ class Engine:
             raise ValueError(f"seconds must be a number >= 0, got {seconds!r}; leave it out to time all sizes")
         if most_tokens is None:
             most_tokens = 32 * num_rows if is_on_cpu else max(256, num_rows + 1)
-            if self.backend.most_drafted is not None:
-                most_tokens = min(most_tokens, num_rows + self.backend.most_drafted)
+            most_tokens = min(most_tokens, num_rows + (self.backend.most_drafted or most_tokens))
         most_tokens = whole_number("most_tokens", most_tokens, "leave it out for the default")
         if most_tokens <= num_rows:
             raise ValueError(
@@ -331,11 +331,10 @@ class Engine:
         seed = checked_seed(seed)
         most_slots = self.drafter.most_slots if draft else lambda num_rows: 0
         allowed = admission(self.model, max_rows, max_cache_bytes, backend=self.backend, most_slots=most_slots)
-        limits = [num_rows, max_rows, self.backend.most_rows]
-        most_rows = min(int(limit) for limit in limits if limit is not None)
+        most_rows = min(int(limit) for limit in (num_rows, max_rows, self.backend.most_rows) if limit is not None)
         if draft:  # its largest draft counts in the checks
             self.drafter.prepare(most_rows, StepTimer(self.measure_cost, self._way_of_steps(), self.backend.step_sizes))
-            self._check_drafted(most_rows)
+            check_most_nodes(self.drafter, most_rows, self.backend)
         for job in jobs if isinstance(jobs, list) else ():  # others are checked as they are read
             allowed.check(job)
         return Call(
@@ -355,18 +354,9 @@ class Engine:
             kept=self._kept,
         )
 
-    def _check_drafted(self, num_rows: int) -> None:
-        most, drafted = self.backend.most_drafted, self.drafter.most_nodes(num_rows)
-        if most is not None and drafted is not None and drafted > most:
-            raise ValueError(
-                f"drafts of all rows together must have at most {most} nodes in steps of {self.backend.name}, got "
-                f"{type(self.drafter).__name__} with {drafted} for {num_rows} rows; lower its budget, or max_rows"
-            )
-
     def _way_of_steps(self) -> str:
         """As `StepTimer` says."""
-        is_usual = self.backend.name == "sdpa" and input_device(self.model).type == "cpu"
-        name = "" if is_usual else str(self.backend)
+        name = "" if self.backend.name == "sdpa" and input_device(self.model).type == "cpu" else str(self.backend)
         return name if self.backend.fusion is not None else f"{name} unfused".strip()
 
     def _new_own_seed(self, seed: int, is_drafting: bool, is_learning: bool) -> int:

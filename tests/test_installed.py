@@ -35,6 +35,7 @@ def module_of(file: str) -> str:
 
 
 OTHERS_LIBRARIES = {"stand/plugins/lm_eval.py": "lm_eval", "stand/plugins/inspect_ai.py": "inspect_ai"}
+OTHERS_LIBRARIES |= {"stand/plugins/llama_cpp/": "llama_cpp"}
 
 
 @pytest.mark.parametrize("file", source_files())
@@ -43,8 +44,9 @@ def test_module_is_installed(file):
         pytest.importorskip("torch")
     if file.startswith("stand/gpu/"):
         pytest.importorskip("triton")
-    if file in OTHERS_LIBRARIES:
-        pytest.importorskip(OTHERS_LIBRARIES[file], exc_type=ImportError)
+    for other, library in OTHERS_LIBRARIES.items():
+        if file.startswith(other):
+            pytest.importorskip(library, exc_type=ImportError)
     module = importlib.import_module(module_of(file))
     assert Path(module.__file__).suffix == (".so" if file.endswith(".pyx") else ".py")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from stand.drafters.drafter import DraftRequest
+from stand.backend import Backend
+from stand.drafters.drafter import Drafter, DraftRequest
 from stand.step_compiled import is_sound
 from stand.trees import DraftBatch
 from stand.trees.draft import check_packing
@@ -13,6 +14,16 @@ from stand.trees.draft import check_packing
 SUM_TOLERANCE = 1e-3
 INT32, FLOAT32, FLOAT64 = map(np.dtype, (np.int32, np.float32, np.float64))
 WHOLE = ("token_ids", "parents", "offsets", "support_ids", "depths", "ranks")
+
+
+def check_most_nodes(drafter: Drafter, num_rows: int, backend: Backend) -> None:
+    """Raise ValueError where drafts of so many rows may have more nodes than a step holds."""
+    most, drafted = backend.most_drafted, drafter.most_nodes(num_rows)
+    if most is not None and drafted is not None and drafted > most:
+        raise ValueError(
+            f"drafts of all rows together must have at most {most} nodes in steps of {backend.name}, got "
+            f"{type(drafter).__name__} with {drafted} for {num_rows} rows; lower its budget, or max_rows"
+        )
 
 
 def check_batch(batch: DraftBatch, request: DraftRequest, *, vocabulary_size: int) -> None:

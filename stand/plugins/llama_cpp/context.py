@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from threading import RLock
-from typing import TYPE_CHECKING
+from typing import Protocol
 from weakref import WeakSet, finalize
 
 import llama_cpp
@@ -18,13 +18,19 @@ from llama_cpp._utils import suppress_stdout_stderr
 
 from stand.forward.cache.tree_cache import CacheMemoryError
 
-if TYPE_CHECKING:
-    from stand.plugins.llama_cpp.sequences import SequenceCache
-
 NO_ROOM = 1  # llama_decode: too few free cells
 MOST_TOKENS = 512  # of one decoding: a step, or a chunk of a prompt. In one piece, so that none sees another's cells go
 MOST_OUTPUTS = 256  # tokens of one decoding whose logits are asked for
 WHOLE = -1  # a position: from the first, or to the last
+
+
+class Holder(Protocol):
+    """Who holds sequences of a context."""
+
+    num_slots: int  # that they fill
+
+    def give_back_idle(self) -> None:
+        """Those that nothing is in."""
 
 
 class Context:
@@ -49,7 +55,7 @@ class Context:
             )
         self.llm = llm
         self.num_slots: int = llama_cpp.llama_n_ctx(pointer)
-        self.caches: WeakSet[SequenceCache] = WeakSet()  # whose sequences are here
+        self.caches: WeakSet[Holder] = WeakSet()
         self._pointer = pointer
         self._memory = llama_cpp.llama_get_memory(pointer)
         self._num_tokens = llm.n_vocab()

@@ -33,7 +33,7 @@ from stand.drafters.costs.step_cost import StepCost, StepTimer, clock_of, measur
 from stand.drafters.drafter import Drafter, LookupDrafter
 from stand.forward.devices import input_device
 from stand.forward.model import max_positions, text_config
-from stand.forward.self_check import refuse_compiled, refuse_training
+from stand.forward.self_check import refuse_unready
 from stand.forward.tree_attention import exclusive
 from stand.numbered_keys import NumberedKeys
 from stand.output import GenerationOutput
@@ -325,12 +325,12 @@ class Engine:
         on_commit: Callable[[Row, list[int]], None] | None,
     ) -> Call:
         """num_rows: the most that may be live, as far as is known."""
-        refuse_training(self.model)
-        refuse_compiled(self.model)
+        refuse_unready(self.model)
         is_seeded, is_learning = seed is not None, draft and learn and self.drafter.num_candidates > 0
         seed = checked_seed(seed)
         most_slots = self.drafter.most_slots if draft else lambda num_rows: 0
-        allowed = admission(self.model, max_rows, max_cache_bytes, backend=self.backend, most_slots=most_slots)
+        beside = {"backend": self.backend, "most_slots": most_slots, "kept": self._kept}
+        allowed = admission(self.model, max_rows, max_cache_bytes, **beside)
         most_rows = min(int(limit) for limit in (num_rows, max_rows, self.backend.most_rows) if limit is not None)
         if draft:  # its largest draft counts in the checks
             self.drafter.prepare(most_rows, StepTimer(self.measure_cost, self._way_of_steps(), self.backend.step_sizes))

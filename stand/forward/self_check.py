@@ -46,8 +46,7 @@ def check_model(model: PreTrainedModel) -> None:
     _refuse_wrappers(model)
     _refuse_by_configuration(model)
     _refuse_absent_weights(model)
-    refuse_training(model)
-    refuse_compiled(model)
+    refuse_unready(model)
     with exclusive(model), torch.autocast(input_device(model).type, enabled=False):
         _refuse_other_masks(model)
         _compare_forwards(model)
@@ -144,7 +143,13 @@ def _refuse_wrappers(model: object) -> None:
             )
 
 
-def refuse_training(model: PreTrainedModel) -> None:
+def refuse_unready(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError for what may have come over a model since it was wrapped."""
+    _refuse_training(model)
+    _refuse_compiled(model)
+
+
+def _refuse_training(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError where the training mode changes what the model computes."""
     if not model.training:
         return
@@ -161,7 +166,7 @@ def refuse_training(model: PreTrainedModel) -> None:
         )
 
 
-def refuse_compiled(model: PreTrainedModel) -> None:
+def _refuse_compiled(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError where torch.compile has taken a module: it would trace what swaps its forwards."""
     for name, module in model.named_modules():
         forward = vars(module).get("forward")

@@ -42,6 +42,11 @@ class KeptPrompts:
         self._lock = RLock()  # not a Lock: a call that is collected as garbage leaves its prompts at any moment
 
     @property
+    def num_free(self) -> float:
+        """Bytes that may be kept beside those that are."""
+        return max(self.max_bytes - self.nbytes, 0)
+
+    @property
     def nbytes(self) -> int:
         return sum(prompt.nbytes for prompt in self.prompts)
 

@@ -16,6 +16,7 @@ from stand.forward.cache.tree_cache import DRAFT_ROOM
 from stand.row import Row
 from stand.scheduling.admission import Admission, AtMost
 from stand.scheduling.free_memory import bytes_per_token, most_bytes
+from stand.scheduling.kept_prompts import KeptPrompts
 from stand.scheduling.page_allocator import PageAllocator
 from stand.scheduling.within_pages import WithinPages
 
@@ -46,12 +47,14 @@ def admission(
     *,
     backend: Backend,
     most_slots: Callable[[int], int | None],
+    kept: KeptPrompts | None = None,
 ) -> Admission:
     """For `max_rows` and `max_cache_bytes` as users give them; None: as many as memory and the backend's steps hold.
 
-    most_slots: slots behind the committed keys that a step of so many rows takes at most, where that is known. Raises
-    ValueError unless `max_rows` is an integer >= 1 or None, and `max_cache_bytes` a number of bytes that holds a page,
-    or None.
+    most_slots: slots behind the committed keys that a step of so many rows takes at most, where that is known. kept:
+    prompts that are kept in the same memory, where a backend has slots from the start. Raises ValueError unless
+    `max_rows` is an integer >= 1 or None, and `max_cache_bytes` a number of bytes that holds a page, or None; and where
+    there is no page.
     """
     if max_rows is not None:
         max_rows = whole_number("max_rows", max_rows, "leave it out for as many rows as memory holds")
@@ -67,7 +70,13 @@ def admission(
     if max_cache_bytes is None and backend.num_slots is None and (max_rows is None or backend.has_pool):
         num_bytes = most_bytes(model, backend.held_bytes)
     if backend.num_slots is not None:
-        num_bytes = min(math.inf if num_bytes is None else num_bytes, backend.num_slots * token_bytes)
+        room = backend.num_slots * token_bytes - (0 if kept is None else kept.num_free)
+        if room < least:
+            raise ValueError(
+                f"the cache must hold a page beside other calls and kept prompts, got {backend.num_slots} free slots "
+                f"of {token_bytes} bytes; end other calls, keep fewer bytes of prompts, or raise num_slots"
+            )
+        num_bytes = room if num_bytes is None else min(num_bytes, room)
     if size is not None:
         is_limited = num_bytes is not None and num_bytes != math.inf
         num_pages, spare = divmod(num_bytes, size * token_bytes) if is_limited else (None, 0.0)
@@ -77,7 +86,7 @@ def admission(
             most_rows=most_rows,
             most_places=None if backend.has_pool else most_rows,  # a step of a pool has buffers by its places
             most_slots=most_slots,
-            is_asked_for=max_cache_bytes is not None,
+            is_asked_for=max_cache_bytes is not None or backend.num_slots is not None,
             row_pages=key_shape(model).row_bytes / (size * token_bytes),
             spare=spare / (size * token_bytes),
         )

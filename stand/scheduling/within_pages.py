@@ -65,8 +65,8 @@ class WithinPages(Admission):
         if needed > self._asked_for:
             raise ValueError(
                 f"max_cache_bytes must hold one row with its {job.limit} new tokens, {needed} pages of "
-                f"{self.pages.page_size} tokens, got {self._asked_for}; raise it, or lower max_new_tokens or what is "
-                "drafted"
+                f"{self.pages.page_size} tokens, got {self._asked_for}; raise it (of llama.cpp num_slots), or lower "
+                "max_new_tokens or what is drafted"
             )
 
     def settle(self, num_places: int) -> None:

@@ -109,7 +109,7 @@ def test_calls_that_take_turns_share_what_is_there():
     engine = drafting(num_slots=700)
     first = engine.run([PROMPTS[0]] * 2, do_sample=False, **LONG)
     taken = [next(first)]
-    assert engine.backend.num_slots < 700 - 128
+    assert engine.backend.num_slots < 700 - 8
     second = engine.generate(input_ids=PROMPTS, do_sample=False, **LONG)
     taken += list(first)
     assert [row.token_ids for row in taken] == [greedy(PROMPTS[0], 40)] * 2
@@ -119,12 +119,17 @@ def test_calls_that_take_turns_share_what_is_there():
 def test_prompts_are_kept_from_call_to_call():
     engine = drafting(fake.Llama(fake.FakeModel(longest=4096), n_ctx=4096))
     prompt = list(np.random.default_rng(0).integers(4, 32, 600))
-    with engine.keep_prompts(1e9):
+    token_bytes = 3 * 2 * 2 * 16 * 2  # layers, keys and values, heads, numbers of two bytes
+    with engine.keep_prompts(1000 * token_bytes):
         engine.generate(input_ids=[prompt], max_new_tokens=4, do_sample=False)
         before = fake.CONTEXTS[-1].num_decoded
         again = engine.generate(input_ids=[[*prompt, 9]], max_new_tokens=4, do_sample=False)
     assert again.stats.num_copied_prompt_tokens == 512 and fake.CONTEXTS[-1].num_decoded - before < 200
     assert again.token_ids == [greedy([*prompt, 9], 4)]
+    with engine.keep_prompts(4090 * token_bytes), pytest.raises(ValueError, match="must hold a page beside .*kept"):
+        engine.generate(input_ids=[prompt], max_new_tokens=4, do_sample=False)
+    with engine.keep_prompts(3200 * token_bytes), pytest.raises(ValueError, match="must hold one row with its 90 new"):
+        engine.generate(input_ids=[prompt], max_new_tokens=90, do_sample=False)
     assert num_filled(engine) == 0
 
 
@@ -133,14 +138,14 @@ def test_windows_are_seen_though_cells_go():
     engine = drafting(fake.Llama(fake.FakeModel(longest=4096, window=window), n_ctx=4096))
     prompt = list(np.random.default_rng(0).integers(4, 32, 600))
     prompts = [PROMPTS[0], prompt, [*prompt[:560], 7]]
-    with engine.keep_prompts(1e9):
+    with engine.keep_prompts(1e6):
         for _ in range(2):
             output = engine.generate(input_ids=prompts, do_sample=False, **LONG)
             assert output.token_ids == [greedy(one, 40, window=window) for one in prompts]
             assert output.stats.num_copied_prompt_tokens == 0  # what the beginning alone would see is gone
     assert output.stats.mean_acceptance_length > 2
     whole = prompt[:513]  # but for its last token a chunk
-    with engine.keep_prompts(1e9):
+    with engine.keep_prompts(1e6):
         engine.generate(input_ids=[whole], do_sample=False, max_new_tokens=2)
         output = engine.generate(input_ids=[prompt], do_sample=False, **LONG)
     assert output.stats.num_copied_prompt_tokens == 512
@@ -186,7 +191,7 @@ def test_an_end_token_of_the_model_ends_a_row_and_the_context_limits_it():
     with pytest.raises(ValueError, match="context of 64 tokens"):
         engine.generate(input_ids=[PROMPTS[0]], max_new_tokens=61)
     scaled = fake.Llama(fake.FakeModel(longest=64), n_ctx=1000, rope_freq_scale=0.5)
-    with pytest.raises(ValueError, match=r"context of 744 tokens \(num_slots has room for no more\), got 4 \+ 900"):
+    with pytest.raises(ValueError, match=r"context of 712 tokens \(num_slots has room for no more\), got 4 \+ 900"):
         wrap(scaled).generate(input_ids=[PROMPTS[0]], max_new_tokens=900)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stand.forward.cache.tree_cache import DRAFT_ROOM
-from stand.plugins.llama_cpp.model import LlamaCppModel
+from stand.plugins.llama_cpp.model import PAGE_SIZE, LlamaCppModel
 from stand.plugins.llama_cpp.sequences import SequenceCache
 from stand.step import EagerStep, StepStart
 
@@ -20,7 +19,7 @@ class LlamaCppBackend:
     most_rows = MOST_ROWS
     most_drafted = MOST_DRAFTED
     held_bytes = 0
-    page_size = 16
+    page_size = PAGE_SIZE
     has_pool = False
     step_sizes = ()
     fusion = None
@@ -37,7 +36,7 @@ class LlamaCppBackend:
         """Those that neither calls which are not over nor kept prompts have filled."""
         context = self._model.context
         filled = sum(cache.num_slots for cache in list(context.caches))
-        return max(context.num_slots - DRAFT_ROOM // 2 - filled, self.page_size)
+        return max(context.num_slots - filled, 0)
 
     def key_maker(self) -> Callable[[int], SequenceCache]:
         return lambda room: self._model.new_cache(1)

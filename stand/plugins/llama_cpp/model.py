@@ -16,6 +16,7 @@ from stand.forward.packed_plan import StepPlan, plain_forward_error
 from stand.plugins.llama_cpp.context import Context
 from stand.plugins.llama_cpp.sequences import SequenceCache
 
+PAGE_SIZE = 16  # slots; memory is counted in pages
 TYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # of keys and values, by ggml's numbers
 
 
@@ -81,7 +82,7 @@ def _config_of(llm: Llama, num_slots: int) -> LlamaCppConfig:
     model = llm.model
     heads, width = llama_cpp.llama_model_n_head(model), llama_cpp.llama_model_n_embd(model)
     head_dim = int(llm.metadata.get(f"{llm.metadata.get('general.architecture')}.attention.key_length", 0))
-    longest, room = _longest(llm), max(num_slots - DRAFT_ROOM, 1)
+    longest, room = _longest(llm), num_slots - DRAFT_ROOM - 2 * PAGE_SIZE
     return LlamaCppConfig(
         vocab_size=llm.n_vocab(),
         hidden_size=width,

@@ -70,7 +70,7 @@ TARGETS = (
         _tests(
             "engine",
             *("blended_drafter", "cost_drafts", "drafter_promises", "eagle_head", "foreign_drafter", "known_costs"),
-            *("law_source", "model_drafter", "chain_length", "step_cost", "text_drafters", "engine"),
+            *("law_source", "law_trees", "model_drafter", "chain_length", "step_cost", "text_drafters", "engine"),
             *("assumed_costs", "draft_vocabulary", "eagle_drafter", "growing_draft", "paying_runs", "stream_weights"),
             *("sharing", "trained_parts"),
         ),

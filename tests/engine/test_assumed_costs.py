@@ -4,14 +4,24 @@ import numpy as np
 import pytest
 import torch
 from draft_requests import draft_request
+from recurrent_models import recurrent_model
 from tiny_models import tiny_model
-from transformers import AutoModelForCausalLM, Gemma3nTextConfig, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, Gemma3nTextConfig, LlamaConfig, ModernBertDecoderConfig, Qwen2Config
 from unequal_models import unequal_model
 
 import stand
 from stand.drafters import blended
 from stand.drafters.costs import assumed as assumed_costs
-from stand.drafters.costs.assumed import AssumedCosts, ModelSizes
+from stand.drafters.costs.assumed import (
+    BYTES_PER_SECOND,
+    LATE,
+    LATE_RISE,
+    ROW_BYTES,
+    STEP_BYTES,
+    TOKEN_RISE,
+    AssumedCosts,
+    ModelSizes,
+)
 from stand.drafters.costs.step_cost import StepCost, StepTimer
 from stand.forward.cache.key_shape import key_shape
 from stand.forward.self_check import check_model
@@ -73,6 +83,30 @@ def test_no_table_of_which_a_step_reads_a_few_rows_is_counted():
     assert ModelSizes.of(model).weights == 2 * (model.num_parameters() - of_layers)  # the other one is the head
 
 
+def test_a_decoder_that_is_a_head_is_not_all_that_is_counted():
+    """ModernBERT's class calls its head so."""
+    config = ModernBertDecoderConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert model.get_decoder() is model.get_output_embeddings()
+    assert ModelSizes.of(model).weights == 4 * model.num_parameters()  # the head is the table
+
+
+def test_a_layer_without_keys_reads_none():
+    """Of four layers of LFM2 three are convolutions, and so is the last one."""
+    model = recurrent_model("lfm2")
+    check_model(model)
+    assert len(ModelSizes.of(model).layers) == 1
+
+
+def test_a_layer_that_no_configuration_tells_of_sees_the_whole_text(monkeypatch):
+    monkeypatch.setattr(assumed_costs, "layer_windows", lambda model: [8])
+    assert [window for _, window in ModelSizes.of(tiny_model("mistral")).layers] == [8, 0]
+
+
 def test_windows_end_what_is_read():
     sizes = ModelSizes.of(tiny_model("gemma3"))
     assert {window for _, window in sizes.layers} <= {0, 8} and any(window == 8 for _, window in sizes.layers)
@@ -96,6 +130,17 @@ def test_a_gpu_that_computes_less_asks_more_for_many_tokens():
     sizes = ModelSizes.of(model_of("qwen2.5-7b"))
     fast, slow = (AssumedCosts(sizes, ridge).at(2048, num_rows=64) for ridge in (280, 117))
     assert fast.seconds[0] == slow.seconds[0] and slow.seconds[-1] > 1.2 * fast.seconds[-1]
+
+
+def test_each_further_token_costs_the_same_as_far_as_products_do_not_weigh():
+    """And none would cost what is read. Beyond 128 tokens each costs more."""
+    cost = AssumedCosts(ModelSizes(10**10, (), 1), ridge=10**6).at(1)
+    read = (10**10 + STEP_BYTES + ROW_BYTES) / BYTES_PER_SECOND
+    times = dict(zip(cost.tokens, cost.seconds, strict=True))
+    rise = times[2] - times[1]
+    assert all(times[size] == pytest.approx(read + size * rise) for size in cost.tokens if size <= LATE)
+    later = [(times[size] - times[LATE]) / (size - LATE) for size in cost.tokens if size > LATE]
+    assert later == pytest.approx([(TOKEN_RISE + LATE_RISE) / TOKEN_RISE * rise] * len(later))
 
 
 def test_costs_are_those_of_rows_and_lengths_that_are_near():

@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,8 @@ def test_steps_are_timed_once_and_said_once(folder, monkeypatch, caplog):
         monkeypatch.setattr(known_costs, "_IN_MEMORY", {})  # another process
         new_engine(monkeypatch)[0].generate(**PROMPT)
     assert [record.message.startswith("timed steps of 4 rows") for record in caplog.records] == [True] * 2
+    KnownCosts(tiny_model("llama"), folder).prepare(1, StepTimer(lambda **_: replace(CHEAP, num_rows=1)))
+    assert caplog.messages[2].startswith("timed steps of 1 row, so that")
 
 
 @pytest.mark.parametrize("settings", [{"budget": 8}, {"costs": stand.CostTable((CHEAP,))}])
@@ -268,6 +271,18 @@ def test_a_seeded_call_has_its_own_tables_whatever_else_was_prepared(folder):
         assert known.most_tokens(rows) >= max(cost.most_tokens for cost in costs)
     known.prepare(1000, StepTimer(measure))
     assert known.most_tokens(1) == 999  # and not for those of many rows
+
+
+def test_room_is_for_the_tables_that_a_step_may_have_and_for_no_others(folder):
+    """Of two rows that of four, too, in a call of eight."""
+    known = KnownCosts(tiny_model("qwen2"), folder)
+
+    def measure(*, num_rows, **_):
+        return StepCost(num_rows, 32, (num_rows, 10 * num_rows), (1.0, 1.0))
+
+    for num_rows in (8, 2):
+        known.prepare(num_rows, StepTimer(measure))
+    assert [known.most_tokens(rows) for rows in range(1, 9)] == [10, 40, 40, 40, 80, 80, 80, 80]
 
 
 def test_a_seeded_call_that_teaches_nothing_repeats_itself_after_calls_of_other_sizes(folder, monkeypatch):

@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import stand
 from stand.drafters.costs import known as known_costs
+from stand.drafters.costs import step_cost
 from stand.drafters.costs.step_cost import CostTable, StepCost, clock_of, measure_cost, synthetic_drafts, table_path
 from stand.step import EagerStep
 
@@ -175,6 +176,15 @@ def test_a_brief_measurement_has_two_sizes_where_there_are_two():
     assert cost.tokens == (4, 5)
 
 
+def test_a_brief_measurement_without_room_for_two_sizes_is_refused():
+    """Rather than to time the one for ever."""
+    clock = itertools.islice(itertools.count(), 100)
+    with pytest.raises(ValueError, match="a step cost needs two or more sizes"):
+        measure_cost(
+            lambda batch: None, num_rows=4, length=4, most_tokens=4, seconds=0.1, clock=lambda: float(next(clock))
+        )
+
+
 def iter_clock():
     """It goes on by a second with every look."""
     numbers = itertools.count()
@@ -277,11 +287,20 @@ def test_processor_time_that_is_told_too_coarsely_is_not_counted(monkeypatch, ti
     assert cost.seconds[0] > 0
 
 
+def test_a_clock_that_stands_for_a_moment_is_waited_for(monkeypatch):
+    """Its tick is as long as it is; only one that stands for ten of the longest has none."""
+    looks = iter([1.0, 1.0, 1.25])
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: 5.0)
+        assert step_cost._tick(lambda: next(looks)) == 0.25
+
+
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
         (0.5, [1, 1, 2, 4, 8, 1, 2, 3]),  # sixteen of the smallest in any case; what is next may take twice as long
         (17.0, [1, 1, 2, 4, 8, 1, 2, 3, 4]),
+        (22.0, [1, 1, 2, 4, 8, 16, 16]),  # a size that is dear is tried again where that fills the time
         (29.0, [1, 1, 2, 4, 8, 16, 16, 1, 2, 3, 4]),  # once more, and no further: 32 may cost more than eight of 1
     ],
 )

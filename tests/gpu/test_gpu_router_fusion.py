@@ -311,6 +311,11 @@ def test_tokens_whose_choice_hangs_on_a_rounding_say_nothing():
             told_apart(router, fused, torch.zeros(1, 2, 32))
 
 
+def test_what_a_rounding_is_goes_by_the_size_of_what_is_chosen():
+    rows = torch.tensor([[1000.0, 1000.0 - 5e-4, 3.0], [1000.0, 999.0, 3.0], [1e-3, 0.999e-3, 0.0]])
+    assert router_module._has_gap(rows, 1).tolist() == [False, True, True]
+
+
 def test_a_trial_over_saturated_sigmoids_needs_that(monkeypatch):
     """Control: without the check a router that takes the last of equal ones, not the first, is told apart."""
     model = fresh("glm4_moe")

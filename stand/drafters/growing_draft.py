@@ -133,7 +133,7 @@ def planted(request: DraftRequest, num_nodes: int) -> list[GrowingDraft]:
 def typical_tree(width: int, *, is_chain: bool, follows_shape: bool = False) -> DraftTree:
     """A draft of two tokens drawn from laws over `width` tokens: below each other, or siblings if there can be two."""
     draft = GrowingDraft(np.full(3, 0.5), max_depth=2, is_greedy=False, token_ids=[0])
-    ids, law = np.arange(width, dtype=np.int32), np.full(width, 1 / width)
+    ids, law = np.arange(width, dtype=np.int32), np.ones(width)
     draft.open(ROOT, ids, law)
     first = draft.reveal(ROOT)
     draft.open(first, ids, law)

@@ -95,9 +95,12 @@ def test_the_first_and_the_last_token_may_be_guessed(kind):
     assert part.num_guessed == 3 and part.vocabulary.tolist() == [0, 7, 60]
 
 
-@pytest.mark.parametrize("ids", [[], [-1, 3], [10**6], [0, 61]])
-def test_tokens_that_the_target_does_not_have_are_refused(ids):
-    with pytest.raises(ValueError, match="a vocabulary must be some tokens from 0 to 60, got"):
+@pytest.mark.parametrize(
+    ("ids", "got"),
+    [([], "none"), ([3, -1], "-1 to 3"), ([10**6], "1000000 to 1000000"), ([0, 61], "0 to 61")],
+)
+def test_tokens_that_the_target_does_not_have_are_refused(ids, got):
+    with pytest.raises(ValueError, match=f"a vocabulary must be some tokens from 0 to 60, got {got}; give"):
         random_head(tiny_model("llama")).restrict(ids)
 
 

@@ -252,9 +252,34 @@ def test_a_row_that_outgrows_the_draft_models_context_gets_no_draft():
     assert [len(tokens) for tokens in output.token_ids] == [20, 20, 20] and output.stats.num_draft_tokens > 0
 
 
+def test_a_chain_may_be_as_long_as_the_draft_models_context_and_no_longer():
+    """The last token of a chain is not run."""
+    model = small_of(n_positions=16)
+    assert [len(draft) - 1 for draft in chains_of(ModelDrafter(model, gamma=16), [np.array([5], np.int32)])] == [16]
+    with pytest.raises(ValueError, match="at most the draft model's context of 16 tokens, got 17: no row .*; 4 is"):
+        ModelDrafter(model, gamma=17)
+
+
 def chains_of(drafter: ModelDrafter, histories: list[np.ndarray]) -> list[list[int]]:
     batch = drafter.draft(draft_request(histories))
     return [batch[row].token_ids.tolist() for row in range(len(batch))]
+
+
+@pytest.mark.parametrize("run", [1, 2, 3])
+def test_a_chain_ends_before_the_token_whose_law_overflowed(run, monkeypatch):
+    """No law of the draft model's is behind that token. The other row goes on."""
+    draw, calls = ModelDrafter._draw, []
+
+    def overflowing(self, logits, points, **settings):
+        calls.append(0)
+        if len(calls) == run:
+            logits = logits.clone()
+            logits[-1] = float("inf")
+        return draw(self, logits, points, **settings)
+
+    monkeypatch.setattr(ModelDrafter, "_draw", overflowing)
+    histories = [np.array(prompt, np.int32) for prompt in PROMPTS[:2]]
+    assert [len(draft) - 1 for draft in chains_of(ModelDrafter(tiny_model(SMALL), gamma=3), histories)] == [3, run - 1]
 
 
 def test_after_an_error_a_call_is_as_before_it(monkeypatch):

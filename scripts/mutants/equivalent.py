@@ -135,6 +135,8 @@ OF_NEIGHBOURS: dict[str, dict[tuple[str | int, ...], str]] = {
     },
 }
 
+_SAME_FILES = "if known is not None and self._known is not None and known.path(1) == self._known.path(1):"
+
 EQUIVALENT: dict[tuple[str | int, ...], str] = {
     (
         "verifiers/operands.py",
@@ -375,6 +377,19 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "return lookup.draft([tokens], 4, seed=0, rows=row, steps=row, kind=self.kind)",
         "0 -> 1",
     ): "any seed shows the kind of draft",
+    (
+        "stand/drafters/growing_draft.py",
+        "draft = GrowingDraft(np.full(3, 0.5), max_depth=2, is_greedy=False, token_ids=[0])",
+        "0 -> 1",
+    ): "any pending token shows the kind of draft",
+    ("stand/drafters/blended.py", _SAME_FILES, "1 -> 0"): "a call of no rows would have the file of one",
+    ("stand/drafters/blended.py", _SAME_FILES, "1 -> 0 #2"): "a call of no rows would have the file of one",
+    (
+        "stand/drafters/law_trees.py",
+        "for node in range(1, int(planned.offsets[row + 1]) - first):",
+        "1 -> 0 #2",
+    ): "the root's parent is no node, so the root is passed over",
+    ("stand/drafters/costs/step_cost.py", "if time.perf_counter() > end:", "Gt -> GtE"): "an instant earlier",
     (
         "stand/drafters/fixed_shape.py",
         "return lookup.draft([tokens], self.shape, seed=0, rows=row, steps=row, kind=self.kind)",

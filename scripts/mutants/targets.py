@@ -54,6 +54,7 @@ TARGETS = (
             *_tests(
                 "engine",
                 "forward",
+                "packed_plan",
                 "cache_memory",
                 "few_token_attention",
                 "paged_cache",

@@ -112,6 +112,12 @@ def test_an_unused_cache_is_empty():
     assert cache.get_seq_length() == 3
 
 
+def test_states_of_rows_are_part_of_a_caches_size():
+    cache = TreeCache(num_rows=3, room=1)
+    cache.keys, cache.values, cache.recurrent = [torch.zeros(2)], [torch.zeros(5)], SimpleNamespace(row_bytes=10)
+    assert cache.nbytes == 4 * 2 + 4 * 5 + 3 * 10
+
+
 def test_slots_of_a_plan_are_known_once_there_are_layers():
     cache, plan = TreeCache(num_rows=3, room=4), StepPlan.for_prompt(np.array([5, 6, 7]), 2, row=1)
     cache.begin(plan)

@@ -175,7 +175,7 @@ def test_a_wrong_mask_is_seen():
         plan = StepPlan.for_drafts(batch, np.array([len(prompts[0])]))
         right = run_plan(model, cache, plan)
         plan = StepPlan.for_drafts(batch, np.array([len(prompts[0])]))
-        plan._ancestors = np.tri(batch.num_nodes, dtype=bool)
+        plan.ancestors = np.tri(batch.num_nodes, dtype=bool)
         wrong = run_plan(model, cache, plan)
     assert float((right - wrong).abs().max()) > 100 * TOLERANCE * spread(right)
 

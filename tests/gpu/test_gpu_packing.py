@@ -81,7 +81,7 @@ def test_arrays_equal_the_eager_plan(seed):
     for row, end in zip(cache_rows, lengths + np.diff(batch.offsets), strict=True):
         used = -(-end // PAGE)
         assert np.array_equal(out["pages"][row, :used], table[row, :used]) and not out["pages"][row, used:].any()
-    assert np.array_equal(bits(out["ancestors"][:count], plan._ancestors.shape[1]), plan._ancestors)
+    assert np.array_equal(bits(out["ancestors"][:count], plan.ancestors.shape[1]), plan.ancestors)
     parents = packed_parents(batch)
     assert np.array_equal(out["parents"][:count], np.where(parents < 0, np.arange(count), parents))
     assert np.array_equal(out["offsets"], [*batch.offsets, count, count])

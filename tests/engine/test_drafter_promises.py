@@ -10,7 +10,7 @@ from draft_requests import draft_request
 from tiny_models import VOCABULARY_SIZE, tiny_model
 
 import stand
-from stand.drafters.check import check_batch
+from stand.drafters.check import check_batch, check_most_nodes
 from stand.drafters.costs.step_cost import CostTable, StepCost
 from stand.drafters.drafter import Drafter, LookupDrafter, teach_two_ways
 from stand.trees import BlendedLookup, DraftBatch, DraftTree, LookupTree, TreeShape
@@ -35,6 +35,18 @@ PROMPT = np.array([5, 9, 11, 4], dtype=np.int32)
 )
 def test_the_room_that_is_kept_free(make, expected):
     assert make().most_nodes(3) == expected
+
+
+@pytest.mark.parametrize(("most", "drafted"), [(9, 9), (9, None), (None, 10)])
+def test_drafts_may_fill_what_steps_hold(most, drafted):
+    drafter = types.SimpleNamespace(most_nodes=lambda num_rows: drafted)
+    check_most_nodes(drafter, 3, types.SimpleNamespace(most_drafted=most, name="this kind"))
+
+
+def test_drafts_of_more_nodes_than_steps_hold_are_refused():
+    drafter = stand.BlendedDrafter(budget=10)
+    with pytest.raises(ValueError, match="at most 9 nodes in steps of this kind, got BlendedDrafter with 10 for 3"):
+        check_most_nodes(drafter, 3, types.SimpleNamespace(most_drafted=9, name="this kind"))
 
 
 def test_a_rider_takes_room_beside_the_nodes():

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from stand.drafters.costs.assumed import AssumedCosts
 from stand.drafters.costs.known import KnownCosts, saved_costs
-from stand.drafters.costs.step_cost import CostTable, StepCost, StepTimer
+from stand.drafters.costs.step_cost import CostTable, StepCost, StepTimer, best_size
 from stand.drafters.drafter import (
     DraftRequest,
     Lesson,
@@ -57,7 +57,9 @@ class BlendedDrafter(LookupDrafter):
     budget: the most nodes of all rows of a step together; a row that ends hands its share on. None: as many as pay by
     what steps cost.
     costs: what steps cost on this machine (`CostTable((engine.measure_cost(), ...))`): growth then ends as soon as a
-    node adds a larger share to the step's time than to its expected tokens.
+    node adds a larger share to the step's time than to its expected tokens. Where steps jump from a size to the next,
+    a draft is planned first, and where it does not pay as a whole, as many nodes are drafted as give the most tokens
+    per second.
 
     With neither, on a CPU, the first call of so many rows times a few steps, of fewer rows too, since rows end: less
     than two seconds of processor time for each of 1, 4, 16 ... rows, or sixteen of its steps. The results are kept in
@@ -106,7 +108,7 @@ class BlendedDrafter(LookupDrafter):
         self._known: KnownCosts | None = None
         self._chosen: tuple[int | None, CostTable | AssumedCosts | None] = (None, None)  # budget and costs, by `attach`
         self._padded: tuple[int, ...] = ()  # tokens to which the call's steps are padded
-        self._known_rises: dict[RisesKey, np.ndarray] = {}
+        self._known_rises: dict[RisesKey, tuple[np.ndarray, np.ndarray | None]] = {}
 
     def attach(self, model: PreTrainedModel, fingerprint: bytes) -> None:
         if self.lookup is None:
@@ -169,11 +171,10 @@ class BlendedDrafter(LookupDrafter):
         return lookup.draft([tokens], 4, seed=0, rows=row, steps=row, kind=self.kind)
 
     def draft(self, request: DraftRequest) -> DraftBatch:
-        budget, rises = self._limits(request)
+        budget, rises, seconds = self._limits(request)
         grow = partial(
             self.lookup.draft,
             request.histories,
-            budget,
             seed=request.seed,
             rows=request.noise_keys,
             steps=request.steps,
@@ -184,10 +185,13 @@ class BlendedDrafter(LookupDrafter):
         )
         outside = None
         if self.source is not None and budget > 0:
-            outside = self.source.laws(request, lambda laws: grow(kind="deterministic", outside=laws))
+            outside = self.source.laws(request, lambda laws: grow(budget, kind="deterministic", outside=laws))
         elif self.source is not None:
             self.source.skip()
-        return grow(kind=self._kind_of(request), outside=outside)
+        size = budget
+        if seconds is not None and budget > 0:  # known before anything is drawn, so that what is drawn decides nothing
+            size = best_size(grow(budget, kind="deterministic", outside=outside), seconds)
+        return grow(size, kind=self._kind_of(request), outside=outside)
 
     def follow_prompt(self, token_ids: np.ndarray, features: torch.Tensor) -> None:
         if self.source is not None:
@@ -221,8 +225,9 @@ class BlendedDrafter(LookupDrafter):
     def _kind_of(self, request: DraftRequest) -> str:
         return "deterministic" if request.is_greedy else self.kind
 
-    def _limits(self, request: DraftRequest) -> tuple[int, np.ndarray | None]:
-        """The most nodes, never beyond what was timed, and what each adds to the cost of a step, as a share of it."""
+    def _limits(self, request: DraftRequest) -> tuple[int, np.ndarray | None, np.ndarray | None]:
+        """The most nodes, never beyond what was timed; what each adds to the cost of a step, as a share of it; and
+        seconds by nodes, where steps jump."""
         num_rows = len(request.histories)
         if self._known is not None:
             if request.is_seeded:
@@ -232,14 +237,15 @@ class BlendedDrafter(LookupDrafter):
         elif self.costs is not None:
             cost = self.costs.at(sum(map(len, request.histories)) / num_rows, num_rows=num_rows)
         else:
-            return self.budget, None
+            return self.budget, None, None
         budget = max(min(MOST_NODES if self.budget is None else self.budget, cost.most_tokens - num_rows), 0)
         key = cost, num_rows, budget, self._padded
         if key not in self._known_rises:
             if len(self._known_rises) > MOST_RISES:
                 self._known_rises.clear()
-            self._known_rises[key] = cost.rises(num_rows, budget, self._padded)
-        return budget, self._known_rises[key]
+            jumps = None if self._padded else cost.jumps(num_rows, budget)
+            self._known_rises[key] = cost.rises(num_rows, budget, self._padded), jumps
+        return budget, *self._known_rises[key]
 
 
 def _check_settings(lookup: object, budget: object, costs: object, floor: object) -> None:

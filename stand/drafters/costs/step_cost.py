@@ -30,6 +30,7 @@ MOST_PER_ROW = 256  # tokens per row of the largest step that is timed, besides 
 REPEATS = 7
 BRIEF_RATIO = 8.0  # a step that costs more than so many of the smallest one never pays
 NEAR_RATIO = 3.0  # steps up to so many of the smallest one are run most, so they are timed best
+JUMP = 1.05  # times: less is noise, or not worth a plan
 FAR_APART = 7919  # numbers between tokens that follow each other: a prime, so that few vocabularies are its multiples
 LONGEST_TICK = 1e-4  # seconds of a clock that times steps. Processor time in gVisor has ticks of 10 ms
 BRIEF_STEPS = 16  # so many of the smallest one a brief measurement may take, however long one is
@@ -104,6 +105,15 @@ class StepCost:
             sizes, [self.tokens[place] for place in corners], [self.seconds[place] for place in corners]
         )
         return (np.diff(seconds) / seconds[:-1]).astype(np.float32)
+
+    def jumps(self, num_rows: int, budget: int) -> np.ndarray | None:
+        """[budget + 1] float64: seconds of a step of `num_rows` tokens and k nodes, as timed, for `best_size`; None
+        where they lie nowhere more than JUMP above the curve that `rises` goes by, which then says all."""
+        sizes = np.arange(num_rows, num_rows + budget + 1)
+        seconds = np.interp(sizes, self.tokens, self.seconds)
+        rises = np.log1p(self.rises(num_rows, budget).astype(np.float64))
+        curve = seconds[0] * np.exp(np.append(0.0, np.cumsum(rises)))
+        return seconds if (seconds > JUMP * curve).any() else None
 
     def _rises_at_sizes(self, num_rows: int, budget: int, padded: Sequence[int]) -> np.ndarray:
         """As in `rises`. What a size has room for is free once a step has begun it, and the first node beyond answers
@@ -201,6 +211,18 @@ class CostTable:
             ))  # fmt: skip
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} must hold a saved cost table, got {error!r}; measure it again") from error
+
+
+def best_size(planned: DraftBatch, seconds: np.ndarray) -> int:
+    """Of a planned draft's nodes all, where they pay together, else as many of the likeliest as give the most tokens
+    per second; 0 is a step without drafts. seconds: [nodes + 1] or longer, by their number.
+
+    Growth by `rises` may end in the midst of a jump, which its nodes do not pay. Where they pay, though not the most,
+    they stay: what is rejected teaches, too."""
+    chances = np.sort(np.delete(planned.path_probabilities, planned.offsets[:-1]))[::-1]
+    expected = len(planned) + np.append(0.0, np.cumsum(chances, dtype=np.float64))
+    rates = expected / seconds[: len(expected)]
+    return len(chances) if rates[-1] >= rates[0] else int(rates.argmax())
 
 
 def table_path(folder: Path, *, model: str, device: str, dtype: str) -> Path:

@@ -68,7 +68,7 @@ class FakeContext:
     model: FakeModel
     params: Params
     cells: list[Cell] = field(default_factory=list)
-    logits: np.ndarray | None = None
+    logits: np.ndarray = field(default_factory=lambda: np.zeros((512, VOCABULARY), dtype=np.float32))
     adapters: list[float] = field(default_factory=list)
     most_cells: int = 0
     num_decoded: int = 0
@@ -177,7 +177,8 @@ def llama_decode(context: FakeContext, batch: llama_batch) -> int:
     context.num_decoded += count
     asked = [i for i in range(count) if batch.logits[i]]
     assert len(asked) <= context.params.n_outputs_max, "GGML_ASSERT(n_outputs_max <= cparams.n_outputs_max)"
-    context.logits = np.stack([plain_logits(_seen(context, new[i], owners[i][0])) for i in asked])
+    found = [plain_logits(_seen(context, new[i], owners[i][0])) for i in asked]
+    context.logits[: len(found)] = found  # over the last ones, as the library does
     return 0
 
 

@@ -12,6 +12,7 @@ from transformers import LogitsProcessor
 
 import stand
 from stand.forward.cache.tree_cache import CacheMemoryError
+from stand.forward.packed_plan import StepPlan
 from stand.forward.self_check import UnsupportedModelError
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
@@ -66,6 +67,20 @@ def test_sampled_tokens_are_those_without_drafts():
     drafted = engine.generate(input_ids=PROMPTS, **settings)
     assert drafted.token_ids == plain.token_ids and drafted.stats.mean_acceptance_length > 1.1
     assert len({tuple(row) for row in plain.token_ids}) > 5
+
+
+def test_logits_are_not_written_over():
+    cache = wrap().model.new_cache(1)
+
+    def logits(tokens, length):
+        plan = StepPlan.for_prompt(np.array(tokens, dtype=np.int32), length, row=0)
+        cache.begin(plan)
+        return cache.run(plan, 1)
+
+    first = logits([5, 6], 0)
+    kept = first.clone()
+    assert not torch.equal(logits([7], 2), kept)
+    assert torch.equal(first, kept) and np.array_equal(kept[0].numpy(), fake.plain_logits((5, 6)))
 
 
 def test_rows_of_one_prompt_share_its_cells():

@@ -19,7 +19,8 @@ from llama_cpp._utils import suppress_stdout_stderr
 from stand.forward.cache.tree_cache import CacheMemoryError
 
 NO_ROOM = 1  # llama_decode: too few free cells
-MOST_TOKENS = 512  # of one decoding: a step, or a chunk of a prompt. In one piece, so that none sees another's cells go
+MOST_TOKENS = 512  # of one decoding: a step, or a chunk of a prompt. It is done in one piece: between two of them cells
+# that are out of a window would go, which a token that is not kept had left behind
 MOST_OUTPUTS = 256  # tokens of one decoding whose logits are asked for
 WHOLE = -1  # a position: from the first, or to the last
 

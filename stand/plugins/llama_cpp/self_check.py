@@ -68,7 +68,7 @@ def tree_difference(model: LlamaCppModel) -> float:
     for turn, ends in enumerate(KEPT):
         trees = [check_tree(np.roll(batch.token_ids, turn + 3 * row)) for row in range(len(texts))]
         plan = StepPlan.for_drafts(DraftBatch.concatenate(trees), np.array(list(map(len, texts))))
-        logits = run_plan(model, cache, plan).clone().split(len(batch.token_ids))
+        logits = run_plan(model, cache, plan).split(len(batch.token_ids))
         cache.keep_states(ends)
         paths = [path_to(end) for end in ends]
         for row, (tree, path) in enumerate(zip(trees, paths, strict=True)):

@@ -69,7 +69,7 @@ class SequenceCache(TreeCache):
         self._plan = plan
 
     def run(self, plan: StepPlan, num_outputs: int) -> torch.Tensor:
-        """Logits [num_outputs, V] of the last tokens of the plan that has begun, valid until the next run."""
+        """Logits [num_outputs, V] of the last tokens of the plan that has begun."""
         owners: list[list[int]] = []
         for place, length in enumerate(plan.lengths.tolist()):
             row = self._row(plan.first_row + place)
@@ -79,7 +79,7 @@ class SequenceCache(TreeCache):
             row.end = length + 1 + int(plan.depths[first:end].max())
         positions = np.repeat(plan.lengths, np.diff(plan.offsets)) + plan.depths
         logits = self._context.decode(plan.token_ids, positions, owners, num_outputs=num_outputs)
-        return torch.from_numpy(logits)
+        return torch.from_numpy(logits).clone()  # llama.cpp writes the next ones over them
 
     def keep_states(self, ends: Sequence[int]) -> None:
         """Each row goes on as the path to token ends[a], row-local, of its draft."""

@@ -54,10 +54,12 @@ class Model:
 
     def __init__(self, arguments: argparse.Namespace, file: str):
         import llama_cpp
+        import torch
         from transformers import AutoTokenizer
 
         from stand.plugins.llama_cpp import wrap
 
+        torch.set_num_threads(arguments.threads)
         self.is_bundled = arguments.model is None
         self.tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer or REASONER)
         threads = {"n_threads": arguments.threads, "n_threads_batch": arguments.threads}
@@ -115,9 +117,8 @@ def is_exact(model: Model) -> bool:
 
 def compare(model: Model, count: int) -> bool:
     """The arms in turn, problem by problem; whether enough of the bundled model's answers are right."""
-    model.engine.generate(
-        input_ids=[model.prompts[0]], num_return_sequences=count, max_new_tokens=8, max_rows=4
-    )  # times steps
+    warm = {"num_return_sequences": count, "max_new_tokens": 8, "max_rows": 4, "temperature": 1.0}
+    model.engine.generate(input_ids=[model.prompts[0]], **warm)  # times steps
     model.engine.lookup.clear()
     drawn = {arm: [] for arm in ARMS}
     right = 0

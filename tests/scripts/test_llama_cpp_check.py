@@ -38,7 +38,9 @@ class Writer:
 def library(monkeypatch):
     monkeypatch.setattr(fake, "VOCABULARY", 984)
     monkeypatch.setitem(sys.modules, "gguf", types.SimpleNamespace(GGUFWriter=Writer))
-    return fake.install(monkeypatch)
+    before = torch.get_num_threads()
+    yield fake.install(monkeypatch)
+    torch.set_num_threads(before)
 
 
 def test_the_arms_are_compared_and_wrong_answers_are_told(library, capsys):

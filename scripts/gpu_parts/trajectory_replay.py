@@ -138,9 +138,8 @@ class ReplayBackend:
 
     name = "triton"
     reason = "recorded trajectories are replayed"
-    most_rows = None
+    most_rows = num_slots = most_drafted = page_size = None
     held_bytes = 0
-    page_size = None
     has_pool = False
 
     def __init__(self, model: PreTrainedModel, fusion: Fusion | None):

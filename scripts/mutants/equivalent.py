@@ -37,6 +37,29 @@ _REFILLED = "rows that the cache does not know are filled anew, whatever it is s
 _HAS_A_TOKEN = "every vocabulary has a token 1"
 _UNREAD = "what is there of a text is neither new nor read"
 
+OF_LLAMA_CPP: dict[str, dict[tuple[str | int, ...], str]] = {
+    "llama_cpp/sequences.py": {
+        ("super().__init__(0, 0)", "0 -> 1"): "storage of another kind of cache, which is not used",
+        ("super().__init__(0, 0)", "0 -> 1 #2"): "storage of another kind of cache, which is not used",
+        ("if plan.is_prompt or end - first == 1:", "Sub -> Add"): "a shortcut: one node is a tree, too",
+        ("if row.end > kept:", "Gt -> GtE"): "nothing is there to be removed",
+        ("if row.end > length:", "Gt -> GtE"): "nothing is there to be removed",
+    },
+    "llama_cpp/model.py": {
+        (
+            "self.nothing = torch.nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)"
+            "  # says device and dtype",
+            "0 -> 1",
+        ): "its number is never read",
+    },
+    "llama_cpp/backend.py": {
+        ("return max(context.num_slots - filled, 0)", "0 -> 1"): "neither is a page",
+    },
+    "llama_cpp/self_check.py": {
+        ("if not difference <= TOLERANCE:", "LtE -> Lt"): "a measured number that is exactly the bound",
+    },
+}
+
 OF_SHARING: dict[str, dict[tuple[str | int, ...], str]] = {
     "exchange.py": {
         (
@@ -138,6 +161,11 @@ OF_NEIGHBOURS: dict[str, dict[tuple[str | int, ...], str]] = {
 _SAME_FILES = "if known is not None and self._known is not None and known.path(1) == self._known.path(1):"
 
 EQUIVALENT: dict[tuple[str | int, ...], str] = {
+    (
+        "stand/drafters/costs/step_cost.py",
+        "return seconds if (seconds[1:] > JUMP * curve).any() else None",
+        "Gt -> GtE",
+    ): "measured numbers that are exactly the bound",
     (
         "verifiers/operands.py",
         "leaves[parents[parents >= 0]] = False",
@@ -586,6 +614,7 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "Or -> And",
     ): "what is not taken at once is asked array by array, which finds no fault",
     **{(f"stand/sharing/{file}", *change): why for file, of in OF_SHARING.items() for change, why in of.items()},
+    **{(f"stand/plugins/{file}", *change): why for file, of in OF_LLAMA_CPP.items() for change, why in of.items()},
     **{(f"stand/scheduling/{file}", *change): why for file, of in OF_SCHEDULING.items() for change, why in of.items()},
     **{
         (f"stand/drafters/neighbours/{file}", *change): why

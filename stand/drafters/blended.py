@@ -189,7 +189,7 @@ class BlendedDrafter(LookupDrafter):
         elif self.source is not None:
             self.source.skip()
         size = budget
-        if seconds is not None and budget > 0:  # known before anything is drawn, so that what is drawn decides nothing
+        if seconds is not None:  # known before anything is drawn, so that what is drawn decides nothing
             size = best_size(grow(budget, kind="deterministic", outside=outside), seconds)
         return grow(size, kind=self._kind_of(request), outside=outside)
 

@@ -13,7 +13,8 @@ from transformers import LogitsProcessor
 import stand
 from stand.forward.cache.tree_cache import CacheMemoryError
 from stand.forward.packed_plan import StepPlan
-from stand.forward.self_check import UnsupportedModelError
+from stand.forward.self_check import UnsupportedModelError, check_tree
+from stand.trees import DraftBatch
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 LONG = {"max_new_tokens": 40}
@@ -70,7 +71,7 @@ def test_sampled_tokens_are_those_without_drafts():
 
 
 def test_logits_are_not_written_over():
-    cache = wrap().model.new_cache(1)
+    cache = wrap().model.new_cache()
 
     def logits(tokens, length):
         plan = StepPlan.for_prompt(np.array(tokens, dtype=np.int32), length, row=0)
@@ -78,6 +79,7 @@ def test_logits_are_not_written_over():
         return cache.run(plan, 1)
 
     first = logits([5, 6], 0)
+    assert cache.num_slots == 2 and cache.nbytes == 2 * 3 * 2 * 2 * 16 * 2
     kept = first.clone()
     assert not torch.equal(logits([7], 2), kept)
     assert torch.equal(first, kept) and np.array_equal(kept[0].numpy(), fake.plain_logits((5, 6)))
@@ -197,9 +199,25 @@ def test_idle_branches_make_room_for_others():
     assert num_filled(engine) == 0
 
 
+def test_idle_branches_are_all_given_back():
+    model = wrap().model
+    cache, tree = model.new_cache(), check_tree(np.arange(7, dtype=np.int32))
+    for length in (0, 1):
+        plan = StepPlan.for_drafts(DraftBatch.concatenate([tree]), np.array([length]))
+        cache.begin(plan)
+        cache.run(plan, 7)
+        assert len(model.context._free) == fake.NO_SEQUENCES - 3  # a row's own, and two further leaves'
+        cache.give_back_idle()
+        assert len(model.context._free) == fake.NO_SEQUENCES - 3  # they are in use
+        cache.keep_states([0])
+    cache.give_back_idle()
+    assert len(model.context._free) == fake.NO_SEQUENCES - 1
+
+
 def test_an_end_token_of_the_model_ends_a_row_and_the_context_limits_it():
     engine = drafting(fake.Llama(fake.FakeModel(ends=(3, 4), longest=64)))
     assert engine.model.generation_config.eos_token_id == [3, 4]
+    assert engine.model.generation_config.bos_token_id is None
     output = engine.generate(input_ids=[PROMPTS[0]], num_return_sequences=20, temperature=1.5, seed=0)
     ended = zip(output.token_ids, output.finish_reasons, strict=True)
     assert {row[-1] for row, reason in ended if reason == "eos"} == {3, 4}
@@ -208,6 +226,8 @@ def test_an_end_token_of_the_model_ends_a_row_and_the_context_limits_it():
     scaled = fake.Llama(fake.FakeModel(longest=64), n_ctx=1000, rope_freq_scale=0.5)
     with pytest.raises(ValueError, match=r"context of 712 tokens \(num_slots has room for no more\), got 4 \+ 900"):
         wrap(scaled).generate(input_ids=[PROMPTS[0]], max_new_tokens=900)
+    chosen = fake.Llama(fake.FakeModel(longest=64), n_ctx=1000, rope_scaling_type=2)
+    assert wrap(chosen).model.config.max_position_embeddings == 712
 
 
 def test_settings_of_the_llama_hold():
@@ -221,6 +241,8 @@ def test_settings_of_the_llama_hold():
     assert (
         str(engine.backend) == "llama.cpp 0.3.36 2-2 threads 0 layers offloaded" and engine.backend.name == "llama.cpp"
     )
+    llm.model_params.n_gpu_layers = 0x7FFFFFFF  # all three, and what is behind them
+    assert engine.model.way == "llama.cpp 0.3.36 2-2 threads 4 layers offloaded"
     assert engine.model.get_memory_footprint() == 12345 and engine.model.dtype is torch.float16
 
 
@@ -272,7 +294,7 @@ def test_too_many_sequences_and_too_few_cells_are_told():
     taken = [context.take() for _ in range(fake.NO_SEQUENCES)]
     with pytest.raises(CacheMemoryError, match="at most 256 at once"):
         context.take()
-    context.decode(np.zeros(512), np.arange(512), [[taken[0]]] * 512, num_outputs=1)
+    context.decode(np.zeros(512), np.arange(512), [[taken[0]]] * 512, num_outputs=256)
     with pytest.raises(CacheMemoryError, match="must fit into 512 slots"):
         context.decode(np.zeros(1), np.zeros(1), [[taken[1]]], num_outputs=1)
 

@@ -112,8 +112,8 @@ class StepCost:
         sizes = np.arange(num_rows, num_rows + budget + 1)
         seconds = np.interp(sizes, self.tokens, self.seconds)
         rises = np.log1p(self.rises(num_rows, budget).astype(np.float64))
-        curve = seconds[0] * np.exp(np.append(0.0, np.cumsum(rises)))
-        return seconds if (seconds > JUMP * curve).any() else None
+        curve = seconds[0] * np.exp(np.cumsum(rises))  # from the first node on
+        return seconds if (seconds[1:] > JUMP * curve).any() else None
 
     def _rises_at_sizes(self, num_rows: int, budget: int, padded: Sequence[int]) -> np.ndarray:
         """As in `rises`. What a size has room for is free once a step has begun it, and the first node beyond answers

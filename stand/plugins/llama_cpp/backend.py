@@ -39,11 +39,11 @@ class LlamaCppBackend:
         return max(context.num_slots - filled, 0)
 
     def key_maker(self) -> Callable[[int], SequenceCache]:
-        return lambda room: self._model.new_cache(1)
+        return lambda room: self._model.new_cache()
 
     def new_kept_keys(self) -> SequenceCache:
-        return self._model.new_cache(1)
+        return self._model.new_cache()
 
     def new_step(self, start: StepStart) -> EagerStep:
-        cache = self._model.new_cache(start.num_places)
+        cache = self._model.new_cache()
         return EagerStep(self._model, cache, start.law, start.verifier, num_top=start.num_top)

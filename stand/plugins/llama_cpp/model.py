@@ -52,9 +52,10 @@ class LlamaCppModel(PreTrainedModel, GenerationMixin):
         layers = min(self.llm.model_params.n_gpu_layers, self.config.num_hidden_layers + 1)
         return f"llama.cpp {version} {threads} {layers} layers offloaded"
 
-    def new_cache(self, num_rows: int) -> SequenceCache:
+    def new_cache(self) -> SequenceCache:
+        """For any number of rows."""
         token_bytes = key_shape(self).token_bytes
-        return SequenceCache(self.context, num_rows, token_bytes=token_bytes, has_windows=self._has_windows)
+        return SequenceCache(self.context, token_bytes=token_bytes, has_windows=self._has_windows)
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """Bytes of the weights."""

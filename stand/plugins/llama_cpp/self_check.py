@@ -60,7 +60,7 @@ def check_forwards(model: LlamaCppModel) -> None:
 def tree_difference(model: LlamaCppModel) -> float:
     """`relative_difference` of two steps over drafts of two rows to a decoding of every path's whole text."""
     prompt, batch = check_case(model)
-    keys, cache, texts = model.new_cache(1), model.new_cache(2), [prompt, prompt]
+    keys, cache, texts = model.new_cache(), model.new_cache(), [prompt, prompt]
     prefill(model, keys, prompt, row=0)
     for row in range(len(texts)):
         cache.enter(row, keys, len(prompt))
@@ -81,4 +81,4 @@ def _path_difference(model: LlamaCppModel, text: np.ndarray, tree: DraftTree, le
     path = path_to(leaf)
     tokens = np.concatenate([text, tree.token_ids[path]])
     plan = StepPlan.for_prompt(tokens, 0, row=0)
-    return relative_difference(logits[path], run_plan(model, model.new_cache(1), plan, logits_to_keep=len(path)))
+    return relative_difference(logits[path], run_plan(model, model.new_cache(), plan, logits_to_keep=len(path)))

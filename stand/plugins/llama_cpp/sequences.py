@@ -46,8 +46,8 @@ class SequenceCache(TreeCache):
     the one of the kept path.
     """
 
-    def __init__(self, context: Context, num_rows: int, *, token_bytes: int, has_windows: bool):
-        super().__init__(num_rows, 0)
+    def __init__(self, context: Context, *, token_bytes: int, has_windows: bool):
+        super().__init__(0, 0)
         self.has_windows = has_windows
         self._token_bytes = token_bytes
         self._context = context
@@ -131,10 +131,10 @@ class SequenceCache(TreeCache):
         return [[sequences[leaf] for leaf in np.flatnonzero(below).tolist()] for below in row.paths.T]
 
     def _keep(self, row: _Row, length: int, end: int) -> None:
-        kept = length + 1
+        kept = length + 1  # the root stays
         if row.paths is not None:
             leaf = int(row.paths[:, end].argmax())  # the first one below the end of the path
-            kept += int(row.paths[leaf, 1 : end + 1].sum())
+            kept = length + int(row.paths[leaf, : end + 1].sum())
             if leaf > 0:
                 self._context.remove(row.sequence, length)
                 self._context.copy(row.branches[leaf - 1].sequence, row.sequence, length, kept)

@@ -88,7 +88,7 @@ def test_logits_are_not_written_over():
 def test_rows_of_one_prompt_share_its_cells():
     engine = drafting()
     prompt = list(np.random.default_rng(0).integers(4, 32, 300))
-    engine.generate(input_ids=[prompt], num_return_sequences=8, max_new_tokens=5, temperature=1.0)
+    engine.generate(input_ids=[prompt], num_return_sequences=8, max_new_tokens=5, temperature=1.0, seed=0)
     assert fake.CONTEXTS[-1].most_cells < 300 + 8 * (5 + 12) + 12
 
 
@@ -112,9 +112,11 @@ def test_cells_are_free_after_an_error_and_after_a_stream_that_was_left():
 
     engine = drafting()
     with pytest.raises(RuntimeError, match="of the user's"):
-        engine.generate(input_ids=PROMPTS, temperature=1.0, logits_processors=[Failing()], **LONG)
+        engine.generate(
+            input_ids=PROMPTS, temperature=1.0, seed=0, stop_token_ids=[], logits_processors=[Failing()], **LONG
+        )
     assert num_filled(engine) == 0
-    run = engine.run(PROMPTS, num_return_sequences=3, temperature=1.0, max_rows=2, **LONG)
+    run = engine.run(PROMPTS, num_return_sequences=3, temperature=1.0, seed=0, max_rows=2, **LONG)
     next(run)
     run.close()
     del run
@@ -180,7 +182,9 @@ def test_branches_that_were_idle_for_a_window_are_of_use_again():
 def test_long_texts_are_not_copied_for_every_branch(monkeypatch):
     engine, copied = drafting(), []
     monkeypatch.setattr(engine.model.context, "copy", _noting(engine.model.context.copy, copied))
-    engine.generate(input_ids=PROMPTS, num_return_sequences=3, temperature=1.0, stop_token_ids=[], max_new_tokens=100)
+    engine.generate(
+        input_ids=PROMPTS, num_return_sequences=3, temperature=1.0, seed=0, stop_token_ids=[], max_new_tokens=100
+    )
     assert sum(start == 0 for start, _ in copied) < len(copied) / 5
     assert sum(end - start for start, end in copied if start) < 10 * sum(start > 0 for start, _ in copied)
 
@@ -195,7 +199,7 @@ def _noting(copy, copied):
 
 def test_idle_branches_make_room_for_others():
     engine = drafting(budget=100)
-    engine.generate(input_ids=PROMPTS, num_return_sequences=30, temperature=2.0, max_new_tokens=30)
+    engine.generate(input_ids=PROMPTS, num_return_sequences=30, temperature=2.0, seed=0, max_new_tokens=30)
     assert num_filled(engine) == 0
 
 
@@ -243,6 +247,9 @@ def test_settings_of_the_llama_hold():
     )
     llm.model_params.n_gpu_layers = 0x7FFFFFFF  # all three, and what is behind them
     assert engine.model.way == "llama.cpp 0.3.36 2-2 threads 4 layers offloaded"
+    assert engine.model.config.head_dim == 16
+    llm.metadata = {}
+    assert wrap(llm).model.config.head_dim == 64 // 4
     assert engine.model.get_memory_footprint() == 12345 and engine.model.dtype is torch.float16
 
 
@@ -271,6 +278,8 @@ def test_what_does_not_fit_is_refused_by_name():
         drafting(budget=300).generate(input_ids=[[5]], max_new_tokens=2)
     with pytest.raises(ValueError, match="must do without its hidden states, got StatefulDrafter"):
         wrap(drafter=StatefulDrafter())
+    with pytest.raises(ValueError, match="block"):
+        wrap(verifier="block")  # of chains, and drafts are trees
     engine = wrap()
     with pytest.raises(ValueError, match="at most 256 tokens, got 513"):
         engine.model.context.decode(np.zeros(513), np.arange(513), [[0]] * 513, num_outputs=1)
@@ -328,7 +337,7 @@ def test_many_rows_are_timed_as_many_as_are_live(monkeypatch, tmp_path):
     monkeypatch.setenv("STAND_COSTS", str(tmp_path))
     monkeypatch.setattr("stand.drafters.costs.known.SHARED_SIZES", (1,))
     engine = wrap(num_slots=16384)
-    output = engine.generate(input_ids=[[5, 6]], num_return_sequences=70, max_new_tokens=3, temperature=1.0)
+    output = engine.generate(input_ids=[[5, 6]], num_return_sequences=70, max_new_tokens=3, temperature=1.0, seed=0)
     assert len(output.token_ids) == 70
     names = [path.name for path in tmp_path.iterdir()]
     assert names and all("llama.cpp-0.3.36-2-2-threads" in name for name in names)

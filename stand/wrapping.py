@@ -59,13 +59,18 @@ def wrap(
             f"{type(drafter).__name__} needs a model that keeps keys and values alone, got {type(model).__name__} with "
             "recurrent states, which its streams would have to go through; leave drafter= out"
         )
-    drafter.attach(model, fingerprint_of(model, tokenizer, drafter))
-    warn_of_idle_learning(drafter)
+    attach(drafter, model, tokenizer, rule)
+    chosen = choose_backend(model, rule, backend, fuse=fuse, drafter=drafter)
+    return Engine(model, tokenizer, drafter=drafter, verifier=rule, backend=chosen)
+
+
+def attach(drafter: Drafter, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, rule: Verifier) -> None:
+    """Show a drafter its model. Raises ValueError where they, or its drafts and the rule, do not fit."""
+    drafter.attach(model, _fingerprint_of(model, tokenizer, drafter))
+    _warn_of_idle_learning(drafter)
     typical = drafter.typical_draft()
     if typical is not None:
         fitted(rule, typical)
-    chosen = choose_backend(model, rule, backend, fuse=fuse, drafter=drafter)
-    return Engine(model, tokenizer, drafter=drafter, verifier=rule, backend=chosen)
 
 
 def checked_rule(verifier: object) -> Verifier:
@@ -93,18 +98,18 @@ def checked_drafter(drafter: object) -> Drafter:
     return drafter
 
 
-def warn_of_idle_learning(drafter: Drafter) -> None:
+def _warn_of_idle_learning(drafter: Drafter) -> None:
     """A class with a `learn` of its own that is never called was hardly meant."""
     idle = [name for name in ("learn", "learn_prompt") if getattr(type(drafter), name) is not getattr(Drafter, name)]
     if idle and not drafter.num_candidates:
         warnings.warn(
             f"{type(drafter).__name__}.{idle[0]} is called only where num_candidates is above 0, got "
             f"{drafter.num_candidates}; set num_candidates = 10 in the class for the ten best tokens of every node",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
-def fingerprint_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, drafter: Drafter) -> bytes:
+def _fingerprint_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, drafter: Drafter) -> bytes:
     """Names the vocabulary that token ids mean something in; its size alone without a tokenizer, and where the
     drafter's lookup was learned without one. Raises ValueError for what is no tokenizer."""
     by_size = vocabulary_fingerprint({"vocab_size": text_config(model).vocab_size})

@@ -115,12 +115,16 @@ class Context:
         starts = numbers.ctypes.data + 4 * (np.cumsum(counts, dtype=np.uint64) - counts.astype(np.uint64))
         wanted = np.zeros(count, dtype=np.int8)
         wanted[count - num_outputs :] = 1
-        given = [token_ids.astype(np.int32), positions.astype(np.int32), counts, starts.astype(np.uint64), wanted]
-        token, pos, n_seq_id, seq_id, logits = map(_address, given)
-        fields = {"token": token, "pos": pos, "n_seq_id": n_seq_id, "seq_id": seq_id, "logits": logits}
-        batch = llama_cpp.llama_batch(n_tokens=count)
-        for name, address in fields.items():
-            setattr(batch, name, ctypes.cast(address, dict(batch._fields_)[name]))
+        given = {
+            "token": token_ids.astype(np.int32),
+            "pos": positions.astype(np.int32),
+            "n_seq_id": counts,
+            "seq_id": starts.astype(np.uint64),
+            "logits": wanted,
+        }
+        kinds = dict(llama_cpp.llama_batch._fields_)
+        pointers = {name: ctypes.cast(array.ctypes.data, kinds[name]) for name, array in given.items()}
+        batch = llama_cpp.llama_batch(n_tokens=count, **pointers)
         self._check_open()
         self._tidy()
         with self._lock:
@@ -141,10 +145,6 @@ class Context:
     def _check_open(self) -> None:
         if self.llm._model.model is None:
             raise RuntimeError("the model must be open while its engine is used, got a closed Llama; make it anew")
-
-
-def _address(array: np.ndarray) -> int:
-    return array.ctypes.data
 
 
 def _close(pointer: object, llm: Llama) -> None:

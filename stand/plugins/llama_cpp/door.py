@@ -14,8 +14,7 @@ from stand.plugins.llama_cpp.model import LlamaCppModel
 from stand.plugins.llama_cpp.self_check import check_forwards, refuse_by_kind
 from stand.trees import BlendedLookup, LookupTree
 from stand.verifiers import Verifier
-from stand.verifiers.registry import fitted
-from stand.wrapping import checked_drafter, checked_rule, fingerprint_of, warn_of_idle_learning
+from stand.wrapping import attach, checked_drafter, checked_rule
 
 
 def wrap(
@@ -52,9 +51,5 @@ def wrap(
         )
     model = LlamaCppModel(llm, num_slots)
     check_forwards(model)
-    drafter.attach(model, fingerprint_of(model, tokenizer, drafter))
-    warn_of_idle_learning(drafter)
-    typical = drafter.typical_draft()
-    if typical is not None:
-        fitted(rule, typical)
+    attach(drafter, model, tokenizer, rule)
     return Engine(model, tokenizer, drafter=drafter, verifier=rule, backend=LlamaCppBackend(model))

@@ -49,6 +49,7 @@ class Backend(Protocol):
     page_size: int | None  # slots of a page of the cache; None: rooms are contiguous, as long as the longest needs
     num_slots: int | None  # of a cache that is there from the start; None: memory is asked for
     most_drafted: int | None  # nodes of a step besides the roots, where the steps have such a limit
+    computes_elsewhere: bool  # whether the calling thread waits for a device, or other threads, to compute its steps
     has_pool: bool  # whether a call's pages are one block of memory, taken when it begins
     step_sizes: tuple[int, ...]  # tokens to which steps are padded, ascending; none where they are not
     fusion: Fusion | None  # proven fused forwards of the model's modules
@@ -80,6 +81,10 @@ class EagerBackend:
         self.fusion = fusion
         self.page_size = _page_size(model)
         self._model = model
+
+    @property
+    def computes_elsewhere(self) -> bool:
+        return input_device(self._model).type != "cpu"
 
     @property
     def most_rows(self) -> int | None:
@@ -156,6 +161,10 @@ class CapturedBackend:
         from stand.gpu.tuning.attention_tiles import PAGE_SIZE
 
         return PAGE_SIZE if self._is_captured else None
+
+    @property
+    def computes_elsewhere(self) -> bool:
+        return self._eager.computes_elsewhere
 
     @property
     def has_pool(self) -> bool:

@@ -227,8 +227,8 @@ class Engine:
         all, one per row among them (default: 32 per row on a CPU, 256 or one more than rows elsewhere). Where the
         model's context is shorter, after as many tokens as leave room for the draft.
 
-        seconds: time fewer sizes, less often, and stop after about so long, or after sixteen of the smallest steps; on
-        a CPU all times are processor time. None: it takes seconds to minutes.
+        seconds: time fewer sizes, less often, and stop after about so long, or after sixteen of the smallest steps.
+        None: it takes seconds to minutes. Where the calling thread computes steps, its processor time counts.
         `BlendedDrafter(costs=CostTable((cost, ...)))` takes the results; save the table for runs that are to repeat.
 
         Raises ValueError for numbers that no step has.
@@ -253,9 +253,9 @@ class Engine:
             length = max(min(length, context - depth), 1)
         sizes = {"num_rows": num_rows, "length": length}
         with sample_steps(self.model, self.backend, self.verifier, **sizes) as run_step:
-            clock = clock_of(input_device(self.model))
+            is_elsewhere = self.backend.computes_elsewhere
             sizes |= {"most_tokens": most_tokens, "vocab_size": text_config(self.model).vocab_size}
-            return measure_cost(run_step, **sizes, warms=not is_on_cpu, seconds=seconds, clock=clock)
+            return measure_cost(run_step, **sizes, warms=is_elsewhere, seconds=seconds, clock=clock_of(is_elsewhere))
 
     def _new_call(
         self,

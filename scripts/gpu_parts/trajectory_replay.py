@@ -141,6 +141,7 @@ class ReplayBackend:
     most_rows = num_slots = most_drafted = page_size = None
     held_bytes = 0
     has_pool = False
+    computes_elsewhere = True
 
     def __init__(self, model: PreTrainedModel, fusion: Fusion | None):
         self.rule = RecordedRule(())

@@ -15,6 +15,7 @@ from tiny_models import tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import stand
+import stand.engine as engine_module
 from stand.drafters.costs import known as known_costs
 from stand.drafters.costs import step_cost
 from stand.drafters.costs.step_cost import CostTable, StepCost, clock_of, measure_cost, synthetic_drafts, table_path
@@ -272,9 +273,20 @@ def test_the_nearest_length_is_by_ratio(length):
     assert table.at(length).length == expected
 
 
-@pytest.mark.parametrize(("device", "clock"), [("cpu", "thread_time"), ("meta", "perf_counter")])
-def test_on_a_cpu_processor_time_is_counted(device, clock):
-    assert clock_of(torch.device(device)).__name__ == clock
+@pytest.mark.parametrize(("is_elsewhere", "clock"), [(False, "thread_time"), (True, "perf_counter")])
+def test_a_thread_that_computes_steps_itself_counts_its_own_time(monkeypatch, is_elsewhere, clock):
+    seen = []
+
+    def measured(run_step, *, clock, warms, **sizes):
+        seen.append((clock.__name__, warms))
+        return StepCost(1, 4, tokens=(1, 2), seconds=(1.0, 1.0))
+
+    monkeypatch.setattr(engine_module, "measure_cost", measured)
+    engine = stand.wrap(tiny_model("qwen2"))
+    assert not engine.backend.computes_elsewhere
+    monkeypatch.setattr(type(engine.backend), "computes_elsewhere", is_elsewhere)
+    engine.measure_cost(most_tokens=2, length=4)
+    assert seen == [(clock, is_elsewhere)]
 
 
 @pytest.mark.parametrize("tick", [0.01, math.inf])
@@ -282,7 +294,7 @@ def test_processor_time_that_is_told_too_coarsely_is_not_counted(monkeypatch, ti
     """As in gVisor, where a small model's steps would take no time at all, or of a clock that stands."""
     fine = time.thread_time
     monkeypatch.setattr(time, "thread_time", lambda: fine() // tick * tick if tick < math.inf else 0.0)
-    assert clock_of(torch.device("cpu")) is time.perf_counter
+    assert clock_of(False) is time.perf_counter
     cost = stand.wrap(tiny_model("qwen2")).measure_cost(num_rows=1, length=4, most_tokens=4, seconds=0.01)
     assert cost.seconds[0] > 0
 

@@ -258,6 +258,7 @@ def install(monkeypatch) -> types.ModuleType:
         "llama_model_has_encoder": _kind("encoder"),
         "llama_vocab_bos": lambda vocabulary: -1,
         "llama_vocab_is_eog": lambda vocabulary, token: token in vocabulary.ends,
+        "llama_supports_gpu_offload": lambda: False,
         "llama_set_adapters_lora": lambda context, adapters, count, scales: context.adapters.extend(scales[:count]),
     }
     own = (

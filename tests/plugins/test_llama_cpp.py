@@ -253,6 +253,13 @@ def test_settings_of_the_llama_hold():
     assert engine.model.get_memory_footprint() == 12345 and engine.model.dtype is torch.float16
 
 
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_steps_of_a_build_with_a_gpu_are_timed_by_the_time_of_day(library, monkeypatch, has_gpu):
+    """The thread sleeps meanwhile: its own time would say that any step is as cheap as the smallest."""
+    monkeypatch.setattr(library, "llama_supports_gpu_offload", lambda: has_gpu)
+    assert wrap(fake.Llama()).backend.computes_elsewhere is has_gpu
+
+
 @pytest.mark.parametrize("kind", ["recurrent", "hybrid", "encoder", "diffusion"])
 def test_kinds_that_keep_other_things_than_keys_are_refused(kind):
     with pytest.raises(UnsupportedModelError, match="every layer must keep keys.*call stand.wrap"):

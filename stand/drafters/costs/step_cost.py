@@ -15,15 +15,11 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stand.measured_files import measured_path
 from stand.trees import DraftBatch, DraftTree
-
-if TYPE_CHECKING:
-    import torch
 
 FORMAT = "stand cost table 1"
 MOST_PER_ROW = 256  # tokens per row of the largest step that is timed, besides `most_tokens` in all
@@ -247,9 +243,9 @@ def _slope(sizes: Sequence[int], seconds: Sequence[float], left: int, right: int
     return (seconds[right] - seconds[left]) / (sizes[right] - sizes[left])
 
 
-def clock_of(device: torch.device) -> Callable[[], float]:
-    """What times steps; on a CPU `processor_clock`."""
-    return processor_clock() if device.type == "cpu" else time.perf_counter
+def clock_of(computes_elsewhere: bool) -> Callable[[], float]:
+    """What times steps: the time of day where this thread waits for what computes them, else `processor_clock`."""
+    return time.perf_counter if computes_elsewhere else processor_clock()
 
 
 def processor_clock() -> Callable[[], float]:
@@ -285,7 +281,7 @@ def measure_cost(
     other work only adds. On a virtual machine with an H100 medians of seven steps of 7 ms varied by 0.4 ms.
 
     vocab_size: of the model; see `synthetic_drafts`. warms: a size's first step, which may record a graph, does not
-    count, as it never does without `seconds`. seconds: see `_measure_briefly`; clock: `clock_of` the model's device.
+    count, as it never does without `seconds`. seconds: see `_measure_briefly`; clock: `clock_of` the steps.
     """
     seen: set[int] = set()
     warms = warms or seconds is None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import llama_cpp
+
 from stand.plugins.llama_cpp.model import PAGE_SIZE, LlamaCppModel
 from stand.plugins.llama_cpp.sequences import SequenceCache
 from stand.step import EagerStep, StepStart
@@ -30,6 +32,11 @@ class LlamaCppBackend:
 
     def __str__(self) -> str:
         return self.reason
+
+    @property
+    def computes_elsewhere(self) -> bool:
+        """With a GPU or an Apple chip llama.cpp may leave any step of several tokens to it, wherever the layers lie."""
+        return llama_cpp.llama_supports_gpu_offload()
 
     @property
     def num_slots(self) -> int:

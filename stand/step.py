@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -156,16 +156,8 @@ class EagerStep:
         self._rider.kept(self._batch, self._live, accepted, guesses)
 
     def keep(self, live: LiveRows, accepted: Sequence[np.ndarray]) -> None:
-        self.cache.keep_states([path[-1] if len(path) else ROOT for path in accepted])
         going = [place for place, row in enumerate(live.rows) if row.finish_reason is None]
-        moved = [place for place in going if len(path := accepted[place]) and path[-1] != len(path)]
-        if not moved:
-            return
-        counts = [len(accepted[place]) for place in moved]
-        rows, starts = np.repeat(moved, counts), np.repeat(live.lengths[moved], counts)
-        sources = np.concatenate([accepted[place] for place in moved])
-        targets = np.concatenate([np.arange(1, count + 1) for count in counts])
-        self.cache.compact(rows, starts + sources, starts + targets)
+        keep_paths(self.cache, live.lengths, accepted, going)
 
     def leave(self, row: Row, place: int) -> None:
         self.cache.leave(place)
@@ -192,3 +184,17 @@ class EagerStep:
 
     def close(self) -> None:
         """Nothing outlives the object."""
+
+
+def keep_paths(cache: TreeCache, lengths: np.ndarray, accepted: Sequence[np.ndarray], going: Iterable[int]) -> None:
+    """Behind the committed `lengths` [A] of its rows a cache keeps what was accepted of each row's draft, nodes behind
+    the root. Keys are moved only of the rows that go on, `going`."""
+    cache.keep_states([path[-1] if len(path) else ROOT for path in accepted])
+    moved = [place for place in going if len(path := accepted[place]) and path[-1] != len(path)]
+    if not moved:
+        return
+    counts = [len(accepted[place]) for place in moved]
+    rows, starts = np.repeat(moved, counts), np.repeat(lengths[moved], counts)
+    sources = np.concatenate([accepted[place] for place in moved])
+    targets = np.concatenate([np.arange(1, count + 1) for count in counts])
+    cache.compact(rows, starts + sources, starts + targets)

@@ -73,8 +73,8 @@ class StepPlan:
         self._elsewhere: dict[torch.device, StepPlan] = {}
         self._lasts: dict[int, StepPlan] = {}
         self.attentions: list[AttentionShape] | None = None  # of the layers of a forward, where somebody collects them
-        self._longest = int(counts.max())  # tokens
-        self.has_few_tokens = IS_FASTER and self.device.type == "cpu" and self._longest <= MOST_ROW_TOKENS
+        self.longest = int(counts.max())  # tokens
+        self.has_few_tokens = IS_FASTER and self.device.type == "cpu" and self.longest <= MOST_ROW_TOKENS
         self.offsets = offsets
         self._counts = counts
         self.depths = depths
@@ -150,7 +150,7 @@ class StepPlan:
     @cached_property
     def width(self) -> int:
         """T: tokens per row that are attended to in one padded call, where attention pads."""
-        return _padded_width(self._counts) if self.device.type == "cpu" else self._longest
+        return _padded_width(self._counts) if self.device.type == "cpu" else self.longest
 
     @cached_property
     def is_uniform(self) -> bool:
@@ -207,28 +207,28 @@ class StepPlan:
     @cached_property
     def seen(self) -> torch.Tensor:
         """[A, 1, T, T] bool, T tokens in the longest row: token j of a row is an ancestor of token i, or is it."""
-        seen = np.zeros((self.num_rows, self._longest, self._longest), dtype=bool)
-        seen[self._local_rows, self._local_nodes] = self.ancestors[:, : self._longest]
+        seen = np.zeros((self.num_rows, self.longest, self.longest), dtype=bool)
+        seen[self._local_rows, self._local_nodes] = self.ancestors[:, : self.longest]
         return self._to_device(seen)[:, None]
 
     @cached_property
-    def _row_places(self) -> torch.Tensor:
+    def row_places(self) -> torch.Tensor:
         """[M]: row * T + place of the packed tokens, T tokens in the longest row."""
-        return self._to_device((self._local_rows * self._longest + self._local_nodes).astype(np.int64))
+        return self._to_device((self._local_rows * self.longest + self._local_nodes).astype(np.int64))
 
     def pad_rows(self, packed: torch.Tensor) -> torch.Tensor:
         """[M, ...] -> [A, T, ...], T tokens in the longest row; places without a token are zero."""
-        shape = (self.num_rows, self._longest, *packed.shape[1:])
+        shape = (self.num_rows, self.longest, *packed.shape[1:])
         if self.num_tokens == shape[0] * shape[1]:
             return packed.view(shape)
         padded = packed.new_zeros(shape[0] * shape[1], *shape[2:])
-        padded[self._row_places] = packed
+        padded[self.row_places] = packed
         return padded.view(shape)
 
     def unpad_rows(self, padded: torch.Tensor) -> torch.Tensor:
         """[A, T, ...] -> [M, ...]."""
         flat = padded.flatten(0, 1)
-        return flat if self.num_tokens == len(flat) else flat[self._row_places]
+        return flat if self.num_tokens == len(flat) else flat[self.row_places]
 
     def paths_back(self, count: int) -> torch.Tensor:
         """[M, count] int64: every token and what comes before it on its path, the oldest first, as places in a list of
@@ -261,7 +261,7 @@ class StepPlan:
     def _masks_of(self, window: int | None, groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
         key = (window, groups, dtype)
         if key not in self._masks:
-            allowed = self._allowed(window)
+            allowed = self.visible(window)
             parts = [self._pad_allowed(allowed), *(allowed[None, first:end] for _, first, end in self.overflow)]
             self._masks[key] = [self._additive(part, groups, dtype) for part in parts]
         return self._masks[key]
@@ -273,7 +273,7 @@ class StepPlan:
         additive.masked_fill_(forbidden, float("-inf"))
         return torch.cat([additive] * groups, dim=1)[:, None]
 
-    def _allowed(self, window: int | None) -> np.ndarray:
+    def visible(self, window: int | None) -> np.ndarray:
         """[M, L] bool: which slots of its own row a packed token sees."""
         own_lengths = self.lengths[self._local_rows]  # [M]
         slots = np.arange(self.kv_length)

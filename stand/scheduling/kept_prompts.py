@@ -121,7 +121,8 @@ def _seen(model: PreTrainedModel) -> tuple[object, ...]:
     known = torch.backends
     products = known.cuda.matmul, known.cudnn.conv, known.mkldnn.matmul, known.mkldnn.conv
     precisions = [product.fp32_precision for product in products]
-    return versions, _few_numbers(tensors), autocast, precisions, torch.get_num_threads()
+    of_others = getattr(model, "seen_weights", bytes)()  # of a model that another library runs
+    return versions, _few_numbers(tensors), of_others, autocast, precisions, torch.get_num_threads()
 
 
 @torch.inference_mode()

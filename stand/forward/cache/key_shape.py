@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
@@ -107,6 +107,18 @@ def remember(model: PreTrainedModel, cache: TreeCache, attentions: Iterable[Atte
     )
     _STORED[model] = shape, model.dtype
     _STATES[model] = cache.recurrent.like(0)
+
+
+def remember_layers(model: PreTrainedModel, layers: Sequence[LayerKeys]) -> None:
+    """What each layer keeps of a model that another library runs, in the model's dtype."""
+    itemsize = model.dtype.itemsize
+    shape = KeyShape(
+        layers=tuple(enumerate(layers)),
+        head_bytes=math.gcd(*(size for keys in layers for size in (keys.key_size, keys.value_size))) * itemsize,
+        token_bytes=sum(keys.count for keys in layers) * itemsize,
+        attentions=(),
+    )
+    _STORED[model] = shape, model.dtype
 
 
 def new_states(model: PreTrainedModel, num_rows: int) -> RecurrentStates:

@@ -7,12 +7,11 @@ import sys
 import llama_cpp
 import torch
 from llama_cpp import Llama
-from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers import PreTrainedConfig
 
 from stand.forward.cache.key_shape import key_shape
 from stand.forward.cache.tree_cache import DRAFT_ROOM
-from stand.forward.packed_plan import StepPlan, plain_forward_error
+from stand.plugins.foreign.model import ForeignModel
 from stand.plugins.llama_cpp.context import Context
 from stand.plugins.llama_cpp.sequences import SequenceCache
 
@@ -26,57 +25,33 @@ class LlamaCppConfig(PreTrainedConfig):
     model_type = "llama.cpp"
 
 
-class LlamaCppModel(PreTrainedModel, GenerationMixin):
-    """Without weights of its own: they are `llm`'s. It runs plans of steps alone, over a `SequenceCache`."""
+class LlamaCppModel(ForeignModel):
+    """The weights are `llm`'s, the cache is a `SequenceCache`."""
 
     config_class = LlamaCppConfig
-    main_input_name = "input_ids"
 
     def __init__(self, llm: Llama, num_slots: int):
-        super().__init__(_config_of(llm, num_slots))
-        self.llm = llm
-        dtype = TYPES.get(llm.context_params.type_k, torch.float16)
-        self.nothing = torch.nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)  # says device and dtype
-        self.generation_config = GenerationConfig(
-            bos_token_id=_token(llama_cpp.llama_vocab_bos(llm._model.vocab)), eos_token_id=_end_ids(llm) or None
+        super().__init__(
+            _config_of(llm, num_slots),
+            dtype=TYPES.get(llm.context_params.type_k, torch.float16),
+            num_bytes=llama_cpp.llama_model_size(llm.model),
+            begin_id=_token(llama_cpp.llama_vocab_bos(llm._model.vocab)),
+            end_ids=_end_ids(llm),
         )
-        self._num_bytes = llama_cpp.llama_model_size(llm.model)
+        self.llm = llm
         self._has_windows = llama_cpp.llama_model_n_swa(llm.model) > 0
         self.context = Context(llm, num_slots)
-        self.eval()
 
     @property
     def way(self) -> str:
-        """How steps run, for files of what they cost."""
         version, threads = llama_cpp.__version__, f"{self.llm.n_threads}-{self.llm.n_threads_batch} threads"
         layers = min(self.llm.model_params.n_gpu_layers, self.config.num_hidden_layers + 1)
         return f"llama.cpp {version} {threads} {layers} layers offloaded"
 
-    def new_cache(self) -> SequenceCache:
+    def new_cache(self, num_rows: int = 1) -> SequenceCache:
         """For any number of rows."""
         token_bytes = key_shape(self).token_bytes
         return SequenceCache(self.context, token_bytes=token_bytes, has_windows=self._has_windows)
-
-    def get_memory_footprint(self, return_buffers: bool = True) -> int:
-        """Bytes of the weights."""
-        return self._num_bytes
-
-    def set_attn_implementation(self, *arguments: object, **named: object) -> None:
-        """llama.cpp's is not chosen here."""
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: SequenceCache | None = None,
-        use_cache: bool = True,
-        logits_to_keep: int = 0,
-        stand_plan: StepPlan | None = None,
-    ) -> CausalLMOutputWithPast:
-        if stand_plan is None:
-            raise plain_forward_error(type(self).__name__)
-        logits = past_key_values.run(stand_plan, logits_to_keep or stand_plan.num_tokens)
-        return CausalLMOutputWithPast(logits=logits[None])
 
 
 def _config_of(llm: Llama, num_slots: int) -> LlamaCppConfig:

@@ -1,0 +1,88 @@
+"""Rows of a model of mlx-lm: rooms of keys and values as arrays of MLX."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import torch
+
+from stand.forward.cache.tree_cache import TreeCache, check_fits
+from stand.forward.packed_plan import StepPlan
+from stand.plugins.mlx.attention import PackedStep, SeenKeys, WindowMask
+
+CPU = torch.device("cpu")  # an Apple chip's memory is one
+
+
+class LayerCache:
+    """What a layer of the model takes for its own cache in a forward over packed tokens."""
+
+    def __init__(self, rooms: RoomCache, place: int, step: PackedStep, window: int | None):
+        self.offset = step.positions  # [M]: MLX rotates each text of a batch from a place of its own
+        self._rooms, self._place, self._step, self._window = rooms, place, step, window
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[SeenKeys, SeenKeys]:
+        """[M, Hkv, 1, D] each, written behind their rows' committed slots."""
+        kept = self._rooms.write(self._place, keys, values, self._step)
+        seen = SeenKeys(*kept, self._step, self._window)
+        return seen, seen
+
+    def make_mask(
+        self, num_tokens: int, *arguments: object, window_size: int | None = None, **named: object
+    ) -> WindowMask:
+        return WindowMask(window_size or self._window)
+
+
+class RoomCache(TreeCache):
+    """Keys and values [R, Hkv, S, D] per layer that keeps them, `windows` long, in rooms of one length for all rows."""
+
+    def __init__(self, model: nn.Module, windows: Sequence[int | None], num_rows: int, room: int):
+        super().__init__(num_rows, room)
+        self._model = model
+        self._windows = windows
+
+    def run(self, plan: StepPlan, num_outputs: int) -> torch.Tensor:
+        """Logits [num_outputs, V] float32 of the last tokens of the plan that has begun."""
+        if plan.is_prompt and num_outputs < plan.num_tokens:  # those before them need no logits
+            first, committed = plan.num_tokens - num_outputs, int(plan.lengths[0])
+            self._forward(StepPlan.for_prompt(plan.token_ids[:first], committed, row=plan.first_row))
+            logits = self._forward(plan.last(num_outputs))
+        else:
+            logits = self._forward(plan)[plan.num_tokens - num_outputs :]
+        logits = logits[:, 0].astype(mx.float32)
+        mx.eval(logits, self.keys, self.values)
+        return torch.from_numpy(np.array(logits))
+
+    def _forward(self, plan: StepPlan) -> mx.array:
+        """[M, 1, V]."""
+        step = PackedStep(plan)
+        caches = [LayerCache(self, place, step, window) for place, window in enumerate(self._windows)]
+        return self._model(mx.array(plan.token_ids.astype(np.int32))[:, None], cache=caches)
+
+    def write(self, place: int, keys: mx.array, values: mx.array, step: PackedStep) -> tuple[mx.array, mx.array]:
+        """Write [M, Hkv, 1, D] each for the layer at `place`; [A, Hkv, L, D] of the plan's rows."""
+        plan = step.plan
+        rows = slice(plan.first_row, plan.first_row + plan.num_rows)
+        seen = []
+        for storages, states in ((self.keys, keys), (self.values, values)):
+            if place == len(storages):
+                storages.append(self._allocate(states))
+            storages[place][step.rows, :, step.slots] = states[:, :, 0]
+            seen.append(storages[place][rows, :, : plan.kv_length])
+        return tuple(seen)
+
+    def compact(self, rows: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
+        rows, sources, targets = (mx.array(numbers.astype(np.int32)) for numbers in (rows, sources, targets))
+        for storage in (*self.keys, *self.values):
+            storage[rows, :, targets] = storage[rows, :, sources]
+
+    def enter(self, row: int, prefilled: RoomCache, length: int) -> None:
+        super().enter(row, prefilled, length)
+        mx.eval(self.keys, self.values)  # else what was prefilled would be held until the next step
+
+    def _allocate(self, like: mx.array) -> mx.array:
+        shape = (self.num_rows, like.shape[1], self.room, like.shape[3])
+        check_fits(int(np.prod(shape, dtype=object)) * like.dtype.size, CPU)
+        return mx.zeros(shape, dtype=like.dtype)

@@ -1,0 +1,52 @@
+"""`wrap` for models of mlx-lm."""
+
+from __future__ import annotations
+
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizerBase
+
+from stand.drafters.drafter import Drafter
+from stand.engine import Engine
+from stand.plugins.mlx.backend import MlxBackend
+from stand.plugins.mlx.self_check import checked_model
+from stand.trees import BlendedLookup, LookupTree
+from stand.verifiers import Verifier
+from stand.wrapping import attach, checked_drafter, checked_rule
+
+
+def wrap(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper | PreTrainedTokenizerBase | None = None,
+    *,
+    drafter: Drafter | BlendedLookup | LookupTree | None = None,
+    verifier: str | Verifier = "traversal",
+) -> Engine:
+    """Make an engine around a model of mlx-lm, as it is.
+
+    model, tokenizer: what `mlx_lm.load` returns. mlx-lm's tokenizer knows the tokens that end a text; of one of
+    transformers' its `eos_token_id` does; without one prompts are token ids, and `eos_token_id=` of a call says it.
+    drafter, verifier: as in `stand.wrap`.
+
+    Raises UnsupportedModelError for a model that cannot be served exactly, ValueError for anything else that
+    does not fit.
+    """
+    rule = checked_rule(verifier)
+    drafter = checked_drafter(drafter)
+    if drafter.requires_features or drafter.rider is not None:
+        raise ValueError(
+            f"drafters of a model of MLX must do without its hidden states, got {type(drafter).__name__}; leave "
+            "drafter= out"
+        )
+    end_ids = _end_ids(tokenizer)
+    if isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = tokenizer._tokenizer
+    foreign = checked_model(model, end_ids)
+    attach(drafter, foreign, tokenizer, rule)
+    return Engine(foreign, tokenizer, drafter=drafter, verifier=rule, backend=MlxBackend(foreign))
+
+
+def _end_ids(tokenizer: object) -> list[int]:
+    many = getattr(tokenizer, "eos_token_ids", None)
+    one = getattr(tokenizer, "eos_token_id", None)
+    return sorted(many) if many else [] if one is None else [one]

@@ -7,6 +7,7 @@
 #   make test-debug      the compiled core with bounds checks, its own tests
 #   make test-ptx        the GPU kernels as they are compiled for sm_90, run without a GPU; CAPABILITY=80 for sm_80,
 #                        PTX_EVERY=1 for all cases of each test, where it takes a third of them
+#   make test-mlx        the engine around models of MLX, which this installs
 #   make test-wheel      the wheel beside the oldest torch, transformers, numpy and msgpack that it takes
 #   make torch-builds    torch, for the suite and for the wheel
 #   make environments    what test-debug and test-wheel run in
@@ -62,9 +63,9 @@ export PIP_COMPILE := 0
 unexport PYTHONDONTWRITEBYTECODE
 
 # One thread: the matrices of the suite are too small for more, and as many processes run as there are cores.
-test test-debug test-ptx test-wheel: export OMP_NUM_THREADS ?= 1
+test test-debug test-ptx test-mlx test-wheel: export OMP_NUM_THREADS ?= 1
 
-.PHONY: throughput test lint torch-builds environments test-debug test-ptx test-wheel wheel away clean
+.PHONY: throughput test lint torch-builds environments test-debug test-ptx test-mlx test-wheel wheel away clean
 
 throughput: $(VENV)/.ready
 	$(BIN)/python scripts/throughput.py $(if $(MODEL),--model $(MODEL) $(MODEL_ARGS)) $(ARGS)
@@ -74,6 +75,10 @@ test: $(VENV)/.ready
 
 test-ptx: $(VENV)/.ready
 	STAND_PTX=$(CAPABILITY) $(BIN)/python -m pytest $(SIDE_BY_SIDE) --every $(PTX_EVERY) $(PTX_TESTS) $(ARGS)
+
+# MLX has no builds for older Linux (glibc below 2.35), so the suite does without.
+test-mlx: $(VENV)/.mlx
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --every $(EVERY) tests/plugins/test_mlx.py tests/scripts/test_mlx_check.py
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -133,6 +138,10 @@ $(VENV)/.ready: $(SOURCES)
 	@# Of two builds of one module Python takes the one that names its own version, however old it is.
 	@find stand trees verifiers -name '*.cpython-*.so' -delete
 	@$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt --no-build-isolation --editable ".[test]"
+	@touch $@
+
+$(VENV)/.mlx: $(VENV)/.ready
+	@$(BIN)/pip install --quiet --constraint $(VENV)/constraints.txt "stand-decoding[mlx]" "mlx-lm[cpu]"
 	@touch $@
 
 # The debug build is an ordinary, non-editable install of a copy, so that it never replaces the fast core. Everything else

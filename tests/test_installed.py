@@ -35,7 +35,7 @@ def module_of(file: str) -> str:
 
 
 OTHERS_LIBRARIES = {"stand/plugins/lm_eval.py": "lm_eval", "stand/plugins/inspect_ai.py": "inspect_ai"}
-OTHERS_LIBRARIES |= {"stand/plugins/llama_cpp/": "llama_cpp"}
+OTHERS_LIBRARIES |= {"stand/plugins/llama_cpp/": "llama_cpp", "stand/plugins/mlx/": "mlx_lm"}
 
 
 @pytest.mark.parametrize("file", source_files())

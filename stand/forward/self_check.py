@@ -131,9 +131,12 @@ def _compare_states(model: PreTrainedModel, tolerance: float) -> None:
 
 def _refuse_wrappers(model: object) -> None:
     """What holds a model of transformers but is none: adapters, compiled and replicated ones."""
-    if type(model).__module__.startswith("llama_cpp."):
+    foreign = {"llama_cpp": ("a Llama of llama.cpp", "llama_cpp"), "mlx_lm": ("a model of mlx-lm", "mlx")}
+    library = type(model).__module__.partition(".")[0]
+    if library in foreign:
+        kind, door = foreign[library]
         raise UnsupportedModelError(
-            "wrap needs a transformers model, got a Llama of llama.cpp; pass it to stand.plugins.llama_cpp.wrap"
+            f"wrap needs a transformers model, got {kind}; pass it to stand.plugins.{door}.wrap"
         )
     inner = {"get_base_model": "model.get_base_model()", "_orig_mod": "model._orig_mod", "module": "model.module"}
     for attribute, remedy in inner.items():

@@ -8,6 +8,7 @@ import llama_cpp_check
 import numpy as np
 import pytest
 import torch
+from measuring.beside_library import is_exact
 from transformers import AutoModelForCausalLM
 from workloads.gguf_writing import write_gguf
 
@@ -47,7 +48,8 @@ def test_the_arms_are_compared_and_wrong_answers_are_told(library, capsys):
     assert llama_cpp_check.main(SMALL) == 1
     output = capsys.readouterr().out
     assert "greedy texts that equal llama-cpp-python's: 2 of 2 without drafts, 2 with" in output
-    assert all(arm in output for arm in llama_cpp_check.ARMS)
+    arms = "llama-cpp-python, one by one", "engine without drafts", "engine  "
+    assert all(arm in output for arm in arms)
     assert "right answers: 0 of 4" in output and output.endswith("NOT as it must be\n")
 
 
@@ -58,7 +60,7 @@ def test_a_file_that_is_given_is_not_asked_for_answers(library, capsys):
 
 def test_other_greedy_texts_are_told(library, capsys, monkeypatch):
     monkeypatch.setattr(fake.Llama, "generate", lambda self, tokens, **law: iter([5] * 500))
-    assert not llama_cpp_check.is_exact(llama_cpp_check.Model(llama_cpp_check.read_arguments(SMALL), "reasoner.gguf"))
+    assert not is_exact(llama_cpp_check.Model(llama_cpp_check.read_arguments(SMALL), "reasoner.gguf"))
     assert "python's: 0 of 2 without drafts, 0 with" in capsys.readouterr().out
 
 

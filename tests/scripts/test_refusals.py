@@ -113,6 +113,12 @@ def test_without_llama_cpp_its_command_says_what_to_install(monkeypatch, capsys)
     assert "a file and --tokenizer must be given together" in capsys.readouterr().err
 
 
+def test_without_mlx_its_command_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "mlx_lm", None)
+    assert importlib.import_module("mlx_check").main([]) == 2
+    assert re.search(r"needs mlx-lm .*; pip install mlx-lm, and on Linux mlx-lm\[cpu\]", capsys.readouterr().err)
+
+
 NO_KERNELS = {"--targets": "12", "--only": "nosuchthing"}
 REFUSED = """
 import contextlib, io, json, sys

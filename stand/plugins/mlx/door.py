@@ -47,6 +47,7 @@ def wrap(
 
 
 def _end_ids(tokenizer: object) -> list[int]:
-    many = getattr(tokenizer, "eos_token_ids", None)
-    one = getattr(tokenizer, "eos_token_id", None)
-    return sorted(many) if many else [] if one is None else [one]
+    if isinstance(tokenizer, TokenizerWrapper):
+        return sorted(tokenizer.eos_token_ids)
+    end_id = getattr(tokenizer, "eos_token_id", None)
+    return [] if end_id is None else [end_id]

@@ -48,7 +48,8 @@ def _failures_refused(inner: nn.Module) -> Iterator[None]:
     except (UnsupportedModelError, CacheMemoryError):
         raise
     except (RuntimeError, AttributeError, TypeError, ValueError, LookupError) as error:
+        what = str(error).partition("\n")[0]  # MLX lists all types that a function takes
         raise UnsupportedModelError(
             f"{type(inner).__module__}.{type(inner).__name__} must run packed tokens over a cache of this engine, got "
-            f"{type(error).__name__}: {error}; this model class cannot be served"
+            f"{type(error).__name__}: {what}; this model class cannot be served"
         ) from error

@@ -45,7 +45,7 @@ OF_LLAMA_CPP: dict[str, dict[tuple[str | int, ...], str]] = {
         ("if row.end > kept:", "Gt -> GtE"): "nothing is there to be removed",
         ("if row.end > length:", "Gt -> GtE"): "nothing is there to be removed",
     },
-    "llama_cpp/model.py": {
+    "foreign/model.py": {
         (
             "self.nothing = torch.nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)"
             "  # says device and dtype",
@@ -55,8 +55,8 @@ OF_LLAMA_CPP: dict[str, dict[tuple[str | int, ...], str]] = {
     "llama_cpp/backend.py": {
         ("return max(context.num_slots - filled, 0)", "0 -> 1"): "neither is a page",
     },
-    "llama_cpp/self_check.py": {
-        ("if not difference <= TOLERANCE:", "LtE -> Lt"): "a measured number that is exactly the bound",
+    "foreign/tree_check.py": {
+        ("if not difference <= tolerance:", "LtE -> Lt"): "a measured number that is exactly the bound",
     },
 }
 

@@ -93,7 +93,8 @@ TARGETS = (
         _tests("engine", "neighbour_laws", "neighbour_memory", "law_source"),
     ),
     Target("sharing", ("stand/sharing/*.py", "trees/locked_files.py"), _tests("engine", "news", "sharing")),
-    Target("llama.cpp", ("stand/plugins/llama_cpp/*.py",), _tests("plugins", "llama_cpp")),
+    Target("llama.cpp", ("stand/plugins/llama_cpp/*.py", "stand/plugins/foreign/*.py"), _tests("plugins", "llama_cpp")),
+    Target("mlx", ("stand/plugins/mlx/*.py",), _tests("plugins", "mlx")),
     Target("merging", ("trees/blended/merging.py",), _tests("trees", "merging")),
     Target(
         "scheduling",

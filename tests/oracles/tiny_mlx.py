@@ -49,8 +49,15 @@ YARN = {
     "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }  # fmt: skip
+LATENTS = {
+    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "num_key_value_heads": 4, "topk_method": "noaux_tc", "head_dim": None, "partial_rotary_factor": 1.0,
+    "rope_interleave": True, "rope_scaling": YARN | {"type": "yarn"},
+}  # fmt: skip
 OWN = {
     "apertus": {"post_norm": False, "qk_norm": True},
+    "deepseek_v2": LATENTS | {"topk_method": "greedy", "aux_loss_alpha": 0.1, "seq_aux": True},
+    "deepseek_v3": LATENTS,
     "ernie4_5_moe": {
         "moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1, "moe_capacity": [1, 1, 1],
     },
@@ -59,14 +66,19 @@ OWN = {
         "num_kv_shared_layers": 2, "global_head_dim": 32, "hidden_size_per_layer_input": 8, "num_experts": None,
         "vocab_size_per_layer_input": VOCABULARY_SIZE, "num_key_value_heads": 1,
     },
+    "glm4_moe_lite": LATENTS
+    | {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "hunyuan": {
         "moe_topk": 2, "num_shared_expert": 1, "use_mixed_mlp_moe": True, "use_cla": True, "cla_share_factor": 2,
         "rope_scaling": {"factor": 1.0, "alpha": 1000.0, "type": "dynamic"},
     },
+    "kimi_k25": LATENTS,
+    "kimi_vl": LATENTS,
     "mellum": {"rope_parameters": {
         kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("sliding_attention", "full_attention")
     }},
     "minicpm": {"dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 12},
+    "minicpm3": LATENTS | {"dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 12},
     "ministral3": {"rope_parameters": YARN | {
         "rope_type": "yarn", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1,
     }},
@@ -78,12 +90,12 @@ OWN = {
 }  # fmt: skip
 SERVED = tuple(
     """
-    Klear afmoe apertus bailing_moe cohere cohere2 dbrx deepseek dots1 ernie4_5 ernie4_5_moe exaone exaone4 gear
-    gemma gemma3 gemma3_text gemma4_text glm glm4 glm4_moe gpt2 gpt_neox gpt_oss gptj granite granitemoe helium
-    hunyuan hunyuan_v1_dense internlm2 internlm3 iquestloopcoder laguna llama mellum mimo minicpm ministral3
-    mistral3 mixtral muse_glimmer nanbeige nanochat nemotron olmo2 olmo3 olmoe phi phi3 phimoe pixtral qwen
-    qwen2 qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe seed_oss smollm3 solar_open starcoder2 talkie
-    telechat3 youtu_llm
+    afmoe apertus bailing_moe cohere cohere2 dbrx deepseek deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe
+    exaone exaone4 gear gemma gemma3 gemma3_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_neox
+    gpt_oss gptj granite granitemoe helium hunyuan hunyuan_v1_dense internlm2 internlm3 iquestloopcoder kimi_k25
+    kimi_vl Klear laguna llama mellum mimo minicpm minicpm3 ministral3 mistral3 mixtral muse_glimmer nanbeige
+    nanochat nemotron olmo2 olmo3 olmoe phi phi3 phimoe pixtral qwen qwen2 qwen2_moe qwen2_vl qwen3 qwen3_moe
+    qwen3_vl qwen3_vl_moe seed_oss smollm3 solar_open starcoder2 talkie telechat3 youtu_llm
     """.split()
 )
 

@@ -26,7 +26,7 @@ class PackedStep:
         self.positions = mx.array(plan.position_ids[0].numpy().astype(np.int32))  # [M]
         self.rows = mx.array(plan.cache_rows.numpy().astype(np.int32))  # [M], like `slots`
         self.slots = mx.array(plan.cache_slots.numpy().astype(np.int32))
-        self._masks: dict[int | None, mx.array | str | None] = {}
+        self._visible: dict[int | None, mx.array] = {}
         self._is_uniform = plan.num_tokens == plan.num_rows * plan.longest
 
     @cached_property
@@ -54,19 +54,20 @@ class PackedStep:
         return (flat if self._is_uniform else flat[self._places])[:, :, None]
 
     def mask(self, window: int | None) -> mx.array | str | None:
-        """[A, 1, T, L] bool, or as MLX abbreviates it. window: as in `StepPlan.visible`."""
-        if window not in self._masks:
-            self._masks[window] = self._new_mask(window)
-        return self._masks[window]
-
-    def _new_mask(self, window: int | None) -> mx.array | str | None:
+        """As `visible`, or as MLX abbreviates it."""
         plan = self.plan
         if plan.is_prompt and (window is None or plan.kv_length <= window):
             return CAUSAL
-        visible = plan.visible(window)
-        if visible.all():
+        if plan.num_tokens == plan.num_rows == 1 and window is None:
             return None
-        return mx.array(plan.pad_rows(torch.from_numpy(visible)).numpy())[:, None]
+        return self.visible(window)
+
+    def visible(self, window: int | None) -> mx.array:
+        """[A, 1, T, L] bool. window: as in `StepPlan.visible`."""
+        if window not in self._visible:
+            seen = self.plan.pad_rows(torch.from_numpy(self.plan.visible(window)))
+            self._visible[window] = mx.array(seen.numpy())[:, None]
+        return self._visible[window]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +78,22 @@ class WindowMask:
 
 
 class SeenKeys:
-    """What a layer gets for the keys and the values that it has handed over: attention alone can use it."""
+    """What a layer gets for the keys, or the values, that it has handed over: attention alone can use it."""
 
-    def __init__(self, keys: mx.array, values: mx.array, step: PackedStep, window: int | None):
-        """keys, values: [A, Hkv, L, D], of the plan's rows. window: as the layer's own cache has it."""
-        self.dtype = values.dtype
-        self._keys, self._values, self._step, self._window = keys, values, step, window
+    def __init__(self, kept: mx.array, step: PackedStep, window: int | None):
+        """kept: [A, Hkv, L, D], of the plan's rows. window: as the layer's own cache has it."""
+        self.dtype = kept.dtype
+        self.kept = kept
+        self.step = step
+        self.beside: SeenKeys | None = None  # of latents, what was handed over as their values: rotated keys
+        self._window = window
 
-    def attend(self, queries: mx.array, *, scale: float, mask: object, sinks: mx.array | None) -> mx.array:
-        """[M, H, 1, D] -> [M, H, 1, Dv]."""
-        step = self._step
-        seen = step.mask(self._agreed_window(mask))
-        padded = mx.fast.scaled_dot_product_attention(
-            step.pad(queries), self._keys, self._values, scale=scale, mask=seen, sinks=sinks
-        )
-        return step.unpad(padded)
+    def swapaxes(self, *axes: int) -> mx.array:
+        """Where a layer attends to latents, it hands on, instead of a mask, the scores of rotated queries and keys,
+        their product with this. By the unit matrix it hands on the queries, which `attend` takes."""
+        return mx.eye(self.kept.shape[-1], dtype=self.dtype)
 
-    def _agreed_window(self, mask: object) -> int | None:
+    def agreed_window(self, mask: object) -> int | None:
         if mask is None:
             return self._window
         if not isinstance(mask, WindowMask):
@@ -109,6 +109,23 @@ class SeenKeys:
         return mask.window
 
 
+def attend(
+    queries: mx.array, keys: SeenKeys, values: SeenKeys, *, scale: float, mask: object, sinks: mx.array | None
+) -> mx.array:
+    """[M, H, 1, D] -> [M, H, 1, Dv]. mask: as the layer hands it on, a `WindowMask` or None; where `values` are `keys`,
+    which are latents, rotated and scaled queries [M, H, 1, D] instead."""
+    step = keys.step
+    if values is keys and isinstance(mask, mx.array):
+        scores = step.pad(mask) @ keys.beside.kept.swapaxes(-1, -2)
+        seen = mx.where(step.visible(keys.agreed_window(None)), scores, mx.array(-mx.inf, scores.dtype))
+    else:
+        seen = step.mask(keys.agreed_window(mask))
+    padded = mx.fast.scaled_dot_product_attention(
+        step.pad(queries), keys.kept, values.kept, scale=scale, mask=seen, sinks=sinks
+    )
+    return step.unpad(padded)
+
+
 def send_attention(model: nn.Module) -> None:
     """From now on the modules of the model send attention to `SeenKeys` where they get them; else all is as before."""
     for module in model.modules():
@@ -121,7 +138,7 @@ def _sending(attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
     @wraps(attention)
     def scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks=None):
         if isinstance(keys, SeenKeys):
-            return keys.attend(queries, scale=scale, mask=mask, sinks=sinks)
+            return attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
         return attention(queries, keys, values, cache, scale, mask, sinks)
 
     return scaled_dot_product_attention

@@ -26,13 +26,15 @@ class LayerCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[SeenKeys, SeenKeys]:
         """[M, Hkv, 1, D] each, written behind their rows' committed slots."""
         kept = self._rooms.write(self._place, keys, values, self._step)
-        seen = SeenKeys(*kept, self._step, self._window)
-        return seen, seen
+        seen_keys, seen_values = (SeenKeys(states, self._step, self._window) for states in kept)
+        seen_keys.beside = seen_values
+        return seen_keys, seen_values
 
     def make_mask(
-        self, num_tokens: int, *arguments: object, window_size: int | None = None, **named: object
-    ) -> WindowMask:
-        return WindowMask(window_size or self._window)
+        self, num_tokens: int, return_array: bool = False, window_size: int | None = None
+    ) -> WindowMask | None:
+        """None where the model would compute with it: each token looks like a text of one, which needs no mask."""
+        return None if return_array else WindowMask(window_size or self._window)
 
 
 class RoomCache(TreeCache):

@@ -54,7 +54,58 @@ LATENTS = {
     "num_key_value_heads": 4, "topk_method": "noaux_tc", "head_dim": None, "partial_rotary_factor": 1.0,
     "rope_interleave": True, "rope_scaling": YARN | {"type": "yarn"},
 }  # fmt: skip
-OWN = {
+DELTA_RULE = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4, "full_attention_interval": 2, "num_experts": 0, "layer_types": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+MAMBA = {
+    "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_n_groups": 1,
+    "mamba_proj_bias": False, "mamba_conv_bias": True,
+}  # fmt: skip
+CONVOLUTION = {"conv_bias": False, "conv_L_cache": 3, "full_attn_idxs": [1, 3]}
+HYBRIDS = {
+    "falcon_h1": MAMBA | dict.fromkeys(
+        ("attention_in_multiplier", "attention_out_multiplier", "embedding_multiplier", "key_multiplier",
+         "lm_head_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"), 1.0,
+    ) | {
+        "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_expand": 2, "mamba_norm_before_gate": False,
+        "mamba_rms_norm": False, "mlp_multipliers": [1.0, 1.0], "ssm_multipliers": [1.0] * 5, "projectors_bias": False,
+        "time_step_limit": [0.0, 1e9], "time_step_max": 0.1, "time_step_min": 0.001, "time_step_floor": 1e-4,
+    },
+    "granitemoehybrid": MAMBA | {
+        "layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 32, "position_embedding_type": "rope",
+    },
+    "kimi_linear": {
+        "linear_attn_config": {
+            "num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4, "kda_layers": [1, 3],
+            "full_attn_layers": [2, 4],
+        },
+        "model_max_length": 2048, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        "moe_router_activation_func": "sigmoid", "num_expert_group": 1, "moe_renormalize": True, "head_dim": None,
+        "num_experts_per_token": 2, "num_key_value_heads": 4,
+    },
+    "lfm2": CONVOLUTION | {
+        "block_dim": 64, "block_ff_dim": 96, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False, "layer_types": None,
+    },
+    "lfm2_moe": CONVOLUTION | {
+        "num_dense_layers": 1, "use_expert_bias": True, "layer_types": ["conv", "full_attention"] * 2,
+    },
+    "nemotron_h": {
+        "mamba_num_heads": 4, "mamba_head_dim": 16, "mamba_proj_bias": False, "ssm_state_size": 16, "conv_kernel": 4,
+        "n_groups": 1, "time_step_limit": (0.0, 100.0), "hybrid_override_pattern": ["M", "*", "M", "-"],
+        "mlp_hidden_act": "relu2", "use_conv_bias": True,
+    },
+    "olmo_hybrid": DELTA_RULE | {
+        "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 4, "linear_use_gate": True,
+        "linear_allow_neg_eigval": True,
+    },
+    "qwen3_5": DELTA_RULE,
+    "qwen3_5_moe": DELTA_RULE | {"num_experts": 4},
+    "qwen3_next": DELTA_RULE | {"num_experts": 4},
+}  # fmt: skip
+OWN = HYBRIDS | {
     "apertus": {"post_norm": False, "qk_norm": True},
     "deepseek_v2": LATENTS | {"topk_method": "greedy", "aux_loss_alpha": 0.1, "seq_aux": True},
     "deepseek_v3": LATENTS,
@@ -91,11 +142,12 @@ OWN = {
 SERVED = tuple(
     """
     afmoe apertus bailing_moe cohere cohere2 dbrx deepseek deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe
-    exaone exaone4 gear gemma gemma3 gemma3_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_neox
-    gpt_oss gptj granite granitemoe helium hunyuan hunyuan_v1_dense internlm2 internlm3 iquestloopcoder kimi_k25
-    kimi_vl Klear laguna llama mellum mimo minicpm minicpm3 ministral3 mistral3 mixtral muse_glimmer nanbeige
-    nanochat nemotron olmo2 olmo3 olmoe phi phi3 phimoe pixtral qwen qwen2 qwen2_moe qwen2_vl qwen3 qwen3_moe
-    qwen3_vl qwen3_vl_moe seed_oss smollm3 solar_open starcoder2 talkie telechat3 youtu_llm
+    exaone exaone4 falcon_h1 gear gemma gemma3 gemma3_text gemma4_text glm glm4 glm4_moe glm4_moe_lite gpt2
+    gpt_neox gpt_oss gptj granite granitemoe granitemoehybrid helium hunyuan hunyuan_v1_dense internlm2
+    internlm3 iquestloopcoder kimi_k25 kimi_linear kimi_vl Klear laguna lfm2 lfm2_moe llama mellum mimo minicpm
+    minicpm3 ministral3 mistral3 mixtral muse_glimmer nanbeige nanochat nemotron nemotron_h olmo2 olmo3
+    olmo_hybrid olmoe phi phi3 phimoe pixtral qwen qwen2 qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_moe
+    qwen3_next qwen3_vl qwen3_vl_moe seed_oss smollm3 solar_open starcoder2 talkie telechat3 youtu_llm
     """.split()
 )
 

@@ -109,14 +109,15 @@ def remember(model: PreTrainedModel, cache: TreeCache, attentions: Iterable[Atte
     _STATES[model] = cache.recurrent.like(0)
 
 
-def remember_layers(model: PreTrainedModel, layers: Sequence[LayerKeys]) -> None:
-    """What each layer keeps of a model that another library runs, in the model's dtype."""
+def remember_layers(model: PreTrainedModel, layers: Sequence[LayerKeys], *, row_bytes: int = 0) -> None:
+    """What each layer keeps of a model that another library runs, in the model's dtype. row_bytes: as in `KeyShape`."""
     itemsize = model.dtype.itemsize
     shape = KeyShape(
         layers=tuple(enumerate(layers)),
         head_bytes=math.gcd(*(size for keys in layers for size in (keys.key_size, keys.value_size))) * itemsize,
         token_bytes=sum(keys.count for keys in layers) * itemsize,
         attentions=(),
+        row_bytes=row_bytes,
     )
     _STORED[model] = shape, model.dtype
 

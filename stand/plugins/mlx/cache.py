@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import torch
+from mlx_lm.models.cache import ArraysCache, CacheList
 
 from stand.forward.cache.tree_cache import TreeCache, check_fits
 from stand.forward.packed_plan import StepPlan
 from stand.plugins.mlx.attention import PackedStep, SeenKeys, WindowMask
+from stand.plugins.mlx.recurrent import RecurrentLayer, RoomStates, forget_asked
 
 CPU = torch.device("cpu")  # an Apple chip's memory is one
 
@@ -38,12 +41,14 @@ class LayerCache:
 
 
 class RoomCache(TreeCache):
-    """Keys and values [R, Hkv, S, D] per layer that keeps them, `windows` long, in rooms of one length for all rows."""
+    """Keys and values [R, Hkv, S, D] per layer that keeps them, in rooms of one length for all rows, and states."""
 
-    def __init__(self, model: nn.Module, windows: Sequence[int | None], num_rows: int, room: int):
+    def __init__(self, model: nn.Module, kinds: Sequence[object], num_rows: int, room: int):
+        """kinds: empty caches of mlx-lm, one for each that the model would make: what its layers keep."""
         super().__init__(num_rows, room)
         self._model = model
-        self._windows = windows
+        self._kinds = kinds
+        self.recurrent = RoomStates(num_rows)
 
     def run(self, plan: StepPlan, num_outputs: int) -> torch.Tensor:
         """Logits [num_outputs, V] float32 of the last tokens of the plan that has begun."""
@@ -54,14 +59,24 @@ class RoomCache(TreeCache):
         else:
             logits = self._forward(plan)[plan.num_tokens - num_outputs :]
         logits = logits[:, 0].astype(mx.float32)
-        mx.eval(logits, self.keys, self.values)
+        mx.eval(logits, self.keys, self.values, self.recurrent.arrays)
         return torch.from_numpy(np.array(logits))
 
     def _forward(self, plan: StepPlan) -> mx.array:
         """[M, 1, V]."""
-        step = PackedStep(plan)
-        caches = [LayerCache(self, place, step, window) for place, window in enumerate(self._windows)]
-        return self._model(mx.array(plan.token_ids.astype(np.int32))[:, None], cache=caches)
+        step, places = PackedStep(plan), count()
+        caches = [self._layer_cache(kind, step, places, index) for index, kind in enumerate(self._kinds)]
+        logits = self._model(mx.array(plan.token_ids.astype(np.int32))[:, None], cache=caches)
+        forget_asked()
+        return logits
+
+    def _layer_cache(self, kind: object, step: PackedStep, places: Iterator[int], index: int) -> object:
+        """places: of the next layers that keep keys. index: of the layer among those that keep something."""
+        if isinstance(kind, CacheList):
+            return [self._layer_cache(part, step, places, index) for part in kind.caches]
+        if isinstance(kind, ArraysCache):
+            return RecurrentLayer(self.recurrent, self.recurrent.layer(index, len(kind.cache)), step)
+        return LayerCache(self, next(places), step, getattr(kind, "max_size", None))
 
     def write(self, place: int, keys: mx.array, values: mx.array, step: PackedStep) -> tuple[mx.array, mx.array]:
         """Write [M, Hkv, 1, D] each for the layer at `place`; [A, Hkv, L, D] of the plan's rows."""
@@ -82,7 +97,9 @@ class RoomCache(TreeCache):
 
     def enter(self, row: int, prefilled: RoomCache, length: int) -> None:
         super().enter(row, prefilled, length)
-        mx.eval(self.keys, self.values)  # else what was prefilled would be held until the next step
+        mx.eval(
+            self.keys, self.values, self.recurrent.arrays
+        )  # else what was prefilled would be held until the next step
 
     def _allocate(self, like: mx.array) -> mx.array:
         shape = (self.num_rows, like.shape[1], self.room, like.shape[3])

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import torch
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 from transformers import PreTrainedConfig
 
 from stand.forward.cache.key_shape import LayerKeys, remember_layers
@@ -19,6 +19,7 @@ from stand.forward.self_check import UnsupportedModelError
 from stand.plugins.foreign.model import ForeignModel
 from stand.plugins.mlx.attention import send_attention
 from stand.plugins.mlx.cache import RoomCache
+from stand.plugins.mlx.recurrent import send_states
 
 TYPES = {mx.float32: torch.float32, mx.float16: torch.float16, mx.bfloat16: torch.bfloat16}
 FEW = 5  # numbers of a weight that tell it from another one
@@ -38,9 +39,10 @@ class MlxModel(ForeignModel):
     def __init__(self, inner: nn.Module, end_ids: Sequence[int]):
         """Runs one token. Raises UnsupportedModelError for layers that keep other things than keys and values, and
         what the model raises."""
-        windows = _windows(inner)
+        kinds = _kinds(inner)
         send_attention(inner)
-        cache = RoomCache(inner, windows, 1, 1)
+        send_states(inner)
+        cache = RoomCache(inner, kinds, 1, 1)
         plan = StepPlan.for_prompt(np.zeros(1, dtype=np.int32), 0, row=0)
         cache.begin(plan)
         logits = cache.run(plan, 1)
@@ -51,18 +53,18 @@ class MlxModel(ForeignModel):
             end_ids=end_ids,
         )
         self.inner = inner
-        self._windows = windows
+        self._kinds = kinds
         remember_layers(self, [
             LayerKeys(keys.shape[1], keys.shape[3], values.shape[3])
             for keys, values in zip(cache.keys, cache.values, strict=True)
-        ])  # fmt: skip
+        ], row_bytes=cache.recurrent.row_bytes)  # fmt: skip
 
     @property
     def way(self) -> str:
         return f"mlx {mx.__version__} {mx.device_info().get('device_name', mx.default_device())}"
 
     def new_cache(self, num_rows: int = 1, room: int = 1) -> RoomCache:
-        return RoomCache(self.inner, self._windows, num_rows, room)
+        return RoomCache(self.inner, self._kinds, num_rows, room)
 
     def seen_weights(self) -> bytes:
         weights = [weight.reshape(-1) for _, weight in tree_flatten(self.inner.parameters()) if weight.size]
@@ -88,17 +90,20 @@ def _told(inner: nn.Module, name: str) -> int | None:
     return getattr(arguments, name, None) or of_texts
 
 
-def _windows(inner: nn.Module) -> list[int | None]:
-    """Of each layer that keeps keys, by the cache that the model makes for it; None: it sees the whole text."""
-    return [_window(cache) for cache in make_prompt_cache(inner)]
+def _kinds(inner: nn.Module) -> list[object]:
+    """What its layers keep: the caches that the model makes for them."""
+    kinds = make_prompt_cache(inner)
+    for kind in kinds:
+        _refuse_others(kind)
+    return kinds
 
 
-def _window(cache: object) -> int | None:
-    if type(cache) is KVCache:
-        return None
-    if type(cache) is RotatingKVCache and cache.keep == 0:
-        return cache.max_size
-    raise UnsupportedModelError(
-        f"every layer must keep keys and values, got a {type(cache).__name__}; load the model's transformers class and "
-        "call stand.wrap"
-    )
+def _refuse_others(kind: object) -> None:
+    if isinstance(kind, CacheList):
+        for part in kind.caches:
+            _refuse_others(part)
+    elif not (type(kind) in (KVCache, ArraysCache) or type(kind) is RotatingKVCache and kind.keep == 0):
+        raise UnsupportedModelError(
+            f"every layer must keep keys and values, or a state, got a {type(kind).__name__}; load the model's "
+            "transformers class and call stand.wrap"
+        )

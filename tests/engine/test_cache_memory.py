@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from stand.forward.cache import memory_limits, tree_cache
+from stand.forward.cache import memory_limits, system_memory, tree_cache
 from stand.forward.cache.tree_cache import DRAFT_ROOM, CacheMemoryError, TreeCache, available_bytes, check_fits
 from stand.forward.packed_plan import StepPlan
 from stand.scheduling import free_memory
@@ -54,6 +54,67 @@ def test_free_pages_count_where_the_system_says_no_more(pages, monkeypatch):
     assert available_bytes(CPU) == 7 * 1024
     monkeypatch.setattr(Path, "read_text", lambda self, **_: "MemTotal: 9 kB\n")
     assert available_bytes(CPU) == 4 << 30
+
+
+VM_STAT = """\
+Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:                               20011.
+Pages active:                            301234.
+Pages inactive:                          290005.
+Pages speculative:                         1007.
+Pages throttled:                              0.
+Pages wired down:                        123456.
+Pages purgeable:                           4567.
+"Translation faults":                 123456789.
+Pages copy-on-write:                    7654321.
+File-backed pages:                        98765.
+Swapins:                                      0.
+"""
+
+
+@pytest.fixture
+def mac(pages, monkeypatch, tmp_path):
+    """macOS with 3 pages of 1 GiB: no /proc, no name for free pages. It makes a `vm_stat` that prints these lines."""
+
+    def sysconf(name: str) -> int:
+        if name == "SC_AVPHYS_PAGES":
+            raise ValueError("unrecognized configuration name")
+        return {"SC_PAGE_SIZE": 1 << 30, "SC_PHYS_PAGES": 3}[name]
+
+    def print_these(lines: str, status: int = 0) -> None:
+        (tmp_path / "printed").write_text(lines)
+        (tmp_path / "vm_stat").write_text(f"#!/bin/sh\ncat {tmp_path}/printed\nexit {status}\n")
+        (tmp_path / "vm_stat").chmod(0o755)
+
+    def no_file(self: Path, **_: object) -> str:
+        raise FileNotFoundError(str(self))
+
+    monkeypatch.setattr(os, "sysconf", sysconf)
+    monkeypatch.setattr(Path, "read_text", no_file)
+    monkeypatch.setattr(system_memory, "VM_STAT", str(tmp_path / "vm_stat"))
+    return print_these
+
+
+def test_on_macos_free_inactive_and_speculative_pages_count(mac):
+    mac(VM_STAT)
+    assert available_bytes(CPU) == (20011 + 290005 + 1007) * 16384
+    check_fits(3 << 30, CPU)
+    with pytest.raises(CacheMemoryError):
+        check_fits((3 << 30) + 1, CPU)
+
+
+def test_a_report_without_some_of_its_lines_still_counts(mac):
+    mac("".join(line for line in VM_STAT.splitlines(keepends=True) if "speculative" not in line))
+    assert available_bytes(CPU) == (20011 + 290005) * 16384
+
+
+@pytest.mark.parametrize("printed", ["", "Pages free: 20011.\n", VM_STAT.partition("\n")[0], "page size of none"])
+def test_half_of_the_memory_counts_where_macos_does_not_tell(mac, printed):
+    assert available_bytes(CPU) == 3 << 29  # there is no such program
+    mac(printed)
+    assert available_bytes(CPU) == 3 << 29
+    mac(VM_STAT, status=1)
+    assert available_bytes(CPU) == 3 << 29
 
 
 def groups(folder: Path, monkeypatch, lines: str) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -13,6 +11,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from stand.forward.cache.memory_limits import within_limits
+from stand.forward.cache.system_memory import available_memory, whole_memory
 from stand.forward.packed_plan import StepPlan
 from stand.forward.recurrent.states import RecurrentStates
 from stand.forward.recurrent.tree_scan import TreeScan
@@ -210,8 +209,8 @@ def check_fits(nbytes: int, device: torch.device) -> None:
     """Raise CacheMemoryError when `nbytes` exceed the device's whole memory."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-    elif device.type == "cpu":
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    elif device.type in ("cpu", "mps"):
+        total = whole_memory()
     else:
         return
     if nbytes > total:
@@ -220,20 +219,16 @@ def check_fits(nbytes: int, device: torch.device) -> None:
 
 def available_bytes(device: torch.device) -> float:
     """What can still be allocated: of a GPU its free memory and what torch holds of it unused; of a CPU what the
-    system calls available, caches of files included, else its free pages, within the limits of the process's control
-    groups. Unlimited on other devices."""
+    system has available, within the limits of the process's control groups. An Apple chip's GPU has no memory of its
+    own: less than that, where Metal recommends less. Unlimited on other devices."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    return within_limits(_free_of_system()) if device.type == "cpu" else float("inf")
-
-
-def _free_of_system() -> float:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
+    if device.type == "mps":
+        held = torch.mps.driver_allocated_memory()
+        left = min(torch.mps.recommended_max_memory() - held, available_memory())
+        return max(left, 0.0) + held - torch.mps.current_allocated_memory()
+    return within_limits(available_memory()) if device.type == "cpu" else float("inf")
 
 
 def _too_large(nbytes: int) -> str:

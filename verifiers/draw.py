@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from stand.verifiers.doubles import where_doubles_are
+
 BLOCK_SIZE = 256
 
 
@@ -19,6 +21,7 @@ def draw_tokens(rows: torch.Tensor, uniforms: np.ndarray) -> np.ndarray:
     The token is a function of its row and its uniform alone: ids in ascending order, the first whose
     cumulated weight exceeds uniform x total.
     """
+    rows = where_doubles_are(rows)
     tokens, totals = tokens_at(rows, torch.from_numpy(uniforms).to(rows.device))
     tokens = tokens.cpu().numpy()
     refuse_empty_rows(totals.cpu().numpy())

@@ -10,6 +10,7 @@ import torch
 
 from stand.trees import DraftBatch
 from stand.trees.arguments import check_batch
+from stand.verifiers.doubles import where_doubles_are
 
 PAD = -1
 
@@ -35,7 +36,8 @@ class TargetRows:
     __slots__ = ("_probs", "debts")
 
     def __init__(self, probs: torch.Tensor, *, debts: Sequence[RowDebts] | None = None) -> None:
-        """`probs` is [M, V] float32 or float64 on any device, rows sum to 1; it is kept, not copied.
+        """`probs` is [M, V] float32 or float64 on any device, rows sum to 1; it is kept, not copied, but for one on a
+        device without 64-bit floats, which is brought to the host.
 
         `debts`, one per row of the batch, is for rules that carry them: the last `Verdicts.debts`, or () for new rows.
         """
@@ -44,7 +46,7 @@ class TargetRows:
                 f"probs must be [M, V] in float32 or float64, got {list(probs.shape)} in {probs.dtype}; "
                 "take the softmax in float32"
             )
-        self._probs = probs
+        self._probs = where_doubles_are(probs)
         self.debts = debts
 
     @property

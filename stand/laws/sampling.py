@@ -21,6 +21,7 @@ from stand.laws.processors import ProcessorChain
 from stand.row import Row
 from stand.simd.threads import parallel_region
 from stand.trees import DraftBatch
+from stand.verifiers.doubles import where_doubles_are
 
 FILTERS = {  # in transformers' order; each class keeps its setting in an attribute of that name
     "temperature": TemperatureLogitsWarper,
@@ -155,8 +156,10 @@ class TargetLaw:
 
         Raises ValueError where a row has no finite best score: there the softmax is NaN throughout, so one column
         tells.
+
+        Laws lie where the scores do, or on the host where those lie on a device without 64-bit floats.
         """
-        num_top = min(num_top, scores.shape[1])
+        scores, num_top = where_doubles_are(scores), min(num_top, scores.shape[1])
         if scores.device.type == "cpu" and scores.dtype == torch.float32:
             laws = self._compiled_laws(scores, num_top)
         else:

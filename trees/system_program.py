@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+from functools import cache
 
 LONGEST_SECONDS = 5.0
+SYSCTL = "/usr/sbin/sysctl"
 
 
 def printed_by(*command: str) -> str | None:
@@ -18,6 +20,7 @@ def printed_by(*command: str) -> str | None:
     return done.stdout.decode("utf-8", errors="replace")
 
 
+@cache
 def kernel_value(name: str) -> str:
-    """What `sysctl` tells of the kernel under a name, such as "kern.bootsessionuuid" on macOS; "" for unknown names."""
-    return (printed_by("/usr/sbin/sysctl", "-n", name) or "").strip()
+    """What `sysctl` tells under a name, such as "kern.bootsessionuuid" on macOS; "" where it knows no such name."""
+    return (printed_by(SYSCTL, "-n", name) or "").strip()

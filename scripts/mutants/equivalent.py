@@ -495,7 +495,8 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
     ): "the root's parent is no slot, so the root is passed over",
     (
         "stand/drafters/costs/known.py",
-        "return names[0] if names else platform.processor() or platform.machine()",
+        'return names[0] if names else kernel_value("machdep.cpu.brand_string") or platform.processor() or '
+        "platform.machine()",
         "0 -> 1",
     ): "all cores of a machine have one name",
     (

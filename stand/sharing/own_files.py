@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from stand.trees.locked_files import open_locked
+from stand.trees.system_program import kernel_value
 
 MAGIC, VERSION = b"STANDNEW", 1
 # Magic, version, bytes of the vocabulary's fingerprint, which follows, and `Exchange.numbers`.
@@ -116,5 +117,5 @@ def machine_word() -> str:
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
-        machine = platform.node().encode()
+        machine = (kernel_value("kern.bootsessionuuid") or platform.node()).encode()  # the former on macOS
     return blake2b(machine, digest_size=4).hexdigest()

@@ -415,11 +415,14 @@ def test_a_system_that_says_nothing_of_its_processor_is_named_by_its_machine(mon
         raise OSError
 
     monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(known_costs, "kernel_value", {"machdep.cpu.brand_string": ""}.__getitem__)
     monkeypatch.setattr(platform, "machine", lambda: "some machine")
     monkeypatch.setattr(platform, "processor", lambda: "")
     assert processor_name() == "some machine"
     monkeypatch.setattr(platform, "processor", lambda: "some processor")
     assert processor_name() == "some processor"
+    monkeypatch.setattr(known_costs, "kernel_value", {"machdep.cpu.brand_string": "Apple M4 Pro"}.__getitem__)
+    assert processor_name() == "Apple M4 Pro"  # the processor of all of Apple's chips is "arm"
 
 
 class Steps:

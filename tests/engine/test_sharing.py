@@ -3,10 +3,12 @@
 import gc
 import logging
 import os
+import platform
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -396,6 +398,28 @@ def test_files_of_another_machine_are_let_alone(tmp_path, monkeypatch):
     monkeypatch.undo()
     joined(tmp_path, count=1)
     assert not path.exists()
+
+
+def test_a_machine_has_one_word_until_it_starts_anew(monkeypatch):
+    """The name of a Mac changes with the network that it is in; the name of its session does not."""
+
+    def refuse(self, **_):
+        raise FileNotFoundError
+
+    machine_word = own_files.machine_word.__wrapped__  # not kept
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    words = []
+    for session, node in (
+        ("1-2", "mac.home"),
+        ("1-2", "mac.office"),
+        ("3-4", "mac.office"),
+        ("", "mac.home"),
+        ("", "b"),
+    ):
+        monkeypatch.setattr(own_files, "kernel_value", {"kern.bootsessionuuid": session}.__getitem__)
+        monkeypatch.setattr(platform, "node", lambda node=node: node)
+        words.append(machine_word())
+    assert words[0] == words[1] and len(set(words)) == 4 and len(words[0]) == 8
 
 
 def test_news_with_other_ids_is_not_learned(tmp_path, caplog):

@@ -23,6 +23,7 @@ from stand.forward.devices import input_device
 from stand.forward.few_tokens.product import INSTRUCTION_SET
 from stand.forward.model import size_name
 from stand.measured_files import VARIABLE, keep_first
+from stand.trees.system_program import kernel_value
 
 MOST_TIMED_ROWS = 256  # a call with more rows takes the table of so many
 SHARED_SIZES = (64, 16, 4, 1)  # rows end: every call has the tables of these numbers of rows below its own
@@ -121,7 +122,7 @@ def processor_name() -> str:
     except OSError:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return names[0] if names else kernel_value("machdep.cpu.brand_string") or platform.processor() or platform.machine()
 
 
 def _size_class(num_rows: int) -> int:

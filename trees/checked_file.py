@@ -104,9 +104,14 @@ def _unfinished(target: Path) -> Iterator[Path]:
 
 
 def _unfinished_prefix(target: Path) -> str:
-    """How the names of unfinished files for `target` begin: with its own, cut where all of it would be too long."""
+    """How the names of unfinished files for `target` begin: with its own, cut where all of it would be too long.
+
+    Between two characters: macOS refuses half of one."""
     room = MAX_NAME_BYTES - len("..") - 2 * RANDOM_BYTES - len(".tmp")
-    return f".{os.fsdecode(os.fsencode(target.name)[:room])}."
+    name = target.name
+    while len(os.fsencode(name)) > room:
+        name = name[:-1]
+    return f".{name}."
 
 
 def read_checked_file(

@@ -276,6 +276,7 @@ def test_the_nearest_length_is_by_ratio(length):
 @pytest.mark.parametrize(("is_elsewhere", "clock"), [(False, "thread_time"), (True, "perf_counter")])
 def test_a_thread_that_computes_steps_itself_counts_its_own_time(monkeypatch, is_elsewhere, clock):
     seen = []
+    monkeypatch.setattr(step_cost, "parallel_region", lambda: 1)
 
     def measured(run_step, *, clock, warms, **sizes):
         seen.append((clock.__name__, warms))
@@ -289,10 +290,17 @@ def test_a_thread_that_computes_steps_itself_counts_its_own_time(monkeypatch, is
     assert seen == [(clock, is_elsewhere)]
 
 
+def test_processor_time_is_not_counted_where_a_thread_may_sleep_while_others_compute(monkeypatch):
+    """As on macOS, where torch has no GNU OpenMP and hands its products to Apple's library."""
+    monkeypatch.setattr(step_cost, "parallel_region", lambda: 0)
+    assert clock_of(False) is time.perf_counter
+
+
 @pytest.mark.parametrize("tick", [0.01, math.inf])
 def test_processor_time_that_is_told_too_coarsely_is_not_counted(monkeypatch, tick):
     """As in gVisor, where a small model's steps would take no time at all, or of a clock that stands."""
     fine = time.thread_time
+    monkeypatch.setattr(step_cost, "parallel_region", lambda: 1)
     monkeypatch.setattr(time, "thread_time", lambda: fine() // tick * tick if tick < math.inf else 0.0)
     assert clock_of(False) is time.perf_counter
     cost = stand.wrap(tiny_model("qwen2")).measure_cost(num_rows=1, length=4, most_tokens=4, seconds=0.01)

@@ -559,6 +559,7 @@ def test_the_door_needs_neither_torch_nor_vllm():
 def test_steps_on_a_cpu_are_timed_by_processor_time_where_it_is_fine(monkeypatch, tick, clock):
     """In gVisor its ticks are 10 ms: all sizes of steps would seem to take as long, and all drafts to pay."""
     now = itertools.count(tick, tick)
+    monkeypatch.setattr("stand.drafters.costs.step_cost.parallel_region", lambda: 1)
     monkeypatch.setattr(time, "thread_time", lambda: next(now))
     expected = getattr(time, clock)
     config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))

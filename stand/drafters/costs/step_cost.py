@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from stand.measured_files import measured_path
+from stand.simd.threads import parallel_region
 from stand.trees import DraftBatch, DraftTree
 
 FORMAT = "stand cost table 1"
@@ -250,11 +251,13 @@ def clock_of(computes_elsewhere: bool) -> Callable[[], float]:
 
 def processor_clock() -> Callable[[], float]:
     """The processor time of this thread, which other work on the machine does not lengthen; the time of day where that
-    is told too coarsely.
+    is told too coarsely, or torch's threads are not those of GNU's OpenMP.
 
-    (With several threads it waits for the others busily, so that its time is theirs.)
+    (With several of those it waits for the others busily, so that its time is theirs. While Apple's products are
+    computed by threads of their own it may sleep.)
     """
-    return time.thread_time if min(_tick(time.thread_time) for _ in range(3)) < LONGEST_TICK else time.perf_counter
+    is_fine = min(_tick(time.thread_time) for _ in range(3)) < LONGEST_TICK
+    return time.thread_time if is_fine and parallel_region() else time.perf_counter
 
 
 def _tick(clock: Callable[[], float]) -> float:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from recurrent_models import RECURRENT, recurrent_model
 from tiny_models import tiny_model
+from with_pages import needs_pages
 
 import stand
 from stand.forward import model as forward_model
@@ -463,6 +464,7 @@ def test_hidden_states_are_of_all_chunks_or_of_none():
     assert torch.equal(found.prompts[tuple(longer)], wanted.prompts[tuple(longer)])
 
 
+@needs_pages
 def test_what_cannot_be_copied_is_not_kept(monkeypatch):
     engine, enter = engine_of(), TreeCache.enter
 

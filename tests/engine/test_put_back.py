@@ -10,6 +10,7 @@ from resident import cache_bytes
 from small_law import continuation_law, p_of_continuations, small_model
 from tiny_models import kernel_model, tiny_model
 from transformers import LogitsProcessorList
+from with_pages import needs_pages
 
 import stand
 from stand.drafters.drafter import DraftRequest
@@ -19,6 +20,8 @@ from stand.scheduling.admission import beginning
 from stand.scheduling.page_allocator import PageAllocator, PagesExhaustedError
 from stand.scheduling.within_pages import WithinPages, most_draft_pages
 from stand.trees import DraftBatch
+
+pytestmark = needs_pages
 
 PROMPT = [5, 9, 11, 4, 5, 9]
 ROWS = 32

@@ -14,6 +14,7 @@ from letter_tokenizer import LETTERS, letter_tokenizer
 from pearson import p_value
 from tiny_models import SHAPE, tiny_model
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, Qwen2Config
+from with_pages import needs_pages
 
 import stand
 from stand.backend import CapturedBackend
@@ -140,7 +141,7 @@ def test_ratio_rules_repeat_and_all_rows_live_is_one_batch():
     assert runs[0] == runs[1] and runs[2] == runs[3] != runs[0]
 
 
-@pytest.mark.parametrize("pages", [None, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pages", [None, pytest.param(20, marks=[pytest.mark.slow, needs_pages])])
 def test_hundreds_of_mixed_requests_are_each_their_own_call(pages):
     """End tokens, stop strings, short and long limits, greedy: 12 kinds in random order."""
     generator = random.Random(3)
@@ -161,7 +162,7 @@ def test_hundreds_of_mixed_requests_are_each_their_own_call(pages):
     settings = {"max_rows": 32, "max_cache_bytes": pages and cap_of(pages, engine), "do_sample": False}
     run = engine.run((stand.Request(**kinds[kind], id=kind) for kind in order), **settings)
     found = list(run)
-    assert run.num_slots == run.num_cached == 0
+    assert not run.num_slots and run.num_cached == 0
     assert [kind for _, kind in sorted((one.row, one.id) for one in found)] == order
     for one in found:
         assert (one.token_ids, one.text, one.finish_reason) == alone[one.id]
@@ -199,6 +200,7 @@ def p_of_run(model, prompts) -> float:
     return min(p_value(own, own.sum() * exact_law(model, prompt)) for own, prompt in zip(counts, prompts, strict=True))
 
 
+@needs_pages
 def test_rows_that_take_others_places_follow_the_exact_law(monkeypatch):
     model, prompts = small_model(), [[3, 5, 1, 3], [6, 2, 2, 4, 0, 6]]
     assert p_of_run(model, prompts) > 1e-3
@@ -246,6 +248,7 @@ def interrupt(engine: stand.Engine, generator: random.Random, patch: pytest.Monk
 WHERE = ("on_step", "forward", "draft", "learn", "learn_prompt", "request", "close", "consumer")
 
 
+@needs_pages
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
 def test_many_interruptions_leave_nothing_behind(count):
     engine, generator = engine_of(), random.Random(1)
@@ -425,6 +428,7 @@ def test_a_run_counts_the_keys_that_it_holds():
     assert told[0] == (3, 5 + 2 * 1 + 0 + 1) and told[-1] == (0, 0)
 
 
+@needs_pages
 def test_a_long_first_prompt_does_not_limit_the_rows_behind_it():
     """Under a cap that holds it alone, or several short rows."""
     engine, live = engine_of(), []
@@ -448,6 +452,7 @@ def test_places_that_take_memory_are_those_of_the_rows_that_enter_first():
     assert not backend.has_pool and CapturedBackend(tiny_model("qwen2"), "asked for").has_pool
 
 
+@needs_pages
 @pytest.mark.parametrize("is_read_to_its_end", [False, True])
 def test_a_run_that_has_ended_keeps_no_keys(is_read_to_its_end):
     gc.collect()  # what other tests have left

@@ -14,6 +14,7 @@ from tiny_models import VOCABULARY_SIZE, kernel_model, tiny_model
 from transformers import LogitsProcessorList
 from turns import PROMPTS, restless_calls, take_turns
 from two_tokens import assert_greedy_equals_transformers
+from with_pages import needs_pages
 
 import stand
 from stand.drafters.costs.step_cost import StepCost
@@ -239,6 +240,7 @@ def test_continuations_follow_the_exact_law(kind, is_honest):
 # The engine around it.
 
 
+@needs_pages
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_pages_hold_the_streams_too(placement, monkeypatch):
     """Rows are put back where pages run out, and with `match` no token changes."""

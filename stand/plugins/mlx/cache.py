@@ -66,9 +66,10 @@ class RoomCache(TreeCache):
         """[M, 1, V]."""
         step, places = PackedStep(plan), count()
         caches = [self._layer_cache(kind, step, places, index) for index, kind in enumerate(self._kinds)]
-        logits = self._model(mx.array(plan.token_ids.astype(np.int32))[:, None], cache=caches)
-        forget_asked()
-        return logits
+        try:
+            return self._model(mx.array(plan.token_ids.astype(np.int32))[:, None], cache=caches)
+        finally:
+            forget_asked()
 
     def _layer_cache(self, kind: object, step: PackedStep, places: Iterator[int], index: int) -> object:
         """places: of the next layers that keep keys. index: of the layer among those that keep something."""

@@ -159,12 +159,8 @@ class RecurrentLayer:
         stored = layer.stored[-1]
         layer.advance = lambda of_rows, tokens: rule(tokens, stored[mx.array(of_rows)])[1]
         predecessors = plan.paths_back(2)[:, 0].numpy() - plan.num_rows
-        order, outputs, places = (
-            [],
-            [],
-            np.zeros(plan.num_tokens, dtype=np.int64),
-        )  # of a token among those of its depth
-        state = stored[mx.array(rows)]
+        places = np.zeros(plan.num_tokens, dtype=np.int64)  # of a token among those of its depth
+        order, outputs, state = [], [], stored[mx.array(rows)]
         for depth in range(int(plan.depths.max()) + 1):
             tokens = np.flatnonzero(plan.depths == depth)
             if depth > 0:
@@ -173,6 +169,8 @@ class RecurrentLayer:
             places[tokens] = np.arange(len(tokens))
             order.append(tokens)
             outputs.append(output)
+        if len(outputs) == 1:  # no drafts: the states are those behind what is kept
+            layer.advance = lambda of_rows, tokens: state[mx.array(of_rows - plan.first_row)]
         return mx.concatenate(outputs)[mx.array(np.argsort(np.concatenate(order)))]
 
 

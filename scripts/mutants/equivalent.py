@@ -162,6 +162,17 @@ _SAME_FILES = "if known is not None and self._known is not None and known.path(1
 
 EQUIVALENT: dict[tuple[str | int, ...], str] = {
     (
+        "stand/gpu/packets/packing.pyx",
+        "cdef Py_ssize_t row, place, first, end = 0",
+        "0 -> 1",
+    ): "paths begin one place later in an array that has room for the root, which no path has",
+    (
+        "stand/gpu/packets/packing.pyx",
+        "for node in range(1, count):",
+        "1 -> 0",
+        2,
+    ): "no node has the root's round, whose places are none",
+    (
         "stand/drafters/costs/step_cost.py",
         "return seconds if (seconds[1:] > JUMP * curve).any() else None",
         "Gt -> GtE",

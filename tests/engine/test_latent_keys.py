@@ -93,6 +93,18 @@ def test_keys_are_expanded_where_nothing_is_known_of_the_projection(model, expan
     assert sorted(expanded) == sorted(probes + chunks)
 
 
+def test_keys_are_expanded_where_the_projections_matrix_lies_otherwise(model, expanded):
+    """Its rows are taken apart as views."""
+    model = copy.deepcopy(model)
+    for layer in layers_of(model):
+        layer.kv_b_proj.weight = torch.nn.Parameter(layer.kv_b_proj.weight.detach().T.contiguous().T)
+    expected = [generated(model, prompt) for prompt in PROMPTS]
+    engine = stand.wrap(model, drafter=BlendedDrafter(budget=16))
+    del expanded[:]
+    assert engine.generate(PROMPTS, max_new_tokens=24, temperature=0, stop_token_ids=[]).token_ids == expected
+    assert len(expanded) > 3 * len(layers_of(model))
+
+
 def test_a_layer_that_computes_keys_otherwise_goes_on_as_it_does(model, monkeypatch):
     """The check compares both ways before the first step."""
     kind = type(layers_of(model)[0])

@@ -89,7 +89,7 @@ def test_tiles_by_rows_and_groups():
     assert [tile_tokens(80, 1, HeadSizes(192, size), torch.bfloat16) for size in (128, 192)] == [128, 64]
     with pytest.raises(ValueError, match="at most 64 query rows"):
         tile_tokens(1, 71, HeadSizes.alike(64), torch.float32)
-    for sizes in ((528, 528), (192, 100), (100, 192)):
+    for sizes in ((528, 528), (192, 100), (100, 192), (64, 0), (0, 64)):
         with pytest.raises(ValueError, match="head sizes up to 512 that are multiples of 16"):
             blocks(16, HeadSizes(*sizes), torch.bfloat16)
 

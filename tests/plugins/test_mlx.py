@@ -266,6 +266,37 @@ def masked_forward(model, inputs, cache=None, *others):
     return model.norm(hidden)
 
 
+def test_dropout_in_training_mode_is_refused_whenever_it_comes():
+    model = tiny_model("llama")
+    model.layers[0].mlp.dropout = nn.Dropout(0.0)
+    model.layers[0].mlp.train()
+    engine = wrap(model)  # nothing is left out
+    settings = {"input_ids": [PROMPTS[0]], "max_new_tokens": 3, "do_sample": False}
+    engine.generate(**settings)
+    model.layers[0].mlp.dropout = nn.Dropout(0.5)
+    with pytest.raises(
+        UnsupportedModelError, match="in evaluation mode, got training mode with dropout; call model.eval"
+    ):
+        engine.generate(**settings)
+    with pytest.raises(UnsupportedModelError, match="call model.eval"):
+        wrap(model)
+    model.eval()
+    engine.generate(**settings)
+
+
+@pytest.mark.parametrize(("name", "split"), [
+    ("sharding_group", types.SimpleNamespace(size=lambda: 2)), ("group", types.SimpleNamespace(size=lambda: 2)),
+    ("pipeline_size", 2),
+])  # fmt: skip
+def test_a_model_that_processes_share_is_refused(name, split):
+    model = tiny_model("llama")
+    setattr(model.layers[1].mlp, name, types.SimpleNamespace(size=lambda: 1) if name != "pipeline_size" else 1)
+    wrap(model)
+    setattr(model.layers[1].mlp, name, split)
+    with pytest.raises(UnsupportedModelError, match="must be whole in one process, got one of 2 that share it"):
+        wrap(model)
+
+
 def test_what_is_no_model_of_mlx_lm_is_refused():
     with pytest.raises(UnsupportedModelError, match="needs a model of mlx-lm, got Linear"):
         wrap(torch.nn.Linear(2, 2))

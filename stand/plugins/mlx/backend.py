@@ -34,5 +34,6 @@ class MlxBackend:
         return self._model.new_cache(1, 0)
 
     def new_step(self, start: StepStart) -> EagerStep:
+        self._model.refuse_training()
         cache = self._model.new_cache(start.num_places, max(row.num_cached for row in start.rows) + 1)
         return EagerStep(self._model, cache, start.law, start.verifier, num_top=start.num_top)

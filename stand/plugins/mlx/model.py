@@ -66,6 +66,15 @@ class MlxModel(ForeignModel):
     def new_cache(self, num_rows: int = 1, room: int = 1) -> RoomCache:
         return RoomCache(self.inner, self._kinds, num_rows, room)
 
+    def refuse_training(self) -> None:
+        """Raise UnsupportedModelError where the training mode leaves numbers out at random."""
+        if any(
+            isinstance(module, nn.Dropout) and module.training and module._p_1 < 1 for module in self.inner.modules()
+        ):
+            raise UnsupportedModelError(
+                "the model must be in evaluation mode, got training mode with dropout; call model.eval()"
+            )
+
     def seen_weights(self) -> bytes:
         weights = [weight.reshape(-1) for _, weight in tree_flatten(self.inner.parameters()) if weight.size]
         few = [weight[:: max(len(weight) // FEW, 1)] for weight in weights]

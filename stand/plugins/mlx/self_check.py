@@ -27,11 +27,24 @@ def checked_model(inner: object, end_ids: list[int]) -> MlxModel:
             f"wrap needs a model of mlx-lm, got {type(inner).__name__}; pass the first of what mlx_lm.load returns, or "
             "a transformers model to stand.wrap"
         )
+    _refuse_split(inner)
     with _failures_refused(inner):
         model = MlxModel(inner, end_ids)
+        model.refuse_training()
         tolerance = TOLERANCES.get(model.dtype, TOLERANCE)
         check_trees(model, lambda *text: text_logits(inner, *text), tolerance=tolerance, runner="mlx-lm")
     return model
+
+
+def _refuse_split(inner: nn.Module) -> None:
+    for module in inner.modules():
+        group = getattr(module, "sharding_group", None) or getattr(module, "group", None)
+        count = max(getattr(module, "pipeline_size", 1), 1 if group is None else group.size())
+        if count > 1:
+            raise UnsupportedModelError(
+                f"a model must be whole in one process, got one of {count} that share it, each of which would draw and "
+                "draft for itself; load it without sharding"
+            )
 
 
 def text_logits(inner: nn.Module, tokens: np.ndarray, count: int) -> torch.Tensor:

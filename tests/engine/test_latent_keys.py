@@ -120,6 +120,17 @@ def test_a_layer_that_computes_keys_otherwise_goes_on_as_it_does(model, monkeypa
     assert greedy_tokens(model) == [generated(model, prompt) for prompt in PROMPTS]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_only_rounding_passes(model, monkeypatch, dtype):
+    """One part in a hundred is none, in types of many digits."""
+    kind = type(layers_of(model)[0])
+    own = kind.expand_kv
+    model = copy.deepcopy(model).to(dtype)
+    assert LatentKeys(layers_of(model)[0]).are_right()
+    monkeypatch.setattr(kind, NAME, lambda *given: tuple(1.01 * part for part in own(*given)))
+    assert not LatentKeys(layers_of(model)[0]).are_right()
+
+
 def test_weights_that_change_count_from_the_next_step_on(model):
     model = copy.deepcopy(model)
     engine = stand.wrap(model, drafter=BlendedDrafter(budget=16))

@@ -2,6 +2,7 @@
 steps, whatever rows do."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from stand.forward.attention_shape import AttentionShape, HeadSizes
 from stand.forward.cache.key_shape import KeyShape, LayerKeys, key_shape
 from stand.forward.cache.tree_cache import TreeCache
 from stand.fusion.trial import Trial
-from stand.gpu import step_body
+from stand.gpu import kernel_attention, step_body
 from stand.gpu.captured_step import CapturedStep
 from stand.gpu.device_cache import DeviceCache, has_one_type
 from stand.gpu.kernel_attention import KernelPlan
@@ -254,3 +255,25 @@ def test_a_plan_of_kernels_fits_a_steps_queries_over_a_pool():
 
 def test_models_that_were_not_seen_have_the_kinds_of_their_configuration():
     assert key_shape(kernel_model("mistral")).attentions == (AttentionShape(4, 2, HeadSizes.alike(64), window=8),)
+
+
+@pytest.mark.parametrize(("given", "scale"), [({}, 0.25), ({"scaling": None}, 0.25), ({"scaling": 2.0}, 2.0)])
+def test_scores_are_scaled_as_the_layer_says_or_by_the_size_of_a_head(monkeypatch, given, scale):
+    """Of 16 numbers."""
+    seen = []
+
+    def recorded(query, *others):
+        seen.append(others[9])
+        return query
+
+    monkeypatch.setattr(kernel_attention, "tree_attention", recorded)
+    work = SimpleNamespace(num_partials=1, items=None, partial_starts=None, tile_tokens=1)
+    plan = SimpleNamespace(
+        work=lambda shape: work,
+        step={"pages": None, "ancestors": None, "positions": None},
+        partials=torch.zeros(64),
+        log_sums=torch.zeros(4),
+    )
+    keys = torch.zeros(3, 2, 8, 16)
+    kernel_attention.attend(torch.nn.Module(), torch.zeros(1, 4, 5, 16), keys, keys, None, stand_plan=plan, **given)
+    assert seen == [scale]

@@ -16,6 +16,7 @@ import torch  # noqa: E402
 from mlx_lm.models import base  # noqa: E402
 from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, RotatingKVCache  # noqa: E402
 from mlx_lm.tokenizer_utils import TokenizerWrapper  # noqa: E402
+from mlx_lm.tuner.utils import linear_to_lora_layers  # noqa: E402
 from tiny_mlx import HYBRIDS, SERVED, VOCABULARY_SIZE, WINDOW, own_greedy, tiny_model  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
@@ -63,6 +64,20 @@ def test_quantised_weights_are_served_as_they_are(bits):
 
 def tiny_mlx_bytes() -> int:
     return wrap(tiny_model("qwen3")).model.get_memory_footprint()
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_5"])
+def test_adapters_act_on_drafts_too(architecture):
+    model = tiny_model(architecture)
+    without = own_greedy(model, PROMPTS[0], 30)
+    linear_to_lora_layers(model, 2, {"rank": 4, "scale": 10.0, "dropout": 0.1})
+    for _, module in model.named_modules():
+        if hasattr(module, "lora_b"):
+            module.lora_b = mx.random.normal(module.lora_b.shape, key=mx.random.key(1))
+    model.eval()
+    output = drafting(model).generate(input_ids=PROMPTS, max_new_tokens=30, do_sample=False)
+    assert output.token_ids == [own_greedy(model, prompt, 30) for prompt in PROMPTS]
+    assert output.token_ids[0] != without and output.stats.num_accepted_draft_tokens > 0
 
 
 @pytest.mark.parametrize("architecture", ["gemma3_text", *HYBRIDS])

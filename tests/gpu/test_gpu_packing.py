@@ -9,7 +9,7 @@ from gpu_parts.kernel_bench import heap_parents, turns_of
 
 from stand.forward.packed_plan import StepPlan
 from stand.gpu.packets.packet import Packet
-from stand.gpu.packets.packing import StepArrays, kept_paths, outgrown
+from stand.gpu.packets.packing import StepArrays, fill_laws, kept_paths, outgrown
 from stand.gpu.packets.step_size import CLOSE_NUM_TOKENS, MAX_ROW_NODES, NUM_TOKENS, StepSize
 from stand.gpu.packets.work_list import Splitting, Tiling, WorkList
 from stand.trees import DraftBatch, DraftTree
@@ -279,3 +279,22 @@ def test_sizes_of_mixtures_lie_closer():
         size = StepSize.covering(count, 4, **tilings, sizes=CLOSE_NUM_TOKENS).num_tokens
         assert count <= size <= StepSize.covering(count, 4, **tilings).num_tokens
         assert size - count <= max(count / 2 - 1, 0)
+
+
+def test_laws_that_are_narrower_than_their_room_leave_padding_without_mass():
+    """Whatever an earlier step has left there: no token, and no mass beside it."""
+    ids, law = np.full((6, 5), 9, dtype=np.int32), np.full((6, 5), 0.9, dtype=np.float32)
+    given = np.arange(12, dtype=np.int32).reshape(4, 3), np.linspace(0.1, 0.4, 12, dtype=np.float32).reshape(4, 3)
+    fill_laws(*given, ids, law)
+    assert np.array_equal(ids[:4, :3], given[0]) and np.array_equal(law[:4, :3], given[1])
+    assert np.all(ids[:4, 3:] == -1) and np.all(ids[4:] == -1) and not law[:4, 3:].any()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_rows", "tiles"), [(35, 3, 5), (16, 1, 1), (17, 1, 2), (3, 5, 3), (80, 4, 8)]
+)
+def test_as_many_items_as_rows_can_need_and_no_more(num_tokens, num_rows, tiles):
+    """One token in every row but one needs the most tiles; each is one item where keys are not split."""
+    rows = min(num_tokens, num_rows)
+    worst = -(-(num_tokens - rows + 1) // 16) + rows - 1
+    assert worst == tiles and Tiling(16, Splitting(1)).most_items(num_tokens, num_rows, 64) == tiles

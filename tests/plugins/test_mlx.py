@@ -165,6 +165,13 @@ def test_a_model_without_drafts_before_its_end_tokens_ends():
     assert wrap(model, several).model.generation_config.eos_token_id == [3, 7, 9]  # mlx-lm adds the tokenizer's own
 
 
+def test_a_template_of_mlx_lms_own_is_told():
+    tokenizer = TokenizerWrapper(AutoTokenizer.from_pretrained(REASONER), chat_template=lambda *chat, **options: "")
+    model, _ = mlx_lm.load(REASONER)
+    with pytest.warns(UserWarning, match="rendered by the tokenizer's template, not by mlx-lm's own.*pass texts that"):
+        wrap(model, tokenizer)
+
+
 def test_steps_are_timed_by_the_time_of_day():
     engine = wrap(tiny_model("llama"))
     assert engine.backend.computes_elsewhere and engine.backend.name == "mlx"

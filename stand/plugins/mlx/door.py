@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
@@ -40,10 +42,20 @@ def wrap(
         )
     end_ids = _end_ids(tokenizer)
     if isinstance(tokenizer, TokenizerWrapper):
+        _warn_of_template(tokenizer)
         tokenizer = tokenizer._tokenizer
     foreign = checked_model(model, end_ids)
     attach(drafter, foreign, tokenizer, rule)
     return Engine(foreign, tokenizer, drafter=drafter, verifier=rule, backend=MlxBackend(foreign))
+
+
+def _warn_of_template(tokenizer: TokenizerWrapper) -> None:
+    if tokenizer._chat_template is not None:
+        warnings.warn(
+            "chats are rendered by the tokenizer's template, not by mlx-lm's own for this model; pass texts that "
+            "tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) makes",
+            stacklevel=3,
+        )
 
 
 def _end_ids(tokenizer: object) -> list[int]:

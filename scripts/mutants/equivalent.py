@@ -168,6 +168,21 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
     ): "paths begin one place later in an array that has room for the root, which no path has",
     (
         "stand/gpu/packets/packing.pyx",
+        "for node in range(support_ids.shape[0] if width else 0):",
+        "0 -> 1",
+    ): "nothing is copied of a law without a width",
+    (
+        "stand/gpu/packets/work_list.py",
+        "most = tiling.most_items(int(offsets[-1]), len(lengths), int(lengths.max(initial=0)))",
+        "0 -> 1",
+    ): "a list of no rows has no items",
+    (
+        "stand/gpu/tuning/attention_tiles.py",
+        "choices = [[one for one in tile if 0 < limits.needs(one) <= limits.shared_bytes] for tile in tiles]",
+        "0 -> 1",
+    ): "no tile needs a single byte",
+    (
+        "stand/gpu/packets/packing.pyx",
         "for node in range(1, count):",
         "1 -> 0",
         2,

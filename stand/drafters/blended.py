@@ -40,12 +40,12 @@ MOST_NODES = 1 << 16  # a budget beyond this is a mistake: no step holds so many
 def default_budget(model: PreTrainedModel) -> int:
     """Draft nodes per step where costs are not asked: few on a CPU, as many as cost little more than one on a GPU.
 
-    32: best of 16 to 64 on two cores with the bundled model (LOG.md). 112: within 2 % of the best for 1 to 16 rows of
-    2,048 tokens of a dense model by the times of an H100; `AssumedCosts` draft less behind longer texts, and more for
-    more rows (docs/gpu.md). 8: for a mixture of experts on a GPU, where every token reads weights of its own; not
-    measured.
+    32: best of 16 to 64 on two cores with the bundled model (LOG.md); also for an Apple chip's GPU, where it was not
+    measured. 112: within 2 % of the best for 1 to 16 rows of 2,048 tokens of a dense model by the times of an H100;
+    `AssumedCosts` draft less behind longer texts, and more for more rows (docs/gpu.md). 8: for a mixture of experts on
+    CUDA, where every token reads weights of its own; not measured.
     """
-    if input_device(model).type == "cpu":
+    if input_device(model).type != "cuda":
         return 32
     return 8 if is_mixture(model) else 112
 
@@ -61,11 +61,11 @@ class BlendedDrafter(LookupDrafter):
     a draft is planned first, and where it does not pay as a whole, as many nodes are drafted as give the most tokens
     per second.
 
-    With neither, on a CPU, the first call of so many rows times a few steps, of fewer rows too, since rows end: less
-    than two seconds of processor time for each of 1, 4, 16 ... rows, or sixteen of its steps. The results are kept in
-    files and followed while steps run (`stand.drafters.costs.known`). On a GPU it is the table that gpu_bench.py saved,
-    if there is one; without it, steps of a mixture of experts are timed as on a CPU, because there every token may read
-    more weights, and those of other models on one GPU cost what is computed from their sizes (`AssumedCosts`).
+    With neither, on a CPU or an Apple chip's GPU, the first call of so many rows times a few steps, of fewer rows too,
+    since rows end: less than two seconds for each of 1, 4, 16 ... rows, or sixteen of its steps. The results are kept
+    in files and followed while steps run (`stand.drafters.costs.known`). On CUDA it is the table that gpu_bench.py
+    saved, if there is one; without it, steps of a mixture of experts are timed as on a CPU, because there every token
+    may read more weights, and those of other models on one GPU cost what is computed from their sizes (`AssumedCosts`).
     Elsewhere the budget is `default_budget`.
     floor: no node that is less likely to be accepted (estimated), in [0, 1].
     kind: "sampled" children; "mixed": one sampled child, then the likeliest others; or "deterministic".
@@ -128,7 +128,7 @@ class BlendedDrafter(LookupDrafter):
         """Where neither a budget nor costs are given; see the class."""
         folder, device, is_mixed = measured_folder(), input_device(model).type, is_mixture(model)
         costs = None if folder is None else saved_costs(model, folder)
-        is_timed = folder is not None and costs is None and (device == "cpu" or is_mixed)
+        is_timed = folder is not None and costs is None and (device != "cuda" or is_mixed)
         known = KnownCosts(model, folder) if is_timed else None
         if known is not None and self._known is not None and known.path(1) == self._known.path(1):
             known = self._known  # calls that were prepared go on with their tables

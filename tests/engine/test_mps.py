@@ -71,6 +71,20 @@ def test_every_drafter_serves_there(name):
     assert drafted[0] == drafted[1]
 
 
+def test_steps_are_timed_first_and_few_are_drafted_where_nothing_may_be_timed(monkeypatch, tmp_path):
+    """By the time of day: this thread waits for the device."""
+    for costs, budget in (("off", 32), (str(tmp_path), None)):
+        monkeypatch.setenv("STAND_COSTS", costs)
+        model = copy.deepcopy(tiny_model("llama"))
+        with pretended_mps():
+            move_to_mps(model)
+            engine = stand.wrap(model, fuse=False)
+            assert engine.backend.computes_elsewhere and engine.drafter.budget == budget
+            engine.generate(input_ids=PROMPTS, max_new_tokens=4, seed=3, temperature=0.8)
+    (first, *_) = sorted(path.name for path in tmp_path.iterdir())
+    assert "-sdpa-unfused-" in first
+
+
 def test_a_rule_computes_on_the_host():
     """Laws of a user's own, on a device without 64-bit floats: every lossless rule answers as it does elsewhere."""
     batch = DraftBatch.concatenate([DraftTree.chain([4, 2, 3])])

@@ -172,6 +172,11 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "0 -> 1",
     ): "nothing is copied of a law without a width",
     (
+        "stand/gpu/packets/packing.pyx",
+        "cdef int64_t splits = max(row_items // max(tiles, 1), 1)",
+        "max -> its argument 1 #2",
+    ): "every row that is given has a tile",
+    (
         "stand/gpu/packets/work_list.py",
         "most = tiling.most_items(int(offsets[-1]), len(lengths), int(lengths.max(initial=0)))",
         "0 -> 1",

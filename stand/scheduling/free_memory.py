@@ -49,6 +49,9 @@ def most_bytes(model: PreTrainedModel, held: int) -> float:
     if was_moved or not shares:
         shares = ((input_device(model), 1.0),)
     free = min(available_bytes(device) / share for device, share in shares)
+    of_library = getattr(model, "free_bytes", None)  # of a model that another library runs
+    if of_library is not None:
+        free = min(free, of_library())
     return max(SHARE * (free + held), held)
 
 

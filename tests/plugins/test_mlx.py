@@ -1,6 +1,7 @@
 """The engine around models of mlx-lm: against mlx-lm's own generation, on whatever MLX runs on here."""
 
 import json
+import math
 import types
 from pathlib import Path
 
@@ -22,12 +23,14 @@ from transformers import AutoTokenizer  # noqa: E402
 
 import stand  # noqa: E402
 from stand.forward.cache.key_shape import key_shape  # noqa: E402
-from stand.forward.cache.tree_cache import CacheMemoryError  # noqa: E402
+from stand.forward.cache.tree_cache import DRAFT_ROOM, CacheMemoryError  # noqa: E402
 from stand.forward.packed_plan import StepPlan  # noqa: E402
 from stand.forward.self_check import UnsupportedModelError, check_tree  # noqa: E402
 from stand.plugins.foreign import tree_check  # noqa: E402
 from stand.plugins.mlx import attention, cache, recurrent, wrap  # noqa: E402
+from stand.plugins.mlx.cache import RoomCache  # noqa: E402
 from stand.plugins.mlx.self_check import text_logits  # noqa: E402
+from stand.scheduling.free_memory import SHARE  # noqa: E402
 from stand.trees import DraftBatch  # noqa: E402
 
 REASONER = "scripts/reasoner"
@@ -163,6 +166,21 @@ def test_a_model_without_drafts_before_its_end_tokens_ends():
     assert wrap(model).model.generation_config.eos_token_id is None
     several = TokenizerWrapper(tokenizer, eos_token_ids=[9, 7])
     assert wrap(model, several).model.generation_config.eos_token_id == [3, 7, 9]  # mlx-lm adds the tokenizer's own
+
+
+def test_rows_take_turns_where_metal_recommends_little(monkeypatch):
+    """Room for two rows of 3 + 20 tokens and their drafts, beside what is in use."""
+    engine = drafting(tiny_model("llama"))
+    assert engine.model.free_bytes() == math.inf
+    row = (3 + 20 + DRAFT_ROOM) * key_shape(engine.model).token_bytes
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 1000)
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 1000 + 2.1 * row / SHARE})
+    most, step = [], RoomCache.keep_states
+    monkeypatch.setattr(RoomCache, "keep_states", lambda cache, ends: (most.append(len(ends)), step(cache, ends)))
+    engine.generate(input_ids=[[1, 2, 3]], num_return_sequences=6, max_new_tokens=20, temperature=1.0, seed=0)
+    assert max(most) == 2
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 7})
+    assert engine.model.free_bytes() == 0
 
 
 def test_a_template_of_mlx_lms_own_is_told():

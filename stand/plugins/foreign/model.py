@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
@@ -53,6 +54,10 @@ class ForeignModel(PreTrainedModel, GenerationMixin):
     def seen_weights(self) -> bytes:
         """A few numbers of weights that may change, which tell keys of others from these."""
         return b""
+
+    def free_bytes(self) -> float:
+        """That the library can still take for keys, where it knows of a limit beside the system's."""
+        return math.inf
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """Bytes of the weights."""

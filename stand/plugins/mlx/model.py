@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 
@@ -65,6 +66,11 @@ class MlxModel(ForeignModel):
 
     def new_cache(self, num_rows: int = 1, room: int = 1) -> RoomCache:
         return RoomCache(self.inner, self._kinds, num_rows, room)
+
+    def free_bytes(self) -> float:
+        """Of what Metal recommends; beyond that an Apple chip's GPU fails, or the system swaps."""
+        recommended = mx.device_info().get("max_recommended_working_set_size", math.inf)
+        return max(recommended - mx.get_active_memory(), 0.0)
 
     def refuse_training(self) -> None:
         """Raise UnsupportedModelError where the training mode leaves numbers out at random."""

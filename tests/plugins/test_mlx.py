@@ -272,6 +272,15 @@ def test_a_window_is_that_of_the_models_own_mask():
         wrap(model)
 
 
+def test_a_mask_that_a_layer_computes_with_keeps_its_window():
+    keys = wrap(tiny_model("llama")).model.new_cache()
+    layer = cache.LayerCache(keys, 0, types.SimpleNamespace(positions=None), WINDOW)
+    assert layer.make_mask(1, return_array=True) is layer.make_mask(1, True, WINDOW) is None
+    assert layer.make_mask(1).window == layer.make_mask(1, window_size=WINDOW).window == WINDOW
+    with pytest.raises(ValueError, match="must have its window in its cache, too, got 9 and 8 tokens"):
+        layer.make_mask(1, return_array=True, window_size=WINDOW + 1)
+
+
 @pytest.mark.parametrize(
     ("made", "reason"),
     [

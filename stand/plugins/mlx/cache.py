@@ -36,8 +36,16 @@ class LayerCache:
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> WindowMask | None:
-        """None where the model would compute with it: each token looks like a text of one, which needs no mask."""
-        return None if return_array else WindowMask(window_size or self._window)
+        """None where the model would compute with it: each token looks like a text of one, which needs no mask. Raises
+        ValueError where it would then lose a window."""
+        if not return_array:
+            return WindowMask(window_size or self._window)
+        if window_size not in (None, self._window):
+            raise ValueError(
+                f"a layer that computes with its mask must have its window in its cache, too, got {window_size} and "
+                f"{self._window} tokens; this model cannot be served"
+            )
+        return None
 
 
 class RoomCache(TreeCache):
@@ -98,9 +106,7 @@ class RoomCache(TreeCache):
 
     def enter(self, row: int, prefilled: RoomCache, length: int) -> None:
         super().enter(row, prefilled, length)
-        mx.eval(
-            self.keys, self.values, self.recurrent.arrays
-        )  # else what was prefilled would be held until the next step
+        mx.eval(self.keys, self.values, self.recurrent.arrays)  # else it would hold what was prefilled
 
     def _allocate(self, like: mx.array) -> mx.array:
         shape = (self.num_rows, like.shape[1], self.room, like.shape[3])

@@ -84,6 +84,13 @@ def test_adapters_act_on_drafts_too(architecture):
 
 
 @pytest.mark.parametrize("architecture", ["gemma3_text", *HYBRIDS])
+def test_a_prompt_of_one_token_has_nothing_behind_it(architecture):
+    model = tiny_model(architecture)
+    output = drafting(model).generate(input_ids=[[5]], max_new_tokens=20, do_sample=False)
+    assert output.token_ids == [own_greedy(model, [5], 20)]
+
+
+@pytest.mark.parametrize("architecture", ["gemma3_text", *HYBRIDS])
 def test_a_prompt_is_read_in_chunks_and_seen_whole(architecture):
     model = tiny_model(architecture)
     prompt = np.random.default_rng(0).integers(0, VOCABULARY_SIZE, 700).tolist()

@@ -52,6 +52,18 @@ OF_LLAMA_CPP: dict[str, dict[tuple[str | int, ...], str]] = {
             "0 -> 1",
         ): "its number is never read",
     },
+    "mlx/attention.py": {
+        (
+            "if plan.num_tokens == plan.num_rows == 1 and window is None:",
+            "1 -> 0",
+        ): "a shortcut: a mask of a token that sees all says the same",
+    },
+    "mlx/recurrent.py": {
+        (
+            "stored = [None if array is None else array + 0 for array in layer.stored]",
+            "Add -> Sub",
+        ): "a copy either way",
+    },
     "llama_cpp/backend.py": {
         ("return max(context.num_slots - filled, 0)", "0 -> 1"): "neither is a page",
     },

@@ -161,6 +161,7 @@ def test_memory_is_counted_by_what_layers_keep():
     keys.run(plan, 1)
     assert keys.nbytes == 2 * 256 * key_shape(engine.model).token_bytes
     assert key_shape(engine.model).token_bytes == (2 * 16 + 2 * 32) * 4
+    assert key_shape(wrap(tiny_model("llama")).model).token_bytes == 4 * 2 * (16 + 16) * 4  # layers, heads, numbers
     with pytest.raises(CacheMemoryError, match="must fit into memory"):
         engine.model.new_cache(10**6, 10**6).enter(0, keys, 3)
 

@@ -37,7 +37,7 @@ _REFILLED = "rows that the cache does not know are filled anew, whatever it is s
 _HAS_A_TOKEN = "every vocabulary has a token 1"
 _UNREAD = "what is there of a text is neither new nor read"
 
-OF_LLAMA_CPP: dict[str, dict[tuple[str | int, ...], str]] = {
+OF_FOREIGN: dict[str, dict[tuple[str | int, ...], str]] = {
     "llama_cpp/sequences.py": {
         ("super().__init__(0, 0)", "0 -> 1"): "storage of another kind of cache, which is not used",
         ("super().__init__(0, 0)", "0 -> 1 #2"): "storage of another kind of cache, which is not used",
@@ -658,7 +658,7 @@ EQUIVALENT: dict[tuple[str | int, ...], str] = {
         "Or -> And",
     ): "what is not taken at once is asked array by array, which finds no fault",
     **{(f"stand/sharing/{file}", *change): why for file, of in OF_SHARING.items() for change, why in of.items()},
-    **{(f"stand/plugins/{file}", *change): why for file, of in OF_LLAMA_CPP.items() for change, why in of.items()},
+    **{(f"stand/plugins/{file}", *change): why for file, of in OF_FOREIGN.items() for change, why in of.items()},
     **{(f"stand/scheduling/{file}", *change): why for file, of in OF_SCHEDULING.items() for change, why in of.items()},
     **{
         (f"stand/drafters/neighbours/{file}", *change): why

@@ -82,8 +82,9 @@ class RoomStates:
             array[target] = array[source]
 
     def keep(self, plan: StepPlan, ends: Sequence[int]) -> None:
-        """Of the forward over `plan` the path to token ends[a], row-local, of each of its rows a stays."""
-        rows = np.arange(plan.first_row, plan.first_row + plan.num_rows)
+        """Of the forward over drafts `plan`, which are those of the first rows, the path to token ends[a], row-local,
+        of each row a stays."""
+        rows = np.arange(plan.num_rows)
         packed = plan.packed_places(ends)
         depths = plan.depths[packed] + 1
         groups = [np.flatnonzero(depths == count) for count in np.unique(depths)]
@@ -152,10 +153,10 @@ class RecurrentLayer:
             output, state = rule(np.arange(plan.num_tokens)[None], begun)
             self._states.put(layer, len(layer.stored) - 1, rows, state)
             return output.swapaxes(0, 1)
-        rows = np.arange(plan.first_row, plan.first_row + plan.num_rows)
+        rows = np.arange(plan.num_rows)
         if layer.stored[-1] is None:
             state = rule(plan.offsets[:-1, None], None)[1]
-            self._states.put(layer, len(layer.stored) - 1, slice(rows[0], rows[-1] + 1), mx.zeros_like(state))
+            self._states.put(layer, len(layer.stored) - 1, slice(plan.num_rows), mx.zeros_like(state))
         stored = layer.stored[-1]
         layer.advance = lambda of_rows, tokens: rule(tokens, stored[mx.array(of_rows)])[1]
         predecessors = plan.paths_back(2)[:, 0].numpy() - plan.num_rows
@@ -170,7 +171,7 @@ class RecurrentLayer:
             order.append(tokens)
             outputs.append(output)
         if len(outputs) == 1:  # no drafts: the states are those behind what is kept
-            layer.advance = lambda of_rows, tokens: state[mx.array(of_rows - plan.first_row)]
+            layer.advance = lambda of_rows, tokens: state[mx.array(of_rows)]
         return mx.concatenate(outputs)[mx.array(np.argsort(np.concatenate(order)))]
 
 
